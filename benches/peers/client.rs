@@ -1,0 +1,110 @@
+//! Our own HTTP/2 client, for what h2load cannot do: present a certificate, hold watches open,
+//! and time single requests.
+
+use std::{net::SocketAddr, sync::Arc, time::Duration};
+
+use bytes::Bytes;
+use h2::{RecvStream, client::SendRequest};
+use http::{Request, StatusCode, Uri};
+use rustls::{ClientConfig, pki_types::ServerName};
+use tokio::{net::TcpStream, time::Instant};
+use tokio_rustls::TlsConnector;
+
+use crate::{Result, origin};
+
+/// Windows as Go's HTTP/2 transport (so kubelet and kubectl) sets them: 4 MiB a stream, 1 GiB a
+/// connection.
+const STREAM_WINDOW: u32 = 4 << 20;
+const CONNECTION_WINDOW: u32 = 1 << 30;
+
+/// No single answer takes longer than this, however busy the machine.
+const ANSWER: Duration = Duration::from_secs(60);
+
+/// One connection.
+pub struct Client {
+    send: SendRequest<Bytes>,
+    base: String,
+}
+
+impl Client {
+    /// TCP, TLS and HTTP/2.
+    pub async fn connect(address: SocketAddr, tls: &Arc<ClientConfig>) -> Result<Self> {
+        let tcp = TcpStream::connect(address).await?;
+        tcp.set_nodelay(true)?;
+        let name = ServerName::from(address.ip());
+        let stream = TlsConnector::from(tls.clone()).connect(name, tcp).await?;
+        let (send, connection) = h2::client::Builder::new()
+            .initial_window_size(STREAM_WINDOW)
+            .initial_connection_window_size(CONNECTION_WINDOW)
+            .enable_push(false)
+            .handshake(stream)
+            .await?;
+        // It ends with the last handle to it; its errors arrive at the requests.
+        tokio::spawn(connection);
+        Ok(Self { send, base: format!("https://{address}") })
+    }
+
+    async fn head(&mut self, path: &str) -> Result<RecvStream> {
+        let uri: Uri = format!("{}{path}", self.base).parse()?;
+        self.send = self.send.clone().ready().await?;
+        let (response, _) = self.send.send_request(Request::get(uri).body(())?, true)?;
+        let response = response.await?;
+        if response.status() != StatusCode::OK {
+            return Err(format!("{path}: {}", response.status()).into());
+        }
+        Ok(response.into_body())
+    }
+
+    /// GET to the end of the body; returns its length.
+    pub async fn get(&mut self, path: &str) -> Result<u64> {
+        let whole = async {
+            let mut body = self.head(path).await?;
+            let mut len = 0;
+            while let Some(data) = body.data().await {
+                let data = data?;
+                len += data.len() as u64;
+                body.flow_control().release_capacity(data.len())?;
+            }
+            Ok(len)
+        };
+        tokio::time::timeout(ANSWER, whole)
+            .await
+            .map_err(|_| format!("{path}: no end in {ANSWER:?}"))?
+    }
+
+    /// Requests one after another for `time`; returns the duration of each.
+    pub async fn one_by_one(&mut self, time: Duration) -> Result<Vec<Duration>> {
+        let mut took = Vec::with_capacity(1 << 16);
+        let end = Instant::now() + time;
+        loop {
+            let start = Instant::now();
+            if start >= end {
+                return Ok(took);
+            }
+            let len = self.get(origin::OBJECT).await?;
+            took.push(start.elapsed());
+            if len != origin::OBJECT_BYTES as u64 {
+                return Err(format!("{}: {len} bytes", origin::OBJECT).into());
+            }
+        }
+    }
+
+    /// Opens `count` watches and reads the first event of each; they stay open while the returned
+    /// streams live.
+    pub async fn watch(&mut self, count: usize) -> Result<Vec<RecvStream>> {
+        let open = async {
+            let mut streams = Vec::with_capacity(count);
+            for _ in 0..count {
+                let mut body = self.head(origin::WATCH).await?;
+                let event = body.data().await.ok_or("a watch ended")??;
+                if event.last() != Some(&b'\n') {
+                    return Err("a watch's first frame is not one whole event".into());
+                }
+                body.flow_control().release_capacity(event.len())?;
+                streams.push(body);
+            }
+            Ok(streams)
+        };
+        tokio::time::timeout(ANSWER, open).await.map_err(|_| "watches did not open")?
+    }
+}

@@ -1,0 +1,53 @@
+//! The request load: `h2load` at 8 connections × 16 streams. It is a program that nobody here
+//! wrote, and cheap enough to leave the machine to the proxies.
+
+use std::{net::SocketAddr, path::Path, process::Command, time::Duration};
+
+use crate::{Result, origin, process::Process};
+
+const CONNECTIONS: u32 = 8;
+const STREAMS: u32 = 16;
+
+/// What one run did.
+pub struct Load {
+    /// Answered with 2xx.
+    pub requests: f64,
+    /// As h2load sees it.
+    pub per_second: f64,
+}
+
+/// Loads `address` for `time` (whole seconds). h2load has no option for a client certificate, so
+/// it comes with a bearer token, as pods do.
+pub async fn run(program: &Path, address: SocketAddr, time: Duration, log: &Path) -> Result<Load> {
+    let mut command = Command::new(program);
+    command
+        .args([format!("-c{CONNECTIONS}"), format!("-m{STREAMS}"), "-t1".into()])
+        .args(["-D".into(), time.as_secs().to_string()])
+        .args(["--tls13-ciphers=TLS_AES_128_GCM_SHA256", "-H", "authorization: Bearer bench"])
+        .arg(format!("https://{address}{}", origin::OBJECT));
+    let mut process = Process::start(command, log)?;
+    let status = process.wait(time + Duration::from_secs(20)).await;
+    let out = process.output();
+    if !status.map_err(|error| format!("h2load {error}"))?.success() {
+        return Err(format!("h2load failed:\n{out}").into());
+    }
+    parse(&out).ok_or_else(|| format!("h2load saw errors or nothing at all:\n{out}").into())
+}
+
+/// Reads the summary; `None` when a request failed or none was made.
+fn parse(out: &str) -> Option<Load> {
+    let line = |start: &str| out.lines().find(|line| line.starts_with(start));
+    let number = |line: &str, label: &str| -> Option<f64> {
+        let before = line.split(',').find_map(|part| part.trim().strip_suffix(label))?;
+        before.split_whitespace().last()?.parse().ok()
+    };
+    let requests = line("requests:")?;
+    let codes = line("status codes:")?;
+    let clean =
+        ["failed", "errored", "timeout"].iter().all(|bad| number(requests, bad) == Some(0.0));
+    let load = Load {
+        requests: number(codes, "2xx")?,
+        per_second: number(line("finished in")?, "req/s")?,
+    };
+    (clean && load.requests > 0.0).then_some(load)
+}

@@ -1,0 +1,212 @@
+//! jackstay beside what a user would pick instead: `HAProxy` and Envoy in front of the same HTTP/2
+//! origin, in one run, because absolute figures of two runs or two machines compare nothing.
+//!
+//! ```text
+//! benches/setup                                            # once: haproxy, h2load, envoy
+//! cargo bench --bench peers                                # about five minutes
+//! cargo bench --bench peers -- --quick --json peers.json   # about one
+//! ```
+//!
+//! Everything is on loopback with 2 KiB answers, HTTP/2 and TLS 1.3 (AES-128-GCM) on both sides.
+//! Requests come from h2load, 8 connections × 16 streams, with a bearer token; latency (one
+//! connection, one stream, everyone on one core), bulk (one 200 MB body at a time) and watches (1,000 over 10
+//! connections) come from our own client with a client certificate. A peer that is not installed
+//! is left out with a word about it. `JACKSTAY_BIN` measures another jackstay binary.
+
+mod client;
+mod h2load;
+mod origin;
+mod phases;
+mod pin;
+mod pki;
+mod process;
+mod proxies;
+mod report;
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::{Command, ExitCode},
+    time::Duration,
+};
+
+use clap::Parser;
+use serde_json::json;
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::{
+    phases::{Bench, Plan},
+    pki::Pki,
+    process::{Process, find_program, ticks_per_second},
+    proxies::{Proxy, Setting, Target},
+    report::Samples,
+};
+
+/// An error is for the person who reads the terminal; nobody here acts on its kind.
+type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
+
+/// A run that takes longer than this has a hang somewhere.
+const LIMIT: Duration = Duration::from_secs(15 * 60);
+
+/// Compares jackstay with `HAProxy` and Envoy in front of one origin.
+#[derive(Parser)]
+struct Args {
+    /// About a minute instead of five.
+    #[arg(long)]
+    quick: bool,
+    /// Also write medians, ratios and samples here.
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// Measure these alone.
+    #[arg(long, value_enum, value_delimiter = ',', default_values_t = Target::PROXIES)]
+    only: Vec<Target>,
+    /// Fail unless jackstay was measured and meets every bar.
+    #[arg(long)]
+    check: bool,
+    /// Given by `cargo bench`.
+    #[arg(long, hide = true)]
+    bench: bool,
+    #[command(subcommand)]
+    role: Option<Role>,
+}
+
+#[derive(clap::Subcommand)]
+enum Role {
+    /// The origin, as a process of its own.
+    #[command(hide = true)]
+    Origin { dir: PathBuf },
+}
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    let outcome = match &args.role {
+        Some(Role::Origin { dir }) => origin::run(dir).map(|()| true),
+        // `cargo test --all-targets` runs benches too, without this flag.
+        None if !args.bench => {
+            println!("run by `cargo bench --bench peers`");
+            return ExitCode::SUCCESS;
+        }
+        None => supervise(&args),
+    };
+    match outcome {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("peers: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Runs it all under a limit and under signals, so that every way out drops, and thereby kills,
+/// every child.
+fn supervise(args: &Args) -> Result<bool> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async {
+        let mut interrupt = signal(SignalKind::interrupt())?;
+        let mut terminate = signal(SignalKind::terminate())?;
+        tokio::select! {
+            outcome = run(args) => outcome,
+            () = tokio::time::sleep(LIMIT) => Err(format!("not done in {LIMIT:?}").into()),
+            _ = interrupt.recv() => Err("interrupted".into()),
+            _ = terminate.recv() => Err("terminated".into()),
+        }
+    })
+}
+
+async fn run(args: &Args) -> Result<bool> {
+    let Some(h2load) = find_program([Path::new("h2load")]) else {
+        return Err("no h2load: run benches/setup".into());
+    };
+    let dir = tempfile::Builder::new().prefix("jackstay-peers-").tempdir()?;
+    let pki = Pki::create(dir.path())?;
+    let tls = pki.client_config()?;
+    let (origin, origin_process) = start_origin(dir.path()).await?;
+    let setting = Setting { dir: dir.path(), pki: &pki, origin, tls: &tls };
+
+    let machine = machine();
+    println!("{machine}");
+    let mut samples = Samples::default();
+    let bench = Bench {
+        plan: if args.quick { Plan::QUICK } else { Plan::FULL },
+        dir: dir.path(),
+        h2load: &h2load,
+        origin,
+        origin_process: &origin_process,
+        tls: &tls,
+        ticks_per_second: ticks_per_second()?,
+    };
+
+    let mut targets = args.only.clone();
+    targets.retain(|&target| match target.program() {
+        Ok(_) => true,
+        Err(reason) => {
+            println!("{} is left out: {reason}", target.name());
+            false
+        }
+    });
+    eprintln!("idle, and idle watches");
+    let proxies = start_all(&setting, &mut targets, true).await?;
+    bench.idle(&proxies, &mut samples).await?;
+    drop(proxies);
+    // New processes: what the watches made them allocate must not colour the rest.
+    let proxies = start_all(&setting, &mut targets, false).await?;
+    bench.rounds(&proxies, &mut samples).await?;
+    drop(proxies);
+
+    println!("\n{}", samples.table());
+    if let Some(file) = &args.json {
+        let all = json!({ "machine": machine, "quick": args.quick, "metrics": samples.json() });
+        fs::write(file, serde_json::to_string_pretty(&all)? + "\n")?;
+    }
+    Ok(!args.check || samples.meets_all())
+}
+
+/// Starts the proxies. At the first time, one that does not come up is left out with its reason;
+/// later that is an error.
+async fn start_all(
+    setting: &Setting<'_>,
+    targets: &mut Vec<Target>,
+    first: bool,
+) -> Result<Vec<Proxy>> {
+    let mut proxies = Vec::new();
+    for target in targets.clone() {
+        match setting.start(target).await {
+            Ok(proxy) => proxies.push(proxy),
+            Err(error) if first => println!("{} is left out: {error}", target.name()),
+            Err(error) => return Err(format!("{}: {error}", target.name()).into()),
+        }
+    }
+    *targets = proxies.iter().map(|proxy| proxy.target).collect();
+    Ok(proxies)
+}
+
+/// This program again, as the origin; it says where it listens.
+async fn start_origin(dir: &Path) -> Result<(std::net::SocketAddr, Process)> {
+    let mut command = Command::new(std::env::current_exe()?);
+    command.arg("origin").arg(dir);
+    let mut process = Process::start(command, &dir.join("origin.log"))?;
+    for _ in 0..500 {
+        let out = process.output();
+        if let Some((address, _)) = out.split_once('\n') {
+            return Ok((address.parse().map_err(|_| format!("origin: {out}"))?, process));
+        }
+        if process.ended()?.is_some() {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    Err(format!("the origin did not start: {}", process.output()).into())
+}
+
+/// What the figures were made on, for whoever reads them later.
+fn machine() -> String {
+    let cores = std::thread::available_parallelism().map_or(0, usize::from);
+    let read = |file: &str| fs::read_to_string(file).unwrap_or_default();
+    let cpu = read("/proc/cpuinfo");
+    let model = cpu.lines().find_map(|line| line.strip_prefix("model name")).unwrap_or("\t: ?");
+    let model = model.trim_start_matches([' ', '\t', ':']);
+    let load = read("/proc/loadavg");
+    let load = load.split(' ').next().unwrap_or("?");
+    format!("{cores} × {model}; load average at the start {load}")
+}

@@ -1,0 +1,156 @@
+//! The origin: an apiserver's answers at the lowest cost, in a process of its own so that its CPU
+//! is nobody else's.
+//!
+//! It is this same program, started with `origin`; it prints its address and serves until its
+//! standard input closes, so it cannot outlive the run.
+
+use std::{
+    convert::Infallible,
+    io::{Read, Write},
+    net::SocketAddr,
+    path::Path,
+    pin::Pin,
+    task::{Context, Poll},
+    thread,
+};
+
+use bytes::Bytes;
+use http::{Request, Response, header};
+use http_body::{Frame, SizeHint};
+use hyper::{body::Incoming, service::service_fn};
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use tokio::net::TcpListener;
+use tokio_rustls::TlsAcceptor;
+
+use crate::{Result, pki::Pki};
+
+/// The object of the request load.
+pub const OBJECT: &str = "/api/v1/namespaces/default/configmaps/x";
+/// A LIST of [`BULK_BYTES`].
+pub const BULK: &str = "/api/v1/pods";
+/// A watch that delivers its head and one event, then nothing.
+pub const WATCH: &str = "/api/v1/namespaces/default/configmaps?watch=1&resourceVersion=100";
+
+/// Size of the object's answer.
+pub const OBJECT_BYTES: usize = 2048;
+/// Size of the LIST's answer.
+pub const BULK_BYTES: u64 = 200_000_000;
+
+/// What DESIGN assumes of an apiserver (`--http2-max-streams-per-connection=100`).
+const MAX_STREAMS: u32 = 100;
+/// Bytes handed to hyper at once; Go's server writes a large LIST in pieces of this order.
+const CHUNK: usize = 32 * 1024;
+
+/// Serves until standard input ends.
+pub fn run(dir: &Path) -> Result<()> {
+    // The parent holds the other end of standard input: when it dies, however it dies, so do we.
+    thread::spawn(|| {
+        let _ = std::io::stdin().read(&mut [0]);
+        std::process::exit(0);
+    });
+    tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(serve(dir))
+}
+
+async fn serve(dir: &Path) -> Result<()> {
+    let tls = TlsAcceptor::from(Pki::in_dir(dir).server_config()?);
+    let listener = TcpListener::bind(SocketAddr::from(([127, 0, 0, 1], 0))).await?;
+    println!("{}", listener.local_addr()?);
+    std::io::stdout().flush()?;
+
+    let object = object();
+    let chunk = Bytes::from(vec![b'x'; CHUNK]);
+    loop {
+        let (tcp, _) = listener.accept().await?;
+        tcp.set_nodelay(true)?;
+        let (tls, object, chunk) = (tls.clone(), object.clone(), chunk.clone());
+        tokio::spawn(async move {
+            let Ok(stream) = tls.accept(tcp).await else { return };
+            let service = service_fn(move |request: Request<Incoming>| {
+                let answer = answer(&request, &object, &chunk);
+                async move { Ok::<_, Infallible>(answer) }
+            });
+            // A connection that ends badly is seen, and reported, by its other end.
+            let _ = hyper::server::conn::http2::Builder::new(TokioExecutor::new())
+                .max_concurrent_streams(MAX_STREAMS)
+                .serve_connection(TokioIo::new(stream), service)
+                .await;
+        });
+    }
+}
+
+fn answer(request: &Request<Incoming>, object: &Bytes, chunk: &Bytes) -> Response<Body> {
+    let watch = request.uri().query().is_some_and(|query| query.contains("watch=1"));
+    let body = match request.uri().path() {
+        _ if watch => Body::Watch(Some(event())),
+        "/readyz" => Body::Whole(Some(Bytes::from_static(b"ok"))),
+        BULK => Body::Bulk { chunk: chunk.clone(), left: BULK_BYTES },
+        _ => Body::Whole(Some(object.clone())),
+    };
+    let mut response = Response::new(body);
+    let json = header::HeaderValue::from_static("application/json");
+    response.headers_mut().insert(header::CONTENT_TYPE, json);
+    response
+}
+
+/// A `ConfigMap` of exactly [`OBJECT_BYTES`].
+fn object() -> Bytes {
+    let head = r#"{"kind":"ConfigMap","apiVersion":"v1","metadata":{"name":"x","namespace":"default","resourceVersion":"100"},"data":{"x":""#;
+    let tail = "\"}}\n";
+    let pad = "x".repeat(OBJECT_BYTES - head.len() - tail.len());
+    Bytes::from([head, &pad, tail].concat())
+}
+
+fn event() -> Bytes {
+    Bytes::from_static(b"{\"type\":\"ADDED\",\"object\":{\"kind\":\"ConfigMap\",\"apiVersion\":\"v1\",\"metadata\":{\"name\":\"x\",\"namespace\":\"default\",\"resourceVersion\":\"101\"}}}\n")
+}
+
+/// The three shapes of an answer.
+enum Body {
+    Whole(Option<Bytes>),
+    Bulk { chunk: Bytes, left: u64 },
+    Watch(Option<Bytes>),
+}
+
+impl http_body::Body for Body {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<std::result::Result<Frame<Bytes>, Infallible>>> {
+        match self.get_mut() {
+            Self::Whole(bytes) => Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
+            Self::Bulk { left: 0, .. } => Poll::Ready(None),
+            Self::Bulk { chunk, left } => {
+                let len = (*left).min(chunk.len() as u64);
+                *left -= len;
+                Poll::Ready(Some(Ok(Frame::data(chunk.slice(..len as usize)))))
+            }
+            // After its event a watch is pending for good: nothing will ever wake it, and a
+            // cancelled stream is dropped by hyper.
+            Self::Watch(event) => match event.take() {
+                Some(event) => Poll::Ready(Some(Ok(Frame::data(event)))),
+                None => Poll::Pending,
+            },
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match self {
+            Self::Whole(bytes) => {
+                SizeHint::with_exact(bytes.as_ref().map_or(0, |bytes| bytes.len() as u64))
+            }
+            Self::Bulk { left, .. } => SizeHint::with_exact(*left),
+            Self::Watch(_) => SizeHint::default(),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match self {
+            Self::Whole(bytes) => bytes.is_none(),
+            Self::Bulk { left, .. } => *left == 0,
+            Self::Watch(_) => false,
+        }
+    }
+}

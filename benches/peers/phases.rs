@@ -1,0 +1,207 @@
+//! The measurements, in the order in which they are made.
+//!
+//! Rounds are interleaved (A B C, B C A, …): what drifts while they run, drifts for everyone, and
+//! the medians over rounds and over per-round ratios cancel it.
+
+use std::{path::Path, sync::Arc, time::Duration};
+
+use rustls::ClientConfig;
+
+use crate::{
+    Result,
+    client::Client,
+    h2load, origin,
+    pin::OneCore,
+    process::Process,
+    proxies::{Proxy, Target},
+    report::{Metric, Samples},
+};
+
+/// Watches opened on each proxy, and over how many client connections: a component like kubelet
+/// holds all of its watches on one.
+const WATCHES: usize = 1000;
+const WATCH_CONNECTIONS: usize = 10;
+
+/// Then watches that are alone on a connection, whose buffers and TLS state they pay for: many
+/// small clients. Few enough for the usual limit of 1,024 descriptors.
+const LONE_WATCHES: usize = 250;
+
+/// Time for a proxy to finish what it does after starting or after its last new stream.
+const SETTLE: Duration = Duration::from_secs(2);
+
+/// How long everything runs.
+pub struct Plan {
+    pub rounds: usize,
+    pub load: Duration,
+    pub latency: Duration,
+    pub bulk_bodies: u32,
+    pub idle: Duration,
+}
+
+impl Plan {
+    /// About a minute.
+    pub const QUICK: Self = Self {
+        rounds: 5,
+        load: Duration::from_secs(1),
+        latency: Duration::from_millis(600),
+        bulk_bodies: 1,
+        idle: Duration::from_secs(5),
+    };
+    /// About five minutes.
+    pub const FULL: Self = Self {
+        rounds: 7,
+        load: Duration::from_secs(4),
+        latency: Duration::from_secs(2),
+        bulk_bodies: 2,
+        idle: Duration::from_secs(20),
+    };
+}
+
+/// What every phase needs.
+pub struct Bench<'a> {
+    pub plan: Plan,
+    pub dir: &'a Path,
+    pub h2load: &'a Path,
+    pub origin: std::net::SocketAddr,
+    pub origin_process: &'a Process,
+    pub tls: &'a Arc<ClientConfig>,
+    pub ticks_per_second: f64,
+}
+
+impl Bench<'_> {
+    /// Memory and CPU of proxies that do nothing, then memory with idle watches. The proxies must
+    /// be fresh: an allocator keeps what a load made it take.
+    pub async fn idle(&self, proxies: &[Proxy], samples: &mut Samples) -> Result<()> {
+        tokio::time::sleep(SETTLE).await;
+        let mut before = Vec::new();
+        for proxy in proxies {
+            let rss = proxy.process.rss_kib()?;
+            samples.add(Metric::IdleRss, proxy.target, rss / 1024.0);
+            before.push((rss, proxy.process.cpu_seconds(self.ticks_per_second)?));
+        }
+        let start = tokio::time::Instant::now();
+        tokio::time::sleep(self.plan.idle).await;
+        for (proxy, (_, cpu)) in proxies.iter().zip(&before) {
+            let used = proxy.process.cpu_seconds(self.ticks_per_second)? - cpu;
+            let percent = 100.0 * used / start.elapsed().as_secs_f64();
+            samples.add(Metric::IdleCpu, proxy.target, percent);
+        }
+        for (proxy, (rss, _)) in proxies.iter().zip(&before) {
+            let watches = self.watch(proxy, WATCH_CONNECTIONS, WATCHES / WATCH_CONNECTIONS).await?;
+            let with_shared = proxy.process.rss_kib()?;
+            let each = (with_shared - rss) / WATCHES as f64;
+            samples.add(Metric::WatchMemory, proxy.target, each);
+
+            let lone = self.watch(proxy, LONE_WATCHES, 1).await?;
+            let each = (proxy.process.rss_kib()? - with_shared) / LONE_WATCHES as f64;
+            samples.add(Metric::LoneWatchMemory, proxy.target, each);
+            drop((watches, lone)); // all of them were open until here
+        }
+        Ok(())
+    }
+
+    /// Opens `each` watches on each of `connections` and lets the proxy settle.
+    async fn watch(
+        &self,
+        proxy: &Proxy,
+        connections: usize,
+        each: usize,
+    ) -> Result<Vec<h2::RecvStream>> {
+        let mut watches = Vec::new();
+        for _ in 0..connections {
+            let mut client = Client::connect(proxy.address, self.tls).await?;
+            let more = client.watch(each).await;
+            watches.extend(more.map_err(|error| {
+                format!("{}: {error} ({} watches are open)", proxy.target.name(), watches.len())
+            })?);
+        }
+        tokio::time::sleep(SETTLE).await;
+        Ok(watches)
+    }
+
+    /// Requests, latency and bulk, round by round.
+    pub async fn rounds(&self, proxies: &[Proxy], samples: &mut Samples) -> Result<()> {
+        let mut order: Vec<Option<&Proxy>> = vec![None];
+        order.extend(proxies.iter().map(Some));
+        for round in 0..self.plan.rounds {
+            eprintln!("round {} of {}", round + 1, self.plan.rounds);
+            for &proxy in &order {
+                self.load(proxy, samples).await?;
+            }
+            self.latency(&order, samples).await?;
+            for &proxy in &order {
+                self.bulk(proxy, samples).await?;
+            }
+            order.rotate_left(1);
+        }
+        Ok(())
+    }
+
+    async fn load(&self, proxy: Option<&Proxy>, samples: &mut Samples) -> Result<()> {
+        let (target, address) = self.place(proxy);
+        let cpu = self.cpu(proxy)?;
+        let load =
+            h2load::run(self.h2load, address, self.plan.load, &self.dir.join("h2load.log")).await?;
+        if let (Some(before), Some(after)) = (cpu, self.cpu(proxy)?) {
+            samples.add(Metric::CpuPerRequest, target, 1e6 * (after - before) / load.requests);
+        }
+        samples.add(Metric::Requests, target, load.per_second);
+        Ok(())
+    }
+
+    async fn latency(&self, order: &[Option<&Proxy>], samples: &mut Samples) -> Result<()> {
+        let proxies = order.iter().flatten().map(|proxy| proxy.process.id());
+        let _one_core = OneCore::hold(proxies.chain([self.origin_process.id()]))?;
+        let mut measured = Vec::new();
+        for &proxy in order {
+            let (target, address) = self.place(proxy);
+            let mut client = Client::connect(address, self.tls).await?;
+            client.get(origin::OBJECT).await?;
+            let mut took = client.one_by_one(self.plan.latency).await?;
+            took.sort_unstable();
+            let at =
+                |part: f64| took[((took.len() - 1) as f64 * part) as usize].as_secs_f64() * 1e6;
+            measured.push((target, at(0.5), at(0.99)));
+        }
+        let direct = measured.iter().find(|(target, ..)| *target == Target::Direct);
+        let &(_, median, p99) = direct.ok_or("no direct run")?;
+        samples.add(Metric::LatencyMedian, Target::Direct, median);
+        samples.add(Metric::LatencyP99, Target::Direct, p99);
+        for (target, its_median, its_p99) in measured {
+            if target != Target::Direct {
+                samples.add(Metric::LatencyMedian, target, its_median - median);
+                samples.add(Metric::LatencyP99, target, its_p99 - p99);
+            }
+        }
+        Ok(())
+    }
+
+    async fn bulk(&self, proxy: Option<&Proxy>, samples: &mut Samples) -> Result<()> {
+        let (target, address) = self.place(proxy);
+        let mut client = Client::connect(address, self.tls).await?;
+        client.get(origin::OBJECT).await?;
+        let cpu = self.cpu(proxy)?;
+        let start = tokio::time::Instant::now();
+        for _ in 0..self.plan.bulk_bodies {
+            let len = client.get(origin::BULK).await?;
+            if len != origin::BULK_BYTES {
+                return Err(format!("{}: {len} bytes of the body", target.name()).into());
+            }
+        }
+        let took = start.elapsed().as_secs_f64();
+        let bytes = f64::from(self.plan.bulk_bodies) * origin::BULK_BYTES as f64;
+        if let (Some(before), Some(after)) = (cpu, self.cpu(proxy)?) {
+            samples.add(Metric::BulkCpu, target, (after - before) / (bytes / 1e9));
+        }
+        samples.add(Metric::BulkSpeed, target, bytes / 1e6 / took);
+        Ok(())
+    }
+
+    fn place(&self, proxy: Option<&Proxy>) -> (Target, std::net::SocketAddr) {
+        proxy.map_or((Target::Direct, self.origin), |proxy| (proxy.target, proxy.address))
+    }
+
+    fn cpu(&self, proxy: Option<&Proxy>) -> Result<Option<f64>> {
+        proxy.map(|proxy| proxy.process.cpu_seconds(self.ticks_per_second)).transpose()
+    }
+}

@@ -1,0 +1,130 @@
+//! The throw-away certificates of one run, because everything here speaks TLS on both sides.
+//!
+//! One authority signs a server certificate (origin and proxies alike) and a client certificate
+//! with the subject of a kubelet.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use rcgen::{
+    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    KeyUsagePurpose,
+};
+use rustls::{
+    ClientConfig, RootCertStore, ServerConfig,
+    crypto::{CryptoProvider, aws_lc_rs},
+    pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject},
+    server::WebPkiClientVerifier,
+};
+
+use crate::Result;
+
+/// The name on every server certificate beside the loopback address.
+pub const SERVER_NAME: &str = "kubernetes.default.svc";
+
+/// Paths of the PEM files of one run.
+pub struct Pki {
+    /// The authority's certificate.
+    pub ca: PathBuf,
+    /// Server certificate and key, apart and (for `HAProxy`) in one file.
+    pub server_cert: PathBuf,
+    pub server_key: PathBuf,
+    pub server_both: PathBuf,
+    /// The client certificate and its key.
+    pub client_cert: PathBuf,
+    pub client_key: PathBuf,
+}
+
+impl Pki {
+    /// Where the files of a run in `dir` are.
+    pub fn in_dir(dir: &Path) -> Self {
+        Self {
+            ca: dir.join("ca.crt"),
+            server_cert: dir.join("server.crt"),
+            server_key: dir.join("server.key"),
+            server_both: dir.join("server.pem"),
+            client_cert: dir.join("client.crt"),
+            client_key: dir.join("client.key"),
+        }
+    }
+
+    /// Makes and writes them.
+    pub fn create(dir: &Path) -> Result<Self> {
+        let paths = Self::in_dir(dir);
+
+        let mut ca = CertificateParams::default();
+        ca.distinguished_name.push(DnType::CommonName, "bench authority");
+        ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        ca.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::DigitalSignature];
+        let ca_key = KeyPair::generate()?;
+        fs::write(&paths.ca, ca.self_signed(&ca_key)?.pem())?;
+        let issuer = Issuer::new(ca, ca_key);
+
+        let names = ["127.0.0.1", "localhost", SERVER_NAME].map(String::from).to_vec();
+        let mut server = CertificateParams::new(names)?;
+        server.distinguished_name.push(DnType::CommonName, "kube-apiserver");
+        server.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
+        let key = KeyPair::generate()?;
+        let cert = server.signed_by(&key, &issuer)?.pem();
+        fs::write(&paths.server_both, cert.clone() + &key.serialize_pem())?;
+        fs::write(&paths.server_cert, cert)?;
+        fs::write(&paths.server_key, key.serialize_pem())?;
+
+        let mut client = CertificateParams::default();
+        client.distinguished_name.push(DnType::CommonName, "system:node:bench");
+        client.distinguished_name.push(DnType::OrganizationName, "system:nodes");
+        client.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+        let key = KeyPair::generate()?;
+        fs::write(&paths.client_cert, client.signed_by(&key, &issuer)?.pem())?;
+        fs::write(&paths.client_key, key.serialize_pem())?;
+        Ok(paths)
+    }
+
+    fn roots(&self) -> Result<RootCertStore> {
+        let mut roots = RootCertStore::empty();
+        roots.add(CertificateDer::from_pem_file(&self.ca)?)?;
+        Ok(roots)
+    }
+
+    /// The client of latency, bulk and watches: it presents the kubelet's certificate.
+    pub fn client_config(&self) -> Result<Arc<ClientConfig>> {
+        let mut config = ClientConfig::builder_with_provider(one_suite())
+            .with_protocol_versions(&[&rustls::version::TLS13])?
+            .with_root_certificates(self.roots()?)
+            .with_client_auth_cert(
+                vec![CertificateDer::from_pem_file(&self.client_cert)?],
+                PrivateKeyDer::from_pem_file(&self.client_key)?,
+            )?;
+        config.alpn_protocols = vec![b"h2".to_vec()];
+        Ok(Arc::new(config))
+    }
+
+    /// The origin: like an apiserver it asks for a client certificate and does not insist.
+    pub fn server_config(&self) -> Result<Arc<ServerConfig>> {
+        let verifier =
+            WebPkiClientVerifier::builder_with_provider(Arc::new(self.roots()?), one_suite())
+                .allow_unauthenticated()
+                .build()?;
+        let mut config = ServerConfig::builder_with_provider(one_suite())
+            .with_protocol_versions(&[&rustls::version::TLS13])?
+            .with_client_cert_verifier(verifier)
+            .with_single_cert(
+                vec![CertificateDer::from_pem_file(&self.server_cert)?],
+                PrivateKeyDer::from_pem_file(&self.server_key)?,
+            )?;
+        config.alpn_protocols = vec![b"h2".to_vec()];
+        Ok(Arc::new(config))
+    }
+}
+
+/// Origin and clients speak AES-128-GCM alone, which Go chooses on every machine with AES
+/// instructions: left alone, each proxy would pick another cipher and the bulk figures would
+/// compare ciphers.
+fn one_suite() -> Arc<CryptoProvider> {
+    let mut provider = aws_lc_rs::default_provider();
+    provider.cipher_suites = vec![aws_lc_rs::cipher_suite::TLS13_AES_128_GCM_SHA256];
+    Arc::new(provider)
+}

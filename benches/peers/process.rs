@@ -1,0 +1,108 @@
+//! A child process that cannot be forgotten: killed by its pid when dropped, and asked for its
+//! CPU time and memory while it lives.
+
+use std::{
+    fs::{self, File},
+    path::{Path, PathBuf},
+    process::{Child, Command, ExitStatus, Stdio},
+    time::Duration,
+};
+
+use crate::Result;
+
+/// One running child; its output goes to a log file that is quoted when it fails.
+pub struct Process {
+    child: Child,
+    log: PathBuf,
+}
+
+impl Process {
+    /// Starts `command` with its output in `log`. Standard input is a pipe that closes with us.
+    pub fn start(mut command: Command, log: &Path) -> Result<Self> {
+        let out = File::create(log)?;
+        command.stdin(Stdio::piped()).stdout(out.try_clone()?).stderr(out);
+        let child = command
+            .spawn()
+            .map_err(|error| format!("{}: {error}", command.get_program().display()))?;
+        Ok(Self { child, log: log.to_owned() })
+    }
+
+    /// Its pid.
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Whether it has ended, and how.
+    pub fn ended(&mut self) -> Result<Option<ExitStatus>> {
+        Ok(self.child.try_wait()?)
+    }
+
+    /// Waits for the end of a child that ends by itself.
+    pub async fn wait(&mut self, limit: Duration) -> Result<ExitStatus> {
+        let poll = async {
+            loop {
+                if let Some(status) = self.ended()? {
+                    return Ok(status);
+                }
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        };
+        tokio::time::timeout(limit, poll).await.map_err(|_| "did not end in time")?
+    }
+
+    /// What it has printed so far.
+    pub fn output(&self) -> String {
+        fs::read(&self.log)
+            .map(|log| String::from_utf8_lossy(&log).into_owned())
+            .unwrap_or_default()
+    }
+
+    /// CPU seconds of the whole process since its start, user and system.
+    pub fn cpu_seconds(&self, ticks_per_second: f64) -> Result<f64> {
+        let stat = fs::read_to_string(format!("/proc/{}/stat", self.child.id()))?;
+        // The command name is the second field and may hold anything; after its closing
+        // parenthesis comes field 3, so utime (14) and stime (15) are 11 and 12 from there.
+        let rest = stat.rsplit_once(')').ok_or("no command in /proc/PID/stat")?.1;
+        let ticks: Vec<u64> = rest
+            .split_whitespace()
+            .skip(11)
+            .take(2)
+            .map(str::parse)
+            .collect::<std::result::Result<_, _>>()?;
+        Ok(ticks.iter().sum::<u64>() as f64 / ticks_per_second)
+    }
+
+    /// Resident memory in KiB.
+    pub fn rss_kib(&self) -> Result<f64> {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.child.id()))?;
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+        let kib = line.and_then(|line| line.split_whitespace().next()).ok_or("no VmRSS")?;
+        Ok(kib.parse()?)
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Ticks a second of the figures in `/proc/PID/stat`.
+pub fn ticks_per_second() -> Result<f64> {
+    let out = Command::new("getconf").arg("CLK_TCK").output()?;
+    Ok(String::from_utf8_lossy(&out.stdout).trim().parse()?)
+}
+
+/// The first of `names` that is an executable: a path as it is, a bare name through `PATH` and
+/// `/usr/sbin`, where Debian keeps daemons and many users' `PATH` does not look.
+pub fn find_program<'a>(names: impl IntoIterator<Item = &'a Path>) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let dirs: Vec<_> = std::env::split_paths(&path).chain([PathBuf::from("/usr/sbin")]).collect();
+    names.into_iter().find_map(|name| {
+        if name.components().count() > 1 {
+            return name.is_file().then(|| name.to_owned());
+        }
+        dirs.iter().map(|dir| dir.join(name)).find(|file| file.is_file())
+    })
+}

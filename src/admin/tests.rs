@@ -1,0 +1,166 @@
+//! Real sockets on port 0; no HTTP client but bytes, since garbage is among the inputs.
+
+use super::*;
+use serde_json::json;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+struct Fake {
+    alive: bool,
+    ready: bool,
+}
+
+impl Facts for Fake {
+    fn live(&self) -> Result<(), String> {
+        if self.alive { Ok(()) } else { Err("worker 0 has not turned for 7 s".into()) }
+    }
+
+    fn ready(&self) -> Readiness {
+        let part =
+            |name: &str, ok, detail: &str| Part { name: name.into(), ok, detail: detail.into() };
+        let detail = if self.ready { "" } else { "no endpoint usable:\nrefused" };
+        Readiness {
+            ready: self.ready,
+            parts: vec![
+                part("listener apiserver", true, ""),
+                part("identity 0", true, "awaited"),
+                part("upstream control-plane", self.ready, detail),
+            ],
+        }
+    }
+
+    fn status(&self) -> serde_json::Value {
+        json!({"version": "0", "listeners": [{"name": "</script><script>alert(1)</script>"}]})
+    }
+
+    fn config(&self) -> serde_json::Value {
+        json!({"workers": 1})
+    }
+
+    fn metrics(&self) -> String {
+        assert!(self.alive, "a bug, on purpose");
+        "jackstay_build_info 1\n".into()
+    }
+}
+
+fn start(alive: bool, ready: bool) -> SocketAddr {
+    let socket = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let admin = Admin::from_std(socket).expect("a socket");
+    let address = admin.local_addr().expect("an address");
+    tokio::spawn(admin.serve(Arc::new(Fake { alive, ready })));
+    address
+}
+
+async fn send(address: SocketAddr, bytes: &[u8]) -> String {
+    let mut stream = TcpStream::connect(address).await.expect("it listens");
+    stream.write_all(bytes).await.expect("it reads");
+    let mut answer = Vec::new();
+    // Until the end: the server closes after one answer. It may do so with a reset.
+    let _ = stream.read_to_end(&mut answer).await;
+    String::from_utf8_lossy(&answer).into_owned()
+}
+
+/// Status, head and body of one request.
+async fn ask(address: SocketAddr, method: &str, path: &str) -> (u16, String, String) {
+    let head = format!("{method} {path} HTTP/1.1\r\nHost: localhost:9643\r\n\r\n");
+    let answer = send(address, head.as_bytes()).await;
+    let (head, body) = answer.split_once("\r\n\r\n").expect("a head");
+    let code = head.split(' ').nth(1).and_then(|code| code.parse().ok()).expect("a code");
+    (code, head.to_owned(), body.to_owned())
+}
+
+#[tokio::test]
+async fn every_route_answers() {
+    let address = start(true, true);
+    for (path, kind, part) in [
+        ("/livez", "text/plain; charset=utf-8", "ok\n"),
+        ("/livez?verbose", "text/plain; charset=utf-8", "ok\n"),
+        ("/readyz", "text/plain; charset=utf-8", "[+]listener apiserver ok\n"),
+        ("/metrics", "text/plain; version=0.0.4; charset=utf-8", "jackstay_build_info 1\n"),
+        ("/status", "application/json", "\"version\": \"0\""),
+        ("/config", "application/json", "\"workers\": 1"),
+        ("/", "text/html; charset=utf-8", "<!doctype html>"),
+        ("/page.js", "text/javascript; charset=utf-8", "textContent"),
+    ] {
+        let (code, head, body) = ask(address, "GET", path).await;
+        assert_eq!(code, 200, "{path}");
+        assert!(head.contains(&format!("content-type: {kind}\r\n")), "{path}: {head}");
+        assert!(head.contains("x-content-type-options: nosniff"), "{head}");
+        assert!(head.contains("content-security-policy: default-src 'none'"), "{head}");
+        assert!(body.contains(part), "{path}: {body}");
+
+        let (code, head, body) = ask(address, "HEAD", path).await;
+        assert_eq!((code, body.as_str()), (200, ""), "{path}");
+        assert!(head.contains("content-length: "), "{head}");
+    }
+}
+
+#[tokio::test]
+async fn readiness_says_what_is_missing_on_one_line_each() {
+    let (code, _, body) = ask(start(true, false), "GET", "/readyz").await;
+    let expected = "[+]listener apiserver ok\n[+]identity 0 ok: awaited\n\
+        [-]upstream control-plane: no endpoint usable: refused\nreadyz check failed\n";
+    assert_eq!((code, body.as_str()), (503, expected));
+
+    let (code, _, body) = ask(start(false, true), "GET", "/livez").await;
+    assert_eq!((code, body.as_str()), (503, "not alive: worker 0 has not turned for 7 s\n"));
+}
+
+#[tokio::test]
+async fn other_methods_and_paths_are_refused() {
+    let address = start(true, true);
+    for method in ["POST", "PUT", "DELETE", "OPTIONS", "BREW"] {
+        let (code, head, _) = ask(address, method, "/status").await;
+        assert_eq!(code, 405, "{method}");
+        assert!(head.contains("allow: GET, HEAD"), "{head}");
+    }
+    for path in ["/nothing", "/status/", "/livez/x", "//", "/../etc/passwd", "/%00"] {
+        let (code, _, body) = ask(address, "GET", path).await;
+        assert_eq!(code, 404, "{path}");
+        assert!(body.contains("/readyz") && body.contains("/config"), "{body}");
+    }
+}
+
+#[tokio::test]
+async fn a_foreign_host_on_loopback_is_refused() {
+    let address = start(true, true);
+    let answer = send(address, b"GET /config HTTP/1.1\r\nHost: evil.example\r\n\r\n").await;
+    assert!(answer.starts_with("HTTP/1.1 421 "), "{answer}");
+    assert!(!answer.contains("workers"), "{answer}");
+    let two = b"GET /config HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n";
+    assert!(!send(address, two).await.contains("workers"));
+    let answer = send(address, b"GET /livez HTTP/1.0\r\n\r\n").await;
+    assert!(answer.starts_with("HTTP/1.0 200 "), "{answer}");
+}
+
+#[tokio::test]
+async fn garbage_and_a_bug_disturb_nobody() {
+    let address = start(true, true);
+    let long = [b"GET /".as_slice(), &vec![b'a'; 100_000], b" HTTP/1.1\r\n\r\n"].concat();
+    let garbage: [&[u8]; 5] = [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+        b"\r\n\r\n \0\r\n",
+        b"GET\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        &long,
+    ];
+    for bytes in garbage {
+        let answer = send(address, bytes).await;
+        assert!(!answer.contains(" 200 "), "{answer}");
+    }
+    assert_eq!(ask(address, "GET", "/livez").await.0, 200);
+
+    let broken = start(false, true);
+    assert_eq!(send(broken, b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n").await, "");
+    assert_eq!(ask(broken, "GET", "/readyz").await.0, 200);
+}
+
+#[tokio::test(start_paused = true)]
+async fn silent_connections_give_their_slots_back() {
+    let address = start(true, true);
+    let mut silent = Vec::new();
+    for _ in 0..MAX_CONNECTIONS + 10 {
+        silent.push(TcpStream::connect(address).await.expect("the backlog takes it"));
+    }
+    // Time is paused: it jumps whenever nothing else can run, so this ends at the head timeouts.
+    assert_eq!(ask(address, "GET", "/livez").await.0, 200);
+}

@@ -1,0 +1,411 @@
+//! Puts the parts together: loads, binds everything, starts the threads, drains them.
+//!
+//! ```text
+//! control thread   admin, /readyz probers, certificates, metrics upkeep
+//! worker threads   listeners -> requests -> pools; one event loop each, nothing shared on the path
+//!                  of a request but the endpoints (arc-swap) and atomic counters
+//! ```
+//!
+//! Everything that can fail fails in [`App::bind`], before anything is served, and the bound
+//! addresses are known afterwards: tests bind port 0.
+
+mod facts;
+mod worker;
+
+use std::collections::HashMap;
+use std::fmt;
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use arc_swap::ArcSwap;
+use tokio::sync::{oneshot, watch};
+use tokio::task::LocalSet;
+
+use crate::admin::Admin;
+use crate::config::{self, CertPaths, Config};
+use crate::control::{certificates, readyz};
+use crate::net::serving::ServingTls;
+use crate::net::socket;
+use crate::net::tls_files::TlsFileError;
+use crate::observe::{ListenerMetrics, Metrics};
+use crate::upstream::credentials::Credentials;
+use crate::upstream::endpoint::Endpoint;
+use crate::upstream::pool::Upstream;
+use facts::Facts;
+
+/// How often the histograms are emptied into their buckets.
+const UPKEEP: Duration = Duration::from_secs(1);
+
+/// Why the program could not start.
+#[derive(Debug)]
+pub enum StartError {
+    /// A certificate, key or CA bundle.
+    Tls(TlsFileError),
+    /// No address of a listener, or not the admin's, could be bound.
+    Bind {
+        /// What was to listen there.
+        what: String,
+        /// Where.
+        address: SocketAddr,
+        /// Why not.
+        error: io::Error,
+    },
+    /// A server name that cannot be verified.
+    ServerName(String),
+    /// A thread or a runtime.
+    System(io::Error),
+}
+
+impl fmt::Display for StartError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tls(error) => error.fmt(f),
+            Self::Bind { what, address, error } if error.kind() == io::ErrorKind::AddrInUse => {
+                write!(
+                    f,
+                    "{what} cannot listen on {address}: {error}; another process listens there \
+                     (`ss -ltnp 'sport = :{}'` shows which)",
+                    address.port()
+                )
+            }
+            Self::Bind { what, address, error } => {
+                write!(f, "{what} cannot listen on {address}: {error}")
+            }
+            Self::ServerName(error) => f.write_str(error),
+            Self::System(error) => write!(f, "cannot start: {error}"),
+        }
+    }
+}
+
+impl std::error::Error for StartError {}
+
+impl StartError {
+    /// Whether the configuration is to blame, rather than the machine.
+    pub fn is_configuration(&self) -> bool {
+        matches!(self, Self::Tls(_) | Self::ServerName(_))
+    }
+}
+
+/// A listener that is bound.
+#[derive(Debug)]
+struct BoundListener {
+    config: config::Listener,
+    addresses: Vec<SocketAddr>,
+    /// One set of sockets for each worker.
+    sockets: Vec<Vec<std::net::TcpListener>>,
+    tls: Arc<ServingTls>,
+    metrics: Arc<ListenerMetrics>,
+    upstream: Arc<Upstream>,
+    /// Which slots of the upstream's credentials it may use.
+    slots: Vec<usize>,
+}
+
+/// Everything loaded and bound, nothing served yet.
+pub struct App {
+    config: Arc<Config>,
+    metrics: Arc<Metrics>,
+    upstreams: Vec<Arc<Upstream>>,
+    listeners: Vec<BoundListener>,
+    admin: std::net::TcpListener,
+}
+
+impl App {
+    /// Loads every file and binds every address.
+    ///
+    /// # Errors
+    /// The first thing that cannot be.
+    pub fn bind(config: Config) -> Result<Self, StartError> {
+        let metrics = Metrics::new();
+        let upstreams = config
+            .upstreams
+            .iter()
+            .map(|upstream| load_upstream(upstream, &config, &metrics).map(Arc::new))
+            .collect::<Result<Vec<_>, _>>()?;
+        let listeners = config
+            .listeners
+            .iter()
+            .map(|listener| bind_listener(listener, &upstreams, config.workers, &metrics))
+            .collect::<Result<Vec<_>, _>>()?;
+        let address = config.admin.bind;
+        let admin = socket::listen(address, false).map_err(|error| StartError::Bind {
+            what: "admin".into(),
+            address,
+            error,
+        })?;
+        Ok(Self { config: Arc::new(config), metrics, upstreams, listeners, admin })
+    }
+
+    /// Where a listener listens.
+    pub fn listener_addresses(&self, name: &str) -> &[SocketAddr] {
+        self.listeners
+            .iter()
+            .find(|listener| listener.config.name == name)
+            .map_or(&[], |listener| &listener.addresses)
+    }
+
+    /// Where the admin endpoint listens.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn admin_address(&self) -> io::Result<SocketAddr> {
+        self.admin.local_addr()
+    }
+
+    /// Starts all threads.
+    ///
+    /// # Errors
+    /// A thread or a runtime could not be made.
+    pub fn start(self) -> Result<Running, StartError> {
+        let (drain, draining) = watch::channel(false);
+        let mut workers = Vec::new();
+        let mut pulses = Vec::new();
+        let mut listeners = self.listeners;
+        for index in 0..self.config.workers {
+            let setup = worker::Setup::new(
+                index,
+                &self.config,
+                &self.metrics,
+                &mut listeners,
+                draining.clone(),
+            );
+            pulses.push(setup.pulse());
+            let thread = std::thread::Builder::new().name(format!("worker-{index}"));
+            workers.push(thread.spawn(move || setup.run()).map_err(StartError::System)?);
+        }
+        let facts = Arc::new(Facts::new(
+            &self.config,
+            &self.metrics,
+            &self.upstreams,
+            &listeners,
+            pulses,
+            draining,
+        ));
+        for listener in &listeners {
+            tracing::info!(
+                listener = listener.config.name,
+                bind = ?listener.addresses,
+                upstream = listener.config.upstream,
+                "listening"
+            );
+        }
+        let (stop, stopped) = oneshot::channel();
+        let control = Control {
+            admin: self.admin,
+            facts,
+            metrics: self.metrics,
+            upstreams: self.upstreams,
+            serving: listeners
+                .into_iter()
+                .map(|listener| (listener.config.name, listener.tls, listener.metrics))
+                .collect(),
+        };
+        let control = std::thread::Builder::new()
+            .name("control".into())
+            .spawn(move || control.run(stopped))
+            .map_err(StartError::System)?;
+        Ok(Running { drain, stop: Some(stop), workers, control: Some(control) })
+    }
+}
+
+/// A started program; dropping it drains it.
+pub struct Running {
+    drain: watch::Sender<bool>,
+    stop: Option<oneshot::Sender<()>>,
+    workers: Vec<JoinHandle<()>>,
+    control: Option<JoinHandle<()>>,
+}
+
+impl Running {
+    /// Begins the drain: stops accepting, tells clients, ends watches.
+    pub fn drain(&self) {
+        self.drain.send_replace(true);
+    }
+
+    /// Drains, waits for the workers (they bound their time themselves) and stops the rest.
+    /// False if a worker panicked.
+    pub fn stop(mut self) -> bool {
+        self.end()
+    }
+
+    fn end(&mut self) -> bool {
+        self.drain();
+        let healthy = self.workers.drain(..).all(|worker| worker.join().is_ok());
+        drop(self.stop.take());
+        let control = self.control.take().is_none_or(|control| control.join().is_ok());
+        healthy && control
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// What runs beside the path of requests.
+struct Control {
+    admin: std::net::TcpListener,
+    facts: Arc<Facts>,
+    metrics: Arc<Metrics>,
+    upstreams: Vec<Arc<Upstream>>,
+    serving: Vec<(String, Arc<ServingTls>, Arc<ListenerMetrics>)>,
+}
+
+impl Control {
+    fn run(self, stopped: oneshot::Receiver<()>) {
+        let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+            Ok(runtime) => runtime,
+            Err(error) => {
+                tracing::error!(%error, "the control thread has no runtime");
+                return;
+            }
+        };
+        LocalSet::new().block_on(&runtime, async move {
+            for upstream in &self.upstreams {
+                tokio::task::spawn_local(certificates::watch_credentials(Arc::clone(upstream)));
+                for endpoint in upstream.endpoints.load().iter() {
+                    tokio::task::spawn_local(readyz::probe(
+                        Arc::clone(upstream),
+                        Arc::clone(endpoint),
+                    ));
+                }
+            }
+            for (name, tls, metrics) in self.serving {
+                tokio::task::spawn_local(certificates::watch_serving(name, tls, metrics));
+            }
+            let metrics = self.metrics;
+            tokio::task::spawn_local(async move {
+                let mut ticks = tokio::time::interval(UPKEEP);
+                loop {
+                    ticks.tick().await;
+                    metrics.upkeep();
+                }
+            });
+            match Admin::from_std(self.admin) {
+                Ok(admin) => tokio::select! {
+                    () = admin.serve(self.facts) => {}
+                    _ = stopped => {}
+                },
+                Err(error) => {
+                    tracing::error!(%error, "the admin endpoint does not work");
+                    let _ = stopped.await;
+                }
+            }
+        });
+    }
+}
+
+fn load_upstream(
+    upstream: &config::Upstream,
+    config: &Config,
+    metrics: &Arc<Metrics>,
+) -> Result<Upstream, StartError> {
+    let name: Arc<str> = upstream.name.as_str().into();
+    let credentials =
+        Credentials::load(upstream, &identities_of(upstream, config)).map_err(StartError::Tls)?;
+    let endpoints = upstream
+        .endpoints
+        .iter()
+        .map(|address| {
+            let label = address.to_string();
+            let server_name = upstream.tls.server_name.as_deref();
+            Endpoint::new(&name, address, server_name, metrics.endpoint(&name, &label))
+        })
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(StartError::ServerName)?;
+    Ok(Upstream {
+        endpoints: ArcSwap::from_pointee(endpoints),
+        credentials,
+        config: upstream.clone(),
+        metrics: Arc::clone(metrics),
+        name,
+    })
+}
+
+/// The identities of all listeners of an upstream, each once, and the probe's own.
+fn identities_of(upstream: &config::Upstream, config: &Config) -> Vec<CertPaths> {
+    let mut all: Vec<CertPaths> = Vec::new();
+    let listeners = config.listeners.iter().filter(|l| l.upstream == upstream.name);
+    let configured = listeners.flat_map(|l| &l.identities).chain(&upstream.health.readyz.cert);
+    for paths in configured {
+        if !all.contains(paths) {
+            all.push(paths.clone());
+        }
+    }
+    all
+}
+
+fn bind_listener(
+    listener: &config::Listener,
+    upstreams: &[Arc<Upstream>],
+    workers: usize,
+    metrics: &Arc<Metrics>,
+) -> Result<BoundListener, StartError> {
+    let tls = Arc::new(ServingTls::load(listener).map_err(StartError::Tls)?);
+    let upstream = upstreams
+        .iter()
+        .find(|upstream| *upstream.name == *listener.upstream)
+        .map(Arc::clone)
+        .ok_or_else(|| {
+            StartError::ServerName(format!("upstream `{}` does not exist", listener.upstream))
+        })?;
+    let slots: HashMap<_, _> = upstream
+        .credentials
+        .slots()
+        .iter()
+        .enumerate()
+        .map(|(index, slot)| (slot.paths.clone(), index))
+        .collect();
+    let mut bound = BoundListener {
+        config: listener.clone(),
+        addresses: Vec::new(),
+        sockets: (0..workers).map(|_| Vec::new()).collect(),
+        tls,
+        metrics: metrics.listener(&listener.name),
+        slots: listener.identities.iter().filter_map(|paths| slots.get(paths).copied()).collect(),
+        upstream,
+    };
+    let mut skipped = None;
+    for &address in &listener.bind {
+        match bind_address(address, &mut bound.sockets) {
+            Ok(actual) => bound.addresses.push(actual),
+            Err(error) if socket::family_is_missing(address, &error) => {
+                tracing::warn!(
+                    listener = listener.name,
+                    %address,
+                    %error,
+                    "not listening there: this host has no such address family"
+                );
+                skipped = Some((address, error));
+            }
+            Err(error) => return Err(bind_error(listener, address, error)),
+        }
+    }
+    match skipped {
+        Some((address, error)) if bound.addresses.is_empty() => {
+            Err(bind_error(listener, address, error))
+        }
+        _ => Ok(bound),
+    }
+}
+
+/// One socket for each worker, all on the same port even where that was left to the kernel.
+fn bind_address(
+    mut address: SocketAddr,
+    workers: &mut [Vec<std::net::TcpListener>],
+) -> io::Result<SocketAddr> {
+    let shared = workers.len() > 1;
+    for sockets in workers {
+        let socket = socket::listen(address, shared)?;
+        address = socket.local_addr()?;
+        sockets.push(socket);
+    }
+    Ok(address)
+}
+
+fn bind_error(listener: &config::Listener, address: SocketAddr, error: io::Error) -> StartError {
+    StartError::Bind { what: format!("listener `{}`", listener.name), address, error }
+}

@@ -1,0 +1,225 @@
+//! What the admin endpoint may ask: gathered from the parts at the moment of the question.
+
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant, SystemTime};
+
+use serde_json::{Value, json};
+use tokio::sync::watch;
+
+use super::BoundListener;
+use super::worker::Pulse;
+use crate::admin::{self, Part, Readiness};
+use crate::config::{self, Config};
+use crate::net::serving::ServingTls;
+use crate::net::tls_files::rfc3339;
+use crate::observe::Metrics;
+use crate::upstream::pool::Upstream;
+
+/// A worker whose loop has not turned for this long is stuck.
+const STUCK_AFTER: Duration = Duration::from_secs(5);
+
+/// Answers the admin endpoint.
+pub struct Facts {
+    config: Arc<Config>,
+    metrics: Arc<Metrics>,
+    upstreams: Vec<Arc<Upstream>>,
+    listeners: Vec<ListenerFacts>,
+    pulses: Vec<(Pulse, Mutex<Seen>)>,
+    started: SystemTime,
+    draining: watch::Receiver<bool>,
+}
+
+struct ListenerFacts {
+    name: String,
+    upstream: String,
+    wanted: usize,
+    addresses: Vec<SocketAddr>,
+    slots: Vec<usize>,
+    tls: Arc<ServingTls>,
+}
+
+/// The last beat of a worker, and when it was first seen.
+struct Seen {
+    beat: u64,
+    at: Instant,
+}
+
+impl Facts {
+    /// Facts about these parts.
+    pub fn new(
+        config: &Arc<Config>,
+        metrics: &Arc<Metrics>,
+        upstreams: &[Arc<Upstream>],
+        listeners: &[BoundListener],
+        pulses: Vec<Pulse>,
+        draining: watch::Receiver<bool>,
+    ) -> Self {
+        let seen = || Mutex::new(Seen { beat: 0, at: Instant::now() });
+        Self {
+            config: Arc::clone(config),
+            metrics: Arc::clone(metrics),
+            upstreams: upstreams.to_vec(),
+            listeners: listeners
+                .iter()
+                .map(|bound| ListenerFacts {
+                    name: bound.config.name.clone(),
+                    upstream: bound.config.upstream.clone(),
+                    wanted: bound.config.bind.len(),
+                    addresses: bound.addresses.clone(),
+                    slots: bound.slots.clone(),
+                    tls: Arc::clone(&bound.tls),
+                })
+                .collect(),
+            pulses: pulses.into_iter().map(|pulse| (pulse, seen())).collect(),
+            started: SystemTime::now(),
+            draining,
+        }
+    }
+
+    fn upstream(&self, name: &str) -> Option<&Arc<Upstream>> {
+        self.upstreams.iter().find(|upstream| &*upstream.name == name)
+    }
+
+    fn listener_status(&self, listener: &ListenerFacts) -> Value {
+        let certificate = listener.tls.certificate();
+        let slots = self.upstream(&listener.upstream).map_or(&[][..], |u| u.credentials.slots());
+        let identities: Vec<Value> = listener
+            .slots
+            .iter()
+            .filter_map(|&index| slots.get(index))
+            .map(|slot| {
+                let loaded = slot.certificate();
+                json!({
+                    "cert_file": slot.paths.cert_file,
+                    "state": if loaded.is_some() { "loaded" } else { "awaited" },
+                    "subject": loaded.as_ref().map(|info| info.subject.to_string()),
+                    "serial": loaded.as_ref().map(|info| info.serial.clone()),
+                    "not_after": loaded.as_ref().map(|info| rfc3339(info.not_after)),
+                    "error": slot.error(),
+                })
+            })
+            .collect();
+        json!({
+            "name": listener.name,
+            "mode": "terminate",
+            "bind": listener.addresses.iter().map(ToString::to_string).collect::<Vec<_>>(),
+            "upstream": listener.upstream,
+            "certificate": {
+                "subject": certificate.info.subject.to_string(),
+                "serial": certificate.info.serial,
+                "not_after": rfc3339(certificate.info.not_after),
+            },
+            "identities": identities,
+        })
+    }
+}
+
+/// Whether a worker still turns; `seen` remembers its last beat.
+fn is_alive(pulse: &AtomicU64, seen: &Mutex<Seen>, now: Instant) -> bool {
+    let beat = pulse.load(Ordering::Relaxed);
+    let mut seen = seen.lock().unwrap_or_else(PoisonError::into_inner);
+    if beat != seen.beat {
+        *seen = Seen { beat, at: now };
+        return true;
+    }
+    now.duration_since(seen.at) < STUCK_AFTER
+}
+
+impl admin::Facts for Facts {
+    fn live(&self) -> Result<(), String> {
+        let now = Instant::now();
+        let stuck: Vec<_> = self
+            .pulses
+            .iter()
+            .enumerate()
+            .filter(|(_, (pulse, seen))| !is_alive(pulse, seen, now))
+            .map(|(index, _)| format!("worker {index}"))
+            .collect();
+        if stuck.is_empty() {
+            Ok(())
+        } else {
+            Err(format!("{}: event loop has not turned for 5 s", stuck.join(", ")))
+        }
+    }
+
+    fn ready(&self) -> Readiness {
+        let mut parts = Vec::new();
+        for listener in &self.listeners {
+            let (bound, wanted) = (listener.addresses.len(), listener.wanted);
+            parts.push(Part {
+                name: format!("listener {}", listener.name),
+                ok: bound > 0,
+                detail: format!("{bound} of {wanted} addresses bound"),
+            });
+        }
+        for upstream in &self.upstreams {
+            let endpoints = upstream.endpoints.load();
+            let usable = endpoints.iter().filter(|e| e.is_usable()).count();
+            let mut detail = format!("{usable} of {} endpoints usable", endpoints.len());
+            for endpoint in endpoints.iter().filter(|e| !e.is_usable()).take(5) {
+                detail = format!(
+                    "{detail}; {} is {} ({})",
+                    endpoint.label,
+                    endpoint.state().as_str(),
+                    endpoint.reason()
+                );
+            }
+            parts.push(Part {
+                name: format!("upstream {}", upstream.name),
+                ok: usable > 0,
+                detail,
+            });
+        }
+        let ready = parts.iter().all(|part| part.ok);
+        for listener in &self.listeners {
+            let slots =
+                self.upstream(&listener.upstream).map_or(&[][..], |u| u.credentials.slots());
+            for slot in listener.slots.iter().filter_map(|&index| slots.get(index)) {
+                if let Some(error) = slot.error() {
+                    // Not a reason to be unready: tokens and other identities are served.
+                    parts.push(Part {
+                        name: format!("identity {}", slot.paths.cert_file.display()),
+                        ok: false,
+                        detail: error,
+                    });
+                }
+            }
+        }
+        let draining = *self.draining.borrow();
+        if draining {
+            parts.push(Part { name: "shutdown".into(), ok: false, detail: "draining".into() });
+        }
+        Readiness { ready: ready && !draining, parts }
+    }
+
+    fn status(&self) -> Value {
+        let upstreams: Vec<Value> = self
+            .upstreams
+            .iter()
+            .map(|upstream| {
+                let endpoints: Vec<_> =
+                    upstream.endpoints.load().iter().map(|endpoint| endpoint.status()).collect();
+                json!({ "name": *upstream.name, "endpoints": endpoints })
+            })
+            .collect();
+        let listeners: Vec<Value> =
+            self.listeners.iter().map(|listener| self.listener_status(listener)).collect();
+        json!({
+            "version": env!("CARGO_PKG_VERSION"),
+            "started_at": rfc3339(self.started),
+            "draining": *self.draining.borrow(),
+            "listeners": listeners,
+            "upstreams": upstreams,
+        })
+    }
+
+    fn config(&self) -> Value {
+        config::effective(&self.config)
+    }
+
+    fn metrics(&self) -> String {
+        self.metrics.render()
+    }
+}

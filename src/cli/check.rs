@@ -1,0 +1,371 @@
+//! `jackstay check`: everything that can be said about a configuration without running it.
+//!
+//! Beyond the rules of `config` it loads every file the configuration names. `run` asks the same
+//! questions before it binds anything, so what passes here starts there.
+
+use std::fmt::Display;
+use std::io::{self, Read, Write};
+use std::path::Path;
+use std::time::SystemTime;
+
+use crate::config::{CertPaths, Config, ConfigError, ConfigErrors, Overrides, load};
+use crate::net::tls_files::{
+    CertInfo, Problem, Subject, TlsFileError, Validity, load_ca, load_cert, rfc3339,
+};
+
+/// Largest bearer token read: the apiserver takes no header above 1 MiB.
+const MAX_TOKEN: u64 = 64 << 10;
+
+/// What the files of a configuration are like.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Findings {
+    /// What must be mended before it can run, each with its key path.
+    pub errors: Vec<ConfigError>,
+    /// What an operator should know: awaited files, clocks, expiry.
+    pub notes: Vec<String>,
+}
+
+/// Loads every certificate, CA bundle and token that `config`, read from `file`, names.
+///
+/// An identity whose files do not exist yet is a note: kubelet writes them once it has joined.
+pub fn check_files(file: &Path, config: &Config, now: SystemTime) -> Findings {
+    let mut check = Check { file: file.display().to_string(), now, found: Findings::default() };
+    for (i, upstream) in config.upstreams.iter().enumerate() {
+        let at = format!("upstreams[{i}]");
+        check.ca(&format!("{at}.tls.ca_file"), &upstream.tls.ca_file);
+        let readyz = &upstream.health.readyz;
+        if let Some(paths) = &readyz.cert {
+            check.client_cert(&format!("{at}.health.readyz"), paths);
+        }
+        if let Some(path) = &readyz.token_file {
+            check.token(&format!("{at}.health.readyz.token_file"), path);
+        }
+    }
+    for (i, listener) in config.listeners.iter().enumerate() {
+        let at = format!("listeners[{i}]");
+        check.cert(&format!("{at}.tls"), &listener.tls);
+        if let Some(path) = &listener.client_ca_file {
+            check.ca(&format!("{at}.client_ca_file"), path);
+        }
+        check.identities(&format!("{at}.identities"), &listener.identities);
+    }
+    check.found
+}
+
+/// The command: reads the configuration, prints errors to `err` and the rest to `out`, and returns
+/// the exit code: 0, or 2 for a configuration that cannot run.
+pub fn run(
+    file: &Path,
+    env: impl IntoIterator<Item = (String, String)>,
+    overrides: &Overrides,
+    out: &mut impl Write,
+    err: &mut impl Write,
+) -> io::Result<u8> {
+    let loaded = match load(file, env, overrides) {
+        Ok(loaded) => loaded,
+        Err(errors) => {
+            writeln!(err, "{errors}")?;
+            return Ok(2);
+        }
+    };
+    let found = check_files(file, &loaded.config, SystemTime::now());
+    for warning in &loaded.warnings {
+        writeln!(out, "warning: {warning}")?;
+    }
+    for note in &found.notes {
+        writeln!(out, "note: {note}")?;
+    }
+    if !found.errors.is_empty() {
+        writeln!(err, "{}", ConfigErrors(found.errors))?;
+        return Ok(2);
+    }
+    let listeners = count(loaded.config.listeners.len(), "listener");
+    let upstreams = count(loaded.config.upstreams.len(), "upstream");
+    let endpoints = loaded.config.upstreams.iter().map(|u| u.endpoints.len()).sum();
+    let endpoints = count(endpoints, "endpoint");
+    writeln!(out, "{}: ok ({listeners}, {upstreams}, {endpoints})", file.display())?;
+    Ok(0)
+}
+
+struct Check {
+    file: String,
+    now: SystemTime,
+    found: Findings,
+}
+
+impl Check {
+    fn error(&mut self, path: &str, message: impl Display) {
+        let (file, path) = (self.file.clone(), path.to_owned());
+        self.found.errors.push(ConfigError { file, path, message: message.to_string() });
+    }
+
+    fn note(&mut self, path: &str, message: impl Display) {
+        self.found.notes.push(format!("{}: {path}: {message}", self.file));
+    }
+
+    /// An error of a certificate at the key that names the file it is in.
+    fn cert_error(&mut self, at: &str, paths: &CertPaths, error: &TlsFileError) {
+        // In one file for both, only the key can be its second problem.
+        let of_key = error.problem == Problem::Mismatch
+            || (error.path == paths.key_file && paths.key_file != paths.cert_file);
+        let key = if of_key { "key_file" } else { "cert_file" };
+        self.error(&format!("{at}.{key}"), error);
+    }
+
+    /// A certificate with its key that must be there.
+    fn cert(&mut self, at: &str, paths: &CertPaths) -> Option<CertInfo> {
+        match load_cert(paths) {
+            Ok(loaded) => {
+                self.time(&format!("{at}.cert_file"), &paths.cert_file, &loaded.info);
+                Some(loaded.info)
+            }
+            Err(error) => {
+                self.cert_error(at, paths, &error);
+                None
+            }
+        }
+    }
+
+    /// A certificate that is shown to an apiserver, which takes the user's name from it.
+    fn client_cert(&mut self, at: &str, paths: &CertPaths) -> Option<Subject> {
+        let info = self.cert(at, paths)?;
+        if info.subject.common_name().is_none() {
+            let message = "the certificate has no common name: to an apiserver it is nobody";
+            let file = paths.cert_file.display();
+            self.error(&format!("{at}.cert_file"), format!("{file}: {message}"));
+        }
+        Some(info.subject)
+    }
+
+    fn identities(&mut self, at: &str, identities: &[CertPaths]) {
+        let mut subjects: Vec<(usize, Subject)> = Vec::new();
+        for (i, paths) in identities.iter().enumerate() {
+            let at_item = format!("{at}[{i}]");
+            if let Err(error) = load_cert(paths)
+                && error.is_missing()
+            {
+                let file = error.path.display();
+                self.note(&at_item, format!("{file} does not exist yet; it is awaited"));
+                continue;
+            }
+            let Some(subject) = self.client_cert(&at_item, paths) else { continue };
+            match subjects.iter().find(|(_, known)| *known == subject) {
+                Some((first, _)) => {
+                    let message = format!("the same subject as {at}[{first}]: {subject}");
+                    self.error(&format!("{at_item}.cert_file"), message);
+                }
+                None => subjects.push((i, subject)),
+            }
+        }
+    }
+
+    fn ca(&mut self, at: &str, path: &Path) {
+        let certificates = match load_ca(path) {
+            Ok(loaded) => loaded.certificates,
+            Err(error) => return self.error(at, error),
+        };
+        let expired = |info: &&CertInfo| info.validity(self.now) == Validity::Expired;
+        let old: Vec<CertInfo> = certificates.iter().filter(expired).cloned().collect();
+        let all = old.len() == certificates.len();
+        for info in old {
+            if let Err(error) = info.check_time(path, self.now) {
+                // A bundle keeps an old CA beside its successor for a while.
+                if all { self.error(at, error) } else { self.note(at, error) }
+            }
+        }
+    }
+
+    fn time(&mut self, at: &str, path: &Path, info: &CertInfo) {
+        match info.check_time(path, self.now) {
+            Err(error) if error.problem == Problem::Expired => self.error(at, error),
+            Err(error) => self.note(at, error),
+            Ok(()) => {
+                let until = rfc3339(info.not_after);
+                self.note(at, format!("{}, valid until {until}", info.subject));
+            }
+        }
+    }
+
+    fn token(&mut self, at: &str, path: &Path) {
+        let mut token = String::new();
+        let read = std::fs::File::open(path)
+            .and_then(|f| f.take(MAX_TOKEN + 1).read_to_string(&mut token));
+        let file = path.display();
+        match read {
+            Err(error) => {
+                let reason = error.to_string();
+                let reason = reason.split(" (os error").next().unwrap_or_default();
+                self.error(at, format!("cannot read {file}: {reason}"));
+            }
+            Ok(length) if length as u64 > MAX_TOKEN => {
+                self.error(at, format!("{file}: larger than 64 KiB: not a bearer token"));
+            }
+            Ok(_) if token.trim().is_empty() => self.error(at, format!("{file}: is empty")),
+            Ok(_) if !token.trim().bytes().all(|b| b.is_ascii_graphic()) => {
+                self.error(at, format!("{file}: not a bearer token: it must be one ASCII word"));
+            }
+            Ok(_) => {}
+        }
+    }
+}
+
+fn count(n: usize, what: &str) -> String {
+    if n == 1 { format!("1 {what}") } else { format!("{n} {what}s") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rcgen::{CertificateParams, DnType, KeyPair};
+    use std::fs;
+    use std::time::Duration;
+
+    struct Dir(tempfile::TempDir);
+
+    impl Dir {
+        /// A self-signed certificate that is valid in the years `from` to `to`.
+        fn cert(&self, name: &str, cn: &str, from: i32, to: i32) {
+            let mut params = CertificateParams::default();
+            params.distinguished_name = rcgen::DistinguishedName::new();
+            if !cn.is_empty() {
+                params.distinguished_name.push(DnType::CommonName, cn);
+            }
+            params.not_before = rcgen::date_time_ymd(from, 1, 1);
+            params.not_after = rcgen::date_time_ymd(to, 1, 1);
+            let key = KeyPair::generate().unwrap();
+            self.write(&format!("{name}.crt"), &params.self_signed(&key).unwrap().pem());
+            self.write(&format!("{name}.key"), &key.serialize_pem());
+        }
+
+        fn write(&self, name: &str, text: &str) {
+            fs::write(self.0.path().join(name), text).unwrap();
+        }
+
+        /// Findings about a configuration in which `DIR` stands for this directory, which is
+        /// taken out of the messages again.
+        fn check(
+            &self,
+            readyz: &str,
+            tls: &str,
+            identities: &[&str],
+        ) -> (Vec<String>, Vec<String>) {
+            let dir = self.0.path().display().to_string();
+            let pair = |n: &str| format!("{{cert_file: DIR/{n}.crt, key_file: DIR/{n}.key}}");
+            let identities: Vec<String> = identities.iter().map(|name| pair(name)).collect();
+            let text = format!(
+                "upstreams: [{{name: u, endpoints: ['10.0.0.1:6443'], tls: {{ca_file: DIR/ca.crt}}, \
+                 health: {{readyz: {{{readyz}}}}}}}]\n\
+                 listeners: [{{name: l, bind: ['127.0.0.1:0'], upstream: u, tls: {}, \
+                 client_ca_file: DIR/ca.crt, identities: [{}]}}]\n",
+                pair(tls),
+                identities.join(", ")
+            );
+            self.write("c.yaml", &text.replace("DIR", &dir));
+            let file = self.0.path().join("c.yaml");
+            let config = load(&file, [], &Overrides::default()).unwrap().config;
+            // 2026-07-01
+            let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_782_864_000);
+            let found = check_files(&file, &config, now);
+            let clean = |text: String| text.replace(&format!("{dir}/"), "");
+            let errors = found.errors.iter().map(|e| clean(e.to_string())).collect();
+            (errors, found.notes.into_iter().map(clean).collect())
+        }
+    }
+
+    fn dir() -> Dir {
+        let dir = Dir(tempfile::tempdir().unwrap());
+        dir.cert("ca", "ca", 2020, 2040);
+        dir.cert("ok", "localhost", 2020, 2040);
+        dir.cert("node", "system:node:n1", 2020, 2040);
+        dir
+    }
+
+    #[test]
+    fn a_good_configuration_has_no_errors() {
+        let dir = dir();
+        dir.write("token", "abc\n");
+        let (errors, notes) = dir.check("token_file: DIR/token", "ok", &["node", "later"]);
+        assert_eq!(errors, [""; 0]);
+        assert_eq!(
+            notes,
+            [
+                "c.yaml: listeners[0].tls.cert_file: CN=localhost, valid until 2040-01-01T00:00:00Z",
+                "c.yaml: listeners[0].identities[0].cert_file: CN=system:node:n1, valid until \
+                 2040-01-01T00:00:00Z",
+                "c.yaml: listeners[0].identities[1]: later.crt does not exist yet; it is awaited",
+            ]
+        );
+    }
+
+    #[test]
+    fn every_bad_file_is_reported_at_its_key() {
+        let dir = dir();
+        dir.cert("old", "old", 2020, 2026);
+        dir.cert("early", "early", 2030, 2040);
+        dir.cert("twin", "system:node:n1", 2020, 2040);
+        dir.cert("nobody", "", 2020, 2040);
+        dir.cert("mixed", "mixed", 2020, 2040);
+        fs::copy(dir.0.path().join("ok.key"), dir.0.path().join("mixed.key")).unwrap();
+        dir.write("broken.crt", "hello");
+        dir.write("broken.key", "hello");
+        dir.cert("ca", "ca", 2010, 2020);
+        dir.write("token", " \n");
+        let (errors, notes) = dir.check(
+            "token_file: DIR/token",
+            "none",
+            &["node", "old", "mixed", "broken", "twin", "nobody", "early"],
+        );
+        let expired = "the certificate of CN=ca expired on 2020-01-01";
+        assert_eq!(
+            errors,
+            [
+                format!("c.yaml: upstreams[0].tls.ca_file: ca.crt: {expired}"),
+                "c.yaml: upstreams[0].health.readyz.token_file: token: is empty".into(),
+                "c.yaml: listeners[0].tls.cert_file: cannot read none.crt: No such file or \
+                 directory"
+                    .into(),
+                format!("c.yaml: listeners[0].client_ca_file: ca.crt: {expired}"),
+                "c.yaml: listeners[0].identities[1].cert_file: old.crt: the certificate of CN=old \
+                 expired on 2026-01-01"
+                    .into(),
+                "c.yaml: listeners[0].identities[2].key_file: mixed.key: the private key does not \
+                 belong to the certificate in mixed.crt"
+                    .into(),
+                "c.yaml: listeners[0].identities[3].cert_file: broken.crt: contains no certificate \
+                 (PEM, -----BEGIN CERTIFICATE-----)"
+                    .into(),
+                "c.yaml: listeners[0].identities[4].cert_file: the same subject as \
+                 listeners[0].identities[0]: CN=system:node:n1"
+                    .into(),
+                "c.yaml: listeners[0].identities[5].cert_file: nobody.crt: the certificate has no \
+                 common name: to an apiserver it is nobody"
+                    .into(),
+            ]
+        );
+        let early = "early.crt: the certificate of CN=early is not valid before \
+                     2030-01-01T00:00:00Z; is this machine's clock right?";
+        let early = format!("c.yaml: listeners[0].identities[6].cert_file: {early}");
+        assert!(notes.contains(&early), "{notes:?}");
+    }
+
+    #[test]
+    fn the_command_prints_and_exits() {
+        let dir = dir();
+        dir.check("", "ok", &[]);
+        let run = |name: &str| {
+            let (mut out, mut err) = (Vec::new(), Vec::new());
+            let path = dir.0.path().join(name);
+            let code = super::run(&path, [], &Overrides::default(), &mut out, &mut err).unwrap();
+            (code, String::from_utf8(out).unwrap(), String::from_utf8(err).unwrap())
+        };
+        let (code, out, err) = run("c.yaml");
+        assert_eq!((code, err.as_str()), (0, ""));
+        assert!(out.ends_with("c.yaml: ok (1 listener, 1 upstream, 1 endpoint)\n"), "{out}");
+        let (code, out, err) = run("none.yaml");
+        assert_eq!((code, out.as_str()), (2, ""));
+        assert!(err.ends_with("cannot read the configuration: No such file or directory\n"));
+        fs::remove_file(dir.0.path().join("ok.key")).unwrap();
+        let (code, _, err) = run("c.yaml");
+        assert_eq!((code, err.lines().count()), (2, 1));
+    }
+}

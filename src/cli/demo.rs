@@ -1,0 +1,310 @@
+//! `jackstay demo`: a control plane, clients and faults in one process, and jackstay between them.
+//!
+//! Needs no root, no cluster and no file; what it writes is in a directory of its own, which goes
+//! with it. Exit code 0 if every promise held, 1 if not.
+
+use std::fs::{self, DirBuilder, File};
+use std::io;
+use std::net::SocketAddr;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use clap::Args;
+
+use super::status;
+use crate::app::{App, Running};
+use crate::config::{self, Overrides};
+use crate::demo::apiserver::{self, Options};
+use crate::demo::client::Credentials;
+use crate::demo::clients::{self, Clients};
+use crate::demo::cluster::Cluster;
+use crate::demo::hole::Hole;
+use crate::demo::pki::{self, Issued, Pki, Subject};
+use crate::demo::schedule::{self, FAULTS, Results, Site, Stand};
+use crate::demo::seed;
+use crate::demo::show::{Show, Style, seconds};
+use crate::demo::witness::Witness;
+use crate::observe::log;
+
+/// The apiservers.
+const NAMES: [&str; 3] = ["a", "b", "c"];
+/// How long everything may take to come up.
+const START: Duration = Duration::from_secs(10);
+
+#[derive(Debug, Args)]
+pub struct DemoArgs {
+    /// Only the first N faults (of 6), after the healthy baseline.
+    #[arg(long, value_name = "N")]
+    faults: Option<usize>,
+    /// About how long all faults together should take [default: 60; at least 40 for all].
+    #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=3600))]
+    seconds: Option<u64>,
+    /// Print only the result.
+    #[arg(long)]
+    quiet: bool,
+    /// Print lines, not a table, on a terminal too.
+    #[arg(long)]
+    plain: bool,
+    /// Begin again after the last fault, until Ctrl-C.
+    #[arg(long)]
+    forever: bool,
+    /// Write jackstay's log there and keep it.
+    #[arg(long, value_name = "FILE")]
+    log: Option<PathBuf>,
+}
+
+/// Runs the demo.
+pub fn run(args: &DemoArgs) -> ExitCode {
+    match demo(args) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("the demo cannot run: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn demo(args: &DemoArgs) -> io::Result<bool> {
+    let interrupted = Arc::new(AtomicBool::new(false));
+    raise_on_signal(&interrupted)?;
+    // Dropped last.
+    let home = Home::new()?;
+    let show = Arc::new(Show::new(style(args)));
+
+    let (cluster, pki) = (Cluster::new(), Pki::new("jackstay demo")?);
+    seed::fill(&cluster).map_err(|failure| io::Error::other(failure.message))?;
+    let user = pki.client(&Subject::admin())?;
+    let sites =
+        NAMES.iter().map(|name| site(&cluster, &pki, name)).collect::<io::Result<Vec<_>>>()?;
+    let proxy = Proxy::start(&home.0, &pki, &user, &sites, args.log.as_deref())?;
+    let kubeconfig = home.0.join("kubeconfig");
+    let server = format!("https://{}", proxy.listener);
+    write_private(&kubeconfig, &pki::kubeconfig(&server, &pki.ca_pem(), Some(&user), None))?;
+    show.header(&[
+        format!(
+            "{} apiservers, jackstay before them, {} readers, {} writers and {} watches.",
+            sites.len(),
+            clients::READERS,
+            clients::WRITERS,
+            2 * clients::WATCHES_OF_EACH
+        ),
+        "Defaults, but /readyz is asked every second. Join in, or look, while it runs:".to_owned(),
+        format!("  kubectl --kubeconfig {} get pods -w", kubeconfig.display()),
+        format!("  http://{}/", proxy.admin),
+    ]);
+
+    let who = Credentials::anonymous(&pki.ca_pem()).certificate(&user);
+    let settled = schedule::READ_PROMISE * schedule::SLACK;
+    let endpoints =
+        sites.iter().map(|site| (site.server.name().to_owned(), site.hole.addr)).collect();
+    let admin = proxy.admin;
+    let fetch = move || status::fetch(admin, "/status");
+    let witness = Witness::start(endpoints, show.clone(), fetch)?;
+    let clients = Clients::start(proxy.listener, &who, &cluster, settled)?;
+    let stand = Stand {
+        sites: &sites,
+        ledger: &clients.ledger.clone(),
+        witness: &witness,
+        show: &show,
+        interrupted: &interrupted,
+        scale: args.seconds.map_or(1.0, |s| s as f64 / schedule::USUAL.as_secs_f64()),
+    };
+    let began = Instant::now();
+    while !stand.all_ready() && !interrupted.load(Relaxed) {
+        if began.elapsed() > START {
+            return Err(io::Error::other("the apiservers did not become ready"));
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+
+    let faults = &FAULTS[..=args.faults.unwrap_or(FAULTS.len()).min(FAULTS.len() - 1)];
+    let mut results = Results::default();
+    loop {
+        stand.run(faults, &mut results)?;
+        if !args.forever || interrupted.load(Relaxed) {
+            break;
+        }
+    }
+    let rest = clients.finish();
+    if rest.lost > 0 || rest.failed_reads > 0 || rest.broken > 0 {
+        let (lost, reads, broken) = (rest.lost, rest.failed_reads, rest.broken);
+        results.broken.push(format!(
+            "at the end: {lost} events never arrived, {reads} reads failed, {broken} watches broke"
+        ));
+    }
+    drop(witness);
+    if !proxy.running.stop() {
+        results.broken.push("a thread of jackstay panicked".to_owned());
+    }
+    show.end(&results.steps, &verdict(&results));
+    Ok(results.broken.is_empty())
+}
+
+fn verdict(results: &Results) -> Vec<String> {
+    let mut lines = vec![format!(
+        "{} reads, the slowest took {} (promised {}); {} events.",
+        results.reads,
+        seconds(results.slowest_read),
+        seconds(schedule::READ_PROMISE),
+        results.events
+    )];
+    if results.stalled > Duration::from_millis(100) {
+        let stalled = seconds(results.stalled);
+        lines.push(format!(
+            "This machine was busy: it kept the clients from running for {stalled}."
+        ));
+    }
+    if results.broken.is_empty() {
+        lines.push(
+            "Every promise held: no read failed, no watch broke, no event lost or twice."
+                .to_owned(),
+        );
+    } else {
+        lines.push("Not every promise held:".to_owned());
+        lines.extend(results.broken.iter().map(|what| format!("  {what}")));
+    }
+    lines
+}
+
+fn style(args: &DemoArgs) -> Style {
+    use std::io::IsTerminal;
+    if args.quiet {
+        Style::Quiet
+    } else if args.plain || !io::stdout().is_terminal() {
+        Style::Plain
+    } else {
+        Style::Live
+    }
+}
+
+fn site(cluster: &Cluster, pki: &Pki, name: &str) -> io::Result<Site> {
+    let server = apiserver::start(cluster, pki, Options::named(name))?;
+    let hole = Hole::start(server.addr)?;
+    Ok(Site { server, hole })
+}
+
+/// jackstay itself, as `run` would start it.
+struct Proxy {
+    running: Running,
+    listener: SocketAddr,
+    admin: SocketAddr,
+    /// Its last lines are written before the directory goes.
+    _log: log::LogGuard,
+}
+
+impl Proxy {
+    fn start(
+        home: &Path,
+        pki: &Pki,
+        user: &Issued,
+        sites: &[Site],
+        log_file: Option<&Path>,
+    ) -> io::Result<Self> {
+        let ca = pki.write_ca(home)?;
+        let (cert, key) = pki.server()?.write_to(home, "serving")?;
+        let pair = user.write_pair(home, "user")?;
+        // JSON is YAML, and quotes what a path may contain.
+        let endpoints: Vec<_> = sites.iter().map(|site| site.hole.addr.to_string()).collect();
+        let text = serde_json::json!({
+            "admin": { "bind": "127.0.0.1:0" },
+            "state_dir": "",
+            "shutdown": { "drain_timeout": "1s" },
+            "upstreams": [{
+                "name": "control-plane",
+                "endpoints": endpoints,
+                "tls": { "ca_file": ca },
+                // Ten seconds of waiting would make a dull demo.
+                "health": { "readyz": { "interval": "1s" } },
+            }],
+            "listeners": [{
+                "name": "apiserver",
+                "bind": ["127.0.0.1:0"],
+                "upstream": "control-plane",
+                "tls": { "cert_file": cert, "key_file": key },
+                "client_ca_file": ca,
+                "identities": [{ "cert_file": pair, "key_file": pair }],
+            }],
+        });
+        let file = home.join("jackstay.yaml");
+        fs::write(&file, text.to_string())?;
+        // The demo is the same whatever this machine's jackstay is told.
+        let config =
+            config::load(&file, [], &Overrides::default()).map_err(io::Error::other)?.config;
+        let log = File::create(log_file.map_or(home.join("jackstay.log"), Path::to_owned))?;
+        let log = log::init_to(&config.log, log)?;
+        let app = App::bind(config).map_err(io::Error::other)?;
+        let listener = app.listener_addresses("apiserver").first().copied();
+        let listener = listener.ok_or_else(|| io::Error::other("127.0.0.1 cannot be bound"))?;
+        let admin = app.admin_address()?;
+        let running = app.start().map_err(io::Error::other)?;
+        Ok(Self { running, listener, admin, _log: log })
+    }
+}
+
+/// A directory that nobody else can read, and that goes when this is dropped.
+struct Home(PathBuf);
+
+impl Home {
+    fn new() -> io::Result<Self> {
+        let parent = std::env::temp_dir();
+        loop {
+            let path = parent.join(format!("jackstay-demo-{:06x}", fastrand::u32(..1 << 24)));
+            match DirBuilder::new().mode(0o700).create(&path) {
+                Ok(()) => return Ok(Self(path)),
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+                Err(error) => {
+                    let text = format!("{}: {error}", path.display());
+                    return Err(io::Error::new(error.kind(), text));
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Home {
+    fn drop(&mut self) {
+        if let Err(error) = fs::remove_dir_all(&self.0) {
+            eprintln!("cannot remove {}: {error}", self.0.display());
+        }
+    }
+}
+
+fn write_private(path: &Path, text: &str) -> io::Result<()> {
+    use io::Write;
+    let mut options = fs::OpenOptions::new();
+    options.write(true).create_new(true).mode(0o600);
+    options.open(path)?.write_all(text.as_bytes())
+}
+
+/// Raises the flag at SIGINT, SIGTERM or SIGHUP; the demo then ends at its next step.
+fn raise_on_signal(flag: &Arc<AtomicBool>) -> io::Result<()> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let flag = flag.clone();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let (mut interrupt, mut terminate, mut hangup) = {
+        let _inside = runtime.enter();
+        let heard = |kind| signal(kind);
+        (
+            heard(SignalKind::interrupt())?,
+            heard(SignalKind::terminate())?,
+            heard(SignalKind::hangup())?,
+        )
+    };
+    let wait = async move {
+        loop {
+            tokio::select! {
+                _ = interrupt.recv() => {}
+                _ = terminate.recv() => {}
+                _ = hangup.recv() => {}
+            }
+            flag.store(true, Relaxed);
+        }
+    };
+    std::thread::Builder::new().name("signals".to_owned()).spawn(move || runtime.block_on(wait))?;
+    Ok(())
+}

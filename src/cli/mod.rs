@@ -1,0 +1,99 @@
+//! The command line: parses it, runs the command, and turns its end into an exit code.
+//!
+//! 0 ok, 1 runtime failure, 2 bad usage or bad configuration. Errors are lines on stderr.
+
+pub mod check;
+mod demo;
+mod run;
+mod status;
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Args, Parser, Subcommand};
+
+use crate::config::Overrides;
+
+/// The line between a Kubernetes node and its control plane.
+#[derive(Debug, Parser)]
+#[command(name = "jackstay", version, max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run the proxy.
+    Run(RunArgs),
+    /// Parse and validate a configuration and load its certificates; reports every error at once.
+    Check(RunArgs),
+    /// Show it at work: three small apiservers, jackstay in front, faults on a schedule.
+    Demo(demo::DemoArgs),
+    /// Show endpoints and connections of a running jackstay.
+    Status {
+        /// Address of its admin endpoint.
+        #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:9643")]
+        admin: SocketAddr,
+    },
+}
+
+#[derive(Debug, Args)]
+struct RunArgs {
+    /// Configuration file (YAML).
+    #[arg(long, value_name = "FILE")]
+    config: PathBuf,
+    /// Overrides admin.bind.
+    #[arg(long, value_name = "ADDR")]
+    admin: Option<String>,
+    /// Overrides workers: a number, or `auto`.
+    #[arg(long, value_name = "N")]
+    workers: Option<String>,
+    /// Overrides log.level.
+    #[arg(long, value_name = "LEVEL")]
+    log_level: Option<String>,
+    /// Overrides log.format.
+    #[arg(long, value_name = "FORMAT")]
+    log_format: Option<String>,
+    /// Overrides log.access.
+    #[arg(long, value_name = "WHICH")]
+    access_log: Option<String>,
+}
+
+impl RunArgs {
+    fn overrides(&self) -> Overrides {
+        Overrides {
+            admin_bind: self.admin.clone(),
+            workers: self.workers.clone(),
+            log_level: self.log_level.clone(),
+            log_format: self.log_format.clone(),
+            log_access: self.access_log.clone(),
+            ..Overrides::default()
+        }
+    }
+}
+
+/// Runs the command line of this process.
+pub fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => {
+            let _ = error.print();
+            return ExitCode::from(if error.use_stderr() { 2 } else { 0 });
+        }
+    };
+    match cli.command {
+        Command::Run(args) => run::run(&args.config, &args.overrides()),
+        Command::Check(args) => {
+            let (mut out, mut err) = (std::io::stdout().lock(), std::io::stderr().lock());
+            let env = crate::config::environment();
+            match check::run(&args.config, env, &args.overrides(), &mut out, &mut err) {
+                Ok(code) => ExitCode::from(code),
+                Err(_) => ExitCode::FAILURE,
+            }
+        }
+        Command::Demo(args) => demo::run(&args),
+        Command::Status { admin } => status::run(admin),
+    }
+}

@@ -1,0 +1,113 @@
+//! Addresses as people write them, and which of them collide.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+
+use super::errors::quote;
+use super::model::EndpointAddress;
+
+/// Reads an address to listen on: an IP address and a port, 0 for any free one.
+pub(super) fn parse_bind(text: &str) -> Result<SocketAddr, String> {
+    let (host, port) = split(text, "127.0.0.1:7443 or \"[::1]:7443\"")?;
+    match ip(host) {
+        Some(ip) => Ok(SocketAddr::new(ip, port)),
+        None if host == "localhost" => Err(format!(
+            "{} is a name; write the addresses it stands for: 127.0.0.1:{port} and \"[::1]:{port}\"",
+            quote(text)
+        )),
+        None => Err(format!("{} is not an IP address to listen on", quote(host))),
+    }
+}
+
+/// Reads the address of an apiserver: an IP address or `localhost`, and a port.
+pub(super) fn parse_endpoint(text: &str) -> Result<EndpointAddress, String> {
+    let (host, port) = split(text, "10.0.0.11:6443 or \"[fd00::13]:6443\"")?;
+    if port == 0 {
+        return Err(format!("{} has port 0: nobody can connect to it", quote(text)));
+    }
+    let host = match ip(host) {
+        Some(ip) if ip.is_unspecified() || ip.is_multicast() => {
+            return Err(format!("{} is no address of an apiserver", quote(text)));
+        }
+        Some(IpAddr::V4(Ipv4Addr::BROADCAST)) => {
+            return Err(format!("{} is no address of an apiserver", quote(text)));
+        }
+        Some(ip) => ip.to_string(),
+        None if host == "localhost" => host.to_owned(),
+        None if is_dns_name(host) => {
+            return Err(format!(
+                "{} is a DNS name: not supported by this version, write IP addresses or localhost",
+                quote(host)
+            ));
+        }
+        None => return Err(format!("{} is not an IP address", quote(host))),
+    };
+    Ok(EndpointAddress { host, port })
+}
+
+/// The addresses an endpoint stands for: `localhost` is both loopbacks, without asking anyone.
+pub(super) fn addresses_of(endpoint: &EndpointAddress) -> Vec<SocketAddr> {
+    let ips = match endpoint.host.parse::<IpAddr>() {
+        Ok(ip) => vec![ip],
+        Err(_) => vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()],
+    };
+    ips.into_iter().map(|ip| SocketAddr::new(ip, endpoint.port)).collect()
+}
+
+/// Whether two sockets cannot both be bound: the same port, and the same address or a wildcard of
+/// the same family.
+pub(super) fn collide(a: SocketAddr, b: SocketAddr) -> bool {
+    let wildcard = a.ip().is_unspecified() || b.ip().is_unspecified();
+    a.port() != 0
+        && a.port() == b.port()
+        && a.is_ipv4() == b.is_ipv4()
+        && (a.ip() == b.ip() || wildcard)
+}
+
+/// Whether a connection to `target` surely ends at the socket bound to `bind`.
+pub(super) fn reaches(target: SocketAddr, bind: SocketAddr) -> bool {
+    collide(target, bind) && (target.ip() == bind.ip() || target.ip().is_loopback())
+}
+
+/// Whether `name` is a name DNS could know: letters, digits and dashes in labels.
+pub(super) fn is_dns_name(name: &str) -> bool {
+    let name = name.strip_suffix('.').unwrap_or(name);
+    let label = |label: &str| {
+        let dash = |c: char| c == '-';
+        (1..=63).contains(&label.len())
+            && label.chars().all(|c| c.is_ascii_alphanumeric() || dash(c) || c == '_')
+            && !label.starts_with(dash)
+            && !label.ends_with(dash)
+    };
+    let all_digits = name.chars().all(|c| c.is_ascii_digit() || c == '.');
+    name.len() <= 253 && name.split('.').all(label) && !all_digits
+}
+
+/// Host, without the brackets of IPv6, and port.
+fn split<'a>(text: &'a str, example: &str) -> Result<(&'a str, u16), String> {
+    let fail = |why: &str| Err(format!("{} {why}: write it as {example}", quote(text)));
+    if text.contains("//") {
+        return fail("is a URL, not an address and a port");
+    }
+    if text.parse::<Ipv6Addr>().is_ok() {
+        return fail("is an IPv6 address without brackets and port");
+    }
+    let Some((host, port)) = text.rsplit_once(':').filter(|(_, port)| !port.contains(']')) else {
+        return fail("has no port");
+    };
+    let digits = !port.is_empty() && port.bytes().all(|b| b.is_ascii_digit());
+    let Some(port) = port.parse::<u16>().ok().filter(|_| digits) else {
+        return fail("has no valid port (0 to 65535)");
+    };
+    match host.strip_prefix('[').map(|host| host.strip_suffix(']')) {
+        Some(Some(host)) if host.parse::<Ipv6Addr>().is_ok() => Ok((host, port)),
+        Some(_) => fail("has no IPv6 address in its brackets"),
+        None if host.is_empty() => fail("has no address"),
+        None if host.contains(':') => fail("is an IPv6 address without brackets"),
+        None => Ok((host, port)),
+    }
+}
+
+/// An IP address; one of IPv4 in IPv6 clothes counts as what it is.
+fn ip(host: &str) -> Option<IpAddr> {
+    host.parse::<IpAddr>().ok().map(|ip| ip.to_canonical())
+}

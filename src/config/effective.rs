@@ -1,0 +1,103 @@
+//! The configuration in effect, in the words of the file: for the admin endpoint. It holds paths,
+//! never what is in the files, so there is nothing secret in it. What it prints can be loaded.
+
+use std::path::PathBuf;
+
+use serde_json::{Value, json};
+
+use super::model::{CertPaths, Config, Health, Limits, Listener, Upstream};
+use super::units::{format_duration, format_size};
+
+/// The configuration as JSON with the keys of the file.
+pub fn effective(config: &Config) -> Value {
+    json!({
+        "admin": { "bind": config.admin.bind.to_string() },
+        "state_dir": optional(config.state_dir.as_ref()),
+        "workers": config.workers,
+        "log": {
+            "level": config.log.level.as_str(),
+            "format": config.log.format.as_str(),
+            "access": config.log.access.as_str(),
+        },
+        "shutdown": { "drain_timeout": format_duration(config.shutdown.drain_timeout) },
+        "upstreams": config.upstreams.iter().map(upstream).collect::<Vec<_>>(),
+        "listeners": config.listeners.iter().map(listener).collect::<Vec<_>>(),
+    })
+}
+
+fn upstream(upstream: &Upstream) -> Value {
+    json!({
+        "name": upstream.name,
+        "endpoints": upstream.endpoints.iter().map(ToString::to_string).collect::<Vec<_>>(),
+        "endpoints_file": "",
+        "discovery": { "kubeconfig": "" },
+        "tls": {
+            "ca_file": upstream.tls.ca_file.to_string_lossy(),
+            "server_name": upstream.tls.server_name.as_deref().unwrap_or_default(),
+        },
+        "connections": {
+            "min": upstream.connections.min,
+            "max": upstream.connections.max,
+            "max_streams": upstream.connections.max_streams,
+        },
+        "rebalance": upstream.rebalance,
+        "health": health(&upstream.health),
+    })
+}
+
+fn health(health: &Health) -> Value {
+    let readyz = &health.readyz;
+    json!({
+        "ping_interval": format_duration(health.ping_interval),
+        "suspect_after": health.suspect_after.map_or("adaptive".to_owned(), format_duration),
+        "dead_after": format_duration(health.dead_after),
+        "connect_timeout": format_duration(health.connect_timeout),
+        "readyz": {
+            "path": readyz.path,
+            "interval": format_duration(readyz.interval),
+            "timeout": format_duration(readyz.timeout),
+            "rise": readyz.rise,
+            "fall": readyz.fall,
+            "cert_file": optional(readyz.cert.as_ref().map(|paths| &paths.cert_file)),
+            "key_file": optional(readyz.cert.as_ref().map(|paths| &paths.key_file)),
+            "token_file": optional(readyz.token_file.as_ref()),
+        },
+    })
+}
+
+fn listener(listener: &Listener) -> Value {
+    json!({
+        "name": listener.name,
+        "bind": listener.bind.iter().map(ToString::to_string).collect::<Vec<_>>(),
+        "mode": "terminate",
+        "transparent": false,
+        "upstream": listener.upstream,
+        "tls": cert_paths(&listener.tls),
+        "client_ca_file": optional(listener.client_ca_file.as_ref()),
+        "identities": listener.identities.iter().map(cert_paths).collect::<Vec<_>>(),
+        "resume_groups": listener.resume_groups,
+        "limits": limits(&listener.limits),
+    })
+}
+
+fn limits(limits: &Limits) -> Value {
+    json!({
+        "max_connections": limits.max_connections,
+        "max_streams": limits.max_streams,
+        "max_header_bytes": format_size(limits.max_header_bytes.into()),
+        "handshake_timeout": format_duration(limits.handshake_timeout),
+        "header_timeout": format_duration(limits.header_timeout),
+        "stall_timeout": format_duration(limits.stall_timeout),
+    })
+}
+
+fn cert_paths(paths: &CertPaths) -> Value {
+    json!({
+        "cert_file": paths.cert_file.to_string_lossy(),
+        "key_file": paths.key_file.to_string_lossy(),
+    })
+}
+
+fn optional(path: Option<&PathBuf>) -> String {
+    path.map(|path| path.to_string_lossy().into_owned()).unwrap_or_default()
+}

@@ -1,0 +1,270 @@
+//! The validated configuration, as typed values with their defaults.
+//!
+//! A value of these types has passed every rule of `validate`: addresses parse, names are unique,
+//! durations are within bounds. Names follow the configuration keys one to one.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// The whole configuration of one process.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Config {
+    /// The admin endpoint.
+    pub admin: Admin,
+    /// Where the last good endpoint set is kept; `None` keeps nothing. Static endpoints need none.
+    pub state_dir: Option<PathBuf>,
+    /// Data-plane threads: each one runs its own event loop with its own connections.
+    pub workers: usize,
+    /// What is logged and how.
+    pub log: Log,
+    /// How a shutdown goes.
+    pub shutdown: Shutdown,
+    /// The sets of apiservers, by name.
+    pub upstreams: Vec<Upstream>,
+    /// The places clients connect to.
+    pub listeners: Vec<Listener>,
+}
+
+/// The admin endpoint: health, metrics, status.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Admin {
+    /// Address it listens on; loopback unless the operator says otherwise.
+    pub bind: SocketAddr,
+}
+
+/// Logging.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Log {
+    /// The least severe level that is written.
+    pub level: Level,
+    /// Lines for people or for machines.
+    pub format: LogFormat,
+    /// Which requests get a line.
+    pub access: AccessLog,
+}
+
+/// Severity of a log line.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Level {
+    /// Only errors.
+    Error,
+    /// Errors and warnings.
+    Warn,
+    /// State changes as well.
+    Info,
+    /// What a developer wants to see.
+    Debug,
+    /// Everything, in a debug build. Release builds leave such lines out (feature
+    /// `release_max_level_debug` of tracing): the span around every HTTP/2 frame costs time even
+    /// when nobody looks.
+    Trace,
+}
+
+impl Level {
+    /// Each value with its name in the configuration.
+    pub const WORDS: [(&'static str, Self); 5] = [
+        ("error", Self::Error),
+        ("warn", Self::Warn),
+        ("info", Self::Info),
+        ("debug", Self::Debug),
+        ("trace", Self::Trace),
+    ];
+
+    /// Its name in the configuration.
+    pub fn as_str(self) -> &'static str {
+        word(&Self::WORDS, self)
+    }
+}
+
+/// Shape of a log line.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LogFormat {
+    /// For people.
+    Text,
+    /// One JSON object a line.
+    Json,
+}
+
+impl LogFormat {
+    /// Each value with its name in the configuration.
+    pub const WORDS: [(&'static str, Self); 2] = [("text", Self::Text), ("json", Self::Json)];
+
+    /// Its name in the configuration.
+    pub fn as_str(self) -> &'static str {
+        word(&Self::WORDS, self)
+    }
+}
+
+/// Which requests are logged.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AccessLog {
+    /// None.
+    Off,
+    /// Those that failed: status 500 and above, and whatever was cut off.
+    Errors,
+    /// Every one.
+    All,
+}
+
+impl AccessLog {
+    /// Each value with its name in the configuration.
+    pub const WORDS: [(&'static str, Self); 3] =
+        [("off", Self::Off), ("errors", Self::Errors), ("all", Self::All)];
+
+    /// Its name in the configuration.
+    pub fn as_str(self) -> &'static str {
+        word(&Self::WORDS, self)
+    }
+}
+
+/// The word for a value of an enumeration that lists all of its words.
+fn word<T: PartialEq + Copy>(words: &[(&'static str, T)], value: T) -> &'static str {
+    words.iter().find(|(_, known)| *known == value).map_or("", |(word, _)| word)
+}
+
+/// Shutdown on SIGTERM.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Shutdown {
+    /// How long running requests may take to finish before they are cut.
+    pub drain_timeout: Duration,
+}
+
+/// A set of apiservers that serve the same cluster.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Upstream {
+    /// Name, unique; a label in metrics.
+    pub name: String,
+    /// Static endpoints (the seeds).
+    pub endpoints: Vec<EndpointAddress>,
+    /// How to verify the apiservers.
+    pub tls: UpstreamTls,
+    /// Limits of the pool.
+    pub connections: Connections,
+    /// Whether watches move, slowly, to an apiserver that has come back.
+    pub rebalance: bool,
+    /// When a connection or an endpoint is given up.
+    pub health: Health,
+}
+
+/// Address of one endpoint as the user wrote it.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct EndpointAddress {
+    /// IP literal without brackets, or `localhost`.
+    pub host: String,
+    /// TCP port.
+    pub port: u16,
+}
+
+impl std::fmt::Display for EndpointAddress {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        if self.host.contains(':') {
+            write!(f, "[{}]:{}", self.host, self.port)
+        } else {
+            write!(f, "{}:{}", self.host, self.port)
+        }
+    }
+}
+
+/// Verification of the apiserver's certificate.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct UpstreamTls {
+    /// PEM bundle the chain must end in.
+    pub ca_file: PathBuf,
+    /// Name for SNI and verification; `None` takes the endpoint's host.
+    pub server_name: Option<String>,
+}
+
+/// Limits of the connection pool.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Connections {
+    /// Kept open per endpoint for each configured identity.
+    pub min: usize,
+    /// Most connections per endpoint and identity class.
+    pub max: usize,
+    /// Most streams per connection; the peer's SETTINGS may lower it. kube-apiserver allows 100.
+    pub max_streams: usize,
+}
+
+/// Health of connections and endpoints.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Health {
+    /// A PING goes out this often on every connection.
+    pub ping_interval: Duration,
+    /// When a PING counts as late; `None` is adaptive: max(4·srtt + 4·rttvar, 100 ms).
+    pub suspect_after: Option<Duration>,
+    /// A PING out this long with no evidence of life in one direction is the connection's death.
+    pub dead_after: Duration,
+    /// Bound on TCP, TLS and the first PONG together.
+    pub connect_timeout: Duration,
+    /// The apiserver's own opinion of itself.
+    pub readyz: Readyz,
+}
+
+/// The `/readyz` probe of an endpoint.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Readyz {
+    /// Path asked with GET.
+    pub path: String,
+    /// Pause between probes, ±20 %.
+    pub interval: Duration,
+    /// An answer that takes longer is a failure.
+    pub timeout: Duration,
+    /// Successes in a row that make an endpoint ready again.
+    pub rise: u32,
+    /// Failures in a row that make it degraded.
+    pub fall: u32,
+    /// Client certificate of the probe; default the first loaded identity of a listener that
+    /// uses this upstream.
+    pub cert: Option<CertPaths>,
+    /// File with a bearer token for the probe.
+    pub token_file: Option<PathBuf>,
+}
+
+/// A certificate chain and its key, as PEM files; both may be the same file.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct CertPaths {
+    /// Certificate chain, leaf first.
+    pub cert_file: PathBuf,
+    /// Private key.
+    pub key_file: PathBuf,
+}
+
+/// A place clients connect to (`mode: terminate`).
+#[derive(Debug, Clone, PartialEq)]
+pub struct Listener {
+    /// Name, unique; a label in metrics.
+    pub name: String,
+    /// Addresses to listen on.
+    pub bind: Vec<SocketAddr>,
+    /// Name of the upstream its requests go to.
+    pub upstream: String,
+    /// Serving certificate.
+    pub tls: CertPaths,
+    /// CA bundle that client certificates are verified against; `None`: client certificates
+    /// prove nothing here and are refused.
+    pub client_ca_file: Option<PathBuf>,
+    /// Which credential goes upstream for which proven client.
+    pub identities: Vec<CertPaths>,
+    /// API groups beyond the built-in ones whose watches may be resumed.
+    pub resume_groups: Vec<String>,
+    /// Bounds on what clients may use.
+    pub limits: Limits,
+}
+
+/// Bounds on what the clients of one listener may use.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Limits {
+    /// Open client connections, each worker its share.
+    pub max_connections: usize,
+    /// Concurrent HTTP/2 streams of one client connection.
+    pub max_streams: u32,
+    /// Bytes of request headers.
+    pub max_header_bytes: u32,
+    /// Bound on the TLS handshake.
+    pub handshake_timeout: Duration,
+    /// Bound on the arrival of a whole HTTP/1.1 request head.
+    pub header_timeout: Duration,
+    /// A client that takes none of the bytes that wait for it for this long is disconnected.
+    pub stall_timeout: Duration,
+}

@@ -1,0 +1,161 @@
+//! Durations and sizes as people write them: `250ms`, `1m30s`, `64KiB`. A number without a unit is
+//! refused, since whoever wrote it and whoever reads it may think of different ones.
+
+use std::fmt::Write as _;
+use std::time::Duration;
+
+use super::errors::quote;
+
+/// Units of time in nanoseconds, largest first.
+const TIME: [(&str, u64); 5] = [
+    ("h", 3_600_000_000_000),
+    ("m", 60_000_000_000),
+    ("s", 1_000_000_000),
+    ("ms", 1_000_000),
+    ("us", 1_000),
+];
+
+/// Units of size in bytes, largest first.
+const SIZE: [(&str, u64); 4] = [("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1)];
+
+/// Reads `250ms`, `2s`, `1h` or `1m30s`.
+pub fn parse_duration(text: &str) -> Result<Duration, String> {
+    let hint = "write it as 250ms, 2s, 1m30s or 1h";
+    let nanos = parse(text, &TIME).map_err(|fault| match fault {
+        Fault::NoUnit => format!("the duration {} has no unit: {hint}", quote(text)),
+        Fault::TooLarge => format!("the duration {} is too large", quote(text)),
+        Fault::Malformed => format!("{} is not a duration: {hint}", quote(text)),
+    })?;
+    Ok(Duration::from_nanos(nanos))
+}
+
+/// Reads `64KiB`, `1MiB` or `512B`.
+pub fn parse_size(text: &str) -> Result<u64, String> {
+    let hint = "write it as 512B, 64KiB or 1MiB";
+    parse(text, &SIZE).map_err(|fault| match fault {
+        Fault::NoUnit => format!("the size {} has no unit: {hint}", quote(text)),
+        Fault::TooLarge => format!("the size {} is too large", quote(text)),
+        Fault::Malformed => format!("{} is not a size: {hint}", quote(text)),
+    })
+}
+
+/// A duration as [`parse_duration`] reads it; what is below a microsecond is dropped.
+pub fn format_duration(duration: Duration) -> String {
+    format(u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX), &TIME, "0s")
+}
+
+/// A size as [`parse_size`] reads it, in the largest unit that divides it.
+pub fn format_size(bytes: u64) -> String {
+    let unit = SIZE.iter().find(|(_, factor)| bytes >= *factor && bytes.is_multiple_of(*factor));
+    let (name, factor) = unit.unwrap_or(&("B", 1));
+    format!("{}{name}", bytes / factor)
+}
+
+enum Fault {
+    NoUnit,
+    TooLarge,
+    Malformed,
+}
+
+/// Numbers with units, largest unit first, each unit at most once.
+fn parse(text: &str, units: &[(&str, u64)]) -> Result<u64, Fault> {
+    let mut rest = text;
+    let mut left = units;
+    let mut total = 0_u64;
+    while total == 0 && rest.len() == text.len() || !rest.is_empty() {
+        let (digits, after) = rest.split_at(run(rest, |c| c.is_ascii_digit()));
+        let (unit, after) = after.split_at(run(after, |c| c.is_ascii_alphabetic()));
+        if digits.is_empty() {
+            return Err(Fault::Malformed);
+        }
+        if unit.is_empty() {
+            return Err(if after.is_empty() { Fault::NoUnit } else { Fault::Malformed });
+        }
+        let at = left.iter().position(|(name, _)| *name == unit).ok_or(Fault::Malformed)?;
+        let number: u64 = digits.parse().map_err(|_| Fault::TooLarge)?;
+        let value = number.checked_mul(left[at].1).ok_or(Fault::TooLarge)?;
+        total = total.checked_add(value).ok_or(Fault::TooLarge)?;
+        left = &left[at + 1..];
+        rest = after;
+    }
+    Ok(total)
+}
+
+/// Length of the leading run of ASCII characters that are `wanted`.
+fn run(text: &str, wanted: impl Fn(char) -> bool) -> usize {
+    text.find(|c| !wanted(c)).unwrap_or(text.len())
+}
+
+fn format(mut value: u64, units: &[(&str, u64)], zero: &str) -> String {
+    let mut text = String::new();
+    for (name, factor) in units {
+        if value >= *factor {
+            let _ = write!(text, "{}{name}", value / factor);
+            value %= factor;
+        }
+    }
+    if text.is_empty() { zero.to_owned() } else { text }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn durations() {
+        for (text, millis) in [
+            ("0s", 0),
+            ("250ms", 250),
+            ("2s", 2_000),
+            ("1m30s", 90_000),
+            ("1h", 3_600_000),
+            ("1h1m1s1ms", 3_661_001),
+            ("007s", 7_000),
+        ] {
+            assert_eq!(parse_duration(text), Ok(Duration::from_millis(millis)), "{text}");
+        }
+        assert_eq!(parse_duration("5us"), Ok(Duration::from_micros(5)));
+        let hint = "write it as 250ms, 2s, 1m30s or 1h";
+        for (text, error) in [
+            ("2", format!("the duration \"2\" has no unit: {hint}")),
+            ("1m30", format!("the duration \"1m30\" has no unit: {hint}")),
+            ("", format!("\"\" is not a duration: {hint}")),
+            ("s", format!("\"s\" is not a duration: {hint}")),
+            ("-2s", format!("\"-2s\" is not a duration: {hint}")),
+            ("1.5s", format!("\"1.5s\" is not a duration: {hint}")),
+            ("2 s", format!("\"2 s\" is not a duration: {hint}")),
+            ("2S", format!("\"2S\" is not a duration: {hint}")),
+            ("1s1m", format!("\"1s1m\" is not a duration: {hint}")),
+            ("1s1s", format!("\"1s1s\" is not a duration: {hint}")),
+            ("2días", format!("\"2días\" is not a duration: {hint}")),
+            ("99999999999999999999s", "the duration \"99999999999999999999s\" is too large".into()),
+            ("9999999999h", "the duration \"9999999999h\" is too large".into()),
+        ] {
+            assert_eq!(parse_duration(text), Err(error), "{text}");
+        }
+    }
+
+    #[test]
+    fn sizes() {
+        for (text, bytes) in [("512B", 512), ("64KiB", 65_536), ("1MiB", 1 << 20), ("1KiB1B", 1025)]
+        {
+            assert_eq!(parse_size(text), Ok(bytes), "{text}");
+        }
+        let hint = "write it as 512B, 64KiB or 1MiB";
+        assert_eq!(parse_size("64"), Err(format!("the size \"64\" has no unit: {hint}")));
+        assert_eq!(parse_size("64KB"), Err(format!("\"64KB\" is not a size: {hint}")));
+        for (bytes, text) in [(0, "0B"), (1, "1B"), (1025, "1025B"), (65_536, "64KiB")] {
+            assert_eq!(format_size(bytes), text);
+        }
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn what_is_written_is_read(micros in 0_u64..u64::MAX / 1000, bytes: u64, text: String) {
+            let duration = Duration::from_micros(micros);
+            assert_eq!(parse_duration(&format_duration(duration)), Ok(duration));
+            assert_eq!(parse_size(&format_size(bytes)), Ok(bytes));
+            let _ = (parse_duration(&text), parse_size(&text));
+        }
+    }
+}

@@ -1,0 +1,391 @@
+//! The schema: every key with its type, its bounds and its default, as one walk over the merged
+//! tree.
+//!
+//! A value that is wrong is reported and replaced by a stand-in, and the walk goes on. Keys of
+//! later versions are known here and refused unless they are off, so that nobody relies on
+//! something that does nothing.
+
+use std::num::NonZero;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use super::address::{is_dns_name, parse_bind, parse_endpoint};
+use super::errors::quote;
+use super::model::{
+    AccessLog, Admin, CertPaths, Config, Connections, EndpointAddress, Health, Level, Limits,
+    Listener, Log, LogFormat, Readyz, Shutdown, Upstream, UpstreamTls,
+};
+use super::node::{Fields, Node, Report};
+use super::rules::{Placed, Seen};
+
+const MS: Duration = Duration::from_millis(1);
+const SECOND: Duration = Duration::from_secs(1);
+const MINUTE: Duration = Duration::from_secs(60);
+const HOUR: Duration = Duration::from_secs(3600);
+
+const NOT_YET: &str = "not supported by this version";
+
+/// Reads the whole tree. The configuration is only good if `report` has no errors.
+pub(super) fn walk(root: &Node<'_>, report: &mut Report) -> (Config, Seen) {
+    let mut seen = Seen::default();
+    let mut top = root.fields(report);
+
+    let mut fields = top.section(report, "admin");
+    let node = fields.get(report, "bind");
+    let bind = node.parse(report, "text: an address such as 127.0.0.1:9643", parse_bind);
+    if let Some(bind) = bind {
+        if !bind.ip().is_loopback() {
+            let message = "not a loopback address: whoever reaches it can read status and metrics";
+            report.warn(&node.path, message);
+        }
+        seen.binds.push((node.path, bind));
+    }
+    let admin = Admin { bind: bind.unwrap_or(([127, 0, 0, 1], 0).into()) };
+    fields.finish(report);
+
+    let state_dir = top.get(report, "state_dir").file(report);
+    let workers = workers(&top.get(report, "workers"), report);
+    let log = log(top.section(report, "log"), report);
+
+    let mut fields = top.section(report, "shutdown");
+    let drain_timeout =
+        fields.get(report, "drain_timeout").duration(report, 20 * SECOND, Duration::ZERO..=HOUR);
+    fields.finish(report);
+
+    let node = top.get(report, "upstreams");
+    let items = required_items(&node, "at least one upstream", report);
+    seen.upstreams_readable = !items.is_empty();
+    let upstreams = items.iter().map(|node| upstream(node, &mut seen, report)).collect();
+
+    let node = top.get(report, "listeners");
+    let items = required_items(&node, "at least one listener", report);
+    let listeners = items.iter().map(|node| listener(node, &mut seen, report)).collect();
+    top.finish(report);
+
+    let shutdown = Shutdown { drain_timeout };
+    (Config { admin, state_dir, workers, log, shutdown, upstreams, listeners }, seen)
+}
+
+fn workers(node: &Node<'_>, report: &mut Report) -> usize {
+    let mut probe = Report::default();
+    if node.parse(&mut probe, "", |text| Ok(text == "auto")) == Some(true) {
+        return std::thread::available_parallelism().map_or(1, NonZero::get);
+    }
+    node.number_as(report, "a whole number or auto", 1, 1..=256) as usize
+}
+
+fn log(mut fields: Fields<'_>, report: &mut Report) -> Log {
+    let level = fields.get(report, "level").word(report, &Level::WORDS, Level::Info);
+    let format = fields.get(report, "format").word(report, &LogFormat::WORDS, LogFormat::Text);
+    let access = fields.get(report, "access").word(report, &AccessLog::WORDS, AccessLog::Errors);
+    fields.finish(report);
+    Log { level, format, access }
+}
+
+fn upstream(node: &Node<'_>, seen: &mut Seen, report: &mut Report) -> Upstream {
+    let mut fields = node.fields(report);
+    let name = name(&mut fields, &mut seen.upstream_names, report);
+    let endpoints = endpoints(&mut fields, seen, report);
+    off(&fields.get(report, "endpoints_file"), report);
+    let mut discovery = fields.section(report, "discovery");
+    off(&discovery.get(report, "kubeconfig"), report);
+    discovery.finish(report);
+
+    let mut tls = fields.section(report, "tls");
+    let ca = tls.get(report, "ca_file");
+    let ca_file = if tls.broken { None } else { ca.required_file(report) };
+    let server_name = tls.get(report, "server_name").parse(report, "text: a name", server_name);
+    tls.finish(report);
+
+    let mut limits = fields.section(report, "connections");
+    let (least, most) = (limits.get(report, "min"), limits.get(report, "max"));
+    let (min, max) = (least.number(report, 1, 0..=1024), most.number(report, 64, 1..=1024));
+    if min > max {
+        least.error(report, format!("{min} is more than max, which is {max}"));
+    }
+    let max_streams = limits.get(report, "max_streams").number(report, 100, 1..=10_000) as usize;
+    limits.finish(report);
+    let connections = Connections { min: min as usize, max: max as usize, max_streams };
+
+    let rebalance = fields.get(report, "rebalance").flag(report, true);
+    let health = health(fields.section(report, "health"), report);
+    fields.finish(report);
+    let tls =
+        UpstreamTls { ca_file: ca_file.unwrap_or_default(), server_name: server_name.flatten() };
+    Upstream { name, endpoints, tls, connections, rebalance, health }
+}
+
+fn endpoints(
+    fields: &mut Fields<'_>,
+    seen: &mut Seen,
+    report: &mut Report,
+) -> Vec<EndpointAddress> {
+    let node = fields.get(report, "endpoints");
+    let items =
+        if fields.broken { vec![] } else { required_items(&node, "at least one address", report) };
+    let mut placed: Vec<Placed<EndpointAddress>> = Vec::new();
+    for item in items {
+        let wanted = "text: an address such as 10.0.0.11:6443";
+        if let Some(endpoint) = item.require(report, wanted, parse_endpoint) {
+            placed.push((item.path, endpoint));
+        }
+    }
+    let endpoints = placed.iter().map(|(_, endpoint)| endpoint.clone()).collect();
+    seen.endpoints.push(placed);
+    endpoints
+}
+
+fn health(mut fields: Fields<'_>, report: &mut Report) -> Health {
+    let ping = fields.get(report, "ping_interval");
+    let ping_interval = ping.duration(report, SECOND, 100 * MS..=MINUTE);
+    let suspect = fields.get(report, "suspect_after");
+    let adaptive = suspect.parse(&mut Report::default(), "", |text| Ok(text == "adaptive"));
+    let suspect_after = match adaptive {
+        Some(true) => None,
+        _ if !suspect.is_given() => None,
+        _ => Some(suspect.duration(report, MS, MS..=MINUTE)),
+    };
+    let dead_after =
+        fields.get(report, "dead_after").duration(report, 2 * SECOND, 200 * MS..=MINUTE);
+    if ping_interval >= dead_after {
+        ping.error(report, "must be shorter than dead_after, or no PING is out when it counts");
+    }
+    if suspect_after.is_some_and(|suspect_after| suspect_after >= dead_after) {
+        suspect.error(report, "must be shorter than dead_after");
+    }
+    let connect_timeout =
+        fields.get(report, "connect_timeout").duration(report, 3 * SECOND, 100 * MS..=MINUTE);
+    let readyz = readyz(fields.section(report, "readyz"), report);
+    fields.finish(report);
+    Health { ping_interval, suspect_after, dead_after, connect_timeout, readyz }
+}
+
+fn readyz(mut fields: Fields<'_>, report: &mut Report) -> Readyz {
+    let path = fields.get(report, "path").parse(report, "text: a path such as /readyz", |text| {
+        let visible = text.bytes().all(|b| b.is_ascii_graphic() && b != b'#');
+        if text.starts_with('/') && visible {
+            Ok(text.to_owned())
+        } else {
+            Err(format!("{} is not a path such as /readyz", quote(text)))
+        }
+    });
+    let interval = fields.get(report, "interval").duration(report, 10 * SECOND, SECOND..=HOUR);
+    let node = fields.get(report, "timeout");
+    let timeout = node.duration(report, SECOND, 10 * MS..=MINUTE);
+    if timeout > interval {
+        node.error(report, "must not be longer than interval");
+    }
+    let rise = fields.get(report, "rise").number(report, 2, 1..=100);
+    let fall = fields.get(report, "fall").number(report, 2, 1..=100);
+    let (cert, key) = (fields.get(report, "cert_file"), fields.get(report, "key_file"));
+    let cert = match (cert.file(report), key.file(report)) {
+        (Some(cert_file), Some(key_file)) => Some(CertPaths { cert_file, key_file }),
+        (Some(_), None) => {
+            key.error(report, "is required beside cert_file");
+            None
+        }
+        (None, Some(_)) => {
+            cert.error(report, "is required beside key_file");
+            None
+        }
+        (None, None) => None,
+    };
+    let token = fields.get(report, "token_file");
+    let token_file = token.file(report);
+    if cert.is_some() && token_file.is_some() {
+        token.error(report, "has no effect beside cert_file: an apiserver prefers the certificate");
+    }
+    fields.finish(report);
+    let path = path.unwrap_or_else(|| "/readyz".to_owned());
+    Readyz { path, interval, timeout, rise, fall, cert, token_file }
+}
+
+fn listener(node: &Node<'_>, seen: &mut Seen, report: &mut Report) -> Listener {
+    let mut fields = node.fields(report);
+    let name = name(&mut fields, &mut seen.listener_names, report);
+
+    let list = fields.get(report, "bind");
+    let items =
+        if fields.broken { vec![] } else { required_items(&list, "at least one address", report) };
+    let mut bind = Vec::new();
+    for item in items {
+        let wanted = "text: an address such as 127.0.0.1:7443";
+        if let Some(address) = item.require(report, wanted, parse_bind) {
+            bind.push(address);
+            seen.binds.push((item.path, address));
+        }
+    }
+
+    let mode = fields.get(report, "mode");
+    let terminate = mode.parse(report, "text: terminate", |text| match text {
+        "terminate" => Ok(true),
+        "passthrough" => Err(format!("passthrough is {NOT_YET}; write terminate")),
+        _ => Err(format!("{} is not one of terminate, passthrough", quote(text))),
+    });
+    let terminate = terminate.is_some() || !mode.is_given();
+    let transparent = fields.get(report, "transparent");
+    if transparent.flag(report, false) {
+        transparent.error(report, format!("{NOT_YET}; write false"));
+    }
+
+    let node = fields.get(report, "upstream");
+    let wanted = "text: the name of an upstream";
+    let upstream =
+        if fields.broken { None } else { node.require(report, wanted, |text| Ok(text.to_owned())) };
+    if let Some(upstream) = &upstream {
+        seen.references.push((node.path, upstream.clone()));
+    }
+
+    let mut tls = fields.section(report, "tls");
+    let required = terminate && !tls.broken;
+    let (_, tls_paths) = cert_paths(&mut tls, required, report);
+    tls.finish(report);
+
+    let ca_node = fields.get(report, "client_ca_file");
+    let client_ca_file = ca_node.file(report);
+    let identities_node = fields.get(report, "identities");
+    let identities = identities(&identities_node, report);
+    if !identities.is_empty() && !ca_node.is_given() && terminate {
+        let message = "is required beside identities: without it no client can prove who it is";
+        ca_node.error(report, message);
+    }
+    let resume_groups = resume_groups(&fields.get(report, "resume_groups"), report);
+    let limits = limits(fields.section(report, "limits"), report);
+    fields.finish(report);
+    Listener {
+        name,
+        bind,
+        upstream: upstream.unwrap_or_default(),
+        tls: tls_paths,
+        client_ca_file,
+        identities,
+        resume_groups,
+        limits,
+    }
+}
+
+fn identities(node: &Node<'_>, report: &mut Report) -> Vec<CertPaths> {
+    let mut seen: Vec<Placed<PathBuf>> = Vec::new();
+    let mut identities = Vec::new();
+    for item in node.items(report) {
+        let mut fields = item.fields(report);
+        let required = !fields.broken;
+        let (path, paths) = cert_paths(&mut fields, required, report);
+        fields.finish(report);
+        let known = seen.iter().find(|(_, cert)| *cert == paths.cert_file);
+        if let Some((first, _)) = known.filter(|_| !paths.cert_file.as_os_str().is_empty()) {
+            report.error(&path, format!("the same certificate as {first}"));
+        }
+        seen.push((path, paths.cert_file.clone()));
+        identities.push(paths);
+    }
+    identities
+}
+
+/// The two files of a certificate, and the path of `cert_file`.
+fn cert_paths(fields: &mut Fields<'_>, required: bool, report: &mut Report) -> Placed<CertPaths> {
+    let (cert, key) = (fields.get(report, "cert_file"), fields.get(report, "key_file"));
+    let mut file = |node: &Node<'_>| {
+        let file = if required { node.required_file(report) } else { node.file(report) };
+        file.unwrap_or_default()
+    };
+    let paths = CertPaths { cert_file: file(&cert), key_file: file(&key) };
+    (cert.path, paths)
+}
+
+fn resume_groups(node: &Node<'_>, report: &mut Report) -> Vec<String> {
+    let mut groups: Vec<String> = Vec::new();
+    for item in node.items(report) {
+        let group = item.require(report, "text: an API group such as example.com", |text| {
+            if !is_dns_name(text) || text.chars().any(|c| c.is_ascii_uppercase()) {
+                return Err(format!("{} is not an API group such as example.com", quote(text)));
+            }
+            if groups.iter().any(|known| known == text) {
+                return Err(format!("{} appears twice", quote(text)));
+            }
+            Ok(text.to_owned())
+        });
+        groups.extend(group);
+    }
+    groups
+}
+
+fn limits(mut fields: Fields<'_>, report: &mut Report) -> Limits {
+    let limits = Limits {
+        max_connections: fields.get(report, "max_connections").number(report, 4096, 1..=1_000_000)
+            as usize,
+        max_streams: fields.get(report, "max_streams").number(report, 1000, 1..=100_000),
+        max_header_bytes: fields.get(report, "max_header_bytes").size(
+            report,
+            64 << 10,
+            4 << 10..=1 << 20,
+        ),
+        handshake_timeout: fields.get(report, "handshake_timeout").duration(
+            report,
+            10 * SECOND,
+            100 * MS..=MINUTE,
+        ),
+        header_timeout: fields.get(report, "header_timeout").duration(
+            report,
+            10 * SECOND,
+            100 * MS..=MINUTE,
+        ),
+        stall_timeout: fields.get(report, "stall_timeout").duration(
+            report,
+            5 * MINUTE,
+            SECOND..=24 * HOUR,
+        ),
+    };
+    fields.finish(report);
+    limits
+}
+
+/// The items of a list that must have some; reports it otherwise.
+fn required_items<'a>(node: &Node<'a>, what: &str, report: &mut Report) -> Vec<Node<'a>> {
+    let before = report.errors.len();
+    let items = node.items(report);
+    if items.is_empty() && report.errors.len() == before {
+        node.error(report, format!("is required: {what}"));
+    }
+    items
+}
+
+/// A name that can be a label in metrics: like a Kubernetes object's.
+fn name(fields: &mut Fields<'_>, seen: &mut Vec<Placed<String>>, report: &mut Report) -> String {
+    let node = fields.get(report, "name");
+    if fields.broken {
+        return String::new();
+    }
+    let name = node.require(report, "text: a name of its own", |text| {
+        let alphanumeric = |b: &u8| b.is_ascii_lowercase() || b.is_ascii_digit();
+        let bytes = text.as_bytes();
+        let ends =
+            bytes.first().is_some_and(alphanumeric) && bytes.last().is_some_and(alphanumeric);
+        if ends && bytes.len() <= 63 && bytes.iter().all(|b| alphanumeric(b) || *b == b'-') {
+            return Ok(text.to_owned());
+        }
+        Err(format!(
+            "{} is not a name: up to 63 of a-z, 0-9 and -, not starting or ending with -",
+            quote(text)
+        ))
+    });
+    seen.extend(name.clone().map(|name| (node.path, name)));
+    name.unwrap_or_default()
+}
+
+fn server_name(text: &str) -> Result<Option<String>, String> {
+    if text.is_empty() {
+        return Ok(None);
+    }
+    match rustls::pki_types::ServerName::try_from(text) {
+        Ok(_) => Ok(Some(text.to_owned())),
+        Err(_) => Err(format!("{} is neither a DNS name nor an IP address", quote(text))),
+    }
+}
+
+/// A text of a later version: only the empty one is understood.
+fn off(node: &Node<'_>, report: &mut Report) {
+    if node.text(report).is_some() {
+        node.error(report, format!("{NOT_YET}; leave it empty"));
+    }
+}

@@ -1,0 +1,154 @@
+//! Re-reads certificates, keys and CA bundles when their files change.
+//!
+//! kubelet renames a symlink over the old one, a Secret volume swaps a directory: what a path
+//! resolves to is looked at every second, which sees both and needs no watch that could be lost.
+//! What is good is put into use; what is not leaves the last good one in place, with one log line.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::{MissedTickBehavior, interval};
+
+use crate::net::serving::ServingTls;
+use crate::observe::ListenerMetrics;
+use crate::upstream::credentials::{Credentials, Refreshed};
+use crate::upstream::pool::Upstream;
+
+/// How often the files are looked at.
+const INTERVAL: Duration = Duration::from_secs(1);
+
+/// What tells a file from its successor under the same name.
+type Stamp = Option<(u64, u64, u64, i64, i64)>;
+
+fn stamp(path: &PathBuf) -> Stamp {
+    // Follows symlinks: what matters is what is there now.
+    let meta = std::fs::metadata(path).ok()?;
+    Some((meta.dev(), meta.ino(), meta.size(), meta.mtime(), meta.mtime_nsec()))
+}
+
+/// Files and what they looked like when they were last read.
+struct Watched {
+    paths: Vec<PathBuf>,
+    seen: Vec<Stamp>,
+    /// The last reading did not succeed: half a rotation was seen, the rest will follow.
+    unsettled: bool,
+}
+
+impl Watched {
+    fn new(paths: Vec<PathBuf>) -> Self {
+        let seen = paths.iter().map(stamp).collect();
+        Self { paths, seen, unsettled: false }
+    }
+
+    fn changed(&mut self) -> bool {
+        let now: Vec<_> = self.paths.iter().map(stamp).collect();
+        let changed = now != self.seen;
+        self.seen = now;
+        changed || self.unsettled
+    }
+}
+
+/// Watches the credentials of one upstream for ever.
+pub async fn watch_credentials(upstream: Arc<Upstream>) {
+    let credentials = &upstream.credentials;
+    let mut paths = vec![upstream.config.tls.ca_file.clone()];
+    for slot in credentials.slots() {
+        paths.push(slot.paths.cert_file.clone());
+        paths.push(slot.paths.key_file.clone());
+    }
+    // Read once more at the start: a file may have changed since it was loaded.
+    let mut files = Watched { unsettled: true, ..Watched::new(paths) };
+    let mut ticks = ticks();
+    loop {
+        ticks.tick().await;
+        if files.changed() {
+            let events = credentials.refresh();
+            files.unsettled = credentials
+                .slots()
+                .iter()
+                .any(|slot| slot.error().is_some_and(|error| is_half_done(&error)));
+            for event in events {
+                tell(&upstream, credentials, &event);
+            }
+        }
+    }
+}
+
+/// A missing file is looked at again when it appears; anything else may be the middle of a change.
+fn is_half_done(error: &str) -> bool {
+    !error.starts_with("awaited")
+}
+
+fn tell(upstream: &Upstream, credentials: &Credentials, event: &Refreshed) {
+    let name = &*upstream.name;
+    match event {
+        Refreshed::Identity(slot) => {
+            let Some(info) = credentials.slots()[*slot].certificate() else { return };
+            tracing::info!(
+                upstream = name,
+                subject = %info.subject,
+                serial = info.serial,
+                file = %credentials.slots()[*slot].paths.cert_file.display(),
+                "identity is in use; connections with an older certificate drain"
+            );
+        }
+        Refreshed::IdentityFailed(_, error) => {
+            tracing::warn!(
+                upstream = name,
+                error,
+                "identity cannot be read; the last good one stays"
+            );
+        }
+        Refreshed::Ca => tracing::info!(upstream = name, "the CA bundle has changed"),
+        Refreshed::CaFailed(error) => {
+            tracing::warn!(
+                upstream = name,
+                error,
+                "CA bundle cannot be read; the last good one stays"
+            );
+        }
+    }
+}
+
+/// Watches the serving certificate and the client CA of one listener for ever.
+pub async fn watch_serving(name: String, tls: Arc<ServingTls>, metrics: Arc<ListenerMetrics>) {
+    let mut files = Watched::new(tls.paths());
+    let mut last_error = None;
+    let mut ticks = ticks();
+    loop {
+        ticks.tick().await;
+        if !files.changed() {
+            continue;
+        }
+        let result = tls.refresh();
+        files.unsettled = result.is_err();
+        match result {
+            Ok(true) => {
+                last_error = None;
+                metrics.certificate_reloaded("ok");
+                tracing::info!(listener = name, "serving certificate or client CA has changed");
+            }
+            Ok(false) => last_error = None,
+            Err(error) => {
+                let text = error.to_string();
+                if last_error.as_ref() != Some(&text) {
+                    metrics.certificate_reloaded("failed");
+                    tracing::warn!(
+                        listener = name,
+                        error = text,
+                        "the last good certificate stays"
+                    );
+                    last_error = Some(text);
+                }
+            }
+        }
+    }
+}
+
+fn ticks() -> tokio::time::Interval {
+    let mut ticks = interval(INTERVAL);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    ticks
+}

@@ -1,0 +1,4 @@
+//! Keeps the picture of the world true, beside the path of requests and never on it.
+
+pub mod certificates;
+pub mod readyz;

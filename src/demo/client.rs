@@ -1,0 +1,264 @@
+//! A plain client for the demo, the tests and the benches: one TLS connection, no retries, no
+//! opinions, so that whatever goes wrong is seen.
+
+use crate::demo::body::Payload;
+use crate::demo::pki::Issued;
+use bytes::{Bytes, BytesMut};
+use http::{HeaderMap, Method, Request, Response, StatusCode};
+use http_body::Body;
+use hyper::body::Incoming;
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use rustls::pki_types::ServerName;
+use rustls::pki_types::pem::PemObject;
+use serde_json::Value;
+use std::io;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::Arc;
+use tokio::net::TcpStream;
+
+/// How a client presents itself.
+#[derive(Debug, Clone, Default)]
+pub struct Credentials {
+    /// The authorities it trusts, PEM.
+    pub ca_pem: String,
+    /// Its certificate.
+    pub certificate: Option<Issued>,
+    /// Its bearer token.
+    pub token: Option<String>,
+}
+
+impl Credentials {
+    /// Nobody.
+    pub fn anonymous(ca_pem: &str) -> Self {
+        Self { ca_pem: ca_pem.to_owned(), ..Self::default() }
+    }
+
+    /// With a certificate.
+    #[must_use]
+    pub fn certificate(mut self, certificate: &Issued) -> Self {
+        self.certificate = Some(certificate.clone());
+        self
+    }
+
+    /// With a token.
+    #[must_use]
+    pub fn token(mut self, token: &str) -> Self {
+        self.token = Some(token.to_owned());
+        self
+    }
+}
+
+/// One connection. It ends when it is dropped.
+#[derive(Debug)]
+pub struct Client {
+    sender: Sender,
+    authority: String,
+    token: Option<String>,
+    driver: tokio::task::JoinHandle<()>,
+}
+
+#[derive(Debug, Clone)]
+enum Sender {
+    Http1(Arc<tokio::sync::Mutex<hyper::client::conn::http1::SendRequest<Payload>>>),
+    Http2(hyper::client::conn::http2::SendRequest<Payload>),
+}
+
+/// A complete answer.
+#[derive(Debug)]
+pub struct Reply {
+    /// The status code.
+    pub status: StatusCode,
+    /// The headers.
+    pub headers: HeaderMap,
+    /// The body.
+    pub body: Bytes,
+}
+
+impl Reply {
+    /// The body as JSON; null if it is none.
+    pub fn json(&self) -> Value {
+        serde_json::from_slice(&self.body).unwrap_or_default()
+    }
+}
+
+impl Client {
+    /// Connects by HTTP/2.
+    pub async fn connect(addr: SocketAddr, who: &Credentials) -> io::Result<Self> {
+        Self::connect_with(addr, who, true).await
+    }
+
+    /// Connects by HTTP/1.1; requests run one after the other.
+    pub async fn connect_http1(addr: SocketAddr, who: &Credentials) -> io::Result<Self> {
+        Self::connect_with(addr, who, false).await
+    }
+
+    async fn connect_with(addr: SocketAddr, who: &Credentials, http2: bool) -> io::Result<Self> {
+        let config = tls(who, http2)?;
+        let stream = TcpStream::connect(addr).await?;
+        stream.set_nodelay(true)?;
+        let name = ServerName::from(addr.ip());
+        let tls = tokio_rustls::TlsConnector::from(Arc::new(config)).connect(name, stream).await?;
+        let negotiated = tls.get_ref().1.alpn_protocol() == Some(b"h2");
+        if http2 != negotiated {
+            return Err(io::Error::other("the server does not speak the protocol wanted"));
+        }
+        let io = TokioIo::new(tls);
+        let (sender, driver) = if http2 {
+            let (sender, connection) =
+                hyper::client::conn::http2::Builder::new(TokioExecutor::new())
+                    .timer(TokioTimer::new())
+                    // As many as one likes until the server says otherwise.
+                    .initial_max_send_streams(1000)
+                    .handshake(io)
+                    .await
+                    .map_err(io::Error::other)?;
+            // How it ended is seen by the requests on it.
+            (Sender::Http2(sender), tokio::spawn(async { drop(connection.await) }))
+        } else {
+            let (sender, connection) =
+                hyper::client::conn::http1::handshake(io).await.map_err(io::Error::other)?;
+            let sender = Sender::Http1(Arc::new(tokio::sync::Mutex::new(sender)));
+            (sender, tokio::spawn(async { drop(connection.with_upgrades().await) }))
+        };
+        Ok(Self { sender, authority: addr.to_string(), token: who.token.clone(), driver })
+    }
+
+    /// Whether the connection is over.
+    pub fn is_closed(&self) -> bool {
+        self.driver.is_finished()
+    }
+
+    /// Sends a request and returns the answer as soon as its head is here.
+    pub async fn send(
+        &self,
+        method: Method,
+        path: &str,
+        headers: &[(&str, &str)],
+        body: impl Into<Bytes>,
+    ) -> io::Result<Response<Incoming>> {
+        let mut request = Request::builder().method(method);
+        for (name, value) in headers {
+            request = request.header(*name, *value);
+        }
+        if let Some(token) = &self.token {
+            request = request.header("authorization", format!("Bearer {token}"));
+        }
+        let request = match self.sender {
+            Sender::Http1(_) => request.uri(path).header("host", &self.authority),
+            Sender::Http2(_) => request.uri(format!("https://{}{path}", self.authority)),
+        };
+        let request = request.body(Payload::full(body)).map_err(io::Error::other)?;
+        let response = match &self.sender {
+            Sender::Http1(sender) => {
+                let mut sender = sender.lock().await;
+                sender.ready().await.map_err(io::Error::other)?;
+                sender.send_request(request).await
+            }
+            Sender::Http2(sender) => sender.clone().send_request(request).await,
+        };
+        response.map_err(io::Error::other)
+    }
+
+    /// Sends a request and waits for the whole answer.
+    pub async fn request(
+        &self,
+        method: Method,
+        path: &str,
+        headers: &[(&str, &str)],
+        body: impl Into<Bytes>,
+    ) -> io::Result<Reply> {
+        let (head, mut body) = self.send(method, path, headers, body).await?.into_parts();
+        let mut whole = BytesMut::new();
+        while let Some(data) = next_data(&mut body).await? {
+            whole.extend_from_slice(&data);
+        }
+        Ok(Reply { status: head.status, headers: head.headers, body: whole.freeze() })
+    }
+
+    /// GET, as JSON.
+    pub async fn get(&self, path: &str) -> io::Result<Reply> {
+        self.request(Method::GET, path, &[("accept", "application/json")], Bytes::new()).await
+    }
+
+    /// POST of a JSON object.
+    pub async fn post(&self, path: &str, object: &Value) -> io::Result<Reply> {
+        let headers = [("content-type", "application/json")];
+        self.request(Method::POST, path, &headers, object.to_string()).await
+    }
+
+    /// PUT of a JSON object.
+    pub async fn put(&self, path: &str, object: &Value) -> io::Result<Reply> {
+        let headers = [("content-type", "application/json")];
+        self.request(Method::PUT, path, &headers, object.to_string()).await
+    }
+
+    /// Starts a watch (the path says `watch=1`); an answer that is not 200 is an error.
+    pub async fn watch(&self, path: &str) -> io::Result<Watch> {
+        let response = self.send(Method::GET, path, &[], Bytes::new()).await?;
+        if response.status() != StatusCode::OK {
+            return Err(io::Error::other(format!("watch: {}", response.status())));
+        }
+        Ok(Watch { body: response.into_body(), buffer: BytesMut::new() })
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        self.driver.abort();
+    }
+}
+
+/// The events of a JSON watch.
+#[derive(Debug)]
+pub struct Watch {
+    body: Incoming,
+    buffer: BytesMut,
+}
+
+impl Watch {
+    /// The next event; `None` if the server ended the stream cleanly, an error if it broke.
+    pub async fn next(&mut self) -> io::Result<Option<Value>> {
+        loop {
+            if let Some(end) = self.buffer.iter().position(|byte| *byte == b'\n') {
+                let line = self.buffer.split_to(end + 1);
+                return serde_json::from_slice(&line).map(Some).map_err(io::Error::other);
+            }
+            match next_data(&mut self.body).await? {
+                Some(data) => self.buffer.extend_from_slice(&data),
+                None if self.buffer.is_empty() => return Ok(None),
+                None => return Err(io::ErrorKind::UnexpectedEof.into()),
+            }
+        }
+    }
+}
+
+/// The next piece of a body; `None` at its clean end.
+pub async fn next_data(body: &mut Incoming) -> io::Result<Option<Bytes>> {
+    while let Some(frame) = std::future::poll_fn(|cx| Pin::new(&mut *body).poll_frame(cx)).await {
+        if let Ok(data) = frame.map_err(io::Error::other)?.into_data() {
+            return Ok(Some(data));
+        }
+    }
+    Ok(None)
+}
+
+fn tls(who: &Credentials, http2: bool) -> io::Result<rustls::ClientConfig> {
+    let mut roots = rustls::RootCertStore::empty();
+    for certificate in rustls::pki_types::CertificateDer::pem_slice_iter(who.ca_pem.as_bytes()) {
+        roots.add(certificate.map_err(io::Error::other)?).map_err(io::Error::other)?;
+    }
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let builder = rustls::ClientConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .map_err(io::Error::other)?
+        .with_root_certificates(roots);
+    let mut config = match &who.certificate {
+        Some(issued) => builder
+            .with_client_auth_cert(vec![issued.cert_der()], issued.key_der())
+            .map_err(io::Error::other)?,
+        None => builder.with_no_client_auth(),
+    };
+    config.alpn_protocols = vec![if http2 { b"h2".to_vec() } else { b"http/1.1".to_vec() }];
+    Ok(config)
+}

@@ -1,0 +1,105 @@
+//! What goes wrong, in the words of a `Status`.
+
+use crate::demo::kinds::Kind;
+use serde_json::{Value, json};
+
+/// A refusal: an HTTP code, a machine-readable reason and a sentence.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Failure {
+    /// The HTTP status code.
+    pub code: u16,
+    /// The reason, as `metav1.StatusReason` spells it.
+    pub reason: &'static str,
+    /// The sentence that people read.
+    pub message: String,
+    /// The `details` of the `Status`, or null.
+    pub details: Value,
+}
+
+impl std::fmt::Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} {}: {}", self.code, self.reason, self.message)
+    }
+}
+
+impl std::error::Error for Failure {}
+
+impl Failure {
+    /// A refusal without details.
+    pub fn new(code: u16, reason: &'static str, message: impl Into<String>) -> Self {
+        Self { code, reason, message: message.into(), details: Value::Null }
+    }
+
+    fn about(mut self, kind: &Kind, name: &str) -> Self {
+        self.details = json!({ "name": name, "group": kind.group, "kind": kind.plural });
+        self
+    }
+
+    /// 404 for an object.
+    pub fn not_found(kind: &Kind, name: &str) -> Self {
+        Self::new(404, "NotFound", format!("{} \"{name}\" not found", kind.qualified()))
+            .about(kind, name)
+    }
+
+    /// 404 for a path nobody serves.
+    pub fn no_such_path() -> Self {
+        Self::new(404, "NotFound", "the server could not find the requested resource")
+    }
+
+    /// 409 for a name that is taken.
+    pub fn already_exists(kind: &Kind, name: &str) -> Self {
+        Self::new(409, "AlreadyExists", format!("{} \"{name}\" already exists", kind.qualified()))
+            .about(kind, name)
+    }
+
+    /// 409 for a version or a precondition that does not hold.
+    pub fn conflict(kind: &Kind, name: &str, why: &str) -> Self {
+        Self::new(
+            409,
+            "Conflict",
+            format!("Operation cannot be fulfilled on {} \"{name}\": {why}", kind.qualified()),
+        )
+        .about(kind, name)
+    }
+
+    /// 410: history does not reach back that far.
+    pub fn expired(asked: u64, oldest: u64) -> Self {
+        Self::new(410, "Expired", format!("too old resource version: {asked} ({oldest})"))
+    }
+
+    /// 400.
+    pub fn bad_request(message: impl Into<String>) -> Self {
+        Self::new(400, "BadRequest", message)
+    }
+
+    /// 422.
+    pub fn invalid(message: impl Into<String>) -> Self {
+        Self::new(422, "Invalid", message)
+    }
+
+    /// 405.
+    pub fn method_not_allowed() -> Self {
+        Self::new(
+            405,
+            "MethodNotAllowed",
+            "the server does not allow this method on the requested resource",
+        )
+    }
+
+    /// The `Status` object.
+    pub fn status(&self) -> Value {
+        let mut status = json!({
+            "kind": "Status",
+            "apiVersion": "v1",
+            "metadata": {},
+            "status": "Failure",
+            "message": self.message,
+            "reason": self.reason,
+            "code": self.code,
+        });
+        if !self.details.is_null() {
+            status["details"] = self.details.clone();
+        }
+        status
+    }
+}

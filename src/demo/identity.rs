@@ -1,0 +1,235 @@
+//! Who a request is from, by kube-apiserver's rules: certificate, then token, then nobody.
+//!
+//! The handshake takes any client certificate whose key the client holds, as Go's
+//! `RequestClientCert` does; whether it is worth anything is decided here, and a bad one costs a
+//! 401, not the connection.
+
+use rustls::client::danger::HandshakeSignatureValid;
+use rustls::pki_types::{CertificateDer, UnixTime};
+use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
+use rustls::{DigitallySignedStruct, DistinguishedName, SignatureScheme};
+use serde_json::{Value, json};
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// A user, as authentication found it.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct User {
+    /// The name.
+    pub name: String,
+    /// The groups, `system:authenticated` or `system:unauthenticated` among them.
+    pub groups: Vec<String>,
+    /// The UID, often empty.
+    pub uid: String,
+    /// Extra attributes.
+    pub extra: Vec<(String, String)>,
+}
+
+impl User {
+    /// A user in groups; `system:authenticated` is added.
+    pub fn new(name: &str, groups: &[&str]) -> Self {
+        let mut groups: Vec<_> = groups.iter().map(|&g| g.to_owned()).collect();
+        groups.push("system:authenticated".to_owned());
+        Self { name: name.to_owned(), groups, ..Self::default() }
+    }
+
+    /// Nobody in particular.
+    pub fn anonymous() -> Self {
+        Self {
+            name: "system:anonymous".to_owned(),
+            groups: vec!["system:unauthenticated".to_owned()],
+            ..Self::default()
+        }
+    }
+
+    /// Whether this is nobody.
+    pub fn is_anonymous(&self) -> bool {
+        self.name == "system:anonymous"
+    }
+
+    /// The `userInfo` of a `SelfSubjectReview`.
+    pub fn info(&self) -> Value {
+        let mut info = json!({ "username": self.name, "groups": self.groups });
+        if !self.uid.is_empty() {
+            info["uid"] = self.uid.clone().into();
+        }
+        for (key, value) in &self.extra {
+            info["extra"][key] = json!([value]);
+        }
+        info
+    }
+}
+
+/// What a connection's certificate is worth.
+#[derive(Debug, Clone)]
+pub enum Certificate {
+    /// None was shown.
+    None,
+    /// It was shown, but cannot be verified.
+    Invalid {
+        /// Why.
+        reason: String,
+        /// Its serial number, if it could be read at all.
+        serial: Option<String>,
+    },
+    /// It names this user.
+    User {
+        /// The user.
+        user: Box<User>,
+        /// The serial number, hex.
+        serial: String,
+    },
+}
+
+impl Certificate {
+    /// Judges the chain that a client showed.
+    pub fn judge(chain: Option<&[CertificateDer<'_>]>, verifier: &dyn ClientCertVerifier) -> Self {
+        let Some((leaf, intermediates)) = chain.and_then(<[_]>::split_first) else {
+            return Self::None;
+        };
+        let Some((user, serial)) = read(leaf) else {
+            return Self::Invalid { reason: "unreadable certificate".into(), serial: None };
+        };
+        match verifier.verify_client_cert(leaf, intermediates, UnixTime::now()) {
+            Ok(_) => Self::User { user: Box::new(user), serial },
+            Err(error) => Self::Invalid { reason: error.to_string(), serial: Some(serial) },
+        }
+    }
+
+    /// The serial number, hex.
+    pub fn serial(&self) -> Option<String> {
+        match self {
+            Self::None => None,
+            Self::Invalid { serial, .. } => serial.clone(),
+            Self::User { serial, .. } => Some(serial.clone()),
+        }
+    }
+}
+
+fn read(leaf: &CertificateDer<'_>) -> Option<(User, String)> {
+    let (_, certificate) = x509_parser::parse_x509_certificate(leaf).ok()?;
+    let subject = certificate.subject();
+    let text = |attribute: &x509_parser::x509::AttributeTypeAndValue<'_>| {
+        attribute.as_str().ok().map(str::to_owned)
+    };
+    let mut user = User { name: subject.iter_common_name().find_map(text)?, ..User::default() };
+    user.groups = subject.iter_organization().filter_map(text).collect();
+    user.groups.push("system:authenticated".to_owned());
+    user.uid = subject
+        .iter_attributes()
+        .find(|a| a.attr_type().to_id_string() == "1.3.6.1.4.1.57683.2")
+        .and_then(text)
+        .unwrap_or_default();
+    let digest = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, leaf);
+    let credential = format!("X509SHA256={}", hex(digest.as_ref()));
+    user.extra.push(("authentication.kubernetes.io/credential-id".to_owned(), credential));
+    Some((user, hex(certificate.raw_serial())))
+}
+
+fn hex(bytes: &[u8]) -> String {
+    use std::fmt::Write;
+    bytes.iter().fold(String::new(), |mut text, byte| {
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
+}
+
+/// Authenticates one request; `Err` says why it is a 401.
+#[allow(clippy::implicit_hasher)] // one caller, one map
+pub fn authenticate(
+    certificate: &Certificate,
+    headers: &http::HeaderMap,
+    tokens: &HashMap<String, User>,
+) -> Result<User, String> {
+    if let Certificate::User { user, .. } = certificate {
+        return Ok((**user).clone());
+    }
+    if let Some(token) = bearer(headers) {
+        return tokens.get(&token).cloned().ok_or_else(|| "invalid bearer token".to_owned());
+    }
+    match certificate {
+        Certificate::Invalid { reason, .. } => Err(format!("verifying certificate: {reason}")),
+        _ => Ok(User::anonymous()),
+    }
+}
+
+/// The token of a request: in its header, or among the protocols a WebSocket client offers.
+fn bearer(headers: &http::HeaderMap) -> Option<String> {
+    let header = headers.get(http::header::AUTHORIZATION).and_then(|v| v.to_str().ok());
+    if let Some((scheme, token)) = header.and_then(|v| v.split_once(' '))
+        && scheme.eq_ignore_ascii_case("bearer")
+    {
+        return Some(token.trim().to_owned());
+    }
+    headers
+        .get_all(http::header::SEC_WEBSOCKET_PROTOCOL)
+        .iter()
+        .filter_map(|v| v.to_str().ok())
+        .flat_map(|v| v.split(','))
+        .find_map(|p| p.trim().strip_prefix("base64url.bearer.authorization.k8s.io."))
+        .and_then(crate::demo::websocket::unbase64url)
+        .and_then(|bytes| String::from_utf8(bytes).ok())
+}
+
+/// `Impersonate-User` and `Impersonate-Group`, which only administrators may use.
+pub fn impersonate(user: User, headers: &http::HeaderMap) -> Result<User, String> {
+    let text = |v: &http::HeaderValue| v.to_str().unwrap_or_default().to_owned();
+    let Some(name) = headers.get("impersonate-user").map(text) else {
+        return Ok(user);
+    };
+    if !user.groups.iter().any(|g| g == "system:masters") {
+        return Err(format!(
+            "users \"{name}\" is forbidden: User \"{}\" cannot impersonate resource \"users\" in \
+             API group \"\" at the cluster scope",
+            user.name
+        ));
+    }
+    let mut groups: Vec<_> = headers.get_all("impersonate-group").iter().map(text).collect();
+    groups.push("system:authenticated".to_owned());
+    Ok(User { name, groups, ..User::default() })
+}
+
+/// Takes every certificate whose key the client holds.
+#[derive(Debug)]
+pub struct TakeAny(pub Arc<dyn ClientCertVerifier>);
+
+impl ClientCertVerifier for TakeAny {
+    fn client_auth_mandatory(&self) -> bool {
+        false
+    }
+
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        self.0.root_hint_subjects()
+    }
+
+    fn verify_client_cert(
+        &self,
+        _: &CertificateDer<'_>,
+        _: &[CertificateDer<'_>],
+        _: UnixTime,
+    ) -> Result<ClientCertVerified, rustls::Error> {
+        Ok(ClientCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        self.0.verify_tls12_signature(message, certificate, signature)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        self.0.verify_tls13_signature(message, certificate, signature)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.0.supported_verify_schemes()
+    }
+}

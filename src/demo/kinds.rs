@@ -1,0 +1,116 @@
+//! The resources this control plane knows: one table that storage, routing and discovery share.
+
+/// A resource type, as discovery describes it.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Kind {
+    /// The API group; empty for the core group.
+    pub group: &'static str,
+    /// The only version served.
+    pub version: &'static str,
+    /// The name in paths.
+    pub plural: &'static str,
+    /// The name in objects.
+    pub kind: &'static str,
+    /// Whether objects live in namespaces.
+    pub namespaced: bool,
+    /// Whether there is a `status` subresource.
+    pub status: bool,
+    /// What kubectl may abbreviate it to.
+    pub short: &'static [&'static str],
+}
+
+impl Kind {
+    /// `v1` or `group/version`.
+    pub fn api_version(&self) -> String {
+        if self.group.is_empty() {
+            self.version.to_owned()
+        } else {
+            format!("{}/{}", self.group, self.version)
+        }
+    }
+
+    /// `pods` or `leases.coordination.k8s.io`, the form of error messages.
+    pub fn qualified(&self) -> String {
+        if self.group.is_empty() {
+            self.plural.to_owned()
+        } else {
+            format!("{}.{}", self.plural, self.group)
+        }
+    }
+
+    /// The path of its collection, cluster-wide.
+    pub fn path(&self) -> String {
+        if self.group.is_empty() {
+            format!("/api/{}/{}", self.version, self.plural)
+        } else {
+            format!("/apis/{}/{}/{}", self.group, self.version, self.plural)
+        }
+    }
+}
+
+const fn core(
+    plural: &'static str,
+    kind: &'static str,
+    namespaced: bool,
+    status: bool,
+    short: &'static [&'static str],
+) -> Kind {
+    Kind { group: "", version: "v1", plural, kind, namespaced, status, short }
+}
+
+const fn grouped(
+    group: &'static str,
+    plural: &'static str,
+    kind: &'static str,
+    status: bool,
+    short: &'static [&'static str],
+) -> Kind {
+    Kind { group, version: "v1", plural, kind, namespaced: true, status, short }
+}
+
+/// Pods.
+pub static PODS: Kind = core("pods", "Pod", true, true, &["po"]);
+/// `ConfigMaps`.
+pub static CONFIG_MAPS: Kind = core("configmaps", "ConfigMap", true, false, &["cm"]);
+/// Secrets.
+pub static SECRETS: Kind = core("secrets", "Secret", true, false, &[]);
+/// Service accounts.
+pub static SERVICE_ACCOUNTS: Kind = core("serviceaccounts", "ServiceAccount", true, false, &["sa"]);
+/// Namespaces.
+pub static NAMESPACES: Kind = core("namespaces", "Namespace", false, true, &["ns"]);
+/// Nodes.
+pub static NODES: Kind = core("nodes", "Node", false, true, &["no"]);
+/// Events.
+pub static EVENTS: Kind = core("events", "Event", true, false, &["ev"]);
+/// Services.
+pub static SERVICES: Kind = core("services", "Service", true, true, &["svc"]);
+/// Endpoints, the oldest form of discovery.
+pub static ENDPOINTS: Kind = core("endpoints", "Endpoints", true, false, &["ep"]);
+/// Leases, which carry heartbeats.
+pub static LEASES: Kind = grouped("coordination.k8s.io", "leases", "Lease", false, &[]);
+/// Deployments; nothing runs them.
+pub static DEPLOYMENTS: Kind = grouped("apps", "deployments", "Deployment", true, &["deploy"]);
+/// Endpoint slices.
+pub static ENDPOINT_SLICES: Kind =
+    grouped("discovery.k8s.io", "endpointslices", "EndpointSlice", false, &[]);
+
+/// Every resource there is.
+pub static KINDS: [&Kind; 12] = [
+    &PODS,
+    &CONFIG_MAPS,
+    &SECRETS,
+    &SERVICE_ACCOUNTS,
+    &NAMESPACES,
+    &NODES,
+    &EVENTS,
+    &SERVICES,
+    &ENDPOINTS,
+    &LEASES,
+    &DEPLOYMENTS,
+    &ENDPOINT_SLICES,
+];
+
+/// The resource of that name in a group version.
+pub fn find(group: &str, version: &str, plural: &str) -> Option<&'static Kind> {
+    KINDS.into_iter().find(|k| k.group == group && k.version == version && k.plural == plural)
+}

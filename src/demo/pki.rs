@@ -1,0 +1,254 @@
+//! Certificates for everything that speaks TLS in the demo, the tests and the benches.
+
+use rcgen::{
+    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    KeyUsagePurpose, SanType,
+};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
+use std::io;
+use std::net::IpAddr;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+/// The attribute in which Kubernetes looks for the UID of a certificate's user.
+const UID_OID: [u64; 8] = [1, 3, 6, 1, 4, 1, 57683, 2];
+/// Certificates of a test need not outlive it by much.
+const LIFE: Duration = Duration::from_secs(24 * 3600);
+
+/// A certificate authority.
+pub struct Pki {
+    issuer: Issuer<'static, KeyPair>,
+    certificate: rcgen::Certificate,
+}
+
+/// A certificate and its key.
+#[derive(Debug, Clone)]
+pub struct Issued {
+    /// The certificate, PEM.
+    pub cert_pem: String,
+    /// The key, PEM (PKCS #8).
+    pub key_pem: String,
+    cert_der: CertificateDer<'static>,
+    key_der: Vec<u8>,
+}
+
+/// Whom a client certificate names.
+#[derive(Debug, Clone, Default)]
+pub struct Subject {
+    /// The common name: the user.
+    pub user: String,
+    /// The organisations: the groups. At most two, since rcgen keeps one value per attribute.
+    pub groups: Vec<String>,
+    /// The user's UID, if any.
+    pub uid: Option<String>,
+}
+
+impl Subject {
+    /// A user in groups.
+    pub fn new(user: &str, groups: &[&str]) -> Self {
+        Self {
+            user: user.to_owned(),
+            groups: groups.iter().map(|&g| g.to_owned()).collect(),
+            uid: None,
+        }
+    }
+
+    /// `system:node:NAME` in `system:nodes`.
+    pub fn node(name: &str) -> Self {
+        Self::new(&format!("system:node:{name}"), &["system:nodes"])
+    }
+
+    /// An administrator.
+    pub fn admin() -> Self {
+        Self::new("kubernetes-admin", &["system:masters"])
+    }
+}
+
+/// From when to when a certificate is valid.
+#[derive(Debug, Clone, Copy)]
+pub struct Validity {
+    /// The first moment.
+    pub not_before: SystemTime,
+    /// The last moment.
+    pub not_after: SystemTime,
+}
+
+impl Validity {
+    /// From an hour ago for a day.
+    pub fn usual() -> Self {
+        let now = SystemTime::now();
+        Self { not_before: now - Duration::from_secs(3600), not_after: now + LIFE }
+    }
+
+    /// Over since an hour.
+    pub fn expired() -> Self {
+        let now = SystemTime::now();
+        Self { not_before: now - LIFE, not_after: now - Duration::from_secs(3600) }
+    }
+}
+
+impl Pki {
+    /// A new authority with that common name.
+    pub fn new(name: &str) -> io::Result<Self> {
+        let mut params = params(name, Validity::usual())?;
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+        let key = KeyPair::generate().map_err(io::Error::other)?;
+        let certificate = params.self_signed(&key).map_err(io::Error::other)?;
+        Ok(Self { issuer: Issuer::new(params, key), certificate })
+    }
+
+    /// The authority's certificate, PEM.
+    pub fn ca_pem(&self) -> String {
+        self.certificate.pem()
+    }
+
+    /// The authority's certificate, DER.
+    pub fn ca_der(&self) -> CertificateDer<'static> {
+        self.certificate.der().clone()
+    }
+
+    /// A serving certificate for loopback, `localhost` and `kubernetes.default.svc`.
+    pub fn server(&self) -> io::Result<Issued> {
+        let hosts = ["127.0.0.1", "::1", "localhost", "kubernetes.default.svc"];
+        self.server_for(&hosts, Validity::usual())
+    }
+
+    /// A serving certificate for these names and addresses.
+    pub fn server_for(&self, hosts: &[&str], validity: Validity) -> io::Result<Issued> {
+        let mut params = params("kube-apiserver", validity)?;
+        for host in hosts {
+            params.subject_alt_names.push(match host.parse::<IpAddr>() {
+                Ok(address) => SanType::IpAddress(address),
+                Err(_) => SanType::DnsName((*host).try_into().map_err(io::Error::other)?),
+            });
+        }
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
+        self.issue(&params)
+    }
+
+    /// A client certificate.
+    pub fn client(&self, subject: &Subject) -> io::Result<Issued> {
+        self.client_valid(subject, Validity::usual())
+    }
+
+    /// A client certificate with a validity of its own.
+    pub fn client_valid(&self, subject: &Subject, validity: Validity) -> io::Result<Issued> {
+        let mut params = params(&subject.user, validity)?;
+        let organisations = [DnType::OrganizationName, DnType::CustomDnType(vec![2, 5, 4, 10])];
+        if subject.groups.len() > organisations.len() {
+            return Err(io::Error::other("a demo certificate holds at most two groups"));
+        }
+        for (attribute, group) in organisations.into_iter().zip(&subject.groups) {
+            params.distinguished_name.push(attribute, group.as_str());
+        }
+        if let Some(uid) = &subject.uid {
+            let attribute = DnType::CustomDnType(UID_OID.to_vec());
+            params.distinguished_name.push(attribute, uid.as_str());
+        }
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+        self.issue(&params)
+    }
+
+    /// Writes `ca.crt` into a directory and returns its path.
+    pub fn write_ca(&self, dir: &Path) -> io::Result<PathBuf> {
+        let path = dir.join("ca.crt");
+        std::fs::write(&path, self.ca_pem())?;
+        Ok(path)
+    }
+
+    fn issue(&self, params: &CertificateParams) -> io::Result<Issued> {
+        let key = KeyPair::generate().map_err(io::Error::other)?;
+        let certificate = params.signed_by(&key, &self.issuer).map_err(io::Error::other)?;
+        Ok(Issued {
+            cert_pem: certificate.pem(),
+            key_pem: key.serialize_pem(),
+            cert_der: certificate.into(),
+            key_der: key.serialize_der(),
+        })
+    }
+}
+
+impl Issued {
+    /// Certificate and key in one PEM, as kubelet keeps them.
+    pub fn pair_pem(&self) -> String {
+        format!("{}{}", self.cert_pem, self.key_pem)
+    }
+
+    /// The certificate, DER.
+    pub fn cert_der(&self) -> CertificateDer<'static> {
+        self.cert_der.clone()
+    }
+
+    /// The key, DER.
+    pub fn key_der(&self) -> PrivateKeyDer<'static> {
+        PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(self.key_der.clone()))
+    }
+
+    /// Writes `NAME.crt` and `NAME.key` (readable by the owner alone) and returns their paths.
+    pub fn write_to(&self, dir: &Path, name: &str) -> io::Result<(PathBuf, PathBuf)> {
+        let (cert, key) = (dir.join(format!("{name}.crt")), dir.join(format!("{name}.key")));
+        std::fs::write(&cert, &self.cert_pem)?;
+        write_private(&key, &self.key_pem)?;
+        Ok((cert, key))
+    }
+
+    /// Writes `NAME.pem` with both, as kubelet keeps them, and returns its path.
+    pub fn write_pair(&self, dir: &Path, name: &str) -> io::Result<PathBuf> {
+        let path = dir.join(format!("{name}.pem"));
+        write_private(&path, &self.pair_pem())?;
+        Ok(path)
+    }
+}
+
+/// A kubeconfig for one user: by certificate, by token, or nobody.
+pub fn kubeconfig(
+    server: &str,
+    ca_pem: &str,
+    certificate: Option<&Issued>,
+    token: Option<&str>,
+) -> String {
+    let encode = |text: &str| crate::demo::websocket::base64(text.as_bytes());
+    let mut user = serde_json::json!({});
+    if let Some(issued) = certificate {
+        user["client-certificate-data"] = encode(&issued.cert_pem).into();
+        user["client-key-data"] = encode(&issued.key_pem).into();
+    }
+    if let Some(token) = token {
+        user["token"] = token.into();
+    }
+    // JSON is YAML.
+    serde_json::json!({
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{
+            "name": "demo",
+            "cluster": { "server": server, "certificate-authority-data": encode(ca_pem) },
+        }],
+        "users": [{ "name": "demo", "user": user }],
+        "contexts": [{ "name": "demo", "context": { "cluster": "demo", "user": "demo" } }],
+        "current-context": "demo",
+    })
+    .to_string()
+}
+
+fn params(name: &str, validity: Validity) -> io::Result<CertificateParams> {
+    let mut params = CertificateParams::new(Vec::new()).map_err(io::Error::other)?;
+    params.distinguished_name = rcgen::DistinguishedName::new();
+    params.distinguished_name.push(DnType::CommonName, name);
+    params.use_authority_key_identifier_extension = true;
+    let at = |time: SystemTime| {
+        rcgen::date_time_ymd(1970, 1, 1) + time.duration_since(UNIX_EPOCH).unwrap_or_default()
+    };
+    params.not_before = at(validity.not_before);
+    params.not_after = at(validity.not_after);
+    Ok(params)
+}
+
+fn write_private(path: &Path, text: &str) -> io::Result<()> {
+    use std::io::Write;
+    let mut options = std::fs::OpenOptions::new();
+    options.write(true).create(true).truncate(true).mode(0o600);
+    options.open(path)?.write_all(text.as_bytes())
+}

@@ -1,0 +1,171 @@
+//! What the apiserver adds to objects that clients write: metadata, defaults, subresources.
+
+use crate::demo::cluster::Place;
+use crate::demo::failure::Failure;
+use crate::demo::kinds::{self, Kind};
+use crate::demo::stamp;
+use serde_json::{Value, json};
+use std::time::SystemTime;
+
+/// Makes a client's object fit to be created and returns its name.
+pub fn prepare(kind: &Kind, namespace: &str, value: &mut Value) -> Result<String, Failure> {
+    if !value.is_object() {
+        return Err(Failure::bad_request("the body must be an object"));
+    }
+    for (field, expected) in [("kind", kind.kind.to_owned()), ("apiVersion", kind.api_version())] {
+        match value[field].as_str() {
+            Some(given) if given != expected => {
+                return Err(Failure::bad_request(format!(
+                    "{field} {given} in the object is not {expected}"
+                )));
+            }
+            _ => value[field] = expected.into(),
+        }
+    }
+    check_shape(value)?;
+    let metadata = &mut value["metadata"];
+    if !metadata["resourceVersion"].as_str().unwrap_or_default().is_empty() {
+        return Err(Failure::bad_request(
+            "resourceVersion should not be set on objects to be created",
+        ));
+    }
+    if metadata["name"].as_str().unwrap_or_default().is_empty() {
+        let Some(prefix) = metadata["generateName"].as_str().filter(|p| !p.is_empty()) else {
+            return Err(Failure::invalid(format!(
+                "{} \"\" is invalid: metadata.name: Required value: name or generateName is required",
+                kind.kind
+            )));
+        };
+        metadata["name"] = format!("{prefix}{}", stamp::suffix()).into();
+    }
+    let given = metadata["namespace"].as_str().unwrap_or_default();
+    if kind.namespaced {
+        if !given.is_empty() && given != namespace {
+            return Err(Failure::bad_request(
+                "the namespace of the provided object does not match the namespace sent on the \
+                 request",
+            ));
+        }
+        metadata["namespace"] = namespace.into();
+    }
+    metadata["uid"] = stamp::uid().into();
+    metadata["creationTimestamp"] = stamp::rfc3339(SystemTime::now()).into();
+    if kind.status {
+        metadata["generation"] = 1.into();
+    }
+    let name = metadata["name"].as_str().unwrap_or_default().to_owned();
+    default(kind, value, &name);
+    Ok(name)
+}
+
+/// The parts that are written to below must be objects.
+fn check_shape(value: &Value) -> Result<(), Failure> {
+    let parts = [value, &value["metadata"], &value["metadata"]["labels"], &value["data"]];
+    if parts.iter().all(|part| part.is_object() || part.is_null()) {
+        return Ok(());
+    }
+    Err(Failure::bad_request("cannot unmarshal: metadata, labels and data must be objects"))
+}
+
+/// What must survive an update, whatever the client sent; and the check of its version.
+pub fn carry_over(place: Place<'_>, current: &Value, next: &mut Value) -> Result<(), Failure> {
+    check_shape(next)?;
+    let (was, is) = (&current["metadata"], &next["metadata"]);
+    let claims = |field: &str| is[field].as_str().filter(|v| !v.is_empty());
+    if claims("resourceVersion").is_some_and(|v| was["resourceVersion"] != v) {
+        let why = "the object has been modified; please apply your changes to the latest version \
+                   and try again";
+        return Err(Failure::conflict(place.kind, place.name, why));
+    }
+    if let Some(uid) = claims("uid").filter(|uid| was["uid"] != *uid) {
+        let why = format!(
+            "Precondition failed: UID in precondition: {uid}, UID in object meta: {}",
+            was["uid"].as_str().unwrap_or_default()
+        );
+        return Err(Failure::conflict(place.kind, place.name, &why));
+    }
+    if claims("name").is_some_and(|name| name != place.name) {
+        return Err(Failure::bad_request(
+            "the name of the object does not match the name on the URL",
+        ));
+    }
+    let was = was.clone();
+    for field in ["name", "namespace", "uid", "creationTimestamp", "resourceVersion", "generation"]
+    {
+        if !was[field].is_null() {
+            next["metadata"][field] = was[field].clone();
+        }
+    }
+    next["kind"] = place.kind.kind.into();
+    next["apiVersion"] = place.kind.api_version().into();
+    if place.kind.status && current["spec"] != next["spec"] {
+        next["metadata"]["generation"] = (was["generation"].as_u64().unwrap_or(0) + 1).into();
+    }
+    Ok(())
+}
+
+/// Of what a client wrote, only the part that this (sub)resource may change.
+pub fn limit(kind: &Kind, subresource: &str, current: &Value, written: Value) -> Value {
+    if !kind.status {
+        return written;
+    }
+    let (mut next, status) = match subresource {
+        "status" => (current.clone(), written["status"].clone()),
+        _ => (written.clone(), current["status"].clone()),
+    };
+    if subresource == "status" {
+        // The version and the UID that the client means are checked, not stored.
+        for field in ["resourceVersion", "uid", "name"] {
+            next["metadata"][field] = written["metadata"][field].clone();
+        }
+    }
+    if let Some(fields) = next.as_object_mut() {
+        fields.remove("status");
+        if !status.is_null() {
+            fields.insert("status".to_owned(), status);
+        }
+    }
+    next
+}
+
+/// What controllers and kubelets would add soon: without them, it is there from the start.
+fn default(kind: &Kind, value: &mut Value, name: &str) {
+    if *kind == kinds::NAMESPACES {
+        value["status"] = json!({ "phase": "Active" });
+        value["spec"] = json!({ "finalizers": ["kubernetes"] });
+        value["metadata"]["labels"]["kubernetes.io/metadata.name"] = name.into();
+    }
+    if *kind == kinds::SECRETS {
+        if value["type"].is_null() {
+            value["type"] = "Opaque".into();
+        }
+        let strings = value["stringData"].take();
+        if let Some(fields) = value.as_object_mut() {
+            fields.remove("stringData");
+        }
+        for (key, text) in strings.as_object().into_iter().flatten() {
+            let text = text.as_str().unwrap_or_default();
+            value["data"][key] = crate::demo::websocket::base64(text.as_bytes()).into();
+        }
+    }
+    if *kind == kinds::PODS && value["status"]["phase"].is_null() {
+        let now = value["metadata"]["creationTimestamp"].clone();
+        let containers = value["spec"]["containers"].as_array().cloned().unwrap_or_default();
+        let statuses: Vec<_> = containers
+            .iter()
+            .map(|c| {
+                json!({
+                    "name": c["name"], "image": c["image"], "ready": true, "restartCount": 0,
+                    "started": true, "imageID": "", "state": { "running": { "startedAt": now } },
+                })
+            })
+            .collect();
+        value["status"] = json!({
+            "phase": "Running",
+            "startTime": now,
+            "podIP": "10.0.0.1",
+            "conditions": [{ "type": "Ready", "status": "True", "lastTransitionTime": now }],
+            "containerStatuses": statuses,
+        });
+    }
+}

@@ -1,0 +1,68 @@
+//! What a demo cluster holds before anybody comes, so that kubectl has something to show.
+
+use crate::demo::cluster::Cluster;
+use crate::demo::failure::Failure;
+use crate::demo::kinds::{CONFIG_MAPS, Kind, LEASES, NODES, PODS};
+use serde_json::{Value, json};
+
+/// The nodes there are; each has a lease of the same name.
+pub const NODE_NAMES: [&str; 3] = ["node-1", "node-2", "node-3"];
+/// A pod that changes now and then.
+pub const POD: &str = "web-0";
+
+/// Fills a new cluster.
+pub fn fill(cluster: &Cluster) -> Result<(), Failure> {
+    let put = |kind: &'static Kind, namespace: &str, object: Value| {
+        cluster.create(kind, namespace, object, false).map(drop)
+    };
+    for node in NODE_NAMES {
+        put(
+            &NODES,
+            "",
+            json!({
+                "metadata": { "name": node, "labels": { "kubernetes.io/hostname": node } },
+                "status": {
+                    "conditions": [{ "type": "Ready", "status": "True", "reason": "KubeletReady" }],
+                    "nodeInfo": { "kubeletVersion": "v1.34.0" },
+                },
+            }),
+        )?;
+        put(
+            &LEASES,
+            "kube-node-lease",
+            json!({
+                "metadata": { "name": node },
+                "spec": { "holderIdentity": node, "leaseDurationSeconds": 40 },
+            }),
+        )?;
+    }
+    for (pod, node) in [POD, "web-1", "web-2", "db-0"].iter().zip(NODE_NAMES.iter().cycle()) {
+        let container = pod.split('-').next().unwrap_or(pod);
+        put(
+            &PODS,
+            "default",
+            json!({
+                "metadata": { "name": pod, "labels": { "app": container } },
+                "spec": {
+                    "nodeName": node,
+                    "containers": [{ "name": container, "image": format!("{container}:1") }],
+                },
+                "status": {
+                    "phase": "Running",
+                    "containerStatuses": [{ "name": container, "ready": true, "restartCount": 0 }],
+                },
+            }),
+        )?;
+    }
+    for name in ["busy", "quiet"] {
+        put(
+            &CONFIG_MAPS,
+            "default",
+            json!({
+                "metadata": { "name": name, "labels": { "demo": name } },
+                "data": { "n": "0" },
+            }),
+        )?;
+    }
+    Ok(())
+}

@@ -1,0 +1,100 @@
+//! Times and identifiers as Kubernetes writes them.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// `2026-01-31T12:00:00Z`, the form of `metav1.Time`.
+pub fn rfc3339(time: SystemTime) -> String {
+    rfc3339_seconds(time.duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs()))
+}
+
+/// The same of seconds since the epoch.
+pub fn rfc3339_seconds(seconds: u64) -> String {
+    format!("{}Z", local(seconds))
+}
+
+/// `2026-01-31T12:00:00.000000Z`, the form of `metav1.MicroTime`.
+pub fn rfc3339_micros(seconds: u64, nanos: u32) -> String {
+    format!("{}.{:06}Z", local(seconds), nanos / 1000)
+}
+
+fn local(seconds: u64) -> String {
+    let (year, month, day) = civil(seconds / 86_400);
+    let of_day = seconds % 86_400;
+    let (hour, minute, second) = (of_day / 3600, of_day / 60 % 60, of_day % 60);
+    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}")
+}
+
+/// Seconds since the epoch, and nanoseconds, of an RFC 3339 time in UTC.
+pub fn parse_rfc3339(text: &str) -> Option<(u64, u32)> {
+    let part = |range: std::ops::Range<usize>| text.get(range)?.parse::<u64>().ok();
+    let (year, month, day) = (part(0..4)?, part(5..7)?, part(8..10)?);
+    let (hour, minute, second) = (part(11..13)?, part(14..16)?, part(17..19)?);
+    let fraction = text.get(19..)?.trim_end_matches('Z').trim_start_matches('.');
+    let nanos = format!("{fraction:0<9}").get(..9)?.parse().ok()?;
+    Some((days(year, month, day)? * 86_400 + hour * 3600 + minute * 60 + second, nanos))
+}
+
+/// A random (version 4) UUID; identifies, and is no secret.
+pub fn uid() -> String {
+    let bits = fastrand::u128(..);
+    let bits = bits & !(0xf << 76) | (0x4 << 76);
+    let bits = bits & !(0x3 << 62) | (0x2 << 62);
+    let hex = format!("{bits:032x}");
+    format!("{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
+}
+
+/// The five characters that `generateName` appends.
+pub fn suffix() -> String {
+    const ALPHABET: &[u8] = b"bcdfghjklmnpqrstvwxz2456789";
+    (0..5).map(|_| char::from(ALPHABET[fastrand::usize(..ALPHABET.len())])).collect()
+}
+
+/// Year, month and day of a day since the epoch (Howard Hinnant's `civil_from_days`).
+fn civil(day: u64) -> (u64, u64, u64) {
+    let z = day + 719_468;
+    let era = z / 146_097;
+    let of_era = z % 146_097;
+    let year_of_era = (of_era - of_era / 1460 + of_era / 36_524 - of_era / 146_096) / 365;
+    let of_year = of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let shifted = (5 * of_year + 2) / 153;
+    let month = if shifted < 10 { shifted + 3 } else { shifted - 9 };
+    let year = year_of_era + era * 400 + u64::from(month <= 2);
+    (year, month, of_year - (153 * shifted + 2) / 5 + 1)
+}
+
+/// The inverse of [`civil`]; `None` before 1970.
+fn days(year: u64, month: u64, day: u64) -> Option<u64> {
+    let year = year - u64::from(month <= 2);
+    let (era, of_era) = (year / 400, year % 400);
+    let shifted = (month + 9) % 12;
+    let of_year = (153 * shifted + 2) / 5 + day.checked_sub(1)?;
+    (era * 146_097 + of_era * 365 + of_era / 4 - of_era / 100 + of_year).checked_sub(719_468)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    #[test]
+    fn times_round_trip() {
+        for (seconds, text) in [
+            (0, "1970-01-01T00:00:00Z"),
+            (951_782_400, "2000-02-29T00:00:00Z"),
+            (1_767_225_599, "2025-12-31T23:59:59Z"),
+        ] {
+            assert_eq!(rfc3339(UNIX_EPOCH + Duration::from_secs(seconds)), text);
+            assert_eq!(parse_rfc3339(text), Some((seconds, 0)));
+        }
+        assert_eq!(rfc3339_micros(0, 12_345_678), "1970-01-01T00:00:00.012345Z");
+        assert_eq!(parse_rfc3339("1970-01-01T00:00:01.5Z"), Some((1, 500_000_000)));
+    }
+
+    #[test]
+    fn a_uid_is_a_version_4_uuid() {
+        let uid = uid();
+        assert_eq!(uid.len(), 36);
+        assert_eq!(&uid[14..15], "4");
+        assert!("89ab".contains(&uid[19..20]));
+    }
+}

@@ -1,0 +1,281 @@
+//! A running watch: from the cluster's history to the bytes of one response.
+
+use crate::demo::apiserver::Server;
+use crate::demo::body::{Abort, Payload};
+use crate::demo::cluster::{Event, Object};
+use crate::demo::failure::Failure;
+use crate::demo::handler::respond;
+use crate::demo::kinds::Kind;
+use crate::demo::route::{Query, Target};
+use crate::demo::selector::Selector;
+use crate::demo::{protobuf, table};
+use bytes::Bytes;
+use http::Response;
+use serde_json::{Value, json};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
+use tokio::sync::mpsc;
+use tokio::time::{Instant, MissedTickBehavior};
+
+/// Events that may wait for a slow client before the watch itself waits.
+const AHEAD: usize = 64;
+
+/// How events are written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Format {
+    Json,
+    Table,
+    Protobuf,
+}
+
+struct Watch {
+    server: Arc<Server>,
+    kind: &'static Kind,
+    namespace: String,
+    selector: Selector,
+    format: Format,
+    include: String,
+    bookmarks: bool,
+    cursor: u64,
+    columns_sent: bool,
+    sender: mpsc::Sender<Result<Bytes, Abort>>,
+}
+
+/// The client has left.
+struct Gone;
+
+/// Counts a watch while it runs, also one that ends because its server is killed.
+struct Counted(Arc<Server>);
+
+impl Counted {
+    fn new(server: &Arc<Server>) -> Self {
+        server.counters.watches.fetch_add(1, Relaxed);
+        Self(server.clone())
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.counters.watches.fetch_sub(1, Relaxed);
+    }
+}
+
+/// Starts a watch and returns the response that carries it.
+pub(super) fn start(
+    server: &Arc<Server>,
+    target: &Target,
+    query: &Query,
+    selector: Selector,
+    format: Format,
+) -> Result<Response<Payload>, Failure> {
+    let asked = query.get("resourceVersion");
+    let asked: u64 = match asked {
+        "" => 0,
+        text => text
+            .parse()
+            .map_err(|_| Failure::invalid(format!("resourceVersion: Invalid value: \"{text}\"")))?,
+    };
+    let initial_events = query.flag("sendInitialEvents");
+    if initial_events && query.get("resourceVersionMatch") != "NotOlderThan" {
+        return Err(Failure::invalid(
+            "resourceVersionMatch: Forbidden: sendInitialEvents requires setting \
+             resourceVersionMatch to NotOlderThan",
+        ));
+    }
+    let timeout = match query.get("timeoutSeconds").parse() {
+        Ok(seconds) if seconds > 0 => Duration::from_secs(seconds),
+        // As kube-apiserver: half an hour to an hour.
+        _ => Duration::from_secs(fastrand::u64(1800..3600)),
+    };
+    let (sender, receiver) = mpsc::channel(AHEAD);
+    let watch = Watch {
+        server: server.clone(),
+        kind: target.kind,
+        namespace: target.namespace.clone(),
+        selector,
+        format,
+        include: query.get("includeObject").to_owned(),
+        bookmarks: query.flag("allowWatchBookmarks"),
+        cursor: asked,
+        columns_sent: false,
+        sender,
+    };
+    let no_initial = query.get("sendInitialEvents") == "false";
+    let from = if initial_events || (asked == 0 && !no_initial) {
+        From::Everything { announce_end: initial_events }
+    } else if asked == 0 {
+        From::Now
+    } else {
+        From::Version
+    };
+    tokio::spawn(watch.run(from, Instant::now() + timeout));
+    let content_type = match format {
+        Format::Protobuf => protobuf::WATCH,
+        Format::Json | Format::Table => "application/json",
+    };
+    Ok(respond(200, content_type, Payload::Stream(receiver)))
+}
+
+enum From {
+    /// Everything there is comes first, as ADDED.
+    Everything { announce_end: bool },
+    /// Only what happens from now on.
+    Now,
+    /// What happened since the version that the client knows.
+    Version,
+}
+
+impl Watch {
+    async fn run(mut self, from: From, deadline: Instant) {
+        let _counted = Counted::new(&self.server);
+        // The client leaving is a usual end.
+        let _ = self.deliver_until(from, deadline).await;
+    }
+
+    async fn deliver_until(&mut self, from: From, deadline: Instant) -> Result<(), Gone> {
+        // Heard before the first look, so that nothing falls between.
+        let mut bell = self.server.cluster.bell(self.kind);
+        bell.mark_changed();
+        let mut hold = self.server.hold_watches.subscribe();
+        let mut end = self.server.end_watches.subscribe();
+        match from {
+            From::Everything { announce_end } => self.everything(announce_end).await?,
+            From::Now => self.cursor = self.server.cluster.version(),
+            From::Version => {
+                let here = self.server.compacted.load(Relaxed);
+                let there = self.server.cluster.reaches(self.cursor);
+                if self.cursor < here {
+                    return self.fail(&Failure::expired(self.cursor, here)).await;
+                }
+                if let Err(expired) = there {
+                    return self.fail(&expired).await;
+                }
+            }
+        }
+        let interval = self.server.cluster.bookmark_interval();
+        let mut bookmark = tokio::time::interval_at(Instant::now() + interval, interval);
+        bookmark.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let sender = self.sender.clone();
+        loop {
+            tokio::select! {
+                () = sender.closed() => return Err(Gone),
+                () = tokio::time::sleep_until(deadline) => return Ok(()),
+                _ = end.changed() => return Ok(()),
+                _ = bell.changed() => {}
+                _ = hold.changed() => {}
+                _ = bookmark.tick(), if self.bookmarks => {
+                    if !*hold.borrow() {
+                        self.news().await?;
+                        self.bookmark(json!({})).await?;
+                    }
+                }
+            }
+            if !*hold.borrow() {
+                self.news().await?;
+            }
+        }
+    }
+
+    /// The present as ADDED events; with `announce_end`, the bookmark that says that this was all.
+    async fn everything(&mut self, announce_end: bool) -> Result<(), Gone> {
+        let (objects, version) =
+            self.server.cluster.list(self.kind, &self.namespace, &self.selector);
+        for object in objects {
+            self.send("ADDED", &object).await?;
+        }
+        self.cursor = self.cursor.max(version);
+        if announce_end && self.bookmarks {
+            self.bookmark(json!({ "k8s.io/initial-events-end": "true" })).await?;
+        }
+        Ok(())
+    }
+
+    /// What has happened since the last look.
+    async fn news(&mut self) -> Result<(), Gone> {
+        let since = self.server.cluster.since(self.kind, &self.namespace, self.cursor, true);
+        let (events, version) = match since {
+            Ok(since) => since,
+            Err(expired) => {
+                self.fail(&expired).await?;
+                return Err(Gone);
+            }
+        };
+        for event in events {
+            let was = event.before.as_ref().is_some_and(|o| self.selector.matches(&o.value));
+            let is = !event.deleted && self.selector.matches(&event.after.value);
+            match (was, is) {
+                (false, true) => self.send("ADDED", &event.after).await?,
+                (true, true) => self.send("MODIFIED", &event.after).await?,
+                (true, false) => self.send("DELETED", &last_seen(&event)).await?,
+                (false, false) => {}
+            }
+        }
+        self.cursor = self.cursor.max(version);
+        Ok(())
+    }
+
+    async fn bookmark(&mut self, annotations: Value) -> Result<(), Gone> {
+        let mut object = json!({
+            "kind": self.kind.kind,
+            "apiVersion": self.kind.api_version(),
+            "metadata": { "resourceVersion": self.cursor.to_string(), "creationTimestamp": null },
+        });
+        if annotations.as_object().is_some_and(|a| !a.is_empty()) {
+            object["metadata"]["annotations"] = annotations;
+        }
+        let json = Bytes::from(object.to_string());
+        self.send("BOOKMARK", &Object { value: object, json, version: self.cursor }).await
+    }
+
+    /// The last event of a watch that cannot go on.
+    async fn fail(&mut self, failure: &Failure) -> Result<(), Gone> {
+        let status = failure.status();
+        let frame = match self.format {
+            Format::Protobuf => protobuf::frame("ERROR", &status),
+            Format::Json | Format::Table => json_frame("ERROR", status.to_string().as_bytes()),
+        };
+        self.put(frame).await
+    }
+
+    async fn send(&mut self, event: &str, object: &Object) -> Result<(), Gone> {
+        let frame = match self.format {
+            Format::Json => json_frame(event, &object.json),
+            Format::Protobuf => protobuf::frame(event, &object.value),
+            Format::Table => {
+                // Columns are named once.
+                let columns =
+                    if self.columns_sent { Value::Null } else { table::definitions(self.kind) };
+                self.columns_sent = true;
+                let meta = json!({ "resourceVersion": object.version.to_string() });
+                let table = table::table(self.kind, &[object], &columns, &self.include, &meta);
+                json_frame(event, table.to_string().as_bytes())
+            }
+        };
+        self.put(frame).await
+    }
+
+    async fn put(&mut self, frame: Vec<u8>) -> Result<(), Gone> {
+        self.sender.send(Ok(frame.into())).await.map_err(|_| Gone)
+    }
+}
+
+fn json_frame(event: &str, object: &[u8]) -> Vec<u8> {
+    let mut frame = format!("{{\"type\":\"{event}\",\"object\":").into_bytes();
+    frame.extend_from_slice(object);
+    frame.extend_from_slice(b"}\n");
+    frame
+}
+
+/// What a watch sees go: the deleted object, or the last version that its selector matched.
+fn last_seen(event: &Event) -> Arc<Object> {
+    match &event.before {
+        Some(before) if !event.deleted => {
+            let mut value = before.value.clone();
+            value["metadata"]["resourceVersion"] = event.version.to_string().into();
+            let json = Bytes::from(value.to_string());
+            Arc::new(Object { value, json, version: event.version })
+        }
+        _ => event.after.clone(),
+    }
+}

@@ -1,0 +1,13 @@
+//! Sockets and files as the operating system gives them: TCP options and evidence, TLS material.
+//!
+//! The only module that may use `unsafe`, each block with the reason it is sound.
+
+pub mod cork;
+pub mod linger;
+pub mod read_ahead;
+pub mod rewound;
+pub mod serving;
+pub mod socket;
+pub mod tcp_info;
+pub mod tls_files;
+pub mod tracked;

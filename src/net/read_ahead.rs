@@ -1,0 +1,128 @@
+//! Reads in large pieces for a reader that asks for small ones.
+//!
+//! rustls reads 4 KiB at a time, which is a system call each, a dozen for one burst of answers. The
+//! large buffer belongs to the thread: a connection holds one only between two reads of one turn.
+
+use std::cell::Cell;
+use std::io;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+
+/// Size of a read: what the kernel has after a burst.
+const SIZE: usize = 64 * 1024;
+
+thread_local! {
+    static SPARE: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
+}
+
+/// Reads ahead of whoever reads from it.
+#[derive(Debug)]
+pub struct ReadAhead<T> {
+    inner: T,
+    /// Empty unless there is something between `start` and `end`.
+    ahead: Vec<u8>,
+    start: usize,
+    end: usize,
+}
+
+impl<T> ReadAhead<T> {
+    /// Reads ahead on `inner`.
+    pub fn new(inner: T) -> Self {
+        Self { inner, ahead: Vec::new(), start: 0, end: 0 }
+    }
+
+    /// What it reads from.
+    pub fn get_mut(&mut self) -> &mut T {
+        &mut self.inner
+    }
+
+    fn hand_out(&mut self, buf: &mut ReadBuf<'_>) {
+        let end = self.end.min(self.start + buf.remaining());
+        buf.put_slice(&self.ahead[self.start..end]);
+        self.start = end;
+        if self.start == self.end {
+            SPARE.set(std::mem::take(&mut self.ahead));
+        }
+    }
+}
+
+impl<T: AsyncRead + Unpin> AsyncRead for ReadAhead<T> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let this = &mut *self;
+        if this.ahead.is_empty() {
+            let mut spare = SPARE.take();
+            spare.resize(SIZE, 0); // the first time only
+            let mut large = ReadBuf::new(&mut spare);
+            let result = Pin::new(&mut this.inner).poll_read(cx, &mut large);
+            let end = large.filled().len();
+            if !matches!(result, Poll::Ready(Ok(()))) || end == 0 {
+                SPARE.set(spare);
+                return result;
+            }
+            (this.ahead, this.start, this.end) = (spare, 0, end);
+        }
+        this.hand_out(buf);
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl<T: AsyncWrite + Unpin> AsyncWrite for ReadAhead<T> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.inner).poll_write(cx, buf)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.inner).poll_write_vectored(cx, bufs)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.inner.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.inner).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.inner).poll_shutdown(cx)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+    #[tokio::test]
+    async fn small_reads_see_every_byte_and_the_end() {
+        let (ours, mut theirs) = tokio::io::duplex(1 << 20);
+        let sent: Vec<u8> = (0..3 * SIZE + 5).map(|i| (i % 251) as u8).collect();
+        theirs.write_all(&sent).await.unwrap();
+        drop(theirs);
+        let mut reader = ReadAhead::new(ours);
+        let mut got = Vec::new();
+        let mut piece = [0; 1000];
+        loop {
+            match reader.read(&mut piece).await.unwrap() {
+                0 => break,
+                n => got.extend_from_slice(&piece[..n]),
+            }
+        }
+        assert!(got == sent);
+        assert!(reader.ahead.is_empty(), "the buffer went back to the thread");
+    }
+}

@@ -1,0 +1,208 @@
+//! The TLS side of a listener: the serving certificate, the client CA, and how both are re-read.
+//!
+//! A client certificate never fails the handshake: possession of its key is proven there, but
+//! whether it is valid is decided for each request, as the apiserver does, so that an expired one
+//! gets a 401 that says so instead of an alert that says nothing.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use arc_swap::{ArcSwap, ArcSwapOption};
+use rustls::client::danger::HandshakeSignatureValid;
+use rustls::crypto::{CryptoProvider, aws_lc_rs};
+use rustls::pki_types::{CertificateDer, UnixTime};
+use rustls::server::WebPkiClientVerifier;
+use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
+use rustls::{
+    DigitallySignedStruct, DistinguishedName, Error, RootCertStore, ServerConfig, SignatureScheme,
+};
+
+use super::tls_files::{self, LoadedCa, LoadedCert, TlsFileError};
+use crate::config::Listener;
+
+/// The client CA in force.
+pub struct ClientCa {
+    verifier: Arc<dyn ClientCertVerifier>,
+    /// Grows with every change of the bundle: a proof made under another one is void.
+    pub generation: u64,
+}
+
+impl fmt::Debug for ClientCa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ClientCa").field("generation", &self.generation).finish_non_exhaustive()
+    }
+}
+
+impl ClientCa {
+    /// Whether a chain, leaf first, ends in this CA, is within its dates and may be a client.
+    ///
+    /// # Errors
+    /// Why not, in rustls' words.
+    pub fn verify(&self, chain: &[CertificateDer<'_>]) -> Result<(), String> {
+        let (leaf, intermediates) = chain.split_first().ok_or("no certificate")?;
+        match self.verifier.verify_client_cert(leaf, intermediates, UnixTime::now()) {
+            Ok(_) => Ok(()),
+            Err(Error::InvalidCertificate(why)) => Err(why.to_string()),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+}
+
+/// TLS of one listener. Readers never wait; [`Self::refresh`] is the one writer.
+#[derive(Debug)]
+pub struct ServingTls {
+    listener: Listener,
+    config: ArcSwap<ServerConfig>,
+    client_ca: ArcSwapOption<ClientCa>,
+    certificate: ArcSwap<LoadedCert>,
+    ca_fingerprint: AtomicU64,
+}
+
+static GENERATION: AtomicU64 = AtomicU64::new(1);
+
+impl ServingTls {
+    /// Loads everything.
+    ///
+    /// # Errors
+    /// Which file cannot be used, and why.
+    pub fn load(listener: &Listener) -> Result<Self, TlsFileError> {
+        let certificate = Arc::new(tls_files::load_cert(&listener.tls)?);
+        let ca = listener.client_ca_file.as_deref().map(tls_files::load_ca).transpose()?;
+        Ok(Self {
+            listener: listener.clone(),
+            config: ArcSwap::from_pointee(server_config(&certificate, ca.as_ref())),
+            client_ca: ArcSwapOption::from_pointee(ca.as_ref().map(client_ca)),
+            certificate: ArcSwap::from(certificate),
+            ca_fingerprint: AtomicU64::new(ca.map_or(0, |ca| ca.fingerprint)),
+        })
+    }
+
+    /// The configuration for the next handshake.
+    pub fn config(&self) -> Arc<ServerConfig> {
+        self.config.load_full()
+    }
+
+    /// The client CA, if client certificates are asked for.
+    pub fn client_ca(&self) -> arc_swap::Guard<Option<Arc<ClientCa>>> {
+        self.client_ca.load()
+    }
+
+    /// The serving certificate in use.
+    pub fn certificate(&self) -> Arc<LoadedCert> {
+        self.certificate.load_full()
+    }
+
+    /// The files it is made of.
+    pub fn paths(&self) -> Vec<PathBuf> {
+        let tls = &self.listener.tls;
+        let ca = self.listener.client_ca_file.iter();
+        [&tls.cert_file, &tls.key_file].into_iter().chain(ca).cloned().collect()
+    }
+
+    /// Reads the files again and puts what has changed into use; established connections stay.
+    /// Touches the disk: call it off the data plane.
+    ///
+    /// # Errors
+    /// Which file cannot be used; what was good stays in use.
+    pub fn refresh(&self) -> Result<bool, TlsFileError> {
+        // Each by itself: a CA that was withdrawn must not stay trusted because the serving pair is
+        // in the middle of a change.
+        let loaded = tls_files::load_cert(&self.listener.tls);
+        let (certificate, broken) = match loaded {
+            Ok(certificate) => (Arc::new(certificate), None),
+            Err(error) => (self.certificate.load_full(), Some(error)),
+        };
+        let ca = self.listener.client_ca_file.as_deref().map(tls_files::load_ca).transpose()?;
+        let ca_fingerprint = ca.as_ref().map_or(0, |ca| ca.fingerprint);
+        let ca_changed =
+            self.ca_fingerprint.swap(ca_fingerprint, Ordering::Relaxed) != ca_fingerprint;
+        let changed = certificate.fingerprint != self.certificate.load().fingerprint;
+        if !ca_changed && !changed {
+            return broken.map_or(Ok(false), Err);
+        }
+        self.config.store(Arc::new(server_config(&certificate, ca.as_ref())));
+        self.certificate.store(certificate);
+        if ca_changed {
+            self.client_ca.store(ca.as_ref().map(client_ca).map(Arc::new));
+        }
+        broken.map_or(Ok(true), Err)
+    }
+}
+
+fn client_ca(ca: &LoadedCa) -> ClientCa {
+    ClientCa {
+        verifier: web_pki(&ca.roots),
+        generation: GENERATION.fetch_add(1, Ordering::Relaxed),
+    }
+}
+
+fn web_pki(roots: &Arc<RootCertStore>) -> Arc<dyn ClientCertVerifier> {
+    WebPkiClientVerifier::builder_with_provider(Arc::clone(roots), provider())
+        .build()
+        .expect("a loaded CA bundle has at least one root")
+}
+
+fn provider() -> Arc<CryptoProvider> {
+    Arc::new(aws_lc_rs::default_provider())
+}
+
+fn server_config(certificate: &LoadedCert, ca: Option<&LoadedCa>) -> ServerConfig {
+    let builder = ServerConfig::builder_with_provider(provider())
+        .with_safe_default_protocol_versions()
+        .expect("aws-lc-rs has cipher suites for TLS 1.2 and 1.3");
+    let builder = match ca {
+        Some(ca) => builder.with_client_cert_verifier(Arc::new(ProvenLater(web_pki(&ca.roots)))),
+        None => builder.with_no_client_auth(),
+    };
+    let resolver = rustls::sign::SingleCertAndKey::from(Arc::clone(&certificate.certified));
+    let mut config = builder.with_cert_resolver(Arc::new(resolver));
+    config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
+    config
+}
+
+/// Takes any client certificate whose key is proven; see the module.
+#[derive(Debug)]
+struct ProvenLater(Arc<dyn ClientCertVerifier>);
+
+impl ClientCertVerifier for ProvenLater {
+    fn client_auth_mandatory(&self) -> bool {
+        false
+    }
+
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        self.0.root_hint_subjects()
+    }
+
+    fn verify_client_cert(
+        &self,
+        _: &CertificateDer<'_>,
+        _: &[CertificateDer<'_>],
+        _: UnixTime,
+    ) -> Result<ClientCertVerified, Error> {
+        Ok(ClientCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.0.verify_tls12_signature(message, certificate, signature)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.0.verify_tls13_signature(message, certificate, signature)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.0.supported_verify_schemes()
+    }
+}

@@ -1,0 +1,121 @@
+//! `TCP_INFO`: what the kernel knows about the life of a connection.
+//!
+//! An HTTP/2 PING proves life end to end, but it is answered by a process; a segment is answered
+//! by a kernel. The two together tell a dead path from a stopped process and from plain loss.
+
+use std::io;
+use std::os::fd::AsRawFd;
+use std::time::Duration;
+
+/// The part of `struct tcp_info` (`linux/tcp.h`) that is evidence of life.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct TcpInfo {
+    /// Keepalive and window probes sent since the last segment that carried an ACK.
+    pub probes: u8,
+    /// The retransmission timeout now in force.
+    pub rto: Duration,
+    /// Segments sent and not yet acknowledged.
+    pub unacked: u32,
+    /// Time since the last segment that carried an ACK; every segment of a live peer does.
+    pub last_ack_recv: Duration,
+    /// Time since the last data segment.
+    pub last_data_recv: Duration,
+    /// Bytes that the peer has acknowledged (RFC 4898 tcpEStatsAppHCThruOctetsAcked).
+    pub bytes_acked: u64,
+    /// Bytes in the send queue that were never sent. A packet that our own netfilter dropped in
+    /// its output hook counts here, not as unacknowledged.
+    pub notsent_bytes: u32,
+}
+
+impl TcpInfo {
+    /// Whether bytes of ours still wait for the peer's acknowledgement.
+    pub fn has_pending(&self) -> bool {
+        self.unacked > 0 || self.notsent_bytes > 0
+    }
+}
+
+/// Length of `struct tcp_info` up to and including `tcpi_notsent_bytes` (Linux 4.6).
+const NEEDED: usize = 148;
+
+/// Reads `TCP_INFO` of a connected TCP socket.
+///
+/// # Errors
+/// What `getsockopt` returns, or `Unsupported` on a kernel older than 4.6.
+pub fn read(socket: &impl AsRawFd) -> io::Result<TcpInfo> {
+    let mut raw = [0_u8; 256];
+    let mut len = raw.len() as libc::socklen_t;
+    // SAFETY: `raw` is valid for writes of `len` bytes and outlives the call; the kernel writes at
+    // most `len` bytes and stores how many it wrote. Any descriptor is allowed: a wrong one is an
+    // error, not undefined behaviour.
+    #[allow(unsafe_code)]
+    let result = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::IPPROTO_TCP,
+            libc::TCP_INFO,
+            raw.as_mut_ptr().cast(),
+            &raw mut len,
+        )
+    };
+    if result != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    if (len as usize) < NEEDED {
+        return Err(io::Error::new(io::ErrorKind::Unsupported, "TCP_INFO is too short"));
+    }
+    Ok(parse(&raw))
+}
+
+/// Offsets as in `linux/tcp.h`; the structure only ever grows at its end.
+fn parse(raw: &[u8; 256]) -> TcpInfo {
+    let u32_at = |at: usize| u32::from_ne_bytes(raw[at..at + 4].try_into().unwrap_or_default());
+    let u64_at = |at: usize| u64::from_ne_bytes(raw[at..at + 8].try_into().unwrap_or_default());
+    TcpInfo {
+        probes: raw[3],
+        rto: Duration::from_micros(u32_at(8).into()),
+        unacked: u32_at(24),
+        last_data_recv: Duration::from_millis(u32_at(52).into()),
+        last_ack_recv: Duration::from_millis(u32_at(56).into()),
+        bytes_acked: u64_at(120),
+        notsent_bytes: u32_at(144),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{Read, Write};
+    use std::net::{TcpListener, TcpStream};
+
+    #[test]
+    fn acknowledged_bytes_are_seen() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (mut server, _) = listener.accept().unwrap();
+        let before = read(&client).unwrap();
+        client.write_all(&[7; 1000]).unwrap();
+        server.read_exact(&mut [0; 1000]).unwrap();
+        server.write_all(b"x").unwrap();
+        client.read_exact(&mut [0; 1]).unwrap();
+        let after = read(&client).unwrap();
+        assert_eq!(after.bytes_acked - before.bytes_acked, 1000);
+        assert!(!after.has_pending());
+        assert!(after.rto >= Duration::from_millis(200), "{after:?}");
+        assert!(after.last_data_recv < Duration::from_secs(5), "{after:?}");
+    }
+
+    #[test]
+    fn a_reader_that_does_not_read_leaves_bytes_pending() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (_server, _) = listener.accept().unwrap();
+        client.set_nonblocking(true).unwrap();
+        while client.write(&[0; 4096]).is_ok() {}
+        assert!(read(&client).unwrap().has_pending());
+    }
+
+    #[test]
+    fn not_a_tcp_socket_is_an_error() {
+        assert!(read(&std::io::stderr()).is_err());
+    }
+}

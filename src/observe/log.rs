@@ -1,0 +1,294 @@
+//! Log lines: for people or for machines, to stderr, and never at the data plane's expense.
+//!
+//! Whoever reads our stderr may stop reading (a stuck container runtime, a full disk behind
+//! journald), and a write to a full pipe blocks. That must not stop heartbeats, so a line is put
+//! into a bounded queue and written by a thread of its own; when the queue is full lines are
+//! dropped, counted, and the loss is said as soon as there is somebody to tell.
+
+use std::io::{self, Write};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+use tracing::level_filters::LevelFilter;
+use tracing_subscriber::filter::Targets;
+use tracing_subscriber::fmt::format::Writer;
+use tracing_subscriber::fmt::time::FormatTime;
+use tracing_subscriber::fmt::{self, MakeWriter};
+use tracing_subscriber::layer::SubscriberExt;
+
+use super::utc::Utc;
+use crate::config::{Level, Log, LogFormat};
+
+/// Target of access log lines, which `log.access` governs and `log.level` does not.
+pub const ACCESS_TARGET: &str = "jackstay::access";
+
+/// Lines that wait for the writer; with some 300 bytes each, half a megabyte at most.
+const QUEUE_LINES: usize = 2048;
+
+/// How long the end of the process waits for a reader of stderr.
+const FLUSH_TIMEOUT: Duration = Duration::from_millis(500);
+
+/// Keeps the writer going; dropping it waits a moment for the lines that are queued.
+#[must_use = "lines that are still queued are lost when the process ends without it"]
+#[derive(Debug)]
+pub struct LogGuard {
+    shared: Arc<Shared>,
+}
+
+/// Installs the process-wide subscriber as configured, writing to stderr.
+///
+/// # Errors
+/// When one is installed already, or the writer's thread cannot be started.
+pub fn init(log: &Log) -> io::Result<LogGuard> {
+    init_to(log, io::stderr())
+}
+
+/// The same, writing elsewhere.
+///
+/// # Errors
+/// As [`init`].
+pub fn init_to(log: &Log, sink: impl Write + Send + 'static) -> io::Result<LogGuard> {
+    let (lines, guard) = Lines::start(sink)?;
+    tracing::subscriber::set_global_default(subscriber(log, lines)).map_err(io::Error::other)?;
+    Ok(guard)
+}
+
+/// The subscriber as configured over any writer.
+fn subscriber<W>(log: &Log, writer: W) -> Box<dyn tracing::Subscriber + Send + Sync>
+where
+    W: for<'w> MakeWriter<'w> + Send + Sync + 'static,
+{
+    let level = match log.level {
+        Level::Error => LevelFilter::ERROR,
+        Level::Warn => LevelFilter::WARN,
+        Level::Info => LevelFilter::INFO,
+        Level::Debug => LevelFilter::DEBUG,
+        Level::Trace => LevelFilter::TRACE,
+    };
+    // At debug, h2 writes several lines for every frame; whoever wants that asks for trace.
+    let libraries = if level == LevelFilter::TRACE { level } else { level.min(LevelFilter::WARN) };
+    let filter = Targets::new()
+        .with_default(libraries)
+        .with_target("jackstay", level)
+        .with_target(ACCESS_TARGET, LevelFilter::INFO);
+    let registry = tracing_subscriber::registry().with(filter);
+    let layer = fmt::layer().with_writer(writer).with_ansi(false);
+    match log.format {
+        LogFormat::Text => Box::new(registry.with(layer.with_timer(ShortTime).with_target(false))),
+        LogFormat::Json => {
+            Box::new(registry.with(layer.json().flatten_event(true).with_timer(FullTime)))
+        }
+    }
+}
+
+struct ShortTime;
+
+impl FormatTime for ShortTime {
+    fn format_time(&self, out: &mut Writer<'_>) -> std::fmt::Result {
+        Utc::now().write_short(out)
+    }
+}
+
+struct FullTime;
+
+impl FormatTime for FullTime {
+    fn format_time(&self, out: &mut Writer<'_>) -> std::fmt::Result {
+        write!(out, "{}", Utc::now())
+    }
+}
+
+/// The queue between those who log and the thread that writes.
+#[derive(Debug, Clone)]
+struct Lines {
+    queue: SyncSender<Box<[u8]>>,
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    /// Lines that were dropped and not yet told.
+    dropped: AtomicU64,
+    /// Lines queued and not yet written.
+    pending: Mutex<usize>,
+    drained: Condvar,
+}
+
+impl Lines {
+    fn start(sink: impl Write + Send + 'static) -> io::Result<(Self, LogGuard)> {
+        let (queue, lines) = sync_channel(QUEUE_LINES);
+        let shared = Arc::new(Shared::default());
+        let writer = Arc::clone(&shared);
+        std::thread::Builder::new()
+            .name("log".to_owned())
+            .stack_size(128 * 1024) // it copies bytes
+            .spawn(move || write_lines(&lines, sink, &writer))?;
+        Ok((Self { queue, shared: Arc::clone(&shared) }, LogGuard { shared }))
+    }
+}
+
+fn write_lines(lines: &Receiver<Box<[u8]>>, mut sink: impl Write, shared: &Shared) {
+    for line in lines {
+        // An error on stderr has nowhere to go; the next line may find a reader again.
+        let _ = sink.write_all(&line);
+        let dropped = shared.dropped.swap(0, Ordering::Relaxed);
+        if dropped > 0 {
+            let _ = writeln!(sink, "log: {dropped} lines were lost, nobody read them in time");
+        }
+        let mut pending = shared.pending.lock().unwrap_or_else(PoisonError::into_inner);
+        *pending = pending.saturating_sub(1);
+        if *pending == 0 {
+            shared.drained.notify_all();
+        }
+    }
+}
+
+impl Write for Lines {
+    /// Queues one line; the formatter hands each over whole.
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        *self.shared.pending.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        if self.queue.try_send(line.into()).is_err() {
+            *self.shared.pending.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+            self.shared.dropped.fetch_add(1, Ordering::Relaxed);
+        }
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl<'w> MakeWriter<'w> for Lines {
+    type Writer = Self;
+
+    fn make_writer(&'w self) -> Self {
+        self.clone()
+    }
+}
+
+impl Drop for LogGuard {
+    fn drop(&mut self) {
+        let pending = self.shared.pending.lock().unwrap_or_else(PoisonError::into_inner);
+        drop(self.shared.drained.wait_timeout_while(pending, FLUSH_TIMEOUT, |left| *left > 0));
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use crate::config::AccessLog;
+    use std::sync::mpsc;
+
+    /// Lines that were logged on this thread while a closure ran.
+    #[derive(Debug, Clone, Default)]
+    pub(in super::super) struct Captured(Arc<Mutex<Vec<u8>>>);
+
+    impl Captured {
+        pub(in super::super) fn during(&self, format: LogFormat, body: impl FnOnce()) {
+            self.with(&Log { level: Level::Info, format, access: AccessLog::All }, body);
+        }
+
+        pub(in super::super) fn with(&self, log: &Log, body: impl FnOnce()) {
+            tracing::subscriber::with_default(subscriber(log, self.clone()), body);
+        }
+
+        pub(in super::super) fn lines(&self) -> Vec<String> {
+            let bytes = self.0.lock().expect("no panic").clone();
+            String::from_utf8(bytes).expect("text").lines().map(str::to_owned).collect()
+        }
+    }
+
+    impl Write for Captured {
+        fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+            assert!(line.ends_with(b"\n"), "the formatter hands over whole lines");
+            self.0.lock().expect("no panic").extend_from_slice(line);
+            Ok(line.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    impl<'w> MakeWriter<'w> for Captured {
+        type Writer = Self;
+
+        fn make_writer(&'w self) -> Self {
+            self.clone()
+        }
+    }
+
+    #[test]
+    fn text_is_for_people_and_cannot_be_forged() {
+        let captured = Captured::default();
+        captured.during(LogFormat::Text, || {
+            tracing::warn!(endpoint = "10.0.0.11:6443", why = "a\nforged\u{1b}[31m", "ejected");
+            tracing::debug!("too fine");
+            tracing::info!(target: "h2", "a library");
+        });
+        let lines = captured.lines();
+        assert_eq!(lines.len(), 1, "{lines:?}");
+        // "07-26 12:34:56.789  WARN ejected endpoint=…"
+        assert_eq!(
+            &lines[0][18..],
+            r#"  WARN ejected endpoint="10.0.0.11:6443" why="a\nforged\u{1b}[31m""#
+        );
+    }
+
+    #[test]
+    fn json_is_one_flat_object_a_line() {
+        let captured = Captured::default();
+        captured.during(LogFormat::Json, || tracing::info!(n = 3, "ready"));
+        let lines = captured.lines();
+        let line: serde_json::Value = serde_json::from_str(&lines[0]).expect("JSON");
+        assert_eq!((&line["message"], &line["n"]), (&"ready".into(), &3.into()), "{line}");
+        let time = line["timestamp"].as_str().expect("a time");
+        assert!(time.len() == 24 && time.ends_with('Z'), "{time}");
+    }
+
+    /// A sink whose reader is stuck until told otherwise.
+    struct Stuck(mpsc::Receiver<()>, Captured);
+
+    impl Write for Stuck {
+        fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+            let _ = self.0.recv();
+            self.1.0.lock().expect("no panic").extend_from_slice(line);
+            Ok(line.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_stuck_reader_stops_nobody_and_the_loss_is_told() {
+        let (unstick, stuck) = mpsc::channel();
+        let captured = Captured::default();
+        let (mut lines, guard) = Lines::start(Stuck(stuck, captured.clone())).expect("a thread");
+        for _ in 0..QUEUE_LINES + 1000 {
+            lines.write_all(b"line\n").expect("never fails");
+        }
+        drop(unstick);
+        drop(guard);
+        let got = captured.lines();
+        let lost = got.iter().find(|line| line.starts_with("log: ")).expect("told");
+        let lost: usize = lost.split(' ').nth(1).and_then(|n| n.parse().ok()).expect("a number");
+        let written = got.iter().filter(|line| *line == "line").count();
+        assert!(lost >= 999, "{lost}");
+        assert_eq!(written + lost, QUEUE_LINES + 1000);
+    }
+
+    #[test]
+    fn the_guard_waits_for_what_is_queued() {
+        let captured = Captured::default();
+        let (mut lines, guard) = Lines::start(captured.clone()).expect("a thread");
+        for _ in 0..100 {
+            lines.write_all(b"line\n").expect("never fails");
+        }
+        drop(guard);
+        assert_eq!(captured.lines().len(), 100);
+    }
+}

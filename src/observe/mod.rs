@@ -1,0 +1,20 @@
+//! What the outside sees of the inside: metric names, the outcome of each request, log lines.
+//!
+//! [`names`] is the one table of metrics, [`metrics`] the registry over it, [`handles`] what the
+//! data plane holds on to so that counting costs an atomic addition. [`outcome`] records each
+//! request exactly once, and [`log`] writes lines without ever waiting for whoever reads them.
+
+pub mod handles;
+pub mod log;
+pub mod metrics;
+pub mod names;
+pub mod outcome;
+pub mod redact;
+pub mod repeats;
+pub mod utc;
+
+pub use handles::{ConnectionGauge, EndpointMetrics, EndpointStateGauge, ListenerMetrics};
+pub use metrics::Metrics;
+pub use outcome::{Outcome, Side, UserClass};
+pub use redact::redact_path;
+pub use repeats::Repeats;

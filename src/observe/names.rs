@@ -1,0 +1,168 @@
+//! Every metric we export, once: name, type, labels, unit and help.
+//!
+//! Nothing can be registered that is not in this table (`Metrics` takes a [`MetricSpec`]), so the
+//! README and the tests can rely on [`ALL`]. Label values are bounded: verbs, codes, states and
+//! reasons are fixed lists, listeners and upstreams come from the configuration, and endpoints are
+//! capped. Never a path, a user or the name of an object.
+
+/// The Prometheus type of a metric.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Only grows.
+    Counter,
+    /// Goes up and down.
+    Gauge,
+    /// Distribution over fixed buckets.
+    Histogram,
+}
+
+impl Kind {
+    /// The word of the exposition format.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Counter => "counter",
+            Self::Gauge => "gauge",
+            Self::Histogram => "histogram",
+        }
+    }
+}
+
+/// One metric of ours.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MetricSpec {
+    /// Full name as scraped.
+    pub name: &'static str,
+    /// Its type.
+    pub kind: Kind,
+    /// Unit of the value: `seconds`, `bytes`, or what is counted.
+    pub unit: &'static str,
+    /// Label keys, in the order in which values are given.
+    pub labels: &'static [&'static str],
+    /// One sentence for people.
+    pub help: &'static str,
+}
+
+macro_rules! table {
+    ($($konst:ident = $kind:ident $name:literal [$($label:literal),*] $unit:literal, $help:literal;)*) => {
+        $(
+            #[doc = $help]
+            pub const $konst: MetricSpec = MetricSpec {
+                name: $name,
+                kind: Kind::$kind,
+                unit: $unit,
+                labels: &[$($label),*],
+                help: $help,
+            };
+        )*
+        /// The whole table, in the order of the README.
+        pub const ALL: &[MetricSpec] = &[$($konst),*];
+    };
+}
+
+table! {
+    BUILD_INFO = Gauge "jackstay_build_info" ["version"] "info",
+        "Always 1; the label says which version runs.";
+
+    REQUESTS = Counter "jackstay_requests_total" ["listener", "verb", "code"] "requests",
+        "Requests that ended, by Kubernetes verb and status code; 499: the client left before an answer.";
+    REQUEST_DURATION = Histogram "jackstay_request_duration_seconds" ["listener", "verb"] "seconds",
+        "From the request head to the end of the answer; long-running requests are left out.";
+    REQUESTS_IN_FLIGHT = Gauge "jackstay_requests_in_flight" ["listener"] "requests",
+        "Requests that run now, watches and tunnels included.";
+    RESPONSES_CUT = Counter "jackstay_responses_cut_total" ["listener", "side"] "responses",
+        "Answers that ended after their head and before their end, by who cut them: client, upstream or jackstay.";
+    WATCHES = Gauge "jackstay_watches" ["listener"] "watches",
+        "Watches that run now.";
+    TUNNELS = Gauge "jackstay_tunnels" ["listener"] "tunnels",
+        "Upgraded connections (exec, attach, port-forward) that run now.";
+    DOWNSTREAM_CONNECTIONS = Gauge "jackstay_downstream_connections" ["listener"] "connections",
+        "Client connections that are open now.";
+    DOWNSTREAM_REFUSED = Counter "jackstay_downstream_refused_total" ["listener", "reason"] "connections",
+        "Client connections that never got to a request: cap, handshake, timeout, protocol.";
+    CERTIFICATE_RELOADS = Counter "jackstay_certificate_reloads_total" ["listener", "outcome"] "reloads",
+        "Certificate, key and CA files that were read again because they changed.";
+
+    RETRIES = Counter "jackstay_retries_total" ["reason"] "requests",
+        "Requests that were sent again.";
+    HEDGES = Counter "jackstay_hedges_total" ["outcome"] "requests",
+        "Second attempts beside one that waits: won, lost, or refused by the budget.";
+    WATCH_RESUMES = Counter "jackstay_watch_resumes_total" ["outcome"] "watches",
+        "Watches that lost their apiserver, and whether they went on.";
+    STALE_WATCHES = Counter "jackstay_stale_watches_total" ["upstream", "endpoint"] "watches",
+        "Watches whose bookmarks stayed away for three minutes: the apiserver's watch cache may be stale.";
+    STREAM_WAITS = Counter "jackstay_stream_waits_total" ["upstream"] "requests",
+        "Requests that had to wait for a free upstream stream.";
+    STREAMS_EXHAUSTED = Counter "jackstay_streams_exhausted_total" ["upstream"] "requests",
+        "Requests we answered with 429 because no upstream stream came free.";
+    HELD_BODY_BYTES = Gauge "jackstay_held_body_bytes" [] "bytes",
+        "Bytes of request bodies held so that they can be sent again.";
+
+    ENDPOINT_STATE = Gauge "jackstay_endpoint_state" ["upstream", "endpoint", "state"] "workers",
+        "How many workers hold the endpoint in that state.";
+    EJECTIONS = Counter "jackstay_ejections_total" ["upstream", "endpoint", "reason"] "ejections",
+        "How often the endpoint was taken out, and why.";
+    CONNECTIONS = Gauge "jackstay_connections" ["upstream", "endpoint", "state"] "connections",
+        "Connections to the endpoint.";
+    DIALS = Counter "jackstay_dials_total" ["upstream", "endpoint", "outcome"] "connections",
+        "Attempts to connect: ok, refused, timeout, tls, and so on.";
+    PING_RTT = Histogram "jackstay_ping_rtt_seconds" ["upstream", "endpoint"] "seconds",
+        "Round trips of HTTP/2 PING.";
+}
+
+/// The values of label `verb`. What is not among them counts as the last.
+pub const VERBS: [&str; 16] = [
+    "get",
+    "list",
+    "watch",
+    "create",
+    "update",
+    "patch",
+    "delete",
+    "deletecollection",
+    "connect",
+    "proxy",
+    "post",
+    "put",
+    "head",
+    "options",
+    "log",
+    "other",
+];
+
+/// The states of an endpoint in [`ENDPOINT_STATE`].
+pub const ENDPOINT_STATES: [&str; 6] =
+    ["connecting", "ready", "degraded", "ejected", "no-h2", "leaving"];
+
+/// The states of a connection in [`CONNECTIONS`]; a dead one is closed and no longer there.
+pub const CONNECTION_STATES: [&str; 4] = ["connecting", "live", "suspect", "draining"];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashSet;
+
+    #[test]
+    fn the_table_keeps_prometheus_conventions() {
+        let mut seen = HashSet::new();
+        for spec in ALL {
+            assert!(seen.insert(spec.name), "{} is listed twice", spec.name);
+            assert!(spec.name.starts_with("jackstay_"), "{}", spec.name);
+            assert_eq!(spec.kind == Kind::Counter, spec.name.ends_with("_total"), "{}", spec.name);
+            assert!(spec.help.ends_with('.'), "{}: help is a sentence", spec.name);
+            if spec.kind == Kind::Histogram {
+                assert_eq!(spec.unit, "seconds", "{}", spec.name);
+                assert!(spec.name.ends_with("_seconds"), "{}", spec.name);
+            }
+            for label in spec.labels {
+                assert!(!["path", "user", "name", "namespace"].contains(label), "{}", spec.name);
+            }
+        }
+    }
+
+    #[test]
+    fn label_values_are_distinct() {
+        for list in [&VERBS[..], &ENDPOINT_STATES, &CONNECTION_STATES] {
+            assert_eq!(list.iter().collect::<HashSet<_>>().len(), list.len());
+        }
+    }
+}

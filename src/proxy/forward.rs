@@ -1,0 +1,334 @@
+//! Sends a request upstream and brings its answer back: on another connection where the first one
+//! fails and the table allows it, and beside the first one where that is suspected.
+//!
+//! ```text
+//! acquire a stream -> open it -> wait for the head -> answer
+//!        ^                            | suspected: a second attempt beside it (hedge)
+//!        |                            | lost: retry::decide
+//!        +------------- again --------+
+//! ```
+
+use std::cell::Cell;
+use std::pin::{Pin, pin};
+use std::rc::Rc;
+use std::sync::Arc;
+
+use bytes::{Bytes, BytesMut};
+use h2::RecvStream;
+use h2::client::ResponseFuture;
+use http::{Request, Response, response};
+use tokio::time::Instant;
+
+use super::body::{Body, Full, Stream};
+use super::hygiene;
+use super::line::{Answer, Line, is_better_elsewhere, problem, troubled};
+use super::request_info::{Kind, RequestInfo};
+use super::respond::{self, Problem};
+use super::retry::{self, Stage, Verdict};
+use super::upload::{Source, Upload};
+use super::watch::request::Asked;
+use super::watch_body::{self, WatchBody, Watched};
+use crate::observe::Outcome;
+use crate::upstream::connection::{Connection, Permit};
+use crate::upstream::endpoint::Endpoint;
+use crate::upstream::pool::{After, ClassPool, Need, Unavailable};
+
+/// Attempts at one request, the first included. Each failure is another connection lost; more of
+/// them within one request is an outage, and the client should hear of it.
+const ATTEMPTS: u32 = 5;
+
+/// Attempts side by side, the first included.
+const LEGS: u32 = 4;
+
+/// A request on its way: everything that is needed to send it again.
+pub struct Outgoing {
+    /// The line it takes.
+    pub line: Rc<Line>,
+    /// The connections it may use.
+    pub class: Rc<ClassPool>,
+    /// Its head as it goes upstream.
+    pub head: Request<()>,
+    /// Its body, if it has one.
+    pub body: Option<Rc<Source>>,
+    /// What it is.
+    pub info: RequestInfo,
+    /// What a watch asked for, if it is one whose frames can be followed.
+    pub watch: Option<Asked>,
+    /// Second attempts beside a first one so far.
+    pub hedges: Cell<u32>,
+}
+
+/// An attempt under way.
+struct Leg {
+    permit: Permit,
+    response: ResponseFuture,
+    upload: Option<Upload>,
+}
+
+/// A failed attempt.
+pub struct Failure {
+    stage: Stage,
+    why: String,
+    connection: Option<Rc<Connection>>,
+    /// What the server said where it said that it did nothing: the client's, if nobody else takes
+    /// the request.
+    answer: Option<Box<(response::Parts, Bytes)>>,
+}
+
+impl Failure {
+    fn after(&self) -> Option<After<'_>> {
+        let connection = self.connection.as_ref()?;
+        Some(match self.stage {
+            Stage::Unprocessed => After::Refusal(connection),
+            Stage::NotSent | Stage::Sent | Stage::Head | Stage::Body => After::Silence(connection),
+        })
+    }
+}
+
+impl Outgoing {
+    /// Forwards the request until there is an answer or nothing more may be tried.
+    ///
+    /// # Errors
+    /// What the client is told instead, with the outcome to record it in.
+    pub async fn forward(
+        self: Box<Self>,
+        mut outcome: Box<Outcome>,
+    ) -> Result<Response<Body>, (Problem, Box<Outcome>)> {
+        self.line.budget.earn();
+        let asked_at = outcome.started();
+        let mut failed: Option<Failure> = None;
+        for attempt in 1..=ATTEMPTS {
+            let permit = match self.acquire(failed.as_ref().and_then(Failure::after), &[]).await {
+                Ok(permit) => permit,
+                Err(unavailable) => return Err((problem(&unavailable), outcome)),
+            };
+            outcome.sent_to(&permit.connection().endpoint.label, attempt > 1);
+            let result = self.attempt(permit, 1).await;
+            if self.hedges.get() > 0 {
+                outcome.hedged();
+            }
+            let mut failure = match result {
+                Ok(answer) => return Ok(self.respond(answer, outcome, asked_at)),
+                Err(failure) => failure,
+            };
+            let again = match retry::decide(self.info.kind, failure.stage) {
+                Verdict::Again => true,
+                Verdict::AgainIfHeld => self.body.as_ref().is_none_or(|body| body.is_held()),
+                Verdict::Fail | Verdict::Forward | Verdict::Reset | Verdict::Resume => false,
+            };
+            if !again || attempt == ATTEMPTS {
+                if let Some(answer) = failure.answer.take() {
+                    let (mut head, body) = *answer;
+                    hygiene::downstream_response_headers(&mut head.headers);
+                    outcome.answered(head.status.as_u16());
+                    return Ok(into_response(head, Body::Full(Full::new(body, outcome))));
+                }
+                return Err((self.give_up(&failure), outcome));
+            }
+            self.line.metrics.retried(match failure.stage {
+                Stage::NotSent => "not_sent",
+                Stage::Unprocessed => "unprocessed",
+                Stage::Sent | Stage::Head | Stage::Body => "lost",
+            });
+            tracing::debug!(reason = failure.why, verb = self.info.verb.as_str(), "sending again");
+            failed = Some(failure);
+        }
+        unreachable!("the last attempt returns")
+    }
+
+    async fn acquire(
+        &self,
+        after: Option<After<'_>>,
+        shun: &[Arc<Endpoint>],
+    ) -> Result<Permit, Unavailable> {
+        let watch = self.info.long_running();
+        self.line.pool.acquire(&self.class, Need { watch, after, shun }).await
+    }
+
+    fn give_up(&self, failure: &Failure) -> Problem {
+        if self.body.as_ref().is_some_and(|body| body.is_broken()) {
+            // Upstream it was reset: no handler has had the whole of it.
+            return Problem::bad_request("the request's body was malformed or broke off");
+        }
+        let safe = retry::may_hedge(self.info.kind);
+        match failure.stage {
+            Stage::NotSent | Stage::Unprocessed => Problem::bad_gateway(&format!(
+                "the request was not processed and cannot be sent again: {}",
+                failure.why
+            )),
+            _ if safe => Problem::bad_gateway(&failure.why),
+            _ => Problem::unknown_fate(&failure.why),
+        }
+    }
+
+    /// One attempt, and another one beside it if its connection is suspected meanwhile; that one
+    /// may be suspected too, since a switch that forgets flows forgets them all.
+    async fn attempt(&self, permit: Permit, depth: u32) -> Result<Answer, Failure> {
+        let connection = Rc::clone(permit.connection());
+        let leg = self.launch(permit)?;
+        if depth == LEGS || !retry::may_hedge(self.info.kind) {
+            return self.answer(leg).await;
+        }
+        let mut first = pin!(self.answer(leg));
+        tokio::select! {
+            biased;
+            result = &mut first => return result,
+            () = troubled(&connection, &self.line) => {}
+        }
+        if self.body.as_ref().is_some_and(|body| !body.is_complete()) {
+            return first.await;
+        }
+        if !self.line.budget.take() {
+            self.line.metrics.hedged("over_budget");
+            return first.await;
+        }
+        self.hedges.set(self.hedges.get() + 1);
+        connection.endpoint.probe_soon();
+        let mut second = self.hedge(connection, depth + 1);
+        let (answer, winner) = tokio::select! {
+            biased;
+            result = &mut first => match result {
+                Ok(answer) => (Ok(answer), "original"),
+                Err(failure) => match second.await {
+                    Some(answer) => (Ok(answer), "hedge"),
+                    None => (Err(failure), "failed"),
+                },
+            },
+            result = &mut second => match result {
+                Some(answer) => (Ok(answer), "hedge"),
+                None => (first.await, "original"),
+            },
+        };
+        self.line.metrics.hedged(winner);
+        answer
+    }
+
+    /// Boxed: it is rare, and without it every request would carry the room for it.
+    fn hedge(
+        &self,
+        connection: Rc<Connection>,
+        depth: u32,
+    ) -> Pin<Box<dyn Future<Output = Option<Answer>> + '_>> {
+        Box::pin(async move {
+            // The other flows of an endpoint that is unwell are no better.
+            let unwell = is_better_elsewhere(&connection, &self.line);
+            let shun = unwell.then(|| Arc::clone(&connection.endpoint));
+            let after = Some(After::Silence(&connection));
+            let permit = self.acquire(after, shun.as_slice()).await.ok()?;
+            self.attempt(permit, depth).await.ok()
+        })
+    }
+
+    /// Opens the stream and starts to send.
+    fn launch(&self, mut permit: Permit) -> Result<Leg, Failure> {
+        match permit.open(self.head.clone(), self.body.is_none()) {
+            Ok((response, stream)) => {
+                let upload = self.body.as_ref().map(|body| body.send(stream));
+                Ok(Leg { permit, response, upload })
+            }
+            Err(error) => Err(Failure {
+                stage: Stage::NotSent,
+                why: error.to_string(),
+                connection: Some(Rc::clone(permit.connection())),
+                answer: None,
+            }),
+        }
+    }
+
+    /// Waits for the head, and for those that may be sent again also for the first of the body:
+    /// until then nothing is forwarded, and a loss is no loss.
+    async fn answer(&self, leg: Leg) -> Result<Answer, Failure> {
+        let Leg { mut permit, response, upload } = leg;
+        let connection = Rc::clone(permit.connection());
+        let failure = |stage, why: String| Failure {
+            stage,
+            why: format!("{} on the connection to {}", why, connection.endpoint.label),
+            connection: Some(Rc::clone(&connection)),
+            answer: None,
+        };
+        let (head, mut recv) = match response.await {
+            Ok(response) => response.into_parts(),
+            Err(error) => return Err(failure(retry::stage_of(&error), error.to_string())),
+        };
+        permit.head_arrived(Instant::now());
+        connection.endpoint.answered(head.status.as_u16());
+        if respond::may_be_shutting_down(head.status, &head.headers) {
+            // Boxed, so that no other answer carries room for it.
+            let body =
+                Box::pin(short_body(&mut recv)).await.map_err(|e| failure(Stage::Head, e))?;
+            if respond::shutting_down_rejection(head.status, &head.headers, &body) {
+                permit.finished();
+                let refused = failure(Stage::Unprocessed, "the apiserver is shutting down".into());
+                return Err(Failure { answer: Some(Box::new((head, body))), ..refused });
+            }
+            return Ok(Answer { head, recv, first: Some(body), permit, upload });
+        }
+        let hold = matches!(self.info.kind, Kind::Read | Kind::SafeCreate) && !recv.is_end_stream();
+        let first = if hold {
+            match recv.data().await {
+                Some(Ok(data)) => Some(data),
+                Some(Err(error)) => return Err(failure(Stage::Head, error.to_string())),
+                None => None,
+            }
+        } else {
+            None
+        };
+        Ok(Answer { head, recv, first, permit, upload })
+    }
+
+    fn respond(
+        self: Box<Self>,
+        answer: Answer,
+        mut outcome: Box<Outcome>,
+        asked_at: Instant,
+    ) -> Response<Body> {
+        if let Some(body) = &self.body {
+            body.forget();
+        }
+        let Answer { mut head, recv, first, permit, upload } = answer;
+        hygiene::downstream_response_headers(&mut head.headers);
+        outcome.answered(head.status.as_u16());
+        let whole = recv.is_end_stream();
+        if let Some(data) = first.as_ref().filter(|_| whole) {
+            let data = data.clone();
+            let mut permit = permit;
+            permit.finished();
+            release_all(recv, data.len());
+            return into_response(head, Body::Full(Full::new(data, outcome)));
+        }
+        let Self { line, class, head: request, watch, .. } = *self;
+        let body = if let (Some(asked), Some(encoding)) = (watch, watch_body::encoding(&head)) {
+            let watched = Watched { line, class, head: request, asked, encoding, asked_at };
+            Body::Watch(Box::new(WatchBody::new(watched, &head, recv, permit, outcome)))
+        } else {
+            Body::Stream(Box::new(Stream::new(recv, first, permit, outcome, upload)))
+        };
+        into_response(head, body)
+    }
+}
+
+fn into_response(head: response::Parts, body: Body) -> Response<Body> {
+    let mut response = Response::new(body);
+    *response.status_mut() = head.status;
+    *response.headers_mut() = head.headers;
+    response
+}
+
+/// An answer that is all here has no further use of window; the connection has.
+fn release_all(mut recv: RecvStream, bytes: usize) {
+    let _ = recv.flow_control().release_capacity(bytes);
+}
+
+/// Reads an answer that is short by its own account.
+async fn short_body(recv: &mut RecvStream) -> Result<Bytes, String> {
+    let mut body = BytesMut::new();
+    while let Some(data) = recv.data().await {
+        let data = data.map_err(|error| error.to_string())?;
+        let _ = recv.flow_control().release_capacity(data.len());
+        body.extend_from_slice(&data);
+        if body.len() > respond::REJECTION_MAX_BODY {
+            break;
+        }
+    }
+    Ok(body.freeze())
+}

@@ -1,0 +1,311 @@
+//! What is refused, what crosses, and that no mix of client headers changes who somebody is.
+
+use super::*;
+use http::Request;
+use proptest::prelude::*;
+
+fn parts(method: &str, uri: &str, version: Version, headers: &[(&str, &str)]) -> Parts {
+    let mut request = Request::builder().method(method).uri(uri).version(version);
+    for (name, value) in headers {
+        request = request.header(*name, *value);
+    }
+    request.body(()).unwrap().into_parts().0
+}
+
+fn map(headers: &[(&str, &str)]) -> HeaderMap {
+    parts("GET", "/", Version::HTTP_11, headers).headers
+}
+
+/// Every header in order, as text.
+fn dump(headers: &HeaderMap) -> Vec<(String, String)> {
+    let mut all: Vec<_> = headers
+        .iter()
+        .map(|(name, value)| {
+            (name.to_string(), String::from_utf8_lossy(value.as_bytes()).into_owned())
+        })
+        .collect();
+    all.sort();
+    all
+}
+
+fn ip() -> IpAddr {
+    "10.1.2.3".parse().unwrap()
+}
+
+#[test]
+fn http1_heads() {
+    const HOST: (&str, &str) = ("Host", "a");
+    for (method, uri, headers, want) in [
+        ("GET", "/api/v1/pods?x=y", &[HOST][..], None),
+        ("OPTIONS", "*", &[HOST], None),
+        ("GET", "/a%0d%0ab", &[HOST], None),
+        ("GET", "/", &[HOST, ("Connection", "close, X-Mine")], None),
+        ("POST", "/", &[HOST, ("Transfer-Encoding", "chunked")], None),
+        ("POST", "/", &[HOST, ("Content-Length", "5"), ("Content-Length", "5")], None),
+        ("CONNECT", "a:1", &[HOST], Some("CONNECT")),
+        ("GET", "https://a/b", &[HOST], Some("absolute")),
+        ("GET", "/", &[], Some("no Host")),
+        ("GET", "/", &[HOST, HOST], Some("more than one Host")),
+        (
+            "POST",
+            "/",
+            &[HOST, ("Content-Length", "5"), ("Content-Length", "6")],
+            Some("Content-Length"),
+        ),
+        ("POST", "/", &[HOST, ("Content-Length", "+5")], Some("Content-Length")),
+        ("POST", "/", &[HOST, ("Content-Length", "5, 5")], Some("Content-Length")),
+        ("POST", "/", &[HOST, ("Content-Length", "")], Some("Content-Length")),
+        (
+            "POST",
+            "/",
+            &[HOST, ("Content-Length", "5"), ("Transfer-Encoding", "chunked")],
+            Some("both"),
+        ),
+        ("GET", "/", &[HOST, ("Connection", "close, Authorization")], Some("Authorization")),
+        (
+            "GET",
+            "/",
+            &[HOST, ("Connection", "close"), ("Connection", "x-REMOTE-user")],
+            Some("x-REMOTE-user"),
+        ),
+        ("GET", "/", &[HOST, ("Connection", "Impersonate-Extra-Scopes")], Some("Impersonate")),
+        ("GET", "/", &[HOST, ("Connection", "x-forwarded-for")], Some("x-forwarded-for")),
+        ("GET", "/", &[HOST, ("Connection", "cookie")], Some("cookie")),
+        ("GET", "/", &[HOST, ("Connection", "content-length")], Some("content-length")),
+        ("GET", "/", &[HOST, ("Connection", "Sec-WebSocket-Protocol")], Some("Sec-WebSocket")),
+    ] {
+        check(method, uri, Version::HTTP_11, headers, want);
+    }
+    check("GET", "/", Version::HTTP_10, &[], None);
+}
+
+#[test]
+fn http2_heads() {
+    for (method, uri, headers, want) in [
+        ("GET", "https://a/api", &[][..], None),
+        ("GET", "https://A:6443/api", &[("host", "a:6443")], None),
+        ("GET", "/api", &[("host", "a")], None),
+        ("GET", "https://a/api", &[("te", "trailers")], None),
+        ("GET", "https://a/api", &[("proxy-authorization", "x")], None),
+        ("GET", "https://a/api", &[("host", "b")], Some("differ")),
+        ("GET", "https://a/api", &[("host", "a"), ("host", "a")], Some("more than one Host")),
+        ("GET", "https://u:p@a/api", &[], Some("user information")),
+        ("GET", "https://a/api", &[("te", "gzip")], Some("TE")),
+        ("GET", "https://a/api", &[("te", "trailers, deflate")], Some("TE")),
+        ("GET", "https://a/api", &[("connection", "close")], Some("connection")),
+        ("GET", "https://a/api", &[("keep-alive", "5")], Some("keep-alive")),
+        ("GET", "https://a/api", &[("proxy-connection", "x")], Some("proxy-connection")),
+        ("GET", "https://a/api", &[("transfer-encoding", "chunked")], Some("transfer-encoding")),
+        ("GET", "https://a/api", &[("upgrade", "websocket")], Some("upgrade")),
+        (
+            "POST",
+            "https://a/api",
+            &[("content-length", "1"), ("content-length", "2")],
+            Some("Content-Length"),
+        ),
+        ("CONNECT", "a:443", &[], Some("CONNECT")),
+    ] {
+        check(method, uri, Version::HTTP_2, headers, want);
+    }
+}
+
+fn check(method: &str, uri: &str, version: Version, headers: &[(&str, &str)], want: Option<&str>) {
+    let got = check_request(&parts(method, uri, version, headers));
+    match (got, want) {
+        (Ok(()), None) => {}
+        (Err(problem), Some(want)) => {
+            assert_eq!(problem.code, 400);
+            assert!(problem.message.contains(want), "{problem} for {want}");
+        }
+        (got, want) => panic!("{method} {uri} {headers:?}: {got:?}, not {want:?}"),
+    }
+}
+
+#[test]
+fn the_common_request_gains_one_header() {
+    let mut headers = map(&[("authorization", "Bearer t"), ("accept", "*/*"), ("te", "trailers")]);
+    let mut wanted = headers.clone();
+    wanted.insert(X_FORWARDED_FOR, HeaderValue::from_static("10.1.2.3"));
+    upstream_request_headers(&mut headers, ip());
+    assert_eq!(dump(&headers), dump(&wanted));
+}
+
+#[test]
+fn one_hop_stays_one_hop() {
+    let mut headers = map(&[
+        ("Connection", "close, X-Mine ,TE, bad name"),
+        ("X-Mine", "1"),
+        ("X-Mine", "2"),
+        ("TE", "deflate;q=0.5, Trailers"),
+        ("Keep-Alive", "timeout=5"),
+        ("Proxy-Connection", "keep-alive"),
+        ("Proxy-Authorization", "Basic x"),
+        ("Transfer-Encoding", "chunked"),
+        ("Upgrade", "h2c"),
+        ("HTTP2-Settings", "AAMAAABkAAQAAP__"),
+        ("X-Remote-User", "root"),
+        ("X-REMOTE-EXTRA-anything", "root"),
+        ("X_Remote_User", "stays"),
+        ("Impersonate-User", "jane"),
+        ("X-Forwarded-For", "1.1.1.1"),
+        ("X-Forwarded-For", ""),
+        ("X-Forwarded-For", "2.2.2.2, 3.3.3.3"),
+        ("Trailer", "x-checksum"),
+    ]);
+    upstream_request_headers(&mut headers, "::ffff:10.1.2.3".parse().unwrap());
+    let wanted = map(&[
+        ("te", "trailers"),
+        ("x_remote_user", "stays"),
+        ("impersonate-user", "jane"),
+        ("x-forwarded-for", "1.1.1.1, 2.2.2.2, 3.3.3.3, 10.1.2.3"),
+        ("trailer", "x-checksum"),
+    ]);
+    assert_eq!(dump(&headers), dump(&wanted));
+}
+
+#[test]
+fn an_upgrade_keeps_what_makes_it_one() {
+    let sent = [
+        ("Connection", "keep-alive, upgrade, X-Mine"),
+        ("Upgrade", "SPDY/3.1"),
+        ("X-Mine", "1"),
+        ("Keep-Alive", "5"),
+        ("X-Remote-Group", "system:masters"),
+        ("X-Stream-Protocol-Version", "v4.channel.k8s.io"),
+        ("X-Stream-Protocol-Version", "v3.channel.k8s.io"),
+        ("Sec-WebSocket-Key", "k"),
+    ];
+    let mut headers = map(&sent);
+    upstream_upgrade_headers(&mut headers, ip());
+    let mut wanted = map(&[("Connection", "Upgrade"), sent[1], sent[5], sent[6], sent[7]]);
+    let mut answer = wanted.clone();
+    downstream_upgrade_headers(&mut answer);
+    assert_eq!(dump(&answer), dump(&wanted));
+    wanted.insert(X_FORWARDED_FOR, HeaderValue::from_static("10.1.2.3"));
+    assert_eq!(dump(&headers), dump(&wanted));
+}
+
+#[test]
+fn answers_lose_their_hop_too() {
+    let mut headers = map(&[
+        ("Connection", "close, X-Hop"),
+        ("X-Hop", "1"),
+        ("Transfer-Encoding", "chunked"),
+        ("Proxy-Authenticate", "Basic"),
+        ("Audit-Id", "a"),
+        ("Trailer", "x"),
+        ("X-Remote-User", "is an answer's own"),
+    ]);
+    downstream_response_headers(&mut headers);
+    let wanted =
+        map(&[("Audit-Id", "a"), ("Trailer", "x"), ("X-Remote-User", "is an answer's own")]);
+    assert_eq!(dump(&headers), dump(&wanted));
+}
+
+const NAMES: [&str; 24] = [
+    "Authorization",
+    "Connection",
+    "Connection",
+    "Connection",
+    "Keep-Alive",
+    "Proxy-Connection",
+    "Proxy-Authorization",
+    "Proxy-Authenticate",
+    "TE",
+    "Transfer-Encoding",
+    "Upgrade",
+    "HTTP2-Settings",
+    "X-Remote-User",
+    "X-Remote-Group",
+    "X-Remote-Uid",
+    "X-Remote-Extra-Foo",
+    "Impersonate-User",
+    "Impersonate-Group",
+    "X-Forwarded-For",
+    "Cookie",
+    "X-Mine",
+    "Accept",
+    "Content-Type",
+    "Trailer",
+];
+
+/// A name or a random token, in random case.
+fn any_name() -> impl Strategy<Value = String> {
+    let name = prop_oneof![
+        4 => proptest::sample::select(&NAMES[..]).prop_map(str::to_owned),
+        1 => "[Xx]-[Rr]emote-[a-zA-Z0-9_-]{0,8}",
+        1 => "[a-zA-Z0-9_-]{1,12}",
+    ];
+    (name, any::<u64>()).prop_map(|(name, cases)| {
+        let flip = |(i, c): (usize, char)| match cases >> (i % 64) & 1 {
+            0 => c.to_ascii_lowercase(),
+            _ => c.to_ascii_uppercase(),
+        };
+        name.chars().enumerate().map(flip).collect()
+    })
+}
+
+fn any_header() -> impl Strategy<Value = (String, String)> {
+    let tokens = proptest::collection::vec(any_name(), 0..4).prop_map(|tokens| tokens.join(" ,\t"));
+    (any_name(), prop_oneof![tokens, "[ -~]{0,12}".prop_map(|v| v.trim().to_owned())])
+}
+
+proptest! {
+    #[test]
+    fn no_mix_of_headers_changes_who_somebody_is(
+        sent in proptest::collection::vec(any_header(), 0..12),
+        upgrade in any::<bool>(),
+    ) {
+        let mut headers = HeaderMap::new();
+        for (name, value) in &sent {
+            headers.append(HeaderName::from_bytes(name.as_bytes()).unwrap(), value.parse().unwrap());
+        }
+        let named: Vec<String> = connection_tokens(&headers)
+            .map(|token| String::from_utf8_lossy(token).to_lowercase())
+            .collect();
+        let before = headers.clone();
+        if upgrade {
+            upstream_upgrade_headers(&mut headers, ip());
+        } else {
+            upstream_request_headers(&mut headers, ip());
+        }
+        let upgrades = upgrade && before.contains_key(UPGRADE);
+        for name in headers.keys().map(HeaderName::as_str) {
+            prop_assert!(!name.starts_with("x-remote-"), "{name}");
+            let kept = name == "te" || upgrades && (name == "upgrade" || name == "connection");
+            prop_assert!(kept || !is_hop_by_hop(name), "{name}");
+            prop_assert!(kept || is_protected(name.as_bytes()) || !named.iter().any(|n| n == name));
+        }
+        prop_assert!(headers.get_all(TE).iter().all(|te| te == "trailers"));
+        if upgrades {
+            prop_assert_eq!(headers.get_all(CONNECTION).iter().collect::<Vec<_>>(), ["Upgrade"]);
+        }
+        // Who speaks, for whom, and everything else that is end to end: unchanged, in order.
+        for name in before.keys() {
+            let text = name.as_str();
+            let stays = !is_hop_by_hop(text)
+                && !text.starts_with("x-remote-")
+                && *name != X_FORWARDED_FOR
+                && (is_protected(text.as_bytes()) || !named.iter().any(|n| n == text));
+            if stays {
+                prop_assert!(before.get_all(name).iter().eq(headers.get_all(name).iter()), "{name}");
+            }
+        }
+        prop_assert_eq!(headers.get_all(X_FORWARDED_FOR).iter().count(), 1);
+        prop_assert!(headers[X_FORWARDED_FOR].as_bytes().ends_with(b"10.1.2.3"));
+    }
+
+    #[test]
+    fn a_connection_that_names_an_identity_is_refused(
+        prefix in "[a-z, ]{0,8}",
+        name in proptest::sample::select(
+            &["Authorization", "X-Remote-User", "Impersonate-Uid", "X-Forwarded-For", "Cookie"][..],
+        ),
+        upper in any::<bool>(),
+    ) {
+        let name = if upper { name.to_uppercase() } else { name.to_lowercase() };
+        let value = format!("{prefix},{name}");
+        let parts = parts("GET", "/", Version::HTTP_11, &[("host", "a"), ("connection", &value)]);
+        prop_assert!(check_request(&parts).is_err());
+    }
+}

@@ -1,0 +1,216 @@
+//! Decides whose credential a request goes upstream with.
+//!
+//! TLS ends here, so the apiserver no longer sees the client's certificate. The rule is: the same
+//! in, the same out. Nobody gets a credential that they have not proven to be theirs.
+//!
+//! | client certificate | bearer token | goes upstream on |
+//! |---|---|---|
+//! | proven, and its subject is that of a configured identity | any | connections with that identity's certificate (x509 is tried before tokens, in the apiserver too) |
+//! | proven, any other subject | any | nothing: 401 |
+//! | expired or unverifiable | yes | as a token: the apiserver's authenticators are a union, and the next one decides |
+//! | expired or unverifiable | no | nothing: 401 |
+//! | none | yes | connections without a certificate |
+//! | none | no | connections without a certificate, of their own |
+
+use std::cell::{Cell, RefCell};
+use std::collections::{HashMap, VecDeque};
+use std::hash::{BuildHasher, RandomState};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use http::{HeaderMap, StatusCode, header};
+use rustls::pki_types::CertificateDer;
+
+use super::respond::Problem;
+use crate::net::serving::ServingTls;
+use crate::net::tls_files::{self, CertInfo};
+use crate::upstream::credentials::{Class, Credentials};
+
+/// Tokens that are remembered as proven. A node has some hundred pods.
+const PROVEN_TOKENS: usize = 4096;
+
+/// What a client has shown in its TLS handshake.
+pub struct Peer {
+    chain: Vec<CertificateDer<'static>>,
+    info: Result<CertInfo, String>,
+    tls: Arc<ServingTls>,
+    /// When the first certificate of the chain expires.
+    not_after: Option<SystemTime>,
+    /// Generation of the CA under which the chain was last found valid.
+    verified: Cell<Option<u64>>,
+}
+
+impl Peer {
+    /// The peer of a finished handshake; `None` without a certificate.
+    pub fn new(chain: Option<&[CertificateDer<'_>]>, tls: &Arc<ServingTls>) -> Option<Self> {
+        let chain: Vec<_> =
+            chain?.iter().map(|certificate| certificate.clone().into_owned()).collect();
+        let info = tls_files::cert_info(chain.first()?);
+        let expiries = chain.iter().filter_map(|der| tls_files::cert_info(der).ok());
+        let not_after = expiries.map(|info| info.not_after).min();
+        Some(Self { chain, info, tls: Arc::clone(tls), not_after, verified: Cell::new(None) })
+    }
+
+    /// The certificate, if the chain is valid now; checked for every request, since a CA bundle
+    /// changes and certificates expire while connections live.
+    fn proven(&self, now: SystemTime) -> Result<&CertInfo, String> {
+        let info = self.info.as_ref().map_err(Clone::clone)?;
+        let ca = self.tls.client_ca();
+        let Some(ca) = ca.as_ref() else {
+            return Err("client certificates are no longer accepted".to_owned());
+        };
+        // Only a good verdict is kept, and only while no date can have changed it.
+        if self.verified.get() != Some(ca.generation) || self.not_after.is_none_or(|end| now >= end)
+        {
+            self.verified.set(None);
+            ca.verify(&self.chain)?;
+            self.verified.set(Some(ca.generation));
+        }
+        if now >= info.not_after {
+            return Err(format!("it expired on {}", tls_files::rfc3339(info.not_after)));
+        }
+        if now < info.not_before {
+            return Err(format!("it is not valid before {}", tls_files::rfc3339(info.not_before)));
+        }
+        Ok(info)
+    }
+}
+
+/// Decides for one listener; see the module.
+pub struct Identifier {
+    /// Slots of [`Credentials`] that this listener may use.
+    pub slots: Vec<usize>,
+    /// Name of the listener, for the text of a refusal.
+    pub listener: String,
+    /// Tokens seen to work.
+    pub tokens: Rc<ProvenTokens>,
+}
+
+impl Identifier {
+    /// Whose connections the request may take.
+    ///
+    /// # Errors
+    /// 401 with a reason that says what to do.
+    pub fn identify(
+        &self,
+        peer: Option<&Peer>,
+        headers: &HeaderMap,
+        credentials: &Credentials,
+    ) -> Result<Class, Problem> {
+        let token = bearer(headers);
+        let Some(peer) = peer else { return Ok(self.without_certificate(token)) };
+        match peer.proven(SystemTime::now()) {
+            Ok(certificate) => self.slot_of(certificate, credentials),
+            Err(_) if token.is_some() => Ok(self.without_certificate(token)),
+            Err(why) => Err(Problem::unauthorized(&format!(
+                "the client certificate {}cannot be verified: {why}",
+                peer.info.as_ref().map_or(String::new(), |info| format!("of {} ", info.subject)),
+            ))),
+        }
+    }
+
+    fn without_certificate(&self, token: Option<&[u8]>) -> Class {
+        match token {
+            None => Class::Anonymous,
+            Some(token) if self.tokens.contains(token) => Class::Token,
+            Some(_) => Class::UnprovenToken,
+        }
+    }
+
+    fn slot_of(&self, client: &CertInfo, credentials: &Credentials) -> Result<Class, Problem> {
+        let slots = credentials.slots();
+        let matching = self.slots.iter().copied().find(|&slot| {
+            slots[slot].with_certificate(|ours| ours.subject == client.subject).unwrap_or(false)
+        });
+        if let Some(slot) = matching {
+            return Ok(Class::Identity(slot));
+        }
+        let awaited = self.slots.iter().filter(|&&slot| slots[slot].certificate().is_none());
+        let awaited: Vec<_> =
+            awaited.map(|&slot| slots[slot].paths.cert_file.display().to_string()).collect();
+        let hint = if awaited.is_empty() {
+            String::new()
+        } else {
+            format!(" (still waiting for {})", awaited.join(", "))
+        };
+        Err(Problem::unauthorized(&format!(
+            "the client certificate of {} is valid, but jackstay has no credential for that \
+             subject: add its cert_file and key_file to `identities` of listener `{}`{hint}",
+            client.subject, self.listener
+        )))
+    }
+
+    /// Learns from the answer to a request with a token whether the token is good.
+    pub fn learn(&self, token: &[u8], class: Class, status: StatusCode) {
+        let token = token.trim_ascii();
+        if status == StatusCode::UNAUTHORIZED {
+            self.tokens.remove(token);
+        } else if class == Class::UnprovenToken
+            && (status.is_success() || status == StatusCode::FORBIDDEN)
+        {
+            // Authorization comes after authentication; a 400 or 404 may come before it.
+            self.tokens.insert(token);
+        }
+    }
+}
+
+/// The credential in the request's headers: a bearer token, or the one that WebSocket clients hide
+/// in a subprotocol (`base64url.bearer.authorization.k8s.io.<token>`). To the apiserver, any other
+/// scheme in `Authorization` is no credential (`bearertoken.go`).
+fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
+    if let Some(value) = headers.get(header::AUTHORIZATION) {
+        let value = value.as_bytes().trim_ascii();
+        let (scheme, token) = value.split_at_checked(b"bearer ".len())?;
+        let bearer = scheme.eq_ignore_ascii_case(b"bearer ") && !token.trim_ascii().is_empty();
+        return bearer.then_some(value);
+    }
+    headers
+        .get_all(header::SEC_WEBSOCKET_PROTOCOL)
+        .iter()
+        .flat_map(|value| value.as_bytes().split(|&byte| byte == b','))
+        .map(<[u8]>::trim_ascii)
+        .find(|protocol| protocol.starts_with(b"base64url.bearer.authorization.k8s.io."))
+}
+
+/// Tokens that have had an authenticated answer, as keyed hashes; bounded, oldest out first.
+#[derive(Debug, Default)]
+pub struct ProvenTokens {
+    keys: [RandomState; 2],
+    known: RefCell<HashMap<[u64; 2], u64>>,
+    order: RefCell<VecDeque<([u64; 2], u64)>>,
+    serial: Cell<u64>,
+}
+
+impl ProvenTokens {
+    /// Two independent keyed 64-bit hashes: the keys are random for each process, so that nobody
+    /// can look for a second token with the same ones.
+    fn hash(&self, token: &[u8]) -> [u64; 2] {
+        [self.keys[0].hash_one(token), self.keys[1].hash_one(token)]
+    }
+
+    fn contains(&self, token: &[u8]) -> bool {
+        self.known.borrow().contains_key(&self.hash(token))
+    }
+
+    fn insert(&self, token: &[u8]) {
+        let hash = self.hash(token);
+        let serial = self.serial.get() + 1;
+        self.serial.set(serial);
+        let mut known = self.known.borrow_mut();
+        let mut order = self.order.borrow_mut();
+        known.insert(hash, serial);
+        order.push_back((hash, serial));
+        while order.len() > PROVEN_TOKENS {
+            if let Some((oldest, serial)) = order.pop_front()
+                && known.get(&oldest) == Some(&serial)
+            {
+                known.remove(&oldest);
+            }
+        }
+    }
+
+    fn remove(&self, token: &[u8]) {
+        self.known.borrow_mut().remove(&self.hash(token));
+    }
+}

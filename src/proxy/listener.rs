@@ -1,0 +1,253 @@
+//! Accepts the connections of one listener, does their TLS and hands their requests to
+//! [`super::serve`]; ends them on shutdown so that clients do not notice.
+
+use std::cell::Cell;
+use std::error::Error;
+use std::future::poll_fn;
+use std::io;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use hyper::rt::Executor;
+use hyper::server::conn::{http1, http2};
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::io::AsyncWrite;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
+use tokio::task::spawn_local;
+use tokio::time::{sleep, timeout};
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::server::TlsStream;
+
+use super::identify::Peer;
+use super::serve::{Client, Service};
+use super::stall::Stall;
+use crate::config::Limits;
+use crate::net::cork::{Uncork, cork};
+use crate::net::linger::Linger;
+use crate::net::read_ahead::ReadAhead;
+use crate::net::serving::ServingTls;
+use crate::net::socket;
+
+/// Receive window of one request body: what waits in it is the bound on memory per upload.
+const STREAM_WINDOW: u32 = 256 * 1024;
+/// Receive window of a client connection: sixteen uploads at full speed, and one that is stalled
+/// upstream does not stop the others.
+const CONNECTION_WINDOW: u32 = STREAM_WINDOW * 16;
+/// Largest frame accepted: RFC 9113's default.
+const MAX_FRAME: u32 = 16 * 1024;
+/// Bytes of one answer that are buffered beyond the client's window.
+const SEND_BUFFER: usize = 64 * 1024;
+/// Streams that a client opened and reset before we looked at them. The rapid-reset attack
+/// (CVE-2023-44487) does that for ever; an informer that cancels a thousand watches does it once,
+/// so this is above the stream limit's default and far below an attack.
+const PENDING_RESETS: usize = 2_000;
+/// Streams that we reset because of a client's errors before its connection is closed with
+/// `ENHANCE_YOUR_CALM`: h2's default (CVE-2025-8671), a well-behaved client makes none.
+const ERROR_RESETS: usize = 1_024;
+/// Header fields of an HTTP/1.1 request: hyper's default.
+const MAX_HEADERS: usize = 100;
+/// Pause after `accept` failed for want of descriptors or memory.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// A client's connection, as hyper gets it.
+pub type ClientStream = TlsStream<ReadAhead<Stall<Linger>>>;
+
+/// One listener on one worker.
+pub struct Listener {
+    /// Name, for the log.
+    pub name: String,
+    /// What serves its connections.
+    pub service: Rc<Service>,
+    /// Its TLS.
+    pub tls: Arc<ServingTls>,
+    /// What clients may use.
+    pub limits: Limits,
+    /// Open connections.
+    pub open: Cell<usize>,
+    /// Turns true when connections are to end.
+    pub drain: watch::Receiver<bool>,
+}
+
+impl Listener {
+    /// Accepts on one socket until the drain begins.
+    pub async fn accept(self: Rc<Self>, socket: TcpListener) {
+        let mut drain = self.drain.clone();
+        loop {
+            let accepted = tokio::select! {
+                biased;
+                _ = drain.wait_for(|draining| *draining) => return,
+                accepted = socket.accept() => accepted,
+            };
+            match accepted {
+                Ok((stream, from)) => self.admit(stream, from),
+                Err(error) if is_of_one_connection(&error) => {}
+                Err(error) => {
+                    tracing::warn!(listener = self.name, %error, "cannot accept connections");
+                    sleep(ACCEPT_PAUSE).await;
+                }
+            }
+        }
+    }
+
+    fn admit(self: &Rc<Self>, stream: TcpStream, from: SocketAddr) {
+        // hyper is done with a connection that has become a tunnel, but it is open all the same.
+        if self.open.get() + self.service.tunnels.open() >= self.limits.max_connections {
+            self.service.metrics.refused("cap");
+            tracing::debug!(listener = self.name, client = %from, "refused: too many connections");
+            return;
+        }
+        let guard = Open::new(self);
+        let this = Rc::clone(self);
+        spawn_local(async move {
+            this.connection(stream, from).await;
+            drop(guard);
+        });
+    }
+
+    async fn connection(&self, stream: TcpStream, from: SocketAddr) {
+        if socket::prepare_accepted(&stream).is_err() {
+            return;
+        }
+        let acceptor = TlsAcceptor::from(self.tls.config());
+        let handshake = acceptor
+            .accept(ReadAhead::new(Stall::new(Linger::new(stream), self.limits.stall_timeout)));
+        let stream = match timeout(self.limits.handshake_timeout, handshake).await {
+            Ok(Ok(stream)) => stream,
+            Ok(Err(error)) => {
+                self.service.metrics.refused("handshake");
+                tracing::debug!(listener = self.name, client = %from, %error, "TLS failed");
+                return;
+            }
+            Err(_) => {
+                self.service.metrics.refused("timeout");
+                tracing::debug!(listener = self.name, client = %from, "TLS took too long");
+                return;
+            }
+        };
+        let session = stream.get_ref().1;
+        let h2 = session.alpn_protocol() == Some(b"h2");
+        let client = Rc::new(Client {
+            service: Rc::clone(&self.service),
+            peer: Peer::new(session.peer_certificates(), &self.tls),
+            address: from.ip().to_canonical(),
+        });
+        let result = if h2 {
+            self.http2(stream, client).await
+        } else {
+            self.http1(stream, client).await.map_err(Into::into)
+        };
+        if let Err(error) = result {
+            tracing::debug!(listener = self.name, client = %from, %error, "connection ended");
+        }
+    }
+
+    async fn http2(&self, stream: ClientStream, client: Rc<Client>) -> Result<(), Box<dyn Error>> {
+        let service = service_fn(move |request| Rc::clone(&client).handle(request));
+        let (stream, uncork) = cork(stream);
+        let mut builder = http2::Builder::new(LocalExecutor);
+        let connection = builder
+            .timer(TokioTimer::new())
+            .initial_stream_window_size(STREAM_WINDOW)
+            .initial_connection_window_size(CONNECTION_WINDOW)
+            .max_frame_size(MAX_FRAME)
+            .max_send_buf_size(SEND_BUFFER)
+            .max_concurrent_streams(self.limits.max_streams)
+            .max_header_list_size(self.limits.max_header_bytes)
+            .max_pending_accept_reset_streams(PENDING_RESETS.max(self.limits.max_streams as usize))
+            .max_local_error_reset_streams(ERROR_RESETS)
+            .serve_connection(TokioIo::new(stream), service);
+        let mut connection = std::pin::pin!(connection);
+        let mut drain = self.drain.clone();
+        tokio::select! {
+            result = poll_fn(|cx| turn(connection.as_mut(), &uncork, cx)) => return result,
+            _ = drain.wait_for(|draining| *draining) => {}
+        }
+        connection.as_mut().graceful_shutdown();
+        poll_fn(|cx| turn(connection.as_mut(), &uncork, cx)).await
+    }
+
+    async fn http1(&self, stream: ClientStream, client: Rc<Client>) -> hyper::Result<()> {
+        let service = service_fn(move |request| Rc::clone(&client).handle(request));
+        let mut builder = http1::Builder::new();
+        let connection = builder
+            .timer(TokioTimer::new())
+            .header_read_timeout(self.limits.header_timeout)
+            .max_headers(MAX_HEADERS)
+            .max_buf_size((self.limits.max_header_bytes as usize).max(8 * 1024))
+            .half_close(false)
+            .serve_connection(TokioIo::new(stream), service)
+            .with_upgrades();
+        let mut connection = std::pin::pin!(connection);
+        let mut drain = self.drain.clone();
+        tokio::select! {
+            result = connection.as_mut() => return result,
+            _ = drain.wait_for(|draining| *draining) => {}
+        }
+        connection.as_mut().graceful_shutdown();
+        connection.await
+    }
+}
+
+/// Errors of `accept` that concern the one connection (accept(2)): the next one is fine.
+fn is_of_one_connection(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::ConnectionAborted
+            | io::ErrorKind::ConnectionReset
+            | io::ErrorKind::Interrupted
+            | io::ErrorKind::WouldBlock
+    )
+}
+
+/// Lets a connection do what there is to do, then sends what that made it write.
+fn turn(
+    connection: Pin<&mut impl Future<Output = hyper::Result<()>>>,
+    uncork: &Uncork<impl AsyncWrite + Unpin>,
+    cx: &mut Context<'_>,
+) -> Poll<Result<(), Box<dyn Error>>> {
+    let done = connection.poll(cx);
+    let sent = uncork.poll(cx);
+    match (done, sent) {
+        (Poll::Ready(result), _) => Poll::Ready(result.map_err(Into::into)),
+        (Poll::Pending, Poll::Ready(Err(error))) => Poll::Ready(Err(error.into())),
+        (Poll::Pending, _) => Poll::Pending,
+    }
+}
+
+/// Counts an open connection.
+struct Open(Rc<Listener>);
+
+impl Open {
+    fn new(listener: &Rc<Listener>) -> Self {
+        listener.open.set(listener.open.get() + 1);
+        listener.service.metrics.connections.increment(1);
+        Self(Rc::clone(listener))
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.0.open.set(self.0.open.get() - 1);
+        self.0.service.metrics.connections.decrement(1);
+    }
+}
+
+/// Runs hyper's tasks on the worker's own thread.
+#[derive(Debug, Clone, Copy)]
+struct LocalExecutor;
+
+impl<F> Executor<F> for LocalExecutor
+where
+    F: Future + 'static,
+    F::Output: 'static,
+{
+    fn execute(&self, future: F) {
+        spawn_local(future);
+    }
+}

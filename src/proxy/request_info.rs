@@ -1,0 +1,376 @@
+//! What a request is in Kubernetes terms: verb, resource, name, and what may be done with it.
+//!
+//! Retrying by HTTP method would be wrong: a WebSocket exec is a GET, a `TokenReview` is a POST.
+//! So a request is read as the apiserver itself reads it, after `RequestInfoFactory` in
+//! `k8s.io/apiserver/pkg/endpoints/request/requestinfo.go` with the prefixes of kube-apiserver
+//! (`api`, `apis`; `api` has no group), and [`Kind`] follows from that.
+//!
+//! It runs for every request: it keeps a reference-counted handle on the request target and
+//! offsets into it, and allocates only for percent-encoded paths and for `metadata.name` selectors.
+
+mod query;
+#[cfg(test)]
+mod tests;
+mod verb;
+
+pub use query::{WatchParams, pairs, unescape_query};
+pub use verb::Verb;
+
+use http::request::Parts;
+use http::uri::PathAndQuery;
+use http::{HeaderMap, Method, Uri, Version, header};
+
+/// What decides whether a request may be sent again.
+///
+/// | kind | what it is |
+/// |---|---|
+/// | `Read` | get, list, discovery, any other GET, HEAD or OPTIONS |
+/// | `Watch` | a watch over plain HTTP |
+/// | `Log` | a container's log, followed or not |
+/// | `SafeCreate` | a create that stores nothing: the review types, `dryRun=All` |
+/// | `Tunnel` | exec, attach, port-forward, proxy by any method; whatever upgrades |
+/// | `Write` | everything else |
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Kind {
+    /// Safe, and answered once.
+    Read,
+    /// Safe, and resumable.
+    Watch,
+    /// Safe until its first byte was forwarded.
+    Log,
+    /// May have happened once it was sent; never sent twice.
+    Write,
+    /// A POST that changes nothing.
+    SafeCreate,
+    /// Bytes of somebody else's protocol.
+    Tunnel,
+}
+
+/// A slice of the path, by offsets: the path may be shared or owned.
+#[derive(Clone, Copy, Debug, Default)]
+struct Span {
+    start: u32,
+    end: u32,
+}
+
+impl Span {
+    fn of(self, path: &str) -> &str {
+        path.get(self.start as usize..self.end as usize).unwrap_or("")
+    }
+}
+
+/// prefix, group, version, verb, `namespaces`, namespace, resource, name, subresource: nothing
+/// beyond the ninth part of a path is ever looked at.
+const PARTS: usize = 9;
+
+/// The parts of `path` as Go's `strings.Split(strings.Trim(path, "/"), "/")`, and how many.
+fn split(path: &str) -> ([Span; PARTS], usize) {
+    let trimmed_start = path.trim_start_matches('/');
+    let mut at = path.len() - trimmed_start.len();
+    let trimmed = trimmed_start.trim_end_matches('/');
+    let (mut parts, mut count) = ([Span::default(); PARTS], 0);
+    if !trimmed.is_empty() {
+        for (slot, part) in parts.iter_mut().zip(trimmed.split('/')) {
+            *slot = Span { start: at as u32, end: (at + part.len()) as u32 };
+            at += part.len() + 1;
+            count += 1;
+        }
+    }
+    (parts, count)
+}
+
+/// A request as the apiserver understands it.
+#[derive(Clone, Debug)]
+pub struct RequestInfo {
+    /// The verb.
+    pub verb: Verb,
+    /// How it may be treated when something goes wrong.
+    pub kind: Kind,
+    /// Whether it is for an API resource; discovery, health and metrics are not.
+    pub is_resource: bool,
+    /// Whether it wants to leave HTTP ([`is_upgrade`]).
+    pub upgrade: bool,
+    target: Option<PathAndQuery>,
+    decoded_path: Option<Box<str>>,
+    group: Span,
+    version: Span,
+    namespace: Span,
+    resource: Span,
+    name: Span,
+    subresource: Span,
+    selected_name: Option<Box<str>>,
+}
+
+impl RequestInfo {
+    /// Reads a request's head.
+    pub fn from_parts(parts: &Parts) -> Self {
+        Self::new(&parts.method, &parts.uri, parts.version, &parts.headers)
+    }
+
+    /// Reads a request from what makes up its head.
+    pub fn new(method: &Method, uri: &Uri, version: Version, headers: &HeaderMap) -> Self {
+        let target = uri.path_and_query().cloned();
+        let raw = target.as_ref().map_or("", PathAndQuery::path);
+        // Go splits the decoded path: `a%2Fb` is two parts. A broken escape gets the apiserver's
+        // 400, so it may stay as it is.
+        let decoded_path = match query::unescape_path(raw) {
+            Some(std::borrow::Cow::Owned(path)) => Some(path.into_boxed_str()),
+            _ => None,
+        };
+        let mut info = RequestInfo {
+            verb: Verb::of_non_resource(method),
+            kind: Kind::Write,
+            is_resource: false,
+            upgrade: is_upgrade(method, headers, version),
+            target,
+            decoded_path,
+            group: Span::default(),
+            version: Span::default(),
+            namespace: Span::default(),
+            resource: Span::default(),
+            name: Span::default(),
+            subresource: Span::default(),
+            selected_name: None,
+        };
+        info.read_path(method);
+        info.refine_verb();
+        info.kind = info.classify(method);
+        info
+    }
+
+    /// The decoded path.
+    pub fn path(&self) -> &str {
+        match (&self.decoded_path, &self.target) {
+            (Some(path), _) => path,
+            (None, Some(target)) => target.path(),
+            (None, None) => "",
+        }
+    }
+
+    /// The query as it was sent, without its `?`.
+    pub fn query(&self) -> &str {
+        self.target.as_ref().and_then(PathAndQuery::query).unwrap_or("")
+    }
+
+    /// The API group; empty for the core group and for non-resource requests.
+    pub fn group(&self) -> &str {
+        self.group.of(self.path())
+    }
+
+    /// The API version.
+    pub fn version(&self) -> &str {
+        self.version.of(self.path())
+    }
+
+    /// The resource, in its plural: `pods`.
+    pub fn resource(&self) -> &str {
+        self.resource.of(self.path())
+    }
+
+    /// The subresource: `status`, `log`, `exec`.
+    pub fn subresource(&self) -> &str {
+        self.subresource.of(self.path())
+    }
+
+    /// The namespace; for a namespace object, itself.
+    pub fn namespace(&self) -> &str {
+        self.namespace.of(self.path())
+    }
+
+    /// The object's name, from the path or from a `metadata.name` field selector.
+    pub fn name(&self) -> &str {
+        self.selected_name.as_deref().unwrap_or_else(|| self.name.of(self.path()))
+    }
+
+    /// The parameters of a watch; read only when one starts.
+    pub fn watch_params(&self) -> WatchParams<'_> {
+        WatchParams::parse(self.query(), self.upgrade)
+    }
+
+    /// Whether Kubernetes calls it long-running, so that no duration is recorded and no timeout
+    /// applies: kube-apiserver's `BasicLongRunningRequestCheck`, and every tunnel.
+    pub fn long_running(&self) -> bool {
+        matches!(self.verb, Verb::Watch | Verb::Proxy)
+            || self.kind == Kind::Tunnel
+            || self.is_resource
+                && matches!(self.subresource(), "attach" | "exec" | "proxy" | "log" | "portforward")
+            || !self.is_resource && self.path().starts_with("/debug/pprof/")
+    }
+
+    fn read_path(&mut self, method: &Method) {
+        let (parts, count) = split(self.path());
+        let part = |at: usize| parts[at].of(self.path());
+        if count < 3 {
+            return;
+        }
+        let mut at = match part(0) {
+            "api" => 1,
+            "apis" if count >= 4 => 2,
+            _ => return,
+        };
+        let group = if at == 2 { parts[1] } else { Span::default() };
+        let version = parts[at];
+        at += 1;
+        let special = match part(at) {
+            "watch" => Some(Verb::Watch),
+            "proxy" => Some(Verb::Proxy),
+            _ => None,
+        };
+        // `/api/v1/watch` and nothing after it is an error to Go, which keeps the method as verb.
+        let lone = special.is_some() && count - at < 2;
+        at += usize::from(special.is_some());
+        let verb = special.unwrap_or_else(|| Verb::of_resource(method));
+        let mut namespace = Span::default();
+        if !lone && part(at) == "namespaces" && count - at > 1 {
+            namespace = parts[at + 1];
+            // `namespaces/x/pods` is about pods, `namespaces/x/status` about the namespace.
+            if count - at > 2 && !matches!(part(at + 2), "status" | "finalize") {
+                at += 2;
+            }
+        }
+        self.is_resource = true;
+        (self.group, self.version) = (group, version);
+        if lone {
+            return;
+        }
+        self.verb = verb;
+        self.namespace = namespace;
+        self.resource = parts[at];
+        if count - at >= 2 {
+            self.name = parts[at + 1];
+        }
+        if count - at >= 3 && verb != Verb::Proxy {
+            self.subresource = parts[at + 2];
+        }
+    }
+
+    /// Without a name a get is a list or a watch, and a delete is that of a collection.
+    fn refine_verb(&mut self) {
+        // A resource is missing only after the error above.
+        if !self.is_resource || self.resource.end == 0 || self.name.start != self.name.end {
+            return;
+        }
+        if self.verb == Verb::Delete {
+            self.verb = Verb::DeleteCollection;
+        } else if self.verb == Verb::Get {
+            let query = self.query();
+            let watch = query::truth(query::first(query, "watch").as_deref());
+            let name = query::first(query, "fieldSelector")
+                .and_then(|selector| query::selected_name(&selector).map(Box::from));
+            self.verb = if watch { Verb::Watch } else { Verb::List };
+            self.selected_name = name;
+        }
+    }
+
+    fn classify(&self, method: &Method) -> Kind {
+        if self.upgrade || self.verb == Verb::Proxy {
+            return Kind::Tunnel;
+        }
+        let subresource = self.subresource();
+        if matches!(subresource, "exec" | "attach" | "portforward" | "proxy") {
+            return Kind::Tunnel;
+        }
+        match *method {
+            Method::GET if self.verb == Verb::Watch => Kind::Watch,
+            Method::GET if subresource == "log" => Kind::Log,
+            Method::GET | Method::HEAD | Method::OPTIONS => Kind::Read,
+            Method::POST if self.is_review() => Kind::SafeCreate,
+            // Not DELETE: options in its body override those in the query, and the body is not
+            // ours to read (`DeleteResource` in k8s.io/apiserver).
+            Method::POST | Method::PUT | Method::PATCH if self.is_dry_run() => Kind::SafeCreate,
+            _ => Kind::Write,
+        }
+    }
+
+    /// The resources that compute an answer and store nothing. A service account's `token` is not
+    /// one of them: it mints a credential.
+    fn is_review(&self) -> bool {
+        self.verb == Verb::Create
+            && self.subresource().is_empty()
+            && self.name().is_empty()
+            && match self.group() {
+                "authentication.k8s.io" => {
+                    matches!(self.resource(), "tokenreviews" | "selfsubjectreviews")
+                }
+                "authorization.k8s.io" => matches!(
+                    self.resource(),
+                    "subjectaccessreviews"
+                        | "selfsubjectaccessreviews"
+                        | "localsubjectaccessreviews"
+                        | "selfsubjectrulesreviews"
+                ),
+                _ => false,
+            }
+    }
+
+    /// `dryRun=All`, as the only value, where kube-apiserver itself honours it: an aggregated
+    /// server may have never heard of it.
+    fn is_dry_run(&self) -> bool {
+        if !self.is_resource
+            || !matches!(self.verb, Verb::Create | Verb::Update | Verb::Patch)
+            || self.subresource() == "token"
+            || !self.query().contains('=')
+            || !is_built_in_group(self.group())
+        {
+            return false;
+        }
+        let mut values = query::pairs(self.query()).filter(|(key, _)| key == "dryRun");
+        matches!((values.next(), values.next()), (Some((_, value)), None) if value == "All")
+    }
+}
+
+/// Whether a list header (repeated or comma-separated) holds `token`, in any case.
+pub(super) fn has_token(headers: &HeaderMap, name: header::HeaderName, token: &str) -> bool {
+    headers.get_all(name).iter().any(|value| {
+        value
+            .as_bytes()
+            .split(|&b| b == b',')
+            .any(|t| t.trim_ascii().eq_ignore_ascii_case(token.as_bytes()))
+    })
+}
+
+/// Whether a request wants its connection to stop being HTTP: an HTTP/1.1 upgrade (RFC 9110,
+/// section 7.8) or CONNECT. An upgrade to `h2c` is not honoured, as that would be a tunnel for
+/// requests nobody looks at; it is answered as if it had not been asked for.
+pub fn is_upgrade(method: &Method, headers: &HeaderMap, version: Version) -> bool {
+    if *method == Method::CONNECT {
+        return true;
+    }
+    version == Version::HTTP_11
+        && headers.contains_key(header::UPGRADE)
+        && has_token(headers, header::CONNECTION, "upgrade")
+        && !has_token(headers, header::UPGRADE, "h2c")
+}
+
+/// Whether kube-apiserver itself serves the group, so that its resource versions are etcd's. Any
+/// other group may be a custom resource or somebody else's server behind an `APIService`.
+pub fn is_built_in_group(group: &str) -> bool {
+    matches!(
+        group,
+        "" | "admissionregistration.k8s.io"
+            | "apiextensions.k8s.io"
+            | "apiregistration.k8s.io"
+            | "apps"
+            | "auditregistration.k8s.io"
+            | "authentication.k8s.io"
+            | "authorization.k8s.io"
+            | "autoscaling"
+            | "batch"
+            | "certificates.k8s.io"
+            | "coordination.k8s.io"
+            | "discovery.k8s.io"
+            | "events.k8s.io"
+            | "extensions"
+            | "flowcontrol.apiserver.k8s.io"
+            | "internal.apiserver.k8s.io"
+            | "networking.k8s.io"
+            | "node.k8s.io"
+            | "policy"
+            | "rbac.authorization.k8s.io"
+            | "resource.k8s.io"
+            | "scheduling.k8s.io"
+            | "settings.k8s.io"
+            | "storage.k8s.io"
+            | "storagemigration.k8s.io"
+    )
+}

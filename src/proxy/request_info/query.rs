@@ -1,0 +1,153 @@
+//! Query strings read exactly as Go's `net/url` reads them, because the apiserver does.
+//!
+//! `url.URL.Query()` splits on `&`, drops a pair that holds a `;` or a broken escape, unescapes
+//! keys as well as values, and turns `+` into a space. A reader with other rules would classify a
+//! request differently from the server that will run it.
+
+use std::borrow::Cow;
+
+/// The value of one hexadecimal digit.
+fn hex(digit: u8) -> Option<u8> {
+    match digit {
+        b'0'..=b'9' => Some(digit - b'0'),
+        b'a'..=b'f' => Some(digit - b'a' + 10),
+        b'A'..=b'F' => Some(digit - b'A' + 10),
+        _ => None,
+    }
+}
+
+/// Percent-decodes; `None` for a broken escape, as Go's `url.PathUnescape` and `QueryUnescape`
+/// fail. Borrows when there is nothing to decode.
+fn unescape(text: &str, plus_is_space: bool) -> Option<Cow<'_, str>> {
+    if !text.bytes().any(|b| b == b'%' || (plus_is_space && b == b'+')) {
+        return Some(Cow::Borrowed(text));
+    }
+    let mut decoded = Vec::with_capacity(text.len());
+    let mut bytes = text.bytes();
+    while let Some(byte) = bytes.next() {
+        decoded.push(match byte {
+            b'%' => hex(bytes.next()?)? << 4 | hex(bytes.next()?)?,
+            b'+' if plus_is_space => b' ',
+            other => other,
+        });
+    }
+    // Go keeps arbitrary bytes; for naming things a replacement character is as good.
+    Some(Cow::Owned(match String::from_utf8(decoded) {
+        Ok(text) => text,
+        Err(error) => String::from_utf8_lossy(error.as_bytes()).into_owned(),
+    }))
+}
+
+/// Decodes a path as Go's `url.PathUnescape`: `+` stays a plus.
+pub fn unescape_path(path: &str) -> Option<Cow<'_, str>> {
+    unescape(path, false)
+}
+
+/// Decodes a key or a value as Go's `url.QueryUnescape`.
+pub fn unescape_query(text: &str) -> Option<Cow<'_, str>> {
+    unescape(text, true)
+}
+
+/// The pairs of a query, decoded, in order; malformed ones are left out as Go leaves them out.
+#[derive(Clone, Debug)]
+pub struct Pairs<'a>(&'a str);
+
+/// Reads a query string (without its `?`).
+pub fn pairs(query: &str) -> Pairs<'_> {
+    Pairs(query)
+}
+
+impl<'a> Iterator for Pairs<'a> {
+    type Item = (Cow<'a, str>, Cow<'a, str>);
+
+    fn next(&mut self) -> Option<Self::Item> {
+        while !self.0.is_empty() {
+            let (pair, rest) = self.0.split_once('&').unwrap_or((self.0, ""));
+            self.0 = rest;
+            if pair.is_empty() || pair.contains(';') {
+                continue;
+            }
+            let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
+            if let (Some(key), Some(value)) = (unescape_query(key), unescape_query(value)) {
+                return Some((key, value));
+            }
+        }
+        None
+    }
+}
+
+/// The first value of `key`, as Go's `url.Values.Get`; `Some("")` when it is there without one.
+pub fn first<'a>(query: &'a str, key: &str) -> Option<Cow<'a, str>> {
+    pairs(query).find(|(k, _)| k == key).map(|(_, value)| value)
+}
+
+/// A boolean parameter as `apimachinery` converts it (`Convert_Slice_string_To_bool`): only
+/// absence, `0` and `false` in any case are false; a bare `watch` is true.
+pub fn truth(value: Option<&str>) -> bool {
+    value.is_some_and(|v| v != "0" && !v.eq_ignore_ascii_case("false"))
+}
+
+/// What a watch asked for, as far as its resumption depends on it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct WatchParams<'a> {
+    /// `resourceVersion`; absent when empty, which means the same to the server.
+    pub resource_version: Option<Cow<'a, str>>,
+    /// `sendInitialEvents` is there and true: the state comes first, as a stream.
+    pub send_initial_events: bool,
+    /// `allowWatchBookmarks`: the client itself asked for bookmarks.
+    pub allow_bookmarks: bool,
+    /// `timeoutSeconds`; absent when 0, which means the server's own choice.
+    pub timeout_seconds: Option<u64>,
+    /// Events come as WebSocket messages: never resumed.
+    pub websocket: bool,
+}
+
+impl<'a> WatchParams<'a> {
+    /// Reads the parameters from a query string.
+    pub fn parse(query: &'a str, websocket: bool) -> Self {
+        let mut seen = [false; 4];
+        let mut params = WatchParams { websocket, ..WatchParams::default() };
+        for (key, value) in pairs(query) {
+            let slot = match &*key {
+                "resourceVersion" => 0,
+                "sendInitialEvents" => 1,
+                "allowWatchBookmarks" => 2,
+                "timeoutSeconds" => 3,
+                _ => continue,
+            };
+            // The first value wins.
+            if std::mem::replace(&mut seen[slot], true) {
+                continue;
+            }
+            match slot {
+                0 => params.resource_version = Some(value).filter(|v| !v.is_empty()),
+                1 => params.send_initial_events = truth(Some(&value)),
+                2 => params.allow_bookmarks = truth(Some(&value)),
+                _ => params.timeout_seconds = value.parse().ok().filter(|&seconds| seconds > 0),
+            }
+        }
+        params
+    }
+}
+
+/// The name in `fieldSelector=metadata.name=x`, by which the apiserver authorises a list or watch
+/// of one object (`fields.ParseSelector`, `RequiresExactMatch`, `IsValidPathSegmentName`).
+pub fn selected_name(selector: &str) -> Option<&str> {
+    // Escapes occur in no valid name; whoever writes one is not asking for an object by name.
+    if selector.contains('\\') {
+        return None;
+    }
+    let mut name = None;
+    for term in selector.split(',').filter(|term| !term.is_empty()) {
+        // A term without an operator makes the whole selector invalid.
+        let at = term.find('=')?;
+        if at > 0 && term.as_bytes()[at - 1] == b'!' {
+            continue;
+        }
+        let value = term[at + 1..].strip_prefix('=').unwrap_or(&term[at + 1..]);
+        if name.is_none() && &term[..at] == "metadata.name" {
+            name = Some(value);
+        }
+    }
+    name.filter(|n| !n.is_empty() && *n != "." && *n != ".." && !n.contains(['/', '%']))
+}

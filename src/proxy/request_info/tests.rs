@@ -1,0 +1,327 @@
+//! The path table of Kubernetes' own test (`requestinfo_test.go`), ours for kinds, and queries.
+
+use super::*;
+use std::borrow::Cow;
+
+fn info(method: &str, target: &str) -> RequestInfo {
+    with_headers(method, target, &[])
+}
+
+fn with_headers(method: &str, target: &str, headers: &[(&str, &str)]) -> RequestInfo {
+    let mut request = http::Request::builder().method(method).uri(target);
+    for (name, value) in headers {
+        request = request.header(*name, *value);
+    }
+    RequestInfo::from_parts(&request.body(()).unwrap().into_parts().0)
+}
+
+const UPGRADE: &[(&str, &str)] = &[("Connection", "keep-alive, Upgrade"), ("Upgrade", "websocket")];
+
+#[test]
+fn paths_read_as_kubernetes_reads_them() {
+    // method, target, verb, group, version, namespace, resource, subresource, name
+    type Row = [&'static str; 9];
+    #[rustfmt::skip]
+    let rows: &[Row] = &[
+        ["GET", "/api/v1/namespaces", "list", "", "v1", "", "namespaces", "", ""],
+        ["GET", "/api/v1/namespaces/other", "get", "", "v1", "other", "namespaces", "", "other"],
+        ["GET", "/api/v1/namespaces/other/pods", "list", "", "v1", "other", "pods", "", ""],
+        ["GET", "/api/v1/namespaces/other/pods/foo", "get", "", "v1", "other", "pods", "", "foo"],
+        ["HEAD", "/api/v1/namespaces/other/pods/foo", "get", "", "v1", "other", "pods", "", "foo"],
+        ["GET", "/api/v1/pods", "list", "", "v1", "", "pods", "", ""],
+        ["HEAD", "/api/v1/pods", "list", "", "v1", "", "pods", "", ""],
+        ["GET", "/api/v1/pods/", "list", "", "v1", "", "pods", "", ""],
+        ["GET", "//api/v1/pods//", "list", "", "v1", "", "pods", "", ""],
+        ["GET", "/api/v1/nodes/n1", "get", "", "v1", "", "nodes", "", "n1"],
+        ["PATCH", "/api/v1/nodes/n1/status", "patch", "", "v1", "", "nodes", "status", "n1"],
+        // Special verbs.
+        ["GET", "/api/v1/proxy/namespaces/other/pods/foo", "proxy", "", "v1", "other", "pods", "", "foo"],
+        ["GET", "/api/v1/proxy/namespaces/other/pods/foo/sub/path/not/sub", "proxy", "", "v1", "other", "pods", "", "foo"],
+        ["POST", "/api/v1/proxy/nodes/n1", "proxy", "", "v1", "", "nodes", "", "n1"],
+        ["GET", "/api/v1/watch/pods", "watch", "", "v1", "", "pods", "", ""],
+        ["GET", "/api/v1/watch/namespaces/other/pods", "watch", "", "v1", "other", "pods", "", ""],
+        ["GET", "/api/v1/watch/namespaces/other/pods/foo", "watch", "", "v1", "other", "pods", "", "foo"],
+        ["GET", "/api/v1/watch/namespaces", "watch", "", "v1", "", "namespaces", "", ""],
+        ["GET", "/apis/apps/v1/watch/deployments", "watch", "apps", "v1", "", "deployments", "", ""],
+        ["GET", "/api/v1/watch", "get", "", "v1", "", "", "", ""],
+        ["DELETE", "/api/v1/proxy/", "delete", "", "v1", "", "", "", ""],
+        // The query decides between list and watch.
+        ["GET", "/api/v1/pods?watch=true", "watch", "", "v1", "", "pods", "", ""],
+        ["GET", "/api/v1/pods?watch=1", "watch", "", "v1", "", "pods", "", ""],
+        ["GET", "/api/v1/pods?watch", "watch", "", "v1", "", "pods", "", ""],
+        ["GET", "/api/v1/pods?watch=", "watch", "", "v1", "", "pods", "", ""],
+        ["GET", "/api/v1/pods?watch=yes", "watch", "", "v1", "", "pods", "", ""],
+        ["GET", "/api/v1/pods?w%61tch=t", "watch", "", "v1", "", "pods", "", ""],
+        ["GET", "/api/v1/pods?watch=False", "list", "", "v1", "", "pods", "", ""],
+        ["GET", "/api/v1/pods?watch=0", "list", "", "v1", "", "pods", "", ""],
+        ["GET", "/api/v1/pods?watch=false&watch=true", "list", "", "v1", "", "pods", "", ""],
+        ["GET", "/api/v1/pods?limit=1;watch=true", "list", "", "v1", "", "pods", "", ""],
+        ["GET", "/api/v1/pods?watch=%zz", "list", "", "v1", "", "pods", "", ""],
+        ["GET", "/api/v1/namespaces/x/pods/foo?watch=true", "get", "", "v1", "x", "pods", "", "foo"],
+        ["GET", "/api/v1/namespaces/x/pods?fieldSelector=metadata.name%3Dfoo", "list", "", "v1", "x", "pods", "", "foo"],
+        ["GET", "/api/v1/namespaces/x/pods?watch=1&fieldSelector=metadata.name=foo", "watch", "", "v1", "x", "pods", "", "foo"],
+        ["GET", "/api/v1/namespaces/x/pods?fieldSelector=metadata.name!%3Dfoo", "list", "", "v1", "x", "pods", "", ""],
+        ["GET", "/api/v1/pods?fieldSelector=spec.nodeName%3Dn1", "list", "", "v1", "", "pods", "", ""],
+        ["GET", "/api/v1/pods?fieldSelector=a%3D%3Db,metadata.name%3D%3Dfoo", "list", "", "v1", "", "pods", "", "foo"],
+        ["GET", "/api/v1/pods?fieldSelector=metadata.name%3Da/b", "list", "", "v1", "", "pods", "", ""],
+        ["GET", "/api/v1/pods?fieldSelector=nonsense,metadata.name%3Da", "list", "", "v1", "", "pods", "", ""],
+        ["DELETE", "/api/v1/namespaces/x/pods?fieldSelector=metadata.name%3Dfoo", "deletecollection", "", "v1", "x", "pods", "", ""],
+        // Subresources, and those of a namespace.
+        ["GET", "/api/v1/namespaces/other/pods/foo/status", "get", "", "v1", "other", "pods", "status", "foo"],
+        ["GET", "/api/v1/namespaces/other/pods/foo/proxy/sub/path", "get", "", "v1", "other", "pods", "proxy", "foo"],
+        ["GET", "/api/v1/namespaces/other/pods/foo/log?follow=true", "get", "", "v1", "other", "pods", "log", "foo"],
+        ["PUT", "/api/v1/namespaces/x/finalize", "update", "", "v1", "x", "namespaces", "finalize", "x"],
+        ["PUT", "/api/v1/namespaces/x/status", "update", "", "v1", "x", "namespaces", "status", "x"],
+        ["GET", "/api/v1/namespaces/x/status/y", "get", "", "v1", "x", "namespaces", "status", "x"],
+        ["POST", "/api/v1/namespaces/x/serviceaccounts/sa/token", "create", "", "v1", "x", "serviceaccounts", "token", "sa"],
+        ["POST", "/api/v1/namespaces/x/pods/foo/binding", "create", "", "v1", "x", "pods", "binding", "foo"],
+        // Writes.
+        ["POST", "/api/v1/namespaces/other/pods", "create", "", "v1", "other", "pods", "", ""],
+        ["PUT", "/api/v1/namespaces/other/pods/foo", "update", "", "v1", "other", "pods", "", "foo"],
+        ["PATCH", "/apis/apps/v1/namespaces/x/deployments/d/scale", "patch", "apps", "v1", "x", "deployments", "scale", "d"],
+        ["DELETE", "/api/v1/namespaces/other/pods/foo", "delete", "", "v1", "other", "pods", "", "foo"],
+        ["DELETE", "/api/v1/namespaces/other/pods", "deletecollection", "", "v1", "other", "pods", "", ""],
+        ["DELETE", "/api/v1/nodes", "deletecollection", "", "v1", "", "nodes", "", ""],
+        ["OPTIONS", "/api/v1/pods", "other", "", "v1", "", "pods", "", ""],
+        // Groups.
+        ["GET", "/apis/extensions/v1beta1/namespaces/x/ingresses", "list", "extensions", "v1beta1", "x", "ingresses", "", ""],
+        ["PUT", "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases/n1", "update", "coordination.k8s.io", "v1", "kube-node-lease", "leases", "", "n1"],
+        // Weird slashes shift the parts, for Go as for us; escapes are decoded before splitting.
+        ["GET", "/api//v1/pods", "get", "", "", "", "v1", "", "pods"],
+        ["GET", "/api/v1/namespaces//pods", "list", "", "v1", "", "pods", "", ""],
+        ["GET", "/api/v1/namespaces/a%2Fpods", "list", "", "v1", "a", "pods", "", ""],
+        ["GET", "/%61pi/v1/namespaces/x/pods/p%20q", "get", "", "v1", "x", "pods", "", "p q"],
+        ["POST", "/api/v1/namespaces/x/pods/foo/ex%65c", "create", "", "v1", "x", "pods", "exec", "foo"],
+        ["GET", "/api/v1/namespaces/x/pods/foo+bar", "get", "", "v1", "x", "pods", "", "foo+bar"],
+        ["GET", "/api/v1/namespaces/x/pods/%ff", "get", "", "v1", "x", "pods", "", "\u{fffd}"],
+    ];
+    for row in rows {
+        let info = info(row[0], row[1]);
+        assert!(info.is_resource, "{row:?}");
+        let got = [
+            info.verb.as_str(),
+            info.group(),
+            info.version(),
+            info.namespace(),
+            info.resource(),
+            info.subresource(),
+            info.name(),
+        ];
+        assert_eq!(got, row[2..], "{} {}", row[0], row[1]);
+    }
+}
+
+#[test]
+fn what_is_not_a_resource() {
+    for (method, target, verb) in [
+        ("GET", "/", "get"),
+        ("GET", "/healthz", "get"),
+        ("GET", "/readyz?verbose", "get"),
+        ("GET", "/api", "get"),
+        ("GET", "/api/", "get"),
+        ("GET", "/api/v1", "get"),
+        ("GET", "/apis", "get"),
+        ("GET", "/apis/apps", "get"),
+        ("GET", "/apis/apps/v1", "get"),
+        ("GET", "/apis/apps/v1/", "get"),
+        ("GET", "/openapi/v3/apis/apps/v1", "get"),
+        ("GET", "/API/v1/pods", "get"),
+        ("GET", "/not/an/api/path/at/all", "get"),
+        ("HEAD", "/version", "head"),
+        ("POST", "/foo", "post"),
+        ("PUT", "/a/b/c/d", "put"),
+        ("PATCH", "/foo", "patch"),
+        ("DELETE", "/foo", "delete"),
+        ("OPTIONS", "*", "options"),
+        ("BREW", "/coffee", "other"),
+        ("GET", "/api%zz/v1/pods", "get"),
+    ] {
+        let info = info(method, target);
+        assert!(!info.is_resource, "{target}");
+        assert_eq!(info.verb.as_str(), verb, "{target}");
+        assert_eq!((info.resource(), info.name(), info.group()), ("", "", ""), "{target}");
+    }
+}
+
+#[test]
+fn kinds_follow_the_retry_table() {
+    use Kind::{Log, Read, SafeCreate, Tunnel, Watch, Write};
+    const AUTHN: &str = "/apis/authentication.k8s.io/v1/";
+    const AUTHZ: &str = "/apis/authorization.k8s.io/v1/";
+    const NS: &str = "/api/v1/namespaces/x/";
+    for (method, prefix, rest, kind) in [
+        ("GET", NS, "pods", Read),
+        ("GET", NS, "pods/p", Read),
+        ("HEAD", NS, "pods/p", Read),
+        ("GET", "/apis", "", Read),
+        ("GET", "/healthz", "", Read),
+        ("HEAD", "/version", "", Read),
+        ("OPTIONS", "/api/v1/pods", "", Read),
+        ("GET", NS, "pods?watch=true", Watch),
+        ("GET", "/api/v1/watch/pods", "", Watch),
+        ("HEAD", NS, "pods?watch=true", Read),
+        ("POST", "/api/v1/watch/pods", "", Write),
+        ("GET", NS, "pods/p/log", Log),
+        ("GET", NS, "pods/p/log?follow=true", Log),
+        ("POST", NS, "pods/p/log", Write),
+        ("POST", NS, "pods", Write),
+        ("PUT", NS, "pods/p/status", Write),
+        ("PATCH", NS, "pods/p", Write),
+        ("DELETE", NS, "pods/p", Write),
+        ("DELETE", NS, "pods", Write),
+        ("POST", NS, "pods/p/binding", Write),
+        ("POST", NS, "pods/p/eviction", Write),
+        ("POST", NS, "serviceaccounts/sa/token", Write),
+        ("POST", NS, "serviceaccounts/sa/token?dryRun=All", Write),
+        ("POST", "/foo", "", Write),
+        ("TRACE", "/foo", "", Write),
+        ("POST", AUTHN, "tokenreviews", SafeCreate),
+        ("POST", AUTHN, "selfsubjectreviews", SafeCreate),
+        ("POST", AUTHZ, "subjectaccessreviews", SafeCreate),
+        ("POST", AUTHZ, "selfsubjectaccessreviews", SafeCreate),
+        ("POST", AUTHZ, "selfsubjectrulesreviews", SafeCreate),
+        ("POST", AUTHZ, "namespaces/x/localsubjectaccessreviews", SafeCreate),
+        ("POST", AUTHZ, "tokenreviews", Write),
+        ("POST", AUTHN, "subjectaccessreviews", Write),
+        ("POST", "/apis/evil.example.com/v1/", "tokenreviews", Write),
+        ("POST", NS, "tokenreviews", Write),
+        ("PUT", AUTHN, "tokenreviews/x", Write),
+        ("POST", AUTHN, "tokenreviews/x", Write),
+        ("POST", NS, "pods?dryRun=All", SafeCreate),
+        ("PUT", NS, "pods/p?dryRun=All&fieldManager=x", SafeCreate),
+        ("PATCH", "/apis/apps/v1/namespaces/x/deployments/d", "?dry%52un=%41ll", SafeCreate),
+        ("POST", NS, "pods?dryRun=all", Write),
+        ("POST", NS, "pods?dryRun", Write),
+        ("POST", NS, "pods?dryRun=All&dryRun=", Write),
+        ("POST", NS, "pods?dryRun=&dryRun=All", Write),
+        ("POST", NS, "pods?dryRun=All;x", Write),
+        ("DELETE", NS, "pods/p?dryRun=All", Write),
+        ("POST", "/apis/metrics.example.com/v1/", "things?dryRun=All", Write),
+        ("POST", "/foo?dryRun=All", "", Write),
+        ("POST", NS, "pods/p/exec?command=sh", Tunnel),
+        ("GET", NS, "pods/p/exec?command=sh", Tunnel),
+        ("POST", NS, "pods/p/attach", Tunnel),
+        ("POST", NS, "pods/p/portforward", Tunnel),
+        ("GET", NS, "services/s/proxy/", Tunnel),
+        ("DELETE", NS, "pods/p/proxy/a/b", Tunnel),
+        ("GET", "/api/v1/nodes/n1/proxy/stats", "", Tunnel),
+        ("GET", "/api/v1/proxy/nodes/n1", "", Tunnel),
+    ] {
+        let target = format!("{prefix}{rest}");
+        assert_eq!(info(method, &target).kind, kind, "{method} {target}");
+    }
+    for target in
+        ["/api/v1/namespaces/x/pods/p/exec", "/api/v1/pods?watch=1", "/apis/x.y/v1/z/a/vnc"]
+    {
+        let info = with_headers("GET", target, UPGRADE);
+        assert_eq!(info.kind, Tunnel, "{target}");
+        assert!(info.long_running());
+    }
+}
+
+#[test]
+fn upgrades() {
+    let upgrade = |version, headers: &[(&str, &str)]| {
+        let mut request = http::Request::get("/").version(version);
+        for (name, value) in headers {
+            request = request.header(*name, *value);
+        }
+        let parts = request.body(()).unwrap().into_parts().0;
+        is_upgrade(&parts.method, &parts.headers, parts.version)
+    };
+    assert!(upgrade(Version::HTTP_11, UPGRADE));
+    assert!(upgrade(Version::HTTP_11, &[("connection", "UPGRADE"), ("upgrade", "SPDY/3.1")]));
+    assert!(upgrade(
+        Version::HTTP_11,
+        &[("connection", "close"), ("connection", "a,upgrade ,b"), ("upgrade", "x")]
+    ));
+    assert!(!upgrade(Version::HTTP_11, &[("connection", "upgraded"), ("upgrade", "websocket")]));
+    assert!(!upgrade(Version::HTTP_11, &[("upgrade", "websocket")]));
+    assert!(!upgrade(Version::HTTP_11, &[("connection", "upgrade")]));
+    assert!(!upgrade(
+        Version::HTTP_11,
+        &[("connection", "upgrade"), ("upgrade", "H2C, websocket")]
+    ));
+    assert!(!upgrade(Version::HTTP_10, UPGRADE));
+    assert!(!upgrade(Version::HTTP_2, UPGRADE));
+    assert!(is_upgrade(&Method::CONNECT, &HeaderMap::new(), Version::HTTP_2));
+}
+
+#[test]
+fn long_running_requests() {
+    for (method, target, want) in [
+        ("GET", "/api/v1/pods?watch=true", true),
+        ("GET", "/api/v1/proxy/nodes/n1", true),
+        ("GET", "/api/v1/namespaces/x/pods/p/log", true),
+        ("POST", "/api/v1/namespaces/x/pods/p/attach", true),
+        ("GET", "/debug/pprof/profile", true),
+        ("GET", "/api/v1/pods", false),
+        ("GET", "/logs/x", false),
+        ("POST", "/api/v1/namespaces/x/pods", false),
+    ] {
+        assert_eq!(info(method, target).long_running(), want, "{target}");
+    }
+}
+
+#[test]
+fn watch_parameters() {
+    let all = "watch=1&resourceVersion=12&sendInitialEvents=true&allowWatchBookmarks=1\
+               &timeoutSeconds=30&resourceVersion=99&timeoutSeconds=1";
+    assert_eq!(
+        info("GET", &format!("/api/v1/pods?{all}")).watch_params(),
+        WatchParams {
+            resource_version: Some(Cow::Borrowed("12")),
+            send_initial_events: true,
+            allow_bookmarks: true,
+            timeout_seconds: Some(30),
+            websocket: false,
+        }
+    );
+    let none = WatchParams::default();
+    for query in [
+        "",
+        "resourceVersion=&resourceVersion=7",
+        "sendInitialEvents=false",
+        "allowWatchBookmarks=0",
+        "timeoutSeconds=0",
+        "timeoutSeconds=-1",
+        "timeoutSeconds=x",
+        "resourceVersion=1;x=y",
+    ] {
+        assert_eq!(WatchParams::parse(query, false), none, "{query}");
+    }
+    let encoded = WatchParams::parse("resourceVersion=%31%32&sendInitialEvents", true);
+    assert_eq!(encoded.resource_version.as_deref(), Some("12"));
+    assert!(encoded.send_initial_events && encoded.websocket);
+}
+
+#[test]
+fn built_in_groups_are_listed_not_guessed() {
+    for group in ["", "apps", "batch", "policy", "resource.k8s.io", "flowcontrol.apiserver.k8s.io"]
+    {
+        assert!(is_built_in_group(group), "{group}");
+    }
+    for group in ["metrics.k8s.io", "gateway.networking.k8s.io", "snapshot.storage.k8s.io", "Apps"]
+    {
+        assert!(!is_built_in_group(group), "{group}");
+    }
+}
+
+proptest::proptest! {
+    #[test]
+    fn nothing_panics_and_unsafe_methods_are_never_reads(
+        method in "(GET|HEAD|POST|PUT|PATCH|DELETE|OPTIONS|BREW)",
+        path in "(/(api|apis|v1|watch|proxy|namespaces|pods|x|apps|log|exec|%2[fF]|%|)){0,11}",
+        query in "([a-zA-Z=&;%+0-9]{0,20}|watch=1|dryRun=All)",
+    ) {
+        let target = format!("/{path}?{query}");
+        if let Ok(uri) = target.parse::<Uri>() {
+            let method: Method = method.parse().unwrap();
+            let info = RequestInfo::new(&method, &uri, Version::HTTP_2, &HeaderMap::new());
+            if !matches!(method.as_str(), "GET" | "HEAD" | "OPTIONS") {
+                proptest::prop_assert!(!matches!(info.kind, Kind::Read | Kind::Watch | Kind::Log));
+            }
+            proptest::prop_assert!(info.is_resource || info.resource().is_empty());
+        }
+    }
+}

@@ -1,0 +1,229 @@
+//! A decoder of its own for what `encode` writes, the Accept table, and the shutdown answers.
+
+use super::*;
+use proptest::prelude::*;
+
+/// One protobuf field: number, and bytes or a varint.
+#[derive(Debug, PartialEq)]
+enum Field<'a> {
+    Bytes(u64, &'a [u8]),
+    Number(u64, u64),
+}
+
+fn varint(input: &mut &[u8]) -> u64 {
+    let (mut value, mut shift) = (0, 0);
+    loop {
+        let (&byte, rest) = input.split_first().expect("a varint ends");
+        *input = rest;
+        value |= u64::from(byte & 0x7f) << shift;
+        shift += 7;
+        if byte < 0x80 {
+            return value;
+        }
+    }
+}
+
+fn fields(mut input: &[u8]) -> Vec<Field<'_>> {
+    let mut out = Vec::new();
+    while !input.is_empty() {
+        let key = varint(&mut input);
+        let value = varint(&mut input);
+        match key & 7 {
+            0 => out.push(Field::Number(key >> 3, value)),
+            2 => {
+                let (bytes, rest) = input.split_at(value as usize);
+                input = rest;
+                out.push(Field::Bytes(key >> 3, bytes));
+            }
+            other => panic!("wire type {other}"),
+        }
+    }
+    out
+}
+
+fn problem(message: &str, code: u16, reason: Reason, retry_after: Option<u32>) -> Problem {
+    let code = StatusCode::from_u16(code).unwrap();
+    Problem { code, reason, message: message.to_owned(), retry_after }
+}
+
+fn any_reason() -> impl Strategy<Value = Reason> {
+    prop_oneof![
+        Just(Reason::BadRequest),
+        Just(Reason::InternalError),
+        Just(Reason::TooManyRequests),
+        Just(Reason::Unknown),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn both_encodings_say_the_same(
+        message in any::<String>(),
+        code in 100u16..1000,
+        reason in any_reason(),
+        retry_after in proptest::option::of(any::<u32>()),
+    ) {
+        let problem = problem(&message, code, reason, retry_after);
+        let bytes = encode::protobuf(&problem);
+        let unknown = fields(bytes.strip_prefix(b"k8s\0").unwrap());
+        let [Field::Bytes(1, meta), Field::Bytes(2, raw), Field::Bytes(3, b""), Field::Bytes(4, b"")] =
+            unknown[..] else { panic!("{unknown:?}") };
+        prop_assert_eq!(fields(meta), [Field::Bytes(1, b"v1"), Field::Bytes(2, b"Status")]);
+        let details = retry_after.map(|seconds| {
+            let mut wanted = vec![5 << 3];
+            let mut rest = u64::from(seconds);
+            while rest >= 0x80 {
+                wanted.push(rest as u8 | 0x80);
+                rest >>= 7;
+            }
+            wanted.push(rest as u8);
+            wanted
+        });
+        let mut wanted = vec![
+            Field::Bytes(1, b""),
+            Field::Bytes(2, b"Failure"),
+            Field::Bytes(3, message.as_bytes()),
+            Field::Bytes(4, reason.as_str().as_bytes()),
+        ];
+        wanted.extend(details.as_deref().map(|bytes| Field::Bytes(5, bytes)));
+        wanted.push(Field::Number(6, code.into()));
+        prop_assert_eq!(fields(raw), wanted);
+
+        let json: serde_json::Value = serde_json::from_slice(&encode::json(&problem)).unwrap();
+        prop_assert_eq!(&json["message"], &message);
+        prop_assert_eq!(&json["code"], code);
+        prop_assert_eq!(json["reason"].as_str().unwrap_or(""), reason.as_str());
+        prop_assert_eq!(json["details"]["retryAfterSeconds"].as_u64(), retry_after.map(u64::from));
+    }
+
+    #[test]
+    fn any_accept_header_is_survived(accept in "[a-z/*;,=. q0-9\"]{0,60}") {
+        let (headers, body) = Problem::internal("x").render(HeaderValue::from_str(&accept).ok().as_ref());
+        prop_assert_eq!(headers[header::CONTENT_LENGTH].to_str().unwrap(), body.len().to_string());
+    }
+}
+
+#[test]
+fn the_json_is_what_kubectl_reads() {
+    let (headers, body) = Problem::no_upstream("3 endpoints, all refused").render(None);
+    let json: serde_json::Value = serde_json::from_slice(&body).unwrap();
+    assert_eq!(
+        json,
+        serde_json::json!({
+            "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
+            "message": "jackstay: no apiserver is reachable: 3 endpoints, all refused",
+            "reason": "ServiceUnavailable", "code": 503,
+        })
+    );
+    assert_eq!(headers[header::CONTENT_TYPE], "application/json");
+}
+
+#[test]
+fn only_what_was_never_sent_may_be_sent_again() {
+    for (problem, code, reason, retry_after) in [
+        (Problem::no_upstream("x"), 503, "ServiceUnavailable", None),
+        (Problem::unknown_fate("x"), 502, "InternalError", None),
+        (Problem::bad_gateway("x"), 502, "InternalError", None),
+        (Problem::unauthorized("x"), 401, "Unauthorized", None),
+        (Problem::bad_request("x"), 400, "BadRequest", None),
+        (Problem::too_many_requests("x"), 429, "TooManyRequests", Some("1")),
+        (Problem::header_too_large("x"), 431, "", None),
+        (Problem::gateway_timeout("x"), 504, "Timeout", None),
+        (Problem::internal("x"), 500, "InternalError", None),
+    ] {
+        assert!(problem.to_string().starts_with("jackstay: "), "{problem:?}");
+        assert_eq!(problem.reason.as_str(), reason);
+        let response = problem.into_response(None);
+        assert_eq!(response.status(), code);
+        let header = response.headers().get(header::RETRY_AFTER).map(|v| v.to_str().unwrap());
+        assert_eq!(header, retry_after);
+    }
+}
+
+#[test]
+fn accept_is_negotiated_as_the_apiserver_does() {
+    const P: &str = PROTOBUF;
+    for (accept, want) in [
+        ("", Encoding::Json),
+        ("*/*", Encoding::Json),
+        ("application/*", Encoding::Json),
+        ("text/html", Encoding::Json),
+        ("application/yaml", Encoding::Json),
+        (P, Encoding::Protobuf),
+        ("Application/Vnd.Kubernetes.Protobuf", Encoding::Protobuf),
+        (&format!("{P},application/json"), Encoding::Protobuf),
+        (&format!("application/json,{P}"), Encoding::Json),
+        (&format!("application/json;q=0.9, {P}"), Encoding::Protobuf),
+        (&format!("{P};q=0.5,application/json;q=0.8"), Encoding::Json),
+        (&format!("{P};q=0,*/*"), Encoding::Json),
+        (&format!("*/*,{P}"), Encoding::Protobuf),
+        (&format!("*/*,{P};q=0.9"), Encoding::Json),
+        (&format!("{P};stream=watch"), Encoding::Protobuf),
+        (
+            &format!("{P};as=PartialObjectMetadata;g=meta.k8s.io;v=v1,application/json"),
+            Encoding::Json,
+        ),
+        ("application/json;as=Table;v=v1;g=meta.k8s.io,application/json", Encoding::Json),
+    ] {
+        let header = HeaderValue::from_str(accept).unwrap();
+        assert_eq!(Encoding::negotiate(Some(&header)), want, "{accept}");
+    }
+    assert_eq!(Encoding::negotiate(None), Encoding::Json);
+    let header = HeaderValue::from_static(P);
+    let response = Problem::internal("x").into_response(Some(&header));
+    assert_eq!(response.headers()[header::CONTENT_TYPE], P);
+    assert!(response.body().starts_with(b"k8s\0"));
+}
+
+#[test]
+fn exactly_the_shutdown_answers_are_recognised() {
+    const TEXT: &str = "The apiserver is shutting down, please try again later.\n";
+    let status = |message: &str, reason: &str| {
+        format!(
+            r#"{{"kind":"Status","apiVersion":"v1","metadata":{{}},"status":"Failure","message":"{message}","reason":"{reason}","code":503}}"#
+        ) + "\n"
+    };
+    let down = status("apiserver is shutting down", "ServiceUnavailable");
+    let other =
+        status("the server is currently unable to handle the request", "ServiceUnavailable");
+    let internal = status("apiserver is shutting down", "InternalError");
+    let long = format!("{}{TEXT}", " ".repeat(REJECTION_MAX_BODY));
+    let after: &[(&'static str, &str)] = &[("retry-after", "5")];
+    let fair = &[("retry-after", "1"), ("x-kubernetes-pf-flowschema-uid", "u")];
+    for (code, headers, body, want) in [
+        (429, after, TEXT, true),
+        (429, after, TEXT.trim_end(), true),
+        (503, after, &*down, true),
+        (
+            503,
+            &[("retry-after", "1"), ("content-type", "text/plain"), ("content-length", "160")],
+            &*down,
+            true,
+        ),
+        (429, &[], TEXT, false),
+        (429, fair, TEXT, false),
+        (503, fair, &*down, false),
+        (429, after, "Too many requests, please try again later.\n", false),
+        (429, after, &*format!("x {TEXT}"), false),
+        (429, after, &*long, false),
+        (429, &[("retry-after", "5"), ("content-length", "5000")], TEXT, false),
+        (429, after, &*down, false),
+        (503, after, TEXT, false),
+        (503, after, &*other, false),
+        (503, after, &*internal, false),
+        (503, after, "", false),
+        (500, after, &*down, false),
+        (200, after, TEXT, false),
+    ] {
+        let mut map = HeaderMap::new();
+        for &(name, value) in headers {
+            map.insert(name, value.parse().unwrap());
+        }
+        let code = StatusCode::from_u16(code).unwrap();
+        assert_eq!(
+            shutting_down_rejection(code, &map, body.as_bytes()),
+            want,
+            "{code} {headers:?} {body}"
+        );
+    }
+}

@@ -1,0 +1,169 @@
+//! What may be sent again, and when.
+//!
+//! | request | not sent | unprocessed | sent | head | body |
+//! |---|---|---|---|---|---|
+//! | get, list, discovery | again | again | again | again | reset |
+//! | watch | again | again | again | again | resume |
+//! | log, log -f | again | again | again | again | reset |
+//! | create, update, patch, delete, … | again if the body is held | again if the body is held | **fail** | forward | reset |
+//! | create of *Review types, dryRun=All | again | again | again | again | reset |
+//! | exec, attach, port-forward, proxy | again | fail | fail | forward | reset |
+//!
+//! *Not sent*: connect or TLS failed, or the stream was never opened. *Unprocessed*: the server
+//! says so, by `REFUSED_STREAM`, by a GOAWAY whose last stream is below this one, or by one of the two
+//! answers that kube-apiserver gives before any handler runs while it shuts down. *Sent*: no
+//! response head. *Head*: a head, and nothing of it forwarded. *Body*: part of the answer is out.
+//!
+//! A write whose fate is unknown is never sent again, and its failure carries no Retry-After:
+//! client-go re-sends every verb on a 429 or 5xx that does.
+
+use super::request_info::Kind;
+
+/// How far a request got.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stage {
+    /// Connect or TLS failed, or the stream was never opened.
+    NotSent,
+    /// The server says that it did nothing.
+    Unprocessed,
+    /// No response head.
+    Sent,
+    /// A head, nothing of it forwarded.
+    Head,
+    /// Part of the answer is forwarded.
+    Body,
+}
+
+/// What to do about it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verdict {
+    /// Send it again, on another connection.
+    Again,
+    /// Send it again if the whole body so far is still held, else fail.
+    AgainIfHeld,
+    /// Answer with an error of ours.
+    Fail,
+    /// Forward what came.
+    Forward,
+    /// Reset the client's stream: truncation must not look complete.
+    Reset,
+    /// Go on with the watch elsewhere.
+    Resume,
+}
+
+/// The table above.
+pub fn decide(kind: Kind, stage: Stage) -> Verdict {
+    match (kind, stage) {
+        (Kind::Watch, Stage::Body) => Verdict::Resume,
+        (_, Stage::Body) => Verdict::Reset,
+        (Kind::Read | Kind::Watch | Kind::Log, _) => Verdict::Again,
+        // What has a body can be sent again only while all of it is there. A SafeCreate is safe
+        // as a whole.
+        (Kind::SafeCreate, _)
+        | (Kind::Write, Stage::NotSent | Stage::Unprocessed)
+        | (Kind::Tunnel, Stage::NotSent) => Verdict::AgainIfHeld,
+        (Kind::Write | Kind::Tunnel, Stage::Head) => Verdict::Forward,
+        (Kind::Write, Stage::Sent) | (Kind::Tunnel, Stage::Unprocessed | Stage::Sent) => {
+            Verdict::Fail
+        }
+    }
+}
+
+/// Whether a second attempt may run beside the first: only what may be sent again while the first
+/// may still reach its handler.
+pub fn may_hedge(kind: Kind) -> bool {
+    matches!(decide(kind, Stage::Sent), Verdict::Again | Verdict::AgainIfHeld)
+}
+
+/// How far a stream got that ended with this error before its response head (h2's terms: since
+/// 0.4.20 a GOAWAY is the error only of streams above its last stream id).
+pub fn stage_of(error: &h2::Error) -> Stage {
+    let refused = error.reason() == Some(h2::Reason::REFUSED_STREAM);
+    if error.is_remote() && (error.is_go_away() || refused) {
+        Stage::Unprocessed
+    } else {
+        Stage::Sent
+    }
+}
+
+/// Second attempts beside the first are limited to a tenth of the requests over time, so that an
+/// overloaded apiserver is not asked for more; the burst is what may wait on one connection.
+#[derive(Debug)]
+pub struct HedgeBudget {
+    tokens: std::cell::Cell<f64>,
+}
+
+/// Largest number of hedges at once: all streams of one connection.
+const BURST: f64 = 128.0;
+/// Hedges earned by one request.
+const SHARE: f64 = 0.1;
+
+impl Default for HedgeBudget {
+    fn default() -> Self {
+        Self { tokens: std::cell::Cell::new(BURST) }
+    }
+}
+
+impl HedgeBudget {
+    /// A request was made.
+    pub fn earn(&self) {
+        self.tokens.set((self.tokens.get() + SHARE).min(BURST));
+    }
+
+    /// Takes one hedge, if there is one.
+    pub fn take(&self) -> bool {
+        let left = self.tokens.get() - 1.0;
+        if left < 0.0 {
+            return false;
+        }
+        self.tokens.set(left);
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_cell() {
+        use Stage::{Body, Head, NotSent, Sent, Unprocessed};
+        use Verdict::{Again, AgainIfHeld, Fail, Forward, Reset, Resume};
+        let stages = [NotSent, Unprocessed, Sent, Head, Body];
+        for (kind, row) in [
+            (Kind::Read, [Again, Again, Again, Again, Reset]),
+            (Kind::Watch, [Again, Again, Again, Again, Resume]),
+            (Kind::Log, [Again, Again, Again, Again, Reset]),
+            (Kind::Write, [AgainIfHeld, AgainIfHeld, Fail, Forward, Reset]),
+            (Kind::SafeCreate, [AgainIfHeld, AgainIfHeld, AgainIfHeld, AgainIfHeld, Reset]),
+            (Kind::Tunnel, [AgainIfHeld, Fail, Fail, Forward, Reset]),
+        ] {
+            for (stage, expected) in stages.into_iter().zip(row) {
+                assert_eq!(decide(kind, stage), expected, "{kind:?} {stage:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn only_what_is_safe_is_hedged() {
+        assert!(may_hedge(Kind::Read) && may_hedge(Kind::Watch) && may_hedge(Kind::Log));
+        assert!(may_hedge(Kind::SafeCreate));
+        assert!(!may_hedge(Kind::Write) && !may_hedge(Kind::Tunnel));
+    }
+
+    #[test]
+    fn reasons_of_our_own_are_not_proof() {
+        assert_eq!(stage_of(&h2::Reason::REFUSED_STREAM.into()), Stage::Sent);
+        assert_eq!(stage_of(&h2::Reason::INTERNAL_ERROR.into()), Stage::Sent);
+    }
+
+    #[test]
+    fn the_budget_is_a_tenth_with_a_burst() {
+        let budget = HedgeBudget::default();
+        assert!((0..128).all(|_| budget.take()));
+        assert!(!budget.take());
+        (0..1000).for_each(|_| budget.earn());
+        let taken = (0..1000).filter(|_| budget.take()).count();
+        assert!((99..=101).contains(&taken), "{taken}");
+    }
+}

@@ -1,0 +1,240 @@
+//! One client connection: its requests in, its answers out, and the phases between them.
+//!
+//! `clean -> classify -> identify -> (upgrade | forward) -> answer`, each request recorded once by
+//! its [`Outcome`], whatever happens to it.
+
+use std::cell::Cell;
+use std::convert::Infallible;
+use std::net::IpAddr;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use http::request::Parts;
+use http::uri::{Authority, Scheme};
+use http::{HeaderValue, Request, Response, Uri, header};
+use hyper::body::Incoming;
+
+use super::body::{Body, Full};
+use super::forward::Outgoing;
+use super::hygiene;
+use super::identify::{Identifier, Peer};
+use super::line::Line;
+use super::request_info::{Kind, RequestInfo};
+use super::respond::Problem;
+use super::upgrade;
+use super::upload::Source;
+use super::watch::request::{self as watch_request, Asked};
+use super::watch_body::with_query;
+use crate::config::AccessLog;
+use crate::observe::{ListenerMetrics, Outcome, UserClass};
+use crate::upstream::credentials::Class;
+
+/// What the connections of one listener share, on one worker.
+pub struct Service {
+    /// Where their requests go.
+    pub line: Rc<Line>,
+    /// Whose credential may go with them.
+    pub identifier: Identifier,
+    /// Where they are counted.
+    pub metrics: Arc<ListenerMetrics>,
+    /// Which of them are logged.
+    pub access: AccessLog,
+    /// API groups beyond the built-in ones whose watches may be resumed.
+    pub resume_groups: Vec<String>,
+    /// Bytes of request headers that a client may send.
+    pub max_header_bytes: u32,
+    /// Upgraded connections, which a drain counts too.
+    pub tunnels: upgrade::Tunnels,
+}
+
+/// A client connection.
+pub struct Client {
+    /// What serves it.
+    pub service: Rc<Service>,
+    /// What it has shown in TLS, if anything.
+    pub peer: Option<Peer>,
+    /// Where it comes from.
+    pub address: IpAddr,
+}
+
+impl Client {
+    /// Answers one request. There is always an answer, if only an error of ours.
+    ///
+    /// Boxed: hyper and tokio move a request's future several times, and what is left of it stays
+    /// with its body for as long as that lasts.
+    pub fn handle(
+        self: Rc<Self>,
+        request: Request<Incoming>,
+    ) -> Pin<Box<impl Future<Output = Result<Response<Body>, Infallible>>>> {
+        Box::pin(async move {
+            let accept = request.headers().get(header::ACCEPT).cloned();
+            let result = match self.start(request) {
+                Ok(Way::Forward(outgoing, outcome, token)) => {
+                    let result = outgoing.forward(outcome).await;
+                    if let (Ok(response), Some((token, class))) = (&result, token) {
+                        self.service.identifier.learn(token.as_bytes(), class, response.status());
+                    }
+                    result
+                }
+                Ok(Way::Upgrade(serving)) => serving.await,
+                Err(failed) => Err(failed),
+            };
+            Ok(result.unwrap_or_else(|failed| refusal(failed, accept.as_ref())))
+        })
+    }
+
+    /// Everything that needs no waiting.
+    fn start(&self, request: Request<Incoming>) -> Result<Way<'_>, Failed> {
+        let service = &self.service;
+        let (parts, body) = request.into_parts();
+        let mut outcome =
+            Box::new(Outcome::begin(&service.metrics, service.access, self.address, &parts));
+        match self.prepare(&parts, &mut outcome) {
+            Ok((info, class)) => self.way(parts, body, info, class, outcome),
+            Err(problem) => Err((problem, outcome)),
+        }
+    }
+
+    /// What the request is, and whose.
+    fn prepare(
+        &self,
+        parts: &Parts,
+        outcome: &mut Outcome,
+    ) -> Result<(RequestInfo, Class), Problem> {
+        let info = RequestInfo::from_parts(parts);
+        outcome.classified(info.verb.as_str(), info.long_running());
+        hygiene::check_request(parts)?;
+        if parts.version < http::Version::HTTP_2 {
+            // hyper bounds its buffer, which may hold nearly twice as much by then; on HTTP/2 it
+            // counts the fields themselves.
+            hygiene::check_size(parts, self.service.max_header_bytes as usize)?;
+        }
+        let upstream = self.service.line.pool.upstream();
+        let class = self.service.identifier.identify(
+            self.peer.as_ref(),
+            &parts.headers,
+            &upstream.credentials,
+        )?;
+        outcome.user(match class {
+            Class::Identity(_) => UserClass::Identity,
+            Class::Token | Class::UnprovenToken => UserClass::Token,
+            Class::Anonymous | Class::Probe => UserClass::Anonymous,
+        });
+        Ok((info, class))
+    }
+
+    fn way(
+        &self,
+        mut parts: Parts,
+        body: Incoming,
+        info: RequestInfo,
+        class: Class,
+        outcome: Box<Outcome>,
+    ) -> Result<Way<'_>, Failed> {
+        let service = &self.service;
+        if info.upgrade {
+            hygiene::upstream_upgrade_headers(&mut parts.headers, self.address);
+            let request = Request::from_parts(parts, body);
+            let tunnels = &service.tunnels;
+            let served = upgrade::serve(&service.line, class, request, outcome, tunnels);
+            return Ok(Way::Upgrade(Box::pin(served)));
+        }
+        hygiene::upstream_request_headers(&mut parts.headers, self.address);
+        let watch = (info.kind == Kind::Watch)
+            .then(|| {
+                Asked::new(
+                    info.verb.as_str(),
+                    info.path(),
+                    info.query(),
+                    &parts.headers,
+                    &service.resume_groups,
+                )
+            })
+            .flatten();
+        let head = match upstream_head(parts, watch.as_ref()) {
+            Ok(head) => head,
+            Err(problem) => return Err((problem, outcome)),
+        };
+        let token = matches!(class, Class::Token | Class::UnprovenToken)
+            .then(|| head.headers().get(header::AUTHORIZATION).cloned())
+            .flatten();
+        let outgoing = Box::new(Outgoing {
+            line: Rc::clone(&service.line),
+            class: service.line.pool.class(class),
+            head,
+            body: (!http_body::Body::is_end_stream(&body))
+                .then(|| Source::new(body, &service.line.metrics)),
+            info,
+            watch,
+            hedges: Cell::new(0),
+        });
+        Ok(Way::Forward(outgoing, outcome, token.map(|token| (token, class))))
+    }
+}
+
+/// What the client is told instead, and where that is recorded.
+type Failed = (Problem, Box<Outcome>);
+
+/// How a request goes on.
+enum Way<'a> {
+    /// To an apiserver; with the token to learn about from the answer.
+    Forward(Box<Outgoing>, Box<Outcome>, Option<(HeaderValue, Class)>),
+    /// Out of HTTP.
+    Upgrade(Pin<Box<dyn Future<Output = Result<Response<Body>, Failed>> + 'a>>),
+}
+
+#[cold]
+fn refusal((problem, mut outcome): Failed, accept: Option<&HeaderValue>) -> Response<Body> {
+    outcome.answered(problem.code.as_u16());
+    outcome.because(problem.to_string());
+    problem.into_response(accept).map(|body| Body::Full(Full::new(body, outcome)))
+}
+
+/// The head as it goes upstream: HTTP/2 names its scheme and authority, and a watch is asked for so
+/// that it can be followed.
+fn upstream_head(parts: Parts, watch: Option<&Asked>) -> Result<Request<()>, Problem> {
+    let Parts { method, uri, mut headers, .. } = parts;
+    let host = headers.remove(header::HOST);
+    let mut target = uri.into_parts();
+    if target.authority.is_none() {
+        let authority = host
+            .as_ref()
+            .and_then(|host| Authority::try_from(host.as_bytes()).ok())
+            // HTTP/1.0 needs no Host; the apiserver does not look at it.
+            .unwrap_or_else(|| Authority::from_static("kubernetes.default.svc"));
+        target.authority = Some(authority);
+    }
+    target.scheme = Some(Scheme::HTTPS);
+    let mut uri = Uri::from_parts(target).map_err(|error| {
+        Problem::bad_request(&format!("the request target is not one: {error}"))
+    })?;
+    if let Some(asked) = watch {
+        watch_request::upstream_headers(&mut headers);
+        let query = uri.query().unwrap_or_default();
+        if let std::borrow::Cow::Owned(query) = watch_request::upstream_query(query, asked) {
+            uri = with_query(&uri, &query);
+        }
+    }
+    let mut request = Request::new(());
+    *request.method_mut() = method;
+    *request.uri_mut() = uri;
+    *request.headers_mut() = headers;
+    Ok(request)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn size_of_boxed<A, B, F>(_: fn(A, B) -> Pin<Box<F>>) -> usize {
+        size_of::<F>()
+    }
+
+    /// Every request has one of these, and what is large is slow to make.
+    #[test]
+    fn a_request_is_small() {
+        let size = size_of_boxed(Client::handle);
+        assert!(size <= 1_600, "{size}");
+    }
+}

@@ -1,0 +1,119 @@
+//! The few fields of one protobuf event.
+
+use super::{Event, INITIAL_EVENTS_END, KINDS, Kind};
+
+/// What precedes an object that says its own type (apimachinery, `runtime/serializer/protobuf`).
+const MAGIC: &[u8] = b"k8s\0";
+
+/// Reads one frame, its length included; `None` if it is not an event.
+pub(super) fn event(frame: &[u8]) -> Option<Event<'_>> {
+    let (prefix, message) = frame.split_first_chunk::<4>()?;
+    if u32::from_be_bytes(*prefix) as usize != message.len() {
+        return None;
+    }
+    let [kind, extension] = texts(message, [1, 2])?;
+    let kind = kind?;
+    let known = KINDS.iter().find(|(name, _)| *name == kind);
+    let kind = known.map_or(Kind::Other, |(_, kind)| *kind);
+    let [raw] = texts(extension?, [1])?;
+    let [_type_meta, object, content_encoding, content_type] =
+        texts(raw?.strip_prefix(MAGIC)?, [1, 2, 3, 4])?;
+    let plain = |field: Option<&[u8]>| field.is_none_or(<[u8]>::is_empty);
+    if !plain(content_encoding) || !plain(content_type) {
+        return None;
+    }
+    let object = object.unwrap_or_default();
+    let mut event = Event { kind, version: None, initial_events_end: false, code: None };
+    if kind == Kind::Error {
+        for_each_field(object, |field, value| {
+            if let (6, Value::Number(code)) = (field, value) {
+                event.code = u16::try_from(code).ok();
+            }
+            Some(())
+        })?;
+        return Some(event);
+    }
+    let [metadata] = texts(object, [1])?;
+    let metadata = metadata.unwrap_or_default();
+    [event.version] = texts(metadata, [6])?;
+    if kind == Kind::Bookmark {
+        event.initial_events_end = ends_initial_events(metadata)?;
+    }
+    Some(event)
+}
+
+fn ends_initial_events(metadata: &[u8]) -> Option<bool> {
+    let mut ends = false;
+    for_each_field(metadata, |field, value| {
+        if let (12, Value::Bytes(entry)) = (field, value) {
+            let [key, value] = texts(entry, [1, 2])?;
+            ends |= key == Some(INITIAL_EVENTS_END) && value == Some(b"true");
+        }
+        Some(())
+    })?;
+    Some(ends)
+}
+
+/// The values of length-delimited fields that occur at most once.
+fn texts<const N: usize>(message: &[u8], fields: [u32; N]) -> Option<[Option<&[u8]>; N]> {
+    let mut found = [None; N];
+    for_each_field(message, |field, value| {
+        if let Some(at) = fields.iter().position(|&wanted| wanted == field) {
+            let Value::Bytes(bytes) = value else { return None };
+            if found[at].replace(bytes).is_some() {
+                return None;
+            }
+        }
+        Some(())
+    })?;
+    Some(found)
+}
+
+enum Value<'a> {
+    Number(u64),
+    Bytes(&'a [u8]),
+    Fixed,
+}
+
+/// Walks over the fields of one message; `None` if it is not well formed.
+fn for_each_field<'a>(
+    mut message: &'a [u8],
+    mut each: impl FnMut(u32, Value<'a>) -> Option<()>,
+) -> Option<()> {
+    while !message.is_empty() {
+        let tag = varint(&mut message)?;
+        let field = u32::try_from(tag >> 3).ok().filter(|&field| field > 0)?;
+        let value = match tag & 7 {
+            0 => Value::Number(varint(&mut message)?),
+            1 => take(&mut message, 8).map(|_| Value::Fixed)?,
+            2 => {
+                let len = usize::try_from(varint(&mut message)?).ok()?;
+                Value::Bytes(take(&mut message, len)?)
+            }
+            5 => take(&mut message, 4).map(|_| Value::Fixed)?,
+            _ => return None,
+        };
+        each(field, value)?;
+    }
+    Some(())
+}
+
+fn take<'a>(message: &mut &'a [u8], len: usize) -> Option<&'a [u8]> {
+    let (taken, rest) = message.split_at_checked(len)?;
+    *message = rest;
+    Some(taken)
+}
+
+/// Seven bits a byte, least significant first, ten bytes at most.
+fn varint(message: &mut &[u8]) -> Option<u64> {
+    let mut value = 0;
+    for shift in (0..64).step_by(7) {
+        let (&byte, rest) = message.split_first()?;
+        *message = rest;
+        value |= u64::from(byte & 0x7f) << shift;
+        if byte & 0x80 == 0 {
+            return Some(value);
+        }
+    }
+    None
+}

@@ -1,0 +1,158 @@
+//! Turns the bytes of one watch's upstream streams into the bytes of its one downstream stream.
+//!
+//! What lies together in a chunk and is forwarded leaves together, as one slice of that chunk: a
+//! burst of events costs one piece of output, not one an event.
+
+use super::event;
+use super::frame::{Cut, Splitter};
+use super::state::{AfterLoss, Ending, Verdict, WatchState};
+use super::{Encoding, request::Asked};
+use bytes::Bytes;
+use std::ops::Range;
+use std::time::Instant;
+
+/// One watch between its upstream streams and its client.
+#[derive(Debug)]
+pub struct Relay {
+    encoding: Encoding,
+    splitter: Splitter,
+    state: WatchState,
+}
+
+/// What to do after a chunk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Step {
+    /// So many bytes of the chunk will never be put out, or not soon: give their flow-control
+    /// window back now. Otherwise a frame larger than the window would wait for itself.
+    pub absorbed: usize,
+    /// Where to go on.
+    pub flow: Flow,
+}
+
+/// Where to go on after a chunk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Flow {
+    /// With the next chunk.
+    Continue,
+    /// On another peer: cancel this stream and call [`WatchState::on_answer`] with
+    /// [`super::resume::Answer::FirstFrameError`].
+    NextPeer,
+    /// Nowhere: cancel this stream and end the client's.
+    End(Ending),
+}
+
+impl Relay {
+    /// A relay for a watch that was asked for at `asked_at` and has just been answered with 200.
+    pub fn new(encoding: Encoding, asked: &Asked, asked_at: Instant) -> Self {
+        Self {
+            encoding,
+            splitter: Splitter::new(encoding),
+            state: WatchState::new(asked, asked_at),
+        }
+    }
+
+    /// What is known of the watch.
+    pub fn state(&self) -> &WatchState {
+        &self.state
+    }
+
+    /// The watch, to judge attempts or to forbid resuming.
+    pub fn state_mut(&mut self) -> &mut WatchState {
+        &mut self.state
+    }
+
+    /// How many bytes of an incomplete frame are held back.
+    pub fn held(&self) -> usize {
+        self.splitter.kept()
+    }
+
+    /// Takes a chunk from upstream and hands what the client gets to `out`, in order.
+    pub fn push(&mut self, chunk: &Bytes, mut out: impl FnMut(Bytes)) -> Step {
+        let mut run = 0..0;
+        let mut at = 0;
+        let mut absorbed = 0;
+        while at < chunk.len() {
+            let cut = self.splitter.cut(&chunk[at..]);
+            let (len, copied, verdict) = match cut {
+                Cut::Whole(len) => {
+                    let frame = event::read(self.encoding, &chunk[at..at + len]);
+                    (len, Bytes::new(), self.state.on_frame(frame))
+                }
+                Cut::Joined(len, frame) => {
+                    let verdict = self.state.on_frame(event::read(self.encoding, &frame));
+                    if verdict == Verdict::Forward {
+                        flush(chunk, &mut run, &mut out);
+                        out(frame);
+                        at += len;
+                        run = at..at;
+                        continue;
+                    }
+                    (len, Bytes::new(), verdict)
+                }
+                Cut::Oversized { kept, len, begins, ends } => {
+                    (len, kept, self.state.on_oversized(begins, ends))
+                }
+                Cut::Blank(len) => (len, Bytes::new(), Verdict::Forward),
+                Cut::Partial => {
+                    absorbed += chunk.len() - at;
+                    break;
+                }
+            };
+            match verdict {
+                Verdict::Forward => {
+                    if !copied.is_empty() {
+                        flush(chunk, &mut run, &mut out);
+                        out(copied);
+                    }
+                    if run.is_empty() {
+                        run = at..at;
+                    }
+                    run.end = at + len;
+                }
+                Verdict::Swallow | Verdict::Discard => {
+                    flush(chunk, &mut run, &mut out);
+                    absorbed += len;
+                }
+                Verdict::NextPeer | Verdict::End(_) => {
+                    flush(chunk, &mut run, &mut out);
+                    let flow = match verdict {
+                        Verdict::End(ending) => Flow::End(ending),
+                        _ => Flow::NextPeer,
+                    };
+                    self.splitter.take_partial();
+                    return Step { absorbed: absorbed + chunk.len() - at, flow };
+                }
+            }
+            at += len;
+        }
+        flush(chunk, &mut run, &mut out);
+        Step { absorbed, flow: Flow::Continue }
+    }
+
+    /// The server has ended the stream: what is left of it, to be passed on before the end.
+    pub fn finish(&mut self) -> Bytes {
+        self.splitter.take_partial()
+    }
+
+    /// Another apiserver has taken the watch over at the cursor; what was held back of a frame
+    /// comes again from there.
+    pub fn moved(&mut self, now: Instant) {
+        self.splitter.take_partial();
+        self.state.moved(now);
+    }
+
+    /// The stream was lost without an end by the server: what becomes of the watch.
+    ///
+    /// Part of a frame that the client has not seen is dropped. `random` is any number.
+    pub fn on_lost(&mut self, now: Instant, random: u64) -> AfterLoss {
+        self.splitter.take_partial();
+        self.state.on_lost(now, random)
+    }
+}
+
+/// Puts out the run of bytes that are forwarded together.
+fn flush(chunk: &Bytes, run: &mut Range<usize>, out: &mut impl FnMut(Bytes)) {
+    if run.start < run.end {
+        out(chunk.slice(std::mem::take(run)));
+    }
+}

@@ -1,0 +1,145 @@
+//! Writes events as an apiserver does, and serves a history from any version, as one would.
+
+use super::super::Encoding;
+use super::super::event::read;
+use super::super::frame::{Cut, Splitter};
+use super::super::request::Asked;
+use super::super::version::Version;
+use bytes::Bytes;
+use std::time::Duration;
+
+/// A watch of a client that is followed.
+pub(crate) fn asked(version: &str) -> Asked {
+    Asked {
+        version: Version::parse(version.as_bytes()),
+        send_initial_events: false,
+        bookmarks: false,
+        timeout: Some(Duration::from_secs(300)),
+        resumable_group: true,
+        ask_bookmarks: true,
+    }
+}
+
+pub(crate) fn json_event(kind: &str, version: u64, padding: &str) -> Vec<u8> {
+    format!(
+        "{{\"type\":\"{kind}\",\"object\":{{\"kind\":\"Pod\",\"apiVersion\":\"v1\",\"metadata\":{{\"name\":\"a\",\
+         \"resourceVersion\":\"{version}\"}},\"spec\":{{\"x\":{padding:?}}}}}}}\n"
+    )
+    .into_bytes()
+}
+
+fn varint(mut n: u64, out: &mut Vec<u8>) {
+    while n >= 0x80 {
+        out.push(n as u8 | 0x80);
+        n >>= 7;
+    }
+    out.push(n as u8);
+}
+
+fn field(number: u64, value: &[u8], out: &mut Vec<u8>) {
+    varint(number << 3 | 2, out);
+    varint(value.len() as u64, out);
+    out.extend_from_slice(value);
+}
+
+fn message(fields: &[(u64, &[u8])]) -> Vec<u8> {
+    let mut out = Vec::new();
+    for (number, value) in fields {
+        field(*number, value, &mut out);
+    }
+    out
+}
+
+fn frame(kind: &str, api_version: &str, object_kind: &str, object: &[u8]) -> Vec<u8> {
+    let type_meta = message(&[(1, api_version.as_bytes()), (2, object_kind.as_bytes())]);
+    let mut raw = b"k8s\0".to_vec();
+    raw.extend(message(&[(1, &type_meta), (2, object), (3, b""), (4, b"")]));
+    let event = message(&[(1, kind.as_bytes()), (2, &message(&[(1, &raw)]))]);
+    let mut frame = (event.len() as u32).to_be_bytes().to_vec();
+    frame.extend(event);
+    frame
+}
+
+pub(crate) fn protobuf_event(
+    kind: &str,
+    api_version: &str,
+    object_kind: &str,
+    version: &str,
+    annotations: &[(&str, &str)],
+) -> Vec<u8> {
+    let mut metadata = message(&[(1, b"name"), (3, b"default"), (6, version.as_bytes())]);
+    for (key, value) in annotations {
+        field(12, &message(&[(1, key.as_bytes()), (2, value.as_bytes())]), &mut metadata);
+    }
+    frame(kind, api_version, object_kind, &message(&[(1, &metadata), (2, b"")]))
+}
+
+pub(crate) fn protobuf_status(code: u64) -> Vec<u8> {
+    let mut status = message(&[(1, &message(&[(2, b"99")])), (2, b"Failure"), (4, b"Expired")]);
+    varint(6 << 3, &mut status);
+    varint(code, &mut status);
+    frame("ERROR", "v1", "Status", &status)
+}
+
+/// An event in either encoding.
+pub(crate) fn encode(encoding: Encoding, kind: &str, version: u64, padding: &str) -> Vec<u8> {
+    match encoding {
+        Encoding::Json => json_event(kind, version, padding),
+        Encoding::Protobuf => {
+            protobuf_event(kind, "v1", "Pod", &version.to_string(), &[("p", padding)])
+        }
+    }
+}
+
+/// Cuts chunks into frames, pieces of frames above the cap, and white space, in order.
+pub(crate) fn split(splitter: &mut Splitter, chunks: &[Bytes], cap: usize) -> Vec<Bytes> {
+    let mut out = Vec::new();
+    for chunk in chunks {
+        let mut at = 0;
+        while at < chunk.len() {
+            let before = at;
+            match splitter.cut(&chunk[at..]) {
+                Cut::Whole(len) | Cut::Blank(len) => {
+                    out.push(chunk.slice(at..at + len));
+                    at += len;
+                }
+                Cut::Joined(len, frame) => {
+                    out.push(frame);
+                    at += len;
+                    // An object that was whole before the chunk came takes nothing of it.
+                    assert!(len > 0 || splitter.at_boundary());
+                    continue;
+                }
+                Cut::Oversized { kept, len, .. } => {
+                    out.push(kept);
+                    out.push(chunk.slice(at..at + len));
+                    at += len;
+                }
+                Cut::Partial => at = chunk.len(),
+            }
+            assert!(at > before, "no progress");
+            assert!(splitter.kept() <= cap);
+        }
+    }
+    out
+}
+
+/// Any bytes: no panic, nothing above the cap, every byte out again in its order. The fuzz target
+/// does the same.
+pub(crate) fn digest(bytes: &[u8]) {
+    for encoding in [Encoding::Json, Encoding::Protobuf] {
+        for cap in [1, 16, 4096] {
+            for step in [1, 7, bytes.len().max(1)] {
+                let chunks: Vec<_> = bytes.chunks(step).map(Bytes::copy_from_slice).collect();
+                let mut splitter = Splitter::with_cap(encoding, cap);
+                let mut out = split(&mut splitter, &chunks, cap);
+                for frame in &out {
+                    let _ = read(encoding, frame);
+                }
+                out.push(splitter.take_partial());
+                assert_eq!(out.concat(), bytes);
+            }
+        }
+        let _ = read(encoding, bytes);
+    }
+}

@@ -1,0 +1,166 @@
+//! Properties over random histories, random chunks and random losses.
+
+use super::super::Encoding::{self, Json, Protobuf};
+use super::super::frame::Splitter;
+use super::super::relay::{Flow, Relay};
+use super::super::state::AfterLoss;
+use super::model::{asked, digest, encode, json_event, split};
+use bytes::Bytes;
+use proptest::prelude::*;
+use std::time::{Duration, Instant};
+
+fn encodings() -> impl Strategy<Value = Encoding> {
+    prop_oneof![Just(Json), Just(Protobuf)]
+}
+
+fn paddings() -> impl Strategy<Value = Vec<String>> {
+    prop::collection::vec("[ -~]{0,60}", 1..12)
+}
+
+/// Cuts bytes at some places.
+fn chunks(bytes: &[u8], cuts: &[prop::sample::Index]) -> Vec<Bytes> {
+    let mut places: Vec<_> = cuts.iter().map(|cut| cut.index(bytes.len() + 1)).collect();
+    places.extend([0, bytes.len()]);
+    places.sort_unstable();
+    places.windows(2).map(|w| Bytes::copy_from_slice(&bytes[w[0]..w[1]])).collect()
+}
+
+fn cuts() -> impl Strategy<Value = Vec<prop::sample::Index>> {
+    prop::collection::vec(any::<prop::sample::Index>(), 0..12)
+}
+
+proptest! {
+    #[test]
+    fn frames_out_are_frames_in(encoding in encodings(), paddings in paddings(), cuts in cuts()) {
+        let frames: Vec<_> =
+            paddings.iter().zip(1..).map(|(p, v)| encode(encoding, "ADDED", v, p)).collect();
+        let stream = frames.concat();
+        let mut splitter = Splitter::new(encoding);
+        let out = split(&mut splitter, &chunks(&stream, &cuts), usize::MAX);
+        // A newline that comes alone, after its object, comes out alone.
+        let out: Vec<_> = out.iter().map(|f| f.trim_ascii_end()).filter(|f| !f.is_empty()).collect();
+        let frames: Vec<_> = frames.iter().map(|f| f.trim_ascii_end()).collect();
+        prop_assert_eq!(out, frames);
+        prop_assert!(splitter.at_boundary());
+    }
+
+    #[test]
+    fn garbage_is_digested(bytes in prop::collection::vec(any::<u8>(), 0..400)) {
+        digest(&bytes);
+    }
+
+    #[test]
+    fn json_like_garbage_is_digested(text in r#"[{}\[\]",:\\\n a1]{0,200}"#) {
+        digest(text.as_bytes());
+    }
+
+    #[test]
+    fn mangled_events_are_digested(
+        encoding in encodings(),
+        padding in "[ -~]{0,30}",
+        places in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..4),
+    ) {
+        let mut bytes = encode(encoding, "BOOKMARK", 12, &padding);
+        for (place, byte) in places {
+            let at = place.index(bytes.len());
+            bytes[at] = byte;
+        }
+        digest(&bytes);
+    }
+
+    #[test]
+    fn every_event_once_and_in_order_whatever_is_lost(
+        encoding in encodings(),
+        history in prop::collection::vec(("[ -~]{0,40}", any::<bool>()), 1..30),
+        losses in prop::collection::vec(
+            (any::<prop::sample::Index>(), cuts(), any::<bool>()), 0..10),
+    ) {
+        // Versions 101, 103, …: an event; or a bookmark, which this client did not ask for.
+        let events: Vec<(u64, Vec<u8>, bool)> = history.iter().zip(0..).map(|((padding, bookmark), n)| {
+            let version = 101 + 2 * n;
+            let kind = if *bookmark { "BOOKMARK" } else { "MODIFIED" };
+            (version, encode(encoding, kind, version, padding), *bookmark)
+        }).collect();
+        let serve = |cursor: u64, stray: bool| -> Vec<u8> {
+            let from = events.iter().position(|(v, ..)| *v > cursor).unwrap_or(events.len());
+            // Some servers repeat the last event.
+            let from = if stray && cursor > 100 { from.saturating_sub(1) } else { from };
+            events[from..].iter().flat_map(|(_, bytes, _)| bytes.clone()).collect()
+        };
+        let start = Instant::now();
+        let mut relay = Relay::new(encoding, &asked("100"), start);
+        let mut client = Vec::new();
+        let mut cursor = 100;
+        let mut stray_next = false;
+        for (place, cuts, stray) in &losses {
+            let stream = serve(cursor, stray_next);
+            for chunk in chunks(&stream[..place.index(stream.len() + 1)], cuts) {
+                let step = relay.push(&chunk, |bytes| client.push(bytes));
+                prop_assert_eq!(step.flow, Flow::Continue);
+            }
+            let resumed = matches!(relay.on_lost(start + Duration::from_secs(1), 0), AfterLoss::Resume(_));
+            prop_assert!(resumed);
+            cursor = relay.state().reissue(start).cursor.unwrap().as_str().parse().unwrap();
+            stray_next = *stray;
+        }
+        let step = relay.push(&Bytes::from(serve(cursor, stray_next)), |bytes| client.push(bytes));
+        prop_assert_eq!(step.flow, Flow::Continue);
+        let wanted: Vec<u8> =
+            events.iter().filter(|(.., b)| !b).flat_map(|(_, bytes, _)| bytes.clone()).collect();
+        let newlines = |bytes: &[u8]| -> Vec<u8> {
+            if encoding == Protobuf { return bytes.to_vec(); }
+            bytes.iter().copied().filter(|b| *b != b'\n').collect()
+        };
+        prop_assert_eq!(newlines(&client.concat()), newlines(&wanted));
+    }
+}
+
+#[test]
+fn cut_at_every_byte() {
+    for encoding in [Json, Protobuf] {
+        let frames: Vec<_> = (1..4).map(|v| encode(encoding, "ADDED", v, "a{}\\\"\n}")).collect();
+        let stream = frames.concat();
+        for at in 0..=stream.len() {
+            let chunks =
+                [Bytes::copy_from_slice(&stream[..at]), Bytes::copy_from_slice(&stream[at..])];
+            let mut splitter = Splitter::new(encoding);
+            let out = split(&mut splitter, &chunks, usize::MAX);
+            assert_eq!(out.concat(), stream, "{at}");
+            assert!(splitter.at_boundary());
+        }
+    }
+}
+
+#[test]
+fn pretty_and_unseparated_objects_come_out_whole() {
+    let pretty = "{\n  \"type\": \"ADDED\",\n  \"object\": {\n    \"a\": \"}\\n\"\n  }\n}\n";
+    let terse = r#"{"type":"ADDED","object":{"a":"}{"}}"#;
+    for (stream, count) in
+        [(pretty.repeat(3), 3), (terse.repeat(3), 3), (format!("{terse}\r\n\r\n{terse}\n"), 2)]
+    {
+        for step in [1, 2, 5, 1000] {
+            let chunks: Vec<_> =
+                stream.as_bytes().chunks(step).map(Bytes::copy_from_slice).collect();
+            let mut splitter = Splitter::new(Json);
+            let out = split(&mut splitter, &chunks, usize::MAX);
+            assert_eq!(out.concat(), stream.as_bytes());
+            assert!(splitter.at_boundary());
+            // Objects without a newline are told apart where a chunk ends with them.
+            let objects = out.iter().filter(|f| f.starts_with(b"{")).count();
+            assert!(objects == count || step == 2 || step == 5, "{stream} {step}");
+        }
+    }
+}
+
+#[test]
+fn a_burst_leaves_as_one_slice_of_its_chunk() {
+    let mut relay = Relay::new(Json, &asked("1"), Instant::now());
+    let events: Vec<_> = (2..50).map(|v| json_event("MODIFIED", v, "x")).collect();
+    let chunk = Bytes::from(events.concat());
+    let mut out = Vec::new();
+    let step = relay.push(&chunk, |bytes| out.push(bytes));
+    assert_eq!((step.absorbed, step.flow), (0, Flow::Continue));
+    assert_eq!(out.len(), 1);
+    assert_eq!(out[0].as_ptr(), chunk.as_ptr());
+    assert_eq!(relay.state().cursor().unwrap().as_str(), "49");
+}

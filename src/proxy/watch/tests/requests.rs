@@ -1,0 +1,109 @@
+//! Which watches are followed, and how their requests are rewritten.
+
+use super::super::request::{Asked, reissued_query, upstream_headers, upstream_query};
+use super::super::state::Reissue;
+use super::super::version::Version;
+use http::HeaderMap;
+use std::time::Duration;
+
+fn headers(pairs: &[(&'static str, &str)]) -> HeaderMap {
+    pairs.iter().map(|(name, value)| (name.parse().unwrap(), value.parse().unwrap())).collect()
+}
+
+fn asked(query: &str) -> Asked {
+    Asked::new("watch", "/api/v1/pods", query, &HeaderMap::new(), &[]).unwrap()
+}
+
+#[test]
+fn eligible_requests() {
+    let groups = ["cilium.io".to_owned()];
+    let protobuf = "application/vnd.kubernetes.protobuf, application/json";
+    let table = "application/json;as=Table;v=v1;g=meta.k8s.io,application/json";
+    // Followed, resumable group, bookmarks asked for upstream.
+    let table = [
+        ("watch", "/api/v1/pods", &[][..], Some((true, true))),
+        ("watch", "/apis/apps/v1/deployments", &[("accept", protobuf)], Some((true, true))),
+        ("watch", "/apis/cilium.io/v2/ciliumnodes", &[], Some((true, true))),
+        ("watch", "/apis/example.com/v1/things", &[], Some((false, false))),
+        ("watch", "/apis/metrics.k8s.io/v1/pods", &[], Some((false, false))),
+        ("watch", "/api/v1/pods", &[("accept", table)], Some((true, false))),
+        ("watch", "/api/v1/pods", &[("accept", "*/*")], Some((true, true))),
+        ("watch", "/api/v1/pods", &[("accept", "application/cbor, application/json")], None),
+        ("watch", "/api/v1/pods", &[("accept", "application/yaml")], None),
+        ("watch", "/api/v1/pods", &[("upgrade", "websocket")], None),
+        ("list", "/api/v1/pods", &[], None),
+        ("watch", "/healthz", &[], None),
+    ];
+    for (verb, path, pairs, wanted) in table {
+        let got = Asked::new(verb, path, "watch=1", &headers(pairs), &groups);
+        assert_eq!(got.map(|a| (a.resumable_group, a.ask_bookmarks)), wanted, "{path} {pairs:?}");
+    }
+}
+
+#[test]
+fn parameters_are_read_as_apiserver_reads_them() {
+    let version = |query| asked(query).version.map(|v| v.to_string());
+    assert_eq!(version("watch=1&resourceVersion=12&resourceVersion=13").as_deref(), Some("12"));
+    assert_eq!(version("resource%56ersion=%31").as_deref(), Some("1"));
+    for none in ["", "resourceVersion=", "resourceVersion=0", "resourceVersion=abc"] {
+        assert_eq!(version(none), None, "{none}");
+    }
+    for (query, bookmarks) in [
+        ("allowWatchBookmarks=true", true),
+        ("allowWatchBookmarks=1", true),
+        ("allowWatchBookmarks", true),
+        ("allowWatchBookmarks=False", false),
+        ("allowWatchBookmarks=0", false),
+        ("", false),
+    ] {
+        assert_eq!(asked(query).bookmarks, bookmarks, "{query}");
+    }
+    assert_eq!(asked("timeoutSeconds=9").timeout, Some(Duration::from_secs(9)));
+    assert_eq!(asked("timeoutSeconds=0").timeout, None);
+    assert!(asked("sendInitialEvents=true").send_initial_events);
+    assert!(!asked("sendInitialEvents=false").send_initial_events);
+}
+
+#[test]
+fn the_query_is_changed_where_it_must_be_and_nowhere_else() {
+    let cursor = Version::parse(b"77").unwrap();
+    for (query, first, resumed) in [
+        (
+            "watch=1",
+            "watch=1&allowWatchBookmarks=true",
+            "watch=1&allowWatchBookmarks=true&resourceVersion=77",
+        ),
+        (
+            "labelSelector=a%3Db%2Cc&allowWatchBookmarks=true&resourceVersion=5&watch=true",
+            "labelSelector=a%3Db%2Cc&allowWatchBookmarks=true&resourceVersion=5&watch=true",
+            "labelSelector=a%3Db%2Cc&allowWatchBookmarks=true&resourceVersion=77&watch=true",
+        ),
+        (
+            "allowWatchBookmarks=false&sendInitialEvents=true&resourceVersionMatch=NotOlderThan&resourceVersion=&watch=1&timeoutSeconds=300",
+            "allowWatchBookmarks=true&sendInitialEvents=true&resourceVersionMatch=NotOlderThan&resourceVersion=&watch=1&timeoutSeconds=300",
+            "allowWatchBookmarks=true&resourceVersion=77&watch=1&timeoutSeconds=41",
+        ),
+        (
+            "resourceVersion=1&watch&resourceVersion=2",
+            "resourceVersion=1&watch&resourceVersion=2&allowWatchBookmarks=true",
+            "resourceVersion=77&watch&allowWatchBookmarks=true",
+        ),
+    ] {
+        let asked = asked(query);
+        assert_eq!(upstream_query(query, &asked), first);
+        let remaining = asked.timeout.map(|_| Duration::from_millis(41_900));
+        assert_eq!(
+            reissued_query(query, &asked, &Reissue { cursor: Some(&cursor), remaining }),
+            resumed
+        );
+        let restarted = reissued_query(query, &asked, &Reissue { cursor: None, remaining });
+        assert_eq!(restarted, first.replace("timeoutSeconds=300", "timeoutSeconds=41"));
+    }
+}
+
+#[test]
+fn frames_are_asked_for_uncompressed() {
+    let mut map = headers(&[("accept-encoding", "gzip"), ("accept", "application/json")]);
+    upstream_headers(&mut map);
+    assert_eq!(map, headers(&[("accept", "application/json")]));
+}

@@ -1,0 +1,232 @@
+//! The tables of the state machine: phases, frames on a first and on a resumed stream, losses.
+
+use super::super::event::{Event, Kind, Unparsed};
+use super::super::request::Asked;
+use super::super::resume::{Answer, Shun};
+use super::super::state::{
+    AfterAttempt, AfterLoss, Bar, Ending, Phase, RESUMES_A_MINUTE, Verdict, WatchState,
+};
+use super::model::asked;
+use std::time::{Duration, Instant};
+
+const RESUME: AfterLoss = AfterLoss::Resume(Duration::ZERO);
+const RESTART: AfterLoss = AfterLoss::Restart(Duration::ZERO);
+const CLEAN: AfterLoss = AfterLoss::End(Ending::Clean);
+const RESET: AfterLoss = AfterLoss::End(Ending::Reset);
+
+#[allow(clippy::unnecessary_wraps)] // a frame, as the state takes it
+fn event(kind: Kind, version: &'static str) -> Result<Event<'static>, Unparsed> {
+    Ok(Event { kind, version: Some(version.as_bytes()), initial_events_end: false, code: None })
+}
+
+#[allow(clippy::unnecessary_wraps)] // likewise
+fn error() -> Result<Event<'static>, Unparsed> {
+    Ok(Event { kind: Kind::Error, version: None, initial_events_end: false, code: Some(410) })
+}
+
+fn initial_events_end(version: &'static str) -> Result<Event<'static>, Unparsed> {
+    event(Kind::Bookmark, version).map(|e| Event { initial_events_end: true, ..e })
+}
+
+type Frames = Vec<Result<Event<'static>, Unparsed>>;
+
+fn after(asked: &Asked, frames: Frames, start: Instant) -> WatchState {
+    let mut state = WatchState::new(asked, start);
+    for frame in frames {
+        state.on_frame(frame);
+    }
+    state
+}
+
+#[test]
+#[allow(clippy::type_complexity)] // it is a table
+fn phases_and_losses() {
+    use Kind::{Added, Bookmark, Deleted, Modified, Other};
+    let fresh = || asked("");
+    let listed = || Asked { send_initial_events: true, ..asked("5") };
+    let foreign = |version| Asked { resumable_group: false, ..asked(version) };
+    let start = Instant::now();
+    #[rustfmt::skip]
+    let table: Vec<(&str, Asked, Frames, Phase, Option<&str>, AfterLoss)> = vec![
+        ("ordered, nothing yet", asked("5"), vec![], Phase::Ordered, Some("5"), RESUME),
+        ("ordered", asked("5"), vec![event(Added, "9"), event(Deleted, "10")], Phase::Ordered, Some("10"), RESUME),
+        ("a quiet one with a bookmark", asked("5"), vec![event(Bookmark, "9")], Phase::Ordered, Some("9"), RESUME),
+        ("a bookmark at the cursor", asked("5"), vec![event(Added, "9"), event(Bookmark, "9")], Phase::Ordered, Some("9"), RESUME),
+        ("an event at the cursor", asked("5"), vec![event(Added, "9"), event(Modified, "9")], Phase::Ordered, Some("9"), CLEAN),
+        ("going back", asked("5"), vec![event(Added, "4")], Phase::Ordered, Some("5"), CLEAN),
+        ("a bookmark going back", asked("5"), vec![event(Added, "8"), event(Bookmark, "7")], Phase::Ordered, Some("8"), CLEAN),
+        ("not a number", asked("5"), vec![event(Added, "abc")], Phase::Ordered, Some("5"), CLEAN),
+        ("an unknown type", asked("5"), vec![event(Other, "7")], Phase::Ordered, Some("7"), CLEAN),
+        ("an error", asked("5"), vec![error()], Phase::Ordered, Some("5"), CLEAN),
+        ("unreadable", asked("5"), vec![Err(Unparsed)], Phase::Ordered, Some("5"), RESET),
+        ("initial, nothing yet", fresh(), vec![], Phase::Initial, None, RESTART),
+        ("resourceVersion=0", asked("0"), vec![], Phase::Initial, None, RESTART),
+        ("initial", fresh(), vec![event(Added, "90"), event(Added, "8")], Phase::Initial, None, RESET),
+        ("initial and over", fresh(), vec![event(Added, "90"), event(Added, "8"), event(Modified, "91")], Phase::Ordered, Some("91"), RESUME),
+        ("initial and empty", fresh(), vec![event(Bookmark, "50")], Phase::Ordered, Some("50"), RESUME),
+        ("initial and an error", fresh(), vec![error()], Phase::Initial, None, RESET),
+        ("initial and unreadable", fresh(), vec![Err(Unparsed)], Phase::Initial, None, RESET),
+        ("list, nothing yet", listed(), vec![], Phase::Initial, None, RESTART),
+        ("list", listed(), vec![event(Added, "9"), event(Bookmark, "10"), event(Modified, "11")], Phase::Initial, None, RESET),
+        ("list and over", listed(), vec![event(Added, "9"), initial_events_end("10")], Phase::Ordered, Some("10"), RESUME),
+        ("foreign, nothing yet", foreign("5"), vec![], Phase::Ordered, Some("5"), RESTART),
+        ("foreign, ordered", foreign("5"), vec![event(Added, "6")], Phase::Ordered, Some("6"), CLEAN),
+        ("foreign, initial", foreign(""), vec![event(Added, "6")], Phase::Initial, None, RESET),
+    ];
+    for (name, asked, frames, phase, cursor, loss) in table {
+        let mut state = after(&asked, frames, start);
+        assert_eq!(state.phase(), phase, "{name}");
+        assert_eq!(state.cursor().map(ToString::to_string).as_deref(), cursor, "{name}");
+        assert_eq!(state.on_lost(start, 0), loss, "{name}");
+    }
+}
+
+#[test]
+fn bookmarks_go_to_those_who_asked() {
+    let start = Instant::now();
+    for (bookmarks, verdict) in [(true, Verdict::Forward), (false, Verdict::Swallow)] {
+        let mut state = WatchState::new(&Asked { bookmarks, ..asked("5") }, start);
+        assert_eq!(state.on_frame(event(Kind::Bookmark, "6")), verdict);
+        assert_eq!(state.on_frame(event(Kind::Added, "7")), Verdict::Forward);
+    }
+}
+
+#[test]
+#[allow(clippy::type_complexity)] // it is a table
+fn frames_on_a_resumed_stream() {
+    use Kind::{Added, Bookmark, Modified};
+    let clean = Verdict::End(Ending::Clean);
+    #[rustfmt::skip]
+    let table: Vec<(&str, Vec<(Result<Event<'static>, Unparsed>, Verdict)>)> = vec![
+        ("news", vec![(event(Added, "11"), Verdict::Forward), (event(Added, "12"), Verdict::Forward)]),
+        ("a bookmark at the cursor", vec![(event(Bookmark, "10"), Verdict::Swallow)]),
+        ("one stray", vec![(event(Added, "10"), Verdict::Discard), (event(Added, "11"), Verdict::Forward)]),
+        ("two strays", vec![(event(Added, "9"), Verdict::Discard), (event(Added, "10"), clean)]),
+        ("one stray late", vec![(event(Added, "11"), Verdict::Forward), (event(Modified, "11"), Verdict::Discard)]),
+        ("gone", vec![(error(), Verdict::NextPeer)]),
+        ("a stray, then gone", vec![(event(Added, "10"), Verdict::Discard), (error(), Verdict::NextPeer)]),
+        ("an error later", vec![(event(Added, "11"), Verdict::Forward), (error(), Verdict::Forward)]),
+        ("unreadable", vec![(Err(Unparsed), clean)]),
+        ("not a number", vec![(event(Added, "x"), clean)]),
+    ];
+    let start = Instant::now();
+    for (name, frames) in table {
+        let mut state = after(&asked("5"), vec![event(Added, "10")], start);
+        assert_eq!(state.on_lost(start, 0), RESUME);
+        for (frame, verdict) in frames {
+            assert_eq!(state.on_frame(frame), verdict, "{name}: {frame:?}");
+        }
+    }
+}
+
+#[test]
+fn frames_above_the_cap() {
+    let start = Instant::now();
+    let mut state = after(&asked("5"), vec![event(Kind::Added, "10")], start);
+    state.on_oversized(true, false);
+    assert_eq!(state.on_lost(start, 0), RESET, "in its middle");
+    let mut state = after(&asked("5"), vec![event(Kind::Added, "10")], start);
+    state.on_oversized(true, false);
+    state.on_oversized(false, true);
+    assert_eq!(state.on_lost(start, 0), CLEAN, "after it: its version is unknown");
+    assert_eq!(state.on_frame(event(Kind::Modified, "12")), Verdict::Forward);
+    assert_eq!(state.on_lost(start, 0), RESUME, "after the next");
+    assert_eq!(
+        state.on_oversized(true, true),
+        Verdict::End(Ending::Clean),
+        "first on a resumed one"
+    );
+}
+
+#[test]
+fn limits_of_resuming() {
+    let start = Instant::now();
+    let at = |ms| start + Duration::from_millis(ms);
+    let mut state = after(&asked("5"), vec![event(Kind::Added, "6")], start);
+    assert_eq!(state.on_lost(at(298_000), 0), RESUME);
+    assert_eq!(state.reissue(at(298_000)).remaining, Some(Duration::from_secs(2)));
+    assert_eq!(state.on_lost(at(298_001), 0), CLEAN, "less than 2 s left");
+
+    let mut state = WatchState::new(&Asked { timeout: None, ..asked("5") }, start);
+    for _ in 0..RESUMES_A_MINUTE {
+        assert_eq!(state.on_lost(at(10), 0), RESUME);
+    }
+    assert_eq!(state.on_lost(at(20), 0), CLEAN, "too many in a minute");
+    assert_eq!(state.on_lost(at(60_020), 0), RESUME, "the next minute");
+
+    state.forbid(Bar::StalledClient);
+    assert_eq!(state.on_lost(at(60_030), 0), CLEAN);
+}
+
+#[test]
+fn a_watch_moves_only_where_nothing_can_be_lost() {
+    let start = Instant::now();
+    let at = |ms| start + Duration::from_millis(ms);
+    let movable = |state: &WatchState, ms| state.reissue_to_move(at(ms)).is_some();
+    let initial = after(&Asked { version: None, ..asked("5") }, vec![], start);
+    assert!(!movable(&initial, 0), "still listing");
+    let mut state = after(&asked("5"), vec![event(Kind::Added, "6")], start);
+    assert!(!movable(&state, 270_001), "it ends soon anyway");
+    let reissue = state.reissue_to_move(at(1)).unwrap();
+    assert_eq!(reissue.cursor.map(ToString::to_string).as_deref(), Some("6"));
+
+    state.tried_to_move(at(1));
+    assert!(!movable(&state, 60_000), "not again so soon");
+    assert_eq!(state.on_frame(event(Kind::Added, "7")), Verdict::Forward, "it stayed");
+    assert!(movable(&state, 60_001));
+    state.moved(at(60_001));
+    assert_eq!(state.on_frame(event(Kind::Added, "7")), Verdict::Discard);
+    assert_eq!(state.on_frame(event(Kind::Added, "8")), Verdict::Forward);
+
+    // The history there may be too short, which only the first frame tells.
+    let mut state = after(&asked("5"), vec![event(Kind::Added, "6")], start);
+    state.moved(at(1));
+    assert_eq!(state.on_frame(error()), Verdict::NextPeer);
+    let next = state.on_answer(Answer::FirstFrameError, "application/json", true, at(2), 0);
+    assert!(matches!(next, AfterAttempt::Another { shun: Shun::Round, .. }), "{next:?}");
+    state.forbid(Bar::StalledClient);
+    assert!(!movable(&state, 3));
+}
+
+#[test]
+fn bookmarks_that_stay_away_are_told_once() {
+    let bookmark = |version| event(Kind::Bookmark, version);
+    let mut state = after(&asked("5"), vec![event(Kind::Added, "6")], Instant::now());
+    assert!((0..9).all(|_| !state.has_gone_stale()), "it never had any");
+    state.on_frame(bookmark("7"));
+    let told = |state: &mut WatchState| (0..6).map(|_| state.has_gone_stale()).collect::<Vec<_>>();
+    assert_eq!(told(&mut state), [false, false, false, true, false, false]);
+    state.on_frame(event(Kind::Modified, "8"));
+    assert!(!state.has_gone_stale(), "events are no bookmarks");
+    state.on_frame(bookmark("9"));
+    assert_eq!(told(&mut state), [false, false, false, true, false, false]);
+}
+
+#[test]
+fn attempts() {
+    let start = Instant::now();
+    let json = "application/json";
+    let head = |status| Answer::Head { status, content_type: Some(json), retry_after: None };
+    let later = start + Duration::from_secs(30);
+    let again = |shun| AfterAttempt::Another { delay: Duration::ZERO, shun };
+    for (answer, peers_left, now, wanted) in [
+        (head(200), false, later, AfterAttempt::Accept),
+        (head(503), true, start, again(Shun::Not)),
+        (head(503), true, later, AfterAttempt::End(Ending::Clean)),
+        (head(410), true, start, again(Shun::Round)),
+        (head(410), false, start, AfterAttempt::End(Ending::Clean)),
+        (Answer::FirstFrameError, true, start, again(Shun::Round)),
+        (Answer::FirstFrameError, false, start, AfterAttempt::End(Ending::Clean)),
+        (Answer::Unreachable, true, start, again(Shun::Not)),
+        (head(403), true, start, AfterAttempt::End(Ending::Clean)),
+    ] {
+        let mut state = after(&asked("5"), vec![event(Kind::Added, "6")], start);
+        assert_eq!(state.on_lost(start, 0), RESUME);
+        assert_eq!(state.on_answer(answer, json, peers_left, now, 0), wanted, "{answer:?}");
+    }
+    // An unanswered restart of a watch without a position cannot end cleanly.
+    let mut state = WatchState::new(&asked(""), start);
+    assert_eq!(state.on_lost(start, 0), RESTART);
+    let end = AfterAttempt::End(Ending::Reset);
+    assert_eq!(state.on_answer(head(403), json, true, start, 0), end);
+}

@@ -1,0 +1,94 @@
+//! A watch moves to another apiserver while its stream still works.
+//!
+//! Its server has more watches than others ([`crate::upstream::rebalance`]). The new stream is
+//! opened at the cursor before the old one is given up, and from then on nothing more is read of
+//! the old one: what it delivers meanwhile comes again from the other. So events wait for one
+//! round trip, at most [`PATIENCE`], and if the other one does not take the watch, it goes on where
+//! it is as if nothing had been.
+
+use std::rc::Rc;
+use std::time::Duration;
+
+use http::header;
+use tokio::time::timeout;
+
+use super::{Answered, Attempt, Leg, Running, WatchBody, leave, text};
+use crate::proxy::line::open;
+use crate::proxy::watch::resume::{Answer, Judgement, judge};
+use crate::upstream::pool::Need;
+
+/// How long events may wait for the other apiserver's answer.
+const PATIENCE: Duration = Duration::from_millis(250);
+
+/// A stream that works, and the attempt to replace it.
+pub(super) struct Moving {
+    from: Running,
+    pub(super) attempt: Attempt,
+}
+
+impl WatchBody {
+    /// Its connection has asked all its watches to look after themselves, and perhaps some to go.
+    pub(super) fn asked(&mut self) {
+        let Leg::Running(running) = &mut self.leg else { return };
+        running.leave = leave(&running.permit, &self.again.line);
+        let connection = Rc::clone(running.permit.connection());
+        let minutes = connection.minutes();
+        if std::mem::replace(&mut running.minutes, minutes) != minutes
+            && self.relay.state_mut().has_gone_stale()
+        {
+            connection.endpoint.metrics.watch_stale();
+        }
+        let now = std::time::Instant::now();
+        let Some(reissue) = self.relay.state().reissue_to_move(now) else { return };
+        let Some(target) = connection.take_move() else { return };
+        let head = self.again.head(&reissue);
+        self.relay.state_mut().tried_to_move(now);
+        let pool = &self.again.line.pool;
+        let mut others = pool.upstream().endpoints.load().to_vec();
+        others.retain(|endpoint| !std::sync::Arc::ptr_eq(endpoint, &target));
+        let need = Need { watch: true, after: None, shun: &others };
+        let Some(permit) = pool.try_acquire(&self.again.class, need) else { return };
+        let line = Rc::clone(&self.again.line);
+        let attempt = Box::pin(async move {
+            timeout(PATIENCE, open(&line, permit, head))
+                .await
+                .map_err(|_| "no answer".to_owned())?
+        });
+        let Leg::Running(from) = std::mem::replace(&mut self.leg, Leg::Done(None)) else { return };
+        self.leg = Leg::Moving(Box::new(Moving { from, attempt }));
+    }
+
+    /// The other apiserver has answered, or not.
+    pub(super) fn moved(&mut self, answer: Result<Answered, String>) {
+        let Leg::Moving(moving) = std::mem::replace(&mut self.leg, Leg::Done(None)) else { return };
+        let taken = answer.and_then(|answered| {
+            let status = answered.head.status.as_u16();
+            let content_type = text(&answered.head.headers, &header::CONTENT_TYPE);
+            let head =
+                Answer::Head { status, content_type: Some(&content_type), retry_after: None };
+            match judge(head, &self.again.content_type) {
+                Judgement::Accept => Ok(answered),
+                Judgement::Another(_) | Judgement::GiveUp => Err(format!("{status} there")),
+            }
+        });
+        match taken {
+            Ok(answered) => {
+                let endpoint = &answered.permit.connection().endpoint;
+                self.outcome.resumed();
+                self.outcome.sent_to(&endpoint.label, true);
+                self.again.line.metrics.watch_resumed("moved");
+                tracing::debug!(endpoint = %endpoint.label, "watch moved");
+                self.relay.moved(std::time::Instant::now());
+                self.again.shunned.clear();
+                // Dropping the old stream resets it.
+                let running = Running::new(answered.recv, answered.permit, &self.again.line);
+                self.leg = Leg::Running(running);
+            }
+            Err(why) => {
+                self.again.line.metrics.watch_resumed("not_moved");
+                tracing::debug!(reason = why, "watch stays where it is");
+                self.leg = Leg::Running(moving.from);
+            }
+        }
+    }
+}

@@ -1,0 +1,236 @@
+//! Which connection a request takes: power of two choices over a load that peaks at once and
+//! forgets slowly.
+//!
+//! Two random candidates are compared and the less loaded one is taken: nearly as even as asking
+//! all of them, without the herd that follows "the least loaded one" (Mitzenmacher, *The Power of
+//! Two Choices in Randomized Load Balancing*, 2001). Load is outstanding streams weighted by
+//! peak-EWMA latency, so that a slow apiserver gets less before it gets slower.
+//!
+//! Pure: time and randomness are arguments, so thousands of nodes can be simulated.
+
+use std::cmp::Ordering;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+/// Time in which an old measurement loses 63 % of its weight.
+const DECAY: Duration = Duration::from_secs(10);
+
+/// How long an endpoint that has recovered is spared.
+pub const SLOW_START: Duration = Duration::from_secs(30);
+
+/// Its share at the beginning of that time.
+const FIRST_SHARE: f64 = 0.1;
+
+/// What a connection that sits out costs more: anything else is better, and among several that
+/// sit out the order stays.
+const SITS_OUT: f64 = 1e9;
+
+/// Latency assumed before the first answer, in seconds: a local apiserver's.
+const INITIAL: f64 = 0.001;
+
+/// Moving average of latency that jumps to every peak and decays exponentially.
+#[derive(Debug, Clone, Copy)]
+pub struct PeakEwma {
+    seconds: f64,
+    at: Instant,
+}
+
+impl PeakEwma {
+    /// Starts at what a healthy apiserver takes.
+    pub fn new(now: Instant) -> Self {
+        Self { seconds: INITIAL, at: now }
+    }
+
+    /// Takes a measurement in.
+    pub fn observe(&mut self, latency: Duration, now: Instant) {
+        let sample = latency.as_secs_f64();
+        let old = self.value(now);
+        self.seconds = if sample > old {
+            sample
+        } else {
+            let keep = (-self.age(now) / DECAY.as_secs_f64()).exp();
+            self.seconds * keep + sample * (1.0 - keep)
+        };
+        self.at = now;
+    }
+
+    /// The value now, in seconds. A peak that nothing confirms fades, or a connection that once
+    /// answered slowly would never be asked again.
+    pub fn value(&self, now: Instant) -> f64 {
+        let keep = (-self.age(now) / DECAY.as_secs_f64()).exp();
+        INITIAL + (self.seconds - INITIAL) * keep
+    }
+
+    fn age(&self, now: Instant) -> f64 {
+        now.saturating_duration_since(self.at).as_secs_f64()
+    }
+}
+
+/// Load of a candidate: lower is better.
+pub fn cost(outstanding: usize, latency: f64) -> f64 {
+    (outstanding as f64 + 1.0) * latency
+}
+
+/// Share of its picks that an endpoint takes part in, `since` it has recovered: its caches are
+/// cold, and everybody who left it would be back at the same moment.
+///
+/// To divide the cost by it would not do: most nodes have nothing outstanding when they pick, and
+/// would all go on avoiding it until its share is whole, to return at once then.
+pub fn slow_start(since: Duration) -> f64 {
+    let done = since.as_secs_f64() / SLOW_START.as_secs_f64();
+    (FIRST_SHARE + (1.0 - FIRST_SHARE) * done).min(1.0)
+}
+
+/// What [`cost`] is multiplied by for an endpoint with this share; `lot` is in 0..1, and one for
+/// all candidates of a pick.
+pub fn handicap(share: f64, lot: f64) -> f64 {
+    if lot < share { 1.0 } else { SITS_OUT }
+}
+
+/// Takes the less loaded of two random candidates, `None` if there is none.
+///
+/// One pass and no allocation: the two are a reservoir sample (Vitter, *Random Sampling with a
+/// Reservoir*, 1985).
+pub fn pick<T>(
+    candidates: impl Iterator<Item = T>,
+    rng: &mut fastrand::Rng,
+    cost: impl Fn(&T) -> f64,
+) -> Option<T> {
+    let mut kept: [Option<T>; 2] = [None, None];
+    for (seen, candidate) in candidates.enumerate() {
+        if seen < 2 {
+            kept[seen] = Some(candidate);
+        } else {
+            let slot = rng.usize(..=seen);
+            if slot < 2 {
+                kept[slot] = Some(candidate);
+            }
+        }
+    }
+    match kept {
+        [Some(a), Some(b)] => {
+            let (a_cost, b_cost) = (cost(&a), cost(&b));
+            Some(match a_cost.total_cmp(&b_cost) {
+                Ordering::Less => a,
+                Ordering::Greater => b,
+                Ordering::Equal => {
+                    if rng.bool() {
+                        a
+                    } else {
+                        b
+                    }
+                }
+            })
+        }
+        [one, other] => one.or(other),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BinaryHeap;
+
+    #[test]
+    fn nothing_and_one() {
+        let mut rng = fastrand::Rng::with_seed(1);
+        assert_eq!(pick(std::iter::empty::<u8>(), &mut rng, |_| 0.0), None);
+        assert_eq!(pick([7].into_iter(), &mut rng, |_| 0.0), Some(7));
+    }
+
+    #[test]
+    fn of_two_the_less_loaded() {
+        let mut rng = fastrand::Rng::with_seed(1);
+        for _ in 0..100 {
+            assert_eq!(pick([5, 3].into_iter(), &mut rng, |&c| f64::from(c)), Some(3));
+        }
+    }
+
+    #[test]
+    fn every_candidate_is_sampled() {
+        let mut rng = fastrand::Rng::with_seed(1);
+        let mut hits = [0; 10];
+        for _ in 0..10_000 {
+            hits[pick(0..10_usize, &mut rng, |_| 1.0).unwrap()] += 1;
+        }
+        assert!(hits.iter().all(|&n| (800..1200).contains(&n)), "{hits:?}");
+    }
+
+    #[test]
+    fn what_has_recovered_takes_load_back_gradually() {
+        assert!((slow_start(Duration::ZERO) - FIRST_SHARE).abs() < 1e-9);
+        assert!((slow_start(SLOW_START / 2) - 0.55).abs() < 1e-9);
+        assert!(slow_start(SLOW_START) >= 1.0 && slow_start(SLOW_START * 9) <= 1.0);
+        // Idle nodes, one of three servers has recovered: its part grows with its share.
+        let mut rng = fastrand::Rng::with_seed(1);
+        let mut before = -1.0;
+        for share in [0.1, 0.4, 0.7, 1.0] {
+            let mut hits = 0_u32;
+            for _ in 0..10_000 {
+                let lot = rng.f64();
+                let cost =
+                    |&s: &usize| cost(0, INITIAL) * handicap(if s == 0 { share } else { 1.0 }, lot);
+                hits += u32::from(pick(0..3_usize, &mut rng, cost) == Some(0));
+            }
+            let part = f64::from(hits) / 10_000.0;
+            assert!((part - share / 3.0).abs() < 0.03, "{share}: {part}");
+            assert!(part > before);
+            before = part;
+        }
+        // With nobody else there it takes everything.
+        assert_eq!(pick([5].into_iter(), &mut rng, |_| handicap(0.1, 0.9)), Some(5));
+    }
+
+    #[test]
+    fn a_peak_counts_at_once_and_fades() {
+        let start = Instant::now();
+        let mut ewma = PeakEwma::new(start);
+        ewma.observe(Duration::from_millis(500), start);
+        assert!(ewma.value(start) > 0.49);
+        let later = start + Duration::from_secs(60);
+        assert!(ewma.value(later) < 0.005, "{}", ewma.value(later));
+        ewma.observe(Duration::from_millis(2), later);
+        assert!(ewma.value(later) < 0.005);
+    }
+
+    /// 1,000 nodes × 20 requests a second against three servers, the third five times as slow:
+    /// the two healthy ones share evenly, and the slow one gets clearly less.
+    #[test]
+    fn simulated_nodes_spread_their_load() {
+        let service = [0.005, 0.005, 0.025];
+        let mut rng = fastrand::Rng::with_seed(42);
+        let start = Instant::now();
+        let mut nodes: Vec<[(usize, PeakEwma); 3]> =
+            vec![std::array::from_fn(|_| (0, PeakEwma::new(start))); 1000];
+        // (negative end time in µs, node, server), so that the heap gives the earliest end.
+        let mut running: BinaryHeap<(i64, usize, usize, i64)> = BinaryHeap::new();
+        let mut taken = [0_u32; 3];
+        for step in 0..200_000_i64 {
+            let now_us = step * 50;
+            while let Some(&(end, node, server, begun)) = running.peek()
+                && -end <= now_us
+            {
+                running.pop();
+                let latency = Duration::from_micros((-end - begun) as u64);
+                let at = start + Duration::from_micros(-end as u64);
+                nodes[node][server].0 -= 1;
+                nodes[node][server].1.observe(latency, at);
+            }
+            let node = rng.usize(..1000);
+            let now = start + Duration::from_micros(now_us as u64);
+            let server = pick(0..3_usize, &mut rng, |&s| {
+                cost(nodes[node][s].0, nodes[node][s].1.value(now))
+            })
+            .unwrap();
+            nodes[node][server].0 += 1;
+            taken[server] += 1;
+            let took = (service[server] * 1e6 * (0.5 + rng.f64())) as i64;
+            running.push((-(now_us + took), node, server, now_us));
+        }
+        let (a, b, slow) = (f64::from(taken[0]), f64::from(taken[1]), f64::from(taken[2]));
+        assert!((a / b - 1.0).abs() < 0.1, "{taken:?}");
+        assert!(slow < 0.5 * a, "{taken:?}");
+        assert!(slow > 0.0, "a slow server is still asked now and then: {taken:?}");
+    }
+}

@@ -1,0 +1,401 @@
+//! One HTTP/2 connection to an endpoint: who may use it, what runs on it, and what becomes of it
+//! when [`super::health`] says that it is dead.
+//!
+//! Its driver is the only task that touches the socket. Requests open streams through
+//! [`Connection::reserve`], which counts them: h2 would queue a stream above the peer's limit
+//! without a word, and the apiserver allows 100.
+
+mod driver;
+
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::fmt;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::task::Waker;
+use std::time::Duration;
+
+use bytes::Bytes;
+use h2::SendStream;
+use h2::client::{ResponseFuture, SendRequest};
+use http::Request;
+use tokio::sync::Notify;
+use tokio::time::Instant;
+
+use super::balance::{self, PeakEwma};
+use super::credentials::Class;
+use super::dial::Established;
+use super::endpoint::Endpoint;
+use super::health::{ConnectionHealth, Life, Thresholds};
+use super::rebalance::Requests;
+use super::stats::ConnectionStats;
+use crate::observe::ConnectionGauge;
+use driver::Driver;
+
+/// A cancelled stream keeps its place for this long. The apiserver's handler may still run: Go
+/// queues new streams behind it and closes the connection with `ENHANCE_YOUR_CALM` when the queue
+/// is four times its stream limit (`net/http2` `scheduleHandler`).
+const CANCELLED_HOLDS: Duration = Duration::from_millis(500);
+
+/// A request that waits this long makes others prefer another connection.
+const DOUBT_AFTER: Duration = Duration::from_millis(50);
+
+/// The reason of a drain that nobody needs to make way for.
+pub const IDLE: &str = "idle";
+
+/// A connection, shared inside one worker.
+pub struct Connection {
+    /// Where it goes.
+    pub endpoint: Arc<Endpoint>,
+    /// Whose requests it carries.
+    pub class: Class,
+    /// Of which credential: an older one drains.
+    pub generation: u64,
+    /// For the status page.
+    pub stats: Arc<ConnectionStats>,
+    send: SendRequest<Bytes>,
+    life: Cell<Life>,
+    gauge: RefCell<Option<ConnectionGauge>>,
+    /// The endpoint counts on it.
+    counted: Cell<bool>,
+    /// Streams it may carry: ours and the peer's limit, whichever is less.
+    cap: Cell<usize>,
+    max_streams: usize,
+    latency: Cell<PeakEwma>,
+    /// Requests that wait for their response head, and since when there are any.
+    waiting: Cell<usize>,
+    waiting_since: Cell<Option<Instant>>,
+    /// When bytes last arrived.
+    heard: Cell<Instant>,
+    cancelled: RefCell<VecDeque<Instant>>,
+    idle_since: Cell<Instant>,
+    driver: RefCell<Option<Waker>>,
+    close: Cell<Option<&'static str>>,
+    /// What can go on elsewhere should.
+    leave: Cell<bool>,
+    /// What its watches are asked for.
+    pub(super) requests: Requests,
+    /// Told on every change of state: requests that wait on it, and the pool.
+    pub(super) changed: Notify,
+    pool: Rc<Notify>,
+}
+
+impl fmt::Debug for Connection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Connection")
+            .field("endpoint", &self.endpoint.label)
+            .field("class", &self.class)
+            .field("life", &self.life.get())
+            .finish_non_exhaustive()
+    }
+}
+
+/// What a connection needs to know of its pool.
+#[derive(Debug, Clone)]
+pub struct Settings {
+    /// When it is suspect and when dead.
+    pub thresholds: Thresholds,
+    /// Our own limit of streams.
+    pub max_streams: usize,
+}
+
+impl Connection {
+    /// Takes an established connection into use and spawns its driver on the current `LocalSet`.
+    pub fn start(
+        established: Established,
+        endpoint: &Arc<Endpoint>,
+        class: Class,
+        credential: (u64, Option<String>),
+        settings: &Settings,
+        pool: Rc<Notify>,
+    ) -> Rc<Self> {
+        let now = Instant::now();
+        let Established { send, connection, ping, observer, rtt } = established;
+        let (generation, serial) = credential;
+        let stats = ConnectionStats::new(class, serial, observer.local_addr().ok(), now);
+        stats.set_rtt(rtt);
+        let mut gauge = endpoint.metrics.connection_gauge();
+        gauge.set(Life::Live.as_str());
+        let this = Rc::new(Self {
+            endpoint: Arc::clone(endpoint),
+            class,
+            generation,
+            stats,
+            cap: Cell::new(settings.max_streams.min(send.current_max_send_streams())),
+            max_streams: settings.max_streams,
+            send,
+            life: Cell::new(Life::Live),
+            gauge: RefCell::new(Some(gauge)),
+            counted: Cell::new(true),
+            latency: Cell::new(PeakEwma::new(now)),
+            waiting: Cell::new(0),
+            waiting_since: Cell::new(None),
+            heard: Cell::new(now),
+            cancelled: RefCell::default(),
+            idle_since: Cell::new(now),
+            driver: RefCell::new(None),
+            close: Cell::new(None),
+            leave: Cell::new(false),
+            requests: Requests::default(),
+            changed: Notify::new(),
+            pool,
+        });
+        endpoint.connection_opened(&this.stats);
+        endpoint.metrics.rtt(rtt);
+        tracing::info!(
+            upstream = %endpoint.upstream,
+            endpoint = %endpoint.label,
+            class = class.as_str(),
+            local = this.stats.local.map(tracing::field::display),
+            rtt_us = rtt.as_micros() as u64,
+            "connection is live"
+        );
+        let health = ConnectionHealth::new(settings.thresholds, rtt, now);
+        let driver = Driver { this: Rc::clone(&this), connection, ping, observer, health, read: 0 };
+        tokio::task::spawn_local(driver.run());
+        this
+    }
+
+    /// Its state.
+    pub fn life(&self) -> Life {
+        self.life.get()
+    }
+
+    /// Waits for the next change of its state.
+    pub async fn changed(&self) {
+        self.changed.notified().await;
+    }
+
+    /// Whether what can go on elsewhere should: its process is stopped, its certificate is old or
+    /// its endpoint is gone. A GOAWAY alone is no reason, an apiserver sends one now and then to
+    /// spread its clients (`--goaway-chance`).
+    pub fn is_to_be_left(&self) -> bool {
+        self.leave.get()
+    }
+
+    /// Waits for [`Self::is_to_be_left`] or until its watches are asked for something
+    /// ([`Self::asked`] is no longer what it was).
+    pub async fn left_or_asked(&self, asked: u32) {
+        while !self.leave.get() && self.asked() == asked {
+            self.changed.notified().await;
+        }
+    }
+
+    /// Its endpoint says that it is not ready. Requests that wait here may want a second attempt,
+    /// and after a GOAWAY this is the moment for watches to move.
+    pub fn unwell(&self) {
+        if self.life.get() == Life::Draining {
+            self.leave.set(true);
+        }
+        self.changed.notify_waiters();
+    }
+
+    /// Streams it could take now.
+    pub fn free(&self, now: Instant) -> usize {
+        let used = self.stats.streams.load(Ordering::Relaxed) + self.held_by_cancelled(now);
+        self.cap.get().saturating_sub(used)
+    }
+
+    /// Streams it carries at most.
+    pub fn cap(&self) -> usize {
+        self.cap.get()
+    }
+
+    /// Open streams.
+    pub fn streams(&self) -> usize {
+        self.stats.streams.load(Ordering::Relaxed)
+    }
+
+    /// Watches among them.
+    pub fn watches(&self) -> usize {
+        self.stats.watches.load(Ordering::Relaxed)
+    }
+
+    /// Load for the picker: lower is better. `lot` is for [`balance::handicap`].
+    pub fn cost(&self, now: Instant, lot: f64) -> f64 {
+        balance::cost(self.streams(), self.latency.get().value(now))
+            * balance::handicap(self.endpoint.share(now), lot)
+    }
+
+    /// When bytes last arrived on it.
+    pub fn heard(&self) -> Instant {
+        self.heard.get()
+    }
+
+    /// Whether a request has waited here for a while without a byte arriving: no reason for a
+    /// verdict, but one to take another connection if there is one.
+    pub fn is_doubtful(&self, now: Instant) -> bool {
+        self.waiting_since
+            .get()
+            .is_some_and(|since| now >= since.max(self.heard.get()) + DOUBT_AFTER)
+    }
+
+    /// Since when it has carried nothing, if it carries nothing.
+    pub fn idle_since(&self) -> Option<Instant> {
+        (self.streams() == 0).then(|| self.idle_since.get())
+    }
+
+    /// Takes no new streams from now on; closes when the running ones are done.
+    pub fn drain(&self, why: &'static str) {
+        if matches!(self.life.get(), Life::Live | Life::Suspect) {
+            self.leave.set(why != IDLE);
+            self.enter(Life::Draining, why);
+            self.wake_driver();
+        }
+    }
+
+    /// Closes now, whatever runs on it.
+    pub fn close(&self, why: &'static str) {
+        self.close.set(Some(why));
+        self.wake_driver();
+    }
+
+    /// Takes a place for one stream. The caller has looked at [`Self::free`].
+    pub fn reserve(self: &Rc<Self>, watch: bool, now: Instant) -> Permit {
+        self.stats.streams.fetch_add(1, Ordering::Relaxed);
+        if watch {
+            self.stats.watches.fetch_add(1, Ordering::Relaxed);
+        }
+        Permit { connection: Rc::clone(self), watch, reserved: now, waits: false, finished: true }
+    }
+
+    fn held_by_cancelled(&self, now: Instant) -> usize {
+        let mut cancelled = self.cancelled.borrow_mut();
+        while cancelled.front().is_some_and(|&until| until <= now) {
+            cancelled.pop_front();
+        }
+        cancelled.len()
+    }
+
+    fn enter(&self, life: Life, why: &str) {
+        let before = self.life.replace(life);
+        if before == life {
+            return;
+        }
+        self.stats.set_life(life);
+        if matches!(life, Life::Draining | Life::Dead) && self.counted.replace(false) {
+            self.endpoint.connection_closed();
+        }
+        match life {
+            Life::Dead => drop(self.gauge.take()),
+            _ => self.gauge.borrow_mut().iter_mut().for_each(|gauge| gauge.set(life.as_str())),
+        }
+        tracing::info!(
+            upstream = %self.endpoint.upstream,
+            endpoint = %self.endpoint.label,
+            class = self.class.as_str(),
+            local = self.stats.local.map(tracing::field::display),
+            from = before.as_str(),
+            to = life.as_str(),
+            streams = self.streams(),
+            watches = self.watches(),
+            reason = why,
+            "connection changed its state"
+        );
+        self.changed.notify_waiters();
+        self.pool.notify_waiters();
+    }
+
+    fn wake_driver(&self) {
+        if let Some(waker) = self.driver.borrow().as_ref() {
+            waker.wake_by_ref();
+        }
+    }
+
+    fn head_awaited(&self, now: Instant) {
+        let waiting = self.waiting.get();
+        if waiting == 0 {
+            self.waiting_since.set(Some(now));
+        }
+        self.waiting.set(waiting + 1);
+    }
+
+    fn head_settled(&self) {
+        let waiting = self.waiting.get().saturating_sub(1);
+        self.waiting.set(waiting);
+        if waiting == 0 {
+            self.waiting_since.set(None);
+        }
+    }
+}
+
+/// A place for one stream on a connection, given back on drop.
+#[derive(Debug)]
+pub struct Permit {
+    connection: Rc<Connection>,
+    watch: bool,
+    /// When it was taken; a stream is opened at once.
+    reserved: Instant,
+    /// It waits for a response head, since then.
+    waits: bool,
+    /// The stream is over as far as the peer is concerned, or was never opened.
+    finished: bool,
+}
+
+impl Permit {
+    /// The connection it belongs to.
+    pub fn connection(&self) -> &Rc<Connection> {
+        &self.connection
+    }
+
+    /// Opens the stream and sends the request head; `end` when there is no body.
+    ///
+    /// # Errors
+    /// The stream was not opened: nothing was sent.
+    pub fn open(
+        &mut self,
+        request: Request<()>,
+        end: bool,
+    ) -> Result<(ResponseFuture, SendStream<Bytes>), h2::Error> {
+        // A clone has no pending stream of its own, so that h2 takes the request at once.
+        let opened = self.connection.send.clone().send_request(request, end)?;
+        self.finished = false;
+        self.waits = true;
+        self.connection.head_awaited(self.reserved);
+        Ok(opened)
+    }
+
+    /// The response head arrived: a measurement, unless the request was one that waits by nature.
+    pub fn head_arrived(&mut self, now: Instant) {
+        if std::mem::take(&mut self.waits) {
+            self.connection.head_settled();
+            if !self.watch {
+                let mut latency = self.connection.latency.get();
+                latency.observe(now.saturating_duration_since(self.reserved), now);
+                self.connection.latency.set(latency);
+            }
+        }
+    }
+
+    /// The peer ended the stream: its place is free at once.
+    pub fn finished(&mut self) {
+        self.finished = true;
+    }
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        let connection = &self.connection;
+        if self.waits {
+            connection.head_settled();
+        }
+        if self.watch {
+            connection.stats.watches.fetch_sub(1, Ordering::Relaxed);
+        }
+        let before = connection.stats.streams.fetch_sub(1, Ordering::Relaxed);
+        if !self.finished && connection.life.get() != Life::Dead {
+            connection.cancelled.borrow_mut().push_back(Instant::now() + CANCELLED_HOLDS);
+        }
+        if before == 1 {
+            connection.idle_since.set(Instant::now());
+            if connection.life.get() == Life::Draining {
+                connection.wake_driver();
+            }
+        }
+        if before >= connection.cap.get() {
+            // It was full: somebody may wait for this place.
+            connection.pool.notify_waiters();
+        }
+    }
+}

@@ -1,0 +1,197 @@
+//! Opens one connection to an endpoint: TCP, TLS and, for HTTP/2, the first PONG.
+//!
+//! Until the PONG a connection has proven nothing: a load balancer completes handshakes for
+//! servers that are gone. The whole has one bound, and a second attempt races the first after
+//! 250 ms, because one lost SYN costs a second (RFC 6298 section 2, initial RTO).
+
+use std::fmt;
+use std::future::poll_fn;
+use std::io;
+use std::net::SocketAddr;
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::Duration;
+
+use bytes::Bytes;
+use h2::client::{Connection as H2Connection, SendRequest};
+use h2::{Ping, PingPong};
+use rustls::ClientConfig;
+use tokio::time::{Instant, sleep, timeout};
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+
+use super::endpoint::{ConnectFailure, Endpoint};
+use crate::net::read_ahead::ReadAhead;
+use crate::net::socket;
+use crate::net::tracked::{self, Observer, Tracked};
+
+/// When a second attempt is started beside one that has not succeeded.
+const RACE_AFTER: Duration = Duration::from_millis(250);
+
+/// Receive window of one stream. What a client does not read stays in it and nowhere else, so it
+/// is also the bound on memory per stalled stream; 256 KiB is 2 Gbit/s at 1 ms.
+const STREAM_WINDOW: u32 = 256 * 1024;
+/// Receive window of a connection: every stream can be stalled at once and none of the others
+/// feels it. 100 is the number of streams that kube-apiserver allows.
+const CONNECTION_WINDOW: u32 = STREAM_WINDOW * 128;
+/// Largest frame accepted: fewer, larger frames make LISTs cheaper.
+const MAX_FRAME: u32 = 64 * 1024;
+/// Response headers of an apiserver are small.
+const MAX_HEADER_LIST: u32 = 64 * 1024;
+/// Streams assumed until the peer's SETTINGS are there, which is before the first PONG.
+const INITIAL_STREAMS: usize = 100;
+/// Bytes buffered per stream for sending before `send_data` makes us wait.
+const SEND_BUFFER: usize = 256 * 1024;
+/// Locally reset streams that are remembered, and for how long. Clients cancel watches by the
+/// thousand; a late frame on a forgotten stream is a connection error (h2's default is 50 for 1 s).
+const RESET_STREAMS: usize = 4096;
+const RESET_MEMORY: Duration = Duration::from_secs(30);
+/// Budget for small DATA frames. Watch events are small; h2's default kills a connection at about
+/// a hundred that wait unread, and all streams share it.
+const DATA_FRAME_BUDGET: usize = CONNECTION_WINDOW as usize;
+
+/// A connection that has answered its first PING.
+pub struct Established {
+    /// Opens streams.
+    pub send: SendRequest<Bytes>,
+    /// Must be polled for anything to happen.
+    pub connection: H2Connection<TlsStream<ReadAhead<Tracked>>, Bytes>,
+    /// Sends PINGs.
+    pub ping: PingPong,
+    /// Evidence of life.
+    pub observer: Observer,
+    /// Round-trip time of the first PING.
+    pub rtt: Duration,
+}
+
+/// Opens an HTTP/2 connection within `limit`.
+///
+/// # Errors
+/// Why it failed, in words that name the step.
+pub async fn dial_h2(
+    endpoint: &Endpoint,
+    tls: &Arc<ClientConfig>,
+    limit: Duration,
+) -> Result<Established, ConnectFailure> {
+    // Boxed: the handshakes of rustls and h2 keep 30 KiB of state, and most of a dial is waiting.
+    Box::pin(race(endpoint, limit, |address| async move {
+        let (stream, observer) = open(endpoint, address, tls).await?;
+        if stream.get_ref().1.alpn_protocol() != Some(b"h2") {
+            return Err(ConnectFailure::NoH2(format!(
+                "{address} does not speak HTTP/2 (ALPN): is it an apiserver, or a proxy before it?"
+            )));
+        }
+        first_pong(stream, observer).await.map_err(|error| refused(address, "HTTP/2", &error))
+    }))
+    .await
+}
+
+/// Opens a TLS connection with ALPN `http/1.1` for one upgrade, within `limit`.
+///
+/// # Errors
+/// Why it failed, in words that name the step.
+pub async fn dial_http1(
+    endpoint: &Endpoint,
+    tls: &Arc<ClientConfig>,
+    limit: Duration,
+) -> Result<(TlsStream<ReadAhead<Tracked>>, Observer), ConnectFailure> {
+    Box::pin(race(endpoint, limit, |address| open(endpoint, address, tls))).await
+}
+
+async fn race<T, F, Fut>(
+    endpoint: &Endpoint,
+    limit: Duration,
+    attempt: F,
+) -> Result<T, ConnectFailure>
+where
+    F: Fn(SocketAddr) -> Fut,
+    Fut: Future<Output = Result<T, ConnectFailure>>,
+{
+    let addresses = endpoint.socket_addresses();
+    let first = addresses[0];
+    let second = *addresses.last().unwrap_or(&first);
+    let both = async {
+        let mut one = pin!(attempt(first));
+        tokio::select! {
+            result = &mut one => match result {
+                // `localhost` may be one family only.
+                Err(_) if first != second => return attempt(second).await,
+                result => return result,
+            },
+            () = sleep(RACE_AFTER) => {}
+        }
+        let mut two = pin!(attempt(second));
+        tokio::select! {
+            result = &mut one => match result {
+                Ok(done) => Ok(done),
+                Err(_) => two.await,
+            },
+            result = &mut two => match result {
+                Ok(done) => Ok(done),
+                Err(_) => one.await,
+            },
+        }
+    };
+    timeout(limit, both).await.unwrap_or_else(|_| {
+        Err(ConnectFailure::Slow(format!(
+            "no connection to {} within {} ms",
+            endpoint.label,
+            limit.as_millis()
+        )))
+    })
+}
+
+async fn open(
+    endpoint: &Endpoint,
+    address: SocketAddr,
+    tls: &Arc<ClientConfig>,
+) -> Result<(TlsStream<ReadAhead<Tracked>>, Observer), ConnectFailure> {
+    let stream = socket::connect(address).await.map_err(|e| refused(address, "TCP", &e))?;
+    let (stream, observer) = tracked::track(stream);
+    let stream = TlsConnector::from(Arc::clone(tls))
+        .connect(endpoint.server_name.clone(), ReadAhead::new(stream))
+        .await
+        .map_err(|e| refused(address, "TLS", &e))?;
+    Ok((stream, observer))
+}
+
+fn refused(address: SocketAddr, step: &str, error: &dyn fmt::Display) -> ConnectFailure {
+    ConnectFailure::Refused(format!("{step} to {address} failed: {error}"))
+}
+
+async fn first_pong(
+    stream: TlsStream<ReadAhead<Tracked>>,
+    observer: Observer,
+) -> Result<Established, io::Error> {
+    let (send, mut connection) = h2::client::Builder::new()
+        .initial_window_size(STREAM_WINDOW)
+        .initial_connection_window_size(CONNECTION_WINDOW)
+        .max_frame_size(MAX_FRAME)
+        .max_header_list_size(MAX_HEADER_LIST)
+        .initial_max_send_streams(INITIAL_STREAMS)
+        .max_send_buffer_size(SEND_BUFFER)
+        .max_concurrent_reset_streams(RESET_STREAMS)
+        .reset_stream_duration(RESET_MEMORY)
+        .data_frame_budget(DATA_FRAME_BUDGET)
+        .enable_push(false)
+        .handshake(stream)
+        .await
+        .map_err(io::Error::other)?;
+    let mut ping = connection.ping_pong().ok_or_else(|| io::Error::other("no PING handle"))?;
+    ping.send_ping(Ping::opaque()).map_err(io::Error::other)?;
+    let pinged_at = Instant::now();
+    poll_fn(|cx| {
+        match Pin::new(&mut connection).poll(cx) {
+            Poll::Ready(Ok(())) => {
+                return Poll::Ready(Err(io::Error::other("closed before the first PONG")));
+            }
+            Poll::Ready(Err(error)) => return Poll::Ready(Err(io::Error::other(error))),
+            Poll::Pending => {}
+        }
+        ping.poll_pong(cx).map_ok(|_| ()).map_err(io::Error::other)
+    })
+    .await?;
+    let rtt = pinged_at.elapsed();
+    Ok(Established { send, connection, ping, observer, rtt })
+}

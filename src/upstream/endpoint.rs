@@ -1,0 +1,521 @@
+//! One endpoint of an upstream: what is known of it, and the state that follows.
+//!
+//! | state | enters when | effect |
+//! |---|---|---|
+//! | connecting | nothing is known yet | tried |
+//! | ready | connected, and `/readyz` says ok | first choice |
+//! | degraded | connected, but `/readyz` fails | no new request while another is ready; nothing is cut |
+//! | ejected | none of its connections is live and a fresh connect failed | probed with jittered backoff |
+//! | no-h2 | it does not speak HTTP/2 by ALPN | as ejected, with its own reason |
+//! | leaving | removed from the set | its connections drain |
+//!
+//! The facts come from several places (data-plane workers that dial, the prober that asks
+//! `/readyz`); the state is derived here, in one function, and each change is logged here, once,
+//! with its reason.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, SystemTime};
+
+use rustls::pki_types::ServerName;
+use tokio::sync::Notify;
+use tokio::time::Instant;
+
+use super::balance;
+use super::stats::{ConnectionStats, Ejection, EndpointStatus};
+use crate::config::EndpointAddress;
+use crate::net::tls_files::rfc3339;
+use crate::observe::{EndpointMetrics, EndpointStateGauge};
+
+/// State of an endpoint, best first: the order is the order of preference.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[repr(u8)]
+pub enum EndpointState {
+    /// First choice.
+    Ready,
+    /// Nothing is known yet.
+    Connecting,
+    /// Alive, but not well by its own account.
+    Degraded,
+    /// Cannot be connected to.
+    Ejected,
+    /// Does not speak HTTP/2.
+    NoH2,
+    /// Removed from the set.
+    Leaving,
+}
+
+impl EndpointState {
+    /// Every state, for metrics that show one series each.
+    pub const ALL: [Self; 6] =
+        [Self::Ready, Self::Connecting, Self::Degraded, Self::Ejected, Self::NoH2, Self::Leaving];
+
+    /// Name in logs, metrics and status.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Ready => "ready",
+            Self::Connecting => "connecting",
+            Self::Degraded => "degraded",
+            Self::Ejected => "ejected",
+            Self::NoH2 => "no-h2",
+            Self::Leaving => "leaving",
+        }
+    }
+
+    fn from_u8(value: u8) -> Self {
+        match value {
+            0 => Self::Ready,
+            2 => Self::Degraded,
+            3 => Self::Ejected,
+            4 => Self::NoH2,
+            5 => Self::Leaving,
+            _ => Self::Connecting,
+        }
+    }
+}
+
+/// What happened to a connect.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ConnectFailure {
+    /// Refused, reset, unreachable, or TLS failed: an answer, and a bad one.
+    Refused(String),
+    /// Not done in time.
+    Slow(String),
+    /// The peer did not choose `h2` by ALPN.
+    NoH2(String),
+}
+
+/// Shortest pause before an ejected endpoint is tried again.
+const BACKOFF_MIN: Duration = Duration::from_millis(100);
+/// Longest pause while other endpoints do the work.
+const BACKOFF_MAX: Duration = Duration::from_secs(5);
+/// Longest pause while nothing at all is usable: then every client waits for this.
+const BACKOFF_MAX_ALONE: Duration = Duration::from_millis(800);
+/// A connect that is only slow gets more time on each try, up to this.
+const CONNECT_TIMEOUT_MAX: Duration = Duration::from_secs(10);
+
+/// Pause after the `failures`-th failed connect in a row; `jitter` is in 0..1.
+pub fn backoff(failures: u32, alone: bool, jitter: f64) -> Duration {
+    let cap = if alone { BACKOFF_MAX_ALONE } else { BACKOFF_MAX };
+    let doubled = BACKOFF_MIN.saturating_mul(1 << failures.saturating_sub(1).min(10));
+    doubled.min(cap).mul_f64(0.5 + jitter / 2.0)
+}
+
+/// What is known.
+#[derive(Debug)]
+struct Facts {
+    transport: Transport,
+    readyz: Readyz,
+    leaving: bool,
+    /// It was not usable, or not well, since it was last ready.
+    was_out: bool,
+    failures: u32,
+    slow_failures: u32,
+    /// When the last failed connect ended, or an attempt on a failing endpoint was claimed.
+    tried: Option<Instant>,
+    /// When the last failed connect ended.
+    failed: Option<Instant>,
+    jitter: f64,
+    since: SystemTime,
+    reason: String,
+    last_ejection: Option<(SystemTime, String)>,
+    gauge: EndpointStateGauge,
+}
+
+#[derive(Debug, PartialEq)]
+enum Transport {
+    Unknown,
+    Up,
+    Down(String),
+    NoH2(String),
+}
+
+#[derive(Debug, PartialEq)]
+enum Readyz {
+    Unknown,
+    Ok,
+    Failing(String),
+}
+
+impl Facts {
+    fn state(&self) -> (EndpointState, &str) {
+        match (&self.transport, &self.readyz) {
+            _ if self.leaving => (EndpointState::Leaving, "removed from the set"),
+            (Transport::Down(why), _) => (EndpointState::Ejected, why),
+            (Transport::NoH2(why), _) => (EndpointState::NoH2, why),
+            (Transport::Unknown, _) => (EndpointState::Connecting, "not connected"),
+            (Transport::Up, Readyz::Failing(why)) => (EndpointState::Degraded, why),
+            (Transport::Up, Readyz::Ok) => (EndpointState::Ready, "/readyz is ok"),
+            (Transport::Up, Readyz::Unknown) => {
+                (EndpointState::Connecting, "connected, /readyz not answered yet")
+            }
+        }
+    }
+}
+
+/// An endpoint, shared by the workers, the prober and the admin page.
+#[derive(Debug)]
+pub struct Endpoint {
+    /// Name of the upstream it belongs to.
+    pub upstream: Arc<str>,
+    /// Where it is.
+    pub address: EndpointAddress,
+    /// The address as text: a label in logs and metrics.
+    pub label: Arc<str>,
+    /// Name sent as SNI and verified in its certificate.
+    pub server_name: ServerName<'static>,
+    /// Its metrics.
+    pub metrics: Arc<EndpointMetrics>,
+    facts: Mutex<Facts>,
+    state: AtomicU8,
+    live: AtomicUsize,
+    connections: Mutex<Vec<Weak<ConnectionStats>>>,
+    probe: Notify,
+    /// Time starts here for [`Self::ready_for`].
+    born: Instant,
+    /// Milliseconds from then until it became ready, plus one; 0 while it is not.
+    ready_at: AtomicU64,
+    /// It has recovered, and takes load back gradually.
+    recovering: AtomicBool,
+    /// Answers of 500 and above in a row: passive evidence.
+    errors_in_row: AtomicU64,
+}
+
+/// 5xx answers in a row after which `/readyz` is asked at once.
+const ERROR_STREAK: u64 = 5;
+
+impl Endpoint {
+    /// An endpoint of which nothing is known yet.
+    ///
+    /// # Errors
+    /// The server name is no DNS name or IP address.
+    pub fn new(
+        upstream: &Arc<str>,
+        address: &EndpointAddress,
+        server_name: Option<&str>,
+        metrics: Arc<EndpointMetrics>,
+    ) -> Result<Arc<Self>, String> {
+        let name = server_name.unwrap_or(&address.host);
+        let server_name = ServerName::try_from(name.to_owned())
+            .map_err(|_| format!("`{name}` cannot be verified in a certificate"))?;
+        let mut gauge = metrics.state_gauge();
+        gauge.set(EndpointState::Connecting.as_str());
+        Ok(Arc::new(Self {
+            upstream: Arc::clone(upstream),
+            address: address.clone(),
+            label: address.to_string().into(),
+            server_name,
+            metrics,
+            facts: Mutex::new(Facts {
+                transport: Transport::Unknown,
+                readyz: Readyz::Unknown,
+                leaving: false,
+                was_out: false,
+                failures: 0,
+                slow_failures: 0,
+                tried: None,
+                failed: None,
+                jitter: fastrand::f64(),
+                since: SystemTime::now(),
+                reason: "not connected".into(),
+                last_ejection: None,
+                gauge,
+            }),
+            state: AtomicU8::new(EndpointState::Connecting as u8),
+            live: AtomicUsize::new(0),
+            connections: Mutex::default(),
+            probe: Notify::new(),
+            born: Instant::now(),
+            ready_at: AtomicU64::new(0),
+            recovering: AtomicBool::new(false),
+            errors_in_row: AtomicU64::new(0),
+        }))
+    }
+
+    /// The addresses to connect to. `localhost` is both loopback addresses, without asking anyone
+    /// (RFC 6761 section 6.3).
+    pub fn socket_addresses(&self) -> Vec<SocketAddr> {
+        let port = self.address.port;
+        match self.address.host.parse::<IpAddr>() {
+            Ok(ip) => vec![SocketAddr::new(ip, port)],
+            Err(_) => vec![
+                SocketAddr::new(Ipv4Addr::LOCALHOST.into(), port),
+                SocketAddr::new(Ipv6Addr::LOCALHOST.into(), port),
+            ],
+        }
+    }
+
+    /// The state now. Cheap: the picker asks for every candidate.
+    pub fn state(&self) -> EndpointState {
+        EndpointState::from_u8(self.state.load(Ordering::Relaxed))
+    }
+
+    /// Whether requests get an answer there: also before its first `/readyz`, once connected.
+    pub fn is_usable(&self) -> bool {
+        match self.state() {
+            EndpointState::Ready | EndpointState::Degraded => true,
+            EndpointState::Connecting => self.live.load(Ordering::Relaxed) > 0,
+            EndpointState::Ejected | EndpointState::NoH2 | EndpointState::Leaving => false,
+        }
+    }
+
+    /// For how long it has been ready, if it is.
+    pub fn ready_for(&self, now: Instant) -> Option<Duration> {
+        let at = self.ready_at.load(Ordering::Relaxed).checked_sub(1)?;
+        Some(now.saturating_duration_since(self.born + Duration::from_millis(at)))
+    }
+
+    /// Share of its picks that it takes part in: less than the whole for a while after it has
+    /// recovered ([`balance::slow_start`]).
+    pub fn share(&self, now: Instant) -> f64 {
+        if !self.recovering.load(Ordering::Relaxed) {
+            return 1.0;
+        }
+        let share = self.ready_for(now).map_or(1.0, balance::slow_start);
+        if share >= 1.0 {
+            self.recovering.store(false, Ordering::Relaxed);
+        }
+        share
+    }
+
+    /// Why it is in its state.
+    pub fn reason(&self) -> String {
+        self.facts().reason.clone()
+    }
+
+    /// Claims the right to connect now. A failing endpoint is tried by one at a time, after its
+    /// backoff; `alone` says that no endpoint at all is usable.
+    pub fn may_connect(&self, alone: bool, now: Instant) -> bool {
+        let mut facts = self.facts();
+        if facts.leaving {
+            return false;
+        }
+        if facts.failures == 0 {
+            return true;
+        }
+        let pause = backoff(facts.failures, alone, facts.jitter);
+        if facts.tried.is_some_and(|tried| now < tried + pause) {
+            return false;
+        }
+        facts.tried = Some(now);
+        true
+    }
+
+    /// How long a connect may take: `base`, doubled for each one in a row that was only slow.
+    pub fn connect_timeout(&self, base: Duration) -> Duration {
+        let doublings = self.facts().slow_failures.min(4);
+        base.saturating_mul(1 << doublings).min(CONNECT_TIMEOUT_MAX.max(base))
+    }
+
+    /// When the last failed connect ended.
+    pub fn last_failure(&self) -> Option<Instant> {
+        let facts = self.facts();
+        facts.failed.filter(|_| facts.failures > 0)
+    }
+
+    /// A fresh connection is up: TCP, TLS and the first PONG.
+    pub fn connected(&self) {
+        self.update(|facts| {
+            facts.failures = 0;
+            facts.slow_failures = 0;
+            if facts.transport != Transport::Up {
+                // What was known of its readiness was known of an earlier life.
+                facts.readyz = Readyz::Unknown;
+                facts.transport = Transport::Up;
+            }
+        });
+    }
+
+    /// A fresh connect failed. With no live connection left that is the end of the endpoint;
+    /// with one it is noted and tried again later.
+    pub fn connect_failed(&self, failure: ConnectFailure, now: Instant) {
+        let live = self.live.load(Ordering::Relaxed);
+        self.update(|facts| {
+            facts.failures = facts.failures.saturating_add(1);
+            facts.tried = Some(now);
+            facts.failed = Some(now);
+            facts.jitter = fastrand::f64();
+            if matches!(failure, ConnectFailure::Slow(_)) {
+                facts.slow_failures = facts.slow_failures.saturating_add(1);
+            }
+            if live == 0 {
+                facts.transport = match failure {
+                    ConnectFailure::Refused(why) | ConnectFailure::Slow(why) => {
+                        Transport::Down(why)
+                    }
+                    ConnectFailure::NoH2(why) => Transport::NoH2(why),
+                };
+            }
+        });
+    }
+
+    /// `/readyz` said ok often enough.
+    pub fn readyz_ok(&self) {
+        self.update(|facts| facts.readyz = Readyz::Ok);
+    }
+
+    /// `/readyz` failed often enough, in these words.
+    pub fn readyz_failing(&self, why: &str) {
+        self.update(|facts| facts.readyz = Readyz::Failing(why.to_owned()));
+    }
+
+    /// It is no longer in the set.
+    pub fn leave(&self) {
+        self.update(|facts| facts.leaving = true);
+    }
+
+    /// Passive evidence: an answer of this status arrived for a request.
+    pub fn answered(&self, status: u16) {
+        if status < 500 {
+            if self.errors_in_row.load(Ordering::Relaxed) != 0 {
+                self.errors_in_row.store(0, Ordering::Relaxed);
+            }
+        } else if self.errors_in_row.fetch_add(1, Ordering::Relaxed) + 1 == ERROR_STREAK {
+            self.probe.notify_one();
+        }
+    }
+
+    /// Passive evidence: heads stay away there. Asks for a `/readyz` at once.
+    pub fn probe_soon(&self) {
+        self.probe.notify_one();
+    }
+
+    /// Waits for [`Self::probe_soon`] or a streak of errors.
+    pub async fn probe_wanted(&self) {
+        self.probe.notified().await;
+    }
+
+    /// A connection to it became live. Its statistics show up in the status as long as they live.
+    pub fn connection_opened(&self, stats: &Arc<ConnectionStats>) {
+        self.live.fetch_add(1, Ordering::Relaxed);
+        let mut list = self.connections.lock().unwrap_or_else(PoisonError::into_inner);
+        list.retain(|known| known.strong_count() > 0);
+        list.push(Arc::downgrade(stats));
+        drop(list);
+        self.connected();
+    }
+
+    /// A connection that [`Self::connection_opened`] counted takes no new streams any more. With
+    /// the last one goes what was known: what comes back may be another process, and is not ready
+    /// until it says so.
+    pub fn connection_closed(&self) {
+        if self.live.fetch_sub(1, Ordering::Relaxed) == 1 {
+            self.update(|facts| {
+                if facts.transport == Transport::Up {
+                    facts.transport = Transport::Unknown;
+                }
+            });
+        }
+    }
+
+    /// Everything an operator wants to know, for `/status`.
+    pub fn status(&self) -> EndpointStatus {
+        let facts = self.facts();
+        let connections: Vec<_> = {
+            let list = self.connections.lock().unwrap_or_else(PoisonError::into_inner);
+            list.iter().filter_map(Weak::upgrade).map(|stats| stats.status()).collect()
+        };
+        EndpointStatus {
+            address: self.label.to_string(),
+            server_name: self.server_name.to_str().into_owned(),
+            state: self.state().as_str(),
+            reason: facts.reason.clone(),
+            since: rfc3339(facts.since),
+            last_ejection: facts
+                .last_ejection
+                .as_ref()
+                .map(|(at, reason)| Ejection { at: rfc3339(*at), reason: reason.clone() }),
+            connections,
+        }
+    }
+
+    fn facts(&self) -> MutexGuard<'_, Facts> {
+        self.facts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes the facts, derives the state and tells what changed. Nothing here waits.
+    fn update(&self, change: impl FnOnce(&mut Facts)) {
+        let mut facts = self.facts();
+        let (before, _) = facts.state();
+        change(&mut facts);
+        let (after, reason) = facts.state();
+        let reason = reason.to_owned();
+        if before == after {
+            facts.reason = reason;
+            return;
+        }
+        facts.since = SystemTime::now();
+        facts.reason.clone_from(&reason);
+        if matches!(after, EndpointState::Ejected | EndpointState::NoH2) {
+            facts.last_ejection = Some((facts.since, reason.clone()));
+            self.metrics.ejected(if after == EndpointState::NoH2 {
+                "no_h2"
+            } else if facts.slow_failures > 0 {
+                "connect_timeout"
+            } else {
+                "connect_failed"
+            });
+        }
+        let ready = after == EndpointState::Ready;
+        let at = self.born.elapsed().as_millis() as u64 + 1;
+        self.ready_at.store(if ready { at } else { 0 }, Ordering::Relaxed);
+        if ready {
+            // The first start of all is no recovery: there is no load that left and comes back.
+            self.recovering.store(std::mem::take(&mut facts.was_out), Ordering::Relaxed);
+        } else if after != EndpointState::Connecting {
+            facts.was_out = true;
+        }
+        self.state.store(after as u8, Ordering::Relaxed);
+        facts.gauge.set(after.as_str());
+        drop(facts);
+        tracing::info!(
+            upstream = %self.upstream,
+            endpoint = %self.label,
+            from = before.as_str(),
+            to = after.as_str(),
+            reason,
+            "endpoint changed its state"
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::observe::Metrics;
+
+    #[test]
+    fn a_state_survives_its_number() {
+        for state in EndpointState::ALL {
+            assert_eq!(EndpointState::from_u8(state as u8), state);
+        }
+    }
+
+    #[test]
+    fn only_a_recovery_starts_slowly() {
+        let address = EndpointAddress { host: "10.0.0.1".into(), port: 6443 };
+        let metrics = Metrics::new().endpoint("u", "e");
+        let endpoint = Endpoint::new(&"u".into(), &address, None, metrics).unwrap();
+        let later = Instant::now() + Duration::from_secs(15);
+        let whole = |endpoint: &Endpoint| endpoint.share(later) >= 1.0;
+        assert!(whole(&endpoint) && endpoint.ready_for(later).is_none());
+        endpoint.connected();
+        endpoint.readyz_ok();
+        assert!(whole(&endpoint), "the first start of all");
+        assert!(endpoint.ready_for(later).is_some_and(|since| since.as_secs() >= 14));
+
+        endpoint.readyz_failing("etcd");
+        assert!(endpoint.ready_for(later).is_none());
+        endpoint.readyz_ok();
+        assert!((0.5..0.6).contains(&endpoint.share(later)), "{}", endpoint.share(later));
+        assert!(endpoint.share(Instant::now() + Duration::from_secs(31)) >= 1.0);
+        assert!(whole(&endpoint), "and then it is over");
+
+        endpoint.connect_failed(ConnectFailure::Refused("no".into()), Instant::now());
+        endpoint.connected();
+        assert_eq!(endpoint.state(), EndpointState::Connecting);
+        endpoint.readyz_ok();
+        assert!(!whole(&endpoint), "back from an ejection");
+    }
+}

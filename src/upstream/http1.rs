@@ -1,0 +1,242 @@
+//! Dedicated HTTP/1.1 connections for upgrades: each is chosen, opened, used for one request, and
+//! then either becomes a tunnel or is closed.
+
+use std::error::Error as _;
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::{Request, Response};
+use hyper::body::Incoming;
+use hyper::client::conn::http1;
+use hyper_util::rt::TokioIo;
+use tokio::task::{JoinHandle, JoinSet, spawn_local};
+use tokio::time::{Instant, sleep_until};
+use tokio_rustls::client::TlsStream;
+
+use super::credentials::Class;
+use super::dial::dial_http1;
+use super::endpoint::{ConnectFailure, Endpoint, EndpointState};
+use super::flow;
+use super::pool::{UNAVAILABLE_AFTER, Unavailable, Upstream, note_failure};
+use crate::net::read_ahead::ReadAhead;
+use crate::net::rewound::Rewound;
+use crate::net::tracked::{Observer, Tracked};
+
+/// When the next endpoint is tried beside one that has not answered: twice what a dial waits
+/// before its own second attempt.
+const NEXT_AFTER: Duration = Duration::from_millis(500);
+/// Failures that a refusal names.
+const REASONS: usize = 5;
+
+/// What a connection becomes after its 101.
+pub type Tunnelled = Rewound<TlsStream<ReadAhead<Tracked>>>;
+
+/// An open connection on which nothing was sent yet.
+pub struct Http1 {
+    /// Where it leads.
+    pub endpoint: Arc<Endpoint>,
+    stream: TlsStream<ReadAhead<Tracked>>,
+    observer: Observer,
+}
+
+/// Opens a connection to the best endpoint, or to the next one where that fails or is slow.
+/// `load` says how much an endpoint has to do already.
+///
+/// # Errors
+/// Why there is none, after every endpoint was tried.
+pub async fn open(
+    upstream: &Upstream,
+    class: Class,
+    load: impl Fn(&Arc<str>) -> usize,
+) -> Result<Http1, Unavailable> {
+    let tls = upstream.credentials.tls(class).ok_or(Unavailable::NoCredential)?;
+    let base = upstream.config.health.connect_timeout;
+    // With nothing known to be usable the client hears of it as soon as for any other request.
+    let limit = if upstream.is_usable() { base } else { base.min(UNAVAILABLE_AFTER) };
+    let deadline = Instant::now() + limit;
+    let mut candidates: Vec<_> = upstream
+        .endpoints
+        .load()
+        .iter()
+        .map(|endpoint| Candidate {
+            state: endpoint.state(),
+            load: load(&endpoint.label),
+            endpoint: Arc::clone(endpoint),
+        })
+        .collect();
+    order(&mut candidates, &mut fastrand::Rng::new());
+    let mut candidates = candidates.into_iter();
+    let mut attempts = JoinSet::new();
+    let mut reasons = Vec::new();
+    loop {
+        if let Some(Candidate { endpoint, .. }) = candidates.next() {
+            let tls = Arc::clone(&tls.http1);
+            attempts.spawn_local(async move {
+                let limit = endpoint.connect_timeout(base);
+                match dial_http1(&endpoint, &tls, limit).await {
+                    Ok((stream, observer)) => {
+                        endpoint.metrics.dialled("ok");
+                        Ok(Http1 { endpoint, stream, observer })
+                    }
+                    Err(failure) => Err(failed(&endpoint, failure)),
+                }
+            });
+        } else if attempts.is_empty() {
+            break;
+        }
+        let more = candidates.len() > 0;
+        let next = if more { deadline.min(Instant::now() + NEXT_AFTER) } else { deadline };
+        tokio::select! {
+            Some(done) = attempts.join_next() => match done {
+                Ok(Ok(connection)) => return Ok(connection),
+                Ok(Err(why)) => reasons.push(why),
+                Err(error) => reasons.push(error.to_string()),
+            },
+            () = sleep_until(next) => if Instant::now() >= deadline {
+                let waited = format!("no connection within {} ms", limit.as_millis());
+                reasons.push(waited);
+                break;
+            },
+        }
+    }
+    if reasons.is_empty() {
+        reasons.push("there is no endpoint".to_owned());
+    }
+    // The last one is about all of them.
+    reasons.drain(..reasons.len().saturating_sub(REASONS));
+    Err(Unavailable::Unreachable(reasons.join("; ")))
+}
+
+/// Notes a failed connect. What is known to be down is not reported down again, or a client that
+/// insists would keep lengthening the pause after which the pool looks for itself.
+fn failed(endpoint: &Endpoint, failure: ConnectFailure) -> String {
+    note_failure(endpoint, &failure);
+    let (ConnectFailure::Refused(why) | ConnectFailure::Slow(why) | ConnectFailure::NoH2(why)) =
+        &failure;
+    let why = why.clone();
+    if !matches!(endpoint.state(), EndpointState::Ejected | EndpointState::NoH2) {
+        endpoint.connect_failed(failure, Instant::now());
+    }
+    why
+}
+
+struct Candidate {
+    state: EndpointState,
+    load: usize,
+    endpoint: Arc<Endpoint>,
+}
+
+/// Best state first; within the best one, the less loaded of two random ones.
+fn order(candidates: &mut [Candidate], rng: &mut fastrand::Rng) {
+    rng.shuffle(candidates);
+    candidates.sort_by_key(|candidate| candidate.state);
+    if let [first, second, ..] = candidates
+        && first.state == second.state
+        && second.load < first.load
+    {
+        candidates.swap(0, 1);
+    }
+}
+
+impl Http1 {
+    /// Sends a request and waits for the head of its answer, for as long as the flow lives.
+    ///
+    /// # Errors
+    /// Why there is none. The request may have been processed.
+    pub async fn send(
+        self,
+        request: Request<Incoming>,
+    ) -> Result<(Response<Incoming>, Driver), String> {
+        let (mut sender, connection) =
+            http1::handshake(TokioIo::new(self.stream)).await.map_err(|error| described(&error))?;
+        let driver = Driver {
+            task: spawn_local(drive(connection, self.observer.clone())),
+            observer: self.observer,
+        };
+        match sender.send_request(request).await {
+            Ok(response) => Ok((response, driver)),
+            Err(error) => Err(driver.reason().await.unwrap_or_else(|| described(&error))),
+        }
+    }
+}
+
+type Connection = http1::Connection<TokioIo<TlsStream<ReadAhead<Tracked>>>, Incoming>;
+
+async fn drive(connection: Connection, observer: Observer) -> Result<Tunnelled, String> {
+    tokio::select! {
+        parts = connection.without_shutdown() => {
+            let parts = parts.map_err(|error| described(&error))?;
+            Ok(Rewound::new(parts.read_buf, parts.io.into_inner()))
+        }
+        why = flow::died(&observer) => Err(why.to_owned()),
+    }
+}
+
+/// Runs the HTTP side of a connection; dropping it closes the connection.
+#[derive(Debug)]
+pub struct Driver {
+    task: JoinHandle<Result<Tunnelled, String>>,
+    observer: Observer,
+}
+
+impl Driver {
+    /// The connection without HTTP, after a 101, and its observer.
+    ///
+    /// # Errors
+    /// It has ended.
+    pub async fn reclaim(mut self) -> Result<(Tunnelled, Observer), String> {
+        let stream = (&mut self.task).await.map_err(|error| error.to_string())??;
+        Ok((stream, self.observer.clone()))
+    }
+
+    /// Why it has ended, if it has and knows better than its user.
+    async fn reason(mut self) -> Option<String> {
+        if !self.task.is_finished() {
+            return None;
+        }
+        (&mut self.task).await.ok()?.err()
+    }
+}
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+/// hyper's error with its cause, which it does not print itself.
+fn described(error: &hyper::Error) -> String {
+    match error.source() {
+        Some(cause) => format!("{error}: {cause}"),
+        None => error.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::EndpointAddress;
+    use crate::observe::Metrics;
+
+    fn candidate(name: &str, state: EndpointState, load: usize) -> Candidate {
+        let metrics = Metrics::new().endpoint("u", name);
+        let address = EndpointAddress { host: name.to_owned(), port: 6443 };
+        let endpoint = Endpoint::new(&"u".into(), &address, None, metrics).unwrap();
+        Candidate { state, load, endpoint }
+    }
+
+    #[test]
+    fn ready_ones_come_first_and_the_idle_of_two_is_taken() {
+        for seed in 0..50 {
+            let mut candidates = [
+                candidate("down", EndpointState::Ejected, 0),
+                candidate("busy", EndpointState::Ready, 5),
+                candidate("unwell", EndpointState::Degraded, 0),
+                candidate("idle", EndpointState::Ready, 1),
+            ];
+            order(&mut candidates, &mut fastrand::Rng::with_seed(seed));
+            let names: Vec<_> = candidates.iter().map(|c| &*c.endpoint.address.host).collect();
+            assert_eq!(names, ["idle", "busy", "unwell", "down"]);
+        }
+    }
+}

@@ -1,0 +1,356 @@
+//! Moves watches, one now and then, to the apiservers that have too few of them.
+//!
+//! A watch lives for minutes and a resumed one for as long as its client: after a rolling restart
+//! the last server to come back would carry next to nothing. A watch that can be resumed can be
+//! moved as well, and its client does not see it. Nothing depends on a move: a watch that cannot
+//! go, or is not taken there, stays where it is.
+//!
+//! [`decide`] is pure and memoryless, so that thousands of nodes spread their moves by themselves:
+//!
+//! | what | why |
+//! |---|---|
+//! | only endpoints that are ready for 5 s, and only to where a connection is | a server that flaps gets nothing |
+//! | each second 2 % of what is too many goes, rounded by lot | half of it in 35 s, all in minutes, whether a node has three watches or three thousand |
+//! | in slow start a server is owed its share only | cold caches |
+//! | what is left over of a division goes where the node's own lot says | the ninth of 3 × 3 - 1 watches must not be the same server's on every node |
+//! | later than 15 minutes after the last return: only from who has over 10 % and one too many | clients come and go; to follow each would be churn |
+//!
+//! The tick of the mover is also what looks, once a minute, for watches whose bookmarks stay away
+//! ([`Connection::minutes`]): no timer for each of them.
+
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::connection::Connection;
+use super::endpoint::Endpoint;
+use super::health::Life;
+
+/// Part of what is too many that goes in a second.
+const RATE: f64 = 0.02;
+/// Pause between two rounds, ±50 %.
+const ROUND: Duration = Duration::from_secs(1);
+/// An endpoint takes part when it has been ready for this long.
+const SETTLED: Duration = Duration::from_secs(5);
+/// For this long after the last endpoint became ready loads are evened out to the last watch.
+const EVEN_OUT: Duration = Duration::from_secs(15 * 60);
+/// After that, what an endpoint may have above its part before it gives some away.
+const TOLERANCE: f64 = 1.1;
+/// Longest pause while nobody who is asked can go.
+const MAX_PAUSE: u32 = 64;
+/// Pause between two looks at all watches, ±10 %.
+const LOOK: Duration = Duration::from_secs(60);
+/// A line in the log at most this often.
+const SAY: Duration = Duration::from_secs(60);
+
+/// An endpoint that takes part.
+#[derive(Debug, Clone, Copy)]
+pub struct Load {
+    /// Watches it has.
+    pub watches: usize,
+    /// Its share ([`super::balance::slow_start`]): 1 unless it has recovered just now.
+    pub share: f64,
+    /// How long it has been ready.
+    pub ready_for: Duration,
+}
+
+/// What should move now: indices into what was given to [`decide`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Move {
+    /// Who has too many.
+    pub from: usize,
+    /// Who has too few.
+    pub to: usize,
+    /// How many.
+    pub count: usize,
+}
+
+/// How many watches each endpoint should have: its part, rounded so that over all nodes nobody is
+/// favoured (systematic sampling). `lot` is in 0..1 and stays the same for a node.
+fn parts(loads: &[Load], lot: f64) -> impl Iterator<Item = f64> {
+    let total: usize = loads.iter().map(|load| load.watches).sum();
+    let shares: f64 = loads.iter().map(|load| load.share).sum();
+    let mut sum = 0.0;
+    let mut before = lot.floor();
+    loads.iter().map(move |load| {
+        sum += load.share;
+        let upto = (total as f64 * sum / shares + lot + 1e-9).floor();
+        upto - std::mem::replace(&mut before, upto)
+    })
+}
+
+/// What should move now. `lot` is the node's own and does not change; `elapsed` is the time since
+/// the last round.
+pub fn decide(
+    loads: &[Load],
+    lot: f64,
+    elapsed: Duration,
+    rng: &mut fastrand::Rng,
+) -> Option<Move> {
+    let latest = loads.iter().map(|load| load.ready_for).min()?;
+    let mean = loads.iter().map(|load| load.watches as f64).sum::<f64>() / loads.len() as f64;
+    let most = if latest < EVEN_OUT { 0.0 } else { mean * TOLERANCE + 1.0 };
+    let mut excess = 0.0;
+    let mut from: Option<(usize, f64)> = None;
+    let mut to: Option<(usize, f64)> = None;
+    for (index, (load, part)) in loads.iter().zip(parts(loads, lot)).enumerate() {
+        let over = load.watches as f64 - part;
+        // Who is in slow start and has more than its share already need not lose it again.
+        if over > 0.0 && load.share >= 1.0 && load.watches as f64 > most {
+            excess += over;
+            if from.is_none_or(|(_, known)| over > known) {
+                from = Some((index, over));
+            }
+        }
+        if -over > to.map_or(0.0, |(_, known)| known) {
+            to = Some((index, -over));
+        }
+    }
+    let ((from, over), (to, under)) = (from?, to?);
+    let wanted = excess * RATE * elapsed.as_secs_f64();
+    let count = (wanted + rng.f64()).floor().min(over).min(under);
+    (count >= 1.0).then_some(Move { from, to, count: count as usize })
+}
+
+/// What the watches of a connection are asked for.
+#[derive(Debug, Default)]
+pub struct Requests {
+    /// Where some should move, and how many.
+    moves: RefCell<Option<(Arc<Endpoint>, usize)>>,
+    /// Counts the times they were asked for something: a look or a move.
+    asked: Cell<u32>,
+    /// Of those, the looks: one a minute.
+    minutes: Cell<u32>,
+}
+
+impl Connection {
+    /// How often its watches were asked for something so far: for [`Self::left_or_asked`].
+    pub fn asked(&self) -> u32 {
+        self.requests.asked.get()
+    }
+
+    /// How often its watches were asked to look after themselves, once a minute.
+    pub fn minutes(&self) -> u32 {
+        self.requests.minutes.get()
+    }
+
+    /// Takes one of the moves that were asked for: where to.
+    pub fn take_move(&self) -> Option<Arc<Endpoint>> {
+        let mut moves = self.requests.moves.borrow_mut();
+        let (target, count) = moves.as_mut()?;
+        let target = Arc::clone(target);
+        *count -= 1;
+        if *count == 0 {
+            *moves = None;
+        }
+        Some(target)
+    }
+
+    /// Asks so many of its watches to move to `target`: whoever can takes it up.
+    fn ask_to_move(&self, target: &Arc<Endpoint>, count: usize) {
+        *self.requests.moves.borrow_mut() = Some((Arc::clone(target), count));
+        self.ask();
+    }
+
+    /// Asks no more; whether nobody took up what was asked for, or not all of it.
+    fn take_back(&self) -> bool {
+        self.requests.moves.borrow_mut().take().is_some()
+    }
+
+    /// Asks every watch to look after itself.
+    fn look_round(&self) {
+        self.requests.minutes.set(self.minutes().wrapping_add(1));
+        self.ask();
+    }
+
+    fn ask(&self) {
+        self.requests.asked.set(self.asked().wrapping_add(1));
+        self.changed.notify_waiters();
+    }
+}
+
+/// The mover of one class of a pool.
+#[derive(Debug)]
+pub struct Mover {
+    lot: f64,
+    rng: fastrand::Rng,
+    last: Instant,
+    next: Instant,
+    look_at: Instant,
+    /// Who was asked in the last round: what is left of it is a sign that nobody there can go.
+    asked: Option<Rc<Connection>>,
+    pause: u32,
+    said_at: Option<Instant>,
+}
+
+impl Mover {
+    /// A mover that begins now.
+    pub fn new(now: Instant) -> Self {
+        let mut rng = fastrand::Rng::new();
+        let look_at = now + LOOK.mul_f64(rng.f64());
+        Self {
+            lot: rng.f64(),
+            rng,
+            last: now,
+            next: now + ROUND,
+            look_at,
+            asked: None,
+            pause: 1,
+            said_at: None,
+        }
+    }
+
+    /// Asks for a move if it is time and there is something to move, and once a minute asks every
+    /// watch to look after itself. Cheap when called too early.
+    pub fn turn(&mut self, connections: &[Rc<Connection>], moves: bool, now: Instant) {
+        if now < self.next {
+            return;
+        }
+        if now >= self.look_at {
+            self.look_at = now + LOOK.mul_f64(0.9 + self.rng.f64() / 5.0);
+            for connection in connections {
+                connection.look_round();
+            }
+        }
+        let elapsed = now.saturating_duration_since(self.last).min(ROUND * 2);
+        self.last = now;
+        if let Some(asked) = self.asked.take() {
+            self.pause = if asked.take_back() { (self.pause * 2).min(MAX_PAUSE) } else { 1 };
+        }
+        self.next = now + ROUND.mul_f64(0.5 + self.rng.f64()) * self.pause;
+        if moves {
+            self.round(connections, elapsed, now);
+        }
+    }
+
+    fn round(&mut self, connections: &[Rc<Connection>], elapsed: Duration, now: Instant) {
+        let live = || connections.iter().filter(|connection| connection.life() == Life::Live);
+        let mut endpoints: Vec<(&Arc<Endpoint>, Load)> = Vec::new();
+        for connection in live() {
+            let endpoint = &connection.endpoint;
+            if let Some((_, load)) = endpoints.iter_mut().find(|(e, _)| Arc::ptr_eq(e, endpoint)) {
+                load.watches += connection.watches();
+            } else if let Some(ready_for) = endpoint.ready_for(now).filter(|&at| at >= SETTLED) {
+                let (watches, share) = (connection.watches(), endpoint.share(now));
+                endpoints.push((endpoint, Load { watches, share, ready_for }));
+            }
+        }
+        if endpoints.len() < 2 {
+            return;
+        }
+        // The same lot must mean the same server, whichever connection was opened first.
+        endpoints.sort_by(|(a, _), (b, _)| a.label.cmp(&b.label));
+        let loads: Vec<_> = endpoints.iter().map(|(_, load)| *load).collect();
+        let Some(Move { from, to, count }) = decide(&loads, self.lot, elapsed, &mut self.rng)
+        else {
+            return;
+        };
+        let (source, target) = (endpoints[from].0, endpoints[to].0);
+        // One of its connections, by lot among the watches.
+        let mut chosen = self.rng.usize(..loads[from].watches);
+        let Some(connection) = live().filter(|c| Arc::ptr_eq(&c.endpoint, source)).find(|c| {
+            let here = chosen < c.watches();
+            chosen = chosen.saturating_sub(c.watches());
+            here
+        }) else {
+            return;
+        };
+        if self.said_at.is_none_or(|said| now >= said + SAY) {
+            self.said_at = Some(now);
+            tracing::info!(
+                upstream = %source.upstream,
+                from = %source.label,
+                has = loads[from].watches,
+                to = %target.label,
+                target_has = loads[to].watches,
+                class = connection.class.as_str(),
+                "watches move, a few at a time"
+            );
+        }
+        connection.ask_to_move(target, count);
+        self.asked = Some(Rc::clone(connection));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HOUR: Duration = Duration::from_secs(3600);
+
+    fn loads(watches: &[usize], ready_for: Duration) -> Vec<Load> {
+        watches.iter().map(|&watches| Load { watches, share: 1.0, ready_for }).collect()
+    }
+
+    #[test]
+    fn parts_add_up_and_favour_nobody() {
+        let uneven = |watches: &[usize], shares: &[f64]| -> Vec<Load> {
+            let mut loads = loads(watches, HOUR);
+            loads.iter_mut().zip(shares).for_each(|(load, &share)| load.share = share);
+            loads
+        };
+        for loads in [
+            uneven(&[4, 4, 0], &[1.0, 1.0, 1.0]),
+            uneven(&[0, 0, 1], &[1.0, 1.0, 1.0]),
+            uneven(&[50, 51, 3], &[1.0, 1.0, 0.3]),
+            uneven(&[0, 0], &[1.0, 0.1]),
+        ] {
+            let total: usize = loads.iter().map(|load| load.watches).sum();
+            let shares: f64 = loads.iter().map(|load| load.share).sum();
+            let mut sums = vec![0.0; loads.len()];
+            for node in 0..1000 {
+                let parts: Vec<f64> = parts(&loads, f64::from(node) / 1000.0).collect();
+                assert!((parts.iter().sum::<f64>() - total as f64).abs() < 1e-9, "{parts:?}");
+                assert!(parts.iter().all(|&part| part >= 0.0), "{parts:?}");
+                sums.iter_mut().zip(parts).for_each(|(sum, part)| *sum += part);
+            }
+            for (sum, load) in sums.iter().zip(&loads) {
+                let fair = total as f64 * load.share / shares;
+                assert!((sum / 1000.0 - fair).abs() < 0.02, "{sum} of {fair}");
+            }
+        }
+    }
+
+    #[test]
+    fn from_the_fullest_to_the_emptiest() {
+        let mut rng = fastrand::Rng::with_seed(1);
+        let loads = loads(&[500, 400, 0], Duration::from_secs(60));
+        let found = decide(&loads, 0.5, ROUND, &mut rng).unwrap();
+        assert_eq!((found.from, found.to), (0, 2));
+        assert!((6..=7).contains(&found.count), "2 % of 300: {}", found.count);
+    }
+
+    #[test]
+    fn nothing_to_do() {
+        let mut rng = fastrand::Rng::with_seed(1);
+        for (watches, ready_for) in [
+            (&[][..], HOUR),
+            (&[900], HOUR),
+            (&[0, 0, 0], HOUR),
+            (&[7, 7, 7], Duration::from_secs(60)),
+            // Within the tolerance of quiet times.
+            (&[109, 100, 91], HOUR),
+            (&[2, 0, 1], HOUR),
+        ] {
+            let loads = loads(watches, ready_for);
+            for _ in 0..1000 {
+                assert_eq!(decide(&loads, 0.3, ROUND * 2, &mut rng), None, "{watches:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_recovers_is_owed_its_share_and_loses_nothing() {
+        let mut rng = fastrand::Rng::with_seed(1);
+        let mut loads = loads(&[45, 45, 10], Duration::from_secs(6));
+        loads[2].share = 0.2;
+        for _ in 0..1000 {
+            assert_eq!(decide(&loads, 0.3, ROUND, &mut rng), None);
+        }
+        loads[2].share = 0.5;
+        assert!((0..1000).any(|_| decide(&loads, 0.3, ROUND, &mut rng).is_some()));
+    }
+}

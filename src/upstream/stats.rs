@@ -1,0 +1,131 @@
+//! What operators see of endpoints and connections: written where it happens, read by `/status`.
+
+use std::fmt::Write as _;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use serde::Serialize;
+use tokio::time::Instant;
+
+use super::credentials::Class;
+use super::health::Life;
+
+/// What is known of a connection, written by its worker and read by the status page.
+#[derive(Debug)]
+pub struct ConnectionStats {
+    /// Its class.
+    pub class: Class,
+    /// Serial number of the client certificate it carries, as hex.
+    pub serial: Option<String>,
+    /// Our address, which finds it in `ss` and in packet captures.
+    pub local: Option<SocketAddr>,
+    opened: Instant,
+    life: AtomicU8,
+    /// Streams that are open.
+    pub streams: AtomicUsize,
+    /// Of those, watches.
+    pub watches: AtomicUsize,
+    rtt_micros: AtomicU64,
+}
+
+impl ConnectionStats {
+    /// Statistics of a connection that is live from now on.
+    pub fn new(
+        class: Class,
+        serial: Option<String>,
+        local: Option<SocketAddr>,
+        now: Instant,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            class,
+            serial,
+            local,
+            opened: now,
+            life: AtomicU8::new(0),
+            streams: AtomicUsize::new(0),
+            watches: AtomicUsize::new(0),
+            rtt_micros: AtomicU64::new(0),
+        })
+    }
+
+    /// Notes the state.
+    pub fn set_life(&self, life: Life) {
+        self.life.store(life as u8, Ordering::Relaxed);
+    }
+
+    /// Notes the smoothed round-trip time.
+    pub fn set_rtt(&self, rtt: Duration) {
+        self.rtt_micros.store(rtt.as_micros() as u64, Ordering::Relaxed);
+    }
+
+    /// What is known now.
+    pub fn status(&self) -> ConnectionStatus {
+        let lives = [Life::Live, Life::Suspect, Life::Draining, Life::Dead];
+        let life = lives[usize::from(self.life.load(Ordering::Relaxed)).min(3)];
+        let mut class = String::from(self.class.as_str());
+        if let Class::Identity(slot) = self.class {
+            let _ = write!(class, "-{slot}");
+        }
+        ConnectionStatus {
+            class,
+            state: life.as_str(),
+            local: self.local.map(|address| address.to_string()),
+            age_s: self.opened.elapsed().as_secs(),
+            rtt_ms: self.rtt_micros.load(Ordering::Relaxed) as f64 / 1000.0,
+            streams: self.streams.load(Ordering::Relaxed),
+            watches: self.watches.load(Ordering::Relaxed),
+            serial: self.serial.clone(),
+        }
+    }
+}
+
+/// An endpoint in `/status`.
+#[derive(Debug, Clone, Serialize)]
+pub struct EndpointStatus {
+    /// Host and port.
+    pub address: String,
+    /// Name verified in its certificate.
+    pub server_name: String,
+    /// State by name.
+    pub state: &'static str,
+    /// Why.
+    pub reason: String,
+    /// Since when, RFC 3339.
+    pub since: String,
+    /// The last time it could not be connected to.
+    pub last_ejection: Option<Ejection>,
+    /// Its connections.
+    pub connections: Vec<ConnectionStatus>,
+}
+
+/// An ejection in `/status`.
+#[derive(Debug, Clone, Serialize)]
+pub struct Ejection {
+    /// When, RFC 3339.
+    pub at: String,
+    /// Why.
+    pub reason: String,
+}
+
+/// A connection in `/status`.
+#[derive(Debug, Clone, Serialize)]
+pub struct ConnectionStatus {
+    /// Identity class.
+    pub class: String,
+    /// State by name.
+    pub state: &'static str,
+    /// Our address.
+    pub local: Option<String>,
+    /// Age in seconds.
+    pub age_s: u64,
+    /// Smoothed PING round-trip time in milliseconds.
+    pub rtt_ms: f64,
+    /// Open streams.
+    pub streams: usize,
+    /// Of those, watches.
+    pub watches: usize,
+    /// Serial number of the client certificate, as hex.
+    pub serial: Option<String>,
+}

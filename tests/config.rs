@@ -1,0 +1,691 @@
+//! Configurations as users get them wrong, and the exact words they read then.
+
+use std::path::{Path, PathBuf};
+
+use jackstay::config::{ConfigErrors, Loaded, Overrides, load};
+use proptest::prelude::*;
+
+struct File(tempfile::TempDir);
+
+impl File {
+    fn new(contents: impl AsRef<[u8]>) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("f"), contents).unwrap();
+        Self(dir)
+    }
+
+    fn path(&self) -> PathBuf {
+        self.0.path().join("f")
+    }
+
+    fn load(&self, env: &[(&str, &str)], flags: &Overrides) -> Result<Loaded, ConfigErrors> {
+        let env = env.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
+        load(&self.path(), env, flags)
+    }
+}
+
+/// Error lines, with the directory taken out of them.
+fn lines(file: &Path, result: Result<Loaded, ConfigErrors>) -> Vec<String> {
+    let dir = format!("{}/", file.parent().unwrap().display());
+    match result {
+        Ok(_) => vec![],
+        Err(errors) => {
+            assert!(!errors.0.is_empty());
+            errors.to_string().lines().map(|line| line.replace(&dir, "")).collect()
+        }
+    }
+}
+
+fn errors(text: impl AsRef<[u8]>) -> Vec<String> {
+    let file = File::new(text);
+    lines(&file.path(), file.load(&[], &Overrides::default()))
+}
+
+fn errors_with(env: &[(&str, &str)], flags: &Overrides) -> Vec<String> {
+    let file = File::new(GOOD);
+    lines(&file.path(), file.load(env, flags))
+}
+
+const GOOD: &str = "\
+admin: {bind: '127.0.0.1:9643'}
+log: {level: info}
+upstreams:
+- name: u
+  endpoints: ['10.0.0.1:6443']
+  tls: {ca_file: /ca}
+  connections: {min: 1}
+  health:
+    ping_interval: 1s
+    readyz: {path: /readyz}
+listeners:
+- name: l
+  bind: ['127.0.0.1:7443']
+  upstream: u
+  tls: {cert_file: /c, key_file: /k}
+  client_ca_file: /ca
+  identities: [{cert_file: /i, key_file: /i}]
+  limits: {max_streams: 100}
+";
+
+/// GOOD with one piece replaced.
+fn with(from: &str, to: &str) -> String {
+    assert_eq!(GOOD.matches(from).count(), 1, "{from}");
+    GOOD.replace(from, to)
+}
+
+#[test]
+fn a_good_file_is_good() {
+    // An anchor nobody refers to is harmless.
+    assert_eq!(errors(with("- name: u", "- &a\n  name: u")), [""; 0]);
+    let file = File::new(GOOD);
+    let loaded = file.load(&[], &Overrides::default()).unwrap();
+    assert_eq!(loaded.warnings, [""; 0]);
+    assert_eq!(loaded.config.listeners[0].limits.max_streams, 100);
+}
+
+/// One replacement in a good file, and the lines that it earns.
+#[test]
+fn each_mistake_in_its_own_words() {
+    let duration = "write it as 250ms, 2s, 1m30s or 1h";
+    let bind = "write it as 127.0.0.1:7443 or \"[::1]:7443\"";
+    let endpoint = "write it as 10.0.0.11:6443 or \"[fd00::13]:6443\"";
+    let b = |text: &str, why: &str| {
+        (
+            "bind: ['127.0.0.1:7443']",
+            format!("bind: [{text}]"),
+            vec![format!("f: listeners[0].bind[0]: {why}")],
+        )
+    };
+    let e = |text: &str, why: &str| {
+        ("10.0.0.1:6443", text.to_owned(), vec![format!("f: upstreams[0].endpoints[0]: {why}")])
+    };
+    let one = |from, to: &str, line: &str| (from, to.to_owned(), vec![format!("f: {line}")]);
+    let cases: Vec<(&str, String, Vec<String>)> = vec![
+        // Unknown keys, at every depth.
+        one("log: {", "lgo: {", "lgo: unknown key \"lgo\"; did you mean log?"),
+        one("level", "lvel", "log.lvel: unknown key \"lvel\"; did you mean level?"),
+        one("admin: {bind", "admin: {color", "admin.color: unknown key \"color\""),
+        one(
+            "max_streams",
+            "max-streams",
+            "listeners[0].limits.max-streams: unknown key \"max-streams\"; did you mean \
+             max_streams?",
+        ),
+        one(
+            "readyz: {path",
+            "readyz: {\"a.b[0]\": 1, path",
+            "upstreams[0].health.readyz.\"a.b[0]\": unknown key \"a.b[0]\"",
+        ),
+        one(
+            "admin:",
+            "\"log[99999999999]\": 1\nadmin:",
+            "\"log[99999999999]\": unknown key \"log[99999999999]\"",
+        ),
+        one("admin:", "log.level: debug\nadmin:", "\"log.level\": unknown key \"log.level\""),
+        one("admin:", "<<: {a: 1}\nadmin:", "\"<<\": unknown key \"<<\""),
+        // Wrong types.
+        one("{bind: '127.0.0.1:9643'}", "5", "admin: expected a map of keys, found the number 5"),
+        one(
+            "{level: info}",
+            "{level: {a: 1}}",
+            "log.level: expected text: one of error, warn, info, debug, trace, found a map (a: …)",
+        ),
+        one(
+            "name: l",
+            "name: 7",
+            "listeners[0].name: expected text: a name of its own, found the number 7 (write it in quotes)",
+        ),
+        one(
+            "['127.0.0.1:7443']",
+            "127.0.0.1:7443",
+            "listeners[0].bind: expected a list, found the text \"127.0.0.1:7443\"",
+        ),
+        one(
+            "{cert_file: /c, key_file: /k}",
+            "[]",
+            "listeners[0].tls: expected a map of keys, found a list",
+        ),
+        one(
+            "min: 1",
+            "min: one",
+            "upstreams[0].connections.min: expected a whole number, found the text \"one\"",
+        ),
+        one(
+            "min: 1",
+            "min: '1'",
+            "upstreams[0].connections.min: expected a whole number, found the text \"1\"",
+        ),
+        one(
+            "min: 1",
+            "min: 1.5",
+            "upstreams[0].connections.min: expected a whole number, found the number 1.5",
+        ),
+        one(
+            "upstream: u",
+            "upstream: u\n  transparent: 1",
+            "listeners[0].transparent: expected true or false, found the number 1",
+        ),
+        one(
+            "admin:",
+            "workers: many\nadmin:",
+            "workers: expected a whole number or auto, found the text \"many\"",
+        ),
+        // Bad values.
+        one("info", "loud", "log.level: \"loud\" is not one of error, warn, info, debug, trace"),
+        one("admin:", "workers: 0\nadmin:", "workers: 0 is out of range: 1 to 256"),
+        one("admin:", "workers: -1\nadmin:", "workers: -1 is out of range: 1 to 256"),
+        one("min: 1", "min: 65", "upstreams[0].connections.min: 65 is more than max, which is 64"),
+        one(
+            "min: 1",
+            "min: 0, max: 0",
+            "upstreams[0].connections.max: 0 is out of range: 1 to 1024",
+        ),
+        one(
+            "1s",
+            "2",
+            &format!(
+                "upstreams[0].health.ping_interval: the duration \"2\" has no unit: {duration}"
+            ),
+        ),
+        one(
+            "1s",
+            "'2'",
+            &format!(
+                "upstreams[0].health.ping_interval: the duration \"2\" has no unit: {duration}"
+            ),
+        ),
+        one(
+            "1s",
+            "soon",
+            &format!("upstreams[0].health.ping_interval: \"soon\" is not a duration: {duration}"),
+        ),
+        one("1s", "1us", "upstreams[0].health.ping_interval: 1us is out of range: 100ms to 1m"),
+        one(
+            "1s",
+            "2s",
+            "upstreams[0].health.ping_interval: must be shorter than dead_after, or no PING is out \
+             when it counts",
+        ),
+        one(
+            "1s",
+            "1s\n    suspect_after: 3s",
+            "upstreams[0].health.suspect_after: must be shorter than dead_after",
+        ),
+        one(
+            "1s",
+            "1s\n    suspect_after: often",
+            &format!("upstreams[0].health.suspect_after: \"often\" is not a duration: {duration}"),
+        ),
+        one(
+            "path: /readyz",
+            "path: readyz",
+            "upstreams[0].health.readyz.path: \"readyz\" is not a path such as /readyz",
+        ),
+        one(
+            "path: /readyz",
+            "path: \"/a\\r\\nb\"",
+            "upstreams[0].health.readyz.path: \"/a\\r\\nb\" is not a path such as /readyz",
+        ),
+        one(
+            "path: /readyz",
+            "timeout: 11s",
+            "upstreams[0].health.readyz.timeout: must not be longer than interval",
+        ),
+        one(
+            "path: /readyz",
+            "cert_file: /c",
+            "upstreams[0].health.readyz.key_file: is required beside cert_file",
+        ),
+        one(
+            "path: /readyz",
+            "cert_file: /c, key_file: /c, token_file: /t",
+            "upstreams[0].health.readyz.token_file: has no effect beside cert_file: an apiserver \
+             prefers the certificate",
+        ),
+        one(
+            "max_streams: 100",
+            "max_header_bytes: 64",
+            "listeners[0].limits.max_header_bytes: the size \"64\" has no unit: write it as 512B, 64KiB or 1MiB",
+        ),
+        one(
+            "max_streams: 100",
+            "max_header_bytes: 1GiB",
+            "listeners[0].limits.max_header_bytes: 1GiB is out of range: 4KiB to 1MiB",
+        ),
+        one(
+            "{ca_file: /ca}",
+            "{ca_file: ''}",
+            "upstreams[0].tls.ca_file: is required: the path of a file",
+        ),
+        one(
+            "{ca_file: /ca}",
+            "{ca_file: \"/a\\0\"}",
+            "upstreams[0].tls.ca_file: \"/a\\0\" cannot be a path",
+        ),
+        one(
+            "{ca_file: /ca}",
+            "{ca_file: /ca, server_name: 'a b'}",
+            "upstreams[0].tls.server_name: \"a b\" is neither a DNS name nor an IP address",
+        ),
+        one(
+            "name: l",
+            "name: L",
+            "listeners[0].name: \"L\" is not a name: up to 63 of a-z, 0-9 and -, not starting or ending with -",
+        ),
+        one(
+            "name: l",
+            "name: l-",
+            "listeners[0].name: \"l-\" is not a name: up to 63 of a-z, 0-9 and -, not starting or ending with -",
+        ),
+        one(
+            "upstream: u",
+            "upstream: u\n  resume_groups: [example.com, example.com]",
+            "listeners[0].resume_groups[1]: \"example.com\" appears twice",
+        ),
+        // Missing.
+        one("- name: l\n  bind", "- bind", "listeners[0].name: is required: a name of its own"),
+        one(
+            "  client_ca_file: /ca\n",
+            "",
+            "listeners[0].client_ca_file: is required beside identities: without it no client can prove who it is",
+        ),
+        one(
+            "{cert_file: /i, key_file: /i}",
+            "{cert_file: /i}",
+            "listeners[0].identities[0].key_file: is required: the path of a file",
+        ),
+        one("['10.0.0.1:6443']", "[]", "upstreams[0].endpoints: is required: at least one address"),
+        one("['127.0.0.1:7443']", "", "listeners[0].bind: is required: at least one address"),
+        one(
+            "{cert_file: /i, key_file: /i}",
+            "{cert_file: /i, key_file: /i}, {cert_file: /i, key_file: /j}",
+            "listeners[0].identities[1].cert_file: the same certificate as listeners[0].identities[0].cert_file",
+        ),
+        // Addresses.
+        b(
+            "localhost:7443",
+            "\"localhost:7443\" is a name; write the addresses it stands for: 127.0.0.1:7443 and \"[::1]:7443\"",
+        ),
+        b("'127.0.0.1'", &format!("\"127.0.0.1\" has no port: {bind}")),
+        b(
+            "'127.0.0.1:70000'",
+            &format!("\"127.0.0.1:70000\" has no valid port (0 to 65535): {bind}"),
+        ),
+        b("'127.0.0.1:+80'", &format!("\"127.0.0.1:+80\" has no valid port (0 to 65535): {bind}")),
+        b("'::1'", &format!("\"::1\" is an IPv6 address without brackets and port: {bind}")),
+        b("'::1:x'", &format!("\"::1:x\" has no valid port (0 to 65535): {bind}")),
+        b("'[::1]'", &format!("\"[::1]\" has no port: {bind}")),
+        b("'[zz]:1'", &format!("\"[zz]:1\" has no IPv6 address in its brackets: {bind}")),
+        b("':7443'", &format!("\":7443\" has no address: {bind}")),
+        b("'999.0.0.1:1'", "\"999.0.0.1\" is not an IP address to listen on"),
+        b("[1]", "expected text: an address such as 127.0.0.1:7443, found a list"),
+        b("~", "is required: an address such as 127.0.0.1:7443"),
+        e(
+            "https://10.0.0.1:6443",
+            &format!("\"https://10.0.0.1:6443\" is a URL, not an address and a port: {endpoint}"),
+        ),
+        e("10.0.0.1:0", "\"10.0.0.1:0\" has port 0: nobody can connect to it"),
+        e("0.0.0.0:6443", "\"0.0.0.0:6443\" is no address of an apiserver"),
+        e("10.0.0:6443", "\"10.0.0\" is not an IP address"),
+        e(
+            "lb.example.com:6443",
+            "\"lb.example.com\" is a DNS name: not supported by this version, write IP addresses or \
+             localhost",
+        ),
+        e(
+            "127.0.0.1:7443",
+            "127.0.0.1:7443 is jackstay's own address (listeners[0].bind[0]): requests would loop",
+        ),
+        e(
+            "localhost:7443",
+            "localhost:7443 is jackstay's own address (listeners[0].bind[0]): requests would loop",
+        ),
+        e(
+            "127.0.0.1:9643",
+            "127.0.0.1:9643 is jackstay's own address (admin.bind): requests would loop",
+        ),
+        // Duplicates and collisions.
+        one(
+            "['10.0.0.1:6443']",
+            "['10.0.0.1:6443', '[::ffff:10.0.0.1]:6443']",
+            "upstreams[0].endpoints[1]: 10.0.0.1:6443 is already an endpoint at \
+             upstreams[0].endpoints[0]",
+        ),
+        one(
+            "['10.0.0.1:6443']",
+            "['[::1]:6443', 'localhost:6443']",
+            "upstreams[0].endpoints[1]: localhost:6443 is the same as [::1]:6443 at \
+             upstreams[0].endpoints[0]",
+        ),
+        one(
+            "['127.0.0.1:7443']",
+            "['127.0.0.1:7443', '0.0.0.0:7443', '[::]:7443', '127.0.0.1:0', '127.0.0.1:0']",
+            "listeners[0].bind[1]: 0.0.0.0:7443 collides with 127.0.0.1:7443, bound at \
+             listeners[0].bind[0]",
+        ),
+        one(
+            "['127.0.0.1:7443']",
+            "['127.0.0.1:9643']",
+            "listeners[0].bind[0]: 127.0.0.1:9643 is already bound at admin.bind",
+        ),
+        one(
+            "upstream: u",
+            "upstream: v",
+            "listeners[0].upstream: there is no upstream \"v\"; there is u",
+        ),
+        // Of later versions.
+        one(
+            "upstream: u",
+            "upstream: u\n  mode: passthrough",
+            "listeners[0].mode: passthrough is not supported by this version; write terminate",
+        ),
+        one(
+            "upstream: u",
+            "upstream: u\n  mode: l7",
+            "listeners[0].mode: \"l7\" is not one of terminate, passthrough",
+        ),
+        one(
+            "upstream: u",
+            "upstream: u\n  transparent: true",
+            "listeners[0].transparent: not supported by this version; write false",
+        ),
+        one(
+            "- name: u",
+            "- name: u\n  endpoints_file: /e",
+            "upstreams[0].endpoints_file: not supported by this version; leave it empty",
+        ),
+        one(
+            "- name: u",
+            "- name: u\n  discovery: {kubeconfig: /k}",
+            "upstreams[0].discovery.kubeconfig: not supported by this version; leave it empty",
+        ),
+        // Form.
+        one("admin:", "log: {level: warn}\nadmin:", "log: the key \"log\" appears twice here"),
+        one(
+            "min: 1",
+            "min: 1, min: 2",
+            "upstreams[0].connections.min: the key \"min\" appears twice here",
+        ),
+    ];
+    for (from, to, expected) in cases {
+        assert_eq!(errors(with(from, &to)), expected, "{from} -> {to}");
+    }
+}
+
+#[test]
+fn a_second_listener_and_upstream_must_differ() {
+    let text = format!(
+        "{}- {{name: l, bind: ['[::]:1', '[::1]:1'], upstream: u, tls: {{cert_file: c, key_file: k}}}}\n",
+        with("- name: u", "- {name: u, endpoints: ['10.0.0.2:1'], tls: {ca_file: c}}\n- name: u")
+    );
+    assert_eq!(
+        errors(text),
+        [
+            "f: upstreams[1].name: the upstream name \"u\" is already used at upstreams[0].name",
+            "f: listeners[1].name: the listener name \"l\" is already used at listeners[0].name",
+            "f: listeners[1].bind[1]: [::1]:1 collides with [::]:1, bound at listeners[1].bind[0]",
+        ]
+    );
+}
+
+#[test]
+fn a_file_that_is_no_configuration() {
+    let bomb = "a: &a [x,x,x,x,x,x,x,x,x]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a]\n";
+    let deep = "- ".repeat(200_000);
+    let brackets = format!("a: {}", "[".repeat(100_000));
+    for (text, expected) in [
+        ("", "f: the file is empty"),
+        ("# nothing\n", "f: the file is empty"),
+        ("---\n", "f: the file must be a map of keys (listeners: …, upstreams: …)"),
+        ("- a\n", "f: the file must be a map of keys (listeners: …, upstreams: …)"),
+        ("hello", "f: the file must be a map of keys (listeners: …, upstreams: …)"),
+        ("a: 1\n---\nb: 2\n", "f: line 2: a second YAML document; one is expected"),
+        (bomb, "f: line 2: YAML aliases (*name) are not supported"),
+        ("a: !!str 5\n", "f: line 1: YAML tags (!name) are not supported"),
+        ("? [a]\n: b\n", "f: line 1: a key must be a word, not a list or a map"),
+        (&deep, "f: line 1: nested more than 32 deep"),
+        (&brackets, "f: line 1: not valid YAML: recursion limit exceeded"),
+        ("&a {b: c}: 1", "f: line 1: a key must be a word, not a list or a map"),
+        ("a\0b: 1", "f: not a text file in UTF-8"),
+    ] {
+        assert_eq!(errors(text), [expected], "{}", &text[..text.len().min(40)]);
+    }
+    assert_eq!(errors([0x7f, b'E', b'L', b'F', 0xff]), ["f: not a text file in UTF-8"]);
+    assert_eq!(
+        errors(vec![b'#'; (1 << 20) + 1]),
+        ["f: larger than 1 MiB: this is not a configuration file"]
+    );
+    for text in ["log:\n\tlevel: info\n", "a: [1, 2\n", "a: 'x\n", "a: b: c\n", "%x\n"] {
+        let lines = errors(text);
+        assert_eq!(lines.len(), 1, "{lines:?}");
+        assert!(lines[0].starts_with("f: line "), "{lines:?}");
+        assert!(lines[0].contains(": not valid YAML: "), "{lines:?}");
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("x");
+    let read = |path: &Path| lines(path, load(path, [], &Overrides::default()));
+    assert_eq!(read(&path), ["x: cannot read the configuration: No such file or directory"]);
+    std::fs::create_dir(&path).unwrap();
+    assert_eq!(read(&path), ["x: cannot read the configuration: Is a directory"]);
+}
+
+#[test]
+fn sections_with_nothing_in_them_are_defaults() {
+    let text = with("{level: info}", "").replace("admin: {bind: '127.0.0.1:9643'}", "admin: {}");
+    let file = File::new(text.replace("  connections: {min: 1}", "  connections:"));
+    let loaded = file.load(&[], &Overrides::default()).unwrap();
+    let good = File::new(GOOD).load(&[], &Overrides::default()).unwrap();
+    assert_eq!(loaded.config, good.config);
+}
+
+#[test]
+fn every_mistake_of_a_file_is_reported_at_once() {
+    let text = "
+admin: {bind: nowhere, colour: red}
+log: 7
+log: {level: loud}
+workers: many
+upstrems: []
+upstreams:
+- endpoints: ['10.0.0.1', '10.0.0.1:1', '10.0.0.1:1']
+  tls: {}
+  connections: {min: 9, max: 3}
+  health: {ping_interval: 5, readyz: {rise: 0}}
+- 5
+listeners:
+- name: l
+  bind: ['127.0.0.1:1', '127.0.0.1:1']
+  upstream: nobody
+  mode: passthrough
+  identities: [{cert: x}]
+";
+    let file = File::new(text);
+    let env = [("JACKSTAY__LOG__FORMAT", "xml"), ("JACKSTAY__LISTENERS__0__NAME", "x")];
+    let flags = Overrides { log_access: Some("some".into()), ..Overrides::default() };
+    assert_eq!(
+        lines(&file.path(), file.load(&env, &flags)),
+        [
+            "f: log: the key \"log\" appears twice here",
+            "f: admin.colour: unknown key \"colour\"",
+            "f: log: expected a map of keys, found the number 7",
+            "f: upstrems: unknown key \"upstrems\"; did you mean upstreams?",
+            "environment: JACKSTAY__LISTENERS__0__NAME: listeners is a list: a variable can only \
+             set a value outside of lists",
+            "f: admin.bind: \"nowhere\" has no port: write it as 127.0.0.1:7443 or \"[::1]:7443\"",
+            "f: workers: expected a whole number or auto, found the text \"many\"",
+            "environment: JACKSTAY__LOG__FORMAT: \"xml\" is not one of text, json",
+            "command line: log.access: \"some\" is not one of off, errors, all",
+            "f: upstreams[0].name: is required: a name of its own",
+            "f: upstreams[0].endpoints[0]: \"10.0.0.1\" has no port: write it as 10.0.0.11:6443 or \
+             \"[fd00::13]:6443\"",
+            "f: upstreams[0].tls.ca_file: is required: the path of a file",
+            "f: upstreams[0].connections.min: 9 is more than max, which is 3",
+            "f: upstreams[0].health.ping_interval: the duration \"5\" has no unit: write it as \
+             250ms, 2s, 1m30s or 1h",
+            "f: upstreams[0].health.readyz.rise: 0 is out of range: 1 to 100",
+            "f: upstreams[1]: expected a map of keys, found the number 5",
+            "f: listeners[0].mode: passthrough is not supported by this version; write terminate",
+            "f: listeners[0].identities[0].cert_file: is required: the path of a file",
+            "f: listeners[0].identities[0].key_file: is required: the path of a file",
+            "f: listeners[0].identities[0].cert: unknown key \"cert\"",
+            "f: listeners[0].bind[1]: 127.0.0.1:1 is already bound at listeners[0].bind[0]",
+            "f: upstreams[0].endpoints[2]: 10.0.0.1:1 is already an endpoint at \
+             upstreams[0].endpoints[1]",
+            "f: listeners[0].upstream: there is no upstream \"nobody\"",
+        ]
+    );
+}
+
+#[test]
+fn flags_win_over_the_environment_over_the_file_over_the_defaults() {
+    let file = File::new(with("{level: info}", "{level: warn, format: json, access: all}"));
+    let env = [
+        ("JACKSTAY__LOG__LEVEL", "debug"),
+        ("JACKSTAY__LOG__FORMAT", "text"),
+        ("JACKSTAY__WORKERS", "4"),
+        ("JACKSTAY__STATE_DIR", ""),
+        ("JACKSTAY_SERVICE_HOST", "10.0.0.1"),
+        ("PATH", "/bin"),
+    ];
+    let flags = Overrides { log_level: Some("trace".into()), ..Overrides::default() };
+    let config = file.load(&env, &flags).unwrap().config;
+    assert_eq!(config.log.level.as_str(), "trace");
+    assert_eq!(config.log.format.as_str(), "text");
+    assert_eq!(config.log.access.as_str(), "all");
+    assert_eq!(config.workers, 4);
+    assert_eq!(config.state_dir, None);
+    assert_eq!(config.shutdown.drain_timeout.as_secs(), 20);
+    let auto = file.load(&[("JACKSTAY__WORKERS", "auto")], &Overrides::default()).unwrap();
+    assert!(auto.config.workers >= 1);
+}
+
+#[test]
+fn variables_that_cannot_be_set() {
+    let list = "is a list: a variable can only set a value outside of lists";
+    for (name, value, expected) in [
+        ("JACKSTAY__UPSTREAMS", "x", format!("upstreams {list}")),
+        ("JACKSTAY__UPSTREAMS__0__NAME", "x", format!("upstreams {list}")),
+        ("JACKSTAY__UPSTREAMS[0]", "x", format!("upstreams {list}")),
+        (
+            "JACKSTAY__LOG",
+            "x",
+            "log is a section; set one of its keys: level, format, access".to_owned(),
+        ),
+        (
+            "JACKSTAY__LOG__LEVL",
+            "x",
+            "there is no configuration key \"log.levl\"; did you mean JACKSTAY__LOG__LEVEL?"
+                .to_owned(),
+        ),
+        ("JACKSTAY__COLOR", "x", "there is no configuration key color".to_owned()),
+        ("JACKSTAY__", "x", "there is no configuration key \"\"".to_owned()),
+        ("JACKSTAY__WORKERS", "few", "\"few\" is not a whole number or auto".to_owned()),
+        ("JACKSTAY__WORKERS", "0", "0 is out of range: 1 to 256".to_owned()),
+        (
+            "JACKSTAY__SHUTDOWN__DRAIN_TIMEOUT",
+            "5",
+            "the duration \"5\" has no unit: write it as 250ms, 2s, 1m30s or 1h".to_owned(),
+        ),
+    ] {
+        let found = errors_with(&[(name, value)], &Overrides::default());
+        assert_eq!(found, [format!("environment: {name}: {expected}")]);
+    }
+}
+
+#[test]
+fn warnings() {
+    let text = with("'127.0.0.1:9643'", "'0.0.0.0:9643'").replace(
+        "upstreams:\n",
+        "upstreams:\n- {name: v, endpoints: ['10.0.0.2:1'], tls: {ca_file: c}}\n",
+    );
+    let file = File::new(text);
+    let warnings = file.load(&[], &Overrides::default()).unwrap().warnings;
+    let path = file.path();
+    let path = path.display();
+    assert_eq!(
+        warnings,
+        [
+            format!(
+                "{path}: admin.bind: not a loopback address: whoever reaches it can read status and \
+                 metrics"
+            ),
+            format!("{path}: upstreams[0].name: no listener uses the upstream \"v\""),
+        ]
+    );
+}
+
+/// Pieces that YAML and the schema find interesting.
+fn pieces() -> impl Strategy<Value = String> {
+    let words: Vec<&str> = GOOD.split_inclusive([' ', '\n', ':', '{', '}', '[', ']']).collect();
+    let odd = [
+        "- ",
+        "? ",
+        ": ",
+        "&a ",
+        "*a",
+        "|\n",
+        ">\n",
+        "\t",
+        "\"",
+        "'",
+        "!!int ",
+        "---\n",
+        "...\n",
+        "~",
+        "1e999",
+        "-",
+        ".",
+        "%",
+        "@",
+        "\u{feff}",
+        "\u{0}",
+        "\u{2028}",
+        "99999999999999999999",
+        "{{",
+        "<<: ",
+        "#",
+        "\\x",
+        "\r\n",
+        "\r",
+    ];
+    let all: Vec<String> = words.into_iter().chain(odd).map(str::to_owned).collect();
+    proptest::collection::vec(proptest::sample::select(all), 0..60).prop_map(|all| all.concat())
+}
+
+/// Whatever comes in, each error is one line with the name of its file.
+fn check_lines(found: &[String]) {
+    for line in found {
+        assert!(line.starts_with("f: "), "{line:?}");
+        assert!(!line.contains(['\r', '\0', '\u{1b}']), "{line:?}");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 512, ..ProptestConfig::default() })]
+
+    #[test]
+    fn bytes_never_panic(bytes: Vec<u8>) {
+        check_lines(&errors(bytes));
+    }
+
+    #[test]
+    fn text_never_panics(text in "\\PC{0,80}") {
+        check_lines(&errors(text));
+    }
+
+    #[test]
+    fn almost_yaml_never_panics(text in pieces()) {
+        check_lines(&errors(text));
+    }
+
+    #[test]
+    fn a_mutated_file_never_panics(at in 0..GOOD.len(), until in 0..GOOD.len(), piece in pieces()) {
+        let (from, to) = (at.min(until), at.max(until).min(at + 8).max(at.min(until)));
+        check_lines(&errors(format!("{}{piece}{}", &GOOD[..from], &GOOD[to..])));
+    }
+
+    #[test]
+    fn variables_never_panic(name in "JACKSTAY__[A-Z_.\\[\\]0-9é]{0,20}", value: String) {
+        let _ = errors_with(&[(&name, &value)], &Overrides::default());
+    }
+}

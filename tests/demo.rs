@@ -1,0 +1,71 @@
+//! `jackstay demo` as a newcomer runs it: it ends by itself, says how it went, and leaves nothing.
+
+use std::net::{SocketAddr, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// A demo that writes into a directory of its own.
+fn demo(home: &Path, args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_jackstay"));
+    command.arg("demo").args(args).env("TMPDIR", home);
+    command
+}
+
+fn left_in(home: &Path) -> Vec<PathBuf> {
+    home.read_dir().unwrap().map(|entry| entry.unwrap().path()).collect()
+}
+
+#[test]
+fn promises_hold_and_nothing_stays() {
+    let home = tempfile::tempdir().unwrap();
+    let log = tempfile::NamedTempFile::new().unwrap();
+    let log_path = log.path().to_str().unwrap();
+    let args = ["--faults", "2", "--seconds", "1", "--log", log_path];
+    let output = demo(home.path(), &args).output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    let complaints = String::from_utf8(output.stderr).unwrap();
+    println!("{text}");
+    assert!(output.status.success(), "{text}\n{complaints}");
+    assert_eq!(complaints, "", "nothing but the demo speaks");
+    assert!(text.contains("Every promise held"), "{text}");
+    assert!(!text.contains('\x1b'), "no terminal, no escape codes");
+    assert_eq!(text.lines().filter(|line| line.starts_with("ok ")).count(), 3, "{text}");
+    assert!(text.lines().all(|line| line.chars().count() < 80 || line.contains("kubeconfig")));
+    assert!(text.contains("jackstay: 1 connection to"), "what jackstay noticed is told");
+    assert!(std::fs::read_to_string(log.path()).unwrap().contains("listening"), "its log is kept");
+
+    assert_eq!(left_in(home.path()), [] as [PathBuf; 0]);
+    let admin = text.split("http://").nth(1).and_then(|rest| rest.split('/').next()).unwrap();
+    let admin: SocketAddr = admin.parse().unwrap();
+    assert!(TcpStream::connect(admin).is_err(), "its ports are closed");
+}
+
+#[test]
+fn an_interrupt_ends_it_cleanly() {
+    let home = tempfile::tempdir().unwrap();
+    let args = ["--forever", "--quiet"];
+    let child = demo(home.path(), &args).stdout(Stdio::piped()).spawn().unwrap();
+    let started = Instant::now();
+    let written = || left_in(home.path()).iter().any(|path| path.join("kubeconfig").exists());
+    while !written() {
+        assert!(started.elapsed() < Duration::from_secs(20), "it does not come up");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let kill = Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    assert!(kill.success());
+    let output = child.wait_with_output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success(), "{text}");
+    assert!(text.contains("reads, the slowest took"), "{text}");
+    assert_eq!(left_in(home.path()), [] as [PathBuf; 0]);
+}
+
+#[test]
+fn bad_usage_is_told_at_once() {
+    let home = tempfile::tempdir().unwrap();
+    let output = demo(home.path(), &["--seconds", "soon"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(!output.stderr.is_empty());
+    assert_eq!(left_in(home.path()), [] as [PathBuf; 0]);
+}

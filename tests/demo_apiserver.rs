@@ -1,0 +1,478 @@
+//! The demo apiserver keeps the rules that the other tests judge the proxy by.
+
+use bytes::Bytes;
+use http::{Method, StatusCode};
+use jackstay::demo::apiserver::{self, Answer, ApiServerHandle, Options};
+use jackstay::demo::client::{Client, Credentials, Watch};
+use jackstay::demo::cluster::Cluster;
+use jackstay::demo::hole::{Direction, Hole};
+use jackstay::demo::identity::User;
+use jackstay::demo::pki::{self, Pki, Subject, Validity};
+use serde_json::{Value, json};
+use std::process::Command;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
+use tokio::time::timeout;
+
+const MAPS: &str = "/api/v1/namespaces/default/configmaps";
+/// Long enough for a slow machine; nothing waits for it to pass where things work.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Short, for what must not happen.
+const MOMENT: Duration = Duration::from_millis(200);
+
+struct World {
+    cluster: Cluster,
+    pki: Pki,
+    server: ApiServerHandle,
+    admin: Credentials,
+}
+
+impl World {
+    fn new() -> Self {
+        let (cluster, pki) = (Cluster::new(), Pki::new("demo").unwrap());
+        let server = apiserver::start(&cluster, &pki, Options::named("a")).unwrap();
+        let issued = pki.client(&Subject::admin()).unwrap();
+        let admin = Credentials::anonymous(&pki.ca_pem()).certificate(&issued);
+        Self { cluster, pki, server, admin }
+    }
+
+    async fn client(&self) -> Client {
+        Client::connect(self.server.addr, &self.admin).await.unwrap()
+    }
+}
+
+fn map(name: &str, value: &str) -> Value {
+    json!({ "metadata": { "name": name, "labels": { "v": value } }, "data": { "v": value } })
+}
+
+async fn next(watch: &mut Watch) -> (String, String, String) {
+    let event = timeout(PATIENCE, watch.next()).await.unwrap().unwrap().expect("an event");
+    let meta = &event["object"]["metadata"];
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    (text(&event["type"]), text(&meta["name"]), text(&meta["resourceVersion"]))
+}
+
+#[tokio::test]
+async fn create_read_update_delete() {
+    let world = World::new();
+    let client = world.client().await;
+    let created = client.post(MAPS, &map("a", "1")).await.unwrap();
+    assert_eq!(created.status, 201);
+    assert_eq!(client.post(MAPS, &map("a", "1")).await.unwrap().json()["reason"], "AlreadyExists");
+
+    let path = format!("{MAPS}/a");
+    let mut object = created.json();
+    object["data"]["v"] = "2".into();
+    assert_eq!(client.put(&path, &object).await.unwrap().status, 200);
+    let stale = client.put(&path, &object).await.unwrap();
+    assert_eq!((stale.status.as_u16(), stale.json()["reason"].clone()), (409, "Conflict".into()));
+
+    let headers = [("content-type", "application/merge-patch+json")];
+    let patched =
+        client.request(Method::PATCH, &path, &headers, r#"{"data":{"w":"3"}}"#).await.unwrap();
+    assert_eq!(patched.json()["data"], json!({ "v": "2", "w": "3" }));
+
+    let dry = client.request(Method::DELETE, &format!("{path}?dryRun=All"), &[], "").await.unwrap();
+    assert_eq!(dry.status, 200);
+    assert_eq!(client.get(&path).await.unwrap().status, 200, "a dry run deletes nothing");
+    client.request(Method::DELETE, &path, &[], "").await.unwrap();
+    assert_eq!(client.get(&path).await.unwrap().json()["reason"], "NotFound");
+
+    let generated = json!({ "metadata": { "generateName": "g-" } });
+    let generated = client.post(MAPS, &generated).await.unwrap().json();
+    assert!(generated["metadata"]["name"].as_str().unwrap().starts_with("g-"));
+    let broken = client.post(MAPS, &json!({ "metadata": "x" })).await.unwrap();
+    assert_eq!(broken.status, 400);
+
+    let only_protobuf = [("accept", "application/vnd.kubernetes.protobuf")];
+    let refused = client.request(Method::GET, MAPS, &only_protobuf, "").await.unwrap();
+    assert_eq!(refused.status, 406);
+}
+
+#[tokio::test]
+async fn lists_come_in_pages() {
+    let world = World::new();
+    let client = world.client().await;
+    for name in ["a", "b", "c", "d", "e"] {
+        client.post(MAPS, &map(name, name)).await.unwrap();
+    }
+    let (mut names, mut token) = (Vec::new(), String::new());
+    loop {
+        let path = format!("/api/v1/configmaps?limit=2&continue={token}");
+        let page = client.get(&path).await.unwrap().json();
+        let items = page["items"].as_array().unwrap();
+        names.extend(items.iter().map(|i| i["metadata"]["name"].as_str().unwrap().to_owned()));
+        token = page["metadata"]["continue"].as_str().unwrap_or_default().to_owned();
+        if token.is_empty() {
+            break;
+        }
+    }
+    assert_eq!(names, ["a", "b", "c", "d", "e"]);
+    let selected = client.get(&format!("{MAPS}?labelSelector=v%20in%20(a,c)")).await.unwrap();
+    assert_eq!(selected.json()["items"].as_array().unwrap().len(), 2);
+    let future = client.get(&format!("{MAPS}?resourceVersion=99999")).await.unwrap();
+    assert_eq!(future.status, 504);
+    let page = client.get(&format!("{MAPS}?limit=1")).await.unwrap().json();
+    client.post(MAPS, &map("f", "f")).await.unwrap();
+    world.cluster.compact();
+    let token = page["metadata"]["continue"].as_str().unwrap();
+    let late = client.get(&format!("{MAPS}?limit=1&continue={token}")).await.unwrap();
+    assert_eq!(late.status, 410);
+}
+
+#[tokio::test]
+async fn a_watch_follows_and_resumes_on_another_server() {
+    let world = World::new();
+    let other = apiserver::start(&world.cluster, &world.pki, Options::named("b")).unwrap();
+    let client = world.client().await;
+    let elsewhere = Client::connect(other.addr, &world.admin).await.unwrap();
+
+    client.post(MAPS, &map("a", "1")).await.unwrap();
+    let mut all = client.watch(&format!("{MAPS}?watch=1")).await.unwrap();
+    let (kind, name, version) = next(&mut all).await;
+    assert_eq!((kind.as_str(), name.as_str()), ("ADDED", "a"));
+
+    client.post(MAPS, &map("b", "2")).await.unwrap();
+    assert_eq!(next(&mut all).await.1, "b");
+    let path = format!("{MAPS}/a");
+    client.request(Method::DELETE, &path, &[], "").await.unwrap();
+    assert_eq!(next(&mut all).await.0, "DELETED");
+
+    let resume = format!("{MAPS}?watch=1&resourceVersion={version}");
+    let mut resumed = elsewhere.watch(&resume).await.unwrap();
+    assert_eq!(next(&mut resumed).await.1, "b");
+    assert_eq!(next(&mut resumed).await.0, "DELETED");
+    assert!(timeout(MOMENT, resumed.next()).await.is_err(), "no event twice, none invented");
+
+    // An object that leaves a selector is gone for its watchers.
+    let mut selected = client.watch(&format!("{MAPS}?watch=1&labelSelector=v%3D2")).await.unwrap();
+    assert_eq!(next(&mut selected).await.0, "ADDED");
+    let changed = client.get(&format!("{MAPS}/b")).await.unwrap().json();
+    let mut changed = changed.clone();
+    changed["metadata"]["labels"]["v"] = "3".into();
+    client.put(&format!("{MAPS}/b"), &changed).await.unwrap();
+    assert_eq!(next(&mut selected).await.0, "DELETED");
+    assert_eq!(next(&mut resumed).await.0, "MODIFIED");
+
+    // History is each server's own: gone here, still there.
+    world.server.compact();
+    let mut gone = client.watch(&resume).await.unwrap();
+    let error = timeout(PATIENCE, gone.next()).await.unwrap().unwrap().unwrap();
+    assert_eq!((&error["type"], &error["object"]["code"]), (&json!("ERROR"), &json!(410)));
+    assert_eq!(gone.next().await.unwrap(), None);
+    assert_eq!(next(&mut elsewhere.watch(&resume).await.unwrap()).await.1, "b");
+    world.cluster.compact();
+    let mut gone = elsewhere.watch(&resume).await.unwrap();
+    assert_eq!(next(&mut gone).await.0, "ERROR");
+
+    // Running watches survive a compaction; a server may end them cleanly.
+    client.post(MAPS, &map("z", "9")).await.unwrap();
+    assert_eq!(next(&mut resumed).await.1, "z");
+    other.end_watches();
+    assert_eq!(timeout(PATIENCE, resumed.next()).await.unwrap().unwrap(), None);
+}
+
+#[tokio::test]
+async fn bookmarks() {
+    let world = World::new();
+    world.cluster.set_bookmark_interval(Duration::from_millis(50));
+    let client = world.client().await;
+    client.post(MAPS, &map("a", "1")).await.unwrap();
+    let path = format!(
+        "{MAPS}?watch=1&allowWatchBookmarks=true&sendInitialEvents=true\
+         &resourceVersionMatch=NotOlderThan"
+    );
+    let mut watch = client.watch(&path).await.unwrap();
+    assert_eq!(next(&mut watch).await.0, "ADDED");
+    let end = timeout(PATIENCE, watch.next()).await.unwrap().unwrap().unwrap();
+    assert_eq!(end["type"], "BOOKMARK");
+    assert_eq!(end["object"]["metadata"]["annotations"]["k8s.io/initial-events-end"], "true");
+    // Changes to other kinds move the bookmark of a quiet watch.
+    let lease = json!({ "metadata": { "name": "l" } });
+    let leases = "/apis/coordination.k8s.io/v1/namespaces/default/leases";
+    assert_eq!(client.post(leases, &lease).await.unwrap().status, 201);
+    let newest = world.cluster.version().to_string();
+    loop {
+        let (kind, _, version) = next(&mut watch).await;
+        assert_eq!(kind, "BOOKMARK");
+        if version == newest {
+            break;
+        }
+    }
+    let mut silent = client.watch(&format!("{MAPS}?watch=1&resourceVersion=1000")).await.unwrap();
+    assert!(timeout(MOMENT, silent.next()).await.is_err(), "a version ahead is waited for");
+}
+
+#[tokio::test]
+async fn a_protobuf_watch_has_frames() {
+    let world = World::new();
+    let client = world.client().await;
+    client.post(MAPS, &map("a", "1")).await.unwrap();
+    let accept = [("accept", "application/vnd.kubernetes.protobuf;stream=watch,application/json")];
+    let path = format!("{MAPS}?watch=1");
+    let response = client.send(Method::GET, &path, &accept, "").await.unwrap();
+    let content_type = response.headers()["content-type"].to_str().unwrap().to_owned();
+    assert_eq!(content_type, "application/vnd.kubernetes.protobuf;stream=watch");
+    let mut body = response.into_body();
+    let data = jackstay::demo::client::next_data(&mut body).await.unwrap().unwrap();
+    let size = u32::from_be_bytes(data[..4].try_into().unwrap()) as usize;
+    assert_eq!(data.len(), size + 4);
+    assert_eq!(&data[4..11], b"\x0a\x05ADDED");
+}
+
+#[tokio::test]
+async fn who_one_is() {
+    let world = World::new();
+    let ca = world.pki.ca_pem();
+    world.cluster.add_token("t1", User::new("system:serviceaccount:a:b", &["x"]));
+    let node = world.pki.client(&Subject::node("n1")).unwrap();
+    let expired = world.pki.client_valid(&Subject::node("n1"), Validity::expired()).unwrap();
+    let foreign = Pki::new("other").unwrap().client(&Subject::admin()).unwrap();
+    let nobody = Credentials::anonymous(&ca);
+    for (who, code, user, group) in [
+        (nobody.clone().certificate(&node), 201, "system:node:n1", "system:nodes"),
+        (nobody.clone().token("t1"), 201, "system:serviceaccount:a:b", "x"),
+        (nobody.clone().certificate(&node).token("t1"), 201, "system:node:n1", "system:nodes"),
+        (nobody.clone().certificate(&expired).token("t1"), 201, "system:serviceaccount:a:b", "x"),
+        (nobody.clone().token("t2"), 401, "", ""),
+        (nobody.clone().certificate(&expired), 401, "", ""),
+        (nobody.clone().certificate(&foreign), 401, "", ""),
+        (nobody.clone(), 403, "", ""),
+    ] {
+        let client = Client::connect(world.server.addr, &who).await.unwrap();
+        let path = "/apis/authentication.k8s.io/v1/selfsubjectreviews";
+        let reply = client.post(path, &json!({})).await.unwrap();
+        assert_eq!(reply.status.as_u16(), code);
+        let info = &reply.json()["status"]["userInfo"];
+        assert_eq!(info["username"].as_str().unwrap_or_default(), user);
+        if code == 201 {
+            let groups = info["groups"].as_array().unwrap();
+            assert!(
+                groups.contains(&json!(group)) && groups.contains(&json!("system:authenticated"))
+            );
+        } else {
+            // Its connection takes requests until the client has read the GOAWAY.
+            let gone =
+                async { while client.request(Method::GET, "/version", &[], "").await.is_ok() {} };
+            if code == 401 {
+                tokio::time::timeout(Duration::from_secs(10), gone).await.expect("sent away");
+            }
+        }
+        drop(client);
+    }
+    let records = world.cluster.audit().select(|r| r.user == "system:node:n1");
+    assert_eq!(records.len(), 2);
+    assert!(records.iter().all(|r| r.status == Some(201) && r.certificate_serial.is_some()));
+    assert!(world.server.counters().goaways.load(Relaxed) >= 4, "nobodies are sent away");
+}
+
+#[tokio::test]
+async fn killed_and_back() {
+    let world = World::new();
+    let client = world.client().await;
+    let mut watch = client.watch(&format!("{MAPS}?watch=1")).await.unwrap();
+    world.server.kill();
+    assert!(timeout(PATIENCE, watch.next()).await.unwrap().is_err(), "broken, not ended");
+    assert!(Client::connect(world.server.addr, &world.admin).await.is_err());
+    world.server.restart().unwrap();
+    assert_eq!(world.client().await.get("/readyz").await.unwrap().body, "ok");
+    assert_eq!(world.server.counters().open.load(Relaxed), 1);
+}
+
+#[tokio::test]
+async fn stopped_and_on() {
+    let world = World::new();
+    let client = world.client().await;
+    client.get("/readyz").await.unwrap();
+    world.server.stop();
+    assert!(timeout(MOMENT, client.get("/readyz")).await.is_err());
+    // The kernel still takes connections.
+    tokio::net::TcpStream::connect(world.server.addr).await.unwrap();
+    world.server.cont();
+    assert_eq!(client.get("/readyz").await.unwrap().status, 200);
+    world.server.stop();
+    world.server.kill();
+    assert!(timeout(PATIENCE, client.get("/readyz")).await.unwrap().is_err());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn leaves_gracefully() {
+    let world = World::new();
+    let client = world.client().await;
+    let mut watch = client.watch(&format!("{MAPS}?watch=1")).await.unwrap();
+    world.server.delay(Duration::from_millis(300));
+    let ((), reply) = tokio::join!(
+        async {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            tokio::task::block_in_place(|| world.server.shutdown(PATIENCE));
+        },
+        client.get(MAPS)
+    );
+    assert_eq!(reply.unwrap().status, 200, "what runs may finish");
+    assert_eq!(watch.next().await.unwrap(), None, "watches end cleanly");
+    assert!(Client::connect(world.server.addr, &world.admin).await.is_err());
+}
+
+#[tokio::test]
+async fn obstructions() {
+    let world = World::new();
+    let client = world.client().await;
+    world.server.set_ready(false);
+    assert_eq!(client.get("/readyz").await.unwrap().status, 500);
+    assert_eq!(client.get("/livez").await.unwrap().status, 200);
+    world.server.set_ready(true);
+
+    let busy = Answer::status(429, "TooManyRequests", "later").header("retry-after", "1");
+    world.server.fail_next(1, busy);
+    assert_eq!(client.get("/readyz").await.unwrap().status, 200, "health is left alone");
+    let failed = client.get(MAPS).await.unwrap();
+    assert_eq!(
+        (failed.status, &failed.headers["retry-after"]),
+        (StatusCode::TOO_MANY_REQUESTS, &"1".parse().unwrap())
+    );
+    assert_eq!(client.get(MAPS).await.unwrap().status, 200);
+
+    let mut half = Answer::status(200, "", "");
+    half.body = Bytes::from_static(b"{\"ha");
+    world.server.fail_next(1, half.cut());
+    assert!(client.get(MAPS).await.is_err(), "a body that is cut never looks complete");
+
+    world.server.lose_next(1);
+    assert!(timeout(MOMENT, client.post(MAPS, &map("lost", "1"))).await.is_err());
+    assert_eq!(client.get(&format!("{MAPS}/lost")).await.unwrap().status, 200);
+
+    world.server.hang(true);
+    assert!(timeout(MOMENT, client.get("/livez")).await.is_err());
+    world.server.hang(false);
+    assert_eq!(client.get("/livez").await.unwrap().status, 200);
+
+    let bytes = client.get("/bytes?size=1000000").await.unwrap();
+    assert_eq!(bytes.body.len(), 1_000_000);
+    let echo = client.request(Method::POST, "/echo", &[], "hello").await.unwrap();
+    assert_eq!(echo.body, "hello");
+
+    world.server.goaway();
+    while !client.is_closed() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let client = world.client().await;
+    client.get("/livez").await.unwrap();
+    world.server.reset_connections();
+    assert!(timeout(PATIENCE, client.watch(&format!("{MAPS}?watch=1"))).await.unwrap().is_err());
+}
+
+#[tokio::test]
+async fn flows_fall_silent() {
+    let world = World::new();
+    let hole = Hole::start(world.server.addr).unwrap();
+    let old = Client::connect(hole.addr, &world.admin).await.unwrap();
+    old.get("/readyz").await.unwrap();
+    assert_eq!(hole.silence_all(Direction::Both), 1);
+    {
+        let mut waiting = std::pin::pin!(old.get("/readyz"));
+        assert!(timeout(MOMENT, waiting.as_mut()).await.is_err());
+        let new = Client::connect(hole.addr, &world.admin).await.unwrap();
+        assert_eq!(new.get("/readyz").await.unwrap().status, 200);
+        assert_eq!(hole.flows().iter().map(|f| f.silent).collect::<Vec<_>>(), [true, false]);
+        hole.heal();
+        assert_eq!(timeout(PATIENCE, waiting).await.unwrap().unwrap().status, 200);
+    }
+    hole.silence_all(Direction::ToClient);
+    let before = world.server.counters().requests.load(Relaxed);
+    assert!(timeout(MOMENT, old.get("/readyz")).await.is_err());
+    assert_eq!(world.server.counters().requests.load(Relaxed), before + 1, "it did arrive");
+    hole.reset_all();
+    assert!(timeout(PATIENCE, old.get("/readyz")).await.unwrap().is_err());
+    hole.refuse_new(true);
+    assert!(Client::connect(hole.addr, &world.admin).await.is_err());
+}
+
+/// What the real kubectl (1.31 or newer, on the path or in `KUBECTL`) makes of it.
+#[test]
+#[ignore = "needs kubectl"]
+fn kubectl() {
+    let world = World::new();
+    let dir = tempfile::tempdir().unwrap();
+    let issued = world.pki.client(&Subject::admin()).unwrap();
+    let url = format!("https://{}", world.server.addr);
+    let config = pki::kubeconfig(&url, &world.pki.ca_pem(), Some(&issued), None);
+    std::fs::write(dir.path().join("config"), config).unwrap();
+    let kubectl = std::env::var("KUBECTL").unwrap_or_else(|_| "kubectl".to_owned());
+    // Its exit is part of what it says.
+    let run = |script: &str| -> String {
+        let output = Command::new("sh")
+            .args(["-c", &format!("({script}) 2>&1; echo \"exit=$?\"")])
+            .env("KUBECONFIG", dir.path().join("config"))
+            .env("HOME", dir.path())
+            .env("k", &kubectl)
+            .output()
+            .unwrap();
+        let text = String::from_utf8(output.stdout).unwrap();
+        println!("$ {script}\n{text}");
+        text
+    };
+    let pod = json!({
+        "apiVersion": "v1", "kind": "Pod", "metadata": { "name": "p", "labels": { "app": "p" } },
+        "spec": { "containers": [{ "name": "c", "image": "i" }] },
+    });
+    let node = json!({ "apiVersion": "v1", "kind": "Node", "metadata": { "name": "n1" } });
+    std::fs::write(dir.path().join("pod.json"), pod.to_string()).unwrap();
+    std::fs::write(dir.path().join("node.json"), node.to_string()).unwrap();
+    let mut wrong = Vec::new();
+    for (script, expected) in [
+        ("$k version", "Server Version: v1.33.0-demo"),
+        ("$k api-resources", "leases"),
+        ("$k create cm a --from-literal=x=1", "configmap/a created"),
+        ("$k create cm a --from-literal=x=1", "already exists"),
+        ("$k get cm", "a      1"),
+        ("$k get cm -A -o name", "configmap/a"),
+        ("$k get cm a -o jsonpath='{.data.x}'", "1exit=0"),
+        ("$k patch cm a -p '{\"data\":{\"y\":\"2\"}}'", "configmap/a patched"),
+        ("$k patch cm a --type=json -p '[{\"op\":\"remove\",\"path\":\"/data/x\"}]'", "patched"),
+        ("$k label cm a l=1", "configmap/a labeled"),
+        ("$k get cm -l l=1", "a "),
+        ("$k apply -f $HOME/pod.json", "pod/p created"),
+        ("$k apply -f $HOME/pod.json", "pod/p unchanged"),
+        ("sed -i s/p\\\"}/q\\\"}/ $HOME/pod.json; $k apply -f $HOME/pod.json", "pod/p configured"),
+        ("$k apply --server-side -f $HOME/node.json", "node/n1 serverside-applied"),
+        ("$k apply --dry-run=server -f $HOME/pod.json", "pod/p unchanged (server dry run)"),
+        ("$k diff -f $HOME/pod.json", "exit=0"),
+        ("$k get pods", "p      1/1     Running   0"),
+        ("$k get pods -o wide", "p "),
+        ("$k get nodes,ns", "node/n1"),
+        ("$k get events", "No resources found"),
+        ("$k get leases -A", "No resources found"),
+        (
+            "$k create sa s; $k create secret generic t --from-literal=a=b; $k get secrets,sa",
+            "Opaque",
+        ),
+        ("$k describe pod p", "Running"),
+        ("$k explain pod", "any fields"),
+        ("$k auth whoami", "kubernetes-admin"),
+        ("$k auth can-i get pods", "yes"),
+        ("$k logs p", "line 3 of default/p\nexit=0"),
+        ("timeout 3 $k logs -f p --tail=1", "line 4 of default/p"),
+        ("$k exec p -- echo hello", "hello\nexit=0"),
+        ("echo stdin | $k exec -i p -- cat", "stdin\nexit=0"),
+        ("head -c 300000 /dev/zero | $k exec -i p -- cat | wc -c", "300000"),
+        ("$k exec p -- sh -c 'exit 3'", "exit=3"),
+        ("echo over | $k attach -i p", "over"),
+        ("$k cp $HOME/pod.json p:/tmp/x", "exit=0"),
+        (
+            "timeout 3 $k get cm a -w & sleep 1; $k annotate cm a n=1; $k get -w cm --watch-only --request-timeout=1s; wait",
+            "configmap/a annotated",
+        ),
+        ("timeout 2 $k get pods -w -o name", "pod/p"),
+        ("$k wait --for=condition=Ready pod/p --timeout=3s", "condition met"),
+        ("$k delete pod p --timeout=5s", "pod \"p\" deleted"),
+        ("$k delete cm --all", "configmap \"a\" deleted"),
+        ("$k get pod p", "(NotFound)"),
+        ("$k create ns x; $k delete ns x --timeout=5s", "namespace \"x\" deleted"),
+        ("$k get --raw /readyz", "okexit=0"),
+    ] {
+        if !run(script).contains(expected) {
+            wrong.push(format!("{script}: wanted {expected:?}"));
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}

@@ -1,0 +1,111 @@
+//! The rules of the house that a compiler does not know: which module may import which, where
+//! `unsafe` may stand, and that each file says what it is for.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// What each top-level module may import of the others.
+const MAY_IMPORT: &[(&str, &[&str])] = &[
+    ("config", &[]),
+    ("observe", &["config"]),
+    ("net", &["config"]),
+    ("upstream", &["net", "observe", "config"]),
+    ("admin", &["upstream", "net", "observe", "config"]),
+    ("proxy", &["upstream", "net", "observe", "config"]),
+    ("control", &["upstream", "net", "observe", "config"]),
+    ("app", &["admin", "proxy", "control", "upstream", "net", "observe", "config"]),
+    // The demo is a cluster of its own with a whole jackstay before it.
+    ("demo", &["app", "net", "observe", "config"]),
+    ("cli", &["app", "demo", "net", "observe", "config"]),
+];
+
+/// Lines of a file without its tests.
+const MAX_LINES: usize = 600;
+
+fn sources() -> Vec<(String, PathBuf, String)> {
+    fn walk(dir: &Path, found: &mut Vec<PathBuf>) {
+        for entry in fs::read_dir(dir).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                walk(&path, found);
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                found.push(path);
+            }
+        }
+    }
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut found = Vec::new();
+    walk(&root, &mut found);
+    found
+        .into_iter()
+        .map(|path| {
+            let inside = path.strip_prefix(&root).unwrap();
+            let module = inside.iter().next().unwrap().to_str().unwrap().trim_end_matches(".rs");
+            let text = fs::read_to_string(&path).unwrap();
+            (module.to_owned(), path, text)
+        })
+        .collect()
+}
+
+fn is_test(path: &Path) -> bool {
+    path.iter().any(|part| part.to_str().is_some_and(|part| part.contains("tests")))
+}
+
+#[test]
+fn imports_go_one_way() {
+    let mut broken = Vec::new();
+    for (module, path, text) in sources() {
+        let Some((_, allowed)) = MAY_IMPORT.iter().find(|(name, _)| *name == module) else {
+            assert!(["lib", "main"].contains(&module.as_str()), "no rule for module `{module}`");
+            continue;
+        };
+        let code = text.split("\n#[cfg(test)]\nmod ").next().unwrap();
+        for line in code.lines().filter(|line| !line.trim_start().starts_with("//")) {
+            for (at, _) in line.match_indices("crate::") {
+                let target: String = line[at + "crate::".len()..]
+                    .chars()
+                    .take_while(|c| c.is_alphanumeric() || *c == '_')
+                    .collect();
+                let known = MAY_IMPORT.iter().any(|(name, _)| *name == target);
+                if known && target != module && !allowed.contains(&target.as_str()) {
+                    broken.push(format!("{}: {module} imports {target}", path.display()));
+                }
+            }
+        }
+    }
+    assert!(broken.is_empty(), "{}", broken.join("\n"));
+}
+
+#[test]
+fn unsafe_stands_in_net_alone_and_says_why() {
+    for (module, path, text) in sources() {
+        let lines: Vec<_> = text.lines().collect();
+        for (number, line) in lines.iter().enumerate() {
+            let code = line.split("//").next().unwrap();
+            if !code.contains("unsafe {") {
+                continue;
+            }
+            assert_eq!(module, "net", "{}: unsafe outside net", path.display());
+            let before = &lines[number.saturating_sub(6)..number];
+            assert!(
+                before.iter().any(|line| line.contains("// SAFETY:")),
+                "{}:{}: unsafe without its reason",
+                path.display(),
+                number + 1
+            );
+        }
+    }
+}
+
+#[test]
+fn each_file_says_what_it_is_for_and_is_no_longer_than_it_should_be() {
+    for (_, path, text) in sources() {
+        if is_test(&path) {
+            continue;
+        }
+        assert!(text.starts_with("//! "), "{} does not say what it is for", path.display());
+        let code = text.split("\n#[cfg(test)]\nmod ").next().unwrap();
+        let lines = code.lines().count();
+        assert!(lines <= MAX_LINES, "{} has {lines} lines", path.display());
+    }
+}

@@ -1,0 +1,296 @@
+//! Limits, malformed requests, and the end of the program: whoever breaks a rule is told so, and
+//! nobody else notices.
+
+use crate::peer::{
+    Act, DATA, END_HEADERS, END_STREAM, GOAWAY, HEADERS, Peers, RST_STREAM, Reply, SETTINGS,
+    fields, frame, settings,
+};
+use crate::support::{Certs, MAPS, Proxy, World, map, soon, until};
+use http::Method;
+use jackstay::demo::client::Client;
+use rustls::pki_types::ServerName;
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio_rustls::client::TlsStream;
+
+/// A TLS connection to speak any nonsense on.
+async fn wire(proxy: &Proxy, certs: &Certs, alpn: &str) -> TlsStream<TcpStream> {
+    let mut roots = rustls::RootCertStore::empty();
+    roots.add(certs.pki.ca_der()).unwrap();
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let mut config = rustls::ClientConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_root_certificates(roots)
+        .with_client_auth_cert(vec![certs.admin.cert_der()], certs.admin.key_der())
+        .unwrap();
+    config.alpn_protocols = vec![alpn.as_bytes().to_vec()];
+    let stream = TcpStream::connect(proxy.addr).await.unwrap();
+    let name = ServerName::from(proxy.addr.ip());
+    tokio_rustls::TlsConnector::from(Arc::new(config)).connect(name, stream).await.unwrap()
+}
+
+/// Reads frames until one is wanted; its flags and payload. `None` at the end of the connection.
+async fn read_until(
+    stream: &mut TlsStream<TcpStream>,
+    mut wanted: impl FnMut(u8, u32, &[u8]) -> bool,
+) -> Option<Vec<u8>> {
+    loop {
+        let mut head = [0; 9];
+        stream.read_exact(&mut head).await.ok()?;
+        let length = usize::from(head[0]) << 16 | usize::from(head[1]) << 8 | usize::from(head[2]);
+        let mut payload = vec![0; length];
+        stream.read_exact(&mut payload).await.ok()?;
+        let id = u32::from_be_bytes(head[5..].try_into().unwrap());
+        if wanted(head[3], id, &payload) {
+            return Some(payload);
+        }
+    }
+}
+
+const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+
+fn request(id: u32, method: &str, path: &str, end: bool, more: &[(&str, &str)]) -> Vec<u8> {
+    let mut list =
+        vec![(":method", method), (":scheme", "https"), (":authority", "a"), (":path", path)];
+    list.extend(more);
+    frame(HEADERS, END_HEADERS | if end { END_STREAM } else { 0 }, id, &fields(&list))
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn headers_above_the_limit() {
+    let world = World::new(1);
+    let proxy = world.start().await;
+    let bystander = proxy.client(&world.certs.credentials()).await;
+    let value = "x".repeat(80 << 10);
+    for http2 in [true, false] {
+        let who = world.certs.credentials();
+        let client = if http2 {
+            Client::connect(proxy.addr, &who).await.unwrap()
+        } else {
+            Client::connect_http1(proxy.addr, &who).await.unwrap()
+        };
+        let headers = [("x-big", value.as_str())];
+        let reply = client.request(Method::GET, MAPS, &headers, "");
+        let reply = soon("an answer", reply).await.unwrap();
+        assert_eq!(reply.status, 431, "http2: {http2}");
+        if http2 {
+            assert_eq!(client.get(MAPS).await.unwrap().status, 200, "its connection lives");
+        }
+    }
+    assert_eq!(bystander.get(MAPS).await.unwrap().status, 200);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn too_many_streams_are_refused() {
+    let world = World::new(1);
+    let proxy = world.start_with(|config| config.listeners[0].limits.max_streams = 5).await;
+    let mut stream = wire(&proxy, &world.certs, "h2").await;
+    let mut bytes = [PREFACE, &settings(&[])].concat();
+    for n in 0..8 {
+        bytes.extend(request(2 * n + 1, "GET", &format!("{MAPS}?watch=1"), true, &[]));
+    }
+    stream.write_all(&bytes).await.unwrap();
+    let mut refused = Vec::new();
+    let all = read_until(&mut stream, |kind, id, payload| {
+        assert_ne!(kind, GOAWAY, "the connection goes on");
+        if kind == RST_STREAM {
+            assert_eq!(payload, 7u32.to_be_bytes(), "REFUSED_STREAM");
+            refused.push(id);
+        }
+        refused.len() == 3
+    });
+    soon("three refusals", all).await.unwrap();
+    assert_eq!(refused, [11, 13, 15]);
+    until("five watches run", async || world.servers[0].counters().watches.load(Relaxed) == 5)
+        .await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn a_body_that_is_not_as_long_as_it_says() {
+    let world = World::new(1);
+    let proxy = world.start().await;
+    let object = map("too-long", "1").to_string();
+    for (n, declared) in [object.len() - 5, object.len() + 5].into_iter().enumerate() {
+        let mut stream = wire(&proxy, &world.certs, "h2").await;
+        let length = declared.to_string();
+        let more = [("content-type", "application/json"), ("content-length", length.as_str())];
+        let bytes = [
+            PREFACE.to_vec(),
+            settings(&[]),
+            request(1, "POST", MAPS, false, &more),
+            frame(DATA, END_STREAM, 1, object.as_bytes()),
+            request(3, "GET", MAPS, true, &[]),
+        ]
+        .concat();
+        stream.write_all(&bytes).await.unwrap();
+        let reset = read_until(&mut stream, |kind, id, _| {
+            assert_ne!(kind, GOAWAY);
+            kind == RST_STREAM && id == 1
+        });
+        soon("a stream error", reset).await.unwrap_or_else(|| panic!("{n}: closed"));
+    }
+    let there = world.certs.credentials();
+    let client = proxy.client(&there).await;
+    let reply = client.get(&format!("{MAPS}/too-long")).await.unwrap();
+    assert_eq!(reply.status, 404, "half a body was carried out");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn garbage_costs_its_own_connection_only() {
+    let world = World::new(1);
+    let proxy = world.start().await;
+    let bystander = proxy.client(&world.certs.credentials()).await;
+    let mut watch = bystander.watch(&format!("{MAPS}?watch=1")).await.unwrap();
+    for garbage in
+        [&b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"[..], &[0; 4096], &[0xff; 4096], b"\x16\x03"]
+    {
+        let mut stream = TcpStream::connect(proxy.addr).await.unwrap();
+        // It may be closed before all is written.
+        let _ = stream.write_all(garbage).await;
+        let _ = stream.shutdown().await;
+        let mut rest = Vec::new();
+        let _ = soon("its end", stream.read_to_end(&mut rest)).await;
+        assert!(rest.len() < 100, "an alert at most");
+    }
+    for garbage in [&b"no preface at all, but long enough to be taken for one\r\n\r\n"[..], PREFACE]
+    {
+        let mut stream = wire(&proxy, &world.certs, "h2").await;
+        let bytes = [garbage, &frame(DATA, 0, 0, b"x"), &frame(SETTINGS, 0, 1, b"x")].concat();
+        let _ = stream.write_all(&bytes).await;
+        let end = read_until(&mut stream, |_, _, _| false);
+        assert!(soon("its end", end).await.is_none());
+    }
+    for garbage in [
+        "GET http://elsewhere/ HTTP/1.1\r\nHost: a\r\n\r\n",
+        "GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        "CONNECT a:443 HTTP/1.1\r\nHost: a\r\n\r\n",
+        "GET / HTTP/1.1\r\nHost: a\r\n folded: yes\r\n\r\n",
+        "GET / HTTP/1.1\r\n\r\n",
+        "POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1, 2\r\n\r\nx",
+        "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        "\0\r\n\r\n",
+    ] {
+        let mut stream = wire(&proxy, &world.certs, "http/1.1").await;
+        stream.write_all(garbage.as_bytes()).await.unwrap();
+        let mut answer = vec![0; 4096];
+        let size = soon(garbage, stream.read(&mut answer)).await.unwrap_or(0);
+        let answer = String::from_utf8_lossy(&answer[..size]);
+        assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 4"), "{garbage:?}: {answer}");
+    }
+    assert_eq!(bystander.get(MAPS).await.unwrap().status, 200);
+    bystander.post(MAPS, &map("a", "1")).await.unwrap();
+    assert!(soon("an event", watch.next()).await.unwrap().is_some());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn http1_and_answers_without_a_body() {
+    let certs = Certs::new();
+    let peers = Peers::start(&certs, 1);
+    let proxy = certs.start(certs.config(&peers.addresses));
+    proxy.ready(1).await;
+    let who = certs.credentials();
+    let http1 = Client::connect_http1(proxy.addr, &who).await.unwrap();
+    let http2 = Client::connect(proxy.addr, &who).await.unwrap();
+    let bare = |status: &'static str, length: Option<&'static str>| {
+        Act::raw(move |id| {
+            let mut list = vec![(":status", status), ("content-type", "application/json")];
+            list.extend(length.map(|length| ("content-length", length)));
+            frame(HEADERS, END_HEADERS | END_STREAM, id, &fields(&list))
+        })
+    };
+    for _ in 0..3 {
+        for client in [&http1, &http2] {
+            peers.script.play([bare("204", None)]);
+            let reply = soon("204", client.request(Method::DELETE, MAPS, &[], "")).await.unwrap();
+            assert_eq!((reply.status.as_u16(), reply.body.len()), (204, 0));
+            peers.script.play([bare("304", None)]);
+            assert_eq!(soon("304", client.get(MAPS)).await.unwrap().status, 304);
+            peers.script.play([bare("200", Some("1234"))]);
+            let reply = soon("HEAD", client.request(Method::HEAD, "/version", &[], "")).await;
+            let reply = reply.unwrap();
+            assert_eq!((reply.status.as_u16(), reply.body.len()), (200, 0));
+            assert_eq!(reply.headers["content-length"], "1234");
+            peers.script.play([Act::Answer(Reply::ok("{}"))]);
+            assert_eq!(soon("GET", client.get(MAPS)).await.unwrap().body, "{}");
+        }
+    }
+    assert!(!http1.is_closed() && !http2.is_closed(), "kept alive");
+
+    // Trailers.
+    let trailers = Act::partly(Reply::ok("{}"), |id| {
+        frame(HEADERS, END_HEADERS | END_STREAM, id, &fields(&[("x-checksum", "abc")]))
+    });
+    peers.script.play([trailers]);
+    let response = http2.send(Method::GET, MAPS, &[], "").await.unwrap();
+    let mut body = response.into_body();
+    let mut found = None;
+    while let Some(frame) = soon("a frame", next(&mut body)).await {
+        if let Ok(trailers) = frame.unwrap().into_trailers() {
+            found = Some(trailers["x-checksum"].clone());
+        }
+    }
+    assert_eq!(found.unwrap(), "abc");
+}
+
+async fn next(
+    body: &mut hyper::body::Incoming,
+) -> Option<Result<http_body::Frame<bytes::Bytes>, hyper::Error>> {
+    use http_body::Body;
+    std::future::poll_fn(|cx| Pin::new(&mut *body).poll_frame(cx)).await
+}
+
+/// SIGTERM: what runs is finished, watches end cleanly, nobody new is let in.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn drain() {
+    let world = World::new(2);
+    let proxy = world.start().await;
+    let mut clients = Vec::new();
+    for http2 in [true, true, false] {
+        let who = world.certs.credentials();
+        clients.push(if http2 {
+            Client::connect(proxy.addr, &who).await.unwrap()
+        } else {
+            Client::connect_http1(proxy.addr, &who).await.unwrap()
+        });
+    }
+    let path = format!("{MAPS}?watch=1&resourceVersion={}", world.cluster.version());
+    let watcher = proxy.client(&world.certs.credentials()).await;
+    let mut watch = watcher.watch(&path).await.unwrap();
+    clients[0].post(MAPS, &map("a", "1")).await.unwrap();
+    soon("an event", watch.next()).await.unwrap().unwrap();
+    world.servers.iter().for_each(|server| server.delay(Duration::from_millis(700)));
+    let in_flight = |sum: u64, server: &jackstay::demo::apiserver::ApiServerHandle| {
+        sum + server.counters().in_flight.load(Relaxed)
+    };
+    let running: Vec<_> = clients
+        .into_iter()
+        .enumerate()
+        .map(|(n, client)| {
+            tokio::spawn(async move { client.post(MAPS, &map(&format!("d{n}"), "1")).await })
+        })
+        .collect();
+    until("three writes run", async || world.servers.iter().fold(0, in_flight) >= 3).await;
+    let addr = proxy.addr;
+    let start = Instant::now();
+    proxy.running.drain();
+    assert!(soon("the watch's end", watch.next()).await.unwrap().is_none(), "a clean end");
+    drop(watcher);
+    let stopped = tokio::task::spawn_blocking(move || proxy.running.stop());
+    until("nobody is let in", async || {
+        let refused = TcpStream::connect(addr).await;
+        refused.is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
+    })
+    .await;
+    for request in running {
+        assert_eq!(soon("an answer", request).await.unwrap().unwrap().status, 201);
+    }
+    assert!(soon("the end", stopped).await.unwrap(), "no worker panicked");
+    println!("drained in {:?}", start.elapsed());
+    assert!(start.elapsed() < Duration::from_secs(2), "it waited for more than was running");
+}

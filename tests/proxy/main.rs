@@ -1,0 +1,16 @@
+//! The data plane as a whole, on real sockets: before demo apiservers and before peers that break
+//! the rules of HTTP/2 on purpose.
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod hostile;
+mod identity;
+mod limits;
+mod outage;
+mod peer;
+mod rebalance;
+mod retry;
+mod streams;
+mod watches;
+mod writes;

@@ -1,0 +1,187 @@
+//! Outages: all servers gone, one that is unwell, one that is stopped.
+
+use crate::peer::{black_hole, refusing};
+use crate::support::{Certs, MAPS, World, map, soon, until};
+use http::Method;
+use jackstay::demo::apiserver::ApiServerHandle;
+use jackstay::demo::client::Client;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+/// Every kind of request fails in time, as a Status that nobody is told to repeat.
+async fn all_fail(client: &Client, what: &str) {
+    let start = Instant::now();
+    let requests = [
+        (Method::GET, MAPS.to_owned()),
+        (Method::GET, format!("{MAPS}?watch=1&resourceVersion=1")),
+        (Method::POST, MAPS.to_owned()),
+        (Method::DELETE, format!("{MAPS}/a")),
+        (Method::GET, "/api/v1/namespaces/default/pods/p/log".to_owned()),
+    ];
+    let all = requests.into_iter().map(|(method, path)| async move {
+        let start = Instant::now();
+        let body = if method == Method::POST { "{}" } else { "" };
+        let reply = client.request(method, &path, &[], body).await.unwrap();
+        let took = start.elapsed();
+        assert_eq!(reply.status, 503, "{path}: {:?}", reply.body);
+        assert!(!reply.headers.contains_key("retry-after"), "{path}");
+        let status = reply.json();
+        assert_eq!(status["kind"], "Status", "{path}");
+        assert!(status["message"].as_str().unwrap().contains("127.0.0.1"), "{status}");
+        assert!(took < Duration::from_secs(3), "{path}: {took:?}");
+        took
+    });
+    let took = soon(what, crate::hostile::join_all(all)).await;
+    println!(
+        "{what}: failed within {:?} (promised 1.5 s), all within {:?}",
+        took.iter().max().unwrap(),
+        start.elapsed()
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn refused_everywhere() {
+    let certs = Certs::new();
+    let proxy = certs.start(certs.config(&[refusing(), refusing(), refusing()]));
+    let client = proxy.client(&certs.credentials()).await;
+    for _ in 0..3 {
+        all_fail(&client, "every apiserver refuses").await;
+    }
+    let page = proxy.page("/readyz").await;
+    assert!(page.starts_with("HTTP/1.1 503") || page.starts_with("HTTP/1.1 500"), "{page}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn swallowed_everywhere() {
+    let certs = Certs::new();
+    let holes = [black_hole(), black_hole()];
+    let addresses = holes.each_ref().map(|hole| hole.local_addr().unwrap());
+    let proxy = certs.start(certs.config(&addresses));
+    let client = proxy.client(&certs.credentials()).await;
+    all_fail(&client, "every apiserver swallows").await;
+    all_fail(&client, "every apiserver swallows").await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn killed_and_back() {
+    let world = World::new(2);
+    let proxy = world.start().await;
+    let client = proxy.client(&world.certs.credentials()).await;
+    let tokens = proxy.client(&world.certs.nobody().token("alice")).await;
+    world.cluster.add_token("alice", jackstay::demo::identity::User::new("alice", &[]));
+    assert_eq!(tokens.get(MAPS).await.unwrap().status, 200);
+    world.servers.iter().for_each(ApiServerHandle::kill);
+    all_fail(&client, "every apiserver is killed").await;
+    for _ in 0..10 {
+        // Backoff has time to grow to its cap.
+        assert_eq!(client.get(MAPS).await.unwrap().status, 503);
+    }
+    let start = Instant::now();
+    world.servers[1].restart().unwrap();
+    for (client, who) in [(&client, "a certificate"), (&tokens, "a token")] {
+        let mut asked = 0;
+        until("traffic flows", async || {
+            asked += 1;
+            client.get(MAPS).await.unwrap().status == 200
+        })
+        .await;
+        println!(
+            "traffic of {who} flows {:?} after the return, {asked} requests (promised 1 s)",
+            start.elapsed()
+        );
+        assert!(start.elapsed() < Duration::from_secs(2));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn alive_is_not_well() {
+    let world = World::new(3);
+    let proxy = world.start().await;
+    let client = proxy.client(&world.certs.credentials()).await;
+    let mut watches = Vec::new();
+    let version = world.cluster.version();
+    for _ in 0..12 {
+        let path = format!("{MAPS}?watch=1&resourceVersion={version}");
+        watches.push(client.watch(&path).await.unwrap());
+    }
+    let on_it = |at: usize| world.servers[at].counters().watches.load(Relaxed);
+    until("all watches run", async || on_it(0) + on_it(1) + on_it(2) == 12).await;
+    let sick = (0..3).find(|&at| on_it(at) > 0).unwrap();
+    let before = on_it(sick);
+    world.servers[sick].set_ready(false);
+    let address = world.servers[sick].addr.to_string();
+    until("it is degraded", async || {
+        proxy.endpoints().await.iter().any(|e| e["address"] == *address && e["state"] == "degraded")
+    })
+    .await;
+    world.cluster.audit().clear();
+    for n in 0..40 {
+        assert_eq!(client.get(MAPS).await.unwrap().status, 200);
+        if n == 20 {
+            assert_eq!(client.post(MAPS, &map("a", "1")).await.unwrap().status, 201);
+        }
+    }
+    let name = world.servers[sick].name();
+    let there = world.cluster.audit().select(|r| r.server == name && r.path != "/readyz");
+    assert!(there.is_empty(), "new requests went to a server that is not ready: {there:?}");
+    assert_eq!(on_it(sick), before, "its watches stay");
+    for watch in &mut watches {
+        let event = soon("an event", watch.next()).await.unwrap().unwrap();
+        assert_eq!(event["object"]["metadata"]["name"], "a");
+    }
+    // Nobody is well: everybody is used.
+    world.servers.iter().for_each(|server| server.set_ready(false));
+    until("all are degraded", async || {
+        proxy.endpoints().await.iter().all(|e| e["state"] == "degraded")
+    })
+    .await;
+    for _ in 0..10 {
+        assert_eq!(client.get(MAPS).await.unwrap().status, 200, "panic mode");
+    }
+    world.servers.iter().for_each(|server| server.set_ready(true));
+    proxy.ready(3).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn reads_go_on_when_a_server_is_stopped() {
+    let world = World::new(3);
+    let proxy = world.start().await;
+    let stop = Arc::new(AtomicBool::new(false));
+    let done = Arc::new(AtomicUsize::new(0));
+    let mut readers = Vec::new();
+    for _ in 0..4 {
+        let client = proxy.client(&world.certs.credentials()).await;
+        let (stop, done) = (stop.clone(), done.clone());
+        readers.push(tokio::spawn(async move {
+            let mut slowest = Duration::ZERO;
+            while !stop.load(Relaxed) {
+                let start = Instant::now();
+                let reply = client.get(MAPS).await.unwrap();
+                assert_eq!(reply.status, 200, "{:?}", reply.body);
+                slowest = slowest.max(start.elapsed());
+                done.fetch_add(1, Relaxed);
+            }
+            slowest
+        }));
+    }
+    let pass = async |count: usize| {
+        let from = done.load(Relaxed);
+        until("reads go on", async || done.load(Relaxed) > from + count).await;
+    };
+    pass(50).await;
+    for server in &world.servers {
+        server.stop();
+        pass(200).await;
+        server.cont();
+        proxy.ready(3).await;
+        pass(50).await;
+    }
+    stop.store(true, Relaxed);
+    let mut slowest = Duration::ZERO;
+    for reader in readers {
+        slowest = slowest.max(reader.await.unwrap());
+    }
+    println!("slowest read while a server is stopped: {slowest:?} (promised 600 ms)");
+    assert!(slowest < Duration::from_millis(1200), "{slowest:?}");
+}

@@ -1,0 +1,202 @@
+//! Streams: many watches, watches cancelled by the thousand, readers that stop, and none left.
+
+use crate::hostile::join_all;
+use crate::support::{MAPS, World, map, soon, until};
+use http::Method;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+
+/// Resident memory of this process, servers and clients of the test included.
+fn resident() -> usize {
+    let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+    statm.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * 4096
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn many_watches_use_few_connections_and_none_waits() {
+    let world = World::new(1);
+    let proxy = world.start().await;
+    let client = proxy.client(&world.certs.credentials()).await;
+    let path = format!("{MAPS}?watch=1&resourceVersion={}", world.cluster.version());
+    let all = (0..350).map(|_| {
+        let (client, path) = (&client, &path);
+        async move {
+            let start = Instant::now();
+            let watch = client.watch(path).await.unwrap();
+            (watch, start.elapsed())
+        }
+    });
+    let mut watches = soon("350 watches", join_all(all)).await;
+    let slowest = watches.iter().map(|(_, took)| *took).max().unwrap();
+    let endpoint = &proxy.endpoints().await[0];
+    let used: Vec<_> = endpoint["connections"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .filter_map(|c| c["watches"].as_u64().filter(|watches| *watches > 0))
+        .collect();
+    println!("350 watches on {used:?}, the slowest began after {slowest:?}");
+    assert_eq!(used.len(), 4, "{used:?}");
+    assert!(slowest < Duration::from_secs(1), "{slowest:?}");
+    let kind = jackstay::demo::kinds::find("", "v1", "configmaps").unwrap();
+    world.cluster.create(kind, "default", map("a", "1"), false).unwrap();
+    for (watch, _) in &mut watches {
+        soon("an event", watch.next()).await.unwrap().unwrap();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn a_thousand_watches_cancelled_at_once() {
+    let world = World::new(1);
+    let proxy = world.start().await;
+    let client = proxy.client(&world.certs.credentials()).await;
+    let path = format!("{MAPS}?watch=1&resourceVersion={}", world.cluster.version());
+    let counters = world.servers[0].counters();
+    let mut before: Vec<String> = Vec::new();
+    for round in 0..3 {
+        let all = (0..1000).map(|_| client.send(Method::GET, &path, &[], ""));
+        let responses = soon("a thousand watches", join_all(all)).await;
+        let refused = responses.iter().filter(|r| !r.as_ref().is_ok_and(|r| r.status() == 200));
+        assert_eq!(refused.count(), 0, "round {round}");
+        let now = proxy.connections("identity-0").await;
+        assert!(before.iter().all(|c| now.contains(c)), "round {round}: {before:?} {now:?}");
+        before = now;
+        drop(responses);
+        // Beside the cancellations, others go on.
+        assert_eq!(client.get(MAPS).await.unwrap().status, 200, "round {round}");
+        until("the server's watches end", async || counters.watches.load(Relaxed) == 0).await;
+        let now = proxy.connections("identity-0").await;
+        assert!(before.iter().all(|c| now.contains(c)), "round {round}: {before:?} {now:?}");
+    }
+    // Cancelled before they are answered.
+    for round in 0..2 {
+        let mut all: Vec<_> =
+            (0..1000).map(|_| Box::pin(client.send(Method::GET, &path, &[], ""))).collect();
+        std::future::poll_fn(|cx| {
+            for future in &mut all {
+                let _ = future.as_mut().poll(cx);
+            }
+            std::task::Poll::Ready(())
+        })
+        .await;
+        drop(all);
+        assert_eq!(client.get(MAPS).await.unwrap().status, 200, "round {round}");
+        until("the server's watches end", async || counters.watches.load(Relaxed) == 0).await;
+        let now = proxy.connections("identity-0").await;
+        assert!(before.iter().all(|c| now.contains(c)), "round {round}: {before:?} {now:?}");
+    }
+    println!("{} connections, none lost", before.len());
+    assert!(!client.is_closed(), "no GOAWAY for the client");
+    assert_eq!(counters.goaways.load(Relaxed), 0);
+    let (accepted, open) = (counters.accepted.load(Relaxed), counters.open.load(Relaxed));
+    assert_eq!(accepted, open, "a connection was lost");
+}
+
+/// All on one upstream connection.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn a_reader_that_stops_slows_nobody() {
+    let world = World::new(1);
+    let proxy = world.start_with(|config| config.upstreams[0].connections.max = 1).await;
+    let kind = jackstay::demo::kinds::find("", "v1", "configmaps").unwrap();
+    let big = |name: &str| {
+        let mut object = map(name, "1");
+        object["data"]["big"] = "x".repeat(10_000).into();
+        object
+    };
+    for n in 0..20 {
+        world.cluster.create(kind, "default", big(&format!("m{n}")), false).unwrap();
+    }
+    let lister = proxy.client(&world.certs.credentials()).await;
+    let lists = async || {
+        let start = Instant::now();
+        for _ in 0..100 {
+            let reply = soon("a list", lister.get(MAPS)).await.unwrap();
+            assert_eq!(reply.status, 200);
+        }
+        start.elapsed()
+    };
+    lists().await;
+    let alone = lists().await;
+    // Watches of all that is and will be, downloads without end: nobody reads them.
+    let idler = proxy.client(&world.certs.credentials()).await;
+    let mut stalled = Vec::new();
+    let memory = resident();
+    for _ in 0..10 {
+        for path in [&format!("{MAPS}?watch=1"), "/bytes?size=1000000000"] {
+            stalled.push(idler.send(Method::GET, path, &[], "").await.unwrap());
+        }
+    }
+    for round in 0..50 {
+        for n in 0..20 {
+            let place = jackstay::demo::cluster::Place {
+                kind,
+                namespace: "default",
+                name: &format!("m{n}"),
+            };
+            let change = |now: &serde_json::Value| {
+                let mut next = now.clone();
+                next["data"]["round"] = round.to_string().into();
+                Ok(next)
+            };
+            world.cluster.modify(place, false, change).unwrap();
+        }
+    }
+    let beside = lists().await;
+    let grown = resident().saturating_sub(memory) >> 20;
+    println!(
+        "100 LISTs alone {alone:?}, beside 20 stalled readers {beside:?}; {grown} MiB more resident"
+    );
+    assert_eq!(proxy.connections("identity-0").await.len(), 1);
+    assert!(beside < alone * 5, "{alone:?} alone, {beside:?} beside");
+    // 20 streams × (256 KiB here + 256 KiB there + the server's), and 20 MB of history.
+    assert!(grown < 100, "{grown} MiB");
+    drop(stalled);
+    assert_eq!(idler.get(MAPS).await.unwrap().status, 200);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn streams_run_out_visibly() {
+    let world = World::new(1);
+    let proxy = world
+        .start_with(|config| {
+            config.upstreams[0].connections.max = 1;
+            config.upstreams[0].connections.max_streams = 20;
+        })
+        .await;
+    let client = proxy.client(&world.certs.credentials()).await;
+    let path = format!("{MAPS}?watch=1&resourceVersion={}", world.cluster.version());
+    let mut watches = Vec::new();
+    for _ in 0..18 {
+        watches.push(soon("a watch", client.watch(&path)).await.unwrap());
+    }
+    // The last tenth is not for watches.
+    let start = Instant::now();
+    let refused = soon("a refusal", client.get(&path)).await.unwrap();
+    println!("a watch above the share of watches is refused after {:?}", start.elapsed());
+    assert_eq!(refused.status, 429);
+    assert_eq!(refused.headers["retry-after"], "1");
+    assert_eq!(refused.json()["kind"], "Status");
+    let start = Instant::now();
+    for _ in 0..20 {
+        assert_eq!(soon("a read", client.get(MAPS)).await.unwrap().status, 200);
+    }
+    assert!(start.elapsed() < Duration::from_millis(500), "{:?}", start.elapsed());
+    // Then nothing is left at all.
+    world.servers[0].hang(true);
+    let (one, two) = (client.get(MAPS), client.get(MAPS));
+    let third = async {
+        until("two reads hang", async || world.servers[0].counters().in_flight.load(Relaxed) >= 2)
+            .await;
+        let write = soon("a refusal", client.post(MAPS, &map("never", "1"))).await.unwrap();
+        assert_eq!(write.status, 429);
+        assert_eq!(write.headers["retry-after"], "1");
+        world.servers[0].hang(false);
+    };
+    let (one, two, ()) = soon("all three", async { tokio::join!(one, two, third) }).await;
+    assert_eq!((one.unwrap().status.as_u16(), two.unwrap().status.as_u16()), (200, 200));
+    assert!(proxy.metric("jackstay_streams_exhausted").await >= 2.0);
+    drop(watches.pop());
+    let mut again = soon("a watch", client.watch(&path)).await.unwrap();
+    assert_eq!(client.post(MAPS, &map("a", "1")).await.unwrap().status, 201);
+    soon("an event", again.next()).await.unwrap().unwrap();
+}

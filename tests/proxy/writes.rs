@@ -1,0 +1,147 @@
+//! A write happens at most once, whatever happens to the servers meanwhile: every write carries an
+//! Audit-ID, and the servers count them.
+
+use crate::support::{MAPS, World, long, map, until};
+use http::Method;
+use jackstay::demo::client::Client;
+use jackstay::demo::hole::{Direction, Hole};
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+const WORKERS: usize = 16;
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn at_most_once() {
+    let writes = if long() { 10_000 } else { 2_000 };
+    let world = World::new(3);
+    let holes: Vec<_> =
+        world.servers.iter().map(|server| Hole::start(server.addr).unwrap()).collect();
+    let addresses: Vec<_> = holes.iter().map(|hole| hole.addr).collect();
+    let proxy = world.certs.start(world.certs.config(&addresses));
+    proxy.ready(3).await;
+    world.cluster.audit().clear();
+
+    let next = Arc::new(AtomicUsize::new(0));
+    let done = Arc::new(AtomicUsize::new(0));
+    let over = Arc::new(AtomicBool::new(false));
+    let outcomes = Arc::new(Mutex::new(HashMap::<String, String>::new()));
+    let start = Instant::now();
+    let workers: Vec<_> = (0..WORKERS)
+        .map(|worker| {
+            let (next, done, outcomes) = (next.clone(), done.clone(), outcomes.clone());
+            let (addr, who) = (proxy.addr, world.certs.credentials());
+            tokio::spawn(async move {
+                let client = if worker % 4 == 0 {
+                    Client::connect_http1(addr, &who).await.unwrap()
+                } else {
+                    Client::connect(addr, &who).await.unwrap()
+                };
+                loop {
+                    let n = next.fetch_add(1, Relaxed);
+                    if n >= writes {
+                        return;
+                    }
+                    let id = format!("write-{n}");
+                    let headers = [("content-type", "application/json"), ("audit-id", id.as_str())];
+                    let object = map(&format!("w{n}"), "1").to_string();
+                    let reply = client.request(Method::POST, MAPS, &headers, object).await;
+                    let outcome = match reply {
+                        Ok(reply) if reply.status == 502 || reply.status == 503 => {
+                            assert!(!reply.headers.contains_key("retry-after"));
+                            assert_eq!(reply.json()["kind"], "Status", "{:?}", reply.body);
+                            reply.status.as_u16().to_string()
+                        }
+                        Ok(reply) => reply.status.as_u16().to_string(),
+                        Err(error) => {
+                            if let Some(h2) = crate::support::h2_error(&error) {
+                                assert_ne!(h2.reason(), Some(h2::Reason::REFUSED_STREAM));
+                                assert!(!h2.is_go_away());
+                            }
+                            // Mid-answer; an HTTP/1.1 client has lost its connection with it.
+                            format!("error: {error}")
+                        }
+                    };
+                    outcomes.lock().unwrap().insert(id, outcome);
+                    done.fetch_add(1, Relaxed);
+                    assert!(!client.is_closed(), "worker {worker}: its connection was closed");
+                }
+            })
+        })
+        .collect();
+
+    let chaos = async {
+        let mut step = 0;
+        while !over.load(Relaxed) {
+            let at = (step / 8) % 3;
+            let (server, hole) = (&world.servers[at], &holes[at]);
+            match step % 8 {
+                0 => server.kill(),
+                1 => server.restart().unwrap(),
+                2 => server.reset_connections(),
+                3 => {
+                    hole.silence_all(Direction::Both);
+                }
+                4 => {
+                    hole.heal();
+                    hole.reset_all();
+                }
+                5 => server.stop(),
+                6 => server.cont(),
+                _ => server.goaway(),
+            }
+            step += 1;
+            // The next fault after so many writes, or after a while if all of them are stuck.
+            let (from, since) = (done.load(Relaxed), Instant::now());
+            while done.load(Relaxed) < from + 25
+                && since.elapsed() < Duration::from_millis(250)
+                && !over.load(Relaxed)
+            {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        }
+        // Nothing stays broken: whatever is stuck comes to its end.
+        for (server, hole) in world.servers.iter().zip(&holes) {
+            server.cont();
+            hole.heal();
+        }
+        step
+    };
+    let all = async {
+        for worker in workers {
+            worker.await.unwrap();
+        }
+        over.store(true, Relaxed);
+    };
+    let (steps, ()) =
+        tokio::time::timeout(Duration::from_secs(120), async { tokio::join!(chaos, all) })
+            .await
+            .expect("every write ends");
+
+    let mut counted = HashMap::<String, usize>::new();
+    for record in world.cluster.audit().records() {
+        if let Some(id) = record.audit_id {
+            *counted.entry(id).or_default() += 1;
+        }
+    }
+    let outcomes = outcomes.lock().unwrap().clone();
+    let mut summary = BTreeMap::<&str, usize>::new();
+    for (id, outcome) in &outcomes {
+        let count = counted.get(id).copied().unwrap_or(0);
+        assert!(count <= 1, "{id} ({outcome}) was seen {count} times");
+        if outcome == "201" {
+            assert_eq!(count, 1, "{id}");
+        }
+        *summary.entry(outcome).or_default() += 1;
+    }
+    println!("{writes} writes under {steps} faults in {:?}: {summary:?}", start.elapsed());
+    assert_eq!(outcomes.len(), writes);
+    let known = |o: &str| matches!(o, "201" | "502") || o.starts_with("error");
+    assert!(summary.keys().all(|outcome| known(outcome)), "{summary:?}");
+    until("all is well again", async || {
+        proxy.endpoints().await.iter().all(|e| e["state"] == "ready")
+    })
+    .await;
+}

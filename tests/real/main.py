@@ -1,0 +1,57 @@
+"""Runs the tests named on the command line, or all, and prints `N passed, N failed` as its last line."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import unittest
+
+import rig as rig_module
+
+MODULES = ["test_direct", "test_jackstay"]
+
+
+class Result(unittest.TextTestResult):
+    """With the wall time of every test."""
+
+    def startTest(self, test):
+        self.begun = time.monotonic()
+        super().startTest(test)
+
+    def addSuccess(self, test):
+        super().addSuccess(test)
+        self.passed = getattr(self, "passed", 0) + 1
+        self.stream.writeln(f"    {time.monotonic() - self.begun:.1f} s")
+
+
+def shell():
+    rig = rig_module.shared()
+    config = rig.kubeconfig("admin", rig.server("a"), cert=rig.admin_cert)
+    print(f"directory {rig.dir}\nKUBECONFIG={config} (admin, apiserver a); leave the shell to end everything", file=sys.stderr)
+    path = f"{rig_module.CACHE}/kubectl/bin:{rig_module.KUBERNETES}:{os.environ['PATH']}"
+    return subprocess.run(["bash"], env={**os.environ, "KUBECONFIG": str(config), "PATH": path}).returncode
+
+
+def main(arguments):
+    if arguments[:1] == ["--shell"]:
+        return shell()
+    loader = unittest.defaultTestLoader
+    suite = loader.loadTestsFromNames(arguments or MODULES)
+    begun = time.monotonic()
+    result = unittest.TextTestRunner(stream=sys.stderr, verbosity=2, resultclass=Result, failfast=False).run(suite)
+    failed = len(result.failures) + len(result.errors) + len(result.unexpectedSuccesses)
+    passed, skipped = getattr(result, "passed", 0), len(result.skipped)
+    sys.stderr.flush()
+    print(f"real peers: {time.monotonic() - begun:.0f} s")
+    print(f"{passed} passed, {failed} failed" + (f", {skipped} skipped" if skipped else ""), flush=True)
+    return 0 if failed == 0 and passed else 1
+
+
+if __name__ == "__main__":
+    # A shell's background job ignores it, and so would our children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    code = main(sys.argv[1:])
+    rig_module._rig.stop()
+    sys.stdout.flush()
+    os._exit(code)

@@ -1,0 +1,986 @@
+"""Real Kubernetes peers around a server under test: etcd, three kube-apiservers, a controller
+manager, hollow and real kubelets, kubectl, faults on the wire, and the audit log as the judge.
+
+Everything runs inside the network, mount and process namespaces that `tests/real/run` made, so
+nothing outlives it and no packet leaves it. Only the standard library is used.
+
+    apiservers   a, b, c on 10.99.0.11 .. 13, port 6443, one etcd behind them, which each reaches by an
+                 address of its own, so that each can lose it alone
+    control      the controller manager and the rig's own questions go to c; faults hit a or b
+    jackstay     127.0.0.1:7443, admin 127.0.0.1:9643
+"""
+
+import atexit
+import base64
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parent.parent
+CACHE = Path(os.environ.get("JACKSTAY_REAL_CACHE") or "/nonexistent")
+KUBERNETES = CACHE / "kubernetes"
+NODE_IP = "10.99.0.1"
+PORT = 6443
+ADDRESSES = {"a": "10.99.0.11", "b": "10.99.0.12", "c": "10.99.0.13"}
+ETCD = {"a": "127.0.0.11", "b": "127.0.0.12", "c": "127.0.0.13"}
+TOKEN = "a-token-of-the-rig"
+TOKEN_USER = ("alice", ["developers", "on-call"])
+IMAGE = "jackstay.test/busybox:1"
+
+
+def log(message):
+    print(f"[{time.strftime('%H:%M:%S')}] {message}", file=sys.stderr, flush=True)
+
+
+class Gone(AssertionError):
+    """What is waited for cannot come any more."""
+
+
+def wait_for(what, condition, timeout, pause=0.1):
+    """Polls until `condition` returns something true; its last exception or value explains a failure."""
+    deadline, last = time.monotonic() + timeout, None
+    while True:
+        try:
+            last = condition()
+            if last:
+                return last
+        except Gone:
+            raise
+        except Exception as error:  # Whatever it is, it may be over the next time.
+            last = error
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {timeout} s for {what}: {last!r}")
+        time.sleep(pause)
+
+
+def sh(*argv, **options):
+    options.setdefault("check", True)
+    options.setdefault("capture_output", True)
+    options.setdefault("text", True)
+    options.setdefault("timeout", 60)
+    if "input" not in options:
+        options.setdefault("stdin", subprocess.DEVNULL)
+    try:
+        return subprocess.run([str(a) for a in argv], **options)
+    except subprocess.CalledProcessError as error:
+        raise AssertionError(f"{' '.join(map(str, argv))}: exit {error.returncode}: {error.stderr or error.stdout}") from None
+
+
+class Process:
+    """A child with a log file, ended when the rig ends."""
+
+    def __init__(self, name, argv, logfile, env=None, cwd=None):
+        self.name, self.argv, self.logfile = name, [str(a) for a in argv], Path(logfile)
+        self.env, self.cwd, self.child = env, cwd, None
+
+    def start(self):
+        with open(self.logfile, "ab") as out:
+            self.child = subprocess.Popen(
+                self.argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                env={**os.environ, **(self.env or {})}, cwd=self.cwd)
+        return self
+
+    @property
+    def pid(self):
+        return self.child.pid
+
+    @property
+    def running(self):
+        return self.child is not None and self.child.poll() is None
+
+    def send(self, number):
+        if self.running:
+            self.child.send_signal(number)
+
+    def stop(self, number=signal.SIGTERM, timeout=20):
+        """Sends a signal, waits, and returns the exit code; kills what does not go."""
+        if self.child is None:
+            return None
+        if self.running:
+            self.child.send_signal(signal.SIGCONT)
+            self.child.send_signal(number)
+        try:
+            return self.child.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.child.kill()
+            return self.child.wait(10)
+
+    def tail(self, lines=15):
+        return "\n".join(self.logfile.read_text(errors="replace").splitlines()[-lines:])
+
+    def must_run(self):
+        if not self.running:
+            raise Gone(f"{self.name} ended with {self.child.returncode}:\n{self.tail()}")
+
+
+class Pki:
+    """One CA, and what it signs. EC keys: quick to make, and what kubelets use."""
+
+    def __init__(self, directory):
+        self.dir = Path(directory)
+        self.dir.mkdir(parents=True)
+        self.serial = 1000
+        self.ca, self.ca_key = self.authority("ca")
+        self.stranger_ca, self.stranger_ca_key = self.authority("stranger-ca")
+
+    def authority(self, name):
+        crt, key = self.dir / f"{name}.crt", self.dir / f"{name}.key"
+        sh("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
+           "-subj", f"/CN={name}", "-days", "30", "-keyout", key, "-out", crt)
+        return crt, key
+
+    def issue(self, name, subject, hosts=(), days=30, ca=None):
+        """Returns (certificate, key). `subject` is openssl's: /O=group/O=other/CN=user."""
+        ca_crt, ca_key = ca or (self.ca, self.ca_key)
+        crt, key, csr, ext = (self.dir / f"{name}.{kind}" for kind in ("crt", "key", "csr", "ext"))
+        self.serial += 1
+        sh("openssl", "req", "-new", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
+           "-subj", subject, "-keyout", key, "-out", csr)
+        names = ",".join(("IP:" if re.fullmatch(r"[0-9.]+|.*:.*", h) else "DNS:") + h for h in hosts)
+        ext.write_text("basicConstraints=critical,CA:FALSE\nkeyUsage=critical,digitalSignature\n"
+                       "extendedKeyUsage=clientAuth,serverAuth\n" + (f"subjectAltName={names}\n" if names else ""))
+        sh("openssl", "x509", "-req", "-in", csr, "-CA", ca_crt, "-CAkey", ca_key, "-set_serial", str(self.serial),
+           "-days", str(days), "-extfile", ext, "-out", crt)
+        return crt, key
+
+    @staticmethod
+    def serial_of(crt):
+        """As upper-case hex without leading zeros."""
+        return sh("openssl", "x509", "-in", crt, "-noout", "-serial").stdout.strip().split("=")[1].lstrip("0").upper()
+
+
+class Answer:
+    def __init__(self, code, headers, body):
+        self.code, self.headers, self.body = code, headers, body
+
+    @property
+    def json(self):
+        return json.loads(self.body)
+
+    def __repr__(self):
+        return f"<{self.code} {self.body[:300]!r}>"
+
+
+class Api:
+    """A small client of one server, over HTTP/1.1: a connection for every request, unless kept."""
+
+    def __init__(self, server, ca, cert=None, token=None, timeout=30):
+        self.server, self.ca, self.cert, self.token, self.timeout = server, ca, cert, token, timeout
+        self.context = ssl.create_default_context(cafile=str(ca))
+        self.context.check_hostname = True
+        if cert:
+            self.context.load_cert_chain(*map(str, cert))
+        self.kept = None
+
+    def connect(self):
+        host, _, port = self.server.removeprefix("https://").rpartition(":")
+        return http.client.HTTPSConnection(host, int(port), context=self.context, timeout=self.timeout)
+
+    def request(self, method, path, body=None, headers=None, content_type="application/json", keep=False):
+        connection = self.kept or self.connect()
+        all_headers = {"Accept": "application/json", "User-Agent": "jackstay-rig", **(headers or {})}
+        if self.token:
+            all_headers.setdefault("Authorization", f"Bearer {self.token}")
+        if body is not None:
+            all_headers.setdefault("Content-Type", content_type)
+            body = body if isinstance(body, (str, bytes)) else json.dumps(body)
+        try:
+            connection.request(method, path, body, all_headers)
+            response = connection.getresponse()
+            answer = Answer(response.status, response.headers, response.read())
+        except BaseException:
+            connection.close()
+            self.kept = None
+            raise
+        if keep and not response.will_close:
+            self.kept = connection
+        else:
+            connection.close()
+            self.kept = None
+        return answer
+
+    def get(self, path, **options):
+        return self.request("GET", path, **options)
+
+    def must(self, method, path, body=None, **options):
+        answer = self.request(method, path, body, **options)
+        if answer.code >= 300:
+            raise AssertionError(f"{method} {path}: {answer!r}")
+        return answer.json
+
+
+class Apiserver:
+    def __init__(self, rig, name):
+        self.rig, self.name, self.address = rig, name, ADDRESSES[name]
+        self.server = f"https://{self.address}:{PORT}"
+        self.audit = rig.dir / f"audit-{name}.log"
+        pki, d = rig.pki, rig.dir
+        crt, key = pki.issue(f"apiserver-{name}", "/CN=kube-apiserver", [
+            self.address, "10.96.0.1", "127.0.0.1", "localhost", "kubernetes", "kubernetes.default",
+            "kubernetes.default.svc", "kubernetes.default.svc.cluster.local"])
+        self.process = Process(f"apiserver-{name}", [
+            KUBERNETES / "kube-apiserver",
+            f"--etcd-servers=http://{ETCD[name]}:2379", f"--bind-address={self.address}", f"--advertise-address={self.address}",
+            f"--secure-port={PORT}", "--insecure-port=0", f"--tls-cert-file={crt}", f"--tls-private-key-file={key}",
+            f"--cert-dir={d}", f"--client-ca-file={pki.ca}", "--authorization-mode=Node,RBAC",
+            "--enable-admission-plugins=NodeRestriction", f"--token-auth-file={rig.token_table}",
+            f"--service-account-key-file={rig.sa_key}", f"--service-account-signing-key-file={rig.sa_key}",
+            "--service-account-issuer=https://kubernetes.default.svc", "--service-cluster-ip-range=10.96.0.0/24",
+            "--endpoint-reconciler-type=lease", "--allow-privileged=true", "--apiserver-count=3",
+            f"--kubelet-client-certificate={rig.admin_cert[0]}", f"--kubelet-client-key={rig.admin_cert[1]}",
+            "--kubelet-preferred-address-types=InternalIP", "--http2-max-streams-per-connection=100",
+            "--enable-bootstrap-token-auth=true",
+            f"--audit-policy-file={rig.audit_policy}", f"--audit-log-path={self.audit}", "--audit-log-mode=blocking",
+            # A graceful end waits this long for watches, which never end by themselves.
+            "--shutdown-delay-duration=1s", "--request-timeout=8s", "--v=1",
+        ], d / f"apiserver-{name}.log")
+
+    def start(self, wait=True):
+        self.process.start()
+        if wait:
+            self.wait_ready()
+        return self
+
+    def wait_ready(self, timeout=60):
+        def ready():
+            self.process.must_run()
+            return Api(self.server, self.rig.pki.ca, self.rig.admin_cert, timeout=2).get("/readyz").code == 200
+        wait_for(f"apiserver {self.name}", ready, timeout)
+
+    def kill(self):
+        self.process.send(signal.SIGKILL)
+        self.process.child.wait(10)
+
+    def pause(self):
+        self.process.send(signal.SIGSTOP)
+
+    def resume(self):
+        self.process.send(signal.SIGCONT)
+
+    def restart(self, graceful=True, down=0.0):
+        if graceful:
+            self.process.stop(timeout=70)
+        else:
+            self.kill()
+        time.sleep(down)
+        self.start()
+
+    def ensure_well(self):
+        """Whatever a test did to it."""
+        if self.process.running:
+            self.resume()
+        else:
+            self.start(wait=False)
+        self.wait_ready()
+
+
+class Faults:
+    """Packet drops by nftables, in a table of our own inside the rig's network namespace.
+
+    `hook` says where the packet dies: in output our own kernel knows that it was not sent, in input
+    it was lost in the network. Both ends of a flow live in this namespace, so each direction passes
+    both hooks. `to` is towards the apiserver, `from` is back.
+    """
+
+    def __init__(self, rig):
+        self.rig = rig
+        self.clear()
+
+    def nft(self, script):
+        sh("nft", "-f", "-", input=script)
+
+    def clear(self):
+        self.nft("""add table inet jackstay_rig
+delete table inet jackstay_rig
+table inet jackstay_rig {
+    chain output { type filter hook output priority -300; }
+    chain input { type filter hook input priority -300; }
+}
+""")
+
+    def flows(self, pid, address=None):
+        """Local ports of the established connections of a process to the apiservers, by address."""
+        ports = {}
+        for line in sh("ss", "-Htnp", "state", "established", f"( dport = :{PORT} )").stdout.splitlines():
+            match = re.search(r"(\S+):(\d+)\s+\[?(?:::ffff:)?([0-9.]+)\]?:(\d+)\s+users:\(\((.*)\)\)", line)
+            if match and f"pid={pid}," in match[5]:
+                ports.setdefault(match[3], []).append(int(match[2]))
+        return ports.get(address, []) if address else ports
+
+    def drop_flows(self, pid, address=None, hooks=("output", "input"), directions=("to", "from")):
+        """Drops every packet of the flows that exist now; new ones work. Returns the ports."""
+        flows = {address: self.flows(pid, address)} if address else self.flows(pid)
+        script = ""
+        for peer, ports in flows.items():
+            if not ports:
+                continue
+            ports = "{ " + ", ".join(map(str, ports)) + " }"
+            for hook in hooks:
+                if "to" in directions:
+                    script += f"add rule inet jackstay_rig {hook} ip daddr {peer} tcp dport {PORT} tcp sport {ports} counter drop\n"
+                if "from" in directions:
+                    script += f"add rule inet jackstay_rig {hook} ip saddr {peer} tcp sport {PORT} tcp dport {ports} counter drop\n"
+        if not script:
+            raise AssertionError(f"process {pid} has no flow to {address or 'any apiserver'}")
+        self.nft(script)
+        return flows
+
+    def drop_address(self, address, hooks=("output", "input"), directions=("to", "from")):
+        """Drops all packets of one apiserver, new connections included."""
+        self.address_rule(address, hooks, directions, "")
+
+    def drop_etcd(self, name):
+        """One apiserver loses its etcd: it answers PINGs, its /readyz fails and its requests hang."""
+        self.nft(f"add rule inet jackstay_rig input ip daddr {ETCD[name]} tcp dport 2379 counter drop\n"
+                 f"add rule inet jackstay_rig input ip saddr {ETCD[name]} tcp sport 2379 counter drop\n")
+
+    def lose(self, percent, addresses=tuple(ADDRESSES.values()), hooks=("input",), directions=("to", "from")):
+        """Drops packets at random."""
+        for address in addresses:
+            self.address_rule(address, hooks, directions, f"numgen random mod 1000 < {int(percent * 10)} ")
+
+    def address_rule(self, address, hooks, directions, match):
+        script = ""
+        for hook in hooks:
+            if "to" in directions:
+                script += f"add rule inet jackstay_rig {hook} ip daddr {address} tcp dport {PORT} {match}counter drop\n"
+            if "from" in directions:
+                script += f"add rule inet jackstay_rig {hook} ip saddr {address} tcp sport {PORT} {match}counter drop\n"
+        self.nft(script)
+
+    def dropped(self):
+        """Packets dropped so far: a fault that hit nothing proves nothing."""
+        return sum(map(int, re.findall(r"counter packets (\d+)", sh("nft", "list", "table", "inet", "jackstay_rig").stdout)))
+
+
+WATCHES = (r"client connection lost|watch of .* (ended with|closed with)|Failed to watch|Unable to watch|unable to decode"
+           r"|failed to list")
+WRITES = r"Error updating node status|failed to (update|ensure).*lease"
+
+
+def complaints(process, what=f"{WATCHES}|{WRITES}", since=0):
+    """Lines of a log, from a byte on, in which client-go tells of a broken watch or connection."""
+    with open(process.logfile, "rb") as file:
+        file.seek(since)
+        text = file.read().decode(errors="replace")
+    return [f"{process.name}: {line}" for line in text.splitlines() if re.search(what, line, re.I)]
+
+
+class HollowNode:
+    """Real kubelet code without containers (kubemark)."""
+
+    def __init__(self, rig, index, server):
+        self.name = f"hollow-{index}"
+        self.cert = rig.node_cert(self.name)
+        # It insists on /tmp, so it gets one of its own, with its credential inside.
+        tmp = rig.dir / self.name
+        shutil.rmtree(tmp, ignore_errors=True)
+        tmp.mkdir()
+        rig.kubeconfig(self.name, server, cert=self.cert, inline=True).rename(tmp / "kubeconfig")
+        self.process = Process(self.name, [
+            "unshare", "--mount", "--propagation=private", "bash", "-c",
+            'exec 9<"$1" && mount --bind "$2" /tmp && cd / && shift 2 && exec /proc/self/fd/9 "$@"', "hollow",
+            KUBERNETES / "kubemark", tmp, "--morph=kubelet", f"--name={self.name}", "--kubeconfig=/tmp/kubeconfig",
+            f"--kubelet-port={10300 + index}", f"--kubelet-read-only-port={10400 + index}", "--v=2", "--logtostderr=true",
+        ], rig.dir / f"{self.name}.log")
+
+
+class RealNode:
+    """containerd, runc and the real kubelet."""
+
+    NAME = "real-1"
+
+    def __init__(self, rig, server):
+        self.rig, self.server = rig, server
+        self.cert = rig.node_cert(self.NAME)
+        d = self.dir = rig.dir / "node"
+        d.mkdir(exist_ok=True)
+        for path in ("cni-conf", "kubelet", "manifests", "containerd", "pki"):
+            (d / path).mkdir(exist_ok=True)
+        # The credential as kubelet keeps it: one file for both, behind a symlink that is renamed over.
+        self.current = d / "pki" / "kubelet-client-current.pem"
+        self.rotate(self.cert)
+        self.sock = f"/run/containerd-rig.sock"
+        (d / "cni-conf" / "10-loopback.conflist").write_text(json.dumps(
+            {"cniVersion": "0.3.1", "name": "loopback", "plugins": [{"type": "loopback"}]}))
+        (d / "containerd.toml").write_text(f'''version = 2
+root = "{d}/containerd/root"
+state = "/run/containerd-rig"
+[grpc]
+address = "{self.sock}"
+[plugins."io.containerd.grpc.v1.cri"]
+sandbox_image = "{IMAGE}"
+restrict_oom_score_adj = true
+[plugins."io.containerd.grpc.v1.cri".containerd]
+snapshotter = "native"
+[plugins."io.containerd.grpc.v1.cri".cni]
+bin_dir = "/usr/lib/cni"
+conf_dir = "{d}/cni-conf"
+''')
+        self.cgroup = os.environ.get("JACKSTAY_RIG_CGROUP", "jackstay-rig")
+        config = {
+            "apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration",
+            "authentication": {"anonymous": {"enabled": False}, "webhook": {"enabled": True},
+                               "x509": {"clientCAFile": str(rig.pki.ca)}},
+            "authorization": {"mode": "Webhook"},
+            "cgroupDriver": "cgroupfs", "cgroupRoot": f"/{self.cgroup}", "enforceNodeAllocatable": [],
+            "failSwapOn": False, "staticPodPath": str(d / "manifests"), "resolvConf": "",
+            "evictionHard": {"memory.available": "1Mi", "nodefs.available": "0.1%", "imagefs.available": "0.1%"},
+            "imageGCHighThresholdPercent": 100, "volumePluginDir": str(d / "plugins"),
+        }
+        (d / "kubelet.json").write_text(json.dumps(config, indent=1))
+        self.containerd = Process("containerd", ["containerd", "--config", d / "containerd.toml"], rig.dir / "containerd.log")
+        self.kubelet = Process("kubelet", [
+            KUBERNETES / "kubelet", f"--config={d}/kubelet.json", f"--kubeconfig={self.kubeconfig()}",
+            "--container-runtime=remote", f"--container-runtime-endpoint=unix://{self.sock}",
+            f"--node-ip={NODE_IP}", f"--hostname-override={self.NAME}", f"--root-dir={d}/kubelet", f"--cert-dir={d}/pki",
+            "--v=2"], rig.dir / "kubelet.log")
+
+    def kubeconfig(self):
+        return self.rig.kubeconfig("real-node", self.server, cert=(self.current, self.current))
+
+    def rotate(self, cert):
+        """Puts another credential in place, as kubelet does."""
+        crt, key = cert
+        pem = self.current.parent / f"kubelet-client-{uuid.uuid4().hex[:8]}.pem"
+        pem.write_text(Path(crt).read_text() + Path(key).read_text())
+        pem.chmod(0o600)
+        swap_symlink(self.current, pem)
+
+    def start(self):
+        for hierarchy in Path("/sys/fs/cgroup").iterdir():
+            try:
+                (hierarchy / self.cgroup).mkdir(exist_ok=True)
+                if hierarchy.name == "cpuset":
+                    for knob in ("cpuset.cpus", "cpuset.mems"):
+                        (hierarchy / self.cgroup / knob).write_text((hierarchy / knob).read_text())
+            except OSError:
+                pass
+        self.containerd.start()
+        wait_for("containerd", lambda: self.ctr("version"), 20)
+        self.ctr("images", "import", self.image())
+        self.kubelet.start()
+        return self
+
+    def ctr(self, *argv):
+        self.containerd.must_run()
+        return sh("ctr", "--address", self.sock, "-n", "k8s.io", *argv)
+
+    def image(self):
+        """A tar that `ctr images import` takes: one layer with busybox under its many names."""
+        root = self.dir / "image"
+        shutil.rmtree(root, ignore_errors=True)
+        for path in ("bin", "tmp", "www", "etc"):
+            (root / "rootfs" / path).mkdir(parents=True)
+        binary = root / "rootfs/bin/busybox"
+        shutil.copy(shutil.which("busybox") or "/bin/busybox", binary)
+        for name in ("sh", "cat", "tar", "sleep", "echo", "ls", "httpd", "sha256sum", "id", "seq", "date", "head", "wc", "nc", "true", "rm"):
+            (root / "rootfs/bin" / name).symlink_to("busybox")
+        (root / "rootfs/etc/passwd").write_text("root:x:0:0:root:/:/bin/sh\n")
+        (root / "rootfs/www/index.html").write_text("a page from the pod\n")
+        (root / "rootfs/www/big").write_bytes(bytes(range(256)) * 32768)
+        sh("tar", "-C", root / "rootfs", "--owner=0", "--group=0", "-cf", root / "layer.tar", ".")
+        digest = sh("sha256sum", root / "layer.tar").stdout.split()[0]
+        (root / "config.json").write_text(json.dumps({
+            "architecture": "amd64", "os": "linux", "config": {"Env": ["PATH=/bin"], "Cmd": ["/bin/sleep", "1000000"]},
+            "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}"]}}))
+        (root / "manifest.json").write_text(json.dumps([{"Config": "config.json", "RepoTags": [IMAGE], "Layers": ["layer.tar"]}]))
+        sh("tar", "-C", root, "-cf", root / "image.tar", "config.json", "manifest.json", "layer.tar")
+        return root / "image.tar"
+
+    def stop(self):
+        self.kubelet.stop(timeout=10)
+        self.containerd.stop(timeout=10)
+
+
+def swap_symlink(link, target):
+    """Renames a new symlink over the old one: at no moment is there none."""
+    fresh = link.with_name(link.name + ".new")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(target)
+    os.replace(fresh, link)
+
+
+def yaml(value, indent=0):
+    """Enough YAML for a configuration file that a person can read."""
+    pad = "  " * indent
+    if isinstance(value, dict):
+        if not value:
+            return " {}"
+        return "".join(f"\n{pad}{key}:{yaml(item, indent + 1)}" for key, item in value.items())
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return "".join(f"\n{pad}- " + yaml(item, indent + 1).lstrip() for item in value)
+    return " " + json.dumps(value if isinstance(value, (list, bool, int, float)) or value is None else str(value))
+
+
+class Jackstay:
+    def __init__(self, rig, identities, endpoints=None, adapt=None, log_name="jackstay", port=7443, admin=9643):
+        """`adapt` may change the configuration, a dict, before it is written."""
+        self.rig, self.dir = rig, rig.dir
+        self.server, self.admin_address = f"https://127.0.0.1:{port}", f"127.0.0.1:{admin}"
+        self.binary = Path(os.environ.get("JACKSTAY_BIN") or REPOSITORY / "target/release/jackstay")
+        crt, key = rig.serving_cert
+        config = {
+            "admin": {"bind": self.admin_address},
+            "state_dir": "",
+            "log": {"level": "info", "format": "text", "access": "errors"},
+            "upstreams": [{
+                "name": "control-plane",
+                "endpoints": endpoints or [f"{address}:{PORT}" for address in ADDRESSES.values()],
+                "tls": {"ca_file": rig.pki.ca},
+            }],
+            "listeners": [{
+                "name": "apiserver", "bind": [f"127.0.0.1:{port}"], "mode": "terminate", "upstream": "control-plane",
+                "tls": {"cert_file": crt, "key_file": key},
+                "client_ca_file": rig.pki.ca,
+                "identities": [{"cert_file": c, "key_file": k} for c, k in identities],
+            }],
+        }
+        if adapt:
+            adapt(config)
+        self.config = self.dir / f"{log_name}.yaml"
+        self.config.write_text(yaml(config).lstrip("\n") + "\n")
+        self.process = Process(log_name, [self.binary, "run", "--config", self.config], self.dir / f"{log_name}.log")
+
+    def start(self, timeout=20):
+        self.process.start()
+
+        def ready():
+            self.process.must_run()
+            return self.admin("/readyz").code == 200
+        wait_for("jackstay to be ready", ready, timeout)
+        return self
+
+    @property
+    def pid(self):
+        return self.process.pid
+
+    def admin(self, path):
+        host, _, port = self.admin_address.rpartition(":")
+        connection = http.client.HTTPConnection(host, int(port), timeout=5)
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return Answer(response.status, response.headers, response.read())
+        finally:
+            connection.close()
+
+    def status(self):
+        return self.admin("/status").json
+
+    def metrics(self):
+        """Every sample as {name{labels}: value}."""
+        samples = {}
+        for line in self.admin("/metrics").body.decode().splitlines():
+            if line and not line.startswith("#"):
+                name, _, value = line.rpartition(" ")
+                samples[name] = float(value)
+        return samples
+
+    def stop(self):
+        return self.process.stop(timeout=40)
+
+
+class Rig:
+    """The control plane, started once and shared by all tests."""
+
+    def __init__(self):
+        self.dir = Path(os.environ["JACKSTAY_RIG_DIR"])
+        self.processes = []
+        self.started = False
+        self.node = None
+        self.hollow = []
+        self.jackstay = None
+        self.node_certs = {}
+        self.namespaces = 0
+
+    # ---- start and stop ----
+
+    def start(self):
+        if self.started:
+            return self
+        self.started = True
+        atexit.register(self.stop)
+        begun = time.monotonic()
+        self.network()
+        self.pki = Pki(self.dir / "pki")
+        self.admin_cert = self.pki.issue("admin", "/O=system:masters/CN=rig-admin")
+        self.developer_cert = self.pki.issue("developer", "/O=developers/O=on-call/CN=bob")
+        self.load_cert = self.pki.issue("load", "/O=jackstay:load/CN=load")
+        self.serving_cert = self.pki.issue("jackstay", "/CN=jackstay", ["127.0.0.1", "localhost", "::1"])
+        self.sa_key = self.pki.ca_key.with_name("sa.key")
+        sh("openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", self.sa_key)
+        self.token_table = self.dir / "tokens.csv"
+        groups = ",".join(TOKEN_USER[1])
+        self.token_table.write_text(f'{TOKEN},{TOKEN_USER[0]},4711,"{groups}"\n')
+        self.audit_policy = self.dir / "audit-policy.json"
+        self.audit_policy.write_text(json.dumps({
+            "apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived"], "rules": [{"level": "Metadata"}]}))
+        self.etcd = self.run("etcd", [
+            "etcd", "--data-dir", self.dir / "memory/etcd", f"--listen-client-urls={','.join(f'http://{ip}:2379' for ip in ('127.0.0.1', *ETCD.values()))}",
+            "--advertise-client-urls=http://127.0.0.1:2379", "--listen-peer-urls=http://127.0.0.1:2380"])
+        wait_for("etcd", lambda: self.etcd.must_run() or socket.create_connection(("127.0.0.1", 2379), 1).close() or True, 30)
+        self.apiservers = {name: Apiserver(self, name) for name in ADDRESSES}
+        for apiserver in self.apiservers.values():
+            apiserver.start(wait=False)
+            self.processes.append(apiserver.process)
+        for apiserver in self.apiservers.values():
+            apiserver.wait_ready()
+        self.control = self.api("c", cert=self.admin_cert)
+        self.controller = self.run("controller-manager", [
+            KUBERNETES / "kube-controller-manager",
+            f"--kubeconfig={self.kubeconfig('controller-manager', self.server('c'), cert=self.pki.issue('kcm', '/O=system:masters/CN=system:kube-controller-manager'))}",
+            f"--service-account-private-key-file={self.sa_key}", f"--root-ca-file={self.pki.ca}",
+            f"--cluster-signing-cert-file={self.pki.ca}", f"--cluster-signing-key-file={self.pki.ca_key}",
+            "--allocate-node-cidrs", "--cluster-cidr=10.97.0.0/16",  # A kubelet with a CIDR is Ready sooner.
+            "--leader-elect=false", "--bind-address=127.0.0.1", "--port=0", "--v=1"])
+        self.faults = Faults(self)
+        for group, role in (("developers", "view"), ("jackstay:load", "edit")):
+            self.control.must("POST", "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings", {
+                "metadata": {"name": group.replace(":", "-")},
+                "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role},
+                "subjects": [{"apiGroup": "rbac.authorization.k8s.io", "kind": "Group", "name": group}]})
+        wait_for("the default service account", lambda: self.control.get("/api/v1/namespaces/default/serviceaccounts/default").code == 200, 60)
+        log(f"control plane up in {time.monotonic() - begun:.1f} s")
+        return self
+
+    def network(self):
+        """One veth pair, both ends here: an address that is not loopback, and nowhere to go."""
+        sh("ip", "link", "set", "lo", "up")
+        sh("ip", "link", "add", "rig0", "type", "veth", "peer", "name", "rig1")
+        sh("ip", "addr", "add", f"{NODE_IP}/24", "dev", "rig0")
+        for address in ADDRESSES.values():
+            sh("ip", "addr", "add", f"{address}/32", "dev", "rig0")
+        sh("ip", "link", "set", "rig0", "up")
+        sh("ip", "link", "set", "rig1", "up")
+        # kubelet wants to see a default route; what it asks of clouds and name servers fails at once.
+        sh("ip", "route", "add", "default", "via", "10.99.0.2", "dev", "rig0")
+        sh("ip", "route", "add", "unreachable", "0.0.0.0/1")
+        sh("ip", "route", "add", "unreachable", "128.0.0.0/1")
+
+    def run(self, name, argv, **options):
+        process = Process(name, argv, self.dir / f"{name}.log", **options).start()
+        self.processes.append(process)
+        return process
+
+    def stop(self):
+        if self.jackstay:
+            self.jackstay.process.stop(signal.SIGKILL)
+        for node in self.hollow:
+            node.process.stop(signal.SIGKILL)
+        if self.node:
+            self.node.stop()
+        for process in reversed(self.processes):
+            process.stop(signal.SIGKILL)
+
+    # ---- credentials and clients ----
+
+    def server(self, name):
+        return self.apiservers[name].server
+
+    def api(self, server, **credential):
+        return Api(self.server(server) if server in ADDRESSES else server, self.pki.ca, **credential)
+
+    def node_cert(self, name):
+        if name not in self.node_certs:
+            self.node_certs[name] = self.pki.issue(f"node-{name}", f"/O=system:nodes/CN=system:node:{name}")
+        return self.node_certs[name]
+
+    def kubeconfig(self, name, server, cert=None, token=None, inline=False):
+        def file(key, path):
+            return {f"{key}-data": base64.b64encode(Path(path).read_bytes()).decode()} if inline else {key: str(path)}
+        user = {}
+        if cert:
+            user = {**file("client-certificate", cert[0]), **file("client-key", cert[1])}
+        if token:
+            user["token"] = token
+        path = self.dir / f"{name}.kubeconfig"
+        path.write_text(json.dumps({
+            "apiVersion": "v1", "kind": "Config", "current-context": "rig",
+            "clusters": [{"name": "rig", "cluster": {"server": server, **file("certificate-authority", self.pki.ca)}}],
+            "users": [{"name": "rig", "user": user}],
+            "contexts": [{"name": "rig", "context": {"cluster": "rig", "user": "rig"}}]}, indent=1))
+        return path
+
+    def kubectl_argv(self, config, *argv, old=False):
+        binary = KUBERNETES / "kubectl" if old else CACHE / "kubectl/bin/kubectl"
+        return [str(binary), f"--kubeconfig={config}", *map(str, argv)]
+
+    def kubectl(self, config, *argv, old=False, **options):
+        options.setdefault("timeout", 60)
+        options.setdefault("check", False)
+        return sh(*self.kubectl_argv(config, *argv, old=old), env={**os.environ, "HOME": str(self.dir / "home")}, **options)
+
+    def kubectl_start(self, config, *argv, old=False, **options):
+        options.setdefault("stdin", subprocess.DEVNULL)
+        return subprocess.Popen(self.kubectl_argv(config, *argv, old=old), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                text=True, env={**os.environ, "HOME": str(self.dir / "home")}, **options)
+
+    # ---- nodes ----
+
+    def start_hollow(self, server, count=3):
+        self.stop_hollow()
+        self.hollow = [HollowNode(self, i, server) for i in range(1, count + 1)]
+        for node in self.hollow:
+            node.process.start()
+        return self.hollow
+
+    def stop_hollow(self, delete=True):
+        for node in self.hollow:
+            node.process.stop(signal.SIGKILL)
+            if delete:
+                self.control.request("DELETE", f"/api/v1/nodes/{node.name}")
+        self.hollow = []
+
+    def start_node(self, server):
+        """The real node with its pod; the one that runs already is kept if it has this server."""
+        if self.node and self.node.server == server:
+            return self.node
+        if self.node:  # Only kubelet's way to the apiserver changes.
+            self.node.server = server
+            self.node.kubelet.stop()
+            self.node.kubeconfig()
+            self.node.kubelet.start()
+        else:
+            self.node = RealNode(self, server).start()
+        # A node stays Ready for a while without its kubelet; its port does not.
+        wait_for("kubelet to listen", lambda: socket.create_connection((NODE_IP, 10250), 1).close() or True, 60)
+        wait_for("the real node to be Ready", lambda: self.ready(RealNode.NAME), 90)
+        return self.node
+
+    def start_pod(self, name="tool"):
+        """Its containers: web (httpd on 8099), ticker (a line a second), echo (cat on stdin)."""
+        path = f"/api/v1/namespaces/default/pods/{name}"
+        if self.control.get(path).code == 404:
+            def container(cname, *command, **more):
+                return {"name": cname, "image": IMAGE, "imagePullPolicy": "Never", "command": list(command), **more}
+            self.control.must("POST", "/api/v1/namespaces/default/pods", {
+                "metadata": {"name": name}, "spec": {
+                    "nodeName": RealNode.NAME, "hostNetwork": True, "automountServiceAccountToken": False,
+                    "terminationGracePeriodSeconds": 1, "tolerations": [{"operator": "Exists"}], "containers": [
+                        container("web", "httpd", "-f", "-p", "8099", "-h", "/www"),
+                        container("ticker", "sh", "-c", "i=0; while :; do i=$((i+1)); echo line $i; sleep 1; done"),
+                        container("echo", "sh", "-c", "while read line; do echo got $line; done", stdin=True),
+                    ]}})
+
+        def running():
+            status = self.control.get(path).json["status"]
+            return all("running" in c["state"] for c in status.get("containerStatuses", [{"state": {}}])) and status or None
+        return wait_for(f"pod {name}", running, 90)
+
+    def ready(self, name):
+        node = self.control.get(f"/api/v1/nodes/{name}")
+        if node.code != 200:
+            return False
+        return any(c["type"] == "Ready" and c["status"] == "True" for c in node.json["status"]["conditions"])
+
+    def load_namespace(self):
+        self.namespaces += 1
+        name = f"load-{self.namespaces}-{uuid.uuid4().hex[:6]}"
+        self.control.must("POST", "/api/v1/namespaces", {"metadata": {"name": name}})
+        return name
+
+    # ---- jackstay ----
+
+    def start_jackstay(self):
+        """One jackstay for the whole run: nothing of what happens to it may need a restart."""
+        if self.jackstay is None:
+            # The identity that is rotated lies behind a symlink, as kubelet keeps its own.
+            self.rotating = self.dir / "rotating.pem"
+            self.rotate(self.load_cert)
+            nodes = [self.node_cert(name) for name in ("restricted", RealNode.NAME, "hollow-1", "hollow-2", "hollow-3")]
+            self.jackstay = Jackstay(self, [self.admin_cert, (self.rotating, self.rotating), *nodes])
+            self.jackstay.start()
+        return self.jackstay
+
+    def rotate(self, cert):
+        pem = self.dir / f"rotating-{uuid.uuid4().hex[:8]}.pem"
+        pem.write_text(Path(cert[0]).read_text() + Path(cert[1]).read_text())
+        pem.chmod(0o600)
+        swap_symlink(self.rotating, pem)
+
+    # ---- the audit log ----
+
+    def audit(self, match, servers=None):
+        """Events of the audit logs for which match(event) holds, with `server` added."""
+        found = []
+        for name in servers or ADDRESSES:
+            with open(self.apiservers[name].audit, errors="replace") as lines:
+                for line in lines:
+                    try:
+                        event = json.loads(line)
+                    except ValueError:
+                        continue  # The last line of a killed process.
+                    if match(event):
+                        event["server"] = name
+                        found.append(event)
+        return found
+
+    def who(self, needle, timeout=5):
+        """The user whom an apiserver saw for the request with `needle` in its URI or as Audit-ID."""
+        def seen():
+            return self.audit(lambda e: e["auditID"] == needle or needle in e["requestURI"])
+        event = wait_for(f"{needle} in an audit log", seen, timeout)[0]
+        user = event["user"]
+        return user.get("username"), sorted(user.get("groups", [])), event
+
+    def rows(self, server):
+        return sum(1 for _ in open(self.apiservers[server].audit, errors="replace"))
+
+    def answered(self, server, agent, seconds=2):
+        """How many requests of a user agent, watches not counted, an apiserver has answered lately."""
+        since = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(time.time() - seconds))
+        with open(self.apiservers[server].audit, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 20)))
+            lines = file.read().split(b"\n")[1:-1]
+        events = (json.loads(line) for line in lines if agent.encode() in line)
+        return sum(e["stageTimestamp"] >= since and e["stage"] == "ResponseComplete" and e["verb"] != "watch" for e in events)
+
+    # ---- recovery between tests ----
+
+    def heal(self):
+        self.faults.clear()
+        for apiserver in self.apiservers.values():
+            apiserver.ensure_well()
+
+
+class NodeWatch(threading.Thread):
+    """Follows the nodes' leases and conditions on the control apiserver: how long between two
+    heartbeats, and whether any node was ever not Ready."""
+
+    def __init__(self, rig, names):
+        super().__init__(daemon=True)
+        self.rig, self.names, self.halt = rig, list(names), threading.Event()
+        self.renewed, self.changed_at, self.longest, self.not_ready, self.polls = {}, {}, {}, [], 0
+
+    def run(self):
+        while not self.halt.wait(0.5):
+            for server in "cab":  # Some of them are down or dark in some tests.
+                try:
+                    self.poll(self.rig.api(server, cert=self.rig.admin_cert, timeout=1))
+                    break
+                except (OSError, ValueError, KeyError, http.client.HTTPException):
+                    pass
+
+    def poll(self, api):
+        now = time.monotonic()
+        for lease in api.get("/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases").json["items"]:
+            name, renewed = lease["metadata"]["name"], lease["spec"].get("renewTime")
+            if name not in self.names:
+                continue
+            if name in self.changed_at:
+                self.longest[name] = max(self.longest.get(name, 0), now - self.changed_at[name])
+            if self.renewed.get(name) != renewed:
+                self.renewed[name], self.changed_at[name] = renewed, now
+        for node in api.get("/api/v1/nodes").json["items"]:
+            name = node["metadata"]["name"]
+            if name in self.names:
+                state = next((c["status"] for c in node["status"]["conditions"] if c["type"] == "Ready"), "?")
+                if state != "True":
+                    self.not_ready.append((name, state, time.time()))
+        self.polls += 1
+
+    def stop(self):
+        self.halt.set()
+        self.join(10)
+        return self
+
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *_):
+        self.stop()
+
+
+class Load:
+    """The Go client (tests/real/go) in front of a server; `report` is what it says at the end."""
+
+    def __init__(self, rig, server, seconds, cert=None, token=None, direct="c", **flags):
+        self.rig = rig
+        self.namespace = rig.load_namespace()
+        self.agent = f"load-{uuid.uuid4().hex[:8]}"
+        self.file = rig.dir / f"{self.agent}.json"
+        argv = [CACHE / "load", f"-server={server}", f"-ca={rig.pki.ca}", f"-namespace={self.namespace}",
+                f"-duration={seconds}s", f"-user-agent={self.agent}", f"-report={self.file}"]
+        if token:
+            file = rig.dir / f"{self.agent}.token"
+            file.write_text(token)
+            argv.append(f"-token-file={file}")
+        else:
+            crt, key = cert or rig.load_cert
+            argv += [f"-cert={crt}", f"-key={key}"]
+        if direct:
+            argv.append(f"-direct={rig.server(direct)}")
+        argv += [f"-{key.replace('_', '-')}={value}" for key, value in flags.items()]
+        self.child = subprocess.Popen(list(map(str, argv)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        line = self.child.stdout.readline()
+        if line.strip() != "ready":
+            self.child.kill()
+            raise AssertionError(f"load did not get ready: {line!r} {self.child.communicate()[1]}")
+        self.begun = time.monotonic()
+
+    def until(self, seconds):
+        """Sleeps until so many seconds after the start."""
+        time.sleep(max(0, self.begun + seconds - time.monotonic()))
+
+    def finish(self, timeout=120, early=False):
+        if early:
+            self.child.send_signal(signal.SIGTERM)
+        try:
+            _, err = self.child.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            self.child.kill()
+            raise AssertionError(f"load did not end: {self.child.communicate()[1]}")
+        if self.child.returncode:
+            raise AssertionError(f"load: exit {self.child.returncode}: {err}")
+        self.report = json.loads(self.file.read_text())
+        return self.report
+
+    def kill(self):
+        """Whatever happened in the test, it ends now."""
+        if self.child.poll() is None:
+            self.child.kill()
+        self.child.wait(10)
+        self.child.stdout.close()
+        self.child.stderr.close()
+
+    def sent_twice(self):
+        """Audit IDs of writes that succeeded more than once."""
+        ids, count = set(self.report["write_ids"]), {}
+        for event in self.rig.audit(lambda e: e["stage"] == "ResponseComplete" and e["auditID"] in ids
+                                    and e.get("responseStatus", {}).get("code", 0) < 300):
+            count[event["auditID"]] = count.get(event["auditID"], 0) + 1
+        return [i for i, n in count.items() if n > 1]
+
+
+def summary(report):
+    """One line for people."""
+    r, w = report["requests"], report["watches"]
+    return (f"reads {r['read']['total']} failed {r['read']['failed']} slowest {r['read']['slowest_ms']:.0f} ms gap {r['read']['max_gap_ms']:.0f} ms | "
+            f"writes {r['write']['total']} failed {r['write']['failed']} slowest {r['write']['slowest_ms']:.0f} ms | "
+            f"watches {w['count']} events {w['events']} broken {w['broken']} refused {w['refused']} ended {w['ended_cleanly']} relists {w['relists']} "
+            f"lost {w['lost']} dup {w['duplicated']} back {w['backwards']} silence {w['busy_silence_ms']:.0f} ms quiet {w['quiet_delay_ms']:.0f} ms | "
+            f"applied twice {len(report['applied_twice'])} | past the server: writes slowest {r['direct']['slowest_ms']:.0f} ms")
+
+
+_rig = Rig() if "JACKSTAY_RIG_DIR" in os.environ else None
+
+
+def shared():
+    """The rig of this run."""
+    if _rig is None:
+        raise SystemExit("start the tests with tests/real/run")
+    return _rig.start()

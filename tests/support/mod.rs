@@ -1,0 +1,289 @@
+//! The real data plane in this process, in front of whatever a test gives it.
+
+#![allow(dead_code)] // each test crate uses its part
+
+use jackstay::app::{App, Running};
+use jackstay::config::{
+    AccessLog, Admin, CertPaths, Config, Connections, EndpointAddress, Health, Level, Limits,
+    Listener, Log, LogFormat, Readyz, Shutdown, Upstream, UpstreamTls,
+};
+use jackstay::demo::apiserver::{self, ApiServerHandle, Options};
+use jackstay::demo::client::{Client, Credentials};
+use jackstay::demo::cluster::Cluster;
+use jackstay::demo::pki::{Issued, Pki, Subject};
+use serde_json::{Value, json};
+use std::future::Future;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+
+pub const MAPS: &str = "/api/v1/namespaces/default/configmaps";
+/// Long enough for a slow machine; nothing waits for it to pass where things work.
+pub const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Certificates for everybody, on disk where jackstay reads them.
+pub struct Certs {
+    pub pki: Pki,
+    pub dir: tempfile::TempDir,
+    /// The client's certificate, and the identity that is configured for it.
+    pub admin: Issued,
+    /// What jackstay asks for `/readyz` with, so that a peer can tell its probes from requests.
+    pub probe: Issued,
+    ca_file: PathBuf,
+    serving: CertPaths,
+    identity: CertPaths,
+    probing: CertPaths,
+}
+
+impl Certs {
+    pub fn new() -> Self {
+        let pki = Pki::new("demo").unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let admin = pki.client(&Subject::admin()).unwrap();
+        let probe = pki.client(&Subject::new("probe", &[])).unwrap();
+        let ca_file = pki.write_ca(dir.path()).unwrap();
+        let paths = |(cert_file, key_file)| CertPaths { cert_file, key_file };
+        let serving = paths(pki.server().unwrap().write_to(dir.path(), "serving").unwrap());
+        let identity = paths(admin.write_to(dir.path(), "admin").unwrap());
+        let probing = paths(probe.write_to(dir.path(), "probe").unwrap());
+        Self { pki, dir, admin, probe, ca_file, serving, identity, probing }
+    }
+
+    pub fn path(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// A client with the certificate of the configured identity.
+    pub fn credentials(&self) -> Credentials {
+        self.nobody().certificate(&self.admin)
+    }
+
+    pub fn nobody(&self) -> Credentials {
+        Credentials::anonymous(&self.pki.ca_pem())
+    }
+
+    /// The defaults of jackstay, with readiness asked every second.
+    pub fn config(&self, endpoints: &[SocketAddr]) -> Config {
+        Config {
+            admin: Admin { bind: (Ipv4Addr::LOCALHOST, 0).into() },
+            state_dir: None,
+            workers: 1,
+            log: Log { level: Level::Info, format: LogFormat::Text, access: AccessLog::Errors },
+            shutdown: Shutdown { drain_timeout: Duration::from_secs(2) },
+            upstreams: vec![Upstream {
+                name: "control-plane".into(),
+                endpoints: endpoints
+                    .iter()
+                    .map(|a| EndpointAddress { host: a.ip().to_string(), port: a.port() })
+                    .collect(),
+                tls: UpstreamTls { ca_file: self.ca_file.clone(), server_name: None },
+                connections: Connections { min: 1, max: 64, max_streams: 100 },
+                rebalance: true,
+                health: Health {
+                    ping_interval: Duration::from_secs(1),
+                    suspect_after: None,
+                    dead_after: Duration::from_secs(2),
+                    connect_timeout: Duration::from_secs(3),
+                    readyz: Readyz {
+                        path: "/readyz".into(),
+                        interval: Duration::from_secs(1),
+                        timeout: Duration::from_secs(1),
+                        rise: 2,
+                        fall: 2,
+                        cert: Some(self.probing.clone()),
+                        token_file: None,
+                    },
+                },
+            }],
+            listeners: vec![Listener {
+                name: "apiserver".into(),
+                bind: vec![(Ipv4Addr::LOCALHOST, 0).into()],
+                upstream: "control-plane".into(),
+                tls: self.serving.clone(),
+                client_ca_file: Some(self.ca_file.clone()),
+                identities: vec![self.identity.clone()],
+                resume_groups: Vec::new(),
+                limits: Limits {
+                    max_connections: 1000,
+                    max_streams: 1000,
+                    max_header_bytes: 64 << 10,
+                    handshake_timeout: Duration::from_secs(5),
+                    header_timeout: Duration::from_secs(10),
+                    stall_timeout: Duration::from_secs(60),
+                },
+            }],
+        }
+    }
+
+    /// Starts the data plane.
+    #[allow(clippy::unused_self)] // its files must live: they are read again when they change
+    pub fn start(&self, config: Config) -> Proxy {
+        if std::env::var_os("JACKSTAY_TEST_LOG").is_some() {
+            let _ = tracing_subscriber::fmt()
+                .with_max_level(tracing_subscriber::filter::LevelFilter::DEBUG)
+                .try_init();
+        }
+        let app = App::bind(config).unwrap();
+        let addr = app.listener_addresses("apiserver")[0];
+        let admin = app.admin_address().unwrap();
+        Proxy { addr, admin, running: app.start().unwrap() }
+    }
+}
+
+/// A running data plane.
+pub struct Proxy {
+    pub addr: SocketAddr,
+    pub admin: SocketAddr,
+    pub running: Running,
+}
+
+impl Proxy {
+    pub async fn client(&self, who: &Credentials) -> Client {
+        Client::connect(self.addr, who).await.unwrap()
+    }
+
+    /// A page of the admin endpoint.
+    pub async fn page(&self, path: &str) -> String {
+        let mut stream = TcpStream::connect(self.admin).await.unwrap();
+        let request =
+            format!("GET {path} HTTP/1.1\r\nHost: {}\r\nConnection: close\r\n\r\n", self.admin);
+        stream.write_all(request.as_bytes()).await.unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.unwrap();
+        answer
+    }
+
+    pub async fn status(&self) -> Value {
+        let page = self.page("/status").await;
+        let json = page.split_once("\r\n\r\n").map_or("", |(_, body)| body);
+        serde_json::from_str(json).unwrap_or_else(|e| panic!("{e}: {page}"))
+    }
+
+    /// The endpoints in `/status`.
+    pub async fn endpoints(&self) -> Vec<Value> {
+        self.status().await["upstreams"][0]["endpoints"].as_array().unwrap().clone()
+    }
+
+    /// The live connections of an identity, by local address.
+    pub async fn connections(&self, class: &str) -> Vec<String> {
+        let mut found = Vec::new();
+        for endpoint in self.endpoints().await {
+            for connection in endpoint["connections"].as_array().unwrap() {
+                if connection["class"].as_str().unwrap().starts_with(class)
+                    && connection["state"] == "live"
+                {
+                    found.push(connection["local"].as_str().unwrap().to_owned());
+                }
+            }
+        }
+        found.sort();
+        found
+    }
+
+    /// Waits until that many endpoints are ready and carry a connection for the identity.
+    pub async fn ready(&self, count: usize) {
+        until("endpoints are ready", async || {
+            let endpoints = self.endpoints().await;
+            let ready = |e: &&Value| {
+                e["state"] == "ready"
+                    && e["connections"].as_array().unwrap().iter().any(|c| {
+                        c["state"] == "live" && c["class"].as_str().unwrap().starts_with("identity")
+                    })
+            };
+            endpoints.iter().filter(ready).count() >= count
+        })
+        .await;
+    }
+
+    /// The value of a metric, all its series added up.
+    pub async fn metric(&self, name: &str) -> f64 {
+        let page = self.page("/metrics").await;
+        page.lines()
+            .filter(|line| line.starts_with(name))
+            .filter_map(|line| line.rsplit_once(' ')?.1.parse::<f64>().ok())
+            .sum()
+    }
+}
+
+/// A demo cluster with servers, and the data plane in front of them.
+pub struct World {
+    pub certs: Certs,
+    pub cluster: Cluster,
+    pub servers: Vec<ApiServerHandle>,
+}
+
+impl World {
+    pub fn new(servers: usize) -> Self {
+        let (certs, cluster) = (Certs::new(), Cluster::new());
+        let start = |index| {
+            let options = Options::named(&format!("server-{index}"));
+            apiserver::start(&cluster, &certs.pki, options).unwrap()
+        };
+        let servers = (0..servers).map(start).collect();
+        Self { certs, cluster, servers }
+    }
+
+    pub fn addresses(&self) -> Vec<SocketAddr> {
+        self.servers.iter().map(|server| server.addr).collect()
+    }
+
+    pub fn config(&self) -> Config {
+        self.certs.config(&self.addresses())
+    }
+
+    pub async fn start(&self) -> Proxy {
+        self.start_with(|_| {}).await
+    }
+
+    pub async fn start_with(&self, change: impl FnOnce(&mut Config)) -> Proxy {
+        let mut config = self.config();
+        change(&mut config);
+        let proxy = self.certs.start(config);
+        proxy.ready(self.servers.len()).await;
+        proxy
+    }
+}
+
+/// Waits for a condition that another thread brings about.
+pub async fn until(what: &str, mut condition: impl AsyncFnMut() -> bool) {
+    let start = Instant::now();
+    while !condition().await {
+        assert!(start.elapsed() < PATIENCE, "waited in vain until {what}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+/// Bounds what a test waits for.
+pub async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
+    let bounded = tokio::time::timeout(PATIENCE, future).await;
+    bounded.unwrap_or_else(|_| panic!("{what}: nothing for {PATIENCE:?}"))
+}
+
+/// A config map.
+pub fn map(name: &str, value: &str) -> Value {
+    json!({
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": { "name": name, "namespace": "default", "labels": { "v": value } },
+        "data": { "v": value },
+    })
+}
+
+/// Whether the long form of the tests is asked for.
+pub fn long() -> bool {
+    std::env::var_os("JACKSTAY_LONG").is_some()
+}
+
+/// The HTTP/2 error at the bottom of an error of the client, if there is one.
+pub fn h2_error(error: &std::io::Error) -> Option<&h2::Error> {
+    let mut source: Option<&(dyn std::error::Error + 'static)> = Some(error.get_ref()?);
+    while let Some(inner) = source {
+        if let Some(h2) = inner.downcast_ref::<h2::Error>() {
+            return Some(h2);
+        }
+        source = inner.source();
+    }
+    None
+}

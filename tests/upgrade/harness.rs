@@ -1,0 +1,278 @@
+//! A listener with everything behind it, between a client and apiservers that say exactly what a
+//! test lets them say.
+
+use std::cell::Cell;
+use std::fmt::Write as _;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use arc_swap::ArcSwap;
+use jackstay::config::{self, AccessLog, CertPaths, Overrides};
+use jackstay::net::serving::ServingTls;
+use jackstay::net::{socket, tls_files};
+use jackstay::observe::Metrics;
+use jackstay::proxy::identify::Identifier;
+use jackstay::proxy::line::Line;
+use jackstay::proxy::listener::Listener;
+use jackstay::proxy::retry::HedgeBudget;
+use jackstay::proxy::serve::Service;
+use jackstay::proxy::upgrade::Tunnels;
+use jackstay::upstream::credentials::{Credentials, client_tls};
+use jackstay::upstream::endpoint::Endpoint;
+use jackstay::upstream::pool::{Pool, Upstream};
+use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair};
+use rustls::ServerConfig;
+use rustls::server::WebPkiClientVerifier;
+use tempfile::TempDir;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
+use tokio::task::{LocalSet, spawn_local};
+use tokio::time::timeout;
+use tokio_rustls::{TlsAcceptor, TlsConnector, TlsStream};
+
+/// Far beyond what anything takes here: a test that reaches it has found a hang.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Runs a test on one thread, as a worker runs.
+pub fn run(test: impl Future<Output = ()>) {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(LocalSet::new().run_until(async {
+        timeout(PATIENCE, test).await.expect("something hangs");
+    }));
+}
+
+/// A certificate authority and the files it has written.
+pub struct Ca {
+    dir: TempDir,
+    issuer: Issuer<'static, KeyPair>,
+}
+
+impl Ca {
+    pub fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let key = KeyPair::generate().unwrap();
+        let mut params = CertificateParams::default();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        params.distinguished_name.push(DnType::CommonName, "test CA");
+        std::fs::write(dir.path().join("ca.crt"), params.self_signed(&key).unwrap().pem()).unwrap();
+        let ca = Self { dir, issuer: Issuer::new(params, key) };
+        ca.issue("server", "127.0.0.1");
+        ca.issue("node", "system:node:n1");
+        ca
+    }
+
+    fn issue(&self, file: &str, name: &str) {
+        let key = KeyPair::generate().unwrap();
+        let mut params = CertificateParams::new(vec!["127.0.0.1".to_owned()]).unwrap();
+        params.distinguished_name.push(DnType::CommonName, name);
+        let certificate = params.signed_by(&key, &self.issuer).unwrap();
+        let paths = self.paths(file);
+        std::fs::write(paths.cert_file, certificate.pem()).unwrap();
+        std::fs::write(paths.key_file, key.serialize_pem()).unwrap();
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn paths(&self, name: &str) -> CertPaths {
+        CertPaths {
+            cert_file: self.path(&format!("{name}.crt")),
+            key_file: self.path(&format!("{name}.key")),
+        }
+    }
+}
+
+/// An apiserver that does only what the test says.
+pub struct Peer {
+    listener: TcpListener,
+    acceptor: TlsAcceptor,
+}
+
+impl Peer {
+    pub async fn start(ca: &Ca) -> Self {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+        let roots = tls_files::load_ca(&ca.path("ca.crt")).unwrap().roots;
+        let server = tls_files::load_cert(&ca.paths("server")).unwrap();
+        let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+        let verifier = WebPkiClientVerifier::builder_with_provider(roots, Arc::clone(&provider))
+            .allow_unauthenticated()
+            .build()
+            .unwrap();
+        let resolver = rustls::sign::SingleCertAndKey::from(Arc::clone(&server.certified));
+        let mut config = ServerConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()
+            .unwrap()
+            .with_client_cert_verifier(verifier)
+            .with_cert_resolver(Arc::new(resolver));
+        config.alpn_protocols = vec![b"http/1.1".to_vec()];
+        Self { listener, acceptor: TlsAcceptor::from(Arc::new(config)) }
+    }
+
+    pub fn address(&self) -> SocketAddr {
+        self.listener.local_addr().unwrap()
+    }
+
+    pub async fn accept(&self) -> Talk {
+        let (stream, _) = self.listener.accept().await.unwrap();
+        Talk(self.acceptor.accept(stream).await.unwrap().into())
+    }
+
+    /// Whether anybody has come who was not accepted.
+    pub async fn is_visited(&self) -> bool {
+        timeout(Duration::from_millis(100), self.listener.accept()).await.is_ok()
+    }
+}
+
+/// An address that refuses connections.
+pub async fn nobody() -> SocketAddr {
+    TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap().local_addr().unwrap()
+}
+
+/// One end of a TLS connection.
+pub struct Talk(pub TlsStream<TcpStream>);
+
+impl Talk {
+    pub async fn say(&mut self, text: &str) {
+        self.0.write_all(text.as_bytes()).await.unwrap();
+        self.0.flush().await.unwrap();
+    }
+
+    /// Ends this direction and leaves the other one open.
+    pub async fn half_close(&mut self) {
+        self.0.shutdown().await.unwrap();
+    }
+
+    /// A head, and not one byte more.
+    pub async fn head(&mut self) -> String {
+        let mut head = Vec::new();
+        while !head.ends_with(b"\r\n\r\n") {
+            head.push(self.0.read_u8().await.unwrap());
+        }
+        String::from_utf8(head).unwrap()
+    }
+
+    pub async fn hear(&mut self, text: &str) {
+        let mut heard = vec![0; text.len()];
+        self.0.read_exact(&mut heard).await.unwrap();
+        assert_eq!(String::from_utf8(heard).unwrap(), text);
+    }
+
+    /// All that comes before a clean end.
+    pub async fn rest(&mut self) -> String {
+        let mut rest = String::new();
+        self.0.read_to_string(&mut rest).await.unwrap();
+        rest
+    }
+
+    /// Whatever comes, until the end, clean or not.
+    pub async fn gone(&mut self) -> String {
+        let mut rest = Vec::new();
+        let _ = self.0.read_to_end(&mut rest).await;
+        String::from_utf8(rest).unwrap()
+    }
+
+    pub fn has_client_certificate(&self) -> bool {
+        self.0.get_ref().1.peer_certificates().is_some()
+    }
+}
+
+/// A listener in front of some endpoints.
+pub struct Proxy {
+    pub tunnels: Tunnels,
+    pub metrics: Arc<Metrics>,
+    address: SocketAddr,
+    _drain: watch::Sender<bool>,
+}
+
+impl Proxy {
+    pub fn start(ca: &Ca, endpoints: &[SocketAddr]) -> Self {
+        let config = load(ca, endpoints);
+        let (listener, upstream) = (&config.listeners[0], &config.upstreams[0]);
+        let metrics = Metrics::new();
+        let name: Arc<str> = upstream.name.as_str().into();
+        let endpoints = upstream.endpoints.iter().map(|address| {
+            let metrics = metrics.endpoint(&name, &address.to_string());
+            Endpoint::new(&name, address, None, metrics).unwrap()
+        });
+        let pool = Pool::new(Arc::new(Upstream {
+            name: Arc::clone(&name),
+            endpoints: ArcSwap::from_pointee(endpoints.collect()),
+            credentials: Credentials::load(upstream, &listener.identities).unwrap(),
+            config: upstream.clone(),
+            metrics: Arc::clone(&metrics),
+        }));
+        let tunnels = Tunnels::default();
+        let (drain, draining) = watch::channel(false);
+        let service = Service {
+            line: Rc::new(Line {
+                pool,
+                budget: HedgeBudget::default(),
+                metrics: Arc::clone(&metrics),
+                drain: draining.clone(),
+            }),
+            identifier: Identifier {
+                slots: vec![0],
+                listener: listener.name.clone(),
+                tokens: Rc::default(),
+            },
+            metrics: metrics.listener(&listener.name),
+            access: AccessLog::Off,
+            resume_groups: Vec::new(),
+            max_header_bytes: listener.limits.max_header_bytes,
+            tunnels: tunnels.clone(),
+        };
+        let worker = Rc::new(Listener {
+            name: listener.name.clone(),
+            service: Rc::new(service),
+            tls: Arc::new(ServingTls::load(listener).unwrap()),
+            limits: listener.limits.clone(),
+            open: Cell::new(0),
+            drain: draining,
+        });
+        let socket = socket::listen((Ipv4Addr::LOCALHOST, 0).into(), false).unwrap();
+        let address = socket.local_addr().unwrap();
+        spawn_local(worker.accept(tokio::net::TcpListener::from_std(socket).unwrap()));
+        Self { tunnels, metrics, address, _drain: drain }
+    }
+
+    /// A client without a certificate.
+    pub async fn client(&self, ca: &Ca) -> Talk {
+        self.connect(ca, None).await
+    }
+
+    /// A client with the certificate of the configured identity.
+    pub async fn node(&self, ca: &Ca) -> Talk {
+        self.connect(ca, Some(tls_files::load_cert(&ca.paths("node")).unwrap())).await
+    }
+
+    async fn connect(&self, ca: &Ca, certificate: Option<tls_files::LoadedCert>) -> Talk {
+        let roots = tls_files::load_ca(&ca.path("ca.crt")).unwrap();
+        let tls = client_tls(&roots, certificate.as_ref()).http1;
+        let stream = TcpStream::connect(self.address).await.unwrap();
+        let name = "127.0.0.1".try_into().unwrap();
+        Talk(TlsConnector::from(tls).connect(name, stream).await.unwrap().into())
+    }
+}
+
+fn load(ca: &Ca, endpoints: &[SocketAddr]) -> config::Config {
+    let dir = ca.dir.path().display();
+    let mut list = String::new();
+    for endpoint in endpoints {
+        let _ = write!(list, "'{endpoint}', ");
+    }
+    let text = format!(
+        "upstreams: [{{name: u, endpoints: [{list}], tls: {{ca_file: '{dir}/ca.crt'}}}}]\n\
+         listeners: [{{name: l, bind: ['127.0.0.1:1'], upstream: u, \
+         tls: {{cert_file: '{dir}/server.crt', key_file: '{dir}/server.key'}}, \
+         client_ca_file: '{dir}/ca.crt', \
+         identities: [{{cert_file: '{dir}/node.crt', key_file: '{dir}/node.key'}}]}}]\n"
+    );
+    let path = ca.path("jackstay.yaml");
+    std::fs::write(&path, text).unwrap();
+    config::load(&path, [], &Overrides::default()).unwrap().config
+}

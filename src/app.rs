@@ -319,7 +319,7 @@ fn load_upstream(
     Ok(Upstream {
         endpoints: ArcSwap::from_pointee(endpoints),
         credentials,
-        config: upstream.clone(),
+        config: ArcSwap::from_pointee(upstream.clone()),
         metrics: Arc::clone(metrics),
         name,
     })

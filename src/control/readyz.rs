@@ -83,11 +83,12 @@ impl Streak {
 /// would be a storm.
 pub async fn probe(upstream: Arc<Upstream>, endpoint: Arc<Endpoint>) {
     let changed = Rc::new(Notify::new());
-    let config = &upstream.config.health.readyz;
     let mut streak = Streak::default();
     let mut connection: Option<Rc<Connection>> = None;
     let mut next = Instant::now();
     while endpoint.state() != EndpointState::Leaving {
+        let config = upstream.config.load_full();
+        let config = &config.health.readyz;
         let kept = connection.take().filter(|c| is_current(&upstream, c));
         let current = if let Some(current) = kept {
             current
@@ -162,7 +163,7 @@ pub fn pause(config: &Readyz, failing: bool, anonymous: bool, jitter: f64) -> Du
 }
 
 fn is_anonymous(upstream: &Upstream) -> bool {
-    upstream.config.health.readyz.token_file.is_none()
+    upstream.config().health.readyz.token_file.is_none()
         && upstream.credentials.tls(Class::Probe).is_none_or(|tls| tls.certificate.is_none())
 }
 
@@ -182,7 +183,7 @@ async fn connect(
         sleep(RECONNECT_TICK).await;
         return None;
     }
-    let limit = endpoint.connect_timeout(upstream.config.health.connect_timeout);
+    let limit = endpoint.connect_timeout(upstream.config().health.connect_timeout);
     match dial_h2(endpoint, &tls.h2, limit).await {
         Ok(established) => {
             endpoint.metrics.dialled("ok");

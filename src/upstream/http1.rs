@@ -50,7 +50,7 @@ pub async fn open(
     load: impl Fn(&Arc<str>) -> usize,
 ) -> Result<Http1, Unavailable> {
     let tls = upstream.credentials.tls(class).ok_or(Unavailable::NoCredential)?;
-    let base = upstream.config.health.connect_timeout;
+    let base = upstream.config().health.connect_timeout;
     // With nothing known to be usable the client hears of it as soon as for any other request.
     let limit = if upstream.is_usable() { base } else { base.min(UNAVAILABLE_AFTER) };
     let deadline = Instant::now() + limit;

@@ -11,7 +11,7 @@ use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::time::Duration;
 
-use arc_swap::ArcSwap;
+use arc_swap::{ArcSwap, Guard};
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until, timeout_at};
 
@@ -54,22 +54,28 @@ pub struct Upstream {
     pub endpoints: ArcSwap<Vec<Arc<Endpoint>>>,
     /// What we show it.
     pub credentials: Credentials,
-    /// Limits and thresholds.
-    pub config: config::Upstream,
+    /// Limits and thresholds. Replaced whole by a reload; see [`Self::config`].
+    pub config: ArcSwap<config::Upstream>,
     /// Where things are counted.
     pub metrics: Arc<Metrics>,
 }
 
 impl Upstream {
+    /// Limits and thresholds now. Load it once for each decision: a reload may swap it in between.
+    pub fn config(&self) -> Guard<Arc<config::Upstream>> {
+        self.config.load()
+    }
+
     /// Thresholds of its connections.
     pub fn settings(&self) -> Settings {
+        let config = self.config();
         Settings {
             thresholds: Thresholds {
-                ping_interval: self.config.health.ping_interval,
-                suspect_after: self.config.health.suspect_after,
-                dead_after: self.config.health.dead_after,
+                ping_interval: config.health.ping_interval,
+                suspect_after: config.health.suspect_after,
+                dead_after: config.health.dead_after,
             },
-            max_streams: self.config.connections.max_streams,
+            max_streams: config.connections.max_streams,
         }
     }
 
@@ -287,7 +293,7 @@ impl Pool {
     ) {
         let Some(tls) = self.upstream.credentials.tls(class.class) else { return };
         class.connections.borrow_mut().retain(|c| c.life() != Life::Dead);
-        let moves = self.upstream.config.rebalance;
+        let moves = self.upstream.config().rebalance;
         class.mover.borrow_mut().turn(&class.connections.borrow(), moves, now);
         let configured = matches!(class.class, Class::Identity(_));
         for connection in class.connections.borrow().iter() {
@@ -310,7 +316,8 @@ impl Pool {
         let chosen = self.chosen(endpoints, configured);
         let targets = chosen.len().max(1);
         for endpoint in chosen {
-            let missing = class.missing(endpoint, &self.upstream.config.connections, targets, now);
+            let missing =
+                class.missing(endpoint, &self.upstream.config().connections, targets, now);
             for _ in 0..missing {
                 if !endpoint.may_connect(alone, now) {
                     break;
@@ -354,7 +361,7 @@ impl Pool {
         let (class, endpoint, tls) = (Rc::clone(class), Arc::clone(endpoint), Arc::clone(tls));
         *class.dialing.borrow_mut().entry(Arc::clone(&endpoint.label)).or_default() += 1;
         tokio::task::spawn_local(async move {
-            let limit = endpoint.connect_timeout(pool.upstream.config.health.connect_timeout);
+            let limit = endpoint.connect_timeout(pool.upstream.config().health.connect_timeout);
             let result = dial_h2(&endpoint, &tls.h2, limit).await;
             if let Some(count) = class.dialing.borrow_mut().get_mut(&endpoint.label) {
                 *count -= 1;
@@ -483,7 +490,7 @@ impl ClassPool {
             .filter(|c| Arc::ptr_eq(&c.endpoint, &candidate.endpoint))
             .map(|c| c.watches())
             .sum();
-        let capacity = self.most(&upstream.config.connections) * candidate.cap();
+        let capacity = self.most(&upstream.config().connections) * candidate.cap();
         (watches as f64) < (capacity as f64 * WATCH_SHARE).max(1.0)
     }
 

@@ -159,7 +159,11 @@ class Kubectl(WithRig):
         here = self.rig.api(self.server, cert=self.rig.admin_cert).get(f"/api/v1/namespaces/{namespace}/configmaps")
         self.assertEqual(here.code, 200)
         self.assertGreater(len(here.body), 5_000_000)
-        self.assertEqual(here.body, api.get(f"/api/v1/namespaces/{namespace}/configmaps").body)
+        # The same moment: others write meanwhile, and each write is a new version of the whole list.
+        version = here.json["metadata"]["resourceVersion"]
+        there = api.get(f"/api/v1/namespaces/{namespace}/configmaps?resourceVersion={version}&resourceVersionMatch=Exact")
+        self.assertEqual(there.code, 200, there)
+        self.assertTrue(here.body == there.body, f"{len(here.body)} and {len(there.body)} bytes differ")
         listed = self.ok("get", "configmaps", "-n", namespace, "--chunk-size=7", "-o", "name")
         self.assertEqual(sum("big-" in line for line in listed.splitlines()), 40)
 

@@ -203,7 +203,7 @@ impl Proxy {
             name: Arc::clone(&name),
             endpoints: ArcSwap::from_pointee(endpoints.collect()),
             credentials: Credentials::load(upstream, &listener.identities).unwrap(),
-            config: upstream.clone(),
+            config: ArcSwap::from_pointee(upstream.clone()),
             metrics: Arc::clone(&metrics),
         }));
         let tunnels = Tunnels::default();

@@ -50,6 +50,10 @@ pub trait Facts: Send + Sync + 'static {
     fn ready(&self) -> Readiness;
     /// The body of `/status`; the page at `/` renders it.
     fn status(&self) -> serde_json::Value;
+    /// The last state changes, for `/events`.
+    fn events(&self) -> serde_json::Value;
+    /// What the endpoints were like in the last minutes, for `/history`.
+    fn history(&self) -> serde_json::Value;
     /// The effective configuration, without secrets.
     fn config(&self) -> serde_json::Value;
     /// Prometheus text.

@@ -28,6 +28,8 @@ there is nothing here; try one of
   /readyz   every listener is bound and an endpoint is usable
   /metrics  Prometheus text
   /status   listeners, upstreams, endpoints and connections as JSON
+  /events   the last state changes as JSON, with cause and effect
+  /history  round trips and answers of each endpoint in the last minutes, as JSON
   /config   effective configuration as JSON, without secrets
   /         a page for people
 ";
@@ -68,6 +70,8 @@ pub(super) fn answer<B>(
         }
         "/metrics" => respond(StatusCode::OK, METRICS, facts.metrics()),
         "/status" => respond(StatusCode::OK, JSON, json(&facts.status())),
+        "/events" => respond(StatusCode::OK, JSON, json(&facts.events())),
+        "/history" => respond(StatusCode::OK, JSON, json(&facts.history())),
         "/config" => respond(StatusCode::OK, JSON, json(&facts.config())),
         "/" => respond(StatusCode::OK, "text/html; charset=utf-8", PAGE.into()),
         "/page.js" => respond(StatusCode::OK, "text/javascript; charset=utf-8", SCRIPT.into()),

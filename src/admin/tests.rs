@@ -32,6 +32,14 @@ impl Facts for Fake {
         json!({"version": "0", "listeners": [{"name": "</script><script>alert(1)</script>"}]})
     }
 
+    fn events(&self) -> serde_json::Value {
+        json!({"events": [{"seq": 1, "to": "ready"}]})
+    }
+
+    fn history(&self) -> serde_json::Value {
+        json!({"step_s": 5, "endpoints": []})
+    }
+
     fn config(&self) -> serde_json::Value {
         json!({"workers": 1})
     }
@@ -77,6 +85,8 @@ async fn every_route_answers() {
         ("/readyz", "text/plain; charset=utf-8", "[+]listener apiserver ok\n"),
         ("/metrics", "text/plain; version=0.0.4; charset=utf-8", "jackstay_build_info 1\n"),
         ("/status", "application/json", "\"version\": \"0\""),
+        ("/events", "application/json", "\"seq\": 1"),
+        ("/history", "application/json", "\"step_s\": 5"),
         ("/config", "application/json", "\"workers\": 1"),
         ("/", "text/html; charset=utf-8", "<!doctype html>"),
         ("/page.js", "text/javascript; charset=utf-8", "textContent"),

@@ -14,11 +14,15 @@ use crate::admin::{self, Part, Readiness};
 use crate::config::{self, Config};
 use crate::net::serving::ServingTls;
 use crate::net::tls_files::rfc3339;
-use crate::observe::Metrics;
+use crate::observe::history::STEP;
+use crate::observe::{ListenerMetrics, Metrics};
 use crate::upstream::pool::Upstream;
 
 /// A worker whose loop has not turned for this long is stuck.
 const STUCK_AFTER: Duration = Duration::from_secs(5);
+
+/// Of the last events, so many stand in `/status` itself.
+const EVENTS_IN_STATUS: usize = 8;
 
 /// Answers the admin endpoint.
 pub struct Facts {
@@ -38,6 +42,7 @@ struct ListenerFacts {
     addresses: Vec<SocketAddr>,
     slots: Vec<usize>,
     tls: Arc<ServingTls>,
+    metrics: Arc<ListenerMetrics>,
 }
 
 /// The last beat of a worker, and when it was first seen.
@@ -70,6 +75,7 @@ impl Facts {
                     addresses: bound.addresses.clone(),
                     slots: bound.slots.clone(),
                     tls: Arc::clone(&bound.tls),
+                    metrics: Arc::clone(&bound.metrics),
                 })
                 .collect(),
             pulses: pulses.into_iter().map(|pulse| (pulse, seen())).collect(),
@@ -103,6 +109,10 @@ impl Facts {
             .collect();
         json!({
             "name": listener.name,
+            "connections": listener.metrics.connections.get(),
+            "requests_in_flight": listener.metrics.in_flight.get(),
+            "watches": listener.metrics.watches.get(),
+            "tunnels": listener.metrics.tunnels.get(),
             "mode": "terminate",
             "bind": listener.addresses.iter().map(ToString::to_string).collect::<Vec<_>>(),
             "upstream": listener.upstream,
@@ -212,7 +222,30 @@ impl admin::Facts for Facts {
             "draining": *self.draining.borrow(),
             "listeners": listeners,
             "upstreams": upstreams,
+            "events": self.metrics.events().last(EVENTS_IN_STATUS),
         })
+    }
+
+    fn events(&self) -> Value {
+        json!({ "events": self.metrics.events().last(usize::MAX) })
+    }
+
+    fn history(&self) -> Value {
+        let of = |upstream: &Arc<Upstream>| -> Vec<Value> {
+            let endpoints = upstream.endpoints.load();
+            endpoints
+                .iter()
+                .map(|endpoint| {
+                    json!({
+                        "upstream": *upstream.name,
+                        "address": *endpoint.label,
+                        "columns": endpoint.metrics.history().columns(),
+                    })
+                })
+                .collect()
+        };
+        let endpoints: Vec<Value> = self.upstreams.iter().flat_map(of).collect();
+        json!({ "step_s": STEP.as_secs(), "endpoints": endpoints })
     }
 
     fn config(&self) -> Value {

@@ -1,6 +1,6 @@
 //! Metric handles resolved once, so that counting on the path of a request is an atomic addition.
 //!
-//! Workers share them: gauges are only incremented and decremented, never set, and whatever a
+//! Workers share them: levels and gauges are only incremented and decremented, never set, and whatever a
 //! worker added to one it takes away when it drops its guard. So an endpoint that leaves is back
 //! at zero without anybody remembering to reset it.
 
@@ -9,6 +9,9 @@ use std::time::Duration;
 
 use metrics::{Counter, Gauge, Histogram};
 
+use super::events::{Change, Events};
+use super::history::History;
+use super::level::Level;
 use super::metrics::Registry;
 use super::names::{self, CONNECTION_STATES, ENDPOINT_STATES, VERBS};
 
@@ -32,13 +35,13 @@ pub struct ListenerMetrics {
     requests: Box<[[OnceLock<Counter>; CODES.len()]; VERBS.len()]>,
     durations: [OnceLock<Histogram>; VERBS.len()],
     /// Requests that run now.
-    pub(super) in_flight: Gauge,
+    pub in_flight: Level,
     /// Watches that run now.
-    pub(super) watches: Gauge,
+    pub watches: Level,
     /// Upgraded connections that run now.
-    pub(super) tunnels: Gauge,
+    pub tunnels: Level,
     /// Client connections that are open now: increment on accept, decrement on close.
-    pub connections: Gauge,
+    pub connections: Level,
 }
 
 impl std::fmt::Debug for ListenerMetrics {
@@ -49,15 +52,16 @@ impl std::fmt::Debug for ListenerMetrics {
 
 impl ListenerMetrics {
     pub(super) fn register(registry: &Arc<Registry>, name: &str) -> Self {
+        let level = |spec| Level::new(registry.gauge(spec, &[name]));
         Self {
             name: name.to_owned(),
             registry: Arc::clone(registry),
             requests: Box::new([const { [const { OnceLock::new() }; CODES.len()] }; VERBS.len()]),
             durations: [const { OnceLock::new() }; VERBS.len()],
-            in_flight: registry.gauge(&names::REQUESTS_IN_FLIGHT, &[name]),
-            watches: registry.gauge(&names::WATCHES, &[name]),
-            tunnels: registry.gauge(&names::TUNNELS, &[name]),
-            connections: registry.gauge(&names::DOWNSTREAM_CONNECTIONS, &[name]),
+            in_flight: level(&names::REQUESTS_IN_FLIGHT),
+            watches: level(&names::WATCHES),
+            tunnels: level(&names::TUNNELS),
+            connections: level(&names::DOWNSTREAM_CONNECTIONS),
         }
     }
 
@@ -103,6 +107,13 @@ impl ListenerMetrics {
         self.registry.counter(&names::CERTIFICATE_RELOADS, &[&self.name, outcome]).increment(1);
     }
 
+    /// Copies what is counted here into the registry, before a scrape.
+    pub(super) fn publish(&self) {
+        for level in [&self.in_flight, &self.watches, &self.tunnels, &self.connections] {
+            level.publish();
+        }
+    }
+
     fn request_counter(&self, verb: usize, code: u16) -> Counter {
         self.registry.counter(&names::REQUESTS, &[&self.name, VERBS[verb], &code.to_string()])
     }
@@ -138,6 +149,9 @@ pub struct EndpointMetrics {
     states: [Gauge; ENDPOINT_STATES.len()],
     connections: [Gauge; CONNECTION_STATES.len()],
     rtt: Histogram,
+    answers: [Counter; 2],
+    history: History,
+    events: Arc<Events>,
 }
 
 impl std::fmt::Debug for EndpointMetrics {
@@ -147,7 +161,12 @@ impl std::fmt::Debug for EndpointMetrics {
 }
 
 impl EndpointMetrics {
-    pub(super) fn register(registry: &Arc<Registry>, upstream: &str, endpoint: &str) -> Self {
+    pub(super) fn register(
+        registry: &Arc<Registry>,
+        events: &Arc<Events>,
+        upstream: &str,
+        endpoint: &str,
+    ) -> Self {
         let gauge = |spec, state| registry.gauge(spec, &[upstream, endpoint, state]);
         Self {
             upstream: upstream.to_owned(),
@@ -156,6 +175,10 @@ impl EndpointMetrics {
             states: ENDPOINT_STATES.map(|state| gauge(&names::ENDPOINT_STATE, state)),
             connections: CONNECTION_STATES.map(|state| gauge(&names::CONNECTIONS, state)),
             rtt: registry.histogram(&names::PING_RTT, &[upstream, endpoint]),
+            answers: ["ok", "error"]
+                .map(|outcome| registry.counter(&names::ANSWERS, &[upstream, endpoint, outcome])),
+            history: History::default(),
+            events: Arc::clone(events),
         }
     }
 
@@ -187,6 +210,30 @@ impl EndpointMetrics {
     /// A PING came back.
     pub fn rtt(&self, round_trip: Duration) {
         self.rtt.record(round_trip.as_secs_f64());
+        self.history.rtt(round_trip);
+    }
+
+    /// An answer's head arrived, with this status.
+    pub fn answered(&self, status: u16) {
+        self.history.answered(status);
+    }
+
+    /// What it was like in the last minutes.
+    pub fn history(&self) -> &History {
+        &self.history
+    }
+
+    /// The endpoint or one of its connections changed its state.
+    pub fn changed(&self, change: &Change<'_>) {
+        self.events.changed(change);
+    }
+
+    /// Copies what is counted here into the registry, before a scrape.
+    pub(super) fn publish(&self) {
+        let (all, errors) = self.history.totals();
+        for (counter, value) in self.answers.iter().zip([all - errors, errors]) {
+            counter.absolute(value);
+        }
     }
 
     /// Bookmarks stay away on a watch there that had them.

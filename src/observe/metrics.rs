@@ -13,8 +13,11 @@ use metrics::{
 use metrics_exporter_prometheus::{
     Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder,
 };
+use tokio::time::Instant;
 
+use super::events::Events;
 use super::handles::{EndpointMetrics, ListenerMetrics};
+use super::history::{STEP, STEPS};
 use super::names::{self, Kind, MetricSpec};
 
 /// Upper bounds of request durations in seconds, 0.5 ms to 60 s. A local answer takes one or two
@@ -41,6 +44,9 @@ pub struct Metrics {
     handle: PrometheusHandle,
     listeners: Mutex<HashMap<String, Arc<ListenerMetrics>>>,
     endpoints: Mutex<HashMap<(String, String), Arc<EndpointMetrics>>>,
+    events: Arc<Events>,
+    /// When the last step of the history ended.
+    stepped: Mutex<Instant>,
 }
 
 impl std::fmt::Debug for Metrics {
@@ -74,6 +80,8 @@ impl Metrics {
             registry: Arc::new(Registry { recorder }),
             listeners: Mutex::default(),
             endpoints: Mutex::default(),
+            events: Arc::default(),
+            stepped: Mutex::new(Instant::now()),
         });
         metrics.registry.gauge(&names::BUILD_INFO, &[env!("CARGO_PKG_VERSION")]).set(1);
         metrics
@@ -81,15 +89,46 @@ impl Metrics {
 
     /// Everything as Prometheus text (format 0.0.4), families in alphabetical order.
     pub fn render(&self) -> String {
+        for listener in self.listeners.lock().unwrap_or_else(PoisonError::into_inner).values() {
+            listener.publish();
+        }
+        for endpoint in self.endpoints.lock().unwrap_or_else(PoisonError::into_inner).values() {
+            endpoint.publish();
+        }
         sort_families(&self.handle.render())
     }
 
-    /// Folds the samples of histograms into their buckets.
+    /// What changed lately.
+    pub fn events(&self) -> &Arc<Events> {
+        &self.events
+    }
+
+    /// Folds the samples of histograms into their buckets, and ends a step of the history when its
+    /// time has come.
     ///
     /// Until then every sample is kept (16 bytes each), so this must run about once a second, on
     /// the runtime of the admin endpoint; [`Self::render`] alone does it only when scraped.
     pub fn upkeep(&self) {
         self.handle.run_upkeep();
+        self.events.flush();
+        self.step(Instant::now());
+    }
+
+    /// Ends the steps of every endpoint's history that are over by `now`.
+    fn step(&self, now: Instant) {
+        let mut stepped = self.stepped.lock().unwrap_or_else(PoisonError::into_inner);
+        let over = now.saturating_duration_since(*stepped).as_millis() / STEP.as_millis();
+        if over == 0 {
+            return;
+        }
+        *stepped += STEP * u32::try_from(over).unwrap_or(u32::MAX);
+        let endpoints = self.endpoints.lock().unwrap_or_else(PoisonError::into_inner);
+        for endpoint in endpoints.values() {
+            // After a pause (a laptop that slept) the missing steps are empty ones.
+            for _ in 0..over.min(STEPS as u128) {
+                endpoint.history().step();
+            }
+        }
     }
 
     /// The handles of one listener; every caller with the same name gets the same ones.
@@ -113,7 +152,7 @@ impl Metrics {
         if let Some(found) = all.get(&key) {
             return Arc::clone(found);
         }
-        let new = Arc::new(EndpointMetrics::register(&self.registry, &key.0, &key.1));
+        let new = Arc::new(EndpointMetrics::register(&self.registry, &self.events, &key.0, &key.1));
         all.insert(key, Arc::clone(&new));
         new
     }
@@ -225,6 +264,7 @@ mod tests {
         connection.set("live");
         endpoint.ejected("refused");
         endpoint.dialled("ok");
+        endpoint.answered(200);
         endpoint.watch_stale();
         endpoint.rtt(std::time::Duration::from_micros(300));
         endpoint.watch_stale();
@@ -266,6 +306,45 @@ mod tests {
         sorted.sort_unstable();
         assert_eq!(types, sorted);
         assert!(first.contains("le=\"0.0005\"} 1"), "{first}");
+    }
+
+    #[test]
+    fn levels_and_answers_are_there_at_each_scrape() {
+        let metrics = Metrics::new();
+        let listener = metrics.listener("a");
+        listener.watches.increment(3);
+        listener.watches.decrement(1);
+        let endpoint = metrics.endpoint("u", "e");
+        for status in [200, 404, 503] {
+            endpoint.answered(status);
+        }
+        let text = metrics.render();
+        for line in [
+            r#"jackstay_watches{listener="a"} 2"#,
+            r#"jackstay_tunnels{listener="a"} 0"#,
+            r#"jackstay_endpoint_answers_total{upstream="u",endpoint="e",outcome="ok"} 2"#,
+            r#"jackstay_endpoint_answers_total{upstream="u",endpoint="e",outcome="error"} 1"#,
+        ] {
+            assert!(text.lines().any(|l| l == line), "no {line} in\n{text}");
+        }
+    }
+
+    #[test]
+    fn a_step_of_the_history_ends_when_its_time_has_come() {
+        let metrics = Metrics::new();
+        let (endpoint, start) = (metrics.endpoint("u", "e"), *metrics.stepped.lock().unwrap());
+        let steps = || endpoint.history().columns().answers;
+        endpoint.answered(200);
+        metrics.step(start + STEP / 2);
+        assert!(steps().is_empty());
+        metrics.step(start + STEP);
+        assert_eq!(steps(), [1]);
+        metrics.step(start + STEP + STEP / 2);
+        assert_eq!(steps(), [1]);
+        metrics.step(start + STEP * 4);
+        assert_eq!(steps(), [1, 0, 0, 0], "time that passed unseen is empty, not missing");
+        metrics.step(start + STEP * 100_000);
+        assert_eq!(steps().len(), STEPS);
     }
 
     #[test]

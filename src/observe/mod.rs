@@ -3,8 +3,12 @@
 //! [`names`] is the one table of metrics, [`metrics`] the registry over it, [`handles`] what the
 //! data plane holds on to so that counting costs an atomic addition. [`outcome`] records each
 //! request exactly once, and [`log`] writes lines without ever waiting for whoever reads them.
+//! [`events`] tells and remembers what changed, [`history`] what endpoints were like a while ago.
 
+pub mod events;
 pub mod handles;
+pub mod history;
+pub mod level;
 pub mod log;
 pub mod metrics;
 pub mod names;
@@ -13,6 +17,7 @@ pub mod redact;
 pub mod repeats;
 pub mod utc;
 
+pub use events::{Change, Events};
 pub use handles::{ConnectionGauge, EndpointMetrics, EndpointStateGauge, ListenerMetrics};
 pub use metrics::Metrics;
 pub use outcome::{Outcome, Side, UserClass};

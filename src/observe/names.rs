@@ -105,6 +105,8 @@ table! {
         "Connections to the endpoint.";
     DIALS = Counter "jackstay_dials_total" ["upstream", "endpoint", "outcome"] "connections",
         "Attempts to connect: ok, refused, timeout, tls, and so on.";
+    ANSWERS = Counter "jackstay_endpoint_answers_total" ["upstream", "endpoint", "outcome"] "answers",
+        "Answers by the endpoint that gave them: ok, or error for 500 and above.";
     PING_RTT = Histogram "jackstay_ping_rtt_seconds" ["upstream", "endpoint"] "seconds",
         "Round trips of HTTP/2 PING.";
 }

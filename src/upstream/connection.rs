@@ -31,6 +31,7 @@ use super::health::{ConnectionHealth, Life, Thresholds};
 use super::rebalance::Requests;
 use super::stats::ConnectionStats;
 use crate::observe::ConnectionGauge;
+use crate::observe::events::{Change, Kind};
 use driver::Driver;
 
 /// A cancelled stream keeps its place for this long. The apiserver's handler may still run: Go
@@ -43,6 +44,24 @@ const DOUBT_AFTER: Duration = Duration::from_millis(50);
 
 /// The reason of a drain that nobody needs to make way for.
 pub const IDLE: &str = "idle";
+
+/// What a change of its life means for what runs on it, for the log.
+fn effect(life: Life, streams: usize, watches: usize) -> String {
+    let requests = streams.saturating_sub(watches);
+    match life {
+        Life::Live => "takes new streams again".to_owned(),
+        Life::Suspect => {
+            format!("no new streams; {requests} requests and {watches} watches wait on it")
+        }
+        Life::Draining => {
+            format!("no new streams; {requests} requests and {watches} watches run on")
+        }
+        Life::Dead if streams == 0 => "closed; nothing ran on it".to_owned(),
+        Life::Dead => format!(
+            "closed; {requests} requests and {watches} watches go on elsewhere where they may"
+        ),
+    }
+}
 
 /// A connection, shared inside one worker.
 pub struct Connection {
@@ -281,18 +300,18 @@ impl Connection {
             Life::Dead => drop(self.gauge.take()),
             _ => self.gauge.borrow_mut().iter_mut().for_each(|gauge| gauge.set(life.as_str())),
         }
-        tracing::info!(
-            upstream = %self.endpoint.upstream,
-            endpoint = %self.endpoint.label,
-            class = self.class.as_str(),
-            local = self.stats.local.map(tracing::field::display),
-            from = before.as_str(),
-            to = life.as_str(),
-            streams = self.streams(),
-            watches = self.watches(),
-            reason = why,
-            "connection changed its state"
-        );
+        let local = self.stats.local.map_or_else(String::new, |local| format!(" from {local}"));
+        self.endpoint.metrics.changed(&Change {
+            kind: Kind::Connection,
+            upstream: Some(&self.endpoint.upstream),
+            name: &self.endpoint.label,
+            detail: &format!("class {}{local}", self.class.as_str()),
+            from: before.as_str(),
+            to: life.as_str(),
+            reason: why,
+            effect: &effect(life, self.streams(), self.watches()),
+            bad: false, // what it means for the endpoint is the endpoint's to say
+        });
         self.changed.notify_waiters();
         self.pool.notify_waiters();
     }

@@ -26,6 +26,7 @@ use super::balance;
 use super::stats::{ConnectionStats, Ejection, EndpointStatus};
 use crate::config::EndpointAddress;
 use crate::net::tls_files::rfc3339;
+use crate::observe::events::{Change, Kind};
 use crate::observe::{EndpointMetrics, EndpointStateGauge};
 
 /// State of an endpoint, best first: the order is the order of preference.
@@ -60,6 +61,17 @@ impl EndpointState {
             Self::Ejected => "ejected",
             Self::NoH2 => "no-h2",
             Self::Leaving => "leaving",
+        }
+    }
+
+    /// What being in it means, for the log.
+    fn effect(self) -> &'static str {
+        match self {
+            Self::Ready => "takes requests",
+            Self::Connecting => "is tried; requests go elsewhere while they can",
+            Self::Degraded => "no new request while another is ready; nothing is cut",
+            Self::Ejected | Self::NoH2 => "no request goes there; tried again with backoff",
+            Self::Leaving => "no new request; its connections drain",
         }
     }
 
@@ -367,6 +379,7 @@ impl Endpoint {
 
     /// Passive evidence: an answer of this status arrived for a request.
     pub fn answered(&self, status: u16) {
+        self.metrics.answered(status);
         if status < 500 {
             if self.errors_in_row.load(Ordering::Relaxed) != 0 {
                 self.errors_in_row.store(0, Ordering::Relaxed);
@@ -416,7 +429,13 @@ impl Endpoint {
             let list = self.connections.lock().unwrap_or_else(PoisonError::into_inner);
             list.iter().filter_map(Weak::upgrade).map(|stats| stats.status()).collect()
         };
+        let (answers, errors) = self.metrics.history().totals();
         EndpointStatus {
+            rtt: self.metrics.history().quantiles(),
+            streams: connections.iter().map(|connection| connection.streams).sum(),
+            watches: connections.iter().map(|connection| connection.watches).sum(),
+            answers,
+            errors,
             address: self.label.to_string(),
             server_name: self.server_name.to_str().into_owned(),
             state: self.state().as_str(),
@@ -469,14 +488,20 @@ impl Endpoint {
         self.state.store(after as u8, Ordering::Relaxed);
         facts.gauge.set(after.as_str());
         drop(facts);
-        tracing::info!(
-            upstream = %self.upstream,
-            endpoint = %self.label,
-            from = before.as_str(),
-            to = after.as_str(),
-            reason,
-            "endpoint changed its state"
-        );
+        self.metrics.changed(&Change {
+            kind: Kind::Endpoint,
+            upstream: Some(&self.upstream),
+            name: &self.label,
+            detail: "",
+            from: before.as_str(),
+            to: after.as_str(),
+            reason: &reason,
+            effect: after.effect(),
+            bad: matches!(
+                after,
+                EndpointState::Ejected | EndpointState::NoH2 | EndpointState::Degraded
+            ),
+        });
     }
 }
 

@@ -11,6 +11,7 @@ use tokio::time::Instant;
 
 use super::credentials::Class;
 use super::health::Life;
+use crate::observe::history::Rtt;
 
 /// What is known of a connection, written by its worker and read by the status page.
 #[derive(Debug)]
@@ -96,6 +97,16 @@ pub struct EndpointStatus {
     pub since: String,
     /// The last time it could not be connected to.
     pub last_ejection: Option<Ejection>,
+    /// PING round trips of the last minutes, over all connections.
+    pub rtt: Option<Rtt>,
+    /// Open streams, on all connections.
+    pub streams: usize,
+    /// Of those, watches.
+    pub watches: usize,
+    /// Answers it has given.
+    pub answers: u64,
+    /// Of those, answers of 500 and above.
+    pub errors: u64,
     /// Its connections.
     pub connections: Vec<ConnectionStatus>,
 }

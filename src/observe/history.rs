@@ -1,0 +1,216 @@
+//! What an endpoint was like in the last minutes: round trips and answers, in steps, bounded.
+//!
+//! For people who look at a page after something hurt, without a Prometheus beside it. One endpoint
+//! costs about 5 KiB: [`SAMPLES`] round trips, of which the quantiles of now are made, and [`STEPS`]
+//! steps of [`STEP`] each.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use serde::Serialize;
+
+/// Length of a step.
+pub const STEP: Duration = Duration::from_secs(5);
+
+/// Steps that are kept: ten minutes.
+pub const STEPS: usize = 120;
+
+/// Round trips that are kept. A connection yields about one a second.
+pub const SAMPLES: usize = 512;
+
+/// Quantiles of round trips, in milliseconds.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Rtt {
+    /// Half of them took no longer.
+    pub p50_ms: f64,
+    /// All but one in a hundred took no longer.
+    pub p99_ms: f64,
+    /// Of how many.
+    pub samples: usize,
+}
+
+/// One step.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+struct Step {
+    rtt: Option<(f32, f32)>,
+    answers: u32,
+    errors: u32,
+}
+
+/// The steps of an endpoint as columns, oldest first; the last one ended when it was asked for.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Columns {
+    /// Median round trip of PINGs in milliseconds; null where there was none.
+    pub rtt_p50_ms: Vec<Option<f32>>,
+    /// 99th percentile; with few PINGs in a step, the slowest.
+    pub rtt_p99_ms: Vec<Option<f32>>,
+    /// Answers whose head arrived in the step.
+    pub answers: Vec<u32>,
+    /// Of those, answers of 500 and above.
+    pub errors: Vec<u32>,
+}
+
+#[derive(Debug, Default)]
+struct Kept {
+    /// The last round trips in microseconds, a ring.
+    samples: Vec<u32>,
+    /// Round trips ever: the place of the next one in the ring.
+    seen: u64,
+    steps: VecDeque<Step>,
+    /// Totals at the end of the last step.
+    seen_before: u64,
+    answers_before: u64,
+    errors_before: u64,
+}
+
+/// What is remembered of an endpoint. Written by the data plane, read by the admin endpoint.
+#[derive(Debug, Default)]
+pub struct History {
+    answers: AtomicU64,
+    errors: AtomicU64,
+    kept: Mutex<Kept>,
+}
+
+impl History {
+    /// A PING came back. About once a second for each connection, so a lock may be taken.
+    pub fn rtt(&self, round_trip: Duration) {
+        let micros = u32::try_from(round_trip.as_micros()).unwrap_or(u32::MAX);
+        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let place = (kept.seen % SAMPLES as u64) as usize;
+        if place < kept.samples.len() {
+            kept.samples[place] = micros;
+        } else {
+            kept.samples.push(micros);
+        }
+        kept.seen += 1;
+    }
+
+    /// An answer's head arrived.
+    pub fn answered(&self, status: u16) {
+        self.answers.fetch_add(1, Ordering::Relaxed);
+        if status >= 500 {
+            self.errors.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Answers ever, and those of 500 and above among them.
+    pub fn totals(&self) -> (u64, u64) {
+        // In this order: an error is counted as an answer first.
+        let errors = self.errors.load(Ordering::Relaxed);
+        (self.answers.load(Ordering::Relaxed).max(errors), errors)
+    }
+
+    /// Quantiles of the round trips that are kept; none before the first.
+    pub fn quantiles(&self) -> Option<Rtt> {
+        let mut samples = {
+            let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+            kept.samples.clone()
+        };
+        let (p50, p99) = quantiles(&mut samples)?;
+        Some(Rtt { p50_ms: p50.into(), p99_ms: p99.into(), samples: samples.len() })
+    }
+
+    /// A step is over.
+    pub fn step(&self) {
+        let (answers, errors) = self.totals();
+        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let fresh = (kept.seen - kept.seen_before).min(kept.samples.len() as u64);
+        let mut samples: Vec<u32> = (kept.seen - fresh..kept.seen)
+            .map(|at| kept.samples[(at % SAMPLES as u64) as usize])
+            .collect();
+        let step = Step {
+            rtt: quantiles(&mut samples),
+            answers: u32::try_from(answers - kept.answers_before).unwrap_or(u32::MAX),
+            errors: u32::try_from(errors - kept.errors_before).unwrap_or(u32::MAX),
+        };
+        (kept.seen_before, kept.answers_before, kept.errors_before) = (kept.seen, answers, errors);
+        if kept.steps.len() >= STEPS {
+            kept.steps.pop_front();
+        }
+        kept.steps.push_back(step);
+    }
+
+    /// The steps that are kept.
+    pub fn columns(&self) -> Columns {
+        let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        Columns {
+            rtt_p50_ms: kept.steps.iter().map(|step| step.rtt.map(|rtt| rtt.0)).collect(),
+            rtt_p99_ms: kept.steps.iter().map(|step| step.rtt.map(|rtt| rtt.1)).collect(),
+            answers: kept.steps.iter().map(|step| step.answers).collect(),
+            errors: kept.steps.iter().map(|step| step.errors).collect(),
+        }
+    }
+}
+
+/// Median and 99th percentile in milliseconds (nearest rank), of samples in microseconds.
+fn quantiles(samples: &mut [u32]) -> Option<(f32, f32)> {
+    if samples.is_empty() {
+        return None;
+    }
+    samples.sort_unstable();
+    let rank = |percent: usize| (samples.len() * percent).div_ceil(100) - 1;
+    let ms = |percent| samples[rank(percent)] as f32 / 1000.0;
+    Some((ms(50), ms(99)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quantiles_are_of_the_nearest_rank() {
+        let table = [
+            (vec![], None),
+            (vec![1500], Some((1.5, 1.5))),
+            (vec![4000, 1000, 3000, 2000], Some((2.0, 4.0))),
+            (vec![7, 7, 7], Some((0.007, 0.007))),
+        ];
+        for (mut samples, expected) in table {
+            assert_eq!(quantiles(&mut samples), expected, "{samples:?}");
+        }
+        let mut hundred: Vec<u32> = (1..=200).rev().map(|ms| ms * 1000).collect();
+        assert_eq!(quantiles(&mut hundred), Some((100.0, 198.0)));
+    }
+
+    #[test]
+    fn a_step_holds_what_came_since_the_last_one() {
+        let history = History::default();
+        assert_eq!(history.quantiles(), None);
+        history.rtt(Duration::from_millis(2));
+        history.answered(200);
+        history.answered(503);
+        history.step();
+        history.step();
+        history.rtt(Duration::from_millis(4));
+        history.rtt(Duration::from_millis(6));
+        history.answered(404);
+        history.step();
+        let columns = history.columns();
+        assert_eq!(columns.rtt_p50_ms, [Some(2.0), None, Some(4.0)]);
+        assert_eq!(columns.rtt_p99_ms, [Some(2.0), None, Some(6.0)]);
+        assert_eq!((columns.answers, columns.errors), (vec![2, 0, 1], vec![1, 0, 0]));
+        assert_eq!(history.totals(), (3, 1));
+        assert_eq!(history.quantiles(), Some(Rtt { p50_ms: 4.0, p99_ms: 6.0, samples: 3 }));
+    }
+
+    #[test]
+    fn memory_is_bounded_and_the_oldest_goes() {
+        let history = History::default();
+        for i in 0..SAMPLES as u64 * 3 {
+            history.rtt(Duration::from_micros(i));
+            history.step();
+        }
+        let rtt = history.quantiles().expect("samples");
+        assert_eq!(rtt.samples, SAMPLES);
+        assert!(rtt.p50_ms > 2.0 * SAMPLES as f64 / 1000.0, "{rtt:?}");
+        assert_eq!(history.columns().answers.len(), STEPS);
+        // A step longer than the ring holds counts what is left of it.
+        for _ in 0..SAMPLES * 2 {
+            history.rtt(Duration::from_secs(3));
+        }
+        history.step();
+        assert_eq!(history.columns().rtt_p50_ms.last(), Some(&Some(3000.0)));
+    }
+}

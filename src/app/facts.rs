@@ -13,8 +13,8 @@ use super::worker::Pulse;
 use crate::admin::{self, Part, Readiness};
 use crate::config::{self, Config};
 use crate::net::serving::ServingTls;
-use crate::net::tls_files::rfc3339;
 use crate::observe::history::STEP;
+use crate::observe::utc::Utc;
 use crate::observe::{ListenerMetrics, Metrics};
 use crate::upstream::pool::Upstream;
 
@@ -102,7 +102,7 @@ impl Facts {
                     "state": if loaded.is_some() { "loaded" } else { "awaited" },
                     "subject": loaded.as_ref().map(|info| info.subject.to_string()),
                     "serial": loaded.as_ref().map(|info| info.serial.clone()),
-                    "not_after": loaded.as_ref().map(|info| rfc3339(info.not_after)),
+                    "not_after": loaded.as_ref().map(|info| Utc(info.not_after).seconds()),
                     "error": slot.error(),
                 })
             })
@@ -119,7 +119,7 @@ impl Facts {
             "certificate": {
                 "subject": certificate.info.subject.to_string(),
                 "serial": certificate.info.serial,
-                "not_after": rfc3339(certificate.info.not_after),
+                "not_after": Utc(certificate.info.not_after).seconds(),
             },
             "identities": identities,
         })
@@ -218,7 +218,7 @@ impl admin::Facts for Facts {
             self.listeners.iter().map(|listener| self.listener_status(listener)).collect();
         json!({
             "version": env!("CARGO_PKG_VERSION"),
-            "started_at": rfc3339(self.started),
+            "started_at": Utc(self.started).seconds(),
             "draining": *self.draining.borrow(),
             "listeners": listeners,
             "upstreams": upstreams,

@@ -10,8 +10,9 @@ use std::time::SystemTime;
 
 use crate::config::{CertPaths, Config, ConfigError, ConfigErrors, Overrides, load};
 use crate::net::tls_files::{
-    CertInfo, Problem, Subject, TlsFileError, Validity, load_ca, load_cert, rfc3339,
+    CertInfo, Problem, Subject, TlsFileError, Validity, load_ca, load_cert,
 };
+use crate::observe::utc::Utc;
 
 /// Largest bearer token read: the apiserver takes no header above 1 MiB.
 const MAX_TOKEN: u64 = 64 << 10;
@@ -180,7 +181,7 @@ impl Check {
             Err(error) if error.problem == Problem::Expired => self.error(at, error),
             Err(error) => self.note(at, error),
             Ok(()) => {
-                let until = rfc3339(info.not_after);
+                let until = Utc(info.not_after).seconds();
                 self.note(at, format!("{}, valid until {until}", info.subject));
             }
         }

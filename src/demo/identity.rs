@@ -4,13 +4,10 @@
 //! `RequestClientCert` does; whether it is worth anything is decided here, and a bad one costs a
 //! 401, not the connection.
 
-use rustls::client::danger::HandshakeSignatureValid;
 use rustls::pki_types::{CertificateDer, UnixTime};
-use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
-use rustls::{DigitallySignedStruct, DistinguishedName, SignatureScheme};
+use rustls::server::danger::ClientCertVerifier;
 use serde_json::{Value, json};
 use std::collections::HashMap;
-use std::sync::Arc;
 
 /// A user, as authentication found it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -187,49 +184,4 @@ pub fn impersonate(user: User, headers: &http::HeaderMap) -> Result<User, String
     let mut groups: Vec<_> = headers.get_all("impersonate-group").iter().map(text).collect();
     groups.push("system:authenticated".to_owned());
     Ok(User { name, groups, ..User::default() })
-}
-
-/// Takes every certificate whose key the client holds.
-#[derive(Debug)]
-pub struct TakeAny(pub Arc<dyn ClientCertVerifier>);
-
-impl ClientCertVerifier for TakeAny {
-    fn client_auth_mandatory(&self) -> bool {
-        false
-    }
-
-    fn root_hint_subjects(&self) -> &[DistinguishedName] {
-        self.0.root_hint_subjects()
-    }
-
-    fn verify_client_cert(
-        &self,
-        _: &CertificateDer<'_>,
-        _: &[CertificateDer<'_>],
-        _: UnixTime,
-    ) -> Result<ClientCertVerified, rustls::Error> {
-        Ok(ClientCertVerified::assertion())
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        self.0.verify_tls12_signature(message, certificate, signature)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        self.0.verify_tls13_signature(message, certificate, signature)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.0.supported_verify_schemes()
-    }
 }

@@ -1,27 +1,23 @@
 //! Times and identifiers as Kubernetes writes them.
 
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use crate::observe::utc::Utc;
 
 /// `2026-01-31T12:00:00Z`, the form of `metav1.Time`.
 pub fn rfc3339(time: SystemTime) -> String {
-    rfc3339_seconds(time.duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs()))
+    Utc(time).seconds()
 }
 
 /// The same of seconds since the epoch.
 pub fn rfc3339_seconds(seconds: u64) -> String {
-    format!("{}Z", local(seconds))
+    rfc3339(UNIX_EPOCH + Duration::from_secs(seconds))
 }
 
 /// `2026-01-31T12:00:00.000000Z`, the form of `metav1.MicroTime`.
 pub fn rfc3339_micros(seconds: u64, nanos: u32) -> String {
-    format!("{}.{:06}Z", local(seconds), nanos / 1000)
-}
-
-fn local(seconds: u64) -> String {
-    let (year, month, day) = civil(seconds / 86_400);
-    let of_day = seconds % 86_400;
-    let (hour, minute, second) = (of_day / 3600, of_day / 60 % 60, of_day % 60);
-    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}")
+    let second = rfc3339_seconds(seconds);
+    format!("{}.{:06}Z", second.trim_end_matches('Z'), nanos / 1000)
 }
 
 /// Seconds since the epoch, and nanoseconds, of an RFC 3339 time in UTC.
@@ -49,20 +45,7 @@ pub fn suffix() -> String {
     (0..5).map(|_| char::from(ALPHABET[fastrand::usize(..ALPHABET.len())])).collect()
 }
 
-/// Year, month and day of a day since the epoch (Howard Hinnant's `civil_from_days`).
-fn civil(day: u64) -> (u64, u64, u64) {
-    let z = day + 719_468;
-    let era = z / 146_097;
-    let of_era = z % 146_097;
-    let year_of_era = (of_era - of_era / 1460 + of_era / 36_524 - of_era / 146_096) / 365;
-    let of_year = of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let shifted = (5 * of_year + 2) / 153;
-    let month = if shifted < 10 { shifted + 3 } else { shifted - 9 };
-    let year = year_of_era + era * 400 + u64::from(month <= 2);
-    (year, month, of_year - (153 * shifted + 2) / 5 + 1)
-}
-
-/// The inverse of [`civil`]; `None` before 1970.
+/// The day since the epoch of a date (Howard Hinnant's `days_from_civil`); `None` before 1970.
 fn days(year: u64, month: u64, day: u64) -> Option<u64> {
     let year = year - u64::from(month <= 2);
     let (era, of_era) = (year / 400, year % 400);
@@ -74,7 +57,6 @@ fn days(year: u64, month: u64, day: u64) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::time::Duration;
 
     #[test]
     fn times_round_trip() {

@@ -162,9 +162,10 @@ fn server_config(certificate: &LoadedCert, ca: Option<&LoadedCa>) -> ServerConfi
     config
 }
 
-/// Takes any client certificate whose key is proven; see the module.
+/// Takes any client certificate whose key is proven; see the module. It verifies signatures as the
+/// verifier inside does, and asks for the same CAs.
 #[derive(Debug)]
-struct ProvenLater(Arc<dyn ClientCertVerifier>);
+pub struct ProvenLater(pub Arc<dyn ClientCertVerifier>);
 
 impl ClientCertVerifier for ProvenLater {
     fn client_auth_mandatory(&self) -> bool {

@@ -30,6 +30,22 @@ impl Utc {
         (year, month, day, second, since.subsec_millis())
     }
 
+    /// The same without milliseconds, `2026-07-26T12:34:56Z`: the form of `metav1.Time`, and all
+    /// that dates of certificates have.
+    pub fn seconds(self) -> String {
+        let mut text = String::with_capacity(20);
+        // Writing to a String does not fail.
+        let _ = self.write_second(&mut text);
+        text.push('Z');
+        text
+    }
+
+    fn write_second(self, out: &mut impl fmt::Write) -> fmt::Result {
+        let (year, month, day, second, _) = self.parts();
+        let (h, m, s) = (second / 3600, second / 60 % 60, second % 60);
+        write!(out, "{year:04}-{month:02}-{day:02}T{h:02}:{m:02}:{s:02}")
+    }
+
     /// Writes `07-26 12:34:56.789`, for a person who knows which year it is.
     pub(super) fn write_short(self, out: &mut impl fmt::Write) -> fmt::Result {
         let (_, month, day, second, ms) = self.parts();
@@ -40,9 +56,8 @@ impl Utc {
 
 impl fmt::Display for Utc {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (year, month, day, second, ms) = self.parts();
-        let (h, m, s) = (second / 3600, second / 60 % 60, second % 60);
-        write!(f, "{year:04}-{month:02}-{day:02}T{h:02}:{m:02}:{s:02}.{ms:03}Z")
+        self.write_second(f)?;
+        write!(f, ".{:03}Z", self.parts().4)
     }
 }
 
@@ -69,5 +84,7 @@ mod tests {
         let mut short = String::new();
         Utc(UNIX_EPOCH + Duration::from_millis(1_785_069_296_789)).write_short(&mut short).unwrap();
         assert_eq!(short, "07-26 12:34:56.789");
+        let second = Utc(UNIX_EPOCH + Duration::from_millis(951_782_399_999)).seconds();
+        assert_eq!(second, "2000-02-28T23:59:59Z");
     }
 }

@@ -25,6 +25,7 @@ use rustls::pki_types::CertificateDer;
 use super::respond::Problem;
 use crate::net::serving::ServingTls;
 use crate::net::tls_files::{self, CertInfo};
+use crate::observe::utc::Utc;
 use crate::upstream::credentials::{Class, Credentials};
 
 /// Tokens that are remembered as proven. A node has some hundred pods.
@@ -68,10 +69,10 @@ impl Peer {
             self.verified.set(Some(ca.generation));
         }
         if now >= info.not_after {
-            return Err(format!("it expired on {}", tls_files::rfc3339(info.not_after)));
+            return Err(format!("it expired on {}", Utc(info.not_after).seconds()));
         }
         if now < info.not_before {
-            return Err(format!("it is not valid before {}", tls_files::rfc3339(info.not_before)));
+            return Err(format!("it is not valid before {}", Utc(info.not_before).seconds()));
         }
         Ok(info)
     }

@@ -13,7 +13,7 @@ mod query;
 mod tests;
 mod verb;
 
-pub use query::{WatchParams, pairs, unescape_query};
+pub use query::{pairs, unescape_query};
 pub use verb::Verb;
 
 use http::request::Parts;
@@ -180,11 +180,6 @@ impl RequestInfo {
     /// The object's name, from the path or from a `metadata.name` field selector.
     pub fn name(&self) -> &str {
         self.selected_name.as_deref().unwrap_or_else(|| self.name.of(self.path()))
-    }
-
-    /// The parameters of a watch; read only when one starts.
-    pub fn watch_params(&self) -> WatchParams<'_> {
-        WatchParams::parse(self.query(), self.upgrade)
     }
 
     /// Whether Kubernetes calls it long-running, so that no duration is recorded and no timeout

@@ -1,10 +1,11 @@
 //! A watch as its client sees it: one stream, whatever becomes of the connections below it.
 //!
 //! [`super::watch`] decides; this file moves the bytes, notices that a stream is lost or that its
-//! connection should be left, and asks again elsewhere. [`moving`] is about a watch that leaves a
+//! connection should be left, and asks again elsewhere. [`running`] is the stream; [`moving`] is about a watch that leaves a
 //! stream which works.
 
 mod moving;
+mod running;
 
 use std::collections::VecDeque;
 use std::pin::Pin;
@@ -20,6 +21,7 @@ use http_body::Frame;
 use tokio::time::{Instant, sleep};
 
 use self::moving::Moving;
+use self::running::{Event, Leave, Running};
 use super::line::{Answer as Answered, Line, reissue, release};
 use super::respond::BodyError;
 use super::watch::Encoding;
@@ -54,30 +56,6 @@ enum Leg {
     Moving(Box<Moving>),
     /// Over: how, if not cleanly.
     Done(Option<BodyError>),
-}
-
-/// An upstream stream under way.
-struct Running {
-    recv: RecvStream,
-    unreleased: usize,
-    permit: Permit,
-    /// Of its connection, when it last looked after itself.
-    minutes: u32,
-    /// A reason to leave that it could not follow yet.
-    stays: Option<Leave>,
-    /// Ready when there is a reason to leave this stream.
-    leave: Pin<Box<dyn Future<Output = Leave>>>,
-}
-
-/// Why a stream that works is to be left.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Leave {
-    /// Its connection has no future: on another one.
-    Connection,
-    /// It should look after itself, and move if others are needed elsewhere.
-    Asked,
-    /// The program ends: so should the watch, where its client goes on without a relist.
-    Shutdown,
 }
 
 /// What is needed to ask again.
@@ -419,64 +397,6 @@ impl Again {
             self.shunned.push(Arc::clone(&lost.endpoint));
         }
     }
-}
-
-enum Event {
-    Data(Bytes),
-    End,
-    Lost(String),
-    Leave(Leave),
-}
-
-impl Running {
-    fn new(recv: RecvStream, permit: Permit, line: &Line) -> Self {
-        let leave = leave(&permit, line);
-        let minutes = permit.connection().minutes();
-        Self { recv, unreleased: 0, permit, minutes, stays: None, leave }
-    }
-
-    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Event> {
-        release(&mut self.recv, &mut self.unreleased);
-        if let Poll::Ready(data) = self.recv.poll_data(cx) {
-            return Poll::Ready(match data {
-                Some(Ok(data)) => Event::Data(data),
-                Some(Err(error)) => Event::Lost(error.to_string()),
-                None if self.recv.is_end_stream() => Event::End,
-                None => Event::Lost("the stream was reset".to_owned()),
-            });
-        }
-        self.leave.as_mut().poll(cx).map(Event::Leave)
-    }
-
-    /// It cannot go yet: it is asked again after what comes next, and until then only a shutdown
-    /// can be news.
-    fn stay(&mut self, why: Leave, line: &Line) {
-        self.stays = Some(why);
-        let mut drain = line.drain.clone();
-        self.leave = Box::pin(async move {
-            if why == Leave::Connection {
-                let _ = drain.wait_for(|draining| *draining).await;
-                return Leave::Shutdown;
-            }
-            std::future::pending().await
-        });
-    }
-}
-
-/// Waits for a reason to leave the stream.
-fn leave(permit: &Permit, line: &Line) -> Pin<Box<dyn Future<Output = Leave>>> {
-    let connection = Rc::clone(permit.connection());
-    let mut drain = line.drain.clone();
-    let asked = connection.asked();
-    Box::pin(async move {
-        tokio::select! {
-            () = connection.left_or_asked(asked) => {
-                if connection.is_to_be_left() { Leave::Connection } else { Leave::Asked }
-            }
-            // An error means that the sender is gone, with the program.
-            _ = drain.wait_for(|draining| *draining) => Leave::Shutdown,
-        }
-    })
 }
 
 fn text(headers: &HeaderMap, name: &header::HeaderName) -> String {

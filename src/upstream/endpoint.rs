@@ -13,6 +13,8 @@
 //! `/readyz`); the state is derived here, in one function, and each change is logged here, once,
 //! with its reason.
 
+mod state;
+
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -22,149 +24,17 @@ use rustls::pki_types::ServerName;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
+pub use self::state::{ConnectFailure, EndpointState, backoff};
+use self::state::{Facts, Readyz, Transport};
 use super::balance;
 use super::stats::{ConnectionStats, Ejection, EndpointStatus};
 use crate::config::EndpointAddress;
-use crate::net::tls_files::rfc3339;
+use crate::observe::EndpointMetrics;
 use crate::observe::events::{Change, Kind};
-use crate::observe::{EndpointMetrics, EndpointStateGauge};
+use crate::observe::utc::Utc;
 
-/// State of an endpoint, best first: the order is the order of preference.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[repr(u8)]
-pub enum EndpointState {
-    /// First choice.
-    Ready,
-    /// Nothing is known yet.
-    Connecting,
-    /// Alive, but not well by its own account.
-    Degraded,
-    /// Cannot be connected to.
-    Ejected,
-    /// Does not speak HTTP/2.
-    NoH2,
-    /// Removed from the set.
-    Leaving,
-}
-
-impl EndpointState {
-    /// Every state, for metrics that show one series each.
-    pub const ALL: [Self; 6] =
-        [Self::Ready, Self::Connecting, Self::Degraded, Self::Ejected, Self::NoH2, Self::Leaving];
-
-    /// Name in logs, metrics and status.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Ready => "ready",
-            Self::Connecting => "connecting",
-            Self::Degraded => "degraded",
-            Self::Ejected => "ejected",
-            Self::NoH2 => "no-h2",
-            Self::Leaving => "leaving",
-        }
-    }
-
-    /// What being in it means, for the log.
-    fn effect(self) -> &'static str {
-        match self {
-            Self::Ready => "takes requests",
-            Self::Connecting => "is tried; requests go elsewhere while they can",
-            Self::Degraded => "no new request while another is ready; nothing is cut",
-            Self::Ejected | Self::NoH2 => "no request goes there; tried again with backoff",
-            Self::Leaving => "no new request; its connections drain",
-        }
-    }
-
-    fn from_u8(value: u8) -> Self {
-        match value {
-            0 => Self::Ready,
-            2 => Self::Degraded,
-            3 => Self::Ejected,
-            4 => Self::NoH2,
-            5 => Self::Leaving,
-            _ => Self::Connecting,
-        }
-    }
-}
-
-/// What happened to a connect.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum ConnectFailure {
-    /// Refused, reset, unreachable, or TLS failed: an answer, and a bad one.
-    Refused(String),
-    /// Not done in time.
-    Slow(String),
-    /// The peer did not choose `h2` by ALPN.
-    NoH2(String),
-}
-
-/// Shortest pause before an ejected endpoint is tried again.
-const BACKOFF_MIN: Duration = Duration::from_millis(100);
-/// Longest pause while other endpoints do the work.
-const BACKOFF_MAX: Duration = Duration::from_secs(5);
-/// Longest pause while nothing at all is usable: then every client waits for this.
-const BACKOFF_MAX_ALONE: Duration = Duration::from_millis(800);
 /// A connect that is only slow gets more time on each try, up to this.
 const CONNECT_TIMEOUT_MAX: Duration = Duration::from_secs(10);
-
-/// Pause after the `failures`-th failed connect in a row; `jitter` is in 0..1.
-pub fn backoff(failures: u32, alone: bool, jitter: f64) -> Duration {
-    let cap = if alone { BACKOFF_MAX_ALONE } else { BACKOFF_MAX };
-    let doubled = BACKOFF_MIN.saturating_mul(1 << failures.saturating_sub(1).min(10));
-    doubled.min(cap).mul_f64(0.5 + jitter / 2.0)
-}
-
-/// What is known.
-#[derive(Debug)]
-struct Facts {
-    transport: Transport,
-    readyz: Readyz,
-    leaving: bool,
-    /// It was not usable, or not well, since it was last ready.
-    was_out: bool,
-    failures: u32,
-    slow_failures: u32,
-    /// When the last failed connect ended, or an attempt on a failing endpoint was claimed.
-    tried: Option<Instant>,
-    /// When the last failed connect ended.
-    failed: Option<Instant>,
-    jitter: f64,
-    since: SystemTime,
-    reason: String,
-    last_ejection: Option<(SystemTime, String)>,
-    gauge: EndpointStateGauge,
-}
-
-#[derive(Debug, PartialEq)]
-enum Transport {
-    Unknown,
-    Up,
-    Down(String),
-    NoH2(String),
-}
-
-#[derive(Debug, PartialEq)]
-enum Readyz {
-    Unknown,
-    Ok,
-    Failing(String),
-}
-
-impl Facts {
-    fn state(&self) -> (EndpointState, &str) {
-        match (&self.transport, &self.readyz) {
-            _ if self.leaving => (EndpointState::Leaving, "removed from the set"),
-            (Transport::Down(why), _) => (EndpointState::Ejected, why),
-            (Transport::NoH2(why), _) => (EndpointState::NoH2, why),
-            (Transport::Unknown, _) => (EndpointState::Connecting, "not connected"),
-            (Transport::Up, Readyz::Failing(why)) => (EndpointState::Degraded, why),
-            (Transport::Up, Readyz::Ok) => (EndpointState::Ready, "/readyz is ok"),
-            (Transport::Up, Readyz::Unknown) => {
-                (EndpointState::Connecting, "connected, /readyz not answered yet")
-            }
-        }
-    }
-}
 
 /// An endpoint, shared by the workers, the prober and the admin page.
 #[derive(Debug)]
@@ -440,11 +310,11 @@ impl Endpoint {
             server_name: self.server_name.to_str().into_owned(),
             state: self.state().as_str(),
             reason: facts.reason.clone(),
-            since: rfc3339(facts.since),
+            since: Utc(facts.since).seconds(),
             last_ejection: facts
                 .last_ejection
                 .as_ref()
-                .map(|(at, reason)| Ejection { at: rfc3339(*at), reason: reason.clone() }),
+                .map(|(at, reason)| Ejection { at: Utc(*at).seconds(), reason: reason.clone() }),
             connections,
         }
     }

@@ -6,7 +6,8 @@
 //! HEADERS frames, so nothing needs to decode HPACK.
 
 use bytes::BytesMut;
-use jackstay::demo::identity::{Certificate, TakeAny};
+use jackstay::demo::identity::Certificate;
+use jackstay::net::serving::ProvenLater;
 use rustls::server::WebPkiClientVerifier;
 use std::collections::{HashSet, VecDeque};
 use std::io;
@@ -236,7 +237,7 @@ impl Peers {
         let mut tls = rustls::ServerConfig::builder_with_provider(provider)
             .with_safe_default_protocol_versions()
             .unwrap()
-            .with_client_cert_verifier(Arc::new(TakeAny(verifier.clone())))
+            .with_client_cert_verifier(Arc::new(ProvenLater(verifier.clone())))
             .with_single_cert(vec![server.cert_der()], server.key_der())
             .unwrap();
         tls.alpn_protocols = vec![b"h2".to_vec()];

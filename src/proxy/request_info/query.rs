@@ -87,49 +87,6 @@ pub fn truth(value: Option<&str>) -> bool {
     value.is_some_and(|v| v != "0" && !v.eq_ignore_ascii_case("false"))
 }
 
-/// What a watch asked for, as far as its resumption depends on it.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct WatchParams<'a> {
-    /// `resourceVersion`; absent when empty, which means the same to the server.
-    pub resource_version: Option<Cow<'a, str>>,
-    /// `sendInitialEvents` is there and true: the state comes first, as a stream.
-    pub send_initial_events: bool,
-    /// `allowWatchBookmarks`: the client itself asked for bookmarks.
-    pub allow_bookmarks: bool,
-    /// `timeoutSeconds`; absent when 0, which means the server's own choice.
-    pub timeout_seconds: Option<u64>,
-    /// Events come as WebSocket messages: never resumed.
-    pub websocket: bool,
-}
-
-impl<'a> WatchParams<'a> {
-    /// Reads the parameters from a query string.
-    pub fn parse(query: &'a str, websocket: bool) -> Self {
-        let mut seen = [false; 4];
-        let mut params = WatchParams { websocket, ..WatchParams::default() };
-        for (key, value) in pairs(query) {
-            let slot = match &*key {
-                "resourceVersion" => 0,
-                "sendInitialEvents" => 1,
-                "allowWatchBookmarks" => 2,
-                "timeoutSeconds" => 3,
-                _ => continue,
-            };
-            // The first value wins.
-            if std::mem::replace(&mut seen[slot], true) {
-                continue;
-            }
-            match slot {
-                0 => params.resource_version = Some(value).filter(|v| !v.is_empty()),
-                1 => params.send_initial_events = truth(Some(&value)),
-                2 => params.allow_bookmarks = truth(Some(&value)),
-                _ => params.timeout_seconds = value.parse().ok().filter(|&seconds| seconds > 0),
-            }
-        }
-        params
-    }
-}
-
 /// The name in `fieldSelector=metadata.name=x`, by which the apiserver authorises a list or watch
 /// of one object (`fields.ParseSelector`, `RequiresExactMatch`, `IsValidPathSegmentName`).
 pub fn selected_name(selector: &str) -> Option<&str> {

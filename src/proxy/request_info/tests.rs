@@ -1,7 +1,6 @@
 //! The path table of Kubernetes' own test (`requestinfo_test.go`), ours for kinds, and queries.
 
 use super::*;
-use std::borrow::Cow;
 
 fn info(method: &str, target: &str) -> RequestInfo {
     with_headers(method, target, &[])
@@ -261,38 +260,6 @@ fn long_running_requests() {
     ] {
         assert_eq!(info(method, target).long_running(), want, "{target}");
     }
-}
-
-#[test]
-fn watch_parameters() {
-    let all = "watch=1&resourceVersion=12&sendInitialEvents=true&allowWatchBookmarks=1\
-               &timeoutSeconds=30&resourceVersion=99&timeoutSeconds=1";
-    assert_eq!(
-        info("GET", &format!("/api/v1/pods?{all}")).watch_params(),
-        WatchParams {
-            resource_version: Some(Cow::Borrowed("12")),
-            send_initial_events: true,
-            allow_bookmarks: true,
-            timeout_seconds: Some(30),
-            websocket: false,
-        }
-    );
-    let none = WatchParams::default();
-    for query in [
-        "",
-        "resourceVersion=&resourceVersion=7",
-        "sendInitialEvents=false",
-        "allowWatchBookmarks=0",
-        "timeoutSeconds=0",
-        "timeoutSeconds=-1",
-        "timeoutSeconds=x",
-        "resourceVersion=1;x=y",
-    ] {
-        assert_eq!(WatchParams::parse(query, false), none, "{query}");
-    }
-    let encoded = WatchParams::parse("resourceVersion=%31%32&sendInitialEvents", true);
-    assert_eq!(encoded.resource_version.as_deref(), Some("12"));
-    assert!(encoded.send_initial_events && encoded.websocket);
 }
 
 #[test]

@@ -12,7 +12,8 @@ use std::time::Duration;
 use http::header;
 use tokio::time::timeout;
 
-use super::{Answered, Attempt, Leg, Running, WatchBody, leave, text};
+use super::running::Running;
+use super::{Answered, Attempt, Leg, WatchBody, text};
 use crate::proxy::line::open;
 use crate::proxy::watch::resume::{Answer, Judgement, judge};
 use crate::upstream::pool::Need;
@@ -30,7 +31,7 @@ impl WatchBody {
     /// Its connection has asked all its watches to look after themselves, and perhaps some to go.
     pub(super) fn asked(&mut self) {
         let Leg::Running(running) = &mut self.leg else { return };
-        running.leave = leave(&running.permit, &self.again.line);
+        running.watch_out(&self.again.line);
         let connection = Rc::clone(running.permit.connection());
         let minutes = connection.minutes();
         if std::mem::replace(&mut running.minutes, minutes) != minutes

@@ -1,0 +1,99 @@
+//! The stream that a watch reads now: what comes of it, and the reasons to leave it.
+
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use h2::RecvStream;
+
+use crate::proxy::line::{Line, release};
+use crate::upstream::connection::Permit;
+
+/// An upstream stream under way.
+pub(super) struct Running {
+    pub(super) recv: RecvStream,
+    pub(super) unreleased: usize,
+    pub(super) permit: Permit,
+    /// Of its connection, when it last looked after itself.
+    pub(super) minutes: u32,
+    /// A reason to leave that it could not follow yet.
+    pub(super) stays: Option<Leave>,
+    /// Ready when there is a reason to leave this stream.
+    leave: Pin<Box<dyn Future<Output = Leave>>>,
+}
+
+/// Why a stream that works is to be left.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Leave {
+    /// Its connection has no future: on another one.
+    Connection,
+    /// It should look after itself, and move if others are needed elsewhere.
+    Asked,
+    /// The program ends: so should the watch, where its client goes on without a relist.
+    Shutdown,
+}
+
+/// What came of a stream.
+pub(super) enum Event {
+    Data(Bytes),
+    End,
+    Lost(String),
+    Leave(Leave),
+}
+
+impl Running {
+    pub(super) fn new(recv: RecvStream, permit: Permit, line: &Line) -> Self {
+        let leave = leave(&permit, line);
+        let minutes = permit.connection().minutes();
+        Self { recv, unreleased: 0, permit, minutes, stays: None, leave }
+    }
+
+    pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Event> {
+        release(&mut self.recv, &mut self.unreleased);
+        if let Poll::Ready(data) = self.recv.poll_data(cx) {
+            return Poll::Ready(match data {
+                Some(Ok(data)) => Event::Data(data),
+                Some(Err(error)) => Event::Lost(error.to_string()),
+                None if self.recv.is_end_stream() => Event::End,
+                None => Event::Lost("the stream was reset".to_owned()),
+            });
+        }
+        self.leave.as_mut().poll(cx).map(Event::Leave)
+    }
+
+    /// Waits for the next reason to leave.
+    pub(super) fn watch_out(&mut self, line: &Line) {
+        self.leave = leave(&self.permit, line);
+    }
+
+    /// It cannot go yet: it is asked again after what comes next, and until then only a shutdown
+    /// can be news.
+    pub(super) fn stay(&mut self, why: Leave, line: &Line) {
+        self.stays = Some(why);
+        let mut drain = line.drain.clone();
+        self.leave = Box::pin(async move {
+            if why == Leave::Connection {
+                let _ = drain.wait_for(|draining| *draining).await;
+                return Leave::Shutdown;
+            }
+            std::future::pending().await
+        });
+    }
+}
+
+/// Waits for a reason to leave the stream.
+fn leave(permit: &Permit, line: &Line) -> Pin<Box<dyn Future<Output = Leave>>> {
+    let connection = Rc::clone(permit.connection());
+    let mut drain = line.drain.clone();
+    let asked = connection.asked();
+    Box::pin(async move {
+        tokio::select! {
+            () = connection.left_or_asked(asked) => {
+                if connection.is_to_be_left() { Leave::Connection } else { Leave::Asked }
+            }
+            // An error means that the sender is gone, with the program.
+            _ = drain.wait_for(|draining| *draining) => Leave::Shutdown,
+        }
+    })
+}

@@ -1,0 +1,272 @@
+//! The connections of one class: which of them a request gets, and how many more are needed.
+//!
+//! Nothing here opens or closes a connection; the pool above does, by what [`ClassPool::missing`]
+//! says.
+
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::Upstream;
+use crate::config;
+use crate::upstream::balance;
+use crate::upstream::connection::{Connection, Permit};
+use crate::upstream::credentials::Class;
+use crate::upstream::endpoint::Endpoint;
+use crate::upstream::health::Life;
+use crate::upstream::rebalance::Mover;
+
+/// Connections per endpoint for requests that have proven nothing: random tokens must not buy more.
+const UNPROVEN_CONNECTIONS: usize = 2;
+/// Dials in parallel for one class and endpoint.
+const PARALLEL_DIALS: usize = 4;
+/// Connections heard of within this time of the last one are equally trusted.
+const HEARD_LATELY: Duration = Duration::from_millis(100);
+/// Share of an endpoint's streams that watches may take: the rest is for heartbeats.
+const WATCH_SHARE: f64 = 0.9;
+
+/// What a request needs of the connection that it gets.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Need<'a> {
+    /// It is a watch: it keeps its stream for long.
+    pub watch: bool,
+    /// Where it has just failed, and how.
+    pub after: Option<After<'a>>,
+    /// Endpoints that will not do.
+    pub shun: &'a [Arc<Endpoint>],
+}
+
+/// A connection that has just failed a request.
+#[derive(Debug, Clone, Copy)]
+pub enum After<'a> {
+    /// It fell silent or was lost. Others may have with it, so rather one that was heard of
+    /// lately, wherever it goes.
+    Silence(&'a Rc<Connection>),
+    /// Its server refused the request: rather another server.
+    Refusal(&'a Rc<Connection>),
+}
+
+impl After<'_> {
+    fn connection(&self) -> &Rc<Connection> {
+        match self {
+            Self::Silence(connection) | Self::Refusal(connection) => connection,
+        }
+    }
+}
+
+/// The connections of one class.
+pub struct ClassPool {
+    pub(super) class: Class,
+    pub(super) connections: RefCell<Vec<Rc<Connection>>>,
+    pub(super) dialing: RefCell<HashMap<Arc<str>, usize>>,
+    waiters: Cell<usize>,
+    pub(super) used: Cell<Instant>,
+    rng: RefCell<fastrand::Rng>,
+    pub(super) mover: RefCell<Mover>,
+}
+
+impl ClassPool {
+    /// No connections yet.
+    pub(super) fn new(class: Class, now: Instant) -> Self {
+        Self {
+            class,
+            connections: RefCell::default(),
+            dialing: RefCell::default(),
+            waiters: Cell::new(0),
+            used: Cell::new(now),
+            rng: RefCell::default(),
+            mover: RefCell::new(Mover::new(now)),
+        }
+    }
+
+    /// Its class.
+    pub fn class(&self) -> Class {
+        self.class
+    }
+
+    /// Counts one who waits for a stream, until it is dropped.
+    pub(super) fn wait(&self) -> Waiting<'_> {
+        Waiting::new(&self.waiters)
+    }
+
+    /// Whether somebody waits, or asked within the last `window`.
+    pub(super) fn used_since(&self, now: Instant, window: Duration) -> bool {
+        self.waiters.get() > 0 || now < self.used.get() + window
+    }
+
+    /// Takes a stream on the better of two connections of the best tier. `desperate` takes a
+    /// suspect one too.
+    pub(super) fn take(
+        &self,
+        need: Need<'_>,
+        upstream: &Upstream,
+        now: Instant,
+        desperate: bool,
+    ) -> Option<Permit> {
+        let connections = self.connections.borrow();
+        let eligible = |connection: &&Rc<Connection>| {
+            let alive = match connection.life() {
+                Life::Live => true,
+                Life::Suspect => desperate,
+                Life::Draining | Life::Dead => false,
+            };
+            alive
+                && connection.free(now) > 0
+                && !need.shun.iter().any(|shunned| Arc::ptr_eq(shunned, &connection.endpoint))
+                && (!need.watch || self.leaves_room(connection, &connections, upstream))
+        };
+        let refused = match need.after {
+            Some(After::Refusal(connection)) => Some(&connection.endpoint),
+            _ => None,
+        };
+        let rank = |connection: &Rc<Connection>| {
+            let refused = refused.is_some_and(|there| Arc::ptr_eq(there, &connection.endpoint));
+            // The same one only where there is no other: it lives, and one stream of it failed.
+            let same = need.after.is_some_and(|a| Rc::ptr_eq(connection, a.connection()));
+            (connection.endpoint.state(), same, refused, connection.is_doubtful(now))
+        };
+        let best = connections.iter().filter(eligible).map(rank).min()?;
+        let ranked = || connections.iter().filter(eligible).filter(|c| rank(c) == best);
+        let heard_since = match need.after {
+            Some(After::Silence(_)) => ranked()
+                .map(|connection| connection.heard())
+                .max()
+                .and_then(|last| last.checked_sub(HEARD_LATELY)),
+            _ => None,
+        };
+        let candidates = ranked().filter(|c| heard_since.is_none_or(|since| c.heard() >= since));
+        let mut rng = self.rng.borrow_mut();
+        let lot = rng.f64();
+        let chosen = balance::pick(candidates, &mut rng, |c| c.cost(now, lot))?;
+        Some(chosen.reserve(need.watch, now))
+    }
+
+    /// Whether a watch may take a stream of this endpoint: a tenth of them is kept for requests
+    /// that end.
+    fn leaves_room(
+        &self,
+        candidate: &Rc<Connection>,
+        connections: &[Rc<Connection>],
+        upstream: &Upstream,
+    ) -> bool {
+        let watches: usize = connections
+            .iter()
+            .filter(|c| Arc::ptr_eq(&c.endpoint, &candidate.endpoint))
+            .map(|c| c.watches())
+            .sum();
+        let capacity = self.most(&upstream.config().connections) * candidate.cap();
+        (watches as f64) < (capacity as f64 * WATCH_SHARE).max(1.0)
+    }
+
+    fn most(&self, limits: &config::Connections) -> usize {
+        match self.class {
+            Class::Identity(_) | Class::Token => limits.max,
+            Class::UnprovenToken | Class::Anonymous | Class::Probe => {
+                UNPROVEN_CONNECTIONS.min(limits.max)
+            }
+        }
+    }
+
+    pub(super) fn has_live(&self) -> bool {
+        self.connections.borrow().iter().any(|c| c.life() == Life::Live)
+    }
+
+    /// Whether the endpoint that has just given a stream is nearly full, so that the next
+    /// connection should be opened before somebody has to wait for it.
+    pub(super) fn is_tight(&self, permit: &Permit, now: Instant) -> bool {
+        let connection = permit.connection();
+        connection.free(now) * 10 < connection.cap()
+            && self.free_on(&connection.endpoint, now) * 10 < connection.cap()
+    }
+
+    fn free_on(&self, endpoint: &Arc<Endpoint>, now: Instant) -> usize {
+        self.connections
+            .borrow()
+            .iter()
+            .filter(|c| Arc::ptr_eq(&c.endpoint, endpoint) && c.life() == Life::Live)
+            .map(|c| c.free(now))
+            .sum()
+    }
+
+    /// How many connections to open now.
+    pub(super) fn missing(
+        &self,
+        endpoint: &Arc<Endpoint>,
+        limits: &config::Connections,
+        targets: usize,
+        now: Instant,
+    ) -> usize {
+        let dialing = self.dialing.borrow().get(&endpoint.label).copied().unwrap_or(0);
+        let connections = self.connections.borrow();
+        let mine = || connections.iter().filter(|c| Arc::ptr_eq(&c.endpoint, endpoint));
+        let counts = Counts {
+            live: mine().filter(|c| c.life() == Life::Live).count(),
+            suspect: mine().filter(|c| c.life() == Life::Suspect).count(),
+            // What drains is on its way out, and must not keep its replacement out.
+            total: mine().filter(|c| matches!(c.life(), Life::Live | Life::Suspect)).count(),
+            dialing,
+            free: mine().filter(|c| c.life() == Life::Live).map(|c| c.free(now)).sum(),
+            cap: mine().map(|c| c.cap()).max().unwrap_or(limits.max_streams).max(1),
+            waiters: self.waiters.get().div_ceil(targets),
+        };
+        let min = if matches!(self.class, Class::Identity(_)) { limits.min } else { 1 };
+        counts.missing(min, self.most(limits))
+    }
+}
+
+/// The connections of one class to one endpoint, in numbers.
+#[derive(Debug, Clone, Copy)]
+struct Counts {
+    live: usize,
+    suspect: usize,
+    total: usize,
+    dialing: usize,
+    free: usize,
+    cap: usize,
+    waiters: usize,
+}
+
+impl Counts {
+    /// How many more to open: up to the minimum, one for a suspect, and enough streams for those
+    /// who wait, plus a tenth of a connection in reserve.
+    fn missing(&self, min: usize, max: usize) -> usize {
+        let mut want = min.saturating_sub(self.live);
+        // More than half suspect: the endpoint is in trouble, not a flow; its fresh connects are
+        // left to the backoff, one at a time.
+        if self.suspect > 0 && self.live == 0 {
+            want = want.max(1);
+        }
+        if self.suspect * 2 > self.total {
+            want = want.min(1);
+        }
+        if self.live > 0 && self.free * 10 < self.cap {
+            want = want.max(1);
+        }
+        if self.waiters > self.free {
+            want = want.max((self.waiters - self.free).div_ceil(self.cap));
+        }
+        want.saturating_sub(self.dialing)
+            .min(PARALLEL_DIALS.saturating_sub(self.dialing))
+            .min(max.saturating_sub(self.total + self.dialing))
+    }
+}
+
+/// Counts a waiting request for as long as it waits.
+pub(super) struct Waiting<'a>(&'a Cell<usize>);
+
+impl<'a> Waiting<'a> {
+    fn new(count: &'a Cell<usize>) -> Self {
+        count.set(count.get() + 1);
+        Self(count)
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.0.set(self.0.get() - 1);
+    }
+}

@@ -103,6 +103,9 @@ async fn at_most_once() {
             }
         }
         // Nothing stays broken: whatever is stuck comes to its end.
+        if step % 8 == 1 {
+            world.servers[(step - 1) / 8 % 3].restart().unwrap();
+        }
         for (server, hole) in world.servers.iter().zip(&holes) {
             server.cont();
             hole.heal();
@@ -131,14 +134,17 @@ async fn at_most_once() {
     for (id, outcome) in &outcomes {
         let count = counted.get(id).copied().unwrap_or(0);
         assert!(count <= 1, "{id} ({outcome}) was seen {count} times");
-        if outcome == "201" {
-            assert_eq!(count, 1, "{id}");
+        match outcome.as_str() {
+            "201" => assert_eq!(count, 1, "{id}"),
+            // No stream for it, or no server: it was never sent. Rare, and none on a quick machine.
+            "429" | "503" => assert_eq!(count, 0, "{id}"),
+            _ => {}
         }
         *summary.entry(outcome).or_default() += 1;
     }
     println!("{writes} writes under {steps} faults in {:?}: {summary:?}", start.elapsed());
     assert_eq!(outcomes.len(), writes);
-    let known = |o: &str| matches!(o, "201" | "502") || o.starts_with("error");
+    let known = |o: &str| matches!(o, "201" | "502" | "429" | "503") || o.starts_with("error");
     assert!(summary.keys().all(|outcome| known(outcome)), "{summary:?}");
     until("all is well again", async || {
         proxy.endpoints().await.iter().all(|e| e["state"] == "ready")

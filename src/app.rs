@@ -20,19 +20,17 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use arc_swap::ArcSwap;
 use tokio::sync::{oneshot, watch};
 use tokio::task::LocalSet;
 
 use crate::admin::Admin;
 use crate::config::{self, CertPaths, Config};
-use crate::control::{certificates, readyz};
+use crate::control::{certificates, discovery, members};
 use crate::net::serving::ServingTls;
 use crate::net::socket;
 use crate::net::tls_files::TlsFileError;
 use crate::observe::{ListenerMetrics, Metrics};
 use crate::upstream::credentials::Credentials;
-use crate::upstream::endpoint::Endpoint;
 use crate::upstream::pool::Upstream;
 use facts::Facts;
 
@@ -266,12 +264,7 @@ impl Control {
         LocalSet::new().block_on(&runtime, async move {
             for upstream in &self.upstreams {
                 tokio::task::spawn_local(certificates::watch_credentials(Arc::clone(upstream)));
-                for endpoint in upstream.endpoints.load().iter() {
-                    tokio::task::spawn_local(readyz::probe(
-                        Arc::clone(upstream),
-                        Arc::clone(endpoint),
-                    ));
-                }
+                tokio::task::spawn_local(discovery::keep(Arc::clone(upstream)));
             }
             for (name, tls, metrics) in self.serving {
                 tokio::task::spawn_local(certificates::watch_serving(name, tls, metrics));
@@ -303,26 +296,13 @@ fn load_upstream(
     config: &Config,
     metrics: &Arc<Metrics>,
 ) -> Result<Upstream, StartError> {
-    let name: Arc<str> = upstream.name.as_str().into();
     let credentials =
         Credentials::load(upstream, &identities_of(upstream, config)).map_err(StartError::Tls)?;
-    let endpoints = upstream
-        .endpoints
-        .iter()
-        .map(|address| {
-            let label = address.to_string();
-            let server_name = upstream.tls.server_name.as_deref();
-            Endpoint::new(&name, address, server_name, metrics.endpoint(&name, &label))
-        })
-        .collect::<Result<Vec<_>, _>>()
-        .map_err(StartError::ServerName)?;
-    Ok(Upstream {
-        endpoints: ArcSwap::from_pointee(endpoints),
-        credentials,
-        config: ArcSwap::from_pointee(upstream.clone()),
-        metrics: Arc::clone(metrics),
-        name,
-    })
+    let loaded = Upstream::new(upstream.clone(), credentials, metrics);
+    match members::place(&loaded, &members::seeds(upstream)).refused.pop() {
+        None => Ok(loaded),
+        Some(why) => Err(StartError::ServerName(why)),
+    }
 }
 
 /// The identities of all listeners of an upstream, each once, and the probe's own.

@@ -1,4 +1,6 @@
 //! Keeps the picture of the world true, beside the path of requests and never on it.
 
 pub mod certificates;
+pub mod discovery;
+pub mod members;
 pub mod readyz;

@@ -82,14 +82,21 @@ impl Streak {
 /// a GOAWAY after every anonymous or unauthorized answer, and 5,000 nodes that come back at once
 /// would be a storm.
 pub async fn probe(upstream: Arc<Upstream>, endpoint: Arc<Endpoint>) {
+    tokio::select! {
+        () = endpoint.left() => {}
+        () = ask_until_it_leaves(&upstream, &endpoint) => {}
+    }
+}
+
+async fn ask_until_it_leaves(upstream: &Arc<Upstream>, endpoint: &Arc<Endpoint>) {
     let changed = Rc::new(Notify::new());
     let mut streak = Streak::default();
-    let mut connection: Option<Rc<Connection>> = None;
+    let mut connection: Option<Own> = None;
     let mut next = Instant::now();
     while endpoint.state() != EndpointState::Leaving {
         let config = upstream.config.load_full();
         let config = &config.health.readyz;
-        let kept = connection.take().filter(|c| is_current(&upstream, c));
+        let kept = connection.take().filter(|c| is_current(upstream, c));
         let current = if let Some(current) = kept {
             current
         } else {
@@ -98,8 +105,8 @@ pub async fn probe(upstream: Arc<Upstream>, endpoint: Arc<Endpoint>) {
                 sleep_until(next).await;
             }
             streak = Streak::default();
-            let Some(fresh) = connect(&upstream, &endpoint, &changed).await else { continue };
-            fresh
+            let Some(fresh) = connect(upstream, endpoint, &changed).await else { continue };
+            Own(fresh)
         };
         tokio::select! {
             () = sleep_until(next) => {}
@@ -126,7 +133,7 @@ pub async fn probe(upstream: Arc<Upstream>, endpoint: Arc<Endpoint>) {
                 true
             }
         };
-        let anonymous = is_anonymous(&upstream);
+        let anonymous = is_anonymous(upstream);
         next = asked_at + pause(config, failing, anonymous, fastrand::f64());
         tokio::select! {
             () = sleep_until(next) => {}
@@ -142,6 +149,23 @@ pub async fn probe(upstream: Arc<Upstream>, endpoint: Arc<Endpoint>) {
             }
         }
         connection = Some(current);
+    }
+}
+
+/// The prober's connection, which nobody else would close.
+struct Own(Rc<Connection>);
+
+impl std::ops::Deref for Own {
+    type Target = Rc<Connection>;
+
+    fn deref(&self) -> &Rc<Connection> {
+        &self.0
+    }
+}
+
+impl Drop for Own {
+    fn drop(&mut self) {
+        self.0.drain("no longer probed");
     }
 }
 

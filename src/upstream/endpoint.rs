@@ -54,6 +54,10 @@ pub struct Endpoint {
     live: AtomicUsize,
     connections: Mutex<Vec<Weak<ConnectionStats>>>,
     probe: Notify,
+    /// It is a seed that is not in what was discovered: for when nothing else will do.
+    fallback: AtomicBool,
+    /// Told when it leaves.
+    leaves: Notify,
     /// Time starts here for [`Self::ready_for`].
     born: Instant,
     /// Milliseconds from then until it became ready, plus one; 0 while it is not.
@@ -108,6 +112,8 @@ impl Endpoint {
             live: AtomicUsize::new(0),
             connections: Mutex::default(),
             probe: Notify::new(),
+            fallback: AtomicBool::new(false),
+            leaves: Notify::new(),
             born: Instant::now(),
             ready_at: AtomicU64::new(0),
             recovering: AtomicBool::new(false),
@@ -245,6 +251,28 @@ impl Endpoint {
     /// It is no longer in the set.
     pub fn leave(&self) {
         self.update(|facts| facts.leaving = true);
+        self.leaves.notify_waiters();
+    }
+
+    /// Waits until it has left the set.
+    pub async fn left(&self) {
+        let mut leaves = std::pin::pin!(self.leaves.notified());
+        // Registered before the look, so that it cannot leave in between.
+        leaves.as_mut().enable();
+        if self.state() != EndpointState::Leaving {
+            leaves.await;
+        }
+    }
+
+    /// Whether it is asked only where no other endpoint of its state is there: a seed that is not
+    /// among what was discovered.
+    pub fn is_fallback(&self) -> bool {
+        self.fallback.load(Ordering::Relaxed)
+    }
+
+    /// Says whether it is a fallback.
+    pub fn set_fallback(&self, fallback: bool) {
+        self.fallback.store(fallback, Ordering::Relaxed);
     }
 
     /// Passive evidence: an answer of this status arrived for a request.

@@ -59,7 +59,7 @@ pub async fn open(
         .load()
         .iter()
         .map(|endpoint| Candidate {
-            state: endpoint.state(),
+            rank: (endpoint.state(), endpoint.is_fallback()),
             load: load(&endpoint.label),
             endpoint: Arc::clone(endpoint),
         })
@@ -121,7 +121,8 @@ fn failed(endpoint: &Endpoint, failure: ConnectFailure) -> String {
 }
 
 struct Candidate {
-    state: EndpointState,
+    /// State, and whether it is a fallback.
+    rank: (EndpointState, bool),
     load: usize,
     endpoint: Arc<Endpoint>,
 }
@@ -129,9 +130,9 @@ struct Candidate {
 /// Best state first; within the best one, the less loaded of two random ones.
 fn order(candidates: &mut [Candidate], rng: &mut fastrand::Rng) {
     rng.shuffle(candidates);
-    candidates.sort_by_key(|candidate| candidate.state);
+    candidates.sort_by_key(|candidate| candidate.rank);
     if let [first, second, ..] = candidates
-        && first.state == second.state
+        && first.rank == second.rank
         && second.load < first.load
     {
         candidates.swap(0, 1);
@@ -222,7 +223,7 @@ mod tests {
         let metrics = Metrics::new().endpoint("u", name);
         let address = EndpointAddress { host: name.to_owned(), port: 6443 };
         let endpoint = Endpoint::new(&"u".into(), &address, None, metrics).unwrap();
-        Candidate { state, load, endpoint }
+        Candidate { rank: (state, false), load, endpoint }
     }
 
     #[test]

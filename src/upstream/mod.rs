@@ -11,4 +11,5 @@ pub mod health;
 pub mod http1;
 pub mod pool;
 pub mod rebalance;
+pub mod shared;
 pub mod stats;

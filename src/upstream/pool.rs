@@ -13,18 +13,16 @@ use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::time::Duration;
 
-use arc_swap::{ArcSwap, Guard};
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until, timeout_at};
 
 pub use self::class::{After, ClassPool, Need};
-use super::connection::{self, Connection, Permit, Settings};
-use super::credentials::{Class, Credentials};
+use super::connection::{self, Connection, Permit};
+use super::credentials::Class;
 use super::dial::dial_h2;
 use super::endpoint::{ConnectFailure, Endpoint, EndpointState};
-use super::health::{Life, Thresholds};
-use crate::config;
-use crate::observe::Metrics;
+use super::health::Life;
+pub use super::shared::Upstream;
 
 /// How long a request waits for a usable connection while every endpoint is down. Promise 6 says
 /// that it has its answer within 1.5 s.
@@ -37,46 +35,6 @@ const IDLE_CLASS: Duration = Duration::from_secs(300);
 const FANOUT: usize = 3;
 /// Slow tick of the maintenance.
 const TICK: Duration = Duration::from_millis(200);
-
-/// What all workers share of one upstream.
-#[derive(Debug)]
-pub struct Upstream {
-    /// Its name.
-    pub name: Arc<str>,
-    /// The endpoints now. Replaced whole; readers never wait.
-    pub endpoints: ArcSwap<Vec<Arc<Endpoint>>>,
-    /// What we show it.
-    pub credentials: Credentials,
-    /// Limits and thresholds. Replaced whole by a reload; see [`Self::config`].
-    pub config: ArcSwap<config::Upstream>,
-    /// Where things are counted.
-    pub metrics: Arc<Metrics>,
-}
-
-impl Upstream {
-    /// Limits and thresholds now. Load it once for each decision: a reload may swap it in between.
-    pub fn config(&self) -> Guard<Arc<config::Upstream>> {
-        self.config.load()
-    }
-
-    /// Thresholds of its connections.
-    pub fn settings(&self) -> Settings {
-        let config = self.config();
-        Settings {
-            thresholds: Thresholds {
-                ping_interval: config.health.ping_interval,
-                suspect_after: config.health.suspect_after,
-                dead_after: config.health.dead_after,
-            },
-            max_streams: config.connections.max_streams,
-        }
-    }
-
-    /// Whether any endpoint is usable.
-    pub fn is_usable(&self) -> bool {
-        self.endpoints.load().iter().any(|endpoint| endpoint.is_usable())
-    }
-}
 
 /// Why a request got no stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -196,6 +154,7 @@ impl Pool {
             let tick = Instant::now() + TICK.mul_f64(0.75 + fastrand::f64() / 2.0);
             tokio::select! {
                 () = changed.notified() => {}
+                () = this.upstream.placed.notified() => {}
                 () = sleep_until(tick) => {}
             }
             this.maintain();
@@ -282,7 +241,7 @@ impl Pool {
         let mut chosen: Vec<_> =
             endpoints.iter().filter(|e| e.state() != EndpointState::Leaving).collect();
         if !configured && chosen.len() > FANOUT {
-            chosen.sort_by_key(|e| (e.state(), self.rank(&e.label)));
+            chosen.sort_by_key(|e| (e.state(), e.is_fallback(), self.rank(&e.label)));
             chosen.truncate(FANOUT);
         }
         chosen
@@ -308,9 +267,7 @@ impl Pool {
         tokio::task::spawn_local(async move {
             let limit = endpoint.connect_timeout(pool.upstream.config().health.connect_timeout);
             let result = dial_h2(&endpoint, &tls.h2, limit).await;
-            if let Some(count) = class.dialing.borrow_mut().get_mut(&endpoint.label) {
-                *count -= 1;
-            }
+            class.dialled(&endpoint.label);
             match result {
                 Ok(established) => {
                     endpoint.metrics.dialled("ok");
@@ -334,10 +291,12 @@ impl Pool {
         });
     }
 
-    /// Whether every endpoint has failed a connect since `start` and none is being tried.
+    /// Whether every endpoint has failed a connect since `start` and none is being tried. With no
+    /// endpoint at all there is one to wait for: it may be found any moment.
     fn all_failed_since(&self, class: &ClassPool, start: Instant) -> bool {
         let endpoints = self.upstream.endpoints.load();
-        class.dialing.borrow().values().all(|&count| count == 0)
+        class.dialing.borrow().is_empty()
+            && !endpoints.is_empty()
             && endpoints
                 .iter()
                 .all(|endpoint| endpoint.last_failure().is_some_and(|failed| failed > start))
@@ -345,6 +304,9 @@ impl Pool {
 
     fn reasons(&self) -> String {
         let endpoints = self.upstream.endpoints.load();
+        if endpoints.is_empty() {
+            return "no endpoint is known yet".to_owned();
+        }
         let mut reasons: Vec<_> = endpoints
             .iter()
             .take(5)

@@ -9,7 +9,6 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use arc_swap::ArcSwap;
 use jackstay::config::{self, AccessLog, CertPaths, Overrides};
 use jackstay::net::serving::ServingTls;
 use jackstay::net::{socket, tls_files};
@@ -194,18 +193,14 @@ impl Proxy {
         let config = load(ca, endpoints);
         let (listener, upstream) = (&config.listeners[0], &config.upstreams[0]);
         let metrics = Metrics::new();
-        let name: Arc<str> = upstream.name.as_str().into();
+        let credentials = Credentials::load(upstream, &listener.identities).unwrap();
+        let shared = Upstream::new(upstream.clone(), credentials, &metrics);
         let endpoints = upstream.endpoints.iter().map(|address| {
-            let metrics = metrics.endpoint(&name, &address.to_string());
-            Endpoint::new(&name, address, None, metrics).unwrap()
+            let metrics = metrics.endpoint(&shared.name, &address.to_string());
+            Endpoint::new(&shared.name, address, None, metrics).unwrap()
         });
-        let pool = Pool::new(Arc::new(Upstream {
-            name: Arc::clone(&name),
-            endpoints: ArcSwap::from_pointee(endpoints.collect()),
-            credentials: Credentials::load(upstream, &listener.identities).unwrap(),
-            config: ArcSwap::from_pointee(upstream.clone()),
-            metrics: Arc::clone(&metrics),
-        }));
+        shared.place(endpoints.collect());
+        let pool = Pool::new(Arc::new(shared));
         let tunnels = Tunnels::default();
         let (drain, draining) = watch::channel(false);
         let service = Service {

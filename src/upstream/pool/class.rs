@@ -127,7 +127,9 @@ impl ClassPool {
             let refused = refused.is_some_and(|there| Arc::ptr_eq(there, &connection.endpoint));
             // The same one only where there is no other: it lives, and one stream of it failed.
             let same = need.after.is_some_and(|a| Rc::ptr_eq(connection, a.connection()));
-            (connection.endpoint.state(), same, refused, connection.is_doubtful(now))
+            let endpoint = &connection.endpoint;
+            let doubtful = connection.is_doubtful(now);
+            (endpoint.state(), same, refused, endpoint.is_fallback(), doubtful)
         };
         let best = connections.iter().filter(eligible).map(rank).min()?;
         let ranked = || connections.iter().filter(eligible).filter(|c| rank(c) == best);
@@ -160,6 +162,17 @@ impl ClassPool {
             .sum();
         let capacity = self.most(&upstream.config().connections) * candidate.cap();
         (watches as f64) < (capacity as f64 * WATCH_SHARE).max(1.0)
+    }
+
+    /// A dial has ended. What is not being dialled has no entry: endpoints come and go.
+    pub(super) fn dialled(&self, label: &str) {
+        let mut dialing = self.dialing.borrow_mut();
+        if let Some(count) = dialing.get_mut(label) {
+            *count -= 1;
+            if *count == 0 {
+                dialing.remove(label);
+            }
+        }
     }
 
     fn most(&self, limits: &config::Connections) -> usize {

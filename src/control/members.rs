@@ -1,0 +1,152 @@
+//! The one writer of an upstream's set of endpoints.
+//!
+//! Whoever knows of endpoints says what the set should be; this makes it so. What is unchanged
+//! keeps its object, and with it its connections, its health and its history. What is new is in the
+//! set before what is old leaves it, in one swap. Nothing here waits: not for a connection, not for
+//! a drain, not for the disk.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use rustls::pki_types::ServerName;
+
+use crate::config::{self, EndpointAddress};
+use crate::control::readyz;
+use crate::upstream::endpoint::Endpoint;
+use crate::upstream::pool::Upstream;
+
+/// One endpoint that the set should have. Two with the same address and server name are the same
+/// endpoint.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Member {
+    /// Where it is.
+    pub address: EndpointAddress,
+    /// Name sent as SNI and verified; `None` is the host of the address.
+    pub server_name: Option<String>,
+    /// For when nothing else will do; see [`Endpoint::is_fallback`].
+    pub fallback: bool,
+}
+
+/// What a call of [`place`] has changed.
+#[derive(Debug, Default)]
+pub struct Change {
+    /// Endpoints that are new.
+    pub joined: Vec<Arc<Endpoint>>,
+    /// Endpoints that are gone; their connections drain.
+    pub left: Vec<Arc<Endpoint>>,
+    /// Members that cannot be endpoints, and why.
+    pub refused: Vec<String>,
+}
+
+impl Change {
+    /// Whether the set is what it was.
+    pub fn is_none(&self) -> bool {
+        self.joined.is_empty() && self.left.is_empty()
+    }
+}
+
+/// The endpoints that the configuration itself names, which need nobody to be asked.
+pub fn seeds(config: &config::Upstream) -> Vec<Member> {
+    let server_name = &config.tls.server_name;
+    let member = |address: &EndpointAddress| Member {
+        address: address.clone(),
+        server_name: server_name.clone(),
+        fallback: false,
+    };
+    config.endpoints.iter().map(member).collect()
+}
+
+/// Makes the set of `upstream` what is wanted. An empty wish is one too: who must not lose all
+/// endpoints does not ask for it.
+pub fn place(upstream: &Upstream, wanted: &[Member]) -> Change {
+    let mut change = Change::default();
+    let before = upstream.endpoints.load_full();
+    let mut old: HashMap<_, _> = before.iter().map(|e| (key(e), Arc::clone(e))).collect();
+    let mut after: Vec<Arc<Endpoint>> = Vec::with_capacity(wanted.len());
+    for member in wanted {
+        let name = member.server_name.as_deref().unwrap_or(&member.address.host);
+        let Ok(verified) = ServerName::try_from(name.to_owned()) else {
+            change.refused.push(format!("{}: {name:?} cannot be verified", member.address));
+            continue;
+        };
+        if let Some(known) = old.remove(&(member.address.clone(), verified)) {
+            known.set_fallback(member.fallback);
+            after.push(known);
+            continue;
+        }
+        let metrics = upstream.metrics.endpoint(&upstream.name, &member.address.to_string());
+        match Endpoint::new(&upstream.name, &member.address, Some(name), metrics) {
+            Ok(new) if after.iter().any(|other| key(other) == key(&new)) => {}
+            Ok(new) => {
+                new.set_fallback(member.fallback);
+                change.joined.push(Arc::clone(&new));
+                after.push(new);
+            }
+            Err(why) => change.refused.push(format!("{}: {why}", member.address)),
+        }
+    }
+    change.left = before.iter().filter(|e| old.contains_key(&key(e))).cloned().collect();
+    if !change.is_none() {
+        upstream.place(after);
+    }
+    for endpoint in &change.left {
+        endpoint.leave();
+    }
+    change
+}
+
+fn key(endpoint: &Endpoint) -> (EndpointAddress, ServerName<'static>) {
+    (endpoint.address.clone(), endpoint.server_name.clone())
+}
+
+/// Keeps the set and a prober for each endpoint in it. Lives on the control thread's `LocalSet`.
+#[derive(Debug)]
+pub struct Members {
+    upstream: Arc<Upstream>,
+}
+
+impl Members {
+    /// Takes over the set as it is.
+    pub fn new(upstream: Arc<Upstream>) -> Self {
+        let this = Self { upstream };
+        for endpoint in this.upstream.endpoints.load().iter() {
+            this.probe(endpoint);
+        }
+        this
+    }
+
+    /// Makes the set what is wanted, tells what changed, and has the new ones probed.
+    pub fn apply(&self, wanted: &[Member]) -> Change {
+        let change = place(&self.upstream, wanted);
+        for endpoint in &change.joined {
+            tracing::info!(
+                upstream = %self.upstream.name,
+                endpoint = %endpoint.label,
+                server_name = %endpoint.server_name.to_str(),
+                "endpoint joined"
+            );
+            self.probe(endpoint);
+        }
+        for endpoint in &change.left {
+            tracing::info!(
+                upstream = %self.upstream.name,
+                endpoint = %endpoint.label,
+                "endpoint left; its connections drain"
+            );
+        }
+        for why in &change.refused {
+            tracing::warn!(upstream = %self.upstream.name, why, "endpoint refused");
+        }
+        change
+    }
+
+    /// The upstream whose set it keeps.
+    pub fn upstream(&self) -> &Arc<Upstream> {
+        &self.upstream
+    }
+
+    fn probe(&self, endpoint: &Arc<Endpoint>) {
+        let (upstream, endpoint) = (Arc::clone(&self.upstream), Arc::clone(endpoint));
+        tokio::task::spawn_local(readyz::probe(upstream, endpoint));
+    }
+}

@@ -1,0 +1,86 @@
+//! What all workers share of one upstream: who is in it, what we show it, how it is used.
+//!
+//! Everything here is read on the path of requests and replaced whole from beside it, so that no
+//! reader waits and none sees half a change.
+
+use std::sync::Arc;
+
+use arc_swap::{ArcSwap, Guard};
+use tokio::sync::Notify;
+
+use super::connection::Settings;
+use super::credentials::Credentials;
+use super::endpoint::Endpoint;
+use super::health::Thresholds;
+use crate::config;
+use crate::observe::Metrics;
+
+/// What all workers share of one upstream.
+#[derive(Debug)]
+pub struct Upstream {
+    /// Its name.
+    pub name: Arc<str>,
+    /// The endpoints now. Replaced whole; readers never wait.
+    pub endpoints: ArcSwap<Vec<Arc<Endpoint>>>,
+    /// What we show it.
+    pub credentials: Credentials,
+    /// Limits and thresholds. Replaced whole by a reload; see [`Self::config`].
+    pub config: ArcSwap<config::Upstream>,
+    /// Where things are counted.
+    pub metrics: Arc<Metrics>,
+    /// Told when [`Self::config`] was swapped: whoever decides on the set of endpoints listens.
+    pub reconfigured: Notify,
+    /// Told when the set of endpoints was swapped: whoever connects to them listens.
+    pub placed: Notify,
+}
+
+impl Upstream {
+    /// An upstream without endpoints; [`Self::place`] gives it some.
+    pub fn new(config: config::Upstream, credentials: Credentials, metrics: &Arc<Metrics>) -> Self {
+        Self {
+            name: config.name.as_str().into(),
+            endpoints: ArcSwap::default(),
+            credentials,
+            config: ArcSwap::from_pointee(config),
+            metrics: Arc::clone(metrics),
+            reconfigured: Notify::new(),
+            placed: Notify::new(),
+        }
+    }
+
+    /// Swaps the set of endpoints and wakes who connects to them. There is one caller, the writer
+    /// in the control plane: it alone knows whom to leave.
+    pub fn place(&self, endpoints: Vec<Arc<Endpoint>>) {
+        self.endpoints.store(Arc::new(endpoints));
+        self.placed.notify_waiters();
+    }
+
+    /// Swaps limits, thresholds and sources, and wakes who decides on the set of endpoints.
+    pub fn reconfigure(&self, config: config::Upstream) {
+        self.config.store(Arc::new(config));
+        self.reconfigured.notify_one();
+    }
+
+    /// Limits and thresholds now. Load it once for each decision: a reload may swap it in between.
+    pub fn config(&self) -> Guard<Arc<config::Upstream>> {
+        self.config.load()
+    }
+
+    /// Thresholds of its connections.
+    pub fn settings(&self) -> Settings {
+        let config = self.config();
+        Settings {
+            thresholds: Thresholds {
+                ping_interval: config.health.ping_interval,
+                suspect_after: config.health.suspect_after,
+                dead_after: config.health.dead_after,
+            },
+            max_streams: config.connections.max_streams,
+        }
+    }
+
+    /// Whether any endpoint is usable.
+    pub fn is_usable(&self) -> bool {
+        self.endpoints.load().iter().any(|endpoint| endpoint.is_usable())
+    }
+}

@@ -1,0 +1,105 @@
+//! The one writer of the set: what is unchanged stays, what is new comes first, what is gone drains.
+
+use crate::support::{Certs, World, until};
+use jackstay::config::EndpointAddress;
+use jackstay::control::members::{Member, place, seeds};
+use jackstay::observe::Metrics;
+use jackstay::upstream::credentials::Credentials;
+use jackstay::upstream::endpoint::EndpointState;
+use jackstay::upstream::pool::Upstream;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+fn member(host: &str) -> Member {
+    Member {
+        address: EndpointAddress { host: host.into(), port: 6443 },
+        server_name: None,
+        fallback: false,
+    }
+}
+
+fn upstream(certs: &Certs) -> Upstream {
+    let mut config = certs.config(&[]);
+    let config = config.upstreams.remove(0);
+    let credentials = Credentials::load(&config, &[]).unwrap();
+    Upstream::new(config, credentials, &Metrics::new())
+}
+
+fn labels(upstream: &Upstream) -> Vec<String> {
+    upstream.endpoints.load().iter().map(|e| e.label.to_string()).collect()
+}
+
+#[test]
+fn what_is_unchanged_keeps_its_object() {
+    let certs = Certs::new();
+    let upstream = upstream(&certs);
+    let change = place(&upstream, &[member("10.0.0.1"), member("10.0.0.2")]);
+    assert_eq!((change.joined.len(), change.left.len()), (2, 0));
+    let before = upstream.endpoints.load_full();
+
+    let standby = Member { fallback: true, ..member("10.0.0.2") };
+    let change = place(&upstream, &[member("fd00::3"), standby]);
+    assert_eq!(labels(&upstream), ["[fd00::3]:6443", "10.0.0.2:6443"]);
+    assert_eq!((change.joined.len(), change.left.len()), (1, 1));
+    let after = upstream.endpoints.load_full();
+    assert!(Arc::ptr_eq(&before[1], &after[1]), "the same endpoint");
+    assert!(after[1].is_fallback() && !after[0].is_fallback());
+    assert_eq!(before[0].state(), EndpointState::Leaving);
+
+    let again = place(&upstream, &[member("fd00::3"), member("10.0.0.2")]);
+    assert!(again.is_none());
+    assert!(Arc::ptr_eq(&after, &upstream.endpoints.load_full()), "nothing was swapped");
+    assert!(!after[1].is_fallback());
+}
+
+#[test]
+fn another_name_to_verify_is_another_endpoint() {
+    let certs = Certs::new();
+    let upstream = upstream(&certs);
+    place(&upstream, &[member("10.0.0.1")]);
+    let named = Member { server_name: Some("kubernetes.default.svc".into()), ..member("10.0.0.1") };
+    let change = place(&upstream, &[named.clone(), named]);
+    assert_eq!((change.joined.len(), change.left.len()), (1, 1), "and each is one only once");
+    assert_eq!(upstream.endpoints.load()[0].server_name.to_str(), "kubernetes.default.svc");
+    let broken = Member { server_name: Some("no name".into()), ..member("10.0.0.2") };
+    let change = place(&upstream, &[member("10.0.0.1"), broken]);
+    assert_eq!(change.refused.len(), 1, "{:?}", change.refused);
+    assert_eq!(labels(&upstream), ["10.0.0.1:6443"]);
+}
+
+#[test]
+fn seeds_are_what_the_configuration_says() {
+    let certs = Certs::new();
+    let mut config = certs.config(&["10.0.0.1:6443".parse().unwrap()]);
+    config.upstreams[0].tls.server_name = Some("api.example.com".into());
+    let members = seeds(&config.upstreams[0]);
+    assert_eq!(members.len(), 1);
+    assert_eq!(members[0].server_name.as_deref(), Some("api.example.com"));
+}
+
+#[tokio::test(flavor = "current_thread")]
+async fn a_prober_ends_when_its_endpoint_leaves() {
+    let world = World::new(1);
+    let mut config = world.config();
+    // It would sleep for an hour.
+    config.upstreams[0].health.readyz.interval = Duration::from_secs(3600);
+    let config = config.upstreams.remove(0);
+    let credentials = Credentials::load(&config, config.health.readyz.cert.as_slice()).unwrap();
+    let upstream = Arc::new(Upstream::new(config.clone(), credentials, &Metrics::new()));
+    let change = place(&upstream, &seeds(&config));
+    let endpoint = Arc::clone(&change.joined[0]);
+    let local = tokio::task::LocalSet::new();
+    local
+        .run_until(async {
+            let prober = jackstay::control::readyz::probe(upstream.clone(), endpoint.clone());
+            let prober = tokio::task::spawn_local(prober);
+            until("it is probed", async || endpoint.state() == EndpointState::Ready).await;
+            let start = Instant::now();
+            place(&upstream, &[]);
+            crate::support::soon("the prober ends", prober).await.unwrap();
+            assert!(start.elapsed() < Duration::from_secs(5));
+            until("its connection is closed", async || endpoint.status().connections.is_empty())
+                .await;
+        })
+        .await;
+}

@@ -94,11 +94,27 @@ struct BoundListener {
     addresses: Vec<SocketAddr>,
     /// One set of sockets for each worker.
     sockets: Vec<Vec<std::net::TcpListener>>,
-    tls: Arc<ServingTls>,
     metrics: Arc<ListenerMetrics>,
     upstream: Arc<Upstream>,
-    /// Which slots of the upstream's credentials it may use.
-    slots: Vec<usize>,
+    plane: Plane,
+}
+
+/// What a listener has of its own, by its mode.
+#[derive(Debug, Clone)]
+enum Plane {
+    /// L7.
+    Terminate {
+        config: config::Terminate,
+        tls: Arc<ServingTls>,
+        /// Which slots of the upstream's credentials it may use.
+        slots: Vec<usize>,
+    },
+    /// L4.
+    Passthrough {
+        config: config::Passthrough,
+        /// The upstreams of its routes, in their order.
+        routes: Vec<Arc<Upstream>>,
+    },
 }
 
 /// Everything loaded and bound, nothing served yet.
@@ -197,7 +213,12 @@ impl App {
             upstreams: self.upstreams,
             serving: listeners
                 .into_iter()
-                .map(|listener| (listener.config.name, listener.tls, listener.metrics))
+                .filter_map(|listener| match listener.plane {
+                    Plane::Terminate { tls, .. } => {
+                        Some((listener.config.name, tls, listener.metrics))
+                    }
+                    Plane::Passthrough { .. } => None,
+                })
                 .collect(),
         };
         let control = std::thread::Builder::new()
@@ -309,7 +330,8 @@ fn load_upstream(
 fn identities_of(upstream: &config::Upstream, config: &Config) -> Vec<CertPaths> {
     let mut all: Vec<CertPaths> = Vec::new();
     let listeners = config.listeners.iter().filter(|l| l.upstream == upstream.name);
-    let configured = listeners.flat_map(|l| &l.identities).chain(&upstream.health.readyz.cert);
+    let terminating = listeners.filter_map(|l| l.terminate());
+    let configured = terminating.flat_map(|t| &t.identities).chain(&upstream.health.readyz.cert);
     for paths in configured {
         if !all.contains(paths) {
             all.push(paths.clone());
@@ -324,29 +346,33 @@ fn bind_listener(
     workers: usize,
     metrics: &Arc<Metrics>,
 ) -> Result<BoundListener, StartError> {
-    let tls = Arc::new(ServingTls::load(listener).map_err(StartError::Tls)?);
-    let upstream = upstreams
-        .iter()
-        .find(|upstream| *upstream.name == *listener.upstream)
-        .map(Arc::clone)
-        .ok_or_else(|| {
-            StartError::ServerName(format!("upstream `{}` does not exist", listener.upstream))
-        })?;
-    let slots: HashMap<_, _> = upstream
-        .credentials
-        .slots()
-        .iter()
-        .enumerate()
-        .map(|(index, slot)| (slot.paths.clone(), index))
-        .collect();
+    let find = |name: &str| {
+        let found = upstreams.iter().find(|upstream| *upstream.name == *name).map(Arc::clone);
+        found.ok_or_else(|| StartError::ServerName(format!("upstream `{name}` does not exist")))
+    };
+    let upstream = find(&listener.upstream)?;
+    let plane = match &listener.mode {
+        config::Mode::Terminate(config) => Plane::Terminate {
+            tls: Arc::new(ServingTls::load(config).map_err(StartError::Tls)?),
+            slots: slots_of(&config.identities, &upstream),
+            config: config.clone(),
+        },
+        config::Mode::Passthrough(config) => Plane::Passthrough {
+            routes: config
+                .routes
+                .iter()
+                .map(|route| find(&route.upstream))
+                .collect::<Result<_, _>>()?,
+            config: config.clone(),
+        },
+    };
     let mut bound = BoundListener {
         config: listener.clone(),
         addresses: Vec::new(),
         sockets: (0..workers).map(|_| Vec::new()).collect(),
-        tls,
         metrics: metrics.listener(&listener.name),
-        slots: listener.identities.iter().filter_map(|paths| slots.get(paths).copied()).collect(),
         upstream,
+        plane,
     };
     let mut skipped = None;
     for &address in &listener.bind {
@@ -370,6 +396,18 @@ fn bind_listener(
         }
         _ => Ok(bound),
     }
+}
+
+/// The slots of an upstream's credentials that hold these identities.
+fn slots_of(identities: &[CertPaths], upstream: &Upstream) -> Vec<usize> {
+    let slots: HashMap<_, _> = upstream
+        .credentials
+        .slots()
+        .iter()
+        .enumerate()
+        .map(|(index, slot)| (&slot.paths, index))
+        .collect();
+    identities.iter().filter_map(|paths| slots.get(paths).copied()).collect()
 }
 
 /// One socket for each worker, all on the same port even where that was left to the kernel.

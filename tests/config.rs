@@ -80,7 +80,7 @@ fn a_good_file_is_good() {
     let file = File::new(GOOD);
     let loaded = file.load(&[], &Overrides::default()).unwrap();
     assert_eq!(loaded.warnings, [""; 0]);
-    assert_eq!(loaded.config.listeners[0].limits.max_streams, 100);
+    assert_eq!(loaded.config.listeners[0].terminate().unwrap().limits.max_streams, 100);
 }
 
 /// One replacement in a good file, and the lines that it earns.
@@ -376,18 +376,13 @@ fn each_mistake_in_its_own_words() {
         // Of later versions.
         one(
             "upstream: u",
-            "upstream: u\n  mode: passthrough",
-            "listeners[0].mode: passthrough is not supported by this version; write terminate",
-        ),
-        one(
-            "upstream: u",
-            "upstream: u\n  mode: l7",
+            "upstream: u\n  mode: l7\n  routes: []",
             "listeners[0].mode: \"l7\" is not one of terminate, passthrough",
         ),
         one(
             "upstream: u",
             "upstream: u\n  transparent: true",
-            "listeners[0].transparent: not supported by this version; write false",
+            "listeners[0].transparent: needs mode passthrough: there is no certificate to show here",
         ),
         one(
             "- name: u",
@@ -410,6 +405,97 @@ fn each_mistake_in_its_own_words() {
     for (from, to, expected) in cases {
         assert_eq!(errors(with(from, &to)), expected, "{from} -> {to}");
     }
+}
+
+/// GOOD with a listener that passes connections through instead.
+fn passthrough(more: &str) -> String {
+    let (head, _) = GOOD.split_once("listeners:").unwrap();
+    let head = head.replace("  tls: {ca_file: /ca}\n", "");
+    format!(
+        "{head}listeners:\n- {{name: l, bind: ['127.0.0.1:7443'], mode: passthrough, upstream: u{more}}}\n"
+    )
+}
+
+#[test]
+fn passthrough_needs_an_upstream_and_nothing_else() {
+    let file = File::new(passthrough(""));
+    let loaded = file.load(&[], &Overrides::default()).unwrap();
+    assert_eq!(loaded.warnings, [""; 0]);
+    let passthrough = loaded.config.listeners[0].passthrough().unwrap();
+    assert_eq!((passthrough.idle_timeout, passthrough.rebalance), (None, false));
+    let upstream = &loaded.config.upstreams[0];
+    assert_eq!(upstream.tls.ca_file, None);
+    assert!(upstream.used_by.passthrough && !upstream.used_by.terminate);
+}
+
+#[test]
+fn keys_of_the_other_mode_say_why_they_mean_nothing() {
+    let tls = "has no meaning in mode passthrough: TLS is between the client and the apiserver";
+    let requests = "has no meaning in mode passthrough: no request is seen here";
+    for (more, expected) in [
+        ("tls: {cert_file: c, key_file: k}", vec![format!("tls: {tls}")]),
+        (
+            "client_ca_file: c, identities: []",
+            vec![format!("client_ca_file: {tls}"), format!("identities: {tls}")],
+        ),
+        ("resume_groups: [a]", vec![format!("resume_groups: {tls}")]),
+        ("limits: {max_streams: 1}", vec![format!("limits.max_streams: {requests}")]),
+        ("limits: {stall_timeout: 1s}", vec![format!("limits.stall_timeout: {requests}")]),
+        ("idle_timeout: 10ms", vec!["idle_timeout: is shorter than 1s; 0s is never".into()]),
+        (
+            "routes: [{server_names: [A.b, a.B], upstream: u}]",
+            vec![
+                "routes[0].server_names[1]: \"a.b\" already stands at \
+                  listeners[0].routes[0].server_names[0]"
+                    .into(),
+            ],
+        ),
+        (
+            "routes: [{upstream: u}, {server_names: [10.0.0.1, 'a.*']}]",
+            vec![
+                "routes[0].server_names: is required: at least one name".into(),
+                "routes[1].server_names[0]: \"10.0.0.1\" is an IP address: no client sends one as \
+                 server name (RFC 6066); what asks for none goes to the listener's own upstream"
+                    .into(),
+                "routes[1].server_names[1]: \"a.*\" is not a name such as a.example.com or \
+                 *.example.com"
+                    .into(),
+                "routes[1].upstream: is required: the name of an upstream".into(),
+            ],
+        ),
+        (
+            "routes: [{server_names: [a.b], upstream: v}]",
+            vec!["routes[0].upstream: there is no upstream \"v\"; there is u".into()],
+        ),
+    ] {
+        let expected: Vec<_> =
+            expected.into_iter().map(|line| format!("f: listeners[0].{line}")).collect();
+        assert_eq!(errors(passthrough(&format!(", {more}"))), expected, "{more}");
+    }
+    let flows = "has no meaning in mode terminate: each request finds its own way";
+    for key in ["routes: []", "idle_timeout: 1h", "leave_timeout: 1h", "rebalance: true"] {
+        let name = key.split(':').next().unwrap();
+        assert_eq!(
+            errors(with("upstream: u", &format!("upstream: u\n  {key}"))),
+            [format!("f: listeners[0].{name}: {flows}")]
+        );
+    }
+}
+
+#[test]
+fn who_is_sent_a_credential_or_a_request_is_verified() {
+    let missing = "f: upstreams[0].tls.ca_file: is required";
+    assert_eq!(
+        errors(with("  tls: {ca_file: /ca}\n", "")),
+        [format!("{missing}: the path of a file")]
+    );
+    assert_eq!(
+        errors(passthrough("").replace("{path: /readyz}", "{token_file: /t}")),
+        [format!(
+            "{missing} beside a credential for readyz: without it nobody verifies whom that is \
+             shown to"
+        )]
+    );
 }
 
 #[test]
@@ -496,7 +582,7 @@ listeners:
 - name: l
   bind: ['127.0.0.1:1', '127.0.0.1:1']
   upstream: nobody
-  mode: passthrough
+  tls: {cert_file: c}
   identities: [{cert: x}]
 ";
     let file = File::new(text);
@@ -518,20 +604,22 @@ listeners:
             "f: upstreams[0].name: is required: a name of its own",
             "f: upstreams[0].endpoints[0]: \"10.0.0.1\" has no port: write it as 10.0.0.11:6443 or \
              \"[fd00::13]:6443\"",
-            "f: upstreams[0].tls.ca_file: is required: the path of a file",
             "f: upstreams[0].connections.min: 9 is more than max, which is 3",
             "f: upstreams[0].health.ping_interval: the duration \"5\" has no unit: write it as \
              250ms, 2s, 1m30s or 1h",
             "f: upstreams[0].health.readyz.rise: 0 is out of range: 1 to 100",
             "f: upstreams[1]: expected a map of keys, found the number 5",
-            "f: listeners[0].mode: passthrough is not supported by this version; write terminate",
+            "f: listeners[0].tls.key_file: is required: the path of a file",
             "f: listeners[0].identities[0].cert_file: is required: the path of a file",
             "f: listeners[0].identities[0].key_file: is required: the path of a file",
             "f: listeners[0].identities[0].cert: unknown key \"cert\"",
+            "f: listeners[0].client_ca_file: is required beside identities: without it no client can \
+             prove who it is",
             "f: listeners[0].bind[1]: 127.0.0.1:1 is already bound at listeners[0].bind[0]",
             "f: upstreams[0].endpoints[2]: 10.0.0.1:1 is already an endpoint at \
              upstreams[0].endpoints[1]",
             "f: listeners[0].upstream: there is no upstream \"nobody\"",
+            "f: upstreams[0].tls.ca_file: is required: the path of a file",
         ]
     );
 }

@@ -8,14 +8,14 @@ use std::time::{Duration, Instant, SystemTime};
 use serde_json::{Value, json};
 use tokio::sync::watch;
 
-use super::BoundListener;
 use super::worker::Pulse;
+use super::{BoundListener, Plane};
 use crate::admin::{self, Part, Readiness};
 use crate::config::{self, Config};
 use crate::net::serving::ServingTls;
 use crate::observe::history::STEP;
 use crate::observe::utc::Utc;
-use crate::observe::{ListenerMetrics, Metrics};
+use crate::observe::{ListenerMetrics, Metrics, PassthroughMetrics};
 use crate::upstream::pool::Upstream;
 
 /// A worker whose loop has not turned for this long is stuck.
@@ -40,8 +40,13 @@ struct ListenerFacts {
     upstream: String,
     wanted: usize,
     addresses: Vec<SocketAddr>,
+    mode: &'static str,
+    /// Which slots of the upstream's credentials it may use.
     slots: Vec<usize>,
-    tls: Arc<ServingTls>,
+    /// If it terminates TLS.
+    tls: Option<Arc<ServingTls>>,
+    /// If it passes connections through.
+    flows: Option<Arc<PassthroughMetrics>>,
     metrics: Arc<ListenerMetrics>,
 }
 
@@ -68,14 +73,26 @@ impl Facts {
             upstreams: upstreams.to_vec(),
             listeners: listeners
                 .iter()
-                .map(|bound| ListenerFacts {
-                    name: bound.config.name.clone(),
-                    upstream: bound.config.upstream.clone(),
-                    wanted: bound.config.bind.len(),
-                    addresses: bound.addresses.clone(),
-                    slots: bound.slots.clone(),
-                    tls: Arc::clone(&bound.tls),
-                    metrics: Arc::clone(&bound.metrics),
+                .map(|bound| {
+                    let (tls, slots, flows) = match &bound.plane {
+                        Plane::Terminate { tls, slots, .. } => {
+                            (Some(Arc::clone(tls)), slots.clone(), None)
+                        }
+                        Plane::Passthrough { .. } => {
+                            (None, Vec::new(), Some(metrics.passthrough(&bound.config.name)))
+                        }
+                    };
+                    ListenerFacts {
+                        name: bound.config.name.clone(),
+                        upstream: bound.config.upstream.clone(),
+                        wanted: bound.config.bind.len(),
+                        addresses: bound.addresses.clone(),
+                        mode: bound.config.mode.as_str(),
+                        slots,
+                        tls,
+                        flows,
+                        metrics: Arc::clone(&bound.metrics),
+                    }
                 })
                 .collect(),
             pulses: pulses.into_iter().map(|pulse| (pulse, seen())).collect(),
@@ -89,7 +106,18 @@ impl Facts {
     }
 
     fn listener_status(&self, listener: &ListenerFacts) -> Value {
-        let certificate = listener.tls.certificate();
+        let mut status = json!({
+            "name": listener.name,
+            "mode": listener.mode,
+            "connections": listener.metrics.connections.get(),
+            "bind": listener.addresses.iter().map(ToString::to_string).collect::<Vec<_>>(),
+            "upstream": listener.upstream,
+        });
+        if let Some(flows) = &listener.flows {
+            status["flows"] = json!(flows.open());
+        }
+        let Some(tls) = &listener.tls else { return status };
+        let certificate = tls.certificate();
         let slots = self.upstream(&listener.upstream).map_or(&[][..], |u| u.credentials.slots());
         let identities: Vec<Value> = listener
             .slots
@@ -107,22 +135,16 @@ impl Facts {
                 })
             })
             .collect();
-        json!({
-            "name": listener.name,
-            "connections": listener.metrics.connections.get(),
-            "requests_in_flight": listener.metrics.in_flight.get(),
-            "watches": listener.metrics.watches.get(),
-            "tunnels": listener.metrics.tunnels.get(),
-            "mode": "terminate",
-            "bind": listener.addresses.iter().map(ToString::to_string).collect::<Vec<_>>(),
-            "upstream": listener.upstream,
-            "certificate": {
-                "subject": certificate.info.subject.to_string(),
-                "serial": certificate.info.serial,
-                "not_after": Utc(certificate.info.not_after).seconds(),
-            },
-            "identities": identities,
-        })
+        status["certificate"] = json!({
+            "subject": certificate.info.subject.to_string(),
+            "serial": certificate.info.serial,
+            "not_after": Utc(certificate.info.not_after).seconds(),
+        });
+        status["identities"] = json!(identities);
+        status["requests_in_flight"] = json!(listener.metrics.in_flight.get());
+        status["watches"] = json!(listener.metrics.watches.get());
+        status["tunnels"] = json!(listener.metrics.tunnels.get());
+        status
     }
 }
 

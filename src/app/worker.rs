@@ -11,14 +11,14 @@ use tokio::sync::watch;
 use tokio::task::{LocalSet, spawn_local};
 use tokio::time::{Instant, sleep};
 
-use super::BoundListener;
+use super::{BoundListener, Plane};
 use crate::config::{AccessLog, Config, Listener as ListenerConfig};
 use crate::net::linger::lingering;
-use crate::net::serving::ServingTls;
 use crate::observe::{ListenerMetrics, Metrics};
 use crate::proxy::identify::{Identifier, ProvenTokens};
 use crate::proxy::line::Line;
 use crate::proxy::listener::Listener;
+use crate::proxy::passthrough;
 use crate::proxy::retry::HedgeBudget;
 use crate::proxy::serve::Service;
 use crate::proxy::upgrade::Tunnels;
@@ -46,10 +46,9 @@ pub struct Setup {
 struct Part {
     config: ListenerConfig,
     sockets: Vec<std::net::TcpListener>,
-    tls: Arc<ServingTls>,
     metrics: Arc<ListenerMetrics>,
     upstream: Arc<Upstream>,
-    slots: Vec<usize>,
+    plane: Plane,
 }
 
 impl Setup {
@@ -66,10 +65,9 @@ impl Setup {
             .map(|bound| Part {
                 config: bound.config.clone(),
                 sockets: std::mem::take(&mut bound.sockets[index]),
-                tls: Arc::clone(&bound.tls),
                 metrics: Arc::clone(&bound.metrics),
                 upstream: Arc::clone(&bound.upstream),
-                slots: bound.slots.clone(),
+                plane: bound.plane.clone(),
             })
             .collect();
         Self {
@@ -111,41 +109,58 @@ impl Setup {
         });
         let mut lines: Vec<Rc<Line>> = Vec::new();
         let mut listeners = Vec::new();
-        for part in self.listeners {
-            let line = line(&mut lines, &part.upstream, &self.metrics, &self.drain);
+        let mut passing = Vec::new();
+        for mut part in self.listeners {
+            let name = part.config.name.clone();
             let mut limits = part.config.limits.clone();
             limits.max_connections = limits.max_connections.div_ceil(self.workers);
-            let listener = Rc::new(Listener {
-                service: Rc::new(Service {
-                    line,
-                    identifier: Identifier {
-                        slots: part.slots,
-                        listener: part.config.name.clone(),
-                        tokens: Rc::new(ProvenTokens::default()),
-                    },
-                    metrics: part.metrics,
-                    access: self.access,
-                    resume_groups: part.config.resume_groups,
-                    max_header_bytes: part.config.limits.max_header_bytes,
-                    tunnels: Tunnels::default(),
-                }),
-                name: part.config.name,
-                tls: part.tls,
-                limits,
-                open: Cell::new(0),
-                drain: self.drain.clone(),
-            });
-            for socket in part.sockets {
-                match TcpListener::from_std(socket) {
-                    Ok(socket) => {
+            let sockets = sockets(&name, std::mem::take(&mut part.sockets));
+            match part.plane {
+                Plane::Terminate { config, tls, slots } => {
+                    let listener = Rc::new(Listener {
+                        service: Rc::new(Service {
+                            line: line(&mut lines, &part.upstream, &self.metrics, &self.drain),
+                            identifier: Identifier {
+                                slots,
+                                listener: name.clone(),
+                                tokens: Rc::new(ProvenTokens::default()),
+                            },
+                            metrics: part.metrics,
+                            access: self.access,
+                            resume_groups: config.resume_groups,
+                            max_header_bytes: config.limits.max_header_bytes,
+                            tunnels: Tunnels::default(),
+                        }),
+                        name,
+                        tls,
+                        limits,
+                        requests: config.limits,
+                        open: Cell::new(0),
+                        drain: self.drain.clone(),
+                    });
+                    for socket in sockets {
                         spawn_local(Rc::clone(&listener).accept(socket));
                     }
-                    Err(error) => {
-                        tracing::error!(listener = listener.name, %error, "cannot listen");
+                    listeners.push(listener);
+                }
+                Plane::Passthrough { config, routes } => {
+                    let listener = Rc::new(passthrough::Listener {
+                        flows: self.metrics.passthrough(&name),
+                        name,
+                        upstream: part.upstream,
+                        routes,
+                        config,
+                        limits,
+                        metrics: part.metrics,
+                        open: Cell::new(0),
+                        drain: self.drain.clone(),
+                    });
+                    for socket in sockets {
+                        spawn_local(Rc::clone(&listener).accept(socket));
                     }
+                    passing.push(listener);
                 }
             }
-            listeners.push(listener);
         }
         let mut drain = self.drain;
         // An error means that the sender is gone: the program ends.
@@ -154,7 +169,8 @@ impl Setup {
         let tunnels = || listeners.iter().map(|l| l.service.tunnels.open()).sum::<usize>();
         let open = || {
             let connections: usize = listeners.iter().map(|listener| listener.open.get()).sum();
-            connections + tunnels() + lingering()
+            let flows: usize = passing.iter().map(|listener| listener.open.get()).sum();
+            connections + flows + tunnels() + lingering()
         };
         while open() > 0 && Instant::now() < deadline {
             sleep(DRAIN_TICK).await;
@@ -166,6 +182,16 @@ impl Setup {
             }
         }
     }
+}
+
+/// A listener's sockets on this worker's runtime.
+fn sockets(listener: &str, sockets: Vec<std::net::TcpListener>) -> Vec<TcpListener> {
+    let on_runtime = |socket| {
+        TcpListener::from_std(socket)
+            .inspect_err(|error| tracing::error!(listener, %error, "cannot listen"))
+            .ok()
+    };
+    sockets.into_iter().filter_map(on_runtime).collect()
 }
 
 /// The worker's line to an upstream; listeners that share the upstream share it.

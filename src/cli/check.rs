@@ -17,6 +17,10 @@ use crate::observe::utc::Utc;
 /// Largest bearer token read: the apiserver takes no header above 1 MiB.
 const MAX_TOKEN: u64 = 64 << 10;
 
+/// What an upstream without a CA bundle means.
+const UNVERIFIED: &str = "not given: health is probed without verifying the servers and without \
+                          a credential; clients verify for themselves";
+
 /// What the files of a configuration are like.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Findings {
@@ -33,7 +37,10 @@ pub fn check_files(file: &Path, config: &Config, now: SystemTime) -> Findings {
     let mut check = Check { file: file.display().to_string(), now, found: Findings::default() };
     for (i, upstream) in config.upstreams.iter().enumerate() {
         let at = format!("upstreams[{i}]");
-        check.ca(&format!("{at}.tls.ca_file"), &upstream.tls.ca_file);
+        match &upstream.tls.ca_file {
+            Some(path) => check.ca(&format!("{at}.tls.ca_file"), path),
+            None => check.note(&format!("{at}.tls.ca_file"), UNVERIFIED),
+        }
         let readyz = &upstream.health.readyz;
         if let Some(paths) = &readyz.cert {
             check.client_cert(&format!("{at}.health.readyz"), paths);
@@ -44,11 +51,12 @@ pub fn check_files(file: &Path, config: &Config, now: SystemTime) -> Findings {
     }
     for (i, listener) in config.listeners.iter().enumerate() {
         let at = format!("listeners[{i}]");
-        check.cert(&format!("{at}.tls"), &listener.tls);
-        if let Some(path) = &listener.client_ca_file {
+        let Some(terminate) = listener.terminate() else { continue };
+        check.cert(&format!("{at}.tls"), &terminate.tls);
+        if let Some(path) = &terminate.client_ca_file {
             check.ca(&format!("{at}.client_ca_file"), path);
         }
-        check.identities(&format!("{at}.identities"), &listener.identities);
+        check.identities(&format!("{at}.identities"), &terminate.identities);
     }
     check.found
 }

@@ -5,7 +5,9 @@ use std::path::PathBuf;
 
 use serde_json::{Value, json};
 
-use super::model::{CertPaths, Config, Health, Limits, Listener, Upstream};
+use super::model::{
+    CertPaths, Config, Health, Listener, Mode, Passthrough, Route, Terminate, Upstream,
+};
 use super::units::{format_duration, format_size};
 
 /// The configuration as JSON with the keys of the file.
@@ -32,7 +34,7 @@ fn upstream(upstream: &Upstream) -> Value {
         "endpoints_file": "",
         "discovery": { "kubeconfig": "" },
         "tls": {
-            "ca_file": upstream.tls.ca_file.to_string_lossy(),
+            "ca_file": optional(upstream.tls.ca_file.as_ref()),
             "server_name": upstream.tls.server_name.as_deref().unwrap_or_default(),
         },
         "connections": {
@@ -66,29 +68,62 @@ fn health(health: &Health) -> Value {
 }
 
 fn listener(listener: &Listener) -> Value {
-    json!({
+    let mut all = json!({
         "name": listener.name,
         "bind": listener.bind.iter().map(ToString::to_string).collect::<Vec<_>>(),
-        "mode": "terminate",
-        "transparent": false,
+        "mode": listener.mode.as_str(),
         "upstream": listener.upstream,
-        "tls": cert_paths(&listener.tls),
-        "client_ca_file": optional(listener.client_ca_file.as_ref()),
-        "identities": listener.identities.iter().map(cert_paths).collect::<Vec<_>>(),
-        "resume_groups": listener.resume_groups,
-        "limits": limits(&listener.limits),
+        "limits": {
+            "max_connections": listener.limits.max_connections,
+            "handshake_timeout": format_duration(listener.limits.handshake_timeout),
+        },
+    });
+    let own = match &listener.mode {
+        Mode::Terminate(mode) => terminate(mode),
+        Mode::Passthrough(mode) => passthrough(mode),
+    };
+    merge(&mut all, own);
+    all
+}
+
+fn terminate(mode: &Terminate) -> Value {
+    json!({
+        "transparent": false,
+        "tls": cert_paths(&mode.tls),
+        "client_ca_file": optional(mode.client_ca_file.as_ref()),
+        "identities": mode.identities.iter().map(cert_paths).collect::<Vec<_>>(),
+        "resume_groups": mode.resume_groups,
+        "limits": {
+            "max_streams": mode.limits.max_streams,
+            "max_header_bytes": format_size(mode.limits.max_header_bytes.into()),
+            "header_timeout": format_duration(mode.limits.header_timeout),
+            "stall_timeout": format_duration(mode.limits.stall_timeout),
+        },
     })
 }
 
-fn limits(limits: &Limits) -> Value {
+fn passthrough(mode: &Passthrough) -> Value {
+    let route =
+        |route: &Route| json!({ "server_names": route.server_names, "upstream": route.upstream });
     json!({
-        "max_connections": limits.max_connections,
-        "max_streams": limits.max_streams,
-        "max_header_bytes": format_size(limits.max_header_bytes.into()),
-        "handshake_timeout": format_duration(limits.handshake_timeout),
-        "header_timeout": format_duration(limits.header_timeout),
-        "stall_timeout": format_duration(limits.stall_timeout),
+        "transparent": mode.transparent,
+        "routes": mode.routes.iter().map(route).collect::<Vec<_>>(),
+        "idle_timeout": format_duration(mode.idle_timeout.unwrap_or_default()),
+        "leave_timeout": format_duration(mode.leave_timeout),
+        "rebalance": mode.rebalance,
     })
+}
+
+/// Adds the keys of `more`, and of the maps in it.
+fn merge(all: &mut Value, more: Value) {
+    match (all, more) {
+        (Value::Object(all), Value::Object(more)) => {
+            for (key, value) in more {
+                merge(all.entry(key).or_insert(Value::Null), value);
+            }
+        }
+        (all, more) => *all = more,
+    }
 }
 
 fn cert_paths(paths: &CertPaths) -> Value {

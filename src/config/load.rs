@@ -287,6 +287,7 @@ fn flag_layer(overrides: &Overrides) -> Layer {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::Mode;
     use std::path::PathBuf;
 
     fn shipped() -> PathBuf {
@@ -308,6 +309,11 @@ listeners:
     identities:
       - cert_file: /var/lib/kubelet/pki/kubelet-client-current.pem
         key_file: /var/lib/kubelet/pki/kubelet-client-current.pem
+  - name: passthrough
+    bind: ['127.0.0.1:7444', '[::1]:7444']
+    mode: passthrough
+    upstream: control-plane
+    routes: [{server_names: [kubernetes.default.svc], upstream: control-plane}]
 ";
 
     fn load_text(text: &str) -> Result<Loaded, ConfigErrors> {
@@ -347,7 +353,14 @@ listeners:
         other.workers = 3;
         other.upstreams[0].health.suspect_after = Some(std::time::Duration::from_millis(300));
         other.upstreams[0].tls.server_name = Some("kubernetes.default.svc".into());
-        other.listeners[0].resume_groups = vec!["example.com".into()];
+        if let Mode::Terminate(terminate) = &mut other.listeners[0].mode {
+            terminate.resume_groups = vec!["example.com".into()];
+        }
+        if let Mode::Passthrough(passthrough) = &mut other.listeners[1].mode {
+            passthrough.idle_timeout = Some(std::time::Duration::from_secs(90));
+            passthrough.routes.clear();
+            passthrough.rebalance = true;
+        }
         let text = super::super::effective(&other).to_string();
         assert_eq!(load_text(&text).unwrap().config, other);
     }

@@ -8,6 +8,7 @@
 mod address;
 mod effective;
 mod errors;
+mod listener;
 mod load;
 pub mod model;
 mod node;

@@ -139,6 +139,8 @@ pub struct Upstream {
     pub endpoints: Vec<EndpointAddress>,
     /// How to verify the apiservers.
     pub tls: UpstreamTls,
+    /// Which modes of listener lead here; follows from the listeners, no key of its own.
+    pub used_by: UsedBy,
     /// Limits of the pool.
     pub connections: Connections,
     /// Whether watches move, slowly, to an apiserver that has come back.
@@ -169,10 +171,20 @@ impl std::fmt::Display for EndpointAddress {
 /// Verification of the apiserver's certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UpstreamTls {
-    /// PEM bundle the chain must end in.
-    pub ca_file: PathBuf,
+    /// PEM bundle the chain must end in. `None` only where nothing but passthrough leads there:
+    /// then the probes verify nobody, and send nothing that is secret.
+    pub ca_file: Option<PathBuf>,
     /// Name for SNI and verification; `None` takes the endpoint's host.
     pub server_name: Option<String>,
+}
+
+/// The modes of the listeners that lead to an upstream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct UsedBy {
+    /// One at least terminates TLS: requests are sent there.
+    pub terminate: bool,
+    /// One at least passes connections through: an endpoint's death ends them.
+    pub passthrough: bool,
 }
 
 /// Limits of the connection pool.
@@ -230,15 +242,67 @@ pub struct CertPaths {
     pub key_file: PathBuf,
 }
 
-/// A place clients connect to (`mode: terminate`).
+/// A place clients connect to.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Listener {
     /// Name, unique; a label in metrics.
     pub name: String,
     /// Addresses to listen on.
     pub bind: Vec<SocketAddr>,
-    /// Name of the upstream its requests go to.
+    /// Name of the upstream that its requests or connections go to.
     pub upstream: String,
+    /// What is done with a connection.
+    pub mode: Mode,
+    /// Bounds on the connections of clients, in either mode.
+    pub limits: Limits,
+}
+
+impl Listener {
+    /// What it terminates with, if it terminates TLS.
+    pub fn terminate(&self) -> Option<&Terminate> {
+        match &self.mode {
+            Mode::Terminate(terminate) => Some(terminate),
+            Mode::Passthrough(_) => None,
+        }
+    }
+
+    /// How it passes connections through, if it does.
+    pub fn passthrough(&self) -> Option<&Passthrough> {
+        match &self.mode {
+            Mode::Terminate(_) => None,
+            Mode::Passthrough(passthrough) => Some(passthrough),
+        }
+    }
+
+    /// Every upstream it leads to, the default first; a name may come twice.
+    pub fn upstreams(&self) -> impl Iterator<Item = &str> {
+        let routes = self.passthrough().map_or(&[][..], |passthrough| &passthrough.routes);
+        std::iter::once(self.upstream.as_str()).chain(routes.iter().map(|r| r.upstream.as_str()))
+    }
+}
+
+/// What a listener does with a connection.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Mode {
+    /// L7: TLS ends here, and each request finds its own way.
+    Terminate(Terminate),
+    /// L4: TLS is the client's and the apiserver's; the connection is passed through.
+    Passthrough(Passthrough),
+}
+
+impl Mode {
+    /// Its name in the configuration.
+    pub fn as_str(&self) -> &'static str {
+        match self {
+            Self::Terminate(_) => "terminate",
+            Self::Passthrough(_) => "passthrough",
+        }
+    }
+}
+
+/// `mode: terminate`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Terminate {
     /// Serving certificate.
     pub tls: CertPaths,
     /// CA bundle that client certificates are verified against; `None`: client certificates
@@ -248,21 +312,51 @@ pub struct Listener {
     pub identities: Vec<CertPaths>,
     /// API groups beyond the built-in ones whose watches may be resumed.
     pub resume_groups: Vec<String>,
-    /// Bounds on what clients may use.
-    pub limits: Limits,
+    /// Bounds on requests.
+    pub limits: RequestLimits,
 }
 
-/// Bounds on what the clients of one listener may use.
+/// `mode: passthrough`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Passthrough {
+    /// Connections were redirected here; their original destination picks the upstream.
+    pub transparent: bool,
+    /// Upstreams by the server name that the client asks for; the first match counts.
+    pub routes: Vec<Route>,
+    /// A connection on which nothing moves for this long is closed; `None` never.
+    pub idle_timeout: Option<Duration>,
+    /// How long connections to an endpoint that was removed may go on.
+    pub leave_timeout: Duration,
+    /// Whether long-lived connections are closed, slowly, so that an endpoint that has come back
+    /// gets its share when their clients reconnect.
+    pub rebalance: bool,
+}
+
+/// Server names that lead to another upstream than the listener's own.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Route {
+    /// Names in lower case; `*.example.com` is any name one label below `example.com`.
+    pub server_names: Vec<String>,
+    /// Name of the upstream.
+    pub upstream: String,
+}
+
+/// Bounds on the connections of one listener, in either mode.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Limits {
     /// Open client connections, each worker its share.
     pub max_connections: usize,
+    /// Bound on the TLS handshake; in passthrough, on the time until the server's first byte.
+    pub handshake_timeout: Duration,
+}
+
+/// Bounds on what the requests of one listener may use.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RequestLimits {
     /// Concurrent HTTP/2 streams of one client connection.
     pub max_streams: u32,
     /// Bytes of request headers.
     pub max_header_bytes: u32,
-    /// Bound on the TLS handshake.
-    pub handshake_timeout: Duration,
     /// Bound on the arrival of a whole HTTP/1.1 request head.
     pub header_timeout: Duration,
     /// A client that takes none of the bytes that wait for it for this long is disconnected.

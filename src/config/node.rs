@@ -321,6 +321,16 @@ impl<'a> Fields<'a> {
         node
     }
 
+    /// A key that has no meaning here: reports that it is given, in the words of `why`.
+    pub(super) fn foreign(&mut self, report: &mut Report, key: &'static str, why: &str) {
+        self.asked.push(key);
+        let node =
+            Node { value: self.map.and_then(|map| map.get(key)), path: join(&self.path, key) };
+        if node.is_given() {
+            node.error(report, why);
+        }
+    }
+
     /// The map below a key.
     pub(super) fn section(&mut self, report: &mut Report, key: &'static str) -> Fields<'a> {
         let node = self.get(report, key);

@@ -24,6 +24,20 @@ pub(super) struct Seen {
     pub(super) endpoints: Vec<Vec<Placed<EndpointAddress>>>,
     /// The upstreams that listeners name.
     pub(super) references: Vec<Placed<String>>,
+    /// The upstreams among them that a listener names that terminates TLS.
+    pub(super) terminated: Vec<String>,
+    /// The upstreams without a CA bundle.
+    pub(super) without_ca: Vec<Needs>,
+}
+
+/// An upstream that may need a CA bundle.
+#[derive(Debug)]
+pub(super) struct Needs {
+    pub(super) upstream: String,
+    /// Where the bundle would stand.
+    pub(super) path: String,
+    /// Its `/readyz` is asked with a credential.
+    pub(super) credential: bool,
 }
 
 /// Reports every rule that is broken.
@@ -36,6 +50,22 @@ pub(super) fn check(seen: &Seen, report: &mut Report) {
         no_loops(endpoints, &seen.binds, report);
     }
     references_exist(seen, report);
+    servers_are_verified(seen, report);
+}
+
+/// Requests and credentials go to servers that were verified, and to no others. A passthrough
+/// listener sends neither: its clients verify for themselves.
+fn servers_are_verified(seen: &Seen, report: &mut Report) {
+    for needs in &seen.without_ca {
+        let passed = seen.references.iter().any(|(_, name)| *name == needs.upstream);
+        if seen.terminated.contains(&needs.upstream) || !passed {
+            report.error(&needs.path, "is required: the path of a file");
+        } else if needs.credential {
+            let message = "is required beside a credential for readyz: without it nobody verifies \
+                           whom that is shown to";
+            report.error(&needs.path, message);
+        }
+    }
 }
 
 fn unique_names(names: &[Placed<String>], what: &str, report: &mut Report) {

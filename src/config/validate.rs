@@ -6,22 +6,22 @@
 //! something that does nothing.
 
 use std::num::NonZero;
-use std::path::PathBuf;
 use std::time::Duration;
 
-use super::address::{is_dns_name, parse_bind, parse_endpoint};
+use super::address::{parse_bind, parse_endpoint};
 use super::errors::quote;
+use super::listener::listener;
 use super::model::{
-    AccessLog, Admin, CertPaths, Config, Connections, EndpointAddress, Health, Level, Limits,
-    Listener, Log, LogFormat, Readyz, Shutdown, Upstream, UpstreamTls,
+    AccessLog, Admin, CertPaths, Config, Connections, EndpointAddress, Health, Level, Listener,
+    Log, LogFormat, Readyz, Shutdown, Upstream, UpstreamTls, UsedBy,
 };
 use super::node::{Fields, Node, Report};
-use super::rules::{Placed, Seen};
+use super::rules::{Needs, Placed, Seen};
 
-const MS: Duration = Duration::from_millis(1);
-const SECOND: Duration = Duration::from_secs(1);
-const MINUTE: Duration = Duration::from_secs(60);
-const HOUR: Duration = Duration::from_secs(3600);
+pub(super) const MS: Duration = Duration::from_millis(1);
+pub(super) const SECOND: Duration = Duration::from_secs(1);
+pub(super) const MINUTE: Duration = Duration::from_secs(60);
+pub(super) const HOUR: Duration = Duration::from_secs(3600);
 
 const NOT_YET: &str = "not supported by this version";
 
@@ -55,15 +55,29 @@ pub(super) fn walk(root: &Node<'_>, report: &mut Report) -> (Config, Seen) {
     let node = top.get(report, "upstreams");
     let items = required_items(&node, "at least one upstream", report);
     seen.upstreams_readable = !items.is_empty();
-    let upstreams = items.iter().map(|node| upstream(node, &mut seen, report)).collect();
+    let mut upstreams: Vec<Upstream> =
+        items.iter().map(|node| upstream(node, &mut seen, report)).collect();
 
     let node = top.get(report, "listeners");
     let items = required_items(&node, "at least one listener", report);
-    let listeners = items.iter().map(|node| listener(node, &mut seen, report)).collect();
+    let listeners: Vec<Listener> =
+        items.iter().map(|node| listener(node, &mut seen, report)).collect();
     top.finish(report);
+    for upstream in &mut upstreams {
+        upstream.used_by = used_by(&upstream.name, &listeners);
+    }
 
     let shutdown = Shutdown { drain_timeout };
     (Config { admin, state_dir, workers, log, shutdown, upstreams, listeners }, seen)
+}
+
+fn used_by(upstream: &str, listeners: &[Listener]) -> UsedBy {
+    let mut used_by = UsedBy::default();
+    for listener in listeners.iter().filter(|l| l.upstreams().any(|name| name == upstream)) {
+        used_by.terminate |= listener.terminate().is_some();
+        used_by.passthrough |= listener.passthrough().is_some();
+    }
+    used_by
 }
 
 fn workers(node: &Node<'_>, report: &mut Report) -> usize {
@@ -93,7 +107,9 @@ fn upstream(node: &Node<'_>, seen: &mut Seen, report: &mut Report) -> Upstream {
 
     let mut tls = fields.section(report, "tls");
     let ca = tls.get(report, "ca_file");
-    let ca_file = if tls.broken { None } else { ca.required_file(report) };
+    let before = report.errors.len();
+    let ca_file = ca.file(report);
+    let ca_missing = ca_file.is_none() && !tls.broken && report.errors.len() == before;
     let server_name = tls.get(report, "server_name").parse(report, "text: a name", server_name);
     tls.finish(report);
 
@@ -110,9 +126,15 @@ fn upstream(node: &Node<'_>, seen: &mut Seen, report: &mut Report) -> Upstream {
     let rebalance = fields.get(report, "rebalance").flag(report, true);
     let health = health(fields.section(report, "health"), report);
     fields.finish(report);
-    let tls =
-        UpstreamTls { ca_file: ca_file.unwrap_or_default(), server_name: server_name.flatten() };
-    Upstream { name, endpoints, tls, connections, rebalance, health }
+    if ca_missing {
+        let readyz = &health.readyz;
+        let credential = readyz.cert.is_some() || readyz.token_file.is_some();
+        let needs = Needs { upstream: name.clone(), path: ca.path, credential };
+        seen.without_ca.push(needs);
+    }
+    let tls = UpstreamTls { ca_file, server_name: server_name.flatten() };
+    let used_by = UsedBy::default();
+    Upstream { name, endpoints, tls, used_by, connections, rebalance, health }
 }
 
 fn endpoints(
@@ -200,148 +222,12 @@ fn readyz(mut fields: Fields<'_>, report: &mut Report) -> Readyz {
     Readyz { path, interval, timeout, rise, fall, cert, token_file }
 }
 
-fn listener(node: &Node<'_>, seen: &mut Seen, report: &mut Report) -> Listener {
-    let mut fields = node.fields(report);
-    let name = name(&mut fields, &mut seen.listener_names, report);
-
-    let list = fields.get(report, "bind");
-    let items =
-        if fields.broken { vec![] } else { required_items(&list, "at least one address", report) };
-    let mut bind = Vec::new();
-    for item in items {
-        let wanted = "text: an address such as 127.0.0.1:7443";
-        if let Some(address) = item.require(report, wanted, parse_bind) {
-            bind.push(address);
-            seen.binds.push((item.path, address));
-        }
-    }
-
-    let mode = fields.get(report, "mode");
-    let terminate = mode.parse(report, "text: terminate", |text| match text {
-        "terminate" => Ok(true),
-        "passthrough" => Err(format!("passthrough is {NOT_YET}; write terminate")),
-        _ => Err(format!("{} is not one of terminate, passthrough", quote(text))),
-    });
-    let terminate = terminate.is_some() || !mode.is_given();
-    let transparent = fields.get(report, "transparent");
-    if transparent.flag(report, false) {
-        transparent.error(report, format!("{NOT_YET}; write false"));
-    }
-
-    let node = fields.get(report, "upstream");
-    let wanted = "text: the name of an upstream";
-    let upstream =
-        if fields.broken { None } else { node.require(report, wanted, |text| Ok(text.to_owned())) };
-    if let Some(upstream) = &upstream {
-        seen.references.push((node.path, upstream.clone()));
-    }
-
-    let mut tls = fields.section(report, "tls");
-    let required = terminate && !tls.broken;
-    let (_, tls_paths) = cert_paths(&mut tls, required, report);
-    tls.finish(report);
-
-    let ca_node = fields.get(report, "client_ca_file");
-    let client_ca_file = ca_node.file(report);
-    let identities_node = fields.get(report, "identities");
-    let identities = identities(&identities_node, report);
-    if !identities.is_empty() && !ca_node.is_given() && terminate {
-        let message = "is required beside identities: without it no client can prove who it is";
-        ca_node.error(report, message);
-    }
-    let resume_groups = resume_groups(&fields.get(report, "resume_groups"), report);
-    let limits = limits(fields.section(report, "limits"), report);
-    fields.finish(report);
-    Listener {
-        name,
-        bind,
-        upstream: upstream.unwrap_or_default(),
-        tls: tls_paths,
-        client_ca_file,
-        identities,
-        resume_groups,
-        limits,
-    }
-}
-
-fn identities(node: &Node<'_>, report: &mut Report) -> Vec<CertPaths> {
-    let mut seen: Vec<Placed<PathBuf>> = Vec::new();
-    let mut identities = Vec::new();
-    for item in node.items(report) {
-        let mut fields = item.fields(report);
-        let required = !fields.broken;
-        let (path, paths) = cert_paths(&mut fields, required, report);
-        fields.finish(report);
-        let known = seen.iter().find(|(_, cert)| *cert == paths.cert_file);
-        if let Some((first, _)) = known.filter(|_| !paths.cert_file.as_os_str().is_empty()) {
-            report.error(&path, format!("the same certificate as {first}"));
-        }
-        seen.push((path, paths.cert_file.clone()));
-        identities.push(paths);
-    }
-    identities
-}
-
-/// The two files of a certificate, and the path of `cert_file`.
-fn cert_paths(fields: &mut Fields<'_>, required: bool, report: &mut Report) -> Placed<CertPaths> {
-    let (cert, key) = (fields.get(report, "cert_file"), fields.get(report, "key_file"));
-    let mut file = |node: &Node<'_>| {
-        let file = if required { node.required_file(report) } else { node.file(report) };
-        file.unwrap_or_default()
-    };
-    let paths = CertPaths { cert_file: file(&cert), key_file: file(&key) };
-    (cert.path, paths)
-}
-
-fn resume_groups(node: &Node<'_>, report: &mut Report) -> Vec<String> {
-    let mut groups: Vec<String> = Vec::new();
-    for item in node.items(report) {
-        let group = item.require(report, "text: an API group such as example.com", |text| {
-            if !is_dns_name(text) || text.chars().any(|c| c.is_ascii_uppercase()) {
-                return Err(format!("{} is not an API group such as example.com", quote(text)));
-            }
-            if groups.iter().any(|known| known == text) {
-                return Err(format!("{} appears twice", quote(text)));
-            }
-            Ok(text.to_owned())
-        });
-        groups.extend(group);
-    }
-    groups
-}
-
-fn limits(mut fields: Fields<'_>, report: &mut Report) -> Limits {
-    let limits = Limits {
-        max_connections: fields.get(report, "max_connections").number(report, 4096, 1..=1_000_000)
-            as usize,
-        max_streams: fields.get(report, "max_streams").number(report, 1000, 1..=100_000),
-        max_header_bytes: fields.get(report, "max_header_bytes").size(
-            report,
-            64 << 10,
-            4 << 10..=1 << 20,
-        ),
-        handshake_timeout: fields.get(report, "handshake_timeout").duration(
-            report,
-            10 * SECOND,
-            100 * MS..=MINUTE,
-        ),
-        header_timeout: fields.get(report, "header_timeout").duration(
-            report,
-            10 * SECOND,
-            100 * MS..=MINUTE,
-        ),
-        stall_timeout: fields.get(report, "stall_timeout").duration(
-            report,
-            5 * MINUTE,
-            SECOND..=24 * HOUR,
-        ),
-    };
-    fields.finish(report);
-    limits
-}
-
 /// The items of a list that must have some; reports it otherwise.
-fn required_items<'a>(node: &Node<'a>, what: &str, report: &mut Report) -> Vec<Node<'a>> {
+pub(super) fn required_items<'a>(
+    node: &Node<'a>,
+    what: &str,
+    report: &mut Report,
+) -> Vec<Node<'a>> {
     let before = report.errors.len();
     let items = node.items(report);
     if items.is_empty() && report.errors.len() == before {
@@ -351,7 +237,11 @@ fn required_items<'a>(node: &Node<'a>, what: &str, report: &mut Report) -> Vec<N
 }
 
 /// A name that can be a label in metrics: like a Kubernetes object's.
-fn name(fields: &mut Fields<'_>, seen: &mut Vec<Placed<String>>, report: &mut Report) -> String {
+pub(super) fn name(
+    fields: &mut Fields<'_>,
+    seen: &mut Vec<Placed<String>>,
+    report: &mut Report,
+) -> String {
     let node = fields.get(report, "name");
     if fields.broken {
         return String::new();

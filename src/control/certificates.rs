@@ -53,7 +53,7 @@ impl Watched {
 /// Watches the credentials of one upstream for ever.
 pub async fn watch_credentials(upstream: Arc<Upstream>) {
     let credentials = &upstream.credentials;
-    let mut paths = vec![upstream.config().tls.ca_file.clone()];
+    let mut paths: Vec<_> = upstream.config().tls.ca_file.iter().cloned().collect();
     for slot in credentials.slots() {
         paths.push(slot.paths.cert_file.clone());
         paths.push(slot.paths.key_file.clone());

@@ -20,7 +20,7 @@ use rustls::{
 };
 
 use super::tls_files::{self, LoadedCa, LoadedCert, TlsFileError};
-use crate::config::Listener;
+use crate::config::Terminate;
 
 /// The client CA in force.
 pub struct ClientCa {
@@ -53,7 +53,7 @@ impl ClientCa {
 /// TLS of one listener. Readers never wait; [`Self::refresh`] is the one writer.
 #[derive(Debug)]
 pub struct ServingTls {
-    listener: Listener,
+    files: Terminate,
     config: ArcSwap<ServerConfig>,
     client_ca: ArcSwapOption<ClientCa>,
     certificate: ArcSwap<LoadedCert>,
@@ -67,11 +67,11 @@ impl ServingTls {
     ///
     /// # Errors
     /// Which file cannot be used, and why.
-    pub fn load(listener: &Listener) -> Result<Self, TlsFileError> {
-        let certificate = Arc::new(tls_files::load_cert(&listener.tls)?);
-        let ca = listener.client_ca_file.as_deref().map(tls_files::load_ca).transpose()?;
+    pub fn load(files: &Terminate) -> Result<Self, TlsFileError> {
+        let certificate = Arc::new(tls_files::load_cert(&files.tls)?);
+        let ca = files.client_ca_file.as_deref().map(tls_files::load_ca).transpose()?;
         Ok(Self {
-            listener: listener.clone(),
+            files: files.clone(),
             config: ArcSwap::from_pointee(server_config(&certificate, ca.as_ref())),
             client_ca: ArcSwapOption::from_pointee(ca.as_ref().map(client_ca)),
             certificate: ArcSwap::from(certificate),
@@ -96,8 +96,8 @@ impl ServingTls {
 
     /// The files it is made of.
     pub fn paths(&self) -> Vec<PathBuf> {
-        let tls = &self.listener.tls;
-        let ca = self.listener.client_ca_file.iter();
+        let tls = &self.files.tls;
+        let ca = self.files.client_ca_file.iter();
         [&tls.cert_file, &tls.key_file].into_iter().chain(ca).cloned().collect()
     }
 
@@ -109,12 +109,12 @@ impl ServingTls {
     pub fn refresh(&self) -> Result<bool, TlsFileError> {
         // Each by itself: a CA that was withdrawn must not stay trusted because the serving pair is
         // in the middle of a change.
-        let loaded = tls_files::load_cert(&self.listener.tls);
+        let loaded = tls_files::load_cert(&self.files.tls);
         let (certificate, broken) = match loaded {
             Ok(certificate) => (Arc::new(certificate), None),
             Err(error) => (self.certificate.load_full(), Some(error)),
         };
-        let ca = self.listener.client_ca_file.as_deref().map(tls_files::load_ca).transpose()?;
+        let ca = self.files.client_ca_file.as_deref().map(tls_files::load_ca).transpose()?;
         let ca_fingerprint = ca.as_ref().map_or(0, |ca| ca.fingerprint);
         let ca_changed =
             self.ca_fingerprint.swap(ca_fingerprint, Ordering::Relaxed) != ca_fingerprint;

@@ -152,6 +152,7 @@ pub struct EndpointMetrics {
     answers: [Counter; 2],
     history: History,
     events: Arc<Events>,
+    flows: Gauge,
 }
 
 impl std::fmt::Debug for EndpointMetrics {
@@ -179,6 +180,7 @@ impl EndpointMetrics {
                 .map(|outcome| registry.counter(&names::ANSWERS, &[upstream, endpoint, outcome])),
             history: History::default(),
             events: Arc::clone(events),
+            flows: registry.gauge(&names::PASSTHROUGH_FLOWS, &[upstream, endpoint]),
         }
     }
 
@@ -234,6 +236,16 @@ impl EndpointMetrics {
         for (counter, value) in self.answers.iter().zip([all - errors, errors]) {
             counter.absolute(value);
         }
+    }
+
+    /// A passed connection leads there from now on.
+    pub fn flow_opened(&self) {
+        self.flows.increment(1);
+    }
+
+    /// It has ended.
+    pub fn flow_closed(&self) {
+        self.flows.decrement(1);
     }
 
     /// Bookmarks stay away on a watch there that had them.

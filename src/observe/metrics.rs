@@ -19,6 +19,7 @@ use super::events::Events;
 use super::handles::{EndpointMetrics, ListenerMetrics};
 use super::history::{STEP, STEPS};
 use super::names::{self, Kind, MetricSpec};
+use super::passthrough::PassthroughMetrics;
 
 /// Upper bounds of request durations in seconds, 0.5 ms to 60 s. A local answer takes one or two
 /// milliseconds, so the low end is fine; 60 s is the apiserver's own limit for a request.
@@ -43,6 +44,7 @@ pub struct Metrics {
     registry: Arc<Registry>,
     handle: PrometheusHandle,
     listeners: Mutex<HashMap<String, Arc<ListenerMetrics>>>,
+    passthrough: Mutex<HashMap<String, Arc<PassthroughMetrics>>>,
     endpoints: Mutex<HashMap<(String, String), Arc<EndpointMetrics>>>,
     events: Arc<Events>,
     /// When the last step of the history ended.
@@ -79,6 +81,7 @@ impl Metrics {
             handle: recorder.handle(),
             registry: Arc::new(Registry { recorder }),
             listeners: Mutex::default(),
+            passthrough: Mutex::default(),
             endpoints: Mutex::default(),
             events: Arc::default(),
             stepped: Mutex::new(Instant::now()),
@@ -138,6 +141,17 @@ impl Metrics {
             return Arc::clone(found);
         }
         let new = Arc::new(ListenerMetrics::register(&self.registry, name));
+        all.insert(name.to_owned(), Arc::clone(&new));
+        new
+    }
+
+    /// What a passthrough listener counts; every caller with the same name gets the same handles.
+    pub fn passthrough(&self, name: &str) -> Arc<PassthroughMetrics> {
+        let mut all = self.passthrough.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(found) = all.get(name) {
+            return Arc::clone(found);
+        }
+        let new = Arc::new(PassthroughMetrics::register(&self.registry, name));
         all.insert(name.to_owned(), Arc::clone(&new));
         new
     }
@@ -267,7 +281,10 @@ mod tests {
         endpoint.answered(200);
         endpoint.watch_stale();
         endpoint.rtt(std::time::Duration::from_micros(300));
-        endpoint.watch_stale();
+        endpoint.flow_opened();
+        let passthrough = metrics.passthrough("apiserver");
+        passthrough.opened();
+        passthrough.closed("done");
         metrics.retried("refused-stream");
         metrics.hedged("won");
         metrics.watch_resumed("resumed");

@@ -107,6 +107,14 @@ table! {
         "Attempts to connect: ok, refused, timeout, tls, and so on.";
     ANSWERS = Counter "jackstay_endpoint_answers_total" ["upstream", "endpoint", "outcome"] "answers",
         "Answers by the endpoint that gave them: ok, or error for 500 and above.";
+    PASSTHROUGH_CONNECTIONS = Gauge "jackstay_passthrough_connections" ["listener"] "connections",
+        "Client connections that are passed through now.";
+    PASSTHROUGH_BYTES = Counter "jackstay_passthrough_bytes_total" ["listener", "direction"] "bytes",
+        "Bytes passed through, by direction: to the server or to the client.";
+    PASSTHROUGH_CLOSED = Counter "jackstay_passthrough_closed_total" ["listener", "reason"] "connections",
+        "Passed connections that ended: both sides were done, a side broke, or why we ended them.";
+    PASSTHROUGH_FLOWS = Gauge "jackstay_passthrough_flows" ["upstream", "endpoint"] "connections",
+        "Passed connections that lead to the endpoint now.";
     PING_RTT = Histogram "jackstay_ping_rtt_seconds" ["upstream", "endpoint"] "seconds",
         "Round trips of HTTP/2 PING.";
 }
@@ -128,6 +136,33 @@ pub const VERBS: [&str; 16] = [
     "head",
     "options",
     "log",
+    "other",
+];
+
+/// The values of label `reason` in [`PASSTHROUGH_CLOSED`]. What is not among them counts as the
+/// last.
+pub const CLOSE_REASONS: [&str; 15] = [
+    // Both directions have ended.
+    "done",
+    // A side reset the connection.
+    "client_reset",
+    "server_reset",
+    // The flow is dead: what we sent is not acknowledged, or our probes are not answered.
+    "unacknowledged",
+    "unanswered",
+    "client_dead",
+    // Its endpoint is dead, or was removed and its time is over.
+    "endpoint_dead",
+    "endpoint_left",
+    // No endpoint could be reached.
+    "unreachable",
+    // The bounds of the configuration.
+    "handshake_timeout",
+    "idle_timeout",
+    "not_redirected",
+    // Ours.
+    "rebalance",
+    "shutdown",
     "other",
 ];
 
@@ -163,7 +198,7 @@ mod tests {
 
     #[test]
     fn label_values_are_distinct() {
-        for list in [&VERBS[..], &ENDPOINT_STATES, &CONNECTION_STATES] {
+        for list in [&VERBS[..], &ENDPOINT_STATES, &CONNECTION_STATES, &CLOSE_REASONS] {
             assert_eq!(list.iter().collect::<HashSet<_>>().len(), list.len());
         }
     }

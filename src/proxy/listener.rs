@@ -4,13 +4,11 @@
 use std::cell::Cell;
 use std::error::Error;
 use std::future::poll_fn;
-use std::io;
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::Duration;
 
 use hyper::rt::Executor;
 use hyper::server::conn::{http1, http2};
@@ -20,14 +18,15 @@ use tokio::io::AsyncWrite;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio::task::spawn_local;
-use tokio::time::{sleep, timeout};
+use tokio::time::timeout;
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 
+use super::accept;
 use super::identify::Peer;
 use super::serve::{Client, Service};
 use super::stall::Stall;
-use crate::config::Limits;
+use crate::config::{Limits, RequestLimits};
 use crate::net::cork::{Uncork, cork};
 use crate::net::linger::Linger;
 use crate::net::read_ahead::ReadAhead;
@@ -52,9 +51,6 @@ const PENDING_RESETS: usize = 2_000;
 const ERROR_RESETS: usize = 1_024;
 /// Header fields of an HTTP/1.1 request: hyper's default.
 const MAX_HEADERS: usize = 100;
-/// Pause after `accept` failed for want of descriptors or memory.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-
 /// A client's connection, as hyper gets it.
 pub type ClientStream = TlsStream<ReadAhead<Stall<Linger>>>;
 
@@ -66,8 +62,10 @@ pub struct Listener {
     pub service: Rc<Service>,
     /// Its TLS.
     pub tls: Arc<ServingTls>,
-    /// What clients may use.
+    /// Bounds on connections.
     pub limits: Limits,
+    /// Bounds on what a connection may use.
+    pub requests: RequestLimits,
     /// Open connections.
     pub open: Cell<usize>,
     /// Turns true when connections are to end.
@@ -77,22 +75,9 @@ pub struct Listener {
 impl Listener {
     /// Accepts on one socket until the drain begins.
     pub async fn accept(self: Rc<Self>, socket: TcpListener) {
-        let mut drain = self.drain.clone();
-        loop {
-            let accepted = tokio::select! {
-                biased;
-                _ = drain.wait_for(|draining| *draining) => return,
-                accepted = socket.accept() => accepted,
-            };
-            match accepted {
-                Ok((stream, from)) => self.admit(stream, from),
-                Err(error) if is_of_one_connection(&error) => {}
-                Err(error) => {
-                    tracing::warn!(listener = self.name, %error, "cannot accept connections");
-                    sleep(ACCEPT_PAUSE).await;
-                }
-            }
-        }
+        let drain = self.drain.clone();
+        accept::until_drain(&socket, drain, &self.name, |stream, from| self.admit(stream, from))
+            .await;
     }
 
     fn admit(self: &Rc<Self>, stream: TcpStream, from: SocketAddr) {
@@ -116,7 +101,7 @@ impl Listener {
         }
         let acceptor = TlsAcceptor::from(self.tls.config());
         let handshake = acceptor
-            .accept(ReadAhead::new(Stall::new(Linger::new(stream), self.limits.stall_timeout)));
+            .accept(ReadAhead::new(Stall::new(Linger::new(stream), self.requests.stall_timeout)));
         let stream = match timeout(self.limits.handshake_timeout, handshake).await {
             Ok(Ok(stream)) => stream,
             Ok(Err(error)) => {
@@ -157,9 +142,11 @@ impl Listener {
             .initial_connection_window_size(CONNECTION_WINDOW)
             .max_frame_size(MAX_FRAME)
             .max_send_buf_size(SEND_BUFFER)
-            .max_concurrent_streams(self.limits.max_streams)
-            .max_header_list_size(self.limits.max_header_bytes)
-            .max_pending_accept_reset_streams(PENDING_RESETS.max(self.limits.max_streams as usize))
+            .max_concurrent_streams(self.requests.max_streams)
+            .max_header_list_size(self.requests.max_header_bytes)
+            .max_pending_accept_reset_streams(
+                PENDING_RESETS.max(self.requests.max_streams as usize),
+            )
             .max_local_error_reset_streams(ERROR_RESETS)
             .serve_connection(TokioIo::new(stream), service);
         let mut connection = std::pin::pin!(connection);
@@ -177,9 +164,9 @@ impl Listener {
         let mut builder = http1::Builder::new();
         let connection = builder
             .timer(TokioTimer::new())
-            .header_read_timeout(self.limits.header_timeout)
+            .header_read_timeout(self.requests.header_timeout)
             .max_headers(MAX_HEADERS)
-            .max_buf_size((self.limits.max_header_bytes as usize).max(8 * 1024))
+            .max_buf_size((self.requests.max_header_bytes as usize).max(8 * 1024))
             .half_close(false)
             .serve_connection(TokioIo::new(stream), service)
             .with_upgrades();
@@ -192,17 +179,6 @@ impl Listener {
         connection.as_mut().graceful_shutdown();
         connection.await
     }
-}
-
-/// Errors of `accept` that concern the one connection (accept(2)): the next one is fine.
-fn is_of_one_connection(error: &io::Error) -> bool {
-    matches!(
-        error.kind(),
-        io::ErrorKind::ConnectionAborted
-            | io::ErrorKind::ConnectionReset
-            | io::ErrorKind::Interrupted
-            | io::ErrorKind::WouldBlock
-    )
 }
 
 /// Lets a connection do what there is to do, then sends what that made it write.

@@ -1,11 +1,14 @@
-//! The data plane, L7: from an accepted connection to an answered request.
+//! The data plane: from an accepted connection to an answered request (L7), or to another
+//! connection that its bytes are passed to (L4, [`passthrough`]).
 
+pub mod accept;
 pub mod body;
 pub mod forward;
 pub mod hygiene;
 pub mod identify;
 pub mod line;
 pub mod listener;
+pub mod passthrough;
 pub mod request_info;
 pub mod respond;
 pub mod retry;

@@ -10,8 +10,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::SystemTime;
 
 use arc_swap::{ArcSwap, ArcSwapOption};
-use rustls::ClientConfig;
-use rustls::crypto::aws_lc_rs;
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::crypto::{CryptoProvider, aws_lc_rs, verify_tls12_signature, verify_tls13_signature};
+use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
+use rustls::{ClientConfig, DigitallySignedStruct, SignatureScheme};
 
 use crate::config::{CertPaths, Upstream};
 use crate::net::tls_files::{self, CertInfo, LoadedCa, LoadedCert, TlsFileError};
@@ -100,8 +102,9 @@ impl Slot {
 /// All credentials towards one upstream.
 #[derive(Debug)]
 pub struct Credentials {
-    ca_file: std::path::PathBuf,
-    ca: ArcSwap<LoadedCa>,
+    ca_file: Option<std::path::PathBuf>,
+    /// What servers are verified against; `None` verifies nobody.
+    ca: ArcSwapOption<LoadedCa>,
     plain: ArcSwap<ClientTls>,
     slots: Vec<Slot>,
     /// Slot of the probe's own certificate, if it has one.
@@ -132,11 +135,14 @@ impl Credentials {
     /// # Errors
     /// The CA bundle cannot be used, or the files of an identity exist but cannot be used.
     pub fn load(upstream: &Upstream, identities: &[CertPaths]) -> Result<Self, TlsFileError> {
-        let ca = tls_files::load_ca(&upstream.tls.ca_file)?;
-        let plain = client_tls(&ca, None);
+        let ca = upstream.tls.ca_file.as_deref().map(tls_files::load_ca).transpose()?;
+        let plain = match &ca {
+            Some(ca) => client_tls(ca, None),
+            None => unverified_tls(),
+        };
         let credentials = Self {
             ca_file: upstream.tls.ca_file.clone(),
-            ca: ArcSwap::from_pointee(ca),
+            ca: ArcSwapOption::from_pointee(ca),
             plain: ArcSwap::from_pointee(plain),
             with_token: upstream.health.readyz.token_file.is_some(),
             probe: upstream
@@ -196,11 +202,13 @@ impl Credentials {
     /// call it off the data plane.
     pub fn refresh(&self) -> Vec<Refreshed> {
         let mut events = Vec::new();
-        match tls_files::load_ca(&self.ca_file) {
-            Ok(ca) if ca.fingerprint == self.ca.load().fingerprint => {}
-            Ok(ca) => {
+        let known = self.ca.load().as_ref().map(|ca| ca.fingerprint);
+        match self.ca_file.as_deref().map(tls_files::load_ca).transpose() {
+            Ok(ca) if ca.as_ref().map(|ca| ca.fingerprint) == known => {}
+            Ok(None) => {}
+            Ok(Some(ca)) => {
                 self.plain.store(Arc::new(client_tls(&ca, None)));
-                self.ca.store(Arc::new(ca));
+                self.ca.store(Some(Arc::new(ca)));
                 for slot in &self.slots {
                     if let Some(identity) = slot.current.load_full() {
                         self.install(slot, Arc::clone(&identity.certificate));
@@ -236,7 +244,10 @@ impl Credentials {
     }
 
     fn install(&self, slot: &Slot, certificate: Arc<LoadedCert>) {
-        let tls = Arc::new(client_tls(&self.ca.load(), Some(&certificate)));
+        // Where nobody is verified nobody is shown a certificate either; the rules of the
+        // configuration keep identities away from there.
+        let Some(ca) = self.ca.load_full() else { return };
+        let tls = Arc::new(client_tls(&ca, Some(&certificate)));
         slot.current.store(Some(Arc::new(Identity { certificate, tls })));
     }
 }
@@ -250,17 +261,32 @@ fn load_valid(paths: &CertPaths) -> Result<LoadedCert, TlsFileError> {
 
 /// Builds the configurations that show `certificate`, or none.
 pub fn client_tls(ca: &LoadedCa, certificate: Option<&LoadedCert>) -> ClientTls {
-    let provider = Arc::new(aws_lc_rs::default_provider());
-    let builder = ClientConfig::builder_with_provider(provider)
-        .with_safe_default_protocol_versions()
-        .expect("aws-lc-rs has cipher suites for TLS 1.2 and 1.3")
-        .with_root_certificates(Arc::clone(&ca.roots));
-    let mut config = match certificate {
+    let builder = builder().with_root_certificates(Arc::clone(&ca.roots));
+    let config = match certificate {
         None => builder.with_no_client_auth(),
         Some(loaded) => builder.with_client_cert_resolver(Arc::new(
             rustls::sign::SingleCertAndKey::from(Arc::clone(&loaded.certified)),
         )),
     };
+    by_protocol(config, certificate)
+}
+
+/// Builds configurations that verify nobody and show nothing: good enough to see whether somebody
+/// is there.
+pub fn unverified_tls() -> ClientTls {
+    let builder = builder();
+    let anyone = Arc::new(Anyone(Arc::clone(builder.crypto_provider())));
+    let config = builder.dangerous().with_custom_certificate_verifier(anyone).with_no_client_auth();
+    by_protocol(config, None)
+}
+
+fn builder() -> rustls::ConfigBuilder<ClientConfig, rustls::WantsVerifier> {
+    ClientConfig::builder_with_provider(Arc::new(aws_lc_rs::default_provider()))
+        .with_safe_default_protocol_versions()
+        .expect("aws-lc-rs has cipher suites for TLS 1.2 and 1.3")
+}
+
+fn by_protocol(mut config: ClientConfig, certificate: Option<&LoadedCert>) -> ClientTls {
     config.alpn_protocols = vec![b"h2".to_vec()];
     let mut http1 = config.clone();
     // Tickets of the two are kept apart: a resumed session keeps its ALPN.
@@ -271,5 +297,46 @@ pub fn client_tls(ca: &LoadedCa, certificate: Option<&LoadedCert>) -> ClientTls 
         http1: Arc::new(http1),
         generation: GENERATION.fetch_add(1, Ordering::Relaxed),
         certificate: certificate.map(|loaded| loaded.info.clone()),
+    }
+}
+
+/// Takes every certificate for a good one.
+#[derive(Debug)]
+struct Anyone(Arc<CryptoProvider>);
+
+impl ServerCertVerifier for Anyone {
+    fn verify_server_cert(
+        &self,
+        _: &CertificateDer<'_>,
+        _: &[CertificateDer<'_>],
+        _: &ServerName<'_>,
+        _: &[u8],
+        _: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        Ok(ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        let algorithms = &self.0.signature_verification_algorithms;
+        verify_tls12_signature(message, certificate, signature, algorithms)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        let algorithms = &self.0.signature_verification_algorithms;
+        verify_tls13_signature(message, certificate, signature, algorithms)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.0.signature_verification_algorithms.supported_schemes()
     }
 }

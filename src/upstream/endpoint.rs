@@ -53,6 +53,8 @@ pub struct Endpoint {
     state: AtomicU8,
     live: AtomicUsize,
     connections: Mutex<Vec<Weak<ConnectionStats>>>,
+    /// Passed connections that lead here, of all workers.
+    flows: AtomicUsize,
     probe: Notify,
     /// It is a seed that is not in what was discovered: for when nothing else will do.
     fallback: AtomicBool,
@@ -111,6 +113,7 @@ impl Endpoint {
             state: AtomicU8::new(EndpointState::Connecting as u8),
             live: AtomicUsize::new(0),
             connections: Mutex::default(),
+            flows: AtomicUsize::new(0),
             probe: Notify::new(),
             fallback: AtomicBool::new(false),
             leaves: Notify::new(),
@@ -320,6 +323,18 @@ impl Endpoint {
         }
     }
 
+    /// Passed connections that lead here now.
+    pub fn flows(&self) -> usize {
+        self.flows.load(Ordering::Relaxed)
+    }
+
+    /// Counts a passed connection for as long as the guard lives.
+    pub fn flow(self: &Arc<Self>) -> FlowGuard {
+        self.flows.fetch_add(1, Ordering::Relaxed);
+        self.metrics.flow_opened();
+        FlowGuard(Arc::clone(self))
+    }
+
     /// Everything an operator wants to know, for `/status`.
     pub fn status(&self) -> EndpointStatus {
         let facts = self.facts();
@@ -344,6 +359,7 @@ impl Endpoint {
                 .as_ref()
                 .map(|(at, reason)| Ejection { at: Utc(*at).seconds(), reason: reason.clone() }),
             connections,
+            flows: self.flows(),
         }
     }
 
@@ -400,6 +416,24 @@ impl Endpoint {
                 EndpointState::Ejected | EndpointState::NoH2 | EndpointState::Degraded
             ),
         });
+    }
+}
+
+/// A passed connection to an endpoint.
+#[derive(Debug)]
+pub struct FlowGuard(Arc<Endpoint>);
+
+impl FlowGuard {
+    /// Where it leads.
+    pub fn endpoint(&self) -> &Arc<Endpoint> {
+        &self.0
+    }
+}
+
+impl Drop for FlowGuard {
+    fn drop(&mut self) {
+        self.0.flows.fetch_sub(1, Ordering::Relaxed);
+        self.0.metrics.flow_closed();
     }
 }
 

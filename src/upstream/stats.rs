@@ -109,6 +109,8 @@ pub struct EndpointStatus {
     pub errors: u64,
     /// Its connections.
     pub connections: Vec<ConnectionStatus>,
+    /// Passed connections that lead there.
+    pub flows: usize,
 }
 
 /// An ejection in `/status`.

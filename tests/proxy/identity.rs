@@ -1,7 +1,7 @@
 //! Who a client is upstream, by the audit of the servers: the same as without jackstay, and nobody
 //! else, whatever its headers say.
 
-use crate::support::{MAPS, Proxy, World, soon, until};
+use crate::support::{MAPS, Proxy, World, soon, terminate, until};
 use http::Method;
 use jackstay::config::CertPaths;
 use jackstay::demo::audit::Record;
@@ -137,7 +137,7 @@ fn headers_do_not_change_who_one_is() {
     let node = world.certs.pki.client(&Subject::node("n1")).unwrap();
     let (cert_file, key_file) = node.write_to(world.certs.path(), "node").unwrap();
     let proxy = runtime.block_on(world.start_with(|config| {
-        config.listeners[0].identities.push(CertPaths { cert_file, key_file });
+        terminate(config).identities.push(CertPaths { cert_file, key_file });
     }));
     world.cluster.add_token("alice", User::new("alice", &[]));
     let names = vec![
@@ -243,7 +243,7 @@ async fn rotation_by_symlink_under_load() {
     std::os::unix::fs::symlink(dir.join("first.pem"), &current).unwrap();
     let proxy = world
         .start_with(|config| {
-            config.listeners[0].identities =
+            terminate(config).identities =
                 vec![CertPaths { cert_file: current.clone(), key_file: current.clone() }];
         })
         .await;
@@ -317,7 +317,7 @@ async fn an_identity_that_appears_later() {
     world.cluster.add_token("bootstrap", User::new("system:bootstrap:a", &[]));
     let late = world.certs.path().join("late.pem");
     let mut config = world.config();
-    config.listeners[0].identities =
+    terminate(&mut config).identities =
         vec![CertPaths { cert_file: late.clone(), key_file: late.clone() }];
     let proxy = world.certs.start(config);
     until("the endpoint is usable", async || {

@@ -5,7 +5,7 @@ use crate::peer::{
     Act, DATA, END_HEADERS, END_STREAM, GOAWAY, HEADERS, Peers, RST_STREAM, Reply, SETTINGS,
     fields, frame, settings,
 };
-use crate::support::{Certs, MAPS, Proxy, World, map, soon, until};
+use crate::support::{Certs, MAPS, Proxy, World, map, soon, terminate, until};
 use http::Method;
 use jackstay::demo::client::Client;
 use rustls::pki_types::ServerName;
@@ -89,7 +89,7 @@ async fn headers_above_the_limit() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn too_many_streams_are_refused() {
     let world = World::new(1);
-    let proxy = world.start_with(|config| config.listeners[0].limits.max_streams = 5).await;
+    let proxy = world.start_with(|config| terminate(config).limits.max_streams = 5).await;
     let mut stream = wire(&proxy, &world.certs, "h2").await;
     let mut bytes = [PREFACE, &settings(&[])].concat();
     for n in 0..8 {

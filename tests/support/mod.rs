@@ -5,7 +5,8 @@
 use jackstay::app::{App, Running};
 use jackstay::config::{
     AccessLog, Admin, CertPaths, Config, Connections, EndpointAddress, Health, Level, Limits,
-    Listener, Log, LogFormat, Readyz, Shutdown, Upstream, UpstreamTls,
+    Listener, Log, LogFormat, Mode, Passthrough, Readyz, RequestLimits, Shutdown, Terminate,
+    Upstream, UpstreamTls, UsedBy,
 };
 use jackstay::demo::apiserver::{self, ApiServerHandle, Options};
 use jackstay::demo::client::{Client, Credentials};
@@ -78,7 +79,8 @@ impl Certs {
                     .iter()
                     .map(|a| EndpointAddress { host: a.ip().to_string(), port: a.port() })
                     .collect(),
-                tls: UpstreamTls { ca_file: self.ca_file.clone(), server_name: None },
+                tls: UpstreamTls { ca_file: Some(self.ca_file.clone()), server_name: None },
+                used_by: UsedBy { terminate: true, passthrough: false },
                 connections: Connections { min: 1, max: 64, max_streams: 100 },
                 rebalance: true,
                 health: Health {
@@ -101,18 +103,19 @@ impl Certs {
                 name: "apiserver".into(),
                 bind: vec![(Ipv4Addr::LOCALHOST, 0).into()],
                 upstream: "control-plane".into(),
-                tls: self.serving.clone(),
-                client_ca_file: Some(self.ca_file.clone()),
-                identities: vec![self.identity.clone()],
-                resume_groups: Vec::new(),
-                limits: Limits {
-                    max_connections: 1000,
-                    max_streams: 1000,
-                    max_header_bytes: 64 << 10,
-                    handshake_timeout: Duration::from_secs(5),
-                    header_timeout: Duration::from_secs(10),
-                    stall_timeout: Duration::from_secs(60),
-                },
+                mode: Mode::Terminate(Terminate {
+                    tls: self.serving.clone(),
+                    client_ca_file: Some(self.ca_file.clone()),
+                    identities: vec![self.identity.clone()],
+                    resume_groups: Vec::new(),
+                    limits: RequestLimits {
+                        max_streams: 1000,
+                        max_header_bytes: 64 << 10,
+                        header_timeout: Duration::from_secs(10),
+                        stall_timeout: Duration::from_secs(60),
+                    },
+                }),
+                limits: Limits { max_connections: 1000, handshake_timeout: Duration::from_secs(5) },
             }],
         }
     }
@@ -129,6 +132,35 @@ impl Certs {
         let addr = app.listener_addresses("apiserver")[0];
         let admin = app.admin_address().unwrap();
         Proxy { addr, admin, running: app.start().unwrap() }
+    }
+}
+
+/// What the first listener of a configuration terminates with.
+pub fn terminate(config: &mut Config) -> &mut Terminate {
+    match &mut config.listeners[0].mode {
+        Mode::Terminate(terminate) => terminate,
+        Mode::Passthrough(_) => panic!("the first listener passes through"),
+    }
+}
+
+/// A configuration whose listener passes connections through.
+pub fn passing(mut config: Config) -> Config {
+    config.listeners[0].mode = Mode::Passthrough(Passthrough {
+        transparent: false,
+        routes: Vec::new(),
+        idle_timeout: None,
+        leave_timeout: Duration::from_secs(3600),
+        rebalance: false,
+    });
+    config.upstreams[0].used_by = UsedBy { terminate: false, passthrough: true };
+    config
+}
+
+/// How the first listener of a configuration passes connections through.
+pub fn passthrough(config: &mut Config) -> &mut Passthrough {
+    match &mut config.listeners[0].mode {
+        Mode::Passthrough(passthrough) => passthrough,
+        Mode::Terminate(_) => panic!("the first listener terminates TLS"),
     }
 }
 
@@ -180,6 +212,14 @@ impl Proxy {
         }
         found.sort();
         found
+    }
+
+    /// Waits until that many endpoints are ready.
+    pub async fn usable(&self, count: usize) {
+        until("endpoints are ready", async || {
+            self.endpoints().await.iter().filter(|e| e["state"] == "ready").count() >= count
+        })
+        .await;
     }
 
     /// Waits until that many endpoints are ready and carry a connection for the identity.

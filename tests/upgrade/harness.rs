@@ -192,8 +192,9 @@ impl Proxy {
     pub fn start(ca: &Ca, endpoints: &[SocketAddr]) -> Self {
         let config = load(ca, endpoints);
         let (listener, upstream) = (&config.listeners[0], &config.upstreams[0]);
+        let terminate = listener.terminate().unwrap();
         let metrics = Metrics::new();
-        let credentials = Credentials::load(upstream, &listener.identities).unwrap();
+        let credentials = Credentials::load(upstream, &terminate.identities).unwrap();
         let shared = Upstream::new(upstream.clone(), credentials, &metrics);
         let endpoints = upstream.endpoints.iter().map(|address| {
             let metrics = metrics.endpoint(&shared.name, &address.to_string());
@@ -218,14 +219,15 @@ impl Proxy {
             metrics: metrics.listener(&listener.name),
             access: AccessLog::Off,
             resume_groups: Vec::new(),
-            max_header_bytes: listener.limits.max_header_bytes,
+            max_header_bytes: terminate.limits.max_header_bytes,
             tunnels: tunnels.clone(),
         };
         let worker = Rc::new(Listener {
             name: listener.name.clone(),
             service: Rc::new(service),
-            tls: Arc::new(ServingTls::load(listener).unwrap()),
+            tls: Arc::new(ServingTls::load(terminate).unwrap()),
             limits: listener.limits.clone(),
+            requests: terminate.limits.clone(),
             open: Cell::new(0),
             drain: draining,
         });

@@ -1,0 +1,274 @@
+//! The schema of a listener: what both modes share, and what each has of its own.
+//!
+//! A key of the other mode is an error that says why it has no meaning here: a client CA on a
+//! listener that never sees a certificate would only look like protection.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use super::address::{is_dns_name, parse_bind};
+use super::errors::quote;
+use super::model::{
+    CertPaths, Limits, Listener, Mode, Passthrough, RequestLimits, Route, Terminate,
+};
+use super::node::{Fields, Node, Report};
+use super::rules::{Placed, Seen};
+use super::validate::{HOUR, MINUTE, MS, SECOND, name, required_items};
+
+/// Why a key of `terminate` means nothing in passthrough.
+const NOT_OURS: &str =
+    "has no meaning in mode passthrough: TLS is between the client and the apiserver";
+/// Why a limit of requests means nothing in passthrough.
+const NO_REQUESTS: &str = "has no meaning in mode passthrough: no request is seen here";
+/// Why a key of passthrough means nothing in `terminate`.
+const NO_FLOWS: &str = "has no meaning in mode terminate: each request finds its own way";
+
+pub(super) fn listener(node: &Node<'_>, seen: &mut Seen, report: &mut Report) -> Listener {
+    let mut fields = node.fields(report);
+    let name = name(&mut fields, &mut seen.listener_names, report);
+
+    let list = fields.get(report, "bind");
+    let items =
+        if fields.broken { vec![] } else { required_items(&list, "at least one address", report) };
+    let mut bind = Vec::new();
+    for item in items {
+        let wanted = "text: an address such as 127.0.0.1:7443";
+        if let Some(address) = item.require(report, wanted, parse_bind) {
+            bind.push(address);
+            seen.binds.push((item.path, address));
+        }
+    }
+
+    let given = fields.get(report, "mode");
+    let mode = given.parse(report, "text: terminate or passthrough", |text| match text {
+        "terminate" => Ok(true),
+        "passthrough" => Ok(false),
+        _ => Err(format!("{} is not one of terminate, passthrough", quote(text))),
+    });
+    // `None`: not readable, so that nobody knows what the other keys should be.
+    let terminate = if given.is_given() { mode } else { Some(true) };
+
+    let upstream = if fields.broken {
+        None
+    } else {
+        reference(&fields.get(report, "upstream"), terminate, seen, report)
+    };
+    let mut nested = fields.section(report, "limits");
+    let limits = limits(&mut nested, report);
+    let mode = if terminate == Some(false) {
+        Mode::Passthrough(passthrough(&mut fields, &mut nested, seen, report))
+    } else {
+        Mode::Terminate(self::terminate(&mut fields, &mut nested, terminate.is_some(), report))
+    };
+    nested.finish(report);
+    fields.finish(report);
+    Listener { name, bind, upstream: upstream.unwrap_or_default(), mode, limits }
+}
+
+/// The name of an upstream.
+fn reference(
+    node: &Node<'_>,
+    terminate: Option<bool>,
+    seen: &mut Seen,
+    report: &mut Report,
+) -> Option<String> {
+    let wanted = "text: the name of an upstream";
+    let upstream = node.require(report, wanted, |text| Ok(text.to_owned()))?;
+    seen.references.push((node.path.clone(), upstream.clone()));
+    if terminate != Some(false) {
+        seen.terminated.push(upstream.clone());
+    }
+    Some(upstream)
+}
+
+fn limits(fields: &mut Fields<'_>, report: &mut Report) -> Limits {
+    let most = fields.get(report, "max_connections").number(report, 4096, 1..=1_000_000);
+    let handshake = fields.get(report, "handshake_timeout");
+    Limits {
+        max_connections: most as usize,
+        handshake_timeout: handshake.duration(report, 10 * SECOND, 100 * MS..=MINUTE),
+    }
+}
+
+/// `known` says that the mode is readable: then what it needs is missed.
+fn terminate(
+    fields: &mut Fields<'_>,
+    limits: &mut Fields<'_>,
+    known: bool,
+    report: &mut Report,
+) -> Terminate {
+    let transparent = fields.get(report, "transparent");
+    if transparent.flag(report, false) && known {
+        transparent.error(report, "needs mode passthrough: there is no certificate to show here");
+    }
+    for key in ["routes", "idle_timeout", "leave_timeout", "rebalance"] {
+        if known {
+            fields.foreign(report, key, NO_FLOWS);
+        } else {
+            let _ = fields.get(report, key);
+        }
+    }
+
+    let mut tls = fields.section(report, "tls");
+    let required = known && !tls.broken;
+    let (_, tls_paths) = cert_paths(&mut tls, required, report);
+    tls.finish(report);
+
+    let ca_node = fields.get(report, "client_ca_file");
+    let client_ca_file = ca_node.file(report);
+    let identities = identities(&fields.get(report, "identities"), report);
+    if !identities.is_empty() && !ca_node.is_given() && known {
+        let message = "is required beside identities: without it no client can prove who it is";
+        ca_node.error(report, message);
+    }
+    let resume_groups = resume_groups(&fields.get(report, "resume_groups"), report);
+    let limits = request_limits(limits, report);
+    Terminate { tls: tls_paths, client_ca_file, identities, resume_groups, limits }
+}
+
+fn passthrough(
+    fields: &mut Fields<'_>,
+    limits: &mut Fields<'_>,
+    seen: &mut Seen,
+    report: &mut Report,
+) -> Passthrough {
+    for key in ["tls", "client_ca_file", "identities", "resume_groups"] {
+        fields.foreign(report, key, NOT_OURS);
+    }
+    for key in ["max_streams", "max_header_bytes", "header_timeout", "stall_timeout"] {
+        limits.foreign(report, key, NO_REQUESTS);
+    }
+    let node = fields.get(report, "transparent");
+    let transparent = node.flag(report, false);
+    if transparent {
+        node.error(report, "not supported by this version; write false");
+    }
+    let routes = routes(&fields.get(report, "routes"), seen, report);
+    let idle = fields.get(report, "idle_timeout");
+    let idle_timeout = idle.duration(report, Duration::ZERO, Duration::ZERO..=30 * 24 * HOUR);
+    if !idle_timeout.is_zero() && idle_timeout < SECOND {
+        idle.error(report, "is shorter than 1s; 0s is never");
+    }
+    let leave = fields.get(report, "leave_timeout");
+    Passthrough {
+        transparent,
+        routes,
+        idle_timeout: Some(idle_timeout).filter(|timeout| !timeout.is_zero()),
+        leave_timeout: leave.duration(report, HOUR, Duration::ZERO..=30 * 24 * HOUR),
+        rebalance: fields.get(report, "rebalance").flag(report, false),
+    }
+}
+
+fn routes(node: &Node<'_>, seen: &mut Seen, report: &mut Report) -> Vec<Route> {
+    let mut known: Vec<Placed<String>> = Vec::new();
+    let mut routes = Vec::new();
+    for item in node.items(report) {
+        let mut fields = item.fields(report);
+        let list = fields.get(report, "server_names");
+        let broken = fields.broken;
+        let items =
+            if broken { vec![] } else { required_items(&list, "at least one name", report) };
+        let mut server_names = Vec::new();
+        for item in items {
+            let wanted = "text: a name such as a.example.com or *.example.com";
+            let Some(name) = item.require(report, wanted, route_name) else { continue };
+            if let Some((first, _)) = known.iter().find(|(_, other)| *other == name) {
+                item.error(report, format!("{} already stands at {first}", quote(&name)));
+            }
+            known.push((item.path, name.clone()));
+            server_names.push(name);
+        }
+        let upstream = fields.get(report, "upstream");
+        let upstream = if broken { None } else { reference(&upstream, Some(false), seen, report) };
+        fields.finish(report);
+        routes.push(Route { server_names, upstream: upstream.unwrap_or_default() });
+    }
+    routes
+}
+
+/// A name that a client can ask for (RFC 6066 section 3: DNS names only), or all names one label
+/// below another.
+fn route_name(text: &str) -> Result<String, String> {
+    let name = text.strip_prefix("*.").unwrap_or(text);
+    if text.parse::<std::net::IpAddr>().is_ok() {
+        return Err(format!(
+            "{} is an IP address: no client sends one as server name (RFC 6066); what asks for \
+             none goes to the listener's own upstream",
+            quote(text)
+        ));
+    }
+    if !is_dns_name(name) {
+        return Err(format!(
+            "{} is not a name such as a.example.com or *.example.com",
+            quote(text)
+        ));
+    }
+    Ok(text.to_ascii_lowercase())
+}
+
+fn identities(node: &Node<'_>, report: &mut Report) -> Vec<CertPaths> {
+    let mut seen: Vec<Placed<PathBuf>> = Vec::new();
+    let mut identities = Vec::new();
+    for item in node.items(report) {
+        let mut fields = item.fields(report);
+        let required = !fields.broken;
+        let (path, paths) = cert_paths(&mut fields, required, report);
+        fields.finish(report);
+        let known = seen.iter().find(|(_, cert)| *cert == paths.cert_file);
+        if let Some((first, _)) = known.filter(|_| !paths.cert_file.as_os_str().is_empty()) {
+            report.error(&path, format!("the same certificate as {first}"));
+        }
+        seen.push((path, paths.cert_file.clone()));
+        identities.push(paths);
+    }
+    identities
+}
+
+/// The two files of a certificate, and the path of `cert_file`.
+fn cert_paths(fields: &mut Fields<'_>, required: bool, report: &mut Report) -> Placed<CertPaths> {
+    let (cert, key) = (fields.get(report, "cert_file"), fields.get(report, "key_file"));
+    let mut file = |node: &Node<'_>| {
+        let file = if required { node.required_file(report) } else { node.file(report) };
+        file.unwrap_or_default()
+    };
+    let paths = CertPaths { cert_file: file(&cert), key_file: file(&key) };
+    (cert.path, paths)
+}
+
+fn resume_groups(node: &Node<'_>, report: &mut Report) -> Vec<String> {
+    let mut groups: Vec<String> = Vec::new();
+    for item in node.items(report) {
+        let group = item.require(report, "text: an API group such as example.com", |text| {
+            if !is_dns_name(text) || text.chars().any(|c| c.is_ascii_uppercase()) {
+                return Err(format!("{} is not an API group such as example.com", quote(text)));
+            }
+            if groups.iter().any(|known| known == text) {
+                return Err(format!("{} appears twice", quote(text)));
+            }
+            Ok(text.to_owned())
+        });
+        groups.extend(group);
+    }
+    groups
+}
+
+fn request_limits(fields: &mut Fields<'_>, report: &mut Report) -> RequestLimits {
+    RequestLimits {
+        max_streams: fields.get(report, "max_streams").number(report, 1000, 1..=100_000),
+        max_header_bytes: fields.get(report, "max_header_bytes").size(
+            report,
+            64 << 10,
+            4 << 10..=1 << 20,
+        ),
+        header_timeout: fields.get(report, "header_timeout").duration(
+            report,
+            10 * SECOND,
+            100 * MS..=MINUTE,
+        ),
+        stall_timeout: fields.get(report, "stall_timeout").duration(
+            report,
+            5 * MINUTE,
+            SECOND..=24 * HOUR,
+        ),
+    }
+}

@@ -1,0 +1,84 @@
+//! What a passthrough listener counts: connections, bytes, and how each one ended.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use metrics::{Counter, Gauge};
+
+use super::metrics::Registry;
+use super::names::{self, CLOSE_REASONS};
+
+/// The way bytes go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Direction {
+    /// From the client to the apiserver.
+    ToServer,
+    /// From the apiserver to the client.
+    ToClient,
+}
+
+/// What one passthrough listener counts.
+pub struct PassthroughMetrics {
+    name: String,
+    registry: Arc<Registry>,
+    open: AtomicUsize,
+    connections: Gauge,
+    to_server: Counter,
+    to_client: Counter,
+    closed: [OnceLock<Counter>; CLOSE_REASONS.len()],
+}
+
+impl std::fmt::Debug for PassthroughMetrics {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("PassthroughMetrics").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+impl PassthroughMetrics {
+    pub(super) fn register(registry: &Arc<Registry>, name: &str) -> Self {
+        let bytes = |direction| registry.counter(&names::PASSTHROUGH_BYTES, &[name, direction]);
+        Self {
+            name: name.to_owned(),
+            registry: Arc::clone(registry),
+            open: AtomicUsize::new(0),
+            connections: registry.gauge(&names::PASSTHROUGH_CONNECTIONS, &[name]),
+            to_server: bytes("to_server"),
+            to_client: bytes("to_client"),
+            closed: [const { OnceLock::new() }; CLOSE_REASONS.len()],
+        }
+    }
+
+    /// A client's connection was accepted.
+    pub fn opened(&self) {
+        self.open.fetch_add(1, Ordering::Relaxed);
+        self.connections.increment(1);
+    }
+
+    /// It has ended, because of `reason`, one of [`CLOSE_REASONS`]; what is not among them counts
+    /// as the last.
+    pub fn closed(&self, reason: &'static str) {
+        self.open.fetch_sub(1, Ordering::Relaxed);
+        self.connections.decrement(1);
+        let last = CLOSE_REASONS.len() - 1;
+        let index = CLOSE_REASONS.iter().position(|known| *known == reason).unwrap_or(last);
+        self.closed[index]
+            .get_or_init(|| {
+                let labels = &[self.name.as_str(), CLOSE_REASONS[index]];
+                self.registry.counter(&names::PASSTHROUGH_CLOSED, labels)
+            })
+            .increment(1);
+    }
+
+    /// Bytes were moved.
+    pub fn moved(&self, direction: Direction, bytes: usize) {
+        match direction {
+            Direction::ToServer => self.to_server.increment(bytes as u64),
+            Direction::ToClient => self.to_client.increment(bytes as u64),
+        }
+    }
+
+    /// Connections that are open now, of all workers.
+    pub fn open(&self) -> usize {
+        self.open.load(Ordering::Relaxed)
+    }
+}

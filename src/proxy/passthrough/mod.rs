@@ -1,0 +1,135 @@
+//! L4: passes connections through, byte for byte. TLS stays between the client and the apiserver,
+//! so no certificate is needed and every client works.
+//!
+//! ```text
+//! accept -> (cap) -> connect, raced -> pump both ways -> count why it ended
+//! ```
+//!
+//! Whatever breaks one side breaks the other the same way: a reset is passed on as a reset, an end
+//! as an end of that direction. What we end ourselves ends with a reset, since that is what makes a
+//! client reconnect at once; silence is what it would wait on.
+
+pub mod connect;
+pub mod pump;
+
+use std::cell::Cell;
+use std::net::SocketAddr;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
+use tokio::task::spawn_local;
+
+use super::accept;
+use crate::config::{Limits, Passthrough};
+use crate::net::socket;
+use crate::observe::{ListenerMetrics, PassthroughMetrics};
+use crate::upstream::pool::Upstream;
+use pump::{Lane, Side};
+
+/// One passthrough listener on one worker.
+pub struct Listener {
+    /// Name, for the log.
+    pub name: String,
+    /// Where connections go that no route takes.
+    pub upstream: Arc<Upstream>,
+    /// The upstreams of the configured routes, in their order.
+    pub routes: Vec<Arc<Upstream>>,
+    /// How it passes connections through.
+    pub config: Passthrough,
+    /// Bounds on connections.
+    pub limits: Limits,
+    /// What every listener counts.
+    pub metrics: Arc<ListenerMetrics>,
+    /// What a passthrough listener counts.
+    pub flows: Arc<PassthroughMetrics>,
+    /// Open connections.
+    pub open: Cell<usize>,
+    /// Turns true when no more are accepted.
+    pub drain: watch::Receiver<bool>,
+}
+
+impl Listener {
+    /// Accepts on one socket until the drain begins.
+    pub async fn accept(self: Rc<Self>, socket: TcpListener) {
+        let drain = self.drain.clone();
+        accept::until_drain(&socket, drain, &self.name, |stream, from| self.admit(stream, from))
+            .await;
+    }
+
+    fn admit(self: &Rc<Self>, client: TcpStream, from: SocketAddr) {
+        if self.open.get() >= self.limits.max_connections {
+            self.metrics.refused("cap");
+            tracing::debug!(listener = self.name, client = %from, "refused: too many connections");
+            reset(client);
+            return;
+        }
+        let open = Open::new(self);
+        spawn_local(async move { open.run(client, from).await });
+    }
+}
+
+/// Ends a connection so that its peer knows at once: RST, not FIN.
+fn reset(stream: TcpStream) {
+    // With SO_LINGER at zero, close(2) sends a reset.
+    let _ = socket2::SockRef::from(&stream).set_linger(Some(Duration::ZERO));
+    drop(stream);
+}
+
+/// An accepted connection, counted once however it ends.
+struct Open {
+    listener: Rc<Listener>,
+    reason: Cell<&'static str>,
+}
+
+impl Open {
+    fn new(listener: &Rc<Listener>) -> Self {
+        listener.open.set(listener.open.get() + 1);
+        listener.metrics.connections.increment(1);
+        listener.flows.opened();
+        Self { listener: Rc::clone(listener), reason: Cell::new("shutdown") }
+    }
+
+    async fn run(self, mut client: TcpStream, from: SocketAddr) {
+        let listener = &self.listener;
+        if socket::prepare_accepted(&client).is_err() {
+            self.reason.set("client_reset");
+            return;
+        }
+        let connected = Box::pin(connect::connect(&listener.upstream)).await;
+        let (mut server, endpoint) = match connected {
+            Ok(connected) => connected,
+            Err(why) => {
+                self.reason.set("unreachable");
+                tracing::warn!(listener = listener.name, client = %from, why, "no endpoint reached");
+                reset(client);
+                return;
+            }
+        };
+        let _flow = endpoint.flow();
+        let (mut up, mut down) = (Lane::default(), Lane::default());
+        let end = pump::run(&mut client, &mut server, &mut up, &mut down, &listener.flows).await;
+        match end {
+            Ok(()) => self.reason.set("done"),
+            Err((side, error)) => {
+                self.reason.set(match side {
+                    Side::Client => "client_reset",
+                    Side::Server => "server_reset",
+                });
+                tracing::debug!(listener = listener.name, client = %from, ?side, %error, "broken");
+                reset(client);
+                reset(server);
+            }
+        }
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.listener.open.set(self.listener.open.get() - 1);
+        self.listener.metrics.connections.decrement(1);
+        self.listener.flows.closed(self.reason.get());
+    }
+}

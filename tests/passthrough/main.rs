@@ -1,0 +1,6 @@
+//! The real L4 data plane between clients and whatever a test puts behind it.
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod flows;

@@ -89,7 +89,6 @@ async fn every_route_answers() {
         ("/history", "application/json", "\"step_s\": 5"),
         ("/config", "application/json", "\"workers\": 1"),
         ("/", "text/html; charset=utf-8", "<!doctype html>"),
-        ("/page.js", "text/javascript; charset=utf-8", "textContent"),
     ] {
         let (code, head, body) = ask(address, "GET", path).await;
         assert_eq!(code, 200, "{path}");

@@ -240,6 +240,7 @@ impl admin::Facts for Facts {
             self.listeners.iter().map(|listener| self.listener_status(listener)).collect();
         json!({
             "version": env!("CARGO_PKG_VERSION"),
+            "now": Utc(SystemTime::now()).seconds(),
             "started_at": Utc(self.started).seconds(),
             "draining": *self.draining.borrow(),
             "listeners": listeners,

@@ -7,13 +7,15 @@ mod demo;
 mod run;
 mod status;
 
-use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
 
 use crate::config::Overrides;
+
+/// Where the admin endpoint is unless it is told otherwise: the default of `admin.bind`.
+const ADMIN: &str = "127.0.0.1:9643";
 
 /// The line between a Kubernetes node and its control plane.
 #[derive(Debug, Parser)]
@@ -31,12 +33,8 @@ enum Command {
     Check(RunArgs),
     /// Show it at work: three small apiservers, jackstay in front, faults on a schedule.
     Demo(demo::DemoArgs),
-    /// Show endpoints and connections of a running jackstay.
-    Status {
-        /// Address of its admin endpoint.
-        #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:9643")]
-        admin: SocketAddr,
-    },
+    /// Show what a running jackstay knows: listeners, endpoints, sources, the last changes.
+    Status(status::StatusArgs),
 }
 
 #[derive(Debug, Args)]
@@ -94,6 +92,6 @@ pub fn main() -> ExitCode {
             }
         }
         Command::Demo(args) => demo::run(&args),
-        Command::Status { admin } => status::run(admin),
+        Command::Status(args) => status::run(&args),
     }
 }

@@ -13,6 +13,39 @@ impl Utc {
         Self(SystemTime::now())
     }
 
+    /// Reads what [`fmt::Display`] writes, with or without the fraction; only UTC (`Z`).
+    pub fn parse(text: &str) -> Option<Self> {
+        let (date, time) = text.strip_suffix('Z')?.split_once('T')?;
+        let (time, fraction) = time.split_once('.').unwrap_or((time, "0"));
+        let digits = |text: &str| {
+            let plain = !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
+            plain.then(|| text.parse::<u64>().ok()).flatten()
+        };
+        let three = |text: &str, by: char| {
+            let mut parts = text.split(by).map(digits);
+            let all = (parts.next()??, parts.next()??, parts.next()??);
+            parts.next().is_none().then_some(all)
+        };
+        let (year, month, day) = three(date, '-')?;
+        let (hour, minute, second) = three(time, ':')?;
+        let in_range = (1970..10_000).contains(&year)
+            && (1..=12).contains(&month)
+            && (1..=31).contains(&day)
+            && hour < 24
+            && minute < 60
+            && second < 61;
+        let nanos = digits(fraction).filter(|_| fraction.len() <= 9 && in_range)?
+            * 10_u64.pow(9 - fraction.len() as u32);
+        // The inverse of `parts`: days_from_civil.
+        let year = if month <= 2 { year - 1 } else { year };
+        let (era, year_of_era) = (year / 400, year % 400);
+        let day_of_year = (153 * ((month + 9) % 12) + 2) / 5 + day - 1;
+        let day_of_era = year_of_era * 365 + year_of_era / 4 - year_of_era / 100 + day_of_year;
+        let days = (era * 146_097 + day_of_era).checked_sub(719_468)?;
+        let seconds = days * 86_400 + hour * 3600 + minute * 60 + second;
+        Some(Self(UNIX_EPOCH + std::time::Duration::new(seconds, nanos as u32)))
+    }
+
     /// Year, month, day, second of the day and millisecond. Times before 1970 are 1970.
     fn parts(self) -> (u64, u64, u64, u64, u32) {
         let since = self.0.duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -78,9 +111,25 @@ mod tests {
             (4_107_542_400_000, "2100-03-01T00:00:00.000Z"),
         ];
         for (ms, text) in table {
-            assert_eq!(Utc(UNIX_EPOCH + Duration::from_millis(ms)).to_string(), text);
+            let utc = Utc(UNIX_EPOCH + Duration::from_millis(ms));
+            assert_eq!(utc.to_string(), text);
+            assert_eq!(Utc::parse(text), Some(utc));
         }
         assert_eq!(Utc(UNIX_EPOCH - Duration::from_secs(1)).to_string(), table[0].1);
+        let whole = Utc(UNIX_EPOCH + Duration::from_secs(951_782_400));
+        assert_eq!(Utc::parse("2000-02-29T00:00:00Z"), Some(whole));
+        for odd in [
+            "",
+            "now",
+            "2026-07-26T12:34:56",
+            "2026-13-26T12:34:56Z",
+            "2026-07-26T1:2:3:4Z",
+            "1960-01-01T00:00:00Z",
+            "2026-07-26T12:34:56.Z",
+            "+2026-07-26T12:34:56Z",
+        ] {
+            assert_eq!(Utc::parse(odd), None, "{odd}");
+        }
         let mut short = String::new();
         Utc(UNIX_EPOCH + Duration::from_millis(1_785_069_296_789)).write_short(&mut short).unwrap();
         assert_eq!(short, "07-26 12:34:56.789");

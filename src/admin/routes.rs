@@ -19,8 +19,8 @@ const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
 /// The page's one script and one style sheet, by their hashes, and data from here: nothing else
 /// runs, whatever an apiserver's error text may hold. Nobody may frame us. A test knows the hashes.
 const POLICY: &str = "default-src 'none'; \
-    script-src 'sha256-56tgyVOO86JXUnSOo3tKEQVYRU0kMPqz8Dr5k+nlAa0='; \
-    style-src 'sha256-IHbOXhWYeSNMmLWKnwgAKcdzSo4w3MLkDySVHifT46U='; \
+    script-src 'sha256-Qr38D8PsyZS3ga/qTKAxKif5tM1nAuD6W6dJNZi0U/s='; \
+    style-src 'sha256-SCQZ64Xu1DQjtD3OWd9wW1ECayIsGZ2H+UqbnwDZREw='; \
     connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
 const ROUTES: &str = "\

@@ -47,19 +47,13 @@ pub const IDLE: &str = "idle";
 
 /// What a change of its life means for what runs on it, for the log.
 fn effect(life: Life, streams: usize, watches: usize) -> String {
-    let requests = streams.saturating_sub(watches);
+    let on_it = format!("streams on it: {streams}, watches among them: {watches}");
     match life {
         Life::Live => "takes new streams again".to_owned(),
-        Life::Suspect => {
-            format!("no new streams; {requests} requests and {watches} watches wait on it")
-        }
-        Life::Draining => {
-            format!("no new streams; {requests} requests and {watches} watches run on")
-        }
+        Life::Suspect => format!("no new streams, a replacement is opened; {on_it}"),
+        Life::Draining => format!("no new streams; {on_it}"),
         Life::Dead if streams == 0 => "closed; nothing ran on it".to_owned(),
-        Life::Dead => format!(
-            "closed; {requests} requests and {watches} watches go on elsewhere where they may"
-        ),
+        Life::Dead => format!("closed; what may goes on elsewhere; {on_it}"),
     }
 }
 

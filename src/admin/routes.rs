@@ -20,7 +20,7 @@ const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
 /// runs, whatever an apiserver's error text may hold. Nobody may frame us. A test knows the hashes.
 const POLICY: &str = "default-src 'none'; \
     script-src 'sha256-Qr38D8PsyZS3ga/qTKAxKif5tM1nAuD6W6dJNZi0U/s='; \
-    style-src 'sha256-SCQZ64Xu1DQjtD3OWd9wW1ECayIsGZ2H+UqbnwDZREw='; \
+    style-src 'sha256-E35cnjBcTtQpxgXg7Cj93l/MD/wXadtbANTmkmWaG8M='; \
     connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
 const ROUTES: &str = "\

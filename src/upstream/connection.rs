@@ -47,7 +47,10 @@ pub const IDLE: &str = "idle";
 
 /// What a change of its life means for what runs on it, for the log.
 fn effect(life: Life, streams: usize, watches: usize) -> String {
-    let on_it = format!("streams on it: {streams}, watches among them: {watches}");
+    let on_it = match streams {
+        0 => "nothing runs on it".to_owned(),
+        _ => format!("streams on it: {streams}, watches among them: {watches}"),
+    };
     match life {
         Life::Live => "takes new streams again".to_owned(),
         Life::Suspect => format!("no new streams, a replacement is opened; {on_it}"),

@@ -88,9 +88,10 @@ impl View {
         ]);
         for listener in list(status, "listeners") {
             let bind: Vec<_> = list(listener, "bind").iter().filter_map(Value::as_str).collect();
-            let address = match bind.is_empty() {
-                true => Cell::text("not bound").tone(Tone::Bad),
-                false => Cell::text(bind.join(", ")),
+            let address = if bind.is_empty() {
+                Cell::text("not bound").tone(Tone::Bad)
+            } else {
+                Cell::text(bind.join(", "))
             };
             let mut notes = Vec::new();
             for identity in list(listener, "identities") {

@@ -9,7 +9,7 @@ import unittest
 
 import rig as rig_module
 
-MODULES = ["test_direct", "test_jackstay"]
+MODULES = ["test_direct", "test_jackstay", "test_deploy"]
 
 
 class Result(unittest.TextTestResult):

@@ -430,23 +430,27 @@ bin_dir = "/usr/lib/cni"
 conf_dir = "{d}/cni-conf"
 ''')
         self.cgroup = os.environ.get("JACKSTAY_RIG_CGROUP", "jackstay-rig")
-        config = {
-            "apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration",
-            "authentication": {"anonymous": {"enabled": False}, "webhook": {"enabled": True},
-                               "x509": {"clientCAFile": str(rig.pki.ca)}},
-            "authorization": {"mode": "Webhook"},
-            "cgroupDriver": "cgroupfs", "cgroupRoot": f"/{self.cgroup}", "enforceNodeAllocatable": [],
-            "failSwapOn": False, "staticPodPath": str(d / "manifests"), "resolvConf": "",
-            "evictionHard": {"memory.available": "1Mi", "nodefs.available": "0.1%", "imagefs.available": "0.1%"},
-            "imageGCHighThresholdPercent": 100, "volumePluginDir": str(d / "plugins"),
-        }
-        (d / "kubelet.json").write_text(json.dumps(config, indent=1))
+        (d / "kubelet.json").write_text(json.dumps(self.kubelet_config(), indent=1))
         self.containerd = Process("containerd", ["containerd", "--config", d / "containerd.toml"], rig.dir / "containerd.log")
         self.kubelet = Process("kubelet", [
-            KUBERNETES / "kubelet", f"--config={d}/kubelet.json", f"--kubeconfig={self.kubeconfig()}",
-            "--container-runtime=remote", f"--container-runtime-endpoint=unix://{self.sock}",
-            f"--node-ip={NODE_IP}", f"--hostname-override={self.NAME}", f"--root-dir={d}/kubelet", f"--cert-dir={d}/pki",
-            "--v=2"], rig.dir / "kubelet.log")
+            KUBERNETES / "kubelet", f"--config={d}/kubelet.json", "--container-runtime=remote",
+            f"--container-runtime-endpoint=unix://{self.sock}", f"--node-ip={NODE_IP}", f"--hostname-override={self.NAME}",
+            "--v=2", *self.kubelet_flags()], rig.dir / "kubelet.log")
+
+    def kubelet_flags(self):
+        return [f"--kubeconfig={self.kubeconfig()}", f"--root-dir={self.dir}/kubelet", f"--cert-dir={self.dir}/pki"]
+
+    def kubelet_config(self):
+        return {
+            "apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration",
+            "authentication": {"anonymous": {"enabled": False}, "webhook": {"enabled": True},
+                               "x509": {"clientCAFile": str(self.rig.pki.ca)}},
+            "authorization": {"mode": "Webhook"},
+            "cgroupDriver": "cgroupfs", "cgroupRoot": f"/{self.cgroup}", "enforceNodeAllocatable": [],
+            "failSwapOn": False, "staticPodPath": str(self.dir / "manifests"), "resolvConf": "",
+            "evictionHard": {"memory.available": "1Mi", "nodefs.available": "0.1%", "imagefs.available": "0.1%"},
+            "imageGCHighThresholdPercent": 100, "volumePluginDir": str(self.dir / "plugins"),
+        }
 
     def kubeconfig(self):
         return self.rig.kubeconfig("real-node", self.server, cert=(self.current, self.current))

@@ -1,0 +1,155 @@
+"""A node as `deploy/` describes it: paths, manifests and units are used as they are in there."""
+
+import calendar
+import json
+import os
+import shutil
+import signal
+import time
+import urllib.request
+from pathlib import Path
+
+from rig import ADDRESSES, PORT, REPOSITORY, RealNode, wait_for, yaml
+
+DEPLOY = REPOSITORY / "deploy"
+DIST = Path(os.environ.get("JACKSTAY_DIST") or REPOSITORY / "target/dist")
+MANIFESTS = Path("/etc/kubernetes/manifests")
+CONFIG = Path("/etc/jackstay/jackstay.yaml")
+KUBELET_CONF, BOOTSTRAP_CONF = Path("/etc/kubernetes/kubelet.conf"), Path("/etc/kubernetes/bootstrap-kubelet.conf")
+KUBELET_PEM = Path("/var/lib/kubelet/pki/kubelet-client-current.pem")
+SERVER = "https://127.0.0.1:7443"
+ADMIN = "http://127.0.0.1:9643"
+
+
+def built(name):
+    """What `deploy/release` makes: `jackstay` or `jackstay-image.tar`."""
+    path = DIST / name
+    if not path.exists():
+        raise AssertionError(f"{path} is missing: run deploy/release (JACKSTAY_DIST names another directory)")
+    return path
+
+
+def admin(path, timeout=3):
+    """Body of an answer of the admin endpoint; raises unless it is a 200."""
+    with urllib.request.urlopen(ADMIN + path, timeout=timeout) as answer:
+        return answer.read().decode()
+
+
+def status():
+    return json.loads(admin("/status"))
+
+
+def upstream(rig):
+    return {"name": "control-plane", "endpoints": [f"{address}:{PORT}" for address in ADDRESSES.values()],
+            "tls": {"ca_file": "/etc/kubernetes/pki/ca.crt"}}
+
+
+def write_config(rig, mode, identities=(), **more):
+    """/etc/jackstay and the cluster's CA, as the comments of the manifests say."""
+    for path, source, bits in (("/etc/kubernetes/pki/ca.crt", rig.pki.ca, 0o644), ("/etc/jackstay/tls.crt", rig.serving_cert[0], 0o644),
+                               ("/etc/jackstay/tls.key", rig.serving_cert[1], 0o600)):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, path)
+        os.chmod(path, bits)
+    listener = {"name": "apiserver", "bind": ["127.0.0.1:7443", "[::1]:7443"], "mode": mode, "upstream": "control-plane"}
+    if mode == "terminate":
+        listener |= {"tls": {"cert_file": "/etc/jackstay/tls.crt", "key_file": "/etc/jackstay/tls.key"},
+                     "client_ca_file": "/etc/kubernetes/pki/ca.crt",
+                     "identities": [{"cert_file": str(c), "key_file": str(k)} for c, k in identities]}
+    text = yaml({"upstreams": [upstream(rig)], "listeners": [listener], **more}).lstrip("\n") + "\n"
+    fresh = CONFIG.with_suffix(".new")
+    fresh.write_text(text)
+    fresh.replace(CONFIG)
+
+
+def place(manifest):
+    """A static pod manifest into kubelet's directory, under a name that it skips until it is whole."""
+    MANIFESTS.mkdir(parents=True, exist_ok=True)
+    fresh = MANIFESTS / ".jackstay.new"
+    shutil.copy(DEPLOY / "static-pod" / manifest, fresh)
+    fresh.replace(MANIFESTS / "jackstay.yaml")
+
+
+def process_of(executable="jackstay", word=b"run"):
+    """Pids of the processes, in whatever container or unit, with this name and argument."""
+    pids = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if words[0].rpartition(b"/")[2] == executable.encode() and (word is None or word in words):
+                pids.append(int(entry.name))
+    return pids
+
+
+class FreshNode(RealNode):
+    """A node that has never been one: kubelet has a bootstrap token, and jackstay to reach anyone."""
+
+    NAME = "fresh-1"
+
+    def __init__(self, rig):
+        super().__init__(rig, SERVER)
+        self.kubelet.name, self.kubelet.logfile = "fresh-kubelet", rig.dir / "fresh-kubelet.log"
+
+    def kubelet_flags(self):
+        return [f"--kubeconfig={KUBELET_CONF}", f"--bootstrap-kubeconfig={BOOTSTRAP_CONF}"]
+
+    def kubelet_config(self):
+        # What kubeadm writes, and quicker to notice changes of files.
+        return {**super().kubelet_config(), "staticPodPath": str(MANIFESTS), "rotateCertificates": True, "fileCheckFrequency": "2s"}
+
+    def bootstrap(self):
+        """A bootstrap token, the rights that kubeadm gives it, and the kubeconfig that carries it."""
+        ident, secret = os.urandom(3).hex(), os.urandom(8).hex()
+        control = self.rig.control
+        control.must("POST", "/api/v1/namespaces/kube-system/secrets", {
+            "metadata": {"name": f"bootstrap-token-{ident}"}, "type": "bootstrap.kubernetes.io/token",
+            "stringData": {"token-id": ident, "token-secret": secret, "usage-bootstrap-authentication": "true",
+                           "auth-extra-groups": "system:bootstrappers:kubeadm:default-node-token"}})
+        for name, role in (("node-bootstrapper", "system:node-bootstrapper"),
+                           ("node-autoapprove", "system:certificates.k8s.io:certificatesigningrequests:nodeclient")):
+            control.request("POST", "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings", {
+                "metadata": {"name": f"rig-{name}"},
+                "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role},
+                "subjects": [{"apiGroup": "rbac.authorization.k8s.io", "kind": "Group",
+                              "name": "system:bootstrappers:kubeadm:default-node-token"}]})
+        shutil.copy(self.rig.kubeconfig("bootstrap", SERVER, token=f"{ident}.{secret}"), BOOTSTRAP_CONF)
+        return f"system:bootstrap:{ident}"
+
+    def start(self):
+        for path in (MANIFESTS, KUBELET_PEM.parent):
+            path.mkdir(parents=True, exist_ok=True)
+        super().start()
+        self.ctr("images", "import", built("jackstay-image.tar"))
+        return self
+
+    def stop(self):
+        super().stop()
+        for path in MANIFESTS.iterdir():
+            path.unlink()
+        for pid in [*process_of("containerd-shim-runc-v2", None), *process_of()]:
+            os.kill(pid, signal.SIGKILL)
+        wait_for("jackstay's end", lambda: not process_of(), 10)
+
+    def renewed(self):
+        """When it last said that it lives, in seconds since the epoch."""
+        lease = self.rig.control.get(f"/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases/{self.NAME}")
+        if lease.code != 200:
+            return 0
+        moment = lease.json["spec"]["renewTime"]
+        whole, _, fraction = moment.rstrip("Z").partition(".")
+        return calendar.timegm(time.strptime(whole, "%Y-%m-%dT%H:%M:%S")) + float(f"0.{fraction or 0}")
+
+
+def quiet(rig):
+    """Ends what other tests left running: the ports of a node are one node's."""
+    rig.stop_hollow()
+    if rig.jackstay:
+        rig.jackstay.stop()
+        rig.jackstay = None
+    if rig.node:
+        rig.node.stop()
+        rig.node = None
+    rig.heal()

@@ -23,9 +23,10 @@ use std::time::Duration;
 use tokio::sync::{oneshot, watch};
 use tokio::task::LocalSet;
 
-use crate::admin::Admin;
+use crate::admin::{Admin, Facts as _};
 use crate::config::{self, CertPaths, Config};
-use crate::control::{certificates, discovery, members};
+use crate::control::{certificates, discovery, members, watchdog};
+use crate::net::notify::ServiceManager;
 use crate::net::serving::ServingTls;
 use crate::net::socket;
 use crate::net::tls_files::TlsFileError;
@@ -168,11 +169,19 @@ impl App {
         self.admin.local_addr()
     }
 
-    /// Starts all threads.
+    /// Starts all threads; no service manager watches.
     ///
     /// # Errors
     /// A thread or a runtime could not be made.
     pub fn start(self) -> Result<Running, StartError> {
+        self.start_under(Arc::default())
+    }
+
+    /// Starts all threads, and feeds the watchdog of a service manager.
+    ///
+    /// # Errors
+    /// A thread or a runtime could not be made.
+    pub fn start_under(self, manager: Arc<ServiceManager>) -> Result<Running, StartError> {
         let (drain, draining) = watch::channel(false);
         let mut workers = Vec::new();
         let mut pulses = Vec::new();
@@ -208,6 +217,7 @@ impl App {
         let (stop, stopped) = oneshot::channel();
         let control = Control {
             admin: self.admin,
+            manager,
             facts,
             metrics: self.metrics,
             upstreams: self.upstreams,
@@ -267,6 +277,7 @@ impl Drop for Running {
 /// What runs beside the path of requests.
 struct Control {
     admin: std::net::TcpListener,
+    manager: Arc<ServiceManager>,
     facts: Arc<Facts>,
     metrics: Arc<Metrics>,
     upstreams: Vec<Arc<Upstream>>,
@@ -290,6 +301,8 @@ impl Control {
             for (name, tls, metrics) in self.serving {
                 tokio::task::spawn_local(certificates::watch_serving(name, tls, metrics));
             }
+            let facts = Arc::clone(&self.facts);
+            tokio::task::spawn_local(watchdog::feed(self.manager, move || facts.live()));
             let metrics = self.metrics;
             tokio::task::spawn_local(async move {
                 let mut ticks = tokio::time::interval(UPKEEP);

@@ -3,11 +3,13 @@
 use std::io;
 use std::path::Path;
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::SystemTime;
 
 use super::check;
 use crate::app::{App, Running};
 use crate::config::{self, Overrides};
+use crate::net::notify::ServiceManager;
 use crate::observe::log;
 
 /// Bad usage or bad configuration.
@@ -37,14 +39,23 @@ pub fn run(file: &Path, overrides: &Overrides) -> ExitCode {
     for warning in loaded.warnings.iter().chain(&found.notes) {
         tracing::warn!("{warning}");
     }
-    let running = match App::bind(loaded.config).and_then(App::start) {
+    let manager = Arc::new(ServiceManager::from_environment().unwrap_or_else(|error| {
+        tracing::warn!(%error, "cannot reach the service manager at NOTIFY_SOCKET; going on without it");
+        ServiceManager::default()
+    }));
+    let start = |app: App| app.start_under(Arc::clone(&manager));
+    let running = match App::bind(loaded.config).and_then(start) {
         Ok(running) => running,
         Err(error) => {
             tracing::error!("{error}");
             return ExitCode::from(if error.is_configuration() { BAD_CONFIGURATION } else { 1 });
         }
     };
-    match wait_for_signal() {
+    // Bound and served; whether an apiserver can be reached is not what others should wait for.
+    manager.tell("READY=1");
+    let signal = wait_for_signal();
+    manager.tell("STOPPING=1");
+    match signal {
         Ok(signal) => tracing::info!(signal, "draining"),
         Err(error) => tracing::error!(%error, "cannot wait for signals: draining"),
     }

@@ -4,3 +4,4 @@ pub mod certificates;
 pub mod discovery;
 pub mod members;
 pub mod readyz;
+pub mod watchdog;

@@ -4,6 +4,7 @@
 
 pub mod cork;
 pub mod linger;
+pub mod notify;
 pub mod read_ahead;
 pub mod rewound;
 pub mod serving;

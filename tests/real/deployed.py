@@ -9,7 +9,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from rig import ADDRESSES, PORT, REPOSITORY, RealNode, wait_for, yaml
+from rig import ADDRESSES, HERE, PORT, REPOSITORY, Process, RealNode, sh, wait_for, yaml
 
 DEPLOY = REPOSITORY / "deploy"
 DIST = Path(os.environ.get("JACKSTAY_DIST") or REPOSITORY / "target/dist")
@@ -45,7 +45,18 @@ def upstream(rig):
 
 
 def write_config(rig, mode, identities=(), **more):
-    """/etc/jackstay and the cluster's CA, as the comments of the manifests say."""
+    """/etc/jackstay and the cluster's CA, as the comments of the manifests say. Identities that lie
+    elsewhere than on a node are copied there."""
+    Path("/etc/jackstay").mkdir(parents=True, exist_ok=True)
+    kept = []
+    for crt, key in identities:
+        if Path(crt).is_relative_to(rig.dir):
+            copies = [Path("/etc/jackstay") / Path(path).name for path in (crt, key)]
+            for source, copy in zip((crt, key), copies):
+                shutil.copy(source, copy)
+                copy.chmod(0o600)
+            crt, key = copies
+        kept.append({"cert_file": str(crt), "key_file": str(key)})
     for path, source, bits in (("/etc/kubernetes/pki/ca.crt", rig.pki.ca, 0o644), ("/etc/jackstay/tls.crt", rig.serving_cert[0], 0o644),
                                ("/etc/jackstay/tls.key", rig.serving_cert[1], 0o600)):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +66,7 @@ def write_config(rig, mode, identities=(), **more):
     if mode == "terminate":
         listener |= {"tls": {"cert_file": "/etc/jackstay/tls.crt", "key_file": "/etc/jackstay/tls.key"},
                      "client_ca_file": "/etc/kubernetes/pki/ca.crt",
-                     "identities": [{"cert_file": str(c), "key_file": str(k)} for c, k in identities]}
+                     "identities": kept}
     text = yaml({"upstreams": [upstream(rig)], "listeners": [listener], **more}).lstrip("\n") + "\n"
     fresh = CONFIG.with_suffix(".new")
     fresh.write_text(text)
@@ -141,6 +152,54 @@ class FreshNode(RealNode):
         moment = lease.json["spec"]["renewTime"]
         whole, _, fraction = moment.rstrip("Z").partition(".")
         return calendar.timegm(time.strptime(whole, "%Y-%m-%dT%H:%M:%S")) + float(f"0.{fraction or 0}")
+
+
+class Booted:
+    """systemd as the first process of namespaces of its own, with the rig's network and files, and of
+    units only its own and the one under test. It keeps out of the host's cgroups."""
+
+    def __init__(self, rig, unit, drop_in=""):
+        self.rig, self.unit = rig, Path(unit)
+        self.dir = rig.dir / "booted"
+        units = self.dir / "units"
+        (units / f"{self.unit.name}.d").mkdir(parents=True)
+        self.units = units
+        for name in ("rig", "sysinit", "basic", "shutdown", "network", "multi-user"):
+            (units / f"{name}.target").write_text(f"[Unit]\nDescription={name}\nDefaultDependencies=no\nAllowIsolate=yes\n")
+        shutil.copy(unit, units)
+        self.log = self.dir / "service.log"
+        self.log.touch()
+        (units / f"{self.unit.name}.d/rig.conf").write_text(f"[Service]\nStandardOutput=append:{self.log}\nStandardError=inherit\n{drop_in}\n")
+        self.process = Process("systemd", [
+            HERE / "boot", os.environ.get("JACKSTAY_RIG_CGROUP", "jackstay-rig"), units, built("jackstay")], rig.dir / "systemd.log")
+
+    def start(self):
+        self.process.start()
+        wait_for("systemd", lambda: self.process.must_run() or self.ctl("is-active", "rig.target").stdout.strip() == "active", 30)
+        return self
+
+    @property
+    def init(self):
+        """Pid of systemd in the rig's namespace."""
+        child, = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return int(child)
+
+    def inside(self, *argv, **options):
+        return sh("nsenter", "--target", self.init, "--all", "env", f"SYSTEMD_UNIT_PATH={self.units}", *argv, **{"check": False, **options})
+
+    def ctl(self, *argv, **options):
+        return self.inside("systemctl", "--no-pager", *argv, **options)
+
+    def show(self, name):
+        return self.ctl("show", "--property", name, "--value", self.unit.name).stdout.strip()
+
+    def main_pid(self):
+        """Of the unit, in the rig's namespace; fails unless there is exactly one."""
+        pid, = process_of()
+        return pid
+
+    def stop(self):
+        self.process.stop(signal.SIGKILL)
 
 
 def quiet(rig):

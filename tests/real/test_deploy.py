@@ -4,19 +4,18 @@ Promised is that a node is Ready again within 30 s, whatever was killed; CI asse
 """
 
 import itertools
-import json
 import os
 import re
 import signal
-import subprocess
+import socket
 import time
 import unittest
 import uuid
 from pathlib import Path
 
 from cases import WithRig
-from deployed import (DEPLOY, KUBELET_CONF, KUBELET_PEM, SERVER, FreshNode, admin, built, place, process_of, quiet, status, write_config)
-from rig import ADDRESSES, IMAGE, complaints, log, sh, wait_for
+from deployed import DEPLOY, KUBELET_CONF, KUBELET_PEM, SERVER, Booted, FreshNode, admin, place, process_of, quiet, status, write_config
+from rig import ADDRESSES, IMAGE, KUBERNETES, NODE_IP, WATCHES, Jackstay, complaints, log, sh, wait_for
 
 LONG = bool(os.environ.get("JACKSTAY_REAL_LONG"))
 NOISE = 2  # CI asserts so many times the promised time.
@@ -164,8 +163,198 @@ class StaticPod(WithRig, unittest.TestCase):
             log(f"    {what} alone: Ready again after {time.time() - killed:.1f} s")
 
 
+class Service(WithRig, unittest.TestCase):
+    """The systemd unit, under systemd."""
+
+    UNIT = DEPLOY / "systemd/jackstay.service"
+
+    @classmethod
+    def prepare(cls):
+        quiet(cls.rig)
+        write_config(cls.rig, "terminate", [cls.rig.admin_cert])
+        # Shorter than in the unit, so that a test need not wait for long.
+        cls.systemd = Booted(cls.rig, cls.UNIT, "WatchdogSec=3").start()
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.systemd.stop()
+
+    def setUp(self):
+        self.rig.heal()
+        self.api = self.rig.api(SERVER, cert=self.rig.admin_cert, timeout=5)
+
+    def tearDown(self):
+        self.rig.heal()
+        self.assertNotIn("panicked", self.systemd.log.read_text())
+
+    def start(self):
+        """Once systemd says that it is started, it is: nothing waits here."""
+        begun = time.monotonic()
+        done = self.systemd.ctl("restart", self.UNIT.name)
+        took = time.monotonic() - begun
+        self.assertEqual(done.returncode, 0, f"{done.stderr}{self.systemd.process.tail()}{self.systemd.log.read_text()}")
+        self.assertEqual(admin("/livez"), "ok\n")
+        socket.create_connection(("127.0.0.1", 7443), 5).close()
+        return took
+
+    def served(self):
+        return self.api.get("/api/v1/nodes?limit=1").code == 200
+
+    def test_1_unit_file(self):
+        """systemd knows every setting, and calls the exposure low."""
+        verified = self.systemd.inside("systemd-analyze", "verify", "--man=no", self.systemd.units / self.UNIT.name)
+        self.assertEqual((verified.returncode, verified.stderr), (0, ""))
+        judged = self.systemd.inside("systemd-analyze", "--no-pager", "security", self.UNIT.name)
+        log(judged.stdout.strip().splitlines()[-1])
+        exposure = float(re.search(r"Overall exposure level for \S+: ([0-9.]+)", judged.stdout)[1])
+        self.assertLess(exposure, 2.0)
+
+    def test_2_started_when_it_serves(self):
+        log(f"started in {self.start():.1f} s")
+        wait_for("a request through it", self.served, 10)
+        said = Path(f"/proc/{self.systemd.main_pid()}/status").read_text()
+        self.assertRegex(said, r"CapPrm:\t0{16}\n(.*\n)*CapBnd:\t0{16}\n")
+        self.assertRegex(said, r"NoNewPrivs:\t1\nSeccomp:\t2\n")
+
+    def test_3_started_without_apiservers(self):
+        """What is ordered after it, kubelet for one, starts all the same."""
+        for address in ADDRESSES.values():
+            self.rig.faults.drop_address(address)
+        log(f"started in {self.start():.1f} s without an apiserver")
+        self.rig.heal()
+        wait_for("a request through it", self.served, 20)
+
+    def test_4_killed(self):
+        self.start()
+        before = self.systemd.main_pid()
+        os.kill(before, signal.SIGKILL)
+        begun = time.monotonic()
+        wait_for("another process", lambda: self.systemd.main_pid() != before and self.served(), 20)
+        log(f"killed; served again after {time.monotonic() - begun:.1f} s")
+
+    def test_5_hung(self):
+        """The watchdog ends what no longer turns: nobody else would."""
+        self.start()
+        before = self.systemd.main_pid()
+        os.kill(before, signal.SIGSTOP)
+        begun = time.monotonic()
+        wait_for("another process", lambda: self.systemd.main_pid() != before and self.served(), 30)
+        self.assertEqual(self.systemd.show("NRestarts"), "1")
+        log(f"hung; served again after {time.monotonic() - begun:.1f} s, of which 3 s are the watchdog's patience here")
+
+    def test_6_stopped(self):
+        self.start()
+        done = self.systemd.ctl("stop", self.UNIT.name)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual((self.systemd.show("Result"), self.systemd.show("ExecMainStatus"), process_of()), ("success", "0", []))
+
+
+class Controllers(WithRig, unittest.TestCase):
+    """kube-controller-manager and kube-proxy, whose caches are made of watches, see none of the faults."""
+
+    SECONDS = 600 if LONG else 60
+
+    @classmethod
+    def prepare(cls):
+        quiet(cls.rig)
+        rig = cls.rig
+        kcm = rig.pki.issue("controllers-kcm", "/CN=system:kube-controller-manager")
+        proxy = rig.pki.issue("controllers-proxy", "/CN=system:kube-proxy")
+        cls.jackstay = Jackstay(rig, [kcm, proxy], log_name="jackstay-controllers").start()
+        rig.controller.stop(signal.SIGKILL)
+        rig.control.request("POST", "/api/v1/nodes", {"metadata": {"name": "proxied"}, "status": {
+            "addresses": [{"type": "InternalIP", "address": NODE_IP}]}})
+        cls.kcm = rig.run("kube-controller-manager", [
+            KUBERNETES / "kube-controller-manager", f"--kubeconfig={rig.kubeconfig('controllers-kcm', cls.jackstay.server, cert=kcm)}",
+            f"--service-account-private-key-file={rig.sa_key}", f"--root-ca-file={rig.pki.ca}",
+            # As kubeadm has it: every controller with a token of its own, and a lease that must not be lost.
+            # Renewing it is a write, and one that is under way to a stopped process waits for it.
+            "--use-service-account-credentials", "--leader-elect=true", "--leader-elect-lease-duration=40s",
+            "--leader-elect-renew-deadline=30s", "--bind-address=127.0.0.1", "--port=0",
+            "--v=2", "--vmodule=reflector=4"])
+        cls.proxy = rig.run("kube-proxy", [
+            KUBERNETES / "kube-proxy", f"--kubeconfig={rig.kubeconfig('controllers-proxy', cls.jackstay.server, cert=proxy)}",
+            "--hostname-override=proxied", "--proxy-mode=iptables", "--cluster-cidr=10.97.0.0/16", "--conntrack-max-per-core=0",
+            "--conntrack-tcp-timeout-established=0", "--conntrack-tcp-timeout-close-wait=0",
+            "--healthz-bind-address=127.0.0.1:10256", "--metrics-bind-address=127.0.0.1:10249", "--v=2", "--vmodule=reflector=4"])
+        cls.namespace = rig.load_namespace()
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.kcm.stop(signal.SIGKILL)
+        cls.proxy.stop(signal.SIGKILL)
+        cls.jackstay.process.stop(signal.SIGKILL)
+        cls.rig.heal()
+        cls.rig.controller.start()
+
+    def give_work(self, number):
+        """A service, which wants rules, and a deployment, which wants pods."""
+        control, namespace, labels = self.rig.control, self.namespace, {"app": f"app-{number}"}
+        control.must("POST", f"/api/v1/namespaces/{namespace}/services", {
+            "metadata": {"name": f"service-{number}"},
+            "spec": {"clusterIP": f"10.96.0.{10 + number}", "selector": labels, "ports": [{"port": 80}]}})
+        control.must("POST", f"/apis/apps/v1/namespaces/{namespace}/deployments", {
+            "metadata": {"name": f"app-{number}"}, "spec": {
+                "replicas": 2, "selector": {"matchLabels": labels}, "template": {"metadata": {"labels": labels}, "spec": {
+                    "containers": [{"name": "c", "image": "jackstay.test/none"}]}}}})
+
+    def see_it_done(self, number):
+        pods = f"/api/v1/namespaces/{self.namespace}/pods?labelSelector=app%3Dapp-{number}"
+        wait_for(f"the pods of deployment {number}", lambda: len(self.rig.control.get(pods).json["items"]) == 2, 60)
+        wait_for(f"the rules of service {number}", lambda: f" 10.96.0.{10 + number}/32 " in sh("iptables-save").stdout, 60)
+
+    @staticmethod
+    def relists(process):
+        return re.findall(r"reflector\.go:\d+\] Listing and watching (\S+)", process.logfile.read_text(errors="replace"))
+
+    def test_watches_through_faults(self):
+        both = (self.kcm, self.proxy)
+        wait_for("the controller manager to lead", lambda: self.kcm.must_run() or "successfully acquired lease" in self.kcm.logfile.read_text(), 60)
+        self.give_work(0)
+        self.see_it_done(0)
+        # Every cache is filled; from here on nothing is listed again.
+        last = {}
+
+        def settled():
+            now = {p.name: len(self.relists(p)) for p in both}
+            same = now == last
+            last.update(now)
+            return same
+        wait_for("the caches to fill", settled, 60, pause=3)
+        self.assertGreater(min(last.values()), 1, last)
+        offsets = {p.name: p.logfile.stat().st_size for p in both}
+        rig, jackstay, faults = self.rig, self.jackstay, self.rig.faults
+        kinds = itertools.cycle([
+            ("flows dropped in input", lambda: faults.drop_flows(jackstay.pid, hooks=("input",))),
+            ("SIGKILL of a", lambda: rig.apiservers["a"].kill()),
+            ("b dark", lambda: faults.drop_address(ADDRESSES["b"])),
+            ("flows dropped in output", lambda: faults.drop_flows(jackstay.pid, hooks=("output",))),
+            ("SIGSTOP of b", lambda: rig.apiservers["b"].pause()),
+            ("SIGKILL of b", lambda: rig.apiservers["b"].kill()),
+            ("a dark", lambda: faults.drop_address(ADDRESSES["a"])),
+            ("SIGSTOP of a", lambda: rig.apiservers["a"].pause()),
+        ])
+        begun, number = time.monotonic(), 0
+        while time.monotonic() < begun + self.SECONDS:
+            name, fault = next(kinds)
+            log(f"    {name}")
+            fault()
+            number += 1
+            self.give_work(number)
+            time.sleep(7 if "SIGSTOP" in name else 3)  # A stopped process is one after 5 s.
+            rig.heal()
+            self.see_it_done(number)
+        wrong = [line for p in both for line in complaints(p, WATCHES, since=offsets[p.name])]
+        log(f"{number} faults in {time.monotonic() - begun:.0f} s: {len(wrong)} complaints about watches; "
+            + ", ".join(f"{p.name}: {last[p.name]} caches, {len(self.relists(p)) - last[p.name]} listed again" for p in both))
+        self.assertEqual(wrong, [])
+        self.assertEqual({p.name: self.relists(p)[last[p.name]:] for p in both}, {p.name: [] for p in both})
+        self.assertEqual([p.running for p in both], [True, True])
+        self.assertNotIn("panicked", jackstay.process.logfile.read_text(errors="replace"))
+
+
 def load_tests(loader, _tests, _pattern):
     suite = unittest.TestSuite()
-    for case in (Manifests, StaticPod):
+    for case in (Manifests, StaticPod, Service, Controllers):
         suite.addTests(loader.loadTestsFromTestCase(case))
     return suite

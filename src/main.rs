@@ -2,8 +2,10 @@
 
 use std::process::ExitCode;
 
+use jackstay::net::allocator::Allocator;
+
 #[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+static ALLOCATOR: Allocator = Allocator;
 
 fn main() -> ExitCode {
     jackstay::cli::main()

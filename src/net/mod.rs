@@ -2,6 +2,7 @@
 //!
 //! The only module that may use `unsafe`, each block with the reason it is sound.
 
+pub mod allocator;
 pub mod cork;
 pub mod linger;
 pub mod notify;

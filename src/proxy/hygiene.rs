@@ -127,17 +127,17 @@ fn check_content_length(headers: &HeaderMap) -> Result<(), Problem> {
 
 /// Makes a request's headers fit for the upstream: nothing of this hop, no forged identity, and
 /// the client's address at the end of `X-Forwarded-For`, which is what audit logs record.
-pub fn upstream_request_headers(headers: &mut HeaderMap, client_ip: IpAddr) {
+pub fn upstream_request_headers(headers: &mut HeaderMap, client: &ForwardedFor) {
     strip(headers, Direction::Request);
-    forwarded_for(headers, client_ip);
+    client.append_to(headers);
 }
 
 /// The same for a request that upgrades: `Connection` becomes exactly `Upgrade`, and the protocol
 /// stays as the client wrote it. `Sec-WebSocket-*` and `X-Stream-Protocol-Version` are end-to-end
 /// and stay anyway.
-pub fn upstream_upgrade_headers(headers: &mut HeaderMap, client_ip: IpAddr) {
+pub fn upstream_upgrade_headers(headers: &mut HeaderMap, client: &ForwardedFor) {
     keeping_upgrade(headers, Direction::Request);
-    forwarded_for(headers, client_ip);
+    client.append_to(headers);
 }
 
 /// Makes an answer's headers fit for the client: nothing of the upstream hop.
@@ -242,26 +242,36 @@ fn keeping_upgrade(headers: &mut HeaderMap, direction: Direction) {
     }
 }
 
-/// Appends to `X-Forwarded-For` as Go's `httputil.ReverseProxy`: one header, one list.
-fn forwarded_for(headers: &mut HeaderMap, client_ip: IpAddr) {
-    // An IPv4 client of a dual-stack socket is an IPv4 client.
-    let ip = client_ip.to_canonical().to_string();
-    match headers.entry(X_FORWARDED_FOR) {
-        Entry::Vacant(entry) => {
-            if let Ok(value) = HeaderValue::from_str(&ip) {
-                entry.insert(value);
+/// What a client's requests get in `X-Forwarded-For`; written once for all requests of its
+/// connection.
+#[derive(Debug, Clone)]
+pub struct ForwardedFor(HeaderValue);
+
+impl ForwardedFor {
+    /// For a client at this address.
+    pub fn new(client: IpAddr) -> Self {
+        // An IPv4 client of a dual-stack socket is an IPv4 client.
+        let address = client.to_canonical().to_string();
+        Self(HeaderValue::from_str(&address).expect("an address is a header value"))
+    }
+
+    /// Appends as Go's `httputil.ReverseProxy`: one header, one list.
+    fn append_to(&self, headers: &mut HeaderMap) {
+        match headers.entry(X_FORWARDED_FOR) {
+            Entry::Vacant(entry) => {
+                entry.insert(self.0.clone());
             }
-        }
-        Entry::Occupied(mut entry) => {
-            let mut list = Vec::new();
-            for value in entry.iter().filter(|value| !value.is_empty()) {
-                list.extend_from_slice(value.as_bytes());
-                list.extend_from_slice(b", ");
-            }
-            list.extend_from_slice(ip.as_bytes());
-            // Header values joined by a comma are a header value.
-            if let Ok(value) = HeaderValue::from_bytes(&list) {
-                entry.insert(value);
+            Entry::Occupied(mut entry) => {
+                let mut list = Vec::new();
+                for value in entry.iter().filter(|value| !value.is_empty()) {
+                    list.extend_from_slice(value.as_bytes());
+                    list.extend_from_slice(b", ");
+                }
+                list.extend_from_slice(self.0.as_bytes());
+                // Header values joined by a comma are a header value.
+                if let Ok(value) = HeaderValue::from_bytes(&list) {
+                    entry.insert(value);
+                }
             }
         }
     }

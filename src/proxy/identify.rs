@@ -96,14 +96,15 @@ impl Identifier {
     pub fn identify(
         &self,
         peer: Option<&Peer>,
+        last: &LastToken,
         headers: &HeaderMap,
         credentials: &Credentials,
     ) -> Result<Class, Problem> {
         let token = bearer(headers);
-        let Some(peer) = peer else { return Ok(self.without_certificate(token)) };
+        let Some(peer) = peer else { return Ok(self.without_certificate(token, last)) };
         match peer.proven(SystemTime::now()) {
             Ok(certificate) => self.slot_of(certificate, credentials),
-            Err(_) if token.is_some() => Ok(self.without_certificate(token)),
+            Err(_) if token.is_some() => Ok(self.without_certificate(token, last)),
             Err(why) => Err(Problem::unauthorized(&format!(
                 "the client certificate {}cannot be verified: {why}",
                 peer.info.as_ref().map_or(String::new(), |info| format!("of {} ", info.subject)),
@@ -111,10 +112,10 @@ impl Identifier {
         }
     }
 
-    fn without_certificate(&self, token: Option<&[u8]>) -> Class {
+    fn without_certificate(&self, token: Option<&[u8]>, last: &LastToken) -> Class {
         match token {
             None => Class::Anonymous,
-            Some(token) if self.tokens.contains(token) => Class::Token,
+            Some(token) if last.is_proven(token, &self.tokens) => Class::Token,
             Some(_) => Class::UnprovenToken,
         }
     }
@@ -181,6 +182,34 @@ pub struct ProvenTokens {
     known: RefCell<HashMap<[u64; 2], u64>>,
     order: RefCell<VecDeque<([u64; 2], u64)>>,
     serial: Cell<u64>,
+    /// Changes whenever a token is forgotten.
+    forgotten: Cell<u64>,
+}
+
+/// The last token of one client that was found among the proven ones. Nearly every client has only
+/// one, and comparing it costs less than two keyed hashes.
+#[derive(Debug, Default)]
+pub struct LastToken {
+    token: RefCell<Vec<u8>>,
+    /// [`ProvenTokens::forgotten`] then, plus one; 0 while there is none.
+    valid_at: Cell<u64>,
+}
+
+impl LastToken {
+    fn is_proven(&self, token: &[u8], tokens: &ProvenTokens) -> bool {
+        let now = tokens.forgotten.get() + 1;
+        if self.valid_at.get() == now && *self.token.borrow() == token {
+            return true;
+        }
+        let proven = tokens.contains(token);
+        if proven {
+            let mut last = self.token.borrow_mut();
+            last.clear();
+            last.extend_from_slice(token);
+            self.valid_at.set(now);
+        }
+        proven
+    }
 }
 
 impl ProvenTokens {
@@ -207,11 +236,38 @@ impl ProvenTokens {
                 && known.get(&oldest) == Some(&serial)
             {
                 known.remove(&oldest);
+                self.forgotten.set(self.forgotten.get() + 1);
             }
         }
     }
 
     fn remove(&self, token: &[u8]) {
-        self.known.borrow_mut().remove(&self.hash(token));
+        if self.known.borrow_mut().remove(&self.hash(token)).is_some() {
+            self.forgotten.set(self.forgotten.get() + 1);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_remembered_token_is_forgotten_with_the_others() {
+        let (tokens, last) = (ProvenTokens::default(), LastToken::default());
+        assert!(!last.is_proven(b"bearer a", &tokens));
+        tokens.insert(b"bearer a");
+        assert!(last.is_proven(b"bearer a", &tokens));
+        assert!(last.is_proven(b"bearer a", &tokens), "now from memory");
+        assert!(!last.is_proven(b"bearer b", &tokens));
+        assert!(last.is_proven(b"bearer a", &tokens));
+        tokens.remove(b"bearer a");
+        assert!(!last.is_proven(b"bearer a", &tokens), "a 401 for anybody counts for everybody");
+        tokens.insert(b"bearer a");
+        assert!(last.is_proven(b"bearer a", &tokens));
+        for n in 0..PROVEN_TOKENS {
+            tokens.insert(format!("bearer {n}").as_bytes());
+        }
+        assert!(!last.is_proven(b"bearer a", &tokens), "too many others since");
     }
 }

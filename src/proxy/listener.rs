@@ -23,7 +23,8 @@ use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 
 use super::accept;
-use super::identify::Peer;
+use super::hygiene::ForwardedFor;
+use super::identify::{LastToken, Peer};
 use super::serve::{Client, Service};
 use super::stall::Stall;
 use crate::config::{Limits, RequestLimits};
@@ -121,6 +122,8 @@ impl Listener {
             service: Rc::clone(&self.service),
             peer: Peer::new(session.peer_certificates(), &self.tls),
             address: from.ip().to_canonical(),
+            forwarded_for: ForwardedFor::new(from.ip()),
+            token: LastToken::default(),
         });
         let result = if h2 {
             self.http2(stream, client).await

@@ -17,8 +17,8 @@ use hyper::body::Incoming;
 
 use super::body::{Body, Full};
 use super::forward::Outgoing;
-use super::hygiene;
-use super::identify::{Identifier, Peer};
+use super::hygiene::{self, ForwardedFor};
+use super::identify::{Identifier, LastToken, Peer};
 use super::line::Line;
 use super::request_info::{Kind, RequestInfo};
 use super::respond::Problem;
@@ -56,6 +56,10 @@ pub struct Client {
     pub peer: Option<Peer>,
     /// Where it comes from.
     pub address: IpAddr,
+    /// The same for the apiserver.
+    pub forwarded_for: ForwardedFor,
+    /// The token that it used last.
+    pub token: LastToken,
 }
 
 impl Client {
@@ -113,6 +117,7 @@ impl Client {
         let upstream = self.service.line.pool.upstream();
         let class = self.service.identifier.identify(
             self.peer.as_ref(),
+            &self.token,
             &parts.headers,
             &upstream.credentials,
         )?;
@@ -134,13 +139,13 @@ impl Client {
     ) -> Result<Way<'_>, Failed> {
         let service = &self.service;
         if info.upgrade {
-            hygiene::upstream_upgrade_headers(&mut parts.headers, self.address);
+            hygiene::upstream_upgrade_headers(&mut parts.headers, &self.forwarded_for);
             let request = Request::from_parts(parts, body);
             let tunnels = &service.tunnels;
             let served = upgrade::serve(&service.line, class, request, outcome, tunnels);
             return Ok(Way::Upgrade(Box::pin(served)));
         }
-        hygiene::upstream_request_headers(&mut parts.headers, self.address);
+        hygiene::upstream_request_headers(&mut parts.headers, &self.forwarded_for);
         let watch = (info.kind == Kind::Watch)
             .then(|| {
                 Asked::new(

@@ -8,7 +8,7 @@
 mod class;
 
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::time::Duration;
@@ -50,7 +50,7 @@ pub enum Unavailable {
 /// The pool of one worker for one upstream. Lives on its thread.
 pub struct Pool {
     upstream: Arc<Upstream>,
-    classes: RefCell<HashMap<Class, Rc<ClassPool>>>,
+    classes: RefCell<BTreeMap<Class, Rc<ClassPool>>>,
     changed: Rc<Notify>,
     this: Weak<Self>,
     /// Orders the endpoints differently on every node, so that nodes spread.

@@ -126,7 +126,7 @@ fn the_common_request_gains_one_header() {
     let mut headers = map(&[("authorization", "Bearer t"), ("accept", "*/*"), ("te", "trailers")]);
     let mut wanted = headers.clone();
     wanted.insert(X_FORWARDED_FOR, HeaderValue::from_static("10.1.2.3"));
-    upstream_request_headers(&mut headers, ip());
+    upstream_request_headers(&mut headers, &ForwardedFor::new(ip()));
     assert_eq!(dump(&headers), dump(&wanted));
 }
 
@@ -152,7 +152,7 @@ fn one_hop_stays_one_hop() {
         ("X-Forwarded-For", "2.2.2.2, 3.3.3.3"),
         ("Trailer", "x-checksum"),
     ]);
-    upstream_request_headers(&mut headers, "::ffff:10.1.2.3".parse().unwrap());
+    upstream_request_headers(&mut headers, &ForwardedFor::new("::ffff:10.1.2.3".parse().unwrap()));
     let wanted = map(&[
         ("te", "trailers"),
         ("x_remote_user", "stays"),
@@ -176,7 +176,7 @@ fn an_upgrade_keeps_what_makes_it_one() {
         ("Sec-WebSocket-Key", "k"),
     ];
     let mut headers = map(&sent);
-    upstream_upgrade_headers(&mut headers, ip());
+    upstream_upgrade_headers(&mut headers, &ForwardedFor::new(ip()));
     let mut wanted = map(&[("Connection", "Upgrade"), sent[1], sent[5], sent[6], sent[7]]);
     let mut answer = wanted.clone();
     downstream_upgrade_headers(&mut answer);
@@ -265,9 +265,9 @@ proptest! {
             .collect();
         let before = headers.clone();
         if upgrade {
-            upstream_upgrade_headers(&mut headers, ip());
+            upstream_upgrade_headers(&mut headers, &ForwardedFor::new(ip()));
         } else {
-            upstream_request_headers(&mut headers, ip());
+            upstream_request_headers(&mut headers, &ForwardedFor::new(ip()));
         }
         let upgrades = upgrade && before.contains_key(UPGRADE);
         for name in headers.keys().map(HeaderName::as_str) {

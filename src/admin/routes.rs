@@ -19,7 +19,7 @@ const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
 /// The page's one script and one style sheet, by their hashes, and data from here: nothing else
 /// runs, whatever an apiserver's error text may hold. Nobody may frame us. A test knows the hashes.
 const POLICY: &str = "default-src 'none'; \
-    script-src 'sha256-Qr38D8PsyZS3ga/qTKAxKif5tM1nAuD6W6dJNZi0U/s='; \
+    script-src 'sha256-0VC5bPNPmsTaaloNI6ahqa04sRCh2s1K/UGLdUqt578='; \
     style-src 'sha256-E35cnjBcTtQpxgXg7Cj93l/MD/wXadtbANTmkmWaG8M='; \
     connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 

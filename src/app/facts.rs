@@ -13,6 +13,7 @@ use super::{BoundListener, Plane};
 use crate::admin::{self, Part, Readiness};
 use crate::config::{self, Config};
 use crate::net::serving::ServingTls;
+use crate::observe::build;
 use crate::observe::history::STEP;
 use crate::observe::utc::Utc;
 use crate::observe::{ListenerMetrics, Metrics, PassthroughMetrics};
@@ -239,7 +240,8 @@ impl admin::Facts for Facts {
         let listeners: Vec<Value> =
             self.listeners.iter().map(|listener| self.listener_status(listener)).collect();
         json!({
-            "version": env!("CARGO_PKG_VERSION"),
+            "version": build::VERSION,
+            "commit": build::COMMIT,
             "now": Utc(SystemTime::now()).seconds(),
             "started_at": Utc(self.started).seconds(),
             "draining": *self.draining.borrow(),

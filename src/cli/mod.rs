@@ -4,22 +4,24 @@
 
 pub mod check;
 mod demo;
+mod manual;
 mod run;
 mod status;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, CommandFactory, Parser, Subcommand};
 
 use crate::config::Overrides;
+use crate::observe::build;
 
 /// Where the admin endpoint is unless it is told otherwise: the default of `admin.bind`.
 const ADMIN: &str = "127.0.0.1:9643";
 
 /// The line between a Kubernetes node and its control plane.
 #[derive(Debug, Parser)]
-#[command(name = "jackstay", version, max_term_width = 100)]
+#[command(name = "jackstay", version = build::LONG, max_term_width = 100)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -35,6 +37,18 @@ enum Command {
     Demo(demo::DemoArgs),
     /// Show what a running jackstay knows: listeners, endpoints, sources, the last changes.
     Status(status::StatusArgs),
+    /// Print a completion script for a shell.
+    #[command(after_help = manual::COMPLETIONS_HELP)]
+    Completions {
+        /// For which one.
+        shell: clap_complete::Shell,
+    },
+    /// Print the manual page, or write the pages of all commands.
+    Man {
+        /// Write jackstay.1, jackstay-run.1 and so on into this directory.
+        #[arg(long, value_name = "DIR")]
+        out: Option<PathBuf>,
+    },
 }
 
 #[derive(Debug, Args)]
@@ -93,5 +107,7 @@ pub fn main() -> ExitCode {
         }
         Command::Demo(args) => demo::run(&args),
         Command::Status(args) => status::run(&args),
+        Command::Completions { shell } => manual::completions(shell, Cli::command()),
+        Command::Man { out } => manual::pages(out.as_deref(), Cli::command()),
     }
 }

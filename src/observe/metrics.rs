@@ -15,6 +15,7 @@ use metrics_exporter_prometheus::{
 };
 use tokio::time::Instant;
 
+use super::build;
 use super::events::Events;
 use super::handles::{EndpointMetrics, ListenerMetrics};
 use super::history::{STEP, STEPS};
@@ -86,7 +87,7 @@ impl Metrics {
             events: Arc::default(),
             stepped: Mutex::new(Instant::now()),
         });
-        metrics.registry.gauge(&names::BUILD_INFO, &[env!("CARGO_PKG_VERSION")]).set(1);
+        metrics.registry.gauge(&names::BUILD_INFO, &[build::VERSION, build::COMMIT]).set(1);
         metrics
     }
 

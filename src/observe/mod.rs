@@ -5,6 +5,7 @@
 //! request exactly once, and [`log`] writes lines without ever waiting for whoever reads them.
 //! [`events`] tells and remembers what changed, [`history`] what endpoints were like a while ago.
 
+pub mod build;
 pub mod events;
 pub mod handles;
 pub mod history;

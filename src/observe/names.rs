@@ -60,8 +60,8 @@ macro_rules! table {
 }
 
 table! {
-    BUILD_INFO = Gauge "jackstay_build_info" ["version"] "info",
-        "Always 1; the label says which version runs.";
+    BUILD_INFO = Gauge "jackstay_build_info" ["version", "commit"] "info",
+        "Always 1; the labels say which build runs.";
 
     REQUESTS = Counter "jackstay_requests_total" ["listener", "verb", "code"] "requests",
         "Requests that ended, by Kubernetes verb and status code; 499: the client left before an answer.";

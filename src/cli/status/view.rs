@@ -50,7 +50,10 @@ impl View {
         };
         let sum = |key: &str| endpoints.iter().filter_map(|e| e[key].as_u64()).sum::<u64>();
         let mut parts = vec![
-            self.style.paint(&format!("jackstay {}", word(status, "version")), Tone::Strong),
+            self.style.paint(
+                &format!("jackstay {} ({})", word(status, "version"), word(status, "commit")),
+                Tone::Strong,
+            ),
             format!("up {}", self.ago(&status["started_at"])),
             self.style.paint(&format!("{ready} of {} endpoints ready", endpoints.len()), tone),
             format!("{} streams, {} of them watches", sum("streams"), sum("watches")),
@@ -314,7 +317,7 @@ mod tests {
 
     fn status() -> Value {
         json!({
-            "version": "1.2", "now": "2026-07-26T12:00:00Z", "started_at": "2026-07-26T08:48:00Z",
+            "version": "1.2", "commit": "abc", "now": "2026-07-26T12:00:00Z", "started_at": "2026-07-26T08:48:00Z",
             "draining": false,
             "listeners": [
                 {"name": "apiserver", "mode": "terminate", "upstream": "cp",
@@ -344,7 +347,7 @@ mod tests {
     fn everything_that_is_promised_is_on_it() {
         let text = text(&status(), Style::default());
         for part in [
-            "jackstay 1.2  ·  up 3h12m  ·  1 of 2 endpoints ready  ·  40 streams, 29 of them watches",
+            "jackstay 1.2 (abc)  ·  up 3h12m  ·  1 of 2 endpoints ready  ·  40 streams, 29 of them watches",
             "apiserver  terminate    127.0.0.1:7443, [::1]:7443  cp              3        90       87        0      -",
             "identity awaited /k.pem: missing",
             "lb         passthrough  not bound",

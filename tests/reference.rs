@@ -1,0 +1,251 @@
+//! The references in README.md say what the code does: metrics come from the table in
+//! `observe::names`, keys from `config/jackstay.yaml` (which `tests/config.rs` holds against the
+//! code's defaults). When one of them has changed:
+//!
+//! ```sh
+//! JACKSTAY_WRITE_README=1 cargo test --test reference
+//! ```
+
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use jackstay::observe::names;
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn read(path: &str) -> String {
+    fs::read_to_string(root().join(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
+}
+
+/// One row for each metric, in the order of the code.
+fn metrics() -> String {
+    let mut out = String::from("| metric | type | labels | what |\n|---|---|---|---|\n");
+    for spec in names::ALL {
+        let labels: Vec<String> = spec.labels.iter().map(|label| format!("`{label}`")).collect();
+        let (kind, labels) = (spec.kind.as_str(), labels.join(", "));
+        writeln!(out, "| `{}` | {kind} | {labels} | {} |", spec.name, spec.help).unwrap();
+    }
+    out
+}
+
+/// A key of the example file: its path, what is written there, and the comment beside it.
+#[derive(Debug, PartialEq)]
+struct Key {
+    path: String,
+    value: String,
+    comment: String,
+    /// In which item of its top-level list it stands, from 0.
+    item: usize,
+}
+
+/// The keys of the example file. It knows the style of that file, not YAML.
+fn keys(yaml: &str) -> Vec<Key> {
+    let mut stack: Vec<(usize, String)> = Vec::new();
+    let (mut found, mut item): (Vec<Key>, usize) = (Vec::new(), 0);
+    for line in yaml.lines() {
+        let (text, comment) = match line.split_once(" #") {
+            Some((text, comment)) => (text, comment.trim()),
+            None => (line, ""),
+        };
+        if text.trim().is_empty() || text.starts_with('#') {
+            continue;
+        }
+        let mut indent = text.len() - text.trim_start().len();
+        let mut text = text.trim();
+        while let Some((outer, _)) = stack.last()
+            && *outer >= indent
+        {
+            stack.pop();
+        }
+        if indent == 0 {
+            item = 0;
+        }
+        if let Some(rest) = text.strip_prefix("- ") {
+            if indent == 2 && found.iter().any(|key| key.path.ends_with("[].name")) {
+                let list = format!("{}[].name", stack[0].1.trim_end_matches("[]"));
+                item = found.iter().filter(|key| key.path == list).count();
+            }
+            let list = &mut stack.last_mut().expect("a list has a key").1;
+            if !list.ends_with("[]") {
+                list.push_str("[]");
+            }
+            (text, indent) = (rest.trim(), indent + 2);
+            if text.starts_with('"') {
+                continue; // an item of a plain list, whose key has its row
+            }
+        }
+        let (name, value) = text.split_once(':').unwrap_or_else(|| panic!("no key in {line}"));
+        let path = stack.iter().map(|(_, name)| name.as_str()).chain([name]).collect::<Vec<_>>();
+        let (path, value, comment) = (path.join("."), value.trim().into(), comment.into());
+        found.push(Key { path, value, comment, item });
+        stack.push((indent, name.to_owned()));
+    }
+    found
+}
+
+/// One row for each key that has a value or a meaning.
+fn configuration() -> String {
+    let keys = keys(&read("config/jackstay.yaml"));
+    let mut out = String::from("| key | default | what |\n|---|---|---|\n");
+    for (at, key) in keys.iter().enumerate() {
+        let again = keys[..at].iter().find(|before| before.path == key.path);
+        if key.comment.is_empty() && (key.value.is_empty() || again.is_some())
+            || again.is_some_and(|before| before.comment == key.comment)
+        {
+            continue;
+        }
+        let mut what = key.comment.as_str();
+        let mut default = match key.value.as_str() {
+            "" => String::new(),
+            value => format!("`{value}`"),
+        };
+        if let Some(rest) = what.strip_prefix("required") {
+            (what, default) = (rest.trim_start_matches(':').trim(), "required".to_owned());
+        } else if let Some(rest) = what.strip_prefix("example") {
+            what = rest.trim_start_matches(':').trim();
+            let (before, given) = what.split_once("default ").unwrap_or((what, ""));
+            let given = given.split([',', ';']).next().unwrap_or("");
+            default = if given.is_empty() { String::new() } else { format!("`{given}`") };
+            what = before.trim_end_matches([';', ' ']);
+        }
+        let mode = if key.item > 0 { "passthrough: " } else { "" };
+        let what = what.replace('|', "\\|");
+        writeln!(out, "| `{}` | {default} | {mode}{what} |", key.path).unwrap();
+    }
+    out
+}
+
+/// The README with what stands between the markers of `name` replaced.
+fn with(readme: &str, name: &str, table: &str) -> String {
+    let (begin, end) = (format!("<!-- {name}: begin -->\n"), format!("<!-- {name}: end -->"));
+    let (before, rest) = readme.split_once(&begin).unwrap_or_else(|| panic!("no {begin}"));
+    let (_, after) = rest.split_once(&end).unwrap_or_else(|| panic!("no {end}"));
+    format!("{before}{begin}{table}{end}{after}")
+}
+
+#[test]
+fn the_readme_has_the_references_of_the_code() {
+    let readme = read("README.md");
+    let wanted = with(&with(&readme, "metrics", &metrics()), "configuration", &configuration());
+    if std::env::var_os("JACKSTAY_WRITE_README").is_some() {
+        fs::write(root().join("README.md"), wanted).expect("README.md can be written");
+    } else {
+        let command = "JACKSTAY_WRITE_README=1 cargo test --test reference";
+        assert!(readme == wanted, "README.md is not what the code says; run: {command}");
+    }
+}
+
+#[test]
+fn the_example_file_is_read_as_it_is_meant() {
+    let text = "# head\na: 1   # one\nlist:\n  - name: x   # a name\n    of:\n      - \"v # w\"\n    \
+                in: { y: 2 }\n  - name: z # other\n    new: 3\n";
+    let keys = keys(text);
+    let flat = keys.iter().map(|k| (&*k.path, &*k.value, &*k.comment, k.item));
+    assert_eq!(
+        flat.collect::<Vec<_>>(),
+        [
+            ("a", "1", "one", 0),
+            ("list", "", "", 0),
+            ("list[].name", "x", "a name", 0),
+            ("list[].of", "", "", 0),
+            ("list[].in", "{ y: 2 }", "", 0),
+            ("list[].name", "z", "other", 1),
+            ("list[].new", "3", "", 1),
+        ]
+    );
+    let table = configuration();
+    for key in [
+        "`admin.bind`",
+        "`upstreams[].health.readyz.interval` | `10s`",
+        "`listeners[].name` | required",
+    ] {
+        assert!(table.contains(key), "no {key} in\n{table}");
+    }
+}
+
+/// Files in which operators query our metrics.
+fn queries() -> Vec<PathBuf> {
+    let folder = root().join("deploy/monitoring");
+    let files = fs::read_dir(&folder).expect("deploy/monitoring").map(|file| file.unwrap().path());
+    let mut files: Vec<_> = files.filter(|path| path.is_file()).collect();
+    files.sort();
+    files
+}
+
+/// Everything in `text` that looks like a metric of ours, with the labels asked of it.
+fn metrics_in(text: &str) -> Vec<(String, Vec<(String, String)>)> {
+    let is_name = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    let mut found = Vec::new();
+    for (at, _) in text.match_indices("jackstay_") {
+        if text[..at].ends_with(is_name) {
+            continue;
+        }
+        let name: String = text[at..].chars().take_while(|c| is_name(*c)).collect();
+        let rest = &text[at + name.len()..];
+        let selector = rest.strip_prefix('{').and_then(|rest| rest.split_once('}'));
+        let labels = selector.map_or("", |(labels, _)| labels).replace('\\', "");
+        let pairs = labels.split(',').filter_map(|pair| {
+            let (key, rest) = pair.split_at(pair.find(['=', '!'])?);
+            let value = rest.trim_start_matches(['=', '!', '~']).trim_matches(['"', ' ']);
+            Some((key.trim().to_owned(), value.to_owned()))
+        });
+        found.push((name, pairs.collect()));
+    }
+    found
+}
+
+#[test]
+fn dashboard_and_alerts_ask_for_metrics_and_labels_that_exist() {
+    let files = queries();
+    assert!(files.len() >= 3, "scrape, alerts and dashboard: {files:?}");
+    let mut wrong = Vec::new();
+    let mut asked = 0;
+    for file in files {
+        let (text, file) = (fs::read_to_string(&file).unwrap(), file.display());
+        for (name, labels) in metrics_in(&text) {
+            asked += 1;
+            let spec = names::ALL.iter().find(|spec| {
+                let tails: &[&str] = match spec.kind {
+                    names::Kind::Histogram => &["_bucket", "_sum", "_count"],
+                    names::Kind::Counter | names::Kind::Gauge => &[""],
+                };
+                tails.iter().any(|tail| name.strip_prefix(spec.name) == Some(tail))
+            });
+            let Some(spec) = spec else {
+                wrong.push(format!("{file}: no metric `{name}`"));
+                continue;
+            };
+            for (key, value) in labels {
+                // Prometheus adds these when it scrapes.
+                if !spec.labels.contains(&key.as_str()) && !["job", "instance"].contains(&&*key) {
+                    wrong.push(format!("{file}: {name} has no label `{key}`"));
+                }
+                let states: &[&str] = match (spec.name, &*key) {
+                    ("jackstay_endpoint_state", "state") => &names::ENDPOINT_STATES,
+                    ("jackstay_connections", "state") => &names::CONNECTION_STATES,
+                    (_, "verb") => &names::VERBS,
+                    _ => continue,
+                };
+                for value in value.split('|').filter(|value| !states.contains(value)) {
+                    wrong.push(format!("{file}: {name} is never {key}=\"{value}\""));
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(asked > 30, "only {asked} queries found: does the parser still see them?");
+}
+
+#[test]
+fn metrics_are_found_in_queries() {
+    let text =
+        r#"sum by (le) (rate(jackstay_x_bucket{a="b",c!~\"d|e\"}[5m])) / my_jackstay_y jackstay_z"#;
+    let found = metrics_in(text);
+    let pair = |a: &str, b: &str| (a.to_owned(), b.to_owned());
+    assert_eq!(found[0], ("jackstay_x_bucket".into(), vec![pair("a", "b"), pair("c", "d|e")]));
+    assert_eq!(found[1], ("jackstay_z".into(), vec![]));
+    assert_eq!(found.len(), 2);
+}

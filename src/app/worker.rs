@@ -18,7 +18,7 @@ use crate::observe::{ListenerMetrics, Metrics};
 use crate::proxy::identify::{Identifier, ProvenTokens};
 use crate::proxy::line::Line;
 use crate::proxy::listener::Listener;
-use crate::proxy::passthrough;
+use crate::proxy::passthrough::{self, table::SHUTDOWN};
 use crate::proxy::retry::HedgeBudget;
 use crate::proxy::serve::Service;
 use crate::proxy::upgrade::Tunnels;
@@ -28,6 +28,9 @@ use crate::upstream::pool::{Pool, Upstream};
 const PULSE: Duration = Duration::from_secs(1);
 /// How often a draining worker looks whether it is done.
 const DRAIN_TICK: Duration = Duration::from_millis(10);
+
+/// How long what was told to end may take to end.
+const LAST_WORDS: Duration = Duration::from_millis(500);
 
 /// Shows that a worker's loop turns: seconds of its own clock, plus one.
 pub type Pulse = Arc<AtomicU64>;
@@ -110,6 +113,8 @@ impl Setup {
         let mut lines: Vec<Rc<Line>> = Vec::new();
         let mut listeners = Vec::new();
         let mut passing = Vec::new();
+        let table = passthrough::table::Table::new();
+        spawn_local(Rc::clone(&table).run());
         for mut part in self.listeners {
             let name = part.config.name.clone();
             let mut limits = part.config.limits.clone();
@@ -152,6 +157,7 @@ impl Setup {
                         config,
                         limits,
                         metrics: part.metrics,
+                        table: Rc::clone(&table),
                         open: Cell::new(0),
                         drain: self.drain.clone(),
                     });
@@ -179,6 +185,12 @@ impl Setup {
             tracing::warn!(connections = open(), "the drain timeout is over: closing what is left");
             for listener in &listeners {
                 listener.service.tunnels.end();
+            }
+            table.end(SHUTDOWN, |_| true);
+            // The flows' own tasks reset both sides.
+            let reset = Instant::now() + LAST_WORDS;
+            while !table.is_empty() && Instant::now() < reset {
+                sleep(DRAIN_TICK).await;
             }
         }
     }

@@ -5,3 +5,4 @@ pub mod discovery;
 pub mod members;
 pub mod readyz;
 pub mod watchdog;
+pub mod witness;

@@ -11,14 +11,14 @@ use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use http::{HeaderValue, Request, StatusCode, header};
-use tokio::sync::Notify;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
+use super::witness::Witness;
 use crate::config::Readyz;
 use crate::upstream::connection::Connection;
 use crate::upstream::credentials::Class;
 use crate::upstream::dial::dial_h2;
-use crate::upstream::endpoint::{Endpoint, EndpointState};
+use crate::upstream::endpoint::{ConnectFailure, Endpoint, EndpointState};
 use crate::upstream::health::Life;
 use crate::upstream::pool::{Upstream, note_failure};
 
@@ -27,6 +27,9 @@ const FAILING_INTERVAL: Duration = Duration::from_secs(1);
 /// Least pause between anonymous probes: an anonymous request makes the apiserver GOAWAY its
 /// connection (`UnauthenticatedHTTP2DOSMitigation`), so each costs a new one.
 const ANONYMOUS_INTERVAL: Duration = Duration::from_secs(30);
+/// Pause between two handshakes with a server that does not speak HTTP/2, so that there is no
+/// connection to listen to.
+const HANDSHAKE_INTERVAL: Duration = Duration::from_secs(1);
 /// How often a disconnected prober looks whether it may connect.
 const RECONNECT_TICK: Duration = Duration::from_millis(50);
 /// Bytes of an answer that are read to tell what failed.
@@ -82,21 +85,27 @@ impl Streak {
 /// a GOAWAY after every anonymous or unauthorized answer, and 5,000 nodes that come back at once
 /// would be a storm.
 pub async fn probe(upstream: Arc<Upstream>, endpoint: Arc<Endpoint>) {
+    let witness = Witness::default();
     tokio::select! {
         () = endpoint.left() => {}
-        () = ask_until_it_leaves(&upstream, &endpoint) => {}
+        () = ask_until_it_leaves(&upstream, &endpoint, &witness) => {}
+        () = witness.watch(&upstream, &endpoint) => {}
     }
 }
 
-async fn ask_until_it_leaves(upstream: &Arc<Upstream>, endpoint: &Arc<Endpoint>) {
-    let changed = Rc::new(Notify::new());
+async fn ask_until_it_leaves(
+    upstream: &Arc<Upstream>,
+    endpoint: &Arc<Endpoint>,
+    witness: &Witness,
+) {
     let mut streak = Streak::default();
     let mut connection: Option<Own> = None;
     let mut next = Instant::now();
     while endpoint.state() != EndpointState::Leaving {
         let config = upstream.config.load_full();
         let config = &config.health.readyz;
-        let kept = connection.take().filter(|c| is_current(upstream, c));
+        let replaced = || witness.replacement().map(Own);
+        let kept = connection.take().or_else(replaced).filter(|c| is_current(upstream, c));
         let current = if let Some(current) = kept {
             current
         } else {
@@ -105,9 +114,15 @@ async fn ask_until_it_leaves(upstream: &Arc<Upstream>, endpoint: &Arc<Endpoint>)
                 sleep_until(next).await;
             }
             streak = Streak::default();
-            let Some(fresh) = connect(upstream, endpoint, &changed).await else { continue };
+            let Some(fresh) = connect(upstream, endpoint, witness).await else { continue };
             Own(fresh)
         };
+        witness.listen_to(&current);
+        if !upstream.asks_readyz() {
+            endpoint.readyz_not_asked("connected; /readyz is not asked without a credential");
+            gone(&current).await;
+            continue;
+        }
         tokio::select! {
             () = sleep_until(next) => {}
             () = gone(&current) => continue,
@@ -133,7 +148,7 @@ async fn ask_until_it_leaves(upstream: &Arc<Upstream>, endpoint: &Arc<Endpoint>)
                 true
             }
         };
-        let anonymous = is_anonymous(upstream);
+        let anonymous = !upstream.has_probe_credential();
         next = asked_at + pause(config, failing, anonymous, fastrand::f64());
         tokio::select! {
             () = sleep_until(next) => {}
@@ -186,11 +201,6 @@ pub fn pause(config: &Readyz, failing: bool, anonymous: bool, jitter: f64) -> Du
     base.mul_f64(0.8 + 0.4 * jitter)
 }
 
-fn is_anonymous(upstream: &Upstream) -> bool {
-    upstream.config().health.readyz.token_file.is_none()
-        && upstream.credentials.tls(Class::Probe).is_none_or(|tls| tls.certificate.is_none())
-}
-
 async fn gone(connection: &Connection) {
     while connection.life() == Life::Live || connection.life() == Life::Suspect {
         connection.changed().await;
@@ -200,7 +210,7 @@ async fn gone(connection: &Connection) {
 async fn connect(
     upstream: &Arc<Upstream>,
     endpoint: &Arc<Endpoint>,
-    changed: &Rc<Notify>,
+    witness: &Witness,
 ) -> Option<Rc<Connection>> {
     let tls = upstream.credentials.tls(Class::Probe)?;
     if !endpoint.may_connect(!upstream.is_usable(), Instant::now()) {
@@ -211,15 +221,15 @@ async fn connect(
     match dial_h2(endpoint, &tls.h2, limit).await {
         Ok(established) => {
             endpoint.metrics.dialled("ok");
-            let serial = tls.certificate.as_ref().map(|info| info.serial.clone());
-            Some(Connection::start(
-                established,
-                endpoint,
-                Class::Probe,
-                (tls.generation, serial),
-                &upstream.settings(),
-                Rc::clone(changed),
-            ))
+            Some(witness.start(established, upstream, endpoint, &tls))
+        }
+        Err(ConnectFailure::NoH2(_)) if !upstream.config().used_by.terminate => {
+            // Good enough for whoever passes connections through: TLS was done.
+            endpoint.metrics.dialled("ok");
+            endpoint.connected();
+            endpoint.readyz_not_asked("TLS handshake only: it does not speak HTTP/2 by ALPN");
+            sleep(HANDSHAKE_INTERVAL).await;
+            None
         }
         Err(failure) => {
             note_failure(endpoint, &failure);

@@ -10,6 +10,7 @@ pub mod read_ahead;
 pub mod rewound;
 pub mod serving;
 pub mod socket;
+pub mod splice;
 pub mod tcp_info;
 pub mod tls_files;
 pub mod tracked;

@@ -92,8 +92,24 @@ pub async fn connect(address: SocketAddr) -> io::Result<TcpStream> {
 ///
 /// # Errors
 /// What the kernel says.
-pub fn probe_now(stream: &TcpStream) -> io::Result<()> {
+pub fn probe_now(stream: &impl AsRawFd) -> io::Result<()> {
     set_tcp_option(stream, libc::TCP_KEEPIDLE, PROBE_IDLE.as_secs() as libc::c_int)
+}
+
+/// Bounds the pause between retransmissions and between probes of a closed window to a second
+/// (`TCP_RTO_MAX_MS`, Linux 6.15). Without it they double without end, and a peer that was paused
+/// for minutes and then lost is asked again only after minutes. Older kernels do without.
+pub fn keep_asking(stream: &TcpStream) {
+    /// `linux/tcp.h`; the libc crate has no constant for it.
+    const TCP_RTO_MAX_MS: libc::c_int = 44;
+    let _ = set_tcp_option(stream, TCP_RTO_MAX_MS, 1000);
+}
+
+/// Makes the close of a connection a reset, which its peer cannot miss: with `SO_LINGER` at zero
+/// close(2) sends RST instead of FIN (socket(7)).
+pub fn reset(stream: TcpStream) {
+    let _ = SockRef::from(&stream).set_linger(Some(Duration::ZERO));
+    drop(stream);
 }
 
 /// Keeps retransmissions of a thin stream at one RTO instead of doubling it

@@ -10,10 +10,14 @@ use std::time::Duration;
 /// The part of `struct tcp_info` (`linux/tcp.h`) that is evidence of life.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TcpInfo {
+    /// Retransmission timeouts in a row without anything of ours being acknowledged.
+    pub retransmits: u8,
     /// Keepalive and window probes sent since the last segment that carried an ACK.
     pub probes: u8,
     /// The retransmission timeout now in force.
     pub rto: Duration,
+    /// Largest segment that we send.
+    pub send_mss: u32,
     /// Segments sent and not yet acknowledged.
     pub unacked: u32,
     /// Time since the last segment that carried an ACK; every segment of a live peer does.
@@ -25,6 +29,8 @@ pub struct TcpInfo {
     /// Bytes in the send queue that were never sent. A packet that our own netfilter dropped in
     /// its output hook counts here, not as unacknowledged.
     pub notsent_bytes: u32,
+    /// Room that the peer has announced; `None` on a kernel older than 5.4.
+    pub send_window: Option<u32>,
 }
 
 impl TcpInfo {
@@ -32,10 +38,25 @@ impl TcpInfo {
     pub fn has_pending(&self) -> bool {
         self.unacked > 0 || self.notsent_bytes > 0
     }
+
+    /// Time since the last sign of life: any segment.
+    pub fn silent(&self) -> Duration {
+        self.last_ack_recv.min(self.last_data_recv)
+    }
+
+    /// Whether what was not sent waits for room at the peer, rather than for nothing: a stack
+    /// holds a segment back only if it does not fit whole (RFC 9293 section 3.8.6.2.1). `None` if
+    /// the kernel does not tell.
+    pub fn is_window_closed(&self) -> Option<bool> {
+        let window = self.send_window?;
+        Some(self.notsent_bytes > 0 && window < self.send_mss.min(self.notsent_bytes))
+    }
 }
 
 /// Length of `struct tcp_info` up to and including `tcpi_notsent_bytes` (Linux 4.6).
 const NEEDED: usize = 148;
+/// The same up to and including `tcpi_snd_wnd` (Linux 5.4).
+const WITH_WINDOW: usize = 232;
 
 /// Reads `TCP_INFO` of a connected TCP socket.
 ///
@@ -63,21 +84,24 @@ pub fn read(socket: &impl AsRawFd) -> io::Result<TcpInfo> {
     if (len as usize) < NEEDED {
         return Err(io::Error::new(io::ErrorKind::Unsupported, "TCP_INFO is too short"));
     }
-    Ok(parse(&raw))
+    Ok(parse(&raw, len as usize))
 }
 
 /// Offsets as in `linux/tcp.h`; the structure only ever grows at its end.
-fn parse(raw: &[u8; 256]) -> TcpInfo {
+fn parse(raw: &[u8; 256], len: usize) -> TcpInfo {
     let u32_at = |at: usize| u32::from_ne_bytes(raw[at..at + 4].try_into().unwrap_or_default());
     let u64_at = |at: usize| u64::from_ne_bytes(raw[at..at + 8].try_into().unwrap_or_default());
     TcpInfo {
+        retransmits: raw[2],
         probes: raw[3],
         rto: Duration::from_micros(u32_at(8).into()),
+        send_mss: u32_at(16),
         unacked: u32_at(24),
         last_data_recv: Duration::from_millis(u32_at(52).into()),
         last_ack_recv: Duration::from_millis(u32_at(56).into()),
         bytes_acked: u64_at(120),
         notsent_bytes: u32_at(144),
+        send_window: (len >= WITH_WINDOW).then(|| u32_at(228)),
     }
 }
 
@@ -111,7 +135,12 @@ mod tests {
         let (_server, _) = listener.accept().unwrap();
         client.set_nonblocking(true).unwrap();
         while client.write(&[0; 4096]).is_ok() {}
-        assert!(read(&client).unwrap().has_pending());
+        let info = read(&client).unwrap();
+        assert!(info.has_pending());
+        // Linux 5.4 and later.
+        if info.send_window.is_some() && info.notsent_bytes > 0 && info.unacked == 0 {
+            assert_eq!(info.is_window_closed(), Some(true), "{info:?}");
+        }
     }
 
     #[test]

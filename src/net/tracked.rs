@@ -54,7 +54,7 @@ impl Observer {
     /// # Errors
     /// What the kernel says.
     pub fn probe_now(&self) -> io::Result<()> {
-        socket::probe_now(&self.0.stream.borrow())
+        socket::probe_now(&*self.0.stream.borrow())
     }
 
     /// Our address on this connection.

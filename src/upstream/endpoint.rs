@@ -25,7 +25,7 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 
 pub use self::state::{ConnectFailure, EndpointState, backoff};
-use self::state::{Facts, Readyz, Transport};
+use self::state::{Course, Facts, Readyz, Transport};
 use super::balance;
 use super::stats::{ConnectionStats, Ejection, EndpointStatus};
 use crate::config::EndpointAddress;
@@ -55,6 +55,8 @@ pub struct Endpoint {
     connections: Mutex<Vec<Weak<ConnectionStats>>>,
     /// Passed connections that lead here, of all workers.
     flows: AtomicUsize,
+    /// See [`Self::deaths`].
+    deaths: AtomicU64,
     probe: Notify,
     /// It is a seed that is not in what was discovered: for when nothing else will do.
     fallback: AtomicBool,
@@ -99,6 +101,8 @@ impl Endpoint {
                 transport: Transport::Unknown,
                 readyz: Readyz::Unknown,
                 leaving: false,
+                silent: None,
+                course: Course::Unborn,
                 was_out: false,
                 failures: 0,
                 slow_failures: 0,
@@ -114,6 +118,7 @@ impl Endpoint {
             live: AtomicUsize::new(0),
             connections: Mutex::default(),
             flows: AtomicUsize::new(0),
+            deaths: AtomicU64::new(0),
             probe: Notify::new(),
             fallback: AtomicBool::new(false),
             leaves: Notify::new(),
@@ -210,6 +215,8 @@ impl Endpoint {
         self.update(|facts| {
             facts.failures = 0;
             facts.slow_failures = 0;
+            facts.silent = None;
+            facts.course = Course::Alive;
             if facts.transport != Transport::Up {
                 // What was known of its readiness was known of an earlier life.
                 facts.readyz = Readyz::Unknown;
@@ -249,6 +256,36 @@ impl Endpoint {
     /// `/readyz` failed often enough, in these words.
     pub fn readyz_failing(&self, why: &str) {
         self.update(|facts| facts.readyz = Readyz::Failing(why.to_owned()));
+    }
+
+    /// Nobody will ask for `/readyz`: being up is all that is known.
+    pub fn readyz_not_asked(&self, why: &'static str) {
+        self.update(|facts| facts.readyz = Readyz::NotAsked(why));
+    }
+
+    /// For too long it has neither answered on the prober's connection nor completed a fresh
+    /// handshake, whatever its kernel says.
+    pub fn fell_silent(&self, why: &str) {
+        self.update(|facts| facts.silent = Some(why.to_owned()));
+    }
+
+    /// It answers on a connection that was there all the time.
+    pub fn answers_again(&self) {
+        self.update(|facts| {
+            if facts.silent.take().is_some() {
+                facts.course = Course::Alive;
+            }
+        });
+    }
+
+    /// It announced that it ends (GOAWAY on the prober's connection). That it takes no new
+    /// connections then is not the death of what runs there.
+    pub fn said_goodbye(&self) {
+        self.update(|facts| {
+            if facts.course == Course::Alive {
+                facts.course = Course::Ending;
+            }
+        });
     }
 
     /// It is no longer in the set.
@@ -323,6 +360,12 @@ impl Endpoint {
         }
     }
 
+    /// How often it has died: was up, and was then ejected. What leads there from before has died
+    /// with it; what was opened since then, for want of anything better, has not.
+    pub fn deaths(&self) -> u64 {
+        self.deaths.load(Ordering::Relaxed)
+    }
+
     /// Passed connections that lead here now.
     pub fn flows(&self) -> usize {
         self.flows.load(Ordering::Relaxed)
@@ -384,11 +427,20 @@ impl Endpoint {
             facts.last_ejection = Some((facts.since, reason.clone()));
             self.metrics.ejected(if after == EndpointState::NoH2 {
                 "no_h2"
+            } else if facts.silent.is_some() {
+                "silent"
             } else if facts.slow_failures > 0 {
                 "connect_timeout"
             } else {
                 "connect_failed"
             });
+        }
+        if after == EndpointState::Ejected {
+            let course = std::mem::replace(&mut facts.course, Course::Unborn);
+            let cut_off = facts.silent.is_some();
+            if course == Course::Alive || (course == Course::Ending && cut_off) {
+                self.deaths.fetch_add(1, Ordering::Relaxed);
+            }
         }
         let ready = after == EndpointState::Ready;
         let at = self.born.elapsed().as_millis() as u64 + 1;

@@ -1,157 +1,221 @@
-//! Tells a dead flow from a quiet one where no PING can be sent: once a connection is a tunnel, the
-//! bytes on it are not ours, and the kernel is the only witness.
+//! Tells a dead flow from a quiet one where no PING can be sent: in a tunnel and in a passed
+//! connection the bytes are not ours, and the kernel is the only witness.
 //!
 //! | what waits to be acknowledged | dead when |
 //! |---|---|
-//! | bytes in flight | none acknowledged, and no segment arrived, for 2.5 s |
-//! | bytes not sent (a closed window, or dropped by our own netfilter) | no segment for 2.5 s, and four probes in a row unanswered |
-//! | nothing | no segment for 10 s, in which nine or so keepalives went out |
+//! | bytes that were sent | none of them acknowledged for 2.5 s, in which four retransmissions went out |
+//! | bytes that were not sent, although the peer has room: our own netfilter drops them | the same, with three probes |
+//! | bytes that were not sent, since the peer has no room | six probes in a row unanswered, and no segment for 2.5 s |
+//! | nothing | no segment for 2.4 s, and eight keepalives unanswered |
+//!
+//! While nothing waits the kernel sends a keepalive after each second without a segment. The first
+//! one that stays unanswered for 200 ms makes us ask for a new one every 150 ms: eight of them lost
+//! in a row are one in a hundred million where one packet in twenty is lost each way.
 //!
 //! A peer whose window is closed is alive, only full: the kernel asks it at growing intervals, so
 //! its silence alone says nothing, and each of its answers sets the count of probes back to zero.
 //! A stopped process is alive as well: its kernel answers, as it would without us.
+//!
+//! A look that comes late says more about us than about the flow: it gives no verdict.
+//!
+//! This module sends nothing and reads no clock: time is an argument.
 
 use std::time::Duration;
 
-use tokio::time::{Instant, MissedTickBehavior, interval};
+use tokio::time::{Instant, sleep};
 
 use crate::net::tcp_info::TcpInfo;
 use crate::net::tracked::Observer;
 
-/// Pause between looks. One costs a system call of about a microsecond.
-const TICK: Duration = Duration::from_millis(500);
-/// A look that is later than this says more about us than about the flow.
-const LATE: Duration = Duration::from_millis(1_500);
-/// Silence that kills while bytes wait. Retransmissions of a thin stream are 200 ms apart, so this
-/// is some ten of them lost in a row.
-const DEAD_AFTER: Duration = Duration::from_millis(2_500);
-/// Window probes in a row without an answer: at 200 ms, doubling, the fourth is out after 3 s.
-const PROBES: u8 = 4;
-/// Silence that kills while nothing waits: a keepalive goes out every second.
-const IDLE_DEAD_AFTER: Duration = Duration::from_secs(10);
+/// How the life of one side of a flow is judged.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Rules {
+    /// No acknowledgement for this long while something waits for one.
+    stuck_after: Duration,
+    /// Retransmissions that must have gone out meanwhile.
+    retransmits: u8,
+    /// No segment for this long while nothing waits, and [`UNANSWERED`] keepalives; `None` leaves
+    /// that to the kernel's own keepalives.
+    idle_after: Option<Duration>,
+}
 
-/// Remembers since when nothing of ours has been acknowledged. Time is an argument.
-#[derive(Debug)]
-struct Judge {
-    looked: Instant,
+/// The apiserver's side: it is what clients wait for. Retransmissions of a thin stream are 200 ms
+/// apart; those of a full one, doubling, are four after 2.4 s on kernels that bound the pause
+/// (`TCP_RTO_MAX_MS`) and after 3 s on others.
+pub const SERVER: Rules = Rules {
+    stuck_after: Duration::from_millis(2_500),
+    retransmits: 4,
+    idle_after: Some(Duration::from_millis(2_400)),
+};
+
+/// The client's side: nobody waits for a client, and most are on the same machine. One that has
+/// vanished from the network must only not stay for ever.
+pub const CLIENT: Rules =
+    Rules { stuck_after: Duration::from_secs(30), retransmits: 6, idle_after: None };
+
+/// Keepalives in a row without an answer.
+const UNANSWERED: u8 = 8;
+/// Probes for what was not sent although there is room for it: at 200 ms, doubling, the third is
+/// out after 1.4 s.
+const UNSENT_PROBES: u8 = 3;
+/// Probes of a closed window in a row without an answer.
+const WINDOW_PROBES: u8 = 6;
+/// The same on a kernel that does not tell an open window from a closed one.
+const BLIND_PROBES: u8 = 4;
+/// A keepalive of the kernel is out after a second; its answer is late after this.
+const LATE_ANSWER: Duration = Duration::from_millis(1_200);
+/// From then on a new one is asked for this often.
+const ASK_AGAIN: Duration = Duration::from_millis(150);
+/// How often a flow is looked at on which something waits.
+const WAITING: Duration = Duration::from_millis(250);
+/// A look that is later than this says more about us than about the flow.
+const LATE: Duration = Duration::from_millis(250);
+/// How long verdicts are withheld after that.
+const GRACE: Duration = Duration::from_millis(300);
+/// How often the kernel is asked about a client: there is no hurry.
+const SELDOM: Duration = Duration::from_secs(5);
+/// No pause between two looks is longer.
+pub const LONGEST: Duration = SELDOM;
+
+/// What killed a flow.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Death {
+    /// What was sent is not acknowledged.
+    Unacknowledged,
+    /// Probes are not answered.
+    Unanswered,
+}
+
+impl Death {
+    /// Words for people.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Unacknowledged => "nothing is acknowledged any more",
+            Self::Unanswered => "keepalives are not answered",
+        }
+    }
+}
+
+/// What to do after a look.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Look {
+    /// It is dead.
+    Dead(Death),
+    /// Look again then; with `probe`, ask the kernel for a keepalive now.
+    Again {
+        /// After this time.
+        after: Duration,
+        /// [`crate::net::socket::probe_now`].
+        probe: bool,
+    },
+}
+
+/// Remembers since when something of ours waits for its acknowledgement.
+#[derive(Debug, Clone, Copy)]
+pub struct Judge {
+    /// Bytes that were acknowledged when that began.
     acked: u64,
-    stuck_since: Instant,
+    waiting_since: Option<Instant>,
+    /// When the next look was promised.
+    due: Instant,
 }
 
 impl Judge {
-    fn new(now: Instant) -> Self {
-        Self { looked: now, acked: 0, stuck_since: now }
+    /// Of a connection that has just been made; look at it at once.
+    pub fn new(now: Instant) -> Self {
+        Self { acked: 0, waiting_since: None, due: now }
     }
 
-    /// Why the flow is dead, if it is.
-    fn verdict(&mut self, info: &TcpInfo, now: Instant) -> Option<&'static str> {
-        let late = now.saturating_duration_since(self.looked) > LATE;
-        self.looked = now;
-        if late || !info.has_pending() || info.bytes_acked != self.acked {
-            self.acked = info.bytes_acked;
-            self.stuck_since = now;
+    /// Bytes were written. Returns when to look at the latest.
+    pub fn wrote(&mut self, now: Instant) -> Instant {
+        if self.waiting_since.is_none() {
+            self.waiting_since = Some(now);
+            self.due = self.due.min(now + WAITING);
         }
-        let silent = info.last_ack_recv.min(info.last_data_recv);
+        self.due
+    }
+
+    /// Looks at what the kernel knows.
+    pub fn look(&mut self, info: &TcpInfo, rules: &Rules, now: Instant) -> Look {
+        let late = now.saturating_duration_since(self.due) > LATE;
         if !info.has_pending() {
-            return (!late && silent >= IDLE_DEAD_AFTER).then_some("keepalives are not answered");
+            self.waiting_since = None;
+        } else if info.bytes_acked != self.acked || self.waiting_since.is_none() {
+            self.waiting_since = Some(now);
         }
-        let stuck = now.saturating_duration_since(self.stuck_since);
-        if stuck < DEAD_AFTER || silent < DEAD_AFTER {
-            return None;
+        self.acked = info.bytes_acked;
+        let look = if late {
+            Look::Again { after: GRACE, probe: false }
+        } else if let Some(since) = self.waiting_since {
+            waiting(info, rules, now.saturating_duration_since(since))
+        } else {
+            idle(info, rules)
+        };
+        if let Look::Again { after, .. } = look {
+            self.due = now + after;
         }
-        (info.unacked > 0 || info.probes >= PROBES).then_some("nothing is acknowledged any more")
+        look
     }
 }
 
-/// Waits until the flow is dead, and says why.
+/// Something waits, and none of it was acknowledged for `stuck`.
+fn waiting(info: &TcpInfo, rules: &Rules, stuck: Duration) -> Look {
+    let dead = stuck >= rules.stuck_after
+        && match info.is_window_closed() {
+            Some(true) => info.silent() >= rules.stuck_after && info.probes >= WINDOW_PROBES,
+            Some(false) if info.unacked == 0 => info.probes >= UNSENT_PROBES,
+            None if info.unacked == 0 => {
+                info.silent() >= rules.stuck_after && info.probes >= BLIND_PROBES
+            }
+            Some(false) | None => info.retransmits >= rules.retransmits,
+        };
+    if dead {
+        return Look::Dead(Death::Unacknowledged);
+    }
+    // The verdict is due when the time is up, not at the first look after it.
+    let rest = rules.stuck_after.saturating_sub(stuck);
+    let after = if rest.is_zero() { ASK_AGAIN } else { rest.min(WAITING) };
+    Look::Again { after, probe: false }
+}
+
+/// Nothing waits.
+fn idle(info: &TcpInfo, rules: &Rules) -> Look {
+    let Some(idle_after) = rules.idle_after else {
+        return Look::Again { after: SELDOM, probe: false };
+    };
+    let silent = info.silent();
+    if silent >= idle_after && info.probes >= UNANSWERED {
+        return Look::Dead(Death::Unanswered);
+    }
+    if silent >= LATE_ANSWER {
+        return Look::Again { after: ASK_AGAIN, probe: true };
+    }
+    // Just after the answer to its next keepalive is late.
+    let after = LATE_ANSWER.saturating_sub(silent) + Duration::from_millis(20);
+    Look::Again { after, probe: false }
+}
+
+/// Waits until a tunnel's flow is dead, and says why.
 pub async fn died(observer: &Observer) -> &'static str {
     let mut judge = Judge::new(Instant::now());
-    let mut tick = interval(TICK);
-    tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
-        tick.tick().await;
-        // Without evidence (a kernel before 4.6) there is no verdict.
-        if let Ok(info) = observer.tcp_info()
-            && let Some(why) = judge.verdict(&info, Instant::now())
-        {
-            return why;
-        }
+        let pause = match observer.tcp_info() {
+            // Without evidence (a kernel before 4.6) there is no verdict.
+            Err(_) => SELDOM,
+            Ok(info) => match judge.look(&info, &SERVER, Instant::now()) {
+                Look::Dead(death) => return death.as_str(),
+                Look::Again { after, probe } => {
+                    if probe {
+                        let _ = observer.probe_now();
+                    }
+                    after
+                }
+            },
+        };
+        sleep(pause).await;
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const SECOND: Duration = Duration::from_secs(1);
-
-    /// Looks twice a second for 60 s; `info` is asked with the time since the start.
-    fn killed_after(info: impl Fn(Duration) -> TcpInfo) -> Option<Duration> {
-        let start = Instant::now();
-        let mut judge = Judge::new(start);
-        (0..120).map(|n| TICK * n).find(|&at| judge.verdict(&info(at), start + at).is_some())
-    }
-
-    fn quiet(silent: Duration) -> TcpInfo {
-        TcpInfo {
-            last_ack_recv: silent,
-            last_data_recv: Duration::from_secs(3600),
-            bytes_acked: 7,
-            ..TcpInfo::default()
-        }
-    }
-
-    #[test]
-    fn quiet_with_answered_keepalives_lives() {
-        assert_eq!(killed_after(|_| quiet(SECOND)), None);
-    }
-
-    #[test]
-    fn unanswered_keepalives_kill_after_ten_seconds() {
-        assert_eq!(killed_after(quiet), Some(10 * SECOND));
-    }
-
-    #[test]
-    fn bytes_in_flight_that_nobody_acknowledges_kill_sooner() {
-        let killed = killed_after(|at| TcpInfo { unacked: 1, ..quiet(SECOND + at) });
-        assert!(killed.is_some_and(|at| at <= 4 * SECOND), "{killed:?}");
-    }
-
-    #[test]
-    fn acknowledgements_or_data_keep_it_alive() {
-        let acked = |at: Duration| TcpInfo {
-            unacked: 9,
-            bytes_acked: at.as_millis() as u64,
-            ..quiet(Duration::ZERO)
-        };
-        assert_eq!(killed_after(acked), None);
-        let data =
-            |_| TcpInfo { unacked: 9, last_data_recv: SECOND, ..quiet(Duration::from_secs(60)) };
-        assert_eq!(killed_after(data), None);
-    }
-
-    #[test]
-    fn a_closed_window_is_not_death() {
-        let full = |at| TcpInfo { notsent_bytes: 5000, probes: 1, ..quiet(at) };
-        assert_eq!(killed_after(full), None);
-    }
-
-    #[test]
-    fn bytes_that_our_own_netfilter_drops_are() {
-        let dropped = |at: Duration| TcpInfo {
-            notsent_bytes: 50,
-            probes: [0, 1, 2, 3, 4][at.as_secs().min(4) as usize],
-            ..quiet(at)
-        };
-        assert_eq!(killed_after(dropped), Some(4 * SECOND));
-    }
-
-    #[test]
-    fn a_late_look_is_no_verdict() {
-        let start = Instant::now();
-        let mut judge = Judge::new(start);
-        let late = start + Duration::from_secs(30);
-        assert!(judge.verdict(&quiet(30 * SECOND), late).is_none());
-        assert!(judge.verdict(&quiet(31 * SECOND), late + SECOND).is_some());
-    }
-}
+#[path = "flow_tests.rs"]
+mod tests;

@@ -9,7 +9,7 @@ use arc_swap::{ArcSwap, Guard};
 use tokio::sync::Notify;
 
 use super::connection::Settings;
-use super::credentials::Credentials;
+use super::credentials::{Class, Credentials};
 use super::endpoint::Endpoint;
 use super::health::Thresholds;
 use crate::config;
@@ -77,6 +77,19 @@ impl Upstream {
             },
             max_streams: config.connections.max_streams,
         }
+    }
+
+    /// Whether its endpoints are asked for `/readyz`. Where nothing but passthrough leads there and
+    /// nobody gave us a credential they are not: an anonymous question tells little, and makes the
+    /// apiserver close the connection that it came on.
+    pub fn asks_readyz(&self) -> bool {
+        self.config().used_by.terminate || self.has_probe_credential()
+    }
+
+    /// Whether `/readyz` is asked with a credential.
+    pub fn has_probe_credential(&self) -> bool {
+        self.config().health.readyz.token_file.is_some()
+            || self.credentials.tls(Class::Probe).is_some_and(|tls| tls.certificate.is_some())
     }
 
     /// Whether any endpoint is usable.

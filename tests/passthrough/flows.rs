@@ -1,6 +1,11 @@
 //! Bytes through a passthrough listener: both ways, half-closed, broken, refused.
 
-use crate::support::{MAPS, World, passing};
+use crate::peer::{Peer, nobody};
+use crate::support::{Certs, MAPS, World, passing, passthrough, soon, until};
+use std::io::ErrorKind;
+use std::time::Duration;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
 
 #[tokio::test]
 async fn a_client_verifies_the_apiserver_itself_and_is_who_it_was() {
@@ -12,7 +17,202 @@ async fn a_client_verifies_the_apiserver_itself_and_is_who_it_was() {
     let status = proxy.status().await;
     assert_eq!(status["listeners"][0]["mode"], "passthrough");
     assert_eq!(status["listeners"][0]["flows"], 1);
+    assert!(proxy.metric("jackstay_passthrough_bytes_total").await > 1000.0);
+    let flows: u64 =
+        proxy.endpoints().await.iter().map(|endpoint| endpoint["flows"].as_u64().unwrap()).sum();
+    assert_eq!(flows, 1);
     let nobody = proxy.client(&world.certs.nobody()).await;
     assert_eq!(nobody.get(MAPS).await.unwrap().status, 403);
-    assert!(proxy.metric("jackstay_passthrough_bytes_total").await > 1000.0);
+}
+
+#[tokio::test]
+async fn bytes_arrive_unchanged_both_ways_however_many() {
+    let (certs, peer) = (Certs::new(), Peer::start().await);
+    let proxy = certs.start(passing(certs.config(&[peer.address])));
+    let (mut client, mut server) = peer.join(&proxy).await;
+    // Small ones first, then enough for every way of moving them, then small ones again.
+    for size in [1, 100, 70_000, 3_000_000, 20_000_000, 5] {
+        let sent: Vec<u8> =
+            (0..size).map(|i: u32| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
+        let mut got = vec![0; sent.len()];
+        let (written, read) = tokio::join!(client.write_all(&sent), server.read_exact(&mut got));
+        written.unwrap();
+        read.unwrap();
+        assert!(got == sent, "{size} bytes to the server");
+        let mut back = vec![0; sent.len()];
+        let (written, read) = tokio::join!(server.write_all(&got), client.read_exact(&mut back));
+        written.unwrap();
+        read.unwrap();
+        assert!(back == sent, "{size} bytes to the client");
+    }
+    // And both at once.
+    let sent = vec![7; 10_000_000];
+    let (mut one, mut two) = (vec![0; sent.len()], vec![0; sent.len()]);
+    let (mut client_reads, mut client_writes) = client.split();
+    let (mut server_reads, mut server_writes) = server.split();
+    let all = soon("both directions", async {
+        tokio::join!(
+            client_writes.write_all(&sent),
+            server_writes.write_all(&sent),
+            client_reads.read_exact(&mut one),
+            server_reads.read_exact(&mut two),
+        )
+    });
+    let (to_server, to_client, by_client, by_server) = all.await;
+    to_server.and(to_client).unwrap();
+    by_client.and(by_server).unwrap();
+    assert!(one == sent && two == sent);
+}
+
+#[tokio::test]
+async fn each_direction_ends_on_its_own() {
+    let (certs, peer) = (Certs::new(), Peer::start().await);
+    let proxy = certs.start(passing(certs.config(&[peer.address])));
+    let (mut client, mut server) = peer.join(&proxy).await;
+    client.write_all(b"question").await.unwrap();
+    client.shutdown().await.unwrap();
+    let mut question = String::new();
+    soon("the end of the question", server.read_to_string(&mut question)).await.unwrap();
+    assert_eq!(question, "question");
+    // Long after the client has ended its direction.
+    server.write_all(b"answer").await.unwrap();
+    let mut answer = [0; 6];
+    soon("the answer", client.read_exact(&mut answer)).await.unwrap();
+    assert_eq!(&answer, b"answer");
+    server.shutdown().await.unwrap();
+    assert_eq!(soon("the end", client.read(&mut answer)).await.unwrap(), 0);
+    until("it is over", async || proxy.status().await["listeners"][0]["flows"] == 0).await;
+    until("it is counted", async || proxy.page("/metrics").await.contains(r#"reason="done"} 1"#))
+        .await;
+
+    // The other way round.
+    let (mut client, mut server) = peer.join(&proxy).await;
+    server.shutdown().await.unwrap();
+    assert_eq!(soon("the server's end", client.read(&mut answer)).await.unwrap(), 0);
+    client.write_all(b"still").await.unwrap();
+    let mut still = [0; 5];
+    soon("more", server.read_exact(&mut still)).await.unwrap();
+}
+
+/// A reset on one side is a reset on the other, and nothing that looks like an end.
+#[tokio::test]
+async fn what_breaks_on_one_side_breaks_on_the_other() {
+    let (certs, peer) = (Certs::new(), Peer::start().await);
+    let proxy = certs.start(passing(certs.config(&[peer.address])));
+    let reset = |stream: TcpStream| {
+        socket2::SockRef::from(&stream).set_linger(Some(Duration::ZERO)).unwrap();
+        drop(stream);
+    };
+    let mut byte = [0; 1];
+    let (mut client, server) = peer.join(&proxy).await;
+    reset(server);
+    let error = soon("the reset", client.read(&mut byte)).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+    let (client, mut server) = peer.join(&proxy).await;
+    reset(client);
+    let error = soon("the reset", server.read(&mut byte)).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+    until("both are counted", async || {
+        let metrics = proxy.page("/metrics").await;
+        metrics.contains(r#"reason="client_reset"} 1"#)
+            && metrics.contains(r#"reason="server_reset"} 1"#)
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn with_nobody_there_the_client_is_reset_at_once() {
+    let certs = Certs::new();
+    let proxy = certs.start(passing(certs.config(&[nobody().await, nobody().await])));
+    let begun = std::time::Instant::now();
+    let mut client = TcpStream::connect(proxy.addr).await.unwrap();
+    let error = soon("the reset", client.read(&mut [0; 1])).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+    assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
+    until("it is counted", async || {
+        proxy.page("/metrics").await.contains(r#"reason="unreachable"} 1"#)
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn who_comes_after_the_cap_is_reset_and_the_others_go_on() {
+    let (certs, peer) = (Certs::new(), Peer::start().await);
+    let mut config = passing(certs.config(&[peer.address]));
+    config.listeners[0].limits.max_connections = 2;
+    let proxy = certs.start(config);
+    let (mut first, mut server) = peer.join(&proxy).await;
+    let _second = peer.join(&proxy).await;
+    let mut third = TcpStream::connect(proxy.addr).await.unwrap();
+    let error = soon("the reset", third.read(&mut [0; 1])).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+    first.write_all(b"x").await.unwrap();
+    assert_eq!(soon("a byte", server.read_u8()).await.unwrap(), b'x');
+    let metrics = proxy.page("/metrics").await;
+    assert!(metrics.contains(r#"refused_total{listener="apiserver",reason="cap"} 1"#), "{metrics}");
+}
+
+#[tokio::test]
+async fn a_client_that_says_nothing_and_a_server_that_answers_nothing_are_bounded() {
+    let (certs, peer) = (Certs::new(), Peer::start().await);
+    let mut config = passing(certs.config(&[peer.address]));
+    config.listeners[0].limits.handshake_timeout = Duration::from_millis(300);
+    let proxy = certs.start(config);
+    let (mut answered, mut server) = peer.join(&proxy).await;
+    server.write_all(b"hello").await.unwrap();
+    let mut hello = [0; 5];
+    soon("hello", answered.read_exact(&mut hello)).await.unwrap();
+    let mut silent = TcpStream::connect(proxy.addr).await.unwrap();
+    let error = soon("the reset", silent.read(&mut [0; 1])).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+    // Who was answered may be quiet for ever.
+    server.write_all(b"again").await.unwrap();
+    soon("again", answered.read_exact(&mut hello)).await.unwrap();
+    until("it is counted", async || {
+        proxy.page("/metrics").await.contains(r#"reason="handshake_timeout"} 1"#)
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_flow_is_idle_for_as_long_as_the_configuration_says() {
+    let (certs, peer) = (Certs::new(), Peer::start().await);
+    let mut config = passing(certs.config(&[peer.address]));
+    passthrough(&mut config).idle_timeout = Some(Duration::from_secs(1));
+    let proxy = certs.start(config);
+    let (mut client, mut server) = peer.join(&proxy).await;
+    server.write_all(b"x").await.unwrap();
+    soon("a byte", client.read_u8()).await.unwrap();
+    let error = soon("the reset", client.read(&mut [0; 1])).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+    until("it is counted", async || {
+        proxy.page("/metrics").await.contains(r#"reason="idle_timeout"} 1"#)
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_drain_waits_for_flows_and_resets_what_is_left() {
+    let (certs, peer) = (Certs::new(), Peer::start().await);
+    let mut config = passing(certs.config(&[peer.address]));
+    config.shutdown.drain_timeout = Duration::from_millis(1500);
+    let proxy = certs.start(config);
+    let (mut client, mut server) = peer.join(&proxy).await;
+    let (mut short, mut short_server) = peer.join(&proxy).await;
+    proxy.running.drain();
+    until("no more are accepted", async || TcpStream::connect(proxy.addr).await.is_err()).await;
+    // Both go on; one ends in time.
+    short_server.write_all(b"end").await.unwrap();
+    short_server.shutdown().await.unwrap();
+    short.shutdown().await.unwrap();
+    let mut end = String::new();
+    soon("the end", short.read_to_string(&mut end)).await.unwrap();
+    assert_eq!(end, "end");
+    client.write_all(b"x").await.unwrap();
+    assert_eq!(soon("a byte", server.read_u8()).await.unwrap(), b'x');
+    let error = soon("the reset", client.read(&mut [0; 1])).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+    let error = soon("the reset", server.read(&mut [0; 1])).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+    tokio::task::spawn_blocking(move || assert!(proxy.running.stop())).await.unwrap();
 }

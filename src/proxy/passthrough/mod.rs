@@ -11,12 +11,13 @@
 
 pub mod connect;
 pub mod pump;
+pub mod table;
 
 use std::cell::Cell;
 use std::net::SocketAddr;
+use std::os::fd::AsRawFd;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
 
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
@@ -27,7 +28,8 @@ use crate::config::{Limits, Passthrough};
 use crate::net::socket;
 use crate::observe::{ListenerMetrics, PassthroughMetrics};
 use crate::upstream::pool::Upstream;
-use pump::{Lane, Side};
+use pump::{Broken, Flow, Lane, Side};
+use table::Table;
 
 /// One passthrough listener on one worker.
 pub struct Listener {
@@ -45,6 +47,8 @@ pub struct Listener {
     pub metrics: Arc<ListenerMetrics>,
     /// What a passthrough listener counts.
     pub flows: Arc<PassthroughMetrics>,
+    /// The worker's flows.
+    pub table: Rc<Table>,
     /// Open connections.
     pub open: Cell<usize>,
     /// Turns true when no more are accepted.
@@ -63,19 +67,12 @@ impl Listener {
         if self.open.get() >= self.limits.max_connections {
             self.metrics.refused("cap");
             tracing::debug!(listener = self.name, client = %from, "refused: too many connections");
-            reset(client);
+            socket::reset(client);
             return;
         }
         let open = Open::new(self);
         spawn_local(async move { open.run(client, from).await });
     }
-}
-
-/// Ends a connection so that its peer knows at once: RST, not FIN.
-fn reset(stream: TcpStream) {
-    // With SO_LINGER at zero, close(2) sends a reset.
-    let _ = socket2::SockRef::from(&stream).set_linger(Some(Duration::ZERO));
-    drop(stream);
 }
 
 /// An accepted connection, counted once however it ends.
@@ -92,37 +89,44 @@ impl Open {
         Self { listener: Rc::clone(listener), reason: Cell::new("shutdown") }
     }
 
-    async fn run(self, mut client: TcpStream, from: SocketAddr) {
+    async fn run(self, client: TcpStream, from: SocketAddr) {
         let listener = &self.listener;
         if socket::prepare_accepted(&client).is_err() {
             self.reason.set("client_reset");
             return;
         }
         let connected = Box::pin(connect::connect(&listener.upstream)).await;
-        let (mut server, endpoint) = match connected {
+        let (server, endpoint) = match connected {
             Ok(connected) => connected,
             Err(why) => {
                 self.reason.set("unreachable");
                 tracing::warn!(listener = listener.name, client = %from, why, "no endpoint reached");
-                reset(client);
+                socket::reset(client);
                 return;
             }
         };
-        let _flow = endpoint.flow();
-        let (mut up, mut down) = (Lane::default(), Lane::default());
-        let end = pump::run(&mut client, &mut server, &mut up, &mut down, &listener.flows).await;
-        match end {
-            Ok(()) => self.reason.set("done"),
-            Err((side, error)) => {
-                self.reason.set(match side {
+        socket::keep_asking(&server);
+        let _guard = endpoint.flow();
+        let (descriptors, table) = ((client.as_raw_fd(), server.as_raw_fd()), &listener.table);
+        let mut flow = Flow { client, server, up: Lane::default(), down: Lane::default() };
+        // Declared after the sockets, so that it goes before them.
+        let ticket = table.enter(listener, &endpoint, descriptors.0, descriptors.1);
+        let end = flow.run(&ticket, &listener.flows).await;
+        drop(ticket);
+        let reason = match end {
+            Ok(()) => return self.reason.set("done"),
+            Err(Broken::Told(verdict)) => verdict.reason,
+            Err(Broken::By(side, error)) => {
+                tracing::debug!(listener = listener.name, client = %from, ?side, %error, "broken");
+                match side {
                     Side::Client => "client_reset",
                     Side::Server => "server_reset",
-                });
-                tracing::debug!(listener = listener.name, client = %from, ?side, %error, "broken");
-                reset(client);
-                reset(server);
+                }
             }
-        }
+        };
+        self.reason.set(reason);
+        socket::reset(flow.client);
+        socket::reset(flow.server);
     }
 }
 

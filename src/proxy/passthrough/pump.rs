@@ -1,7 +1,10 @@
-//! Moves the bytes of one flow both ways until both directions have ended or a side is broken.
+//! Moves the bytes of one flow both ways until both directions have ended, a side is broken, or
+//! the flow is told to end.
 //!
-//! Nothing is held while nothing moves: bytes are read into a buffer of the thread and written out
-//! at once; only what the other side does not take is kept, and no more is read until it does.
+//! Nothing is held while nothing moves. Small messages are read into a buffer of the thread and
+//! written out at once; what the other side does not take is kept, and no more is read until it
+//! does. A direction that fills the buffer again and again is a transfer: then bytes go from socket
+//! to socket inside the kernel ([`crate::net::splice`]) until the flow pauses.
 
 use std::cell::RefCell;
 use std::future::poll_fn;
@@ -9,9 +12,11 @@ use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::TcpStream;
 
+use super::table::{Moved, Ticket, Verdict};
+use crate::net::splice::Pipe;
 use crate::observe::PassthroughMetrics;
 use crate::observe::passthrough::Direction;
 
@@ -19,6 +24,8 @@ use crate::observe::passthrough::Direction;
 const BUFFER: usize = 64 * 1024;
 /// Reads in a row before the other flows of the worker get their turn.
 const TURNS: usize = 16;
+/// Reads of at least half the buffer, in a row, that make a direction a transfer.
+const TRANSFER: u8 = 4;
 
 thread_local! {
     static SCRATCH: RefCell<Box<[u8]>> = RefCell::new(vec![0; BUFFER].into_boxed_slice());
@@ -33,13 +40,26 @@ pub enum Side {
     Server,
 }
 
+/// How a flow ended that did not just end.
+#[derive(Debug)]
+pub enum Broken {
+    /// A side failed.
+    By(Side, io::Error),
+    /// It was told to end.
+    Told(Verdict),
+}
+
 /// One direction of a flow.
 #[derive(Debug, Default)]
 pub struct Lane {
     /// What was read and not yet taken.
-    held: Vec<u8>,
+    held: Box<[u8]>,
     /// How much of it was written.
     written: usize,
+    /// While it is a transfer.
+    pipe: Option<Pipe>,
+    /// Large reads in a row.
+    large: u8,
     state: State,
 }
 
@@ -56,92 +76,182 @@ enum State {
 impl Lane {
     /// A lane that has these bytes to deliver first.
     pub fn with(first: Vec<u8>) -> Self {
-        Self { held: first, ..Self::default() }
+        Self { held: first.into(), ..Self::default() }
     }
 }
 
-/// Moves bytes until both lanes have ended.
-///
-/// # Errors
-/// Which side broke, and how.
-pub async fn run(
-    client: &mut TcpStream,
-    server: &mut TcpStream,
-    up: &mut Lane,
-    down: &mut Lane,
-    metrics: &PassthroughMetrics,
-) -> Result<(), (Side, io::Error)> {
-    poll_fn(|cx| {
-        let up = step(cx, up, client, server, metrics, Direction::ToServer);
-        let down = step(cx, down, server, client, metrics, Direction::ToClient);
-        match (up, down) {
-            (Poll::Ready(Err(error)), _) | (_, Poll::Ready(Err(error))) => Poll::Ready(Err(error)),
-            (Poll::Ready(Ok(())), Poll::Ready(Ok(()))) => Poll::Ready(Ok(())),
-            _ => Poll::Pending,
-        }
-    })
-    .await
+/// A flow between two sockets.
+#[derive(Debug)]
+pub struct Flow {
+    /// The client's socket.
+    pub client: TcpStream,
+    /// The apiserver's.
+    pub server: TcpStream,
+    /// From the client to the server.
+    pub up: Lane,
+    /// From the server to the client.
+    pub down: Lane,
 }
 
-/// Moves what can be moved now in one direction; ready when its end was passed on.
-fn step(
-    cx: &mut Context<'_>,
-    lane: &mut Lane,
-    from: &mut TcpStream,
-    to: &mut TcpStream,
-    metrics: &PassthroughMetrics,
-    direction: Direction,
-) -> Poll<Result<(), (Side, io::Error)>> {
-    let (reading, writing) = match direction {
-        Direction::ToServer => (Side::Client, Side::Server),
-        Direction::ToClient => (Side::Server, Side::Client),
-    };
-    for _ in 0..TURNS {
-        while lane.written < lane.held.len() {
-            let rest = &lane.held[lane.written..];
-            let n = ready!(Pin::new(&mut *to).poll_write(cx, rest)).map_err(|e| (writing, e))?;
-            metrics.moved(direction, n);
-            lane.written += n;
-        }
-        if !lane.held.is_empty() {
-            // Given back: an idle flow holds nothing.
-            lane.held = Vec::new();
-            lane.written = 0;
-        }
-        match lane.state {
-            State::Ended => return Poll::Ready(Ok(())),
-            State::Ending => {
-                let end = Pin::new(&mut *to).poll_shutdown(cx);
-                // It fails when the other side is gone already, which its own lane tells.
-                let _ = ready!(end);
-                lane.state = State::Ended;
-                return Poll::Ready(Ok(()));
+impl Flow {
+    /// Moves bytes until both lanes have ended.
+    ///
+    /// # Errors
+    /// Which side broke, and how; or what it was told.
+    pub async fn run(
+        &mut self,
+        ticket: &Ticket,
+        metrics: &PassthroughMetrics,
+    ) -> Result<(), Broken> {
+        poll_fn(|cx| {
+            if let Some(verdict) = ticket.verdict(cx) {
+                return Poll::Ready(Err(Broken::Told(verdict)));
             }
-            State::Open => {}
+            let Self { client, server, up, down } = self;
+            let (mut sent, mut received) = (0, 0);
+            let up = up.step(cx, client, server, &mut sent).map_err(|(reading, error)| {
+                Broken::By(if reading { Side::Client } else { Side::Server }, error)
+            });
+            let down = down.step(cx, server, client, &mut received).map_err(|(reading, error)| {
+                Broken::By(if reading { Side::Server } else { Side::Client }, error)
+            });
+            if sent > 0 {
+                metrics.moved(Direction::ToServer, sent);
+            }
+            if received > 0 {
+                metrics.moved(Direction::ToClient, received);
+            }
+            if sent + received > 0 {
+                ticket.moved(Moved { up: sent > 0, down: received > 0 });
+            }
+            match (up, down) {
+                (Poll::Ready(Err(end)), _) | (_, Poll::Ready(Err(end))) => Poll::Ready(Err(end)),
+                (Poll::Ready(Ok(())), Poll::Ready(Ok(()))) => Poll::Ready(Ok(())),
+                _ => Poll::Pending,
+            }
+        })
+        .await
+    }
+}
+
+/// The error of a step, and whether it came from reading.
+type Failed = (bool, io::Error);
+
+impl Lane {
+    /// Moves what can be moved now; ready when the end was passed on.
+    fn step(
+        &mut self,
+        cx: &mut Context<'_>,
+        from: &mut TcpStream,
+        to: &mut TcpStream,
+        moved: &mut usize,
+    ) -> Poll<Result<(), Failed>> {
+        for _ in 0..TURNS {
+            ready!(self.deliver(cx, to, moved)).map_err(|error| (false, error))?;
+            match self.state {
+                State::Open => {}
+                State::Ending => {
+                    // It fails when the other side is gone already, which its own lane tells.
+                    let _ = ready!(Pin::new(&mut *to).poll_shutdown(cx));
+                    self.state = State::Ended;
+                    return Poll::Ready(Ok(()));
+                }
+                State::Ended => return Poll::Ready(Ok(())),
+            }
+            let taken = if self.pipe.is_some() {
+                self.splice(cx, from).map_err(|error| (true, error))
+            } else {
+                self.copy(cx, from, to, moved)
+            };
+            if taken.is_pending() {
+                // A pause: whoever moves bytes now may have the pipe.
+                self.pipe = None;
+                return Poll::Pending;
+            }
+            ready!(taken)?;
         }
-        ready!(SCRATCH.with_borrow_mut(|scratch| {
+        // Others have waited long enough.
+        cx.waker().wake_by_ref();
+        Poll::Pending
+    }
+
+    /// Writes what is held.
+    fn deliver(
+        &mut self,
+        cx: &mut Context<'_>,
+        to: &mut TcpStream,
+        moved: &mut usize,
+    ) -> Poll<io::Result<()>> {
+        while self.written < self.held.len() {
+            let n = ready!(Pin::new(&mut *to).poll_write(cx, &self.held[self.written..]))?;
+            *moved += n;
+            self.written += n;
+        }
+        if !self.held.is_empty() {
+            self.held = Box::default();
+            self.written = 0;
+        }
+        while let Some(pipe) = self.pipe.as_mut().filter(|pipe| pipe.held() > 0) {
+            ready!(to.poll_write_ready(cx))?;
+            match to.try_io(Interest::WRITABLE, || pipe.drain(to)) {
+                Ok(n) => *moved += n,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => return Poll::Ready(Err(error)),
+            }
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    /// Takes what there is into the pipe.
+    fn splice(&mut self, cx: &mut Context<'_>, from: &TcpStream) -> Poll<io::Result<()>> {
+        let Some(pipe) = &mut self.pipe else { return Poll::Ready(Ok(())) };
+        loop {
+            ready!(from.poll_read_ready(cx))?;
+            match from.try_io(Interest::READABLE, || pipe.fill(from)) {
+                Ok(0) => self.state = State::Ending,
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
+                Err(error) => return Poll::Ready(Err(error)),
+            }
+            return Poll::Ready(Ok(()));
+        }
+    }
+
+    /// Takes what fits into the thread's buffer and writes it out at once.
+    fn copy(
+        &mut self,
+        cx: &mut Context<'_>,
+        from: &mut TcpStream,
+        to: &mut TcpStream,
+        moved: &mut usize,
+    ) -> Poll<Result<(), Failed>> {
+        SCRATCH.with_borrow_mut(|scratch| {
             let mut buf = ReadBuf::new(scratch);
-            ready!(Pin::new(&mut *from).poll_read(cx, &mut buf)).map_err(|e| (reading, e))?;
+            ready!(Pin::new(from).poll_read(cx, &mut buf)).map_err(|error| (true, error))?;
             let mut read = buf.filled();
             if read.is_empty() {
-                lane.state = State::Ending;
+                self.state = State::Ending;
             }
+            self.large = if read.len() >= BUFFER / 2 { self.large.saturating_add(1) } else { 0 };
             while !read.is_empty() {
                 match Pin::new(&mut *to).poll_write(cx, read) {
-                    Poll::Ready(n) => {
-                        let n = n.map_err(|e| (writing, e))?;
-                        metrics.moved(direction, n);
+                    Poll::Ready(written) => {
+                        let n = written.map_err(|error| (false, error))?;
+                        *moved += n;
                         read = &read[n..];
                     }
                     Poll::Pending => {
-                        lane.held = read.to_vec();
+                        self.held = read.into();
                         break;
                     }
                 }
             }
+            if self.large >= TRANSFER {
+                // Without one (no descriptors) it goes on as it is.
+                self.pipe = Pipe::take().ok();
+                self.large = 0;
+            }
             Poll::Ready(Ok(()))
-        }))?;
+        })
     }
-    cx.waker().wake_by_ref();
-    Poll::Pending
 }

@@ -13,6 +13,7 @@ use tokio::time::{Instant, sleep_until};
 
 use super::Connection;
 use crate::net::tracked::Observer;
+use crate::upstream::credentials::Class;
 use crate::upstream::health::{self, ConnectionHealth, Evidence, Life};
 
 /// Owns the socket.
@@ -119,6 +120,9 @@ where
             && let Poll::Ready(Err(error)) = goaway.poll_ready(cx)
         {
             self.health.drain();
+            if self.this.class == Class::Probe {
+                self.this.endpoint.said_goodbye();
+            }
             self.this.enter(Life::Draining, &format!("GOAWAY: {error}"));
         }
     }

@@ -94,6 +94,10 @@ pub(super) struct Facts {
     pub(super) transport: Transport,
     pub(super) readyz: Readyz,
     pub(super) leaving: bool,
+    /// Its kernel may answer, but nobody behind it does; why we think so.
+    pub(super) silent: Option<String>,
+    /// What there is to die.
+    pub(super) course: Course,
     /// It was not usable, or not well, since it was last ready.
     pub(super) was_out: bool,
     pub(super) failures: u32,
@@ -109,6 +113,17 @@ pub(super) struct Facts {
     pub(super) gauge: EndpointStateGauge,
 }
 
+/// Where an endpoint is between its first connection and its death.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Course {
+    /// It was not up since it last died.
+    Unborn,
+    /// It was.
+    Alive,
+    /// It was, and said that it ends: what runs there may finish.
+    Ending,
+}
+
 #[derive(Debug, PartialEq)]
 pub(super) enum Transport {
     Unknown,
@@ -122,6 +137,8 @@ pub(super) enum Readyz {
     Unknown,
     Ok,
     Failing(String),
+    /// Nobody asks; why.
+    NotAsked(&'static str),
 }
 
 impl Facts {
@@ -129,10 +146,14 @@ impl Facts {
         match (&self.transport, &self.readyz) {
             _ if self.leaving => (EndpointState::Leaving, "removed from the set"),
             (Transport::Down(why), _) => (EndpointState::Ejected, why),
+            _ if self.silent.is_some() => {
+                (EndpointState::Ejected, self.silent.as_deref().unwrap_or_default())
+            }
             (Transport::NoH2(why), _) => (EndpointState::NoH2, why),
             (Transport::Unknown, _) => (EndpointState::Connecting, "not connected"),
             (Transport::Up, Readyz::Failing(why)) => (EndpointState::Degraded, why),
             (Transport::Up, Readyz::Ok) => (EndpointState::Ready, "/readyz is ok"),
+            (Transport::Up, Readyz::NotAsked(why)) => (EndpointState::Ready, why),
             (Transport::Up, Readyz::Unknown) => {
                 (EndpointState::Connecting, "connected, /readyz not answered yet")
             }

@@ -1,0 +1,165 @@
+//! Listens to the prober's connection on behalf of those who cannot: a passed connection carries
+//! nothing of ours, so that a stopped process, whose kernel still acknowledges, looks alive to it.
+//!
+//! | what is seen | what it means |
+//! |---|---|
+//! | PONGs | alive |
+//! | a PING is late, a fresh handshake is done | alive: that one connection was lost, and is replaced |
+//! | neither a PONG nor a fresh handshake for 2.5 s | dead for whoever passes connections through |
+//!
+//! A lost packet is not enough: PINGs are sent again every 200 ms by the kernel, and a handshake is
+//! raced by a second one.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::Notify;
+use tokio::time::{Instant, sleep, sleep_until};
+
+use crate::upstream::connection::Connection;
+use crate::upstream::credentials::{Class, ClientTls};
+use crate::upstream::dial::{Established, dial_h2};
+use crate::upstream::endpoint::{ConnectFailure, Endpoint};
+use crate::upstream::health::Life;
+use crate::upstream::pool::Upstream;
+
+/// Nothing heard for this long, while it was asked, is silence.
+const SILENT_AFTER: Duration = Duration::from_millis(2_500);
+/// So long a fresh handshake must have been under way. With a PING each second the two together
+/// come at most 3 s after the last sign of life.
+const HANDSHAKE_FOR: Duration = Duration::from_millis(1_800);
+/// One fresh handshake, which is raced by a second one.
+const HANDSHAKE_LIMIT: Duration = Duration::from_secs(3);
+/// Pause after one that was refused.
+const PAUSE: Duration = Duration::from_millis(200);
+/// How often the evidence is looked at.
+const LOOK: Duration = Duration::from_millis(50);
+/// A look that is later than this says more about us.
+const LATE: Duration = Duration::from_millis(250);
+/// How long verdicts are withheld then.
+const GRACE: Duration = Duration::from_millis(500);
+
+/// Listens to one endpoint.
+#[derive(Debug, Default)]
+pub struct Witness {
+    current: RefCell<Option<Rc<Connection>>>,
+    replacement: RefCell<Option<Rc<Connection>>>,
+    /// Told of every change of the connection's state.
+    changed: Rc<Notify>,
+}
+
+impl Witness {
+    /// Takes a connection for the prober into use.
+    pub fn start(
+        &self,
+        established: Established,
+        upstream: &Upstream,
+        endpoint: &Arc<Endpoint>,
+        tls: &ClientTls,
+    ) -> Rc<Connection> {
+        let serial = tls.certificate.as_ref().map(|info| info.serial.clone());
+        Connection::start(
+            established,
+            endpoint,
+            Class::Probe,
+            (tls.generation, serial),
+            &upstream.settings(),
+            Rc::clone(&self.changed),
+        )
+    }
+
+    /// Listens to this connection from now on.
+    pub fn listen_to(&self, connection: &Rc<Connection>) {
+        *self.current.borrow_mut() = Some(Rc::clone(connection));
+    }
+
+    /// A connection that took the place of a lost one.
+    pub fn replacement(&self) -> Option<Rc<Connection>> {
+        self.replacement.borrow_mut().take()
+    }
+
+    /// Listens for ever.
+    pub async fn watch(&self, upstream: &Upstream, endpoint: &Arc<Endpoint>) {
+        loop {
+            let suspect = self.suspect().await;
+            if upstream.config().used_by.passthrough {
+                self.examine(&suspect, upstream, endpoint).await;
+            }
+        }
+    }
+
+    /// Waits until the current connection becomes suspect.
+    async fn suspect(&self) -> Rc<Connection> {
+        loop {
+            let mut changed = std::pin::pin!(self.changed.notified());
+            // Registered before the look, so that no change falls between look and wait.
+            changed.as_mut().enable();
+            let current = self.current.borrow().clone();
+            if let Some(current) = current.filter(|current| current.life() == Life::Suspect) {
+                return current;
+            }
+            changed.await;
+        }
+    }
+
+    /// Finds out whether anybody is still there. Returns when that is settled.
+    async fn examine(
+        &self,
+        suspect: &Rc<Connection>,
+        upstream: &Upstream,
+        endpoint: &Arc<Endpoint>,
+    ) {
+        let Some(tls) = upstream.credentials.tls(Class::Probe) else { return };
+        let mut fresh = std::pin::pin!(handshake(endpoint, &tls));
+        let mut verdict_from = Instant::now() + HANDSHAKE_FOR;
+        let mut told = false;
+        let mut look = Instant::now() + LOOK;
+        loop {
+            tokio::select! {
+                established = &mut fresh => {
+                    if let Some(established) = established {
+                        let connection = self.start(established, upstream, endpoint, &tls);
+                        *self.replacement.borrow_mut() = Some(connection);
+                    }
+                    suspect.close("a fresh connection works, this one does not");
+                    return;
+                }
+                () = self.changed.notified() => {}
+                () = sleep_until(look) => {}
+            }
+            let now = Instant::now();
+            if suspect.life() == Life::Live {
+                return endpoint.answers_again();
+            }
+            let moved_on =
+                self.current.borrow().as_ref().is_none_or(|now| !Rc::ptr_eq(now, suspect));
+            if moved_on || (told && suspect.life() == Life::Dead) {
+                // The prober connects anew.
+                return;
+            }
+            if now > look + LATE {
+                verdict_from = verdict_from.max(now + GRACE);
+            }
+            look = now + LOOK;
+            if !told && now >= verdict_from && now >= suspect.heard() + SILENT_AFTER {
+                told = true;
+                endpoint
+                    .fell_silent("no PONG and no fresh handshake for 2.5 s: stopped, or cut off");
+            }
+        }
+    }
+}
+
+/// Connects anew until it works; `None` if that is all that can be done without HTTP/2.
+async fn handshake(endpoint: &Arc<Endpoint>, tls: &ClientTls) -> Option<Established> {
+    loop {
+        match dial_h2(endpoint, &tls.h2, HANDSHAKE_LIMIT).await {
+            Ok(established) => return Some(established),
+            Err(ConnectFailure::NoH2(_)) => return None,
+            Err(ConnectFailure::Refused(_)) => sleep(PAUSE).await,
+            Err(ConnectFailure::Slow(_)) => {}
+        }
+    }
+}

@@ -1,0 +1,388 @@
+//! The flows of one worker, and the one task that looks after all of them.
+//!
+//! A timer for each of ten thousand idle flows would cost more than the flows do. So the time at
+//! which each is to be looked at stands in one array, which is walked every 50 ms; a look is one
+//! `TCP_INFO`, about once a second for a flow on which nothing moves.
+//!
+//! What ends a flow here: its own death ([`flow`]), the death of its endpoint (all of its flows at
+//! once), an endpoint that was removed and whose time is over, the bounds of the configuration, the
+//! end of the program. The flow's own task is told, and resets both sides.
+
+use std::cell::{Cell, RefCell};
+use std::os::fd::RawFd;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::{Context, Waker};
+use std::time::Duration;
+
+use tokio::sync::Notify;
+use tokio::time::{Instant, sleep};
+
+use super::Listener;
+use crate::net::{socket, tcp_info};
+use crate::observe::Repeats;
+use crate::upstream::endpoint::{Endpoint, EndpointState};
+use crate::upstream::flow::{self, Death, Judge, Look};
+
+/// How often the array is walked.
+const TICK: Duration = Duration::from_millis(50);
+/// How often a line about the same kind of death is written.
+const REPEAT: Duration = Duration::from_secs(5);
+/// Entry of a place without a flow, and of a flow that has been told to end.
+const NEVER: u32 = u32::MAX;
+
+/// See the module.
+pub struct Table {
+    start: Instant,
+    inner: RefCell<Inner>,
+    /// Told when the first flow enters.
+    occupied: Notify,
+    repeats: RefCell<Repeats>,
+}
+
+#[derive(Default)]
+struct Inner {
+    /// When to look at each place, in milliseconds since the start.
+    due: Vec<u32>,
+    flows: Vec<Option<Flow>>,
+    free: Vec<u32>,
+    endpoints: Vec<Lives>,
+}
+
+/// An endpoint with flows.
+struct Lives {
+    endpoint: Arc<Endpoint>,
+    deaths: u64,
+    /// Since when it has been leaving.
+    leaving: Option<Instant>,
+    flows: usize,
+}
+
+struct Flow {
+    listener: Rc<Listener>,
+    endpoint: Arc<Endpoint>,
+    /// How often its endpoint had died when it began.
+    deaths: u64,
+    client: RawFd,
+    server: RawFd,
+    judge: Judge,
+    client_judge: Judge,
+    client_due: Instant,
+    began: Instant,
+    /// When bytes last moved.
+    moved: Instant,
+    /// The server has said something.
+    answered: bool,
+    verdict: Option<Verdict>,
+    waker: Option<Waker>,
+}
+
+/// Why a flow is ended, as a label and in words.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Verdict {
+    /// One of [`crate::observe::names::CLOSE_REASONS`].
+    pub reason: &'static str,
+    /// For the log.
+    pub words: &'static str,
+}
+
+/// What a turn of the pump moved.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Moved {
+    /// To the server.
+    pub up: bool,
+    /// To the client.
+    pub down: bool,
+}
+
+impl Table {
+    /// An empty table; spawn [`Self::run`] to look after it.
+    pub fn new() -> Rc<Self> {
+        Rc::new(Self {
+            start: Instant::now(),
+            inner: RefCell::default(),
+            occupied: Notify::new(),
+            repeats: RefCell::new(Repeats::new(REPEAT)),
+        })
+    }
+
+    /// Looks after the flows for ever.
+    pub async fn run(self: Rc<Self>) {
+        loop {
+            if self.is_empty() {
+                self.flush(Instant::now());
+                self.occupied.notified().await;
+            }
+            sleep(TICK).await;
+            self.turn(Instant::now());
+        }
+    }
+
+    /// Takes a flow in for as long as the ticket lives, which must not be longer than its sockets.
+    pub fn enter(
+        self: &Rc<Self>,
+        listener: &Rc<Listener>,
+        endpoint: &Arc<Endpoint>,
+        client: RawFd,
+        server: RawFd,
+    ) -> Ticket {
+        let now = Instant::now();
+        let mut inner = self.inner.borrow_mut();
+        match inner.endpoints.iter_mut().find(|lives| Arc::ptr_eq(&lives.endpoint, endpoint)) {
+            Some(lives) => lives.flows += 1,
+            None => inner.endpoints.push(Lives {
+                endpoint: Arc::clone(endpoint),
+                deaths: endpoint.deaths(),
+                leaving: None,
+                flows: 1,
+            }),
+        }
+        let flow = Flow {
+            listener: Rc::clone(listener),
+            endpoint: Arc::clone(endpoint),
+            deaths: endpoint.deaths(),
+            client,
+            server,
+            judge: Judge::new(now),
+            client_judge: Judge::new(now),
+            client_due: now,
+            began: now,
+            moved: now,
+            answered: false,
+            verdict: None,
+            waker: None,
+        };
+        let due = self.stamp(now);
+        let index = if let Some(index) = inner.free.pop() {
+            inner.flows[index as usize] = Some(flow);
+            inner.due[index as usize] = due;
+            index
+        } else {
+            inner.flows.push(Some(flow));
+            inner.due.push(due);
+            inner.flows.len() as u32 - 1
+        };
+        self.occupied.notify_one();
+        Ticket { table: Rc::clone(self), index, told: Cell::new(None) }
+    }
+
+    /// Whether no flow is open.
+    pub fn is_empty(&self) -> bool {
+        let inner = self.inner.borrow();
+        inner.free.len() == inner.flows.len()
+    }
+
+    /// Ends every flow, those that `which` says.
+    pub fn end(&self, verdict: Verdict, which: impl Fn(&Listener) -> bool) {
+        let mut inner = self.inner.borrow_mut();
+        let Inner { due, flows, .. } = &mut *inner;
+        for (due, flow) in due.iter_mut().zip(flows).filter(|(due, _)| **due != NEVER) {
+            if let Some(flow) = flow.as_mut().filter(|flow| which(&flow.listener)) {
+                *due = NEVER;
+                flow.end(verdict);
+            }
+        }
+    }
+
+    fn stamp(&self, at: Instant) -> u32 {
+        let since = at.saturating_duration_since(self.start).as_millis();
+        u32::try_from(since).unwrap_or(NEVER - 1).min(NEVER - 1)
+    }
+
+    fn turn(&self, now: Instant) {
+        self.look_at_endpoints(now);
+        let stamp = self.stamp(now);
+        let mut inner = self.inner.borrow_mut();
+        let Inner { due, flows, .. } = &mut *inner;
+        for (due, flow) in due.iter_mut().zip(flows) {
+            if *due > stamp {
+                continue;
+            }
+            let Some(flow) = flow else { continue };
+            match flow.look(now) {
+                Ok(next) => *due = self.stamp(next).max(stamp + 1),
+                Err(verdict) => {
+                    *due = NEVER;
+                    self.tell(flow, verdict, now);
+                    flow.end(verdict);
+                }
+            }
+        }
+        drop(inner);
+        self.flush(now);
+    }
+
+    /// A dead endpoint takes all its flows with it at once; one that was removed, in time.
+    fn look_at_endpoints(&self, now: Instant) {
+        let mut inner = self.inner.borrow_mut();
+        let Inner { due, flows, endpoints, .. } = &mut *inner;
+        for lives in endpoints {
+            let deaths = lives.endpoint.deaths();
+            let died = std::mem::replace(&mut lives.deaths, deaths) != deaths;
+            if lives.endpoint.state() == EndpointState::Leaving {
+                lives.leaving.get_or_insert(now);
+            }
+            if !died && lives.leaving.is_none() {
+                continue;
+            }
+            let left = lives.leaving.map(|since| now.saturating_duration_since(since));
+            for (due, flow) in due.iter_mut().zip(flows.iter_mut()) {
+                let Some(flow) = flow.as_mut().filter(|_| *due != NEVER) else { continue };
+                if !Arc::ptr_eq(&flow.endpoint, &lives.endpoint) {
+                    continue;
+                }
+                let verdict = if flow.deaths != deaths {
+                    ENDPOINT_DEAD
+                } else if left.is_some_and(|left| left >= flow.listener.config.leave_timeout) {
+                    ENDPOINT_LEFT
+                } else {
+                    continue;
+                };
+                *due = NEVER;
+                self.tell(flow, verdict, now);
+                flow.end(verdict);
+            }
+        }
+    }
+
+    fn tell(&self, flow: &Flow, verdict: Verdict, now: Instant) {
+        let line = format!(
+            "listener {}, endpoint {}: {}; the client is reset",
+            flow.listener.name, flow.endpoint.label, verdict.words
+        );
+        let admitted = self.repeats.borrow_mut().admit(&line, now);
+        if let Some(before) = admitted {
+            say(&line, before);
+        }
+    }
+
+    fn flush(&self, now: Instant) {
+        for (line, before) in self.repeats.borrow_mut().flush(now) {
+            say(&line, before);
+        }
+    }
+}
+
+fn say(line: &str, before: u64) {
+    if before == 0 {
+        tracing::warn!("flow ended: {line}");
+    } else {
+        tracing::warn!(more = before, "flows ended: {line}");
+    }
+}
+
+const ENDPOINT_DEAD: Verdict =
+    Verdict { reason: "endpoint_dead", words: "the endpoint is dead, and all its flows with it" };
+const ENDPOINT_LEFT: Verdict =
+    Verdict { reason: "endpoint_left", words: "it was removed, and leave_timeout is over" };
+const HANDSHAKE: Verdict =
+    Verdict { reason: "handshake_timeout", words: "the server said nothing in handshake_timeout" };
+const IDLE: Verdict = Verdict { reason: "idle_timeout", words: "nothing moved for idle_timeout" };
+const UNACKNOWLEDGED: Verdict =
+    Verdict { reason: "unacknowledged", words: "nothing is acknowledged any more" };
+const UNANSWERED: Verdict =
+    Verdict { reason: "unanswered", words: "keepalives are not answered any more" };
+const CLIENT_DEAD: Verdict =
+    Verdict { reason: "client_dead", words: "the client acknowledges nothing any more" };
+/// The drain is over.
+pub const SHUTDOWN: Verdict = Verdict { reason: "shutdown", words: "the drain timeout is over" };
+
+impl Flow {
+    /// Looks at both sides; when to look again.
+    fn look(&mut self, now: Instant) -> Result<Instant, Verdict> {
+        let limits = &self.listener.limits;
+        if !self.answered && now >= self.began + limits.handshake_timeout {
+            return Err(HANDSHAKE);
+        }
+        let idle = self.listener.config.idle_timeout;
+        if idle.is_some_and(|idle| now >= self.moved + idle) {
+            return Err(IDLE);
+        }
+        let mut next = now + flow::LONGEST;
+        // Without evidence (a kernel before 4.6) there is no verdict.
+        if let Ok(info) = tcp_info::read(&self.server) {
+            match self.judge.look(&info, &flow::SERVER, now) {
+                Look::Dead(Death::Unacknowledged) => return Err(UNACKNOWLEDGED),
+                Look::Dead(Death::Unanswered) => return Err(UNANSWERED),
+                Look::Again { after, probe } => {
+                    if probe {
+                        let _ = socket::probe_now(&self.server);
+                    }
+                    next = next.min(now + after);
+                }
+            }
+        }
+        if now >= self.client_due
+            && let Ok(info) = tcp_info::read(&self.client)
+        {
+            match self.client_judge.look(&info, &flow::CLIENT, now) {
+                Look::Dead(_) => return Err(CLIENT_DEAD),
+                Look::Again { after, .. } => self.client_due = now + after,
+            }
+        }
+        Ok(next.min(self.client_due.max(now)))
+    }
+
+    fn end(&mut self, verdict: Verdict) {
+        self.verdict = Some(verdict);
+        if let Some(waker) = self.waker.take() {
+            waker.wake();
+        }
+    }
+}
+
+/// A flow's place in the table, given back on drop.
+pub struct Ticket {
+    table: Rc<Table>,
+    index: u32,
+    told: Cell<Option<Verdict>>,
+}
+
+impl Ticket {
+    /// The verdict, once there is one. Remembers whom to wake when there is.
+    pub fn verdict(&self, cx: &Context<'_>) -> Option<Verdict> {
+        let mut inner = self.table.inner.borrow_mut();
+        let flow = inner.flows[self.index as usize].as_mut()?;
+        if flow.verdict.is_none() && flow.waker.is_none() {
+            flow.waker = Some(cx.waker().clone());
+        }
+        self.told.set(flow.verdict);
+        flow.verdict
+    }
+
+    /// The verdict that was given last.
+    pub fn told(&self) -> Option<Verdict> {
+        self.told.get()
+    }
+
+    /// Bytes were moved.
+    pub fn moved(&self, moved: Moved) {
+        let now = Instant::now();
+        let mut inner = self.table.inner.borrow_mut();
+        let Inner { due, flows, .. } = &mut *inner;
+        let Some(flow) = flows[self.index as usize].as_mut() else { return };
+        flow.moved = now;
+        flow.answered |= moved.down;
+        if moved.up && flow.verdict.is_none() {
+            let look = self.table.stamp(flow.judge.wrote(now));
+            let due = &mut due[self.index as usize];
+            *due = look.min(*due);
+        }
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        let mut inner = self.table.inner.borrow_mut();
+        inner.due[self.index as usize] = NEVER;
+        let Some(flow) = inner.flows[self.index as usize].take() else { return };
+        inner.free.push(self.index);
+        let here = |lives: &Lives| Arc::ptr_eq(&lives.endpoint, &flow.endpoint);
+        if let Some(at) = inner.endpoints.iter().position(here) {
+            inner.endpoints[at].flows -= 1;
+            if inner.endpoints[at].flows == 0 {
+                inner.endpoints.swap_remove(at);
+            }
+        }
+    }
+}

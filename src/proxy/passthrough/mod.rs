@@ -2,7 +2,8 @@
 //! so no certificate is needed and every client works.
 //!
 //! ```text
-//! accept -> (cap) -> connect, raced -> pump both ways -> count why it ended
+//! accept -> (cap) -> (server name, if there are routes) -> connect, raced -> pump both ways
+//!        -> count why it ended
 //! ```
 //!
 //! Whatever breaks one side breaks the other the same way: a reset is passed on as a reset, an end
@@ -10,6 +11,7 @@
 //! client reconnect at once; silence is what it would wait on.
 
 pub mod connect;
+pub mod hello;
 pub mod pump;
 pub mod table;
 
@@ -19,15 +21,18 @@ use std::os::fd::AsRawFd;
 use std::rc::Rc;
 use std::sync::Arc;
 
+use tokio::io::AsyncReadExt;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio::task::spawn_local;
+use tokio::time::timeout;
 
 use super::accept;
-use crate::config::{Limits, Passthrough};
+use crate::config::{Limits, Passthrough, Route};
 use crate::net::socket;
 use crate::observe::{ListenerMetrics, PassthroughMetrics};
 use crate::upstream::pool::Upstream;
+use hello::Hello;
 use pump::{Broken, Flow, Lane, Side};
 use table::Table;
 
@@ -75,6 +80,46 @@ impl Listener {
     }
 }
 
+impl Listener {
+    /// The upstream for a connection, by the server name that it asks for, and what was read to
+    /// know it. What asks for none, or is no TLS, goes where the listener goes.
+    ///
+    /// # Errors
+    /// The reason for which the connection ends here: it was closed, or said too little in time.
+    async fn route(
+        &self,
+        client: &mut TcpStream,
+    ) -> Result<(&Arc<Upstream>, Vec<u8>), &'static str> {
+        let mut first = Vec::new();
+        if self.routes.is_empty() {
+            return Ok((&self.upstream, first));
+        }
+        let reading = async {
+            loop {
+                match client.read_buf(&mut first).await {
+                    Ok(n) if n > 0 => {}
+                    _ => return Err("client_reset"),
+                }
+                match hello::read(&first) {
+                    Hello::Partial => {}
+                    Hello::Name(name) => return Ok(self.routed(&name)),
+                    Hello::NoName | Hello::Odd => return Ok(&self.upstream),
+                }
+            }
+        };
+        match timeout(self.limits.handshake_timeout, reading).await {
+            Ok(upstream) => upstream.map(|upstream| (upstream, first)),
+            Err(_) => Err("handshake_timeout"),
+        }
+    }
+
+    fn routed(&self, name: &str) -> &Arc<Upstream> {
+        let meant = |route: &Route| route.server_names.iter().any(|p| hello::matches(p, name));
+        let found = self.config.routes.iter().position(meant);
+        found.and_then(|index| self.routes.get(index)).unwrap_or(&self.upstream)
+    }
+}
+
 /// An accepted connection, counted once however it ends.
 struct Open {
     listener: Rc<Listener>,
@@ -89,13 +134,24 @@ impl Open {
         Self { listener: Rc::clone(listener), reason: Cell::new("shutdown") }
     }
 
-    async fn run(self, client: TcpStream, from: SocketAddr) {
+    async fn run(self, mut client: TcpStream, from: SocketAddr) {
         let listener = &self.listener;
         if socket::prepare_accepted(&client).is_err() {
             self.reason.set("client_reset");
             return;
         }
-        let connected = Box::pin(connect::connect(&listener.upstream)).await;
+        // Boxed: an idle flow carries no room for how it began.
+        let routed = Box::pin(listener.route(&mut client)).await;
+        let (upstream, first) = match routed {
+            Ok(routed) => routed,
+            Err(reason) => {
+                self.reason.set(reason);
+                tracing::debug!(listener = listener.name, client = %from, reason, "no ClientHello");
+                socket::reset(client);
+                return;
+            }
+        };
+        let connected = Box::pin(connect::connect(upstream)).await;
         let (server, endpoint) = match connected {
             Ok(connected) => connected,
             Err(why) => {
@@ -108,7 +164,7 @@ impl Open {
         socket::keep_asking(&server);
         let _guard = endpoint.flow();
         let (descriptors, table) = ((client.as_raw_fd(), server.as_raw_fd()), &listener.table);
-        let mut flow = Flow { client, server, up: Lane::default(), down: Lane::default() };
+        let mut flow = Flow { client, server, up: Lane::with(first), down: Lane::default() };
         // Declared after the sockets, so that it goes before them.
         let ticket = table.enter(listener, &endpoint, descriptors.0, descriptors.1);
         let end = flow.run(&ticket, &listener.flows).await;

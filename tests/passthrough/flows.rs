@@ -2,10 +2,21 @@
 
 use crate::peer::{Peer, nobody};
 use crate::support::{Certs, MAPS, World, passing, passthrough, soon, until};
+use jackstay::config::Route;
+use jackstay::net::tls_files;
+use jackstay::upstream::credentials::client_tls;
 use std::io::ErrorKind;
+use std::net::SocketAddr;
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+
+/// How a connection that says nothing ends. The reset may be there before the connect is seen.
+async fn reset_of(addr: SocketAddr) -> ErrorKind {
+    let silent = async { TcpStream::connect(addr).await?.read(&mut [0; 1]).await };
+    soon("the reset", silent).await.unwrap_err().kind()
+}
 
 #[tokio::test]
 async fn a_client_verifies_the_apiserver_itself_and_is_who_it_was() {
@@ -125,9 +136,7 @@ async fn with_nobody_there_the_client_is_reset_at_once() {
     let certs = Certs::new();
     let proxy = certs.start(passing(certs.config(&[nobody().await, nobody().await])));
     let begun = std::time::Instant::now();
-    let mut client = TcpStream::connect(proxy.addr).await.unwrap();
-    let error = soon("the reset", client.read(&mut [0; 1])).await.unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+    assert_eq!(reset_of(proxy.addr).await, ErrorKind::ConnectionReset);
     assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
     until("it is counted", async || {
         proxy.page("/metrics").await.contains(r#"reason="unreachable"} 1"#)
@@ -143,9 +152,7 @@ async fn who_comes_after_the_cap_is_reset_and_the_others_go_on() {
     let proxy = certs.start(config);
     let (mut first, mut server) = peer.join(&proxy).await;
     let _second = peer.join(&proxy).await;
-    let mut third = TcpStream::connect(proxy.addr).await.unwrap();
-    let error = soon("the reset", third.read(&mut [0; 1])).await.unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+    assert_eq!(reset_of(proxy.addr).await, ErrorKind::ConnectionReset);
     first.write_all(b"x").await.unwrap();
     assert_eq!(soon("a byte", server.read_u8()).await.unwrap(), b'x');
     let metrics = proxy.page("/metrics").await;
@@ -162,9 +169,7 @@ async fn a_client_that_says_nothing_and_a_server_that_answers_nothing_are_bounde
     server.write_all(b"hello").await.unwrap();
     let mut hello = [0; 5];
     soon("hello", answered.read_exact(&mut hello)).await.unwrap();
-    let mut silent = TcpStream::connect(proxy.addr).await.unwrap();
-    let error = soon("the reset", silent.read(&mut [0; 1])).await.unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+    assert_eq!(reset_of(proxy.addr).await, ErrorKind::ConnectionReset);
     // Who was answered may be quiet for ever.
     server.write_all(b"again").await.unwrap();
     soon("again", answered.read_exact(&mut hello)).await.unwrap();
@@ -215,4 +220,49 @@ async fn a_drain_waits_for_flows_and_resets_what_is_left() {
     let error = soon("the reset", server.read(&mut [0; 1])).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::ConnectionReset);
     tokio::task::spawn_blocking(move || assert!(proxy.running.stop())).await.unwrap();
+}
+
+/// Another name, another upstream; what asks for none of them goes where the listener goes.
+#[tokio::test]
+async fn the_name_that_is_asked_for_picks_the_upstream() {
+    let world = World::new(2);
+    let mut config = passing(world.config());
+    let mut other = config.upstreams[0].clone();
+    other.name = "other".into();
+    other.endpoints = vec![other.endpoints.remove(1)];
+    config.upstreams[0].endpoints.truncate(1);
+    config.upstreams.push(other);
+    passthrough(&mut config).routes =
+        vec![Route { server_names: vec!["localhost".into()], upstream: "other".into() }];
+    config.listeners[0].limits.handshake_timeout = Duration::from_secs(2);
+    let proxy = world.certs.start(config);
+    let ready = async || {
+        let status = proxy.status().await;
+        let upstreams = status["upstreams"].as_array().unwrap().clone();
+        upstreams.iter().all(|u| u["endpoints"][0]["state"] == "ready")
+    };
+    until("both upstreams are ready", ready).await;
+    let flows = async || {
+        let status = proxy.status().await;
+        [0, 1].map(|i| status["upstreams"][i]["endpoints"][0]["flows"].as_u64().unwrap())
+    };
+    // An address is no server name.
+    let client = proxy.client(&world.certs.credentials()).await;
+    assert_eq!(client.get(MAPS).await.unwrap().status, 200);
+    assert_eq!(flows().await, [1, 0]);
+    let roots = tls_files::load_ca(&world.certs.path().join("ca.crt")).unwrap();
+    let connector = TlsConnector::from(client_tls(&roots, None).h2);
+    let stream = TcpStream::connect(proxy.addr).await.unwrap();
+    let _named = connector.connect("localhost".try_into().unwrap(), stream).await.unwrap();
+    assert_eq!(flows().await, [1, 1]);
+    // No TLS: the listener's own upstream, whose business it is what to say to that.
+    let mut odd = TcpStream::connect(proxy.addr).await.unwrap();
+    odd.write_all(b"GET / HTTP/1.1\r\n\r\n").await.unwrap();
+    let mut answer = Vec::new();
+    let _ = soon("an answer or an end", odd.read_to_end(&mut answer)).await;
+    // Half a ClientHello is waited for, and not for ever.
+    let mut half = TcpStream::connect(proxy.addr).await.unwrap();
+    half.write_all(&[22, 3, 1, 2, 0, 1, 0]).await.unwrap();
+    let error = soon("the reset", half.read(&mut [0; 1])).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::ConnectionReset);
 }

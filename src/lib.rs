@@ -19,6 +19,8 @@
 //! * [`upstream::connection`] drives one HTTP/2 connection and judges its life ([`upstream::health`]).
 //! * [`upstream::rebalance`] moves watches, slowly, to an apiserver that has come back.
 //! * [`control`] asks every endpoint for its `/readyz` and re-reads certificates.
+//! * [`kubeconfig`] moves a user's kubeconfig to the local endpoint, and makes the configuration
+//!   for it.
 //! * [`admin`] answers operators; [`observe`] counts and logs.
 //! * [`app`] binds everything, starts the workers, and drains them.
 //!
@@ -31,6 +33,7 @@ pub mod cli;
 pub mod config;
 pub mod control;
 pub mod demo;
+pub mod kubeconfig;
 pub mod net;
 pub mod observe;
 pub mod proxy;

@@ -14,9 +14,10 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("proxy", &["upstream", "net", "observe", "config"]),
     ("control", &["upstream", "net", "observe", "config"]),
     ("app", &["admin", "proxy", "control", "upstream", "net", "observe", "config"]),
+    ("kubeconfig", &["net", "config"]),
     // The demo is a cluster of its own with a whole jackstay before it.
     ("demo", &["app", "net", "observe", "config"]),
-    ("cli", &["app", "demo", "net", "observe", "config"]),
+    ("cli", &["app", "demo", "kubeconfig", "net", "observe", "config"]),
 ];
 
 /// Lines of a file without its tests.

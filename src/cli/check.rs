@@ -8,7 +8,8 @@ use std::io::{self, Read, Write};
 use std::path::Path;
 use std::time::SystemTime;
 
-use crate::config::{CertPaths, Config, ConfigError, ConfigErrors, Overrides, load};
+use crate::config::{CertPaths, Config, ConfigError, ConfigErrors, Overrides, Terminate, load};
+use crate::net::local_ca::LocalCa;
 use crate::net::tls_files::{
     CertInfo, Problem, Subject, TlsFileError, Validity, load_ca, load_cert,
 };
@@ -52,7 +53,7 @@ pub fn check_files(file: &Path, config: &Config, now: SystemTime) -> Findings {
     for (i, listener) in config.listeners.iter().enumerate() {
         let at = format!("listeners[{i}]");
         let Some(terminate) = listener.terminate() else { continue };
-        check.cert(&format!("{at}.tls"), &terminate.tls);
+        check.serving(&format!("{at}.tls"), terminate);
         if let Some(path) = &terminate.client_ca_file {
             check.ca(&format!("{at}.client_ca_file"), path);
         }
@@ -122,6 +123,28 @@ impl Check {
     }
 
     /// A certificate with its key that must be there.
+    /// A serving certificate that has expired is no error where it will be renewed at the start.
+    fn serving(&mut self, at: &str, terminate: &Terminate) {
+        let Some(issuer) = &terminate.issuer else {
+            self.cert(at, &terminate.tls);
+            return;
+        };
+        match LocalCa::load(issuer) {
+            Err(error) => self.error(&format!("{at}.issuer"), error),
+            Ok(ca) => {
+                self.time(&format!("{at}.issuer.cert_file"), &issuer.cert_file, ca.info());
+            }
+        }
+        let before = self.found.errors.len();
+        self.cert(at, &terminate.tls);
+        let renewable = load_cert(&terminate.tls).is_ok();
+        if renewable && self.found.errors.len() > before {
+            for error in self.found.errors.split_off(before) {
+                self.note(&error.path, format!("{}; it is renewed at the start", error.message));
+            }
+        }
+    }
+
     fn cert(&mut self, at: &str, paths: &CertPaths) -> Option<CertInfo> {
         match load_cert(paths) {
             Ok(loaded) => {

@@ -4,6 +4,7 @@
 
 pub mod check;
 mod demo;
+mod kubeconfig;
 mod manual;
 mod run;
 mod status;
@@ -35,6 +36,8 @@ enum Command {
     Check(RunArgs),
     /// Show it at work: three small apiservers, jackstay in front, faults on a schedule.
     Demo(demo::DemoArgs),
+    /// Move a kubeconfig to the local endpoint, and write the configuration for it.
+    Kubeconfig(kubeconfig::KubeconfigArgs),
     /// Show what a running jackstay knows: listeners, endpoints, sources, the last changes.
     Status(status::StatusArgs),
     /// Print a completion script for a shell.
@@ -106,6 +109,7 @@ pub fn main() -> ExitCode {
             }
         }
         Command::Demo(args) => demo::run(&args),
+        Command::Kubeconfig(args) => kubeconfig::run(&args),
         Command::Status(args) => status::run(&args),
         Command::Completions { shell } => manual::completions(shell, Cli::command()),
         Command::Man { out } => manual::pages(out.as_deref(), Cli::command()),

@@ -89,7 +89,14 @@ fn listener(listener: &Listener) -> Value {
 fn terminate(mode: &Terminate) -> Value {
     json!({
         "transparent": false,
-        "tls": cert_paths(&mode.tls),
+        "tls": {
+            "cert_file": mode.tls.cert_file.to_string_lossy(),
+            "key_file": mode.tls.key_file.to_string_lossy(),
+            "issuer": {
+                "cert_file": optional(mode.issuer.as_ref().map(|paths| &paths.cert_file)),
+                "key_file": optional(mode.issuer.as_ref().map(|paths| &paths.key_file)),
+            },
+        },
         "client_ca_file": optional(mode.client_ca_file.as_ref()),
         "identities": mode.identities.iter().map(cert_paths).collect::<Vec<_>>(),
         "resume_groups": mode.resume_groups,

@@ -112,6 +112,7 @@ fn terminate(
     let mut tls = fields.section(report, "tls");
     let required = known && !tls.broken;
     let (_, tls_paths) = cert_paths(&mut tls, required, report);
+    let issuer = issuer(&mut tls, &tls_paths, report);
     tls.finish(report);
 
     let ca_node = fields.get(report, "client_ca_file");
@@ -123,7 +124,7 @@ fn terminate(
     }
     let resume_groups = resume_groups(&fields.get(report, "resume_groups"), report);
     let limits = request_limits(limits, report);
-    Terminate { tls: tls_paths, client_ca_file, identities, resume_groups, limits }
+    Terminate { tls: tls_paths, issuer, client_ca_file, identities, resume_groups, limits }
 }
 
 fn passthrough(
@@ -222,6 +223,31 @@ fn identities(node: &Node<'_>, report: &mut Report) -> Vec<CertPaths> {
         identities.push(paths);
     }
     identities
+}
+
+/// The CA that the serving certificate is renewed from.
+fn issuer(tls: &mut Fields<'_>, serving: &CertPaths, report: &mut Report) -> Option<CertPaths> {
+    let mut fields = tls.section(report, "issuer");
+    let (cert, key) = (fields.get(report, "cert_file"), fields.get(report, "key_file"));
+    let issuer = match (cert.file(report), key.file(report)) {
+        (Some(cert_file), Some(key_file)) => Some(CertPaths { cert_file, key_file }),
+        (Some(_), None) => {
+            key.error(report, "is required beside cert_file");
+            None
+        }
+        (None, Some(_)) => {
+            cert.error(report, "is required beside key_file");
+            None
+        }
+        (None, None) => None,
+    };
+    if issuer.is_some() && serving.cert_file != serving.key_file {
+        let message = "needs tls.cert_file and tls.key_file to be one file: it is replaced in one \
+                       step when it is renewed";
+        cert.error(report, message);
+    }
+    fields.finish(report);
+    issuer
 }
 
 /// The two files of a certificate, and the path of `cert_file`.

@@ -86,6 +86,17 @@ pub fn load(
     }
 }
 
+/// Validates the text of a file that is still to be written at `path`.
+pub fn validate_text(path: &Path, text: &str) -> Result<Loaded, ConfigErrors> {
+    let mut report = Report { file: path.display().to_string(), ..Report::default() };
+    match assemble(Some(text), [], &Overrides::default(), &mut report) {
+        Some(config) if report.errors.is_empty() => {
+            Ok(Loaded { config, warnings: report.warnings })
+        }
+        _ => Err(ConfigErrors(report.errors)),
+    }
+}
+
 fn read_all(
     path: &Path,
     env: impl IntoIterator<Item = (String, String)>,
@@ -99,8 +110,18 @@ fn read_all(
             String::new()
         }
     };
-    let readable = report.errors.is_empty();
-    let file = if readable { file_layer(&text, report) } else { None };
+    let text = report.errors.is_empty().then_some(text);
+    assemble(text.as_deref(), env, overrides, report)
+}
+
+/// Puts the layers together; `text` is the file, if it could be read.
+fn assemble(
+    text: Option<&str>,
+    env: impl IntoIterator<Item = (String, String)>,
+    overrides: &Overrides,
+    report: &mut Report,
+) -> Option<Config> {
+    let file = text.and_then(|text| file_layer(text, report));
     let env = env_layer(env, report);
     let flags = flag_layer(overrides);
     let root = merge([file.clone().unwrap_or_default(), env, flags], report)?;

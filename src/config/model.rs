@@ -305,6 +305,9 @@ impl Mode {
 pub struct Terminate {
     /// Serving certificate.
     pub tls: CertPaths,
+    /// A CA of this machine that the serving certificate is renewed from; certificate and key are
+    /// then one file.
+    pub issuer: Option<CertPaths>,
     /// CA bundle that client certificates are verified against; `None`: client certificates
     /// prove nothing here and are refused.
     pub client_ca_file: Option<PathBuf>,

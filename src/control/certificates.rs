@@ -2,22 +2,27 @@
 //!
 //! kubelet renames a symlink over the old one, a Secret volume swaps a directory: what a path
 //! resolves to is looked at every second, which sees both and needs no watch that could be lost.
+//! A serving certificate of a CA of this machine is renewed here as well.
 //! What is good is put into use; what is not leaves the last good one in place, with one log line.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
-use tokio::time::{MissedTickBehavior, interval};
+use tokio::time::{Instant, MissedTickBehavior, interval};
 
 use crate::net::serving::ServingTls;
 use crate::observe::ListenerMetrics;
+use crate::observe::utc::Utc;
 use crate::upstream::credentials::{Credentials, Refreshed};
 use crate::upstream::pool::Upstream;
 
 /// How often the files are looked at.
 const INTERVAL: Duration = Duration::from_secs(1);
+
+/// How often a certificate of our own is asked for its age: it is due months before its end.
+const RENEWAL_INTERVAL: Duration = Duration::from_secs(60);
 
 /// What tells a file from its successor under the same name.
 type Stamp = Option<(u64, u64, u64, i64, i64)>;
@@ -116,9 +121,11 @@ fn tell(upstream: &Upstream, credentials: &Credentials, event: &Refreshed) {
 pub async fn watch_serving(name: String, tls: Arc<ServingTls>, metrics: Arc<ListenerMetrics>) {
     let mut files = Watched::new(tls.paths());
     let mut last_error = None;
+    let mut renewal = Renewal::default();
     let mut ticks = ticks();
     loop {
         ticks.tick().await;
+        renewal.look(&name, &tls);
         if !files.changed() {
             continue;
         }
@@ -141,6 +148,41 @@ pub async fn watch_serving(name: String, tls: Arc<ServingTls>, metrics: Arc<List
                         "the last good certificate stays"
                     );
                     last_error = Some(text);
+                }
+            }
+        }
+    }
+}
+
+/// Renews a certificate that this machine made for itself.
+#[derive(Default)]
+struct Renewal {
+    looked: Option<Instant>,
+    last_error: Option<String>,
+}
+
+impl Renewal {
+    /// Renews it if it is time; what it writes is seen like any other change.
+    fn look(&mut self, name: &str, tls: &ServingTls) {
+        if self.looked.is_some_and(|looked| looked.elapsed() < RENEWAL_INTERVAL) {
+            return;
+        }
+        self.looked = Some(Instant::now());
+        match tls.renew_if_due(SystemTime::now()) {
+            Ok(None) => {}
+            Ok(Some(info)) => {
+                self.last_error = None;
+                let until = Utc(info.not_after).seconds();
+                tracing::info!(listener = name, until, "serving certificate renewed");
+            }
+            Err(error) => {
+                if self.last_error.as_ref() != Some(&error) {
+                    tracing::warn!(
+                        listener = name,
+                        error,
+                        "serving certificate is due and cannot be renewed"
+                    );
+                    self.last_error = Some(error);
                 }
             }
         }

@@ -5,6 +5,7 @@
 pub mod allocator;
 pub mod cork;
 pub mod linger;
+pub mod local_ca;
 pub mod notify;
 pub mod read_ahead;
 pub mod rewound;
@@ -14,3 +15,4 @@ pub mod splice;
 pub mod tcp_info;
 pub mod tls_files;
 pub mod tracked;
+pub mod whole_file;

@@ -8,6 +8,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::SystemTime;
 
 use arc_swap::{ArcSwap, ArcSwapOption};
 use rustls::client::danger::HandshakeSignatureValid;
@@ -19,7 +20,8 @@ use rustls::{
     DigitallySignedStruct, DistinguishedName, Error, RootCertStore, ServerConfig, SignatureScheme,
 };
 
-use super::tls_files::{self, LoadedCa, LoadedCert, TlsFileError};
+use super::local_ca;
+use super::tls_files::{self, CertInfo, LoadedCa, LoadedCert, TlsFileError};
 use crate::config::Terminate;
 
 /// The client CA in force.
@@ -99,6 +101,20 @@ impl ServingTls {
         let tls = &self.files.tls;
         let ca = self.files.client_ca_file.iter();
         [&tls.cert_file, &tls.key_file].into_iter().chain(ca).cloned().collect()
+    }
+
+    /// Renews the serving certificate from its issuer, if it has one and its time has come.
+    /// [`Self::refresh`] then puts it into use. Touches the disk only if it is due.
+    ///
+    /// # Errors
+    /// Why it could not be renewed, naming the file.
+    pub fn renew_if_due(&self, now: SystemTime) -> Result<Option<CertInfo>, String> {
+        match &self.files.issuer {
+            Some(issuer) if now >= local_ca::due(&self.certificate.load().info) => {
+                local_ca::renew_if_due(&self.files.tls, issuer, now)
+            }
+            _ => Ok(None),
+        }
     }
 
     /// Reads the files again and puts what has changed into use; established connections stay.

@@ -20,6 +20,10 @@ pub struct TcpInfo {
     pub send_mss: u32,
     /// Segments sent and not yet acknowledged.
     pub unacked: u32,
+    /// Segments sent again, in all.
+    pub retransmitted: u32,
+    /// Segments sent, in all.
+    pub segments_out: u32,
     /// Time since the last segment that carried an ACK; every segment of a live peer does.
     pub last_ack_recv: Duration,
     /// Time since the last data segment.
@@ -99,7 +103,9 @@ fn parse(raw: &[u8; 256], len: usize) -> TcpInfo {
         unacked: u32_at(24),
         last_data_recv: Duration::from_millis(u32_at(52).into()),
         last_ack_recv: Duration::from_millis(u32_at(56).into()),
+        retransmitted: u32_at(100),
         bytes_acked: u64_at(120),
+        segments_out: u32_at(136),
         notsent_bytes: u32_at(144),
         send_window: (len >= WITH_WINDOW).then(|| u32_at(228)),
     }
@@ -124,6 +130,7 @@ mod tests {
         let after = read(&client).unwrap();
         assert_eq!(after.bytes_acked - before.bytes_acked, 1000);
         assert!(!after.has_pending());
+        assert!(after.segments_out > before.segments_out, "{before:?} {after:?}");
         assert!(after.rto >= Duration::from_millis(200), "{after:?}");
         assert!(after.last_data_recv < Duration::from_secs(5), "{after:?}");
     }

@@ -58,9 +58,15 @@ pub fn load_cert(paths: &CertPaths) -> Result<LoadedCert, TlsFileError> {
     let (cert_path, key_path) = (paths.cert_file.as_path(), paths.key_file.as_path());
     let cert_pem = read(cert_path)?;
     let key_pem = if key_path == cert_path { None } else { Some(read(key_path)?) };
-    let key_pem = key_pem.as_deref().unwrap_or(&cert_pem);
+    cert_from_pem((cert_path, &cert_pem), (key_path, key_pem.as_deref().unwrap_or(&cert_pem)))
+}
 
-    let chain = certificates(cert_path, &cert_pem)?;
+/// The same of what has been read already, each with the place that errors are to name.
+pub fn cert_from_pem(
+    (cert_path, cert_pem): (&Path, &[u8]),
+    (key_path, key_pem): (&Path, &[u8]),
+) -> Result<LoadedCert, TlsFileError> {
+    let chain = certificates(cert_path, cert_pem)?;
     let leaf = chain.first().ok_or_else(|| TlsFileError::no_certificate(cert_path))?;
     let info = cert_info(leaf).map_err(|e| {
         TlsFileError::broken(cert_path, format!("cannot read the certificate: {e}"))
@@ -82,7 +88,7 @@ pub fn load_cert(paths: &CertPaths) -> Result<LoadedCert, TlsFileError> {
         );
         TlsFileError::at(key_path, Problem::Mismatch, message)
     })?;
-    let fingerprint = fingerprint(&[&cert_pem, key_pem]);
+    let fingerprint = fingerprint(&[cert_pem, key_pem]);
     Ok(LoadedCert { chain, certified: Arc::new(certified), info, fingerprint, key })
 }
 
@@ -102,8 +108,12 @@ pub struct LoadedCa {
 /// Reads a CA bundle. A certificate that rustls cannot use as a trust anchor is skipped, as long
 /// as one is left.
 pub fn load_ca(path: &Path) -> Result<LoadedCa, TlsFileError> {
-    let pem = read(path)?;
-    let chain = certificates(path, &pem)?;
+    ca_from_pem(path, &read(path)?)
+}
+
+/// The same of what has been read already; `path` is what errors are to name.
+pub fn ca_from_pem(path: &Path, pem: &[u8]) -> Result<LoadedCa, TlsFileError> {
+    let chain = certificates(path, pem)?;
     if chain.is_empty() {
         return Err(TlsFileError::no_certificate(path));
     }
@@ -113,7 +123,7 @@ pub fn load_ca(path: &Path) -> Result<LoadedCa, TlsFileError> {
     if count == 0 {
         return Err(TlsFileError::broken(path, "no certificate in it can be used as a CA"));
     }
-    let fingerprint = fingerprint(&[&pem]);
+    let fingerprint = fingerprint(&[pem]);
     Ok(LoadedCa { roots: Arc::new(roots), count, certificates, fingerprint })
 }
 

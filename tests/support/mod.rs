@@ -105,6 +105,7 @@ impl Certs {
                 upstream: "control-plane".into(),
                 mode: Mode::Terminate(Terminate {
                     tls: self.serving.clone(),
+                    issuer: None,
                     client_ca_file: Some(self.ca_file.clone()),
                     identities: vec![self.identity.clone()],
                     resume_groups: Vec::new(),

@@ -1,0 +1,13 @@
+//! The user's kubeconfig: read as kubectl reads it, moved to the local endpoint, moved back.
+//!
+//! * [`tree`] keeps what it does not know.
+//! * [`load`] finds the files and merges them.
+//! * [`access`] says what one context stands for: a server, how to verify it, who the user is.
+//! * [`moved`] changes one cluster, and remembers in it what it was.
+//! * [`setup`] makes the files that a jackstay between the two needs.
+
+pub mod access;
+pub mod load;
+pub mod moved;
+pub mod setup;
+pub mod tree;

@@ -1,0 +1,416 @@
+//! The other half of a move: the configuration of a jackstay between the local endpoint and the
+//! cluster, and the files it names.
+//!
+//! Everything is decided first, as a list of files, and written afterwards; so what is refused has
+//! changed nothing, and what a second run would write again is recognised.
+
+use std::fmt::Write as _;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use rustls::pki_types::CertificateDer;
+use rustls::pki_types::pem::PemObject;
+use rustls::server::WebPkiClientVerifier;
+
+use super::access::{Access, Credential, Pem, read_pem};
+use super::load::Error;
+use super::tree::{Node, emit};
+use crate::config::CertPaths;
+use crate::net::local_ca::{self, LocalCa};
+use crate::net::tls_files;
+use crate::net::whole_file::{PRIVATE, PUBLIC};
+
+/// Where distributions keep the CAs that a kubeconfig without one relies on, as Go looks for them
+/// (`crypto/x509/root_linux.go`).
+const SYSTEM_CAS: [&str; 5] = [
+    "/etc/ssl/certs/ca-certificates.crt",
+    "/etc/pki/tls/certs/ca-bundle.crt",
+    "/etc/ssl/ca-bundle.pem",
+    "/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem",
+    "/etc/ssl/cert.pem",
+];
+
+/// The CAs of this system, if it has any.
+pub fn system_cas() -> Option<PathBuf> {
+    SYSTEM_CAS.iter().map(PathBuf::from).find(|file| file.exists())
+}
+
+/// What jackstay does with the TLS of a client.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mode {
+    /// L4: passes it on.
+    Passthrough,
+    /// L7: ends it, with a certificate of a local CA.
+    Terminate,
+}
+
+/// What the user asked for.
+#[derive(Debug, Clone)]
+pub struct Request {
+    /// L4 or L7.
+    pub mode: Mode,
+    /// The local endpoint as clients will name it.
+    pub host: String,
+    /// Its port.
+    pub port: u16,
+    /// The configuration file; the others go beside it.
+    pub config: PathBuf,
+    /// Apiservers besides the one in the kubeconfig.
+    pub upstreams: Vec<String>,
+    /// The cluster's CA, where the kubeconfig names none.
+    pub ca_file: Option<PathBuf>,
+    /// The CA of client certificates, where it is not the cluster's.
+    pub client_ca_file: Option<PathBuf>,
+    /// Name of this machine, for the serving certificate.
+    pub node_name: String,
+    /// The time.
+    pub now: SystemTime,
+}
+
+/// A file to write.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Output {
+    /// Where.
+    pub path: PathBuf,
+    /// What.
+    pub bytes: Vec<u8>,
+    /// Its permissions.
+    pub mode: u32,
+    /// What it is, for people.
+    pub what: &'static str,
+}
+
+/// What a jackstay for this access needs.
+pub struct Plan {
+    /// The files, the configuration last.
+    pub files: Vec<Output>,
+    /// The local CA, PEM, that clients are to trust (terminate only).
+    pub local_ca: Option<Vec<u8>>,
+    /// What the user should know.
+    pub notes: Vec<String>,
+}
+
+/// Decides what to write.
+///
+/// # Errors
+/// What cannot be made of this kubeconfig, and what to do about it.
+pub fn plan(access: &Access, request: &Request) -> Result<Plan, Error> {
+    let dir = request.config.parent().unwrap_or(Path::new("/"));
+    let mut plan = Plan { files: Vec::new(), local_ca: None, notes: Vec::new() };
+    let binds = binds(&request.host, request.port)?;
+    let ca_file = cluster_ca(access, request, dir, &mut plan)?;
+
+    let mut tls = Node::map();
+    if let Some(file) = &ca_file {
+        tls.set("ca_file", path(file));
+    }
+    // Of several apiservers only one answers to the name in the kubeconfig by itself.
+    if access.tls_server_name.is_some() || !request.upstreams.is_empty() {
+        tls.set("server_name", Node::text(access.verified_name()));
+    }
+    let mut endpoints = vec![Node::text(access.server.address())];
+    for upstream in &request.upstreams {
+        let endpoint = Node::text(upstream);
+        if !endpoints.contains(&endpoint) {
+            endpoints.push(endpoint);
+        }
+    }
+    let mut upstream = Node::Map(vec![
+        ("name".into(), Node::text("control-plane")),
+        ("endpoints".into(), Node::List(endpoints)),
+    ]);
+    if !tls.is_empty() {
+        upstream.set("tls", tls);
+    }
+    let mut listener = Node::Map(vec![
+        ("name".into(), Node::text("apiserver")),
+        ("bind".into(), Node::List(binds.iter().map(|b| Node::text(b.to_string())).collect())),
+        ("upstream".into(), Node::text("control-plane")),
+    ]);
+    match request.mode {
+        Mode::Passthrough => {
+            listener.set("mode", Node::text("passthrough"));
+            if let Some(readyz) = readyz_of_files(&access.credential)
+                && ca_file.is_some()
+            {
+                upstream.set("health", Node::Map(vec![("readyz".into(), readyz)]));
+            }
+        }
+        Mode::Terminate => {
+            listener.set("mode", Node::text("terminate"));
+            let issuer = local_ca_files(request, dir, &mut plan)?;
+            listener.set("tls", issuer);
+            identity(access, request, dir, ca_file.as_deref(), &mut listener, &mut plan)?;
+            if let Credential::TokenFile(_) = access.credential
+                && let Some(readyz) = readyz_of_files(&access.credential)
+            {
+                upstream.set("health", Node::Map(vec![("readyz".into(), readyz)]));
+            }
+        }
+    }
+    let config = Node::Map(vec![
+        ("state_dir".into(), path(&dir.join("state"))),
+        ("upstreams".into(), Node::List(vec![upstream])),
+        ("listeners".into(), Node::List(vec![listener])),
+    ]);
+    let text = format!(
+        "# Written by `jackstay kubeconfig` for the context {:?}.\n{}",
+        access.context,
+        emit(&config)
+    );
+    plan.files.push(Output {
+        path: request.config.clone(),
+        bytes: text.into_bytes(),
+        mode: PUBLIC,
+        what: "the configuration of jackstay",
+    });
+    Ok(plan)
+}
+
+fn path(path: &Path) -> Node {
+    Node::text(path.to_string_lossy())
+}
+
+/// What to listen on for clients that connect to `host`. A name other than `localhost` is
+/// somebody else's to resolve.
+fn binds(host: &str, port: u16) -> Result<Vec<SocketAddr>, Error> {
+    match host.parse::<IpAddr>() {
+        Ok(ip) => Ok(vec![SocketAddr::new(ip, port)]),
+        Err(_) if host == "localhost" => {
+            let both = [IpAddr::from(Ipv4Addr::LOCALHOST), Ipv6Addr::LOCALHOST.into()];
+            Ok(both.map(|ip| SocketAddr::new(ip, port)).to_vec())
+        }
+        Err(_) => Err(Error::from(format!(
+            "--server {host}:{port}: a configuration needs an IP address to listen on, or localhost"
+        ))),
+    }
+}
+
+/// The file with the cluster's CA; made of what is inline.
+fn cluster_ca(
+    access: &Access,
+    request: &Request,
+    dir: &Path,
+    plan: &mut Plan,
+) -> Result<Option<PathBuf>, Error> {
+    if let Some(file) = &request.ca_file {
+        return Ok(Some(file.clone()));
+    }
+    match &access.ca {
+        Some(Pem::File(file)) => return Ok(Some(file.clone())),
+        Some(Pem::Inline(bytes)) => {
+            let file = dir.join("cluster-ca.crt");
+            plan.files.push(Output {
+                path: file.clone(),
+                bytes: bytes.clone(),
+                mode: PUBLIC,
+                what: "the cluster's CA",
+            });
+            return Ok(Some(file));
+        }
+        None => {}
+    }
+    if access.insecure {
+        if request.mode == Mode::Terminate {
+            return Err(Error::from(format!(
+                "cluster {:?} does not verify its server (insecure-skip-tls-verify), and jackstay \
+                 always does: name the cluster's CA with --ca-file",
+                access.cluster
+            )));
+        }
+        plan.notes.push(
+            "the cluster names no CA: health checks of jackstay verify nothing and send no \
+             credential; --ca-file names one"
+                .to_owned(),
+        );
+        return Ok(None);
+    }
+    system_cas().map(Some).ok_or_else(|| {
+        Error::from(format!(
+            "cluster {:?} names no CA and this system has none: name one with --ca-file",
+            access.cluster
+        ))
+    })
+}
+
+/// Credentials of the kubeconfig that are files already: the probe may use them as well.
+fn readyz_of_files(credential: &Credential) -> Option<Node> {
+    match credential {
+        Credential::Certificate(Pem::File(certificate), Pem::File(key)) => Some(Node::Map(vec![
+            ("cert_file".into(), path(certificate)),
+            ("key_file".into(), path(key)),
+        ])),
+        Credential::TokenFile(file) => Some(Node::Map(vec![("token_file".into(), path(file))])),
+        _ => None,
+    }
+}
+
+/// The local CA and the serving certificate: those that are there, if they serve, else new ones.
+/// Returns the `tls` of the listener.
+fn local_ca_files(request: &Request, dir: &Path, plan: &mut Plan) -> Result<Node, Error> {
+    let ca = CertPaths { cert_file: dir.join("local-ca.crt"), key_file: dir.join("local-ca.key") };
+    let serving = dir.join("serving.pem");
+    let mut names: Vec<String> = ["127.0.0.1", "::1", "localhost"].map(ToOwned::to_owned).to_vec();
+    for name in [&request.host, &request.node_name] {
+        if !name.is_empty() && !names.contains(name) {
+            names.push(name.clone());
+        }
+    }
+    let known = ca.cert_file.exists() || ca.key_file.exists();
+    if known {
+        let authority = LocalCa::load(&ca).map_err(|error| {
+            format!("{error}; remove {} to have a new local CA", ca.cert_file.display())
+        })?;
+        let bytes =
+            std::fs::read(&ca.cert_file).map_err(|error| Error::at(&ca.cert_file, error))?;
+        if !is_served(&serving, &authority, &names, request.now) {
+            let issued = authority.issue(&names, request.now)?;
+            plan.files.push(serving_file(&serving, &issued));
+        }
+        plan.local_ca = Some(bytes);
+    } else {
+        let made = local_ca::create(&format!("jackstay on {}", request.node_name), request.now)?;
+        let authority = authority_of(&made)?;
+        let issued = authority.issue(&names, request.now)?;
+        plan.local_ca = Some(made.certificate.clone().into_bytes());
+        for (path, bytes, mode, what) in [
+            (&ca.cert_file, made.certificate, PUBLIC, "the local CA, which clients trust"),
+            (&ca.key_file, made.key, PRIVATE, "its key, which never leaves this machine"),
+        ] {
+            plan.files.push(Output { path: path.clone(), bytes: bytes.into_bytes(), mode, what });
+        }
+        plan.files.push(serving_file(&serving, &issued));
+    }
+    Ok(Node::Map(vec![
+        ("cert_file".into(), path(&serving)),
+        ("key_file".into(), path(&serving)),
+        (
+            "issuer".into(),
+            Node::Map(vec![
+                ("cert_file".into(), path(&ca.cert_file)),
+                ("key_file".into(), path(&ca.key_file)),
+            ]),
+        ),
+    ]))
+}
+
+fn serving_file(serving: &Path, issued: &local_ca::Issued) -> Output {
+    Output {
+        path: serving.to_owned(),
+        bytes: issued.pair().into_bytes(),
+        mode: PRIVATE,
+        what: "the serving certificate and its key, renewed by jackstay",
+    }
+}
+
+fn authority_of(made: &local_ca::Issued) -> Result<LocalCa, Error> {
+    LocalCa::from_pem(&made.certificate, &made.key).map_err(Error::from)
+}
+
+/// Whether the serving certificate that is there is good: of this CA, for all names, not old.
+fn is_served(file: &Path, authority: &LocalCa, names: &[String], now: SystemTime) -> bool {
+    let paths = CertPaths { cert_file: file.to_owned(), key_file: file.to_owned() };
+    let Ok(loaded) = tls_files::load_cert(&paths) else { return false };
+    let has = local_ca::names_of(&loaded.chain[0]).unwrap_or_default();
+    now < local_ca::due(&loaded.info)
+        && names.iter().all(|name| has.contains(name))
+        && authority.has_signed(&loaded.chain[0])
+}
+
+/// What goes upstream for the user, if it is a certificate.
+fn identity(
+    access: &Access,
+    request: &Request,
+    dir: &Path,
+    ca_file: Option<&Path>,
+    listener: &mut Node,
+    plan: &mut Plan,
+) -> Result<(), Error> {
+    let (certificate, key) = match &access.credential {
+        Credential::Certificate(certificate, key) => (certificate, key),
+        Credential::Exec(command) => {
+            if let Some(file) = &request.client_ca_file {
+                listener.set("client_ca_file", path(file));
+            }
+            plan.notes.push(format!(
+                "the exec plugin {command:?} runs in the client as before: its tokens pass; if it \
+                 yields client certificates, use --mode passthrough, since here jackstay would \
+                 need them too (listeners[0].identities)"
+            ));
+            return Ok(());
+        }
+        _ => return Ok(()),
+    };
+    let authority = match &request.client_ca_file {
+        Some(file) => file.clone(),
+        None => proven_by_cluster_ca(access, certificate, ca_file)?,
+    };
+    let mut place = |pem: &Pem, name: &str, mode: u32, what: &'static str| match pem {
+        Pem::File(file) => file.clone(),
+        Pem::Inline(bytes) => {
+            let file = dir.join(name);
+            let (path, bytes) = (file.clone(), bytes.clone());
+            plan.files.push(Output { path, bytes, mode, what });
+            file
+        }
+    };
+    let certificate = place(certificate, "client.crt", PUBLIC, "the user's client certificate");
+    let key = place(key, "client.key", PRIVATE, "its key");
+    listener.set("client_ca_file", path(&authority));
+    let identity =
+        Node::Map(vec![("cert_file".into(), path(&certificate)), ("key_file".into(), path(&key))]);
+    listener.set("identities", Node::List(vec![identity]));
+    Ok(())
+}
+
+/// The cluster's CA, if the user's certificate is one of its own.
+fn proven_by_cluster_ca(
+    access: &Access,
+    certificate: &Pem,
+    ca_file: Option<&Path>,
+) -> Result<PathBuf, Error> {
+    let ca = match (&access.ca, ca_file) {
+        (Some(ca), _) => read_pem(ca)?,
+        (None, Some(file)) => read_pem(&Pem::File(file.to_owned()))?,
+        (None, None) => Vec::new(),
+    };
+    let chain = certificates(&read_pem(certificate)?);
+    let mut roots = rustls::RootCertStore::empty();
+    roots.add_parsable_certificates(certificates(&ca));
+    let verifier = WebPkiClientVerifier::builder_with_provider(
+        roots.into(),
+        rustls::crypto::aws_lc_rs::default_provider().into(),
+    )
+    .build();
+    let proven = match (verifier, chain.split_first()) {
+        (Ok(verifier), Some((leaf, rest))) => {
+            let now = rustls::pki_types::UnixTime::now();
+            match verifier.verify_client_cert(leaf, rest, now) {
+                Ok(_) => Ok(()),
+                Err(error) => Err(error.to_string()),
+            }
+        }
+        (Err(error), _) => Err(error.to_string()),
+        (_, None) => Err("it holds no certificate".to_owned()),
+    };
+    match (proven, ca_file) {
+        (Ok(()), Some(file)) => Ok(file.to_owned()),
+        (result, _) => {
+            let why = result.err().unwrap_or_default();
+            let mut message = String::new();
+            let _ = write!(
+                message,
+                "user {:?}: the client certificate does not chain to the cluster's CA ({why}); if \
+                 the cluster signs clients with a CA of its own, name it with --client-ca-file, or \
+                 use --mode passthrough",
+                access.user
+            );
+            Err(Error::from(message))
+        }
+    }
+}
+
+fn certificates(pem: &[u8]) -> Vec<CertificateDer<'static>> {
+    CertificateDer::pem_slice_iter(pem).filter_map(Result::ok).collect()
+}

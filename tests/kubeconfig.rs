@@ -1,0 +1,322 @@
+//! `jackstay kubeconfig` as a user meets it: files in, files out, and what it says.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use jackstay::demo::pki::{Issued, Pki, Subject, kubeconfig};
+use jackstay::kubeconfig::load::entry;
+use jackstay::kubeconfig::tree::{Node, parse};
+
+const SERVER: &str = "https://10.0.0.1:6443";
+
+struct Home {
+    dir: tempfile::TempDir,
+    pki: Pki,
+    admin: Issued,
+}
+
+impl Home {
+    fn new() -> Self {
+        let pki = Pki::new("kubernetes").unwrap();
+        let admin = pki.client(&Subject::admin()).unwrap();
+        Self { dir: tempfile::tempdir().unwrap(), pki, admin }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn write(&self, name: &str, text: &str) -> PathBuf {
+        let path = self.path(name);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(&path, text).unwrap();
+        path
+    }
+
+    /// A kubeconfig with a client certificate at `~/.kube/config`.
+    fn with_certificate(&self) -> PathBuf {
+        let text = kubeconfig(SERVER, &self.pki.ca_pem(), Some(&self.admin), None);
+        self.write(".kube/config", &text)
+    }
+
+    fn run(&self, args: &[&str]) -> Output {
+        Command::new(env!("CARGO_BIN_EXE_jackstay"))
+            .args(args)
+            .current_dir(self.dir.path())
+            .env_clear()
+            .env("HOME", self.dir.path())
+            .output()
+            .unwrap()
+    }
+
+    /// Runs `jackstay kubeconfig`, which must succeed, and returns what it said.
+    fn good(&self, args: &[&str]) -> String {
+        let output = self.run(&[&["kubeconfig"], args].concat());
+        let text = String::from_utf8(output.stdout).unwrap();
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.success(), "{text}{error}");
+        text
+    }
+
+    /// The same, which must be refused with exit code 2.
+    fn refused(&self, args: &[&str]) -> String {
+        let output = self.run(&[&["kubeconfig"], args].concat());
+        assert_eq!(output.status.code(), Some(2), "{output:?}");
+        String::from_utf8(output.stderr).unwrap()
+    }
+
+    fn tree(&self, name: &str) -> Node {
+        parse(&fs::read_to_string(self.path(name)).unwrap()).unwrap().unwrap()
+    }
+}
+
+fn mode(path: &Path) -> u32 {
+    fs::metadata(path).unwrap().permissions().mode() & 0o777
+}
+
+fn cluster(tree: &Node) -> Node {
+    entry(tree, "clusters", "demo").unwrap().clone()
+}
+
+#[test]
+fn only_a_kubeconfig() {
+    let home = Home::new();
+    let input = home.with_certificate();
+    let before = fs::read(&input).unwrap();
+    let said = home.good(&["--server", "127.0.0.1:7443"]);
+    assert_eq!(fs::read(&input).unwrap(), before, "the input stays");
+    let out = home.path(".kube/jackstay.kubeconfig");
+    assert_eq!(mode(&out), 0o600);
+    let tree = home.tree(".kube/jackstay.kubeconfig");
+    let moved = cluster(&tree);
+    assert_eq!(moved.str("server"), Some("https://127.0.0.1:7443"));
+    assert_eq!(moved.str("tls-server-name"), Some("10.0.0.1"));
+    let old = home.tree(".kube/config");
+    for key in ["client-certificate-data", "client-key-data"] {
+        let of = |tree| entry(tree, "users", "demo").and_then(|user| user.str(key));
+        assert!(of(&tree).is_some() && of(&tree) == of(&old), "{key}");
+    }
+    let ca = "certificate-authority-data";
+    assert_eq!(moved.str(ca), cluster(&old).str(ca), "the CA stays: L4");
+    for part in [
+        "server: https://10.0.0.1:6443 -> https://127.0.0.1:7443",
+        "tls-server-name: set to 10.0.0.1",
+        "stays as it is (a client certificate)",
+        "kubectl --kubeconfig",
+    ] {
+        assert!(said.contains(part), "no {part:?} in\n{said}");
+    }
+    assert!(!said.contains("PRIVATE KEY") && !said.contains("LS0tLS1CRUdJTiBQ"), "{said}");
+}
+
+#[test]
+fn nothing_is_overwritten_unless_told() {
+    let home = Home::new();
+    home.with_certificate();
+    let out = home.write("mine", "precious\n");
+    let error = home.refused(&["--out", "mine"]);
+    assert!(error.contains("nothing written"), "{error}");
+    assert_eq!(fs::read_to_string(&out).unwrap(), "precious\n");
+    home.good(&["--out", "mine", "--force"]);
+    let again = home.good(&["--out", "mine"]);
+    assert!(again.contains("unchanged"), "{again}");
+    let error = home.refused(&["--out", ".kube/config"]);
+    assert!(error.contains(".kube/config is there already"), "{error}");
+}
+
+#[test]
+fn in_place_and_back() {
+    let home = Home::new();
+    let text = "\
+apiVersion: v1
+clusters:
+- cluster:
+    certificate-authority: pki/ca.crt
+    server: https://lb.example:6443
+  name: demo
+- cluster:
+    server: https://other
+  name: other
+contexts:
+- context:
+    cluster: demo
+    namespace: kube-system
+    user: u
+  name: c
+current-context: c
+kind: Config
+users:
+- name: u
+  user:
+    exec:
+      apiVersion: client.authentication.k8s.io/v1
+      args:
+      - token
+      command: bin/plugin
+      interactiveMode: Never
+    unknown-to-us: [1, 2]
+";
+    let input = home.write(".kube/config", text);
+    home.good(&["--in-place", "--server", "localhost:7443"]);
+    let moved = home.tree(".kube/config");
+    let cluster = cluster(&moved);
+    assert_eq!(cluster.str("server"), Some("https://localhost:7443"));
+    assert_eq!(cluster.str("tls-server-name"), Some("lb.example"));
+    assert_eq!(cluster.str("certificate-authority"), Some("pki/ca.crt"), "still relative");
+    assert_eq!(mode(&input), 0o600);
+    // Moving again starts from what it was.
+    home.good(&["--in-place", "--server", "127.0.0.1:8443"]);
+    let said = home.good(&["--revert"]);
+    assert!(said.contains("server: https://127.0.0.1:8443 -> https://lb.example:6443"), "{said}");
+    assert_eq!(home.tree(".kube/config"), parse(text).unwrap().unwrap());
+    let said = home.good(&["--revert"]);
+    assert!(said.contains("nothing to move back"), "{said}");
+}
+
+#[test]
+fn several_files_are_merged_and_paths_stay_right() {
+    let home = Home::new();
+    home.write(
+        "a/config",
+        "clusters: [{name: demo, cluster: {server: 'https://h:1', certificate-authority: ca.crt}}]\n",
+    );
+    home.write(
+        "b/config",
+        "contexts: [{name: c, context: {cluster: demo, user: u}}]\ncurrent-context: c\n\
+         users: [{name: u, user: {tokenFile: token}}]\n",
+    );
+    let list = format!("{0}/a/config:{0}/none:{0}/b/config", home.dir.path().display());
+    let run = |args: &[&str]| {
+        let output = Command::new(env!("CARGO_BIN_EXE_jackstay"))
+            .args([&["kubeconfig"], args].concat())
+            .env_clear()
+            .env("HOME", home.dir.path())
+            .env("KUBECONFIG", &list)
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{output:?}");
+    };
+    run(&["--out", home.path("out/k").to_str().unwrap()]);
+    let tree = home.tree("out/k");
+    let absolute = |name: &str| home.path(name).display().to_string();
+    assert_eq!(cluster(&tree).str("certificate-authority"), Some(absolute("a/ca.crt").as_str()));
+    let user = entry(&tree, "users", "u").unwrap();
+    assert_eq!(user.str("tokenFile"), Some(absolute("b/token").as_str()));
+    // In place: the file that the cluster came from, and no other.
+    let other = fs::read(home.path("b/config")).unwrap();
+    run(&["--in-place"]);
+    assert_eq!(cluster(&home.tree("a/config")).str("certificate-authority"), Some("ca.crt"));
+    assert_eq!(fs::read(home.path("b/config")).unwrap(), other);
+}
+
+#[test]
+fn passthrough_needs_nothing_else() {
+    let home = Home::new();
+    home.with_certificate();
+    let said = home.good(&["--mode", "passthrough", "--upstream", "10.0.0.2:6443"]);
+    let config = home.path(".kube/jackstay/jackstay.yaml");
+    assert!(said.contains(&format!("jackstay run --config {}", config.display())), "{said}");
+    let check = home.run(&["check", "--config", config.to_str().unwrap()]);
+    assert!(check.status.success(), "{check:?}");
+    assert!(String::from_utf8_lossy(&check.stdout).contains("1 upstream, 2 endpoints"));
+    let tree = home.tree(".kube/jackstay/jackstay.yaml");
+    let upstream = &tree.items("upstreams")[0];
+    assert_eq!(upstream.get("tls").unwrap().str("server_name"), Some("10.0.0.1"));
+    // No secret left the kubeconfig.
+    for entry in fs::read_dir(home.path(".kube/jackstay")).unwrap() {
+        let text = fs::read_to_string(entry.unwrap().path()).unwrap_or_default();
+        assert!(!text.contains("PRIVATE KEY"), "{text}");
+    }
+}
+
+#[test]
+fn terminate_makes_a_local_ca_once() {
+    let home = Home::new();
+    home.with_certificate();
+    let args = ["--mode", "terminate", "--node-name", "node-1"];
+    home.good(&args);
+    let dir = home.path(".kube/jackstay");
+    for (name, expected) in [
+        ("local-ca.crt", 0o644),
+        ("local-ca.key", 0o600),
+        ("serving.pem", 0o600),
+        ("client.key", 0o600),
+        ("cluster-ca.crt", 0o644),
+        ("jackstay.yaml", 0o644),
+    ] {
+        assert_eq!(mode(&dir.join(name)), expected, "{name}");
+    }
+    let config = dir.join("jackstay.yaml");
+    let check = home.run(&["check", "--config", config.to_str().unwrap()]);
+    let said = String::from_utf8_lossy(&check.stdout).into_owned();
+    assert!(check.status.success(), "{check:?}");
+    assert!(said.contains("CN=kubernetes-admin"), "{said}");
+    let moved = cluster(&home.tree(".kube/jackstay.kubeconfig"));
+    assert_eq!(moved.str("tls-server-name"), None);
+    let ca = jackstay::kubeconfig::access::decode(moved.str("certificate-authority-data").unwrap());
+    assert_eq!(ca.unwrap(), fs::read(dir.join("local-ca.crt")).unwrap());
+    // The second run finds everything as it is.
+    let before = fs::read(dir.join("serving.pem")).unwrap();
+    let again = home.good(&args);
+    assert!(!again.contains("wrote "), "{again}");
+    assert_eq!(fs::read(dir.join("serving.pem")).unwrap(), before);
+    // Another name needs another certificate of the same CA.
+    let other = ["--mode", "terminate", "--node-name", "node-2"];
+    let refused = home.refused(&other);
+    assert!(refused.contains("serving.pem is there already"), "{refused}");
+    home.good(&[&other[..], &["--force"]].concat());
+    assert_ne!(fs::read(dir.join("serving.pem")).unwrap(), before);
+    assert_eq!(cluster(&home.tree(".kube/jackstay.kubeconfig")), moved);
+}
+
+#[test]
+fn what_cannot_be_is_refused_with_what_to_do() {
+    let home = Home::new();
+    let ca = home.pki.ca_pem();
+    let stranger = Pki::new("stranger").unwrap().client(&Subject::admin()).unwrap();
+    let cases: [(&str, String, &[&str], &str); 7] = [
+        ("none", String::new(), &[], "no current-context"),
+        (
+            "stranger",
+            kubeconfig(SERVER, &ca, Some(&stranger), None),
+            &["--mode", "terminate"],
+            "name it with --client-ca-file",
+        ),
+        ("http", kubeconfig("http://10.0.0.1:8080", &ca, None, None), &[], "is not encrypted"),
+        (
+            "same",
+            kubeconfig("https://127.0.0.1:7443", &ca, None, Some("t")),
+            &[],
+            "requests would go round in a circle",
+        ),
+        (
+            "name",
+            kubeconfig(SERVER, &ca, None, Some("t")),
+            &["--mode", "passthrough", "--server", "vip.example:7443"],
+            "needs an IP address to listen on",
+        ),
+        (
+            "port",
+            kubeconfig(SERVER, &ca, None, Some("t")),
+            &["--server", "127.0.0.1"],
+            "write it as 127.0.0.1:7443",
+        ),
+        (
+            "loop",
+            kubeconfig(SERVER, &ca, None, Some("t")),
+            &["--mode", "passthrough", "--upstream", "127.0.0.1:7443"],
+            "requests would loop",
+        ),
+    ];
+    for (name, text, args, expected) in cases {
+        let file = home.write(name, &text);
+        let out = home.path(&format!("{name}.out"));
+        let fixed = ["--in", file.to_str().unwrap(), "--out", out.to_str().unwrap()];
+        let error = home.refused(&[&fixed[..], args].concat());
+        assert!(error.contains(expected), "{name}: {error}");
+        assert!(!out.exists(), "{name}");
+        assert!(!home.path("jackstay").exists(), "{name}");
+    }
+}

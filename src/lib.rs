@@ -21,6 +21,7 @@
 //! * [`control`] asks every endpoint for its `/readyz` and re-reads certificates.
 //! * [`kubeconfig`] moves a user's kubeconfig to the local endpoint, and makes the configuration
 //!   for it.
+//! * [`doctor`] examines the way to the apiservers and says what is wrong with it.
 //! * [`admin`] answers operators; [`observe`] counts and logs.
 //! * [`app`] binds everything, starts the workers, and drains them.
 //!
@@ -33,6 +34,7 @@ pub mod cli;
 pub mod config;
 pub mod control;
 pub mod demo;
+pub mod doctor;
 pub mod kubeconfig;
 pub mod net;
 pub mod observe;

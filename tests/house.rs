@@ -15,9 +15,10 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("control", &["upstream", "net", "observe", "config"]),
     ("app", &["admin", "proxy", "control", "upstream", "net", "observe", "config"]),
     ("kubeconfig", &["net", "config"]),
+    ("doctor", &["kubeconfig", "upstream", "net", "observe", "config"]),
     // The demo is a cluster of its own with a whole jackstay before it.
     ("demo", &["app", "net", "observe", "config"]),
-    ("cli", &["app", "demo", "kubeconfig", "net", "observe", "config"]),
+    ("cli", &["app", "demo", "doctor", "kubeconfig", "net", "observe", "config"]),
 ];
 
 /// Lines of a file without its tests.

@@ -4,6 +4,7 @@
 
 pub mod check;
 mod demo;
+mod doctor;
 mod kubeconfig;
 mod manual;
 mod run;
@@ -38,6 +39,8 @@ enum Command {
     Demo(demo::DemoArgs),
     /// Move a kubeconfig to the local endpoint, and write the configuration for it.
     Kubeconfig(kubeconfig::KubeconfigArgs),
+    /// Examine the way to the apiservers, before installation and in trouble.
+    Doctor(doctor::DoctorArgs),
     /// Show what a running jackstay knows: listeners, endpoints, sources, the last changes.
     Status(status::StatusArgs),
     /// Print a completion script for a shell.
@@ -110,6 +113,7 @@ pub fn main() -> ExitCode {
         }
         Command::Demo(args) => demo::run(&args),
         Command::Kubeconfig(args) => kubeconfig::run(&args),
+        Command::Doctor(args) => doctor::run(&args),
         Command::Status(args) => status::run(&args),
         Command::Completions { shell } => manual::completions(shell, Cli::command()),
         Command::Man { out } => manual::pages(out.as_deref(), Cli::command()),

@@ -1,0 +1,74 @@
+//! Causes in the certificates of the servers.
+
+use super::{Cause, Finding, note, problem};
+use crate::doctor::observations::{Kind, Observations, Step};
+
+/// A certificate that ends within 14 days is told.
+const SOON_S: i64 = 14 * 86_400;
+
+pub(super) fn certificates(seen: &Observations, found: &mut Vec<Finding>) {
+    for endpoint in &seen.endpoints {
+        let address = &endpoint.address;
+        let shown = endpoint.certificate.as_ref();
+        if let Some(failure) = endpoint.failures(Step::Tls).find(|f| f.kind != Kind::Timeout) {
+            let subject = shown.map_or("?", |c| c.subject.as_str());
+            let (cause, what, advice) = match failure.kind {
+                Kind::Expired => (
+                    Cause::CertificateExpired,
+                    format!(
+                        "The certificate of {address} has expired on {}.",
+                        shown.map_or("?", |c| c.not_after.as_str())
+                    ),
+                    "Renew it (`kubeadm certs renew apiserver`), and restart the apiserver.".into(),
+                ),
+                Kind::NotYetValid => (
+                    Cause::CertificateNotYetValid,
+                    format!(
+                        "The certificate of {address} is valid only from {}.",
+                        shown.map_or("?", |c| c.not_before.as_str())
+                    ),
+                    "Is this machine's clock right?".into(),
+                ),
+                Kind::UnknownIssuer => (
+                    Cause::WrongCa,
+                    format!("The certificate of {address} is not signed by the CA it should be."),
+                    format!(
+                        "It is signed by {}: is the CA file that of this cluster, and is this an \
+                         apiserver of it?",
+                        shown.map_or("?", |c| c.issuer.as_str())
+                    ),
+                ),
+                Kind::WrongName => (
+                    Cause::SanMissing,
+                    format!(
+                        "The certificate of {address} is not for the name {:?}.",
+                        endpoint.server_name
+                    ),
+                    format!(
+                        "It is for {}: set server_name to one of these, or add the name to the \
+                         certificate.",
+                        shown.map_or("?".into(), |c| c.names.join(", "))
+                    ),
+                ),
+                Kind::Reset if shown.is_none() => continue,
+                _ => (
+                    Cause::Tls,
+                    format!("TLS with {address} fails."),
+                    "Is this an apiserver, and is nothing in between that ends TLS?".into(),
+                ),
+            };
+            let because = format!("{} (the certificate of {subject})", failure.text);
+            found.push(problem(80, cause, what, because, advice));
+        } else if let Some(certificate) = shown.filter(|c| c.expires_in_s < SOON_S) {
+            found.push(note(
+                Cause::ExpiresSoon,
+                format!(
+                    "The certificate of {address} expires in {} days.",
+                    certificate.expires_in_s / 86_400
+                ),
+                format!("it is valid until {}", certificate.not_after),
+                "Renew it in time.",
+            ));
+        }
+    }
+}

@@ -1,0 +1,135 @@
+//! This machine: ports that are taken and by whom, its own addresses, IPv6, limits.
+
+use std::fs;
+use std::io;
+use std::net::{IpAddr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::path::Path;
+
+use super::observations::{Host, Listen, ListenState};
+use crate::net::socket;
+
+/// Looks at the places where jackstay is to listen, and at what it will need.
+pub fn look(places: &[(String, SocketAddr)], wanted_connections: u64) -> Host {
+    let listen = places
+        .iter()
+        .map(|(what, address)| Listen {
+            address: *address,
+            what: what.clone(),
+            state: state_of(*address),
+        })
+        .collect();
+    Host {
+        listen,
+        ipv6: is_ours(Ipv6Addr::LOCALHOST.into()),
+        open_files: fs::read_to_string("/proc/self/limits").ok().and_then(|t| open_files(&t)),
+        wanted_connections,
+    }
+}
+
+/// Whether this host has an address: only then can it be bound.
+pub fn is_ours(ip: IpAddr) -> bool {
+    UdpSocket::bind((ip, 0)).is_ok()
+}
+
+fn state_of(address: SocketAddr) -> ListenState {
+    match socket::listen(address, false) {
+        Ok(_) => ListenState::Free,
+        Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+            let owner = owner_of(address);
+            match &owner {
+                Some(owner) if owner.starts_with("jackstay ") => ListenState::Jackstay,
+                _ => ListenState::Taken(owner),
+            }
+        }
+        Err(error)
+            if error.kind() == io::ErrorKind::AddrNotAvailable
+                || socket::family_is_missing(address, &error) =>
+        {
+            ListenState::NotOurs
+        }
+        Err(error) => ListenState::Failed(error.to_string()),
+    }
+}
+
+/// Name and id of the process that listens on an address, if this user may know.
+fn owner_of(address: SocketAddr) -> Option<String> {
+    let tables = ["/proc/net/tcp", "/proc/net/tcp6"];
+    let inodes: Vec<u64> = tables
+        .iter()
+        .filter_map(|path| fs::read_to_string(path).ok())
+        .flat_map(|table| listening_inodes(&table, address.port()))
+        .collect();
+    let links: Vec<String> = inodes.iter().map(|inode| format!("socket:[{inode}]")).collect();
+    for process in fs::read_dir("/proc").ok()?.flatten() {
+        let pid = process.file_name().to_string_lossy().into_owned();
+        if !pid.bytes().all(|b| b.is_ascii_digit()) {
+            continue;
+        }
+        let Ok(descriptors) = fs::read_dir(process.path().join("fd")) else { continue };
+        let holds = |path: &Path| {
+            fs::read_link(path)
+                .is_ok_and(|link| links.iter().any(|l| link.as_os_str() == l.as_str()))
+        };
+        if descriptors.flatten().any(|entry| holds(&entry.path())) {
+            let name = fs::read_to_string(process.path().join("comm")).unwrap_or_default();
+            return Some(format!("{} (pid {pid})", name.trim()));
+        }
+    }
+    None
+}
+
+/// Inodes of the sockets that listen on a port, from a table of `/proc/net` (proc(5)).
+fn listening_inodes(table: &str, port: u16) -> Vec<u64> {
+    /// `TCP_LISTEN` of `net/tcp_states.h`.
+    const LISTEN: &str = "0A";
+    let row = |line: &str| {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let local = words.get(1)?.rsplit_once(':')?.1;
+        let here = u16::from_str_radix(local, 16).ok()? == port && *words.get(3)? == LISTEN;
+        here.then(|| words.get(9)?.parse().ok()).flatten()
+    };
+    table.lines().skip(1).filter_map(row).collect()
+}
+
+/// The soft limit of open files in `/proc/self/limits`.
+fn open_files(limits: &str) -> Option<u64> {
+    let line = limits.lines().find_map(|line| line.strip_prefix("Max open files"))?;
+    line.split_whitespace().next()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_taken_port_has_an_owner() {
+        let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = taken.local_addr().unwrap();
+        let host = look(&[("listener x".into(), address)], 100);
+        let pid = format!("(pid {})", std::process::id());
+        match &host.listen[0].state {
+            // The name of a test's process is that of the test crate.
+            ListenState::Taken(Some(owner)) => assert!(owner.ends_with(&pid), "{owner}"),
+            ListenState::Jackstay => {}
+            other => panic!("{other:?}"),
+        }
+        drop(taken);
+        assert!(host.open_files.is_some_and(|limit| limit > 0));
+        assert!(is_ours([127, 0, 0, 1].into()));
+        assert!(!is_ours([192, 0, 2, 1].into()));
+        let elsewhere = look(&[("x".into(), "192.0.2.1:7443".parse().unwrap())], 1);
+        assert_eq!(elsewhere.listen[0].state, ListenState::NotOurs);
+    }
+
+    #[test]
+    fn tables_of_the_kernel() {
+        let table = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n   \
+                     0: 0100007F:1D13 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4711 1 0 100 0 0 10 0\n   \
+                     1: 0100007F:1D13 0100007F:9999 01 00000000:00000000 00:00000000 00000000     0        0 4712 1 0 100 0 0 10 0\n";
+        assert_eq!(listening_inodes(table, 7443), [4711]);
+        assert_eq!(listening_inodes(table, 7444), [] as [u64; 0]);
+        let limits = "Limit  Soft  Hard  Units\nMax open files            1024                 524288               files     \n";
+        assert_eq!(open_files(limits), Some(1024));
+        assert_eq!(open_files("Max open files unlimited unlimited files"), None);
+    }
+}

@@ -1,0 +1,25 @@
+//! `jackstay doctor`: what is wrong between this machine and its apiservers, before installation and
+//! in trouble.
+//!
+//! Looking and judging are apart:
+//!
+//! 1. [`target`] says what to examine, from a configuration, a kubeconfig or addresses.
+//! 2. [`host`] looks at this machine, [`dns`] at its name servers, [`probe`] at one fresh connection
+//!    step by step, [`lasting`] at one that stays; [`examine`] runs them side by side, over and over.
+//! 3. What they saw is [`observations`]: plain data.
+//! 4. [`findings`] is a pure function from that to causes, the most likely first.
+//! 5. [`report`] prints.
+//!
+//! It changes nothing, and sends a credential only to a server whose certificate it has verified.
+
+pub mod dns;
+pub mod examine;
+pub mod findings;
+pub mod host;
+pub mod lasting;
+pub mod observations;
+pub mod probe;
+pub mod report;
+pub mod target;
+
+mod verify;

@@ -288,13 +288,18 @@ fn the_command_reads_a_configuration() {
     assert!(err.contains("/none/such.yaml"), "{err}");
 }
 
-/// Rules for the network namespace that this process was started in, gone with it.
-fn nft(rules: &str) {
+/// Rules for the network namespace that this process was started in; they replace earlier ones and
+/// are gone with it.
+fn nft(rules: &[String]) {
+    let rules = rules.join("\n");
     let script = format!(
-        "table inet doctor {{ chain input {{ type filter hook input priority 0; {rules} }} }}"
+        "add table inet doctor\ndelete table inet doctor\ntable inet doctor {{\nchain input {{\n\
+         type filter hook input priority 0;\n{rules}\n}}\n}}\n"
     );
-    let status = Command::new("nft").arg(&script).status().unwrap();
-    assert!(status.success(), "{script}");
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), &script).unwrap();
+    let output = Command::new("nft").arg("-f").arg(file.path()).output().unwrap();
+    assert!(output.status.success(), "{script}{output:?}");
 }
 
 #[test]
@@ -302,12 +307,10 @@ fn nft(rules: &str) {
 fn five_percent_loss_is_named_and_nothing_else() {
     let world = World::new();
     let port = world.server.addr.port();
-    nft(&format!(
-        "tcp dport {port} numgen random mod 100 < 5 drop; \
-         tcp sport {port} numgen random mod 100 < 5 drop;"
-    ));
+    nft(&["dport", "sport"]
+        .map(|way| format!("tcp {way} {port} numgen random mod 100 < 5 counter drop")));
     let (seen, found) = world.examine(20);
-    Command::new("nft").args(["delete", "table", "inet", "doctor"]).status().unwrap();
+    nft(&[]);
     assert_first(&found, Cause::PacketLoss);
     assert_eq!(found.len(), 1, "{found:#?}\n{seen:#?}");
 }
@@ -336,12 +339,12 @@ fn packets_of_established_flows_are_dropped() {
             ports.lines().skip(1).filter_map(of_flow).map(|p| p.to_string()).collect();
         assert!(flows.len() >= 2, "{ports}");
         let flows = flows.join(", ");
-        nft(&format!(
-            "tcp dport {port} tcp sport {{ {flows} }} drop; \
-             tcp sport {port} tcp dport {{ {flows} }} drop;"
-        ));
+        nft(&[
+            format!("tcp dport {port} tcp sport {{ {flows} }} counter drop"),
+            format!("tcp sport {port} tcp dport {{ {flows} }} counter drop"),
+        ]);
         let (_, found) = examined.join().unwrap();
-        Command::new("nft").args(["delete", "table", "inet", "doctor"]).status().unwrap();
+        nft(&[]);
         assert_first(&found, Cause::ForgottenFlows);
     });
 }
@@ -350,7 +353,7 @@ fn packets_of_established_flows_are_dropped() {
 #[ignore = "needs a network namespace of its own: unshare --net"]
 fn questions_to_name_servers_are_dropped() {
     let world = World::new();
-    nft("udp dport 53 drop; tcp dport 53 drop;");
+    nft(&["udp", "tcp"].map(|protocol| format!("{protocol} dport 53 counter drop")));
     let trust = Trust::of_files(&world.files()).unwrap();
     let server = Server::parse("https://lb.example:6443").unwrap();
     let targets = vec![Target::new(&server, Source::Given, None, &trust).unwrap()];
@@ -358,6 +361,6 @@ fn questions_to_name_servers_are_dropped() {
     let resolver = Resolver::of_servers(vec![server]);
     let plan = Plan { targets, ..Plan::default() };
     let seen = examine::run(plan, resolver, Duration::from_secs(2)).unwrap();
-    Command::new("nft").args(["delete", "table", "inet", "doctor"]).status().unwrap();
+    nft(&[]);
     assert_first(&judge(&seen), Cause::DnsBlackHole);
 }

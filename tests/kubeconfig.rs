@@ -1,13 +1,24 @@
 //! `jackstay kubeconfig` as a user meets it: files in, files out, and what it says.
 
 use std::fs;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::time::{Duration, Instant, SystemTime};
 
+use jackstay::app::{App, Running};
+use jackstay::cli::check::check_files;
+use jackstay::config::{CertPaths, Overrides, load};
+use jackstay::demo::apiserver::{self, ApiServerHandle, Options};
+use jackstay::demo::client::{Client, Credentials};
+use jackstay::demo::cluster::Cluster;
 use jackstay::demo::pki::{Issued, Pki, Subject, kubeconfig};
+use jackstay::kubeconfig::access::decode;
 use jackstay::kubeconfig::load::entry;
 use jackstay::kubeconfig::tree::{Node, parse};
+use jackstay::net::local_ca::LocalCa;
+use jackstay::net::tls_files::{Validity, load_cert};
 
 const SERVER: &str = "https://10.0.0.1:6443";
 
@@ -255,7 +266,7 @@ fn terminate_makes_a_local_ca_once() {
     assert!(said.contains("CN=kubernetes-admin"), "{said}");
     let moved = cluster(&home.tree(".kube/jackstay.kubeconfig"));
     assert_eq!(moved.str("tls-server-name"), None);
-    let ca = jackstay::kubeconfig::access::decode(moved.str("certificate-authority-data").unwrap());
+    let ca = decode(moved.str("certificate-authority-data").unwrap());
     assert_eq!(ca.unwrap(), fs::read(dir.join("local-ca.crt")).unwrap());
     // The second run finds everything as it is.
     let before = fs::read(dir.join("serving.pem")).unwrap();
@@ -319,4 +330,87 @@ fn what_cannot_be_is_refused_with_what_to_do() {
         assert!(!out.exists(), "{name}");
         assert!(!home.path("jackstay").exists(), "{name}");
     }
+}
+
+/// What the command wrote, running in this process in front of a demo apiserver, on a free port.
+struct Started {
+    home: Home,
+    _server: ApiServerHandle,
+    addr: SocketAddr,
+    proxy: Running,
+}
+
+impl Started {
+    fn start(mode: &str, meddle: impl FnOnce(&Path)) -> Self {
+        let home = Home::new();
+        let server = apiserver::start(&Cluster::new(), &home.pki, Options::named("a")).unwrap();
+        let url = format!("https://{}", server.addr);
+        let text = kubeconfig(&url, &home.pki.ca_pem(), Some(&home.admin), None);
+        home.write(".kube/config", &text);
+        home.good(&["--mode", mode, "--node-name", "node-1"]);
+        let dir = home.path(".kube/jackstay");
+        meddle(&dir);
+        let file = dir.join("jackstay.yaml");
+        let mut config = load(&file, [], &Overrides::default()).unwrap().config;
+        let errors = check_files(&file, &config, SystemTime::now()).errors;
+        assert!(errors.is_empty(), "{errors:?}");
+        config.admin.bind = (Ipv4Addr::LOCALHOST, 0).into();
+        config.listeners[0].bind = vec![(Ipv4Addr::LOCALHOST, 0).into()];
+        let app = App::bind(config).unwrap();
+        let addr = app.listener_addresses("apiserver")[0];
+        Self { home, _server: server, addr, proxy: app.start().unwrap() }
+    }
+
+    /// Asks as the user of the moved kubeconfig would, until it is answered: with its CA and its
+    /// certificate.
+    fn ask(&self) {
+        let moved = cluster(&self.home.tree(".kube/jackstay.kubeconfig"));
+        let ca = decode(moved.str("certificate-authority-data").unwrap()).unwrap();
+        let ca = String::from_utf8(ca).unwrap();
+        let who = Credentials::anonymous(&ca).certificate(&self.home.admin);
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let (start, mut last) = (Instant::now(), String::new());
+        while start.elapsed() < Duration::from_secs(30) {
+            let asked = runtime.block_on(async {
+                let client = Client::connect(self.addr, &who).await?;
+                client.get("/api/v1/namespaces").await
+            });
+            match asked {
+                Ok(reply) if reply.status == 200 => return,
+                other => last = format!("{other:?}"),
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        panic!("nobody answers: {last}");
+    }
+}
+
+#[test]
+fn what_it_writes_serves_its_user() {
+    for mode in ["passthrough", "terminate"] {
+        let running = Started::start(mode, |_| {});
+        running.ask();
+        assert!(running.proxy.stop());
+    }
+}
+
+#[test]
+fn an_expired_serving_certificate_is_renewed_at_the_start() {
+    let expire = |dir: &Path| {
+        let ca = LocalCa::load(&CertPaths {
+            cert_file: dir.join("local-ca.crt"),
+            key_file: dir.join("local-ca.key"),
+        });
+        let long_ago = SystemTime::now() - Duration::from_secs(400 * 24 * 3600);
+        let issued = ca.unwrap().issue(&["127.0.0.1".to_owned()], long_ago).unwrap();
+        fs::write(dir.join("serving.pem"), issued.pair()).unwrap();
+    };
+    let running = Started::start("terminate", expire);
+    running.ask();
+    let serving = running.home.path(".kube/jackstay/serving.pem");
+    let paths = CertPaths { cert_file: serving.clone(), key_file: serving.clone() };
+    let renewed = load_cert(&paths).unwrap().info;
+    assert_eq!(renewed.validity(SystemTime::now()), Validity::Valid);
+    assert_eq!(mode(&serving), 0o600);
+    assert!(running.proxy.stop());
 }

@@ -146,7 +146,9 @@ pub(super) async fn open(
                 io::ErrorKind::ConnectionReset => Kind::Reset,
                 _ => Kind::Unreachable,
             };
-            failure(Step::Connect, kind, format!("connect to {address}: {error}"))
+            let reason = error.to_string();
+            let reason = reason.split(" (os error").next().unwrap_or_default();
+            failure(Step::Connect, kind, format!("connect to {address}: {reason}"))
         })?;
     clock.done(Step::Connect);
     let (stream, observer) = tracked::track(stream);

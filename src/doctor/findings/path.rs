@@ -1,8 +1,10 @@
 //! Causes on the way to an endpoint, and in the endpoint: dead, forgotten, sick, lossy, slow.
 
+use std::net::IpAddr;
+
 use super::{Cause, Finding, note, problem};
 use crate::doctor::observations::{
-    Attempt, Endpoint, Kind, Lasting, Observations, Source, Step, percentile,
+    Attempt, Endpoint, Kind, Lasting, Observations, Resolved, Source, Step, percentile,
 };
 
 /// A connection silent this long while fresh ones work has been forgotten by somebody. Loss does
@@ -22,6 +24,10 @@ fn is_unreachable(attempt: &Attempt) -> bool {
 
 fn is_dead(endpoint: &Endpoint) -> bool {
     !endpoint.fresh.is_empty() && endpoint.fresh.iter().all(is_unreachable)
+}
+
+fn is_ipv6(endpoint: &Endpoint) -> bool {
+    matches!(&endpoint.resolved, Resolved::Addresses(ips) if ips.iter().all(IpAddr::is_ipv6))
 }
 
 pub(super) fn reach(seen: &Observations, found: &mut Vec<Finding>) {
@@ -46,6 +52,9 @@ pub(super) fn reach(seen: &Observations, found: &mut Vec<Finding>) {
             (Step::Connect, Kind::Refused) => {
                 "The machine lives and nobody listens there: is the apiserver running, and is the \
                  port right?"
+            }
+            (Step::Connect, Kind::Unreachable) if is_ipv6(endpoint) && !seen.host.ipv6 => {
+                "It is an IPv6 address, and this machine has no IPv6: name an IPv4 address."
             }
             (Step::Connect, Kind::Timeout | Kind::Unreachable) => {
                 "Its packets get no answer: is the machine up, and is no firewall in between?"

@@ -87,6 +87,21 @@ impl Witness {
             if upstream.config().used_by.passthrough {
                 self.examine(&suspect, upstream, endpoint).await;
             }
+            self.settled(&suspect).await;
+        }
+    }
+
+    /// Waits until a suspect is none any more, or is listened to no longer: without this, one that
+    /// nobody examines would be looked at without an end.
+    async fn settled(&self, suspect: &Rc<Connection>) {
+        loop {
+            let mut changed = std::pin::pin!(self.changed.notified());
+            changed.as_mut().enable();
+            let current = self.current.borrow().as_ref().is_some_and(|c| Rc::ptr_eq(c, suspect));
+            if !current || suspect.life() != Life::Suspect {
+                return;
+            }
+            changed.await;
         }
     }
 

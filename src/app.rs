@@ -27,8 +27,9 @@ use crate::admin::{Admin, Facts as _};
 use crate::config::{self, CertPaths, Config};
 use crate::control::{certificates, discovery, members, watchdog};
 use crate::net::notify::ServiceManager;
+use crate::net::outgoing::Outgoing;
 use crate::net::serving::ServingTls;
-use crate::net::socket;
+use crate::net::socket::{self, Listening};
 use crate::net::tls_files::TlsFileError;
 use crate::observe::{ListenerMetrics, Metrics};
 use crate::upstream::credentials::Credentials;
@@ -54,6 +55,15 @@ pub enum StartError {
     },
     /// A server name that cannot be verified.
     ServerName(String),
+    /// This process may not do what a transparent listener needs.
+    Capability {
+        /// Which listener.
+        listener: String,
+        /// What was tried.
+        what: &'static str,
+        /// What the kernel said.
+        error: io::Error,
+    },
     /// A thread or a runtime.
     System(io::Error),
 }
@@ -70,10 +80,26 @@ impl fmt::Display for StartError {
                     address.port()
                 )
             }
+            Self::Bind { what, address, error }
+                if error.kind() == io::ErrorKind::AddrNotAvailable =>
+            {
+                write!(
+                    f,
+                    "{what} cannot listen on {address}: {error}; this host does not have the \
+                     address (`ip addr` shows those it has), and with `freebind: true` a listener \
+                     need not wait for it"
+                )
+            }
             Self::Bind { what, address, error } => {
                 write!(f, "{what} cannot listen on {address}: {error}")
             }
             Self::ServerName(error) => f.write_str(error),
+            Self::Capability { listener, what, error } => write!(
+                f,
+                "listener `{listener}` is transparent, and for that this process may not {what}: \
+                 {error}; give it CAP_NET_ADMIN (systemd: AmbientCapabilities=CAP_NET_ADMIN; a \
+                 pod: securityContext.capabilities.add: [NET_ADMIN]), or write `transparent: false`"
+            ),
             Self::System(error) => write!(f, "cannot start: {error}"),
         }
     }
@@ -115,6 +141,8 @@ enum Plane {
         config: config::Passthrough,
         /// The upstreams of its routes, in their order.
         routes: Vec<Arc<Upstream>>,
+        /// Upstreams by original destination, in their order.
+        destinations: Vec<(Vec<config::Destination>, Arc<Upstream>)>,
     },
 }
 
@@ -134,10 +162,11 @@ impl App {
     /// The first thing that cannot be.
     pub fn bind(config: Config) -> Result<Self, StartError> {
         let metrics = Metrics::new();
+        let outgoing = outgoing(&config)?;
         let upstreams = config
             .upstreams
             .iter()
-            .map(|upstream| load_upstream(upstream, &config, &metrics).map(Arc::new))
+            .map(|upstream| load_upstream(upstream, &config, &metrics, &outgoing).map(Arc::new))
             .collect::<Result<Vec<_>, _>>()?;
         let listeners = config
             .listeners
@@ -186,12 +215,18 @@ impl App {
         let mut workers = Vec::new();
         let mut pulses = Vec::new();
         let mut listeners = self.listeners;
+        let listening: Arc<[SocketAddr]> = listeners
+            .iter()
+            .flat_map(|listener| listener.addresses.iter().copied())
+            .chain(self.admin.local_addr())
+            .collect();
         for index in 0..self.config.workers {
             let setup = worker::Setup::new(
                 index,
                 &self.config,
                 &self.metrics,
                 &mut listeners,
+                &listening,
                 draining.clone(),
             );
             pulses.push(setup.pulse());
@@ -325,14 +360,28 @@ impl Control {
     }
 }
 
+/// How connections to endpoints leave: marked, if a listener is transparent.
+fn outgoing(config: &Config) -> Result<Arc<Outgoing>, StartError> {
+    let Some(listener) = config.listeners.iter().find(|listener| listener.is_transparent()) else {
+        return Ok(Arc::default());
+    };
+    Outgoing::marked(config.mark).map(Arc::new).map_err(|error| StartError::Capability {
+        listener: listener.name.clone(),
+        what: "mark its connections (SO_MARK)",
+        error,
+    })
+}
+
 fn load_upstream(
     upstream: &config::Upstream,
     config: &Config,
     metrics: &Arc<Metrics>,
+    outgoing: &Arc<Outgoing>,
 ) -> Result<Upstream, StartError> {
     let credentials =
         Credentials::load(upstream, &identities_of(upstream, config)).map_err(StartError::Tls)?;
-    let loaded = Upstream::new(upstream.clone(), credentials, metrics);
+    let mut loaded = Upstream::new(upstream.clone(), credentials, metrics);
+    loaded.outgoing = Arc::clone(outgoing);
     match members::place(&loaded, &members::seeds(upstream)).refused.pop() {
         None => Ok(loaded),
         Some(why) => Err(StartError::ServerName(why)),
@@ -376,6 +425,11 @@ fn bind_listener(
                 .iter()
                 .map(|route| find(&route.upstream))
                 .collect::<Result<_, _>>()?,
+            destinations: config
+                .destinations
+                .iter()
+                .map(|meant| Ok((meant.to.clone(), find(&meant.upstream)?)))
+                .collect::<Result<_, _>>()?,
             config: config.clone(),
         },
     };
@@ -389,7 +443,7 @@ fn bind_listener(
     };
     let mut skipped = None;
     for &address in &listener.bind {
-        match bind_address(address, &mut bound.sockets) {
+        match bind_address(address, listener, &mut bound.sockets) {
             Ok(actual) => bound.addresses.push(actual),
             Err(error) if socket::family_is_missing(address, &error) => {
                 tracing::warn!(
@@ -426,11 +480,16 @@ fn slots_of(identities: &[CertPaths], upstream: &Upstream) -> Vec<usize> {
 /// One socket for each worker, all on the same port even where that was left to the kernel.
 fn bind_address(
     mut address: SocketAddr,
+    listener: &config::Listener,
     workers: &mut [Vec<std::net::TcpListener>],
 ) -> io::Result<SocketAddr> {
-    let shared = workers.len() > 1;
+    let options = Listening {
+        shared: workers.len() > 1,
+        freebind: listener.freebind,
+        transparent: listener.is_transparent(),
+    };
     for sockets in workers {
-        let socket = socket::listen(address, shared)?;
+        let socket = socket::listen_as(address, &options)?;
         address = socket.local_addr()?;
         sockets.push(socket);
     }
@@ -438,5 +497,10 @@ fn bind_address(
 }
 
 fn bind_error(listener: &config::Listener, address: SocketAddr, error: io::Error) -> StartError {
+    // A port below 1024 may be what is not permitted.
+    if listener.is_transparent() && error.kind() == io::ErrorKind::PermissionDenied {
+        let (listener, what) = (listener.name.clone(), "listen for others (IP_TRANSPARENT)");
+        return StartError::Capability { listener, what, error };
+    }
     StartError::Bind { what: format!("listener `{}`", listener.name), address, error }
 }

@@ -429,6 +429,38 @@ fn passthrough_needs_an_upstream_and_nothing_else() {
 }
 
 #[test]
+fn a_transparent_listener_may_choose_by_destination() {
+    let to = "['10.96.0.1:443', '[fd00::1]:443', 10.0.0.0/24]";
+    let more =
+        format!(", transparent: true, freebind: true, destinations: [{{to: {to}, upstream: u}}]");
+    let loaded = File::new(passthrough(&more)).load(&[], &Overrides::default()).unwrap();
+    let listener = &loaded.config.listeners[0];
+    assert!(listener.is_transparent() && listener.freebind);
+    let meant = &listener.passthrough().unwrap().destinations[0];
+    let shown: Vec<_> = meant.to.iter().map(ToString::to_string).collect();
+    assert_eq!(shown, ["10.96.0.1:443", "[fd00::1]:443", "10.0.0.0/24"]);
+    assert_eq!(loaded.config.mark, 0x306a);
+
+    for (more, expected) in [
+        (
+            "destinations: [{to: [10.0.0.1], upstream: u}]",
+            "destinations: needs `transparent: true`: only a redirected connection has one",
+        ),
+        (
+            "transparent: true, destinations: [{to: [10.0.0.1/24], upstream: u}]",
+            "destinations[0].to[0]: \"10.0.0.1/24\" has bits beyond its prefix: 10.0.0.0/24?",
+        ),
+        (
+            "transparent: true, destinations: [{upstream: u}]",
+            "destinations[0].to: is required: at least one address",
+        ),
+    ] {
+        let file = passthrough(&format!(", {more}"));
+        assert_eq!(errors(file), [format!("f: listeners[0].{expected}")], "{more}");
+    }
+}
+
+#[test]
 fn keys_of_the_other_mode_say_why_they_mean_nothing() {
     let tls = "has no meaning in mode passthrough: TLS is between the client and the apiserver";
     let requests = "has no meaning in mode passthrough: no request is seen here";

@@ -1,6 +1,7 @@
 //! One worker: a thread with its own event loop, its own sockets and its own connections.
 
 use std::cell::Cell;
+use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,6 +19,7 @@ use crate::observe::{ListenerMetrics, Metrics};
 use crate::proxy::identify::{Identifier, ProvenTokens};
 use crate::proxy::line::Line;
 use crate::proxy::listener::Listener;
+use crate::proxy::passthrough::transparent::Transparent;
 use crate::proxy::passthrough::{self, table::SHUTDOWN};
 use crate::proxy::retry::HedgeBudget;
 use crate::proxy::serve::Service;
@@ -44,6 +46,8 @@ pub struct Setup {
     drain: watch::Receiver<bool>,
     workers: usize,
     pulse: Pulse,
+    /// Every address that this process listens on.
+    listening: Arc<[SocketAddr]>,
 }
 
 struct Part {
@@ -61,6 +65,7 @@ impl Setup {
         config: &Config,
         metrics: &Arc<Metrics>,
         listeners: &mut [BoundListener],
+        listening: &Arc<[SocketAddr]>,
         drain: watch::Receiver<bool>,
     ) -> Self {
         let listeners = listeners
@@ -81,6 +86,7 @@ impl Setup {
             drain,
             workers: config.workers,
             pulse: Arc::new(AtomicU64::new(0)),
+            listening: Arc::clone(listening),
         }
     }
 
@@ -148,12 +154,16 @@ impl Setup {
                     }
                     listeners.push(listener);
                 }
-                Plane::Passthrough { config, routes } => {
+                Plane::Passthrough { config, routes, destinations } => {
+                    let transparent = config
+                        .transparent
+                        .then(|| Transparent::new(Arc::clone(&self.listening), destinations));
                     let listener = Rc::new(passthrough::Listener {
                         flows: self.metrics.passthrough(&name),
                         name,
                         upstream: part.upstream,
                         routes,
+                        transparent,
                         config,
                         limits,
                         metrics: part.metrics,

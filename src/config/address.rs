@@ -83,7 +83,7 @@ pub(super) fn is_dns_name(name: &str) -> bool {
 }
 
 /// Host, without the brackets of IPv6, and port.
-fn split<'a>(text: &'a str, example: &str) -> Result<(&'a str, u16), String> {
+pub(super) fn split<'a>(text: &'a str, example: &str) -> Result<(&'a str, u16), String> {
     let fail = |why: &str| Err(format!("{} {why}: write it as {example}", quote(text)));
     if text.contains("//") {
         return fail("is a URL, not an address and a port");

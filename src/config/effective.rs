@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use serde_json::{Value, json};
 
 use super::model::{
-    CertPaths, Config, Health, Listener, Mode, Passthrough, Route, Terminate, Upstream,
+    CertPaths, Config, Health, Intended, Listener, Mode, Passthrough, Route, Terminate, Upstream,
 };
 use super::units::{format_duration, format_size};
 
@@ -16,6 +16,7 @@ pub fn effective(config: &Config) -> Value {
         "admin": { "bind": config.admin.bind.to_string() },
         "state_dir": optional(config.state_dir.as_ref()),
         "workers": config.workers,
+        "mark": format!("{:#x}", config.mark),
         "log": {
             "level": config.log.level.as_str(),
             "format": config.log.format.as_str(),
@@ -70,6 +71,8 @@ fn health(health: &Health) -> Value {
 fn listener(listener: &Listener) -> Value {
     let mut all = json!({
         "name": listener.name,
+        "freebind": listener.freebind,
+        "freebind": listener.freebind,
         "bind": listener.bind.iter().map(ToString::to_string).collect::<Vec<_>>(),
         "mode": listener.mode.as_str(),
         "upstream": listener.upstream,
@@ -112,8 +115,13 @@ fn terminate(mode: &Terminate) -> Value {
 fn passthrough(mode: &Passthrough) -> Value {
     let route =
         |route: &Route| json!({ "server_names": route.server_names, "upstream": route.upstream });
+    let intended = |meant: &Intended| {
+        let to: Vec<_> = meant.to.iter().map(ToString::to_string).collect();
+        json!({ "to": to, "upstream": meant.upstream })
+    };
     json!({
         "transparent": mode.transparent,
+        "destinations": mode.destinations.iter().map(intended).collect::<Vec<_>>(),
         "routes": mode.routes.iter().map(route).collect::<Vec<_>>(),
         "idle_timeout": format_duration(mode.idle_timeout.unwrap_or_default()),
         "leave_timeout": format_duration(mode.leave_timeout),

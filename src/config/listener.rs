@@ -7,9 +7,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::address::{is_dns_name, parse_bind};
+use super::destination::Destination;
 use super::errors::quote;
 use super::model::{
-    CertPaths, Limits, Listener, Mode, Passthrough, RequestLimits, Route, Terminate,
+    CertPaths, Intended, Limits, Listener, Mode, Passthrough, RequestLimits, Route, Terminate,
 };
 use super::node::{Fields, Node, Report};
 use super::rules::{Placed, Seen};
@@ -39,6 +40,7 @@ pub(super) fn listener(node: &Node<'_>, seen: &mut Seen, report: &mut Report) ->
         }
     }
 
+    let freebind = fields.get(report, "freebind").flag(report, false);
     let given = fields.get(report, "mode");
     let mode = given.parse(report, "text: terminate or passthrough", |text| match text {
         "terminate" => Ok(true),
@@ -62,7 +64,7 @@ pub(super) fn listener(node: &Node<'_>, seen: &mut Seen, report: &mut Report) ->
     };
     nested.finish(report);
     fields.finish(report);
-    Listener { name, bind, upstream: upstream.unwrap_or_default(), mode, limits }
+    Listener { name, bind, freebind, upstream: upstream.unwrap_or_default(), mode, limits }
 }
 
 /// The name of an upstream.
@@ -101,7 +103,7 @@ fn terminate(
     if transparent.flag(report, false) && known {
         transparent.error(report, "needs mode passthrough: there is no certificate to show here");
     }
-    for key in ["routes", "idle_timeout", "leave_timeout", "rebalance"] {
+    for key in ["destinations", "routes", "idle_timeout", "leave_timeout", "rebalance"] {
         if known {
             fields.foreign(report, key, NO_FLOWS);
         } else {
@@ -141,8 +143,10 @@ fn passthrough(
     }
     let node = fields.get(report, "transparent");
     let transparent = node.flag(report, false);
-    if transparent {
-        node.error(report, "not supported by this version; write false");
+    let meant = fields.get(report, "destinations");
+    let destinations = destinations(&meant, seen, report);
+    if !transparent && !destinations.is_empty() {
+        meant.error(report, "needs `transparent: true`: only a redirected connection has one");
     }
     let routes = routes(&fields.get(report, "routes"), seen, report);
     let idle = fields.get(report, "idle_timeout");
@@ -153,11 +157,31 @@ fn passthrough(
     let leave = fields.get(report, "leave_timeout");
     Passthrough {
         transparent,
+        destinations,
         routes,
         idle_timeout: Some(idle_timeout).filter(|timeout| !timeout.is_zero()),
         leave_timeout: leave.duration(report, HOUR, Duration::ZERO..=30 * 24 * HOUR),
         rebalance: fields.get(report, "rebalance").flag(report, false),
     }
+}
+
+fn destinations(node: &Node<'_>, seen: &mut Seen, report: &mut Report) -> Vec<Intended> {
+    let mut destinations = Vec::new();
+    for item in node.items(report) {
+        let mut fields = item.fields(report);
+        let list = fields.get(report, "to");
+        let broken = fields.broken;
+        let items =
+            if broken { vec![] } else { required_items(&list, "at least one address", report) };
+        let wanted = "text: an address or a network such as 10.0.0.5:6443 or 10.0.0.0/24";
+        let read = |item: &Node<'_>| item.require(report, wanted, Destination::parse);
+        let to = items.iter().filter_map(read).collect();
+        let upstream = fields.get(report, "upstream");
+        let upstream = if broken { None } else { reference(&upstream, Some(false), seen, report) };
+        fields.finish(report);
+        destinations.push(Intended { to, upstream: upstream.unwrap_or_default() });
+    }
+    destinations
 }
 
 fn routes(node: &Node<'_>, seen: &mut Seen, report: &mut Report) -> Vec<Route> {

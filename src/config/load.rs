@@ -21,10 +21,13 @@ use super::{rules, validate};
 const MAX_FILE: u64 = 1 << 20;
 
 /// Every value outside of lists, with its default as a variable would give it.
-const SCALARS: [(&str, &str); 7] = [
+const SCALARS: [(&str, &str); 8] = [
     ("admin.bind", "127.0.0.1:9643"),
     ("state_dir", "/var/lib/jackstay"),
     ("workers", "1"),
+    // Clear of the bits that kube-proxy (0x4000, 0x8000), Cilium (0x0f00), the AWS CNI
+    // (0x80) and Calico (0xffff0000) give a meaning to; deploy/nftables has the same.
+    ("mark", "0x306a"),
     ("log.level", "info"),
     ("log.format", "text"),
     ("log.access", "errors"),

@@ -6,6 +6,7 @@
 //! reads a file or a variable that says how to behave.
 
 mod address;
+mod destination;
 mod effective;
 mod errors;
 mod listener;
@@ -17,6 +18,7 @@ mod units;
 mod validate;
 mod yaml;
 
+pub use destination::Destination;
 pub use effective::effective;
 pub use errors::{ConfigError, ConfigErrors};
 pub use load::{Loaded, Overrides, environment, load, validate_text};

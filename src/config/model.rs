@@ -7,6 +7,8 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use super::destination::Destination;
+
 /// The whole configuration of one process.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
@@ -16,6 +18,9 @@ pub struct Config {
     pub state_dir: Option<PathBuf>,
     /// Data-plane threads: each one runs its own event loop with its own connections.
     pub workers: usize,
+    /// `SO_MARK` of our own connections to endpoints, while a listener is transparent: what an
+    /// interception lets pass. 0 is none.
+    pub mark: u32,
     /// What is logged and how.
     pub log: Log,
     /// How a shutdown goes.
@@ -249,6 +254,8 @@ pub struct Listener {
     pub name: String,
     /// Addresses to listen on.
     pub bind: Vec<SocketAddr>,
+    /// Listens on addresses that this host does not have yet, too.
+    pub freebind: bool,
     /// Name of the upstream that its requests or connections go to.
     pub upstream: String,
     /// What is done with a connection.
@@ -276,8 +283,15 @@ impl Listener {
 
     /// Every upstream it leads to, the default first; a name may come twice.
     pub fn upstreams(&self) -> impl Iterator<Item = &str> {
-        let routes = self.passthrough().map_or(&[][..], |passthrough| &passthrough.routes);
-        std::iter::once(self.upstream.as_str()).chain(routes.iter().map(|r| r.upstream.as_str()))
+        let mode = self.passthrough();
+        let routes = mode.map_or(&[][..], |mode| &mode.routes).iter().map(|r| &r.upstream);
+        let meant = mode.map_or(&[][..], |mode| &mode.destinations).iter().map(|d| &d.upstream);
+        std::iter::once(&self.upstream).chain(routes).chain(meant).map(String::as_str)
+    }
+
+    /// Whether it takes redirected connections.
+    pub fn is_transparent(&self) -> bool {
+        self.passthrough().is_some_and(|mode| mode.transparent)
     }
 }
 
@@ -324,6 +338,8 @@ pub struct Terminate {
 pub struct Passthrough {
     /// Connections were redirected here; their original destination picks the upstream.
     pub transparent: bool,
+    /// Upstreams by original destination; the first match counts, and comes before `routes`.
+    pub destinations: Vec<Intended>,
     /// Upstreams by the server name that the client asks for; the first match counts.
     pub routes: Vec<Route>,
     /// A connection on which nothing moves for this long is closed; `None` never.
@@ -333,6 +349,15 @@ pub struct Passthrough {
     /// Whether long-lived connections are closed, slowly, so that an endpoint that has come back
     /// gets its share when their clients reconnect.
     pub rebalance: bool,
+}
+
+/// Original destinations that lead to another upstream than the listener's own.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Intended {
+    /// Where the connection was meant to go.
+    pub to: Vec<Destination>,
+    /// Name of the upstream.
+    pub upstream: String,
 }
 
 /// Server names that lead to another upstream than the listener's own.

@@ -45,6 +45,7 @@ pub(super) fn walk(root: &Node<'_>, report: &mut Report) -> (Config, Seen) {
 
     let state_dir = top.get(report, "state_dir").file(report);
     let workers = workers(&top.get(report, "workers"), report);
+    let mark = mark(&top.get(report, "mark"), report);
     let log = log(top.section(report, "log"), report);
 
     let mut fields = top.section(report, "shutdown");
@@ -68,7 +69,7 @@ pub(super) fn walk(root: &Node<'_>, report: &mut Report) -> (Config, Seen) {
     }
 
     let shutdown = Shutdown { drain_timeout };
-    (Config { admin, state_dir, workers, log, shutdown, upstreams, listeners }, seen)
+    (Config { admin, state_dir, workers, mark, log, shutdown, upstreams, listeners }, seen)
 }
 
 fn used_by(upstream: &str, listeners: &[Listener]) -> UsedBy {
@@ -78,6 +79,19 @@ fn used_by(upstream: &str, listeners: &[Listener]) -> UsedBy {
         used_by.passthrough |= listener.passthrough().is_some();
     }
     used_by
+}
+
+/// In hexadecimal as nftables shows marks, or not.
+fn mark(node: &Node<'_>, report: &mut Report) -> u32 {
+    let hexadecimal = |text: &str| {
+        let digits = text.strip_prefix("0x").unwrap_or_default();
+        u32::from_str_radix(digits, 16).map_err(|error| error.to_string())
+    };
+    let mut probe = Report::default();
+    if let Some(mark) = node.parse(&mut probe, "", hexadecimal) {
+        return mark;
+    }
+    node.number_as(report, "a whole number such as 0x306a", 0, 0..=u32::MAX)
 }
 
 fn workers(node: &Node<'_>, report: &mut Report) -> usize {

@@ -18,6 +18,7 @@ use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep, sleep_until};
 
+use crate::net::outgoing::Outgoing;
 use crate::upstream::connection::Connection;
 use crate::upstream::credentials::{Class, ClientTls};
 use crate::upstream::dial::{Established, dial_h2};
@@ -127,7 +128,7 @@ impl Witness {
         endpoint: &Arc<Endpoint>,
     ) {
         let Some(tls) = upstream.credentials.tls(Class::Probe) else { return };
-        let mut fresh = std::pin::pin!(handshake(endpoint, &tls));
+        let mut fresh = std::pin::pin!(handshake(&upstream.outgoing, endpoint, &tls));
         let mut verdict_from = Instant::now() + HANDSHAKE_FOR;
         let mut told = false;
         let mut look = Instant::now() + LOOK;
@@ -168,9 +169,13 @@ impl Witness {
 }
 
 /// Connects anew until it works; `None` if that is all that can be done without HTTP/2.
-async fn handshake(endpoint: &Arc<Endpoint>, tls: &ClientTls) -> Option<Established> {
+async fn handshake(
+    outgoing: &Outgoing,
+    endpoint: &Arc<Endpoint>,
+    tls: &ClientTls,
+) -> Option<Established> {
     loop {
-        match dial_h2(endpoint, &tls.h2, HANDSHAKE_LIMIT).await {
+        match dial_h2(outgoing, endpoint, &tls.h2, HANDSHAKE_LIMIT).await {
             Ok(established) => return Some(established),
             Err(ConnectFailure::NoH2(_)) => return None,
             Err(ConnectFailure::Refused(_)) => sleep(PAUSE).await,

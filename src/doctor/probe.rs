@@ -20,7 +20,7 @@ use tokio_rustls::client::TlsStream;
 
 use super::observations::{Attempt, Failure, Kind, Ms, Step};
 use super::verify;
-use crate::net::socket;
+use crate::net::outgoing::Outgoing;
 use crate::net::tracked::{self, Observer, Tracked};
 
 /// Bound on each step. Two lost SYNs cost 3 s (RFC 6298), and are still an answer.
@@ -136,7 +136,7 @@ pub(super) async fn open(
     address: SocketAddr,
     peer: &Peer,
 ) -> Result<Opened, Failure> {
-    let stream = timeout(STEP_LIMIT, socket::connect(address))
+    let stream = timeout(STEP_LIMIT, Outgoing::plain().connect(address))
         .await
         .map_err(|_| late(Step::Connect))?
         .map_err(|error| {

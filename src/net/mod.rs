@@ -4,9 +4,11 @@
 
 pub mod allocator;
 pub mod cork;
+pub mod intercepted;
 pub mod linger;
 pub mod local_ca;
 pub mod notify;
+pub mod outgoing;
 pub mod read_ahead;
 pub mod rewound;
 pub mod serving;

@@ -6,7 +6,7 @@ use std::os::fd::AsRawFd;
 use std::time::Duration;
 
 use socket2::{Domain, Protocol, SockRef, Socket, TcpKeepalive, Type};
-use tokio::net::{TcpSocket, TcpStream};
+use tokio::net::TcpStream;
 
 /// Connections that the kernel completes before we accept them. A control-plane event makes every
 /// client on a node reconnect at once; the kernel lowers this to `net.core.somaxconn`.
@@ -20,15 +20,45 @@ const BACKLOG: i32 = 1024;
 /// # Errors
 /// What the kernel says; see [`family_is_missing`].
 pub fn listen(address: SocketAddr, shared: bool) -> io::Result<std::net::TcpListener> {
+    listen_as(address, &Listening { shared, ..Listening::default() })
+}
+
+/// What a listening socket may do beyond the usual.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Listening {
+    /// `SO_REUSEPORT`: one of several on this address, all of this process.
+    pub shared: bool,
+    /// `IP_FREEBIND` (ip(7)): the address may be one that this host does not have yet.
+    pub freebind: bool,
+    /// `IP_TRANSPARENT` (ip(7)): takes what TPROXY sends, whatever its destination. Needs
+    /// `CAP_NET_ADMIN`.
+    pub transparent: bool,
+}
+
+/// Opens a listening socket as [`listen`] does, with more options.
+///
+/// # Errors
+/// What the kernel says; `PermissionDenied` for `transparent` without the capability.
+pub fn listen_as(address: SocketAddr, options: &Listening) -> io::Result<std::net::TcpListener> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
     // A restart must not wait for connections in TIME_WAIT.
     socket.set_reuse_address(true)?;
-    if shared {
+    if options.shared {
         socket.set_reuse_port(true)?;
     }
     if address.is_ipv6() {
         // Each family is bound by name: `[::]` does not take IPv4 too.
         socket.set_only_v6(true)?;
+    }
+    match (options.freebind, address.is_ipv4()) {
+        (true, true) => socket.set_freebind_v4(true)?,
+        (true, false) => socket.set_freebind_v6(true)?,
+        (false, _) => {}
+    }
+    match (options.transparent, address.is_ipv4()) {
+        (true, true) => socket.set_ip_transparent_v4(true)?,
+        (true, false) => socket.set_ip_transparent_v6(true)?,
+        (false, _) => {}
     }
     socket.set_nonblocking(true)?;
     socket.bind(&address.into())?;
@@ -71,20 +101,22 @@ const PROBE_IDLE: Duration = Duration::from_secs(1);
 /// Unanswered probes before the kernel itself gives up: never first, the verdict is ours.
 const PROBE_COUNT: u32 = 127;
 
-/// Connects to an endpoint with the options that make loss cheap and death visible.
+/// A socket for connecting to an endpoint, not yet connected, with the options that make loss cheap
+/// and death visible. [`super::outgoing::Outgoing`] connects it.
 ///
 /// # Errors
-/// What the kernel says: refused, unreachable, no such address family.
-pub async fn connect(address: SocketAddr) -> io::Result<TcpStream> {
-    let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
-    socket.set_nodelay(true)?;
+/// What the kernel says: no such address family, too many open files.
+pub fn connecting(address: SocketAddr) -> io::Result<Socket> {
+    let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+    socket.set_nonblocking(true)?;
+    socket.set_tcp_nodelay(true)?;
     let keepalive = TcpKeepalive::new()
         .with_time(PROBE_IDLE)
         .with_interval(PROBE_IDLE)
         .with_retries(PROBE_COUNT);
-    SockRef::from(&socket).set_tcp_keepalive(&keepalive)?;
+    socket.set_tcp_keepalive(&keepalive)?;
     set_thin_linear_timeouts(&socket)?;
-    socket.connect(address).await
+    Ok(socket)
 }
 
 /// Sends a keepalive probe now, if the connection has been idle for longer than a second and
@@ -142,12 +174,14 @@ fn set_tcp_option(
 
 #[cfg(test)]
 mod tests {
+    use super::super::outgoing::Outgoing;
     use super::*;
 
     #[tokio::test]
     async fn a_connection_carries_the_options() {
         let listener = listen("127.0.0.1:0".parse().unwrap(), false).unwrap();
-        let stream = connect(listener.local_addr().unwrap()).await.unwrap();
+        let to = listener.local_addr().unwrap();
+        let stream = Outgoing::plain().connect(to).await.unwrap();
         assert!(stream.nodelay().unwrap());
         let socket = SockRef::from(&stream);
         assert!(socket.keepalive().unwrap());
@@ -173,13 +207,19 @@ mod tests {
         listen(first.local_addr().unwrap(), true).unwrap();
     }
 
-    #[tokio::test]
-    async fn nobody_there_is_refused() {
-        let address = {
-            let listener = listen("127.0.0.1:0".parse().unwrap(), false).unwrap();
-            listener.local_addr().unwrap()
-        };
-        let error = connect(address).await.unwrap_err();
-        assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
+    #[test]
+    fn an_address_that_this_host_does_not_have() {
+        // TEST-NET-1 and the documentation prefix: RFC 5737, RFC 3849.
+        for address in ["192.0.2.1:0", "[2001:db8::1]:0"] {
+            let address: SocketAddr = address.parse().unwrap();
+            let plain = listen(address, false).unwrap_err();
+            if plain.raw_os_error() == Some(libc::EAFNOSUPPORT) {
+                continue;
+            }
+            assert_eq!(plain.raw_os_error(), Some(libc::EADDRNOTAVAIL));
+            let options = Listening { freebind: true, ..Listening::default() };
+            let early = listen_as(address, &options).unwrap();
+            assert_eq!(early.local_addr().unwrap().ip(), address.ip());
+        }
     }
 }

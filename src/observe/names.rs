@@ -141,7 +141,7 @@ pub const VERBS: [&str; 16] = [
 
 /// The values of label `reason` in [`PASSTHROUGH_CLOSED`]. What is not among them counts as the
 /// last.
-pub const CLOSE_REASONS: [&str; 15] = [
+pub const CLOSE_REASONS: [&str; 16] = [
     // Both directions have ended.
     "done",
     // A side reset the connection.
@@ -159,7 +159,9 @@ pub const CLOSE_REASONS: [&str; 15] = [
     // The bounds of the configuration.
     "handshake_timeout",
     "idle_timeout",
+    // A transparent listener takes only what was redirected, and nothing of our own.
     "not_redirected",
+    "loop",
     // Ours.
     "rebalance",
     "shutdown",

@@ -22,8 +22,8 @@ use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
 use super::endpoint::{ConnectFailure, Endpoint};
+use crate::net::outgoing::Outgoing;
 use crate::net::read_ahead::ReadAhead;
-use crate::net::socket;
 use crate::net::tracked::{self, Observer, Tracked};
 
 /// When a second attempt is started beside one that has not succeeded.
@@ -70,13 +70,14 @@ pub struct Established {
 /// # Errors
 /// Why it failed, in words that name the step.
 pub async fn dial_h2(
+    outgoing: &Outgoing,
     endpoint: &Endpoint,
     tls: &Arc<ClientConfig>,
     limit: Duration,
 ) -> Result<Established, ConnectFailure> {
     // Boxed: the handshakes of rustls and h2 keep 30 KiB of state, and most of a dial is waiting.
     Box::pin(race(endpoint, limit, |address| async move {
-        let (stream, observer) = open(endpoint, address, tls).await?;
+        let (stream, observer) = open(outgoing, endpoint, address, tls).await?;
         if stream.get_ref().1.alpn_protocol() != Some(b"h2") {
             return Err(ConnectFailure::NoH2(format!(
                 "{address} does not speak HTTP/2 (ALPN): is it an apiserver, or a proxy before it?"
@@ -92,11 +93,12 @@ pub async fn dial_h2(
 /// # Errors
 /// Why it failed, in words that name the step.
 pub async fn dial_http1(
+    outgoing: &Outgoing,
     endpoint: &Endpoint,
     tls: &Arc<ClientConfig>,
     limit: Duration,
 ) -> Result<(TlsStream<ReadAhead<Tracked>>, Observer), ConnectFailure> {
-    Box::pin(race(endpoint, limit, |address| open(endpoint, address, tls))).await
+    Box::pin(race(endpoint, limit, |address| open(outgoing, endpoint, address, tls))).await
 }
 
 async fn race<T, F, Fut>(
@@ -143,11 +145,12 @@ where
 }
 
 async fn open(
+    outgoing: &Outgoing,
     endpoint: &Endpoint,
     address: SocketAddr,
     tls: &Arc<ClientConfig>,
 ) -> Result<(TlsStream<ReadAhead<Tracked>>, Observer), ConnectFailure> {
-    let stream = socket::connect(address).await.map_err(|e| refused(address, "TCP", &e))?;
+    let stream = outgoing.connect(address).await.map_err(|e| refused(address, "TCP", &e))?;
     let (stream, observer) = tracked::track(stream);
     let stream = TlsConnector::from(Arc::clone(tls))
         .connect(endpoint.server_name.clone(), ReadAhead::new(stream))

@@ -70,10 +70,10 @@ pub async fn open(
     let mut reasons = Vec::new();
     loop {
         if let Some(Candidate { endpoint, .. }) = candidates.next() {
-            let tls = Arc::clone(&tls.http1);
+            let (tls, outgoing) = (Arc::clone(&tls.http1), Arc::clone(&upstream.outgoing));
             attempts.spawn_local(async move {
                 let limit = endpoint.connect_timeout(base);
-                match dial_http1(&endpoint, &tls, limit).await {
+                match dial_http1(&outgoing, &endpoint, &tls, limit).await {
                     Ok((stream, observer)) => {
                         endpoint.metrics.dialled("ok");
                         Ok(Http1 { endpoint, stream, observer })

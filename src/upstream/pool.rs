@@ -266,7 +266,7 @@ impl Pool {
         *class.dialing.borrow_mut().entry(Arc::clone(&endpoint.label)).or_default() += 1;
         tokio::task::spawn_local(async move {
             let limit = endpoint.connect_timeout(pool.upstream.config().health.connect_timeout);
-            let result = dial_h2(&endpoint, &tls.h2, limit).await;
+            let result = dial_h2(&pool.upstream.outgoing, &endpoint, &tls.h2, limit).await;
             class.dialled(&endpoint.label);
             match result {
                 Ok(established) => {

@@ -13,6 +13,7 @@ use super::credentials::{Class, Credentials};
 use super::endpoint::Endpoint;
 use super::health::Thresholds;
 use crate::config;
+use crate::net::outgoing::Outgoing;
 use crate::observe::Metrics;
 
 /// What all workers share of one upstream.
@@ -28,6 +29,8 @@ pub struct Upstream {
     pub config: ArcSwap<config::Upstream>,
     /// Where things are counted.
     pub metrics: Arc<Metrics>,
+    /// How connections to its endpoints leave.
+    pub outgoing: Arc<Outgoing>,
     /// Told when [`Self::config`] was swapped: whoever decides on the set of endpoints listens.
     pub reconfigured: Notify,
     /// Told when the set of endpoints was swapped: whoever connects to them listens.
@@ -35,7 +38,8 @@ pub struct Upstream {
 }
 
 impl Upstream {
-    /// An upstream without endpoints; [`Self::place`] gives it some.
+    /// An upstream without endpoints; [`Self::place`] gives it some. Nobody intercepts its
+    /// connections, unless [`Self::outgoing`] is set before it is shared.
     pub fn new(config: config::Upstream, credentials: Credentials, metrics: &Arc<Metrics>) -> Self {
         Self {
             name: config.name.as_str().into(),
@@ -43,6 +47,7 @@ impl Upstream {
             credentials,
             config: ArcSwap::from_pointee(config),
             metrics: Arc::clone(metrics),
+            outgoing: Arc::default(),
             reconfigured: Notify::new(),
             placed: Notify::new(),
         }

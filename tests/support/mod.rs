@@ -71,6 +71,7 @@ impl Certs {
             admin: Admin { bind: (Ipv4Addr::LOCALHOST, 0).into() },
             state_dir: None,
             workers: 1,
+            mark: 0,
             log: Log { level: Level::Info, format: LogFormat::Text, access: AccessLog::Errors },
             shutdown: Shutdown { drain_timeout: Duration::from_secs(2) },
             upstreams: vec![Upstream {
@@ -100,6 +101,7 @@ impl Certs {
                 },
             }],
             listeners: vec![Listener {
+                freebind: false,
                 name: "apiserver".into(),
                 bind: vec![(Ipv4Addr::LOCALHOST, 0).into()],
                 upstream: "control-plane".into(),
@@ -147,6 +149,7 @@ pub fn terminate(config: &mut Config) -> &mut Terminate {
 /// A configuration whose listener passes connections through.
 pub fn passing(mut config: Config) -> Config {
     config.listeners[0].mode = Mode::Passthrough(Passthrough {
+        destinations: vec![],
         transparent: false,
         routes: Vec::new(),
         idle_timeout: None,

@@ -19,7 +19,7 @@ use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until};
 
-use crate::net::socket;
+use crate::net::outgoing::Outgoing;
 use crate::upstream::balance;
 use crate::upstream::endpoint::{Endpoint, EndpointState};
 use crate::upstream::pool::Upstream;
@@ -61,7 +61,7 @@ pub async fn connect(upstream: &Upstream) -> Result<Connected, String> {
         if now >= next
             && let Some(endpoint) = candidates.next()
         {
-            attempts.spawn_local(attempt(endpoint));
+            attempts.spawn_local(attempt(Arc::clone(&upstream.outgoing), endpoint));
             next = now + RACE_AFTER;
             continue;
         }
@@ -96,10 +96,10 @@ pub async fn connect(upstream: &Upstream) -> Result<Connected, String> {
     Err(reasons.join("; "))
 }
 
-async fn attempt(endpoint: Arc<Endpoint>) -> Result<Connected, String> {
+async fn attempt(outgoing: Arc<Outgoing>, endpoint: Arc<Endpoint>) -> Result<Connected, String> {
     let mut why = String::new();
     for address in endpoint.socket_addresses() {
-        match socket::connect(address).await {
+        match outgoing.connect(address).await {
             Ok(stream) => {
                 endpoint.metrics.dialled("ok");
                 return Ok((stream, endpoint));

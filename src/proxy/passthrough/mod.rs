@@ -14,6 +14,7 @@ pub mod connect;
 pub mod hello;
 pub mod pump;
 pub mod table;
+pub mod transparent;
 
 use std::cell::Cell;
 use std::net::SocketAddr;
@@ -35,6 +36,7 @@ use crate::upstream::pool::Upstream;
 use hello::Hello;
 use pump::{Broken, Flow, Lane, Side};
 use table::Table;
+use transparent::Transparent;
 
 /// One passthrough listener on one worker.
 pub struct Listener {
@@ -44,6 +46,8 @@ pub struct Listener {
     pub upstream: Arc<Upstream>,
     /// The upstreams of the configured routes, in their order.
     pub routes: Vec<Arc<Upstream>>,
+    /// Present if it is transparent.
+    pub transparent: Option<Transparent>,
     /// How it passes connections through.
     pub config: Passthrough,
     /// Bounds on connections.
@@ -81,16 +85,28 @@ impl Listener {
 }
 
 impl Listener {
-    /// The upstream for a connection, by the server name that it asks for, and what was read to
-    /// know it. What asks for none, or is no TLS, goes where the listener goes.
+    /// The upstream for a connection, by where it was meant to go or by the server name that it
+    /// asks for, and what was read to know it. What asks for none, or is no TLS, goes where the
+    /// listener goes.
     ///
     /// # Errors
-    /// The reason for which the connection ends here: it was closed, or said too little in time.
+    /// The reason for which the connection ends here: it was closed, said too little in time, or
+    /// was not redirected.
     async fn route(
         &self,
         client: &mut TcpStream,
+        from: SocketAddr,
     ) -> Result<(&Arc<Upstream>, Vec<u8>), &'static str> {
         let mut first = Vec::new();
+        if let Some(transparent) = &self.transparent {
+            let meant = transparent.place(client, from, &self.upstream).map_err(|refusal| {
+                transparent.tell(&self.name, from, refusal);
+                refusal.reason()
+            })?;
+            if let Some(upstream) = meant {
+                return Ok((upstream, first));
+            }
+        }
         if self.routes.is_empty() {
             return Ok((&self.upstream, first));
         }
@@ -141,12 +157,12 @@ impl Open {
             return;
         }
         // Boxed: an idle flow carries no room for how it began.
-        let routed = Box::pin(listener.route(&mut client)).await;
+        let routed = Box::pin(listener.route(&mut client, from)).await;
         let (upstream, first) = match routed {
             Ok(routed) => routed,
             Err(reason) => {
                 self.reason.set(reason);
-                tracing::debug!(listener = listener.name, client = %from, reason, "no ClientHello");
+                tracing::debug!(listener = listener.name, client = %from, reason, "not routed");
                 socket::reset(client);
                 return;
             }

@@ -1,0 +1,129 @@
+//! Where a redirected connection was meant to go: an address or a network, and a port or any.
+
+use std::fmt;
+use std::net::{IpAddr, SocketAddr};
+
+use super::address::split;
+use super::errors::quote;
+
+/// Some addresses that a redirected connection may have been meant for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Destination {
+    /// The network's address, or the only one; no bits are set beyond the prefix.
+    network: IpAddr,
+    /// Leading bits that count.
+    prefix: u8,
+    /// `None`: any.
+    port: Option<u16>,
+}
+
+impl Destination {
+    /// Whether the address is one of them.
+    pub fn contains(&self, address: SocketAddr) -> bool {
+        masked(address.ip().to_canonical(), self.prefix) == Some(self.network)
+            && self.port.is_none_or(|port| port == address.port())
+    }
+
+    /// Reads `10.96.0.1:443`, `[fd00::5]:6443`, `10.0.0.5`, `10.0.0.0/24` or `fd00::/64`.
+    pub(super) fn parse(text: &str) -> Result<Self, String> {
+        let fail = |why: &str| {
+            Err(format!(
+                "{} {why}: write it as 10.0.0.5:6443, \"[fd00::5]:6443\" or 10.0.0.0/24",
+                quote(text)
+            ))
+        };
+        let (ip, prefix, port) = if let Some((ip, prefix)) = text.split_once('/') {
+            let digits = !prefix.is_empty() && prefix.bytes().all(|b| b.is_ascii_digit());
+            let Some(prefix) = prefix.parse::<u8>().ok().filter(|_| digits) else {
+                return fail("has no valid prefix length");
+            };
+            (ip, Some(prefix), None)
+        } else if text.parse::<IpAddr>().is_ok() {
+            (text, None, None)
+        } else {
+            let (ip, port) = split(text, "10.0.0.5:6443 or \"[fd00::5]:6443\"")?;
+            (ip, None, Some(port))
+        };
+        let Ok(ip) = ip.parse::<IpAddr>() else { return fail("has no IP address") };
+        let prefix = prefix.unwrap_or(bits(ip));
+        match masked(ip, prefix) {
+            None => fail("has a prefix that is too long"),
+            Some(network) if network != ip => {
+                Err(format!("{} has bits beyond its prefix: {network}/{prefix}?", quote(text)))
+            }
+            Some(_) if port == Some(0) => fail("has port 0, where nothing goes"),
+            Some(network) => Ok(Self { network, prefix, port }),
+        }
+    }
+}
+
+impl fmt::Display for Destination {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.port {
+            Some(port) => SocketAddr::new(self.network, port).fmt(f),
+            None if self.prefix == bits(self.network) => self.network.fmt(f),
+            None => write!(f, "{}/{}", self.network, self.prefix),
+        }
+    }
+}
+
+fn bits(ip: IpAddr) -> u8 {
+    if ip.is_ipv4() { 32 } else { 128 }
+}
+
+/// The address with all bits beyond the prefix cleared; `None` if it has fewer bits than that.
+fn masked(ip: IpAddr, prefix: u8) -> Option<IpAddr> {
+    let beyond = u32::from(bits(ip).checked_sub(prefix)?);
+    Some(match ip {
+        IpAddr::V4(ip) => {
+            IpAddr::V4((ip.to_bits() & u32::MAX.checked_shl(beyond).unwrap_or(0)).into())
+        }
+        IpAddr::V6(ip) => {
+            IpAddr::V6((ip.to_bits() & u128::MAX.checked_shl(beyond).unwrap_or(0)).into())
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_in_and_what_is_not() {
+        for (text, inside, outside) in [
+            ("10.96.0.1:443", "10.96.0.1:443", "10.96.0.1:444"),
+            ("10.96.0.1:443", "10.96.0.1:443", "10.96.0.2:443"),
+            ("10.96.0.1", "10.96.0.1:9", "10.96.0.2:9"),
+            ("10.0.0.0/24", "10.0.0.255:1", "10.0.1.0:1"),
+            ("0.0.0.0/0", "203.0.113.9:1", "[::1]:1"),
+            ("[fd00::5]:6443", "[fd00::5]:6443", "[fd00::5]:443"),
+            ("fd00::/64", "[fd00::ffff:1]:1", "[fd00:0:0:1::]:1"),
+            ("::/0", "[2001:db8::1]:1", "10.0.0.1:1"),
+        ] {
+            let destination = Destination::parse(text).unwrap();
+            assert!(destination.contains(inside.parse().unwrap()), "{inside} in {text}");
+            assert!(!destination.contains(outside.parse().unwrap()), "{outside} in {text}");
+            assert_eq!(destination.to_string(), text);
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_read() {
+        for (text, why) in [
+            ("10.0.0.1/24", "bits beyond its prefix: 10.0.0.0/24?"),
+            ("10.0.0.0/33", "a prefix that is too long"),
+            ("10.0.0.0/+8", "no valid prefix length"),
+            ("10.0.0.0/", "no valid prefix length"),
+            ("10.0.0.0/8:443", "no valid prefix length"),
+            ("10.0.0.1:0", "port 0"),
+            ("lb.example.com:443", "no IP address"),
+            ("lb.example.com", "no port"),
+            ("https://10.0.0.1", "no valid prefix length"),
+            ("", "no port"),
+            ("fd00::/129", "a prefix that is too long"),
+        ] {
+            let error = Destination::parse(text).unwrap_err();
+            assert!(error.contains(why), "{text}: {error}");
+        }
+    }
+}

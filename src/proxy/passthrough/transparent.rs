@@ -1,0 +1,117 @@
+//! A transparent listener: connections were meant for somebody else, and nftables redirected them
+//! here. Where they were meant to go picks the upstream; what was meant for us is refused.
+//!
+//! A direct connection is refused because it would hide a mistake: whoever connects here by name
+//! needs no interception, and finds none when the rules are gone. A connection of our own that came
+//! back is refused because passing it on would send it round for ever.
+
+use std::cell::RefCell;
+use std::fmt;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::net::TcpStream;
+use tokio::time::Instant;
+
+use crate::config::Destination;
+use crate::net::intercepted::{self, Arrival};
+use crate::observe::Repeats;
+use crate::upstream::pool::Upstream;
+
+/// The same refusal is logged once in this time.
+const WINDOW: Duration = Duration::from_secs(10);
+
+/// What a transparent listener knows beside a plain one.
+#[derive(Debug)]
+pub struct Transparent {
+    /// Every address that this process listens on.
+    listening: Arc<[SocketAddr]>,
+    /// Upstreams by original destination; the first match counts.
+    destinations: Vec<(Vec<Destination>, Arc<Upstream>)>,
+    told: RefCell<Repeats>,
+}
+
+/// Why a connection is not passed on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Refusal {
+    /// Nobody redirected it.
+    NotRedirected(SocketAddr),
+    /// It came back to us.
+    Loop(SocketAddr),
+    /// It was gone before we looked.
+    Gone,
+}
+
+impl Refusal {
+    /// As the metric names it.
+    pub fn reason(self) -> &'static str {
+        match self {
+            Self::NotRedirected(_) => "not_redirected",
+            Self::Loop(_) => "loop",
+            Self::Gone => "client_reset",
+        }
+    }
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NotRedirected(to) => write!(
+                f,
+                "somebody connected to {to} itself, and this listener is transparent: it takes only \
+                 what nftables redirects (deploy/nftables); use a listener without `transparent` \
+                 for direct connections"
+            ),
+            Self::Loop(to) => write!(
+                f,
+                "our own connection to {to} came back: the rules of the interception must let pass \
+                 what carries our mark (`mark` here, own_mark in deploy/nftables)"
+            ),
+            Self::Gone => f.write_str("the client has gone"),
+        }
+    }
+}
+
+impl Transparent {
+    /// For a listener of a process that listens on all of `listening`.
+    pub fn new(
+        listening: Arc<[SocketAddr]>,
+        destinations: Vec<(Vec<Destination>, Arc<Upstream>)>,
+    ) -> Self {
+        Self { listening, destinations, told: RefCell::new(Repeats::new(WINDOW)) }
+    }
+
+    /// The upstream that a connection's original destination asks for; `None` leaves it to the
+    /// listener. `own` is the listener's upstream: it knows what we have begun ourselves.
+    ///
+    /// # Errors
+    /// Why it is refused.
+    pub fn place(
+        &self,
+        stream: &TcpStream,
+        from: SocketAddr,
+        own: &Upstream,
+    ) -> Result<Option<&Arc<Upstream>>, Refusal> {
+        match intercepted::arrival(stream, from, &self.listening, &own.outgoing) {
+            Err(_) => Err(Refusal::Gone),
+            Ok(Arrival::Direct(to)) => Err(Refusal::NotRedirected(to)),
+            Ok(Arrival::Ours(to) | Arrival::ForUs(to)) => Err(Refusal::Loop(to)),
+            Ok(Arrival::Redirected(to)) => Ok(self.wanted(to)),
+        }
+    }
+
+    fn wanted(&self, to: SocketAddr) -> Option<&Arc<Upstream>> {
+        let mut all = self.destinations.iter();
+        let found = all.find(|(some, _)| some.iter().any(|destination| destination.contains(to)));
+        found.map(|(_, upstream)| upstream)
+    }
+
+    /// Logs a refusal, each kind once in a while.
+    pub fn tell(&self, listener: &str, from: SocketAddr, refusal: Refusal) {
+        let told = self.told.borrow_mut().admit(refusal.reason(), Instant::now());
+        if let Some(left_out) = told {
+            tracing::warn!(listener, client = %from, left_out, "refused: {refusal}");
+        }
+    }
+}

@@ -18,6 +18,7 @@ use jackstay::doctor::dns::Resolver;
 use jackstay::doctor::examine;
 use jackstay::doctor::findings::{Cause, Finding, Level, judge};
 use jackstay::doctor::observations::{Observations, Source, Step};
+use jackstay::doctor::report;
 use jackstay::doctor::target::{Files, Plan, Target, Trust};
 use jackstay::kubeconfig::access::Server;
 
@@ -194,7 +195,7 @@ fn a_sick_endpoint() {
 fn a_token_that_nobody_knows() {
     let world = World::new();
     let token = world.dir.path().join("token");
-    std::fs::write(&token, "unknown\n").unwrap();
+    std::fs::write(&token, "planted-and-unknown\n").unwrap();
     let trust = Trust::of_files(&Files {
         ca: Some(world.dir.path().join("ca.crt")),
         certificate: None,
@@ -202,8 +203,10 @@ fn a_token_that_nobody_knows() {
     });
     let server = Server::parse(&world.server.addr.to_string()).unwrap();
     let target = Target::new(&server, Source::Given, None, &trust.unwrap()).unwrap();
-    let (_, found) = examine(Plan { targets: vec![target], ..Plan::default() }, 2);
+    let (seen, found) = examine(Plan { targets: vec![target], ..Plan::default() }, 2);
     assert_first(&found, Cause::Unauthorized);
+    let all = report::json(&seen, &found, &[]).to_string() + &report::text(&seen, &found, &[]);
+    assert!(!all.contains("planted"), "{all}");
 }
 
 #[test]

@@ -381,6 +381,37 @@ mod tests {
     }
 
     #[test]
+    fn a_certificate_that_will_be_renewed_may_have_expired() {
+        let dir = dir();
+        dir.cert("old", "localhost", 2020, 2026);
+        let pem = |name: &str| fs::read_to_string(dir.0.path().join(name)).unwrap();
+        dir.write("old.pem", &format!("{}{}", pem("old.crt"), pem("old.key")));
+        let check = |issuer: &str| {
+            let text = format!(
+                "upstreams: [{{name: u, endpoints: ['10.0.0.1:6443'], tls: {{ca_file: DIR/ca.crt}}}}]\n\
+                 listeners: [{{name: l, bind: ['127.0.0.1:0'], upstream: u, tls: {{cert_file: \
+                 DIR/old.pem, key_file: DIR/old.pem, issuer: {{{issuer}}}}}}}]\n"
+            );
+            dir.write("c.yaml", &text.replace("DIR", &dir.0.path().display().to_string()));
+            let file = dir.0.path().join("c.yaml");
+            let config = load(&file, [], &Overrides::default()).unwrap().config;
+            let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_782_864_000);
+            check_files(&file, &config, now)
+        };
+        assert_eq!(check("").errors.len(), 1);
+        let made = crate::net::local_ca::create("local", SystemTime::now()).unwrap();
+        dir.write("local.crt", &made.certificate);
+        dir.write("local.key", &made.key);
+        let found = check("cert_file: DIR/local.crt, key_file: DIR/local.key");
+        assert_eq!(found.errors, []);
+        let note = "expired on 2026-01-01; it is renewed at the start";
+        assert!(found.notes.iter().any(|n| n.contains(note)), "{:?}", found.notes);
+        // One that cannot sign cannot renew.
+        let found = check("cert_file: DIR/node.crt, key_file: DIR/node.key");
+        assert!(found.errors[0].to_string().contains("is not the certificate of a CA"));
+    }
+
+    #[test]
     fn the_command_prints_and_exits() {
         let dir = dir();
         dir.check("", "ok", &[]);

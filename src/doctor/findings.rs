@@ -123,7 +123,7 @@ pub fn judge(seen: &Observations) -> Vec<Finding> {
     path::reach(seen, &mut found);
     for endpoint in &seen.endpoints {
         path::credential(endpoint, &mut found);
-        path::flows(endpoint, &mut found);
+        path::flows(endpoint, seen, &mut found);
         path::readiness(endpoint, &mut found);
         path::unsteady(endpoint, &mut found);
     }

@@ -136,8 +136,25 @@ impl Trust {
             Credential::Token(token) => trust.token = Some(token_header(token)?),
             Credential::TokenFile(file) => trust.token = Some(token_of_file(file)?),
             Credential::Anonymous => {}
+            // It is asked only where its answer may be shown.
+            Credential::Exec(plugin) if trust.roots.is_some() => match plugin.run() {
+                Ok(yielded) => {
+                    trust.token = yielded.token.as_deref().map(token_header).transpose()?;
+                    if let Some((cert_pem, key_pem)) = yielded.certificate {
+                        let origin = PathBuf::from(format!("what {:?} yielded", plugin.command));
+                        let loaded = cert_from_pem(
+                            (&origin, cert_pem.as_bytes()),
+                            (&origin, key_pem.as_bytes()),
+                        );
+                        trust.certificate = Some(Arc::new(loaded.map_err(|e| e.to_string())?));
+                    }
+                }
+                Err(error) => {
+                    notes.push(format!("{error}: nothing is asked that needs a credential"));
+                }
+            },
             other => notes.push(format!(
-                "{} is not run here: nothing is asked that needs a credential",
+                "{} is not used here: nothing is asked that needs a credential",
                 other.describe()
             )),
         }

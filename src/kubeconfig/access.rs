@@ -3,6 +3,7 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use super::exec::Plugin;
 use super::load::{Error, entry, names};
 use super::tree::Node;
 
@@ -115,7 +116,7 @@ pub enum Credential {
     /// A bearer token in a file.
     TokenFile(PathBuf),
     /// A plugin that yields one or the other.
-    Exec(String),
+    Exec(Plugin),
     /// Something else that travels in a header (basic, auth-provider).
     Other(&'static str),
 }
@@ -226,9 +227,7 @@ fn credential(user: &Node) -> Result<Credential, String> {
         (None, None) => match (user.str("tokenFile"), user.str("token"), user.get("exec")) {
             (Some(file), ..) => Credential::TokenFile(PathBuf::from(file)),
             (None, Some(token), _) => Credential::Token(token.to_owned()),
-            (None, None, Some(exec @ Node::Map(_))) => {
-                Credential::Exec(exec.str("command").unwrap_or_default().to_owned())
-            }
+            (None, None, Some(exec @ Node::Map(_))) => Credential::Exec(Plugin::of(exec)?),
             _ if user.str("username").is_some() => Credential::Other("a password"),
             _ if user.get("auth-provider").is_some_and(|p| !p.is_empty()) => {
                 Credential::Other("an auth-provider")

@@ -3,10 +3,12 @@
 //! * [`tree`] keeps what it does not know.
 //! * [`load`] finds the files and merges them.
 //! * [`access`] says what one context stands for: a server, how to verify it, who the user is.
+//! * [`exec`] runs a credential plugin.
 //! * [`moved`] changes one cluster, and remembers in it what it was.
 //! * [`setup`] makes the files that a jackstay between the two needs.
 
 pub mod access;
+pub mod exec;
 pub mod load;
 pub mod moved;
 pub mod setup;

@@ -329,14 +329,15 @@ fn identity(
 ) -> Result<(), Error> {
     let (certificate, key) = match &access.credential {
         Credential::Certificate(certificate, key) => (certificate, key),
-        Credential::Exec(command) => {
+        Credential::Exec(plugin) => {
             if let Some(file) = &request.client_ca_file {
                 listener.set("client_ca_file", path(file));
             }
             plan.notes.push(format!(
-                "the exec plugin {command:?} runs in the client as before: its tokens pass; if it \
+                "the exec plugin {:?} runs in the client as before: its tokens pass; if it \
                  yields client certificates, use --mode passthrough, since here jackstay would \
-                 need them too (listeners[0].identities)"
+                 need them too (listeners[0].identities)",
+                plugin.command
             ));
             return Ok(());
         }

@@ -196,6 +196,10 @@ class NewUser(WithRig, unittest.TestCase):
         self.assertEqual(set(endpoints), {f"{a}:{PORT}" for a in ADDRESSES.values()}, report)
         for row in report["summary"]:
             log(f"doctor: {row['address']} " + ", ".join(f"{s['step']} {s['p50_ms']:.1f}" for s in row["steps"]))
+        plugin = self.doctor("--kubeconfig", self.kubeconfig(self.plugin({"token": TOKEN})), "--duration", "2s", code=0)
+        self.assertTrue(all(e["authenticated"] for e in plugin["observations"]["endpoints"]), plugin)
+        self.assertNotIn(TOKEN, json.dumps(plugin))
+        given = self.kubeconfig(self.certificate_user())
         self.rig.faults.drop_etcd("b")
         try:
             report = self.doctor("--kubeconfig", given, "--duration", "10s", code=1)

@@ -100,7 +100,17 @@ pub(super) fn credential(endpoint: &Endpoint, found: &mut Vec<Finding>) {
     }
 }
 
-pub(super) fn flows(endpoint: &Endpoint, found: &mut Vec<Finding>) {
+pub(super) fn flows(endpoint: &Endpoint, seen: &Observations, found: &mut Vec<Finding>) {
+    let keeps = |other: &&Endpoint| {
+        other.source == Source::Cluster
+            && !other.lasting.is_empty()
+            && other.lasting.iter().all(|lasting| lasting.silent_ms.is_none())
+    };
+    let direct = if seen.endpoints.iter().any(|other| keeps(&other)) {
+        "; on direct paths they last"
+    } else {
+        ""
+    };
     let works_since = |from: f64| {
         let later = endpoint.fresh.iter().filter(|a| a.at_ms.0 >= from);
         later.filter(|a| a.time(Step::Http2).is_some()).count()
@@ -123,7 +133,7 @@ pub(super) fn flows(endpoint: &Endpoint, found: &mut Vec<Finding>) {
             ),
             format!(
                 "a connection answered {} PINGs and then nothing for {:.1} s; {fresh} fresh \
-                 connections succeeded beside it",
+                 connections succeeded beside it{direct}",
                 lasting.pongs,
                 silent.0 / 1000.0
             ),
@@ -179,10 +189,12 @@ pub(super) fn loss(seen: &Observations, found: &mut Vec<Finding>) {
         let (pongs, late) = (sum(|l| l.pongs), sum(|l| l.late));
         let retransmitted = sum(|l| l.retransmitted as usize);
         let connects = late_connects(endpoint);
-        // A slow server is late as well; lost packets leave their trace in our own kernel.
+        // A slow server is late as well; what is lost is sent again by our own kernel, nearly each
+        // time: the PING itself, or for want of the acknowledgement that its PONG carries.
         let lost = late + connects;
         let share = late as f64 / pongs.max(1) as f64;
-        if pongs >= 20 && lost >= 3 && share >= LOSS && retransmitted + connects >= 2 {
+        let resent = retransmitted + connects;
+        if pongs >= 20 && lost >= 3 && share >= LOSS && resent >= 2 && resent * 3 >= lost {
             paths.push((endpoint, share, late, pongs, retransmitted));
         }
     }

@@ -39,8 +39,7 @@ def status():
     return json.loads(admin("/status"))
 
 
-def upstream(rig):
-    return {"name": "control-plane", "endpoints": [f"{address}:{PORT}" for address in ADDRESSES.values()],
+UPSTREAM = {"name": "control-plane", "endpoints": [f"{address}:{PORT}" for address in ADDRESSES.values()],
             "tls": {"ca_file": "/etc/kubernetes/pki/ca.crt"}}
 
 
@@ -67,7 +66,7 @@ def write_config(rig, mode, identities=(), **more):
         listener |= {"tls": {"cert_file": "/etc/jackstay/tls.crt", "key_file": "/etc/jackstay/tls.key"},
                      "client_ca_file": "/etc/kubernetes/pki/ca.crt",
                      "identities": kept}
-    text = yaml({"upstreams": [upstream(rig)], "listeners": [listener], **more}).lstrip("\n") + "\n"
+    text = yaml({"upstreams": [UPSTREAM], "listeners": [listener], **more}).lstrip("\n") + "\n"
     fresh = CONFIG.with_suffix(".new")
     fresh.write_text(text)
     fresh.replace(CONFIG)

@@ -4,6 +4,7 @@ Promised is that a node is Ready again within 30 s, whatever was killed; CI asse
 """
 
 import itertools
+import json
 import os
 import re
 import signal
@@ -14,8 +15,8 @@ import uuid
 from pathlib import Path
 
 from cases import WithRig
-from deployed import DEPLOY, KUBELET_CONF, KUBELET_PEM, SERVER, Booted, FreshNode, admin, place, process_of, quiet, status, write_config
-from rig import ADDRESSES, IMAGE, KUBERNETES, NODE_IP, WATCHES, Jackstay, complaints, log, sh, wait_for
+from deployed import DEPLOY, KUBELET_CONF, KUBELET_PEM, SERVER, UPSTREAM, Booted, FreshNode, admin, place, process_of, quiet, status, write_config
+from rig import ADDRESSES, IMAGE, KUBERNETES, NODE_IP, WATCHES, Jackstay, complaints, log, sh, wait_for, yaml
 
 LONG = bool(os.environ.get("JACKSTAY_REAL_LONG"))
 NOISE = 2  # CI asserts so many times the promised time.
@@ -71,9 +72,6 @@ class StaticPod(WithRig, unittest.TestCase):
         """The node is Ready, and has said so after this moment."""
         return self.rig.ready(self.node.NAME) and self.node.renewed() > moment
 
-    def mirror(self):
-        return self.rig.control.get(f"/api/v1/namespaces/kube-system/pods/jackstay-{self.node.NAME}").json
-
     def test_1_from_bootstrap_to_ready(self):
         wait_for("the node to be Ready", lambda: self.ready_since(self.begun), 120)
         log(f"from nothing to Ready in {time.time() - self.begun:.1f} s")
@@ -87,13 +85,8 @@ class StaticPod(WithRig, unittest.TestCase):
         identity, = status()["listeners"][0]["identities"]
         self.assertEqual((identity["state"], identity["error"]), ("loaded", None))
         self.assertIn(f"system:node:{self.node.NAME}", identity["subject"])
-        nodes = self.rig.audit(lambda e: e["verb"] == "update" and e["requestURI"].endswith(f"/leases/{self.node.NAME}?timeout=10s"))
-        self.assertEqual({e["user"]["username"] for e in nodes}, {f"system:node:{self.node.NAME}"})
-
-        def running():
-            return any(c["type"] == "Ready" and c["status"] == "True" for c in self.mirror()["status"].get("conditions", []))
-        wait_for("the mirror pod to be Ready", running, 60)
-        self.assertEqual(self.mirror()["spec"]["priorityClassName"], "system-node-critical")
+        said = self.rig.audit(lambda e: e["verb"] == "patch" and f"/nodes/{self.node.NAME}/status" in e["requestURI"])
+        self.assertEqual({e["user"]["username"] for e in said}, {f"system:node:{self.node.NAME}"})
 
     def test_2_confined(self):
         """What the manifest asks for is what the process has."""
@@ -123,6 +116,61 @@ class StaticPod(WithRig, unittest.TestCase):
         self.rig.control.must("DELETE", path)
         wait_for("the pod's removal", lambda: self.rig.control.get(path).code == 404, 60)
 
+    def test_4_load_balancer(self):
+        """The DaemonSet on a node of the control plane; the address of the load balancer leads to it."""
+        rig, address, port = self.rig, "10.99.0.100", 8443
+        sh("ip", "addr", "replace", f"{address}/32", "dev", "lo")
+        self.addCleanup(sh, "ip", "addr", "del", f"{address}/32", "dev", "lo")
+        overlay = rig.dir / "overlay"
+        overlay.mkdir()
+        config = {"admin": {"bind": "127.0.0.1:9644"}, "upstreams": [UPSTREAM], "listeners": [
+            {"name": "load-balancer", "bind": [f"{address}:{port}"], "mode": "passthrough", "upstream": "control-plane"}]}
+        (overlay / "jackstay.yaml").write_text(yaml(config).lstrip("\n") + "\n")
+        (overlay / "kustomization.yaml").write_text(json.dumps({
+            "namespace": "kube-system", "resources": [os.path.relpath(DEPLOY / "load-balancer", overlay)],
+            "configMapGenerator": [{"name": "jackstay-load-balancer", "behavior": "replace", "files": ["jackstay.yaml"]}]}))
+        rig.control.must("PATCH", f"/api/v1/nodes/{self.node.NAME}", {"metadata": {"labels": {"node-role.kubernetes.io/control-plane": ""}}},
+                         content_type="application/merge-patch+json")
+        admin_config = rig.kubeconfig("load-balancer-admin", rig.server("c"), cert=rig.admin_cert)
+        applied = rig.kubectl(admin_config, "apply", "-k", overlay)
+        self.assertEqual(applied.returncode, 0, applied.stderr)
+        self.addCleanup(wait_for, "the end of its pod", lambda: len(process_of()) == 1, 60)
+        self.addCleanup(rig.kubectl, admin_config, "delete", "-k", overlay, "--wait=false")
+        pods = "/api/v1/namespaces/kube-system/pods?labelSelector=app.kubernetes.io%2Fcomponent%3Dload-balancer"
+
+        def pod():
+            return next(iter(rig.control.get(pods).json["items"]), None)
+        name = wait_for("the controller's pod", pod, 30)["metadata"]["name"]
+        # There is no scheduler in the rig.
+        rig.control.must("POST", f"/api/v1/namespaces/kube-system/pods/{name}/binding", {
+            "apiVersion": "v1", "kind": "Binding", "metadata": {"name": name}, "target": {"kind": "Node", "name": self.node.NAME}})
+        wait_for("the pod to be Ready", lambda: any(c["type"] == "Ready" and c["status"] == "True" for c in pod()["status"].get("conditions", [])), 60)
+        # In the apiserver's certificate is the name that the load balancer has; here, another one.
+        client = rig.kubeconfig("load-balancer-client", f"https://{address}:{port}", cert=rig.admin_cert)
+
+        def nodes():
+            return self.node.NAME in rig.kubectl(client, "--tls-server-name=kubernetes", "--request-timeout=5s", "get", "nodes").stdout
+        self.assertTrue(nodes())
+        for apiserver in "ab":
+            rig.apiservers[apiserver].kill()
+        wait_for("an answer by the last apiserver", nodes, 10)
+
+    def test_5_pod(self):
+        """The cluster sees a pod that is Ready, and what it has needed is what the manifest asks for."""
+        def ready():  # kubelet shows a static pod when it next looks at it, once a minute.
+            pod = self.rig.control.get(f"/api/v1/namespaces/kube-system/pods/jackstay-{self.node.NAME}").json
+            return any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", [])) and pod
+        pod = wait_for("the mirror pod to be Ready", ready, 120)
+        self.assertEqual((pod["spec"]["priorityClassName"], pod["status"]["containerStatuses"][0]["restartCount"]), ("system-node-critical", 0))
+        pid, = process_of()
+        peak = int(re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())[1])
+        used = sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13])) / os.sysconf("SC_CLK_TCK")
+        log(f"peak of memory {peak / 1024:.1f} MiB, {used:.2f} s of CPU in {time.time() - Path(f'/proc/{pid}').stat().st_ctime:.0f} s")
+        manifest = (DEPLOY / "static-pod/jackstay.yaml").read_text()
+        request, limit = (int(m) for m in re.findall(r"memory: (\d+)Mi", manifest))
+        self.assertLess(peak, request * 1024)
+        self.assertLessEqual(8 * request, limit)
+
     def kill(self, what):
         if what == "kubelet":
             self.node.kubelet.send(signal.SIGKILL)
@@ -134,33 +182,48 @@ class StaticPod(WithRig, unittest.TestCase):
             for apiserver in self.rig.apiservers.values():
                 apiserver.kill()
 
-    def test_4_killed_in_any_order(self):
+    def kill_in_order(self, order):
         """kubelet is started again as systemd would, the apiservers as their own kubelet would, jackstay
         by the kubelet of its node."""
-        self.ready_since(0) or wait_for("the node to be Ready", lambda: self.ready_since(0), 60)
-        took = {}
-        for order in itertools.permutations(("kubelet", "jackstay", "apiservers")):
-            for what in order:
-                self.kill(what)
-                killed = time.time()
-                time.sleep(0.5)  # It is an order only if what follows finds it done.
-            self.node.kubelet.start()
-            for apiserver in self.rig.apiservers.values():
-                apiserver.start(wait=False)
-            wait_for(f"the node to be Ready after {order}", lambda: self.ready_since(killed), 30 * NOISE)
-            took[" ".join(order)] = time.time() - killed
-            log(f"    {', then '.join(order)}: Ready again after {took[' '.join(order)]:.1f} s")
-            self.assertEqual(len(process_of()), 1)
-        # One at a time, which leaves the others to notice.
-        for what in ("kubelet", "jackstay", "apiservers") if LONG else ():
+        wait_for("the node to be Ready", lambda: self.ready_since(0), 60)
+        for what in order:
             self.kill(what)
             killed = time.time()
-            if what == "kubelet":
-                self.node.kubelet.start()
-            if what == "apiservers":
-                self.rig.heal()
-            wait_for(f"the node to be Ready after {what}", lambda: self.ready_since(killed) and len(process_of()) == 1, 30 * NOISE)
-            log(f"    {what} alone: Ready again after {time.time() - killed:.1f} s")
+            time.sleep(0.5)  # It is an order only if what follows finds it done.
+        if "kubelet" in order:
+            self.node.kubelet.start()
+        if "apiservers" in order:
+            for apiserver in self.rig.apiservers.values():
+                apiserver.start(wait=False)
+        wait_for(f"the node to be Ready after {order}", lambda: self.ready_since(killed), 30 * NOISE)
+        log(f"    killed {', then '.join(order)}: Ready again after {time.time() - killed:.1f} s")
+        self.assertEqual(len(process_of()), 1)
+
+    def test_6_killed_in_any_order(self):
+        """The short form has three orders of six: each of them first, second and last once."""
+        orders = list(itertools.permutations(("kubelet", "jackstay", "apiservers")))
+        for order in orders if LONG else [orders[0], orders[3], orders[4]]:
+            self.kill_in_order(order)
+        for one in ("kubelet", "jackstay", "apiservers") if LONG else ():
+            self.kill_in_order((one,))
+
+    def test_7_passthrough(self):
+        """The other manifest takes its place: not root, no key, and kubelet's TLS is the apiserver's."""
+        before = process_of()
+        sh("install", "-d", "-m", "0755", "-o", "65532", "-g", "65532", "/var/lib/jackstay")
+        write_config(self.rig, "passthrough")
+        place("jackstay-l4.yaml")
+        began = time.time()
+        wait_for("the other pod", lambda: process_of() and process_of() != before, 60)
+        wait_for("the node to be Ready", lambda: self.ready_since(began), 60)
+        log(f"static pod replaced: kubelet's next sign of life after {time.time() - began:.1f} s")
+        pid, = process_of()
+        said = Path(f"/proc/{pid}/status").read_text()
+        self.assertRegex(said, r"Uid:\t65532\t65532\t65532\t65532\nGid:\t65532")
+        self.assertRegex(said, r"CapPrm:\t0{16}\n(.*\n)*CapBnd:\t0{16}\n")
+        self.assertEqual(status()["listeners"][0]["mode"], "passthrough")
+        for order in itertools.permutations(("kubelet", "jackstay", "apiservers")) if LONG else [("apiservers", "jackstay", "kubelet")]:
+            self.kill_in_order(order)
 
 
 class Service(WithRig, unittest.TestCase):

@@ -311,6 +311,16 @@ class Service(WithRig, unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertEqual((self.systemd.show("Result"), self.systemd.show("ExecMainStatus"), process_of()), ("success", "0", []))
 
+    def test_7_not_root(self):
+        """As the unit says for a configuration without identities."""
+        write_config(self.rig, "passthrough")
+        (self.systemd.units / f"{self.UNIT.name}.d/user.conf").write_text("[Service]\nDynamicUser=yes\n")
+        self.systemd.ctl("daemon-reload", check=True)
+        self.start()
+        wait_for("a request through it", self.served, 10)
+        said = Path(f"/proc/{self.systemd.main_pid()}/status").read_text()
+        self.assertNotRegex(said, r"Uid:.*\t0\b")
+
 
 class Controllers(WithRig, unittest.TestCase):
     """kube-controller-manager and kube-proxy, whose caches are made of watches, see none of the faults."""

@@ -29,7 +29,7 @@ def built(name):
     return path
 
 
-def admin(path, timeout=3):
+def admin(path, timeout=10):
     """Body of an answer of the admin endpoint; raises unless it is a 200."""
     with urllib.request.urlopen(ADMIN + path, timeout=timeout) as answer:
         return answer.read().decode()

@@ -241,6 +241,9 @@ impl App {
             pulses,
             draining,
         ));
+        if let Ok(address) = self.admin.local_addr() {
+            tracing::info!(%address, "the admin endpoint listens");
+        }
         for listener in &listeners {
             tracing::info!(
                 listener = listener.config.name,

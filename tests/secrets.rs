@@ -1,0 +1,281 @@
+//! No secret ever leaves by the log or the admin endpoint: secrets are planted wherever a client, an
+//! operator or an apiserver can put one, everything that jackstay says is kept, and searched.
+//!
+//! The real binary with the loudest log there is: trace, every request, in both formats.
+
+mod support;
+
+use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
+
+use base64::Engine as _;
+use base64::engine::general_purpose::{STANDARD, URL_SAFE_NO_PAD};
+use http::Method;
+use jackstay::demo::client::Client;
+use jackstay::demo::identity::User;
+use serde_json::json;
+use support::{MAPS, PATIENCE, World};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+
+const BEARER: &str = "hunter2-bearer-AbCdEf0123456789";
+const WRONG_BEARER: &str = "hunter2-wrong-AbCdEf0123456789";
+const PROBE_TOKEN: &str = "hunter2-probe-token-file-012345";
+const SUBPROTOCOL: &str = "hunter2-in-subprotocol-01234567";
+const QUERY: &str = "hunter2-in-query-AbCdEf012345678";
+const COMMAND: &str = "hunter2-in-exec-command-0123456";
+const COOKIE: &str = "hunter2-in-cookie-AbCdEf01234567";
+const BASIC: &str = "hunter2-in-basic-AbCdEf012345678";
+const IMPERSONATED: &str = "hunter2-impersonated-0123456789";
+const REMOTE: &str = "hunter2-x-remote-user-012345678";
+const BODY: &str = "hunter2-in-body-of-secret-012345";
+const PLANTED: &[&str] = &[
+    BEARER,
+    WRONG_BEARER,
+    PROBE_TOKEN,
+    SUBPROTOCOL,
+    QUERY,
+    COMMAND,
+    COOKIE,
+    BASIC,
+    IMPERSONATED,
+    REMOTE,
+    BODY,
+];
+
+/// A running jackstay and what it says on stderr.
+struct Running {
+    child: Child,
+    lines: Receiver<String>,
+    said: String,
+}
+
+impl Running {
+    fn start(config: &std::path::Path) -> Self {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_jackstay"))
+            .args(["run", "--config"])
+            .arg(config)
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("it starts");
+        let stderr = BufReader::new(child.stderr.take().expect("a pipe"));
+        let (send, lines) = channel();
+        std::thread::spawn(move || {
+            for line in stderr.lines().map_while(Result::ok) {
+                let _ = send.send(line);
+            }
+        });
+        Self { child, lines, said: String::new() }
+    }
+
+    /// The address in the first line that has `word`.
+    fn address(&mut self, word: &str) -> SocketAddr {
+        loop {
+            let line = self.lines.recv_timeout(PATIENCE).expect("it says where it listens");
+            self.said.push_str(&line);
+            self.said.push('\n');
+            if line.contains(word) {
+                let at = line.find("127.0.0.1:").expect("an address");
+                let port = |c: char| c.is_ascii_digit() || c == '.' || c == ':';
+                let text: String = line[at..].chars().take_while(|c| port(*c)).collect();
+                return text.parse().expect("an address");
+            }
+        }
+    }
+
+    /// Ends it, and returns everything it has said.
+    fn end(mut self) -> String {
+        let id = self.child.id().to_string();
+        assert!(Command::new("kill").args(["-TERM", &id]).status().expect("kill").success());
+        // Until the pipe is closed.
+        for line in &self.lines {
+            self.said.push_str(&line);
+            self.said.push('\n');
+        }
+        self.child.wait().expect("it ends");
+        std::mem::take(&mut self.said)
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+async fn page(admin: SocketAddr, path: &str) -> String {
+    let mut stream = TcpStream::connect(admin).await.expect("it listens");
+    let request = format!("GET {path} HTTP/1.0\r\n\r\n");
+    stream.write_all(request.as_bytes()).await.expect("it reads");
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await.expect("it answers");
+    answer
+}
+
+/// The forms in which a secret might appear.
+fn forms(secret: &str) -> Vec<String> {
+    let hex: String = secret.bytes().map(|byte| format!("{byte:02x}")).collect();
+    let list: Vec<String> = secret.bytes().map(|byte| byte.to_string()).collect();
+    let bare = STANDARD.encode(secret).trim_end_matches('=').to_owned();
+    vec![secret.to_owned(), bare, URL_SAFE_NO_PAD.encode(secret), hex, list.join(", ")]
+}
+
+/// Sends a GET and waits for the head of the answer; what it is does not matter here.
+async fn head(client: &Client, path: &str, headers: &[(&str, &str)]) {
+    let answer = client.send(Method::GET, path, headers, "");
+    drop(tokio::time::timeout(PATIENCE, answer).await.expect("an answer, or the connection ends"));
+}
+
+/// One request for each place where a secret can stand.
+async fn plant(world: &World, listener: SocketAddr) {
+    let certs = &world.certs;
+    let nobody = certs.nobody();
+    let client = Client::connect(listener, &nobody).await.expect("HTTP/2");
+    let basic = format!("Basic {}", STANDARD.encode(format!("root:{BASIC}")));
+    let bearer = format!("Bearer {BEARER}");
+    let wrong = format!("Bearer {WRONG_BEARER}");
+    let cookie = format!("session={COOKIE}");
+    let encoded = URL_SAFE_NO_PAD.encode(SUBPROTOCOL);
+    let subprotocol = format!("base64url.bearer.authorization.k8s.io.{encoded}, v5.channel.k8s.io");
+    let exec = format!("/api/v1/namespaces/default/pods/p/exec?command=mysql&command=-p{COMMAND}");
+    let query = format!("{MAPS}?access_token={QUERY}&token={QUERY}&limit=1");
+    let requests: &[(&str, &[(&str, &str)])] = &[
+        (MAPS, &[("authorization", &bearer)]),
+        (MAPS, &[("authorization", &wrong)]),
+        (MAPS, &[("authorization", &basic)]),
+        (MAPS, &[("authorization", &bearer), ("cookie", &cookie)]),
+        (MAPS, &[("authorization", &bearer), ("impersonate-user", IMPERSONATED)]),
+        (MAPS, &[("authorization", &bearer), ("impersonate-extra-x", IMPERSONATED)]),
+        (MAPS, &[("x-remote-user", REMOTE), ("x-remote-extra-token", REMOTE)]),
+        (&query, &[("authorization", &bearer)]),
+        (&exec, &[("authorization", &bearer)]),
+        (MAPS, &[("sec-websocket-protocol", &subprotocol)]),
+    ];
+    for (path, headers) in requests {
+        // Refused or not: what is said about it is what matters.
+        head(&client, path, headers).await;
+    }
+
+    let upgrade = [
+        ("connection", "Upgrade"),
+        ("upgrade", "websocket"),
+        ("sec-websocket-version", "13"),
+        ("sec-websocket-key", "dGhlIHNhbXBsZSBub25jZQ=="),
+        ("sec-websocket-protocol", subprotocol.as_str()),
+    ];
+    let http1 = Client::connect_http1(listener, &nobody).await.expect("HTTP/1.1");
+    head(&http1, &exec, &upgrade).await;
+    for odd in ["authorization", "cookie, x-remote-user"] {
+        let http1 = Client::connect_http1(listener, &nobody).await.expect("HTTP/1.1");
+        let headers =
+            [("connection", odd), ("authorization", bearer.as_str()), ("cookie", &cookie)];
+        head(&http1, MAPS, &headers).await;
+    }
+
+    // A secret that goes up, comes back, and stands in a watch.
+    let admin = Client::connect(listener, &certs.credentials()).await.expect("HTTP/2");
+    let secret = |name: &str| {
+        json!({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name},
+            "data": {"password": BODY, "encoded": STANDARD.encode(BODY)}})
+    };
+    let mut watch = admin.watch(&format!("{MAPS}?watch=1")).await.expect("a watch");
+    assert_eq!(admin.post(MAPS, &secret("s")).await.expect("an answer").status, 201);
+    let seen = tokio::time::timeout(PATIENCE, watch.next()).await.expect("an event");
+    assert!(format!("{:?}", seen.expect("no error")).contains(BODY), "the watch carries it");
+    let back = admin.get(&format!("{MAPS}/s")).await.expect("an answer");
+    assert!(String::from_utf8_lossy(&back.body).contains(BODY));
+    // An apiserver that dies in the middle has reasons of its own to be quoted.
+    world.servers[0].kill();
+    let _ = tokio::time::timeout(PATIENCE, admin.post(MAPS, &secret("t"))).await;
+}
+
+async fn nothing_leaks(format: &str) {
+    let world = World::new(1);
+    world.cluster.add_token(BEARER, User::new("alice", &["system:masters"]));
+    world.cluster.add_token(PROBE_TOKEN, User::new("probe", &[]));
+    let dir = world.certs.path();
+    let file = |name: &str| dir.join(name).to_str().expect("UTF-8").to_owned();
+    std::fs::write(dir.join("probe.token"), PROBE_TOKEN).expect("written");
+    let endpoints: Vec<_> = world.addresses().iter().map(ToString::to_string).collect();
+    let config = json!({
+        "admin": {"bind": "127.0.0.1:0"},
+        "state_dir": "",
+        "shutdown": {"drain_timeout": "1s"},
+        "log": {"level": "trace", "format": format, "access": "all"},
+        "upstreams": [{
+            "name": "control-plane",
+            "endpoints": endpoints,
+            "tls": {"ca_file": file("ca.crt")},
+            "health": {"readyz": {"interval": "1s", "token_file": file("probe.token")}},
+        }],
+        "listeners": [{
+            "name": "apiserver",
+            "bind": ["127.0.0.1:0"],
+            "upstream": "control-plane",
+            "tls": {"cert_file": file("serving.crt"), "key_file": file("serving.key")},
+            "client_ca_file": file("ca.crt"),
+            "identities": [{"cert_file": file("admin.crt"), "key_file": file("admin.key")}],
+        }],
+    });
+    let path = dir.join("jackstay.yaml");
+    std::fs::write(&path, config.to_string()).expect("written");
+
+    let mut running = Running::start(&path);
+    let admin = running.address("the admin endpoint listens");
+    let listener = running.address("\"apiserver\"");
+    let ready = async {
+        while !page(admin, "/readyz").await.contains("readyz check passed") {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, ready).await.expect("it becomes ready");
+    plant(&world, listener).await;
+
+    let mut said = String::new();
+    for path in ["/", "/status", "/config", "/metrics", "/events", "/history", "/readyz", "/livez"]
+    {
+        let text = page(admin, path).await;
+        assert!(text.len() > 100 || path == "/livez", "{path}: {text}");
+        said.push_str(&text);
+    }
+    let log = running.end();
+    let lines = |part: &str| log.lines().filter(|line| line.contains(part)).count();
+    assert!(lines("/configmaps") >= 10, "every request has its line:\n{log}");
+    assert!(lines("TRACE") > 100, "the log is as loud as it can be");
+    assert!(lines("?access_token=***") == 1, "and the query is there, masked");
+    said.push_str(&log);
+
+    let mut secrets: Vec<String> = PLANTED.iter().flat_map(|secret| forms(secret)).collect();
+    for key in ["serving.key", "admin.key"] {
+        let pem = std::fs::read_to_string(dir.join(key)).expect("a key");
+        secrets.extend(pem.lines().filter(|line| !line.starts_with("---")).map(str::to_owned));
+    }
+    let leaked: Vec<_> = said
+        .lines()
+        .filter(|line| secrets.iter().any(|secret| line.contains(secret.as_str())))
+        .map(|line| &line[..line.len().min(600)])
+        .collect();
+    assert!(leaked.is_empty(), "{} lines with a secret, such as\n{}", leaked.len(), leaked[0]);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn nothing_leaks_in_text() {
+    nothing_leaks("text").await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn nothing_leaks_in_json() {
+    nothing_leaks("json").await;
+}
+
+#[test]
+fn the_search_would_find_a_secret() {
+    let forms = forms(BEARER);
+    assert!(forms.iter().all(|form| form.len() >= BEARER.len()));
+    assert!(format!("authorization: Bearer {BEARER}").contains(&forms[0]));
+    assert!(format!("{:?}", BEARER.as_bytes()).contains(&forms[4]));
+}

@@ -118,7 +118,7 @@ async fn page(admin: SocketAddr, path: &str) -> String {
 
 /// The forms in which a secret might appear.
 fn forms(secret: &str) -> Vec<String> {
-    let hex: String = secret.bytes().map(|byte| format!("{byte:02x}")).collect();
+    let hex = secret.bytes().fold(String::new(), |hex, byte| format!("{hex}{byte:02x}"));
     let list: Vec<String> = secret.bytes().map(|byte| byte.to_string()).collect();
     let bare = STANDARD.encode(secret).trim_end_matches('=').to_owned();
     vec![secret.to_owned(), bare, URL_SAFE_NO_PAD.encode(secret), hex, list.join(", ")]

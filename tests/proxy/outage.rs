@@ -5,6 +5,7 @@ use crate::support::{Certs, MAPS, World, map, soon, until};
 use http::Method;
 use jackstay::demo::apiserver::ApiServerHandle;
 use jackstay::demo::client::Client;
+use jackstay::demo::hole::Hole;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
@@ -92,6 +93,35 @@ async fn killed_and_back() {
         );
         assert!(start.elapsed() < Duration::from_secs(2));
     }
+}
+
+/// The prober's own connection falls silent: whoever asks the admin endpoint still gets an answer.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn a_suspect_probe_holds_nothing_up() {
+    let world = World::new(2);
+    let holes: Vec<_> =
+        world.servers.iter().map(|server| Hole::start(server.addr).unwrap()).collect();
+    let addresses: Vec<_> = holes.iter().map(|hole| hole.addr).collect();
+    let proxy = world.certs.start(world.certs.config(&addresses));
+    proxy.ready(2).await;
+    holes[0].refuse_new(true);
+    assert!(holes[0].lose_all().unwrap() > 0);
+    let suspected = async || {
+        let page = soon("an answer", proxy.page("/events")).await;
+        page.contains("\"to\": \"suspect\"")
+    };
+    until("a connection is suspect", suspected).await;
+    let out = async || {
+        let endpoints = soon("an answer", proxy.endpoints()).await;
+        endpoints.iter().filter(|endpoint| endpoint["state"] == "ejected").count() == 1
+    };
+    until("the silent endpoint is out", out).await;
+    holes[0].heal();
+    until("it is ready again", async || {
+        let endpoints = soon("an answer", proxy.endpoints()).await;
+        endpoints.iter().all(|endpoint| endpoint["state"] == "ready")
+    })
+    .await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]

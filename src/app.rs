@@ -20,12 +20,16 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use arc_swap::ArcSwap;
 use tokio::sync::{oneshot, watch};
 use tokio::task::LocalSet;
 
 use crate::admin::{Admin, Facts as _};
 use crate::config::{self, CertPaths, Config};
-use crate::control::{certificates, discovery, members, watchdog};
+use crate::control::discovery::dns::System;
+use crate::control::discovery::{self, Surroundings};
+use crate::control::heartbeat::Heartbeats;
+use crate::control::{certificates, members, watchdog};
 use crate::net::notify::ServiceManager;
 use crate::net::outgoing::Outgoing;
 use crate::net::serving::ServingTls;
@@ -153,6 +157,7 @@ pub struct App {
     upstreams: Vec<Arc<Upstream>>,
     listeners: Vec<BoundListener>,
     admin: std::net::TcpListener,
+    around: Arc<Surroundings>,
 }
 
 impl App {
@@ -179,7 +184,15 @@ impl App {
             address,
             error,
         })?;
-        Ok(Self { config: Arc::new(config), metrics, upstreams, listeners, admin })
+        let mut bound: Vec<_> = listeners.iter().flat_map(|l| l.addresses.clone()).collect();
+        bound.extend(admin.local_addr());
+        let around = Arc::new(Surroundings {
+            bound: ArcSwap::from_pointee(bound),
+            state_dir: ArcSwap::from_pointee(config.state_dir.clone()),
+            heartbeats: Heartbeats::start().map_err(StartError::System)?,
+            system: System::default(),
+        });
+        Ok(Self { config: Arc::new(config), metrics, upstreams, listeners, admin, around })
     }
 
     /// Where a listener listens.
@@ -240,6 +253,7 @@ impl App {
             &listeners,
             pulses,
             draining,
+            &self.around,
         ));
         if let Ok(address) = self.admin.local_addr() {
             tracing::info!(%address, "the admin endpoint listens");
@@ -259,6 +273,7 @@ impl App {
             facts,
             metrics: self.metrics,
             upstreams: self.upstreams,
+            around: self.around,
             serving: listeners
                 .into_iter()
                 .filter_map(|listener| match listener.plane {
@@ -319,6 +334,7 @@ struct Control {
     facts: Arc<Facts>,
     metrics: Arc<Metrics>,
     upstreams: Vec<Arc<Upstream>>,
+    around: Arc<Surroundings>,
     serving: Vec<(String, Arc<ServingTls>, Arc<ListenerMetrics>)>,
 }
 
@@ -334,7 +350,10 @@ impl Control {
         LocalSet::new().block_on(&runtime, async move {
             for upstream in &self.upstreams {
                 tokio::task::spawn_local(certificates::watch_credentials(Arc::clone(upstream)));
-                tokio::task::spawn_local(discovery::keep(Arc::clone(upstream)));
+                tokio::task::spawn_local(discovery::keep(
+                    Arc::clone(upstream),
+                    Arc::clone(&self.around),
+                ));
             }
             for (name, tls, metrics) in self.serving {
                 tokio::task::spawn_local(certificates::watch_serving(name, tls, metrics));
@@ -360,6 +379,8 @@ impl Control {
                 }
             }
         });
+        // A disk that hangs must not hold up the end.
+        runtime.shutdown_background();
     }
 }
 

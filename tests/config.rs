@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use jackstay::config::{ConfigErrors, Loaded, Overrides, load};
+use jackstay::config::{ConfigErrors, EndpointAddress, Loaded, Overrides, load};
 use proptest::prelude::*;
 
 struct File(tempfile::TempDir);
@@ -326,12 +326,8 @@ fn each_mistake_in_its_own_words() {
         ),
         e("10.0.0.1:0", "\"10.0.0.1:0\" has port 0: nobody can connect to it"),
         e("0.0.0.0:6443", "\"0.0.0.0:6443\" is no address of an apiserver"),
-        e("10.0.0:6443", "\"10.0.0\" is not an IP address"),
-        e(
-            "lb.example.com:6443",
-            "\"lb.example.com\" is a DNS name: not supported by this version, write IP addresses or \
-             localhost",
-        ),
+        e("10.0.0:6443", "\"10.0.0\" is neither an IP address nor a DNS name"),
+        e("what is this:6443", "\"what is this\" is neither an IP address nor a DNS name"),
         e(
             "127.0.0.1:7443",
             "127.0.0.1:7443 is jackstay's own address (listeners[0].bind[0]): requests would loop",
@@ -385,14 +381,15 @@ fn each_mistake_in_its_own_words() {
             "listeners[0].transparent: needs mode passthrough: there is no certificate to show here",
         ),
         one(
-            "- name: u",
-            "- name: u\n  endpoints_file: /e",
-            "upstreams[0].endpoints_file: not supported by this version; leave it empty",
+            "['10.0.0.1:6443']",
+            "['lb.example.com:6443', 'LB.Example.com.:6443']",
+            "upstreams[0].endpoints[1]: lb.example.com:6443 is already an endpoint at \
+             upstreams[0].endpoints[0]",
         ),
         one(
             "- name: u",
-            "- name: u\n  discovery: {kubeconfig: /k}",
-            "upstreams[0].discovery.kubeconfig: not supported by this version; leave it empty",
+            "- name: u\n  discovery: {kubeconfg: /k}",
+            "upstreams[0].discovery.kubeconfg: unknown key \"kubeconfg\"; did you mean kubeconfig?",
         ),
         // Form.
         one("admin:", "log: {level: warn}\nadmin:", "log: the key \"log\" appears twice here"),
@@ -405,6 +402,26 @@ fn each_mistake_in_its_own_words() {
     for (from, to, expected) in cases {
         assert_eq!(errors(with(from, &to)), expected, "{from} -> {to}");
     }
+}
+
+#[test]
+fn where_endpoints_come_from() {
+    let load = |text: String| File::new(text).load(&[], &Overrides::default()).unwrap().config;
+    let config = load(with(
+        "  endpoints: ['10.0.0.1:6443']",
+        "  endpoints: ['10.0.0.1:6443', 'LB.Example.com:6443', 'LocalHost:6443']\n  \
+         endpoints_file: /e\n  discovery: {kubeconfig: /k}",
+    ));
+    let upstream = &config.upstreams[0];
+    let labels: Vec<_> = upstream.endpoints.iter().map(ToString::to_string).collect();
+    assert_eq!(labels, ["10.0.0.1:6443", "lb.example.com:6443", "localhost:6443"]);
+    let names: Vec<_> = upstream.endpoints.iter().map(EndpointAddress::is_name).collect();
+    assert_eq!(names, [false, true, false]);
+    assert_eq!(upstream.endpoints_file.as_deref(), Some(Path::new("/e")));
+    assert_eq!(upstream.discovery.kubeconfig.as_deref(), Some(Path::new("/k")));
+
+    let config = load(with("  endpoints: ['10.0.0.1:6443']", "  endpoints_file: /e"));
+    assert!(config.upstreams[0].endpoints.is_empty(), "a file that names them is enough");
 }
 
 /// GOOD with a listener that passes connections through instead.
@@ -524,8 +541,8 @@ fn who_is_sent_a_credential_or_a_request_is_verified() {
     assert_eq!(
         errors(passthrough("").replace("{path: /readyz}", "{token_file: /t}")),
         [format!(
-            "{missing} beside a credential for readyz: without it nobody verifies whom that is \
-             shown to"
+            "{missing} beside a credential for readyz or discovery: without it nobody verifies \
+             whom that is shown to"
         )]
     );
 }

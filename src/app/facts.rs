@@ -12,12 +12,14 @@ use super::worker::Pulse;
 use super::{BoundListener, Plane};
 use crate::admin::{self, Part, Readiness};
 use crate::config::{self, Config};
+use crate::control::discovery::Surroundings;
 use crate::net::serving::ServingTls;
 use crate::observe::build;
 use crate::observe::history::STEP;
 use crate::observe::utc::Utc;
 use crate::observe::{ListenerMetrics, Metrics, PassthroughMetrics};
 use crate::upstream::pool::Upstream;
+use crate::upstream::sources::{Report, Source, age};
 
 /// A worker whose loop has not turned for this long is stuck.
 const STUCK_AFTER: Duration = Duration::from_secs(5);
@@ -34,6 +36,7 @@ pub struct Facts {
     pulses: Vec<(Pulse, Mutex<Seen>)>,
     started: SystemTime,
     draining: watch::Receiver<bool>,
+    around: Arc<Surroundings>,
 }
 
 struct ListenerFacts {
@@ -66,6 +69,7 @@ impl Facts {
         listeners: &[BoundListener],
         pulses: Vec<Pulse>,
         draining: watch::Receiver<bool>,
+        around: &Arc<Surroundings>,
     ) -> Self {
         let seen = || Mutex::new(Seen { beat: 0, at: Instant::now() });
         Self {
@@ -99,6 +103,7 @@ impl Facts {
             pulses: pulses.into_iter().map(|pulse| (pulse, seen())).collect(),
             started: SystemTime::now(),
             draining,
+            around: Arc::clone(around),
         }
     }
 
@@ -158,6 +163,26 @@ fn is_alive(pulse: &AtomicU64, seen: &Mutex<Seen>, now: Instant) -> bool {
         return true;
     }
     now.duration_since(seen.at) < STUCK_AFTER
+}
+
+/// What each source of endpoints last said. None is a reason to be unready: what was known stays.
+fn sources_of(upstream: &Upstream) -> Vec<Part> {
+    let now = SystemTime::now();
+    let reports = upstream.sources.reports();
+    let part = |(source, report): (&Source, &Report)| {
+        let said = match report.last_success {
+            Some(at) => format!("{} endpoints, {} s ago", report.endpoints, age(at, now)),
+            None => "no answer yet".to_owned(),
+        };
+        let detail = match (&report.error, &report.note) {
+            (Some(error), _) => format!("{said}; {error}"),
+            (None, Some(note)) => format!("{said}; {note}"),
+            (None, None) => said,
+        };
+        let ok = report.error.is_none() && report.last_success.is_some();
+        Part { name: format!("source {}/{}", upstream.name, source.as_str()), ok, detail }
+    };
+    reports.iter().map(part).collect()
 }
 
 impl admin::Facts for Facts {
@@ -220,6 +245,13 @@ impl admin::Facts for Facts {
                 }
             }
         }
+        for upstream in &self.upstreams {
+            parts.extend(sources_of(upstream));
+        }
+        for name in self.around.heartbeats.stuck() {
+            let detail = "its loop has not turned".into();
+            parts.push(Part { name, ok: false, detail });
+        }
         let draining = *self.draining.borrow();
         if draining {
             parts.push(Part { name: "shutdown".into(), ok: false, detail: "draining".into() });
@@ -234,7 +266,11 @@ impl admin::Facts for Facts {
             .map(|upstream| {
                 let endpoints: Vec<_> =
                     upstream.endpoints.load().iter().map(|endpoint| endpoint.status()).collect();
-                json!({ "name": *upstream.name, "endpoints": endpoints })
+                json!({
+                    "name": *upstream.name,
+                    "endpoints": endpoints,
+                    "sources": upstream.sources.status(SystemTime::now()),
+                })
             })
             .collect();
         let listeners: Vec<Value> =

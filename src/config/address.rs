@@ -18,7 +18,25 @@ pub(super) fn parse_bind(text: &str) -> Result<SocketAddr, String> {
     }
 }
 
-/// Reads the address of an apiserver: an IP address or `localhost`, and a port.
+impl EndpointAddress {
+    /// Reads the address of an apiserver: an IP address, `localhost` or a DNS name, and a port.
+    ///
+    /// # Errors
+    /// What is wrong with it, and how to write it.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        parse_endpoint(text)
+    }
+
+    /// Whether its host must be looked up before anybody can connect: neither an IP address nor
+    /// `localhost`, which is the loopback addresses without asking anyone (RFC 6761 section 6.3).
+    pub fn is_name(&self) -> bool {
+        self.host != LOCALHOST && self.host.parse::<IpAddr>().is_err()
+    }
+}
+
+const LOCALHOST: &str = "localhost";
+
+/// Reads the address of an apiserver: an IP address, `localhost` or a DNS name, and a port.
 pub(super) fn parse_endpoint(text: &str) -> Result<EndpointAddress, String> {
     let (host, port) = split(text, "10.0.0.11:6443 or \"[fd00::13]:6443\"")?;
     if port == 0 {
@@ -32,22 +50,25 @@ pub(super) fn parse_endpoint(text: &str) -> Result<EndpointAddress, String> {
             return Err(format!("{} is no address of an apiserver", quote(text)));
         }
         Some(ip) => ip.to_string(),
-        None if host == "localhost" => host.to_owned(),
-        None if is_dns_name(host) => {
-            return Err(format!(
-                "{} is a DNS name: not supported by this version, write IP addresses or localhost",
-                quote(host)
-            ));
+        None if is_localhost(host) => LOCALHOST.to_owned(),
+        None if is_dns_name(host) => host.trim_end_matches('.').to_ascii_lowercase(),
+        None => {
+            return Err(format!("{} is neither an IP address nor a DNS name", quote(host)));
         }
-        None => return Err(format!("{} is not an IP address", quote(host))),
     };
     Ok(EndpointAddress { host, port })
 }
 
-/// The addresses an endpoint stands for: `localhost` is both loopbacks, without asking anyone.
+fn is_localhost(host: &str) -> bool {
+    host.strip_suffix('.').unwrap_or(host).eq_ignore_ascii_case(LOCALHOST)
+}
+
+/// The addresses an endpoint stands for as far as nobody must be asked: `localhost` is both
+/// loopbacks, a name is none.
 pub(super) fn addresses_of(endpoint: &EndpointAddress) -> Vec<SocketAddr> {
     let ips = match endpoint.host.parse::<IpAddr>() {
         Ok(ip) => vec![ip],
+        Err(_) if endpoint.is_name() => vec![],
         Err(_) => vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()],
     };
     ips.into_iter().map(|ip| SocketAddr::new(ip, endpoint.port)).collect()

@@ -32,8 +32,8 @@ fn upstream(upstream: &Upstream) -> Value {
     json!({
         "name": upstream.name,
         "endpoints": upstream.endpoints.iter().map(ToString::to_string).collect::<Vec<_>>(),
-        "endpoints_file": "",
-        "discovery": { "kubeconfig": "" },
+        "endpoints_file": optional(upstream.endpoints_file.as_ref()),
+        "discovery": { "kubeconfig": optional(upstream.discovery.kubeconfig.as_ref()) },
         "tls": {
             "ca_file": optional(upstream.tls.ca_file.as_ref()),
             "server_name": upstream.tls.server_name.as_deref().unwrap_or_default(),

@@ -14,7 +14,7 @@ use super::destination::Destination;
 pub struct Config {
     /// The admin endpoint.
     pub admin: Admin,
-    /// Where the last good endpoint set is kept; `None` keeps nothing. Static endpoints need none.
+    /// Where the last good set of endpoints is kept; `None` keeps nothing.
     pub state_dir: Option<PathBuf>,
     /// Data-plane threads: each one runs its own event loop with its own connections.
     pub workers: usize,
@@ -140,8 +140,12 @@ pub struct Shutdown {
 pub struct Upstream {
     /// Name, unique; a label in metrics.
     pub name: String,
-    /// Static endpoints (the seeds).
+    /// Static endpoints and DNS names (the seeds).
     pub endpoints: Vec<EndpointAddress>,
+    /// A file with one address a line, which is read again when it changes.
+    pub endpoints_file: Option<PathBuf>,
+    /// How more endpoints are found.
+    pub discovery: Discovery,
     /// How to verify the apiservers.
     pub tls: UpstreamTls,
     /// Which modes of listener lead here; follows from the listeners, no key of its own.
@@ -157,7 +161,7 @@ pub struct Upstream {
 /// Address of one endpoint as the user wrote it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct EndpointAddress {
-    /// IP literal without brackets, or `localhost`.
+    /// IP literal without brackets, `localhost`, or a DNS name in lower case.
     pub host: String,
     /// TCP port.
     pub port: u16,
@@ -171,6 +175,14 @@ impl std::fmt::Display for EndpointAddress {
             write!(f, "{}:{}", self.host, self.port)
         }
     }
+}
+
+/// How endpoints are found beyond those that are written down.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Discovery {
+    /// The kubeconfig whose user may watch the `EndpointSlices` of `default/kubernetes`; its server
+    /// and CA are not used, those of the upstream are.
+    pub kubeconfig: Option<PathBuf>,
 }
 
 /// Verification of the apiserver's certificate.

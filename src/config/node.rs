@@ -139,11 +139,6 @@ impl<'a> Node<'a> {
         self.parse(report, wanted, parse)
     }
 
-    /// A text, where an empty one means none.
-    pub(super) fn text(&self, report: &mut Report) -> Option<String> {
-        self.parse(report, "text", |text| Ok(text.to_owned())).filter(|text| !text.is_empty())
-    }
-
     /// A file or directory, where an empty text means none.
     pub(super) fn file(&self, report: &mut Report) -> Option<PathBuf> {
         let path = self.parse(report, "text: a path", path_of)?;

@@ -61,8 +61,8 @@ fn servers_are_verified(seen: &Seen, report: &mut Report) {
         if seen.terminated.contains(&needs.upstream) || !passed {
             report.error(&needs.path, "is required: the path of a file");
         } else if needs.credential {
-            let message = "is required beside a credential for readyz: without it nobody verifies \
-                           whom that is shown to";
+            let message = "is required beside a credential for readyz or discovery: without it \
+                           nobody verifies whom that is shown to";
             report.error(&needs.path, message);
         }
     }
@@ -93,7 +93,9 @@ fn unique_binds(binds: &[Placed<SocketAddr>], report: &mut Report) {
 fn unique_endpoints(endpoints: &[Placed<EndpointAddress>], report: &mut Report) {
     for (i, (path, endpoint)) in endpoints.iter().enumerate() {
         let mine = addresses_of(endpoint);
-        let same = |other: &EndpointAddress| addresses_of(other).iter().any(|a| mine.contains(a));
+        let same = |other: &EndpointAddress| {
+            other == endpoint || addresses_of(other).iter().any(|a| mine.contains(a))
+        };
         if let Some((first, other)) = endpoints[..i].iter().find(|(_, other)| same(other)) {
             let message = if other == endpoint {
                 format!("{endpoint} is already an endpoint at {first}")

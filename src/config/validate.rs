@@ -12,8 +12,8 @@ use super::address::{parse_bind, parse_endpoint};
 use super::errors::quote;
 use super::listener::listener;
 use super::model::{
-    AccessLog, Admin, CertPaths, Config, Connections, EndpointAddress, Health, Level, Listener,
-    Log, LogFormat, Readyz, Shutdown, Upstream, UpstreamTls, UsedBy,
+    AccessLog, Admin, CertPaths, Config, Connections, Discovery, EndpointAddress, Health, Level,
+    Listener, Log, LogFormat, Readyz, Shutdown, Upstream, UpstreamTls, UsedBy,
 };
 use super::node::{Fields, Node, Report};
 use super::rules::{Needs, Placed, Seen};
@@ -22,8 +22,6 @@ pub(super) const MS: Duration = Duration::from_millis(1);
 pub(super) const SECOND: Duration = Duration::from_secs(1);
 pub(super) const MINUTE: Duration = Duration::from_secs(60);
 pub(super) const HOUR: Duration = Duration::from_secs(3600);
-
-const NOT_YET: &str = "not supported by this version";
 
 /// Reads the whole tree. The configuration is only good if `report` has no errors.
 pub(super) fn walk(root: &Node<'_>, report: &mut Report) -> (Config, Seen) {
@@ -113,11 +111,11 @@ fn log(mut fields: Fields<'_>, report: &mut Report) -> Log {
 fn upstream(node: &Node<'_>, seen: &mut Seen, report: &mut Report) -> Upstream {
     let mut fields = node.fields(report);
     let name = name(&mut fields, &mut seen.upstream_names, report);
-    let endpoints = endpoints(&mut fields, seen, report);
-    off(&fields.get(report, "endpoints_file"), report);
-    let mut discovery = fields.section(report, "discovery");
-    off(&discovery.get(report, "kubeconfig"), report);
-    discovery.finish(report);
+    let endpoints_file = fields.get(report, "endpoints_file").file(report);
+    let endpoints = endpoints(&mut fields, endpoints_file.is_none(), seen, report);
+    let mut section = fields.section(report, "discovery");
+    let discovery = Discovery { kubeconfig: section.get(report, "kubeconfig").file(report) };
+    section.finish(report);
 
     let mut tls = fields.section(report, "tls");
     let ca = tls.get(report, "ca_file");
@@ -142,23 +140,40 @@ fn upstream(node: &Node<'_>, seen: &mut Seen, report: &mut Report) -> Upstream {
     fields.finish(report);
     if ca_missing {
         let readyz = &health.readyz;
-        let credential = readyz.cert.is_some() || readyz.token_file.is_some();
+        let credential =
+            readyz.cert.is_some() || readyz.token_file.is_some() || discovery.kubeconfig.is_some();
         let needs = Needs { upstream: name.clone(), path: ca.path, credential };
         seen.without_ca.push(needs);
     }
     let tls = UpstreamTls { ca_file, server_name: server_name.flatten() };
     let used_by = UsedBy::default();
-    Upstream { name, endpoints, tls, used_by, connections, rebalance, health }
+    Upstream {
+        name,
+        endpoints,
+        endpoints_file,
+        discovery,
+        tls,
+        used_by,
+        connections,
+        rebalance,
+        health,
+    }
 }
 
+/// The seeds. Without a file that names more there must be one: discovery asks the apiservers, so
+/// it cannot find the first.
 fn endpoints(
     fields: &mut Fields<'_>,
+    required: bool,
     seen: &mut Seen,
     report: &mut Report,
 ) -> Vec<EndpointAddress> {
     let node = fields.get(report, "endpoints");
-    let items =
-        if fields.broken { vec![] } else { required_items(&node, "at least one address", report) };
+    let items = match (fields.broken, required) {
+        (true, _) => vec![],
+        (false, true) => required_items(&node, "at least one address", report),
+        (false, false) => node.items(report),
+    };
     let mut placed: Vec<Placed<EndpointAddress>> = Vec::new();
     for item in items {
         let wanted = "text: an address such as 10.0.0.11:6443";
@@ -284,12 +299,5 @@ fn server_name(text: &str) -> Result<Option<String>, String> {
     match rustls::pki_types::ServerName::try_from(text) {
         Ok(_) => Ok(Some(text.to_owned())),
         Err(_) => Err(format!("{} is neither a DNS name nor an IP address", quote(text))),
-    }
-}
-
-/// A text of a later version: only the empty one is understood.
-fn off(node: &Node<'_>, report: &mut Report) {
-    if node.text(report).is_some() {
-        node.error(report, format!("{NOT_YET}; leave it empty"));
     }
 }

@@ -34,20 +34,26 @@ fn stamp(path: &PathBuf) -> Stamp {
 }
 
 /// Files and what they looked like when they were last read.
-struct Watched {
+pub(super) struct Watched {
     paths: Vec<PathBuf>,
     seen: Vec<Stamp>,
     /// The last reading did not succeed: half a rotation was seen, the rest will follow.
-    unsettled: bool,
+    pub(super) unsettled: bool,
 }
 
 impl Watched {
-    fn new(paths: Vec<PathBuf>) -> Self {
+    pub(super) fn new(paths: Vec<PathBuf>) -> Self {
         let seen = paths.iter().map(stamp).collect();
         Self { paths, seen, unsettled: false }
     }
 
-    fn changed(&mut self) -> bool {
+    /// The files.
+    pub(super) fn paths(&self) -> &[PathBuf] {
+        &self.paths
+    }
+
+    /// Whether anything has changed since the last call, or the last reading did not succeed.
+    pub(super) fn changed(&mut self) -> bool {
         let now: Vec<_> = self.paths.iter().map(stamp).collect();
         let changed = now != self.seen;
         self.seen = now;
@@ -189,7 +195,7 @@ impl Renewal {
     }
 }
 
-fn ticks() -> tokio::time::Interval {
+pub(super) fn ticks() -> tokio::time::Interval {
     let mut ticks = interval(INTERVAL);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     ticks

@@ -53,7 +53,7 @@ pub fn seeds(config: &config::Upstream) -> Vec<Member> {
         server_name: server_name.clone(),
         fallback: false,
     };
-    config.endpoints.iter().map(member).collect()
+    config.endpoints.iter().filter(|address| !address.is_name()).map(member).collect()
 }
 
 /// Makes the set of `upstream` what is wanted. An empty wish is one too: who must not lose all
@@ -126,6 +126,10 @@ impl Members {
                 "endpoint joined"
             );
             self.probe(endpoint);
+        }
+        let counts = [("joined", change.joined.len()), ("left", change.left.len())];
+        for (what, count) in counts.into_iter().filter(|(_, count)| *count > 0) {
+            self.upstream.metrics.discovery_changed(&self.upstream.name, what, count);
         }
         for endpoint in &change.left {
             tracing::info!(

@@ -2,7 +2,9 @@
 
 pub mod certificates;
 pub mod discovery;
+pub mod heartbeat;
 pub mod members;
 pub mod readyz;
+pub mod state;
 pub mod watchdog;
 pub mod witness;

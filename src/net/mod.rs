@@ -5,6 +5,7 @@
 pub mod allocator;
 pub mod cork;
 pub mod intercepted;
+pub mod interfaces;
 pub mod linger;
 pub mod local_ca;
 pub mod notify;

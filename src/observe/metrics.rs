@@ -202,6 +202,37 @@ impl Metrics {
     pub fn held_body_bytes(&self) -> Gauge {
         self.registry.gauge(&names::HELD_BODY_BYTES, &[])
     }
+
+    /// A source of endpoints gave a good answer at this time, in seconds since 1970; 0 is never.
+    pub fn discovered(&self, upstream: &str, source: &'static str, at: f64) {
+        self.registry.gauge(&names::DISCOVERY_LAST_SUCCESS, &[upstream, source]).set(at);
+    }
+
+    /// A source of endpoints could not be asked.
+    pub fn discovery_failed(&self, upstream: &str, source: &'static str) {
+        self.registry.counter(&names::DISCOVERY_ERRORS, &[upstream, source]).increment(1);
+    }
+
+    /// `count` entries of a source were refused: `invalid`, `own-address`, `too-many`; or a whole
+    /// answer, because it was `empty`.
+    pub fn discovery_refused(
+        &self,
+        upstream: &str,
+        source: &'static str,
+        reason: &'static str,
+        count: usize,
+    ) {
+        self.registry
+            .counter(&names::DISCOVERY_REFUSED, &[upstream, source, reason])
+            .increment(count as u64);
+    }
+
+    /// `count` endpoints `joined` or `left`.
+    pub fn discovery_changed(&self, upstream: &str, change: &'static str, count: usize) {
+        self.registry
+            .counter(&names::DISCOVERY_CHANGES, &[upstream, change])
+            .increment(count as u64);
+    }
 }
 
 /// The recorder, which can only register what the table of [`names`] holds.
@@ -292,6 +323,10 @@ mod tests {
         metrics.stream_waits("control-plane").increment(1);
         metrics.streams_exhausted("control-plane").increment(1);
         metrics.held_body_bytes().increment(1);
+        metrics.discovered("control-plane", "dns", 1.0);
+        metrics.discovery_failed("control-plane", "dns");
+        metrics.discovery_refused("control-plane", "dns", "empty", 1);
+        metrics.discovery_changed("control-plane", "joined", 1);
 
         let text = metrics.render();
         let rendered: BTreeSet<(String, String)> = text

@@ -117,6 +117,15 @@ table! {
         "Passed connections that lead to the endpoint now.";
     PING_RTT = Histogram "jackstay_ping_rtt_seconds" ["upstream", "endpoint"] "seconds",
         "Round trips of HTTP/2 PING.";
+
+    DISCOVERY_LAST_SUCCESS = Gauge "jackstay_discovery_last_success_timestamp_seconds" ["upstream", "source"] "seconds",
+        "When a source of endpoints last gave an answer that could be used, in seconds since 1970; 0: never.";
+    DISCOVERY_ERRORS = Counter "jackstay_discovery_errors_total" ["upstream", "source"] "errors",
+        "Questions to a source of endpoints that failed; what it said before stays.";
+    DISCOVERY_REFUSED = Counter "jackstay_discovery_refused_total" ["upstream", "source", "reason"] "entries",
+        "What a source said and was not taken: invalid, own-address, too-many, or a whole answer that is empty.";
+    DISCOVERY_CHANGES = Counter "jackstay_discovery_changes_total" ["upstream", "change"] "endpoints",
+        "Endpoints that joined or left.";
 }
 
 /// The values of label `verb`. What is not among them counts as the last.

@@ -124,7 +124,7 @@ impl Client {
         outcome.user(match class {
             Class::Identity(_) => UserClass::Identity,
             Class::Token | Class::UnprovenToken => UserClass::Token,
-            Class::Anonymous | Class::Probe => UserClass::Anonymous,
+            Class::Anonymous | Class::Probe | Class::Discovery => UserClass::Anonymous,
         });
         Ok((info, class))
     }

@@ -32,6 +32,8 @@ pub enum Class {
     Anonymous,
     /// Our own question for `/readyz`.
     Probe,
+    /// Our own watch of the endpoints, with a credential that serves nothing else.
+    Discovery,
 }
 
 impl Class {
@@ -43,6 +45,7 @@ impl Class {
             Self::UnprovenToken => "unproven-token",
             Self::Anonymous => "anonymous",
             Self::Probe => "probe",
+            Self::Discovery => "discovery",
         }
     }
 }
@@ -111,6 +114,15 @@ pub struct Credentials {
     probe: Option<usize>,
     /// The probe has a token, so it must not carry a certificate.
     with_token: bool,
+    /// For [`Class::Discovery`], once it is loaded.
+    discovery: ArcSwapOption<ForDiscovery>,
+}
+
+/// What discovery shows, and what it was made of.
+#[derive(Debug)]
+struct ForDiscovery {
+    tls: Arc<ClientTls>,
+    made_of: (u64, Option<u64>),
 }
 
 /// A change found by [`Credentials::refresh`], for the log.
@@ -145,6 +157,7 @@ impl Credentials {
             ca: ArcSwapOption::from_pointee(ca),
             plain: ArcSwap::from_pointee(plain),
             with_token: upstream.health.readyz.token_file.is_some(),
+            discovery: ArcSwapOption::empty(),
             probe: upstream
                 .health
                 .readyz
@@ -189,12 +202,25 @@ impl Credentials {
                 self.slots.get(slot)?.current.load().as_ref().map(|identity| identity.tls.clone())
             }
             Class::Token | Class::UnprovenToken | Class::Anonymous => Some(self.plain.load_full()),
+            Class::Discovery => self.discovery.load().as_ref().map(|shown| shown.tls.clone()),
             Class::Probe if self.with_token => Some(self.plain.load_full()),
             Class::Probe => match self.probe.map(Class::Identity).or_else(|| self.first_identity())
             {
                 Some(class) => self.tls(class).or_else(|| Some(self.plain.load_full())),
                 None => Some(self.plain.load_full()),
             },
+        }
+    }
+
+    /// What discovery shows: a certificate, or none beside a token. Connections with another one
+    /// drain. To be said again when the CA bundle may have changed; what is unchanged stays.
+    pub fn show_for_discovery(&self, certificate: Option<&LoadedCert>) {
+        // A credential is not shown where nobody is verified.
+        let Some(ca) = self.ca.load_full() else { return };
+        let made_of = (ca.fingerprint, certificate.map(|loaded| loaded.fingerprint));
+        if self.discovery.load().as_ref().is_none_or(|shown| shown.made_of != made_of) {
+            let tls = Arc::new(client_tls(&ca, certificate));
+            self.discovery.store(Some(Arc::new(ForDiscovery { tls, made_of })));
         }
     }
 

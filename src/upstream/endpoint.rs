@@ -394,6 +394,7 @@ impl Endpoint {
             errors,
             address: self.label.to_string(),
             server_name: self.server_name.to_str().into_owned(),
+            fallback: self.is_fallback(),
             state: self.state().as_str(),
             reason: facts.reason.clone(),
             since: Utc(facts.since).seconds(),

@@ -12,4 +12,5 @@ pub mod http1;
 pub mod pool;
 pub mod rebalance;
 pub mod shared;
+pub mod sources;
 pub mod stats;

@@ -55,17 +55,29 @@ pub struct Pool {
     this: Weak<Self>,
     /// Orders the endpoints differently on every node, so that nodes spread.
     seed: u64,
+    /// It is there for requests of ours: it keeps no connections for configured identities.
+    ours: bool,
 }
 
 impl Pool {
     /// A pool without connections; spawn [`Self::run`] to fill it.
     pub fn new(upstream: Arc<Upstream>) -> Rc<Self> {
+        Self::create(upstream, false)
+    }
+
+    /// A pool for a few requests of our own, which keeps one connection while it is in use.
+    pub fn for_our_own(upstream: Arc<Upstream>) -> Rc<Self> {
+        Self::create(upstream, true)
+    }
+
+    fn create(upstream: Arc<Upstream>, ours: bool) -> Rc<Self> {
         Rc::new_cyclic(|this| Self {
             upstream,
             classes: RefCell::default(),
             changed: Rc::new(Notify::new()),
             this: this.clone(),
             seed: fastrand::u64(..),
+            ours,
         })
     }
 
@@ -178,7 +190,7 @@ impl Pool {
         let alone = !endpoints.iter().any(|endpoint| endpoint.is_usable());
         for slot in 0..self.upstream.credentials.slots().len() {
             let class = Class::Identity(slot);
-            if self.upstream.credentials.tls(class).is_some() {
+            if !self.ours && self.upstream.credentials.tls(class).is_some() {
                 let _ = self.class(class);
             }
         }
@@ -240,9 +252,10 @@ impl Pool {
     ) -> Vec<&'a Arc<Endpoint>> {
         let mut chosen: Vec<_> =
             endpoints.iter().filter(|e| e.state() != EndpointState::Leaving).collect();
-        if !configured && chosen.len() > FANOUT {
+        let fanout = if self.ours { 1 } else { FANOUT };
+        if !configured && chosen.len() > fanout {
             chosen.sort_by_key(|e| (e.state(), e.is_fallback(), self.rank(&e.label)));
-            chosen.truncate(FANOUT);
+            chosen.truncate(fanout);
         }
         chosen
     }
@@ -305,7 +318,8 @@ impl Pool {
     fn reasons(&self) -> String {
         let endpoints = self.upstream.endpoints.load();
         if endpoints.is_empty() {
-            return "no endpoint is known yet".to_owned();
+            let complaints = self.upstream.sources.complaints();
+            return format!("no endpoint is known yet; {complaints}");
         }
         let mut reasons: Vec<_> = endpoints
             .iter()

@@ -12,6 +12,7 @@ use super::connection::Settings;
 use super::credentials::{Class, Credentials};
 use super::endpoint::Endpoint;
 use super::health::Thresholds;
+use super::sources::Sources;
 use crate::config;
 use crate::net::outgoing::Outgoing;
 use crate::observe::Metrics;
@@ -27,6 +28,8 @@ pub struct Upstream {
     pub credentials: Credentials,
     /// Limits and thresholds. Replaced whole by a reload; see [`Self::config`].
     pub config: ArcSwap<config::Upstream>,
+    /// What the sources of its endpoints last said.
+    pub sources: Sources,
     /// Where things are counted.
     pub metrics: Arc<Metrics>,
     /// How connections to its endpoints leave.
@@ -41,8 +44,10 @@ impl Upstream {
     /// An upstream without endpoints; [`Self::place`] gives it some. Nobody intercepts its
     /// connections, unless [`Self::outgoing`] is set before it is shared.
     pub fn new(config: config::Upstream, credentials: Credentials, metrics: &Arc<Metrics>) -> Self {
+        let name: Arc<str> = config.name.as_str().into();
         Self {
-            name: config.name.as_str().into(),
+            sources: Sources::new(&name, metrics),
+            name,
             endpoints: ArcSwap::default(),
             credentials,
             config: ArcSwap::from_pointee(config),

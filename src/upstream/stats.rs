@@ -89,6 +89,8 @@ pub struct EndpointStatus {
     pub address: String,
     /// Name verified in its certificate.
     pub server_name: String,
+    /// Whether it is asked only where nothing else will do.
+    pub fallback: bool,
     /// State by name.
     pub state: &'static str,
     /// Why.

@@ -3,4 +3,9 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod bootstrap;
+mod file;
 mod members;
+mod slices;
+mod stress;
+mod traffic;

@@ -4,9 +4,9 @@
 
 use jackstay::app::{App, Running};
 use jackstay::config::{
-    AccessLog, Admin, CertPaths, Config, Connections, EndpointAddress, Health, Level, Limits,
-    Listener, Log, LogFormat, Mode, Passthrough, Readyz, RequestLimits, Shutdown, Terminate,
-    Upstream, UpstreamTls, UsedBy,
+    AccessLog, Admin, CertPaths, Config, Connections, Discovery, EndpointAddress, Health, Level,
+    Limits, Listener, Log, LogFormat, Mode, Passthrough, Readyz, RequestLimits, Shutdown,
+    Terminate, Upstream, UpstreamTls, UsedBy,
 };
 use jackstay::demo::apiserver::{self, ApiServerHandle, Options};
 use jackstay::demo::client::{Client, Credentials};
@@ -80,6 +80,8 @@ impl Certs {
                     .iter()
                     .map(|a| EndpointAddress { host: a.ip().to_string(), port: a.port() })
                     .collect(),
+                endpoints_file: None,
+                discovery: Discovery::default(),
                 tls: UpstreamTls { ca_file: Some(self.ca_file.clone()), server_name: None },
                 used_by: UsedBy { terminate: true, passthrough: false },
                 connections: Connections { min: 1, max: 64, max_streams: 100 },

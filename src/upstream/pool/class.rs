@@ -178,7 +178,7 @@ impl ClassPool {
     fn most(&self, limits: &config::Connections) -> usize {
         match self.class {
             Class::Identity(_) | Class::Token => limits.max,
-            Class::UnprovenToken | Class::Anonymous | Class::Probe => {
+            Class::UnprovenToken | Class::Anonymous | Class::Probe | Class::Discovery => {
                 UNPROVEN_CONNECTIONS.min(limits.max)
             }
         }

@@ -1,0 +1,128 @@
+//! Where each source leaves its last answer, and where the one who merges them finds them.
+//!
+//! Only the last good answer of a source is kept: an answer that is empty, or that has nothing in
+//! it that could be an endpoint, changes nothing; it is counted and told. So a burst of answers
+//! costs nothing but itself, and no queue can grow.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use tokio::sync::Notify;
+
+use super::merge::{Answer, Own, Remembered, without_own};
+use super::objects::Said;
+use crate::upstream::pool::Upstream;
+use crate::upstream::sources::Source;
+
+/// Refusals that are named in one log line.
+const NAMED: usize = 5;
+
+/// The board of one upstream. Lives on the control thread.
+pub struct Board {
+    upstream: Arc<Upstream>,
+    answers: RefCell<BTreeMap<Source, Answer>>,
+    remembered: RefCell<Remembered>,
+    own: Box<dyn Fn() -> Own>,
+    changed: Notify,
+}
+
+impl Board {
+    /// An empty board; `own` says which addresses are ours.
+    pub fn new(upstream: Arc<Upstream>, own: Box<dyn Fn() -> Own>) -> Rc<Self> {
+        Rc::new(Self {
+            upstream,
+            answers: RefCell::default(),
+            remembered: RefCell::default(),
+            own,
+            changed: Notify::new(),
+        })
+    }
+
+    /// The upstream it is about.
+    pub fn upstream(&self) -> &Arc<Upstream> {
+        &self.upstream
+    }
+
+    /// The addresses that are ours now.
+    pub fn own(&self) -> Own {
+        (self.own)()
+    }
+
+    /// A source has an answer; `complete` if every part of the source has answered by now.
+    pub fn say(&self, source: Source, said: Said, complete: bool) {
+        let sources = &self.upstream.sources;
+        if said.refused_count > 0 {
+            let words = few(&said.refused, said.refused_count);
+            sources.refused(source, "invalid", said.refused_count, &words);
+        }
+        let offered = said.entries.len();
+        let (entries, ours) = without_own(said.entries, &self.own());
+        if !ours.is_empty() {
+            let labels: Vec<_> = ours.iter().map(|entry| entry.address.to_string()).collect();
+            let words =
+                format!("{}: our own address, requests would loop", few(&labels, ours.len()));
+            sources.refused(source, "own-address", ours.len(), &words);
+        }
+        if entries.is_empty() {
+            let why = match (offered, said.not_ready, said.refused_count) {
+                (0, 0, 0) => "it names no endpoint".to_owned(),
+                (0, 0, refused) => format!("none of its {refused} entries can be an endpoint"),
+                (0, waiting, _) => format!("none of its {waiting} endpoints is ready"),
+                (ours, ..) => format!("all {ours} endpoints that it names are ourselves"),
+            };
+            sources.refused(source, "empty", 1, &format!("an empty answer: {why}"));
+            return sources.failed(source, &format!("an empty answer changes nothing: {why}"));
+        }
+        sources.succeeded(source, entries.len());
+        let answer = Answer { entries, complete };
+        if self.answers.borrow().get(&source) != Some(&answer) {
+            self.answers.borrow_mut().insert(source, answer);
+            self.turn();
+        }
+    }
+
+    /// A source could not be asked.
+    pub fn fail(&self, source: Source, why: &str) {
+        self.upstream.sources.failed(source, why);
+    }
+
+    /// A source is not configured any longer.
+    pub fn forget(&self, source: Source) {
+        self.upstream.sources.forget(source);
+        if self.answers.borrow_mut().remove(&source).is_some() {
+            self.turn();
+        }
+    }
+
+    /// What an earlier run left on disk.
+    pub fn remember(&self, remembered: Remembered) {
+        *self.remembered.borrow_mut() = remembered;
+        self.turn();
+    }
+
+    /// Something else that is merged has changed.
+    pub fn turn(&self) {
+        self.changed.notify_one();
+    }
+
+    /// Waits for the next change.
+    pub async fn changed(&self) {
+        self.changed.notified().await;
+    }
+
+    /// Looks at the answers and at what was remembered.
+    pub fn with<R>(&self, look: impl FnOnce(&BTreeMap<Source, Answer>, &Remembered) -> R) -> R {
+        look(&self.answers.borrow(), &self.remembered.borrow())
+    }
+}
+
+/// The first of them in one line.
+fn few(words: &[String], count: usize) -> String {
+    let named = words.iter().take(NAMED).cloned().collect::<Vec<_>>().join("; ");
+    match count.saturating_sub(NAMED.min(words.len())) {
+        0 => named,
+        more => format!("{named}; and {more} more"),
+    }
+}

@@ -1,0 +1,268 @@
+//! DNS names among the endpoints: every A and AAAA of each is a candidate.
+//!
+//! `/etc/hosts` is asked before DNS, and `localhost` is never asked for (RFC 6761 section 6.3).
+//! Nobody waits for an answer: each name has a task of its own, which asks again when the answer's
+//! time to live is over, within bounds, and at once when `/etc/hosts` or `/etc/resolv.conf` change.
+//! What was known stays for as long as there is no better answer; an answer without addresses is
+//! none. There is no fallback to name servers that nobody configured.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::path::PathBuf;
+use std::rc::Rc;
+use std::time::Duration;
+
+use hickory_resolver::config::{ResolveHosts, ResolverConfig};
+use hickory_resolver::net::NetError;
+use hickory_resolver::net::runtime::TokioRuntimeProvider;
+use hickory_resolver::proto::op::Query;
+use hickory_resolver::proto::rr::{Name, RecordType};
+use hickory_resolver::system_conf::parse_resolv_conf;
+use hickory_resolver::{Hosts, TokioResolver};
+use tokio::sync::Notify;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep, timeout};
+
+use super::board::Board;
+use super::merge::Entry;
+use super::objects::Said;
+use crate::config::EndpointAddress;
+use crate::control::certificates::{Watched, ticks};
+use crate::upstream::sources::Source;
+
+/// Bounds of the time until a name is asked for again: a TTL of 0 must not become a flood, and one
+/// of a day not a day of blindness.
+const TTL_MIN: Duration = Duration::from_secs(5);
+const TTL_MAX: Duration = Duration::from_secs(300);
+/// Bounds of the pause after a failure.
+const RETRY_MIN: Duration = Duration::from_secs(1);
+const RETRY_MAX: Duration = Duration::from_secs(30);
+/// One attempt of one query: a lost packet costs this (the resolver's own default is 5 s).
+const ATTEMPT: Duration = Duration::from_secs(2);
+/// All attempts at all servers, with every search domain.
+const LOOKUP: Duration = Duration::from_secs(20);
+
+/// The files of the system, and the port of its name servers.
+#[derive(Debug, Clone)]
+pub struct System {
+    /// `/etc/hosts`
+    pub hosts: PathBuf,
+    /// `/etc/resolv.conf`
+    pub resolv_conf: PathBuf,
+    /// 53, but for tests.
+    pub port: u16,
+}
+
+impl Default for System {
+    fn default() -> Self {
+        Self { hosts: "/etc/hosts".into(), resolv_conf: "/etc/resolv.conf".into(), port: 53 }
+    }
+}
+
+/// What is known of a name.
+#[derive(Debug, Clone, Default)]
+struct Known {
+    v4: Vec<IpAddr>,
+    v6: Vec<IpAddr>,
+    error: Option<String>,
+}
+
+impl Known {
+    fn addresses(&self) -> impl Iterator<Item = IpAddr> {
+        self.v4.iter().chain(&self.v6).copied()
+    }
+}
+
+struct Names {
+    wanted: Vec<EndpointAddress>,
+    known: RefCell<BTreeMap<String, Known>>,
+    system: System,
+    board: Rc<Board>,
+    /// A file of the system has changed.
+    again: Notify,
+}
+
+/// Follows the names until it is dropped.
+pub async fn follow(names: Vec<EndpointAddress>, system: System, board: Rc<Board>) {
+    let mut files = Watched::new(vec![system.hosts.clone(), system.resolv_conf.clone()]);
+    let mut hosts: Vec<String> = names.iter().map(|name| name.host.clone()).collect();
+    hosts.sort_unstable();
+    hosts.dedup();
+    let names = Rc::new(Names {
+        wanted: names,
+        known: RefCell::default(),
+        system,
+        board,
+        again: Notify::new(),
+    });
+    let mut tasks = JoinSet::new();
+    for host in hosts {
+        tasks.spawn_local(Rc::clone(&names).follow(host));
+    }
+    let mut ticks = ticks();
+    loop {
+        ticks.tick().await;
+        if files.changed() {
+            names.again.notify_waiters();
+        }
+    }
+}
+
+impl Names {
+    async fn follow(self: Rc<Self>, host: String) {
+        let mut failures = 0;
+        loop {
+            // Registered before the question: a change during it is a reason to ask again.
+            let mut again = std::pin::pin!(self.again.notified());
+            again.as_mut().enable();
+            let found = look_up(&host, &self.system).await;
+            let mut known = self.known.borrow().get(&host).cloned().unwrap_or_default();
+            let pause = take(&mut known, found, &mut failures);
+            self.known.borrow_mut().insert(host.clone(), known);
+            self.say();
+            tokio::select! {
+                () = sleep(pause.mul_f64(0.9 + fastrand::f64() / 5.0)) => {}
+                () = again => {}
+            }
+        }
+    }
+
+    /// Tells the board all that is known.
+    fn say(&self) {
+        let known = self.known.borrow();
+        let mut said = Said::default();
+        for name in &self.wanted {
+            for ip in known.get(&name.host).into_iter().flat_map(Known::addresses) {
+                match EndpointAddress::parse(&std::net::SocketAddr::new(ip, name.port).to_string())
+                {
+                    Ok(address) => {
+                        said.entries.push(Entry { address, server_name: Some(name.host.clone()) });
+                    }
+                    Err(why) => {
+                        said.refused_count += 1;
+                        said.refused.push(format!("{}: {why}", name.host));
+                    }
+                }
+            }
+        }
+        let answered = |name: &EndpointAddress| {
+            known.get(&name.host).is_some_and(|known| known.addresses().next().is_some())
+        };
+        let complete = self.wanted.iter().all(answered);
+        let errors: Vec<_> = known
+            .iter()
+            .filter_map(|(host, known)| Some(format!("{host}: {}", known.error.as_ref()?)))
+            .collect();
+        if !said.entries.is_empty() || said.refused_count > 0 {
+            self.board.say(Source::Dns, said, complete);
+        }
+        if !errors.is_empty() {
+            self.board.fail(Source::Dns, &errors.join("; "));
+        }
+    }
+}
+
+/// What one question found: for each family its addresses, or why there are none.
+#[derive(Debug)]
+struct Found {
+    v4: Result<Vec<IpAddr>, String>,
+    v6: Result<Vec<IpAddr>, String>,
+    ttl: Duration,
+}
+
+/// Takes in what was found and says when to ask again. A family that could not be asked keeps what
+/// it had; so do both if neither has an address.
+fn take(known: &mut Known, found: Found, failures: &mut u32) -> Duration {
+    let empty = |family: &Result<Vec<IpAddr>, String>| family.as_ref().is_ok_and(Vec::is_empty);
+    known.error = match (&found.v4, &found.v6) {
+        (Err(why), _) | (_, Err(why)) => Some(why.clone()),
+        (v4, v6) if empty(v4) && empty(v6) => Some("it has no address".to_owned()),
+        _ => None,
+    };
+    let any = [&found.v4, &found.v6].iter().any(|f| f.as_ref().is_ok_and(|f| !f.is_empty()));
+    if any {
+        known.v4 = found.v4.unwrap_or_else(|_| std::mem::take(&mut known.v4));
+        known.v6 = found.v6.unwrap_or_else(|_| std::mem::take(&mut known.v6));
+    }
+    if known.error.is_none() {
+        *failures = 0;
+        return found.ttl.clamp(TTL_MIN, TTL_MAX);
+    }
+    *failures = failures.saturating_add(1);
+    RETRY_MIN.saturating_mul(1 << failures.saturating_sub(1).min(8)).min(RETRY_MAX)
+}
+
+async fn look_up(host: &str, system: &System) -> Found {
+    if host.ends_with(".localhost") {
+        let (v4, v6) = (Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into());
+        return Found { v4: Ok(vec![v4]), v6: Ok(vec![v6]), ttl: TTL_MAX };
+    }
+    if let Some((v4, v6)) = in_hosts(host, system) {
+        return Found { v4: Ok(v4), v6: Ok(v6), ttl: TTL_MAX };
+    }
+    let failed = |why: String| Found { v4: Err(why.clone()), v6: Err(why), ttl: TTL_MIN };
+    let resolver = match resolver(system) {
+        Ok(resolver) => resolver,
+        Err(why) => return failed(why),
+    };
+    let both = async {
+        tokio::join!(resolver.lookup(host, RecordType::A), resolver.lookup(host, RecordType::AAAA))
+    };
+    let Ok((v4, v6)) = timeout(LOOKUP, both).await else {
+        return failed(format!("no answer from the name servers within {} s", LOOKUP.as_secs()));
+    };
+    let mut ttl = TTL_MAX;
+    let mut family = |answer: Result<hickory_resolver::lookup::Lookup, NetError>| match answer {
+        Ok(lookup) => {
+            let left = Instant::from_std(lookup.valid_until()).duration_since(Instant::now());
+            ttl = ttl.min(left);
+            Ok(lookup.answers().iter().filter_map(|record| record.data.ip_addr()).collect())
+        }
+        Err(error) if error.is_nx_domain() => Err("there is no such name".to_owned()),
+        Err(error) if error.is_no_records_found() => Ok(Vec::new()),
+        Err(error) => Err(error.to_string()),
+    };
+    let (v4, v6) = (family(v4), family(v6));
+    Found { v4, v6, ttl }
+}
+
+/// The addresses in `/etc/hosts`, if it has any. A file that is not there has none.
+fn in_hosts(host: &str, system: &System) -> Option<(Vec<IpAddr>, Vec<IpAddr>)> {
+    let mut hosts = Hosts::default();
+    hosts.read_hosts_conf(std::fs::File::open(&system.hosts).ok()?).ok()?;
+    let name = Name::from_utf8(host).ok()?;
+    let look = |kind| -> Vec<IpAddr> {
+        let found = hosts.lookup_static_host(&Query::query(name.clone(), kind));
+        let records = found.map(|lookup| lookup.answers().to_vec()).unwrap_or_default();
+        records.iter().filter_map(|record| record.data.ip_addr()).collect()
+    };
+    let (v4, v6) = (look(RecordType::A), look(RecordType::AAAA));
+    (!v4.is_empty() || !v6.is_empty()).then_some((v4, v6))
+}
+
+/// A resolver for the name servers of the system as they are configured now. It is made for each
+/// question: they are rare, and there is nothing that could go stale.
+fn resolver(system: &System) -> Result<TokioResolver, String> {
+    let file = system.resolv_conf.display();
+    let text = std::fs::read(&system.resolv_conf).map_err(|error| format!("{file}: {error}"))?;
+    let (config, mut options) =
+        parse_resolv_conf(text).map_err(|error| format!("{file}: {error}"))?;
+    let (domain, search, mut servers) = config.into_parts();
+    for connection in servers.iter_mut().flat_map(|server| &mut server.connections) {
+        connection.port = system.port;
+    }
+    let config = ResolverConfig::from_parts(domain, search, servers);
+    options.timeout = options.timeout.min(ATTEMPT);
+    options.attempts = options.attempts.max(2);
+    options.cache_size = 0;
+    // Asked before.
+    options.use_hosts_file = ResolveHosts::Never;
+    TokioResolver::builder_with_config(config, TokioRuntimeProvider::default())
+        .with_options(options)
+        .build()
+        .map_err(|error| format!("{file}: {error}"))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,223 @@
+//! Questions to a name server of our own.
+
+use std::collections::HashMap;
+use std::net::UdpSocket;
+use std::str::FromStr;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use hickory_resolver::proto::op::{Message, ResponseCode};
+use hickory_resolver::proto::rr::rdata::{A, AAAA};
+use hickory_resolver::proto::rr::{RData, Record};
+use tokio::task::LocalSet;
+
+use super::*;
+use crate::control::discovery::merge::Own;
+use crate::observe::Metrics;
+use crate::upstream::credentials::Credentials;
+use crate::upstream::pool::Upstream;
+
+/// The addresses of each name, and their time to live.
+type Zone = HashMap<String, (Vec<IpAddr>, u32)>;
+
+/// A name server on a port of its own, and files that name it.
+struct World {
+    system: System,
+    zone: Arc<Mutex<Zone>>,
+    silent: Arc<std::sync::atomic::AtomicBool>,
+    asked: Arc<AtomicUsize>,
+    _dir: tempfile::TempDir,
+}
+
+impl World {
+    fn new() -> Self {
+        let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let system = System {
+            hosts: dir.path().join("hosts"),
+            resolv_conf: dir.path().join("resolv.conf"),
+            port: socket.local_addr().unwrap().port(),
+        };
+        std::fs::write(&system.resolv_conf, "nameserver 127.0.0.1\n").unwrap();
+        let world = Self {
+            system,
+            zone: Arc::default(),
+            silent: Arc::default(),
+            asked: Arc::default(),
+            _dir: dir,
+        };
+        let (zone, silent) = (Arc::clone(&world.zone), Arc::clone(&world.silent));
+        let asked = Arc::clone(&world.asked);
+        std::thread::spawn(move || {
+            let mut buffer = [0; 1500];
+            while let Ok((size, peer)) = socket.recv_from(&mut buffer) {
+                asked.fetch_add(1, Ordering::Relaxed);
+                if silent.load(Ordering::Relaxed) {
+                    continue;
+                }
+                let question = Message::from_vec(&buffer[..size]).unwrap();
+                let answer = answer(&question, &zone.lock().unwrap());
+                let _ = socket.send_to(&answer.to_vec().unwrap(), peer);
+            }
+        });
+        world
+    }
+
+    fn say(&self, name: &str, addresses: &[&str], ttl: u32) {
+        let addresses = addresses.iter().map(|a| a.parse().unwrap()).collect();
+        self.zone.lock().unwrap().insert(name.to_owned(), (addresses, ttl));
+    }
+
+    fn asked(&self) -> usize {
+        self.asked.load(Ordering::Relaxed)
+    }
+}
+
+fn answer(question: &Message, zone: &Zone) -> Message {
+    let query = question.queries[0].clone();
+    let mut message = Message::response(question.metadata.id, question.metadata.op_code);
+    let name = query.name().to_string().to_ascii_lowercase();
+    match zone.get(name.trim_end_matches('.')) {
+        None => message.metadata.response_code = ResponseCode::NXDomain,
+        Some((addresses, ttl)) => {
+            for ip in addresses {
+                let data = match (ip, query.query_type()) {
+                    (IpAddr::V4(ip), RecordType::A) => RData::A(A(*ip)),
+                    (IpAddr::V6(ip), RecordType::AAAA) => RData::AAAA(AAAA(*ip)),
+                    _ => continue,
+                };
+                message.add_answer(Record::from_rdata(query.name().clone(), *ttl, data));
+            }
+        }
+    }
+    message.add_query(query);
+    message
+}
+
+fn ips(texts: &[&str]) -> Vec<IpAddr> {
+    texts.iter().map(|text| IpAddr::from_str(text).unwrap()).collect()
+}
+
+#[tokio::test]
+async fn both_families_and_the_shorter_time() {
+    let world = World::new();
+    world.say("api.example.com", &["10.0.0.1", "10.0.0.2", "fd00::1"], 60);
+    let found = look_up("api.example.com", &world.system).await;
+    let mut v4 = found.v4.unwrap();
+    v4.sort();
+    assert_eq!(v4, ips(&["10.0.0.1", "10.0.0.2"]));
+    assert_eq!(found.v6.unwrap(), ips(&["fd00::1"]));
+    assert!((50..=60).contains(&found.ttl.as_secs()), "{:?}", found.ttl);
+
+    world.say("four.example.com", &["10.0.0.4"], 60);
+    let found = look_up("four.example.com", &world.system).await;
+    assert_eq!((found.v4.unwrap().len(), found.v6.unwrap().len()), (1, 0));
+    let found = look_up("nowhere.example.com", &world.system).await;
+    assert_eq!(found.v4.unwrap_err(), "there is no such name");
+}
+
+#[tokio::test]
+async fn hosts_come_before_dns_and_localhost_is_never_asked_for() {
+    let world = World::new();
+    world.say("api.example.com", &["10.0.0.1"], 60);
+    let hosts = "# ours\n10.1.1.1 API.example.com other\nfd00::9 api.example.com\nnonsense\n";
+    std::fs::write(&world.system.hosts, hosts).unwrap();
+    let found = look_up("api.example.com", &world.system).await;
+    assert_eq!(found.v4.unwrap(), ips(&["10.1.1.1"]));
+    assert_eq!(found.v6.unwrap(), ips(&["fd00::9"]));
+    let found = look_up("node.localhost", &world.system).await;
+    assert_eq!((found.v4.unwrap(), found.v6.unwrap()), (ips(&["127.0.0.1"]), ips(&["::1"])));
+    assert_eq!(world.asked(), 0);
+    std::fs::remove_file(&world.system.hosts).unwrap();
+    let found = look_up("api.example.com", &world.system).await;
+    assert_eq!(found.v4.unwrap(), ips(&["10.0.0.1"]), "no hosts file is no hosts");
+}
+
+#[tokio::test]
+async fn without_name_servers_there_is_an_error_and_no_question_to_strangers() {
+    let world = World::new();
+    std::fs::remove_file(&world.system.resolv_conf).unwrap();
+    let found = look_up("api.example.com", &world.system).await;
+    assert!(found.v4.unwrap_err().contains("resolv.conf"));
+    std::fs::write(&world.system.resolv_conf, "# nothing\nnonsense here\n").unwrap();
+    let found = look_up("api.example.com", &world.system).await;
+    assert!(found.v6.unwrap_err().contains("resolv.conf"));
+}
+
+#[test]
+fn what_is_known_stays_until_there_is_something_better() {
+    let found = |v4: Result<&[&str], &str>, v6: Result<&[&str], &str>| {
+        let family = |f: Result<&[&str], &str>| f.map(ips).map_err(str::to_owned);
+        Found { v4: family(v4), v6: family(v6), ttl: Duration::from_secs(60) }
+    };
+    let mut known = Known::default();
+    let mut failures = 0;
+    let mut next = |known: &mut Known, found| take(known, found, &mut failures).as_secs();
+    assert_eq!(next(&mut known, found(Ok(&["10.0.0.1"]), Ok(&["fd00::1"]))), 60);
+    // One family fails: it keeps what it had, and is asked for again soon.
+    assert_eq!(next(&mut known, found(Ok(&["10.0.0.2"]), Err("timed out"))), 1);
+    assert_eq!(known.addresses().collect::<Vec<_>>(), ips(&["10.0.0.2", "fd00::1"]));
+    assert_eq!(known.error.as_deref(), Some("timed out"));
+    // One family is gone, and says so.
+    assert_eq!(next(&mut known, found(Ok(&["10.0.0.2"]), Ok(&[]))), 60);
+    assert_eq!(known.addresses().collect::<Vec<_>>(), ips(&["10.0.0.2"]));
+    // Nothing at all is no answer.
+    for (turn, pause) in [1, 2, 4, 8, 16, 30, 30].into_iter().enumerate() {
+        assert_eq!(next(&mut known, found(Ok(&[]), Ok(&[]))), pause, "turn {turn}");
+    }
+    assert_eq!(known.addresses().collect::<Vec<_>>(), ips(&["10.0.0.2"]));
+    assert_eq!(next(&mut known, found(Err("no such name"), Err("no such name"))), 30);
+    assert_eq!(known.addresses().count(), 1);
+    let quick = Found { ttl: Duration::ZERO, ..found(Ok(&["10.0.0.1"]), Ok(&[])) };
+    assert_eq!(next(&mut known, quick), 5, "a TTL of 0 is no flood");
+    let slow = Found { ttl: Duration::from_secs(86_400), ..found(Ok(&["10.0.0.1"]), Ok(&[])) };
+    assert_eq!(next(&mut known, slow), 300, "a TTL of a day is no blindness");
+}
+
+#[tokio::test]
+async fn the_board_hears_of_names_and_of_changes_in_hosts() {
+    let world = World::new();
+    world.say("api.example.com", &["10.0.0.1"], 300);
+    let config = crate::control::discovery::tests::config();
+    let credentials = Credentials::load(&config, &[]).unwrap();
+    let upstream = Arc::new(Upstream::new(config, credentials, &Metrics::new()));
+    let board = Board::new(Arc::clone(&upstream), Box::new(Own::default));
+    let name = |host: &str, port| EndpointAddress { host: host.into(), port };
+    let names = vec![name("api.example.com", 6443), name("late.example.com", 443)];
+    let known = |board: &Board| {
+        board.with(|answers, _| {
+            let answer = answers.get(&Source::Dns).cloned().unwrap_or_default();
+            let mut labels: Vec<_> = answer.entries.iter().map(|e| e.address.to_string()).collect();
+            labels.sort();
+            (labels, answer.complete)
+        })
+    };
+    let local = LocalSet::new();
+    local
+        .run_until(async {
+            let task = follow(names, world.system.clone(), Rc::clone(&board));
+            let task = tokio::task::spawn_local(task);
+            while known(&board).0 != ["10.0.0.1:6443"] {
+                board.changed().await;
+            }
+            assert!(!known(&board).1, "one name has no answer");
+            std::fs::write(&world.system.hosts, "fd00::7 late.example.com\n").unwrap();
+            while known(&board) != (vec!["10.0.0.1:6443".into(), "[fd00::7]:443".into()], true) {
+                board.changed().await;
+            }
+            task.abort();
+        })
+        .await;
+    let entry = board.with(|answers, _| answers[&Source::Dns].entries[0].clone());
+    assert_eq!(entry.server_name.as_deref(), Some("api.example.com"), "the name is verified");
+}
+
+#[tokio::test(start_paused = true)]
+async fn silence_ends() {
+    let world = World::new();
+    world.silent.store(true, Ordering::Relaxed);
+    let start = Instant::now();
+    let found = look_up("api.example.com", &world.system).await;
+    assert!(found.v4.is_err() && found.v6.is_err());
+    assert!(start.elapsed() <= LOOKUP + Duration::from_secs(1), "{:?}", start.elapsed());
+}

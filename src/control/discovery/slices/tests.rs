@@ -1,0 +1,362 @@
+//! The watch against a scripted apiserver: whatever it does between the truth, what is applied in
+//! the end is the truth. The script is random; kube's watcher, the store and the board are real.
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, VecDeque};
+use std::pin::Pin;
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use http::{Request, Response};
+use kube::client::Body;
+use proptest::prelude::*;
+use serde_json::{Value, json};
+use tokio::sync::{Notify, mpsc};
+use tokio::task::LocalSet;
+
+use super::super::carrier::{CarriedBody, CarryError};
+use super::super::merge::Own;
+use super::*;
+use crate::config;
+use crate::observe::Metrics;
+use crate::upstream::credentials::Credentials;
+use crate::upstream::pool::Upstream;
+
+#[test]
+fn pauses_grow_and_stay_bounded() {
+    assert_eq!(pause(1, 1.0), RETRY_MIN);
+    assert_eq!(pause(2, 1.0), RETRY_MIN * 2);
+    assert_eq!(pause(100, 1.0), RETRY_MAX);
+    assert_eq!(pause(100, 0.0), RETRY_MAX / 2);
+}
+
+/// What the server does next.
+#[derive(Debug, Clone)]
+enum Op {
+    /// The truth: a slice is what it is now.
+    Put { slice: u8, host: u8 },
+    /// The truth: a slice is gone.
+    Delete { slice: u8 },
+    /// An event of the past once more, as if it were new.
+    Replay(u8),
+    /// The end of an earlier life: DELETED with an old version.
+    StaleDelete(u8),
+    /// The last event twice.
+    Duplicate,
+    /// The next two events in the wrong order.
+    Swap,
+    /// A bookmark; an old one lies about how far the log is.
+    Bookmark { old: bool },
+    /// The stream ends.
+    End,
+    /// It ends in the middle of a frame.
+    Cut,
+    /// It ends with an ERROR event: 410.
+    Gone,
+    /// History is compacted: the next watch from the past is refused in the stream, or at once.
+    Compact { at_once: bool },
+    /// The next request fails.
+    Fail,
+    /// A line that is no event.
+    Garbage,
+}
+
+fn ops() -> impl Strategy<Value = Vec<Op>> {
+    let op = prop_oneof![
+        6 => (0..3_u8, 1..250_u8).prop_map(|(slice, host)| Op::Put { slice, host }),
+        2 => (0..3_u8).prop_map(|slice| Op::Delete { slice }),
+        2 => any::<u8>().prop_map(Op::Replay),
+        2 => any::<u8>().prop_map(Op::StaleDelete),
+        1 => Just(Op::Duplicate),
+        2 => Just(Op::Swap),
+        1 => any::<bool>().prop_map(|old| Op::Bookmark { old }),
+        1 => Just(Op::End),
+        1 => Just(Op::Cut),
+        1 => Just(Op::Gone),
+        1 => any::<bool>().prop_map(|at_once| Op::Compact { at_once }),
+        1 => Just(Op::Fail),
+        1 => Just(Op::Garbage),
+    ];
+    proptest::collection::vec(op, 0..60)
+}
+
+#[derive(Debug)]
+struct Script {
+    ops: VecDeque<Op>,
+    version: u64,
+    /// What is true now: the address of each slice.
+    truth: BTreeMap<String, String>,
+    /// Every event there was: version and JSON.
+    log: Vec<(u64, Value)>,
+    compacted: u64,
+    refuse_at_once: bool,
+    fail: bool,
+    /// Streams that are held open.
+    open: Vec<mpsc::Sender<Result<Bytes, CarryError>>>,
+    done: Arc<Notify>,
+    requests: usize,
+}
+
+impl Script {
+    fn new(ops: Vec<Op>) -> Self {
+        let mut script = Self {
+            ops: ops.into(),
+            version: 96, // lengths change soon
+            truth: BTreeMap::new(),
+            log: Vec::new(),
+            compacted: 0,
+            refuse_at_once: false,
+            fail: false,
+            open: Vec::new(),
+            done: Arc::default(),
+            requests: 0,
+        };
+        // One slice that is never gone, so that the answer is never empty.
+        script.put("anchor", "10.9.9.9");
+        script
+    }
+
+    fn put(&mut self, name: &str, address: &str) -> Value {
+        self.version += 1;
+        let kind = if self.truth.contains_key(name) { "MODIFIED" } else { "ADDED" };
+        self.truth.insert(name.to_owned(), address.to_owned());
+        self.event(kind, name, address)
+    }
+
+    fn delete(&mut self, name: &str) -> Option<Value> {
+        let address = self.truth.remove(name)?;
+        self.version += 1;
+        Some(self.event("DELETED", name, &address))
+    }
+
+    fn event(&mut self, kind: &str, name: &str, address: &str) -> Value {
+        let event = json!({ "type": kind, "object": slice(name, self.version, address) });
+        self.log.push((self.version, event.clone()));
+        event
+    }
+
+    fn answer(&mut self, path: &str, query: &str) -> (u16, Vec<String>, bool) {
+        self.requests += 1;
+        assert!(path.ends_with("/namespaces/default/endpointslices"), "{path}");
+        assert!(
+            query.contains("labelSelector=kubernetes.io%2Fservice-name%3Dkubernetes"),
+            "{query}"
+        );
+        let status = |code: u16, reason: &str| {
+            let status = json!({
+                "kind": "Status", "apiVersion": "v1", "status": "Failure", "code": code,
+                "reason": reason, "message": reason,
+            });
+            (code, vec![status.to_string()], false)
+        };
+        if std::mem::take(&mut self.fail) {
+            return status(500, "InternalError");
+        }
+        if !query.contains("watch=true") {
+            let items: Vec<_> = self
+                .truth
+                .iter()
+                .map(|(name, address)| slice(name, self.version_of(name), address))
+                .collect();
+            let list = json!({
+                "kind": "EndpointSliceList", "apiVersion": "discovery.k8s.io/v1",
+                "metadata": { "resourceVersion": self.version.to_string() }, "items": items,
+            });
+            return (200, vec![list.to_string()], false);
+        }
+        let from = query.split('&').find_map(|pair| pair.strip_prefix("resourceVersion="));
+        let from: u64 = from.expect("a version to go on from").parse().expect("one of ours");
+        if from < self.compacted {
+            if self.refuse_at_once {
+                return status(410, "Expired");
+            }
+            return (200, vec![gone()], false);
+        }
+        let past = self.log.iter().filter(|(version, _)| *version > from);
+        let mut frames: Vec<String> = past.map(|(_, event)| line(event)).collect();
+        let mut held: Option<String> = None;
+        let mut swap = false;
+        while let Some(op) = self.ops.pop_front() {
+            let mut emit = |frames: &mut Vec<String>, frame: String| {
+                if std::mem::take(&mut swap) {
+                    frames.extend(held.replace(frame));
+                } else {
+                    frames.push(frame);
+                    frames.extend(held.take());
+                }
+            };
+            match op {
+                Op::Put { slice, host } => {
+                    let event = self.put(&format!("s{slice}"), &format!("10.0.0.{host}"));
+                    emit(&mut frames, line(&event));
+                }
+                Op::Delete { slice } => {
+                    if let Some(event) = self.delete(&format!("s{slice}")) {
+                        emit(&mut frames, line(&event));
+                    }
+                }
+                Op::Replay(at) => {
+                    let at = usize::from(at) % self.log.len();
+                    frames.push(line(&self.log[at].1));
+                }
+                Op::StaleDelete(at) => {
+                    let (version, event) = &self.log[usize::from(at) % self.log.len()];
+                    let name = event["object"]["metadata"]["name"].as_str().unwrap();
+                    // Older than anything that is known of it, which may be nothing.
+                    let known = self.version_of(name);
+                    if *version < known {
+                        let mut event = event.clone();
+                        event["type"] = "DELETED".into();
+                        frames.push(line(&event));
+                    }
+                }
+                Op::Duplicate => frames.extend(frames.last().cloned()),
+                Op::Swap => swap = true,
+                Op::Bookmark { old } => {
+                    let version = if old { self.compacted } else { self.version };
+                    // One that says more than was delivered would lose what is held back.
+                    if held.is_none() {
+                        let object = json!({
+                            "kind": "EndpointSlice", "apiVersion": "discovery.k8s.io/v1",
+                            "metadata": { "resourceVersion": version.to_string() },
+                        });
+                        frames.push(line(&json!({ "type": "BOOKMARK", "object": object })));
+                    }
+                }
+                Op::Gone => {
+                    frames.extend(held.take());
+                    frames.push(gone());
+                    return (200, frames, false);
+                }
+                Op::End | Op::Cut => {
+                    frames.extend(held.take());
+                    if matches!(op, Op::Cut) {
+                        frames.push("{\"type\":\"ADDED\",\"obj".into());
+                    }
+                    return (200, frames, false);
+                }
+                Op::Compact { at_once } => {
+                    (self.compacted, self.refuse_at_once) = (self.version, at_once);
+                }
+                Op::Fail => self.fail = true,
+                Op::Garbage => frames.push("what?\n".into()),
+            }
+        }
+        frames.extend(held);
+        self.done.notify_one();
+        (200, frames, true)
+    }
+
+    fn version_of(&self, name: &str) -> u64 {
+        let of = |(version, event): &(u64, Value)| {
+            (event["object"]["metadata"]["name"] == name).then_some(*version)
+        };
+        self.log.iter().filter_map(of).max().unwrap_or(0)
+    }
+}
+
+fn slice(name: &str, version: u64, address: &str) -> Value {
+    json!({
+        "kind": "EndpointSlice",
+        "apiVersion": "discovery.k8s.io/v1",
+        "metadata": {
+            "name": name, "namespace": "default", "resourceVersion": version.to_string(),
+            "labels": { "kubernetes.io/service-name": "kubernetes" },
+        },
+        "addressType": "IPv4",
+        "ports": [{ "name": "https", "protocol": "TCP", "port": 6443 }],
+        "endpoints": [{ "addresses": [address], "conditions": { "ready": true } }],
+    })
+}
+
+fn line(event: &Value) -> String {
+    format!("{event}\n")
+}
+
+fn gone() -> String {
+    let status = json!({
+        "kind": "Status", "apiVersion": "v1", "status": "Failure", "code": 410,
+        "reason": "Expired", "message": "too old resource version",
+    });
+    line(&json!({ "type": "ERROR", "object": status }))
+}
+
+/// kube's transport, which asks the script.
+#[derive(Clone)]
+struct Scripted(Arc<Mutex<Script>>);
+
+impl tower_service::Service<Request<Body>> for Scripted {
+    type Response = Response<CarriedBody>;
+    type Error = CarryError;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, CarryError>> + Send>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), CarryError>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<Body>) -> Self::Future {
+        let script = Arc::clone(&self.0);
+        Box::pin(async move {
+            let (send, body) = mpsc::channel(10_000);
+            let query = request.uri().query().unwrap_or_default().to_owned();
+            let mut script = script.lock().unwrap();
+            let (code, frames, hold) = script.answer(request.uri().path(), &query);
+            for frame in frames {
+                send.try_send(Ok(frame.into())).unwrap();
+            }
+            if hold {
+                script.open.push(send);
+            }
+            let response = Response::builder().status(code).body(CarriedBody(body)).unwrap();
+            Ok(response)
+        })
+    }
+}
+
+fn upstream() -> Arc<Upstream> {
+    let config = config::Upstream {
+        endpoints: Vec::new(),
+        endpoints_file: None,
+        ..crate::control::discovery::tests::config()
+    };
+    let credentials = Credentials::load(&config, &[]).unwrap();
+    Arc::new(Upstream::new(config, credentials, &Metrics::new()))
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
+
+    #[test]
+    fn what_is_applied_in_the_end_is_the_truth(ops in ops()) {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .start_paused(true)
+            .build()
+            .unwrap();
+        let script = Arc::new(Mutex::new(Script::new(ops)));
+        let done = Arc::clone(&script.lock().unwrap().done);
+        let board = Board::new(upstream(), Box::new(Own::default));
+        let answer = RefCell::new(Vec::new());
+        LocalSet::new().block_on(&runtime, async {
+            let scripted = Scripted(Arc::clone(&script));
+            let watching = tokio::task::spawn_local(observe(scripted, Rc::clone(&board)));
+            // An hour of paused time, in which nothing but the script happens.
+            tokio::time::timeout(Duration::from_secs(3600), done.notified()).await.expect("done");
+            // What was sent last is on its way, perhaps behind a pause after a failure.
+            sleep(Duration::from_secs(120)).await;
+            watching.abort();
+            *answer.borrow_mut() = board.with(|answers, _| {
+                answers[&Source::Slices].entries.iter().map(|e| e.address.host.clone()).collect()
+            });
+        });
+        let mut applied = answer.into_inner();
+        applied.sort_unstable();
+        let script = script.lock().unwrap();
+        let mut truth: Vec<_> = script.truth.values().cloned().collect();
+        truth.sort_unstable();
+        truth.dedup();
+        prop_assert_eq!(applied, truth);
+        prop_assert!(script.requests < 300, "{} requests", script.requests);
+    }
+}

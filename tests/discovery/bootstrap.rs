@@ -1,0 +1,155 @@
+//! Starting when nothing else does, and what an earlier run left on disk.
+
+use crate::support::{MAPS, Proxy, World, soon, until};
+use crate::traffic::{refusing, set, set_is, source, told};
+use jackstay::config::{Config, EndpointAddress};
+use serde_json::{Value, json};
+use std::net::SocketAddr;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// Static endpoints nowhere, and a directory for the state.
+fn config(world: &World, seeds: &[SocketAddr]) -> Config {
+    let mut config = world.certs.config(seeds);
+    config.state_dir = Some(world.certs.path().join("state"));
+    config.upstreams[0].endpoints_file = Some(world.certs.path().join("endpoints"));
+    config
+}
+
+fn write_endpoints(world: &World, addresses: &[SocketAddr]) {
+    let lines: Vec<_> = addresses.iter().map(ToString::to_string).collect();
+    std::fs::write(world.certs.path().join("endpoints"), lines.join("\n")).unwrap();
+}
+
+fn state_file(world: &World) -> std::path::PathBuf {
+    world.certs.path().join("state/control-plane.json")
+}
+
+/// The time until the first answer, asked for again and again.
+async fn first_answer(world: &World, proxy: &Proxy, since: Instant) -> Duration {
+    let client = proxy.client(&world.certs.credentials()).await;
+    until("there is an answer", async || client.get(MAPS).await.unwrap().status == 200).await;
+    since.elapsed()
+}
+
+fn saved(path: &Path) -> Value {
+    std::fs::read(path).ok().and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn every_seed_is_dead_but_the_state_is_good() {
+    let world = World::new(2);
+    write_endpoints(&world, &world.addresses());
+    let seeds = [refusing(), refusing()];
+    let proxy = world.certs.start(config(&world, &seeds));
+    proxy.ready(2).await;
+    let state = state_file(&world);
+    until("the state is saved", async || {
+        saved(&state)["endpoints"].as_array().is_some_and(|e| e.len() == 2)
+    })
+    .await;
+    drop(proxy);
+
+    std::fs::remove_file(world.certs.path().join("endpoints")).unwrap();
+    let start = Instant::now();
+    let proxy = world.certs.start(config(&world, &seeds));
+    let took = first_answer(&world, &proxy, start).await;
+    println!("served {took:?} after the start from what was on disk (promised 1 s)");
+    assert!(took < Duration::from_secs(2), "{took:?}");
+    let report = source(&proxy, "state").await;
+    assert_eq!(report["endpoints"], 2, "{report}");
+    assert!(report["note"].as_str().unwrap().ends_with(" old"), "{report}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn the_state_is_stale_and_a_seed_lives() {
+    let world = World::new(1);
+    let gone = [refusing(), refusing()];
+    let dir = world.certs.path().join("state");
+    std::fs::create_dir_all(&dir).unwrap();
+    let entry = |a: &SocketAddr| json!({ "address": a.to_string(), "source": "file" });
+    let state = json!({
+        "version": 1, "upstream": "control-plane", "saved_at_seconds": 1_700_000_000,
+        "endpoints": gone.iter().map(entry).collect::<Vec<_>>(),
+    });
+    std::fs::write(state_file(&world), state.to_string()).unwrap();
+    let start = Instant::now();
+    let proxy = world.certs.start(config(&world, &world.addresses()));
+    let took = first_answer(&world, &proxy, start).await;
+    println!("moved on {took:?} after the start with a stale state (promised 2 s)");
+    assert!(took < Duration::from_secs(4), "{took:?}");
+    assert_eq!(set(&proxy).await.len(), 3, "candidates");
+    // Its source answers: what was remembered is forgotten, and what is good is written down.
+    write_endpoints(&world, &world.addresses());
+    let addresses: Vec<_> = world.addresses().iter().map(ToString::to_string).collect();
+    set_is(&proxy, &addresses).await;
+    until("the state is good again", async || {
+        saved(&state_file(&world))["endpoints"][0]["address"] == addresses[0]
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn a_state_that_is_not_ours_is_told_and_ignored() {
+    let world = World::new(1);
+    for (text, words) in [
+        ("{ \"version\": 1, \"upstr", "not a state file"),
+        ("{\"version\":1,\"upstream\":\"another\"}", "another upstream"),
+        ("", "not a state file"),
+    ] {
+        std::fs::create_dir_all(world.certs.path().join("state")).unwrap();
+        std::fs::write(state_file(&world), text).unwrap();
+        let proxy = world.certs.start(config(&world, &world.addresses()));
+        proxy.ready(1).await;
+        until(words, async || told(&proxy, "state", words).await).await;
+        assert_eq!(set(&proxy).await.len(), 1);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn a_directory_that_cannot_be_written_is_a_warning() {
+    let world = World::new(1);
+    let mut config = config(&world, &world.addresses());
+    let file = world.certs.path().join("no-directory");
+    std::fs::write(&file, "").unwrap();
+    config.state_dir = Some(file);
+    write_endpoints(&world, &world.addresses());
+    let start = Instant::now();
+    let proxy = world.certs.start(config);
+    let took = first_answer(&world, &proxy, start).await;
+    println!("served {took:?} after the start without a disk");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn with_nothing_at_all() {
+    let world = World::new(1);
+    // No address, no file yet, a name that no server knows.
+    let mut config = config(&world, &[]);
+    let name = EndpointAddress { host: "api.jackstay.invalid".into(), port: 6443 };
+    config.upstreams[0].endpoints = vec![name];
+    let start = Instant::now();
+    let proxy = world.certs.start(config);
+    println!("listening after {:?} (promised 100 ms, in a release build)", start.elapsed());
+    let client = proxy.client(&world.certs.credentials()).await;
+    let start = Instant::now();
+    let reply = soon("an answer", client.get(MAPS)).await.unwrap();
+    let took = start.elapsed();
+    println!("a Status after {took:?} (promised 1.5 s)");
+    assert!(took < Duration::from_secs(3), "{took:?}");
+    assert_eq!(reply.status, 503, "{:?}", reply.body);
+    let status = reply.json();
+    assert_eq!(status["kind"], "Status");
+    let message = status["message"].as_str().unwrap();
+    assert!(message.contains("no endpoint is known yet"), "{message}");
+    let ready = proxy.page("/readyz").await;
+    assert!(ready.starts_with("HTTP/1.1 503"), "{ready}");
+    assert!(ready.contains("[-]upstream control-plane"), "{ready}");
+    assert!(ready.contains("[-]source control-plane/file"), "{ready}");
+    assert!(ready.contains("[-]source control-plane/dns"), "{ready}");
+
+    // A source appears: no restart is needed.
+    write_endpoints(&world, &world.addresses());
+    first_answer(&world, &proxy, Instant::now()).await;
+    let ready = proxy.page("/readyz").await;
+    assert!(ready.starts_with("HTTP/1.1 200"), "{ready}");
+}

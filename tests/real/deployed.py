@@ -107,8 +107,9 @@ class FreshNode(RealNode):
         return [f"--kubeconfig={KUBELET_CONF}", f"--bootstrap-kubeconfig={BOOTSTRAP_CONF}"]
 
     def kubelet_config(self):
-        # What kubeadm writes, and quicker to notice changes of files.
-        return {**super().kubelet_config(), "staticPodPath": str(MANIFESTS), "rotateCertificates": True, "fileCheckFrequency": "2s"}
+        # What kubeadm writes, and quicker to notice changes of files and to show a static pod.
+        return {**super().kubelet_config(), "staticPodPath": str(MANIFESTS), "rotateCertificates": True,
+                "fileCheckFrequency": "2s", "syncFrequency": "10s"}
 
     def bootstrap(self):
         """A bootstrap token, the rights that kubeadm gives it, and the kubeconfig that carries it."""

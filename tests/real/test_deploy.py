@@ -157,7 +157,7 @@ class StaticPod(WithRig, unittest.TestCase):
 
     def test_5_pod(self):
         """The cluster sees a pod that is Ready, and what it has needed is what the manifest asks for."""
-        def ready():  # kubelet shows a static pod when it next looks at it, once a minute.
+        def ready():  # kubelet shows a static pod when it next looks at it.
             pod = self.rig.control.get(f"/api/v1/namespaces/kube-system/pods/jackstay-{self.node.NAME}").json
             return any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", [])) and pod
         pod = wait_for("the mirror pod to be Ready", ready, 120)

@@ -1,15 +1,18 @@
 //! What the admin endpoint may ask: gathered from the parts at the moment of the question.
 
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
+use arc_swap::ArcSwap;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 
+use super::build::{Bound, Built, Plane};
+use super::reload::Attempt;
 use super::worker::Pulse;
-use super::{BoundListener, Plane};
 use crate::admin::{self, Part, Readiness};
 use crate::config::{self, Config};
 use crate::control::discovery::Surroundings;
@@ -18,6 +21,7 @@ use crate::observe::build;
 use crate::observe::history::STEP;
 use crate::observe::utc::Utc;
 use crate::observe::{ListenerMetrics, Metrics, PassthroughMetrics};
+use crate::upstream::credentials::Slot;
 use crate::upstream::pool::Upstream;
 use crate::upstream::sources::{Report, Source, age};
 
@@ -29,14 +33,29 @@ const EVENTS_IN_STATUS: usize = 8;
 
 /// Answers the admin endpoint.
 pub struct Facts {
-    config: Arc<Config>,
+    shown: ArcSwap<Shown>,
     metrics: Arc<Metrics>,
-    upstreams: Vec<Arc<Upstream>>,
-    listeners: Vec<ListenerFacts>,
     pulses: Vec<(Pulse, Mutex<Seen>)>,
     started: SystemTime,
     draining: watch::Receiver<bool>,
     around: Arc<Surroundings>,
+    file: Option<PathBuf>,
+    reloads: Mutex<Reloads>,
+}
+
+/// What serves now. Replaced whole by a reload.
+struct Shown {
+    config: Arc<Config>,
+    upstreams: Vec<Arc<Upstream>>,
+    listeners: Vec<ListenerFacts>,
+}
+
+/// What became of reloads.
+#[derive(Default)]
+struct Reloads {
+    ok: u64,
+    failed: u64,
+    last: Option<Attempt>,
 }
 
 struct ListenerFacts {
@@ -45,8 +64,8 @@ struct ListenerFacts {
     wanted: usize,
     addresses: Vec<SocketAddr>,
     mode: &'static str,
-    /// Which slots of the upstream's credentials it may use.
-    slots: Vec<usize>,
+    /// The identities that it may use.
+    slots: Vec<Arc<Slot>>,
     /// If it terminates TLS.
     tls: Option<Arc<ServingTls>>,
     /// If it passes connections through.
@@ -60,75 +79,97 @@ struct Seen {
     at: Instant,
 }
 
+impl Shown {
+    fn new(built: &Built, metrics: &Arc<Metrics>) -> Self {
+        let of = |bound: &Bound| {
+            let (tls, slots, flows) = match &bound.plane {
+                Plane::Terminate { tls, slots, .. } => (Some(Arc::clone(tls)), slots.clone(), None),
+                Plane::Passthrough { .. } => {
+                    (None, Vec::new(), Some(metrics.passthrough(&bound.config.name)))
+                }
+            };
+            ListenerFacts {
+                name: bound.config.name.clone(),
+                upstream: bound.config.upstream.clone(),
+                wanted: bound.config.bind.len(),
+                addresses: bound.addresses(),
+                mode: bound.config.mode.as_str(),
+                slots,
+                tls,
+                flows,
+                metrics: Arc::clone(&bound.metrics),
+            }
+        };
+        Self {
+            config: Arc::clone(&built.config),
+            upstreams: built.upstreams.clone(),
+            listeners: built.listeners.iter().map(of).collect(),
+        }
+    }
+}
+
 impl Facts {
-    /// Facts about these parts.
+    /// Facts about these parts; `file` is where the configuration came from.
     pub fn new(
-        config: &Arc<Config>,
+        built: &Built,
         metrics: &Arc<Metrics>,
-        upstreams: &[Arc<Upstream>],
-        listeners: &[BoundListener],
         pulses: Vec<Pulse>,
         draining: watch::Receiver<bool>,
         around: &Arc<Surroundings>,
+        file: Option<PathBuf>,
     ) -> Self {
         let seen = || Mutex::new(Seen { beat: 0, at: Instant::now() });
         Self {
-            config: Arc::clone(config),
+            shown: ArcSwap::from_pointee(Shown::new(built, metrics)),
             metrics: Arc::clone(metrics),
-            upstreams: upstreams.to_vec(),
-            listeners: listeners
-                .iter()
-                .map(|bound| {
-                    let (tls, slots, flows) = match &bound.plane {
-                        Plane::Terminate { tls, slots, .. } => {
-                            (Some(Arc::clone(tls)), slots.clone(), None)
-                        }
-                        Plane::Passthrough { .. } => {
-                            (None, Vec::new(), Some(metrics.passthrough(&bound.config.name)))
-                        }
-                    };
-                    ListenerFacts {
-                        name: bound.config.name.clone(),
-                        upstream: bound.config.upstream.clone(),
-                        wanted: bound.config.bind.len(),
-                        addresses: bound.addresses.clone(),
-                        mode: bound.config.mode.as_str(),
-                        slots,
-                        tls,
-                        flows,
-                        metrics: Arc::clone(&bound.metrics),
-                    }
-                })
-                .collect(),
             pulses: pulses.into_iter().map(|pulse| (pulse, seen())).collect(),
             started: SystemTime::now(),
             draining,
             around: Arc::clone(around),
+            file,
+            reloads: Mutex::default(),
         }
     }
 
-    fn upstream(&self, name: &str) -> Option<&Arc<Upstream>> {
-        self.upstreams.iter().find(|upstream| &*upstream.name == name)
+    /// Shows these parts from now on.
+    pub fn show(&self, built: &Built) {
+        self.shown.store(Arc::new(Shown::new(built, &self.metrics)));
     }
 
-    fn listener_status(&self, listener: &ListenerFacts) -> Value {
+    /// Notes a reload.
+    pub fn reloaded(&self, attempt: Attempt) {
+        let mut reloads = self.reloads.lock().unwrap_or_else(PoisonError::into_inner);
+        *if attempt.is_ok() { &mut reloads.ok } else { &mut reloads.failed } += 1;
+        reloads.last = Some(attempt);
+    }
+
+    fn reload_status(&self) -> Value {
+        let reloads = self.reloads.lock().unwrap_or_else(PoisonError::into_inner);
+        json!({
+            "file": self.file,
+            "reloads": { "ok": reloads.ok, "failed": reloads.failed },
+            "last_reload": reloads.last.as_ref().map(Attempt::status),
+        })
+    }
+}
+
+impl ListenerFacts {
+    fn status(&self) -> Value {
         let mut status = json!({
-            "name": listener.name,
-            "mode": listener.mode,
-            "connections": listener.metrics.connections.get(),
-            "bind": listener.addresses.iter().map(ToString::to_string).collect::<Vec<_>>(),
-            "upstream": listener.upstream,
+            "name": self.name,
+            "mode": self.mode,
+            "connections": self.metrics.connections.get(),
+            "bind": self.addresses.iter().map(ToString::to_string).collect::<Vec<_>>(),
+            "upstream": self.upstream,
         });
-        if let Some(flows) = &listener.flows {
+        if let Some(flows) = &self.flows {
             status["flows"] = json!(flows.open());
         }
-        let Some(tls) = &listener.tls else { return status };
+        let Some(tls) = &self.tls else { return status };
         let certificate = tls.certificate();
-        let slots = self.upstream(&listener.upstream).map_or(&[][..], |u| u.credentials.slots());
-        let identities: Vec<Value> = listener
+        let identities: Vec<Value> = self
             .slots
             .iter()
-            .filter_map(|&index| slots.get(index))
             .map(|slot| {
                 let loaded = slot.certificate();
                 json!({
@@ -147,9 +188,9 @@ impl Facts {
             "not_after": Utc(certificate.info.not_after).seconds(),
         });
         status["identities"] = json!(identities);
-        status["requests_in_flight"] = json!(listener.metrics.in_flight.get());
-        status["watches"] = json!(listener.metrics.watches.get());
-        status["tunnels"] = json!(listener.metrics.tunnels.get());
+        status["requests_in_flight"] = json!(self.metrics.in_flight.get());
+        status["watches"] = json!(self.metrics.watches.get());
+        status["tunnels"] = json!(self.metrics.tunnels.get());
         status
     }
 }
@@ -204,7 +245,8 @@ impl admin::Facts for Facts {
 
     fn ready(&self) -> Readiness {
         let mut parts = Vec::new();
-        for listener in &self.listeners {
+        let shown = self.shown.load();
+        for listener in &shown.listeners {
             let (bound, wanted) = (listener.addresses.len(), listener.wanted);
             parts.push(Part {
                 name: format!("listener {}", listener.name),
@@ -212,7 +254,7 @@ impl admin::Facts for Facts {
                 detail: format!("{bound} of {wanted} addresses bound"),
             });
         }
-        for upstream in &self.upstreams {
+        for upstream in &shown.upstreams {
             let endpoints = upstream.endpoints.load();
             let usable = endpoints.iter().filter(|e| e.is_usable()).count();
             let mut detail = format!("{usable} of {} endpoints usable", endpoints.len());
@@ -231,10 +273,8 @@ impl admin::Facts for Facts {
             });
         }
         let ready = parts.iter().all(|part| part.ok);
-        for listener in &self.listeners {
-            let slots =
-                self.upstream(&listener.upstream).map_or(&[][..], |u| u.credentials.slots());
-            for slot in listener.slots.iter().filter_map(|&index| slots.get(index)) {
+        for listener in &shown.listeners {
+            for slot in &listener.slots {
                 if let Some(error) = slot.error() {
                     // Not a reason to be unready: tokens and other identities are served.
                     parts.push(Part {
@@ -245,13 +285,20 @@ impl admin::Facts for Facts {
                 }
             }
         }
-        for upstream in &self.upstreams {
+        for upstream in &shown.upstreams {
             parts.extend(sources_of(upstream));
         }
         for name in self.around.heartbeats.stuck() {
             let detail = "its loop has not turned".into();
             parts.push(Part { name, ok: false, detail });
         }
+        let reloads = self.reloads.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(failed) = reloads.last.as_ref().filter(|last| !last.is_ok()) {
+            // What runs is what was good, and serves.
+            let detail = format!("the old one stays: {}", failed.errors().join("; "));
+            parts.push(Part { name: "configuration".into(), ok: false, detail });
+        }
+        drop(reloads);
         let draining = *self.draining.borrow();
         if draining {
             parts.push(Part { name: "shutdown".into(), ok: false, detail: "draining".into() });
@@ -260,7 +307,8 @@ impl admin::Facts for Facts {
     }
 
     fn status(&self) -> Value {
-        let upstreams: Vec<Value> = self
+        let shown = self.shown.load();
+        let upstreams: Vec<Value> = shown
             .upstreams
             .iter()
             .map(|upstream| {
@@ -273,14 +321,14 @@ impl admin::Facts for Facts {
                 })
             })
             .collect();
-        let listeners: Vec<Value> =
-            self.listeners.iter().map(|listener| self.listener_status(listener)).collect();
+        let listeners: Vec<Value> = shown.listeners.iter().map(ListenerFacts::status).collect();
         json!({
             "version": build::VERSION,
             "commit": build::COMMIT,
             "now": Utc(SystemTime::now()).seconds(),
             "started_at": Utc(self.started).seconds(),
             "draining": *self.draining.borrow(),
+            "config": self.reload_status(),
             "listeners": listeners,
             "upstreams": upstreams,
             "events": self.metrics.events().last(EVENTS_IN_STATUS),
@@ -305,12 +353,12 @@ impl admin::Facts for Facts {
                 })
                 .collect()
         };
-        let endpoints: Vec<Value> = self.upstreams.iter().flat_map(of).collect();
+        let endpoints: Vec<Value> = self.shown.load().upstreams.iter().flat_map(of).collect();
         json!({ "step_s": STEP.as_secs(), "endpoints": endpoints })
     }
 
     fn config(&self) -> Value {
-        config::effective(&self.config)
+        config::effective(&self.shown.load().config)
     }
 
     fn metrics(&self) -> String {

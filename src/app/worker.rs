@@ -1,6 +1,12 @@
 //! One worker: a thread with its own event loop, its own sockets and its own connections.
+//!
+//! It is told what should be ([`Assignment`]) and makes it so: what is new begins, what has changed
+//! is swapped under the connections that there are, what is gone drains by itself while the rest
+//! goes on. Its first assignment is no different from the next.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -8,91 +14,110 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use tokio::net::TcpListener;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::watch;
-use tokio::task::{LocalSet, spawn_local};
-use tokio::time::{Instant, sleep};
+use tokio::task::{JoinHandle, JoinSet, LocalSet, spawn_local};
+use tokio::time::{Instant, sleep, sleep_until};
 
-use super::{BoundListener, Plane};
-use crate::config::{AccessLog, Config, Listener as ListenerConfig};
+use super::build::{Bound, Destinations, Plane};
+use crate::config::{self, AccessLog};
 use crate::net::linger::lingering;
 use crate::observe::{ListenerMetrics, Metrics};
+use crate::proxy::closing::{Closer, Closing};
 use crate::proxy::identify::{Identifier, ProvenTokens};
 use crate::proxy::line::Line;
 use crate::proxy::listener::Listener;
+use crate::proxy::passthrough;
+use crate::proxy::passthrough::table::{SHUTDOWN, Table};
 use crate::proxy::passthrough::transparent::Transparent;
-use crate::proxy::passthrough::{self, table::SHUTDOWN};
 use crate::proxy::retry::HedgeBudget;
-use crate::proxy::serve::Service;
+use crate::proxy::serve::{Service, Serving};
 use crate::proxy::upgrade::Tunnels;
 use crate::upstream::pool::{Pool, Upstream};
 
 /// How often a worker shows that its loop turns.
 const PULSE: Duration = Duration::from_secs(1);
-/// How often a draining worker looks whether it is done.
+/// How often it is looked whether a drain is done.
 const DRAIN_TICK: Duration = Duration::from_millis(10);
-
+/// Longest time over which the watches of a listener that goes are let go. Their clients come back
+/// within a second, so this is what keeps a node with a thousand of them from being a herd.
+const SPREAD: Duration = Duration::from_secs(5);
 /// How long what was told to end may take to end.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
 /// Shows that a worker's loop turns: seconds of its own clock, plus one.
 pub type Pulse = Arc<AtomicU64>;
 
-/// What a worker is made of, before its thread runs.
-pub struct Setup {
-    listeners: Vec<Part>,
-    metrics: Arc<Metrics>,
-    access: AccessLog,
-    drain_timeout: Duration,
-    drain: watch::Receiver<bool>,
-    workers: usize,
-    pulse: Pulse,
+/// Everything that a worker should do from now on.
+#[derive(Debug)]
+pub struct Assignment {
+    /// Its listeners; one that it has and that is not among them goes.
+    pub listeners: Vec<Part>,
+    /// Which requests are logged.
+    pub access: AccessLog,
+    /// How long what goes may take.
+    pub drain_timeout: Duration,
     /// Every address that this process listens on.
-    listening: Arc<[SocketAddr]>,
+    pub listening: Arc<[SocketAddr]>,
+    /// Dropped when it is so.
+    pub _done: UnboundedSender<Infallible>,
 }
 
-struct Part {
-    config: ListenerConfig,
-    sockets: Vec<std::net::TcpListener>,
+/// A listener of an [`Assignment`].
+#[derive(Debug)]
+pub struct Part {
+    config: config::Listener,
     metrics: Arc<ListenerMetrics>,
     upstream: Arc<Upstream>,
     plane: Plane,
+    /// Where it listens.
+    places: Vec<u64>,
+    /// The sockets of those places that it does not have yet.
+    sockets: Vec<(u64, std::net::TcpListener)>,
+}
+
+impl Part {
+    /// What a worker needs to know of a listener; `has` are the places that it has already.
+    ///
+    /// # Errors
+    /// There are no descriptors left.
+    pub fn new(worker: usize, bound: &Bound, has: &[u64]) -> std::io::Result<Self> {
+        let new = bound.places.iter().filter(|place| !has.contains(&place.id));
+        Ok(Self {
+            config: bound.config.clone(),
+            metrics: Arc::clone(&bound.metrics),
+            upstream: Arc::clone(&bound.upstream),
+            plane: bound.plane.clone(),
+            places: bound.places.iter().map(|place| place.id).collect(),
+            sockets: new.map(|p| Ok((p.id, p.socket(worker)?))).collect::<std::io::Result<_>>()?,
+        })
+    }
+}
+
+/// A worker before its thread runs, and what it is led by.
+pub struct Setup {
+    /// What should be, from now on.
+    pub assignments: UnboundedReceiver<Assignment>,
+    /// Where its parts count.
+    pub metrics: Arc<Metrics>,
+    /// How many workers share what a listener may hold.
+    pub workers: usize,
+    /// Begins the drain of everything.
+    pub drain: watch::Receiver<bool>,
+    /// Where it shows that it turns.
+    pub pulse: Pulse,
 }
 
 impl Setup {
-    /// Takes the sockets of worker `index` from the listeners.
+    /// A worker, and the way to lead it.
     pub fn new(
-        index: usize,
-        config: &Config,
         metrics: &Arc<Metrics>,
-        listeners: &mut [BoundListener],
-        listening: &Arc<[SocketAddr]>,
+        workers: usize,
         drain: watch::Receiver<bool>,
-    ) -> Self {
-        let listeners = listeners
-            .iter_mut()
-            .map(|bound| Part {
-                config: bound.config.clone(),
-                sockets: std::mem::take(&mut bound.sockets[index]),
-                metrics: Arc::clone(&bound.metrics),
-                upstream: Arc::clone(&bound.upstream),
-                plane: bound.plane.clone(),
-            })
-            .collect();
-        Self {
-            listeners,
-            metrics: Arc::clone(metrics),
-            access: config.log.access,
-            drain_timeout: config.shutdown.drain_timeout,
-            drain,
-            workers: config.workers,
-            pulse: Arc::new(AtomicU64::new(0)),
-            listening: Arc::clone(listening),
-        }
-    }
-
-    /// Where the worker shows that it turns.
-    pub fn pulse(&self) -> Pulse {
-        Arc::clone(&self.pulse)
+    ) -> (Self, UnboundedSender<Assignment>) {
+        let (sender, assignments) = unbounded_channel();
+        let pulse = Arc::new(AtomicU64::new(0));
+        (Self { assignments, metrics: Arc::clone(metrics), workers, drain, pulse }, sender)
     }
 
     /// Runs until the drain is over.
@@ -108,132 +133,373 @@ impl Setup {
     }
 
     async fn serve(self) {
-        let beat = Arc::clone(&self.pulse);
+        let Self { mut assignments, metrics, workers, mut drain, pulse } = self;
         spawn_local(async move {
             let start = Instant::now();
             loop {
-                beat.store(start.elapsed().as_secs() + 1, Ordering::Relaxed);
+                pulse.store(start.elapsed().as_secs() + 1, Ordering::Relaxed);
                 sleep(PULSE).await;
             }
         });
-        let mut lines: Vec<Rc<Line>> = Vec::new();
-        let mut listeners = Vec::new();
-        let mut passing = Vec::new();
-        let table = passthrough::table::Table::new();
-        spawn_local(Rc::clone(&table).run());
-        for mut part in self.listeners {
-            let name = part.config.name.clone();
-            let mut limits = part.config.limits.clone();
-            limits.max_connections = limits.max_connections.div_ceil(self.workers);
-            let sockets = sockets(&name, std::mem::take(&mut part.sockets));
-            match part.plane {
-                Plane::Terminate { config, tls, slots } => {
-                    let listener = Rc::new(Listener {
-                        service: Rc::new(Service {
-                            line: line(&mut lines, &part.upstream, &self.metrics, &self.drain),
-                            identifier: Identifier {
-                                slots,
-                                listener: name.clone(),
-                                tokens: Rc::new(ProvenTokens::default()),
-                            },
-                            metrics: part.metrics,
-                            access: self.access,
-                            resume_groups: config.resume_groups,
-                            max_header_bytes: config.limits.max_header_bytes,
-                            tunnels: Tunnels::default(),
-                        }),
-                        name,
-                        tls,
-                        limits,
-                        requests: config.limits,
-                        open: Cell::new(0),
-                        drain: self.drain.clone(),
-                    });
-                    for socket in sockets {
-                        spawn_local(Rc::clone(&listener).accept(socket));
-                    }
-                    listeners.push(listener);
-                }
-                Plane::Passthrough { config, routes, destinations } => {
-                    let transparent = config
-                        .transparent
-                        .then(|| Transparent::new(Arc::clone(&self.listening), destinations));
-                    let listener = Rc::new(passthrough::Listener {
-                        flows: self.metrics.passthrough(&name),
-                        name,
-                        upstream: part.upstream,
-                        routes,
-                        transparent,
-                        config,
-                        limits,
-                        metrics: part.metrics,
-                        table: Rc::clone(&table),
-                        open: Cell::new(0),
-                        drain: self.drain.clone(),
-                    });
-                    for socket in sockets {
-                        spawn_local(Rc::clone(&listener).accept(socket));
-                    }
-                    passing.push(listener);
-                }
+        let mut worker = Worker {
+            metrics,
+            workers,
+            listening: Arc::default(),
+            table: Table::new(),
+            ways: Vec::new(),
+            listeners: Vec::new(),
+            going: JoinSet::new(),
+            drain_timeout: Duration::ZERO,
+        };
+        spawn_local(Rc::clone(&worker.table).run());
+        loop {
+            tokio::select! {
+                assignment = assignments.recv() => match assignment {
+                    Some(assignment) => worker.follow(assignment),
+                    None => break,
+                },
+                // An error means that the sender is gone: the program ends.
+                _ = drain.wait_for(|draining| *draining) => break,
+                // Nobody waits for what goes, but it is taken off the list.
+                Some(_) = worker.going.join_next(), if !worker.going.is_empty() => {}
             }
         }
-        let mut drain = self.drain;
-        // An error means that the sender is gone: the program ends.
-        let _ = drain.wait_for(|draining| *draining).await;
-        let deadline = Instant::now() + self.drain_timeout;
-        let tunnels = || listeners.iter().map(|l| l.service.tunnels.open()).sum::<usize>();
-        let open = || {
-            let connections: usize = listeners.iter().map(|listener| listener.open.get()).sum();
-            let flows: usize = passing.iter().map(|listener| listener.open.get()).sum();
-            connections + flows + tunnels() + lingering()
+        worker.end().await;
+    }
+}
+
+/// What a worker has.
+struct Worker {
+    metrics: Arc<Metrics>,
+    workers: usize,
+    /// Every address that this process listens on.
+    listening: Arc<[SocketAddr]>,
+    /// Its passed flows.
+    table: Rc<Table>,
+    ways: Vec<Way>,
+    listeners: Vec<Kept>,
+    /// What drains.
+    going: JoinSet<()>,
+    drain_timeout: Duration,
+}
+
+/// A line to an upstream, and what keeps its pool full.
+struct Way {
+    line: Rc<Line>,
+    keeper: JoinHandle<()>,
+}
+
+/// A listener that a worker has.
+struct Kept {
+    name: String,
+    /// Where it leads, and the end of the watches that go there.
+    upstream: Arc<Upstream>,
+    watches: (Closer, Closing),
+    /// The end of its connections.
+    closer: Closer,
+    /// Where it listens, and the end of that.
+    places: HashMap<u64, Closer>,
+    kind: Kind,
+}
+
+enum Kind {
+    Terminate(Rc<Listener>),
+    Passthrough(Rc<passthrough::Listener>),
+}
+
+impl Kind {
+    fn open(&self) -> usize {
+        match self {
+            Self::Terminate(listener) => {
+                listener.open.get() + listener.serving.now().tunnels.open()
+            }
+            Self::Passthrough(listener) => listener.open.get(),
+        }
+    }
+}
+
+impl Worker {
+    /// Makes it so.
+    fn follow(&mut self, assignment: Assignment) {
+        self.drain_timeout = assignment.drain_timeout;
+        self.listening = assignment.listening;
+        let places: Vec<u64> =
+            assignment.listeners.iter().flat_map(|part| part.places.iter().copied()).collect();
+        let mut before = std::mem::take(&mut self.listeners);
+        for part in assignment.listeners {
+            let known = before.iter().position(|kept| kept.is(&part));
+            let kept = match known.map(|index| before.swap_remove(index)) {
+                Some(mut kept) => {
+                    self.change(&mut kept, part, assignment.access);
+                    kept
+                }
+                None => self.begin(part, assignment.access),
+            };
+            self.listeners.push(kept);
+        }
+        for mut kept in before {
+            kept.hand_over(&places);
+            self.going.spawn_local(kept.end(self.drain_timeout));
+        }
+        let (used, unused) = std::mem::take(&mut self.ways)
+            .into_iter()
+            .partition(|way| self.listeners.iter().any(|kept| kept.uses(way)));
+        self.ways = used;
+        let unused: Vec<Way> = unused;
+        for way in unused {
+            self.going.spawn_local(way.end(self.drain_timeout));
+        }
+    }
+
+    fn begin(&mut self, part: Part, access: AccessLog) -> Kept {
+        let watches = Closer::new();
+        let (closer, closing) = Closer::new();
+        let name = part.config.name.clone();
+        let (upstream, limits) = (Arc::clone(&part.upstream), self.limits(&part));
+        let kind = match part.plane {
+            Plane::Terminate { config, tls, slots } => {
+                let service = Rc::new(Service {
+                    line: self.line(&upstream),
+                    identifier: Identifier {
+                        slots,
+                        listener: name.clone(),
+                        tokens: Rc::new(ProvenTokens::default()),
+                    },
+                    metrics: part.metrics,
+                    access,
+                    resume_groups: config.resume_groups,
+                    limits,
+                    requests: config.limits,
+                    tunnels: Tunnels::default(),
+                    closing: watches.1.clone(),
+                });
+                Kind::Terminate(Rc::new(Listener {
+                    name: name.clone(),
+                    serving: Serving::new(service),
+                    tls,
+                    open: Cell::new(0),
+                    closing,
+                }))
+            }
+            Plane::Passthrough { config, routes, destinations } => {
+                let way = self.way(Arc::clone(&upstream), config, routes, destinations, limits);
+                Kind::Passthrough(Rc::new(passthrough::Listener {
+                    flows: self.metrics.passthrough(&name),
+                    name: name.clone(),
+                    way: RefCell::new(Rc::new(way)),
+                    metrics: part.metrics,
+                    table: Rc::clone(&self.table),
+                    open: Cell::new(0),
+                }))
+            }
         };
-        while open() > 0 && Instant::now() < deadline {
+        let mut kept = Kept { name, upstream, watches, closer, places: HashMap::new(), kind };
+        kept.listen(&part.places, part.sockets);
+        kept
+    }
+
+    /// Swaps what has changed under the connections that there are.
+    fn change(&mut self, kept: &mut Kept, part: Part, access: AccessLog) {
+        let limits = self.limits(&part);
+        let another = !Arc::ptr_eq(&kept.upstream, &part.upstream);
+        if another {
+            kept.upstream = Arc::clone(&part.upstream);
+        }
+        match (&kept.kind, part.plane) {
+            (Kind::Terminate(listener), Plane::Terminate { config, slots, .. }) => {
+                if another {
+                    // What goes on there may not exist here: its clients ask anew.
+                    let (closer, _) = std::mem::replace(&mut kept.watches, Closer::new());
+                    let timeout = self.drain_timeout;
+                    self.going.spawn_local(async move {
+                        closer.drain(spread(timeout));
+                        sleep(timeout).await;
+                        closer.close();
+                    });
+                }
+                let before = listener.serving.now();
+                listener.serving.replace(Rc::new(Service {
+                    line: if another { self.line(&part.upstream) } else { Rc::clone(&before.line) },
+                    identifier: Identifier {
+                        slots,
+                        listener: kept.name.clone(),
+                        tokens: Rc::clone(&before.identifier.tokens),
+                    },
+                    metrics: part.metrics,
+                    access,
+                    resume_groups: config.resume_groups,
+                    limits,
+                    requests: config.limits,
+                    tunnels: before.tunnels.clone(),
+                    closing: kept.watches.1.clone(),
+                }));
+            }
+            (Kind::Passthrough(listener), Plane::Passthrough { config, routes, destinations }) => {
+                let way = self.way(part.upstream, config, routes, destinations, limits);
+                listener.way.replace(Rc::new(way));
+            }
+            // `Kept::is` compares the modes.
+            (Kind::Terminate(_), Plane::Passthrough { .. })
+            | (Kind::Passthrough(_), Plane::Terminate { .. }) => {}
+        }
+        kept.listen(&part.places, part.sockets);
+    }
+
+    /// Where a passthrough listener leads, and how.
+    fn way(
+        &self,
+        upstream: Arc<Upstream>,
+        config: config::Passthrough,
+        routes: Vec<Arc<Upstream>>,
+        destinations: Destinations,
+        limits: config::Limits,
+    ) -> passthrough::Way {
+        let listening = Arc::clone(&self.listening);
+        let transparent = config.transparent.then(|| Transparent::new(listening, destinations));
+        passthrough::Way { upstream, routes, transparent, config, limits }
+    }
+
+    /// This worker's share of what a listener may hold.
+    fn limits(&self, part: &Part) -> config::Limits {
+        let mut limits = part.config.limits.clone();
+        limits.max_connections = limits.max_connections.div_ceil(self.workers);
+        limits
+    }
+
+    /// The line to an upstream; listeners that share the upstream share it.
+    fn line(&mut self, upstream: &Arc<Upstream>) -> Rc<Line> {
+        if let Some(way) = self.ways.iter().find(|way| way.leads_to(upstream)) {
+            return Rc::clone(&way.line);
+        }
+        let pool = Pool::new(Arc::clone(upstream));
+        let keeper = spawn_local(Pool::run(Rc::clone(&pool)));
+        let metrics = Arc::clone(&self.metrics);
+        let line = Rc::new(Line { pool, budget: HedgeBudget::default(), metrics });
+        self.ways.push(Way { line: Rc::clone(&line), keeper });
+        line
+    }
+
+    /// Drains everything.
+    async fn end(mut self) {
+        let deadline = Instant::now() + self.drain_timeout;
+        for kept in self.listeners {
+            self.going.spawn_local(kept.end(self.drain_timeout));
+        }
+        while self.going.join_next().await.is_some() {}
+        while lingering() > 0 && Instant::now() < deadline {
             sleep(DRAIN_TICK).await;
         }
-        if open() > 0 {
-            tracing::warn!(connections = open(), "the drain timeout is over: closing what is left");
-            for listener in &listeners {
-                listener.service.tunnels.end();
+    }
+}
+
+/// The time over which watches are let go.
+fn spread(timeout: Duration) -> Duration {
+    SPREAD.min(timeout / 4)
+}
+
+impl Kept {
+    /// Whether it is the listener of that name, in that mode.
+    fn is(&self, part: &Part) -> bool {
+        self.name == part.config.name
+            && matches!(self.kind, Kind::Terminate(_)) == part.plane.tls().is_some()
+    }
+
+    fn uses(&self, way: &Way) -> bool {
+        match &self.kind {
+            Kind::Terminate(listener) => Rc::ptr_eq(&listener.serving.now().line, &way.line),
+            Kind::Passthrough(_) => false,
+        }
+    }
+
+    /// Listens at these places, first at the new ones, and at no other.
+    fn listen(&mut self, places: &[u64], sockets: Vec<(u64, std::net::TcpListener)>) {
+        for (place, socket) in sockets {
+            let socket = match TcpListener::from_std(socket) {
+                Ok(socket) => socket,
+                Err(error) => {
+                    tracing::error!(listener = self.name, %error, "cannot listen");
+                    continue;
+                }
+            };
+            let (closer, closing) = Closer::new();
+            match &self.kind {
+                Kind::Terminate(listener) => {
+                    spawn_local(Rc::clone(listener).accept(socket, closing));
+                }
+                Kind::Passthrough(listener) => {
+                    spawn_local(Rc::clone(listener).accept(socket, closing));
+                }
             }
-            table.end(SHUTDOWN, |_| true);
-            // The flows' own tasks reset both sides.
-            let reset = Instant::now() + LAST_WORDS;
-            while !table.is_empty() && Instant::now() < reset {
+            self.places.insert(place, closer);
+        }
+        self.places.retain(|place, closer| {
+            let stays = places.contains(place);
+            if !stays {
+                closer.drain(Duration::ZERO);
+            }
+            stays
+        });
+    }
+
+    /// Leaves these places, with all that waits there, to the listeners that have them now.
+    fn hand_over(&mut self, places: &[u64]) {
+        self.places.retain(|place, closer| {
+            let goes = !places.contains(place);
+            if !goes {
+                closer.close();
+            }
+            goes
+        });
+    }
+
+    /// Accepts no more, lets clients know, waits for them, and cuts what is left after `timeout`.
+    async fn end(mut self, timeout: Duration) {
+        let deadline = Instant::now() + timeout;
+        let spread = spread(timeout);
+        self.listen(&[], Vec::new());
+        self.closer.drain(spread);
+        self.watches.0.drain(spread);
+        while self.kind.open() > 0 && Instant::now() < deadline {
+            sleep(DRAIN_TICK).await;
+        }
+        if self.kind.open() > 0 {
+            tracing::warn!(
+                listener = self.name,
+                connections = self.kind.open(),
+                "the drain timeout is over: closing what is left"
+            );
+            match &self.kind {
+                Kind::Terminate(listener) => listener.serving.now().tunnels.end(),
+                Kind::Passthrough(listener) => {
+                    listener.table.end(SHUTDOWN, |l| std::ptr::eq(l, &raw const **listener));
+                }
+            }
+            self.closer.close();
+            self.watches.0.close();
+            let deadline = Instant::now() + LAST_WORDS;
+            while self.kind.open() > 0 && Instant::now() < deadline {
                 sleep(DRAIN_TICK).await;
             }
         }
     }
 }
 
-/// A listener's sockets on this worker's runtime.
-fn sockets(listener: &str, sockets: Vec<std::net::TcpListener>) -> Vec<TcpListener> {
-    let on_runtime = |socket| {
-        TcpListener::from_std(socket)
-            .inspect_err(|error| tracing::error!(listener, %error, "cannot listen"))
-            .ok()
-    };
-    sockets.into_iter().filter_map(on_runtime).collect()
-}
-
-/// The worker's line to an upstream; listeners that share the upstream share it.
-fn line(
-    lines: &mut Vec<Rc<Line>>,
-    upstream: &Arc<Upstream>,
-    metrics: &Arc<Metrics>,
-    drain: &watch::Receiver<bool>,
-) -> Rc<Line> {
-    if let Some(line) = lines.iter().find(|line| Arc::ptr_eq(line.pool.upstream(), upstream)) {
-        return Rc::clone(line);
+impl Way {
+    fn leads_to(&self, upstream: &Arc<Upstream>) -> bool {
+        Arc::ptr_eq(self.line.pool.upstream(), upstream)
     }
-    let pool = Pool::new(Arc::clone(upstream));
-    spawn_local(Pool::run(Rc::clone(&pool)));
-    let line = Rc::new(Line {
-        pool,
-        budget: HedgeBudget::default(),
-        metrics: Arc::clone(metrics),
-        drain: drain.clone(),
-    });
-    lines.push(Rc::clone(&line));
-    line
+
+    /// Lets what runs on it finish, and closes what is left after `timeout`.
+    async fn end(self, timeout: Duration) {
+        self.keeper.abort();
+        let pool = Rc::clone(&self.line.pool);
+        pool.retire();
+        let deadline = Instant::now() + timeout;
+        // Requests and watches have the line, the rest of answers have streams.
+        while (Rc::strong_count(&self.line) > 1 || pool.streams() > 0) && Instant::now() < deadline
+        {
+            sleep_until(deadline.min(Instant::now() + DRAIN_TICK)).await;
+        }
+        pool.close();
+    }
 }

@@ -7,44 +7,46 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use super::check;
+use crate::app::reload::{Fresh, Origin};
 use crate::app::{App, Running};
-use crate::config::{self, Overrides};
+use crate::config::{self, ConfigErrors, Loaded, Overrides};
 use crate::net::notify::ServiceManager;
 use crate::observe::log;
 
 /// Bad usage or bad configuration.
 const BAD_CONFIGURATION: u8 = 2;
 
-/// Runs until SIGTERM or SIGINT.
+/// Runs until SIGTERM or SIGINT; SIGHUP reads the configuration again.
 pub fn run(file: &Path, overrides: &Overrides) -> ExitCode {
-    let loaded = match config::load(file, config::environment(), overrides) {
-        Ok(loaded) => loaded,
+    let Fresh { config, warnings } = match read(file, overrides) {
+        Ok(fresh) => fresh,
         Err(errors) => {
-            eprintln!("{errors}");
+            eprintln!("{}", errors.join("\n"));
             return ExitCode::from(BAD_CONFIGURATION);
         }
     };
-    let found = check::check_files(file, &loaded.config, SystemTime::now());
-    if !found.errors.is_empty() {
-        eprintln!("{}", config::ConfigErrors(found.errors));
-        return ExitCode::from(BAD_CONFIGURATION);
-    }
-    let _log = match log::init(&loaded.config.log) {
+    let log = match log::init(&config.log) {
         Ok(guard) => guard,
         Err(error) => {
             eprintln!("cannot start the log: {error}");
             return ExitCode::FAILURE;
         }
     };
-    for warning in loaded.warnings.iter().chain(&found.notes) {
+    for warning in warnings {
         tracing::warn!("{warning}");
     }
+    let (path, overrides) = (file.to_owned(), overrides.clone());
+    let origin = Origin {
+        file: file.to_owned(),
+        read: Box::new(move || read(&path, &overrides)),
+        log: log.knobs(),
+    };
     let manager = Arc::new(ServiceManager::from_environment().unwrap_or_else(|error| {
         tracing::warn!(%error, "cannot reach the service manager at NOTIFY_SOCKET; going on without it");
         ServiceManager::default()
     }));
-    let start = |app: App| app.start_under(Arc::clone(&manager));
-    let running = match App::bind(loaded.config).and_then(start) {
+    let start = |app: App| app.following(origin).start_under(Arc::clone(&manager));
+    let running = match App::bind(config).and_then(start) {
         Ok(running) => running,
         Err(error) => {
             tracing::error!("{error}");
@@ -53,13 +55,26 @@ pub fn run(file: &Path, overrides: &Overrides) -> ExitCode {
     };
     // Bound and served; whether an apiserver can be reached is not what others should wait for.
     manager.tell("READY=1");
-    let signal = wait_for_signal();
+    let signal = wait_for_signal(&running);
     manager.tell("STOPPING=1");
     match signal {
         Ok(signal) => tracing::info!(signal, "draining"),
         Err(error) => tracing::error!(%error, "cannot wait for signals: draining"),
     }
     stop(running)
+}
+
+/// Reads the configuration and every file that it names.
+fn read(file: &Path, overrides: &Overrides) -> Result<Fresh, Vec<String>> {
+    let lines = |errors: ConfigErrors| errors.0.iter().map(ToString::to_string).collect();
+    let Loaded { config, mut warnings } =
+        config::load(file, config::environment(), overrides).map_err(lines)?;
+    let found = check::check_files(file, &config, SystemTime::now());
+    if !found.errors.is_empty() {
+        return Err(lines(ConfigErrors(found.errors)));
+    }
+    warnings.extend(found.notes);
+    Ok(Fresh { config, warnings })
 }
 
 fn stop(running: Running) -> ExitCode {
@@ -71,21 +86,19 @@ fn stop(running: Running) -> ExitCode {
     }
 }
 
-fn wait_for_signal() -> io::Result<&'static str> {
+fn wait_for_signal(running: &Running) -> io::Result<&'static str> {
     use tokio::signal::unix::{SignalKind, signal};
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         let mut term = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
-        // A reload is not a reason to die.
         let mut hangup = signal(SignalKind::hangup())?;
         loop {
             tokio::select! {
                 _ = term.recv() => return Ok("SIGTERM"),
                 _ = interrupt.recv() => return Ok("SIGINT"),
-                _ = hangup.recv() => {
-                    tracing::info!("SIGHUP: certificates are re-read by themselves");
-                }
+                // What came of it is in the log.
+                _ = hangup.recv() => drop(running.reload("SIGHUP")),
             }
         }
     })

@@ -1,21 +1,18 @@
 //! Re-reads certificates, keys and CA bundles when their files change.
 //!
-//! kubelet renames a symlink over the old one, a Secret volume swaps a directory: what a path
-//! resolves to is looked at every second, which sees both and needs no watch that could be lost.
 //! A serving certificate of a CA of this machine is renewed here as well.
 //! What is good is put into use; what is not leaves the last good one in place, with one log line.
 
-use std::os::unix::fs::MetadataExt;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use tokio::time::{Instant, MissedTickBehavior, interval};
 
+use super::files::Watched;
 use crate::net::serving::ServingTls;
 use crate::observe::ListenerMetrics;
 use crate::observe::utc::Utc;
-use crate::upstream::credentials::{Credentials, Refreshed};
+use crate::upstream::credentials::Refreshed;
 use crate::upstream::pool::Upstream;
 
 /// How often the files are looked at.
@@ -24,56 +21,16 @@ const INTERVAL: Duration = Duration::from_secs(1);
 /// How often a certificate of our own is asked for its age: it is due months before its end.
 const RENEWAL_INTERVAL: Duration = Duration::from_secs(60);
 
-/// What tells a file from its successor under the same name.
-type Stamp = Option<(u64, u64, u64, i64, i64)>;
-
-fn stamp(path: &PathBuf) -> Stamp {
-    // Follows symlinks: what matters is what is there now.
-    let meta = std::fs::metadata(path).ok()?;
-    Some((meta.dev(), meta.ino(), meta.size(), meta.mtime(), meta.mtime_nsec()))
-}
-
-/// Files and what they looked like when they were last read.
-pub(super) struct Watched {
-    paths: Vec<PathBuf>,
-    seen: Vec<Stamp>,
-    /// The last reading did not succeed: half a rotation was seen, the rest will follow.
-    pub(super) unsettled: bool,
-}
-
-impl Watched {
-    pub(super) fn new(paths: Vec<PathBuf>) -> Self {
-        let seen = paths.iter().map(stamp).collect();
-        Self { paths, seen, unsettled: false }
-    }
-
-    /// The files.
-    pub(super) fn paths(&self) -> &[PathBuf] {
-        &self.paths
-    }
-
-    /// Whether anything has changed since the last call, or the last reading did not succeed.
-    pub(super) fn changed(&mut self) -> bool {
-        let now: Vec<_> = self.paths.iter().map(stamp).collect();
-        let changed = now != self.seen;
-        self.seen = now;
-        changed || self.unsettled
-    }
-}
-
 /// Watches the credentials of one upstream for ever.
 pub async fn watch_credentials(upstream: Arc<Upstream>) {
     let credentials = &upstream.credentials;
-    let mut paths: Vec<_> = upstream.config().tls.ca_file.iter().cloned().collect();
-    for slot in credentials.slots() {
-        paths.push(slot.paths.cert_file.clone());
-        paths.push(slot.paths.key_file.clone());
-    }
     // Read once more at the start: a file may have changed since it was loaded.
-    let mut files = Watched { unsettled: true, ..Watched::new(paths) };
+    let mut files = Watched::new(credentials.paths());
+    files.unsettled = true;
     let mut ticks = ticks();
     loop {
         ticks.tick().await;
+        files.follow(credentials.paths());
         if files.changed() {
             let events = credentials.refresh();
             files.unsettled = credentials
@@ -81,7 +38,7 @@ pub async fn watch_credentials(upstream: Arc<Upstream>) {
                 .iter()
                 .any(|slot| slot.error().is_some_and(|error| is_half_done(&error)));
             for event in events {
-                tell(&upstream, credentials, &event);
+                tell(&upstream, &event);
             }
         }
     }
@@ -92,20 +49,20 @@ fn is_half_done(error: &str) -> bool {
     !error.starts_with("awaited")
 }
 
-fn tell(upstream: &Upstream, credentials: &Credentials, event: &Refreshed) {
+fn tell(upstream: &Upstream, event: &Refreshed) {
     let name = &*upstream.name;
     match event {
         Refreshed::Identity(slot) => {
-            let Some(info) = credentials.slots()[*slot].certificate() else { return };
+            let Some(info) = slot.certificate() else { return };
             tracing::info!(
                 upstream = name,
                 subject = %info.subject,
                 serial = info.serial,
-                file = %credentials.slots()[*slot].paths.cert_file.display(),
+                file = %slot.paths.cert_file.display(),
                 "identity is in use; connections with an older certificate drain"
             );
         }
-        Refreshed::IdentityFailed(_, error) => {
+        Refreshed::IdentityFailed(error) => {
             tracing::warn!(
                 upstream = name,
                 error,
@@ -132,6 +89,7 @@ pub async fn watch_serving(name: String, tls: Arc<ServingTls>, metrics: Arc<List
     loop {
         ticks.tick().await;
         renewal.look(&name, &tls);
+        files.follow(tls.paths());
         if !files.changed() {
             continue;
         }

@@ -2,6 +2,7 @@
 
 pub mod certificates;
 pub mod discovery;
+pub mod files;
 pub mod heartbeat;
 pub mod members;
 pub mod readyz;

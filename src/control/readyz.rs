@@ -218,7 +218,7 @@ async fn connect(
         return None;
     }
     let limit = endpoint.connect_timeout(upstream.config().health.connect_timeout);
-    match dial_h2(&upstream.outgoing, endpoint, &tls.h2, limit).await {
+    match dial_h2(&upstream.outgoing(), endpoint, &tls.h2, limit).await {
         Ok(established) => {
             endpoint.metrics.dialled("ok");
             Some(witness.start(established, upstream, endpoint, &tls))

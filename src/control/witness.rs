@@ -128,7 +128,8 @@ impl Witness {
         endpoint: &Arc<Endpoint>,
     ) {
         let Some(tls) = upstream.credentials.tls(Class::Probe) else { return };
-        let mut fresh = std::pin::pin!(handshake(&upstream.outgoing, endpoint, &tls));
+        let outgoing = upstream.outgoing();
+        let mut fresh = std::pin::pin!(handshake(&outgoing, endpoint, &tls));
         let mut verdict_from = Instant::now() + HANDSHAKE_FOR;
         let mut told = false;
         let mut look = Instant::now() + LOOK;

@@ -59,10 +59,27 @@ impl ServiceManager {
         }
     }
 
+    /// Says that the configuration is being read again; `READY=1` says that it was.
+    pub fn tell_reloading(&self) {
+        if self.socket.is_some() {
+            // systemd tells this reload from an earlier one by the time (`Type=notify-reload`).
+            self.tell(&format!("RELOADING=1\nMONOTONIC_USEC={}", monotonic_usec()));
+        }
+    }
+
     /// How long it waits for `WATCHDOG=1` before it takes us for dead; `None` if it does not watch.
     pub fn watchdog(&self) -> Option<Duration> {
         self.watchdog
     }
+}
+
+/// `CLOCK_MONOTONIC` in microseconds, which [`std::time::Instant`] does not show.
+fn monotonic_usec() -> u64 {
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the kernel writes one timespec at a pointer to a live one.
+    #[allow(unsafe_code)]
+    let result = unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };
+    if result == 0 { now.tv_sec as u64 * 1_000_000 + now.tv_nsec as u64 / 1000 } else { 0 }
 }
 
 #[cfg(test)]
@@ -84,6 +101,10 @@ mod tests {
         assert_eq!(service.watchdog(), Some(Duration::from_secs(3)));
         service.tell("READY=1\nSTATUS=serving");
         assert_eq!(heard(&manager), "READY=1\nSTATUS=serving");
+        service.tell_reloading();
+        let reloading = heard(&manager);
+        let usec = reloading.strip_prefix("RELOADING=1\nMONOTONIC_USEC=").expect("a time");
+        assert!(usec.parse::<u64>().expect("a number") > 0);
     }
 
     #[test]

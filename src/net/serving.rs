@@ -52,33 +52,53 @@ impl ClientCa {
     }
 }
 
-/// TLS of one listener. Readers never wait; [`Self::refresh`] is the one writer.
+/// TLS of one listener. Readers never wait; [`Self::refresh`] and [`Self::install`] are called on
+/// one thread.
 #[derive(Debug)]
 pub struct ServingTls {
-    files: Terminate,
+    files: ArcSwap<Terminate>,
     config: ArcSwap<ServerConfig>,
     client_ca: ArcSwapOption<ClientCa>,
     certificate: ArcSwap<LoadedCert>,
     ca_fingerprint: AtomicU64,
 }
 
-static GENERATION: AtomicU64 = AtomicU64::new(1);
+/// What the files of a listener hold, not yet in use.
+#[derive(Debug)]
+pub struct Prepared {
+    files: Terminate,
+    certificate: Arc<LoadedCert>,
+    ca: Option<LoadedCa>,
+}
 
-impl ServingTls {
+impl Prepared {
     /// Loads everything.
     ///
     /// # Errors
     /// Which file cannot be used, and why.
-    pub fn load(files: &Terminate) -> Result<Self, TlsFileError> {
-        let certificate = Arc::new(tls_files::load_cert(&files.tls)?);
-        let ca = files.client_ca_file.as_deref().map(tls_files::load_ca).transpose()?;
+    pub fn load(config: &Terminate) -> Result<Self, TlsFileError> {
+        let files = config.clone();
         Ok(Self {
-            files: files.clone(),
+            certificate: Arc::new(tls_files::load_cert(&files.tls)?),
+            ca: files.client_ca_file.as_deref().map(tls_files::load_ca).transpose()?,
+            files,
+        })
+    }
+}
+
+static GENERATION: AtomicU64 = AtomicU64::new(1);
+
+impl ServingTls {
+    /// Begins with what was loaded.
+    pub fn new(prepared: Prepared) -> Self {
+        let Prepared { files, certificate, ca } = prepared;
+        Self {
+            files: ArcSwap::from_pointee(files),
             config: ArcSwap::from_pointee(server_config(&certificate, ca.as_ref())),
             client_ca: ArcSwapOption::from_pointee(ca.as_ref().map(client_ca)),
             certificate: ArcSwap::from(certificate),
-            ca_fingerprint: AtomicU64::new(ca.map_or(0, |ca| ca.fingerprint)),
-        })
+            ca_fingerprint: AtomicU64::new(fingerprint(ca.as_ref())),
+        }
     }
 
     /// The configuration for the next handshake.
@@ -98,9 +118,9 @@ impl ServingTls {
 
     /// The files it is made of.
     pub fn paths(&self) -> Vec<PathBuf> {
-        let tls = &self.files.tls;
-        let ca = self.files.client_ca_file.iter();
-        [&tls.cert_file, &tls.key_file].into_iter().chain(ca).cloned().collect()
+        let files = self.files.load();
+        let pair = [&files.tls.cert_file, &files.tls.key_file].into_iter();
+        pair.chain(&files.client_ca_file).cloned().collect()
     }
 
     /// Renews the serving certificate from its issuer, if it has one and its time has come.
@@ -109,9 +129,10 @@ impl ServingTls {
     /// # Errors
     /// Why it could not be renewed, naming the file.
     pub fn renew_if_due(&self, now: SystemTime) -> Result<Option<CertInfo>, String> {
-        match &self.files.issuer {
+        let files = self.files.load();
+        match &files.issuer {
             Some(issuer) if now >= local_ca::due(&self.certificate.load().info) => {
-                local_ca::renew_if_due(&self.files.tls, issuer, now)
+                local_ca::renew_if_due(&files.tls, issuer, now)
             }
             _ => Ok(None),
         }
@@ -125,26 +146,42 @@ impl ServingTls {
     pub fn refresh(&self) -> Result<bool, TlsFileError> {
         // Each by itself: a CA that was withdrawn must not stay trusted because the serving pair is
         // in the middle of a change.
-        let loaded = tls_files::load_cert(&self.files.tls);
+        let files = self.files.load();
+        let loaded = tls_files::load_cert(&files.tls);
         let (certificate, broken) = match loaded {
             Ok(certificate) => (Arc::new(certificate), None),
             Err(error) => (self.certificate.load_full(), Some(error)),
         };
-        let ca = self.files.client_ca_file.as_deref().map(tls_files::load_ca).transpose()?;
-        let ca_fingerprint = ca.as_ref().map_or(0, |ca| ca.fingerprint);
-        let ca_changed =
-            self.ca_fingerprint.swap(ca_fingerprint, Ordering::Relaxed) != ca_fingerprint;
-        let changed = certificate.fingerprint != self.certificate.load().fingerprint;
-        if !ca_changed && !changed {
-            return broken.map_or(Ok(false), Err);
+        let ca = files.client_ca_file.as_deref().map(tls_files::load_ca).transpose()?;
+        let changed = self.put(certificate, ca.as_ref());
+        broken.map_or(Ok(changed), Err)
+    }
+
+    /// Puts what another configuration names into use; established connections stay, and a client
+    /// certificate shown on one of them is verified against the new client CA.
+    pub fn install(&self, prepared: Prepared) {
+        let Prepared { files, certificate, ca } = prepared;
+        self.files.store(Arc::new(files));
+        self.put(certificate, ca.as_ref());
+    }
+
+    fn put(&self, certificate: Arc<LoadedCert>, ca: Option<&LoadedCa>) -> bool {
+        let now = fingerprint(ca);
+        let ca_changed = self.ca_fingerprint.swap(now, Ordering::Relaxed) != now;
+        if !ca_changed && certificate.fingerprint == self.certificate.load().fingerprint {
+            return false;
         }
-        self.config.store(Arc::new(server_config(&certificate, ca.as_ref())));
+        self.config.store(Arc::new(server_config(&certificate, ca)));
         self.certificate.store(certificate);
         if ca_changed {
-            self.client_ca.store(ca.as_ref().map(client_ca).map(Arc::new));
+            self.client_ca.store(ca.map(client_ca).map(Arc::new));
         }
-        broken.map_or(Ok(true), Err)
+        true
     }
+}
+
+fn fingerprint(ca: Option<&LoadedCa>) -> u64 {
+    ca.map_or(0, |ca| ca.fingerprint)
 }
 
 fn client_ca(ca: &LoadedCa) -> ClientCa {

@@ -10,7 +10,7 @@ use tokio::net::TcpStream;
 
 /// Connections that the kernel completes before we accept them. A control-plane event makes every
 /// client on a node reconnect at once; the kernel lowers this to `net.core.somaxconn`.
-const BACKLOG: i32 = 1024;
+pub const BACKLOG: i32 = 1024;
 
 /// Opens a listening socket, ready for a runtime to take over.
 ///

@@ -4,6 +4,8 @@
 //! journald), and a write to a full pipe blocks. That must not stop heartbeats, so a line is put
 //! into a bounded queue and written by a thread of its own; when the queue is full lines are
 //! dropped, counted, and the loss is said as soon as there is somebody to tell.
+//!
+//! Level and format follow the configuration while the program runs ([`Knobs`]).
 
 use std::io::{self, Write};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,7 +18,8 @@ use tracing_subscriber::filter::Targets;
 use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::time::FormatTime;
 use tracing_subscriber::fmt::{self, MakeWriter};
-use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::layer::{Layer, Layered, SubscriberExt};
+use tracing_subscriber::{Registry, reload};
 
 use super::utc::Utc;
 use crate::config::{Level, Log, LogFormat};
@@ -35,6 +38,44 @@ const FLUSH_TIMEOUT: Duration = Duration::from_millis(500);
 #[derive(Debug)]
 pub struct LogGuard {
     shared: Arc<Shared>,
+    knobs: Option<Knobs>,
+}
+
+impl LogGuard {
+    /// What changes level and format from now on.
+    pub fn knobs(&self) -> Option<Knobs> {
+        self.knobs.clone()
+    }
+}
+
+/// Changes level and format of a running log.
+#[derive(Clone)]
+pub struct Knobs {
+    filter: reload::Handle<Targets, Registry>,
+    format: reload::Handle<Format, Filtered>,
+    lines: Lines,
+}
+
+/// Lines of one format.
+type Format = Box<dyn Layer<Filtered> + Send + Sync>;
+/// What decides, before them, whether there is a line at all.
+type Filtered = Layered<reload::Layer<Targets, Registry>, Registry>;
+
+impl std::fmt::Debug for Knobs {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Knobs").finish_non_exhaustive()
+    }
+}
+
+impl Knobs {
+    /// Logs as this configuration says from now on.
+    ///
+    /// # Errors
+    /// The log has ended.
+    pub fn set(&self, log: &Log) -> io::Result<()> {
+        self.filter.reload(filter(log)).map_err(io::Error::other)?;
+        self.format.reload(format(log, self.lines.clone())).map_err(io::Error::other)
+    }
 }
 
 /// Installs the process-wide subscriber as configured, writing to stderr.
@@ -50,16 +91,32 @@ pub fn init(log: &Log) -> io::Result<LogGuard> {
 /// # Errors
 /// As [`init`].
 pub fn init_to(log: &Log, sink: impl Write + Send + 'static) -> io::Result<LogGuard> {
-    let (lines, guard) = Lines::start(sink)?;
-    tracing::subscriber::set_global_default(subscriber(log, lines)).map_err(io::Error::other)?;
+    let (lines, mut guard) = Lines::start(sink)?;
+    let (subscriber, filter, format) = subscriber(log, lines.clone());
+    tracing::subscriber::set_global_default(subscriber).map_err(io::Error::other)?;
+    guard.knobs = Some(Knobs { filter, format, lines });
     Ok(guard)
 }
 
-/// The subscriber as configured over any writer.
-fn subscriber<W>(log: &Log, writer: W) -> Box<dyn tracing::Subscriber + Send + Sync>
+/// The subscriber as configured over any writer, and the handles of its parts.
+fn subscriber<W>(
+    log: &Log,
+    writer: W,
+) -> (
+    impl tracing::Subscriber + Send + Sync,
+    reload::Handle<Targets, Registry>,
+    reload::Handle<Format, Filtered>,
+)
 where
     W: for<'w> MakeWriter<'w> + Send + Sync + 'static,
 {
+    let (filter, level) = reload::Layer::new(filter(log));
+    let (format, shape) = reload::Layer::new(format(log, writer));
+    (tracing_subscriber::registry().with(filter).with(format), level, shape)
+}
+
+/// Which lines there are.
+fn filter(log: &Log) -> Targets {
     let level = match log.level {
         Level::Error => LevelFilter::ERROR,
         Level::Warn => LevelFilter::WARN,
@@ -69,17 +126,21 @@ where
     };
     // At debug, h2 writes several lines for every frame; whoever wants that asks for trace.
     let libraries = if level == LevelFilter::TRACE { level } else { level.min(LevelFilter::WARN) };
-    let filter = Targets::new()
+    Targets::new()
         .with_default(libraries)
         .with_target("jackstay", level)
-        .with_target(ACCESS_TARGET, LevelFilter::INFO);
-    let registry = tracing_subscriber::registry().with(filter);
+        .with_target(ACCESS_TARGET, LevelFilter::INFO)
+}
+
+/// What they look like.
+fn format<W>(log: &Log, writer: W) -> Format
+where
+    W: for<'w> MakeWriter<'w> + Send + Sync + 'static,
+{
     let layer = fmt::layer().with_writer(writer).with_ansi(false);
     match log.format {
-        LogFormat::Text => Box::new(registry.with(layer.with_timer(ShortTime).with_target(false))),
-        LogFormat::Json => {
-            Box::new(registry.with(layer.json().flatten_event(true).with_timer(FullTime)))
-        }
+        LogFormat::Text => layer.with_timer(ShortTime).with_target(false).boxed(),
+        LogFormat::Json => layer.json().flatten_event(true).with_timer(FullTime).boxed(),
     }
 }
 
@@ -124,7 +185,7 @@ impl Lines {
             .name("log".to_owned())
             .stack_size(128 * 1024) // it copies bytes
             .spawn(move || write_lines(&lines, sink, &writer))?;
-        Ok((Self { queue, shared: Arc::clone(&shared) }, LogGuard { shared }))
+        Ok((Self { queue, shared: Arc::clone(&shared) }, LogGuard { shared, knobs: None }))
     }
 }
 
@@ -191,7 +252,7 @@ pub(super) mod tests {
         }
 
         pub(in super::super) fn with(&self, log: &Log, body: impl FnOnce()) {
-            tracing::subscriber::with_default(subscriber(log, self.clone()), body);
+            tracing::subscriber::with_default(subscriber(log, self.clone()).0, body);
         }
 
         pub(in super::super) fn lines(&self) -> Vec<String> {
@@ -246,6 +307,32 @@ pub(super) mod tests {
         assert_eq!((&line["message"], &line["n"]), (&"ready".into(), &3.into()), "{line}");
         let time = line["timestamp"].as_str().expect("a time");
         assert!(time.len() == 24 && time.ends_with('Z'), "{time}");
+    }
+
+    #[test]
+    fn level_and_format_follow_the_configuration() {
+        let captured = Captured::default();
+        let (lines, guard) = Lines::start(captured.clone()).expect("a thread");
+        let mut log =
+            Log { level: Level::Info, format: LogFormat::Text, access: AccessLog::Errors };
+        let (subscriber, filter, format) = subscriber(&log, lines.clone());
+        let knobs = Knobs { filter, format, lines };
+        tracing::subscriber::with_default(subscriber, || {
+            tracing::debug!("one");
+            tracing::info!("two");
+            log.level = Level::Debug;
+            log.format = LogFormat::Json;
+            knobs.set(&log).expect("it runs");
+            tracing::debug!("three");
+            log.level = Level::Error;
+            knobs.set(&log).expect("it runs");
+            tracing::warn!("four");
+        });
+        drop(guard);
+        let lines = captured.lines();
+        assert_eq!(lines.len(), 2, "{lines:?}");
+        assert!(lines[0].ends_with(" INFO two"), "{lines:?}");
+        assert!(lines[1].contains(r#""message":"three""#), "{lines:?}");
     }
 
     /// A sink whose reader is stuck until told otherwise.

@@ -37,6 +37,8 @@ pub const RTT_BUCKETS: &[f64] =
 /// Most distinct endpoints with series of their own. The recorder cannot forget a series, and an
 /// address that changes every day must not grow memory for ever; those beyond share `other`.
 const MAX_ENDPOINTS: usize = 256;
+/// The same of listeners, which a reload may rename.
+const MAX_LISTENERS: usize = 256;
 
 const METADATA: Metadata<'static> = Metadata::new("jackstay", Level::INFO, None);
 
@@ -88,6 +90,7 @@ impl Metrics {
             stepped: Mutex::new(Instant::now()),
         });
         metrics.registry.gauge(&names::BUILD_INFO, &[build::VERSION, build::COMMIT]).set(1);
+        metrics.registry.gauge(&names::CONFIG_RELOAD_OK, &[]).set(1);
         metrics
     }
 
@@ -138,6 +141,8 @@ impl Metrics {
     /// The handles of one listener; every caller with the same name gets the same ones.
     pub fn listener(&self, name: &str) -> Arc<ListenerMetrics> {
         let mut all = self.listeners.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = all.len() < MAX_LISTENERS || all.contains_key(name);
+        let name = if known { name } else { "other" };
         if let Some(found) = all.get(name) {
             return Arc::clone(found);
         }
@@ -170,6 +175,13 @@ impl Metrics {
         let new = Arc::new(EndpointMetrics::register(&self.registry, &self.events, &key.0, &key.1));
         all.insert(key, Arc::clone(&new));
         new
+    }
+
+    /// The configuration was read again, and could be put into use or not.
+    pub fn config_reloaded(&self, ok: bool) {
+        let outcome = if ok { "ok" } else { "failed" };
+        self.registry.counter(&names::CONFIG_RELOADS, &[outcome]).increment(1);
+        self.registry.gauge(&names::CONFIG_RELOAD_OK, &[]).set(f64::from(u8::from(ok)));
     }
 
     /// A request goes out again because of `reason`.
@@ -317,6 +329,7 @@ mod tests {
         let passthrough = metrics.passthrough("apiserver");
         passthrough.opened();
         passthrough.closed("done");
+        metrics.config_reloaded(true);
         metrics.retried("refused-stream");
         metrics.hedged("won");
         metrics.watch_resumed("resumed");

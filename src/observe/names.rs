@@ -63,6 +63,11 @@ table! {
     BUILD_INFO = Gauge "jackstay_build_info" ["version", "commit"] "info",
         "Always 1; the labels say which build runs.";
 
+    CONFIG_RELOADS = Counter "jackstay_config_reloads_total" ["outcome"] "reloads",
+        "Times the configuration was read again: ok, or failed, after which the old one stays.";
+    CONFIG_RELOAD_OK = Gauge "jackstay_config_last_reload_successful" [] "bool",
+        "Whether what runs is what the configuration file said when it was last read.";
+
     REQUESTS = Counter "jackstay_requests_total" ["listener", "verb", "code"] "requests",
         "Requests that ended, by Kubernetes verb and status code; 499: the client left before an answer.";
     REQUEST_DURATION = Histogram "jackstay_request_duration_seconds" ["listener", "verb"] "seconds",

@@ -5,23 +5,27 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::watch;
 use tokio::time::sleep;
+
+use super::closing::Closing;
+use crate::net::socket;
 
 /// Pause after `accept` failed for want of descriptors or memory.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Accepts on one socket until the drain begins and gives each connection to `admit`.
+/// Accepts on one socket until `closing` begins and gives each connection to `admit`; in the end
+/// also those that wait in its queue, which would be reset with it. If it is over at once, they are
+/// somebody else's who has the socket too.
 pub async fn until_drain(
-    socket: &TcpListener,
-    mut drain: watch::Receiver<bool>,
+    socket: TcpListener,
+    mut closing: Closing,
     listener: &str,
     admit: impl Fn(TcpStream, SocketAddr),
 ) {
     loop {
         let accepted = tokio::select! {
             biased;
-            _ = drain.wait_for(|draining| *draining) => return,
+            () = closing.draining() => break,
             accepted = socket.accept() => accepted,
         };
         match accepted {
@@ -31,6 +35,18 @@ pub async fn until_drain(
                 tracing::warn!(listener, %error, "cannot accept connections");
                 sleep(PAUSE).await;
             }
+        }
+    }
+    if closing.is_over() {
+        return;
+    }
+    let Ok(queue) = socket.into_std() else { return };
+    for _ in 0..socket::BACKLOG {
+        let Ok((stream, from)) = queue.accept() else { return };
+        if stream.set_nonblocking(true).is_ok()
+            && let Ok(stream) = TcpStream::from_std(stream)
+        {
+            admit(stream, from);
         }
     }
 }

@@ -20,6 +20,7 @@ use http::{Request, Response, response};
 use tokio::time::Instant;
 
 use super::body::{Body, Full, Stream};
+use super::closing::Closing;
 use super::hygiene;
 use super::line::{Answer, Line, is_better_elsewhere, problem, troubled};
 use super::request_info::{Kind, RequestInfo};
@@ -52,8 +53,8 @@ pub struct Outgoing {
     pub body: Option<Rc<Source>>,
     /// What it is.
     pub info: RequestInfo,
-    /// What a watch asked for, if it is one whose frames can be followed.
-    pub watch: Option<Asked>,
+    /// What a watch asked for, if it is one whose frames can be followed, and when it is to end.
+    pub watch: Option<(Asked, Closing)>,
     /// Second attempts beside a first one so far.
     pub hedges: Cell<u32>,
 }
@@ -297,8 +298,11 @@ impl Outgoing {
             return into_response(head, Body::Full(Full::new(data, outcome)));
         }
         let Self { line, class, head: request, watch, .. } = *self;
-        let body = if let (Some(asked), Some(encoding)) = (watch, watch_body::encoding(&head)) {
-            let watched = Watched { line, class, head: request, asked, encoding, asked_at };
+        let body = if let (Some((asked, closing)), Some(encoding)) =
+            (watch, watch_body::encoding(&head))
+        {
+            let watched =
+                Watched { line, class, head: request, asked, encoding, asked_at, closing };
             Body::Watch(Box::new(WatchBody::new(watched, &head, recv, permit, outcome)))
         } else {
             Body::Stream(Box::new(Stream::new(recv, first, permit, outcome, upload)))

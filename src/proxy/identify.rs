@@ -26,7 +26,7 @@ use super::respond::Problem;
 use crate::net::serving::ServingTls;
 use crate::net::tls_files::{self, CertInfo};
 use crate::observe::utc::Utc;
-use crate::upstream::credentials::{Class, Credentials};
+use crate::upstream::credentials::{Class, Slot};
 
 /// Tokens that are remembered as proven. A node has some hundred pods.
 const PROVEN_TOKENS: usize = 4096;
@@ -80,8 +80,8 @@ impl Peer {
 
 /// Decides for one listener; see the module.
 pub struct Identifier {
-    /// Slots of [`Credentials`] that this listener may use.
-    pub slots: Vec<usize>,
+    /// The identities that this listener may use.
+    pub slots: Vec<Arc<Slot>>,
     /// Name of the listener, for the text of a refusal.
     pub listener: String,
     /// Tokens seen to work.
@@ -98,12 +98,11 @@ impl Identifier {
         peer: Option<&Peer>,
         last: &LastToken,
         headers: &HeaderMap,
-        credentials: &Credentials,
     ) -> Result<Class, Problem> {
         let token = bearer(headers);
         let Some(peer) = peer else { return Ok(self.without_certificate(token, last)) };
         match peer.proven(SystemTime::now()) {
-            Ok(certificate) => self.slot_of(certificate, credentials),
+            Ok(certificate) => self.slot_of(certificate),
             Err(_) if token.is_some() => Ok(self.without_certificate(token, last)),
             Err(why) => Err(Problem::unauthorized(&format!(
                 "the client certificate {}cannot be verified: {why}",
@@ -120,17 +119,16 @@ impl Identifier {
         }
     }
 
-    fn slot_of(&self, client: &CertInfo, credentials: &Credentials) -> Result<Class, Problem> {
-        let slots = credentials.slots();
-        let matching = self.slots.iter().copied().find(|&slot| {
-            slots[slot].with_certificate(|ours| ours.subject == client.subject).unwrap_or(false)
+    fn slot_of(&self, client: &CertInfo) -> Result<Class, Problem> {
+        let matching = self.slots.iter().find(|slot| {
+            slot.with_certificate(|ours| ours.subject == client.subject).unwrap_or(false)
         });
         if let Some(slot) = matching {
-            return Ok(Class::Identity(slot));
+            return Ok(Class::Identity(slot.number));
         }
-        let awaited = self.slots.iter().filter(|&&slot| slots[slot].certificate().is_none());
+        let awaited = self.slots.iter().filter(|slot| slot.certificate().is_none());
         let awaited: Vec<_> =
-            awaited.map(|&slot| slots[slot].paths.cert_file.display().to_string()).collect();
+            awaited.map(|slot| slot.paths.cert_file.display().to_string()).collect();
         let hint = if awaited.is_empty() {
             String::new()
         } else {

@@ -10,7 +10,6 @@ use std::sync::Arc;
 use bytes::Bytes;
 use h2::RecvStream;
 use http::{Request, response};
-use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::respond::Problem;
@@ -30,8 +29,6 @@ pub struct Line {
     pub budget: HedgeBudget,
     /// Where retries and hedges are counted.
     pub metrics: Arc<Metrics>,
-    /// Turns true when what runs should end.
-    pub drain: watch::Receiver<bool>,
 }
 
 /// The head of an answer, and what comes after it.

@@ -16,23 +16,24 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::io::AsyncWrite;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::watch;
 use tokio::task::spawn_local;
 use tokio::time::timeout;
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 
 use super::accept;
+use super::closing::Closing;
 use super::hygiene::ForwardedFor;
 use super::identify::{LastToken, Peer};
-use super::serve::{Client, Service};
+use super::serve::{Client, Service, Serving};
 use super::stall::Stall;
-use crate::config::{Limits, RequestLimits};
+use crate::config::RequestLimits;
 use crate::net::cork::{Uncork, cork};
 use crate::net::linger::Linger;
 use crate::net::read_ahead::ReadAhead;
 use crate::net::serving::ServingTls;
 use crate::net::socket;
+use crate::observe::ListenerMetrics;
 
 /// Receive window of one request body: what waits in it is the bound on memory per upload.
 const STREAM_WINDOW: u32 = 256 * 1024;
@@ -52,6 +53,7 @@ const PENDING_RESETS: usize = 2_000;
 const ERROR_RESETS: usize = 1_024;
 /// Header fields of an HTTP/1.1 request: hyper's default.
 const MAX_HEADERS: usize = 100;
+
 /// A client's connection, as hyper gets it.
 pub type ClientStream = TlsStream<ReadAhead<Stall<Linger>>>;
 
@@ -60,58 +62,60 @@ pub struct Listener {
     /// Name, for the log.
     pub name: String,
     /// What serves its connections.
-    pub service: Rc<Service>,
+    pub serving: Serving,
     /// Its TLS.
     pub tls: Arc<ServingTls>,
-    /// Bounds on connections.
-    pub limits: Limits,
-    /// Bounds on what a connection may use.
-    pub requests: RequestLimits,
     /// Open connections.
     pub open: Cell<usize>,
-    /// Turns true when connections are to end.
-    pub drain: watch::Receiver<bool>,
+    /// When connections are to end.
+    pub closing: Closing,
 }
 
 impl Listener {
-    /// Accepts on one socket until the drain begins.
-    pub async fn accept(self: Rc<Self>, socket: TcpListener) {
-        let drain = self.drain.clone();
-        accept::until_drain(&socket, drain, &self.name, |stream, from| self.admit(stream, from))
+    /// Accepts on one socket until `closing` begins.
+    pub async fn accept(self: Rc<Self>, socket: TcpListener, closing: Closing) {
+        accept::until_drain(socket, closing, &self.name, |stream, from| self.admit(stream, from))
             .await;
     }
 
     fn admit(self: &Rc<Self>, stream: TcpStream, from: SocketAddr) {
         // hyper is done with a connection that has become a tunnel, but it is open all the same.
-        if self.open.get() + self.service.tunnels.open() >= self.limits.max_connections {
-            self.service.metrics.refused("cap");
+        let service = self.serving.now();
+        if self.open.get() + service.tunnels.open() >= service.limits.max_connections {
+            service.metrics.refused("cap");
             tracing::debug!(listener = self.name, client = %from, "refused: too many connections");
             return;
         }
-        let guard = Open::new(self);
+        let guard = Open::new(self, &service.metrics);
         let this = Rc::clone(self);
         spawn_local(async move {
-            this.connection(stream, from).await;
+            let mut closing = this.closing.clone();
+            tokio::select! {
+                () = this.connection(stream, from, &service) => {}
+                () = closing.over() => {}
+            }
             drop(guard);
         });
     }
 
-    async fn connection(&self, stream: TcpStream, from: SocketAddr) {
+    async fn connection(&self, stream: TcpStream, from: SocketAddr, service: &Service) {
         if socket::prepare_accepted(&stream).is_err() {
             return;
         }
+        // What changes from here on is for the next connection.
+        let limits = &service.requests;
         let acceptor = TlsAcceptor::from(self.tls.config());
-        let handshake = acceptor
-            .accept(ReadAhead::new(Stall::new(Linger::new(stream), self.requests.stall_timeout)));
-        let stream = match timeout(self.limits.handshake_timeout, handshake).await {
+        let handshake =
+            acceptor.accept(ReadAhead::new(Stall::new(Linger::new(stream), limits.stall_timeout)));
+        let stream = match timeout(service.limits.handshake_timeout, handshake).await {
             Ok(Ok(stream)) => stream,
             Ok(Err(error)) => {
-                self.service.metrics.refused("handshake");
+                service.metrics.refused("handshake");
                 tracing::debug!(listener = self.name, client = %from, %error, "TLS failed");
                 return;
             }
             Err(_) => {
-                self.service.metrics.refused("timeout");
+                service.metrics.refused("timeout");
                 tracing::debug!(listener = self.name, client = %from, "TLS took too long");
                 return;
             }
@@ -119,23 +123,28 @@ impl Listener {
         let session = stream.get_ref().1;
         let h2 = session.alpn_protocol() == Some(b"h2");
         let client = Rc::new(Client {
-            service: Rc::clone(&self.service),
+            serving: self.serving.clone(),
             peer: Peer::new(session.peer_certificates(), &self.tls),
             address: from.ip().to_canonical(),
             forwarded_for: ForwardedFor::new(from.ip()),
             token: LastToken::default(),
         });
         let result = if h2 {
-            self.http2(stream, client).await
+            self.http2(stream, client, limits).await
         } else {
-            self.http1(stream, client).await.map_err(Into::into)
+            self.http1(stream, client, limits).await.map_err(Into::into)
         };
         if let Err(error) = result {
             tracing::debug!(listener = self.name, client = %from, %error, "connection ended");
         }
     }
 
-    async fn http2(&self, stream: ClientStream, client: Rc<Client>) -> Result<(), Box<dyn Error>> {
+    async fn http2(
+        &self,
+        stream: ClientStream,
+        client: Rc<Client>,
+        limits: &RequestLimits,
+    ) -> Result<(), Box<dyn Error>> {
         let service = service_fn(move |request| Rc::clone(&client).handle(request));
         let (stream, uncork) = cork(stream);
         let mut builder = http2::Builder::new(LocalExecutor);
@@ -145,39 +154,42 @@ impl Listener {
             .initial_connection_window_size(CONNECTION_WINDOW)
             .max_frame_size(MAX_FRAME)
             .max_send_buf_size(SEND_BUFFER)
-            .max_concurrent_streams(self.requests.max_streams)
-            .max_header_list_size(self.requests.max_header_bytes)
-            .max_pending_accept_reset_streams(
-                PENDING_RESETS.max(self.requests.max_streams as usize),
-            )
+            .max_concurrent_streams(limits.max_streams)
+            .max_header_list_size(limits.max_header_bytes)
+            .max_pending_accept_reset_streams(PENDING_RESETS.max(limits.max_streams as usize))
             .max_local_error_reset_streams(ERROR_RESETS)
             .serve_connection(TokioIo::new(stream), service);
         let mut connection = std::pin::pin!(connection);
-        let mut drain = self.drain.clone();
+        let mut closing = self.closing.clone();
         tokio::select! {
             result = poll_fn(|cx| turn(connection.as_mut(), &uncork, cx)) => return result,
-            _ = drain.wait_for(|draining| *draining) => {}
+            () = closing.draining() => {}
         }
         connection.as_mut().graceful_shutdown();
         poll_fn(|cx| turn(connection.as_mut(), &uncork, cx)).await
     }
 
-    async fn http1(&self, stream: ClientStream, client: Rc<Client>) -> hyper::Result<()> {
+    async fn http1(
+        &self,
+        stream: ClientStream,
+        client: Rc<Client>,
+        limits: &RequestLimits,
+    ) -> hyper::Result<()> {
         let service = service_fn(move |request| Rc::clone(&client).handle(request));
         let mut builder = http1::Builder::new();
         let connection = builder
             .timer(TokioTimer::new())
-            .header_read_timeout(self.requests.header_timeout)
+            .header_read_timeout(limits.header_timeout)
             .max_headers(MAX_HEADERS)
-            .max_buf_size((self.requests.max_header_bytes as usize).max(8 * 1024))
+            .max_buf_size((limits.max_header_bytes as usize).max(8 * 1024))
             .half_close(false)
             .serve_connection(TokioIo::new(stream), service)
             .with_upgrades();
         let mut connection = std::pin::pin!(connection);
-        let mut drain = self.drain.clone();
+        let mut closing = self.closing.clone();
         tokio::select! {
             result = connection.as_mut() => return result,
-            _ = drain.wait_for(|draining| *draining) => {}
+            () = closing.draining() => {}
         }
         connection.as_mut().graceful_shutdown();
         connection.await
@@ -200,20 +212,23 @@ fn turn(
 }
 
 /// Counts an open connection.
-struct Open(Rc<Listener>);
+struct Open {
+    listener: Rc<Listener>,
+    metrics: Arc<ListenerMetrics>,
+}
 
 impl Open {
-    fn new(listener: &Rc<Listener>) -> Self {
+    fn new(listener: &Rc<Listener>, metrics: &Arc<ListenerMetrics>) -> Self {
         listener.open.set(listener.open.get() + 1);
-        listener.service.metrics.connections.increment(1);
-        Self(Rc::clone(listener))
+        metrics.connections.increment(1);
+        Self { listener: Rc::clone(listener), metrics: Arc::clone(metrics) }
     }
 }
 
 impl Drop for Open {
     fn drop(&mut self) {
-        self.0.open.set(self.0.open.get() - 1);
-        self.0.service.metrics.connections.decrement(1);
+        self.listener.open.set(self.listener.open.get() - 1);
+        self.metrics.connections.decrement(1);
     }
 }
 

@@ -3,6 +3,7 @@
 
 pub mod accept;
 pub mod body;
+pub mod closing;
 pub mod forward;
 pub mod hygiene;
 pub mod identify;

@@ -3,7 +3,7 @@
 //! `clean -> classify -> identify -> (upgrade | forward) -> answer`, each request recorded once by
 //! its [`Outcome`], whatever happens to it.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::convert::Infallible;
 use std::net::IpAddr;
 use std::pin::Pin;
@@ -16,6 +16,7 @@ use http::{HeaderValue, Request, Response, Uri, header};
 use hyper::body::Incoming;
 
 use super::body::{Body, Full};
+use super::closing::Closing;
 use super::forward::Outgoing;
 use super::hygiene::{self, ForwardedFor};
 use super::identify::{Identifier, LastToken, Peer};
@@ -26,11 +27,12 @@ use super::upgrade;
 use super::upload::Source;
 use super::watch::request::{self as watch_request, Asked};
 use super::watch_body::with_query;
-use crate::config::AccessLog;
+use crate::config::{AccessLog, Limits, RequestLimits};
 use crate::observe::{ListenerMetrics, Outcome, UserClass};
 use crate::upstream::credentials::Class;
 
-/// What the connections of one listener share, on one worker.
+/// What the connections of one listener share, on one worker. A reload replaces it whole: each
+/// request is served by the one that it found.
 pub struct Service {
     /// Where their requests go.
     pub line: Rc<Line>,
@@ -42,16 +44,41 @@ pub struct Service {
     pub access: AccessLog,
     /// API groups beyond the built-in ones whose watches may be resumed.
     pub resume_groups: Vec<String>,
-    /// Bytes of request headers that a client may send.
-    pub max_header_bytes: u32,
+    /// Bounds on connections.
+    pub limits: Limits,
+    /// Bounds on requests. A connection keeps to those that it found.
+    pub requests: RequestLimits,
     /// Upgraded connections, which a drain counts too.
     pub tunnels: upgrade::Tunnels,
+    /// When its watches are to end.
+    pub closing: Closing,
+}
+
+/// The service of a listener as it is now.
+#[derive(Clone)]
+pub struct Serving(Rc<RefCell<Rc<Service>>>);
+
+impl Serving {
+    /// Begins with this one.
+    pub fn new(service: Rc<Service>) -> Self {
+        Self(Rc::new(RefCell::new(service)))
+    }
+
+    /// The one for a request that begins now.
+    pub fn now(&self) -> Rc<Service> {
+        Rc::clone(&self.0.borrow())
+    }
+
+    /// Serves the next requests with another one, and returns the one before.
+    pub fn replace(&self, service: Rc<Service>) -> Rc<Service> {
+        self.0.replace(service)
+    }
 }
 
 /// A client connection.
 pub struct Client {
     /// What serves it.
-    pub service: Rc<Service>,
+    pub serving: Serving,
     /// What it has shown in TLS, if anything.
     pub peer: Option<Peer>,
     /// Where it comes from.
@@ -73,11 +100,12 @@ impl Client {
     ) -> Pin<Box<impl Future<Output = Result<Response<Body>, Infallible>>>> {
         Box::pin(async move {
             let accept = request.headers().get(header::ACCEPT).cloned();
-            let result = match self.start(request) {
+            let service = self.serving.now();
+            let result = match self.start(&service, request) {
                 Ok(Way::Forward(outgoing, outcome, token)) => {
                     let result = outgoing.forward(outcome).await;
                     if let (Ok(response), Some((token, class))) = (&result, token) {
-                        self.service.identifier.learn(token.as_bytes(), class, response.status());
+                        service.identifier.learn(token.as_bytes(), class, response.status());
                     }
                     result
                 }
@@ -89,13 +117,16 @@ impl Client {
     }
 
     /// Everything that needs no waiting.
-    fn start(&self, request: Request<Incoming>) -> Result<Way<'_>, Failed> {
-        let service = &self.service;
+    fn start<'a>(
+        &self,
+        service: &'a Service,
+        request: Request<Incoming>,
+    ) -> Result<Way<'a>, Failed> {
         let (parts, body) = request.into_parts();
         let mut outcome =
             Box::new(Outcome::begin(&service.metrics, service.access, self.address, &parts));
-        match self.prepare(&parts, &mut outcome) {
-            Ok((info, class)) => self.way(parts, body, info, class, outcome),
+        match self.prepare(service, &parts, &mut outcome) {
+            Ok((info, class)) => self.way(service, parts, body, info, class, outcome),
             Err(problem) => Err((problem, outcome)),
         }
     }
@@ -103,6 +134,7 @@ impl Client {
     /// What the request is, and whose.
     fn prepare(
         &self,
+        service: &Service,
         parts: &Parts,
         outcome: &mut Outcome,
     ) -> Result<(RequestInfo, Class), Problem> {
@@ -112,15 +144,10 @@ impl Client {
         if parts.version < http::Version::HTTP_2 {
             // hyper bounds its buffer, which may hold nearly twice as much by then; on HTTP/2 it
             // counts the fields themselves.
-            hygiene::check_size(parts, self.service.max_header_bytes as usize)?;
+            hygiene::check_size(parts, service.requests.max_header_bytes as usize)?;
         }
-        let upstream = self.service.line.pool.upstream();
-        let class = self.service.identifier.identify(
-            self.peer.as_ref(),
-            &self.token,
-            &parts.headers,
-            &upstream.credentials,
-        )?;
+        let peer = self.peer.as_ref();
+        let class = service.identifier.identify(peer, &self.token, &parts.headers)?;
         outcome.user(match class {
             Class::Identity(_) => UserClass::Identity,
             Class::Token | Class::UnprovenToken => UserClass::Token,
@@ -129,15 +156,15 @@ impl Client {
         Ok((info, class))
     }
 
-    fn way(
+    fn way<'a>(
         &self,
+        service: &'a Service,
         mut parts: Parts,
         body: Incoming,
         info: RequestInfo,
         class: Class,
         outcome: Box<Outcome>,
-    ) -> Result<Way<'_>, Failed> {
-        let service = &self.service;
+    ) -> Result<Way<'a>, Failed> {
         if info.upgrade {
             hygiene::upstream_upgrade_headers(&mut parts.headers, &self.forwarded_for);
             let request = Request::from_parts(parts, body);
@@ -171,7 +198,7 @@ impl Client {
             body: (!http_body::Body::is_end_stream(&body))
                 .then(|| Source::new(body, &service.line.metrics)),
             info,
-            watch,
+            watch: watch.map(|asked| (asked, service.closing.clone())),
             hedges: Cell::new(0),
         });
         Ok(Way::Forward(outgoing, outcome, token.map(|token| (token, class))))

@@ -22,6 +22,7 @@ use tokio::time::{Instant, sleep};
 
 use self::moving::Moving;
 use self::running::{Event, Leave, Running};
+use super::closing::Closing;
 use super::line::{Answer as Answered, Line, reissue, release};
 use super::respond::BodyError;
 use super::watch::Encoding;
@@ -64,6 +65,7 @@ struct Again {
     class: Rc<ClassPool>,
     head: Request<()>,
     asked: Asked,
+    closing: Closing,
     content_type: String,
     /// The connection that was lost last.
     lost: Option<Rc<Connection>>,
@@ -87,6 +89,8 @@ pub struct Watched {
     pub encoding: Encoding,
     /// When it was asked for.
     pub asked_at: Instant,
+    /// When it is to end.
+    pub closing: Closing,
 }
 
 /// How the events of an answer are written, if they can be followed.
@@ -105,13 +109,14 @@ impl WatchBody {
         permit: Permit,
         outcome: Box<Outcome>,
     ) -> Self {
-        let Watched { line, class, head: request, asked, encoding, asked_at } = watched;
+        let Watched { line, class, head: request, asked, encoding, asked_at, closing } = watched;
         let again = Again {
             line,
             class,
             head: request,
             content_type: text(&head.headers, &header::CONTENT_TYPE),
             asked,
+            closing,
             lost: None,
             refused: false,
             shunned: Vec::new(),
@@ -119,7 +124,7 @@ impl WatchBody {
         Self {
             relay: Relay::new(encoding, &again.asked, asked_at.into_std()),
             out: VecDeque::new(),
-            leg: Leg::Running(Running::new(recv, permit, &again.line)),
+            leg: Leg::Running(Running::new(recv, permit, &again.closing)),
             again,
             outcome,
         }
@@ -152,7 +157,7 @@ impl WatchBody {
                     }
                     Event::Leave(Leave::Asked) => self.asked(),
                     Event::Leave(why) => {
-                        running.stay(why, &self.again.line);
+                        running.stay(why, &self.again.closing);
                         self.leave();
                     }
                 },
@@ -276,7 +281,7 @@ impl WatchBody {
                 // A dead connection must not be kept, and shown, for as long as the watch runs.
                 self.again.lost = None;
                 self.leg =
-                    Leg::Running(Running::new(answered.recv, answered.permit, &self.again.line));
+                    Leg::Running(Running::new(answered.recv, answered.permit, &self.again.closing));
             }
             Ok(answered) => {
                 self.again.lost = Some(Rc::clone(answered.permit.connection()));

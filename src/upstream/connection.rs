@@ -45,6 +45,10 @@ const DOUBT_AFTER: Duration = Duration::from_millis(50);
 /// The reason of a drain that nobody needs to make way for.
 pub const IDLE: &str = "idle";
 
+/// The same of a connection whose identity or upstream is configured no longer: there is nowhere to
+/// go for what runs on it.
+pub const RETIRED: &str = "configured no longer";
+
 /// What a change of its life means for what runs on it, for the log.
 fn effect(life: Life, streams: usize, watches: usize) -> String {
     let on_it = match streams {
@@ -255,7 +259,7 @@ impl Connection {
     /// Takes no new streams from now on; closes when the running ones are done.
     pub fn drain(&self, why: &'static str) {
         if matches!(self.life.get(), Life::Live | Life::Suspect) {
-            self.leave.set(why != IDLE);
+            self.leave.set(why != IDLE && why != RETIRED);
             self.enter(Life::Draining, why);
             self.wake_driver();
         }

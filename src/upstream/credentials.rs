@@ -1,11 +1,15 @@
 //! What jackstay shows an apiserver: one TLS configuration per identity class, re-read when files
-//! change.
+//! change and replaced when the configuration does.
 //!
 //! A class is the unit of trust of a pooled connection. Requests share a connection only if the
 //! apiserver would see the same client certificate on it, or none (x509 is tried before tokens
 //! there, so a certificate under a token would make everyone that certificate).
+//!
+//! A slot keeps its number for as long as it is configured and nobody has it after that: a request
+//! on its way can never find another identity under the number that it was given.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::SystemTime;
 
@@ -21,7 +25,7 @@ use crate::net::tls_files::{self, CertInfo, LoadedCa, LoadedCert, TlsFileError};
 /// Which connections a request may share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Class {
-    /// Connections with the certificate of this slot of [`Credentials`].
+    /// Connections with the certificate of the slot with this number, see [`Slot::number`].
     Identity(usize),
     /// Bearer tokens that have had an authenticated answer; no certificate.
     Token,
@@ -66,6 +70,8 @@ pub struct ClientTls {
 /// A configured identity: files that may not exist yet, and what was last good in them.
 #[derive(Debug)]
 pub struct Slot {
+    /// Its number, which no other slot of these credentials ever has.
+    pub number: usize,
     /// The files.
     pub paths: CertPaths,
     current: ArcSwapOption<Identity>,
@@ -79,6 +85,15 @@ struct Identity {
 }
 
 impl Slot {
+    fn new(number: usize, paths: &CertPaths) -> Arc<Self> {
+        Arc::new(Self {
+            number,
+            paths: paths.clone(),
+            current: ArcSwapOption::empty(),
+            error: Mutex::new(None),
+        })
+    }
+
     /// The certificate in use.
     pub fn certificate(&self) -> Option<CertInfo> {
         self.current.load().as_ref().map(|identity| identity.certificate.info.clone())
@@ -100,22 +115,40 @@ impl Slot {
         *slot = error;
         changed
     }
+
+    /// Notes that the files cannot be used; `None` if that is known.
+    fn failed(&self, error: &TlsFileError) -> Option<String> {
+        let text = if error.is_missing() && self.current.load().is_none() {
+            format!("awaited: {error}")
+        } else {
+            error.to_string()
+        };
+        self.set_error(Some(text.clone())).then_some(text)
+    }
 }
 
-/// All credentials towards one upstream.
+/// All credentials towards one upstream. Readers never wait; those who change them
+/// ([`Self::refresh`], [`Self::install`], [`Self::retire`]) are on one thread.
 #[derive(Debug)]
 pub struct Credentials {
-    ca_file: Option<std::path::PathBuf>,
+    setup: ArcSwap<Setup>,
     /// What servers are verified against; `None` verifies nobody.
     ca: ArcSwapOption<LoadedCa>,
     plain: ArcSwap<ClientTls>,
-    slots: Vec<Slot>,
-    /// Slot of the probe's own certificate, if it has one.
-    probe: Option<usize>,
-    /// The probe has a token, so it must not carry a certificate.
-    with_token: bool,
     /// For [`Class::Discovery`], once it is loaded.
     discovery: ArcSwapOption<ForDiscovery>,
+    next_number: AtomicUsize,
+}
+
+/// Which files there are, and what for.
+#[derive(Debug)]
+struct Setup {
+    ca_file: Option<PathBuf>,
+    slots: Vec<Arc<Slot>>,
+    /// The slot of the probe's own certificate, if it has one.
+    probe: Option<Arc<Slot>>,
+    /// The probe has a token, so it must not carry a certificate.
+    with_token: bool,
 }
 
 /// What discovery shows, and what it was made of.
@@ -125,13 +158,29 @@ struct ForDiscovery {
     made_of: (u64, Option<u64>),
 }
 
+/// Credentials that are loaded and not yet in use, for [`Credentials::install`].
+#[derive(Debug)]
+pub struct Prepared {
+    setup: Setup,
+    ca: Option<LoadedCa>,
+    /// What the slots' files hold; `None` where they are awaited.
+    loaded: Vec<Option<LoadedCert>>,
+}
+
+impl Prepared {
+    /// The slots, in the order of the identities that they were prepared for.
+    pub fn slots(&self) -> &[Arc<Slot>] {
+        &self.setup.slots
+    }
+}
+
 /// A change found by [`Credentials::refresh`], for the log.
 #[derive(Debug)]
 pub enum Refreshed {
-    /// A certificate is in use now: its slot.
-    Identity(usize),
-    /// The files of a slot cannot be used; what was good stays.
-    IdentityFailed(usize, String),
+    /// A certificate is in use now.
+    Identity(Arc<Slot>),
+    /// The files of an identity cannot be used; what was good stays.
+    IdentityFailed(String),
     /// The CA bundle has changed.
     Ca,
     /// The CA bundle cannot be used; what was good stays.
@@ -147,69 +196,111 @@ impl Credentials {
     /// # Errors
     /// The CA bundle cannot be used, or the files of an identity exist but cannot be used.
     pub fn load(upstream: &Upstream, identities: &[CertPaths]) -> Result<Self, TlsFileError> {
-        let ca = upstream.tls.ca_file.as_deref().map(tls_files::load_ca).transpose()?;
-        let plain = match &ca {
-            Some(ca) => client_tls(ca, None),
-            None => unverified_tls(),
-        };
+        let next_number = AtomicUsize::new(0);
+        let prepared = prepare(upstream, identities, &[], &next_number)?;
+        let ca = prepared.ca.clone();
         let credentials = Self {
-            ca_file: upstream.tls.ca_file.clone(),
+            plain: ArcSwap::from_pointee(plain_tls(ca.as_ref())),
             ca: ArcSwapOption::from_pointee(ca),
-            plain: ArcSwap::from_pointee(plain),
-            with_token: upstream.health.readyz.token_file.is_some(),
             discovery: ArcSwapOption::empty(),
-            probe: upstream
-                .health
-                .readyz
-                .cert
-                .as_ref()
-                .and_then(|cert| identities.iter().position(|paths| paths == cert)),
-            slots: identities
-                .iter()
-                .map(|paths| Slot {
-                    paths: paths.clone(),
-                    current: ArcSwapOption::empty(),
-                    error: Mutex::new(None),
-                })
-                .collect(),
+            setup: ArcSwap::from_pointee(Setup {
+                ca_file: upstream.tls.ca_file.clone(),
+                slots: Vec::new(),
+                probe: None,
+                with_token: false,
+            }),
+            next_number,
         };
-        for slot in &credentials.slots {
-            match tls_files::load_cert(&slot.paths) {
-                Ok(certificate) => credentials.install(slot, Arc::new(certificate)),
-                Err(error) if error.is_missing() => {
-                    slot.set_error(Some(format!("awaited: {error}")));
-                }
-                Err(error) => return Err(error),
-            }
-        }
+        credentials.install(prepared);
         Ok(credentials)
     }
 
-    /// The slots, in the order given to [`Self::load`].
-    pub fn slots(&self) -> &[Slot] {
-        &self.slots
+    /// Loads what another configuration of the same upstream asks for, and changes nothing. Slots
+    /// whose files are named as before stay the same slots.
+    ///
+    /// # Errors
+    /// As [`Self::load`].
+    pub fn prepare(
+        &self,
+        upstream: &Upstream,
+        identities: &[CertPaths],
+    ) -> Result<Prepared, TlsFileError> {
+        prepare(upstream, identities, &self.setup.load().slots, &self.next_number)
     }
 
-    /// The first slot with a certificate: the default credential of probes.
-    fn first_identity(&self) -> Option<Class> {
-        self.slots.iter().position(|slot| slot.current.load().is_some()).map(Class::Identity)
-    }
-
-    /// The TLS configuration of a class; `None` if its identity is still awaited.
-    pub fn tls(&self, class: Class) -> Option<Arc<ClientTls>> {
-        match class {
-            Class::Identity(slot) => {
-                self.slots.get(slot)?.current.load().as_ref().map(|identity| identity.tls.clone())
+    /// Puts what was prepared into use. Slots that are no longer configured stay until
+    /// [`Self::retire`], for requests that still come in by the old configuration.
+    pub fn install(&self, prepared: Prepared) {
+        let Prepared { mut setup, ca, loaded } = prepared;
+        let slots = setup.slots.clone();
+        let known = self.slots();
+        setup.slots.extend(known.iter().filter(|old| !has(&slots, old)).cloned());
+        self.setup.store(Arc::new(setup));
+        self.trust(ca);
+        for (slot, certificate) in slots.iter().zip(loaded) {
+            if let Some(certificate) = certificate {
+                self.show(slot, certificate);
             }
-            Class::Token | Class::UnprovenToken | Class::Anonymous => Some(self.plain.load_full()),
-            Class::Discovery => self.discovery.load().as_ref().map(|shown| shown.tls.clone()),
-            Class::Probe if self.with_token => Some(self.plain.load_full()),
-            Class::Probe => match self.probe.map(Class::Identity).or_else(|| self.first_identity())
-            {
-                Some(class) => self.tls(class).or_else(|| Some(self.plain.load_full())),
-                None => Some(self.plain.load_full()),
-            },
         }
+    }
+
+    /// Forgets every slot but those of these identities. Connections with their certificates
+    /// drain.
+    pub fn retire(&self, keep: &[CertPaths]) {
+        let setup = self.setup.load();
+        let (kept, gone): (Vec<_>, Vec<_>) =
+            setup.slots.iter().cloned().partition(|slot| keep.contains(&slot.paths));
+        if gone.is_empty() {
+            return;
+        }
+        self.setup.store(Arc::new(Setup {
+            ca_file: setup.ca_file.clone(),
+            slots: kept,
+            probe: setup.probe.clone(),
+            with_token: setup.with_token,
+        }));
+    }
+
+    /// The slots, in the order in which they are configured.
+    pub fn slots(&self) -> Vec<Arc<Slot>> {
+        self.setup.load().slots.clone()
+    }
+
+    /// The classes whose certificate is loaded.
+    pub fn loaded(&self) -> Vec<Class> {
+        let setup = self.setup.load();
+        let loaded = setup.slots.iter().filter(|slot| slot.current.load().is_some());
+        loaded.map(|slot| Class::Identity(slot.number)).collect()
+    }
+
+    /// Every file that these credentials are made of.
+    pub fn paths(&self) -> Vec<PathBuf> {
+        let setup = self.setup.load();
+        let pairs = setup.slots.iter().flat_map(|s| [&s.paths.cert_file, &s.paths.key_file]);
+        setup.ca_file.iter().chain(pairs).cloned().collect()
+    }
+
+    /// The TLS configuration of a class; `None` if its identity is still awaited, or configured no
+    /// longer.
+    pub fn tls(&self, class: Class) -> Option<Arc<ClientTls>> {
+        let setup = self.setup.load();
+        let shown = match class {
+            Class::Identity(number) => {
+                let slot = setup.slots.iter().find(|slot| slot.number == number)?;
+                return slot.current.load().as_ref().map(|identity| Arc::clone(&identity.tls));
+            }
+            Class::Discovery => {
+                return self.discovery.load().as_ref().map(|shown| Arc::clone(&shown.tls));
+            }
+            Class::Token | Class::UnprovenToken | Class::Anonymous => None,
+            Class::Probe if setup.with_token => None,
+            Class::Probe => match &setup.probe {
+                Some(slot) => slot.current.load_full(),
+                // By default the first one that is loaded.
+                None => setup.slots.iter().find_map(|slot| slot.current.load_full()),
+            },
+        };
+        Some(shown.map_or_else(|| self.plain.load_full(), |identity| Arc::clone(&identity.tls)))
     }
 
     /// What discovery shows: a certificate, or none beside a token. Connections with another one
@@ -228,54 +319,102 @@ impl Credentials {
     /// call it off the data plane.
     pub fn refresh(&self) -> Vec<Refreshed> {
         let mut events = Vec::new();
-        let known = self.ca.load().as_ref().map(|ca| ca.fingerprint);
-        match self.ca_file.as_deref().map(tls_files::load_ca).transpose() {
-            Ok(ca) if ca.as_ref().map(|ca| ca.fingerprint) == known => {}
-            Ok(None) => {}
-            Ok(Some(ca)) => {
-                self.plain.store(Arc::new(client_tls(&ca, None)));
-                self.ca.store(Some(Arc::new(ca)));
-                for slot in &self.slots {
-                    if let Some(identity) = slot.current.load_full() {
-                        self.install(slot, Arc::clone(&identity.certificate));
-                    }
-                }
-                events.push(Refreshed::Ca);
-            }
+        let setup = self.setup.load();
+        match setup.ca_file.as_deref().map(tls_files::load_ca).transpose() {
+            Ok(ca) => events.extend(self.trust(ca).then_some(Refreshed::Ca)),
             Err(error) => events.push(Refreshed::CaFailed(error.to_string())),
         }
-        for (index, slot) in self.slots.iter().enumerate() {
+        for slot in &setup.slots {
             match load_valid(&slot.paths) {
                 Ok(certificate) => {
-                    let known = slot.current.load().as_ref().map(|i| i.certificate.fingerprint);
-                    slot.set_error(None);
-                    if known != Some(certificate.fingerprint) {
-                        self.install(slot, Arc::new(certificate));
-                        events.push(Refreshed::Identity(index));
+                    if self.show(slot, certificate) {
+                        events.push(Refreshed::Identity(Arc::clone(slot)));
                     }
                 }
-                Err(error) => {
-                    let text = if error.is_missing() && slot.current.load().is_none() {
-                        format!("awaited: {error}")
-                    } else {
-                        error.to_string()
-                    };
-                    if slot.set_error(Some(text.clone())) {
-                        events.push(Refreshed::IdentityFailed(index, text));
-                    }
-                }
+                Err(error) => events.extend(slot.failed(&error).map(Refreshed::IdentityFailed)),
             }
         }
         events
     }
 
-    fn install(&self, slot: &Slot, certificate: Arc<LoadedCert>) {
+    /// Puts a CA bundle into use; whether it is another one.
+    fn trust(&self, ca: Option<LoadedCa>) -> bool {
+        let known = self.ca.load().as_ref().map(|ca| ca.fingerprint);
+        if ca.as_ref().map(|ca| ca.fingerprint) == known {
+            return false;
+        }
+        self.plain.store(Arc::new(plain_tls(ca.as_ref())));
+        self.ca.store(ca.map(Arc::new));
+        for slot in &self.setup.load().slots {
+            if let Some(identity) = slot.current.load_full() {
+                self.put(slot, Arc::clone(&identity.certificate));
+            }
+        }
+        true
+    }
+
+    /// Puts a certificate into use; whether it is another one.
+    fn show(&self, slot: &Slot, certificate: LoadedCert) -> bool {
+        slot.set_error(None);
+        let known = slot.current.load().as_ref().map(|i| i.certificate.fingerprint);
+        let another = known != Some(certificate.fingerprint);
+        if another {
+            self.put(slot, Arc::new(certificate));
+        }
+        another
+    }
+
+    fn put(&self, slot: &Slot, certificate: Arc<LoadedCert>) {
         // Where nobody is verified nobody is shown a certificate either; the rules of the
         // configuration keep identities away from there.
-        let Some(ca) = self.ca.load_full() else { return };
-        let tls = Arc::new(client_tls(&ca, Some(&certificate)));
-        slot.current.store(Some(Arc::new(Identity { certificate, tls })));
+        slot.current.store(self.ca.load().as_ref().map(|ca| {
+            let tls = Arc::new(client_tls(ca, Some(&certificate)));
+            Arc::new(Identity { certificate, tls })
+        }));
     }
+}
+
+fn has(slots: &[Arc<Slot>], slot: &Arc<Slot>) -> bool {
+    slots.iter().any(|known| Arc::ptr_eq(known, slot))
+}
+
+fn prepare(
+    upstream: &Upstream,
+    identities: &[CertPaths],
+    known: &[Arc<Slot>],
+    next_number: &AtomicUsize,
+) -> Result<Prepared, TlsFileError> {
+    let ca = upstream.tls.ca_file.as_deref().map(tls_files::load_ca).transpose()?;
+    let mut slots = Vec::new();
+    let mut loaded = Vec::new();
+    for paths in identities {
+        let (certificate, missing) = match tls_files::load_cert(paths) {
+            Ok(certificate) => (Some(certificate), None),
+            Err(error) if error.is_missing() => (None, Some(error)),
+            Err(error) => return Err(error),
+        };
+        let slot = known.iter().find(|slot| slot.paths == *paths).cloned();
+        slots.push(slot.unwrap_or_else(|| {
+            let slot = Slot::new(next_number.fetch_add(1, Ordering::Relaxed), paths);
+            if let Some(error) = &missing {
+                slot.failed(error);
+            }
+            slot
+        }));
+        loaded.push(certificate);
+    }
+    let readyz = &upstream.health.readyz;
+    let probe = readyz.cert.as_ref().and_then(|cert| slots.iter().find(|s| s.paths == *cert));
+    Ok(Prepared {
+        ca,
+        setup: Setup {
+            ca_file: upstream.tls.ca_file.clone(),
+            probe: probe.cloned(),
+            with_token: readyz.token_file.is_some(),
+            slots,
+        },
+        loaded,
+    })
 }
 
 /// A certificate that is expired is not put into use over one that may not be.
@@ -295,6 +434,11 @@ pub fn client_tls(ca: &LoadedCa, certificate: Option<&LoadedCert>) -> ClientTls 
         )),
     };
     by_protocol(config, certificate)
+}
+
+/// Builds configurations that show nothing.
+fn plain_tls(ca: Option<&LoadedCa>) -> ClientTls {
+    ca.map_or_else(unverified_tls, |ca| client_tls(ca, None))
 }
 
 /// Builds configurations that verify nobody and show nothing: good enough to see whether somebody

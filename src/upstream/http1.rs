@@ -70,7 +70,7 @@ pub async fn open(
     let mut reasons = Vec::new();
     loop {
         if let Some(Candidate { endpoint, .. }) = candidates.next() {
-            let (tls, outgoing) = (Arc::clone(&tls.http1), Arc::clone(&upstream.outgoing));
+            let (tls, outgoing) = (Arc::clone(&tls.http1), upstream.outgoing());
             attempts.spawn_local(async move {
                 let limit = endpoint.connect_timeout(base);
                 match dial_http1(&outgoing, &endpoint, &tls, limit).await {

@@ -7,7 +7,7 @@
 
 mod class;
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
@@ -57,6 +57,8 @@ pub struct Pool {
     seed: u64,
     /// It is there for requests of ours: it keeps no connections for configured identities.
     ours: bool,
+    /// Nothing is opened any more.
+    closed: Cell<bool>,
 }
 
 impl Pool {
@@ -78,6 +80,7 @@ impl Pool {
             this: this.clone(),
             seed: fastrand::u64(..),
             ours,
+            closed: Cell::new(false),
         })
     }
 
@@ -141,6 +144,10 @@ impl Pool {
             if let Some(permit) = class.take(need, &self.upstream, now, false) {
                 return Ok(permit);
             }
+            if self.closed.get() {
+                let why = "the upstream is configured no longer".to_owned();
+                return Err(Unavailable::Unreachable(why));
+            }
             let connected = class.has_live();
             let limit = if connected { EXHAUSTED_AFTER } else { UNAVAILABLE_AFTER };
             let given_up = !connected && self.all_failed_since(class, start);
@@ -173,26 +180,30 @@ impl Pool {
         }
     }
 
-    /// Closes every connection; the streams on them fail.
+    /// Closes every connection, for good; the streams on them fail.
     pub fn close(&self) {
+        self.closed.set(true);
         for class in self.classes.borrow().values() {
             for connection in class.connections.borrow().iter() {
-                connection.close("shutdown");
+                connection.close(connection::RETIRED);
             }
         }
+        self.changed.notify_waiters();
     }
 
     /// Compares what there is with what should be: drains what is old, forgets what is dead, opens
     /// what is missing. Waits for nothing.
     pub fn maintain(&self) {
+        if self.closed.get() {
+            return;
+        }
         let now = Instant::now();
         let endpoints = self.upstream.endpoints.load();
         let alone = !endpoints.iter().any(|endpoint| endpoint.is_usable());
-        for slot in 0..self.upstream.credentials.slots().len() {
-            let class = Class::Identity(slot);
-            if !self.ours && self.upstream.credentials.tls(class).is_some() {
-                let _ = self.class(class);
-            }
+        // A pool of our own keeps none for configured identities.
+        let loaded = if self.ours { Vec::new() } else { self.upstream.credentials.loaded() };
+        for class in loaded {
+            let _ = self.class(class);
         }
         let classes: Vec<_> = self.classes.borrow().values().cloned().collect();
         for class in classes {
@@ -207,15 +218,19 @@ impl Pool {
         alone: bool,
         now: Instant,
     ) {
-        let Some(tls) = self.upstream.credentials.tls(class.class) else { return };
         class.connections.borrow_mut().retain(|c| c.life() != Life::Dead);
+        let Some(tls) = self.upstream.credentials.tls(class.class) else {
+            self.retire_class(class);
+            return;
+        };
         let moves = self.upstream.config().rebalance;
         class.mover.borrow_mut().turn(&class.connections.borrow(), moves, now);
         let configured = matches!(class.class, Class::Identity(_));
+        let leave_old = class.may_leave_old(tls.generation, now);
         for connection in class.connections.borrow().iter() {
-            if connection.generation != tls.generation {
+            if leave_old && connection.generation != tls.generation {
                 connection.drain("certificate rotated");
-            } else if connection.endpoint.state() == EndpointState::Leaving {
+            } else if leave_old && connection.endpoint.state() == EndpointState::Leaving {
                 connection.drain("endpoint removed");
             } else if connection.endpoint.state() == EndpointState::Degraded {
                 connection.unwell();
@@ -232,8 +247,8 @@ impl Pool {
         let chosen = self.chosen(endpoints, configured);
         let targets = chosen.len().max(1);
         for endpoint in chosen {
-            let missing =
-                class.missing(endpoint, &self.upstream.config().connections, targets, now);
+            let limits = &self.upstream.config().connections;
+            let missing = class.missing(endpoint, tls.generation, limits, targets, now);
             for _ in 0..missing {
                 if !endpoint.may_connect(alone, now) {
                     break;
@@ -241,6 +256,35 @@ impl Pool {
                 self.dial(class, endpoint, &tls);
             }
         }
+    }
+
+    /// The identity is configured no longer: what runs with it may finish.
+    fn retire_class(&self, class: &Rc<ClassPool>) {
+        for connection in class.connections.borrow().iter() {
+            connection.drain(connection::RETIRED);
+        }
+        // Whoever else has it is a request on its way, or a dial.
+        if class.connections.borrow().is_empty() && Rc::strong_count(class) <= 2 {
+            self.classes.borrow_mut().remove(&class.class);
+        }
+    }
+
+    /// The upstream is configured no longer: what runs on its connections may finish.
+    pub fn retire(&self) {
+        for class in self.classes.borrow().values() {
+            for connection in class.connections.borrow().iter() {
+                connection.drain(connection::RETIRED);
+            }
+        }
+    }
+
+    /// Open streams on all connections.
+    pub fn streams(&self) -> usize {
+        let classes = self.classes.borrow();
+        let streams = |class: &Rc<ClassPool>| -> usize {
+            class.connections.borrow().iter().map(|connection| connection.streams()).sum()
+        };
+        classes.values().map(streams).sum()
     }
 
     /// The endpoints that a class keeps connections to: all of them for a configured identity,
@@ -279,7 +323,7 @@ impl Pool {
         *class.dialing.borrow_mut().entry(Arc::clone(&endpoint.label)).or_default() += 1;
         tokio::task::spawn_local(async move {
             let limit = endpoint.connect_timeout(pool.upstream.config().health.connect_timeout);
-            let result = dial_h2(&pool.upstream.outgoing, &endpoint, &tls.h2, limit).await;
+            let result = dial_h2(&pool.upstream.outgoing(), &endpoint, &tls.h2, limit).await;
             class.dialled(&endpoint.label);
             match result {
                 Ok(established) => {
@@ -293,6 +337,9 @@ impl Pool {
                         &pool.upstream.settings(),
                         Rc::clone(&pool.changed),
                     );
+                    if pool.closed.get() {
+                        connection.close(connection::RETIRED);
+                    }
                     class.connections.borrow_mut().push(connection);
                 }
                 Err(failure) => {

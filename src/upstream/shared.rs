@@ -33,7 +33,7 @@ pub struct Upstream {
     /// Where things are counted.
     pub metrics: Arc<Metrics>,
     /// How connections to its endpoints leave.
-    pub outgoing: Arc<Outgoing>,
+    pub outgoing: ArcSwap<Outgoing>,
     /// Told when [`Self::config`] was swapped: whoever decides on the set of endpoints listens.
     pub reconfigured: Notify,
     /// Told when the set of endpoints was swapped: whoever connects to them listens.
@@ -42,7 +42,7 @@ pub struct Upstream {
 
 impl Upstream {
     /// An upstream without endpoints; [`Self::place`] gives it some. Nobody intercepts its
-    /// connections, unless [`Self::outgoing`] is set before it is shared.
+    /// connections, unless [`Self::outgoing`] is set.
     pub fn new(config: config::Upstream, credentials: Credentials, metrics: &Arc<Metrics>) -> Self {
         let name: Arc<str> = config.name.as_str().into();
         Self {
@@ -52,7 +52,7 @@ impl Upstream {
             credentials,
             config: ArcSwap::from_pointee(config),
             metrics: Arc::clone(metrics),
-            outgoing: Arc::default(),
+            outgoing: ArcSwap::default(),
             reconfigured: Notify::new(),
             placed: Notify::new(),
         }
@@ -69,6 +69,11 @@ impl Upstream {
     pub fn reconfigure(&self, config: config::Upstream) {
         self.config.store(Arc::new(config));
         self.reconfigured.notify_one();
+    }
+
+    /// How a connection that is opened now leaves.
+    pub fn outgoing(&self) -> Arc<Outgoing> {
+        self.outgoing.load_full()
     }
 
     /// Limits and thresholds now. Load it once for each decision: a reload may swap it in between.

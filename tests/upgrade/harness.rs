@@ -10,14 +10,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use jackstay::config::{self, AccessLog, CertPaths, Overrides};
-use jackstay::net::serving::ServingTls;
+use jackstay::net::serving::{Prepared, ServingTls};
 use jackstay::net::{socket, tls_files};
 use jackstay::observe::Metrics;
+use jackstay::proxy::closing::Closer;
 use jackstay::proxy::identify::Identifier;
 use jackstay::proxy::line::Line;
 use jackstay::proxy::listener::Listener;
 use jackstay::proxy::retry::HedgeBudget;
-use jackstay::proxy::serve::Service;
+use jackstay::proxy::serve::{Service, Serving};
 use jackstay::proxy::upgrade::Tunnels;
 use jackstay::upstream::credentials::{Credentials, client_tls};
 use jackstay::upstream::endpoint::Endpoint;
@@ -28,7 +29,6 @@ use rustls::server::WebPkiClientVerifier;
 use tempfile::TempDir;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::watch;
 use tokio::task::{LocalSet, spawn_local};
 use tokio::time::timeout;
 use tokio_rustls::{TlsAcceptor, TlsConnector, TlsStream};
@@ -185,7 +185,7 @@ pub struct Proxy {
     pub tunnels: Tunnels,
     pub metrics: Arc<Metrics>,
     address: SocketAddr,
-    _drain: watch::Sender<bool>,
+    _closer: Closer,
 }
 
 impl Proxy {
@@ -203,38 +203,38 @@ impl Proxy {
         shared.place(endpoints.collect());
         let pool = Pool::new(Arc::new(shared));
         let tunnels = Tunnels::default();
-        let (drain, draining) = watch::channel(false);
+        let (closer, closing) = Closer::new();
+        let slots = pool.upstream().credentials.slots();
         let service = Service {
             line: Rc::new(Line {
                 pool,
                 budget: HedgeBudget::default(),
                 metrics: Arc::clone(&metrics),
-                drain: draining.clone(),
             }),
             identifier: Identifier {
-                slots: vec![0],
+                slots,
                 listener: listener.name.clone(),
                 tokens: Rc::default(),
             },
             metrics: metrics.listener(&listener.name),
             access: AccessLog::Off,
             resume_groups: Vec::new(),
-            max_header_bytes: terminate.limits.max_header_bytes,
+            limits: listener.limits.clone(),
+            requests: terminate.limits.clone(),
             tunnels: tunnels.clone(),
+            closing: closing.clone(),
         };
         let worker = Rc::new(Listener {
             name: listener.name.clone(),
-            service: Rc::new(service),
-            tls: Arc::new(ServingTls::load(terminate).unwrap()),
-            limits: listener.limits.clone(),
-            requests: terminate.limits.clone(),
+            serving: Serving::new(Rc::new(service)),
+            tls: Arc::new(ServingTls::new(Prepared::load(terminate).unwrap())),
             open: Cell::new(0),
-            drain: draining,
+            closing: closing.clone(),
         });
         let socket = socket::listen((Ipv4Addr::LOCALHOST, 0).into(), false).unwrap();
         let address = socket.local_addr().unwrap();
-        spawn_local(worker.accept(tokio::net::TcpListener::from_std(socket).unwrap()));
-        Self { tunnels, metrics, address, _drain: drain }
+        spawn_local(worker.accept(tokio::net::TcpListener::from_std(socket).unwrap(), closing));
+        Self { tunnels, metrics, address, _closer: closer }
     }
 
     /// A client without a certificate.

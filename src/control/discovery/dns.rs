@@ -28,7 +28,8 @@ use super::board::Board;
 use super::merge::Entry;
 use super::objects::Said;
 use crate::config::EndpointAddress;
-use crate::control::certificates::{Watched, ticks};
+use crate::control::certificates::ticks;
+use crate::control::files::Watched;
 use crate::upstream::sources::Source;
 
 /// Bounds of the time until a name is asked for again: a TTL of 0 must not become a flood, and one

@@ -13,7 +13,8 @@ use super::board::Board;
 use super::merge::Entry;
 use super::objects::Said;
 use crate::config::EndpointAddress;
-use crate::control::certificates::{Watched, ticks};
+use crate::control::certificates::ticks;
+use crate::control::files::Watched;
 use crate::upstream::sources::Source;
 
 /// Largest file read.

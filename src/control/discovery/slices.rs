@@ -28,7 +28,8 @@ use super::carrier::Road;
 use super::horizon::{Horizon, Noting};
 use super::kubeconfig::{self, User};
 use super::objects::{Resource, SERVICE, SERVICE_LABEL, Store};
-use crate::control::certificates::{Watched, ticks};
+use crate::control::certificates::ticks;
+use crate::control::files::Watched;
 use crate::upstream::sources::Source;
 
 /// Bounds of the pause after a failure.

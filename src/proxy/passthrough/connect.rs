@@ -61,7 +61,7 @@ pub async fn connect(upstream: &Upstream) -> Result<Connected, String> {
         if now >= next
             && let Some(endpoint) = candidates.next()
         {
-            attempts.spawn_local(attempt(Arc::clone(&upstream.outgoing), endpoint));
+            attempts.spawn_local(attempt(upstream.outgoing(), endpoint));
             next = now + RACE_AFTER;
             continue;
         }

@@ -16,7 +16,7 @@ pub mod pump;
 pub mod table;
 pub mod transparent;
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::net::SocketAddr;
 use std::os::fd::AsRawFd;
 use std::rc::Rc;
@@ -24,11 +24,11 @@ use std::sync::Arc;
 
 use tokio::io::AsyncReadExt;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::watch;
 use tokio::task::spawn_local;
 use tokio::time::timeout;
 
 use super::accept;
+use super::closing::Closing;
 use crate::config::{Limits, Passthrough, Route};
 use crate::net::socket;
 use crate::observe::{ListenerMetrics, PassthroughMetrics};
@@ -42,6 +42,20 @@ use transparent::Transparent;
 pub struct Listener {
     /// Name, for the log.
     pub name: String,
+    /// Where connections go, and how.
+    pub way: RefCell<Rc<Way>>,
+    /// What every listener counts.
+    pub metrics: Arc<ListenerMetrics>,
+    /// What a passthrough listener counts.
+    pub flows: Arc<PassthroughMetrics>,
+    /// The worker's flows.
+    pub table: Rc<Table>,
+    /// Open connections.
+    pub open: Cell<usize>,
+}
+
+/// What a reload may change of a listener. A connection goes the way that it found.
+pub struct Way {
     /// Where connections go that no route takes.
     pub upstream: Arc<Upstream>,
     /// The upstreams of the configured routes, in their order.
@@ -52,28 +66,22 @@ pub struct Listener {
     pub config: Passthrough,
     /// Bounds on connections.
     pub limits: Limits,
-    /// What every listener counts.
-    pub metrics: Arc<ListenerMetrics>,
-    /// What a passthrough listener counts.
-    pub flows: Arc<PassthroughMetrics>,
-    /// The worker's flows.
-    pub table: Rc<Table>,
-    /// Open connections.
-    pub open: Cell<usize>,
-    /// Turns true when no more are accepted.
-    pub drain: watch::Receiver<bool>,
 }
 
 impl Listener {
-    /// Accepts on one socket until the drain begins.
-    pub async fn accept(self: Rc<Self>, socket: TcpListener) {
-        let drain = self.drain.clone();
-        accept::until_drain(&socket, drain, &self.name, |stream, from| self.admit(stream, from))
+    /// Accepts on one socket until `closing` begins.
+    pub async fn accept(self: Rc<Self>, socket: TcpListener, closing: Closing) {
+        accept::until_drain(socket, closing, &self.name, |stream, from| self.admit(stream, from))
             .await;
     }
 
+    /// The way for what begins now.
+    pub fn way(&self) -> Rc<Way> {
+        Rc::clone(&self.way.borrow())
+    }
+
     fn admit(self: &Rc<Self>, client: TcpStream, from: SocketAddr) {
-        if self.open.get() >= self.limits.max_connections {
+        if self.open.get() >= self.way.borrow().limits.max_connections {
             self.metrics.refused("cap");
             tracing::debug!(listener = self.name, client = %from, "refused: too many connections");
             socket::reset(client);
@@ -84,31 +92,32 @@ impl Listener {
     }
 }
 
-impl Listener {
+impl Way {
     /// The upstream for a connection, by where it was meant to go or by the server name that it
     /// asks for, and what was read to know it. What asks for none, or is no TLS, goes where the
-    /// listener goes.
+    /// listener goes. `listener` is its name, for the log.
     ///
     /// # Errors
     /// The reason for which the connection ends here: it was closed, said too little in time, or
     /// was not redirected.
     async fn route(
         &self,
+        listener: &str,
         client: &mut TcpStream,
         from: SocketAddr,
-    ) -> Result<(&Arc<Upstream>, Vec<u8>), &'static str> {
+    ) -> Result<(Arc<Upstream>, Vec<u8>), &'static str> {
         let mut first = Vec::new();
         if let Some(transparent) = &self.transparent {
             let meant = transparent.place(client, from, &self.upstream).map_err(|refusal| {
-                transparent.tell(&self.name, from, refusal);
+                transparent.tell(listener, from, refusal);
                 refusal.reason()
             })?;
             if let Some(upstream) = meant {
-                return Ok((upstream, first));
+                return Ok((Arc::clone(upstream), first));
             }
         }
         if self.routes.is_empty() {
-            return Ok((&self.upstream, first));
+            return Ok((Arc::clone(&self.upstream), first));
         }
         let reading = async {
             loop {
@@ -124,7 +133,7 @@ impl Listener {
             }
         };
         match timeout(self.limits.handshake_timeout, reading).await {
-            Ok(upstream) => upstream.map(|upstream| (upstream, first)),
+            Ok(upstream) => upstream.map(|upstream| (Arc::clone(upstream), first)),
             Err(_) => Err("handshake_timeout"),
         }
     }
@@ -157,7 +166,9 @@ impl Open {
             return;
         }
         // Boxed: an idle flow carries no room for how it began.
-        let routed = Box::pin(listener.route(&mut client, from)).await;
+        let way = listener.way();
+        let routed = Box::pin(way.route(&listener.name, &mut client, from)).await;
+        drop(way);
         let (upstream, first) = match routed {
             Ok(routed) => routed,
             Err(reason) => {
@@ -167,7 +178,7 @@ impl Open {
                 return;
             }
         };
-        let connected = Box::pin(connect::connect(upstream)).await;
+        let connected = Box::pin(connect::connect(&upstream)).await;
         let (server, endpoint) = match connected {
             Ok(connected) => connected,
             Err(why) => {

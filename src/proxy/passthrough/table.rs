@@ -233,7 +233,9 @@ impl Table {
                 }
                 let verdict = if flow.deaths != deaths {
                     ENDPOINT_DEAD
-                } else if left.is_some_and(|left| left >= flow.listener.config.leave_timeout) {
+                } else if left
+                    .is_some_and(|left| left >= flow.listener.way.borrow().config.leave_timeout)
+                {
                     ENDPOINT_LEFT
                 } else {
                     continue;
@@ -290,11 +292,12 @@ pub const SHUTDOWN: Verdict = Verdict { reason: "shutdown", words: "the drain ti
 impl Flow {
     /// Looks at both sides; when to look again.
     fn look(&mut self, now: Instant) -> Result<Instant, Verdict> {
-        let limits = &self.listener.limits;
+        let way = self.listener.way.borrow();
+        let limits = &way.limits;
         if !self.answered && now >= self.began + limits.handshake_timeout {
             return Err(HANDSHAKE);
         }
-        let idle = self.listener.config.idle_timeout;
+        let idle = way.config.idle_timeout;
         if idle.is_some_and(|idle| now >= self.moved + idle) {
             return Err(IDLE);
         }

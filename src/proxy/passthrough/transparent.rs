@@ -93,7 +93,7 @@ impl Transparent {
         from: SocketAddr,
         own: &Upstream,
     ) -> Result<Option<&Arc<Upstream>>, Refusal> {
-        match intercepted::arrival(stream, from, &self.listening, &own.outgoing) {
+        match intercepted::arrival(stream, from, &self.listening, &own.outgoing()) {
             Err(_) => Err(Refusal::Gone),
             Ok(Arrival::Direct(to)) => Err(Refusal::NotRedirected(to)),
             Ok(Arrival::Ours(to) | Arrival::ForUs(to)) => Err(Refusal::Loop(to)),

@@ -31,7 +31,7 @@ impl WatchBody {
     /// Its connection has asked all its watches to look after themselves, and perhaps some to go.
     pub(super) fn asked(&mut self) {
         let Leg::Running(running) = &mut self.leg else { return };
-        running.watch_out(&self.again.line);
+        running.watch_out(&self.again.closing);
         let connection = Rc::clone(running.permit.connection());
         let minutes = connection.minutes();
         if std::mem::replace(&mut running.minutes, minutes) != minutes
@@ -82,7 +82,7 @@ impl WatchBody {
                 self.relay.moved(std::time::Instant::now());
                 self.again.shunned.clear();
                 // Dropping the old stream resets it.
-                let running = Running::new(answered.recv, answered.permit, &self.again.line);
+                let running = Running::new(answered.recv, answered.permit, &self.again.closing);
                 self.leg = Leg::Running(running);
             }
             Err(why) => {

@@ -7,7 +7,8 @@ use std::task::{Context, Poll};
 use bytes::Bytes;
 use h2::RecvStream;
 
-use crate::proxy::line::{Line, release};
+use crate::proxy::closing::Closing;
+use crate::proxy::line::release;
 use crate::upstream::connection::Permit;
 
 /// An upstream stream under way.
@@ -30,7 +31,7 @@ pub(super) enum Leave {
     Connection,
     /// It should look after itself, and move if others are needed elsewhere.
     Asked,
-    /// The program ends: so should the watch, where its client goes on without a relist.
+    /// Its listener ends: so should the watch, where its client goes on without a relist.
     Shutdown,
 }
 
@@ -43,8 +44,8 @@ pub(super) enum Event {
 }
 
 impl Running {
-    pub(super) fn new(recv: RecvStream, permit: Permit, line: &Line) -> Self {
-        let leave = leave(&permit, line);
+    pub(super) fn new(recv: RecvStream, permit: Permit, closing: &Closing) -> Self {
+        let leave = leave(&permit, closing);
         let minutes = permit.connection().minutes();
         Self { recv, unreleased: 0, permit, minutes, stays: None, leave }
     }
@@ -63,18 +64,18 @@ impl Running {
     }
 
     /// Waits for the next reason to leave.
-    pub(super) fn watch_out(&mut self, line: &Line) {
-        self.leave = leave(&self.permit, line);
+    pub(super) fn watch_out(&mut self, closing: &Closing) {
+        self.leave = leave(&self.permit, closing);
     }
 
     /// It cannot go yet: it is asked again after what comes next, and until then only a shutdown
     /// can be news.
-    pub(super) fn stay(&mut self, why: Leave, line: &Line) {
+    pub(super) fn stay(&mut self, why: Leave, closing: &Closing) {
         self.stays = Some(why);
-        let mut drain = line.drain.clone();
+        let mut closing = closing.clone();
         self.leave = Box::pin(async move {
             if why == Leave::Connection {
-                let _ = drain.wait_for(|draining| *draining).await;
+                closing.turn().await;
                 return Leave::Shutdown;
             }
             std::future::pending().await
@@ -83,17 +84,16 @@ impl Running {
 }
 
 /// Waits for a reason to leave the stream.
-fn leave(permit: &Permit, line: &Line) -> Pin<Box<dyn Future<Output = Leave>>> {
+fn leave(permit: &Permit, closing: &Closing) -> Pin<Box<dyn Future<Output = Leave>>> {
     let connection = Rc::clone(permit.connection());
-    let mut drain = line.drain.clone();
+    let mut closing = closing.clone();
     let asked = connection.asked();
     Box::pin(async move {
         tokio::select! {
             () = connection.left_or_asked(asked) => {
                 if connection.is_to_be_left() { Leave::Connection } else { Leave::Asked }
             }
-            // An error means that the sender is gone, with the program.
-            _ = drain.wait_for(|draining| *draining) => Leave::Shutdown,
+            () = closing.turn() => Leave::Shutdown,
         }
     })
 }

@@ -16,12 +16,15 @@ use crate::config;
 use crate::upstream::balance;
 use crate::upstream::connection::{Connection, Permit};
 use crate::upstream::credentials::Class;
-use crate::upstream::endpoint::Endpoint;
+use crate::upstream::endpoint::{Endpoint, EndpointState};
 use crate::upstream::health::Life;
 use crate::upstream::rebalance::Mover;
 
 /// Connections per endpoint for requests that have proven nothing: random tokens must not buy more.
 const UNPROVEN_CONNECTIONS: usize = 2;
+/// What is old (another certificate, an endpoint that was removed) is used for this long where
+/// nothing new comes up.
+const OLD_FOR: Duration = Duration::from_secs(5);
 /// Dials in parallel for one class and endpoint.
 const PARALLEL_DIALS: usize = 4;
 /// Connections heard of within this time of the last one are equally trusted.
@@ -65,6 +68,8 @@ pub struct ClassPool {
     pub(super) dialing: RefCell<HashMap<Arc<str>, usize>>,
     waiters: Cell<usize>,
     pub(super) used: Cell<Instant>,
+    /// Since when nothing is live that has a future here.
+    without_new: Cell<Option<Instant>>,
     rng: RefCell<fastrand::Rng>,
     pub(super) mover: RefCell<Mover>,
 }
@@ -78,6 +83,7 @@ impl ClassPool {
             dialing: RefCell::default(),
             waiters: Cell::new(0),
             used: Cell::new(now),
+            without_new: Cell::new(None),
             rng: RefCell::default(),
             mover: RefCell::new(Mover::new(now)),
         }
@@ -184,6 +190,24 @@ impl ClassPool {
         }
     }
 
+    /// Whether what is old (another generation of the credential, an endpoint that was removed) is
+    /// to be left: as soon as something new is live, so that nobody waits for it, and soon in any
+    /// case.
+    pub(super) fn may_leave_old(&self, generation: u64, now: Instant) -> bool {
+        let new = |connection: &Rc<Connection>| {
+            connection.generation == generation
+                && connection.life() == Life::Live
+                && connection.endpoint.state() != EndpointState::Leaving
+        };
+        if self.connections.borrow().iter().any(new) {
+            self.without_new.set(None);
+            return true;
+        }
+        let since = self.without_new.get().unwrap_or(now);
+        self.without_new.set(Some(since));
+        now >= since + OLD_FOR
+    }
+
     pub(super) fn has_live(&self) -> bool {
         self.connections.borrow().iter().any(|c| c.life() == Life::Live)
     }
@@ -209,13 +233,17 @@ impl ClassPool {
     pub(super) fn missing(
         &self,
         endpoint: &Arc<Endpoint>,
+        generation: u64,
         limits: &config::Connections,
         targets: usize,
         now: Instant,
     ) -> usize {
         let dialing = self.dialing.borrow().get(&endpoint.label).copied().unwrap_or(0);
         let connections = self.connections.borrow();
-        let mine = || connections.iter().filter(|c| Arc::ptr_eq(&c.endpoint, endpoint));
+        let mine = || {
+            let ours = connections.iter().filter(|c| c.generation == generation);
+            ours.filter(|c| Arc::ptr_eq(&c.endpoint, endpoint))
+        };
         let counts = Counts {
             live: mine().filter(|c| c.life() == Life::Live).count(),
             suspect: mine().filter(|c| c.life() == Life::Suspect).count(),

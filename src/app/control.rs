@@ -1,0 +1,289 @@
+//! The thread beside the path of requests: it answers operators, keeps the picture of the world
+//! true, and follows the configuration.
+//!
+//! What is configured is changed here and nowhere else, one change at a time, so that no two of
+//! them meet. Nothing of it waits for a drain.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::sync::{oneshot, watch};
+use tokio::task::{AbortHandle, LocalSet, spawn_local};
+use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
+
+use super::StartError;
+use super::build::{AdminSocket, Bound, Built, Plan, retire_identities};
+use super::facts::Facts;
+use super::reload::{Attempt, Follower, Outcome, Request, changes};
+use super::worker::{Assignment, Part};
+use crate::admin::{Admin, CONNECTION_TIME, Facts as _};
+use crate::control::discovery::{self, Surroundings};
+use crate::control::{certificates, watchdog};
+use crate::net::notify::ServiceManager;
+use crate::net::serving::ServingTls;
+use crate::observe::Metrics;
+use crate::upstream::pool::Upstream;
+
+/// How often the histograms are emptied into their buckets.
+const UPKEEP: Duration = Duration::from_secs(1);
+/// How often the configuration file is looked at: a change is followed when it has lasted as long.
+const LOOK: Duration = Duration::from_secs(1);
+/// How long the workers may take to follow before that is worth a warning.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Everything that the thread needs.
+pub struct Control {
+    /// What is to serve.
+    pub built: Built,
+    /// Where everything counts.
+    pub metrics: Arc<Metrics>,
+    /// Wants to know that we live, and that we reload.
+    pub manager: Arc<ServiceManager>,
+    /// What the admin endpoint shows.
+    pub facts: Arc<Facts>,
+    /// What those who look for endpoints need to know.
+    pub around: Arc<Surroundings>,
+    /// Lead the workers, in their order.
+    pub workers: Vec<UnboundedSender<Assignment>>,
+    /// Where the configuration comes from, if it can be read again.
+    pub follower: Option<Follower>,
+    /// Asks to read it again.
+    pub requests: UnboundedReceiver<Request>,
+    /// Turns true when everything ends.
+    pub draining: watch::Receiver<bool>,
+}
+
+impl Control {
+    /// Runs until it is told to stop.
+    pub fn run(self, stopped: oneshot::Receiver<()>) {
+        let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+            Ok(runtime) => runtime,
+            Err(error) => {
+                tracing::error!(%error, "the control thread has no runtime");
+                return;
+            }
+        };
+        LocalSet::new().block_on(&runtime, async move {
+            tokio::select! {
+                () = self.serve() => {}
+                _ = stopped => {}
+            }
+        });
+        // A disk that hangs must not hold up the end.
+        runtime.shutdown_background();
+    }
+
+    async fn serve(mut self) {
+        let metrics = Arc::clone(&self.metrics);
+        spawn_local(async move {
+            let mut ticks = interval(UPKEEP);
+            loop {
+                ticks.tick().await;
+                metrics.upkeep();
+            }
+        });
+        let facts = Arc::clone(&self.facts);
+        spawn_local(watchdog::feed(Arc::clone(&self.manager), move || facts.live()));
+        let mut tasks = Tasks::default();
+        tasks.begin(&self.built, &self.facts, &self.around);
+        let mut look = interval(LOOK);
+        look.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut draining = self.draining.clone();
+        loop {
+            tokio::select! {
+                // Our copies of the sockets would keep them open.
+                _ = draining.wait_for(|draining| *draining) => {
+                    self.built.listeners.clear();
+                    return std::future::pending().await;
+                }
+                request = self.requests.recv() => {
+                    let Some(request) = request else { return std::future::pending().await };
+                    let attempt = self.reload(request.trigger, &mut tasks).await;
+                    if let Some(reply) = request.reply {
+                        // Whoever asked may have gone.
+                        let _ = reply.send(attempt);
+                    }
+                }
+                _ = look.tick() => {
+                    if self.follower.as_mut().is_some_and(Follower::has_changed) {
+                        self.reload("file changed", &mut tasks).await;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Reads the configuration again and follows it, or stays with what there is.
+    async fn reload(&mut self, trigger: &'static str, tasks: &mut Tasks) -> Attempt {
+        self.manager.tell_reloading();
+        let outcome = match self.plan() {
+            Ok(plan) => self.follow(plan, tasks).await,
+            Err(errors) => Outcome::Failed { errors },
+        };
+        let attempt = Attempt::new(trigger, outcome);
+        attempt.log();
+        self.metrics.config_reloaded(attempt.is_ok());
+        self.facts.reloaded(attempt.clone());
+        // Also after one that failed: what serves is ready.
+        self.manager.tell("READY=1");
+        attempt
+    }
+
+    fn plan(&mut self) -> Result<Plan, Vec<String>> {
+        let Some(follower) = &mut self.follower else {
+            return Err(vec!["there is no configuration file to read again".to_owned()]);
+        };
+        let mut config = follower.read()?;
+        // What is bound to a number of threads stays as it is until the next start.
+        config.workers = self.workers.len();
+        let plan = Plan::new(config, Some(&self.built), &self.metrics);
+        plan.map_err(|error: StartError| vec![error.to_string()])
+    }
+
+    async fn follow(&mut self, plan: Plan, tasks: &mut Tasks) -> Outcome {
+        let parts = match parts(Some(&self.built), plan.next(), self.workers.len()) {
+            Ok(parts) => parts,
+            Err(error) => return Outcome::Failed { errors: vec![error.to_string()] },
+        };
+        // From here on nothing can fail.
+        let before = std::mem::replace(&mut self.built, plan.commit());
+        let changed = changes(&before.config, &self.built.config);
+        let log = &self.built.config.log;
+        if before.config.log != *log
+            && let Some(follower) = &self.follower
+        {
+            follower.set_log(log);
+        }
+        // The last copy of a socket that goes is a worker's, which empties its queue.
+        drop(before);
+        tasks.begin(&self.built, &self.facts, &self.around);
+        let followed = assign(&self.workers, &self.built, parts);
+        if timeout(PATIENCE, followed).await.is_err() {
+            tracing::warn!("a worker has not followed the new configuration within 5 s");
+        }
+        // Nobody asks for it any more.
+        tasks.end(&self.built);
+        retire_identities(&self.built);
+        let pending = self.follower.as_ref().map(|f| f.needs_restart(&self.built.config));
+        Outcome::Ok { changed, needs_restart: pending.unwrap_or_default() }
+    }
+}
+
+/// What each worker is to be told of the listeners, given what runs.
+///
+/// # Errors
+/// There are no descriptors left.
+pub fn parts(now: Option<&Built>, next: &Built, workers: usize) -> std::io::Result<Vec<Vec<Part>>> {
+    let has = |bound: &Bound| -> Vec<u64> {
+        let known = now.iter().flat_map(|now| &now.listeners).find(|known| known.is(bound));
+        known.into_iter().flat_map(|known| &known.places).map(|place| place.id).collect()
+    };
+    let of = |worker| {
+        let listeners = next.listeners.iter();
+        listeners.map(|bound| Part::new(worker, bound, &has(bound))).collect()
+    };
+    (0..workers).map(of).collect()
+}
+
+/// Tells the workers; the future ends when all of them have followed.
+pub fn assign(
+    workers: &[UnboundedSender<Assignment>],
+    built: &Built,
+    parts: Vec<Vec<Part>>,
+) -> impl Future<Output = ()> + use<> {
+    let (done, mut followed) = unbounded_channel();
+    let listening = built.listening();
+    for (worker, listeners) in workers.iter().zip(parts) {
+        // A worker that is gone has panicked, and `/livez` says so.
+        let _ = worker.send(Assignment {
+            listeners,
+            access: built.config.log.access,
+            drain_timeout: built.config.shutdown.drain_timeout,
+            listening: Arc::clone(&listening),
+            _done: done.clone(),
+        });
+    }
+    drop(done);
+    // It has no value: each worker drops its end when it has followed.
+    async move { while followed.recv().await.is_some() {} }
+}
+
+/// The tasks that belong to what is configured.
+#[derive(Default)]
+struct Tasks {
+    upstreams: Vec<(Arc<Upstream>, [AbortHandle; 2])>,
+    listeners: Vec<(Arc<ServingTls>, AbortHandle)>,
+    admin: Option<(Arc<AdminSocket>, AbortHandle)>,
+}
+
+impl Tasks {
+    /// Begins those of what is new.
+    fn begin(&mut self, built: &Built, facts: &Arc<Facts>, around: &Arc<Surroundings>) {
+        facts.show(built);
+        around.bound.store(Arc::new(built.listening().to_vec()));
+        around.state_dir.store(Arc::new(built.config.state_dir.clone()));
+        for upstream in &built.upstreams {
+            if !self.upstreams.iter().any(|(known, _)| Arc::ptr_eq(known, upstream)) {
+                let certificates = certificates::watch_credentials(Arc::clone(upstream));
+                let endpoints = discovery::keep(Arc::clone(upstream), Arc::clone(around));
+                let tasks = [
+                    spawn_local(certificates).abort_handle(),
+                    spawn_local(endpoints).abort_handle(),
+                ];
+                self.upstreams.push((Arc::clone(upstream), tasks));
+            }
+        }
+        for listener in &built.listeners {
+            let Some(tls) = listener.plane.tls() else { continue };
+            if !self.listeners.iter().any(|(known, _)| Arc::ptr_eq(known, tls)) {
+                let (name, metrics) = (listener.config.name.clone(), Arc::clone(&listener.metrics));
+                let watch = certificates::watch_serving(name, Arc::clone(tls), metrics);
+                self.listeners.push((Arc::clone(tls), spawn_local(watch).abort_handle()));
+            }
+        }
+        if self.admin.as_ref().is_none_or(|(known, _)| !Arc::ptr_eq(known, &built.admin)) {
+            self.admin(&built.admin, facts);
+        }
+    }
+
+    /// Ends those of what is gone.
+    fn end(&mut self, built: &Built) {
+        self.upstreams.retain(|(known, tasks)| {
+            let stays = built.upstreams.iter().any(|upstream| Arc::ptr_eq(known, upstream));
+            if !stays {
+                tasks.iter().for_each(AbortHandle::abort);
+                discovery::retire(known);
+            }
+            stays
+        });
+        self.listeners.retain(|(known, task)| {
+            let tls = |bound: &Bound| bound.plane.tls().is_some_and(|tls| Arc::ptr_eq(known, tls));
+            let stays = built.listeners.iter().any(tls);
+            if !stays {
+                task.abort();
+            }
+            stays
+        });
+    }
+
+    /// Answers operators here from now on. Where they asked before they are still answered for as
+    /// long as an answer may take.
+    fn admin(&mut self, socket: &Arc<AdminSocket>, facts: &Arc<Facts>) {
+        let admin = match socket.socket.try_clone().and_then(Admin::from_std) {
+            Ok(admin) => admin,
+            Err(error) => {
+                tracing::error!(%error, "the admin endpoint does not work");
+                return;
+            }
+        };
+        let facts: Arc<dyn crate::admin::Facts> = Arc::clone(facts) as _;
+        let task = spawn_local(admin.serve(facts)).abort_handle();
+        if let Some((_, before)) = self.admin.replace((Arc::clone(socket), task)) {
+            spawn_local(async move {
+                sleep(CONNECTION_TIME).await;
+                before.abort();
+            });
+        }
+    }
+}

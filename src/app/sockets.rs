@@ -1,0 +1,124 @@
+//! The listening sockets, found by the address that the configuration names.
+//!
+//! A socket outlives the listener that it was bound for: one that is renamed, or turned from one
+//! mode into the other, takes it over with every connection in its queue. Each is held here for as
+//! long as it is configured, and workers get copies of the descriptor.
+
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::StartError;
+use crate::config;
+use crate::net::socket::{self, Listening};
+
+static NEXT: AtomicU64 = AtomicU64::new(0);
+
+/// An address that is listened on: one socket for each worker.
+#[derive(Debug)]
+pub struct Place {
+    /// Tells it from every other one, also from one on the same address later.
+    pub id: u64,
+    /// What the configuration says.
+    pub wanted: SocketAddr,
+    /// What it is: the port may have been left to the kernel.
+    pub address: SocketAddr,
+    options: Listening,
+    sockets: Vec<TcpListener>,
+}
+
+impl Place {
+    /// Listens on an address: every socket on the same port even where that was left to the kernel.
+    fn bind(wanted: SocketAddr, options: Listening, workers: usize) -> io::Result<Self> {
+        let mut address = wanted;
+        let mut sockets = Vec::new();
+        for _ in 0..workers {
+            let socket = socket::listen_as(address, &options)?;
+            address = socket.local_addr()?;
+            sockets.push(socket);
+        }
+        Ok(Self { id: NEXT.fetch_add(1, Ordering::Relaxed), wanted, address, options, sockets })
+    }
+
+    /// A copy of a worker's descriptor.
+    ///
+    /// # Errors
+    /// There are no more descriptors.
+    pub fn socket(&self, worker: usize) -> io::Result<TcpListener> {
+        self.sockets.get(worker).ok_or(io::ErrorKind::NotFound)?.try_clone()
+    }
+}
+
+/// Gives listeners their places: the ones they have, then what others have given up, then new ones.
+pub struct Places<'a> {
+    known: Vec<(&'a str, &'a Arc<Place>)>,
+    workers: usize,
+}
+
+impl<'a> Places<'a> {
+    /// Starts from the places that are held now, each with the name of its listener.
+    pub fn new(known: Vec<(&'a str, &'a Arc<Place>)>, workers: usize) -> Self {
+        Self { known, workers }
+    }
+
+    /// The places of a listener. An address whose family this host lacks is left out, as long as
+    /// there is another one.
+    ///
+    /// # Errors
+    /// The first address that cannot be bound. What was bound for nothing is closed again.
+    pub fn of(&mut self, listener: &config::Listener) -> Result<Vec<Arc<Place>>, StartError> {
+        let failed = |address, error| failed(listener, address, error);
+        let options = Listening {
+            shared: self.workers > 1,
+            freebind: listener.freebind,
+            transparent: listener.is_transparent(),
+        };
+        let mut places = Vec::new();
+        let mut skipped = None;
+        for &wanted in &listener.bind {
+            if let Some(place) = self.take(&listener.name, wanted, options) {
+                places.push(place);
+                continue;
+            }
+            match Place::bind(wanted, options, self.workers) {
+                Ok(place) => places.push(Arc::new(place)),
+                Err(error) if socket::family_is_missing(wanted, &error) => {
+                    tracing::warn!(
+                        listener = listener.name,
+                        address = %wanted,
+                        %error,
+                        "not listening there: this host has no such address family"
+                    );
+                    skipped = Some((wanted, error));
+                }
+                Err(error) => return Err(failed(wanted, error)),
+            }
+        }
+        match skipped {
+            Some((address, error)) if places.is_empty() => Err(failed(address, error)),
+            _ => Ok(places),
+        }
+    }
+
+    fn take(&mut self, name: &str, wanted: SocketAddr, options: Listening) -> Option<Arc<Place>> {
+        // A port that the kernel has given may be named from then on.
+        let fits = |place: &Place| {
+            (place.wanted == wanted || place.address == wanted) && place.options == options
+        };
+        let own = self.known.iter().position(|(owner, place)| *owner == name && fits(place));
+        // With port 0, the port is the listener's own: another one asked for another port.
+        let other = || self.known.iter().position(|(_, place)| wanted.port() != 0 && fits(place));
+        let index = own.or_else(other)?;
+        Some(Arc::clone(self.known.swap_remove(index).1))
+    }
+}
+
+fn failed(listener: &config::Listener, address: SocketAddr, error: io::Error) -> StartError {
+    // A port below 1024 may be what is not permitted.
+    if listener.is_transparent() && error.kind() == io::ErrorKind::PermissionDenied {
+        let (listener, what) = (listener.name.clone(), "listen for others (IP_TRANSPARENT)");
+        return StartError::Capability { listener, what, error };
+    }
+    StartError::Bind { what: format!("listener `{}`", listener.name), address, error }
+}

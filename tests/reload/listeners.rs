@@ -1,0 +1,215 @@
+//! Listeners and upstreams that come, go and move, and what their clients see of it.
+
+use crate::scene::{Scene, Traffic, Watching};
+use crate::support::{World, passing, soon, until};
+use http::Method;
+use jackstay::config::EndpointAddress;
+use jackstay::demo::client::{Client, next_data};
+use std::net::SocketAddr;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
+use tokio::net::TcpStream;
+
+const PATH: &str = "/api/v1/namespaces/default";
+
+async fn is_refused(address: SocketAddr) -> bool {
+    TcpStream::connect(address).await.is_err()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn a_listener_that_goes_lets_its_clients_finish() {
+    let mut scene = Scene::with(2, |config| {
+        config.shutdown.drain_timeout = Duration::from_secs(8);
+        let mut second = config.listeners[0].clone();
+        second.name = "second".into();
+        config.listeners.push(second);
+    })
+    .await;
+    let address = scene.listener("second").await.unwrap();
+    let who = scene.world.certs.credentials();
+    let client = Client::connect(address, &who).await.unwrap();
+    let watch = Watching::start(&client, scene.world.cluster.version()).await;
+    watch.is_whole(&scene).await;
+    let other = scene.client().await;
+    let steady = Watching::start(&other, scene.world.cluster.version()).await;
+
+    // An answer that is under way when the listener goes.
+    scene.world.servers.iter().for_each(|server| server.delay(Duration::from_millis(500)));
+    let asked: u64 = requests(&scene.world);
+    let slow = tokio::spawn(async move {
+        let reply = client.get(PATH).await;
+        (client, reply)
+    });
+    until("the request is under way", async || requests(&scene.world) > asked).await;
+    let said = scene.change(|config| drop(config.listeners.pop())).await;
+    assert_eq!(said, ["listener `second` removed"]);
+    until("nobody listens there", async || is_refused(address).await).await;
+    let (client, reply) = soon("the answer", slow).await.unwrap();
+    assert_eq!(reply.unwrap().status, 200);
+    assert_eq!(watch.ends().await, Ok(()), "cleanly, so that its client goes on without a list");
+    until("its connection ends", async || client.is_closed()).await;
+
+    scene.world.servers.iter().for_each(|server| server.delay(Duration::ZERO));
+    steady.is_whole(&scene).await;
+    assert!(scene.listener("second").await.is_none());
+    let open = r#"jackstay_downstream_connections{listener="second"}"#;
+    until("it counts nothing", async || scene.proxy.metric(open).await < 0.5).await;
+}
+
+fn requests(world: &World) -> u64 {
+    let seen = world.cluster.audit().select(|record| record.path.ends_with(PATH));
+    let running: u64 = world.servers.iter().map(|s| s.counters().in_flight.load(Relaxed)).sum();
+    seen.len() as u64 + running
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn what_does_not_end_is_cut_when_its_time_is_over() {
+    let mut scene = Scene::with(1, |config| {
+        config.shutdown.drain_timeout = Duration::from_secs(1);
+        let mut second = config.listeners[0].clone();
+        second.name = "second".into();
+        config.listeners.push(second);
+    })
+    .await;
+    let address = scene.listener("second").await.unwrap();
+    let client = Client::connect(address, &scene.world.certs.credentials()).await.unwrap();
+    // A watch from nowhere has no clean end before it has seen its initial state.
+    let watch = client.send(Method::GET, &format!("{PATH}/configmaps?watch=1"), &[], "").await;
+    let mut body = watch.unwrap().into_body();
+    scene.change(|config| drop(config.listeners.pop())).await;
+    let end = soon("the cut", async {
+        loop {
+            match next_data(&mut body).await {
+                Ok(Some(_)) => {}
+                Ok(None) => break Ok(()),
+                Err(error) => break Err(error),
+            }
+        }
+    })
+    .await;
+    assert!(end.is_err(), "a clean end would make a partial state look complete");
+    let upstream = r#"jackstay_watches{listener="second"}"#;
+    until("nothing of it is left", async || scene.proxy.metric(upstream).await < 0.5).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn a_listener_moves_and_its_connections_stay() {
+    let mut scene = Scene::new(2).await;
+    let traffic = Traffic::start(&scene, 100).await;
+    let client = scene.client().await;
+    let watch = Watching::start(&client, scene.world.cluster.version()).await;
+    let old = scene.proxy.addr;
+    let mut new = old;
+    new.set_ip("127.0.0.2".parse().unwrap());
+    scene.change(|config| config.listeners[0].bind = vec![new]).await;
+    until("the old address is closed", async || is_refused(old).await).await;
+    scene.proxy.addr = new;
+    // The certificate is not for that address; that somebody is there is enough.
+    assert!(!is_refused(new).await);
+    traffic.goes_on().await;
+    watch.is_whole(&scene).await;
+    assert_eq!(client.get(PATH).await.unwrap().status, 200);
+    traffic.end().await;
+}
+
+/// One that is named anew takes its socket along: whoever connects meanwhile waits in its queue.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn a_listener_that_is_renamed_keeps_its_socket() {
+    let mut scene = Scene::new(1).await;
+    let address = scene.proxy.addr;
+    scene.change(|config| config.listeners[0].bind = vec![address]).await;
+    let before = scene.client().await;
+    let watch = Watching::start(&before, scene.world.cluster.version()).await;
+    let refused = async {
+        let mut refused = 0;
+        for _ in 0..300 {
+            refused += usize::from(is_refused(address).await);
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        refused
+    };
+    let (refused, ()) = tokio::join!(refused, async {
+        for name in ["renamed", "and-again", "apiserver"] {
+            scene.change(|config| config.listeners[0].name = name.into()).await;
+        }
+    });
+    assert_eq!(refused, 0);
+    assert_eq!(watch.ends().await, Ok(()), "its listener is another one");
+    let after = scene.client().await;
+    assert_eq!(after.get(PATH).await.unwrap().status, 200);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn a_listener_turns_from_one_mode_into_the_other() {
+    let mut scene = Scene::new(1).await;
+    let address = scene.proxy.addr;
+    scene.change(|config| config.listeners[0].bind = vec![address]).await;
+    let terminated = scene.config.clone();
+    let passed = passing(terminated.clone());
+    let admin = scene.world.certs.credentials();
+    for _ in 0..2 {
+        scene.change(|config| *config = passed.clone()).await;
+        // End to end: the certificate of the server itself is seen, and ours is not needed.
+        let client = soon("a flow", Client::connect(address, &admin)).await.unwrap();
+        assert_eq!(client.get(PATH).await.unwrap().status, 200);
+        assert_eq!(scene.proxy.status().await["listeners"][0]["mode"], "passthrough");
+        scene.change(|config| *config = terminated.clone()).await;
+        let client = soon("a connection", Client::connect(address, &admin)).await.unwrap();
+        assert_eq!(client.get(PATH).await.unwrap().status, 200);
+        assert_eq!(scene.proxy.status().await["listeners"][0]["mode"], "terminate");
+    }
+}
+
+/// The listener's requests go elsewhere from one request to the next, on the same connections.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn a_listener_leads_elsewhere() {
+    let mut scene = Scene::with(2, |config| {
+        config.shutdown.drain_timeout = Duration::from_secs(4);
+        let mut second = config.upstreams[0].clone();
+        config.upstreams[0].endpoints.truncate(1);
+        second.name = "second".into();
+        second.endpoints.remove(0);
+        config.upstreams.push(second);
+    })
+    .await;
+    let traffic = Traffic::start(&scene, 100).await;
+    let client = scene.client().await;
+    let watch = Watching::start(&client, scene.world.cluster.version()).await;
+    let requests = |server: usize| scene.world.servers[server].counters().requests.load(Relaxed);
+    let before = requests(1);
+    traffic.goes_on().await;
+    // Its own probes aside.
+    assert!(requests(1) - before < 5);
+
+    scene.change(|config| config.listeners[0].upstream = "second".into()).await;
+    traffic.goes_on().await;
+    assert_eq!(watch.ends().await, Ok(()), "what it saw there may not exist here");
+    assert!(!client.is_closed());
+    let again = Watching::start(&client, scene.world.cluster.version()).await;
+    let on = |server: usize| scene.world.servers[server].counters().watches.load(Relaxed);
+    until("it is there", async || (on(0), on(1)) == (0, 1)).await;
+    again.is_whole(&scene).await;
+
+    // The one that nobody uses goes, with all of its connections.
+    scene.change(|config| drop(config.upstreams.remove(0))).await;
+    let open = |server: usize| scene.world.servers[server].counters().open.load(Relaxed);
+    until("nothing is left of it", async || open(0) == 0).await;
+    again.is_whole(&scene).await;
+    traffic.end().await;
+}
+
+/// Every endpoint replaced at once by a reload.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn all_endpoints_are_replaced_at_once() {
+    let mut scene = Scene::with(4, |config| config.upstreams[0].endpoints.truncate(2)).await;
+    let all: Vec<EndpointAddress> = scene.world.config().upstreams[0].endpoints.clone();
+    let traffic = Traffic::start(&scene, 100).await;
+    let client = scene.client().await;
+    let watch = Watching::start(&client, scene.world.cluster.version()).await;
+    for half in [&all[2..], &all[..2], &all[2..]] {
+        scene.change(|config| config.upstreams[0].endpoints = half.to_vec()).await;
+        traffic.goes_on().await;
+        watch.is_whole(&scene).await;
+    }
+    traffic.end().await;
+}

@@ -1,0 +1,9 @@
+//! Reloads: what changes, what stays, and that nobody notices either, on real sockets.
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod changes;
+mod listeners;
+mod refused;
+mod scene;

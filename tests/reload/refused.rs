@@ -1,0 +1,204 @@
+//! A configuration that cannot be followed: what ran before runs on, and the reason is told.
+
+use crate::scene::{Scene, Traffic, Watching, write};
+use crate::support::{World, terminate, until};
+use jackstay::app::reload::Outcome;
+use jackstay::config::{CertPaths, Config};
+use jackstay::demo::pki::Pki;
+use std::net::{SocketAddr, TcpListener};
+use std::path::Path;
+use std::sync::LazyLock;
+
+/// Breaks a configuration; where, in the message.
+type Break = (&'static str, fn(&mut Config, &World), &'static str);
+
+const BREAKS: &[Break] = &[
+    (
+        "a serving certificate that is not there",
+        |c, _| terminate(c).tls.cert_file = "/nowhere/tls.crt".into(),
+        "cannot read /nowhere/tls.crt: No such file or directory",
+    ),
+    (
+        "a key of another certificate",
+        |c, w| terminate(c).tls.key_file = w.certs.path().join("admin.key"),
+        "does not belong to the certificate",
+    ),
+    (
+        "an identity that is no certificate",
+        |c, w| {
+            let cert_file = file(w, "hello");
+            terminate(c).identities.push(CertPaths { key_file: cert_file.clone(), cert_file });
+        },
+        "contains no certificate",
+    ),
+    (
+        "a CA bundle that is none",
+        |c, w| c.upstreams[0].tls.ca_file = Some(file(w, "hello")),
+        "contains no certificate",
+    ),
+    (
+        "a client CA that is not there",
+        |c, _| terminate(c).client_ca_file = Some("/nowhere/ca.crt".into()),
+        "cannot read /nowhere/ca.crt",
+    ),
+    (
+        "a new listener whose address is taken",
+        |c, _| {
+            let mut taken = c.listeners[0].clone();
+            taken.name = "taken".into();
+            taken.bind = vec![held()];
+            c.listeners.push(taken);
+        },
+        "listener `taken` cannot listen on",
+    ),
+    (
+        "a listener moved where its address is taken",
+        |c, _| c.listeners[0].bind.push(held()),
+        "listener `apiserver` cannot listen on",
+    ),
+    ("an admin address that is taken", |c, _| c.admin.bind = held(), "admin cannot listen on"),
+    ("a listener that leads nowhere", |c, _| c.listeners[0].upstream = "nobody".into(), "upstream"),
+];
+
+/// An address that somebody has.
+fn held() -> SocketAddr {
+    static HELD: LazyLock<TcpListener> =
+        LazyLock::new(|| TcpListener::bind("127.0.0.1:0").unwrap());
+    HELD.local_addr().unwrap()
+}
+
+fn file(world: &World, text: &str) -> std::path::PathBuf {
+    let path = world.certs.path().join("broken.pem");
+    std::fs::write(&path, text).unwrap();
+    path
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn every_error_keeps_what_runs() {
+    let mut scene = Scene::new(2).await;
+    let traffic = Traffic::start(&scene, 200).await;
+    let client = scene.client().await;
+    let watch = Watching::start(&client, scene.world.cluster.version()).await;
+    scene.proxy.ready(2).await;
+    let connections = scene.proxy.connections("identity-0").await;
+    let effective = body(&scene.proxy.page("/config").await);
+    let good = scene.config.clone();
+    for (name, change, message) in BREAKS {
+        println!("{name}");
+        scene.config = good.clone();
+        change(&mut scene.config, &scene.world);
+        // Something good beside it, which must not be followed either.
+        scene.config.listeners[0].limits.max_connections = 7;
+        scene.config.upstreams[0].connections.max = 7;
+        is_refused(&mut scene, message).await;
+        traffic.goes_on().await;
+        watch.is_whole(&scene).await;
+    }
+    println!("text that is no configuration");
+    for (text, message) in [
+        ("listeners: [", "jackstay.yaml: "),
+        ("", "the file is empty"),
+        ("upstreams: 3\nlisteners: x\nnonsense: 1\n", "nonsense"),
+        ("\0", "not a text file"),
+    ] {
+        std::fs::write(&scene.file, text).unwrap();
+        expect_refusal(&scene, message).await;
+    }
+    std::fs::remove_file(&scene.file).unwrap();
+    expect_refusal(&scene, "cannot read the configuration: No such file").await;
+    traffic.goes_on().await;
+    watch.is_whole(&scene).await;
+    assert_eq!(scene.proxy.connections("identity-0").await, connections);
+    assert_eq!(body(&scene.proxy.page("/config").await), effective);
+
+    let failed = BREAKS.len() + 5;
+    let counted = scene.proxy.metric(r#"jackstay_config_reloads_total{outcome="failed"}"#).await;
+    assert!((counted - failed as f64).abs() < 0.1, "{counted} of {failed}");
+    assert!(scene.proxy.metric("jackstay_config_last_reload_successful").await < 0.5);
+
+    // And the next good one is followed.
+    scene.config = good;
+    assert_eq!(scene.change(|_| {}).await, [""; 0]);
+    assert!(scene.proxy.metric("jackstay_config_last_reload_successful").await > 0.5);
+    assert!(!scene.proxy.page("/readyz").await.contains("configuration"));
+    traffic.end().await;
+}
+
+fn body(page: &str) -> String {
+    page.split_once("\r\n\r\n").unwrap().1.to_owned()
+}
+
+async fn is_refused(scene: &mut Scene, message: &str) {
+    write(&scene.file, &scene.config);
+    expect_refusal(scene, message).await;
+}
+
+async fn expect_refusal(scene: &Scene, message: &str) {
+    let outcome = scene.hup().await;
+    let Outcome::Failed { errors } = outcome else { panic!("{message}: {outcome:?}") };
+    assert!(errors.iter().any(|error| error.contains(message)), "{message}: {errors:?}");
+    let status = scene.proxy.status().await;
+    let last = &status["config"]["last_reload"];
+    assert_eq!(last["outcome"], "failed");
+    assert_eq!(last["errors"].as_array().unwrap().len(), errors.len());
+    let readyz = scene.proxy.page("/readyz").await;
+    assert!(readyz.starts_with("HTTP/1.1 200"), "{readyz}");
+    assert!(readyz.contains("configuration"), "{readyz}");
+}
+
+/// What was bound for a configuration that fails is free again.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn a_refused_configuration_leaves_nothing_behind() {
+    let mut scene = Scene::new(1).await;
+    let mut free = scene.proxy.addr;
+    free.set_ip("127.0.0.3".parse().unwrap());
+    let good = scene.config.clone();
+    let mut first = good.listeners[0].clone();
+    first.name = "first".into();
+    first.bind = vec![free];
+    let mut second = first.clone();
+    second.name = "second".into();
+    second.bind = vec![held()];
+    scene.config.listeners.extend([first, second]);
+    is_refused(&mut scene, "listener `second`").await;
+    drop(TcpListener::bind(free).unwrap());
+    scene.config = good;
+}
+
+/// A file that is written bit by bit is read when it is whole, or again when it is.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn half_a_file_is_no_harm() {
+    let mut scene = Scene::new(1).await;
+    let traffic = Traffic::start(&scene, 50).await;
+    scene.config.listeners[0].limits.max_connections = 77;
+    write(&scene.file, &scene.config);
+    let whole = std::fs::read(&scene.file).unwrap();
+    std::fs::write(&scene.file, &whole[..whole.len() / 2]).unwrap();
+    until("half of it is refused", async || {
+        scene.proxy.status().await["config"]["reloads"]["failed"] == 1
+    })
+    .await;
+    std::fs::write(&scene.file, &whole).unwrap();
+    until("all of it is followed", async || {
+        scene.proxy.status().await["config"]["last_reload"]["outcome"] == "ok"
+    })
+    .await;
+    assert!(scene.proxy.page("/config").await.contains("\"max_connections\": 77"));
+    traffic.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn the_wrong_ca_is_followed_and_its_harm_is_bounded_by_a_way_back() {
+    let mut scene = Scene::new(1).await;
+    let dir = scene.world.certs.path().join("wrong");
+    std::fs::create_dir(&dir).unwrap();
+    let wrong = Pki::new("wrong").unwrap().write_ca(Path::new(&dir)).unwrap();
+    scene.proxy.ready(1).await;
+    let right = scene.config.upstreams[0].tls.ca_file.replace(wrong);
+    scene.change(|_| {}).await;
+    let client = scene.client().await;
+    // While nothing else comes up, what is up is used for a moment.
+    assert_eq!(client.get("/api/v1/namespaces/default").await.unwrap().status, 200);
+    scene.change(|config| config.upstreams[0].tls.ca_file = right).await;
+    assert_eq!(client.get("/api/v1/namespaces/default").await.unwrap().status, 200);
+}

@@ -1,0 +1,206 @@
+//! Two hundred reloads in a row under load: nothing fails, and nothing is left of them. Alone in
+//! its process, since it counts what the process holds.
+
+#[path = "../reload/scene.rs"]
+mod scene;
+#[path = "../support/mod.rs"]
+mod support;
+
+use crate::scene::{Scene, Traffic, Watching};
+use crate::support::{PATIENCE, World, map, terminate};
+use jackstay::config::{AccessLog, CertPaths, Config};
+use jackstay::demo::cluster::Place;
+use jackstay::demo::pki::Pki;
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::fmt;
+use std::sync::atomic::{AtomicIsize, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+/// Counts what is allocated and not freed. Every task, connection and socket of ours has memory of
+/// its own: what leaks, leaks some.
+struct Counting;
+
+static LIVE: AtomicIsize = AtomicIsize::new(0);
+static BYTES: AtomicIsize = AtomicIsize::new(0);
+
+// SAFETY: the system allocator does the work; counting allocates nothing.
+#[allow(unsafe_code)]
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        LIVE.fetch_add(1, Relaxed);
+        BYTES.fetch_add(layout.size().cast_signed(), Relaxed);
+        // SAFETY: as our caller promises.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        LIVE.fetch_sub(1, Relaxed);
+        BYTES.fetch_sub(layout.size().cast_signed(), Relaxed);
+        // SAFETY: as our caller promises.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+const RELOADS: usize = 200;
+const WATCHES: usize = 20;
+/// What may come and go by itself for each reload: allocations and bytes. A task, a pool or a
+/// listener that is left behind has more.
+const SLACK: (isize, isize) = (8, 1024);
+/// Changes that the servers remember: those of many seconds.
+const HISTORY: usize = 2000;
+
+/// The configuration of the `n`th reload: everything that a reload can change comes and goes, at
+/// different paces.
+fn nth(n: usize, base: &Config, world: &World) -> Config {
+    let mut config = base.clone();
+    let path = |name: &str| world.certs.path().join(name);
+    config.log.access = if n.is_multiple_of(2) { AccessLog::Off } else { AccessLog::Errors };
+    config.listeners[0].limits.max_connections = 500 + n % 3;
+    config.upstreams[0].health.dead_after = Duration::from_millis(2000 + 100 * (n as u64 % 3));
+    if n % 3 == 1 {
+        let pair = CertPaths { cert_file: path("node.crt"), key_file: path("node.key") };
+        terminate(&mut config).identities.push(pair);
+    }
+    if n % 4 == 2 {
+        config.upstreams[0].endpoints.pop();
+    }
+    if n % 5 == 3 {
+        config.upstreams[0].tls.ca_file = Some(path("bundle.crt"));
+    }
+    if n % 6 >= 4 {
+        let mut spare = config.upstreams[0].clone();
+        spare.name = "spare".into();
+        config.upstreams.push(spare);
+    }
+    if n % 6 == 4 {
+        let mut spare = config.listeners[0].clone();
+        spare.name = "spare".into();
+        spare.upstream = "spare".into();
+        config.listeners.push(spare);
+    }
+    if n % 7 == 5 {
+        config.upstreams[0].tls.server_name = Some("localhost".into());
+    }
+    config
+}
+
+/// What the process holds when nothing is under way.
+#[derive(Clone, Copy)]
+struct Held {
+    allocations: isize,
+    bytes: isize,
+    descriptors: usize,
+    resident: usize,
+}
+
+impl fmt::Display for Held {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{} allocations ({} KiB), {} descriptors, {} KiB resident",
+            self.allocations,
+            self.bytes / 1024,
+            self.descriptors,
+            self.resident / 1024
+        )
+    }
+}
+
+fn held() -> Held {
+    let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+    let pages: usize = statm.split(' ').nth(1).unwrap().parse().unwrap();
+    Held {
+        allocations: LIVE.load(Relaxed),
+        bytes: BYTES.load(Relaxed),
+        descriptors: std::fs::read_dir("/proc/self/fd").unwrap().count(),
+        resident: pages * 4096,
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn two_hundred_reloads_under_load() {
+    let mut scene = Scene::new(3).await;
+    let node = scene.world.certs.pki.client(&jackstay::demo::pki::Subject::node("n1")).unwrap();
+    node.write_to(scene.world.certs.path(), "node").unwrap();
+    let both = format!("{}{}", scene.world.certs.pki.ca_pem(), Pki::new("next").unwrap().ca_pem());
+    std::fs::write(scene.world.certs.path().join("bundle.crt"), both).unwrap();
+    // What the servers remember is bounded and full before anything is counted.
+    scene.world.cluster.audit().set_enabled(false);
+    scene.world.cluster.set_bookmark_interval(Duration::from_millis(500));
+    scene.world.cluster.set_history(HISTORY);
+    scene.write_map();
+    let kind = jackstay::demo::kinds::find("", "v1", "configmaps").unwrap();
+    let place = Place { kind, namespace: "default", name: "m0" };
+    for number in 0..HISTORY + 10 {
+        let next = map("m0", &number.to_string());
+        scene.world.cluster.modify(place, false, |_| Ok(next)).unwrap();
+    }
+    let base = scene.config.clone();
+    let client = scene.client().await;
+    let mut watches = Vec::new();
+    for _ in 0..WATCHES {
+        watches.push(Watching::start(&client, scene.world.cluster.version()).await);
+    }
+    // Everything has been there, and what is bounded (the last events) is full, before it is counted.
+    round(&mut scene, &base, RELOADS).await;
+    let before = settled(&scene, None).await;
+    let (rate, took) = round(&mut scene, &base, RELOADS).await;
+    let after = settled(&scene, Some(before)).await;
+    for watch in &watches {
+        watch.is_whole(&scene).await;
+    }
+    println!(
+        "{RELOADS} reloads in {took:?} under {rate:.0} requests a second and {WATCHES} watches: \
+         {before} -> {after}"
+    );
+    assert_eq!(scene.proxy.status().await["config"]["reloads"]["failed"], 0);
+    let resumed = r#"jackstay_watch_resumes_total{outcome="gave_up"}"#;
+    assert!(scene.proxy.metric(resumed).await < 0.5);
+}
+
+/// Reloads in a row under load. The last configuration is the base.
+async fn round(scene: &mut Scene, base: &Config, reloads: usize) -> (f64, Duration) {
+    let traffic = Traffic::start(scene, 500).await;
+    let began = Instant::now();
+    for n in 1..reloads {
+        scene.config = nth(n, base, &scene.world);
+        scene.change(|_| {}).await;
+    }
+    scene.config = base.clone();
+    scene.change(|_| {}).await;
+    let took = began.elapsed();
+    traffic.goes_on().await;
+    (traffic.end().await, took)
+}
+
+/// Waits until what goes is gone: as many descriptors and about as much memory as before.
+async fn settled(scene: &Scene, before: Option<Held>) -> Held {
+    scene.proxy.ready(3).await;
+    let Some(before) = before else {
+        // Drains take two seconds at most here; what is counted is compared later, not now.
+        let mut last = held();
+        loop {
+            tokio::time::sleep(Duration::from_secs(3)).await;
+            let now = held();
+            if now.descriptors >= last.descriptors && now.allocations >= last.allocations - 50 {
+                return now;
+            }
+            last = now;
+        }
+    };
+    let began = Instant::now();
+    loop {
+        let now = held();
+        if now.descriptors <= before.descriptors
+            && now.allocations < before.allocations + SLACK.0 * RELOADS.cast_signed()
+            && now.bytes < before.bytes + SLACK.1 * RELOADS.cast_signed()
+        {
+            return now;
+        }
+        assert!(began.elapsed() < PATIENCE * 2, "not as it was: {before} -> {now}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}

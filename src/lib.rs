@@ -17,7 +17,8 @@
 //! What keeps the picture of the world true, beside that path and never on it:
 //!
 //! * [`upstream::connection`] drives one HTTP/2 connection and judges its life ([`upstream::health`]).
-//! * [`upstream::rebalance`] moves watches, slowly, to an apiserver that has come back.
+//! * [`upstream::flight`] moves watches away from an apiserver that is unwell, and
+//!   [`upstream::rebalance`], slowly, to one that has come back.
 //! * [`control`] asks every endpoint for its `/readyz` and re-reads certificates.
 //! * [`kubeconfig`] moves a user's kubeconfig to the local endpoint, and makes the configuration
 //!   for it.

@@ -1,12 +1,14 @@
 //! Five thousand nodes before three apiservers, in simulated time: what every node decides for
 //! itself must add up to something that a control plane can bear.
 //!
-//! Only the pure parts run here (the picker, slow start, the mover, backoff and the jitter of
+//! Only the pure parts run here (the picker, slow start, the mover, flights, backoff and the jitter of
 //! resumed watches); the network is perfect and takes no time.
 
 use jackstay::proxy::watch::resume::Round;
 use jackstay::upstream::balance::{cost, handicap, pick, slow_start};
-use jackstay::upstream::endpoint::backoff;
+use jackstay::upstream::endpoint::{EndpointState, backoff};
+use jackstay::upstream::flight::{Readiness, START, decide as who_leaves, share};
+use jackstay::upstream::offers::Who;
 use jackstay::upstream::rebalance::{Load, Move, decide};
 use std::time::{Duration, Instant};
 
@@ -163,6 +165,132 @@ fn after_its_return_loads_even_out_slowly() {
         })
         .count();
     assert_eq!(churn, 0, "in quiet times nothing moves");
+}
+
+/// What a node knows of the readiness of one server whose etcd is gone since `lost`, if ever. It is
+/// probed at `probes`, each one second after the other while it fails; times are in seconds.
+struct Probed {
+    lost: f64,
+    probe: f64,
+}
+
+impl Probed {
+    /// With the timeout of one second: in doubt after half of it, degraded after the second failure.
+    fn readiness(&self, zero: tokio::time::Instant, proof: Option<f64>, now: f64) -> Readiness {
+        let at = |seconds| zero + Duration::from_secs_f64(seconds);
+        let failing = self.probe.max(self.lost);
+        let asked = proof.filter(|&proof| proof <= now);
+        Readiness {
+            state: if now >= failing + 2.2 {
+                EndpointState::Degraded
+            } else {
+                EndpointState::Ready
+            },
+            doubted: (now >= failing + 0.5).then(|| at(failing + 0.5)),
+            well: asked.filter(|&asked| asked < self.lost).map(at),
+        }
+    }
+}
+
+/// Moves that one node makes after the etcd of servers is `lost` at these times: when, and whom to.
+/// Of its watches on each server the first three were delivering.
+fn flee(
+    fleet: &mut Fleet,
+    node: usize,
+    lost: [f64; SERVERS],
+    first_probe: f64,
+    mut each: impl FnMut(f64, usize),
+) {
+    const TICK: f64 = 0.2;
+    let zero = tokio::time::Instant::now();
+    let known: [Probed; SERVERS] = std::array::from_fn(|server| Probed {
+        lost: lost[server],
+        probe: lost[server] + first_probe,
+    });
+    // The others are asked as soon as the first is in doubt; who hangs by then has nothing to show.
+    let proof = (0..SERVERS).map(|at| known[at].probe.max(lost[at])).fold(f64::MAX, f64::min) + 0.5;
+    let proof = proof + 0.2 * fleet.rng.f64();
+    let mut last = [None::<f64>; SERVERS];
+    let mut silent = [3; SERVERS];
+    let mut now = TICK * fleet.rng.f64();
+    while now < 20.0 {
+        let readiness: [Readiness; SERVERS] =
+            std::array::from_fn(|at| known[at].readiness(zero, Some(proof), now));
+        for (from, who, targets) in who_leaves(&readiness).collect::<Vec<_>>() {
+            let Some(before) = last[from] else {
+                last[from] = Some(now + START.as_secs_f64() * fleet.rng.f64());
+                continue;
+            };
+            if now <= before {
+                continue;
+            }
+            last[from] = Some(now);
+            let here = fleet.nodes[node].watches[from];
+            let can = if who == Who::Everyone { here } else { silent[from].min(here) };
+            for _ in 0..share(here, Duration::from_secs_f64(now - before)).min(can) {
+                let watches = fleet.nodes[node].watches;
+                let there = pick(targets.iter().copied(), &mut fleet.rng, |&server| {
+                    cost(watches[server], LATENCY)
+                })
+                .unwrap();
+                fleet.nodes[node].watches[from] -= 1;
+                fleet.nodes[node].watches[there] += 1;
+                silent[from] = silent[from].saturating_sub(1);
+                each(now, there);
+            }
+        }
+        now += TICK * (0.75 + fleet.rng.f64() / 2.0);
+    }
+}
+
+#[test]
+fn nodes_leave_an_apiserver_without_etcd_and_stampede_nobody() {
+    // Probes of every 10 s, and all of them at the same moment: the worst that can be.
+    for (spread, what) in [(10.0, "probed every 10 s"), (0.0, "all probe at the same moment")] {
+        let mut fleet = Fleet::new(11);
+        let before = fleet.totals();
+        let mut moves = Vec::new();
+        for node in 0..NODES {
+            let first_probe = fleet.rng.f64() * spread;
+            let lost = [0.0, f64::MAX, f64::MAX];
+            flee(&mut fleet, node, lost, first_probe, |at, there| moves.push((at, there)));
+        }
+        assert_eq!(fleet.totals()[0], 0, "all have left");
+        assert_eq!(moves.len(), before[0], "and none more than once");
+        let first = moves.iter().map(|(at, _)| *at).fold(f64::MAX, f64::min);
+        for window in [1.0, 20.0] {
+            let within = moves.iter().filter(|(at, _)| *at < first + window);
+            let to = within.fold([0_usize; SERVERS], |mut to, (_, there)| {
+                to[*there] += 1;
+                to
+            });
+            let all: usize = to.iter().sum();
+            println!("{what}: {all} watches move to {to:?} within {window} s");
+            assert!(to.iter().all(|&count| count as f64 <= 0.6 * all as f64), "{to:?}");
+        }
+        let mut bins = vec![0_usize; 201];
+        moves.iter().for_each(|(at, _)| bins[(at * 10.0) as usize] += 1);
+        let most = *bins.iter().max().unwrap();
+        println!("{what}: at most {most} moves within 100 ms");
+        // The loss of an apiserver moves all of them within 50 ms.
+        assert!(most * 3 < before[0], "{most}");
+    }
+}
+
+#[test]
+fn an_etcd_that_all_lose_moves_nothing() {
+    for apart in [0.0, 0.1, 0.4] {
+        let mut fleet = Fleet::new(12);
+        let before = fleet.totals();
+        for node in 0..NODES {
+            let first_probe = fleet.rng.f64() * 10.0;
+            let lost = [0.0, apart, apart / 2.0];
+            flee(&mut fleet, node, lost, first_probe, |at, there| {
+                panic!("a move to {there} at {at}, {apart} s apart");
+            });
+        }
+        assert_eq!(fleet.totals(), before);
+    }
 }
 
 #[test]

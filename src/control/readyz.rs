@@ -5,6 +5,7 @@
 //! question and the question cannot delay a request; it is judged like every other one, and the
 //! prober is what brings an ejected endpoint back.
 
+use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,7 +19,7 @@ use crate::config::Readyz;
 use crate::upstream::connection::Connection;
 use crate::upstream::credentials::Class;
 use crate::upstream::dial::dial_h2;
-use crate::upstream::endpoint::{ConnectFailure, Endpoint, EndpointState};
+use crate::upstream::endpoint::{ConnectFailure, Endpoint, EndpointState, Wanted};
 use crate::upstream::health::Life;
 use crate::upstream::pool::{Upstream, note_failure};
 
@@ -30,6 +31,11 @@ const ANONYMOUS_INTERVAL: Duration = Duration::from_secs(30);
 /// Pause between two handshakes with a server that does not speak HTTP/2, so that there is no
 /// connection to listen to.
 const HANDSHAKE_INTERVAL: Duration = Duration::from_secs(1);
+/// Least pause before a probe on passive evidence. It doubles while the evidence turns out to be
+/// nothing: an apiserver that is slow for everybody is not helped by being asked.
+const EVIDENCE_PAUSE: Duration = Duration::from_millis(500);
+/// Least pause before a probe that shows others whether watches may move here.
+const PROOF_PAUSE: Duration = Duration::from_millis(200);
 /// How often a disconnected prober looks whether it may connect.
 const RECONNECT_TICK: Duration = Duration::from_millis(50);
 /// Bytes of an answer that are read to tell what failed.
@@ -101,6 +107,8 @@ async fn ask_until_it_leaves(
     let mut streak = Streak::default();
     let mut connection: Option<Own> = None;
     let mut next = Instant::now();
+    let mut wanted = None;
+    let mut evidence_pause = EVIDENCE_PAUSE;
     while endpoint.state() != EndpointState::Leaving {
         let config = upstream.config.load_full();
         let config = &config.health.readyz;
@@ -128,7 +136,22 @@ async fn ask_until_it_leaves(
             () = gone(&current) => continue,
         }
         let asked_at = Instant::now();
-        let finding = ask(&current, config).await;
+        let finding = {
+            let mut answer = pin!(ask(&current, config));
+            tokio::select! {
+                finding = &mut answer => finding,
+                () = sleep(config.timeout / 2) => {
+                    doubt(upstream, endpoint);
+                    answer.await
+                }
+            }
+        };
+        let on_evidence = wanted.take() == Some(Wanted::Evidence);
+        evidence_pause = if on_evidence && finding == Finding::Ready {
+            (evidence_pause * 2).min(config.interval)
+        } else {
+            EVIDENCE_PAUSE
+        };
         let failing = match &finding {
             Finding::Lost => {
                 current.close("probe failed");
@@ -136,12 +159,14 @@ async fn ask_until_it_leaves(
                 continue;
             }
             Finding::Ready => {
+                endpoint.readyz_right(asked_at);
                 if streak.add(true, config.rise, config.fall).is_some() {
                     endpoint.readyz_ok();
                 }
                 endpoint.state() != EndpointState::Ready
             }
             Finding::NotReady(why) => {
+                doubt(upstream, endpoint);
                 if streak.add(false, config.rise, config.fall).is_some() {
                     endpoint.readyz_failing(why);
                 }
@@ -150,16 +175,26 @@ async fn ask_until_it_leaves(
         };
         let anonymous = !upstream.has_probe_credential();
         next = asked_at + pause(config, failing, anonymous, fastrand::f64());
-        tokio::select! {
-            () = sleep_until(next) => {}
-            () = endpoint.probe_wanted(), if !failing && !anonymous => {
-                next = (asked_at + FAILING_INTERVAL.min(config.interval)).min(next);
-            }
-            () = gone(&current) => {
-                if current.life() == Life::Dead {
-                    // Not a GOAWAY after an answer: what comes back is asked again soon.
-                    let soon = asked_at + FAILING_INTERVAL.min(config.interval);
-                    next = if anonymous { next } else { soon.min(next) };
+        loop {
+            tokio::select! {
+                () = sleep_until(next) => break,
+                why = endpoint.probe_wanted(), if !failing && !anonymous => {
+                    let pause = match why {
+                        Wanted::Evidence => evidence_pause,
+                        Wanted::Proof => PROOF_PAUSE,
+                    };
+                    let soon = asked_at + pause.min(config.interval);
+                    if soon < next {
+                        (next, wanted) = (soon, Some(why));
+                    }
+                }
+                () = gone(&current) => {
+                    if current.life() == Life::Dead {
+                        // Not a GOAWAY after an answer: what comes back is asked again soon.
+                        let soon = asked_at + FAILING_INTERVAL.min(config.interval);
+                        next = if anonymous { next } else { soon.min(next) };
+                    }
+                    break;
                 }
             }
         }
@@ -181,6 +216,17 @@ impl std::ops::Deref for Own {
 impl Drop for Own {
     fn drop(&mut self) {
         self.0.drain("no longer probed");
+    }
+}
+
+/// No verdict yet, but whether the others are any better is worth knowing now, once: watches may
+/// want to move there.
+fn doubt(upstream: &Upstream, endpoint: &Arc<Endpoint>) {
+    if !endpoint.readyz_doubted(Instant::now()) {
+        return;
+    }
+    for other in upstream.endpoints.load().iter().filter(|other| !Arc::ptr_eq(other, endpoint)) {
+        other.prove_soon();
     }
 }
 

@@ -5,6 +5,7 @@
 //! stream which works.
 
 mod moving;
+mod pace;
 mod running;
 
 use std::collections::VecDeque;

@@ -28,7 +28,7 @@ use super::credentials::Class;
 use super::dial::Established;
 use super::endpoint::Endpoint;
 use super::health::{ConnectionHealth, Life, Thresholds};
-use super::rebalance::Requests;
+use super::offers::Offers;
 use super::stats::ConnectionStats;
 use crate::observe::ConnectionGauge;
 use crate::observe::events::{Change, Kind};
@@ -86,6 +86,9 @@ pub struct Connection {
     /// Requests that wait for their response head, and since when there are any.
     waiting: Cell<usize>,
     waiting_since: Cell<Option<Instant>>,
+    /// Of those that end, by the look ([`Self::heads_stay_away`]) after which they began to wait.
+    waits: Cell<[usize; 2]>,
+    look: Cell<u32>,
     /// When bytes last arrived.
     heard: Cell<Instant>,
     cancelled: RefCell<VecDeque<Instant>>,
@@ -95,7 +98,7 @@ pub struct Connection {
     /// What can go on elsewhere should.
     leave: Cell<bool>,
     /// What its watches are asked for.
-    pub(super) requests: Requests,
+    pub(super) offers: Offers,
     /// Told on every change of state: requests that wait on it, and the pool.
     pub(super) changed: Notify,
     pool: Rc<Notify>,
@@ -151,13 +154,15 @@ impl Connection {
             latency: Cell::new(PeakEwma::new(now)),
             waiting: Cell::new(0),
             waiting_since: Cell::new(None),
+            waits: Cell::default(),
+            look: Cell::new(0),
             heard: Cell::new(now),
             cancelled: RefCell::default(),
             idle_since: Cell::new(now),
             driver: RefCell::new(None),
             close: Cell::new(None),
             leave: Cell::new(false),
-            requests: Requests::default(),
+            offers: Offers::default(),
             changed: Notify::new(),
             pool,
         });
@@ -243,12 +248,42 @@ impl Connection {
         self.heard.get()
     }
 
-    /// Whether a request has waited here for a while without a byte arriving: no reason for a
-    /// verdict, but one to take another connection if there is one.
+    /// Whether a request has waited here for a while without a byte arriving, or the latest
+    /// `/readyz` does: no reason for a verdict, but one to take another connection if there is one.
     pub fn is_doubtful(&self, now: Instant) -> bool {
-        self.waiting_since
-            .get()
-            .is_some_and(|since| now >= since.max(self.heard.get()) + DOUBT_AFTER)
+        self.endpoint.is_doubted()
+            || self
+                .waiting_since
+                .get()
+                .is_some_and(|since| now >= since.max(self.heard.get()) + DOUBT_AFTER)
+    }
+
+    /// Whether the head of some request has stayed away since the look before the last one, `pause`
+    /// ago, where an answer usually takes less than a quarter of that. Each request is such a sign
+    /// once. To be called at that pace.
+    pub fn heads_stay_away(&self, pause: Duration, now: Instant) -> bool {
+        let look = self.look.get().wrapping_add(1);
+        self.look.set(look);
+        let mut waits = self.waits.get();
+        let old = std::mem::take(&mut waits[look as usize % 2]);
+        self.waits.set(waits);
+        old > 0 && self.latency.get().value(now) * 4.0 < pause.as_secs_f64()
+    }
+
+    fn note_wait(&self) -> u32 {
+        let look = self.look.get();
+        let mut waits = self.waits.get();
+        waits[look as usize % 2] += 1;
+        self.waits.set(waits);
+        look
+    }
+
+    fn wait_over(&self, since: u32) {
+        if self.look.get().wrapping_sub(since) < 2 {
+            let mut waits = self.waits.get();
+            waits[since as usize % 2] = waits[since as usize % 2].saturating_sub(1);
+            self.waits.set(waits);
+        }
     }
 
     /// Since when it has carried nothing, if it carries nothing.
@@ -277,7 +312,14 @@ impl Connection {
         if watch {
             self.stats.watches.fetch_add(1, Ordering::Relaxed);
         }
-        Permit { connection: Rc::clone(self), watch, reserved: now, waits: false, finished: true }
+        Permit {
+            connection: Rc::clone(self),
+            watch,
+            reserved: now,
+            waits: false,
+            look: 0,
+            finished: true,
+        }
     }
 
     fn held_by_cancelled(&self, now: Instant) -> usize {
@@ -347,8 +389,10 @@ pub struct Permit {
     watch: bool,
     /// When it was taken; a stream is opened at once.
     reserved: Instant,
-    /// It waits for a response head, since then.
+    /// It waits for a response head.
     waits: bool,
+    /// Since this look ([`Connection::heads_stay_away`]).
+    look: u32,
     /// The stream is over as far as the peer is concerned, or was never opened.
     finished: bool,
 }
@@ -373,6 +417,9 @@ impl Permit {
         self.finished = false;
         self.waits = true;
         self.connection.head_awaited(self.reserved);
+        if !self.watch {
+            self.look = self.connection.note_wait();
+        }
         Ok(opened)
     }
 
@@ -381,6 +428,7 @@ impl Permit {
         if std::mem::take(&mut self.waits) {
             self.connection.head_settled();
             if !self.watch {
+                self.connection.wait_over(self.look);
                 let mut latency = self.connection.latency.get();
                 latency.observe(now.saturating_duration_since(self.reserved), now);
                 self.connection.latency.set(latency);
@@ -399,6 +447,9 @@ impl Drop for Permit {
         let connection = &self.connection;
         if self.waits {
             connection.head_settled();
+            if !self.watch {
+                connection.wait_over(self.look);
+            }
         }
         if self.watch {
             connection.stats.watches.fetch_sub(1, Ordering::Relaxed);

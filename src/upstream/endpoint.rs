@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | connecting | nothing is known yet | tried |
 //! | ready | connected, and `/readyz` says ok | first choice |
-//! | degraded | connected, but `/readyz` fails | no new request while another is ready; nothing is cut |
+//! | degraded | connected, but `/readyz` fails | no new request while another is ready; nothing is cut, watches move away ([`super::flight`]) |
 //! | ejected | none of its connections is live and a fresh connect failed | probed with jittered backoff |
 //! | no-h2 | it does not speak HTTP/2 by ALPN | as ejected, with its own reason |
 //! | leaving | removed from the set | its connections drain |
@@ -27,6 +27,7 @@ use tokio::time::Instant;
 pub use self::state::{ConnectFailure, EndpointState, backoff};
 use self::state::{Course, Facts, Readyz, Transport};
 use super::balance;
+use super::flight::Readiness;
 use super::stats::{ConnectionStats, Ejection, EndpointStatus};
 use crate::config::EndpointAddress;
 use crate::observe::EndpointMetrics;
@@ -68,8 +69,21 @@ pub struct Endpoint {
     ready_at: AtomicU64,
     /// It has recovered, and takes load back gradually.
     recovering: AtomicBool,
+    /// The latest `/readyz` failed or keeps us waiting.
+    doubted: AtomicBool,
+    /// Somebody wants to know whether it is well now, before watches move to it.
+    proof_wanted: AtomicBool,
     /// Answers of 500 and above in a row: passive evidence.
     errors_in_row: AtomicU64,
+}
+
+/// Why a probe is wanted before its time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Wanted {
+    /// Something is strange here: a streak of errors, heads that stay away.
+    Evidence,
+    /// Another endpoint is in doubt, and its watches look for one that is not.
+    Proof,
 }
 
 /// 5xx answers in a row after which `/readyz` is asked at once.
@@ -100,6 +114,8 @@ impl Endpoint {
             facts: Mutex::new(Facts {
                 transport: Transport::Unknown,
                 readyz: Readyz::Unknown,
+                doubted: None,
+                well: None,
                 leaving: false,
                 silent: None,
                 course: Course::Unborn,
@@ -125,6 +141,8 @@ impl Endpoint {
             born: Instant::now(),
             ready_at: AtomicU64::new(0),
             recovering: AtomicBool::new(false),
+            doubted: AtomicBool::new(false),
+            proof_wanted: AtomicBool::new(false),
             errors_in_row: AtomicU64::new(0),
         }))
     }
@@ -248,6 +266,32 @@ impl Endpoint {
         });
     }
 
+    /// `/readyz` failed once or keeps us waiting: no verdict yet. Returns whether that is news.
+    pub fn readyz_doubted(&self, now: Instant) -> bool {
+        self.facts().doubted.get_or_insert(now);
+        !self.doubted.swap(true, Ordering::Relaxed)
+    }
+
+    /// `/readyz`, asked at `asked_at`, was right.
+    pub fn readyz_right(&self, asked_at: Instant) {
+        let mut facts = self.facts();
+        facts.doubted = None;
+        facts.well = Some(asked_at);
+        drop(facts);
+        self.doubted.store(false, Ordering::Relaxed);
+    }
+
+    /// Whether the latest `/readyz` failed or keeps us waiting. Cheap.
+    pub fn is_doubted(&self) -> bool {
+        self.doubted.load(Ordering::Relaxed)
+    }
+
+    /// What is known of its readiness.
+    pub fn readiness(&self) -> Readiness {
+        let facts = self.facts();
+        Readiness { state: facts.state().0, doubted: facts.doubted, well: facts.well }
+    }
+
     /// `/readyz` said ok often enough.
     pub fn readyz_ok(&self) {
         self.update(|facts| facts.readyz = Readyz::Ok);
@@ -332,9 +376,20 @@ impl Endpoint {
         self.probe.notify_one();
     }
 
-    /// Waits for [`Self::probe_soon`] or a streak of errors.
-    pub async fn probe_wanted(&self) {
+    /// Another endpoint is in doubt. Asks for a `/readyz` now, to know whether watches may move here.
+    pub fn prove_soon(&self) {
+        self.proof_wanted.store(true, Ordering::Relaxed);
+        self.probe.notify_one();
+    }
+
+    /// Waits for [`Self::prove_soon`], [`Self::probe_soon`] or a streak of errors: what for.
+    pub async fn probe_wanted(&self) -> Wanted {
         self.probe.notified().await;
+        if self.proof_wanted.swap(false, Ordering::Relaxed) {
+            Wanted::Proof
+        } else {
+            Wanted::Evidence
+        }
     }
 
     /// A connection to it became live. Its statistics show up in the status as long as they live.

@@ -21,6 +21,7 @@ use super::connection::{self, Connection, Permit};
 use super::credentials::Class;
 use super::dial::dial_h2;
 use super::endpoint::{ConnectFailure, Endpoint, EndpointState};
+use super::flight::{Departure, departures};
 use super::health::Life;
 pub use super::shared::Upstream;
 
@@ -205,9 +206,10 @@ impl Pool {
         for class in loaded {
             let _ = self.class(class);
         }
+        let leave = departures(&endpoints);
         let classes: Vec<_> = self.classes.borrow().values().cloned().collect();
         for class in classes {
-            self.maintain_class(&class, &endpoints, alone, now);
+            self.maintain_class(&class, &endpoints, &leave, alone, now);
         }
     }
 
@@ -215,6 +217,7 @@ impl Pool {
         &self,
         class: &Rc<ClassPool>,
         endpoints: &[Arc<Endpoint>],
+        leave: &[Departure],
         alone: bool,
         now: Instant,
     ) {
@@ -225,6 +228,8 @@ impl Pool {
         };
         let moves = self.upstream.config().rebalance;
         class.mover.borrow_mut().turn(&class.connections.borrow(), moves, now);
+        class.flights.borrow_mut().turn(&class.connections.borrow(), leave, now);
+        class.look_for_waits(now);
         let configured = matches!(class.class, Class::Identity(_));
         let leave_old = class.may_leave_old(tls.generation, now);
         for connection in class.connections.borrow().iter() {

@@ -18,7 +18,6 @@
 //! The tick of the mover is also what looks, once a minute, for watches whose bookmarks stay away
 //! ([`Connection::minutes`]): no timer for each of them.
 
-use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
@@ -28,6 +27,7 @@ use tokio::time::Instant;
 use super::connection::Connection;
 use super::endpoint::Endpoint;
 use super::health::Life;
+use super::offers::Who;
 
 /// Part of what is too many that goes in a second.
 const RATE: f64 = 0.02;
@@ -113,63 +113,6 @@ pub fn decide(
     let wanted = excess * RATE * elapsed.as_secs_f64();
     let count = (wanted + rng.f64()).floor().min(over).min(under);
     (count >= 1.0).then_some(Move { from, to, count: count as usize })
-}
-
-/// What the watches of a connection are asked for.
-#[derive(Debug, Default)]
-pub struct Requests {
-    /// Where some should move, and how many.
-    moves: RefCell<Option<(Arc<Endpoint>, usize)>>,
-    /// Counts the times they were asked for something: a look or a move.
-    asked: Cell<u32>,
-    /// Of those, the looks: one a minute.
-    minutes: Cell<u32>,
-}
-
-impl Connection {
-    /// How often its watches were asked for something so far: for [`Self::left_or_asked`].
-    pub fn asked(&self) -> u32 {
-        self.requests.asked.get()
-    }
-
-    /// How often its watches were asked to look after themselves, once a minute.
-    pub fn minutes(&self) -> u32 {
-        self.requests.minutes.get()
-    }
-
-    /// Takes one of the moves that were asked for: where to.
-    pub fn take_move(&self) -> Option<Arc<Endpoint>> {
-        let mut moves = self.requests.moves.borrow_mut();
-        let (target, count) = moves.as_mut()?;
-        let target = Arc::clone(target);
-        *count -= 1;
-        if *count == 0 {
-            *moves = None;
-        }
-        Some(target)
-    }
-
-    /// Asks so many of its watches to move to `target`: whoever can takes it up.
-    fn ask_to_move(&self, target: &Arc<Endpoint>, count: usize) {
-        *self.requests.moves.borrow_mut() = Some((Arc::clone(target), count));
-        self.ask();
-    }
-
-    /// Asks no more; whether nobody took up what was asked for, or not all of it.
-    fn take_back(&self) -> bool {
-        self.requests.moves.borrow_mut().take().is_some()
-    }
-
-    /// Asks every watch to look after itself.
-    fn look_round(&self) {
-        self.requests.minutes.set(self.minutes().wrapping_add(1));
-        self.ask();
-    }
-
-    fn ask(&self) {
-        self.requests.asked.set(self.asked().wrapping_add(1));
-        self.changed.notify_waiters();
-    }
 }
 
 /// The mover of one class of a pool.
@@ -270,7 +213,7 @@ impl Mover {
                 "watches move, a few at a time"
             );
         }
-        connection.ask_to_move(target, count);
+        connection.offer(Who::Settled, &Rc::from([Arc::clone(target)]), count);
         self.asked = Some(Rc::clone(connection));
     }
 }

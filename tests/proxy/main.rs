@@ -12,5 +12,6 @@ mod peer;
 mod rebalance;
 mod retry;
 mod streams;
+mod unwell;
 mod watches;
 mod writes;

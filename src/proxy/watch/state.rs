@@ -40,6 +40,8 @@ use std::time::{Duration, Instant};
 
 /// With less of its time left a watch is not worth moving.
 const MIN_REMAINING_TO_MOVE: Duration = Duration::from_secs(30);
+/// Least pause between two attempts of a watch to leave an apiserver that is unwell.
+const FLEE_PAUSE: Duration = Duration::from_secs(2);
 /// With less of its time left a watch is not worth resuming.
 const MIN_REMAINING: Duration = Duration::from_secs(2);
 /// Resumes within a minute before a watch is left to its client.
@@ -242,6 +244,23 @@ impl WatchState {
             return None;
         }
         Some(Reissue { cursor: self.cursor.as_ref(), remaining: self.remaining(now) })
+    }
+
+    /// The same for a watch that should leave its apiserver, which is unwell: it goes however little
+    /// time has passed since it moved, but a flight must not become a habit.
+    pub fn reissue_to_flee(&self, now: Instant) -> Option<Reissue<'_>> {
+        let lately = |since: Instant| now.saturating_duration_since(since) < FLEE_PAUSE;
+        let often = self.resumes_lately(now) >= RESUMES_A_MINUTE / 2;
+        if !self.resumable() || self.too_late(now) || often || self.moved.is_some_and(lately) {
+            return None;
+        }
+        Some(Reissue { cursor: self.cursor.as_ref(), remaining: self.remaining(now) })
+    }
+
+    /// Notes an attempt to flee; it counts as a resume.
+    pub fn tried_to_flee(&mut self, now: Instant) {
+        self.moved = Some(now);
+        self.count_resume(now);
     }
 
     /// Notes an attempt to move it: no other one soon.
@@ -454,6 +473,12 @@ impl WatchState {
 
     fn too_late(&self, now: Instant) -> bool {
         self.remaining(now).is_some_and(|remaining| remaining < MIN_REMAINING)
+    }
+
+    fn resumes_lately(&self, now: Instant) -> u32 {
+        self.minute
+            .filter(|(began, _)| now.saturating_duration_since(*began) < MINUTE)
+            .map_or(0, |(_, count)| count)
     }
 
     /// How many resumes there were in this minute before; `None` when there were too many.

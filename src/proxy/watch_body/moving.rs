@@ -1,25 +1,30 @@
 //! A watch moves to another apiserver while its stream still works.
 //!
-//! Its server has more watches than others ([`crate::upstream::rebalance`]). The new stream is
-//! opened at the cursor before the old one is given up, and from then on nothing more is read of
+//! Its server has more watches than others ([`crate::upstream::rebalance`]) or is unwell
+//! ([`crate::upstream::flight`]). The new stream is opened at the cursor before the old one is given up, and from then on nothing more is read of
 //! the old one: what it delivers meanwhile comes again from the other. So events wait for one
-//! round trip, at most [`PATIENCE`], and if the other one does not take the watch, it goes on where
-//! it is as if nothing had been.
+//! round trip, at most [`PATIENCE`] where the old one delivers, and if the other one does not take
+//! the watch, it goes on where it is as if nothing had been.
 
 use std::rc::Rc;
+use std::sync::Arc;
 use std::time::Duration;
 
 use http::header;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 
 use super::running::Running;
 use super::{Answered, Attempt, Leg, WatchBody, text};
 use crate::proxy::line::open;
 use crate::proxy::watch::resume::{Answer, Judgement, judge};
+use crate::upstream::offers::Who;
 use crate::upstream::pool::Need;
 
 /// How long events may wait for the other apiserver's answer.
 const PATIENCE: Duration = Duration::from_millis(250);
+
+/// The same where the old server is unwell: its stream is not likely to have anything.
+const PATIENCE_UNWELL: Duration = Duration::from_secs(1);
 
 /// A stream that works, and the attempt to replace it.
 pub(super) struct Moving {
@@ -40,18 +45,30 @@ impl WatchBody {
             connection.endpoint.metrics.watch_stale();
         }
         let now = std::time::Instant::now();
-        let Some(reissue) = self.relay.state().reissue_to_move(now) else { return };
-        let Some(target) = connection.take_move() else { return };
+        let Some(who) = connection.offered() else { return };
+        if who == Who::Silent && !running.pace.has_fallen_silent(Instant::now()) {
+            return;
+        }
+        let state = self.relay.state();
+        let (reissue, patience) = match who {
+            Who::Settled => (state.reissue_to_move(now), PATIENCE),
+            Who::Silent | Who::Everyone => (state.reissue_to_flee(now), PATIENCE_UNWELL),
+        };
+        let Some(reissue) = reissue else { return };
+        let Some(targets) = connection.take_move() else { return };
         let head = self.again.head(&reissue);
-        self.relay.state_mut().tried_to_move(now);
+        match who {
+            Who::Settled => self.relay.state_mut().tried_to_move(now),
+            Who::Silent | Who::Everyone => self.relay.state_mut().tried_to_flee(now),
+        }
         let pool = &self.again.line.pool;
         let mut others = pool.upstream().endpoints.load().to_vec();
-        others.retain(|endpoint| !std::sync::Arc::ptr_eq(endpoint, &target));
+        others.retain(|other| !targets.iter().any(|target| Arc::ptr_eq(other, target)));
         let need = Need { watch: true, after: None, shun: &others };
         let Some(permit) = pool.try_acquire(&self.again.class, need) else { return };
         let line = Rc::clone(&self.again.line);
         let attempt = Box::pin(async move {
-            timeout(PATIENCE, open(&line, permit, head))
+            timeout(patience, open(&line, permit, head))
                 .await
                 .map_err(|_| "no answer".to_owned())?
         });

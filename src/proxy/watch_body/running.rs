@@ -7,6 +7,7 @@ use std::task::{Context, Poll};
 use bytes::Bytes;
 use h2::RecvStream;
 
+use super::pace::Pace;
 use crate::proxy::closing::Closing;
 use crate::proxy::line::release;
 use crate::upstream::connection::Permit;
@@ -15,6 +16,8 @@ use crate::upstream::connection::Permit;
 pub(super) struct Running {
     pub(super) recv: RecvStream,
     pub(super) unreleased: usize,
+    /// How it delivers.
+    pub(super) pace: Pace,
     pub(super) permit: Permit,
     /// Of its connection, when it last looked after itself.
     pub(super) minutes: u32,
@@ -47,14 +50,19 @@ impl Running {
     pub(super) fn new(recv: RecvStream, permit: Permit, closing: &Closing) -> Self {
         let leave = leave(&permit, closing);
         let minutes = permit.connection().minutes();
-        Self { recv, unreleased: 0, permit, minutes, stays: None, leave }
+        let pace = Pace::new(permit.connection().heard());
+        Self { recv, unreleased: 0, pace, permit, minutes, stays: None, leave }
     }
 
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Event> {
         release(&mut self.recv, &mut self.unreleased);
         if let Poll::Ready(data) = self.recv.poll_data(cx) {
             return Poll::Ready(match data {
-                Some(Ok(data)) => Event::Data(data),
+                Some(Ok(data)) => {
+                    // A driver has just read it: its clock is good enough.
+                    self.pace.delivered(self.permit.connection().heard());
+                    Event::Data(data)
+                }
                 Some(Err(error)) => Event::Lost(error.to_string()),
                 None if self.recv.is_end_stream() => Event::End,
                 None => Event::Lost("the stream was reset".to_owned()),

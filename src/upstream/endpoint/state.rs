@@ -46,7 +46,9 @@ impl EndpointState {
         match self {
             Self::Ready => "takes requests",
             Self::Connecting => "is tried; requests go elsewhere while they can",
-            Self::Degraded => "no new request while another is ready; nothing is cut",
+            Self::Degraded => {
+                "no new request while another is ready; nothing is cut, watches move away"
+            }
             Self::Ejected | Self::NoH2 => "no request goes there; tried again with backoff",
             Self::Leaving => "no new request; its connections drain",
         }
@@ -93,6 +95,10 @@ pub fn backoff(failures: u32, alone: bool, jitter: f64) -> Duration {
 pub(super) struct Facts {
     pub(super) transport: Transport,
     pub(super) readyz: Readyz,
+    /// When the first of the latest probes failed, or had kept us waiting for too long.
+    pub(super) doubted: Option<Instant>,
+    /// When the latest probe was asked that was right.
+    pub(super) well: Option<Instant>,
     pub(super) leaving: bool,
     /// Its kernel may answer, but nobody behind it does; why we think so.
     pub(super) silent: Option<String>,

@@ -17,6 +17,7 @@ use crate::upstream::balance;
 use crate::upstream::connection::{Connection, Permit};
 use crate::upstream::credentials::Class;
 use crate::upstream::endpoint::{Endpoint, EndpointState};
+use crate::upstream::flight::Flights;
 use crate::upstream::health::Life;
 use crate::upstream::rebalance::Mover;
 
@@ -29,6 +30,9 @@ const OLD_FOR: Duration = Duration::from_secs(5);
 const PARALLEL_DIALS: usize = 4;
 /// Connections heard of within this time of the last one are equally trusted.
 const HEARD_LATELY: Duration = Duration::from_millis(100);
+/// Pause between two looks for requests that wait: one that has waited for a whole pause, where an
+/// answer usually takes a fraction of it, is a sign.
+const WAIT_LOOK: Duration = Duration::from_millis(200);
 /// Share of an endpoint's streams that watches may take: the rest is for heartbeats.
 const WATCH_SHARE: f64 = 0.9;
 
@@ -72,6 +76,8 @@ pub struct ClassPool {
     without_new: Cell<Option<Instant>>,
     rng: RefCell<fastrand::Rng>,
     pub(super) mover: RefCell<Mover>,
+    pub(super) flights: RefCell<Flights>,
+    looked: Cell<Instant>,
 }
 
 impl ClassPool {
@@ -86,6 +92,8 @@ impl ClassPool {
             without_new: Cell::new(None),
             rng: RefCell::default(),
             mover: RefCell::new(Mover::new(now)),
+            flights: RefCell::default(),
+            looked: Cell::new(now),
         }
     }
 
@@ -151,6 +159,20 @@ impl ClassPool {
         let lot = rng.f64();
         let chosen = balance::pick(candidates, &mut rng, |c| c.cost(now, lot))?;
         Some(chosen.reserve(need.watch, now))
+    }
+
+    /// Passive evidence: where the head of a request stays away for longer than is usual there, the
+    /// endpoint is asked how it is.
+    pub(super) fn look_for_waits(&self, now: Instant) {
+        if now < self.looked.get() + WAIT_LOOK {
+            return;
+        }
+        self.looked.set(now);
+        for connection in self.connections.borrow().iter() {
+            if connection.heads_stay_away(WAIT_LOOK, now) {
+                connection.endpoint.probe_soon();
+            }
+        }
     }
 
     /// Whether a watch may take a stream of this endpoint: a tenth of them is kept for requests

@@ -65,7 +65,9 @@ mod tests {
         ] {
             let zero = Instant::now();
             let mut pace = Pace::new(zero);
-            pieces.iter().for_each(|&ms| pace.delivered(zero + Duration::from_millis(ms)));
+            for &ms in pieces {
+                pace.delivered(zero + Duration::from_millis(ms));
+            }
             let now = zero + Duration::from_millis(at);
             assert_eq!(pace.has_fallen_silent(now), silent, "{pieces:?} at {at}");
         }

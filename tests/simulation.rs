@@ -192,23 +192,23 @@ impl Probed {
     }
 }
 
-/// Moves that one node makes after the etcd of servers is `lost` at these times: when, and whom to.
+/// Moves that one node makes after the etcd of each server is `gone` at these times: when, and whom to.
 /// Of its watches on each server the first three were delivering.
 fn flee(
     fleet: &mut Fleet,
     node: usize,
-    lost: [f64; SERVERS],
+    gone: [f64; SERVERS],
     first_probe: f64,
     mut each: impl FnMut(f64, usize),
 ) {
     const TICK: f64 = 0.2;
     let zero = tokio::time::Instant::now();
     let known: [Probed; SERVERS] = std::array::from_fn(|server| Probed {
-        lost: lost[server],
-        probe: lost[server] + first_probe,
+        lost: gone[server],
+        probe: gone[server] + first_probe,
     });
     // The others are asked as soon as the first is in doubt; who hangs by then has nothing to show.
-    let proof = (0..SERVERS).map(|at| known[at].probe.max(lost[at])).fold(f64::MAX, f64::min) + 0.5;
+    let proof = (0..SERVERS).map(|at| known[at].probe.max(gone[at])).fold(f64::MAX, f64::min) + 0.5;
     let proof = proof + 0.2 * fleet.rng.f64();
     let mut last = [None::<f64>; SERVERS];
     let mut silent = [3; SERVERS];
@@ -269,7 +269,9 @@ fn nodes_leave_an_apiserver_without_etcd_and_stampede_nobody() {
             assert!(to.iter().all(|&count| count as f64 <= 0.6 * all as f64), "{to:?}");
         }
         let mut bins = vec![0_usize; 201];
-        moves.iter().for_each(|(at, _)| bins[(at * 10.0) as usize] += 1);
+        for (at, _) in &moves {
+            bins[(at * 10.0) as usize] += 1;
+        }
         let most = *bins.iter().max().unwrap();
         println!("{what}: at most {most} moves within 100 ms");
         // The loss of an apiserver moves all of them within 50 ms.

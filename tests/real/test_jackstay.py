@@ -263,8 +263,12 @@ class Faults(Loaded, unittest.TestCase):
         victim = []
 
         def lose_etcd():
-            victim.append(self.victim())
-            self.rig.faults.drop_etcd(victim[0].name)
+            watches = {e["address"].rsplit(":", 1)[0]: e["watches"] for u in jackstay.status()["upstreams"] for e in u["endpoints"]}
+            name = max("ab", key=lambda n: watches[ADDRESSES[n]])
+            log(f"    the fault hits {name}; watches: {watches}")
+            self.assertGreater(watches[ADDRESSES[name]], 0)
+            victim.append(self.rig.apiservers[name])
+            self.rig.faults.drop_etcd(name)
 
         def degraded():
             states = [k for k, v in jackstay.metrics().items() if k.startswith("jackstay_endpoint_state") and v and "degraded" in k]

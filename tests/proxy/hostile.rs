@@ -362,7 +362,11 @@ async fn ping_never_answered() {
 async fn slow_is_not_dead() {
     let certs = Certs::new();
     let peers = Peers::start(&certs, 2);
-    let proxy = before(&peers, &certs).await;
+    // A machine so busy that a PONG takes 100 ms would have it suspected, and rightly.
+    let mut config = certs.config(&peers.addresses);
+    config.upstreams[0].health.suspect_after = Some(Duration::from_secs(1));
+    let proxy = certs.start(config);
+    proxy.ready(2).await;
     let client = proxy.client(&certs.credentials()).await;
     peers.script.play([Act::Hang]);
     let hanging = tokio::time::timeout(Duration::from_millis(1500), client.get(MAPS)).await;

@@ -108,13 +108,6 @@ async fn a_thousand_watches_cancelled_at_once() {
     println!("{} connections, none lost", before.len());
     assert!(!client.is_closed(), "no GOAWAY for the client");
     assert_eq!(counters.goaways.load(Relaxed), 0);
-    // What was accepted is no measure: a slow dial is raced by a second one, and the loser closes.
-    until("every connection that was ever up is open", async || {
-        let page = proxy.page("/metrics").await;
-        let up = format!("outcome=\"ok\"}} {}", counters.open.load(Relaxed));
-        page.lines().any(|line| line.starts_with("jackstay_dials_total{") && line.ends_with(&up))
-    })
-    .await;
 }
 
 /// All on one upstream connection.

@@ -33,6 +33,9 @@ pub struct TcpInfo {
     /// Bytes in the send queue that were never sent. A packet that our own netfilter dropped in
     /// its output hook counts here, not as unacknowledged.
     pub notsent_bytes: u32,
+    /// Segments with data that were sent, again and again included (RFC 4898 tcpEStatsPerfDataSegsOut,
+    /// Linux 4.6); 0 on older kernels.
+    pub data_segments_sent: u32,
     /// Room that the peer has announced; `None` on a kernel older than 5.4.
     pub send_window: Option<u32>,
 }
@@ -107,6 +110,7 @@ fn parse(raw: &[u8; 256], len: usize) -> TcpInfo {
         bytes_acked: u64_at(120),
         segments_out: u32_at(136),
         notsent_bytes: u32_at(144),
+        data_segments_sent: u32_at(156),
         send_window: (len >= WITH_WINDOW).then(|| u32_at(228)),
     }
 }

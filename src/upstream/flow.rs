@@ -3,7 +3,7 @@
 //!
 //! | what waits to be acknowledged | dead when |
 //! |---|---|
-//! | bytes that were sent | none of them acknowledged for 2.5 s, in which four retransmissions went out |
+//! | bytes that were sent | none of them acknowledged for 2.5 s, in which four retransmissions or six segments went out |
 //! | bytes that were not sent, although the peer has room: our own netfilter drops them | the same, with three probes |
 //! | bytes that were not sent, since the peer has no room | six probes in a row unanswered, and no segment for 2.5 s |
 //! | nothing | no segment for 2.4 s, and eight keepalives unanswered |
@@ -32,7 +32,7 @@ use crate::net::tracked::Observer;
 pub struct Rules {
     /// No acknowledgement for this long while something waits for one.
     stuck_after: Duration,
-    /// Retransmissions that must have gone out meanwhile.
+    /// Retransmissions that must have gone out meanwhile, or half as many segments again.
     retransmits: u8,
     /// No segment for this long while nothing waits, and [`UNANSWERED`] keepalives; `None` leaves
     /// that to the kernel's own keepalives.
@@ -113,8 +113,9 @@ pub enum Look {
 /// Remembers since when something of ours waits for its acknowledgement.
 #[derive(Debug, Clone, Copy)]
 pub struct Judge {
-    /// Bytes that were acknowledged when that began.
+    /// Bytes that were acknowledged, and segments sent, when that began.
     acked: u64,
+    segments: u32,
     waiting_since: Option<Instant>,
     /// When the next look was promised.
     due: Instant,
@@ -123,7 +124,7 @@ pub struct Judge {
 impl Judge {
     /// Of a connection that has just been made; look at it at once.
     pub fn new(now: Instant) -> Self {
-        Self { acked: 0, waiting_since: None, due: now }
+        Self { acked: 0, segments: 0, waiting_since: None, due: now }
     }
 
     /// Bytes were written. Returns when to look at the latest.
@@ -142,12 +143,14 @@ impl Judge {
             self.waiting_since = None;
         } else if info.bytes_acked != self.acked || self.waiting_since.is_none() {
             self.waiting_since = Some(now);
+            self.segments = info.data_segments_sent;
         }
         self.acked = info.bytes_acked;
         let look = if late {
             Look::Again { after: GRACE, probe: false }
         } else if let Some(since) = self.waiting_since {
-            waiting(info, rules, now.saturating_duration_since(since))
+            let segments = info.data_segments_sent.wrapping_sub(self.segments);
+            waiting(info, rules, now.saturating_duration_since(since), segments)
         } else {
             idle(info, rules)
         };
@@ -158,8 +161,8 @@ impl Judge {
     }
 }
 
-/// Something waits, and none of it was acknowledged for `stuck`.
-fn waiting(info: &TcpInfo, rules: &Rules, stuck: Duration) -> Look {
+/// Something waits, and none of it was acknowledged for `stuck`, while `segments` were sent.
+fn waiting(info: &TcpInfo, rules: &Rules, stuck: Duration, segments: u32) -> Look {
     let dead = stuck >= rules.stuck_after
         && match info.is_window_closed() {
             Some(true) => info.silent() >= rules.stuck_after && info.probes >= WINDOW_PROBES,
@@ -167,7 +170,10 @@ fn waiting(info: &TcpInfo, rules: &Rules, stuck: Duration) -> Look {
             None if info.unacked == 0 => {
                 info.silent() >= rules.stuck_after && info.probes >= BLIND_PROBES
             }
-            Some(false) | None => info.retransmits >= rules.retransmits,
+            Some(false) | None => {
+                let enough = u32::from(rules.retransmits) * 3 / 2;
+                info.retransmits >= rules.retransmits || segments >= enough
+            }
         };
     if dead {
         return Look::Dead(Death::Unacknowledged);

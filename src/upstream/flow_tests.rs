@@ -106,6 +106,18 @@ fn retransmissions_that_double_kill_when_the_fourth_is_out() {
 }
 
 #[test]
+fn a_writer_that_goes_on_needs_no_retransmissions() {
+    // Each write puts the next retransmission off.
+    let writes = |at: Duration, _| TcpInfo {
+        unacked: 1 + at.as_millis() as u32 / 300,
+        data_segments_sent: 1 + at.as_millis() as u32 / 300,
+        ..quiet(at)
+    };
+    let (at, _) = judged(&SERVER, None, writes).unwrap();
+    assert!((2500 * MS..2800 * MS).contains(&at), "{at:?}");
+}
+
+#[test]
 fn one_direction_is_enough() {
     // The peer's segments arrive, ours do not.
     let outbound = |at: Duration, _| TcpInfo {

@@ -4,5 +4,6 @@
 mod support;
 
 mod endpoints;
+mod faults;
 mod flows;
 mod peer;

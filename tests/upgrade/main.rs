@@ -356,10 +356,10 @@ fn a_dead_flow_is_noticed() {
     for (hook, port, talking, seconds) in [
         ("input", "dport", true, 6),
         ("input", "sport", true, 6),
-        ("output", "dport", true, 8),
+        ("output", "dport", true, 6),
         ("output", "sport", true, 6),
-        ("input", "dport", false, 13),
-        ("output", "dport", false, 13),
+        ("input", "dport", false, 6),
+        ("output", "dport", false, 6),
     ] {
         run(async {
             let ca = Ca::new();

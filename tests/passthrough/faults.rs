@@ -1,0 +1,280 @@
+//! Flows whose packets are dropped by the kernel. They need root and a network namespace of their
+//! own, where nothing else is lost:
+//!
+//! ```sh
+//! unshare --net sh -c 'ip link set lo up && cargo test --test passthrough -- --ignored --test-threads=1'
+//! ```
+
+use crate::peer::Peer;
+use crate::support::{Certs, Proxy, passing, until};
+use std::future::pending;
+use std::io::ErrorKind;
+use std::process::Command;
+use std::time::{Duration, Instant};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::time::{sleep, timeout};
+
+/// Twice what is promised.
+const BOUND: Duration = Duration::from_secs(6);
+
+fn nft(command: &str) {
+    assert!(Command::new("nft").arg(command).status().unwrap().success(), "nft {command}");
+}
+
+/// A rule in one hook, gone when it is dropped.
+struct Rule;
+
+impl Rule {
+    fn new(hook: &str, rule: &str) -> Self {
+        nft("add table inet t");
+        nft(&format!("add chain inet t c {{ type filter hook {hook} priority 0; }}"));
+        for rule in rule.split(';') {
+            nft(&format!("add rule inet t c {rule}"));
+        }
+        Self
+    }
+}
+
+impl Drop for Rule {
+    fn drop(&mut self) {
+        nft("delete table inet t");
+    }
+}
+
+struct World {
+    _certs: Certs,
+    peer: Peer,
+    proxy: Proxy,
+}
+
+impl World {
+    async fn new() -> Self {
+        let (certs, peer) = (Certs::new(), Peer::start().await);
+        let mut config = passing(certs.config(&[peer.address]));
+        config.listeners[0].limits.handshake_timeout = Duration::from_secs(60);
+        let proxy = certs.start(config);
+        Self { _certs: certs, peer, proxy }
+    }
+
+    /// A flow that has carried bytes both ways.
+    async fn flow(&self) -> (TcpStream, TcpStream) {
+        let (mut client, mut server) = self.peer.join(&self.proxy).await;
+        server.write_all(b"x").await.unwrap();
+        client.read_u8().await.unwrap();
+        (client, server)
+    }
+}
+
+/// Who goes on talking after the packets are lost.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Talks {
+    Nobody,
+    Client,
+    Server,
+    Both,
+}
+
+#[tokio::test]
+#[ignore = "needs root and a network namespace of its own"]
+async fn a_dropped_flow_is_reset_whoever_talks_and_new_ones_work() {
+    for hook in ["input", "output"] {
+        for lost in ["both", "to the server", "from the server"] {
+            for talks in [Talks::Nobody, Talks::Client, Talks::Server, Talks::Both] {
+                let world = World::new().await;
+                let (client, server) = world.flow().await;
+                let ours = server.peer_addr().unwrap().port();
+                let theirs = world.peer.address.port();
+                let up = format!("tcp sport {ours} tcp dport {theirs} drop");
+                let down = format!("tcp sport {theirs} tcp dport {ours} drop");
+                let rule = match lost {
+                    "both" => format!("{up};{down}"),
+                    "to the server" => up,
+                    _ => down,
+                };
+                let rule = Rule::new(hook, &rule);
+                let start = Instant::now();
+                let (mut client_reads, mut client_writes) = client.into_split();
+                let (mut server_reads, mut server_writes) = server.into_split();
+                let talk = async {
+                    loop {
+                        sleep(Duration::from_millis(300)).await;
+                        if matches!(talks, Talks::Client | Talks::Both) {
+                            let _ = client_writes.write_all(b"question").await;
+                        }
+                        if matches!(talks, Talks::Server | Talks::Both) {
+                            let _ = server_writes.write_all(b"event").await;
+                        }
+                    }
+                };
+                let hear = async {
+                    let mut rest = [0; 4096];
+                    while matches!(server_reads.read(&mut rest).await, Ok(n) if n > 0) {}
+                    pending::<()>().await;
+                };
+                let mut last = start;
+                let ended = async {
+                    let mut rest = [0; 4096];
+                    loop {
+                        match client_reads.read(&mut rest).await {
+                            Ok(0) => panic!("an end that looks like an end"),
+                            Ok(_) => last = Instant::now(),
+                            Err(error) => break error.kind(),
+                        }
+                    }
+                };
+                let kind = tokio::select! {
+                    kind = timeout(Duration::from_secs(20), ended) => kind.expect("never reset"),
+                    () = talk => unreachable!(),
+                    () = hear => unreachable!(),
+                };
+                assert_eq!(kind, ErrorKind::ConnectionReset);
+                // While the server's bytes arrive nobody is hurt.
+                let took = last.elapsed();
+                println!("{hook}, lost {lost}, {talks:?} talks: {took:?}");
+                // The server's kernel sends again what it thinks lost, which looks like life for
+                // as long as it does so more often than once a second.
+                let heard = lost == "to the server" && talks == Talks::Server;
+                let bound = if heard { BOUND * 2 } else { BOUND };
+                assert!(took < bound, "{hook}, lost {lost}, {talks:?} talks: {took:?}");
+                let (mut client, mut server) = world.flow().await;
+                client.write_all(b"y").await.unwrap();
+                assert_eq!(server.read_u8().await.unwrap(), b'y');
+                drop(rule);
+            }
+        }
+    }
+}
+
+#[tokio::test]
+#[ignore = "needs root and a network namespace of its own"]
+async fn a_transfer_that_is_dropped_is_reset() {
+    for hook in ["input", "output"] {
+        let world = World::new().await;
+        let (client, mut server) = world.flow().await;
+        let ours = server.peer_addr().unwrap().port();
+        let theirs = world.peer.address.port();
+        let (mut client_reads, mut client_writes) = client.into_split();
+        let upload = tokio::spawn(async move {
+            let much = vec![1; 1 << 20];
+            while client_writes.write_all(&much).await.is_ok() {}
+        });
+        let mut got = vec![0; 30 << 20];
+        server.read_exact(&mut got).await.unwrap();
+        let rule = Rule::new(hook, &format!("tcp sport {ours} tcp dport {theirs} drop"));
+        let hear = tokio::spawn(async move { while server.read(&mut got).await.is_ok() {} });
+        let start = Instant::now();
+        let error = timeout(Duration::from_secs(20), client_reads.read_u8()).await.unwrap();
+        let took = start.elapsed();
+        assert_eq!(error.unwrap_err().kind(), ErrorKind::ConnectionReset);
+        println!("{hook}, an upload: {took:?}");
+        assert!(took < BOUND, "{took:?}");
+        drop(rule);
+        upload.await.unwrap();
+        hear.abort();
+    }
+}
+
+/// A peer that has no room is alive, however long it takes; one that is lost then is noticed too.
+#[tokio::test]
+#[ignore = "needs root and a network namespace of its own, and takes half a minute"]
+async fn a_closed_window_is_left_alone_and_its_loss_is_noticed() {
+    let world = World::new().await;
+    let seconds = std::env::var("JACKSTAY_LONG").map_or(15, |_| 300);
+    for to_server in [true, false] {
+        let (mut client, mut server) = world.flow().await;
+        let (from, to) =
+            if to_server { (&mut client, &mut server) } else { (&mut server, &mut client) };
+        let much: Vec<u8> = (0..32_000_000_u32).map(|i| (i >> 8) as u8).collect();
+        let mut got = vec![0; much.len()];
+        let (written, read) = tokio::join!(from.write_all(&much), async {
+            sleep(Duration::from_secs(seconds)).await;
+            to.read_exact(&mut got).await
+        });
+        written.unwrap();
+        read.unwrap();
+        assert!(got == much);
+    }
+    let (mut client, server) = world.flow().await;
+    let ours = server.peer_addr().unwrap().port();
+    let (mut reads, mut writes) = client.split();
+    let much = vec![1; 1 << 20];
+    let fill = async { while writes.write_all(&much).await.is_ok() {} };
+    let lost = async {
+        sleep(Duration::from_secs(8)).await;
+        let rule = Rule::new("input", &format!("tcp sport {ours} drop;tcp dport {ours} drop"));
+        let start = Instant::now();
+        let error = reads.read_u8().await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+        drop(rule);
+        start.elapsed()
+    };
+    let ((), took) = timeout(Duration::from_secs(60), async { tokio::join!(fill, lost) })
+        .await
+        .expect("never noticed");
+    println!("a closed window, then lost: {took:?}");
+    drop(server);
+}
+
+/// One packet in twenty is lost each way: a minute (ten with `JACKSTAY_LONG`) of quiet flows, flows
+/// that talk and transfers, and none is reset.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs root and a network namespace of its own, and takes a minute"]
+async fn loss_is_not_death() {
+    let world = World::new().await;
+    let length = Duration::from_secs(std::env::var("JACKSTAY_LONG").map_or(60, |_| 600));
+    let mut flows = Vec::new();
+    for _ in 0..100 {
+        flows.push(world.flow().await);
+    }
+    let theirs = world.peer.address.port();
+    let lossy = "numgen random mod 100 < 5 drop";
+    let rule =
+        Rule::new("input", &format!("tcp dport {theirs} {lossy};tcp sport {theirs} {lossy}"));
+    let start = Instant::now();
+    let mut tasks = Vec::new();
+    for (index, (mut client, mut server)) in flows.into_iter().enumerate() {
+        tasks.push(tokio::spawn(async move {
+            let much = vec![7; if index < 2 { 2_000_000 } else { 100 }];
+            let mut got = vec![0; much.len()];
+            let mut moved = 0;
+            while start.elapsed() < length {
+                if index < 50 {
+                    let (a, b) = tokio::join!(client.write_all(&much), server.read_exact(&mut got));
+                    a.and(b.map(drop)).unwrap_or_else(|e| panic!("flow {index}: {e}"));
+                    let (a, b) = tokio::join!(server.write_all(&much), client.read_exact(&mut got));
+                    a.and(b.map(drop)).unwrap_or_else(|e| panic!("flow {index}: {e}"));
+                    moved += 2 * much.len();
+                }
+                if index >= 2 {
+                    sleep(Duration::from_millis(50 * index as u64)).await;
+                }
+            }
+            client.write_all(b"z").await.unwrap();
+            assert_eq!(server.read_u8().await.unwrap(), b'z', "flow {index}");
+            moved
+        }));
+    }
+    let mut moved = 0;
+    for task in tasks {
+        moved += task.await.unwrap();
+    }
+    println!("moved {moved} bytes under loss");
+    drop(rule);
+}
+
+#[tokio::test]
+#[ignore = "needs root and a network namespace of its own, and takes half a minute"]
+async fn a_client_that_has_vanished_does_not_stay() {
+    let world = World::new().await;
+    let (client, mut server) = world.flow().await;
+    let port = client.local_addr().unwrap().port();
+    let rule = Rule::new("input", &format!("tcp sport {port} drop;tcp dport {port} drop"));
+    server.write_all(b"x").await.unwrap();
+    let start = Instant::now();
+    let error = timeout(Duration::from_secs(90), server.read_u8()).await.expect("never noticed");
+    assert_eq!(error.unwrap_err().kind(), ErrorKind::ConnectionReset);
+    println!("a vanished client: {:?}", start.elapsed());
+    drop((rule, client));
+    until("it is over", async || world.proxy.status().await["listeners"][0]["flows"] == 0).await;
+}

@@ -56,6 +56,24 @@ fn completions_and_manual_know_every_command() {
 }
 
 #[test]
+fn a_file_or_two_flags() {
+    for args in [
+        &["run"][..],
+        &["run", "--listen", "127.0.0.1:0"],
+        &["run", "--upstream", "10.0.0.1:6443"],
+        &["run", "--config", "f", "--listen", "127.0.0.1:0", "--upstream", "10.0.0.1:6443"],
+    ] {
+        let out = jackstay(args);
+        assert_eq!(out.status.code(), Some(2), "{args:?}");
+        assert!(text(&out.stderr).contains("Usage: jackstay run"), "{}", text(&out.stderr));
+    }
+    let out = jackstay(&["run", "--listen", "nowhere", "--upstream", "10.0.0.1:6443"]);
+    assert_eq!(out.status.code(), Some(2));
+    let said = text(&out.stderr);
+    assert!(said.starts_with("command line: --listen[0]: \"nowhere\" has no port"), "{said}");
+}
+
+#[test]
 fn status_of_nothing_says_what_to_do() {
     let port = {
         let free = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");

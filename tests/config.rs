@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use jackstay::config::{ConfigErrors, EndpointAddress, Loaded, Overrides, load};
+use jackstay::config::{ConfigErrors, EndpointAddress, Loaded, Overrides, from_flags, load};
 use proptest::prelude::*;
 
 struct File(tempfile::TempDir);
@@ -422,6 +422,31 @@ fn where_endpoints_come_from() {
 
     let config = load(with("  endpoints: ['10.0.0.1:6443']", "  endpoints_file: /e"));
     assert!(config.upstreams[0].endpoints.is_empty(), "a file that names them is enough");
+}
+
+#[test]
+fn two_flags_are_a_configuration() {
+    let flags = |listen: &[&str], upstream: &[&str]| {
+        let own = |texts: &[&str]| texts.iter().map(|text| (*text).to_owned()).collect::<Vec<_>>();
+        from_flags(&own(listen), &own(upstream), [], &Overrides::default())
+    };
+    let loaded = flags(&["127.0.0.1:7443"], &["10.0.0.1:6443", "10.0.0.2:6443"]).unwrap();
+    assert_eq!(loaded.warnings, [""; 0]);
+    assert_eq!(loaded.config.state_dir, None);
+    assert!(loaded.config.listeners[0].passthrough().is_some());
+    assert_eq!(loaded.config.upstreams[0].endpoints.len(), 2);
+    let errors = flags(&["localhost"], &["10.0.0.1:6443", "10.0.0.1:6443", "x"]).unwrap_err();
+    let lines: Vec<_> = errors.to_string().lines().map(str::to_owned).collect();
+    assert_eq!(
+        lines,
+        [
+            "command line: --upstream[2]: \"x\" has no port: write it as 10.0.0.11:6443 or \
+             \"[fd00::13]:6443\"",
+            "command line: --listen[0]: \"localhost\" has no port: write it as 127.0.0.1:7443 or \
+             \"[::1]:7443\"",
+            "command line: --upstream[1]: 10.0.0.1:6443 is already an endpoint at --upstream[0]",
+        ]
+    );
 }
 
 /// GOOD with a listener that passes connections through instead.

@@ -15,7 +15,7 @@ use std::process::ExitCode;
 
 use clap::{Args, CommandFactory, Parser, Subcommand};
 
-use crate::config::Overrides;
+use crate::config::{self, ConfigErrors, Loaded, Overrides};
 use crate::observe::build;
 
 /// Where the admin endpoint is unless it is told otherwise: the default of `admin.bind`.
@@ -34,7 +34,7 @@ enum Command {
     /// Run the proxy.
     Run(RunArgs),
     /// Parse and validate a configuration and load its certificates; reports every error at once.
-    Check(RunArgs),
+    Check(CheckArgs),
     /// Show it at work: three small apiservers, jackstay in front, faults on a schedule.
     Demo(demo::DemoArgs),
     /// Move a kubeconfig to the local endpoint, and write the configuration for it.
@@ -60,8 +60,52 @@ enum Command {
 #[derive(Debug, Args)]
 struct RunArgs {
     /// Configuration file (YAML).
+    #[arg(long, value_name = "FILE", required_unless_present = "listen")]
+    config: Option<PathBuf>,
+    /// Pass connections through (L4) from this address, without a file; may be repeated.
+    #[arg(long, value_name = "ADDR", requires = "upstream", conflicts_with = "config")]
+    listen: Vec<String>,
+    /// An apiserver to pass connections to; may be repeated.
+    #[arg(long, value_name = "ADDR", requires = "listen", conflicts_with = "config")]
+    upstream: Vec<String>,
+    #[command(flatten)]
+    scalars: ScalarArgs,
+}
+
+impl RunArgs {
+    /// Where the configuration is from.
+    fn place(self) -> run::Place {
+        let overrides = self.scalars.overrides();
+        match self.config {
+            Some(file) => run::Place {
+                name: file.clone(),
+                is_file: true,
+                read: Box::new(move || config::load(&file, config::environment(), &overrides)),
+            },
+            None => run::Place {
+                name: PathBuf::from("command line"),
+                is_file: false,
+                read: Box::new(move || {
+                    let env = config::environment();
+                    config::from_flags(&self.listen, &self.upstream, env, &overrides)
+                }),
+            },
+        }
+    }
+}
+
+#[derive(Debug, Args)]
+struct CheckArgs {
+    /// Configuration file (YAML).
     #[arg(long, value_name = "FILE")]
     config: PathBuf,
+    #[command(flatten)]
+    scalars: ScalarArgs,
+}
+
+/// Values outside of lists, which win over the file and the environment.
+#[derive(Debug, Args)]
+struct ScalarArgs {
     /// Overrides admin.bind.
     #[arg(long, value_name = "ADDR")]
     admin: Option<String>,
@@ -79,7 +123,7 @@ struct RunArgs {
     access_log: Option<String>,
 }
 
-impl RunArgs {
+impl ScalarArgs {
     fn overrides(&self) -> Overrides {
         Overrides {
             admin_bind: self.admin.clone(),
@@ -102,11 +146,11 @@ pub fn main() -> ExitCode {
         }
     };
     match cli.command {
-        Command::Run(args) => run::run(&args.config, &args.overrides()),
+        Command::Run(args) => run::run(args.place()),
         Command::Check(args) => {
             let (mut out, mut err) = (std::io::stdout().lock(), std::io::stderr().lock());
-            let env = crate::config::environment();
-            match check::run(&args.config, env, &args.overrides(), &mut out, &mut err) {
+            let env = config::environment();
+            match check::run(&args.config, env, &args.scalars.overrides(), &mut out, &mut err) {
                 Ok(code) => ExitCode::from(code),
                 Err(_) => ExitCode::FAILURE,
             }

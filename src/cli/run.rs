@@ -1,7 +1,7 @@
 //! `jackstay run`: the proxy, from a configuration file to a clean exit.
 
 use std::io;
-use std::path::Path;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -9,16 +9,26 @@ use std::time::SystemTime;
 use super::check;
 use crate::app::reload::{Fresh, Origin};
 use crate::app::{App, Running};
-use crate::config::{self, ConfigErrors, Loaded, Overrides};
+use crate::config::{ConfigErrors, Loaded};
 use crate::net::notify::ServiceManager;
 use crate::observe::log;
 
 /// Bad usage or bad configuration.
 const BAD_CONFIGURATION: u8 = 2;
 
+/// Where a configuration is from.
+pub struct Place {
+    /// Its name in messages.
+    pub name: PathBuf,
+    /// Whether that is a file, which can change while we run.
+    pub is_file: bool,
+    /// Reads it.
+    pub read: Box<dyn Fn() -> Result<Loaded, ConfigErrors> + Send>,
+}
+
 /// Runs until SIGTERM or SIGINT; SIGHUP reads the configuration again.
-pub fn run(file: &Path, overrides: &Overrides) -> ExitCode {
-    let Fresh { config, warnings } = match read(file, overrides) {
+pub fn run(place: Place) -> ExitCode {
+    let Fresh { config, warnings } = match read(&place) {
         Ok(fresh) => fresh,
         Err(errors) => {
             eprintln!("{}", errors.join("\n"));
@@ -35,17 +45,22 @@ pub fn run(file: &Path, overrides: &Overrides) -> ExitCode {
     for warning in warnings {
         tracing::warn!("{warning}");
     }
-    let (path, overrides) = (file.to_owned(), overrides.clone());
-    let origin = Origin {
-        file: file.to_owned(),
-        read: Box::new(move || read(&path, &overrides)),
+    let origin = place.is_file.then(|| Origin {
+        file: place.name.clone(),
+        read: Box::new(move || read(&place)),
         log: log.knobs(),
-    };
+    });
     let manager = Arc::new(ServiceManager::from_environment().unwrap_or_else(|error| {
         tracing::warn!(%error, "cannot reach the service manager at NOTIFY_SOCKET; going on without it");
         ServiceManager::default()
     }));
-    let start = |app: App| app.following(origin).start_under(Arc::clone(&manager));
+    let start = |app: App| {
+        let app = match origin {
+            Some(origin) => app.following(origin),
+            None => app,
+        };
+        app.start_under(Arc::clone(&manager))
+    };
     let running = match App::bind(config).and_then(start) {
         Ok(running) => running,
         Err(error) => {
@@ -65,11 +80,10 @@ pub fn run(file: &Path, overrides: &Overrides) -> ExitCode {
 }
 
 /// Reads the configuration and every file that it names.
-fn read(file: &Path, overrides: &Overrides) -> Result<Fresh, Vec<String>> {
+fn read(place: &Place) -> Result<Fresh, Vec<String>> {
     let lines = |errors: ConfigErrors| errors.0.iter().map(ToString::to_string).collect();
-    let Loaded { config, mut warnings } =
-        config::load(file, config::environment(), overrides).map_err(lines)?;
-    let found = check::check_files(file, &config, SystemTime::now());
+    let Loaded { config, mut warnings } = (place.read)().map_err(lines)?;
+    let found = check::check_files(&place.name, &config, SystemTime::now());
     if !found.errors.is_empty() {
         return Err(lines(ConfigErrors(found.errors)));
     }

@@ -100,6 +100,62 @@ pub fn validate_text(path: &Path, text: &str) -> Result<Loaded, ConfigErrors> {
     }
 }
 
+/// A configuration without a file: connections to any of `listen` are passed through to the
+/// `upstream` apiservers. Everything else has its default, but nothing is kept on disk; the
+/// environment and `overrides` count as ever.
+///
+/// # Errors
+/// Every mistake, each with the flag that it is about.
+pub fn from_flags(
+    listen: &[String],
+    upstream: &[String],
+    env: impl IntoIterator<Item = (String, String)>,
+    overrides: &Overrides,
+) -> Result<Loaded, ConfigErrors> {
+    let mut report = Report { file: COMMAND_LINE.to_owned(), ..Report::default() };
+    let layer = flags_as_file(listen, upstream);
+    let config = read_layers(Some(&layer), env, overrides, &mut report);
+    // Nobody has written the paths of a file.
+    let flags = |text: &str| {
+        text.replace("listeners[0].bind[", "--listen[")
+            .replace("upstreams[0].endpoints[", "--upstream[")
+    };
+    for error in &mut report.errors {
+        error.path = flags(&error.path);
+        error.message = flags(&error.message);
+    }
+    match config {
+        Some(config) if report.errors.is_empty() => {
+            Ok(Loaded { config, warnings: report.warnings })
+        }
+        _ => Err(ConfigErrors(report.errors)),
+    }
+}
+
+fn flags_as_file(listen: &[String], upstream: &[String]) -> Layer {
+    let origin = COMMAND_LINE.to_owned();
+    let value = |kind: ValueKind| Value::new(Some(&origin), kind);
+    let text = |text: &str| value(ValueKind::String(text.to_owned()));
+    let list =
+        |items: &[String]| value(ValueKind::Array(items.iter().map(|item| text(item)).collect()));
+    let one = |entries: Vec<(&str, Value)>| {
+        let map = entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
+        value(ValueKind::Array(vec![value(ValueKind::Table(map))]))
+    };
+    let mut layer = Layer::default();
+    layer.set("state_dir", "", COMMAND_LINE);
+    let upstreams = one(vec![("name", text("apiservers")), ("endpoints", list(upstream))]);
+    let listeners = one(vec![
+        ("name", text("passthrough")),
+        ("mode", text("passthrough")),
+        ("bind", list(listen)),
+        ("upstream", text("apiservers")),
+    ]);
+    layer.0.insert("upstreams".to_owned(), upstreams);
+    layer.0.insert("listeners".to_owned(), listeners);
+    layer
+}
+
 fn read_all(
     path: &Path,
     env: impl IntoIterator<Item = (String, String)>,
@@ -125,11 +181,20 @@ fn assemble(
     report: &mut Report,
 ) -> Option<Config> {
     let file = text.and_then(|text| file_layer(text, report));
+    read_layers(file.as_ref(), env, overrides, report)
+}
+
+fn read_layers(
+    file: Option<&Layer>,
+    env: impl IntoIterator<Item = (String, String)>,
+    overrides: &Overrides,
+    report: &mut Report,
+) -> Option<Config> {
     let env = env_layer(env, report);
     let flags = flag_layer(overrides);
-    let root = merge([file.clone().unwrap_or_default(), env, flags], report)?;
+    let root = merge([file.cloned().unwrap_or_default(), env, flags], report)?;
     // Without the file's lists there is no sense in saying what they lack.
-    file.as_ref()?;
+    file?;
     let (config, seen) = validate::walk(&Node::root(&root), report);
     rules::check(&seen, report);
     Some(config)

@@ -21,6 +21,6 @@ mod yaml;
 pub use destination::Destination;
 pub use effective::effective;
 pub use errors::{ConfigError, ConfigErrors};
-pub use load::{Loaded, Overrides, environment, load, validate_text};
+pub use load::{Loaded, Overrides, environment, from_flags, load, validate_text};
 pub use model::*;
 pub use units::{format_duration, format_size, parse_duration, parse_size};

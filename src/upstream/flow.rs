@@ -6,11 +6,14 @@
 //! | bytes that were sent | none of them acknowledged for 2.5 s, in which four retransmissions or six segments went out |
 //! | bytes that were not sent, although the peer has room: our own netfilter drops them | the same, with three probes |
 //! | bytes that were not sent, since the peer has no room | six probes in a row unanswered, and no segment for 2.5 s |
-//! | nothing | no segment for 2.4 s, and eight keepalives unanswered |
+//! | nothing | no segment for 2.75 s, or 4.5 s where packets are being lost, and eight keepalives unanswered |
 //!
 //! While nothing waits the kernel sends a keepalive after each second without a segment. The first
-//! one that stays unanswered for 200 ms makes us ask for a new one every 150 ms: eight of them lost
-//! in a row are one in a hundred million where one packet in twenty is lost each way.
+//! one that stays unanswered for 200 ms makes us ask for a new one every 150 ms. Linux answers such
+//! probes only twice a second (`tcp_invalid_ratelimit`), so 2.75 s hold four answers. Where one
+//! packet in twenty is lost each way, all four are lost once in 150,000 seconds of a quiet flow:
+//! too often for a thousand flows. There an answer that comes after all, a refuted suspicion, is
+//! seen all the time; whoever has seen some lately waits for seven answers.
 //!
 //! A peer whose window is closed is alive, only full: the kernel asks it at growing intervals, so
 //! its silence alone says nothing, and each of its answers sets the count of probes back to zero.
@@ -45,8 +48,14 @@ pub struct Rules {
 pub const SERVER: Rules = Rules {
     stuck_after: Duration::from_millis(2_500),
     retransmits: 4,
-    idle_after: Some(Duration::from_millis(2_400)),
+    idle_after: Some(Duration::from_millis(2_750)),
 };
+
+/// The same where [`LOSSY`] suspicions were refuted lately.
+pub const LOSSY_SERVER: Rules = Rules { idle_after: Some(Duration::from_millis(4_500)), ..SERVER };
+
+/// Refuted suspicions within a minute or two that show that packets are being lost.
+pub const LOSSY: u32 = 3;
 
 /// The client's side: nobody waits for a client, and most are on the same machine. One that has
 /// vanished from the network must only not stay for ever.
@@ -117,6 +126,9 @@ pub struct Judge {
     acked: u64,
     segments: u32,
     waiting_since: Option<Instant>,
+    /// Probes were asked for, and none was answered yet.
+    suspects: bool,
+    refuted: bool,
     /// When the next look was promised.
     due: Instant,
 }
@@ -124,7 +136,14 @@ pub struct Judge {
 impl Judge {
     /// Of a connection that has just been made; look at it at once.
     pub fn new(now: Instant) -> Self {
-        Self { acked: 0, segments: 0, waiting_since: None, due: now }
+        Self {
+            acked: 0,
+            segments: 0,
+            waiting_since: None,
+            suspects: false,
+            refuted: false,
+            due: now,
+        }
     }
 
     /// Bytes were written. Returns when to look at the latest.
@@ -154,10 +173,21 @@ impl Judge {
         } else {
             idle(info, rules)
         };
-        if let Look::Again { after, .. } = look {
+        if self.suspects && info.silent() < LATE_ANSWER {
+            self.suspects = false;
+            self.refuted = true;
+        }
+        if let Look::Again { after, probe } = look {
+            self.suspects |= probe;
             self.due = now + after;
         }
         look
+    }
+
+    /// Whether a suspicion was refuted since this was last asked: a packet was lost that proved
+    /// nothing.
+    pub fn was_refuted(&mut self) -> bool {
+        std::mem::take(&mut self.refuted)
     }
 }
 
@@ -204,11 +234,14 @@ fn idle(info: &TcpInfo, rules: &Rules) -> Look {
 /// Waits until a tunnel's flow is dead, and says why.
 pub async fn died(observer: &Observer) -> &'static str {
     let mut judge = Judge::new(Instant::now());
+    let mut refuted = 0;
     loop {
+        refuted += u32::from(judge.was_refuted());
+        let rules = if refuted >= LOSSY { &LOSSY_SERVER } else { &SERVER };
         let pause = match observer.tcp_info() {
             // Without evidence (a kernel before 4.6) there is no verdict.
             Err(_) => SELDOM,
-            Ok(info) => match judge.look(&info, &SERVER, Instant::now()) {
+            Ok(info) => match judge.look(&info, rules, Instant::now()) {
                 Look::Dead(death) => return death.as_str(),
                 Look::Again { after, probe } => {
                     if probe {

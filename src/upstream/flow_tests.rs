@@ -67,7 +67,9 @@ fn unanswered_keepalives_kill_within_three_seconds() {
     let lost = |at, asked| TcpInfo { probes: keepalives(at, asked), ..quiet(at) };
     let (at, death) = judged(&SERVER, None, lost).unwrap();
     assert_eq!(death, Death::Unanswered);
-    assert!((2400 * MS..2700 * MS).contains(&at), "{at:?}");
+    assert!((2750 * MS..3000 * MS).contains(&at), "{at:?}");
+    let (at, _) = judged(&LOSSY_SERVER, None, lost).unwrap();
+    assert!((4500 * MS..4800 * MS).contains(&at), "{at:?}");
     // Silence alone is no proof: the probes have to have gone out.
     let few = |at, _| TcpInfo { probes: 7, ..quiet(at) };
     assert_eq!(judged(&SERVER, None, few), None);
@@ -189,6 +191,20 @@ fn a_late_look_is_no_verdict() {
     let late = start + 30 * SECOND;
     assert_eq!(judge.look(&lost, &SERVER, late), Look::Again { after: GRACE, probe: false });
     assert_eq!(judge.look(&lost, &SERVER, late + GRACE), Look::Dead(Death::Unanswered));
+}
+
+#[test]
+fn an_answer_that_comes_after_all_refutes_a_suspicion_once() {
+    let start = Instant::now();
+    let mut judge = Judge::new(start);
+    let mut look = |silent: Duration, at: Duration| {
+        let _ = judge.look(&quiet(silent), &SERVER, start + at);
+        judge.was_refuted()
+    };
+    assert!(!look(Duration::ZERO, Duration::ZERO));
+    assert!(!look(1220 * MS, 1220 * MS));
+    assert!(look(10 * MS, 1380 * MS));
+    assert!(!look(900 * MS, 2000 * MS));
 }
 
 #[test]

@@ -19,15 +19,19 @@ use tokio::sync::Notify;
 use tokio::time::{Instant, sleep};
 
 use super::Listener;
+use super::rebalance::{Mover, QUIET};
 use crate::net::{socket, tcp_info};
 use crate::observe::Repeats;
 use crate::upstream::endpoint::{Endpoint, EndpointState};
-use crate::upstream::flow::{self, Death, Judge, Look};
+use crate::upstream::flow::{self, Death, Judge, Look, Rules};
+use crate::upstream::pool::Upstream;
 
 /// How often the array is walked.
 const TICK: Duration = Duration::from_millis(50);
 /// How often a line about the same kind of death is written.
 const REPEAT: Duration = Duration::from_secs(5);
+/// How long refuted suspicions are remembered.
+const MEMORY: Duration = Duration::from_secs(60);
 /// Entry of a place without a flow, and of a flow that has been told to end.
 const NEVER: u32 = u32::MAX;
 
@@ -38,6 +42,16 @@ pub struct Table {
     /// Told when the first flow enters.
     occupied: Notify,
     repeats: RefCell<Repeats>,
+    mover: RefCell<Mover>,
+    lossy: Cell<Lossy>,
+}
+
+/// Remembers whether packets are lost here that prove nothing.
+#[derive(Debug, Clone, Copy)]
+struct Lossy {
+    /// Suspicions that an answer refuted, since then.
+    refuted: u32,
+    since: Instant,
 }
 
 #[derive(Default)]
@@ -60,6 +74,7 @@ struct Lives {
 
 struct Flow {
     listener: Rc<Listener>,
+    upstream: Arc<Upstream>,
     endpoint: Arc<Endpoint>,
     /// How often its endpoint had died when it began.
     deaths: u64,
@@ -103,6 +118,8 @@ impl Table {
             inner: RefCell::default(),
             occupied: Notify::new(),
             repeats: RefCell::new(Repeats::new(REPEAT)),
+            mover: RefCell::new(Mover::new(Instant::now())),
+            lossy: Cell::new(Lossy { refuted: 0, since: Instant::now() }),
         })
     }
 
@@ -122,9 +139,9 @@ impl Table {
     pub fn enter(
         self: &Rc<Self>,
         listener: &Rc<Listener>,
+        upstream: &Arc<Upstream>,
         endpoint: &Arc<Endpoint>,
-        client: RawFd,
-        server: RawFd,
+        (client, server): (RawFd, RawFd),
     ) -> Ticket {
         let now = Instant::now();
         let mut inner = self.inner.borrow_mut();
@@ -139,6 +156,7 @@ impl Table {
         }
         let flow = Flow {
             listener: Rc::clone(listener),
+            upstream: Arc::clone(upstream),
             endpoint: Arc::clone(endpoint),
             deaths: endpoint.deaths(),
             client,
@@ -189,8 +207,59 @@ impl Table {
         u32::try_from(since).unwrap_or(NEVER - 1).min(NEVER - 1)
     }
 
+    /// The rules for the apiservers' side.
+    fn rules(&self, now: Instant) -> &'static Rules {
+        let mut lossy = self.lossy.get();
+        if now.saturating_duration_since(lossy.since) > MEMORY {
+            // Half of what was seen counts for another while.
+            lossy = Lossy { refuted: lossy.refuted / 2, since: now };
+            self.lossy.set(lossy);
+        }
+        if lossy.refuted >= flow::LOSSY { &flow::LOSSY_SERVER } else { &flow::SERVER }
+    }
+
+    /// Ends quiet flows to an endpoint that has too many, where the listener asks for it.
+    fn rebalance(&self, now: Instant) {
+        let Some(elapsed) = self.mover.borrow_mut().is_due(now) else { return };
+        let mut inner = self.inner.borrow_mut();
+        let Inner { due, flows, .. } = &mut *inner;
+        let mut upstreams: Vec<Arc<Upstream>> = Vec::new();
+        let movable = |flow: &&Flow| flow.listener.config.rebalance && flow.verdict.is_none();
+        for flow in flows.iter().flatten().filter(movable) {
+            if !upstreams.iter().any(|known| Arc::ptr_eq(known, &flow.upstream)) {
+                upstreams.push(Arc::clone(&flow.upstream));
+            }
+        }
+        for upstream in upstreams {
+            let all = || flows.iter().flatten().filter(movable);
+            let count = |endpoint: &Arc<Endpoint>| {
+                all().filter(|flow| Arc::ptr_eq(&flow.endpoint, endpoint)).count()
+            };
+            let found = self.mover.borrow_mut().decide(&upstream, count, elapsed, now);
+            let Some((from, count)) = found else { continue };
+            let mut quiet: Vec<_> = flows
+                .iter_mut()
+                .enumerate()
+                .filter_map(|(index, flow)| Some((index, flow.as_mut()?)))
+                .filter(|(_, flow)| {
+                    movable(&&**flow)
+                        && Arc::ptr_eq(&flow.endpoint, &from)
+                        && now.saturating_duration_since(flow.moved) >= QUIET
+                })
+                .collect();
+            quiet.sort_by_key(|(_, flow)| flow.moved);
+            for (index, flow) in quiet.into_iter().take(count) {
+                due[index] = NEVER;
+                self.tell(flow, REBALANCE, now);
+                flow.end(REBALANCE);
+            }
+        }
+    }
+
     fn turn(&self, now: Instant) {
         self.look_at_endpoints(now);
+        self.rebalance(now);
+        let rules = self.rules(now);
         let stamp = self.stamp(now);
         let mut inner = self.inner.borrow_mut();
         let Inner { due, flows, .. } = &mut *inner;
@@ -199,7 +268,13 @@ impl Table {
                 continue;
             }
             let Some(flow) = flow else { continue };
-            match flow.look(now) {
+            let looked = flow.look(rules, now);
+            if flow.judge.was_refuted() {
+                let mut lossy = self.lossy.get();
+                lossy.refuted = lossy.refuted.saturating_add(1);
+                self.lossy.set(lossy);
+            }
+            match looked {
                 Ok(next) => *due = self.stamp(next).max(stamp + 1),
                 Err(verdict) => {
                     *due = NEVER;
@@ -286,12 +361,14 @@ const UNANSWERED: Verdict =
     Verdict { reason: "unanswered", words: "keepalives are not answered any more" };
 const CLIENT_DEAD: Verdict =
     Verdict { reason: "client_dead", words: "the client acknowledges nothing any more" };
+const REBALANCE: Verdict =
+    Verdict { reason: "rebalance", words: "the endpoint has more than its share (rebalance)" };
 /// The drain is over.
 pub const SHUTDOWN: Verdict = Verdict { reason: "shutdown", words: "the drain timeout is over" };
 
 impl Flow {
     /// Looks at both sides; when to look again.
-    fn look(&mut self, now: Instant) -> Result<Instant, Verdict> {
+    fn look(&mut self, rules: &Rules, now: Instant) -> Result<Instant, Verdict> {
         let way = self.listener.way.borrow();
         let limits = &way.limits;
         if !self.answered && now >= self.began + limits.handshake_timeout {
@@ -304,7 +381,7 @@ impl Flow {
         let mut next = now + flow::LONGEST;
         // Without evidence (a kernel before 4.6) there is no verdict.
         if let Ok(info) = tcp_info::read(&self.server) {
-            match self.judge.look(&info, &flow::SERVER, now) {
+            match self.judge.look(&info, rules, now) {
                 Look::Dead(Death::Unacknowledged) => return Err(UNACKNOWLEDGED),
                 Look::Dead(Death::Unanswered) => return Err(UNANSWERED),
                 Look::Again { after, probe } => {

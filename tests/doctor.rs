@@ -210,6 +210,19 @@ fn a_token_that_nobody_knows() {
 }
 
 #[test]
+fn a_client_certificate_that_is_over() {
+    let world = World::new();
+    let old = world.pki.client_valid(&Subject::admin(), Validity::expired()).unwrap();
+    let (cert_file, key_file) = old.write_to(world.dir.path(), "old").unwrap();
+    let certificate = Some(CertPaths { cert_file, key_file });
+    let trust = Trust::of_files(&Files { certificate, ..world.files() }).unwrap();
+    let server = Server::parse(&world.server.addr.to_string()).unwrap();
+    let target = Target::new(&server, Source::Given, None, &trust).unwrap();
+    let (_, found) = examine(Plan { targets: vec![target], ..Plan::default() }, 2);
+    assert_first(&found, Cause::ClientCertificateExpired);
+}
+
+#[test]
 fn name_servers_that_are_silent() {
     let world = World::new();
     let trust = Trust::of_files(&world.files()).unwrap();

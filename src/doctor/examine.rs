@@ -15,12 +15,12 @@ use super::dns::Resolver;
 use super::host;
 use super::lasting;
 use super::observations::{
-    Attempt, Certificate, Endpoint, Failure, Kind, Observations, Resolved, Step,
+    Attempt, Certificate, Endpoint, Failure, Kind, Observations, Resolved, Shown, Step,
 };
 use super::probe::{self, Clock, Learned, STEP_LIMIT};
 use super::target::{Plan, Target};
 use crate::net::local_ca::names_of;
-use crate::net::tls_files::{Validity, cert_info};
+use crate::net::tls_files::{CertInfo, Validity, cert_info};
 use crate::observe::utc::Utc;
 
 /// Between two fresh connections to one endpoint: enough of them in ten seconds for a median, and
@@ -153,6 +153,11 @@ async fn one(
         clock_skew_s: None,
         max_streams: None,
         authenticated: target.peer.authenticated,
+        shown: target.shown().map(|info| Shown {
+            subject: info.subject.to_string(),
+            not_after: Utc(info.not_after).seconds(),
+            expires_in_s: expires_in(info),
+        }),
     };
     // What leads back here is not asked: the answer would be our own.
     if loops_to.is_some() || ips.is_empty() {
@@ -269,17 +274,22 @@ fn loops(ips: &[IpAddr], port: u16, places: &[(String, SocketAddr)]) -> Option<S
 
 fn describe(der: &CertificateDer<'_>) -> Option<Certificate> {
     let info = cert_info(der).ok()?;
-    let now = SystemTime::now();
-    let seconds = |time: SystemTime| time.duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
-    let left = seconds(info.not_after).cast_signed() - seconds(now).cast_signed();
     Some(Certificate {
         subject: info.subject.to_string(),
         issuer: crate::net::local_ca::issuer_of(der),
         names: names_of(der).unwrap_or_default(),
         not_before: Utc(info.not_before).seconds(),
         not_after: Utc(info.not_after).seconds(),
-        expires_in_s: if info.validity(now) == Validity::Expired { left.min(-1) } else { left },
+        expires_in_s: expires_in(&info),
     })
+}
+
+/// Seconds until a certificate ends; negative if it has.
+fn expires_in(info: &CertInfo) -> i64 {
+    let now = SystemTime::now();
+    let seconds = |time: SystemTime| time.duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
+    let left = seconds(info.not_after).cast_signed() - seconds(now).cast_signed();
+    if info.validity(now) == Validity::Expired { left.min(-1) } else { left }
 }
 
 #[cfg(test)]

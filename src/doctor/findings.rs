@@ -12,6 +12,7 @@
 //! | 85 | a clock that is wrong by more than a certificate forgives |
 //! | 80 | the certificate: expired, not yet valid, another CA, other names |
 //! | 75 | a dead endpoint (all of them: 84) |
+//! | 74 | our own client certificate has expired |
 //! | 72 | no HTTP/2 |
 //! | 70 | the credential is not accepted |
 //! | 65 | established connections fall silent while fresh ones work |
@@ -75,6 +76,8 @@ pub enum Cause {
     DeadEndpoint,
     /// The endpoint does not speak HTTP/2.
     NoHttp2,
+    /// The client certificate has expired.
+    ClientCertificateExpired,
     /// The credential is refused.
     Unauthorized,
     /// Established connections fall silent.
@@ -120,6 +123,7 @@ pub fn judge(seen: &Observations) -> Vec<Finding> {
     machine::names(seen, &mut found);
     machine::clocks(seen, &mut found);
     certificates::certificates(seen, &mut found);
+    certificates::shown(seen, &mut found);
     path::reach(seen, &mut found);
     for endpoint in &seen.endpoints {
         path::credential(endpoint, &mut found);

@@ -121,6 +121,19 @@ pub struct Endpoint {
     pub max_streams: Option<usize>,
     /// A credential was sent.
     pub authenticated: bool,
+    /// The client certificate that was shown.
+    pub shown: Option<Shown>,
+}
+
+/// A client certificate.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Shown {
+    /// Whom it names.
+    pub subject: String,
+    /// End of its validity.
+    pub not_after: String,
+    /// Seconds until then; negative if it is over.
+    pub expires_in_s: i64,
 }
 
 /// How an endpoint was found.

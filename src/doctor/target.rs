@@ -16,7 +16,7 @@ use super::verify::Verifier;
 use crate::config::{CertPaths, Config, Upstream};
 use crate::kubeconfig::access::{Access, Credential, Pem, Server, read_pem};
 use crate::kubeconfig::setup::system_cas;
-use crate::net::tls_files::{LoadedCert, ca_from_pem, cert_from_pem, load_ca, load_cert};
+use crate::net::tls_files::{CertInfo, LoadedCert, ca_from_pem, cert_from_pem, load_ca, load_cert};
 
 /// How one endpoint is examined.
 pub struct Target {
@@ -226,6 +226,12 @@ impl Target {
             verifier,
             peer,
         })
+    }
+
+    /// The client certificate that it is shown.
+    pub(super) fn shown(&self) -> Option<&CertInfo> {
+        let certificate = self.trust.certificate.as_ref().filter(|_| self.verifier.verifies());
+        certificate.map(|loaded| &loaded.info)
     }
 
     /// Another apiserver of the same cluster, as the cluster itself names it. Every apiserver's

@@ -1,4 +1,4 @@
-//! Causes in the certificates of the servers.
+//! Causes in certificates: those of the servers, and our own.
 
 use super::{Cause, Finding, note, problem};
 use crate::doctor::observations::{Kind, Observations, Step};
@@ -70,5 +70,36 @@ pub(super) fn certificates(seen: &Observations, found: &mut Vec<Finding>) {
                 "Renew it in time.",
             ));
         }
+    }
+}
+
+/// The client certificates that were shown, each once.
+pub(super) fn shown(seen: &Observations, found: &mut Vec<Finding>) {
+    let mut told = Vec::new();
+    for shown in seen.endpoints.iter().filter_map(|endpoint| endpoint.shown.as_ref()) {
+        if told.contains(&shown) || shown.expires_in_s >= SOON_S {
+            continue;
+        }
+        told.push(shown);
+        let advice = "Have a new one issued (`kubeadm certs renew admin.conf`; kubelet renews its \
+                      own if its clock is right).";
+        found.push(if shown.expires_in_s < 0 {
+            problem(
+                74,
+                Cause::ClientCertificateExpired,
+                format!("The client certificate of {} has expired.", shown.subject),
+                format!("it was valid until {}", shown.not_after),
+                advice,
+            )
+        } else {
+            let days = shown.expires_in_s / 86_400;
+            let subject = &shown.subject;
+            note(
+                Cause::ExpiresSoon,
+                format!("The client certificate of {subject} expires in {days} days."),
+                format!("it is valid until {}", shown.not_after),
+                advice,
+            )
+        });
     }
 }

@@ -3,7 +3,7 @@
 use super::{Cause, Level, is_wrong, judge};
 use crate::doctor::observations::{
     Attempt, Certificate, Dns, Endpoint, Failure, Idle, Kind, Lasting, Listen, ListenState, Ms,
-    NameServer, Observations, Resolved, Source, Step,
+    NameServer, Observations, Resolved, Shown, Source, Step,
 };
 
 /// The steps up to and including one, each of a millisecond.
@@ -63,6 +63,11 @@ fn endpoint(address: &str) -> Endpoint {
         clock_skew_s: Some(0.2),
         max_streams: Some(100),
         authenticated: true,
+        shown: Some(Shown {
+            subject: "CN=kubernetes-admin".into(),
+            not_after: "2027-01-01T00:00:00Z".into(),
+            expires_in_s: 200 * 86_400,
+        }),
     }
 }
 
@@ -227,6 +232,18 @@ fn what_explains_the_rest_comes_first() {
         }
     }
     assert_eq!(first(&seen(vec![gone])), Some(Cause::Unsteady));
+
+    // A client certificate that is over is why it is refused; that is said once.
+    let refused = |address: &str| {
+        let mut endpoint = failing(Step::Readyz, Kind::Unauthorized);
+        endpoint.address = address.into();
+        endpoint.shown.as_mut().unwrap().expires_in_s = -5;
+        endpoint
+    };
+    let causes: Vec<Cause> =
+        judge(&seen(vec![refused("a:1"), refused("b:1")])).iter().map(|f| f.cause).collect();
+    let refusal = Cause::Unauthorized;
+    assert_eq!(causes, [Cause::ClientCertificateExpired, refusal, refusal]);
 
     // Late answers with hardly a segment sent again are a slow server's.
     for retransmitted in [0, 3] {

@@ -64,8 +64,8 @@ impl View {
         }
         out.push_str(&parts.join("  ·  "));
         out.push('\n');
-        let reload = &status["reload"];
-        if reload["outcome"].as_str().is_some_and(|outcome| !["ok", "applied"].contains(&outcome)) {
+        let reload = &status["config"]["last_reload"];
+        if reload["outcome"] == "failed" {
             let why = list(reload, "errors").iter().filter_map(Value::as_str).collect::<Vec<_>>();
             let text = format!(
                 "last reload {} ago was refused, the old configuration stays: {}",
@@ -190,24 +190,22 @@ impl View {
             Cell::text("SOURCE"),
             Cell::text("LAST SUCCESS"),
             Cell::number("ENDPOINTS"),
-            Cell::text("LAST ERROR"),
+            Cell::text("SAYS"),
         ]);
         for source in sources {
-            let age = match (source["age_s"].as_u64(), &source["last_success"]) {
-                (Some(seconds), _) => format!("{} ago", span(Duration::from_secs(seconds))),
-                (None, Value::String(_)) => format!("{} ago", self.ago(&source["last_success"])),
+            let age = match &source["last_success"] {
+                Value::String(_) => format!("{} ago", self.ago(&source["last_success"])),
                 _ => "never".to_owned(),
             };
-            let error = source["last_error"].as_str().or_else(|| source["error"].as_str());
-            let name = source["source"].as_str().unwrap_or_else(|| word(source, "name"));
+            let said = match (source["error"].as_str(), source["note"].as_str()) {
+                (Some(error), _) => Cell::text(error).tone(Tone::Warn),
+                (None, note) => Cell::text(note.unwrap_or("")).tone(Tone::Dim),
+            };
             let row = vec![
-                Cell::text(name),
+                Cell::text(word(source, "source")),
                 Cell::text(age),
-                source["count"].as_u64().map_or_else(
-                    || count(source, "endpoints"),
-                    |count| Cell::number(count.to_string()),
-                ),
-                Cell::text(error.unwrap_or("")).tone(Tone::Warn),
+                count(source, "endpoints"),
+                said,
             ];
             grid.row(row, Vec::new());
         }
@@ -336,7 +334,10 @@ mod tests {
                      "since": "2026-07-26T11:59:48.500Z", "rtt": null, "connections": [],
                      "streams": 0, "watches": 0, "answers": 0, "errors": 0,
                      "last_ejection": {"at": "2026-07-26T11:59:48Z", "reason": "refused"}}],
-                "sources": [{"source": "dns lb.example", "age_s": 75, "count": 2, "last_error": null}]}],
+                "sources": [{"source": "dns", "last_success": "2026-07-26T11:58:45Z",
+                    "age_seconds": 75, "endpoints": 2, "error": "no answer", "note": null}]}],
+            "config": {"last_reload": {"at": "2026-07-26T11:00:00Z", "outcome": "failed",
+                "errors": ["f: workers: is no number", "f: x: unknown"]}},
             "events": [
                 {"at": "2026-07-26T11:59:48.500Z", "kind": "endpoint", "name": "10.0.0.2:6443",
                  "from": "ready", "to": "ejected", "reason": "refused", "times": 3, "bad": true}],
@@ -353,7 +354,8 @@ mod tests {
             "lb         passthrough  not bound",
             "10.0.0.1:6443  ready    3h11m  0.42 ms  13 ms  2 (1 not live)       40       29      0    2  /readyz is ok  never",
             "10.0.0.2:6443  ejected  11s          -      -               0        0        0      -    0  refused [2J    12s ago: refused",
-            "dns lb.example  1m15s ago             2",
+            "dns     1m15s ago             2  no answer",
+            "last reload 1h00m ago was refused, the old configuration stays: f: workers: is no number; f: x",
             "11s ago       endpoint 10.0.0.2:6443  ready -> ejected: refused (3 times)",
         ] {
             assert!(text.contains(part), "no `{part}` in\n{text}");

@@ -1,26 +1,32 @@
 //! jackstay beside what a user would pick instead: `HAProxy` and Envoy in front of the same HTTP/2
-//! origin, in one run, because absolute figures of two runs or two machines compare nothing.
+//! origin, with nginx at L4 too, in one run, because absolute figures of two runs or two machines
+//! compare nothing.
 //!
 //! ```text
-//! benches/setup                                            # once: haproxy, h2load, envoy
-//! cargo bench --bench peers                                # about five minutes
-//! cargo bench --bench peers -- --quick --json peers.json   # about one
+//! benches/setup                                            # once: haproxy, nginx, h2load, envoy
+//! cargo bench --bench peers                                # about eight minutes
+//! cargo bench --bench peers -- --quick --json peers.json   # about two
+//! cargo bench --bench peers -- --layer l4                  # passthrough alone
 //! ```
 //!
 //! Everything is on loopback with 2 KiB answers, HTTP/2 and TLS 1.3 (AES-128-GCM) on both sides.
 //! Requests come from h2load, 8 connections × 16 streams, with a bearer token; latency (one
 //! connection, one stream, everyone on one core), bulk (one 200 MB body at a time) and watches (1,000 over 10
-//! connections) come from our own client with a client certificate. A peer that is not installed
+//! connections) come from our own client with a client certificate. At L4 only bytes pass (`raw`):
+//! 10,000 idle flows, one bulk flow in each direction, and one byte there and back on new
+//! connections, 16 at once. A peer that is not installed
 //! is left out with a word about it. `JACKSTAY_BIN` measures another jackstay binary.
 
 mod client;
 mod h2load;
 mod origin;
+mod passthrough;
 mod phases;
 mod pin;
 mod pki;
 mod process;
 mod proxies;
+mod raw;
 mod report;
 
 use std::{
@@ -38,7 +44,7 @@ use crate::{
     phases::{Bench, Plan},
     pki::Pki,
     process::{Process, find_program, ticks_per_second},
-    proxies::{Proxy, Setting, Target},
+    proxies::{Layer, Proxy, Setting, Target},
     report::Samples,
 };
 
@@ -51,7 +57,7 @@ const LIMIT: Duration = Duration::from_secs(15 * 60);
 /// Compares jackstay with `HAProxy` and Envoy in front of one origin.
 #[derive(Parser)]
 struct Args {
-    /// About a minute instead of five.
+    /// About two minutes instead of eight.
     #[arg(long)]
     quick: bool,
     /// Also write medians, ratios and samples here.
@@ -60,6 +66,9 @@ struct Args {
     /// Measure these alone.
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = Target::PROXIES)]
     only: Vec<Target>,
+    /// Measure at these layers alone.
+    #[arg(long, value_enum, value_delimiter = ',', default_values_t = [Layer::L7, Layer::L4])]
+    layer: Vec<Layer>,
     /// Fail unless jackstay was measured and meets every bar.
     #[arg(long)]
     check: bool,
@@ -118,14 +127,15 @@ async fn run(args: &Args) -> Result<bool> {
     let Some(h2load) = find_program([Path::new("h2load")]) else {
         return Err("no h2load: run benches/setup".into());
     };
+    let flows = passthrough::allow_descriptors()?; // for all that is started from here on
     let dir = tempfile::Builder::new().prefix("jackstay-peers-").tempdir()?;
     let pki = Pki::create(dir.path())?;
     let tls = pki.client_config()?;
     let (origin, origin_process) = start_origin(dir.path()).await?;
-    let setting = Setting { dir: dir.path(), pki: &pki, origin, tls: &tls };
+    let setting = Setting { dir: dir.path(), pki: &pki, origin, flows, tls: &tls };
 
     let machine = machine();
-    println!("{machine}");
+    println!("{machine}; {flows} idle flows");
     let mut samples = Samples::default();
     let bench = Bench {
         plan: if args.quick { Plan::QUICK } else { Plan::FULL },
@@ -135,6 +145,7 @@ async fn run(args: &Args) -> Result<bool> {
         origin_process: &origin_process,
         tls: &tls,
         ticks_per_second: ticks_per_second()?,
+        flows,
     };
 
     let mut targets = args.only.clone();
@@ -145,21 +156,36 @@ async fn run(args: &Args) -> Result<bool> {
             false
         }
     });
-    eprintln!("idle, and idle watches");
-    let proxies = start_all(&setting, &mut targets, true).await?;
-    bench.idle(&proxies, &mut samples).await?;
-    drop(proxies);
-    // New processes: what the watches made them allocate must not colour the rest.
-    let proxies = start_all(&setting, &mut targets, false).await?;
-    bench.rounds(&proxies, &mut samples).await?;
-    drop(proxies);
+    let mut met = true;
+    for layer in [Layer::L7, Layer::L4] {
+        if !args.layer.contains(&layer) {
+            continue;
+        }
+        let mut targets: Vec<_> =
+            targets.iter().copied().filter(|target| target.works_at(layer)).collect();
+        eprintln!("{layer:?}: idle, and idle watches or flows");
+        let proxies = start_all(&setting, &mut targets, layer, true).await?;
+        match layer {
+            Layer::L7 => bench.idle(&proxies, &mut samples).await?,
+            Layer::L4 => bench.idle_flows(&proxies, &mut samples).await?,
+        }
+        drop(proxies);
+        // New processes: what the watches made them allocate must not colour the rest.
+        let proxies = start_all(&setting, &mut targets, layer, false).await?;
+        match layer {
+            Layer::L7 => bench.rounds(&proxies, &mut samples).await?,
+            Layer::L4 => bench.flow_rounds(&proxies, &mut samples).await?,
+        }
+        drop(proxies);
+        println!("\n{}", samples.table(layer));
+        met &= samples.meets_all(layer);
+    }
 
-    println!("\n{}", samples.table());
     if let Some(file) = &args.json {
         let all = json!({ "machine": machine, "quick": args.quick, "metrics": samples.json() });
         fs::write(file, serde_json::to_string_pretty(&all)? + "\n")?;
     }
-    Ok(!args.check || samples.meets_all())
+    Ok(!args.check || met)
 }
 
 /// Starts the proxies. At the first time, one that does not come up is left out with its reason;
@@ -167,11 +193,12 @@ async fn run(args: &Args) -> Result<bool> {
 async fn start_all(
     setting: &Setting<'_>,
     targets: &mut Vec<Target>,
+    layer: Layer,
     first: bool,
 ) -> Result<Vec<Proxy>> {
     let mut proxies = Vec::new();
     for target in targets.clone() {
-        match setting.start(target).await {
+        match setting.start(target, layer).await {
             Ok(proxy) => proxies.push(proxy),
             Err(error) if first => println!("{} is left out: {error}", target.name()),
             Err(error) => return Err(format!("{}: {error}", target.name()).into()),

@@ -35,6 +35,8 @@ pub struct Plan {
     pub load: Duration,
     pub latency: Duration,
     pub bulk_bodies: u32,
+    /// At L4, in each direction.
+    pub flow_bytes: u64,
     pub idle: Duration,
 }
 
@@ -45,6 +47,7 @@ impl Plan {
         load: Duration::from_secs(1),
         latency: Duration::from_millis(600),
         bulk_bodies: 1,
+        flow_bytes: 1_000_000_000,
         idle: Duration::from_secs(5),
     };
     /// About five minutes.
@@ -53,6 +56,7 @@ impl Plan {
         load: Duration::from_secs(4),
         latency: Duration::from_secs(2),
         bulk_bodies: 2,
+        flow_bytes: 4_000_000_000,
         idle: Duration::from_secs(20),
     };
 }
@@ -66,6 +70,8 @@ pub struct Bench<'a> {
     pub origin_process: &'a Process,
     pub tls: &'a Arc<ClientConfig>,
     pub ticks_per_second: f64,
+    /// Idle flows at L4.
+    pub flows: usize,
 }
 
 impl Bench<'_> {

@@ -1,8 +1,10 @@
 //! The proxies under test: where each is found, the configuration each gets, and how it starts.
 //!
-//! One worker thread each, since one is jackstay's default; TLS 1.3 and HTTP/2 on both sides; the
+//! At L7, as follows; at L4 in `passthrough`. One worker thread each, since one is jackstay's default; TLS 1.3 and HTTP/2 on both sides; the
 //! origin's certificate verified, a client certificate asked for; `/readyz` checked every 10 s;
 //! no access log; no timeout that an idle watch could reach. Beyond that each keeps its defaults.
+
+mod passthrough;
 
 use std::{
     fs,
@@ -22,6 +24,7 @@ use crate::{
     origin,
     pki::{Pki, SERVER_NAME},
     process::{Process, find_program},
+    raw,
 };
 
 /// How long a proxy may take until it answers its first request.
@@ -34,21 +37,38 @@ pub enum Target {
     Direct,
     /// The yardstick of every ratio.
     Haproxy,
+    /// At L4 alone.
+    Nginx,
     /// Envoy.
     Envoy,
     /// This crate's binary.
     Jackstay,
 }
 
+/// What is done with the bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
+pub enum Layer {
+    /// TLS ends in the proxy, and each request is one.
+    L7,
+    /// Bytes pass.
+    L4,
+}
+
 impl Target {
     /// The proxies, in the order of the table.
-    pub const PROXIES: [Self; 3] = [Self::Haproxy, Self::Envoy, Self::Jackstay];
+    pub const PROXIES: [Self; 4] = [Self::Haproxy, Self::Nginx, Self::Envoy, Self::Jackstay];
+
+    /// Whether it is a peer at that layer: nginx speaks no HTTP/2 to its upstreams.
+    pub fn works_at(self, layer: Layer) -> bool {
+        layer == Layer::L4 || self != Self::Nginx
+    }
 
     /// As printed, and as the key in the JSON.
     pub fn name(self) -> &'static str {
         match self {
             Self::Direct => "direct",
             Self::Haproxy => "haproxy",
+            Self::Nginx => "nginx",
             Self::Envoy => "envoy",
             Self::Jackstay => "jackstay",
         }
@@ -64,6 +84,8 @@ impl Target {
             Self::Direct => Err("not a program"),
             Self::Haproxy => found("HAPROXY_BIN", "haproxy".into())
                 .ok_or("no haproxy: run benches/setup or set HAPROXY_BIN"),
+            Self::Nginx => found("NGINX_BIN", "nginx".into())
+                .ok_or("no nginx: run benches/setup or set NGINX_BIN"),
             Self::Envoy => found("ENVOY_BIN", cache_dir().join("envoy"))
                 .ok_or("no envoy: run benches/setup or set ENVOY_BIN"),
             Self::Jackstay => found("JACKSTAY_BIN", env!("CARGO_BIN_EXE_jackstay").into())
@@ -96,21 +118,31 @@ pub struct Setting<'a> {
     pub pki: &'a Pki,
     /// Where the origin listens.
     pub origin: SocketAddr,
+    /// Flows that it must be able to hold at L4.
+    pub flows: usize,
     /// The client that asks whether it is up.
     pub tls: &'a Arc<ClientConfig>,
 }
 
 impl Setting<'_> {
     /// Starts `target` and waits for its first answer.
-    pub async fn start(&self, target: Target) -> Result<Proxy> {
+    pub async fn start(&self, target: Target, layer: Layer) -> Result<Proxy> {
         let program = target.program()?;
         let address = free_address()?;
         let file = |name: &str| self.dir.join(format!("{}.{name}", target.name()));
-        let (config, text) = match target {
-            Target::Direct => return Err("not a program".into()),
-            Target::Haproxy => (file("cfg"), self.haproxy(address)),
-            Target::Envoy => (file("yaml"), self.envoy(address)),
-            Target::Jackstay => (file("yaml"), self.jackstay(address, free_address()?)),
+        let (config, text) = match (target, layer) {
+            (Target::Direct, _) | (Target::Nginx, Layer::L7) => return Err("no such proxy".into()),
+            (Target::Haproxy, Layer::L7) => (file("cfg"), self.haproxy(address)),
+            (Target::Envoy, Layer::L7) => (file("yaml"), self.envoy(address)),
+            (Target::Jackstay, Layer::L7) => {
+                (file("yaml"), self.jackstay(address, free_address()?))
+            }
+            (Target::Haproxy, Layer::L4) => (file("cfg"), self.haproxy_l4(address)),
+            (Target::Nginx, Layer::L4) => (file("conf"), self.nginx_l4(address)),
+            (Target::Envoy, Layer::L4) => (file("yaml"), self.envoy_l4(address)),
+            (Target::Jackstay, Layer::L4) => {
+                (file("yaml"), self.jackstay_l4(address, free_address()?))
+            }
         };
         fs::write(&config, text)?;
 
@@ -118,6 +150,7 @@ impl Setting<'_> {
         match target {
             // One process in the foreground, so that its pid is the one we measure and kill.
             Target::Haproxy => command.arg("-db").arg("-f").arg(&config),
+            Target::Nginx => command.arg("-c").arg(&config),
             Target::Envoy => command
                 .args(["--concurrency", "1", "--disable-hot-restart", "-l", "warn", "-c"])
                 .arg(&config),
@@ -127,7 +160,11 @@ impl Setting<'_> {
 
         let end = Instant::now() + START;
         loop {
-            let error = match self.ask(address).await {
+            let answer = match layer {
+                Layer::L7 => self.ask(address).await,
+                Layer::L4 => raw::once(address).await,
+            };
+            let error = match answer {
                 Ok(()) => return Ok(Proxy { target, address, process }),
                 Err(error) => error,
             };

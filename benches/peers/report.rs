@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, fmt::Write};
 
 use serde_json::{Value, json};
 
-use crate::proxies::Target;
+use crate::proxies::{Layer, Target};
 
 /// One row of the table.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -20,18 +20,27 @@ pub enum Metric {
     LoneWatchMemory,
     IdleRss,
     IdleCpu,
+    FlowMemory,
+    FlowsCpu,
+    FlowDownCpu,
+    FlowUpCpu,
+    FlowSpeed,
+    ConnectionCpu,
+    ConnectionRate,
 }
 
 /// The most jackstay may need.
 enum Bar {
     /// Times what `HAProxy` needs in the same run.
     Ratio(f64),
+    /// What each of these needs in the same run.
+    AtMost(&'static [Target]),
     /// In the metric's own unit.
     Value(f64),
 }
 
 impl Metric {
-    const ALL: [Self; 10] = [
+    const ALL: [Self; 17] = [
         Self::CpuPerRequest,
         Self::Requests,
         Self::LatencyMedian,
@@ -42,7 +51,18 @@ impl Metric {
         Self::LoneWatchMemory,
         Self::IdleRss,
         Self::IdleCpu,
+        Self::FlowMemory,
+        Self::FlowsCpu,
+        Self::FlowDownCpu,
+        Self::FlowUpCpu,
+        Self::FlowSpeed,
+        Self::ConnectionCpu,
+        Self::ConnectionRate,
     ];
+
+    fn layer(self) -> Layer {
+        if self >= Self::FlowMemory { Layer::L4 } else { Layer::L7 }
+    }
 
     /// Key in the JSON, label in the table, decimals.
     fn names(self) -> (&'static str, &'static str, usize) {
@@ -59,6 +79,15 @@ impl Metric {
             }
             Self::IdleRss => ("idle_rss_mib", "idle RSS, MiB", 1),
             Self::IdleCpu => ("idle_cpu_percent", "idle CPU, % of a core", 2),
+            Self::FlowMemory => ("kib_per_idle_flow", "memory per idle flow, KiB", 2),
+            Self::FlowsCpu => ("idle_flows_cpu_percent", "CPU with all of them idle, %", 2),
+            Self::FlowDownCpu => ("flow_down_cpu_seconds_per_gb", "down, CPU-seconds per GB", 3),
+            Self::FlowUpCpu => ("flow_up_cpu_seconds_per_gb", "up, CPU-seconds per GB", 3),
+            Self::FlowSpeed => ("flow_mb_per_second", "down, MB per second", 0),
+            Self::ConnectionCpu => ("cpu_us_per_connection", "CPU per connection, µs", 1),
+            Self::ConnectionRate => {
+                ("connections_per_second_and_core", "connections per second and core", 0)
+            }
         }
     }
 
@@ -70,7 +99,18 @@ impl Metric {
             Self::WatchMemory => Some(Bar::Value(10.0)),
             Self::IdleRss => Some(Bar::Value(12.0)),
             Self::IdleCpu => Some(Bar::Value(0.5)),
-            Self::Requests | Self::LatencyP99 | Self::BulkSpeed | Self::LoneWatchMemory => None,
+            Self::FlowMemory => Some(Bar::AtMost(&[Target::Haproxy])),
+            Self::FlowDownCpu | Self::FlowUpCpu => {
+                Some(Bar::AtMost(&[Target::Haproxy, Target::Nginx]))
+            }
+            Self::Requests
+            | Self::LatencyP99
+            | Self::BulkSpeed
+            | Self::LoneWatchMemory
+            | Self::FlowsCpu
+            | Self::FlowSpeed
+            | Self::ConnectionCpu
+            | Self::ConnectionRate => None,
         }
     }
 }
@@ -95,8 +135,12 @@ impl Samples {
         {
             return None; // its latency is the base, not an addition to it
         }
+        self.ratio_to(Target::Haproxy, metric, target)
+    }
+
+    fn ratio_to(&self, base: Target, metric: Metric, target: Target) -> Option<f64> {
         let mine = self.0.get(&(metric, target))?;
-        let base = self.0.get(&(metric, Target::Haproxy))?;
+        let base = self.0.get(&(metric, base))?;
         let pairs = mine.iter().zip(base).filter(|(_, base)| **base > 0.0);
         median(&pairs.map(|(mine, base)| mine / base).collect::<Vec<_>>())
     }
@@ -105,24 +149,35 @@ impl Samples {
     fn meets(&self, metric: Metric) -> Option<bool> {
         Some(match metric.bar()? {
             Bar::Ratio(most) => self.ratio(metric, Target::Jackstay)? <= most,
+            Bar::AtMost(peers) => {
+                let ratios =
+                    peers.iter().map(|&peer| self.ratio_to(peer, metric, Target::Jackstay));
+                ratios.collect::<Option<Vec<_>>>()?.into_iter().all(|ratio| ratio <= 1.0)
+            }
             Bar::Value(most) => self.median(metric, Target::Jackstay)? <= most,
         })
     }
 
-    /// Whether every bar was measured and met.
-    pub fn meets_all(&self) -> bool {
-        Metric::ALL.iter().all(|&metric| metric.bar().is_none() || self.meets(metric) == Some(true))
+    /// Whether every bar of a layer was measured and met.
+    pub fn meets_all(&self, layer: Layer) -> bool {
+        Metric::ALL
+            .iter()
+            .filter(|metric| metric.layer() == layer)
+            .all(|&metric| metric.bar().is_none() || self.meets(metric) == Some(true))
     }
 
-    /// The table.
-    pub fn table(&self) -> String {
-        let columns = [Target::Haproxy, Target::Envoy, Target::Jackstay, Target::Direct];
-        let mut out = format!("{:<34}", "");
+    /// The table of a layer.
+    pub fn table(&self, layer: Layer) -> String {
+        let columns = match layer {
+            Layer::L7 => [Target::Haproxy, Target::Envoy, Target::Jackstay, Target::Direct],
+            Layer::L4 => Target::PROXIES,
+        };
+        let mut out = format!("{:<34}", format!("{layer:?}"));
         for column in columns {
             let _ = write!(out, "{:>18}", column.name());
         }
         let _ = writeln!(out, "   bar for jackstay");
-        for metric in Metric::ALL {
+        for metric in Metric::ALL.into_iter().filter(|metric| metric.layer() == layer) {
             let (_, label, decimals) = metric.names();
             let _ = write!(out, "{label:<34}");
             for column in columns {
@@ -136,6 +191,10 @@ impl Samples {
             let bar = match metric.bar() {
                 None => String::new(),
                 Some(Bar::Ratio(most)) => format!("≤ ×{most:.2}"),
+                Some(Bar::AtMost(peers)) => {
+                    let names: Vec<_> = peers.iter().map(|peer| peer.name()).collect();
+                    format!("≤ {}", names.join(", "))
+                }
                 Some(Bar::Value(most)) => format!("≤ {most}"),
             };
             let verdict = match self.meets(metric) {
@@ -145,7 +204,8 @@ impl Samples {
             };
             let _ = writeln!(out, "{}", format!("   {bar:<9}{verdict}").trim_end());
         }
-        out + "× is the median over rounds of the ratio to haproxy. * direct: the whole, not added.\n"
+        out += "× is the median over rounds of the ratio to haproxy.";
+        out + if layer == Layer::L7 { " * direct: the whole, not added.\n" } else { "\n" }
     }
 
     /// Medians, ratios and the samples themselves.

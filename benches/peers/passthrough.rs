@@ -1,0 +1,158 @@
+//! The measurements at L4: what an idle flow costs, bytes in bulk, and new connections.
+//!
+//! Rounds are interleaved as those of L7 are.
+
+use std::{process::Command, time::Duration};
+
+use tokio::{net::TcpStream, task::JoinSet, time::Instant};
+
+use crate::{
+    Result,
+    phases::Bench,
+    proxies::Proxy,
+    raw,
+    report::{Metric, Samples},
+};
+
+/// Idle flows through each proxy, if this machine lets a process have the descriptors.
+const FLOWS: u64 = 10_000;
+/// Descriptors that a proxy needs beside the two of each flow.
+const OTHER_DESCRIPTORS: u64 = 500;
+/// Flows that are being opened at once.
+const OPENING: usize = 64;
+/// Connections at once while they are counted.
+const CONNECTING: usize = 16;
+/// Time for a proxy to finish what it does after its last new flow.
+const SETTLE: Duration = Duration::from_secs(2);
+
+/// Lets this process, and those it will start, have as many descriptors as it may, and says for how
+/// many idle flows they suffice.
+///
+/// # Errors
+/// There is no `prlimit`.
+pub fn allow_descriptors() -> Result<usize> {
+    let prlimit = |args: &[&str]| -> Result<String> {
+        let pid = std::process::id().to_string();
+        let out = Command::new("prlimit").args(["--pid", &pid]).args(args).output();
+        let out = out.map_err(|error| format!("prlimit (util-linux): {error}"))?;
+        Ok(String::from_utf8_lossy(&out.stdout).trim().to_owned())
+    };
+    let wanted = 2 * FLOWS + OTHER_DESCRIPTORS;
+    // Only root may raise the hard limit, and not everywhere; anybody may use all of it.
+    prlimit(&[&format!("--nofile={wanted}:{wanted}")])?;
+    let hard = prlimit(&["--nofile", "--output=HARD", "--noheadings"])?;
+    prlimit(&[&format!("--nofile={hard}:{hard}")])?;
+    let hard = hard.parse().unwrap_or(u64::MAX);
+    Ok((hard.saturating_sub(OTHER_DESCRIPTORS) / 2).min(FLOWS) as usize)
+}
+
+impl Bench<'_> {
+    /// Memory and CPU of idle flows. The proxies must be fresh: an allocator keeps what a load made
+    /// it take. One proxy at a time has its flows.
+    pub async fn idle_flows(&self, proxies: &[Proxy], samples: &mut Samples) -> Result<()> {
+        for proxy in proxies {
+            tokio::time::sleep(SETTLE).await;
+            let before = proxy.process.rss_kib()?;
+            let flows = open(proxy, self.flows).await?;
+            tokio::time::sleep(SETTLE).await;
+            let each = (proxy.process.rss_kib()? - before) / self.flows as f64;
+            samples.add(Metric::FlowMemory, proxy.target, each);
+
+            let cpu = proxy.process.cpu_seconds(self.ticks_per_second)?;
+            let start = Instant::now();
+            tokio::time::sleep(self.plan.idle).await;
+            let used = proxy.process.cpu_seconds(self.ticks_per_second)? - cpu;
+            let percent = 100.0 * used / start.elapsed().as_secs_f64();
+            samples.add(Metric::FlowsCpu, proxy.target, percent);
+            // They were all alive to the end.
+            for flow in &flows {
+                match flow.try_read(&mut [0]) {
+                    Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
+                    other => {
+                        return Err(
+                            format!("{}: an idle flow: {other:?}", proxy.target.name()).into()
+                        );
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Bulk in both directions and new connections, round by round.
+    pub async fn flow_rounds(&self, proxies: &[Proxy], samples: &mut Samples) -> Result<()> {
+        let mut order: Vec<&Proxy> = proxies.iter().collect();
+        for round in 0..self.plan.rounds {
+            eprintln!("L4, round {} of {}", round + 1, self.plan.rounds);
+            for proxy in &order {
+                self.bytes(proxy, samples).await?;
+            }
+            for proxy in &order {
+                self.connect(proxy, samples).await?;
+            }
+            order.rotate_left(1);
+        }
+        Ok(())
+    }
+
+    async fn bytes(&self, proxy: &Proxy, samples: &mut Samples) -> Result<()> {
+        let bytes = self.plan.flow_bytes;
+        let gigabytes = bytes as f64 / 1e9;
+        let named = |error| format!("{}: {error}", proxy.target.name());
+        let cpu = || proxy.process.cpu_seconds(self.ticks_per_second);
+        let (start, begun) = (cpu()?, Instant::now());
+        raw::down(proxy.address, bytes).await.map_err(named)?;
+        let (middle, took) = (cpu()?, begun.elapsed().as_secs_f64());
+        raw::up(proxy.address, bytes).await.map_err(named)?;
+        let end = cpu()?;
+        samples.add(Metric::FlowDownCpu, proxy.target, (middle - start) / gigabytes);
+        samples.add(Metric::FlowUpCpu, proxy.target, (end - middle) / gigabytes);
+        samples.add(Metric::FlowSpeed, proxy.target, bytes as f64 / 1e6 / took);
+        Ok(())
+    }
+
+    async fn connect(&self, proxy: &Proxy, samples: &mut Samples) -> Result<()> {
+        let cpu = proxy.process.cpu_seconds(self.ticks_per_second)?;
+        let end = Instant::now() + self.plan.load;
+        let mut tasks = JoinSet::new();
+        for _ in 0..CONNECTING {
+            let address = proxy.address;
+            tasks.spawn(async move {
+                let mut count = 0_u32;
+                while Instant::now() < end {
+                    raw::once(address).await?;
+                    count += 1;
+                }
+                Ok::<_, Box<dyn std::error::Error + Send + Sync>>(count)
+            });
+        }
+        let mut count = 0.0;
+        while let Some(done) = tasks.join_next().await {
+            let done = done?.map_err(|error| format!("{}: {error}", proxy.target.name()))?;
+            count += f64::from(done);
+        }
+        let used = proxy.process.cpu_seconds(self.ticks_per_second)? - cpu;
+        samples.add(Metric::ConnectionCpu, proxy.target, 1e6 * used / count);
+        samples.add(Metric::ConnectionRate, proxy.target, count / used);
+        Ok(())
+    }
+}
+
+/// Opens all idle flows through one proxy.
+async fn open(proxy: &Proxy, count: usize) -> Result<Vec<TcpStream>> {
+    let name = proxy.target.name();
+    let mut flows = Vec::with_capacity(count);
+    let mut opening = JoinSet::new();
+    let mut begun = 0;
+    while flows.len() < count {
+        while begun < count && opening.len() < OPENING {
+            opening.spawn(raw::idle(proxy.address));
+            begun += 1;
+        }
+        let Some(opened) = opening.join_next().await else { break };
+        let flow =
+            opened?.map_err(|error| format!("{name}: {error} ({} are open)", flows.len()))?;
+        flows.push(flow);
+    }
+    Ok(flows)
+}

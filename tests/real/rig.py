@@ -34,6 +34,8 @@ KUBERNETES = CACHE / "kubernetes"
 NODE_IP = "10.99.0.1"
 PORT = 6443
 ADDRESSES = {"a": "10.99.0.11", "b": "10.99.0.12", "c": "10.99.0.13"}
+# What clients take for a load balancer's address: the apiservers' certificates name it.
+LB, LB6 = "10.99.2.5", "fd00:99::5"
 ETCD = {"a": "127.0.0.11", "b": "127.0.0.12", "c": "127.0.0.13"}
 TOKEN = "a-token-of-the-rig"
 TOKEN_USER = ("alice", ["developers", "on-call"])
@@ -186,7 +188,7 @@ class Api:
 
     def connect(self):
         host, _, port = self.server.removeprefix("https://").rpartition(":")
-        return http.client.HTTPSConnection(host, int(port), context=self.context, timeout=self.timeout)
+        return http.client.HTTPSConnection(host.strip("[]"), int(port), context=self.context, timeout=self.timeout)
 
     def request(self, method, path, body=None, headers=None, content_type="application/json", keep=False):
         connection = self.kept or self.connect()
@@ -228,7 +230,7 @@ class Apiserver:
         self.audit = rig.dir / f"audit-{name}.log"
         pki, d = rig.pki, rig.dir
         crt, key = pki.issue(f"apiserver-{name}", "/CN=kube-apiserver", [
-            self.address, "10.96.0.1", "127.0.0.1", "localhost", "kubernetes", "kubernetes.default",
+            self.address, LB, LB6, "10.96.0.1", "127.0.0.1", "::1", "localhost", "kubernetes", "kubernetes.default",
             "kubernetes.default.svc", "kubernetes.default.svc.cluster.local"])
         self.process = Process(f"apiserver-{name}", [
             KUBERNETES / "kube-apiserver",

@@ -52,6 +52,7 @@ var (
 	agent      = flag.String("user-agent", "jackstay-load", "User-Agent")
 	settle     = flag.Duration("settle", 15*time.Second, "how long the last events may take to arrive")
 	reportFile = flag.String("report", "", "where the report goes; default standard output")
+	flowSpec   = flag.String("flows", "", "single connections instead of all that, by kind: read=4,idle-watch=10 (see flows.go)")
 )
 
 // client is one HTTP/2 connection pool to one server.
@@ -163,6 +164,13 @@ type meta struct {
 
 func main() {
 	flag.Parse()
+	if *flowSpec != "" {
+		if err := runFlows(*flowSpec); err != nil {
+			fmt.Fprintln(os.Stderr, "load:", err)
+			os.Exit(1)
+		}
+		return
+	}
 	l := newLedger()
 	if err := run(l); err != nil {
 		fmt.Fprintln(os.Stderr, "load:", err)

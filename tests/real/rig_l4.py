@@ -1,0 +1,167 @@
+"""What the tests of passthrough need beside the rig: jackstay at L4, an apiserver's address that can
+lose its power, a load balancer's address, and the peers that a user would pick instead."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import time
+from pathlib import Path
+
+from rig import ADDRESSES, LB, LB6, PORT, REPOSITORY, Jackstay, Process, log, sh, wait_for
+
+AWAY = "10.99.1.21"  # forwards to apiserver c, from a namespace of its own
+DEPLOY = REPOSITORY / "deploy"
+
+
+def passthrough(rig, endpoints=None, port=7450, admin=9650, log_name="jackstay-l4", adapt=None, **listener):
+    """jackstay with one passthrough listener; it has a credential for /readyz alone."""
+    crt, key = rig.admin_cert
+
+    def l4(config):
+        config["upstreams"][0]["tls"]["server_name"] = "kubernetes"
+        config["upstreams"][0]["health"] = {"readyz": {"interval": "1s", "cert_file": crt, "key_file": key}}
+        config["listeners"] = [{"name": "l4", "bind": [f"127.0.0.1:{port}"], "mode": "passthrough", "upstream": "control-plane", **listener}]
+        if adapt:
+            adapt(config)
+    return Jackstay(rig, [], endpoints=endpoints, adapt=l4, log_name=log_name, port=port, admin=admin)
+
+
+class Away:
+    """A host behind a cable: a namespace with one address, where a forwarder stands for apiserver c.
+    Only bytes pass it, TLS is between the ends."""
+
+    def __init__(self, rig, address=AWAY, gateway="10.99.1.1", target=ADDRESSES["c"], name="away"):
+        self.rig, self.address, self.gateway, self.target, self.name = rig, address, gateway, target, name
+        self.keeper = self.forwarder = None
+
+    def start(self):
+        number = f"{time.monotonic_ns():x}"[-8:]
+        self.keeper = Process(f"{self.name}-keeper", ["unshare", "--net", "sleep", "infinity"], self.rig.dir / f"{self.name}-keeper.log").start()
+        host = os.readlink("/proc/self/ns/net")
+        wait_for("a namespace", lambda: os.readlink(f"/proc/{self.keeper.pid}/ns/net") != host, 10, pause=0.01)
+        self.link = f"v{number}"
+        sh("ip", "link", "add", self.link, "type", "veth", "peer", "name", "eth0", "netns", self.keeper.pid)
+        sh("ip", "addr", "add", f"{self.gateway}/24", "dev", self.link)
+        sh("ip", "link", "set", self.link, "up")
+        for command in (f"addr add {self.address}/24 dev eth0", "link set lo up", "link set eth0 up", f"route add default via {self.gateway}"):
+            sh(*self.inside(), "ip", *command.split())
+        self.forwarder = Process(f"{self.name}-forwarder", [
+            *self.inside(), "socat", f"TCP-LISTEN:{PORT},bind={self.address},fork,reuseaddr,backlog=256", f"TCP:{self.target}:{PORT}"],
+            self.rig.dir / f"{self.name}-forwarder.log").start()
+        wait_for(f"{self.name} to listen", lambda: socket.create_connection((self.address, PORT), 1).close() or True, 10)
+        return self
+
+    def inside(self):
+        return ["nsenter", f"--net=/proc/{self.keeper.pid}/ns/net"]
+
+    def power_off(self):
+        """No FIN, no RST: the cable is gone before anything else is."""
+        sh("ip", "link", "del", self.link)
+        self.stop()
+
+    def stop(self):
+        """Children of a forwarder are a connection each; with the namespace's processes it ends."""
+        if self.keeper is None:
+            return
+        space = os.readlink(f"/proc/{self.keeper.pid}/ns/net")
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                if os.readlink(f"/proc/{pid}/ns/net") == space:
+                    os.kill(int(pid), signal.SIGKILL)
+            except OSError:
+                pass  # It has just ended.
+        self.forwarder.child.wait(10)
+        self.keeper.child.wait(10)
+        self.keeper = None
+
+
+class Forwarder(Away):
+    """A load balancer as simple as can be, here: its address takes connections for apiserver c."""
+
+    def __init__(self, rig):
+        super().__init__(rig, address=LB, gateway="10.99.2.1", name="lb")
+
+
+def client_ports(pid, port):
+    """Local ports of a process' established connections to `port`, by address."""
+    found = {}
+    for line in sh("ss", "-Htnp", "state", "established", f"( dport = :{port} )").stdout.splitlines():
+        match = re.search(r"\s\S+:(\d+)\s+\[?(?:::ffff:)?([0-9a-f.:]+)\]?:\d+\s+users:\(\((.*)\)\)", line)
+        if match and f"pid={pid}," in match[3]:
+            found.setdefault(match[2], set()).add(int(match[1]))
+    return found
+
+
+def install(variant, **values):
+    sh(DEPLOY / "nftables/install.sh", variant, *(f"{k}={v}" for k, v in values.items()))
+
+
+def remove(variant):
+    sh(DEPLOY / "nftables/remove.sh", variant)
+
+
+# ---- the peers -----------------------------------------------------------------------------------
+
+def find(name, variable):
+    """A peer's program, or None."""
+    given = os.environ.get(variable)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jackstay/bench" / name
+    return given or shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") or (str(cache) if cache.exists() else None)
+
+
+def haproxy(rig, port):
+    servers = "".join(f"    server {n} {a}:{PORT} check inter 1s on-marked-down shutdown-sessions\n" for n, a in ADDRESSES.items())
+    config = rig.dir / "haproxy.cfg"
+    config.write_text(f"global\n    maxconn 4000\ndefaults\n    mode tcp\n    timeout connect 3s\n    timeout client 1h\n    timeout server 1h\n"
+                      f"frontend f\n    bind 127.0.0.1:{port}\n    default_backend b\nbackend b\n    balance leastconn\n{servers}")
+    return [find("haproxy", "HAPROXY_BIN"), "-db", "-f", config]
+
+
+def nginx(rig, port):
+    servers = "".join(f"server {a}:{PORT}; " for a in ADDRESSES.values())
+    config, module = rig.dir / "nginx.conf", Path("/usr/lib/nginx/modules/ngx_stream_module.so")
+    load = f"load_module {module};\n" if module.exists() else ""
+    config.write_text(f"{load}daemon off; master_process off; pid {rig.dir}/nginx.pid; error_log stderr;\nevents {{ worker_connections 4096; }}\n"
+                      f"stream {{ upstream u {{ least_conn; {servers} }} server {{ listen 127.0.0.1:{port}; proxy_pass u; proxy_connect_timeout 3s; proxy_timeout 1h; }} }}\n")
+    return [find("nginx", "NGINX_BIN"), "-c", config]
+
+
+def envoy(rig, port):
+    endpoints = ", ".join(f"{{ endpoint: {{ address: {{ socket_address: {{ address: {a}, port_value: {PORT} }} }} }} }}" for a in ADDRESSES.values())
+    config = rig.dir / "envoy.yaml"
+    config.write_text(f"""static_resources:
+  listeners:
+  - name: l4
+    address: {{ socket_address: {{ address: 127.0.0.1, port_value: {port} }} }}
+    filter_chains:
+    - filters:
+      - name: tcp
+        typed_config: {{ "@type": type.googleapis.com/envoy.extensions.filters.network.tcp_proxy.v3.TcpProxy, stat_prefix: l4, cluster: u, idle_timeout: 0s }}
+  clusters:
+  - name: u
+    connect_timeout: 3s
+    lb_policy: LEAST_REQUEST
+    health_checks: [{{ timeout: 1s, interval: 1s, unhealthy_threshold: 2, healthy_threshold: 1, tcp_health_check: {{}} }}]
+    load_assignment: {{ cluster_name: u, endpoints: [{{ lb_endpoints: [{endpoints}] }}] }}
+""")
+    return [find("envoy", "ENVOY_BIN"), "--concurrency", "1", "--disable-hot-restart", "-l", "warn", "-c", config]
+
+
+PEERS = {"haproxy": (haproxy, "HAPROXY_BIN"), "nginx": (nginx, "NGINX_BIN"), "envoy": (envoy, "ENVOY_BIN")}
+
+
+def start_peer(rig, name, port):
+    """A running peer at L4 in front of the three apiservers, or None where it is not installed."""
+    make, variable = PEERS[name]
+    if not find(name, variable):
+        log(f"    {name} is left out: benches/setup installs it")
+        return None
+    process = Process(name, make(rig, port), rig.dir / f"{name}.log").start()
+
+    def listens():
+        process.must_run()
+        return socket.create_connection(("127.0.0.1", port), 1).close() or True
+    wait_for(f"{name} to listen", listens, 15)
+    return process

@@ -202,7 +202,7 @@ impl Samples {
                 Some(true) => "met",
                 Some(false) => "MISSED",
             };
-            let _ = writeln!(out, "{}", format!("   {bar:<9}{verdict}").trim_end());
+            let _ = writeln!(out, "{}", format!("   {bar:<17}{verdict}").trim_end());
         }
         out += "× is the median over rounds of the ratio to haproxy.";
         out + if layer == Layer::L7 { " * direct: the whole, not added.\n" } else { "\n" }

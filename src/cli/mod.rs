@@ -15,7 +15,7 @@ use std::process::ExitCode;
 
 use clap::{Args, CommandFactory, Parser, Subcommand};
 
-use crate::config::{self, ConfigErrors, Loaded, Overrides};
+use crate::config::{self, Overrides};
 use crate::observe::build;
 
 /// Where the admin endpoint is unless it is told otherwise: the default of `admin.bind`.

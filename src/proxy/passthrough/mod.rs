@@ -194,7 +194,7 @@ impl Open {
         let (descriptors, table) = ((client.as_raw_fd(), server.as_raw_fd()), &listener.table);
         let mut flow = Flow { client, server, up: Lane::with(first), down: Lane::default() };
         // Declared after the sockets, so that it goes before them.
-        let ticket = table.enter(listener, upstream, &endpoint, descriptors);
+        let ticket = table.enter(listener, &upstream, &endpoint, descriptors);
         let end = flow.run(&ticket, &listener.flows).await;
         drop(ticket);
         let reason = match end {

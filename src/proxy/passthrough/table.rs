@@ -224,7 +224,8 @@ impl Table {
         let mut inner = self.inner.borrow_mut();
         let Inner { due, flows, .. } = &mut *inner;
         let mut upstreams: Vec<Arc<Upstream>> = Vec::new();
-        let movable = |flow: &&Flow| flow.listener.config.rebalance && flow.verdict.is_none();
+        let movable =
+            |flow: &&Flow| flow.listener.way.borrow().config.rebalance && flow.verdict.is_none();
         for flow in flows.iter().flatten().filter(movable) {
             if !upstreams.iter().any(|known| Arc::ptr_eq(known, &flow.upstream)) {
                 upstreams.push(Arc::clone(&flow.upstream));

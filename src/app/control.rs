@@ -92,11 +92,7 @@ impl Control {
         let mut draining = self.draining.clone();
         loop {
             tokio::select! {
-                // Our copies of the sockets would keep them open.
-                _ = draining.wait_for(|draining| *draining) => {
-                    self.built.listeners.clear();
-                    return std::future::pending().await;
-                }
+                _ = draining.wait_for(|draining| *draining) => break,
                 request = self.requests.recv() => {
                     let Some(request) = request else { return std::future::pending().await };
                     let attempt = self.reload(request.trigger, &mut tasks).await;
@@ -112,6 +108,9 @@ impl Control {
                 }
             }
         }
+        // Our copies of the sockets would keep them open.
+        self.built.listeners.clear();
+        std::future::pending().await
     }
 
     /// Reads the configuration again and follows it, or stays with what there is.

@@ -6,6 +6,7 @@ mod support;
 mod bootstrap;
 mod file;
 mod members;
+mod namespace;
 mod slices;
 mod stress;
 mod traffic;

@@ -9,7 +9,7 @@ import unittest
 
 import rig as rig_module
 
-MODULES = ["test_direct", "test_jackstay", "test_l4", "test_deploy", "test_setup"]
+MODULES = ["test_direct", "test_jackstay", "test_l4", "test_deploy", "test_setup", "test_discovery"]
 
 
 class Result(unittest.TextTestResult):

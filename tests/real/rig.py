@@ -224,8 +224,9 @@ class Api:
 
 
 class Apiserver:
-    def __init__(self, rig, name):
-        self.rig, self.name, self.address = rig, name, ADDRESSES[name]
+    def __init__(self, rig, name, address=None):
+        """`address` is for one that is not of the usual three."""
+        self.rig, self.name, self.address = rig, name, address or ADDRESSES[name]
         self.server = f"https://{self.address}:{PORT}"
         self.audit = rig.dir / f"audit-{name}.log"
         pki, d = rig.pki, rig.dir
@@ -234,7 +235,7 @@ class Apiserver:
             "kubernetes.default.svc", "kubernetes.default.svc.cluster.local"])
         self.process = Process(f"apiserver-{name}", [
             KUBERNETES / "kube-apiserver",
-            f"--etcd-servers=http://{ETCD[name]}:2379", f"--bind-address={self.address}", f"--advertise-address={self.address}",
+            f"--etcd-servers=http://{ETCD.get(name, '127.0.0.1')}:2379", f"--bind-address={self.address}", f"--advertise-address={self.address}",
             f"--secure-port={PORT}", "--insecure-port=0", f"--tls-cert-file={crt}", f"--tls-private-key-file={key}",
             f"--cert-dir={d}", f"--client-ca-file={pki.ca}", "--authorization-mode=Node,RBAC",
             "--enable-admission-plugins=NodeRestriction", f"--token-auth-file={rig.token_table}",

@@ -1,0 +1,158 @@
+//! What a host may lack: names, families, files. Each test changes the whole host it runs on, so
+//! they run in namespaces of their own, as root and one after the other:
+//!
+//! ```sh
+//! unshare --net --mount sh -c 'ip link set lo up && cargo test --test discovery -- --ignored --test-threads=1'
+//! ```
+
+use crate::support::{Certs, MAPS, until};
+use jackstay::config::{Config, EndpointAddress};
+use jackstay::demo::apiserver::{self, ApiServerHandle, Options};
+use jackstay::demo::cluster::Cluster;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket};
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+fn run(command: &str) {
+    let status = Command::new("sh").args(["-c", command]).status().unwrap();
+    assert!(status.success(), "{command}");
+}
+
+/// A change of the host, and how it is undone.
+struct Changed(&'static str);
+
+impl Drop for Changed {
+    fn drop(&mut self) {
+        let _ = Command::new("sh").args(["-c", self.0]).status();
+    }
+}
+
+/// Puts this in the place of `/etc/resolv.conf`.
+fn resolv_conf(dir: &Path, text: &str) -> Changed {
+    // Mounts of this test must not spread to the host.
+    run("mount --make-rprivate /");
+    let file = dir.join("resolv.conf");
+    std::fs::write(&file, text).unwrap();
+    // It may be a link to where nothing is in this namespace.
+    run("[ -e /etc/resolv.conf ] || touch /etc/resolv.conf");
+    run(&format!("mount --bind {} $(readlink -f /etc/resolv.conf)", file.display()));
+    Changed("umount -l $(readlink -f /etc/resolv.conf)")
+}
+
+/// One apiserver on a loopback address.
+struct One {
+    certs: Certs,
+    server: ApiServerHandle,
+}
+
+impl One {
+    fn on(ip: IpAddr) -> Self {
+        let (certs, cluster) = (Certs::new(), Cluster::new());
+        let options = Options { bind: (ip, 0).into(), ..Options::named("one") };
+        let server = apiserver::start(&cluster, &certs.pki, options).unwrap();
+        Self { certs, server }
+    }
+
+    fn config(&self) -> Config {
+        self.certs.config(&[self.server.addr])
+    }
+
+    fn named(&self, host: &str) -> EndpointAddress {
+        EndpointAddress { host: host.to_owned(), port: self.server.addr.port() }
+    }
+
+    /// The time from the start to the first answered request.
+    async fn first_answer(&self, config: Config) -> Duration {
+        let start = Instant::now();
+        let proxy = self.certs.start(config);
+        let client = proxy.client(&self.certs.credentials()).await;
+        until("there is an answer", async || client.get(MAPS).await.unwrap().status == 200).await;
+        start.elapsed()
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+#[ignore = "drops DNS packets on the whole host; needs namespaces of its own"]
+async fn dns_that_never_answers_delays_nothing() {
+    let one = One::on(Ipv4Addr::LOCALHOST.into());
+    let text = "nameserver 127.0.0.53\nnameserver 127.0.0.54\n";
+    let _files = resolv_conf(one.certs.path(), text);
+    run(
+        "nft add table inet t && nft 'add chain inet t o { type filter hook output priority 0 ; }' \
+         && nft add rule inet t o udp dport 53 drop && nft add rule inet t o tcp dport 53 drop",
+    );
+    let _rules = Changed("nft delete table inet t");
+    let alone = one.first_answer(one.config()).await;
+    let mut beside = one.config();
+    beside.upstreams[0].endpoints.push(one.named("lb.example.com"));
+    let beside = one.first_answer(beside).await;
+    println!("first answer after {alone:?}, with a DNS endpoint beside {beside:?} (promised 1 s)");
+    assert!(alone < Duration::from_secs(2) && beside < Duration::from_secs(2));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+#[ignore = "is the name server of the whole host; needs namespaces of its own"]
+async fn static_addresses_ask_nobody() {
+    let one = One::on(Ipv4Addr::LOCALHOST.into());
+    let _files = resolv_conf(one.certs.path(), "nameserver 127.0.0.1\n");
+    let socket = UdpSocket::bind("127.0.0.1:53").unwrap();
+    let asked = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&asked);
+    std::thread::spawn(move || {
+        while socket.recv_from(&mut [0; 1500]).is_ok() {
+            count.fetch_add(1, Relaxed);
+        }
+    });
+    let mut config = one.config();
+    config.upstreams[0].endpoints.push(one.named("localhost"));
+    let proxy = one.certs.start(config.clone());
+    proxy.ready(2).await;
+    let client = proxy.client(&one.certs.credentials()).await;
+    for _ in 0..100 {
+        assert_eq!(client.get(MAPS).await.unwrap().status, 200);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert_eq!(asked.load(Relaxed), 0, "somebody was asked");
+    drop(proxy);
+
+    // The same with a name asks, so that the silence above means something.
+    config.upstreams[0].endpoints.push(one.named("lb.example.com"));
+    let proxy = one.certs.start(config);
+    until("a name server is asked", async || asked.load(Relaxed) > 0).await;
+    drop(proxy);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+#[ignore = "takes IPv6 and /etc away from the whole host; needs namespaces of its own"]
+async fn without_ipv6_and_without_any_file_of_the_system() {
+    let one = One::on(Ipv4Addr::LOCALHOST.into());
+    run("sysctl -qw net.ipv6.conf.all.disable_ipv6=1");
+    let _ipv6 = Changed("sysctl -qw net.ipv6.conf.all.disable_ipv6=0");
+    run("mount --make-rprivate / && mount -t tmpfs none /etc");
+    let _files = Changed("umount -l /etc");
+    assert!(!Path::new("/etc/nsswitch.conf").exists() && !Path::new("/etc/hosts").exists());
+    let mut config = one.config();
+    config.upstreams[0].endpoints = vec![one.named("localhost"), one.named("lb.example.com")];
+    config.listeners[0].bind.push((Ipv6Addr::LOCALHOST, 0).into());
+    let took = one.first_answer(config).await;
+    println!("first answer after {took:?}");
+    assert!(took < Duration::from_secs(2), "{took:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+#[ignore = "takes 127.0.0.1 away from the whole host; needs namespaces of its own"]
+async fn with_the_ipv6_loopback_alone() {
+    run("ip address delete 127.0.0.1/8 dev lo");
+    let _ipv4 = Changed("ip address add 127.0.0.1/8 dev lo");
+    let one = One::on(Ipv6Addr::LOCALHOST.into());
+    let mut config = one.config();
+    config.upstreams[0].endpoints = vec![one.named("localhost")];
+    config.listeners[0].bind = vec![(Ipv6Addr::LOCALHOST, 0).into()];
+    config.admin.bind = (Ipv6Addr::LOCALHOST, 0).into();
+    let took = one.first_answer(config).await;
+    println!("first answer after {took:?}");
+    assert!(took < Duration::from_secs(2), "{took:?}");
+}

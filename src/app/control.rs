@@ -94,7 +94,7 @@ impl Control {
             tokio::select! {
                 _ = draining.wait_for(|draining| *draining) => break,
                 request = self.requests.recv() => {
-                    let Some(request) = request else { return std::future::pending().await };
+                    let Some(request) = request else { break };
                     let attempt = self.reload(request.trigger, &mut tasks).await;
                     if let Some(reply) = request.reply {
                         // Whoever asked may have gone.
@@ -110,7 +110,7 @@ impl Control {
         }
         // Our copies of the sockets would keep them open.
         self.built.listeners.clear();
-        std::future::pending().await
+        std::future::pending::<()>().await;
     }
 
     /// Reads the configuration again and follows it, or stays with what there is.

@@ -16,7 +16,7 @@ use std::sync::Arc;
 use bytes::{Bytes, BytesMut};
 use h2::RecvStream;
 use h2::client::ResponseFuture;
-use http::{Request, Response, response};
+use http::{Request, Response, StatusCode, response};
 use tokio::time::Instant;
 
 use super::body::{Body, Full, Stream};
@@ -73,8 +73,13 @@ pub struct Failure {
     connection: Option<Rc<Connection>>,
     /// What the server said where it said that it did nothing: the client's, if nobody else takes
     /// the request.
-    answer: Option<Box<(response::Parts, Bytes)>>,
+    answer: Option<Box<Held>>,
+    /// It said that its history does not reach back to where a watch begins: others' may.
+    too_old: bool,
 }
+
+/// A short answer that is held back.
+type Held = (response::Parts, Bytes);
 
 impl Failure {
     fn after(&self) -> Option<After<'_>> {
@@ -98,10 +103,19 @@ impl Outgoing {
         self.line.budget.earn();
         let asked_at = outcome.started();
         let mut failed: Option<Failure> = None;
+        // Those that have answered a watch with 410, and what the last of them said.
+        let mut too_old: Vec<Arc<Endpoint>> = Vec::new();
+        let mut said: Option<Box<Held>> = None;
         for attempt in 1..=ATTEMPTS {
-            let permit = match self.acquire(failed.as_ref().and_then(Failure::after), &[]).await {
+            let after = failed.as_ref().and_then(Failure::after);
+            let permit = match self.acquire(after, &too_old).await {
                 Ok(permit) => permit,
-                Err(unavailable) => return Err((problem(&unavailable), outcome)),
+                Err(unavailable) => {
+                    return match said {
+                        Some(answer) => Ok(pass_on(answer, outcome)),
+                        None => Err((problem(&unavailable), outcome)),
+                    };
+                }
             };
             outcome.sent_to(&permit.connection().endpoint.label, attempt > 1);
             let result = self.attempt(permit, 1).await;
@@ -117,16 +131,24 @@ impl Outgoing {
                 Verdict::AgainIfHeld => self.body.as_ref().is_none_or(|body| body.is_held()),
                 Verdict::Fail | Verdict::Forward | Verdict::Reset | Verdict::Resume => false,
             };
-            if !again || attempt == ATTEMPTS {
-                if let Some(answer) = failure.answer.take() {
-                    let (mut head, body) = *answer;
-                    hygiene::downstream_response_headers(&mut head.headers);
-                    outcome.answered(head.status.as_u16());
-                    return Ok(into_response(head, Body::Full(Full::new(body, outcome))));
-                }
-                return Err((self.give_up(&failure), outcome));
+            let again = again
+                && match failure.connection.as_ref().filter(|_| failure.too_old) {
+                    None => true,
+                    Some(connection) => {
+                        too_old.push(Arc::clone(&connection.endpoint));
+                        self.line.has_ready_besides(&too_old)
+                    }
+                };
+            let last = !again || attempt == ATTEMPTS;
+            said = failure.answer.take().filter(|_| last || failure.too_old).or(said);
+            if last {
+                return match said {
+                    Some(answer) => Ok(pass_on(answer, outcome)),
+                    None => Err((self.give_up(&failure), outcome)),
+                };
             }
             self.line.metrics.retried(match failure.stage {
+                _ if failure.too_old => "too_old",
                 Stage::NotSent => "not_sent",
                 Stage::Unprocessed => "unprocessed",
                 Stage::Sent | Stage::Head | Stage::Body => "lost",
@@ -232,6 +254,7 @@ impl Outgoing {
                 why: error.to_string(),
                 connection: Some(Rc::clone(permit.connection())),
                 answer: None,
+                too_old: false,
             }),
         }
     }
@@ -246,6 +269,7 @@ impl Outgoing {
             why: format!("{} on the connection to {}", why, connection.endpoint.label),
             connection: Some(Rc::clone(&connection)),
             answer: None,
+            too_old: false,
         };
         let (head, mut recv) = match response.await {
             Ok(response) => response.into_parts(),
@@ -253,14 +277,24 @@ impl Outgoing {
         };
         permit.head_arrived(Instant::now());
         connection.endpoint.answered(head.status.as_u16());
-        if respond::may_be_shutting_down(head.status, &head.headers) {
+        // History is per server: one that has just started knows none.
+        let gone = self.info.kind == Kind::Watch
+            && head.status == StatusCode::GONE
+            && respond::is_short(&head.headers);
+        if gone || respond::may_be_shutting_down(head.status, &head.headers) {
             // Boxed, so that no other answer carries room for it.
             let body =
                 Box::pin(short_body(&mut recv)).await.map_err(|e| failure(Stage::Head, e))?;
-            if respond::shutting_down_rejection(head.status, &head.headers, &body) {
+            let too_old = gone && body.len() <= respond::REJECTION_MAX_BODY;
+            if too_old || respond::shutting_down_rejection(head.status, &head.headers, &body) {
                 permit.finished();
-                let refused = failure(Stage::Unprocessed, "the apiserver is shutting down".into());
-                return Err(Failure { answer: Some(Box::new((head, body))), ..refused });
+                let why = if too_old {
+                    "its history is too short"
+                } else {
+                    "the apiserver is shutting down"
+                };
+                let refused = failure(Stage::Unprocessed, why.to_owned());
+                return Err(Failure { answer: Some(Box::new((head, body))), too_old, ..refused });
             }
             return Ok(Answer { head, recv, first: Some(body), permit, upload });
         }
@@ -309,6 +343,14 @@ impl Outgoing {
         };
         into_response(head, body)
     }
+}
+
+/// Forwards an answer that was held back.
+fn pass_on(answer: Box<Held>, mut outcome: Box<Outcome>) -> Response<Body> {
+    let (mut head, body) = *answer;
+    hygiene::downstream_response_headers(&mut head.headers);
+    outcome.answered(head.status.as_u16());
+    into_response(head, Body::Full(Full::new(body, outcome)))
 }
 
 fn into_response(head: response::Parts, body: Body) -> Response<Body> {

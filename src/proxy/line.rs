@@ -31,6 +31,16 @@ pub struct Line {
     pub metrics: Arc<Metrics>,
 }
 
+impl Line {
+    /// Whether there is a ready endpoint other than these.
+    pub fn has_ready_besides(&self, others: &[Arc<Endpoint>]) -> bool {
+        self.pool.upstream().endpoints.load().iter().any(|endpoint| {
+            endpoint.state() == EndpointState::Ready
+                && !others.iter().any(|other| Arc::ptr_eq(other, endpoint))
+        })
+    }
+}
+
 /// The head of an answer, and what comes after it.
 pub struct Answer {
     /// The head.
@@ -62,8 +72,7 @@ pub async fn troubled(connection: &Rc<Connection>, line: &Line) {
 /// Whether its endpoint is unwell while another one is well. Where all are unwell, asking more of
 /// them makes none of them better.
 pub fn is_better_elsewhere(connection: &Connection, line: &Line) -> bool {
-    connection.endpoint.state() == EndpointState::Degraded
-        && line.pool.upstream().endpoints.load().iter().any(|e| e.state() == EndpointState::Ready)
+    connection.endpoint.state() == EndpointState::Degraded && line.has_ready_besides(&[])
 }
 
 /// What a client is told when there is no stream for its request.

@@ -230,12 +230,17 @@ pub const REJECTION_MAX_BODY: usize = 1024;
 /// Whether an answer's head leaves it possible that it is a [`shutting_down_rejection`], so that
 /// its short body is worth holding back. Everything else is streamed at once.
 pub fn may_be_shutting_down(status: StatusCode, headers: &HeaderMap) -> bool {
-    let length = headers.get(header::CONTENT_LENGTH).and_then(|v| v.to_str().ok());
     matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE)
         && headers.contains_key(header::RETRY_AFTER)
         // Priority and Fairness stamps what has passed it: a handler may have been at work.
         && !headers.contains_key("x-kubernetes-pf-flowschema-uid")
-        && length.is_none_or(|v| v.parse().is_ok_and(|n: usize| n <= REJECTION_MAX_BODY))
+        && is_short(headers)
+}
+
+/// Whether an answer is, by its own account, short enough to be held back.
+pub fn is_short(headers: &HeaderMap) -> bool {
+    let length = headers.get(header::CONTENT_LENGTH).and_then(|v| v.to_str().ok());
+    length.is_none_or(|v| v.parse().is_ok_and(|n: usize| n <= REJECTION_MAX_BODY))
 }
 
 /// Recognises the two answers that a terminating apiserver gives in a filter, before any handler

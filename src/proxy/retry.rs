@@ -14,6 +14,9 @@
 //! answers that kube-apiserver gives before any handler runs while it shuts down. *Sent*: no
 //! response head. *Head*: a head, and nothing of it forwarded. *Body*: part of the answer is out.
 //!
+//! A watch that is answered with 410 is asked for at the other ready endpoints, once each: history
+//! is per server, and one that has just started knows none.
+//!
 //! A write whose fate is unknown is never sent again, and its failure carries no Retry-After:
 //! client-go re-sends every verb on a 429 or 5xx that does.
 

@@ -1,9 +1,11 @@
 //! A watch as its client sees it: one stream, whatever becomes of the connections below it.
 //!
 //! [`super::watch`] decides; this file moves the bytes, notices that a stream is lost or that its
-//! connection should be left, and asks again elsewhere. [`running`] is the stream; [`moving`] is about a watch that leaves a
-//! stream which works.
+//! connection should be left. [`running`] is the stream, [`asking`] looks for another one with what
+//! [`again`] knows; [`moving`] is about a watch that leaves a stream which works.
 
+mod again;
+mod asking;
 mod moving;
 mod pace;
 mod running;
@@ -11,33 +13,27 @@ mod running;
 use std::collections::VecDeque;
 use std::pin::Pin;
 use std::rc::Rc;
-use std::sync::Arc;
 use std::task::{Context, Poll, ready};
-use std::time::Duration;
 
 use bytes::Bytes;
 use h2::RecvStream;
-use http::{HeaderMap, Request, StatusCode, Uri, header, response, uri};
+use http::{HeaderMap, Request, StatusCode, header, response};
 use http_body::Frame;
-use tokio::time::{Instant, sleep};
+use tokio::time::Instant;
 
+use self::again::Again;
 use self::moving::Moving;
 use self::running::{Event, Leave, Running};
 use super::closing::Closing;
-use super::line::{Answer as Answered, Line, reissue, release};
+use super::line::{Answer as Answered, Line, release};
 use super::respond::BodyError;
 use super::watch::Encoding;
 use super::watch::relay::{Flow, Relay};
-use super::watch::request::{Asked, reissued_query};
-use super::watch::resume::{Answer, Shun};
-use super::watch::state::{AfterAttempt, AfterLoss, Ending, Reissue};
+use super::watch::request::Asked;
+use super::watch::verdict::{AfterLoss, Ending};
 use crate::observe::{Outcome, Side};
-use crate::upstream::connection::{Connection, Permit};
-use crate::upstream::endpoint::{Endpoint, EndpointState};
-use crate::upstream::pool::{After, ClassPool};
-
-/// Longest pause that an apiserver may ask for before a watch is better left to its client.
-const MAX_SILENCE: Duration = Duration::from_secs(30);
+use crate::upstream::connection::Permit;
+use crate::upstream::pool::ClassPool;
 
 type Attempt = Pin<Box<dyn Future<Output = Result<Answered, String>>>>;
 
@@ -58,22 +54,6 @@ enum Leg {
     Moving(Box<Moving>),
     /// Over: how, if not cleanly.
     Done(Option<BodyError>),
-}
-
-/// What is needed to ask again.
-struct Again {
-    line: Rc<Line>,
-    class: Rc<ClassPool>,
-    head: Request<()>,
-    asked: Asked,
-    closing: Closing,
-    content_type: String,
-    /// The connection that was lost last.
-    lost: Option<Rc<Connection>>,
-    /// It answered, and refused: rather another server than a fresh connection to it.
-    refused: bool,
-    /// Endpoints that are not to be asked again in this round: their history is too short.
-    shunned: Vec<Arc<Endpoint>>,
 }
 
 /// A watch that was answered: what it takes to ask for it again.
@@ -177,6 +157,7 @@ impl WatchBody {
 
     /// Takes a piece from upstream.
     fn take(&mut self, data: &Bytes) {
+        let withheld = self.relay.withholds();
         let out = &mut self.out;
         let step = self.relay.push(data, |piece| out.push_back(piece));
         if let Leg::Running(running) = &mut self.leg {
@@ -185,19 +166,17 @@ impl WatchBody {
             running.unreleased += data.len() - step.absorbed;
         }
         match step.flow {
-            Flow::Continue => self.leave(),
+            Flow::Continue => {
+                if self.relay.state().has_settled() {
+                    self.again.shunned.clear();
+                }
+                self.leave();
+            }
             Flow::NextPeer => {
-                let now = std::time::Instant::now();
-                self.give_way();
-                self.again.shun_lost();
-                let next = self.relay.state_mut().on_answer(
-                    Answer::FirstFrameError,
-                    &self.again.content_type,
-                    self.again.has_peers(),
-                    now,
-                    fastrand::u64(..),
-                );
-                self.after(next, "the history there is too short");
+                if !withheld && self.relay.withholds() {
+                    self.again.line.metrics.watch_resumed("withheld");
+                }
+                self.turned_away();
             }
             Flow::End(ending) => {
                 self.give_way();
@@ -241,85 +220,6 @@ impl WatchBody {
         }
     }
 
-    fn answered(&mut self, answer: Result<Answered, String>) {
-        let now = std::time::Instant::now();
-        let content_type;
-        let judged = match &answer {
-            Ok(answered) => {
-                content_type = text(&answered.head.headers, &header::CONTENT_TYPE);
-                let status = answered.head.status;
-                Answer::Head {
-                    status: status.as_u16(),
-                    content_type: Some(&content_type),
-                    retry_after: retry_after(&answered.head.headers)
-                        .filter(|_| status != StatusCode::OK),
-                }
-            }
-            Err(_) => Answer::Unreachable,
-        };
-        // A history that is too short there is so tomorrow: only others count then.
-        let peers_left = match (&answer, judged) {
-            (Ok(answered), Answer::Head { status: 410, .. }) => {
-                self.again.lost = Some(Rc::clone(answered.permit.connection()));
-                self.again.has_others()
-            }
-            _ => self.again.has_peers(),
-        };
-        let next = self.relay.state_mut().on_answer(
-            judged,
-            &self.again.content_type,
-            peers_left,
-            now,
-            fastrand::u64(..),
-        );
-        match answer {
-            Ok(answered) if next == AfterAttempt::Accept => {
-                let connection = answered.permit.connection();
-                self.outcome.resumed();
-                self.outcome.sent_to(&connection.endpoint.label, true);
-                self.again.line.metrics.watch_resumed("resumed");
-                tracing::debug!(endpoint = %connection.endpoint.label, "watch resumed");
-                // A dead connection must not be kept, and shown, for as long as the watch runs.
-                self.again.lost = None;
-                self.leg =
-                    Leg::Running(Running::new(answered.recv, answered.permit, &self.again.closing));
-            }
-            Ok(answered) => {
-                self.again.lost = Some(Rc::clone(answered.permit.connection()));
-                self.again.refused = true;
-                if matches!(next, AfterAttempt::Another { shun: Shun::Round, .. }) {
-                    self.again.shun_lost();
-                }
-                self.after(next, &format!("{} there", answered.head.status));
-            }
-            Err(why) => self.after(next, &why),
-        }
-    }
-
-    fn after(&mut self, next: AfterAttempt, why: &str) {
-        match next {
-            AfterAttempt::Accept => {}
-            AfterAttempt::Another { delay, shun } => {
-                let delay = match shun {
-                    // Nobody else to ask: when it says, unless that is too long to be silent.
-                    Shun::For(pause) if !self.again.has_others() => delay.max(pause),
-                    _ => delay,
-                };
-                if delay > MAX_SILENCE {
-                    self.again.line.metrics.watch_resumed("gave_up");
-                    self.finish(self.relay.state().ending(), why);
-                    return;
-                }
-                tracing::debug!(reason = why, "watch asks another apiserver");
-                self.ask(delay);
-            }
-            AfterAttempt::End(ending) => {
-                self.again.line.metrics.watch_resumed("gave_up");
-                self.finish(ending, why);
-            }
-        }
-    }
-
     /// Leaves the running stream: dropping it resets it.
     fn give_way(&mut self) {
         if let Leg::Running(running) = &self.leg {
@@ -333,22 +233,6 @@ impl WatchBody {
             running.permit.finished();
         }
         self.leg = Leg::Done(None);
-    }
-
-    fn ask(&mut self, delay: Duration) {
-        let now = std::time::Instant::now();
-        let head = self.again.head(&self.relay.state().reissue(now));
-        let line = Rc::clone(&self.again.line);
-        let class = Rc::clone(&self.again.class);
-        let lost = self.again.lost.clone();
-        let shunned = self.again.shunned.clone();
-        let refused = self.again.refused;
-        self.leg = Leg::Asking(Box::pin(async move {
-            sleep(delay).await;
-            let after = if refused { After::Refusal } else { After::Silence };
-            let after = lost.as_ref().map(after);
-            reissue(&line, &class, head, after, &shunned).await
-        }));
     }
 
     /// Ends the client's stream: cleanly, or visibly broken.
@@ -370,61 +254,6 @@ impl WatchBody {
     }
 }
 
-impl Again {
-    /// The head of the request that asks again.
-    fn head(&self, reissue: &Reissue<'_>) -> Request<()> {
-        let query = self.head.uri().query().unwrap_or_default();
-        let query = reissued_query(query, &self.asked, reissue);
-        let mut head = self.head.clone();
-        *head.uri_mut() = with_query(self.head.uri(), &query);
-        head
-    }
-
-    /// Whether there is an endpoint left to ask in this round.
-    fn has_peers(&self) -> bool {
-        let endpoints = self.line.pool.upstream().endpoints.load();
-        endpoints.iter().any(|e| !self.shunned.iter().any(|shunned| Arc::ptr_eq(shunned, e)))
-    }
-
-    /// Whether there is an endpoint that can be asked now, other than the last one.
-    fn has_others(&self) -> bool {
-        use EndpointState::{Ejected, Leaving, NoH2};
-        let endpoints = self.line.pool.upstream().endpoints.load();
-        let lost = self.lost.as_ref().map(|connection| &connection.endpoint);
-        endpoints.iter().any(|e| {
-            !matches!(e.state(), Ejected | NoH2 | Leaving)
-                && lost.is_none_or(|lost| !Arc::ptr_eq(lost, e))
-                && !self.shunned.iter().any(|shunned| Arc::ptr_eq(shunned, e))
-        })
-    }
-
-    fn shun_lost(&mut self) {
-        if let Some(lost) = &self.lost {
-            self.shunned.push(Arc::clone(&lost.endpoint));
-        }
-    }
-}
-
 fn text(headers: &HeaderMap, name: &header::HeaderName) -> String {
     headers.get(name).and_then(|value| value.to_str().ok()).unwrap_or_default().to_owned()
-}
-
-fn retry_after(headers: &HeaderMap) -> Option<Duration> {
-    let seconds = headers.get(header::RETRY_AFTER)?.to_str().ok()?.trim().parse().ok()?;
-    Some(Duration::from_secs(seconds))
-}
-
-/// The same target with another query.
-pub fn with_query(target: &Uri, query: &str) -> Uri {
-    let mut parts = target.clone().into_parts();
-    let path_and_query = if query.is_empty() {
-        target.path().to_owned()
-    } else {
-        format!("{}?{query}", target.path())
-    };
-    // The query was made from a valid one; if that is ever wrong the watch is asked as before.
-    if let Ok(path_and_query) = uri::PathAndQuery::try_from(path_and_query) {
-        parts.path_and_query = Some(path_and_query);
-    }
-    Uri::from_parts(parts).unwrap_or_else(|_| target.clone())
 }

@@ -12,6 +12,7 @@ mod peer;
 mod rebalance;
 mod retry;
 mod streams;
+mod too_old;
 mod unwell;
 mod watches;
 mod writes;

@@ -5,7 +5,8 @@
 
 use super::event;
 use super::frame::{Cut, Splitter};
-use super::state::{AfterLoss, Ending, Verdict, WatchState};
+use super::state::WatchState;
+use super::verdict::{AfterLoss, Ending, Verdict};
 use super::{Encoding, request::Asked};
 use bytes::Bytes;
 use std::ops::Range;
@@ -17,6 +18,8 @@ pub struct Relay {
     encoding: Encoding,
     splitter: Splitter,
     state: WatchState,
+    /// The server's last word, while others are asked for a better one.
+    withheld: Option<Bytes>,
 }
 
 /// What to do after a chunk.
@@ -34,8 +37,7 @@ pub struct Step {
 pub enum Flow {
     /// With the next chunk.
     Continue,
-    /// On another peer: cancel this stream and call [`WatchState::on_answer`] with
-    /// [`super::resume::Answer::FirstFrameError`].
+    /// On another peer: cancel this stream and call [`WatchState::on_error_event`].
     NextPeer,
     /// Nowhere: cancel this stream and end the client's.
     End(Ending),
@@ -48,6 +50,7 @@ impl Relay {
             encoding,
             splitter: Splitter::new(encoding),
             state: WatchState::new(asked, asked_at),
+            withheld: None,
         }
     }
 
@@ -66,6 +69,16 @@ impl Relay {
         self.splitter.kept()
     }
 
+    /// Whether the client is owed an answer that was withheld.
+    pub fn withholds(&self) -> bool {
+        self.withheld.is_some()
+    }
+
+    /// The answer that was withheld: nobody has a better one.
+    pub fn take_withheld(&mut self) -> Option<Bytes> {
+        self.withheld.take()
+    }
+
     /// Takes a chunk from upstream and hands what the client gets to `out`, in order.
     pub fn push(&mut self, chunk: &Bytes, mut out: impl FnMut(Bytes)) -> Step {
         let mut run = 0..0;
@@ -81,13 +94,14 @@ impl Relay {
                 Cut::Joined(len, frame) => {
                     let verdict = self.state.on_frame(event::read(self.encoding, &frame));
                     if verdict == Verdict::Forward {
+                        self.withheld = None;
                         flush(chunk, &mut run, &mut out);
                         out(frame);
                         at += len;
                         run = at..at;
                         continue;
                     }
-                    (len, Bytes::new(), verdict)
+                    (len, frame, verdict)
                 }
                 Cut::Oversized { kept, len, begins, ends } => {
                     (len, kept, self.state.on_oversized(begins, ends))
@@ -100,6 +114,7 @@ impl Relay {
             };
             match verdict {
                 Verdict::Forward => {
+                    self.withheld = None;
                     if !copied.is_empty() {
                         flush(chunk, &mut run, &mut out);
                         out(copied);
@@ -113,8 +128,13 @@ impl Relay {
                     flush(chunk, &mut run, &mut out);
                     absorbed += len;
                 }
-                Verdict::NextPeer | Verdict::End(_) => {
+                Verdict::NextPeer | Verdict::Withhold | Verdict::End(_) => {
                     flush(chunk, &mut run, &mut out);
+                    if verdict == Verdict::Withhold {
+                        let whole = copied.is_empty();
+                        self.withheld =
+                            Some(if whole { chunk.slice(at..at + len) } else { copied });
+                    }
                     let flow = match verdict {
                         Verdict::End(ending) => Flow::End(ending),
                         _ => Flow::NextPeer,
@@ -146,6 +166,7 @@ impl Relay {
     /// Part of a frame that the client has not seen is dropped. `random` is any number.
     pub fn on_lost(&mut self, now: Instant, random: u64) -> AfterLoss {
         self.splitter.take_partial();
+        self.withheld = None;
         self.state.on_lost(now, random)
     }
 }

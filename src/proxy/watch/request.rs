@@ -6,10 +6,10 @@
 //! understands them (the first of several counts; any boolean but `false` and `0` is true) and
 //! otherwise passed on byte for byte, in their order.
 
-use super::state::Reissue;
+use super::verdict::Reissue;
 use super::version::Version;
 use crate::proxy::request_info::is_built_in_group;
-use http::{HeaderMap, header};
+use http::{HeaderMap, Uri, header, uri};
 use std::borrow::Cow;
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -129,6 +129,21 @@ pub fn reissued_query(query: &str, asked: &Asked, reissue: &Reissue<'_>) -> Stri
 /// Changes the headers for the upstream leg: frames must come as they are, not compressed.
 pub fn upstream_headers(headers: &mut HeaderMap) {
     headers.remove(header::ACCEPT_ENCODING);
+}
+
+/// The same target with another query.
+pub fn with_query(target: &Uri, query: &str) -> Uri {
+    let mut parts = target.clone().into_parts();
+    let path_and_query = if query.is_empty() {
+        target.path().to_owned()
+    } else {
+        format!("{}?{query}", target.path())
+    };
+    // The query was made from a valid one; if that is ever wrong the watch is asked as before.
+    if let Ok(path_and_query) = uri::PathAndQuery::try_from(path_and_query) {
+        parts.path_and_query = Some(path_and_query);
+    }
+    Uri::from_parts(parts).unwrap_or_else(|_| target.clone())
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]

@@ -3,17 +3,20 @@
 //! | answer | what follows |
 //! |---|---|
 //! | 200 with the Content-Type that the client was given | it goes on here |
-//! | 410, or an ERROR event as the first frame | another peer; not this one again: history is per server |
+//! | 410, or an ERROR event instead of the history | another peer; not this one again: history is per server |
 //! | 429, 5xx | another peer; this one not before its Retry-After |
 //! | none: connecting failed, or it was lost before a head | another peer |
 //! | 200 with another Content-Type, any other status (401, 403, 404, 406, …) | no peer will do better: give up |
 //!
-//! A round of attempts lasts 30 s, and ends earlier when no peer is left to ask.
+//! A round of attempts lasts 30 s, and ends earlier when no peer is left to ask. Where the watch has
+//! an answer already, and others are only asked for a better one, it lasts 3 s.
 
 use std::time::{Duration, Instant};
 
 /// How long a watch looks for an apiserver that takes it.
 const ROUND: Duration = Duration::from_secs(30);
+/// How long it looks for a better answer than the one that is withheld from its client.
+pub const BRIEF: Duration = Duration::from_secs(3);
 /// The largest jitter before the first attempt of a round; it doubles with each.
 const FIRST_JITTER: Duration = Duration::from_millis(50);
 /// The largest jitter of all: 5,000 nodes may be doing the same at the same moment.
@@ -31,8 +34,8 @@ pub enum Answer<'a> {
         /// Its Retry-After, where it is a number of seconds.
         retry_after: Option<Duration>,
     },
-    /// The head was accepted, and then the first frame was an ERROR.
-    FirstFrameError,
+    /// The head was accepted, and then an ERROR event came where history was asked for.
+    ErrorEvent,
     /// Connecting failed, or the connection was lost before a head came.
     Unreachable,
 }
@@ -67,9 +70,7 @@ pub fn judge(answer: Answer<'_>, content_type: &str) -> Judgement {
         {
             Judgement::Accept
         }
-        Answer::Head { status: 410, .. } | Answer::FirstFrameError => {
-            Judgement::Another(Shun::Round)
-        }
+        Answer::Head { status: 410, .. } | Answer::ErrorEvent => Judgement::Another(Shun::Round),
         Answer::Head { status: 429 | 500..=599, retry_after, .. } => {
             Judgement::Another(retry_after.map_or(Shun::Not, Shun::For))
         }
@@ -82,6 +83,7 @@ pub fn judge(answer: Answer<'_>, content_type: &str) -> Judgement {
 #[derive(Debug, Clone)]
 pub struct Round {
     began: Instant,
+    lasts: Duration,
     attempts: u32,
 }
 
@@ -89,14 +91,19 @@ impl Round {
     /// A round begins with the loss of a stream. `recent` rounds in the last minute make it wait
     /// longer, as attempts do.
     pub fn begin(now: Instant, recent: u32) -> Self {
-        Self { began: now, attempts: recent }
+        Self { began: now, lasts: ROUND, attempts: recent }
+    }
+
+    /// The same for one that looks for a better answer than the one there is.
+    pub fn brief(now: Instant, recent: u32) -> Self {
+        Self { lasts: BRIEF, ..Self::begin(now, recent) }
     }
 
     /// How long to wait before the next attempt; `random` is any number, evenly distributed.
     ///
     /// `None` when the round is over.
     pub fn next(&mut self, now: Instant, random: u64) -> Option<Duration> {
-        if now.saturating_duration_since(self.began) >= ROUND {
+        if now.saturating_duration_since(self.began) >= self.lasts {
             return None;
         }
         let most = FIRST_JITTER.saturating_mul(1 << self.attempts.min(10)).min(MAX_JITTER);
@@ -140,7 +147,7 @@ mod tests {
                 Answer::Head { status: 504, content_type: None, retry_after: None },
                 Judgement::Another(Shun::Not),
             ),
-            (Answer::FirstFrameError, Judgement::Another(Shun::Round)),
+            (Answer::ErrorEvent, Judgement::Another(Shun::Round)),
             (Answer::Unreachable, Judgement::Another(Shun::Not)),
         ] {
             assert_eq!(judge(answer, json), judgement, "{answer:?}");
@@ -157,5 +164,7 @@ mod tests {
             assert!(round.next(start, u64::MAX).unwrap() <= MAX_JITTER);
         }
         assert_eq!(round.next(start + ROUND, 0), None);
+        assert!(Round::brief(start, 0).next(start + BRIEF / 2, 0).is_some());
+        assert_eq!(Round::brief(start, 0).next(start + BRIEF, 0), None);
     }
 }

@@ -13,13 +13,16 @@
 //! | frame | first stream | resumed stream |
 //! |---|---|---|
 //! | unreadable | forward; never resume | end: it may be one that the client has |
-//! | ERROR | forward; never resume | as the first frame: next peer; later: forward |
+//! | ERROR 410, where it can go on elsewhere | withhold; ask others | as the first frame: next peer; later: withhold; ask others |
+//! | any other ERROR | forward; never resume | as the first frame: next peer; later: forward |
 //! | INITIAL, any event | forward | (is never resumed) |
 //! | ORDERED, above the cursor (a bookmark: or at it) | forward; it is the cursor | forward; it is the cursor |
 //! | ORDERED, not above it | forward; never resume | discard the first such, then end |
 //! | ORDERED, not a number | forward; never resume | end |
 //!
-//! where "forward" means "swallow" for a bookmark that the client did not ask for.
+//! where "forward" means "swallow" for a bookmark that the client did not ask for. A 410 is withheld
+//! because history is per server: one that has just started knows none, while its peers may. The
+//! client gets it when no other has the history either.
 //!
 //! Loss of the stream without an end by the server; a partial frame has been dropped:
 //!
@@ -32,21 +35,20 @@
 //! | ORDERED, every frame read | end cleanly: a reflector watches again, without a list |
 //! | INITIAL, or a frame unread | reset: a clean end would make a partial state look complete |
 
+use super::allowance::Allowance;
 use super::event::{Event, Kind, Unparsed};
 use super::request::Asked;
-use super::resume::{self, Answer, Judgement, Round, Shun};
+use super::resume::{self, Answer, Judgement, Round};
+use super::verdict::{AfterAttempt, AfterLoss, Bar, Ending, Reissue, Verdict};
 use super::version::Version;
 use std::time::{Duration, Instant};
 
+/// Status code of "too old resource version": the history does not reach back that far.
+const TOO_OLD: u16 = 410;
 /// With less of its time left a watch is not worth moving.
 const MIN_REMAINING_TO_MOVE: Duration = Duration::from_secs(30);
-/// Least pause between two attempts of a watch to leave an apiserver that is unwell.
-const FLEE_PAUSE: Duration = Duration::from_secs(2);
 /// With less of its time left a watch is not worth resuming.
 const MIN_REMAINING: Duration = Duration::from_secs(2);
-/// Resumes within a minute before a watch is left to its client.
-pub const RESUMES_A_MINUTE: u32 = 12;
-const MINUTE: Duration = Duration::from_secs(60);
 /// Looks, one a minute, without a bookmark after which a watch counts as stale.
 const LOOKS_WITHOUT_BOOKMARK: u8 = 3;
 
@@ -57,101 +59,6 @@ pub enum Phase {
     Initial,
     /// What happens to them, in the order of their versions.
     Ordered,
-}
-
-/// Why a watch is not resumed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Bar {
-    /// Its group may be served by an aggregated apiserver with a history of its own.
-    Group,
-    /// A frame could not be read.
-    Unparsed,
-    /// A version was missing or not a number.
-    NotNumeric,
-    /// A version was not above the one before.
-    NotGrowing,
-    /// An event of an unknown type came.
-    UnknownEvent,
-    /// The server said that the watch has failed.
-    ServerError,
-    /// The client does not read.
-    StalledClient,
-}
-
-impl Bar {
-    /// A short name for logs.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Group => "group",
-            Self::Unparsed => "unparsed",
-            Self::NotNumeric => "version_not_numeric",
-            Self::NotGrowing => "version_not_growing",
-            Self::UnknownEvent => "unknown_event",
-            Self::ServerError => "server_error",
-            Self::StalledClient => "stalled_client",
-        }
-    }
-}
-
-/// What becomes of a frame.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Verdict {
-    /// The client gets it.
-    Forward,
-    /// A bookmark that only we asked for.
-    Swallow,
-    /// The client has it already.
-    Discard,
-    /// This peer does not have the history: ask another ([`WatchState::on_answer`] with
-    /// [`Answer::FirstFrameError`]).
-    NextPeer,
-    /// This stream cannot be trusted to go on where the last one ended: end the watch.
-    End(Ending),
-}
-
-/// How a watch that is not resumed ends for its client.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Ending {
-    /// As if the server's timeout had come.
-    Clean,
-    /// Visibly broken.
-    Reset,
-}
-
-/// What becomes of a watch whose stream is lost.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum AfterLoss {
-    /// After this delay, send the original request again.
-    Restart(Duration),
-    /// After this delay, go on at the cursor ([`WatchState::reissue`]).
-    Resume(Duration),
-    /// It ends.
-    End(Ending),
-}
-
-/// What follows an attempt.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum AfterAttempt {
-    /// The watch goes on with this response.
-    Accept,
-    /// After the delay, ask another peer.
-    Another {
-        /// How long to wait.
-        delay: Duration,
-        /// What to make of the peer that answered.
-        shun: Shun,
-    },
-    /// It ends.
-    End(Ending),
-}
-
-/// How to ask again.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Reissue<'a> {
-    /// Where to go on; `None` for the request as the client made it.
-    pub cursor: Option<&'a Version>,
-    /// What is left of the client's `timeoutSeconds`, if it gave any.
-    pub remaining: Option<Duration>,
 }
 
 /// Which stream the frames come from.
@@ -183,8 +90,7 @@ pub struct WatchState {
     forwarded: bool,
     leg: Leg,
     round: Option<Round>,
-    minute: Option<(Instant, u32)>,
-    moved: Option<Instant>,
+    allowance: Allowance,
     bookmarks: Bookmarks,
 }
 
@@ -216,8 +122,7 @@ impl WatchState {
             forwarded: false,
             leg: Leg::Original,
             round: None,
-            minute: None,
-            moved: None,
+            allowance: Allowance::default(),
             bookmarks: Bookmarks::default(),
         }
     }
@@ -238,9 +143,8 @@ impl WatchState {
     /// How to ask another apiserver to take it over, if it can be moved without any risk: else
     /// `None`. Until [`Self::moved`] no frame may be taken.
     pub fn reissue_to_move(&self, now: Instant) -> Option<Reissue<'_>> {
-        let lately = |since: Instant| now.saturating_duration_since(since) < MINUTE;
         let late = self.remaining(now).is_some_and(|left| left < MIN_REMAINING_TO_MOVE);
-        if !self.resumable() || late || self.moved.is_some_and(lately) {
+        if !self.resumable() || late || !self.allowance.may_move(now) {
             return None;
         }
         Some(Reissue { cursor: self.cursor.as_ref(), remaining: self.remaining(now) })
@@ -249,9 +153,7 @@ impl WatchState {
     /// The same for a watch that should leave its apiserver, which is unwell: it goes however little
     /// time has passed since it moved, but a flight must not become a habit.
     pub fn reissue_to_flee(&self, now: Instant) -> Option<Reissue<'_>> {
-        let lately = |since: Instant| now.saturating_duration_since(since) < FLEE_PAUSE;
-        let often = self.resumes_lately(now) >= RESUMES_A_MINUTE / 2;
-        if !self.resumable() || self.too_late(now) || often || self.moved.is_some_and(lately) {
+        if !self.resumable() || self.too_late(now) || !self.allowance.may_flee(now) {
             return None;
         }
         Some(Reissue { cursor: self.cursor.as_ref(), remaining: self.remaining(now) })
@@ -259,13 +161,13 @@ impl WatchState {
 
     /// Notes an attempt to flee; it counts as a resume.
     pub fn tried_to_flee(&mut self, now: Instant) {
-        self.moved = Some(now);
-        self.count_resume(now);
+        self.allowance.tried_to_move(now);
+        self.allowance.resume(now);
     }
 
     /// Notes an attempt to move it: no other one soon.
     pub fn tried_to_move(&mut self, now: Instant) {
-        self.moved = Some(now);
+        self.allowance.tried_to_move(now);
     }
 
     /// Another apiserver has taken it over; the next frames are of its stream.
@@ -320,6 +222,10 @@ impl WatchState {
             self.forwarded = true;
             return Verdict::Forward;
         };
+        let too_old = event.kind == Kind::Error && event.code == Some(TOO_OLD);
+        if too_old && self.phase == Phase::Ordered && self.way_on().is_some() {
+            return Verdict::Withhold;
+        }
         self.advance(&event);
         if event.kind == Kind::Bookmark && self.swallow {
             return Verdict::Swallow;
@@ -403,30 +309,65 @@ impl WatchState {
     ///
     /// `random` is any number, evenly distributed.
     pub fn on_lost(&mut self, now: Instant, random: u64) -> AfterLoss {
-        self.round = None;
         self.bookmarks.missed = 0;
-        let resume = self.resumable();
+        if !self.begin_round(now, Round::begin) {
+            return AfterLoss::End(self.ending());
+        }
+        let Some(delay) = self.round.as_mut().and_then(|round| round.next(now, random)) else {
+            return AfterLoss::End(self.ending());
+        };
+        match self.leg {
+            Leg::Resumed { .. } => AfterLoss::Resume(delay),
+            Leg::Original => AfterLoss::Restart(delay),
+        }
+    }
+
+    /// The server ended the watch by an ERROR event; [`Verdict::NextPeer`] and
+    /// [`Verdict::Withhold`] ask for this. `peers_left` and `random` are those of
+    /// [`Self::on_answer`].
+    pub fn on_error_event(
+        &mut self,
+        content_type: &str,
+        peers_left: bool,
+        now: Instant,
+        random: u64,
+    ) -> AfterAttempt {
+        // Where it is the answer to an attempt, the round of that attempt goes on.
+        let answers = matches!(self.leg, Leg::Resumed { settled: false, .. });
+        if !answers && !self.begin_round(now, Round::brief) {
+            return AfterAttempt::End(self.ending());
+        }
+        self.on_answer(Answer::ErrorEvent, content_type, peers_left, now, random)
+    }
+
+    /// Begins to look for another stream, if the watch can go on with one.
+    fn begin_round(&mut self, now: Instant, begin: fn(Instant, u32) -> Round) -> bool {
+        self.round = None;
+        let Some(leg) = self.way_on().filter(|_| !self.too_late(now)) else { return false };
+        let Some(recent) = self.allowance.resume(now) else { return false };
+        self.leg = leg;
+        self.round = Some(begin(now, recent));
+        true
+    }
+
+    /// What another stream would be for it, if it can go on with one: at the cursor, or, while
+    /// nothing was forwarded, as the answer to the original request.
+    fn way_on(&self) -> Option<Leg> {
+        if self.resumable() {
+            return Some(Leg::Resumed { strays: 0, settled: false });
+        }
         let restart = !self.forwarded
             && !self.mid_frame
             && self.bar.is_none_or(|bar| bar == Bar::Group)
             && (self.phase == Phase::Initial || self.bar.is_some());
-        if !(resume || restart) || self.too_late(now) {
-            return AfterLoss::End(self.ending());
-        }
-        let Some(recent) = self.count_resume(now) else {
-            return AfterLoss::End(self.ending());
-        };
-        let mut round = Round::begin(now, recent);
-        let Some(delay) = round.next(now, random) else {
-            return AfterLoss::End(self.ending());
-        };
-        self.round = Some(round);
-        if resume {
-            self.leg = Leg::Resumed { strays: 0, settled: false };
-            AfterLoss::Resume(delay)
-        } else {
-            self.leg = Leg::Original;
-            AfterLoss::Restart(delay)
+        restart.then_some(Leg::Original)
+    }
+
+    /// Whether something came of the stream it reads now: it has taken the watch.
+    pub fn has_settled(&self) -> bool {
+        match self.leg {
+            Leg::Original => self.forwarded,
+            Leg::Resumed { settled, .. } => settled,
         }
     }
 
@@ -473,26 +414,5 @@ impl WatchState {
 
     fn too_late(&self, now: Instant) -> bool {
         self.remaining(now).is_some_and(|remaining| remaining < MIN_REMAINING)
-    }
-
-    fn resumes_lately(&self, now: Instant) -> u32 {
-        self.minute
-            .filter(|(began, _)| now.saturating_duration_since(*began) < MINUTE)
-            .map_or(0, |(_, count)| count)
-    }
-
-    /// How many resumes there were in this minute before; `None` when there were too many.
-    fn count_resume(&mut self, now: Instant) -> Option<u32> {
-        let recent = match self.minute {
-            Some((began, count)) if now.saturating_duration_since(began) < MINUTE => {
-                self.minute = Some((began, count + 1));
-                count
-            }
-            _ => {
-                self.minute = Some((now, 1));
-                0
-            }
-        };
-        (recent < RESUMES_A_MINUTE).then_some(recent)
     }
 }

@@ -3,7 +3,7 @@
 use super::super::Encoding::{self, Json, Protobuf};
 use super::super::frame::Splitter;
 use super::super::relay::{Flow, Relay};
-use super::super::state::AfterLoss;
+use super::super::verdict::AfterLoss;
 use super::model::{asked, digest, encode, json_event, split};
 use bytes::Bytes;
 use proptest::prelude::*;

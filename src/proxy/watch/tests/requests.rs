@@ -1,7 +1,7 @@
 //! Which watches are followed, and how their requests are rewritten.
 
 use super::super::request::{Asked, reissued_query, upstream_headers, upstream_query};
-use super::super::state::Reissue;
+use super::super::verdict::Reissue;
 use super::super::version::Version;
 use http::HeaderMap;
 use std::time::Duration;

@@ -1,11 +1,11 @@
 //! The tables of the state machine: phases, frames on a first and on a resumed stream, losses.
 
+use super::super::allowance::RESUMES_A_MINUTE;
 use super::super::event::{Event, Kind, Unparsed};
 use super::super::request::Asked;
-use super::super::resume::{Answer, Shun};
-use super::super::state::{
-    AfterAttempt, AfterLoss, Bar, Ending, Phase, RESUMES_A_MINUTE, Verdict, WatchState,
-};
+use super::super::resume::{Answer, BRIEF, Shun};
+use super::super::state::{Phase, WatchState};
+use super::super::verdict::{AfterAttempt, AfterLoss, Bar, Ending, Verdict};
 use super::model::asked;
 use std::time::{Duration, Instant};
 
@@ -20,8 +20,8 @@ fn event(kind: Kind, version: &'static str) -> Result<Event<'static>, Unparsed> 
 }
 
 #[allow(clippy::unnecessary_wraps)] // likewise
-fn error() -> Result<Event<'static>, Unparsed> {
-    Ok(Event { kind: Kind::Error, version: None, initial_events_end: false, code: Some(410) })
+fn error(code: u16) -> Result<Event<'static>, Unparsed> {
+    Ok(Event { kind: Kind::Error, version: None, initial_events_end: false, code: Some(code) })
 }
 
 fn initial_events_end(version: &'static str) -> Result<Event<'static>, Unparsed> {
@@ -57,14 +57,15 @@ fn phases_and_losses() {
         ("a bookmark going back", asked("5"), vec![event(Added, "8"), event(Bookmark, "7")], Phase::Ordered, Some("8"), CLEAN),
         ("not a number", asked("5"), vec![event(Added, "abc")], Phase::Ordered, Some("5"), CLEAN),
         ("an unknown type", asked("5"), vec![event(Other, "7")], Phase::Ordered, Some("7"), CLEAN),
-        ("an error", asked("5"), vec![error()], Phase::Ordered, Some("5"), CLEAN),
+        ("too old", asked("5"), vec![error(410)], Phase::Ordered, Some("5"), RESUME),
+        ("another error", asked("5"), vec![error(500)], Phase::Ordered, Some("5"), CLEAN),
         ("unreadable", asked("5"), vec![Err(Unparsed)], Phase::Ordered, Some("5"), RESET),
         ("initial, nothing yet", fresh(), vec![], Phase::Initial, None, RESTART),
         ("resourceVersion=0", asked("0"), vec![], Phase::Initial, None, RESTART),
         ("initial", fresh(), vec![event(Added, "90"), event(Added, "8")], Phase::Initial, None, RESET),
         ("initial and over", fresh(), vec![event(Added, "90"), event(Added, "8"), event(Modified, "91")], Phase::Ordered, Some("91"), RESUME),
         ("initial and empty", fresh(), vec![event(Bookmark, "50")], Phase::Ordered, Some("50"), RESUME),
-        ("initial and an error", fresh(), vec![error()], Phase::Initial, None, RESET),
+        ("initial and an error", fresh(), vec![error(410)], Phase::Initial, None, RESET),
         ("initial and unreadable", fresh(), vec![Err(Unparsed)], Phase::Initial, None, RESET),
         ("list, nothing yet", listed(), vec![], Phase::Initial, None, RESTART),
         ("list", listed(), vec![event(Added, "9"), event(Bookmark, "10"), event(Modified, "11")], Phase::Initial, None, RESET),
@@ -103,9 +104,11 @@ fn frames_on_a_resumed_stream() {
         ("one stray", vec![(event(Added, "10"), Verdict::Discard), (event(Added, "11"), Verdict::Forward)]),
         ("two strays", vec![(event(Added, "9"), Verdict::Discard), (event(Added, "10"), clean)]),
         ("one stray late", vec![(event(Added, "11"), Verdict::Forward), (event(Modified, "11"), Verdict::Discard)]),
-        ("gone", vec![(error(), Verdict::NextPeer)]),
-        ("a stray, then gone", vec![(event(Added, "10"), Verdict::Discard), (error(), Verdict::NextPeer)]),
-        ("an error later", vec![(event(Added, "11"), Verdict::Forward), (error(), Verdict::Forward)]),
+        ("gone", vec![(error(410), Verdict::NextPeer)]),
+        ("another error", vec![(error(500), Verdict::NextPeer)]),
+        ("a stray, then gone", vec![(event(Added, "10"), Verdict::Discard), (error(410), Verdict::NextPeer)]),
+        ("gone later", vec![(event(Added, "11"), Verdict::Forward), (error(410), Verdict::Withhold)]),
+        ("another error later", vec![(event(Added, "11"), Verdict::Forward), (error(500), Verdict::Forward)]),
         ("unreadable", vec![(Err(Unparsed), clean)]),
         ("not a number", vec![(event(Added, "x"), clean)]),
     ];
@@ -181,8 +184,8 @@ fn a_watch_moves_only_where_nothing_can_be_lost() {
     // The history there may be too short, which only the first frame tells.
     let mut state = after(&asked("5"), vec![event(Kind::Added, "6")], start);
     state.moved(at(1));
-    assert_eq!(state.on_frame(error()), Verdict::NextPeer);
-    let next = state.on_answer(Answer::FirstFrameError, "application/json", true, at(2), 0);
+    assert_eq!(state.on_frame(error(410)), Verdict::NextPeer);
+    let next = state.on_error_event("application/json", true, at(2), 0);
     assert!(matches!(next, AfterAttempt::Another { shun: Shun::Round, .. }), "{next:?}");
     state.forbid(Bar::StalledClient);
     assert!(!movable(&state, 3));
@@ -202,6 +205,56 @@ fn bookmarks_that_stay_away_are_told_once() {
     assert_eq!(told(&mut state), [false, false, false, true, false, false]);
 }
 
+/// A 410 where the watch can go on elsewhere is withheld, whoever asked for it; where it cannot,
+/// and anything else, is the client's.
+#[test]
+fn a_410_is_not_the_last_word() {
+    use Kind::{Added, Modified};
+    let start = Instant::now();
+    let foreign = || Asked { resumable_group: false, ..asked("5") };
+    let (withheld, forwarded) = (Verdict::Withhold, Verdict::Forward);
+    // What came before it, and where the next one is asked to begin: `None`: as the client asked.
+    for (name, asked, before, code, verdict, cursor) in [
+        ("its first answer", asked("5"), vec![], 410, withheld, Some("5")),
+        ("its first answer, a group of others", foreign(), vec![], 410, withheld, None),
+        ("later", asked("5"), vec![event(Added, "7")], 410, withheld, Some("7")),
+        ("later, a group of others", foreign(), vec![event(Added, "7")], 410, forwarded, None),
+        ("another code", asked("5"), vec![], 500, forwarded, None),
+        ("without a position", asked(""), vec![], 410, forwarded, None),
+        ("still listing", asked(""), vec![event(Added, "7")], 410, forwarded, None),
+        ("after going back", asked("5"), vec![event(Modified, "4")], 410, forwarded, None),
+    ] {
+        let mut state = after(&asked, before, start);
+        assert_eq!(state.on_frame(error(code)), verdict, "{name}");
+        if verdict == forwarded {
+            assert_eq!(state.on_lost(start, 0), AfterLoss::End(state.ending()), "{name}");
+            continue;
+        }
+        let again = AfterAttempt::Another { delay: Duration::ZERO, shun: Shun::Round };
+        let json = "application/json";
+        assert_eq!(state.on_error_event(json, true, start, 0), again, "{name}");
+        assert_eq!(state.reissue(start).cursor.map(|c| c.as_str()), cursor, "{name}");
+        // The next one has no more of it, and then there is nobody left; or it takes too long.
+        let next = state.on_frame(error(410));
+        assert!(matches!(next, Verdict::NextPeer | Verdict::Withhold), "{name}: {next:?}");
+        let mut late = state;
+        let end = AfterAttempt::End(Ending::Clean);
+        let answer = late.on_answer(Answer::Unreachable, json, true, start + BRIEF, 0);
+        assert_eq!(answer, end, "{name}: too long");
+        assert_eq!(late.on_error_event(json, false, start, 0), end, "{name}: nobody left");
+    }
+    // And it cannot be had for ever.
+    let mut state = after(&asked("5"), vec![], start);
+    let mut asked_again = 0;
+    for version in ["6", "7", "8", "9", "10", "11", "12", "13", "14", "15", "16", "17", "18"] {
+        state.on_frame(event(Added, version));
+        state.on_frame(error(410));
+        let next = state.on_error_event("application/json", true, start, 0);
+        asked_again += u32::from(matches!(next, AfterAttempt::Another { .. }));
+    }
+    assert_eq!(asked_again, RESUMES_A_MINUTE);
+}
+
 #[test]
 fn attempts() {
     let start = Instant::now();
@@ -215,8 +268,8 @@ fn attempts() {
         (head(503), true, later, AfterAttempt::End(Ending::Clean)),
         (head(410), true, start, again(Shun::Round)),
         (head(410), false, start, AfterAttempt::End(Ending::Clean)),
-        (Answer::FirstFrameError, true, start, again(Shun::Round)),
-        (Answer::FirstFrameError, false, start, AfterAttempt::End(Ending::Clean)),
+        (Answer::ErrorEvent, true, start, again(Shun::Round)),
+        (Answer::ErrorEvent, false, start, AfterAttempt::End(Ending::Clean)),
         (Answer::Unreachable, true, start, again(Shun::Not)),
         (head(403), true, start, AfterAttempt::End(Ending::Clean)),
     ] {

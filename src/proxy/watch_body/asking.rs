@@ -1,0 +1,166 @@
+//! A watch without a stream asks one apiserver after another to go on with it.
+//!
+//! [`crate::proxy::watch::resume`] judges their answers. While it lasts the client waits; where it
+//! is owed an answer already, each of the others is asked once, and not for long.
+
+use std::rc::Rc;
+use std::time::Duration;
+
+use http::{HeaderMap, StatusCode, header};
+use tokio::time::{sleep, timeout};
+
+use super::running::Running;
+use super::{Answered, Leg, WatchBody, text};
+use crate::proxy::line::reissue;
+use crate::proxy::watch::resume::{Answer, BRIEF, Shun};
+use crate::proxy::watch::verdict::{AfterAttempt, Ending};
+use crate::upstream::pool::After;
+
+/// Longest pause that an apiserver may ask for before a watch is better left to its client.
+const MAX_SILENCE: Duration = Duration::from_secs(30);
+
+impl WatchBody {
+    pub(super) fn ask(&mut self, delay: Duration) {
+        let now = std::time::Instant::now();
+        let head = self.again.head(&self.relay.state().reissue(now));
+        let line = Rc::clone(&self.again.line);
+        let class = Rc::clone(&self.again.class);
+        let lost = self.again.lost.clone();
+        let shunned = self.again.shunned.clone();
+        let refused = self.again.refused;
+        let limit = self.relay.withholds().then_some(BRIEF);
+        self.leg = Leg::Asking(Box::pin(async move {
+            sleep(delay).await;
+            let after = if refused { After::Refusal } else { After::Silence };
+            let after = lost.as_ref().map(after);
+            let asking = reissue(&line, &class, head, after, &shunned);
+            match limit {
+                None => asking.await,
+                Some(limit) => timeout(limit, asking).await.map_err(|_| "no answer".to_owned())?,
+            }
+        }));
+    }
+
+    pub(super) fn answered(&mut self, answer: Result<Answered, String>) {
+        let now = std::time::Instant::now();
+        let content_type;
+        let judged = match &answer {
+            Ok(answered) => {
+                content_type = text(&answered.head.headers, &header::CONTENT_TYPE);
+                let status = answered.head.status;
+                Answer::Head {
+                    status: status.as_u16(),
+                    content_type: Some(&content_type),
+                    retry_after: retry_after(&answered.head.headers)
+                        .filter(|_| status != StatusCode::OK),
+                }
+            }
+            Err(_) => Answer::Unreachable,
+        };
+        if let Ok(answered) = &answer
+            && answered.head.status != StatusCode::OK
+        {
+            self.again.lost = Some(Rc::clone(answered.permit.connection()));
+            if self.relay.withholds() {
+                // Each is asked once.
+                self.again.shun_lost();
+            }
+        }
+        let peers_left = match judged {
+            // A history that is too short there is so tomorrow: only others count then.
+            Answer::Head { status: 410, .. } if !self.relay.withholds() => self.again.has_others(),
+            _ => self.peers_left(),
+        };
+        let next = self.relay.state_mut().on_answer(
+            judged,
+            &self.again.content_type,
+            peers_left,
+            now,
+            fastrand::u64(..),
+        );
+        match answer {
+            Ok(answered) if next == AfterAttempt::Accept => {
+                let connection = answered.permit.connection();
+                self.outcome.resumed();
+                self.outcome.sent_to(&connection.endpoint.label, true);
+                self.again.line.metrics.watch_resumed("resumed");
+                tracing::debug!(endpoint = %connection.endpoint.label, "watch resumed");
+                // A dead connection must not be kept, and shown, for as long as the watch runs.
+                self.again.lost = None;
+                self.leg =
+                    Leg::Running(Running::new(answered.recv, answered.permit, &self.again.closing));
+            }
+            Ok(answered) => {
+                self.again.lost = Some(Rc::clone(answered.permit.connection()));
+                self.again.refused = true;
+                if matches!(next, AfterAttempt::Another { shun: Shun::Round, .. }) {
+                    self.again.shun_lost();
+                }
+                self.after(next, &format!("{} there", answered.head.status));
+            }
+            Err(why) => self.after(next, &why),
+        }
+    }
+
+    fn after(&mut self, next: AfterAttempt, why: &str) {
+        match next {
+            AfterAttempt::Accept => {}
+            AfterAttempt::Another { delay, shun } => {
+                let delay = match shun {
+                    // Nobody else to ask: when it says, unless that is too long to be silent.
+                    Shun::For(pause) if !self.again.has_others() => delay.max(pause),
+                    _ => delay,
+                };
+                if delay > MAX_SILENCE {
+                    self.give_up(self.relay.state().ending(), why);
+                    return;
+                }
+                tracing::debug!(reason = why, "watch asks another apiserver");
+                self.ask(delay);
+            }
+            AfterAttempt::End(ending) => self.give_up(ending, why),
+        }
+    }
+
+    /// Nobody takes it.
+    fn give_up(&mut self, ending: Ending, why: &str) {
+        let metrics = &self.again.line.metrics;
+        let Some(answer) = self.relay.take_withheld() else {
+            metrics.watch_resumed("gave_up");
+            return self.finish(ending, why);
+        };
+        // The server that was asked first has had the last word: it has ended the watch, with this.
+        metrics.watch_resumed("too_old");
+        tracing::debug!(reason = why, "no apiserver has the history that a watch asks for");
+        self.leg = Leg::Done(None);
+        self.out.push_back(answer);
+        self.outcome.complete();
+    }
+
+    /// Its server ended it by an ERROR event: history is per server, and others may have more of it.
+    pub(super) fn turned_away(&mut self) {
+        let now = std::time::Instant::now();
+        self.give_way();
+        self.again.refused = true;
+        self.again.shun_lost();
+        let peers_left = self.peers_left();
+        let next = self.relay.state_mut().on_error_event(
+            &self.again.content_type,
+            peers_left,
+            now,
+            fastrand::u64(..),
+        );
+        self.after(next, "the history there is too short");
+    }
+
+    /// Whether there is somebody left to ask. One who may come back is worth waiting for only where
+    /// there is no answer yet.
+    fn peers_left(&self) -> bool {
+        if self.relay.withholds() { self.again.has_ready() } else { self.again.has_peers() }
+    }
+}
+
+fn retry_after(headers: &HeaderMap) -> Option<Duration> {
+    let seconds = headers.get(header::RETRY_AFTER)?.to_str().ok()?.trim().parse().ok()?;
+    Some(Duration::from_secs(seconds))
+}

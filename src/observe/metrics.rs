@@ -194,7 +194,8 @@ impl Metrics {
         self.registry.counter(&names::HEDGES, &[outcome]).increment(1);
     }
 
-    /// A watch lost its apiserver: `resumed`, `moved`, `gave_up`, ….
+    /// A watch lost its apiserver, or was refused by it: `resumed`, `moved`, `withheld`, `too_old`,
+    /// `gave_up`, ….
     pub fn watch_resumed(&self, outcome: &'static str) {
         self.registry.counter(&names::WATCH_RESUMES, &[outcome]).increment(1);
     }

@@ -4,20 +4,22 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use rustls::client::WebPkiServerVerifier;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
-use rustls::crypto::{CryptoProvider, aws_lc_rs, verify_tls12_signature, verify_tls13_signature};
+use rustls::crypto::{CryptoProvider, aws_lc_rs};
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::{
     CertificateError, ClientConfig, DigitallySignedStruct, Error, RootCertStore, SignatureScheme,
 };
 
 use super::observations::Kind;
+use crate::net::anyone::Anyone;
 use crate::net::tls_files::LoadedCert;
 
 /// How one endpoint is verified, and the certificate it showed last.
 #[derive(Debug)]
 pub(super) struct Verifier {
-    /// `None`: there is no CA to verify with; everything is taken, and nothing secret is sent.
-    inner: Option<Arc<WebPkiServerVerifier>>,
+    inner: Arc<dyn ServerCertVerifier>,
+    /// `false`: there is no CA to verify with; everything is taken, and nothing secret is sent.
+    verifies: bool,
     provider: Arc<CryptoProvider>,
     shown: Mutex<Option<CertificateDer<'static>>>,
 }
@@ -26,18 +28,21 @@ impl Verifier {
     /// Verifies against `roots`.
     pub(super) fn new(roots: Option<Arc<RootCertStore>>) -> Result<Arc<Self>, String> {
         let provider = Arc::new(aws_lc_rs::default_provider());
-        let inner = roots
-            .map(|roots| {
-                WebPkiServerVerifier::builder_with_provider(roots, Arc::clone(&provider)).build()
-            })
-            .transpose()
-            .map_err(|error| error.to_string())?;
-        Ok(Arc::new(Self { inner, provider, shown: Mutex::default() }))
+        let verifies = roots.is_some();
+        let inner: Arc<dyn ServerCertVerifier> = match roots {
+            Some(roots) => {
+                WebPkiServerVerifier::builder_with_provider(roots, Arc::clone(&provider))
+                    .build()
+                    .map_err(|error| error.to_string())?
+            }
+            None => Arc::new(Anyone::new(&provider)),
+        };
+        Ok(Arc::new(Self { inner, verifies, provider, shown: Mutex::default() }))
     }
 
     /// Whether it verifies anything.
     pub(super) fn verifies(&self) -> bool {
-        self.inner.is_some()
+        self.verifies
     }
 
     /// The certificate of the last handshake.
@@ -78,12 +83,7 @@ impl ServerCertVerifier for Verifier {
     ) -> Result<ServerCertVerified, Error> {
         *self.shown.lock().unwrap_or_else(PoisonError::into_inner) =
             Some(end_entity.clone().into_owned());
-        match &self.inner {
-            Some(inner) => {
-                inner.verify_server_cert(end_entity, intermediates, server_name, ocsp_response, now)
-            }
-            None => Ok(ServerCertVerified::assertion()),
-        }
+        self.inner.verify_server_cert(end_entity, intermediates, server_name, ocsp_response, now)
     }
 
     fn verify_tls12_signature(
@@ -92,8 +92,7 @@ impl ServerCertVerifier for Verifier {
         cert: &CertificateDer<'_>,
         dss: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        let algorithms = &self.provider.signature_verification_algorithms;
-        verify_tls12_signature(message, cert, dss, algorithms)
+        self.inner.verify_tls12_signature(message, cert, dss)
     }
 
     fn verify_tls13_signature(
@@ -102,12 +101,11 @@ impl ServerCertVerifier for Verifier {
         cert: &CertificateDer<'_>,
         dss: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        let algorithms = &self.provider.signature_verification_algorithms;
-        verify_tls13_signature(message, cert, dss, algorithms)
+        self.inner.verify_tls13_signature(message, cert, dss)
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.provider.signature_verification_algorithms.supported_schemes()
+        self.inner.supported_verify_schemes()
     }
 }
 

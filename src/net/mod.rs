@@ -3,6 +3,7 @@
 //! The only module that may use `unsafe`, each block with the reason it is sound.
 
 pub mod allocator;
+pub mod anyone;
 pub mod cork;
 pub mod intercepted;
 pub mod interfaces;

@@ -14,12 +14,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::SystemTime;
 
 use arc_swap::{ArcSwap, ArcSwapOption};
-use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
-use rustls::crypto::{CryptoProvider, aws_lc_rs, verify_tls12_signature, verify_tls13_signature};
-use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
-use rustls::{ClientConfig, DigitallySignedStruct, SignatureScheme};
+use rustls::ClientConfig;
+use rustls::crypto::aws_lc_rs;
 
 use crate::config::{CertPaths, Upstream};
+use crate::net::anyone::Anyone;
 use crate::net::tls_files::{self, CertInfo, LoadedCa, LoadedCert, TlsFileError};
 
 /// Which connections a request may share.
@@ -445,7 +444,7 @@ fn plain_tls(ca: Option<&LoadedCa>) -> ClientTls {
 /// is there.
 pub fn unverified_tls() -> ClientTls {
     let builder = builder();
-    let anyone = Arc::new(Anyone(Arc::clone(builder.crypto_provider())));
+    let anyone = Arc::new(Anyone::new(builder.crypto_provider()));
     let config = builder.dangerous().with_custom_certificate_verifier(anyone).with_no_client_auth();
     by_protocol(config, None)
 }
@@ -467,46 +466,5 @@ fn by_protocol(mut config: ClientConfig, certificate: Option<&LoadedCert>) -> Cl
         http1: Arc::new(http1),
         generation: GENERATION.fetch_add(1, Ordering::Relaxed),
         certificate: certificate.map(|loaded| loaded.info.clone()),
-    }
-}
-
-/// Takes every certificate for a good one.
-#[derive(Debug)]
-struct Anyone(Arc<CryptoProvider>);
-
-impl ServerCertVerifier for Anyone {
-    fn verify_server_cert(
-        &self,
-        _: &CertificateDer<'_>,
-        _: &[CertificateDer<'_>],
-        _: &ServerName<'_>,
-        _: &[u8],
-        _: UnixTime,
-    ) -> Result<ServerCertVerified, rustls::Error> {
-        Ok(ServerCertVerified::assertion())
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        let algorithms = &self.0.signature_verification_algorithms;
-        verify_tls12_signature(message, certificate, signature, algorithms)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        let algorithms = &self.0.signature_verification_algorithms;
-        verify_tls13_signature(message, certificate, signature, algorithms)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.0.signature_verification_algorithms.supported_schemes()
     }
 }

@@ -6,6 +6,7 @@
 //! without a word, and the apiserver allows 100.
 
 mod driver;
+mod permit;
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -17,9 +18,7 @@ use std::task::Waker;
 use std::time::Duration;
 
 use bytes::Bytes;
-use h2::SendStream;
-use h2::client::{ResponseFuture, SendRequest};
-use http::Request;
+use h2::client::SendRequest;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
@@ -33,11 +32,7 @@ use super::stats::ConnectionStats;
 use crate::observe::ConnectionGauge;
 use crate::observe::events::{Change, Kind};
 use driver::Driver;
-
-/// A cancelled stream keeps its place for this long. The apiserver's handler may still run: Go
-/// queues new streams behind it and closes the connection with `ENHANCE_YOUR_CALM` when the queue
-/// is four times its stream limit (`net/http2` `scheduleHandler`).
-const CANCELLED_HOLDS: Duration = Duration::from_millis(500);
+pub use permit::Permit;
 
 /// A request that waits this long makes others prefer another connection.
 const DOUBT_AFTER: Duration = Duration::from_millis(50);
@@ -306,22 +301,6 @@ impl Connection {
         self.wake_driver();
     }
 
-    /// Takes a place for one stream. The caller has looked at [`Self::free`].
-    pub fn reserve(self: &Rc<Self>, watch: bool, now: Instant) -> Permit {
-        self.stats.streams.fetch_add(1, Ordering::Relaxed);
-        if watch {
-            self.stats.watches.fetch_add(1, Ordering::Relaxed);
-        }
-        Permit {
-            connection: Rc::clone(self),
-            watch,
-            reserved: now,
-            waits: false,
-            look: 0,
-            finished: true,
-        }
-    }
-
     fn held_by_cancelled(&self, now: Instant) -> usize {
         let mut cancelled = self.cancelled.borrow_mut();
         while cancelled.front().is_some_and(|&until| until <= now) {
@@ -378,95 +357,6 @@ impl Connection {
         self.waiting.set(waiting);
         if waiting == 0 {
             self.waiting_since.set(None);
-        }
-    }
-}
-
-/// A place for one stream on a connection, given back on drop.
-#[derive(Debug)]
-pub struct Permit {
-    connection: Rc<Connection>,
-    watch: bool,
-    /// When it was taken; a stream is opened at once.
-    reserved: Instant,
-    /// It waits for a response head.
-    waits: bool,
-    /// Since this look ([`Connection::heads_stay_away`]).
-    look: u32,
-    /// The stream is over as far as the peer is concerned, or was never opened.
-    finished: bool,
-}
-
-impl Permit {
-    /// The connection it belongs to.
-    pub fn connection(&self) -> &Rc<Connection> {
-        &self.connection
-    }
-
-    /// Opens the stream and sends the request head; `end` when there is no body.
-    ///
-    /// # Errors
-    /// The stream was not opened: nothing was sent.
-    pub fn open(
-        &mut self,
-        request: Request<()>,
-        end: bool,
-    ) -> Result<(ResponseFuture, SendStream<Bytes>), h2::Error> {
-        // A clone has no pending stream of its own, so that h2 takes the request at once.
-        let opened = self.connection.send.clone().send_request(request, end)?;
-        self.finished = false;
-        self.waits = true;
-        self.connection.head_awaited(self.reserved);
-        if !self.watch {
-            self.look = self.connection.note_wait();
-        }
-        Ok(opened)
-    }
-
-    /// The response head arrived: a measurement, unless the request was one that waits by nature.
-    pub fn head_arrived(&mut self, now: Instant) {
-        if std::mem::take(&mut self.waits) {
-            self.connection.head_settled();
-            if !self.watch {
-                self.connection.wait_over(self.look);
-                let mut latency = self.connection.latency.get();
-                latency.observe(now.saturating_duration_since(self.reserved), now);
-                self.connection.latency.set(latency);
-            }
-        }
-    }
-
-    /// The peer ended the stream: its place is free at once.
-    pub fn finished(&mut self) {
-        self.finished = true;
-    }
-}
-
-impl Drop for Permit {
-    fn drop(&mut self) {
-        let connection = &self.connection;
-        if self.waits {
-            connection.head_settled();
-            if !self.watch {
-                connection.wait_over(self.look);
-            }
-        }
-        if self.watch {
-            connection.stats.watches.fetch_sub(1, Ordering::Relaxed);
-        }
-        let before = connection.stats.streams.fetch_sub(1, Ordering::Relaxed);
-        if !self.finished && connection.life.get() != Life::Dead {
-            connection.cancelled.borrow_mut().push_back(Instant::now() + CANCELLED_HOLDS);
-        }
-        if before == 1 {
-            connection.idle_since.set(Instant::now());
-            if connection.life.get() == Life::Draining {
-                connection.wake_driver();
-            }
-        }
-        if before >= connection.cap.get() {
-            // It was full: somebody may wait for this place.
-            connection.pool.notify_waiters();
         }
     }
 }

@@ -17,6 +17,7 @@ use bytes::Bytes;
 use h2::client::{Connection as H2Connection, SendRequest};
 use h2::{Ping, PingPong};
 use rustls::ClientConfig;
+use tokio::net::TcpStream;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
@@ -77,7 +78,9 @@ pub async fn dial_h2(
 ) -> Result<Established, ConnectFailure> {
     // Boxed: the handshakes of rustls and h2 keep 30 KiB of state, and most of a dial is waiting.
     Box::pin(race(endpoint, limit, |address| async move {
-        let (stream, observer) = open(outgoing, endpoint, address, tls).await?;
+        let tcp = connect(outgoing, address).await?;
+        let _under_way = endpoint.handshake();
+        let (stream, observer) = secure(tcp, endpoint, address, tls).await?;
         if stream.get_ref().1.alpn_protocol() != Some(b"h2") {
             return Err(ConnectFailure::NoH2(format!(
                 "{address} does not speak HTTP/2 (ALPN): is it an apiserver, or a proxy before it?"
@@ -98,7 +101,12 @@ pub async fn dial_http1(
     tls: &Arc<ClientConfig>,
     limit: Duration,
 ) -> Result<(TlsStream<ReadAhead<Tracked>>, Observer), ConnectFailure> {
-    Box::pin(race(endpoint, limit, |address| open(outgoing, endpoint, address, tls))).await
+    Box::pin(race(endpoint, limit, |address| async move {
+        let tcp = connect(outgoing, address).await?;
+        let _under_way = endpoint.handshake();
+        secure(tcp, endpoint, address, tls).await
+    }))
+    .await
 }
 
 async fn race<T, F, Fut>(
@@ -144,13 +152,16 @@ where
     })
 }
 
-async fn open(
-    outgoing: &Outgoing,
+async fn connect(outgoing: &Outgoing, address: SocketAddr) -> Result<TcpStream, ConnectFailure> {
+    outgoing.connect(address).await.map_err(|e| refused(address, "TCP", &e))
+}
+
+async fn secure(
+    stream: TcpStream,
     endpoint: &Endpoint,
     address: SocketAddr,
     tls: &Arc<ClientConfig>,
 ) -> Result<(TlsStream<ReadAhead<Tracked>>, Observer), ConnectFailure> {
-    let stream = outgoing.connect(address).await.map_err(|e| refused(address, "TCP", &e))?;
     let (stream, observer) = tracked::track(stream);
     let stream = TlsConnector::from(Arc::clone(tls))
         .connect(endpoint.server_name.clone(), ReadAhead::new(stream))

@@ -13,6 +13,8 @@
 //! `/readyz`); the state is derived here, in one function, and each change is logged here, once,
 //! with its reason.
 
+mod connecting;
+mod evidence;
 mod state;
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -24,18 +26,16 @@ use rustls::pki_types::ServerName;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
+pub use self::connecting::Handshake;
+pub use self::evidence::Wanted;
 pub use self::state::{ConnectFailure, EndpointState, backoff};
 use self::state::{Course, Facts, Readyz, Transport};
 use super::balance;
-use super::flight::Readiness;
 use super::stats::{ConnectionStats, Ejection, EndpointStatus};
 use crate::config::EndpointAddress;
 use crate::observe::EndpointMetrics;
 use crate::observe::events::{Change, Kind};
 use crate::observe::utc::Utc;
-
-/// A connect that is only slow gets more time on each try, up to this.
-const CONNECT_TIMEOUT_MAX: Duration = Duration::from_secs(10);
 
 /// An endpoint, shared by the workers, the prober and the admin page.
 #[derive(Debug)]
@@ -53,6 +53,8 @@ pub struct Endpoint {
     facts: Mutex<Facts>,
     state: AtomicU8,
     live: AtomicUsize,
+    /// Handshakes under way: TCP is up, TLS or the first PONG is not.
+    handshakes: AtomicUsize,
     connections: Mutex<Vec<Weak<ConnectionStats>>>,
     /// Passed connections that lead here, of all workers.
     flows: AtomicUsize,
@@ -76,18 +78,6 @@ pub struct Endpoint {
     /// Answers of 500 and above in a row: passive evidence.
     errors_in_row: AtomicU64,
 }
-
-/// Why a probe is wanted before its time.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Wanted {
-    /// Something is strange here: a streak of errors, heads that stay away.
-    Evidence,
-    /// Another endpoint is in doubt, and its watches look for one that is not.
-    Proof,
-}
-
-/// 5xx answers in a row after which `/readyz` is asked at once.
-const ERROR_STREAK: u64 = 5;
 
 impl Endpoint {
     /// An endpoint of which nothing is known yet.
@@ -132,6 +122,7 @@ impl Endpoint {
             }),
             state: AtomicU8::new(EndpointState::Connecting as u8),
             live: AtomicUsize::new(0),
+            handshakes: AtomicUsize::new(0),
             connections: Mutex::default(),
             flows: AtomicUsize::new(0),
             deaths: AtomicU64::new(0),
@@ -198,115 +189,6 @@ impl Endpoint {
         self.facts().reason.clone()
     }
 
-    /// Claims the right to connect now. A failing endpoint is tried by one at a time, after its
-    /// backoff; `alone` says that no endpoint at all is usable.
-    pub fn may_connect(&self, alone: bool, now: Instant) -> bool {
-        let mut facts = self.facts();
-        if facts.leaving {
-            return false;
-        }
-        if facts.failures == 0 {
-            return true;
-        }
-        let pause = backoff(facts.failures, alone, facts.jitter);
-        if facts.tried.is_some_and(|tried| now < tried + pause) {
-            return false;
-        }
-        facts.tried = Some(now);
-        true
-    }
-
-    /// How long a connect may take: `base`, doubled for each one in a row that was only slow.
-    pub fn connect_timeout(&self, base: Duration) -> Duration {
-        let doublings = self.facts().slow_failures.min(4);
-        base.saturating_mul(1 << doublings).min(CONNECT_TIMEOUT_MAX.max(base))
-    }
-
-    /// When the last failed connect ended.
-    pub fn last_failure(&self) -> Option<Instant> {
-        let facts = self.facts();
-        facts.failed.filter(|_| facts.failures > 0)
-    }
-
-    /// A fresh connection is up: TCP, TLS and the first PONG.
-    pub fn connected(&self) {
-        self.update(|facts| {
-            facts.failures = 0;
-            facts.slow_failures = 0;
-            facts.silent = None;
-            facts.course = Course::Alive;
-            if facts.transport != Transport::Up {
-                // What was known of its readiness was known of an earlier life.
-                facts.readyz = Readyz::Unknown;
-                facts.transport = Transport::Up;
-            }
-        });
-    }
-
-    /// A fresh connect failed. With no live connection left that is the end of the endpoint;
-    /// with one it is noted and tried again later.
-    pub fn connect_failed(&self, failure: ConnectFailure, now: Instant) {
-        let live = self.live.load(Ordering::Relaxed);
-        self.update(|facts| {
-            facts.failures = facts.failures.saturating_add(1);
-            facts.tried = Some(now);
-            facts.failed = Some(now);
-            facts.jitter = fastrand::f64();
-            if matches!(failure, ConnectFailure::Slow(_)) {
-                facts.slow_failures = facts.slow_failures.saturating_add(1);
-            }
-            if live == 0 {
-                facts.transport = match failure {
-                    ConnectFailure::Refused(why) | ConnectFailure::Slow(why) => {
-                        Transport::Down(why)
-                    }
-                    ConnectFailure::NoH2(why) => Transport::NoH2(why),
-                };
-            }
-        });
-    }
-
-    /// `/readyz` failed once or keeps us waiting: no verdict yet. Returns whether that is news.
-    pub fn readyz_doubted(&self, now: Instant) -> bool {
-        self.facts().doubted.get_or_insert(now);
-        !self.doubted.swap(true, Ordering::Relaxed)
-    }
-
-    /// `/readyz`, asked at `asked_at`, was right.
-    pub fn readyz_right(&self, asked_at: Instant) {
-        let mut facts = self.facts();
-        facts.doubted = None;
-        facts.well = Some(asked_at);
-        drop(facts);
-        self.doubted.store(false, Ordering::Relaxed);
-    }
-
-    /// Whether the latest `/readyz` failed or keeps us waiting. Cheap.
-    pub fn is_doubted(&self) -> bool {
-        self.doubted.load(Ordering::Relaxed)
-    }
-
-    /// What is known of its readiness.
-    pub fn readiness(&self) -> Readiness {
-        let facts = self.facts();
-        Readiness { state: facts.state().0, doubted: facts.doubted, well: facts.well }
-    }
-
-    /// `/readyz` said ok often enough.
-    pub fn readyz_ok(&self) {
-        self.update(|facts| facts.readyz = Readyz::Ok);
-    }
-
-    /// `/readyz` failed often enough, in these words.
-    pub fn readyz_failing(&self, why: &str) {
-        self.update(|facts| facts.readyz = Readyz::Failing(why.to_owned()));
-    }
-
-    /// Nobody will ask for `/readyz`: being up is all that is known.
-    pub fn readyz_not_asked(&self, why: &'static str) {
-        self.update(|facts| facts.readyz = Readyz::NotAsked(why));
-    }
-
     /// For too long it has neither answered on the prober's connection nor completed a fresh
     /// handshake, whatever its kernel says.
     pub fn fell_silent(&self, why: &str) {
@@ -357,39 +239,6 @@ impl Endpoint {
     /// Says whether it is a fallback.
     pub fn set_fallback(&self, fallback: bool) {
         self.fallback.store(fallback, Ordering::Relaxed);
-    }
-
-    /// Passive evidence: an answer of this status arrived for a request.
-    pub fn answered(&self, status: u16) {
-        self.metrics.answered(status);
-        if status < 500 {
-            if self.errors_in_row.load(Ordering::Relaxed) != 0 {
-                self.errors_in_row.store(0, Ordering::Relaxed);
-            }
-        } else if self.errors_in_row.fetch_add(1, Ordering::Relaxed) + 1 == ERROR_STREAK {
-            self.probe.notify_one();
-        }
-    }
-
-    /// Passive evidence: heads stay away there. Asks for a `/readyz` at once.
-    pub fn probe_soon(&self) {
-        self.probe.notify_one();
-    }
-
-    /// Another endpoint is in doubt. Asks for a `/readyz` now, to know whether watches may move here.
-    pub fn prove_soon(&self) {
-        self.proof_wanted.store(true, Ordering::Relaxed);
-        self.probe.notify_one();
-    }
-
-    /// Waits for [`Self::prove_soon`], [`Self::probe_soon`] or a streak of errors: what for.
-    pub async fn probe_wanted(&self) -> Wanted {
-        self.probe.notified().await;
-        if self.proof_wanted.swap(false, Ordering::Relaxed) {
-            Wanted::Proof
-        } else {
-            Wanted::Evidence
-        }
     }
 
     /// A connection to it became live. Its statistics show up in the status as long as they live.

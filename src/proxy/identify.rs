@@ -147,7 +147,9 @@ impl Identifier {
         if status == StatusCode::UNAUTHORIZED {
             self.tokens.remove(token);
         } else if class == Class::UnprovenToken
-            && (status.is_success() || status == StatusCode::FORBIDDEN)
+            && (status.is_success()
+                || status == StatusCode::FORBIDDEN
+                || status == StatusCode::SWITCHING_PROTOCOLS)
         {
             // Authorization comes after authentication; a 400 or 404 may come before it.
             self.tokens.insert(token);
@@ -158,7 +160,7 @@ impl Identifier {
 /// The credential in the request's headers: a bearer token, or the one that WebSocket clients hide
 /// in a subprotocol (`base64url.bearer.authorization.k8s.io.<token>`). To the apiserver, any other
 /// scheme in `Authorization` is no credential (`bearertoken.go`).
-fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
+pub fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
     if let Some(value) = headers.get(header::AUTHORIZATION) {
         let value = value.as_bytes().trim_ascii();
         let (scheme, token) = value.split_at_checked(b"bearer ".len())?;
@@ -249,6 +251,30 @@ impl ProvenTokens {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_answer_that_comes_after_authentication_proves_a_token() {
+        let tokens = Rc::<ProvenTokens>::default();
+        let identifier =
+            Identifier { slots: Vec::new(), listener: "l".to_owned(), tokens: Rc::clone(&tokens) };
+        for (status, proven) in [
+            (101, true), // exec, attach, port-forward
+            (200, true),
+            (201, true),
+            (403, true),
+            (400, false),
+            (401, false),
+            (404, false),
+            (503, false),
+        ] {
+            let token = format!("bearer {status}");
+            let status = StatusCode::from_u16(status).unwrap();
+            identifier.learn(token.as_bytes(), Class::UnprovenToken, status);
+            assert_eq!(tokens.contains(token.as_bytes()), proven, "{status}");
+        }
+        identifier.learn(b"bearer 101", Class::Token, StatusCode::UNAUTHORIZED);
+        assert!(!tokens.contains(b"bearer 101"));
+    }
 
     #[test]
     fn a_remembered_token_is_forgotten_with_the_others() {

@@ -19,7 +19,7 @@ use super::body::{Body, Full};
 use super::closing::Closing;
 use super::forward::Outgoing;
 use super::hygiene::{self, ForwardedFor};
-use super::identify::{Identifier, LastToken, Peer};
+use super::identify::{self, Identifier, LastToken, Peer};
 use super::line::Line;
 use super::request_info::{Kind, RequestInfo};
 use super::respond::Problem;
@@ -108,7 +108,13 @@ impl Client {
                     }
                     result
                 }
-                Ok(Way::Upgrade(serving)) => serving.await,
+                Ok(Way::Upgrade(serving, token)) => {
+                    let result = serving.await;
+                    if let (Ok(response), Some((token, class))) = (&result, token) {
+                        service.identifier.learn(&token, class, response.status());
+                    }
+                    result
+                }
                 Err(failed) => Err(failed),
             };
             Ok(result.unwrap_or_else(|failed| refusal(failed, accept.as_ref())))
@@ -165,11 +171,14 @@ impl Client {
         outcome: Box<Outcome>,
     ) -> Result<Way<'a>, Failed> {
         if info.upgrade {
+            let token = identify::bearer(&parts.headers)
+                .filter(|_| matches!(class, Class::Token | Class::UnprovenToken))
+                .map(|token| (token.to_vec(), class));
             hygiene::upstream_upgrade_headers(&mut parts.headers, &self.forwarded_for);
             let request = Request::from_parts(parts, body);
             let tunnels = &service.tunnels;
             let served = upgrade::serve(&service.line, class, request, outcome, tunnels);
-            return Ok(Way::Upgrade(Box::pin(served)));
+            return Ok(Way::Upgrade(Box::pin(served), token));
         }
         hygiene::upstream_request_headers(&mut parts.headers, &self.forwarded_for);
         let watch = (info.kind == Kind::Watch)
@@ -211,8 +220,11 @@ type Failed = (Problem, Box<Outcome>);
 enum Way<'a> {
     /// To an apiserver; with the token to learn about from the answer.
     Forward(Box<Outgoing>, Box<Outcome>, Option<(HeaderValue, Class)>),
-    /// Out of HTTP.
-    Upgrade(Pin<Box<dyn Future<Output = Result<Response<Body>, Failed>> + 'a>>),
+    /// Out of HTTP; likewise.
+    Upgrade(
+        Pin<Box<dyn Future<Output = Result<Response<Body>, Failed>> + 'a>>,
+        Option<(Vec<u8>, Class)>,
+    ),
 }
 
 #[cold]

@@ -12,12 +12,13 @@ use std::cell::Cell;
 use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use h2::RecvStream;
 use h2::client::ResponseFuture;
 use http::{Request, Response, StatusCode, response};
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 
 use super::body::{Body, Full, Stream};
 use super::closing::Closing;
@@ -37,6 +38,10 @@ use crate::upstream::pool::{After, ClassPool, Need, Unavailable};
 /// Attempts at one request, the first included. Each failure is another connection lost; more of
 /// them within one request is an outage, and the client should hear of it.
 const ATTEMPTS: u32 = 5;
+
+/// How long the head of a log waits for the first line. One that is followed may be silent for as
+/// long as its container is, and its client wants to know that it listens.
+const LOG_HEAD: Duration = Duration::from_secs(1);
 
 /// Attempts side by side, the first included.
 const LEGS: u32 = 4;
@@ -298,16 +303,14 @@ impl Outgoing {
             }
             return Ok(Answer { head, recv, first: Some(body), permit, upload });
         }
-        let hold = matches!(self.info.kind, Kind::Read | Kind::SafeCreate) && !recv.is_end_stream();
-        let first = if hold {
-            match recv.data().await {
-                Some(Ok(data)) => Some(data),
-                Some(Err(error)) => return Err(failure(Stage::Head, error.to_string())),
-                None => None,
-            }
-        } else {
-            None
+        let first = match self.info.kind {
+            _ if recv.is_end_stream() => None,
+            Kind::Read | Kind::SafeCreate => recv.data().await,
+            // Boxed, so that no other answer carries room for the timer.
+            Kind::Log => Box::pin(timeout(LOG_HEAD, recv.data())).await.unwrap_or_default(),
+            Kind::Watch | Kind::Write | Kind::Tunnel => None,
         };
+        let first = first.transpose().map_err(|error| failure(Stage::Head, error.to_string()))?;
         Ok(Answer { head, recv, first, permit, upload })
     }
 

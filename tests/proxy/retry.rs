@@ -210,10 +210,10 @@ fn expected(kind: Kind, stage: Stage) -> Expected {
         (_, Stage::Answer(code)) => Expected::Forward(code),
         (Kind::Watch, Stage::Body) => Expected::Resume,
         (_, Stage::Unprocessed)
-        | (Kind::Read | Kind::Watch | Kind::Safe, Stage::Sent | Stage::Head)
-        | (Kind::Log, Stage::Sent) => Expected::Again,
+        | (Kind::Read | Kind::Watch | Kind::Log | Kind::Safe, Stage::Sent | Stage::Head) => {
+            Expected::Again
+        }
         (Kind::Write, Stage::Sent) => Expected::Fail,
-        // The head of a log is not held back: one that is followed may be silent for long.
         (_, Stage::Head | Stage::Body) => Expected::Reset,
     }
 }

@@ -20,8 +20,6 @@ pub enum Bar {
     UnknownEvent,
     /// The server said that the watch has failed.
     ServerError,
-    /// The client does not read.
-    StalledClient,
 }
 
 impl Bar {
@@ -34,7 +32,6 @@ impl Bar {
             Self::NotGrowing => "version_not_growing",
             Self::UnknownEvent => "unknown_event",
             Self::ServerError => "server_error",
-            Self::StalledClient => "stalled_client",
         }
     }
 }

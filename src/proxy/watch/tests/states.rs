@@ -157,7 +157,7 @@ fn limits_of_resuming() {
     assert_eq!(state.on_lost(at(20), 0), CLEAN, "too many in a minute");
     assert_eq!(state.on_lost(at(60_020), 0), RESUME, "the next minute");
 
-    state.forbid(Bar::StalledClient);
+    state.forbid(Bar::UnknownEvent);
     assert_eq!(state.on_lost(at(60_030), 0), CLEAN);
 }
 
@@ -187,7 +187,7 @@ fn a_watch_moves_only_where_nothing_can_be_lost() {
     assert_eq!(state.on_frame(error(410)), Verdict::NextPeer);
     let next = state.on_error_event("application/json", true, at(2), 0);
     assert!(matches!(next, AfterAttempt::Another { shun: Shun::Round, .. }), "{next:?}");
-    state.forbid(Bar::StalledClient);
+    state.forbid(Bar::UnknownEvent);
     assert!(!movable(&state, 3));
 }
 

@@ -95,6 +95,8 @@ pub struct Event {
     pub upstream: Option<String>,
     /// Which one.
     pub name: String,
+    /// More, of the last one where it repeated: our address, a class.
+    pub detail: String,
     /// The state before.
     pub from: String,
     /// The state after.
@@ -178,6 +180,7 @@ impl Events {
             kind: change.kind,
             upstream: change.upstream.map(str::to_owned),
             name: change.name.to_owned(),
+            detail: change.detail.to_owned(),
             from: change.from.to_owned(),
             to: change.to.to_owned(),
             reason: super::redact::shorten(change.reason, MAX_REASON).into_owned(),

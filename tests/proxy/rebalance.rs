@@ -95,12 +95,17 @@ impl Scene {
 async fn watches_move_to_the_apiserver_that_is_back() {
     let scene = Scene::new(WATCHES).await;
     let before = scene.resumes("resumed").await;
-    let took = scene.write_until("watches are back", async || scene.on(0) >= BACK).await;
+    // The server counts a watch before jackstay does, and also one whose move comes too late.
+    let back = async || {
+        let moved = scene.resumes("moved").await;
+        // A machine so busy that a connection is given up resumes some of them there.
+        let resumed = scene.resumes("resumed").await - before;
+        scene.on(0) >= BACK && moved + resumed >= BACK as f64
+    };
+    let took = scene.write_until("watches are back", back).await;
     let moved = scene.resumes("moved").await;
-    // A machine so busy that a connection is given up resumes some of them there.
-    let resumed = scene.resumes("resumed").await - before;
-    println!("{moved} of {WATCHES} watches moved within {took:?}, {resumed} were resumed");
-    assert!(moved > 0.0 && moved + resumed >= BACK as f64, "{moved} moved, {resumed} resumed");
+    println!("{moved} of {WATCHES} watches moved within {took:?}");
+    assert!(moved > 0.0);
     scene.judge().await;
     // What has moved is a watch like any other: it survives the next loss.
     scene.world.servers[0].kill();

@@ -73,6 +73,7 @@ async fn a_thousand_watches_cancelled_at_once() {
     drop((warm, clients));
     until("the server's watches end", async || counters.watches.load(Relaxed) == 0).await;
     let mut before = proxy.connections("identity-0").await;
+    let lost = proxy.lost_connections().await;
     for round in 0..3 {
         let all = (0..1000).map(|_| client.send(Method::GET, &path, &[], ""));
         let responses = soon("a thousand watches", join_all(all)).await;
@@ -106,6 +107,7 @@ async fn a_thousand_watches_cancelled_at_once() {
         assert!(before.iter().all(|c| now.contains(c)), "round {round}: {before:?} {now:?}");
     }
     println!("{} connections, none lost", before.len());
+    assert_eq!(proxy.lost_connections().await, lost, "one came and went between two looks");
     assert!(!client.is_closed(), "no GOAWAY for the client");
     assert_eq!(counters.goaways.load(Relaxed), 0);
 }

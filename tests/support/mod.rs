@@ -194,9 +194,30 @@ impl Proxy {
     }
 
     pub async fn status(&self) -> Value {
-        let page = self.page("/status").await;
+        self.json("/status").await
+    }
+
+    async fn json(&self, path: &str) -> Value {
+        let page = self.page(path).await;
         let json = page.split_once("\r\n\r\n").map_or("", |(_, body)| body);
         serde_json::from_str(json).unwrap_or_else(|e| panic!("{e}: {page}"))
+    }
+
+    /// The connections of clients that were ever lost and why, as `/events` tells it: also those that
+    /// came and went between two looks at `/status`.
+    pub async fn lost_connections(&self) -> Vec<String> {
+        let lost = |event: &&Value| {
+            event["kind"] == "connection"
+                && (event["to"] == "dead" || event["to"] == "draining")
+                && !event["detail"].as_str().unwrap().starts_with("class probe")
+        };
+        let tell = |event: &Value| {
+            let (to, why, detail) = (&event["to"], &event["reason"], &event["detail"]);
+            format!("{} to {to}: {why}, {} times ({detail})", event["name"], event["times"])
+        };
+        let events = self.json("/events").await;
+        let events = events["events"].as_array().unwrap();
+        events.iter().filter(lost).map(tell).collect()
     }
 
     /// The endpoints in `/status`.

@@ -1,7 +1,7 @@
 //! Any bytes as a watch: no panic, nothing kept above the cap, and every byte out in its order.
 //!
-//! `cargo +nightly fuzz run watch tests/corpus/watch`; what it finds goes to `tests/corpus/watch`,
-//! which the ordinary tests run.
+//! How to run it is in `fuzz/README.md`; what it finds goes to `tests/corpus/watch`, which the ordinary
+//! tests run.
 #![no_main]
 
 use bytes::Bytes;

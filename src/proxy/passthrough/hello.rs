@@ -35,13 +35,13 @@ const HOST_NAME: u8 = 0;
 
 /// Reads what has arrived so far.
 pub fn read(bytes: &[u8]) -> Hello {
-    let Ok(message) = handshake_bytes(bytes) else { return Hello::Odd };
+    let Ok((message, goes_on)) = handshake_bytes(bytes) else { return Hello::Odd };
     match parse(&message) {
         Ok(Some(name)) => Hello::Name(name),
         Ok(None) => Hello::NoName,
         Err(Stop::Odd) => Hello::Odd,
         // More of it would have come already, or never will.
-        Err(Stop::Short) if bytes.len() >= MAX => Hello::Odd,
+        Err(Stop::Short) if !goes_on || bytes.len() >= MAX => Hello::Odd,
         Err(Stop::Short) => Hello::Partial,
     }
 }
@@ -54,24 +54,27 @@ enum Stop {
     Odd,
 }
 
-/// The handshake bytes of all records that have begun.
-fn handshake_bytes(mut bytes: &[u8]) -> Result<Vec<u8>, Stop> {
+/// The handshake bytes of all records that have begun, and whether more may follow: a client with
+/// early data sends other records behind its hello (RFC 8446 section 2.3), never within it.
+fn handshake_bytes(mut bytes: &[u8]) -> Result<(Vec<u8>, bool), Stop> {
     let mut message = Vec::with_capacity(bytes.len());
+    let other =
+        |message: Vec<u8>| if message.is_empty() { Err(Stop::Odd) } else { Ok((message, false)) };
     loop {
-        let Some(&content) = bytes.first() else { return Ok(message) };
+        let Some(&content) = bytes.first() else { return Ok((message, true)) };
         // TLS 1.0 to 1.3 all say 3 here, whatever they negotiate later.
         if content != HANDSHAKE || bytes.get(1).is_some_and(|&major| major != 3) {
-            return Err(Stop::Odd);
+            return other(message);
         }
-        let Some(&[high, low]) = bytes.get(3..5) else { return Ok(message) };
+        let Some(&[high, low]) = bytes.get(3..5) else { return Ok((message, true)) };
         let length = usize::from(u16::from_be_bytes([high, low]));
         if length == 0 || length > MAX_RECORD {
-            return Err(Stop::Odd);
+            return other(message);
         }
         let rest = &bytes[5..];
         if rest.len() < length {
             message.extend_from_slice(rest);
-            return Ok(message);
+            return Ok((message, true));
         }
         message.extend_from_slice(&rest[..length]);
         bytes = &rest[length..];

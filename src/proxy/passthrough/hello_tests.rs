@@ -19,7 +19,7 @@ fn real(name: &str) -> Vec<u8> {
 
 /// The same message in records of so many bytes.
 fn in_records(hello: &[u8], size: usize) -> Vec<u8> {
-    let message = handshake_bytes(hello).unwrap_or_else(|_| panic!("no records"));
+    let (message, _) = handshake_bytes(hello).unwrap_or_else(|_| panic!("no records"));
     let mut out = Vec::new();
     for piece in message.chunks(size) {
         out.extend_from_slice(&[HANDSHAKE, 3, 1]);
@@ -79,6 +79,43 @@ fn what_is_no_client_hello_is_odd_at_once() {
     assert_eq!(read(&[22]), Hello::Partial);
 }
 
+/// Early data follows its hello at once, and may come with it.
+#[test]
+fn what_follows_the_hello_changes_nothing() {
+    for after in [&[20, 3, 3, 0, 1, 1][..], &[23, 3, 3, 0, 2, 7, 7], &[23], &[22, 3, 3, 0, 0]] {
+        let hello = [&real("a.example.com")[..], after].concat();
+        assert_eq!(read(&hello), Hello::Name("a.example.com".into()), "{after:?}");
+        let hello = [&real("::1")[..], after].concat();
+        assert_eq!(read(&hello), Hello::NoName, "{after:?}");
+        // Within the hello it is no TLS.
+        let half = &real("a.example.com")[5..60];
+        let hello = [&[22, 3, 1, 0, half.len() as u8][..], half, after].concat();
+        assert_eq!(read(&hello), Hello::Odd, "{after:?}");
+    }
+}
+
+/// Everything that the corpus has ever taught us: no panic, and an answer that is given early stays.
+#[test]
+fn the_corpus_is_digested() {
+    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus/hello");
+    let mut files = 0;
+    for entry in std::fs::read_dir(folder).expect("the corpus is in the repository") {
+        digest(&std::fs::read(entry.unwrap().path()).unwrap());
+        files += 1;
+    }
+    assert!(files > 0);
+}
+
+/// What `fuzz/fuzz_targets/hello.rs` asserts.
+fn digest(bytes: &[u8]) {
+    let mut answer = Hello::Partial;
+    for end in 0..=bytes.len() {
+        let now = read(&bytes[..end]);
+        assert!(answer == Hello::Partial || answer == now, "{answer:?}, then {now:?} at {end}");
+        answer = now;
+    }
+}
+
 #[test]
 fn one_that_is_too_large_is_odd() {
     // A message of 100,000 bytes that never comes to its end.
@@ -126,7 +163,7 @@ proptest! {
         let _ = read(&bytes);
         let mut record = vec![22, 3, 1, 0, bytes.len() as u8];
         record.extend_from_slice(&bytes);
-        let _ = read(&record);
+        digest(&record);
     }
 
     #[test]
@@ -136,7 +173,7 @@ proptest! {
             *there = byte;
         }
         hello.truncate(end.max(1));
-        let _ = read(&hello);
+        digest(&hello);
     }
 
     /// Once it is not partial, more bytes change nothing.

@@ -15,7 +15,7 @@ use crate::config::{self, CertPaths, Config};
 use crate::control::members;
 use crate::net::outgoing::Outgoing;
 use crate::net::serving::{self, ServingTls};
-use crate::net::socket;
+use crate::net::socket::{self, Listening};
 use crate::observe::{ListenerMetrics, Metrics};
 use crate::upstream::credentials::{self, Credentials, Slot};
 use crate::upstream::pool::Upstream;
@@ -138,19 +138,7 @@ impl Plan {
         now: Option<&Built>,
         metrics: &Arc<Metrics>,
     ) -> Result<Self, StartError> {
-        let address = config.admin.bind;
-        let kept = now.map(|now| &now.admin).filter(|admin| admin.wanted == address);
-        let admin = match kept {
-            Some(admin) => Arc::clone(admin),
-            None => Arc::new(AdminSocket {
-                wanted: address,
-                socket: socket::listen(address, false).map_err(|error| StartError::Bind {
-                    what: "admin".into(),
-                    address,
-                    error,
-                })?,
-            }),
-        };
+        let admin = admin(config.admin.bind, now)?;
         let outgoing = outgoing(&config, now)?;
         let mut plan = Self {
             upstreams: Vec::new(),
@@ -172,11 +160,22 @@ impl Plan {
         let known =
             known.flat_map(|l| l.places.iter().map(|place| (l.config.name.as_str(), place)));
         let mut places = Places::new(known.collect(), config.workers);
+        let mut own = Vec::new();
         for listener in &config.listeners {
             let known = now.and_then(|now| {
                 now.listeners.iter().find(|known| known.config.name == listener.name)
             });
-            plan.listener(listener, known, &mut places, metrics)?;
+            own.push(plan.plane(listener, known)?);
+        }
+        let places = places.of(&config.listeners)?;
+        for ((listener, plane), places) in config.listeners.iter().zip(own).zip(places) {
+            plan.next.listeners.push(Bound {
+                places,
+                metrics: metrics.listener(&listener.name),
+                upstream: plan.find(&listener.upstream)?,
+                config: listener.clone(),
+                plane,
+            });
         }
         Ok(plan)
     }
@@ -216,14 +215,13 @@ impl Plan {
         Ok(())
     }
 
-    fn listener(
+    /// What a listener has of its own; `known` is the one of its name that runs.
+    fn plane(
         &mut self,
         config: &config::Listener,
         known: Option<&Bound>,
-        places: &mut Places<'_>,
-        metrics: &Arc<Metrics>,
-    ) -> Result<(), StartError> {
-        let plane = match &config.mode {
+    ) -> Result<Plane, StartError> {
+        Ok(match &config.mode {
             config::Mode::Terminate(terminate) => {
                 let prepared = serving::Prepared::load(terminate).map_err(StartError::Tls)?;
                 let tls = match known.and_then(|known| known.plane.tls()) {
@@ -249,15 +247,7 @@ impl Plan {
                     config: passthrough.clone(),
                 }
             }
-        };
-        self.next.listeners.push(Bound {
-            places: places.of(config)?,
-            metrics: metrics.listener(&config.name),
-            upstream: self.find(&config.upstream)?,
-            config: config.clone(),
-            plane,
-        });
-        Ok(())
+        })
     }
 
     /// The slots of its upstream's credentials that hold the identities of a listener.
@@ -300,6 +290,23 @@ pub fn retire_identities(now: &Built) {
     for upstream in &now.upstreams {
         let wanted = identities_of(&upstream.config(), &now.config);
         upstream.credentials.retire(&wanted);
+    }
+}
+
+/// Where the admin endpoint listens.
+fn admin(wanted: SocketAddr, now: Option<&Built>) -> Result<Arc<AdminSocket>, StartError> {
+    let now = now.map(|now| &now.admin);
+    if let Some(kept) = now.filter(|admin| admin.wanted == wanted) {
+        return Ok(Arc::clone(kept));
+    }
+    let in_the_way = |socket: &&TcpListener| {
+        let at = socket.local_addr();
+        at.is_ok_and(|at| at != wanted && config::collide(at, wanted))
+    };
+    let ours: Vec<_> = now.map(|admin| &admin.socket).filter(in_the_way).into_iter().collect();
+    match socket::listen_beside(wanted, &Listening::default(), &ours) {
+        Ok(socket) => Ok(Arc::new(AdminSocket { wanted, socket })),
+        Err(error) => Err(StartError::Bind { what: "admin".into(), address: wanted, error }),
     }
 }
 

@@ -30,11 +30,17 @@ pub struct Place {
 
 impl Place {
     /// Listens on an address: every socket on the same port even where that was left to the kernel.
-    fn bind(wanted: SocketAddr, options: Listening, workers: usize) -> io::Result<Self> {
+    /// `ours` are sockets in its way that will be closed.
+    fn bind(
+        wanted: SocketAddr,
+        options: Listening,
+        workers: usize,
+        ours: &[&TcpListener],
+    ) -> io::Result<Self> {
         let mut address = wanted;
         let mut sockets = Vec::new();
         for _ in 0..workers {
-            let socket = socket::listen_as(address, &options)?;
+            let socket = socket::listen_beside(address, &options, ours)?;
             address = socket.local_addr()?;
             sockets.push(socket);
         }
@@ -62,43 +68,76 @@ impl<'a> Places<'a> {
         Self { known, workers }
     }
 
-    /// The places of a listener. An address whose family this host lacks is left out, as long as
-    /// there is another one.
+    /// The places of each listener. An address whose family this host lacks is left out, as long as
+    /// its listener has another one.
     ///
     /// # Errors
     /// The first address that cannot be bound. What was bound for nothing is closed again.
-    pub fn of(&mut self, listener: &config::Listener) -> Result<Vec<Arc<Place>>, StartError> {
-        let failed = |address, error| failed(listener, address, error);
-        let options = Listening {
+    pub fn of(
+        &mut self,
+        listeners: &[config::Listener],
+    ) -> Result<Vec<Vec<Arc<Place>>>, StartError> {
+        let mut places: Vec<Vec<Option<Arc<Place>>>> = Vec::new();
+        let mut moves = Vec::new();
+        for (index, listener) in listeners.iter().enumerate() {
+            let options = self.options(listener);
+            let mut found = Vec::new();
+            let mut skipped = None;
+            for &wanted in &listener.bind {
+                if let Some(place) = self.take(&listener.name, wanted, options) {
+                    found.push(Some(place));
+                    continue;
+                }
+                if !self.in_the_way(wanted).is_empty() {
+                    // Last: it may be given connections at once, and must not be closed again.
+                    moves.push((index, found.len(), wanted));
+                    found.push(None);
+                    continue;
+                }
+                match Place::bind(wanted, options, self.workers, &[]) {
+                    Ok(place) => found.push(Some(Arc::new(place))),
+                    Err(error) if socket::family_is_missing(wanted, &error) => {
+                        tracing::warn!(
+                            listener = listener.name,
+                            address = %wanted,
+                            %error,
+                            "not listening there: this host has no such address family"
+                        );
+                        skipped = Some((wanted, error));
+                    }
+                    Err(error) => return Err(failed(listener, wanted, error)),
+                }
+            }
+            if let Some((address, error)) = skipped.filter(|_| found.is_empty()) {
+                return Err(failed(listener, address, error));
+            }
+            places.push(found);
+        }
+        for (index, at, wanted) in moves {
+            let listener = &listeners[index];
+            let ours = self.in_the_way(wanted);
+            let place = Place::bind(wanted, self.options(listener), self.workers, &ours);
+            let place = place.map_err(|error| failed(listener, wanted, error))?;
+            places[index][at] = Some(Arc::new(place));
+        }
+        Ok(places.into_iter().map(|found| found.into_iter().flatten().collect()).collect())
+    }
+
+    fn options(&self, listener: &config::Listener) -> Listening {
+        Listening {
             shared: self.workers > 1,
             freebind: listener.freebind,
             transparent: listener.is_transparent(),
-        };
-        let mut places = Vec::new();
-        let mut skipped = None;
-        for &wanted in &listener.bind {
-            if let Some(place) = self.take(&listener.name, wanted, options) {
-                places.push(place);
-                continue;
-            }
-            match Place::bind(wanted, options, self.workers) {
-                Ok(place) => places.push(Arc::new(place)),
-                Err(error) if socket::family_is_missing(wanted, &error) => {
-                    tracing::warn!(
-                        listener = listener.name,
-                        address = %wanted,
-                        %error,
-                        "not listening there: this host has no such address family"
-                    );
-                    skipped = Some((wanted, error));
-                }
-                Err(error) => return Err(failed(wanted, error)),
-            }
         }
-        match skipped {
-            Some((address, error)) if places.is_empty() => Err(failed(address, error)),
-            _ => Ok(places),
-        }
+    }
+
+    /// The sockets that we have where `wanted` would be: with a configuration in which no two
+    /// addresses collide, places that nobody wants any more.
+    fn in_the_way(&self, wanted: SocketAddr) -> Vec<&'a TcpListener> {
+        let known = self.known.iter().map(|(_, place)| *place);
+        let moves =
+            known.filter(|place| place.address != wanted && config::collide(place.address, wanted));
+        moves.flat_map(|place| &place.sockets).collect()
     }
 
     fn take(&mut self, name: &str, wanted: SocketAddr, options: Listening) -> Option<Arc<Place>> {

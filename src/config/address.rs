@@ -76,7 +76,7 @@ pub(super) fn addresses_of(endpoint: &EndpointAddress) -> Vec<SocketAddr> {
 
 /// Whether two sockets cannot both be bound: the same port, and the same address or a wildcard of
 /// the same family.
-pub(super) fn collide(a: SocketAddr, b: SocketAddr) -> bool {
+pub fn collide(a: SocketAddr, b: SocketAddr) -> bool {
     let wildcard = a.ip().is_unspecified() || b.ip().is_unspecified();
     a.port() != 0
         && a.port() == b.port()

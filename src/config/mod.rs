@@ -18,6 +18,7 @@ mod units;
 mod validate;
 mod yaml;
 
+pub use address::collide;
 pub use destination::Destination;
 pub use effective::effective;
 pub use errors::{ConfigError, ConfigErrors};

@@ -66,6 +66,35 @@ pub fn listen_as(address: SocketAddr, options: &Listening) -> io::Result<std::ne
     Ok(socket.into())
 }
 
+/// Opens a listening socket as [`listen_as`] does, also where `ours` are in its way: sockets of this
+/// process on the same port, of which one has a wildcard address, that are closed once this one is in
+/// use. Until then the kernel gives a connection to the more specific address; nobody is refused.
+///
+/// Linux lets the two be bound if both have `SO_REUSEPORT` at that moment (socket(7)). Afterwards
+/// each has it if it had it before: a second process without that option is refused as ever.
+///
+/// # Errors
+/// What the kernel says: `AddrInUse` where somebody else is in the way too.
+pub fn listen_beside(
+    address: SocketAddr,
+    options: &Listening,
+    ours: &[&std::net::TcpListener],
+) -> io::Result<std::net::TcpListener> {
+    let mut before = Vec::new();
+    for socket in ours {
+        let socket = SockRef::from(*socket);
+        before.push(socket.reuse_port()?);
+        socket.set_reuse_port(true)?;
+    }
+    let opened = listen_as(address, &Listening { shared: true, ..*options });
+    for (socket, shared) in ours.iter().zip(before) {
+        SockRef::from(*socket).set_reuse_port(shared)?;
+    }
+    let opened = opened?;
+    SockRef::from(&opened).set_reuse_port(options.shared)?;
+    Ok(opened)
+}
+
 /// Whether binding failed because this host lacks the address family: a warning where several
 /// addresses are bound, since the other ones do the work.
 ///
@@ -199,6 +228,37 @@ mod tests {
         let again = listen(first.local_addr().unwrap(), false).unwrap_err();
         assert_eq!(again.kind(), io::ErrorKind::AddrInUse);
         assert!(!family_is_missing(first.local_addr().unwrap(), &again));
+    }
+
+    #[test]
+    fn an_address_becomes_a_wildcard_and_back_without_a_gap() {
+        let plain = Listening::default();
+        let narrow = listen("127.0.0.1:0".parse().unwrap(), false).unwrap();
+        let at = narrow.local_addr().unwrap();
+        let wildcard = SocketAddr::new(std::net::Ipv4Addr::UNSPECIFIED.into(), at.port());
+        let in_use = |result: io::Result<std::net::TcpListener>| {
+            assert_eq!(result.unwrap_err().kind(), io::ErrorKind::AddrInUse);
+        };
+        in_use(listen(wildcard, false));
+        // Somebody else's address is in the way of a wildcard, ours or not.
+        let mut others = at;
+        others.set_ip("127.0.0.9".parse().unwrap());
+        let other = listen(others, false).unwrap();
+        in_use(listen_beside(wildcard, &plain, &[&narrow]));
+        drop(other);
+        let wide = listen_beside(wildcard, &plain, &[&narrow]).unwrap();
+        in_use(listen(wildcard, false));
+        // A connection that is made while both listen is the old one's; there is always one.
+        let first = std::net::TcpStream::connect(at).unwrap();
+        assert_eq!(narrow.accept().unwrap().1, first.local_addr().unwrap());
+        drop(narrow);
+        let second = std::net::TcpStream::connect(at).unwrap();
+        assert_eq!(wide.accept().unwrap().1, second.local_addr().unwrap());
+        let narrow = listen_beside(at, &plain, &[&wide]).unwrap();
+        drop(wide);
+        in_use(listen(at, false));
+        let third = std::net::TcpStream::connect(at).unwrap();
+        assert_eq!(narrow.accept().unwrap().1, third.local_addr().unwrap());
     }
 
     #[tokio::test]

@@ -112,6 +112,53 @@ async fn a_listener_moves_and_its_connections_stay() {
     traffic.end().await;
 }
 
+/// The new address holds the old one, or the other way round: both on one port for a moment.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn a_listener_moves_to_every_address_and_back() {
+    let mut scene = Scene::new(2).await;
+    let narrow = scene.proxy.addr;
+    let wide = SocketAddr::new(std::net::Ipv4Addr::UNSPECIFIED.into(), narrow.port());
+    let mut other = narrow;
+    other.set_ip("127.0.0.2".parse().unwrap());
+    scene.change(|config| config.listeners[0].bind = vec![narrow]).await;
+    let traffic = Traffic::start(&scene, 100).await;
+    let client = scene.client().await;
+    let watch = Watching::start(&client, scene.world.cluster.version()).await;
+    let over = std::sync::atomic::AtomicBool::new(false);
+    let knocking = async {
+        let (mut refused, mut knocks) = (0, 0);
+        while !over.load(Relaxed) {
+            refused += usize::from(is_refused(narrow).await);
+            knocks += 1;
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        (refused, knocks)
+    };
+    let (refused, ()) = tokio::join!(knocking, async {
+        for _ in 0..3 {
+            scene.change(|config| config.listeners[0].bind = vec![wide]).await;
+            assert!(!is_refused(other).await);
+            traffic.goes_on().await;
+            scene.change(|config| config.listeners[0].bind = vec![narrow]).await;
+            until("the rest is closed", async || is_refused(other).await).await;
+            watch.is_whole(&scene).await;
+        }
+        over.store(true, Relaxed);
+    });
+    println!("refused, of all connections: {refused:?}");
+    assert_eq!(refused.0, 0);
+    let new = scene.client().await;
+    assert_eq!(new.get(PATH).await.unwrap().status, 200);
+    traffic.end().await;
+
+    // The same of the admin endpoint.
+    let admin = scene.proxy.admin;
+    for ip in ["0.0.0.0", "127.0.0.1"] {
+        scene.change(|c| c.admin.bind = SocketAddr::new(ip.parse().unwrap(), admin.port())).await;
+        assert!(scene.proxy.page("/readyz").await.starts_with("HTTP/1.1 200"));
+    }
+}
+
 /// One that is named anew takes its socket along: whoever connects meanwhile waits in its queue.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn a_listener_that_is_renamed_keeps_its_socket() {

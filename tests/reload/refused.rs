@@ -165,6 +165,25 @@ async fn a_refused_configuration_leaves_nothing_behind() {
     scene.config = good;
 }
 
+/// Somebody has the port on another address, so that ours cannot become every address: ours stays,
+/// and nobody can come beside it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn a_refused_move_to_every_address_leaves_the_old_one() {
+    let mut scene = Scene::new(1).await;
+    let ours = scene.proxy.addr;
+    let mut theirs = ours;
+    theirs.set_ip("127.0.0.3".parse().unwrap());
+    let held = TcpListener::bind(theirs).unwrap();
+    let good = scene.config.clone();
+    scene.config.listeners[0].bind = vec![SocketAddr::new([0, 0, 0, 0].into(), ours.port())];
+    is_refused(&mut scene, "listener `apiserver` cannot listen on 0.0.0.0").await;
+    drop(held);
+    TcpListener::bind(ours).unwrap_err();
+    let client = scene.client().await;
+    assert_eq!(client.get("/api/v1/namespaces/default").await.unwrap().status, 200);
+    scene.config = good;
+}
+
 /// A file that is written bit by bit is read when it is whole, or again when it is.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn half_a_file_is_no_harm() {

@@ -18,7 +18,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("doctor", &["kubeconfig", "upstream", "net", "observe", "config"]),
     // The demo is a cluster of its own with a whole jackstay before it.
     ("demo", &["app", "net", "observe", "config"]),
-    ("cli", &["app", "demo", "doctor", "kubeconfig", "net", "observe", "config"]),
+    ("cli", &["app", "control", "demo", "doctor", "kubeconfig", "net", "observe", "config"]),
 ];
 
 /// Lines of a file without its tests.

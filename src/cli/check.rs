@@ -1,7 +1,8 @@
 //! `jackstay check`: everything that can be said about a configuration without running it.
 //!
 //! Beyond the rules of `config` it loads every file the configuration names. `run` asks the same
-//! questions before it binds anything, so what passes here starts there.
+//! questions before it binds anything, so what passes here starts there. The files that `run` follows
+//! while it runs, and starts without, are no reason for it to stop: there they are warnings.
 
 use std::fmt::Display;
 use std::io::{self, Read, Write};
@@ -9,6 +10,7 @@ use std::path::Path;
 use std::time::SystemTime;
 
 use crate::config::{CertPaths, Config, ConfigError, ConfigErrors, Overrides, Terminate, load};
+use crate::control::discovery::{file as endpoints_file, kubeconfig};
 use crate::net::local_ca::LocalCa;
 use crate::net::tls_files::{
     CertInfo, Problem, Subject, TlsFileError, Validity, load_ca, load_cert,
@@ -27,6 +29,9 @@ const UNVERIFIED: &str = "not given: health is probed without verifying the serv
 pub struct Findings {
     /// What must be mended before it can run, each with its key path.
     pub errors: Vec<ConfigError>,
+    /// What is wrong in the sources of endpoints: it runs without them, and takes them up when they
+    /// are mended.
+    pub sources: Vec<ConfigError>,
     /// What an operator should know: awaited files, clocks, expiry.
     pub notes: Vec<String>,
 }
@@ -41,6 +46,12 @@ pub fn check_files(file: &Path, config: &Config, now: SystemTime) -> Findings {
         match &upstream.tls.ca_file {
             Some(path) => check.ca(&format!("{at}.tls.ca_file"), path),
             None => check.note(&format!("{at}.tls.ca_file"), UNVERIFIED),
+        }
+        if let Some(path) = &upstream.endpoints_file {
+            check.endpoints(&format!("{at}.endpoints_file"), path);
+        }
+        if let Some(path) = &upstream.discovery.kubeconfig {
+            check.discovery(&format!("{at}.discovery.kubeconfig"), path);
         }
         let readyz = &upstream.health.readyz;
         if let Some(paths) = &readyz.cert {
@@ -85,8 +96,9 @@ pub fn run(
     for note in &found.notes {
         writeln!(out, "note: {note}")?;
     }
-    if !found.errors.is_empty() {
-        writeln!(err, "{}", ConfigErrors(found.errors))?;
+    let errors = [found.errors, found.sources].concat();
+    if !errors.is_empty() {
+        writeln!(err, "{}", ConfigErrors(errors))?;
         return Ok(2);
     }
     let listeners = count(loaded.config.listeners.len(), "listener");
@@ -105,8 +117,18 @@ struct Check {
 
 impl Check {
     fn error(&mut self, path: &str, message: impl Display) {
+        let error = self.at(path, message);
+        self.found.errors.push(error);
+    }
+
+    fn source_error(&mut self, path: &str, message: impl Display) {
+        let error = self.at(path, message);
+        self.found.sources.push(error);
+    }
+
+    fn at(&self, path: &str, message: impl Display) -> ConfigError {
         let (file, path) = (self.file.clone(), path.to_owned());
-        self.found.errors.push(ConfigError { file, path, message: message.to_string() });
+        ConfigError { file, path, message: message.to_string() }
     }
 
     fn note(&mut self, path: &str, message: impl Display) {
@@ -204,6 +226,53 @@ impl Check {
                 // A bundle keeps an old CA beside its successor for a while.
                 if all { self.error(at, error) } else { self.note(at, error) }
             }
+        }
+    }
+
+    /// A note about a file that is written later; whether it is one.
+    fn is_awaited(&mut self, at: &str, path: &Path) -> bool {
+        let missing = matches!(path.try_exists(), Ok(false));
+        if missing {
+            self.note(at, format!("{} does not exist yet; it is awaited", path.display()));
+        }
+        missing
+    }
+
+    /// A file of addresses.
+    fn endpoints(&mut self, at: &str, path: &Path) {
+        if self.is_awaited(at, path) {
+            return;
+        }
+        let file = path.display();
+        let said = match endpoints_file::read(path) {
+            Ok(text) => endpoints_file::parse(&text),
+            Err(why) => return self.source_error(at, why),
+        };
+        for why in &said.refused {
+            self.source_error(at, format!("{file}: {why}"));
+        }
+        if said.entries.is_empty() && said.refused_count == 0 {
+            self.source_error(at, format!("{file}: names no endpoint"));
+        }
+    }
+
+    /// The kubeconfig whose user looks for endpoints.
+    fn discovery(&mut self, at: &str, path: &Path) {
+        if self.is_awaited(at, path) {
+            return;
+        }
+        let user = match kubeconfig::load(path) {
+            Ok(user) => user,
+            Err(why) => return self.source_error(at, why),
+        };
+        if let Err(why) = user.token.header() {
+            self.source_error(at, format!("{}: {why}", path.display()));
+        }
+        let Some(certificate) = user.certificate else { return };
+        match certificate.info.check_time(path, self.now) {
+            Err(error) if error.problem == Problem::Expired => self.source_error(at, error),
+            Err(error) => self.note(at, error),
+            Ok(()) => {}
         }
     }
 
@@ -409,6 +478,77 @@ mod tests {
         // One that cannot sign cannot renew.
         let found = check("cert_file: DIR/node.crt, key_file: DIR/node.key");
         assert!(found.errors[0].to_string().contains("is not the certificate of a CA"));
+    }
+
+    #[test]
+    fn the_sources_of_endpoints_are_read_too() {
+        let dir = dir();
+        let check = || {
+            let text = "upstreams: [{name: u, endpoints: ['10.0.0.1:6443'], tls: {ca_file: DIR/ca.crt}, \
+                        endpoints_file: DIR/endpoints, discovery: {kubeconfig: DIR/kubeconfig}}]\n\
+                        listeners: [{name: l, bind: ['127.0.0.1:0'], upstream: u, \
+                        tls: {cert_file: DIR/ok.crt, key_file: DIR/ok.key}}]\n";
+            let here = dir.0.path().display().to_string();
+            dir.write("c.yaml", &text.replace("DIR", &here));
+            let file = dir.0.path().join("c.yaml");
+            let config = load(&file, [], &Overrides::default()).unwrap().config;
+            // 2026-07-01
+            let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_782_864_000);
+            let found = check_files(&file, &config, now);
+            // It starts all the same: what is missing or wrong there is taken up later.
+            assert_eq!(found.errors, []);
+            let clean = |text: String| text.replace(&format!("{here}/"), "");
+            let errors: Vec<_> = found.sources.iter().map(|e| clean(e.to_string())).collect();
+            (errors, found.notes.into_iter().map(clean).collect::<Vec<_>>())
+        };
+        let (errors, notes) = check();
+        assert_eq!(errors, [""; 0]);
+        for (key, name) in [("endpoints_file", "endpoints"), ("discovery.kubeconfig", "kubeconfig")]
+        {
+            let note =
+                format!("c.yaml: upstreams[0].{key}: {name} does not exist yet; it is awaited");
+            assert!(notes.contains(&note), "{notes:?}");
+        }
+        let user = |user: &str| {
+            let text = format!(
+                "apiVersion: v1\nkind: Config\ncurrent-context: c\ncontexts: [{{name: c, context: \
+                 {{cluster: k, user: u}}}}]\nclusters: []\nusers: [{{name: u, user: {user}}}]\n"
+            );
+            dir.write("kubeconfig", &text);
+        };
+        dir.write("endpoints", "# none\n");
+        dir.write("kubeconfig", "hello");
+        let (errors, _) = check();
+        assert_eq!(
+            errors,
+            [
+                "c.yaml: upstreams[0].endpoints_file: endpoints: names no endpoint",
+                "c.yaml: upstreams[0].discovery.kubeconfig: kubeconfig: not a kubeconfig: it cannot \
+                 be parsed",
+            ]
+        );
+        dir.write("endpoints", "10.0.0.1:6443\nnonsense\n");
+        user("{tokenFile: token}");
+        let (errors, _) = check();
+        assert_eq!(errors.len(), 2, "{errors:?}");
+        let line =
+            "c.yaml: upstreams[0].endpoints_file: endpoints: line 2: \"nonsense\" has no port";
+        assert!(errors[0].starts_with(line), "{errors:?}");
+        let token = "c.yaml: upstreams[0].discovery.kubeconfig: kubeconfig: token file token: ";
+        assert!(errors[1].starts_with(token), "{errors:?}");
+        dir.cert("old", "discovery", 2020, 2026);
+        user("{client-certificate: old.crt, client-key: old.key}");
+        let (errors, _) = check();
+        assert!(errors[1].contains("CN=discovery expired on 2026-01-01"), "{errors:?}");
+        // The command fails.
+        let (mut out, mut err) = (Vec::new(), Vec::new());
+        let path = dir.0.path().join("c.yaml");
+        let code = super::run(&path, [], &Overrides::default(), &mut out, &mut err).unwrap();
+        assert_eq!((code, String::from_utf8(err).unwrap().lines().count()), (2, 2));
+        dir.write("endpoints", "10.0.0.1:6443\n");
+        dir.write("token", "abc\n");
+        user("{tokenFile: token}");
+        assert_eq!(check().0, [""; 0]);
     }
 
     #[test]

@@ -87,6 +87,8 @@ fn read(place: &Place) -> Result<Fresh, Vec<String>> {
     if !found.errors.is_empty() {
         return Err(lines(ConfigErrors(found.errors)));
     }
+    // It starts when nothing else does: a source that is broken is followed until it is mended.
+    warnings.extend(found.sources.iter().map(ToString::to_string));
     warnings.extend(found.notes);
     Ok(Fresh { config, warnings })
 }

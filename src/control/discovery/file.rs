@@ -38,7 +38,11 @@ pub async fn follow(path: PathBuf, board: Rc<Board>) {
     }
 }
 
-fn read(path: &Path) -> Result<String, String> {
+/// Reads the file as it is now.
+///
+/// # Errors
+/// It cannot be read or is too large, with its path.
+pub fn read(path: &Path) -> Result<String, String> {
     let fail = |why: String| format!("{}: {why}", path.display());
     let file = File::open(path).map_err(|error| fail(error.to_string()))?;
     let mut text = String::new();

@@ -14,7 +14,7 @@ use super::model::{
 };
 use super::node::{Fields, Node, Report};
 use super::rules::{Placed, Seen};
-use super::validate::{HOUR, MINUTE, MS, SECOND, name, required_items};
+use super::validate::{HOUR, MINUTE, MS, SECOND, cert_pair, name, required_items};
 
 /// Why a key of `terminate` means nothing in passthrough.
 const NOT_OURS: &str =
@@ -252,19 +252,7 @@ fn identities(node: &Node<'_>, report: &mut Report) -> Vec<CertPaths> {
 /// The CA that the serving certificate is renewed from.
 fn issuer(tls: &mut Fields<'_>, serving: &CertPaths, report: &mut Report) -> Option<CertPaths> {
     let mut fields = tls.section(report, "issuer");
-    let (cert, key) = (fields.get(report, "cert_file"), fields.get(report, "key_file"));
-    let issuer = match (cert.file(report), key.file(report)) {
-        (Some(cert_file), Some(key_file)) => Some(CertPaths { cert_file, key_file }),
-        (Some(_), None) => {
-            key.error(report, "is required beside cert_file");
-            None
-        }
-        (None, Some(_)) => {
-            cert.error(report, "is required beside key_file");
-            None
-        }
-        (None, None) => None,
-    };
+    let (cert, issuer) = cert_pair(&mut fields, report);
     if issuer.is_some() && serving.cert_file != serving.key_file {
         let message = "needs tls.cert_file and tls.key_file to be one file: it is replaced in one \
                        step when it is renewed";

@@ -228,8 +228,24 @@ fn readyz(mut fields: Fields<'_>, report: &mut Report) -> Readyz {
     }
     let rise = fields.get(report, "rise").number(report, 2, 1..=100);
     let fall = fields.get(report, "fall").number(report, 2, 1..=100);
+    let (_, cert) = cert_pair(&mut fields, report);
+    let token = fields.get(report, "token_file");
+    let token_file = token.file(report);
+    if cert.is_some() && token_file.is_some() {
+        token.error(report, "has no effect beside cert_file: an apiserver prefers the certificate");
+    }
+    fields.finish(report);
+    let path = path.unwrap_or_else(|| "/readyz".to_owned());
+    Readyz { path, interval, timeout, rise, fall, cert, token_file }
+}
+
+/// A certificate that may be left out, but not without its key; and the node of `cert_file`.
+pub(super) fn cert_pair<'a>(
+    fields: &mut Fields<'a>,
+    report: &mut Report,
+) -> (Node<'a>, Option<CertPaths>) {
     let (cert, key) = (fields.get(report, "cert_file"), fields.get(report, "key_file"));
-    let cert = match (cert.file(report), key.file(report)) {
+    let paths = match (cert.file(report), key.file(report)) {
         (Some(cert_file), Some(key_file)) => Some(CertPaths { cert_file, key_file }),
         (Some(_), None) => {
             key.error(report, "is required beside cert_file");
@@ -241,14 +257,7 @@ fn readyz(mut fields: Fields<'_>, report: &mut Report) -> Readyz {
         }
         (None, None) => None,
     };
-    let token = fields.get(report, "token_file");
-    let token_file = token.file(report);
-    if cert.is_some() && token_file.is_some() {
-        token.error(report, "has no effect beside cert_file: an apiserver prefers the certificate");
-    }
-    fields.finish(report);
-    let path = path.unwrap_or_else(|| "/readyz".to_owned());
-    Readyz { path, interval, timeout, rise, fall, cert, token_file }
+    (cert, paths)
 }
 
 /// The items of a list that must have some; reports it otherwise.

@@ -22,6 +22,7 @@ use crate::upstream::dial::dial_h2;
 use crate::upstream::endpoint::{ConnectFailure, Endpoint, EndpointState, Wanted};
 use crate::upstream::health::Life;
 use crate::upstream::pool::{Upstream, note_failure};
+use crate::upstream::readyz::failed_checks;
 
 /// Pause between probes while an endpoint fails.
 const FAILING_INTERVAL: Duration = Duration::from_secs(1);
@@ -330,15 +331,7 @@ pub fn judge(status: StatusCode, body: &str, path: &str) -> Finding {
     match status {
         StatusCode::OK | StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => Finding::Ready,
         _ => {
-            // kube-apiserver lists its checks, the failed ones as `[-]etcd failed: reason withheld`.
-            let failed: Vec<_> = body
-                .lines()
-                .filter_map(|line| line.strip_prefix("[-]"))
-                .map(|line| line.split(" failed").next().unwrap_or(line))
-                .take(5)
-                .collect();
-            let detail =
-                if failed.is_empty() { String::new() } else { format!(": {}", failed.join(", ")) };
+            let detail = failed_checks(body);
             Finding::NotReady(format!("{path} answers {}{detail}", status.as_u16()))
         }
     }

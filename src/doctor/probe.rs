@@ -22,6 +22,7 @@ use super::observations::{Attempt, Failure, Kind, Ms, Step};
 use super::verify;
 use crate::net::outgoing::Outgoing;
 use crate::net::tracked::{self, Observer, Tracked};
+use crate::upstream::readyz::failed_checks;
 
 /// Bound on each step. Two lost SYNs cost 3 s (RFC 6298), and are still an answer.
 pub(super) const STEP_LIMIT: Duration = Duration::from_millis(3500);
@@ -257,14 +258,7 @@ fn judge_readyz(status: StatusCode, body: &str, authenticated: bool) -> Result<(
         )),
         StatusCode::OK | StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => Ok(()),
         other => {
-            let failed: Vec<_> = body
-                .lines()
-                .filter_map(|line| line.strip_prefix("[-]"))
-                .map(|line| line.split(" failed").next().unwrap_or(line))
-                .take(5)
-                .collect();
-            let detail =
-                if failed.is_empty() { String::new() } else { format!(": {}", failed.join(", ")) };
+            let detail = failed_checks(body);
             let code = other.as_u16();
             let text = format!("/readyz answers {code}{detail}");
             Err(failure(Step::Readyz, Kind::Status(code), text))

@@ -12,6 +12,7 @@ pub mod health;
 pub mod http1;
 pub mod offers;
 pub mod pool;
+pub mod readyz;
 pub mod rebalance;
 pub mod shared;
 pub mod sources;

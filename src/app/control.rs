@@ -20,6 +20,7 @@ use super::worker::{Assignment, Part};
 use crate::admin::{Admin, CONNECTION_TIME, Facts as _};
 use crate::control::discovery::{self, Surroundings};
 use crate::control::{certificates, watchdog};
+use crate::net::footprint;
 use crate::net::notify::ServiceManager;
 use crate::net::serving::ServingTls;
 use crate::observe::Metrics;
@@ -29,6 +30,8 @@ use crate::upstream::pool::Upstream;
 const UPKEEP: Duration = Duration::from_secs(1);
 /// How often the configuration file is looked at: a change is followed when it has lasted as long.
 const LOOK: Duration = Duration::from_secs(1);
+/// When the start is over: every file is read and every endpoint has been tried.
+const STARTED: Duration = Duration::from_secs(1);
 /// How long the workers may take to follow before that is worth a warning.
 const PATIENCE: Duration = Duration::from_secs(5);
 
@@ -81,6 +84,12 @@ impl Control {
             loop {
                 ticks.tick().await;
                 metrics.upkeep();
+            }
+        });
+        spawn_local(async {
+            sleep(STARTED).await;
+            if let Err(error) = footprint::forget_start() {
+                tracing::debug!(%error, "the code of the start stays in memory");
             }
         });
         let facts = Arc::clone(&self.facts);

@@ -5,6 +5,7 @@
 pub mod allocator;
 pub mod anyone;
 pub mod cork;
+pub mod footprint;
 pub mod intercepted;
 pub mod interfaces;
 pub mod linger;

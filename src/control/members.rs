@@ -144,6 +144,19 @@ impl Members {
         change
     }
 
+    /// The set as it is.
+    pub fn placed(&self) -> Vec<Member> {
+        let member = |endpoint: &Arc<Endpoint>| {
+            let name = endpoint.server_name.to_str();
+            Member {
+                address: endpoint.address.clone(),
+                server_name: (name != endpoint.address.host).then(|| name.into_owned()),
+                fallback: endpoint.is_fallback(),
+            }
+        };
+        self.upstream.endpoints.load().iter().map(member).collect()
+    }
+
     /// The upstream whose set it keeps.
     pub fn upstream(&self) -> &Arc<Upstream> {
         &self.upstream

@@ -112,6 +112,11 @@ impl Sources {
         self.told(source, |_| ());
     }
 
+    /// Whether the last that was heard of a source is a failure.
+    pub fn is_failing(&self, source: Source) -> bool {
+        self.reports().get(&source).is_some_and(|report| report.error.is_some())
+    }
+
     /// How old what a source says is, or what else there is to know of it.
     pub fn note(&self, source: Source, note: String) {
         self.reports().entry(source).or_default().note = Some(note);

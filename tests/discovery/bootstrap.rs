@@ -119,6 +119,14 @@ async fn a_directory_that_cannot_be_written_is_a_warning() {
     let proxy = world.certs.start(config);
     let took = first_answer(&world, &proxy, start).await;
     println!("served {took:?} after the start without a disk");
+    assert!(took < Duration::from_secs(2), "{took:?}");
+    let words = "no-directory/control-plane.json: cannot be saved";
+    until("it is told", async || told(&proxy, "state", words).await).await;
+    let report = source(&proxy, "state").await;
+    assert!(report["error"].as_str().unwrap().contains(words), "{report}");
+    let ready = proxy.page("/readyz").await;
+    assert!(ready.starts_with("HTTP/1.1 200"), "a warning, and no more: {ready}");
+    assert!(ready.contains("source control-plane/state"), "{ready}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]

@@ -27,7 +27,7 @@ pub mod settle;
 pub mod slices;
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -130,8 +130,6 @@ struct Saving {
     saved: Option<(Remembered, Instant)>,
     /// What is being written.
     writing: Option<(Remembered, JoinHandle<std::io::Result<()>>)>,
-    /// Writing failed, in these words.
-    error: Option<String>,
 }
 
 struct Keeper {
@@ -156,9 +154,10 @@ impl Keeper {
         self.members.upstream()
     }
 
-    /// The set that is there already: the seeds, placed before anything ran.
+    /// The set that is there already, placed before anything ran. The configuration may be another
+    /// one by now.
     fn adopt(&mut self) {
-        self.placed = super::members::seeds(&self.upstream().config());
+        self.placed = self.members.placed();
     }
 
     /// Reads what an earlier run left, on another thread: a disk may hang.
@@ -342,7 +341,7 @@ impl Keeper {
     /// Writes the last good answers when they have changed and something serves.
     fn save(&mut self, now: Instant) {
         let Some(dir) = self.around.state_dir.load().as_ref().clone() else { return };
-        self.saved(now);
+        self.saved(&dir, now);
         let answers = self.board.with(|answers, _| {
             let found = answers.iter().filter(|(source, _)| **source != Source::Static);
             let each = found.flat_map(|(source, answer)| {
@@ -367,7 +366,7 @@ impl Keeper {
     }
 
     /// Looks whether what was being written is.
-    fn saved(&mut self, now: Instant) {
+    fn saved(&mut self, dir: &Path, now: Instant) {
         if !self.saving.writing.as_ref().is_some_and(|(_, write)| write.is_finished()) {
             return;
         }
@@ -377,18 +376,19 @@ impl Keeper {
             Some(Err(error)) => Some(error.to_string()),
             Some(Ok(Ok(()))) | None => None,
         };
-        if let Some(error) = &error
-            && self.saving.error.as_ref() != Some(error)
-        {
-            tracing::warn!(
-                upstream = %self.upstream().name,
-                error,
-                "the last good endpoints cannot be saved; a restart will have to find them anew"
-            );
+        let sources = &self.upstream().sources;
+        match &error {
+            Some(error) => {
+                let path = state::path(dir, &self.upstream().name);
+                let what = "cannot be saved, and a restart will have to find the endpoints anew";
+                sources.failed(Source::State, &format!("{}: {what}: {error}", path.display()));
+            }
+            // What could not be read, or written, is good from now on.
+            None if sources.is_failing(Source::State) => sources.confirmed(Source::State),
+            None => {}
         }
         // Also after a failure: the next try is with the next change, or in an hour.
         self.saving.saved = Some((what, now));
-        self.saving.error = error;
     }
 }
 

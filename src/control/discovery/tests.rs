@@ -1,5 +1,6 @@
 //! The loop as a whole, on a paused clock; and what the tests of this module share.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -8,9 +9,7 @@ use tokio::task::{LocalSet, spawn_local};
 use tokio::time::{Instant, sleep};
 
 use super::{Surroundings, dns, keep};
-use crate::config::{
-    Connections, Discovery, EndpointAddress, Health, Readyz, Upstream, UpstreamTls, UsedBy,
-};
+use crate::config::{EndpointAddress, Upstream, validate_text};
 use crate::control::heartbeat::Heartbeats;
 use crate::control::members;
 use crate::observe::Metrics;
@@ -79,31 +78,9 @@ async fn a_thousand_updates_are_made_in_time_while_a_drain_is_stuck() {
     drop(stuck);
 }
 
-/// An upstream that verifies nobody, so that it needs no files.
+/// An upstream that verifies nobody, so that it needs no files, and has the defaults otherwise.
 pub(super) fn config() -> Upstream {
-    Upstream {
-        name: "u".into(),
-        endpoints: vec![EndpointAddress { host: "10.0.0.1".into(), port: 6443 }],
-        endpoints_file: None,
-        discovery: Discovery::default(),
-        tls: UpstreamTls { ca_file: None, server_name: None },
-        used_by: UsedBy::default(),
-        connections: Connections { min: 1, max: 64, max_streams: 100 },
-        rebalance: true,
-        health: Health {
-            ping_interval: Duration::from_secs(1),
-            suspect_after: None,
-            dead_after: Duration::from_secs(2),
-            connect_timeout: Duration::from_secs(3),
-            readyz: Readyz {
-                path: "/readyz".into(),
-                interval: Duration::from_secs(10),
-                timeout: Duration::from_secs(1),
-                rise: 2,
-                fall: 2,
-                cert: None,
-                token_file: None,
-            },
-        },
-    }
+    let text = "upstreams: [{name: u, endpoints: ['10.0.0.1:6443']}]\n\
+                listeners: [{name: l, bind: ['127.0.0.1:0'], mode: passthrough, upstream: u}]\n";
+    validate_text(Path::new("test.yaml"), text).unwrap().config.upstreams.remove(0)
 }

@@ -106,3 +106,55 @@ class Discovery(WithRig, unittest.TestCase):
         self.assertIn(f"{MOVED}:{PORT}", [endpoint["address"] for endpoint in state["endpoints"]])
         sources = {s["source"]: s for s in self.jackstay.status()["upstreams"][0]["sources"]}
         self.assertIsNone(sources["slices"]["error"])
+
+    def slice(self, name, addresses, kind="IPv4", ready=True):
+        """Somebody's EndpointSlice of the service, beside those of the apiservers themselves."""
+        path = "/apis/discovery.k8s.io/v1beta1/namespaces/default/endpointslices"
+        self.rig.control.must("POST", path, {
+            "metadata": {"name": name, "labels": {"kubernetes.io/service-name": "kubernetes"}},
+            "addressType": kind, "ports": [{"name": "https", "protocol": "TCP", "port": PORT}],
+            "endpoints": [{"addresses": [address], "conditions": {"ready": ready}} for address in addresses]})
+        self.addCleanup(self.rig.control.request, "DELETE", f"{path}/{name}")
+        return lambda: self.rig.control.must("DELETE", f"{path}/{name}")
+
+    def test_they_lie(self):
+        """Slices that are empty, not ready, full of names, flapping, too long: nothing that serves is lost."""
+        rig, servers = self.rig, set(ADDRESSES.values())
+        wait_for("the three alone", lambda: self.members() == servers, 90)
+        api, over, failed, asked = rig.api(self.server, cert=rig.admin_cert), threading.Event(), [], 0
+
+        def read():
+            nonlocal asked
+            while not over.is_set():
+                answer = api.get("/api/v1/namespaces/default/configmaps?limit=1")
+                asked += 1
+                if answer.code != 200:
+                    failed.append(answer)
+                time.sleep(0.05)
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        self.slice("lie-empty", [])
+        self.slice("lie-not-ready", ["198.51.100.1"], ready=False)
+        self.slice("lie-names", ["apiserver.example.com"], kind="FQDN")
+        for turn in range(10):
+            gone = self.slice(f"lie-flaps-{turn}", ["198.51.100.2"])
+            time.sleep(0.2)
+            gone()
+            time.sleep(0.2)
+        self.assertLessEqual(servers, self.members())
+        wait_for("the three alone again", lambda: self.members() == servers, 30)
+        begun = time.monotonic()
+        gone = self.slice("lie-long", [f"198.18.{n // 250}.{n % 250 + 1}" for n in range(1000)])
+        wait_for("as many as there is room for", lambda: len(self.members()) == 64, 30)
+        log(f"of 1,003 endpoints, 64 are in the set after {time.monotonic() - begun:.1f} s")
+        time.sleep(3)
+        self.assertLessEqual(servers, self.members())
+        gone()
+        wait_for("the three alone at last", lambda: self.members() == servers, 30)
+        over.set()
+        reader.join(20)
+        log(f"{asked} reads beside slices that lie, {len(failed)} failed")
+        self.assertEqual(failed, [])
+        said = self.jackstay.process.logfile.read_text(errors="replace")
+        self.assertIn("more than 64 endpoints", said)

@@ -8,13 +8,15 @@
 //!
 //! Everything that can fail fails in [`App::bind`], before anything is served, and the bound
 //! addresses are known afterwards: tests bind port 0. A reload goes the same way ([`build`]), from
-//! what runs instead of from nothing.
+//! what runs instead of from nothing. So does a new process that takes the place of a running one
+//! ([`takeover`]), from that one's sockets.
 
 mod build;
 mod control;
 mod facts;
 pub mod reload;
 mod sockets;
+mod takeover;
 mod worker;
 
 use std::fmt;
@@ -31,6 +33,7 @@ use crate::config::Config;
 use crate::control::discovery::Surroundings;
 use crate::control::discovery::dns::System;
 use crate::control::heartbeat::Heartbeats;
+use crate::net::inherited::Inherited;
 use crate::net::notify::ServiceManager;
 use crate::net::tls_files::TlsFileError;
 use crate::observe::Metrics;
@@ -38,6 +41,7 @@ use build::{Built, Plan};
 use control::Control;
 use facts::Facts;
 use reload::{Attempt, Follower, Origin, Request};
+use takeover::{Predecessor, TakeOverError};
 
 /// Why the program could not start.
 #[derive(Debug)]
@@ -64,6 +68,8 @@ pub enum StartError {
         /// What the kernel said.
         error: io::Error,
     },
+    /// Another process does not hand its sockets over.
+    TakeOver(TakeOverError),
     /// A thread or a runtime.
     System(io::Error),
 }
@@ -76,7 +82,8 @@ impl fmt::Display for StartError {
                 write!(
                     f,
                     "{what} cannot listen on {address}: {error}; another process listens there \
-                     (`ss -ltnp 'sport = :{}'` shows which)",
+                     (`ss -ltnp 'sport = :{}'` shows which; if it is a jackstay that this one should \
+                     replace: `--take-over`)",
                     address.port()
                 )
             }
@@ -100,6 +107,7 @@ impl fmt::Display for StartError {
                  {error}; give it CAP_NET_ADMIN (systemd: AmbientCapabilities=CAP_NET_ADMIN; a \
                  pod: securityContext.capabilities.add: [NET_ADMIN]), or write `transparent: false`"
             ),
+            Self::TakeOver(error) => error.fmt(f),
             Self::System(error) => write!(f, "cannot start: {error}"),
         }
     }
@@ -120,6 +128,7 @@ pub struct App {
     metrics: Arc<Metrics>,
     around: Arc<Surroundings>,
     follower: Option<Follower>,
+    predecessor: Option<Predecessor>,
 }
 
 impl App {
@@ -128,15 +137,59 @@ impl App {
     /// # Errors
     /// The first thing that cannot be.
     pub fn bind(config: Config) -> Result<Self, StartError> {
+        Self::bind_with(config, Inherited::default())
+    }
+
+    /// Loads every file, uses the sockets that were inherited, and binds every other address.
+    ///
+    /// # Errors
+    /// The first thing that cannot be.
+    pub fn bind_with(config: Config, inherited: Inherited) -> Result<Self, StartError> {
+        Self::build(config, inherited, None)
+    }
+
+    /// As [`App::bind_with`], with the sockets of the process that runs with this `state_dir`. It goes
+    /// on as if nothing had happened until this one serves, and drains then. If there is none, this
+    /// is a start like any other.
+    ///
+    /// # Errors
+    /// The first thing that cannot be. The other process goes on then.
+    pub fn take_over(config: Config, mut inherited: Inherited) -> Result<Self, StartError> {
+        let path = config.state_dir.as_deref().map(takeover::path);
+        let asked = path.as_deref().map(takeover::ask).transpose();
+        match asked.map_err(StartError::TakeOver)?.flatten() {
+            Some((predecessor, sockets)) => {
+                let pid = predecessor.pid;
+                tracing::info!(pid, sockets = sockets.len(), "taking over from a running process");
+                inherited.append(sockets);
+                Self::build(config, inherited, Some(predecessor))
+            }
+            None => {
+                let path = path.unwrap_or_default();
+                tracing::info!(path = %path.display(), "there is no process to take over from");
+                Self::build(config, inherited, None)
+            }
+        }
+    }
+
+    fn build(
+        config: Config,
+        mut inherited: Inherited,
+        predecessor: Option<Predecessor>,
+    ) -> Result<Self, StartError> {
         let metrics = Metrics::new();
-        let built = Plan::new(config, None, &metrics)?.commit();
+        let built = Plan::new(config, None, &mut inherited, &metrics)?.commit();
+        if !inherited.is_empty() {
+            let addresses = inherited.addresses();
+            tracing::warn!(?addresses, "sockets that no listener wants are closed");
+        }
         let around = Arc::new(Surroundings {
             bound: ArcSwap::from_pointee(built.listening().to_vec()),
             state_dir: ArcSwap::from_pointee(built.config.state_dir.clone()),
             heartbeats: Heartbeats::start().map_err(StartError::System)?,
             system: System::default(),
         });
-        Ok(Self { built, metrics, around, follower: None })
+        Ok(Self { built, metrics, around, follower: None, predecessor })
     }
 
     /// Follows the configuration when it changes there.
@@ -173,8 +226,9 @@ impl App {
     /// # Errors
     /// A thread or a runtime could not be made.
     pub fn start_under(self, manager: Arc<ServiceManager>) -> Result<Running, StartError> {
-        let Self { built, metrics, around, follower } = self;
+        let Self { built, metrics, around, follower, predecessor } = self;
         let (drain, draining) = watch::channel(false);
+        let (replaced, is_replaced) = watch::channel(false);
         let mut workers = Vec::new();
         let mut pulses = Vec::new();
         let mut leads = Vec::new();
@@ -186,7 +240,16 @@ impl App {
             let thread = std::thread::Builder::new().name(format!("worker-{index}"));
             workers.push(thread.spawn(move || setup.run()).map_err(StartError::System)?);
         }
-        let parts = control::parts(None, &built, count).map_err(StartError::System)?;
+        let mut parts = control::parts(None, &built, count).map_err(StartError::System)?;
+        let succession = match predecessor {
+            Some(predecessor) => {
+                // First everything but the sockets: it accepts until we are ready to.
+                let without = control::parts(Some(&built), &built, count);
+                let all = std::mem::replace(&mut parts, without.map_err(StartError::System)?);
+                Some((predecessor, all))
+            }
+            None => None,
+        };
         // They follow in their own time; connections wait in the queues of the sockets.
         drop(control::assign(&leads, &built, parts));
         if let Ok(address) = built.admin.socket.local_addr() {
@@ -214,12 +277,21 @@ impl App {
             follower,
             requests,
             draining,
+            succession,
+            replaced,
         };
         let control = std::thread::Builder::new()
             .name("control".into())
             .spawn(move || control.run(stopped))
             .map_err(StartError::System)?;
-        Ok(Running { drain, reload, stop: Some(stop), workers, control: Some(control) })
+        Ok(Running {
+            drain,
+            reload,
+            replaced: is_replaced,
+            stop: Some(stop),
+            workers,
+            control: Some(control),
+        })
     }
 }
 
@@ -227,6 +299,7 @@ impl App {
 pub struct Running {
     drain: watch::Sender<bool>,
     reload: UnboundedSender<Request>,
+    replaced: watch::Receiver<bool>,
     stop: Option<oneshot::Sender<()>>,
     workers: Vec<JoinHandle<()>>,
     control: Option<JoinHandle<()>>,
@@ -240,6 +313,15 @@ impl Running {
         // A control thread that is gone has panicked, and the receiver says so.
         let _ = self.reload.send(Request { trigger, reply: Some(reply) });
         heard
+    }
+
+    /// Waits until a new process has taken our place: nothing is accepted here any more, and what
+    /// is left to do is [`Running::stop`].
+    pub async fn replaced(&self) {
+        // If the control thread is gone, nobody will.
+        if self.replaced.clone().wait_for(|replaced| *replaced).await.is_err() {
+            std::future::pending().await
+        }
     }
 
     /// Begins the drain: stops accepting, tells clients, ends watches.

@@ -101,13 +101,23 @@ impl Admin {
         self.listener.local_addr()
     }
 
-    /// Answers until it is dropped, and its connections end with it.
-    pub async fn serve(self, facts: Arc<dyn Facts>) {
+    /// Answers until `left`, after which somebody else does on the same socket, and finishes what it
+    /// has begun. If it is dropped, its connections end with it.
+    pub async fn serve(self, facts: Arc<dyn Facts>, left: impl Future<Output = ()>) {
+        let mut left = pin!(left);
         let slots = Arc::new(Semaphore::new(MAX_CONNECTIONS));
         let mut connections = JoinSet::new();
         loop {
-            let Ok(slot) = Arc::clone(&slots).acquire_owned().await else { return };
-            match self.listener.accept().await {
+            let next = async {
+                let slot = Arc::clone(&slots).acquire_owned().await;
+                (slot, self.listener.accept().await)
+            };
+            let (slot, accepted) = tokio::select! {
+                biased;
+                () = &mut left => break,
+                next = next => next,
+            };
+            match accepted {
                 Ok((stream, _)) => {
                     let facts = Arc::clone(&facts);
                     connections.spawn(async move {
@@ -123,6 +133,7 @@ impl Admin {
             }
             while connections.try_join_next().is_some() {}
         }
+        while connections.join_next().await.is_some() {}
     }
 }
 

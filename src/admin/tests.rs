@@ -54,7 +54,7 @@ fn start(alive: bool, ready: bool) -> SocketAddr {
     let socket = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
     let admin = Admin::from_std(socket).expect("a socket");
     let address = admin.local_addr().expect("an address");
-    tokio::spawn(admin.serve(Arc::new(Fake { alive, ready })));
+    tokio::spawn(admin.serve(Arc::new(Fake { alive, ready }), std::future::pending()));
     address
 }
 

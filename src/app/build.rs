@@ -6,13 +6,16 @@
 //! that finds nothing.
 
 use std::collections::HashMap;
+use std::io;
 use std::net::{SocketAddr, TcpListener};
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use super::StartError;
 use super::sockets::{Place, Places};
 use crate::config::{self, CertPaths, Config};
 use crate::control::members;
+use crate::net::inherited::Inherited;
 use crate::net::outgoing::Outgoing;
 use crate::net::serving::{self, ServingTls};
 use crate::net::socket::{self, Listening};
@@ -36,6 +39,16 @@ pub struct Built {
 }
 
 impl Built {
+    /// Copies of every socket that is listened on, to be given to another process.
+    ///
+    /// # Errors
+    /// There are no descriptors left.
+    pub fn descriptors(&self) -> io::Result<Vec<OwnedFd>> {
+        let places = self.listeners.iter().flat_map(|bound| &bound.places);
+        let copies = places.flat_map(|place| place.copies());
+        copies.chain([self.admin.socket.as_fd().try_clone_to_owned()]).collect()
+    }
+
     /// Every address that is listened on.
     pub fn listening(&self) -> Arc<[SocketAddr]> {
         let listeners = self.listeners.iter().flat_map(Bound::addresses);
@@ -129,16 +142,18 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Loads every file and binds every address that is not there yet. `now` is what runs.
+    /// Loads every file and binds every address that is not there yet. `now` is what runs;
+    /// `inherited` are sockets that were open before us, of which those that fit are taken.
     ///
     /// # Errors
     /// The first thing that cannot be. Nothing has changed then.
     pub fn new(
         config: Config,
         now: Option<&Built>,
+        inherited: &mut Inherited,
         metrics: &Arc<Metrics>,
     ) -> Result<Self, StartError> {
-        let admin = admin(config.admin.bind, now)?;
+        let admin = admin(config.admin.bind, now, inherited)?;
         let outgoing = outgoing(&config, now)?;
         let mut plan = Self {
             upstreams: Vec::new(),
@@ -159,7 +174,7 @@ impl Plan {
         let known = now.iter().flat_map(|now| &now.listeners);
         let known =
             known.flat_map(|l| l.places.iter().map(|place| (l.config.name.as_str(), place)));
-        let mut places = Places::new(known.collect(), config.workers);
+        let mut places = Places::new(known.collect(), inherited, config.workers);
         let mut own = Vec::new();
         for listener in &config.listeners {
             let known = now.and_then(|now| {
@@ -294,10 +309,17 @@ pub fn retire_identities(now: &Built) {
 }
 
 /// Where the admin endpoint listens.
-fn admin(wanted: SocketAddr, now: Option<&Built>) -> Result<Arc<AdminSocket>, StartError> {
+fn admin(
+    wanted: SocketAddr,
+    now: Option<&Built>,
+    inherited: &mut Inherited,
+) -> Result<Arc<AdminSocket>, StartError> {
     let now = now.map(|now| &now.admin);
     if let Some(kept) = now.filter(|admin| admin.wanted == wanted) {
         return Ok(Arc::clone(kept));
+    }
+    if let Some(socket) = inherited.take(wanted, false).pop() {
+        return Ok(Arc::new(AdminSocket { wanted, socket }));
     }
     let in_the_way = |socket: &&TcpListener| {
         let at = socket.local_addr();

@@ -4,6 +4,7 @@
 //! What is configured is changed here and nowhere else, one change at a time, so that no two of
 //! them meet. Nothing of it waits for a drain.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,14 +17,17 @@ use super::StartError;
 use super::build::{AdminSocket, Bound, Built, Plan, retire_identities};
 use super::facts::Facts;
 use super::reload::{Attempt, Follower, Outcome, Request, changes};
-use super::worker::{Assignment, Part};
+use super::takeover::{self, Door, Predecessor, Wish};
+use super::worker::{Assignment, Order, Part};
 use crate::admin::{Admin, CONNECTION_TIME, Facts as _};
 use crate::control::discovery::{self, Surroundings};
 use crate::control::{certificates, watchdog};
 use crate::net::footprint;
+use crate::net::inherited::Inherited;
 use crate::net::notify::ServiceManager;
 use crate::net::serving::ServingTls;
 use crate::observe::Metrics;
+use crate::observe::events::{Change, Kind};
 use crate::upstream::pool::Upstream;
 
 /// How often the histograms are emptied into their buckets.
@@ -34,6 +38,11 @@ const LOOK: Duration = Duration::from_secs(1);
 const STARTED: Duration = Duration::from_secs(1);
 /// How long the workers may take to follow before that is worth a warning.
 const PATIENCE: Duration = Duration::from_secs(5);
+/// How long a process that takes over waits for an apiserver of every upstream, while its predecessor
+/// serves: the default of `connect_timeout`. Then it serves without, as that one would have to.
+const WARM_UP: Duration = Duration::from_secs(3);
+/// How often it is looked whether there is one.
+const WARM_UP_TICK: Duration = Duration::from_millis(10);
 
 /// Everything that the thread needs.
 pub struct Control {
@@ -48,13 +57,17 @@ pub struct Control {
     /// What those who look for endpoints need to know.
     pub around: Arc<Surroundings>,
     /// Lead the workers, in their order.
-    pub workers: Vec<UnboundedSender<Assignment>>,
+    pub workers: Vec<UnboundedSender<Order>>,
     /// Where the configuration comes from, if it can be read again.
     pub follower: Option<Follower>,
     /// Asks to read it again.
     pub requests: UnboundedReceiver<Request>,
     /// Turns true when everything ends.
     pub draining: watch::Receiver<bool>,
+    /// The process whose place we take, and what the workers are to be told when we are ready to.
+    pub succession: Option<(Predecessor, Vec<Vec<Part>>)>,
+    /// Is told that a new process has taken our place.
+    pub replaced: watch::Sender<bool>,
 }
 
 impl Control {
@@ -96,6 +109,17 @@ impl Control {
         spawn_local(watchdog::feed(Arc::clone(&self.manager), move || facts.live()));
         let mut tasks = Tasks::default();
         tasks.begin(&self.built, &self.facts, &self.around);
+        let succeeds = self.succession.is_some();
+        if let Some((predecessor, parts)) = self.succession.take()
+            && !self.take_over(predecessor, parts).await
+        {
+            return std::future::pending().await;
+        }
+        tasks.answer(&self.built.admin, &self.facts);
+        // It serves; whether an apiserver can be reached is not what others should wait for.
+        self.manager.tell("READY=1");
+        let (wishes, mut asked) = unbounded_channel();
+        tasks.open_door(&self.built, &wishes, &self.replaced, succeeds);
         let mut look = interval(LOOK);
         look.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut draining = self.draining.clone();
@@ -105,6 +129,7 @@ impl Control {
                 request = self.requests.recv() => {
                     let Some(request) = request else { break };
                     let attempt = self.reload(request.trigger, &mut tasks).await;
+                    tasks.open_door(&self.built, &wishes, &self.replaced, false);
                     if let Some(reply) = request.reply {
                         // Whoever asked may have gone.
                         let _ = reply.send(attempt);
@@ -113,13 +138,82 @@ impl Control {
                 _ = look.tick() => {
                     if self.follower.as_mut().is_some_and(Follower::has_changed) {
                         self.reload("file changed", &mut tasks).await;
+                        tasks.open_door(&self.built, &wishes, &self.replaced, false);
                     }
                 }
+                Some(wish) = asked.recv() => match wish {
+                    // Whoever asked may have gone.
+                    Wish::Sockets(reply) => drop(reply.send(self.built.descriptors())),
+                    Wish::Leave { pid, done: _done } => {
+                        self.leave(pid, &mut tasks).await;
+                        break;
+                    }
+                },
             }
         }
         // Our copies of the sockets would keep them open.
         self.built.listeners.clear();
         std::future::pending::<()>().await;
+    }
+
+    /// Begins to serve in the place of another process, as soon as requests would have somewhere to
+    /// go. False if we end before that: then it goes on.
+    async fn take_over(&mut self, predecessor: Predecessor, parts: Vec<Vec<Part>>) -> bool {
+        let mut draining = self.draining.clone();
+        tokio::select! {
+            biased;
+            _ = draining.wait_for(|draining| *draining) => return false,
+            () = warm_up(&self.built) => {}
+        }
+        let followed = assign(&self.workers, &self.built, parts);
+        if timeout(PATIENCE, followed).await.is_err() {
+            tracing::warn!("a worker does not accept connections yet after 5 s");
+        }
+        let from = process(predecessor.pid);
+        let reason = match predecessor.leave().await {
+            Ok(()) => "it accepts no more, and drains".to_owned(),
+            // It may have died meanwhile. If it lives, both accept.
+            Err(error) => format!("it did not say that it accepts no more: {error}"),
+        };
+        self.metrics.events().changed(&Change {
+            kind: Kind::Process,
+            upstream: None,
+            name: "listening sockets",
+            detail: "",
+            from: &from,
+            to: &process(i32::try_from(std::process::id()).ok()),
+            reason: &reason,
+            effect: "taken over: this process accepts connections",
+            bad: false,
+        });
+        true
+    }
+
+    /// Leaves the sockets to another process, which serves.
+    async fn leave(&mut self, pid: Option<i32>, tasks: &mut Tasks) {
+        if let Some(pid) = pid {
+            self.manager.tell(&format!("MAINPID={pid}"));
+        }
+        let (done, mut left) = unbounded_channel();
+        for worker in &self.workers {
+            let _ = worker.send(Order::Leave(done.clone()));
+        }
+        drop(done);
+        if timeout(PATIENCE, async { while left.recv().await.is_some() {} }).await.is_err() {
+            tracing::warn!("a worker has not left its sockets within 5 s");
+        }
+        tasks.leave();
+        self.metrics.events().changed(&Change {
+            kind: Kind::Process,
+            upstream: None,
+            name: "listening sockets",
+            detail: "",
+            from: &process(i32::try_from(std::process::id()).ok()),
+            to: &process(pid),
+            reason: "a new process serves",
+            effect: "handed over: this process drains and ends",
+            bad: false,
+        });
     }
 
     /// Reads the configuration again and follows it, or stays with what there is.
@@ -145,7 +239,8 @@ impl Control {
         let mut config = follower.read()?;
         // What is bound to a number of threads stays as it is until the next start.
         config.workers = self.workers.len();
-        let plan = Plan::new(config, Some(&self.built), &self.metrics);
+        let mut nothing = Inherited::default();
+        let plan = Plan::new(config, Some(&self.built), &mut nothing, &self.metrics);
         plan.map_err(|error: StartError| vec![error.to_string()])
     }
 
@@ -166,6 +261,7 @@ impl Control {
         // The last copy of a socket that goes is a worker's, which empties its queue.
         drop(before);
         tasks.begin(&self.built, &self.facts, &self.around);
+        tasks.answer(&self.built.admin, &self.facts);
         let followed = assign(&self.workers, &self.built, parts);
         if timeout(PATIENCE, followed).await.is_err() {
             tracing::warn!("a worker has not followed the new configuration within 5 s");
@@ -189,14 +285,14 @@ pub fn parts(now: Option<&Built>, next: &Built, workers: usize) -> std::io::Resu
     };
     let of = |worker| {
         let listeners = next.listeners.iter();
-        listeners.map(|bound| Part::new(worker, bound, &has(bound))).collect()
+        listeners.map(|bound| Part::new((worker, workers), bound, &has(bound))).collect()
     };
     (0..workers).map(of).collect()
 }
 
 /// Tells the workers; the future ends when all of them have followed.
 pub fn assign(
-    workers: &[UnboundedSender<Assignment>],
+    workers: &[UnboundedSender<Order>],
     built: &Built,
     parts: Vec<Vec<Part>>,
 ) -> impl Future<Output = ()> + use<> {
@@ -204,17 +300,34 @@ pub fn assign(
     let listening = built.listening();
     for (worker, listeners) in workers.iter().zip(parts) {
         // A worker that is gone has panicked, and `/livez` says so.
-        let _ = worker.send(Assignment {
+        let _ = worker.send(Order::Follow(Assignment {
             listeners,
             access: built.config.log.access,
             drain_timeout: built.config.shutdown.drain_timeout,
             listening: Arc::clone(&listening),
             _done: done.clone(),
-        });
+        }));
     }
     drop(done);
     // It has no value: each worker drops its end when it has followed.
     async move { while followed.recv().await.is_some() {} }
+}
+
+/// Waits until every upstream has an apiserver that can be asked, within [`WARM_UP`].
+async fn warm_up(built: &Built) {
+    let usable = async {
+        while !built.upstreams.iter().all(|upstream| upstream.is_usable()) {
+            sleep(WARM_UP_TICK).await;
+        }
+    };
+    if timeout(WARM_UP, usable).await.is_err() {
+        tracing::warn!("no apiserver is usable after 3 s: taking over without one");
+    }
+}
+
+/// What a process is called in events.
+fn process(pid: Option<i32>) -> String {
+    pid.map_or_else(|| "another process".to_owned(), |pid| format!("process {pid}"))
 }
 
 /// The tasks that belong to what is configured.
@@ -222,7 +335,17 @@ pub fn assign(
 struct Tasks {
     upstreams: Vec<(Arc<Upstream>, [AbortHandle; 2])>,
     listeners: Vec<(Arc<ServingTls>, AbortHandle)>,
-    admin: Option<(Arc<AdminSocket>, AbortHandle)>,
+    admin: Option<Answering>,
+    /// Where a new process asks for the sockets.
+    door: Option<(PathBuf, AbortHandle)>,
+}
+
+/// The answers to operators on a socket.
+struct Answering {
+    socket: Arc<AdminSocket>,
+    task: AbortHandle,
+    /// Dropped when somebody else answers there.
+    left: Option<oneshot::Sender<()>>,
 }
 
 impl Tasks {
@@ -250,9 +373,6 @@ impl Tasks {
                 self.listeners.push((Arc::clone(tls), spawn_local(watch).abort_handle()));
             }
         }
-        if self.admin.as_ref().is_none_or(|(known, _)| !Arc::ptr_eq(known, &built.admin)) {
-            self.admin(&built.admin, facts);
-        }
     }
 
     /// Ends those of what is gone.
@@ -275,9 +395,53 @@ impl Tasks {
         });
     }
 
-    /// Answers operators here from now on. Where they asked before they are still answered for as
-    /// long as an answer may take.
-    fn admin(&mut self, socket: &Arc<AdminSocket>, facts: &Arc<Facts>) {
+    /// Lets new processes ask for the sockets there from now on, `instead` of one that does.
+    fn open_door(
+        &mut self,
+        built: &Built,
+        wishes: &UnboundedSender<Wish>,
+        replaced: &watch::Sender<bool>,
+        instead: bool,
+    ) {
+        let path = built.config.state_dir.as_deref().map(takeover::path);
+        if self.door.as_ref().map(|(path, _)| path) == path.as_ref() {
+            return;
+        }
+        if let Some((_, before)) = self.door.take() {
+            before.abort();
+        }
+        let Some(path) = path else { return };
+        match Door::open(&path, instead) {
+            Ok(door) => {
+                let (wishes, replaced) = (wishes.clone(), replaced.clone());
+                let task = spawn_local(async move {
+                    door.answer(wishes).await;
+                    replaced.send_replace(true);
+                });
+                self.door = Some((path, task.abort_handle()));
+            }
+            // It serves all the same.
+            Err(error) => tracing::info!(
+                path = %path.display(),
+                %error,
+                "a new process cannot take over from this one without a gap"
+            ),
+        }
+    }
+
+    /// Answers no operators any more, but those who have asked.
+    fn leave(&mut self) {
+        if let Some(admin) = &mut self.admin {
+            admin.left = None;
+        }
+    }
+
+    /// Answers operators here from now on, if not yet. Where they asked before they are still
+    /// answered for as long as an answer may take.
+    fn answer(&mut self, socket: &Arc<AdminSocket>, facts: &Arc<Facts>) {
+        if self.admin.as_ref().is_some_and(|known| Arc::ptr_eq(&known.socket, socket)) {
+            return;
+        }
         let admin = match socket.socket.try_clone().and_then(Admin::from_std) {
             Ok(admin) => admin,
             Err(error) => {
@@ -286,11 +450,14 @@ impl Tasks {
             }
         };
         let facts: Arc<dyn crate::admin::Facts> = Arc::clone(facts) as _;
-        let task = spawn_local(admin.serve(facts)).abort_handle();
-        if let Some((_, before)) = self.admin.replace((Arc::clone(socket), task)) {
+        let (sender, left) = oneshot::channel::<()>();
+        let left = async { drop(left.await) };
+        let task = spawn_local(admin.serve(facts, left)).abort_handle();
+        let now = Answering { socket: Arc::clone(socket), task, left: Some(sender) };
+        if let Some(before) = self.admin.replace(now) {
             spawn_local(async move {
                 sleep(CONNECTION_TIME).await;
-                before.abort();
+                before.task.abort();
             });
         }
     }

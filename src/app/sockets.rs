@@ -2,20 +2,23 @@
 //!
 //! A socket outlives the listener that it was bound for: one that is renamed, or turned from one
 //! mode into the other, takes it over with every connection in its queue. Each is held here for as
-//! long as it is configured, and workers get copies of the descriptor.
+//! long as it is configured, and workers get copies of the descriptor. It may also be older than the
+//! process: what was inherited is used before anything is bound.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener};
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::StartError;
 use crate::config;
+use crate::net::inherited::Inherited;
 use crate::net::socket::{self, Listening};
 
 static NEXT: AtomicU64 = AtomicU64::new(0);
 
-/// An address that is listened on: one socket for each worker.
+/// An address that is listened on: one socket for each worker, or as many as were inherited.
 #[derive(Debug)]
 pub struct Place {
     /// Tells it from every other one, also from one on the same address later.
@@ -47,25 +50,54 @@ impl Place {
         Ok(Self { id: NEXT.fetch_add(1, Ordering::Relaxed), wanted, address, options, sockets })
     }
 
-    /// A copy of a worker's descriptor.
+    /// Takes sockets into use that were open before us.
+    fn inherit(wanted: SocketAddr, options: Listening, sockets: Vec<TcpListener>) -> Self {
+        Self { id: NEXT.fetch_add(1, Ordering::Relaxed), wanted, address: wanted, options, sockets }
+    }
+
+    /// Copies of the descriptors that one of so many workers accepts on. Whatever their numbers, each
+    /// worker has one and each socket has a worker: a queue that nobody empties would be a trap.
     ///
     /// # Errors
     /// There are no more descriptors.
-    pub fn socket(&self, worker: usize) -> io::Result<TcpListener> {
-        self.sockets.get(worker).ok_or(io::ErrorKind::NotFound)?.try_clone()
+    pub fn sockets(&self, worker: usize, workers: usize) -> io::Result<Vec<TcpListener>> {
+        let count = self.sockets.len();
+        shares(worker, workers, count).map(|index| self.sockets[index].try_clone()).collect()
+    }
+
+    /// Copies of all descriptors, to be given to another process.
+    ///
+    /// # Errors
+    /// There are no more descriptors.
+    pub fn copies(&self) -> impl Iterator<Item = io::Result<OwnedFd>> {
+        self.sockets.iter().map(|socket| socket.as_fd().try_clone_to_owned())
     }
 }
 
-/// Gives listeners their places: the ones they have, then what others have given up, then new ones.
+/// Which of `count` sockets one of so many workers accepts on: each n-th, or one with others.
+fn shares(worker: usize, workers: usize, count: usize) -> impl Iterator<Item = usize> {
+    (0..count).filter(move |index| {
+        if worker < count { index % workers == worker } else { *index == worker % count }
+    })
+}
+
+/// Gives listeners their places: the ones they have, then what others have given up, then what was
+/// inherited, then new ones.
 pub struct Places<'a> {
     known: Vec<(&'a str, &'a Arc<Place>)>,
+    inherited: &'a mut Inherited,
     workers: usize,
 }
 
 impl<'a> Places<'a> {
-    /// Starts from the places that are held now, each with the name of its listener.
-    pub fn new(known: Vec<(&'a str, &'a Arc<Place>)>, workers: usize) -> Self {
-        Self { known, workers }
+    /// Starts from the places that are held now, each with the name of its listener, and from the
+    /// sockets that were open before us.
+    pub fn new(
+        known: Vec<(&'a str, &'a Arc<Place>)>,
+        inherited: &'a mut Inherited,
+        workers: usize,
+    ) -> Self {
+        Self { known, inherited, workers }
     }
 
     /// The places of each listener. An address whose family this host lacks is left out, as long as
@@ -86,6 +118,11 @@ impl<'a> Places<'a> {
             for &wanted in &listener.bind {
                 if let Some(place) = self.take(&listener.name, wanted, options) {
                     found.push(Some(place));
+                    continue;
+                }
+                let inherited = self.inherited.take(wanted, options.transparent);
+                if !inherited.is_empty() {
+                    found.push(Some(Arc::new(Place::inherit(wanted, options, inherited))));
                     continue;
                 }
                 if !self.in_the_way(wanted).is_empty() {
@@ -160,4 +197,46 @@ fn failed(listener: &config::Listener, address: SocketAddr, error: io::Error) ->
         return StartError::Capability { listener, what, error };
     }
     StartError::Bind { what: format!("listener `{}`", listener.name), address, error }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_socket_has_a_worker_and_every_worker_a_socket() {
+        for workers in 1..=9 {
+            for count in 1..=9 {
+                let mut accepted = vec![0; count];
+                for worker in 0..workers {
+                    let own: Vec<_> = shares(worker, workers, count).collect();
+                    assert!(!own.is_empty(), "worker {worker} of {workers} has none of {count}");
+                    own.into_iter().for_each(|index| accepted[index] += 1);
+                }
+                assert!(accepted.iter().all(|n| *n >= 1), "{workers} workers: {accepted:?}");
+                let most = workers.div_ceil(count);
+                assert!(accepted.iter().all(|n| *n <= most), "{workers} workers: {accepted:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_was_inherited_comes_before_what_is_bound() {
+        let bound = socket::listen("127.0.0.1:0".parse().unwrap(), false).unwrap();
+        let address = bound.local_addr().unwrap();
+        let mut inherited = Inherited::default();
+        inherited.add(bound.as_fd().try_clone_to_owned().unwrap()).unwrap();
+        let options = Listening { shared: true, ..Listening::default() };
+        let sockets = inherited.take(address, options.transparent);
+        let place = Place::inherit(address, options, sockets);
+        let connected = std::net::TcpStream::connect(address).unwrap();
+        // One socket of a process with one worker, for two.
+        let first = place.sockets(0, 2).unwrap().remove(0);
+        let second = place.sockets(1, 2).unwrap().remove(0);
+        assert_eq!(first.local_addr().unwrap(), second.local_addr().unwrap());
+        let (_, from) = second.accept().unwrap();
+        assert_eq!(from, connected.local_addr().unwrap());
+        assert_eq!(first.accept().unwrap_err().kind(), io::ErrorKind::WouldBlock);
+        assert_eq!(place.copies().count(), 1);
+    }
 }

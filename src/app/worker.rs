@@ -2,7 +2,8 @@
 //!
 //! It is told what should be ([`Assignment`]) and makes it so: what is new begins, what has changed
 //! is swapped under the connections that there are, what is gone drains by itself while the rest
-//! goes on. Its first assignment is no different from the next.
+//! goes on. Its first assignment is no different from the next. When another process has its
+//! sockets, it leaves them and goes on with the connections that it has.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -63,6 +64,16 @@ pub struct Assignment {
     pub _done: UnboundedSender<Infallible>,
 }
 
+/// What a worker is told.
+#[derive(Debug)]
+pub enum Order {
+    /// What it should do from now on.
+    Follow(Assignment),
+    /// To accept no more anywhere: another process does, and what waits in the queues is for it. The
+    /// sender is dropped when it is so.
+    Leave(UnboundedSender<Infallible>),
+}
+
 /// A listener of an [`Assignment`].
 #[derive(Debug)]
 pub struct Part {
@@ -73,23 +84,29 @@ pub struct Part {
     /// Where it listens.
     places: Vec<u64>,
     /// The sockets of those places that it does not have yet.
-    sockets: Vec<(u64, std::net::TcpListener)>,
+    sockets: Vec<(u64, Vec<std::net::TcpListener>)>,
 }
 
 impl Part {
-    /// What a worker needs to know of a listener; `has` are the places that it has already.
+    /// What one of so many workers needs to know of a listener; `has` are the places that it has
+    /// already, or should not accept at yet.
     ///
     /// # Errors
     /// There are no descriptors left.
-    pub fn new(worker: usize, bound: &Bound, has: &[u64]) -> std::io::Result<Self> {
+    pub fn new(
+        (worker, workers): (usize, usize),
+        bound: &Bound,
+        has: &[u64],
+    ) -> std::io::Result<Self> {
         let new = bound.places.iter().filter(|place| !has.contains(&place.id));
+        let sockets = new.map(|place| Ok((place.id, place.sockets(worker, workers)?)));
         Ok(Self {
             config: bound.config.clone(),
             metrics: Arc::clone(&bound.metrics),
             upstream: Arc::clone(&bound.upstream),
             plane: bound.plane.clone(),
             places: bound.places.iter().map(|place| place.id).collect(),
-            sockets: new.map(|p| Ok((p.id, p.socket(worker)?))).collect::<std::io::Result<_>>()?,
+            sockets: sockets.collect::<std::io::Result<_>>()?,
         })
     }
 }
@@ -97,7 +114,7 @@ impl Part {
 /// A worker before its thread runs, and what it is led by.
 pub struct Setup {
     /// What should be, from now on.
-    pub assignments: UnboundedReceiver<Assignment>,
+    pub orders: UnboundedReceiver<Order>,
     /// Where its parts count.
     pub metrics: Arc<Metrics>,
     /// How many workers share what a listener may hold.
@@ -114,10 +131,10 @@ impl Setup {
         metrics: &Arc<Metrics>,
         workers: usize,
         drain: watch::Receiver<bool>,
-    ) -> (Self, UnboundedSender<Assignment>) {
-        let (sender, assignments) = unbounded_channel();
+    ) -> (Self, UnboundedSender<Order>) {
+        let (sender, orders) = unbounded_channel();
         let pulse = Arc::new(AtomicU64::new(0));
-        (Self { assignments, metrics: Arc::clone(metrics), workers, drain, pulse }, sender)
+        (Self { orders, metrics: Arc::clone(metrics), workers, drain, pulse }, sender)
     }
 
     /// Runs until the drain is over.
@@ -133,7 +150,7 @@ impl Setup {
     }
 
     async fn serve(self) {
-        let Self { mut assignments, metrics, workers, mut drain, pulse } = self;
+        let Self { mut orders, metrics, workers, mut drain, pulse } = self;
         spawn_local(async move {
             let start = Instant::now();
             loop {
@@ -154,8 +171,9 @@ impl Setup {
         spawn_local(Rc::clone(&worker.table).run());
         loop {
             tokio::select! {
-                assignment = assignments.recv() => match assignment {
-                    Some(assignment) => worker.follow(assignment),
+                order = orders.recv() => match order {
+                    Some(Order::Follow(assignment)) => worker.follow(assignment),
+                    Some(Order::Leave(_done)) => worker.leave(),
                     None => break,
                 },
                 // An error means that the sender is gone: the program ends.
@@ -238,7 +256,7 @@ impl Worker {
             self.listeners.push(kept);
         }
         for mut kept in before {
-            kept.hand_over(&places);
+            kept.hand_over(|place| places.contains(&place));
             self.going.spawn_local(kept.end(self.drain_timeout));
         }
         let (used, unused) = std::mem::take(&mut self.ways)
@@ -248,6 +266,13 @@ impl Worker {
         let unused: Vec<Way> = unused;
         for way in unused {
             self.going.spawn_local(way.end(self.drain_timeout));
+        }
+    }
+
+    /// Accepts no more, and goes on with what there is.
+    fn leave(&mut self) {
+        for kept in &mut self.listeners {
+            kept.hand_over(|_| true);
         }
     }
 
@@ -412,22 +437,25 @@ impl Kept {
     }
 
     /// Listens at these places, first at the new ones, and at no other.
-    fn listen(&mut self, places: &[u64], sockets: Vec<(u64, std::net::TcpListener)>) {
-        for (place, socket) in sockets {
-            let socket = match TcpListener::from_std(socket) {
-                Ok(socket) => socket,
-                Err(error) => {
-                    tracing::error!(listener = self.name, %error, "cannot listen");
-                    continue;
-                }
-            };
+    fn listen(&mut self, places: &[u64], sockets: Vec<(u64, Vec<std::net::TcpListener>)>) {
+        for (place, sockets) in sockets {
             let (closer, closing) = Closer::new();
-            match &self.kind {
-                Kind::Terminate(listener) => {
-                    spawn_local(Rc::clone(listener).accept(socket, closing));
-                }
-                Kind::Passthrough(listener) => {
-                    spawn_local(Rc::clone(listener).accept(socket, closing));
+            for socket in sockets {
+                let socket = match TcpListener::from_std(socket) {
+                    Ok(socket) => socket,
+                    Err(error) => {
+                        tracing::error!(listener = self.name, %error, "cannot listen");
+                        continue;
+                    }
+                };
+                let closing = closing.clone();
+                match &self.kind {
+                    Kind::Terminate(listener) => {
+                        spawn_local(Rc::clone(listener).accept(socket, closing));
+                    }
+                    Kind::Passthrough(listener) => {
+                        spawn_local(Rc::clone(listener).accept(socket, closing));
+                    }
                 }
             }
             self.places.insert(place, closer);
@@ -441,14 +469,14 @@ impl Kept {
         });
     }
 
-    /// Leaves these places, with all that waits there, to the listeners that have them now.
-    fn hand_over(&mut self, places: &[u64]) {
+    /// Leaves places, with all that waits there, to those who have them now.
+    fn hand_over(&mut self, is_theirs: impl Fn(u64) -> bool) {
         self.places.retain(|place, closer| {
-            let goes = !places.contains(place);
-            if !goes {
+            let theirs = is_theirs(*place);
+            if theirs {
                 closer.close();
             }
-            goes
+            !theirs
         });
     }
 

@@ -9,6 +9,7 @@ mod kubeconfig;
 mod manual;
 mod run;
 mod status;
+mod upgrade;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -16,6 +17,7 @@ use std::process::ExitCode;
 use clap::{Args, CommandFactory, Parser, Subcommand};
 
 use crate::config::{self, Overrides};
+use crate::net::inherited;
 use crate::observe::build;
 
 /// Where the admin endpoint is unless it is told otherwise: the default of `admin.bind`.
@@ -68,6 +70,10 @@ struct RunArgs {
     /// An apiserver to pass connections to; may be repeated.
     #[arg(long, value_name = "ADDR", requires = "listen", conflicts_with = "config")]
     upstream: Vec<String>,
+    /// Replace the jackstay that runs with the same `state_dir`: take its listening sockets over,
+    /// begin to serve, and let it drain and end. Without one, start as usual.
+    #[arg(long)]
+    take_over: bool,
     #[command(flatten)]
     scalars: ScalarArgs,
 }
@@ -146,7 +152,11 @@ pub fn main() -> ExitCode {
         }
     };
     match cli.command {
-        Command::Run(args) => run::run(args.place()),
+        Command::Run(args) => {
+            let given = inherited::from_service_manager();
+            let take_over = args.take_over;
+            run::run(args.place(), given, take_over)
+        }
         Command::Check(args) => {
             let (mut out, mut err) = (std::io::stdout().lock(), std::io::stderr().lock());
             let env = config::environment();

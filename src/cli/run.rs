@@ -1,15 +1,18 @@
-//! `jackstay run`: the proxy, from a configuration file to a clean exit.
+//! `jackstay run`: the proxy, from a configuration file to a clean exit, or to the process that takes
+//! its place.
 
 use std::io;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use super::check;
+use super::{check, upgrade};
 use crate::app::reload::{Fresh, Origin};
 use crate::app::{App, Running};
 use crate::config::{ConfigErrors, Loaded};
+use crate::net::inherited::Inherited;
 use crate::net::notify::ServiceManager;
 use crate::observe::log;
 
@@ -26,8 +29,18 @@ pub struct Place {
     pub read: Box<dyn Fn() -> Result<Loaded, ConfigErrors> + Send>,
 }
 
-/// Runs until SIGTERM or SIGINT; SIGHUP reads the configuration again.
-pub fn run(place: Place) -> ExitCode {
+/// Why a process ends.
+enum End {
+    /// By a signal.
+    Signal(&'static str),
+    /// A new process has taken its place.
+    Replaced,
+}
+
+/// Runs until SIGTERM or SIGINT, or until a new process has taken over; SIGHUP reads the
+/// configuration again, SIGUSR2 starts the binary again, as such a new process. `given` are the
+/// sockets of the service manager.
+pub fn run(place: Place, given: Vec<OwnedFd>, take_over: bool) -> ExitCode {
     let Fresh { config, warnings } = match read(&place) {
         Ok(fresh) => fresh,
         Err(errors) => {
@@ -61,22 +74,43 @@ pub fn run(place: Place) -> ExitCode {
         };
         app.start_under(Arc::clone(&manager))
     };
-    let running = match App::bind(config).and_then(start) {
+    let inherited = inherit(given);
+    let app = if take_over {
+        App::take_over(config, inherited)
+    } else {
+        App::bind_with(config, inherited)
+    };
+    let running = match app.and_then(start) {
         Ok(running) => running,
         Err(error) => {
             tracing::error!("{error}");
             return ExitCode::from(if error.is_configuration() { BAD_CONFIGURATION } else { 1 });
         }
     };
-    // Bound and served; whether an apiserver can be reached is not what others should wait for.
-    manager.tell("READY=1");
-    let signal = wait_for_signal(&running);
-    manager.tell("STOPPING=1");
-    match signal {
-        Ok(signal) => tracing::info!(signal, "draining"),
-        Err(error) => tracing::error!(%error, "cannot wait for signals: draining"),
+    match wait(&running) {
+        // The service goes on: it must not hear that it ends.
+        Ok(End::Replaced) => tracing::info!("draining: a new process has taken over"),
+        Ok(End::Signal(signal)) => {
+            manager.tell("STOPPING=1");
+            tracing::info!(signal, "draining");
+        }
+        Err(error) => {
+            manager.tell("STOPPING=1");
+            tracing::error!(%error, "cannot wait for signals: draining");
+        }
     }
     stop(running)
+}
+
+/// The sockets that the service manager has given.
+fn inherit(given: Vec<OwnedFd>) -> Inherited {
+    let mut inherited = Inherited::default();
+    for descriptor in given {
+        if let Err(error) = inherited.add(descriptor) {
+            tracing::warn!(%error, "a descriptor of the service manager (LISTEN_FDS) is of no use");
+        }
+    }
+    inherited
 }
 
 /// Reads the configuration and every file that it names.
@@ -102,17 +136,20 @@ fn stop(running: Running) -> ExitCode {
     }
 }
 
-fn wait_for_signal(running: &Running) -> io::Result<&'static str> {
+fn wait(running: &Running) -> io::Result<End> {
     use tokio::signal::unix::{SignalKind, signal};
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         let mut term = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
         let mut hangup = signal(SignalKind::hangup())?;
+        let mut upgrade = signal(SignalKind::user_defined2())?;
         loop {
             tokio::select! {
-                _ = term.recv() => return Ok("SIGTERM"),
-                _ = interrupt.recv() => return Ok("SIGINT"),
+                _ = term.recv() => return Ok(End::Signal("SIGTERM")),
+                _ = interrupt.recv() => return Ok(End::Signal("SIGINT")),
+                () = running.replaced() => return Ok(End::Replaced),
+                _ = upgrade.recv() => upgrade::begin(),
                 // What came of it is in the log.
                 _ = hangup.recv() => drop(running.reload("SIGHUP")),
             }

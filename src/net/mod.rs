@@ -5,7 +5,9 @@
 pub mod allocator;
 pub mod anyone;
 pub mod cork;
+pub mod descriptors;
 pub mod footprint;
+pub mod inherited;
 pub mod intercepted;
 pub mod interfaces;
 pub mod linger;

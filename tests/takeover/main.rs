@@ -1,0 +1,232 @@
+//! A running binary is replaced by a new one under load, and nobody notices.
+//!
+//! The short form replaces it three times, the long one (`JACKSTAY_LONG=1 cargo test --test takeover`)
+//! twenty times.
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod load;
+mod process;
+
+use crate::load::Load;
+use crate::process::{Managed, PATIENCE, Process, Scene};
+use crate::support::long;
+use jackstay::config::Config;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::unix::net::UnixStream;
+
+fn is_refused(address: SocketAddr) -> bool {
+    TcpStream::connect(address).is_err()
+}
+
+/// An address that nobody has now.
+fn free() -> SocketAddr {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
+}
+
+/// No request fails, no watch breaks or has to list, no event is lost or comes twice; whatever the
+/// numbers of workers.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn replaced_under_load() {
+    let rounds = if long() { 20 } else { 3 };
+    let mut scene = Scene::new(2, 1).await;
+    let load = Load::start(&scene).await;
+    load.goes_on().await;
+    for round in 0..rounds {
+        scene.change(|config| config.workers = [2, 3, 1][round % 3]);
+        let new = scene.start(&["--take-over"]);
+        let mut old = scene.replace(new);
+        let status = old.ended().await;
+        assert!(status.success(), "{status}:\n{}", old.said());
+        assert!(old.said().contains("draining: a new process has taken over"), "{}", old.said());
+        load.goes_on().await;
+        let events = scene.page("/events").await;
+        assert!(events.contains("taken over: this process accepts connections"), "{events}");
+    }
+    let report = load.end().await;
+    println!("replaced {rounds} times: {report}");
+}
+
+/// One command in a unit: the service manager is told of the new main process, and hears nothing
+/// of an end.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_signal_starts_the_binary_again() {
+    let mut scene = Scene::new(1, 1).await;
+    let load = Load::start(&scene).await;
+    let manager = Managed::new();
+    let new = scene.start_under(&manager, &["--take-over"]);
+    scene.replace(new).ended().await;
+    assert_eq!(manager.hears(), "READY=1");
+    load.goes_on().await;
+
+    scene.process.signal("USR2");
+    let main = manager.hears();
+    let pid = main.strip_prefix("MAINPID=").expect(&main).to_owned();
+    assert_eq!(manager.hears(), "READY=1");
+    let status = scene.process.ended().await;
+    assert!(status.success(), "{status}:\n{}", scene.process.said());
+    scene.process.becomes(&pid);
+    load.goes_on().await;
+    let report = load.end().await;
+    println!("replaced by a signal: {report}");
+
+    scene.process.signal("TERM");
+    assert_eq!(manager.hears(), "STOPPING=1");
+}
+
+/// Until the new process serves it may fail in every way: the old one does not care.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_new_process_that_fails_changes_nothing() {
+    let mut scene = Scene::new(1, 1).await;
+    let load = Load::start(&scene).await;
+
+    // It cannot have all of its addresses.
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let before = scene.config.clone();
+    scene.change(|config| also(config, "other", taken.local_addr().unwrap()));
+    let mut new = scene.start(&["--take-over"]);
+    assert_eq!(new.ended().await.code(), Some(1), "{}", new.said());
+    assert!(new.said().contains("taking over from a running process"), "{}", new.said());
+    assert!(new.said().contains("another process listens there"), "{}", new.said());
+
+    // Its configuration is wrong.
+    scene.change(|config| config.listeners[0].upstream = "nowhere".into());
+    let mut new = scene.start(&["--take-over"]);
+    assert_eq!(new.ended().await.code(), Some(2), "{}", new.said());
+
+    // It is gone before it has said that it serves.
+    scene.change(|config| *config = before.clone());
+    for _ in 0..3 {
+        let stream = UnixStream::connect(scene.state().join("take-over.sock")).unwrap();
+        (&stream).write_all(b"jackstay take-over 1\n").unwrap();
+        let mut line = Vec::new();
+        for byte in (&stream).bytes() {
+            line.push(byte.unwrap());
+            if line.ends_with(b"\n") {
+                break;
+            }
+        }
+        assert_eq!(line, b"sockets 2\n", "the listener's and the admin endpoint's");
+    }
+
+    // It forgot the flag.
+    let mut new = scene.start(&[]);
+    assert_eq!(new.ended().await.code(), Some(1), "{}", new.said());
+    assert!(new.said().contains("`--take-over`"), "{}", new.said());
+
+    load.goes_on().await;
+    assert!(scene.process.is_running());
+    // And it can still be replaced.
+    let new = scene.start(&["--take-over"]);
+    assert!(scene.replace(new).ended().await.success());
+    load.goes_on().await;
+    load.end().await;
+}
+
+/// A listener more, as the first one, at another address.
+fn also(config: &mut Config, name: &str, address: SocketAddr) {
+    let mut listener = config.listeners[0].clone();
+    listener.name = name.into();
+    listener.bind = vec![address];
+    config.listeners.push(listener);
+}
+
+/// What both name changes hands, what only the new one names is bound, what only the old one named
+/// is closed.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_new_configuration_may_name_other_addresses() {
+    let mut scene = Scene::new(1, 1).await;
+    let load = Load::start(&scene).await;
+    let (first, second) = (free(), free());
+    scene.change(|config| also(config, "second", first));
+    let new = scene.start(&["--take-over"]);
+    scene.replace(new).ended().await;
+    assert!(!is_refused(first));
+    load.goes_on().await;
+    scene.change(|config| config.listeners[1].bind = vec![second]);
+    let new = scene.start(&["--take-over"]);
+    let mut old = scene.replace(new);
+    assert!(old.ended().await.success());
+    assert!(is_refused(first) && !is_refused(second));
+    assert!(scene.process.said().contains("sockets that no listener wants are closed"));
+    load.goes_on().await;
+    load.end().await;
+}
+
+/// Root may, the same user may, others may not, even where the mode of the socket lets them in.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stranger_gets_nothing() {
+    use std::os::unix::fs::PermissionsExt;
+    const NOBODY: u32 = 65534;
+    let mut scene = Scene::new(1, 1).await;
+    let socket = scene.state().join("take-over.sock");
+    let dir = tempfile::tempdir().unwrap();
+    if std::os::unix::fs::chown(dir.path(), Some(NOBODY), None).is_err() {
+        println!("not run: only root can be somebody else");
+        return;
+    }
+    for path in [scene.world.certs.path(), &scene.state(), &socket, dir.path()] {
+        let all = std::fs::Permissions::from_mode(0o777);
+        std::fs::set_permissions(path, all).unwrap();
+    }
+    let file = dir.path().join("stranger.yaml");
+    let text = format!(
+        "state_dir: {}\nadmin: {{bind: '127.0.0.1:0'}}\nupstreams: [{{name: u, endpoints: \
+         ['127.0.0.1:1']}}]\nlisteners: [{{name: l, mode: passthrough, bind: ['{}'], upstream: u}}]\n",
+        scene.state().display(),
+        scene.address
+    );
+    std::fs::write(&file, text).unwrap();
+    // The binary may stand where others cannot go.
+    let binary = dir.path().join("jackstay");
+    std::fs::copy(env!("CARGO_BIN_EXE_jackstay"), &binary).unwrap();
+    let mut stranger = Process::start_as(&binary, &file, &["--take-over"], NOBODY);
+    assert_eq!(stranger.ended().await.code(), Some(1), "{}", stranger.said());
+    assert!(stranger.said().contains("cannot take over"), "{}", stranger.said());
+    scene.process.says("user 65534 may not ask for it").await;
+    assert!(scene.process.is_running());
+
+    // The other way round: whose sockets are not to be trusted.
+    let state = dir.path().join("state");
+    std::fs::create_dir(&state).unwrap();
+    std::os::unix::fs::chown(&state, Some(NOBODY), None).unwrap();
+    let text = std::fs::read_to_string(&file).unwrap();
+    let text = text.replace(&scene.state().display().to_string(), &state.display().to_string());
+    std::fs::write(&file, text.replace(&scene.address.to_string(), "127.0.0.1:0")).unwrap();
+    let mut stranger = Process::start_as(&binary, &file, &[], NOBODY);
+    stranger.says("listening").await;
+    support::until("its socket is there", async || state.join("take-over.sock").exists()).await;
+    scene.change(|config| config.state_dir = Some(state.clone()));
+    let mut new = scene.start(&["--take-over"]);
+    assert_eq!(new.ended().await.code(), Some(1), "{}", new.said());
+    assert!(new.said().contains("user 65534 answers, who is not trusted"), "{}", new.said());
+    stranger.signal("KILL");
+}
+
+/// The service manager listens before anybody serves (`LISTEN_FDS`).
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_socket_of_the_service_manager() {
+    let mut scene = Scene::new(1, 1).await;
+    scene.process.signal("TERM");
+    scene.process.ended().await;
+    // Somebody connects before it is started.
+    let socket = TcpListener::bind(scene.address).unwrap();
+    let mut early = TcpStream::connect(scene.address).unwrap();
+    scene.process = scene.start_with(socket.into());
+    scene.process.says("listening").await;
+    // No TLS: an answer, if only an alert, is a sign that it was accepted.
+    early.set_read_timeout(Some(PATIENCE)).unwrap();
+    early.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+    let mut answer = Vec::new();
+    let _ = BufReader::new(early).read_until(0, &mut answer);
+    assert!(!answer.is_empty(), "{}", scene.process.said());
+    let load = Load::start(&scene).await;
+    load.goes_on().await;
+    // And it is handed on.
+    let new = scene.start(&["--take-over"]);
+    assert!(scene.replace(new).ended().await.success());
+    load.goes_on().await;
+    load.end().await;
+}

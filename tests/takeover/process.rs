@@ -1,0 +1,247 @@
+//! The binary as a process, what it says, and what it is replaced by.
+
+use crate::support::{World, soon};
+use jackstay::config::{self, Config};
+use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixDatagram;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+
+/// Long enough for a process on a slow machine to start, to drain and to end.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Watches end within a quarter of it; nothing else takes as long.
+const DRAIN: Duration = Duration::from_secs(10);
+
+/// A process and what it has said so far.
+pub struct Process {
+    child: Option<Child>,
+    /// Who is signalled: the child, or what it has started.
+    pid: String,
+    said: Arc<Mutex<String>>,
+}
+
+impl Process {
+    fn spawn(mut command: Command) -> Self {
+        let mut child = command.stderr(Stdio::piped()).spawn().expect("it starts");
+        let stderr = BufReader::new(child.stderr.take().expect("a pipe"));
+        let said = Arc::<Mutex<String>>::default();
+        let into = Arc::clone(&said);
+        std::thread::spawn(move || {
+            for line in stderr.lines().map_while(Result::ok) {
+                let mut said = into.lock().unwrap();
+                said.push_str(&line);
+                said.push('\n');
+            }
+        });
+        Self { pid: child.id().to_string(), child: Some(child), said }
+    }
+
+    fn command(binary: &Path, file: &Path, flags: &[&str]) -> Command {
+        let mut command = Command::new(binary);
+        command.args(["run", "--config"]).arg(file).args(flags);
+        command
+    }
+
+    pub fn start_as(binary: &Path, file: &Path, flags: &[&str], user: u32) -> Self {
+        let mut command = Self::command(binary, file, flags);
+        command.uid(user);
+        Self::spawn(command)
+    }
+
+    /// What it has said.
+    pub fn said(&self) -> String {
+        self.said.lock().unwrap().clone()
+    }
+
+    /// Waits until it says that; the line.
+    pub async fn says(&mut self, words: &str) -> String {
+        let began = Instant::now();
+        loop {
+            let said = self.said();
+            // A line may still grow.
+            let whole = said.rsplit_once('\n').map_or("", |(whole, _)| whole);
+            if let Some(line) = whole.lines().find(|line| line.contains(words)) {
+                return line.to_owned();
+            }
+            assert!(began.elapsed() < PATIENCE, "it does not say `{words}`:\n{said}");
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    /// Waits for its end, and for its last words.
+    pub async fn ended(&mut self) -> ExitStatus {
+        let began = Instant::now();
+        let child = self.child.as_mut().expect("a child");
+        loop {
+            if let Some(status) = child.try_wait().unwrap() {
+                return status;
+            }
+            assert!(began.elapsed() < PATIENCE, "it does not end:\n{}", self.said.lock().unwrap());
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    pub fn is_running(&mut self) -> bool {
+        self.child.as_mut().is_some_and(|child| child.try_wait().unwrap().is_none())
+    }
+
+    /// It is this process from now on, which says what it says in the same place.
+    pub fn becomes(&mut self, pid: &str) {
+        self.child = None;
+        pid.clone_into(&mut self.pid);
+    }
+
+    pub fn signal(&self, name: &str) {
+        let status = Command::new("kill").args([&format!("-{name}"), &self.pid]).status();
+        assert!(status.unwrap().success(), "no process {}", self.pid);
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        match &mut self.child {
+            Some(child) => {
+                let _ = child.kill();
+                let _ = child.wait();
+            }
+            None => drop(Command::new("kill").args(["-KILL", &self.pid]).output()),
+        }
+    }
+}
+
+/// A service manager.
+pub struct Managed {
+    socket: UnixDatagram,
+    dir: tempfile::TempDir,
+}
+
+impl Managed {
+    pub fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = UnixDatagram::bind(dir.path().join("notify")).unwrap();
+        socket.set_read_timeout(Some(PATIENCE)).unwrap();
+        Self { socket, dir }
+    }
+
+    /// The next message.
+    pub fn hears(&self) -> String {
+        let mut buffer = [0; 256];
+        let length = self.socket.recv(&mut buffer).expect("a message");
+        String::from_utf8_lossy(&buffer[..length]).into_owned()
+    }
+}
+
+/// Apiservers, and the process before them.
+pub struct Scene {
+    pub process: Process,
+    pub world: World,
+    pub config: Config,
+    pub address: SocketAddr,
+    admin: SocketAddr,
+    file: PathBuf,
+}
+
+impl Scene {
+    pub async fn new(servers: usize, workers: usize) -> Self {
+        let world = World::new(servers);
+        let mut config = world.config();
+        config.workers = workers;
+        config.shutdown.drain_timeout = DRAIN;
+        config.state_dir = Some(world.certs.path().join("state"));
+        let file = world.certs.path().join("jackstay.yaml");
+        write(&file, &config);
+        let binary = Path::new(env!("CARGO_BIN_EXE_jackstay"));
+        let mut process = Process::spawn(Process::command(binary, &file, &[]));
+        let admin = address(&process.says("the admin endpoint listens").await);
+        let address = address(&process.says("\"apiserver\"").await);
+        // The next ones find them by their ports.
+        config.admin.bind = admin;
+        config.listeners[0].bind = vec![address];
+        write(&file, &config);
+        let scene = Self { process, world, config, address, admin, file };
+        scene.is_ready().await;
+        scene
+    }
+
+    pub fn state(&self) -> PathBuf {
+        self.world.certs.path().join("state")
+    }
+
+    /// Writes what the next process will read. The one that runs does as well: it is the same file.
+    pub fn change(&mut self, change: impl FnOnce(&mut Config)) {
+        change(&mut self.config);
+        write(&self.file.with_file_name("next.yaml"), &self.config);
+    }
+
+    fn next(&self) -> PathBuf {
+        let next = self.file.with_file_name("next.yaml");
+        if next.exists() { next } else { self.file.clone() }
+    }
+
+    /// Starts a process with the configuration as it is now.
+    pub fn start(&self, flags: &[&str]) -> Process {
+        let binary = Path::new(env!("CARGO_BIN_EXE_jackstay"));
+        Process::spawn(Process::command(binary, &self.next(), flags))
+    }
+
+    pub fn start_under(&self, manager: &Managed, flags: &[&str]) -> Process {
+        let binary = Path::new(env!("CARGO_BIN_EXE_jackstay"));
+        let mut command = Process::command(binary, &self.next(), flags);
+        command.env("NOTIFY_SOCKET", manager.dir.path().join("notify"));
+        Process::spawn(command)
+    }
+
+    /// Starts one that has a listening socket from the beginning, as systemd gives it.
+    pub fn start_with(&self, socket: OwnedFd) -> Process {
+        let script = "export LISTEN_FDS=1 LISTEN_PID=$$; exec \"$0\" \"$@\" 3<&0 </dev/null";
+        let mut command = Command::new("sh");
+        command.args(["-c", script, env!("CARGO_BIN_EXE_jackstay"), "run", "--config"]);
+        command.arg(self.next()).stdin(Stdio::from(socket));
+        Process::spawn(command)
+    }
+
+    /// The process that is spoken of from now on; the one before.
+    pub fn replace(&mut self, new: Process) -> Process {
+        std::mem::replace(&mut self.process, new)
+    }
+
+    /// A page of the admin endpoint.
+    pub async fn page(&self, path: &str) -> String {
+        let mut stream = TcpStream::connect(self.admin).await.unwrap();
+        let request = format!("GET {path} HTTP/1.0\r\n\r\n");
+        stream.write_all(request.as_bytes()).await.unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.unwrap();
+        answer
+    }
+
+    async fn is_ready(&self) {
+        let ready = async {
+            while !self.page("/readyz").await.contains("readyz check passed") {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        };
+        soon("it is ready", ready).await;
+    }
+}
+
+fn write(file: &Path, config: &Config) {
+    let new = file.with_extension("new");
+    std::fs::write(&new, config::effective(config).to_string()).unwrap();
+    std::fs::rename(&new, file).unwrap();
+}
+
+/// The first address in a line.
+fn address(line: &str) -> SocketAddr {
+    let at = line.find("127.0.0.1:").expect(line);
+    let port = |c: &char| c.is_ascii_digit() || *c == '.' || *c == ':';
+    line[at..].chars().take_while(port).collect::<String>().parse().expect(line)
+}

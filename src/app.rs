@@ -157,19 +157,15 @@ impl App {
     pub fn take_over(config: Config, mut inherited: Inherited) -> Result<Self, StartError> {
         let path = config.state_dir.as_deref().map(takeover::path);
         let asked = path.as_deref().map(takeover::ask).transpose();
-        match asked.map_err(StartError::TakeOver)?.flatten() {
-            Some((predecessor, sockets)) => {
-                let pid = predecessor.pid;
-                tracing::info!(pid, sockets = sockets.len(), "taking over from a running process");
-                inherited.append(sockets);
-                Self::build(config, inherited, Some(predecessor))
-            }
-            None => {
-                let path = path.unwrap_or_default();
-                tracing::info!(path = %path.display(), "there is no process to take over from");
-                Self::build(config, inherited, None)
-            }
-        }
+        let Some((predecessor, sockets)) = asked.map_err(StartError::TakeOver)?.flatten() else {
+            let path = path.unwrap_or_default();
+            tracing::info!(path = %path.display(), "there is no process to take over from");
+            return Self::build(config, inherited, None);
+        };
+        let pid = predecessor.pid;
+        tracing::info!(pid, sockets = sockets.len(), "taking over from a running process");
+        inherited.append(sockets);
+        Self::build(config, inherited, Some(predecessor))
     }
 
     fn build(
@@ -320,7 +316,7 @@ impl Running {
     pub async fn replaced(&self) {
         // If the control thread is gone, nobody will.
         if self.replaced.clone().wait_for(|replaced| *replaced).await.is_err() {
-            std::future::pending().await
+            std::future::pending::<()>().await;
         }
     }
 

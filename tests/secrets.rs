@@ -24,6 +24,7 @@ use tokio::net::TcpStream;
 const BEARER: &str = "hunter2-bearer-AbCdEf0123456789";
 const WRONG_BEARER: &str = "hunter2-wrong-AbCdEf0123456789";
 const PROBE_TOKEN: &str = "hunter2-probe-token-file-012345";
+const KUBECONFIG_TOKEN: &str = "hunter2-in-kubeconfig-012345678";
 const SUBPROTOCOL: &str = "hunter2-in-subprotocol-01234567";
 const QUERY: &str = "hunter2-in-query-AbCdEf012345678";
 const COMMAND: &str = "hunter2-in-exec-command-0123456";
@@ -36,6 +37,7 @@ const PLANTED: &[&str] = &[
     BEARER,
     WRONG_BEARER,
     PROBE_TOKEN,
+    KUBECONFIG_TOKEN,
     SUBPROTOCOL,
     QUERY,
     COMMAND,
@@ -200,6 +202,14 @@ async fn nothing_leaks(format: &str) {
     let dir = world.certs.path();
     let file = |name: &str| dir.join(name).to_str().expect("UTF-8").to_owned();
     std::fs::write(dir.join("probe.token"), PROBE_TOKEN).expect("written");
+    // Discovery asks with it, and is refused: what it may not do is said with its reasons.
+    let kubeconfig = json!({
+        "apiVersion": "v1", "kind": "Config", "current-context": "c",
+        "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
+        "clusters": [{"name": "k", "cluster": {"server": "https://127.0.0.1:6443"}}],
+        "users": [{"name": "u", "user": {"token": KUBECONFIG_TOKEN}}],
+    });
+    std::fs::write(dir.join("kubeconfig"), kubeconfig.to_string()).expect("written");
     let endpoints: Vec<_> = world.addresses().iter().map(ToString::to_string).collect();
     let config = json!({
         "admin": {"bind": "127.0.0.1:0"},
@@ -209,6 +219,7 @@ async fn nothing_leaks(format: &str) {
         "upstreams": [{
             "name": "control-plane",
             "endpoints": endpoints,
+            "discovery": {"kubeconfig": file("kubeconfig")},
             "tls": {"ca_file": file("ca.crt")},
             "health": {"readyz": {"interval": "1s", "token_file": file("probe.token")}},
         }],
@@ -243,6 +254,8 @@ async fn nothing_leaks(format: &str) {
         said.push_str(&text);
     }
     let log = running.end();
+    let refused = |line: &&str| line.contains("slices") && line.contains("401");
+    assert!(log.lines().any(|line| refused(&line)), "discovery is refused:\n{log}");
     let lines = |part: &str| log.lines().filter(|line| line.contains(part)).count();
     assert!(lines("/configmaps") >= 10, "every request has its line:\n{log}");
     assert!(lines("TRACE") > 100, "the log is as loud as it can be");

@@ -368,8 +368,12 @@ impl Tasks {
         for listener in &built.listeners {
             let Some(tls) = listener.plane.tls() else { continue };
             if !self.listeners.iter().any(|(known, _)| Arc::ptr_eq(known, tls)) {
-                let (name, metrics) = (listener.config.name.clone(), Arc::clone(&listener.metrics));
-                let watch = certificates::watch_serving(name, Arc::clone(tls), metrics);
+                let (metrics, all) = (&listener.metrics, &listener.upstream.metrics);
+                let watch = certificates::watch_serving(
+                    Arc::clone(tls),
+                    Arc::clone(metrics),
+                    Arc::clone(all),
+                );
                 self.listeners.push((Arc::clone(tls), spawn_local(watch).abort_handle()));
             }
         }

@@ -211,7 +211,9 @@ mod tests {
                 for worker in 0..workers {
                     let own: Vec<_> = shares(worker, workers, count).collect();
                     assert!(!own.is_empty(), "worker {worker} of {workers} has none of {count}");
-                    own.into_iter().for_each(|index| accepted[index] += 1);
+                    for index in own {
+                        accepted[index] += 1;
+                    }
                 }
                 assert!(accepted.iter().all(|n| *n >= 1), "{workers} workers: {accepted:?}");
                 let most = workers.div_ceil(count);

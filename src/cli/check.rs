@@ -34,6 +34,8 @@ pub struct Findings {
     pub sources: Vec<ConfigError>,
     /// What an operator should know: awaited files, clocks, expiry.
     pub notes: Vec<String>,
+    /// What is as it should be: whose certificates there are, and until when.
+    pub facts: Vec<String>,
 }
 
 /// Loads every certificate, CA bundle and token that `config`, read from `file`, names.
@@ -93,7 +95,7 @@ pub fn run(
     for warning in &loaded.warnings {
         writeln!(out, "warning: {warning}")?;
     }
-    for note in &found.notes {
+    for note in found.facts.iter().chain(&found.notes) {
         writeln!(out, "note: {note}")?;
     }
     let errors = [found.errors, found.sources].concat();
@@ -133,6 +135,10 @@ impl Check {
 
     fn note(&mut self, path: &str, message: impl Display) {
         self.found.notes.push(format!("{}: {path}: {message}", self.file));
+    }
+
+    fn fact(&mut self, path: &str, message: impl Display) {
+        self.found.facts.push(format!("{}: {path}: {message}", self.file));
     }
 
     /// An error of a certificate at the key that names the file it is in.
@@ -282,7 +288,12 @@ impl Check {
             Err(error) => self.note(at, error),
             Ok(()) => {
                 let until = Utc(info.not_after).seconds();
-                self.note(at, format!("{}, valid until {until}", info.subject));
+                let is = format!("{}, valid until {until}", info.subject);
+                if is_late(info, self.now) {
+                    self.note(at, format!("{is}: less than a tenth of its life is left"));
+                } else {
+                    self.fact(at, is);
+                }
             }
         }
     }
@@ -308,6 +319,13 @@ impl Check {
             Ok(_) => {}
         }
     }
+}
+
+/// Whether a certificate that is valid should have been renewed: kubelet does so with at least a tenth
+/// of its life left, kubeadm and we ourselves earlier.
+fn is_late(info: &CertInfo, now: SystemTime) -> bool {
+    let span = |from: SystemTime, to: SystemTime| to.duration_since(from).unwrap_or_default();
+    span(now, info.not_after) < span(info.not_before, info.not_after) / 10
 }
 
 fn count(n: usize, what: &str) -> String {
@@ -369,7 +387,7 @@ mod tests {
             let found = check_files(&file, &config, now);
             let clean = |text: String| text.replace(&format!("{dir}/"), "");
             let errors = found.errors.iter().map(|e| clean(e.to_string())).collect();
-            (errors, found.notes.into_iter().map(clean).collect())
+            (errors, found.facts.into_iter().chain(found.notes).map(clean).collect())
         }
     }
 
@@ -396,6 +414,20 @@ mod tests {
                 "c.yaml: listeners[0].identities[1]: later.crt does not exist yet; it is awaited",
             ]
         );
+    }
+
+    #[test]
+    fn a_certificate_near_its_end_is_worth_a_word() {
+        let dir = dir();
+        let at = |day: u64| SystemTime::UNIX_EPOCH + Duration::from_secs(day * 86_400);
+        let ca = load_ca(&dir.0.path().join("ok.crt")).unwrap().certificates.remove(0);
+        let info = CertInfo { not_before: at(0), not_after: at(100), ..ca };
+        assert!(!is_late(&info, at(50)) && !is_late(&info, at(90)) && is_late(&info, at(91)));
+        dir.cert("late", "late", 2020, 2027);
+        let (_, notes) = dir.check("token_file: DIR/token", "ok", &["late"]);
+        let late =
+            "CN=late, valid until 2027-01-01T00:00:00Z: less than a tenth of its life is left";
+        assert!(notes.iter().any(|note| note.ends_with(late)), "{notes:?}");
     }
 
     #[test]

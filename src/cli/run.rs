@@ -41,8 +41,8 @@ enum End {
 /// configuration again, SIGUSR2 starts the binary again, as such a new process. `given` are the
 /// sockets of the service manager.
 pub fn run(place: Place, given: Vec<OwnedFd>, take_over: bool) -> ExitCode {
-    let Fresh { config, warnings } = match read(&place) {
-        Ok(fresh) => fresh,
+    let (Fresh { config, warnings }, facts) = match read(&place) {
+        Ok(read) => read,
         Err(errors) => {
             eprintln!("{}", errors.join("\n"));
             return ExitCode::from(BAD_CONFIGURATION);
@@ -58,9 +58,12 @@ pub fn run(place: Place, given: Vec<OwnedFd>, take_over: bool) -> ExitCode {
     for warning in warnings {
         tracing::warn!("{warning}");
     }
+    for fact in facts {
+        tracing::info!("{fact}");
+    }
     let origin = place.is_file.then(|| Origin {
         file: place.name.clone(),
-        read: Box::new(move || read(&place)),
+        read: Box::new(move || read(&place).map(|(fresh, _)| fresh)),
         log: log.knobs(),
     });
     let manager = Arc::new(ServiceManager::from_environment().unwrap_or_else(|error| {
@@ -113,8 +116,8 @@ fn inherit(given: Vec<OwnedFd>) -> Inherited {
     inherited
 }
 
-/// Reads the configuration and every file that it names.
-fn read(place: &Place) -> Result<Fresh, Vec<String>> {
+/// Reads the configuration and every file that it names. The lines are what is as it should be.
+fn read(place: &Place) -> Result<(Fresh, Vec<String>), Vec<String>> {
     let lines = |errors: ConfigErrors| errors.0.iter().map(ToString::to_string).collect();
     let Loaded { config, mut warnings } = (place.read)().map_err(lines)?;
     let found = check::check_files(&place.name, &config, SystemTime::now());
@@ -124,7 +127,7 @@ fn read(place: &Place) -> Result<Fresh, Vec<String>> {
     // It starts when nothing else does: a source that is broken is followed until it is mended.
     warnings.extend(found.sources.iter().map(ToString::to_string));
     warnings.extend(found.notes);
-    Ok(Fresh { config, warnings })
+    Ok((Fresh { config, warnings }, found.facts))
 }
 
 fn stop(running: Running) -> ExitCode {

@@ -69,7 +69,7 @@ mod tests {
     fn the_flag_is_there_once() {
         let of = |arguments: &[&str]| {
             let arguments = arguments.iter().map(OsString::from).collect();
-            let all: Vec<_> = with_flag(arguments).into_iter().map(|a| a.into_string()).collect();
+            let all: Vec<_> = with_flag(arguments).into_iter().map(OsString::into_string).collect();
             all.into_iter().map(Result::unwrap).collect::<Vec<_>>().join(" ")
         };
         assert_eq!(of(&["run", "--config", "f"]), "run --config f --take-over");

@@ -1,7 +1,8 @@
 //! Re-reads certificates, keys and CA bundles when their files change.
 //!
 //! A serving certificate of a CA of this machine is renewed here as well.
-//! What is good is put into use; what is not leaves the last good one in place, with one log line.
+//! What is good is put into use; what is not leaves the last good one in place. Either is told once,
+//! in the log and in `/events`.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -10,8 +11,9 @@ use tokio::time::{Instant, MissedTickBehavior, interval};
 
 use super::files::Watched;
 use crate::net::serving::ServingTls;
-use crate::observe::ListenerMetrics;
+use crate::observe::events::{Change, Events, Kind};
 use crate::observe::utc::Utc;
+use crate::observe::{ListenerMetrics, Metrics};
 use crate::upstream::credentials::Refreshed;
 use crate::upstream::pool::Upstream;
 
@@ -50,45 +52,73 @@ fn is_half_done(error: &str) -> bool {
 }
 
 fn tell(upstream: &Upstream, event: &Refreshed) {
-    let name = &*upstream.name;
+    let told = Told { events: upstream.metrics.events(), upstream: Some(&upstream.name) };
     match event {
         Refreshed::Identity(slot) => {
             let Some(info) = slot.certificate() else { return };
-            tracing::info!(
-                upstream = name,
-                subject = %info.subject,
-                serial = info.serial,
-                file = %slot.paths.cert_file.display(),
-                "identity is in use; connections with an older certificate drain"
-            );
+            let name = slot.paths.cert_file.display().to_string();
+            let serial = format!("serial {}", info.serial);
+            let reason = format!("the file has changed: {}", info.subject);
+            let effect = "identity is in use; connections with an older certificate drain";
+            told.good(&name, &serial, &reason, effect);
         }
-        Refreshed::IdentityFailed(error) => {
-            tracing::warn!(
-                upstream = name,
-                error,
-                "identity cannot be read; the last good one stays"
-            );
-        }
-        Refreshed::Ca => tracing::info!(upstream = name, "the CA bundle has changed"),
-        Refreshed::CaFailed(error) => {
-            tracing::warn!(
-                upstream = name,
-                error,
-                "CA bundle cannot be read; the last good one stays"
-            );
-        }
+        Refreshed::IdentityFailed(error) => told.bad("identity", error),
+        Refreshed::Ca => told.good(
+            "CA bundle of the apiservers",
+            "another one",
+            "the file has changed",
+            "new connections are verified by it",
+        ),
+        Refreshed::CaFailed(error) => told.bad("CA bundle of the apiservers", error),
+    }
+}
+
+/// Tells what became of certificates, in the log and in `/events`.
+struct Told<'a> {
+    events: &'a Events,
+    upstream: Option<&'a str>,
+}
+
+impl Told<'_> {
+    fn good(&self, name: &str, to: &str, reason: &str, effect: &str) {
+        self.changed(name, ("in use", to), (reason, effect), false);
+    }
+
+    fn bad(&self, name: &str, error: &str) {
+        let states = ("in use", "cannot be read again");
+        self.changed(name, states, (error, "the last good one stays"), true);
+    }
+
+    fn changed(&self, name: &str, states: (&str, &str), why: (&str, &str), bad: bool) {
+        self.events.changed(&Change {
+            kind: Kind::Certificate,
+            upstream: self.upstream,
+            name,
+            detail: "",
+            from: states.0,
+            to: states.1,
+            reason: why.0,
+            effect: why.1,
+            bad,
+        });
     }
 }
 
 /// Watches the serving certificate and the client CA of one listener for ever.
-pub async fn watch_serving(name: String, tls: Arc<ServingTls>, metrics: Arc<ListenerMetrics>) {
+pub async fn watch_serving(
+    tls: Arc<ServingTls>,
+    metrics: Arc<ListenerMetrics>,
+    everything: Arc<Metrics>,
+) {
+    let told = Told { events: everything.events(), upstream: None };
+    let name = format!("serving certificate of listener {}", metrics.name());
     let mut files = Watched::new(tls.paths());
     let mut last_error = None;
     let mut renewal = Renewal::default();
     let mut ticks = ticks();
     loop {
         ticks.tick().await;
-        renewal.look(&name, &tls);
+        renewal.look(&name, &told, &tls);
         files.follow(tls.paths());
         if !files.changed() {
             continue;
@@ -99,18 +129,16 @@ pub async fn watch_serving(name: String, tls: Arc<ServingTls>, metrics: Arc<List
             Ok(true) => {
                 last_error = None;
                 metrics.certificate_reloaded("ok");
-                tracing::info!(listener = name, "serving certificate or client CA has changed");
+                let to = format!("serial {}", tls.certificate().info.serial);
+                let reason = "its file, or that of the client CA, has changed";
+                told.good(&name, &to, reason, "new connections get it; clients are verified anew");
             }
             Ok(false) => last_error = None,
             Err(error) => {
                 let text = error.to_string();
                 if last_error.as_ref() != Some(&text) {
                     metrics.certificate_reloaded("failed");
-                    tracing::warn!(
-                        listener = name,
-                        error = text,
-                        "the last good certificate stays"
-                    );
+                    told.bad(&name, &text);
                     last_error = Some(text);
                 }
             }
@@ -127,7 +155,7 @@ struct Renewal {
 
 impl Renewal {
     /// Renews it if it is time; what it writes is seen like any other change.
-    fn look(&mut self, name: &str, tls: &ServingTls) {
+    fn look(&mut self, name: &str, told: &Told<'_>, tls: &ServingTls) {
         if self.looked.is_some_and(|looked| looked.elapsed() < RENEWAL_INTERVAL) {
             return;
         }
@@ -136,16 +164,14 @@ impl Renewal {
             Ok(None) => {}
             Ok(Some(info)) => {
                 self.last_error = None;
-                let until = Utc(info.not_after).seconds();
-                tracing::info!(listener = name, until, "serving certificate renewed");
+                let to = format!("valid until {}", Utc(info.not_after).seconds());
+                let reason = "two thirds of its life were over";
+                told.changed(name, ("due", &to), (reason, "renewed"), false);
             }
             Err(error) => {
                 if self.last_error.as_ref() != Some(&error) {
-                    tracing::warn!(
-                        listener = name,
-                        error,
-                        "serving certificate is due and cannot be renewed"
-                    );
+                    let why = (error.as_str(), "it is shown until it expires");
+                    told.changed(name, ("due", "cannot be renewed"), why, true);
                     self.last_error = Some(error);
                 }
             }

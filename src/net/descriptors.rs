@@ -70,8 +70,8 @@ pub fn send(socket: BorrowedFd<'_>, descriptor: BorrowedFd<'_>) -> io::Result<()
 /// no descriptor, or more than one.
 pub fn receive(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     let (space, length) = sizes();
-    let mut byte = 0;
-    let mut carrier = libc::iovec { iov_base: (&raw mut byte as *mut u8).cast(), iov_len: 1 };
+    let mut byte = 0_u8;
+    let mut carrier = libc::iovec { iov_base: (&raw mut byte).cast(), iov_len: 1 };
     let mut control = Control::new();
     // SAFETY: as in `send`.
     #[allow(unsafe_code)]

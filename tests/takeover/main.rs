@@ -13,7 +13,7 @@ use crate::load::Load;
 use crate::process::{Managed, PATIENCE, Process, Scene};
 use crate::support::long;
 use jackstay::config::Config;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
 
@@ -102,12 +102,7 @@ async fn a_new_process_that_fails_changes_nothing() {
         let stream = UnixStream::connect(scene.state().join("take-over.sock")).unwrap();
         (&stream).write_all(b"jackstay take-over 1\n").unwrap();
         let mut line = Vec::new();
-        for byte in (&stream).bytes() {
-            line.push(byte.unwrap());
-            if line.ends_with(b"\n") {
-                break;
-            }
-        }
+        BufReader::new(&stream).read_until(b'\n', &mut line).unwrap();
         assert_eq!(line, b"sockets 2\n", "the listener's and the admin endpoint's");
     }
 

@@ -311,7 +311,34 @@ class Service(WithRig, unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertEqual((self.systemd.show("Result"), self.systemd.show("ExecMainStatus"), process_of()), ("success", "0", []))
 
-    def test_7_not_root(self):
+    def test_7_reloaded_and_replaced(self):
+        """The two commands of the unit's head: neither is a restart, and nobody has to wait."""
+        self.start()
+        wait_for("a request through it", self.served, 10)
+        before = self.systemd.main_pid()
+        done = self.systemd.ctl("reload", self.UNIT.name)
+        self.assertEqual((done.returncode, self.systemd.main_pid()), (0, before), done.stderr)
+        self.systemd.ctl("kill", "--kill-whom=main", "--signal=SIGUSR2", self.UNIT.name, check=True)
+        requests = 0
+
+        def replaced():
+            nonlocal requests
+            self.assertTrue(self.served())
+            requests += 1
+            now = process_of()
+            return len(now) == 1 and now != [before]
+
+        wait_for("the new process alone", replaced, 40)
+        log(f"replaced; {requests} requests meanwhile")
+        after = self.systemd.main_pid()
+        # It is the one that the watchdog looks at, and is well.
+        fed = self.systemd.show("WatchdogTimestampMonotonic")
+        wait_for("a sign of life", lambda: self.systemd.show("WatchdogTimestampMonotonic") != fed, 10)
+        self.assertEqual((self.systemd.show("ActiveState"), self.systemd.show("NRestarts")), ("active", "0"))
+        self.assertEqual(self.systemd.main_pid(), after)
+        self.assertTrue(self.served())
+
+    def test_8_not_root(self):
         """As the unit says for a configuration without identities."""
         write_config(self.rig, "passthrough")
         (self.systemd.units / f"{self.UNIT.name}.d/user.conf").write_text("[Service]\nDynamicUser=yes\n")

@@ -24,7 +24,8 @@
 //!   for it.
 //! * [`doctor`] examines the way to the apiservers and says what is wrong with it.
 //! * [`admin`] answers operators; [`observe`] counts and logs.
-//! * [`app`] binds everything, starts the workers, and drains them.
+//! * [`app`] binds everything, starts the workers, and drains them; it takes the place of a running
+//!   process, and leaves its own to the next.
 //!
 //! Imports go one way: `app → {admin, proxy, control} → upstream → {net, observe} → config`. The
 //! test `tests/house.rs` holds us to it.

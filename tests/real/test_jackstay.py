@@ -17,8 +17,8 @@ import uuid
 from pathlib import Path
 
 from cases import Ended, Kubectl, Pods, WithRig, lines_of
-from rig import (ADDRESSES, TOKEN, TOKEN_USER, WATCHES, Jackstay, Load, NodeWatch, Pki, RealNode, complaints, log, summary, swap_symlink,
-                 wait_for)
+from rig import (ADDRESSES, TOKEN, TOKEN_USER, WATCHES, Jackstay, Load, NodeWatch, Pki, Process, RealNode, complaints, log, summary,
+                 swap_symlink, wait_for)
 
 LONG = bool(os.environ.get("JACKSTAY_REAL_LONG"))
 NOISE = 2  # CI asserts so many times the promised time.
@@ -490,6 +490,40 @@ class Rotation(Loaded, unittest.TestCase):
         self.assertTrue(told, "/status names the file")
 
 
+class Replaced(Loaded, unittest.TestCase):
+    """New processes take the place of old ones (`--take-over`): client-go's stack sees nothing of it."""
+
+    @classmethod
+    def prepare(cls):
+        def adapt(config):
+            config["state_dir"] = str(cls.rig.dir / "replaced")
+            config["shutdown"] = {"drain_timeout": "8s"}  # Watches end within a quarter of it.
+        cls.jackstay = Jackstay(cls.rig, [cls.rig.load_cert], adapt=adapt, log_name="jackstay-replaced", port=7444, admin=9644).start()
+        cls.server = cls.jackstay.server
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.jackstay.stop()
+
+    def tearDown(self):
+        self.pid = self.jackstay.pid
+        super().tearDown()
+
+    def test_replaced_under_load(self):
+        load = self.load(900, settle="2s")
+        load.until(2)
+        times = 20 if LONG else 3
+        for turn in range(times):
+            old = self.jackstay.process
+            new = Process(f"jackstay-replaced-{turn}", [*old.argv[:4], "--take-over"], old.logfile)
+            self.jackstay.process = new.start()
+            self.assertEqual(old.child.wait(40), 0, old.tail())
+            new.must_run()
+        report = load.finish(early=True)
+        self.judge(f"replaced {times} times", load, report, writes_may_fail=False, busy=None)
+        self.assertGreaterEqual(report["watches"]["ended_cleanly"], WATCHES * times)
+
+
 class Shutdown(Jackstayed, unittest.TestCase):
     """The last one: SIGTERM ends it, watches or not."""
 
@@ -516,6 +550,6 @@ class Shutdown(Jackstayed, unittest.TestCase):
 
 def load_tests(loader, _tests, _pattern):
     suite = unittest.TestSuite()
-    for case in (Through, Identity, Rotation, Faults, Shutdown):
+    for case in (Through, Identity, Rotation, Faults, Replaced, Shutdown):
         suite.addTests(loader.loadTestsFromTestCase(case))
     return suite

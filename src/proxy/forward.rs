@@ -117,7 +117,7 @@ impl Outgoing {
                 Ok(permit) => permit,
                 Err(unavailable) => {
                     return match said {
-                        Some(answer) => Ok(pass_on(answer, outcome)),
+                        Some(answer) => Ok(pass_on(*answer, outcome)),
                         None => Err((problem(&unavailable), outcome)),
                     };
                 }
@@ -148,7 +148,7 @@ impl Outgoing {
             said = failure.answer.take().filter(|_| last || failure.too_old).or(said);
             if last {
                 return match said {
-                    Some(answer) => Ok(pass_on(answer, outcome)),
+                    Some(answer) => Ok(pass_on(*answer, outcome)),
                     None => Err((self.give_up(&failure), outcome)),
                 };
             }
@@ -349,8 +349,7 @@ impl Outgoing {
 }
 
 /// Forwards an answer that was held back.
-fn pass_on(answer: Box<Held>, mut outcome: Box<Outcome>) -> Response<Body> {
-    let (mut head, body) = *answer;
+fn pass_on((mut head, body): Held, mut outcome: Box<Outcome>) -> Response<Body> {
     hygiene::downstream_response_headers(&mut head.headers);
     outcome.answered(head.status.as_u16());
     into_response(head, Body::Full(Full::new(body, outcome)))

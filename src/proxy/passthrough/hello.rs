@@ -106,11 +106,8 @@ fn parse(message: &[u8]) -> Result<Option<String>, Stop> {
     }
     let extensions = usize::from(at.u16().map_err(odd)?);
     let all = at.0.len() >= extensions;
-    if whole && !all {
-        return Err(Stop::Odd);
-    }
     let mut at = Reader(&at.0[..at.0.len().min(extensions)]);
-    let odd = |stop| if all { Stop::Odd } else { stop };
+    let odd = |stop| if all || whole { Stop::Odd } else { stop };
     while !at.0.is_empty() {
         let kind = at.u16().map_err(odd)?;
         let length = at.u16().map_err(odd)?;
@@ -119,7 +116,7 @@ fn parse(message: &[u8]) -> Result<Option<String>, Stop> {
             return server_name(body).map_err(|_| Stop::Odd);
         }
     }
-    if all { Ok(None) } else { Err(Stop::Short) }
+    if all { Ok(None) } else { Err(odd(Stop::Short)) }
 }
 
 /// The first host name of the extension.

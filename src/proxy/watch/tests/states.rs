@@ -6,6 +6,7 @@ use super::super::request::Asked;
 use super::super::resume::{Answer, BRIEF, Shun};
 use super::super::state::{Phase, WatchState};
 use super::super::verdict::{AfterAttempt, AfterLoss, Bar, Ending, Verdict};
+use super::super::version::Version;
 use super::model::asked;
 use std::time::{Duration, Instant};
 
@@ -233,7 +234,7 @@ fn a_410_is_not_the_last_word() {
         let again = AfterAttempt::Another { delay: Duration::ZERO, shun: Shun::Round };
         let json = "application/json";
         assert_eq!(state.on_error_event(json, true, start, 0), again, "{name}");
-        assert_eq!(state.reissue(start).cursor.map(|c| c.as_str()), cursor, "{name}");
+        assert_eq!(state.reissue(start).cursor.map(Version::as_str), cursor, "{name}");
         // The next one has no more of it, and then there is nobody left; or it takes too long.
         let next = state.on_frame(error(410));
         assert!(matches!(next, Verdict::NextPeer | Verdict::Withhold), "{name}: {next:?}");

@@ -23,14 +23,16 @@ use tokio::time::{Instant, sleep, sleep_until};
 use super::build::{Bound, Destinations, Plane};
 use crate::config::{self, AccessLog};
 use crate::net::linger::lingering;
-use crate::observe::{ListenerMetrics, Metrics};
+use crate::observe::{Complaints, ListenerMetrics, Metrics};
+use crate::proxy::accept::REPEAT;
 use crate::proxy::closing::{Closer, Closing};
 use crate::proxy::identify::{Identifier, ProvenTokens};
 use crate::proxy::line::Line;
 use crate::proxy::listener::Listener;
 use crate::proxy::passthrough;
-use crate::proxy::passthrough::table::{SHUTDOWN, Table};
+use crate::proxy::passthrough::table::Table;
 use crate::proxy::passthrough::transparent::Transparent;
+use crate::proxy::passthrough::verdict::SHUTDOWN;
 use crate::proxy::retry::HedgeBudget;
 use crate::proxy::serve::{Service, Serving};
 use crate::proxy::upgrade::Tunnels;
@@ -303,6 +305,7 @@ impl Worker {
                     serving: Serving::new(service),
                     tls,
                     open: Cell::new(0),
+                    complaints: Complaints::new(REPEAT),
                     closing,
                 }))
             }
@@ -315,6 +318,7 @@ impl Worker {
                     metrics: part.metrics,
                     table: Rc::clone(&self.table),
                     open: Cell::new(0),
+                    complaints: Complaints::new(REPEAT),
                 }))
             }
         };

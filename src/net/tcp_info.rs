@@ -24,9 +24,15 @@ pub struct TcpInfo {
     pub retransmitted: u32,
     /// Segments sent, in all.
     pub segments_out: u32,
+    /// Segments that arrived, in all (RFC 4898 tcpEStatsPerfSegsIn).
+    pub segments_in: u32,
+    /// Those of them with data, again and again included (RFC 4898 tcpEStatsPerfDataSegsIn).
+    pub data_segments_in: u32,
+    /// Those with data that arrived before what comes before them; 0 on a kernel older than 5.4.
+    pub out_of_order: u32,
     /// Time since the last segment that carried an ACK; every segment of a live peer does.
     pub last_ack_recv: Duration,
-    /// Time since the last data segment.
+    /// Time since the last segment with data that were new and next in order.
     pub last_data_recv: Duration,
     /// Bytes that the peer has acknowledged (RFC 4898 tcpEStatsAppHCThruOctetsAcked).
     pub bytes_acked: u64,
@@ -51,6 +57,13 @@ impl TcpInfo {
         self.last_ack_recv.min(self.last_data_recv)
     }
 
+    /// Segments that arrived and were not the same data again: the rest of a stream that goes on,
+    /// and acknowledgements alone, as keepalives are answered with. It grows with each of them;
+    /// data that arrived in order are seen by [`Self::last_data_recv`].
+    pub fn fresh_segments(&self) -> u32 {
+        self.segments_in.wrapping_sub(self.data_segments_in).wrapping_add(self.out_of_order)
+    }
+
     /// Whether what was not sent waits for room at the peer, rather than for nothing: a stack
     /// holds a segment back only if it does not fit whole (RFC 9293 section 3.8.6.2.1). `None` if
     /// the kernel does not tell.
@@ -62,7 +75,7 @@ impl TcpInfo {
 
 /// Length of `struct tcp_info` up to and including `tcpi_notsent_bytes` (Linux 4.6).
 const NEEDED: usize = 148;
-/// The same up to and including `tcpi_snd_wnd` (Linux 5.4).
+/// The same up to and including `tcpi_rcv_ooopack` and `tcpi_snd_wnd` (Linux 5.4).
 const WITH_WINDOW: usize = 232;
 
 /// Reads `TCP_INFO` of a connected TCP socket.
@@ -109,6 +122,9 @@ fn parse(raw: &[u8; 256], len: usize) -> TcpInfo {
         retransmitted: u32_at(100),
         bytes_acked: u64_at(120),
         segments_out: u32_at(136),
+        segments_in: u32_at(140),
+        data_segments_in: u32_at(152),
+        out_of_order: if len >= WITH_WINDOW { u32_at(224) } else { 0 },
         notsent_bytes: u32_at(144),
         data_segments_sent: u32_at(156),
         send_window: (len >= WITH_WINDOW).then(|| u32_at(228)),
@@ -137,6 +153,8 @@ mod tests {
         assert!(after.segments_out > before.segments_out, "{before:?} {after:?}");
         assert!(after.rto >= Duration::from_millis(200), "{after:?}");
         assert!(after.last_data_recv < Duration::from_secs(5), "{after:?}");
+        assert!(after.segments_in > after.data_segments_in, "{after:?}");
+        assert_eq!(after.data_segments_in - before.data_segments_in, 1, "{after:?}");
     }
 
     #[test]

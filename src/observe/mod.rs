@@ -6,6 +6,7 @@
 //! [`events`] tells and remembers what changed, [`history`] what endpoints were like a while ago.
 
 pub mod build;
+pub mod complaints;
 pub mod events;
 pub mod handles;
 pub mod history;
@@ -19,6 +20,7 @@ pub mod redact;
 pub mod repeats;
 pub mod utc;
 
+pub use complaints::Complaints;
 pub use events::{Change, Events};
 pub use handles::{ConnectionGauge, EndpointMetrics, EndpointStateGauge, ListenerMetrics};
 pub use metrics::Metrics;

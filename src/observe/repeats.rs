@@ -60,6 +60,11 @@ impl Repeats {
             .collect()
     }
 
+    /// Whether no line is remembered.
+    pub fn is_empty(&self) -> bool {
+        self.seen.is_empty()
+    }
+
     fn forget_oldest(&mut self) {
         let oldest =
             self.seen.iter().min_by_key(|(_, seen)| seen.written).map(|(line, _)| line.clone());

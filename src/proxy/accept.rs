@@ -13,6 +13,9 @@ use crate::net::socket;
 /// Pause after `accept` failed for want of descriptors or memory.
 const PAUSE: Duration = Duration::from_millis(100);
 
+/// Refusals of one kind are logged once in this time, with their number.
+pub const REPEAT: Duration = Duration::from_secs(5);
+
 /// Accepts on one socket until `closing` begins and gives each connection to `admit`; in the end
 /// also those that wait in its queue, which would be reset with it. If it is over at once, they are
 /// somebody else's who has the socket too.
@@ -49,6 +52,11 @@ pub async fn until_drain(
             admit(stream, from);
         }
     }
+}
+
+/// What is said when a listener has as many connections as it may.
+pub fn full(listener: &str, most: usize) -> String {
+    format!("listener {listener}: refused, {most} connections are open (limits.max_connections)")
 }
 
 /// Errors of `accept` that concern the one connection (accept(2)): the next one is fine.

@@ -33,7 +33,7 @@ use crate::net::linger::Linger;
 use crate::net::read_ahead::ReadAhead;
 use crate::net::serving::ServingTls;
 use crate::net::socket;
-use crate::observe::ListenerMetrics;
+use crate::observe::{Complaints, ListenerMetrics};
 
 /// Receive window of one request body: what waits in it is the bound on memory per upload.
 const STREAM_WINDOW: u32 = 256 * 1024;
@@ -67,6 +67,8 @@ pub struct Listener {
     pub tls: Arc<ServingTls>,
     /// Open connections.
     pub open: Cell<usize>,
+    /// About connections that are refused.
+    pub complaints: Complaints,
     /// When connections are to end.
     pub closing: Closing,
 }
@@ -83,7 +85,7 @@ impl Listener {
         let service = self.serving.now();
         if self.open.get() + service.tunnels.open() >= service.limits.max_connections {
             service.metrics.refused("cap");
-            tracing::debug!(listener = self.name, client = %from, "refused: too many connections");
+            self.complaints.warn(&accept::full(&self.name, service.limits.max_connections), from);
             return;
         }
         let guard = Open::new(self, &service.metrics);

@@ -3,17 +3,25 @@
 //!
 //! | what waits to be acknowledged | dead when |
 //! |---|---|
-//! | bytes that were sent | none of them acknowledged for 2.5 s, in which four retransmissions or six segments went out |
+//! | bytes that were sent | none of them acknowledged for 2.25 s, in which six retransmissions or segments went out; for 2.5 s with four |
 //! | bytes that were not sent, although the peer has room: our own netfilter drops them | the same, with three probes |
-//! | bytes that were not sent, since the peer has no room | six probes in a row unanswered, and no segment for 2.5 s |
-//! | nothing | no segment for 2.75 s, or 4.5 s where packets are being lost, and eight keepalives unanswered |
+//! | bytes that were not sent, since the peer has no room | six probes in a row unanswered, and no segment for 2.25 s |
+//! | nothing | nothing new heard for 2.7 s (4.5 s where packets are being lost, 2.15 s where many flows fell silent together), and eight keepalives unanswered |
 //!
 //! While nothing waits the kernel sends a keepalive after each second without a segment. The first
-//! one that stays unanswered for 200 ms makes us ask for a new one every 150 ms. Linux answers such
-//! probes only twice a second (`tcp_invalid_ratelimit`), so 2.75 s hold four answers. Where one
-//! packet in twenty is lost each way, all four are lost once in 150,000 seconds of a quiet flow:
-//! too often for a thousand flows. There an answer that comes after all, a refuted suspicion, is
-//! seen all the time; whoever has seen some lately waits for seven answers.
+//! one that stays unanswered for 200 ms makes us ask for a new one every 100 ms. Linux answers such
+//! probes only twice a second (`tcp_invalid_ratelimit`), so 2.7 s hold four answers: at 1.0, 1.5,
+//! 2.1 and 2.6 s. Where one packet in twenty is lost each way, all four are lost once in 80,000
+//! seconds of a quiet flow: too often for a thousand flows. There an answer that comes after all, a
+//! refuted suspicion, is seen all the time; whoever has seen some lately waits for seven answers.
+//!
+//! Loss strikes one flow here and one there. Several that have missed two answers each at the same
+//! time, and a quarter of all that an endpoint has, are no accident but its path: these need no
+//! further proof ([`Struck`]).
+//!
+//! What a server sends again was not acknowledged: our words are lost though its are heard. So the
+//! same data again is no sign of life; an acknowledgement alone and new data are. But it puts the
+//! kernel's keepalives off, so of these two are enough then.
 //!
 //! A peer whose window is closed is alive, only full: the kernel asks it at growing intervals, so
 //! its silence alone says nothing, and each of its answers sets the count of probes back to zero.
@@ -35,35 +43,51 @@ use crate::net::tracked::Observer;
 pub struct Rules {
     /// No acknowledgement for this long while something waits for one.
     stuck_after: Duration,
-    /// Retransmissions that must have gone out meanwhile, or half as many segments again.
+    /// Half as many segments again must have gone out meanwhile; or, a moment later, so many
+    /// retransmissions.
     retransmits: u8,
-    /// No segment for this long while nothing waits, and [`UNANSWERED`] keepalives; `None` leaves
-    /// that to the kernel's own keepalives.
+    /// Nothing new heard for this long while nothing waits, and `unanswered` keepalives; `None`
+    /// leaves that to the kernel's own keepalives.
     idle_after: Option<Duration>,
+    /// Keepalives in a row without an answer.
+    unanswered: u8,
 }
 
 /// The apiserver's side: it is what clients wait for. Retransmissions of a thin stream are 200 ms
-/// apart; those of a full one, doubling, are four after 2.4 s on kernels that bound the pause
-/// (`TCP_RTO_MAX_MS`) and after 3 s on others.
+/// apart, eight in this time; those of a full one, doubling, are four after 2.4 s on kernels that
+/// bound the pause (`TCP_RTO_MAX_MS`) and after 3 s on others.
 pub const SERVER: Rules = Rules {
-    stuck_after: Duration::from_millis(2_500),
+    stuck_after: Duration::from_millis(2_250),
     retransmits: 4,
-    idle_after: Some(Duration::from_millis(2_750)),
+    idle_after: Some(Duration::from_millis(2_700)),
+    unanswered: 8,
 };
 
 /// The same where [`LOSSY`] suspicions were refuted lately.
 pub const LOSSY_SERVER: Rules = Rules { idle_after: Some(Duration::from_millis(4_500)), ..SERVER };
+
+/// The same where many fell silent together: three answers are missing and three retransmissions.
+pub const STRUCK_SERVER: Rules = Rules {
+    stuck_after: Duration::from_millis(2_150),
+    retransmits: 3,
+    idle_after: Some(Duration::from_millis(2_150)),
+    unanswered: 5,
+};
 
 /// Refuted suspicions within a minute or two that show that packets are being lost.
 pub const LOSSY: u32 = 3;
 
 /// The client's side: nobody waits for a client, and most are on the same machine. One that has
 /// vanished from the network must only not stay for ever.
-pub const CLIENT: Rules =
-    Rules { stuck_after: Duration::from_secs(30), retransmits: 6, idle_after: None };
+pub const CLIENT: Rules = Rules {
+    stuck_after: Duration::from_secs(30),
+    retransmits: 6,
+    idle_after: None,
+    unanswered: u8::MAX,
+};
 
-/// Keepalives in a row without an answer.
-const UNANSWERED: u8 = 8;
+/// A full stream is sent again ever more seldom: what was sent last has this long to be answered.
+const LAST_ANSWER: Duration = Duration::from_millis(250);
 /// Probes for what was not sent although there is room for it: at 200 ms, doubling, the third is
 /// out after 1.4 s.
 const UNSENT_PROBES: u8 = 3;
@@ -71,16 +95,25 @@ const UNSENT_PROBES: u8 = 3;
 const WINDOW_PROBES: u8 = 6;
 /// The same on a kernel that does not tell an open window from a closed one.
 const BLIND_PROBES: u8 = 4;
+/// The same data again starts the kernel's count of unanswered keepalives anew: so many segments
+/// must have gone out since something new was heard (acknowledgements of the same data, each of
+/// which was lost as well, and keepalives), and so many keepalives since it came last.
+const REPEATED: u32 = 5;
+const LATEST_PROBES: u8 = 2;
 /// A keepalive of the kernel is out after a second; its answer is late after this.
 const LATE_ANSWER: Duration = Duration::from_millis(1_200);
 /// From then on a new one is asked for this often.
-const ASK_AGAIN: Duration = Duration::from_millis(150);
+const ASK_AGAIN: Duration = Duration::from_millis(100);
+/// A flow is stalled after this: two answers are missing, or seven retransmissions.
+const STALLED: Duration = Duration::from_millis(1_900);
 /// How often a flow is looked at on which something waits.
-const WAITING: Duration = Duration::from_millis(250);
+const WAITING: Duration = Duration::from_millis(100);
 /// A look that is later than this says more about us than about the flow.
 const LATE: Duration = Duration::from_millis(250);
-/// How long verdicts are withheld after that.
-const GRACE: Duration = Duration::from_millis(300);
+/// How long verdicts are withheld after that: for what waits in the kernel to be heard.
+const GRACE: Duration = Duration::from_millis(150);
+/// The kernel's times are whole ticks of its clock, of 10 ms at most.
+const ROUNDING: Duration = Duration::from_millis(20);
 /// How often the kernel is asked about a client: there is no hurry.
 const SELDOM: Duration = Duration::from_secs(5);
 /// No pause between two looks is longer.
@@ -119,16 +152,22 @@ pub enum Look {
     },
 }
 
-/// Remembers since when something of ours waits for its acknowledgement.
+/// Remembers what was heard last, and since when something of ours waits for its acknowledgement.
 #[derive(Debug, Clone, Copy)]
 pub struct Judge {
     /// Bytes that were acknowledged, and segments sent, when that began.
     acked: u64,
     segments: u32,
     waiting_since: Option<Instant>,
+    /// When the last segment came that was not the same data again.
+    heard: Instant,
+    /// [`TcpInfo::fresh_segments`], and segments of ours, then.
+    fresh: u32,
+    sent: u32,
     /// Probes were asked for, and none was answered yet.
     suspects: bool,
     refuted: bool,
+    stalled: bool,
     /// When the next look was promised.
     due: Instant,
 }
@@ -140,8 +179,12 @@ impl Judge {
             acked: 0,
             segments: 0,
             waiting_since: None,
+            heard: now,
+            fresh: 0,
+            sent: 0,
             suspects: false,
             refuted: false,
+            stalled: false,
             due: now,
         }
     }
@@ -158,6 +201,7 @@ impl Judge {
     /// Looks at what the kernel knows.
     pub fn look(&mut self, info: &TcpInfo, rules: &Rules, now: Instant) -> Look {
         let late = now.saturating_duration_since(self.due) > LATE;
+        self.hear(info, now);
         if !info.has_pending() {
             self.waiting_since = None;
         } else if info.bytes_acked != self.acked || self.waiting_since.is_none() {
@@ -165,15 +209,20 @@ impl Judge {
             self.segments = info.data_segments_sent;
         }
         self.acked = info.bytes_acked;
+        let silent = now.saturating_duration_since(self.heard);
+        let stuck = self.waiting_since.map(|since| now.saturating_duration_since(since));
         let look = if late {
             Look::Again { after: GRACE, probe: false }
-        } else if let Some(since) = self.waiting_since {
-            let segments = info.data_segments_sent.wrapping_sub(self.segments);
-            waiting(info, rules, now.saturating_duration_since(since), segments)
+        } else if let Some(stuck) = stuck {
+            waiting(info, rules, stuck, info.data_segments_sent.wrapping_sub(self.segments))
         } else {
-            idle(info, rules)
+            idle(info, rules, silent, info.segments_out.wrapping_sub(self.sent))
         };
-        if self.suspects && info.silent() < LATE_ANSWER {
+        self.stalled = match stuck {
+            Some(stuck) => stuck >= STALLED && info.is_window_closed() == Some(false),
+            None => silent >= STALLED,
+        };
+        if self.suspects && silent < LATE_ANSWER {
             self.suspects = false;
             self.refuted = true;
         }
@@ -184,51 +233,109 @@ impl Judge {
         look
     }
 
+    /// Remembers when something was heard that was new.
+    fn hear(&mut self, info: &TcpInfo, now: Instant) {
+        let fresh = info.fresh_segments();
+        let silent = if fresh == self.fresh { info.last_data_recv } else { info.silent() };
+        self.fresh = fresh;
+        // The kernel rounds: the same segment seen again is not another one.
+        if let Some(heard) = now.checked_sub(silent).filter(|at| *at > self.heard + ROUNDING) {
+            self.heard = heard;
+            self.sent = info.segments_out;
+        }
+    }
+
     /// Whether a suspicion was refuted since this was last asked: a packet was lost that proved
     /// nothing.
     pub fn was_refuted(&mut self) -> bool {
         std::mem::take(&mut self.refuted)
     }
+
+    /// Whether it has been stuck or silent for so long that few accidents explain it; a peer whose
+    /// window is closed may be.
+    pub fn is_stalled(&self) -> bool {
+        self.stalled
+    }
+}
+
+/// Whether so many of an endpoint's flows are stalled at once that its path is broken, rather than
+/// each of them unlucky. One flow of a hundred is stalled at any time where one packet in twenty is
+/// lost each way.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Struck {
+    /// Flows that are stalled now.
+    stalled: usize,
+    until: Option<Instant>,
+}
+
+impl Struck {
+    /// How many it takes at least, and of how many each one.
+    const FLOWS: usize = 3;
+    const ONE_IN: usize = 4;
+    /// The first that die are no witnesses any more: what they have shown holds for this long.
+    const HOLDS: Duration = Duration::from_secs(1);
+
+    /// A flow became stalled, or is no longer.
+    pub fn changed(&mut self, was: bool, is: bool) {
+        self.stalled = (self.stalled + usize::from(is)).saturating_sub(usize::from(was));
+    }
+
+    /// Whether the path to an endpoint with so many flows is broken.
+    pub fn is_struck(&mut self, flows: usize, now: Instant) -> bool {
+        if self.stalled >= Self::FLOWS && self.stalled * Self::ONE_IN >= flows {
+            self.until = Some(now + Self::HOLDS);
+        }
+        self.until.is_some_and(|until| now < until)
+    }
 }
 
 /// Something waits, and none of it was acknowledged for `stuck`, while `segments` were sent.
 fn waiting(info: &TcpInfo, rules: &Rules, stuck: Duration, segments: u32) -> Look {
+    let enough = u32::from(rules.retransmits) * 3 / 2;
     let dead = stuck >= rules.stuck_after
         && match info.is_window_closed() {
             Some(true) => info.silent() >= rules.stuck_after && info.probes >= WINDOW_PROBES,
-            Some(false) if info.unacked == 0 => info.probes >= UNSENT_PROBES,
+            Some(false) if info.unacked == 0 => info.probes >= UNSENT_PROBES || segments >= enough,
             None if info.unacked == 0 => {
                 info.silent() >= rules.stuck_after && info.probes >= BLIND_PROBES
             }
             Some(false) | None => {
-                let enough = u32::from(rules.retransmits) * 3 / 2;
-                info.retransmits >= rules.retransmits || segments >= enough
+                u32::from(info.retransmits).max(segments) >= enough
+                    || (info.retransmits >= rules.retransmits
+                        && stuck >= rules.stuck_after + LAST_ANSWER)
             }
         };
     if dead {
         return Look::Dead(Death::Unacknowledged);
     }
-    // The verdict is due when the time is up, not at the first look after it.
-    let rest = rules.stuck_after.saturating_sub(stuck);
-    let after = if rest.is_zero() { ASK_AGAIN } else { rest.min(WAITING) };
-    Look::Again { after, probe: false }
+    Look::Again { after: soon(rules.stuck_after.saturating_sub(stuck), WAITING), probe: false }
 }
 
-/// Nothing waits.
-fn idle(info: &TcpInfo, rules: &Rules) -> Look {
+/// Nothing waits, nothing new was heard for `silent`, and `sent` segments went out since.
+fn idle(info: &TcpInfo, rules: &Rules, silent: Duration, sent: u32) -> Look {
     let Some(idle_after) = rules.idle_after else {
         return Look::Again { after: SELDOM, probe: false };
     };
-    let silent = info.silent();
-    if silent >= idle_after && info.probes >= UNANSWERED {
-        return Look::Dead(Death::Unanswered);
+    if silent >= idle_after {
+        let again = sent > info.probes.into();
+        if info.probes >= rules.unanswered
+            || (again && sent >= REPEATED && info.probes >= LATEST_PROBES)
+        {
+            return Look::Dead(Death::Unanswered);
+        }
     }
     if silent >= LATE_ANSWER {
-        return Look::Again { after: ASK_AGAIN, probe: true };
+        let after = soon(idle_after.saturating_sub(silent), ASK_AGAIN);
+        return Look::Again { after, probe: true };
     }
     // Just after the answer to its next keepalive is late.
     let after = LATE_ANSWER.saturating_sub(silent) + Duration::from_millis(20);
     Look::Again { after, probe: false }
+}
+
+/// When to look again: a verdict is due when the time is up, not at the first look after it.
+fn soon(rest: Duration, pause: Duration) -> Duration {
+    if rest.is_zero() { pause } else { rest.min(pause).max(Duration::from_millis(20)) }
 }
 
 /// Waits until a tunnel's flow is dead, and says why.

@@ -132,11 +132,7 @@ async fn a_dropped_flow_is_reset_whoever_talks_and_new_ones_work() {
                 // While the server's bytes arrive nobody is hurt.
                 let took = last.elapsed();
                 println!("{hook}, lost {lost}, {talks:?} talks: {took:?}");
-                // The server's kernel sends again what it thinks lost, which looks like life for
-                // as long as it does so more often than once a second.
-                let heard = lost == "to the server" && talks == Talks::Server;
-                let bound = if heard { BOUND * 2 } else { BOUND };
-                assert!(took < bound, "{hook}, lost {lost}, {talks:?} talks: {took:?}");
+                assert!(took < BOUND, "{hook}, lost {lost}, {talks:?} talks: {took:?}");
                 let (mut client, mut server) = world.flow().await;
                 client.write_all(b"y").await.unwrap();
                 assert_eq!(server.read_u8().await.unwrap(), b'y');
@@ -144,6 +140,51 @@ async fn a_dropped_flow_is_reset_whoever_talks_and_new_ones_work() {
             }
         }
     }
+}
+
+/// A path that breaks under many quiet flows at once needs less proof than one flow alone, also
+/// where packets have been lost before.
+#[tokio::test]
+#[ignore = "needs root and a network namespace of its own"]
+async fn many_flows_that_are_dropped_together_are_reset_together() {
+    let world = World::new().await;
+    let theirs = world.peer.address.port();
+    let both = format!("tcp dport {theirs} {{}};tcp sport {theirs} {{}}");
+    let mut flows = Vec::new();
+    for _ in 0..12 {
+        flows.push(world.flow().await);
+    }
+    let lossy = Rule::new("input", &both.replace("{}", "numgen random mod 100 < 10 drop"));
+    sleep(Duration::from_secs(8)).await;
+    drop(lossy);
+    let rule = Rule::new("input", &both.replace("{}", "drop"));
+    let start = Instant::now();
+    let mut told = Vec::new();
+    for (client, _server) in &mut flows {
+        let error = timeout(Duration::from_secs(20), client.read_u8()).await.expect("never reset");
+        assert_eq!(error.unwrap_err().kind(), ErrorKind::ConnectionReset);
+        told.push(start.elapsed());
+    }
+    println!("twelve quiet flows: {:?} to {:?}", told[0], told[11]);
+    assert!(told[11] < BOUND, "{told:?}");
+    drop(rule);
+}
+
+/// Nobody refuses and nobody answers: every candidate was tried, and the client is told.
+#[tokio::test]
+#[ignore = "needs root and a network namespace of its own"]
+async fn with_nobody_answering_the_client_is_reset_in_a_second() {
+    let world = World::new().await;
+    let theirs = world.peer.address.port();
+    let rule =
+        Rule::new("input", &format!("tcp dport {theirs} tcp flags & (syn | ack) == syn drop"));
+    let start = Instant::now();
+    let silent = async { TcpStream::connect(world.proxy.addr).await?.read_u8().await };
+    let error = timeout(Duration::from_secs(20), silent).await.expect("it hangs").unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+    println!("nobody answers: {:?}", start.elapsed());
+    assert!(start.elapsed() < Duration::from_secs(2), "twice the promise: {:?}", start.elapsed());
+    drop(rule);
 }
 
 #[tokio::test]

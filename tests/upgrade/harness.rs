@@ -12,7 +12,7 @@ use std::time::Duration;
 use jackstay::config::{self, AccessLog, CertPaths, Overrides};
 use jackstay::net::serving::{Prepared, ServingTls};
 use jackstay::net::{socket, tls_files};
-use jackstay::observe::Metrics;
+use jackstay::observe::{Complaints, Metrics};
 use jackstay::proxy::closing::Closer;
 use jackstay::proxy::identify::Identifier;
 use jackstay::proxy::line::Line;
@@ -229,6 +229,7 @@ impl Proxy {
             serving: Serving::new(Rc::new(service)),
             tls: Arc::new(ServingTls::new(Prepared::load(terminate).unwrap())),
             open: Cell::new(0),
+            complaints: Complaints::new(Duration::from_secs(5)),
             closing: closing.clone(),
         });
         let socket = socket::listen((Ipv4Addr::LOCALHOST, 0).into(), false).unwrap();

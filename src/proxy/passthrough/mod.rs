@@ -16,6 +16,7 @@ pub mod pump;
 pub mod rebalance;
 pub mod table;
 pub mod transparent;
+pub mod verdict;
 
 use std::cell::{Cell, RefCell};
 use std::net::SocketAddr;
@@ -32,7 +33,7 @@ use super::accept;
 use super::closing::Closing;
 use crate::config::{Limits, Passthrough, Route};
 use crate::net::socket;
-use crate::observe::{ListenerMetrics, PassthroughMetrics};
+use crate::observe::{Complaints, ListenerMetrics, PassthroughMetrics};
 use crate::upstream::pool::Upstream;
 use hello::Hello;
 use pump::{Broken, Flow, Lane, Side};
@@ -53,6 +54,8 @@ pub struct Listener {
     pub table: Rc<Table>,
     /// Open connections.
     pub open: Cell<usize>,
+    /// About connections that are refused.
+    pub complaints: Complaints,
 }
 
 /// What a reload may change of a listener. A connection goes the way that it found.
@@ -82,9 +85,10 @@ impl Listener {
     }
 
     fn admit(self: &Rc<Self>, client: TcpStream, from: SocketAddr) {
-        if self.open.get() >= self.way.borrow().limits.max_connections {
+        let most = self.way.borrow().limits.max_connections;
+        if self.open.get() >= most {
             self.metrics.refused("cap");
-            tracing::debug!(listener = self.name, client = %from, "refused: too many connections");
+            self.complaints.warn(&accept::full(&self.name, most), from);
             socket::reset(client);
             return;
         }
@@ -184,7 +188,8 @@ impl Open {
             Ok(connected) => connected,
             Err(why) => {
                 self.reason.set("unreachable");
-                tracing::warn!(listener = listener.name, client = %from, why, "no endpoint reached");
+                let line = format!("listener {}: no endpoint reached", listener.name);
+                listener.complaints.warn(&line, format_args!("client {from} is reset; {why}"));
                 socket::reset(client);
                 return;
             }

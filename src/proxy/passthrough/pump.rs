@@ -15,7 +15,8 @@ use std::task::{Context, Poll, ready};
 use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::TcpStream;
 
-use super::table::{Moved, Ticket, Verdict};
+use super::table::{Moved, Ticket};
+use super::verdict::Verdict;
 use crate::net::splice::Pipe;
 use crate::observe::PassthroughMetrics;
 use crate::observe::passthrough::Direction;

@@ -18,18 +18,21 @@ use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep};
 
+use super::super::accept::REPEAT;
 use super::Listener;
 use super::rebalance::{Mover, QUIET};
+use super::verdict::{
+    CLIENT_DEAD, ENDPOINT_DEAD, ENDPOINT_LEFT, HANDSHAKE, IDLE, REBALANCE, UNACKNOWLEDGED,
+    UNANSWERED, Verdict,
+};
 use crate::net::{socket, tcp_info};
-use crate::observe::Repeats;
+use crate::observe::Complaints;
 use crate::upstream::endpoint::{Endpoint, EndpointState};
-use crate::upstream::flow::{self, Death, Judge, Look, Rules};
+use crate::upstream::flow::{self, Death, Judge, Look, Rules, Struck};
 use crate::upstream::pool::Upstream;
 
 /// How often the array is walked.
 const TICK: Duration = Duration::from_millis(50);
-/// How often a line about the same kind of death is written.
-const REPEAT: Duration = Duration::from_secs(5);
 /// How long refuted suspicions are remembered.
 const MEMORY: Duration = Duration::from_secs(60);
 /// Entry of a place without a flow, and of a flow that has been told to end.
@@ -41,7 +44,8 @@ pub struct Table {
     inner: RefCell<Inner>,
     /// Told when the first flow enters.
     occupied: Notify,
-    repeats: RefCell<Repeats>,
+    /// About flows that are ended.
+    complaints: Complaints,
     mover: RefCell<Mover>,
     lossy: Cell<Lossy>,
 }
@@ -70,6 +74,7 @@ struct Lives {
     /// Since when it has been leaving.
     leaving: Option<Instant>,
     flows: usize,
+    struck: Struck,
 }
 
 struct Flow {
@@ -92,15 +97,6 @@ struct Flow {
     waker: Option<Waker>,
 }
 
-/// Why a flow is ended, as a label and in words.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Verdict {
-    /// One of [`crate::observe::names::CLOSE_REASONS`].
-    pub reason: &'static str,
-    /// For the log.
-    pub words: &'static str,
-}
-
 /// What a turn of the pump moved.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Moved {
@@ -117,7 +113,7 @@ impl Table {
             start: Instant::now(),
             inner: RefCell::default(),
             occupied: Notify::new(),
-            repeats: RefCell::new(Repeats::new(REPEAT)),
+            complaints: Complaints::new(REPEAT),
             mover: RefCell::new(Mover::new(Instant::now())),
             lossy: Cell::new(Lossy { refuted: 0, since: Instant::now() }),
         })
@@ -127,7 +123,6 @@ impl Table {
     pub async fn run(self: Rc<Self>) {
         loop {
             if self.is_empty() {
-                self.flush(Instant::now());
                 self.occupied.notified().await;
             }
             sleep(TICK).await;
@@ -152,6 +147,7 @@ impl Table {
                 deaths: endpoint.deaths(),
                 leaving: None,
                 flows: 1,
+                struck: Struck::default(),
             }),
         }
         let flow = Flow {
@@ -207,7 +203,7 @@ impl Table {
         u32::try_from(since).unwrap_or(NEVER - 1).min(NEVER - 1)
     }
 
-    /// The rules for the apiservers' side.
+    /// The rules for the apiservers' side, where nothing says that a path is broken.
     fn rules(&self, now: Instant) -> &'static Rules {
         let mut lossy = self.lossy.get();
         if now.saturating_duration_since(lossy.since) > MEMORY {
@@ -251,7 +247,7 @@ impl Table {
             quiet.sort_by_key(|(_, flow)| flow.moved);
             for (index, flow) in quiet.into_iter().take(count) {
                 due[index] = NEVER;
-                self.tell(flow, REBALANCE, now);
+                self.tell(flow, REBALANCE);
                 flow.end(REBALANCE);
             }
         }
@@ -263,13 +259,19 @@ impl Table {
         let rules = self.rules(now);
         let stamp = self.stamp(now);
         let mut inner = self.inner.borrow_mut();
-        let Inner { due, flows, .. } = &mut *inner;
+        let Inner { due, flows, endpoints, .. } = &mut *inner;
         for (due, flow) in due.iter_mut().zip(flows) {
             if *due > stamp {
                 continue;
             }
             let Some(flow) = flow else { continue };
-            let looked = flow.look(rules, now);
+            let lives =
+                endpoints.iter_mut().find(|lives| Arc::ptr_eq(&lives.endpoint, &flow.endpoint));
+            let Some(lives) = lives else { continue };
+            let struck = lives.struck.is_struck(lives.flows, now);
+            let stalled = flow.judge.is_stalled();
+            let looked = flow.look(if struck { &flow::STRUCK_SERVER } else { rules }, now);
+            lives.struck.changed(stalled, flow.judge.is_stalled());
             if flow.judge.was_refuted() {
                 let mut lossy = self.lossy.get();
                 lossy.refuted = lossy.refuted.saturating_add(1);
@@ -279,13 +281,11 @@ impl Table {
                 Ok(next) => *due = self.stamp(next).max(stamp + 1),
                 Err(verdict) => {
                     *due = NEVER;
-                    self.tell(flow, verdict, now);
+                    self.tell(flow, verdict);
                     flow.end(verdict);
                 }
             }
         }
-        drop(inner);
-        self.flush(now);
     }
 
     /// A dead endpoint takes all its flows with it at once; one that was removed, in time.
@@ -317,55 +317,20 @@ impl Table {
                     continue;
                 };
                 *due = NEVER;
-                self.tell(flow, verdict, now);
+                self.tell(flow, verdict);
                 flow.end(verdict);
             }
         }
     }
 
-    fn tell(&self, flow: &Flow, verdict: Verdict, now: Instant) {
+    fn tell(&self, flow: &Flow, verdict: Verdict) {
         let line = format!(
-            "listener {}, endpoint {}: {}; the client is reset",
+            "flow ended, listener {}, endpoint {}: {}",
             flow.listener.name, flow.endpoint.label, verdict.words
         );
-        let admitted = self.repeats.borrow_mut().admit(&line, now);
-        if let Some(before) = admitted {
-            say(&line, before);
-        }
-    }
-
-    fn flush(&self, now: Instant) {
-        for (line, before) in self.repeats.borrow_mut().flush(now) {
-            say(&line, before);
-        }
+        self.complaints.warn(&line, "the client is reset");
     }
 }
-
-fn say(line: &str, before: u64) {
-    if before == 0 {
-        tracing::warn!("flow ended: {line}");
-    } else {
-        tracing::warn!(more = before, "flows ended: {line}");
-    }
-}
-
-const ENDPOINT_DEAD: Verdict =
-    Verdict { reason: "endpoint_dead", words: "the endpoint is dead, and all its flows with it" };
-const ENDPOINT_LEFT: Verdict =
-    Verdict { reason: "endpoint_left", words: "it was removed, and leave_timeout is over" };
-const HANDSHAKE: Verdict =
-    Verdict { reason: "handshake_timeout", words: "the server said nothing in handshake_timeout" };
-const IDLE: Verdict = Verdict { reason: "idle_timeout", words: "nothing moved for idle_timeout" };
-const UNACKNOWLEDGED: Verdict =
-    Verdict { reason: "unacknowledged", words: "nothing is acknowledged any more" };
-const UNANSWERED: Verdict =
-    Verdict { reason: "unanswered", words: "keepalives are not answered any more" };
-const CLIENT_DEAD: Verdict =
-    Verdict { reason: "client_dead", words: "the client acknowledges nothing any more" };
-const REBALANCE: Verdict =
-    Verdict { reason: "rebalance", words: "the endpoint has more than its share (rebalance)" };
-/// The drain is over.
-pub const SHUTDOWN: Verdict = Verdict { reason: "shutdown", words: "the drain timeout is over" };
 
 impl Flow {
     /// Looks at both sides; when to look again.
@@ -461,6 +426,7 @@ impl Drop for Ticket {
         let here = |lives: &Lives| Arc::ptr_eq(&lives.endpoint, &flow.endpoint);
         if let Some(at) = inner.endpoints.iter().position(here) {
             inner.endpoints[at].flows -= 1;
+            inner.endpoints[at].struck.changed(flow.judge.is_stalled(), false);
             if inner.endpoints[at].flows == 0 {
                 inner.endpoints.swap_remove(at);
             }

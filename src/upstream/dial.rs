@@ -16,7 +16,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use h2::client::{Connection as H2Connection, SendRequest};
 use h2::{Ping, PingPong};
-use rustls::ClientConfig;
+use rustls::{AlertDescription, ClientConfig};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_rustls::TlsConnector;
@@ -104,7 +104,11 @@ pub async fn dial_http1(
     Box::pin(race(endpoint, limit, |address| async move {
         let tcp = connect(outgoing, address).await?;
         let _under_way = endpoint.handshake();
-        secure(tcp, endpoint, address, tls).await
+        secure(tcp, endpoint, address, tls).await.map_err(|failure| match failure {
+            // It says nothing about HTTP/2, which was not offered.
+            ConnectFailure::NoH2(why) => ConnectFailure::Refused(why),
+            other => other,
+        })
     }))
     .await
 }
@@ -166,8 +170,23 @@ async fn secure(
     let stream = TlsConnector::from(Arc::clone(tls))
         .connect(endpoint.server_name.clone(), ReadAhead::new(stream))
         .await
-        .map_err(|e| refused(address, "TLS", &e))?;
+        .map_err(|error| {
+            if is_no_common_protocol(&error) {
+                return ConnectFailure::NoH2(format!(
+                    "{address} speaks none of the protocols offered (ALPN): is it an apiserver, or \
+                     a proxy before it?"
+                ));
+            }
+            refused(address, "TLS", &error)
+        })?;
     Ok((stream, observer))
+}
+
+/// A server may end the handshake over ALPN with an alert instead of choosing nothing (RFC 7301
+/// section 3.2).
+fn is_no_common_protocol(error: &io::Error) -> bool {
+    let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>());
+    matches!(inner, Some(rustls::Error::AlertReceived(AlertDescription::NoApplicationProtocol)))
 }
 
 fn refused(address: SocketAddr, step: &str, error: &dyn fmt::Display) -> ConnectFailure {

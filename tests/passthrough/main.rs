@@ -3,7 +3,10 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod bounds;
 mod endpoints;
 mod faults;
 mod flows;
 mod peer;
+mod prober;
+mod rebalance;

@@ -53,6 +53,7 @@ where
         self.remember_waker(cx);
         loop {
             if let Poll::Ready(result) = Pin::new(&mut self.connection).poll(cx) {
+                self.note_last_words(cx, goaway);
                 return Poll::Ready(match result {
                     Ok(()) => "closed by the peer".to_owned(),
                     Err(error) => format!("connection failed: {error}"),
@@ -124,6 +125,19 @@ where
                 self.this.endpoint.said_goodbye();
             }
             self.this.enter(Life::Draining, &format!("GOAWAY: {error}"));
+        }
+    }
+
+    /// A connection without streams, as the prober's mostly is, h2 ends in the same turn in which
+    /// the GOAWAY comes.
+    fn note_last_words(&self, cx: &mut Context<'_>, goaway: &mut SendRequest<Bytes>) {
+        if self.this.class == Class::Probe
+            && matches!(self.this.life.get(), Life::Live | Life::Suspect)
+            && let Poll::Ready(Err(error)) = goaway.poll_ready(cx)
+            && error.is_go_away()
+            && error.is_remote()
+        {
+            self.this.endpoint.said_goodbye();
         }
     }
 

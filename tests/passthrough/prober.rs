@@ -1,0 +1,170 @@
+//! What the prober learns of a server, and what becomes of the flows that lead there.
+
+use crate::support::{Certs, Proxy, passing, soon, until};
+use http::Response;
+use rustls::ServerConfig;
+use std::io::ErrorKind;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{mpsc, watch};
+use tokio_rustls::TlsAcceptor;
+
+/// What a test's own connections begin with: the prober's begin with a TLS record (22).
+const HELLO: u8 = b'!';
+
+/// What a server does.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Order {
+    Serve,
+    /// Takes no more connections and says so to the prober, as on SIGTERM; what runs goes on.
+    Leave,
+    /// Takes no more connections, and the prober's is closed without a word.
+    Vanish,
+}
+
+/// A TLS server for the prober, and a silent one for flows, on one port.
+pub struct Probed {
+    pub address: SocketAddr,
+    flows: mpsc::UnboundedReceiver<TcpStream>,
+    orders: watch::Sender<Order>,
+}
+
+impl Probed {
+    pub async fn start(certs: &Certs, alpn: &[&str]) -> Self {
+        Self::start_at(([127, 0, 0, 1], 0).into(), certs, alpn).await
+    }
+
+    pub async fn start_at(address: SocketAddr, certs: &Certs, alpn: &[&str]) -> Self {
+        let issued = certs.pki.server().unwrap();
+        let mut tls = ServerConfig::builder()
+            .with_no_client_auth()
+            .with_single_cert(vec![issued.cert_der()], issued.key_der())
+            .unwrap();
+        tls.alpn_protocols = alpn.iter().map(|name| name.as_bytes().to_vec()).collect();
+        let tls = TlsAcceptor::from(Arc::new(tls));
+        let listener = TcpListener::bind(address).await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (sender, flows) = mpsc::unbounded_channel();
+        let (orders, order) = watch::channel(Order::Serve);
+        tokio::spawn(async move {
+            let mut listening = order.clone();
+            loop {
+                tokio::select! {
+                    _ = listening.changed() => return,
+                    accepted = listener.accept() => {
+                        let Ok((stream, _)) = accepted else { return };
+                        tokio::spawn(one(stream, tls.clone(), sender.clone(), order.clone()));
+                    }
+                }
+            }
+        });
+        Self { address, flows, orders }
+    }
+
+    /// A flow through the proxy that has carried bytes both ways, and both of its ends.
+    pub async fn flow(&mut self, proxy: &Proxy) -> (TcpStream, TcpStream) {
+        let mut client = TcpStream::connect(proxy.addr).await.unwrap();
+        client.write_all(&[HELLO]).await.unwrap();
+        let mut server = soon("a flow", self.flows.recv()).await.unwrap();
+        server.write_all(&[HELLO]).await.unwrap();
+        assert_eq!(soon("a byte", client.read_u8()).await.unwrap(), HELLO);
+        (client, server)
+    }
+}
+
+async fn one(
+    mut stream: TcpStream,
+    tls: TlsAcceptor,
+    flows: mpsc::UnboundedSender<TcpStream>,
+    mut order: watch::Receiver<Order>,
+) {
+    if stream.peek(&mut [0; 1]).await.is_ok_and(|n| n == 0) {
+        return;
+    }
+    let mut first = [0];
+    let _ = stream.peek(&mut first).await;
+    if first == [HELLO] {
+        let _ = stream.read_u8().await;
+        let _ = flows.send(stream);
+        return;
+    }
+    let Ok(tls) = tls.accept(stream).await else { return };
+    if tls.get_ref().1.alpn_protocol() != Some(b"h2") {
+        return;
+    }
+    let Ok(mut connection) = h2::server::handshake(tls).await else { return };
+    loop {
+        tokio::select! {
+            request = connection.accept() => {
+                let Some(Ok((_, mut answer))) = request else { return };
+                let _ = answer.send_response(Response::new(()), true);
+            }
+            changed = order.changed() => match changed.map(|()| *order.borrow()) {
+                Ok(Order::Leave) => connection.graceful_shutdown(),
+                Ok(Order::Serve) => {}
+                Ok(Order::Vanish) | Err(_) => return,
+            }
+        }
+    }
+}
+
+async fn is(proxy: &Proxy, state: &str) {
+    until(state, async || proxy.endpoints().await[0]["state"] == state).await;
+}
+
+/// An apiserver that leaves says GOAWAY and closes its port while its requests still run; one that
+/// is dead says nothing.
+#[tokio::test]
+async fn who_said_goodbye_keeps_its_flows_and_who_did_not_loses_them() {
+    for order in [Order::Leave, Order::Vanish] {
+        let certs = Certs::new();
+        let mut server = Probed::start(&certs, &["h2"]).await;
+        let proxy = certs.start(passing(certs.config(&[server.address])));
+        proxy.usable(1).await;
+        let (mut client, mut end) = server.flow(&proxy).await;
+        server.orders.send_replace(order);
+        is(&proxy, "ejected").await;
+        if order == Order::Vanish {
+            let error = soon("the reset", client.read_u8()).await.unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+            until("it is counted", async || {
+                proxy.page("/metrics").await.contains(r#"reason="endpoint_dead"} 1"#)
+            })
+            .await;
+            continue;
+        }
+        // Longer than the table takes to end the flows of a dead endpoint.
+        for _ in 0..10 {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            client.write_all(b"x").await.unwrap();
+            assert_eq!(soon("a byte up", end.read_u8()).await.unwrap(), b'x');
+            end.write_all(b"y").await.unwrap();
+            assert_eq!(soon("a byte down", client.read_u8()).await.unwrap(), b'y');
+        }
+        assert_eq!(proxy.status().await["listeners"][0]["flows"], 1);
+    }
+}
+
+/// Something else than an apiserver, or one behind a proxy: a handshake each second has to do.
+#[tokio::test]
+async fn a_server_without_http2_is_known_by_its_handshakes() {
+    for alpn in [&[][..], &["http/1.1"][..]] {
+        let certs = Certs::new();
+        let mut server = Probed::start(&certs, alpn).await;
+        let proxy = certs.start(passing(certs.config(&[server.address])));
+        proxy.usable(1).await;
+        let reason = proxy.endpoints().await[0]["reason"].as_str().unwrap().to_owned();
+        assert!(reason.starts_with("TLS handshake only"), "{reason}");
+        let (mut client, _end) = server.flow(&proxy).await;
+        server.orders.send_replace(Order::Vanish);
+        is(&proxy, "ejected").await;
+        let error = soon("the reset", client.read_u8()).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::ConnectionReset, "dead, and its flows with it");
+        let again = Probed::start_at(server.address, &certs, alpn).await;
+        proxy.usable(1).await;
+        drop(again);
+    }
+}

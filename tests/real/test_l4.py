@@ -19,7 +19,7 @@ import uuid
 
 import rig_l4
 from cases import Ended, WithRig
-from rig import ADDRESSES, LB, LB6, PORT, Load, complaints, log, sh, wait_for
+from rig import ADDRESSES, LB, LB6, PORT, Jackstay, Load, complaints, log, sh, wait_for
 from rig_l4 import AWAY, Away, Forwarder, client_ports, install, passthrough, remove, start_peer
 
 LONG = bool(os.environ.get("JACKSTAY_REAL_LONG"))
@@ -300,6 +300,95 @@ class Tunnels(Passed, unittest.TestCase):
             out, err = up.communicate(timeout=120)
             self.assertEqual(up.returncode, 0, err)
             self.assertGreater(int(out.split()[-1]), size - 200_000)
+
+
+class Changes(WithRig, unittest.TestCase):
+    """An exec and long bodies in both directions, while the configuration is read again and endpoints
+    that they do not use are drained and come back. The same through either mode."""
+
+    SIZE = 1_000_000_000 if LONG else 200_000_000  # bytes, each way
+    LETTERS = b"x" * (1 << 20)
+
+    @classmethod
+    def prepare(cls):
+        cls.rig.start_node(cls.rig.server("c"))
+        cls.rig.start_pod()
+
+    def exec(self, script, **options):
+        return self.rig.kubectl_start(self.config, "exec", "-i", "tool", "-c", "web", "--", "sh", "-c", script, stdin=subprocess.PIPE, **options)
+
+    def through(self, jackstay, endpoints):
+        self.addCleanup(jackstay.process.stop, signal.SIGKILL)
+        jackstay.start()
+        self.config = self.rig.kubeconfig(f"changes-{jackstay.admin_address.rpartition(':')[2]}", jackstay.server, cert=self.rig.admin_cert)
+        self.jackstay = jackstay
+        talk = self.exec("while read line; do echo $line; done")
+        down = self.exec(f"head -c {self.SIZE} /dev/zero | tr '\\0' x")
+        up = self.exec("wc -c; echo done")
+        got = []
+
+        def read():
+            length, same = 0, True
+            while piece := down.stdout.buffer.read1(1 << 20):
+                length, same = length + len(piece), same and piece == self.LETTERS[:len(piece)]
+            got.append((length, same))
+
+        def write():
+            for start in range(0, self.SIZE, len(self.LETTERS)):
+                up.stdin.buffer.write(self.LETTERS[:self.SIZE - start])
+            up.stdin.close()
+        movers = [threading.Thread(target=what, daemon=True) for what in (read, write)]
+        with Ended(talk), Ended(down), Ended(up):
+            self.talk(talk)
+            used = {address for address, ports in client_ports(jackstay.pid, PORT).items() if len(ports) > 1}
+            for mover in movers:
+                mover.start()
+            others = [address for address in endpoints if address not in used] or endpoints[:1]
+            rounds = 0
+            while rounds < 3 or any(mover.is_alive() for mover in movers):
+                for address in others:
+                    self.reload(lambda text: text.replace(f'"{address}:{PORT}", ', "").replace(f', "{address}:{PORT}"', ""))
+                    wait_for(f"{address} to be gone", lambda: address not in {e["address"].rpartition(":")[0] for e in jackstay.status()["upstreams"][0]["endpoints"]}, 20)
+                    self.talk(talk)
+                    self.reload(lambda text: self.original)
+                    self.talk(talk)
+                rounds += 1
+                self.assertLess(rounds, 500, "the bodies do not end")
+            for mover in movers:
+                mover.join(10)
+            self.assertEqual(got, [(self.SIZE, True)])
+            self.assertEqual(up.stdout.readline(), f"{self.SIZE}\n")
+            self.assertEqual(up.stdout.readline(), "done\n")
+            self.talk(talk)
+        log(f"{self.SIZE} bytes each way and an exec through {2 * rounds * len(others)} reloads, {rounds * len(others)} of them with a drain")
+
+    def talk(self, child):
+        word = uuid.uuid4().hex
+        child.stdin.write(word + "\n")
+        child.stdin.flush()
+        self.assertEqual(child.stdout.readline(), word + "\n", "the exec has ended")
+
+    def reload(self, change):
+        jackstay = self.jackstay
+        self.original = getattr(self, "original", None) or jackstay.config.read_text()
+        before = self.reloads("ok")
+        text = change(self.original)
+        new = jackstay.config.with_suffix(".new")
+        # Something else changes too, or nothing would.
+        new.write_text(text.replace("level: \"info\"", f"level: \"{'debug' if before % 2 else 'info'}\""))
+        new.rename(jackstay.config)
+        jackstay.process.child.send_signal(signal.SIGHUP)
+        wait_for("a reload", lambda: self.reloads("ok") > before, 20)
+        self.assertEqual(self.reloads("failed"), 0)
+
+    def reloads(self, outcome):
+        return self.jackstay.metrics().get(f'jackstay_config_reloads_total{{outcome="{outcome}"}}', 0)
+
+    def test_passthrough(self):
+        self.through(passthrough(self.rig, port=7456, admin=9656, log_name="jackstay-l4-changes"), list(ADDRESSES.values()))
+
+    def test_terminate(self):
+        self.through(Jackstay(self.rig, [self.rig.admin_cert], port=7457, admin=9657, log_name="jackstay-l7-changes"), list(ADDRESSES.values()))
 
 
 class Transparent(WithRig, unittest.TestCase):

@@ -158,8 +158,14 @@ impl App {
         let path = config.state_dir.as_deref().map(takeover::path);
         let asked = path.as_deref().map(takeover::ask).transpose();
         let Some((predecessor, sockets)) = asked.map_err(StartError::TakeOver)?.flatten() else {
-            let path = path.unwrap_or_default();
-            tracing::info!(path = %path.display(), "there is no process to take over from");
+            match path {
+                Some(path) => {
+                    tracing::info!(path = %path.display(), "there is no process to take over from");
+                }
+                None => {
+                    tracing::warn!("state_dir is \"\": there is nowhere to ask a running process");
+                }
+            }
             return Self::build(config, inherited, None);
         };
         let pid = predecessor.pid;

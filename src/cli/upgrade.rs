@@ -29,6 +29,11 @@ pub fn begin() {
 }
 
 fn start() -> io::Result<(u32, OsString)> {
+    if std::process::id() == 1 {
+        return Err(io::Error::other(
+            "this is the first process of a container, which ends with it: replace the container",
+        ));
+    }
     let mut arguments = env::args_os();
     let path = arguments.next().filter(|path| !path.is_empty());
     let path = path.map_or_else(|| env::current_exe().map(Into::into), Ok)?;

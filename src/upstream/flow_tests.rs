@@ -213,7 +213,7 @@ fn an_answer_that_comes_after_all_refutes_a_suspicion_once() {
     let start = Instant::now();
     let mut judge = Judge::new(start);
     let mut look = |silent: Duration, at: Duration| {
-        let segments_in = (at - silent).as_millis() as u32;
+        let segments_in = at.saturating_sub(silent).as_millis() as u32;
         let _ = judge.look(&TcpInfo { segments_in, ..quiet(silent) }, &SERVER, start + at);
         judge.was_refuted()
     };
@@ -245,14 +245,14 @@ fn the_same_data_again_is_no_sign_of_life() {
         let repeats = again.iter().filter(|time| **time <= at).count() as u32;
         let latest = again.into_iter().rfind(|time| *time <= at).unwrap_or_default();
         // The kernel sends no keepalive within a second of any segment.
-        let probes = if at - latest >= SECOND {
-            1 + asked.min(((at - latest - SECOND).as_millis() / 100) as u32)
+        let probes = if at.saturating_sub(latest) >= SECOND {
+            1 + asked.min((at.saturating_sub(latest + SECOND).as_millis() / 100) as u32)
         } else {
             0
         };
         TcpInfo {
             last_data_recv: at,
-            last_ack_recv: at - latest,
+            last_ack_recv: at.saturating_sub(latest),
             segments_in: 100 + repeats,
             data_segments_in: 50 + repeats,
             segments_out: 100 + repeats + probes,
@@ -366,7 +366,7 @@ impl Lossy {
     fn keepalive(&mut self, at: Duration) {
         self.probes = self.probes.saturating_add(1);
         self.probed = at;
-        if self.is_lost() || self.answered.is_some_and(|before| at - before < 500 * MS) {
+        if self.is_lost() || self.answered.is_some_and(|before| at < before + 500 * MS) {
             return;
         }
         self.answered = Some(at);
@@ -381,6 +381,10 @@ impl Lossy {
             let next = self.heard.max(self.probed) + SECOND;
             self.keepalive(next);
         }
-        TcpInfo { probes: self.probes, segments_in: self.segments, ..quiet(at - self.heard) }
+        TcpInfo {
+            probes: self.probes,
+            segments_in: self.segments,
+            ..quiet(at.saturating_sub(self.heard))
+        }
     }
 }

@@ -55,7 +55,7 @@ async fn readers_that_do_not_read_stop_their_own_writer_alone() {
     echo(&mut other).await;
 }
 
-/// A ClientHello that never ends costs a connection for `handshake_timeout`, garbage nothing; both
+/// A `ClientHello` that never ends costs a connection for `handshake_timeout`, garbage nothing; both
 /// within the cap, and who is there already does not notice.
 #[tokio::test]
 async fn a_flood_of_halves_and_garbage_is_bounded_and_ends() {

@@ -4,9 +4,12 @@
 //! ```sh
 //! unshare --net sh -c 'ip link set lo up && cargo test --test passthrough -- --ignored --test-threads=1'
 //! ```
+//!
+//! About four minutes; with `JACKSTAY_LONG=1` the loss lasts ten minutes and each closed window five.
 
 use crate::peer::Peer;
 use crate::support::{Certs, Proxy, passing, until};
+use std::cell::Cell;
 use std::future::pending;
 use std::io::ErrorKind;
 use std::process::Command;
@@ -96,11 +99,13 @@ async fn a_dropped_flow_is_reset_whoever_talks_and_new_ones_work() {
                 let start = Instant::now();
                 let (mut client_reads, mut client_writes) = client.into_split();
                 let (mut server_reads, mut server_writes) = server.into_split();
+                let told = Cell::new(None);
                 let talk = async {
                     loop {
                         sleep(Duration::from_millis(300)).await;
                         if matches!(talks, Talks::Client | Talks::Both) {
-                            let _ = client_writes.write_all(b"question").await;
+                            let written = client_writes.write_all(b"question").await;
+                            told.set(told.get().or(written.err().map(|error| error.kind())));
                         }
                         if matches!(talks, Talks::Server | Talks::Both) {
                             let _ = server_writes.write_all(b"event").await;
@@ -117,7 +122,8 @@ async fn a_dropped_flow_is_reset_whoever_talks_and_new_ones_work() {
                     let mut rest = [0; 4096];
                     loop {
                         match client_reads.read(&mut rest).await {
-                            Ok(0) => panic!("an end that looks like an end"),
+                            // A socket tells its error once: to whoever asks first.
+                            Ok(0) => break told.get().expect("an end that looks like an end"),
                             Ok(_) => last = Instant::now(),
                             Err(error) => break error.kind(),
                         }
@@ -198,20 +204,25 @@ async fn a_transfer_that_is_dropped_is_reset() {
         let (mut client_reads, mut client_writes) = client.into_split();
         let upload = tokio::spawn(async move {
             let much = vec![1; 1 << 20];
-            while client_writes.write_all(&much).await.is_ok() {}
+            loop {
+                if let Err(error) = client_writes.write_all(&much).await {
+                    break error.kind();
+                }
+            }
         });
         let mut got = vec![0; 30 << 20];
         server.read_exact(&mut got).await.unwrap();
         let rule = Rule::new(hook, &format!("tcp sport {ours} tcp dport {theirs} drop"));
         let hear = tokio::spawn(async move { while server.read(&mut got).await.is_ok() {} });
         let start = Instant::now();
-        let error = timeout(Duration::from_secs(20), client_reads.read_u8()).await.unwrap();
+        let read = timeout(Duration::from_secs(20), client_reads.read_u8()).await.unwrap();
         let took = start.elapsed();
-        assert_eq!(error.unwrap_err().kind(), ErrorKind::ConnectionReset);
+        // A socket tells its error once: to whoever asks first.
+        let kinds = [read.unwrap_err().kind(), upload.await.unwrap()];
+        assert!(kinds.contains(&ErrorKind::ConnectionReset), "{kinds:?}");
         println!("{hook}, an upload: {took:?}");
         assert!(took < BOUND, "{took:?}");
         drop(rule);
-        upload.await.unwrap();
         hear.abort();
     }
 }
@@ -240,19 +251,26 @@ async fn a_closed_window_is_left_alone_and_its_loss_is_noticed() {
     let ours = server.peer_addr().unwrap().port();
     let (mut reads, mut writes) = client.split();
     let much = vec![1; 1 << 20];
-    let fill = async { while writes.write_all(&much).await.is_ok() {} };
+    let fill = async {
+        loop {
+            if let Err(error) = writes.write_all(&much).await {
+                break error.kind();
+            }
+        }
+    };
     let lost = async {
         sleep(Duration::from_secs(8)).await;
         let rule = Rule::new("input", &format!("tcp sport {ours} drop;tcp dport {ours} drop"));
         let start = Instant::now();
         let error = reads.read_u8().await.unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::ConnectionReset);
         drop(rule);
-        start.elapsed()
+        (error.kind(), start.elapsed())
     };
-    let ((), took) = timeout(Duration::from_secs(60), async { tokio::join!(fill, lost) })
-        .await
-        .expect("never noticed");
+    let both = async { tokio::join!(fill, lost) };
+    let (wrote, (read, took)) =
+        timeout(Duration::from_secs(60), both).await.expect("never noticed");
+    // A socket tells its error once: to whoever asks first.
+    assert!([wrote, read].contains(&ErrorKind::ConnectionReset), "{wrote:?}, {read:?}");
     println!("a closed window, then lost: {took:?}");
     drop(server);
 }

@@ -25,7 +25,11 @@ use crate::observe::passthrough::Direction;
 const BUFFER: usize = 64 * 1024;
 /// Reads in a row before the other flows of the worker get their turn.
 const TURNS: usize = 16;
-/// Reads of at least half the buffer, in a row, that make a direction a transfer.
+/// Reads of at least half the buffer, in a row, that make a direction a transfer. Measured
+/// (`cargo bench --bench splice`, Linux 6.18, CPU-milliseconds per MB, copied and spliced): messages
+/// of 4 KiB 2.57 and 2.86, of 16 KiB 0.66 and 0.66, of 32 KiB 0.37 and 0.34, of 64 KiB 0.34 and
+/// 0.28, of 256 KiB 0.26 and 0.13. So a pipe pays from half the buffer on, and a few such reads show
+/// that more will come.
 const TRANSFER: u8 = 4;
 
 thread_local! {

@@ -1,0 +1,123 @@
+//! From which size on `splice(2)` is cheaper than copying: what the switch from one to the other in
+//! `proxy::passthrough::pump` rests on.
+//!
+//! ```text
+//! cargo bench --bench splice
+//! ```
+//!
+//! One thread moves messages from one loopback connection to another, as a passthrough does, either
+//! through a buffer of 64 KiB or through a pipe; its own CPU time is what counts. Rounds are
+//! interleaved, and the median is printed.
+
+use std::{
+    io::{Read, Result, Write},
+    net::{TcpListener, TcpStream},
+    thread,
+};
+
+use jackstay::net::splice::Pipe;
+
+/// As `proxy::passthrough::pump` has it.
+const BUFFER: usize = 64 * 1024;
+/// Bytes of a message.
+const SIZES: [usize; 8] = [256, 1 << 10, 4 << 10, 16 << 10, 32 << 10, 64 << 10, 256 << 10, 4 << 20];
+/// Bytes of a sample, but no more messages than that.
+const BYTES: usize = 128 << 20;
+const MESSAGES: usize = 40_000;
+const ROUNDS: usize = 5;
+
+fn main() -> Result<()> {
+    if !std::env::args().any(|arg| arg == "--bench") {
+        println!("run by `cargo bench --bench splice`");
+        return Ok(());
+    }
+    println!("{:>12} {:>22} {:>22}", "message", "copied, CPU-ms per MB", "spliced, CPU-ms per MB");
+    for size in SIZES {
+        let (mut copied, mut spliced) = (Vec::new(), Vec::new());
+        for _ in 0..ROUNDS {
+            copied.push(sample(size, false)?);
+            spliced.push(sample(size, true)?);
+        }
+        println!("{size:>12} {:>22.3} {:>22.3}", median(copied), median(spliced));
+    }
+    Ok(())
+}
+
+fn median(mut samples: Vec<f64>) -> f64 {
+    samples.sort_by(f64::total_cmp);
+    samples[samples.len() / 2]
+}
+
+/// Milliseconds of CPU for each megabyte.
+fn sample(size: usize, splice: bool) -> Result<f64> {
+    let ((mut client, from), (to, mut server)) = (pair()?, pair()?);
+    let messages = (BYTES / size).clamp(8, MESSAGES);
+    let mover = thread::spawn(move || moved(from, to, splice));
+    let sink = thread::spawn(move || -> Result<()> {
+        let mut message = vec![0; size];
+        for _ in 0..messages {
+            server.read_exact(&mut message)?;
+            // One message at a time: the next one comes when this one has arrived.
+            server.write_all(&[1])?;
+        }
+        Ok(())
+    });
+    let message = vec![7; size];
+    for _ in 0..messages {
+        client.write_all(&message)?;
+        client.read_exact(&mut [0])?;
+    }
+    drop(client);
+    let used = mover.join().expect("no panic")?;
+    sink.join().expect("no panic")?;
+    Ok(used / 1e6 / ((messages * size) as f64 / 1e6))
+}
+
+/// Moves what comes until it ends, and an acknowledgement back for each message; nanoseconds of CPU.
+fn moved(mut from: TcpStream, mut to: TcpStream, splice: bool) -> Result<f64> {
+    let (mut back_from, mut back_to) = (to.try_clone()?, from.try_clone()?);
+    let back = thread::spawn(move || {
+        let mut byte = [0];
+        while back_from.read_exact(&mut byte).is_ok() && back_to.write_all(&byte).is_ok() {}
+    });
+    let before = cpu()?;
+    let mut pipe = Pipe::take()?;
+    let mut buffer = vec![0; BUFFER];
+    loop {
+        let n = if splice {
+            let n = pipe.fill(&from)?;
+            while pipe.held() > 0 {
+                pipe.drain(&to)?;
+            }
+            n
+        } else {
+            let n = from.read(&mut buffer)?;
+            to.write_all(&buffer[..n])?;
+            n
+        };
+        if n == 0 {
+            break;
+        }
+    }
+    let used = cpu()? - before;
+    to.shutdown(std::net::Shutdown::Both)?;
+    back.join().expect("no panic");
+    Ok(used)
+}
+
+/// What this thread has used, in nanoseconds (the kernel's documentation, scheduler/sched-stats).
+fn cpu() -> Result<f64> {
+    let text = std::fs::read_to_string("/proc/thread-self/schedstat")?;
+    let first = text.split(' ').next().and_then(|number| number.parse().ok());
+    first.ok_or_else(|| std::io::Error::other("no schedstat"))
+}
+
+fn pair() -> Result<(TcpStream, TcpStream)> {
+    let listener = TcpListener::bind(("127.0.0.1", 0))?;
+    let one = TcpStream::connect(listener.local_addr()?)?;
+    let (two, _) = listener.accept()?;
+    for stream in [&one, &two] {
+        stream.set_nodelay(true)?;
+    }
+    Ok((one, two))
+}

@@ -77,7 +77,12 @@ class Discovery(WithRig, unittest.TestCase):
 
         with Ended(rig.kubectl_start(admin, "get", "configmaps", "--watch-only", "--no-headers")) as kubectl:
             lines_of(kubectl, seen)
-            time.sleep(1)  # kubectl says nothing when its watch runs.
+
+            def runs():
+                # kubectl does not say when its watch begins: it shows what is made from then on.
+                rig.control.must("POST", "/api/v1/namespaces/default/configmaps", {"metadata": {"generateName": "first-"}})
+                return bool(seen)
+            wait_for("kubectl's watch to run", runs, 60)
             make()
             fourth = Apiserver(rig, "d", FOURTH)
             self.addCleanup(lambda: fourth.process.stop(timeout=70))

@@ -1,16 +1,10 @@
-//! Streams: many watches, watches cancelled by the thousand, readers that stop, and none left.
+//! Streams: many watches, watches cancelled by the thousand, and none left.
 
 use crate::hostile::join_all;
 use crate::support::{MAPS, World, map, soon, until};
 use http::Method;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
-
-/// Resident memory of this process, servers and clients of the test included.
-fn resident() -> usize {
-    let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
-    statm.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * 4096
-}
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn many_watches_use_few_connections_and_none_waits() {
@@ -110,68 +104,6 @@ async fn a_thousand_watches_cancelled_at_once() {
     assert_eq!(proxy.lost_connections().await, lost, "one came and went between two looks");
     assert!(!client.is_closed(), "no GOAWAY for the client");
     assert_eq!(counters.goaways.load(Relaxed), 0);
-}
-
-/// All on one upstream connection.
-#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn a_reader_that_stops_slows_nobody() {
-    let world = World::new(1);
-    let proxy = world.start_with(|config| config.upstreams[0].connections.max = 1).await;
-    let kind = jackstay::demo::kinds::find("", "v1", "configmaps").unwrap();
-    let big = |name: &str| {
-        let mut object = map(name, "1");
-        object["data"]["big"] = "x".repeat(10_000).into();
-        object
-    };
-    for n in 0..20 {
-        world.cluster.create(kind, "default", big(&format!("m{n}")), false).unwrap();
-    }
-    let lister = proxy.client(&world.certs.credentials()).await;
-    let lists = async || {
-        let start = Instant::now();
-        for _ in 0..100 {
-            let reply = soon("a list", lister.get(MAPS)).await.unwrap();
-            assert_eq!(reply.status, 200);
-        }
-        start.elapsed()
-    };
-    lists().await;
-    let alone = lists().await;
-    // Watches of all that is and will be, downloads without end: nobody reads them.
-    let idler = proxy.client(&world.certs.credentials()).await;
-    let mut stalled = Vec::new();
-    let memory = resident();
-    for _ in 0..10 {
-        for path in [&format!("{MAPS}?watch=1"), "/bytes?size=1000000000"] {
-            stalled.push(idler.send(Method::GET, path, &[], "").await.unwrap());
-        }
-    }
-    for round in 0..50 {
-        for n in 0..20 {
-            let place = jackstay::demo::cluster::Place {
-                kind,
-                namespace: "default",
-                name: &format!("m{n}"),
-            };
-            let change = |now: &serde_json::Value| {
-                let mut next = now.clone();
-                next["data"]["round"] = round.to_string().into();
-                Ok(next)
-            };
-            world.cluster.modify(place, false, change).unwrap();
-        }
-    }
-    let beside = lists().await;
-    let grown = resident().saturating_sub(memory) >> 20;
-    println!(
-        "100 LISTs alone {alone:?}, beside 20 stalled readers {beside:?}; {grown} MiB more resident"
-    );
-    assert_eq!(proxy.connections("identity-0").await.len(), 1);
-    assert!(beside < alone * 5, "{alone:?} alone, {beside:?} beside");
-    // 20 streams × (256 KiB here + 256 KiB there + the server's), and 20 MB of history.
-    assert!(grown < 100, "{grown} MiB");
-    drop(stalled);
-    assert_eq!(idler.get(MAPS).await.unwrap().status, 200);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]

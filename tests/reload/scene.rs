@@ -7,6 +7,7 @@ use jackstay::app::App;
 use jackstay::app::reload::{Fresh, Origin, Outcome};
 use jackstay::config::{self, Config, Overrides};
 use jackstay::demo::client::Client;
+use jackstay::demo::cluster::Place;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
@@ -80,8 +81,14 @@ impl Scene {
     pub fn write_map(&self) {
         let kind = jackstay::demo::kinds::find("", "v1", "configmaps").unwrap();
         let mut written = self.written.lock().unwrap();
-        let name = format!("m{}", written.len());
-        let map = self.world.cluster.create(kind, "default", map(&name, "1"), false).unwrap();
+        // One map: what a test adds to its servers grows with it.
+        let next = map("m0", &written.len().to_string());
+        let map = if written.is_empty() {
+            self.world.cluster.create(kind, "default", next, false).unwrap()
+        } else {
+            let place = Place { kind, namespace: "default", name: "m0" };
+            self.world.cluster.modify(place, false, |_| Ok(next)).unwrap()
+        };
         written.push(map.version);
     }
 }

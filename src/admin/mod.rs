@@ -27,6 +27,8 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 
+use crate::net::socket;
+
 /// Most connections at once; more wait in the kernel's backlog.
 pub const MAX_CONNECTIONS: usize = 64;
 
@@ -80,6 +82,15 @@ pub struct Part {
     pub detail: String,
 }
 
+/// Why nobody is answered on a socket any more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Left {
+    /// The endpoint has moved: whoever waits in the queue of the socket would be reset with it.
+    Moved,
+    /// Another process has the socket too, and its queue.
+    TakenOver,
+}
+
 /// A bound admin endpoint.
 #[derive(Debug)]
 pub struct Admin {
@@ -101,30 +112,25 @@ impl Admin {
         self.listener.local_addr()
     }
 
-    /// Answers until `left`, after which somebody else does on the same socket, and finishes what it
-    /// has begun. If it is dropped, its connections end with it.
-    pub async fn serve(self, facts: Arc<dyn Facts>, left: impl Future<Output = ()>) {
+    /// Answers until `left`, and finishes what it has begun. If it is dropped, its connections end
+    /// with it.
+    pub async fn serve(self, facts: Arc<dyn Facts>, left: impl Future<Output = Left>) {
         let mut left = pin!(left);
         let slots = Arc::new(Semaphore::new(MAX_CONNECTIONS));
         let mut connections = JoinSet::new();
-        loop {
+        let why = loop {
             let next = async {
                 let slot = Arc::clone(&slots).acquire_owned().await;
                 (slot, self.listener.accept().await)
             };
             let (slot, accepted) = tokio::select! {
                 biased;
-                () = &mut left => break,
+                why = &mut left => break why,
                 next = next => next,
             };
             match accepted {
                 Ok((stream, _)) => {
-                    let facts = Arc::clone(&facts);
-                    connections.spawn(async move {
-                        // A client that is too slow or sends garbage has only itself to tell.
-                        let _ = tokio::time::timeout(CONNECTION_TIME, answer(stream, facts)).await;
-                        drop(slot);
-                    });
+                    connections.spawn(within(stream, Arc::clone(&facts), slot));
                 }
                 Err(error) => {
                     tracing::warn!(%error, "admin endpoint cannot accept a connection");
@@ -132,9 +138,24 @@ impl Admin {
                 }
             }
             while connections.try_join_next().is_some() {}
+        };
+        if why == Left::Moved {
+            for (stream, _) in socket::close_and_take_queue(self.listener) {
+                let slot = Arc::clone(&slots).acquire_owned().await;
+                connections.spawn(within(stream, Arc::clone(&facts), slot));
+            }
+        } else {
+            drop(self.listener);
         }
         while connections.join_next().await.is_some() {}
     }
+}
+
+/// Answers one connection, as long as it may take.
+async fn within<S>(stream: TcpStream, facts: Arc<dyn Facts>, slot: S) {
+    // A client that is too slow or sends garbage has only itself to tell.
+    let _ = tokio::time::timeout(CONNECTION_TIME, answer(stream, facts)).await;
+    drop(slot);
 }
 
 async fn answer(stream: TcpStream, facts: Arc<dyn Facts>) {

@@ -19,7 +19,7 @@ use super::facts::Facts;
 use super::reload::{Attempt, Follower, Outcome, Request, changes};
 use super::takeover::{self, Door, Predecessor, Wish};
 use super::worker::{Assignment, Order, Part};
-use crate::admin::{Admin, CONNECTION_TIME, Facts as _};
+use crate::admin::{Admin, CONNECTION_TIME, Facts as _, Left};
 use crate::control::discovery::{self, Surroundings};
 use crate::control::{certificates, watchdog};
 use crate::net::footprint;
@@ -344,8 +344,8 @@ struct Tasks {
 struct Answering {
     socket: Arc<AdminSocket>,
     task: AbortHandle,
-    /// Dropped when somebody else answers there.
-    left: Option<oneshot::Sender<()>>,
+    /// Told when the endpoint has moved, dropped when somebody else answers there.
+    left: Option<oneshot::Sender<Left>>,
 }
 
 impl Tasks {
@@ -454,14 +454,20 @@ impl Tasks {
             }
         };
         let facts: Arc<dyn crate::admin::Facts> = Arc::clone(facts) as _;
-        let (sender, left) = oneshot::channel::<()>();
-        let left = async { drop(left.await) };
+        let (sender, left) = oneshot::channel();
+        let left = async { left.await.unwrap_or(Left::TakenOver) };
         let task = spawn_local(admin.serve(facts, left)).abort_handle();
         let now = Answering { socket: Arc::clone(socket), task, left: Some(sender) };
-        if let Some(before) = self.admin.replace(now) {
+        if let Some(Answering { socket, task, left }) = self.admin.replace(now) {
+            // The last copy is the task's, which empties its queue.
+            drop(socket);
+            if let Some(left) = left {
+                // A task that has ended asks nobody.
+                let _ = left.send(Left::Moved);
+            }
             spawn_local(async move {
                 sleep(CONNECTION_TIME).await;
-                before.task.abort();
+                task.abort();
             });
         }
     }

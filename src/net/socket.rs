@@ -12,6 +12,23 @@ use tokio::net::TcpStream;
 /// client on a node reconnect at once; the kernel lowers this to `net.core.somaxconn`.
 pub const BACKLOG: i32 = 1024;
 
+/// Closes a listening socket and takes what waits in its queue, which would be reset with it. A
+/// connection that is complete between the last look and the close still is.
+pub fn close_and_take_queue(listener: tokio::net::TcpListener) -> Vec<(TcpStream, SocketAddr)> {
+    let Ok(listener) = listener.into_std() else { return Vec::new() };
+    let mut queue = Vec::new();
+    for _ in 0..BACKLOG {
+        let Ok((stream, from)) = listener.accept() else { break };
+        queue.push((stream, from));
+    }
+    drop(listener);
+    let ready = |(stream, from): (std::net::TcpStream, SocketAddr)| {
+        stream.set_nonblocking(true).ok()?;
+        Some((TcpStream::from_std(stream).ok()?, from))
+    };
+    queue.into_iter().filter_map(ready).collect()
+}
+
 /// Opens a listening socket, ready for a runtime to take over.
 ///
 /// `shared` sets `SO_REUSEPORT`, so that each worker has a queue of its own. It stays off with one

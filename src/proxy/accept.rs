@@ -43,14 +43,8 @@ pub async fn until_drain(
     if closing.is_over() {
         return;
     }
-    let Ok(queue) = socket.into_std() else { return };
-    for _ in 0..socket::BACKLOG {
-        let Ok((stream, from)) = queue.accept() else { return };
-        if stream.set_nonblocking(true).is_ok()
-            && let Ok(stream) = TcpStream::from_std(stream)
-        {
-            admit(stream, from);
-        }
+    for (stream, from) in socket::close_and_take_queue(socket) {
+        admit(stream, from);
     }
 }
 

@@ -97,6 +97,10 @@ pub fn listen_beside(
     options: &Listening,
     ours: &[&std::net::TcpListener],
 ) -> io::Result<std::net::TcpListener> {
+    if ours.is_empty() {
+        // The kernel remembers the option of the first bind for the port: it must not be a rule.
+        return listen_as(address, options);
+    }
     let mut before = Vec::new();
     for socket in ours {
         let socket = SockRef::from(*socket);
@@ -257,6 +261,10 @@ mod tests {
             assert_eq!(result.unwrap_err().kind(), io::ErrorKind::AddrInUse);
         };
         in_use(listen(wildcard, false));
+        // With nothing of ours in the way, nobody can come in beside it, nor it beside others.
+        let alone = listen_beside("127.0.0.1:0".parse().unwrap(), &plain, &[]).unwrap();
+        in_use(listen(alone.local_addr().unwrap(), true));
+        in_use(listen_beside(at, &plain, &[]));
         // Somebody else's address is in the way of a wildcard, ours or not.
         let mut others = at;
         others.set_ip("127.0.0.9".parse().unwrap());

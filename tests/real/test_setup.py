@@ -208,6 +208,12 @@ class NewUser(WithRig, unittest.TestCase):
         first = report["findings"][0]
         self.assertEqual(first["cause"], "sick_endpoint", report["findings"])
         self.assertIn(ADDRESSES["b"], first["what"])
+
+        def listed():
+            # Without etcd its lease may have run out, and doctor asks the cluster who is there.
+            found = self.rig.kubectl(given, "get", "endpoints", "kubernetes", "-o", "jsonpath={.subsets[*].addresses[*].ip}")
+            return set(found.stdout.split()) == set(ADDRESSES.values())
+        wait_for("every apiserver to be an endpoint of the cluster", listed, 60)
         apiserver = self.rig.apiservers["b"]
         apiserver.pause()
         try:

@@ -3,7 +3,8 @@
 //! One descriptor travels with one byte, so that the stream shows how many there are and a reader
 //! cannot take two for one. Both ends may be non-blocking: `WouldBlock` means that nothing was moved.
 
-use std::io;
+use std::io::{self, IoSliceMut};
+use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
@@ -32,33 +33,48 @@ fn sizes() -> (usize, usize) {
     (space as usize, length as usize)
 }
 
+/// A message of one buffer with room for one descriptor beside it. It points into what it was made
+/// of, and borrows that for as long as it lives.
+struct Message<'a> {
+    header: libc::msghdr,
+    _buffers: PhantomData<&'a mut Control>,
+}
+
+impl<'a> Message<'a> {
+    fn new(carrier: &'a mut IoSliceMut<'_>, control: &'a mut Control) -> Self {
+        let (space, _) = sizes();
+        // SAFETY: `msghdr` is a C struct for which zeroes are a value: no name, no buffers.
+        #[allow(unsafe_code)]
+        let mut header: libc::msghdr = unsafe { MaybeUninit::zeroed().assume_init() };
+        // An `IoSliceMut` is an `iovec` by its documentation.
+        header.msg_iov = (&raw mut *carrier).cast();
+        header.msg_iovlen = 1;
+        header.msg_control = (&raw mut *control).cast();
+        header.msg_controllen = space as _;
+        Self { header, _buffers: PhantomData }
+    }
+}
+
 /// Sends a copy of one descriptor.
 ///
 /// # Errors
 /// What the kernel says.
 pub fn send(socket: BorrowedFd<'_>, descriptor: BorrowedFd<'_>) -> io::Result<()> {
-    let (space, length) = sizes();
-    let mut byte = CARRIER;
-    let mut carrier = libc::iovec { iov_base: (&raw mut byte).cast(), iov_len: 1 };
-    let mut control = Control::new();
-    // SAFETY: `msghdr` is a C struct for which zeroes are a value: no name, no buffers.
-    #[allow(unsafe_code)]
-    let mut message: libc::msghdr = unsafe { MaybeUninit::zeroed().assume_init() };
-    message.msg_iov = &raw mut carrier;
-    message.msg_iovlen = 1;
-    message.msg_control = (&raw mut control).cast();
-    message.msg_controllen = space as _;
-    // SAFETY: `msg_control` points to 64 aligned bytes, of which `space` (24 on 64-bit Linux) are
-    // declared, so that the first header is not null and has room for one descriptor. Every buffer
-    // lives until sendmsg(2) has returned.
+    let (_, length) = sizes();
+    let mut byte = [CARRIER];
+    let (mut carrier, mut control) = (IoSliceMut::new(&mut byte), Control::new());
+    let message = Message::new(&mut carrier, &mut control);
+    // SAFETY: the message points to live buffers; of the 64 aligned bytes for ancillary data it
+    // declares those that one descriptor takes (24 on 64-bit Linux), so that the first header is not
+    // null and has room for one. sendmsg(2) reads them and keeps nothing.
     #[allow(unsafe_code)]
     let sent = unsafe {
-        let header = libc::CMSG_FIRSTHDR(&raw const message);
+        let header = libc::CMSG_FIRSTHDR(&raw const message.header);
         (*header).cmsg_level = libc::SOL_SOCKET;
         (*header).cmsg_type = libc::SCM_RIGHTS;
         (*header).cmsg_len = length as _;
         libc::CMSG_DATA(header).cast::<RawFd>().write_unaligned(descriptor.as_raw_fd());
-        libc::sendmsg(socket.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL)
+        libc::sendmsg(socket.as_raw_fd(), &raw const message.header, libc::MSG_NOSIGNAL)
     };
     if sent == 1 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
@@ -69,33 +85,27 @@ pub fn send(socket: BorrowedFd<'_>, descriptor: BorrowedFd<'_>) -> io::Result<()
 /// What the kernel says; `UnexpectedEof` if the other side is gone; `InvalidData` if what came has
 /// no descriptor, or more than one.
 pub fn receive(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
-    let (space, length) = sizes();
-    let mut byte = 0_u8;
-    let mut carrier = libc::iovec { iov_base: (&raw mut byte).cast(), iov_len: 1 };
-    let mut control = Control::new();
-    // SAFETY: as in `send`.
+    let (_, length) = sizes();
+    let mut byte = [0];
+    let (mut carrier, mut control) = (IoSliceMut::new(&mut byte), Control::new());
+    let mut message = Message::new(&mut carrier, &mut control);
+    // SAFETY: the kernel writes at most as much as the message declares into the live buffers that
+    // it points to, and keeps nothing.
     #[allow(unsafe_code)]
-    let mut message: libc::msghdr = unsafe { MaybeUninit::zeroed().assume_init() };
-    message.msg_iov = &raw mut carrier;
-    message.msg_iovlen = 1;
-    message.msg_control = (&raw mut control).cast();
-    message.msg_controllen = space as _;
-    // SAFETY: the kernel writes at most one byte and `space` bytes of ancillary data into buffers
-    // that live until recvmsg(2) has returned.
-    #[allow(unsafe_code)]
-    let read =
-        unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC) };
+    let read = unsafe {
+        libc::recvmsg(socket.as_raw_fd(), &raw mut message.header, libc::MSG_CMSG_CLOEXEC)
+    };
     match read {
         0 => return Err(io::ErrorKind::UnexpectedEof.into()),
         1 => {}
         _ => return Err(io::Error::last_os_error()),
     }
-    // SAFETY: the kernel has filled in as much of `control` as `msg_controllen` says now;
+    // SAFETY: the kernel has filled in as much ancillary data as `msg_controllen` says now;
     // CMSG_FIRSTHDR is null if that is less than a header. A header of this level, type and length
     // is followed by one descriptor, which is new and nobody's but ours.
     #[allow(unsafe_code)]
     let received = unsafe {
-        let header = libc::CMSG_FIRSTHDR(&raw const message);
+        let header = libc::CMSG_FIRSTHDR(&raw const message.header);
         if header.is_null()
             || (*header).cmsg_level != libc::SOL_SOCKET
             || (*header).cmsg_type != libc::SCM_RIGHTS
@@ -108,7 +118,7 @@ pub fn receive(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
         }
     };
     // Those that did not fit were closed by the kernel.
-    let whole = message.msg_flags & libc::MSG_CTRUNC == 0 && byte == CARRIER;
+    let whole = message.header.msg_flags & libc::MSG_CTRUNC == 0 && byte == [CARRIER];
     received
         .filter(|_| whole)
         .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "not one descriptor"))

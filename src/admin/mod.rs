@@ -24,7 +24,7 @@ use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::JoinSet;
 
 use crate::net::socket;
@@ -119,10 +119,7 @@ impl Admin {
         let slots = Arc::new(Semaphore::new(MAX_CONNECTIONS));
         let mut connections = JoinSet::new();
         let why = loop {
-            let next = async {
-                let slot = Arc::clone(&slots).acquire_owned().await;
-                (slot, self.listener.accept().await)
-            };
+            let next = async { (slot(&slots).await, self.listener.accept().await) };
             let (slot, accepted) = tokio::select! {
                 biased;
                 why = &mut left => break why,
@@ -141,8 +138,7 @@ impl Admin {
         };
         if why == Left::Moved {
             for (stream, _) in socket::close_and_take_queue(self.listener) {
-                let slot = Arc::clone(&slots).acquire_owned().await;
-                connections.spawn(within(stream, Arc::clone(&facts), slot));
+                connections.spawn(within(stream, Arc::clone(&facts), slot(&slots).await));
             }
         } else {
             drop(self.listener);
@@ -151,8 +147,13 @@ impl Admin {
     }
 }
 
+/// Waits for one of the [`MAX_CONNECTIONS`]. None would mean that there is no bound: nobody closes it.
+async fn slot(slots: &Arc<Semaphore>) -> Option<OwnedSemaphorePermit> {
+    Arc::clone(slots).acquire_owned().await.ok()
+}
+
 /// Answers one connection, as long as it may take.
-async fn within<S>(stream: TcpStream, facts: Arc<dyn Facts>, slot: S) {
+async fn within(stream: TcpStream, facts: Arc<dyn Facts>, slot: Option<OwnedSemaphorePermit>) {
     // A client that is too slow or sends garbage has only itself to tell.
     let _ = tokio::time::timeout(CONNECTION_TIME, answer(stream, facts)).await;
     drop(slot);

@@ -61,6 +61,10 @@ fn start(alive: bool, ready: bool) -> SocketAddr {
 async fn send(address: SocketAddr, bytes: &[u8]) -> String {
     let mut stream = TcpStream::connect(address).await.expect("it listens");
     stream.write_all(bytes).await.expect("it reads");
+    answer_on(stream).await
+}
+
+async fn answer_on(mut stream: TcpStream) -> String {
     let mut answer = Vec::new();
     // Until the end: the server closes after one answer. It may do so with a reset.
     let _ = stream.read_to_end(&mut answer).await;
@@ -172,4 +176,46 @@ async fn silent_connections_give_their_slots_back() {
     }
     // Time is paused: it jumps whenever nothing else can run, so this ends at the head timeouts.
     assert_eq!(ask(address, "GET", "/livez").await.0, 200);
+}
+
+/// A socket that is left with more in its queue than are answered at once: nobody has accepted.
+async fn left_with_a_queue(why: Left) -> (SocketAddr, Vec<TcpStream>, std::net::TcpListener) {
+    let socket = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let copy = socket.try_clone().expect("a descriptor");
+    let admin = Admin::from_std(socket).expect("a socket");
+    let address = admin.local_addr().expect("an address");
+    let mut queue = Vec::new();
+    for _ in 0..MAX_CONNECTIONS + 10 {
+        let mut stream = TcpStream::connect(address).await.expect("the backlog takes it");
+        let request = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n";
+        stream.write_all(request).await.expect("the kernel takes it");
+        queue.push(stream);
+    }
+    tokio::spawn(admin.serve(Arc::new(Fake { alive: true, ready: true }), async move { why }));
+    (address, queue, copy)
+}
+
+#[tokio::test]
+async fn who_waits_in_the_queue_of_a_socket_that_moves_is_answered() {
+    let (address, queue, copy) = left_with_a_queue(Left::Moved).await;
+    // As the caller does: the last copy is the one that is served.
+    drop(copy);
+    for stream in queue {
+        let answer = answer_on(stream).await;
+        assert!(answer.starts_with("HTTP/1.1 200 "), "{answer:?}");
+    }
+    let refused = TcpStream::connect(address).await.expect_err("it is closed");
+    assert_eq!(refused.kind(), io::ErrorKind::ConnectionRefused);
+}
+
+#[tokio::test]
+async fn the_queue_of_a_socket_that_is_taken_over_is_left_to_the_next() {
+    let (_, queue, copy) = left_with_a_queue(Left::TakenOver).await;
+    let next = Admin::from_std(copy).expect("a socket");
+    let facts = Arc::new(Fake { alive: false, ready: true });
+    tokio::spawn(next.serve(facts, std::future::pending()));
+    for stream in queue {
+        let answer = answer_on(stream).await;
+        assert!(answer.starts_with("HTTP/1.1 503 "), "by the next one: {answer:?}");
+    }
 }

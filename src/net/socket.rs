@@ -226,6 +226,8 @@ fn set_tcp_option(
 mod tests {
     use super::super::outgoing::Outgoing;
     use super::*;
+    use std::io::Read as _;
+    use tokio::io::AsyncWriteExt as _;
 
     #[tokio::test]
     async fn a_connection_carries_the_options() {
@@ -284,6 +286,26 @@ mod tests {
         in_use(listen(at, false));
         let third = std::net::TcpStream::connect(at).unwrap();
         assert_eq!(narrow.accept().unwrap().1, third.local_addr().unwrap());
+    }
+
+    #[tokio::test]
+    async fn a_socket_that_is_closed_leaves_nobody_in_its_queue() {
+        let socket = listen("127.0.0.1:0".parse().unwrap(), false).unwrap();
+        let at = socket.local_addr().unwrap();
+        let mut clients: Vec<_> =
+            (0..20).map(|_| std::net::TcpStream::connect(at).unwrap()).collect();
+        let queue = close_and_take_queue(tokio::net::TcpListener::from_std(socket).unwrap());
+        let gone = std::net::TcpStream::connect(at).unwrap_err();
+        assert_eq!(gone.kind(), io::ErrorKind::ConnectionRefused);
+        assert_eq!(queue.len(), clients.len());
+        for ((mut stream, from), client) in queue.into_iter().zip(&mut clients) {
+            assert_eq!(from, client.local_addr().unwrap());
+            // A runtime can wait on it, and it still carries bytes.
+            stream.write_all(b"hello").await.unwrap();
+            let mut told = [0; 5];
+            client.read_exact(&mut told).unwrap();
+            assert_eq!(&told, b"hello");
+        }
     }
 
     #[tokio::test]

@@ -63,3 +63,31 @@ fn is_of_one_connection(error: &io::Error) -> bool {
             | io::ErrorKind::WouldBlock
     )
 }
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::super::closing::Closer;
+    use super::*;
+
+    /// How many of five are admitted that wait in the queue when the end comes.
+    async fn admitted(end: impl FnOnce(&Closer)) -> usize {
+        let socket = socket::listen("127.0.0.1:0".parse().unwrap(), false).unwrap();
+        let at = socket.local_addr().unwrap();
+        let _clients: Vec<_> =
+            (0..5).map(|_| std::net::TcpStream::connect(at).unwrap()).collect();
+        let (closer, closing) = Closer::new();
+        end(&closer);
+        let count = Cell::new(0);
+        let admit = |_, _| count.set(count.get() + 1);
+        until_drain(TcpListener::from_std(socket).unwrap(), closing, "l", admit).await;
+        count.get()
+    }
+
+    #[tokio::test]
+    async fn who_waits_when_the_drain_begins_is_served_and_who_is_another_s_is_left() {
+        assert_eq!(admitted(|closer| closer.drain(Duration::ZERO)).await, 5);
+        assert_eq!(admitted(Closer::close).await, 0);
+    }
+}

@@ -170,6 +170,11 @@ impl Follower {
     /// Every mistake in it.
     pub fn read(&mut self) -> Result<Config, Vec<String>> {
         self.read = files::stamp(&self.origin.file);
+        if std::fs::metadata(&self.origin.file).is_ok_and(|metadata| !metadata.is_file()) {
+            // A start may read a pipe; a second time it would hold up everything on this thread.
+            let file = self.origin.file.display();
+            return Err(vec![format!("{file}: not a regular file: it cannot be read again")]);
+        }
         let Fresh { config, warnings } = (self.origin.read)()?;
         for warning in warnings {
             tracing::warn!("{warning}");

@@ -16,6 +16,7 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use super::witness::Witness;
 use crate::config::Readyz;
+use crate::net::bounded_file;
 use crate::upstream::connection::Connection;
 use crate::upstream::credentials::Class;
 use crate::upstream::dial::dial_h2;
@@ -41,6 +42,8 @@ const PROOF_PAUSE: Duration = Duration::from_millis(200);
 const RECONNECT_TICK: Duration = Duration::from_millis(50);
 /// Bytes of an answer that are read to tell what failed.
 const MAX_ANSWER: usize = 16 * 1024;
+/// Largest token file read.
+const MAX_TOKEN_FILE: u64 = 64 << 10;
 
 /// What a probe found.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -338,7 +341,7 @@ pub fn judge(status: StatusCode, body: &str, path: &str) -> Finding {
 }
 
 fn token(config: &Readyz) -> Option<HeaderValue> {
-    let text = std::fs::read_to_string(config.token_file.as_ref()?).ok()?;
+    let text = bounded_file::read_text(config.token_file.as_ref()?, MAX_TOKEN_FILE).ok()?;
     let mut value = HeaderValue::from_str(&format!("Bearer {}", text.trim())).ok()?;
     value.set_sensitive(true);
     Some(value)

@@ -4,6 +4,7 @@
 
 pub mod allocator;
 pub mod anyone;
+pub mod bounded_file;
 pub mod cork;
 pub mod descriptors;
 pub mod footprint;

@@ -9,7 +9,7 @@ mod certificate;
 use std::collections::hash_map::DefaultHasher;
 use std::fmt;
 use std::hash::{Hash, Hasher};
-use std::io::Read;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -20,6 +20,7 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::sign::CertifiedKey;
 
 pub use self::certificate::{CertInfo, Subject, Validity, cert_info};
+use super::bounded_file;
 use crate::config::CertPaths;
 
 /// Largest PEM file read: the bundle of all public CAs is about 250 KiB.
@@ -213,20 +214,13 @@ fn no_key(path: &Path, pem: &[u8], error: &rustls::pki_types::pem::Error) -> Tls
     TlsFileError::broken(path, message)
 }
 
-/// Reads a regular file of bounded size: a pipe or a device would block or never end.
 fn read(path: &Path) -> Result<Vec<u8>, TlsFileError> {
-    let metadata = std::fs::metadata(path).map_err(|e| TlsFileError::io(path, &e))?;
-    if !metadata.is_file() {
-        return Err(TlsFileError::at(path, Problem::Unreadable, "not a regular file"));
-    }
-    let mut bytes = Vec::new();
-    std::fs::File::open(path)
-        .and_then(|file| file.take(MAX_FILE + 1).read_to_end(&mut bytes))
-        .map_err(|e| TlsFileError::io(path, &e))?;
-    if bytes.len() as u64 > MAX_FILE {
-        return Err(TlsFileError::broken(path, "larger than 4 MiB: not a certificate or key"));
-    }
-    Ok(bytes)
+    bounded_file::read(path, MAX_FILE).map_err(|error| match error.kind() {
+        io::ErrorKind::FileTooLarge => {
+            TlsFileError::broken(path, "larger than 4 MiB: not a certificate or key")
+        }
+        _ => TlsFileError::io(path, &error),
+    })
 }
 
 fn fingerprint(parts: &[&[u8]]) -> u64 {

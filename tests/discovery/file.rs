@@ -3,6 +3,7 @@
 use crate::support::{Proxy, World, until};
 use crate::traffic::{Traffic, set, set_is, source, told};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 /// Writes the file as operators' tools do: a new one, renamed over the old.
@@ -52,10 +53,17 @@ async fn what_cannot_be_changes_nothing_and_is_told() {
         assert_eq!(after["last_success"], before["last_success"], "{words}");
         let ready = proxy.page("/readyz").await;
         assert!(ready.starts_with("HTTP/1.1 200"), "{ready}");
-        assert!(ready.contains("source control-plane/file"), "{ready}");
+        // Its last success, how long ago, and what is wrong since.
+        let source = ready.lines().find(|line| line.contains("source control-plane/file"));
+        let source = source.unwrap_or_else(|| panic!("{ready}"));
+        assert!(source.starts_with("[-]") && source.contains(": 2 endpoints, "), "{source}");
+        assert!(source.contains(" s ago; an empty answer changes nothing: "), "{source}");
     }
     std::fs::remove_file(&path).unwrap();
     until("the file is missed", async || told(&proxy, "file", "No such file").await).await;
+    // A pipe that nobody writes to: everything beside it goes on.
+    assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
+    until("the pipe is told", async || told(&proxy, "file", "not a regular file").await).await;
 
     // Ourselves and nonsense among what is good: those are left out, and the rest is taken.
     let mixed = vec![own, addresses[0].clone(), "x".into()];

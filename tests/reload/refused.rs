@@ -7,6 +7,7 @@ use jackstay::config::{CertPaths, Config};
 use jackstay::demo::pki::Pki;
 use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
+use std::process::Command;
 use std::sync::LazyLock;
 
 /// Breaks a configuration; where, in the message.
@@ -106,12 +107,14 @@ async fn every_error_keeps_what_runs() {
     }
     std::fs::remove_file(&scene.file).unwrap();
     expect_refusal(&scene, "cannot read the configuration: No such file").await;
+    assert!(Command::new("mkfifo").arg(&scene.file).status().unwrap().success());
+    expect_refusal(&scene, "not a regular file: it cannot be read again").await;
     traffic.goes_on().await;
     watch.is_whole(&scene).await;
     assert_eq!(scene.proxy.connections("identity-0").await, connections);
     assert_eq!(body(&scene.proxy.page("/config").await), effective);
 
-    let failed = BREAKS.len() + 5;
+    let failed = BREAKS.len() + 6;
     let counted = scene.proxy.metric(r#"jackstay_config_reloads_total{outcome="failed"}"#).await;
     assert!((counted - failed as f64).abs() < 0.1, "{counted} of {failed}");
     assert!(scene.proxy.metric("jackstay_config_last_reload_successful").await < 0.5);

@@ -4,8 +4,6 @@
 //! mounted directory are seen alike. Names are refused: they belong in `endpoints`, which are
 //! looked up.
 
-use std::fs::File;
-use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
@@ -15,6 +13,7 @@ use super::objects::Said;
 use crate::config::EndpointAddress;
 use crate::control::certificates::ticks;
 use crate::control::files::Watched;
+use crate::net::bounded_file;
 use crate::upstream::sources::Source;
 
 /// Largest file read.
@@ -43,14 +42,8 @@ pub async fn follow(path: PathBuf, board: Rc<Board>) {
 /// # Errors
 /// It cannot be read or is too large, with its path.
 pub fn read(path: &Path) -> Result<String, String> {
-    let fail = |why: String| format!("{}: {why}", path.display());
-    let file = File::open(path).map_err(|error| fail(error.to_string()))?;
-    let mut text = String::new();
-    let size = file.take(MAX_FILE + 1).read_to_string(&mut text);
-    match size.map_err(|error| fail(error.to_string()))? as u64 {
-        0..=MAX_FILE => Ok(text),
-        _ => Err(fail(format!("larger than {MAX_FILE} bytes"))),
-    }
+    let text = bounded_file::read_text(path, MAX_FILE);
+    text.map_err(|error| format!("{}: {error}", path.display()))
 }
 
 /// What the file says.

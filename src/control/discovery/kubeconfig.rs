@@ -13,10 +13,13 @@ use http::HeaderValue;
 use kube::config::Kubeconfig;
 use serde_json::Value;
 
+use crate::net::bounded_file;
 use crate::net::tls_files::{self, LoadedCert};
 
 /// Largest token read: the apiserver takes no header above 1 MiB.
 const MAX_TOKEN: usize = 64 << 10;
+/// Largest file read, a kubeconfig with the certificates of many clusters.
+const MAX_FILE: u64 = 16 << 20;
 
 /// What is shown to an apiserver.
 #[derive(Debug)]
@@ -60,7 +63,7 @@ impl Token {
             Self::None => Ok(None),
             Self::Fixed(value) => Ok(Some(value.clone())),
             Self::File(path) => {
-                let text = std::fs::read_to_string(path)
+                let text = bounded_file::read_text(path, MAX_FILE)
                     .map_err(|error| format!("token file {}: {error}", path.display()))?;
                 let token = bearer(&text);
                 token.map(Some).map_err(|why| format!("token file {}: {why}", path.display()))
@@ -89,7 +92,7 @@ fn bearer(text: &str) -> Result<HeaderValue, String> {
 /// What is wrong, in words for whoever wrote the file; never a part of a secret.
 pub fn load(path: &Path) -> Result<User, String> {
     let fail = |why: String| format!("{}: {why}", path.display());
-    let text = std::fs::read_to_string(path).map_err(|error| fail(error.to_string()))?;
+    let text = bounded_file::read_text(path, MAX_FILE).map_err(|error| fail(error.to_string()))?;
     // The parser's own words may quote what stands beside a mistake.
     let config = Kubeconfig::from_yaml(&text)
         .map_err(|_| fail("not a kubeconfig: it cannot be parsed".into()))?;
@@ -172,7 +175,7 @@ impl Fields<'_> {
                     .map_err(|_| format!("{kind}-data is not base64"));
             }
             let Some(path) = self.path(kind) else { return Ok(None) };
-            let pem = std::fs::read(&path)
+            let pem = bounded_file::read(&path, MAX_FILE)
                 .map_err(|error| format!("{kind}: {}: {error}", path.display()))?;
             files.push(path.clone());
             Ok(Some((path, pem)))

@@ -141,7 +141,7 @@ fn says_what_is_wrong_with_a_file() {
     for (cert, key, expected) in [
         ("none", "k", "cannot read none: No such file or directory"),
         ("c", "none", "cannot read none: No such file or directory"),
-        ("dir", "k", "dir: not a regular file"),
+        ("dir", "k", "cannot read dir: not a regular file"),
         ("c", "other", "other: the private key does not belong to the certificate in c"),
         (
             "chain",

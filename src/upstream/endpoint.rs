@@ -52,6 +52,8 @@ pub struct Endpoint {
     pub metrics: Arc<EndpointMetrics>,
     facts: Mutex<Facts>,
     state: AtomicU8,
+    /// Live connections of all workers and of the prober. It changes while `facts` is held, so that
+    /// the last one that goes and the first one that comes are told apart.
     live: AtomicUsize,
     /// Handshakes under way: TCP is up, TLS or the first PONG is not.
     handshakes: AtomicUsize,
@@ -243,25 +245,26 @@ impl Endpoint {
 
     /// A connection to it became live. Its statistics show up in the status as long as they live.
     pub fn connection_opened(&self, stats: &Arc<ConnectionStats>) {
-        self.live.fetch_add(1, Ordering::Relaxed);
         let mut list = self.connections.lock().unwrap_or_else(PoisonError::into_inner);
         list.retain(|known| known.strong_count() > 0);
         list.push(Arc::downgrade(stats));
         drop(list);
-        self.connected();
+        self.update(|facts| {
+            self.live.fetch_add(1, Ordering::Relaxed);
+            facts.connected();
+        });
     }
 
     /// A connection that [`Self::connection_opened`] counted takes no new streams any more. With
     /// the last one goes what was known: what comes back may be another process, and is not ready
     /// until it says so.
     pub fn connection_closed(&self) {
-        if self.live.fetch_sub(1, Ordering::Relaxed) == 1 {
-            self.update(|facts| {
-                if facts.transport == Transport::Up {
-                    facts.transport = Transport::Unknown;
-                }
-            });
-        }
+        self.update(|facts| {
+            let last = self.live.fetch_sub(1, Ordering::Relaxed) == 1;
+            if last && facts.transport == Transport::Up {
+                facts.transport = Transport::Unknown;
+            }
+        });
     }
 
     /// How often it has died: was up, and was then ejected. What leads there from before has died
@@ -398,6 +401,7 @@ impl Drop for FlowGuard {
 mod tests {
     use super::*;
     use crate::observe::Metrics;
+    use crate::upstream::credentials::Class;
 
     #[test]
     fn a_state_survives_its_number() {
@@ -431,5 +435,33 @@ mod tests {
         assert_eq!(endpoint.state(), EndpointState::Connecting);
         endpoint.readyz_ok();
         assert!(!whole(&endpoint), "back from an ejection");
+    }
+
+    /// The workers and the prober hear of the same events, each in its own thread.
+    #[test]
+    fn who_has_a_connection_is_connected_whatever_others_lose_at_that_moment() {
+        let address = EndpointAddress { host: "10.0.0.1".into(), port: 6443 };
+        let metrics = Metrics::new().endpoint("u", "e");
+        let endpoint = Endpoint::new(&"u".into(), &address, None, metrics).unwrap();
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    for _ in 0..20_000 {
+                        let now = Instant::now();
+                        let stats = ConnectionStats::new(Class::Anonymous, None, None, now);
+                        endpoint.connection_opened(&stats);
+                        assert_eq!(endpoint.facts().transport, Transport::Up);
+                        endpoint.connection_closed();
+                    }
+                });
+            }
+            scope.spawn(|| {
+                for _ in 0..20_000 {
+                    let refused = ConnectFailure::Refused("no".into());
+                    endpoint.connect_failed(refused, Instant::now());
+                }
+            });
+        });
+        assert_ne!(endpoint.facts().transport, Transport::Up, "nothing lives");
     }
 }

@@ -12,7 +12,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::Endpoint;
-use super::state::{ConnectFailure, Course, Readyz, Transport, backoff};
+use super::state::{ConnectFailure, Facts, Transport, backoff};
 
 /// A connect that is only slow gets more time on each try, up to this.
 const CONNECT_TIMEOUT_MAX: Duration = Duration::from_secs(10);
@@ -54,23 +54,12 @@ impl Endpoint {
 
     /// A fresh connection is up: TCP, TLS and the first PONG.
     pub fn connected(&self) {
-        self.update(|facts| {
-            facts.failures = 0;
-            facts.slow_failures = 0;
-            facts.silent = None;
-            facts.course = Course::Alive;
-            if facts.transport != Transport::Up {
-                // What was known of its readiness was known of an earlier life.
-                facts.readyz = Readyz::Unknown;
-                facts.transport = Transport::Up;
-            }
-        });
+        self.update(Facts::connected);
     }
 
     /// A fresh connect failed. With no live connection left that is the end of the endpoint;
     /// with one it is noted and tried again later.
     pub fn connect_failed(&self, failure: ConnectFailure, now: Instant) {
-        let live = self.live.load(Ordering::Relaxed);
         self.update(|facts| {
             facts.failures = facts.failures.saturating_add(1);
             facts.tried = Some(now);
@@ -79,7 +68,7 @@ impl Endpoint {
             if matches!(failure, ConnectFailure::Slow(_)) {
                 facts.slow_failures = facts.slow_failures.saturating_add(1);
             }
-            if live == 0 {
+            if self.live.load(Ordering::Relaxed) == 0 {
                 facts.transport = match failure {
                     ConnectFailure::Refused(why) | ConnectFailure::Slow(why) => {
                         Transport::Down(why)

@@ -148,6 +148,19 @@ pub(super) enum Readyz {
 }
 
 impl Facts {
+    /// A fresh connection is up.
+    pub(super) fn connected(&mut self) {
+        self.failures = 0;
+        self.slow_failures = 0;
+        self.silent = None;
+        self.course = Course::Alive;
+        if self.transport != Transport::Up {
+            // What was known of its readiness was known of an earlier life.
+            self.readyz = Readyz::Unknown;
+            self.transport = Transport::Up;
+        }
+    }
+
     pub(super) fn state(&self) -> (EndpointState, &str) {
         match (&self.transport, &self.readyz) {
             _ if self.leaving => (EndpointState::Leaving, "removed from the set"),

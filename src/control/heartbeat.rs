@@ -1,8 +1,9 @@
 //! Logs a loop that has not turned: a thread of its own, so that a stuck loop cannot hide itself.
 //!
-//! Every loop that keeps the picture of the world true beats on a [`Pulse`] each time it turns, at
-//! least once a second. One that has not beaten for [`STUCK_AFTER`] is logged once, and once more
-//! when it turns again.
+//! A loop that keeps the set of an upstream true beats on a [`Pulse`] each time it turns, at least
+//! once a second. One that has not beaten for [`STUCK_AFTER`] is logged once, and once more when it
+//! turns again. Sources, probes and certificates have the same thread: what holds up that is seen in
+//! these loops.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak, mpsc};
@@ -72,6 +73,17 @@ impl Heartbeats {
     }
 }
 
+#[cfg(test)]
+impl Heartbeats {
+    /// How often each loop has turned.
+    pub(super) fn beats(&self) -> Vec<(String, u64)> {
+        let list = self.list.lock().expect("no panic");
+        let beats =
+            |watched: &Watched| watched.pulse.upgrade().map(|p| p.0.load(Ordering::Relaxed));
+        list.iter().map(|watched| (watched.name.clone(), beats(watched).unwrap_or(0))).collect()
+    }
+}
+
 fn watch(list: &List, name: &str) -> Arc<Pulse> {
     let pulse = Arc::new(Pulse::default());
     let watched = Watched {
@@ -125,10 +137,13 @@ fn look(list: &List, now: Instant) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::LogFormat;
+    use crate::observe::log::tests::Captured;
 
     #[test]
     fn a_loop_that_stands_still_is_told_and_forgotten_with_its_pulse() {
-        let list = List::default();
+        let (list, captured) = (List::default(), Captured::default());
+        let look = |list: &List, now| captured.during(LogFormat::Text, || look(list, now));
         let (turning, still) = (watch(&list, "turning"), watch(&list, "still"));
         let start = Instant::now();
         for second in 1..10 {
@@ -137,9 +152,15 @@ mod tests {
             let expected: &[&str] = if second >= 5 { &["still"] } else { &[] };
             assert_eq!(stuck(&list), expected, "after {second} s");
         }
+        let told = captured.lines();
+        assert_eq!(told.len(), 1, "once: {told:?}");
+        assert!(told[0].contains("ERROR a loop has not turned") && told[0].contains("still"));
         still.beat();
         look(&list, start + Duration::from_secs(10));
         assert!(stuck(&list).is_empty());
+        let told = captured.lines();
+        assert_eq!(told.len(), 2, "{told:?}");
+        assert!(told[1].contains("WARN the loop turns again") && told[1].contains("still"));
         drop(still);
         look(&list, start + Duration::from_secs(11));
         assert_eq!(list.lock().unwrap().len(), 1);

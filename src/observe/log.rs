@@ -237,25 +237,25 @@ impl Drop for LogGuard {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+pub(crate) mod tests {
     use super::*;
     use crate::config::AccessLog;
     use std::sync::mpsc;
 
     /// Lines that were logged on this thread while a closure ran.
     #[derive(Debug, Clone, Default)]
-    pub(in super::super) struct Captured(Arc<Mutex<Vec<u8>>>);
+    pub(crate) struct Captured(Arc<Mutex<Vec<u8>>>);
 
     impl Captured {
-        pub(in super::super) fn during(&self, format: LogFormat, body: impl FnOnce()) {
+        pub(crate) fn during(&self, format: LogFormat, body: impl FnOnce()) {
             self.with(&Log { level: Level::Info, format, access: AccessLog::All }, body);
         }
 
-        pub(in super::super) fn with(&self, log: &Log, body: impl FnOnce()) {
+        pub(crate) fn with(&self, log: &Log, body: impl FnOnce()) {
             tracing::subscriber::with_default(subscriber(log, self.clone()).0, body);
         }
 
-        pub(in super::super) fn lines(&self) -> Vec<String> {
+        pub(crate) fn lines(&self) -> Vec<String> {
             let bytes = self.0.lock().expect("no panic").clone();
             String::from_utf8(bytes).expect("text").lines().map(str::to_owned).collect()
         }

@@ -10,7 +10,9 @@
 //! threads share are pointers of `arc-swap`, channels, `Notify` and `watch` of tokio, atomics, and
 //! mutexes that are held for a few statements, without an await and without another lock. None of
 //! those crates can be scheduled by shuttle, and tokio by loom only from within; a model would
-//! check a copy of the code. So the code itself runs here, on its own threads.
+//! check a copy of the code. So the code itself runs here, on its own threads. What several threads
+//! know of one endpoint is the one place where a count and a state must agree; it is tried by itself,
+//! beside `upstream::endpoint`.
 
 use crate::scene::{self, Scene};
 use crate::support::{MAPS, PATIENCE, long, soon, until};

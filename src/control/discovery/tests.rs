@@ -62,7 +62,7 @@ async fn a_thousand_updates_are_made_in_time_while_a_drain_is_stuck() {
     };
     let test = async {
         // It has not run yet when the first update comes: what it finds is not what is configured.
-        let keeper = spawn_local(keep(Arc::clone(&upstream), around));
+        let keeper = spawn_local(keep(Arc::clone(&upstream), Arc::clone(&around)));
         let mut slowest = Duration::ZERO;
         for update in 0..1000 {
             config.endpoints = vec![stays.clone(), nobody(format!("127.2.0.{}", update % 200 + 1))];
@@ -70,6 +70,11 @@ async fn a_thousand_updates_are_made_in_time_while_a_drain_is_stuck() {
             slowest = slowest.max(made().await);
         }
         println!("1,000 updates, the slowest after {slowest:?} of paused time");
+        let beats = around.heartbeats.beats();
+        assert!(
+            matches!(&beats[..], [(name, beats)] if name == "discovery of u" && *beats >= 1000),
+            "what turns is felt to turn: {beats:?}"
+        );
         keeper.abort();
     };
     LocalSet::new().run_until(test).await;

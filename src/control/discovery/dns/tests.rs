@@ -212,6 +212,42 @@ async fn the_board_hears_of_names_and_of_changes_in_hosts() {
     assert_eq!(entry.server_name.as_deref(), Some("api.example.com"), "the name is verified");
 }
 
+#[tokio::test]
+async fn a_name_is_asked_for_again_when_its_time_is_over() {
+    let world = World::new();
+    world.say("api.example.com", &["10.0.0.1"], 60);
+    let config = crate::control::discovery::tests::config();
+    let credentials = Credentials::load(&config, &[]).unwrap();
+    let upstream = Arc::new(Upstream::new(config, credentials, &Metrics::new()));
+    let board = Board::new(upstream, Box::new(Own::default));
+    let names = vec![EndpointAddress { host: "api.example.com".into(), port: 6443 }];
+    let becomes = async |host: &str| {
+        let is = |answers: &BTreeMap<Source, super::super::merge::Answer>| {
+            answers.get(&Source::Dns).is_some_and(|answer| answer.entries[0].address.host == host)
+        };
+        while !board.with(|answers, _| is(answers)) {
+            board.changed().await;
+        }
+    };
+    let test = async {
+        let task = follow(names, world.system.clone(), Rc::clone(&board));
+        let task = tokio::task::spawn_local(task);
+        becomes("10.0.0.1").await;
+        let asked = world.asked();
+        world.say("api.example.com", &["10.0.0.2"], 60);
+        // A tenth of the time is jitter. The clock stands still only while nobody is asked: a name
+        // server answers in real time.
+        tokio::time::pause();
+        tokio::time::advance(Duration::from_secs(50)).await;
+        assert_eq!(world.asked(), asked, "not before");
+        tokio::time::advance(Duration::from_secs(17)).await;
+        tokio::time::resume();
+        becomes("10.0.0.2").await;
+        task.abort();
+    };
+    LocalSet::new().run_until(test).await;
+}
+
 #[tokio::test(start_paused = true)]
 async fn silence_ends() {
     let world = World::new();

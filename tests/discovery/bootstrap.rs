@@ -3,9 +3,11 @@
 use crate::support::{MAPS, Proxy, World, soon, until};
 use crate::traffic::{refusing, set, set_is, source, told};
 use jackstay::config::{Config, EndpointAddress};
+use jackstay::demo::apiserver::{self, Options};
 use serde_json::{Value, json};
-use std::net::SocketAddr;
+use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 /// Static endpoints nowhere, and a directory for the state.
@@ -64,7 +66,9 @@ async fn every_seed_is_dead_but_the_state_is_good() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn the_state_is_stale_and_a_seed_lives() {
     let world = World::new(1);
-    let gone = [refusing(), refusing()];
+    // One refuses, at the other nobody answers.
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let gone = [refusing(), silent.local_addr().unwrap()];
     let dir = world.certs.path().join("state");
     std::fs::create_dir_all(&dir).unwrap();
     let entry = |a: &SocketAddr| json!({ "address": a.to_string(), "source": "file" });
@@ -161,4 +165,39 @@ async fn with_nothing_at_all() {
     first_answer(&world, &proxy, Instant::now()).await;
     let ready = proxy.page("/readyz").await;
     assert!(ready.starts_with("HTTP/1.1 200"), "{ready}");
+}
+
+/// What may be an apiserver behind a proxy that speaks HTTP/1.1: it gets no requests one by one, but
+/// is a state of its own, and no harm to the others.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn a_server_without_http2_is_told_from_one_that_is_down() {
+    let mut world = World::new(1);
+    let options = Options { http2: false, ..Options::named("old") };
+    let old = apiserver::start(&world.cluster, &world.certs.pki, options).unwrap();
+    let addresses = [old.addr, world.addresses()[0]];
+    let proxy = world.certs.start(world.certs.config(&addresses));
+    proxy.ready(1).await;
+    let client = proxy.client(&world.certs.credentials()).await;
+    let is_told = async || {
+        let endpoints = proxy.endpoints().await;
+        let old = endpoints.iter().find(|e| e["address"] == old.addr.to_string()).unwrap();
+        old["state"] == "no-h2" && old["reason"].as_str().unwrap().contains("(ALPN)")
+    };
+    until("it is told", is_told).await;
+    for _ in 0..20 {
+        assert_eq!(client.get(MAPS).await.unwrap().status, 200);
+    }
+    assert_eq!(old.counters().requests.load(Relaxed), 0);
+    let ejected = "jackstay_ejections_total{upstream=\"control-plane\"";
+    let page = proxy.page("/metrics").await;
+    let told = |line: &str| line.starts_with(ejected) && line.contains("reason=\"no_h2\"");
+    assert!(page.lines().any(told), "{page}");
+
+    // Alone it is the reason that the client gets.
+    world.servers.remove(0).kill();
+    let why = async || {
+        let reply = client.get(MAPS).await.unwrap();
+        reply.status == 503 && reply.json()["message"].as_str().unwrap().contains("(ALPN)")
+    };
+    until("the client is told", why).await;
 }

@@ -23,6 +23,12 @@ struct Counting;
 
 static LIVE: AtomicIsize = AtomicIsize::new(0);
 static BYTES: AtomicIsize = AtomicIsize::new(0);
+static TASKS: AtomicIsize = AtomicIsize::new(0);
+
+/// Whether this is a task of tokio: nothing else here is aligned to two cache lines.
+fn is_task(layout: Layout) -> isize {
+    isize::from(layout.align() == 128)
+}
 
 // SAFETY: the system allocator does the work; counting allocates nothing.
 #[allow(unsafe_code)]
@@ -30,6 +36,7 @@ unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         LIVE.fetch_add(1, Relaxed);
         BYTES.fetch_add(layout.size().cast_signed(), Relaxed);
+        TASKS.fetch_add(is_task(layout), Relaxed);
         // SAFETY: as our caller promises.
         unsafe { System.alloc(layout) }
     }
@@ -37,6 +44,7 @@ unsafe impl GlobalAlloc for Counting {
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
         LIVE.fetch_sub(1, Relaxed);
         BYTES.fetch_sub(layout.size().cast_signed(), Relaxed);
+        TASKS.fetch_sub(is_task(layout), Relaxed);
         // SAFETY: as our caller promises.
         unsafe { System.dealloc(pointer, layout) }
     }
@@ -53,6 +61,9 @@ const WATCHED: usize = 25;
 /// What may come and go by itself for each reload: allocations and bytes. A task, a pool or a
 /// listener that is left behind has more.
 const SLACK: (isize, isize) = (8, 1024);
+/// What may be under way when it is counted, a probe or a dial: tasks, of which a leak would have one
+/// for each reload at least.
+const TASKS_UNDER_WAY: isize = 20;
 /// Changes that the servers remember: those of many seconds.
 const HISTORY: usize = 2000;
 
@@ -96,6 +107,7 @@ fn nth(n: usize, base: &Config, world: &World) -> Config {
 struct Held {
     allocations: isize,
     bytes: isize,
+    tasks: isize,
     descriptors: usize,
     resident: usize,
 }
@@ -104,9 +116,10 @@ impl fmt::Display for Held {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "{} allocations ({} KiB), {} descriptors, {} KiB resident",
+            "{} allocations ({} KiB), {} tasks, {} descriptors, {} KiB resident",
             self.allocations,
             self.bytes / 1024,
+            self.tasks,
             self.descriptors,
             self.resident / 1024
         )
@@ -119,6 +132,7 @@ fn held() -> Held {
     Held {
         allocations: LIVE.load(Relaxed),
         bytes: BYTES.load(Relaxed),
+        tasks: TASKS.load(Relaxed),
         descriptors: std::fs::read_dir("/proc/self/fd").unwrap().count(),
         resident: pages * 4096,
     }
@@ -217,6 +231,7 @@ async fn settled(scene: &Scene, before: Option<Held>) -> Held {
         if now.descriptors <= before.descriptors
             && now.allocations < before.allocations + SLACK.0 * RELOADS.cast_signed()
             && now.bytes < before.bytes + SLACK.1 * RELOADS.cast_signed()
+            && now.tasks < before.tasks + TASKS_UNDER_WAY
         {
             return now;
         }

@@ -973,6 +973,39 @@ class Load:
         return [i for i, n in count.items() if n > 1]
 
 
+class Reader(threading.Thread):
+    """Reads a small list without a pause to speak of, each time on a new connection; whatever is not its answer
+    is kept in `failed`."""
+
+    def __init__(self, rig, server):
+        super().__init__(daemon=True)
+        self.api, self.halt = rig.api(server, cert=rig.admin_cert), threading.Event()
+        self.asked, self.failed = 0, []
+
+    def run(self):
+        while not self.halt.wait(0.05):
+            try:
+                answer = self.api.get("/api/v1/namespaces/default/configmaps?limit=1")
+            except (OSError, http.client.HTTPException) as error:
+                answer = error
+            self.asked += 1
+            if getattr(answer, "code", None) != 200:
+                self.failed.append(answer)
+
+    def goes_on(self):
+        """Waits for some more answers."""
+        enough = self.asked + 5
+        wait_for("more reads", lambda: self.asked >= enough, 30)
+
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *_):
+        self.halt.set()
+        self.join(40)
+
+
 def summary(report):
     """One line for people."""
     r, w = report["requests"], report["watches"]

@@ -1,15 +1,25 @@
 """Apiservers that join, leave and move, with one seed configured: kubectl and a hollow kubelet see nothing."""
 
 import json
-import threading
 import time
 import unittest
 import uuid
 
 from cases import Ended, WithRig, lines_of
-from rig import ADDRESSES, PORT, REPOSITORY, Apiserver, Jackstay, complaints, log, sh, wait_for
+from rig import ADDRESSES, NODE_IP, PORT, REPOSITORY, Apiserver, Jackstay, Reader, complaints, log, sh, wait_for
 
 FOURTH, MOVED = "10.99.0.14", "10.99.0.15"
+OWN = f"{NODE_IP}:7450"
+SLICES = "/apis/discovery.k8s.io/v1beta1/namespaces/default/endpointslices"
+# Two of the three once more, at addresses that no apiserver says it has.
+ELSEWHERE = f"""table ip jackstay_elsewhere {{
+    chain output {{
+        type nat hook output priority -100;
+        ip daddr {FOURTH} dnat to {ADDRESSES['a']}
+        ip daddr {MOVED} dnat to {ADDRESSES['b']}
+    }}
+}}
+"""
 
 
 class Discovery(WithRig, unittest.TestCase):
@@ -30,6 +40,8 @@ class Discovery(WithRig, unittest.TestCase):
         def adapt(config):
             config["state_dir"] = cls.state
             config["upstreams"][0]["discovery"] = {"kubeconfig": kubeconfig}
+            # Slices cannot name loopback addresses.
+            config["listeners"][0]["bind"].append(OWN)
 
         cls.jackstay = Jackstay(rig, [rig.admin_cert, rig.node_cert("hollow-1")], [f"{ADDRESSES['a']}:{PORT}"], adapt,
                                 log_name="jackstay-discovery", port=7450, admin=9650)
@@ -54,19 +66,6 @@ class Discovery(WithRig, unittest.TestCase):
         wait_for("the hollow node to be Ready", lambda: rig.ready(hollow.name), 90)
         admin = rig.kubeconfig("through-discovery", self.server, cert=rig.admin_cert)
         began = hollow.process.logfile.stat().st_size
-        api, over, failed, asked = rig.api(self.server, cert=rig.admin_cert), threading.Event(), [], 0
-
-        def read():
-            nonlocal asked
-            while not over.is_set():
-                answer = api.get("/api/v1/namespaces/default/configmaps?limit=1")
-                asked += 1
-                if answer.code != 200:
-                    failed.append(answer)
-                time.sleep(0.05)
-
-        reader = threading.Thread(target=read, daemon=True)
-        reader.start()
         made, seen = [], []
 
         def make():
@@ -75,7 +74,8 @@ class Discovery(WithRig, unittest.TestCase):
             made.append(name)
             wait_for(f"the watch to show {name}", lambda: any(name in line for _, line in list(seen)), 20)
 
-        with Ended(rig.kubectl_start(admin, "get", "configmaps", "--watch-only", "--no-headers")) as kubectl:
+        watch = rig.kubectl_start(admin, "get", "configmaps", "--watch-only", "--no-headers")
+        with Reader(rig, self.server) as reads, Ended(watch) as kubectl:
             lines_of(kubectl, seen)
 
             def runs():
@@ -101,10 +101,9 @@ class Discovery(WithRig, unittest.TestCase):
             make()
             self.assertIsNone(kubectl.poll(), "kubectl has ended")
             time.sleep(1)
-        over.set()
-        reader.join(20)
-        log(f"{asked} reads, {len(failed)} failed; kubectl saw {len(seen)} lines for {len(made)} config maps")
-        self.assertEqual(failed, [])
+            reads.goes_on()
+        log(f"{reads.asked} reads, {len(reads.failed)} failed; kubectl saw {len(seen)} lines for {len(made)} config maps")
+        self.assertEqual(reads.failed, [])
         self.assertEqual([sum(name in line for _, line in seen) for name in made], [1] * len(made))
         self.assertEqual(complaints(hollow.process, since=began), [])
         state = json.loads((self.state / "control-plane.json").read_text())
@@ -112,54 +111,67 @@ class Discovery(WithRig, unittest.TestCase):
         sources = {s["source"]: s for s in self.jackstay.status()["upstreams"][0]["sources"]}
         self.assertIsNone(sources["slices"]["error"])
 
-    def slice(self, name, addresses, kind="IPv4", ready=True):
+    def slice(self, name, addresses, kind="IPv4", ready=True, port=PORT):
         """Somebody's EndpointSlice of the service, beside those of the apiservers themselves."""
-        path = "/apis/discovery.k8s.io/v1beta1/namespaces/default/endpointslices"
-        self.rig.control.must("POST", path, {
+        self.rig.control.must("POST", SLICES, {
             "metadata": {"name": name, "labels": {"kubernetes.io/service-name": "kubernetes"}},
-            "addressType": kind, "ports": [{"name": "https", "protocol": "TCP", "port": PORT}],
+            "addressType": kind, "ports": [{"name": "https", "protocol": "TCP", "port": port}],
             "endpoints": [{"addresses": [address], "conditions": {"ready": ready}} for address in addresses]})
-        self.addCleanup(self.rig.control.request, "DELETE", f"{path}/{name}")
-        return lambda: self.rig.control.must("DELETE", f"{path}/{name}")
+        self.addCleanup(self.rig.control.request, "DELETE", f"{SLICES}/{name}")
+        return lambda: self.rig.control.must("DELETE", f"{SLICES}/{name}")
+
+    def test_all_are_replaced_at_once(self):
+        """The slice of the apiservers comes to name others only; soon they put themselves back: all replaced, twice."""
+        servers, others = set(ADDRESSES.values()), {FOURTH, MOVED}
+        sh("nft", "-f", "-", input=ELSEWHERE)
+        self.addCleanup(sh, "nft", "delete", "table", "ip", "jackstay_elsewhere")
+        wait_for("the three alone", lambda: self.members() == servers, 90)
+
+        def replaced():
+            # An apiserver may put itself back within the second in which a change waits for others.
+            now = self.rig.control.must("GET", f"{SLICES}/kubernetes")
+            if {e["addresses"][0] for e in now["endpoints"]} != others:
+                now["endpoints"] = [{"addresses": [address], "conditions": {"ready": True}} for address in sorted(others)]
+                self.rig.control.must("PUT", f"{SLICES}/kubernetes", now)
+            return self.members() == others
+        with Reader(self.rig, self.server) as reads:
+            reads.goes_on()
+            begun = time.monotonic()
+            wait_for("all three to be replaced", replaced, 60)
+            log(f"all three are replaced after {time.monotonic() - begun:.1f} s")
+            reads.goes_on()
+            self.becomes("they put themselves back", *servers)
+            reads.goes_on()
+        log(f"{reads.asked} reads while all are replaced at once, {len(reads.failed)} failed")
+        self.assertEqual(reads.failed, [])
 
     def test_they_lie(self):
-        """Slices that are empty, not ready, full of names, flapping, too long: nothing that serves is lost."""
-        rig, servers = self.rig, set(ADDRESSES.values())
+        """Slices that are empty, not ready, full of names or of ourselves, flapping, too long: nothing that serves is lost."""
+        servers = set(ADDRESSES.values())
         wait_for("the three alone", lambda: self.members() == servers, 90)
-        api, over, failed, asked = rig.api(self.server, cert=rig.admin_cert), threading.Event(), [], 0
-
-        def read():
-            nonlocal asked
-            while not over.is_set():
-                answer = api.get("/api/v1/namespaces/default/configmaps?limit=1")
-                asked += 1
-                if answer.code != 200:
-                    failed.append(answer)
-                time.sleep(0.05)
-
-        reader = threading.Thread(target=read, daemon=True)
-        reader.start()
-        self.slice("lie-empty", [])
-        self.slice("lie-not-ready", ["198.51.100.1"], ready=False)
-        self.slice("lie-names", ["apiserver.example.com"], kind="FQDN")
-        for turn in range(10):
-            gone = self.slice(f"lie-flaps-{turn}", ["198.51.100.2"])
-            time.sleep(0.2)
+        with Reader(self.rig, self.server) as reads:
+            self.slice("lie-empty", [])
+            self.slice("lie-not-ready", ["198.51.100.1"], ready=False)
+            self.slice("lie-names", ["apiserver.example.com"], kind="FQDN")
+            self.slice("lie-ourselves", [NODE_IP], port=int(OWN.rpartition(":")[2]))
+            for turn in range(10):
+                gone = self.slice(f"lie-flaps-{turn}", ["198.51.100.2"])
+                time.sleep(0.2)
+                gone()
+                time.sleep(0.2)
+            self.assertLessEqual(servers, self.members())
+            wait_for("the three alone again", lambda: self.members() == servers, 30)
+            begun = time.monotonic()
+            gone = self.slice("lie-long", [f"198.18.{n // 250}.{n % 250 + 1}" for n in range(1000)])
+            wait_for("as many as there is room for", lambda: len(self.members()) == 64, 30)
+            log(f"of 1,003 endpoints, 64 are in the set after {time.monotonic() - begun:.1f} s")
+            time.sleep(3)
+            self.assertLessEqual(servers, self.members())
             gone()
-            time.sleep(0.2)
-        self.assertLessEqual(servers, self.members())
-        wait_for("the three alone again", lambda: self.members() == servers, 30)
-        begun = time.monotonic()
-        gone = self.slice("lie-long", [f"198.18.{n // 250}.{n % 250 + 1}" for n in range(1000)])
-        wait_for("as many as there is room for", lambda: len(self.members()) == 64, 30)
-        log(f"of 1,003 endpoints, 64 are in the set after {time.monotonic() - begun:.1f} s")
-        time.sleep(3)
-        self.assertLessEqual(servers, self.members())
-        gone()
-        wait_for("the three alone at last", lambda: self.members() == servers, 30)
-        over.set()
-        reader.join(20)
-        log(f"{asked} reads beside slices that lie, {len(failed)} failed")
-        self.assertEqual(failed, [])
+            wait_for("the three alone at last", lambda: self.members() == servers, 30)
+            reads.goes_on()
+        log(f"{reads.asked} reads beside slices that lie, {len(reads.failed)} failed")
+        self.assertEqual(reads.failed, [])
         said = self.jackstay.process.logfile.read_text(errors="replace")
-        self.assertIn("more than 64 endpoints", said)
+        for words in ("more than 64 endpoints", "\"apiserver.example.com\" of address type FQDN", f"{OWN}: our own address, requests would loop"):
+            self.assertIn(words, said)

@@ -215,7 +215,7 @@ impl Control {
             Err(errors) => Outcome::Failed { errors },
         };
         let attempt = Attempt::new(trigger, outcome);
-        attempt.log();
+        attempt.tell(self.metrics.events());
         self.metrics.config_reloaded(attempt.is_ok());
         self.facts.reloaded(attempt.clone());
         // Also after one that failed: what serves is ready.

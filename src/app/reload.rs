@@ -9,6 +9,7 @@ use tokio::sync::oneshot;
 
 use crate::config::{Config, Log, Upstream};
 use crate::control::files::{self, Stamp};
+use crate::observe::events::{Change, Events, Kind};
 use crate::observe::log::Knobs;
 use crate::observe::utc::Utc;
 
@@ -96,10 +97,10 @@ impl Attempt {
         }
     }
 
-    /// Tells it.
-    pub fn log(&self) {
+    /// Tells it: to the log in full, to the events in short.
+    pub fn tell(&self, events: &Events) {
         let trigger = self.trigger;
-        match &self.outcome {
+        let (to, reason, effect) = match &self.outcome {
             Outcome::Ok { changed, needs_restart } => {
                 let changed =
                     if changed.is_empty() { "nothing".to_owned() } else { changed.join("; ") };
@@ -107,13 +108,30 @@ impl Attempt {
                 for what in needs_restart {
                     tracing::warn!(what, "this takes effect with the next start only");
                 }
+                let later = needs_restart.join("; ");
+                let later = Some(later).filter(|later| !later.is_empty());
+                let later = later.map(|later| format!(", with the next start {later}"));
+                let changed = format!("changed: {changed}{}", later.unwrap_or_default());
+                ("reloaded", changed, "what was read is what runs")
             }
             Outcome::Failed { errors } => {
                 for error in errors {
                     tracing::error!(trigger, error, "reload failed: the old configuration stays");
                 }
+                ("refused", errors.join("; "), "the old configuration stays")
             }
-        }
+        };
+        events.remember(&Change {
+            kind: Kind::Configuration,
+            upstream: None,
+            name: "reload",
+            detail: trigger,
+            from: "begun",
+            to,
+            reason: &reason,
+            effect,
+            bad: !self.is_ok(),
+        });
     }
 
     /// For `/status`.

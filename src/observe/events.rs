@@ -142,6 +142,11 @@ impl Events {
         }
     }
 
+    /// Remembers a change that has lines of its own in the log.
+    pub fn remember(&self, change: &Change<'_>) {
+        self.keep(change, Instant::now(), SystemTime::now());
+    }
+
     /// Tells how bursts ended that nobody heard of since. Call it about once a second.
     pub fn flush(&self) {
         let ended = self.kept().repeats.flush(Instant::now());

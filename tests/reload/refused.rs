@@ -5,6 +5,7 @@ use crate::support::{World, terminate, until};
 use jackstay::app::reload::Outcome;
 use jackstay::config::{CertPaths, Config};
 use jackstay::demo::pki::Pki;
+use serde_json::Value;
 use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
 use std::process::Command;
@@ -118,13 +119,29 @@ async fn every_error_keeps_what_runs() {
     let counted = scene.proxy.metric(r#"jackstay_config_reloads_total{outcome="failed"}"#).await;
     assert!((counted - failed as f64).abs() < 0.1, "{counted} of {failed}");
     assert!(scene.proxy.metric("jackstay_config_last_reload_successful").await < 0.5);
+    let told = attempts(&scene).await;
+    let last = told.last().unwrap();
+    assert_eq!(last["to"], "refused");
+    assert_eq!(last["effect"], "the old configuration stays");
+    let why = last["reason"].as_str().unwrap();
+    assert!(why.contains("cannot read the configuration: No such file"), "{told:?}");
 
     // And the next good one is followed.
     scene.config = good;
     assert_eq!(scene.change(|_| {}).await, [""; 0]);
     assert!(scene.proxy.metric("jackstay_config_last_reload_successful").await > 0.5);
+    let told = attempts(&scene).await;
+    assert_eq!(told.last().unwrap()["to"], "reloaded");
+    assert!(told.last().unwrap()["reason"].as_str().unwrap().starts_with("changed: "), "{told:?}");
     assert!(!scene.proxy.page("/readyz").await.contains("configuration"));
     traffic.end().await;
+}
+
+/// The reloads that `/events` tells of.
+async fn attempts(scene: &Scene) -> Vec<Value> {
+    let events: Value = serde_json::from_str(&body(&scene.proxy.page("/events").await)).unwrap();
+    let events = events["events"].as_array().unwrap().iter();
+    events.filter(|event| event["kind"] == "configuration").cloned().collect()
 }
 
 fn body(page: &str) -> String {

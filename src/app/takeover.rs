@@ -49,8 +49,13 @@ const MAX_LINE: usize = 128;
 const MAX_SOCKETS: usize = 1024;
 /// How long the other side may take for what it can do at once.
 const PROMPT: Duration = Duration::from_secs(10);
-/// How long a new process may take to begin to serve.
-const BEGIN: Duration = Duration::from_secs(60);
+/// How long whoever comes may take to ask: that is the first thing it does. Others wait for it.
+const SILENCE: Duration = Duration::from_secs(2);
+/// How long a new process may take to begin to serve: more than twice what it waits for apiservers
+/// and for its workers. Others wait for it.
+const BEGIN: Duration = Duration::from_secs(20);
+/// How long a new process waits for its turn.
+const TURN: Duration = Duration::from_secs(30);
 /// Pause after the socket failed to accept, so that the loop does not spin.
 const PAUSE: Duration = Duration::from_secs(1);
 
@@ -101,7 +106,7 @@ pub fn ask(path: &Path) -> Result<Option<(Predecessor, Inherited)>, TakeOverErro
     };
     converse(stream).map(Some).map_err(|error| {
         failed(match error.kind() {
-            ErrorKind::WouldBlock | ErrorKind::TimedOut => "no answer within 10 s".into(),
+            ErrorKind::WouldBlock | ErrorKind::TimedOut => "no answer within 30 s".into(),
             ErrorKind::UnexpectedEof => "the other process ended the conversation".into(),
             _ => error.to_string(),
         })
@@ -113,7 +118,7 @@ fn converse(mut stream: BlockingStream) -> io::Result<(Predecessor, Inherited)> 
     if !is_trusted(peer.uid) {
         return Err(io::Error::other(format!("user {} answers, who is not trusted", peer.uid)));
     }
-    stream.set_read_timeout(Some(PROMPT))?;
+    stream.set_read_timeout(Some(TURN))?;
     stream.set_write_timeout(Some(PROMPT))?;
     stream.write_all(format!("{ASK}\n").as_bytes())?;
     let mut line = Vec::new();
@@ -231,7 +236,7 @@ async fn hand_over(
     if !is_trusted(peer.uid()) {
         return Err(io::Error::other(format!("user {} may not ask for it", peer.uid())));
     }
-    let asked = soon(PROMPT, "it asks for nothing", read_line(stream)).await?;
+    let asked = soon(SILENCE, "it asks for nothing", read_line(stream)).await?;
     if asked != ASK {
         let answer = format!("this process understands `{ASK}`\n");
         soon(PROMPT, "it does not read", stream.write_all(answer.as_bytes())).await?;

@@ -106,6 +106,21 @@ async fn what_is_not_understood_changes_nothing() {
     assert!(old.ask().await.unwrap().is_some());
 }
 
+/// Whoever says nothing holds up others for seconds: before it asks, and before it begins.
+#[tokio::test]
+async fn silence_does_not_hold_up_others() {
+    let old = Old::start();
+    let _silent = BlockingStream::connect(path(old.dir.path())).unwrap();
+    let (first, _) = old.ask().await.unwrap().expect("its turn");
+    tokio::time::pause();
+    tokio::time::advance(BEGIN + Duration::from_secs(1)).await;
+    tokio::time::resume();
+    let (second, _) = old.ask().await.unwrap().expect("its turn");
+    assert!(first.leave().await.is_err(), "too late");
+    assert!(!old.left.is_finished());
+    second.leave().await.unwrap();
+}
+
 #[tokio::test]
 async fn an_old_one_that_says_something_else() {
     let dir = tempfile::tempdir().unwrap();

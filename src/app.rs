@@ -230,13 +230,15 @@ impl App {
     pub fn start_under(self, manager: Arc<ServiceManager>) -> Result<Running, StartError> {
         let Self { built, metrics, around, follower, predecessor } = self;
         let (drain, draining) = watch::channel(false);
+        let (cut, is_cut) = watch::channel(false);
         let (replaced, is_replaced) = watch::channel(false);
         let mut workers = Vec::new();
         let mut pulses = Vec::new();
         let mut leads = Vec::new();
         let count = built.config.workers;
         for index in 0..count {
-            let (setup, lead) = worker::Setup::new(&metrics, count, draining.clone());
+            let (setup, lead) =
+                worker::Setup::new(&metrics, count, draining.clone(), is_cut.clone());
             pulses.push(Arc::clone(&setup.pulse));
             leads.push(lead);
             let thread = std::thread::Builder::new().name(format!("worker-{index}"));
@@ -288,6 +290,7 @@ impl App {
             .map_err(StartError::System)?;
         Ok(Running {
             drain,
+            cut: Arc::new(cut),
             reload,
             replaced: is_replaced,
             stop: Some(stop),
@@ -300,6 +303,7 @@ impl App {
 /// A started program; dropping it drains it.
 pub struct Running {
     drain: watch::Sender<bool>,
+    cut: Arc<watch::Sender<bool>>,
     reload: UnboundedSender<Request>,
     replaced: watch::Receiver<bool>,
     stop: Option<oneshot::Sender<()>>,
@@ -329,6 +333,14 @@ impl Running {
     /// Begins the drain: stops accepting, tells clients, ends watches.
     pub fn drain(&self) {
         self.drain.send_replace(true);
+    }
+
+    /// Cuts a drain short, also while [`Running::stop`] waits for it: what is left is closed.
+    pub fn cutter(&self) -> impl Fn() + use<> {
+        let cut = Arc::clone(&self.cut);
+        move || {
+            cut.send_replace(true);
+        }
     }
 
     /// Drains, waits for the workers (they bound their time themselves) and stops the rest.

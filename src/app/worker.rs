@@ -5,6 +5,9 @@
 //! goes on. Its first assignment is no different from the next. When another process has its
 //! sockets, it leaves them and goes on with the connections that it has.
 
+mod kept;
+mod way;
+
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -14,40 +17,33 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use tokio::net::TcpListener;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::watch;
-use tokio::task::{JoinHandle, JoinSet, LocalSet, spawn_local};
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::task::{JoinSet, LocalSet, spawn_local};
+use tokio::time::{Instant, sleep};
 
+use self::kept::{Deadline, Kept, Kind};
+use self::way::Way;
 use super::build::{Bound, Destinations, Plane};
 use crate::config::{self, AccessLog};
 use crate::net::linger::lingering;
 use crate::observe::{Complaints, ListenerMetrics, Metrics};
 use crate::proxy::accept::REPEAT;
-use crate::proxy::closing::{Closer, Closing};
+use crate::proxy::closing::Closer;
 use crate::proxy::identify::{Identifier, ProvenTokens};
 use crate::proxy::line::Line;
 use crate::proxy::listener::Listener;
 use crate::proxy::passthrough;
 use crate::proxy::passthrough::table::Table;
 use crate::proxy::passthrough::transparent::Transparent;
-use crate::proxy::passthrough::verdict::SHUTDOWN;
-use crate::proxy::retry::HedgeBudget;
 use crate::proxy::serve::{Service, Serving};
 use crate::proxy::upgrade::Tunnels;
-use crate::upstream::pool::{Pool, Upstream};
+use crate::upstream::pool::Upstream;
 
 /// How often a worker shows that its loop turns.
 const PULSE: Duration = Duration::from_secs(1);
 /// How often it is looked whether a drain is done.
 const DRAIN_TICK: Duration = Duration::from_millis(10);
-/// Longest time over which the watches of a listener that goes are let go. Their clients come back
-/// within a second, so this is what keeps a node with a thousand of them from being a herd.
-const SPREAD: Duration = Duration::from_secs(5);
-/// How long what was told to end may take to end.
-const LAST_WORDS: Duration = Duration::from_millis(500);
-
 /// Shows that a worker's loop turns: seconds of its own clock, plus one.
 pub type Pulse = Arc<AtomicU64>;
 
@@ -123,6 +119,8 @@ pub struct Setup {
     pub workers: usize,
     /// Begins the drain of everything.
     pub drain: watch::Receiver<bool>,
+    /// Ends what drains at once.
+    pub cut: watch::Receiver<bool>,
     /// Where it shows that it turns.
     pub pulse: Pulse,
 }
@@ -133,10 +131,11 @@ impl Setup {
         metrics: &Arc<Metrics>,
         workers: usize,
         drain: watch::Receiver<bool>,
+        cut: watch::Receiver<bool>,
     ) -> (Self, UnboundedSender<Order>) {
         let (sender, orders) = unbounded_channel();
         let pulse = Arc::new(AtomicU64::new(0));
-        (Self { orders, metrics: Arc::clone(metrics), workers, drain, pulse }, sender)
+        (Self { orders, metrics: Arc::clone(metrics), workers, drain, cut, pulse }, sender)
     }
 
     /// Runs until the drain is over.
@@ -152,7 +151,7 @@ impl Setup {
     }
 
     async fn serve(self) {
-        let Self { mut orders, metrics, workers, mut drain, pulse } = self;
+        let Self { mut orders, metrics, workers, mut drain, cut, pulse } = self;
         spawn_local(async move {
             let start = Instant::now();
             loop {
@@ -169,6 +168,7 @@ impl Setup {
             listeners: Vec::new(),
             going: JoinSet::new(),
             drain_timeout: Duration::ZERO,
+            cut,
         };
         spawn_local(Rc::clone(&worker.table).run());
         loop {
@@ -201,41 +201,7 @@ struct Worker {
     /// What drains.
     going: JoinSet<()>,
     drain_timeout: Duration,
-}
-
-/// A line to an upstream, and what keeps its pool full.
-struct Way {
-    line: Rc<Line>,
-    keeper: JoinHandle<()>,
-}
-
-/// A listener that a worker has.
-struct Kept {
-    name: String,
-    /// Where it leads, and the end of the watches that go there.
-    upstream: Arc<Upstream>,
-    watches: (Closer, Closing),
-    /// The end of its connections.
-    closer: Closer,
-    /// Where it listens, and the end of that.
-    places: HashMap<u64, Closer>,
-    kind: Kind,
-}
-
-enum Kind {
-    Terminate(Rc<Listener>),
-    Passthrough(Rc<passthrough::Listener>),
-}
-
-impl Kind {
-    fn open(&self) -> usize {
-        match self {
-            Self::Terminate(listener) => {
-                listener.open.get() + listener.serving.now().tunnels.open()
-            }
-            Self::Passthrough(listener) => listener.open.get(),
-        }
-    }
+    cut: watch::Receiver<bool>,
 }
 
 impl Worker {
@@ -259,7 +225,7 @@ impl Worker {
         }
         for mut kept in before {
             kept.hand_over(|place| places.contains(&place));
-            self.going.spawn_local(kept.end(self.drain_timeout));
+            self.going.spawn_local(kept.end(self.deadline()));
         }
         let (used, unused) = std::mem::take(&mut self.ways)
             .into_iter()
@@ -267,7 +233,7 @@ impl Worker {
         self.ways = used;
         let unused: Vec<Way> = unused;
         for way in unused {
-            self.going.spawn_local(way.end(self.drain_timeout));
+            self.going.spawn_local(way.end(self.deadline()));
         }
     }
 
@@ -339,10 +305,10 @@ impl Worker {
                 if another {
                     // What goes on there may not exist here: its clients ask anew.
                     let (closer, _) = std::mem::replace(&mut kept.watches, Closer::new());
-                    let timeout = self.drain_timeout;
+                    let deadline = self.deadline();
                     self.going.spawn_local(async move {
-                        closer.drain(spread(timeout));
-                        sleep(timeout).await;
+                        closer.drain(deadline.spread());
+                        deadline.over().await;
                         closer.close();
                     });
                 }
@@ -400,138 +366,26 @@ impl Worker {
         if let Some(way) = self.ways.iter().find(|way| way.leads_to(upstream)) {
             return Rc::clone(&way.line);
         }
-        let pool = Pool::new(Arc::clone(upstream));
-        let keeper = spawn_local(Pool::run(Rc::clone(&pool)));
-        let metrics = Arc::clone(&self.metrics);
-        let line = Rc::new(Line { pool, budget: HedgeBudget::default(), metrics });
-        self.ways.push(Way { line: Rc::clone(&line), keeper });
+        let way = Way::new(upstream, &self.metrics);
+        let line = Rc::clone(&way.line);
+        self.ways.push(way);
         line
+    }
+
+    /// Of a drain that begins now.
+    fn deadline(&self) -> Deadline {
+        Deadline::new(self.drain_timeout, self.cut.clone())
     }
 
     /// Drains everything.
     async fn end(mut self) {
-        let deadline = Instant::now() + self.drain_timeout;
+        let deadline = self.deadline();
         for kept in self.listeners {
-            self.going.spawn_local(kept.end(self.drain_timeout));
+            self.going.spawn_local(kept.end(deadline.clone()));
         }
         while self.going.join_next().await.is_some() {}
-        while lingering() > 0 && Instant::now() < deadline {
+        while lingering() > 0 && !deadline.is_over() {
             sleep(DRAIN_TICK).await;
         }
-    }
-}
-
-/// The time over which watches are let go.
-fn spread(timeout: Duration) -> Duration {
-    SPREAD.min(timeout / 4)
-}
-
-impl Kept {
-    /// Whether it is the listener of that name, in that mode.
-    fn is(&self, part: &Part) -> bool {
-        self.name == part.config.name
-            && matches!(self.kind, Kind::Terminate(_)) == part.plane.tls().is_some()
-    }
-
-    fn uses(&self, way: &Way) -> bool {
-        match &self.kind {
-            Kind::Terminate(listener) => Rc::ptr_eq(&listener.serving.now().line, &way.line),
-            Kind::Passthrough(_) => false,
-        }
-    }
-
-    /// Listens at these places, first at the new ones, and at no other.
-    fn listen(&mut self, places: &[u64], sockets: Vec<(u64, Vec<std::net::TcpListener>)>) {
-        for (place, sockets) in sockets {
-            let (closer, closing) = Closer::new();
-            for socket in sockets {
-                let socket = match TcpListener::from_std(socket) {
-                    Ok(socket) => socket,
-                    Err(error) => {
-                        tracing::error!(listener = self.name, %error, "cannot listen");
-                        continue;
-                    }
-                };
-                let closing = closing.clone();
-                match &self.kind {
-                    Kind::Terminate(listener) => {
-                        spawn_local(Rc::clone(listener).accept(socket, closing));
-                    }
-                    Kind::Passthrough(listener) => {
-                        spawn_local(Rc::clone(listener).accept(socket, closing));
-                    }
-                }
-            }
-            self.places.insert(place, closer);
-        }
-        self.places.retain(|place, closer| {
-            let stays = places.contains(place);
-            if !stays {
-                closer.drain(Duration::ZERO);
-            }
-            stays
-        });
-    }
-
-    /// Leaves places, with all that waits there, to those who have them now.
-    fn hand_over(&mut self, is_theirs: impl Fn(u64) -> bool) {
-        self.places.retain(|place, closer| {
-            let theirs = is_theirs(*place);
-            if theirs {
-                closer.close();
-            }
-            !theirs
-        });
-    }
-
-    /// Accepts no more, lets clients know, waits for them, and cuts what is left after `timeout`.
-    async fn end(mut self, timeout: Duration) {
-        let deadline = Instant::now() + timeout;
-        let spread = spread(timeout);
-        self.listen(&[], Vec::new());
-        self.closer.drain(spread);
-        self.watches.0.drain(spread);
-        while self.kind.open() > 0 && Instant::now() < deadline {
-            sleep(DRAIN_TICK).await;
-        }
-        if self.kind.open() > 0 {
-            tracing::warn!(
-                listener = self.name,
-                connections = self.kind.open(),
-                "the drain timeout is over: closing what is left"
-            );
-            match &self.kind {
-                Kind::Terminate(listener) => listener.serving.now().tunnels.end(),
-                Kind::Passthrough(listener) => {
-                    listener.table.end(SHUTDOWN, |l| std::ptr::eq(l, &raw const **listener));
-                }
-            }
-            self.closer.close();
-            self.watches.0.close();
-            let deadline = Instant::now() + LAST_WORDS;
-            while self.kind.open() > 0 && Instant::now() < deadline {
-                sleep(DRAIN_TICK).await;
-            }
-        }
-    }
-}
-
-impl Way {
-    fn leads_to(&self, upstream: &Arc<Upstream>) -> bool {
-        Arc::ptr_eq(self.line.pool.upstream(), upstream)
-    }
-
-    /// Lets what runs on it finish, and closes what is left after `timeout`.
-    async fn end(self, timeout: Duration) {
-        self.keeper.abort();
-        let pool = Rc::clone(&self.line.pool);
-        pool.retire();
-        let deadline = Instant::now() + timeout;
-        // Requests and watches have the line, the rest of answers have streams.
-        while (Rc::strong_count(&self.line) > 1 || pool.streams() > 0) && Instant::now() < deadline
-        {
-            sleep_until(deadline.min(Instant::now() + DRAIN_TICK)).await;
-        }
-        pool.close();
     }
 }

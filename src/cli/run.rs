@@ -8,6 +8,8 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::SystemTime;
 
+use tokio::signal::unix::{Signal, SignalKind, signal};
+
 use super::{check, upgrade};
 use crate::app::reload::{Fresh, Origin};
 use crate::app::{App, Running};
@@ -37,7 +39,8 @@ enum End {
     Replaced,
 }
 
-/// Runs until SIGTERM or SIGINT, or until a new process has taken over; SIGHUP reads the
+/// Runs until SIGTERM or SIGINT, or until a new process has taken over, and drains; the second of
+/// these signals cuts the drain short. SIGHUP reads the
 /// configuration again, SIGUSR2 starts the binary again, as such a new process. `given` are the
 /// sockets of the service manager.
 pub fn run(place: Place, given: Vec<OwnedFd>, take_over: bool) -> ExitCode {
@@ -90,19 +93,17 @@ pub fn run(place: Place, given: Vec<OwnedFd>, take_over: bool) -> ExitCode {
             return ExitCode::from(if error.is_configuration() { BAD_CONFIGURATION } else { 1 });
         }
     };
-    match wait(&running) {
-        // The service goes on: it must not hear that it ends.
-        Ok(End::Replaced) => tracing::info!("draining: a new process has taken over"),
-        Ok(End::Signal(signal)) => {
-            manager.tell("STOPPING=1");
-            tracing::info!(signal, "draining");
+    match serve(running, &manager) {
+        Ok(true) => {
+            tracing::info!("stopped");
+            ExitCode::SUCCESS
         }
+        Ok(false) => ExitCode::FAILURE,
         Err(error) => {
-            manager.tell("STOPPING=1");
-            tracing::error!(%error, "cannot wait for signals: draining");
+            tracing::error!(%error, "cannot wait for signals: stopped");
+            ExitCode::FAILURE
         }
     }
-    stop(running)
 }
 
 /// The sockets that the service manager has given.
@@ -130,32 +131,77 @@ fn read(place: &Place) -> Result<(Fresh, Vec<String>), Vec<String>> {
     Ok((Fresh { config, warnings }, found.facts))
 }
 
-fn stop(running: Running) -> ExitCode {
-    if running.stop() {
-        tracing::info!("stopped");
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    }
-}
-
-fn wait(running: &Running) -> io::Result<End> {
-    use tokio::signal::unix::{SignalKind, signal};
+/// Serves until it is told to end, and drains. False if a worker panicked.
+fn serve(running: Running, manager: &ServiceManager) -> io::Result<bool> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
-        let mut term = signal(SignalKind::terminate())?;
-        let mut interrupt = signal(SignalKind::interrupt())?;
-        let mut hangup = signal(SignalKind::hangup())?;
-        let mut upgrade = signal(SignalKind::user_defined2())?;
+        let mut signals = Signals::new()?;
+        let mut told = true;
+        match signals.end(&running).await {
+            // The service goes on: it must not hear that it ends.
+            End::Replaced => {
+                told = false;
+                tracing::info!("draining: a new process has taken over");
+            }
+            End::Signal(signal) => {
+                manager.tell("STOPPING=1");
+                tracing::info!(signal, "draining");
+            }
+        }
+        let cut = running.cutter();
+        let mut stopped = tokio::task::spawn_blocking(move || running.stop());
         loop {
             tokio::select! {
-                _ = term.recv() => return Ok(End::Signal("SIGTERM")),
-                _ = interrupt.recv() => return Ok(End::Signal("SIGINT")),
-                () = running.replaced() => return Ok(End::Replaced),
-                _ = upgrade.recv() => upgrade::begin(),
-                // What came of it is in the log.
-                _ = hangup.recv() => drop(running.reload("SIGHUP")),
+                stopped = &mut stopped => return Ok(stopped.unwrap_or(false)),
+                signal = signals.next() => {
+                    tracing::info!(signal, first = !told, "told to end while draining");
+                    if told {
+                        cut();
+                    }
+                    told = true;
+                }
             }
         }
     })
+}
+
+/// What ends a process, and what else it is told by signals.
+struct Signals {
+    term: Signal,
+    interrupt: Signal,
+    hangup: Signal,
+    upgrade: Signal,
+}
+
+impl Signals {
+    fn new() -> io::Result<Self> {
+        Ok(Self {
+            term: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+            hangup: signal(SignalKind::hangup())?,
+            upgrade: signal(SignalKind::user_defined2())?,
+        })
+    }
+
+    /// Does what it is told until that is the end.
+    async fn end(&mut self, running: &Running) -> End {
+        loop {
+            tokio::select! {
+                _ = self.term.recv() => return End::Signal("SIGTERM"),
+                _ = self.interrupt.recv() => return End::Signal("SIGINT"),
+                () = running.replaced() => return End::Replaced,
+                _ = self.upgrade.recv() => upgrade::begin(),
+                // What came of it is in the log.
+                _ = self.hangup.recv() => drop(running.reload("SIGHUP")),
+            }
+        }
+    }
+
+    /// The next one that asks for the end.
+    async fn next(&mut self) -> &'static str {
+        tokio::select! {
+            _ = self.term.recv() => "SIGTERM",
+            _ = self.interrupt.recv() => "SIGINT",
+        }
+    }
 }

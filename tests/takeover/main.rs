@@ -10,9 +10,10 @@ mod load;
 mod process;
 
 use crate::load::Load;
-use crate::process::{Managed, PATIENCE, Process, Scene};
-use crate::support::long;
+use crate::process::{Managed, PATIENCE, Process, Scene, address};
+use crate::support::{MAPS, World, long, soon};
 use jackstay::config::Config;
+use jackstay::demo::client::Client;
 use std::io::{BufRead, BufReader, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
@@ -41,6 +42,7 @@ async fn replaced_under_load() {
         let status = old.ended().await;
         assert!(status.success(), "{status}:\n{}", old.said());
         assert!(old.said().contains("draining: a new process has taken over"), "{}", old.said());
+        assert!(old.said().contains("handed over: this process drains and ends"), "{}", old.said());
         load.goes_on().await;
         let events = scene.page("/events").await;
         assert!(events.contains("taken over: this process accepts connections"), "{events}");
@@ -74,6 +76,28 @@ async fn a_signal_starts_the_binary_again() {
 
     scene.process.signal("TERM");
     assert_eq!(manager.hears(), "STOPPING=1");
+}
+
+/// The first signal lets what runs finish, for as long as it is configured; the second one does not.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_second_signal_ends_the_drain() {
+    let world = World::new(1);
+    for second in ["TERM", "INT"] {
+        let mut process = Process::pass_through(world.addresses()[0]);
+        let address = address(&process.says("listening").await);
+        // TLS is from end to end: nobody can tell this client that it should go.
+        let client = Client::connect(address, &world.certs.credentials()).await.unwrap();
+        process.signal("TERM");
+        process.says("draining").await;
+        assert_eq!(client.get(MAPS).await.unwrap().status, 200, "what runs goes on");
+        assert!(process.is_running());
+        process.signal(second);
+        let status = process.ended().await;
+        assert!(status.success(), "{status}:\n{}", process.said());
+        let last = process.says("told again to end: closing what is left").await;
+        assert!(last.contains("connections=1"), "{last}");
+        assert!(soon("its end", client.get(MAPS)).await.is_err());
+    }
 }
 
 /// Until the new process serves it may fail in every way: the old one does not care.

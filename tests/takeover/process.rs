@@ -56,6 +56,15 @@ impl Process {
         Self::spawn(command)
     }
 
+    /// Starts one that passes connections through, on a free port, and lets them finish for hours.
+    pub fn pass_through(upstream: SocketAddr) -> Self {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_jackstay"));
+        command.args(["run", "--listen", "127.0.0.1:0", "--upstream", &upstream.to_string()]);
+        command.env("JACKSTAY__ADMIN__BIND", "127.0.0.1:0").env("JACKSTAY__STATE_DIR", "");
+        command.env("JACKSTAY__SHUTDOWN__DRAIN_TIMEOUT", "5h");
+        Self::spawn(command)
+    }
+
     /// What it has said.
     pub fn said(&self) -> String {
         self.said.lock().unwrap().clone()
@@ -240,7 +249,7 @@ fn write(file: &Path, config: &Config) {
 }
 
 /// The first address in a line.
-fn address(line: &str) -> SocketAddr {
+pub fn address(line: &str) -> SocketAddr {
     let at = line.find("127.0.0.1:").expect(line);
     let port = |c: &char| c.is_ascii_digit() || *c == '.' || *c == ':';
     line[at..].chars().take_while(port).collect::<String>().parse().expect(line)

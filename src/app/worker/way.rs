@@ -1,0 +1,48 @@
+//! The way to an upstream that a worker has: a line, and what keeps its pool full.
+
+use std::rc::Rc;
+use std::sync::Arc;
+
+use tokio::task::{JoinHandle, spawn_local};
+use tokio::time::sleep;
+
+use super::DRAIN_TICK;
+use super::kept::Deadline;
+use crate::observe::Metrics;
+use crate::proxy::line::Line;
+use crate::proxy::retry::HedgeBudget;
+use crate::upstream::pool::{Pool, Upstream};
+
+/// A line to an upstream, and what keeps its pool full.
+pub struct Way {
+    /// Shared by the listeners that lead there.
+    pub line: Rc<Line>,
+    keeper: JoinHandle<()>,
+}
+
+impl Way {
+    /// The way to `upstream`, which opens its first connections at once.
+    pub fn new(upstream: &Arc<Upstream>, metrics: &Arc<Metrics>) -> Self {
+        let pool = Pool::new(Arc::clone(upstream));
+        let keeper = spawn_local(Pool::run(Rc::clone(&pool)));
+        let metrics = Arc::clone(metrics);
+        Self { line: Rc::new(Line { pool, budget: HedgeBudget::default(), metrics }), keeper }
+    }
+
+    /// Whether it leads there.
+    pub fn leads_to(&self, upstream: &Arc<Upstream>) -> bool {
+        Arc::ptr_eq(self.line.pool.upstream(), upstream)
+    }
+
+    /// Lets what runs on it finish, and closes what is left at the deadline.
+    pub async fn end(self, deadline: Deadline) {
+        self.keeper.abort();
+        let pool = Rc::clone(&self.line.pool);
+        pool.retire();
+        // Requests and watches have the line, the rest of answers have streams.
+        while (Rc::strong_count(&self.line) > 1 || pool.streams() > 0) && !deadline.is_over() {
+            sleep(DRAIN_TICK).await;
+        }
+        pool.close();
+    }
+}

@@ -342,12 +342,16 @@ struct Started {
 
 impl Started {
     fn start(mode: &str, meddle: impl FnOnce(&Path)) -> Self {
+        Self::start_at("127.0.0.1:7443", mode, meddle)
+    }
+
+    fn start_at(at: &str, mode: &str, meddle: impl FnOnce(&Path)) -> Self {
         let home = Home::new();
         let server = apiserver::start(&Cluster::new(), &home.pki, Options::named("a")).unwrap();
         let url = format!("https://{}", server.addr);
         let text = kubeconfig(&url, &home.pki.ca_pem(), Some(&home.admin), None);
         home.write(".kube/config", &text);
-        home.good(&["--mode", mode, "--node-name", "node-1"]);
+        home.good(&["--server", at, "--mode", mode, "--node-name", "node-1"]);
         let dir = home.path(".kube/jackstay");
         meddle(&dir);
         let file = dir.join("jackstay.yaml");
@@ -361,13 +365,16 @@ impl Started {
         Self { home, _server: server, addr, proxy: app.start().unwrap() }
     }
 
-    /// Asks as the user of the moved kubeconfig would, until it is answered: with its CA and its
-    /// certificate.
+    /// Asks as the user of the moved kubeconfig would, until it is answered: with its CA, its name
+    /// and its certificate.
     fn ask(&self) {
         let moved = cluster(&self.home.tree(".kube/jackstay.kubeconfig"));
         let ca = decode(moved.str("certificate-authority-data").unwrap()).unwrap();
         let ca = String::from_utf8(ca).unwrap();
-        let who = Credentials::anonymous(&ca).certificate(&self.home.admin);
+        let url = moved.str("server").unwrap();
+        let host = url.strip_prefix("https://").unwrap().rsplit_once(':').unwrap().0;
+        let name = moved.str("tls-server-name").unwrap_or(host);
+        let who = Credentials::anonymous(&ca).certificate(&self.home.admin).expecting(name);
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let (start, mut last) = (Instant::now(), String::new());
         while start.elapsed() < Duration::from_secs(30) {
@@ -392,6 +399,35 @@ fn what_it_writes_serves_its_user() {
         running.ask();
         assert!(running.proxy.stop());
     }
+}
+
+/// `localhost` is both loopbacks, and the name that the client verifies where TLS ends here.
+#[test]
+fn a_name_of_the_local_endpoint() {
+    for (mode, verified) in [("passthrough", Some("127.0.0.1")), ("terminate", None)] {
+        let running = Started::start_at("localhost:7443", mode, |dir| {
+            let text = fs::read_to_string(dir.join("jackstay.yaml")).unwrap();
+            let config = parse(&text).unwrap().unwrap();
+            let bind = config.items("listeners")[0].items("bind").to_vec();
+            assert_eq!(bind, ["127.0.0.1:7443", "[::1]:7443"].map(Node::text), "{mode}");
+        });
+        let moved = cluster(&running.home.tree(".kube/jackstay.kubeconfig"));
+        assert_eq!(moved.str("server"), Some("https://localhost:7443"));
+        assert_eq!(moved.str("tls-server-name"), verified, "{mode}");
+        running.ask();
+        assert!(running.proxy.stop());
+    }
+}
+
+/// Any other name is for whoever resolves it: the kubeconfig can have it, a listener cannot.
+#[test]
+fn a_name_of_somebody_else() {
+    let home = Home::new();
+    home.with_certificate();
+    home.good(&["--server", "vip.example:7443"]);
+    let moved = cluster(&home.tree(".kube/jackstay.kubeconfig"));
+    assert_eq!(moved.str("server"), Some("https://vip.example:7443"));
+    assert_eq!(moved.str("tls-server-name"), Some("10.0.0.1"), "the apiserver's own");
 }
 
 #[test]

@@ -26,6 +26,8 @@ pub struct Credentials {
     pub certificate: Option<Issued>,
     /// Its bearer token.
     pub token: Option<String>,
+    /// The name that it wants the server to prove; the address, if it names none.
+    pub server_name: Option<String>,
 }
 
 impl Credentials {
@@ -38,6 +40,13 @@ impl Credentials {
     #[must_use]
     pub fn certificate(mut self, certificate: &Issued) -> Self {
         self.certificate = Some(certificate.clone());
+        self
+    }
+
+    /// With another name of the server than its address.
+    #[must_use]
+    pub fn expecting(mut self, name: &str) -> Self {
+        self.server_name = Some(name.to_owned());
         self
     }
 
@@ -97,7 +106,10 @@ impl Client {
         let config = tls(who, http2)?;
         let stream = TcpStream::connect(addr).await?;
         stream.set_nodelay(true)?;
-        let name = ServerName::from(addr.ip());
+        let name = match &who.server_name {
+            Some(name) => ServerName::try_from(name.clone()).map_err(io::Error::other)?,
+            None => ServerName::from(addr.ip()),
+        };
         let tls = tokio_rustls::TlsConnector::from(Arc::new(config)).connect(name, stream).await?;
         let negotiated = tls.get_ref().1.alpn_protocol() == Some(b"h2");
         if http2 != negotiated {

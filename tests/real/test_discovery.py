@@ -173,5 +173,5 @@ class Discovery(WithRig, unittest.TestCase):
         log(f"{reads.asked} reads beside slices that lie, {len(reads.failed)} failed")
         self.assertEqual(reads.failed, [])
         said = self.jackstay.process.logfile.read_text(errors="replace")
-        for words in ("more than 64 endpoints", "\"apiserver.example.com\" of address type FQDN", f"{OWN}: our own address, requests would loop"):
+        for words in ("more than 64 endpoints", "of address type FQDN", f"{OWN}: our own address, requests would loop"):
             self.assertIn(words, said)

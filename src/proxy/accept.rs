@@ -75,8 +75,7 @@ mod tests {
     async fn admitted(end: impl FnOnce(&Closer)) -> usize {
         let socket = socket::listen("127.0.0.1:0".parse().unwrap(), false).unwrap();
         let at = socket.local_addr().unwrap();
-        let _clients: Vec<_> =
-            (0..5).map(|_| std::net::TcpStream::connect(at).unwrap()).collect();
+        let _clients: Vec<_> = (0..5).map(|_| std::net::TcpStream::connect(at).unwrap()).collect();
         let (closer, closing) = Closer::new();
         end(&closer);
         let count = Cell::new(0);

@@ -52,9 +52,6 @@ pub struct Endpoint {
     pub metrics: Arc<EndpointMetrics>,
     facts: Mutex<Facts>,
     state: AtomicU8,
-    /// Live connections of all workers and of the prober. It changes while `facts` is held, so that
-    /// the last one that goes and the first one that comes are told apart.
-    live: AtomicUsize,
     /// Handshakes under way: TCP is up, TLS or the first PONG is not.
     handshakes: AtomicUsize,
     connections: Mutex<Vec<Weak<ConnectionStats>>>,
@@ -105,6 +102,7 @@ impl Endpoint {
             metrics,
             facts: Mutex::new(Facts {
                 transport: Transport::Unknown,
+                live: 0,
                 readyz: Readyz::Unknown,
                 doubted: None,
                 well: None,
@@ -123,7 +121,6 @@ impl Endpoint {
                 gauge,
             }),
             state: AtomicU8::new(EndpointState::Connecting as u8),
-            live: AtomicUsize::new(0),
             handshakes: AtomicUsize::new(0),
             connections: Mutex::default(),
             flows: AtomicUsize::new(0),
@@ -162,7 +159,7 @@ impl Endpoint {
     pub fn is_usable(&self) -> bool {
         match self.state() {
             EndpointState::Ready | EndpointState::Degraded => true,
-            EndpointState::Connecting => self.live.load(Ordering::Relaxed) > 0,
+            EndpointState::Connecting => self.facts().live > 0,
             EndpointState::Ejected | EndpointState::NoH2 | EndpointState::Leaving => false,
         }
     }
@@ -249,22 +246,14 @@ impl Endpoint {
         list.retain(|known| known.strong_count() > 0);
         list.push(Arc::downgrade(stats));
         drop(list);
-        self.update(|facts| {
-            self.live.fetch_add(1, Ordering::Relaxed);
-            facts.connected();
-        });
+        self.update(Facts::opened);
     }
 
     /// A connection that [`Self::connection_opened`] counted takes no new streams any more. With
     /// the last one goes what was known: what comes back may be another process, and is not ready
     /// until it says so.
     pub fn connection_closed(&self) {
-        self.update(|facts| {
-            let last = self.live.fetch_sub(1, Ordering::Relaxed) == 1;
-            if last && facts.transport == Transport::Up {
-                facts.transport = Transport::Unknown;
-            }
-        });
+        self.update(Facts::closed);
     }
 
     /// How often it has died: was up, and was then ejected. What leads there from before has died
@@ -437,31 +426,35 @@ mod tests {
         assert!(!whole(&endpoint), "back from an ejection");
     }
 
-    /// The workers and the prober hear of the same events, each in its own thread.
+    /// Workers and the prober lose and open connections in any order.
     #[test]
-    fn who_has_a_connection_is_connected_whatever_others_lose_at_that_moment() {
+    fn it_is_connected_for_as_long_as_a_connection_lives() {
         let address = EndpointAddress { host: "10.0.0.1".into(), port: 6443 };
         let metrics = Metrics::new().endpoint("u", "e");
         let endpoint = Endpoint::new(&"u".into(), &address, None, metrics).unwrap();
-        std::thread::scope(|scope| {
-            for _ in 0..2 {
-                scope.spawn(|| {
-                    for _ in 0..20_000 {
-                        let now = Instant::now();
-                        let stats = ConnectionStats::new(Class::Anonymous, None, None, now);
-                        endpoint.connection_opened(&stats);
-                        assert_eq!(endpoint.facts().transport, Transport::Up);
-                        endpoint.connection_closed();
-                    }
-                });
-            }
-            scope.spawn(|| {
-                for _ in 0..20_000 {
-                    let refused = ConnectFailure::Refused("no".into());
-                    endpoint.connect_failed(refused, Instant::now());
-                }
-            });
-        });
-        assert_ne!(endpoint.facts().transport, Transport::Up, "nothing lives");
+        let opened = || {
+            let stats = ConnectionStats::new(Class::Anonymous, None, None, Instant::now());
+            endpoint.connection_opened(&stats);
+        };
+        let failed = || {
+            endpoint.connect_failed(ConnectFailure::Refused("no".into()), Instant::now());
+        };
+        opened();
+        endpoint.readyz_ok();
+        opened();
+        endpoint.connection_closed();
+        failed();
+        assert_eq!(endpoint.state(), EndpointState::Ready, "one lives");
+        endpoint.connection_closed();
+        assert_eq!(endpoint.state(), EndpointState::Connecting);
+        assert!(!endpoint.is_usable());
+        opened();
+        assert_eq!(endpoint.state(), EndpointState::Connecting, "not well until it says so");
+        assert!(endpoint.is_usable());
+        endpoint.connection_closed();
+        failed();
+        assert_eq!(endpoint.state(), EndpointState::Ejected);
+        opened();
+        assert_eq!(endpoint.state(), EndpointState::Connecting);
     }
 }

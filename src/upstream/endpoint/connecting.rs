@@ -68,7 +68,7 @@ impl Endpoint {
             if matches!(failure, ConnectFailure::Slow(_)) {
                 facts.slow_failures = facts.slow_failures.saturating_add(1);
             }
-            if self.live.load(Ordering::Relaxed) == 0 {
+            if facts.live == 0 {
                 facts.transport = match failure {
                     ConnectFailure::Refused(why) | ConnectFailure::Slow(why) => {
                         Transport::Down(why)

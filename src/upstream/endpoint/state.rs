@@ -94,6 +94,9 @@ pub fn backoff(failures: u32, alone: bool, jitter: f64) -> Duration {
 #[derive(Debug)]
 pub(super) struct Facts {
     pub(super) transport: Transport,
+    /// Live connections, of all workers and of the prober: here, so that nobody can come between the
+    /// end of the last one and what it means.
+    pub(super) live: usize,
     pub(super) readyz: Readyz,
     /// When the first of the latest probes failed, or had kept us waiting for too long.
     pub(super) doubted: Option<Instant>,
@@ -148,6 +151,20 @@ pub(super) enum Readyz {
 }
 
 impl Facts {
+    /// A connection lives from now on.
+    pub(super) fn opened(&mut self) {
+        self.live += 1;
+        self.connected();
+    }
+
+    /// One that [`Self::opened`] counted does not any more.
+    pub(super) fn closed(&mut self) {
+        self.live = self.live.saturating_sub(1);
+        if self.live == 0 && self.transport == Transport::Up {
+            self.transport = Transport::Unknown;
+        }
+    }
+
     /// A fresh connection is up.
     pub(super) fn connected(&mut self) {
         self.failures = 0;

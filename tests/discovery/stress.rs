@@ -10,9 +10,8 @@
 //! threads share are pointers of `arc-swap`, channels, `Notify` and `watch` of tokio, atomics, and
 //! mutexes that are held for a few statements, without an await and without another lock. None of
 //! those crates can be scheduled by shuttle, and tokio by loom only from within; a model would
-//! check a copy of the code. So the code itself runs here, on its own threads. What several threads
-//! know of one endpoint is the one place where a count and a state must agree; it is tried by itself,
-//! beside `upstream::endpoint`.
+//! check a copy of the code. So the code itself runs here, on its own threads. The one place where a
+//! count and a state of several threads must agree, an endpoint's, has both under one mutex.
 
 use crate::scene::{self, Scene};
 use crate::support::{MAPS, PATIENCE, long, soon, until};
@@ -60,7 +59,7 @@ async fn updates_are_made_while_a_drain_is_stuck() {
     set_is(&scene.proxy, &[endpoints[1].to_string()]).await;
 
     let updates = if long() { 1000 } else { 12 };
-    let mut slowest = Duration::ZERO;
+    let mut took = Vec::new();
     for update in 0..updates {
         let there = EndpointAddress { host: format!("127.2.0.{}", update % 200 + 1), port: 9 };
         config.upstreams[0].endpoints = vec![endpoints[1].clone(), there.clone()];
@@ -73,9 +72,13 @@ async fn updates_are_made_while_a_drain_is_stuck() {
             set.len() == 2 && set.contains(&there)
         })
         .await;
-        slowest = slowest.max(start.elapsed());
+        took.push(start.elapsed());
     }
-    println!("{updates} updates, the slowest after {slowest:?} (promised {UPDATE:?})");
+    took.sort_unstable();
+    let (half, slowest) = (took[updates / 2], took[updates - 1]);
+    println!(
+        "{updates} updates, half within {half:?}, the slowest after {slowest:?} (promised {UPDATE:?})"
+    );
     assert!(slowest < 2 * UPDATE, "{slowest:?}");
     let running = scene.proxy.metric("jackstay_watches").await;
     assert!((99.5..100.5).contains(&running), "the drain is still stuck: {running}");

@@ -57,6 +57,14 @@ pub struct Load {
     pub ready_for: Duration,
 }
 
+impl Load {
+    /// Of an endpoint that takes part, with so many watches or connections; `None` of another.
+    pub fn of(endpoint: &Endpoint, watches: usize, now: Instant) -> Option<Self> {
+        let ready_for = endpoint.ready_for(now).filter(|&since| since >= SETTLED)?;
+        Some(Self { watches, share: endpoint.share(now), ready_for })
+    }
+}
+
 /// What should move now: indices into what was given to [`decide`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Move {
@@ -115,13 +123,48 @@ pub fn decide(
     (count >= 1.0).then_some(Move { from, to, count: count as usize })
 }
 
-/// The mover of one class of a pool.
+/// When the rounds of a mover are, and its lots.
 #[derive(Debug)]
-pub struct Mover {
+pub struct Pace {
     lot: f64,
     rng: fastrand::Rng,
     last: Instant,
     next: Instant,
+}
+
+impl Pace {
+    /// The pace of a mover that begins now.
+    pub fn new(now: Instant) -> Self {
+        let mut rng = fastrand::Rng::new();
+        Self { lot: rng.f64(), rng, last: now, next: now + ROUND }
+    }
+
+    /// Whether it is time for a round: the time since the last one, and at most that of two.
+    pub fn is_due(&mut self, now: Instant) -> Option<Duration> {
+        if now < self.next {
+            return None;
+        }
+        let elapsed = now.saturating_duration_since(self.last).min(ROUND * 2);
+        self.last = now;
+        self.rest(1, now);
+        Some(elapsed)
+    }
+
+    /// Leaves out rounds: the next one is so many later.
+    fn rest(&mut self, rounds: u32, now: Instant) {
+        self.next = now + ROUND.mul_f64(0.5 + self.rng.f64()) * rounds;
+    }
+
+    /// What [`decide`] says, with its own lots.
+    pub fn decide(&mut self, loads: &[Load], elapsed: Duration) -> Option<Move> {
+        decide(loads, self.lot, elapsed, &mut self.rng)
+    }
+}
+
+/// The mover of one class of a pool.
+#[derive(Debug)]
+pub struct Mover {
+    pace: Pace,
     look_at: Instant,
     /// Who was asked in the last round: what is left of it is a sign that nobody there can go.
     asked: Option<Rc<Connection>>,
@@ -132,38 +175,25 @@ pub struct Mover {
 impl Mover {
     /// A mover that begins now.
     pub fn new(now: Instant) -> Self {
-        let mut rng = fastrand::Rng::new();
-        let look_at = now + LOOK.mul_f64(rng.f64());
-        Self {
-            lot: rng.f64(),
-            rng,
-            last: now,
-            next: now + ROUND,
-            look_at,
-            asked: None,
-            pause: 1,
-            said_at: None,
-        }
+        let mut pace = Pace::new(now);
+        let look_at = now + LOOK.mul_f64(pace.rng.f64());
+        Self { pace, look_at, asked: None, pause: 1, said_at: None }
     }
 
     /// Asks for a move if it is time and there is something to move, and once a minute asks every
     /// watch to look after itself. Cheap when called too early.
     pub fn turn(&mut self, connections: &[Rc<Connection>], moves: bool, now: Instant) {
-        if now < self.next {
-            return;
-        }
+        let Some(elapsed) = self.pace.is_due(now) else { return };
         if now >= self.look_at {
-            self.look_at = now + LOOK.mul_f64(0.9 + self.rng.f64() / 5.0);
+            self.look_at = now + LOOK.mul_f64(0.9 + self.pace.rng.f64() / 5.0);
             for connection in connections {
                 connection.look_round();
             }
         }
-        let elapsed = now.saturating_duration_since(self.last).min(ROUND * 2);
-        self.last = now;
         if let Some(asked) = self.asked.take() {
             self.pause = if asked.take_back() { (self.pause * 2).min(MAX_PAUSE) } else { 1 };
         }
-        self.next = now + ROUND.mul_f64(0.5 + self.rng.f64()) * self.pause;
+        self.pace.rest(self.pause, now);
         if moves {
             self.round(connections, elapsed, now);
         }
@@ -176,9 +206,8 @@ impl Mover {
             let endpoint = &connection.endpoint;
             if let Some((_, load)) = endpoints.iter_mut().find(|(e, _)| Arc::ptr_eq(e, endpoint)) {
                 load.watches += connection.watches();
-            } else if let Some(ready_for) = endpoint.ready_for(now).filter(|&at| at >= SETTLED) {
-                let (watches, share) = (connection.watches(), endpoint.share(now));
-                endpoints.push((endpoint, Load { watches, share, ready_for }));
+            } else if let Some(load) = Load::of(endpoint, connection.watches(), now) {
+                endpoints.push((endpoint, load));
             }
         }
         if endpoints.len() < 2 {
@@ -187,13 +216,10 @@ impl Mover {
         // The same lot must mean the same server, whichever connection was opened first.
         endpoints.sort_by(|(a, _), (b, _)| a.label.cmp(&b.label));
         let loads: Vec<_> = endpoints.iter().map(|(_, load)| *load).collect();
-        let Some(Move { from, to, count }) = decide(&loads, self.lot, elapsed, &mut self.rng)
-        else {
-            return;
-        };
+        let Some(Move { from, to, count }) = self.pace.decide(&loads, elapsed) else { return };
         let (source, target) = (endpoints[from].0, endpoints[to].0);
         // One of its connections, by lot among the watches.
-        let mut chosen = self.rng.usize(..loads[from].watches);
+        let mut chosen = self.pace.rng.usize(..loads[from].watches);
         let Some(connection) = live().filter(|c| Arc::ptr_eq(&c.endpoint, source)).find(|c| {
             let here = chosen < c.watches();
             chosen = chosen.saturating_sub(c.watches());

@@ -7,19 +7,20 @@ use crate::support::{Certs, MAPS, World, passing, passthrough, until};
 use jackstay::config::EndpointAddress;
 use jackstay::control::members::{Member, place};
 use jackstay::observe::Metrics;
-use jackstay::proxy::passthrough::rebalance::Mover;
+use jackstay::proxy::passthrough::rebalance::decide;
 use jackstay::upstream::credentials::Credentials;
 use jackstay::upstream::pool::Upstream;
+use jackstay::upstream::rebalance::Pace;
 use std::io::ErrorKind;
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::{Instant, sleep, timeout};
 
-/// An upstream with endpoints that are ready, but for the last one.
-fn upstream(certs: &Certs, hosts: &[&str]) -> Upstream {
-    let config = certs.config(&[]).upstreams.remove(0);
-    let credentials = Credentials::load(&config, &[]).unwrap();
-    let upstream = Upstream::new(config, credentials, &Metrics::new());
+/// An endpoint of most upstreams.
+pub const FIRST: &str = "10.0.0.1";
+
+/// Gives an upstream these endpoints.
+pub fn place_all(upstream: &Upstream, hosts: &[&str]) {
     let members: Vec<_> = hosts
         .iter()
         .map(|host| Member {
@@ -28,7 +29,15 @@ fn upstream(certs: &Certs, hosts: &[&str]) -> Upstream {
             fallback: false,
         })
         .collect();
-    place(&upstream, &members);
+    place(upstream, &members);
+}
+
+/// An upstream with endpoints that are ready, but for the last one.
+pub fn upstream(certs: &Certs, hosts: &[&str]) -> Upstream {
+    let config = certs.config(&[]).upstreams.remove(0);
+    let credentials = Credentials::load(&config, &[]).unwrap();
+    let upstream = Upstream::new(config, credentials, &Metrics::new());
+    place_all(&upstream, hosts);
     for endpoint in upstream.endpoints.load().iter().take(hosts.len() - 1) {
         endpoint.connected();
         endpoint.readyz_ok();
@@ -41,19 +50,20 @@ fn upstream(certs: &Certs, hosts: &[&str]) -> Upstream {
 #[tokio::test(start_paused = true)]
 async fn a_few_go_each_second_until_all_have_their_part() {
     let certs = Certs::new();
-    let upstream = upstream(&certs, &["10.0.0.1", "10.0.0.2", "10.0.0.3"]);
+    let upstream = upstream(&certs, &[FIRST, "10.0.0.2", "10.0.0.3"]);
     let endpoints = upstream.endpoints.load_full();
     let mut flows = [1000_usize, 0, 0];
-    let mut mover = Mover::new(Instant::now());
+    let mut pace = Pace::new(Instant::now());
     let start = Instant::now();
     let mut last = start;
     while start.elapsed() < Duration::from_secs(2000) {
         sleep(Duration::from_millis(50)).await;
         let now = Instant::now();
-        let Some(elapsed) = mover.is_due(now) else { continue };
+        let Some(elapsed) = pace.is_due(now) else { continue };
         let index =
             |endpoint: &_| endpoints.iter().position(|e| std::sync::Arc::ptr_eq(e, endpoint));
-        let found = mover.decide(&upstream, |e| index(e).map_or(0, |i| flows[i]), elapsed, now);
+        let count = |endpoint: &_| index(endpoint).map_or(0, |i: usize| flows[i]);
+        let found = decide(&mut pace, &upstream, count, elapsed, now);
         if start.elapsed() > Duration::from_secs(600) && endpoints[2].ready_for(now).is_none() {
             assert!(flows[0].abs_diff(flows[1]) <= 2 && flows[2] == 0, "{flows:?}");
             endpoints[2].connected();

@@ -20,7 +20,7 @@ use tokio::time::{Instant, sleep};
 
 use super::super::accept::REPEAT;
 use super::Listener;
-use super::rebalance::{Mover, QUIET};
+use super::rebalance::{self, QUIET};
 use super::verdict::{
     CLIENT_DEAD, ENDPOINT_DEAD, ENDPOINT_LEFT, HANDSHAKE, IDLE, REBALANCE, UNACKNOWLEDGED,
     UNANSWERED, Verdict,
@@ -30,6 +30,7 @@ use crate::observe::Complaints;
 use crate::upstream::endpoint::{Endpoint, EndpointState};
 use crate::upstream::flow::{self, Death, Judge, Look, Rules, Struck};
 use crate::upstream::pool::Upstream;
+use crate::upstream::rebalance::Pace;
 
 /// How often the array is walked.
 const TICK: Duration = Duration::from_millis(50);
@@ -46,7 +47,7 @@ pub struct Table {
     occupied: Notify,
     /// About flows that are ended.
     complaints: Complaints,
-    mover: RefCell<Mover>,
+    mover: RefCell<Pace>,
     lossy: Cell<Lossy>,
 }
 
@@ -114,7 +115,7 @@ impl Table {
             inner: RefCell::default(),
             occupied: Notify::new(),
             complaints: Complaints::new(REPEAT),
-            mover: RefCell::new(Mover::new(Instant::now())),
+            mover: RefCell::new(Pace::new(Instant::now())),
             lossy: Cell::new(Lossy { refuted: 0, since: Instant::now() }),
         })
     }
@@ -232,7 +233,8 @@ impl Table {
             let count = |endpoint: &Arc<Endpoint>| {
                 all().filter(|flow| Arc::ptr_eq(&flow.endpoint, endpoint)).count()
             };
-            let found = self.mover.borrow_mut().decide(&upstream, count, elapsed, now);
+            let found =
+                rebalance::decide(&mut self.mover.borrow_mut(), &upstream, count, elapsed, now);
             let Some((from, count)) = found else { continue };
             let mut quiet: Vec<_> = flows
                 .iter_mut()

@@ -100,21 +100,22 @@ impl Listener {
 impl Way {
     /// The upstream for a connection, by where it was meant to go or by the server name that it
     /// asks for, and what was read to know it. What asks for none, or is no TLS, goes where the
-    /// listener goes. `listener` is its name, for the log.
+    /// listener goes. `listener` is whose way it is.
     ///
     /// # Errors
     /// The reason for which the connection ends here: it was closed, said too little in time, or
     /// was not redirected.
     async fn route(
         &self,
-        listener: &str,
+        listener: &Listener,
         client: &mut TcpStream,
         from: SocketAddr,
     ) -> Result<(Arc<Upstream>, Vec<u8>), &'static str> {
         let mut first = Vec::new();
         if let Some(transparent) = &self.transparent {
             let meant = transparent.place(client, from, &self.upstream).map_err(|refusal| {
-                transparent.tell(listener, from, refusal);
+                let line = format!("listener {}: refused ({})", listener.name, refusal.reason());
+                listener.complaints.warn(&line, format_args!("client {from}: {refusal}"));
                 refusal.reason()
             })?;
             if let Some(upstream) = meant {
@@ -172,7 +173,7 @@ impl Open {
         }
         // Boxed: an idle flow carries no room for how it began.
         let way = listener.way();
-        let routed = Box::pin(way.route(&listener.name, &mut client, from)).await;
+        let routed = Box::pin(way.route(listener, &mut client, from)).await;
         drop(way);
         let (upstream, first) = match routed {
             Ok(routed) => routed,

@@ -5,22 +5,15 @@
 //! needs no interception, and finds none when the rules are gone. A connection of our own that came
 //! back is refused because passing it on would send it round for ever.
 
-use std::cell::RefCell;
 use std::fmt;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
 
 use tokio::net::TcpStream;
-use tokio::time::Instant;
 
 use crate::config::Destination;
 use crate::net::intercepted::{self, Arrival};
-use crate::observe::Repeats;
 use crate::upstream::pool::Upstream;
-
-/// The same refusal is logged once in this time.
-const WINDOW: Duration = Duration::from_secs(10);
 
 /// What a transparent listener knows beside a plain one.
 #[derive(Debug)]
@@ -29,7 +22,6 @@ pub struct Transparent {
     listening: Arc<[SocketAddr]>,
     /// Upstreams by original destination; the first match counts.
     destinations: Vec<(Vec<Destination>, Arc<Upstream>)>,
-    told: RefCell<Repeats>,
 }
 
 /// Why a connection is not passed on.
@@ -79,7 +71,7 @@ impl Transparent {
         listening: Arc<[SocketAddr]>,
         destinations: Vec<(Vec<Destination>, Arc<Upstream>)>,
     ) -> Self {
-        Self { listening, destinations, told: RefCell::new(Repeats::new(WINDOW)) }
+        Self { listening, destinations }
     }
 
     /// The upstream that a connection's original destination asks for; `None` leaves it to the
@@ -105,13 +97,5 @@ impl Transparent {
         let mut all = self.destinations.iter();
         let found = all.find(|(some, _)| some.iter().any(|destination| destination.contains(to)));
         found.map(|(_, upstream)| upstream)
-    }
-
-    /// Logs a refusal, each kind once in a while.
-    pub fn tell(&self, listener: &str, from: SocketAddr, refusal: Refusal) {
-        let told = self.told.borrow_mut().admit(refusal.reason(), Instant::now());
-        if let Some(left_out) = told {
-            tracing::warn!(listener, client = %from, left_out, "refused: {refusal}");
-        }
     }
 }

@@ -296,6 +296,9 @@ impl Plan {
         for (tls, prepared) in self.serving {
             tls.install(prepared);
         }
+        for place in self.next.listeners.iter().flat_map(|bound| &bound.places) {
+            place.change();
+        }
         self.next
     }
 }

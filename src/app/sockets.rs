@@ -11,6 +11,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use socket2::SockRef;
+
 use super::StartError;
 use crate::config;
 use crate::net::inherited::Inherited;
@@ -28,6 +30,8 @@ pub struct Place {
     /// What it is: the port may have been left to the kernel.
     pub address: SocketAddr,
     options: Listening,
+    /// What its sockets may still be.
+    were: Listening,
     sockets: Vec<TcpListener>,
 }
 
@@ -47,12 +51,41 @@ impl Place {
             address = socket.local_addr()?;
             sockets.push(socket);
         }
-        Ok(Self { id: NEXT.fetch_add(1, Ordering::Relaxed), wanted, address, options, sockets })
+        Ok(Self::new(wanted, address, options, sockets))
+    }
+
+    fn new(
+        wanted: SocketAddr,
+        address: SocketAddr,
+        options: Listening,
+        sockets: Vec<TcpListener>,
+    ) -> Self {
+        let id = NEXT.fetch_add(1, Ordering::Relaxed);
+        Self { id, wanted, address, options, were: options, sockets }
     }
 
     /// Takes sockets into use that were open before us.
     fn inherit(wanted: SocketAddr, options: Listening, sockets: Vec<TcpListener>) -> Self {
-        Self { id: NEXT.fetch_add(1, Ordering::Relaxed), wanted, address: wanted, options, sockets }
+        Self::new(wanted, wanted, options, sockets)
+    }
+
+    /// The same place, whose sockets are to be something else: [`Self::change`] makes them so.
+    fn with(&self, options: Listening) -> io::Result<Self> {
+        socket::may_be(self.address, &options)?;
+        let sockets = self.sockets.iter().map(TcpListener::try_clone).collect::<Result<_, _>>()?;
+        let Self { id, wanted, address, options: were, .. } = *self;
+        Ok(Self { id, wanted, address, options, were, sockets })
+    }
+
+    /// Makes its sockets what the configuration that is followed from now on wants of them.
+    pub fn change(&self) {
+        for socket in &self.sockets {
+            let changed =
+                socket::change(&SockRef::from(socket), self.address, &self.were, &self.options);
+            if let Err(error) = changed {
+                tracing::error!(address = %self.address, %error, "the socket stays as it was");
+            }
+        }
     }
 
     /// Copies of the descriptors that one of so many workers accepts on. Whatever their numbers, each
@@ -116,8 +149,11 @@ impl<'a> Places<'a> {
             let mut found = Vec::new();
             let mut skipped = None;
             for &wanted in &listener.bind {
-                if let Some(place) = self.take(&listener.name, wanted, options) {
-                    found.push(Some(place));
+                if let Some(place) = self.take(&listener.name, wanted) {
+                    let changed = (place.options != options).then(|| place.with(options));
+                    let changed = changed.transpose();
+                    let changed = changed.map_err(|error| failed(listener, wanted, error))?;
+                    found.push(Some(changed.map_or(place, Arc::new)));
                     continue;
                 }
                 let inherited = self.inherited.take(wanted, options.transparent);
@@ -177,11 +213,9 @@ impl<'a> Places<'a> {
         moves.flat_map(|place| &place.sockets).collect()
     }
 
-    fn take(&mut self, name: &str, wanted: SocketAddr, options: Listening) -> Option<Arc<Place>> {
+    fn take(&mut self, name: &str, wanted: SocketAddr) -> Option<Arc<Place>> {
         // A port that the kernel has given may be named from then on.
-        let fits = |place: &Place| {
-            (place.wanted == wanted || place.address == wanted) && place.options == options
-        };
+        let fits = |place: &Place| place.wanted == wanted || place.address == wanted;
         let own = self.known.iter().position(|(owner, place)| *owner == name && fits(place));
         // With port 0, the port is the listener's own: another one asked for another port.
         let other = || self.known.iter().position(|(_, place)| wanted.port() != 0 && fits(place));

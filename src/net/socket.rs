@@ -67,20 +67,48 @@ pub fn listen_as(address: SocketAddr, options: &Listening) -> io::Result<std::ne
         // Each family is bound by name: `[::]` does not take IPv4 too.
         socket.set_only_v6(true)?;
     }
-    match (options.freebind, address.is_ipv4()) {
-        (true, true) => socket.set_freebind_v4(true)?,
-        (true, false) => socket.set_freebind_v6(true)?,
-        (false, _) => {}
-    }
-    match (options.transparent, address.is_ipv4()) {
-        (true, true) => socket.set_ip_transparent_v4(true)?,
-        (true, false) => socket.set_ip_transparent_v6(true)?,
-        (false, _) => {}
-    }
+    let plain = Listening { shared: options.shared, ..Listening::default() };
+    change(&SockRef::from(&socket), address, &plain, options)?;
     socket.set_nonblocking(true)?;
     socket.bind(&address.into())?;
     socket.listen(BACKLOG)?;
     Ok(socket.into())
+}
+
+/// Makes a socket that listens what another configuration wants of it, with its address, its queue
+/// and its connections: `freebind` counts when it is bound and `transparent` for each packet, so
+/// both may be set at any time. All copies of the descriptor see it.
+///
+/// # Errors
+/// `PermissionDenied` for `transparent` without the capability.
+pub fn change(
+    socket: &SockRef<'_>,
+    address: SocketAddr,
+    from: &Listening,
+    to: &Listening,
+) -> io::Result<()> {
+    if from.freebind != to.freebind {
+        match address {
+            SocketAddr::V4(_) => socket.set_freebind_v4(to.freebind)?,
+            SocketAddr::V6(_) => socket.set_freebind_v6(to.freebind)?,
+        }
+    }
+    if from.transparent != to.transparent {
+        match address {
+            SocketAddr::V4(_) => socket.set_ip_transparent_v4(to.transparent)?,
+            SocketAddr::V6(_) => socket.set_ip_transparent_v6(to.transparent)?,
+        }
+    }
+    Ok(())
+}
+
+/// Whether a socket for an address may have these options: tried on one that is closed again.
+///
+/// # Errors
+/// `PermissionDenied` for `transparent` without the capability.
+pub fn may_be(address: SocketAddr, options: &Listening) -> io::Result<()> {
+    let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+    change(&SockRef::from(&socket), address, &Listening::default(), options)
 }
 
 /// Opens a listening socket as [`listen_as`] does, also where `ours` are in its way: sockets of this
@@ -312,6 +340,27 @@ mod tests {
     async fn workers_share_a_port() {
         let first = listen("127.0.0.1:0".parse().unwrap(), true).unwrap();
         listen(first.local_addr().unwrap(), true).unwrap();
+    }
+
+    #[test]
+    fn an_open_socket_is_changed_and_its_queue_stays() {
+        for address in ["127.0.0.1:0", "[::1]:0"] {
+            let Ok(socket) = listen(address.parse().unwrap(), false) else { continue };
+            let address = socket.local_addr().unwrap();
+            let client = std::net::TcpStream::connect(address).unwrap();
+            let plain = Listening::default();
+            let early = Listening { freebind: true, ..plain };
+            may_be(address, &early).unwrap();
+            let option = SockRef::from(&socket);
+            change(&option, address, &plain, &early).unwrap();
+            let is_free = || {
+                if address.is_ipv4() { option.freebind_v4() } else { option.freebind_v6() }.unwrap()
+            };
+            assert!(is_free());
+            change(&option, address, &early, &plain).unwrap();
+            assert!(!is_free());
+            assert_eq!(socket.accept().unwrap().1, client.local_addr().unwrap());
+        }
     }
 
     #[test]

@@ -1,9 +1,10 @@
 //! Listeners and upstreams that come, go and move, and what their clients see of it.
 
 use crate::scene::{Scene, Traffic, Watching};
-use crate::support::{World, passing, soon, until};
+use crate::support::{World, passing, passthrough, soon, until};
 use http::Method;
-use jackstay::config::EndpointAddress;
+use jackstay::app::reload::Outcome;
+use jackstay::config::{Config, EndpointAddress};
 use jackstay::demo::client::{Client, next_data};
 use std::net::SocketAddr;
 use std::sync::atomic::Ordering::Relaxed;
@@ -205,6 +206,44 @@ async fn a_listener_turns_from_one_mode_into_the_other() {
         assert_eq!(client.get(PATH).await.unwrap().status, 200);
         assert_eq!(scene.proxy.status().await["listeners"][0]["mode"], "terminate");
     }
+}
+
+/// What a socket was bound with is changed where it is: an address that stays is never let go.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn a_listener_is_bound_otherwise_at_the_same_address() {
+    let mut scene = Scene::new(1).await;
+    let address = scene.proxy.addr;
+    scene
+        .change(|config| {
+            *config = passing(config.clone());
+            config.listeners[0].bind = vec![address];
+        })
+        .await;
+    let admin = scene.world.certs.credentials();
+    let steady = Client::connect(address, &admin).await.unwrap();
+    for freebind in [true, false] {
+        let said = scene.change(|config| config.listeners[0].freebind = freebind).await;
+        assert_eq!(said, ["listener `apiserver` changed"]);
+        let client = soon("a flow", Client::connect(address, &admin)).await.unwrap();
+        assert_eq!(client.get(PATH).await.unwrap().status, 200);
+    }
+    let transparent = |to| move |config: &mut Config| passthrough(config).transparent = to;
+    match scene.reload(transparent(true)).await {
+        Outcome::Ok { .. } => {
+            let direct = soon("an end", Client::connect(address, &admin)).await;
+            assert!(direct.is_err(), "nobody has redirected it");
+        }
+        // Not as root.
+        Outcome::Failed { errors } => {
+            assert!(errors[0].contains("CAP_NET_ADMIN"), "{errors:?}");
+            let client = soon("a flow", Client::connect(address, &admin)).await.unwrap();
+            assert_eq!(client.get(PATH).await.unwrap().status, 200);
+        }
+    }
+    scene.change(transparent(false)).await;
+    let client = soon("a flow", Client::connect(address, &admin)).await.unwrap();
+    assert_eq!(client.get(PATH).await.unwrap().status, 200);
+    assert_eq!(steady.get(PATH).await.unwrap().status, 200, "a flow goes the way that it found");
 }
 
 /// The listener's requests go elsewhere from one request to the next, on the same connections.

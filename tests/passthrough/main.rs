@@ -4,6 +4,7 @@
 mod support;
 
 mod bounds;
+mod drain;
 mod endpoints;
 mod faults;
 mod flows;

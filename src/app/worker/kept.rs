@@ -1,7 +1,8 @@
 //! A listener that a worker has: where it accepts, what is open on it, and its end.
 //!
 //! It ends as its clients want it: it accepts no more, tells them, lets watches go one by one and
-//! waits for the rest, until its [`Deadline`] is over. What is left then is closed.
+//! waits for the rest, until its [`Deadline`] is over. What is left then is closed; passed connections,
+//! which cannot be told, are reset one by one before that.
 
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -18,7 +19,6 @@ use super::{DRAIN_TICK, Part};
 use crate::proxy::closing::{Closer, Closing};
 use crate::proxy::listener::Listener;
 use crate::proxy::passthrough;
-use crate::proxy::passthrough::verdict::SHUTDOWN;
 use crate::upstream::pool::Upstream;
 
 /// Longest time over which the watches of a listener that goes are let go. Their clients come back
@@ -103,6 +103,13 @@ impl Kind {
             Self::Passthrough(listener) => listener.open.get(),
         }
     }
+
+    /// Ends the passed connections whose turn has come.
+    fn drain(&self, taken: Duration, timeout: Duration) {
+        if let Self::Passthrough(listener) = self {
+            listener.table.drain(listener, taken, timeout);
+        }
+    }
 }
 
 impl Kept {
@@ -171,6 +178,7 @@ impl Kept {
         self.closer.drain(spread);
         self.watches.0.drain(spread);
         while self.kind.open() > 0 && !deadline.is_over() {
+            self.kind.drain(deadline.from.elapsed(), deadline.timeout);
             sleep(DRAIN_TICK).await;
         }
         if self.kind.open() > 0 {
@@ -180,12 +188,10 @@ impl Kept {
                 "{}: closing what is left",
                 if deadline.is_cut() { "told again to end" } else { "the drain timeout is over" }
             );
-            match &self.kind {
-                Kind::Terminate(listener) => listener.serving.now().tunnels.end(),
-                Kind::Passthrough(listener) => {
-                    listener.table.end(SHUTDOWN, |l| std::ptr::eq(l, &raw const **listener));
-                }
+            if let Kind::Terminate(listener) = &self.kind {
+                listener.serving.now().tunnels.end();
             }
+            self.kind.drain(deadline.timeout, deadline.timeout);
             self.closer.close();
             self.watches.0.close();
             let deadline = Instant::now() + LAST_WORDS;

@@ -7,6 +7,9 @@
 //! What ends a flow here: its own death ([`flow`]), the death of its endpoint (all of its flows at
 //! once), an endpoint that was removed and whose time is over, the bounds of the configuration, the
 //! end of the program. The flow's own task is told, and resets both sides.
+//!
+//! Where time is over for many that live, they are not ended in one moment: their clients would all
+//! connect elsewhere in the next. Each has a moment of its own in the last fifth ([`turn_of`]).
 
 use std::cell::{Cell, RefCell};
 use std::os::fd::RawFd;
@@ -22,8 +25,8 @@ use super::super::accept::REPEAT;
 use super::Listener;
 use super::rebalance::{self, QUIET};
 use super::verdict::{
-    CLIENT_DEAD, ENDPOINT_DEAD, ENDPOINT_LEFT, HANDSHAKE, IDLE, REBALANCE, UNACKNOWLEDGED,
-    UNANSWERED, Verdict,
+    CLIENT_DEAD, ENDPOINT_DEAD, ENDPOINT_LEFT, HANDSHAKE, IDLE, REBALANCE, SHUTDOWN,
+    UNACKNOWLEDGED, UNANSWERED, Verdict,
 };
 use crate::net::{socket, tcp_info};
 use crate::observe::Complaints;
@@ -36,6 +39,8 @@ use crate::upstream::rebalance::Pace;
 const TICK: Duration = Duration::from_millis(50);
 /// How long refuted suspicions are remembered.
 const MEMORY: Duration = Duration::from_secs(60);
+/// The part of the time that flows have to end in which those that are left are ended one by one.
+const LAST_PART: f32 = 0.2;
 /// Entry of a place without a flow, and of a flow that has been told to end.
 const NEVER: u32 = u32::MAX;
 
@@ -94,6 +99,8 @@ struct Flow {
     moved: Instant,
     /// The server has said something.
     answered: bool,
+    /// In 0..1: when its turn is ([`turn_of`]).
+    lot: f32,
     verdict: Option<Verdict>,
     waker: Option<Waker>,
 }
@@ -164,6 +171,7 @@ impl Table {
             began: now,
             moved: now,
             answered: false,
+            lot: fastrand::f32(),
             verdict: None,
             waker: None,
         };
@@ -187,14 +195,22 @@ impl Table {
         inner.free.len() == inner.flows.len()
     }
 
-    /// Ends every flow, those that `which` says.
-    pub fn end(&self, verdict: Verdict, which: impl Fn(&Listener) -> bool) {
+    /// Ends those flows of a listener whose turn has come; all of them, when its drain has taken as
+    /// long as it may.
+    pub fn drain(&self, listener: &Listener, taken: Duration, timeout: Duration) {
+        if taken < turn_of(1.0, timeout) {
+            return;
+        }
         let mut inner = self.inner.borrow_mut();
         let Inner { due, flows, .. } = &mut *inner;
         for (due, flow) in due.iter_mut().zip(flows).filter(|(due, _)| **due != NEVER) {
-            if let Some(flow) = flow.as_mut().filter(|flow| which(&flow.listener)) {
+            let Some(flow) = flow else { continue };
+            if std::ptr::eq(&raw const *flow.listener, listener)
+                && taken >= turn_of(flow.lot, timeout)
+            {
                 *due = NEVER;
-                flow.end(verdict);
+                self.tell(flow, SHUTDOWN);
+                flow.end(SHUTDOWN);
             }
         }
     }
@@ -311,9 +327,7 @@ impl Table {
                 }
                 let verdict = if flow.deaths != deaths {
                     ENDPOINT_DEAD
-                } else if left
-                    .is_some_and(|left| left >= flow.listener.way.borrow().config.leave_timeout)
-                {
+                } else if left.is_some_and(|left| left >= turn_of(flow.lot, leave_timeout(flow))) {
                     ENDPOINT_LEFT
                 } else {
                     continue;
@@ -332,6 +346,15 @@ impl Table {
         );
         self.complaints.warn(&line, "the client is reset");
     }
+}
+
+/// When a flow is ended that has not ended by itself, of the time that all have.
+fn turn_of(lot: f32, limit: Duration) -> Duration {
+    limit.saturating_sub(limit.mul_f32(LAST_PART * lot))
+}
+
+fn leave_timeout(flow: &Flow) -> Duration {
+    flow.listener.way.borrow().config.leave_timeout
 }
 
 impl Flow {

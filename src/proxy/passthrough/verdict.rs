@@ -12,7 +12,7 @@ pub struct Verdict {
 pub(super) const ENDPOINT_DEAD: Verdict =
     Verdict { reason: "endpoint_dead", words: "the endpoint is dead, and all its flows with it" };
 pub(super) const ENDPOINT_LEFT: Verdict =
-    Verdict { reason: "endpoint_left", words: "it was removed, and leave_timeout is over" };
+    Verdict { reason: "endpoint_left", words: "it was removed, and leave_timeout ends" };
 pub(super) const HANDSHAKE: Verdict =
     Verdict { reason: "handshake_timeout", words: "the server said nothing in handshake_timeout" };
 pub(super) const IDLE: Verdict =
@@ -25,5 +25,5 @@ pub(super) const CLIENT_DEAD: Verdict =
     Verdict { reason: "client_dead", words: "the client acknowledges nothing any more" };
 pub(super) const REBALANCE: Verdict =
     Verdict { reason: "rebalance", words: "the endpoint has more than its share (rebalance)" };
-/// The drain is over.
-pub const SHUTDOWN: Verdict = Verdict { reason: "shutdown", words: "the drain timeout is over" };
+pub(super) const SHUTDOWN: Verdict =
+    Verdict { reason: "shutdown", words: "the drain timeout ends" };

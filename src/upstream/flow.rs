@@ -5,7 +5,7 @@
 //! |---|---|
 //! | bytes that were sent | none of them acknowledged for 2.25 s, in which six retransmissions or segments went out; for 2.5 s with four |
 //! | bytes that were not sent, although the peer has room: our own netfilter drops them | the same, with three probes |
-//! | bytes that were not sent, since the peer has no room | six probes in a row unanswered, and no segment for 2.25 s |
+//! | bytes that were not sent, since the peer has no room | four probes in a row unanswered (six where packets are being lost, two where many flows fell silent together), a second for each and 250 ms more |
 //! | nothing | nothing new heard for 2.7 s (4.5 s where packets are being lost, 2.15 s where many flows fell silent together), and eight keepalives unanswered |
 //!
 //! While nothing waits the kernel sends a keepalive after each second without a segment. The first
@@ -25,7 +25,13 @@
 //!
 //! A peer whose window is closed is alive, only full: the kernel asks it at growing intervals, so
 //! its silence alone says nothing, and each of its answers sets the count of probes back to zero.
-//! A stopped process is alive as well: its kernel answers, as it would without us.
+//! That it is lost is seen late, after 3.3 to 4.5 s, since Linux lets nobody ask sooner: with
+//! something in the send queue it sends no keepalives (`tcp_keepalive_timer`), its own probes come
+//! a second apart at best (`TCP_RTO_MAX_MS`, Linux 6.15; before that ever more seldom, up to two
+//! minutes), `TCP_USER_TIMEOUT` kills those that answer, and to ask by `TCP_REPAIR` takes
+//! `CAP_NET_ADMIN`. Two unanswered probes are all that 3 s have room for, and one packet in twenty
+//! lost each way makes them up every two minutes. A stopped process is alive as well: its kernel
+//! answers, as it would without us.
 //!
 //! A look that comes late says more about us than about the flow: it gives no verdict.
 //!
@@ -51,6 +57,9 @@ pub struct Rules {
     idle_after: Option<Duration>,
     /// Keepalives in a row without an answer.
     unanswered: u8,
+    /// Probes of a closed window in a row without an answer, and as many seconds without a segment:
+    /// the first of them are closer together than Linux answers.
+    window_probes: u8,
 }
 
 /// The apiserver's side: it is what clients wait for. Retransmissions of a thin stream are 200 ms
@@ -61,10 +70,12 @@ pub const SERVER: Rules = Rules {
     retransmits: 4,
     idle_after: Some(Duration::from_millis(2_700)),
     unanswered: 8,
+    window_probes: 4,
 };
 
 /// The same where [`LOSSY`] suspicions were refuted lately.
-pub const LOSSY_SERVER: Rules = Rules { idle_after: Some(Duration::from_millis(4_500)), ..SERVER };
+pub const LOSSY_SERVER: Rules =
+    Rules { idle_after: Some(Duration::from_millis(4_500)), window_probes: 6, ..SERVER };
 
 /// The same where many fell silent together: three answers are missing and three retransmissions.
 pub const STRUCK_SERVER: Rules = Rules {
@@ -72,6 +83,7 @@ pub const STRUCK_SERVER: Rules = Rules {
     retransmits: 3,
     idle_after: Some(Duration::from_millis(2_150)),
     unanswered: 5,
+    window_probes: 2,
 };
 
 /// Refuted suspicions within a minute or two that show that packets are being lost.
@@ -84,15 +96,15 @@ pub const CLIENT: Rules = Rules {
     retransmits: 6,
     idle_after: None,
     unanswered: u8::MAX,
+    window_probes: 6,
 };
 
-/// A full stream is sent again ever more seldom: what was sent last has this long to be answered.
+/// A full stream is sent again ever more seldom, and so are probes of a closed window: what was
+/// sent last has this long to be answered.
 const LAST_ANSWER: Duration = Duration::from_millis(250);
 /// Probes for what was not sent although there is room for it: at 200 ms, doubling, the third is
 /// out after 1.4 s.
 const UNSENT_PROBES: u8 = 3;
-/// Probes of a closed window in a row without an answer.
-const WINDOW_PROBES: u8 = 6;
 /// The same on a kernel that does not tell an open window from a closed one.
 const BLIND_PROBES: u8 = 4;
 /// The same data again starts the kernel's count of unanswered keepalives anew: so many segments
@@ -164,7 +176,10 @@ pub struct Judge {
     /// [`TcpInfo::fresh_segments`], and segments of ours, then.
     fresh: u32,
     sent: u32,
-    /// Probes were asked for, and none was answered yet.
+    /// [`TcpInfo::probes`] when it last changed, and when that was.
+    probes: (u8, Instant),
+    /// Probes were asked for, or the kernel's own were not answered in time, and none was answered
+    /// yet.
     suspects: bool,
     refuted: bool,
     stalled: bool,
@@ -182,6 +197,7 @@ impl Judge {
             heard: now,
             fresh: 0,
             sent: 0,
+            probes: (0, now),
             suspects: false,
             refuted: false,
             stalled: false,
@@ -202,6 +218,9 @@ impl Judge {
     pub fn look(&mut self, info: &TcpInfo, rules: &Rules, now: Instant) -> Look {
         let late = now.saturating_duration_since(self.due) > LATE;
         self.hear(info, now);
+        if info.probes != self.probes.0 {
+            self.probes = (info.probes, now);
+        }
         if !info.has_pending() {
             self.waiting_since = None;
         } else if info.bytes_acked != self.acked || self.waiting_since.is_none() {
@@ -214,7 +233,8 @@ impl Judge {
         let look = if late {
             Look::Again { after: GRACE, probe: false }
         } else if let Some(stuck) = stuck {
-            waiting(info, rules, stuck, info.data_segments_sent.wrapping_sub(self.segments))
+            let segments = info.data_segments_sent.wrapping_sub(self.segments);
+            waiting(info, rules, stuck, segments, now.saturating_duration_since(self.probes.1))
         } else {
             idle(info, rules, silent, info.segments_out.wrapping_sub(self.sent))
         };
@@ -227,7 +247,8 @@ impl Judge {
             self.refuted = true;
         }
         if let Look::Again { after, probe } = look {
-            self.suspects |= probe;
+            let late = silent >= LATE_ANSWER && info.probes > 1;
+            self.suspects |= probe || (late && info.is_window_closed() == Some(true));
             self.due = now + after;
         }
         look
@@ -289,12 +310,24 @@ impl Struck {
     }
 }
 
-/// Something waits, and none of it was acknowledged for `stuck`, while `segments` were sent.
-fn waiting(info: &TcpInfo, rules: &Rules, stuck: Duration, segments: u32) -> Look {
+/// Something waits, and none of it was acknowledged for `stuck`, while `segments` were sent; the
+/// last probe went out `probed` ago.
+fn waiting(
+    info: &TcpInfo,
+    rules: &Rules,
+    stuck: Duration,
+    segments: u32,
+    probed: Duration,
+) -> Look {
     let enough = u32::from(rules.retransmits) * 3 / 2;
     let dead = stuck >= rules.stuck_after
         && match info.is_window_closed() {
-            Some(true) => info.silent() >= rules.stuck_after && info.probes >= WINDOW_PROBES,
+            Some(true) => {
+                let a_second_each = Duration::from_secs(rules.window_probes.into());
+                info.silent() >= rules.stuck_after.max(a_second_each)
+                    && info.probes >= rules.window_probes
+                    && probed >= LAST_ANSWER
+            }
             Some(false) if info.unacked == 0 => info.probes >= UNSENT_PROBES || segments >= enough,
             None if info.unacked == 0 => {
                 info.silent() >= rules.stuck_after && info.probes >= BLIND_PROBES

@@ -179,8 +179,51 @@ fn a_closed_window_is_not_death_while_probes_are_answered() {
         probes: at.as_secs().min(255) as u8,
         ..quiet(at)
     };
-    let (at, _) = judged(&SERVER, None, lost).unwrap();
-    assert!((6 * SECOND..7 * SECOND).contains(&at), "{at:?}");
+    // The last probe has time to be answered.
+    for (rules, probes) in [(SERVER, 4), (LOSSY_SERVER, 6), (STRUCK_SERVER, 2), (CLIENT, 30)] {
+        let (at, death) = judged(&rules, None, lost).unwrap();
+        assert_eq!(death, Death::Unacknowledged);
+        let from = probes * SECOND + if rules == CLIENT { Duration::ZERO } else { LAST_ANSWER };
+        assert!((from..from + 250 * MS).contains(&at), "{at:?}, {probes} probes");
+    }
+    // Linux answers two a second: of the first, at 0.2 and 0.6 s, only one.
+    let early = |at: Duration, _| {
+        let sent = [200, 600, 1400].iter().filter(|ms| at > **ms * MS).count() as u8;
+        TcpInfo { probes: sent + at.saturating_sub(1400 * MS).as_secs() as u8, ..lost(at, 0) }
+    };
+    let (at, _) = judged(&SERVER, None, early).unwrap();
+    assert!((4 * SECOND..5 * SECOND).contains(&at), "{at:?}");
+}
+
+#[test]
+fn of_the_probes_of_a_closed_window_three_may_be_lost_and_that_is_remembered() {
+    let start = Instant::now();
+    // Every fourth is answered.
+    let lossy = |at: Duration| {
+        let silent = Duration::from_millis(at.as_millis() as u64 % 4001);
+        let probes = silent.as_secs() as u8;
+        TcpInfo { notsent_bytes: 5000, send_window: Some(0), probes, ..quiet(silent) }
+    };
+    assert_eq!(judged(&SERVER, None, |at, _| lossy(at)), None);
+    let mut judge = Judge::new(start);
+    let (mut at, mut refuted) = (Duration::ZERO, 0);
+    while at < 4001 * MS * 10 {
+        let Look::Again { after, probe } = judge.look(&lossy(at), &SERVER, start + at) else {
+            panic!("dead at {at:?}");
+        };
+        assert!(!probe, "the kernel would not send it");
+        refuted += u32::from(judge.was_refuted());
+        at += after;
+    }
+    assert!((9..=10).contains(&refuted), "{refuted}");
+    // Answered each second, nothing is suspected.
+    let mut judge = Judge::new(start);
+    for step in 0..600 {
+        let at = step * 100 * MS;
+        let silent = Duration::from_millis(at.as_millis() as u64 % 1001);
+        judge.look(&TcpInfo { last_ack_recv: silent, probes: 1, ..lossy(at) }, &SERVER, start + at);
+        assert!(!judge.was_refuted(), "{at:?}");
+    }
 }
 
 #[test]

@@ -25,6 +25,9 @@ fn nft(command: &str) {
     assert!(Command::new("nft").arg(command).status().unwrap().success(), "nft {command}");
 }
 
+/// The same for a peer whose window is closed, which its kernel is asked about once a second.
+const CLOSED_BOUND: Duration = Duration::from_secs(11);
+
 /// A rule in one hook, gone when it is dropped.
 struct Rule;
 
@@ -66,6 +69,33 @@ impl World {
         server.write_all(b"x").await.unwrap();
         client.read_u8().await.unwrap();
         (client, server)
+    }
+
+    /// How many flows were ended for a reason.
+    async fn ended(&self, reason: &str) -> u64 {
+        let name = "jackstay_passthrough_closed_total";
+        let series = format!(r#"{name}{{listener="apiserver",reason="{reason}"}}"#);
+        self.proxy.metric(&series).await as u64
+    }
+
+    /// Bytes that were moved, in one direction.
+    async fn moved(&self, direction: &str) -> u64 {
+        let name = "jackstay_passthrough_bytes_total";
+        let series = format!(r#"{name}{{listener="apiserver",direction="{direction}"}}"#);
+        self.proxy.metric(&series).await as u64
+    }
+
+    /// Waits until nothing moves any more in a direction, although there is more to be sent than
+    /// what has been since `start`: the window of its receiver is closed.
+    async fn stuck(&self, direction: &str, start: u64) {
+        let mut before = start;
+        loop {
+            sleep(Duration::from_secs(1)).await;
+            let moved = self.moved(direction).await;
+            if moved == std::mem::replace(&mut before, moved) && moved > start {
+                return;
+            }
+        }
     }
 }
 
@@ -233,21 +263,27 @@ async fn a_transfer_that_is_dropped_is_reset() {
 async fn a_closed_window_is_left_alone_and_its_loss_is_noticed() {
     let world = World::new().await;
     let seconds = std::env::var("JACKSTAY_LONG").map_or(15, |_| 300);
-    for to_server in [true, false] {
+    for (direction, to_server) in [("to_server", true), ("to_client", false)] {
         let (mut client, mut server) = world.flow().await;
         let (from, to) =
             if to_server { (&mut client, &mut server) } else { (&mut server, &mut client) };
         let much: Vec<u8> = (0..32_000_000_u32).map(|i| (i >> 8) as u8).collect();
         let mut got = vec![0; much.len()];
+        let before = world.moved(direction).await;
         let (written, read) = tokio::join!(from.write_all(&much), async {
+            world.stuck(direction, before).await;
             sleep(Duration::from_secs(seconds)).await;
+            let moved = world.moved(direction).await - before;
+            assert!(moved < much.len() as u64, "it fits into the buffers: no window was closed");
             to.read_exact(&mut got).await
         });
         written.unwrap();
         read.unwrap();
         assert!(got == much);
+        assert_eq!(world.moved(direction).await - before, much.len() as u64);
     }
     let (mut client, server) = world.flow().await;
+    let before = world.moved("to_server").await;
     let ours = server.peer_addr().unwrap().port();
     let (mut reads, mut writes) = client.split();
     let much = vec![1; 1 << 20];
@@ -259,7 +295,8 @@ async fn a_closed_window_is_left_alone_and_its_loss_is_noticed() {
         }
     };
     let lost = async {
-        sleep(Duration::from_secs(8)).await;
+        world.stuck("to_server", before).await;
+        sleep(Duration::from_secs(6)).await;
         let rule = Rule::new("input", &format!("tcp sport {ours} drop;tcp dport {ours} drop"));
         let start = Instant::now();
         let error = reads.read_u8().await.unwrap_err();
@@ -272,6 +309,12 @@ async fn a_closed_window_is_left_alone_and_its_loss_is_noticed() {
     // A socket tells its error once: to whoever asks first.
     assert!([wrote, read].contains(&ErrorKind::ConnectionReset), "{wrote:?}, {read:?}");
     println!("a closed window, then lost: {took:?}");
+    assert!(took < CLOSED_BOUND, "{took:?}");
+    // It was our verdict, and the only one: neither side has broken a flow.
+    until("it is counted", async || world.ended("unacknowledged").await == 1).await;
+    for reason in ["client_reset", "server_reset", "client_dead", "endpoint_dead", "unanswered"] {
+        assert_eq!(world.ended(reason).await, 0, "{reason}");
+    }
     drop(server);
 }
 

@@ -3,9 +3,10 @@
 //! What needs root (packets that are really lost, name servers that are really silent) is ignored
 //! here and run by `.ci/run` in a network namespace of its own.
 
+use std::io::{BufRead, BufReader};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, UdpSocket};
 use std::path::PathBuf;
-use std::process::Command;
+use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -19,7 +20,7 @@ use jackstay::doctor::examine;
 use jackstay::doctor::findings::{Cause, Finding, Level, judge};
 use jackstay::doctor::observations::{Observations, Source, Step};
 use jackstay::doctor::report;
-use jackstay::doctor::target::{Files, Plan, Target, Trust};
+use jackstay::doctor::target::{Files, Place, Plan, Target, Trust};
 use jackstay::kubeconfig::access::Server;
 
 /// Long enough for a slow machine; nothing waits for it to pass where things work.
@@ -243,13 +244,15 @@ fn name_servers_that_are_silent() {
 fn a_port_that_is_taken_and_a_loop() {
     let world = World::new();
     let taken = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let bind = taken.local_addr().unwrap();
+    let place = Place { what: "listener apiserver".into(), bind, freebind: false };
     let mut plan = world.plan(&[world.server.addr]);
-    plan.places = vec![("listener apiserver".into(), taken.local_addr().unwrap())];
+    plan.places = vec![place.clone()];
     let (_, found) = examine(plan, 2);
     assert_first(&found, Cause::PortTaken);
 
-    let mut plan = world.plan(&[taken.local_addr().unwrap()]);
-    plan.places = vec![("listener apiserver".into(), taken.local_addr().unwrap())];
+    let mut plan = world.plan(&[bind]);
+    plan.places = vec![place];
     let (_, found) = examine(plan, 2);
     assert_first(&found, Cause::Loop);
 }
@@ -302,6 +305,61 @@ fn the_command_reads_a_configuration() {
     let (code, out, err) = jackstay(&["--config", "/none/such.yaml"]);
     assert_eq!((code, out.as_str()), (Some(2), ""), "{err}");
     assert!(err.contains("/none/such.yaml"), "{err}");
+}
+
+/// Who has a socket may not be known, or not say much: whether it is a jackstay, it says itself. And
+/// an address that is to come is none that is missing.
+#[test]
+fn a_jackstay_that_runs_is_not_in_its_own_way() {
+    let world = World::new();
+    // By another name, as by another user, it cannot be told by its process.
+    let binary = world.dir.path().join("another-name");
+    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_jackstay"), &binary).unwrap();
+    let upstream = world.server.addr.to_string();
+    let child = Command::new(&binary)
+        .args(["run", "--listen", "127.0.0.1:0", "--upstream", &upstream, "--admin", "127.0.0.1:0"])
+        .env("JACKSTAY__STATE_DIR", "")
+        .stderr(Stdio::piped())
+        .spawn();
+    let mut running = Ended(child.unwrap());
+    let mut said = BufReader::new(running.0.stderr.take().unwrap()).lines().map(Result::unwrap);
+    let mut address = |words: &str| -> SocketAddr {
+        let line = said.find(|line| line.contains(words)).expect("it says where it listens");
+        let part = |c: &char| c.is_ascii_digit() || ".:".contains(*c);
+        let text: String =
+            line[line.find("127.0.0.1:").unwrap()..].chars().take_while(part).collect();
+        text.parse().unwrap()
+    };
+    let (admin, bind) = (address("the admin endpoint listens"), address("listener="));
+    let file = world.dir.path().join("of-the-running.yaml");
+    // TEST-NET-1 (RFC 5737).
+    let text = format!(
+        "admin: {{bind: '{admin}'}}\n\
+         upstreams: [{{name: u, endpoints: ['{upstream}'], tls: {{ca_file: {}}}}}]\n\
+         listeners: [{{name: l, mode: passthrough, freebind: true, upstream: u, \
+         bind: ['{bind}', '192.0.2.1:{}']}}]\n",
+        world.dir.path().join("ca.crt").display(),
+        bind.port(),
+    );
+    std::fs::write(&file, text).unwrap();
+    let (code, out, err) = jackstay(&["--config", file.to_str().unwrap(), "--duration", "1s"]);
+    assert_eq!(code, Some(0), "{out}{err}");
+    // Something else is in the way as ever.
+    drop(running);
+    let _taken = TcpListener::bind(bind).unwrap();
+    let (code, out, err) = jackstay(&["--config", file.to_str().unwrap(), "--duration", "1s"]);
+    assert_eq!(code, Some(1), "{out}{err}");
+    assert!(out.contains(&format!("cannot listen on {bind}")), "{out}");
+}
+
+/// A process that ends with the test.
+struct Ended(Child);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
 }
 
 /// Rules for the network namespace that this process was started in; they replace earlier ones and

@@ -8,9 +8,10 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 
+use super::{ADMIN, status};
 use crate::config::{self, CertPaths, Overrides, parse_duration};
 use crate::doctor::dns::Resolver;
-use crate::doctor::target::{self, Files, Plan, Target, Trust};
+use crate::doctor::target::{self, Files, Place, Plan, Target, Trust};
 use crate::doctor::{examine, findings, observations::Source, report};
 use crate::kubeconfig::access::{Access, Server};
 use crate::kubeconfig::load::{Places, Sources};
@@ -145,8 +146,21 @@ fn plan(args: &DoctorArgs) -> Result<Plan, String> {
         let name = args.server_name.as_deref();
         plan.targets.push(Target::new(&server, Source::Given, name, &trust)?);
     }
-    plan.places = args.listen.iter().map(|bind| ("jackstay".to_owned(), *bind)).collect();
+    let place = |bind: &SocketAddr| Place { what: "jackstay".into(), bind: *bind, freebind: false };
+    plan.places = args.listen.iter().map(place).collect();
+    if let (false, Ok(admin)) = (plan.places.is_empty(), ADMIN.parse()) {
+        plan.running = running(admin);
+    }
     Ok(plan)
+}
+
+/// Where the jackstay listens whose admin endpoint this is; nowhere if there is none.
+fn running(admin: SocketAddr) -> Vec<SocketAddr> {
+    let Ok(status) = status::fetch(admin, "/status") else { return Vec::new() };
+    let Some(listeners) = status["listeners"].as_array() else { return Vec::new() };
+    let binds = listeners.iter().filter_map(|listener| listener["bind"].as_array()).flatten();
+    let addresses = binds.filter_map(|bind| bind.as_str()?.parse().ok());
+    addresses.chain([admin]).collect()
 }
 
 /// A configuration that cannot be used is a finding, not bad usage: it is why one asks.
@@ -155,8 +169,10 @@ fn of_config(file: &std::path::Path) -> Result<Plan, String> {
         return Err(format!("cannot read {}: {error}", file.display()));
     }
     match config::load(file, config::environment(), &Overrides::default()) {
-        Ok(loaded) => target::of_config(&loaded.config)
-            .or_else(|error| Ok(Plan { configuration: vec![error], ..Plan::default() })),
+        Ok(loaded) => Ok(match target::of_config(&loaded.config) {
+            Ok(plan) => Plan { running: running(loaded.config.admin.bind), ..plan },
+            Err(error) => Plan { configuration: vec![error], ..Plan::default() },
+        }),
         Err(errors) => {
             let configuration = errors.0.iter().map(ToString::to_string).collect();
             Ok(Plan { configuration, ..Plan::default() })

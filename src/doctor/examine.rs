@@ -18,7 +18,7 @@ use super::observations::{
     Attempt, Certificate, Endpoint, Failure, Kind, Observations, Resolved, Shown, Step,
 };
 use super::probe::{self, Clock, Learned, STEP_LIMIT};
-use super::target::{Plan, Target};
+use super::target::{Place, Plan, Target};
 use crate::net::local_ca::names_of;
 use crate::net::tls_files::{CertInfo, Validity, cert_info};
 use crate::observe::utc::Utc;
@@ -40,7 +40,7 @@ pub fn run(plan: Plan, resolver: Resolver, duration: Duration) -> std::io::Resul
 
 async fn examine(plan: Plan, resolver: Resolver, duration: Duration) -> Observations {
     let resolver = Rc::new(Mutex::new(resolver));
-    let host = host::look(&plan.places, plan.wanted_connections);
+    let host = host::look(&plan.places, &plan.running, plan.wanted_connections);
     let mut places = Vec::new();
     for target in plan.targets {
         let addresses = resolver.lock().await.resolve(&target.host).await;
@@ -129,7 +129,7 @@ fn parse_members(endpoints: &Value) -> Vec<SocketAddr> {
 async fn one(
     target: Target,
     addresses: Resolved,
-    places: &[(String, SocketAddr)],
+    places: &[Place],
     resolver: Rc<Mutex<Resolver>>,
     began: Instant,
     until: Instant,
@@ -257,9 +257,8 @@ async fn once(target: &Target, resolver: &Mutex<Resolver>, began: Instant, round
 }
 
 /// The place where jackstay is to listen that a connection to one of `ips` would end at.
-fn loops(ips: &[IpAddr], port: u16, places: &[(String, SocketAddr)]) -> Option<SocketAddr> {
-    let ends_at = |place: &&(String, SocketAddr)| {
-        let bind = place.1;
+fn loops(ips: &[IpAddr], port: u16, places: &[Place]) -> Option<SocketAddr> {
+    let ends_at = |bind: &SocketAddr| {
         bind.port() == port
             && port != 0
             && ips.iter().any(|ip| {
@@ -269,7 +268,7 @@ fn loops(ips: &[IpAddr], port: u16, places: &[(String, SocketAddr)]) -> Option<S
                         && host::is_ours(*ip)
             })
     };
-    places.iter().find(ends_at).map(|(_, bind)| *bind)
+    places.iter().map(|place| place.bind).find(ends_at)
 }
 
 fn describe(der: &CertificateDer<'_>) -> Option<Certificate> {
@@ -312,7 +311,9 @@ mod tests {
 
     #[test]
     fn loops_are_seen_through_wildcards() {
-        let place = |bind: &str| [("listener x".to_owned(), bind.parse().unwrap())];
+        let place = |bind: &str| {
+            [Place { what: "listener x".into(), bind: bind.parse().unwrap(), freebind: false }]
+        };
         let loops = |ip: &str, port, bind: &str| {
             super::loops(&[ip.parse().unwrap()], port, &place(bind)).is_some()
         };

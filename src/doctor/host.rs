@@ -6,16 +6,18 @@ use std::net::{IpAddr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::path::Path;
 
 use super::observations::{Host, Listen, ListenState};
-use crate::net::socket;
+use super::target::Place;
+use crate::net::socket::{self, Listening};
 
-/// Looks at the places where jackstay is to listen, and at what it will need.
-pub fn look(places: &[(String, SocketAddr)], wanted_connections: u64) -> Host {
+/// Looks at the places where jackstay is to listen, and at what it will need. `running` is where one
+/// listens already, as it says itself: who has a socket is known only to root and to its own user.
+pub fn look(places: &[Place], running: &[SocketAddr], wanted_connections: u64) -> Host {
     let listen = places
         .iter()
-        .map(|(what, address)| Listen {
-            address: *address,
-            what: what.clone(),
-            state: state_of(*address),
+        .map(|place| Listen {
+            address: place.bind,
+            what: place.what.clone(),
+            state: state_of(place, running),
         })
         .collect();
     Host {
@@ -31,10 +33,15 @@ pub fn is_ours(ip: IpAddr) -> bool {
     UdpSocket::bind((ip, 0)).is_ok()
 }
 
-fn state_of(address: SocketAddr) -> ListenState {
-    match socket::listen(address, false) {
+fn state_of(place: &Place, running: &[SocketAddr]) -> ListenState {
+    let address = place.bind;
+    let options = Listening { freebind: place.freebind, ..Listening::default() };
+    match socket::listen_as(address, &options) {
         Ok(_) => ListenState::Free,
         Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+            if running.iter().any(|theirs| in_each_others_way(*theirs, address)) {
+                return ListenState::Jackstay;
+            }
             let owner = owner_of(address);
             match &owner {
                 Some(owner) if owner.starts_with("jackstay ") => ListenState::Jackstay,
@@ -49,6 +56,13 @@ fn state_of(address: SocketAddr) -> ListenState {
         }
         Err(error) => ListenState::Failed(error.to_string()),
     }
+}
+
+/// Whether two sockets cannot listen at once: `[::]` is IPv6 alone here.
+fn in_each_others_way(one: SocketAddr, other: SocketAddr) -> bool {
+    one.port() == other.port()
+        && one.is_ipv4() == other.is_ipv4()
+        && (one.ip() == other.ip() || one.ip().is_unspecified() || other.ip().is_unspecified())
 }
 
 /// Name and id of the process that listens on an address, if this user may know.
@@ -105,7 +119,8 @@ mod tests {
     fn a_taken_port_has_an_owner() {
         let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let address = taken.local_addr().unwrap();
-        let host = look(&[("listener x".into(), address)], 100);
+        let place = |bind, freebind| Place { what: "listener x".into(), bind, freebind };
+        let host = look(&[place(address, false)], &[], 100);
         let pid = format!("(pid {})", std::process::id());
         match &host.listen[0].state {
             // The name of a test's process is that of the test crate.
@@ -113,12 +128,24 @@ mod tests {
             ListenState::Jackstay => {}
             other => panic!("{other:?}"),
         }
+        // Whoever has it by name, it is a jackstay's if that says so.
+        let state = |running: &str| {
+            let running = SocketAddr::new(running.parse().unwrap(), address.port());
+            look(&[place(address, false)], &[running], 100).listen[0].state.clone()
+        };
+        assert_eq!(state("127.0.0.1"), ListenState::Jackstay);
+        assert_eq!(state("0.0.0.0"), ListenState::Jackstay);
+        assert_eq!(state("127.0.0.2"), host.listen[0].state);
+        assert_eq!(state("::"), host.listen[0].state);
         drop(taken);
         assert!(host.open_files.is_some_and(|limit| limit > 0));
         assert!(is_ours([127, 0, 0, 1].into()));
         assert!(!is_ours([192, 0, 2, 1].into()));
-        let elsewhere = look(&[("x".into(), "192.0.2.1:7443".parse().unwrap())], 1);
-        assert_eq!(elsewhere.listen[0].state, ListenState::NotOurs);
+        // TEST-NET-1 (RFC 5737).
+        let elsewhere = "192.0.2.1:7443".parse().unwrap();
+        let host = look(&[place(elsewhere, false), place(elsewhere, true)], &[], 1);
+        assert_eq!(host.listen[0].state, ListenState::NotOurs);
+        assert_eq!(host.listen[1].state, ListenState::Free, "it may come later");
     }
 
     #[test]

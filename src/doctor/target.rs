@@ -58,14 +58,27 @@ pub struct Trust {
 pub struct Plan {
     /// The endpoints.
     pub targets: Vec<Target>,
-    /// Where jackstay is to listen, and what for.
-    pub places: Vec<(String, SocketAddr)>,
+    /// Where jackstay is to listen.
+    pub places: Vec<Place>,
+    /// Where a jackstay listens already, as it says itself.
+    pub running: Vec<SocketAddr>,
     /// Connections that the configuration allows.
     pub wanted_connections: u64,
     /// Mistakes of the configuration.
     pub configuration: Vec<String>,
     /// What could not be used, for people.
     pub notes: Vec<String>,
+}
+
+/// A place where jackstay is to listen.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Place {
+    /// What for.
+    pub what: String,
+    /// Where.
+    pub bind: SocketAddr,
+    /// Whether it may be an address that this host does not have yet.
+    pub freebind: bool,
 }
 
 /// Files that the command line names.
@@ -260,9 +273,12 @@ pub fn of_config(config: &Config) -> Result<Plan, String> {
     }
     for listener in &config.listeners {
         let what = format!("listener {}", listener.name);
-        plan.places.extend(listener.bind.iter().map(|bind| (what.clone(), *bind)));
+        let freebind = listener.freebind;
+        let place = |bind: &SocketAddr| Place { what: what.clone(), bind: *bind, freebind };
+        plan.places.extend(listener.bind.iter().map(place));
         plan.wanted_connections += listener.limits.max_connections as u64;
     }
-    plan.places.push(("the admin endpoint".to_owned(), config.admin.bind));
+    let what = "the admin endpoint".to_owned();
+    plan.places.push(Place { what, bind: config.admin.bind, freebind: false });
     Ok(plan)
 }

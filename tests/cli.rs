@@ -1,6 +1,20 @@
 //! What the built binary says of itself: version, completions, manual, and useful errors.
 
-use std::process::{Command, Output};
+mod support;
+
+use std::collections::HashMap;
+use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use jackstay::config;
+use jackstay::demo::client::Client;
+use serde_json::Value;
+use support::{MAPS, World, passing, soon};
+
+/// Long enough for a process on a slow machine to start and to notice things.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 fn jackstay(args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_jackstay")).args(args).output().expect("it starts")
@@ -86,4 +100,231 @@ fn status_of_nothing_says_what_to_do() {
     assert_eq!((error.lines().count(), out.stdout.len()), (1, 0), "{error}");
     assert_eq!(jackstay(&["status", "--watch=1ms"]).status.code(), Some(2));
     assert_eq!(jackstay(&["status", "--output", "xml"]).status.code(), Some(2));
+}
+
+/// A jackstay that runs, with an admin endpoint on a port of its own.
+struct Running {
+    child: Child,
+    admin: String,
+}
+
+impl Running {
+    fn start(args: &[&str]) -> Self {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_jackstay"))
+            .arg("run")
+            .args(args)
+            .args(["--admin", "127.0.0.1:0"])
+            .env("JACKSTAY__STATE_DIR", "")
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("it starts");
+        let stderr = BufReader::new(child.stderr.take().expect("a pipe"));
+        let mut lines = stderr.lines().map_while(Result::ok);
+        let said = lines.find(|line| line.contains("the admin endpoint listens"));
+        let said = said.expect("it says where its admin endpoint is");
+        let at = said.find("127.0.0.1:").expect("an address");
+        let part = |c: &char| c.is_ascii_digit() || ".:".contains(*c);
+        let admin = said[at..].chars().take_while(part).collect();
+        // It must not wait for a reader.
+        std::thread::spawn(move || lines.for_each(drop));
+        Self { child, admin }
+    }
+
+    fn status(&self, args: &[&str]) -> String {
+        let out = jackstay(&[&["status", "--admin", &self.admin], args].concat());
+        assert!(out.status.success(), "{}", text(&out.stderr));
+        text(&out.stdout)
+    }
+
+    fn json(&self) -> Value {
+        serde_json::from_str(&self.status(&["--output", "json"])).expect("JSON")
+    }
+
+    /// Waits until that holds of its status.
+    fn until(&self, what: &str, holds: impl Fn(&Value) -> bool) {
+        let began = Instant::now();
+        loop {
+            let status = self.json();
+            if holds(&status) {
+                return;
+            }
+            assert!(began.elapsed() < PATIENCE, "not {what}: {status:#}");
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    /// Where its listeners are.
+    fn addresses(&self) -> Vec<SocketAddr> {
+        let status = self.json();
+        let listeners = status["listeners"].as_array().expect("listeners");
+        let bind = |listener: &Value| listener["bind"][0].as_str().and_then(|a| a.parse().ok());
+        listeners.iter().map(|listener| bind(listener).expect("an address")).collect()
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn states(status: &Value) -> Vec<&str> {
+    let endpoints = status["upstreams"][0]["endpoints"].as_array().expect("endpoints");
+    endpoints.iter().map(|e| e["state"].as_str().expect("a state")).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_flags_are_enough_to_pass_connections_through() {
+    let world = World::new(2);
+    let upstreams: Vec<String> = world.addresses().iter().map(ToString::to_string).collect();
+    let running = Running::start(&[
+        "--listen",
+        "127.0.0.1:0",
+        "--upstream",
+        &upstreams[0],
+        "--upstream",
+        &upstreams[1],
+    ]);
+    running.until("ready", |status| states(status) == ["ready", "ready"]);
+    let listener = running.addresses()[0];
+    // The client verifies the apiserver, and the apiserver the client: nobody stands between them.
+    let client = soon("TLS", Client::connect(listener, &world.certs.credentials())).await.unwrap();
+    let reply = soon("an answer", client.get(MAPS)).await.unwrap();
+    assert_eq!((reply.status.as_u16(), &reply.json()["kind"]), (200, &"ConfigMapList".into()));
+    let status = running.json();
+    assert_eq!(
+        (&status["listeners"][0]["mode"], &status["listeners"][0]["flows"]),
+        (&"passthrough".into(), &1.into())
+    );
+}
+
+/// The cells of the row that begins with `row` in the table that begins with `table`, by the heads of
+/// their columns.
+fn row(shown: &str, table: &str, row: &str) -> HashMap<String, String> {
+    let cells = |line: &str| -> Vec<String> {
+        line.split("  ").map(str::trim).filter(|c| !c.is_empty()).map(str::to_owned).collect()
+    };
+    let first = |line: &Vec<String>, word: &str| line.first().is_some_and(|cell| cell == word);
+    let mut lines = shown.lines().map(cells);
+    let heads =
+        lines.find(|line| first(line, table)).unwrap_or_else(|| panic!("no {table}: {shown}"));
+    let mut below = lines.take_while(|line| !line.is_empty());
+    let found = below.find(|line| first(line, row)).unwrap_or_else(|| panic!("no {row}: {shown}"));
+    heads.into_iter().zip(found).collect()
+}
+
+/// Every key that the table reads is one that a running jackstay writes.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_table_is_full_of_what_a_running_jackstay_knows() {
+    let world = World::new(2);
+    let (up, down) = (world.servers[0].addr.to_string(), world.servers[1].addr.to_string());
+    let mut config = world.config();
+    let mut lb = passing(config.clone()).listeners.remove(0);
+    lb.name = "lb".into();
+    config.listeners.push(lb);
+    let list = world.certs.path().join("endpoints");
+    std::fs::write(&list, format!("{up}\n{down}\n")).unwrap();
+    config.upstreams[0].endpoints_file = Some(list);
+    config.upstreams[0].used_by.passthrough = true;
+    // Slow is not unready, on a busy machine either.
+    let readyz = &mut config.upstreams[0].health.readyz;
+    (readyz.interval, readyz.timeout) = (Duration::from_secs(10), Duration::from_secs(5));
+    let file = world.certs.path().join("jackstay.yaml");
+    std::fs::write(&file, config::effective(&config).to_string()).unwrap();
+    let running = Running::start(&["--config", file.to_str().unwrap()]);
+    running.until("ready", |status| states(status) == ["ready", "ready"]);
+
+    world.servers[1].kill();
+    running.until("ejected", |status| {
+        let mut states = states(status);
+        states.sort_unstable();
+        states == ["ejected", "ready"]
+    });
+    let [terminated, passed] = running.addresses()[..] else { panic!("not two listeners") };
+    let who = world.certs.credentials();
+    let one = soon("TLS", Client::connect(terminated, &who)).await.unwrap();
+    assert_eq!(soon("an answer", one.get(MAPS)).await.unwrap().status.as_u16(), 200);
+    let _watch = soon("a watch", one.watch(&format!("{MAPS}?watch=1"))).await.unwrap();
+    let other = soon("TLS", Client::connect(passed, &who)).await.unwrap();
+    assert_eq!(soon("an answer", other.get(MAPS)).await.unwrap().status.as_u16(), 200);
+    std::fs::write(&file, "workers: many\n").unwrap();
+    let hup = Command::new("kill").args(["-HUP", &running.child.id().to_string()]).status();
+    assert!(hup.unwrap().success());
+    running.until("all of it known", |status| {
+        let endpoints = status["upstreams"][0]["endpoints"].as_array().unwrap();
+        let alive = endpoints.iter().find(|e| e["address"] == up.as_str()).unwrap();
+        alive["rtt"]["p99_ms"].is_number()
+            && alive["watches"] == 1
+            && alive["flows"] == 1
+            && status["config"]["last_reload"]["outcome"] == "failed"
+    });
+
+    let shown = running.status(&[]);
+    let head = shown.lines().next().unwrap();
+    let version = concat!("jackstay ", env!("CARGO_PKG_VERSION"), " (");
+    assert!(head.starts_with(version) && !head.contains("(-)"), "{head}");
+    for part in ["  ·  up ", "s  ·  1 of 2 endpoints ready", " of them watches", " of them 5xx"] {
+        assert!(head.contains(part), "no `{part}` in {head}");
+    }
+    assert!(!head.contains(" 0 streams") && !head.contains(" 0 answers"), "{head}");
+    let refused = shown.lines().nth(1).unwrap();
+    assert!(refused.starts_with("last reload ") && !refused.contains("reload - ago"), "{refused}");
+    assert!(
+        refused.contains("the old configuration stays: ") && refused.contains("workers"),
+        "{refused}"
+    );
+
+    let cells = row(&shown, "LISTENER", "apiserver");
+    let expected = [
+        ("MODE", "terminate"),
+        ("ADDRESS", &terminated.to_string()),
+        ("UPSTREAM", "control-plane"),
+        ("CLIENTS", "1"),
+        ("REQUESTS", "1"),
+        ("WATCHES", "1"),
+        ("TUNNELS", "0"),
+        ("FLOWS", "-"),
+    ];
+    for (head, cell) in expected {
+        assert_eq!(cells[head], cell, "{head} in {shown}");
+    }
+    assert!(shown.contains("identity loaded CN=kubernetes-admin"), "{shown}");
+    let cells = row(&shown, "LISTENER", "lb");
+    let expected = [
+        ("MODE", "passthrough"),
+        ("ADDRESS", &passed.to_string()),
+        ("CLIENTS", "1"),
+        ("FLOWS", "1"),
+    ];
+    for (head, cell) in expected {
+        assert_eq!(cells[head], cell, "{head} in {shown}");
+    }
+
+    let cells = row(&shown, "CONTROL-PLANE", &up);
+    for head in ["CONNS", "STREAMS", "WATCHES", "FLOWS"] {
+        let number = cells[head].split(' ').next().unwrap().parse::<u64>();
+        assert!(number.is_ok_and(|number| number > 0), "{head} is {} in {shown}", cells[head]);
+    }
+    for head in ["RTT p50", "p99"] {
+        assert!(cells[head].ends_with("ms") || cells[head].ends_with('s'), "{head} in {shown}");
+    }
+    assert_eq!((&*cells["STATE"], &*cells["5xx"]), ("ready", "0"), "{shown}");
+    assert_eq!((&*cells["REASON"] == "-", &*cells["LAST EJECTION"]), (false, "never"), "{shown}");
+    let cells = row(&shown, "CONTROL-PLANE", &down);
+    assert_eq!(cells["STATE"], "ejected", "{shown}");
+    assert!(cells["SINCE"] != "-" && cells["REASON"] != "-", "{shown}");
+    let (ago, why) = cells["LAST EJECTION"].split_once(" ago: ").expect(&shown);
+    assert!(ago != "-" && why != "-", "{shown}");
+
+    let cells = row(&shown, "SOURCE", "file");
+    assert!(cells["LAST SUCCESS"].ends_with(" ago") && cells["ENDPOINTS"] == "2", "{shown}");
+    let event = shown
+        .lines()
+        .find(|line| line.contains(&format!("endpoint {down}  ")) && line.contains("-> ejected: "));
+    let event = event.unwrap_or_else(|| panic!("no ejection: {shown}"));
+    assert!(
+        !event.starts_with("- ago") && !event.contains("- ->") && !event.ends_with(": -"),
+        "{event}"
+    );
 }

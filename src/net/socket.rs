@@ -158,8 +158,12 @@ pub fn family_is_missing(address: SocketAddr, error: &io::Error) -> bool {
     }
 }
 
+/// Unanswered probes before a client is taken for gone: two minutes after its last sign of life, and
+/// not for a few lost packets.
+const CLIENT_PROBE_COUNT: u32 = 9;
+
 /// Options of an accepted client connection: no Nagle delay, and keepalives so that a client that
-/// vanished without a word is noticed by the kernel.
+/// vanished without a word is noticed by the kernel, within two minutes on every host.
 ///
 /// # Errors
 /// What the kernel says.
@@ -167,7 +171,8 @@ pub fn prepare_accepted(stream: &TcpStream) -> io::Result<()> {
     stream.set_nodelay(true)?;
     let keepalive = TcpKeepalive::new()
         .with_time(Duration::from_secs(30))
-        .with_interval(Duration::from_secs(10));
+        .with_interval(Duration::from_secs(10))
+        .with_retries(CLIENT_PROBE_COUNT);
     SockRef::from(stream).set_tcp_keepalive(&keepalive)
 }
 
@@ -271,6 +276,11 @@ mod tests {
         let (accepted, _) = listener.accept().await.unwrap();
         prepare_accepted(&accepted).unwrap();
         assert!(accepted.nodelay().unwrap());
+        let socket = SockRef::from(&accepted);
+        let (idle, pause) =
+            (socket.tcp_keepalive_time().unwrap(), socket.tcp_keepalive_interval().unwrap());
+        let gone = idle + pause * socket.tcp_keepalive_retries().unwrap();
+        assert_eq!(gone, Duration::from_secs(120));
     }
 
     #[tokio::test]

@@ -43,7 +43,7 @@ UPSTREAM = {"name": "control-plane", "endpoints": [f"{address}:{PORT}" for addre
             "tls": {"ca_file": "/etc/kubernetes/pki/ca.crt"}}
 
 
-def write_config(rig, mode, identities=(), **more):
+def write_config(rig, mode, identities=(), listener=None, **more):
     """/etc/jackstay and the cluster's CA, as the comments of the manifests say. Identities that lie
     elsewhere than on a node are copied there."""
     Path("/etc/jackstay").mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def write_config(rig, mode, identities=(), **more):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source, path)
         os.chmod(path, bits)
-    listener = {"name": "apiserver", "bind": ["127.0.0.1:7443", "[::1]:7443"], "mode": mode, "upstream": "control-plane"}
+    listener = {"name": "apiserver", "bind": ["127.0.0.1:7443", "[::1]:7443"], "mode": mode, "upstream": "control-plane", **(listener or {})}
     if mode == "terminate":
         listener |= {"tls": {"cert_file": "/etc/jackstay/tls.crt", "key_file": "/etc/jackstay/tls.key"},
                      "client_ca_file": "/etc/kubernetes/pki/ca.crt",
@@ -156,22 +156,23 @@ class FreshNode(RealNode):
 
 class Booted:
     """systemd as the first process of namespaces of its own, with the rig's network and files, and of
-    units only its own and the one under test. It keeps out of the host's cgroups."""
+    units only its own, the one under test and others beside it. It keeps out of the host's cgroups."""
 
-    def __init__(self, rig, unit, drop_in=""):
+    def __init__(self, rig, unit, drop_in="", beside=()):
         self.rig, self.unit = rig, Path(unit)
         self.dir = rig.dir / "booted"
         units = self.dir / "units"
         (units / f"{self.unit.name}.d").mkdir(parents=True)
         self.units = units
-        for name in ("rig", "sysinit", "basic", "shutdown", "network", "multi-user"):
+        for name in ("rig", "sysinit", "basic", "shutdown", "network-pre", "network", "multi-user"):
             (units / f"{name}.target").write_text(f"[Unit]\nDescription={name}\nDefaultDependencies=no\nAllowIsolate=yes\n")
-        shutil.copy(unit, units)
+        for file in (unit, *beside):
+            shutil.copy(file, units)
         self.log = self.dir / "service.log"
         self.log.touch()
         (units / f"{self.unit.name}.d/rig.conf").write_text(f"[Service]\nStandardOutput=append:{self.log}\nStandardError=inherit\n{drop_in}\n")
         self.process = Process("systemd", [
-            HERE / "boot", os.environ.get("JACKSTAY_RIG_CGROUP", "jackstay-rig"), units, built("jackstay")], rig.dir / "systemd.log")
+            HERE / "boot", os.environ.get("JACKSTAY_RIG_CGROUP", "jackstay-rig"), units, built("jackstay"), DEPLOY], rig.dir / "systemd.log")
 
     def start(self):
         self.process.start()
@@ -190,8 +191,14 @@ class Booted:
     def ctl(self, *argv, **options):
         return self.inside("systemctl", "--no-pager", *argv, **options)
 
-    def show(self, name):
-        return self.ctl("show", "--property", name, "--value", self.unit.name).stdout.strip()
+    def show(self, name, unit=None):
+        return self.ctl("show", "--property", name, "--value", unit or self.unit.name).stdout.strip()
+
+    def drop_in(self, name, text):
+        """A file beside the unit, read from now on; it replaces one of that name."""
+        file = self.units / f"{self.unit.name}.d/{name}.conf"
+        file.write_text(f"[Service]\n{text}\n")
+        self.ctl("daemon-reload", check=True)
 
     def main_pid(self):
         """Of the unit, in the rig's namespace; fails unless there is exactly one."""

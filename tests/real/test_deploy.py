@@ -16,7 +16,8 @@ from pathlib import Path
 
 from cases import WithRig
 from deployed import DEPLOY, KUBELET_CONF, KUBELET_PEM, SERVER, UPSTREAM, Booted, FreshNode, admin, place, process_of, quiet, status, write_config
-from rig import ADDRESSES, IMAGE, KUBERNETES, NODE_IP, WATCHES, Jackstay, complaints, log, sh, wait_for, yaml
+from rig import ADDRESSES, IMAGE, KUBERNETES, LB, LB6, NODE_IP, PORT, WATCHES, Jackstay, complaints, log, sh, wait_for, yaml
+from rig_l4 import install, remove
 
 LONG = bool(os.environ.get("JACKSTAY_REAL_LONG"))
 NOISE = 2  # CI asserts so many times the promised time.
@@ -105,13 +106,17 @@ class StaticPod(WithRig, unittest.TestCase):
                 self.assertRegex(line, r"127\.0\.0\.1:|\[::1\]:")
 
     def test_3_pods_run(self):
-        """A pod is created, runs, says its words and is gone: all of it through jackstay."""
+        """A pod is created, runs, says its words and is gone: all of it through jackstay. A container of
+        jackstay's own image that says nothing of a user is not root: kubelet would refuse to run it."""
+        own = re.search(r"image: (\S+)", (DEPLOY / "static-pod/jackstay.yaml").read_text())[1]
         name = f"fresh-{uuid.uuid4().hex[:6]}"
         path = f"/api/v1/namespaces/default/pods/{name}"
         self.rig.control.must("POST", "/api/v1/namespaces/default/pods", {
             "metadata": {"name": name}, "spec": {
                 "nodeName": self.node.NAME, "hostNetwork": True, "automountServiceAccountToken": False, "terminationGracePeriodSeconds": 1,
-                "restartPolicy": "Never", "containers": [{"name": "c", "image": IMAGE, "imagePullPolicy": "Never", "command": ["echo", "done"]}]}})
+                "restartPolicy": "Never", "containers": [
+                    {"name": "c", "image": IMAGE, "imagePullPolicy": "Never", "command": ["echo", "done"]},
+                    {"name": "own", "image": own, "imagePullPolicy": "Never", "args": ["--version"], "securityContext": {"runAsNonRoot": True}}]}})
         wait_for("the pod's end", lambda: self.rig.control.get(path).json["status"]["phase"] == "Succeeded", 60)
         self.rig.control.must("DELETE", path)
         wait_for("the pod's removal", lambda: self.rig.control.get(path).code == 404, 60)
@@ -227,16 +232,17 @@ class StaticPod(WithRig, unittest.TestCase):
 
 
 class Service(WithRig, unittest.TestCase):
-    """The systemd unit, under systemd."""
+    """The systemd units, under systemd."""
 
     UNIT = DEPLOY / "systemd/jackstay.service"
+    TEMPLATES = sorted((DEPLOY / "systemd").glob("*@.service"))
 
     @classmethod
     def prepare(cls):
         quiet(cls.rig)
         write_config(cls.rig, "terminate", [cls.rig.admin_cert])
         # Shorter than in the unit, so that a test need not wait for long.
-        cls.systemd = Booted(cls.rig, cls.UNIT, "WatchdogSec=3").start()
+        cls.systemd = Booted(cls.rig, cls.UNIT, "WatchdogSec=3", beside=cls.TEMPLATES).start()
 
     @classmethod
     def tearDownClass(cls):
@@ -265,8 +271,9 @@ class Service(WithRig, unittest.TestCase):
 
     def test_1_unit_file(self):
         """systemd knows every setting, and calls the exposure low."""
-        verified = self.systemd.inside("systemd-analyze", "verify", "--man=no", self.systemd.units / self.UNIT.name)
-        self.assertEqual((verified.returncode, verified.stderr), (0, ""))
+        for unit in (self.UNIT, *self.TEMPLATES):
+            verified = self.systemd.inside("systemd-analyze", "verify", "--man=no", self.systemd.units / unit.name)
+            self.assertEqual((verified.returncode, verified.stderr), (0, ""), unit.name)
         judged = self.systemd.inside("systemd-analyze", "--no-pager", "security", self.UNIT.name)
         log(judged.stdout.strip().splitlines()[-1])
         exposure = float(re.search(r"Overall exposure level for \S+: ([0-9.]+)", judged.stdout)[1])
@@ -341,12 +348,86 @@ class Service(WithRig, unittest.TestCase):
     def test_8_not_root(self):
         """As the unit says for a configuration without identities."""
         write_config(self.rig, "passthrough")
-        (self.systemd.units / f"{self.UNIT.name}.d/user.conf").write_text("[Service]\nDynamicUser=yes\n")
-        self.systemd.ctl("daemon-reload", check=True)
+        self.systemd.drop_in("user", "DynamicUser=yes")
+        self.addCleanup(self.systemd.drop_in, "user", "")
         self.start()
         wait_for("a request through it", self.served, 10)
         said = Path(f"/proc/{self.systemd.main_pid()}/status").read_text()
         self.assertNotRegex(said, r"Uid:.*\t0\b")
+
+    def started(self, *units):
+        for unit in units:
+            done = self.systemd.ctl("start", unit)
+            self.assertEqual(done.returncode, 0, f"{unit}: {done.stderr}{self.systemd.process.tail()}")
+
+    def test_9_address(self):
+        """The unit of an address puts it on the node, and takes it away."""
+        units = [f"jackstay-address@{address}.service" for address in (LB, LB6)]
+        self.addCleanup(self.systemd.ctl, "stop", *units)
+
+        def here():
+            return [address for address in (LB, LB6) if f" {address}/" in sh("ip", "-o", "addr", "show", "dev", "jackstay0", check=False).stdout]
+        self.started(*units)
+        self.assertEqual(here(), [LB, LB6])
+        self.systemd.ctl("stop", units[0], check=True)
+        self.assertEqual(here(), [LB6])
+        self.systemd.ctl("stop", units[1], check=True)
+        self.assertNotEqual(sh("ip", "link", "show", "jackstay0", check=False).returncode, 0, "its interface is left behind")
+
+    def test_9_intercepted(self):
+        """An interception stands while jackstay does: it comes and goes with it, and a new binary is no end of it."""
+        unit, divert_mark, table = "jackstay-intercept@lb-tproxy.service", "0x3070", 777
+        write_config(self.rig, "passthrough", listener={"transparent": True})
+        Path("/etc/jackstay/intercept-lb-tproxy").write_text(
+            f"VALUES=lb4={LB} lb6={LB6} lb_port={PORT} listener_port=7443 divert_mark={divert_mark} table={table}\n")
+        # A way out, as on any node: nobody has these addresses.
+        for family, kind, what in (("-4", "route", f"{LB}/32"), ("-6", "addr", "fd00:98::1/64"), ("-6", "route", f"{LB6}/128")):
+            sh("ip", family, kind, "replace", what, "dev", "rig0", *["nodad"] * (kind == "addr"))
+            self.addCleanup(sh, "ip", family, kind, "del", what, "dev", "rig0")
+        # `systemctl enable`, and the drop-in that the head of the unit asks for.
+        wants = self.systemd.units / f"{self.UNIT.name}.wants"
+        wants.mkdir()
+        (wants / unit).symlink_to("../jackstay-intercept@.service")
+        self.addCleanup(self.systemd.ctl, "stop", self.UNIT.name)
+        self.addCleanup((wants / unit).unlink)
+        self.systemd.drop_in("capability", "CapabilityBoundingSet=CAP_NET_ADMIN\nAmbientCapabilities=CAP_NET_ADMIN")
+
+        def answered(address):
+            return self.rig.api(f"https://{address}:{PORT}", cert=self.rig.admin_cert, timeout=3).get("/readyz").code == 200
+
+        def stands():
+            return self.systemd.show("ActiveState", unit) == "active" and answered(LB) and answered(f"[{LB6}]")
+
+        def left():
+            rules = [line for family in ("-4", "-6") for line in sh("ip", family, "rule").stdout.splitlines() if divert_mark in line]
+            routes = [sh("ip", family, "route", "show", "table", table, check=False).stdout for family in ("-4", "-6")]
+            return rules, "".join(routes), "jackstay_lb" in sh("nft", "list", "tables").stdout
+
+        self.started(self.UNIT.name)
+        wait_for("the interception", stands, 20)
+        # Replaced by another process: nothing happens to it.
+        before, since = self.systemd.main_pid(), self.systemd.show("ActiveEnterTimestampMonotonic", unit)
+        self.systemd.ctl("kill", "--kill-whom=main", "--signal=SIGUSR2", self.UNIT.name, check=True)
+        wait_for("the new process alone", lambda: len(now := process_of()) == 1 and now != [before], 40)
+        self.assertTrue(stands())
+        self.assertEqual(self.systemd.show("ActiveEnterTimestampMonotonic", unit), since)
+        # Killed: it goes, and is back as soon as jackstay is.
+        before = self.systemd.main_pid()
+        os.kill(before, signal.SIGKILL)
+        wait_for("another process", lambda: len(now := process_of()) == 1 and now != [before], 20)
+        wait_for("the interception once more", stands, 20)
+        self.assertNotEqual(self.systemd.show("ActiveEnterTimestampMonotonic", unit), since, "it did not go with jackstay")
+        # Stopped: nothing of it is left, whatever it was made with.
+        self.assertEqual([len(part) > 0 for part in left()[:2]], [True, True])
+        self.systemd.ctl("stop", self.UNIT.name, check=True)
+        self.assertEqual((self.systemd.show("ActiveState", unit), self.systemd.show("Result", unit)), ("inactive", "success"))
+        self.assertEqual(left(), ([], "", False))
+        # The two variants for one address are one: the other takes the place of this one whole.
+        install("lb-tproxy", lb4=LB, divert_mark=divert_mark, table=table)
+        install("lb-redirect", lb4=LB)
+        rules, routes, rest = left()
+        remove("lb-redirect")
+        self.assertEqual((rules, routes, rest), ([], "", True))
 
 
 class Controllers(WithRig, unittest.TestCase):

@@ -240,6 +240,9 @@ class Peers(Passed, unittest.TestCase):
         for name, load in loads.items():
             out = [f for f in load.finish()["flows"] if f["outages"]]
             told = [o["from"] - struck for f in out for o in f["outages"]]
+            with self.subTest(f"{name}: nobody but the client itself notices, 30 s after it last heard something and 15 s more"):
+                self.assertEqual(len(out), sum(every.values()))
+                self.assertGreater(min(told, default=0), 10 * RESET)
             log(f"{name}: {len(out)} flows broke, first told after {min(told, default=0):.1f} s, last {max(told, default=0):.1f} s")
 
 
@@ -507,15 +510,17 @@ class DropIn(WithRig, unittest.TestCase):
         lb = Forwarder(self.rig).start()
         self.addCleanup(lb.stop)
         script = rig_l4.DEPLOY / "systemd/jackstay-address"
-        self.addCleanup(sh, script, "remove", LB)
-        # It listens before the host has the address.
-        jackstay = passthrough(self.rig, port=7453, admin=9653, log_name="jackstay-drop-in", bind=[f"{LB}:{PORT}"], freebind=True)
+        for address in (LB, LB6):
+            self.addCleanup(sh, script, "remove", address)
+        # It listens before the host has the addresses.
+        jackstay = passthrough(self.rig, port=7453, admin=9653, log_name="jackstay-drop-in", bind=[f"{LB}:{PORT}", f"[{LB6}]:{PORT}"], freebind=True)
         self.addCleanup(jackstay.process.stop, signal.SIGKILL)
         jackstay.start()
         load = Load(self.rig, f"https://{LB}:{PORT}", 60, flows="idle-watch=2,read=2,write=2,fresh=1")
         self.addCleanup(load.kill)
         load.until(3)
         sh(script, "add", LB)
+        sh(script, "add", LB6)
         lb.power_off()
         moved = time.time()
 
@@ -523,6 +528,10 @@ class DropIn(WithRig, unittest.TestCase):
             return sum(v for k, v in jackstay.metrics().items() if k.startswith("jackstay_passthrough_closed_total"))
         wait_for("connections through jackstay", lambda: through() >= 6, 30)
         report = load.finish(early=True)
+        before = through()
+        answer = self.rig.api(f"https://[{LB6}]:{PORT}", cert=self.rig.admin_cert).get("/readyz")
+        self.assertEqual(answer.code, 200, "IPv6")
+        wait_for("a connection by IPv6 through jackstay", lambda: through() > before, 10)
         late = [o for f in report["flows"] for o in f["outages"] if not o["to"] or o["to"] - moved > ON_AGAIN * NOISE]
         passing = through()
         log(f"the address moved: {sum(bool(f['outages']) for f in report['flows'])} flows reconnected, {passing:.0f} connections have passed through jackstay")

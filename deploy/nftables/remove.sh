@@ -11,9 +11,9 @@
 # The two variants for the same address are one: whichever is installed goes.
 #
 # After a REDIRECT the connections that pass through jackstay go on until they end. After a TPROXY
-# their packets go past it, to whoever has the address. If that is somebody, the next thing that a
-# client sends is answered by a reset, and it connects anew. Of one that says nothing jackstay hears
-# nothing: after two minutes (TCP keepalive) it ends the connection.
+# their packets go past it, to whoever has the address. If that is somebody, what a client sends next is
+# answered by a reset, and it connects anew; one that says nothing answers jackstay's keepalive within
+# 30 s. If it is nobody, jackstay ends the connection after two minutes.
 set -eu
 variant=${1:-}
 divert_mark=

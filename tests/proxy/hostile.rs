@@ -2,18 +2,18 @@
 //! looks complete.
 
 use crate::peer::{
-    Act, CONTINUATION, DATA, END_HEADERS, END_STREAM, GOAWAY, HEADERS, INITIAL_WINDOW_SIZE,
-    INTERNAL_ERROR, MAX_CONCURRENT_STREAMS, MOMENT, NO_ERROR, PING, Peers, RST_STREAM, Reply,
-    SETTINGS, WINDOW_UPDATE, fields, frame, goaway, reset, settings,
+    Act, CANCEL, CONTINUATION, DATA, END_HEADERS, END_STREAM, GOAWAY, HEADERS, INITIAL_WINDOW_SIZE,
+    INTERNAL_ERROR, MAX_CONCURRENT_STREAMS, NO_ERROR, PING, Peers, RST_STREAM, Reply, SETTINGS,
+    WINDOW_UPDATE, fields, frame, goaway, reset, settings,
 };
-use crate::support::{Certs, MAPS, Proxy, soon, until};
+use crate::support::{Certs, MAPS, PATIENCE, Proxy, patient, soon, until};
 use http::Method;
 use jackstay::demo::client::{Client, next_data};
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 async fn before(peers: &Peers, certs: &Certs) -> Proxy {
-    let proxy = certs.start(certs.config(&peers.addresses));
+    let proxy = certs.start(patient(certs.config(&peers.addresses)));
     proxy.ready(peers.addresses.len()).await;
     proxy
 }
@@ -137,7 +137,6 @@ async fn violations_cost_a_retry() {
         assert_eq!(reply.status, 200, "{name}");
     }
     println!("slowest read: {:?} ({})", slowest.0, slowest.1);
-    assert!(slowest.0 < Duration::from_millis(1200), "{slowest:?}");
     assert!(!client.is_closed());
 }
 
@@ -335,26 +334,64 @@ async fn streams_lowered_to_one() {
 async fn ping_never_answered() {
     let certs = Certs::new();
     let peers = Peers::start(&certs, 2);
-    let proxy = before(&peers, &certs).await;
+    let proxy = certs.start(certs.config(&peers.addresses));
+    proxy.ready(2).await;
     let client = proxy.client(&certs.credentials()).await;
     peers.script.usually(Reply::ok("{}"));
     let mut slowest = Duration::ZERO;
+    let mut silent = Vec::new();
     for _ in 0..3 {
         peers.script.play([Act::Mute]);
         let start = Instant::now();
         let reply = soon("a read", client.get(MAPS)).await.unwrap();
         slowest = slowest.max(start.elapsed());
         assert_eq!(reply.status, 200);
-        assert_eq!(peers.script.seen().len(), 2);
+        let seen = peers.script.seen();
+        assert!(seen.len() >= 2, "{seen:?}");
+        let (_, connection, stream) = seen[0];
+        until("who lost is told so", async || {
+            peers.script.given_up().contains(&(connection, stream, CANCEL))
+        })
+        .await;
+        silent.push(connection);
     }
+    assert!(proxy.metric("jackstay_hedges_total{outcome=\"hedge\"").await >= 3.0);
     println!("slowest read on a connection that fell silent: {slowest:?} (promised 600 ms)");
     assert!(slowest < Duration::from_millis(1200), "{slowest:?}");
     // New requests keep away from it.
-    let start = Instant::now();
+    peers.script.play([]);
     for _ in 0..20 {
-        assert_eq!(client.get(MAPS).await.unwrap().status, 200);
+        assert_eq!(soon("a read", client.get(MAPS)).await.unwrap().status, 200);
     }
-    assert!(start.elapsed() < Duration::from_millis(1200), "{:?}", start.elapsed());
+    let seen = peers.script.seen();
+    assert!(!seen.iter().any(|(_, connection, _)| silent.contains(connection)), "{seen:?}");
+}
+
+/// Second attempts are few beside the requests: above the budget a read waits for the end of its
+/// connection.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn hedges_have_a_budget() {
+    const READS: usize = 400;
+    let certs = Certs::new();
+    let peers = Peers::start(&certs, 2);
+    let proxy = certs.start(certs.config(&peers.addresses));
+    proxy.ready(2).await;
+    let client = proxy.client(&certs.credentials()).await;
+    // As many connections as it takes, and all of them fall silent with their first reads.
+    peers.script.play(std::iter::repeat_n(Act::Mute, READS));
+    let all = (0..READS).map(|_| client.get(MAPS));
+    let replies = tokio::time::timeout(3 * PATIENCE, join_all(all)).await.unwrap();
+    let failed = replies.iter().filter(|reply| reply.as_ref().is_err()).count();
+    assert_eq!(failed, 0, "each has an answer");
+    let hedges = async |outcome: &str| {
+        proxy.metric(&format!("jackstay_hedges_total{{outcome=\"{outcome}\"")).await
+    };
+    let (over, won) = (hedges("over_budget").await, hedges("hedge").await);
+    let made = won + hedges("original").await + hedges("failed").await;
+    println!("{READS} reads: {made} hedges, {won} of them won, {over} were not made");
+    assert!(over >= 1.0, "{over}");
+    // The burst, which is the streams of a connection or a little more, and a tenth of the reads.
+    assert!((1.0..=READS as f64 / 2.0).contains(&made), "{made}");
 }
 
 /// A handler that takes its time, on a connection that lives: nothing is cut, nothing hedged.
@@ -398,7 +435,6 @@ async fn window_never_opened() {
             assert_eq!(client.get(MAPS).await.unwrap().status, 200);
         }
         println!("20 reads beside 8 stuck uploads: {:?}", start.elapsed());
-        assert!(start.elapsed() < 4 * MOMENT);
     };
     tokio::select! {
         biased;

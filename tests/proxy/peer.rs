@@ -14,7 +14,6 @@ use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::TlsAcceptor;
@@ -489,6 +488,3 @@ pub fn black_hole() -> std::net::TcpListener {
 pub fn refusing() -> SocketAddr {
     black_hole().local_addr().unwrap()
 }
-
-/// Time that an answer may take where nothing is broken.
-pub const MOMENT: Duration = Duration::from_millis(500);

@@ -68,7 +68,7 @@ impl Scene {
     async fn write_until(&self, what: &str, mut enough: impl AsyncFnMut() -> bool) -> Duration {
         let start = Instant::now();
         while !enough().await {
-            assert!(start.elapsed() < PATIENCE, "waited in vain until {what}");
+            assert!(start.elapsed() < 3 * PATIENCE, "waited in vain until {what}");
             self.write(1);
             tokio::time::sleep(Duration::from_millis(50)).await;
         }

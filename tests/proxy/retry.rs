@@ -5,7 +5,7 @@ use crate::peer::{
     Act, CANCEL, END_HEADERS, HEADERS, INTERNAL_ERROR, NO_ERROR, Peers, REFUSED_STREAM, Reply,
     fields, frame, goaway, reset,
 };
-use crate::support::{Certs, MAPS, h2_error, soon};
+use crate::support::{Certs, MAPS, h2_error, patient, soon};
 use bytes::BytesMut;
 use http::Method;
 use jackstay::demo::client::{Client, next_data};
@@ -274,7 +274,7 @@ async fn check(client: &Client, peers: &Peers, http2: bool) -> usize {
 async fn every_cell() {
     let certs = Certs::new();
     let peers = Peers::start(&certs, 2);
-    let proxy = certs.start(certs.config(&peers.addresses));
+    let proxy = certs.start(patient(certs.config(&peers.addresses)));
     proxy.ready(2).await;
     let client = proxy.client(&certs.credentials()).await;
     let cells = check(&client, &peers, true).await;
@@ -287,7 +287,7 @@ async fn every_cell() {
 async fn truncation_over_http1() {
     let certs = Certs::new();
     let peers = Peers::start(&certs, 2);
-    let proxy = certs.start(certs.config(&peers.addresses));
+    let proxy = certs.start(patient(certs.config(&peers.addresses)));
     proxy.ready(2).await;
     peers.script.usually(Reply::ok("{}"));
     for (name, stage, act) in faults() {
@@ -317,7 +317,7 @@ async fn truncation_over_http1() {
 async fn half_a_head() {
     let certs = Certs::new();
     let peers = Peers::start(&certs, 2);
-    let proxy = certs.start(certs.config(&peers.addresses));
+    let proxy = certs.start(patient(certs.config(&peers.addresses)));
     proxy.ready(2).await;
     let client = proxy.client(&certs.credentials()).await;
     for row in rows() {

@@ -3,7 +3,7 @@
 //! of them agree on it.
 
 use crate::peer::{Act, Peers, Reply};
-use crate::support::{Certs, MAPS, soon};
+use crate::support::{Certs, MAPS, patient, soon};
 use http::Method;
 use jackstay::demo::client::next_data;
 
@@ -127,7 +127,7 @@ fn rows() -> Vec<Row> {
 async fn others_are_asked_before_the_client_hears_of_it() {
     let certs = Certs::new();
     let peers = Peers::start(&certs, 3);
-    let proxy = certs.start(certs.config(&peers.addresses));
+    let proxy = certs.start(patient(certs.config(&peers.addresses)));
     proxy.ready(3).await;
     let client = proxy.client(&certs.credentials()).await;
     peers.script.usually(Reply::ok(&format!("{SECOND}\n")));

@@ -1,7 +1,8 @@
 //! Watches go on: every event of a watch through jackstay is compared with those of a watch on a
 //! server that nothing happens to.
 
-use crate::support::{MAPS, Proxy, World, map, soon, until};
+use crate::peer::{Act, Peers, Reply};
+use crate::support::{Certs, MAPS, Proxy, World, map, patient, soon, terminate, until};
 use http::Method;
 use jackstay::demo::apiserver::{self, ApiServerHandle, Options};
 use jackstay::demo::client::{Client, next_data};
@@ -9,6 +10,9 @@ use jackstay::demo::hole::{Direction, Hole};
 use serde_json::Value;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
+
+/// Promised: a watch that was delivering is silent for no longer.
+const DELIVERING: Duration = Duration::from_millis(2_500);
 
 /// Type, name and version.
 pub type Event = (String, String, String);
@@ -236,14 +240,12 @@ async fn through_many_faults() {
     let mut rig = Rig::new().await;
     let faults = if crate::support::long() { 240 } else { 60 };
     let mut slowest = (Duration::ZERO, "");
-    for fault in 0..faults {
-        // A watch is resumed twelve times a minute and then left to its client: new ones by then.
-        if fault % 10 != 0 {
-            continue;
-        }
+    // A watch is resumed twelve times a minute and then left to its client: new ones long before
+    // that, since a busy machine adds losses of its own.
+    for first in (0..faults).step_by(6) {
         rig.write(8).await;
         let pairs = rig.follow(rig.world.cluster.version()).await;
-        for fault in fault..fault + 10 {
+        for fault in first..first + 6 {
             rig.write(5).await;
             let server = &rig.world.servers[fault % 3];
             let name = match fault % 5 {
@@ -349,13 +351,12 @@ async fn silence(what: &str, promised: Duration, fault: impl FnOnce(&World, &[Ho
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn silence_after_a_kill() {
-    silence("a killed apiserver", Duration::from_secs(1), |world, _, at| world.servers[at].kill())
-        .await;
+    silence("a killed apiserver", DELIVERING, |world, _, at| world.servers[at].kill()).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn silence_after_a_reset() {
-    silence("a reset flow", Duration::from_secs(1), |_, holes, at| {
+    silence("a reset flow", DELIVERING, |_, holes, at| {
         holes[at].reset_all();
     })
     .await;
@@ -461,4 +462,82 @@ async fn a_watch_that_was_still_listing_is_reset() {
     rig.world.servers.iter().for_each(ApiServerHandle::reset_connections);
     until("the watch ends", async || follower.end().is_some()).await;
     assert!(matches!(follower.end(), Some(Err(_))), "{:?}", follower.end());
+}
+
+/// "No more" is no loss: what runs on the connection runs on.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn a_goaway_of_a_healthy_server_moves_no_watch() {
+    let world = World::new(2);
+    let proxy = world
+        .start_with(|config| {
+            *config = patient(config.clone());
+            config.upstreams[0].rebalance = false;
+        })
+        .await;
+    let client = proxy.client(&world.certs.credentials()).await;
+    let version = world.cluster.version();
+    let path = format!("{MAPS}?watch=1&resourceVersion={version}");
+    let follower = Follower::start(&client, &path, "application/json").await;
+    let watches = |server: &ApiServerHandle| {
+        server.counters().watches.load(std::sync::atomic::Ordering::Relaxed)
+    };
+    until("the watch runs", async || world.servers.iter().any(|s| watches(s) == 1)).await;
+    let carrier = world.servers.iter().find(|server| watches(server) == 1).unwrap();
+    carrier.goaway();
+    until("its connection drains", async || {
+        let endpoints = proxy.endpoints().await;
+        endpoints
+            .iter()
+            .flat_map(|e| e["connections"].as_array().unwrap())
+            .any(|connection| connection["state"] == "draining" && connection["watches"] == 1)
+    })
+    .await;
+    let kind = jackstay::demo::kinds::find("", "v1", "configmaps").unwrap();
+    for n in 0..20 {
+        world.cluster.create(kind, "default", map(&format!("after-{n}"), "1"), false).unwrap();
+        until("an event comes", async || follower.events().len() == n + 1).await;
+    }
+    assert_eq!(watches(carrier), 1, "it has left");
+    assert!(proxy.metric("jackstay_watch_resumes_total").await < 1.0);
+}
+
+/// Groups that are not built in resume where the configuration says so, and nowhere else.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn groups_that_are_said_to_resume() {
+    let event = |name: &str, version: u32| {
+        format!(
+            "{{\"type\":\"ADDED\",\"object\":{{\"kind\":\"Thing\",\"apiVersion\":\"example.com/v1\",\
+             \"metadata\":{{\"name\":\"{name}\",\"resourceVersion\":\"{version}\"}}}}}}\n"
+        )
+    };
+    for listed in [true, false] {
+        let certs = Certs::new();
+        let peers = Peers::start(&certs, 2);
+        let mut config = patient(certs.config(&peers.addresses));
+        if listed {
+            terminate(&mut config).resume_groups = vec!["example.com".into()];
+        }
+        let proxy = certs.start(config);
+        proxy.ready(2).await;
+        let client = proxy.client(&certs.credentials()).await;
+        peers.script.usually(Reply::ok(&event("b", 7)));
+        peers.script.play([Act::PartlyCut(Reply::ok(&event("a", 6)))]);
+        let path = "/apis/example.com/v1/namespaces/default/things?watch=1&resourceVersion=5";
+        let mut got = Vec::new();
+        // A head that is followed by a reset at once may be lost with it.
+        let sent = soon("a head", client.send(Method::GET, path, &[], "")).await;
+        if let Ok(response) = sent {
+            let mut body = response.into_body();
+            while let Ok(Some(data)) = soon("the end", next_data(&mut body)).await {
+                got.extend_from_slice(&data);
+            }
+        }
+        let (first, second) = (event("a", 6).into_bytes(), event("b", 7).into_bytes());
+        if listed {
+            assert_eq!(got, [first, second].concat());
+        } else {
+            assert!(first.starts_with(&got), "{:?}", String::from_utf8_lossy(&got));
+        }
+        assert_eq!(peers.script.seen().len(), if listed { 2 } else { 1 });
+    }
 }

@@ -397,8 +397,10 @@ pub struct RequestLimits {
     pub max_streams: u32,
     /// Bytes of request headers.
     pub max_header_bytes: u32,
-    /// Bound on the arrival of a whole HTTP/1.1 request head.
+    /// Bound on the arrival of a whole HTTP/1.1 request head, and of the first request of an HTTP/2
+    /// connection.
     pub header_timeout: Duration,
-    /// A client that takes none of the bytes that wait for it for this long is disconnected.
+    /// A client that takes none of the bytes that wait for it for this long is disconnected; one
+    /// that opens no window for one HTTP/2 stream loses that stream.
     pub stall_timeout: Duration,
 }

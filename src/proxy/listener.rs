@@ -3,12 +3,13 @@
 
 use std::cell::Cell;
 use std::error::Error;
-use std::future::poll_fn;
+use std::future::{pending, poll_fn};
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use hyper::rt::Executor;
 use hyper::server::conn::{http1, http2};
@@ -17,7 +18,7 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::io::AsyncWrite;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::spawn_local;
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 
@@ -27,6 +28,7 @@ use super::hygiene::ForwardedFor;
 use super::identify::{LastToken, Peer};
 use super::serve::{Client, Service, Serving};
 use super::stall::Stall;
+use super::taking::{Bounded, Taking, Told};
 use crate::config::RequestLimits;
 use crate::net::cork::{Uncork, cork};
 use crate::net::linger::Linger;
@@ -132,7 +134,7 @@ impl Listener {
             token: LastToken::default(),
         });
         let result = if h2 {
-            self.http2(stream, client, limits).await
+            self.http2(stream, client, service).await
         } else {
             self.http1(stream, client, limits).await.map_err(Into::into)
         };
@@ -145,11 +147,18 @@ impl Listener {
         &self,
         stream: ClientStream,
         client: Rc<Client>,
-        limits: &RequestLimits,
+        found: &Service,
     ) -> Result<(), Box<dyn Error>> {
-        let service = service_fn(move |request| Rc::clone(&client).handle(request));
+        let limits = &found.requests;
+        let streams = Rc::new(Streams::new(limits.stall_timeout));
+        let begun = Rc::clone(&streams);
+        let service = service_fn(move |request| {
+            let taking = begun.begin();
+            let answer = Rc::clone(&client).handle(request);
+            async move { answer.await.map(|response| response.map(|body| Told::new(body, taking))) }
+        });
         let (stream, uncork) = cork(stream);
-        let mut builder = http2::Builder::new(LocalExecutor);
+        let mut builder = http2::Builder::new(LocalExecutor(Rc::clone(&streams)));
         let connection = builder
             .timer(TokioTimer::new())
             .initial_stream_window_size(STREAM_WINDOW)
@@ -166,9 +175,14 @@ impl Listener {
         tokio::select! {
             result = poll_fn(|cx| turn(connection.as_mut(), &uncork, cx)) => return result,
             () = closing.draining() => {}
+            () = streams.none_for(limits.header_timeout) => found.metrics.refused("timeout"),
         }
+        // A first request may be on its way: it is served, or the client sends it elsewhere.
         connection.as_mut().graceful_shutdown();
-        poll_fn(|cx| turn(connection.as_mut(), &uncork, cx)).await
+        tokio::select! {
+            result = poll_fn(|cx| turn(connection.as_mut(), &uncork, cx)) => result,
+            () = streams.none_for(limits.header_timeout) => Err("no request came".into()),
+        }
     }
 
     async fn http1(
@@ -234,16 +248,51 @@ impl Drop for Open {
     }
 }
 
+/// The streams of one HTTP/2 connection.
+struct Streams {
+    /// How long a client may take nothing of one.
+    limit: Duration,
+    /// There has been one.
+    any: Cell<bool>,
+    /// The one whose task hyper starts next.
+    next: Cell<Option<Taking>>,
+}
+
+impl Streams {
+    fn new(limit: Duration) -> Self {
+        Self { limit, any: Cell::new(false), next: Cell::new(None) }
+    }
+
+    /// A request has come; hyper starts its task as soon as it has the future of its answer.
+    fn begin(&self) -> Taking {
+        let taking = Taking::default();
+        self.any.set(true);
+        self.next.set(Some(taking.clone()));
+        taking
+    }
+
+    /// Ready if there has been none by then. A connection that has had one may be idle for ever:
+    /// kubelet's is.
+    async fn none_for(&self, limit: Duration) {
+        sleep(limit).await;
+        if self.any.get() {
+            pending::<()>().await;
+        }
+    }
+}
+
 /// Runs hyper's tasks on the worker's own thread.
-#[derive(Debug, Clone, Copy)]
-struct LocalExecutor;
+#[derive(Clone)]
+struct LocalExecutor(Rc<Streams>);
 
 impl<F> Executor<F> for LocalExecutor
 where
-    F: Future + 'static,
-    F::Output: 'static,
+    F: Future<Output = ()> + 'static,
 {
     fn execute(&self, future: F) {
-        spawn_local(future);
+        match self.0.next.take() {
+            Some(taking) => spawn_local(Bounded::new(future, taking, self.0.limit)),
+            None => spawn_local(future),
+        };
     }
 }

@@ -15,6 +15,7 @@ pub mod respond;
 pub mod retry;
 pub mod serve;
 pub mod stall;
+pub mod taking;
 pub mod upgrade;
 pub mod upload;
 pub mod watch;

@@ -27,6 +27,7 @@ use self::running::{Event, Leave, Running};
 use super::closing::Closing;
 use super::line::{Answer as Answered, Line, release};
 use super::respond::BodyError;
+use super::taking::PIECE;
 use super::watch::Encoding;
 use super::watch::relay::{Flow, Relay};
 use super::watch::request::Asked;
@@ -117,7 +118,7 @@ impl WatchBody {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
         loop {
-            if let Some(data) = self.out.pop_front() {
+            if let Some(data) = next_piece(&mut self.out) {
                 self.outcome.add_bytes(data.len());
                 return Poll::Ready(Some(Ok(Frame::data(data))));
             }
@@ -251,6 +252,14 @@ impl WatchBody {
             let why = format!("the watch was lost and cannot be resumed: {why}");
             self.leg = Leg::Done(Some(BodyError(why)));
         }
+    }
+}
+
+/// The next piece for the client: of a large event, the next part.
+fn next_piece(out: &mut VecDeque<Bytes>) -> Option<Bytes> {
+    match out.front_mut() {
+        Some(front) if front.len() > PIECE => Some(front.split_to(PIECE)),
+        _ => out.pop_front(),
     }
 }
 

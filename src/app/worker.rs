@@ -38,6 +38,7 @@ use crate::proxy::passthrough::table::Table;
 use crate::proxy::passthrough::transparent::Transparent;
 use crate::proxy::serve::{Service, Serving};
 use crate::proxy::upgrade::Tunnels;
+use crate::proxy::upload::Held;
 use crate::upstream::pool::Upstream;
 
 /// How often a worker shows that its loop turns.
@@ -115,6 +116,8 @@ pub struct Setup {
     pub orders: UnboundedReceiver<Order>,
     /// Where its parts count.
     pub metrics: Arc<Metrics>,
+    /// What all of them hold of request bodies.
+    pub held: Arc<Held>,
     /// How many workers share what a listener may hold.
     pub workers: usize,
     /// Begins the drain of everything.
@@ -129,13 +132,15 @@ impl Setup {
     /// A worker, and the way to lead it.
     pub fn new(
         metrics: &Arc<Metrics>,
+        held: &Arc<Held>,
         workers: usize,
         drain: watch::Receiver<bool>,
         cut: watch::Receiver<bool>,
     ) -> (Self, UnboundedSender<Order>) {
         let (sender, orders) = unbounded_channel();
         let pulse = Arc::new(AtomicU64::new(0));
-        (Self { orders, metrics: Arc::clone(metrics), workers, drain, cut, pulse }, sender)
+        let (metrics, held) = (Arc::clone(metrics), Arc::clone(held));
+        (Self { orders, metrics, held, workers, drain, cut, pulse }, sender)
     }
 
     /// Runs until the drain is over.
@@ -151,7 +156,7 @@ impl Setup {
     }
 
     async fn serve(self) {
-        let Self { mut orders, metrics, workers, mut drain, cut, pulse } = self;
+        let Self { mut orders, metrics, held, workers, mut drain, cut, pulse } = self;
         spawn_local(async move {
             let start = Instant::now();
             loop {
@@ -161,6 +166,7 @@ impl Setup {
         });
         let mut worker = Worker {
             metrics,
+            held,
             workers,
             listening: Arc::default(),
             table: Table::new(),
@@ -191,6 +197,7 @@ impl Setup {
 /// What a worker has.
 struct Worker {
     metrics: Arc<Metrics>,
+    held: Arc<Held>,
     workers: usize,
     /// Every address that this process listens on.
     listening: Arc<[SocketAddr]>,
@@ -366,7 +373,7 @@ impl Worker {
         if let Some(way) = self.ways.iter().find(|way| way.leads_to(upstream)) {
             return Rc::clone(&way.line);
         }
-        let way = Way::new(upstream, &self.metrics);
+        let way = Way::new(upstream, &self.metrics, &self.held);
         let line = Rc::clone(&way.line);
         self.ways.push(way);
         line

@@ -14,7 +14,7 @@ use tokio::time::Instant;
 
 use super::respond::Problem;
 use super::retry::HedgeBudget;
-use super::upload::Upload;
+use super::upload::{Held, Upload};
 use crate::observe::Metrics;
 use crate::upstream::connection::{Connection, Permit};
 use crate::upstream::endpoint::{Endpoint, EndpointState};
@@ -29,6 +29,8 @@ pub struct Line {
     pub budget: HedgeBudget,
     /// Where retries and hedges are counted.
     pub metrics: Arc<Metrics>,
+    /// What is held of bodies, on all lines of all workers.
+    pub held: Arc<Held>,
 }
 
 impl Line {

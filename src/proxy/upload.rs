@@ -8,6 +8,7 @@ use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
 use std::pin::Pin;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll, ready};
 
@@ -16,6 +17,7 @@ use h2::{Reason, SendStream};
 use http::HeaderMap;
 use http_body::Body as _;
 use hyper::body::Incoming;
+use metrics::Gauge;
 use tokio::task::JoinHandle;
 
 use crate::observe::Metrics;
@@ -28,7 +30,30 @@ const HOLD_TOTAL: usize = 32 << 20;
 /// What a held piece costs beside its bytes: its handle, and its share of a read buffer.
 const PIECE_COST: usize = 64;
 
-static HELD: AtomicUsize = AtomicUsize::new(0);
+/// What all workers hold together.
+#[derive(Debug)]
+pub struct Held {
+    bytes: AtomicUsize,
+    gauge: Gauge,
+}
+
+impl Held {
+    /// Nothing yet.
+    pub fn new(metrics: &Metrics) -> Arc<Self> {
+        Arc::new(Self { bytes: AtomicUsize::new(0), gauge: metrics.held_body_bytes() })
+    }
+
+    /// Adds to it; how much that makes.
+    fn add(&self, bytes: usize) -> usize {
+        self.gauge.increment(bytes as f64);
+        self.bytes.fetch_add(bytes, Ordering::Relaxed) + bytes
+    }
+
+    fn subtract(&self, bytes: usize) {
+        self.gauge.decrement(bytes as f64);
+        self.bytes.fetch_sub(bytes, Ordering::Relaxed);
+    }
+}
 
 /// Stops the task that sends a request's body when nobody waits for the answer any more.
 pub struct Upload(JoinHandle<()>);
@@ -46,15 +71,61 @@ impl Drop for Upload {
     }
 }
 
+/// What is held of one body.
+struct Holding {
+    pieces: RefCell<Vec<Bytes>>,
+    bytes: Cell<usize>,
+    /// Everything read so far is there.
+    whole: Cell<bool>,
+    all: Arc<Held>,
+}
+
+impl Holding {
+    fn new(all: &Arc<Held>) -> Self {
+        Self {
+            pieces: RefCell::default(),
+            bytes: Cell::new(0),
+            whole: Cell::new(true),
+            all: Arc::clone(all),
+        }
+    }
+
+    /// Holds the next piece, or from here on none.
+    fn push(&self, data: &Bytes) {
+        if !self.whole.get() {
+            return;
+        }
+        let cost = data.len() + PIECE_COST;
+        let bytes = self.bytes.get() + cost;
+        let total = self.all.add(cost);
+        self.bytes.set(bytes);
+        if bytes > HOLD_MAX || total > HOLD_TOTAL {
+            self.whole.set(false);
+        } else {
+            self.pieces.borrow_mut().push(data.clone());
+        }
+    }
+
+    fn clear(&self) {
+        self.pieces.borrow_mut().clear();
+        let bytes = self.bytes.replace(0);
+        if bytes > 0 {
+            self.all.subtract(bytes);
+        }
+    }
+}
+
+impl Drop for Holding {
+    fn drop(&mut self) {
+        self.clear();
+    }
+}
+
 /// A request's body.
 pub struct Source {
     incoming: RefCell<Incoming>,
-    held: RefCell<Vec<Bytes>>,
-    held_bytes: Cell<usize>,
-    /// Everything read so far is in `held`.
-    whole: Cell<bool>,
+    held: Holding,
     end: RefCell<Option<End>>,
-    metrics: std::sync::Arc<Metrics>,
 }
 
 /// How the client's body ended.
@@ -66,21 +137,18 @@ enum End {
 }
 
 impl Source {
-    /// Wraps what comes from the client.
-    pub fn new(incoming: Incoming, metrics: &std::sync::Arc<Metrics>) -> Rc<Self> {
+    /// Wraps what comes from the client; what is held counts as part of `all`.
+    pub fn new(incoming: Incoming, all: &Arc<Held>) -> Rc<Self> {
         Rc::new(Self {
             incoming: RefCell::new(incoming),
-            held: RefCell::default(),
-            held_bytes: Cell::new(0),
-            whole: Cell::new(true),
+            held: Holding::new(all),
             end: RefCell::default(),
-            metrics: std::sync::Arc::clone(metrics),
         })
     }
 
     /// Whether it can be sent from its beginning again.
     pub fn is_held(&self) -> bool {
-        self.whole.get() && !self.is_broken()
+        self.held.whole.get() && !self.is_broken()
     }
 
     /// Whether the client broke it off.
@@ -90,13 +158,13 @@ impl Source {
 
     /// Whether all of it is here and held, so that two attempts can run side by side.
     pub fn is_complete(&self) -> bool {
-        self.whole.get() && matches!(*self.end.borrow(), Some(End::Done(_)))
+        self.held.whole.get() && matches!(*self.end.borrow(), Some(End::Done(_)))
     }
 
     /// Nothing will be sent again: holds nothing more from here on. What is held goes when it has
     /// been sent, for a second attempt may be in the middle of it.
     pub fn forget(&self) {
-        self.whole.set(false);
+        self.held.whole.set(false);
     }
 
     /// Sends it from the beginning on `stream`, in a task of its own.
@@ -104,38 +172,13 @@ impl Source {
         Upload::new(tokio::task::spawn_local(pump(Rc::clone(self), stream)))
     }
 
-    fn hold(&self, data: &Bytes) {
-        if !self.whole.get() {
-            return;
-        }
-        let cost = data.len() + PIECE_COST;
-        let bytes = self.held_bytes.get() + cost;
-        let total = HELD.fetch_add(cost, Ordering::Relaxed) + cost;
-        self.held_bytes.set(bytes);
-        self.metrics.held_body_bytes().set(total as f64);
-        if bytes > HOLD_MAX || total > HOLD_TOTAL {
-            self.forget();
-        } else {
-            self.held.borrow_mut().push(data.clone());
-        }
-    }
-
-    fn drop_held(&self) {
-        self.held.borrow_mut().clear();
-        let bytes = self.held_bytes.replace(0);
-        if bytes > 0 {
-            let before = HELD.fetch_sub(bytes, Ordering::Relaxed);
-            self.metrics.held_body_bytes().set((before - bytes) as f64);
-        }
-    }
-
     /// The piece at `index`: a held one, or the next from the client.
     fn poll_piece(&self, index: usize, cx: &mut Context<'_>) -> Poll<Result<Bytes, End>> {
-        if let Some(data) = self.held.borrow().get(index) {
+        if let Some(data) = self.held.pieces.borrow().get(index) {
             return Poll::Ready(Ok(data.clone()));
         }
-        if !self.whole.get() {
-            self.drop_held();
+        if !self.held.whole.get() {
+            self.held.clear();
         }
         if let Some(end) = self.end.borrow().as_ref() {
             return Poll::Ready(Err(end.clone()));
@@ -146,7 +189,7 @@ impl Source {
                 Some(Ok(frame)) => match frame.into_data() {
                     Ok(data) if data.is_empty() => continue,
                     Ok(data) => {
-                        self.hold(&data);
+                        self.held.push(&data);
                         return Poll::Ready(Ok(data));
                     }
                     Err(frame) => End::Done(frame.into_trailers().ok().map(clean_trailers)),
@@ -159,12 +202,6 @@ impl Source {
             *self.end.borrow_mut() = Some(end.clone());
             return Poll::Ready(Err(end));
         }
-    }
-}
-
-impl Drop for Source {
-    fn drop(&mut self) {
-        self.drop_held();
     }
 }
 
@@ -238,4 +275,51 @@ fn clean_trailers(mut trailers: HeaderMap) -> HeaderMap {
         trailers.remove(name);
     }
     trailers
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    static PIECE: Bytes = Bytes::from_static(&[0; 64 * 1024]);
+
+    /// Pushes until nothing more is held; how many pieces are.
+    fn fill(body: &Holding) -> usize {
+        while body.whole.get() {
+            body.push(&PIECE);
+        }
+        body.pieces.borrow().len()
+    }
+
+    #[test]
+    fn bodies_are_held_up_to_their_bounds() {
+        let metrics = Metrics::new();
+        let all = Held::new(&metrics);
+        let shown = || {
+            let page = metrics.render();
+            let line = page.lines().find(|line| line.starts_with("jackstay_held_body_bytes "));
+            line.expect("it is there").rsplit_once(' ').expect("a value").1.to_owned()
+        };
+        let one = Holding::new(&all);
+        assert_eq!(fill(&one), 47, "3 MiB, and what pieces cost");
+        one.clear();
+        assert_eq!(shown(), "0");
+        // Bodies just below their own bound, until there is no room for another one.
+        let bodies: Vec<_> = (0..11)
+            .map(|_| {
+                let body = Holding::new(&all);
+                (0..46).for_each(|_| body.push(&PIECE));
+                assert!(body.whole.get());
+                body
+            })
+            .collect();
+        let last = Holding::new(&all);
+        assert_eq!(fill(&last), 5, "what is left of 32 MiB");
+        assert_eq!(shown(), all.bytes.load(Ordering::Relaxed).to_string());
+        drop(last);
+        drop(bodies);
+        assert_eq!((shown().as_str(), all.bytes.load(Ordering::Relaxed)), ("0", 0));
+        assert_eq!(fill(&one), 0, "what was given up stays so");
+        assert_eq!(fill(&Holding::new(&all)), 47);
+    }
 }

@@ -1,7 +1,8 @@
 //! A write happens at most once, whatever happens to the servers meanwhile: every write carries an
 //! Audit-ID, and the servers count them.
 
-use crate::support::{MAPS, World, long, map, until};
+use crate::peer::{Act, Peers, REFUSED_STREAM, Reply, reset};
+use crate::support::{Certs, MAPS, World, long, map, patient, soon, until};
 use http::Method;
 use jackstay::demo::client::Client;
 use jackstay::demo::hole::{Direction, Hole};
@@ -150,4 +151,37 @@ async fn at_most_once() {
         proxy.endpoints().await.iter().all(|e| e["state"] == "ready")
     })
     .await;
+}
+
+/// Refused by the server as soon as it has read all of it: proven unprocessed.
+fn refused() -> Act {
+    Act::Late(Box::new(Act::raw(|id| reset(id, REFUSED_STREAM))))
+}
+
+/// A body is held up to a bound, so that it can be sent again; above it is sent all the same, once.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn a_body_is_held_up_to_its_bound() {
+    let certs = Certs::new();
+    let peers = Peers::start(&certs, 2);
+    let proxy = certs.start(patient(certs.config(&peers.addresses)));
+    proxy.ready(2).await;
+    let client = proxy.client(&certs.credentials()).await;
+    let send = async |size: usize, act: Act| {
+        peers.script.play([act]);
+        let headers = [("content-type", "application/json")];
+        let sent = client.request(Method::POST, MAPS, &headers, "x".repeat(size));
+        let reply = soon("an answer", sent).await.unwrap();
+        assert!(!reply.headers.contains_key("retry-after"));
+        (reply.status.as_u16(), peers.script.seen().len())
+    };
+    let (held, too_large) = (2 << 20, (3 << 20) + 1);
+    assert_eq!(send(held, refused()).await, (200, 2), "sent again");
+    assert_eq!(send(too_large, refused()).await, (502, 1), "its beginning is gone");
+    let taken = Act::Late(Box::new(Act::Answer(Reply::ok("{}"))));
+    assert_eq!(
+        send(too_large, taken).await,
+        (200, 1),
+        "too large to hold is not too large to send"
+    );
+    until("nothing is held", async || proxy.metric("jackstay_held_body_bytes").await == 0.0).await;
 }

@@ -20,6 +20,7 @@ use jackstay::proxy::listener::Listener;
 use jackstay::proxy::retry::HedgeBudget;
 use jackstay::proxy::serve::{Service, Serving};
 use jackstay::proxy::upgrade::Tunnels;
+use jackstay::proxy::upload::Held;
 use jackstay::upstream::credentials::{Credentials, client_tls};
 use jackstay::upstream::endpoint::Endpoint;
 use jackstay::upstream::pool::{Pool, Upstream};
@@ -210,6 +211,7 @@ impl Proxy {
                 pool,
                 budget: HedgeBudget::default(),
                 metrics: Arc::clone(&metrics),
+                held: Held::new(&metrics),
             }),
             identifier: Identifier {
                 slots,

@@ -11,6 +11,7 @@ use super::kept::Deadline;
 use crate::observe::Metrics;
 use crate::proxy::line::Line;
 use crate::proxy::retry::HedgeBudget;
+use crate::proxy::upload::Held;
 use crate::upstream::pool::{Pool, Upstream};
 
 /// A line to an upstream, and what keeps its pool full.
@@ -22,11 +23,11 @@ pub struct Way {
 
 impl Way {
     /// The way to `upstream`, which opens its first connections at once.
-    pub fn new(upstream: &Arc<Upstream>, metrics: &Arc<Metrics>) -> Self {
+    pub fn new(upstream: &Arc<Upstream>, metrics: &Arc<Metrics>, held: &Arc<Held>) -> Self {
         let pool = Pool::new(Arc::clone(upstream));
         let keeper = spawn_local(Pool::run(Rc::clone(&pool)));
-        let metrics = Arc::clone(metrics);
-        Self { line: Rc::new(Line { pool, budget: HedgeBudget::default(), metrics }), keeper }
+        let (metrics, held) = (Arc::clone(metrics), Arc::clone(held));
+        Self { line: Rc::new(Line { pool, budget: HedgeBudget::default(), metrics, held }), keeper }
     }
 
     /// Whether it leads there.

@@ -176,6 +176,12 @@ impl Outcome {
         self.endpoint = Some(Arc::clone(endpoint));
     }
 
+    /// The answer came from there: of attempts side by side, the one that won.
+    pub fn answered_by(&mut self, endpoint: &Arc<str>, reused: bool) {
+        self.reused = reused;
+        self.endpoint = Some(Arc::clone(endpoint));
+    }
+
     /// A second attempt ran beside the first.
     pub fn hedged(&mut self) {
         self.hedged = true;
@@ -446,14 +452,16 @@ mod tests {
         let metrics = Metrics::new();
         let captured = Captured::default();
         let endpoint: Arc<EndpointMetrics> = metrics.endpoint("u", "10.0.0.11:6443");
+        let other = metrics.endpoint("u", "10.0.0.12:6443");
         let _gauge: ConnectionGauge = endpoint.connection_gauge();
         captured.during(LogFormat::Json, || {
             let mut outcome = begin(&metrics, AccessLog::All);
             outcome.classified("list", false);
             outcome.user(UserClass::Token);
-            outcome.sent_to(endpoint.label(), false);
-            outcome.sent_to(endpoint.label(), true);
+            outcome.sent_to(other.label(), false);
+            outcome.sent_to(other.label(), false);
             outcome.hedged();
+            outcome.answered_by(endpoint.label(), true);
             outcome.answered(200);
             outcome.add_bytes(1234);
             outcome.complete();

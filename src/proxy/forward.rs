@@ -122,7 +122,9 @@ impl Outgoing {
                     };
                 }
             };
-            outcome.sent_to(&permit.connection().endpoint.label, attempt > 1);
+            let connection = permit.connection();
+            let reused = connection.stats.was_open(asked_at);
+            outcome.sent_to(&connection.endpoint.label, reused);
             let result = self.attempt(permit, 1).await;
             if self.hedges.get() > 0 {
                 outcome.hedged();
@@ -324,6 +326,11 @@ impl Outgoing {
             body.forget();
         }
         let Answer { mut head, recv, first, permit, upload } = answer;
+        if self.hedges.get() > 0 {
+            let connection = permit.connection();
+            let reused = connection.stats.was_open(asked_at);
+            outcome.answered_by(&connection.endpoint.label, reused);
+        }
         hygiene::downstream_response_headers(&mut head.headers);
         outcome.answered(head.status.as_u16());
         let whole = recv.is_end_stream();

@@ -51,6 +51,11 @@ impl ConnectionStats {
         })
     }
 
+    /// Whether it was open by then.
+    pub fn was_open(&self, then: Instant) -> bool {
+        self.opened <= then
+    }
+
     /// Notes the state.
     pub fn set_life(&self, life: Life) {
         self.life.store(life as u8, Ordering::Relaxed);

@@ -204,7 +204,7 @@ impl EndpointMetrics {
         self.count(&names::EJECTIONS, reason);
     }
 
-    /// An attempt to connect ended: `ok`, `refused`, `timeout`, `tls`, ….
+    /// An attempt to connect ended: `ok`, `failed`, `timeout` or `no_h2`.
     pub fn dialled(&self, outcome: &'static str) {
         self.count(&names::DIALS, outcome);
     }
@@ -301,7 +301,7 @@ macro_rules! state_guard {
 }
 
 state_guard! {
-    /// A worker's view of an endpoint in `jackstay_endpoint_state`.
+    /// The state of an endpoint in `jackstay_endpoint_state`.
     EndpointStateGauge over states of ENDPOINT_STATES
 }
 state_guard! {

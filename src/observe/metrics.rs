@@ -189,7 +189,8 @@ impl Metrics {
         self.registry.counter(&names::RETRIES, &[reason]).increment(1);
     }
 
-    /// A hedge was `won`, `lost`, or refused for lack of `budget`.
+    /// A second attempt: answered by the `original` or the `hedge`, `failed` with it, or not made
+    /// because that would be `over_budget`.
     pub fn hedged(&self, outcome: &'static str) {
         self.registry.counter(&names::HEDGES, &[outcome]).increment(1);
     }
@@ -205,13 +206,13 @@ impl Metrics {
         self.registry.counter(&names::STREAM_WAITS, &[upstream])
     }
 
-    /// Counts requests refused with 429 for lack of an upstream stream; resolve once per upstream.
+    /// Counts requests for which no upstream stream came free; resolve once per upstream.
     pub fn streams_exhausted(&self, upstream: &str) -> Counter {
         self.registry.counter(&names::STREAMS_EXHAUSTED, &[upstream])
     }
 
-    /// Bytes of request bodies held for another attempt; resolve once per worker and only ever
-    /// increment and decrement it, since workers share it.
+    /// Bytes of request bodies held for another attempt; resolve once and only ever increment and
+    /// decrement it, since workers share it.
     pub fn held_body_bytes(&self) -> Gauge {
         self.registry.gauge(&names::HELD_BODY_BYTES, &[])
     }

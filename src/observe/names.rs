@@ -90,7 +90,7 @@ table! {
     RETRIES = Counter "jackstay_retries_total" ["reason"] "requests",
         "Requests that were sent again.";
     HEDGES = Counter "jackstay_hedges_total" ["outcome"] "requests",
-        "Second attempts beside one that waits: won, lost, or refused by the budget.";
+        "Second attempts beside one that waits, by who answered: original, hedge, or neither (failed); over_budget was not made.";
     WATCH_RESUMES = Counter "jackstay_watch_resumes_total" ["outcome"] "watches",
         "Watches that lost their apiserver or were refused by it with 410 (withheld), and whether they went on.";
     STALE_WATCHES = Counter "jackstay_stale_watches_total" ["upstream", "endpoint"] "watches",
@@ -98,18 +98,18 @@ table! {
     STREAM_WAITS = Counter "jackstay_stream_waits_total" ["upstream"] "requests",
         "Requests that had to wait for a free upstream stream.";
     STREAMS_EXHAUSTED = Counter "jackstay_streams_exhausted_total" ["upstream"] "requests",
-        "Requests we answered with 429 because no upstream stream came free.";
+        "Requests (answered with 429), second attempts and lost watches for which no upstream stream came free.";
     HELD_BODY_BYTES = Gauge "jackstay_held_body_bytes" [] "bytes",
         "Bytes of request bodies held so that they can be sent again.";
 
-    ENDPOINT_STATE = Gauge "jackstay_endpoint_state" ["upstream", "endpoint", "state"] "workers",
-        "How many workers hold the endpoint in that state.";
+    ENDPOINT_STATE = Gauge "jackstay_endpoint_state" ["upstream", "endpoint", "state"] "endpoints",
+        "1 for the state that the endpoint is in, 0 for those that it has left.";
     EJECTIONS = Counter "jackstay_ejections_total" ["upstream", "endpoint", "reason"] "ejections",
         "How often the endpoint was taken out, and why.";
     CONNECTIONS = Gauge "jackstay_connections" ["upstream", "endpoint", "state"] "connections",
         "Connections to the endpoint.";
     DIALS = Counter "jackstay_dials_total" ["upstream", "endpoint", "outcome"] "connections",
-        "Attempts to connect: ok, refused, timeout, tls, and so on.";
+        "Attempts to connect: ok, failed, timeout, or no_h2.";
     ANSWERS = Counter "jackstay_endpoint_answers_total" ["upstream", "endpoint", "outcome"] "answers",
         "Answers by the endpoint that gave them: ok, or error for 500 and above.";
     PASSTHROUGH_CONNECTIONS = Gauge "jackstay_passthrough_connections" ["listener"] "connections",

@@ -271,6 +271,7 @@ mod tests {
         let socket = SockRef::from(&stream);
         assert!(socket.keepalive().unwrap());
         assert_eq!(socket.tcp_keepalive_time().unwrap(), PROBE_IDLE);
+        assert!(socket.tcp_thin_linear_timeouts().unwrap());
         probe_now(&stream).unwrap();
         let listener = tokio::net::TcpListener::from_std(listener).unwrap();
         let (accepted, _) = listener.accept().await.unwrap();

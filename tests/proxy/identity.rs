@@ -1,7 +1,9 @@
 //! Who a client is upstream, by the audit of the servers: the same as without jackstay, and nobody
 //! else, whatever its headers say.
 
-use crate::support::{MAPS, Proxy, World, soon, terminate, until};
+use crate::hostile::join_all;
+use crate::peer::{Act, Peers};
+use crate::support::{Certs, MAPS, PATIENCE, Proxy, World, patient, soon, terminate, until};
 use http::Method;
 use jackstay::config::CertPaths;
 use jackstay::demo::audit::Record;
@@ -12,6 +14,7 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config as Cases, TestRunner};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+use std::time::SystemTime;
 
 fn serial(issued: &Issued) -> String {
     let der = issued.cert_der();
@@ -333,4 +336,58 @@ async fn an_identity_that_appears_later() {
     assert!(refused.json()["message"].as_str().unwrap().contains("late.pem"));
     world.certs.admin.write_pair(world.certs.path(), "late").unwrap();
     until("it is alive", async || client.get(MAPS).await.unwrap().status == 200).await;
+}
+
+/// Tokens that nobody has vouched for share two connections: random ones must not buy more.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn random_tokens_buy_no_connections() {
+    let certs = Certs::new();
+    let peers = Peers::start(&certs, 1);
+    let mut config = patient(certs.config(&peers.addresses));
+    config.upstreams[0].connections.max_streams = 5;
+    let proxy = certs.start(config);
+    proxy.ready(1).await;
+    let client = proxy.client(&certs.nobody()).await;
+    peers.script.play(std::iter::repeat_n(Act::Hang, 30));
+    let tokens: Vec<_> = (0..30).map(|n| format!("Bearer random-{n}")).collect();
+    let headers: Vec<_> = tokens.iter().map(|token| [("authorization", token.as_str())]).collect();
+    let asking = join_all(headers.iter().map(|headers| async {
+        let reply = client.request(Method::GET, MAPS, headers, "").await.unwrap();
+        assert_eq!(reply.status, 429, "whoever is answered is told to come again");
+    }));
+    let looking = until("ten wait and the others were told", async || {
+        let told = proxy.metric("jackstay_streams_exhausted_total").await;
+        peers.script.seen().len() == 10 && told >= 20.0
+    });
+    tokio::select! {
+        biased;
+        _ = asking => panic!("ten of them wait for ever"),
+        () = looking => {}
+    }
+    let mut connections: Vec<_> = peers.script.seen().iter().map(|seen| seen.1).collect();
+    connections.sort_unstable();
+    connections.dedup();
+    assert_eq!(connections.len(), 2, "{connections:?}");
+}
+
+/// A certificate is looked at with every request: one that expires stops being anybody while its
+/// connection goes on.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn a_certificate_expires_on_a_connection() {
+    let world = World::new(1);
+    let proxy = world.start().await;
+    let validity = Validity { not_after: SystemTime::now() + PATIENCE / 2, ..Validity::usual() };
+    let brief = world.certs.pki.client_valid(&Subject::admin(), validity).unwrap();
+    let client = proxy.client(&world.certs.nobody().certificate(&brief)).await;
+    let first = soon("an answer", client.get(MAPS)).await.unwrap();
+    assert_eq!(first.status, 200, "the machine took all its life to say hello");
+    let mut last = first;
+    until("it has expired", async || {
+        last = client.get(MAPS).await.unwrap();
+        last.status != 200
+    })
+    .await;
+    assert_eq!(last.status, 401);
+    assert!(last.json()["message"].as_str().unwrap().contains("expired"), "{:?}", last.body);
+    assert!(!client.is_closed());
 }

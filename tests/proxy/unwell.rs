@@ -1,8 +1,10 @@
 //! An apiserver that is alive and not well: its watches go on elsewhere before anybody misses them,
 //! if there is an elsewhere.
 
-use crate::support::{MAPS, Proxy, World, map, soon, until};
+use crate::hostile::join_all;
+use crate::support::{MAPS, Proxy, World, map, patient, soon, until};
 use crate::watches::Follower;
+use jackstay::demo::apiserver::Answer;
 use jackstay::demo::client::Client;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -196,4 +198,44 @@ async fn where_all_have_lost_it_nothing_moves() {
     scene.deliver(5).await;
     assert_eq!(scene.client.get(MAPS).await.unwrap().status, 200);
     scene.judge().await;
+}
+
+/// `/readyz` is asked every ten minutes here, and at once where answers say that it should be.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn evidence_asks_at_once() {
+    let world = World::new(2);
+    let proxy = world
+        .start_with(|config| {
+            *config = patient(config.clone());
+            let readyz = &mut config.upstreams[0].health.readyz;
+            (readyz.interval, readyz.timeout) = (Duration::from_secs(600), Duration::from_secs(1));
+        })
+        .await;
+    let client = proxy.client(&world.certs.credentials()).await;
+    let state = async |at: usize| proxy.endpoints().await[at]["state"].clone();
+    let [one, two] = &world.servers[..] else { panic!("two servers") };
+    // Nothing but this says so: reads go on.
+    one.set_ready(false);
+    for _ in 0..10 {
+        assert_eq!(soon("a read", client.get(MAPS)).await.unwrap().status, 200);
+    }
+    assert_eq!(state(0).await, "ready");
+    // A streak of 500s does.
+    one.fail_next(1000, Answer::status(500, "InternalError", "etcd"));
+    until("a streak of errors has it asked", async || {
+        soon("a read", client.get(MAPS)).await.unwrap();
+        state(0).await == "degraded"
+    })
+    .await;
+    one.fail_next(0, Answer::status(500, "InternalError", "etcd"));
+    one.set_ready(true);
+    proxy.ready(2).await;
+    // So do heads that stay away: the reads that wait for them are asked for elsewhere.
+    two.hang(true);
+    let reads = (0..8).map(|_| client.get(MAPS));
+    for reply in soon("reads that meet silence", join_all(reads)).await {
+        assert_eq!(reply.unwrap().status, 200);
+    }
+    assert_eq!(state(1).await, "degraded");
+    two.hang(false);
 }

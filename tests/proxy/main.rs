@@ -6,6 +6,7 @@ mod support;
 
 mod hostile;
 mod identity;
+mod kubectl;
 mod limits;
 mod outage;
 mod peer;

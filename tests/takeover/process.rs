@@ -56,12 +56,12 @@ impl Process {
         Self::spawn(command)
     }
 
-    /// Starts one that passes connections through, on a free port, and lets them finish for hours.
+    /// Starts one that passes connections through, on a free port, and lets them finish for an hour.
     pub fn pass_through(upstream: SocketAddr) -> Self {
         let mut command = Command::new(env!("CARGO_BIN_EXE_jackstay"));
         command.args(["run", "--listen", "127.0.0.1:0", "--upstream", &upstream.to_string()]);
         command.env("JACKSTAY__ADMIN__BIND", "127.0.0.1:0").env("JACKSTAY__STATE_DIR", "");
-        command.env("JACKSTAY__SHUTDOWN__DRAIN_TIMEOUT", "5h");
+        command.env("JACKSTAY__SHUTDOWN__DRAIN_TIMEOUT", "1h");
         Self::spawn(command)
     }
 

@@ -15,7 +15,8 @@
 //! connections) come from our own client with a client certificate. At L4 only bytes pass (`raw`):
 //! 10,000 idle flows, one bulk flow in each direction, and one byte there and back on new
 //! connections, 16 at once. A peer that is not installed
-//! is left out with a word about it. `JACKSTAY_BIN` measures another jackstay binary.
+//! is left out with a word about it. `JACKSTAY_BIN` measures another jackstay binary, and
+//! `JACKSTAY_BENCH_BEFORE` one more beside it: what a change costs is seen in one run alone.
 
 mod client;
 mod h2load;
@@ -149,6 +150,9 @@ async fn run(args: &Args) -> Result<bool> {
     };
 
     let mut targets = args.only.clone();
+    if std::env::var_os("JACKSTAY_BENCH_BEFORE").is_some() && !targets.contains(&Target::Before) {
+        targets.push(Target::Before);
+    }
     targets.retain(|&target| match target.program() {
         Ok(_) => true,
         Err(reason) => {

@@ -41,6 +41,8 @@ pub enum Target {
     Nginx,
     /// Envoy.
     Envoy,
+    /// Another binary of jackstay, to see what a change costs.
+    Before,
     /// This crate's binary.
     Jackstay,
 }
@@ -70,6 +72,7 @@ impl Target {
             Self::Haproxy => "haproxy",
             Self::Nginx => "nginx",
             Self::Envoy => "envoy",
+            Self::Before => "before",
             Self::Jackstay => "jackstay",
         }
     }
@@ -88,6 +91,8 @@ impl Target {
                 .ok_or("no nginx: run benches/setup or set NGINX_BIN"),
             Self::Envoy => found("ENVOY_BIN", cache_dir().join("envoy"))
                 .ok_or("no envoy: run benches/setup or set ENVOY_BIN"),
+            Self::Before => found("JACKSTAY_BENCH_BEFORE", PathBuf::new())
+                .ok_or("JACKSTAY_BENCH_BEFORE names no file"),
             Self::Jackstay => found("JACKSTAY_BIN", env!("CARGO_BIN_EXE_jackstay").into())
                 .ok_or("no jackstay binary: JACKSTAY_BIN names no file"),
         }
@@ -134,13 +139,13 @@ impl Setting<'_> {
             (Target::Direct, _) | (Target::Nginx, Layer::L7) => return Err("no such proxy".into()),
             (Target::Haproxy, Layer::L7) => (file("cfg"), self.haproxy(address)),
             (Target::Envoy, Layer::L7) => (file("yaml"), self.envoy(address)),
-            (Target::Jackstay, Layer::L7) => {
+            (Target::Before | Target::Jackstay, Layer::L7) => {
                 (file("yaml"), self.jackstay(address, free_address()?))
             }
             (Target::Haproxy, Layer::L4) => (file("cfg"), self.haproxy_l4(address)),
             (Target::Nginx, Layer::L4) => (file("conf"), self.nginx_l4(address)),
             (Target::Envoy, Layer::L4) => (file("yaml"), self.envoy_l4(address)),
-            (Target::Jackstay, Layer::L4) => {
+            (Target::Before | Target::Jackstay, Layer::L4) => {
                 (file("yaml"), self.jackstay_l4(address, free_address()?))
             }
         };

@@ -168,19 +168,23 @@ impl Samples {
 
     /// The table of a layer.
     pub fn table(&self, layer: Layer) -> String {
-        let columns = match layer {
+        let mut columns = match layer {
             Layer::L7 => [Target::Haproxy, Target::Envoy, Target::Jackstay, Target::Direct],
             Layer::L4 => Target::PROXIES,
-        };
+        }
+        .to_vec();
+        if self.0.keys().any(|(_, target)| *target == Target::Before) {
+            columns.insert(2, Target::Before);
+        }
         let mut out = format!("{:<34}", format!("{layer:?}"));
-        for column in columns {
+        for column in &columns {
             let _ = write!(out, "{:>18}", column.name());
         }
         let _ = writeln!(out, "   bar for jackstay");
         for metric in Metric::ALL.into_iter().filter(|metric| metric.layer() == layer) {
             let (_, label, decimals) = metric.names();
             let _ = write!(out, "{label:<34}");
-            for column in columns {
+            for &column in &columns {
                 let value = self.median(metric, column).map_or("–".into(), |value| {
                     let ratio = self.ratio(metric, column);
                     let ratio = ratio.map_or(String::new(), |ratio| format!("×{ratio:.2}"));

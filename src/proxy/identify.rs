@@ -89,7 +89,7 @@ pub struct Identifier {
 }
 
 impl Identifier {
-    /// Whose connections the request may take.
+    /// Whose connections the request may take; `upgrade`: it wants to leave HTTP.
     ///
     /// # Errors
     /// 401 with a reason that says what to do.
@@ -98,8 +98,9 @@ impl Identifier {
         peer: Option<&Peer>,
         last: &LastToken,
         headers: &HeaderMap,
+        upgrade: bool,
     ) -> Result<Class, Problem> {
-        let token = bearer(headers);
+        let token = bearer(headers, upgrade);
         let Some(peer) = peer else { return Ok(self.without_certificate(token, last)) };
         match peer.proven(SystemTime::now()) {
             Ok(certificate) => self.slot_of(certificate),
@@ -159,13 +160,18 @@ impl Identifier {
 
 /// The credential in the request's headers: a bearer token, or the one that WebSocket clients hide
 /// in a subprotocol (`base64url.bearer.authorization.k8s.io.<token>`). To the apiserver, any other
-/// scheme in `Authorization` is no credential (`bearertoken.go`).
-pub fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
+/// scheme in `Authorization` is no credential (`bearertoken.go`), and a subprotocol is none where
+/// nothing is upgraded (`websocket/protocol.go`): it answers such a request as nobody's, and GOAWAYs
+/// the connection.
+pub fn bearer(headers: &HeaderMap, upgrade: bool) -> Option<&[u8]> {
     if let Some(value) = headers.get(header::AUTHORIZATION) {
         let value = value.as_bytes().trim_ascii();
         let (scheme, token) = value.split_at_checked(b"bearer ".len())?;
         let bearer = scheme.eq_ignore_ascii_case(b"bearer ") && !token.trim_ascii().is_empty();
         return bearer.then_some(value);
+    }
+    if !upgrade {
+        return None;
     }
     headers
         .get_all(header::SEC_WEBSOCKET_PROTOCOL)
@@ -274,6 +280,28 @@ mod tests {
         }
         identifier.learn(b"bearer 101", Class::Token, StatusCode::UNAUTHORIZED);
         assert!(!tokens.contains(b"bearer 101"));
+    }
+
+    #[test]
+    fn a_subprotocol_is_a_credential_only_of_what_upgrades() {
+        let tokens = Rc::<ProvenTokens>::default();
+        let identifier =
+            Identifier { slots: Vec::new(), listener: "l".to_owned(), tokens: Rc::clone(&tokens) };
+        let hidden = "base64url.bearer.authorization.k8s.io.QUJD";
+        let with = |name: header::HeaderName, value: &'static str| {
+            HeaderMap::from_iter([(name, http::HeaderValue::from_static(value))])
+        };
+        let socket = with(header::SEC_WEBSOCKET_PROTOCOL, hidden);
+        let bearer = with(header::AUTHORIZATION, "Bearer QUJD");
+        let last = LastToken::default();
+        let class = |headers, upgrade| identifier.identify(None, &last, headers, upgrade).ok();
+        assert_eq!(class(&socket, true), Some(Class::UnprovenToken));
+        tokens.insert(hidden.as_bytes());
+        assert_eq!(class(&socket, true), Some(Class::Token));
+        assert_eq!(class(&socket, false), Some(Class::Anonymous), "proven or not");
+        for upgrade in [true, false] {
+            assert_eq!(class(&bearer, upgrade), Some(Class::UnprovenToken));
+        }
     }
 
     #[test]

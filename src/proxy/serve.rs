@@ -152,7 +152,7 @@ impl Client {
             hygiene::check_size(parts, service.requests.max_header_bytes as usize)?;
         }
         let peer = self.peer.as_ref();
-        let class = service.identifier.identify(peer, &self.token, &parts.headers)?;
+        let class = service.identifier.identify(peer, &self.token, &parts.headers, info.upgrade)?;
         outcome.user(match class {
             Class::Identity(_) => UserClass::Identity,
             Class::Token | Class::UnprovenToken => UserClass::Token,
@@ -171,7 +171,7 @@ impl Client {
         outcome: Box<Outcome>,
     ) -> Result<Way<'a>, Failed> {
         if info.upgrade {
-            let token = identify::bearer(&parts.headers)
+            let token = identify::bearer(&parts.headers, true)
                 .filter(|_| matches!(class, Class::Token | Class::UnprovenToken))
                 .map(|token| (token.to_vec(), class));
             hygiene::upstream_upgrade_headers(&mut parts.headers, &self.forwarded_for);

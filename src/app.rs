@@ -14,6 +14,7 @@
 mod build;
 mod control;
 mod facts;
+mod pulse;
 pub mod reload;
 mod sockets;
 mod takeover;

@@ -2,17 +2,16 @@
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Instant, SystemTime};
 
 use arc_swap::ArcSwap;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 
 use super::build::{Bound, Built, Plane};
+use super::pulse::Pulse;
 use super::reload::Attempt;
-use super::worker::Pulse;
 use crate::admin::{self, Part, Readiness};
 use crate::config::{self, Config};
 use crate::control::discovery::Surroundings;
@@ -25,9 +24,6 @@ use crate::upstream::credentials::Slot;
 use crate::upstream::pool::Upstream;
 use crate::upstream::sources::{Report, Source, age};
 
-/// A worker whose loop has not turned for this long is stuck.
-const STUCK_AFTER: Duration = Duration::from_secs(5);
-
 /// Of the last events, so many stand in `/status` itself.
 const EVENTS_IN_STATUS: usize = 8;
 
@@ -35,7 +31,7 @@ const EVENTS_IN_STATUS: usize = 8;
 pub struct Facts {
     shown: ArcSwap<Shown>,
     metrics: Arc<Metrics>,
-    pulses: Vec<(Pulse, Mutex<Seen>)>,
+    pulses: Vec<Arc<Pulse>>,
     started: SystemTime,
     draining: watch::Receiver<bool>,
     around: Arc<Surroundings>,
@@ -73,12 +69,6 @@ struct ListenerFacts {
     metrics: Arc<ListenerMetrics>,
 }
 
-/// The last beat of a worker, and when it was first seen.
-struct Seen {
-    beat: u64,
-    at: Instant,
-}
-
 impl Shown {
     fn new(built: &Built, metrics: &Arc<Metrics>) -> Self {
         let of = |bound: &Bound| {
@@ -113,16 +103,15 @@ impl Facts {
     pub fn new(
         built: &Built,
         metrics: &Arc<Metrics>,
-        pulses: Vec<Pulse>,
+        pulses: Vec<Arc<Pulse>>,
         draining: watch::Receiver<bool>,
         around: &Arc<Surroundings>,
         file: Option<PathBuf>,
     ) -> Self {
-        let seen = || Mutex::new(Seen { beat: 0, at: Instant::now() });
         Self {
             shown: ArcSwap::from_pointee(Shown::new(built, metrics)),
             metrics: Arc::clone(metrics),
-            pulses: pulses.into_iter().map(|pulse| (pulse, seen())).collect(),
+            pulses,
             started: SystemTime::now(),
             draining,
             around: Arc::clone(around),
@@ -195,17 +184,6 @@ impl ListenerFacts {
     }
 }
 
-/// Whether a worker still turns; `seen` remembers its last beat.
-fn is_alive(pulse: &AtomicU64, seen: &Mutex<Seen>, now: Instant) -> bool {
-    let beat = pulse.load(Ordering::Relaxed);
-    let mut seen = seen.lock().unwrap_or_else(PoisonError::into_inner);
-    if beat != seen.beat {
-        *seen = Seen { beat, at: now };
-        return true;
-    }
-    now.duration_since(seen.at) < STUCK_AFTER
-}
-
 /// What each source of endpoints last said. None is a reason to be unready: what was known stays.
 fn sources_of(upstream: &Upstream) -> Vec<Part> {
     let now = SystemTime::now();
@@ -233,7 +211,7 @@ impl admin::Facts for Facts {
             .pulses
             .iter()
             .enumerate()
-            .filter(|(_, (pulse, seen))| !is_alive(pulse, seen, now))
+            .filter(|(_, pulse)| !pulse.is_alive(now))
             .map(|(index, _)| format!("worker {index}"))
             .collect();
         if stuck.is_empty() {

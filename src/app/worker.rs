@@ -14,17 +14,17 @@ use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::watch;
 use tokio::task::{JoinSet, LocalSet, spawn_local};
-use tokio::time::{Instant, sleep};
+use tokio::time::sleep;
 
 use self::kept::{Deadline, Kept, Kind};
 use self::way::Way;
 use super::build::{Bound, Destinations, Plane};
+use super::pulse::Pulse;
 use crate::config::{self, AccessLog};
 use crate::net::linger::lingering;
 use crate::observe::{Complaints, ListenerMetrics, Metrics};
@@ -45,8 +45,6 @@ use crate::upstream::pool::Upstream;
 const PULSE: Duration = Duration::from_secs(1);
 /// How often it is looked whether a drain is done.
 const DRAIN_TICK: Duration = Duration::from_millis(10);
-/// Shows that a worker's loop turns: seconds of its own clock, plus one.
-pub type Pulse = Arc<AtomicU64>;
 
 /// Everything that a worker should do from now on.
 #[derive(Debug)]
@@ -125,7 +123,7 @@ pub struct Setup {
     /// Ends what drains at once.
     pub cut: watch::Receiver<bool>,
     /// Where it shows that it turns.
-    pub pulse: Pulse,
+    pub pulse: Arc<Pulse>,
 }
 
 impl Setup {
@@ -138,7 +136,7 @@ impl Setup {
         cut: watch::Receiver<bool>,
     ) -> (Self, UnboundedSender<Order>) {
         let (sender, orders) = unbounded_channel();
-        let pulse = Arc::new(AtomicU64::new(0));
+        let pulse = Arc::new(Pulse::new(std::time::Instant::now()));
         let (metrics, held) = (Arc::clone(metrics), Arc::clone(held));
         (Self { orders, metrics, held, workers, drain, cut, pulse }, sender)
     }
@@ -158,9 +156,8 @@ impl Setup {
     async fn serve(self) {
         let Self { mut orders, metrics, held, workers, mut drain, cut, pulse } = self;
         spawn_local(async move {
-            let start = Instant::now();
             loop {
-                pulse.store(start.elapsed().as_secs() + 1, Ordering::Relaxed);
+                pulse.beat(std::time::Instant::now());
                 sleep(PULSE).await;
             }
         });

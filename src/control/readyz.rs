@@ -156,10 +156,11 @@ async fn ask_until_it_leaves(
         } else {
             EVIDENCE_PAUSE
         };
+        let anonymous = !upstream.has_probe_credential();
         let failing = match &finding {
             Finding::Lost => {
                 current.close("probe failed");
-                next = asked_at + FAILING_INTERVAL.min(config.interval);
+                next = asked_at + pause(config, true, anonymous, fastrand::f64());
                 continue;
             }
             Finding::Ready => {
@@ -177,7 +178,6 @@ async fn ask_until_it_leaves(
                 true
             }
         };
-        let anonymous = !upstream.has_probe_credential();
         next = asked_at + pause(config, failing, anonymous, fastrand::f64());
         loop {
             tokio::select! {

@@ -209,7 +209,8 @@ pub struct UsedBy {
 pub struct Connections {
     /// Kept open per endpoint for each configured identity.
     pub min: usize,
-    /// Most connections per endpoint and identity class.
+    /// Most connections per endpoint and identity class, of each worker: they share none, and a
+    /// client's connection, with all that it asks for, is one worker's.
     pub max: usize,
     /// Most streams per connection; the peer's SETTINGS may lower it. kube-apiserver allows 100.
     pub max_streams: usize,

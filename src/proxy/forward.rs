@@ -134,8 +134,7 @@ impl Outgoing {
                 Err(failure) => failure,
             };
             let again = match retry::decide(self.info.kind, failure.stage) {
-                Verdict::Again => true,
-                Verdict::AgainIfHeld => self.body.as_ref().is_none_or(|body| body.is_held()),
+                Verdict::Again => self.body.as_ref().is_none_or(|body| body.is_held()),
                 Verdict::Fail | Verdict::Forward | Verdict::Reset | Verdict::Resume => false,
             };
             let again = again

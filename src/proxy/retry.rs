@@ -5,14 +5,15 @@
 //! | get, list, discovery | again | again | again | again | reset |
 //! | watch | again | again | again | again | resume |
 //! | log, log -f | again | again | again | again | reset |
-//! | create, update, patch, delete, … | again if the body is held | again if the body is held | **fail** | forward | reset |
+//! | create, update, patch, delete, … | again | again | **fail** | forward | reset |
 //! | create of *Review types, dryRun=All | again | again | again | again | reset |
 //! | exec, attach, port-forward, proxy | again | fail | fail | forward | reset |
 //!
-//! *Not sent*: connect or TLS failed, or the stream was never opened. *Unprocessed*: the server
-//! says so, by `REFUSED_STREAM`, by a GOAWAY whose last stream is below this one, or by one of the two
-//! answers that kube-apiserver gives before any handler runs while it shuts down. *Sent*: no
-//! response head. *Head*: a head, and nothing of it forwarded. *Body*: part of the answer is out.
+//! *Again*: if what has come of its body is held; what has none always is. *Not sent*: connect or
+//! TLS failed, or the stream was never opened. *Unprocessed*: the server says so, by
+//! `REFUSED_STREAM`, by a GOAWAY whose last stream is below this one, or by one of the two answers
+//! that kube-apiserver gives before any handler runs while it shuts down. *Sent*: no response head.
+//! *Head*: a head, and nothing of it forwarded. *Body*: part of the answer is out.
 //!
 //! A watch that is answered with 410 is asked for at the other ready endpoints, once each: history
 //! is per server, and one that has just started knows none.
@@ -40,10 +41,9 @@ pub enum Stage {
 /// What to do about it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
-    /// Send it again, on another connection.
+    /// Send it again, on another connection, if the whole body so far is still held, else fail. Any
+    /// method may have a body, a GET too.
     Again,
-    /// Send it again if the whole body so far is still held, else fail.
-    AgainIfHeld,
     /// Answer with an error of ours.
     Fail,
     /// Forward what came.
@@ -59,12 +59,9 @@ pub fn decide(kind: Kind, stage: Stage) -> Verdict {
     match (kind, stage) {
         (Kind::Watch, Stage::Body) => Verdict::Resume,
         (_, Stage::Body) => Verdict::Reset,
-        (Kind::Read | Kind::Watch | Kind::Log, _) => Verdict::Again,
-        // What has a body can be sent again only while all of it is there. A SafeCreate is safe
-        // as a whole.
-        (Kind::SafeCreate, _)
+        (Kind::Read | Kind::Watch | Kind::Log | Kind::SafeCreate, _)
         | (Kind::Write, Stage::NotSent | Stage::Unprocessed)
-        | (Kind::Tunnel, Stage::NotSent) => Verdict::AgainIfHeld,
+        | (Kind::Tunnel, Stage::NotSent) => Verdict::Again,
         (Kind::Write | Kind::Tunnel, Stage::Head) => Verdict::Forward,
         (Kind::Write, Stage::Sent) | (Kind::Tunnel, Stage::Unprocessed | Stage::Sent) => {
             Verdict::Fail
@@ -75,7 +72,7 @@ pub fn decide(kind: Kind, stage: Stage) -> Verdict {
 /// Whether a second attempt may run beside the first: only what may be sent again while the first
 /// may still reach its handler.
 pub fn may_hedge(kind: Kind) -> bool {
-    matches!(decide(kind, Stage::Sent), Verdict::Again | Verdict::AgainIfHeld)
+    decide(kind, Stage::Sent) == Verdict::Again
 }
 
 /// How far a stream got that ended with this error before its response head (h2's terms: since
@@ -131,15 +128,15 @@ mod tests {
     #[test]
     fn every_cell() {
         use Stage::{Body, Head, NotSent, Sent, Unprocessed};
-        use Verdict::{Again, AgainIfHeld, Fail, Forward, Reset, Resume};
+        use Verdict::{Again, Fail, Forward, Reset, Resume};
         let stages = [NotSent, Unprocessed, Sent, Head, Body];
         for (kind, row) in [
             (Kind::Read, [Again, Again, Again, Again, Reset]),
             (Kind::Watch, [Again, Again, Again, Again, Resume]),
             (Kind::Log, [Again, Again, Again, Again, Reset]),
-            (Kind::Write, [AgainIfHeld, AgainIfHeld, Fail, Forward, Reset]),
-            (Kind::SafeCreate, [AgainIfHeld, AgainIfHeld, AgainIfHeld, AgainIfHeld, Reset]),
-            (Kind::Tunnel, [AgainIfHeld, Fail, Fail, Forward, Reset]),
+            (Kind::Write, [Again, Again, Fail, Forward, Reset]),
+            (Kind::SafeCreate, [Again, Again, Again, Again, Reset]),
+            (Kind::Tunnel, [Again, Fail, Fail, Forward, Reset]),
         ] {
             for (stage, expected) in stages.into_iter().zip(row) {
                 assert_eq!(decide(kind, stage), expected, "{kind:?} {stage:?}");

@@ -11,6 +11,7 @@ use http::Method;
 use jackstay::demo::client::{Client, next_data};
 use serde_json::Value;
 use std::io;
+use std::time::Duration;
 
 /// A request of the table.
 struct Row {
@@ -333,5 +334,27 @@ async fn half_a_head() {
             Kind::Write => assert_eq!((saw.status(), seen), (502, 1), "{}", row.name),
             _ => assert_eq!((saw.status(), seen), (200, 2), "{}", row.name),
         }
+    }
+}
+
+/// A GET may have a body too: one that is not held whole cannot be sent from its beginning again.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn a_body_that_is_not_held_is_not_sent_again() {
+    let certs = Certs::new();
+    let peers = Peers::start(&certs, 2);
+    let mut config = certs.config(&peers.addresses);
+    // A peer that is slow here is not suspect: it would be asked twice.
+    config.upstreams[0].health.suspect_after = Some(Duration::from_secs(1));
+    let proxy = certs.start(config);
+    proxy.ready(2).await;
+    let client = proxy.client(&certs.credentials()).await;
+    peers.script.usually(Reply::ok("{}"));
+    for (size, status, seen) in [(1 << 20, 200, 2), (4 << 20, 502, 1)] {
+        let refusal = Act::Late(Box::new(Act::raw(|id| reset(id, REFUSED_STREAM))));
+        peers.script.play([refusal]);
+        let sent = client.request(Method::GET, MAPS, &[], "x".repeat(size));
+        let reply = soon("an answer", sent).await.unwrap();
+        let asked = peers.script.seen().len();
+        assert_eq!((reply.status.as_u16(), asked), (status, seen), "{size}: {:?}", reply.body);
     }
 }

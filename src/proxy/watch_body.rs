@@ -38,6 +38,9 @@ use crate::upstream::pool::ClassPool;
 
 type Attempt = Pin<Box<dyn Future<Output = Result<Answered, String>>>>;
 
+/// An attempt at going on; `None`: its listener ends, and this is its turn.
+type Search = Pin<Box<dyn Future<Output = Option<Result<Answered, String>>>>>;
+
 /// The body of a watch.
 pub struct WatchBody {
     relay: Relay,
@@ -50,7 +53,7 @@ pub struct WatchBody {
 
 enum Leg {
     Running(Running),
-    Asking(Attempt),
+    Asking(Search),
     /// Another apiserver is asked to take over; until it does nothing is lost.
     Moving(Box<Moving>),
     /// Over: how, if not cleanly.
@@ -143,10 +146,10 @@ impl WatchBody {
                         self.leave();
                     }
                 },
-                Leg::Asking(attempt) => {
-                    let answer = ready!(attempt.as_mut().poll(cx));
-                    self.answered(answer);
-                }
+                Leg::Asking(search) => match ready!(search.as_mut().poll(cx)) {
+                    Some(answer) => self.answered(answer),
+                    None => self.called_off(),
+                },
                 Leg::Moving(moving) => {
                     let answer = ready!(moving.attempt.as_mut().poll(cx));
                     self.moved(answer);

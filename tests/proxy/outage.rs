@@ -216,3 +216,23 @@ async fn reads_go_on_when_a_server_is_stopped() {
     println!("slowest read while a server is stopped: {slowest:?} (promised 600 ms)");
     assert!(slowest < Duration::from_millis(1200), "{slowest:?}");
 }
+
+/// SIGTERM in an outage: a watch that looks for an apiserver hears of it, and ends cleanly.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn a_watch_that_finds_nobody_ends_with_its_listener() {
+    let world = World::new(2);
+    // A watch's turn is within a quarter of it; what is left at its end is cut.
+    let drain = Duration::from_secs(12);
+    let proxy = world.start_with(|config| config.shutdown.drain_timeout = drain).await;
+    let client = proxy.client(&world.certs.credentials()).await;
+    let path = format!("{MAPS}?watch=1&resourceVersion={}", world.cluster.version());
+    let mut watch = client.watch(&path).await.unwrap();
+    assert_eq!(client.post(MAPS, &map("a", "1")).await.unwrap().status, 201);
+    soon("an event", watch.next()).await.unwrap().unwrap();
+    world.servers.iter().for_each(ApiServerHandle::kill);
+    all_fail(&client, "every apiserver is killed").await;
+    let start = Instant::now();
+    proxy.running.drain();
+    assert!(soon("the watch's end", watch.next()).await.unwrap().is_none(), "a clean end");
+    println!("a watch without an apiserver ended {:?} after the drain began", start.elapsed());
+}

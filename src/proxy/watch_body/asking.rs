@@ -29,16 +29,31 @@ impl WatchBody {
         let shunned = self.again.shunned.clone();
         let refused = self.again.refused;
         let limit = self.relay.withholds().then_some(BRIEF);
+        let mut closing = self.again.closing.clone();
         self.leg = Leg::Asking(Box::pin(async move {
-            sleep(delay).await;
-            let after = if refused { After::Refusal } else { After::Silence };
-            let after = lost.as_ref().map(after);
-            let asking = reissue(&line, &class, head, after, &shunned);
-            match limit {
-                None => asking.await,
-                Some(limit) => timeout(limit, asking).await.map_err(|_| "no answer".to_owned())?,
+            let attempt = async {
+                sleep(delay).await;
+                let after = if refused { After::Refusal } else { After::Silence };
+                let after = lost.as_ref().map(after);
+                let asking = reissue(&line, &class, head, after, &shunned);
+                let Some(limit) = limit else { return asking.await };
+                timeout(limit, asking).await.map_err(|_| "no answer".to_owned())?
+            };
+            tokio::select! {
+                answer = attempt => Some(answer),
+                () = closing.turn() => None,
             }
         }));
+    }
+
+    /// Its listener ends, and it has no stream: there is nothing to wait for.
+    pub(super) fn called_off(&mut self) {
+        let ending = self.relay.state().ending();
+        if self.relay.withholds() {
+            self.give_up(ending, "shutdown");
+        } else {
+            self.finish(ending, "shutdown");
+        }
     }
 
     pub(super) fn answered(&mut self, answer: Result<Answered, String>) {

@@ -196,7 +196,7 @@ impl Metrics {
     }
 
     /// A watch lost its apiserver, or was refused by it: `resumed`, `moved`, `withheld`, `too_old`,
-    /// `gave_up`, ….
+    /// `gave_up`, …; or something came that stands in the way of resuming it: `barred`, `oversized`.
     pub fn watch_resumed(&self, outcome: &'static str) {
         self.registry.counter(&names::WATCH_RESUMES, &[outcome]).increment(1);
     }

@@ -92,7 +92,7 @@ table! {
     HEDGES = Counter "jackstay_hedges_total" ["outcome"] "requests",
         "Second attempts beside one that waits, by who answered: original, hedge, or neither (failed); over_budget was not made.";
     WATCH_RESUMES = Counter "jackstay_watch_resumes_total" ["outcome"] "watches",
-        "Watches that lost their apiserver or were refused by it with 410 (withheld), and whether they went on.";
+        "Watches that lost their apiserver or were refused by it with 410 (withheld), and whether they went on; barred and oversized: not lost, but what came stands in the way of resuming them.";
     STALE_WATCHES = Counter "jackstay_stale_watches_total" ["upstream", "endpoint"] "watches",
         "Watches whose bookmarks stayed away for three minutes: the apiserver's watch cache may be stale.";
     STREAM_WAITS = Counter "jackstay_stream_waits_total" ["upstream"] "requests",

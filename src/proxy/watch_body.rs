@@ -31,7 +31,7 @@ use super::taking::PIECE;
 use super::watch::Encoding;
 use super::watch::relay::{Flow, Relay};
 use super::watch::request::Asked;
-use super::watch::verdict::{AfterLoss, Ending};
+use super::watch::verdict::{AfterLoss, Bar, Ending, Obstacle};
 use crate::observe::{Outcome, Side};
 use crate::upstream::connection::Permit;
 use crate::upstream::pool::ClassPool;
@@ -49,6 +49,8 @@ pub struct WatchBody {
     leg: Leg,
     again: Again,
     outcome: Box<Outcome>,
+    /// It was logged that it cannot be resumed.
+    told: bool,
 }
 
 enum Leg {
@@ -112,6 +114,7 @@ impl WatchBody {
             leg: Leg::Running(Running::new(recv, permit, &again.closing)),
             again,
             outcome,
+            told: false,
         }
     }
 
@@ -162,12 +165,18 @@ impl WatchBody {
     /// Takes a piece from upstream.
     fn take(&mut self, data: &Bytes) {
         let withheld = self.relay.withholds();
+        let before = self.relay.state().obstacle();
         let out = &mut self.out;
         let step = self.relay.push(data, |piece| out.push_back(piece));
         if let Leg::Running(running) = &mut self.leg {
             let mut absorbed = step.absorbed;
             release(&mut running.recv, &mut absorbed);
             running.unreleased += data.len() - step.absorbed;
+        }
+        if let Some(obstacle) = self.relay.state().obstacle()
+            && before != Some(obstacle)
+        {
+            self.barred(obstacle);
         }
         match step.flow {
             Flow::Continue => {
@@ -183,6 +192,7 @@ impl WatchBody {
                 self.turned_away();
             }
             Flow::End(ending) => {
+                self.again.line.metrics.watch_resumed("diverged");
                 self.give_way();
                 self.finish(ending, "its history diverged");
             }
@@ -214,13 +224,28 @@ impl WatchBody {
                 tracing::debug!(reason = why, "watch goes on elsewhere");
                 self.ask(delay);
             }
-            AfterLoss::End(ending) => {
-                self.again.line.metrics.watch_resumed(match self.relay.state().bar() {
-                    Some(_) => "not_resumable",
-                    None => "initial",
-                });
+            AfterLoss::End(ending, stop) => {
+                self.again.line.metrics.watch_resumed(stop.as_str());
                 self.finish(ending, why);
             }
+        }
+    }
+
+    /// What its server sent stands in the way of resuming it, which was not so before.
+    fn barred(&mut self, obstacle: Obstacle) {
+        self.again.line.metrics.watch_resumed(match obstacle {
+            // That it has failed is an answer like any other, and it ends with it.
+            Obstacle::Bar(Bar::ServerError) => return,
+            Obstacle::Bar(_) => "barred",
+            Obstacle::Oversized => "oversized",
+        });
+        let Leg::Running(running) = &self.leg else { return };
+        if !std::mem::replace(&mut self.told, true) {
+            tracing::info!(
+                endpoint = %running.permit.connection().endpoint.label,
+                reason = obstacle.as_str(),
+                "a watch cannot be resumed: should it lose its apiserver now, it ends"
+            );
         }
     }
 

@@ -541,6 +541,42 @@ async fn watches_that_make_no_sense() {
     assert!(!client.is_closed());
 }
 
+/// What bars a watch from being resumed is counted when it comes, once for each watch, not only when
+/// the watch is lost.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn what_bars_a_watch_is_counted() {
+    let certs = Certs::new();
+    let peers = Peers::start(&certs, 1);
+    let proxy = before(&peers, &certs).await;
+    let client = proxy.client(&certs.credentials()).await;
+    let path = format!("{MAPS}?watch=1&resourceVersion=5");
+    let event = |version: &str| {
+        let object = format!("{{\"metadata\":{{\"resourceVersion\":\"{version}\"}}}}");
+        format!("{{\"type\":\"ADDED\",\"object\":{object}}}\n")
+    };
+    let texts = [
+        "what is this\nand this\n".to_owned(),
+        event("9") + &event("8") + &event("7"),
+        event("abc"),
+        event("6") + &event("7"),
+    ];
+    let mut watches = Vec::new();
+    for text in &texts {
+        peers.script.play([Act::partly(Reply::ok(text), |_| Vec::new())]);
+        let response = soon("a head", client.send(Method::GET, &path, &[], "")).await.unwrap();
+        let mut body = response.into_body();
+        let mut got = Vec::new();
+        while got.len() < text.len() {
+            let data = soon(text, next_data(&mut body)).await.unwrap();
+            got.extend_from_slice(&data.expect("no end"));
+        }
+        assert_eq!(got, text.as_bytes());
+        watches.push(body);
+    }
+    let barred = proxy.metric("jackstay_watch_resumes_total{outcome=\"barred\"").await;
+    assert_eq!(barred as usize, texts.len() - 1, "all but the last");
+}
+
 /// Runs futures side by side; the crate has no dependency that does.
 pub async fn join_all<F: Future>(futures: impl IntoIterator<Item = F>) -> Vec<F::Output> {
     let mut all: Vec<_> = futures.into_iter().map(|f| (Box::pin(f), None)).collect();

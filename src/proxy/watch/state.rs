@@ -39,7 +39,7 @@ use super::allowance::Allowance;
 use super::event::{Event, Kind, Unparsed};
 use super::request::Asked;
 use super::resume::{self, Answer, Judgement, Round};
-use super::verdict::{AfterAttempt, AfterLoss, Bar, Ending, Reissue, Verdict};
+use super::verdict::{AfterAttempt, AfterLoss, Bar, Ending, Obstacle, Reissue, Stop, Verdict};
 use super::version::Version;
 use std::time::{Duration, Instant};
 
@@ -193,6 +193,12 @@ impl WatchState {
         self.bar
     }
 
+    /// What its server sent that stands in the way of resuming it.
+    pub fn obstacle(&self) -> Option<Obstacle> {
+        let oversized = self.cursor_behind.then_some(Obstacle::Oversized);
+        self.bar.map(Obstacle::Bar).or(oversized)
+    }
+
     /// Whether the watch would be resumed now.
     pub fn resumable(&self) -> bool {
         self.phase == Phase::Ordered
@@ -310,11 +316,12 @@ impl WatchState {
     /// `random` is any number, evenly distributed.
     pub fn on_lost(&mut self, now: Instant, random: u64) -> AfterLoss {
         self.bookmarks.missed = 0;
-        if !self.begin_round(now, Round::begin) {
-            return AfterLoss::End(self.ending());
-        }
-        let Some(delay) = self.round.as_mut().and_then(|round| round.next(now, random)) else {
-            return AfterLoss::End(self.ending());
+        let round = match self.begin_round(now, Round::begin) {
+            Ok(round) => round,
+            Err(stop) => return AfterLoss::End(self.ending(), stop),
+        };
+        let Some(delay) = round.next(now, random) else {
+            return AfterLoss::End(self.ending(), Stop::Late);
         };
         match self.leg {
             Leg::Resumed { .. } => AfterLoss::Resume(delay),
@@ -334,20 +341,29 @@ impl WatchState {
     ) -> AfterAttempt {
         // Where it is the answer to an attempt, the round of that attempt goes on.
         let answers = matches!(self.leg, Leg::Resumed { settled: false, .. });
-        if !answers && !self.begin_round(now, Round::brief) {
+        if !answers && self.begin_round(now, Round::brief).is_err() {
             return AfterAttempt::End(self.ending());
         }
         self.on_answer(Answer::ErrorEvent, content_type, peers_left, now, random)
     }
 
     /// Begins to look for another stream, if the watch can go on with one.
-    fn begin_round(&mut self, now: Instant, begin: fn(Instant, u32) -> Round) -> bool {
+    fn begin_round(
+        &mut self,
+        now: Instant,
+        begin: fn(Instant, u32) -> Round,
+    ) -> Result<&mut Round, Stop> {
         self.round = None;
-        let Some(leg) = self.way_on().filter(|_| !self.too_late(now)) else { return false };
-        let Some(recent) = self.allowance.resume(now) else { return false };
+        let leg = self.way_on().ok_or_else(|| match self.obstacle() {
+            Some(_) => Stop::NotResumable,
+            None => Stop::Initial,
+        })?;
+        if self.too_late(now) {
+            return Err(Stop::Late);
+        }
+        let recent = self.allowance.resume(now).ok_or(Stop::TooOften)?;
         self.leg = leg;
-        self.round = Some(begin(now, recent));
-        true
+        Ok(self.round.insert(begin(now, recent)))
     }
 
     /// What another stream would be for it, if it can go on with one: at the cursor, or, while

@@ -36,6 +36,50 @@ impl Bar {
     }
 }
 
+/// What stands in the way of resuming a watch, for now or for good.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Obstacle {
+    /// It will never be resumed.
+    Bar(Bar),
+    /// A frame above the cap passed unread: until the next one the client is ahead of the cursor.
+    Oversized,
+}
+
+impl Obstacle {
+    /// A short name for logs.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Bar(bar) => bar.as_str(),
+            Self::Oversized => "frame_above_cap",
+        }
+    }
+}
+
+/// Why a watch that has lost its stream does not go on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stop {
+    /// What its server sent stands in the way ([`Obstacle`]).
+    NotResumable,
+    /// Its client has part of the initial state, which has no order.
+    Initial,
+    /// Less of its time is left than is worth the move.
+    Late,
+    /// It was resumed too often of late.
+    TooOften,
+}
+
+impl Stop {
+    /// Its name in [`crate::observe::names::WATCH_RESUMES`].
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::NotResumable => "not_resumable",
+            Self::Initial => "initial",
+            Self::Late => "late",
+            Self::TooOften => "too_often",
+        }
+    }
+}
+
 /// What becomes of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
@@ -71,7 +115,7 @@ pub enum AfterLoss {
     /// After this delay, go on at the cursor ([`super::state::WatchState::reissue`]).
     Resume(Duration),
     /// It ends.
-    End(Ending),
+    End(Ending, Stop),
 }
 
 /// What follows an attempt.

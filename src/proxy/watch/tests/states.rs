@@ -5,15 +5,16 @@ use super::super::event::{Event, Kind, Unparsed};
 use super::super::request::Asked;
 use super::super::resume::{Answer, BRIEF, Shun};
 use super::super::state::{Phase, WatchState};
-use super::super::verdict::{AfterAttempt, AfterLoss, Bar, Ending, Verdict};
+use super::super::verdict::{AfterAttempt, AfterLoss, Bar, Ending, Obstacle, Stop, Verdict};
 use super::super::version::Version;
 use super::model::asked;
 use std::time::{Duration, Instant};
 
 const RESUME: AfterLoss = AfterLoss::Resume(Duration::ZERO);
 const RESTART: AfterLoss = AfterLoss::Restart(Duration::ZERO);
-const CLEAN: AfterLoss = AfterLoss::End(Ending::Clean);
-const RESET: AfterLoss = AfterLoss::End(Ending::Reset);
+const CLEAN: AfterLoss = AfterLoss::End(Ending::Clean, Stop::NotResumable);
+const RESET: AfterLoss = AfterLoss::End(Ending::Reset, Stop::NotResumable);
+const PARTIAL: AfterLoss = AfterLoss::End(Ending::Reset, Stop::Initial);
 
 #[allow(clippy::unnecessary_wraps)] // a frame, as the state takes it
 fn event(kind: Kind, version: &'static str) -> Result<Event<'static>, Unparsed> {
@@ -63,13 +64,13 @@ fn phases_and_losses() {
         ("unreadable", asked("5"), vec![Err(Unparsed)], Phase::Ordered, Some("5"), RESET),
         ("initial, nothing yet", fresh(), vec![], Phase::Initial, None, RESTART),
         ("resourceVersion=0", asked("0"), vec![], Phase::Initial, None, RESTART),
-        ("initial", fresh(), vec![event(Added, "90"), event(Added, "8")], Phase::Initial, None, RESET),
+        ("initial", fresh(), vec![event(Added, "90"), event(Added, "8")], Phase::Initial, None, PARTIAL),
         ("initial and over", fresh(), vec![event(Added, "90"), event(Added, "8"), event(Modified, "91")], Phase::Ordered, Some("91"), RESUME),
         ("initial and empty", fresh(), vec![event(Bookmark, "50")], Phase::Ordered, Some("50"), RESUME),
         ("initial and an error", fresh(), vec![error(410)], Phase::Initial, None, RESET),
         ("initial and unreadable", fresh(), vec![Err(Unparsed)], Phase::Initial, None, RESET),
         ("list, nothing yet", listed(), vec![], Phase::Initial, None, RESTART),
-        ("list", listed(), vec![event(Added, "9"), event(Bookmark, "10"), event(Modified, "11")], Phase::Initial, None, RESET),
+        ("list", listed(), vec![event(Added, "9"), event(Bookmark, "10"), event(Modified, "11")], Phase::Initial, None, PARTIAL),
         ("list and over", listed(), vec![event(Added, "9"), initial_events_end("10")], Phase::Ordered, Some("10"), RESUME),
         ("foreign, nothing yet", foreign("5"), vec![], Phase::Ordered, Some("5"), RESTART),
         ("foreign, ordered", foreign("5"), vec![event(Added, "6")], Phase::Ordered, Some("6"), CLEAN),
@@ -128,12 +129,14 @@ fn frames_above_the_cap() {
     let start = Instant::now();
     let mut state = after(&asked("5"), vec![event(Kind::Added, "10")], start);
     state.on_oversized(true, false);
+    assert_eq!(state.obstacle(), Some(Obstacle::Oversized));
     assert_eq!(state.on_lost(start, 0), RESET, "in its middle");
     let mut state = after(&asked("5"), vec![event(Kind::Added, "10")], start);
     state.on_oversized(true, false);
     state.on_oversized(false, true);
     assert_eq!(state.on_lost(start, 0), CLEAN, "after it: its version is unknown");
     assert_eq!(state.on_frame(event(Kind::Modified, "12")), Verdict::Forward);
+    assert_eq!(state.obstacle(), None);
     assert_eq!(state.on_lost(start, 0), RESUME, "after the next");
     assert_eq!(
         state.on_oversized(true, true),
@@ -149,13 +152,21 @@ fn limits_of_resuming() {
     let mut state = after(&asked("5"), vec![event(Kind::Added, "6")], start);
     assert_eq!(state.on_lost(at(298_000), 0), RESUME);
     assert_eq!(state.reissue(at(298_000)).remaining, Some(Duration::from_secs(2)));
-    assert_eq!(state.on_lost(at(298_001), 0), CLEAN, "less than 2 s left");
+    assert_eq!(
+        state.on_lost(at(298_001), 0),
+        AfterLoss::End(Ending::Clean, Stop::Late),
+        "less than 2 s left"
+    );
 
     let mut state = WatchState::new(&Asked { timeout: None, ..asked("5") }, start);
     for _ in 0..RESUMES_A_MINUTE {
         assert_eq!(state.on_lost(at(10), 0), RESUME);
     }
-    assert_eq!(state.on_lost(at(20), 0), CLEAN, "too many in a minute");
+    assert_eq!(
+        state.on_lost(at(20), 0),
+        AfterLoss::End(Ending::Clean, Stop::TooOften),
+        "too many in a minute"
+    );
     assert_eq!(state.on_lost(at(60_020), 0), RESUME, "the next minute");
 
     state.forbid(Bar::UnknownEvent);
@@ -228,7 +239,11 @@ fn a_410_is_not_the_last_word() {
         let mut state = after(&asked, before, start);
         assert_eq!(state.on_frame(error(code)), verdict, "{name}");
         if verdict == forwarded {
-            assert_eq!(state.on_lost(start, 0), AfterLoss::End(state.ending()), "{name}");
+            let loss = state.on_lost(start, 0);
+            assert!(
+                matches!(loss, AfterLoss::End(how, _) if how == state.ending()),
+                "{name}: {loss:?}"
+            );
             continue;
         }
         let again = AfterAttempt::Another { delay: Duration::ZERO, shun: Shun::Round };

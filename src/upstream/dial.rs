@@ -48,6 +48,11 @@ const SEND_BUFFER: usize = 256 * 1024;
 /// thousand; a late frame on a forgotten stream is a connection error (h2's default is 50 for 1 s).
 const RESET_STREAMS: usize = 4096;
 const RESET_MEMORY: Duration = Duration::from_secs(30);
+/// Streams that h2 may reset for what the peer did wrong, in the life of a connection, before it
+/// ends the connection. A frame that comes late on a stream forgotten by now counts, so a connection
+/// that is used for weeks would reach h2's 1024; what a hostile peer can make of these is as many
+/// resets of 13 bytes.
+const ERROR_RESETS: usize = 64 * 1024;
 /// Budget for small DATA frames. Watch events are small; h2's default kills a connection at about
 /// a hundred that wait unread, and all streams share it.
 const DATA_FRAME_BUDGET: usize = CONNECTION_WINDOW as usize;
@@ -206,6 +211,7 @@ async fn first_pong(
         .max_send_buffer_size(SEND_BUFFER)
         .max_concurrent_reset_streams(RESET_STREAMS)
         .reset_stream_duration(RESET_MEMORY)
+        .max_local_error_reset_streams(Some(ERROR_RESETS))
         .data_frame_budget(DATA_FRAME_BUDGET)
         .enable_push(false)
         .handshake(stream)

@@ -577,6 +577,38 @@ async fn what_bars_a_watch_is_counted() {
     assert_eq!(barred as usize, texts.len() - 1, "all but the last");
 }
 
+/// A frame that comes late on a stream which is done and forgotten costs a reset and no more, however
+/// many there are in the life of a connection.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn late_frames_do_not_add_up() {
+    let certs = Certs::new();
+    let peers = Peers::start(&certs, 1);
+    let mut config = certs.config(&peers.addresses);
+    // A peer that is slow here is not suspect: its connection would be replaced.
+    config.upstreams[0].health.suspect_after = Some(Duration::from_secs(1));
+    let proxy = certs.start(config);
+    proxy.ready(1).await;
+    let client = proxy.client(&certs.credentials()).await;
+    // More streams than the 1,024 late frames that h2 lets pass by default.
+    for _ in 0..22 {
+        let replies = join_all((0..50).map(|_| client.get(MAPS)));
+        for reply in soon("answers", replies).await {
+            assert_eq!(reply.unwrap().status, 200);
+        }
+    }
+    let late = |id| {
+        let late = (1..id).step_by(2).flat_map(|earlier| frame(DATA, 0, earlier, b"late"));
+        let answer = frame(HEADERS, END_HEADERS, id, &head(&[]));
+        late.chain(answer).chain(frame(DATA, END_STREAM, id, b"{}")).collect()
+    };
+    peers.script.play([Act::raw(late)]);
+    let reply = soon("an answer", client.get(MAPS)).await.unwrap();
+    assert_eq!(reply.status, 200);
+    assert!(proxy.metric("jackstay_retries_total").await < 0.5, "its connection was lost");
+    until("they are noticed", async || !peers.script.given_up().is_empty()).await;
+    assert_eq!(peers.script.goaways.load(Relaxed), 0);
+}
+
 /// Runs futures side by side; the crate has no dependency that does.
 pub async fn join_all<F: Future>(futures: impl IntoIterator<Item = F>) -> Vec<F::Output> {
     let mut all: Vec<_> = futures.into_iter().map(|f| (Box::pin(f), None)).collect();

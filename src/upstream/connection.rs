@@ -52,7 +52,7 @@ fn effect(life: Life, streams: usize, watches: usize) -> String {
     };
     match life {
         Life::Live => "takes new streams again".to_owned(),
-        Life::Suspect => format!("no new streams, a replacement is opened; {on_it}"),
+        Life::Suspect => format!("no new streams; another one is opened if none is left; {on_it}"),
         Life::Draining => format!("no new streams; {on_it}"),
         Life::Dead if streams == 0 => "closed; nothing ran on it".to_owned(),
         Life::Dead => format!("closed; what may goes on elsewhere; {on_it}"),

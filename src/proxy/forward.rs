@@ -171,7 +171,8 @@ impl Outgoing {
         shun: &[Arc<Endpoint>],
     ) -> Result<Permit, Unavailable> {
         let watch = self.info.long_running();
-        self.line.pool.acquire(&self.class, Need { watch, after, shun }).await
+        let without = after.as_ref().and_then(After::suspect_since);
+        self.line.pool.acquire(&self.class, Need { watch, after, shun, without }).await
     }
 
     fn give_up(&self, failure: &Failure) -> Problem {

@@ -102,7 +102,7 @@ pub async fn reissue(
     after: Option<After<'_>>,
     shun: &[Arc<Endpoint>],
 ) -> Result<Answer, String> {
-    let need = Need { watch: true, after, shun };
+    let need = Need { watch: true, after, shun, without: None };
     let permit = line
         .pool
         .acquire(class, need)

@@ -71,6 +71,8 @@ pub struct Connection {
     pub stats: Arc<ConnectionStats>,
     send: SendRequest<Bytes>,
     life: Cell<Life>,
+    /// Since when its PING has been late: what follows of it (drain, death) leaves it as it is.
+    suspect_since: Cell<Option<Instant>>,
     gauge: RefCell<Option<ConnectionGauge>>,
     /// The endpoint counts on it.
     counted: Cell<bool>,
@@ -144,6 +146,7 @@ impl Connection {
             max_streams: settings.max_streams,
             send,
             life: Cell::new(Life::Live),
+            suspect_since: Cell::new(None),
             gauge: RefCell::new(Some(gauge)),
             counted: Cell::new(true),
             latency: Cell::new(PeakEwma::new(now)),
@@ -180,6 +183,12 @@ impl Connection {
     /// Its state.
     pub fn life(&self) -> Life {
         self.life.get()
+    }
+
+    /// Since when it has carried nothing that anybody could rely on: since its PING was late, also
+    /// when it has died of that. `None` while it is live, and where its end came without a warning.
+    pub fn suspect_since(&self) -> Option<Instant> {
+        self.suspect_since.get()
     }
 
     /// Waits for the next change of its state.
@@ -313,6 +322,11 @@ impl Connection {
         let before = self.life.replace(life);
         if before == life {
             return;
+        }
+        match life {
+            Life::Live => self.suspect_since.set(None),
+            Life::Suspect => self.suspect_since.set(Some(Instant::now())),
+            Life::Draining | Life::Dead => {}
         }
         self.stats.set_life(life);
         if matches!(life, Life::Draining | Life::Dead) && self.counted.replace(false) {

@@ -25,8 +25,8 @@ use super::flight::{Departure, departures};
 use super::health::Life;
 pub use super::shared::Upstream;
 
-/// How long a request waits for a usable connection while every endpoint is down. Promise 6 says
-/// that it has its answer within 1.5 s.
+/// How long a request waits for a usable connection while every endpoint is down, from the moment
+/// that it is without one. Promise 6 says that it has its answer within 1.5 s.
 pub(super) const UNAVAILABLE_AFTER: Duration = Duration::from_millis(1_200);
 /// How long a request waits for a free stream while connections are up but full.
 const EXHAUSTED_AFTER: Duration = Duration::from_secs(1);
@@ -136,6 +136,7 @@ impl Pool {
         }
         self.upstream.metrics.stream_waits(&self.upstream.name).increment(1);
         let _waiting = class.wait();
+        let without = need.without.map_or(start, |since| since.min(start));
         loop {
             // Registered before the look, so that no change falls between look and wait.
             let mut changed = std::pin::pin!(self.changed.notified());
@@ -150,9 +151,10 @@ impl Pool {
                 return Err(Unavailable::Unreachable(why));
             }
             let connected = class.has_live();
-            let limit = if connected { EXHAUSTED_AFTER } else { UNAVAILABLE_AFTER };
-            let given_up = !connected && self.all_failed_since(class, start);
-            if given_up || now >= start + limit {
+            let until =
+                if connected { start + EXHAUSTED_AFTER } else { without + UNAVAILABLE_AFTER };
+            let given_up = !connected && self.all_failed_since(class, without);
+            if given_up || now >= until {
                 // The least bad one: health never makes things worse than no health.
                 if let Some(permit) = class.take(need, &self.upstream, now, true) {
                     return Ok(permit);
@@ -163,7 +165,7 @@ impl Pool {
                 }
                 return Err(Unavailable::Unreachable(self.reasons()));
             }
-            let _ = timeout_at((start + limit).min(now + TICK), changed).await;
+            let _ = timeout_at(until.min(now + TICK), changed).await;
         }
     }
 

@@ -1,6 +1,6 @@
 //! Outages: all servers gone, one that is unwell, one that is stopped.
 
-use crate::peer::{black_hole, refusing};
+use crate::peer::{Act, Peers, black_hole, refusing};
 use crate::support::{Certs, MAPS, World, map, soon, until};
 use http::Method;
 use jackstay::demo::apiserver::ApiServerHandle;
@@ -215,6 +215,43 @@ async fn reads_go_on_when_a_server_is_stopped() {
     }
     println!("slowest read while a server is stopped: {slowest:?} (promised 600 ms)");
     assert!(slowest < Duration::from_millis(1200), "{slowest:?}");
+}
+
+/// All flows fall silent at once, and new ones too, as behind a cut cable: what was sent fails with
+/// its connection, and what may be sent again does not begin to wait only then.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn all_go_dark_at_once() {
+    let certs = Certs::new();
+    let peers = Peers::start(&certs, 1);
+    let hole = Hole::start(peers.addresses[0]).unwrap();
+    let proxy = certs.start(certs.config(&[hole.addr]));
+    proxy.ready(1).await;
+    let client = proxy.client(&certs.credentials()).await;
+    // Both on the one connection there is: the write ends with it, and says when that was.
+    peers.script.play(std::iter::repeat_n(Act::Hang, 8));
+    let start = Instant::now();
+    let in_flight = async |method, body| {
+        let reply = client.request(method, MAPS, &[], body).await.unwrap();
+        (reply.status.as_u16(), start.elapsed())
+    };
+    let cut = async {
+        until("both are in flight", async || peers.script.seen().len() >= 2).await;
+        hole.silence_new(true);
+        assert!(hole.lose_all().unwrap() > 0);
+        start.elapsed()
+    };
+    let all =
+        async { tokio::join!(in_flight(Method::GET, ""), in_flight(Method::POST, "{}"), cut) };
+    let ((read, read_end), (write, write_end), cut) = soon("all ends", all).await;
+    println!(
+        "dark: the write failed after {:?} (promised 2.5 s), the read {:?} later",
+        write_end.saturating_sub(cut),
+        read_end.saturating_sub(write_end)
+    );
+    assert_eq!((read, write), (503, 502));
+    // It has been without a connection that works for longer than a request waits that finds none.
+    assert!(read_end < write_end + Duration::from_secs(1));
+    all_fail(&client, "every apiserver went dark").await;
 }
 
 /// SIGTERM in an outage: a watch that looks for an apiserver hears of it, and ends cleanly.

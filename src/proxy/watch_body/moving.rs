@@ -64,7 +64,7 @@ impl WatchBody {
         let pool = &self.again.line.pool;
         let mut others = pool.upstream().endpoints.load().to_vec();
         others.retain(|other| !targets.iter().any(|target| Arc::ptr_eq(other, target)));
-        let need = Need { watch: true, after: None, shun: &others };
+        let need = Need { watch: true, shun: &others, ..Need::default() };
         let Some(permit) = pool.try_acquire(&self.again.class, need) else { return };
         let line = Rc::clone(&self.again.line);
         let attempt = Box::pin(async move {

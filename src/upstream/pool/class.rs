@@ -21,7 +21,8 @@ use crate::upstream::flight::Flights;
 use crate::upstream::health::Life;
 use crate::upstream::rebalance::Mover;
 
-/// Connections per endpoint for requests that have proven nothing: random tokens must not buy more.
+/// Connections per endpoint for requests that have proven nothing, of each worker: random tokens
+/// must not buy more.
 const UNPROVEN_CONNECTIONS: usize = 2;
 /// What is old (another certificate, an endpoint that was removed) is used for this long where
 /// nothing new comes up.
@@ -45,6 +46,8 @@ pub struct Need<'a> {
     pub after: Option<After<'a>>,
     /// Endpoints that will not do.
     pub shun: &'a [Arc<Endpoint>],
+    /// Since when it has had no connection that works, if that is longer than it asks for one.
+    pub without: Option<Instant>,
 }
 
 /// A connection that has just failed a request.
@@ -58,6 +61,11 @@ pub enum After<'a> {
 }
 
 impl After<'_> {
+    /// Since when that connection had not worked.
+    pub fn suspect_since(&self) -> Option<Instant> {
+        self.connection().suspect_since()
+    }
+
     fn connection(&self) -> &Rc<Connection> {
         match self {
             Self::Silence(connection) | Self::Refusal(connection) => connection,

@@ -90,24 +90,26 @@ pub fn stage_of(error: &h2::Error) -> Stage {
 /// overloaded apiserver is not asked for more; the burst is what may wait on one connection.
 #[derive(Debug)]
 pub struct HedgeBudget {
+    burst: f64,
     tokens: std::cell::Cell<f64>,
 }
 
-/// Largest number of hedges at once: all streams of one connection.
-const BURST: f64 = 128.0;
+/// Least number of hedges at once: a switch that forgets flows forgets them all, and kube-apiserver
+/// allows 100 streams on each.
+const MIN_BURST: usize = 128;
 /// Hedges earned by one request.
 const SHARE: f64 = 0.1;
 
-impl Default for HedgeBudget {
-    fn default() -> Self {
-        Self { tokens: std::cell::Cell::new(BURST) }
-    }
-}
-
 impl HedgeBudget {
+    /// For connections of so many streams: what waits on one of them may be hedged at once.
+    pub fn new(streams: usize) -> Self {
+        let burst = streams.max(MIN_BURST) as f64;
+        Self { burst, tokens: std::cell::Cell::new(burst) }
+    }
+
     /// A request was made.
     pub fn earn(&self) {
-        self.tokens.set((self.tokens.get() + SHARE).min(BURST));
+        self.tokens.set((self.tokens.get() + SHARE).min(self.burst));
     }
 
     /// Takes one hedge, if there is one.
@@ -159,11 +161,14 @@ mod tests {
 
     #[test]
     fn the_budget_is_a_tenth_with_a_burst() {
-        let budget = HedgeBudget::default();
-        assert!((0..128).all(|_| budget.take()));
-        assert!(!budget.take());
-        (0..1000).for_each(|_| budget.earn());
-        let taken = (0..1000).filter(|_| budget.take()).count();
-        assert!((99..=101).contains(&taken), "{taken}");
+        for (streams, burst) in [(1, 128), (100, 128), (1_000, 1_000)] {
+            let budget = HedgeBudget::new(streams);
+            let taken = |asked: usize| (0..asked).filter(|_| budget.take()).count();
+            assert_eq!(taken(2_000), burst);
+            (0..1000).for_each(|_| budget.earn());
+            assert!((99..=101).contains(&taken(2_000)));
+            (0..100_000).for_each(|_| budget.earn());
+            assert_eq!(taken(2_000), burst, "what is not used is not saved up");
+        }
     }
 }

@@ -209,7 +209,7 @@ impl Proxy {
         let service = Service {
             line: Rc::new(Line {
                 pool,
-                budget: HedgeBudget::default(),
+                budget: HedgeBudget::new(100),
                 metrics: Arc::clone(&metrics),
                 held: Held::new(&metrics),
             }),

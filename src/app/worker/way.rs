@@ -27,7 +27,8 @@ impl Way {
         let pool = Pool::new(Arc::clone(upstream));
         let keeper = spawn_local(Pool::run(Rc::clone(&pool)));
         let (metrics, held) = (Arc::clone(metrics), Arc::clone(held));
-        Self { line: Rc::new(Line { pool, budget: HedgeBudget::default(), metrics, held }), keeper }
+        let budget = HedgeBudget::new(upstream.config().connections.max_streams);
+        Self { line: Rc::new(Line { pool, budget, metrics, held }), keeper }
     }
 
     /// Whether it leads there.

@@ -355,11 +355,6 @@ class Service(WithRig, unittest.TestCase):
         said = Path(f"/proc/{self.systemd.main_pid()}/status").read_text()
         self.assertNotRegex(said, r"Uid:.*\t0\b")
 
-    def started(self, *units):
-        for unit in units:
-            done = self.systemd.ctl("start", unit)
-            self.assertEqual(done.returncode, 0, f"{unit}: {done.stderr}{self.systemd.process.tail()}")
-
     def test_9_address(self):
         """The unit of an address puts it on the node, and takes it away."""
         units = [f"jackstay-address@{address}.service" for address in (LB, LB6)]
@@ -367,7 +362,7 @@ class Service(WithRig, unittest.TestCase):
 
         def here():
             return [address for address in (LB, LB6) if f" {address}/" in sh("ip", "-o", "addr", "show", "dev", "jackstay0", check=False).stdout]
-        self.started(*units)
+        self.systemd.ctl("start", *units, check=True)
         self.assertEqual(here(), [LB, LB6])
         self.systemd.ctl("stop", units[0], check=True)
         self.assertEqual(here(), [LB6])
@@ -403,7 +398,7 @@ class Service(WithRig, unittest.TestCase):
             routes = [sh("ip", family, "route", "show", "table", table, check=False).stdout for family in ("-4", "-6")]
             return rules, "".join(routes), "jackstay_lb" in sh("nft", "list", "tables").stdout
 
-        self.started(self.UNIT.name)
+        self.systemd.ctl("restart", self.UNIT.name, check=True)
         wait_for("the interception", stands, 20)
         # Replaced by another process: nothing happens to it.
         before, since = self.systemd.main_pid(), self.systemd.show("ActiveEnterTimestampMonotonic", unit)

@@ -516,7 +516,7 @@ class DropIn(WithRig, unittest.TestCase):
         jackstay = passthrough(self.rig, port=7453, admin=9653, log_name="jackstay-drop-in", bind=[f"{LB}:{PORT}", f"[{LB6}]:{PORT}"], freebind=True)
         self.addCleanup(jackstay.process.stop, signal.SIGKILL)
         jackstay.start()
-        load = Load(self.rig, f"https://{LB}:{PORT}", 60, flows="idle-watch=2,read=2,write=2,fresh=1")
+        load = Load(self.rig, f"https://{LB}:{PORT}", 90, flows="idle-watch=2,read=2,write=2,fresh=4")
         self.addCleanup(load.kill)
         load.until(3)
         sh(script, "add", LB)
@@ -526,7 +526,7 @@ class DropIn(WithRig, unittest.TestCase):
 
         def through():
             return sum(v for k, v in jackstay.metrics().items() if k.startswith("jackstay_passthrough_closed_total"))
-        wait_for("connections through jackstay", lambda: through() >= 6, 30)
+        wait_for("connections through jackstay", lambda: through() >= 6, 60)
         report = load.finish(early=True)
         before = through()
         answer = self.rig.api(f"https://[{LB6}]:{PORT}", cert=self.rig.admin_cert).get("/readyz")
@@ -535,6 +535,7 @@ class DropIn(WithRig, unittest.TestCase):
         late = [o for f in report["flows"] for o in f["outages"] if not o["to"] or o["to"] - moved > ON_AGAIN * NOISE]
         passing = through()
         log(f"the address moved: {sum(bool(f['outages']) for f in report['flows'])} flows reconnected, {passing:.0f} connections have passed through jackstay")
-        # An idle watch says nothing and nobody resets it: its own client finds out (45 s).
-        self.assertEqual([o for o in late if o["to"]], [])
+        # Who says nothing, an idle watch or one that waits for an answer just then, is reset by nobody:
+        # its own client finds out (45 s).
+        self.assertEqual([o for o in late if o["to"] and not all("client connection lost" in e for e in o["errors"])], [])
         self.assertGreaterEqual(passing, 6)

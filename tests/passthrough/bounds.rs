@@ -65,7 +65,7 @@ async fn a_flood_of_halves_and_garbage_is_bounded_and_ends() {
     passthrough(&mut config).routes =
         vec![Route { server_names: vec!["elsewhere.example".into()], upstream }];
     config.listeners[0].limits.max_connections = 40;
-    config.listeners[0].limits.handshake_timeout = Duration::from_secs(1);
+    config.listeners[0].limits.handshake_timeout = Duration::from_secs(2);
     let proxy = certs.start(config);
     let mut other = peer.join(&proxy).await;
     echo(&mut other).await;

@@ -163,7 +163,8 @@ async fn who_comes_after_the_cap_is_reset_and_the_others_go_on() {
 async fn a_client_that_says_nothing_and_a_server_that_answers_nothing_are_bounded() {
     let (certs, peer) = (Certs::new(), Peer::start().await);
     let mut config = passing(certs.config(&[peer.address]));
-    config.listeners[0].limits.handshake_timeout = Duration::from_millis(300);
+    // Long enough for the way to the first "hello" on a slow machine.
+    config.listeners[0].limits.handshake_timeout = Duration::from_secs(2);
     let proxy = certs.start(config);
     let (mut answered, mut server) = peer.join(&proxy).await;
     server.write_all(b"hello").await.unwrap();

@@ -102,9 +102,9 @@ async fn an_endpoint_that_comes_back_gets_quiet_flows_where_that_is_asked_for() 
     let (mut busy, mut end) = first.flow(&proxy).await;
     let second = Probed::start_at(absent, &certs, &["h2"]).await;
     proxy.usable(2).await;
-    let moved = async || proxy.page("/metrics").await.contains(r#"reason="rebalance"} 3"#);
+    let moved = r#"jackstay_passthrough_closed_total{listener="apiserver",reason="rebalance"}"#;
     let moving = async {
-        while !moved().await {
+        while proxy.metric(moved).await < 3.0 {
             busy.write_all(b"x").await.unwrap();
             end.read_u8().await.unwrap();
             sleep(Duration::from_millis(100)).await;

@@ -28,13 +28,12 @@ def passthrough(rig, endpoints=None, port=7450, admin=9650, log_name="jackstay-l
     return Jackstay(rig, [], endpoints=endpoints, adapt=l4, log_name=log_name, port=port, admin=admin)
 
 
-class Away:
-    """A host behind a cable: a namespace with one address, where a forwarder stands for apiserver c.
-    Only bytes pass it, TLS is between the ends."""
+class Host:
+    """A host behind a cable, or a pod: a namespace with one address."""
 
-    def __init__(self, rig, address=AWAY, gateway="10.99.1.1", target=ADDRESSES["c"], name="away"):
-        self.rig, self.address, self.gateway, self.target, self.name = rig, address, gateway, target, name
-        self.keeper = self.forwarder = None
+    def __init__(self, rig, address, gateway, name):
+        self.rig, self.address, self.gateway, self.name = rig, address, gateway, name
+        self.keeper = None
 
     def start(self):
         number = f"{time.monotonic_ns():x}"[-8:]
@@ -47,14 +46,40 @@ class Away:
         sh("ip", "link", "set", self.link, "up")
         for command in (f"addr add {self.address}/24 dev eth0", "link set lo up", "link set eth0 up", f"route add default via {self.gateway}"):
             sh(*self.inside(), "ip", *command.split())
+        return self
+
+    def inside(self):
+        return ["nsenter", f"--net=/proc/{self.keeper.pid}/ns/net"]
+
+    def stop(self):
+        """Whatever runs there ends, and with that the namespace."""
+        if self.keeper is None:
+            return
+        space = os.readlink(f"/proc/{self.keeper.pid}/ns/net")
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                if os.readlink(f"/proc/{pid}/ns/net") == space:
+                    os.kill(int(pid), signal.SIGKILL)
+            except OSError:
+                pass  # It has just ended.
+        self.keeper.child.wait(10)
+        self.keeper = None
+
+
+class Away(Host):
+    """A forwarder there stands for apiserver c. Only bytes pass it, TLS is between the ends."""
+
+    def __init__(self, rig, address=AWAY, gateway="10.99.1.1", target=ADDRESSES["c"], name="away"):
+        super().__init__(rig, address, gateway, name)
+        self.target, self.forwarder = target, None
+
+    def start(self):
+        super().start()
         self.forwarder = Process(f"{self.name}-forwarder", [
             *self.inside(), "socat", f"TCP-LISTEN:{PORT},bind={self.address},fork,reuseaddr,backlog=256", f"TCP:{self.target}:{PORT}"],
             self.rig.dir / f"{self.name}-forwarder.log").start()
         wait_for(f"{self.name} to listen", lambda: socket.create_connection((self.address, PORT), 1).close() or True, 10)
         return self
-
-    def inside(self):
-        return ["nsenter", f"--net=/proc/{self.keeper.pid}/ns/net"]
 
     def power_off(self):
         """No FIN, no RST: the cable is gone before anything else is."""
@@ -65,16 +90,8 @@ class Away:
         """Children of a forwarder are a connection each; with the namespace's processes it ends."""
         if self.keeper is None:
             return
-        space = os.readlink(f"/proc/{self.keeper.pid}/ns/net")
-        for pid in filter(str.isdigit, os.listdir("/proc")):
-            try:
-                if os.readlink(f"/proc/{pid}/ns/net") == space:
-                    os.kill(int(pid), signal.SIGKILL)
-            except OSError:
-                pass  # It has just ended.
+        super().stop()
         self.forwarder.child.wait(10)
-        self.keeper.child.wait(10)
-        self.keeper = None
 
 
 class Forwarder(Away):

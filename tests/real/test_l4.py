@@ -20,11 +20,19 @@ import uuid
 import rig_l4
 from cases import Ended, WithRig
 from rig import ADDRESSES, LB, LB6, PORT, Jackstay, Load, complaints, log, sh, wait_for
-from rig_l4 import AWAY, Away, Forwarder, client_ports, install, passthrough, remove, start_peer
+from rig_l4 import AWAY, Away, Forwarder, Host, client_ports, install, passthrough, remove, start_peer
 
 LONG = bool(os.environ.get("JACKSTAY_REAL_LONG"))
 NOISE = 2  # CI asserts so many times the promised time.
 RESET, ON_AGAIN = 3, 4  # seconds, as promised
+SERVICE = "10.96.0.1"  # default/kubernetes
+# What kube-proxy makes of it, with apiserver c alone.
+KUBE_PROXY = f"""table ip kube_proxy {{
+    chain services {{ ip daddr {SERVICE} tcp dport 443 dnat to {ADDRESSES["c"]}:{PORT}; }}
+    chain prerouting {{ type nat hook prerouting priority -100; jump services; }}
+    chain output {{ type nat hook output priority -100; jump services; }}
+}}
+"""
 FLOWS = "idle-watch=6,busy-watch=4,read=4,write=4,fresh=1"
 
 
@@ -440,13 +448,14 @@ class Transparent(WithRig, unittest.TestCase):
             self.lb.start()
         self.assertTrue(self.jackstay.process.running, self.jackstay.process.tail())
 
-    def passed(self):
+    def passed(self, jackstay=None):
         """Connections that have passed so far."""
-        metrics = self.jackstay.metrics()
+        metrics = (jackstay or self.jackstay).metrics()
         return sum(v for k, v in metrics.items() if k.startswith(("jackstay_passthrough_closed_total", "jackstay_passthrough_connections")))
 
-    def kubectl(self):
-        done = self.rig.kubectl(self.config, "get", "namespaces", "-o", "name", timeout=30)
+    def kubectl(self, config=None, within=()):
+        argv = self.rig.kubectl_argv(config or self.config, "get", "namespaces", "-o", "name")
+        done = sh(*within, *argv, env={**os.environ, "HOME": str(self.rig.dir / "home")}, timeout=30, check=False)
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("namespace/default", done.stdout)
 
@@ -469,6 +478,48 @@ class Transparent(WithRig, unittest.TestCase):
         after = self.passed()
         self.kubectl()
         self.assertEqual(self.passed(), after, "kubectl still passes through jackstay")
+
+    def service(self, variant):
+        """The Service's address beside kube-proxy, for a pod and for the node. What was meant for it
+        goes to an upstream of its own."""
+        pod = Host(self.rig, "10.99.3.5", "10.99.3.1", "pod").start()
+        self.addCleanup(pod.stop)
+        sh("ip", "route", "replace", "10.96.0.0/24", "dev", "rig0")
+        sh("nft", "-f", "-", input=KUBE_PROXY)
+        self.addCleanup(sh, "nft", "delete", "table", "ip", "kube_proxy")
+
+        def adapt(config):
+            config["upstreams"].append({**config["upstreams"][0], "name": "elsewhere", "endpoints": [f"{ADDRESSES['a']}:{PORT}"]})
+            config["listeners"][0].update(bind=["0.0.0.0:7453", "[::]:7453"], upstream="elsewhere")
+        meant = [{"to": [f"{SERVICE}:443", f"[{LB6}]:443"], "upstream": "control-plane"}]
+        jackstay = passthrough(self.rig, endpoints=[f"{ADDRESSES['b']}:{PORT}"], port=7453, admin=9653, log_name=f"jackstay-{variant}",
+                               transparent=True, destinations=meant, adapt=adapt).start()
+        self.addCleanup(jackstay.process.stop, signal.SIGKILL)
+        config = self.rig.kubeconfig(variant, f"https://{SERVICE}:443", cert=self.rig.admin_cert)
+
+        def both(passes):
+            for who, within in (("the pod", pod.inside()), ("the node", ())):
+                before = self.passed(jackstay)
+                self.kubectl(config, within)
+                self.assertEqual(self.passed(jackstay) > before, passes, who)
+        both(False)
+        install(variant, service4=SERVICE, service6=LB6, listener_port=7453)
+        both(True)
+        for address in (SERVICE, f"[{LB6}]"):
+            kept = self.rig.api(f"https://{address}:443", cert=self.rig.admin_cert)
+            self.assertEqual(kept.request("GET", "/readyz", keep=True).code, 200, address)
+            flows = {upstream["name"]: sum(e["flows"] for e in upstream["endpoints"]) for upstream in jackstay.status()["upstreams"]}
+            self.assertEqual(flows, {"control-plane": 1, "elsewhere": 0}, address)
+            kept.kept.close()
+            wait_for("its end", lambda: jackstay.status()["listeners"][0]["flows"] == 0, 10)
+        remove(variant)
+        both(False)
+
+    def test_service_redirect(self):
+        self.service("service-redirect")
+
+    def test_service_tproxy(self):
+        self.service("service-tproxy")
 
     def test_redirect(self):
         self.both_ways("lb-redirect")

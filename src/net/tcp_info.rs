@@ -10,6 +10,9 @@ use std::time::Duration;
 /// The part of `struct tcp_info` (`linux/tcp.h`) that is evidence of life.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TcpInfo {
+    /// Nothing comes and nothing goes any more: the peer has reset the connection, the kernel has
+    /// given it up, or both sides have ended.
+    pub closed: bool,
     /// Retransmission timeouts in a row without anything of ours being acknowledged.
     pub retransmits: u8,
     /// Keepalive and window probes sent since the last segment that carried an ACK.
@@ -73,6 +76,8 @@ impl TcpInfo {
     }
 }
 
+/// The state of a connection that is over (`net/tcp_states.h`); the libc crate has no constant for it.
+const TCP_CLOSE: u8 = 7;
 /// Length of `struct tcp_info` up to and including `tcpi_notsent_bytes` (Linux 4.6).
 const NEEDED: usize = 148;
 /// The same up to and including `tcpi_rcv_ooopack` and `tcpi_snd_wnd` (Linux 5.4).
@@ -112,6 +117,7 @@ fn parse(raw: &[u8; 256], len: usize) -> TcpInfo {
     let u32_at = |at: usize| u32::from_ne_bytes(raw[at..at + 4].try_into().unwrap_or_default());
     let u64_at = |at: usize| u64::from_ne_bytes(raw[at..at + 8].try_into().unwrap_or_default());
     TcpInfo {
+        closed: raw[0] == TCP_CLOSE,
         retransmits: raw[2],
         probes: raw[3],
         rto: Duration::from_micros(u32_at(8).into()),
@@ -170,6 +176,20 @@ mod tests {
         if info.send_window.is_some() && info.notsent_bytes > 0 && info.unacked == 0 {
             assert_eq!(info.is_window_closed(), Some(true), "{info:?}");
         }
+    }
+
+    #[test]
+    fn a_reset_is_seen_while_nobody_reads() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (mut server, _) = listener.accept().unwrap();
+        server.write_all(b"unread").unwrap();
+        assert!(!read(&server).unwrap().closed);
+        // What was not read makes it a reset.
+        let mut byte = [0; 1];
+        client.peek(&mut byte).unwrap();
+        drop(client);
+        assert!(read(&server).unwrap().closed);
     }
 
     #[test]

@@ -3,13 +3,14 @@
 use crate::peer::{Peer, nobody};
 use crate::support::{Certs, MAPS, World, passing, passthrough, soon, until};
 use jackstay::config::Route;
-use jackstay::net::tls_files;
+use jackstay::net::{socket, tls_files};
 use jackstay::upstream::credentials::client_tls;
 use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
+use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 
 /// How a connection that says nothing ends. The reset may be there before the connect is seen.
@@ -129,6 +130,34 @@ async fn what_breaks_on_one_side_breaks_on_the_other() {
             && metrics.contains(r#"reason="server_reset"} 1"#)
     })
     .await;
+}
+
+/// Who cannot deliver does not read, and would not hear of a reset: an upload into a server that
+/// takes nothing does not outlive its client.
+#[tokio::test]
+async fn a_client_that_is_gone_does_not_stay_because_its_upload_is_stuck() {
+    let (certs, peer) = (Certs::new(), Peer::start().await);
+    let proxy = certs.start(passing(certs.config(&[peer.address])));
+    let (mut client, mut server) = peer.join(&proxy).await;
+    server.write_all(b"x").await.unwrap();
+    soon("a byte", client.read_u8()).await.unwrap();
+    let much = vec![7; 1 << 20];
+    while let Ok(written) = timeout(Duration::from_secs(1), client.write(&much)).await {
+        written.unwrap();
+    }
+    socket::reset(client);
+    until("it is over", async || proxy.status().await["listeners"][0]["flows"] == 0).await;
+    let metrics = proxy.page("/metrics").await;
+    assert!(metrics.contains(r#"reason="client_reset"} 1"#), "{metrics}");
+    // Nor does one that has said all it had to say, and hears the rest later.
+    let (mut client, mut server) = peer.join(&proxy).await;
+    client.shutdown().await.unwrap();
+    soon("the end", server.read_to_end(&mut Vec::new())).await.unwrap();
+    server.write_all(b"late").await.unwrap();
+    drop(server);
+    let mut late = String::new();
+    soon("what came late", client.read_to_string(&mut late)).await.unwrap();
+    assert_eq!(late, "late");
 }
 
 #[tokio::test]

@@ -129,6 +129,9 @@ impl Flow {
             if sent + received > 0 {
                 ticket.moved(Moved { up: sent > 0, down: received > 0 });
             }
+            if down.is_ready() && up.is_pending() {
+                ticket.ended();
+            }
             match (up, down) {
                 (Poll::Ready(Err(end)), _) | (_, Poll::Ready(Err(end))) => Poll::Ready(Err(end)),
                 (Poll::Ready(Ok(())), Poll::Ready(Ok(()))) => Poll::Ready(Ok(())),

@@ -25,7 +25,7 @@ use super::super::accept::REPEAT;
 use super::Listener;
 use super::rebalance::{self, QUIET};
 use super::verdict::{
-    CLIENT_DEAD, ENDPOINT_DEAD, ENDPOINT_LEFT, HANDSHAKE, IDLE, REBALANCE, SHUTDOWN,
+    CLIENT_DEAD, CLIENT_GONE, ENDPOINT_DEAD, ENDPOINT_LEFT, HANDSHAKE, IDLE, REBALANCE, SHUTDOWN,
     UNACKNOWLEDGED, UNANSWERED, Verdict,
 };
 use crate::net::{socket, tcp_info};
@@ -101,6 +101,8 @@ struct Flow {
     answered: bool,
     /// In 0..1: when its turn is ([`turn_of`]).
     lot: f32,
+    /// The server's end was passed on: then a client's socket may be closed and all is well.
+    ended: bool,
     verdict: Option<Verdict>,
     waker: Option<Waker>,
 }
@@ -172,6 +174,7 @@ impl Table {
             moved: now,
             answered: false,
             lot: fastrand::f32(),
+            ended: false,
             verdict: None,
             waker: None,
         };
@@ -340,6 +343,10 @@ impl Table {
     }
 
     fn tell(&self, flow: &Flow, verdict: Verdict) {
+        if verdict == CLIENT_GONE {
+            // As every day.
+            return;
+        }
         let line = format!(
             "flow ended, listener {}, endpoint {}: {}",
             flow.listener.name, flow.endpoint.label, verdict.words
@@ -386,6 +393,10 @@ impl Flow {
         if now >= self.client_due
             && let Ok(info) = tcp_info::read(&self.client)
         {
+            if info.closed && !self.ended {
+                // While the server takes nothing nobody reads from the client, and hears of it.
+                return Err(CLIENT_GONE);
+            }
             match self.client_judge.look(&info, &flow::CLIENT, now) {
                 Look::Dead(_) => return Err(CLIENT_DEAD),
                 Look::Again { after, .. } => self.client_due = now + after,
@@ -424,6 +435,14 @@ impl Ticket {
     /// The verdict that was given last.
     pub fn told(&self) -> Option<Verdict> {
         self.told.get()
+    }
+
+    /// The server's end was passed on to the client.
+    pub fn ended(&self) {
+        let mut inner = self.table.inner.borrow_mut();
+        if let Some(flow) = inner.flows[self.index as usize].as_mut() {
+            flow.ended = true;
+        }
     }
 
     /// Bytes were moved.

@@ -23,6 +23,8 @@ pub(super) const UNANSWERED: Verdict =
     Verdict { reason: "unanswered", words: "keepalives are not answered any more" };
 pub(super) const CLIENT_DEAD: Verdict =
     Verdict { reason: "client_dead", words: "the client acknowledges nothing any more" };
+pub(super) const CLIENT_GONE: Verdict =
+    Verdict { reason: "client_reset", words: "the client has reset it" };
 pub(super) const REBALANCE: Verdict =
     Verdict { reason: "rebalance", words: "the endpoint has more than its share (rebalance)" };
 pub(super) const SHUTDOWN: Verdict =

@@ -11,7 +11,7 @@ mod process;
 
 use crate::load::Load;
 use crate::process::{Managed, PATIENCE, Process, Scene, address};
-use crate::support::{MAPS, World, long, soon};
+use crate::support::{MAPS, World, long, passing, soon};
 use jackstay::config::Config;
 use jackstay::demo::client::Client;
 use std::io::{BufRead, BufReader, Write};
@@ -49,6 +49,38 @@ async fn replaced_under_load() {
     }
     let report = load.end().await;
     println!("replaced {rounds} times: {report}");
+}
+
+/// With L4 an upgrade costs a connection nothing before the end of the drain: it goes on through the
+/// old process, while the new one has whatever comes from now on.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn flows_outlive_the_take_over_until_the_drain_is_over() {
+    let mut scene = Scene::with(1, |config| *config = passing(config.clone())).await;
+    let who = scene.world.certs.credentials();
+    let before = Client::connect(scene.address, &who).await.unwrap();
+    let mut watch = before.watch(&format!("{MAPS}?watch=1")).await.unwrap();
+    let new = scene.start(&["--take-over"]);
+    let mut old = scene.replace(new);
+    old.says("draining: a new process has taken over").await;
+    let after = Client::connect(scene.address, &who).await.unwrap();
+    assert_eq!(after.get(MAPS).await.unwrap().status, 200);
+    assert_eq!(before.get(MAPS).await.unwrap().status, 200);
+    assert!(old.is_running(), "{}", old.said());
+    let status = scene.page("/status").await;
+    assert!(status.contains(r#""flows": 1"#), "the new process has its own: {status}");
+    // What is left at the end is reset: it does not look like an end.
+    let status = old.ended().await;
+    assert!(status.success(), "{status}:\n{}", old.said());
+    let end = soon("the reset", async {
+        loop {
+            match watch.next().await {
+                Ok(Some(_)) => {}
+                end => break end,
+            }
+        }
+    });
+    assert!(end.await.is_err() && before.is_closed());
+    assert_eq!(after.get(MAPS).await.unwrap().status, 200);
 }
 
 /// One command in a unit: the service manager is told of the new main process, and hears nothing

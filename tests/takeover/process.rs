@@ -160,9 +160,13 @@ pub struct Scene {
 
 impl Scene {
     pub async fn new(servers: usize, workers: usize) -> Self {
+        Self::with(servers, |config| config.workers = workers).await
+    }
+
+    pub async fn with(servers: usize, change: impl FnOnce(&mut Config)) -> Self {
         let world = World::new(servers);
         let mut config = world.config();
-        config.workers = workers;
+        change(&mut config);
         config.shutdown.drain_timeout = DRAIN;
         config.state_dir = Some(world.certs.path().join("state"));
         let file = world.certs.path().join("jackstay.yaml");

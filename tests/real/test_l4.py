@@ -488,9 +488,11 @@ class Transparent(WithRig, unittest.TestCase):
         sh("nft", "-f", "-", input=KUBE_PROXY)
         self.addCleanup(sh, "nft", "delete", "table", "ip", "kube_proxy")
 
+        bind = ["0.0.0.0:7453", "[::]:7453"] if "redirect" in variant else ["127.0.0.1:7453", "[::1]:7453"]
+
         def adapt(config):
             config["upstreams"].append({**config["upstreams"][0], "name": "elsewhere", "endpoints": [f"{ADDRESSES['a']}:{PORT}"]})
-            config["listeners"][0].update(bind=["0.0.0.0:7453", "[::]:7453"], upstream="elsewhere")
+            config["listeners"][0].update(bind=bind, upstream="elsewhere")
         meant = [{"to": [f"{SERVICE}:443", f"[{LB6}]:443"], "upstream": "control-plane"}]
         jackstay = passthrough(self.rig, endpoints=[f"{ADDRESSES['b']}:{PORT}"], port=7453, admin=9653, log_name=f"jackstay-{variant}",
                                transparent=True, destinations=meant, adapt=adapt).start()

@@ -16,6 +16,7 @@ mod control;
 mod facts;
 mod pulse;
 pub mod reload;
+mod room;
 mod sockets;
 mod takeover;
 mod worker;
@@ -181,6 +182,7 @@ impl App {
         mut inherited: Inherited,
         predecessor: Option<Predecessor>,
     ) -> Result<Self, StartError> {
+        room::make(&config);
         let metrics = Metrics::new();
         let built = Plan::new(config, None, &mut inherited, &metrics)?.commit();
         if !inherited.is_empty() {

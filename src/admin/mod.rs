@@ -26,6 +26,7 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::JoinSet;
+use tokio::time::Instant;
 
 use crate::net::socket;
 
@@ -43,6 +44,9 @@ const MAX_HEAD: usize = 16 * 1024;
 
 /// Pause after a failed accept (no descriptors left), so that the loop does not spin.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// It is told once in this time.
+const REPEAT: Duration = Duration::from_secs(5);
 
 /// What the admin endpoint shows; asked anew for every request, on the admin runtime.
 pub trait Facts: Send + Sync + 'static {
@@ -118,6 +122,7 @@ impl Admin {
         let mut left = pin!(left);
         let slots = Arc::new(Semaphore::new(MAX_CONNECTIONS));
         let mut connections = JoinSet::new();
+        let mut told: Option<Instant> = None;
         let why = loop {
             let next = async { (slot(&slots).await, self.listener.accept().await) };
             let (slot, accepted) = tokio::select! {
@@ -130,7 +135,11 @@ impl Admin {
                     connections.spawn(within(stream, Arc::clone(&facts), slot));
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "admin endpoint cannot accept a connection");
+                    let now = Instant::now();
+                    if told.is_none_or(|at| now >= at + REPEAT) {
+                        told = Some(now);
+                        tracing::warn!(%error, "admin endpoint cannot accept a connection");
+                    }
                     tokio::time::sleep(ACCEPT_PAUSE).await;
                 }
             }

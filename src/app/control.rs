@@ -17,6 +17,7 @@ use super::StartError;
 use super::build::{AdminSocket, Bound, Built, Plan, retire_identities};
 use super::facts::Facts;
 use super::reload::{Attempt, Follower, Outcome, Request, changes};
+use super::room;
 use super::takeover::{self, Door, Predecessor, Wish};
 use super::worker::{Assignment, Order, Part};
 use crate::admin::{Admin, CONNECTION_TIME, Facts as _, Left};
@@ -243,6 +244,7 @@ impl Control {
         // From here on nothing can fail.
         let before = std::mem::replace(&mut self.built, plan.commit());
         let changed = changes(&before.config, &self.built.config);
+        room::make(&self.built.config);
         let log = &self.built.config.log;
         if before.config.log != *log
             && let Some(follower) = &self.follower

@@ -169,7 +169,7 @@ impl Witness {
     }
 }
 
-/// Connects anew until it works; `None` if that is all that can be done without HTTP/2.
+/// Connects anew until it works; `None` if there is an answer, but neither trust nor HTTP/2.
 async fn handshake(
     outgoing: &Outgoing,
     endpoint: &Arc<Endpoint>,
@@ -178,8 +178,9 @@ async fn handshake(
     loop {
         match dial_h2(outgoing, endpoint, &tls.h2, HANDSHAKE_LIMIT).await {
             Ok(established) => return Some(established),
-            Err(ConnectFailure::NoH2(_)) => return None,
-            Err(ConnectFailure::Refused(_)) => sleep(PAUSE).await,
+            // Somebody answers; what is wrong with the answer is the prober's business.
+            Err(ConnectFailure::NoH2(_) | ConnectFailure::Untrusted(_)) => return None,
+            Err(ConnectFailure::Refused(_) | ConnectFailure::Ours(_)) => sleep(PAUSE).await,
             Err(ConnectFailure::Slow(_)) => {}
         }
     }

@@ -17,6 +17,7 @@ pub mod outgoing;
 pub mod read_ahead;
 pub mod rewound;
 pub mod serving;
+pub mod shortage;
 pub mod socket;
 pub mod splice;
 pub mod tcp_info;

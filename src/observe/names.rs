@@ -83,7 +83,7 @@ table! {
     DOWNSTREAM_CONNECTIONS = Gauge "jackstay_downstream_connections" ["listener"] "connections",
         "Client connections that are open now.";
     DOWNSTREAM_REFUSED = Counter "jackstay_downstream_refused_total" ["listener", "reason"] "connections",
-        "Client connections that never got to a request: cap, handshake, timeout, protocol.";
+        "Client connections that never got to a request: cap, descriptors, handshake, timeout, protocol.";
     CERTIFICATE_RELOADS = Counter "jackstay_certificate_reloads_total" ["listener", "outcome"] "reloads",
         "Certificate, key and CA files that were read again because they changed.";
 
@@ -109,7 +109,7 @@ table! {
     CONNECTIONS = Gauge "jackstay_connections" ["upstream", "endpoint", "state"] "connections",
         "Connections to the endpoint.";
     DIALS = Counter "jackstay_dials_total" ["upstream", "endpoint", "outcome"] "connections",
-        "Attempts to connect: ok, failed, timeout, or no_h2.";
+        "Attempts to connect: ok, failed, timeout, no_h2, tls, or local (for want of something of ours).";
     ANSWERS = Counter "jackstay_endpoint_answers_total" ["upstream", "endpoint", "outcome"] "answers",
         "Answers by the endpoint that gave them: ok, or error for 500 and above.";
     PASSTHROUGH_CONNECTIONS = Gauge "jackstay_passthrough_connections" ["listener"] "connections",

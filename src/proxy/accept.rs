@@ -8,9 +8,11 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::time::sleep;
 
 use super::closing::Closing;
+use crate::net::shortage::Spare;
 use crate::net::socket;
+use crate::observe::{Complaints, ListenerMetrics};
 
-/// Pause after `accept` failed for want of descriptors or memory.
+/// Pause after `accept` failed for want of descriptors or memory, and nobody could be refused.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// Refusals of one kind are logged once in this time, with their number.
@@ -18,13 +20,15 @@ pub const REPEAT: Duration = Duration::from_secs(5);
 
 /// Accepts on one socket until `closing` begins and gives each connection to `admit`; in the end
 /// also those that wait in its queue, which would be reset with it. If it is over at once, they are
-/// somebody else's who has the socket too.
+/// somebody else's who has the socket too. Where descriptors are used up who waits is reset: a
+/// client that hears nothing would wait on.
 pub async fn until_drain(
     socket: TcpListener,
     mut closing: Closing,
-    listener: &str,
+    (listener, metrics, complaints): (&str, &ListenerMetrics, &Complaints),
     admit: impl Fn(TcpStream, SocketAddr),
 ) {
+    let mut spare = Spare::put_aside();
     loop {
         let accepted = tokio::select! {
             biased;
@@ -34,10 +38,20 @@ pub async fn until_drain(
         match accepted {
             Ok((stream, from)) => admit(stream, from),
             Err(error) if is_of_one_connection(&error) => {}
-            Err(error) => {
-                tracing::warn!(listener, %error, "cannot accept connections");
-                sleep(PAUSE).await;
-            }
+            Err(error) => match spare.refuse(&socket) {
+                Ok(()) => {
+                    metrics.refused("descriptors");
+                    let line = format!("listener {listener}: refused, it cannot be accepted");
+                    complaints.warn(&line, error);
+                }
+                // The error tells of the process; nobody may be waiting.
+                Err(also) if also.kind() == io::ErrorKind::WouldBlock => sleep(PAUSE).await,
+                Err(_) => {
+                    let line = format!("listener {listener}: connections cannot be accepted");
+                    complaints.warn(&line, error);
+                    sleep(PAUSE).await;
+                }
+            },
         }
     }
     if closing.is_over() {

@@ -78,8 +78,9 @@ pub struct Listener {
 impl Listener {
     /// Accepts on one socket until `closing` begins.
     pub async fn accept(self: Rc<Self>, socket: TcpListener, closing: Closing) {
-        accept::until_drain(socket, closing, &self.name, |stream, from| self.admit(stream, from))
-            .await;
+        let metrics = Arc::clone(&self.serving.now().metrics);
+        let about = (self.name.as_str(), &*metrics, &self.complaints);
+        accept::until_drain(socket, closing, about, |stream, from| self.admit(stream, from)).await;
     }
 
     fn admit(self: &Rc<Self>, stream: TcpStream, from: SocketAddr) {

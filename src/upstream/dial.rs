@@ -25,6 +25,7 @@ use tokio_rustls::client::TlsStream;
 use super::endpoint::{ConnectFailure, Endpoint};
 use crate::net::outgoing::Outgoing;
 use crate::net::read_ahead::ReadAhead;
+use crate::net::shortage;
 use crate::net::tracked::{self, Observer, Tracked};
 
 /// When a second attempt is started beside one that has not succeeded.
@@ -162,7 +163,12 @@ where
 }
 
 async fn connect(outgoing: &Outgoing, address: SocketAddr) -> Result<TcpStream, ConnectFailure> {
-    outgoing.connect(address).await.map_err(|e| refused(address, "TCP", &e))
+    outgoing.connect(address).await.map_err(|error| match refused(address, "TCP", &error) {
+        ConnectFailure::Refused(why) if shortage::is_ours(&error, address) => {
+            ConnectFailure::Ours(why)
+        }
+        failure => failure,
+    })
 }
 
 async fn secure(
@@ -182,7 +188,12 @@ async fn secure(
                      a proxy before it?"
                 ));
             }
-            refused(address, "TLS", &error)
+            match refused(address, "TLS", &error) {
+                ConnectFailure::Refused(why) if of_tls(&error).is_some() => {
+                    ConnectFailure::Untrusted(why)
+                }
+                failure => failure,
+            }
         })?;
     Ok((stream, observer))
 }
@@ -190,8 +201,13 @@ async fn secure(
 /// A server may end the handshake over ALPN with an alert instead of choosing nothing (RFC 7301
 /// section 3.2).
 fn is_no_common_protocol(error: &io::Error) -> bool {
-    let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>());
-    matches!(inner, Some(rustls::Error::AlertReceived(AlertDescription::NoApplicationProtocol)))
+    let alert = rustls::Error::AlertReceived(AlertDescription::NoApplicationProtocol);
+    of_tls(error) == Some(&alert)
+}
+
+/// What TLS itself has against the other side, or the other side against us: both have answered.
+fn of_tls(error: &io::Error) -> Option<&rustls::Error> {
+    error.get_ref().and_then(|inner| inner.downcast_ref())
 }
 
 fn refused(address: SocketAddr, step: &str, error: &dyn fmt::Display) -> ConnectFailure {

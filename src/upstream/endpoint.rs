@@ -112,6 +112,7 @@ impl Endpoint {
                 was_out: false,
                 failures: 0,
                 slow_failures: 0,
+                shortage: None,
                 tried: None,
                 failed: None,
                 jitter: fastrand::f64(),

@@ -111,9 +111,7 @@ pub async fn open(
 /// insists would keep lengthening the pause after which the pool looks for itself.
 fn failed(endpoint: &Endpoint, failure: ConnectFailure) -> String {
     note_failure(endpoint, &failure);
-    let (ConnectFailure::Refused(why) | ConnectFailure::Slow(why) | ConnectFailure::NoH2(why)) =
-        &failure;
-    let why = why.clone();
+    let why = failure.why().to_owned();
     if !matches!(endpoint.state(), EndpointState::Ejected | EndpointState::NoH2) {
         endpoint.connect_failed(failure, Instant::now());
     }

@@ -394,6 +394,8 @@ pub fn note_failure(endpoint: &Endpoint, failure: &ConnectFailure) {
         ConnectFailure::Refused(why) => ("failed", why),
         ConnectFailure::Slow(why) => ("timeout", why),
         ConnectFailure::NoH2(why) => ("no_h2", why),
+        ConnectFailure::Untrusted(why) => ("tls", why),
+        ConnectFailure::Ours(why) => ("local", why),
     };
     endpoint.metrics.dialled(outcome);
     tracing::debug!(endpoint = %endpoint.label, reason = %why, "connect failed");

@@ -2,8 +2,9 @@
 
 use crate::support::{Certs, Proxy, passing, soon, until};
 use http::Response;
+use jackstay::demo::pki::Pki;
 use rustls::ServerConfig;
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -66,12 +67,20 @@ impl Probed {
 
     /// A flow through the proxy that has carried bytes both ways, and both of its ends.
     pub async fn flow(&mut self, proxy: &Proxy) -> (TcpStream, TcpStream) {
-        let mut client = TcpStream::connect(proxy.addr).await.unwrap();
-        client.write_all(&[HELLO]).await.unwrap();
-        let mut server = soon("a flow", self.flows.recv()).await.unwrap();
-        server.write_all(&[HELLO]).await.unwrap();
-        assert_eq!(soon("a byte", client.read_u8()).await.unwrap(), HELLO);
-        (client, server)
+        soon("a flow", self.try_flow(proxy.addr)).await.unwrap()
+    }
+
+    /// The same through whatever listens there, or how it was refused.
+    pub async fn try_flow(&mut self, through: SocketAddr) -> io::Result<(TcpStream, TcpStream)> {
+        let mut client = TcpStream::connect(through).await?;
+        client.write_all(&[HELLO]).await?;
+        let mut server = tokio::select! {
+            server = self.flows.recv() => server.unwrap(),
+            end = client.read_u8() => return Err(end.expect_err("nobody has spoken")),
+        };
+        server.write_all(&[HELLO]).await?;
+        assert_eq!(client.read_u8().await?, HELLO);
+        Ok((client, server))
     }
 }
 
@@ -167,4 +176,37 @@ async fn a_server_without_http2_is_known_by_its_handshakes() {
         proxy.usable(1).await;
         drop(again);
     }
+}
+
+/// A server that shows a certificate is not dead, whoever signed it: nothing is known against the
+/// flows that lead there.
+#[tokio::test]
+async fn who_cannot_be_verified_is_no_first_choice_and_keeps_its_flows() {
+    let certs = Certs::new();
+    let mut server = Probed::start(&certs, &["h2"]).await;
+    let proxy = certs.start(passing(certs.config(&[server.address])));
+    proxy.usable(1).await;
+    let (mut client, mut end) = server.flow(&proxy).await;
+    let ca_file = certs.path().join("ca.crt");
+    let trust = |pem: &str| {
+        std::fs::write(ca_file.with_extension("new"), pem).unwrap();
+        std::fs::rename(ca_file.with_extension("new"), &ca_file).unwrap();
+    };
+    trust(&Pki::new("another").unwrap().ca_pem());
+    is(&proxy, "ejected").await;
+    let reason = proxy.endpoints().await[0]["reason"].as_str().unwrap().to_owned();
+    assert!(reason.contains("UnknownIssuer"), "{reason}");
+    // Longer than the table takes to end the flows of a dead endpoint.
+    for _ in 0..10 {
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        client.write_all(b"x").await.unwrap();
+        assert_eq!(soon("a byte up", end.read_u8()).await.unwrap(), b'x');
+    }
+    // With nobody else there it is better than nothing.
+    let _new = server.flow(&proxy).await;
+    trust(&certs.pki.ca_pem());
+    is(&proxy, "ready").await;
+    end.write_all(b"y").await.unwrap();
+    assert_eq!(soon("a byte down", client.read_u8()).await.unwrap(), b'y');
+    assert_eq!(proxy.status().await["listeners"][0]["flows"], 2);
 }

@@ -5,6 +5,7 @@
 //! |---|---|
 //! | an attempt fails | the next candidate at once |
 //! | no answer after 250 ms | the next candidate as well; the first that is up wins |
+//! | none is known to be well | the same, sooner if they are many: each is tried before the client is told |
 //! | every candidate has failed | the client is told at once |
 //! | no answer within 900 ms and no endpoint that is known to be well | the client is told |
 //! | the same, but one is known to be well | it was a lost SYN: up to `connect_timeout` |
@@ -20,6 +21,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until};
 
 use crate::net::outgoing::Outgoing;
+use crate::net::shortage;
 use crate::upstream::balance;
 use crate::upstream::endpoint::{Endpoint, EndpointState};
 use crate::upstream::pool::Upstream;
@@ -28,6 +30,10 @@ use crate::upstream::pool::Upstream;
 const RACE_AFTER: Duration = Duration::from_millis(250);
 /// How long a client waits while nothing is known to be well. The bound is a second.
 const GIVE_UP_AFTER: Duration = Duration::from_millis(900);
+/// In which time every candidate has been tried then, so that the last one has a moment to answer.
+const ALL_WITHIN: Duration = Duration::from_millis(800);
+/// How often it is looked whether anybody is still known to be well, once all were tried.
+const LOOK: Duration = Duration::from_millis(50);
 /// Failures that a refusal names.
 const REASONS: usize = 5;
 
@@ -52,30 +58,30 @@ pub async fn connect(upstream: &Upstream) -> Result<Connected, String> {
         })
         .collect();
     let mut candidates = order(known, &mut fastrand::Rng::new()).into_iter();
+    let hurried = RACE_AFTER.min(ALL_WITHIN / candidates.len().max(1) as u32);
     let patience = start + upstream.config().health.connect_timeout.max(GIVE_UP_AFTER);
     let mut next = start;
     let mut attempts = JoinSet::new();
     let mut reasons = Vec::new();
     loop {
         let now = Instant::now();
+        let well = upstream.endpoints.load().iter().any(|e| e.state() == EndpointState::Ready);
         if now >= next
             && let Some(endpoint) = candidates.next()
         {
             attempts.spawn_local(attempt(upstream.outgoing(), endpoint));
-            next = now + RACE_AFTER;
+            next = now + if well { RACE_AFTER } else { hurried };
             continue;
         }
         if attempts.is_empty() && candidates.len() == 0 {
             break;
         }
-        let well = upstream.endpoints.load().iter().any(|e| e.state() == EndpointState::Ready);
         let limit = if well { patience } else { start + GIVE_UP_AFTER };
         if now >= limit {
             reasons.push(format!("no connection within {} ms", (now - start).as_millis()));
             break;
         }
-        // While it waits it looks again whether anybody is still known to be well.
-        let look = next.max(now + RACE_AFTER.min(Duration::from_millis(50))).min(limit);
+        let look = if candidates.len() > 0 { next } else { now + LOOK };
         tokio::select! {
             Some(done) = attempts.join_next() => match done {
                 Ok(Ok(connected)) => return Ok(connected),
@@ -85,7 +91,7 @@ pub async fn connect(upstream: &Upstream) -> Result<Connected, String> {
                 }
                 Err(error) => reasons.push(error.to_string()),
             },
-            () = sleep_until(look) => {}
+            () = sleep_until(look.min(limit)) => {}
         }
     }
     if reasons.is_empty() {
@@ -98,18 +104,24 @@ pub async fn connect(upstream: &Upstream) -> Result<Connected, String> {
 
 async fn attempt(outgoing: Arc<Outgoing>, endpoint: Arc<Endpoint>) -> Result<Connected, String> {
     let mut why = String::new();
+    let mut ours = false;
     for address in endpoint.socket_addresses() {
         match outgoing.connect(address).await {
             Ok(stream) => {
                 endpoint.metrics.dialled("ok");
                 return Ok((stream, endpoint));
             }
-            Err(error) => why = format!("TCP to {address} failed: {error}"),
+            Err(error) => {
+                ours |= shortage::is_ours(&error, address);
+                why = format!("TCP to {address} failed: {error}");
+            }
         }
     }
-    endpoint.metrics.dialled("failed");
-    // Its prober looks at once whether that was all of it.
-    endpoint.probe_soon();
+    endpoint.metrics.dialled(if ours { "local" } else { "failed" });
+    if !ours {
+        // Its prober looks at once whether that was all of it.
+        endpoint.probe_soon();
+    }
     Err(why)
 }
 

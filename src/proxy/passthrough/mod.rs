@@ -75,8 +75,8 @@ pub struct Way {
 impl Listener {
     /// Accepts on one socket until `closing` begins.
     pub async fn accept(self: Rc<Self>, socket: TcpListener, closing: Closing) {
-        accept::until_drain(socket, closing, &self.name, |stream, from| self.admit(stream, from))
-            .await;
+        let about = (self.name.as_str(), &*self.metrics, &self.complaints);
+        accept::until_drain(socket, closing, about, |stream, from| self.admit(stream, from)).await;
     }
 
     /// The way for what begins now.

@@ -12,7 +12,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::Endpoint;
-use super::state::{ConnectFailure, Facts, Transport, backoff};
+use super::state::{ConnectFailure, Course, Facts, Transport, backoff};
 
 /// A connect that is only slow gets more time on each try, up to this.
 const CONNECT_TIMEOUT_MAX: Duration = Duration::from_secs(10);
@@ -58,7 +58,7 @@ impl Endpoint {
     }
 
     /// A fresh connect failed. With no live connection left that is the end of the endpoint;
-    /// with one it is noted and tried again later.
+    /// with one it is noted and tried again later, as it is where the failure is our own.
     pub fn connect_failed(&self, failure: ConnectFailure, now: Instant) {
         self.update(|facts| {
             facts.failures = facts.failures.saturating_add(1);
@@ -68,14 +68,25 @@ impl Endpoint {
             if matches!(failure, ConnectFailure::Slow(_)) {
                 facts.slow_failures = facts.slow_failures.saturating_add(1);
             }
-            if facts.live == 0 {
-                facts.transport = match failure {
-                    ConnectFailure::Refused(why) | ConnectFailure::Slow(why) => {
-                        Transport::Down(why)
-                    }
-                    ConnectFailure::NoH2(why) => Transport::NoH2(why),
-                };
+            if let ConnectFailure::Ours(why) = failure {
+                facts.shortage = Some(why);
+                return;
             }
+            facts.shortage = None;
+            if facts.live > 0 {
+                return;
+            }
+            facts.transport = match failure {
+                ConnectFailure::Untrusted(why) => {
+                    // It answers: what leads there already has not died with it.
+                    facts.course = Course::Unborn;
+                    Transport::Down(why)
+                }
+                ConnectFailure::NoH2(why) => Transport::NoH2(why),
+                ConnectFailure::Refused(why)
+                | ConnectFailure::Slow(why)
+                | ConnectFailure::Ours(why) => Transport::Down(why),
+            };
         });
     }
 

@@ -69,12 +69,30 @@ impl EndpointState {
 /// What happened to a connect.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ConnectFailure {
-    /// Refused, reset, unreachable, or TLS failed: an answer, and a bad one.
+    /// Refused, reset, unreachable, or nonsense: an answer, and a bad one.
     Refused(String),
+    /// TLS was answered and not agreed on: a certificate that we do not trust, mostly. No request
+    /// goes there, but it is alive.
+    Untrusted(String),
+    /// For want of something of ours ([`crate::net::shortage`]): it says nothing about the endpoint.
+    Ours(String),
     /// Not done in time.
     Slow(String),
     /// The peer did not choose `h2` by ALPN.
     NoH2(String),
+}
+
+impl ConnectFailure {
+    /// Why, in words that name the step.
+    pub fn why(&self) -> &str {
+        match self {
+            Self::Refused(why)
+            | Self::Untrusted(why)
+            | Self::Ours(why)
+            | Self::Slow(why)
+            | Self::NoH2(why) => why,
+        }
+    }
 }
 
 /// Shortest pause before an ejected endpoint is tried again.
@@ -111,6 +129,8 @@ pub(super) struct Facts {
     pub(super) was_out: bool,
     pub(super) failures: u32,
     pub(super) slow_failures: u32,
+    /// What we lacked for the latest attempt to connect.
+    pub(super) shortage: Option<String>,
     /// When the last failed connect ended, or an attempt on a failing endpoint was claimed.
     pub(super) tried: Option<Instant>,
     /// When the last failed connect ended.
@@ -169,6 +189,7 @@ impl Facts {
     pub(super) fn connected(&mut self) {
         self.failures = 0;
         self.slow_failures = 0;
+        self.shortage = None;
         self.silent = None;
         self.course = Course::Alive;
         if self.transport != Transport::Up {
@@ -186,7 +207,9 @@ impl Facts {
                 (EndpointState::Ejected, self.silent.as_deref().unwrap_or_default())
             }
             (Transport::NoH2(why), _) => (EndpointState::NoH2, why),
-            (Transport::Unknown, _) => (EndpointState::Connecting, "not connected"),
+            (Transport::Unknown, _) => {
+                (EndpointState::Connecting, self.shortage.as_deref().unwrap_or("not connected"))
+            }
             (Transport::Up, Readyz::Failing(why)) => (EndpointState::Degraded, why),
             (Transport::Up, Readyz::Ok) => (EndpointState::Ready, "/readyz is ok"),
             (Transport::Up, Readyz::NotAsked(why)) => (EndpointState::Ready, why),

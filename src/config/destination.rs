@@ -25,7 +25,7 @@ impl Destination {
     }
 
     /// Reads `10.96.0.1:443`, `[fd00::5]:6443`, `10.0.0.5`, `10.0.0.0/24` or `fd00::/64`.
-    pub(super) fn parse(text: &str) -> Result<Self, String> {
+    pub fn parse(text: &str) -> Result<Self, String> {
         let fail = |why: &str| {
             Err(format!(
                 "{} {why}: write it as 10.0.0.5:6443, \"[fd00::5]:6443\" or 10.0.0.0/24",

@@ -89,13 +89,43 @@ impl Transparent {
             Err(_) => Err(Refusal::Gone),
             Ok(Arrival::Direct(to)) => Err(Refusal::NotRedirected(to)),
             Ok(Arrival::Ours(to) | Arrival::ForUs(to)) => Err(Refusal::Loop(to)),
-            Ok(Arrival::Redirected(to)) => Ok(self.wanted(to)),
+            Ok(Arrival::Redirected(to)) => Ok(wanted(&self.destinations, to)),
         }
     }
+}
 
-    fn wanted(&self, to: SocketAddr) -> Option<&Arc<Upstream>> {
-        let mut all = self.destinations.iter();
-        let found = all.find(|(some, _)| some.iter().any(|destination| destination.contains(to)));
-        found.map(|(_, upstream)| upstream)
+/// What the first of these that was meant leads to.
+fn wanted<T>(destinations: &[(Vec<Destination>, T)], to: SocketAddr) -> Option<&T> {
+    let meant = |some: &[Destination]| some.iter().any(|destination| destination.contains(to));
+    destinations.iter().find(|(some, _)| meant(some)).map(|(_, upstream)| upstream)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_that_was_meant_decides() {
+        let some = |texts: &[&str]| -> Vec<Destination> {
+            texts.iter().map(|text| Destination::parse(text).unwrap()).collect()
+        };
+        let destinations = [
+            (some(&["10.96.0.1:443", "[fd00::1]:443"]), "service"),
+            (some(&["10.96.0.0/16", "10.0.0.5"]), "network"),
+            (some(&["10.0.0.5:6443"]), "never"),
+        ];
+        for (to, upstream) in [
+            ("10.96.0.1:443", Some("service")),
+            ("[fd00::1]:443", Some("service")),
+            ("[::ffff:10.96.0.1]:443", Some("service")),
+            ("10.96.0.1:444", Some("network")),
+            ("10.96.7.7:80", Some("network")),
+            ("10.0.0.5:6443", Some("network")),
+            ("10.97.0.1:443", None),
+            ("[fd00::2]:443", None),
+        ] {
+            let found = wanted(&destinations, to.parse().unwrap());
+            assert_eq!(found, upstream.as_ref(), "{to}");
+        }
     }
 }

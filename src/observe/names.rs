@@ -109,7 +109,7 @@ table! {
     CONNECTIONS = Gauge "jackstay_connections" ["upstream", "endpoint", "state"] "connections",
         "Connections to the endpoint.";
     DIALS = Counter "jackstay_dials_total" ["upstream", "endpoint", "outcome"] "connections",
-        "Attempts to connect: ok, failed, timeout, no_h2, tls, or local (for want of something of ours).";
+        "Attempts to connect: ok, failed, timeout, tls, local (for want of something of ours), and so on.";
     ANSWERS = Counter "jackstay_endpoint_answers_total" ["upstream", "endpoint", "outcome"] "answers",
         "Answers by the endpoint that gave them: ok, or error for 500 and above.";
     PASSTHROUGH_CONNECTIONS = Gauge "jackstay_passthrough_connections" ["listener"] "connections",

@@ -109,6 +109,7 @@ impl Drop for Handshake<'_> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::EndpointState;
     use super::*;
     use crate::config::EndpointAddress;
     use crate::observe::Metrics;
@@ -185,6 +186,27 @@ mod tests {
         assert_eq!(most, 1, "handshakes of one node at once");
         assert!(attempts <= 20, "{attempts}");
         assert!(longest <= Duration::from_millis(801), "{longest:?}");
+    }
+
+    #[test]
+    fn only_who_does_not_answer_has_died() {
+        let endpoint = endpoint();
+        let now = Instant::now();
+        let fails = |failure: fn(String) -> ConnectFailure, why: &str| {
+            endpoint.connect_failed(failure(why.to_owned()), now);
+            (endpoint.state(), endpoint.reason(), endpoint.deaths())
+        };
+        let lacks = fails(ConnectFailure::Ours, "too many open files");
+        assert_eq!(lacks, (EndpointState::Connecting, "too many open files".into(), 0));
+        assert!(!endpoint.may_connect(true, now), "there is a pause all the same");
+        endpoint.connected();
+        endpoint.readyz_ok();
+        assert_eq!(fails(ConnectFailure::Ours, "no memory").0, EndpointState::Ready);
+        let another = fails(ConnectFailure::Untrusted, "unknown issuer");
+        assert_eq!(another, (EndpointState::Ejected, "unknown issuer".into(), 0));
+        endpoint.connected();
+        let gone = fails(ConnectFailure::Refused, "refused");
+        assert_eq!(gone, (EndpointState::Ejected, "refused".into(), 1));
     }
 
     #[test]

@@ -196,7 +196,8 @@ impl Metrics {
     }
 
     /// A watch lost its apiserver, or was refused by it: `resumed`, `moved`, `withheld`, `too_old`,
-    /// `gave_up`, …; or something came that stands in the way of resuming it: `barred`, `oversized`.
+    /// `over_budget`, `gave_up`, …; or something came that stands in the way of resuming it: `barred`,
+    /// `oversized`.
     pub fn watch_resumed(&self, outcome: &'static str) {
         self.registry.counter(&names::WATCH_RESUMES, &[outcome]).increment(1);
     }
@@ -215,6 +216,11 @@ impl Metrics {
     /// decrement it, since workers share it.
     pub fn held_body_bytes(&self) -> Gauge {
         self.registry.gauge(&names::HELD_BODY_BYTES, &[])
+    }
+
+    /// Bytes held of frames of watches; shared and to be handled like [`Self::held_body_bytes`].
+    pub fn held_frame_bytes(&self) -> Gauge {
+        self.registry.gauge(&names::HELD_FRAME_BYTES, &[])
     }
 
     /// A source of endpoints gave a good answer at this time, in seconds since 1970; 0 is never.
@@ -338,6 +344,7 @@ mod tests {
         metrics.stream_waits("control-plane").increment(1);
         metrics.streams_exhausted("control-plane").increment(1);
         metrics.held_body_bytes().increment(1);
+        metrics.held_frame_bytes().increment(1);
         metrics.discovered("control-plane", "dns", 1.0);
         metrics.discovery_failed("control-plane", "dns");
         metrics.discovery_refused("control-plane", "dns", "empty", 1);

@@ -92,7 +92,7 @@ table! {
     HEDGES = Counter "jackstay_hedges_total" ["outcome"] "requests",
         "Second attempts beside one that waits, by who answered: original, hedge, or neither (failed); over_budget was not made.";
     WATCH_RESUMES = Counter "jackstay_watch_resumes_total" ["outcome"] "watches",
-        "Watches that lost their apiserver or were refused by it with 410 (withheld), and whether they went on; barred and oversized: not lost, but what came stands in the way of resuming them.";
+        "Watches that lost their apiserver or were refused by it with 410 (withheld, or passed on for want of a budget), and whether they went on; barred and oversized: not lost, but what came stands in the way of resuming them.";
     STALE_WATCHES = Counter "jackstay_stale_watches_total" ["upstream", "endpoint"] "watches",
         "Watches whose bookmarks stayed away for three minutes: the apiserver's watch cache may be stale.";
     STREAM_WAITS = Counter "jackstay_stream_waits_total" ["upstream"] "requests",
@@ -101,6 +101,8 @@ table! {
         "Requests (answered with 429), second attempts and lost watches for which no upstream stream came free.";
     HELD_BODY_BYTES = Gauge "jackstay_held_body_bytes" [] "bytes",
         "Bytes of request bodies held so that they can be sent again.";
+    HELD_FRAME_BYTES = Gauge "jackstay_held_frame_bytes" [] "bytes",
+        "Bytes held of watch events that have not arrived whole, or that wait whole for their client.";
 
     ENDPOINT_STATE = Gauge "jackstay_endpoint_state" ["upstream", "endpoint", "state"] "endpoints",
         "1 for the state that the endpoint is in, 0 for those that it has left.";

@@ -84,6 +84,7 @@ mod tests {
 
     use super::super::closing::Closer;
     use super::*;
+    use crate::observe::Metrics;
 
     /// How many of five are admitted that wait in the queue when the end comes.
     async fn admitted(end: impl FnOnce(&Closer)) -> usize {
@@ -94,7 +95,9 @@ mod tests {
         end(&closer);
         let count = Cell::new(0);
         let admit = |_, _| count.set(count.get() + 1);
-        until_drain(TcpListener::from_std(socket).unwrap(), closing, "l", admit).await;
+        let socket = TcpListener::from_std(socket).unwrap();
+        let metrics = Metrics::new().listener("l");
+        until_drain(socket, closing, ("l", &metrics, &Complaints::new(REPEAT)), admit).await;
         count.get()
     }
 

@@ -105,7 +105,7 @@ impl Outgoing {
         self: Box<Self>,
         mut outcome: Box<Outcome>,
     ) -> Result<Response<Body>, (Problem, Box<Outcome>)> {
-        self.line.budget.earn();
+        self.line.earn();
         let asked_at = outcome.started();
         let mut failed: Option<Failure> = None;
         // Those that have answered a watch with 410, and what the last of them said.
@@ -143,6 +143,8 @@ impl Outgoing {
                     Some(connection) => {
                         too_old.push(Arc::clone(&connection.endpoint));
                         self.line.has_ready_besides(&too_old)
+                            && attempt < ATTEMPTS
+                            && self.line.may_ask_another()
                     }
                 };
             let last = !again || attempt == ATTEMPTS;
@@ -208,7 +210,7 @@ impl Outgoing {
         if self.body.as_ref().is_some_and(|body| !body.is_complete()) {
             return first.await;
         }
-        if !self.line.budget.take() {
+        if !self.line.hedges.take() {
             self.line.metrics.hedged("over_budget");
             return first.await;
         }

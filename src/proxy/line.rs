@@ -6,15 +6,17 @@
 
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use h2::RecvStream;
 use http::{Request, response};
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep_until, timeout_at};
 
 use super::respond::Problem;
-use super::retry::HedgeBudget;
+use super::retry::Budget;
 use super::upload::{Held, Upload};
+use super::watch::room::Room;
 use crate::observe::Metrics;
 use crate::upstream::connection::{Connection, Permit};
 use crate::upstream::endpoint::{Endpoint, EndpointState};
@@ -26,7 +28,11 @@ pub struct Line {
     /// Its connections.
     pub pool: Rc<Pool>,
     /// Bounds second attempts.
-    pub budget: HedgeBudget,
+    pub hedges: Budget,
+    /// Bounds what others are asked after a 410.
+    pub opinions: Budget,
+    /// Bounds what is held of frames that are not whole.
+    pub room: Arc<Room>,
     /// Where retries and hedges are counted.
     pub metrics: Arc<Metrics>,
     /// What is held of bodies, on all lines of all workers.
@@ -34,6 +40,34 @@ pub struct Line {
 }
 
 impl Line {
+    /// A line without any request on it yet.
+    pub fn new(pool: Rc<Pool>, metrics: Arc<Metrics>, held: Arc<Held>) -> Self {
+        Self {
+            hedges: Budget::hedges(pool.upstream().config().connections.max_streams),
+            pool,
+            opinions: Budget::opinions(),
+            room: Room::new(metrics.held_frame_bytes()),
+            metrics,
+            held,
+        }
+    }
+
+    /// A request was made.
+    pub fn earn(&self) {
+        self.hedges.earn();
+        self.opinions.earn();
+    }
+
+    /// Whether another endpoint may be asked for a watch that was answered with 410; counted where
+    /// not.
+    pub fn may_ask_another(&self) -> bool {
+        let may = self.opinions.take();
+        if !may {
+            self.metrics.watch_resumed("over_budget");
+        }
+        may
+    }
+
     /// Whether there is a ready endpoint other than these.
     pub fn has_ready_besides(&self, others: &[Arc<Endpoint>]) -> bool {
         self.pool.upstream().endpoints.load().iter().any(|endpoint| {
@@ -91,36 +125,57 @@ pub fn problem(unavailable: &Unavailable) -> Problem {
     }
 }
 
-/// Sends the request of a watch once more and waits for the head: an attempt at going on.
+/// Why an attempt came to nothing.
+pub struct Unanswered {
+    /// For the log.
+    pub why: String,
+    /// Whose answer was awaited.
+    pub by: Option<Rc<Connection>>,
+}
+
+/// Sends the request of a watch once more and waits for the head for so long: an attempt at going on.
 ///
 /// # Errors
-/// No stream, or the connection was lost before the head.
+/// No stream, or the connection was lost before the head, or it did not come.
 pub async fn reissue(
     line: &Line,
     class: &Rc<ClassPool>,
     head: Request<()>,
     after: Option<After<'_>>,
     shun: &[Arc<Endpoint>],
-) -> Result<Answer, String> {
+    patience: Duration,
+) -> Result<Answer, Unanswered> {
     let need = Need { watch: true, after, shun, without: None };
-    let permit = line
-        .pool
-        .acquire(class, need)
-        .await
-        .map_err(|unavailable| problem(&unavailable).to_string())?;
-    open(line, permit, head).await
+    let end = Instant::now() + patience;
+    let permit = match timeout_at(end, line.pool.acquire(class, need)).await {
+        Ok(Ok(permit)) => permit,
+        Ok(Err(unavailable)) => {
+            return Err(Unanswered { why: problem(&unavailable).to_string(), by: None });
+        }
+        Err(_) => return Err(Unanswered { why: "no stream in time".to_owned(), by: None }),
+    };
+    open(line, permit, head, end).await
 }
 
-/// Sends the request of a watch on this stream and waits for the head.
+/// Sends the request of a watch on this stream and waits for the head until then.
 ///
 /// # Errors
-/// The connection was lost or suspected before the head.
-pub async fn open(line: &Line, mut permit: Permit, head: Request<()>) -> Result<Answer, String> {
-    let (response, _) = permit.open(head, true).map_err(|error| error.to_string())?;
+/// The connection was lost or suspected before the head, or it did not come.
+pub async fn open(
+    line: &Line,
+    mut permit: Permit,
+    head: Request<()>,
+    end: Instant,
+) -> Result<Answer, Unanswered> {
     let connection = Rc::clone(permit.connection());
+    let failed = |why: String| Unanswered { why, by: Some(Rc::clone(&connection)) };
+    let (response, _) = permit.open(head, true).map_err(|error| failed(error.to_string()))?;
     let response = tokio::select! {
-        response = response => response.map_err(|error| error.to_string())?,
-        () = troubled(&connection, line) => return Err("suspected before it answered".to_owned()),
+        response = response => response.map_err(|error| failed(error.to_string()))?,
+        () = troubled(&connection, line) => {
+            return Err(failed("suspected before it answered".to_owned()));
+        }
+        () = sleep_until(end) => return Err(failed("no answer".to_owned())),
     };
     permit.head_arrived(Instant::now());
     let (head, recv) = response.into_parts();

@@ -16,7 +16,9 @@
 //! *Head*: a head, and nothing of it forwarded. *Body*: part of the answer is out.
 //!
 //! A watch that is answered with 410 is asked for at the other ready endpoints, once each: history
-//! is per server, and one that has just started knows none.
+//! is per server, and one that has just started knows none. That has a [`Budget`]: a client that asks
+//! with an old version again and again would otherwise ask all of them each time. Beyond it the
+//! client gets the 410 of the first.
 //!
 //! A write whose fate is unknown is never sent again, and its failure carries no Retry-After:
 //! client-go re-sends every verb on a 429 or 5xx that does.
@@ -86,33 +88,49 @@ pub fn stage_of(error: &h2::Error) -> Stage {
     }
 }
 
-/// Second attempts beside the first are limited to a tenth of the requests over time, so that an
-/// overloaded apiserver is not asked for more; the burst is what may wait on one connection.
+/// What we ask beyond what clients ask, limited to a tenth of their requests over time, so that an
+/// overloaded apiserver is not asked for more and no client multiplies what it asks; with a burst
+/// for what may come at once.
+///
+/// It belongs to a worker's line to an upstream, not to a listener: it is the apiservers that are
+/// spared, and listeners that share them share what they can bear.
 #[derive(Debug)]
-pub struct HedgeBudget {
-    burst: f64,
+pub struct Budget {
+    most: f64,
     tokens: std::cell::Cell<f64>,
 }
 
 /// Least number of hedges at once: a switch that forgets flows forgets them all, and kube-apiserver
 /// allows 100 streams on each.
-const MIN_BURST: usize = 128;
-/// Hedges earned by one request.
+const HEDGES: usize = 128;
+/// Largest number of second opinions at once: two for each watch of a client that watches
+/// everything (kube-controller-manager: about 200 kinds, all at once when it starts).
+const OPINIONS: usize = 512;
+/// What one request earns.
 const SHARE: f64 = 0.1;
 
-impl HedgeBudget {
-    /// For connections of so many streams: what waits on one of them may be hedged at once.
-    pub fn new(streams: usize) -> Self {
-        let burst = streams.max(MIN_BURST) as f64;
-        Self { burst, tokens: std::cell::Cell::new(burst) }
+impl Budget {
+    /// For attempts beside one that waits; what waits on a connection of so many streams may be
+    /// hedged at once.
+    pub fn hedges(streams: usize) -> Self {
+        Self::of(streams.max(HEDGES))
+    }
+
+    /// For asking others where one has answered a client's watch with 410.
+    pub fn opinions() -> Self {
+        Self::of(OPINIONS)
+    }
+
+    fn of(most: usize) -> Self {
+        Self { most: most as f64, tokens: std::cell::Cell::new(most as f64) }
     }
 
     /// A request was made.
     pub fn earn(&self) {
-        self.tokens.set((self.tokens.get() + SHARE).min(self.burst));
+        self.tokens.set((self.tokens.get() + SHARE).min(self.most));
     }
 
-    /// Takes one hedge, if there is one.
+    /// Takes one, if there is one.
     pub fn take(&self) -> bool {
         let left = self.tokens.get() - 1.0;
         if left < 0.0 {
@@ -160,13 +178,16 @@ mod tests {
     }
 
     #[test]
-    fn the_budget_is_a_tenth_with_a_burst() {
-        for (streams, burst) in [(1, 128), (100, 128), (1_000, 1_000)] {
-            let budget = HedgeBudget::new(streams);
-            let taken = |asked: usize| (0..asked).filter(|_| budget.take()).count();
+    fn a_budget_is_a_tenth_with_a_burst() {
+        for (budget, burst) in
+            [(Budget::hedges(1), 128), (Budget::hedges(1_000), 1_000), (Budget::opinions(), 512)]
+        {
+            let taken = |times: u32| (0..times).filter(|_| budget.take()).count();
             assert_eq!(taken(2_000), burst);
-            (0..1000).for_each(|_| budget.earn());
-            assert!((99..=101).contains(&taken(2_000)));
+            assert!(!budget.take());
+            (0..1_000).for_each(|_| budget.earn());
+            let tenth = taken(1_000);
+            assert!((99..=101).contains(&tenth), "{tenth}");
             (0..100_000).for_each(|_| budget.earn());
             assert_eq!(taken(2_000), burst, "what is not used is not saved up");
         }

@@ -25,7 +25,7 @@ use self::again::Again;
 use self::moving::Moving;
 use self::running::{Event, Leave, Running};
 use super::closing::Closing;
-use super::line::{Answer as Answered, Line, release};
+use super::line::{Answer as Answered, Line, Unanswered, release};
 use super::respond::BodyError;
 use super::taking::PIECE;
 use super::watch::Encoding;
@@ -36,10 +36,11 @@ use crate::observe::{Outcome, Side};
 use crate::upstream::connection::Permit;
 use crate::upstream::pool::ClassPool;
 
-type Attempt = Pin<Box<dyn Future<Output = Result<Answered, String>>>>;
+/// An attempt at going on elsewhere while the stream still works.
+type Attempt = Pin<Box<dyn Future<Output = Result<Answered, Unanswered>>>>;
 
 /// An attempt at going on; `None`: its listener ends, and this is its turn.
-type Search = Pin<Box<dyn Future<Output = Option<Result<Answered, String>>>>>;
+type Search = Pin<Box<dyn Future<Output = Option<Result<Answered, Unanswered>>>>>;
 
 /// The body of a watch.
 pub struct WatchBody {
@@ -107,9 +108,10 @@ impl WatchBody {
             lost: None,
             refused: false,
             shunned: Vec::new(),
+            resting: Vec::new(),
         };
         Self {
-            relay: Relay::new(encoding, &again.asked, asked_at.into_std()),
+            relay: Relay::new(encoding, &again.asked, asked_at.into_std(), &again.line.room),
             out: VecDeque::new(),
             leg: Leg::Running(Running::new(recv, permit, &again.closing)),
             again,

@@ -11,6 +11,7 @@ mod limits;
 mod outage;
 mod peer;
 mod rebalance;
+mod resuming;
 mod retry;
 mod streams;
 mod too_old;

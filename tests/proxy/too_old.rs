@@ -5,7 +5,7 @@
 use crate::peer::{Act, Peers, Reply};
 use crate::support::{Certs, MAPS, patient, soon};
 use http::Method;
-use jackstay::demo::client::next_data;
+use jackstay::demo::client::{Client, next_data};
 
 const FIRST: &str = r#"{"type":"ADDED","object":{"kind":"ConfigMap","apiVersion":"v1","metadata":{"name":"a","resourceVersion":"6"}}}"#;
 const SECOND: &str = r#"{"type":"ADDED","object":{"kind":"ConfigMap","apiVersion":"v1","metadata":{"name":"b","resourceVersion":"7"}}}"#;
@@ -123,6 +123,21 @@ fn rows() -> Vec<Row> {
     ]
 }
 
+/// The status and the whole body of an answer.
+async fn ask(client: &Client, path: &str, name: &str) -> (u16, String) {
+    let asking = async {
+        let sent = client.send(Method::GET, path, &[("accept", "application/json")], "").await;
+        let (head, mut body) = sent.unwrap_or_else(|e| panic!("{name}: {e}")).into_parts();
+        let mut bytes = Vec::new();
+        while let Some(data) = next_data(&mut body).await.unwrap_or_else(|e| panic!("{name}: {e}"))
+        {
+            bytes.extend_from_slice(&data);
+        }
+        (head.status.as_u16(), String::from_utf8(bytes).unwrap())
+    };
+    soon(name, asking).await
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn others_are_asked_before_the_client_hears_of_it() {
     let certs = Certs::new();
@@ -136,19 +151,8 @@ async fn others_are_asked_before_the_client_hears_of_it() {
         proxy.ready(3).await;
         peers.script.play(row.acts);
         let path = format!("{MAPS}?{}", row.query);
-        let saw = async {
-            let sent = client.send(Method::GET, &path, &[("accept", "application/json")], "").await;
-            let (head, mut body) =
-                sent.unwrap_or_else(|e| panic!("{}: {e}", row.name)).into_parts();
-            let mut bytes = Vec::new();
-            while let Some(data) =
-                next_data(&mut body).await.unwrap_or_else(|e| panic!("{}: {e}", row.name))
-            {
-                bytes.extend_from_slice(&data);
-            }
-            (head.status.as_u16(), String::from_utf8(bytes).unwrap())
-        };
-        assert_eq!(soon(row.name, saw).await, row.sees, "{}", row.name);
+        let saw = ask(&client, &path, row.name).await;
+        assert_eq!(saw, row.sees, "{}", row.name);
         let seen = peers.script.seen();
         assert!(row.asked.contains(&seen.len()), "{}: {seen:?}", row.name);
         if row.once_each {
@@ -164,4 +168,51 @@ async fn others_are_asked_before_the_client_hears_of_it() {
     };
     assert!(outcome("withheld").await >= 10.0 && outcome("too_old").await >= 4.0);
     assert!(proxy.metric("jackstay_retries_total{reason=\"too_old\"").await >= 5.0);
+}
+
+/// A client that asks with an old version again and again asks every server each time, until it has
+/// used up what is there for that: from then on it asks one, and gets that one's answer.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn a_client_in_a_loop_is_not_multiplied() {
+    const BURST: usize = 512;
+    const ASKED: usize = 300;
+    let certs = Certs::new();
+    let peers = Peers::start(&certs, 3);
+    let proxy = certs.start(certs.config(&peers.addresses));
+    proxy.ready(3).await;
+    let client = proxy.client(&certs.credentials()).await;
+    let path = format!("{MAPS}?watch=1&resourceVersion=5");
+    let over_budget = async || {
+        proxy.metric("jackstay_watch_resumes_total{outcome=\"over_budget\"").await as usize
+    };
+
+    // As heads: two more for each, as long as it lasts, and a tenth of a request for each request.
+    peers.script.usually(Reply::status("410", GONE));
+    peers.script.play([]);
+    for _ in 0..ASKED {
+        assert_eq!(ask(&client, &path, "a head").await, (410, GONE.to_owned()));
+    }
+    let more = peers.script.seen().len() - ASKED;
+    println!("{ASKED} watches, {more} second opinions");
+    assert!((BURST..=BURST + ASKED / 10).contains(&more), "{more}");
+    let refused = over_budget().await;
+    assert!(refused > 0);
+
+    // As events it is the same budget.
+    peers.script.usually(Reply::ok(&error(GONE)));
+    peers.script.play([]);
+    for _ in 0..20 {
+        assert_eq!(ask(&client, &path, "an event").await, (200, error(GONE)));
+    }
+    let seen = peers.script.seen().len();
+    assert!((20..=23).contains(&seen), "{seen}");
+    assert!(over_budget().await >= refused + 17);
+
+    // What others ask earns it again.
+    peers.script.usually(Reply::ok("{}"));
+    for _ in 0..25 {
+        assert_eq!(ask(&client, MAPS, "a list").await.0, 200);
+    }
+    peers.script.play([events(&[&error(GONE)]), events(&[&error(GONE)]), events(&[FIRST, "\n"])]);
+    assert_eq!(ask(&client, &path, "earned again").await, (200, format!("{FIRST}\n")));
 }

@@ -17,7 +17,6 @@ use jackstay::proxy::closing::Closer;
 use jackstay::proxy::identify::Identifier;
 use jackstay::proxy::line::Line;
 use jackstay::proxy::listener::Listener;
-use jackstay::proxy::retry::HedgeBudget;
 use jackstay::proxy::serve::{Service, Serving};
 use jackstay::proxy::upgrade::Tunnels;
 use jackstay::proxy::upload::Held;
@@ -207,12 +206,7 @@ impl Proxy {
         let (closer, closing) = Closer::new();
         let slots = pool.upstream().credentials.slots();
         let service = Service {
-            line: Rc::new(Line {
-                pool,
-                budget: HedgeBudget::new(100),
-                metrics: Arc::clone(&metrics),
-                held: Held::new(&metrics),
-            }),
+            line: Rc::new(Line::new(pool, Arc::clone(&metrics), Held::new(&metrics))),
             identifier: Identifier {
                 slots,
                 listener: listener.name.clone(),

@@ -10,7 +10,6 @@ use super::DRAIN_TICK;
 use super::kept::Deadline;
 use crate::observe::Metrics;
 use crate::proxy::line::Line;
-use crate::proxy::retry::HedgeBudget;
 use crate::proxy::upload::Held;
 use crate::upstream::pool::{Pool, Upstream};
 
@@ -27,8 +26,7 @@ impl Way {
         let pool = Pool::new(Arc::clone(upstream));
         let keeper = spawn_local(Pool::run(Rc::clone(&pool)));
         let (metrics, held) = (Arc::clone(metrics), Arc::clone(held));
-        let budget = HedgeBudget::new(upstream.config().connections.max_streams);
-        Self { line: Rc::new(Line { pool, budget, metrics, held }), keeper }
+        Self { line: Rc::new(Line::new(pool, metrics, held)), keeper }
     }
 
     /// Whether it leads there.

@@ -9,12 +9,14 @@
 //!   `LengthDelimitedFramer`).
 //!
 //! A frame inside one chunk is never copied, only measured. What is left over at the end of a chunk
-//! is copied and kept until it is whole, up to a cap; a larger frame passes through in pieces
-//! ([`Cut::Oversized`]). Where a guess about JSON turns out wrong (two objects in a line), the frame
+//! is copied and kept until it is whole, up to a cap, and as long as all watches together have
+//! [`Room`]; a larger frame passes through in pieces ([`Cut::Oversized`]). Where a guess about JSON turns out wrong (two objects in a line), the frame
 //! is one that [`super::event`] cannot read, and a watch with such a frame is never resumed.
 
 use super::Encoding;
+use super::room::{Held, Room};
 use bytes::Bytes;
+use std::sync::Arc;
 
 /// The largest frame that is held back to be forwarded whole.
 ///
@@ -30,7 +32,7 @@ pub struct Splitter {
     encoding: Encoding,
     cap: usize,
     /// The beginning of a frame whose end has not arrived.
-    partial: Vec<u8>,
+    partial: Held,
     mode: Mode,
     /// Part of the current frame has been passed on.
     oversized: bool,
@@ -58,8 +60,8 @@ pub enum Cut {
     Blank(usize),
     /// All the rest began a frame and was copied.
     Partial,
-    /// The frame is above the cap and passes through: first what was kept of it, then so many bytes
-    /// of the chunk.
+    /// The frame is above the cap, or there is no room for it, and passes through: first what was kept
+    /// of it, then so many bytes of the chunk.
     Oversized {
         /// What had been kept until the cap was reached.
         kept: Bytes,
@@ -74,13 +76,14 @@ pub enum Cut {
 
 impl Splitter {
     /// A splitter at the beginning of a stream.
-    pub fn new(encoding: Encoding) -> Self {
-        Self::with_cap(encoding, FRAME_CAP)
+    pub fn new(encoding: Encoding, room: &Arc<Room>) -> Self {
+        Self::with_cap(encoding, FRAME_CAP, room)
     }
 
     /// A splitter that keeps at most `cap` bytes of an incomplete frame.
-    pub fn with_cap(encoding: Encoding, cap: usize) -> Self {
-        Self { encoding, cap, partial: Vec::new(), mode: Mode::start(encoding), oversized: false }
+    pub fn with_cap(encoding: Encoding, cap: usize, room: &Arc<Room>) -> Self {
+        let partial = Held::new(room);
+        Self { encoding, cap, partial, mode: Mode::start(encoding), oversized: false }
     }
 
     /// Cuts off the first frame, or what there is of it, from the rest of a chunk.
@@ -93,31 +96,31 @@ impl Splitter {
                 return Cut::Blank(blank);
             }
         }
+        // There is always room for the length of a frame: without it nobody knows where it ends.
+        let room = self.partial.len() + self.partial.room().left();
+        let cap = self.cap.min(room.max(PREFIX));
         let end = match self.mode {
             Mode::Length(_) => self.length_end(rest),
-            Mode::Line => self.line_end(rest),
+            Mode::Line => self.line_end(rest, cap),
             Mode::Braces(_) => self.braces_end(rest),
         };
         let len = end.unwrap_or(rest.len());
         let announced = if let Mode::Length(Some(missing)) = self.mode { missing } else { 0 };
-        if self.oversized || self.partial.len() + len + announced > self.cap {
-            return self.pass(len, end.is_some());
+        let is_whole = end.is_some() && self.partial.is_empty();
+        let cap = if is_whole { self.cap } else { cap };
+        if self.oversized || self.partial.len() + len + announced > cap {
+            return self.pass(&rest[..len], end.is_some());
         }
-        match end {
-            Some(len) if self.partial.is_empty() => {
-                self.mode = Mode::start(self.encoding);
-                Cut::Whole(len)
-            }
-            Some(len) => {
-                self.keep(&rest[..len]);
-                self.mode = Mode::start(self.encoding);
-                Cut::Joined(len, Bytes::from(std::mem::take(&mut self.partial)))
-            }
-            None => {
-                self.keep(rest);
-                Cut::Partial
-            }
+        let Some(len) = end else {
+            self.partial.keep(rest, cap);
+            return Cut::Partial;
+        };
+        self.mode = self.mode_after(&rest[..len]);
+        if is_whole {
+            return Cut::Whole(len);
         }
+        self.partial.keep(&rest[..len], cap);
+        Cut::Joined(len, self.take_kept())
     }
 
     /// Nothing of a frame has been seen that has not ended.
@@ -140,26 +143,34 @@ impl Splitter {
     pub fn take_partial(&mut self) -> Bytes {
         self.mode = Mode::start(self.encoding);
         self.oversized = false;
-        Bytes::from(std::mem::take(&mut self.partial))
+        self.take_kept()
     }
 
-    /// Passes on what is kept and `len` bytes more of a frame above the cap.
-    fn pass(&mut self, len: usize, ends: bool) -> Cut {
+    /// What is kept, counted as long as it is anywhere.
+    fn take_kept(&mut self) -> Bytes {
+        if self.partial.is_empty() {
+            return Bytes::new();
+        }
+        let empty = Held::new(self.partial.room());
+        Bytes::from_owner(std::mem::replace(&mut self.partial, empty))
+    }
+
+    /// Passes on what is kept, and these bytes more, of a frame that is not kept.
+    fn pass(&mut self, piece: &[u8], ends: bool) -> Cut {
         let begins = !std::mem::replace(&mut self.oversized, !ends);
         if ends {
-            self.mode = Mode::start(self.encoding);
+            self.mode = self.mode_after(piece);
         }
-        Cut::Oversized { kept: Bytes::from(std::mem::take(&mut self.partial)), len, begins, ends }
+        Cut::Oversized { kept: self.take_kept(), len: piece.len(), begins, ends }
     }
 
-    /// Copies bytes of an incomplete frame; grows by doubling, never above the cap.
-    fn keep(&mut self, bytes: &[u8]) {
-        let need = self.partial.len() + bytes.len();
-        if need > self.partial.capacity() {
-            let room = (self.partial.capacity() * 2).clamp(need, self.cap.max(need));
-            self.partial.reserve_exact(room - self.partial.len());
+    /// How the end of the next frame is recognised after one that ended so. Where objects follow each
+    /// other without newlines, looking for one before each would read the chunk once for each.
+    fn mode_after(&self, end: &[u8]) -> Mode {
+        match (self.mode, end.last()) {
+            (Mode::Braces(_), Some(&last)) if last != b'\n' => Mode::Braces(Braces::default()),
+            _ => Mode::start(self.encoding),
         }
-        self.partial.extend_from_slice(bytes);
     }
 
     fn length_end(&mut self, rest: &[u8]) -> Option<usize> {
@@ -180,15 +191,15 @@ impl Splitter {
         (missing <= rest.len()).then_some(missing)
     }
 
-    fn line_end(&mut self, rest: &[u8]) -> Option<usize> {
+    fn line_end(&mut self, rest: &[u8], cap: usize) -> Option<usize> {
         let end = find_newline(rest);
         let line = &rest[..end.unwrap_or(rest.len())];
-        let mut backwards = self.partial.iter().chain(line).rev();
-        let closed = backwards.find(|b| !b.is_ascii_whitespace()) == Some(&b'}');
+        // What is kept never ends so: its braces were counted then.
+        let closed = line.iter().rfind(|b| !b.is_ascii_whitespace()) == Some(&b'}');
         if closed && end.is_some() {
             return end;
         }
-        let above_cap = self.partial.len() + line.len() > self.cap;
+        let above_cap = self.partial.len() + line.len() > cap;
         if closed || end.is_some() || above_cap {
             // A newline inside an object, an object without a newline, or one that will not be kept
             // to be looked at again: count its braces, from its beginning.

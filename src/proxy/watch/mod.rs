@@ -3,11 +3,12 @@
 //! The path of a watch, in the order in which it happens:
 //!
 //! 1. [`request`] says whether a request is a watch we can keep alive, and what to ask upstream.
-//! 2. [`frame`] cuts the answer into whole frames, without copying them.
+//! 2. [`frame`] cuts the answer into whole frames, without copying them; what it must hold back of
+//!    those that are not whole has a bound ([`room`]).
 //! 3. [`event`] reads of each frame what matters: its type and its resourceVersion ([`version`]).
 //! 4. [`state`] decides what becomes of the frame, and of the watch when its stream is lost, in the
-//!    words of [`verdict`]; [`resume`] judges the answers to the attempts at going on elsewhere, and
-//!    [`allowance`] bounds them.
+//!    words of [`verdict`]; [`resume`] judges the answers to the attempts at going on elsewhere,
+//!    [`allowance`] bounds them, and [`bookmarks`] sees that those come which used to.
 //! 5. [`relay`] ties 2 to 4 together for the body that streams to the client.
 //!
 //! What a client sees is one stream: whole frames, each event once, in the order of their
@@ -16,11 +17,13 @@
 use http::HeaderValue;
 
 pub mod allowance;
+pub mod bookmarks;
 pub mod event;
 pub mod frame;
 pub mod relay;
 pub mod request;
 pub mod resume;
+pub mod room;
 pub mod state;
 pub mod verdict;
 pub mod version;

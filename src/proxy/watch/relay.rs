@@ -5,11 +5,13 @@
 
 use super::event;
 use super::frame::{Cut, Splitter};
+use super::room::Room;
 use super::state::WatchState;
 use super::verdict::{AfterLoss, Ending, Verdict};
 use super::{Encoding, request::Asked};
 use bytes::Bytes;
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::Instant;
 
 /// One watch between its upstream streams and its client.
@@ -45,10 +47,10 @@ pub enum Flow {
 
 impl Relay {
     /// A relay for a watch that was asked for at `asked_at` and has just been answered with 200.
-    pub fn new(encoding: Encoding, asked: &Asked, asked_at: Instant) -> Self {
+    pub fn new(encoding: Encoding, asked: &Asked, asked_at: Instant, room: &Arc<Room>) -> Self {
         Self {
             encoding,
-            splitter: Splitter::new(encoding),
+            splitter: Splitter::new(encoding, room),
             state: WatchState::new(asked, asked_at),
             withheld: None,
         }
@@ -62,11 +64,6 @@ impl Relay {
     /// The watch, to judge attempts or to forbid resuming.
     pub fn state_mut(&mut self) -> &mut WatchState {
         &mut self.state
-    }
-
-    /// How many bytes of an incomplete frame are held back.
-    pub fn held(&self) -> usize {
-        self.splitter.kept()
     }
 
     /// Whether the client is owed an answer that was withheld.

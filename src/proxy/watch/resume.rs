@@ -5,7 +5,7 @@
 //! | 200 with the Content-Type that the client was given | it goes on here |
 //! | 410, or an ERROR event instead of the history | another peer; not this one again: history is per server |
 //! | 429, 5xx | another peer; this one not before its Retry-After |
-//! | none: connecting failed, or it was lost before a head | another peer |
+//! | none: connecting failed, it was lost before a head, or 10 s passed without one | another peer |
 //! | 200 with another Content-Type, any other status (401, 403, 404, 406, …) | no peer will do better: give up |
 //!
 //! A round of attempts lasts 30 s, and ends earlier when no peer is left to ask. Where the watch has
@@ -17,6 +17,9 @@ use std::time::{Duration, Instant};
 const ROUND: Duration = Duration::from_secs(30);
 /// How long it looks for a better answer than the one that is withheld from its client.
 pub const BRIEF: Duration = Duration::from_secs(3);
+/// How long one attempt may take: a server that answers PINGs and nothing else would hold a watch up
+/// for ever, and its client has no time limit of its own.
+pub const ATTEMPT: Duration = Duration::from_secs(10);
 /// The largest jitter before the first attempt of a round; it doubles with each.
 const FIRST_JITTER: Duration = Duration::from_millis(50);
 /// The largest jitter of all: 5,000 nodes may be doing the same at the same moment.
@@ -36,7 +39,7 @@ pub enum Answer<'a> {
     },
     /// The head was accepted, and then an ERROR event came where history was asked for.
     ErrorEvent,
-    /// Connecting failed, or the connection was lost before a head came.
+    /// Connecting failed, or the connection was lost before a head came, or none came in time.
     Unreachable,
 }
 

@@ -36,6 +36,7 @@
 //! | INITIAL, or a frame unread | reset: a clean end would make a partial state look complete |
 
 use super::allowance::Allowance;
+use super::bookmarks::Bookmarks;
 use super::event::{Event, Kind, Unparsed};
 use super::request::Asked;
 use super::resume::{self, Answer, Judgement, Round};
@@ -49,8 +50,6 @@ const TOO_OLD: u16 = 410;
 const MIN_REMAINING_TO_MOVE: Duration = Duration::from_secs(30);
 /// With less of its time left a watch is not worth resuming.
 const MIN_REMAINING: Duration = Duration::from_secs(2);
-/// Looks, one a minute, without a bookmark after which a watch counts as stale.
-const LOOKS_WITHOUT_BOOKMARK: u8 = 3;
 
 /// Whether the versions of the events that come are positions in history.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -94,17 +93,6 @@ pub struct WatchState {
     bookmarks: Bookmarks,
 }
 
-/// Whether bookmarks come that used to come.
-#[derive(Debug, Default)]
-struct Bookmarks {
-    /// One has come since the last look.
-    news: bool,
-    /// One has ever come.
-    had: bool,
-    /// Looks in a row without one.
-    missed: u8,
-}
-
 impl WatchState {
     /// A watch that has just been answered with 200, asked for at `asked_at`.
     pub fn new(asked: &Asked, asked_at: Instant) -> Self {
@@ -127,17 +115,9 @@ impl WatchState {
         }
     }
 
-    /// Called once a minute: true, once, when bookmarks have stayed away for
-    /// [`LOOKS_WITHOUT_BOOKMARK`] of them on a watch that had them. The apiserver sends one a
-    /// minute (`cacher.go`, `bookmarkFrequency`): its watch cache may be stale.
+    /// Called once a minute: true, once, when its bookmarks have stayed away for too long.
     pub fn has_gone_stale(&mut self) -> bool {
-        let bookmarks = &mut self.bookmarks;
-        if std::mem::take(&mut bookmarks.news) || !bookmarks.had {
-            bookmarks.missed = 0;
-            return false;
-        }
-        bookmarks.missed = bookmarks.missed.saturating_add(1);
-        bookmarks.missed == LOOKS_WITHOUT_BOOKMARK
+        self.bookmarks.have_stayed_away()
     }
 
     /// How to ask another apiserver to take it over, if it can be moved without any risk: else
@@ -173,7 +153,7 @@ impl WatchState {
     /// Another apiserver has taken it over; the next frames are of its stream.
     pub fn moved(&mut self, now: Instant) {
         self.leg = Leg::Resumed { strays: 0, settled: false };
-        self.bookmarks.missed = 0;
+        self.bookmarks.begin_anew();
         // Should the history there be too short after all.
         self.round = Some(Round::begin(now, 0));
     }
@@ -275,7 +255,7 @@ impl WatchState {
     /// Moves the phase and the cursor on.
     fn advance(&mut self, event: &Event<'_>) {
         match event.kind {
-            Kind::Bookmark => self.bookmarks = Bookmarks { news: true, had: true, missed: 0 },
+            Kind::Bookmark => self.bookmarks.came(),
             Kind::Error => return self.forbid(Bar::ServerError),
             Kind::Other => self.forbid(Bar::UnknownEvent),
             _ => {}
@@ -315,7 +295,7 @@ impl WatchState {
     ///
     /// `random` is any number, evenly distributed.
     pub fn on_lost(&mut self, now: Instant, random: u64) -> AfterLoss {
-        self.bookmarks.missed = 0;
+        self.bookmarks.begin_anew();
         let round = match self.begin_round(now, Round::begin) {
             Ok(round) => round,
             Err(stop) => return AfterLoss::End(self.ending(), stop),

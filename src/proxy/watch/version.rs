@@ -10,6 +10,10 @@ use std::fmt;
 /// Room for every `u64` (20 digits) without an allocation.
 const INLINE: usize = 22;
 
+/// The longest version that is read. etcd's have 19 digits; one of megabytes, which a frame has room
+/// for, would be kept for as long as its watch runs.
+const MAX_DIGITS: usize = 1024;
+
 /// A position in the history of a resource: a decimal integer greater than zero.
 ///
 /// Zero is no position: as a parameter it means "anything you have", and objects never carry it.
@@ -24,9 +28,10 @@ enum Digits {
 }
 
 impl Version {
-    /// Reads a version; `None` for zero, for nothing, and for what is not only digits.
+    /// Reads a version; `None` for zero, for nothing, for what is not only digits, and for more of
+    /// them than anybody needs.
     pub fn parse(text: &[u8]) -> Option<Self> {
-        if !is_numeric(text) {
+        if text.len() > MAX_DIGITS || !is_numeric(text) {
             return None;
         }
         let significant = strip_zeros(text);
@@ -126,6 +131,8 @@ mod tests {
         assert!(long("") < long("0"));
         assert!(Version::parse(b"9") < Version::parse(b"10"));
         assert_eq!(Version::parse(&[b'0'; 99]), None);
+        assert!(Version::parse(&[b'9'; MAX_DIGITS]).is_some());
+        assert_eq!(Version::parse(&[b'9'; MAX_DIGITS + 1]), None, "more than anybody needs");
     }
 
     proptest! {

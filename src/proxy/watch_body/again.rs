@@ -2,6 +2,7 @@
 
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use http::Request;
 
@@ -12,6 +13,9 @@ use crate::proxy::watch::verdict::Reissue;
 use crate::upstream::connection::Connection;
 use crate::upstream::endpoint::{Endpoint, EndpointState};
 use crate::upstream::pool::ClassPool;
+
+/// More than any watch waits.
+const LONGEST_REST: Duration = Duration::from_secs(3600);
 
 /// What is needed to ask again.
 pub(super) struct Again {
@@ -27,6 +31,8 @@ pub(super) struct Again {
     pub(super) refused: bool,
     /// Endpoints that are not to be asked again in this round: their history is too short.
     pub(super) shunned: Vec<Arc<Endpoint>>,
+    /// Endpoints that are not to be asked before a time that they have named (Retry-After).
+    pub(super) resting: Vec<(Arc<Endpoint>, Instant)>,
 }
 
 impl Again {
@@ -45,16 +51,43 @@ impl Again {
         endpoints.iter().any(|e| !self.shunned.iter().any(|shunned| Arc::ptr_eq(shunned, e)))
     }
 
-    /// Whether there is an endpoint that can be asked now, other than the last one.
+    /// Whether there is an endpoint that can be asked, other than the last one.
     pub(super) fn has_others(&self) -> bool {
-        use EndpointState::{Ejected, Leaving, NoH2};
-        let endpoints = self.line.pool.upstream().endpoints.load();
         let lost = self.lost.as_ref().map(|connection| &connection.endpoint);
-        endpoints.iter().any(|e| {
-            !matches!(e.state(), Ejected | NoH2 | Leaving)
-                && lost.is_none_or(|lost| !Arc::ptr_eq(lost, e))
-                && !self.shunned.iter().any(|shunned| Arc::ptr_eq(shunned, e))
+        self.line.pool.upstream().endpoints.load().iter().any(|endpoint| {
+            lost.is_none_or(|lost| !Arc::ptr_eq(lost, endpoint)) && self.can_be_asked(endpoint)
         })
+    }
+
+    fn can_be_asked(&self, endpoint: &Arc<Endpoint>) -> bool {
+        use EndpointState::{Ejected, Leaving, NoH2};
+        !matches!(endpoint.state(), Ejected | NoH2 | Leaving)
+            && !self.shunned.iter().any(|shunned| Arc::ptr_eq(shunned, endpoint))
+    }
+
+    /// The last one asked has named a time to be asked again: after this pause.
+    pub(super) fn rest_lost(&mut self, now: Instant, pause: Duration) {
+        if let Some(lost) = &self.lost {
+            let until = now + pause.min(LONGEST_REST);
+            self.resting.retain(|(resting, _)| !Arc::ptr_eq(resting, &lost.endpoint));
+            self.resting.push((Arc::clone(&lost.endpoint), until));
+        }
+    }
+
+    /// How long until one of those that can be asked does not rest.
+    pub(super) fn until_rested(&self, now: Instant) -> Duration {
+        let endpoints = self.line.pool.upstream().endpoints.load();
+        let pauses = endpoints.iter().filter(|endpoint| self.can_be_asked(endpoint)).map(|e| {
+            let until = self.resting.iter().find(|(resting, _)| Arc::ptr_eq(resting, e));
+            until.map_or(Duration::ZERO, |(_, until)| until.saturating_duration_since(now))
+        });
+        pauses.min().unwrap_or_default()
+    }
+
+    /// Whom not to ask at this time.
+    pub(super) fn not_to_ask(&self, at: Instant) -> Vec<Arc<Endpoint>> {
+        let resting = self.resting.iter().filter(|(_, until)| *until > at).map(|(e, _)| e);
+        self.shunned.iter().chain(resting).cloned().collect()
     }
 
     /// Whether there is a ready endpoint that was not asked in this round.

@@ -1,18 +1,19 @@
 //! A watch without a stream asks one apiserver after another to go on with it.
 //!
 //! [`crate::proxy::watch::resume`] judges their answers. While it lasts the client waits; where it
-//! is owed an answer already, each of the others is asked once, and not for long.
+//! is owed an answer already, each of the others is asked once, and not for long, and only while
+//! there is a budget for that.
 
 use std::rc::Rc;
 use std::time::Duration;
 
 use http::{HeaderMap, StatusCode, header};
-use tokio::time::{sleep, timeout};
+use tokio::time::sleep;
 
 use super::running::Running;
-use super::{Answered, Leg, WatchBody, text};
+use super::{Answered, Leg, Unanswered, WatchBody, text};
 use crate::proxy::line::reissue;
-use crate::proxy::watch::resume::{Answer, BRIEF, Shun};
+use crate::proxy::watch::resume::{ATTEMPT, Answer, BRIEF, Shun};
 use crate::proxy::watch::verdict::{AfterAttempt, Ending};
 use crate::upstream::pool::After;
 
@@ -26,18 +27,16 @@ impl WatchBody {
         let line = Rc::clone(&self.again.line);
         let class = Rc::clone(&self.again.class);
         let lost = self.again.lost.clone();
-        let shunned = self.again.shunned.clone();
+        let shunned = self.again.not_to_ask(now + delay);
         let refused = self.again.refused;
-        let limit = self.relay.withholds().then_some(BRIEF);
+        let limit = if self.relay.withholds() { BRIEF } else { ATTEMPT };
         let mut closing = self.again.closing.clone();
         self.leg = Leg::Asking(Box::pin(async move {
             let attempt = async {
                 sleep(delay).await;
                 let after = if refused { After::Refusal } else { After::Silence };
                 let after = lost.as_ref().map(after);
-                let asking = reissue(&line, &class, head, after, &shunned);
-                let Some(limit) = limit else { return asking.await };
-                timeout(limit, asking).await.map_err(|_| "no answer".to_owned())?
+                reissue(&line, &class, head, after, &shunned, limit).await
             };
             tokio::select! {
                 answer = attempt => Some(answer),
@@ -56,7 +55,7 @@ impl WatchBody {
         }
     }
 
-    pub(super) fn answered(&mut self, answer: Result<Answered, String>) {
+    pub(super) fn answered(&mut self, answer: Result<Answered, Unanswered>) {
         let now = std::time::Instant::now();
         let content_type;
         let judged = match &answer {
@@ -113,7 +112,11 @@ impl WatchBody {
                 }
                 self.after(next, &format!("{} there", answered.head.status));
             }
-            Err(why) => self.after(next, &why),
+            Err(Unanswered { why, by }) => {
+                // Rather somebody else next time.
+                self.again.lost = by.or(self.again.lost.take());
+                self.after(next, &why);
+            }
         }
     }
 
@@ -121,13 +124,19 @@ impl WatchBody {
         match next {
             AfterAttempt::Accept => {}
             AfterAttempt::Another { delay, shun } => {
-                let delay = match shun {
-                    // Nobody else to ask: when it says, unless that is too long to be silent.
-                    Shun::For(pause) if !self.again.has_others() => delay.max(pause),
-                    _ => delay,
-                };
-                if delay > MAX_SILENCE {
+                let now = std::time::Instant::now();
+                if let Shun::For(pause) = shun {
+                    self.again.rest_lost(now, pause);
+                }
+                // Nobody else to ask: when they say, unless that is too long to be silent.
+                let delay = delay.max(self.again.until_rested(now));
+                let patience = if self.relay.withholds() { BRIEF } else { MAX_SILENCE };
+                if delay > patience {
                     self.give_up(self.relay.state().ending(), why);
+                    return;
+                }
+                if self.relay.withholds() && !self.again.line.may_ask_another() {
+                    self.pass_on_withheld();
                     return;
                 }
                 tracing::debug!(reason = why, "watch asks another apiserver");
@@ -140,15 +149,19 @@ impl WatchBody {
     /// Nobody takes it.
     fn give_up(&mut self, ending: Ending, why: &str) {
         let metrics = &self.again.line.metrics;
-        let Some(answer) = self.relay.take_withheld() else {
+        if !self.relay.withholds() {
             metrics.watch_resumed("gave_up");
             return self.finish(ending, why);
-        };
-        // The server that was asked first has had the last word: it has ended the watch, with this.
+        }
         metrics.watch_resumed("too_old");
         tracing::debug!(reason = why, "no apiserver has the history that a watch asks for");
+        self.pass_on_withheld();
+    }
+
+    /// The server that was asked first has had the last word: it has ended the watch, with this.
+    fn pass_on_withheld(&mut self) {
         self.leg = Leg::Done(None);
-        self.out.push_back(answer);
+        self.out.extend(self.relay.take_withheld());
         self.outcome.complete();
     }
 

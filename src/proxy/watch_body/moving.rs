@@ -11,10 +11,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http::header;
-use tokio::time::{Instant, timeout};
+use tokio::time::Instant;
 
 use super::running::Running;
-use super::{Answered, Attempt, Leg, WatchBody, text};
+use super::{Answered, Attempt, Leg, Unanswered, WatchBody, text};
 use crate::proxy::line::open;
 use crate::proxy::watch::resume::{Answer, Judgement, judge};
 use crate::upstream::offers::Who;
@@ -67,19 +67,16 @@ impl WatchBody {
         let need = Need { watch: true, shun: &others, ..Need::default() };
         let Some(permit) = pool.try_acquire(&self.again.class, need) else { return };
         let line = Rc::clone(&self.again.line);
-        let attempt = Box::pin(async move {
-            timeout(patience, open(&line, permit, head))
-                .await
-                .map_err(|_| "no answer".to_owned())?
-        });
+        let attempt =
+            Box::pin(async move { open(&line, permit, head, Instant::now() + patience).await });
         let Leg::Running(from) = std::mem::replace(&mut self.leg, Leg::Done(None)) else { return };
         self.leg = Leg::Moving(Box::new(Moving { from, attempt }));
     }
 
     /// The other apiserver has answered, or not.
-    pub(super) fn moved(&mut self, answer: Result<Answered, String>) {
+    pub(super) fn moved(&mut self, answer: Result<Answered, Unanswered>) {
         let Leg::Moving(moving) = std::mem::replace(&mut self.leg, Leg::Done(None)) else { return };
-        let taken = answer.and_then(|answered| {
+        let taken = answer.map_err(|unanswered| unanswered.why).and_then(|answered| {
             let status = answered.head.status.as_u16();
             let content_type = text(&answered.head.headers, &header::CONTENT_TYPE);
             let head =

@@ -1,9 +1,10 @@
 //! Properties over random histories, random chunks and random losses.
 
 use super::super::Encoding::{self, Json, Protobuf};
-use super::super::frame::Splitter;
+use super::super::frame::{Cut, FRAME_CAP, Splitter};
 use super::super::relay::{Flow, Relay};
-use super::super::verdict::AfterLoss;
+use super::super::room::Room;
+use super::super::verdict::{AfterLoss, Ending};
 use super::model::{asked, digest, encode, json_event, split};
 use bytes::Bytes;
 use proptest::prelude::*;
@@ -35,7 +36,7 @@ proptest! {
         let frames: Vec<_> =
             paddings.iter().zip(1..).map(|(p, v)| encode(encoding, "ADDED", v, p)).collect();
         let stream = frames.concat();
-        let mut splitter = Splitter::new(encoding);
+        let mut splitter = Splitter::new(encoding, &Room::with(usize::MAX));
         let out = split(&mut splitter, &chunks(&stream, &cuts), usize::MAX);
         // A newline that comes alone, after its object, comes out alone.
         let out: Vec<_> = out.iter().map(|f| f.trim_ascii_end()).filter(|f| !f.is_empty()).collect();
@@ -88,7 +89,7 @@ proptest! {
             events[from..].iter().flat_map(|(_, bytes, _)| bytes.clone()).collect()
         };
         let start = Instant::now();
-        let mut relay = Relay::new(encoding, &asked("100"), start);
+        let mut relay = Relay::new(encoding, &asked("100"), start, &Room::with(usize::MAX));
         let mut client = Vec::new();
         let mut cursor = 100;
         let mut stray_next = false;
@@ -123,7 +124,7 @@ fn cut_at_every_byte() {
         for at in 0..=stream.len() {
             let chunks =
                 [Bytes::copy_from_slice(&stream[..at]), Bytes::copy_from_slice(&stream[at..])];
-            let mut splitter = Splitter::new(encoding);
+            let mut splitter = Splitter::new(encoding, &Room::with(usize::MAX));
             let out = split(&mut splitter, &chunks, usize::MAX);
             assert_eq!(out.concat(), stream, "{at}");
             assert!(splitter.at_boundary());
@@ -141,7 +142,7 @@ fn pretty_and_unseparated_objects_come_out_whole() {
         for step in [1, 2, 5, 1000] {
             let chunks: Vec<_> =
                 stream.as_bytes().chunks(step).map(Bytes::copy_from_slice).collect();
-            let mut splitter = Splitter::new(Json);
+            let mut splitter = Splitter::new(Json, &Room::with(usize::MAX));
             let out = split(&mut splitter, &chunks, usize::MAX);
             assert_eq!(out.concat(), stream.as_bytes());
             assert!(splitter.at_boundary());
@@ -154,7 +155,7 @@ fn pretty_and_unseparated_objects_come_out_whole() {
 
 #[test]
 fn a_burst_leaves_as_one_slice_of_its_chunk() {
-    let mut relay = Relay::new(Json, &asked("1"), Instant::now());
+    let mut relay = Relay::new(Json, &asked("1"), Instant::now(), &Room::with(usize::MAX));
     let events: Vec<_> = (2..50).map(|v| json_event("MODIFIED", v, "x")).collect();
     let chunk = Bytes::from(events.concat());
     let mut out = Vec::new();
@@ -163,4 +164,162 @@ fn a_burst_leaves_as_one_slice_of_its_chunk() {
     assert_eq!(out.len(), 1);
     assert_eq!(out[0].as_ptr(), chunk.as_ptr());
     assert_eq!(relay.state().cursor().unwrap().as_str(), "49");
+}
+
+/// A frame above the cap comes out in pieces, however it came in; lost in its middle it must not look
+/// complete, and after it the watch goes on as soon as one has come whole.
+#[test]
+fn a_frame_above_the_cap_passes_in_pieces() {
+    for encoding in [Json, Protobuf] {
+        let start = Instant::now();
+        let frame = encode(encoding, "ADDED", 6, &"x".repeat(FRAME_CAP + 100_000));
+        for whole in [false, true] {
+            let room = Room::with(usize::MAX);
+            let mut relay = Relay::new(encoding, &asked("5"), start, &room);
+            let came = if whole { &frame[..] } else { &frame[..frame.len() - 20] };
+            let mut out = Vec::new();
+            for piece in came.chunks(64 << 10) {
+                let step = relay
+                    .push(&Bytes::copy_from_slice(piece), |bytes| out.extend_from_slice(&bytes));
+                assert_eq!(step.flow, Flow::Continue);
+                assert!(room.held() <= FRAME_CAP, "{}", room.held());
+            }
+            assert!(out == came, "{encoding:?}: {} of {} bytes", out.len(), came.len());
+            assert_eq!(room.held(), 0, "nothing of it is needed any more");
+            let ending = if whole { Ending::Clean } else { Ending::Reset };
+            let loss = relay.on_lost(start, 0);
+            assert!(
+                matches!(loss, AfterLoss::End(how, _) if how == ending),
+                "{encoding:?} {whole}: {loss:?}"
+            );
+        }
+        let mut relay = Relay::new(encoding, &asked("5"), start, &Room::with(usize::MAX));
+        for piece in frame.chunks(64 << 10) {
+            relay.push(&Bytes::copy_from_slice(piece), drop);
+        }
+        relay.push(&Bytes::from(encode(encoding, "ADDED", 7, "")), drop);
+        assert_eq!(relay.on_lost(start, 0), AfterLoss::Resume(Duration::ZERO));
+    }
+}
+
+/// Whatever is held anywhere is counted, and given back with the last who has it.
+#[test]
+fn all_watches_together_hold_no_more_than_there_is_room_for() {
+    for encoding in [Json, Protobuf] {
+        let room = Room::with(10_000);
+        let frame = encode(encoding, "ADDED", 7, &"x".repeat(3_000));
+        let (most, rest) = frame.split_at(frame.len() - 20);
+        let mut watches: Vec<_> = (0..20).map(|_| Splitter::new(encoding, &room)).collect();
+        let mut passed = 0;
+        for splitter in &mut watches {
+            // In pieces, as the network has them: a frame may run out of room in its middle.
+            for piece in most.chunks(1_000) {
+                match splitter.cut(piece) {
+                    Cut::Partial => assert!(!splitter.in_oversized()),
+                    Cut::Oversized { kept, len, ends, .. } => {
+                        passed += kept.len() + len;
+                        assert_eq!((len, ends), (piece.len(), false));
+                    }
+                    cut => panic!("{cut:?}"),
+                }
+            }
+            assert!(room.held() <= 10_000, "{}", room.held());
+        }
+        let kept: usize = watches.iter().map(Splitter::kept).sum();
+        assert_eq!(kept + passed, 20 * most.len());
+        assert!(kept >= 2 * most.len() && kept <= room.held(), "{kept} of {}", room.held());
+
+        // Each ends where it ends, kept or passed; what was kept waits for its client, and counts.
+        let mut waiting = Vec::new();
+        for splitter in &mut watches {
+            match splitter.cut(rest) {
+                Cut::Joined(20, whole) => {
+                    assert_eq!(whole, frame);
+                    waiting.push(whole);
+                }
+                Cut::Oversized { kept, len: 20, ends: true, .. } => {
+                    assert!(kept.len() < most.len());
+                }
+                cut => panic!("{cut:?}"),
+            }
+            assert!(splitter.at_boundary());
+        }
+        assert!(waiting.len() >= 2 && room.held() >= waiting.len() * frame.len());
+        // What needs no room has it all the same.
+        assert_eq!(watches[0].cut(&frame), Cut::Whole(frame.len()));
+        drop(waiting);
+        assert_eq!(room.held(), 0);
+        assert_eq!(watches[0].cut(most), Cut::Partial);
+        drop(watches);
+        assert_eq!(room.held(), 0);
+    }
+}
+
+#[test]
+fn without_room_frames_still_end_where_they_end() {
+    for encoding in [Json, Protobuf] {
+        let frames: Vec<_> = (1..4).map(|v| encode(encoding, "ADDED", v, "a{}\\\"\n}")).collect();
+        let stream = frames.concat();
+        for step in [1, 2, 3, 5, 7, 64] {
+            let mut splitter = Splitter::new(encoding, &Room::with(0));
+            let (mut at, mut ends) = (0, Vec::new());
+            for chunk in stream.chunks(step) {
+                let mut rest = chunk;
+                while !rest.is_empty() {
+                    let (len, end) = match splitter.cut(rest) {
+                        Cut::Whole(len) | Cut::Joined(len, _) => (len, true),
+                        Cut::Oversized { len, ends, .. } => (len, ends),
+                        Cut::Blank(len) => (len, false),
+                        Cut::Partial => (rest.len(), false),
+                    };
+                    (at, rest) = (at + len, &rest[len..]);
+                    if end {
+                        ends.push(at);
+                    }
+                    assert!(splitter.kept() <= 4);
+                }
+            }
+            assert_eq!(ends.len(), frames.len(), "{encoding:?} {step}: {ends:?}");
+            // A newline that comes later is a blank between frames.
+            let wanted = |n: usize| frames[..=n].concat().len();
+            let right =
+                |n: usize| ends[n] == wanted(n) || encoding == Json && ends[n] + 1 == wanted(n);
+            assert!((0..frames.len()).all(right), "{encoding:?} {step}: {ends:?}");
+            assert!(splitter.at_boundary());
+        }
+    }
+}
+
+/// The work for a piece must not grow with what is kept already, nor with what follows it. These take
+/// less than a second; where the work did grow, many minutes.
+#[test]
+fn no_order_of_bytes_makes_cutting_slow() {
+    const SIZE: usize = 1 << 20;
+    let took = |stream: &[u8], step: usize| {
+        let begun = Instant::now();
+        let mut splitter = Splitter::new(Json, &Room::with(usize::MAX));
+        for chunk in stream.chunks(step) {
+            let mut at = 0;
+            while at < chunk.len() {
+                at += match splitter.cut(&chunk[at..]) {
+                    Cut::Whole(len)
+                    | Cut::Blank(len)
+                    | Cut::Joined(len, _)
+                    | Cut::Oversized { len, .. } => len,
+                    Cut::Partial => chunk.len() - at,
+                };
+            }
+        }
+        begun.elapsed()
+    };
+    let mut blank = vec![b' '; SIZE];
+    blank[0] = b'{';
+    for (name, stream, step) in [
+        ("blanks, byte by byte", blank, 1),
+        ("objects without newlines", b"{}".repeat(SIZE), 2 * SIZE),
+    ] {
+        let hostile = took(&stream, step);
+        println!("{name}: {hostile:?}");
+        assert!(hostile < Duration::from_secs(30), "{name}: {hostile:?}");
+    }
 }

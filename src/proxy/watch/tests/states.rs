@@ -293,6 +293,23 @@ fn attempts() {
         assert_eq!(state.on_lost(start, 0), RESUME);
         assert_eq!(state.on_answer(answer, json, peers_left, now, 0), wanted, "{answer:?}");
     }
+    // Somebody who always says "at once" is asked for so long, and no oftener than the jitter allows.
+    let mut state = after(&asked("5"), vec![event(Kind::Added, "6")], start);
+    assert_eq!(state.on_lost(start, 0), RESUME);
+    let busy =
+        Answer::Head { status: 429, content_type: Some(json), retry_after: Some(Duration::ZERO) };
+    let (mut now, mut asked_again) = (start, 0);
+    while let AfterAttempt::Another { delay, shun } =
+        state.on_answer(busy, json, true, now, u64::MAX / 2)
+    {
+        assert_eq!(shun, Shun::For(Duration::ZERO));
+        now += delay;
+        asked_again += 1;
+    }
+    assert!((20..40).contains(&asked_again), "{asked_again}");
+    assert!(now < start + Duration::from_secs(32), "{:?}", now - start);
+    assert_eq!(state.ending(), Ending::Clean);
+
     // An unanswered restart of a watch without a position cannot end cleanly.
     let mut state = WatchState::new(&asked(""), start);
     assert_eq!(state.on_lost(start, 0), RESTART);

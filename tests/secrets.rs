@@ -258,8 +258,8 @@ async fn nothing_leaks(format: &str) {
     assert!(log.lines().any(|line| refused(&line)), "discovery is refused:\n{log}");
     let lines = |part: &str| log.lines().filter(|line| line.contains(part)).count();
     assert!(lines("/configmaps") >= 10, "every request has its line:\n{log}");
-    let reused = lines("reused=true") + lines("\"reused\":true");
-    assert!(reused > 0, "requests go on connections that are open already");
+    let warm = lines("reused=true") + lines("\"reused\":true");
+    assert!(warm > 0, "requests go on connections that are open already");
     assert!(lines("TRACE") > 100, "the log is as loud as it can be");
     assert!(lines("?access_token=***") == 1, "and the query is there, masked");
     said.push_str(&log);

@@ -90,7 +90,7 @@ table! {
     RETRIES = Counter "jackstay_retries_total" ["reason"] "requests",
         "Requests that were sent again.";
     HEDGES = Counter "jackstay_hedges_total" ["outcome"] "requests",
-        "Second attempts beside one that waits, by who answered: original, hedge, or neither (failed); over_budget was not made.";
+        "Second attempts beside one that waits, by who answered: original, hedge, or neither (failed); over the budget none is made.";
     WATCH_RESUMES = Counter "jackstay_watch_resumes_total" ["outcome"] "watches",
         "Watches that lost their apiserver or were refused by it with 410 (withheld, or passed on for want of a budget), and whether they went on; barred and oversized: not lost, but what came stands in the way of resuming them.";
     STALE_WATCHES = Counter "jackstay_stale_watches_total" ["upstream", "endpoint"] "watches",

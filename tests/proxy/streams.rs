@@ -44,7 +44,8 @@ async fn many_watches_use_few_connections_and_none_waits() {
         .collect();
     println!("350 watches on {used:?}, the slowest began after {slowest:?}");
     assert_eq!(used.len(), 4, "{used:?}");
-    assert_eq!(proxy.metric("jackstay_stream_waits_total").await, waits, "watches that waited");
+    let waited = proxy.metric("jackstay_stream_waits_total").await - waits;
+    assert!(waited < 1.0, "{waited} watches waited");
     let kind = jackstay::demo::kinds::find("", "v1", "configmaps").unwrap();
     world.cluster.create(kind, "default", map("a", "1"), false).unwrap();
     for watch in &mut watches {
@@ -141,7 +142,8 @@ async fn streams_run_out_visibly() {
     for _ in 0..20 {
         assert_eq!(soon("a read", client.get(MAPS)).await.unwrap().status, 200);
     }
-    assert_eq!(proxy.metric("jackstay_stream_waits_total").await, waits, "reads that waited");
+    let waited = proxy.metric("jackstay_stream_waits_total").await - waits;
+    assert!(waited < 1.0, "{waited} reads waited");
     // Then nothing is left at all.
     world.servers[0].hang(true);
     let (one, two) = (client.get(MAPS), client.get(MAPS));

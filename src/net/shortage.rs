@@ -24,6 +24,10 @@ pub fn raise_descriptor_limit() -> io::Result<u64> {
     if read != 0 {
         return Err(io::Error::last_os_error());
     }
+    if limit.rlim_cur == limit.rlim_max {
+        // Not asked for what is there: a service manager's filter may forbid the call.
+        return Ok(limit.rlim_cur);
+    }
     limit.rlim_cur = limit.rlim_max;
     // SAFETY: the kernel reads one `rlimit` at a pointer to a live one.
     #[allow(unsafe_code)]

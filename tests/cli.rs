@@ -169,6 +169,28 @@ impl Drop for Running {
     }
 }
 
+/// Once it has started it holds less than the start took: the kernel keeps the peak, so that nothing
+/// has to be looked at in time.
+#[test]
+fn what_the_start_took_is_given_back() {
+    let running = Running::start(&["--listen", "127.0.0.1:0", "--upstream", "127.0.0.1:9"]);
+    let file = format!("/proc/{}/status", running.child.id());
+    let began = Instant::now();
+    loop {
+        let status = std::fs::read_to_string(&file).expect("a process");
+        let kib = |key: &str| -> u64 {
+            let line = status.lines().find_map(|line| line.strip_prefix(key)).expect("a figure");
+            line.trim_matches(|c: char| !c.is_ascii_digit()).parse().expect("a number")
+        };
+        let (now, peak) = (kib("VmRSS:"), kib("VmHWM:"));
+        if now * 4 < peak * 3 {
+            return;
+        }
+        assert!(began.elapsed() < PATIENCE, "{now} of {peak} KiB");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
 fn states(status: &Value) -> Vec<&str> {
     let endpoints = status["upstreams"][0]["endpoints"].as_array().expect("endpoints");
     endpoints.iter().map(|e| e["state"].as_str().expect("a state")).collect()

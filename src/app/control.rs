@@ -23,6 +23,7 @@ use super::worker::{Assignment, Order, Part};
 use crate::admin::{Admin, CONNECTION_TIME, Facts as _, Left};
 use crate::control::discovery::{self, Surroundings};
 use crate::control::{certificates, watchdog};
+use crate::net::footprint;
 use crate::net::inherited::Inherited;
 use crate::net::notify::ServiceManager;
 use crate::net::serving::ServingTls;
@@ -34,6 +35,8 @@ use crate::upstream::pool::Upstream;
 const UPKEEP: Duration = Duration::from_secs(1);
 /// How often the configuration file is looked at: a change is followed when it has lasted as long.
 const LOOK: Duration = Duration::from_secs(1);
+/// When the start is over: every file is read and every endpoint has been tried.
+const STARTED: Duration = Duration::from_secs(1);
 /// How long the workers may take to follow before that is worth a warning.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// How long a process that takes over waits for an apiserver of every upstream, while its predecessor
@@ -95,6 +98,12 @@ impl Control {
             loop {
                 ticks.tick().await;
                 metrics.upkeep();
+            }
+        });
+        spawn_local(async {
+            sleep(STARTED).await;
+            if let Err(error) = footprint::forget_start() {
+                tracing::debug!(%error, "the code of the start stays in memory");
             }
         });
         let facts = Arc::clone(&self.facts);

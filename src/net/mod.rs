@@ -7,6 +7,7 @@ pub mod anyone;
 pub mod bounded_file;
 pub mod cork;
 pub mod descriptors;
+pub mod footprint;
 pub mod inherited;
 pub mod intercepted;
 pub mod interfaces;

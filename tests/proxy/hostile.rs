@@ -12,7 +12,8 @@ use jackstay::demo::client::{Client, next_data};
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
-async fn before(peers: &Peers, certs: &Certs) -> Proxy {
+/// A proxy before these peers that suspects none of them soon: what each is asked can be counted.
+pub async fn before(peers: &Peers, certs: &Certs) -> Proxy {
     let proxy = certs.start(patient(certs.config(&peers.addresses)));
     proxy.ready(peers.addresses.len()).await;
     proxy

@@ -1,17 +1,17 @@
 //! The retry table, every cell, by real frames: what the client sees, and how often the request
 //! was seen by a server.
 
+use crate::hostile::before;
 use crate::peer::{
     Act, CANCEL, END_HEADERS, HEADERS, INTERNAL_ERROR, NO_ERROR, Peers, REFUSED_STREAM, Reply,
     fields, frame, goaway, reset,
 };
-use crate::support::{Certs, MAPS, h2_error, patient, soon};
+use crate::support::{Certs, MAPS, h2_error, soon};
 use bytes::BytesMut;
 use http::Method;
 use jackstay::demo::client::{Client, next_data};
 use serde_json::Value;
 use std::io;
-use std::time::Duration;
 
 /// A request of the table.
 struct Row {
@@ -275,8 +275,7 @@ async fn check(client: &Client, peers: &Peers, http2: bool) -> usize {
 async fn every_cell() {
     let certs = Certs::new();
     let peers = Peers::start(&certs, 2);
-    let proxy = certs.start(patient(certs.config(&peers.addresses)));
-    proxy.ready(2).await;
+    let proxy = before(&peers, &certs).await;
     let client = proxy.client(&certs.credentials()).await;
     let cells = check(&client, &peers, true).await;
     println!("{cells} cells over HTTP/2, one client connection");
@@ -288,8 +287,7 @@ async fn every_cell() {
 async fn truncation_over_http1() {
     let certs = Certs::new();
     let peers = Peers::start(&certs, 2);
-    let proxy = certs.start(patient(certs.config(&peers.addresses)));
-    proxy.ready(2).await;
+    let proxy = before(&peers, &certs).await;
     peers.script.usually(Reply::ok("{}"));
     for (name, stage, act) in faults() {
         for row in rows().iter().filter(|row| row.kind != Kind::Watch) {
@@ -318,8 +316,7 @@ async fn truncation_over_http1() {
 async fn half_a_head() {
     let certs = Certs::new();
     let peers = Peers::start(&certs, 2);
-    let proxy = certs.start(patient(certs.config(&peers.addresses)));
-    proxy.ready(2).await;
+    let proxy = before(&peers, &certs).await;
     let client = proxy.client(&certs.credentials()).await;
     for row in rows() {
         let half = Act::raw(|id| {
@@ -342,11 +339,7 @@ async fn half_a_head() {
 async fn a_body_that_is_not_held_is_not_sent_again() {
     let certs = Certs::new();
     let peers = Peers::start(&certs, 2);
-    let mut config = certs.config(&peers.addresses);
-    // A peer that is slow here is not suspect: it would be asked twice.
-    config.upstreams[0].health.suspect_after = Some(Duration::from_secs(1));
-    let proxy = certs.start(config);
-    proxy.ready(2).await;
+    let proxy = before(&peers, &certs).await;
     let client = proxy.client(&certs.credentials()).await;
     peers.script.usually(Reply::ok("{}"));
     for (size, status, seen) in [(1 << 20, 200, 2), (4 << 20, 502, 1)] {

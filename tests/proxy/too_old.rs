@@ -2,8 +2,9 @@
 //! What one refuses is asked of the others, once each, and the client sees the refusal only when all
 //! of them agree on it.
 
+use crate::hostile::before;
 use crate::peer::{Act, Peers, Reply};
-use crate::support::{Certs, MAPS, patient, soon};
+use crate::support::{Certs, MAPS, soon};
 use http::Method;
 use jackstay::demo::client::{Client, next_data};
 
@@ -142,8 +143,7 @@ async fn ask(client: &Client, path: &str, name: &str) -> (u16, String) {
 async fn others_are_asked_before_the_client_hears_of_it() {
     let certs = Certs::new();
     let peers = Peers::start(&certs, 3);
-    let proxy = certs.start(patient(certs.config(&peers.addresses)));
-    proxy.ready(3).await;
+    let proxy = before(&peers, &certs).await;
     let client = proxy.client(&certs.credentials()).await;
     peers.script.usually(Reply::ok(&format!("{SECOND}\n")));
     for row in rows() {

@@ -1,8 +1,9 @@
 //! A write happens at most once, whatever happens to the servers meanwhile: every write carries an
 //! Audit-ID, and the servers count them.
 
+use crate::hostile::before;
 use crate::peer::{Act, Peers, REFUSED_STREAM, Reply, reset};
-use crate::support::{Certs, MAPS, World, long, map, patient, soon, until};
+use crate::support::{Certs, MAPS, World, long, map, soon, until};
 use http::Method;
 use jackstay::demo::client::Client;
 use jackstay::demo::hole::{Direction, Hole};
@@ -178,8 +179,7 @@ fn refused() -> Act {
 async fn a_body_is_held_up_to_its_bound() {
     let certs = Certs::new();
     let peers = Peers::start(&certs, 2);
-    let proxy = certs.start(patient(certs.config(&peers.addresses)));
-    proxy.ready(2).await;
+    let proxy = before(&peers, &certs).await;
     let client = proxy.client(&certs.credentials()).await;
     let send = async |size: usize, act: Act| {
         peers.script.play([act]);

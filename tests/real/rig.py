@@ -843,6 +843,12 @@ class Rig:
         user = event["user"]
         return user.get("username"), sorted(user.get("groups", [])), event
 
+    def trail(self, ident):
+        """Which apiservers saw a request, from when until when and with what end: one line for people."""
+        seen = self.audit(lambda e: e["auditID"] == ident)
+        return "; ".join(f"{e['server']} {e['requestReceivedTimestamp'][11:23]} to {e['stageTimestamp'][11:23]} {e['stage']} "
+                         f"{e.get('responseStatus', {}).get('code', '')}" for e in seen) or "none has it in its log"
+
     def rows(self, server):
         return sum(1 for _ in open(self.apiservers[server].audit, errors="replace"))
 

@@ -156,7 +156,9 @@ class Loaded(Jackstayed):
             self.assertEqual([f for f in writes if not writes_may_fail or not self.in_flight(f, grace)], [], f"faults at {self.struck}")
         if slowest_read:
             with self.subTest(f"{what}: no read waits"):
-                self.assertLessEqual(report["requests"]["read"]["slowest_ms"], slowest_read * 1000 * NOISE)
+                slowest = report["requests"]["read"]
+                self.assertLessEqual(slowest["slowest_ms"], slowest_read * 1000 * NOISE,
+                                     f"{slowest['slowest']} after {slowest['slowest_at']:.1f} s; the apiservers: {self.rig.trail(slowest['slowest_audit_id'])}")
         watches = report["watches"]
         with self.subTest(f"{what}: events"):
             self.assertEqual((watches["lost"], watches["duplicated"], watches["backwards"], watches["relists"]), (0, 0, 0, 0),

@@ -28,6 +28,8 @@ type tally struct {
 	NoStatus  int     `json:"failed_without_status"`
 	SlowestMs float64 `json:"slowest_ms"`
 	SlowestAt float64 `json:"slowest_at"`
+	Slowest   string  `json:"slowest"` // what was asked
+	SlowestID string  `json:"slowest_audit_id"`
 	MaxGapMs  float64 `json:"max_gap_ms"` // the longest time in which none succeeded
 	MaxGapAt  float64 `json:"max_gap_at"`
 	HTTP1     int     `json:"http1,omitempty"`
@@ -111,6 +113,7 @@ func (l *ledger) request(kind, op, path string, a answer) {
 	t.latencies = append(t.latencies, took)
 	if took > t.SlowestMs {
 		t.SlowestMs, t.SlowestAt = took, a.start.Sub(l.started).Seconds()
+		t.Slowest, t.SlowestID = op+" "+path, a.auditID
 	}
 	if a.ok() {
 		t.gap(a.end, l.started)

@@ -867,6 +867,9 @@ class Rig:
         self.faults.clear()
         for apiserver in self.apiservers.values():
             apiserver.ensure_well()
+        # An apiserver has a connection to etcd for each kind of object, and /readyz asks on one of its
+        # own: after packets were lost the others wait for their next retransmission, for seconds.
+        wait_for("etcd's connections to go on", lambda: "backoff:" not in sh("ss", "-Htni", "( sport = :2379 or dport = :2379 )").stdout, 60)
 
 
 class NodeWatch(threading.Thread):

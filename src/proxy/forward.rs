@@ -12,14 +12,14 @@ use std::cell::Cell;
 use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use h2::RecvStream;
 use h2::client::ResponseFuture;
 use http::{Request, Response, StatusCode, response};
-use tokio::time::{Instant, timeout};
+use tokio::time::Instant;
 
+use super::beginning::{beginning, is_awaited};
 use super::body::{Body, Full, Stream};
 use super::closing::Closing;
 use super::hygiene;
@@ -38,10 +38,6 @@ use crate::upstream::pool::{After, ClassPool, Need, Unavailable};
 /// Attempts at one request, the first included. Each failure is another connection lost; more of
 /// them within one request is an outage, and the client should hear of it.
 const ATTEMPTS: u32 = 5;
-
-/// How long the head of a log waits for the first line. One that is followed may be silent for as
-/// long as its container is, and its client wants to know that it listens.
-const LOG_HEAD: Duration = Duration::from_secs(1);
 
 /// Attempts side by side, the first included.
 const LEGS: u32 = 4;
@@ -268,7 +264,7 @@ impl Outgoing {
         }
     }
 
-    /// Waits for the head, and for those that may be sent again also for the first of the body:
+    /// Waits for the head, and for those that may be sent again also for the beginning of the body:
     /// until then nothing is forwarded, and a loss is no loss.
     async fn answer(&self, leg: Leg) -> Result<Answer, Failure> {
         let Leg { mut permit, response, upload } = leg;
@@ -284,7 +280,10 @@ impl Outgoing {
             Ok(response) => response.into_parts(),
             Err(error) => return Err(failure(retry::stage_of(&error), error.to_string())),
         };
-        permit.head_arrived(Instant::now());
+        let arrived = Instant::now();
+        if !is_awaited(self.info.kind) {
+            permit.head_arrived(arrived);
+        }
         connection.endpoint.answered(head.status.as_u16());
         // History is per server: one that has just started knows none.
         let gone = self.info.kind == Kind::Watch
@@ -305,16 +304,13 @@ impl Outgoing {
                 let refused = failure(Stage::Unprocessed, why.to_owned());
                 return Err(Failure { answer: Some(Box::new((head, body))), too_old, ..refused });
             }
+            permit.head_arrived(arrived);
             return Ok(Answer { head, recv, first: Some(body), permit, upload });
         }
-        let first = match self.info.kind {
-            _ if recv.is_end_stream() => None,
-            Kind::Read | Kind::SafeCreate => recv.data().await,
-            // Boxed, so that no other answer carries room for the timer.
-            Kind::Log => Box::pin(timeout(LOG_HEAD, recv.data())).await.unwrap_or_default(),
-            Kind::Watch | Kind::Write | Kind::Tunnel => None,
-        };
-        let first = first.transpose().map_err(|error| failure(Stage::Head, error.to_string()))?;
+        let first = beginning(self.info.kind, &mut recv, &connection)
+            .await
+            .map_err(|error| failure(Stage::Head, error.to_string()))?;
+        permit.head_arrived(arrived);
         Ok(Answer { head, recv, first, permit, upload })
     }
 

@@ -2,6 +2,7 @@
 //! connection that its bytes are passed to (L4, [`passthrough`]).
 
 pub mod accept;
+pub mod beginning;
 pub mod body;
 pub mod closing;
 pub mod forward;

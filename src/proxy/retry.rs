@@ -13,7 +13,8 @@
 //! TLS failed, or the stream was never opened. *Unprocessed*: the server says so, by
 //! `REFUSED_STREAM`, by a GOAWAY whose last stream is below this one, or by one of the two answers
 //! that kube-apiserver gives before any handler runs while it shuts down. *Sent*: no response head.
-//! *Head*: a head, and nothing of it forwarded. *Body*: part of the answer is out.
+//! *Head*: a head, and nothing of it forwarded; what may be sent again is held back until its
+//! beginning is there ([`super::beginning`]). *Body*: part of the answer is out.
 //!
 //! A watch that is answered with 410 is asked for at the other ready endpoints, once each: history
 //! is per server, and one that has just started knows none. That has a [`Budget`]: a client that asks

@@ -274,10 +274,11 @@ mod tests {
         size_of::<F>()
     }
 
-    /// Every request has one of these, and what is large is slow to make.
+    /// Every request has one of these, and what is large is slow to make. The bound is a size class of
+    /// the allocator: 1,537 bytes take no less.
     #[test]
     fn a_request_is_small() {
         let size = size_of_boxed(Client::handle);
-        assert!(size <= 1_600, "{size}");
+        assert!(size <= 1_792, "{size}");
     }
 }

@@ -144,6 +144,8 @@ pub enum Act {
     Partly(Reply, Arc<dyn Fn(u32) -> Vec<u8> + Send + Sync>),
     /// The same, and then the connection is cut.
     PartlyCut(Reply),
+    /// The same, and from then on PINGs have no answer.
+    PartlyMute(Reply),
     /// The connection is cut.
     Cut,
     /// GOAWAY that says that this request was seen, then the connection is cut.
@@ -303,6 +305,8 @@ struct Wire {
     connection: usize,
     probe: bool,
     mute: bool,
+    /// A PING of ours was answered.
+    ponged: bool,
     /// Requests that have arrived whole.
     whole: HashSet<u32>,
     /// Requests that arrived while another one was waited for.
@@ -328,6 +332,7 @@ impl Wire {
             connection,
             probe,
             mute: false,
+            ponged: false,
             whole: HashSet::new(),
             queue: VecDeque::new(),
         }
@@ -395,7 +400,18 @@ impl Wire {
             }
             Act::PartlyCut(reply) => {
                 self.partly(&reply, stream).await?;
+                // A cut takes away what has not been read.
+                self.write(&frame(PING, 0, 0, b"read all")).await?;
+                while !std::mem::take(&mut self.ponged) {
+                    if let Some(other) = self.frame().await? {
+                        self.queue.push_back(other);
+                    }
+                }
                 return Ok(false);
+            }
+            Act::PartlyMute(reply) => {
+                self.partly(&reply, stream).await?;
+                self.mute = true;
             }
             Act::Cut => return Ok(false),
             Act::GoAwaySeen => {
@@ -422,6 +438,7 @@ impl Wire {
             PING if flags & ACK == 0 && !self.mute => {
                 self.write(&frame(PING, ACK, 0, &payload)).await?;
             }
+            PING => self.ponged |= flags & ACK != 0,
             GOAWAY if !self.probe => {
                 self.script.goaways.fetch_add(1, Relaxed);
             }

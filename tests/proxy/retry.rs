@@ -69,6 +69,8 @@ enum Stage {
     Unprocessed,
     Sent,
     Head,
+    /// In the midst of a short body: of what may be sent again, nothing is forwarded yet.
+    Beginning,
     Body,
     /// An answer like any other, with this status.
     Answer(u16),
@@ -78,7 +80,13 @@ const FIRST: &str = r#"{"type":"ADDED","object":{"kind":"ConfigMap","apiVersion"
 const SECOND: &str = r#"{"type":"ADDED","object":{"kind":"ConfigMap","apiVersion":"v1","metadata":{"name":"b","resourceVersion":"7"}}}"#;
 
 fn faults() -> Vec<(&'static str, Stage, Act)> {
-    let partial = || Reply::ok(&format!("{FIRST}\n{}", &SECOND[..20]));
+    let beginning = || Reply::ok(&format!("{FIRST}\n{}", &SECOND[..20]));
+    // One full frame, which is more than is waited for.
+    let partial = || {
+        let mut reply = beginning();
+        reply.body.resize(64 * 1024, b' ');
+        reply
+    };
     let empty = || Reply::ok("");
     let status = |code: &str, reason: &str, message: &str| {
         format!(
@@ -126,6 +134,7 @@ fn faults() -> Vec<(&'static str, Stage, Act)> {
         ("cut", Stage::Sent, Act::Cut),
         ("cut after the body", Stage::Sent, Act::Late(Box::new(Act::Cut))),
         ("head, then cut", Stage::Head, Act::PartlyCut(empty())),
+        ("beginning, then cut", Stage::Beginning, Act::PartlyCut(beginning())),
         ("mid-body, then cut", Stage::Body, Act::PartlyCut(partial())),
         (
             "mid-body, then GOAWAY below",
@@ -148,6 +157,11 @@ fn faults() -> Vec<(&'static str, Stage, Act)> {
             name("after the head"),
             Stage::Head,
             Act::partly(empty(), move |id| reset(id, code)),
+        ));
+        faults.push((
+            name("after the beginning"),
+            Stage::Beginning,
+            Act::partly(beginning(), move |id| reset(id, code)),
         ));
         faults.push((
             name("mid-body"),
@@ -209,13 +223,12 @@ enum Expected {
 fn expected(kind: Kind, stage: Stage) -> Expected {
     match (kind, stage) {
         (_, Stage::Answer(code)) => Expected::Forward(code),
-        (Kind::Watch, Stage::Body) => Expected::Resume,
+        (Kind::Watch, Stage::Beginning | Stage::Body) => Expected::Resume,
         (_, Stage::Unprocessed)
-        | (Kind::Read | Kind::Watch | Kind::Log | Kind::Safe, Stage::Sent | Stage::Head) => {
-            Expected::Again
-        }
+        | (Kind::Read | Kind::Watch | Kind::Log | Kind::Safe, Stage::Sent | Stage::Head)
+        | (Kind::Read | Kind::Safe, Stage::Beginning) => Expected::Again,
         (Kind::Write, Stage::Sent) => Expected::Fail,
-        (_, Stage::Head | Stage::Body) => Expected::Reset,
+        (_, Stage::Head | Stage::Beginning | Stage::Body) => Expected::Reset,
     }
 }
 
@@ -350,4 +363,36 @@ async fn a_body_that_is_not_held_is_not_sent_again() {
         let asked = peers.script.seen().len();
         assert_eq!((reply.status.as_u16(), asked), (status, seen), "{size}: {:?}", reply.body);
     }
+}
+
+/// Half an answer, and then silence: nobody has seen the half, so the whole comes from elsewhere.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn a_short_answer_that_falls_silent_comes_from_elsewhere() {
+    let certs = Certs::new();
+    let peers = Peers::start(&certs, 2);
+    let proxy = certs.start(certs.config(&peers.addresses));
+    proxy.ready(2).await;
+    let client = proxy.client(&certs.credentials()).await;
+    let whole = r#"{"kind":"ConfigMap"}"#;
+    peers.script.usually(Reply::ok(whole));
+    peers.script.play([Act::PartlyMute(Reply::ok(&whole[..9]))]);
+    let sent = client.request(Method::GET, MAPS, &[], "");
+    let reply = soon("an answer", sent).await.unwrap();
+    assert_eq!((reply.status.as_u16(), &reply.body[..]), (200, whole.as_bytes()));
+    assert!(proxy.metric(r#"jackstay_hedges_total{outcome="hedge""#).await >= 1.0);
+}
+
+/// One that is slow while its server is well is forwarded as it comes.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn a_slow_answer_is_not_withheld() {
+    let certs = Certs::new();
+    let peers = Peers::start(&certs, 2);
+    let proxy = before(&peers, &certs).await;
+    let client = proxy.client(&certs.credentials()).await;
+    peers.script.play([Act::partly(Reply::ok("first"), |_| Vec::new())]);
+    let sent = client.send(Method::GET, MAPS, &[], "");
+    let (head, mut body) = soon("a head", sent).await.unwrap().into_parts();
+    let first = soon("the first of it", next_data(&mut body)).await.unwrap().unwrap();
+    assert_eq!((head.status.as_u16(), &first[..]), (200, &b"first"[..]));
+    assert_eq!(peers.script.seen().len(), 1);
 }

@@ -14,9 +14,9 @@
 mod build;
 mod control;
 mod facts;
+mod open_files;
 mod pulse;
 pub mod reload;
-mod room;
 mod sockets;
 mod takeover;
 mod worker;
@@ -182,7 +182,7 @@ impl App {
         mut inherited: Inherited,
         predecessor: Option<Predecessor>,
     ) -> Result<Self, StartError> {
-        room::make(&config);
+        open_files::allow(&config);
         let metrics = Metrics::new();
         let built = Plan::new(config, None, &mut inherited, &metrics)?.commit();
         if !inherited.is_empty() {

@@ -16,8 +16,8 @@ use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
 use super::StartError;
 use super::build::{AdminSocket, Bound, Built, Plan, retire_identities};
 use super::facts::Facts;
+use super::open_files;
 use super::reload::{Attempt, Follower, Outcome, Request, changes};
-use super::room;
 use super::takeover::{self, Door, Predecessor, Wish};
 use super::worker::{Assignment, Order, Part};
 use crate::admin::{Admin, CONNECTION_TIME, Facts as _, Left};
@@ -253,7 +253,7 @@ impl Control {
         // From here on nothing can fail.
         let before = std::mem::replace(&mut self.built, plan.commit());
         let changed = changes(&before.config, &self.built.config);
-        room::make(&self.built.config);
+        open_files::allow(&self.built.config);
         let log = &self.built.config.log;
         if before.config.log != *log
             && let Some(follower) = &self.follower

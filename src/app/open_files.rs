@@ -1,4 +1,4 @@
-//! Room for what the configuration lets in: descriptors.
+//! Descriptors for all that the configuration lets in, as far as the system gives them.
 
 use crate::config::Config;
 use crate::net::shortage;
@@ -7,7 +7,7 @@ use crate::net::shortage;
 const OTHERS: u64 = 64;
 
 /// Takes as many descriptors as this process may have, and says so where they may be too few.
-pub fn make(config: &Config) {
+pub fn allow(config: &Config) {
     let limit = match shortage::raise_descriptor_limit() {
         Ok(limit) => limit,
         Err(error) => {

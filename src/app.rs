@@ -39,7 +39,7 @@ use crate::net::inherited::Inherited;
 use crate::net::notify::ServiceManager;
 use crate::net::tls_files::TlsFileError;
 use crate::observe::Metrics;
-use crate::proxy::upload::Held;
+use crate::proxy::upload;
 use build::{Built, Plan};
 use control::Control;
 use facts::Facts;
@@ -240,10 +240,10 @@ impl App {
         let mut pulses = Vec::new();
         let mut leads = Vec::new();
         let count = built.config.workers;
-        let held = Held::new(&metrics);
+        let bodies = upload::room(&metrics);
         for index in 0..count {
             let (setup, lead) =
-                worker::Setup::new(&metrics, &held, count, draining.clone(), is_cut.clone());
+                worker::Setup::new(&metrics, &bodies, count, draining.clone(), is_cut.clone());
             pulses.push(Arc::clone(&setup.pulse));
             leads.push(lead);
             let thread = std::thread::Builder::new().name(format!("worker-{index}"));

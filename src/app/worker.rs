@@ -36,9 +36,9 @@ use crate::proxy::listener::Listener;
 use crate::proxy::passthrough;
 use crate::proxy::passthrough::table::Table;
 use crate::proxy::passthrough::transparent::Transparent;
+use crate::proxy::room::Room;
 use crate::proxy::serve::{Service, Serving};
 use crate::proxy::upgrade::Tunnels;
-use crate::proxy::upload::Held;
 use crate::upstream::pool::Upstream;
 
 /// How often a worker shows that its loop turns.
@@ -114,8 +114,8 @@ pub struct Setup {
     pub orders: UnboundedReceiver<Order>,
     /// Where its parts count.
     pub metrics: Arc<Metrics>,
-    /// What all of them hold of request bodies.
-    pub held: Arc<Held>,
+    /// Bounds what all of them hold of request bodies.
+    pub bodies: Arc<Room>,
     /// How many workers share what a listener may hold.
     pub workers: usize,
     /// Begins the drain of everything.
@@ -130,15 +130,15 @@ impl Setup {
     /// A worker, and the way to lead it.
     pub fn new(
         metrics: &Arc<Metrics>,
-        held: &Arc<Held>,
+        bodies: &Arc<Room>,
         workers: usize,
         drain: watch::Receiver<bool>,
         cut: watch::Receiver<bool>,
     ) -> (Self, UnboundedSender<Order>) {
         let (sender, orders) = unbounded_channel();
         let pulse = Arc::new(Pulse::new(std::time::Instant::now()));
-        let (metrics, held) = (Arc::clone(metrics), Arc::clone(held));
-        (Self { orders, metrics, held, workers, drain, cut, pulse }, sender)
+        let (metrics, bodies) = (Arc::clone(metrics), Arc::clone(bodies));
+        (Self { orders, metrics, bodies, workers, drain, cut, pulse }, sender)
     }
 
     /// Runs until the drain is over.
@@ -154,7 +154,7 @@ impl Setup {
     }
 
     async fn serve(self) {
-        let Self { mut orders, metrics, held, workers, mut drain, cut, pulse } = self;
+        let Self { mut orders, metrics, bodies, workers, mut drain, cut, pulse } = self;
         spawn_local(async move {
             loop {
                 pulse.beat(std::time::Instant::now());
@@ -163,7 +163,7 @@ impl Setup {
         });
         let mut worker = Worker {
             metrics,
-            held,
+            bodies,
             workers,
             listening: Arc::default(),
             table: Table::new(),
@@ -194,7 +194,7 @@ impl Setup {
 /// What a worker has.
 struct Worker {
     metrics: Arc<Metrics>,
-    held: Arc<Held>,
+    bodies: Arc<Room>,
     workers: usize,
     /// Every address that this process listens on.
     listening: Arc<[SocketAddr]>,
@@ -370,7 +370,7 @@ impl Worker {
         if let Some(way) = self.ways.iter().find(|way| way.leads_to(upstream)) {
             return Rc::clone(&way.line);
         }
-        let way = Way::new(upstream, &self.metrics, &self.held);
+        let way = Way::new(upstream, &self.metrics, &self.bodies);
         let line = Rc::clone(&way.line);
         self.ways.push(way);
         line

@@ -74,13 +74,13 @@ pub struct Failure {
     connection: Option<Rc<Connection>>,
     /// What the server said where it said that it did nothing: the client's, if nobody else takes
     /// the request.
-    answer: Option<Box<Held>>,
+    answer: Option<Box<ShortAnswer>>,
     /// It said that its history does not reach back to where a watch begins: others' may.
     too_old: bool,
 }
 
 /// A short answer that is held back.
-type Held = (response::Parts, Bytes);
+type ShortAnswer = (response::Parts, Bytes);
 
 impl Failure {
     fn after(&self) -> Option<After<'_>> {
@@ -106,7 +106,7 @@ impl Outgoing {
         let mut failed: Option<Failure> = None;
         // Those that have answered a watch with 410, and what the last of them said.
         let mut too_old: Vec<Arc<Endpoint>> = Vec::new();
-        let mut said: Option<Box<Held>> = None;
+        let mut said: Option<Box<ShortAnswer>> = None;
         for attempt in 1..=ATTEMPTS {
             let after = failed.as_ref().and_then(Failure::after);
             let permit = match self.acquire(after, &too_old).await {
@@ -354,7 +354,7 @@ impl Outgoing {
 }
 
 /// Forwards an answer that was held back.
-fn pass_on((mut head, body): Held, mut outcome: Box<Outcome>) -> Response<Body> {
+fn pass_on((mut head, body): ShortAnswer, mut outcome: Box<Outcome>) -> Response<Body> {
     hygiene::downstream_response_headers(&mut head.headers);
     outcome.answered(head.status.as_u16());
     into_response(head, Body::Full(Full::new(body, outcome)))

@@ -15,8 +15,9 @@ use tokio::time::{Instant, sleep_until, timeout_at};
 
 use super::respond::Problem;
 use super::retry::Budget;
-use super::upload::{Held, Upload};
-use super::watch::room::Room;
+use super::room::Room;
+use super::upload::Upload;
+use super::watch::held;
 use crate::observe::Metrics;
 use crate::upstream::connection::{Connection, Permit};
 use crate::upstream::endpoint::{Endpoint, EndpointState};
@@ -32,23 +33,23 @@ pub struct Line {
     /// Bounds what others are asked after a 410.
     pub opinions: Budget,
     /// Bounds what is held of frames that are not whole.
-    pub room: Arc<Room>,
+    pub frames: Arc<Room>,
     /// Where retries and hedges are counted.
     pub metrics: Arc<Metrics>,
-    /// What is held of bodies, on all lines of all workers.
-    pub held: Arc<Held>,
+    /// Bounds what is held of bodies, on all lines of all workers.
+    pub bodies: Arc<Room>,
 }
 
 impl Line {
     /// A line without any request on it yet.
-    pub fn new(pool: Rc<Pool>, metrics: Arc<Metrics>, held: Arc<Held>) -> Self {
+    pub fn new(pool: Rc<Pool>, metrics: Arc<Metrics>, bodies: Arc<Room>) -> Self {
         Self {
             hedges: Budget::hedges(pool.upstream().config().connections.max_streams),
             pool,
             opinions: Budget::opinions(),
-            room: Room::new(metrics.held_frame_bytes()),
+            frames: Room::new(held::ROOM, metrics.held_frame_bytes()),
             metrics,
-            held,
+            bodies,
         }
     }
 

@@ -14,6 +14,7 @@ pub mod passthrough;
 pub mod request_info;
 pub mod respond;
 pub mod retry;
+pub mod room;
 pub mod serve;
 pub mod stall;
 pub mod taking;

@@ -204,7 +204,7 @@ impl Client {
             class: service.line.pool.class(class),
             head,
             body: (!http_body::Body::is_end_stream(&body))
-                .then(|| Source::new(body, &service.line.held)),
+                .then(|| Source::new(body, &service.line.bodies)),
             info,
             watch: watch.map(|asked| (asked, service.closing.clone())),
             hedges: Cell::new(0),

@@ -9,7 +9,6 @@ use std::future::poll_fn;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
@@ -17,9 +16,9 @@ use h2::{Reason, SendStream};
 use http::HeaderMap;
 use http_body::Body as _;
 use hyper::body::Incoming;
-use metrics::Gauge;
 use tokio::task::JoinHandle;
 
+use super::room::Room;
 use crate::observe::Metrics;
 
 /// Most bytes of one body that are held.
@@ -30,29 +29,9 @@ const HOLD_TOTAL: usize = 32 << 20;
 /// What a held piece costs beside its bytes: its handle, and its share of a read buffer.
 const PIECE_COST: usize = 64;
 
-/// What all workers hold together.
-#[derive(Debug)]
-pub struct Held {
-    bytes: AtomicUsize,
-    gauge: Gauge,
-}
-
-impl Held {
-    /// Nothing yet.
-    pub fn new(metrics: &Metrics) -> Arc<Self> {
-        Arc::new(Self { bytes: AtomicUsize::new(0), gauge: metrics.held_body_bytes() })
-    }
-
-    /// Adds to it; how much that makes.
-    fn add(&self, bytes: usize) -> usize {
-        self.gauge.increment(bytes as f64);
-        self.bytes.fetch_add(bytes, Ordering::Relaxed) + bytes
-    }
-
-    fn subtract(&self, bytes: usize) {
-        self.gauge.decrement(bytes as f64);
-        self.bytes.fetch_sub(bytes, Ordering::Relaxed);
-    }
+/// Room for what all workers hold together.
+pub fn room(metrics: &Metrics) -> Arc<Room> {
+    Room::new(HOLD_TOTAL, metrics.held_body_bytes())
 }
 
 /// Stops the task that sends a request's body when nobody waits for the answer any more.
@@ -77,16 +56,16 @@ struct Holding {
     bytes: Cell<usize>,
     /// Everything read so far is there.
     whole: Cell<bool>,
-    all: Arc<Held>,
+    room: Arc<Room>,
 }
 
 impl Holding {
-    fn new(all: &Arc<Held>) -> Self {
+    fn new(room: &Arc<Room>) -> Self {
         Self {
             pieces: RefCell::default(),
             bytes: Cell::new(0),
             whole: Cell::new(true),
-            all: Arc::clone(all),
+            room: Arc::clone(room),
         }
     }
 
@@ -97,9 +76,9 @@ impl Holding {
         }
         let cost = data.len() + PIECE_COST;
         let bytes = self.bytes.get() + cost;
-        let total = self.all.add(cost);
+        let fits = self.room.take(cost);
         self.bytes.set(bytes);
-        if bytes > HOLD_MAX || total > HOLD_TOTAL {
+        if bytes > HOLD_MAX || !fits {
             self.whole.set(false);
         } else {
             self.pieces.borrow_mut().push(data.clone());
@@ -110,7 +89,7 @@ impl Holding {
         self.pieces.borrow_mut().clear();
         let bytes = self.bytes.replace(0);
         if bytes > 0 {
-            self.all.subtract(bytes);
+            self.room.give_back(bytes);
         }
     }
 }
@@ -137,11 +116,11 @@ enum End {
 }
 
 impl Source {
-    /// Wraps what comes from the client; what is held counts as part of `all`.
-    pub fn new(incoming: Incoming, all: &Arc<Held>) -> Rc<Self> {
+    /// Wraps what comes from the client; what is held takes of `room`.
+    pub fn new(incoming: Incoming, room: &Arc<Room>) -> Rc<Self> {
         Rc::new(Self {
             incoming: RefCell::new(incoming),
-            held: Holding::new(all),
+            held: Holding::new(room),
             end: RefCell::default(),
         })
     }
@@ -294,7 +273,7 @@ mod tests {
     #[test]
     fn bodies_are_held_up_to_their_bounds() {
         let metrics = Metrics::new();
-        let all = Held::new(&metrics);
+        let all = room(&metrics);
         let shown = || {
             let page = metrics.render();
             let line = page.lines().find(|line| line.starts_with("jackstay_held_body_bytes "));
@@ -315,10 +294,10 @@ mod tests {
             .collect();
         let last = Holding::new(&all);
         assert_eq!(fill(&last), 5, "what is left of 32 MiB");
-        assert_eq!(shown(), all.bytes.load(Ordering::Relaxed).to_string());
+        assert_eq!(shown(), all.held().to_string());
         drop(last);
         drop(bodies);
-        assert_eq!((shown().as_str(), all.bytes.load(Ordering::Relaxed)), ("0", 0));
+        assert_eq!((shown().as_str(), all.held()), ("0", 0));
         assert_eq!(fill(&one), 0, "what was given up stays so");
         assert_eq!(fill(&Holding::new(&all)), 47);
     }

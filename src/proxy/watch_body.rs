@@ -111,7 +111,7 @@ impl WatchBody {
             resting: Vec::new(),
         };
         Self {
-            relay: Relay::new(encoding, &again.asked, asked_at.into_std(), &again.line.room),
+            relay: Relay::new(encoding, &again.asked, asked_at.into_std(), &again.line.frames),
             out: VecDeque::new(),
             leg: Leg::Running(Running::new(recv, permit, &again.closing)),
             again,

@@ -19,7 +19,7 @@ use jackstay::proxy::line::Line;
 use jackstay::proxy::listener::Listener;
 use jackstay::proxy::serve::{Service, Serving};
 use jackstay::proxy::upgrade::Tunnels;
-use jackstay::proxy::upload::Held;
+use jackstay::proxy::upload;
 use jackstay::upstream::credentials::{Credentials, client_tls};
 use jackstay::upstream::endpoint::Endpoint;
 use jackstay::upstream::pool::{Pool, Upstream};
@@ -206,7 +206,7 @@ impl Proxy {
         let (closer, closing) = Closer::new();
         let slots = pool.upstream().credentials.slots();
         let service = Service {
-            line: Rc::new(Line::new(pool, Arc::clone(&metrics), Held::new(&metrics))),
+            line: Rc::new(Line::new(pool, Arc::clone(&metrics), upload::room(&metrics))),
             identifier: Identifier {
                 slots,
                 listener: listener.name.clone(),

@@ -10,7 +10,7 @@ use super::DRAIN_TICK;
 use super::kept::Deadline;
 use crate::observe::Metrics;
 use crate::proxy::line::Line;
-use crate::proxy::upload::Held;
+use crate::proxy::room::Room;
 use crate::upstream::pool::{Pool, Upstream};
 
 /// A line to an upstream, and what keeps its pool full.
@@ -22,11 +22,11 @@ pub struct Way {
 
 impl Way {
     /// The way to `upstream`, which opens its first connections at once.
-    pub fn new(upstream: &Arc<Upstream>, metrics: &Arc<Metrics>, held: &Arc<Held>) -> Self {
+    pub fn new(upstream: &Arc<Upstream>, metrics: &Arc<Metrics>, bodies: &Arc<Room>) -> Self {
         let pool = Pool::new(Arc::clone(upstream));
         let keeper = spawn_local(Pool::run(Rc::clone(&pool)));
-        let (metrics, held) = (Arc::clone(metrics), Arc::clone(held));
-        Self { line: Rc::new(Line::new(pool, metrics, held)), keeper }
+        let (metrics, bodies) = (Arc::clone(metrics), Arc::clone(bodies));
+        Self { line: Rc::new(Line::new(pool, metrics, bodies)), keeper }
     }
 
     /// Whether it leads there.

@@ -10,11 +10,14 @@
 //!
 //! A frame inside one chunk is never copied, only measured. What is left over at the end of a chunk
 //! is copied and kept until it is whole, up to a cap, and as long as all watches together have
-//! [`Room`]; a larger frame passes through in pieces ([`Cut::Oversized`]). Where a guess about JSON turns out wrong (two objects in a line), the frame
-//! is one that [`super::event`] cannot read, and a watch with such a frame is never resumed.
+//! [`Room`]; a larger frame passes through in pieces ([`Cut::Oversized`]).
+//!
+//! Where a guess about JSON turns out wrong (two objects in a line), the frame is one that
+//! [`super::event`] cannot read, and a watch with such a frame is never resumed.
 
 use super::Encoding;
-use super::room::{Held, Room};
+use super::held::Held;
+use crate::proxy::room::Room;
 use bytes::Bytes;
 use std::sync::Arc;
 

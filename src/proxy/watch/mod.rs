@@ -4,7 +4,7 @@
 //!
 //! 1. [`request`] says whether a request is a watch we can keep alive, and what to ask upstream.
 //! 2. [`frame`] cuts the answer into whole frames, without copying them; what it must hold back of
-//!    those that are not whole has a bound ([`room`]).
+//!    those that are not whole has a bound ([`held`]).
 //! 3. [`event`] reads of each frame what matters: its type and its resourceVersion ([`version`]).
 //! 4. [`state`] decides what becomes of the frame, and of the watch when its stream is lost, in the
 //!    words of [`verdict`]; [`resume`] judges the answers to the attempts at going on elsewhere,
@@ -20,10 +20,10 @@ pub mod allowance;
 pub mod bookmarks;
 pub mod event;
 pub mod frame;
+pub mod held;
 pub mod relay;
 pub mod request;
 pub mod resume;
-pub mod room;
 pub mod state;
 pub mod verdict;
 pub mod version;

@@ -5,10 +5,10 @@
 
 use super::event;
 use super::frame::{Cut, Splitter};
-use super::room::Room;
 use super::state::WatchState;
 use super::verdict::{AfterLoss, Ending, Verdict};
 use super::{Encoding, request::Asked};
+use crate::proxy::room::Room;
 use bytes::Bytes;
 use std::ops::Range;
 use std::sync::Arc;

@@ -4,8 +4,8 @@ use super::super::Encoding;
 use super::super::event::read;
 use super::super::frame::{Cut, Splitter};
 use super::super::request::Asked;
-use super::super::room::Room;
 use super::super::version::Version;
+use crate::proxy::room::Room;
 use bytes::Bytes;
 use std::time::Duration;
 
@@ -132,7 +132,7 @@ pub(crate) fn digest(bytes: &[u8]) {
         for cap in [1, 16, 4096] {
             for step in [1, 7, bytes.len().max(1)] {
                 let chunks: Vec<_> = bytes.chunks(step).map(Bytes::copy_from_slice).collect();
-                let mut splitter = Splitter::with_cap(encoding, cap, &Room::with(usize::MAX));
+                let mut splitter = Splitter::with_cap(encoding, cap, &Room::unseen(usize::MAX));
                 let mut out = split(&mut splitter, &chunks, cap);
                 for frame in &out {
                     let _ = read(encoding, frame);

@@ -19,6 +19,7 @@ use crate::net::serving::ServingTls;
 use crate::observe::build;
 use crate::observe::history::STEP;
 use crate::observe::utc::Utc;
+use crate::observe::words::counted;
 use crate::observe::{ListenerMetrics, Metrics, PassthroughMetrics};
 use crate::upstream::credentials::Slot;
 use crate::upstream::pool::Upstream;
@@ -190,7 +191,9 @@ fn sources_of(upstream: &Upstream) -> Vec<Part> {
     let reports = upstream.sources.reports();
     let part = |(source, report): (&Source, &Report)| {
         let said = match report.last_success {
-            Some(at) => format!("{} endpoints, {} s ago", report.endpoints, age(at, now)),
+            Some(at) => {
+                format!("{}, {} s ago", counted(report.endpoints, "endpoint"), age(at, now))
+            }
             None => "no answer yet".to_owned(),
         };
         let detail = match (&report.error, &report.note) {

@@ -16,6 +16,7 @@ use crate::net::tls_files::{
     CertInfo, Problem, Subject, TlsFileError, Validity, load_ca, load_cert,
 };
 use crate::observe::utc::Utc;
+use crate::observe::words::counted;
 
 /// Largest bearer token read: the apiserver takes no header above 1 MiB.
 const MAX_TOKEN: u64 = 64 << 10;
@@ -103,10 +104,10 @@ pub fn run(
         writeln!(err, "{}", ConfigErrors(errors))?;
         return Ok(2);
     }
-    let listeners = count(loaded.config.listeners.len(), "listener");
-    let upstreams = count(loaded.config.upstreams.len(), "upstream");
-    let endpoints = loaded.config.upstreams.iter().map(|u| u.endpoints.len()).sum();
-    let endpoints = count(endpoints, "endpoint");
+    let listeners = counted(loaded.config.listeners.len(), "listener");
+    let upstreams = counted(loaded.config.upstreams.len(), "upstream");
+    let endpoints: usize = loaded.config.upstreams.iter().map(|u| u.endpoints.len()).sum();
+    let endpoints = counted(endpoints, "endpoint");
     writeln!(out, "{}: ok ({listeners}, {upstreams}, {endpoints})", file.display())?;
     Ok(0)
 }
@@ -326,10 +327,6 @@ impl Check {
 fn is_late(info: &CertInfo, now: SystemTime) -> bool {
     let span = |from: SystemTime, to: SystemTime| to.duration_since(from).unwrap_or_default();
     span(now, info.not_after) < span(info.not_before, info.not_after) / 10
-}
-
-fn count(n: usize, what: &str) -> String {
-    if n == 1 { format!("1 {what}") } else { format!("{n} {what}s") }
 }
 
 #[cfg(test)]

@@ -29,6 +29,7 @@ use crate::demo::seed;
 use crate::demo::show::{Show, Style, seconds};
 use crate::demo::witness::Witness;
 use crate::observe::log;
+use crate::observe::words::counted;
 
 /// The apiservers.
 const NAMES: [&str; 3] = ["a", "b", "c"];
@@ -134,7 +135,10 @@ fn demo(args: &DemoArgs) -> io::Result<bool> {
     if rest.lost > 0 || rest.failed_reads > 0 || rest.broken > 0 {
         let (lost, reads, broken) = (rest.lost, rest.failed_reads, rest.broken);
         results.broken.push(format!(
-            "at the end: {lost} events never arrived, {reads} reads failed, {broken} watches broke"
+            "at the end: {} never arrived, {}, {}",
+            counted(lost, "event"),
+            counted(reads, "failed read"),
+            counted(broken, "broken watch")
         ));
     }
     drop(witness);

@@ -15,6 +15,7 @@ use crate::doctor::target::{self, Files, Place, Plan, Target, Trust};
 use crate::doctor::{examine, findings, observations::Source, report};
 use crate::kubeconfig::access::{Access, Server};
 use crate::kubeconfig::load::{Places, Sources};
+use crate::observe::words::counted;
 
 /// Bad usage, or an input that cannot be used.
 const BAD_INPUT: u8 = 2;
@@ -86,7 +87,7 @@ pub(super) fn run(args: &DoctorArgs) -> ExitCode {
     };
     if args.output == Output::Text {
         let seconds = args.duration.as_secs();
-        eprintln!("examining {} for {seconds} s …", count(plan.targets.len()));
+        eprintln!("examining {} for {seconds} s …", counted(plan.targets.len(), "endpoint"));
     }
     let notes = std::mem::take(&mut plan.notes);
     let seen = match examine::run(plan, Resolver::of_system(), args.duration) {
@@ -103,10 +104,6 @@ pub(super) fn run(args: &DoctorArgs) -> ExitCode {
     };
     let _ = io::stdout().lock().write_all(text.as_bytes());
     if findings::is_wrong(&found) { ExitCode::FAILURE } else { ExitCode::SUCCESS }
-}
-
-fn count(endpoints: usize) -> String {
-    if endpoints == 1 { "1 endpoint".to_owned() } else { format!("{endpoints} endpoints") }
 }
 
 fn plan(args: &DoctorArgs) -> Result<Plan, String> {

@@ -181,7 +181,7 @@ fn picture(text: &str, foot: &str, size: Option<(usize, usize)>) -> String {
     let hidden = lines.len().saturating_sub(room);
     let foot = match hidden {
         0 => foot.to_owned(),
-        _ => format!("{foot}  ({hidden} lines more; a higher window shows them)"),
+        _ => format!("{foot}  ({hidden} more below; a higher window shows them)"),
     };
     out.push_str(&grid::cut(&foot, width));
     out.push_str("\x1b[K\x1b[J");

@@ -8,6 +8,7 @@ use crate::demo::clients::{Counts, Ledger};
 use crate::demo::hole::Hole;
 use crate::demo::show::{Row, Show, Stage, Step, seconds};
 use crate::demo::witness::Witness;
+use crate::observe::words::counted;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -104,21 +105,21 @@ impl Fault {
                 broken.push(what);
             }
         };
-        must(counts.failed_reads == 0, format!("{} reads failed", counts.failed_reads));
+        must(counts.failed_reads == 0, counted(counts.failed_reads, "failed read"));
         must(
             counts.slowest_read <= READ_PROMISE * SLACK + counts.stalled,
             format!("a read took {}", seconds(counts.slowest_read)),
         );
         let writes = if self.costs_writes() { counts.late_writes } else { counts.failed_writes };
-        must(writes == 0, format!("{writes} heartbeats failed or hung that should not have"));
-        must(counts.broken == 0, format!("{} watches broke", counts.broken));
-        // An end that the server sends is passed on.
         must(
-            counts.ended == 0 || self == Self::Rolling,
-            format!("{} watches were ended", counts.ended),
+            writes == 0,
+            format!("{} failed or hung that should not have", counted(writes, "heartbeat")),
         );
-        must(counts.lost == 0, format!("{} events were lost", counts.lost));
-        must(counts.duplicated == 0, format!("{} events came twice", counts.duplicated));
+        must(counts.broken == 0, counted(counts.broken, "broken watch"));
+        // An end that the server sends is passed on.
+        must(counts.ended == 0 || self == Self::Rolling, counted(counts.ended, "ended watch"));
+        must(counts.lost == 0, counted(counts.lost, "lost event"));
+        must(counts.duplicated == 0, format!("{} came twice", counted(counts.duplicated, "event")));
         must(
             counts.silence <= self.silence() * SLACK + counts.stalled,
             format!("a watch was silent for {}", seconds(counts.silence)),
@@ -311,7 +312,10 @@ impl Stand<'_> {
         let lost: io::Result<usize> = sites.iter().map(|site| site.hole.lose_all()).sum();
         self.show.say(&match lost {
             Ok(lost) => {
-                format!("{lost} established flows of {whose} lose every packet; new ones work")
+                format!(
+                    "every packet of {} of {whose} is lost; new ones work",
+                    counted(lost, "established flow")
+                )
             }
             // All the same to clients, but jackstay takes it for stopped processes.
             Err(error) => format!("the flows of {whose} are silent, but acknowledged ({error})"),

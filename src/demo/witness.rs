@@ -4,6 +4,7 @@
 //! It reads `/status` alone, as an operator would.
 
 use crate::demo::show::{Row, Show};
+use crate::observe::words::counted;
 use serde_json::Value;
 use std::collections::HashMap;
 use std::io;
@@ -154,10 +155,9 @@ impl Known {
             }
         }
         for (now, count) in changes {
-            let s = if count == 1 { "" } else { "s" };
             news.push((
                 now.to_owned(),
-                format!("  jackstay: {count} connection{s} to {name} {now}"),
+                format!("  jackstay: {} to {name} {now}", counted(count, "connection")),
             ));
         }
         let (state, reason) = (text(&endpoint["state"]), text(&endpoint["reason"]));

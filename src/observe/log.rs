@@ -22,6 +22,7 @@ use tracing_subscriber::layer::{Layer, Layered, SubscriberExt};
 use tracing_subscriber::{Registry, reload};
 
 use super::utc::Utc;
+use super::words::counted;
 use crate::config::{Level, Log, LogFormat};
 
 /// Target of access log lines, which `log.access` governs and `log.level` does not.
@@ -195,7 +196,8 @@ fn write_lines(lines: &Receiver<Box<[u8]>>, mut sink: impl Write, shared: &Share
         let _ = sink.write_all(&line);
         let dropped = shared.dropped.swap(0, Ordering::Relaxed);
         if dropped > 0 {
-            let _ = writeln!(sink, "log: {dropped} lines were lost, nobody read them in time");
+            let _ =
+                writeln!(sink, "log: {} lost, nobody read them in time", counted(dropped, "line"));
         }
         let mut pending = shared.pending.lock().unwrap_or_else(PoisonError::into_inner);
         *pending = pending.saturating_sub(1);

@@ -19,6 +19,7 @@ pub mod passthrough;
 pub mod redact;
 pub mod repeats;
 pub mod utc;
+pub mod words;
 
 pub use complaints::Complaints;
 pub use events::{Change, Events};

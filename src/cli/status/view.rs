@@ -9,6 +9,7 @@ use serde_json::Value;
 
 use super::grid::{Cell, Grid, Style, Tone};
 use crate::observe::utc::Utc;
+use crate::observe::words::counted;
 
 /// Columns of a table with every column; on a narrower terminal reasons stand below their rows.
 const WIDE: usize = 150;
@@ -56,8 +57,8 @@ impl View {
             ),
             format!("up {}", self.ago(&status["started_at"])),
             self.style.paint(&format!("{ready} of {} endpoints ready", endpoints.len()), tone),
-            format!("{} streams, {} of them watches", sum("streams"), sum("watches")),
-            format!("{} answers, {} of them 5xx", sum("answers"), sum("errors")),
+            format!("{} ({})", counted(sum("streams"), "stream"), counted(sum("watches"), "watch")),
+            format!("{}, {} of them 5xx", counted(sum("answers"), "answer"), sum("errors")),
         ];
         if status["draining"] == true {
             parts.push(self.style.paint("draining", Tone::Warn));
@@ -348,7 +349,7 @@ mod tests {
     fn everything_that_is_promised_is_on_it() {
         let text = text(&status(), Style::default());
         for part in [
-            "jackstay 1.2 (abc)  ·  up 3h12m  ·  1 of 2 endpoints ready  ·  40 streams, 29 of them watches",
+            "jackstay 1.2 (abc)  ·  up 3h12m  ·  1 of 2 endpoints ready  ·  40 streams (29 watches)",
             "apiserver  terminate    127.0.0.1:7443, [::1]:7443  cp              3        90       87        0      -",
             "identity awaited /k.pem: missing",
             "lb         passthrough  not bound",

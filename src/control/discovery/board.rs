@@ -68,8 +68,11 @@ impl Board {
         if entries.is_empty() {
             let why = match (offered, said.not_ready, said.refused_count) {
                 (0, 0, 0) => "it names no endpoint".to_owned(),
+                (0, 0, 1) => "its one entry cannot be an endpoint".to_owned(),
                 (0, 0, refused) => format!("none of its {refused} entries can be an endpoint"),
+                (0, 1, _) => "its one endpoint is not ready".to_owned(),
                 (0, waiting, _) => format!("none of its {waiting} endpoints is ready"),
+                (1, ..) => "the one endpoint that it names is ourselves".to_owned(),
                 (ours, ..) => format!("all {ours} endpoints that it names are ourselves"),
             };
             sources.refused(source, "empty", 1, &format!("an empty answer: {why}"));

@@ -2,6 +2,7 @@
 
 use super::{Cause, Finding, note, problem};
 use crate::doctor::observations::{Kind, Observations, Step};
+use crate::observe::words::counted;
 
 /// A certificate that ends within 14 days is told.
 const SOON_S: i64 = 14 * 86_400;
@@ -63,8 +64,8 @@ pub(super) fn certificates(seen: &Observations, found: &mut Vec<Finding>) {
             found.push(note(
                 Cause::ExpiresSoon,
                 format!(
-                    "The certificate of {address} expires in {} days.",
-                    certificate.expires_in_s / 86_400
+                    "The certificate of {address} expires in {}.",
+                    span(certificate.expires_in_s)
                 ),
                 format!("it is valid until {}", certificate.not_after),
                 "Renew it in time.",
@@ -92,14 +93,35 @@ pub(super) fn shown(seen: &Observations, found: &mut Vec<Finding>) {
                 advice,
             )
         } else {
-            let days = shown.expires_in_s / 86_400;
-            let subject = &shown.subject;
+            let (subject, span) = (&shown.subject, span(shown.expires_in_s));
             note(
                 Cause::ExpiresSoon,
-                format!("The client certificate of {subject} expires in {days} days."),
+                format!("The client certificate of {subject} expires in {span}."),
                 format!("it is valid until {}", shown.not_after),
                 advice,
             )
         });
+    }
+}
+
+/// A time to come, in the unit that fits it.
+fn span(seconds: i64) -> String {
+    match seconds / 3600 {
+        ..1 => "less than an hour".to_owned(),
+        hours @ 1..48 => counted(hours, "hour"),
+        hours => counted(hours / 24, "day"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_time_left_is_never_none() {
+        let shown = [(59, "less than an hour"), (3600, "1 hour"), (90_000, "25 hours")];
+        for (seconds, words) in shown.into_iter().chain([(2 * 86_400, "2 days")]) {
+            assert_eq!(span(seconds), words);
+        }
     }
 }

@@ -109,7 +109,10 @@ pub(super) fn names(seen: &Observations, found: &mut Vec<Finding>) {
         found.push(problem(
             30,
             Cause::DnsPartly,
-            format!("The name server {} does not answer; another one does.", silent.join(", ")),
+            format!(
+                "No answer from the name server {}; another one answers.",
+                silent.join(", nor from ")
+            ),
             "its questions timed out",
             "Each lookup may wait for it first: remove it from /etc/resolv.conf.",
         ));

@@ -6,6 +6,7 @@ use super::{Cause, Finding, note, problem};
 use crate::doctor::observations::{
     Attempt, Endpoint, Kind, Lasting, Observations, Resolved, Source, Step, percentile,
 };
+use crate::observe::words::counted;
 
 /// A connection silent this long while fresh ones work has been forgotten by somebody. Loss does
 /// not do that: at 5 % it takes more than ten retransmissions in a row, each 200 ms later.
@@ -132,9 +133,9 @@ pub(super) fn flows(endpoint: &Endpoint, seen: &Observations, found: &mut Vec<Fi
                 endpoint.address
             ),
             format!(
-                "a connection answered {} PINGs and then nothing for {:.1} s; {fresh} fresh \
-                 connections succeeded beside it{direct}",
-                lasting.pongs,
+                "a connection answered {} and then nothing for {:.1} s; {fresh} fresh connections \
+                 succeeded beside it{direct}",
+                counted(lasting.pongs, "PING"),
                 silent.0 / 1000.0
             ),
             "Something in between forgets its flow table: a load balancer, a firewall or NAT. \
@@ -169,7 +170,7 @@ pub(super) fn readiness(endpoint: &Endpoint, found: &mut Vec<Finding>) {
             60,
             Cause::SickEndpoint,
             format!("{} is alive and not well: it says that it is not ready.", endpoint.address),
-            format!("{} of {connected} times: {}", sick.len(), sick[0].text),
+            format!("{} of {}: {}", sick.len(), counted(connected, "time"), sick[0].text),
             "Look at the apiserver's log and its etcd; `kubectl get --raw '/readyz?verbose'` lists \
              its checks.",
         ));
@@ -208,8 +209,8 @@ pub(super) fn loss(seen: &Observations, found: &mut Vec<Finding>) {
         Cause::PacketLoss,
         format!("Packets to {place} are lost: about {each_way:.0} % each way."),
         format!(
-            "{late} of {pongs} round trips were late by a retransmission, {retransmitted} segments \
-             were sent again"
+            "{late} of {pongs} round trips were late by a retransmission; segments sent again: \
+             {retransmitted}"
         ),
         if whole {
             "All paths suffer: look at this machine's interface, cable and switch port."

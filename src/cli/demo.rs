@@ -41,7 +41,7 @@ pub struct DemoArgs {
     /// Only the first N faults (of 6), after the healthy baseline.
     #[arg(long, value_name = "N")]
     faults: Option<usize>,
-    /// About how long all faults together should take [default: 60; at least 40 for all].
+    /// How long all faults together may take, about [default: 60; at least 40 for all].
     #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=3600))]
     seconds: Option<u64>,
     /// Print only the result.

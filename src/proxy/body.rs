@@ -16,7 +16,7 @@ use super::respond::BodyError;
 use super::upload::Upload;
 use super::watch_body::WatchBody;
 use crate::observe::{Outcome, Side};
-use crate::upstream::connection::Permit;
+use crate::upstream::connection::{Permit, in_words};
 use crate::upstream::http1::Driver;
 
 /// An answer's body.
@@ -135,7 +135,7 @@ impl Stream {
         release(&mut self.recv, &mut self.unreleased);
         match ready!(self.recv.poll_data(cx)) {
             Some(Ok(data)) => Poll::Ready(Some(Ok(self.hand_over(data)))),
-            Some(Err(error)) => Poll::Ready(Some(Err(self.cut(&error.to_string())))),
+            Some(Err(error)) => Poll::Ready(Some(Err(self.cut(&in_words(&error))))),
             None => match ready!(self.recv.poll_trailers(cx)) {
                 Ok(Some(trailers)) => {
                     self.end();
@@ -149,7 +149,7 @@ impl Stream {
                     self.end();
                     Poll::Ready(None)
                 }
-                Err(error) => Poll::Ready(Some(Err(self.cut(&error.to_string())))),
+                Err(error) => Poll::Ready(Some(Err(self.cut(&in_words(&error))))),
             },
         }
     }

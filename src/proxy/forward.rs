@@ -31,7 +31,7 @@ use super::upload::{Source, Upload};
 use super::watch::request::Asked;
 use super::watch_body::{self, WatchBody, Watched};
 use crate::observe::Outcome;
-use crate::upstream::connection::{Connection, Permit};
+use crate::upstream::connection::{Connection, Permit, in_words};
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::pool::{After, ClassPool, Need, Unavailable};
 
@@ -278,7 +278,7 @@ impl Outgoing {
         };
         let (head, mut recv) = match response.await {
             Ok(response) => response.into_parts(),
-            Err(error) => return Err(failure(retry::stage_of(&error), error.to_string())),
+            Err(error) => return Err(failure(retry::stage_of(&error), in_words(&error))),
         };
         let arrived = Instant::now();
         if !is_awaited(self.info.kind) {
@@ -309,7 +309,7 @@ impl Outgoing {
         }
         let first = beginning(self.info.kind, &mut recv, &connection)
             .await
-            .map_err(|error| failure(Stage::Head, error.to_string()))?;
+            .map_err(|error| failure(Stage::Head, in_words(&error)))?;
         permit.head_arrived(arrived);
         Ok(Answer { head, recv, first, permit, upload })
     }
@@ -376,7 +376,7 @@ fn release_all(mut recv: RecvStream, bytes: usize) {
 async fn short_body(recv: &mut RecvStream) -> Result<Bytes, String> {
     let mut body = BytesMut::new();
     while let Some(data) = recv.data().await {
-        let data = data.map_err(|error| error.to_string())?;
+        let data = data.map_err(|error| in_words(&error))?;
         let _ = recv.flow_control().release_capacity(data.len());
         body.extend_from_slice(&data);
         if body.len() > respond::REJECTION_MAX_BODY {

@@ -19,7 +19,7 @@ use super::room::Room;
 use super::upload::Upload;
 use super::watch::held;
 use crate::observe::Metrics;
-use crate::upstream::connection::{Connection, Permit};
+use crate::upstream::connection::{Connection, Permit, in_words};
 use crate::upstream::endpoint::{Endpoint, EndpointState};
 use crate::upstream::health::Life;
 use crate::upstream::pool::{After, ClassPool, Need, Pool, Unavailable};
@@ -170,9 +170,9 @@ pub async fn open(
 ) -> Result<Answer, Unanswered> {
     let connection = Rc::clone(permit.connection());
     let failed = |why: String| Unanswered { why, by: Some(Rc::clone(&connection)) };
-    let (response, _) = permit.open(head, true).map_err(|error| failed(error.to_string()))?;
+    let (response, _) = permit.open(head, true).map_err(|error| failed(in_words(&error)))?;
     let response = tokio::select! {
-        response = response => response.map_err(|error| failed(error.to_string()))?,
+        response = response => response.map_err(|error| failed(in_words(&error)))?,
         () = troubled(&connection, line) => {
             return Err(failed("suspected before it answered".to_owned()));
         }

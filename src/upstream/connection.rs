@@ -44,6 +44,15 @@ pub const IDLE: &str = "idle";
 /// go for what runs on it.
 pub const RETIRED: &str = "configured no longer";
 
+/// What an error on a connection says to people. Of a peer that is gone without a word rustls says
+/// where its manual treats of that.
+pub fn in_words(error: &h2::Error) -> String {
+    match error.get_io().map(std::io::Error::kind) {
+        Some(std::io::ErrorKind::UnexpectedEof) => "the peer ended it without a word".to_owned(),
+        _ => error.to_string(),
+    }
+}
+
 /// What a change of its life means for what runs on it, for the log.
 fn effect(life: Life, streams: usize, watches: usize) -> String {
     let on_it = match streams {
@@ -371,6 +380,58 @@ impl Connection {
         self.waiting.set(waiting);
         if waiting == 0 {
             self.waiting_since.set(None);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{self, ErrorKind};
+    use std::pin::Pin;
+    use std::task::{Context, Poll};
+    use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+
+    /// A peer that takes everything and then fails to say anything.
+    struct Gone(ErrorKind);
+
+    impl AsyncRead for Gone {
+        fn poll_read(
+            self: Pin<&mut Self>,
+            _: &mut Context<'_>,
+            _: &mut ReadBuf<'_>,
+        ) -> Poll<io::Result<()>> {
+            Poll::Ready(Err(io::Error::new(self.0, "see the manual")))
+        }
+    }
+
+    impl AsyncWrite for Gone {
+        fn poll_write(
+            self: Pin<&mut Self>,
+            _: &mut Context<'_>,
+            bytes: &[u8],
+        ) -> Poll<io::Result<usize>> {
+            Poll::Ready(Ok(bytes.len()))
+        }
+
+        fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+            Poll::Ready(Ok(()))
+        }
+
+        fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+            Poll::Ready(Ok(()))
+        }
+    }
+
+    #[tokio::test]
+    async fn errors_are_for_people() {
+        for (kind, words) in [
+            (ErrorKind::UnexpectedEof, "the peer ended it without a word"),
+            (ErrorKind::ConnectionReset, "see the manual"),
+        ] {
+            let (_send, connection) =
+                h2::client::handshake(Gone(kind)).await.expect("it takes the preface");
+            assert_eq!(in_words(&connection.await.expect_err("nobody is there")), words);
         }
     }
 }

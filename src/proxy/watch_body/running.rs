@@ -10,7 +10,7 @@ use h2::RecvStream;
 use super::pace::Pace;
 use crate::proxy::closing::Closing;
 use crate::proxy::line::release;
-use crate::upstream::connection::Permit;
+use crate::upstream::connection::{Permit, in_words};
 
 /// An upstream stream under way.
 pub(super) struct Running {
@@ -63,7 +63,7 @@ impl Running {
                     self.pace.delivered(self.permit.connection().heard());
                     Event::Data(data)
                 }
-                Some(Err(error)) => Event::Lost(error.to_string()),
+                Some(Err(error)) => Event::Lost(in_words(&error)),
                 None if self.recv.is_end_stream() => Event::End,
                 None => Event::Lost("the stream was reset".to_owned()),
             });

@@ -11,7 +11,7 @@ use h2::Ping;
 use h2::client::SendRequest;
 use tokio::time::{Instant, sleep_until};
 
-use super::Connection;
+use super::{Connection, in_words};
 use crate::net::tracked::Observer;
 use crate::upstream::credentials::Class;
 use crate::upstream::health::{self, ConnectionHealth, Evidence, Life};
@@ -56,7 +56,7 @@ where
                 self.note_last_words(cx, goaway);
                 return Poll::Ready(match result {
                     Ok(()) => "closed by the peer".to_owned(),
-                    Err(error) => format!("connection failed: {error}"),
+                    Err(error) => format!("connection failed: {}", in_words(&error)),
                 });
             }
             if let Some(why) = self.this.close.get() {

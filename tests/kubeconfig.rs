@@ -170,7 +170,8 @@ users:
     unknown-to-us: [1, 2]
 ";
     let input = home.write(".kube/config", text);
-    home.good(&["--in-place", "--server", "localhost:7443"]);
+    let said = home.good(&["--in-place", "--server", "localhost:7443"]);
+    assert!(said.contains("\n  kubectl get nodes\n"), "kubectl finds it by itself: {said}");
     let moved = home.tree(".kube/config");
     let cluster = cluster(&moved);
     assert_eq!(cluster.str("server"), Some("https://localhost:7443"));
@@ -178,7 +179,9 @@ users:
     assert_eq!(cluster.str("certificate-authority"), Some("pki/ca.crt"), "still relative");
     assert_eq!(mode(&input), 0o600);
     // Moving again starts from what it was.
-    home.good(&["--in-place", "--server", "127.0.0.1:8443"]);
+    let named = input.to_str().unwrap();
+    let said = home.good(&["--in", named, "--in-place", "--server", "127.0.0.1:8443"]);
+    assert!(said.contains(&format!("\n  kubectl --kubeconfig {named} get nodes\n")), "{said}");
     let said = home.good(&["--revert"]);
     assert!(said.contains("server: https://127.0.0.1:8443 -> https://lb.example:6443"), "{said}");
     assert_eq!(home.tree(".kube/config"), parse(text).unwrap().unwrap());

@@ -178,6 +178,8 @@ struct Place {
     config: Option<PathBuf>,
     /// The kubeconfig is the input itself.
     is_input: bool,
+    /// kubectl finds it without being told.
+    is_found: bool,
 }
 
 fn places_to_write(
@@ -202,7 +204,8 @@ fn places_to_write(
         (None, Some(_)) => Some(kubeconfig.with_file_name("jackstay").join("jackstay.yaml")),
         (None, None) => None,
     };
-    Ok(Place { kubeconfig, config, is_input: args.in_place })
+    let is_found = args.in_place && args.input.is_none();
+    Ok(Place { kubeconfig, config, is_input: args.in_place, is_found })
 }
 
 fn request(args: &KubeconfigArgs, address: &Server, config: &Path) -> Result<Request, Failure> {
@@ -360,7 +363,7 @@ fn tell(
         say(out, &format!("  jackstay run --config {}", config.display()));
     }
     let kubeconfig = place.kubeconfig.display();
-    let option = if place.is_input { String::new() } else { format!(" --kubeconfig {kubeconfig}") };
+    let option = if place.is_found { String::new() } else { format!(" --kubeconfig {kubeconfig}") };
     say(out, &format!("  kubectl{option} get nodes"));
     say(out, &format!("to go back: jackstay kubeconfig --revert --in {kubeconfig}"));
 }

@@ -4,6 +4,8 @@
 //! Reads everything, decides everything, refuses what is in the way; then writes, the kubeconfig
 //! last, so that it never points at something that is not there.
 
+mod revert;
+
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -14,7 +16,7 @@ use clap::{Args, ValueEnum};
 use super::check;
 use crate::config::{self, Overrides};
 use crate::kubeconfig::access::{Access, Server};
-use crate::kubeconfig::load::{Error, Places, Sources, entry_mut, names};
+use crate::kubeconfig::load::{Error, Places, Sources, entry_mut};
 use crate::kubeconfig::moved::{self, Change, Target, Trust};
 use crate::kubeconfig::setup::{self, Mode, Output, Plan, Request};
 use crate::kubeconfig::tree::{Node, emit};
@@ -116,7 +118,7 @@ impl From<Error> for Failure {
 fn perform(args: &KubeconfigArgs, places: &Places, out: &mut Vec<u8>) -> Result<(), Failure> {
     let sources = Sources::load(places)?;
     if args.revert {
-        return revert(args, &sources, out);
+        return revert::run(args, &sources, out);
     }
     let access = Access::of(&sources.merged(None), args.context.as_deref())?;
     let place = places_to_write(args, &sources, &access)?;
@@ -366,45 +368,4 @@ fn tell(
     let option = if place.is_found { String::new() } else { format!(" --kubeconfig {kubeconfig}") };
     say(out, &format!("  kubectl{option} get nodes"));
     say(out, &format!("to go back: jackstay kubeconfig --revert --in {kubeconfig}"));
-}
-
-/// Moves every moved cluster back, or that of one context.
-fn revert(args: &KubeconfigArgs, sources: &Sources, out: &mut Vec<u8>) -> Result<(), Failure> {
-    let only = match &args.context {
-        None => None,
-        Some(context) => Some(Access::of(&sources.merged(None), Some(context))?.cluster),
-    };
-    let mut moved = 0;
-    for source in sources.iter() {
-        let mut tree = source.tree.clone();
-        let all: Vec<String> = names(&tree, "clusters").into_iter().map(Into::into).collect();
-        let mut lines = Vec::new();
-        for name in all.iter().filter(|name| only.as_ref().is_none_or(|only| only == *name)) {
-            let Some(cluster) = entry_mut(&mut tree, "clusters", name) else { continue };
-            if moved::original(cluster).is_none() {
-                continue;
-            }
-            lines.push(format!("cluster {name:?}:"));
-            lines.extend(moved::revert(cluster).iter().map(|change| format!("  {change}")));
-            moved += 1;
-        }
-        if lines.is_empty() {
-            continue;
-        }
-        let file = Output {
-            path: source.path.clone(),
-            bytes: emit(&tree).into_bytes(),
-            mode: PRIVATE,
-            what: "the kubeconfig",
-        };
-        write(&file, out)?;
-        for line in lines {
-            say(out, &line);
-        }
-    }
-    if moved == 0 {
-        let files: Vec<_> = sources.iter().map(|s| s.path.display().to_string()).collect();
-        say(out, &format!("nothing to move back in {}", files.join(", ")));
-    }
-    Ok(())
 }

@@ -4,6 +4,8 @@
 //! Everything is decided first, as a list of files, and written afterwards; so what is refused has
 //! changed nothing, and what a second run would write again is recognised.
 
+mod serving;
+
 use std::fmt::Write as _;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::{Path, PathBuf};
@@ -16,9 +18,6 @@ use rustls::server::WebPkiClientVerifier;
 use super::access::{Access, Credential, Pem, read_pem};
 use super::load::Error;
 use super::tree::{Node, emit};
-use crate::config::CertPaths;
-use crate::net::local_ca::{self, LocalCa};
-use crate::net::tls_files;
 use crate::net::whole_file::{PRIVATE, PUBLIC};
 
 /// Where distributions keep the CAs that a kubeconfig without one relies on, as Go looks for them
@@ -139,8 +138,8 @@ pub fn plan(access: &Access, request: &Request) -> Result<Plan, Error> {
         }
         Mode::Terminate => {
             listener.set("mode", Node::text("terminate"));
-            let issuer = local_ca_files(request, dir, &mut plan)?;
-            listener.set("tls", issuer);
+            let tls = serving::files(request, dir, &mut plan)?;
+            listener.set("tls", tls);
             identity(access, request, dir, ca_file.as_deref(), &mut listener, &mut plan)?;
             if let Credential::TokenFile(_) = access.credential
                 && let Some(readyz) = readyz_of_files(&access.credential)
@@ -244,78 +243,6 @@ fn readyz_of_files(credential: &Credential) -> Option<Node> {
         Credential::TokenFile(file) => Some(Node::Map(vec![("token_file".into(), path(file))])),
         _ => None,
     }
-}
-
-/// The local CA and the serving certificate: those that are there, if they serve, else new ones.
-/// Returns the `tls` of the listener.
-fn local_ca_files(request: &Request, dir: &Path, plan: &mut Plan) -> Result<Node, Error> {
-    let ca = CertPaths { cert_file: dir.join("local-ca.crt"), key_file: dir.join("local-ca.key") };
-    let serving = dir.join("serving.pem");
-    let mut names: Vec<String> = ["127.0.0.1", "::1", "localhost"].map(ToOwned::to_owned).to_vec();
-    for name in [&request.host, &request.node_name] {
-        if !name.is_empty() && !names.contains(name) {
-            names.push(name.clone());
-        }
-    }
-    let known = ca.cert_file.exists() || ca.key_file.exists();
-    if known {
-        let authority = LocalCa::load(&ca).map_err(|error| {
-            format!("{error}; remove {} to have a new local CA", ca.cert_file.display())
-        })?;
-        let bytes =
-            std::fs::read(&ca.cert_file).map_err(|error| Error::at(&ca.cert_file, error))?;
-        if !is_served(&serving, &authority, &names, request.now) {
-            let issued = authority.issue(&names, request.now)?;
-            plan.files.push(serving_file(&serving, &issued));
-        }
-        plan.local_ca = Some(bytes);
-    } else {
-        let made = local_ca::create(&format!("jackstay on {}", request.node_name), request.now)?;
-        let authority = authority_of(&made)?;
-        let issued = authority.issue(&names, request.now)?;
-        plan.local_ca = Some(made.certificate.clone().into_bytes());
-        for (path, bytes, mode, what) in [
-            (&ca.cert_file, made.certificate, PUBLIC, "the local CA, which clients trust"),
-            (&ca.key_file, made.key, PRIVATE, "its key, which never leaves this machine"),
-        ] {
-            plan.files.push(Output { path: path.clone(), bytes: bytes.into_bytes(), mode, what });
-        }
-        plan.files.push(serving_file(&serving, &issued));
-    }
-    Ok(Node::Map(vec![
-        ("cert_file".into(), path(&serving)),
-        ("key_file".into(), path(&serving)),
-        (
-            "issuer".into(),
-            Node::Map(vec![
-                ("cert_file".into(), path(&ca.cert_file)),
-                ("key_file".into(), path(&ca.key_file)),
-            ]),
-        ),
-    ]))
-}
-
-fn serving_file(serving: &Path, issued: &local_ca::Issued) -> Output {
-    Output {
-        path: serving.to_owned(),
-        bytes: issued.pair().into_bytes(),
-        mode: PRIVATE,
-        what: "the serving certificate and its key, renewed by jackstay",
-    }
-}
-
-fn authority_of(made: &local_ca::Issued) -> Result<LocalCa, Error> {
-    LocalCa::from_pem(&made.certificate, &made.key).map_err(Error::from)
-}
-
-/// Whether the serving certificate that is there is good: of this CA, for all names, not old.
-fn is_served(file: &Path, authority: &LocalCa, names: &[String], now: SystemTime) -> bool {
-    let paths = CertPaths { cert_file: file.to_owned(), key_file: file.to_owned() };
-    let Ok(loaded) = tls_files::load_cert(&paths) else { return false };
-    let has = local_ca::names_of(&loaded.chain[0]).unwrap_or_default();
-    now < local_ca::due(&loaded.info)
-        && names.iter().all(|name| has.contains(name))
-        && authority.has_signed(&loaded.chain[0])
 }
 
 /// What goes upstream for the user, if it is a certificate.

@@ -2,30 +2,46 @@
 //!
 //! # Reading map
 //!
-//! The path of a request, in the order in which it happens:
+//! The path of a request (L7), in the order in which it happens:
 //!
 //! 1. [`proxy::listener`] accepts a connection and does the TLS handshake.
 //! 2. [`proxy::serve`] hands each request of it to the phases below and records its outcome once.
 //! 3. [`proxy::hygiene`] refuses or cleans the head; [`proxy::request_info`] says what it is in
 //!    Kubernetes terms; [`proxy::identify`] says whose credential may go upstream.
-//! 4. [`upstream::pool`] picks a connection ([`upstream::balance`]) or opens one.
-//! 5. [`proxy::forward`] sends the request, and again elsewhere where [`proxy::retry`] allows it.
-//!    An upgrade (exec, attach, port-forward, cp) leaves here for [`proxy::upgrade`].
-//! 6. [`proxy::body`] and [`proxy::watch`] stream the answer; [`proxy::respond`] speaks for us when
-//!    there is none.
+//! 4. [`proxy::line`] leads to the upstream: [`upstream::pool`] picks a connection
+//!    ([`upstream::balance`]) or opens one ([`upstream::dial`]).
+//! 5. [`proxy::forward`] sends the request, its body held for a while ([`proxy::upload`]), and again
+//!    elsewhere where [`proxy::retry`] allows it. An upgrade (exec, attach, port-forward, cp) goes by
+//!    [`proxy::upgrade`] instead.
+//! 6. [`proxy::body`] streams the answer; [`proxy::watch_body`] that of a watch, by the rules of
+//!    [`proxy::watch`]; [`proxy::respond`] speaks for us when there is none. A client that takes
+//!    nothing of what waits for it is cut off ([`proxy::stall`], [`proxy::taking`]).
+//!
+//! The path of a flow (L4), all of it in [`proxy::passthrough`]:
+//!
+//! 1. [`proxy::accept`] is the same for both modes.
+//! 2. [`transparent`](proxy::passthrough::transparent) knows where a redirected connection was meant
+//!    to go, [`hello`](proxy::passthrough::hello) which server name it asks for.
+//! 3. [`connect`](proxy::passthrough::connect) races the endpoints;
+//!    [`pump`](proxy::passthrough::pump) moves the bytes both ways.
+//! 4. [`table`](proxy::passthrough::table) looks after all flows of a worker: [`upstream::flow`] tells
+//!    a dead one from a quiet one, and its end is a [`verdict`](proxy::passthrough::verdict).
 //!
 //! What keeps the picture of the world true, beside that path and never on it:
 //!
 //! * [`upstream::connection`] drives one HTTP/2 connection and judges its life ([`upstream::health`]).
 //! * [`upstream::flight`] moves watches away from an apiserver that is unwell, and
 //!   [`upstream::rebalance`], slowly, to one that has come back.
-//! * [`control`] asks every endpoint for its `/readyz` and re-reads certificates.
+//! * [`control`] finds the endpoints ([`control::discovery`]), asks each for its `/readyz` and
+//!   re-reads certificates.
 //! * [`kubeconfig`] moves a user's kubeconfig to the local endpoint, and makes the configuration
 //!   for it.
 //! * [`doctor`] examines the way to the apiservers and says what is wrong with it.
 //! * [`admin`] answers operators; [`observe`] counts and logs.
-//! * [`app`] binds everything, starts the workers, and drains them; it takes the place of a running
-//!   process, and leaves its own to the next.
+//! * [`app`] binds everything, starts the workers, and drains them; it follows the configuration,
+//!   takes the place of a running process, and leaves its own to the next.
+//! * [`demo`] is a small cluster with a jackstay before it and faults in between, for people, tests
+//!   and benches.
 //!
 //! Imports go one way: `app → {admin, proxy, control} → upstream → {net, observe} → config`. The
 //! test `tests/house.rs` holds us to it.

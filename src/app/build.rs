@@ -284,7 +284,7 @@ impl Plan {
     }
 
     /// Puts everything into use that needs no worker. What is no longer configured is still there
-    /// for them, until [`retire`].
+    /// for them, until [`retire_identities`].
     pub fn commit(self) -> Built {
         for (upstream, config, prepared) in self.upstreams {
             upstream.credentials.install(prepared);

@@ -1,6 +1,16 @@
 //! Sockets and files as the operating system gives them: TCP options and evidence, TLS material.
 //!
 //! The only module that may use `unsafe`, each block with the reason it is sound.
+//!
+//! * A connection's options are in [`socket`], its evidence of life in [`tcp_info`] and [`tracked`],
+//!   its mark in [`outgoing`]; where it was meant to go, in [`intercepted`].
+//! * Bytes are read in large pieces ([`read_ahead`]), written in large pieces ([`cork`]), moved inside
+//!   the kernel ([`splice`]), read again ([`rewound`]); the last of them arrive ([`linger`]).
+//! * TLS: [`tls_files`], [`serving`], [`local_ca`], and [`anyone`] where nobody can be verified.
+//! * Files are read within bounds ([`bounded_file`]) and written whole ([`whole_file`]).
+//! * The process: [`inherited`] sockets, [`descriptors`] that change hands, [`notify`] for the service
+//!   manager, the addresses of the host ([`interfaces`]), [`shortage`] of descriptors, memory
+//!   ([`allocator`], [`footprint`]).
 
 pub mod allocator;
 pub mod anyone;

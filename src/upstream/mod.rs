@@ -1,5 +1,13 @@
 //! The apiservers as we know them: endpoints and their state, connections and their life, the pool
 //! that a request takes a stream from.
+//!
+//! * Shared by all workers, and replaced whole: [`shared`], with each [`endpoint`] and its state, the
+//!   [`credentials`] that it is shown, what the [`sources`] of endpoints said.
+//! * A worker's own: its [`pool`], in which [`balance`] picks a [`connection`] and [`dial`] opens one;
+//!   [`health`] judges whether it lives, as [`flow`] does where no PING can be sent.
+//! * Watches move by [`offers`]: away from an apiserver that is unwell ([`flight`]), and to one that
+//!   has come back ([`rebalance`]).
+//! * An upgrade has a connection of its own ([`http1`]).
 
 pub mod balance;
 pub mod connection;

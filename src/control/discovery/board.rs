@@ -4,14 +4,15 @@
 //! it that could be an endpoint, changes nothing; it is counted and told. So a burst of answers
 //! costs nothing but itself, and no queue can grow.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use tokio::sync::Notify;
 
-use super::merge::{Answer, Own, Remembered, without_own};
+use super::merge::{Answer, Entry, Own, Remembered, without_own};
 use super::objects::Said;
 use crate::upstream::pool::Upstream;
 use crate::upstream::sources::Source;
@@ -24,6 +25,8 @@ pub struct Board {
     upstream: Arc<Upstream>,
     answers: RefCell<BTreeMap<Source, Answer>>,
     remembered: RefCell<Remembered>,
+    /// When what is remembered was said.
+    remembered_of: Cell<Option<SystemTime>>,
     own: Box<dyn Fn() -> Own>,
     changed: Notify,
 }
@@ -35,6 +38,7 @@ impl Board {
             upstream,
             answers: RefCell::default(),
             remembered: RefCell::default(),
+            remembered_of: Cell::default(),
             own,
             changed: Notify::new(),
         })
@@ -91,18 +95,39 @@ impl Board {
         self.upstream.sources.failed(source, why);
     }
 
-    /// A source is not configured any longer.
+    /// A source is not configured any longer: neither what it said counts, nor what an earlier run
+    /// remembers of it.
     pub fn forget(&self, source: Source) {
         self.upstream.sources.forget(source);
-        if self.answers.borrow_mut().remove(&source).is_some() {
-            self.turn();
-        }
+        self.answers.borrow_mut().remove(&source);
+        self.remembered.borrow_mut().retain(|(of, _)| *of != source);
+        self.turn();
     }
 
-    /// What an earlier run left on disk.
-    pub fn remember(&self, remembered: Remembered) {
+    /// What an earlier run left on disk, and when it was said.
+    pub fn remember(&self, remembered: Remembered, said: SystemTime) {
         *self.remembered.borrow_mut() = remembered;
+        self.remembered_of.set(Some(said));
         self.turn();
+    }
+
+    /// What a restart should find: every answer but what the configuration says anyhow, and what is
+    /// remembered of sources that have not answered. With the latter comes when it was said.
+    pub fn worth_saving(&self) -> (Remembered, Option<SystemTime>) {
+        self.with(|answers, remembered| {
+            let found = answers.iter().filter(|(source, _)| **source != Source::Static);
+            let mut all: Remembered = found
+                .flat_map(|(source, answer)| answer.entries.iter().map(|e| (*source, e.clone())))
+                .collect();
+            let fresh = all.len();
+            let counts = |of: &(Source, Entry)| {
+                answers.get(&of.0).is_none_or(|answer| !answer.complete) && !all.contains(of)
+            };
+            let kept: Vec<_> = remembered.iter().filter(|of| counts(of)).cloned().collect();
+            all.extend(kept);
+            let old = if all.len() > fresh { self.remembered_of.get() } else { None };
+            (all, old)
+        })
     }
 
     /// Something else that is merged has changed.

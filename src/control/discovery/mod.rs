@@ -23,18 +23,18 @@ pub mod horizon;
 pub mod kubeconfig;
 pub mod merge;
 pub mod objects;
+pub mod saving;
 pub mod settle;
 pub mod slices;
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use arc_swap::ArcSwap;
-use futures_util::FutureExt as _;
-use tokio::task::{AbortHandle, JoinHandle, JoinSet};
+use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
 
 use super::heartbeat::{Heartbeats, Pulse};
@@ -45,14 +45,13 @@ use crate::net::interfaces;
 use crate::upstream::pool::Upstream;
 use crate::upstream::sources::Source;
 use board::Board;
-use merge::{Entry, Merged, Own, Remembered};
+use merge::{Entry, Merged, Own};
 use objects::Said;
+use saving::Saving;
 use settle::{Placed, Settling};
 
 /// The loop turns at least this often.
 const TICK: Duration = Duration::from_secs(1);
-/// How often the state on disk is written although nothing has changed: it shows its age.
-const REFRESH: Duration = Duration::from_secs(3600);
 /// How often, of more endpoints than there is room for, others are tried.
 const ROTATE: Duration = Duration::from_secs(30);
 
@@ -123,15 +122,6 @@ struct Told {
     held: usize,
 }
 
-/// The state on disk, as far as we know it.
-#[derive(Default)]
-struct Saving {
-    /// What is there, and since when.
-    saved: Option<(Remembered, Instant)>,
-    /// What is being written.
-    writing: Option<(Remembered, JoinHandle<std::io::Result<()>>)>,
-}
-
 struct Keeper {
     board: Rc<Board>,
     around: Arc<Surroundings>,
@@ -169,7 +159,11 @@ impl Keeper {
             let path = state::path(&dir, &name);
             let read = move || state::read(&dir, &name, SystemTime::now());
             match tokio::task::spawn_blocking(read).await {
-                Ok(Ok(saved)) => {
+                Ok(Ok(mut saved)) => {
+                    // What is configured no longer is asked by nobody, and would never be corrected.
+                    let reports = upstream.sources.reports();
+                    saved.entries.retain(|(source, _)| reports.contains_key(source));
+                    drop(reports);
                     upstream.sources.succeeded(Source::State, saved.entries.len());
                     let age = config::format_duration(Duration::from_secs(saved.age.as_secs()));
                     upstream.sources.note(Source::State, format!("{} old", &age));
@@ -180,7 +174,7 @@ impl Keeper {
                         age,
                         "remembered endpoints are candidates"
                     );
-                    board.remember(saved.entries);
+                    board.remember(saved.entries, SystemTime::now() - saved.age);
                 }
                 Ok(Err(state::StateError::Missing)) => {}
                 Ok(Err(error)) => {
@@ -338,57 +332,17 @@ impl Keeper {
         }
     }
 
-    /// Writes the last good answers when they have changed and something serves.
+    /// Has the last good answers written when one of them serves: those of this run, and what an
+    /// earlier one left of sources that have not answered yet.
     fn save(&mut self, now: Instant) {
         let Some(dir) = self.around.state_dir.load().as_ref().clone() else { return };
-        self.saved(&dir, now);
-        let answers = self.board.with(|answers, _| {
-            let found = answers.iter().filter(|(source, _)| **source != Source::Static);
-            let each = found.flat_map(|(source, answer)| {
-                answer.entries.iter().map(|entry| (*source, entry.clone()))
-            });
-            each.collect::<Remembered>()
-        });
+        let (answers, since) = self.board.worth_saving();
         let endpoints = self.upstream().endpoints.load();
         let serves =
             |entry: &Entry| endpoints.iter().any(|e| e.address == entry.address && e.is_usable());
-        let fresh = self
-            .saving
-            .saved
-            .as_ref()
-            .is_some_and(|(saved, at)| *saved == answers && now < *at + REFRESH);
-        if fresh || self.saving.writing.is_some() || !answers.iter().any(|(_, e)| serves(e)) {
-            return;
-        }
-        let (name, what) = (Arc::clone(&self.upstream().name), answers.clone());
-        let write = move || state::write(&dir, &name, &what, SystemTime::now());
-        self.saving.writing = Some((answers, tokio::task::spawn_blocking(write)));
-    }
-
-    /// Looks whether what was being written is.
-    fn saved(&mut self, dir: &Path, now: Instant) {
-        if !self.saving.writing.as_ref().is_some_and(|(_, write)| write.is_finished()) {
-            return;
-        }
-        let Some((what, write)) = self.saving.writing.take() else { return };
-        let error = match write.now_or_never() {
-            Some(Ok(Err(error))) => Some(error.to_string()),
-            Some(Err(error)) => Some(error.to_string()),
-            Some(Ok(Ok(()))) | None => None,
-        };
-        let sources = &self.upstream().sources;
-        match &error {
-            Some(error) => {
-                let path = state::path(dir, &self.upstream().name);
-                let what = "cannot be saved, and a restart will have to find the endpoints anew";
-                sources.failed(Source::State, &format!("{}: {what}: {error}", path.display()));
-            }
-            // What could not be read, or written, is good from now on.
-            None if sources.is_failing(Source::State) => sources.confirmed(Source::State),
-            None => {}
-        }
-        // Also after a failure: the next try is with the next change, or in an hour.
-        self.saving.saved = Some((what, now));
+        let good = answers.iter().any(|(_, entry)| serves(entry));
+        let since = since.unwrap_or_else(SystemTime::now);
+        self.saving.turn(self.members.upstream(), dir, good.then_some((answers, since)), now);
     }
 }
 

@@ -1,20 +1,22 @@
 //! The loop as a whole, on a paused clock; and what the tests of this module share.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use arc_swap::ArcSwap;
 use tokio::task::{LocalSet, spawn_local};
 use tokio::time::{Instant, sleep};
 
+use super::merge::{Entry, Remembered};
 use super::{Surroundings, dns, keep};
-use crate::config::{EndpointAddress, Upstream, validate_text};
+use crate::config::{Discovery, EndpointAddress, Upstream, validate_text};
 use crate::control::heartbeat::Heartbeats;
-use crate::control::members;
+use crate::control::{members, state};
 use crate::observe::Metrics;
 use crate::upstream::credentials::{Class, Credentials};
 use crate::upstream::pool;
+use crate::upstream::sources::Source;
 use crate::upstream::stats::ConnectionStats;
 
 /// A hundred connections that never end, and as many passed flows, hang on an endpoint that has
@@ -29,12 +31,7 @@ async fn a_thousand_updates_are_made_in_time_while_a_drain_is_stuck() {
     let credentials = Credentials::load(&config, &[]).unwrap();
     let upstream = Arc::new(pool::Upstream::new(config.clone(), credentials, &Metrics::new()));
     members::place(&upstream, &members::seeds(&config));
-    let around = Arc::new(Surroundings {
-        bound: ArcSwap::default(),
-        state_dir: ArcSwap::default(),
-        heartbeats: Heartbeats::start().unwrap(),
-        system: dns::System::default(),
-    });
+    let around = around(None);
     // Both serve, and nothing on them ever ends.
     let live = || ConnectionStats::new(Class::Anonymous, None, None, Instant::now());
     let mut stuck = Vec::new();
@@ -81,6 +78,83 @@ async fn a_thousand_updates_are_made_in_time_while_a_drain_is_stuck() {
     let left = endpoints.iter().find(|endpoint| endpoint.address == leaves).unwrap();
     assert_eq!(left.flows(), 100, "the drain is still stuck");
     drop(stuck);
+}
+
+/// What an earlier run left counts until its source has answered, and no longer than there is such
+/// a source: nobody else could ever correct it. Until then it is not lost from the disk either.
+#[tokio::test(start_paused = true)]
+async fn what_is_remembered_lives_and_dies_with_its_source() {
+    let dir = tempfile::tempdir().unwrap();
+    let address = |last: u8| EndpointAddress { host: format!("127.2.1.{last}"), port: 9 };
+    let said = |source, last| (source, Entry { address: address(last), server_name: None });
+    let old = SystemTime::now() - Duration::from_secs(3600);
+    let remembered = vec![said(Source::Slices, 3), said(Source::Dns, 4)];
+    state::write(dir.path(), "u", &remembered, old).unwrap();
+    let file = dir.path().join("endpoints");
+    std::fs::write(&file, address(2).to_string()).unwrap();
+    // No name is configured; the slices cannot be asked.
+    let mut config = Upstream {
+        endpoints: vec![address(1)],
+        endpoints_file: Some(file),
+        discovery: Discovery { kubeconfig: Some(dir.path().join("none")) },
+        ..config()
+    };
+    let credentials = Credentials::load(&config, &[]).unwrap();
+    let upstream = Arc::new(pool::Upstream::new(config.clone(), credentials, &Metrics::new()));
+    let around = around(Some(dir.path().to_owned()));
+    let becomes = async |lasts: &[u8]| {
+        let patience = Instant::now() + Duration::from_secs(60);
+        let is_there = |last| upstream.endpoints.load().iter().any(|e| e.address == address(last));
+        while upstream.endpoints.load().len() != lasts.len() || !lasts.iter().all(|l| is_there(*l))
+        {
+            assert!(!is_there(4), "it belongs to no source");
+            assert!(Instant::now() < patience, "{lasts:?}: {:?}", upstream.endpoints.load());
+            sleep(Duration::from_millis(20)).await;
+        }
+    };
+    let on_disk = || state::read(dir.path(), "u", SystemTime::now()).unwrap();
+    let is_saved = async |expected: &Remembered| {
+        let patience = Instant::now() + Duration::from_secs(60);
+        while on_disk().entries != *expected {
+            assert!(Instant::now() < patience, "{expected:?}: {:?}", on_disk());
+            sleep(Duration::from_millis(20)).await;
+        }
+    };
+    let test = async {
+        let keeper = spawn_local(keep(Arc::clone(&upstream), Arc::clone(&around)));
+        becomes(&[1, 2, 3]).await;
+        // One serves: what is good is saved, with what still counts.
+        let set = upstream.endpoints.load_full();
+        let serving = set.iter().find(|e| e.address == address(2)).unwrap();
+        let connection = ConnectionStats::new(Class::Anonymous, None, None, Instant::now());
+        serving.connection_opened(&connection);
+        is_saved(&vec![said(Source::File, 2), said(Source::Slices, 3)]).await;
+        assert!(on_disk().age >= Duration::from_secs(3599), "as old as the oldest in it");
+        config.discovery.kubeconfig = None;
+        upstream.reconfigure(config.clone());
+        becomes(&[1, 2]).await;
+        is_saved(&vec![said(Source::File, 2)]).await;
+        assert!(on_disk().age < Duration::from_secs(3599));
+        // Another directory gets it too.
+        let other = dir.path().join("other");
+        around.state_dir.store(Arc::new(Some(other.clone())));
+        let patience = Instant::now() + Duration::from_secs(60);
+        while state::read(&other, "u", SystemTime::now()).is_err() {
+            assert!(Instant::now() < patience);
+            sleep(Duration::from_millis(20)).await;
+        }
+        keeper.abort();
+    };
+    LocalSet::new().run_until(test).await;
+}
+
+fn around(state_dir: Option<PathBuf>) -> Arc<Surroundings> {
+    Arc::new(Surroundings {
+        bound: ArcSwap::default(),
+        state_dir: ArcSwap::from_pointee(state_dir),
+        heartbeats: Heartbeats::start().unwrap(),
+        system: dns::System::default(),
+    })
 }
 
 /// An upstream that verifies nobody, so that it needs no files, and has the defaults otherwise.

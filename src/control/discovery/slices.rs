@@ -20,7 +20,7 @@ use kube::client::Body as KubeBody;
 use kube::runtime::watcher::{self, Event, watcher};
 use kube::{Client, Error as KubeError};
 use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, timeout};
 use tower_service::Service;
 
 use super::board::Board;
@@ -35,6 +35,9 @@ use crate::upstream::sources::Source;
 /// Bounds of the pause after a failure.
 const RETRY_MIN: Duration = Duration::from_millis(250);
 const RETRY_MAX: Duration = Duration::from_secs(15);
+/// How long a list may take with all of its body, of which an apiserver that lives may yet fail to
+/// send the rest. The head of an answer has half of it.
+const LIST: Duration = Duration::from_secs(60);
 /// Failures in a row after which everything is asked for anew.
 const RELIST_AFTER: u32 = 3;
 /// A watch that has lived this long was a good one.
@@ -54,10 +57,9 @@ pub async fn follow(path: PathBuf, board: Rc<Board>) {
         if files.changed() {
             match kubeconfig::load(&path) {
                 Ok(new) => {
-                    if files.paths() != new.files {
-                        files = Watched::new(new.files.clone());
-                    }
                     files.unsettled = false;
+                    // Files that were not watched while they were read are read once more.
+                    files.follow(new.files.clone());
                     let same_token = user.as_ref().is_some_and(|old| old.token == new.token);
                     upstream.credentials.show_for_discovery(new.certificate.as_ref());
                     if !same_token || watch.is_empty() {
@@ -96,7 +98,7 @@ where
     let client = Client::new(noting, "default");
     let mut failures: u32 = 0;
     loop {
-        match choose(&client).await {
+        match timeout(LIST, choose(&client)).await.unwrap_or_else(|_| Err(stalled())) {
             Ok(resource) => {
                 tracing::info!(upstream = %board.upstream().name, %resource, "watching endpoints");
                 let store = Store::new(resource, horizon.clone());
@@ -116,6 +118,10 @@ where
 fn pause(failures: u32, jitter: f64) -> Duration {
     let doubled = RETRY_MIN.saturating_mul(1 << failures.saturating_sub(1).min(10));
     doubled.min(RETRY_MAX).mul_f64(0.5 + jitter / 2.0)
+}
+
+fn stalled() -> String {
+    format!("a list was not complete within {} s", LIST.as_secs())
 }
 
 /// The best resource that this server has and that we may list.
@@ -178,9 +184,24 @@ async fn watch(
     };
     let mut events = std::pin::pin!(watcher(api(client, resource), config));
     let mut since = Instant::now();
-    while let Some(event) = events.next().await {
+    // It begins with a list, and with 410 there is another one.
+    let mut listing = true;
+    loop {
+        // A watch may be silent for as long as nothing happens.
+        let next = async {
+            if listing { timeout(LIST, events.next()).await } else { Ok(events.next().await) }
+        };
+        let event = match next.await {
+            Ok(Some(event)) => event,
+            Ok(None) => return,
+            Err(_) => {
+                *failures = failures.saturating_add(1);
+                return board.fail(Source::Slices, &stalled());
+            }
+        };
         match event {
             Ok(event) => {
+                listing = matches!(event, Event::Init | Event::InitApply(_));
                 if matches!(event, Event::Apply(_) | Event::Delete(_))
                     || since.elapsed() > GOOD_AFTER
                 {

@@ -31,6 +31,28 @@ fn pauses_grow_and_stay_bounded() {
     assert_eq!(pause(100, 0.0), RETRY_MAX / 2);
 }
 
+/// A list whose end never comes, from a server that lives, holds up nothing for ever: neither the
+/// first one, with which the resource is chosen, nor the one after it.
+#[tokio::test(start_paused = true)]
+async fn a_list_that_comes_to_a_halt_is_asked_for_again() {
+    let script = Arc::new(Mutex::new(Script::new(Vec::new())));
+    let board = Board::new(upstream(), Box::new(Own::default));
+    let test = async {
+        for lists in 1..3 {
+            script.lock().unwrap().stall = lists;
+            let scripted = Scripted(Arc::clone(&script));
+            let watching = tokio::task::spawn_local(observe(scripted, Rc::clone(&board)));
+            sleep(LIST - Duration::from_secs(1)).await;
+            assert!(board.with(|answers, _| answers.is_empty()), "list {lists}");
+            sleep(Duration::from_secs(20)).await;
+            assert!(board.with(|answers, _| !answers.is_empty()), "list {lists}");
+            watching.abort();
+            board.forget(Source::Slices);
+        }
+    };
+    LocalSet::new().run_until(test).await;
+}
+
 /// What the server does next.
 #[derive(Debug, Clone)]
 enum Op {
@@ -58,6 +80,8 @@ enum Op {
     Compact { at_once: bool },
     /// The next request fails.
     Fail,
+    /// The next list comes to a halt in the middle.
+    Stall,
     /// A line that is no event.
     Garbage,
 }
@@ -76,6 +100,7 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
         1 => Just(Op::Gone),
         1 => any::<bool>().prop_map(|at_once| Op::Compact { at_once }),
         1 => Just(Op::Fail),
+        1 => Just(Op::Stall),
         1 => Just(Op::Garbage),
     ];
     proptest::collection::vec(op, 0..60)
@@ -92,6 +117,8 @@ struct Script {
     compacted: u64,
     refuse_at_once: bool,
     fail: bool,
+    /// Which of the next lists comes to a halt, from 1; 0 is none.
+    stall: usize,
     /// Streams that are held open.
     open: Vec<mpsc::Sender<Result<Bytes, CarryError>>>,
     done: Arc<Notify>,
@@ -108,6 +135,7 @@ impl Script {
             compacted: 0,
             refuse_at_once: false,
             fail: false,
+            stall: 0,
             open: Vec::new(),
             done: Arc::default(),
             requests: 0,
@@ -163,7 +191,13 @@ impl Script {
                 "kind": "EndpointSliceList", "apiVersion": "discovery.k8s.io/v1",
                 "metadata": { "resourceVersion": self.version.to_string() }, "items": items,
             });
-            return (200, vec![list.to_string()], false);
+            let mut list = list.to_string();
+            let stall = self.stall == 1;
+            self.stall = self.stall.saturating_sub(1);
+            if stall {
+                list.truncate(list.len() / 2);
+            }
+            return (200, vec![list], stall);
         }
         let from = query.split('&').find_map(|pair| pair.strip_prefix("resourceVersion="));
         let from: u64 = from.expect("a version to go on from").parse().expect("one of ours");
@@ -240,6 +274,7 @@ impl Script {
                     (self.compacted, self.refuse_at_once) = (self.version, at_once);
                 }
                 Op::Fail => self.fail = true,
+                Op::Stall => self.stall = 1,
                 Op::Garbage => frames.push("what?\n".into()),
             }
         }
@@ -344,7 +379,7 @@ proptest! {
             // An hour of paused time, in which nothing but the script happens.
             tokio::time::timeout(Duration::from_secs(3600), done.notified()).await.expect("done");
             // What was sent last is on its way, perhaps behind a pause after a failure.
-            sleep(Duration::from_secs(120)).await;
+            sleep(LIST + Duration::from_secs(120)).await;
             watching.abort();
             *answer.borrow_mut() = board.with(|answers, _| {
                 answers[&Source::Slices].entries.iter().map(|e| e.address.host.clone()).collect()

@@ -196,12 +196,12 @@ fn sources_of(upstream: &Upstream) -> Vec<Part> {
             }
             None => "no answer yet".to_owned(),
         };
-        let detail = match (&report.error, &report.note) {
+        let detail = match (report.complaint(), &report.note) {
             (Some(error), _) => format!("{said}; {error}"),
             (None, Some(note)) => format!("{said}; {note}"),
             (None, None) => said,
         };
-        let ok = report.error.is_none() && report.last_success.is_some();
+        let ok = report.complaint().is_none() && report.last_success.is_some();
         Part { name: format!("source {}/{}", upstream.name, source.as_str()), ok, detail }
     };
     reports.iter().map(part).collect()

@@ -65,10 +65,19 @@ pub struct Report {
     pub last_success: Option<SystemTime>,
     /// How many endpoints that answer has.
     pub endpoints: usize,
-    /// Why it gives none now; what it said before stays.
-    pub error: Option<String>,
+    /// Why it cannot be asked now; what it said before stays.
+    error: Option<String>,
+    /// Why the last thing that it said cannot be used; what it said before stays.
+    unusable: Option<String>,
     /// More to know, as the age of a file.
     pub note: Option<String>,
+}
+
+impl Report {
+    /// Why it gives no answer now that could be used.
+    pub fn complaint(&self) -> Option<&str> {
+        self.error.as_deref().or(self.unusable.as_deref())
+    }
 }
 
 /// What all sources of one upstream last said.
@@ -102,19 +111,36 @@ impl Sources {
         self.reports().remove(&source);
     }
 
-    /// A source gave a good answer with so many endpoints.
-    pub fn succeeded(&self, source: Source, endpoints: usize) {
-        self.told(source, |report| report.endpoints = endpoints);
+    /// A source gave a good answer with so many endpoints; `but` is why it is not all of them.
+    pub fn succeeded(&self, source: Source, endpoints: usize, but: Option<&str>) {
+        if but.is_some() {
+            self.metrics.discovery_failed(&self.upstream, source.as_str());
+        }
+        self.lives(source);
+        self.report(source, |report| {
+            report.last_success = Some(SystemTime::now());
+            report.endpoints = endpoints;
+            report.unusable = None;
+            report.error = but.map(str::to_owned);
+        });
     }
 
-    /// A source has nothing new, and says so: it lives.
+    /// A source has nothing new, and says so: it lives. If what it last said cannot be used, that
+    /// is as bad as before.
     pub fn confirmed(&self, source: Source) {
-        self.told(source, |_| ());
+        if self.reports().get(&source).is_some_and(|report| report.unusable.is_some()) {
+            return self.report(source, |report| report.error = None);
+        }
+        self.lives(source);
+        self.report(source, |report| {
+            report.last_success = Some(SystemTime::now());
+            report.error = None;
+        });
     }
 
     /// Whether the last that was heard of a source is a failure.
     pub fn is_failing(&self, source: Source) -> bool {
-        self.reports().get(&source).is_some_and(|report| report.error.is_some())
+        self.reports().get(&source).is_some_and(|report| report.complaint().is_some())
     }
 
     /// How old what a source says is, or what else there is to know of it.
@@ -122,24 +148,25 @@ impl Sources {
         self.reports().entry(source).or_default().note = Some(note);
     }
 
-    /// A source could not be asked, or what it said cannot be used.
+    /// A source could not be asked.
     pub fn failed(&self, source: Source, error: &str) {
         self.metrics.discovery_failed(&self.upstream, source.as_str());
-        let before = self.reports().entry(source).or_default().error.replace(error.to_owned());
-        if before.as_deref() != Some(error) {
-            let change = self.change(
-                source,
-                (if before.is_none() { "ok" } else { "failing" }, "failing"),
-                error,
-            );
-            let change = Change { effect: "what it said before stays", bad: true, ..change };
-            self.metrics.events().changed(&change);
-        }
+        self.report(source, |report| report.error = Some(error.to_owned()));
     }
 
-    /// So many entries of a source are not taken, for a reason of a fixed list.
-    pub fn refused(&self, source: Source, reason: &'static str, count: usize, words: &str) {
+    /// What a source says cannot be used, until it says another thing.
+    pub fn unusable(&self, source: Source, why: &str) {
+        self.metrics.discovery_failed(&self.upstream, source.as_str());
+        self.report(source, |report| {
+            (report.error, report.unusable) = (None, Some(why.to_owned()));
+        });
+    }
+
+    /// So many entries of a source are not taken, for a reason of a fixed list; `words` tell which
+    /// ones, unless that was told before.
+    pub fn refused(&self, source: Source, reason: &'static str, count: usize, words: Option<&str>) {
         self.metrics.discovery_refused(&self.upstream, source.as_str(), reason, count);
+        let Some(words) = words else { return };
         let change = self.change(source, ("offered", "refused"), words);
         self.metrics.events().changed(&Change { effect: reason, bad: true, ..change });
     }
@@ -153,7 +180,7 @@ impl Sources {
     pub fn complaints(&self) -> String {
         let mut words = String::new();
         for (source, report) in self.reports().iter() {
-            let why = match &report.error {
+            let why = match report.complaint() {
                 Some(error) => error,
                 None if report.last_success.is_none() => "no answer yet",
                 None => continue,
@@ -173,27 +200,44 @@ impl Sources {
                 "endpoints": report.endpoints,
                 "last_success": report.last_success.map(|at| Utc(at).seconds()),
                 "age_seconds": report.last_success.map(|at| age(at, now)),
-                "error": report.error,
+                "error": report.complaint(),
                 "note": report.note,
             })
         });
         status.collect()
     }
 
-    fn told(&self, source: Source, change: impl FnOnce(&mut Report)) {
-        let now = SystemTime::now();
+    /// Changes what is known of a source, and tells it if it complains of another thing than
+    /// before, or no longer.
+    fn report(&self, source: Source, change: impl FnOnce(&mut Report)) {
         let mut reports = self.reports();
         let report = reports.entry(source).or_default();
-        report.last_success = Some(now);
-        let recovered = report.error.take();
+        let before = report.complaint().map(str::to_owned);
         change(report);
+        let now = report.complaint().map(str::to_owned);
         drop(reports);
-        let at = now.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64();
-        self.metrics.discovered(&self.upstream, source.as_str(), at);
-        if let Some(error) = recovered {
-            let change = self.change(source, ("failing", "ok"), &error);
-            self.metrics.events().changed(&Change { effect: "it answers again", ..change });
+        if now == before {
+            return;
         }
+        let was = if before.is_none() { "ok" } else { "failing" };
+        let change = match (&now, &before) {
+            (Some(error), _) => Change {
+                effect: "what it said before stays",
+                bad: true,
+                ..self.change(source, (was, "failing"), error)
+            },
+            (None, error) => Change {
+                effect: "it answers again",
+                ..self.change(source, (was, "ok"), error.as_deref().unwrap_or_default())
+            },
+        };
+        self.metrics.events().changed(&change);
+    }
+
+    /// A source gives answers that can be used.
+    fn lives(&self, source: Source) {
+        let at = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64();
+        self.metrics.discovered(&self.upstream, source.as_str(), at);
     }
 
     fn change<'a>(
@@ -243,9 +287,9 @@ mod tests {
         assert_eq!(sources.complaints(), "");
         sources.expect(Source::Dns);
         sources.expect(Source::Static);
-        sources.succeeded(Source::Static, 2);
+        sources.succeeded(Source::Static, 2, None);
         assert_eq!(sources.complaints(), "dns: no answer yet");
-        sources.succeeded(Source::Dns, 3);
+        sources.succeeded(Source::Dns, 3, None);
         assert_eq!(sources.complaints(), "");
         sources.failed(Source::Dns, "api.example.com: timed out");
         assert_eq!(sources.complaints(), "dns: api.example.com: timed out");
@@ -260,5 +304,47 @@ mod tests {
         assert!(text.contains("timestamp_seconds{upstream=\"u\",source=\"static\"} 1"), "{text}");
         sources.forget(Source::Dns);
         assert_eq!(sources.status(SystemTime::now()).len(), 1);
+    }
+    #[test]
+    fn what_cannot_be_used_is_not_good_because_its_source_lives() {
+        let sources = sources();
+        let told = || -> Vec<String> {
+            let events = sources.metrics.events().last(usize::MAX);
+            events.iter().map(|e| format!("{} {} {}", e.from, e.to, e.reason)).collect()
+        };
+        sources.succeeded(Source::Slices, 3, None);
+        let good = sources.reports()[&Source::Slices].last_success;
+        sources.unusable(Source::Slices, "empty");
+        // A bookmark; a connection that is lost, and another one.
+        sources.confirmed(Source::Slices);
+        assert_eq!(sources.complaints(), "slices: empty");
+        sources.failed(Source::Slices, "lost");
+        assert_eq!(sources.complaints(), "slices: lost");
+        sources.confirmed(Source::Slices);
+        assert_eq!(sources.complaints(), "slices: empty");
+        assert_eq!(sources.reports()[&Source::Slices].last_success, good);
+        sources.succeeded(Source::Slices, 2, None);
+        assert_eq!(sources.complaints(), "");
+        let expected = [
+            "ok failing empty",
+            "failing failing lost",
+            "failing failing empty",
+            "failing ok empty",
+        ];
+        assert_eq!(told(), expected);
+    }
+
+    #[test]
+    fn half_an_answer_is_told_once() {
+        let sources = sources();
+        for _ in 0..3 {
+            sources.succeeded(Source::Dns, 1, Some("b: timed out"));
+        }
+        assert_eq!(sources.complaints(), "dns: b: timed out");
+        assert_eq!(sources.reports()[&Source::Dns].endpoints, 1);
+        let events = sources.metrics.events().last(usize::MAX);
+        assert_eq!(events.iter().map(|e| e.times).collect::<Vec<_>>(), [1], "{events:?}");
+        sources.succeeded(Source::Dns, 2, None);
+        assert_eq!(sources.complaints(), "");
     }
 }

@@ -27,6 +27,8 @@ pub struct Board {
     remembered: RefCell<Remembered>,
     /// When what is remembered was said.
     remembered_of: Cell<Option<SystemTime>>,
+    /// What was told of the last answer of each source: what of it is refused, by the reason.
+    told: RefCell<BTreeMap<(Source, &'static str), String>>,
     own: Box<dyn Fn() -> Own>,
     changed: Notify,
 }
@@ -39,6 +41,7 @@ impl Board {
             answers: RefCell::default(),
             remembered: RefCell::default(),
             remembered_of: Cell::default(),
+            told: RefCell::default(),
             own,
             changed: Notify::new(),
         })
@@ -56,19 +59,18 @@ impl Board {
 
     /// A source has an answer; `complete` if every part of the source has answered by now.
     pub fn say(&self, source: Source, said: Said, complete: bool) {
-        let sources = &self.upstream.sources;
-        if said.refused_count > 0 {
-            let words = few(&said.refused, said.refused_count);
-            sources.refused(source, "invalid", said.refused_count, &words);
-        }
+        self.say_but(source, said, complete, None);
+    }
+
+    /// The same, `but` being what is wrong with a part of the source.
+    pub fn say_but(&self, source: Source, said: Said, complete: bool, but: Option<&str>) {
+        let invalid = few(&said.refused, said.refused_count);
+        self.refuse(source, "invalid", said.refused_count, &invalid);
         let offered = said.entries.len();
         let (entries, ours) = without_own(said.entries, &self.own());
-        if !ours.is_empty() {
-            let labels: Vec<_> = ours.iter().map(|entry| entry.address.to_string()).collect();
-            let words =
-                format!("{}: our own address, requests would loop", few(&labels, ours.len()));
-            sources.refused(source, "own-address", ours.len(), &words);
-        }
+        let labels: Vec<_> = ours.iter().map(|entry| entry.address.to_string()).collect();
+        let own = format!("{}: our own address, requests would loop", few(&labels, ours.len()));
+        self.refuse(source, "own-address", ours.len(), &own);
         if entries.is_empty() {
             let why = match (offered, said.not_ready, said.refused_count) {
                 (0, 0, 0) => "it names no endpoint".to_owned(),
@@ -79,15 +81,29 @@ impl Board {
                 (1, ..) => "the one endpoint that it names is ourselves".to_owned(),
                 (ours, ..) => format!("all {ours} endpoints that it names are ourselves"),
             };
-            sources.refused(source, "empty", 1, &format!("an empty answer: {why}"));
-            return sources.failed(source, &format!("an empty answer changes nothing: {why}"));
+            self.refuse(source, "empty", 1, &format!("an empty answer: {why}"));
+            let words = format!("an empty answer changes nothing: {why}");
+            return self.upstream.sources.unusable(source, &words);
         }
-        sources.succeeded(source, entries.len());
+        self.refuse(source, "empty", 0, "");
+        self.upstream.sources.succeeded(source, entries.len(), but);
         let answer = Answer { entries, complete };
         if self.answers.borrow().get(&source) != Some(&answer) {
             self.answers.borrow_mut().insert(source, answer);
             self.turn();
         }
+    }
+
+    /// Counts what is not taken of an answer, and tells it if the answer before was another one.
+    fn refuse(&self, source: Source, reason: &'static str, count: usize, words: &str) {
+        let mut told = self.told.borrow_mut();
+        if count == 0 {
+            told.remove(&(source, reason));
+            return;
+        }
+        let before = told.insert((source, reason), words.to_owned());
+        let news = (before.as_deref() != Some(words)).then_some(words);
+        self.upstream.sources.refused(source, reason, count, news);
     }
 
     /// A source could not be asked.

@@ -164,7 +164,7 @@ impl Keeper {
                     let reports = upstream.sources.reports();
                     saved.entries.retain(|(source, _)| reports.contains_key(source));
                     drop(reports);
-                    upstream.sources.succeeded(Source::State, saved.entries.len());
+                    upstream.sources.succeeded(Source::State, saved.entries.len(), None);
                     let age = config::format_duration(Duration::from_secs(saved.age.as_secs()));
                     upstream.sources.note(Source::State, format!("{} old", &age));
                     tracing::info!(
@@ -316,7 +316,7 @@ impl Keeper {
                 answers.iter().max_by_key(|(_, answer)| answer.entries.len()).map(|(s, _)| *s)
             });
             if let Some(source) = source {
-                self.upstream().sources.refused(source, "too-many", too_many, &words);
+                self.upstream().sources.refused(source, "too-many", too_many, Some(&words));
             }
         }
     }

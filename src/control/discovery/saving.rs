@@ -98,8 +98,10 @@ fn failed(upstream: &Upstream, (dir, _): &Content, why: &str) {
     let path = state::path(dir, &upstream.name);
     let what = "cannot be saved, and a restart will have to find the endpoints anew";
     let words = format!("{}: {what}: {why}", path.display());
-    let known = upstream.sources.reports().get(&Source::State).and_then(|r| r.error.clone());
-    if known.as_ref() != Some(&words) {
+    let reports = upstream.sources.reports();
+    let known = reports.get(&Source::State).is_some_and(|r| r.complaint() == Some(&words));
+    drop(reports);
+    if !known {
         upstream.sources.failed(Source::State, &words);
     }
 }

@@ -25,11 +25,12 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::board::Board;
-use super::merge::Entry;
+use super::merge::{Answer, Entry};
 use super::objects::Said;
 use crate::config::EndpointAddress;
 use crate::control::certificates::ticks;
 use crate::control::files::Watched;
+use crate::net::bounded_file;
 use crate::upstream::sources::Source;
 
 /// Bounds of the time until a name is asked for again: a TTL of 0 must not become a flood, and one
@@ -41,8 +42,13 @@ const RETRY_MIN: Duration = Duration::from_secs(1);
 const RETRY_MAX: Duration = Duration::from_secs(30);
 /// One attempt of one query: a lost packet costs this (the resolver's own default is 5 s).
 const ATTEMPT: Duration = Duration::from_secs(2);
+/// And what it takes at least, whatever `options timeout:` says: 0 would be no attempt at all, and
+/// glibc takes it for this too.
+const ATTEMPT_MIN: Duration = Duration::from_secs(1);
 /// All attempts at all servers, with every search domain.
 const LOOKUP: Duration = Duration::from_secs(20);
+/// Largest file of the system read. Lists against advertisements in `/etc/hosts` have a few MiB.
+const MAX_FILE: u64 = 16 << 20;
 
 /// The files of the system, and the port of its name servers.
 #[derive(Debug, Clone)]
@@ -90,9 +96,10 @@ pub async fn follow(names: Vec<EndpointAddress>, system: System, board: Rc<Board
     let mut hosts: Vec<String> = names.iter().map(|name| name.host.clone()).collect();
     hosts.sort_unstable();
     hosts.dedup();
+    let known = known_of(&hosts, &board);
     let names = Rc::new(Names {
         wanted: names,
-        known: RefCell::default(),
+        known: RefCell::new(known),
         system,
         board,
         again: Notify::new(),
@@ -108,6 +115,24 @@ pub async fn follow(names: Vec<EndpointAddress>, system: System, board: Rc<Board
             names.again.notify_waiters();
         }
     }
+}
+
+/// What the board has of these names already: a reload that adds one takes nothing from the others,
+/// of which no name server may answer just now.
+fn known_of(hosts: &[String], board: &Board) -> BTreeMap<String, Known> {
+    let of = |host: &String, answer: &Answer| {
+        let ours = answer.entries.iter().filter(|entry| entry.server_name.as_ref() == Some(host));
+        let mut ips: Vec<IpAddr> = ours.filter_map(|e| e.address.host.parse().ok()).collect();
+        // Once for each port.
+        ips.sort_unstable();
+        ips.dedup();
+        let (v4, v6) = ips.into_iter().partition(IpAddr::is_ipv4);
+        (host.clone(), Known { v4, v6, error: None })
+    };
+    board.with(|answers, _| {
+        let answer = answers.get(&Source::Dns);
+        answer.into_iter().flat_map(|answer| hosts.iter().map(|h| of(h, answer))).collect()
+    })
 }
 
 impl Names {
@@ -155,11 +180,11 @@ impl Names {
             .iter()
             .filter_map(|(host, known)| Some(format!("{host}: {}", known.error.as_ref()?)))
             .collect();
+        let wrong = (!errors.is_empty()).then(|| errors.join("; "));
         if !said.entries.is_empty() || said.refused_count > 0 {
-            self.board.say(Source::Dns, said, complete);
-        }
-        if !errors.is_empty() {
-            self.board.fail(Source::Dns, &errors.join("; "));
+            self.board.say_but(Source::Dns, said, complete, wrong.as_deref());
+        } else if let Some(wrong) = wrong {
+            self.board.fail(Source::Dns, &wrong);
         }
     }
 }
@@ -230,8 +255,10 @@ async fn look_up(host: &str, system: &System) -> Found {
 
 /// The addresses in `/etc/hosts`, if it has any. A file that is not there has none.
 fn in_hosts(host: &str, system: &System) -> Option<(Vec<IpAddr>, Vec<IpAddr>)> {
+    let file = bounded_file::read(&system.hosts, MAX_FILE).ok()?;
     let mut hosts = Hosts::default();
-    hosts.read_hosts_conf(std::fs::File::open(&system.hosts).ok()?).ok()?;
+    // Names are ASCII; a comment need not be UTF-8.
+    hosts.read_hosts_conf(String::from_utf8_lossy(&file).as_bytes()).ok()?;
     let name = Name::from_utf8(host).ok()?;
     let look = |kind| -> Vec<IpAddr> {
         let found = hosts.lookup_static_host(&Query::query(name.clone(), kind));
@@ -246,7 +273,8 @@ fn in_hosts(host: &str, system: &System) -> Option<(Vec<IpAddr>, Vec<IpAddr>)> {
 /// question: they are rare, and there is nothing that could go stale.
 fn resolver(system: &System) -> Result<TokioResolver, String> {
     let file = system.resolv_conf.display();
-    let text = std::fs::read(&system.resolv_conf).map_err(|error| format!("{file}: {error}"))?;
+    let text = bounded_file::read(&system.resolv_conf, MAX_FILE);
+    let text = text.map_err(|error| format!("{file}: {error}"))?;
     let (config, mut options) =
         parse_resolv_conf(text).map_err(|error| format!("{file}: {error}"))?;
     let (domain, search, mut servers) = config.into_parts();
@@ -254,7 +282,7 @@ fn resolver(system: &System) -> Result<TokioResolver, String> {
         connection.port = system.port;
     }
     let config = ResolverConfig::from_parts(domain, search, servers);
-    options.timeout = options.timeout.min(ATTEMPT);
+    options.timeout = options.timeout.clamp(ATTEMPT_MIN, ATTEMPT);
     options.attempts = options.attempts.max(2);
     options.cache_size = 0;
     // Asked before.

@@ -144,6 +144,32 @@ async fn without_name_servers_there_is_an_error_and_no_question_to_strangers() {
     assert!(found.v6.unwrap_err().contains("resolv.conf"));
 }
 
+#[tokio::test]
+async fn files_of_the_system_that_are_strange() {
+    let world = World::new();
+    world.say("api.example.com", &["10.0.0.1"], 60);
+    // Pipes that nobody writes to, where files should be.
+    for path in [&world.system.hosts, &world.system.resolv_conf] {
+        let _ = std::fs::remove_file(path);
+        assert!(std::process::Command::new("mkfifo").arg(path).status().unwrap().success());
+    }
+    let found = look_up("api.example.com", &world.system).await;
+    let why = found.v4.unwrap_err();
+    assert!(why.contains("resolv.conf") && why.contains("not a regular file"), "{why}");
+    for path in [&world.system.hosts, &world.system.resolv_conf] {
+        std::fs::remove_file(path).unwrap();
+    }
+    // A time of nothing is no time to answer in; a comment in Latin-1 spoils no line but its own.
+    let resolv_conf = "nameserver 127.0.0.1\noptions timeout:0 attempts:0 trust-ad what:ever\n";
+    std::fs::write(&world.system.resolv_conf, resolv_conf).unwrap();
+    let found = look_up("api.example.com", &world.system).await;
+    assert_eq!(found.v4.unwrap(), ips(&["10.0.0.1"]));
+    let hosts = b"# R\xe9seau\n10.1.1.1 api.example.com # l'\xe9quipe\n";
+    std::fs::write(&world.system.hosts, hosts).unwrap();
+    let found = look_up("api.example.com", &world.system).await;
+    assert_eq!(found.v4.unwrap(), ips(&["10.1.1.1"]));
+}
+
 #[test]
 fn what_is_known_stays_until_there_is_something_better() {
     let found = |v4: Result<&[&str], &str>, v6: Result<&[&str], &str>| {
@@ -201,6 +227,10 @@ async fn the_board_hears_of_names_and_of_changes_in_hosts() {
                 board.changed().await;
             }
             assert!(!known(&board).1, "one name has no answer");
+            while upstream.sources.complaints() != "dns: late.example.com: there is no such name" {
+                sleep(Duration::from_millis(10)).await;
+            }
+            assert_eq!(upstream.sources.reports()[&Source::Dns].endpoints, 1);
             std::fs::write(&world.system.hosts, "fd00::7 late.example.com\n").unwrap();
             while known(&board) != (vec!["10.0.0.1:6443".into(), "[fd00::7]:443".into()], true) {
                 board.changed().await;
@@ -210,6 +240,55 @@ async fn the_board_hears_of_names_and_of_changes_in_hosts() {
         .await;
     let entry = board.with(|answers, _| answers[&Source::Dns].entries[0].clone());
     assert_eq!(entry.server_name.as_deref(), Some("api.example.com"), "the name is verified");
+}
+
+#[tokio::test]
+async fn a_name_beside_it_takes_nothing_from_one_that_was_known() {
+    let world = World::new();
+    world.say("a.example.com", &["10.0.0.1", "fd00::1"], 300);
+    world.say("b.example.com", &["10.0.0.2"], 300);
+    let config = crate::control::discovery::tests::config();
+    let credentials = Credentials::load(&config, &[]).unwrap();
+    let upstream = Arc::new(Upstream::new(config, credentials, &Metrics::new()));
+    let board = Board::new(Arc::clone(&upstream), Box::new(Own::default));
+    let names = |hosts: &[&str]| -> Vec<_> {
+        let name = |host: &&str| EndpointAddress { host: (*host).to_owned(), port: 6443 };
+        hosts.iter().map(name).collect()
+    };
+    let known = || -> Vec<String> {
+        board.with(|answers, _| {
+            let entries = answers.get(&Source::Dns).map_or(&[][..], |answer| &answer.entries);
+            entries.iter().map(|e| e.address.host.clone()).collect()
+        })
+    };
+    let test = async {
+        let first = follow(
+            names(&["a.example.com", "b.example.com"]),
+            world.system.clone(),
+            Rc::clone(&board),
+        );
+        let first = tokio::task::spawn_local(first);
+        while known() != ["10.0.0.1", "fd00::1", "10.0.0.2"] {
+            board.changed().await;
+        }
+        first.abort();
+        // No name server answers any more, but there is one in the file that needs none.
+        std::fs::write(&world.system.resolv_conf, "# nothing\n").unwrap();
+        std::fs::write(&world.system.hosts, "10.0.0.3 c.example.com\n").unwrap();
+        let next = names(&["c.example.com", "b.example.com", "a.example.com"]);
+        let second = follow(next, world.system.clone(), Rc::clone(&board));
+        let second = tokio::task::spawn_local(second);
+        while known() != ["10.0.0.3", "10.0.0.2", "10.0.0.1", "fd00::1"] {
+            assert!(known().contains(&"10.0.0.1".to_owned()), "{:?}", known());
+            board.changed().await;
+        }
+        while !upstream.sources.complaints().contains("a.example.com: ") {
+            sleep(Duration::from_millis(10)).await;
+        }
+        assert_eq!(known().len(), 4);
+        second.abort();
+    };
+    LocalSet::new().run_until(test).await;
 }
 
 #[tokio::test]

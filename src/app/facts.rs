@@ -267,6 +267,12 @@ impl admin::Facts for Facts {
             }
         }
         for upstream in &shown.upstreams {
+            let token = upstream.credentials.probe_token();
+            if let Some(error) = token.as_ref().and_then(|token| token.error()) {
+                // Nor is this: what was good in it is still shown, or the question is anonymous.
+                let name = format!("token for /readyz of {}", upstream.name);
+                parts.push(Part { name, ok: false, detail: error });
+            }
             parts.extend(sources_of(upstream));
         }
         for name in self.around.heartbeats.stuck() {

@@ -5,12 +5,13 @@
 //! while it runs, and starts without, are no reason for it to stop: there they are warnings.
 
 use std::fmt::Display;
-use std::io::{self, Read, Write};
+use std::io::{self, Write};
 use std::path::Path;
 use std::time::SystemTime;
 
 use crate::config::{CertPaths, Config, ConfigError, ConfigErrors, Overrides, Terminate, load};
 use crate::control::discovery::{file as endpoints_file, kubeconfig};
+use crate::net::bounded_file;
 use crate::net::local_ca::LocalCa;
 use crate::net::tls_files::{
     CertInfo, Problem, Subject, TlsFileError, Validity, load_ca, load_cert,
@@ -300,21 +301,18 @@ impl Check {
     }
 
     fn token(&mut self, at: &str, path: &Path) {
-        let mut token = String::new();
-        let read = std::fs::File::open(path)
-            .and_then(|f| f.take(MAX_TOKEN + 1).read_to_string(&mut token));
         let file = path.display();
-        match read {
+        match bounded_file::read_text(path, MAX_TOKEN) {
+            Err(error) if error.kind() == io::ErrorKind::FileTooLarge => {
+                self.error(at, format!("{file}: larger than 64 KiB: not a bearer token"));
+            }
             Err(error) => {
                 let reason = error.to_string();
                 let reason = reason.split(" (os error").next().unwrap_or_default();
                 self.error(at, format!("cannot read {file}: {reason}"));
             }
-            Ok(length) if length as u64 > MAX_TOKEN => {
-                self.error(at, format!("{file}: larger than 64 KiB: not a bearer token"));
-            }
-            Ok(_) if token.trim().is_empty() => self.error(at, format!("{file}: is empty")),
-            Ok(_) if !token.trim().bytes().all(|b| b.is_ascii_graphic()) => {
+            Ok(token) if token.trim().is_empty() => self.error(at, format!("{file}: is empty")),
+            Ok(token) if !token.trim().bytes().all(|b| b.is_ascii_graphic()) => {
                 self.error(at, format!("{file}: not a bearer token: it must be one ASCII word"));
             }
             Ok(_) => {}

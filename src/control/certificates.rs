@@ -38,7 +38,8 @@ pub async fn watch_credentials(upstream: Arc<Upstream>) {
             files.unsettled = credentials
                 .slots()
                 .iter()
-                .any(|slot| slot.error().is_some_and(|error| is_half_done(&error)));
+                .any(|slot| slot.error().is_some_and(|error| is_half_done(&error)))
+                || credentials.probe_token().is_some_and(|token| token.error().is_some());
             for event in events {
                 tell(&upstream, &event);
             }
@@ -70,6 +71,7 @@ fn tell(upstream: &Upstream, event: &Refreshed) {
             "new connections are verified by it",
         ),
         Refreshed::CaFailed(error) => told.bad("CA bundle of the apiservers", error),
+        Refreshed::TokenFailed(error) => told.bad("token for /readyz", error),
     }
 }
 

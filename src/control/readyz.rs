@@ -16,7 +16,6 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use super::witness::Witness;
 use crate::config::Readyz;
-use crate::net::bounded_file;
 use crate::upstream::connection::Connection;
 use crate::upstream::credentials::Class;
 use crate::upstream::dial::dial_h2;
@@ -42,8 +41,6 @@ const PROOF_PAUSE: Duration = Duration::from_millis(200);
 const RECONNECT_TICK: Duration = Duration::from_millis(50);
 /// Bytes of an answer that are read to tell what failed.
 const MAX_ANSWER: usize = 16 * 1024;
-/// Largest token file read.
-const MAX_TOKEN_FILE: u64 = 64 << 10;
 
 /// What a probe found.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -141,7 +138,8 @@ async fn ask_until_it_leaves(
         }
         let asked_at = Instant::now();
         let finding = {
-            let mut answer = pin!(ask(&current, config));
+            let token = upstream.credentials.probe_token().and_then(|token| token.header());
+            let mut answer = pin!(ask(&current, config, token));
             tokio::select! {
                 finding = &mut answer => finding,
                 () = sleep(config.timeout / 2) => {
@@ -289,8 +287,8 @@ async fn connect(
     }
 }
 
-async fn ask(connection: &Rc<Connection>, config: &Readyz) -> Finding {
-    match timeout(config.timeout, exchange(connection, config)).await {
+async fn ask(connection: &Rc<Connection>, config: &Readyz, token: Option<HeaderValue>) -> Finding {
+    match timeout(config.timeout, exchange(connection, config, token)).await {
         Ok(Ok(finding)) => finding,
         // No answer in time: unwell if its connection lives, else the connection's own matter.
         Err(_) if connection.life() == Life::Live => Finding::NotReady(format!(
@@ -302,13 +300,17 @@ async fn ask(connection: &Rc<Connection>, config: &Readyz) -> Finding {
     }
 }
 
-async fn exchange(connection: &Rc<Connection>, config: &Readyz) -> Result<Finding, h2::Error> {
+async fn exchange(
+    connection: &Rc<Connection>,
+    config: &Readyz,
+    token: Option<HeaderValue>,
+) -> Result<Finding, h2::Error> {
     let mut request = Request::new(());
     let target = format!("https://kubernetes.default.svc{}", config.path);
     *request.uri_mut() = target.parse().unwrap_or_default();
     let headers = request.headers_mut();
     headers.insert(header::USER_AGENT, HeaderValue::from_static("jackstay-readyz"));
-    if let Some(token) = token(config) {
+    if let Some(token) = token {
         headers.insert(header::AUTHORIZATION, token);
     }
     let mut permit = connection.reserve(false, Instant::now());
@@ -338,13 +340,6 @@ pub fn judge(status: StatusCode, body: &str, path: &str) -> Finding {
             Finding::NotReady(format!("{path} answers {}{detail}", status.as_u16()))
         }
     }
-}
-
-fn token(config: &Readyz) -> Option<HeaderValue> {
-    let text = bounded_file::read_text(config.token_file.as_ref()?, MAX_TOKEN_FILE).ok()?;
-    let mut value = HeaderValue::from_str(&format!("Bearer {}", text.trim())).ok()?;
-    value.set_sensitive(true);
-    Some(value)
 }
 
 #[cfg(test)]

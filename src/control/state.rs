@@ -7,7 +7,7 @@
 
 use std::fmt;
 use std::fs::{self, File};
-use std::io::{self, Read, Write};
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -15,6 +15,7 @@ use serde_json::{Value, json};
 
 use super::discovery::merge::{Entry, Remembered};
 use crate::config::EndpointAddress;
+use crate::net::bounded_file;
 use crate::observe::utc::Utc;
 use crate::upstream::sources::Source;
 
@@ -71,22 +72,15 @@ pub fn path(dir: &Path, upstream: &str) -> PathBuf {
 /// # Errors
 /// Why it is not used.
 pub fn read(dir: &Path, upstream: &str, now: SystemTime) -> Result<Saved, StateError> {
-    let file = match File::open(path(dir, upstream)) {
-        Ok(file) => file,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(StateError::Missing),
-        Err(error) => return Err(StateError::Io(error)),
-    };
-    let mut text = String::new();
-    match file.take(MAX_FILE + 1).read_to_string(&mut text) {
-        Ok(size) if size as u64 > MAX_FILE => {
-            return Err(StateError::Corrupt(format!("larger than {MAX_FILE} bytes")));
-        }
-        Ok(_) => {}
-        Err(error) if error.kind() == io::ErrorKind::InvalidData => {
-            return Err(StateError::Corrupt("not text".into()));
-        }
-        Err(error) => return Err(StateError::Io(error)),
-    }
+    let text =
+        bounded_file::read_text(&path(dir, upstream), MAX_FILE).map_err(|error| {
+            match error.kind() {
+                io::ErrorKind::NotFound => StateError::Missing,
+                io::ErrorKind::FileTooLarge => StateError::Corrupt(error.to_string()),
+                io::ErrorKind::InvalidData => StateError::Corrupt("not text".into()),
+                _ => StateError::Io(error),
+            }
+        })?;
     parse(&text, upstream, now)
 }
 

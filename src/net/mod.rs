@@ -33,5 +33,6 @@ pub mod socket;
 pub mod splice;
 pub mod tcp_info;
 pub mod tls_files;
+pub mod token_file;
 pub mod tracked;
 pub mod whole_file;

@@ -8,7 +8,7 @@
 //! A slot keeps its number for as long as it is configured and nobody has it after that: a request
 //! on its way can never find another identity under the number that it was given.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::SystemTime;
@@ -20,6 +20,7 @@ use rustls::crypto::aws_lc_rs;
 use crate::config::{CertPaths, Upstream};
 use crate::net::anyone::Anyone;
 use crate::net::tls_files::{self, CertInfo, LoadedCa, LoadedCert, TlsFileError};
+use crate::upstream::probe_token::ProbeToken;
 
 /// Which connections a request may share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -146,8 +147,8 @@ struct Setup {
     slots: Vec<Arc<Slot>>,
     /// The slot of the probe's own certificate, if it has one.
     probe: Option<Arc<Slot>>,
-    /// The probe has a token, so it must not carry a certificate.
-    with_token: bool,
+    /// The token of the probe, which must then not carry a certificate.
+    token: Option<Arc<ProbeToken>>,
 }
 
 /// What discovery shows, and what it was made of.
@@ -184,6 +185,8 @@ pub enum Refreshed {
     Ca,
     /// The CA bundle cannot be used; what was good stays.
     CaFailed(String),
+    /// The token of the probe cannot be used; what was good stays.
+    TokenFailed(String),
 }
 
 static GENERATION: AtomicU64 = AtomicU64::new(1);
@@ -206,7 +209,7 @@ impl Credentials {
                 ca_file: upstream.tls.ca_file.clone(),
                 slots: Vec::new(),
                 probe: None,
-                with_token: false,
+                token: None,
             }),
             next_number,
         };
@@ -256,7 +259,7 @@ impl Credentials {
             ca_file: setup.ca_file.clone(),
             slots: kept,
             probe: setup.probe.clone(),
-            with_token: setup.with_token,
+            token: setup.token.clone(),
         }));
     }
 
@@ -276,7 +279,14 @@ impl Credentials {
     pub fn paths(&self) -> Vec<PathBuf> {
         let setup = self.setup.load();
         let pairs = setup.slots.iter().flat_map(|s| [&s.paths.cert_file, &s.paths.key_file]);
-        setup.ca_file.iter().chain(pairs).cloned().collect()
+        let token = setup.token.as_deref().map(ProbeToken::file);
+        let all = setup.ca_file.iter().chain(pairs).map(PathBuf::as_path).chain(token);
+        all.map(Path::to_owned).collect()
+    }
+
+    /// The token of the probe, if one is configured.
+    pub fn probe_token(&self) -> Option<Arc<ProbeToken>> {
+        self.setup.load().token.clone()
     }
 
     /// The TLS configuration of a class; `None` if its identity is still awaited, or configured no
@@ -292,7 +302,7 @@ impl Credentials {
                 return self.discovery.load().as_ref().map(|shown| Arc::clone(&shown.tls));
             }
             Class::Token | Class::UnprovenToken | Class::Anonymous => None,
-            Class::Probe if setup.with_token => None,
+            Class::Probe if setup.token.is_some() => None,
             Class::Probe => match &setup.probe {
                 Some(slot) => slot.current.load_full(),
                 // By default the first one that is loaded.
@@ -333,6 +343,8 @@ impl Credentials {
                 Err(error) => events.extend(slot.failed(&error).map(Refreshed::IdentityFailed)),
             }
         }
+        let token = setup.token.as_ref().map(|token| token.refresh());
+        events.extend(token.and_then(Result::err).map(Refreshed::TokenFailed));
         events
     }
 
@@ -409,7 +421,7 @@ fn prepare(
         setup: Setup {
             ca_file: upstream.tls.ca_file.clone(),
             probe: probe.cloned(),
-            with_token: readyz.token_file.is_some(),
+            token: readyz.token_file.as_deref().map(|file| Arc::new(ProbeToken::load(file))),
             slots,
         },
         loaded,

@@ -20,6 +20,7 @@ pub mod health;
 pub mod http1;
 pub mod offers;
 pub mod pool;
+pub mod probe_token;
 pub mod readyz;
 pub mod rebalance;
 pub mod shared;

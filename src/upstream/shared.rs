@@ -103,7 +103,7 @@ impl Upstream {
 
     /// Whether `/readyz` is asked with a credential.
     pub fn has_probe_credential(&self) -> bool {
-        self.config().health.readyz.token_file.is_some()
+        self.credentials.probe_token().is_some_and(|token| token.header().is_some())
             || self.credentials.tls(Class::Probe).is_some_and(|tls| tls.certificate.is_some())
     }
 

@@ -13,11 +13,9 @@ use http::HeaderValue;
 use kube::config::Kubeconfig;
 use serde_json::Value;
 
-use crate::net::bounded_file;
 use crate::net::tls_files::{self, LoadedCert};
+use crate::net::{bounded_file, token_file};
 
-/// Largest token read: the apiserver takes no header above 1 MiB.
-const MAX_TOKEN: usize = 64 << 10;
 /// Largest file read, a kubeconfig with the certificates of many clusters.
 const MAX_FILE: u64 = 16 << 20;
 
@@ -63,27 +61,10 @@ impl Token {
             Self::None => Ok(None),
             Self::Fixed(value) => Ok(Some(value.clone())),
             Self::File(path) => {
-                let text = bounded_file::read_text(path, MAX_FILE)
-                    .map_err(|error| format!("token file {}: {error}", path.display()))?;
-                let token = bearer(&text);
-                token.map(Some).map_err(|why| format!("token file {}: {why}", path.display()))
+                token_file::read(path).map(Some).map_err(|why| format!("token file {why}"))
             }
         }
     }
-}
-
-fn bearer(text: &str) -> Result<HeaderValue, String> {
-    let token = text.trim();
-    if token.is_empty() {
-        return Err("it is empty".into());
-    }
-    if token.len() > MAX_TOKEN {
-        return Err(format!("a token of more than {MAX_TOKEN} bytes"));
-    }
-    let mut value = HeaderValue::from_str(&format!("Bearer {token}"))
-        .map_err(|_| "it holds what no token holds".to_owned())?;
-    value.set_sensitive(true);
-    Ok(value)
 }
 
 /// Reads the kubeconfig and everything that its user refers to.
@@ -199,7 +180,9 @@ impl Fields<'_> {
             return Ok(Token::File(path));
         }
         match self.text("token") {
-            Some(token) => bearer(token).map(Token::Fixed).map_err(|why| format!("token: {why}")),
+            Some(token) => {
+                token_file::bearer(token).map(Token::Fixed).map_err(|why| format!("token: {why}"))
+            }
             None => Ok(Token::None),
         }
     }

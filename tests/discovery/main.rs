@@ -9,6 +9,7 @@ mod bootstrap;
 mod file;
 mod members;
 mod namespace;
+mod probing;
 mod slices;
 mod stress;
 mod traffic;

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::{oneshot, watch};
-use tokio::task::{AbortHandle, LocalSet, spawn_local};
+use tokio::task::{AbortHandle, LocalSet, spawn_blocking, spawn_local};
 use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
 
 use super::StartError;
@@ -39,6 +39,8 @@ const LOOK: Duration = Duration::from_secs(1);
 const STARTED: Duration = Duration::from_secs(1);
 /// How long the workers may take to follow before that is worth a warning.
 const PATIENCE: Duration = Duration::from_secs(5);
+/// How long it may take to open the socket for new processes: a file is made.
+const PROMPT: Duration = Duration::from_secs(2);
 /// How long a process that takes over waits for an apiserver of every upstream, while its predecessor
 /// serves: the default of `connect_timeout`. Then it serves without, as that one would have to.
 const WARM_UP: Duration = Duration::from_secs(3);
@@ -120,7 +122,7 @@ impl Control {
         // It serves; whether an apiserver can be reached is not what others should wait for.
         self.manager.tell("READY=1");
         let (wishes, mut asked) = unbounded_channel();
-        tasks.open_door(&self.built, &wishes, &self.replaced, succeeds);
+        tasks.open_door(&self.built, &wishes, &self.replaced, succeeds).await;
         let mut look = interval(LOOK);
         look.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut draining = self.draining.clone();
@@ -130,7 +132,7 @@ impl Control {
                 request = self.requests.recv() => {
                     let Some(request) = request else { break };
                     let attempt = self.reload(request.trigger, &mut tasks).await;
-                    tasks.open_door(&self.built, &wishes, &self.replaced, false);
+                    tasks.open_door(&self.built, &wishes, &self.replaced, false).await;
                     if let Some(reply) = request.reply {
                         // Whoever asked may have gone.
                         let _ = reply.send(attempt);
@@ -139,7 +141,7 @@ impl Control {
                 _ = look.tick() => {
                     if self.follower.as_mut().is_some_and(Follower::has_changed) {
                         self.reload("file changed", &mut tasks).await;
-                        tasks.open_door(&self.built, &wishes, &self.replaced, false);
+                        tasks.open_door(&self.built, &wishes, &self.replaced, false).await;
                     }
                 }
                 Some(wish) = asked.recv() => match wish {
@@ -401,8 +403,10 @@ impl Tasks {
         });
     }
 
-    /// Lets new processes ask for the sockets there from now on, `instead` of one that does.
-    fn open_door(
+    /// Lets new processes ask for the sockets there from now on, `instead` of one that does. A disk
+    /// may hang, and so may whoever answers there: then nobody can ask until that is over, and
+    /// everything else goes on.
+    async fn open_door(
         &mut self,
         built: &Built,
         wishes: &UnboundedSender<Wish>,
@@ -410,28 +414,41 @@ impl Tasks {
         instead: bool,
     ) {
         let path = built.config.state_dir.as_deref().map(takeover::path);
-        if self.door.as_ref().map(|(path, _)| path) == path.as_ref() {
+        // One that could not be opened is tried again.
+        let open = self.door.as_ref().filter(|(_, task)| !task.is_finished());
+        if open.map(|(path, _)| path) == path.as_ref() {
             return;
         }
         if let Some((_, before)) = self.door.take() {
             before.abort();
         }
         let Some(path) = path else { return };
-        match Door::open(&path, instead) {
-            Ok(door) => {
-                let (wishes, replaced) = (wishes.clone(), replaced.clone());
-                let task = spawn_local(async move {
+        let (wishes, replaced, at) = (wishes.clone(), replaced.clone(), path.clone());
+        let (tried, mut opening) = oneshot::channel::<()>();
+        let task = spawn_local(async move {
+            let place = at.clone();
+            let opened = spawn_blocking(move || Door::open(&place, instead)).await;
+            drop(tried);
+            match opened.unwrap_or_else(|error| Err(error.into())) {
+                Ok(door) => {
                     door.answer(wishes).await;
                     replaced.send_replace(true);
-                });
-                self.door = Some((path, task.abort_handle()));
+                }
+                // It serves all the same.
+                Err(error) => tracing::info!(
+                    path = %at.display(),
+                    %error,
+                    "a new process cannot take over from this one without a gap"
+                ),
             }
-            // It serves all the same.
-            Err(error) => tracing::info!(
+        });
+        self.door = Some((path.clone(), task.abort_handle()));
+        if timeout(PROMPT, &mut opening).await.is_err() {
+            tracing::warn!(
                 path = %path.display(),
-                %error,
-                "a new process cannot take over from this one without a gap"
-            ),
+                "nothing answers there, the disk or another process: until it does, a new process \
+                 cannot take over from this one"
+            );
         }
     }
 

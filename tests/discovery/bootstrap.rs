@@ -5,6 +5,8 @@ use crate::traffic::{refusing, set, set_is, source, told};
 use jackstay::config::{Config, EndpointAddress};
 use jackstay::demo::apiserver::{self, Options};
 use serde_json::{Value, json};
+use socket2::{Domain, SockAddr, Socket, Type};
+use std::io::ErrorKind;
 use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
 use std::sync::atomic::Ordering::Relaxed;
@@ -131,6 +133,38 @@ async fn a_directory_that_cannot_be_written_is_a_warning() {
     let ready = proxy.page("/readyz").await;
     assert!(ready.starts_with("HTTP/1.1 200"), "a warning, and no more: {ready}");
     assert!(ready.contains("source control-plane/state"), "{ready}");
+}
+
+/// A process that hangs has the same directory, and as many have asked it as may wait: whoever asks
+/// now waits to be one of them. A disk that hangs is no other case.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn a_directory_where_nothing_answers_holds_up_nothing() {
+    let world = World::new(1);
+    let config = config(&world, &world.addresses());
+    let dir = config.state_dir.clone().unwrap();
+    std::fs::create_dir_all(&dir).unwrap();
+    let at = SockAddr::unix(dir.join("take-over.sock")).unwrap();
+    let unix = || Socket::new(Domain::UNIX, Type::STREAM, None).unwrap();
+    let hanging = unix();
+    hanging.bind(&at).unwrap();
+    hanging.listen(0).unwrap();
+    let mut asking = Vec::new();
+    loop {
+        let socket = unix();
+        socket.set_nonblocking(true).unwrap();
+        match socket.connect(&at) {
+            Ok(()) => asking.push(socket),
+            Err(error) => break assert_eq!(error.kind(), ErrorKind::WouldBlock),
+        }
+    }
+    let proxy = world.certs.start(config);
+    crate::support::soon("operators are answered", proxy.page("/readyz")).await;
+    proxy.ready(1).await;
+    first_answer(&world, &proxy, Instant::now()).await;
+    write_endpoints(&world, &world.addresses());
+    until("sources are followed", async || source(&proxy, "file").await["endpoints"] == 1).await;
+    drop(proxy);
+    drop(hanging);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]

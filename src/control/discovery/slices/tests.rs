@@ -42,7 +42,7 @@ async fn a_list_that_comes_to_a_halt_is_asked_for_again() {
             script.lock().unwrap().stall = lists;
             let scripted = Scripted(Arc::clone(&script));
             let watching = tokio::task::spawn_local(observe(scripted, Rc::clone(&board)));
-            sleep(LIST - Duration::from_secs(1)).await;
+            sleep(LIST.mul_f64(0.9)).await;
             assert!(board.with(|answers, _| answers.is_empty()), "list {lists}");
             sleep(Duration::from_secs(20)).await;
             assert!(board.with(|answers, _| !answers.is_empty()), "list {lists}");

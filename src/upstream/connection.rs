@@ -82,6 +82,8 @@ pub struct Connection {
     life: Cell<Life>,
     /// Since when its PING has been late: what follows of it (drain, death) leaves it as it is.
     suspect_since: Cell<Option<Instant>>,
+    /// Nothing has come of it lately, or nothing of ours has arrived.
+    dark: Cell<bool>,
     gauge: RefCell<Option<ConnectionGauge>>,
     /// The endpoint counts on it.
     counted: Cell<bool>,
@@ -156,6 +158,7 @@ impl Connection {
             send,
             life: Cell::new(Life::Live),
             suspect_since: Cell::new(None),
+            dark: Cell::new(false),
             gauge: RefCell::new(Some(gauge)),
             counted: Cell::new(true),
             latency: Cell::new(PeakEwma::new(now)),
@@ -198,6 +201,12 @@ impl Connection {
     /// when it has died of that. `None` while it is live, and where its end came without a warning.
     pub fn suspect_since(&self) -> Option<Instant> {
         self.suspect_since.get()
+    }
+
+    /// Whether what is sent on it would most likely share its end: it is suspect, and its kernel
+    /// does not answer either.
+    pub fn is_dark(&self) -> bool {
+        self.dark.get()
     }
 
     /// Waits for the next change of its state.

@@ -30,6 +30,9 @@ pub const HEAD_WAIT: Duration = Duration::from_millis(100);
 const SILENCE: Duration = Duration::from_millis(400);
 /// How often the evidence is looked at while a PING is out.
 const LOOK: Duration = Duration::from_millis(100);
+/// Without a sign of life in one direction for this long, or half of `dead_after`, nothing more is
+/// sent there for want of anything better: five retransmissions of a thin stream are out by then.
+const DARK_AFTER: Duration = Duration::from_secs(1);
 /// From here on the kernel is asked to probe the path while a PING is out and all is acknowledged.
 const PROBE_AFTER: Duration = Duration::from_millis(500);
 /// Without PONG and frames for this long, while its kernel answers, a process is stopped.
@@ -182,6 +185,8 @@ pub struct ConnectionHealth {
     wake_at: Instant,
     /// No verdict before this: our own timers ran late.
     distrust_until: Instant,
+    /// See [`Self::is_dark`].
+    dark: bool,
 }
 
 impl ConnectionHealth {
@@ -201,6 +206,7 @@ impl ConnectionHealth {
             acked_at: now,
             wake_at: now + limits.ping_interval,
             distrust_until: now,
+            dark: false,
         }
     }
 
@@ -212,6 +218,12 @@ impl ConnectionHealth {
     /// Whether a PING is out; HTTP/2 stacks allow one at a time.
     pub fn ping_out(&self) -> bool {
         self.ping.is_some()
+    }
+
+    /// Whether there has been no sign of life in one of the two directions for so long that it will
+    /// hardly come back. No verdict: its state says nothing of it.
+    pub fn is_dark(&self) -> bool {
+        self.dark
     }
 
     /// The smoothed round-trip time.
@@ -235,6 +247,7 @@ impl ConnectionHealth {
             self.rtt.sample(rtt.min(self.suspect_after() * 2));
         }
         self.heard = now;
+        self.dark = false;
         self.delivering = false;
         self.next_ping = now + self.limits.ping_interval;
         let change = (self.life == Life::Suspect).then(|| self.enter(Life::Live, Reason::Pong));
@@ -274,6 +287,7 @@ impl ConnectionHealth {
             Some(sent) => {
                 let silent = self.weigh(evidence.tcp.as_ref(), now);
                 decision.change = self.judge(sent, &silent, now);
+                self.note_darkness(sent, &silent, now);
                 decision.leave = self.life == Life::Draining && self.is_late(sent, &silent, now);
                 decision.probe = !silent.pending
                     && now.saturating_duration_since(sent) >= PROBE_AFTER
@@ -348,6 +362,15 @@ impl ConnectionHealth {
         let out = now.saturating_duration_since(sent);
         let frames = out.min(now.saturating_duration_since(self.heard));
         now >= self.distrust_until && out >= late && (frames >= late || silent.outbound >= late)
+    }
+
+    /// A look that came late leaves it as it was.
+    fn note_darkness(&mut self, sent: Instant, silent: &Silence, now: Instant) {
+        if now >= self.distrust_until {
+            let out = now.saturating_duration_since(sent);
+            let quiet = out.min(silent.inbound.max(silent.outbound));
+            self.dark = quiet >= DARK_AFTER.min(self.limits.dead_after / 2);
+        }
     }
 
     fn enter(&mut self, life: Life, reason: Reason) -> (Life, Reason) {

@@ -33,6 +33,8 @@ struct Scene {
     /// How late our timers fire.
     lag: Duration,
     seen: Vec<(u64, Life, Reason)>,
+    /// When it became dark, or no longer was.
+    dark: Vec<(u64, bool)>,
     pings: Vec<u64>,
 }
 
@@ -55,6 +57,7 @@ impl Scene {
             waiting_since: None,
             lag: Duration::ZERO,
             seen: Vec::new(),
+            dark: Vec::new(),
             pings: Vec::new(),
         }
     }
@@ -94,6 +97,9 @@ impl Scene {
             let decision = self.health.look(evidence, self.now);
             if let Some((life, reason)) = decision.change {
                 self.seen.push((self.at(), life, reason));
+            }
+            if self.health.is_dark() != self.dark.last().is_some_and(|(_, dark)| *dark) {
+                self.dark.push((self.at(), self.health.is_dark()));
             }
             self.next = decision.wake_at;
             if decision.ping {
@@ -188,6 +194,46 @@ fn a_stopped_process_drains_after_5_s_and_is_dead_after_20() {
     );
     assert!((5000..=5110).contains(&(scene.seen[1].0 - ping)), "{:?}", scene.seen);
     assert!((20_000..=20_110).contains(&(scene.seen[2].0 - ping)), "{:?}", scene.seen);
+}
+
+#[test]
+fn what_shows_no_life_for_a_second_is_dark() {
+    for (inbound, outbound) in [(false, false), (false, true), (true, false)] {
+        let mut scene = Scene::new();
+        scene.run(ms(1500));
+        (scene.inbound, scene.outbound) = (inbound, outbound);
+        scene.run(ms(10_000));
+        let ping = *scene.pings.last().unwrap();
+        let [(at, true)] = scene.dark[..] else { panic!("{:?}", scene.dark) };
+        assert!((1000..=1110).contains(&(at - ping)), "{at} after the PING at {ping}");
+    }
+    // Its kernel answers.
+    let mut scene = Scene::new();
+    scene.run(ms(1500));
+    scene.answers = false;
+    scene.run(ms(30_000));
+    assert_eq!(scene.dark, []);
+}
+
+#[test]
+fn what_is_dark_is_so_until_it_answers() {
+    let mut scene = Scene::new();
+    scene.run(ms(1500));
+    (scene.inbound, scene.outbound) = (false, false);
+    scene.run(ms(1900));
+    assert_eq!(scene.dark.len(), 1, "{:?}", scene.dark);
+    (scene.inbound, scene.outbound) = (true, true);
+    scene.health.pong(scene.now);
+    scene.next = scene.now;
+    scene.run(ms(5000));
+    assert_eq!(scene.dark.len(), 2, "{:?}", scene.dark);
+    // A look that comes late says nothing.
+    let mut scene = Scene::new();
+    scene.run(ms(1500));
+    (scene.inbound, scene.outbound) = (false, false);
+    scene.lag = ms(1500);
+    scene.run(ms(4000));
+    assert_eq!(scene.dark, []);
 }
 
 #[test]

@@ -163,7 +163,7 @@ impl Pool {
                     self.upstream.metrics.streams_exhausted(&self.upstream.name).increment(1);
                     return Err(Unavailable::Exhausted);
                 }
-                return Err(Unavailable::Unreachable(self.reasons()));
+                return Err(Unavailable::Unreachable(self.reasons(class)));
             }
             let _ = timeout_at(until.min(now + TICK), changed).await;
         }
@@ -369,17 +369,19 @@ impl Pool {
                 .all(|endpoint| endpoint.last_failure().is_some_and(|failed| failed > start))
     }
 
-    fn reasons(&self) -> String {
+    fn reasons(&self, class: &ClassPool) -> String {
         let endpoints = self.upstream.endpoints.load();
         if endpoints.is_empty() {
             let complaints = self.upstream.sources.complaints();
             return format!("no endpoint is known yet; {complaints}");
         }
-        let mut reasons: Vec<_> = endpoints
-            .iter()
-            .take(5)
-            .map(|e| format!("{} is {} ({})", e.label, e.state().as_str(), e.reason()))
-            .collect();
+        let reason = |endpoint: &Arc<Endpoint>| {
+            if class.is_silent(endpoint) {
+                return format!("{} has fallen silent: PING unanswered", endpoint.label);
+            }
+            format!("{} is {} ({})", endpoint.label, endpoint.state().as_str(), endpoint.reason())
+        };
+        let mut reasons: Vec<_> = endpoints.iter().take(5).map(reason).collect();
         if endpoints.len() > 5 {
             reasons.push(format!("and {} more", endpoints.len() - 5));
         }

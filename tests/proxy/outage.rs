@@ -254,6 +254,65 @@ async fn all_go_dark_at_once() {
     all_fail(&client, "every apiserver went dark").await;
 }
 
+/// Nothing comes back on the one connection there is, and it is not dead yet. Who asks now is told
+/// so: a write that was sent there would share its end, and nobody could say any more whether it was
+/// carried out.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn no_write_is_sent_into_the_dark() {
+    let certs = Certs::new();
+    let peers = Peers::start(&certs, 1);
+    let hole = Hole::start(peers.addresses[0]).unwrap();
+    let mut config = certs.config(&[hole.addr]);
+    // It stays suspect for long.
+    config.upstreams[0].health.dead_after = Duration::from_millis(4_500);
+    let proxy = certs.start(config);
+    proxy.ready(1).await;
+    let client = proxy.client(&certs.credentials()).await;
+    peers.script.play([Act::Hang]);
+    let in_flight = async {
+        let reply = client.post(MAPS, &map("first", "1")).await.unwrap();
+        assert_eq!(reply.status, 502, "it shares the end of its connection");
+        reply
+    };
+    let later = async {
+        until("it is in flight", async || peers.script.seen().len() == 1).await;
+        hole.silence_new(true);
+        assert!(hole.lose_all().unwrap() > 0);
+        let mut writes = tokio::task::JoinSet::new();
+        let start = Instant::now();
+        // One after the other: where our own timers run late there is no verdict.
+        loop {
+            let client = proxy.client(&certs.credentials()).await;
+            writes.spawn(async move {
+                let start = Instant::now();
+                let reply = client.post(MAPS, &map("later", "1")).await.unwrap();
+                (start.elapsed(), reply)
+            });
+            let pause = tokio::time::sleep(Duration::from_millis(100));
+            tokio::select! {
+                Some(write) = writes.join_next() => {
+                    let (took, reply) = write.unwrap();
+                    assert_eq!(reply.status, 503, "{:?}", reply.body);
+                    println!("told after {took:?}, {:?} after it went dark", start.elapsed());
+                    return reply;
+                }
+                () = pause => {}
+            }
+        }
+    };
+    let told = async {
+        tokio::select! {
+            reply = later => reply,
+            reply = in_flight => panic!("sent into the dark until its end: {:?}", reply.body),
+        }
+    };
+    // Boxed: it holds both.
+    let reply = Box::pin(soon("an answer", told)).await;
+    let message = reply.json()["message"].as_str().unwrap().to_owned();
+    assert!(message.contains("has fallen silent"), "{message}");
+    assert_eq!(peers.script.seen().len(), 1);
+}
+
 /// SIGTERM in an outage: a watch that looks for an apiserver hears of it, and ends cleanly.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn a_watch_that_finds_nobody_ends_with_its_listener() {

@@ -143,6 +143,7 @@ where
 
     fn note_pong(&mut self) {
         let (rtt, change) = self.health.pong(Instant::now());
+        self.this.dark.set(self.health.is_dark());
         if let Some(rtt) = rtt {
             self.this.endpoint.metrics.rtt(rtt);
             self.this.stats.set_rtt(self.health.rtt());
@@ -186,6 +187,7 @@ where
             return Poll::Ready("connection failed while sending a PING".to_owned());
         }
         timer.reset(decision.wake_at);
+        self.this.dark.set(self.health.is_dark());
         if decision.leave && !self.this.leave.replace(true) {
             self.this.changed.notify_waiters();
         }

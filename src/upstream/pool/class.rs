@@ -121,7 +121,8 @@ impl ClassPool {
     }
 
     /// Takes a stream on the better of two connections of the best tier. `desperate` takes a
-    /// suspect one too.
+    /// suspect one too, but for those that are dark: nobody could say of a write that was sent
+    /// there whether it was carried out, and a read would only fail later.
     pub(super) fn take(
         &self,
         need: Need<'_>,
@@ -133,7 +134,7 @@ impl ClassPool {
         let eligible = |connection: &&Rc<Connection>| {
             let alive = match connection.life() {
                 Life::Live => true,
-                Life::Suspect => desperate,
+                Life::Suspect => desperate && !connection.is_dark(),
                 Life::Draining | Life::Dead => false,
             };
             alive
@@ -240,6 +241,18 @@ impl ClassPool {
 
     pub(super) fn has_live(&self) -> bool {
         self.connections.borrow().iter().any(|c| c.life() == Life::Live)
+    }
+
+    /// Whether it has connections to this endpoint, and none of them answers.
+    pub(super) fn is_silent(&self, endpoint: &Arc<Endpoint>) -> bool {
+        let connections = self.connections.borrow();
+        let mut lives = connections
+            .iter()
+            .filter(|c| Arc::ptr_eq(&c.endpoint, endpoint))
+            .map(|c| c.life())
+            .filter(|life| matches!(life, Life::Live | Life::Suspect))
+            .peekable();
+        lives.peek().is_some() && lives.all(|life| life == Life::Suspect)
     }
 
     /// Whether the endpoint that has just given a stream is nearly full, so that the next

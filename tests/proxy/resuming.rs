@@ -112,13 +112,14 @@ async fn bookmarks_without_end_leave_nothing_behind() {
     assert!(held.abs() < 1.0, "{held}");
 }
 
-/// Who says when to come again is not asked before, even where everybody says so.
+/// Who says when to come again is not asked before, even where everybody says so: then it is who named
+/// the sooner time that is asked again.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn whoever_names_a_time_is_not_asked_before() {
     let (peers, _proxy, client) = scene(2).await;
-    let busy = || Act::Answer(Reply::status("429", "{}").header("retry-after", "2"));
+    let busy = |time| Act::Answer(Reply::status("429", "{}").header("retry-after", time));
     peers.script.usually(Reply::ok(&lines(&[SECOND])));
-    peers.script.play([broken(&[FIRST]), busy(), busy()]);
+    peers.script.play([broken(&[FIRST]), busy("25"), busy("2")]);
     let begun = Instant::now();
     let saw = rest(watch(&client).await, Duration::from_secs(30)).await;
     assert_eq!(saw, (lines(&[FIRST, SECOND]), true));
@@ -126,6 +127,7 @@ async fn whoever_names_a_time_is_not_asked_before() {
     let who: Vec<_> = seen.iter().map(|(peer, ..)| *peer).collect();
     assert_eq!(seen.len(), 4, "{who:?}");
     assert_ne!(who[1], who[2], "each of the two once");
+    assert_eq!(who[3], who[2], "the other one's time is far away");
     assert!(begun.elapsed() >= Duration::from_secs(2), "{:?}", begun.elapsed());
 }
 

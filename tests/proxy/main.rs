@@ -13,6 +13,8 @@ mod peer;
 mod rebalance;
 mod resuming;
 mod retry;
+mod sparing;
+mod stale;
 mod streams;
 mod too_old;
 mod unwell;

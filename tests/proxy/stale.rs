@@ -1,0 +1,108 @@
+//! A watch whose bookmarks stay away, by a clock of our own: the real one would take minutes.
+
+use crate::peer::{Act, Peers, Reply};
+use crate::support::{Certs, MAPS, patient, soon, terminate};
+use http::{HeaderMap, Method, Request, Version};
+use jackstay::config::AccessLog;
+use jackstay::observe::{Metrics, Outcome};
+use jackstay::proxy::closing::Closer;
+use jackstay::proxy::forward::Outgoing;
+use jackstay::proxy::line::Line;
+use jackstay::proxy::request_info::RequestInfo;
+use jackstay::proxy::upload;
+use jackstay::proxy::watch::request::Asked;
+use jackstay::upstream::credentials::Credentials;
+use jackstay::upstream::endpoint::Endpoint;
+use jackstay::upstream::pool::{Need, Pool, Upstream};
+use jackstay::upstream::rebalance::Mover;
+use std::cell::Cell;
+use std::future::poll_fn;
+use std::net::Ipv4Addr;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::Duration;
+use tokio::task::LocalSet;
+use tokio::time::Instant;
+
+const EVENTS: &str = concat!(
+    r#"{"type":"ADDED","object":{"kind":"ConfigMap","apiVersion":"v1","metadata":{"name":"a","resourceVersion":"6"}}}"#,
+    "\n",
+    r#"{"type":"BOOKMARK","object":{"kind":"ConfigMap","apiVersion":"v1","metadata":{"resourceVersion":"7"}}}"#,
+    "\n"
+);
+
+/// The mover's tick asks the watches of a connection to look after themselves once a minute: at the
+/// third look without a bookmark the endpoint's counter says so, once.
+#[tokio::test]
+async fn bookmarks_that_stay_away_are_counted_where_the_watch_is() {
+    LocalSet::new().run_until(counted()).await;
+}
+
+async fn counted() {
+    let certs = Certs::new();
+    let peers = Peers::start(&certs, 1);
+    peers.script.play([Act::partly(Reply::ok(EVENTS), |_| Vec::new())]);
+    let mut config = patient(certs.config(&peers.addresses));
+    let identities = terminate(&mut config).identities.clone();
+    let config = config.upstreams.remove(0);
+    let metrics = Metrics::new();
+    let credentials = Credentials::load(&config, &identities).unwrap();
+    let upstream = Upstream::new(config.clone(), credentials, &metrics);
+    let address = &config.endpoints[0];
+    let of_endpoint = metrics.endpoint(&upstream.name, &address.to_string());
+    upstream.place(vec![Endpoint::new(&upstream.name, address, None, of_endpoint).unwrap()]);
+    let pool = Pool::new(Arc::new(upstream));
+    let class = pool.class(pool.upstream().credentials.loaded()[0]);
+    let line = Rc::new(Line::new(Rc::clone(&pool), Arc::clone(&metrics), upload::room(&metrics)));
+
+    let uri = format!("https://kubernetes.default.svc{MAPS}?watch=1&resourceVersion=5");
+    let (parts, ()) = Request::get(uri).body(()).unwrap().into_parts();
+    let headers = HeaderMap::new();
+    let info = RequestInfo::new(&Method::GET, &parts.uri, Version::HTTP_2, &headers);
+    let asked = Asked::new("watch", info.path(), info.query(), &headers, &[]).unwrap();
+    let of_listener = metrics.listener("apiserver");
+    let outcome = Outcome::begin(&of_listener, AccessLog::Off, Ipv4Addr::LOCALHOST.into(), &parts);
+    let (_closer, closing) = Closer::new();
+    let outgoing = Box::new(Outgoing {
+        line,
+        class: Rc::clone(&class),
+        head: Request::from_parts(parts, ()),
+        body: None,
+        info,
+        watch: Some((asked, closing)),
+        hedges: Cell::new(0),
+    });
+    let answer = soon("an answer", outgoing.forward(Box::new(outcome))).await;
+    let Ok(answer) = answer else { panic!("no answer") };
+    let mut body = answer.into_body();
+    let permit = pool.acquire(&class, Need::default()).await.unwrap();
+    let connections = [Rc::clone(permit.connection())];
+
+    // The event, which lies before the bookmark in the same piece, so that both have been seen.
+    let mut next =
+        async || poll_fn(|cx| http_body::Body::poll_frame(Pin::new(&mut body), cx)).await;
+    let event = soon("the event", next()).await.unwrap().unwrap().into_data().unwrap();
+    assert!(
+        event.starts_with(br#"{"type":"ADDED""#) && !event.windows(8).any(|w| w == b"BOOKMARK")
+    );
+
+    let mut now = Instant::now();
+    let mut mover = Mover::new(now);
+    let mut counted = Vec::new();
+    for _minute in 0..8 {
+        now += Duration::from_secs(70);
+        mover.turn(&connections, false, now);
+        poll_fn(|cx| {
+            let more = http_body::Body::poll_frame(Pin::new(&mut body), cx);
+            assert!(more.is_pending(), "{more:?}");
+            Poll::Ready(())
+        })
+        .await;
+        let page = metrics.render();
+        let line = page.lines().find(|line| line.starts_with("jackstay_stale_watches_total{"));
+        counted.push(line.map_or(0, |line| line.rsplit(' ').next().unwrap().parse().unwrap()));
+    }
+    assert_eq!(counted, [0, 0, 0, 1, 1, 1, 1, 1], "the first look has seen a bookmark");
+}

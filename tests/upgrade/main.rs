@@ -144,6 +144,54 @@ fn websocket_keeps_its_headers_and_its_token() {
     });
 }
 
+/// As kubectl forwards a port since 1.31 (KEP-4006): SPDY in WebSocket messages, which are only bytes
+/// here.
+#[test]
+fn a_port_is_forwarded_by_websocket() {
+    run(async {
+        let ca = Ca::new();
+        let peer = Peer::start(&ca).await;
+        let proxy = Proxy::start(&ca, &[peer.address()]);
+        let mut client = proxy.node(&ca).await;
+        client
+            .say(
+                "GET /api/v1/namespaces/d/pods/p/portforward HTTP/1.1\r\nHost: api\r\n\
+                 Connection: Upgrade\r\nUpgrade: websocket\r\n\
+                 Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\
+                 Sec-WebSocket-Protocol: SPDY/3.1+portforward.k8s.io\r\n\r\n",
+            )
+            .await;
+        let mut server = peer.accept().await;
+        assert!(server.has_client_certificate());
+        let head = server.head().await;
+        assert!(head.starts_with("GET /api/v1/namespaces/d/pods/p/portforward HTTP/1.1\r\n"));
+        assert_eq!(lines(&head, "upgrade"), ["websocket"]);
+        assert_eq!(lines(&head, "sec-websocket-version"), ["13"]);
+        assert_eq!(lines(&head, "sec-websocket-protocol"), ["SPDY/3.1+portforward.k8s.io"]);
+        server
+            .say(
+                "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\n\
+                 Upgrade: websocket\r\nSec-WebSocket-Accept: s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\r\n\
+                 Sec-WebSocket-Protocol: SPDY/3.1+portforward.k8s.io\r\n\r\nhello",
+            )
+            .await;
+        let head = client.head().await;
+        assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
+        assert_eq!(lines(&head, "sec-websocket-protocol"), ["SPDY/3.1+portforward.k8s.io"]);
+        client.hear("hello").await;
+        let much = "0123456789abcdef".repeat(40_000);
+        tokio::join!(client.say(&much), server.hear(&much));
+        tokio::join!(server.say(&much), client.hear(&much));
+        assert_eq!(proxy.tunnels.open(), 1);
+        client.half_close().await;
+        assert_eq!(server.rest().await, "");
+        server.say("closing").await;
+        server.half_close().await;
+        assert_eq!(client.rest().await, "closing");
+        proxy.tunnels.closed().await;
+    });
+}
+
 #[test]
 fn an_identity_goes_with_its_certificate_and_a_token_with_none() {
     run(async {

@@ -2,7 +2,10 @@
 //! Audit-ID, and the servers count them.
 
 use crate::hostile::before;
-use crate::peer::{Act, Peers, REFUSED_STREAM, Reply, reset};
+use crate::peer::{
+    Act, DATA, END_HEADERS, END_STREAM, HEADERS, NO_ERROR, Peers, REFUSED_STREAM, Reply, fields,
+    frame, reset,
+};
 use crate::support::{Certs, MAPS, World, long, map, soon, until};
 use http::Method;
 use jackstay::demo::client::Client;
@@ -199,4 +202,30 @@ async fn a_body_is_held_up_to_its_bound() {
         "too large to hold is not too large to send"
     );
     until("nothing is held", async || proxy.metric("jackstay_held_body_bytes").await == 0.0).await;
+}
+
+/// The apiserver has read enough to say no: it answers in the middle of the upload, and gives the rest
+/// of it up with `NO_ERROR`, as Go does. The client gets the whole answer, and nothing is sent twice.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn an_answer_in_the_middle_of_an_upload_is_whole() {
+    const NO: &str = r#"{"kind":"Status","code":413,"reason":"RequestEntityTooLarge"}"#;
+    let certs = Certs::new();
+    let peers = Peers::start(&certs, 2);
+    let proxy = before(&peers, &certs).await;
+    let client = proxy.client(&certs.credentials()).await;
+    peers.script.stingy.store(true, Relaxed);
+    for size in [100 << 10, 4 << 20] {
+        peers.script.play([Act::raw(|id| {
+            let head = fields(&[(":status", "413"), ("content-type", "application/json")]);
+            let answer = frame(DATA, END_STREAM, id, NO.as_bytes());
+            [frame(HEADERS, END_HEADERS, id, &head), answer, reset(id, NO_ERROR)].concat()
+        })]);
+        let headers = [("content-type", "application/json")];
+        let sent = client.request(Method::POST, MAPS, &headers, "x".repeat(size));
+        let reply = soon("an answer", sent).await.unwrap();
+        assert_eq!((reply.status.as_u16(), &reply.body[..]), (413, NO.as_bytes()), "{size}");
+        assert_eq!(peers.script.seen().len(), 1, "{size}");
+    }
+    until("nothing is held", async || proxy.metric("jackstay_held_body_bytes").await == 0.0).await;
+    assert_eq!(proxy.lost_connections().await, [""; 0]);
 }

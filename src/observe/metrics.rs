@@ -189,6 +189,11 @@ impl Metrics {
         self.registry.counter(&names::RETRIES, &[reason]).increment(1);
     }
 
+    /// A request failed and is not sent again: `unsafe`, `not_held` or `attempts`.
+    pub fn retry_refused(&self, reason: &'static str) {
+        self.registry.counter(&names::RETRIES_REFUSED, &[reason]).increment(1);
+    }
+
     /// A second attempt: answered by the `original` or the `hedge`, `failed` with it, or not made
     /// because that would be `over_budget`.
     pub fn hedged(&self, outcome: &'static str) {
@@ -339,6 +344,7 @@ mod tests {
         passthrough.closed("done");
         metrics.config_reloaded(true);
         metrics.retried("refused-stream");
+        metrics.retry_refused("unsafe");
         metrics.hedged("won");
         metrics.watch_resumed("resumed");
         metrics.stream_waits("control-plane").increment(1);

@@ -89,6 +89,8 @@ table! {
 
     RETRIES = Counter "jackstay_retries_total" ["reason"] "requests",
         "Requests that were sent again.";
+    RETRIES_REFUSED = Counter "jackstay_retries_refused_total" ["reason"] "requests",
+        "Requests that failed and were not sent again: they may have been carried out, their body was too large to be held, or enough attempts had failed.";
     HEDGES = Counter "jackstay_hedges_total" ["outcome"] "requests",
         "Second attempts beside one that waits, by who answered: original, hedge, or neither (failed); over the budget none is made.";
     WATCH_RESUMES = Counter "jackstay_watch_resumes_total" ["outcome"] "watches",

@@ -178,6 +178,13 @@ impl Outgoing {
             // Upstream it was reset: no handler has had the whole of it.
             return Problem::bad_request("the request's body was malformed or broke off");
         }
+        let allowed = retry::decide(self.info.kind, failure.stage) == Verdict::Again;
+        let held = self.body.as_ref().is_none_or(|body| body.is_held());
+        self.line.metrics.retry_refused(match (allowed, held) {
+            (false, _) => "unsafe",
+            (true, false) => "not_held",
+            (true, true) => "attempts",
+        });
         let safe = retry::may_hedge(self.info.kind);
         match failure.stage {
             Stage::NotSent | Stage::Unprocessed => Problem::bad_gateway(&format!(

@@ -102,6 +102,7 @@ async fn ask(
     let endpoint = Arc::clone(&connection.endpoint);
     outcome.sent_to(&endpoint.label, false);
     let (response, driver) = connection.send(request).await.map_err(|why| {
+        line.metrics.retry_refused("unsafe");
         Problem::unknown_fate(&format!("{why} on the connection to {}", endpoint.label))
     })?;
     let (head, body) = response.into_parts();

@@ -347,6 +347,29 @@ async fn half_a_head() {
     }
 }
 
+/// A request that fails says why it was not sent again, and so does a metric.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn what_is_refused_another_attempt_is_counted() {
+    let certs = Certs::new();
+    let peers = Peers::start(&certs, 2);
+    let proxy = before(&peers, &certs).await;
+    let client = proxy.client(&certs.credentials()).await;
+    let refused = || Act::Late(Box::new(Act::raw(|id| reset(id, REFUSED_STREAM))));
+    for (reason, method, size, acts, attempts) in [
+        ("unsafe", Method::POST, 2, vec![Act::raw(|id| reset(id, INTERNAL_ERROR))], 1),
+        ("not_held", Method::POST, (3 << 20) + 1, vec![refused()], 1),
+        ("attempts", Method::GET, 0, vec![Act::raw(|id| reset(id, INTERNAL_ERROR)); 9], 5),
+    ] {
+        peers.script.play(acts);
+        let body = "x".repeat(size);
+        let reply = soon(reason, client.request(method, MAPS, &[], body)).await.unwrap();
+        assert_eq!((reply.status.as_u16(), peers.script.seen().len()), (502, attempts), "{reason}");
+        let series = format!("jackstay_retries_refused_total{{reason=\"{reason}\"}}");
+        let counted = proxy.metric(&series).await;
+        assert!((counted - 1.0).abs() < 0.5, "{reason}: {counted}");
+    }
+}
+
 /// A GET may have a body too: one that is not held whole cannot be sent from its beginning again.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn a_body_that_is_not_held_is_not_sent_again() {

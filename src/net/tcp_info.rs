@@ -13,6 +13,8 @@ pub struct TcpInfo {
     /// Nothing comes and nothing goes any more: the peer has reset the connection, the kernel has
     /// given it up, or both sides have ended.
     pub closed: bool,
+    /// The peer has ended its direction: all that it will ever say has come.
+    pub ended: bool,
     /// Retransmission timeouts in a row without anything of ours being acknowledged.
     pub retransmits: u8,
     /// Keepalive and window probes sent since the last segment that carried an ACK.
@@ -78,6 +80,9 @@ impl TcpInfo {
 
 /// The state of a connection that is over (`net/tcp_states.h`); the libc crate has no constant for it.
 const TCP_CLOSE: u8 = 7;
+/// Those in which the peer's FIN has come: `TCP_CLOSE_WAIT`, `TCP_LAST_ACK`, `TCP_CLOSING`,
+/// `TCP_TIME_WAIT`.
+const AFTER_FIN: [u8; 4] = [8, 9, 11, 6];
 /// Length of `struct tcp_info` up to and including `tcpi_notsent_bytes` (Linux 4.6).
 const NEEDED: usize = 148;
 /// The same up to and including `tcpi_rcv_ooopack` and `tcpi_snd_wnd` (Linux 5.4).
@@ -118,6 +123,7 @@ fn parse(raw: &[u8; 256], len: usize) -> TcpInfo {
     let u64_at = |at: usize| u64::from_ne_bytes(raw[at..at + 8].try_into().unwrap_or_default());
     TcpInfo {
         closed: raw[0] == TCP_CLOSE,
+        ended: AFTER_FIN.contains(&raw[0]),
         retransmits: raw[2],
         probes: raw[3],
         rto: Duration::from_micros(u32_at(8).into()),
@@ -185,9 +191,15 @@ mod tests {
         let (mut server, _) = listener.accept().unwrap();
         server.write_all(b"unread").unwrap();
         assert!(!read(&server).unwrap().closed);
+        assert!(!read(&client).unwrap().ended);
+        server.shutdown(std::net::Shutdown::Write).unwrap();
+        assert!(!read(&server).unwrap().ended);
         // What was not read makes it a reset.
         let mut byte = [0; 1];
         client.peek(&mut byte).unwrap();
+        while !read(&client).unwrap().ended {
+            std::thread::yield_now();
+        }
         drop(client);
         assert!(read(&server).unwrap().closed);
     }

@@ -8,6 +8,7 @@ mod drain;
 mod endpoints;
 mod faults;
 mod flows;
+mod last_words;
 mod peer;
 mod prober;
 mod rebalance;

@@ -18,7 +18,7 @@ const HELLO: u8 = b'!';
 
 /// What a server does.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Order {
+pub enum Order {
     Serve,
     /// Takes no more connections and says so to the prober, as on SIGTERM; what runs goes on.
     Leave,
@@ -63,6 +63,11 @@ impl Probed {
             }
         });
         Self { address, flows, orders }
+    }
+
+    /// From now on it does this.
+    pub fn order(&self, order: Order) {
+        self.orders.send_replace(order);
     }
 
     /// A flow through the proxy that has carried bytes both ways, and both of its ends.
@@ -120,7 +125,7 @@ async fn one(
     }
 }
 
-async fn is(proxy: &Proxy, state: &str) {
+pub async fn is(proxy: &Proxy, state: &str) {
     until(state, async || proxy.endpoints().await[0]["state"] == state).await;
 }
 
@@ -134,7 +139,7 @@ async fn who_said_goodbye_keeps_its_flows_and_who_did_not_loses_them() {
         let proxy = certs.start(passing(certs.config(&[server.address])));
         proxy.usable(1).await;
         let (mut client, mut end) = server.flow(&proxy).await;
-        server.orders.send_replace(order);
+        server.order(order);
         is(&proxy, "ejected").await;
         if order == Order::Vanish {
             let error = soon("the reset", client.read_u8()).await.unwrap_err();
@@ -168,7 +173,7 @@ async fn a_server_without_http2_is_known_by_its_handshakes() {
         let reason = proxy.endpoints().await[0]["reason"].as_str().unwrap().to_owned();
         assert!(reason.starts_with("TLS handshake only"), "{reason}");
         let (mut client, _end) = server.flow(&proxy).await;
-        server.orders.send_replace(Order::Vanish);
+        server.order(Order::Vanish);
         is(&proxy, "ejected").await;
         let error = soon("the reset", client.read_u8()).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::ConnectionReset, "dead, and its flows with it");

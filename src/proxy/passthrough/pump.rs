@@ -5,19 +5,26 @@
 //! written out at once; what the other side does not take is kept, and no more is read until it
 //! does. A direction that fills the buffer again and again is a transfer: then bytes go from socket
 //! to socket inside the kernel ([`crate::net::splice`]) until the flow pauses.
+//!
+//! What a server said before it broke the flow was acknowledged to it by our kernel, so the client
+//! is to have it: as without us, where its own kernel keeps it. A server that takes nothing more is
+//! read to its end first, and the reset waits for [`Flow::delivered`].
 
 use std::cell::RefCell;
 use std::future::poll_fn;
 use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::TcpStream;
+use tokio::time::sleep;
 
 use super::table::{Moved, Ticket};
 use super::verdict::Verdict;
 use crate::net::splice::Pipe;
+use crate::net::tcp_info;
 use crate::observe::PassthroughMetrics;
 use crate::observe::passthrough::Direction;
 
@@ -31,6 +38,9 @@ const TURNS: usize = 16;
 /// 0.28, of 256 KiB 0.26 and 0.13. So a pipe pays from half the buffer on, and a few such reads show
 /// that more will come.
 const TRANSFER: u8 = 4;
+/// The pauses between two looks at what is still under way to a client, growing.
+const FIRST_LOOK: Duration = Duration::from_millis(2);
+const LAST_LOOK: Duration = Duration::from_millis(500);
 
 thread_local! {
     static SCRATCH: RefCell<Box<[u8]>> = RefCell::new(vec![0; BUFFER].into_boxed_slice());
@@ -65,6 +75,8 @@ pub struct Lane {
     pipe: Option<Pipe>,
     /// Large reads in a row.
     large: u8,
+    /// Its end is no end that the sender meant, and is not passed on.
+    cut: bool,
     state: State,
 }
 
@@ -76,6 +88,8 @@ enum State {
     Ending,
     /// The end was passed on.
     Ended,
+    /// The side it leads to takes nothing more. Nothing is read for it.
+    Refused(io::ErrorKind),
 }
 
 impl Lane {
@@ -112,14 +126,28 @@ impl Flow {
             if let Some(verdict) = ticket.verdict(cx) {
                 return Poll::Ready(Err(Broken::Told(verdict)));
             }
-            let Self { client, server, up, down } = self;
+            let Self { client, server, up: up_lane, down: down_lane } = self;
             let (mut sent, mut received) = (0, 0);
-            let up = up.step(cx, client, server, &mut sent).map_err(|(reading, error)| {
+            let mut up = up_lane.step(cx, client, server, &mut sent).map_err(|(reading, error)| {
                 Broken::By(if reading { Side::Client } else { Side::Server }, error)
             });
-            let down = down.step(cx, server, client, &mut received).map_err(|(reading, error)| {
-                Broken::By(if reading { Side::Server } else { Side::Client }, error)
-            });
+            if let Poll::Ready(Err(Broken::By(Side::Server, error))) = &up
+                && let kind @ (io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe) =
+                    error.kind()
+            {
+                up_lane.refuse(kind);
+                // EPIPE: its end had come before (`tcp_reset`). Without one what it has said is cut
+                // off, and must not look complete.
+                down_lane.cut = kind == io::ErrorKind::ConnectionReset;
+                up = Poll::Pending;
+            }
+            let mut down =
+                down_lane.step(cx, server, client, &mut received).map_err(|(reading, error)| {
+                    Broken::By(if reading { Side::Server } else { Side::Client }, error)
+                });
+            if let (State::Refused(kind), Poll::Ready(Ok(()))) = (up_lane.state, &down) {
+                down = Poll::Ready(Err(Broken::By(Side::Server, kind.into())));
+            }
             if sent > 0 {
                 metrics.moved(Direction::ToServer, sent);
             }
@@ -142,6 +170,25 @@ impl Flow {
     }
 }
 
+impl Flow {
+    /// Waits until the client's kernel has all that was written to it, which a reset would take
+    /// away. A client that does not read holds this up as it holds up a flow: until it is gone, or
+    /// the flow is told to end.
+    pub async fn delivered(&self, ticket: &Ticket) {
+        let mut pause = FIRST_LOOK;
+        let under_way = || {
+            let client = tcp_info::read(&self.client);
+            client.is_ok_and(|info| info.has_pending() && !info.closed)
+        };
+        while under_way() {
+            tokio::select! {
+                () = poll_fn(|cx| ticket.verdict(cx).map_or(Poll::Pending, |_| Poll::Ready(()))) => break,
+                () = sleep(pause) => pause = (pause * 2).min(LAST_LOOK),
+            }
+        }
+    }
+}
+
 /// The error of a step, and whether it came from reading.
 type Failed = (bool, io::Error);
 
@@ -158,6 +205,10 @@ impl Lane {
             ready!(self.deliver(cx, to, moved)).map_err(|error| (false, error))?;
             match self.state {
                 State::Open => {}
+                State::Ending if self.cut => {
+                    self.state = State::Ended;
+                    return Poll::Ready(Ok(()));
+                }
                 State::Ending => {
                     // It fails when the other side is gone already, which its own lane tells.
                     let _ = ready!(Pin::new(&mut *to).poll_shutdown(cx));
@@ -165,6 +216,7 @@ impl Lane {
                     return Poll::Ready(Ok(()));
                 }
                 State::Ended => return Poll::Ready(Ok(())),
+                State::Refused(_) => return Poll::Pending,
             }
             let taken = if self.pipe.is_some() {
                 self.splice(cx, from).map_err(|error| (true, error))
@@ -181,6 +233,12 @@ impl Lane {
         // Others have waited long enough.
         cx.waker().wake_by_ref();
         Poll::Pending
+    }
+
+    /// Delivers nothing more.
+    fn refuse(&mut self, kind: io::ErrorKind) {
+        (self.held, self.written, self.pipe) = (Box::default(), 0, None);
+        self.state = State::Refused(kind);
     }
 
     /// Writes what is held.

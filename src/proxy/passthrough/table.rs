@@ -87,7 +87,7 @@ struct Flow {
     listener: Rc<Listener>,
     upstream: Arc<Upstream>,
     endpoint: Arc<Endpoint>,
-    /// How often its endpoint had died when it began.
+    /// How often its endpoint had died when it began, or had ended its direction in time.
     deaths: u64,
     client: RawFd,
     server: RawFd,
@@ -328,6 +328,9 @@ impl Table {
                 if !Arc::ptr_eq(&flow.endpoint, &lives.endpoint) {
                     continue;
                 }
+                if flow.deaths != deaths && flow.has_its_last_word_under_way() {
+                    flow.deaths = deaths;
+                }
                 let verdict = if flow.deaths != deaths {
                     ENDPOINT_DEAD
                 } else if left.is_some_and(|left| left >= turn_of(flow.lot, leave_timeout(flow))) {
@@ -378,8 +381,11 @@ impl Flow {
         }
         let mut next = now + flow::LONGEST;
         // Without evidence (a kernel before 4.6) there is no verdict.
-        if let Ok(info) = tcp_info::read(&self.server) {
+        if let Ok(info) = tcp_info::read(&self.server)
+            && !info.closed
+        {
             match self.judge.look(&info, rules, now) {
+                Look::Dead(_) if self.has_its_last_word_under_way() => {}
                 Look::Dead(Death::Unacknowledged) => return Err(UNACKNOWLEDGED),
                 Look::Dead(Death::Unanswered) => return Err(UNANSWERED),
                 Look::Again { after, probe } => {
@@ -403,6 +409,13 @@ impl Flow {
             }
         }
         Ok(next.min(self.client_due.max(now)))
+    }
+
+    /// Whether the server has said all it had to say, and the client has not read all of it yet:
+    /// what became of the server since makes no difference to that.
+    fn has_its_last_word_under_way(&self) -> bool {
+        tcp_info::read(&self.server).is_ok_and(|server| server.ended || server.closed)
+            && tcp_info::read(&self.client).is_ok_and(|client| client.has_pending())
     }
 
     fn end(&mut self, verdict: Verdict) {

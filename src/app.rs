@@ -71,6 +71,15 @@ pub enum StartError {
         /// What the kernel said.
         error: io::Error,
     },
+    /// A socket was handed over that is transparent, and the listener is not; or the other way.
+    OtherKind {
+        /// Which listener.
+        listener: String,
+        /// Where.
+        address: SocketAddr,
+        /// What the configuration wants.
+        transparent: bool,
+    },
     /// Another process does not hand its sockets over.
     TakeOver(TakeOverError),
     /// A thread or a runtime.
@@ -109,6 +118,14 @@ impl fmt::Display for StartError {
                 "listener `{listener}` is transparent, and for that this process may not {what}: \
                  {error}; give it CAP_NET_ADMIN (systemd: AmbientCapabilities=CAP_NET_ADMIN; a \
                  pod: securityContext.capabilities.add: [NET_ADMIN]), or write `transparent: false`"
+            ),
+            Self::OtherKind { listener, address, transparent } => write!(
+                f,
+                "listener `{listener}` says `transparent: {transparent}`, and the socket on {address} \
+                 that was handed over is of the other kind; sockets change hands as they are: change \
+                 that first (the process that runs does so on SIGHUP; a unit: Transparent={}), or stop \
+                 what has the socket and start anew",
+                if *transparent { "yes" } else { "no" }
             ),
             Self::TakeOver(error) => error.fmt(f),
             Self::System(error) => write!(f, "cannot start: {error}"),

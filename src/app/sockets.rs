@@ -161,6 +161,14 @@ impl<'a> Places<'a> {
                     found.push(Some(Arc::new(Place::inherit(wanted, options, inherited))));
                     continue;
                 }
+                if !options.shared && self.inherited.is_at(wanted) {
+                    // It would be in its own way.
+                    return Err(StartError::OtherKind {
+                        listener: listener.name.clone(),
+                        address: wanted,
+                        transparent: options.transparent,
+                    });
+                }
                 if !self.in_the_way(wanted).is_empty() {
                     // Last: it may be given connections at once, and must not be closed again.
                     moves.push((index, found.len(), wanted));
@@ -274,5 +282,22 @@ mod tests {
         assert_eq!(from, connected.local_addr().unwrap());
         assert_eq!(first.accept().unwrap_err().kind(), io::ErrorKind::WouldBlock);
         assert_eq!(place.copies().count(), 1);
+    }
+
+    #[test]
+    fn a_socket_of_the_other_kind_is_not_fought_for() {
+        let bound = socket::listen("127.0.0.1:0".parse().unwrap(), false).unwrap();
+        let address = bound.local_addr().unwrap();
+        let mut inherited = Inherited::default();
+        inherited.add(bound.into()).unwrap();
+        let text = format!(
+            "upstreams: [{{name: u, endpoints: ['127.0.0.1:1']}}]\nlisteners: [{{name: l, mode: \
+             passthrough, transparent: true, bind: ['{address}'], upstream: u}}]\n"
+        );
+        let config = config::validate_text("test.yaml".as_ref(), &text).unwrap().config;
+        let places = Places::new(Vec::new(), &mut inherited, 1).of(&config.listeners);
+        let why = places.unwrap_err().to_string();
+        assert!(why.contains("`transparent: true`") && why.contains("SIGHUP"), "{why}");
+        assert_eq!(inherited.len(), 1, "nothing has happened to it");
     }
 }

@@ -74,6 +74,11 @@ impl Inherited {
         taken.into_iter().map(|(_, socket)| socket).collect()
     }
 
+    /// Whether one waits on an address, of whatever kind.
+    pub fn is_at(&self, wanted: SocketAddr) -> bool {
+        self.sockets.iter().any(|(address, _)| *address == wanted)
+    }
+
     /// How many wait.
     pub fn len(&self) -> usize {
         self.sockets.len()
@@ -170,6 +175,7 @@ mod tests {
         }
         assert_eq!(inherited.take(any, false).len(), 0);
         assert_eq!(inherited.take(wanted, true).len(), 0, "TPROXY needs another kind");
+        assert!(inherited.is_at(wanted) && !inherited.is_at(any));
         assert_eq!(inherited.take(shared, false).len(), 2);
         assert_eq!(inherited.take(shared, false).len(), 0);
         assert_eq!((inherited.len(), inherited.addresses()), (1, vec![wanted]));

@@ -4,9 +4,13 @@
 //! programs that use select(2), and let it raise that itself up to the hard limit. When all are
 //! used a connection that waits in the queue of a listener is told so, rather than left there; and
 //! a connect that fails for it says nothing about the endpoint that it was meant for.
+//!
+//! The last few are not for connections: whoever asks what is the matter is to be answered, and a
+//! certificate or a configuration is to be read, just then ([`is_kept_back`]).
 
 use std::io;
 use std::net::SocketAddr;
+use std::os::fd::AsRawFd;
 use std::time::Duration;
 
 use socket2::{Domain, SockRef, Socket, Type};
@@ -17,13 +21,7 @@ use tokio::net::TcpListener;
 /// # Errors
 /// What the kernel says.
 pub fn raise_descriptor_limit() -> io::Result<u64> {
-    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: the kernel writes one `rlimit` at a pointer to a live one.
-    #[allow(unsafe_code)]
-    let read = unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) };
-    if read != 0 {
-        return Err(io::Error::last_os_error());
-    }
+    let mut limit = limit()?;
     if limit.rlim_cur == limit.rlim_max {
         // Not asked for what is there: a service manager's filter may forbid the call.
         return Ok(limit.rlim_cur);
@@ -33,6 +31,33 @@ pub fn raise_descriptor_limit() -> io::Result<u64> {
     #[allow(unsafe_code)]
     let set = unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) };
     if set == 0 { Ok(limit.rlim_cur) } else { Err(io::Error::last_os_error()) }
+}
+
+fn limit() -> io::Result<libc::rlimit> {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the kernel writes one `rlimit` at a pointer to a live one.
+    #[allow(unsafe_code)]
+    let read = unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) };
+    if read == 0 { Ok(limit) } else { Err(io::Error::last_os_error()) }
+}
+
+/// How many descriptors of so many are kept back.
+fn kept_back(limit: u64) -> u64 {
+    (limit / 16).clamp(4, 32)
+}
+
+/// Whether a descriptor that has just been opened is one of those that are kept back from clients
+/// and for clients. A new one has the lowest number that is free (accept(2), POSIX), so all below it
+/// are used.
+pub fn is_kept_back(socket: &impl AsRawFd) -> bool {
+    let Ok(number) = u64::try_from(socket.as_raw_fd()) else { return false };
+    let limit = limit().map(|limit| limit.rlim_cur);
+    limit.is_ok_and(|limit| number >= limit.saturating_sub(kept_back(limit)))
+}
+
+/// The error of a socket that may not be opened for want of descriptors.
+pub fn no_descriptors() -> io::Error {
+    io::Error::from_raw_os_error(libc::EMFILE)
 }
 
 /// Whether a connect to `to` failed for want of something of ours: descriptors, memory, ports. The
@@ -79,6 +104,14 @@ mod tests {
     use tokio::io::AsyncReadExt;
     use tokio::net::TcpStream;
 
+    struct Number(i32);
+
+    impl AsRawFd for Number {
+        fn as_raw_fd(&self) -> i32 {
+            self.0
+        }
+    }
+
     #[test]
     fn the_limit_is_raised_to_the_hard_one_and_stays_there() {
         let limit = raise_descriptor_limit().unwrap();
@@ -88,6 +121,18 @@ mod tests {
         assert_eq!(soft, hard);
         assert_eq!(soft, Some(limit.to_string().as_str()));
         assert_eq!(raise_descriptor_limit().unwrap(), limit);
+    }
+
+    #[test]
+    fn the_last_ones_are_kept_back() {
+        for (limit, kept) in [(64, 4), (100, 6), (1024, 32), (1 << 20, 32)] {
+            assert_eq!(kept_back(limit), kept);
+        }
+        let most = limit().unwrap().rlim_cur;
+        let first = i32::try_from(most - kept_back(most)).unwrap();
+        assert!(is_kept_back(&Number(first)) && !is_kept_back(&Number(first - 1)));
+        assert!(!is_kept_back(&Number(-1)) && !is_kept_back(&Number(0)));
+        assert!(is_ours(&no_descriptors(), "[::1]:1".parse().unwrap()));
     }
 
     #[test]

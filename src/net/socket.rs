@@ -8,6 +8,8 @@ use std::time::Duration;
 use socket2::{Domain, Protocol, SockRef, Socket, TcpKeepalive, Type};
 use tokio::net::TcpStream;
 
+use super::shortage;
+
 /// Connections that the kernel completes before we accept them. A control-plane event makes every
 /// client on a node reconnect at once; the kernel lowers this to `net.core.somaxconn`.
 pub const BACKLOG: i32 = 1024;
@@ -188,9 +190,12 @@ const PROBE_COUNT: u32 = 127;
 /// and death visible. [`super::outgoing::Outgoing`] connects it.
 ///
 /// # Errors
-/// What the kernel says: no such address family, too many open files.
+/// What the kernel says: no such address family, too many open files; the last few are kept back.
 pub fn connecting(address: SocketAddr) -> io::Result<Socket> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+    if shortage::is_kept_back(&socket) {
+        return Err(shortage::no_descriptors());
+    }
     socket.set_nonblocking(true)?;
     socket.set_tcp_nodelay(true)?;
     let keepalive = TcpKeepalive::new()

@@ -8,6 +8,8 @@ use std::cell::RefCell;
 use std::io::{self, PipeReader, PipeWriter};
 use std::os::fd::AsRawFd;
 
+use super::shortage;
+
 /// Bytes a pipe takes: what is moved in one go. The kernel gives an unprivileged user 64 MiB of
 /// pipes in all (`fs.pipe-user-pages-soft`) and then smaller ones, which work as well.
 const CAPACITY: libc::c_int = 512 * 1024;
@@ -43,6 +45,9 @@ impl Pipe {
             ends
         } else {
             let (reader, writer) = io::pipe()?;
+            if shortage::is_kept_back(&writer) {
+                return Err(shortage::no_descriptors());
+            }
             // SAFETY: fcntl takes integers here and touches no memory of ours; the descriptor is
             // open, since `writer` lives. A refusal leaves the pipe as it was.
             #[allow(unsafe_code)]

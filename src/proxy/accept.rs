@@ -8,7 +8,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::time::sleep;
 
 use super::closing::Closing;
-use crate::net::shortage::Spare;
+use crate::net::shortage::{self, Spare};
 use crate::net::socket;
 use crate::observe::{Complaints, ListenerMetrics};
 
@@ -29,6 +29,11 @@ pub async fn until_drain(
     admit: impl Fn(TcpStream, SocketAddr),
 ) {
     let mut spare = Spare::put_aside();
+    let refused = |error: io::Error| {
+        metrics.refused("descriptors");
+        let line = format!("listener {listener}: refused, it cannot be accepted");
+        complaints.warn(&line, error);
+    };
     loop {
         let accepted = tokio::select! {
             biased;
@@ -36,14 +41,14 @@ pub async fn until_drain(
             accepted = socket.accept() => accepted,
         };
         match accepted {
+            Ok((stream, _)) if shortage::is_kept_back(&stream) => {
+                socket::reset(stream);
+                refused(shortage::no_descriptors());
+            }
             Ok((stream, from)) => admit(stream, from),
             Err(error) if is_of_one_connection(&error) => {}
             Err(error) => match spare.refuse(&socket) {
-                Ok(()) => {
-                    metrics.refused("descriptors");
-                    let line = format!("listener {listener}: refused, it cannot be accepted");
-                    complaints.warn(&line, error);
-                }
+                Ok(()) => refused(error),
                 // The error tells of the process; nobody may be waiting.
                 Err(also) if also.kind() == io::ErrorKind::WouldBlock => sleep(PAUSE).await,
                 Err(_) => {

@@ -165,7 +165,7 @@ impl Drop for Poor {
 #[tokio::test]
 async fn who_comes_when_descriptors_are_used_up_is_reset_and_the_others_go_on() {
     let mut server = Probed::start(&Certs::new(), &["h2"]).await;
-    let proxy = Poor::start(server.address, 100);
+    let proxy = Poor::start(server.address, 110);
     let admin = proxy.address("the admin endpoint listens").await;
     let listener = proxy.address("listening").await;
     let page = async |path: &str| {
@@ -200,6 +200,12 @@ async fn who_comes_when_descriptors_are_used_up_is_reset_and_the_others_go_on() 
     for flow in &mut flows {
         echo(flow).await;
     }
+    // Whoever wants to know what is the matter is answered: a few are kept back for that.
+    for _ in 0..10 {
+        let metrics = page("/metrics").await;
+        assert!(metrics.contains(r#"refused_total{listener="l",reason="descriptors"}"#));
+    }
+    assert!(page("/readyz").await.contains("check passed"));
     drop(held);
     flows.truncate(20);
     until("there is room again", async || {

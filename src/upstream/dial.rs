@@ -92,7 +92,14 @@ pub async fn dial_h2(
                 "{address} does not speak HTTP/2 (ALPN): is it an apiserver, or a proxy before it?"
             )));
         }
-        first_pong(stream, observer).await.map_err(|error| refused(address, "HTTP/2", &error))
+        first_pong(stream, observer).await.map_err(|error| {
+            match refused(address, "HTTP/2", &error) {
+                ConnectFailure::Refused(why) if is_late_alert(&error) => {
+                    ConnectFailure::Untrusted(why)
+                }
+                failure => failure,
+            }
+        })
     }))
     .await
 }
@@ -208,6 +215,15 @@ fn is_no_common_protocol(error: &io::Error) -> bool {
 /// What TLS itself has against the other side, or the other side against us: both have answered.
 fn of_tls(error: &io::Error) -> Option<&rustls::Error> {
     error.get_ref().and_then(|inner| inner.downcast_ref())
+}
+
+/// With TLS 1.3 a server says only after our part of the handshake what it has against our
+/// certificate (RFC 8446 section 4.4.2.4), and h2, which hears it, keeps the kind of the error and
+/// its text: `InvalidData` is what tokio-rustls makes of all that is wrong in TLS, and nothing else.
+fn is_late_alert(error: &io::Error) -> bool {
+    let of_h2 = error.get_ref().and_then(|inner| inner.downcast_ref::<h2::Error>());
+    let below = of_h2.and_then(h2::Error::get_io);
+    below.is_some_and(|error| error.kind() == io::ErrorKind::InvalidData)
 }
 
 fn refused(address: SocketAddr, step: &str, error: &dyn fmt::Display) -> ConnectFailure {

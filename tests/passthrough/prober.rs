@@ -2,8 +2,11 @@
 
 use crate::support::{Certs, Proxy, passing, soon, until};
 use http::Response;
-use jackstay::demo::pki::Pki;
-use rustls::ServerConfig;
+use jackstay::config::CertPaths;
+use jackstay::demo::pki::{Pki, Subject};
+use rustls::server::WebPkiClientVerifier;
+use rustls::server::danger::ClientCertVerifier;
+use rustls::{RootCertStore, ServerConfig};
 use std::io::{self, ErrorKind};
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -39,9 +42,18 @@ impl Probed {
     }
 
     pub async fn start_at(address: SocketAddr, certs: &Certs, alpn: &[&str]) -> Self {
+        Self::start_with(address, certs, alpn, WebPkiClientVerifier::no_client_auth()).await
+    }
+
+    async fn start_with(
+        address: SocketAddr,
+        certs: &Certs,
+        alpn: &[&str],
+        clients: Arc<dyn ClientCertVerifier>,
+    ) -> Self {
         let issued = certs.pki.server().unwrap();
         let mut tls = ServerConfig::builder()
-            .with_no_client_auth()
+            .with_client_cert_verifier(clients)
             .with_single_cert(vec![issued.cert_der()], issued.key_der())
             .unwrap();
         tls.alpn_protocols = alpn.iter().map(|name| name.as_bytes().to_vec()).collect();
@@ -105,7 +117,14 @@ async fn one(
         let _ = flows.send(stream);
         return;
     }
-    let Ok(tls) = tls.accept(stream).await else { return };
+    let tls = match tls.accept(stream).into_fallible().await {
+        Ok(tls) => tls,
+        Err((_, mut stream)) => {
+            // What it has said is read before the end: a reset would overtake it.
+            let _ = stream.read_to_end(&mut Vec::new()).await;
+            return;
+        }
+    };
     if tls.get_ref().1.alpn_protocol() != Some(b"h2") {
         return;
     }
@@ -214,4 +233,43 @@ async fn who_cannot_be_verified_is_no_first_choice_and_keeps_its_flows() {
     end.write_all(b"y").await.unwrap();
     assert_eq!(soon("a byte down", client.read_u8()).await.unwrap(), b'y');
     assert_eq!(proxy.status().await["listeners"][0]["flows"], 2);
+}
+
+/// With TLS 1.3 it says so when our side of the handshake is done, and it is the same: it answers,
+/// and what leads there is not its prober's business.
+#[tokio::test]
+async fn who_refuses_our_certificate_is_no_first_choice_and_keeps_its_flows() {
+    let certs = Certs::new();
+    let mut roots = RootCertStore::empty();
+    roots.add(certs.pki.ca_der()).unwrap();
+    let clients = WebPkiClientVerifier::builder(roots.into()).build().unwrap();
+    let at = ([127, 0, 0, 1], 0).into();
+    let mut server = Probed::start_with(at, &certs, &["h2"], clients).await;
+    let file = certs.path().join("rotated.pem");
+    let rotate = |pair: String| {
+        std::fs::write(file.with_extension("new"), pair).unwrap();
+        std::fs::rename(file.with_extension("new"), &file).unwrap();
+    };
+    rotate(certs.probe.pair_pem());
+    let mut config = passing(certs.config(&[server.address]));
+    config.upstreams[0].health.readyz.cert =
+        Some(CertPaths { cert_file: file.clone(), key_file: file.clone() });
+    let proxy = certs.start(config);
+    proxy.usable(1).await;
+    let (mut client, mut end) = server.flow(&proxy).await;
+    let strange = Pki::new("another").unwrap();
+    rotate(strange.client(&Subject::new("probe", &[])).unwrap().pair_pem());
+    is(&proxy, "ejected").await;
+    let reason = proxy.endpoints().await[0]["reason"].as_str().unwrap().to_owned();
+    assert!(reason.contains("received fatal alert"), "{reason}");
+    // Longer than the table takes to end the flows of a dead endpoint.
+    for _ in 0..10 {
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        client.write_all(b"x").await.unwrap();
+        assert_eq!(soon("a byte up", end.read_u8()).await.unwrap(), b'x');
+    }
+    rotate(certs.probe.pair_pem());
+    is(&proxy, "ready").await;
+    end.write_all(b"y").await.unwrap();
+    assert_eq!(soon("a byte down", client.read_u8()).await.unwrap(), b'y');
 }

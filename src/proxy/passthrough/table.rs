@@ -93,7 +93,9 @@ struct Flow {
     server: RawFd,
     judge: Judge,
     client_judge: Judge,
-    client_due: Instant,
+    /// When to look at the client's side: only while bytes may be under way to it, or wait for the
+    /// server and nobody reads.
+    client_due: Option<Instant>,
     began: Instant,
     /// When bytes last moved.
     moved: Instant,
@@ -169,7 +171,7 @@ impl Table {
             server,
             judge: Judge::new(now),
             client_judge: Judge::new(now),
-            client_due: now,
+            client_due: None,
             began: now,
             moved: now,
             answered: false,
@@ -384,6 +386,9 @@ impl Flow {
         if let Ok(info) = tcp_info::read(&self.server)
             && !info.closed
         {
+            if info.has_pending() {
+                self.client_due.get_or_insert(now + flow::LONGEST);
+            }
             match self.judge.look(&info, rules, now) {
                 Look::Dead(_) if self.has_its_last_word_under_way() => {}
                 Look::Dead(Death::Unacknowledged) => return Err(UNACKNOWLEDGED),
@@ -396,7 +401,7 @@ impl Flow {
                 }
             }
         }
-        if now >= self.client_due
+        if self.client_due.is_some_and(|due| now >= due)
             && let Ok(info) = tcp_info::read(&self.client)
         {
             if info.closed && !self.ended {
@@ -405,10 +410,12 @@ impl Flow {
             }
             match self.client_judge.look(&info, &flow::CLIENT, now) {
                 Look::Dead(_) => return Err(CLIENT_DEAD),
-                Look::Again { after, .. } => self.client_due = now + after,
+                Look::Again { after, .. } => {
+                    self.client_due = info.has_pending().then(|| now + after);
+                }
             }
         }
-        Ok(next.min(self.client_due.max(now)))
+        Ok(self.client_due.map_or(next, |due| next.min(due.max(now))))
     }
 
     /// Whether the server has said all it had to say, and the client has not read all of it yet:
@@ -466,6 +473,9 @@ impl Ticket {
         let Some(flow) = flows[self.index as usize].as_mut() else { return };
         flow.moved = now;
         flow.answered |= moved.down;
+        if moved.down {
+            flow.client_due.get_or_insert(now + flow::LONGEST);
+        }
         if moved.up && flow.verdict.is_none() {
             let look = self.table.stamp(flow.judge.wrote(now));
             let due = &mut due[self.index as usize];

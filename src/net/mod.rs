@@ -18,6 +18,7 @@ pub mod bounded_file;
 pub mod cork;
 pub mod descriptors;
 pub mod footprint;
+pub mod heard_out;
 pub mod inherited;
 pub mod intercepted;
 pub mod interfaces;

@@ -14,6 +14,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
+use std::io;
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -24,7 +25,7 @@ use http_body::Body as _;
 use hyper::body::Incoming;
 use hyper::upgrade::{OnUpgrade, Upgraded};
 use hyper_util::rt::TokioIo;
-use tokio::io::{AsyncWriteExt, copy_bidirectional_with_sizes};
+use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, copy_bidirectional_with_sizes};
 use tokio::sync::Notify;
 use tokio::task::spawn_local;
 
@@ -33,6 +34,7 @@ use super::hygiene;
 use super::line::{self, Line};
 use super::listener::ClientStream;
 use super::respond::Problem;
+use crate::net::heard_out::HeardOut;
 use crate::net::rewound::Rewound;
 use crate::observe::{Outcome, Side};
 use crate::upstream::credentials::Class;
@@ -170,7 +172,7 @@ async fn carry(
         async { driver.reclaim().await.map_err(|why| (Side::Upstream, why)) },
     )?;
     let result = tokio::select! {
-        result = copy_bidirectional_with_sizes(&mut client, &mut upstream, BUFFER, BUFFER) => {
+        result = both_ways(&mut client, &mut upstream) => {
             result.map(drop).map_err(|error| match upstream.error() {
                 Some(why) => (Side::Upstream, why.to_owned()),
                 None => (Side::Client, error.to_string()),
@@ -180,6 +182,15 @@ async fn carry(
     };
     *received = usize::try_from(upstream.given()).unwrap_or(usize::MAX);
     result
+}
+
+/// Copies both ways. An upstream that takes nothing more is read to its end first: its last words are
+/// the exit status.
+async fn both_ways(
+    client: &mut (impl AsyncRead + AsyncWrite + Unpin),
+    upstream: &mut (impl AsyncRead + AsyncWrite + Unpin),
+) -> io::Result<(u64, u64)> {
+    copy_bidirectional_with_sizes(client, &mut HeardOut::new(upstream), BUFFER, BUFFER).await
 }
 
 /// The client's connection, on which from now on no write is ever overdue.

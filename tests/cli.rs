@@ -286,7 +286,7 @@ async fn the_table_is_full_of_what_a_running_jackstay_knows() {
     let head = shown.lines().next().unwrap();
     let version = concat!("jackstay ", env!("CARGO_PKG_VERSION"), " (");
     assert!(head.starts_with(version) && !head.contains("(-)"), "{head}");
-    for part in ["  ·  up ", "s  ·  1 of 2 endpoints ready", " watches)", " of them 5xx"] {
+    for part in ["  ·  up ", "s  ·  1 of 2 endpoints ready", " (1 watch)", " of them 5xx"] {
         assert!(head.contains(part), "no `{part}` in {head}");
     }
     assert!(!head.contains(" 0 streams") && !head.contains(" 0 answers"), "{head}");

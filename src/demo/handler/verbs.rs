@@ -1,0 +1,315 @@
+//! What is done with a resource, verb by verb, and how the answer is written: as JSON, as a table.
+
+use super::{Call, JSON, respond};
+use crate::demo::body::{self, Payload};
+use crate::demo::cluster::{Object, Place};
+use crate::demo::failure::Failure;
+use crate::demo::kinds;
+use crate::demo::route::Target;
+use crate::demo::selector::Selector;
+use crate::demo::{patch, protobuf, resource, table, tunnel, watch};
+use bytes::BytesMut;
+use http::header::{ACCEPT, CONTENT_TYPE};
+use http::{HeaderMap, Response};
+use hyper::body::Incoming;
+use serde_json::{Value, json};
+
+impl Call {
+    pub(super) async fn resource(
+        &self,
+        target: &Target,
+        body: Incoming,
+    ) -> Result<Response<Payload>, Failure> {
+        let place = Place { kind: target.kind, namespace: &target.namespace, name: &target.name };
+        let cluster = &self.server.cluster;
+        let dry_run = self.query.all("dryRun").any(|v| v == "All");
+        match target.subresource.as_str() {
+            "" => {}
+            "status" if target.kind.status => {}
+            name if *target.kind == kinds::PODS => {
+                cluster.get(place)?;
+                return self.pod_subresource(place, name, body).await;
+            }
+            "finalize" => {}
+            _ => return Err(Failure::no_such_path()),
+        }
+        match self.verb() {
+            "watch" => self.watch(target),
+            "get" => self.object(200, place, &*cluster.get(place)?),
+            "list" => self.list(target),
+            "create" if target.name.is_empty() => {
+                let value = self.json_body(body).await?;
+                let namespace = home(target, &value);
+                let object = cluster.create(target.kind, &namespace, value, dry_run)?;
+                self.object(201, place, &object)
+            }
+            "update" => {
+                let value = self.json_body(body).await?;
+                let object = cluster.modify(place, dry_run, |now| {
+                    Ok(resource::limit(target.kind, &target.subresource, now, value))
+                })?;
+                self.object(200, place, &object)
+            }
+            "patch" => self.patch(target, place, body, dry_run).await,
+            "delete" => {
+                let options = self.json_body(body).await?;
+                let object = cluster.delete(place, &options["preconditions"], dry_run)?;
+                let uid = &object.value["metadata"]["uid"];
+                let details = json!({ "name": place.name, "kind": place.kind.plural, "group": place.kind.group, "uid": uid });
+                self.negotiate(200, &success(&details))
+            }
+            "deletecollection" => {
+                let (objects, _) =
+                    cluster.list(target.kind, &target.namespace, &self.selector(target)?);
+                for object in &objects {
+                    let meta = &object.value["metadata"];
+                    let name = meta["name"].as_str().unwrap_or_default();
+                    let namespace = meta["namespace"].as_str().unwrap_or_default();
+                    // Someone else may have deleted it meanwhile, which is as good.
+                    let _ = cluster.delete(
+                        Place { kind: target.kind, namespace, name },
+                        &Value::Null,
+                        dry_run,
+                    );
+                }
+                self.negotiate(200, &success(&json!({ "kind": target.kind.plural })))
+            }
+            _ => Err(Failure::method_not_allowed()),
+        }
+    }
+
+    async fn patch(
+        &self,
+        target: &Target,
+        place: Place<'_>,
+        body: Incoming,
+        dry_run: bool,
+    ) -> Result<Response<Payload>, Failure> {
+        let content_type = self.header(CONTENT_TYPE.as_str()).unwrap_or_default().to_owned();
+        let changes = self.json_body(body).await?;
+        let cluster = &self.server.cluster;
+        let apply = content_type.starts_with("application/apply-patch");
+        let patched = cluster.modify(place, dry_run, |now| {
+            let next = patch::apply(now, &content_type, &changes)?;
+            Ok(resource::limit(target.kind, &target.subresource, now, next))
+        });
+        match patched {
+            Err(failure) if apply && failure.code == 404 && target.subresource.is_empty() => {
+                let object = cluster.create(target.kind, &target.namespace, changes, dry_run)?;
+                self.object(201, place, &object)
+            }
+            other => self.object(200, place, &*other?),
+        }
+    }
+
+    async fn pod_subresource(
+        &self,
+        place: Place<'_>,
+        name: &str,
+        body: Incoming,
+    ) -> Result<Response<Payload>, Failure> {
+        match name {
+            "log" => Ok(tunnel::log(self, place)),
+            "exec" | "attach" | "portforward" => tunnel::upgrade(self, place, name, body),
+            "eviction" => {
+                self.json_body(body).await?;
+                self.server.cluster.delete(place, &Value::Null, false)?;
+                self.negotiate(201, &success(&Value::Null))
+            }
+            "binding" => {
+                let binding = self.json_body(body).await?;
+                self.server.cluster.modify(place, false, |now| {
+                    let mut next = now.clone();
+                    next["spec"]["nodeName"] = binding["target"]["name"].clone();
+                    Ok(next)
+                })?;
+                self.negotiate(201, &success(&Value::Null))
+            }
+            _ => Err(Failure::no_such_path()),
+        }
+    }
+
+    fn watch(&self, target: &Target) -> Result<Response<Payload>, Failure> {
+        let accept = self.accept();
+        let format = if accept.table {
+            watch::Format::Table
+        } else if accept.protobuf {
+            watch::Format::Protobuf
+        } else if accept.json {
+            watch::Format::Json
+        } else {
+            return Err(not_acceptable());
+        };
+        let selector = self.selector(target)?;
+        watch::start(&self.server, target, &self.query, selector, format)
+    }
+
+    fn selector(&self, target: &Target) -> Result<Selector, Failure> {
+        let selector =
+            Selector::parse(self.query.get("labelSelector"), self.query.get("fieldSelector"))?;
+        Ok(if target.name.is_empty() { selector } else { selector.named(&target.name) })
+    }
+
+    fn list(&self, target: &Target) -> Result<Response<Payload>, Failure> {
+        let cluster = &self.server.cluster;
+        let (mut objects, mut version) =
+            cluster.list(target.kind, &target.namespace, &self.selector(target)?);
+        let asked = self.query.get("resourceVersion").parse().unwrap_or(0);
+        if asked > version {
+            return Err(Failure::new(
+                504,
+                "Timeout",
+                format!("Too large resource version: {asked}, current: {version}"),
+            ));
+        }
+        let after = self.query.get("continue");
+        if !after.is_empty() {
+            let token = after.split_once(':').and_then(|(v, key)| Some((v.parse().ok()?, key)));
+            let Some((of, key)) = token else {
+                return Err(Failure::bad_request("continue key is not valid"));
+            };
+            cluster.reaches(of)?;
+            version = of;
+            objects.retain(|o| object_key(o).as_str() > key);
+        }
+        let limit = self.query.get("limit").parse().unwrap_or(0);
+        let mut meta = json!({ "resourceVersion": version.to_string() });
+        if limit > 0 && objects.len() > limit {
+            meta["remainingItemCount"] = (objects.len() - limit).into();
+            objects.truncate(limit);
+            let last = objects.last().map(|o| object_key(o)).unwrap_or_default();
+            meta["continue"] = format!("{version}:{last}").into();
+        }
+        let accept = self.accept();
+        if accept.table {
+            let objects: Vec<_> = objects.iter().map(AsRef::as_ref).collect();
+            let columns = table::definitions(target.kind);
+            let include = self.query.get("includeObject");
+            let table = table::table(target.kind, &objects, &columns, include, &meta);
+            return Ok(respond(200, JSON, Payload::full(table.to_string())));
+        }
+        if !accept.json {
+            return Err(not_acceptable());
+        }
+        let head = format!(
+            "{{\"kind\":\"{}List\",\"apiVersion\":\"{}\",\"metadata\":{meta},\"items\":[",
+            target.kind.kind,
+            target.kind.api_version()
+        );
+        let size: usize = objects.iter().map(|o| o.json.len() + 1).sum();
+        let mut list = BytesMut::with_capacity(head.len() + size + 2);
+        list.extend_from_slice(head.as_bytes());
+        for (at, object) in objects.iter().enumerate() {
+            if at > 0 {
+                list.extend_from_slice(b",");
+            }
+            list.extend_from_slice(&object.json);
+        }
+        list.extend_from_slice(b"]}");
+        Ok(respond(200, JSON, Payload::full(list.freeze())))
+    }
+
+    /// An object, as JSON or as a table of one row.
+    fn object(
+        &self,
+        code: u16,
+        place: Place<'_>,
+        object: &Object,
+    ) -> Result<Response<Payload>, Failure> {
+        let accept = self.accept();
+        if accept.table {
+            let columns = table::definitions(place.kind);
+            let meta = json!({ "resourceVersion": object.version.to_string() });
+            let include = self.query.get("includeObject");
+            let table = table::table(place.kind, &[object], &columns, include, &meta);
+            return Ok(respond(code, JSON, Payload::full(table.to_string())));
+        }
+        if !accept.json {
+            return Err(not_acceptable());
+        }
+        Ok(respond(code, JSON, Payload::full(object.json.clone())))
+    }
+
+    pub(super) fn negotiate(&self, code: u16, value: &Value) -> Result<Response<Payload>, Failure> {
+        if !self.accept().json {
+            return Err(not_acceptable());
+        }
+        Ok(respond(code, JSON, Payload::full(value.to_string())))
+    }
+
+    fn accept(&self) -> Accept {
+        Accept::parse(&self.parts.headers)
+    }
+
+    /// The body as JSON; an empty one is null.
+    pub(super) async fn json_body(&self, body: Incoming) -> Result<Value, Failure> {
+        let bytes = body::read(body).await?;
+        if bytes.is_empty() {
+            return Ok(json!({}));
+        }
+        if self.header(CONTENT_TYPE.as_str()).is_some_and(|t| t.contains("protobuf")) {
+            return protobuf::decode(&bytes).ok_or_else(|| {
+                let why = "the demo does not read this kind in protobuf; send JSON";
+                Failure::new(415, "UnsupportedMediaType", why)
+            });
+        }
+        serde_json::from_slice(&bytes)
+            .map_err(|error| Failure::bad_request(format!("cannot parse the body: {error}")))
+    }
+}
+
+/// What the client can read.
+struct Accept {
+    json: bool,
+    table: bool,
+    protobuf: bool,
+}
+
+impl Accept {
+    /// `table` and `protobuf` are set only where the client prefers them to plain JSON.
+    fn parse(headers: &HeaderMap) -> Self {
+        let mut found = Self { json: false, table: false, protobuf: false };
+        let values = headers.get_all(ACCEPT);
+        let values: Vec<_> = values.iter().filter_map(|v| v.to_str().ok()).collect();
+        for item in values.iter().flat_map(|v| v.split(',')).map(str::trim) {
+            let kind = item.split(';').next().unwrap_or_default();
+            match kind {
+                "application/json" if item.contains("as=Table") => found.table |= !found.json,
+                "application/json" if item.contains("as=") => {}
+                "application/json" | "application/*" | "*/*" => found.json = true,
+                "application/vnd.kubernetes.protobuf" => found.protobuf |= !found.json,
+                _ => {}
+            }
+        }
+        found.json |= values.is_empty();
+        found
+    }
+}
+
+/// Events may be posted to the whole cluster and say themselves where they belong.
+fn home(target: &Target, value: &Value) -> String {
+    let named = value["metadata"]["namespace"].as_str().unwrap_or_default();
+    let home = if target.namespace.is_empty() { named } else { &target.namespace };
+    if target.kind.namespaced { home.to_owned() } else { String::new() }
+}
+
+fn object_key(object: &Object) -> String {
+    let meta = &object.value["metadata"];
+    let part = |field: &str| meta[field].as_str().unwrap_or_default();
+    format!("{}/{}", part("namespace"), part("name"))
+}
+
+fn success(details: &Value) -> Value {
+    json!({
+        "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success",
+        "details": details,
+    })
+}
+
+fn not_acceptable() -> Failure {
+    Failure::new(
+        406,
+        "NotAcceptable",
+        "only the following media types are accepted: application/json",
+    )
+}

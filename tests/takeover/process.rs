@@ -155,7 +155,9 @@ pub struct Scene {
     pub config: Config,
     pub address: SocketAddr,
     admin: SocketAddr,
+    /// What the next process reads, and how often that was another file.
     file: PathBuf,
+    changes: usize,
 }
 
 impl Scene {
@@ -179,7 +181,7 @@ impl Scene {
         config.admin.bind = admin;
         config.listeners[0].bind = vec![address];
         write(&file, &config);
-        let scene = Self { process, world, config, address, admin, file };
+        let scene = Self { process, world, config, address, admin, file, changes: 0 };
         scene.is_ready().await;
         scene
     }
@@ -188,26 +190,24 @@ impl Scene {
         self.world.certs.path().join("state")
     }
 
-    /// Writes what the next process will read. The one that runs does as well: it is the same file.
+    /// Writes what the next process will read, and the one that runs will not: it would follow the
+    /// change by itself where the next one is slow.
     pub fn change(&mut self, change: impl FnOnce(&mut Config)) {
         change(&mut self.config);
-        write(&self.file.with_file_name("next.yaml"), &self.config);
-    }
-
-    fn next(&self) -> PathBuf {
-        let next = self.file.with_file_name("next.yaml");
-        if next.exists() { next } else { self.file.clone() }
+        self.changes += 1;
+        self.file.set_file_name(format!("next-{}.yaml", self.changes));
+        write(&self.file, &self.config);
     }
 
     /// Starts a process with the configuration as it is now.
     pub fn start(&self, flags: &[&str]) -> Process {
         let binary = Path::new(env!("CARGO_BIN_EXE_jackstay"));
-        Process::spawn(Process::command(binary, &self.next(), flags))
+        Process::spawn(Process::command(binary, &self.file, flags))
     }
 
     pub fn start_under(&self, manager: &Managed, flags: &[&str]) -> Process {
         let binary = Path::new(env!("CARGO_BIN_EXE_jackstay"));
-        let mut command = Process::command(binary, &self.next(), flags);
+        let mut command = Process::command(binary, &self.file, flags);
         command.env("NOTIFY_SOCKET", manager.dir.path().join("notify"));
         Process::spawn(command)
     }
@@ -217,7 +217,7 @@ impl Scene {
         let script = "export LISTEN_FDS=1 LISTEN_PID=$$; exec \"$0\" \"$@\" 3<&0 </dev/null";
         let mut command = Command::new("sh");
         command.args(["-c", script, env!("CARGO_BIN_EXE_jackstay"), "run", "--config"]);
-        command.arg(self.next()).stdin(Stdio::from(socket));
+        command.arg(&self.file).stdin(Stdio::from(socket));
         Process::spawn(command)
     }
 

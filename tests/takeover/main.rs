@@ -41,8 +41,8 @@ async fn replaced_under_load() {
         let mut old = scene.replace(new);
         let status = old.ended().await;
         assert!(status.success(), "{status}:\n{}", old.said());
-        assert!(old.said().contains("draining: a new process has taken over"), "{}", old.said());
-        assert!(old.said().contains("handed over: this process drains and ends"), "{}", old.said());
+        old.says("draining: a new process has taken over").await;
+        old.says("handed over: this process drains and ends").await;
         load.goes_on().await;
         let events = scene.page("/events").await;
         assert!(events.contains("taken over: this process accepts connections"), "{events}");
@@ -144,8 +144,8 @@ async fn a_new_process_that_fails_changes_nothing() {
     scene.change(|config| also(config, "other", taken.local_addr().unwrap()));
     let mut new = scene.start(&["--take-over"]);
     assert_eq!(new.ended().await.code(), Some(1), "{}", new.said());
-    assert!(new.said().contains("taking over from a running process"), "{}", new.said());
-    assert!(new.said().contains("another process listens there"), "{}", new.said());
+    new.says("taking over from a running process").await;
+    new.says("another process listens there").await;
 
     // Its configuration is wrong.
     scene.change(|config| config.listeners[0].upstream = "nowhere".into());
@@ -165,7 +165,7 @@ async fn a_new_process_that_fails_changes_nothing() {
     // It forgot the flag.
     let mut new = scene.start(&[]);
     assert_eq!(new.ended().await.code(), Some(1), "{}", new.said());
-    assert!(new.said().contains("`--take-over`"), "{}", new.said());
+    new.says("`--take-over`").await;
 
     load.goes_on().await;
     assert!(scene.process.is_running());
@@ -201,7 +201,7 @@ async fn the_new_configuration_may_name_other_addresses() {
     let mut old = scene.replace(new);
     assert!(old.ended().await.success());
     assert!(is_refused(first) && !is_refused(second));
-    assert!(scene.process.said().contains("sockets that no listener wants are closed"));
+    scene.process.says("sockets that no listener wants are closed").await;
     load.goes_on().await;
     load.end().await;
 }
@@ -235,7 +235,7 @@ async fn a_stranger_gets_nothing() {
     std::fs::copy(env!("CARGO_BIN_EXE_jackstay"), &binary).unwrap();
     let mut stranger = Process::start_as(&binary, &file, &["--take-over"], NOBODY);
     assert_eq!(stranger.ended().await.code(), Some(1), "{}", stranger.said());
-    assert!(stranger.said().contains("cannot take over"), "{}", stranger.said());
+    stranger.says("cannot take over").await;
     scene.process.says("user 65534 may not ask for it").await;
     assert!(scene.process.is_running());
 
@@ -252,7 +252,7 @@ async fn a_stranger_gets_nothing() {
     scene.change(|config| config.state_dir = Some(state.clone()));
     let mut new = scene.start(&["--take-over"]);
     assert_eq!(new.ended().await.code(), Some(1), "{}", new.said());
-    assert!(new.said().contains("user 65534 answers, who is not trusted"), "{}", new.said());
+    new.says("user 65534 answers, who is not trusted").await;
     stranger.signal("KILL");
 }
 

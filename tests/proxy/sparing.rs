@@ -64,7 +64,7 @@ async fn ask_rarely(first: Option<Act>) {
     let certs = Certs::new();
     let peers = Peers::start(&certs, 1);
     let hole = Hole::start(peers.addresses[0]).unwrap();
-    let mut config = certs.config(&[hole.addr]);
+    let mut config = patient(certs.config(&[hole.addr]));
     config.upstreams[0].health.readyz.cert = None;
     terminate(&mut config).identities.clear();
     let answered = first.is_none();
@@ -73,7 +73,10 @@ async fn ask_rarely(first: Option<Act>) {
     let proxy = certs.start(config);
     until("it has asked", async || !peers.script.seen().is_empty()).await;
     if answered {
-        proxy.usable(1).await;
+        until("the answer is known", async || {
+            proxy.endpoints().await.iter().all(|endpoint| endpoint["state"] != "connecting")
+        })
+        .await;
     }
     let mut connected = peers.script.accepted.load(Relaxed);
     // Whoever has a credential asks again after a second at most.

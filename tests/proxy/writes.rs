@@ -195,6 +195,8 @@ async fn a_body_is_held_up_to_its_bound() {
     let (held, too_large) = (2 << 20, (3 << 20) + 1);
     assert_eq!(send(held, refused()).await, (200, 2), "sent again");
     assert_eq!(send(too_large, refused()).await, (502, 1), "its beginning is gone");
+    let refused = proxy.metric("jackstay_retries_refused_total{reason=\"not_held\"}").await;
+    assert!((refused - 1.0).abs() < 0.5, "{refused}");
     let taken = Act::Late(Box::new(Act::Answer(Reply::ok("{}"))));
     assert_eq!(
         send(too_large, taken).await,

@@ -16,11 +16,9 @@ use crate::net::local_ca::LocalCa;
 use crate::net::tls_files::{
     CertInfo, Problem, Subject, TlsFileError, Validity, load_ca, load_cert,
 };
+use crate::net::token_file::MAX_TOKEN;
 use crate::observe::utc::Utc;
 use crate::observe::words::counted;
-
-/// Largest bearer token read: the apiserver takes no header above 1 MiB.
-const MAX_TOKEN: u64 = 64 << 10;
 
 /// What an upstream without a CA bundle means.
 const UNVERIFIED: &str = "not given: health is probed without verifying the servers and without \

@@ -6,15 +6,15 @@ use http::HeaderValue;
 
 use super::bounded_file;
 
-/// Largest token read: the apiserver takes no header above 1 MiB.
-const MAX_TOKEN: usize = 64 << 10;
+/// Largest token read, in bytes: the apiserver takes no header above 1 MiB.
+pub const MAX_TOKEN: u64 = 64 << 10;
 
 /// The value of the `authorization` header for the token in a file.
 ///
 /// # Errors
 /// The file cannot be read, or what is in it is no token, with its path and without any of it.
 pub fn read(path: &Path) -> Result<HeaderValue, String> {
-    let text = bounded_file::read_text(path, MAX_TOKEN as u64).map_err(|error| error.to_string());
+    let text = bounded_file::read_text(path, MAX_TOKEN).map_err(|error| error.to_string());
     text.and_then(|text| bearer(&text)).map_err(|why| format!("{}: {why}", path.display()))
 }
 
@@ -27,7 +27,7 @@ pub fn bearer(text: &str) -> Result<HeaderValue, String> {
     if token.is_empty() {
         return Err("it is empty".into());
     }
-    if token.len() > MAX_TOKEN {
+    if token.len() as u64 > MAX_TOKEN {
         return Err(format!("a token of more than {MAX_TOKEN} bytes"));
     }
     let mut value = HeaderValue::from_str(&format!("Bearer {token}"))

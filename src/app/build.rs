@@ -12,7 +12,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use super::StartError;
-use super::sockets::{Place, Places};
+use super::sockets::{self, Place, Places};
 use crate::config::{self, CertPaths, Config};
 use crate::control::members;
 use crate::net::inherited::Inherited;
@@ -53,6 +53,22 @@ impl Built {
     pub fn listening(&self) -> Arc<[SocketAddr]> {
         let listeners = self.listeners.iter().flat_map(Bound::addresses);
         listeners.chain(self.admin.socket.local_addr()).collect()
+    }
+
+    /// Where `next` listens on the port of a socket that goes, whoever connects from now on is for
+    /// `next`: what went on to come to the other one until its end would be reset with it. Whether
+    /// there is such a socket: a handshake that has begun with it still ends there.
+    pub fn give_way(&self, next: &Self) -> bool {
+        let mut any = false;
+        let places = || next.listeners.iter().flat_map(|bound| &bound.places);
+        for place in self.listeners.iter().flat_map(|bound| &bound.places) {
+            let stays = places().any(|other| other.id == place.id);
+            if !stays && places().any(|other| config::collide(other.address, place.address)) {
+                place.hide();
+                any = true;
+            }
+        }
+        self.admin.give_way(&next.admin) || any
     }
 }
 
@@ -127,6 +143,22 @@ pub struct AdminSocket {
     pub wanted: SocketAddr,
     /// The socket.
     pub socket: TcpListener,
+    /// Whether somebody else may have it too.
+    inherited: bool,
+}
+
+impl AdminSocket {
+    fn give_way(self: &Arc<Self>, next: &Arc<Self>) -> bool {
+        let collide = |a: &Self, b: &Self| -> io::Result<bool> {
+            Ok(config::collide(a.socket.local_addr()?, b.socket.local_addr()?))
+        };
+        let gives =
+            !self.inherited && !Arc::ptr_eq(self, next) && collide(self, next).is_ok_and(|is| is);
+        if gives {
+            sockets::hide(&self.socket);
+        }
+        gives
+    }
 }
 
 /// A configuration that is loaded and bound, and not yet in use.
@@ -322,7 +354,7 @@ fn admin(
         return Ok(Arc::clone(kept));
     }
     if let Some(socket) = inherited.take(wanted, false).pop() {
-        return Ok(Arc::new(AdminSocket { wanted, socket }));
+        return Ok(Arc::new(AdminSocket { wanted, socket, inherited: true }));
     }
     let in_the_way = |socket: &&TcpListener| {
         let at = socket.local_addr();
@@ -330,7 +362,7 @@ fn admin(
     };
     let ours: Vec<_> = now.map(|admin| &admin.socket).filter(in_the_way).into_iter().collect();
     match socket::listen_beside(wanted, &Listening::default(), &ours) {
-        Ok(socket) => Ok(Arc::new(AdminSocket { wanted, socket })),
+        Ok(socket) => Ok(Arc::new(AdminSocket { wanted, socket, inherited: false })),
         Err(error) => Err(StartError::Bind { what: "admin".into(), address: wanted, error }),
     }
 }

@@ -37,6 +37,9 @@ const UPKEEP: Duration = Duration::from_secs(1);
 const LOOK: Duration = Duration::from_secs(1);
 /// When the start is over: every file is read and every endpoint has been tried.
 const STARTED: Duration = Duration::from_secs(1);
+/// How long a handshake may take that has begun with a socket that goes: round trips of a cluster, of
+/// which a full machine may make many times as much.
+const HANDSHAKE: Duration = Duration::from_millis(250);
 /// How long the workers may take to follow before that is worth a warning.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// How long it may take to open the socket for new processes: a file is made.
@@ -261,6 +264,9 @@ impl Control {
             && let Some(follower) = &self.follower
         {
             follower.set_log(log);
+        }
+        if before.give_way(&self.built) {
+            sleep(HANDSHAKE).await;
         }
         // The last copy of a socket that goes is a worker's, which empties its queue.
         drop(before);

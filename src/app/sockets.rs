@@ -32,6 +32,8 @@ pub struct Place {
     options: Listening,
     /// What its sockets may still be.
     were: Listening,
+    /// Whether somebody else may have them too: whoever gave them to us.
+    inherited: bool,
     sockets: Vec<TcpListener>,
 }
 
@@ -51,7 +53,7 @@ impl Place {
             address = socket.local_addr()?;
             sockets.push(socket);
         }
-        Ok(Self::new(wanted, address, options, sockets))
+        Ok(Self::new(wanted, address, options, sockets, false))
     }
 
     fn new(
@@ -59,22 +61,23 @@ impl Place {
         address: SocketAddr,
         options: Listening,
         sockets: Vec<TcpListener>,
+        inherited: bool,
     ) -> Self {
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
-        Self { id, wanted, address, options, were: options, sockets }
+        Self { id, wanted, address, options, were: options, inherited, sockets }
     }
 
     /// Takes sockets into use that were open before us.
     fn inherit(wanted: SocketAddr, options: Listening, sockets: Vec<TcpListener>) -> Self {
-        Self::new(wanted, wanted, options, sockets)
+        Self::new(wanted, wanted, options, sockets, true)
     }
 
     /// The same place, whose sockets are to be something else: [`Self::change`] makes them so.
     fn with(&self, options: Listening) -> io::Result<Self> {
         socket::may_be(self.address, &options)?;
         let sockets = self.sockets.iter().map(TcpListener::try_clone).collect::<Result<_, _>>()?;
-        let Self { id, wanted, address, options: were, .. } = *self;
-        Ok(Self { id, wanted, address, options, were, sockets })
+        let Self { id, wanted, address, options: were, inherited, .. } = *self;
+        Ok(Self { id, wanted, address, options, were, inherited, sockets })
     }
 
     /// Makes its sockets what the configuration that is followed from now on wants of them.
@@ -85,6 +88,14 @@ impl Place {
             if let Err(error) = changed {
                 tracing::error!(address = %self.address, %error, "the socket stays as it was");
             }
+        }
+    }
+
+    /// Leaves who connects from now on to another socket on the port, before these are closed. What
+    /// was inherited stays as it is: it would be hidden from its giver too.
+    pub fn hide(&self) {
+        for socket in self.sockets.iter().filter(|_| !self.inherited) {
+            hide(socket);
         }
     }
 
@@ -104,6 +115,14 @@ impl Place {
     /// There are no more descriptors.
     pub fn copies(&self) -> impl Iterator<Item = io::Result<OwnedFd>> {
         self.sockets.iter().map(|socket| socket.as_fd().try_clone_to_owned())
+    }
+}
+
+/// Hides a socket that goes. One that cannot be is closed as it is: whoever connects in the moment of
+/// the close is reset.
+pub fn hide(socket: &TcpListener) {
+    if let Err(error) = socket::hide(socket) {
+        tracing::debug!(address = ?socket.local_addr().ok(), %error, "a socket cannot be hidden");
     }
 }
 

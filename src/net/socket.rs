@@ -15,7 +15,8 @@ use super::shortage;
 pub const BACKLOG: i32 = 1024;
 
 /// Closes a listening socket and takes what waits in its queue, which would be reset with it. A
-/// connection that is complete between the last look and the close still is.
+/// connection that is complete between the last look and the close still is, unless the socket is
+/// hidden ([`hide`]).
 pub fn close_and_take_queue(listener: tokio::net::TcpListener) -> Vec<(TcpStream, SocketAddr)> {
     let Ok(listener) = listener.into_std() else { return Vec::new() };
     let mut queue = Vec::new();
@@ -146,6 +147,19 @@ pub fn listen_beside(
     Ok(opened)
 }
 
+/// Hides a listening socket from whoever connects from now on: the kernel gives them to another one on
+/// the port, or refuses them. It keeps its queue, and its connections are as others.
+///
+/// A listening socket that is bound to an interface is found only by what arrives there
+/// (`SO_BINDTODEVICE`, socket(7)), and no interface has the number that it is bound to here. That is
+/// for good, for every copy of the descriptor: taking it back needs `CAP_NET_RAW`.
+///
+/// # Errors
+/// What the kernel says: Linux before 5.7 wants `CAP_NET_RAW`.
+pub fn hide(socket: &std::net::TcpListener) -> io::Result<()> {
+    set_option(socket, libc::SOL_SOCKET, libc::SO_BINDTOIFINDEX, libc::c_int::MAX)
+}
+
 /// Whether binding failed because this host lacks the address family: a warning where several
 /// addresses are bound, since the other ones do the work.
 ///
@@ -246,12 +260,21 @@ fn set_tcp_option(
     option: libc::c_int,
     value: libc::c_int,
 ) -> io::Result<()> {
+    set_option(socket, libc::IPPROTO_TCP, option, value)
+}
+
+fn set_option(
+    socket: &impl AsRawFd,
+    level: libc::c_int,
+    option: libc::c_int,
+    value: libc::c_int,
+) -> io::Result<()> {
     // SAFETY: the kernel reads `size_of::<c_int>()` bytes at a pointer to a live c_int.
     #[allow(unsafe_code)]
     let result = unsafe {
         libc::setsockopt(
             socket.as_raw_fd(),
-            libc::IPPROTO_TCP,
+            level,
             option,
             (&raw const value).cast(),
             size_of::<libc::c_int>() as libc::socklen_t,
@@ -330,6 +353,33 @@ mod tests {
         in_use(listen(at, false));
         let third = std::net::TcpStream::connect(at).unwrap();
         assert_eq!(narrow.accept().unwrap().1, third.local_addr().unwrap());
+    }
+
+    #[test]
+    fn a_hidden_socket_leaves_new_connections_to_another_one() {
+        for (narrow, wide) in [("127.0.0.1", "0.0.0.0"), ("::1", "::")] {
+            let at = SocketAddr::new(narrow.parse().unwrap(), 0);
+            let narrow = match listen(at, false) {
+                Err(error) if family_is_missing(at, &error) => continue,
+                narrow => narrow.unwrap(),
+            };
+            let at = narrow.local_addr().unwrap();
+            let wide = SocketAddr::new(wide.parse().unwrap(), at.port());
+            let wide = listen_beside(wide, &Listening::default(), &[&narrow]).unwrap();
+            let mut waits = std::net::TcpStream::connect(at).unwrap();
+            hide(&narrow).unwrap();
+            let comes = std::net::TcpStream::connect(at).unwrap();
+            assert_eq!(wide.accept().unwrap().1, comes.local_addr().unwrap());
+            let (kept, from) = narrow.accept().unwrap();
+            assert_eq!(from, waits.local_addr().unwrap());
+            assert_eq!(narrow.accept().unwrap_err().kind(), io::ErrorKind::WouldBlock);
+            drop((narrow, wide));
+            // It is as others, also when nobody listens there any more.
+            drop(kept);
+            assert_eq!(waits.read(&mut [0]).unwrap(), 0);
+            let refused = std::net::TcpStream::connect(at).unwrap_err();
+            assert_eq!(refused.kind(), io::ErrorKind::ConnectionRefused);
+        }
     }
 
     #[tokio::test]

@@ -12,7 +12,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use super::{check, upgrade};
 use crate::app::reload::{Fresh, Origin};
-use crate::app::{App, Running};
+use crate::app::{App, Running, StartError};
 use crate::config::{ConfigErrors, Loaded};
 use crate::net::inherited::Inherited;
 use crate::net::notify::ServiceManager;
@@ -73,37 +73,31 @@ pub fn run(place: Place, given: Vec<OwnedFd>, take_over: bool) -> ExitCode {
         tracing::warn!(%error, "cannot reach the service manager at NOTIFY_SOCKET; going on without it");
         ServiceManager::default()
     }));
-    let start = |app: App| {
+    let told = Arc::clone(&manager);
+    let start = move || {
+        let inherited = inherit(given);
+        let app = if take_over {
+            App::take_over(config, inherited)?
+        } else {
+            App::bind_with(config, inherited)?
+        };
         let app = match origin {
             Some(origin) => app.following(origin),
             None => app,
         };
-        app.start_under(Arc::clone(&manager))
+        app.start_under(told)
     };
-    let inherited = inherit(given);
-    let app = if take_over {
-        App::take_over(config, inherited)
-    } else {
-        App::bind_with(config, inherited)
-    };
-    let running = match app.and_then(start) {
-        Ok(running) => running,
-        Err(error) => {
-            tracing::error!("{error}");
-            return ExitCode::from(if error.is_configuration() { BAD_CONFIGURATION } else { 1 });
-        }
-    };
-    match serve(running, &manager) {
-        Ok(true) => {
-            tracing::info!("stopped");
-            ExitCode::SUCCESS
-        }
-        Ok(false) => ExitCode::FAILURE,
-        Err(error) => {
-            tracing::error!(%error, "cannot wait for signals: stopped");
-            ExitCode::FAILURE
-        }
-    }
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let ended = runtime.and_then(|runtime| {
+        let ended = runtime.block_on(serve(start, &manager));
+        // A start that hangs has been told to end: nobody waits for it.
+        runtime.shutdown_background();
+        ended
+    });
+    ended.unwrap_or_else(|error| {
+        tracing::error!(%error, "cannot serve: stopped");
+        ExitCode::FAILURE
+    })
 }
 
 /// The sockets that the service manager has given.
@@ -131,38 +125,62 @@ fn read(place: &Place) -> Result<(Fresh, Vec<String>), Vec<String>> {
     Ok((Fresh { config, warnings }, found.facts))
 }
 
-/// Serves until it is told to end, and drains. False if a worker panicked.
-fn serve(running: Running, manager: &ServiceManager) -> io::Result<bool> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(async {
-        let mut signals = Signals::new()?;
-        let mut told = true;
-        match signals.end(&running).await {
-            // The service goes on: it must not hear that it ends.
-            End::Replaced => {
-                told = false;
-                tracing::info!("draining: a new process has taken over");
+/// Starts, serves until it is told to end, and drains.
+async fn serve(
+    start: impl FnOnce() -> Result<Running, StartError> + Send + 'static,
+    manager: &ServiceManager,
+) -> io::Result<ExitCode> {
+    // Before anybody can connect: whoever does is owed a drain.
+    let mut signals = Signals::new()?;
+    let starting = tokio::task::spawn_blocking(start);
+    let running = tokio::select! {
+        biased;
+        started = starting => match started? {
+            Ok(running) => running,
+            Err(error) => {
+                tracing::error!("{error}");
+                let bad = error.is_configuration();
+                return Ok(ExitCode::from(if bad { BAD_CONFIGURATION } else { 1 }));
             }
-            End::Signal(signal) => {
-                manager.tell("STOPPING=1");
-                tracing::info!(signal, "draining");
-            }
+        },
+        signal = signals.next() => {
+            tracing::info!(signal, "told to end before it has started: stopped");
+            return Ok(ExitCode::SUCCESS);
         }
-        let cut = running.cutter();
-        let mut stopped = tokio::task::spawn_blocking(move || running.stop());
-        loop {
-            tokio::select! {
-                stopped = &mut stopped => return Ok(stopped.unwrap_or(false)),
-                signal = signals.next() => {
-                    tracing::info!(signal, first = !told, "told to end while draining");
-                    if told {
-                        cut();
-                    }
-                    told = true;
+    };
+    let mut told = true;
+    match signals.end(&running).await {
+        // The service goes on: it must not hear that it ends.
+        End::Replaced => {
+            told = false;
+            tracing::info!("draining: a new process has taken over");
+        }
+        End::Signal(signal) => {
+            manager.tell("STOPPING=1");
+            tracing::info!(signal, "draining");
+        }
+    }
+    let cut = running.cutter();
+    let mut stopped = tokio::task::spawn_blocking(move || running.stop());
+    loop {
+        tokio::select! {
+            stopped = &mut stopped => {
+                if stopped.unwrap_or(false) {
+                    tracing::info!("stopped");
+                    return Ok(ExitCode::SUCCESS);
                 }
+                // A worker has panicked.
+                return Ok(ExitCode::FAILURE);
+            }
+            signal = signals.next() => {
+                tracing::info!(signal, first = !told, "told to end while draining");
+                if told {
+                    cut();
+                }
+                told = true;
             }
         }
-    })
+    }
 }
 
 /// What ends a process, and what else it is told by signals.

@@ -16,7 +16,7 @@ use jackstay::config::Config;
 use jackstay::demo::client::Client;
 use std::io::{BufRead, BufReader, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 
 fn is_refused(address: SocketAddr) -> bool {
     TcpStream::connect(address).is_err()
@@ -129,6 +129,26 @@ async fn a_second_signal_ends_the_drain() {
         let last = process.says("told again to end: closing what is left").await;
         assert!(last.contains("connections=1"), "{last}");
         assert!(soon("its end", client.get(MAPS)).await.is_err());
+    }
+}
+
+/// Who is told to end is that also while it starts, for as long as that may take.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_start_that_hangs_is_ended() {
+    let mut scene = Scene::new(1, 1).await;
+    scene.process.signal("TERM");
+    scene.process.ended().await;
+    let state = tempfile::tempdir().unwrap();
+    scene.change(|config| config.state_dir = Some(state.path().to_owned()));
+    let silent = UnixListener::bind(state.path().join("take-over.sock")).unwrap();
+    for signal in ["TERM", "INT"] {
+        let mut new = scene.start(&["--take-over"]);
+        // It is asked for its sockets, and has nothing to say.
+        let asked = silent.accept().unwrap();
+        new.signal(signal);
+        assert!(new.ended().await.success(), "{}", new.said());
+        new.says("told to end before it has started").await;
+        drop(asked);
     }
 }
 

@@ -19,8 +19,8 @@ use crate::upstream::health::Life;
 /// stream's window, so nothing is held that a client could not make us hold by not reading.
 const BEGINNING: usize = 64 * 1024;
 
-/// How long it may take from its first frame on. A lost connection is suspected sooner, and then
-/// waited for until it answers or is dead.
+/// How long it may take from its first frame on. A lost connection is suspected sooner where our own
+/// timers run on time, and then waited for until it answers or is dead.
 const PROMPT: Duration = Duration::from_secs(1);
 
 /// How long the head of a log waits for the first line. One that is followed may be silent for as
@@ -63,11 +63,19 @@ async fn rest(
     connection: &Connection,
 ) -> Result<Bytes, h2::Error> {
     let mut held = BytesMut::from(first);
-    let mut end = Instant::now() + PROMPT;
+    let mut latest = Instant::now();
+    let mut end = latest + PROMPT;
     while held.len() < BEGINNING && !recv.is_end_stream() {
         match timeout_at(end, recv.data()).await {
-            Ok(Some(data)) => held.extend_from_slice(&data?),
-            Err(_) if connection.life() == Life::Suspect => end = Instant::now() + PROMPT,
+            Ok(Some(data)) => {
+                held.extend_from_slice(&data?);
+                latest = Instant::now();
+            }
+            // While a request waits a PING goes out soon: where nothing has come since, not even its
+            // answer, there is only no verdict yet.
+            Err(_) if connection.life() == Life::Suspect || connection.heard() <= latest => {
+                end = Instant::now() + PROMPT;
+            }
             Ok(None) | Err(_) => break,
         }
     }

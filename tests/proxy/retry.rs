@@ -12,6 +12,7 @@ use http::Method;
 use jackstay::demo::client::{Client, next_data};
 use serde_json::Value;
 use std::io;
+use std::time::Duration;
 
 /// A request of the table.
 struct Row {
@@ -385,12 +386,20 @@ async fn a_body_that_is_not_held_is_not_sent_again() {
     }
 }
 
-/// Half an answer, and then silence: nobody has seen the half, so the whole comes from elsewhere.
+/// Half an answer, and then silence: nobody has seen the half, so the whole comes from elsewhere, also
+/// where the silence is suspicious late only: because of the configuration, or of a machine that stood
+/// still.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn a_short_answer_that_falls_silent_comes_from_elsewhere() {
+    tokio::join!(half_an_answer(None), half_an_answer(Some(Duration::from_millis(1_500))));
+}
+
+async fn half_an_answer(suspect_after: Option<Duration>) {
     let certs = Certs::new();
     let peers = Peers::start(&certs, 2);
-    let proxy = certs.start(certs.config(&peers.addresses));
+    let mut config = certs.config(&peers.addresses);
+    config.upstreams[0].health.suspect_after = suspect_after;
+    let proxy = certs.start(config);
     proxy.ready(2).await;
     let client = proxy.client(&certs.credentials()).await;
     let whole = r#"{"kind":"ConfigMap"}"#;

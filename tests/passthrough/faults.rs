@@ -8,6 +8,7 @@
 //! About four minutes; with `JACKSTAY_LONG=1` the loss lasts ten minutes and each closed window five.
 
 use crate::peer::Peer;
+use crate::support::stopwatch::Stopwatch;
 use crate::support::{Certs, Proxy, passing, until};
 use std::cell::Cell;
 use std::future::pending;
@@ -127,7 +128,6 @@ async fn a_dropped_flow_is_reset_whoever_talks_and_new_ones_work() {
                     _ => down,
                 };
                 let rule = Rule::new(hook, &rule);
-                let start = Instant::now();
                 let (mut client_reads, mut client_writes) = client.into_split();
                 let (mut server_reads, mut server_writes) = server.into_split();
                 let told = Cell::new(None);
@@ -148,14 +148,14 @@ async fn a_dropped_flow_is_reset_whoever_talks_and_new_ones_work() {
                     while matches!(server_reads.read(&mut rest).await, Ok(n) if n > 0) {}
                     pending::<()>().await;
                 };
-                let mut last = start;
+                let mut last = Stopwatch::start();
                 let ended = async {
                     let mut rest = [0; 4096];
                     loop {
                         match client_reads.read(&mut rest).await {
                             // A socket tells its error once: to whoever asks first.
                             Ok(0) => break told.get().expect("an end that looks like an end"),
-                            Ok(_) => last = Instant::now(),
+                            Ok(_) => last = Stopwatch::start(),
                             Err(error) => break error.kind(),
                         }
                     }
@@ -195,7 +195,7 @@ async fn many_flows_that_are_dropped_together_are_reset_together() {
     sleep(Duration::from_secs(8)).await;
     drop(lossy);
     let rule = Rule::new("input", &both.replace("{}", "drop"));
-    let start = Instant::now();
+    let start = Stopwatch::start();
     let mut told = Vec::new();
     for (client, _server) in &mut flows {
         let error = timeout(Duration::from_secs(20), client.read_u8()).await.expect("never reset");
@@ -233,7 +233,7 @@ async fn with_nobody_answering_the_client_is_reset_in_a_second() {
     // The prober's: two that race, for as long as that.
     until("the prober waits", async || begun().iter().all(|n| *n >= 2)).await;
     let before = begun();
-    let start = Instant::now();
+    let start = Stopwatch::start();
     let silent = async { TcpStream::connect(proxy.addr).await?.read_u8().await };
     let error = timeout(Duration::from_secs(20), silent).await.expect("it hangs").unwrap_err();
     let took = start.elapsed();
@@ -265,7 +265,7 @@ async fn a_transfer_that_is_dropped_is_reset() {
         server.read_exact(&mut got).await.unwrap();
         let rule = Rule::new(hook, &format!("tcp sport {ours} tcp dport {theirs} drop"));
         let hear = tokio::spawn(async move { while server.read(&mut got).await.is_ok() {} });
-        let start = Instant::now();
+        let start = Stopwatch::start();
         let read = timeout(Duration::from_secs(20), client_reads.read_u8()).await.unwrap();
         let took = start.elapsed();
         // A socket tells its error once: to whoever asks first.
@@ -319,7 +319,7 @@ async fn a_closed_window_is_left_alone_and_its_loss_is_noticed() {
         world.stuck("to_server", before).await;
         sleep(Duration::from_secs(6)).await;
         let rule = Rule::new("input", &format!("tcp sport {ours} drop;tcp dport {ours} drop"));
-        let start = Instant::now();
+        let start = Stopwatch::start();
         let error = reads.read_u8().await.unwrap_err();
         drop(rule);
         (error.kind(), start.elapsed())

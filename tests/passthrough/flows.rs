@@ -1,7 +1,8 @@
 //! Bytes through a passthrough listener: both ways, half-closed, broken, refused.
 
-use crate::peer::{Peer, nobody};
-use crate::support::{Certs, MAPS, World, passing, passthrough, soon, until};
+use crate::peer::Peer;
+use crate::support::stopwatch::Stopwatch;
+use crate::support::{Certs, MAPS, World, passing, passthrough, refusing, soon, until};
 use jackstay::config::Route;
 use jackstay::net::{socket, tls_files};
 use jackstay::upstream::credentials::client_tls;
@@ -163,8 +164,8 @@ async fn a_client_that_is_gone_does_not_stay_because_its_upload_is_stuck() {
 #[tokio::test]
 async fn with_nobody_there_the_client_is_reset_at_once() {
     let certs = Certs::new();
-    let proxy = certs.start(passing(certs.config(&[nobody().await, nobody().await])));
-    let begun = std::time::Instant::now();
+    let proxy = certs.start(passing(certs.config(&[refusing(), refusing()])));
+    let begun = Stopwatch::start();
     assert_eq!(reset_of(proxy.addr).await, ErrorKind::ConnectionReset);
     assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
     until("it is counted", async || {
@@ -213,7 +214,7 @@ async fn a_client_that_says_nothing_and_a_server_that_answers_nothing_are_bounde
 async fn a_flow_is_idle_for_as_long_as_the_configuration_says() {
     let (certs, peer) = (Certs::new(), Peer::start().await);
     let mut config = passing(certs.config(&[peer.address]));
-    passthrough(&mut config).idle_timeout = Some(Duration::from_secs(1));
+    passthrough(&mut config).idle_timeout = Some(Duration::from_secs(2));
     let proxy = certs.start(config);
     let (mut client, mut server) = peer.join(&proxy).await;
     server.write_all(b"x").await.unwrap();
@@ -230,7 +231,7 @@ async fn a_flow_is_idle_for_as_long_as_the_configuration_says() {
 async fn a_drain_waits_for_flows_and_resets_what_is_left() {
     let (certs, peer) = (Certs::new(), Peer::start().await);
     let mut config = passing(certs.config(&[peer.address]));
-    config.shutdown.drain_timeout = Duration::from_millis(1500);
+    config.shutdown.drain_timeout = Duration::from_secs(4);
     let proxy = certs.start(config);
     let (mut client, mut server) = peer.join(&proxy).await;
     let (mut short, mut short_server) = peer.join(&proxy).await;

@@ -39,8 +39,3 @@ impl Peer {
         (client, self.accept().await)
     }
 }
-
-/// An address that refuses connections.
-pub async fn nobody() -> SocketAddr {
-    TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap()
-}

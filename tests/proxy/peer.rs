@@ -500,8 +500,3 @@ impl Wire {
 pub fn black_hole() -> std::net::TcpListener {
     std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap()
 }
-
-/// A port that refuses.
-pub fn refusing() -> SocketAddr {
-    black_hole().local_addr().unwrap()
-}

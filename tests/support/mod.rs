@@ -2,6 +2,8 @@
 
 #![allow(dead_code)] // each test crate uses its part
 
+pub mod stopwatch;
+
 use jackstay::app::{App, Running};
 use jackstay::config::{
     AccessLog, Admin, CertPaths, Config, Connections, Discovery, EndpointAddress, Health, Level,
@@ -336,6 +338,17 @@ pub async fn until(what: &str, mut condition: impl AsyncFnMut() -> bool) {
 pub async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
     let bounded = tokio::time::timeout(PATIENCE, future).await;
     bounded.unwrap_or_else(|_| panic!("{what}: nothing for {PATIENCE:?}"))
+}
+
+/// An address that refuses connections. It stays bound, so that nobody else is given it; whoever
+/// knows it may listen there.
+pub fn refusing() -> SocketAddr {
+    let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
+    socket.set_reuse_address(true).unwrap();
+    socket.bind(&SocketAddr::from((Ipv4Addr::LOCALHOST, 0)).into()).unwrap();
+    let address = socket.local_addr().unwrap().as_socket().unwrap();
+    std::mem::forget(socket);
+    address
 }
 
 /// A config map.

@@ -49,7 +49,8 @@ async fn ask(
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn same_in_same_out() {
     let world = World::new(1);
-    let proxy = world.start().await;
+    // One request, one record.
+    let proxy = world.start_with(|config| *config = patient(config.clone())).await;
     let certs = &world.certs;
     world.cluster.add_token("alice", User::new("alice", &["devs"]));
     let admin = serial(&certs.admin);

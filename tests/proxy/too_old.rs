@@ -178,8 +178,7 @@ async fn a_client_in_a_loop_is_not_multiplied() {
     const ASKED: usize = 300;
     let certs = Certs::new();
     let peers = Peers::start(&certs, 3);
-    let proxy = certs.start(certs.config(&peers.addresses));
-    proxy.ready(3).await;
+    let proxy = before(&peers, &certs).await;
     let client = proxy.client(&certs.credentials()).await;
     let path = format!("{MAPS}?watch=1&resourceVersion=5");
     let over_budget = async || {

@@ -261,7 +261,7 @@ class Pods:
         numbers = [int(line.split()[1]) for _, line in lines]
         self.assertEqual(numbers, list(range(numbers[0], numbers[0] + len(numbers))))
         # Line by line, not all at the end.
-        self.assertGreater(lines[3][0] - lines[1][0], 1.0)
+        self.assertGreater(lines[3][0] - lines[1][0], 0.5)
 
     @each_kubectl
     def test_exec(self, old):

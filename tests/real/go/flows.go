@@ -191,7 +191,7 @@ func (f *flow) request(ctx context.Context, start time.Time, method, path, body 
 		f.Ends = append(f.Ends, fmt.Sprintf("%d %s", a.code, a.body))
 	}
 	if a.err == nil {
-		f.worked(time.Since(start))
+		f.worked(time.Since(start) - a.stood)
 		opened()
 	}
 	return a.err

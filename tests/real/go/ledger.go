@@ -109,7 +109,7 @@ func (l *ledger) request(kind, op, path string, a answer) {
 	if a.proto == "HTTP/1.1" {
 		t.HTTP1++
 	}
-	took := ms(a.end.Sub(a.start))
+	took := ms(a.took())
 	t.latencies = append(t.latencies, took)
 	if took > t.SlowestMs {
 		t.SlowestMs, t.SlowestAt = took, a.start.Sub(l.started).Seconds()
@@ -121,7 +121,7 @@ func (l *ledger) request(kind, op, path string, a answer) {
 	}
 	t.Failed++
 	f := failure{At: a.end.Sub(l.started).Seconds(), Unix: float64(a.end.UnixMilli()) / 1000, Kind: kind, Op: op, Path: path,
-		AuditID: a.auditID, LatencyMs: took, Code: a.code, RetryAfter: a.retryAfter}
+		AuditID: a.auditID, LatencyMs: ms(a.end.Sub(a.start)), Code: a.code, RetryAfter: a.retryAfter}
 	if a.err != nil {
 		f.Error = a.err.Error()
 	} else {

@@ -106,7 +106,11 @@ type answer struct {
 	proto      string
 	err        error
 	start, end time.Time
+	stood      time.Duration // of that, this process stood still for so long
 }
+
+// took is how long the server took, as far as this process can tell.
+func (a answer) took() time.Duration { return a.end.Sub(a.start) - a.stood }
 
 func uuid() string {
 	var b [16]byte
@@ -137,6 +141,7 @@ func (c *client) request(ctx context.Context, method, path, accept, body, auditI
 }
 
 func (c *client) do(ctx context.Context, method, path, body string) answer {
+	before := clock.soFar()
 	a := answer{auditID: uuid(), start: time.Now()}
 	request, err := c.request(ctx, method, path, "application/json", body, a.auditID)
 	if err == nil {
@@ -151,6 +156,7 @@ func (c *client) do(ctx context.Context, method, path, body string) answer {
 		}
 	}
 	a.end, a.err = time.Now(), err
+	a.stood = clock.soFar() - before
 	return a
 }
 

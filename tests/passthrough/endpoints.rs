@@ -1,6 +1,6 @@
 //! What becomes of flows when the endpoint that they lead to dies, falls ill or falls silent.
 
-use crate::support::{MAPS, World, passing, soon, until};
+use crate::support::{MAPS, World, passing, patient, soon, until};
 use std::time::{Duration, Instant};
 
 /// The address that most flows lead to, and how many.
@@ -71,7 +71,8 @@ async fn a_stopped_process_takes_its_flows_with_it() {
 #[tokio::test]
 async fn an_endpoint_that_is_ill_keeps_its_flows_and_gets_no_new_ones() {
     let world = World::new(2);
-    let proxy = world.certs.start(passing(world.config()));
+    // The other one is not ill because its answer takes its time.
+    let proxy = world.certs.start(passing(patient(world.config())));
     proxy.usable(2).await;
     let mut old = Vec::new();
     for _ in 0..4 {

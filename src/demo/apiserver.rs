@@ -119,7 +119,6 @@ pub struct Counters {
 /// What the handle and the server's thread share.
 pub(super) struct Server {
     pub name: String,
-    pub addr: SocketAddr,
     pub cluster: Cluster,
     pub tls: TlsAcceptor,
     pub verifier: Arc<dyn ClientCertVerifier>,
@@ -203,6 +202,8 @@ pub struct ApiServerHandle {
     pub addr: SocketAddr,
     server: Arc<Server>,
     thread: Mutex<Option<JoinHandle<()>>>,
+    /// Bound to the port and not listening, so that nobody else is given it while the server is down.
+    _port: Socket,
 }
 
 /// Starts a server over a cluster; it trusts client certificates of `pki`.
@@ -228,10 +229,11 @@ pub fn start(cluster: &Cluster, pki: &Pki, options: Options) -> io::Result<ApiSe
     } else {
         vec![b"http/1.1".to_vec()]
     };
-    let listener = listen(options.bind)?;
+    let port = bind(options.bind)?;
+    let addr = port.local_addr()?.as_socket().ok_or(io::ErrorKind::Unsupported)?;
+    let listener = listen(addr)?;
     let server = Server {
         name: options.name,
-        addr: listener.local_addr()?,
         cluster: cluster.clone(),
         tls: TlsAcceptor::from(Arc::new(tls)),
         verifier,
@@ -253,8 +255,8 @@ pub fn start(cluster: &Cluster, pki: &Pki, options: Options) -> io::Result<ApiSe
         freeze: Freeze::default(),
         phase: watch::Sender::new(Phase::Running),
     };
-    let handle =
-        ApiServerHandle { addr: server.addr, server: Arc::new(server), thread: Mutex::new(None) };
+    let server = Arc::new(server);
+    let handle = ApiServerHandle { addr, server, thread: Mutex::new(None), _port: port };
     handle.spawn(listener)?;
     Ok(handle)
 }
@@ -482,15 +484,21 @@ async fn accept(
 }
 
 fn listen(addr: SocketAddr) -> io::Result<TcpListener> {
+    let socket = bind(addr)?;
+    socket.listen(1024)?;
+    socket.set_nonblocking(true)?;
+    Ok(socket.into())
+}
+
+/// A socket on an address, which others that neither listen may share (`SO_REUSEADDR`, socket(7)).
+fn bind(addr: SocketAddr) -> io::Result<Socket> {
     let socket = Socket::new(Domain::for_address(addr), Type::STREAM, Some(Protocol::TCP))?;
     socket.set_reuse_address(true)?;
     if addr.is_ipv6() {
         socket.set_only_v6(true)?;
     }
     socket.bind(&addr.into())?;
-    socket.listen(1024)?;
-    socket.set_nonblocking(true)?;
-    Ok(socket.into())
+    Ok(socket)
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

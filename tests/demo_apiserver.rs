@@ -9,6 +9,7 @@ use jackstay::demo::hole::{Direction, Hole};
 use jackstay::demo::identity::User;
 use jackstay::demo::pki::{Pki, Subject, Validity};
 use serde_json::{Value, json};
+use std::pin::pin;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 use tokio::time::timeout;
@@ -38,6 +39,16 @@ impl World {
     async fn client(&self) -> Client {
         Client::connect(self.server.addr, &self.admin).await.unwrap()
     }
+}
+
+/// Waits for what another thread brings about.
+async fn until(what: &str, mut holds: impl AsyncFnMut() -> bool) {
+    let waiting = async {
+        while !holds().await {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(PATIENCE, waiting).await.unwrap_or_else(|_| panic!("waited in vain until {what}"));
 }
 
 fn map(name: &str, value: &str) -> Value {
@@ -253,9 +264,7 @@ async fn who_one_is() {
             // Its connection takes requests until the client has read the GOAWAY.
             let gone =
                 async { while client.request(Method::GET, "/version", &[], "").await.is_ok() {} };
-            if code == 401 {
-                tokio::time::timeout(Duration::from_secs(10), gone).await.expect("sent away");
-            }
+            timeout(PATIENCE, gone).await.expect("sent away");
         }
         drop(client);
     }
@@ -302,7 +311,8 @@ async fn leaves_gracefully() {
     world.server.delay(Duration::from_millis(300));
     let ((), reply) = tokio::join!(
         async {
-            tokio::time::sleep(Duration::from_millis(100)).await;
+            let asked = &world.server.counters().in_flight;
+            until("it is asked", async || asked.load(Relaxed) > 0).await;
             tokio::task::block_in_place(|| world.server.shutdown(PATIENCE));
         },
         client.get(MAPS)
@@ -337,8 +347,15 @@ async fn obstructions() {
     assert!(client.get(MAPS).await.is_err(), "a body that is cut never looks complete");
 
     world.server.lose_next(1);
-    assert!(timeout(MOMENT, client.post(MAPS, &map("lost", "1"))).await.is_err());
-    assert_eq!(client.get(&format!("{MAPS}/lost")).await.unwrap().status, 200);
+    {
+        // It is handled, sooner or later, and never answered.
+        let lost = map("lost", "1");
+        let mut lost = pin!(client.post(MAPS, &lost));
+        assert!(timeout(MOMENT, lost.as_mut()).await.is_err());
+        let path = format!("{MAPS}/lost");
+        until("it is handled", async || client.get(&path).await.unwrap().status == 200).await;
+        assert!(timeout(MOMENT, lost).await.is_err());
+    }
 
     world.server.hang(true);
     assert!(timeout(MOMENT, client.get("/livez")).await.is_err());
@@ -368,7 +385,7 @@ async fn flows_fall_silent() {
     old.get("/readyz").await.unwrap();
     assert_eq!(hole.silence_all(Direction::Both), 1);
     {
-        let mut waiting = std::pin::pin!(old.get("/readyz"));
+        let mut waiting = pin!(old.get("/readyz"));
         assert!(timeout(MOMENT, waiting.as_mut()).await.is_err());
         let new = Client::connect(hole.addr, &world.admin).await.unwrap();
         assert_eq!(new.get("/readyz").await.unwrap().status, 200);
@@ -377,9 +394,14 @@ async fn flows_fall_silent() {
         assert_eq!(timeout(PATIENCE, waiting).await.unwrap().unwrap().status, 200);
     }
     hole.silence_all(Direction::ToClient);
-    let before = world.server.counters().requests.load(Relaxed);
-    assert!(timeout(MOMENT, old.get("/readyz")).await.is_err());
-    assert_eq!(world.server.counters().requests.load(Relaxed), before + 1, "it did arrive");
+    {
+        let requests = &world.server.counters().requests;
+        let before = requests.load(Relaxed);
+        let mut waiting = pin!(old.get("/readyz"));
+        assert!(timeout(MOMENT, waiting.as_mut()).await.is_err());
+        until("it arrives", async || requests.load(Relaxed) == before + 1).await;
+        assert!(timeout(MOMENT, waiting).await.is_err());
+    }
     hole.reset_all();
     assert!(timeout(PATIENCE, old.get("/readyz")).await.unwrap().is_err());
     hole.refuse_new(true);

@@ -26,8 +26,9 @@ use jackstay::upstream::pool::{Pool, Upstream};
 use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair};
 use rustls::ServerConfig;
 use rustls::server::WebPkiClientVerifier;
+use socket2::{Domain, Socket, Type};
 use tempfile::TempDir;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::{LocalSet, spawn_local};
 use tokio::time::timeout;
@@ -116,24 +117,36 @@ impl Peer {
         self.listener.local_addr().unwrap()
     }
 
+    /// The next connection on which something is said. Where a handshake takes long there is a second
+    /// one beside it, and one of the two is closed with nothing said.
     pub async fn accept(&self) -> Talk {
-        let (stream, _) = self.listener.accept().await.unwrap();
-        Talk(self.acceptor.accept(stream).await.unwrap().into())
+        loop {
+            let (stream, _) = self.listener.accept().await.unwrap();
+            let Ok(stream) = self.acceptor.accept(stream).await else { continue };
+            let mut talk = Talk(BufReader::new(stream.into()));
+            if talk.0.fill_buf().await.is_ok_and(|said| !said.is_empty()) {
+                return talk;
+            }
+        }
     }
 
-    /// Whether anybody has come who was not accepted.
+    /// Whether anybody has said anything who was not accepted.
     pub async fn is_visited(&self) -> bool {
-        timeout(Duration::from_millis(100), self.listener.accept()).await.is_ok()
+        timeout(Duration::from_millis(100), self.accept()).await.is_ok()
     }
 }
 
-/// An address that refuses connections.
-pub async fn nobody() -> SocketAddr {
-    TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap().local_addr().unwrap()
+/// An address that refuses connections. It stays bound, so that nobody else is given it.
+pub fn nobody() -> SocketAddr {
+    let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+    socket.bind(&SocketAddr::from((Ipv4Addr::LOCALHOST, 0)).into()).unwrap();
+    let address = socket.local_addr().unwrap().as_socket().unwrap();
+    std::mem::forget(socket);
+    address
 }
 
 /// One end of a TLS connection.
-pub struct Talk(pub TlsStream<TcpStream>);
+pub struct Talk(pub BufReader<TlsStream<TcpStream>>);
 
 impl Talk {
     pub async fn say(&mut self, text: &str) {
@@ -176,7 +189,7 @@ impl Talk {
     }
 
     pub fn has_client_certificate(&self) -> bool {
-        self.0.get_ref().1.peer_certificates().is_some()
+        self.0.get_ref().get_ref().1.peer_certificates().is_some()
     }
 }
 
@@ -249,7 +262,8 @@ impl Proxy {
         let tls = client_tls(&roots, certificate.as_ref()).http1;
         let stream = TcpStream::connect(self.address).await.unwrap();
         let name = "127.0.0.1".try_into().unwrap();
-        Talk(TlsConnector::from(tls).connect(name, stream).await.unwrap().into())
+        let stream = TlsConnector::from(tls).connect(name, stream).await.unwrap();
+        Talk(BufReader::new(stream.into()))
     }
 }
 

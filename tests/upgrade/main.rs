@@ -296,7 +296,7 @@ fn an_endpoint_that_refuses_is_passed_over() {
         let ca = Ca::new();
         let peer = Peer::start(&ca).await;
         for _ in 0..4 {
-            let endpoints = [nobody().await, peer.address(), nobody().await];
+            let endpoints = [nobody(), peer.address(), nobody()];
             let proxy = Proxy::start(&ca, &endpoints);
             let (mut client, mut server) = granted(&ca, &peer, &proxy).await;
             client.say("x").await;
@@ -309,7 +309,7 @@ fn an_endpoint_that_refuses_is_passed_over() {
 fn with_nobody_there_the_client_is_told_so_and_not_to_repeat_it() {
     run(async {
         let ca = Ca::new();
-        let proxy = Proxy::start(&ca, &[nobody().await, nobody().await]);
+        let proxy = Proxy::start(&ca, &[nobody(), nobody()]);
         let mut client = proxy.client(&ca).await;
         client.say(&format!("{EXEC}\r\n")).await;
         let head = client.head().await;

@@ -3,6 +3,7 @@
 //! What needs root (packets that are really lost, name servers that are really silent) is ignored
 //! here and run by `.ci/run` in a network namespace of its own.
 
+use std::collections::{HashMap, HashSet};
 use std::io::{BufRead, BufReader};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, UdpSocket};
 use std::path::PathBuf;
@@ -22,6 +23,7 @@ use jackstay::doctor::observations::{Observations, Source, Step};
 use jackstay::doctor::report;
 use jackstay::doctor::target::{Files, Place, Plan, Target, Trust};
 use jackstay::kubeconfig::access::Server;
+use socket2::{Domain, Socket, Type};
 
 /// Long enough for a slow machine; nothing waits for it to pass where things work.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -122,10 +124,17 @@ fn a_load_balancer_that_forgets_its_flows() {
     let hole = Arc::new(Hole::start(world.server.addr).unwrap());
     let forget = Arc::clone(&hole);
     let fault = std::thread::spawn(move || {
-        // The busy connection has been up for a few PINGs, the idle one is there.
+        // The busy connection has had a few PONGs, which come one by one: whatever else there is asks
+        // two things and is closed, or is left alone.
+        let mut grown = HashMap::<u64, HashSet<u64>>::new();
         until("connections last", || {
             let flows = forget.flows();
-            flows.len() >= 2 && flows.iter().any(|flow| flow.to_client > 3000)
+            flows.len() >= 2
+                && flows.iter().any(|flow| {
+                    let sizes = grown.entry(flow.id).or_default();
+                    sizes.insert(flow.to_client);
+                    sizes.len() > 12
+                })
         });
         forget.lose_all().unwrap()
     });
@@ -169,7 +178,10 @@ fn certificates_that_are_wrong() {
 #[test]
 fn a_dead_endpoint_beside_a_live_one() {
     let world = World::new();
-    let gone = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap();
+    // Bound, so that nobody else is given it, and not listening.
+    let held = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+    held.bind(&SocketAddr::from((Ipv4Addr::LOCALHOST, 0)).into()).unwrap();
+    let gone = held.local_addr().unwrap().as_socket().unwrap();
     let (_, found) = examine(world.plan(&[world.server.addr, gone]), 2);
     assert_first(&found, Cause::DeadEndpoint);
     assert!(found[0].what.starts_with(&gone.to_string()), "{found:#?}");

@@ -31,13 +31,17 @@ async fn a_reader_that_stops_slows_nobody() {
         world.cluster.create(kind, "default", big(&format!("m{n}")), false).unwrap();
     }
     let lister = proxy.client(&world.certs.credentials()).await;
+    // The median: a machine that stands still for a moment makes one or two of them late.
     let lists = async || {
-        let start = Instant::now();
+        let mut times = Vec::new();
         for _ in 0..100 {
+            let start = Instant::now();
             let reply = soon("a list", lister.get(MAPS)).await.unwrap();
             assert_eq!(reply.status, 200);
+            times.push(start.elapsed());
         }
-        start.elapsed()
+        times.sort_unstable();
+        times[times.len() / 2]
     };
     lists().await;
     let alone = lists().await;
@@ -68,7 +72,7 @@ async fn a_reader_that_stops_slows_nobody() {
     let beside = lists().await;
     let grown = resident().saturating_sub(memory) >> 20;
     println!(
-        "100 LISTs alone {alone:?}, beside 20 stalled readers {beside:?}; {grown} MiB more resident"
+        "a LIST alone {alone:?}, beside 20 stalled readers {beside:?}; {grown} MiB more resident"
     );
     assert_eq!(proxy.connections("identity-0").await.len(), 1);
     assert!(beside < alone * 5, "{alone:?} alone, {beside:?} beside");

@@ -143,7 +143,13 @@ impl Managed {
     /// The next message.
     pub fn hears(&self) -> String {
         let mut buffer = [0; 256];
-        let length = self.socket.recv(&mut buffer).expect("a message");
+        let length = loop {
+            match self.socket.recv(&mut buffer) {
+                // As after a stop of this process: a timeout keeps the kernel from going on (signal(7)).
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                heard => break heard.expect("a message"),
+            }
+        };
         String::from_utf8_lossy(&buffer[..length]).into_owned()
     }
 }

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use jackstay::config;
 use jackstay::demo::client::Client;
 use serde_json::Value;
-use support::{MAPS, World, passing, soon};
+use support::{MAPS, World, passing, refusing, soon};
 
 /// Long enough for a process on a slow machine to start and to notice things.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -89,10 +89,7 @@ fn a_file_or_two_flags() {
 
 #[test]
 fn status_of_nothing_says_what_to_do() {
-    let port = {
-        let free = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
-        free.local_addr().expect("an address").to_string()
-    };
+    let port = refusing().to_string();
     let out = jackstay(&["status", "--admin", &port]);
     assert_eq!(out.status.code(), Some(1));
     let error = text(&out.stderr);

@@ -280,9 +280,13 @@ mod tests {
 
     #[test]
     fn nothing_listens() {
-        let free = TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).expect("a port");
-        let text = explain(free, &fetch(free, "/status").expect_err("nobody is there"));
-        assert!(text.starts_with(&format!("no status: nothing listens on {free}: ")), "{text}");
+        // Bound, so that nobody else is given it, and not listening.
+        let held = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None);
+        let held = held.expect("a socket");
+        held.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).expect("a port");
+        let at = held.local_addr().expect("an address").as_socket().expect("of IPv4");
+        let text = explain(at, &fetch(at, "/status").expect_err("nobody is there"));
+        assert!(text.starts_with(&format!("no status: nothing listens on {at}: ")), "{text}");
         assert!(text.contains("--admin"), "{text}");
     }
 

@@ -1,7 +1,8 @@
 //! Starting when nothing else does, and what an earlier run left on disk.
 
-use crate::support::{MAPS, Proxy, World, soon, until};
-use crate::traffic::{refusing, set, set_is, source, told};
+use crate::support::stopwatch::Stopwatch;
+use crate::support::{MAPS, Proxy, World, refusing, soon, until};
+use crate::traffic::{set, set_is, source, told};
 use jackstay::config::{Config, EndpointAddress};
 use jackstay::demo::apiserver::{self, Options};
 use serde_json::{Value, json};
@@ -10,7 +11,7 @@ use std::io::ErrorKind;
 use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
 use std::sync::atomic::Ordering::Relaxed;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Static endpoints nowhere, and a directory for the state.
 fn config(world: &World, seeds: &[SocketAddr]) -> Config {
@@ -30,7 +31,7 @@ fn state_file(world: &World) -> std::path::PathBuf {
 }
 
 /// The time until the first answer, asked for again and again.
-async fn first_answer(world: &World, proxy: &Proxy, since: Instant) -> Duration {
+async fn first_answer(world: &World, proxy: &Proxy, since: Stopwatch) -> Duration {
     let client = proxy.client(&world.certs.credentials()).await;
     until("there is an answer", async || client.get(MAPS).await.unwrap().status == 200).await;
     since.elapsed()
@@ -55,7 +56,7 @@ async fn every_seed_is_dead_but_the_state_is_good() {
     drop(proxy);
 
     std::fs::remove_file(world.certs.path().join("endpoints")).unwrap();
-    let start = Instant::now();
+    let start = Stopwatch::start();
     let proxy = world.certs.start(config(&world, &seeds));
     let took = first_answer(&world, &proxy, start).await;
     println!("served {took:?} after the start from what was on disk (promised 1 s)");
@@ -79,7 +80,7 @@ async fn the_state_is_stale_and_a_seed_lives() {
         "endpoints": gone.iter().map(entry).collect::<Vec<_>>(),
     });
     std::fs::write(state_file(&world), state.to_string()).unwrap();
-    let start = Instant::now();
+    let start = Stopwatch::start();
     let proxy = world.certs.start(config(&world, &world.addresses()));
     let took = first_answer(&world, &proxy, start).await;
     println!("moved on {took:?} after the start with a stale state (promised 2 s)");
@@ -121,7 +122,7 @@ async fn a_directory_that_cannot_be_written_is_a_warning() {
     std::fs::write(&file, "").unwrap();
     config.state_dir = Some(file);
     write_endpoints(&world, &world.addresses());
-    let start = Instant::now();
+    let start = Stopwatch::start();
     let proxy = world.certs.start(config);
     let took = first_answer(&world, &proxy, start).await;
     println!("served {took:?} after the start without a disk");
@@ -160,7 +161,7 @@ async fn a_directory_where_nothing_answers_holds_up_nothing() {
     let proxy = world.certs.start(config);
     crate::support::soon("operators are answered", proxy.page("/readyz")).await;
     proxy.ready(1).await;
-    first_answer(&world, &proxy, Instant::now()).await;
+    first_answer(&world, &proxy, Stopwatch::start()).await;
     write_endpoints(&world, &world.addresses());
     until("sources are followed", async || source(&proxy, "file").await["endpoints"] == 1).await;
     drop(proxy);
@@ -174,11 +175,11 @@ async fn with_nothing_at_all() {
     let mut config = config(&world, &[]);
     let name = EndpointAddress { host: "api.jackstay.invalid".into(), port: 6443 };
     config.upstreams[0].endpoints = vec![name];
-    let start = Instant::now();
+    let start = Stopwatch::start();
     let proxy = world.certs.start(config);
     println!("listening after {:?} (promised 100 ms, in a release build)", start.elapsed());
     let client = proxy.client(&world.certs.credentials()).await;
-    let start = Instant::now();
+    let start = Stopwatch::start();
     let reply = soon("an answer", client.get(MAPS)).await.unwrap();
     let took = start.elapsed();
     println!("a Status after {took:?} (promised 1.5 s)");
@@ -196,7 +197,7 @@ async fn with_nothing_at_all() {
 
     // A source appears: no restart is needed.
     write_endpoints(&world, &world.addresses());
-    first_answer(&world, &proxy, Instant::now()).await;
+    first_answer(&world, &proxy, Stopwatch::start()).await;
     let ready = proxy.page("/readyz").await;
     assert!(ready.starts_with("HTTP/1.1 200"), "{ready}");
 }

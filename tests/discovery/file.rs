@@ -1,6 +1,6 @@
 //! A list of endpoints that lies in every way, and a change of it in the middle of traffic.
 
-use crate::support::{Proxy, World, until};
+use crate::support::{Proxy, World, refusing, until};
 use crate::traffic::{Traffic, set, set_is, source, told};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -90,7 +90,7 @@ async fn all_replaced_at_once() {
     traffic.goes_on().await;
 
     // By what does not work: nothing that serves is taken away.
-    let dead: Vec<String> = (0..2).map(|_| crate::traffic::refusing().to_string()).collect();
+    let dead: Vec<String> = (0..2).map(|_| refusing().to_string()).collect();
     write(&path, &dead);
     let all = [&dead[..], &addresses[2..]].concat();
     set_is(&proxy, &all).await;

@@ -14,6 +14,7 @@
 //! count and a state of several threads must agree, an endpoint's, has both under one mutex.
 
 use crate::scene::{self, Scene};
+use crate::support::stopwatch::Stopwatch;
 use crate::support::{MAPS, PATIENCE, long, soon, until};
 use crate::traffic::{set, set_is};
 use jackstay::app::reload::Outcome;
@@ -64,7 +65,7 @@ async fn updates_are_made_while_a_drain_is_stuck() {
         let there = EndpointAddress { host: format!("127.2.0.{}", update % 200 + 1), port: 9 };
         config.upstreams[0].endpoints = vec![endpoints[1].clone(), there.clone()];
         scene::write(&scene.file, &config);
-        let start = Instant::now();
+        let start = Stopwatch::start();
         assert!(matches!(scene.hup().await, Outcome::Ok { .. }));
         let there = there.to_string();
         until("the update is made", async || {

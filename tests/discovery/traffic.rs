@@ -118,9 +118,3 @@ pub async fn told(proxy: &Proxy, source: &str, words: &str) -> bool {
             && event["reason"].as_str().unwrap().contains(words)
     })
 }
-
-/// An address that refuses: nobody listens there any more.
-pub fn refusing() -> std::net::SocketAddr {
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    listener.local_addr().unwrap()
-}

@@ -1,7 +1,7 @@
 //! A change at a time: who notices, and whose connections are touched.
 
 use crate::scene::{Scene, Traffic, Watching};
-use crate::support::{World, terminate, until};
+use crate::support::{World, refusing, terminate, until};
 use jackstay::app::reload::Outcome;
 use jackstay::config::{AccessLog, CertPaths, Config, Level};
 use jackstay::demo::pki::{Pki, Subject};
@@ -219,8 +219,7 @@ async fn what_needs_a_restart_is_said() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn the_admin_endpoint_moves() {
     let mut scene = Scene::new(1).await;
-    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    let mut second = free;
+    let mut second = refusing();
     second.set_ip("127.0.0.2".parse().unwrap());
     scene.change(|config| config.admin.bind = second).await;
     scene.proxy.admin = second;

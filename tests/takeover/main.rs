@@ -11,7 +11,7 @@ mod process;
 
 use crate::load::Load;
 use crate::process::{Managed, PATIENCE, Process, Scene, address};
-use crate::support::{MAPS, World, long, passing, soon};
+use crate::support::{MAPS, World, long, passing, refusing, soon};
 use jackstay::config::Config;
 use jackstay::demo::client::Client;
 use std::io::{BufRead, BufReader, Write};
@@ -20,11 +20,6 @@ use std::os::unix::net::{UnixListener, UnixStream};
 
 fn is_refused(address: SocketAddr) -> bool {
     TcpStream::connect(address).is_err()
-}
-
-/// An address that nobody has now.
-fn free() -> SocketAddr {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
 }
 
 /// No request fails, no watch breaks or has to list, no event is lost or comes twice; whatever the
@@ -210,7 +205,7 @@ fn also(config: &mut Config, name: &str, address: SocketAddr) {
 async fn the_new_configuration_may_name_other_addresses() {
     let mut scene = Scene::new(1, 1).await;
     let load = Load::start(&scene).await;
-    let (first, second) = (free(), free());
+    let (first, second) = (refusing(), refusing());
     scene.change(|config| also(config, "second", first));
     let new = scene.start(&["--take-over"]);
     scene.replace(new).ended().await;

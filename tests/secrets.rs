@@ -242,6 +242,10 @@ async fn nothing_leaks(format: &str) {
         while !page(admin, "/readyz").await.contains("readyz check passed") {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
+        // And discovery is refused.
+        while !page(admin, "/events").await.contains("401") {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
     };
     tokio::time::timeout(PATIENCE, ready).await.expect("it becomes ready");
     plant(&world, listener).await;

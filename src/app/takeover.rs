@@ -29,6 +29,7 @@ use std::os::unix::net::UnixStream as BlockingStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use socket2::{Domain, SockAddr, Socket, Type};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{mpsc, oneshot};
@@ -94,15 +95,16 @@ pub struct Predecessor {
 /// There is one, and it does not hand them over.
 pub fn ask(path: &Path) -> Result<Option<(Predecessor, Inherited)>, TakeOverError> {
     let failed = |why: String| TakeOverError { path: path.to_owned(), why };
-    let stream = match BlockingStream::connect(path) {
+    let stream = match knock(path) {
         Ok(stream) => stream,
-        // No file, or one whose process is gone.
-        Err(error)
-            if [ErrorKind::NotFound, ErrorKind::ConnectionRefused].contains(&error.kind()) =>
-        {
-            return Ok(None);
-        }
-        Err(error) => return Err(failed(error.to_string())),
+        Err(error) => match error.kind() {
+            // No file, or one whose process is gone.
+            ErrorKind::NotFound | ErrorKind::ConnectionRefused => return Ok(None),
+            ErrorKind::WouldBlock => {
+                return Err(failed("many have asked there already and none was answered".into()));
+            }
+            _ => return Err(failed(error.to_string())),
+        },
     };
     converse(stream).map(Some).map_err(|error| {
         failed(match error.kind() {
@@ -111,6 +113,16 @@ pub fn ask(path: &Path) -> Result<Option<(Predecessor, Inherited)>, TakeOverErro
             _ => error.to_string(),
         })
     })
+}
+
+/// Connects, or fails at once with `WouldBlock` if as many wait there as may: a process that hangs
+/// takes none of them, and connect(2) would wait with them for ever.
+fn knock(path: &Path) -> io::Result<BlockingStream> {
+    let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
+    socket.set_nonblocking(true)?;
+    socket.connect(&SockAddr::unix(path)?)?;
+    socket.set_nonblocking(false)?;
+    Ok(OwnedFd::from(socket).into())
 }
 
 fn converse(mut stream: BlockingStream) -> io::Result<(Predecessor, Inherited)> {

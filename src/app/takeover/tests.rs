@@ -148,6 +148,23 @@ async fn an_old_one_that_says_something_else() {
     }
 }
 
+/// One that hangs: as many have asked it as may wait.
+#[test]
+fn an_old_one_that_hangs_is_not_waited_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = path(dir.path());
+    let hanging = Socket::new(Domain::UNIX, Type::STREAM, None).unwrap();
+    hanging.bind(&SockAddr::unix(&path).unwrap()).unwrap();
+    hanging.listen(0).unwrap();
+    let mut waiting = Vec::new();
+    while let Ok(stream) = knock(&path) {
+        waiting.push(stream);
+    }
+    let error = ask(&path).unwrap_err().to_string();
+    assert!(error.contains("many have asked there already and none was answered"), "{error}");
+    assert!(error.ends_with("what runs goes on"), "{error}");
+}
+
 #[tokio::test]
 async fn doors() {
     let dir = tempfile::tempdir().unwrap();

@@ -280,11 +280,12 @@ impl Worker {
                 }))
             }
             Plane::Passthrough { config, routes, destinations } => {
-                let way = self.way(Arc::clone(&upstream), config, routes, destinations, limits);
+                let routing =
+                    self.routing(Arc::clone(&upstream), config, routes, destinations, limits);
                 Kind::Passthrough(Rc::new(passthrough::Listener {
                     flows: self.metrics.passthrough(&name),
                     name: name.clone(),
-                    way: RefCell::new(Rc::new(way)),
+                    routing: RefCell::new(Rc::new(routing)),
                     metrics: part.metrics,
                     table: Rc::clone(&self.table),
                     open: Cell::new(0),
@@ -334,8 +335,8 @@ impl Worker {
                 }));
             }
             (Kind::Passthrough(listener), Plane::Passthrough { config, routes, destinations }) => {
-                let way = self.way(part.upstream, config, routes, destinations, limits);
-                listener.way.replace(Rc::new(way));
+                let routing = self.routing(part.upstream, config, routes, destinations, limits);
+                listener.routing.replace(Rc::new(routing));
             }
             // `Kept::is` compares the modes.
             (Kind::Terminate(_), Plane::Passthrough { .. })
@@ -345,17 +346,17 @@ impl Worker {
     }
 
     /// Where a passthrough listener leads, and how.
-    fn way(
+    fn routing(
         &self,
         upstream: Arc<Upstream>,
         config: config::Passthrough,
         routes: Vec<Arc<Upstream>>,
         destinations: Destinations,
         limits: config::Limits,
-    ) -> passthrough::Way {
+    ) -> passthrough::Routing {
         let listening = Arc::clone(&self.listening);
         let transparent = config.transparent.then(|| Transparent::new(listening, destinations));
-        passthrough::Way { upstream, routes, transparent, config, limits }
+        passthrough::Routing { upstream, routes, transparent, config, limits }
     }
 
     /// This worker's share of what a listener may hold.

@@ -101,14 +101,14 @@ impl Client {
             let accept = request.headers().get(header::ACCEPT).cloned();
             let service = self.serving.now();
             let result = match self.start(&service, request) {
-                Ok(Way::Forward(outgoing, outcome, token)) => {
+                Ok(Begun::Forward(outgoing, outcome, token)) => {
                     let result = outgoing.forward(outcome).await;
                     if let (Ok(response), Some((token, class))) = (&result, token) {
                         service.identifier.learn(token.as_bytes(), class, response.status());
                     }
                     result
                 }
-                Ok(Way::Upgrade(serving, token)) => {
+                Ok(Begun::Upgrade(serving, token)) => {
                     let result = serving.await;
                     if let (Ok(response), Some((token, class))) = (&result, token) {
                         service.identifier.learn(&token, class, response.status());
@@ -126,12 +126,12 @@ impl Client {
         &self,
         service: &'a Service,
         request: Request<Incoming>,
-    ) -> Result<Way<'a>, Failed> {
+    ) -> Result<Begun<'a>, Failed> {
         let (parts, body) = request.into_parts();
         let mut outcome =
             Box::new(Outcome::begin(&service.metrics, service.access, self.address, &parts));
         match self.prepare(service, &parts, &mut outcome) {
-            Ok((info, class)) => self.way(service, parts, body, info, class, outcome),
+            Ok((info, class)) => self.begin(service, parts, body, info, class, outcome),
             Err(problem) => Err((problem, outcome)),
         }
     }
@@ -161,7 +161,7 @@ impl Client {
         Ok((info, class))
     }
 
-    fn way<'a>(
+    fn begin<'a>(
         &self,
         service: &'a Service,
         mut parts: Parts,
@@ -169,7 +169,7 @@ impl Client {
         info: RequestInfo,
         class: Class,
         outcome: Box<Outcome>,
-    ) -> Result<Way<'a>, Failed> {
+    ) -> Result<Begun<'a>, Failed> {
         if info.upgrade {
             let token = identify::bearer(&parts.headers, true)
                 .filter(|_| matches!(class, Class::Token | Class::UnprovenToken))
@@ -178,7 +178,7 @@ impl Client {
             let request = Request::from_parts(parts, body);
             let tunnels = &service.tunnels;
             let served = upgrade::serve(&service.line, class, request, outcome, tunnels);
-            return Ok(Way::Upgrade(Box::pin(served), token));
+            return Ok(Begun::Upgrade(Box::pin(served), token));
         }
         hygiene::upstream_request_headers(&mut parts.headers, &self.forwarded_for);
         let watch = (info.kind == Kind::Watch)
@@ -209,15 +209,15 @@ impl Client {
             watch: watch.map(|asked| (asked, service.closing.clone())),
             hedges: Cell::new(0),
         });
-        Ok(Way::Forward(outgoing, outcome, token.map(|token| (token, class))))
+        Ok(Begun::Forward(outgoing, outcome, token.map(|token| (token, class))))
     }
 }
 
 /// What the client is told instead, and where that is recorded.
 type Failed = (Problem, Box<Outcome>);
 
-/// How a request goes on.
-enum Way<'a> {
+/// A request whose head is checked, and how it goes on.
+enum Begun<'a> {
     /// To an apiserver; with the token to learn about from the answer.
     Forward(Box<Outgoing>, Box<Outcome>, Option<(HeaderValue, Class)>),
     /// Out of HTTP; likewise.

@@ -7,7 +7,7 @@ use crate::support::{Certs, passing, passthrough};
 use jackstay::config::{Config, Mode};
 use jackstay::observe::{Complaints, Metrics};
 use jackstay::proxy::passthrough::table::{Moved, Table, Ticket};
-use jackstay::proxy::passthrough::{Listener, Way};
+use jackstay::proxy::passthrough::{Listener, Routing};
 use std::cell::{Cell, RefCell};
 use std::io::ErrorKind;
 use std::rc::Rc;
@@ -29,10 +29,10 @@ fn listener(mut config: Config, table: &Rc<Table>, metrics: &Arc<Metrics>) -> Rc
     let listener = config.listeners.remove(0);
     let Mode::Passthrough(config) = listener.mode else { unreachable!() };
     let (routes, limits) = (Vec::new(), listener.limits);
-    let way = Way { upstream, routes, transparent: None, config, limits };
+    let routing = Routing { upstream, routes, transparent: None, config, limits };
     Rc::new(Listener {
         name: "quiet".into(),
-        way: RefCell::new(Rc::new(way)),
+        routing: RefCell::new(Rc::new(routing)),
         metrics: metrics.listener("quiet"),
         flows: metrics.passthrough("quiet"),
         table: Rc::clone(table),

@@ -45,7 +45,7 @@ pub struct Listener {
     /// Name, for the log.
     pub name: String,
     /// Where connections go, and how.
-    pub way: RefCell<Rc<Way>>,
+    pub routing: RefCell<Rc<Routing>>,
     /// What every listener counts.
     pub metrics: Arc<ListenerMetrics>,
     /// What a passthrough listener counts.
@@ -58,8 +58,8 @@ pub struct Listener {
     pub complaints: Complaints,
 }
 
-/// What a reload may change of a listener. A connection goes the way that it found.
-pub struct Way {
+/// What a reload may change of a listener. A connection follows what it found.
+pub struct Routing {
     /// Where connections go that no route takes.
     pub upstream: Arc<Upstream>,
     /// The upstreams of the configured routes, in their order.
@@ -79,13 +79,13 @@ impl Listener {
         accept::until_drain(socket, closing, about, |stream, from| self.admit(stream, from)).await;
     }
 
-    /// The way for what begins now.
-    pub fn way(&self) -> Rc<Way> {
-        Rc::clone(&self.way.borrow())
+    /// What holds for a connection that begins now.
+    pub fn routing(&self) -> Rc<Routing> {
+        Rc::clone(&self.routing.borrow())
     }
 
     fn admit(self: &Rc<Self>, client: TcpStream, from: SocketAddr) {
-        let most = self.way.borrow().limits.max_connections;
+        let most = self.routing.borrow().limits.max_connections;
         if self.open.get() >= most {
             self.metrics.refused("cap");
             self.complaints.warn(&accept::full(&self.name, most), from);
@@ -97,10 +97,10 @@ impl Listener {
     }
 }
 
-impl Way {
+impl Routing {
     /// The upstream for a connection, by where it was meant to go or by the server name that it
     /// asks for, and what was read to know it. What asks for none, or is no TLS, goes where the
-    /// listener goes. `listener` is whose way it is.
+    /// listener goes. `listener` is whose routing it is.
     ///
     /// # Errors
     /// The reason for which the connection ends here: it was closed, said too little in time, or
@@ -172,9 +172,9 @@ impl Open {
             return;
         }
         // Boxed: an idle flow carries no room for how it began.
-        let way = listener.way();
-        let routed = Box::pin(way.route(listener, &mut client, from)).await;
-        drop(way);
+        let routing = listener.routing();
+        let routed = Box::pin(routing.route(listener, &mut client, from)).await;
+        drop(routing);
         let (upstream, first) = match routed {
             Ok(routed) => routed,
             Err(reason) => {

@@ -242,8 +242,9 @@ impl Table {
         let mut inner = self.inner.borrow_mut();
         let Inner { due, flows, .. } = &mut *inner;
         let mut upstreams: Vec<Arc<Upstream>> = Vec::new();
-        let movable =
-            |flow: &&Flow| flow.listener.way.borrow().config.rebalance && flow.verdict.is_none();
+        let movable = |flow: &&Flow| {
+            flow.listener.routing.borrow().config.rebalance && flow.verdict.is_none()
+        };
         for flow in flows.iter().flatten().filter(movable) {
             if !upstreams.iter().any(|known| Arc::ptr_eq(known, &flow.upstream)) {
                 upstreams.push(Arc::clone(&flow.upstream));
@@ -366,18 +367,18 @@ fn turn_of(lot: f32, limit: Duration) -> Duration {
 }
 
 fn leave_timeout(flow: &Flow) -> Duration {
-    flow.listener.way.borrow().config.leave_timeout
+    flow.listener.routing.borrow().config.leave_timeout
 }
 
 impl Flow {
     /// Looks at both sides; when to look again.
     fn look(&mut self, rules: &Rules, now: Instant) -> Result<Instant, Verdict> {
-        let way = self.listener.way.borrow();
-        let limits = &way.limits;
+        let routing = self.listener.routing.borrow();
+        let limits = &routing.limits;
         if !self.answered && now >= self.began + limits.handshake_timeout {
             return Err(HANDSHAKE);
         }
-        let idle = way.config.idle_timeout;
+        let idle = routing.config.idle_timeout;
         if idle.is_some_and(|idle| now >= self.moved + idle) {
             return Err(IDLE);
         }

@@ -120,9 +120,9 @@ impl Members {
         let change = place(&self.upstream, wanted);
         for endpoint in &change.joined {
             tracing::info!(
-                upstream = %self.upstream.name,
-                endpoint = %endpoint.label,
-                server_name = %endpoint.server_name.to_str(),
+                upstream = &*self.upstream.name,
+                endpoint = &*endpoint.label,
+                server_name = &*endpoint.server_name.to_str(),
                 "endpoint joined"
             );
             self.probe(endpoint);
@@ -133,13 +133,13 @@ impl Members {
         }
         for endpoint in &change.left {
             tracing::info!(
-                upstream = %self.upstream.name,
-                endpoint = %endpoint.label,
+                upstream = &*self.upstream.name,
+                endpoint = &*endpoint.label,
                 "endpoint left; its connections drain"
             );
         }
         for why in &change.refused {
-            tracing::warn!(upstream = %self.upstream.name, why, "endpoint refused");
+            tracing::warn!(upstream = &*self.upstream.name, why, "endpoint refused");
         }
         change
     }

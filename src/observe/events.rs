@@ -213,12 +213,21 @@ fn key(change: &Change<'_>) -> String {
     format!("{kind} {upstream} {}: {} to {}: {reason}", change.name, change.from, change.to)
 }
 
+/// The log calls what changed what metrics and other lines call it.
 fn write(change: &Change<'_>, left_out: u64) {
+    let (mut endpoint, mut source, mut name) = (None, None, None);
+    match change.kind {
+        Kind::Endpoint | Kind::Connection => endpoint = Some(change.name),
+        Kind::Source => source = Some(change.name),
+        Kind::Certificate | Kind::Configuration | Kind::Process => name = Some(change.name),
+    }
     macro_rules! line {
         ($level:ident) => {
             tracing::$level!(
                 upstream = change.upstream,
-                name = change.name,
+                endpoint,
+                source,
+                name,
                 from = change.from,
                 to = change.to,
                 reason = change.reason,
@@ -270,7 +279,7 @@ mod tests {
         assert_eq!(lines.len(), 2, "{lines:?}");
         for part in [
             " WARN endpoint changed its state ",
-            r#"name="10.0.0.1:6443""#,
+            r#"endpoint="10.0.0.1:6443""#,
             r#"from="ready" to="ejected" reason="refused from port 40000""#,
             r#"effect="no request goes there""#,
         ] {

@@ -244,7 +244,7 @@ impl WatchBody {
         let Leg::Running(running) = &self.leg else { return };
         if !std::mem::replace(&mut self.told, true) {
             tracing::info!(
-                endpoint = %running.permit.connection().endpoint.label,
+                endpoint = &*running.permit.connection().endpoint.label,
                 reason = obstacle.as_str(),
                 "a watch cannot be resumed: should it lose its apiserver now, it ends"
             );
@@ -271,7 +271,7 @@ impl WatchBody {
         self.leg = Leg::Done(None);
         let bar = self.relay.state().bar().map_or("", |bar| bar.as_str());
         tracing::info!(
-            endpoint = self.again.lost.as_ref().map(|c| tracing::field::display(&c.endpoint.label)),
+            endpoint = self.again.lost.as_ref().map(|c| &*c.endpoint.label),
             clean = ending == Ending::Clean,
             not_resumable = bar,
             reason = why,

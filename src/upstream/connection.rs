@@ -179,8 +179,8 @@ impl Connection {
         endpoint.connection_opened(&this.stats);
         endpoint.metrics.rtt(rtt);
         tracing::info!(
-            upstream = %endpoint.upstream,
-            endpoint = %endpoint.label,
+            upstream = &*endpoint.upstream,
+            endpoint = &*endpoint.label,
             class = class.as_str(),
             local = this.stats.local.map(tracing::field::display),
             rtt_us = rtt.as_micros() as u64,

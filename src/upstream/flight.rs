@@ -154,10 +154,14 @@ impl Flights {
             let watches: usize = here().map(|c| c.watches()).sum();
             if watches > 0 {
                 tracing::info!(
-                    upstream = %endpoint.upstream,
-                    endpoint = %endpoint.label,
+                    upstream = &*endpoint.upstream,
+                    endpoint = &*endpoint.label,
                     watches,
-                    who = if *who == Who::Everyone { "all that can" } else { "those that fell silent" },
+                    who = if *who == Who::Everyone {
+                        "all that can"
+                    } else {
+                        "those that fell silent"
+                    },
                     targets = targets.len(),
                     "its /readyz fails or hangs: watches move away"
                 );

@@ -400,5 +400,5 @@ pub fn note_failure(endpoint: &Endpoint, failure: &ConnectFailure) {
         ConnectFailure::Ours(why) => ("local", why),
     };
     endpoint.metrics.dialled(outcome);
-    tracing::debug!(endpoint = %endpoint.label, reason = %why, "connect failed");
+    tracing::debug!(endpoint = &*endpoint.label, reason = %why, "connect failed");
 }

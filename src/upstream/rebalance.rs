@@ -230,7 +230,7 @@ impl Mover {
         if self.said_at.is_none_or(|said| now >= said + SAY) {
             self.said_at = Some(now);
             tracing::info!(
-                upstream = %source.upstream,
+                upstream = &*source.upstream,
                 from = %source.label,
                 has = loads[from].watches,
                 to = %target.label,

@@ -168,7 +168,7 @@ impl Keeper {
                     let age = config::format_duration(Duration::from_secs(saved.age.as_secs()));
                     upstream.sources.note(Source::State, format!("{} old", &age));
                     tracing::info!(
-                        upstream = %upstream.name,
+                        upstream = &*upstream.name,
                         file = %path.display(),
                         endpoints = saved.entries.len(),
                         age,
@@ -249,7 +249,7 @@ impl Keeper {
     /// A task has ended: none does by itself but the one that reads the state.
     fn ended(&mut self, error: Option<tokio::task::JoinError>) {
         if let Some(error) = error.filter(tokio::task::JoinError::is_panic) {
-            tracing::error!(upstream = %self.upstream().name, %error, "a source of endpoints broke");
+            tracing::error!(upstream = &*self.upstream().name, %error, "a source of endpoints broke");
         }
         let over: Vec<_> =
             self.running.iter().filter(|(_, (_, task))| task.is_finished()).collect();
@@ -325,7 +325,7 @@ impl Keeper {
         let before = std::mem::replace(&mut self.told.held, held);
         if held > 0 && before == 0 {
             tracing::warn!(
-                upstream = %self.upstream().name,
+                upstream = &*self.upstream().name,
                 endpoints = held,
                 "no endpoint of the new set serves yet: those of the old one stay until one does"
             );

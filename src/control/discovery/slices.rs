@@ -100,7 +100,7 @@ where
     loop {
         match timeout(LIST, choose(&client)).await.unwrap_or_else(|_| Err(stalled())) {
             Ok(resource) => {
-                tracing::info!(upstream = %board.upstream().name, %resource, "watching endpoints");
+                tracing::info!(upstream = &*board.upstream().name, %resource, "watching endpoints");
                 let store = Store::new(resource, horizon.clone());
                 watch(&client, resource, store, &board, &mut failures).await;
             }

@@ -98,7 +98,7 @@ impl WatchBody {
                 self.outcome.resumed();
                 self.outcome.sent_to(&connection.endpoint.label, true);
                 self.again.line.metrics.watch_resumed("resumed");
-                tracing::debug!(endpoint = %connection.endpoint.label, "watch resumed");
+                tracing::debug!(endpoint = &*connection.endpoint.label, "watch resumed");
                 // A dead connection must not be kept, and shown, for as long as the watch runs.
                 self.again.lost = None;
                 self.leg =

@@ -92,7 +92,7 @@ impl WatchBody {
                 self.outcome.resumed();
                 self.outcome.sent_to(&endpoint.label, true);
                 self.again.line.metrics.watch_resumed("moved");
-                tracing::debug!(endpoint = %endpoint.label, "watch moved");
+                tracing::debug!(endpoint = &*endpoint.label, "watch moved");
                 self.relay.moved(std::time::Instant::now());
                 self.again.shunned.clear();
                 // Dropping the old stream resets it.

@@ -12,6 +12,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::{oneshot, watch};
 use tokio::task::{AbortHandle, LocalSet, spawn_blocking, spawn_local};
 use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
+use tracing::dispatcher::{Dispatch, with_default};
 
 use super::StartError;
 use super::build::{AdminSocket, Bound, Built, Plan, retire_identities};
@@ -86,12 +87,16 @@ impl Control {
                 return;
             }
         };
-        LocalSet::new().block_on(&runtime, async move {
+        let tasks = LocalSet::new();
+        tasks.block_on(&runtime, async move {
             tokio::select! {
                 () = self.serve() => {}
                 _ = stopped => {}
             }
         });
+        // Probes end with them, and what was known of the endpoints: that we look no more is no news
+        // of theirs.
+        with_default(&Dispatch::none(), || drop(tasks));
         // A disk that hangs must not hold up the end.
         runtime.shutdown_background();
     }

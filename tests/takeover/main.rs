@@ -124,6 +124,10 @@ async fn a_second_signal_ends_the_drain() {
         let last = process.says("told again to end: closing what is left").await;
         assert!(last.contains("connections=1"), "{last}");
         assert!(soon("its end", client.get(MAPS)).await.is_err());
+        // That nobody looks any more is no news of the apiserver.
+        let said = process.said();
+        let (_, end) = said.split_once(&last).unwrap();
+        assert!(!end.contains("not connected"), "{end}");
     }
 }
 

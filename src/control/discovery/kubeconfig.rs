@@ -250,7 +250,7 @@ mod tests {
             ("{token: s3cret, as: root}", "impersonation"),
             ("{auth-provider: {name: gcp, config: {}}}", "auth provider"),
             ("{}", "has no credential"),
-            ("{token: \"s3cret\\n\\x01\"}", "token: it holds what no token holds"),
+            ("{token: \"s3cret\\n\\x01\"}", "token: it holds a line break"),
             ("{client-certificate: nowhere.pem}", "nowhere.pem"),
             ("{client-certificate-data: 's3cret%'}", "not base64"),
             ("{client-key-data: czNjcmV0}", "no client-certificate"),

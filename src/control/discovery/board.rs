@@ -106,6 +106,11 @@ impl Board {
         self.upstream.sources.refused(source, reason, count, news);
     }
 
+    /// A source says what it said before.
+    pub fn confirm(&self, source: Source) {
+        self.upstream.sources.confirmed(source);
+    }
+
     /// A source could not be asked.
     pub fn fail(&self, source: Source, why: &str) {
         self.upstream.sources.failed(source, why);

@@ -33,6 +33,9 @@ pub async fn follow(path: PathBuf, board: Rc<Board>) {
                 Ok(text) => board.say(Source::File, parse(&text), true),
                 Err(why) => board.fail(Source::File, &why),
             }
+        } else {
+            // It says what it said.
+            board.confirm(Source::File);
         }
     }
 }

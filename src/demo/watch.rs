@@ -128,7 +128,6 @@ enum From {
 
 impl Watch {
     async fn run(mut self, from: From, deadline: Instant) {
-        let _counted = Counted::new(&self.server);
         // The client leaving is a usual end.
         let _ = self.deliver_until(from, deadline).await;
     }
@@ -139,6 +138,8 @@ impl Watch {
         bell.mark_changed();
         let mut hold = self.server.hold_watches.subscribe();
         let mut end = self.server.end_watches.subscribe();
+        // Whoever sees it counted can end it.
+        let _counted = Counted::new(&self.server);
         match from {
             From::Everything { announce_end } => self.everything(announce_end).await?,
             From::Now => self.cursor = self.server.cluster.version(),

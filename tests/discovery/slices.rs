@@ -208,6 +208,10 @@ async fn the_token_rotates() {
         let of = move |r: &jackstay::demo::audit::Record| r.user == name;
         world.cluster.audit().select(of).len()
     };
+    // The seed is all that there is to find: the set says nothing of who asked. And what ends below is
+    // a watch that runs, not one that is on its way.
+    let watches = || world.servers.iter().map(|s| s.counters().watches.load(Relaxed)).sum::<u64>();
+    until("it watches", async || watches() > 0).await;
     assert!(by("jackstay-discovery") > 0, "it is who it says");
     world.cluster.add_token("watcher-2", User::new("jackstay-discovery-2", &[]));
     std::fs::write(world.certs.path().join("discovery-token"), "watcher-2\n").unwrap();

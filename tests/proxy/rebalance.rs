@@ -2,6 +2,7 @@
 
 use crate::support::{MAPS, Proxy, World, map, until};
 use crate::watches::Follower;
+use jackstay::config::Config;
 use jackstay::demo::apiserver::Answer;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -11,6 +12,8 @@ use std::time::{Duration, Instant};
 const WATCHES: usize = 180;
 /// So many watches on it, and the server counts as back.
 const BACK: u64 = 10;
+/// What a `/readyz` may take.
+const PROBE: Duration = Duration::from_secs(5);
 /// Slow start and the pace of the mover: it takes some 20 s.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -25,7 +28,9 @@ struct Scene {
 impl Scene {
     async fn new(watches: usize) -> Self {
         let world = World::new(3);
-        let proxy = world.start().await;
+        // A probe that is late on a busy machine would move watches too.
+        let patient = |config: &mut Config| config.upstreams[0].health.readyz.timeout = PROBE;
+        let proxy = world.start_with(patient).await;
         let client = proxy.client(&world.certs.credentials()).await;
         let version = world.cluster.version();
         let path = format!("{MAPS}?watch=1&resourceVersion={version}");

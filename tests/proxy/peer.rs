@@ -146,6 +146,8 @@ pub enum Act {
     PartlyCut(Reply),
     /// The same, and from then on PINGs have no answer.
     PartlyMute(Reply),
+    /// The same, but one PING has its answer yet.
+    PartlyFade(Reply),
     /// The connection is cut.
     Cut,
     /// GOAWAY that says that this request was seen, then the connection is cut.
@@ -304,7 +306,8 @@ struct Wire {
     peer: usize,
     connection: usize,
     probe: bool,
-    mute: bool,
+    /// So many PINGs are still answered; all, if none.
+    answers: Option<u32>,
     /// A PING of ours was answered.
     ponged: bool,
     /// Requests that have arrived whole.
@@ -331,7 +334,7 @@ impl Wire {
             peer,
             connection,
             probe,
-            mute: false,
+            answers: None,
             ponged: false,
             whole: HashSet::new(),
             queue: VecDeque::new(),
@@ -372,7 +375,7 @@ impl Wire {
     async fn act(&mut self, act: Act, stream: u32) -> io::Result<bool> {
         match act {
             Act::Hang => {}
-            Act::Mute => self.mute = true,
+            Act::Mute => self.answers = Some(0),
             Act::Answer(reply) => {
                 let head = reply.head(stream, END_HEADERS);
                 let body = frame(DATA, END_STREAM, stream, &reply.body);
@@ -411,7 +414,11 @@ impl Wire {
             }
             Act::PartlyMute(reply) => {
                 self.partly(&reply, stream).await?;
-                self.mute = true;
+                self.answers = Some(0);
+            }
+            Act::PartlyFade(reply) => {
+                self.partly(&reply, stream).await?;
+                self.answers = Some(1);
             }
             Act::Cut => return Ok(false),
             Act::GoAwaySeen => {
@@ -435,8 +442,9 @@ impl Wire {
         let (kind, flags, stream, payload) = self.read().await?;
         match kind {
             SETTINGS if flags & ACK == 0 => self.write(&frame(SETTINGS, ACK, 0, &[])).await?,
-            PING if flags & ACK == 0 && !self.mute => {
+            PING if flags & ACK == 0 && self.answers != Some(0) => {
                 self.write(&frame(PING, ACK, 0, &payload)).await?;
+                self.answers = self.answers.map(|left| left - 1);
             }
             PING => self.ponged |= flags & ACK != 0,
             GOAWAY if !self.probe => {

@@ -411,6 +411,26 @@ async fn half_an_answer(suspect_after: Option<Duration>) {
     assert!(proxy.metric(r#"jackstay_hedges_total{outcome="hedge""#).await >= 1.0);
 }
 
+/// What is missing of an answer is waited for as its head is: whoever sends it is asked again and
+/// again whether it lives. That a connection which delivered has fallen silent is asked only once.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn the_rest_of_an_answer_is_awaited_like_its_head() {
+    let certs = Certs::new();
+    let peers = Peers::start(&certs, 2);
+    let mut config = certs.config(&peers.addresses);
+    // No other PING is due in this test.
+    config.upstreams[0].health.ping_interval = Duration::from_secs(3_600);
+    let proxy = certs.start(config);
+    proxy.ready(2).await;
+    let client = proxy.client(&certs.credentials()).await;
+    let whole = r#"{"kind":"ConfigMap"}"#;
+    peers.script.usually(Reply::ok(whole));
+    peers.script.play([Act::PartlyFade(Reply::ok(""))]);
+    let sent = client.request(Method::GET, MAPS, &[], "");
+    let reply = soon("an answer", sent).await.unwrap();
+    assert_eq!((reply.status.as_u16(), &reply.body[..]), (200, whole.as_bytes()));
+}
+
 /// One that is slow while its server is well is forwarded as it comes.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn a_slow_answer_is_not_withheld() {

@@ -188,6 +188,11 @@ impl Talk {
         String::from_utf8(rest).unwrap()
     }
 
+    /// Waits until bytes have come that nobody has read.
+    pub async fn has_unread(&self) {
+        self.0.get_ref().get_ref().0.peek(&mut [0]).await.unwrap();
+    }
+
     pub fn has_client_certificate(&self) -> bool {
         self.0.get_ref().get_ref().1.peer_certificates().is_some()
     }

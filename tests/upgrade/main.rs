@@ -384,6 +384,29 @@ fn an_upstream_that_dies_does_not_look_finished() {
     });
 }
 
+/// A process in a pod has ended while its input still comes: the apiserver says how it ended and
+/// closes with bytes unread, so that the next write fails. What it said is heard all the same.
+#[test]
+fn last_words_are_heard_of_a_server_that_takes_nothing_more() {
+    run(async {
+        let ca = Ca::new();
+        let peer = Peer::start(&ca).await;
+        let proxy = Proxy::start(&ca, &[peer.address()]);
+        let (mut client, mut server) = granted(&ca, &peer, &proxy).await;
+        client.say("input").await;
+        server.has_unread().await;
+        // None of this waits, so all of it has happened by the proxy's next turn, in which it
+        // writes before it reads.
+        client.say("more input").await;
+        server.say("exit status 0").await;
+        server.half_close().await;
+        drop(server);
+        assert_eq!(client.rest().await, "exit status 0");
+        drop(client);
+        proxy.tunnels.closed().await;
+    });
+}
+
 #[test]
 fn a_drain_can_end_what_does_not_end() {
     run(async {

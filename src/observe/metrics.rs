@@ -195,7 +195,7 @@ impl Metrics {
     }
 
     /// A second attempt: answered by the `original` or the `hedge`, `failed` with it, or not made
-    /// because that would be `over_budget`.
+    /// because that would be `over_budget` or because there was `nobody` to ask.
     pub fn hedged(&self, outcome: &'static str) {
         self.registry.counter(&names::HEDGES, &[outcome]).increment(1);
     }

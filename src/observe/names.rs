@@ -92,7 +92,7 @@ table! {
     RETRIES_REFUSED = Counter "jackstay_retries_refused_total" ["reason"] "requests",
         "Requests that failed and were not sent again: they may have been carried out, their body was too large to be held, or enough attempts had failed.";
     HEDGES = Counter "jackstay_hedges_total" ["outcome"] "requests",
-        "Second attempts beside one that waits, by who answered: original, hedge, or neither (failed); over the budget none is made.";
+        "Second attempts beside one that waits, by who answered: original, hedge, or neither (failed); over the budget none is made, and where there is nobody to ask it is tried again.";
     WATCH_RESUMES = Counter "jackstay_watch_resumes_total" ["outcome"] "watches",
         "Watches that lost their apiserver or were refused by it with 410 (withheld, or passed on for want of a budget), and whether they went on; barred and oversized: not lost, but what came stands in the way of resuming them.";
     STALE_WATCHES = Counter "jackstay_stale_watches_total" ["upstream", "endpoint"] "watches",

@@ -23,7 +23,7 @@ use super::beginning::{beginning, is_awaited};
 use super::body::{Body, Full, Stream};
 use super::closing::Closing;
 use super::hygiene;
-use super::line::{Answer, Line, is_better_elsewhere, problem, troubled};
+use super::line::{Answer, Line, is_better_elsewhere, problem, still_troubled, troubled};
 use super::request_info::{Kind, RequestInfo};
 use super::respond::{self, Problem};
 use super::retry::{self, Stage, Verdict};
@@ -33,7 +33,7 @@ use super::watch_body::{self, WatchBody, Watched};
 use crate::observe::Outcome;
 use crate::upstream::connection::{Connection, Permit, in_words};
 use crate::upstream::endpoint::Endpoint;
-use crate::upstream::pool::{After, ClassPool, Need, Unavailable};
+use crate::upstream::pool::{After, ClassPool, Need};
 
 /// Attempts at one request, the first included. Each failure is another connection lost; more of
 /// them within one request is an outage, and the client should hear of it.
@@ -109,7 +109,8 @@ impl Outgoing {
         let mut said: Option<Box<ShortAnswer>> = None;
         for attempt in 1..=ATTEMPTS {
             let after = failed.as_ref().and_then(Failure::after);
-            let permit = match self.acquire(after, &too_old).await {
+            let permit = match self.line.pool.acquire(&self.class, self.need(after, &too_old)).await
+            {
                 Ok(permit) => permit,
                 Err(unavailable) => {
                     return match said {
@@ -163,14 +164,10 @@ impl Outgoing {
         unreachable!("the last attempt returns")
     }
 
-    async fn acquire(
-        &self,
-        after: Option<After<'_>>,
-        shun: &[Arc<Endpoint>],
-    ) -> Result<Permit, Unavailable> {
+    fn need<'a>(&self, after: Option<After<'a>>, shun: &'a [Arc<Endpoint>]) -> Need<'a> {
         let watch = self.info.long_running();
         let without = after.as_ref().and_then(After::suspect_since);
-        self.line.pool.acquire(&self.class, Need { watch, after, shun, without }).await
+        Need { watch, after, shun, without, beside: false }
     }
 
     fn give_up(&self, failure: &Failure) -> Problem {
@@ -213,28 +210,38 @@ impl Outgoing {
         if self.body.as_ref().is_some_and(|body| !body.is_complete()) {
             return first.await;
         }
-        if !self.line.hedges.take() {
-            self.line.metrics.hedged("over_budget");
-            return first.await;
-        }
-        self.hedges.set(self.hedges.get() + 1);
         connection.endpoint.probe_soon();
-        let mut second = self.hedge(connection, depth + 1);
-        let (answer, winner) = tokio::select! {
-            biased;
-            result = &mut first => match result {
-                Ok(answer) => (Ok(answer), "original"),
-                Err(failure) => match second.await {
-                    Some(answer) => (Ok(answer), "hedge"),
-                    None => (Err(failure), "failed"),
+        let made = self.hedges.get();
+        let (answer, winner) = loop {
+            if !self.line.hedges.take() {
+                self.line.metrics.hedged("over_budget");
+                return first.await;
+            }
+            let mut second = self.hedge(Rc::clone(&connection), depth + 1);
+            tokio::select! {
+                biased;
+                result = &mut first => match result {
+                    Ok(answer) => break (Ok(answer), "original"),
+                    Err(failure) => break match second.await {
+                        Some(answer) => (Ok(answer), "hedge"),
+                        None => (Err(failure), "failed"),
+                    },
                 },
-            },
-            result = &mut second => match result {
-                Some(answer) => (Ok(answer), "hedge"),
-                None => (first.await, "original"),
-            },
+                result = &mut second => if let Some(answer) = result {
+                    break (Ok(answer), "hedge");
+                },
+            }
+            // There was nobody, or it failed too. A stopped process is waited for 20 s, and another
+            // may be back sooner. Boxed, as it is rare.
+            tokio::select! {
+                biased;
+                result = &mut first => break (result, "original"),
+                () = Box::pin(still_troubled(&connection, &self.line)) => {}
+            }
         };
-        self.line.metrics.hedged(winner);
+        if self.hedges.get() > made {
+            self.line.metrics.hedged(winner);
+        }
         answer
     }
 
@@ -248,8 +255,14 @@ impl Outgoing {
             // The other flows of an endpoint that is unwell are no better.
             let unwell = is_better_elsewhere(&connection, &self.line);
             let shun = unwell.then(|| Arc::clone(&connection.endpoint));
-            let after = Some(After::Silence(&connection));
-            let permit = self.acquire(after, shun.as_slice()).await.ok()?;
+            let need = self.need(Some(After::Silence(&connection)), shun.as_slice());
+            let need = Need { beside: true, ..need };
+            let Ok(permit) = self.line.pool.acquire(&self.class, need).await else {
+                self.line.hedges.give_back();
+                self.line.metrics.hedged("nobody");
+                return None;
+            };
+            self.hedges.set(self.hedges.get() + 1);
             self.attempt(permit, depth).await.ok()
         })
     }

@@ -11,7 +11,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use h2::RecvStream;
 use http::{Request, response};
-use tokio::time::{Instant, sleep_until, timeout_at};
+use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 
 use super::respond::Problem;
 use super::retry::Budget;
@@ -23,6 +23,10 @@ use crate::upstream::connection::{Connection, Permit, in_words};
 use crate::upstream::endpoint::{Endpoint, EndpointState};
 use crate::upstream::health::Life;
 use crate::upstream::pool::{After, ClassPool, Need, Pool, Unavailable};
+
+/// Pause before a second attempt is tried again that found no connection, or failed. Within a second
+/// of the return of an apiserver traffic flows.
+const HEDGE_AGAIN: Duration = Duration::from_secs(1);
 
 /// What forwarding needs beside the request: the worker's line to one upstream.
 pub struct Line {
@@ -97,13 +101,24 @@ pub struct Answer {
 pub async fn troubled(connection: &Rc<Connection>, line: &Line) {
     loop {
         connection.changed().await;
-        if connection.life() == Life::Suspect
-            || connection.is_to_be_left()
-            || is_better_elsewhere(connection, line)
-        {
+        if is_troubled(connection, line) {
             return;
         }
     }
+}
+
+/// Waits a while, and then until the request should still not rely on this connection alone.
+pub async fn still_troubled(connection: &Rc<Connection>, line: &Line) {
+    sleep(HEDGE_AGAIN).await;
+    while !is_troubled(connection, line) {
+        connection.changed().await;
+    }
+}
+
+fn is_troubled(connection: &Connection, line: &Line) -> bool {
+    connection.life() == Life::Suspect
+        || connection.is_to_be_left()
+        || is_better_elsewhere(connection, line)
 }
 
 /// Whether its endpoint is unwell while another one is well. Where all are unwell, asking more of
@@ -146,7 +161,7 @@ pub async fn reissue(
     shun: &[Arc<Endpoint>],
     patience: Duration,
 ) -> Result<Answer, Unanswered> {
-    let need = Need { watch: true, after, shun, without: None };
+    let need = Need { watch: true, after, shun, ..Need::default() };
     let end = Instant::now() + patience;
     let permit = match timeout_at(end, line.pool.acquire(class, need)).await {
         Ok(Ok(permit)) => permit,

@@ -140,6 +140,11 @@ impl Budget {
         self.tokens.set(left);
         true
     }
+
+    /// What was taken is not spent: nothing was sent.
+    pub fn give_back(&self) {
+        self.tokens.set((self.tokens.get() + 1.0).min(self.most));
+    }
 }
 
 #[cfg(test)]
@@ -191,6 +196,10 @@ mod tests {
             assert!((99..=101).contains(&tenth), "{tenth}");
             (0..100_000).for_each(|_| budget.earn());
             assert_eq!(taken(2_000), burst, "what is not used is not saved up");
+            budget.give_back();
+            assert_eq!(taken(2_000), 1);
+            (0..2_000).for_each(|_| budget.give_back());
+            assert_eq!(taken(2_000), burst, "nor is what comes back");
         }
     }
 }

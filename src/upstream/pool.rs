@@ -156,7 +156,9 @@ impl Pool {
             let given_up = !connected && self.all_failed_since(class, without);
             if given_up || now >= until {
                 // The least bad one: health never makes things worse than no health.
-                if let Some(permit) = class.take(need, &self.upstream, now, true) {
+                if !need.beside
+                    && let Some(permit) = class.take(need, &self.upstream, now, true)
+                {
                     return Ok(permit);
                 }
                 if connected {

@@ -2,7 +2,7 @@
 
 use crate::peer::{Act, Peers, black_hole};
 use crate::support::stopwatch::Stopwatch;
-use crate::support::{Certs, MAPS, World, map, refusing, soon, until};
+use crate::support::{Certs, MAPS, PATIENCE, World, map, refusing, soon, until};
 use http::Method;
 use jackstay::demo::apiserver::ApiServerHandle;
 use jackstay::demo::client::Client;
@@ -256,6 +256,38 @@ async fn all_go_dark_at_once() {
     // It has been without a connection that works for longer than a request waits that finds none.
     assert!(read_end < write_end + Duration::from_secs(1));
     all_fail(&client, "every apiserver went dark").await;
+}
+
+/// A read waits on apiservers that have all stopped, and nobody else is to be found: who comes back
+/// is asked long before those are given up (20 s).
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn a_read_that_waits_finds_who_comes_back() {
+    let certs = Certs::new();
+    let peers = Peers::start(&certs, 3);
+    let holes: Vec<_> = peers.addresses.iter().map(|&peer| Hole::start(peer).unwrap()).collect();
+    let addresses: Vec<_> = holes.iter().map(|hole| hole.addr).collect();
+    let proxy = certs.start(certs.config(&addresses));
+    proxy.ready(3).await;
+    let client = proxy.client(&certs.credentials()).await;
+    // Each has one connection for it, which is acknowledged and says no more.
+    for hole in &holes {
+        hole.refuse_new(true);
+    }
+    peers.script.play(std::iter::repeat_n(Act::Mute, 3));
+    let back = async {
+        let nobody = r#"jackstay_hedges_total{outcome="nobody""#;
+        until("nobody is to be found", async || proxy.metric(nobody).await >= 1.0).await;
+        holes[2].refuse_new(false);
+        Instant::now()
+    };
+    let both = async { tokio::join!(client.get(MAPS), back) };
+    // As long as it takes: how it came is what counts.
+    let (reply, back) = tokio::time::timeout(4 * PATIENCE, both).await.unwrap();
+    println!("answered {:?} after the return", back.elapsed());
+    assert_eq!(reply.unwrap().status, 200);
+    assert!(peers.script.seen().len() >= 4, "{:?}", peers.script.seen());
+    let hedged = proxy.metric(r#"jackstay_hedges_total{outcome="hedge""#).await;
+    assert!(hedged >= 1.0, "it came only when a connection had been given up");
 }
 
 /// Nothing comes back on the one connection there is, and it is not dead yet. Who asks now is told

@@ -48,6 +48,8 @@ pub struct Need<'a> {
     pub shun: &'a [Arc<Endpoint>],
     /// Since when it has had no connection that works, if that is longer than it asks for one.
     pub without: Option<Instant>,
+    /// It waits on a connection that is in trouble, and another such one would help it no more.
+    pub beside: bool,
 }
 
 /// A connection that has just failed a request.

@@ -398,8 +398,8 @@ pub struct RequestLimits {
     pub max_streams: u32,
     /// Bytes of request headers.
     pub max_header_bytes: u32,
-    /// Bound on the arrival of a whole HTTP/1.1 request head, and of the first request of an HTTP/2
-    /// connection.
+    /// Bound on the arrival of a whole HTTP/1.1 request head; of an HTTP/2 connection, on its silence
+    /// (PINGs break it) before the first request.
     pub header_timeout: Duration,
     /// A client that takes none of the bytes that wait for it for this long is disconnected; one
     /// that opens no window for one HTTP/2 stream loses that stream.

@@ -31,11 +31,13 @@ struct Inner<T> {
     written: usize,
     /// `io` may hold bytes that were not flushed.
     dirty: bool,
+    /// Bytes have come since [`Uncork::heard`] was asked last.
+    heard: bool,
 }
 
 /// Splits a stream; both halves belong to one task.
 pub fn cork<T>(io: T) -> (Cork<T>, Uncork<T>) {
-    let inner = Inner { io, gathered: Vec::new(), written: 0, dirty: false };
+    let inner = Inner { io, gathered: Vec::new(), written: 0, dirty: false, heard: false };
     let inner = Rc::new(RefCell::new(inner));
     (Cork(Rc::clone(&inner)), Uncork(inner))
 }
@@ -47,6 +49,13 @@ impl<T: AsyncWrite + Unpin> Uncork<T> {
     /// The stream's.
     pub fn poll(&self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         self.0.borrow_mut().flush(cx)
+    }
+}
+
+impl<T> Uncork<T> {
+    /// Whether bytes have been read since this was asked last.
+    pub fn heard(&self) -> bool {
+        std::mem::take(&mut self.0.borrow_mut().heard)
     }
 }
 
@@ -99,7 +108,11 @@ impl<T: AsyncRead + Unpin> AsyncRead for Cork<T> {
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.0.borrow_mut().io).poll_read(cx, buf)
+        let mut inner = self.0.borrow_mut();
+        let before = buf.filled().len();
+        let end = Pin::new(&mut inner.io).poll_read(cx, buf);
+        inner.heard |= buf.filled().len() > before;
+        end
     }
 }
 
@@ -179,6 +192,19 @@ mod tests {
         assert_eq!(&all[..5], b"small");
         assert_eq!(all.len(), 5 + 3 * LIMIT);
         assert!(all[5..].iter().all(|&byte| byte == 7));
+    }
+
+    #[tokio::test]
+    async fn what_is_read_is_heard_once() {
+        let (ours, mut theirs) = tokio::io::duplex(16);
+        let (mut corked, uncork) = cork(ours);
+        assert!(!uncork.heard());
+        theirs.write_all(b"a").await.unwrap();
+        corked.read_exact(&mut [0]).await.unwrap();
+        assert!(uncork.heard() && !uncork.heard());
+        drop(theirs);
+        assert_eq!(corked.read(&mut [0]).await.unwrap(), 0);
+        assert!(!uncork.heard(), "an end is no sign of life");
     }
 
     #[tokio::test]

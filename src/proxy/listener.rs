@@ -174,9 +174,13 @@ impl Listener {
         let mut connection = std::pin::pin!(connection);
         let mut closing = self.closing.clone();
         tokio::select! {
+            // What has come is read before anybody is judged by his silence.
+            biased;
             result = poll_fn(|cx| turn(connection.as_mut(), &uncork, cx)) => return result,
             () = closing.draining() => {}
-            () = streams.none_for(limits.header_timeout) => found.metrics.refused("timeout"),
+            () = streams.nothing_for(limits.header_timeout, || uncork.heard()) => {
+                found.metrics.refused("timeout");
+            }
         }
         // A first request may be on its way: it is served, or the client sends it elsewhere.
         connection.as_mut().graceful_shutdown();
@@ -272,6 +276,20 @@ impl Streams {
         taking
     }
 
+    /// Ready once there has been none, and nothing else has come, for so long. Whoever sends PINGs
+    /// keeps a connection ready for what is yet to be asked, as another one of us does with nobody
+    /// before it: cut off, it would come again with another handshake each time. That bounds no less:
+    /// one request, refused or not, is enough to be idle for ever, and what holds for all is
+    /// `max_connections`. (kube-apiserver ends each that is without a stream for 90 s.)
+    async fn nothing_for(&self, limit: Duration, heard: impl Fn() -> bool) {
+        loop {
+            self.none_for(limit).await;
+            if !heard() {
+                return;
+            }
+        }
+    }
+
     /// Ready if there has been none by then. A connection that has had one may be idle for ever:
     /// kubelet's is.
     async fn none_for(&self, limit: Duration) {
@@ -295,5 +313,26 @@ where
             Some(taking) => spawn_local(Bounded::new(future, taking, self.0.limit)),
             None => spawn_local(future),
         };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::time::Instant;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn who_says_something_may_ask_later() {
+        let limit = Duration::from_secs(10);
+        let streams = Streams::new(limit);
+        let left = Cell::new(3);
+        let speaks = || left.replace(left.get() - 1) > 0;
+        let start = Instant::now();
+        streams.nothing_for(limit, speaks).await;
+        assert_eq!(start.elapsed(), limit * 4);
+        drop(streams.begin());
+        let idle = timeout(limit * 1_000, streams.nothing_for(limit, || false));
+        assert!(idle.await.is_err(), "who has asked may be silent for ever");
     }
 }

@@ -3,8 +3,8 @@
 
 use crate::hostile::{before, join_all};
 use crate::peer::{
-    Act, DATA, END_HEADERS, END_STREAM, GOAWAY, HEADERS, INITIAL_WINDOW_SIZE, Peers, RST_STREAM,
-    Reply, SETTINGS, WINDOW_UPDATE, fields, frame, settings,
+    Act, DATA, END_HEADERS, END_STREAM, GOAWAY, HEADERS, INITIAL_WINDOW_SIZE, PING, Peers,
+    RST_STREAM, Reply, SETTINGS, WINDOW_UPDATE, fields, frame, settings,
 };
 use crate::support::{Certs, MAPS, PATIENCE, Proxy, World, map, soon, terminate, until};
 use http::Method;
@@ -344,6 +344,51 @@ async fn who_asks_for_nothing_is_let_go() {
     assert!(!kubelet.is_closed());
     assert_eq!(soon("an answer", kubelet.get(MAPS)).await.unwrap().status, 200);
     assert!(!kubelet.is_closed(), "it was told to go away");
+}
+
+/// Whoever keeps a connection ready for a first request, and says so by PINGs, keeps its place.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn who_pings_may_ask_later() {
+    let world = World::new(1);
+    let limit = Duration::from_secs(1);
+    let proxy = world.start_with(|config| terminate(config).limits.header_timeout = limit).await;
+    let start = Instant::now();
+    // A test that was itself held up, so that too few PINGs came, has shown nothing.
+    while let Err(pause) = ask_later(&proxy, &world.certs, limit * 3).await {
+        assert!(pause >= limit / 2, "let go, with a PING answered every {pause:?}");
+        assert!(start.elapsed() < PATIENCE * 4, "this machine is too slow");
+    }
+}
+
+/// Sends PINGs for so long and then a request.
+///
+/// # Errors
+/// The connection was ended. The longest pause between two answers.
+async fn ask_later(proxy: &Proxy, certs: &Certs, after: Duration) -> Result<(), Duration> {
+    let mut stream = wire(proxy, certs, "h2").await;
+    let start = Instant::now();
+    stream.write_all(&[PREFACE, &settings(&[])].concat()).await.unwrap();
+    let (mut last, mut longest) = (start, Duration::ZERO);
+    while start.elapsed() < after {
+        // It fails where the connection was ended, which the read tells.
+        let _ = stream.write_all(&frame(PING, 0, 0, b"anybody?")).await;
+        let mut ended = false;
+        let answer = read_until(&mut stream, |kind, _, payload| {
+            ended |= kind == GOAWAY;
+            ended || (kind == PING && payload == b"anybody?")
+        });
+        let answer = soon("a PONG", answer).await;
+        longest = longest.max(last.elapsed());
+        last = Instant::now();
+        if ended || answer.is_none() {
+            return Err(longest);
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    stream.write_all(&request(1, "GET", MAPS, true, &[])).await.unwrap();
+    let answer = read_until(&mut stream, |kind, id, _| kind == HEADERS && id == 1);
+    assert!(soon("an answer", answer).await.is_some());
+    Ok(())
 }
 
 /// Above the cap nobody is let in, and a place that is given back is taken again.

@@ -141,6 +141,8 @@ async fn ask_until_it_leaves(
             let token = upstream.credentials.probe_token().and_then(|token| token.header());
             let mut answer = pin!(ask(&current, config, token));
             tokio::select! {
+                // After a stop of this process both are due.
+                biased;
                 finding = &mut answer => finding,
                 () = sleep(config.timeout / 2) => {
                     doubt(upstream, endpoint);

@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::net::SocketAddr;
 use std::num::NonZeroU32;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::net::TcpStream;
@@ -70,13 +70,21 @@ impl Outgoing {
         if let Some(mark) = self.mark {
             socket.set_mark(mark.get())?;
         }
-        match socket.connect(&to.into()) {
-            Err(error) if error.raw_os_error() != Some(libc::EINPROGRESS) => return Err(error),
-            _ => {}
+        {
+            // On loopback the handshake is over when connect(2) returns, and another thread may have
+            // accepted it: who asks whether it is ours waits until it is remembered.
+            let mut recent = self.recent.as_ref().map(lock);
+            match socket.connect(&to.into()) {
+                Err(error) if error.raw_os_error() != Some(libc::EINPROGRESS) => return Err(error),
+                _ => {}
+            }
+            if let (Some(recent), Ok(from)) = (&mut recent, socket.local_addr())
+                && let Some(from) = from.as_socket()
+            {
+                remember(recent, from, to);
+            }
         }
         let stream = TcpStream::from_std(socket.into())?;
-        // The handshake may be over already, on loopback: remember it before anybody accepts it.
-        self.remember(&stream, to);
         stream.writable().await?;
         match stream.take_error()? {
             Some(error) => Err(error),
@@ -88,24 +96,27 @@ impl Outgoing {
     /// two addresses, so the same connection.
     pub fn is_ours(&self, from: SocketAddr, to: SocketAddr) -> bool {
         let Some(recent) = &self.recent else { return false };
-        let recent = recent.lock().unwrap_or_else(PoisonError::into_inner);
-        recent.iter().rev().any(|ours| ours.from == from && ours.to == to)
+        lock(recent).iter().rev().any(|ours| ours.from == from && ours.to == to)
     }
+}
 
-    fn remember(&self, stream: &TcpStream, to: SocketAddr) {
-        let (Some(recent), Ok(from)) = (&self.recent, stream.local_addr()) else { return };
-        let begun = Instant::now();
-        let mut recent = recent.lock().unwrap_or_else(PoisonError::into_inner);
-        let old = |ours: &Ours| begun.duration_since(ours.begun) > REMEMBERED;
-        while recent.front().is_some_and(old) || recent.len() >= MOST_REMEMBERED {
-            recent.pop_front();
-        }
-        recent.push_back(Ours { begun, from, to });
+fn lock(recent: &Mutex<VecDeque<Ours>>) -> MutexGuard<'_, VecDeque<Ours>> {
+    recent.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn remember(recent: &mut VecDeque<Ours>, from: SocketAddr, to: SocketAddr) {
+    let begun = Instant::now();
+    let old = |ours: &Ours| begun.duration_since(ours.begun) > REMEMBERED;
+    while recent.front().is_some_and(old) || recent.len() >= MOST_REMEMBERED {
+        recent.pop_front();
     }
+    recent.push_back(Ours { begun, from, to });
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
 
     fn listener() -> (std::net::TcpListener, SocketAddr) {
@@ -128,6 +139,22 @@ mod tests {
         assert!(!Outgoing::plain().is_ours(from, to));
     }
 
+    /// With workers each in a thread of its own.
+    #[tokio::test]
+    async fn it_is_known_to_whoever_accepts_it_first() {
+        const CONNECTIONS: usize = 1_000;
+        let (listener, to) = listener();
+        let outgoing = Arc::new(Outgoing::marked(0).unwrap());
+        let known = Arc::clone(&outgoing);
+        let accepting = std::thread::spawn(move || {
+            (0..CONNECTIONS).filter(|_| known.is_ours(listener.accept().unwrap().1, to)).count()
+        });
+        for _ in 0..CONNECTIONS {
+            outgoing.connect(to).await.unwrap();
+        }
+        assert_eq!(accepting.join().unwrap(), CONNECTIONS);
+    }
+
     #[tokio::test]
     async fn a_refused_connection_is_an_error() {
         let to = listener().1; // closed again
@@ -143,10 +170,10 @@ mod tests {
         tokio::time::advance(REMEMBERED * 2).await;
         let stream = outgoing.connect(to).await.unwrap();
         assert!(!outgoing.is_ours(first, to));
+        let mut recent = outgoing.recent.as_ref().unwrap().lock().unwrap();
         for _ in 0..2 * MOST_REMEMBERED {
-            outgoing.remember(&stream, to);
+            remember(&mut recent, stream.local_addr().unwrap(), to);
         }
-        let recent = outgoing.recent.as_ref().unwrap().lock().unwrap();
         assert_eq!(recent.len(), MOST_REMEMBERED);
     }
 

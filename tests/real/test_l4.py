@@ -450,9 +450,15 @@ class Transparent(WithRig, unittest.TestCase):
         self.assertTrue(self.jackstay.process.running, self.jackstay.process.tail())
 
     def passed(self, jackstay=None):
-        """Connections that have passed so far."""
-        metrics = (jackstay or self.jackstay).metrics()
-        return sum(v for k, v in metrics.items() if k.startswith(("jackstay_passthrough_closed_total", "jackstay_passthrough_connections")))
+        """Connections that have passed so far. A page that is written while one ends may have it twice, or not at all."""
+        def now():
+            metrics = (jackstay or self.jackstay).metrics()
+            return {k: v for k, v in metrics.items() if k.startswith(("jackstay_passthrough_closed_total", "jackstay_passthrough_connections"))}
+
+        def twice():
+            first = now()
+            return [first] if first == now() else None
+        return sum(wait_for("two pages that agree", twice, 10)[0].values())
 
     def kubectl(self, config=None, within=()):
         argv = self.rig.kubectl_argv(config or self.config, "get", "namespaces", "-o", "name")

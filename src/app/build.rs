@@ -55,9 +55,9 @@ impl Built {
         listeners.chain(self.admin.socket.local_addr()).collect()
     }
 
-    /// Where `next` listens on the port of a socket that goes, whoever connects from now on is for
-    /// `next`: what went on to come to the other one until its end would be reset with it. Whether
-    /// there is such a socket: a handshake that has begun with it still ends there.
+    /// Leaves who connects from now on to `next`, where that listens on the port of a socket that
+    /// goes: what came to that one in the moment of its close would be reset with it. True if there
+    /// is such a socket: handshakes that have begun with it still end there.
     pub fn give_way(&self, next: &Self) -> bool {
         let mut any = false;
         let places = || next.listeners.iter().flat_map(|bound| &bound.places);

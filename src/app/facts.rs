@@ -151,6 +151,7 @@ impl ListenerFacts {
             "connections": self.metrics.connections.get(),
             "bind": self.addresses.iter().map(ToString::to_string).collect::<Vec<_>>(),
             "upstream": self.upstream,
+            "own_errors": self.metrics.own_errors.list(),
         });
         if let Some(flows) = &self.flows {
             status["flows"] = json!(flows.open());

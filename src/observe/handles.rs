@@ -14,6 +14,7 @@ use super::history::History;
 use super::level::Level;
 use super::metrics::Registry;
 use super::names::{self, CONNECTION_STATES, ENDPOINT_STATES, VERBS};
+use super::own_errors::OwnErrors;
 
 /// Status codes that Kubernetes and we use; each has its own cell beside every verb. Any other
 /// valid code is counted as well, by way of the registry.
@@ -42,6 +43,8 @@ pub struct ListenerMetrics {
     pub tunnels: Level,
     /// Client connections that are open now: increment on accept, decrement on close.
     pub connections: Level,
+    /// Errors that were answered here and not by an apiserver.
+    pub own_errors: OwnErrors,
 }
 
 impl std::fmt::Debug for ListenerMetrics {
@@ -62,6 +65,7 @@ impl ListenerMetrics {
             watches: level(&names::WATCHES),
             tunnels: level(&names::TUNNELS),
             connections: level(&names::DOWNSTREAM_CONNECTIONS),
+            own_errors: OwnErrors::register(registry, name),
         }
     }
 

@@ -326,6 +326,7 @@ mod tests {
         let listener = metrics.listener("apiserver");
         listener.finished("get", 200, Some(std::time::Duration::from_millis(3)));
         listener.cut("client");
+        listener.own_errors.count(Some(503), "no_upstream");
         listener.refused("cap");
         listener.certificate_reloaded("ok");
         let endpoint = metrics.endpoint("control-plane", "10.0.0.11:6443");

@@ -15,6 +15,7 @@ pub mod log;
 pub mod metrics;
 pub mod names;
 pub mod outcome;
+pub mod own_errors;
 pub mod passthrough;
 pub mod redact;
 pub mod repeats;

@@ -74,6 +74,8 @@ table! {
         "From the request head to the end of the answer; long-running requests are left out.";
     REQUESTS_IN_FLIGHT = Gauge "jackstay_requests_in_flight" ["listener"] "requests",
         "Requests that run now, watches and tunnels included.";
+    OWN_ERRORS = Counter "jackstay_own_errors_total" ["listener", "code", "reason"] "errors",
+        "Errors that jackstay itself answered, by status code and reason; an empty code: a passed connection that was reset because no endpoint could be reached.";
     RESPONSES_CUT = Counter "jackstay_responses_cut_total" ["listener", "side"] "responses",
         "Answers that ended after their head and before their end, by who cut them: client, upstream or jackstay.";
     WATCHES = Gauge "jackstay_watches" ["listener"] "watches",
@@ -186,6 +188,26 @@ pub const CLOSE_REASONS: [&str; 16] = [
     "other",
 ];
 
+/// The values of label `reason` in [`OWN_ERRORS`]. What is not among them counts as the last.
+pub const OWN_ERROR_REASONS: [&str; 11] = [
+    // No apiserver could be reached (503; a passed connection: reset).
+    "no_upstream",
+    "unreachable",
+    // The connection was lost after a write was sent (502).
+    "unknown_fate",
+    // The apiserver broke off or answered nonsense, or did not answer in time (502, 504).
+    "bad_gateway",
+    "timeout",
+    // The request was refused: its credential, its form, its size, or a limit.
+    "unauthorized",
+    "bad_request",
+    "header_too_large",
+    "limit",
+    // A fault of jackstay.
+    "internal",
+    "other",
+];
+
 /// The states of an endpoint in [`ENDPOINT_STATE`].
 pub const ENDPOINT_STATES: [&str; 6] =
     ["connecting", "ready", "degraded", "ejected", "no-h2", "leaving"];
@@ -218,7 +240,9 @@ mod tests {
 
     #[test]
     fn label_values_are_distinct() {
-        for list in [&VERBS[..], &ENDPOINT_STATES, &CONNECTION_STATES, &CLOSE_REASONS] {
+        for list in
+            [&VERBS[..], &ENDPOINT_STATES, &CONNECTION_STATES, &CLOSE_REASONS, &OWN_ERROR_REASONS]
+        {
             assert_eq!(list.iter().collect::<HashSet<_>>().len(), list.len());
         }
     }

@@ -216,9 +216,17 @@ impl Outcome {
         }
     }
 
-    /// Why the answer is ours and not an apiserver's, in the words the client reads.
-    pub fn because(&mut self, reason: impl Into<Cow<'static, str>>) {
-        self.reason = Some(reason.into());
+    /// jackstay itself answers with an error: its code, its reason as metrics name it, and the
+    /// message that the client reads.
+    pub fn own_error(
+        &mut self,
+        code: u16,
+        reason: &'static str,
+        message: impl Into<Cow<'static, str>>,
+    ) {
+        self.answered(code);
+        self.reason = Some(message.into());
+        self.listener.own_errors.count(Some(code), reason);
     }
 
     /// Code of the head if there was one, and otherwise who is to blame for its absence.

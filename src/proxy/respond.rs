@@ -58,6 +58,8 @@ pub struct Problem {
     pub code: StatusCode,
     /// The machine-readable reason.
     pub reason: Reason,
+    /// What it is counted as: one of [`crate::observe::names::OWN_ERROR_REASONS`].
+    pub cause: &'static str,
     /// For people; starts with `jackstay: `.
     pub message: String,
     /// Seconds after which to send again: only ever for what was never sent.
@@ -65,15 +67,21 @@ pub struct Problem {
 }
 
 impl Problem {
-    fn new(code: StatusCode, reason: Reason, message: &str) -> Self {
-        Problem { code, reason, message: format!("jackstay: {message}"), retry_after: None }
+    fn new(code: StatusCode, reason: Reason, cause: &'static str, message: &str) -> Self {
+        let message = format!("jackstay: {message}");
+        Problem { code, reason, cause, message, retry_after: None }
     }
 
     /// 503: no apiserver can be reached. No Retry-After: clients have a backoff of their own, and
     /// ten repeats of each request are what a control plane that comes back needs least.
     pub fn no_upstream(detail: &str) -> Self {
         let message = format!("no apiserver is reachable: {detail}");
-        Self::new(StatusCode::SERVICE_UNAVAILABLE, Reason::ServiceUnavailable, &message)
+        Self::new(
+            StatusCode::SERVICE_UNAVAILABLE,
+            Reason::ServiceUnavailable,
+            "no_upstream",
+            &message,
+        )
     }
 
     /// 502: a write was sent and its connection died before an answer. `InternalError`, because
@@ -84,43 +92,49 @@ impl Problem {
             "the connection to the apiserver was lost before it answered, and the request may or \
              may not have been carried out: {detail}"
         );
-        Self::new(StatusCode::BAD_GATEWAY, Reason::InternalError, &message)
+        Self::new(StatusCode::BAD_GATEWAY, Reason::InternalError, "unknown_fate", &message)
     }
 
     /// 502: the apiserver broke off or answered nonsense, on a request that changes nothing.
     pub fn bad_gateway(detail: &str) -> Self {
-        Self::new(StatusCode::BAD_GATEWAY, Reason::InternalError, detail)
+        Self::new(StatusCode::BAD_GATEWAY, Reason::InternalError, "bad_gateway", detail)
     }
 
     /// 401: whose request it is cannot be passed on.
     pub fn unauthorized(message: &str) -> Self {
-        Self::new(StatusCode::UNAUTHORIZED, Reason::Unauthorized, message)
+        Self::new(StatusCode::UNAUTHORIZED, Reason::Unauthorized, "unauthorized", message)
     }
 
     /// 400: a request that must not be forwarded as it is.
     pub fn bad_request(message: &str) -> Self {
-        Self::new(StatusCode::BAD_REQUEST, Reason::BadRequest, message)
+        Self::new(StatusCode::BAD_REQUEST, Reason::BadRequest, "bad_request", message)
     }
 
     /// 429 with `Retry-After: 1`: a limit of ours, hit **before** the request was sent.
     pub fn too_many_requests(message: &str) -> Self {
-        let problem = Self::new(StatusCode::TOO_MANY_REQUESTS, Reason::TooManyRequests, message);
+        let problem =
+            Self::new(StatusCode::TOO_MANY_REQUESTS, Reason::TooManyRequests, "limit", message);
         Problem { retry_after: Some(1), ..problem }
     }
 
     /// 431: the request's head is larger than we hold.
     pub fn header_too_large(message: &str) -> Self {
-        Self::new(StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE, Reason::Unknown, message)
+        Self::new(
+            StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
+            Reason::Unknown,
+            "header_too_large",
+            message,
+        )
     }
 
     /// 504: nothing came in time.
     pub fn gateway_timeout(message: &str) -> Self {
-        Self::new(StatusCode::GATEWAY_TIMEOUT, Reason::Timeout, message)
+        Self::new(StatusCode::GATEWAY_TIMEOUT, Reason::Timeout, "timeout", message)
     }
 
     /// 500: a fault of ours.
     pub fn internal(message: &str) -> Self {
-        Self::new(StatusCode::INTERNAL_SERVER_ERROR, Reason::InternalError, message)
+        Self::new(StatusCode::INTERNAL_SERVER_ERROR, Reason::InternalError, "internal", message)
     }
 
     /// The headers and the body, in the encoding that `accept` prefers.

@@ -229,8 +229,7 @@ enum Begun<'a> {
 
 #[cold]
 fn refusal((problem, mut outcome): Failed, accept: Option<&HeaderValue>) -> Response<Body> {
-    outcome.answered(problem.code.as_u16());
-    outcome.because(problem.to_string());
+    outcome.own_error(problem.code.as_u16(), problem.cause, problem.to_string());
     problem.into_response(accept).map(|body| Body::Full(Full::new(body, outcome)))
 }
 

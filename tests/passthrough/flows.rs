@@ -169,9 +169,13 @@ async fn with_nobody_there_the_client_is_reset_at_once() {
     assert_eq!(reset_of(proxy.addr).await, ErrorKind::ConnectionReset);
     assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
     until("it is counted", async || {
-        proxy.page("/metrics").await.contains(r#"reason="unreachable"} 1"#)
+        let metrics = proxy.page("/metrics").await;
+        metrics.contains(r#"passthrough_closed_total{listener="apiserver",reason="unreachable"} 1"#)
     })
     .await;
+    let own = proxy.status().await["listeners"][0]["own_errors"][0].clone();
+    assert_eq!((own["code"].is_null(), &own["reason"]), (true, &"unreachable".into()), "{own}");
+    assert_eq!(own["count"], 1);
 }
 
 #[tokio::test]

@@ -9,6 +9,7 @@ mod identity;
 mod kubectl;
 mod limits;
 mod outage;
+mod own_errors;
 mod peer;
 mod rebalance;
 mod resuming;

@@ -229,7 +229,11 @@ impl Drop for Open {
     fn drop(&mut self) {
         self.listener.open.set(self.listener.open.get() - 1);
         self.listener.metrics.connections.decrement(1);
-        self.listener.flows.closed(self.reason.get());
+        let reason = self.reason.get();
+        self.listener.flows.closed(reason);
+        if reason == "unreachable" {
+            self.listener.metrics.own_errors.count(None, reason);
+        }
     }
 }
 

@@ -43,7 +43,7 @@ fn fields(mut input: &[u8]) -> Vec<Field<'_>> {
 
 fn problem(message: &str, code: u16, reason: Reason, retry_after: Option<u32>) -> Problem {
     let code = StatusCode::from_u16(code).unwrap();
-    Problem { code, reason, message: message.to_owned(), retry_after }
+    Problem { code, reason, cause: "other", message: message.to_owned(), retry_after }
 }
 
 fn any_reason() -> impl Strategy<Value = Reason> {

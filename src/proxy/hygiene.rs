@@ -158,7 +158,7 @@ enum Direction {
 
 /// Headers that belong to one connection. `HTTP2-Settings` is part of an h2c upgrade (RFC 7540,
 /// section 3.2.1).
-fn is_hop_by_hop(name: &str) -> bool {
+pub(super) fn is_hop_by_hop(name: &str) -> bool {
     matches!(
         name,
         "connection"
@@ -208,7 +208,9 @@ fn connection_tokens(headers: &HeaderMap) -> impl Iterator<Item = &[u8]> {
 fn strip(headers: &mut HeaderMap, direction: Direction) {
     let goes = |name: &HeaderName| {
         let name = name.as_str();
-        is_hop_by_hop(name) || direction == Direction::Request && name.starts_with("x-remote-")
+        is_hop_by_hop(name)
+            || direction == Direction::Request
+                && (name == "expect" || name.starts_with("x-remote-"))
     };
     if !headers.keys().any(goes) {
         return;

@@ -192,6 +192,7 @@ impl Client {
                 )
             })
             .flatten();
+        let version = parts.version;
         let head = match upstream_head(parts, watch.as_ref()) {
             Ok(head) => head,
             Err(problem) => return Err((problem, outcome)),
@@ -204,7 +205,7 @@ impl Client {
             class: service.line.pool.class(class),
             head,
             body: (!http_body::Body::is_end_stream(&body))
-                .then(|| Source::new(body, &service.line.bodies)),
+                .then(|| Source::new(body, version, &service.line.bodies)),
             info,
             watch: watch.map(|asked| (asked, service.closing.clone())),
             hedges: Cell::new(0),

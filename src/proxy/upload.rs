@@ -13,11 +13,12 @@ use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
 use h2::{Reason, SendStream};
-use http::HeaderMap;
+use http::{HeaderMap, Version};
 use http_body::Body as _;
 use hyper::body::Incoming;
 use tokio::task::JoinHandle;
 
+use super::hygiene::is_hop_by_hop;
 use super::room::Room;
 use crate::observe::Metrics;
 
@@ -103,6 +104,7 @@ impl Drop for Holding {
 /// A request's body.
 pub struct Source {
     incoming: RefCell<Incoming>,
+    version: Version,
     held: Holding,
     end: RefCell<Option<End>>,
 }
@@ -116,10 +118,11 @@ enum End {
 }
 
 impl Source {
-    /// Wraps what comes from the client; what is held takes of `room`.
-    pub fn new(incoming: Incoming, room: &Arc<Room>) -> Rc<Self> {
+    /// Wraps what comes from the client by this version of HTTP; what is held takes of `room`.
+    pub fn new(incoming: Incoming, version: Version, room: &Arc<Room>) -> Rc<Self> {
         Rc::new(Self {
             incoming: RefCell::new(incoming),
+            version,
             held: Holding::new(room),
             end: RefCell::default(),
         })
@@ -174,8 +177,11 @@ impl Source {
                     Err(frame) => End::Done(frame.into_trailers().ok().map(clean_trailers)),
                 },
                 Some(Err(_)) => End::Broken,
-                // hyper turns a reset with NO_ERROR into an end; only END_STREAM is one.
-                None if !incoming.is_end_stream() => End::Broken,
+                // On HTTP/2, hyper turns a reset with NO_ERROR into an end; only END_STREAM is one.
+                // On HTTP/1.1, hyper reports truncation as an error, and `is_end_stream` is never
+                // true after a chunked body. A connection that is dropped ends the body without an
+                // error, but drops the request, and with it this upload, at the same moment.
+                None if self.version == Version::HTTP_2 && !incoming.is_end_stream() => End::Broken,
                 None => End::Done(None),
             };
             *self.end.borrow_mut() = Some(end.clone());
@@ -204,10 +210,14 @@ async fn pump(source: Rc<Source>, mut stream: SendStream<Bytes>) {
                 }
             }
             Some(Err(End::Done(trailers))) => {
-                let _ = match trailers {
+                let ended = match trailers {
                     None => stream.send_data(Bytes::new(), true),
                     Some(trailers) => stream.send_trailers(trailers),
                 };
+                if ended.is_err() {
+                    // Neither ended nor reset, the stream would wait for ever.
+                    stream.send_reset(Reason::CANCEL);
+                }
                 return;
             }
             Some(Err(End::Broken)) => {
@@ -238,13 +248,15 @@ async fn send_piece(stream: &mut SendStream<Bytes>, mut data: Bytes) -> Result<(
     Ok(())
 }
 
-/// Trailers that a request may carry upstream: none that could change who the caller is.
+/// Trailers that a request may carry upstream: none that belongs to the connection (h2 refuses to
+/// send those), and none that could change who the caller is.
 fn clean_trailers(mut trailers: HeaderMap) -> HeaderMap {
     let bad: Vec<_> = trailers
         .keys()
         .filter(|name| {
             let name = name.as_str();
-            name == "authorization"
+            is_hop_by_hop(name)
+                || name == "authorization"
                 || name.starts_with("x-remote-")
                 || name.starts_with("impersonate-")
         })

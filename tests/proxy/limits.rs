@@ -6,39 +6,20 @@ use crate::peer::{
     Act, DATA, END_HEADERS, END_STREAM, GOAWAY, HEADERS, INITIAL_WINDOW_SIZE, PING, Peers,
     RST_STREAM, Reply, SETTINGS, WINDOW_UPDATE, fields, frame, settings,
 };
+use crate::support::wire::{self, Wire};
 use crate::support::{Certs, MAPS, PATIENCE, Proxy, World, map, soon, terminate, until};
 use http::Method;
 use jackstay::demo::client::Client;
-use rustls::pki_types::ServerName;
 use std::io;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
-use tokio_rustls::client::TlsStream;
-
-/// A TLS connection to speak any nonsense on.
-async fn wire(proxy: &Proxy, certs: &Certs, alpn: &str) -> TlsStream<TcpStream> {
-    let mut roots = rustls::RootCertStore::empty();
-    roots.add(certs.pki.ca_der()).unwrap();
-    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-    let mut config = rustls::ClientConfig::builder_with_provider(provider)
-        .with_safe_default_protocol_versions()
-        .unwrap()
-        .with_root_certificates(roots)
-        .with_client_auth_cert(vec![certs.admin.cert_der()], certs.admin.key_der())
-        .unwrap();
-    config.alpn_protocols = vec![alpn.as_bytes().to_vec()];
-    let stream = TcpStream::connect(proxy.addr).await.unwrap();
-    let name = ServerName::from(proxy.addr.ip());
-    tokio_rustls::TlsConnector::from(Arc::new(config)).connect(name, stream).await.unwrap()
-}
 
 /// Reads frames until one is wanted; its flags and payload. `None` at the end of the connection.
 async fn read_until(
-    stream: &mut TlsStream<TcpStream>,
+    stream: &mut Wire,
     mut wanted: impl FnMut(u8, u32, &[u8]) -> bool,
 ) -> Option<Vec<u8>> {
     loop {
@@ -91,7 +72,7 @@ async fn headers_above_the_limit() {
 async fn too_many_streams_are_refused() {
     let world = World::new(1);
     let proxy = world.start_with(|config| terminate(config).limits.max_streams = 5).await;
-    let mut stream = wire(&proxy, &world.certs, "h2").await;
+    let mut stream = wire::connect(&proxy, &world.certs, "h2").await;
     let mut bytes = [PREFACE, &settings(&[])].concat();
     for n in 0..8 {
         bytes.extend(request(2 * n + 1, "GET", &format!("{MAPS}?watch=1"), true, &[]));
@@ -118,7 +99,7 @@ async fn a_body_that_is_not_as_long_as_it_says() {
     let proxy = world.start().await;
     let object = map("too-long", "1").to_string();
     for (n, declared) in [object.len() - 5, object.len() + 5].into_iter().enumerate() {
-        let mut stream = wire(&proxy, &world.certs, "h2").await;
+        let mut stream = wire::connect(&proxy, &world.certs, "h2").await;
         let length = declared.to_string();
         let more = [("content-type", "application/json"), ("content-length", length.as_str())];
         let bytes = [
@@ -161,7 +142,7 @@ async fn garbage_costs_its_own_connection_only() {
     }
     for garbage in [&b"no preface at all, but long enough to be taken for one\r\n\r\n"[..], PREFACE]
     {
-        let mut stream = wire(&proxy, &world.certs, "h2").await;
+        let mut stream = wire::connect(&proxy, &world.certs, "h2").await;
         let bytes = [garbage, &frame(DATA, 0, 0, b"x"), &frame(SETTINGS, 0, 1, b"x")].concat();
         let _ = stream.write_all(&bytes).await;
         let end = read_until(&mut stream, |_, _, _| false);
@@ -177,7 +158,7 @@ async fn garbage_costs_its_own_connection_only() {
         "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
         "\0\r\n\r\n",
     ] {
-        let mut stream = wire(&proxy, &world.certs, "http/1.1").await;
+        let mut stream = wire::connect(&proxy, &world.certs, "http/1.1").await;
         stream.write_all(garbage.as_bytes()).await.unwrap();
         let mut answer = vec![0; 4096];
         let size = soon(garbage, stream.read(&mut answer)).await.unwrap_or(0);
@@ -333,7 +314,7 @@ async fn who_asks_for_nothing_is_let_go() {
         ("half a header block", "h2", [PREFACE, &settings(&[]), &half].concat()),
     ];
     let others = others.map(async |(what, alpn, bytes)| {
-        let mut stream = wire(&proxy, &world.certs, alpn).await;
+        let mut stream = wire::connect(&proxy, &world.certs, alpn).await;
         stream.write_all(&bytes).await.unwrap();
         let mut rest = Vec::new();
         let _ = soon(what, stream.read_to_end(&mut rest)).await;
@@ -365,7 +346,7 @@ async fn who_pings_may_ask_later() {
 /// # Errors
 /// The connection was ended. The longest pause between two answers.
 async fn ask_later(proxy: &Proxy, certs: &Certs, after: Duration) -> Result<(), Duration> {
-    let mut stream = wire(proxy, certs, "h2").await;
+    let mut stream = wire::connect(proxy, certs, "h2").await;
     let start = Instant::now();
     stream.write_all(&[PREFACE, &settings(&[])].concat()).await.unwrap();
     let (mut last, mut longest) = (start, Duration::ZERO);
@@ -414,7 +395,7 @@ async fn who_reads_nothing_is_cut_off() {
     let proxy = world
         .start_with(|config| terminate(config).limits.stall_timeout = Duration::from_millis(500))
         .await;
-    let mut stream = wire(&proxy, &world.certs, "http/1.1").await;
+    let mut stream = wire::connect(&proxy, &world.certs, "http/1.1").await;
     // More than all buffers on the way hold.
     let ask = b"GET /bytes?size=100000000 HTTP/1.1\r\nHost: a\r\n\r\n";
     stream.write_all(ask).await.unwrap();
@@ -433,7 +414,7 @@ async fn who_gives_a_stream_no_window_loses_it() {
     let proxy = world
         .start_with(|config| terminate(config).limits.stall_timeout = Duration::from_millis(500))
         .await;
-    let mut stream = wire(&proxy, &world.certs, "h2").await;
+    let mut stream = wire::connect(&proxy, &world.certs, "h2").await;
     let path = format!("{MAPS}?watch=1&resourceVersion={}", world.cluster.version());
     let window = |id: u32| frame(WINDOW_UPDATE, 0, id, &(1u32 << 20).to_be_bytes());
     let bytes = [
@@ -485,7 +466,7 @@ async fn errors_without_end_end_the_connection() {
     let world = World::new(1);
     let proxy = world.start().await;
     let bystander = proxy.client(&world.certs.credentials()).await;
-    let mut stream = wire(&proxy, &world.certs, "h2").await;
+    let mut stream = wire::connect(&proxy, &world.certs, "h2").await;
     let mut bytes = [PREFACE, &settings(&[])].concat();
     for n in 0..1_200 {
         bytes.extend(request(2 * n + 1, "GET", MAPS, true, &[("connection", "close")]));

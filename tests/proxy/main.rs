@@ -4,6 +4,8 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod bodies;
+mod clients;
 mod hostile;
 mod identity;
 mod kubectl;

@@ -138,7 +138,7 @@ pub enum Act {
     Raw(Arc<dyn Fn(u32) -> Vec<u8> + Send + Sync>),
     /// The same bytes again and again until the connection is closed.
     Flood(Arc<dyn Fn(u32) -> Vec<u8> + Send + Sync>),
-    /// The whole request is read, and then this happens.
+    /// The whole request is read, and then this happens, unless the client gives the request up.
     Late(Box<Act>),
     /// Head and body of an answer, but not its end, and then these bytes.
     Partly(Reply, Arc<dyn Fn(u32) -> Vec<u8> + Send + Sync>),
@@ -177,6 +177,8 @@ pub struct Script {
     seen: Mutex<Vec<(usize, usize, u32)>>,
     /// Requests that were given up by `RST_STREAM`, with the reason.
     given_up: Mutex<Vec<(usize, u32, u32)>>,
+    /// Requests that arrived up to their `END_STREAM`: connection, stream.
+    whole: Mutex<Vec<(usize, u32)>>,
     /// Connections for requests that were accepted, and those that ended.
     pub accepted: AtomicUsize,
     pub ended: AtomicUsize,
@@ -195,6 +197,7 @@ impl Script {
         *self.acts.lock().unwrap() = acts.into_iter().collect();
         self.seen.lock().unwrap().clear();
         self.given_up.lock().unwrap().clear();
+        self.whole.lock().unwrap().clear();
     }
 
     /// What all other requests get.
@@ -208,6 +211,10 @@ impl Script {
 
     pub fn given_up(&self) -> Vec<(usize, u32, u32)> {
         self.given_up.lock().unwrap().clone()
+    }
+
+    pub fn whole(&self) -> Vec<(usize, u32)> {
+        self.whole.lock().unwrap().clone()
     }
 
     fn next(&self, peer: usize, connection: usize, stream: u32) -> Act {
@@ -312,6 +319,8 @@ struct Wire {
     ponged: bool,
     /// Requests that have arrived whole.
     whole: HashSet<u32>,
+    /// Requests that were reset.
+    given_up: HashSet<u32>,
     /// Requests that arrived while another one was waited for.
     queue: VecDeque<u32>,
 }
@@ -337,6 +346,7 @@ impl Wire {
             answers: None,
             ponged: false,
             whole: HashSet::new(),
+            given_up: HashSet::new(),
             queue: VecDeque::new(),
         }
     }
@@ -391,6 +401,9 @@ impl Wire {
             }
             Act::Late(act) => {
                 while !self.whole.contains(&stream) {
+                    if self.given_up.contains(&stream) {
+                        return Ok(true);
+                    }
                     if let Some(other) = self.frame().await? {
                         self.queue.push_back(other);
                     }
@@ -453,10 +466,11 @@ impl Wire {
             RST_STREAM if !self.probe => {
                 let code = u32::from_be_bytes(payload[..4].try_into().unwrap());
                 self.script.given_up.lock().unwrap().push((self.connection, stream, code));
+                self.given_up.insert(stream);
             }
             DATA => {
                 if flags & END_STREAM != 0 {
-                    self.whole.insert(stream);
+                    self.arrived_whole(stream);
                 } else if !payload.is_empty() && !self.script.stingy.load(Relaxed) {
                     let size = u32::try_from(payload.len()).unwrap().to_be_bytes();
                     self.write(&frame(WINDOW_UPDATE, 0, 0, &size)).await?;
@@ -469,13 +483,20 @@ impl Wire {
                     last = self.read().await?.1;
                 }
                 if flags & END_STREAM != 0 {
-                    self.whole.insert(stream);
+                    self.arrived_whole(stream);
                 }
                 return Ok(Some(stream));
             }
             _ => {}
         }
         Ok(None)
+    }
+
+    fn arrived_whole(&mut self, stream: u32) {
+        self.whole.insert(stream);
+        if !self.probe {
+            self.script.whole.lock().unwrap().push((self.connection, stream));
+        }
     }
 
     async fn read(&mut self) -> io::Result<(u8, u8, u32, BytesMut)> {

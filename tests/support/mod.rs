@@ -3,6 +3,7 @@
 #![allow(dead_code)] // each test crate uses its part
 
 pub mod stopwatch;
+pub mod wire;
 
 use jackstay::app::{App, Running};
 use jackstay::config::{

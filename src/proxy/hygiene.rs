@@ -10,6 +10,9 @@
 //! * `X-Remote-*` always goes: on a connection that carries a front-proxy certificate it would
 //!   *be* the identity. `X_Remote_User` is another header to the apiserver, since Go does not map
 //!   underscores, and is left alone.
+//! * `Expect` always goes: the body is asked for here, not by the apiserver. On HTTP/1.1, hyper sends
+//!   the 100 with the first read of the body, which is as soon as the upstream stream is open
+//!   ([`super::forward`]); on HTTP/2 it has no way to send one (hyper 1.12).
 //! * hyper has already refused obs-fold, whitespace in names and bad chunks, and h2 most of what
 //!   HTTP/2 forbids; what is checked here again costs nothing and does not depend on them.
 

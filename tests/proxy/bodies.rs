@@ -1,14 +1,15 @@
-//! Bodies of HTTP/1.1 requests whose length is not declared (RFC 9112, section 7.1).
+//! Request bodies: those of HTTP/1.1 whose length is not declared (RFC 9112, section 7.1), and those
+//! that the client holds back until it is told to continue (RFC 9110, section 10.1.1).
 
 use crate::hostile::before;
 use crate::peer::{Act, CANCEL, Peers, Reply};
 use crate::support::wire::{self, Wire};
-use crate::support::{Certs, MAPS, World, map, soon, until};
+use crate::support::{Certs, MAPS, World, map, refusing, soon, until};
 use bytes::Bytes;
 use http::{Method, Request};
 use http_body::{Body, Frame};
 use hyper_util::rt::TokioIo;
-use jackstay::demo::client::next_data;
+use jackstay::demo::client::{Client, next_data};
 use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -183,4 +184,65 @@ async fn http1_chunked_body_cut_by_the_drain_is_not_completed() {
     let ended = || peers.script.ended.load(std::sync::atomic::Ordering::Relaxed);
     until("its connections have ended", async || ended() == all()).await;
     assert_eq!(peers.script.whole(), []);
+}
+
+/// A write whose client waits for a 100 before it sends the body.
+fn expecting(path: &str, length: usize) -> String {
+    format!(
+        "POST {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\nExpect: 100-continue\r\n\
+         Content-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
+    )
+}
+
+/// The head of an answer, its empty line included.
+async fn head(wire: &mut Wire) -> String {
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        head.push(soon("a head", wire.read_u8()).await.unwrap());
+    }
+    String::from_utf8(head).unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn http1_expect_is_answered_with_100_before_the_apiserver_has_the_body() {
+    let world = World::new(1);
+    let proxy = world.start().await;
+    let object = map("expected", "1").to_string();
+    let mut wire = wire::connect(&proxy, &world.certs, "http/1.1").await;
+    wire.write_all(expecting(MAPS, object.len()).as_bytes()).await.unwrap();
+    assert_eq!(head(&mut wire).await, "HTTP/1.1 100 Continue\r\n\r\n");
+    wire.write_all(object.as_bytes()).await.unwrap();
+    let answer = answer(&mut wire).await;
+    assert!(answer.starts_with("HTTP/1.1 201 "), "{answer}");
+}
+
+/// The client need not send a body that has nowhere to go.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn http1_expect_is_answered_with_the_error_where_no_upstream_stream_opens() {
+    let certs = Certs::new();
+    let proxy = certs.start(certs.config(&[refusing()]));
+    let mut wire = wire::connect(&proxy, &certs, "http/1.1").await;
+    wire.write_all(expecting(MAPS, 1000).as_bytes()).await.unwrap();
+    let head = head(&mut wire).await;
+    assert!(head.starts_with("HTTP/1.1 503 "), "{head}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn expect_is_never_sent_upstream() {
+    let world = World::new(1);
+    let proxy = world.start().await;
+    let who = world.certs.credentials();
+    for (name, client) in [
+        ("http2", Client::connect(proxy.addr, &who).await.unwrap()),
+        ("http1", Client::connect_http1(proxy.addr, &who).await.unwrap()),
+    ] {
+        let headers = [("content-type", "application/json"), ("expect", "100-continue")];
+        let object = map(name, "1").to_string();
+        let reply = soon("an answer", client.request(Method::POST, MAPS, &headers, object)).await;
+        assert_eq!(reply.unwrap().status, 201, "{name}");
+    }
+    let records = world.cluster.audit().select(|r| r.verb == "create");
+    assert_eq!(records.len(), 2);
+    let seen = records.iter().flat_map(|r| &r.header_names).find(|name| *name == "expect");
+    assert_eq!(seen, None);
 }

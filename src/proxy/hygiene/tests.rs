@@ -143,6 +143,7 @@ fn one_hop_stays_one_hop() {
         ("Transfer-Encoding", "chunked"),
         ("Upgrade", "h2c"),
         ("HTTP2-Settings", "AAMAAABkAAQAAP__"),
+        ("Expect", "100-continue"),
         ("X-Remote-User", "root"),
         ("X-REMOTE-EXTRA-anything", "root"),
         ("X_Remote_User", "stays"),
@@ -169,7 +170,7 @@ fn an_upgrade_keeps_what_makes_it_one() {
         ("Connection", "keep-alive, upgrade, X-Mine"),
         ("Upgrade", "SPDY/3.1"),
         ("X-Mine", "1"),
-        ("Keep-Alive", "5"),
+        ("Expect", "100-continue"),
         ("X-Remote-Group", "system:masters"),
         ("X-Stream-Protocol-Version", "v4.channel.k8s.io"),
         ("X-Stream-Protocol-Version", "v3.channel.k8s.io"),
@@ -195,10 +196,15 @@ fn answers_lose_their_hop_too() {
         ("Audit-Id", "a"),
         ("Trailer", "x"),
         ("X-Remote-User", "is an answer's own"),
+        ("Expect", "100-continue"),
     ]);
     downstream_response_headers(&mut headers);
-    let wanted =
-        map(&[("Audit-Id", "a"), ("Trailer", "x"), ("X-Remote-User", "is an answer's own")]);
+    let wanted = map(&[
+        ("Audit-Id", "a"),
+        ("Trailer", "x"),
+        ("X-Remote-User", "is an answer's own"),
+        ("Expect", "100-continue"),
+    ]);
     assert_eq!(dump(&headers), dump(&wanted));
 }
 

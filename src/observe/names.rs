@@ -189,12 +189,14 @@ pub const CLOSE_REASONS: [&str; 16] = [
 ];
 
 /// The values of label `reason` in [`OWN_ERRORS`]. What is not among them counts as the last.
-pub const OWN_ERROR_REASONS: [&str; 11] = [
+pub const OWN_ERROR_REASONS: [&str; 12] = [
     // No apiserver could be reached (503; a passed connection: reset).
     "no_upstream",
     "unreachable",
     // The connection was lost after a write was sent (502).
     "unknown_fate",
+    // The apiserver did not process a write whose body is no longer held (502).
+    "unprocessed",
     // The apiserver broke off or answered nonsense, or did not answer in time (502, 504).
     "bad_gateway",
     "timeout",

@@ -184,6 +184,7 @@ impl Outgoing {
         });
         let safe = retry::may_hedge(self.info.kind);
         match failure.stage {
+            Stage::NotSent | Stage::Unprocessed if !held => Problem::unprocessed(&failure.why),
             Stage::NotSent | Stage::Unprocessed => Problem::bad_gateway(&format!(
                 "the request was not processed and cannot be sent again: {}",
                 failure.why

@@ -5,7 +5,8 @@
 //! * A person can read the message, and it says who speaks: it starts with `jackstay: `.
 //! * **Retry-After is an instruction to send again.** client-go repeats every verb, POST included,
 //!   up to ten times on a 429 or 5xx that carries it (`with_retry.go`). So only a request that was
-//!   certainly never sent may get one, and a write whose fate is unknown never does.
+//!   certainly never sent, or that the apiserver says it did not process, may get one; a write whose
+//!   fate is unknown never does.
 //! * The encoding is the one the client asked for, negotiated as the apiserver negotiates it.
 
 mod encode;
@@ -62,7 +63,7 @@ pub struct Problem {
     pub cause: &'static str,
     /// For people; starts with `jackstay: `.
     pub message: String,
-    /// Seconds after which to send again: only ever for what was never sent.
+    /// Seconds after which to send again: only ever for what was never sent or not processed.
     pub retry_after: Option<u32>,
 }
 
@@ -98,6 +99,18 @@ impl Problem {
     /// 502: the apiserver broke off or answered nonsense, on a request that changes nothing.
     pub fn bad_gateway(detail: &str) -> Self {
         Self::new(StatusCode::BAD_GATEWAY, Reason::InternalError, "bad_gateway", detail)
+    }
+
+    /// 502 with `Retry-After: 1`: the apiserver says that it did not process the request, and the
+    /// beginning of its body is no longer held, so that only the client can send it again.
+    pub fn unprocessed(detail: &str) -> Self {
+        let message = format!(
+            "the request was not processed, and its body is too large to be sent again from here: \
+             {detail}"
+        );
+        let (code, reason) = (StatusCode::BAD_GATEWAY, Reason::ServiceUnavailable);
+        let problem = Self::new(code, reason, "unprocessed", &message);
+        Problem { retry_after: Some(1), ..problem }
     }
 
     /// 401: whose request it is cannot be passed on.

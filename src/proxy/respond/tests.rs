@@ -124,6 +124,7 @@ fn only_what_was_never_sent_may_be_sent_again() {
         (Problem::no_upstream("x"), 503, "ServiceUnavailable", None),
         (Problem::unknown_fate("x"), 502, "InternalError", None),
         (Problem::bad_gateway("x"), 502, "InternalError", None),
+        (Problem::unprocessed("x"), 502, "ServiceUnavailable", Some("1")),
         (Problem::unauthorized("x"), 401, "Unauthorized", None),
         (Problem::bad_request("x"), 400, "BadRequest", None),
         (Problem::too_many_requests("x"), 429, "TooManyRequests", Some("1")),

@@ -4,9 +4,10 @@
 //! large buffer belongs to the thread: a connection holds one only between two reads of one turn.
 
 use std::cell::Cell;
+use std::future::poll_fn;
 use std::io;
 use std::pin::Pin;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
@@ -39,6 +40,9 @@ impl<T> ReadAhead<T> {
     }
 
     fn hand_out(&mut self, buf: &mut ReadBuf<'_>) {
+        if self.ahead.is_empty() {
+            return;
+        }
         let end = self.end.min(self.start + buf.remaining());
         buf.put_slice(&self.ahead[self.start..end]);
         self.start = end;
@@ -48,26 +52,44 @@ impl<T> ReadAhead<T> {
     }
 }
 
+impl<T: AsyncRead + Unpin> ReadAhead<T> {
+    /// Waits for the first bytes and shows them without taking them; none at the end. The buffer
+    /// stays with the connection until they are read.
+    ///
+    /// # Errors
+    /// Those of reading.
+    pub async fn peek(&mut self) -> io::Result<&[u8]> {
+        poll_fn(|cx| self.poll_fill(cx)).await?;
+        Ok(self.ahead.get(self.start..self.end).unwrap_or_default())
+    }
+
+    /// Reads if nothing is left of the last read.
+    fn poll_fill(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        if !self.ahead.is_empty() {
+            return Poll::Ready(Ok(()));
+        }
+        let mut spare = SPARE.take();
+        spare.resize(SIZE, 0); // the first time only
+        let mut large = ReadBuf::new(&mut spare);
+        let result = Pin::new(&mut self.inner).poll_read(cx, &mut large);
+        let end = large.filled().len();
+        if !matches!(result, Poll::Ready(Ok(()))) || end == 0 {
+            SPARE.set(spare);
+            return result;
+        }
+        (self.ahead, self.start, self.end) = (spare, 0, end);
+        Poll::Ready(Ok(()))
+    }
+}
+
 impl<T: AsyncRead + Unpin> AsyncRead for ReadAhead<T> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        let this = &mut *self;
-        if this.ahead.is_empty() {
-            let mut spare = SPARE.take();
-            spare.resize(SIZE, 0); // the first time only
-            let mut large = ReadBuf::new(&mut spare);
-            let result = Pin::new(&mut this.inner).poll_read(cx, &mut large);
-            let end = large.filled().len();
-            if !matches!(result, Poll::Ready(Ok(()))) || end == 0 {
-                SPARE.set(spare);
-                return result;
-            }
-            (this.ahead, this.start, this.end) = (spare, 0, end);
-        }
-        this.hand_out(buf);
+        ready!(self.poll_fill(cx))?;
+        self.hand_out(buf);
         Poll::Ready(Ok(()))
     }
 }
@@ -114,6 +136,8 @@ mod tests {
         theirs.write_all(&sent).await.unwrap();
         drop(theirs);
         let mut reader = ReadAhead::new(ours);
+        assert_eq!(reader.peek().await.unwrap()[..5], sent[..5]);
+        assert_eq!(reader.peek().await.unwrap().len(), SIZE, "what is there is not read again");
         let mut got = Vec::new();
         let mut piece = [0; 1000];
         loop {
@@ -123,6 +147,8 @@ mod tests {
             }
         }
         assert!(got == sent);
+        assert!(reader.peek().await.unwrap().is_empty(), "the end");
         assert!(reader.ahead.is_empty(), "the buffer went back to the thread");
+        assert_eq!(SPARE.take().len(), SIZE, "and is there");
     }
 }

@@ -4,6 +4,7 @@
 use std::cell::Cell;
 use std::error::Error;
 use std::future::{pending, poll_fn};
+use std::io;
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::rc::Rc;
@@ -15,7 +16,7 @@ use hyper::rt::Executor;
 use hyper::server::conn::{http1, http2};
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use tokio::io::AsyncWrite;
+use tokio::io::{AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::spawn_local;
 use tokio::time::{sleep, timeout};
@@ -26,6 +27,7 @@ use super::accept;
 use super::closing::Closing;
 use super::hygiene::ForwardedFor;
 use super::identify::{LastToken, Peer};
+use super::plain_http;
 use super::serve::{Client, Service, Serving};
 use super::stall::Stall;
 use super::taking::{Bounded, Taking, Told};
@@ -109,9 +111,8 @@ impl Listener {
         }
         // What changes from here on is for the next connection.
         let limits = &service.requests;
-        let acceptor = TlsAcceptor::from(self.tls.config());
-        let handshake =
-            acceptor.accept(ReadAhead::new(Stall::new(Linger::new(stream), limits.stall_timeout)));
+        let stream = ReadAhead::new(Stall::new(Linger::new(stream), limits.stall_timeout));
+        let handshake = self.handshake(stream);
         let stream = match timeout(service.limits.handshake_timeout, handshake).await {
             Ok(Ok(stream)) => stream,
             Ok(Err(error)) => {
@@ -142,6 +143,15 @@ impl Listener {
         if let Err(error) = result {
             tracing::debug!(listener = self.name, client = %from, %error, "connection ended");
         }
+    }
+
+    async fn handshake(&self, mut stream: ReadAhead<Stall<Linger>>) -> io::Result<ClientStream> {
+        if plain_http::is_request(stream.peek().await?) {
+            stream.write_all(plain_http::ANSWER).await?;
+            stream.flush().await?;
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "HTTP without TLS"));
+        }
+        TlsAcceptor::from(self.tls.config()).accept(stream).await
     }
 
     async fn http2(

@@ -170,6 +170,33 @@ async fn garbage_costs_its_own_connection_only() {
     assert!(soon("an event", watch.next()).await.unwrap().is_some());
 }
 
+/// As kube-apiserver answers it (`net/http`, `conn.serve`), however the request is cut into segments
+/// and whatever follows it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn plain_http_on_a_tls_port_is_answered_with_400() {
+    const ANSWER: &str =
+        "HTTP/1.0 400 Bad Request\r\n\r\nClient sent an HTTP request to an HTTPS server.\n";
+    let world = World::new(1);
+    let proxy = world.start().await;
+    let large = format!("POST / HTTP/1.1\r\nHost: a\r\n\r\n{}", "x".repeat(1 << 20));
+    for request in [
+        "GET / HTTP/1.1\r\nHost: a\r\n\r\n",
+        "HEAD / HTTP/1.0\r\n\r\n",
+        "PATCH /api HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}",
+        "OPTIONS * HTTP/1.1\r\n\r\n",
+        large.as_str(),
+    ] {
+        let mut stream = TcpStream::connect(proxy.addr).await.unwrap();
+        stream.write_all(request.as_bytes()).await.unwrap();
+        let mut answer = String::new();
+        let name = &request[..request.len().min(40)];
+        soon(name, stream.read_to_string(&mut answer)).await.unwrap();
+        assert_eq!(answer, ANSWER, "{name}");
+    }
+    let refused = "jackstay_downstream_refused_total{listener=\"apiserver\",reason=\"handshake\"}";
+    until("they are counted", async || proxy.metric(refused).await > 4.5).await;
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn http1_and_answers_without_a_body() {
     let certs = Certs::new();

@@ -8,13 +8,16 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use metrics::{Counter, Gauge, Histogram};
+use tokio::time::Instant;
 
 use super::events::{Change, Events};
 use super::history::History;
 use super::level::Level;
+use super::log::ACCESS_TARGET;
 use super::metrics::Registry;
 use super::names::{self, CONNECTION_STATES, ENDPOINT_STATES, VERBS};
 use super::own_errors::OwnErrors;
+use super::quota::LineQuota;
 
 /// Status codes that Kubernetes and we use; each has its own cell beside every verb. Any other
 /// valid code is counted as well, by way of the registry.
@@ -45,6 +48,8 @@ pub struct ListenerMetrics {
     pub connections: Level,
     /// Errors that were answered here and not by an apiserver.
     pub own_errors: OwnErrors,
+    /// Access-log lines about clients that left.
+    pub client_gone_lines: LineQuota,
 }
 
 impl std::fmt::Debug for ListenerMetrics {
@@ -66,6 +71,20 @@ impl ListenerMetrics {
             tunnels: level(&names::TUNNELS),
             connections: level(&names::DOWNSTREAM_CONNECTIONS),
             own_errors: OwnErrors::register(registry, name),
+            client_gone_lines: LineQuota::default(),
+        }
+    }
+
+    /// Logs how many access-log lines were suppressed, once it is known.
+    pub(super) fn log_suppressed(&self, now: Instant) {
+        if let Some(suppressed) = self.client_gone_lines.take_suppressed(now) {
+            tracing::info!(
+                target: ACCESS_TARGET,
+                listener = self.name,
+                reason = "the client left",
+                suppressed,
+                "repeated requests suppressed"
+            );
         }
     }
 

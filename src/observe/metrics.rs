@@ -110,15 +110,19 @@ impl Metrics {
         &self.events
     }
 
-    /// Folds the samples of histograms into their buckets, and ends a step of the history when its
-    /// time has come.
+    /// Folds the samples of histograms into their buckets, logs what was suppressed, and ends a step
+    /// of the history when its time has come.
     ///
     /// Until then every sample is kept (16 bytes each), so this must run about once a second, on
     /// the runtime of the admin endpoint; [`Self::render`] alone does it only when scraped.
     pub fn upkeep(&self) {
         self.handle.run_upkeep();
         self.events.flush();
-        self.step(Instant::now());
+        let now = Instant::now();
+        for listener in self.listeners.lock().unwrap_or_else(PoisonError::into_inner).values() {
+            listener.log_suppressed(now);
+        }
+        self.step(now);
     }
 
     /// Ends the steps of every endpoint's history that are over by `now`.

@@ -17,6 +17,7 @@ pub mod names;
 pub mod outcome;
 pub mod own_errors;
 pub mod passthrough;
+pub mod quota;
 pub mod redact;
 pub mod repeats;
 pub mod utc;

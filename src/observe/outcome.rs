@@ -21,6 +21,10 @@ use crate::config::AccessLog;
 
 /// Longest user agent in a log line, bytes.
 const MAX_USER_AGENT: usize = 256;
+/// Longest method in a log line, bytes: HTTP allows any token, and HTTP/2 one as long as a header.
+const MAX_METHOD: usize = 32;
+/// Longest reason in a log line, bytes: it may quote a header of the client.
+const MAX_REASON: usize = 512;
 
 /// Who ended an answer early.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -259,7 +263,8 @@ impl Outcome {
             }
     }
 
-    fn write_line(&self, code: u16, cutter: Option<Side>) {
+    /// Writes the line of the access log; `suppressed` lines before it were not written.
+    fn write_line(&self, code: u16, cutter: Option<Side>, suppressed: u64) {
         let Some(head) = &self.head else { return };
         let path = redact_path(head.uri.path_and_query().map_or("/", |path| path.as_str()));
         // A user agent is the client's to choose, so it is cut, and quoted by the formatter.
@@ -268,11 +273,12 @@ impl Outcome {
             .as_ref()
             .map(|value| String::from_utf8_lossy(value.as_bytes()))
             .map(|value| shorten(&value, MAX_USER_AGENT).into_owned());
+        let reason = self.reason.as_deref().map(|reason| shorten(reason, MAX_REASON));
         tracing::info!(
             target: super::log::ACCESS_TARGET,
             listener = self.listener.name(),
             client = %self.client,
-            method = head.method.as_str(),
+            method = &*shorten(head.method.as_str(), MAX_METHOD),
             path = &*path,
             verb = self.verb,
             code,
@@ -286,7 +292,8 @@ impl Outcome {
             user = self.user.as_str(),
             user_agent = user_agent.as_deref(),
             cut_by = cutter.map(Side::as_str),
-            reason = self.reason.as_deref(),
+            reason = reason.as_deref(),
+            suppressed = (suppressed > 0).then_some(suppressed),
             "request"
         );
     }
@@ -311,7 +318,13 @@ impl Drop for Outcome {
         match self.access {
             AccessLog::Off => {}
             AccessLog::Errors if !self.is_error(code, cutter) => {}
-            AccessLog::Errors | AccessLog::All => self.write_line(code, cutter),
+            // A client can open and leave requests as fast as it can write.
+            AccessLog::Errors if code == CLIENT_GONE || cutter == Some(Side::Client) => {
+                if let Some(suppressed) = listener.client_gone_lines.admit(Instant::now()) {
+                    self.write_line(code, cutter, suppressed);
+                }
+            }
+            AccessLog::Errors | AccessLog::All => self.write_line(code, cutter, 0),
         }
     }
 }
@@ -497,6 +510,65 @@ mod tests {
             assert_eq!(line[key], expected, "{key} in {line}");
         }
         assert!(line.get("cut_by").is_none() && line.get("resumes").is_none(), "{line}");
+    }
+
+    #[test]
+    fn access_line_bounds_every_string_of_the_client() {
+        let metrics = Metrics::new();
+        let captured = Captured::default();
+        let long = "M".repeat(60_000);
+        let head = http::Request::builder()
+            .method(long.as_str())
+            .uri(format!("/{0}?{0}={0}", &long[..20_000]))
+            .header("user-agent", &long)
+            .body(())
+            .expect("a valid request")
+            .into_parts()
+            .0;
+        captured.during(LogFormat::Text, || {
+            let client = IpAddr::from([127, 0, 0, 1]);
+            let listener = metrics.listener("a");
+            let mut outcome = Outcome::begin(&listener, AccessLog::Errors, client, &head);
+            outcome.cut(Side::Client, format!("Connection names {long}"));
+        });
+        let lines = captured.lines();
+        assert_eq!(lines.len(), 1);
+        assert!(lines[0].len() < 2_500, "{} bytes: {:.500}", lines[0].len(), lines[0]);
+        let method = format!("method=\"{}…\"", &long[..32]);
+        assert!(lines[0].contains(&method), "{}", lines[0]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn access_lines_of_clients_that_leave_are_limited_and_counted() {
+        let metrics = Metrics::new();
+        let captured = Captured::default();
+        let leave = |access, times| {
+            for _ in 0..times {
+                drop(begin(&metrics, access));
+                let mut cut = begin(&metrics, access);
+                cut.answered(200);
+            }
+        };
+        let numbers = |captured: &Captured| -> (usize, u64) {
+            let lines = captured.lines();
+            let count = |line: &String| line.split_once("suppressed=")?.1.parse::<u64>().ok();
+            let written = lines.iter().filter(|line| line.contains(" request ")).count();
+            (written, lines.iter().filter_map(count).sum())
+        };
+        captured.during(LogFormat::Text, || leave(AccessLog::Errors, 500));
+        assert_eq!(numbers(&captured), (20, 0));
+        tokio::time::advance(Duration::from_secs(6)).await;
+        captured.during(LogFormat::Text, || leave(AccessLog::Errors, 500));
+        assert_eq!(numbers(&captured), (40, 980), "the first line of a window has the count");
+        tokio::time::advance(Duration::from_secs(6)).await;
+        captured.during(LogFormat::Text, || metrics.upkeep());
+        assert_eq!(numbers(&captured), (40, 1_960), "and the end of the burst");
+        let last = captured.lines().pop().expect("a line");
+        assert!(last.contains(r#"repeated requests suppressed listener="a""#), "{last}");
+
+        let all = Captured::default();
+        all.during(LogFormat::Text, || leave(AccessLog::All, 500));
+        assert_eq!(numbers(&all), (1_000, 0), "`all` means every request");
     }
 
     #[test]

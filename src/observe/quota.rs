@@ -1,0 +1,87 @@
+//! A quota for log lines that any client can cause as often as it likes: a few in a window are
+//! written, the others are counted, and the count is written with the next line or after the window.
+//!
+//! Unlike [`super::Repeats`], it does not compare lines: the client chooses what they say.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+/// Lines of one window that are written.
+const LINES: u32 = 20;
+
+/// Length of a window, which begins with its first line.
+const WINDOW: Duration = Duration::from_secs(5);
+
+/// The lines of one kind; shared by all workers.
+#[derive(Debug, Default)]
+pub struct LineQuota(Mutex<Window>);
+
+#[derive(Debug, Default)]
+struct Window {
+    since: Option<Instant>,
+    written: u32,
+    suppressed: u64,
+}
+
+impl LineQuota {
+    /// Whether a line should be written now: `Some(n)` yes, and n were suppressed before it; `None`
+    /// no, and it is counted.
+    pub fn admit(&self, now: Instant) -> Option<u64> {
+        let mut window = self.window();
+        if window.is_over(now) {
+            let suppressed = window.suppressed;
+            *window = Window { since: Some(now), written: 1, suppressed: 0 };
+            return Some(suppressed);
+        }
+        if window.written < LINES {
+            window.written += 1;
+            return Some(0);
+        }
+        window.suppressed += 1;
+        None
+    }
+
+    /// How many lines a window suppressed that is over, once; `None` if there is nothing to say.
+    pub fn take_suppressed(&self, now: Instant) -> Option<u64> {
+        let mut window = self.window();
+        if !window.is_over(now) {
+            return None;
+        }
+        let suppressed = std::mem::take(&mut *window).suppressed;
+        (suppressed > 0).then_some(suppressed)
+    }
+
+    fn window(&self) -> MutexGuard<'_, Window> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Window {
+    fn is_over(&self, now: Instant) -> bool {
+        self.since.is_none_or(|since| now.saturating_duration_since(since) >= WINDOW)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quota_writes_the_first_lines_of_a_window_and_counts_the_others_once() {
+        let (quota, start) = (LineQuota::default(), Instant::now());
+        let at = |ms| start + Duration::from_millis(ms);
+        assert_eq!(quota.take_suppressed(at(0)), None);
+        let admitted = (0..100).filter(|ms| quota.admit(at(*ms)) == Some(0)).count();
+        assert_eq!(admitted, 20);
+        assert_eq!(quota.take_suppressed(at(4_999)), None, "the window is not over");
+        // The next line carries the count.
+        assert_eq!(quota.admit(at(5_000)), Some(80));
+        assert_eq!((0..21).filter(|_| quota.admit(at(5_001)).is_none()).count(), 2);
+        // Where there is no next line, the end of the window does.
+        assert_eq!(quota.take_suppressed(at(10_000)), Some(2));
+        assert_eq!(quota.take_suppressed(at(20_000)), None);
+        assert_eq!(quota.admit(at(20_001)), Some(0));
+    }
+}

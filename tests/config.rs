@@ -83,6 +83,25 @@ fn a_good_file_is_good() {
     assert_eq!(loaded.config.listeners[0].terminate().unwrap().limits.max_streams, 100);
 }
 
+#[test]
+fn yaml_tab_is_reported_on_its_own_line() {
+    let tab = "not valid YAML: a tab in the indentation; indent with spaces";
+    for (text, line) in [
+        ("log:\n\tlevel: info\n", 2),
+        ("log:\n  level: info\n\tformat: text\n", 3),
+        ("log:\n  level: info\n  \tformat: text\n", 3),
+        ("log:\n  level: info\n\n  # a word\n\t# another\n\tformat: text\n", 6),
+        ("log: {level: info}\n\tadmin: x\n", 2),
+        ("log: {level: info\n\tformat: text}\n", 2),
+        ("upstreams:\n- name: u\n\t  endpoints: []\n", 3),
+    ] {
+        assert_eq!(errors(text), [format!("f: line {line}: {tab}")], "{text:?}");
+    }
+    // Other mistakes keep their own words, whatever the next line begins with.
+    let other = errors("log: ]\n\tformat: text\n");
+    assert!(!other[0].contains("tab"), "{other:?}");
+}
+
 /// One replacement in a good file, and the lines that it earns.
 #[test]
 fn each_mistake_in_its_own_words() {

@@ -9,7 +9,9 @@ use std::io::{self, Write};
 use std::path::Path;
 use std::time::SystemTime;
 
-use crate::config::{CertPaths, Config, ConfigError, ConfigErrors, Overrides, Terminate, load};
+use crate::config::{
+    self, CertPaths, Config, ConfigError, ConfigErrors, Draft, Overrides, Terminate,
+};
 use crate::control::discovery::{file as endpoints_file, kubeconfig};
 use crate::net::local_ca::LocalCa;
 use crate::net::tls_files::{
@@ -37,7 +39,23 @@ pub struct Findings {
     pub facts: Vec<String>,
 }
 
-/// Loads every certificate, CA bundle and token that `config`, read from `file`, names.
+/// Everything that is wrong with a configuration, whatever else is: its form and its values first,
+/// then the files that it names.
+pub fn check_draft(file: &Path, draft: &Draft, now: SystemTime) -> Findings {
+    let mut found = match &draft.config {
+        Some(config) => check_files(file, config, now),
+        None => Findings::default(),
+    };
+    // A key that is wrong has been reported; what was looked at instead is a stand-in.
+    let is_new = |error: &ConfigError| !draft.errors.iter().any(|known| known.path == error.path);
+    found.errors.retain(is_new);
+    found.sources.retain(is_new);
+    found.errors.splice(..0, draft.errors.iter().cloned());
+    found
+}
+
+/// Loads every certificate, CA bundle and token that `config`, read from `file`, names. An empty
+/// path is a stand-in for one that could not be read.
 ///
 /// An identity whose files do not exist yet is a note: kubelet writes them once it has joined.
 pub fn check_files(file: &Path, config: &Config, now: SystemTime) -> Findings {
@@ -83,28 +101,25 @@ pub fn run(
     out: &mut impl Write,
     err: &mut impl Write,
 ) -> io::Result<u8> {
-    let loaded = match load(file, env, overrides) {
-        Ok(loaded) => loaded,
-        Err(errors) => {
-            writeln!(err, "{errors}")?;
-            return Ok(2);
-        }
-    };
-    let found = check_files(file, &loaded.config, SystemTime::now());
-    for warning in &loaded.warnings {
+    let draft = config::draft(file, env, overrides);
+    let found = check_draft(file, &draft, SystemTime::now());
+    for warning in &draft.warnings {
         writeln!(out, "warning: {warning}")?;
     }
     for note in found.facts.iter().chain(&found.notes) {
         writeln!(out, "note: {note}")?;
     }
     let errors = [found.errors, found.sources].concat();
-    if !errors.is_empty() {
-        writeln!(err, "{}", ConfigErrors(errors))?;
-        return Ok(2);
-    }
-    let listeners = counted(loaded.config.listeners.len(), "listener");
-    let upstreams = counted(loaded.config.upstreams.len(), "upstream");
-    let endpoints: usize = loaded.config.upstreams.iter().map(|u| u.endpoints.len()).sum();
+    let config = match draft.config {
+        Some(config) if errors.is_empty() => config,
+        _ => {
+            writeln!(err, "{}", ConfigErrors(errors))?;
+            return Ok(2);
+        }
+    };
+    let listeners = counted(config.listeners.len(), "listener");
+    let upstreams = counted(config.upstreams.len(), "upstream");
+    let endpoints: usize = config.upstreams.iter().map(|u| u.endpoints.len()).sum();
     let endpoints = counted(endpoints, "endpoint");
     writeln!(out, "{}: ok ({listeners}, {upstreams}, {endpoints})", file.display())?;
     Ok(0)
@@ -172,7 +187,24 @@ impl Check {
         }
     }
 
+    /// Reports the files of a certificate that do not exist, but for `known`.
+    fn missing(&mut self, at: &str, paths: &CertPaths, known: Option<&Path>) {
+        for (key, file) in [("cert_file", &paths.cert_file), ("key_file", &paths.key_file)] {
+            let is_new = !file.as_os_str().is_empty() && known != Some(file.as_path());
+            if let Some(Err(error)) = is_new.then(|| std::fs::metadata(file)) {
+                let reason = error.to_string();
+                let reason = reason.split(" (os error").next().unwrap_or_default();
+                let message = format!("cannot read {}: {reason}", file.display());
+                self.error(&format!("{at}.{key}"), message);
+            }
+        }
+    }
+
     fn cert(&mut self, at: &str, paths: &CertPaths) -> Option<CertInfo> {
+        if [&paths.cert_file, &paths.key_file].iter().any(|file| file.as_os_str().is_empty()) {
+            self.missing(at, paths, None);
+            return None;
+        }
         match load_cert(paths) {
             Ok(loaded) => {
                 self.time(&format!("{at}.cert_file"), &paths.cert_file, &loaded.info);
@@ -180,6 +212,7 @@ impl Check {
             }
             Err(error) => {
                 self.cert_error(at, paths, &error);
+                self.missing(at, paths, Some(&error.path));
                 None
             }
         }
@@ -200,6 +233,10 @@ impl Check {
         let mut subjects: Vec<(usize, Subject)> = Vec::new();
         for (i, paths) in identities.iter().enumerate() {
             let at_item = format!("{at}[{i}]");
+            // An identity may be awaited: only a whole one is looked at.
+            if [&paths.cert_file, &paths.key_file].iter().any(|file| file.as_os_str().is_empty()) {
+                continue;
+            }
             if let Err(error) = load_cert(paths)
                 && error.is_missing()
             {
@@ -320,6 +357,7 @@ fn is_late(info: &CertInfo, now: SystemTime) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::load;
     use rcgen::{CertificateParams, DnType, KeyPair};
     use std::fs;
     use std::time::Duration;
@@ -442,6 +480,9 @@ mod tests {
                 "c.yaml: listeners[0].tls.cert_file: cannot read none.crt: No such file or \
                  directory"
                     .into(),
+                "c.yaml: listeners[0].tls.key_file: cannot read none.key: No such file or \
+                 directory"
+                    .into(),
                 format!("c.yaml: listeners[0].client_ca_file: ca.crt: {expired}"),
                 "c.yaml: listeners[0].identities[1].cert_file: old.crt: the certificate of CN=old \
                  expired on 2026-01-01"
@@ -464,6 +505,51 @@ mod tests {
                      2030-01-01T00:00:00Z; is this machine's clock right?";
         let early = format!("c.yaml: listeners[0].identities[6].cert_file: {early}");
         assert!(notes.contains(&early), "{notes:?}");
+    }
+
+    #[test]
+    fn check_reports_files_beside_wrong_keys_and_values() {
+        let dir = dir();
+        dir.write(
+            "c.yaml",
+            "workers: many\nupstreams: [{name: u, colour: red, endpoints: ['10.0.0.1:6443'], \
+             endpoints_file: /, tls: {ca_file: gone-ca.crt}, health: {readyz: {token_file: gone, \
+             cert_file: 7}}}]\nlisteners: [{name: l, bind: ['127.0.0.1:0'], upstream: u, \
+             tls: {cert_file: gone.crt, key_file: gone.key}, client_ca_file: gone-ca.crt, \
+             identities: [{cert_file: node.crt}, {cert_file: later.crt, key_file: later.key}]}, \
+             {name: m, bind: ['127.0.0.1:0'], upstream: u, tls: {cert_file: gone.crt}}]\n",
+        );
+        let (mut out, mut err) = (Vec::new(), Vec::new());
+        let path = dir.0.path().join("c.yaml");
+        // Paths are relative to the directory of the process: none of these is there.
+        let code = super::run(&path, [], &Overrides::default(), &mut out, &mut err).unwrap();
+        let err = String::from_utf8(err).unwrap();
+        let prefix = format!("{}: ", path.display());
+        let paths: Vec<_> = err
+            .lines()
+            .map(|line| line.strip_prefix(&prefix).unwrap().split(": ").next().unwrap())
+            .collect();
+        assert_eq!(
+            (code, paths),
+            (
+                2,
+                vec![
+                    "workers",
+                    "upstreams[0].health.readyz.cert_file",
+                    "upstreams[0].colour",
+                    "listeners[0].identities[0].key_file",
+                    "listeners[1].tls.key_file",
+                    "upstreams[0].tls.ca_file",
+                    "upstreams[0].health.readyz.token_file",
+                    "listeners[0].tls.cert_file",
+                    "listeners[0].tls.key_file",
+                    "listeners[0].client_ca_file",
+                    "listeners[1].tls.cert_file",
+                    "upstreams[0].endpoints_file",
+                ]
+            ),
+            "{err}"
+        );
     }
 
     #[test]

@@ -86,14 +86,14 @@ impl RunArgs {
             Some(file) => run::Place {
                 name: file.clone(),
                 is_file: true,
-                read: Box::new(move || config::load(&file, config::environment(), &overrides)),
+                read: Box::new(move || config::draft(&file, config::environment(), &overrides)),
             },
             None => run::Place {
                 name: PathBuf::from("command line"),
                 is_file: false,
                 read: Box::new(move || {
                     let env = config::environment();
-                    config::from_flags(&self.listen, &self.upstream, env, &overrides)
+                    config::draft_from_flags(&self.listen, &self.upstream, env, &overrides)
                 }),
             },
         }

@@ -13,7 +13,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use super::{check, upgrade};
 use crate::app::reload::{Fresh, Origin};
 use crate::app::{App, Running, StartError};
-use crate::config::{ConfigErrors, Loaded};
+use crate::config::Draft;
 use crate::net::inherited::Inherited;
 use crate::net::notify::ServiceManager;
 use crate::observe::log;
@@ -28,7 +28,7 @@ pub struct Place {
     /// Whether that is a file, which can change while we run.
     pub is_file: bool,
     /// Reads it.
-    pub read: Box<dyn Fn() -> Result<Loaded, ConfigErrors> + Send>,
+    pub read: Box<dyn Fn() -> Draft + Send>,
 }
 
 /// Why a process ends.
@@ -113,12 +113,12 @@ fn inherit(given: Vec<OwnedFd>) -> Inherited {
 
 /// Reads the configuration and every file that it names. The lines are what is as it should be.
 fn read(place: &Place) -> Result<(Fresh, Vec<String>), Vec<String>> {
-    let lines = |errors: ConfigErrors| errors.0.iter().map(ToString::to_string).collect();
-    let Loaded { config, mut warnings } = (place.read)().map_err(lines)?;
-    let found = check::check_files(&place.name, &config, SystemTime::now());
-    if !found.errors.is_empty() {
-        return Err(lines(ConfigErrors(found.errors)));
-    }
+    let draft = (place.read)();
+    let found = check::check_draft(&place.name, &draft, SystemTime::now());
+    let (config, mut warnings) = match draft.config {
+        Some(config) if found.errors.is_empty() => (config, draft.warnings),
+        _ => return Err(found.errors.iter().map(ToString::to_string).collect()),
+    };
     // It starts when nothing else does: a source that is broken is followed until it is mended.
     warnings.extend(found.sources.iter().map(ToString::to_string));
     warnings.extend(found.notes);

@@ -46,6 +46,37 @@ pub struct Loaded {
     pub warnings: Vec<String>,
 }
 
+/// A configuration as far as it could be read, with every mistake that was found on the way.
+#[derive(Debug)]
+pub struct Draft {
+    /// What was read, with stand-ins (empty paths, defaults) in the place of values that are wrong.
+    /// `None`: the file cannot be read to its end.
+    pub config: Option<Config>,
+    /// Every mistake; none: the configuration can be used.
+    pub errors: Vec<ConfigError>,
+    /// What is allowed and probably not meant, one line each.
+    pub warnings: Vec<String>,
+}
+
+impl Draft {
+    fn new(config: Option<Config>, report: Report) -> Self {
+        Self { config, errors: report.errors, warnings: report.warnings }
+    }
+
+    /// The configuration, if nothing is wrong with it.
+    ///
+    /// # Errors
+    /// Every mistake.
+    pub fn finish(self) -> Result<Loaded, ConfigErrors> {
+        match self.config {
+            Some(config) if self.errors.is_empty() => {
+                Ok(Loaded { config, warnings: self.warnings })
+            }
+            _ => Err(ConfigErrors(self.errors)),
+        }
+    }
+}
+
 /// Values given as flags, as text; they win over every other layer.
 #[derive(Debug, Clone, Default)]
 pub struct Overrides {
@@ -79,25 +110,26 @@ pub fn load(
     env: impl IntoIterator<Item = (String, String)>,
     overrides: &Overrides,
 ) -> Result<Loaded, ConfigErrors> {
+    draft(path, env, overrides).finish()
+}
+
+/// Reads a configuration as far as it goes, for callers that look at the files it names whatever
+/// else is wrong with it.
+pub fn draft(
+    path: &Path,
+    env: impl IntoIterator<Item = (String, String)>,
+    overrides: &Overrides,
+) -> Draft {
     let mut report = Report { file: path.display().to_string(), ..Report::default() };
     let config = read_all(path, env, overrides, &mut report);
-    match config {
-        Some(config) if report.errors.is_empty() => {
-            Ok(Loaded { config, warnings: report.warnings })
-        }
-        _ => Err(ConfigErrors(report.errors)),
-    }
+    Draft::new(config, report)
 }
 
 /// Validates the text of a file that is still to be written at `path`.
 pub fn validate_text(path: &Path, text: &str) -> Result<Loaded, ConfigErrors> {
     let mut report = Report { file: path.display().to_string(), ..Report::default() };
-    match assemble(Some(text), [], &Overrides::default(), &mut report) {
-        Some(config) if report.errors.is_empty() => {
-            Ok(Loaded { config, warnings: report.warnings })
-        }
-        _ => Err(ConfigErrors(report.errors)),
-    }
+    let config = assemble(Some(text), [], &Overrides::default(), &mut report);
+    Draft::new(config, report).finish()
 }
 
 /// A configuration without a file: connections to any of `listen` are passed through to the
@@ -112,6 +144,16 @@ pub fn from_flags(
     env: impl IntoIterator<Item = (String, String)>,
     overrides: &Overrides,
 ) -> Result<Loaded, ConfigErrors> {
+    draft_from_flags(listen, upstream, env, overrides).finish()
+}
+
+/// What [`from_flags`] makes, as far as it goes.
+pub fn draft_from_flags(
+    listen: &[String],
+    upstream: &[String],
+    env: impl IntoIterator<Item = (String, String)>,
+    overrides: &Overrides,
+) -> Draft {
     let mut report = Report { file: COMMAND_LINE.to_owned(), ..Report::default() };
     let layer = flags_as_file(listen, upstream);
     let config = read_layers(Some(&layer), env, overrides, &mut report);
@@ -124,12 +166,7 @@ pub fn from_flags(
         error.path = flags(&error.path);
         error.message = flags(&error.message);
     }
-    match config {
-        Some(config) if report.errors.is_empty() => {
-            Ok(Loaded { config, warnings: report.warnings })
-        }
-        _ => Err(ConfigErrors(report.errors)),
-    }
+    Draft::new(config, report)
 }
 
 fn flags_as_file(listen: &[String], upstream: &[String]) -> Layer {

@@ -22,6 +22,9 @@ pub use address::collide;
 pub use destination::Destination;
 pub use effective::effective;
 pub use errors::{ConfigError, ConfigErrors};
-pub use load::{Loaded, Overrides, environment, from_flags, load, validate_text};
+pub use load::{
+    Draft, Loaded, Overrides, draft, draft_from_flags, environment, from_flags, load, validate_text,
+};
 pub use model::*;
 pub use units::{format_duration, format_size, parse_duration, parse_size};
+pub use yaml::syntax_error;

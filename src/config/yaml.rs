@@ -9,7 +9,7 @@ use std::fmt::Write as _;
 use config::{Map, Value, ValueKind};
 use yaml_rust2::Event;
 use yaml_rust2::parser::Parser;
-use yaml_rust2::scanner::TScalarStyle;
+use yaml_rust2::scanner::{ScanError, TScalarStyle};
 
 use super::errors::{join, quote, quote_key};
 
@@ -71,8 +71,8 @@ impl Builder<'_> {
             let (event, mark) = match parser.next_token() {
                 Ok(next) => next,
                 Err(error) => {
-                    let at = format!("line {}", error.marker().line());
-                    return self.stop(at, format!("not valid YAML: {}", error.info()));
+                    let (line, message) = syntax_error(text, &error);
+                    return self.stop(format!("line {line}"), message);
                 }
             };
             let line = || format!("line {}", mark.line());
@@ -166,6 +166,28 @@ impl Builder<'_> {
             }
         }
         path
+    }
+}
+
+/// The line and the message of an error of the parser.
+///
+/// Of a tab in the indentation the parser reports where the value before it begins, which is the
+/// line above or one further up; here it is the line with the tab.
+pub fn syntax_error(text: &str, error: &ScanError) -> (usize, String) {
+    let (reported, info) = (error.marker().line(), error.info());
+    let starts_with_tab = |line: &str| {
+        let rest = line.trim_start_matches(' ');
+        rest.starts_with('\t') && !matches!(rest.trim_start().chars().next(), None | Some('#'))
+    };
+    let lines = text.lines().zip(1..).skip(reported.saturating_sub(1));
+    // After a flow collection or a comment it misses a key instead, on the right line.
+    let is_key_missing = info.contains("did not find expected key");
+    match lines.filter(|(line, _)| starts_with_tab(line)).map(|(_, number)| number).next() {
+        Some(number) if info.contains("tab") || is_key_missing && number == reported => {
+            let message = "not valid YAML: a tab in the indentation; indent with spaces";
+            (number, message.to_owned())
+        }
+        _ => (reported, format!("not valid YAML: {info}")),
     }
 }
 

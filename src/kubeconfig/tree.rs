@@ -10,6 +10,8 @@ use yaml_rust2::Event;
 use yaml_rust2::parser::{Parser, Tag};
 use yaml_rust2::scanner::TScalarStyle;
 
+use crate::config::syntax_error;
+
 /// Deepest nesting read: extensions may hold anything, a stack may not.
 const MAX_DEPTH: usize = 64;
 
@@ -135,9 +137,10 @@ pub fn parse(text: &str) -> Result<Option<Node>, String> {
     let mut parser = Parser::new_from_str(text.strip_prefix('\u{feff}').unwrap_or(text));
     let mut documents = 0;
     loop {
-        let (event, mark) = parser
-            .next_token()
-            .map_err(|e| format!("line {}: not valid YAML: {}", e.marker().line(), e.info()))?;
+        let (event, mark) = parser.next_token().map_err(|error| {
+            let (line, message) = syntax_error(text, &error);
+            format!("line {line}: {message}")
+        })?;
         let at = |message: &str| format!("line {}: {message}", mark.line());
         if let Event::SequenceStart(..) | Event::MappingStart(..) = event
             && builder.stack.len() >= MAX_DEPTH
@@ -418,6 +421,7 @@ users:
         for (text, expected) in [
             ("a: 1\na: 2\n", "line 2: a key appears twice in one map"),
             ("a: [\n", "not valid YAML"),
+            ("a: 1\n\tb: 2\n", "line 2: not valid YAML: a tab in the indentation"),
             ("? [a]\n: b\n", "line 1: a key must be a word"),
             ("a: 1\n---\nb: 2\n", "a second YAML document"),
             ("a: &x {<<: *x}\n", "merge keys"),

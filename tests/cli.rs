@@ -107,10 +107,15 @@ struct Running {
 
 impl Running {
     fn start(args: &[&str]) -> Self {
+        Self::start_at("127.0.0.1:0", args)
+    }
+
+    /// With its admin endpoint there.
+    fn start_at(admin: &str, args: &[&str]) -> Self {
         let mut child = Command::new(env!("CARGO_BIN_EXE_jackstay"))
             .arg("run")
             .args(args)
-            .args(["--admin", "127.0.0.1:0"])
+            .args(["--admin", admin])
             .env("JACKSTAY__STATE_DIR", "")
             .stderr(Stdio::piped())
             .spawn()
@@ -119,7 +124,7 @@ impl Running {
         let mut lines = stderr.lines().map_while(Result::ok);
         let said = lines.find(|line| line.contains("the admin endpoint listens"));
         let said = said.expect("it says where its admin endpoint is");
-        let at = said.find("127.0.0.1:").expect("an address");
+        let at = said.find("127.0.0.").expect("an address");
         let part = |c: &char| c.is_ascii_digit() || ".:".contains(*c);
         let admin = said[at..].chars().take_while(part).collect();
         // It must not wait for a reader.
@@ -127,9 +132,14 @@ impl Running {
         Self { child, admin }
     }
 
+    /// What it prints; the exit code says whether requests can be served.
+    fn asked(&self, args: &[&str]) -> Output {
+        jackstay(&[&["status", "--admin", &self.admin], args].concat())
+    }
+
     fn status(&self, args: &[&str]) -> String {
-        let out = jackstay(&[&["status", "--admin", &self.admin], args].concat());
-        assert!(out.status.success(), "{}", text(&out.stderr));
+        let out = self.asked(args);
+        assert!(!out.stdout.is_empty(), "{}", text(&out.stderr));
         text(&out.stdout)
     }
 
@@ -192,6 +202,106 @@ fn what_the_start_took_is_given_back() {
 fn states(status: &Value) -> Vec<&str> {
     let endpoints = status["upstreams"][0]["endpoints"].as_array().expect("endpoints");
     endpoints.iter().map(|e| e["state"].as_str().expect("a state")).collect()
+}
+
+/// A port where nothing listens, held until the socket is dropped. On an address of loopback that no
+/// other test takes ports of.
+fn silent_port() -> (socket2::Socket, String) {
+    let held = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None);
+    let held = held.expect("a socket");
+    held.bind(&SocketAddr::from(([127, 0, 0, 77], 0)).into()).expect("a port");
+    let at = held.local_addr().expect("an address").as_socket().expect("of IPv4").to_string();
+    (held, at)
+}
+
+#[test]
+fn status_fails_with_every_endpoint_down_and_still_prints_the_table() {
+    let (_held, dead) = silent_port();
+    let running = Running::start(&["--listen", "127.0.0.1:0", "--upstream", &dead]);
+    running.until("ejected", |status| states(status) == ["ejected"]);
+    // A client is reset, and that is counted and shown as jackstay's own doing.
+    let mut client = std::net::TcpStream::connect(running.addresses()[0]).expect("it listens");
+    let _ = std::io::Read::read(&mut client, &mut [0]);
+    let count = |status: &Value| status["listeners"][0]["own_errors"][0]["count"] == 1;
+    running.until("counted", count);
+    let shown = running.status(&[]);
+    assert!(shown.contains("  ·  1 error answered by jackstay itself"), "{shown}");
+    assert!(shown.contains("own error reset, unreachable: 1 time, last "), "{shown}");
+    for args in [&[][..], &["--output", "json"], &["--wait", "--timeout", "200ms"]] {
+        let out = running.asked(args);
+        let error = text(&out.stderr);
+        assert_eq!(out.status.code(), Some(1), "{args:?} {error}");
+        assert!(text(&out.stdout).contains(&dead), "{args:?}");
+        assert!(error.starts_with("requests cannot be served"), "{args:?} {error}");
+        assert!(error.contains(&format!("{dead} is ejected (")), "{args:?} {error}");
+        assert_eq!(error.lines().count(), 1, "{error}");
+    }
+    assert_eq!(jackstay(&["status", "--wait", "--watch"]).status.code(), Some(2));
+    assert_eq!(jackstay(&["status", "--timeout", "1s"]).status.code(), Some(2));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn status_wait_returns_when_the_process_and_an_apiserver_are_there() {
+    let world = World::new(1);
+    world.servers[0].kill();
+    let (held, admin) = silent_port();
+    let waiting = Command::new(env!("CARGO_BIN_EXE_jackstay"))
+        .args(["status", "--wait", "--timeout", "60s", "--admin", &admin])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("it starts");
+    let upstream = world.servers[0].addr.to_string();
+    drop(held);
+    let args = ["--listen", "127.0.0.1:0", "--upstream", &upstream];
+    let running = Running::start_at(&admin, &args);
+    running.until("ejected", |status| states(status) == ["ejected"]);
+    world.servers[0].restart().expect("its port");
+    let out = waiting.wait_with_output().expect("it ends");
+    assert_eq!((out.status.code(), text(&out.stderr).as_str()), (Some(0), ""));
+    assert!(text(&out.stdout).contains(&upstream), "{}", text(&out.stdout));
+    let out = running.asked(&[]);
+    assert_eq!(out.status.code(), Some(0), "{}", text(&out.stderr));
+}
+
+/// A shell opens the descriptor: this process cannot hand one down by number without unsafe code.
+fn run_with_descriptor_9(args: &str) -> Child {
+    let command =
+        format!("exec {} run --ready-fd 9 {args} 9>&1 >&2", env!("CARGO_BIN_EXE_jackstay"));
+    Command::new("sh")
+        .args(["-c", &command])
+        .env("JACKSTAY__STATE_DIR", "")
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("it starts")
+}
+
+#[test]
+fn run_writes_to_the_ready_descriptor_once_clients_can_connect() {
+    let (held, listener) = silent_port();
+    let (_dead, upstream) = silent_port();
+    drop(held);
+    let args = format!("--listen {listener} --upstream {upstream} --admin 127.0.0.1:0");
+    let mut child = run_with_descriptor_9(&args);
+    let mut said = Vec::new();
+    // To its end: the descriptor is closed, although the process goes on.
+    std::io::Read::read_to_end(&mut child.stdout.take().expect("a pipe"), &mut said).expect("read");
+    assert_eq!(said, b"\n");
+    std::net::TcpStream::connect(&listener).expect("it listens");
+    assert!(child.try_wait().expect("its state").is_none(), "it goes on");
+    child.kill().expect("killed");
+    child.wait().expect("waited for");
+
+    // A start that fails is the end of the file, without a newline.
+    let child = run_with_descriptor_9("--config /does/not/exist");
+    let out = child.wait_with_output().expect("it ends");
+    assert_eq!((out.status.code(), out.stdout), (Some(2), Vec::new()));
+
+    let args = ["run", "--listen", "127.0.0.1:0", "--upstream", "10.0.0.1:1", "--ready-fd", "777"];
+    let out = jackstay(&args);
+    assert_eq!(out.status.code(), Some(2));
+    assert!(text(&out.stderr).contains("--ready-fd 777: no such descriptor is open"));
 }
 
 #[tokio::test(flavor = "multi_thread")]

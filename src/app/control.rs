@@ -128,7 +128,7 @@ impl Control {
         }
         tasks.answer(&self.built.admin, &self.facts);
         // It serves; whether an apiserver can be reached is not what others should wait for.
-        self.manager.tell("READY=1");
+        self.manager.tell_ready();
         let (wishes, mut asked) = unbounded_channel();
         tasks.open_door(&self.built, &wishes, &self.replaced, succeeds).await;
         let mut look = interval(LOOK);
@@ -239,7 +239,7 @@ impl Control {
         self.metrics.config_reloaded(attempt.is_ok());
         self.facts.reloaded(attempt.clone());
         // Also after one that failed: what serves is ready.
-        self.manager.tell("READY=1");
+        self.manager.tell_ready();
         attempt
     }
 

@@ -11,6 +11,7 @@ mod run;
 mod status;
 mod upgrade;
 
+use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -22,6 +23,15 @@ use crate::observe::build;
 
 /// Where the admin endpoint is unless it is told otherwise: the default of `admin.bind`.
 const ADMIN: &str = "127.0.0.1:9643";
+
+/// Whether a terminal may be written to in colours (<https://no-color.org>).
+fn colour_is_wanted() -> bool {
+    is_colour_wanted(std::env::var_os("NO_COLOR").as_deref())
+}
+
+fn is_colour_wanted(no_color: Option<&OsStr>) -> bool {
+    no_color.is_none_or(OsStr::is_empty)
+}
 
 /// The line between a Kubernetes node and its control plane.
 #[derive(Debug, Parser)]
@@ -74,6 +84,10 @@ struct RunArgs {
     /// begin to serve, and let it drain and end. Without one, start as usual.
     #[arg(long)]
     take_over: bool,
+    /// Write a newline to this open descriptor once clients can connect, and close it. For what waits
+    /// for an apiserver as well: `jackstay status --wait`.
+    #[arg(long, value_name = "FD", value_parser = clap::value_parser!(i32).range(3..))]
+    ready_fd: Option<i32>,
     #[command(flatten)]
     scalars: ScalarArgs,
 }
@@ -154,8 +168,21 @@ pub fn main() -> ExitCode {
     match cli.command {
         Command::Run(args) => {
             let given = inherited::from_service_manager();
-            let take_over = args.take_over;
-            run::run(args.place(), given, take_over)
+            let ready = args.ready_fd.map(|number| {
+                inherited::by_number(number, &given)
+                    .map_err(|error| format!("--ready-fd {number}: {error}"))
+            });
+            match ready.transpose() {
+                Ok(ready) => {
+                    let from_parent = run::FromParent { sockets: given, ready };
+                    let take_over = args.take_over;
+                    run::run(args.place(), from_parent, take_over)
+                }
+                Err(error) => {
+                    eprintln!("{error}");
+                    ExitCode::from(2)
+                }
+            }
         }
         Command::Check(args) => {
             let (mut out, mut err) = (std::io::stdout().lock(), std::io::stderr().lock());
@@ -171,5 +198,16 @@ pub fn main() -> ExitCode {
         Command::Status(args) => status::run(&args),
         Command::Completions { shell } => manual::completions(shell, Cli::command()),
         Command::Man { out } => manual::pages(out.as_deref(), Cli::command()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_color_switches_colours_off_unless_it_is_empty() {
+        assert!(is_colour_wanted(None) && is_colour_wanted(Some(OsStr::new(""))));
+        assert!(!is_colour_wanted(Some(OsStr::new("1"))));
     }
 }

@@ -31,6 +31,14 @@ pub struct Place {
     pub read: Box<dyn Fn() -> Draft + Send>,
 }
 
+/// Descriptors that this process was started with.
+pub struct FromParent {
+    /// The sockets of the service manager.
+    pub sockets: Vec<OwnedFd>,
+    /// Is written to when this process serves.
+    pub ready: Option<OwnedFd>,
+}
+
 /// Why a process ends.
 enum End {
     /// By a signal.
@@ -41,9 +49,8 @@ enum End {
 
 /// Runs until SIGTERM or SIGINT, or until a new process has taken over, and drains; the second of
 /// these signals cuts the drain short. SIGHUP reads the
-/// configuration again, SIGUSR2 starts the binary again, as such a new process. `given` are the
-/// sockets of the service manager.
-pub fn run(place: Place, given: Vec<OwnedFd>, take_over: bool) -> ExitCode {
+/// configuration again, SIGUSR2 starts the binary again, as such a new process.
+pub fn run(place: Place, from_parent: FromParent, take_over: bool) -> ExitCode {
     let (Fresh { config, warnings }, facts) = match read(&place) {
         Ok(read) => read,
         Err(errors) => {
@@ -69,10 +76,12 @@ pub fn run(place: Place, given: Vec<OwnedFd>, take_over: bool) -> ExitCode {
         read: Box::new(move || read(&place).map(|(fresh, _)| fresh)),
         log: log.knobs(),
     });
-    let manager = Arc::new(ServiceManager::from_environment().unwrap_or_else(|error| {
+    let manager = ServiceManager::from_environment().unwrap_or_else(|error| {
         tracing::warn!(%error, "cannot reach the service manager at NOTIFY_SOCKET; going on without it");
         ServiceManager::default()
-    }));
+    });
+    let FromParent { sockets: given, ready } = from_parent;
+    let manager = Arc::new(manager.with_ready_descriptor(ready));
     let told = Arc::clone(&manager);
     let start = move || {
         let inherited = inherit(given);

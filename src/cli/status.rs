@@ -3,20 +3,24 @@
 //! On a terminal `--watch` draws in place, on the alternate screen, each picture in one write, so
 //! that nothing flickers and the shell's history stays. Elsewhere it prints one picture after the
 //! other. A jackstay that goes away and comes back is followed through.
+//!
+//! The exit code says whether requests can be served: 1 also where an upstream has no usable
+//! endpoint. `--wait` asks until they can.
 
 mod grid;
+mod usable;
 mod view;
 
 use std::io::{self, IsTerminal, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::process::ExitCode;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 use serde_json::Value;
 
-use super::ADMIN;
-use crate::config::parse_duration;
+use super::{ADMIN, colour_is_wanted};
+use crate::config::{format_duration, parse_duration};
 use crate::observe::utc::Utc;
 
 /// A local answer that takes longer is none.
@@ -25,7 +29,7 @@ const TIMEOUT: Duration = Duration::from_secs(5);
 /// Largest answer that is read: 256 endpoints with all their connections have less.
 const MAX_ANSWER: u64 = 16 << 20;
 
-/// Shortest pause between two pictures.
+/// Shortest pause between two pictures, and the pause of `--wait`.
 const SHORTEST: Duration = Duration::from_millis(100);
 
 /// Arguments of `jackstay status`.
@@ -36,8 +40,15 @@ pub struct StatusArgs {
     admin: SocketAddr,
     /// Ask again and again; the default pause is 1s.
     #[arg(long, short, value_name = "EVERY", num_args = 0..=1, default_missing_value = "1s",
-          value_parser = every, require_equals = true)]
+          value_parser = every, require_equals = true, conflicts_with = "wait")]
     watch: Option<Duration>,
+    /// Wait until it runs and an apiserver of every upstream can be used, then print its status.
+    #[arg(long)]
+    wait: bool,
+    /// How long to wait before giving up with exit code 1.
+    #[arg(long, value_name = "TIME", default_value = "60s", value_parser = parse_duration,
+          requires = "wait")]
+    timeout: Duration,
     /// How to print it.
     #[arg(long, short, value_name = "FORMAT", default_value = "table")]
     output: Output,
@@ -59,19 +70,59 @@ fn every(text: &str) -> Result<Duration, String> {
 /// Asks the admin endpoint and prints what it says.
 pub fn run(args: &StatusArgs) -> ExitCode {
     let result = match args.watch {
-        None => fetch(args.admin, "/status").map(|status| print(args, &status)),
+        None if args.wait => return wait(args),
+        None => fetch(args.admin, "/status").map(|status| {
+            print(args, &status);
+            usable::complaint(&status)
+        }),
         Some(pause) if args.output == Output::Table && io::stdout().is_terminal() => {
-            live(args, pause)
+            live(args, pause).map(|()| None)
         }
-        Some(pause) => follow(args, pause),
+        Some(pause) => follow(args, pause).map(|()| None),
     };
     match result {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(None) => ExitCode::SUCCESS,
+        Ok(Some(complaint)) => {
+            eprintln!("requests cannot be served: {complaint}");
+            ExitCode::FAILURE
+        }
         // Whoever read our output has seen enough (`| head`).
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("{}", explain(args.admin, &error));
             ExitCode::FAILURE
+        }
+    }
+}
+
+/// Asks until requests can be served, and prints the last answer.
+fn wait(args: &StatusArgs) -> ExitCode {
+    let until = Instant::now() + args.timeout;
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        // One more question at the end of the time is short, and answered by whoever is there.
+        let answer = fetch_within(args.admin, "/status", left.clamp(SHORTEST, TIMEOUT));
+        let complaint = match &answer {
+            Ok(status) => usable::complaint_of_newcomer(status),
+            Err(error) => Some(explain(args.admin, error)),
+        };
+        let over = Instant::now() >= until;
+        if let Ok(status) = &answer
+            && (over || complaint.is_none())
+        {
+            print(args, status);
+        }
+        match complaint {
+            None => return ExitCode::SUCCESS,
+            Some(complaint) if over => {
+                let limit = format_duration(args.timeout);
+                eprintln!("requests cannot be served after {limit}: {complaint}");
+                return ExitCode::FAILURE;
+            }
+            Some(_) => {
+                let left = until.saturating_duration_since(Instant::now());
+                std::thread::sleep(left.min(SHORTEST));
+            }
         }
     }
 }
@@ -87,11 +138,7 @@ fn print(args: &StatusArgs, status: &Value) {
 /// Colours and width for whatever stdout is.
 fn style() -> grid::Style {
     let terminal = io::stdout().is_terminal();
-    grid::Style {
-        // https://no-color.org
-        colour: terminal && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty()),
-        width: size().map(|(width, _)| width),
-    }
+    grid::Style { colour: terminal && colour_is_wanted(), width: size().map(|(width, _)| width) }
 }
 
 /// Columns and rows of the terminal that stdout is.
@@ -196,9 +243,8 @@ fn explain(admin: SocketAddr, error: &io::Error) -> String {
              address (--admin ADDR; `ss -ltnp` shows who listens where)"
         ),
         io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => format!(
-            "{admin} does not answer within {} s: it is stopped or overloaded, or a firewall \
-             drops packets",
-            TIMEOUT.as_secs()
+            "{admin} does not answer in time: it is stopped or overloaded, or a firewall drops \
+             packets"
         ),
         io::ErrorKind::InvalidData => {
             format!("{admin} answers, but not as jackstay's admin endpoint does: {error}")
@@ -213,10 +259,15 @@ fn explain(admin: SocketAddr, error: &io::Error) -> String {
 /// # Errors
 /// As the connection goes; `InvalidData` when something else than jackstay answers.
 pub fn fetch(admin: SocketAddr, path: &str) -> io::Result<Value> {
+    fetch_within(admin, path, TIMEOUT)
+}
+
+/// The same, where each step may take `limit`.
+fn fetch_within(admin: SocketAddr, path: &str, limit: Duration) -> io::Result<Value> {
     let odd = |what: String| io::Error::new(io::ErrorKind::InvalidData, what);
-    let mut stream = TcpStream::connect_timeout(&admin, TIMEOUT)?;
-    stream.set_read_timeout(Some(TIMEOUT))?;
-    stream.set_write_timeout(Some(TIMEOUT))?;
+    let mut stream = TcpStream::connect_timeout(&admin, limit)?;
+    stream.set_read_timeout(Some(limit))?;
+    stream.set_write_timeout(Some(limit))?;
     let request = format!("GET {path} HTTP/1.0\r\nHost: {admin}\r\n\r\n");
     let mut answer = Vec::new();
     stream

@@ -13,6 +13,9 @@ use std::thread;
 
 /// The flag that makes a new process take over.
 const FLAG: &str = "--take-over";
+/// The option with the descriptor that the parent of this process waits on: the new process has
+/// another parent.
+const READY_FD: &str = "--ready-fd";
 /// What the service manager says to one process alone.
 const OURS_ALONE: [&str; 4] = ["WATCHDOG_PID", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"];
 
@@ -51,6 +54,11 @@ fn start() -> io::Result<(u32, OsString)> {
 
 /// The arguments of a process that takes over.
 fn with_flag(mut arguments: Vec<OsString>) -> Vec<OsString> {
+    if let Some(at) = arguments.iter().position(|argument| argument == OsStr::new(READY_FD)) {
+        arguments.drain(at..arguments.len().min(at + 2));
+    }
+    let joined = format!("{READY_FD}=");
+    arguments.retain(|argument| !argument.as_encoded_bytes().starts_with(joined.as_bytes()));
     if !arguments.iter().any(|argument| argument == OsStr::new(FLAG)) {
         arguments.push(FLAG.into());
     }
@@ -71,7 +79,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_flag_is_there_once() {
+    fn take_over_is_there_once_and_the_ready_descriptor_stays_behind() {
         let of = |arguments: &[&str]| {
             let arguments = arguments.iter().map(OsString::from).collect();
             let all: Vec<_> = with_flag(arguments).into_iter().map(OsString::into_string).collect();
@@ -79,5 +87,7 @@ mod tests {
         };
         assert_eq!(of(&["run", "--config", "f"]), "run --config f --take-over");
         assert_eq!(of(&["run", "--take-over", "--config", "f"]), "run --take-over --config f");
+        assert_eq!(of(&["run", "--ready-fd", "3", "--config", "f"]), "run --config f --take-over");
+        assert_eq!(of(&["run", "--config", "f", "--ready-fd=3"]), "run --config f --take-over");
     }
 }

@@ -7,7 +7,7 @@
 use std::env;
 use std::fmt;
 use std::net::{SocketAddr, TcpListener};
-use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use socket2::{Domain, SockRef, Type};
@@ -118,6 +118,22 @@ pub fn from_service_manager() -> Vec<OwnedFd> {
     (FIRST..FIRST + count).filter_map(take).collect()
 }
 
+/// The descriptor that the command line gives to this process by its number, for it alone.
+///
+/// To be called before anything else opens a descriptor; `given` are those of the service manager.
+///
+/// # Errors
+/// No such descriptor is open, or it is one of `given` or of the standard streams.
+pub fn by_number(number: RawFd, given: &[OwnedFd]) -> Result<OwnedFd, Unfit> {
+    if number < FIRST {
+        return Err(Unfit(format!("descriptors below {FIRST} are the standard streams")));
+    }
+    if given.iter().any(|other| other.as_raw_fd() == number) {
+        return Err(Unfit("it is a socket of the service manager (LISTEN_FDS)".into()));
+    }
+    take(number).ok_or_else(|| Unfit("no such descriptor is open".into()))
+}
+
 /// How many descriptors the environment announces to the process `own`.
 fn announced(pid: Option<String>, count: Option<String>, own: u32) -> RawFd {
     // The variables may be meant for a parent of ours.
@@ -131,8 +147,8 @@ fn take(number: RawFd) -> Option<OwnedFd> {
     // SAFETY: the call only sets a flag, and only where there is a descriptor.
     #[allow(unsafe_code)]
     let result = unsafe { libc::fcntl(number, libc::F_SETFD, libc::FD_CLOEXEC) };
-    // SAFETY: the descriptor is open. The environment says that it was opened for us by whoever
-    // started us, and nothing of ours has opened one yet: nobody else owns it.
+    // SAFETY: the descriptor is open. The environment or the command line says that it was opened
+    // for us by our parent, and nothing of ours has opened one yet: no other owner exists.
     #[allow(unsafe_code)]
     (result == 0).then(|| unsafe { OwnedFd::from_raw_fd(number) })
 }
@@ -159,6 +175,20 @@ mod tests {
         ] {
             assert_eq!(announced(pid.clone(), count.clone(), 7), expected, "{pid:?} {count:?}");
         }
+    }
+
+    #[test]
+    fn by_number_refuses_what_is_not_for_this_process() {
+        let (_, pipe) = std::io::pipe().unwrap();
+        let pipe = OwnedFd::from(pipe);
+        let number = pipe.as_raw_fd();
+        by_number(2, &[]).unwrap_err();
+        by_number(number, std::slice::from_ref(&pipe)).unwrap_err();
+        by_number(RawFd::MAX, &[]).unwrap_err();
+        assert_eq!(
+            by_number(std::os::fd::IntoRawFd::into_raw_fd(pipe), &[]).unwrap().as_raw_fd(),
+            number
+        );
     }
 
     #[test]

@@ -3,12 +3,18 @@
 //! One datagram for each message, to the socket that `NOTIFY_SOCKET` names (`sd_notify(3)`). Without
 //! one, as in a container or a terminal, every message goes nowhere. Nothing waits for the manager: a
 //! message that its queue has no room for is lost, and the next one says the same.
+//!
+//! Other parents (a shell, s6) hand down a descriptor: a newline is written to it when the process
+//! serves, and then it is closed. If the process ends before, the reader sees the end of the file.
 
 use std::ffi::OsStr;
-use std::io;
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::fd::OwnedFd;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 /// The service manager, if there is one.
@@ -16,6 +22,8 @@ use std::time::Duration;
 pub struct ServiceManager {
     socket: Option<UnixDatagram>,
     watchdog: Option<Duration>,
+    /// Taken when it is written to.
+    ready: Mutex<Option<OwnedFd>>,
 }
 
 impl ServiceManager {
@@ -47,7 +55,24 @@ impl ServiceManager {
         socket.connect_addr(&address)?;
         socket.set_nonblocking(true)?;
         let watchdog = watchdog.filter(|&usec| usec > 0).map(Duration::from_micros);
-        Ok(Self { socket: Some(socket), watchdog })
+        Ok(Self { socket: Some(socket), watchdog, ready: Mutex::default() })
+    }
+
+    /// Also writes to `ready`, once, when the process serves.
+    #[must_use]
+    pub fn with_ready_descriptor(self, ready: Option<OwnedFd>) -> Self {
+        Self { ready: Mutex::new(ready), ..self }
+    }
+
+    /// Says that the process serves (`READY=1`), at the start and after each reload.
+    pub fn tell_ready(&self) {
+        self.tell("READY=1");
+        let ready = self.ready.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(ready) = ready
+            && let Err(error) = File::from(ready).write_all(b"\n")
+        {
+            tracing::warn!(%error, "cannot write to the descriptor of --ready-fd");
+        }
     }
 
     /// Sends assignments, one a line, as `READY=1` or `STOPPING=1`.

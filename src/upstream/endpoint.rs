@@ -277,6 +277,7 @@ impl Endpoint {
 
     /// Everything an operator wants to know, for `/status`.
     pub fn status(&self) -> EndpointStatus {
+        let usable = self.is_usable();
         let facts = self.facts();
         let connections: Vec<_> = {
             let list = self.connections.lock().unwrap_or_else(PoisonError::into_inner);
@@ -293,6 +294,7 @@ impl Endpoint {
             server_name: self.server_name.to_str().into_owned(),
             fallback: self.is_fallback(),
             state: self.state().as_str(),
+            usable,
             reason: facts.reason.clone(),
             since: Utc(facts.since).seconds(),
             last_ejection: facts

@@ -98,6 +98,8 @@ pub struct EndpointStatus {
     pub fallback: bool,
     /// State by name.
     pub state: &'static str,
+    /// Whether requests get an answer there.
+    pub usable: bool,
     /// Why.
     pub reason: String,
     /// Since when, RFC 3339.

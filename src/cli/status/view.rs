@@ -14,6 +14,9 @@ use crate::observe::words::counted;
 /// Columns of a table with every column; on a narrower terminal reasons stand below their rows.
 const WIDE: usize = 150;
 
+/// For how long an error of jackstay's own counts as recent.
+const RECENT: Duration = Duration::from_secs(60);
+
 /// The whole status.
 pub(super) fn text(status: &Value, style: Style) -> String {
     let view = View {
@@ -60,6 +63,15 @@ impl View {
             format!("{} ({})", counted(sum("streams"), "stream"), counted(sum("watches"), "watch")),
             format!("{}, {} of them 5xx", counted(sum("answers"), "answer"), sum("errors")),
         ];
+        let own: Vec<&Value> =
+            list(status, "listeners").iter().flat_map(|l| list(l, "own_errors")).collect();
+        let count: u64 = own.iter().filter_map(|error| error["count"].as_u64()).sum();
+        if count > 0 {
+            let recent = own.iter().any(|error| self.tone_of_error(error) == Tone::Bad);
+            let tone = if recent { Tone::Bad } else { Tone::Dim };
+            let text = format!("{} answered by jackstay itself", counted(count, "error"));
+            parts.push(self.style.paint(&text, tone));
+        }
         if status["draining"] == true {
             parts.push(self.style.paint("draining", Tone::Warn));
         }
@@ -106,6 +118,17 @@ impl View {
                 let state = word(identity, "state");
                 let error = error.unwrap_or_default();
                 notes.push(Cell::text(format!("identity {state} {name}{error}")).tone(tone));
+            }
+            for error in list(listener, "own_errors") {
+                let answer = match error["code"].as_u64() {
+                    Some(code) => format!("{code} {}", word(error, "reason")),
+                    None => format!("reset, {}", word(error, "reason")),
+                };
+                let times = error["count"].as_u64().unwrap_or_default();
+                let ago = self.ago(&error["last"]);
+                let text =
+                    format!("own error {answer}: {}, last {ago} ago", counted(times, "time"));
+                notes.push(Cell::text(text).tone(self.tone_of_error(error)));
             }
             let row = vec![
                 Cell::text(word(listener, "name")),
@@ -241,6 +264,12 @@ impl View {
         grid.draw(self.style, out);
     }
 
+    /// An error of jackstay's own hurts while it is recent.
+    fn tone_of_error(&self, error: &Value) -> Tone {
+        let age = time(&error["last"]).and_then(|last| self.now.duration_since(last).ok());
+        if age.is_none_or(|age| age < RECENT) { Tone::Bad } else { Tone::Dim }
+    }
+
     /// How long ago a moment was, in two units at most.
     fn ago(&self, at: &Value) -> String {
         time(at).map_or("-".to_owned(), |at| span(self.now.duration_since(at).unwrap_or_default()))
@@ -322,6 +351,9 @@ mod tests {
                 {"name": "apiserver", "mode": "terminate", "upstream": "cp",
                  "bind": ["127.0.0.1:7443", "[::1]:7443"], "connections": 3,
                  "requests_in_flight": 90, "watches": 87, "tunnels": 0,
+                 "own_errors": [
+                    {"code": 429, "reason": "limit", "count": 1, "last": "2026-07-26T11:00:00Z"},
+                    {"code": 503, "reason": "no_upstream", "count": 33, "last": "2026-07-26T11:59:57Z"}],
                  "identities": [{"state": "awaited", "cert_file": "/k.pem", "error": "missing"}]},
                 {"name": "lb", "mode": "passthrough", "upstream": "cp", "bind": [], "flows": 7}],
             "upstreams": [{"name": "cp",
@@ -351,6 +383,9 @@ mod tests {
         for part in [
             "jackstay 1.2 (abc)  ·  up 3h12m  ·  1 of 2 endpoints ready  ·  40 streams (29 watches)",
             "apiserver  terminate    127.0.0.1:7443, [::1]:7443  cp              3        90       87        0      -",
+            "  ·  34 errors answered by jackstay itself\n",
+            "      own error 429 limit: 1 time, last 1h00m ago\n",
+            "      own error 503 no_upstream: 33 times, last 3s ago\n",
             "identity awaited /k.pem: missing",
             "lb         passthrough  not bound",
             "10.0.0.1:6443  ready    3h11m  0.42 ms  13 ms  2 (1 not live)       40       29      0    2  /readyz is ok  never",

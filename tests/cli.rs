@@ -304,6 +304,22 @@ fn run_writes_to_the_ready_descriptor_once_clients_can_connect() {
     assert!(text(&out.stderr).contains("--ready-fd 777: no such descriptor is open"));
 }
 
+#[test]
+fn help_is_no_wider_than_the_terminal_and_100_columns() {
+    let width = |columns: &str, command: &str| {
+        let out = Command::new(env!("CARGO_BIN_EXE_jackstay"))
+            .args([command, "--help"])
+            .env("COLUMNS", columns)
+            .output()
+            .expect("it starts");
+        text(&out.stdout).lines().map(|line| line.chars().count()).max().expect("lines")
+    };
+    for command in commands().iter().filter(|command| *command != "help") {
+        let (narrow, wide) = (width("70", command), width("200", command));
+        assert!(narrow <= 70 && wide <= 100, "{command}: {narrow}, {wide}");
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn two_flags_are_enough_to_pass_connections_through() {
     let world = World::new(2);

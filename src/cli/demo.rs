@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 
-use super::status;
+use super::{colour_is_wanted, status};
 use crate::app::{App, Running};
 use crate::config::{self, Overrides};
 use crate::demo::apiserver::{self, Options};
@@ -186,7 +186,7 @@ fn style(args: &DemoArgs) -> Style {
     } else if args.plain || !io::stdout().is_terminal() {
         Style::Plain
     } else {
-        Style::Live
+        Style::Live { colour: colour_is_wanted() }
     }
 }
 

@@ -72,7 +72,6 @@ fn listener(listener: &Listener) -> Value {
     let mut all = json!({
         "name": listener.name,
         "freebind": listener.freebind,
-        "freebind": listener.freebind,
         "bind": listener.bind.iter().map(ToString::to_string).collect::<Vec<_>>(),
         "mode": listener.mode.as_str(),
         "upstream": listener.upstream,

@@ -17,7 +17,10 @@ const PAST: usize = 4;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Style {
     /// A table, drawn anew.
-    Live,
+    Live {
+        /// Whether its marks have colours.
+        colour: bool,
+    },
     /// Lines.
     Plain,
     /// Only how it ended.
@@ -105,7 +108,7 @@ impl Show {
         match self.style {
             Style::Quiet => {}
             Style::Plain => print(&format!("{line}\n")),
-            Style::Live => {
+            Style::Live { .. } => {
                 let mut board = self.lock();
                 board.past.push_back(line);
                 if board.past.len() > PAST {
@@ -122,9 +125,7 @@ impl Show {
 
     /// Draws the table, if there is one.
     pub fn draw(&self, rows: &[Row]) {
-        if self.style != Style::Live {
-            return;
-        }
+        let Style::Live { colour } = self.style else { return };
         let mut board = self.lock();
         let mut lines = servers(rows);
         lines.push(String::new());
@@ -132,22 +133,14 @@ impl Show {
         lines.push(String::new());
         lines.extend(board.past.iter().cloned());
         // The table never shrinks: past lines only come.
-        let mut out = String::new();
-        if board.drawn > 0 {
-            let _ = write!(out, "\x1b[{}A\r", board.drawn);
-        }
-        for line in &lines {
-            let _ = write!(out, "{}\x1b[K\r\n", colour(&cut(line)));
-        }
-        out.push_str("\x1b[J");
-        board.drawn = lines.len();
-        print(&out);
+        let drawn = std::mem::replace(&mut board.drawn, lines.len());
+        print(&frame(&lines, drawn, colour));
     }
 
     /// Says how it ended: the results, unless they are on the screen already, and the verdict.
     pub fn end(&self, steps: &[Step], verdict: &[String]) {
         let mut out = String::new();
-        if self.style != Style::Live {
+        if !matches!(self.style, Style::Live { .. }) {
             if self.style == Style::Plain {
                 out.push('\n');
             }
@@ -162,6 +155,21 @@ impl Show {
     fn lock(&self) -> MutexGuard<'_, Board> {
         self.board.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// The lines, over the `drawn` lines of the last frame.
+fn frame(lines: &[String], drawn: usize, colour: bool) -> String {
+    let mut out = String::new();
+    if drawn > 0 {
+        let _ = write!(out, "\x1b[{drawn}A\r");
+    }
+    for line in lines {
+        let line = cut(line);
+        let line = if colour { coloured(&line) } else { line };
+        let _ = write!(out, "{line}\x1b[K\r\n");
+    }
+    out.push_str("\x1b[J");
+    out
 }
 
 fn servers(rows: &[Row]) -> Vec<String> {
@@ -236,7 +244,7 @@ fn cut(line: &str) -> String {
 }
 
 /// The mark at the beginning of a line, in its colour.
-fn colour(line: &str) -> String {
+fn coloured(line: &str) -> String {
     for (mark, code) in [("ok ", 32), ("!! ", 31), ("-> ", 33)] {
         if let Some(rest) = line.strip_prefix(mark) {
             return format!("\x1b[{code}m{mark}\x1b[0m{rest}");
@@ -254,6 +262,19 @@ fn print(text: &str) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn frame_has_colours_only_where_they_are_wanted() {
+        let lines = ["ok killed a".to_owned(), "!! dropped b".to_owned()];
+        assert_eq!(
+            frame(&lines, 2, true),
+            "\x1b[2A\r\x1b[32mok \x1b[0mkilled a\x1b[K\r\n\x1b[31m!! \x1b[0mdropped b\x1b[K\r\n\x1b[J"
+        );
+        assert_eq!(
+            frame(&lines, 2, false),
+            "\x1b[2A\rok killed a\x1b[K\r\n!! dropped b\x1b[K\r\n\x1b[J"
+        );
+    }
 
     #[test]
     fn every_line_fits() {

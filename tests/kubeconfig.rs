@@ -5,15 +5,16 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use jackstay::app::{App, Running};
 use jackstay::cli::check::check_files;
 use jackstay::config::{CertPaths, Overrides, load};
-use jackstay::demo::apiserver::{self, ApiServerHandle, Options};
+use jackstay::demo::apiserver::{self, Answer, ApiServerHandle, Hook, Options};
 use jackstay::demo::client::{Client, Credentials};
 use jackstay::demo::cluster::Cluster;
-use jackstay::demo::pki::{Issued, Pki, Subject, kubeconfig};
+use jackstay::demo::pki::{Issued, Pki, Subject, Validity as PkiValidity, kubeconfig};
 use jackstay::kubeconfig::access::decode;
 use jackstay::kubeconfig::load::entry;
 use jackstay::kubeconfig::tree::{Node, parse};
@@ -62,8 +63,13 @@ impl Home {
             .unwrap()
     }
 
-    /// Runs `jackstay kubeconfig`, which must succeed, and returns what it said.
+    /// Runs `jackstay kubeconfig --offline`, which must succeed, and returns what it said.
     fn good(&self, args: &[&str]) -> String {
+        self.online(&[&["--offline"], args].concat())
+    }
+
+    /// The same with a look at the apiservers.
+    fn online(&self, args: &[&str]) -> String {
         let output = self.run(&[&["kubeconfig"], args].concat());
         let text = String::from_utf8(output.stdout).unwrap();
         let error = String::from_utf8(output.stderr).unwrap();
@@ -73,7 +79,7 @@ impl Home {
 
     /// The same, which must be refused with exit code 2.
     fn refused(&self, args: &[&str]) -> String {
-        let output = self.run(&[&["kubeconfig"], args].concat());
+        let output = self.run(&[&["kubeconfig", "--offline"], args].concat());
         assert_eq!(output.status.code(), Some(2), "{output:?}");
         String::from_utf8(output.stderr).unwrap()
     }
@@ -237,7 +243,14 @@ fn passthrough_needs_nothing_else() {
     assert!(String::from_utf8_lossy(&check.stdout).contains("1 upstream, 2 endpoints"));
     let tree = home.tree(".kube/jackstay/jackstay.yaml");
     let upstream = &tree.items("upstreams")[0];
-    assert_eq!(upstream.get("tls").unwrap().str("server_name"), Some("10.0.0.1"));
+    assert_eq!(upstream.get("tls").unwrap().str("server_name"), None, "each has its own address");
+    let moved = cluster(&home.tree(".kube/jackstay.kubeconfig"));
+    assert_eq!(
+        moved.str("tls-server-name"),
+        Some("kubernetes"),
+        "the address is one server's alone"
+    );
+    assert!(said.contains("note: tls-server-name is \"kubernetes\""), "{said}");
     // No secret left the kubeconfig.
     for entry in fs::read_dir(home.path(".kube/jackstay")).unwrap() {
         let text = fs::read_to_string(entry.unwrap().path()).unwrap_or_default();
@@ -335,6 +348,218 @@ fn what_cannot_be_is_refused_with_what_to_do() {
     }
 }
 
+/// Three apiservers on addresses of their own, each with a certificate for its own address, as kubeadm
+/// makes them, and a kubeconfig for the first.
+struct Three {
+    home: Home,
+    cluster: Cluster,
+    servers: Vec<ApiServerHandle>,
+}
+
+impl Three {
+    fn start(common: &[&str]) -> Self {
+        let home = Home::new();
+        let cluster = Cluster::new();
+        let server = |last: u8| {
+            let bind = SocketAddr::from(([127, 0, 0, last], 0));
+            let ip = bind.ip().to_string();
+            let names: Vec<&str> = common.iter().copied().chain([ip.as_str()]).collect();
+            let certificate = home.pki.server_for(&names, PkiValidity::usual()).ok();
+            let options = Options { bind, certificate, ..Options::named(&ip) };
+            apiserver::start(&cluster, &home.pki, options).unwrap()
+        };
+        let servers: Vec<_> = [11, 12, 13].map(server).into();
+        let url = format!("https://{}", servers[0].addr);
+        let text = kubeconfig(&url, &home.pki.ca_pem(), Some(&home.admin), None);
+        home.write(".kube/config", &text);
+        Self { home, cluster, servers }
+    }
+
+    fn address(&self, index: usize) -> String {
+        self.servers[index].addr.to_string()
+    }
+
+    /// The cluster names these of its servers, each with its port.
+    fn name_in_slices(&self, servers: &[usize]) {
+        let slices: Vec<_> = servers
+            .iter()
+            .map(|index| {
+                let address = self.servers[*index].addr;
+                serde_json::json!({
+                    "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice",
+                    "metadata": { "name": format!("kubernetes-{index}"), "namespace": "default",
+                                  "labels": { "kubernetes.io/service-name": "kubernetes" } },
+                    "addressType": "IPv4",
+                    "endpoints": [{ "addresses": [address.ip().to_string()],
+                                    "conditions": { "ready": true } }],
+                    "ports": [{ "name": "https", "port": address.port(), "protocol": "TCP" }],
+                })
+            })
+            .collect();
+        let path = "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices";
+        let who = Credentials::anonymous(&self.home.pki.ca_pem()).certificate(&self.home.admin);
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let client = Client::connect(self.servers[0].addr, &who.expecting("127.0.0.11")).await;
+            let client = client.unwrap();
+            for slice in slices {
+                let reply = client.post(path, &slice).await.unwrap();
+                assert_eq!(reply.status, 201, "{reply:?}");
+            }
+        });
+    }
+
+    fn config(&self) -> Node {
+        self.home.tree(".kube/jackstay/jackstay.yaml").items("upstreams")[0].clone()
+    }
+
+    fn endpoints(&self) -> Vec<String> {
+        let upstream = self.config();
+        upstream.items("endpoints").iter().map(|e| e.as_str().unwrap().to_owned()).collect()
+    }
+}
+
+#[test]
+fn kubeconfig_verifies_a_name_that_each_certificate_holds() {
+    let three = Three::start(&["kubernetes", "kubernetes.default.svc"]);
+    let (b, c) = (three.address(1), three.address(2));
+    let said = three.home.online(&["--mode", "passthrough", "--upstream", &b, "--upstream", &c]);
+    let server_name = three.config().get("tls").unwrap().str("server_name").map(str::to_owned);
+    assert_eq!(server_name, None, "each endpoint's own address: {said}");
+    let moved = cluster(&three.home.tree(".kube/jackstay.kubeconfig"));
+    assert_eq!(moved.str("tls-server-name"), Some("kubernetes"), "{said}");
+    assert!(!said.contains("was not looked at"), "{said}");
+
+    // Without an address in the certificates, what they share.
+    let named = Three::start(&["kubernetes"]);
+    let other = named.home.pki.server_for(&["kubernetes"], PkiValidity::usual()).unwrap();
+    let bind = SocketAddr::from(([127, 0, 0, 14], 0));
+    let options = Options { bind, certificate: Some(other), ..Options::named("d") };
+    let fourth = apiserver::start(&named.cluster, &named.home.pki, options).unwrap();
+    let d = fourth.addr.to_string();
+    named.home.online(&["--mode", "terminate", "--node-name", "n", "--upstream", &d]);
+    assert_eq!(named.config().get("tls").unwrap().str("server_name"), Some("kubernetes"));
+
+    // Without anything that they share it says so.
+    let apart = Three::start(&[]);
+    let b = apart.address(1);
+    let said = apart.home.online(&["--mode", "passthrough", "--upstream", &b]);
+    assert!(said.contains("no name is in every apiserver's certificate"), "{said}");
+}
+
+#[test]
+fn kubeconfig_offers_the_apiservers_that_the_cluster_names() {
+    let three = Three::start(&["kubernetes"]);
+    let mode = ["--mode", "passthrough"];
+    let said = three.home.online(&mode);
+    assert!(said.contains("only one endpoint is known"), "{said}");
+    three.name_in_slices(&[0, 1, 2]);
+    let said = three.home.online(&mode);
+    let (a, b, c) = (three.address(0), three.address(1), three.address(2));
+    assert!(
+        said.contains(&format!(
+            "only one endpoint is known, {a}; the cluster names 2 apiservers more"
+        )),
+        "{said}"
+    );
+    assert!(said.contains("--discover") && said.contains(&format!("--upstream {b}")), "{said}");
+    assert_eq!(three.endpoints(), [a.as_str()], "it is an offer");
+    let said = three.home.online(&[&mode[..], &["--discover", "--force"]].concat());
+    assert_eq!(three.endpoints(), [a.as_str(), &b, &c], "{said}");
+    assert!(!said.contains("only one endpoint"), "{said}");
+
+    // Who may not ask gets a note; so does who is offline. Neither is a failure.
+    let other = Three::start(&["kubernetes"]);
+    let refuse: Hook = Arc::new(|head: &http::request::Parts| {
+        head.uri.path().contains("endpoint").then(|| Answer::status(403, "Forbidden", "no"))
+    });
+    other.servers[0].on_request(Some(refuse));
+    let said = other.home.online(&mode);
+    assert!(said.contains("only one endpoint is known") && said.contains("(403)"), "{said}");
+    let said = other.home.good(&[&mode[..], &["--out", "offline/k"]].concat());
+    assert!(said.contains("was not asked for them: --offline"), "{said}");
+}
+
+#[test]
+fn kubeconfig_runs_an_exec_plugin_only_for_discover() {
+    let three = Three::start(&["kubernetes"]);
+    three.name_in_slices(&[0, 1]);
+    let traces = three.home.path("plugin-ran");
+    let plugin = three.home.write(
+        "plugin",
+        &format!(
+            "#!/bin/sh\ntouch {}\ncat <<'END'\n{}\nEND\n",
+            traces.display(),
+            serde_json::json!({ "apiVersion": "client.authentication.k8s.io/v1",
+                "kind": "ExecCredential", "status": {
+                    "clientCertificateData": three.home.admin.cert_pem,
+                    "clientKeyData": three.home.admin.key_pem } })
+        ),
+    );
+    fs::set_permissions(&plugin, fs::Permissions::from_mode(0o755)).unwrap();
+    let text = fs::read_to_string(three.home.path(".kube/config")).unwrap();
+    let mut config: serde_json::Value = serde_json::from_str(&text).unwrap();
+    config["users"][0]["user"] = serde_json::json!({ "exec": {
+        "apiVersion": "client.authentication.k8s.io/v1", "command": plugin,
+        "interactiveMode": "Never" } });
+    three.home.write(".kube/config", &config.to_string());
+    let said = three.home.online(&["--mode", "passthrough"]);
+    assert!(!traces.exists(), "it ran unasked: {said}");
+    assert!(said.contains("is run by --discover only"), "{said}");
+    three.home.online(&["--mode", "passthrough", "--discover", "--force"]);
+    assert!(traces.exists());
+    assert_eq!(three.endpoints(), [three.address(0), three.address(1)]);
+}
+
+#[test]
+fn kubeconfig_keeps_the_endpoints_of_the_configuration_that_is_there() {
+    let home = Home::new();
+    home.with_certificate();
+    let mode = ["--mode", "terminate", "--node-name", "n"];
+    let with = |more: &[&str]| home.good(&[&mode[..], more].concat());
+    let endpoints = || {
+        let config = home.tree(".kube/jackstay/jackstay.yaml");
+        let items = config.items("upstreams")[0].items("endpoints").to_vec();
+        items.iter().map(|e| e.as_str().unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    with(&["--upstream", "10.0.0.2:6443", "--upstream", "10.0.0.3:6443"]);
+    let three = ["10.0.0.1:6443", "10.0.0.2:6443", "10.0.0.3:6443"];
+    assert!(!with(&[]).contains("wrote "), "a second run finds everything as it is");
+    home.good(&["--mode", "terminate", "--node-name", "other", "--force"]);
+    assert_eq!(endpoints(), three);
+    // Those that are named are all there are, and it says what is gone.
+    let said = with(&["--upstream", "10.0.0.3:6443", "--force"]);
+    assert_eq!(endpoints(), [three[0], three[2]]);
+    assert!(said.contains("no longer an endpoint: 10.0.0.2:6443;"), "{said}");
+    // Another cluster's configuration is no reason to use its endpoints.
+    let text = kubeconfig("https://10.9.9.9:6443", &home.pki.ca_pem(), Some(&home.admin), None);
+    home.write(".kube/config", &text);
+    with(&["--force"]);
+    assert_eq!(endpoints(), ["10.9.9.9:6443"]);
+}
+
+#[test]
+fn kubeconfig_finds_a_place_beside_a_file_called_jackstay() {
+    let home = Home::new();
+    home.with_certificate();
+    home.write("bin/jackstay", "the program\n");
+    let out = home.path("bin/x");
+    let args = ["--mode", "passthrough", "--out", out.to_str().unwrap()];
+    let said = home.good(&args);
+    let config = home.path("bin/jackstay.d/jackstay.yaml");
+    assert!(config.is_file() && out.is_file(), "{said}");
+    assert!(said.contains(&format!("jackstay run --config {}", config.display())), "{said}");
+    assert_eq!(fs::read_to_string(home.path("bin/jackstay")).unwrap(), "the program\n");
+
+    let below = home.path("bin/jackstay/jackstay.yaml");
+    let error = home.refused(&[&args[..], &["--config-out", below.to_str().unwrap()]].concat());
+    let file = home.path("bin/jackstay");
+    assert!(error.contains(&format!("{} is a file", file.display())), "{error}");
+    let error = home.refused(&["--out", home.path("bin").to_str().unwrap()]);
+    assert!(error.contains("bin is a directory"), "{error}");
+    assert!(!error.contains("os error"), "{error}");
+}
+
 /// What the command wrote, running in this process in front of a demo apiserver, on a free port.
 struct Started {
     home: Home,
@@ -354,7 +579,7 @@ impl Started {
         let url = format!("https://{}", server.addr);
         let text = kubeconfig(&url, &home.pki.ca_pem(), Some(&home.admin), None);
         home.write(".kube/config", &text);
-        home.good(&["--server", at, "--mode", mode, "--node-name", "node-1"]);
+        home.online(&["--server", at, "--mode", mode, "--node-name", "node-1"]);
         let dir = home.path(".kube/jackstay");
         meddle(&dir);
         let file = dir.join("jackstay.yaml");
@@ -407,7 +632,8 @@ fn what_it_writes_serves_its_user() {
 /// `localhost` is both loopbacks, and the name that the client verifies where TLS ends here.
 #[test]
 fn a_name_of_the_local_endpoint() {
-    for (mode, verified) in [("passthrough", Some("127.0.0.1")), ("terminate", None)] {
+    let shared = Some("kubernetes.default.svc");
+    for (mode, verified) in [("passthrough", shared), ("terminate", None)] {
         let running = Started::start_at("localhost:7443", mode, |dir| {
             let text = fs::read_to_string(dir.join("jackstay.yaml")).unwrap();
             let config = parse(&text).unwrap().unwrap();

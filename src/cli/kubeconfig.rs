@@ -2,8 +2,10 @@
 //! configuration of a jackstay that serves it.
 //!
 //! Reads everything, decides everything, refuses what is in the way; then writes, the kubeconfig
-//! last, so that it never points at something that is not there.
+//! last, so that it never points at something that is not there. It connects to the apiservers to see
+//! what their certificates name ([`look`]); without a connection it says what it assumes.
 
+mod look;
 mod revert;
 
 use std::io::{self, Write};
@@ -13,6 +15,7 @@ use std::time::SystemTime;
 
 use clap::{Args, ValueEnum};
 
+use self::look::Looked;
 use super::check;
 use crate::config::{self, Overrides};
 use crate::kubeconfig::access::{Access, Server};
@@ -57,9 +60,17 @@ pub(super) struct KubeconfigArgs {
     /// beside the moved kubeconfig.
     #[arg(long, value_name = "FILE")]
     config_out: Option<PathBuf>,
-    /// Another apiserver of the cluster, beside the one in the kubeconfig. Repeatable.
+    /// Another apiserver of the cluster, beside the one in the kubeconfig. Repeatable; default those
+    /// of the configuration that is there.
     #[arg(long = "upstream", value_name = "ADDR")]
     upstreams: Vec<String>,
+    /// Also take the apiservers that the cluster names, which is asked for its `EndpointSlices` with
+    /// the user's credential; an exec plugin is run for it.
+    #[arg(long, conflicts_with_all = ["offline", "revert", "local_ca"])]
+    discover: bool,
+    /// Connect to nothing: certificates are not looked at, the cluster is not asked.
+    #[arg(long)]
+    offline: bool,
     /// The cluster's CA, where the kubeconfig names none.
     #[arg(long, value_name = "FILE")]
     ca_file: Option<PathBuf>,
@@ -69,7 +80,7 @@ pub(super) struct KubeconfigArgs {
     /// The CA of a listener that exists already and terminates TLS.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["mode", "config_out"])]
     local_ca: Option<PathBuf>,
-    /// The name the apiserver's certificate holds; default the host of the kubeconfig (passthrough).
+    /// The name that every apiserver's certificate holds; default one that they share (passthrough).
     #[arg(long, value_name = "NAME")]
     tls_server_name: Option<String>,
     /// Name of this machine in the serving certificate; default its host name (terminate).
@@ -137,11 +148,16 @@ fn perform(args: &KubeconfigArgs, places: &Places, out: &mut Vec<u8>) -> Result<
         );
         return Err(Failure::Input(text));
     }
+    if args.discover && place.config.is_none() {
+        let text = "--discover finds apiservers for a configuration: add --mode";
+        return Err(Failure::Input(text.to_owned()));
+    }
+    let looked = look::look(args, &access, place.config.as_deref())?;
     let plan = match &place.config {
         None => None,
-        Some(file) => Some(setup::plan(&access, &request(args, &address, file)?)?),
+        Some(file) => Some(setup::plan(&access, &request(args, &address, file, &looked)?)?),
     };
-    let trust = trust(args, &access, &address, plan.as_ref())?;
+    let trust = trust(args, &access, &address, plan.as_ref(), &looked.names.client)?;
     let target = Target { address: address.address(), trust };
 
     let (text, changes) = moved_text(args, &sources, &access, &place, &target)?;
@@ -167,7 +183,8 @@ fn perform(args: &KubeconfigArgs, places: &Places, out: &mut Vec<u8>) -> Result<
         }
         write(file, out)?;
     }
-    tell(&access, &place, &changes, plan.as_ref(), out);
+    let notes = notes(&looked, plan.as_ref(), &target.trust);
+    tell(&access, &place, &changes, &notes, out);
     if place.is_input && sources.iter().any(|s| s.path == place.kubeconfig && s.has_comments) {
         say(out, "note: its comments are gone, as after `kubectl config`");
     }
@@ -203,14 +220,26 @@ fn places_to_write(
     };
     let config = match (&args.config_out, args.mode) {
         (Some(file), _) => Some(absolute(file)?),
-        (None, Some(_)) => Some(kubeconfig.with_file_name("jackstay").join("jackstay.yaml")),
+        (None, Some(_)) => Some(directory_beside(&kubeconfig).join("jackstay.yaml")),
         (None, None) => None,
     };
     let is_found = args.in_place && args.input.is_none();
     Ok(Place { kubeconfig, config, is_input: args.in_place, is_found })
 }
 
-fn request(args: &KubeconfigArgs, address: &Server, config: &Path) -> Result<Request, Failure> {
+/// `jackstay` beside the kubeconfig; `jackstay.d` where a file has that name, as this program has.
+fn directory_beside(kubeconfig: &Path) -> PathBuf {
+    let directory = kubeconfig.with_file_name("jackstay");
+    let is_file = std::fs::metadata(&directory).is_ok_and(|found| !found.is_dir());
+    if is_file || directory == kubeconfig { directory.with_extension("d") } else { directory }
+}
+
+fn request(
+    args: &KubeconfigArgs,
+    address: &Server,
+    config: &Path,
+    looked: &Looked,
+) -> Result<Request, Failure> {
     let absolute = |file: &Option<PathBuf>| {
         file.as_deref()
             .map(std::path::absolute)
@@ -229,7 +258,8 @@ fn request(args: &KubeconfigArgs, address: &Server, config: &Path) -> Result<Req
         host: address.host.clone(),
         port: address.port,
         config: config.to_owned(),
-        upstreams: args.upstreams.clone(),
+        upstreams: looked.upstreams.clone(),
+        server_name: looked.names.upstream.clone(),
         ca_file: absolute(&args.ca_file)?,
         client_ca_file: absolute(&args.client_ca_file)?,
         node_name: args.node_name.clone().unwrap_or_else(host_name),
@@ -243,6 +273,7 @@ fn trust(
     access: &Access,
     address: &Server,
     plan: Option<&Plan>,
+    name: &str,
 ) -> Result<Trust, Failure> {
     if let Some(ca) = plan.and_then(|plan| plan.local_ca.clone()) {
         return Ok(Trust::Local(ca));
@@ -252,7 +283,6 @@ fn trust(
             .map_err(|e| Failure::Input(format!("cannot read {}: {e}", file.display())))?;
         return Ok(Trust::Local(ca));
     }
-    let name = args.tls_server_name.as_deref().unwrap_or(access.verified_name());
     // Nothing is verified, or the URL holds the name already.
     let needless = access.insecure || name == address.host;
     Ok(Trust::Apiserver((!needless).then(|| name.to_owned())))
@@ -287,6 +317,11 @@ fn refuse_to_overwrite(
     args: &KubeconfigArgs,
     place: &Place,
 ) -> Result<(), Failure> {
+    if let Some(obstacle) = files.iter().find_map(|file| obstacle(&file.path)) {
+        return Err(Failure::Input(format!(
+            "nothing written: {obstacle}; --out and --config-out name other places"
+        )));
+    }
     let mut in_the_way = Vec::new();
     for file in files {
         let allowed = args.force || (place.is_input && file.path == place.kubeconfig);
@@ -310,13 +345,28 @@ fn refuse_to_overwrite(
     )))
 }
 
+/// Why no file can be written at `path`, whatever `--force` says.
+fn obstacle(path: &Path) -> Option<String> {
+    if path.is_dir() {
+        return Some(format!("{} is a directory", path.display()));
+    }
+    let nearest = path.ancestors().skip(1).find(|parent| parent.exists())?;
+    let place = path.display();
+    (!nearest.is_dir())
+        .then(|| format!("{} is a file, so that {place} cannot be written", nearest.display()))
+}
+
 fn write(file: &Output, out: &mut Vec<u8>) -> Result<(), Failure> {
     let shown = file.path.display();
     if std::fs::read(&file.path).is_ok_and(|bytes| bytes == file.bytes) {
         say(out, &format!("unchanged {shown}: {}", file.what));
         return Ok(());
     }
-    let fail = |e: io::Error| Failure::Write(format!("cannot write {shown}: {e}"));
+    let fail = |error: io::Error| {
+        let reason = error.to_string();
+        let reason = reason.split(" (os error").next().unwrap_or_default();
+        Failure::Write(format!("cannot write {shown}: {reason}"))
+    };
     if let Some(directory) = file.path.parent() {
         std::fs::create_dir_all(directory).map_err(fail)?;
     }
@@ -339,13 +389,17 @@ fn say(out: &mut Vec<u8>, line: &str) {
     let _ = writeln!(out, "{line}");
 }
 
-fn tell(
-    access: &Access,
-    place: &Place,
-    changes: &[Change],
-    plan: Option<&Plan>,
-    out: &mut Vec<u8>,
-) {
+/// What the user should know: of the files, of the endpoints, and of the name that clients verify.
+fn notes(looked: &Looked, plan: Option<&Plan>, trust: &Trust) -> Vec<String> {
+    let mut notes: Vec<String> = plan.iter().flat_map(|plan| plan.notes.clone()).collect();
+    notes.extend(looked.notes.iter().chain(&looked.names.notes).cloned());
+    if matches!(trust, Trust::Apiserver(Some(_))) {
+        notes.extend(looked.names.client_notes.iter().cloned());
+    }
+    notes
+}
+
+fn tell(access: &Access, place: &Place, changes: &[Change], notes: &[String], out: &mut Vec<u8>) {
     say(out, &format!("cluster {:?} of context {:?}:", access.cluster, access.context));
     for change in changes {
         say(out, &format!("  {change}"));
@@ -354,7 +408,7 @@ fn tell(
         say(out, "  as before");
     }
     say(out, &format!("user {:?} stays as it is ({})", access.user, access.credential.describe()));
-    for note in plan.iter().flat_map(|plan| &plan.notes) {
+    for note in notes {
         say(out, &format!("note: {note}"));
     }
     if let Some(proxy) = &access.proxy_url {
@@ -362,7 +416,8 @@ fn tell(
     }
     say(out, "next:");
     if let Some(config) = &place.config {
-        say(out, &format!("  jackstay run --config {}", config.display()));
+        say(out, &format!("  jackstay run --config {} &", config.display()));
+        say(out, "  jackstay status --wait");
     }
     let kubeconfig = place.kubeconfig.display();
     let option = if place.is_found { String::new() } else { format!(" --kubeconfig {kubeconfig}") };

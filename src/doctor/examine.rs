@@ -6,7 +6,6 @@ use std::rc::Rc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use rustls::pki_types::CertificateDer;
-use serde_json::Value;
 use tokio::sync::Mutex;
 use tokio::task::{JoinHandle, LocalSet};
 use tokio::time::{Instant, sleep_until, timeout};
@@ -95,34 +94,11 @@ async fn siblings(resolved: &[(Target, Resolved)]) -> Vec<Target> {
     Vec::new()
 }
 
-/// The addresses in the Endpoints of `default/kubernetes`, which apiservers maintain themselves.
+/// The addresses that the cluster names, asked of one of its apiservers.
 async fn members(target: &Target, address: SocketAddr) -> Option<Vec<SocketAddr>> {
-    let mut opened =
-        probe::open(&mut Clock::new(Instant::now()), address, &target.peer).await.ok()?;
-    let path = "/api/v1/namespaces/default/endpoints/kubernetes";
-    let (status, body, _) = probe::get(&mut opened.send, path, &target.peer).await.ok()?;
-    if !status.is_success() {
-        return None;
-    }
-    Some(parse_members(&serde_json::from_str(&body).ok()?))
-}
-
-fn parse_members(endpoints: &Value) -> Vec<SocketAddr> {
-    let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
-    let mut found = Vec::new();
-    for subset in list(&endpoints["subsets"]) {
-        let ports = list(&subset["ports"]);
-        let port = ports.iter().find(|port| port["name"] == "https").or(ports.first());
-        let Some(port) = port.and_then(|port| u16::try_from(port["port"].as_u64()?).ok()) else {
-            continue;
-        };
-        for address in list(&subset["addresses"]) {
-            if let Some(ip) = address["ip"].as_str().and_then(|ip| ip.parse::<IpAddr>().ok()) {
-                found.push(SocketAddr::new(ip, port));
-            }
-        }
-    }
-    found
+    let mut clock = Clock::new(Instant::now());
+    let mut opened = probe::open(&mut clock, address, &target.peer).await.ok()?;
+    super::members::ask(&mut opened, &target.peer, "").await.ok()
 }
 
 /// Everything about one endpoint.
@@ -294,20 +270,6 @@ fn expires_in(info: &CertInfo) -> i64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
-
-    #[test]
-    fn members_of_a_cluster() {
-        let endpoints = json!({ "subsets": [
-            { "addresses": [{ "ip": "10.0.0.1" }, { "ip": "fd00::1" }, { "ip": "x" }],
-              "ports": [{ "name": "other", "port": 1 }, { "name": "https", "port": 6443 }] },
-            { "addresses": [{ "ip": "10.0.0.2" }], "ports": [] },
-        ]});
-        let expected: Vec<SocketAddr> =
-            ["10.0.0.1:6443", "[fd00::1]:6443"].map(|a| a.parse().unwrap()).to_vec();
-        assert_eq!(parse_members(&endpoints), expected);
-        assert_eq!(parse_members(&json!({ "subsets": 3 })), []);
-    }
 
     #[test]
     fn loops_are_seen_through_wildcards() {

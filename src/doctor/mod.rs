@@ -10,6 +10,9 @@
 //! 4. [`findings`] is a pure function from that to causes, the most likely first.
 //! 5. [`report`] prints.
 //!
+//! [`survey`] is a short look with the same probes, at certificates and at the apiservers that the
+//! cluster names ([`members`]), for `jackstay kubeconfig`.
+//!
 //! It changes nothing, and sends a credential only to a server whose certificate it has verified.
 
 pub mod dns;
@@ -17,9 +20,11 @@ pub mod examine;
 pub mod findings;
 pub mod host;
 pub mod lasting;
+pub mod members;
 pub mod observations;
 pub mod probe;
 pub mod report;
+pub mod survey;
 pub mod target;
 
 mod verify;

@@ -92,6 +92,15 @@ pub struct Files {
     pub token: Option<PathBuf>,
 }
 
+/// Whether the exec plugin of a user is run for its credential.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Plugins {
+    /// It is: the user has asked for what needs a credential.
+    Run,
+    /// It is not: a plugin may open a browser, ask for a second factor, or take long.
+    Leave,
+}
+
 impl Trust {
     /// From files.
     ///
@@ -111,7 +120,11 @@ impl Trust {
     ///
     /// # Errors
     /// A file or a datum cannot be read.
-    pub fn of_access(access: &Access, notes: &mut Vec<String>) -> Result<Self, String> {
+    pub fn of_access(
+        access: &Access,
+        plugins: Plugins,
+        notes: &mut Vec<String>,
+    ) -> Result<Self, String> {
         let mut trust = Self::default();
         let place = PathBuf::from(format!("cluster {:?} of the kubeconfig", access.cluster));
         match &access.ca {
@@ -149,6 +162,7 @@ impl Trust {
             Credential::Token(token) => trust.token = Some(token_header(token)?),
             Credential::TokenFile(file) => trust.token = Some(token_of_file(file)?),
             Credential::Anonymous => {}
+            Credential::Exec(_) if plugins == Plugins::Leave => {}
             // It is asked only where its answer may be shown.
             Credential::Exec(plugin) if trust.roots.is_some() => match plugin.run() {
                 Ok(yielded) => {
@@ -172,6 +186,12 @@ impl Trust {
             )),
         }
         Ok(trust)
+    }
+
+    /// The same without anything to show.
+    #[must_use]
+    pub fn without_credential(&self) -> Self {
+        Self { roots: self.roots.clone(), ..Self::default() }
     }
 
     fn of_upstream(config: &Config, upstream: &Upstream) -> Result<Self, String> {

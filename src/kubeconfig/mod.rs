@@ -5,11 +5,13 @@
 //! * [`access`] says what one context stands for: a server, how to verify it, who the user is.
 //! * [`exec`] runs a credential plugin.
 //! * [`moved`] changes one cluster, and remembers in it what it was.
+//! * [`names`] chooses the name that is verified in the apiservers' certificates.
 //! * [`setup`] makes the files that a jackstay between the two needs.
 
 pub mod access;
 pub mod exec;
 pub mod load;
 pub mod moved;
+pub mod names;
 pub mod setup;
 pub mod tree;

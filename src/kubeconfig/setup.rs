@@ -57,6 +57,8 @@ pub struct Request {
     pub config: PathBuf,
     /// Apiservers besides the one in the kubeconfig.
     pub upstreams: Vec<String>,
+    /// The name in the certificates of all of them, if not each one's own host.
+    pub server_name: Option<String>,
     /// The cluster's CA, where the kubeconfig names none.
     pub ca_file: Option<PathBuf>,
     /// The CA of client certificates, where it is not the cluster's.
@@ -104,9 +106,8 @@ pub fn plan(access: &Access, request: &Request) -> Result<Plan, Error> {
     if let Some(file) = &ca_file {
         tls.set("ca_file", path(file));
     }
-    // Of several apiservers only one answers to the name in the kubeconfig by itself.
-    if access.tls_server_name.is_some() || !request.upstreams.is_empty() {
-        tls.set("server_name", Node::text(access.verified_name()));
+    if let Some(name) = &request.server_name {
+        tls.set("server_name", Node::text(name));
     }
     let mut endpoints = vec![Node::text(access.server.address())];
     for upstream in &request.upstreams {

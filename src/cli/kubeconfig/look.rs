@@ -1,0 +1,207 @@
+//! What `jackstay kubeconfig` finds out before it decides: which apiservers there are, and which name
+//! their certificates share. Whatever cannot be found out becomes a note.
+
+use std::net::SocketAddr;
+use std::path::Path;
+
+use super::{Failure, KubeconfigArgs};
+use crate::doctor::dns::Resolver;
+use crate::doctor::survey::{self, Question, Survey};
+use crate::doctor::target::{Plugins, Trust};
+use crate::kubeconfig::access::{Access, Credential, Pem, Server};
+use crate::kubeconfig::names::{self, Known, Names};
+use crate::kubeconfig::tree::{Node, parse};
+use crate::observe::words::counted;
+
+/// What was found out.
+#[derive(Debug, Default)]
+pub(super) struct Looked {
+    /// Apiservers besides the one in the kubeconfig.
+    pub(super) upstreams: Vec<String>,
+    /// The names to verify.
+    pub(super) names: Names,
+    /// What the user should know.
+    pub(super) notes: Vec<String>,
+}
+
+/// Looks at the apiservers; `config` is where a configuration goes, if one is asked for.
+pub(super) fn look(
+    args: &KubeconfigArgs,
+    access: &Access,
+    config: Option<&Path>,
+) -> Result<Looked, Failure> {
+    let own = access.server.address();
+    let mut looked = Looked::default();
+    let before = config.map(|file| endpoints_in(file, &own)).unwrap_or_default();
+    if args.upstreams.is_empty() {
+        looked.upstreams = before;
+    } else {
+        for upstream in args.upstreams.iter().filter(|upstream| **upstream != own) {
+            if !looked.upstreams.contains(upstream) {
+                looked.upstreams.push(upstream.clone());
+            }
+        }
+        let dropped: Vec<String> =
+            before.into_iter().filter(|known| !looked.upstreams.contains(known)).collect();
+        if !dropped.is_empty() {
+            looked.notes.push(format!(
+                "no longer an endpoint: {}; --upstream names all besides the kubeconfig's",
+                dropped.join(", ")
+            ));
+        }
+    }
+    let mut seen = see(args, access, &looked.upstreams, config.is_some());
+    if args.discover {
+        let members = seen.members.map_err(|why| {
+            Failure::Input(format!("--discover: the cluster's apiservers are not known: {why}"))
+        })?;
+        let all = members.iter().map(SocketAddr::to_string);
+        let all: Vec<String> = looked.upstreams.iter().cloned().chain(all).collect();
+        seen = see(args, access, &all, false);
+        let is_dead = |address: &String| seen.unseen.iter().any(|(unseen, _)| unseen == address);
+        looked.upstreams =
+            all.into_iter().filter(|a| looked.upstreams.contains(a) || !is_dead(a)).collect();
+        // Nothing else is to be offered.
+        seen.members = Ok(Vec::new());
+    }
+    for (address, why) in &seen.unseen {
+        looked.notes.push(if *address == own || looked.upstreams.contains(address) {
+            format!("the certificate of {address} was not looked at: {why}")
+        } else {
+            format!("{address} is an apiserver of the cluster and was left out: {why}")
+        });
+    }
+    looked.names = names::choose(&Known {
+        host: &access.server.host,
+        given: args.tls_server_name.as_deref().or(access.tls_server_name.as_deref()),
+        endpoints: 1 + looked.upstreams.len(),
+        shown: &seen.shown,
+    });
+    if let Some(name) = &args.tls_server_name {
+        looked.names.client.clone_from(name);
+    }
+    if config.is_some() {
+        let known = 1 + looked.upstreams.len();
+        looked.notes.extend(redundancy(&own, known, seen.members.as_deref()));
+    }
+    Ok(looked)
+}
+
+/// Looks at the certificates, and asks for the cluster's apiservers where `asks`.
+fn see(args: &KubeconfigArgs, access: &Access, upstreams: &[String], asks: bool) -> Survey {
+    let nothing =
+        |why: &str| Survey { shown: Vec::new(), unseen: Vec::new(), members: Err(why.to_owned()) };
+    if args.offline {
+        return nothing("--offline");
+    }
+    // TLS ends at a listener that exists: nothing of the apiservers is written down.
+    if args.local_ca.is_some() {
+        return nothing("the listener knows them");
+    }
+    let mut access = access.clone();
+    if let Some(file) = &args.ca_file {
+        (access.ca, access.insecure) = (Some(Pem::File(file.clone())), false);
+    }
+    if access.insecure {
+        return nothing("the cluster's server is not verified, no credential is sent to it");
+    }
+    let plugins = if args.discover { Plugins::Run } else { Plugins::Leave };
+    // An upstream that is no address is reported with the configuration.
+    let others: Vec<Server> = upstreams.iter().filter_map(|u| Server::parse(u).ok()).collect();
+    let mut notes = Vec::new();
+    let survey = Trust::of_access(&access, plugins, &mut notes).and_then(|trust| {
+        let question = Question {
+            own: &access.server,
+            verified_name: access.verified_name(),
+            others: &others,
+            trust: &trust,
+            asks,
+        };
+        survey::look(&question, Resolver::of_system())
+    });
+    let mut survey = match survey {
+        Ok(survey) => survey,
+        Err(why) => return nothing(&why),
+    };
+    match &access.credential {
+        Credential::Exec(plugin) if !args.discover => {
+            let command = &plugin.command;
+            survey.members = Err(format!("the exec plugin {command:?} is run by --discover only"));
+        }
+        // Why it yielded nothing.
+        Credential::Exec(_) if !notes.is_empty() => survey.members = Err(notes.join("; ")),
+        _ => {}
+    }
+    survey
+}
+
+/// What there is to go to when an apiserver fails, and what there could be.
+fn redundancy(own: &str, known: usize, members: Result<&[SocketAddr], &String>) -> Option<String> {
+    let only = known == 1;
+    match members {
+        Ok([]) if only => Some(format!(
+            "only one endpoint is known, {own}, and the cluster names no other: nothing takes over \
+             when it fails"
+        )),
+        Ok([]) => None,
+        Ok(members) => {
+            let beside =
+                if only { format!("only one endpoint is known, {own}; ") } else { String::new() };
+            let addresses: Vec<String> = members.iter().map(ToString::to_string).collect();
+            let options: Vec<String> =
+                addresses.iter().map(|address| format!("--upstream {address}")).collect();
+            Some(format!(
+                "{beside}the cluster names {} more: to use {} run it again with --discover --force, \
+                 or with {} --force",
+                counted(members.len(), "apiserver"),
+                if members.len() == 1 { "it" } else { "them" },
+                options.join(" ")
+            ))
+        }
+        Err(why) if only => Some(format!(
+            "only one endpoint is known, {own}: nothing takes over when it fails; --upstream names \
+             others (the cluster was not asked for them: {why})"
+        )),
+        Err(_) => None,
+    }
+}
+
+/// The endpoints besides `own` in a configuration that was written for it before; none if there is
+/// no such file.
+fn endpoints_in(file: &Path, own: &str) -> Vec<String> {
+    let text = std::fs::read_to_string(file).unwrap_or_default();
+    let Ok(Some(config)) = parse(&text) else { return Vec::new() };
+    let upstreams = config.items("upstreams").iter();
+    let endpoints = upstreams.map(|upstream| {
+        let all = upstream.items("endpoints").iter().filter_map(Node::as_str);
+        all.map(ToOwned::to_owned).collect::<Vec<String>>()
+    });
+    let mut of_cluster =
+        endpoints.into_iter().find(|all| all.iter().any(|e| e == own)).unwrap_or_default();
+    of_cluster.retain(|endpoint| endpoint != own);
+    of_cluster
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn redundancy_offers_what_the_cluster_names() {
+        let members: Vec<SocketAddr> =
+            ["10.0.0.2:6443", "[fd00::3]:6443"].map(|a| a.parse().unwrap()).to_vec();
+        let own = "10.0.0.1:6443";
+        let offer = redundancy(own, 1, Ok(&members)).unwrap();
+        assert!(
+            offer.starts_with("only one endpoint is known, 10.0.0.1:6443; the cluster names 2")
+        );
+        assert!(offer.contains("--upstream 10.0.0.2:6443 --upstream [fd00::3]:6443"), "{offer}");
+        assert!(redundancy(own, 3, Ok(&members)).unwrap().starts_with("the cluster names 2"));
+        assert!(redundancy(own, 1, Ok(&[])).unwrap().contains("names no other"));
+        assert!(
+            redundancy(own, 1, Err(&"403".into())).unwrap().contains("not asked for them: 403")
+        );
+        assert_eq!(redundancy(own, 2, Ok(&[])), None);
+        assert_eq!(redundancy(own, 2, Err(&"403".into())), None);
+    }
+}

@@ -1,0 +1,133 @@
+//! The apiservers of a cluster as the cluster itself names them: the `EndpointSlices` of
+//! `default/kubernetes`, which apiservers maintain, or the `Endpoints` where there are no slices.
+
+use std::net::{IpAddr, SocketAddr};
+
+use http::StatusCode;
+use serde_json::Value;
+
+use super::probe::{Opened, Peer, get};
+
+/// Reads the addresses in an answer.
+type Reader = fn(&Value) -> Vec<SocketAddr>;
+
+/// Where each kind of object is, and how it is read, the better one first.
+const KINDS: [(&str, Reader); 2] = [
+    (
+        "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices\
+         ?labelSelector=kubernetes.io%2Fservice-name%3Dkubernetes",
+        of_slices,
+    ),
+    ("/api/v1/namespaces/default/endpoints/kubernetes", of_endpoints),
+];
+
+/// Asks over a connection; `prefix` is the path of the cluster's URL.
+///
+/// # Errors
+/// Why there is no answer, for people.
+pub(super) async fn ask(
+    opened: &mut Opened,
+    peer: &Peer,
+    prefix: &str,
+) -> Result<Vec<SocketAddr>, String> {
+    let mut reason = String::new();
+    for (path, read) in KINDS {
+        let asked = get(&mut opened.send, &format!("{prefix}{path}"), peer).await;
+        let (status, body, _) = asked.map_err(|error| error.to_string())?;
+        reason = match status {
+            status if status.is_success() => {
+                let found = serde_json::from_str(&body).map(|value| read(&value));
+                match found {
+                    Ok(found) if !found.is_empty() => return Ok(found),
+                    _ => "the answer names none".to_owned(),
+                }
+            }
+            StatusCode::UNAUTHORIZED => "the apiserver does not accept the credential (401)".into(),
+            StatusCode::FORBIDDEN => {
+                "the user may not list the EndpointSlices of the namespace default (403)".into()
+            }
+            other => format!("the apiserver answers {}", other.as_u16()),
+        };
+    }
+    Err(reason)
+}
+
+fn list(value: &Value) -> &[Value] {
+    value.as_array().map_or(&[], Vec::as_slice)
+}
+
+/// The port called `https`, or the first one.
+fn port(ports: &Value) -> Option<u16> {
+    let ports = list(ports);
+    let port = ports.iter().find(|port| port["name"] == "https").or(ports.first())?;
+    u16::try_from(port["port"].as_u64()?).ok().filter(|port| *port != 0)
+}
+
+fn address(ip: &Value, port: u16) -> Option<SocketAddr> {
+    Some(SocketAddr::new(ip.as_str()?.parse::<IpAddr>().ok()?, port))
+}
+
+fn of_slices(slices: &Value) -> Vec<SocketAddr> {
+    let mut found = Vec::new();
+    for slice in list(&slices["items"]) {
+        let Some(port) = port(&slice["ports"]) else { continue };
+        let ready = list(&slice["endpoints"]).iter().filter(|e| e["conditions"]["ready"] != false);
+        let ips = ready.flat_map(|endpoint| list(&endpoint["addresses"]));
+        for address in ips.filter_map(|ip| address(ip, port)) {
+            // Slices may overlap while they change.
+            if !found.contains(&address) {
+                found.push(address);
+            }
+        }
+    }
+    found
+}
+
+fn of_endpoints(endpoints: &Value) -> Vec<SocketAddr> {
+    let mut found = Vec::new();
+    for subset in list(&endpoints["subsets"]) {
+        let Some(port) = port(&subset["ports"]) else { continue };
+        let ips = list(&subset["addresses"]).iter().map(|entry| &entry["ip"]);
+        found.extend(ips.filter_map(|ip| address(ip, port)));
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn addresses(texts: &[&str]) -> Vec<SocketAddr> {
+        texts.iter().map(|text| text.parse().unwrap()).collect()
+    }
+
+    #[test]
+    fn slices_yield_ready_addresses_once() {
+        let https = json!([{ "name": "other", "port": 1 }, { "name": "https", "port": 6443 }]);
+        let slices = json!({ "items": [
+            { "ports": https, "endpoints": [
+                { "addresses": ["10.0.0.1"], "conditions": { "ready": true } },
+                { "addresses": ["10.0.0.2"], "conditions": {} },
+                { "addresses": ["10.0.0.3"], "conditions": { "ready": false } },
+                { "addresses": ["x", 5] },
+            ]},
+            { "ports": https, "endpoints": [{ "addresses": ["fd00::1"] }, { "addresses": ["10.0.0.1"] }] },
+            { "ports": [], "endpoints": [{ "addresses": ["10.0.0.9"] }] },
+        ]});
+        let expected = ["10.0.0.1:6443", "10.0.0.2:6443", "[fd00::1]:6443"];
+        assert_eq!(of_slices(&slices), addresses(&expected));
+        assert_eq!(of_slices(&json!({ "items": 3 })), []);
+    }
+
+    #[test]
+    fn endpoints_yield_their_addresses() {
+        let endpoints = json!({ "subsets": [
+            { "addresses": [{ "ip": "10.0.0.1" }, { "ip": "fd00::1" }, { "ip": "x" }],
+              "ports": [{ "name": "other", "port": 1 }, { "name": "https", "port": 6443 }] },
+            { "addresses": [{ "ip": "10.0.0.2" }], "ports": [] },
+        ]});
+        assert_eq!(of_endpoints(&endpoints), addresses(&["10.0.0.1:6443", "[fd00::1]:6443"]));
+        assert_eq!(of_endpoints(&json!({ "subsets": 3 })), []);
+    }
+}

@@ -3,6 +3,7 @@
 //! Each rule looks for one cause and gives it a weight. A cause that explains others weighs more
 //! than what it explains: a name that nobody resolves more than the endpoint that is not reached, a
 //! certificate more than the request that was never sent, a dead endpoint more than lost packets.
+//! Findings that differ in their endpoint alone become one.
 //!
 //! | weight | cause |
 //! |---|---|
@@ -27,6 +28,8 @@ mod machine;
 mod path;
 #[cfg(test)]
 mod tests;
+
+use std::borrow::Cow;
 
 use serde::Serialize;
 
@@ -111,8 +114,74 @@ pub struct Finding {
     pub because: String,
     /// What to do.
     pub advice: String,
+    /// The endpoints that it is about; none where it is about this machine.
+    pub endpoints: Vec<String>,
     #[serde(skip)]
     weight: u32,
+}
+
+impl Finding {
+    /// A finding about one endpoint, whose address is part of its text.
+    fn about(self, address: &str) -> Self {
+        Self { endpoints: vec![address.to_owned()], ..self }
+    }
+
+    /// A text of it without its own address.
+    fn without_address<'a>(&self, text: &'a str) -> Cow<'a, str> {
+        match self.endpoints.first() {
+            Some(address) => Cow::Owned(text.replace(address.as_str(), "")),
+            None => Cow::Borrowed(text),
+        }
+    }
+
+    /// Whether two findings differ at most in their endpoint and in what was seen.
+    fn is_alike(&self, other: &Self) -> bool {
+        (self.level, self.cause, self.weight) == (other.level, other.cause, other.weight)
+            && self.without_address(&self.what) == other.without_address(&other.what)
+            && self.without_address(&self.advice) == other.without_address(&other.advice)
+    }
+}
+
+/// Most different observations that one finding shows.
+const SHOWN: usize = 5;
+
+/// Findings that are alike become one, which names every endpoint.
+fn group(found: Vec<Finding>) -> Vec<Finding> {
+    let mut groups: Vec<Vec<Finding>> = Vec::new();
+    for finding in found {
+        match groups.iter_mut().find(|group| group[0].is_alike(&finding)) {
+            Some(group) => group.push(finding),
+            None => groups.push(vec![finding]),
+        }
+    }
+    groups.iter().map(|group| one_of(group)).collect()
+}
+
+fn one_of(group: &[Finding]) -> Finding {
+    let mut seen: Vec<Cow<'_, str>> = Vec::new();
+    let mut reasons: Vec<&str> = Vec::new();
+    for finding in group {
+        let bare = finding.without_address(&finding.because);
+        if !seen.contains(&bare) {
+            seen.push(bare);
+            reasons.push(&finding.because);
+        }
+    }
+    let more = reasons.len().saturating_sub(SHOWN);
+    let mut because = reasons[..reasons.len() - more].join("; ");
+    if more > 0 {
+        because = format!("{because}; and {more} more");
+    }
+    let endpoints: Vec<String> = group.iter().flat_map(|f| f.endpoints.clone()).collect();
+    let mut what = group[0].what.clone();
+    if let [_, others @ .., last] = endpoints.as_slice() {
+        let others = match others {
+            [] => last.clone(),
+            others => format!("{} and {last}", others.join(", ")),
+        };
+        what = format!("{what} The same holds for {others}.");
+    }
+    Finding { what, because, endpoints, ..group[0].clone() }
 }
 
 /// Judges. The result is sorted: problems before notes, the most likely cause first.
@@ -134,6 +203,7 @@ pub fn judge(seen: &Observations) -> Vec<Finding> {
     path::loss(seen, &mut found);
     path::paths(seen, &mut found);
     machine::limits(seen, &mut found);
+    let mut found = group(found);
     found.sort_by_key(|f| (f.level == Level::Note, std::cmp::Reverse(f.weight)));
     found
 }
@@ -156,6 +226,7 @@ fn problem(
         what: what.into(),
         because: because.into(),
         advice: advice.into(),
+        endpoints: Vec::new(),
         weight,
     }
 }

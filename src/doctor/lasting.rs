@@ -17,6 +17,9 @@ const GAP: Duration = Duration::from_millis(50);
 const LATE_MS: f64 = 150.0;
 /// Pause before the next connection when one was ended by the other side.
 const AGAIN: Duration = Duration::from_millis(500);
+/// When the handshakes of an idle connection are over: the longest delayed acknowledgement (200 ms,
+/// `TCP_DELACK_MAX`) has gone out.
+const SETTLED: Duration = Duration::from_millis(500);
 /// How long an idle connection may take to answer.
 const IDLE_ANSWER: Duration = Duration::from_secs(3);
 /// A silence is watched for this long, beyond the end of the examination if need be, to be sure.
@@ -98,17 +101,25 @@ pub(super) async fn leave_alone(
     until: Instant,
 ) -> Option<Idle> {
     let mut opened = open(&mut Clock::new(began), address, peer).await.ok()?;
+    // A firewall takes a keepalive probe for life, whatever it carries.
+    opened.observer.stop_keepalives().ok()?;
     let since = Instant::now();
-    tokio::select! {
-        () = sleep_until(until) => {}
-        // An end that is told is no silence.
-        _ = &mut opened.driver => return None,
+    let sent = |opened: &Opened| opened.observer.tcp_info().unwrap_or_default().segments_out;
+    let mut before = None;
+    for moment in [until.min(since + SETTLED), until] {
+        tokio::select! {
+            () = sleep_until(moment) => {}
+            // An end that the server announces is no silence.
+            _ = &mut opened.driver => return None,
+        }
+        before.get_or_insert_with(|| sent(&opened));
     }
     let idle = since.elapsed();
+    let sent = sent(&opened).wrapping_sub(before.unwrap_or_default());
     let asked = opened.ping.ping(Ping::opaque());
     match timeout_at(Instant::now() + IDLE_ANSWER, asked).await {
-        Ok(Ok(_)) => Some(Idle { for_ms: idle.into(), alive: true }),
+        Ok(Ok(_)) => Some(Idle { for_ms: idle.into(), alive: true, sent }),
         Ok(Err(_)) => None,
-        Err(_) => Some(Idle { for_ms: idle.into(), alive: false }),
+        Err(_) => Some(Idle { for_ms: idle.into(), alive: false, sent }),
     }
 }

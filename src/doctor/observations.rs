@@ -287,6 +287,8 @@ pub struct Idle {
     pub for_ms: Ms,
     /// Whether it answered a PING afterwards.
     pub alive: bool,
+    /// Segments that this machine sent on it meanwhile: acknowledgements of what the server sent.
+    pub sent: u32,
 }
 
 /// A server's certificate.

@@ -230,6 +230,14 @@ pub fn probe_now(stream: &impl AsRawFd) -> io::Result<()> {
     set_tcp_option(stream, libc::TCP_KEEPIDLE, PROBE_IDLE.as_secs() as libc::c_int)
 }
 
+/// Sends no keepalive probes any more: for a connection that is to be idle on the wire.
+///
+/// # Errors
+/// What the kernel says.
+pub fn stop_keepalives(stream: &TcpStream) -> io::Result<()> {
+    SockRef::from(stream).set_keepalive(false)
+}
+
 /// Bounds the pause between retransmissions and between probes of a closed window to a second
 /// (`TCP_RTO_MAX_MS`, Linux 6.15). Without it they double without end, and a peer that was paused
 /// for minutes and then lost is asked again only after minutes. Older kernels do without.

@@ -57,6 +57,14 @@ impl Observer {
         socket::probe_now(&*self.0.stream.borrow())
     }
 
+    /// See [`socket::stop_keepalives`].
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn stop_keepalives(&self) -> io::Result<()> {
+        socket::stop_keepalives(&self.0.stream.borrow())
+    }
+
     /// Our address on this connection.
     ///
     /// # Errors

@@ -1,7 +1,7 @@
 //! Causes in certificates: those of the servers, and our own.
 
 use super::{Cause, Finding, note, problem};
-use crate::doctor::observations::{Kind, Observations, Step};
+use crate::doctor::observations::{Failure, Kind, Observations, Step};
 use crate::observe::words::counted;
 
 /// A certificate that ends within 14 days is told.
@@ -11,7 +11,9 @@ pub(super) fn certificates(seen: &Observations, found: &mut Vec<Finding>) {
     for endpoint in &seen.endpoints {
         let address = &endpoint.address;
         let shown = endpoint.certificate.as_ref();
-        if let Some(failure) = endpoint.failures(Step::Tls).find(|f| f.kind != Kind::Timeout) {
+        // A handshake that is cut or not answered says nothing of the certificate.
+        let says = |failure: &&Failure| !matches!(failure.kind, Kind::Timeout | Kind::Reset);
+        if let Some(failure) = endpoint.failures(Step::Tls).find(says) {
             let subject = shown.map_or("?", |c| c.subject.as_str());
             let (cause, what, advice) = match failure.kind {
                 Kind::Expired => (
@@ -51,7 +53,6 @@ pub(super) fn certificates(seen: &Observations, found: &mut Vec<Finding>) {
                         shown.map_or("?".into(), |c| c.names.join(", "))
                     ),
                 ),
-                Kind::Reset if shown.is_none() => continue,
                 _ => (
                     Cause::Tls,
                     format!("TLS with {address} fails."),
@@ -59,9 +60,9 @@ pub(super) fn certificates(seen: &Observations, found: &mut Vec<Finding>) {
                 ),
             };
             let because = format!("{} (the certificate of {subject})", failure.text);
-            found.push(problem(80, cause, what, because, advice));
+            found.push(problem(80, cause, what, because, advice).about(address));
         } else if let Some(certificate) = shown.filter(|c| c.expires_in_s < SOON_S) {
-            found.push(note(
+            let finding = note(
                 Cause::ExpiresSoon,
                 format!(
                     "The certificate of {address} expires in {}.",
@@ -69,7 +70,8 @@ pub(super) fn certificates(seen: &Observations, found: &mut Vec<Finding>) {
                 ),
                 format!("it is valid until {}", certificate.not_after),
                 "Renew it in time.",
-            ));
+            );
+            found.push(finding.about(address));
         }
     }
 }

@@ -22,7 +22,7 @@ pub(super) fn configuration(seen: &Observations, found: &mut Vec<Finding>) {
     }
     for endpoint in &seen.endpoints {
         if let Some(own) = endpoint.loops_to {
-            found.push(problem(
+            let finding = problem(
                 100,
                 Cause::Loop,
                 format!(
@@ -31,7 +31,8 @@ pub(super) fn configuration(seen: &Observations, found: &mut Vec<Finding>) {
                 ),
                 format!("jackstay is to listen on {own}, and that address is behind the endpoint"),
                 "Name the apiservers themselves, or listen on another port.",
-            ));
+            );
+            found.push(finding.about(&endpoint.address));
         }
     }
 }
@@ -119,13 +120,14 @@ pub(super) fn names(seen: &Observations, found: &mut Vec<Finding>) {
     }
     for endpoint in &seen.endpoints {
         if endpoint.resolved == Resolved::NoSuchName {
-            found.push(problem(
+            let finding = problem(
                 89,
                 Cause::NoSuchName,
                 format!("The name in {} does not exist.", endpoint.address),
                 "the name servers answer, and know no address for it",
                 "Is it spelt right? Does this machine use the right name servers?",
-            ));
+            );
+            found.push(finding.about(&endpoint.address));
         }
     }
 }

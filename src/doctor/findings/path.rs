@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use super::{Cause, Finding, note, problem};
 use crate::doctor::observations::{
-    Attempt, Endpoint, Kind, Lasting, Observations, Resolved, Source, Step, percentile,
+    Attempt, Endpoint, Failure, Kind, Lasting, Observations, Resolved, Source, Step, percentile,
 };
 use crate::observe::words::counted;
 
@@ -31,57 +31,102 @@ fn is_ipv6(endpoint: &Endpoint) -> bool {
     matches!(&endpoint.resolved, Resolved::Addresses(ips) if ips.iter().all(IpAddr::is_ipv6))
 }
 
+/// Fresh connections in a row at the end that make an endpoint one that has died: two seconds.
+const TAIL: usize = 4;
+
+/// How many of the last fresh connections failed, if all that came before them worked.
+fn died(endpoint: &Endpoint) -> Option<usize> {
+    let tail = endpoint.fresh.iter().rev().take_while(|a| is_unreachable(a)).count();
+    let before = &endpoint.fresh[..endpoint.fresh.len() - tail];
+    let worked = !before.is_empty() && !before.iter().any(is_unreachable);
+    (tail >= TAIL && worked).then_some(tail)
+}
+
+/// What to do about an endpoint whose fresh connections fail. The last failure counts: while a
+/// process is being killed, its kernel still accepts connections, and cuts them.
+fn advice(endpoint: &Endpoint, failure: &Failure, seen: &Observations) -> &'static str {
+    match (failure.step, failure.kind) {
+        (Step::Connect, Kind::Refused) => {
+            "The machine lives and nobody listens there: is the apiserver running, and is the port \
+             right?"
+        }
+        (Step::Connect, Kind::Unreachable) if is_ipv6(endpoint) && !seen.host.ipv6 => {
+            "It is an IPv6 address, and this machine has no IPv6: name an IPv4 address."
+        }
+        (Step::Connect, Kind::Timeout | Kind::Unreachable) => {
+            "Its packets get no answer: is the machine up, and is no firewall in between?"
+        }
+        (_, Kind::Reset) => {
+            "Connections are accepted and cut at once: an apiserver that is ending or starting, or \
+             a load balancer without a live server behind it."
+        }
+        _ => {
+            "Connections are accepted and then nothing: a load balancer without a live server \
+             behind it, or a process that is stopped."
+        }
+    }
+}
+
+fn last_failure(endpoint: &Endpoint) -> Option<&Failure> {
+    endpoint.fresh.iter().rev().find_map(|attempt| attempt.failure.as_ref())
+}
+
 pub(super) fn reach(seen: &Observations, found: &mut Vec<Finding>) {
-    let dead: Vec<&Endpoint> = seen.endpoints.iter().filter(|e| is_dead(e)).collect();
+    let dead: Vec<(&Endpoint, &Failure)> = seen
+        .endpoints
+        .iter()
+        .filter(|endpoint| is_dead(endpoint))
+        .filter_map(|endpoint| Some((endpoint, last_failure(endpoint)?)))
+        .collect();
     let all = dead.len() == seen.endpoints.len() && dead.len() > 1;
     if all {
-        let failure = dead[0].fresh.iter().find_map(|a| a.failure.as_ref());
-        found.push(problem(
+        let addresses: Vec<&str> = dead.iter().map(|(e, _)| e.address.as_str()).collect();
+        let summary = problem(
             84,
             Cause::DeadEndpoint,
             format!("None of the {} endpoints can be reached.", dead.len()),
-            failure.map_or_else(String::new, |f| f.text.clone()),
+            format!("{} ({})", dead[0].1.text, addresses.join(", ")),
             "They do not all die at once: look at this machine's network, its routes and firewall.",
-        ));
+        );
+        let endpoints = addresses.iter().map(ToString::to_string).collect();
+        found.push(Finding { endpoints, ..summary });
     }
-    for endpoint in dead {
+    // All of them in the same way: that has been said.
+    let alike = dead.iter().all(|(_, f)| (f.step, f.kind) == (dead[0].1.step, dead[0].1.kind));
+    for (endpoint, failure) in dead.into_iter().filter(|_| !(all && alike)) {
         let count = endpoint.fresh.len();
-        let Some(failure) = endpoint.fresh.iter().find_map(|a| a.failure.as_ref()) else {
-            continue;
-        };
-        let advice = match (failure.step, failure.kind) {
-            (Step::Connect, Kind::Refused) => {
-                "The machine lives and nobody listens there: is the apiserver running, and is the \
-                 port right?"
-            }
-            (Step::Connect, Kind::Unreachable) if is_ipv6(endpoint) && !seen.host.ipv6 => {
-                "It is an IPv6 address, and this machine has no IPv6: name an IPv4 address."
-            }
-            (Step::Connect, Kind::Timeout | Kind::Unreachable) => {
-                "Its packets get no answer: is the machine up, and is no firewall in between?"
-            }
-            _ => {
-                "Connections are accepted and then nothing: a load balancer without a live server \
-                 behind it, or a process that is stopped."
-            }
-        };
-        found.push(problem(
+        let finding = problem(
             75,
             Cause::DeadEndpoint,
             format!("{} is dead.", endpoint.address),
             format!("{count} of {count} fresh connections failed: {}", failure.text),
-            advice,
-        ));
+            advice(endpoint, failure, seen),
+        );
+        found.push(finding.about(&endpoint.address));
+    }
+    for endpoint in &seen.endpoints {
+        if let (Some(tail), Some(failure)) = (died(endpoint), last_failure(endpoint)) {
+            let count = endpoint.fresh.len();
+            let finding = problem(
+                75,
+                Cause::DeadEndpoint,
+                format!("{} has died during the examination.", endpoint.address),
+                format!("the last {tail} of {count} fresh connections failed: {}", failure.text),
+                advice(endpoint, failure, seen),
+            );
+            found.push(finding.about(&endpoint.address));
+        }
     }
     for endpoint in &seen.endpoints {
         if let Some(failure) = endpoint.failures(Step::Http2).find(|f| f.kind == Kind::NoHttp2) {
-            found.push(problem(
+            let finding = problem(
                 72,
                 Cause::NoHttp2,
                 format!("{} does not speak HTTP/2.", endpoint.address),
                 failure.text.clone(),
                 "Is it an apiserver, or a proxy before it that ends TLS? Use mode passthrough there.",
-            ));
+            );
+            found.push(finding.about(&endpoint.address));
         }
     }
 }
@@ -91,13 +136,14 @@ pub(super) fn credential(endpoint: &Endpoint, found: &mut Vec<Finding>) {
     if let Some(failure) = refused.clone().find(|f| f.kind == Kind::Unauthorized)
         && endpoint.authenticated
     {
-        found.push(problem(
+        let finding = problem(
             70,
             Cause::Unauthorized,
             format!("{} does not accept the credential.", endpoint.address),
             failure.text.clone(),
             "Has the client certificate or the token expired, or is it another cluster's?",
-        ));
+        );
+        found.push(finding.about(&endpoint.address));
     }
 }
 
@@ -125,7 +171,7 @@ pub(super) fn flows(endpoint: &Endpoint, seen: &Observations, found: &mut Vec<Fi
         if fresh < 2 {
             continue;
         }
-        found.push(problem(
+        let finding = problem(
             65,
             Cause::ForgottenFlows,
             format!(
@@ -140,14 +186,15 @@ pub(super) fn flows(endpoint: &Endpoint, seen: &Observations, found: &mut Vec<Fi
             ),
             "Something in between forgets its flow table: a load balancer, a firewall or NAT. \
              Through jackstay clients do not notice; name the apiservers themselves if you can.",
-        ));
+        );
+        found.push(finding.about(&endpoint.address));
         return;
     }
     if let Some(idle) = endpoint.idle.as_ref().filter(|idle| !idle.alive)
         && works_since(0.0) >= 2
         && endpoint.lasting.iter().all(|l| l.silent_ms.is_none())
     {
-        found.push(problem(
+        let finding = problem(
             64,
             Cause::ForgottenFlows,
             format!("Idle connections to {} are forgotten.", endpoint.address),
@@ -157,7 +204,8 @@ pub(super) fn flows(endpoint: &Endpoint, seen: &Observations, found: &mut Vec<Fi
             ),
             "Something in between drops idle flows without a word: raise its idle timeout. jackstay \
              keeps its connections busy.",
-        ));
+        );
+        found.push(finding.about(&endpoint.address));
     }
 }
 
@@ -166,14 +214,15 @@ pub(super) fn readiness(endpoint: &Endpoint, found: &mut Vec<Finding>) {
     let is_sick = |kind: Kind| matches!(kind, Kind::Status(_) | Kind::Timeout);
     let sick: Vec<_> = endpoint.failures(Step::Readyz).filter(|f| is_sick(f.kind)).collect();
     if connected > 0 && sick.len() * 2 >= connected {
-        found.push(problem(
+        let finding = problem(
             60,
             Cause::SickEndpoint,
             format!("{} is alive and not well: it says that it is not ready.", endpoint.address),
             format!("{} of {}: {}", sick.len(), counted(connected, "time"), sick[0].text),
             "Look at the apiserver's log and its etcd; `kubectl get --raw '/readyz?verbose'` lists \
              its checks.",
-        ));
+        );
+        found.push(finding.about(&endpoint.address));
     }
 }
 
@@ -221,7 +270,7 @@ pub(super) fn loss(seen: &Observations, found: &mut Vec<Finding>) {
 }
 
 pub(super) fn unsteady(endpoint: &Endpoint, found: &mut Vec<Finding>) {
-    if is_dead(endpoint) {
+    if is_dead(endpoint) || died(endpoint).is_some() {
         return;
     }
     let failed: Vec<_> = endpoint.fresh.iter().filter(|a| is_unreachable(a)).collect();

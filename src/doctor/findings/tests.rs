@@ -58,7 +58,7 @@ fn endpoint(address: &str) -> Endpoint {
         loops_to: None,
         fresh: (0..20).map(|i| good(f64::from(i) * 500.0)).collect(),
         lasting: vec![lasting()],
-        idle: Some(Idle { for_ms: Ms(10_000.0), alive: true }),
+        idle: Some(Idle { for_ms: Ms(10_000.0), alive: true, sent: 0 }),
         certificate: Some(certificate()),
         clock_skew_s: Some(0.2),
         max_streams: Some(100),
@@ -103,8 +103,10 @@ fn each_cause_from_how_it_looks() {
         }],
         ..endpoint("lb:6443")
     };
-    let idle =
-        Endpoint { idle: Some(Idle { for_ms: Ms(10_000.0), alive: false }), ..endpoint("lb:6443") };
+    let idle = Endpoint {
+        idle: Some(Idle { for_ms: Ms(10_000.0), alive: false, sent: 0 }),
+        ..endpoint("lb:6443")
+    };
     let lossy = Endpoint {
         lasting: vec![Lasting { late: 17, retransmitted: 20, ..lasting() }],
         ..endpoint("10.0.0.1:6443")
@@ -231,7 +233,9 @@ fn what_explains_the_rest_comes_first() {
             *attempt = bad(attempt.at_ms.0, Step::Connect, Kind::Timeout);
         }
     }
-    assert_eq!(first(&seen(vec![gone])), Some(Cause::Unsteady));
+    let found = judge(&seen(vec![gone]));
+    assert_eq!(found.iter().map(|f| f.cause).collect::<Vec<_>>(), [Cause::DeadEndpoint]);
+    assert!(found[0].what.contains("has died during the examination"), "{found:#?}");
 
     // A client certificate that is over is why it is refused; that is said once.
     let refused = |address: &str| {
@@ -243,7 +247,7 @@ fn what_explains_the_rest_comes_first() {
     let causes: Vec<Cause> =
         judge(&seen(vec![refused("a:1"), refused("b:1")])).iter().map(|f| f.cause).collect();
     let refusal = Cause::Unauthorized;
-    assert_eq!(causes, [Cause::ClientCertificateExpired, refusal, refusal]);
+    assert_eq!(causes, [Cause::ClientCertificateExpired, refusal]);
 
     // Late answers with hardly a segment sent again are a slow server's.
     for retransmitted in [0, 3] {
@@ -251,6 +255,61 @@ fn what_explains_the_rest_comes_first() {
         let slow = Endpoint { lasting, ..endpoint("10.0.0.1:6443") };
         assert_eq!(first(&seen(vec![slow])), None);
     }
+}
+
+#[test]
+fn findings_that_are_alike_become_one_that_names_every_endpoint() {
+    let named = |address: &str, endpoint: Endpoint| {
+        let mut endpoint = Endpoint { address: address.into(), ..endpoint };
+        for failure in endpoint.fresh.iter_mut().filter_map(|a| a.failure.as_mut()) {
+            failure.text = format!("connect to {address}: refused");
+        }
+        endpoint
+    };
+    let refusing = |address| named(address, failing(Step::Connect, Kind::Refused));
+    let silent = |address| named(address, failing(Step::Connect, Kind::Timeout));
+    let found =
+        judge(&seen(vec![refusing("a:1"), endpoint("b:1"), refusing("c:1"), refusing("d:1")]));
+    assert_eq!(found.len(), 1, "{found:#?}");
+    assert_eq!(found[0].what, "a:1 is dead. The same holds for c:1 and d:1.");
+    assert_eq!(found[0].because, "20 of 20 fresh connections failed: connect to a:1: refused");
+    assert_eq!(found[0].endpoints, ["a:1", "c:1", "d:1"]);
+    // What needs other advice stays apart.
+    assert_eq!(judge(&seen(vec![refusing("a:1"), endpoint("b:1"), silent("c:1")])).len(), 2);
+    // All of them in one way is one finding; in two ways it is the whole and each way.
+    assert_eq!(judge(&seen(vec![silent("a:1"), silent("b:1"), silent("c:1")])).len(), 1);
+    assert_eq!(judge(&seen(vec![refusing("a:1"), silent("b:1")])).len(), 3);
+
+    let mut all = seen(vec![endpoint("a:1")]);
+    all.configuration = (0..7).map(|i| format!("f: mistake {i}")).collect();
+    let found = judge(&all);
+    assert_eq!(found.len(), 1, "{found:#?}");
+    assert!(found[0].because.ends_with("f: mistake 4; and 2 more"), "{found:#?}");
+
+    let expiring = |address: &str| {
+        let certificate = Certificate { expires_in_s: 5 * 86_400, ..certificate() };
+        Endpoint { certificate: Some(certificate), ..endpoint(address) }
+    };
+    let found = judge(&seen(vec![expiring("a:1"), expiring("b:1")]));
+    assert_eq!(found.len(), 1, "{found:#?}");
+    assert_eq!(found[0].what, "The certificate of a:1 expires in 5 days. The same holds for b:1.");
+}
+
+/// While a process is being killed its kernel accepts connections and cuts them; afterwards they are
+/// refused.
+#[test]
+fn advice_after_a_kill_is_that_of_the_last_failure() {
+    let mut killed = failing(Step::Connect, Kind::Refused);
+    killed.fresh[0] = bad(0.0, Step::Tls, Kind::Reset);
+    killed.fresh[1] = bad(500.0, Step::Http2, Kind::Timeout);
+    let found = judge(&seen(vec![killed, endpoint("b:1")]));
+    assert_eq!(found.len(), 1, "{found:#?}");
+    assert!(found[0].advice.contains("is the apiserver running"), "{found:#?}");
+    let found = judge(&seen(vec![failing(Step::Tls, Kind::Reset), endpoint("b:1")]));
+    assert!(found[0].advice.contains("cut at once"), "{found:#?}");
+    assert!(!found[0].advice.contains("stopped"), "{found:#?}");
+    let found = judge(&seen(vec![failing(Step::Tls, Kind::Timeout), endpoint("b:1")]));
+    assert!(found[0].advice.contains("stopped"), "{found:#?}");
 }
 
 #[test]

@@ -13,6 +13,7 @@ import time
 import unittest
 import uuid
 
+from kubernetes import RELEASE, TODAY
 from rig import Gone, RealNode, TOKEN, TOKEN_USER, shared, wait_for
 
 
@@ -55,14 +56,20 @@ class Ended:
                 pass  # It ended before it read all its input; the test says so.
 
 
-def each_kubectl(test):
-    """Runs a test with today's kubectl and with that of the server's age."""
-    @functools.wraps(test)
-    def both(self):
-        for old in (False, True):
-            with self.subTest(kubectl="1.20" if old else "today"):
-                test(self, old)
-    return both
+def each(ways):
+    """Runs a test once for each of some ways to run kubectl."""
+    def decorate(test):
+        @functools.wraps(test)
+        def all_of_them(self):
+            for by in ways:
+                with self.subTest(kubectl=by.label):
+                    test(self, by)
+        return all_of_them
+    return decorate
+
+
+each_kubectl = each(RELEASE.kubectls)
+each_transport = each(RELEASE.transports)
 
 
 class WithRig:
@@ -102,22 +109,22 @@ class Kubectl(WithRig):
     # ---- verbs ----
 
     @each_kubectl
-    def test_create_read_change_delete(self, old):
+    def test_create_read_change_delete(self, by):
         name = f"cm-{uuid.uuid4().hex[:8]}"
         manifest = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": {"key": "one", "text": "ä\n" * 2000}}
-        self.assertIn("created", self.ok("apply", "-f", "-", input=json.dumps(manifest), old=old))
+        self.assertIn("created", self.ok("apply", "-f", "-", input=json.dumps(manifest), by=by))
         manifest["data"]["key"] = "two"
-        self.assertIn("configured", self.ok("apply", "-f", "-", input=json.dumps(manifest), old=old))
-        self.ok("patch", "configmap", name, "--type=merge", "-p", '{"data":{"more":"three"}}', old=old)
-        self.ok("label", "configmap", name, "colour=green", old=old)
-        here = json.loads(self.ok("get", "configmap", name, "-o", "json", old=old))
-        there = json.loads(self.ok("get", "configmap", name, "-o", "json", config=self.plain, old=old))
+        self.assertIn("configured", self.ok("apply", "-f", "-", input=json.dumps(manifest), by=by))
+        self.ok("patch", "configmap", name, "--type=merge", "-p", '{"data":{"more":"three"}}', by=by)
+        self.ok("label", "configmap", name, "colour=green", by=by)
+        here = json.loads(self.ok("get", "configmap", name, "-o", "json", by=by))
+        there = json.loads(self.ok("get", "configmap", name, "-o", "json", config=self.plain, by=by))
         self.assertEqual(here, there)
         self.assertEqual((here["data"]["key"], here["data"]["more"]), ("two", "three"))
-        self.assertEqual(self.ok("get", "configmap", name, "--no-headers", "-o", "custom-columns=N:.metadata.name", old=old).strip(), name)
-        self.assertIn(name, self.ok("get", "configmaps", old=old))  # A Table.
-        self.ok("delete", "configmap", name, old=old)
-        gone = self.rig.kubectl(self.admin, "get", "configmap", name, old=old)
+        self.assertEqual(self.ok("get", "configmap", name, "--no-headers", "-o", "custom-columns=N:.metadata.name", by=by).strip(), name)
+        self.assertIn(name, self.ok("get", "configmaps", by=by))  # A Table.
+        self.ok("delete", "configmap", name, by=by)
+        gone = self.rig.kubectl(self.admin, "get", "configmap", name, by=by)
         self.assertEqual(gone.returncode, 1)
         self.assertIn("NotFound", gone.stderr)
 
@@ -136,10 +143,10 @@ class Kubectl(WithRig):
                 self.assertEqual(words(here.stderr), words(there.stderr))
 
     @each_kubectl
-    def test_watch(self, old):
+    def test_watch(self, by):
         namespace = self.rig.load_namespace()
         lines = []
-        child = self.rig.kubectl_start(self.admin, "get", "configmaps", "-n", namespace, "--watch", "-o", "name", old=old)
+        child = self.rig.kubectl_start(self.admin, "get", "configmaps", "-n", namespace, "--watch", "-o", "name", by=by)
         pump = lines_of(child, lines)
         with Ended(child):
             time.sleep(1)
@@ -169,16 +176,16 @@ class Kubectl(WithRig):
 
     # ---- who one is ----
 
-    def whoami(self, config, old=False):
+    def whoami(self, config, by=TODAY):
         needle = uuid.uuid4().hex
-        self.rig.kubectl(config, "get", "--raw", f"/api?who={needle}", old=old)
+        self.rig.kubectl(config, "get", "--raw", f"/api?who={needle}", by=by)
         return self.rig.who(needle)
 
     @each_kubectl
-    def test_who_one_is(self, old):
-        name, groups, _ = self.whoami(self.admin, old)
+    def test_who_one_is(self, by):
+        name, groups, _ = self.whoami(self.admin, by)
         self.assertEqual((name, groups), ("rig-admin", ["system:authenticated", "system:masters"]))
-        name, groups, event = self.whoami(self.token, old)
+        name, groups, event = self.whoami(self.token, by)
         self.assertEqual((name, groups), (TOKEN_USER[0], sorted(TOKEN_USER[1] + ["system:authenticated"])))
         self.assertEqual(event["user"].get("uid"), "4711")
         needle = uuid.uuid4().hex
@@ -245,15 +252,15 @@ class Pods:
         cls.rig.start_pod()
 
     @each_kubectl
-    def test_logs(self, old):
+    def test_logs(self, by):
         limited = ["logs", "tool", "-c", "ticker", "--tail=-1", "--limit-bytes=14"]
         wait_for("two lines", lambda: self.ok(*limited, config=self.plain) == "line 1\nline 2\n", 15)
-        self.assertEqual(self.ok(*limited, old=old), "line 1\nline 2\n")
+        self.assertEqual(self.ok(*limited, by=by), "line 1\nline 2\n")
 
     @each_kubectl
-    def test_logs_follow(self, old):
+    def test_logs_follow(self, by):
         lines = []
-        child = self.rig.kubectl_start(self.admin, "logs", "-f", "tool", "-c", "ticker", "--tail=1", old=old)
+        child = self.rig.kubectl_start(self.admin, "logs", "-f", "tool", "-c", "ticker", "--tail=1", by=by)
         pump = lines_of(child, lines)
         with Ended(child):
             wait_for("four lines", lambda: alive(child) or len(lines) >= 4, 15)
@@ -263,20 +270,20 @@ class Pods:
         # Line by line, not all at the end.
         self.assertGreater(lines[3][0] - lines[1][0], 0.5)
 
-    @each_kubectl
-    def test_exec(self, old):
+    @each_transport
+    def test_exec(self, by):
         data = "".join(f"{i} {uuid.uuid4().hex}\n" for i in range(20000))
-        self.assertEqual(self.ok("exec", "tool", "-c", "web", "--", "echo", "hello", old=old), "hello\n")
-        self.assertEqual(self.ok("exec", "-i", "tool", "-c", "web", "--", "cat", input=data, old=old), data)
-        done = self.rig.kubectl(self.admin, "exec", "tool", "-c", "web", "--", "sh", "-c", "echo out; echo err >&2; exit 7", old=old)
+        self.assertEqual(self.ok("exec", "tool", "-c", "web", "--", "echo", "hello", by=by), "hello\n")
+        self.assertEqual(self.ok("exec", "-i", "tool", "-c", "web", "--", "cat", input=data, by=by), data)
+        done = self.rig.kubectl(self.admin, "exec", "tool", "-c", "web", "--", "sh", "-c", "echo out; echo err >&2; exit 7", by=by)
         self.assertEqual((done.returncode, done.stdout), (7, "out\n"), done.stderr)
         self.assertTrue(done.stderr.startswith("err\n"), done.stderr)
-        denied = self.rig.kubectl(self.token, "exec", "tool", "-c", "web", "--", "true", old=old)
+        denied = self.rig.kubectl(self.token, "exec", "tool", "-c", "web", "--", "true", by=by)
         self.assertIn("forbidden", denied.stderr.lower())
 
-    @each_kubectl
-    def test_attach(self, old):
-        child = self.rig.kubectl_start(self.admin, "attach", "-i", "tool", "-c", "echo", old=old, stdin=subprocess.PIPE)
+    @each_transport
+    def test_attach(self, by):
+        child = self.rig.kubectl_start(self.admin, "attach", "-i", "tool", "-c", "echo", by=by, stdin=subprocess.PIPE)
         lines, word = [], uuid.uuid4().hex
         pump = lines_of(child, lines)
         with Ended(child):
@@ -287,21 +294,21 @@ class Pods:
             wait_for("the container's answer", lambda: alive(child) or any(line == f"got {word}" for _, line in lines), 15)
         pump.join(5)
 
-    @each_kubectl
-    def test_cp(self, old):
+    @each_transport
+    def test_cp(self, by):
         local = self.rig.dir / "cp-up"
         local.write_bytes(os.urandom(6 << 20))
         digest = hashlib.sha256(local.read_bytes()).hexdigest()
-        back = self.rig.dir / f"cp-down-{old}"
-        self.ok("cp", str(local), "tool:/tmp/up", "-c", "web", old=old)
-        self.assertIn(digest, self.ok("exec", "tool", "-c", "web", "--", "sha256sum", "/tmp/up", old=old))
-        self.ok("cp", "tool:/tmp/up", str(back), "-c", "web", old=old)
+        back = self.rig.dir / "cp-down"
+        self.ok("cp", str(local), "tool:/tmp/up", "-c", "web", by=by)
+        self.assertIn(digest, self.ok("exec", "tool", "-c", "web", "--", "sha256sum", "/tmp/up", by=by))
+        self.ok("cp", "tool:/tmp/up", str(back), "-c", "web", by=by)
         self.assertEqual(hashlib.sha256(back.read_bytes()).hexdigest(), digest)
 
-    @each_kubectl
-    def test_port_forward(self, old):
+    @each_transport
+    def test_port_forward(self, by):
         expected = bytes(range(256)) * 32768
-        child = self.rig.kubectl_start(self.admin, "port-forward", "pod/tool", ":8099", old=old)
+        child = self.rig.kubectl_start(self.admin, "port-forward", "pod/tool", ":8099", by=by)
         lines = []
         pump = lines_of(child, lines)
         with Ended(child):

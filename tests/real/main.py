@@ -7,6 +7,7 @@ import sys
 import time
 import unittest
 
+import kubernetes
 import rig as rig_module
 
 MODULES = ["test_direct", "test_jackstay", "test_l4", "test_deploy", "test_setup", "test_discovery"]
@@ -29,7 +30,7 @@ def shell():
     rig = rig_module.shared()
     config = rig.kubeconfig("admin", rig.server("a"), cert=rig.admin_cert)
     print(f"directory {rig.dir}\nKUBECONFIG={config} (admin, apiserver a); leave the shell to end everything", file=sys.stderr)
-    path = f"{rig_module.CACHE}/kubectl/bin:{rig_module.KUBERNETES}:{os.environ['PATH']}"
+    path = f"{kubernetes.CACHE}/bin:{kubernetes.PROGRAMS}:{os.environ['PATH']}"
     return subprocess.run(["bash"], env={**os.environ, "KUBECONFIG": str(config), "PATH": path}).returncode
 
 

@@ -27,10 +27,10 @@ import time
 import uuid
 from pathlib import Path
 
+from kubernetes import CACHE, CONTAINERD_SOCKET, RELEASE, TODAY
+
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
-CACHE = Path(os.environ.get("JACKSTAY_REAL_CACHE") or "/nonexistent")
-KUBERNETES = CACHE / "kubernetes"
 NODE_IP = "10.99.0.1"
 PORT = 6443
 ADDRESSES = {"a": "10.99.0.11", "b": "10.99.0.12", "c": "10.99.0.13"}
@@ -234,14 +234,14 @@ class Apiserver:
             self.address, LB, LB6, "10.96.0.1", "127.0.0.1", "::1", "localhost", "kubernetes", "kubernetes.default",
             "kubernetes.default.svc", "kubernetes.default.svc.cluster.local"])
         self.process = Process(f"apiserver-{name}", [
-            KUBERNETES / "kube-apiserver",
+            RELEASE.program("kube-apiserver"), *RELEASE.apiserver,
             f"--etcd-servers=http://{ETCD.get(name, '127.0.0.1')}:2379", f"--bind-address={self.address}", f"--advertise-address={self.address}",
-            f"--secure-port={PORT}", "--insecure-port=0", f"--tls-cert-file={crt}", f"--tls-private-key-file={key}",
+            f"--secure-port={PORT}", f"--tls-cert-file={crt}", f"--tls-private-key-file={key}",
             f"--cert-dir={d}", f"--client-ca-file={pki.ca}", "--authorization-mode=Node,RBAC",
             "--enable-admission-plugins=NodeRestriction", f"--token-auth-file={rig.token_table}",
             f"--service-account-key-file={rig.sa_key}", f"--service-account-signing-key-file={rig.sa_key}",
             "--service-account-issuer=https://kubernetes.default.svc", "--service-cluster-ip-range=10.96.0.0/24",
-            "--endpoint-reconciler-type=lease", "--allow-privileged=true", "--apiserver-count=3",
+            "--endpoint-reconciler-type=lease", "--allow-privileged=true",
             f"--kubelet-client-certificate={rig.admin_cert[0]}", f"--kubelet-client-key={rig.admin_cert[1]}",
             "--kubelet-preferred-address-types=InternalIP", "--http2-max-streams-per-connection=100",
             "--enable-bootstrap-token-auth=true",
@@ -368,8 +368,9 @@ table inet jackstay_rig {
         return sum(map(int, re.findall(r"counter packets (\d+)", sh("nft", "list", "table", "inet", "jackstay_rig").stdout)))
 
 
-WATCHES = (r"client connection lost|watch of .* (ended with|closed with)|Failed to watch|Unable to watch|unable to decode"
-           r"|failed to list")
+# Of 1.20 ("watch of *v1.Pod closed with: …") and of today ("watch ended with error", "falling back to regular list").
+WATCHES = (r"client connection lost|watch (of .* )?(ended|closed) with|Failed to watch|Unable to watch|unable to decode"
+           r"|failed to list|falling back to")
 WRITES = r"Error updating node status|failed to (update|ensure).*lease"
 
 
@@ -394,9 +395,9 @@ class HollowNode:
         rig.kubeconfig(self.name, server, cert=self.cert, inline=True).rename(tmp / "kubeconfig")
         self.process = Process(self.name, [
             "unshare", "--mount", "--propagation=private", "bash", "-c",
-            'exec 9<"$1" && mount --bind "$2" /tmp && cd / && shift 2 && exec /proc/self/fd/9 "$@"', "hollow",
-            KUBERNETES / "kubemark", tmp, "--morph=kubelet", f"--name={self.name}", "--kubeconfig=/tmp/kubeconfig",
-            f"--kubelet-port={10300 + index}", f"--kubelet-read-only-port={10400 + index}", "--v=2", "--logtostderr=true",
+            'exec 9<"$1" && mount --bind "$2" /tmp && cd / && shift 2 && exec -a kubemark /proc/self/fd/9 "$@"', "hollow",
+            RELEASE.program("kubemark"), tmp, "--morph=kubelet", f"--name={self.name}", "--kubeconfig=/tmp/kubeconfig",
+            f"--kubelet-port={10300 + index}", f"--kubelet-read-only-port={10400 + index}", "--v=2", *RELEASE.kubemark,
         ], rig.dir / f"{self.name}.log")
 
 
@@ -415,14 +416,13 @@ class RealNode:
         # The credential as kubelet keeps it: one file for both, behind a symlink that is renamed over.
         self.current = d / "pki" / "kubelet-client-current.pem"
         self.rotate(self.cert)
-        self.sock = f"/run/containerd-rig.sock"
         (d / "cni-conf" / "10-loopback.conflist").write_text(json.dumps(
             {"cniVersion": "0.3.1", "name": "loopback", "plugins": [{"type": "loopback"}]}))
         (d / "containerd.toml").write_text(f'''version = 2
 root = "{d}/containerd/root"
 state = "/run/containerd-rig"
 [grpc]
-address = "{self.sock}"
+address = "{CONTAINERD_SOCKET}"
 [plugins."io.containerd.grpc.v1.cri"]
 sandbox_image = "{IMAGE}"
 restrict_oom_score_adj = true
@@ -436,8 +436,7 @@ conf_dir = "{d}/cni-conf"
         (d / "kubelet.json").write_text(json.dumps(self.kubelet_config(), indent=1))
         self.containerd = Process("containerd", ["containerd", "--config", d / "containerd.toml"], rig.dir / "containerd.log")
         self.kubelet = Process("kubelet", [
-            KUBERNETES / "kubelet", f"--config={d}/kubelet.json", "--container-runtime=remote",
-            f"--container-runtime-endpoint=unix://{self.sock}", f"--node-ip={NODE_IP}", f"--hostname-override={self.NAME}",
+            RELEASE.program("kubelet"), *RELEASE.kubelet, f"--config={d}/kubelet.json", f"--node-ip={NODE_IP}", f"--hostname-override={self.NAME}",
             "--v=2", *self.kubelet_flags()], rig.dir / "kubelet.log")
 
     def kubelet_flags(self):
@@ -451,8 +450,7 @@ conf_dir = "{d}/cni-conf"
             "authorization": {"mode": "Webhook"},
             "cgroupDriver": "cgroupfs", "cgroupRoot": f"/{self.cgroup}", "enforceNodeAllocatable": [],
             "failSwapOn": False, "staticPodPath": str(self.dir / "manifests"), "resolvConf": "",
-            "evictionHard": {"memory.available": "1Mi", "nodefs.available": "0.1%", "imagefs.available": "0.1%"},
-            "imageGCHighThresholdPercent": 100, "volumePluginDir": str(self.dir / "plugins"),
+            "imageGCHighThresholdPercent": 100, "volumePluginDir": str(self.dir / "plugins"), **RELEASE.kubelet_config,
         }
 
     def kubeconfig(self):
@@ -483,7 +481,7 @@ conf_dir = "{d}/cni-conf"
 
     def ctr(self, *argv):
         self.containerd.must_run()
-        return sh("ctr", "--address", self.sock, "-n", "k8s.io", *argv)
+        return sh("ctr", "--address", CONTAINERD_SOCKET, "-n", "k8s.io", *argv)
 
     def image(self):
         """A tar that `ctr images import` takes: one layer with busybox under its many names."""
@@ -636,7 +634,7 @@ class Rig:
         self.audit_policy.write_text(json.dumps({
             "apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived"], "rules": [{"level": "Metadata"}]}))
         self.etcd = self.run("etcd", [
-            "etcd", "--data-dir", self.dir / "memory/etcd", f"--listen-client-urls={','.join(f'http://{ip}:2379' for ip in ('127.0.0.1', *ETCD.values()))}",
+            CACHE / "bin/etcd", "--data-dir", self.dir / "memory/etcd", f"--listen-client-urls={','.join(f'http://{ip}:2379' for ip in ('127.0.0.1', *ETCD.values()))}",
             "--advertise-client-urls=http://127.0.0.1:2379", "--listen-peer-urls=http://127.0.0.1:2380"])
         wait_for("etcd", lambda: self.etcd.must_run() or socket.create_connection(("127.0.0.1", 2379), 1).close() or True, 30)
         self.apiservers = {name: Apiserver(self, name) for name in ADDRESSES}
@@ -647,12 +645,12 @@ class Rig:
             apiserver.wait_ready()
         self.control = self.api("c", cert=self.admin_cert)
         self.controller = self.run("controller-manager", [
-            KUBERNETES / "kube-controller-manager",
+            RELEASE.program("kube-controller-manager"), *RELEASE.controller_manager,
             f"--kubeconfig={self.kubeconfig('controller-manager', self.server('c'), cert=self.pki.issue('kcm', '/O=system:masters/CN=system:kube-controller-manager'))}",
             f"--service-account-private-key-file={self.sa_key}", f"--root-ca-file={self.pki.ca}",
             f"--cluster-signing-cert-file={self.pki.ca}", f"--cluster-signing-key-file={self.pki.ca_key}",
             "--allocate-node-cidrs", "--cluster-cidr=10.97.0.0/16",  # A kubelet with a CIDR is Ready sooner.
-            "--leader-elect=false", "--bind-address=127.0.0.1", "--port=0", "--v=1"])
+            "--leader-elect=false", "--bind-address=127.0.0.1", "--v=1"])
         self.faults = Faults(self)
         for group, role in (("developers", "view"), ("jackstay:load", "edit")):
             self.control.must("POST", "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings", {
@@ -660,7 +658,7 @@ class Rig:
                 "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role},
                 "subjects": [{"apiGroup": "rbac.authorization.k8s.io", "kind": "Group", "name": group}]})
         wait_for("the default service account", lambda: self.control.get("/api/v1/namespaces/default/serviceaccounts/default").code == 200, 60)
-        log(f"control plane up in {time.monotonic() - begun:.1f} s")
+        log(f"control plane of Kubernetes {RELEASE.version} up in {time.monotonic() - begun:.1f} s")
         return self
 
     def network(self):
@@ -721,19 +719,21 @@ class Rig:
             "contexts": [{"name": "rig", "context": {"cluster": "rig", "user": "rig"}}]}, indent=1))
         return path
 
-    def kubectl_argv(self, config, *argv, old=False):
-        binary = KUBERNETES / "kubectl" if old else CACHE / "kubectl/bin/kubectl"
-        return [str(binary), f"--kubeconfig={config}", *map(str, argv)]
+    def kubectl_argv(self, config, *argv, by=TODAY):
+        return [str(by.binary), f"--kubeconfig={config}", *map(str, argv)]
 
-    def kubectl(self, config, *argv, old=False, **options):
+    def kubectl_env(self, by=TODAY):
+        return {**os.environ, **by.env, "HOME": str(self.dir / "home")}
+
+    def kubectl(self, config, *argv, by=TODAY, **options):
         options.setdefault("timeout", 60)
         options.setdefault("check", False)
-        return sh(*self.kubectl_argv(config, *argv, old=old), env={**os.environ, "HOME": str(self.dir / "home")}, **options)
+        return sh(*self.kubectl_argv(config, *argv, by=by), env=self.kubectl_env(by), **options)
 
-    def kubectl_start(self, config, *argv, old=False, **options):
+    def kubectl_start(self, config, *argv, by=TODAY, **options):
         options.setdefault("stdin", subprocess.DEVNULL)
-        return subprocess.Popen(self.kubectl_argv(config, *argv, old=old), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                text=True, env={**os.environ, "HOME": str(self.dir / "home")}, **options)
+        return subprocess.Popen(self.kubectl_argv(config, *argv, by=by), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                text=True, env=self.kubectl_env(by), **options)
 
     # ---- nodes ----
 

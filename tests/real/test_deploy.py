@@ -16,7 +16,8 @@ from pathlib import Path
 
 from cases import WithRig
 from deployed import DEPLOY, KUBELET_CONF, KUBELET_PEM, SERVER, UPSTREAM, Booted, FreshNode, admin, place, process_of, quiet, status, write_config
-from rig import ADDRESSES, IMAGE, KUBERNETES, LB, LB6, NODE_IP, PORT, WATCHES, Jackstay, complaints, log, sh, wait_for, yaml
+from kubernetes import RELEASE
+from rig import ADDRESSES, IMAGE, LB, LB6, NODE_IP, PORT, WATCHES, Jackstay, complaints, log, sh, wait_for, yaml
 from rig_l4 import install, remove
 
 LONG = bool(os.environ.get("JACKSTAY_REAL_LONG"))
@@ -445,15 +446,15 @@ class Controllers(WithRig, unittest.TestCase):
         rig.control.request("POST", "/api/v1/nodes", {"metadata": {"name": "proxied"}, "status": {
             "addresses": [{"type": "InternalIP", "address": NODE_IP}]}})
         cls.kcm = rig.run("kube-controller-manager", [
-            KUBERNETES / "kube-controller-manager", f"--kubeconfig={rig.kubeconfig('controllers-kcm', cls.jackstay.server, cert=kcm)}",
+            RELEASE.program("kube-controller-manager"), *RELEASE.controller_manager, f"--kubeconfig={rig.kubeconfig('controllers-kcm', cls.jackstay.server, cert=kcm)}",
             f"--service-account-private-key-file={rig.sa_key}", f"--root-ca-file={rig.pki.ca}",
             # As kubeadm has it: every controller with a token of its own, and a lease that must not be lost.
             # Renewing it is a write, and one that is under way to a stopped process waits for it.
             "--use-service-account-credentials", "--leader-elect=true", "--leader-elect-lease-duration=40s",
-            "--leader-elect-renew-deadline=30s", "--bind-address=127.0.0.1", "--port=0",
+            "--leader-elect-renew-deadline=30s", "--bind-address=127.0.0.1",
             "--v=2", "--vmodule=reflector=4"])
         cls.proxy = rig.run("kube-proxy", [
-            KUBERNETES / "kube-proxy", f"--kubeconfig={rig.kubeconfig('controllers-proxy', cls.jackstay.server, cert=proxy)}",
+            RELEASE.program("kube-proxy"), f"--kubeconfig={rig.kubeconfig('controllers-proxy', cls.jackstay.server, cert=proxy)}",
             "--hostname-override=proxied", "--proxy-mode=iptables", "--cluster-cidr=10.97.0.0/16", "--conntrack-max-per-core=0",
             "--conntrack-tcp-timeout-established=0", "--conntrack-tcp-timeout-close-wait=0",
             "--healthz-bind-address=127.0.0.1:10256", "--metrics-bind-address=127.0.0.1:10249", "--v=2", "--vmodule=reflector=4"])
@@ -485,11 +486,11 @@ class Controllers(WithRig, unittest.TestCase):
 
     @staticmethod
     def relists(process):
-        return re.findall(r"reflector\.go:\d+\] Listing and watching (\S+)", process.logfile.read_text(errors="replace"))
+        return re.findall(r'reflector\.go:\d+\] "?Listing and watching"? (?:type=)?(\S+)', process.logfile.read_text(errors="replace"))
 
     def test_watches_through_faults(self):
         both = (self.kcm, self.proxy)
-        wait_for("the controller manager to lead", lambda: self.kcm.must_run() or "successfully acquired lease" in self.kcm.logfile.read_text(), 60)
+        wait_for("the controller manager to lead", lambda: self.kcm.must_run() or "uccessfully acquired lease" in self.kcm.logfile.read_text(), 60)
         self.give_work(0)
         self.see_it_done(0)
         # Every cache is filled; from here on nothing is listed again.

@@ -6,11 +6,12 @@ import unittest
 import uuid
 
 from cases import Ended, WithRig, lines_of
+from kubernetes import RELEASE
 from rig import ADDRESSES, NODE_IP, PORT, REPOSITORY, Apiserver, Jackstay, Reader, complaints, log, sh, wait_for
 
 FOURTH, MOVED = "10.99.0.14", "10.99.0.15"
 OWN = f"{NODE_IP}:7450"
-SLICES = "/apis/discovery.k8s.io/v1beta1/namespaces/default/endpointslices"
+SLICES = f"/apis/{RELEASE.discovery_api}/namespaces/default/endpointslices"
 # Two of the three once more, at addresses that no apiserver says it has.
 ELSEWHERE = f"""table ip jackstay_elsewhere {{
     chain output {{

@@ -17,6 +17,7 @@ import uuid
 from pathlib import Path
 
 from cases import Ended, Kubectl, Pods, WithRig, lines_of
+from kubernetes import RELEASE
 from rig import (ADDRESSES, TOKEN, TOKEN_USER, WATCHES, Jackstay, Load, NodeWatch, Pki, Process, RealNode, complaints, log, summary,
                  swap_symlink, wait_for)
 
@@ -358,12 +359,12 @@ class Faults(Loaded, unittest.TestCase):
         ]
         children = []
         with contextlib.ExitStack() as stack:
-            for old in (False, True):
+            for by in RELEASE.kubectls:
                 for form, argv in (("table", ["configmaps", "-n", self.namespace, "-L", "number"]),
                                    ("table", ["pods", "-n", self.namespace, "-L", "number"]), ("json", ["nodes", "-o", "json"])):
-                    child = stack.enter_context(Ended(rig.kubectl_start(config, "get", *argv, "--watch", old=old)))
+                    child = stack.enter_context(Ended(rig.kubectl_start(config, "get", *argv, "--watch", by=by)))
                     lines = []
-                    children.append((f"kubectl {'1.20' if old else 'today'} get {argv[0]}", form, child, lines, lines_of(child, lines)))
+                    children.append((f"kubectl {by.label} get {argv[0]}", form, child, lines, lines_of(child, lines)))
 
             def seen(form, lines):
                 return self.numbers("\n".join(line for _, line in list(lines)) + "\n", form)

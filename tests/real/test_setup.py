@@ -13,6 +13,7 @@ import unittest
 from pathlib import Path
 
 from cases import WithRig
+from kubernetes import RELEASE
 from rig import ADDRESSES, PORT, REPOSITORY, TOKEN, Api, Process, log, sh, wait_for
 
 SERVER = "127.0.0.1:8443"
@@ -116,8 +117,9 @@ class NewUser(WithRig, unittest.TestCase):
         # It was jackstay that answered: with it stopped, nobody does.
         config = self.rig.kubectl(moved, "config", "view", "--minify", "-o", "jsonpath={.clusters[0].cluster.server}")
         self.assertEqual(config.stdout, f"https://{SERVER}")
-        old = self.rig.kubectl(moved, "get", "nodes", old=True)
-        self.assertEqual(old.returncode, 0, old.stderr)
+        for by in RELEASE.kubectls:
+            again = self.rig.kubectl(moved, "get", "nodes", by=by)
+            self.assertEqual(again.returncode, 0, f"kubectl {by.label}: {again.stderr}")
         self.process.stop()
         dead = self.rig.kubectl(moved, "get", "nodes", "--request-timeout=2s")
         self.assertNotEqual(dead.returncode, 0, dead.stdout)

@@ -4,10 +4,16 @@
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use bytes::Bytes;
-use h2::{RecvStream, client::SendRequest};
-use http::{Request, StatusCode, Uri};
+use h2::{
+    RecvStream,
+    client::{ResponseFuture, SendRequest},
+};
+use http::{Request, Response, StatusCode, Uri};
 use rustls::{ClientConfig, pki_types::ServerName};
-use tokio::{net::TcpStream, time::Instant};
+use tokio::{
+    net::TcpStream,
+    time::{Instant, sleep},
+};
 use tokio_rustls::TlsConnector;
 
 use crate::{Result, origin};
@@ -19,6 +25,9 @@ const CONNECTION_WINDOW: u32 = 1 << 30;
 
 /// No single answer takes longer than this, however busy the machine.
 const ANSWER: Duration = Duration::from_secs(60);
+
+/// When a request that was answered with 429 is sent again: the `Retry-After` that jackstay gives.
+const RETRY_AFTER: Duration = Duration::from_secs(1);
 
 /// One connection.
 pub struct Client {
@@ -44,15 +53,15 @@ impl Client {
         Ok(Self { send, base: format!("https://{address}") })
     }
 
-    async fn head(&mut self, path: &str) -> Result<RecvStream> {
+    async fn request(&mut self, path: &str) -> Result<ResponseFuture> {
         let uri: Uri = format!("{}{path}", self.base).parse()?;
         self.send = self.send.clone().ready().await?;
-        let (response, _) = self.send.send_request(Request::get(uri).body(())?, true)?;
-        let response = response.await?;
-        if response.status() != StatusCode::OK {
-            return Err(format!("{path}: {}", response.status()).into());
-        }
-        Ok(response.into_body())
+        Ok(self.send.send_request(Request::get(uri).body(())?, true)?.0)
+    }
+
+    async fn head(&mut self, path: &str) -> Result<RecvStream> {
+        let response = self.request(path).await?.await?;
+        body_of(path, response)
     }
 
     /// GET to the end of the body; returns its length.
@@ -89,22 +98,59 @@ impl Client {
         }
     }
 
-    /// Opens `count` watches and reads the first event of each; they stay open while the returned
-    /// streams live.
+    /// Opens `count` watches, one after another, and reads the first event of each; they stay open
+    /// while the returned streams live.
     pub async fn watch(&mut self, count: usize) -> Result<Vec<RecvStream>> {
         let open = async {
             let mut streams = Vec::with_capacity(count);
             for _ in 0..count {
-                let mut body = self.head(origin::WATCH).await?;
-                let event = body.data().await.ok_or("a watch ended")??;
-                if event.last() != Some(&b'\n') {
-                    return Err("a watch's first frame is not one whole event".into());
-                }
-                body.flow_control().release_capacity(event.len())?;
-                streams.push(body);
+                let body = self.head(origin::WATCH).await?;
+                streams.push(first_event(body).await?);
             }
             Ok(streams)
         };
         tokio::time::timeout(ANSWER, open).await.map_err(|_| "watches did not open")?
     }
+
+    /// The same, with every request sent before the first answer is read. Requests that are answered
+    /// with 429 are sent again, as client-go does: a proxy may need time to open connections.
+    pub async fn watch_at_once(&mut self, count: usize) -> Result<Vec<RecvStream>> {
+        let open = async {
+            let mut streams = Vec::with_capacity(count);
+            loop {
+                let mut heads = Vec::new();
+                for _ in streams.len()..count {
+                    heads.push(self.request(origin::WATCH).await?);
+                }
+                for head in heads {
+                    let response = head.await?;
+                    if response.status() != StatusCode::TOO_MANY_REQUESTS {
+                        streams.push(first_event(body_of(origin::WATCH, response)?).await?);
+                    }
+                }
+                if streams.len() == count {
+                    return Ok(streams);
+                }
+                sleep(RETRY_AFTER).await;
+            }
+        };
+        tokio::time::timeout(ANSWER, open).await.map_err(|_| "watches did not open")?
+    }
+}
+
+fn body_of(path: &str, response: Response<RecvStream>) -> Result<RecvStream> {
+    if response.status() != StatusCode::OK {
+        return Err(format!("{path}: {}", response.status()).into());
+    }
+    Ok(response.into_body())
+}
+
+/// A watch whose first event has been read.
+async fn first_event(mut body: RecvStream) -> Result<RecvStream> {
+    let event = body.data().await.ok_or("a watch ended")??;
+    if event.last() != Some(&b'\n') {
+        return Err("a watch's first frame is not one whole event".into());
+    }
+    body.flow_control().release_capacity(event.len())?;
+    Ok(body)
 }

@@ -7,17 +7,19 @@
 //! cargo bench --bench peers                                # about eight minutes
 //! cargo bench --bench peers -- --quick --json peers.json   # about two
 //! cargo bench --bench peers -- --layer l4                  # passthrough alone
+//! cargo bench --bench peers -- --bursts 10 --check         # memory after a burst, about two
 //! ```
 //!
 //! Everything is on loopback with 2 KiB answers, HTTP/2 and TLS 1.3 (AES-128-GCM) on both sides.
 //! Requests come from h2load, 8 connections × 16 streams, with a bearer token; latency (one
 //! connection, one stream, everyone on one core), bulk (one 200 MB body at a time) and watches (1,000 over 10
-//! connections) come from our own client with a client certificate. At L4 only bytes pass (`raw`):
+//! connections, and 2,000 at once over 25) come from our own client with a client certificate. At L4 only bytes pass (`raw`):
 //! 10,000 idle flows, one bulk flow in each direction, and one byte there and back on new
 //! connections, 16 at once. A peer that is not installed
 //! is left out with a word about it. `JACKSTAY_BIN` measures another jackstay binary, and
 //! `JACKSTAY_BENCH_BEFORE` one more beside it: what a change costs is seen in one run alone.
 
+mod burst;
 mod client;
 mod h2load;
 mod origin;
@@ -46,7 +48,7 @@ use crate::{
     pki::Pki,
     process::{Process, find_program, ticks_per_second},
     proxies::{Layer, Proxy, Setting, Target},
-    report::Samples,
+    report::{Metric, Samples},
 };
 
 /// An error is for the person who reads the terminal; nobody here acts on its kind.
@@ -70,6 +72,9 @@ struct Args {
     /// Measure at these layers alone.
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = [Layer::L7, Layer::L4])]
     layer: Vec<Layer>,
+    /// Only measure memory after a burst of watches, on this many new processes of jackstay.
+    #[arg(long, value_name = "RUNS", conflicts_with_all = ["quick", "only", "layer"])]
+    bursts: Option<usize>,
     /// Fail unless jackstay was measured and meets every bar.
     #[arg(long)]
     check: bool,
@@ -125,19 +130,25 @@ fn supervise(args: &Args) -> Result<bool> {
 }
 
 async fn run(args: &Args) -> Result<bool> {
-    let Some(h2load) = find_program([Path::new("h2load")]) else {
-        return Err("no h2load: run benches/setup".into());
-    };
     let flows = passthrough::allow_descriptors()?; // for all that is started from here on
     let dir = tempfile::Builder::new().prefix("jackstay-peers-").tempdir()?;
     let pki = Pki::create(dir.path())?;
     let tls = pki.client_config()?;
     let (origin, origin_process) = start_origin(dir.path()).await?;
     let setting = Setting { dir: dir.path(), pki: &pki, origin, flows, tls: &tls };
+    let mut samples = Samples::default();
 
+    if let Some(runs) = args.bursts {
+        bursts(&setting, &[Target::Jackstay], runs, &mut samples).await?;
+        write_json(args, &machine(), &samples)?;
+        return Ok(!args.check || samples.meets(Metric::BurstMemory) == Some(true));
+    }
+
+    let Some(h2load) = find_program([Path::new("h2load")]) else {
+        return Err("no h2load: run benches/setup".into());
+    };
     let machine = machine();
     println!("{machine}; {flows} idle flows");
-    let mut samples = Samples::default();
     let bench = Bench {
         plan: if args.quick { Plan::QUICK } else { Plan::FULL },
         dir: dir.path(),
@@ -174,6 +185,9 @@ async fn run(args: &Args) -> Result<bool> {
             Layer::L4 => bench.idle_flows(&proxies, &mut samples).await?,
         }
         drop(proxies);
+        if layer == Layer::L7 {
+            bursts(&setting, &targets, bench.plan.bursts, &mut samples).await?;
+        }
         // New processes: what the watches made them allocate must not colour the rest.
         let proxies = start_all(&setting, &mut targets, layer, false).await?;
         match layer {
@@ -185,11 +199,35 @@ async fn run(args: &Args) -> Result<bool> {
         met &= samples.meets_all(layer);
     }
 
+    write_json(args, &machine, &samples)?;
+    Ok(!args.check || met)
+}
+
+fn write_json(args: &Args, machine: &str, samples: &Samples) -> Result<()> {
     if let Some(file) = &args.json {
         let all = json!({ "machine": machine, "quick": args.quick, "metrics": samples.json() });
         fs::write(file, serde_json::to_string_pretty(&all)? + "\n")?;
     }
-    Ok(!args.check || met)
+    Ok(())
+}
+
+/// Memory after a burst: of jackstay in each of `runs` new processes, since one good run proves
+/// nothing; of a peer in one.
+async fn bursts(
+    setting: &Setting<'_>,
+    targets: &[Target],
+    runs: usize,
+    samples: &mut Samples,
+) -> Result<()> {
+    for &target in targets {
+        let runs = if matches!(target, Target::Before | Target::Jackstay) { runs } else { 1 };
+        for run in 1..=runs {
+            let each = burst::run(setting, target).await?;
+            println!("{}: {each:.1} KiB per idle watch after burst {run} of {runs}", target.name());
+            samples.add(Metric::BurstMemory, target, each);
+        }
+    }
+    Ok(())
 }
 
 /// Starts the proxies. At the first time, one that does not come up is left out with its reason;

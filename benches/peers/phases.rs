@@ -38,6 +38,8 @@ pub struct Plan {
     /// At L4, in each direction.
     pub flow_bytes: u64,
     pub idle: Duration,
+    /// New processes of jackstay that get a burst of watches.
+    pub bursts: usize,
 }
 
 impl Plan {
@@ -49,6 +51,7 @@ impl Plan {
         bulk_bodies: 1,
         flow_bytes: 1_000_000_000,
         idle: Duration::from_secs(5),
+        bursts: 3,
     };
     /// About five minutes.
     pub const FULL: Self = Self {
@@ -58,6 +61,7 @@ impl Plan {
         bulk_bodies: 2,
         flow_bytes: 4_000_000_000,
         idle: Duration::from_secs(20),
+        bursts: 10,
     };
 }
 

@@ -74,10 +74,20 @@ impl Process {
 
     /// Resident memory in KiB.
     pub fn rss_kib(&self) -> Result<f64> {
-        let status = fs::read_to_string(format!("/proc/{}/status", self.child.id()))?;
-        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
-        let kib = line.and_then(|line| line.split_whitespace().next()).ok_or("no VmRSS")?;
-        Ok(kib.parse()?)
+        self.kib("status", "VmRSS:")
+    }
+
+    /// The same, with what it shares with other processes divided among them. The kernel counts it
+    /// when it is read, page by page; the resident memory is a sum that may lag behind.
+    pub fn pss_kib(&self) -> Result<f64> {
+        self.kib("smaps_rollup", "Pss:")
+    }
+
+    fn kib(&self, file: &str, name: &str) -> Result<f64> {
+        let text = fs::read_to_string(format!("/proc/{}/{file}", self.child.id()))?;
+        let line = text.lines().find_map(|line| line.strip_prefix(name));
+        let kib = line.and_then(|line| line.split_whitespace().next());
+        Ok(kib.ok_or_else(|| format!("no {name} in {file}"))?.parse()?)
     }
 }
 

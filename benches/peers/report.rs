@@ -18,6 +18,7 @@ pub enum Metric {
     BulkSpeed,
     WatchMemory,
     LoneWatchMemory,
+    BurstMemory,
     IdleRss,
     IdleCpu,
     FlowMemory,
@@ -37,10 +38,12 @@ enum Bar {
     AtMost(&'static [Target]),
     /// In the metric's own unit.
     Value(f64),
+    /// The same for each sample, not for their median.
+    Each(f64),
 }
 
 impl Metric {
-    const ALL: [Self; 17] = [
+    const ALL: [Self; 18] = [
         Self::CpuPerRequest,
         Self::Requests,
         Self::LatencyMedian,
@@ -49,6 +52,7 @@ impl Metric {
         Self::BulkSpeed,
         Self::WatchMemory,
         Self::LoneWatchMemory,
+        Self::BurstMemory,
         Self::IdleRss,
         Self::IdleCpu,
         Self::FlowMemory,
@@ -77,6 +81,9 @@ impl Metric {
             Self::LoneWatchMemory => {
                 ("kib_per_idle_watch_alone", "the same, alone on its connection", 1)
             }
+            Self::BurstMemory => {
+                ("kib_per_idle_watch_after_burst", "the same, all opened at once", 1)
+            }
             Self::IdleRss => ("idle_rss_mib", "idle RSS, MiB", 1),
             Self::IdleCpu => ("idle_cpu_percent", "idle CPU, % of a core", 2),
             Self::FlowMemory => ("kib_per_idle_flow", "memory per idle flow, KiB", 2),
@@ -97,6 +104,7 @@ impl Metric {
             Self::CpuPerRequest | Self::LatencyMedian => Some(Bar::Ratio(1.0)),
             Self::BulkCpu => Some(Bar::Ratio(0.5)),
             Self::WatchMemory => Some(Bar::Value(10.0)),
+            Self::BurstMemory => Some(Bar::Each(10.0)),
             Self::IdleRss => Some(Bar::Value(12.0)),
             Self::IdleCpu => Some(Bar::Value(0.5)),
             Self::FlowMemory => Some(Bar::AtMost(&[Target::Haproxy])),
@@ -146,7 +154,7 @@ impl Samples {
     }
 
     /// Whether jackstay meets the bar; `None` where there is no bar or nothing to compare.
-    fn meets(&self, metric: Metric) -> Option<bool> {
+    pub fn meets(&self, metric: Metric) -> Option<bool> {
         Some(match metric.bar()? {
             Bar::Ratio(most) => self.ratio(metric, Target::Jackstay)? <= most,
             Bar::AtMost(peers) => {
@@ -155,6 +163,9 @@ impl Samples {
                 ratios.collect::<Option<Vec<_>>>()?.into_iter().all(|ratio| ratio <= 1.0)
             }
             Bar::Value(most) => self.median(metric, Target::Jackstay)? <= most,
+            Bar::Each(most) => {
+                self.0.get(&(metric, Target::Jackstay))?.iter().all(|&value| value <= most)
+            }
         })
     }
 
@@ -200,6 +211,7 @@ impl Samples {
                     format!("≤ {}", names.join(", "))
                 }
                 Some(Bar::Value(most)) => format!("≤ {most}"),
+                Some(Bar::Each(most)) => format!("each ≤ {most}"),
             };
             let verdict = match self.meets(metric) {
                 None => "",

@@ -26,6 +26,7 @@ use self::way::Way;
 use super::build::{Bound, Destinations, Plane};
 use super::pulse::Pulse;
 use crate::config::{self, AccessLog};
+use crate::net::allocator;
 use crate::net::linger::lingering;
 use crate::observe::{Complaints, ListenerMetrics, Metrics};
 use crate::proxy::accept::REPEAT;
@@ -41,7 +42,7 @@ use crate::proxy::serve::{Service, Serving};
 use crate::proxy::upgrade::Tunnels;
 use crate::upstream::pool::Upstream;
 
-/// How often a worker shows that its loop turns.
+/// How often a worker shows that its loop turns, and returns free memory to the kernel.
 const PULSE: Duration = Duration::from_secs(1);
 /// How often it is looked whether a drain is done.
 const DRAIN_TICK: Duration = Duration::from_millis(10);
@@ -158,6 +159,7 @@ impl Setup {
         spawn_local(async move {
             loop {
                 pulse.beat(std::time::Instant::now());
+                allocator::give_back();
                 sleep(PULSE).await;
             }
         });

@@ -13,6 +13,28 @@ use mimalloc::MiMalloc;
 /// alignment (`MI_MAX_ALIGN_SIZE`, `mi_malloc_is_naturally_aligned` in mimalloc's source).
 const NATURAL: usize = 16;
 
+// Part of mimalloc's stable interface (`mimalloc.h`); the crate declares it with its feature
+// `extended` only, which brings another dependency.
+#[allow(unsafe_code)]
+unsafe extern "C" {
+    fn mi_collect(force: bool);
+}
+
+/// Returns memory to the kernel that has been free for longer than mimalloc's purge delay (1 s).
+///
+/// mimalloc purges only when a thread frees or fills a page of its heap (64 KiB of blocks of one
+/// size), or has taken its slow path 10,000 times (`_mi_page_free`, `_mi_page_abandon` and
+/// `_mi_malloc_generic` in its source). A process that is idle after a burst does none of these, and
+/// would keep what the burst needed. The call visits each page of the calling thread's heap that is
+/// not full. Memory that has been free for less than the delay stays for the next call.
+pub fn give_back() {
+    // SAFETY: any thread may call it at any time; `false` leaves what is in use or was until lately.
+    #[allow(unsafe_code)]
+    unsafe {
+        mi_collect(false);
+    }
+}
+
 /// The allocator of the program.
 #[derive(Debug, Clone, Copy)]
 pub struct Allocator;
@@ -69,6 +91,9 @@ unsafe impl GlobalAlloc for Allocator {
 
 #[cfg(test)]
 mod tests {
+    use std::thread::sleep;
+    use std::time::{Duration, Instant};
+
     use super::*;
 
     /// Every size and alignment that a program may ask for, each way in.
@@ -92,6 +117,47 @@ mod tests {
                     }
                 }
             }
+        }
+    }
+
+    /// How many of `blocks` lie on a page that is in memory.
+    #[allow(unsafe_code)]
+    fn resident(blocks: &[*mut u8]) -> usize {
+        const PAGE: usize = 4096;
+        let is_resident = |block: &&*mut u8| {
+            let mut seen = 0;
+            let page = block.map_addr(|address| address & !(PAGE - 1));
+            // SAFETY: reads no memory of ours but the byte that it writes: the state of one page.
+            let result = unsafe { libc::mincore(page.cast(), 1, &raw mut seen) };
+            result == 0 && seen & 1 == 1
+        };
+        blocks.iter().filter(is_resident).count()
+    }
+
+    #[test]
+    #[allow(unsafe_code)]
+    fn give_back_after_purge_delay_returns_freed_blocks_to_kernel() {
+        let layout = Layout::from_size_align(1_792, 8).unwrap();
+        let burst: Vec<*mut u8> = (0..4_000)
+            // SAFETY: the layout's size is not zero, and the block is as long as what is written.
+            .map(|_| unsafe {
+                let block = Allocator.alloc(layout);
+                assert!(!block.is_null());
+                block.write_bytes(7, layout.size());
+                block
+            })
+            .collect();
+        assert_eq!(resident(&burst), burst.len());
+        for &block in &burst {
+            // SAFETY: allocated above with the same layout, and freed once.
+            unsafe { Allocator.dealloc(block, layout) };
+        }
+        let end = Instant::now() + Duration::from_secs(20);
+        // Other tests may have taken some of it again.
+        while resident(&burst) > burst.len() / 10 {
+            assert!(Instant::now() < end, "{} of {}", resident(&burst), burst.len());
+            give_back();
+            sleep(Duration::from_millis(50));
         }
     }
 }

@@ -468,7 +468,7 @@ fn kubeconfig_offers_the_apiservers_that_the_cluster_names() {
     assert_eq!(three.endpoints(), [a.as_str(), &b, &c], "{said}");
     assert!(!said.contains("only one endpoint"), "{said}");
 
-    // Who may not ask gets a note; so does who is offline. Neither is a failure.
+    // A user who may not list them gets a note, and so does --offline. Neither is a failure.
     let other = Three::start(&["kubernetes"]);
     let refuse: Hook = Arc::new(|head: &http::request::Parts| {
         head.uri.path().contains("endpoint").then(|| Answer::status(403, "Forbidden", "no"))

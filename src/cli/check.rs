@@ -46,10 +46,6 @@ pub fn check_draft(file: &Path, draft: &Draft, now: SystemTime) -> Findings {
         Some(config) => check_files(file, config, now),
         None => Findings::default(),
     };
-    // A key that is wrong has been reported; what was looked at instead is a stand-in.
-    let is_new = |error: &ConfigError| !draft.errors.iter().any(|known| known.path == error.path);
-    found.errors.retain(is_new);
-    found.sources.retain(is_new);
     found.errors.splice(..0, draft.errors.iter().cloned());
     found
 }

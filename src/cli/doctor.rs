@@ -11,7 +11,7 @@ use clap::{Args, ValueEnum};
 use super::{ADMIN, status};
 use crate::config::{self, CertPaths, Overrides, parse_duration};
 use crate::doctor::dns::Resolver;
-use crate::doctor::target::{self, Files, Place, Plan, Plugins, Target, Trust};
+use crate::doctor::target::{self, ExecPlugins, Files, Place, Plan, Target, Trust};
 use crate::doctor::{examine, findings, observations::Source, report};
 use crate::kubeconfig::access::{Access, Server};
 use crate::kubeconfig::load::{Places, Sources};
@@ -126,7 +126,7 @@ fn plan(args: &DoctorArgs) -> Result<Plan, String> {
         let sources = Sources::load(&Places::of_process(args.kubeconfig.clone()));
         let tree = sources.map_err(|e| e.to_string())?.merged(None);
         let access = Access::of(&tree, args.context.as_deref()).map_err(|e| e.to_string())?;
-        let of_access = Trust::of_access(&access, Plugins::Run, &mut plan.notes)?;
+        let of_access = Trust::of_access(&access, ExecPlugins::Run, &mut plan.notes)?;
         let name = access.verified_name();
         plan.targets.push(Target::new(&access.server, Source::Given, Some(name), &of_access)?);
         if args.ca_file.is_none() {

@@ -3,9 +3,9 @@
 //!
 //! Reads everything, decides everything, refuses what is in the way; then writes, the kubeconfig
 //! last, so that it never points at something that is not there. It connects to the apiservers to see
-//! what their certificates name ([`look`]); without a connection it says what it assumes.
+//! what their certificates name ([`apiservers`]); without a connection it says what it assumes.
 
-mod look;
+mod apiservers;
 mod revert;
 
 use std::io::{self, Write};
@@ -15,7 +15,7 @@ use std::time::SystemTime;
 
 use clap::{Args, ValueEnum};
 
-use self::look::Looked;
+use self::apiservers::Apiservers;
 use super::check;
 use crate::config::{self, Overrides};
 use crate::kubeconfig::access::{Access, Server};
@@ -68,7 +68,7 @@ pub(super) struct KubeconfigArgs {
     /// the user's credential; an exec plugin is run for it.
     #[arg(long, conflicts_with_all = ["offline", "revert", "local_ca"])]
     discover: bool,
-    /// Connect to nothing: certificates are not looked at, the cluster is not asked.
+    /// Connect to nothing: certificates are not apiservers at, the cluster is not asked.
     #[arg(long)]
     offline: bool,
     /// The cluster's CA, where the kubeconfig names none.
@@ -152,12 +152,12 @@ fn perform(args: &KubeconfigArgs, places: &Places, out: &mut Vec<u8>) -> Result<
         let text = "--discover finds apiservers for a configuration: add --mode";
         return Err(Failure::Input(text.to_owned()));
     }
-    let looked = look::look(args, &access, place.config.as_deref())?;
+    let apiservers = apiservers::find(args, &access, place.config.as_deref())?;
     let plan = match &place.config {
         None => None,
-        Some(file) => Some(setup::plan(&access, &request(args, &address, file, &looked)?)?),
+        Some(file) => Some(setup::plan(&access, &request(args, &address, file, &apiservers)?)?),
     };
-    let trust = trust(args, &access, &address, plan.as_ref(), &looked.names.client)?;
+    let trust = trust(args, &access, &address, plan.as_ref(), &apiservers.names.client)?;
     let target = Target { address: address.address(), trust };
 
     let (text, changes) = moved_text(args, &sources, &access, &place, &target)?;
@@ -183,7 +183,7 @@ fn perform(args: &KubeconfigArgs, places: &Places, out: &mut Vec<u8>) -> Result<
         }
         write(file, out)?;
     }
-    let notes = notes(&looked, plan.as_ref(), &target.trust);
+    let notes = notes(&apiservers, plan.as_ref(), &target.trust);
     tell(&access, &place, &changes, &notes, out);
     if place.is_input && sources.iter().any(|s| s.path == place.kubeconfig && s.has_comments) {
         say(out, "note: its comments are gone, as after `kubectl config`");
@@ -238,7 +238,7 @@ fn request(
     args: &KubeconfigArgs,
     address: &Server,
     config: &Path,
-    looked: &Looked,
+    apiservers: &Apiservers,
 ) -> Result<Request, Failure> {
     let absolute = |file: &Option<PathBuf>| {
         file.as_deref()
@@ -258,8 +258,8 @@ fn request(
         host: address.host.clone(),
         port: address.port,
         config: config.to_owned(),
-        upstreams: looked.upstreams.clone(),
-        server_name: looked.names.upstream.clone(),
+        upstreams: apiservers.upstreams.clone(),
+        server_name: apiservers.names.upstream.clone(),
         ca_file: absolute(&args.ca_file)?,
         client_ca_file: absolute(&args.client_ca_file)?,
         node_name: args.node_name.clone().unwrap_or_else(host_name),
@@ -390,11 +390,11 @@ fn say(out: &mut Vec<u8>, line: &str) {
 }
 
 /// What the user should know: of the files, of the endpoints, and of the name that clients verify.
-fn notes(looked: &Looked, plan: Option<&Plan>, trust: &Trust) -> Vec<String> {
+fn notes(apiservers: &Apiservers, plan: Option<&Plan>, trust: &Trust) -> Vec<String> {
     let mut notes: Vec<String> = plan.iter().flat_map(|plan| plan.notes.clone()).collect();
-    notes.extend(looked.notes.iter().chain(&looked.names.notes).cloned());
+    notes.extend(apiservers.notes.iter().chain(&apiservers.names.notes).cloned());
     if matches!(trust, Trust::Apiserver(Some(_))) {
-        notes.extend(looked.names.client_notes.iter().cloned());
+        notes.extend(apiservers.names.client_notes.iter().cloned());
     }
     notes
 }

@@ -174,9 +174,9 @@ pub fn main() -> ExitCode {
             });
             match ready.transpose() {
                 Ok(ready) => {
-                    let from_parent = run::FromParent { sockets: given, ready };
+                    let descriptors = run::ParentDescriptors { sockets: given, ready };
                     let take_over = args.take_over;
-                    run::run(args.place(), from_parent, take_over)
+                    run::run(args.place(), descriptors, take_over)
                 }
                 Err(error) => {
                     eprintln!("{error}");

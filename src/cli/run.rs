@@ -32,7 +32,7 @@ pub struct Place {
 }
 
 /// Descriptors that this process was started with.
-pub struct FromParent {
+pub struct ParentDescriptors {
     /// The sockets of the service manager.
     pub sockets: Vec<OwnedFd>,
     /// Is written to when this process serves.
@@ -50,7 +50,7 @@ enum End {
 /// Runs until SIGTERM or SIGINT, or until a new process has taken over, and drains; the second of
 /// these signals cuts the drain short. SIGHUP reads the
 /// configuration again, SIGUSR2 starts the binary again, as such a new process.
-pub fn run(place: Place, from_parent: FromParent, take_over: bool) -> ExitCode {
+pub fn run(place: Place, descriptors: ParentDescriptors, take_over: bool) -> ExitCode {
     let (Fresh { config, warnings }, facts) = match read(&place) {
         Ok(read) => read,
         Err(errors) => {
@@ -80,7 +80,7 @@ pub fn run(place: Place, from_parent: FromParent, take_over: bool) -> ExitCode {
         tracing::warn!(%error, "cannot reach the service manager at NOTIFY_SOCKET; going on without it");
         ServiceManager::default()
     });
-    let FromParent { sockets: given, ready } = from_parent;
+    let ParentDescriptors { sockets: given, ready } = descriptors;
     let manager = Arc::new(manager.with_ready_descriptor(ready));
     let told = Arc::clone(&manager);
     let start = move || {

@@ -154,10 +154,10 @@ fn group(found: Vec<Finding>) -> Vec<Finding> {
             None => groups.push(vec![finding]),
         }
     }
-    groups.iter().map(|group| one_of(group)).collect()
+    groups.iter().map(|group| merge(group)).collect()
 }
 
-fn one_of(group: &[Finding]) -> Finding {
+fn merge(group: &[Finding]) -> Finding {
     let mut seen: Vec<Cow<'_, str>> = Vec::new();
     let mut reasons: Vec<&str> = Vec::new();
     for finding in group {

@@ -18,15 +18,15 @@ use super::observations::{Failure, Kind, Resolved, Source, Step};
 use super::probe::{Clock, Opened, open};
 use super::target::{Target, Trust};
 use crate::kubeconfig::access::Server;
-use crate::kubeconfig::names::Shown;
+use crate::kubeconfig::names::CertificateNames;
 use crate::net::local_ca::names_of;
 
-/// How long one apiserver may take with all of it: the name, the connection and the question. One
+/// How long one apiserver may take with all of it: the name, the connection and the request. One
 /// lost SYN costs a second of it (RFC 6298), a dead address all of it.
 const LIMIT: Duration = Duration::from_secs(5);
 
 /// What to look at.
-pub struct Question<'a> {
+pub struct SurveyRequest<'a> {
     /// The apiserver of the kubeconfig.
     pub own: &'a Server,
     /// The name that its clients verify.
@@ -42,20 +42,20 @@ pub struct Question<'a> {
 /// What was seen.
 #[derive(Debug)]
 pub struct Survey {
-    /// The certificates, in the order of the question.
-    pub shown: Vec<Shown>,
+    /// The certificates, in the order of the request.
+    pub certificates: Vec<CertificateNames>,
     /// The addresses that were not looked at, and why.
     pub unseen: Vec<(String, String)>,
-    /// The apiservers that the cluster names and the question does not, or why they are not known.
+    /// The apiservers that the cluster names and the request does not, or why they are not known.
     pub members: Result<Vec<SocketAddr>, String>,
 }
 
 /// What was seen of one apiserver.
-struct Look {
+struct EndpointSurvey {
     /// Its host and port.
     address: String,
     addresses: Vec<SocketAddr>,
-    shown: Result<Shown, String>,
+    shown: Result<CertificateNames, String>,
     members: Result<Vec<SocketAddr>, String>,
 }
 
@@ -63,14 +63,14 @@ struct Look {
 ///
 /// # Errors
 /// An address or a name cannot be verified, or the runtime could not be made.
-pub fn look(question: &Question<'_>, resolver: Resolver) -> Result<Survey, String> {
-    let anonymous = question.trust.without_credential();
-    let trust = if question.asks { question.trust } else { &anonymous };
+pub fn look(request: &SurveyRequest<'_>, resolver: Resolver) -> Result<Survey, String> {
+    let anonymous = request.trust.without_credential();
+    let trust = if request.asks { request.trust } else { &anonymous };
     let mut targets = vec![(
-        Target::new(question.own, Source::Given, Some(question.verified_name), trust)?,
-        question.own.path.clone(),
+        Target::new(request.own, Source::Given, Some(request.verified_name), trust)?,
+        request.own.path.clone(),
     )];
-    for server in question.others {
+    for server in request.others {
         targets.push((Target::new(server, Source::Given, None, &anonymous)?, String::new()));
     }
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
@@ -95,8 +95,11 @@ async fn survey(targets: Vec<(Target, String)>, resolver: Resolver) -> Survey {
         looks.extend(task.await);
     }
     let known: Vec<SocketAddr> = looks.iter().flat_map(|look| look.addresses.clone()).collect();
-    let mut survey =
-        Survey { shown: Vec::new(), unseen: Vec::new(), members: Err("it was not asked".into()) };
+    let mut survey = Survey {
+        certificates: Vec::new(),
+        unseen: Vec::new(),
+        members: Err("it was not asked".into()),
+    };
     for (index, look) in looks.into_iter().enumerate() {
         if index == 0 {
             survey.members = look.members.map(|mut members| {
@@ -105,15 +108,20 @@ async fn survey(targets: Vec<(Target, String)>, resolver: Resolver) -> Survey {
             });
         }
         match look.shown {
-            Ok(shown) => survey.shown.push(shown),
+            Ok(shown) => survey.certificates.push(shown),
             Err(why) => survey.unseen.push((look.address, why)),
         }
     }
     survey
 }
 
-async fn one(target: &Target, prefix: &str, asks: bool, resolver: &Mutex<Resolver>) -> Look {
-    let mut look = Look {
+async fn one(
+    target: &Target,
+    prefix: &str,
+    asks: bool,
+    resolver: &Mutex<Resolver>,
+) -> EndpointSurvey {
+    let mut look = EndpointSurvey {
         address: target.address.clone(),
         addresses: Vec::new(),
         shown: Err(format!("no answer within {} s", LIMIT.as_secs())),
@@ -144,7 +152,7 @@ async fn one(target: &Target, prefix: &str, asks: bool, resolver: &Mutex<Resolve
 }
 
 /// What the certificate names, if its chain was verified: the name is checked after the chain.
-fn shown(target: &Target, opened: &Result<Opened, Failure>) -> Result<Shown, String> {
+fn shown(target: &Target, opened: &Result<Opened, Failure>) -> Result<CertificateNames, String> {
     let is_verified = |failure: &Failure| {
         failure.step > Step::Tls || failure.step == Step::Tls && failure.kind == Kind::WrongName
     };
@@ -153,7 +161,7 @@ fn shown(target: &Target, opened: &Result<Opened, Failure>) -> Result<Shown, Str
         _ => {
             let der = target.verifier.shown().ok_or("it showed no certificate")?;
             let (address, host) = (target.address.clone(), target.host.clone());
-            Ok(Shown { address, host, names: names_of(&der)? })
+            Ok(CertificateNames { address, host, names: names_of(&der)? })
         }
     }
 }

@@ -94,7 +94,7 @@ pub struct Files {
 
 /// Whether the exec plugin of a user is run for its credential.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Plugins {
+pub enum ExecPlugins {
     /// It is: the user has asked for what needs a credential.
     Run,
     /// It is not: a plugin may open a browser, ask for a second factor, or take long.
@@ -122,7 +122,7 @@ impl Trust {
     /// A file or a datum cannot be read.
     pub fn of_access(
         access: &Access,
-        plugins: Plugins,
+        plugins: ExecPlugins,
         notes: &mut Vec<String>,
     ) -> Result<Self, String> {
         let mut trust = Self::default();
@@ -162,7 +162,7 @@ impl Trust {
             Credential::Token(token) => trust.token = Some(token_header(token)?),
             Credential::TokenFile(file) => trust.token = Some(token_of_file(file)?),
             Credential::Anonymous => {}
-            Credential::Exec(_) if plugins == Plugins::Leave => {}
+            Credential::Exec(_) if plugins == ExecPlugins::Leave => {}
             // It is asked only where its answer may be shown.
             Credential::Exec(plugin) if trust.roots.is_some() => match plugin.run() {
                 Ok(yielded) => {

@@ -13,7 +13,7 @@ const COMMON: [&str; 2] = ["kubernetes", "kubernetes.default.svc"];
 
 /// What an apiserver's certificate names.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Shown {
+pub struct CertificateNames {
     /// Host and port, as an endpoint of a configuration.
     pub address: String,
     /// Its host.
@@ -24,20 +24,20 @@ pub struct Shown {
 
 /// What is known of the apiservers.
 #[derive(Debug, Clone, Copy)]
-pub struct Known<'a> {
+pub struct NameInputs<'a> {
     /// The host in the kubeconfig.
     pub host: &'a str,
     /// The name that was given explicitly: verified now, or asked for by the user.
     pub given: Option<&'a str>,
     /// How many endpoints there are.
     pub endpoints: usize,
-    /// The certificates that were looked at; none without a connection.
-    pub shown: &'a [Shown],
+    /// The certificates that were seen; none without a connection.
+    pub certificates: &'a [CertificateNames],
 }
 
 /// The names to verify.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Names {
+pub struct VerifiedNames {
     /// `tls.server_name`; `None`: each endpoint's own host.
     pub upstream: Option<String>,
     /// `tls-server-name` where clients verify the apiservers themselves.
@@ -48,7 +48,7 @@ pub struct Names {
     pub client_notes: Vec<String>,
 }
 
-impl Shown {
+impl CertificateNames {
     /// Whether the certificate is for a name (RFC 6125: a wildcard stands for one label) or address.
     fn holds(&self, wanted: &str) -> bool {
         if let Ok(ip) = wanted.parse::<IpAddr>() {
@@ -63,9 +63,9 @@ impl Shown {
 }
 
 /// Chooses.
-pub fn choose(known: &Known<'_>) -> Names {
-    let mut names = Names::default();
-    if known.shown.is_empty() {
+pub fn choose(known: &NameInputs<'_>) -> VerifiedNames {
+    let mut names = VerifiedNames::default();
+    if known.certificates.is_empty() {
         unseen(known, &mut names);
     } else {
         seen(known, &mut names);
@@ -73,9 +73,9 @@ pub fn choose(known: &Known<'_>) -> Names {
     names
 }
 
-/// Without a look: an address is only its own apiserver's; a name that clients verify already is
-/// held by every apiserver behind it.
-fn unseen(known: &Known<'_>, names: &mut Names) {
+/// When no certificate was seen: an address belongs to one apiserver alone; a name that clients
+/// verify already is held by every apiserver behind it.
+fn unseen(known: &NameInputs<'_>, names: &mut VerifiedNames) {
     let several = known.endpoints > 1;
     let is_address = known.host.parse::<IpAddr>().is_ok();
     let own_name = (several && !is_address).then_some(known.host);
@@ -95,12 +95,12 @@ fn unseen(known: &Known<'_>, names: &mut Names) {
     client.clone_into(&mut names.client);
 }
 
-fn seen(known: &Known<'_>, names: &mut Names) {
-    let shared = |name: &str| known.shown.iter().all(|shown| shown.holds(name));
+fn seen(known: &NameInputs<'_>, names: &mut VerifiedNames) {
+    let shared = |name: &str| known.certificates.iter().all(|shown| shown.holds(name));
     let is_address = known.host.parse::<IpAddr>().is_ok();
     let own_name = Some(known.host).filter(|_| !is_address);
     let given = known.given.filter(|given| {
-        let lacks = known.shown.iter().find(|shown| !shown.holds(given));
+        let lacks = known.certificates.iter().find(|shown| !shown.holds(given));
         if let Some(shown) = lacks {
             names.notes.push(format!(
                 "the certificate of {} is not for {given:?}; it is for {}",
@@ -111,12 +111,13 @@ fn seen(known: &Known<'_>, names: &mut Names) {
         lacks.is_none()
     });
     // An address of one of them is shared where there is one, or where each names all.
-    let all = known.shown[0].names.iter().map(String::as_str).filter(|name| !name.contains('*'));
+    let all =
+        known.certificates[0].names.iter().map(String::as_str).filter(|name| !name.contains('*'));
     let candidates = || {
         let first = [given, own_name].into_iter().flatten().chain(COMMON);
         first.chain([known.host]).chain(all.clone()).find(|name| shared(name))
     };
-    let each_has_its_own = known.shown.iter().all(|shown| shown.holds(&shown.host));
+    let each_has_its_own = known.certificates.iter().all(|shown| shown.holds(&shown.host));
     names.upstream = match given {
         Some(given) => Some(given),
         None if each_has_its_own => None,
@@ -124,7 +125,7 @@ fn seen(known: &Known<'_>, names: &mut Names) {
     }
     .map(ToOwned::to_owned);
     if names.upstream.is_none() && !each_has_its_own {
-        for shown in known.shown.iter().filter(|shown| !shown.holds(&shown.host)) {
+        for shown in known.certificates.iter().filter(|shown| !shown.holds(&shown.host)) {
             names.notes.push(format!(
                 "the certificate of {} is not for its own address, it is for {}: jackstay will not \
                  use it; name it by what its certificate is for, or add the address (certSANs of \
@@ -140,7 +141,7 @@ fn seen(known: &Known<'_>, names: &mut Names) {
     }
     known.given.unwrap_or(known.host).clone_into(&mut names.client);
     let certificates: Vec<String> = known
-        .shown
+        .certificates
         .iter()
         .map(|shown| format!("{} names {}", shown.address, shown.names.join(", ")))
         .collect();
@@ -157,13 +158,13 @@ fn seen(known: &Known<'_>, names: &mut Names) {
 mod tests {
     use super::*;
 
-    fn shown(host: &str, names: &[&str]) -> Shown {
+    fn shown(host: &str, names: &[&str]) -> CertificateNames {
         let names = names.iter().map(ToString::to_string).collect();
-        Shown { address: format!("{host}:6443"), host: host.to_owned(), names }
+        CertificateNames { address: format!("{host}:6443"), host: host.to_owned(), names }
     }
 
     /// As kubeadm makes them.
-    fn kubeadm(host: &str) -> Shown {
+    fn kubeadm(host: &str) -> CertificateNames {
         shown(host, &["n1", "kubernetes", "kubernetes.default.svc", "10.96.0.1", host])
     }
 
@@ -171,9 +172,9 @@ mod tests {
         host: &str,
         given: Option<&str>,
         endpoints: usize,
-        shown: &[Shown],
+        certificates: &[CertificateNames],
     ) -> (Option<String>, String, usize) {
-        let names = choose(&Known { host, given, endpoints, shown });
+        let names = choose(&NameInputs { host, given, endpoints, certificates });
         (names.upstream, names.client, names.notes.len() + names.client_notes.len())
     }
 
@@ -183,7 +184,8 @@ mod tests {
 
     #[test]
     fn choose_leaves_the_upstream_to_each_host_and_shares_kubernetes_among_clients() {
-        let three: Vec<Shown> = ["10.0.0.1", "10.0.0.2", "10.0.0.3"].map(kubeadm).to_vec();
+        let three: Vec<CertificateNames> =
+            ["10.0.0.1", "10.0.0.2", "10.0.0.3"].map(kubeadm).to_vec();
         assert_eq!(chosen("10.0.0.1", None, 3, &three), is(None, "kubernetes", 0));
         assert_eq!(chosen("10.0.0.1", None, 1, &three[..1]), is(None, "kubernetes", 0));
         // One that was not reached changes nothing.
@@ -213,16 +215,17 @@ mod tests {
     fn choose_says_where_no_name_is_shared() {
         let apart = [shown("10.0.0.1", &["10.0.0.1"]), shown("10.0.0.2", &["10.0.0.2"])];
         assert_eq!(chosen("10.0.0.1", None, 2, &apart), is(None, "10.0.0.1", 1));
-        let known = Known { host: "10.0.0.1", given: None, endpoints: 2, shown: &apart };
+        let known =
+            NameInputs { host: "10.0.0.1", given: None, endpoints: 2, certificates: &apart };
         let names = choose(&known);
         assert!(names.client_notes[0].contains("10.0.0.2:6443 names 10.0.0.2"), "{names:?}");
         let stray = [shown("10.0.0.1", &["10.0.0.1"]), shown("10.0.0.2", &["10.9.9.9"])];
-        let names = choose(&Known { shown: &stray, ..known });
+        let names = choose(&NameInputs { certificates: &stray, ..known });
         assert!(names.notes[0].starts_with("the certificate of 10.0.0.2:6443 is not for its own"));
     }
 
     #[test]
-    fn choose_without_a_look_never_shares_an_address() {
+    fn choose_without_certificates_never_shares_an_address() {
         assert_eq!(chosen("10.0.0.1", None, 1, &[]), is(None, "10.0.0.1", 0));
         assert_eq!(chosen("10.0.0.1", None, 3, &[]), is(None, "kubernetes", 1));
         assert_eq!(chosen("fd00::1", None, 2, &[]), is(None, "kubernetes", 1));

@@ -6,91 +6,99 @@ use std::path::Path;
 
 use super::{Failure, KubeconfigArgs};
 use crate::doctor::dns::Resolver;
-use crate::doctor::survey::{self, Question, Survey};
-use crate::doctor::target::{Plugins, Trust};
+use crate::doctor::survey::{self, Survey, SurveyRequest};
+use crate::doctor::target::{ExecPlugins, Trust};
 use crate::kubeconfig::access::{Access, Credential, Pem, Server};
-use crate::kubeconfig::names::{self, Known, Names};
+use crate::kubeconfig::names::{self, NameInputs, VerifiedNames};
 use crate::kubeconfig::tree::{Node, parse};
 use crate::observe::words::counted;
 
-/// What was found out.
+/// The apiservers of the cluster as far as they are known.
 #[derive(Debug, Default)]
-pub(super) struct Looked {
+pub(super) struct Apiservers {
     /// Apiservers besides the one in the kubeconfig.
     pub(super) upstreams: Vec<String>,
     /// The names to verify.
-    pub(super) names: Names,
+    pub(super) names: VerifiedNames,
     /// What the user should know.
     pub(super) notes: Vec<String>,
 }
 
-/// Looks at the apiservers; `config` is where a configuration goes, if one is asked for.
-pub(super) fn look(
+/// Finds the apiservers; `config` is where a configuration goes, if one is asked for.
+pub(super) fn find(
     args: &KubeconfigArgs,
     access: &Access,
     config: Option<&Path>,
-) -> Result<Looked, Failure> {
+) -> Result<Apiservers, Failure> {
     let own = access.server.address();
-    let mut looked = Looked::default();
+    let mut found = Apiservers::default();
     let before = config.map(|file| endpoints_in(file, &own)).unwrap_or_default();
     if args.upstreams.is_empty() {
-        looked.upstreams = before;
+        found.upstreams = before;
     } else {
         for upstream in args.upstreams.iter().filter(|upstream| **upstream != own) {
-            if !looked.upstreams.contains(upstream) {
-                looked.upstreams.push(upstream.clone());
+            if !found.upstreams.contains(upstream) {
+                found.upstreams.push(upstream.clone());
             }
         }
         let dropped: Vec<String> =
-            before.into_iter().filter(|known| !looked.upstreams.contains(known)).collect();
+            before.into_iter().filter(|known| !found.upstreams.contains(known)).collect();
         if !dropped.is_empty() {
-            looked.notes.push(format!(
+            found.notes.push(format!(
                 "no longer an endpoint: {}; --upstream names all besides the kubeconfig's",
                 dropped.join(", ")
             ));
         }
     }
-    let mut seen = see(args, access, &looked.upstreams, config.is_some());
+    let mut seen = survey_apiservers(args, access, &found.upstreams, config.is_some());
     if args.discover {
         let members = seen.members.map_err(|why| {
             Failure::Input(format!("--discover: the cluster's apiservers are not known: {why}"))
         })?;
         let all = members.iter().map(SocketAddr::to_string);
-        let all: Vec<String> = looked.upstreams.iter().cloned().chain(all).collect();
-        seen = see(args, access, &all, false);
+        let all: Vec<String> = found.upstreams.iter().cloned().chain(all).collect();
+        seen = survey_apiservers(args, access, &all, false);
         let is_dead = |address: &String| seen.unseen.iter().any(|(unseen, _)| unseen == address);
-        looked.upstreams =
-            all.into_iter().filter(|a| looked.upstreams.contains(a) || !is_dead(a)).collect();
+        found.upstreams =
+            all.into_iter().filter(|a| found.upstreams.contains(a) || !is_dead(a)).collect();
         // Nothing else is to be offered.
         seen.members = Ok(Vec::new());
     }
     for (address, why) in &seen.unseen {
-        looked.notes.push(if *address == own || looked.upstreams.contains(address) {
-            format!("the certificate of {address} was not looked at: {why}")
+        found.notes.push(if *address == own || found.upstreams.contains(address) {
+            format!("the certificate of {address} was not found at: {why}")
         } else {
             format!("{address} is an apiserver of the cluster and was left out: {why}")
         });
     }
-    looked.names = names::choose(&Known {
+    found.names = names::choose(&NameInputs {
         host: &access.server.host,
         given: args.tls_server_name.as_deref().or(access.tls_server_name.as_deref()),
-        endpoints: 1 + looked.upstreams.len(),
-        shown: &seen.shown,
+        endpoints: 1 + found.upstreams.len(),
+        certificates: &seen.certificates,
     });
     if let Some(name) = &args.tls_server_name {
-        looked.names.client.clone_from(name);
+        found.names.client.clone_from(name);
     }
     if config.is_some() {
-        let known = 1 + looked.upstreams.len();
-        looked.notes.extend(redundancy(&own, known, seen.members.as_deref()));
+        let known = 1 + found.upstreams.len();
+        found.notes.extend(redundancy(&own, known, seen.members.as_deref()));
     }
-    Ok(looked)
+    Ok(found)
 }
 
-/// Looks at the certificates, and asks for the cluster's apiservers where `asks`.
-fn see(args: &KubeconfigArgs, access: &Access, upstreams: &[String], asks: bool) -> Survey {
-    let nothing =
-        |why: &str| Survey { shown: Vec::new(), unseen: Vec::new(), members: Err(why.to_owned()) };
+/// Looks at the certificates, and asks the cluster for its apiservers where `asks`.
+fn survey_apiservers(
+    args: &KubeconfigArgs,
+    access: &Access,
+    upstreams: &[String],
+    asks: bool,
+) -> Survey {
+    let nothing = |why: &str| Survey {
+        certificates: Vec::new(),
+        unseen: Vec::new(),
+        members: Err(why.to_owned()),
+    };
     if args.offline {
         return nothing("--offline");
     }
@@ -105,19 +113,19 @@ fn see(args: &KubeconfigArgs, access: &Access, upstreams: &[String], asks: bool)
     if access.insecure {
         return nothing("the cluster's server is not verified, no credential is sent to it");
     }
-    let plugins = if args.discover { Plugins::Run } else { Plugins::Leave };
+    let plugins = if args.discover { ExecPlugins::Run } else { ExecPlugins::Leave };
     // An upstream that is no address is reported with the configuration.
     let others: Vec<Server> = upstreams.iter().filter_map(|u| Server::parse(u).ok()).collect();
     let mut notes = Vec::new();
     let survey = Trust::of_access(&access, plugins, &mut notes).and_then(|trust| {
-        let question = Question {
+        let request = SurveyRequest {
             own: &access.server,
             verified_name: access.verified_name(),
             others: &others,
             trust: &trust,
             asks,
         };
-        survey::look(&question, Resolver::of_system())
+        survey::look(&request, Resolver::of_system())
     });
     let mut survey = match survey {
         Ok(survey) => survey,

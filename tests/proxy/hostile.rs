@@ -6,6 +6,7 @@ use crate::peer::{
     INTERNAL_ERROR, MAX_CONCURRENT_STREAMS, NO_ERROR, PING, Peers, RST_STREAM, Reply, SETTINGS,
     WINDOW_UPDATE, fields, frame, goaway, reset, settings,
 };
+use crate::support::figures::within;
 use crate::support::stopwatch::Stopwatch;
 use crate::support::{Certs, MAPS, PATIENCE, Proxy, patient, soon, until};
 use http::Method;
@@ -370,8 +371,8 @@ async fn ping_never_answered() {
         silent.push(connection);
     }
     assert!(proxy.metric("jackstay_hedges_total{outcome=\"hedge\"").await >= 3.0);
-    println!("slowest read on a connection that fell silent: {slowest:?} (promised 600 ms)");
-    assert!(slowest < Duration::from_millis(1200), "{slowest:?}");
+    let promise = Duration::from_millis(600);
+    within("slowest read on a connection that fell silent", slowest, promise);
     // New requests keep away from it.
     peers.script.play([]);
     for _ in 0..20 {

@@ -1,6 +1,7 @@
 //! Outages: all servers gone, one that is unwell, one that is stopped.
 
 use crate::peer::{Act, Peers, black_hole};
+use crate::support::figures::within;
 use crate::support::stopwatch::Stopwatch;
 use crate::support::{Certs, MAPS, PATIENCE, World, map, refusing, soon, until};
 use http::Method;
@@ -31,15 +32,12 @@ async fn all_fail(client: &Client, what: &str) {
         let status = reply.json();
         assert_eq!(status["kind"], "Status", "{path}");
         assert!(status["message"].as_str().unwrap().contains("127.0.0.1"), "{status}");
-        assert!(took < Duration::from_secs(3), "{path}: {took:?}");
         took
     });
     let took = soon(what, crate::hostile::join_all(all)).await;
-    println!(
-        "{what}: failed within {:?} (promised 1.5 s), all within {:?}",
-        took.iter().max().unwrap(),
-        start.elapsed()
-    );
+    println!("{what}: all failed within {:?}", start.elapsed());
+    let slowest = took.into_iter().max().unwrap();
+    within(&format!("{what}: slowest failure"), slowest, Duration::from_millis(1_500));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
@@ -88,11 +86,9 @@ async fn killed_and_back() {
             client.get(MAPS).await.unwrap().status == 200
         })
         .await;
-        println!(
-            "traffic of {who} flows {:?} after the return, {asked} requests (promised 1 s)",
-            start.elapsed()
-        );
-        assert!(start.elapsed() < Duration::from_secs(2));
+        println!("{asked} requests of {who}");
+        let name = format!("traffic of {who} after the first endpoint returned");
+        within(&name, start.elapsed(), Duration::from_secs(1));
     }
 }
 
@@ -217,8 +213,7 @@ async fn reads_go_on_when_a_server_is_stopped() {
     for reader in readers {
         slowest = slowest.max(reader.await.unwrap());
     }
-    println!("slowest read while a server is stopped: {slowest:?} (promised 600 ms)");
-    assert!(slowest < Duration::from_millis(1200), "{slowest:?}");
+    within("slowest read while a server is stopped", slowest, Duration::from_millis(600));
 }
 
 /// All flows fall silent at once, and new ones too, as behind a cut cable: what was sent fails with
@@ -247,11 +242,9 @@ async fn all_go_dark_at_once() {
     let all =
         async { tokio::join!(in_flight(Method::GET, ""), in_flight(Method::POST, "{}"), cut) };
     let ((read, read_end), (write, write_end), cut) = soon("all ends", all).await;
-    println!(
-        "dark: the write failed after {:?} (promised 2.5 s), the read {:?} later",
-        write_end.saturating_sub(cut),
-        read_end.saturating_sub(write_end)
-    );
+    println!("the read failed {:?} after the write", read_end.saturating_sub(write_end));
+    let write_failed = write_end.saturating_sub(cut);
+    within("all dark: a write in flight fails", write_failed, Duration::from_millis(2_500));
     assert_eq!((read, write), (503, 502));
     // It has been without a connection that works for longer than a request waits that finds none.
     assert!(read_end < write_end + Duration::from_secs(1));

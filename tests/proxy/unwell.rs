@@ -2,6 +2,7 @@
 //! if there is an elsewhere.
 
 use crate::hostile::join_all;
+use crate::support::figures::within;
 use crate::support::{MAPS, Proxy, World, map, patient, soon, until};
 use crate::watches::Follower;
 use jackstay::config::Config;
@@ -150,12 +151,9 @@ async fn watches_leave_an_apiserver_that_has_lost_its_etcd() {
     until("it is degraded", async || scene.state(sick).await == "degraded").await;
     stop.store(true, Relaxed);
     let slowest = soon("the reader", reader).await.unwrap();
-    println!(
-        "{there} watches left, silent for {silence:?} (promised {BUSY:?}); slowest read \
-         {slowest:?} (promised {READ:?})"
-    );
-    assert!(silence < 2 * BUSY, "{silence:?}");
-    assert!(slowest < 2 * READ, "{slowest:?}");
+    println!("{there} watches left");
+    within("an endpoint without etcd: silence of its watches", silence, BUSY);
+    within("an endpoint without etcd: slowest read", slowest, READ);
     scene.lose_etcd(sick, false);
     scene.proxy.ready(3).await;
     scene.deliver(5).await;

@@ -1,7 +1,7 @@
 """jackstay between real clients and three real apiservers.
 
-CI asserts twice the promised times, since its machines are noisy, and prints what it measured;
-counts are exact. JACKSTAY_REAL_LONG=1 adds the forms of ten minutes.
+Times are figures (figures.py), counts are exact. JACKSTAY_REAL_LONG=1 adds the long forms and the
+variants; README.md says which.
 """
 
 import concurrent.futures
@@ -17,12 +17,10 @@ import uuid
 from pathlib import Path
 
 from cases import Ended, Kubectl, Pods, WithRig, lines_of
+from figures import LONG, bound, record, within
 from kubernetes import RELEASE
 from rig import (ADDRESSES, TOKEN, TOKEN_USER, WATCHES, Jackstay, Load, NodeWatch, Pki, Process, RealNode, complaints, log, summary,
                  swap_symlink, wait_for)
-
-LONG = bool(os.environ.get("JACKSTAY_REAL_LONG"))
-NOISE = 2  # CI asserts so many times the promised time.
 
 
 class Jackstayed(WithRig):
@@ -158,8 +156,9 @@ class Loaded(Jackstayed):
         if slowest_read:
             with self.subTest(f"{what}: no read waits"):
                 slowest = report["requests"]["read"]
-                self.assertLessEqual(slowest["slowest_ms"], slowest_read * 1000 * NOISE,
-                                     f"{slowest['slowest']} after {slowest['slowest_at']:.1f} s; the apiservers: {self.rig.trail(slowest['slowest_audit_id'])}")
+                if slowest["slowest_ms"] > slowest_read * 1000:
+                    log(f"    {slowest['slowest']} after {slowest['slowest_at']:.1f} s; the apiservers: {self.rig.trail(slowest['slowest_audit_id'])}")
+                within(self, f"{what}: slowest read", slowest["slowest_ms"], "ms", slowest_read * 1000)
         watches = report["watches"]
         with self.subTest(f"{what}: events"):
             self.assertEqual((watches["lost"], watches["duplicated"], watches["backwards"], watches["relists"]), (0, 0, 0, 0),
@@ -168,8 +167,9 @@ class Loaded(Jackstayed):
             self.assertEqual((watches["broken"], watches["refused"]), (0, 0), [f for f in failures if f["kind"] == "watch"])
         if busy:
             with self.subTest(f"{what}: no watch falls silent"):
-                self.assertLessEqual(watches["busy_silence_ms"], busy * 1000 * NOISE)
-                self.assertLessEqual(watches["quiet_delay_ms"], (quiet or busy + 1) * 1000 * NOISE)
+                within(self, f"{what}: silence of a delivering watch", watches["busy_silence_ms"], "ms", busy * 1000)
+            with self.subTest(f"{what}: no quiet watch is late"):
+                within(self, f"{what}: delay of a quiet watch", watches["quiet_delay_ms"], "ms", (quiet or busy + 1) * 1000)
 
 
 class Faults(Loaded, unittest.TestCase):
@@ -305,7 +305,7 @@ class Faults(Loaded, unittest.TestCase):
             # The controller manager hangs on `c` alone: after its restarts it may be blind for longer
             # than its own patience, and then calls nodes Unknown that renew their leases all along.
             # So here the leases are the judge.
-            self.assertLess(max(self.watch.longest.values()), 25)
+            within(self, "rolling restarts: between two heartbeats", max(self.watch.longest.values()), "s", 25)
             self.watch.not_ready.clear()
 
     def numbered(self, stop):
@@ -412,7 +412,7 @@ class Faults(Loaded, unittest.TestCase):
         # Ten seconds between renewals, and a renewal that is under way to a stopped process ends
         # with kubelet's own timeout of ten: a write whose fate is unknown is never sent again. The
         # node controller's patience is 40 s.
-        self.assertLess(max(self.watch.longest.values()), 25)
+        within(self, "all faults: between two heartbeats", max(self.watch.longest.values()), "s", 25)
         nodes = self.rig.audit(lambda e: e["verb"] == "update" and "/leases/" in e["requestURI"] and e["objectRef"]["name"] in self.names)
         self.assertEqual({e["user"]["username"] for e in nodes}, {f"system:node:{n}" for n in self.names})
         self.assertTrue(all("system:nodes" in e["user"]["groups"] for e in nodes))
@@ -436,7 +436,7 @@ class Faults(Loaded, unittest.TestCase):
         report = load.finish()
         log(f"all down for 10 s: {summary(report)}")
         for kind in ("read", "write"):
-            self.assertLessEqual(report["requests"][kind]["slowest_ms"], 1500 * NOISE)
+            within(self, f"all down: slowest {kind}", report["requests"][kind]["slowest_ms"], "ms", 1500)
             self.assertEqual(report["requests"][kind]["failed_without_status"], 0)
         # An apiserver that starts has no history, so a watch may end: cleanly, and the client lists anew.
         watches = report["watches"]
@@ -468,7 +468,7 @@ class Rotation(Loaded, unittest.TestCase):
             fresh = self.rig.pki.issue(f"load-at-{second}", "/O=jackstay:load/CN=load")
             self.rig.rotate(fresh)
             serial = Pki.serial_of(fresh[0])
-            wait_for(f"connections with serial {serial}", lambda: serial in self.serials(), 10 * NOISE)
+            wait_for(f"connections with serial {serial}", lambda: serial in self.serials(), bound(10))
         report = load.finish()
         self.judge("rotation", load, report, writes_may_fail=False)
         self.assertEqual([f for f in report["failures"] if f["kind"] != "direct"], [])
@@ -540,7 +540,7 @@ class Shutdown(Jackstayed, unittest.TestCase):
         begun = time.monotonic()
         self.jackstay.process.send(signal.SIGTERM)
         code = self.jackstay.process.child.wait(40)
-        log(f"shut down in {time.monotonic() - begun:.1f} s")
+        record("shutdown with watches", time.monotonic() - begun, "s")
         self.rig.jackstay = None
         report = load.finish(early=True)
         self.assertEqual(code, 0)

@@ -2,6 +2,7 @@
 
 #![allow(dead_code)] // each test crate uses its part
 
+pub mod figures;
 pub mod stopwatch;
 pub mod wire;
 

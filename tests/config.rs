@@ -232,6 +232,16 @@ fn each_mistake_in_its_own_words() {
         ),
         one(
             "1s",
+            "1s\n    tunnel_dead_after: 1500ms",
+            "upstreams[0].health.tunnel_dead_after: must not be shorter than dead_after",
+        ),
+        one(
+            "1s",
+            "1s\n    tunnel_dead_after: 2m",
+            "upstreams[0].health.tunnel_dead_after: 2m is out of range: 200ms to 1m",
+        ),
+        one(
+            "1s",
             "1s\n    suspect_after: often",
             &format!("upstreams[0].health.suspect_after: \"often\" is not a duration: {duration}"),
         ),

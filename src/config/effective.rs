@@ -54,6 +54,7 @@ fn health(health: &Health) -> Value {
         "ping_interval": format_duration(health.ping_interval),
         "suspect_after": health.suspect_after.map_or("adaptive".to_owned(), format_duration),
         "dead_after": format_duration(health.dead_after),
+        "tunnel_dead_after": format_duration(health.tunnel_dead_after),
         "connect_timeout": format_duration(health.connect_timeout),
         "readyz": {
             "path": readyz.path,

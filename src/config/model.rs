@@ -225,6 +225,9 @@ pub struct Health {
     pub suspect_after: Option<Duration>,
     /// A PING out this long with no evidence of life in one direction is the connection's death.
     pub dead_after: Duration,
+    /// The same for what nothing can take the place of: a tunnel, and a connection with a response
+    /// under way that cannot be asked for again.
+    pub tunnel_dead_after: Duration,
     /// Bound on TCP, TLS and the first PONG together.
     pub connect_timeout: Duration,
     /// The apiserver's own opinion of itself.

@@ -201,6 +201,12 @@ fn health(mut fields: Fields<'_>, report: &mut Report) -> Health {
     if ping_interval >= dead_after {
         ping.error(report, "must be shorter than dead_after, or no PING is out when it counts");
     }
+    let tunnel = fields.get(report, "tunnel_dead_after");
+    let default = dead_after.max(20 * SECOND);
+    let tunnel_dead_after = tunnel.duration(report, default, 200 * MS..=MINUTE);
+    if tunnel_dead_after < dead_after {
+        tunnel.error(report, "must not be shorter than dead_after");
+    }
     if suspect_after.is_some_and(|suspect_after| suspect_after >= dead_after) {
         suspect.error(report, "must be shorter than dead_after");
     }
@@ -208,7 +214,7 @@ fn health(mut fields: Fields<'_>, report: &mut Report) -> Health {
         fields.get(report, "connect_timeout").duration(report, 3 * SECOND, 100 * MS..=MINUTE);
     let readyz = readyz(fields.section(report, "readyz"), report);
     fields.finish(report);
-    Health { ping_interval, suspect_after, dead_after, connect_timeout, readyz }
+    Health { ping_interval, suspect_after, dead_after, tunnel_dead_after, connect_timeout, readyz }
 }
 
 fn readyz(mut fields: Fields<'_>, report: &mut Report) -> Readyz {

@@ -131,7 +131,7 @@ impl Witness {
         let outgoing = upstream.outgoing();
         let mut fresh = std::pin::pin!(handshake(&outgoing, endpoint, &tls));
         let mut verdict_from = Instant::now() + HANDSHAKE_FOR;
-        let mut told = false;
+        let (mut told, mut late) = (false, false);
         let mut look = Instant::now() + LOOK;
         loop {
             tokio::select! {
@@ -156,7 +156,8 @@ impl Witness {
                 // The prober connects anew.
                 return;
             }
-            if now > look + LATE {
+            if now > look + LATE && !std::mem::replace(&mut late, true) {
+                // Once: where looks are always late, silence is noticed all the same.
                 verdict_from = verdict_from.max(now + GRACE);
             }
             look = now + LOOK;

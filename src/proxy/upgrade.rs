@@ -7,8 +7,9 @@
 //!   redirect is such an answer.
 //! * A request is tried elsewhere until it is sent, and not once after: a command may have run.
 //! * Both directions end on their own, as TCP's do. Whatever breaks one side breaks the other.
-//! * There is no timeout. A dead flow is noticed ([`crate::upstream::flow`]), a quiet one is left
-//!   alone, and a client that takes no bytes is somebody reading `kubectl exec … | less`.
+//! * There is no timeout. A flow that is dead for `tunnel_dead_after` is ended
+//!   ([`crate::upstream::flow`]): nothing can take its place, and a path may come back. A quiet one is
+//!   left alone, and a client that takes no bytes is somebody reading `kubectl exec … | less`.
 //!
 //! `Sec-WebSocket-Protocol` may hold a bearer token, so no header is ever logged here.
 
@@ -39,7 +40,6 @@ use crate::net::rewound::Rewound;
 use crate::observe::{Outcome, Side};
 use crate::upstream::credentials::Class;
 use crate::upstream::endpoint::Endpoint;
-use crate::upstream::flow;
 use crate::upstream::http1::{self, Driver};
 
 /// Bytes held in each direction of a tunnel: one TLS record.
@@ -167,7 +167,7 @@ async fn carry(
     driver: Driver,
     received: &mut usize,
 ) -> Result<(), (Side, String)> {
-    let (mut client, (mut upstream, observer)) = tokio::try_join!(
+    let (mut client, (mut upstream, flow)) = tokio::try_join!(
         async { unstalled(client.await.map_err(|error| (Side::Client, error.to_string()))?) },
         async { driver.reclaim().await.map_err(|why| (Side::Upstream, why)) },
     )?;
@@ -178,7 +178,7 @@ async fn carry(
                 None => (Side::Client, error.to_string()),
             })
         }
-        why = flow::died(&observer) => Err((Side::Upstream, why.to_owned())),
+        why = flow.died() => Err((Side::Upstream, why.to_owned())),
     };
     *received = usize::try_from(upstream.given()).unwrap_or(usize::MAX);
     result

@@ -33,10 +33,17 @@
 //! lost each way makes them up every two minutes. A stopped process is alive as well: its kernel
 //! answers, as it would without us.
 //!
-//! A look that comes late says more about us than about the flow: it gives no verdict.
+//! A look that comes late gives no verdict, so that a machine that was paused does not blame its
+//! peers: once in each silence. After that the verdicts count, however late the looks are, since all
+//! evidence is the kernel's, which counts whether or not we are scheduled.
+//!
+//! The table is for a flow that can be replaced. The tunnel of an exec, an attach, a port-forward or
+//! a copy cannot: it has `tunnel_dead_after` ([`Rules::tunnel`]). That is known only where TLS ends
+//! here (`terminate`). In passthrough a tunnel looks like any other flow, and dies like one.
 //!
 //! This module sends nothing and reads no clock: time is an argument.
 
+use std::cell::Cell;
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
@@ -60,6 +67,21 @@ pub struct Rules {
     /// Probes of a closed window in a row without an answer, and as many seconds without a segment:
     /// the first of them are closer together than Linux answers.
     window_probes: u8,
+    /// The kernel is asked for more keepalives than its own of each second.
+    hurries: bool,
+}
+
+impl Rules {
+    /// Of a tunnel, which nothing can take the place of: no sign of life for `dead_after`. The
+    /// kernel gives a flow up after 127 unanswered keepalives, so it is not hurried for long.
+    pub fn tunnel(dead_after: Duration) -> Self {
+        Self {
+            stuck_after: dead_after.max(SERVER.stuck_after),
+            idle_after: SERVER.idle_after.max(Some(dead_after)),
+            hurries: dead_after < HURRIED,
+            ..SERVER
+        }
+    }
 }
 
 /// The apiserver's side: it is what clients wait for. Retransmissions of a thin stream are 200 ms
@@ -71,6 +93,7 @@ pub const SERVER: Rules = Rules {
     idle_after: Some(Duration::from_millis(2_700)),
     unanswered: 8,
     window_probes: 4,
+    hurries: true,
 };
 
 /// The same where [`LOSSY`] suspicions were refuted lately.
@@ -84,7 +107,11 @@ pub const STRUCK_SERVER: Rules = Rules {
     idle_after: Some(Duration::from_millis(2_150)),
     unanswered: 5,
     window_probes: 2,
+    hurries: true,
 };
+
+/// Silence that is long enough for eight of the kernel's own keepalives, one each second.
+const HURRIED: Duration = Duration::from_secs(10);
 
 /// Refuted suspicions within a minute or two that show that packets are being lost.
 pub const LOSSY: u32 = 3;
@@ -97,6 +124,7 @@ pub const CLIENT: Rules = Rules {
     idle_after: None,
     unanswered: u8::MAX,
     window_probes: 6,
+    hurries: false,
 };
 
 /// A full stream is sent again ever more seldom, and so are probes of a closed window: what was
@@ -120,7 +148,7 @@ const ASK_AGAIN: Duration = Duration::from_millis(100);
 const STALLED: Duration = Duration::from_millis(1_900);
 /// How often a flow is looked at on which something waits.
 const WAITING: Duration = Duration::from_millis(100);
-/// A look that is later than this says more about us than about the flow.
+/// A look that is later than this may say more about us than about the flow.
 const LATE: Duration = Duration::from_millis(250);
 /// How long verdicts are withheld after that: for what waits in the kernel to be heard.
 const GRACE: Duration = Duration::from_millis(150);
@@ -185,6 +213,8 @@ pub struct Judge {
     stalled: bool,
     /// When the next look was promised.
     due: Instant,
+    /// When the silence began in which a look was late.
+    distrusted: Option<Instant>,
 }
 
 impl Judge {
@@ -202,6 +232,7 @@ impl Judge {
             refuted: false,
             stalled: false,
             due: now,
+            distrusted: None,
         }
     }
 
@@ -230,7 +261,8 @@ impl Judge {
         self.acked = info.bytes_acked;
         let silent = now.saturating_duration_since(self.heard);
         let stuck = self.waiting_since.map(|since| now.saturating_duration_since(since));
-        let look = if late {
+        let silence = self.waiting_since.or(Some(self.heard));
+        let look = if late && std::mem::replace(&mut self.distrusted, silence) != silence {
             Look::Again { after: GRACE, probe: false }
         } else if let Some(stuck) = stuck {
             let segments = info.data_segments_sent.wrapping_sub(self.segments);
@@ -359,7 +391,7 @@ fn idle(info: &TcpInfo, rules: &Rules, silent: Duration, sent: u32) -> Look {
     }
     if silent >= LATE_ANSWER {
         let after = soon(idle_after.saturating_sub(silent), ASK_AGAIN);
-        return Look::Again { after, probe: true };
+        return Look::Again { after, probe: rules.hurries };
     }
     // Just after the answer to its next keepalive is late.
     let after = LATE_ANSWER.saturating_sub(silent) + Duration::from_millis(20);
@@ -371,17 +403,26 @@ fn soon(rest: Duration, pause: Duration) -> Duration {
     if rest.is_zero() { pause } else { rest.min(pause).max(Duration::from_millis(20)) }
 }
 
-/// Waits until a tunnel's flow is dead, and says why.
-pub async fn died(observer: &Observer) -> &'static str {
+/// Waits until the flow of an upgraded connection, or of one that is to be, is dead, and says why.
+/// Once `answered` it has `tunnel_dead_after`; before, its request is one like others.
+pub async fn died(
+    observer: &Observer,
+    answered: &Cell<bool>,
+    tunnel_dead_after: Duration,
+) -> &'static str {
     let mut judge = Judge::new(Instant::now());
     let mut refuted = 0;
     loop {
         refuted += u32::from(judge.was_refuted());
-        let rules = if refuted >= LOSSY { &LOSSY_SERVER } else { &SERVER };
+        let rules = match answered.get() {
+            true => Rules::tunnel(tunnel_dead_after),
+            false if refuted >= LOSSY => LOSSY_SERVER,
+            false => SERVER,
+        };
         let pause = match observer.tcp_info() {
             // Without evidence (a kernel before 4.6) there is no verdict.
             Err(_) => SELDOM,
-            Ok(info) => match judge.look(&info, rules, Instant::now()) {
+            Ok(info) => match judge.look(&info, &rules, Instant::now()) {
                 Look::Dead(death) => return death.as_str(),
                 Look::Again { after, probe } => {
                     if probe {

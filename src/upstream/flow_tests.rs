@@ -257,6 +257,82 @@ fn a_late_look_is_no_verdict() {
 }
 
 #[test]
+fn flow_whose_looks_are_always_late_dies_all_the_same() {
+    let late = LATE + 50 * MS;
+    // Nothing waits; or bytes do, and with them the peer talks or is silent.
+    let idle = |at: Duration| TcpInfo { probes: (at.as_millis() / 100) as u8, ..quiet(at) };
+    let waits = |at: Duration| TcpInfo {
+        unacked: 1,
+        retransmits: (at.as_millis() / 200).min(255) as u8,
+        ..quiet(at)
+    };
+    let talks = |at: Duration| TcpInfo {
+        segments_in: (at.as_millis() / 10) as u32,
+        ..TcpInfo { last_data_recv: Duration::ZERO, last_ack_recv: Duration::ZERO, ..waits(at) }
+    };
+    let kernels: [(&dyn Fn(Duration) -> TcpInfo, Death); 3] = [
+        (&idle, Death::Unanswered),
+        (&waits, Death::Unacknowledged),
+        (&talks, Death::Unacknowledged),
+    ];
+    for (case, (kernel, death)) in kernels.into_iter().enumerate() {
+        let start = Instant::now();
+        let mut judge = Judge::new(start);
+        let mut at = Duration::ZERO;
+        loop {
+            match judge.look(&kernel(at), &SERVER, start + at) {
+                Look::Dead(found) => break assert_eq!(found, death, "case {case}"),
+                Look::Again { after, .. } => at += after + late,
+            }
+            assert!(at < 10 * SECOND, "case {case} is never noticed");
+        }
+        assert!(at < 2 * SERVER.idle_after.unwrap(), "case {case}: {at:?}");
+    }
+}
+
+#[test]
+fn each_silence_has_its_own_grace_after_a_pause() {
+    let start = Instant::now();
+    let mut judge = Judge::new(start);
+    let mut at = Duration::ZERO;
+    for _ in 0..3 {
+        let heard = TcpInfo { segments_in: 1 + at.as_secs() as u32, ..quiet(Duration::ZERO) };
+        assert!(matches!(judge.look(&heard, &SERVER, start + at), Look::Again { .. }));
+        at += 30 * SECOND;
+        let lost = TcpInfo { probes: 30, ..quiet(30 * SECOND) };
+        let look = judge.look(&lost, &SERVER, start + at);
+        assert_eq!(look, Look::Again { after: GRACE, probe: false }, "at {at:?}");
+        at += GRACE;
+    }
+}
+
+#[test]
+fn tunnel_lives_through_silence_shorter_than_its_limit() {
+    let rules = Rules::tunnel(20 * SECOND);
+    let idle = |at: Duration, asked: u32| {
+        assert_eq!(asked, 0, "the kernel's own keepalives are enough");
+        TcpInfo { probes: keepalives(at, asked), ..quiet(at) }
+    };
+    let waits = |at: Duration, _| TcpInfo {
+        unacked: 1,
+        retransmits: (at.as_millis() / 200).min(255) as u8,
+        ..quiet(at)
+    };
+    let (at, death) = judged(&rules, None, idle).unwrap();
+    assert_eq!(death, Death::Unanswered);
+    assert!((20 * SECOND..20 * SECOND + 150 * MS).contains(&at), "{at:?}");
+    let (at, death) = judged(&rules, None, waits).unwrap();
+    assert_eq!(death, Death::Unacknowledged);
+    assert!((20 * SECOND..20 * SECOND + 150 * MS).contains(&at), "{at:?}");
+    // A limit that is too short for the kernel's own keepalives: more are asked for.
+    let lost = |at, asked| TcpInfo { probes: keepalives(at, asked), ..quiet(at) };
+    let (at, _) = judged(&Rules::tunnel(4 * SECOND), None, lost).unwrap();
+    assert!((4 * SECOND..4 * SECOND + 150 * MS).contains(&at), "{at:?}");
+    let (at, _) = judged(&Rules::tunnel(SECOND), None, lost).unwrap();
+    assert_eq!(at, 2700 * MS, "no sooner than any other flow");
+}
+
+#[test]
 fn an_answer_that_comes_after_all_refutes_a_suspicion_once() {
     let start = Instant::now();
     let mut judge = Judge::new(start);

@@ -1,7 +1,9 @@
 //! Dedicated HTTP/1.1 connections for upgrades: each is chosen, opened, used for one request, and
 //! then either becomes a tunnel or is closed.
 
+use std::cell::Cell;
 use std::error::Error as _;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -37,6 +39,8 @@ pub struct Http1 {
     pub endpoint: Arc<Endpoint>,
     stream: TlsStream<ReadAhead<Tracked>>,
     observer: Observer,
+    /// How long it may be silent once its request is answered.
+    tunnel_dead_after: Duration,
 }
 
 /// Opens a connection to the best endpoint, or to the next one where that fails or is slow.
@@ -50,7 +54,10 @@ pub async fn open(
     load: impl Fn(&Arc<str>) -> usize,
 ) -> Result<Http1, Unavailable> {
     let tls = upstream.credentials.tls(class).ok_or(Unavailable::NoCredential)?;
-    let base = upstream.config().health.connect_timeout;
+    let config = upstream.config();
+    let base = config.health.connect_timeout;
+    let tunnel_dead_after = config.health.tunnel_dead_after;
+    drop(config);
     // With nothing known to be usable the client hears of it as soon as for any other request.
     let limit = if upstream.is_usable() { base } else { base.min(UNAVAILABLE_AFTER) };
     let deadline = Instant::now() + limit;
@@ -76,7 +83,7 @@ pub async fn open(
                 match dial_http1(&outgoing, &endpoint, &tls, limit).await {
                     Ok((stream, observer)) => {
                         endpoint.metrics.dialled("ok");
-                        Ok(Http1 { endpoint, stream, observer })
+                        Ok(Http1 { endpoint, stream, observer, tunnel_dead_after })
                     }
                     Err(failure) => Err(failed(&endpoint, failure)),
                 }
@@ -148,12 +155,17 @@ impl Http1 {
     ) -> Result<(Response<Incoming>, Driver), String> {
         let (mut sender, connection) =
             http1::handshake(TokioIo::new(self.stream)).await.map_err(|error| described(&error))?;
-        let driver = Driver {
-            task: spawn_local(drive(connection, self.observer.clone())),
+        let flow = Flow {
             observer: self.observer,
+            answered: Rc::default(),
+            tunnel_dead_after: self.tunnel_dead_after,
         };
+        let driver = Driver { task: spawn_local(drive(connection, flow.clone())), flow };
         match sender.send_request(request).await {
-            Ok(response) => Ok((response, driver)),
+            Ok(response) => {
+                driver.flow.answered.set(true);
+                Ok((response, driver))
+            }
             Err(error) => Err(driver.reason().await.unwrap_or_else(|| described(&error))),
         }
     }
@@ -161,13 +173,28 @@ impl Http1 {
 
 type Connection = http1::Connection<TokioIo<TlsStream<ReadAhead<Tracked>>>, Incoming>;
 
-async fn drive(connection: Connection, observer: Observer) -> Result<Tunnelled, String> {
+/// The flow below an upgraded connection, as long as it lives.
+#[derive(Debug, Clone)]
+pub struct Flow {
+    observer: Observer,
+    answered: Rc<Cell<bool>>,
+    tunnel_dead_after: Duration,
+}
+
+impl Flow {
+    /// Waits until it is dead, and says why.
+    pub async fn died(&self) -> &'static str {
+        flow::died(&self.observer, &self.answered, self.tunnel_dead_after).await
+    }
+}
+
+async fn drive(connection: Connection, flow: Flow) -> Result<Tunnelled, String> {
     tokio::select! {
         parts = connection.without_shutdown() => {
             let parts = parts.map_err(|error| described(&error))?;
             Ok(Rewound::new(parts.read_buf, parts.io.into_inner()))
         }
-        why = flow::died(&observer) => Err(why.to_owned()),
+        why = flow.died() => Err(why.to_owned()),
     }
 }
 
@@ -175,17 +202,17 @@ async fn drive(connection: Connection, observer: Observer) -> Result<Tunnelled, 
 #[derive(Debug)]
 pub struct Driver {
     task: JoinHandle<Result<Tunnelled, String>>,
-    observer: Observer,
+    flow: Flow,
 }
 
 impl Driver {
-    /// The connection without HTTP, after a 101, and its observer.
+    /// The connection without HTTP, after a 101, and its flow.
     ///
     /// # Errors
     /// It has ended.
-    pub async fn reclaim(mut self) -> Result<(Tunnelled, Observer), String> {
+    pub async fn reclaim(mut self) -> Result<(Tunnelled, Flow), String> {
         let stream = (&mut self.task).await.map_err(|error| error.to_string())??;
-        Ok((stream, self.observer.clone()))
+        Ok((stream, self.flow.clone()))
     }
 
     /// Why it has ended, if it has and knows better than its user.

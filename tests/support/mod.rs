@@ -94,6 +94,7 @@ impl Certs {
                     ping_interval: Duration::from_secs(1),
                     suspect_after: None,
                     dead_after: Duration::from_secs(2),
+                    tunnel_dead_after: Duration::from_secs(20),
                     connect_timeout: Duration::from_secs(3),
                     readyz: Readyz {
                         path: "/readyz".into(),

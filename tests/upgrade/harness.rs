@@ -208,7 +208,12 @@ pub struct Proxy {
 
 impl Proxy {
     pub fn start(ca: &Ca, endpoints: &[SocketAddr]) -> Self {
-        let config = load(ca, endpoints);
+        Self::start_with(ca, endpoints, "")
+    }
+
+    /// With these keys of `health`.
+    pub fn start_with(ca: &Ca, endpoints: &[SocketAddr], health: &str) -> Self {
+        let config = load(ca, endpoints, health);
         let (listener, upstream) = (&config.listeners[0], &config.upstreams[0]);
         let terminate = listener.terminate().unwrap();
         let metrics = Metrics::new();
@@ -272,14 +277,15 @@ impl Proxy {
     }
 }
 
-fn load(ca: &Ca, endpoints: &[SocketAddr]) -> config::Config {
+fn load(ca: &Ca, endpoints: &[SocketAddr], health: &str) -> config::Config {
     let dir = ca.dir.path().display();
     let mut list = String::new();
     for endpoint in endpoints {
         let _ = write!(list, "'{endpoint}', ");
     }
     let text = format!(
-        "upstreams: [{{name: u, endpoints: [{list}], tls: {{ca_file: '{dir}/ca.crt'}}}}]\n\
+        "upstreams: [{{name: u, endpoints: [{list}], tls: {{ca_file: '{dir}/ca.crt'}}, \
+         health: {{{health}}}}}]\n\
          listeners: [{{name: l, bind: ['127.0.0.1:1'], upstream: u, \
          tls: {{cert_file: '{dir}/server.crt', key_file: '{dir}/server.key'}}, \
          client_ca_file: '{dir}/ca.crt', \

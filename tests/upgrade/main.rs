@@ -4,6 +4,8 @@
 mod harness;
 
 use harness::{Ca, Peer, Proxy, nobody, run};
+use jackstay::demo::hole::Hole;
+use std::time::Duration;
 
 const EXEC: &str = "POST /api/v1/namespaces/d/pods/p/exec?command=sh&stdin=true HTTP/1.1\r\n\
     Host: api.example:6443\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\nContent-Length: 0\r\n";
@@ -473,4 +475,60 @@ fn a_peer_that_reads_nothing_is_left_alone() {
 
 fn nft(command: &str) {
     assert!(std::process::Command::new("nft").arg(command).status().unwrap().success());
+}
+
+/// Nothing can take its place, so it waits for its path: longer than any flow that can be replaced.
+#[test]
+fn tunnel_survives_a_blackout_shorter_than_tunnel_dead_after() {
+    run(async {
+        let ca = Ca::new();
+        let peer = Peer::start(&ca).await;
+        let hole = Hole::start(peer.address()).unwrap();
+        let proxy = Proxy::start(&ca, &[hole.addr]);
+        let (mut client, mut server) = granted(&ca, &peer, &proxy).await;
+        // One that waits for nothing, and one on which something is under way both ways.
+        let (mut busy, mut busy_server) = granted(&ca, &peer, &proxy).await;
+        assert_eq!(hole.lose_all().unwrap(), 2);
+        tokio::join!(busy.say("typed"), busy_server.say("shown"));
+        // The length of the fault: a flow at L4 dies after 2.7 s at most.
+        tokio::time::sleep(Duration::from_secs(4)).await;
+        assert_eq!(proxy.tunnels.open(), 2);
+        hole.heal();
+        tokio::join!(client.say("ls"), server.hear("ls"));
+        tokio::join!(server.say("p"), client.hear("p"));
+        tokio::join!(busy.hear("shown"), busy_server.hear("typed"));
+    });
+}
+
+#[test]
+fn tunnel_ends_when_its_path_is_lost_for_tunnel_dead_after() {
+    run(async {
+        let ca = Ca::new();
+        let peer = Peer::start(&ca).await;
+        let hole = Hole::start(peer.address()).unwrap();
+        let proxy = Proxy::start_with(&ca, &[hole.addr], "tunnel_dead_after: 4s");
+        let (mut client, _server) = granted(&ca, &peer, &proxy).await;
+        assert_eq!(hole.lose_all().unwrap(), 1);
+        assert_eq!(client.gone().await, "");
+        assert_eq!(proxy.tunnels.open(), 0);
+    });
+}
+
+/// Until it is answered it is a request like others, and its client hears soon that its fate is not known.
+#[test]
+fn upgrade_without_an_answer_on_a_lost_path_is_an_unknown_fate() {
+    run(async {
+        let ca = Ca::new();
+        let peer = Peer::start(&ca).await;
+        let hole = Hole::start(peer.address()).unwrap();
+        // It would wait for a minute as a tunnel.
+        let proxy = Proxy::start_with(&ca, &[hole.addr], "tunnel_dead_after: 1m");
+        let mut client = proxy.client(&ca).await;
+        client.say(&format!("{EXEC}\r\n")).await;
+        let mut server = peer.accept().await;
+        server.head().await;
+        hole.lose_all().unwrap();
+        let head = client.head().await;
+        assert!(head.starts_with("HTTP/1.1 502 "), "{head}");
+    });
 }

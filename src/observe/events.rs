@@ -138,8 +138,13 @@ impl Events {
     pub fn changed(&self, change: &Change<'_>) {
         let left_out = self.keep(change, Instant::now(), SystemTime::now());
         if let Some(left_out) = left_out {
-            write(change, left_out);
+            write(change, if change.bad { Level::Bad } else { Level::News }, left_out);
         }
+    }
+
+    /// Writes a change of everyday operation, at debug, and does not remember it.
+    pub fn routine(&self, change: &Change<'_>) {
+        write(change, Level::Routine, 0);
     }
 
     /// Remembers a change that has lines of its own in the log.
@@ -213,8 +218,16 @@ fn key(change: &Change<'_>) -> String {
     format!("{kind} {upstream} {}: {} to {}: {reason}", change.name, change.from, change.to)
 }
 
+/// How much attention a change deserves.
+#[derive(Debug, Clone, Copy)]
+enum Level {
+    Routine,
+    News,
+    Bad,
+}
+
 /// The log calls what changed what metrics and other lines call it.
-fn write(change: &Change<'_>, left_out: u64) {
+fn write(change: &Change<'_>, level: Level, left_out: u64) {
     let (mut endpoint, mut source, mut name) = (None, None, None);
     match change.kind {
         Kind::Endpoint | Kind::Connection => endpoint = Some(change.name),
@@ -239,10 +252,10 @@ fn write(change: &Change<'_>, left_out: u64) {
             )
         };
     }
-    if change.bad {
-        line!(warn);
-    } else {
-        line!(info);
+    match level {
+        Level::Routine => line!(debug),
+        Level::News => line!(info),
+        Level::Bad => line!(warn),
     }
 }
 

@@ -253,6 +253,11 @@ impl EndpointMetrics {
         self.events.changed(change);
     }
 
+    /// The same, where it is part of everyday operation.
+    pub fn routine(&self, change: &Change<'_>) {
+        self.events.routine(change);
+    }
+
     /// Copies what is counted here into the registry, before a scrape.
     pub(super) fn publish(&self) {
         let (all, errors) = self.history.totals();

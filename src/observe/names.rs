@@ -211,11 +211,12 @@ pub const OWN_ERROR_REASONS: [&str; 12] = [
 ];
 
 /// The states of an endpoint in [`ENDPOINT_STATE`].
-pub const ENDPOINT_STATES: [&str; 6] =
-    ["connecting", "ready", "degraded", "ejected", "no-h2", "leaving"];
+pub const ENDPOINT_STATES: [&str; 7] =
+    ["connecting", "ready", "degraded", "suspect", "ejected", "no-h2", "leaving"];
 
 /// The states of a connection in [`CONNECTIONS`]; a dead one is closed and no longer there.
-pub const CONNECTION_STATES: [&str; 4] = ["connecting", "live", "suspect", "draining"];
+pub const CONNECTION_STATES: [&str; 5] =
+    ["connecting", "live", "suspect", "draining", "unresponsive"];
 
 #[cfg(test)]
 mod tests {

@@ -115,6 +115,8 @@ impl Stream {
         upload: Option<Upload>,
     ) -> Self {
         let done = first.is_none() && recv.is_end_stream();
+        // Part of it is forwarded, so it cannot come from elsewhere.
+        permit.pin(true);
         if done {
             permit.finished();
             outcome.complete();

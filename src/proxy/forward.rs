@@ -199,16 +199,27 @@ impl Outgoing {
     async fn attempt(&self, permit: Permit, depth: u32) -> Result<Answer, Failure> {
         let connection = Rc::clone(permit.connection());
         let leg = self.launch(permit)?;
-        if depth == LEGS || !retry::may_hedge(self.info.kind) {
-            return self.answer(leg).await;
-        }
         let mut first = pin!(self.answer(leg));
         tokio::select! {
             biased;
             result = &mut first => return result,
             () = troubled(&connection, &self.line) => {}
         }
-        if self.body.as_ref().is_some_and(|body| !body.is_complete()) {
+        // Boxed, as it is rare.
+        Box::pin(self.attempt_in_trouble(first, connection, depth)).await
+    }
+
+    /// The rest of an attempt whose connection is in trouble.
+    async fn attempt_in_trouble(
+        &self,
+        first: Pin<&mut impl Future<Output = Result<Answer, Failure>>>,
+        connection: Rc<Connection>,
+        depth: u32,
+    ) -> Result<Answer, Failure> {
+        let safe = retry::may_hedge(self.info.kind);
+        let mut first = pin!(until_given_up(first, &connection, safe));
+        let sent = self.body.as_ref().is_none_or(|body| body.is_complete());
+        if depth == LEGS || !safe || !sent {
             return first.await;
         }
         connection.endpoint.probe_soon();
@@ -371,6 +382,25 @@ impl Outgoing {
             Body::Stream(Box::new(Stream::new(recv, first, permit, outcome, upload)))
         };
         into_response(head, body)
+    }
+}
+
+/// Waits for an answer as long as its connection is worth waiting for.
+async fn until_given_up(
+    answer: Pin<&mut impl Future<Output = Result<Answer, Failure>>>,
+    connection: &Rc<Connection>,
+    safe: bool,
+) -> Result<Answer, Failure> {
+    tokio::select! {
+        biased;
+        result = answer => result,
+        why = connection.given_up(safe) => Err(Failure {
+            stage: Stage::Sent,
+            why: format!("{why} on the connection to {}", connection.endpoint.label),
+            connection: Some(Rc::clone(connection)),
+            answer: None,
+            too_old: false,
+        }),
     }
 }
 

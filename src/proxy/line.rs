@@ -96,8 +96,8 @@ pub struct Answer {
     pub upload: Option<Upload>,
 }
 
-/// Waits until the request should not rely on this connection alone: it is suspected, or drains
-/// because its process is stopped, or its endpoint is unwell.
+/// Waits until the request should not rely on this connection alone: it is suspected, its path is
+/// lost, or it drains because its process is stopped, or its endpoint is unwell.
 pub async fn troubled(connection: &Rc<Connection>, line: &Line) {
     loop {
         connection.changed().await;

@@ -170,7 +170,9 @@ impl WatchBody {
         let before = self.relay.state().obstacle();
         let out = &mut self.out;
         let step = self.relay.push(data, |piece| out.push_back(piece));
+        let can_leave = self.relay.state().can_leave();
         if let Leg::Running(running) = &mut self.leg {
+            running.permit.pin(!can_leave);
             let mut absorbed = step.absorbed;
             release(&mut running.recv, &mut absorbed);
             running.unreleased += data.len() - step.absorbed;
@@ -208,11 +210,14 @@ impl WatchBody {
             Leave::Connection if self.relay.state().resumable() => {
                 self.lost("its connection is to be left");
             }
+            Leave::Unresponsive if self.relay.state().can_leave() => {
+                self.lost("its connection does not respond");
+            }
             Leave::Shutdown if self.relay.state().ending() == Ending::Clean => {
                 self.give_way();
                 self.finish(Ending::Clean, "shutdown");
             }
-            Leave::Connection | Leave::Shutdown | Leave::Asked => {}
+            Leave::Connection | Leave::Unresponsive | Leave::Shutdown | Leave::Asked => {}
         }
     }
 

@@ -6,6 +6,7 @@
 //! without a word, and the apiserver allows 100.
 
 mod driver;
+mod giving_up;
 mod permit;
 
 use std::cell::{Cell, RefCell};
@@ -63,6 +64,9 @@ fn effect(life: Life, streams: usize, watches: usize) -> String {
         Life::Live => "takes new streams again".to_owned(),
         Life::Suspect => format!("no new streams; another one is opened if none is left; {on_it}"),
         Life::Draining => format!("no new streams; {on_it}"),
+        Life::Unresponsive => {
+            format!("no new streams; what can goes on elsewhere, the rest waits; {on_it}")
+        }
         Life::Dead if streams == 0 => "closed; nothing ran on it".to_owned(),
         Life::Dead => format!("closed; what may goes on elsewhere; {on_it}"),
     }
@@ -84,6 +88,14 @@ pub struct Connection {
     suspect_since: Cell<Option<Instant>>,
     /// Nothing has come of it lately, or nothing of ours has arrived.
     dark: Cell<bool>,
+    /// Streams that cannot move: see [`super::health`].
+    pinned: Cell<usize>,
+    /// Its PINGs are answered, as far as the endpoint knows.
+    answers: Cell<bool>,
+    /// See [`Self::given_up`].
+    ends_writes: Cell<bool>,
+    /// Why it is unresponsive.
+    trouble: Cell<&'static str>,
     gauge: RefCell<Option<ConnectionGauge>>,
     /// The endpoint counts on it.
     counted: Cell<bool>,
@@ -159,6 +171,10 @@ impl Connection {
             life: Cell::new(Life::Live),
             suspect_since: Cell::new(None),
             dark: Cell::new(false),
+            pinned: Cell::new(0),
+            answers: Cell::new(true),
+            ends_writes: Cell::new(false),
+            trouble: Cell::new(""),
             gauge: RefCell::new(Some(gauge)),
             counted: Cell::new(true),
             latency: Cell::new(PeakEwma::new(now)),
@@ -214,8 +230,8 @@ impl Connection {
         self.changed.notified().await;
     }
 
-    /// Whether what can go on elsewhere should: its process is stopped, its certificate is old or
-    /// its endpoint is gone. A GOAWAY alone is no reason, an apiserver sends one now and then to
+    /// Whether what can go on elsewhere should: its process is stopped, its path lost, its
+    /// certificate old or its endpoint gone. A GOAWAY alone is no reason, an apiserver sends one now and then to
     /// spread its clients (`--goaway-chance`).
     pub fn is_to_be_left(&self) -> bool {
         self.leave.get()
@@ -337,6 +353,12 @@ impl Connection {
     }
 
     fn enter(&self, life: Life, why: &str) {
+        self.change(life, why, false);
+    }
+
+    /// Enters a state. The `orderly` end of a connection on which nothing runs is routine: an apiserver
+    /// closes one that is idle for 90 s, and another takes its place.
+    fn change(&self, life: Life, why: &str, orderly: bool) {
         let before = self.life.replace(life);
         if before == life {
             return;
@@ -344,28 +366,34 @@ impl Connection {
         match life {
             Life::Live => self.suspect_since.set(None),
             Life::Suspect => self.suspect_since.set(Some(Instant::now())),
-            Life::Draining | Life::Dead => {}
+            Life::Draining | Life::Unresponsive | Life::Dead => {}
         }
         self.stats.set_life(life);
-        if matches!(life, Life::Draining | Life::Dead) && self.counted.replace(false) {
-            self.endpoint.connection_closed();
+        let takes_streams = matches!(life, Life::Live | Life::Suspect);
+        if !takes_streams && self.counted.replace(false) {
+            self.endpoint.connection_closed(self.answers.get(), why);
         }
         match life {
             Life::Dead => drop(self.gauge.take()),
             _ => self.gauge.borrow_mut().iter_mut().for_each(|gauge| gauge.set(life.as_str())),
         }
         let local = self.stats.local.map_or_else(String::new, |local| format!(" from {local}"));
-        self.endpoint.metrics.changed(&Change {
+        let change = Change {
             kind: Kind::Connection,
             upstream: Some(&self.endpoint.upstream),
             name: &self.endpoint.label,
             detail: &format!("class {}{local}", self.class.as_str()),
             from: before.as_str(),
-            to: life.as_str(),
+            to: if orderly { "closed" } else { life.as_str() },
             reason: why,
             effect: &effect(life, self.streams(), self.watches()),
             bad: false, // what it means for the endpoint is the endpoint's to say
-        });
+        };
+        if orderly {
+            self.endpoint.metrics.routine(&change);
+        } else {
+            self.endpoint.metrics.changed(&change);
+        }
         self.changed.notify_waiters();
         self.pool.notify_waiters();
     }

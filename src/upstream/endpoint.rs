@@ -5,6 +5,7 @@
 //! | connecting | nothing is known yet | tried |
 //! | ready | connected, and `/readyz` says ok | first choice |
 //! | degraded | connected, but `/readyz` fails | no new request while another is ready; nothing is cut, watches move away ([`super::flight`]) |
+//! | suspect | connected, but no connection has had its PING answered for 500 ms | no new request while another is there; tried by a fresh connect |
 //! | ejected | none of its connections is live and a fresh connect failed | probed with jittered backoff |
 //! | no-h2 | it does not speak HTTP/2 by ALPN | as ejected, with its own reason |
 //! | leaving | removed from the set | its connections drain |
@@ -103,6 +104,9 @@ impl Endpoint {
             facts: Mutex::new(Facts {
                 transport: Transport::Unknown,
                 live: 0,
+                unanswered: 0,
+                suspect: None,
+                lost: None,
                 readyz: Readyz::Unknown,
                 doubted: None,
                 well: None,
@@ -159,7 +163,7 @@ impl Endpoint {
     /// Whether requests get an answer there: also before its first `/readyz`, once connected.
     pub fn is_usable(&self) -> bool {
         match self.state() {
-            EndpointState::Ready | EndpointState::Degraded => true,
+            EndpointState::Ready | EndpointState::Degraded | EndpointState::Suspect => true,
             EndpointState::Connecting => self.facts().live > 0,
             EndpointState::Ejected | EndpointState::NoH2 | EndpointState::Leaving => false,
         }
@@ -250,11 +254,17 @@ impl Endpoint {
         self.update(Facts::opened);
     }
 
-    /// A connection that [`Self::connection_opened`] counted takes no new streams any more. With
-    /// the last one goes what was known: what comes back may be another process, and is not ready
-    /// until it says so.
-    pub fn connection_closed(&self) {
-        self.update(Facts::closed);
+    /// A connection that [`Self::connection_opened`] counted takes no new streams any more, for this
+    /// reason; whether its PINGs were answered. With the last one goes what was known: what comes
+    /// back may be another process, and is not ready until it says so.
+    pub fn connection_closed(&self, answered: bool, why: &str) {
+        self.update(|facts| facts.closed(answered, why));
+    }
+
+    /// PINGs on a connection that [`Self::connection_opened`] counted are no longer answered, or are
+    /// again. An endpoint is suspect while none is answered on any of its connections.
+    pub fn connection_answers(&self, answers: bool) {
+        self.update(|facts| facts.answers(answers));
     }
 
     /// How often it has died: was up, and was then ejected. What leads there from before has died
@@ -346,9 +356,13 @@ impl Endpoint {
         let at = self.born.elapsed().as_millis() as u64 + 1;
         self.ready_at.store(if ready { at } else { 0 }, Ordering::Relaxed);
         if ready {
-            // The first start of all is no recovery: there is no load that left and comes back.
-            self.recovering.store(std::mem::take(&mut facts.was_out), Ordering::Relaxed);
-        } else if after != EndpointState::Connecting {
+            // The first start of all is no recovery: there is no load that left and comes back. Nor
+            // is a PING that was answered late.
+            let was_out = std::mem::take(&mut facts.was_out);
+            if was_out || before != EndpointState::Suspect {
+                self.recovering.store(was_out, Ordering::Relaxed);
+            }
+        } else if !matches!(after, EndpointState::Connecting | EndpointState::Suspect) {
             facts.was_out = true;
         }
         self.state.store(after as u8, Ordering::Relaxed);
@@ -365,7 +379,10 @@ impl Endpoint {
             effect: after.effect(),
             bad: matches!(
                 after,
-                EndpointState::Ejected | EndpointState::NoH2 | EndpointState::Degraded
+                EndpointState::Ejected
+                    | EndpointState::NoH2
+                    | EndpointState::Degraded
+                    | EndpointState::Suspect
             ),
         });
     }
@@ -445,19 +462,57 @@ mod tests {
         opened();
         endpoint.readyz_ok();
         opened();
-        endpoint.connection_closed();
+        endpoint.connection_closed(true, "lost");
         failed();
         assert_eq!(endpoint.state(), EndpointState::Ready, "one lives");
-        endpoint.connection_closed();
+        endpoint.connection_closed(true, "lost");
         assert_eq!(endpoint.state(), EndpointState::Connecting);
         assert!(!endpoint.is_usable());
         opened();
         assert_eq!(endpoint.state(), EndpointState::Connecting, "not well until it says so");
         assert!(endpoint.is_usable());
-        endpoint.connection_closed();
+        endpoint.connection_closed(true, "lost");
         failed();
         assert_eq!(endpoint.state(), EndpointState::Ejected);
         opened();
         assert_eq!(endpoint.state(), EndpointState::Connecting);
+    }
+
+    #[test]
+    fn endpoint_is_suspect_while_no_connection_has_its_ping_answered() {
+        use EndpointState::{Connecting, Ready, Suspect};
+        let address = EndpointAddress { host: "10.0.0.1".into(), port: 6443 };
+        let metrics = Metrics::new().endpoint("u", "e");
+        let endpoint = Endpoint::new(&"u".into(), &address, None, metrics).unwrap();
+        let opened = || {
+            let stats = ConnectionStats::new(Class::Anonymous, None, None, Instant::now());
+            endpoint.connection_opened(&stats);
+        };
+        let known = || (endpoint.state(), endpoint.reason());
+        opened();
+        opened();
+        endpoint.readyz_ok();
+        endpoint.connection_answers(false);
+        assert_eq!(endpoint.state(), Ready, "one answers");
+        endpoint.connection_answers(false);
+        assert_eq!(known(), (Suspect, "PING unanswered on every connection (2)".into()));
+        assert!(endpoint.is_usable() && endpoint.deaths() == 0, "no verdict yet");
+        // A fresh one works.
+        opened();
+        assert_eq!(known(), (Ready, "/readyz is ok".into()));
+        endpoint.connection_closed(true, "closed by the peer");
+        assert_eq!(endpoint.state(), Suspect);
+        endpoint.connection_answers(true);
+        assert_eq!(endpoint.state(), Ready);
+        let later = Instant::now() + Duration::from_secs(1);
+        assert!(endpoint.share(later) >= 1.0, "it has lost no load that it would take back slowly");
+        // Both are given up.
+        endpoint.connection_answers(false);
+        endpoint.connection_closed(false, "the process is stopped");
+        assert_eq!(known(), (Suspect, "PING unanswered on every connection (1)".into()));
+        endpoint.connection_closed(false, "the process is stopped");
+        assert_eq!(known(), (Connecting, "not connected: the process is stopped".into()));
+        opened();
+        assert_eq!(known(), (Connecting, "connected, /readyz not answered yet".into()));
     }
 }

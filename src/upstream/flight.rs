@@ -62,7 +62,10 @@ impl Readiness {
             EndpointState::Degraded => Some(Who::Everyone),
             EndpointState::Ready | EndpointState::Connecting => Some(Who::Silent),
             // Transport, and its own rules.
-            EndpointState::Ejected | EndpointState::NoH2 | EndpointState::Leaving => None,
+            EndpointState::Suspect
+            | EndpointState::Ejected
+            | EndpointState::NoH2
+            | EndpointState::Leaving => None,
         }
     }
 }

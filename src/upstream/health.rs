@@ -1,29 +1,46 @@
 //! Judges the life of one connection, as a pure function of evidence and time.
 //!
-//! Two thresholds, because a wrong suspicion is cheap and a wrong death is not:
+//! Two thresholds, because a wrong suspicion is cheap and a wrong death is not; and a third one for
+//! what no other connection can go on with:
 //!
-//! | state | enters when | left when |
-//! |---|---|---|
-//! | live | the first PONG came | |
-//! | suspect | a PING is out longer than max(4·srtt + 4·rttvar, 100 ms), with nothing heard or nothing of ours acknowledged meanwhile | a PONG comes: live |
-//! | draining | GOAWAY, or no PONG and no frame for 5 s while the kernel answers: a stopped process | never |
-//! | dead | a PING is out for `dead_after` with no evidence of life in one direction; or 20 s without any frame whatever TCP says | never |
+//! | state | enters when | meanwhile | left when |
+//! |---|---|---|---|
+//! | live | the first PONG came | takes new streams | |
+//! | suspect | a PING is out longer than max(4·srtt + 4·rttvar, 100 ms), with nothing heard or nothing of ours acknowledged meanwhile | no new streams; reads are sent a second time elsewhere | a PONG comes: live |
+//! | draining | GOAWAY; or no PONG, no frame and no progress for 5 s while the kernel answers: a stopped process | no new streams; 7 s after the PING, requests end that wait for a response head and must not be sent twice | its last stream ends: dead |
+//! | unresponsive | the path is lost (below) and streams are pinned | no new streams; requests that wait for a response head end, everything that can move moves | a PONG comes: draining; nothing is pinned any more: dead |
+//! | dead | the path is lost and no stream is pinned; or it has been lost for `tunnel_dead_after`; or 20 s without any frame, whatever TCP says | closed | never |
 //!
-//! Evidence of life inbound is any byte or any segment (`tcpi_last_ack_recv`); outbound it is our
-//! bytes being acknowledged (`tcpi_bytes_acked`). A verdict reached while our own timers ran late
-//! is not trusted: a process that was starved of CPU must not blame its peers.
+//! A stream is pinned while its response is under way and cannot be asked for elsewhere: a log that
+//! is followed, a long answer in its midst, a watch that can neither be resumed nor end cleanly.
+//!
+//! The path is lost when a PING is out for `dead_after` without evidence of life in one of the two
+//! directions. Evidence inbound is any byte or any segment (`tcpi_last_ack_recv`); outbound it is
+//! our bytes being acknowledged (`tcpi_bytes_acked`). A peer whose window is closed acknowledges no
+//! bytes, so there the kernel's window probes are the evidence, for both directions: it lives unless
+//! three in a row stay unanswered (`tcpi_probes`). If its window stays closed for 20 s, it is dead.
+//!
+//! A look that comes late withholds all verdicts for 300 ms, so that a process that was starved of
+//! CPU, or a machine that was paused, does not blame its peers: once for each PING. After that the
+//! verdicts count, however late the looks are. The driver reads the socket until it is empty before
+//! each look, and the kernel counts its silence whether or not we are scheduled.
 //!
 //! This module sends nothing and reads no clock. [`super::connection`] feeds it and does what it
 //! says.
+
+mod rtt;
+mod silence;
+mod state;
 
 use std::time::Duration;
 
 use tokio::time::Instant;
 
+pub use self::rtt::Rtt;
+use self::silence::{Silence, window_answers_probes};
+pub use self::state::{Life, Reason};
 use crate::net::tcp_info::TcpInfo;
 
-/// Least time before a PING counts as late, whatever the RTT: scheduling noise of a busy node.
-const SUSPECT_FLOOR: Duration = Duration::from_millis(100);
 /// A request that waited this long without a byte arriving on its connection is worth a PING.
 pub const HEAD_WAIT: Duration = Duration::from_millis(100);
 /// A connection that was delivering and fell silent for this long is worth a PING.
@@ -33,10 +50,15 @@ const LOOK: Duration = Duration::from_millis(100);
 /// Without a sign of life in one direction for this long, or half of `dead_after`, nothing more is
 /// sent there for want of anything better: five retransmissions of a thin stream are out by then.
 const DARK_AFTER: Duration = Duration::from_secs(1);
-/// From here on the kernel is asked to probe the path while a PING is out and all is acknowledged.
+/// From here on the kernel is asked to probe the path while a PING is out and all is acknowledged,
+/// and the endpoint hears that this connection does not answer. Three transmissions of a PING are
+/// out by then: where one packet in twenty is lost each way, all are lost once in a thousand PINGs.
 const PROBE_AFTER: Duration = Duration::from_millis(500);
 /// Without PONG and frames for this long, while its kernel answers, a process is stopped.
 const STOPPED_AFTER: Duration = Duration::from_secs(5);
+/// So long after that, requests end that must not be sent twice: kubelet gives a lease update up
+/// after 10 s, leader election after 10 s.
+const WRITE_PATIENCE: Duration = Duration::from_secs(2);
 /// Without PONG and frames for this long a connection is dead even if something acknowledges: a
 /// TCP load balancer does so for a dead apiserver.
 const SILENT_DEATH: Duration = Duration::from_secs(20);
@@ -54,62 +76,8 @@ pub struct Thresholds {
     pub suspect_after: Option<Duration>,
     /// A PING out this long without evidence of life is death.
     pub dead_after: Duration,
-}
-
-/// State of a connection.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Life {
-    /// Takes streams.
-    Live,
-    /// Its PING is late: takes no new streams, what waits on it may be hedged.
-    Suspect,
-    /// Takes no new streams; running ones finish.
-    Draining,
-    /// Closed.
-    Dead,
-}
-
-impl Life {
-    /// Name in logs, metrics and status.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Live => "live",
-            Self::Suspect => "suspect",
-            Self::Draining => "draining",
-            Self::Dead => "dead",
-        }
-    }
-}
-
-/// Why a connection changed its state, for the log line and the status page.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Reason {
-    /// A PONG came.
-    Pong,
-    /// A PING is late.
-    PingLate,
-    /// Nothing at all arrives.
-    NothingArrives,
-    /// Nothing of ours is acknowledged.
-    NothingAcknowledged,
-    /// The kernel answers, the process does not.
-    ProcessStopped,
-    /// No frame for a long time, although something acknowledges.
-    NoFrames,
-}
-
-impl Reason {
-    /// Words for people.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Pong => "PONG received",
-            Self::PingLate => "PING is late",
-            Self::NothingArrives => "PING unanswered and no packet arrives",
-            Self::NothingAcknowledged => "PING unanswered and nothing we send is acknowledged",
-            Self::ProcessStopped => "kernel answers but no PONG: the process is stopped",
-            Self::NoFrames => "no HTTP/2 frame, although TCP is acknowledged",
-        }
-    }
+    /// The same for a connection with pinned streams.
+    pub tunnel_dead_after: Duration,
 }
 
 /// What is known at the moment of a look.
@@ -119,6 +87,8 @@ pub struct Evidence {
     pub tcp: Option<TcpInfo>,
     /// Since when a request waits for its response head, if one does.
     pub waiting_since: Option<Instant>,
+    /// A stream on it is pinned.
+    pub pinned: bool,
 }
 
 /// What to do after a look.
@@ -128,41 +98,13 @@ pub struct Decision {
     pub ping: bool,
     /// Ask the kernel for a keepalive probe now.
     pub probe: bool,
-    /// It takes no new streams, and now its PING is late too or its process stopped: what can go
-    /// on elsewhere should.
+    /// It takes no new streams, and now its PING is late too, its process stopped or its path
+    /// lost: what can go on elsewhere should.
     pub leave: bool,
     /// The state has changed to this, for this reason.
     pub change: Option<(Life, Reason)>,
     /// Look again at the latest then.
     pub wake_at: Instant,
-}
-
-/// Smoothed round-trip time and its variance (RFC 6298 section 2).
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Rtt {
-    smoothed: Option<(f64, f64)>,
-}
-
-impl Rtt {
-    /// Takes a measurement in.
-    pub fn sample(&mut self, rtt: Duration) {
-        let r = rtt.as_secs_f64();
-        self.smoothed = Some(match self.smoothed {
-            None => (r, r / 2.0),
-            Some((srtt, var)) => (0.875 * srtt + 0.125 * r, 0.75 * var + 0.25 * (srtt - r).abs()),
-        });
-    }
-
-    /// The smoothed value, once there is one.
-    pub fn smoothed(&self) -> Option<Duration> {
-        self.smoothed.map(|(srtt, _)| Duration::from_secs_f64(srtt))
-    }
-
-    /// max(4·srtt + 4·rttvar, 100 ms).
-    pub fn suspect_after(&self) -> Duration {
-        let (srtt, var) = self.smoothed.unwrap_or_default();
-        Duration::from_secs_f64(4.0 * (srtt + var)).max(SUSPECT_FLOOR)
-    }
 }
 
 /// The judge of one connection.
@@ -181,12 +123,28 @@ pub struct ConnectionHealth {
     /// Bytes of ours that were acknowledged, and when that number last grew or nothing was pending.
     acked: u64,
     acked_at: Instant,
+    /// When it last grew while more was pending: an upload goes on.
+    progress: Instant,
     /// When the caller promised to look next.
     wake_at: Instant,
     /// No verdict before this: our own timers ran late.
     distrust_until: Instant,
-    /// See [`Self::is_dark`].
-    dark: bool,
+    /// They did so while this PING was out.
+    distrusted: bool,
+    outlook: Outlook,
+}
+
+/// What is known of a connection beside its state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Outlook {
+    /// There has been no sign of life in one of the two directions for so long that it will hardly
+    /// come back. No verdict: its state says nothing of it.
+    pub dark: bool,
+    /// A PING has been out for 500 ms without a sign of life. Lost packets alone seldom make it so.
+    pub unanswered: bool,
+    /// Requests that wait here for a response head, and must not be sent twice, have waited long
+    /// enough: the path is lost, or the process was stopped and did not come back.
+    pub ends_writes: bool,
 }
 
 impl ConnectionHealth {
@@ -204,9 +162,11 @@ impl ConnectionHealth {
             delivering: false,
             acked: 0,
             acked_at: now,
+            progress: now,
             wake_at: now + limits.ping_interval,
             distrust_until: now,
-            dark: false,
+            distrusted: false,
+            outlook: Outlook::default(),
         }
     }
 
@@ -220,10 +180,9 @@ impl ConnectionHealth {
         self.ping.is_some()
     }
 
-    /// Whether there has been no sign of life in one of the two directions for so long that it will
-    /// hardly come back. No verdict: its state says nothing of it.
-    pub fn is_dark(&self) -> bool {
-        self.dark
+    /// What is known of it beside its state.
+    pub fn outlook(&self) -> Outlook {
+        self.outlook
     }
 
     /// The smoothed round-trip time.
@@ -238,7 +197,8 @@ impl ConnectionHealth {
         self.wake_at.min(now + SILENCE)
     }
 
-    /// The PONG of the outstanding PING arrived. Returns the change, if it makes a suspect live.
+    /// The PONG of the outstanding PING arrived. Returns the change: a suspect connection is live
+    /// again; one that was unresponsive has been left by what could leave it, and drains.
     pub fn pong(&mut self, now: Instant) -> (Option<Duration>, Option<(Life, Reason)>) {
         let rtt = self.ping.take().map(|sent| now.saturating_duration_since(sent));
         if let Some(rtt) = rtt {
@@ -247,25 +207,26 @@ impl ConnectionHealth {
             self.rtt.sample(rtt.min(self.suspect_after() * 2));
         }
         self.heard = now;
-        self.dark = false;
+        self.outlook = Outlook::default();
         self.delivering = false;
         self.next_ping = now + self.limits.ping_interval;
-        let change = (self.life == Life::Suspect).then(|| self.enter(Life::Live, Reason::Pong));
+        let change = match self.life {
+            Life::Suspect => Some(self.enter(Life::Live, Reason::Pong)),
+            Life::Unresponsive => Some(self.enter(Life::Draining, Reason::Pong)),
+            Life::Live | Life::Draining | Life::Dead => None,
+        };
         (rtt, change)
     }
 
     /// The connection is to take no new streams (GOAWAY, endpoint removed, certificate rotated).
     pub fn drain(&mut self) {
-        if self.life != Life::Dead {
+        if matches!(self.life, Life::Live | Life::Suspect) {
             self.life = Life::Draining;
         }
     }
 
     /// Looks at the evidence, decides, and says when to look again.
     pub fn look(&mut self, evidence: Evidence, now: Instant) -> Decision {
-        if now.saturating_duration_since(self.wake_at) >= LATE {
-            self.distrust_until = now + GRACE;
-        }
         let mut decision =
             Decision { ping: false, probe: false, leave: false, change: None, wake_at: now };
         match self.ping {
@@ -275,6 +236,7 @@ impl ConnectionHealth {
                     decision.ping = true;
                     self.ping = Some(now);
                     self.delivering = false;
+                    self.distrusted = false;
                     self.acked_at = now;
                     if let Some(tcp) = evidence.tcp {
                         self.acked = tcp.bytes_acked;
@@ -285,13 +247,23 @@ impl ConnectionHealth {
                 }
             }
             Some(sent) => {
-                let silent = self.weigh(evidence.tcp.as_ref(), now);
-                decision.change = self.judge(sent, &silent, now);
-                self.note_darkness(sent, &silent, now);
-                decision.leave = self.life == Life::Draining && self.is_late(sent, &silent, now);
-                decision.probe = !silent.pending
-                    && now.saturating_duration_since(sent) >= PROBE_AFTER
-                    && self.life != Life::Dead;
+                let late = now.saturating_duration_since(self.wake_at) >= LATE;
+                if late && !std::mem::replace(&mut self.distrusted, late) {
+                    self.distrust_until = now + GRACE;
+                }
+                let silence = self.weigh(sent, evidence.tcp.as_ref(), now);
+                if now >= self.distrust_until {
+                    decision.change = self.judge(&silence, evidence.pinned);
+                    self.outlook = self.look_ahead(&silence);
+                    decision.leave = match self.life {
+                        Life::Draining => self.is_late(&silence),
+                        life => life == Life::Unresponsive,
+                    };
+                }
+                // The kernel gives a connection up after 127 probes: not before we do.
+                decision.probe = !silence.pending
+                    && silence.out >= PROBE_AFTER
+                    && !matches!(self.life, Life::Unresponsive | Life::Dead);
                 let suspect_at = sent + self.suspect_after();
                 decision.wake_at = if now < suspect_at { suspect_at } else { now + LOOK };
             }
@@ -317,59 +289,79 @@ impl ConnectionHealth {
         due
     }
 
-    fn weigh(&mut self, tcp: Option<&TcpInfo>, now: Instant) -> Silence {
-        let mut inbound = now.saturating_duration_since(self.heard);
-        let mut pending = false;
+    fn weigh(&mut self, sent: Instant, tcp: Option<&TcpInfo>, now: Instant) -> Silence {
+        let since = |then| now.saturating_duration_since(then);
+        let mut inbound = since(self.heard);
+        let (mut pending, mut window_answers) = (false, false);
         if let Some(tcp) = tcp {
-            inbound = inbound.min(tcp.last_ack_recv).min(tcp.last_data_recv);
+            inbound = inbound.min(tcp.silent());
             pending = tcp.has_pending();
-            if tcp.bytes_acked > self.acked || !pending {
+            let grew = tcp.bytes_acked > self.acked;
+            if grew || !pending {
                 self.acked = tcp.bytes_acked;
                 self.acked_at = now;
             }
+            if grew && pending {
+                self.progress = now;
+            }
+            window_answers = pending && window_answers_probes(tcp, self.limits.dead_after);
         }
-        Silence { inbound, outbound: now.saturating_duration_since(self.acked_at), pending }
+        let out = since(sent);
+        let frames = out.min(since(self.heard));
+        Silence {
+            out,
+            inbound,
+            outbound: since(self.acked_at),
+            frames,
+            stopped: frames.min(since(self.progress)),
+            pending,
+            window_answers,
+        }
     }
 
-    fn judge(&mut self, sent: Instant, silent: &Silence, now: Instant) -> Option<(Life, Reason)> {
-        let out = now.saturating_duration_since(sent);
-        if self.life == Life::Dead || now < self.distrust_until {
+    fn judge(&mut self, silence: &Silence, pinned: bool) -> Option<(Life, Reason)> {
+        if self.life == Life::Dead {
             return None;
         }
-        let frames = out.min(now.saturating_duration_since(self.heard));
-        let dead_after = self.limits.dead_after;
-        if out >= dead_after && silent.inbound >= dead_after {
-            return Some(self.enter(Life::Dead, Reason::NothingArrives));
+        let Thresholds { dead_after, tunnel_dead_after, .. } = self.limits;
+        if let Some(reason) = silence.lost_for(dead_after) {
+            if !pinned || silence.lost_for(tunnel_dead_after).is_some() {
+                return Some(self.enter(Life::Dead, reason));
+            }
+            if self.life != Life::Unresponsive {
+                return Some(self.enter(Life::Unresponsive, reason));
+            }
         }
-        if out >= dead_after && silent.outbound >= dead_after {
-            return Some(self.enter(Life::Dead, Reason::NothingAcknowledged));
-        }
-        if frames >= SILENT_DEATH {
+        let last = if pinned { SILENT_DEATH.max(tunnel_dead_after) } else { SILENT_DEATH };
+        if silence.stopped >= last {
             return Some(self.enter(Life::Dead, Reason::NoFrames));
         }
-        if frames >= STOPPED_AFTER && self.life != Life::Draining {
+        if silence.window_answers && silence.out.min(silence.outbound) >= last {
+            return Some(self.enter(Life::Dead, Reason::WindowClosed));
+        }
+        let takes_streams = matches!(self.life, Life::Live | Life::Suspect);
+        if takes_streams && silence.stopped >= STOPPED_AFTER {
             return Some(self.enter(Life::Draining, Reason::ProcessStopped));
         }
-        if self.life == Life::Live && self.is_late(sent, silent, now) {
+        if self.life == Life::Live && self.is_late(silence) {
             return Some(self.enter(Life::Suspect, Reason::PingLate));
         }
         None
     }
 
     /// Whether the PING is late, and nothing else shows life in both directions.
-    fn is_late(&self, sent: Instant, silent: &Silence, now: Instant) -> bool {
-        let late = self.suspect_after();
-        let out = now.saturating_duration_since(sent);
-        let frames = out.min(now.saturating_duration_since(self.heard));
-        now >= self.distrust_until && out >= late && (frames >= late || silent.outbound >= late)
+    fn is_late(&self, silence: &Silence) -> bool {
+        silence.unanswered_for(self.suspect_after())
     }
 
-    /// A look that came late leaves it as it was.
-    fn note_darkness(&mut self, sent: Instant, silent: &Silence, now: Instant) {
-        if now >= self.distrust_until {
-            let out = now.saturating_duration_since(sent);
-            let quiet = out.min(silent.inbound.max(silent.outbound));
-            self.dark = quiet >= DARK_AFTER.min(self.limits.dead_after / 2);
+    fn look_ahead(&self, silence: &Silence) -> Outlook {
+        let quiet = silence.out.min(silence.inbound.max(silence.outbound));
+        let dark_after = DARK_AFTER.min(self.limits.dead_after / 2);
+        Outlook {
+            dark: !silence.window_answers && quiet >= dark_after,
+            unanswered: silence.unanswered_for(PROBE_AFTER),
+            ends_writes: self.life == Life::Unresponsive
+                || silence.stopped >= STOPPED_AFTER + WRITE_PATIENCE,
         }
     }
 
@@ -377,13 +369,6 @@ impl ConnectionHealth {
         self.life = life;
         (life, reason)
     }
-}
-
-/// For how long each direction has shown no life.
-struct Silence {
-    inbound: Duration,
-    outbound: Duration,
-    pending: bool,
 }
 
 #[cfg(test)]

@@ -26,6 +26,11 @@ struct Scene {
     inbound: bool,
     /// Ours reach it.
     outbound: bool,
+    /// The peer takes nothing: what is written waits for its window.
+    window_closed: bool,
+    /// An upload is under way; bytes of it are acknowledged all the time.
+    uploads: bool,
+    pinned: bool,
     last_segment: Instant,
     acked: u64,
     pending: bool,
@@ -35,14 +40,21 @@ struct Scene {
     seen: Vec<(u64, Life, Reason)>,
     /// When it became dark, or no longer was.
     dark: Vec<(u64, bool)>,
+    /// When it no longer answered, and when requests ended that must not be sent twice.
+    unanswered: Vec<(u64, bool)>,
+    ends_writes: Vec<(u64, bool)>,
     pings: Vec<u64>,
 }
 
 impl Scene {
     fn new() -> Self {
         let start = Instant::now();
-        let limits =
-            Thresholds { ping_interval: ms(1000), suspect_after: None, dead_after: ms(2000) };
+        let limits = Thresholds {
+            ping_interval: ms(1000),
+            suspect_after: None,
+            dead_after: ms(2000),
+            tunnel_dead_after: ms(20_000),
+        };
         Self {
             health: ConnectionHealth::new(limits, RTT, start),
             start,
@@ -51,6 +63,9 @@ impl Scene {
             answers: true,
             inbound: true,
             outbound: true,
+            window_closed: false,
+            uploads: false,
+            pinned: false,
             last_segment: start,
             acked: 0,
             pending: false,
@@ -58,6 +73,8 @@ impl Scene {
             lag: Duration::ZERO,
             seen: Vec::new(),
             dark: Vec::new(),
+            unanswered: Vec::new(),
+            ends_writes: Vec::new(),
             pings: Vec::new(),
         }
     }
@@ -67,21 +84,30 @@ impl Scene {
     }
 
     fn evidence(&mut self) -> Evidence {
-        // Keepalives are answered by a kernel that is reached, within a second.
-        if self.inbound && self.outbound {
+        let reached = self.inbound && self.outbound;
+        // Keepalives and window probes are answered by a kernel that is reached, within a second.
+        if reached {
             self.last_segment = self.last_segment.max(self.now.checked_sub(ms(900)).unwrap());
-            self.pending = false;
+            self.pending = self.window_closed || self.uploads;
+            self.acked += u64::from(self.uploads);
         }
         let silent = self.now.duration_since(self.last_segment);
+        let window = if self.window_closed { 0 } else { 64_000 };
         Evidence {
             tcp: Some(TcpInfo {
                 last_ack_recv: silent,
                 last_data_recv: silent,
                 bytes_acked: self.acked,
-                unacked: u32::from(self.pending),
+                unacked: u32::from(self.pending && !self.window_closed),
+                notsent_bytes: if self.pending && self.window_closed { 5000 } else { 0 },
+                send_window: Some(window),
+                send_mss: 1400,
+                // One goes out each second.
+                probes: if reached { 0 } else { silent.as_secs() as u8 },
                 ..TcpInfo::default()
             }),
             waiting_since: self.waiting_since,
+            pinned: self.pinned,
         }
     }
 
@@ -98,14 +124,20 @@ impl Scene {
             if let Some((life, reason)) = decision.change {
                 self.seen.push((self.at(), life, reason));
             }
-            if self.health.is_dark() != self.dark.last().is_some_and(|(_, dark)| *dark) {
-                self.dark.push((self.at(), self.health.is_dark()));
-            }
+            let at = self.at();
+            let note = |list: &mut Vec<(u64, bool)>, is: bool| {
+                if is != list.last().is_some_and(|(_, was)| *was) {
+                    list.push((at, is));
+                }
+            };
+            note(&mut self.dark, self.health.outlook().dark);
+            note(&mut self.unanswered, self.health.outlook().unanswered);
+            note(&mut self.ends_writes, self.health.outlook().ends_writes);
             self.next = decision.wake_at;
             if decision.ping {
                 self.pings.push(self.at());
                 self.pending = true;
-                if self.outbound && self.inbound {
+                if self.outbound && self.inbound && !self.window_closed {
                     self.acked += 40;
                     self.pending = false;
                     self.last_segment = self.now;
@@ -311,17 +343,262 @@ fn verdicts_of_a_process_that_was_not_scheduled_are_withheld() {
     assert_eq!(scene.health.life(), Life::Dead, "and the next ones do");
 }
 
-#[test]
-fn adaptive_suspicion_follows_rtt_and_its_variance() {
-    let mut rtt = Rtt::default();
-    assert_eq!(rtt.suspect_after(), SUSPECT_FLOOR);
-    rtt.sample(ms(100));
-    assert_eq!(rtt.suspect_after(), ms(600));
-    for _ in 0..100 {
-        rtt.sample(ms(100));
+/// Runs until just after the next PING, and says when that was.
+fn pinged(scene: &mut Scene) -> u64 {
+    let before = scene.pings.len();
+    while scene.pings.len() == before {
+        scene.run(ms(1));
     }
-    let settled = rtt.suspect_after();
-    assert!(settled >= ms(400) && settled < ms(410), "{settled:?}");
+    scene.pings[before]
+}
+
+/// A stopped process in the midst of an upload: its kernel's buffer is full.
+#[test]
+fn closed_window_with_answered_probes_is_suspect_then_draining_then_dead_after_20_s() {
+    let mut scene = Scene::new();
+    scene.run(ms(1500));
+    (scene.answers, scene.window_closed) = (false, true);
+    let ping = pinged(&mut scene);
+    scene.run(ms(30_000));
+    let expected = [
+        (Life::Suspect, Reason::PingLate),
+        (Life::Draining, Reason::ProcessStopped),
+        (Life::Dead, Reason::NoFrames),
+    ];
+    assert_eq!(scene.lives(), expected);
+    assert!((5000..=5110).contains(&(scene.seen[1].0 - ping)), "{:?}", scene.seen);
+    assert!((20_000..=20_110).contains(&(scene.seen[2].0 - ping)), "{:?}", scene.seen);
+    assert_eq!(scene.dark, [], "its kernel answers");
+}
+
+#[test]
+fn closed_window_is_live_again_when_the_process_goes_on() {
+    let mut scene = Scene::new();
+    scene.run(ms(1500));
+    (scene.answers, scene.window_closed) = (false, true);
+    pinged(&mut scene);
+    scene.run(ms(3000));
+    assert_eq!(scene.health.life(), Life::Suspect);
+    (scene.answers, scene.window_closed) = (true, false);
+    assert_eq!(scene.health.pong(scene.now).1, Some((Life::Live, Reason::Pong)));
+}
+
+/// The peer goes on talking, and takes nothing.
+#[test]
+fn window_that_stays_closed_is_dead_after_20_s_although_frames_come() {
+    let mut scene = Scene::new();
+    scene.run(ms(1500));
+    (scene.answers, scene.window_closed) = (false, true);
+    let ping = pinged(&mut scene);
+    while scene.health.life() != Life::Dead {
+        scene.run(ms(20));
+        scene.last_segment = scene.now;
+        scene.next = scene.next.min(scene.health.heard(scene.now));
+    }
+    assert_eq!(
+        scene.lives(),
+        [(Life::Suspect, Reason::PingLate), (Life::Dead, Reason::WindowClosed)]
+    );
+    assert!((20_000..=20_110).contains(&(scene.seen[1].0 - ping)), "{:?}", scene.seen);
+}
+
+#[test]
+fn closed_window_whose_probes_are_not_answered_is_dead_after_the_third() {
+    let mut scene = Scene::new();
+    scene.run(ms(1500));
+    (scene.answers, scene.window_closed) = (false, true);
+    pinged(&mut scene);
+    scene.run(ms(1000));
+    let from = scene.at();
+    (scene.inbound, scene.outbound) = (false, false);
+    scene.run(ms(10_000));
+    let (at, life, reason) = *scene.seen.last().unwrap();
+    assert_eq!((life, reason), (Life::Dead, Reason::NothingArrives));
+    assert!((2000..=3200).contains(&(at - from)), "{}", at - from);
+}
+
+#[test]
+fn upload_that_makes_progress_is_not_a_stopped_process() {
+    let mut scene = Scene::new();
+    scene.run(ms(1500));
+    // The PING waits behind what is uploaded.
+    (scene.answers, scene.uploads) = (false, true);
+    scene.run(ms(60_000));
+    assert_eq!(scene.lives(), [(Life::Suspect, Reason::PingLate)]);
+    assert_eq!(scene.ends_writes, []);
+    // It stops in its midst.
+    scene.uploads = false;
+    let from = scene.at();
+    scene.run(ms(30_000));
+    let drains = scene.seen[1];
+    assert_eq!((drains.1, drains.2), (Life::Draining, Reason::ProcessStopped));
+    assert!((4900..=5210).contains(&(drains.0 - from)), "{}", drains.0 - from);
+}
+
+#[test]
+fn stopped_process_ends_writes_two_seconds_after_it_drains() {
+    for goaway in [false, true] {
+        let mut scene = Scene::new();
+        scene.run(ms(1500));
+        if goaway {
+            scene.health.drain();
+        }
+        scene.answers = false;
+        let ping = pinged(&mut scene);
+        scene.run(ms(15_000));
+        let [(at, true)] = scene.ends_writes[..] else { panic!("{:?}", scene.ends_writes) };
+        assert!((7000..=7110).contains(&(at - ping)), "{} after the PING", at - ping);
+        assert_eq!(scene.health.life(), Life::Draining);
+        scene.health.pong(scene.now);
+        assert!(!scene.health.outlook().ends_writes, "it goes on");
+    }
+}
+
+#[test]
+fn lost_path_with_pinned_streams_is_unresponsive_until_20_s_have_passed() {
+    for (inbound, outbound, reason) in
+        [(false, false, Reason::NothingArrives), (false, true, Reason::NothingArrives)]
+    {
+        let mut scene = Scene::new();
+        scene.run(ms(1500));
+        scene.pinned = true;
+        (scene.inbound, scene.outbound) = (inbound, outbound);
+        let ping = pinged(&mut scene);
+        scene.run(ms(30_000));
+        let expected =
+            [(Life::Suspect, Reason::PingLate), (Life::Unresponsive, reason), (Life::Dead, reason)];
+        assert_eq!(scene.lives(), expected);
+        assert!((2000..=2110).contains(&(scene.seen[1].0 - ping)), "{:?}", scene.seen);
+        assert!((20_000..=20_110).contains(&(scene.seen[2].0 - ping)), "{:?}", scene.seen);
+        assert_eq!(scene.ends_writes, [(scene.seen[1].0, true)], "writes end with the path");
+    }
+}
+
+#[test]
+fn unresponsive_connection_drains_when_it_answers_and_dies_when_nothing_is_pinned() {
+    let lost = || {
+        let mut scene = Scene::new();
+        scene.run(ms(1500));
+        scene.pinned = true;
+        (scene.inbound, scene.outbound) = (false, false);
+        pinged(&mut scene);
+        scene.run(ms(10_000));
+        assert_eq!(scene.health.life(), Life::Unresponsive);
+        scene
+    };
+    let mut scene = lost();
+    (scene.inbound, scene.outbound) = (true, true);
+    assert_eq!(scene.health.pong(scene.now).1, Some((Life::Draining, Reason::Pong)));
+    assert_eq!(scene.health.outlook(), Outlook::default());
+    scene.next = scene.now;
+    scene.run(ms(60_000));
+    assert_eq!(
+        scene.health.life(),
+        Life::Draining,
+        "it takes nothing new, and what is left goes on"
+    );
+
+    let mut scene = lost();
+    let from = scene.at();
+    scene.pinned = false;
+    scene.run(ms(10_000));
+    let (at, life, reason) = *scene.seen.last().unwrap();
+    assert_eq!((life, reason), (Life::Dead, Reason::NothingArrives));
+    assert!(at - from <= 110, "{}", at - from);
+}
+
+/// Another blackout of a connection that has been left already.
+#[test]
+fn draining_connection_with_pinned_streams_is_unresponsive_too() {
+    let mut scene = Scene::new();
+    scene.health.drain();
+    scene.run(ms(1500));
+    scene.pinned = true;
+    (scene.inbound, scene.outbound) = (false, false);
+    pinged(&mut scene);
+    scene.run(ms(3000));
+    assert_eq!(scene.lives(), [(Life::Unresponsive, Reason::NothingArrives)]);
+}
+
+#[test]
+fn stopped_process_with_pinned_streams_waits_for_the_longer_of_20_s_and_the_limit() {
+    for (limit, dead) in [(5_000, 20_000), (40_000, 40_000)] {
+        let mut scene = Scene::new();
+        scene.health.limits.tunnel_dead_after = ms(limit);
+        scene.run(ms(1500));
+        (scene.pinned, scene.answers) = (true, false);
+        let ping = pinged(&mut scene);
+        scene.run(ms(60_000));
+        let (at, life, reason) = *scene.seen.last().unwrap();
+        assert_eq!((life, reason), (Life::Dead, Reason::NoFrames));
+        assert!((dead..=dead + 110).contains(&(at - ping)), "{limit}: {}", at - ping);
+    }
+}
+
+#[test]
+fn connection_does_not_answer_when_its_ping_is_out_for_500_ms() {
+    let mut scene = Scene::new();
+    scene.run(ms(1500));
+    scene.answers = false;
+    let ping = pinged(&mut scene);
+    scene.run(ms(4000));
+    let [(at, true)] = scene.unanswered[..] else { panic!("{:?}", scene.unanswered) };
+    assert!((500..=610).contains(&(at - ping)), "{}", at - ping);
+    scene.health.pong(scene.now);
+    assert!(!scene.health.outlook().unanswered);
+}
+
+#[test]
+fn timers_that_are_always_late_delay_verdicts_once() {
+    // Of a path that is lost, and of one on which the peer goes on talking and hears nothing.
+    for talks in [false, true] {
+        let mut scene = Scene::new();
+        scene.lag = ms(100);
+        scene.run(ms(1500));
+        (scene.inbound, scene.outbound) = (false, false);
+        let ping = pinged(&mut scene);
+        while scene.at() < ping + 10_000 && scene.health.life() != Life::Dead {
+            scene.run(ms(20));
+            if talks {
+                scene.last_segment = scene.now;
+                scene.next = scene.next.min(scene.health.heard(scene.now));
+            }
+        }
+        let lives: Vec<_> = scene.lives().into_iter().map(|(life, _)| life).collect();
+        assert_eq!(lives, [Life::Suspect, Life::Dead], "talks: {talks}");
+        let dead = scene.seen[1].0 - ping;
+        assert!((2000..=2300).contains(&dead), "talks: {talks}: dead {dead} ms after the PING");
+    }
+}
+
+#[test]
+fn each_ping_has_its_own_grace_after_a_pause() {
+    let mut scene = Scene::new();
+    for _ in 0..2 {
+        scene.run(ms(1500));
+        scene.answers = false;
+        pinged(&mut scene);
+        // The whole machine is paused: the kernel counts the time, and has heard of nobody.
+        scene.now += ms(10_000);
+        let evidence = Evidence {
+            tcp: Some(TcpInfo {
+                last_ack_recv: ms(10_000),
+                last_data_recv: ms(10_000),
+                unacked: 1,
+                ..TcpInfo::default()
+            }),
+            waiting_since: None,
+            pinned: false,
+        };
+        let decision = scene.health.look(evidence, scene.now);
+        assert_eq!((decision.change, scene.health.outlook().dark), (None, false));
+        // What waited in the network comes.
+        scene.health.pong(scene.now + ms(200));
+        assert_eq!(scene.health.life(), Life::Live);
+        scene.answers = true;
+        scene.now += ms(200);
+        scene.next = scene.now;
+    }
 }
 
 #[test]

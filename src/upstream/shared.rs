@@ -89,6 +89,7 @@ impl Upstream {
                 ping_interval: config.health.ping_interval,
                 suspect_after: config.health.suspect_after,
                 dead_after: config.health.dead_after,
+                tunnel_dead_after: config.health.tunnel_dead_after,
             },
             max_streams: config.connections.max_streams,
         }

@@ -68,8 +68,7 @@ impl ConnectionStats {
 
     /// What is known now.
     pub fn status(&self) -> ConnectionStatus {
-        let lives = [Life::Live, Life::Suspect, Life::Draining, Life::Dead];
-        let life = lives[usize::from(self.life.load(Ordering::Relaxed)).min(3)];
+        let life = Life::ALL[usize::from(self.life.load(Ordering::Relaxed)).min(4)];
         let mut class = String::from(self.class.as_str());
         if let Class::Identity(slot) = self.class {
             let _ = write!(class, "-{slot}");

@@ -16,6 +16,7 @@ mod peer;
 mod rebalance;
 mod resuming;
 mod retry;
+mod silence;
 mod sparing;
 mod stale;
 mod streams;

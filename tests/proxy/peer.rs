@@ -184,6 +184,8 @@ pub struct Script {
     pub ended: AtomicUsize,
     /// GOAWAYs that jackstay sent.
     pub goaways: AtomicUsize,
+    /// The next PING of an idle connection is met by GOAWAY and the end, once.
+    pub leave: AtomicBool,
     /// Send no window for uploads.
     pub stingy: AtomicBool,
     /// SETTINGS of new connections.
@@ -455,6 +457,11 @@ impl Wire {
         let (kind, flags, stream, payload) = self.read().await?;
         match kind {
             SETTINGS if flags & ACK == 0 => self.write(&frame(SETTINGS, ACK, 0, &[])).await?,
+            PING if flags & ACK == 0 && !self.probe && self.script.leave.swap(false, Relaxed) => {
+                self.write(&goaway(0, NO_ERROR)).await?;
+                self.stream.shutdown().await?;
+                return Err(io::ErrorKind::ConnectionAborted.into());
+            }
             PING if flags & ACK == 0 && self.answers != Some(0) => {
                 self.write(&frame(PING, ACK, 0, &payload)).await?;
                 self.answers = self.answers.map(|left| left - 1);

@@ -294,7 +294,7 @@ fn span(duration: Duration) -> String {
 fn tone(state: &str) -> Tone {
     match state {
         "ready" | "live" | "ok" | "loaded" => Tone::Good,
-        "ejected" | "no-h2" | "failed" | "dead" => Tone::Bad,
+        "ejected" | "no-h2" | "failed" | "unresponsive" | "dead" => Tone::Bad,
         "-" => Tone::Plain,
         _ => Tone::Warn,
     }

@@ -359,6 +359,11 @@ impl WatchState {
         restart.then_some(Leg::Original)
     }
 
+    /// Whether the loss of its stream does no harm: it goes on with another one, or ends cleanly.
+    pub fn can_leave(&self) -> bool {
+        self.way_on().is_some() || self.ending() == Ending::Clean
+    }
+
     /// Whether something came of the stream it reads now: it has taken the watch.
     pub fn has_settled(&self) -> bool {
         match self.leg {

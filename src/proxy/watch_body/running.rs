@@ -32,6 +32,8 @@ pub(super) struct Running {
 pub(super) enum Leave {
     /// Its connection has no future: on another one.
     Connection,
+    /// Its connection does not respond, and stays only for those that cannot move.
+    Unresponsive,
     /// It should look after itself, and move if others are needed elsewhere.
     Asked,
     /// Its listener ends: so should the watch, where its client goes on without a relist.
@@ -81,12 +83,15 @@ impl Running {
     pub(super) fn stay(&mut self, why: Leave, closing: &Closing) {
         self.stays = Some(why);
         let mut closing = closing.clone();
+        let connection = Rc::clone(self.permit.connection());
         self.leave = Box::pin(async move {
-            if why == Leave::Connection {
-                closing.turn().await;
-                return Leave::Shutdown;
+            if !matches!(why, Leave::Connection | Leave::Unresponsive) {
+                return std::future::pending().await;
             }
-            std::future::pending().await
+            tokio::select! {
+                () = connection.unresponsive(), if why == Leave::Connection => Leave::Unresponsive,
+                () = closing.turn() => Leave::Shutdown,
+            }
         });
     }
 }
@@ -99,7 +104,13 @@ fn leave(permit: &Permit, closing: &Closing) -> Pin<Box<dyn Future<Output = Leav
     Box::pin(async move {
         tokio::select! {
             () = connection.left_or_asked(asked) => {
-                if connection.is_to_be_left() { Leave::Connection } else { Leave::Asked }
+                if connection.is_unresponsive() {
+                    Leave::Unresponsive
+                } else if connection.is_to_be_left() {
+                    Leave::Connection
+                } else {
+                    Leave::Asked
+                }
             }
             () = closing.turn() => Leave::Shutdown,
         }

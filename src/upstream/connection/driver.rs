@@ -27,6 +27,19 @@ pub(super) struct Driver<T> {
     pub(super) read: u64,
 }
 
+/// How a connection ended.
+pub(super) struct End {
+    why: String,
+    /// With nothing on it, as the protocol provides for.
+    orderly: bool,
+}
+
+impl End {
+    fn abrupt(why: impl Into<String>) -> Self {
+        Self { why: why.into(), orderly: false }
+    }
+}
+
 impl<T> Driver<T>
 where
     T: tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + 'static,
@@ -34,9 +47,9 @@ where
     pub(super) async fn run(mut self) {
         let mut timer = pin!(sleep_until(Instant::now()));
         let mut goaway = self.this.send.clone();
-        let why = poll_fn(|cx| self.poll(cx, timer.as_mut(), &mut goaway)).await;
+        let End { why, orderly } = poll_fn(|cx| self.poll(cx, timer.as_mut(), &mut goaway)).await;
         let Self { this, connection, observer, .. } = self;
-        this.enter(Life::Dead, &why);
+        this.change(Life::Dead, &why, orderly);
         // Whatever still waits on it fails now, and the socket closes: both halves are dropped.
         drop(connection);
         drop(observer);
@@ -49,23 +62,32 @@ where
         cx: &mut Context<'_>,
         mut timer: Pin<&mut tokio::time::Sleep>,
         goaway: &mut SendRequest<Bytes>,
-    ) -> Poll<String> {
+    ) -> Poll<End> {
         self.remember_waker(cx);
         loop {
             if let Poll::Ready(result) = Pin::new(&mut self.connection).poll(cx) {
                 self.note_last_words(cx, goaway);
                 return Poll::Ready(match result {
-                    Ok(()) => "closed by the peer".to_owned(),
-                    Err(error) => format!("connection failed: {}", in_words(&error)),
+                    Ok(()) => End {
+                        why: "closed by the peer".to_owned(),
+                        orderly: self.this.streams() == 0,
+                    },
+                    Err(error) => End::abrupt(format!("connection failed: {}", in_words(&error))),
                 });
             }
             if let Some(why) = self.this.close.get() {
-                return Poll::Ready(why.to_owned());
+                return Poll::Ready(End::abrupt(why));
             }
             self.note_bytes(timer.as_mut());
             self.note_goaway(cx, goaway);
-            if self.this.life.get() == Life::Draining && self.this.streams() == 0 {
-                return Poll::Ready("drained".to_owned());
+            if self.this.streams() == 0 {
+                match self.this.life.get() {
+                    Life::Draining => {
+                        return Poll::Ready(End { why: "drained".to_owned(), orderly: true });
+                    }
+                    Life::Unresponsive => return Poll::Ready(End::abrupt(self.this.trouble.get())),
+                    Life::Live | Life::Suspect | Life::Dead => {}
+                }
             }
             let mut again = false;
             if self.health.ping_out()
@@ -143,17 +165,24 @@ where
 
     fn note_pong(&mut self) {
         let (rtt, change) = self.health.pong(Instant::now());
-        self.this.dark.set(self.health.is_dark());
+        self.note_health();
         if let Some(rtt) = rtt {
             self.this.endpoint.metrics.rtt(rtt);
             self.this.stats.set_rtt(self.health.rtt());
         }
         // Whoever drained it meanwhile (GOAWAY, certificate rotated) has the last word.
         if let Some((life, reason)) = change
-            && self.this.life.get() == Life::Suspect
+            && matches!(self.this.life.get(), Life::Suspect | Life::Unresponsive)
         {
-            self.this.enter(life, reason.as_str());
+            self.this.judged(life, reason);
         }
+    }
+
+    fn note_health(&self) {
+        let outlook = self.health.outlook();
+        self.this.dark.set(outlook.dark);
+        self.this.note_answers(!outlook.unanswered);
+        self.this.note_ends_writes(outlook.ends_writes);
     }
 
     /// A request that waits wants a look soon. The timer is moved only if it is later than that:
@@ -170,7 +199,9 @@ where
         }
     }
 
-    fn look(&mut self, timer: Pin<&mut tokio::time::Sleep>) -> Poll<String> {
+    /// The caller has polled the connection just now, so the socket has been read until it is empty,
+    /// or until the budget of this turn is spent, and then the timer would not have fired.
+    fn look(&mut self, timer: Pin<&mut tokio::time::Sleep>) -> Poll<End> {
         let now = Instant::now();
         if self.this.life.get() == Life::Draining {
             self.health.drain();
@@ -178,23 +209,24 @@ where
         let evidence = Evidence {
             tcp: self.observer.tcp_info().ok(),
             waiting_since: self.this.waiting_since.get(),
+            pinned: self.this.pinned.get() > 0,
         };
         let decision = self.health.look(evidence, now);
         if decision.probe {
             let _ = self.observer.probe_now();
         }
         if decision.ping && self.ping.send_ping(Ping::opaque()).is_err() {
-            return Poll::Ready("connection failed while sending a PING".to_owned());
+            return Poll::Ready(End::abrupt("connection failed while sending a PING"));
         }
         timer.reset(decision.wake_at);
-        self.this.dark.set(self.health.is_dark());
+        self.note_health();
         if decision.leave && !self.this.leave.replace(true) {
             self.this.changed.notify_waiters();
         }
         match decision.change {
-            Some((Life::Dead, reason)) => Poll::Ready(reason.as_str().to_owned()),
+            Some((Life::Dead, reason)) => Poll::Ready(End::abrupt(reason.as_str())),
             Some((life, reason)) => {
-                self.this.enter(life, reason.as_str());
+                self.this.judged(life, reason);
                 Poll::Pending
             }
             None => Poll::Pending,

@@ -32,7 +32,7 @@ impl Connection {
             reserved: now,
             waits: false,
             look: 0,
-            finished: true,
+            stream: Stream::Over,
         }
     }
 }
@@ -48,8 +48,18 @@ pub struct Permit {
     waits: bool,
     /// Since this look ([`Connection::heads_stay_away`]).
     look: u32,
+    stream: Stream,
+}
+
+/// What the place is used for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stream {
     /// The stream is over as far as the peer is concerned, or was never opened.
-    finished: bool,
+    Over,
+    /// What comes of it could come from elsewhere.
+    Open,
+    /// It could not.
+    Pinned,
 }
 
 impl Permit {
@@ -69,7 +79,7 @@ impl Permit {
     ) -> Result<(ResponseFuture, SendStream<Bytes>), h2::Error> {
         // A clone has no pending stream of its own, so that h2 takes the request at once.
         let opened = self.connection.send.clone().send_request(request, end)?;
-        self.finished = false;
+        self.stream = Stream::Open;
         self.waits = true;
         self.connection.head_awaited(self.reserved);
         if !self.watch {
@@ -91,14 +101,27 @@ impl Permit {
         }
     }
 
+    /// Says whether what comes of the stream could come from elsewhere: what could not keeps a
+    /// connection that does not respond open for a while ([`crate::upstream::health`]).
+    pub fn pin(&mut self, pinned: bool) {
+        let states = [Stream::Open, Stream::Pinned];
+        let (from, to) = (states[usize::from(!pinned)], states[usize::from(pinned)]);
+        if self.stream == from {
+            self.stream = to;
+            self.connection.pin(pinned);
+        }
+    }
+
     /// The peer ended the stream: its place is free at once.
     pub fn finished(&mut self) {
-        self.finished = true;
+        self.pin(false);
+        self.stream = Stream::Over;
     }
 }
 
 impl Drop for Permit {
     fn drop(&mut self) {
+        self.pin(false);
         let connection = &self.connection;
         if self.waits {
             connection.head_settled();
@@ -110,12 +133,12 @@ impl Drop for Permit {
             connection.stats.watches.fetch_sub(1, Ordering::Relaxed);
         }
         let before = connection.stats.streams.fetch_sub(1, Ordering::Relaxed);
-        if !self.finished && connection.life.get() != Life::Dead {
+        if self.stream != Stream::Over && connection.life.get() != Life::Dead {
             connection.cancelled.borrow_mut().push_back(Instant::now() + CANCELLED_HOLDS);
         }
         if before == 1 {
             connection.idle_since.set(Instant::now());
-            if connection.life.get() == Life::Draining {
+            if matches!(connection.life.get(), Life::Draining | Life::Unresponsive) {
                 connection.wake_driver();
             }
         }

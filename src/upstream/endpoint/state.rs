@@ -16,6 +16,8 @@ pub enum EndpointState {
     Connecting,
     /// Alive, but not well by its own account.
     Degraded,
+    /// Connected, and does not answer.
+    Suspect,
     /// Cannot be connected to.
     Ejected,
     /// Does not speak HTTP/2.
@@ -26,8 +28,15 @@ pub enum EndpointState {
 
 impl EndpointState {
     /// Every state, for metrics that show one series each.
-    pub const ALL: [Self; 6] =
-        [Self::Ready, Self::Connecting, Self::Degraded, Self::Ejected, Self::NoH2, Self::Leaving];
+    pub const ALL: [Self; 7] = [
+        Self::Ready,
+        Self::Connecting,
+        Self::Degraded,
+        Self::Suspect,
+        Self::Ejected,
+        Self::NoH2,
+        Self::Leaving,
+    ];
 
     /// Name in logs, metrics and status.
     pub fn as_str(self) -> &'static str {
@@ -35,6 +44,7 @@ impl EndpointState {
             Self::Ready => "ready",
             Self::Connecting => "connecting",
             Self::Degraded => "degraded",
+            Self::Suspect => "suspect",
             Self::Ejected => "ejected",
             Self::NoH2 => "no-h2",
             Self::Leaving => "leaving",
@@ -49,6 +59,7 @@ impl EndpointState {
             Self::Degraded => {
                 "no new request while another is ready; nothing is cut, watches move away"
             }
+            Self::Suspect => "no new request while another is there; a fresh connection is tried",
             Self::Ejected | Self::NoH2 => "no request goes there; tried again with backoff",
             Self::Leaving => "no new request; its connections drain",
         }
@@ -58,9 +69,10 @@ impl EndpointState {
         match value {
             0 => Self::Ready,
             2 => Self::Degraded,
-            3 => Self::Ejected,
-            4 => Self::NoH2,
-            5 => Self::Leaving,
+            3 => Self::Suspect,
+            4 => Self::Ejected,
+            5 => Self::NoH2,
+            6 => Self::Leaving,
             _ => Self::Connecting,
         }
     }
@@ -115,6 +127,12 @@ pub(super) struct Facts {
     /// Live connections, of all workers and of the prober: here, so that nobody can come between the
     /// end of the last one and what it means.
     pub(super) live: usize,
+    /// Those of them whose PING is not answered.
+    pub(super) unanswered: usize,
+    /// That is so of all of them; in words.
+    pub(super) suspect: Option<String>,
+    /// Why the last one of them was lost, while there is none.
+    pub(super) lost: Option<String>,
     pub(super) readyz: Readyz,
     /// When the first of the latest probes failed, or had kept us waiting for too long.
     pub(super) doubted: Option<Instant>,
@@ -175,14 +193,30 @@ impl Facts {
     pub(super) fn opened(&mut self) {
         self.live += 1;
         self.connected();
+        self.suspect_if_silent();
     }
 
-    /// One that [`Self::opened`] counted does not any more.
-    pub(super) fn closed(&mut self) {
+    /// One that [`Self::opened`] counted does not any more; whether its PINGs were answered, and why.
+    pub(super) fn closed(&mut self, answered: bool, why: &str) {
         self.live = self.live.saturating_sub(1);
+        self.unanswered = self.unanswered.saturating_sub(usize::from(!answered));
         if self.live == 0 && self.transport == Transport::Up {
             self.transport = Transport::Unknown;
+            self.lost = Some(format!("not connected: {why}"));
         }
+        self.suspect_if_silent();
+    }
+
+    /// PINGs on one of them are answered again, or no longer.
+    pub(super) fn answers(&mut self, answers: bool) {
+        self.unanswered =
+            if answers { self.unanswered.saturating_sub(1) } else { self.unanswered + 1 };
+        self.suspect_if_silent();
+    }
+
+    fn suspect_if_silent(&mut self) {
+        self.suspect = (self.live > 0 && self.unanswered >= self.live)
+            .then(|| format!("PING unanswered on every connection ({})", self.live));
     }
 
     /// A fresh connection is up.
@@ -191,6 +225,7 @@ impl Facts {
         self.slow_failures = 0;
         self.shortage = None;
         self.silent = None;
+        self.lost = None;
         self.course = Course::Alive;
         if self.transport != Transport::Up {
             // What was known of its readiness was known of an earlier life.
@@ -208,7 +243,11 @@ impl Facts {
             }
             (Transport::NoH2(why), _) => (EndpointState::NoH2, why),
             (Transport::Unknown, _) => {
-                (EndpointState::Connecting, self.shortage.as_deref().unwrap_or("not connected"))
+                let why = self.shortage.as_deref().or(self.lost.as_deref());
+                (EndpointState::Connecting, why.unwrap_or("not connected"))
+            }
+            (Transport::Up, _) if self.suspect.is_some() => {
+                (EndpointState::Suspect, self.suspect.as_deref().unwrap_or_default())
             }
             (Transport::Up, Readyz::Failing(why)) => (EndpointState::Degraded, why),
             (Transport::Up, Readyz::Ok) => (EndpointState::Ready, "/readyz is ok"),

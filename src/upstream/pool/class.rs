@@ -137,7 +137,7 @@ impl ClassPool {
             let alive = match connection.life() {
                 Life::Live => true,
                 Life::Suspect => desperate && !connection.is_dark(),
-                Life::Draining | Life::Dead => false,
+                Life::Draining | Life::Unresponsive | Life::Dead => false,
             };
             alive
                 && connection.free(now) > 0

@@ -81,8 +81,8 @@ pub(super) fn find(
         found.names.client.clone_from(name);
     }
     if config.is_some() {
-        let known = 1 + found.upstreams.len();
-        found.notes.extend(redundancy(&own, known, seen.members.as_deref()));
+        let offer = redundancy(&own, &found.upstreams, seen.members.as_deref());
+        found.notes.extend(offer);
     }
     Ok(found)
 }
@@ -144,8 +144,12 @@ fn survey_apiservers(
 }
 
 /// What there is to go to when an apiserver fails, and what there could be.
-fn redundancy(own: &str, known: usize, members: Result<&[SocketAddr], &String>) -> Option<String> {
-    let only = known == 1;
+fn redundancy(
+    own: &str,
+    upstreams: &[String],
+    members: Result<&[SocketAddr], &String>,
+) -> Option<String> {
+    let only = upstreams.is_empty();
     match members {
         Ok([]) if only => Some(format!(
             "only one endpoint is known, {own}, and the cluster names no other: nothing takes over \
@@ -155,9 +159,9 @@ fn redundancy(own: &str, known: usize, members: Result<&[SocketAddr], &String>) 
         Ok(members) => {
             let beside =
                 if only { format!("only one endpoint is known, {own}; ") } else { String::new() };
-            let addresses: Vec<String> = members.iter().map(ToString::to_string).collect();
-            let options: Vec<String> =
-                addresses.iter().map(|address| format!("--upstream {address}")).collect();
+            // With --upstream those that are known have to be named as well.
+            let all = upstreams.iter().cloned().chain(members.iter().map(SocketAddr::to_string));
+            let options: Vec<String> = all.map(|address| format!("--upstream {address}")).collect();
             Some(format!(
                 "{beside}the cluster names {} more: to use {} run it again with --discover --force, \
                  or with {} --force",
@@ -199,17 +203,21 @@ mod tests {
         let members: Vec<SocketAddr> =
             ["10.0.0.2:6443", "[fd00::3]:6443"].map(|a| a.parse().unwrap()).to_vec();
         let own = "10.0.0.1:6443";
-        let offer = redundancy(own, 1, Ok(&members)).unwrap();
+        let offer = redundancy(own, &[], Ok(&members)).unwrap();
         assert!(
             offer.starts_with("only one endpoint is known, 10.0.0.1:6443; the cluster names 2")
         );
-        assert!(offer.contains("--upstream 10.0.0.2:6443 --upstream [fd00::3]:6443"), "{offer}");
-        assert!(redundancy(own, 3, Ok(&members)).unwrap().starts_with("the cluster names 2"));
-        assert!(redundancy(own, 1, Ok(&[])).unwrap().contains("names no other"));
-        assert!(
-            redundancy(own, 1, Err(&"403".into())).unwrap().contains("not asked for them: 403")
-        );
-        assert_eq!(redundancy(own, 2, Ok(&[])), None);
-        assert_eq!(redundancy(own, 2, Err(&"403".into())), None);
+        assert!(offer.contains("with --upstream 10.0.0.2:6443 --upstream [fd00::3]:6443 --force"));
+        // Without those that are known they would be dropped.
+        let known = ["10.0.0.9:6443".to_owned()];
+        let offer = redundancy(own, &known, Ok(&members[..1])).unwrap();
+        assert!(offer.starts_with("the cluster names 1 apiserver more"), "{offer}");
+        assert!(offer.contains("with --upstream 10.0.0.9:6443 --upstream 10.0.0.2:6443 --force"));
+        assert!(redundancy(own, &[], Ok(&[])).unwrap().contains("names no other"));
+        let refused = "403".to_owned();
+        let note = redundancy(own, &[], Err(&refused)).unwrap();
+        assert!(note.contains("not asked for them: 403"), "{note}");
+        assert_eq!(redundancy(own, &known, Ok(&[])), None);
+        assert_eq!(redundancy(own, &known, Err(&refused)), None);
     }
 }

@@ -34,6 +34,7 @@ mod report;
 
 use std::{
     fs,
+    io::Write,
     path::{Path, PathBuf},
     process::{Command, ExitCode},
     time::Duration,
@@ -171,7 +172,7 @@ async fn run(args: &Args) -> Result<bool> {
             false
         }
     });
-    let mut met = true;
+    let (mut met, mut bounded) = (true, true);
     for layer in [Layer::L7, Layer::L4] {
         if !args.layer.contains(&layer) {
             continue;
@@ -197,10 +198,31 @@ async fn run(args: &Args) -> Result<bool> {
         drop(proxies);
         println!("\n{}", samples.table(layer));
         met &= samples.meets_all(layer);
+        bounded &= report_figures(&samples.figures(layer))?;
     }
 
     write_json(args, &machine, &samples)?;
-    Ok(!args.check || met)
+    Ok(bounded && (!args.check || met))
+}
+
+/// Writes figures to the report that `JACKSTAY_REPORT` names (`tests/report` begins it), and says
+/// whether all are within their bounds: four times the bar, since a short run on a noisy machine is
+/// no measurement, and the bar itself with `JACKSTAY_STRICT=1`. Without a report nothing is bounded.
+fn report_figures(figures: &[(&str, f64, f64)]) -> Result<bool> {
+    let Some(path) = std::env::var_os("JACKSTAY_REPORT") else { return Ok(true) };
+    let strict = std::env::var("JACKSTAY_STRICT").is_ok_and(|value| value == "1");
+    let mut report = fs::OpenOptions::new().append(true).open(path)?;
+    let mut all = true;
+    for (name, measured, bar) in figures {
+        let (ratio, bound) = (measured / bar, if strict { *bar } else { 4.0 * bar });
+        let row = format!("| bench | {name} | {measured:.2} | {bar} | {ratio:.2} | {bound} |\n");
+        report.write_all(row.as_bytes())?;
+        if *measured > bound {
+            eprintln!("{name}: {measured:.2}, bound {bound}, bar {bar}");
+            all = false;
+        }
+    }
+    Ok(all)
 }
 
 fn write_json(args: &Args, machine: &str, samples: &Samples) -> Result<()> {

@@ -169,6 +169,28 @@ impl Samples {
         })
     }
 
+    /// What jackstay needs and the most that it may need, for each bar of a layer that was measured.
+    pub fn figures(&self, layer: Layer) -> Vec<(&'static str, f64, f64)> {
+        let metrics = Metric::ALL.into_iter().filter(|metric| metric.layer() == layer);
+        let figure = |metric: Metric| {
+            let (measured, most) = match metric.bar()? {
+                Bar::Ratio(most) => (self.ratio(metric, Target::Jackstay)?, most),
+                Bar::AtMost(peers) => {
+                    let ratios =
+                        peers.iter().map(|&peer| self.ratio_to(peer, metric, Target::Jackstay));
+                    (ratios.flatten().reduce(f64::max)?, 1.0)
+                }
+                Bar::Value(most) => (self.median(metric, Target::Jackstay)?, most),
+                Bar::Each(most) => {
+                    let samples = self.0.get(&(metric, Target::Jackstay))?;
+                    (samples.iter().copied().reduce(f64::max)?, most)
+                }
+            };
+            Some((metric.names().1, measured, most))
+        };
+        metrics.filter_map(figure).collect()
+    }
+
     /// Whether every bar of a layer was measured and met.
     pub fn meets_all(&self, layer: Layer) -> bool {
         Metric::ALL

@@ -235,8 +235,8 @@ fn with_nothing_at_all_it_listens_at_once() {
         }
     }
     times.sort_unstable();
-    println!("listening after {times:?} (promised 100 ms, of a release build)");
-    // Twice what is promised, of the best: what the machine does besides is not what is measured.
-    let bound = Duration::from_millis(if release.is_some() { 200 } else { 2000 });
-    assert!(times[0] < bound, "{times:?}");
+    println!("listening after {times:?}");
+    // The best of them: other processes of the machine are not what is measured.
+    let promise = Duration::from_millis(if release.is_some() { 100 } else { 1_000 });
+    within("start with nothing at all: listening", times[0], promise);
 }

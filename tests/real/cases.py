@@ -13,6 +13,7 @@ import time
 import unittest
 import uuid
 
+from figures import LONG
 from kubernetes import RELEASE, TODAY
 from rig import Gone, RealNode, TOKEN, TOKEN_USER, shared, wait_for
 
@@ -70,6 +71,11 @@ def each(ways):
 
 each_kubectl = each(RELEASE.kubectls)
 each_transport = each(RELEASE.transports)
+
+
+def long_form(reason):
+    """A test or a class that only the long forms run; the reason says what covers it in CI."""
+    return unittest.skipUnless(LONG, f"long form: {reason}")
 
 
 class WithRig:

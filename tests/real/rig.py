@@ -256,7 +256,7 @@ class Apiserver:
             self.wait_ready()
         return self
 
-    def wait_ready(self, timeout=60):
+    def wait_ready(self, timeout=120):
         def ready():
             self.process.must_run()
             return Api(self.server, self.rig.pki.ca, self.rig.admin_cert, timeout=2).get("/readyz").code == 200
@@ -657,6 +657,9 @@ class Rig:
                 "metadata": {"name": group.replace(":", "-")},
                 "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role},
                 "subjects": [{"apiGroup": "rbac.authorization.k8s.io", "kind": "Group", "name": group}]})
+        # Each apiserver learns of bindings by itself, and the controller manager fills in what `edit` may do.
+        for name in ADDRESSES:
+            wait_for(f"the load's rights on {name}", lambda: self.api(name, cert=self.load_cert).get("/api/v1/configmaps?limit=1").code == 200, 60)
         wait_for("the default service account", lambda: self.control.get("/api/v1/namespaces/default/serviceaccounts/default").code == 200, 60)
         log(f"control plane of Kubernetes {RELEASE.version} up in {time.monotonic() - begun:.1f} s")
         return self

@@ -204,9 +204,9 @@ class StaticPod(WithRig, unittest.TestCase):
         self.assertEqual(len(process_of()), 1)
 
     def test_6_killed_in_any_order(self):
-        """The short form has three orders of six: each of them first, second and last once."""
+        """The short form has two orders of six: each of them once before and once after jackstay."""
         orders = list(itertools.permutations(("kubelet", "jackstay", "apiservers")))
-        for order in orders if LONG else [orders[0], orders[3], orders[4]]:
+        for order in orders if LONG else [orders[0], orders[5]]:
             self.kill_in_order(order)
         for one in ("kubelet", "jackstay", "apiservers") if LONG else ():
             self.kill_in_order((one,))
@@ -431,7 +431,7 @@ class Service(WithRig, unittest.TestCase):
 class Controllers(WithRig, unittest.TestCase):
     """kube-controller-manager and kube-proxy, whose caches are made of watches, see none of the faults."""
 
-    SECONDS = 600 if LONG else 60
+    SECONDS = 600 if LONG else 30  # The short form has at least four faults: one of each kind.
 
     @classmethod
     def prepare(cls):
@@ -507,14 +507,14 @@ class Controllers(WithRig, unittest.TestCase):
             ("flows dropped in input", lambda: faults.drop_flows(jackstay.pid, hooks=("input",))),
             ("SIGKILL of a", lambda: rig.apiservers["a"].kill()),
             ("b dark", lambda: faults.drop_address(ADDRESSES["b"])),
-            ("flows dropped in output", lambda: faults.drop_flows(jackstay.pid, hooks=("output",))),
             ("SIGSTOP of b", lambda: rig.apiservers["b"].pause()),
+            ("flows dropped in output", lambda: faults.drop_flows(jackstay.pid, hooks=("output",))),
             ("SIGKILL of b", lambda: rig.apiservers["b"].kill()),
             ("a dark", lambda: faults.drop_address(ADDRESSES["a"])),
             ("SIGSTOP of a", lambda: rig.apiservers["a"].pause()),
         ])
         begun, number = time.monotonic(), 0
-        while time.monotonic() < begun + self.SECONDS:
+        while number < 4 or time.monotonic() < begun + self.SECONDS:
             name, fault = next(kinds)
             log(f"    {name}")
             fault()

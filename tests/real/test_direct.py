@@ -3,12 +3,13 @@
 import time
 import unittest
 
-from cases import Kubectl, Pods
-from figures import LONG, within
+from cases import Kubectl, Pods, WithRig, long_form
+from figures import within
 from rig import Load, NodeWatch, log, summary, wait_for
 
 
-class Direct(Pods, Kubectl, unittest.TestCase):
+@long_form("the same cases run through jackstay; here they show whether a failure is the rig's")
+class Reference(Pods, Kubectl, unittest.TestCase):
     reference = "b"
 
     @classmethod
@@ -29,6 +30,21 @@ class Direct(Pods, Kubectl, unittest.TestCase):
             self.assertEqual(users, {f"system:node:{n.name}" for n in nodes})
         finally:
             self.rig.stop_hollow()
+
+    def test_restarts(self):
+        for graceful in (True, False):
+            self.rig.apiservers["b"].restart(graceful)
+        self.rig.apiservers["b"].pause()
+        time.sleep(1)
+        self.rig.heal()
+
+
+class Direct(WithRig, unittest.TestCase):
+    """The judge: what the load generator reports without and with a fault."""
+
+    @classmethod
+    def prepare(cls):
+        cls.server = cls.rig.server("a")
 
     def test_load(self):
         """The accounting is exact where nothing happens."""
@@ -61,10 +77,3 @@ class Direct(Pods, Kubectl, unittest.TestCase):
         self.assertGreater(report["requests"]["read"]["slowest_ms"], 2000)
         self.assertEqual(report["watches"]["broken"], 20)
         self.assertEqual(report["watches"]["lost"], 0)
-
-    def test_restarts(self):
-        for graceful in (True, False):
-            self.rig.apiservers["b"].restart(graceful)
-        self.rig.apiservers["b"].pause()
-        time.sleep(1)
-        self.rig.heal()

@@ -14,8 +14,9 @@ const OID_COMMON_NAME: &str = "2.5.4.3";
 const OID_ORGANIZATION: &str = "2.5.4.10";
 /// The attribute from which kube-apiserver (1.33 and later) takes the user's UID.
 const OID_KUBERNETES_UID: &str = "1.3.6.1.4.1.57683.2";
-/// The UID attribute of RFC 4519. kube-apiserver ignores it, comparing it only makes us stricter.
-const OID_USER_ID: &str = "0.9.2342.19200300.100.1.1";
+/// The attribute `uid` of RFC 4519. kube-apiserver ignores it; comparing it makes jackstay stricter.
+/// It never equals a Kubernetes UID.
+const OID_RFC4519_UID: &str = "0.9.2342.19200300.100.1.1";
 
 /// Who a certificate says it is, as far as kube-apiserver looks: two equal subjects are the same
 /// user, the same groups and the same UID to it.
@@ -23,7 +24,8 @@ const OID_USER_ID: &str = "0.9.2342.19200300.100.1.1";
 pub struct Subject {
     cn: Vec<String>,
     organizations: Vec<String>,
-    uid: Vec<String>,
+    kubernetes_uid: Vec<String>,
+    rfc4519_uid: Vec<String>,
 }
 
 impl Subject {
@@ -50,7 +52,8 @@ impl Subject {
             let list = match attribute.attr_type().to_id_string().as_str() {
                 OID_COMMON_NAME => &mut subject.cn,
                 OID_ORGANIZATION => &mut subject.organizations,
-                OID_KUBERNETES_UID | OID_USER_ID => &mut subject.uid,
+                OID_KUBERNETES_UID => &mut subject.kubernetes_uid,
+                OID_RFC4519_UID => &mut subject.rfc4519_uid,
                 _ => continue,
             };
             list.push(text(attribute.attr_value())?);
@@ -65,9 +68,10 @@ impl fmt::Display for Subject {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let names = self.cn.iter().map(|v| ("CN", v));
         let groups = self.organizations.iter().map(|v| ("O", v));
-        let uids = self.uid.iter().map(|v| ("UID", v));
+        let uids = self.kubernetes_uid.iter().map(|v| ("UID", v));
+        let ignored = self.rfc4519_uid.iter().map(|v| ("uid", v));
         let mut separator = "";
-        for (key, value) in names.chain(groups).chain(uids) {
+        for (key, value) in names.chain(groups).chain(uids).chain(ignored) {
             write!(f, "{separator}{key}=")?;
             separator = ", ";
             for c in value.chars() {

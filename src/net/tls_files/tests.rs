@@ -8,6 +8,7 @@ use std::time::{Duration, UNIX_EPOCH};
 const CN: &[u64] = &[2, 5, 4, 3];
 const O: &[u64] = &[2, 5, 4, 10];
 const UID: &[u64] = &[1, 3, 6, 1, 4, 1, 57683, 2];
+const RFC4519_UID: &[u64] = &[0, 9, 2342, 19_200_300, 100, 1, 1];
 
 fn certificate(names: &[(&[u64], DnValue)]) -> (String, KeyPair) {
     let mut params = CertificateParams::default();
@@ -81,6 +82,20 @@ fn a_subject_is_what_kubernetes_sees() {
     assert_eq!(forged.to_string(), "CN=a\\nb\\, O=x");
     let teletex = DnValue::TeletexString("n1".try_into().unwrap());
     assert!(subject(&[(CN, teletex)]).unwrap_err().contains("unsupported type"));
+}
+
+/// kube-apiserver takes a UID from the first attribute alone: one of these is a user with a UID, the
+/// other the same user without.
+#[test]
+fn subject_with_kubernetes_uid_differs_from_subject_with_rfc4519_uid() {
+    let name: (&[u64], DnValue) = (CN, "alice".into());
+    let kubernetes = subject(&[name.clone(), (UID, "1000".into())]).unwrap();
+    let rfc4519 = subject(&[name.clone(), (RFC4519_UID, "1000".into())]).unwrap();
+    assert_ne!(kubernetes, rfc4519);
+    assert_ne!(rfc4519, subject(std::slice::from_ref(&name)).unwrap());
+    assert_ne!(rfc4519, subject(&[name, (RFC4519_UID, "1001".into())]).unwrap());
+    assert_eq!(kubernetes.to_string(), "CN=alice, UID=1000");
+    assert_eq!(rfc4519.to_string(), "CN=alice, uid=1000");
 }
 
 #[test]

@@ -63,6 +63,14 @@ fn tell(upstream: &Upstream, event: &Refreshed) {
             let effect = "identity is in use; connections with an older certificate drain";
             told.good(&name, &serial, &reason, effect);
         }
+        Refreshed::Replaced(slot, before) => {
+            let Some(info) = slot.certificate() else { return };
+            let name = slot.paths.cert_file.display().to_string();
+            let states = (before.to_string(), info.subject.to_string());
+            let effect = "clients with the old subject get 401; their connections drain";
+            let why = ("the file names another subject", effect);
+            told.changed(&name, (&states.0, &states.1), why, true);
+        }
         Refreshed::IdentityFailed(error) => told.bad("identity", error),
         Refreshed::Ca => told.good(
             "CA bundle of the apiservers",

@@ -60,12 +60,11 @@ impl Witness {
         endpoint: &Arc<Endpoint>,
         tls: &ClientTls,
     ) -> Rc<Connection> {
-        let serial = tls.certificate.as_ref().map(|info| info.serial.clone());
         Connection::start(
             established,
             endpoint,
             Class::Probe,
-            (tls.generation, serial),
+            tls,
             &upstream.settings(),
             Rc::clone(&self.changed),
         )

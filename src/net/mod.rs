@@ -6,7 +6,8 @@
 //!   its mark in [`outgoing`]; where it was meant to go, in [`intercepted`].
 //! * Bytes are read in large pieces ([`read_ahead`]), written in large pieces ([`cork`]), moved inside
 //!   the kernel ([`splice`]), read again ([`rewound`]); the last of them arrive ([`linger`]).
-//! * TLS: [`tls_files`], [`serving`], [`local_ca`], and [`anyone`] where nobody can be verified.
+//! * TLS: [`tls_files`], [`serving`], [`client_chain`], [`local_ca`], and [`anyone`] where nobody can be
+//!   verified.
 //! * Files are read within bounds ([`bounded_file`]) and written whole ([`whole_file`]).
 //! * The process: [`inherited`] sockets, [`descriptors`] that change hands, [`notify`] for the service
 //!   manager, the addresses of the host ([`interfaces`]), [`shortage`] of descriptors, memory
@@ -15,6 +16,7 @@
 pub mod allocator;
 pub mod anyone;
 pub mod bounded_file;
+pub mod client_chain;
 pub mod cork;
 pub mod descriptors;
 pub mod footprint;

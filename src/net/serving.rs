@@ -1,9 +1,11 @@
 //! The TLS side of a listener: the serving certificate, the client CA, and how both are re-read.
 //!
-//! A client certificate never fails the handshake: possession of its key is proven there, but
+//! A client certificate does not fail the handshake: possession of its key is proven there, but
 //! whether it is valid is decided for each request, as the apiserver does, so that an expired one
-//! gets a 401 that says so instead of an alert that says nothing.
+//! gets a 401 that says so instead of an alert that says nothing. The exception is a chain above the
+//! bounds of [`client_chain`], which nobody should pay for: it gets the alert `certificate_unknown`.
 
+use std::error;
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -17,40 +19,15 @@ use rustls::pki_types::{CertificateDer, UnixTime};
 use rustls::server::WebPkiClientVerifier;
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::{
-    DigitallySignedStruct, DistinguishedName, Error, RootCertStore, ServerConfig, SignatureScheme,
+    CertificateError, DigitallySignedStruct, DistinguishedName, Error, OtherError, RootCertStore,
+    ServerConfig, SignatureScheme,
 };
+use tokio::sync::watch;
 
+use super::client_chain::{self, ClientCa};
 use super::local_ca;
 use super::tls_files::{self, CertInfo, LoadedCa, LoadedCert, TlsFileError};
 use crate::config::Terminate;
-
-/// The client CA in force.
-pub struct ClientCa {
-    verifier: Arc<dyn ClientCertVerifier>,
-    /// Grows with every change of the bundle: a proof made under another one is void.
-    pub generation: u64,
-}
-
-impl fmt::Debug for ClientCa {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ClientCa").field("generation", &self.generation).finish_non_exhaustive()
-    }
-}
-
-impl ClientCa {
-    /// Whether a chain, leaf first, ends in this CA, is within its dates and may be a client.
-    ///
-    /// # Errors
-    /// Why not, in rustls' words.
-    pub fn verify(&self, chain: &[CertificateDer<'_>]) -> Result<(), String> {
-        let (leaf, intermediates) = chain.split_first().ok_or("no certificate")?;
-        match self.verifier.verify_client_cert(leaf, intermediates, UnixTime::now()) {
-            Ok(_) => Ok(()),
-            Err(Error::InvalidCertificate(why)) => Err(why.to_string()),
-            Err(error) => Err(error.to_string()),
-        }
-    }
-}
 
 /// TLS of one listener. Readers never wait; [`Self::refresh`] and [`Self::install`] are called on
 /// one thread.
@@ -59,6 +36,8 @@ pub struct ServingTls {
     files: ArcSwap<Terminate>,
     config: ArcSwap<ServerConfig>,
     client_ca: ArcSwapOption<ClientCa>,
+    /// Told after each change of the client CA.
+    ca_changed: watch::Sender<()>,
     certificate: ArcSwap<LoadedCert>,
     ca_fingerprint: AtomicU64,
 }
@@ -86,8 +65,6 @@ impl Prepared {
     }
 }
 
-static GENERATION: AtomicU64 = AtomicU64::new(1);
-
 impl ServingTls {
     /// Begins with what was loaded.
     pub fn new(prepared: Prepared) -> Self {
@@ -96,6 +73,7 @@ impl ServingTls {
             files: ArcSwap::from_pointee(files),
             config: ArcSwap::from_pointee(server_config(&certificate, ca.as_ref())),
             client_ca: ArcSwapOption::from_pointee(ca.as_ref().map(client_ca)),
+            ca_changed: watch::Sender::new(()),
             certificate: ArcSwap::from(certificate),
             ca_fingerprint: AtomicU64::new(fingerprint(ca.as_ref())),
         }
@@ -109,6 +87,11 @@ impl ServingTls {
     /// The client CA, if client certificates are asked for.
     pub fn client_ca(&self) -> arc_swap::Guard<Option<Arc<ClientCa>>> {
         self.client_ca.load()
+    }
+
+    /// Tells of changes of the client CA.
+    pub fn client_ca_changes(&self) -> watch::Receiver<()> {
+        self.ca_changed.subscribe()
     }
 
     /// The serving certificate in use.
@@ -175,6 +158,7 @@ impl ServingTls {
         self.certificate.store(certificate);
         if ca_changed {
             self.client_ca.store(ca.map(client_ca).map(Arc::new));
+            self.ca_changed.send_replace(());
         }
         true
     }
@@ -185,10 +169,7 @@ fn fingerprint(ca: Option<&LoadedCa>) -> u64 {
 }
 
 fn client_ca(ca: &LoadedCa) -> ClientCa {
-    ClientCa {
-        verifier: web_pki(&ca.roots),
-        generation: GENERATION.fetch_add(1, Ordering::Relaxed),
-    }
+    ClientCa::new(web_pki(&ca.roots))
 }
 
 fn web_pki(roots: &Arc<RootCertStore>) -> Arc<dyn ClientCertVerifier> {
@@ -215,6 +196,28 @@ fn server_config(certificate: &LoadedCert, ca: Option<&LoadedCa>) -> ServerConfi
     config
 }
 
+/// A client's chain is above the bounds of [`client_chain`].
+#[derive(Debug)]
+struct ChainOutOfBounds(String);
+
+impl fmt::Display for ChainOutOfBounds {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl error::Error for ChainOutOfBounds {}
+
+/// Why the handshake refused a chain that is above the bounds, if that is what `error` says.
+pub fn chain_out_of_bounds(error: &std::io::Error) -> Option<String> {
+    match error.get_ref()?.downcast_ref::<Error>()? {
+        Error::InvalidCertificate(CertificateError::Other(OtherError(why))) => {
+            why.downcast_ref::<ChainOutOfBounds>().map(ToString::to_string)
+        }
+        _ => None,
+    }
+}
+
 /// Takes any client certificate whose key is proven; see the module. It verifies signatures as the
 /// verifier inside does, and asks for the same CAs.
 #[derive(Debug)]
@@ -231,11 +234,20 @@ impl ClientCertVerifier for ProvenLater {
 
     fn verify_client_cert(
         &self,
-        _: &CertificateDer<'_>,
-        _: &[CertificateDer<'_>],
+        leaf: &CertificateDer<'_>,
+        others: &[CertificateDer<'_>],
         _: UnixTime,
     ) -> Result<ClientCertVerified, Error> {
-        Ok(ClientCertVerified::assertion())
+        match client_chain::out_of_bounds(leaf, others) {
+            None => Ok(ClientCertVerified::assertion()),
+            Some(why) => {
+                // rustls sends `certificate_unknown`, "some other (unspecified) issue" (RFC 8446,
+                // section 6.2), for this kind alone; others would blame the CA, the dates or the
+                // encoding.
+                let why = OtherError(Arc::new(ChainOutOfBounds(why)));
+                Err(Error::InvalidCertificate(CertificateError::Other(why)))
+            }
+        }
     }
 
     fn verify_tls12_signature(

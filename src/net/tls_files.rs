@@ -19,7 +19,7 @@ use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::sign::CertifiedKey;
 
-pub use self::certificate::{CertInfo, Subject, Validity, cert_info};
+pub use self::certificate::{CertInfo, Subject, Validity, cert_info, validity};
 use super::bounded_file;
 use crate::config::CertPaths;
 

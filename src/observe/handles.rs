@@ -130,6 +130,12 @@ impl ListenerMetrics {
         self.registry.counter(&names::CERTIFICATE_RELOADS, &[&self.name, outcome]).increment(1);
     }
 
+    /// A client's certificate chain was verified: `ok` or `failed`; was `known` from another
+    /// connection; or could not be verified, since too many waited (`busy`).
+    pub fn client_verified(&self, outcome: &'static str) {
+        self.registry.counter(&names::CLIENT_VERIFICATIONS, &[&self.name, outcome]).increment(1);
+    }
+
     /// Copies what is counted here into the registry, before a scrape.
     pub(super) fn publish(&self) {
         for level in [&self.in_flight, &self.watches, &self.tunnels, &self.connections] {

@@ -88,6 +88,8 @@ table! {
         "Client connections that never got to a request: cap, descriptors, handshake, timeout, protocol.";
     CERTIFICATE_RELOADS = Counter "jackstay_certificate_reloads_total" ["listener", "outcome"] "reloads",
         "Certificate, key and CA files that were read again because they changed.";
+    CLIENT_VERIFICATIONS = Counter "jackstay_client_verifications_total" ["listener", "outcome"] "chains",
+        "Certificate chains of clients: verified (ok, failed), known to be good from another connection (known), or refused with 429 because too many waited to be verified (busy).";
 
     RETRIES = Counter "jackstay_retries_total" ["reason"] "requests",
         "Requests that were sent again.";
@@ -96,7 +98,7 @@ table! {
     HEDGES = Counter "jackstay_hedges_total" ["outcome"] "requests",
         "Second attempts beside one that waits, by who answered: original, hedge, or neither (failed); over the budget none is made, and where there is nobody to ask it is tried again.";
     WATCH_RESUMES = Counter "jackstay_watch_resumes_total" ["outcome"] "watches",
-        "Watches that lost their apiserver or were refused by it with 410 (withheld, or passed on for want of a budget), and whether they went on; barred and oversized: not lost, but what came stands in the way of resuming them.";
+        "Watches that lost their apiserver or were refused by it with 410 (withheld, or passed on for want of a budget), and whether they went on; barred and oversized: not lost, but what came stands in the way of resuming them; unproven: ended, because the proof of their client did.";
     STALE_WATCHES = Counter "jackstay_stale_watches_total" ["upstream", "endpoint"] "watches",
         "Watches whose bookmarks stayed away for three minutes: the apiserver's watch cache may be stale.";
     STREAM_WAITS = Counter "jackstay_stream_waits_total" ["upstream"] "requests",

@@ -12,6 +12,7 @@ use http_body::{Body as _, Frame, SizeHint};
 use hyper::body::Incoming;
 
 use super::line::release;
+use super::peer::ProofEnd;
 use super::respond::BodyError;
 use super::upload::Upload;
 use super::watch_body::WatchBody;
@@ -100,6 +101,8 @@ pub struct Stream {
     /// Bytes handed over whose window is not released yet.
     unreleased: usize,
     done: bool,
+    /// A watch that cannot be followed ends with the proof of its client.
+    proof_end: Option<ProofEnd>,
     permit: Permit,
     outcome: Box<Outcome>,
     _upload: Option<Upload>,
@@ -121,7 +124,15 @@ impl Stream {
             permit.finished();
             outcome.complete();
         }
-        Self { recv, first, unreleased: 0, done, permit, outcome, _upload: upload }
+        let proof_end = None;
+        Self { recv, first, unreleased: 0, done, proof_end, permit, outcome, _upload: upload }
+    }
+
+    /// The same, broken off at the end of a proof.
+    #[must_use]
+    pub fn until(mut self, proof_end: Option<ProofEnd>) -> Self {
+        self.proof_end = proof_end;
+        self
     }
 
     fn poll_frame(
@@ -133,6 +144,11 @@ impl Stream {
         }
         if let Some(data) = self.first.take() {
             return Poll::Ready(Some(Ok(self.hand_over(data))));
+        }
+        if let Some(end) = &mut self.proof_end
+            && let Poll::Ready(why) = end.as_mut().poll(cx)
+        {
+            return Poll::Ready(Some(Err(self.cut(&why))));
         }
         release(&mut self.recv, &mut self.unreleased);
         match ready!(self.recv.poll_data(cx)) {

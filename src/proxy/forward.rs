@@ -24,6 +24,7 @@ use super::body::{Body, Full, Stream};
 use super::closing::Closing;
 use super::hygiene;
 use super::line::{Answer, Line, is_better_elsewhere, problem, still_troubled, troubled};
+use super::peer::Proof;
 use super::request_info::{Kind, RequestInfo};
 use super::respond::{self, Problem};
 use super::retry::{self, Stage, Verdict};
@@ -48,6 +49,8 @@ pub struct Outgoing {
     pub line: Rc<Line>,
     /// The connections it may use.
     pub class: Rc<ClassPool>,
+    /// What entitles it to them.
+    pub proof: Proof,
     /// Its head as it goes upstream.
     pub head: Request<()>,
     /// Its body, if it has one.
@@ -164,10 +167,10 @@ impl Outgoing {
         unreachable!("the last attempt returns")
     }
 
-    fn need<'a>(&self, after: Option<After<'a>>, shun: &'a [Arc<Endpoint>]) -> Need<'a> {
+    fn need<'a>(&'a self, after: Option<After<'a>>, shun: &'a [Arc<Endpoint>]) -> Need<'a> {
         let watch = self.info.long_running();
         let without = after.as_ref().and_then(After::suspect_since);
-        Need { watch, after, shun, without, beside: false }
+        Need { watch, after, shun, without, beside: false, proven: self.proof.subject() }
     }
 
     fn give_up(&self, failure: &Failure) -> Problem {
@@ -371,15 +374,16 @@ impl Outgoing {
             release_all(recv, data.len());
             return into_response(head, Body::Full(Full::new(data, outcome)));
         }
-        let Self { line, class, head: request, watch, .. } = *self;
+        let Self { line, class, proof, head: request, watch, info, .. } = *self;
         let body = if let (Some((asked, closing)), Some(encoding)) =
             (watch, watch_body::encoding(&head))
         {
             let watched =
-                Watched { line, class, head: request, asked, encoding, asked_at, closing };
+                Watched { line, class, proof, head: request, asked, encoding, asked_at, closing };
             Body::Watch(Box::new(WatchBody::new(watched, &head, recv, permit, outcome)))
         } else {
-            Body::Stream(Box::new(Stream::new(recv, first, permit, outcome, upload)))
+            let end = proof.end().filter(|_| info.kind == Kind::Watch);
+            Body::Stream(Box::new(Stream::new(recv, first, permit, outcome, upload).until(end)))
         };
         into_response(head, body)
     }

@@ -11,6 +11,7 @@
 //! | expired or unverifiable | no | nothing: 401 |
 //! | none | yes | connections without a certificate |
 //! | none | no | connections without a certificate, of their own |
+//! | not verified yet, and too many others wait for that | any | nothing: 429 |
 
 use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, VecDeque};
@@ -20,63 +21,14 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use http::{HeaderMap, StatusCode, header};
-use rustls::pki_types::CertificateDer;
 
+use super::peer::Peer;
 use super::respond::Problem;
-use crate::net::serving::ServingTls;
-use crate::net::tls_files::{self, CertInfo};
-use crate::observe::utc::Utc;
+use crate::net::tls_files::CertInfo;
 use crate::upstream::credentials::{Class, Slot};
 
 /// Tokens that are remembered as proven. A node has some hundred pods.
 const PROVEN_TOKENS: usize = 4096;
-
-/// What a client has shown in its TLS handshake.
-pub struct Peer {
-    chain: Vec<CertificateDer<'static>>,
-    info: Result<CertInfo, String>,
-    tls: Arc<ServingTls>,
-    /// When the first certificate of the chain expires.
-    not_after: Option<SystemTime>,
-    /// Generation of the CA under which the chain was last found valid.
-    verified: Cell<Option<u64>>,
-}
-
-impl Peer {
-    /// The peer of a finished handshake; `None` without a certificate.
-    pub fn new(chain: Option<&[CertificateDer<'_>]>, tls: &Arc<ServingTls>) -> Option<Self> {
-        let chain: Vec<_> =
-            chain?.iter().map(|certificate| certificate.clone().into_owned()).collect();
-        let info = tls_files::cert_info(chain.first()?);
-        let expiries = chain.iter().filter_map(|der| tls_files::cert_info(der).ok());
-        let not_after = expiries.map(|info| info.not_after).min();
-        Some(Self { chain, info, tls: Arc::clone(tls), not_after, verified: Cell::new(None) })
-    }
-
-    /// The certificate, if the chain is valid now; checked for every request, since a CA bundle
-    /// changes and certificates expire while connections live.
-    fn proven(&self, now: SystemTime) -> Result<&CertInfo, String> {
-        let info = self.info.as_ref().map_err(Clone::clone)?;
-        let ca = self.tls.client_ca();
-        let Some(ca) = ca.as_ref() else {
-            return Err("client certificates are no longer accepted".to_owned());
-        };
-        // Only a good verdict is kept, and only while no date can have changed it.
-        if self.verified.get() != Some(ca.generation) || self.not_after.is_none_or(|end| now >= end)
-        {
-            self.verified.set(None);
-            ca.verify(&self.chain)?;
-            self.verified.set(Some(ca.generation));
-        }
-        if now >= info.not_after {
-            return Err(format!("it expired on {}", Utc(info.not_after).seconds()));
-        }
-        if now < info.not_before {
-            return Err(format!("it is not valid before {}", Utc(info.not_before).seconds()));
-        }
-        Ok(info)
-    }
-}
 
 /// Decides for one listener; see the module.
 pub struct Identifier {
@@ -92,7 +44,7 @@ impl Identifier {
     /// Whose connections the request may take; `upgrade`: it wants to leave HTTP.
     ///
     /// # Errors
-    /// 401 with a reason that says what to do.
+    /// 401 with a reason that says what to do; 429 if the certificate could not be verified now.
     pub fn identify(
         &self,
         peer: Option<&Peer>,
@@ -103,12 +55,15 @@ impl Identifier {
         let token = bearer(headers, upgrade);
         let Some(peer) = peer else { return Ok(self.without_certificate(token, last)) };
         match peer.proven(SystemTime::now()) {
-            Ok(certificate) => self.slot_of(certificate),
-            Err(_) if token.is_some() => Ok(self.without_certificate(token, last)),
-            Err(why) => Err(Problem::unauthorized(&format!(
+            Some(Ok(certificate)) => self.slot_of(certificate),
+            Some(Err(_)) if token.is_some() => Ok(self.without_certificate(token, last)),
+            Some(Err(why)) => Err(Problem::unauthorized(&format!(
                 "the client certificate {}cannot be verified: {why}",
-                peer.info.as_ref().map_or(String::new(), |info| format!("of {} ", info.subject)),
+                peer.certificate().map_or(String::new(), |info| format!("of {} ", info.subject)),
             ))),
+            None => Err(Problem::too_many_requests(
+                "the client certificate chain is not verified yet: too many others wait for that",
+            )),
         }
     }
 
@@ -121,11 +76,8 @@ impl Identifier {
     }
 
     fn slot_of(&self, client: &CertInfo) -> Result<Class, Problem> {
-        let matching = self.slots.iter().find(|slot| {
-            slot.with_certificate(|ours| ours.subject == client.subject).unwrap_or(false)
-        });
-        if let Some(slot) = matching {
-            return Ok(Class::Identity(slot.number));
+        if let Some(number) = self.slots.iter().find_map(|slot| slot.number_of(&client.subject)) {
+            return Ok(Class::Identity(number));
         }
         let awaited = self.slots.iter().filter(|slot| slot.certificate().is_none());
         let awaited: Vec<_> =

@@ -13,6 +13,7 @@ use h2::RecvStream;
 use http::{Request, response};
 use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 
+use super::peer::Proof;
 use super::respond::Problem;
 use super::retry::Budget;
 use super::room::Room;
@@ -155,13 +156,13 @@ pub struct Unanswered {
 /// No stream, or the connection was lost before the head, or it did not come.
 pub async fn reissue(
     line: &Line,
-    class: &Rc<ClassPool>,
+    (class, proof): (&Rc<ClassPool>, &Proof),
     head: Request<()>,
     after: Option<After<'_>>,
     shun: &[Arc<Endpoint>],
     patience: Duration,
 ) -> Result<Answer, Unanswered> {
-    let need = Need { watch: true, after, shun, ..Need::default() };
+    let need = Need { watch: true, after, shun, ..Need::of(proof.subject()) };
     let end = Instant::now() + patience;
     let permit = match timeout_at(end, line.pool.acquire(class, need)).await {
         Ok(Ok(permit)) => permit,

@@ -26,7 +26,8 @@ use tokio_rustls::server::TlsStream;
 use super::accept;
 use super::closing::Closing;
 use super::hygiene::ForwardedFor;
-use super::identify::{LastToken, Peer};
+use super::identify::LastToken;
+use super::peer::Peer;
 use super::plain_http;
 use super::serve::{Client, Service, Serving};
 use super::stall::Stall;
@@ -35,7 +36,7 @@ use crate::config::RequestLimits;
 use crate::net::cork::{Uncork, cork};
 use crate::net::linger::Linger;
 use crate::net::read_ahead::ReadAhead;
-use crate::net::serving::ServingTls;
+use crate::net::serving::{self, ServingTls};
 use crate::net::socket;
 use crate::observe::{Complaints, ListenerMetrics};
 
@@ -117,6 +118,10 @@ impl Listener {
             Ok(Ok(stream)) => stream,
             Ok(Err(error)) => {
                 service.metrics.refused("handshake");
+                if let Some(why) = serving::chain_out_of_bounds(&error) {
+                    let about = format!("listener {} refused a TLS handshake", self.name);
+                    self.complaints.warn(&about, format_args!("{why}, from {from}"));
+                }
                 tracing::debug!(listener = self.name, client = %from, %error, "TLS failed");
                 return;
             }
@@ -128,17 +133,28 @@ impl Listener {
         };
         let session = stream.get_ref().1;
         let h2 = session.alpn_protocol() == Some(b"h2");
+        let peer = Peer::new(session.peer_certificates(), &self.tls, &service.metrics);
         let client = Rc::new(Client {
             serving: self.serving.clone(),
-            peer: Peer::new(session.peer_certificates(), &self.tls),
+            peer: peer.clone(),
             address: from.ip().to_canonical(),
             forwarded_for: ForwardedFor::new(from.ip()),
             token: LastToken::default(),
         });
-        let result = if h2 {
-            self.http2(stream, client, service).await
-        } else {
-            self.http1(stream, client, limits).await.map_err(Into::into)
+        // Pinned here, so that it is there once.
+        let mut served = std::pin::pin!(async {
+            if h2 {
+                self.http2(stream, client, service).await
+            } else {
+                self.http1(stream, client, limits).await.map_err(Into::into)
+            }
+        });
+        let result = match &peer {
+            None => served.await,
+            Some(peer) => tokio::select! {
+                result = &mut served => result,
+                never = peer.follow() => match never {},
+            },
         };
         if let Err(error) = result {
             tracing::debug!(listener = self.name, client = %from, %error, "connection ended");

@@ -11,6 +11,7 @@ pub mod identify;
 pub mod line;
 pub mod listener;
 pub mod passthrough;
+pub mod peer;
 pub mod plain_http;
 pub mod request_info;
 pub mod respond;

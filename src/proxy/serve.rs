@@ -9,6 +9,7 @@ use std::net::IpAddr;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use http::request::Parts;
 use http::uri::{Authority, Scheme};
@@ -19,8 +20,9 @@ use super::body::{Body, Full};
 use super::closing::Closing;
 use super::forward::Outgoing;
 use super::hygiene::{self, ForwardedFor};
-use super::identify::{self, Identifier, LastToken, Peer};
+use super::identify::{self, Identifier, LastToken};
 use super::line::Line;
+use super::peer::{Peer, Proof};
 use super::request_info::{Kind, RequestInfo};
 use super::respond::Problem;
 use super::upgrade;
@@ -79,7 +81,7 @@ pub struct Client {
     /// What serves it.
     pub serving: Serving,
     /// What it has shown in TLS, if anything.
-    pub peer: Option<Peer>,
+    pub peer: Option<Rc<Peer>>,
     /// Where it comes from.
     pub address: IpAddr,
     /// The same for the apiserver.
@@ -100,6 +102,12 @@ impl Client {
         Box::pin(async move {
             let accept = request.headers().get(header::ACCEPT).cloned();
             let service = self.serving.now();
+            if let Some(peer) = &self.peer
+                && peer.proven(SystemTime::now()).is_none()
+            {
+                // Boxed, so that no other request carries room for it. What comes of it is seen below.
+                Box::pin(peer.verified()).await;
+            }
             let result = match self.start(&service, request) {
                 Ok(Begun::Forward(outgoing, outcome, token)) => {
                     let result = outgoing.forward(outcome).await;
@@ -151,7 +159,7 @@ impl Client {
             // counts the fields themselves.
             hygiene::check_size(parts, service.requests.max_header_bytes as usize)?;
         }
-        let peer = self.peer.as_ref();
+        let peer = self.peer.as_deref();
         let class = service.identifier.identify(peer, &self.token, &parts.headers, info.upgrade)?;
         outcome.user(match class {
             Class::Identity(_) => UserClass::Identity,
@@ -170,6 +178,7 @@ impl Client {
         class: Class,
         outcome: Box<Outcome>,
     ) -> Result<Begun<'a>, Failed> {
+        let proof = Proof::new(class, self.peer.as_ref());
         if info.upgrade {
             let token = identify::bearer(&parts.headers, true)
                 .filter(|_| matches!(class, Class::Token | Class::UnprovenToken))
@@ -177,7 +186,7 @@ impl Client {
             hygiene::upstream_upgrade_headers(&mut parts.headers, &self.forwarded_for);
             let request = Request::from_parts(parts, body);
             let tunnels = &service.tunnels;
-            let served = upgrade::serve(&service.line, class, request, outcome, tunnels);
+            let served = upgrade::serve(&service.line, (class, proof), request, outcome, tunnels);
             return Ok(Begun::Upgrade(Box::pin(served), token));
         }
         hygiene::upstream_request_headers(&mut parts.headers, &self.forwarded_for);
@@ -203,6 +212,7 @@ impl Client {
         let outgoing = Box::new(Outgoing {
             line: Rc::clone(&service.line),
             class: service.line.pool.class(class),
+            proof,
             head,
             body: (!http_body::Body::is_end_stream(&body))
                 .then(|| Source::new(body, version, &service.line.bodies)),

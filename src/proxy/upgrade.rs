@@ -7,6 +7,7 @@
 //!   redirect is such an answer.
 //! * A request is tried elsewhere until it is sent, and not once after: a command may have run.
 //! * Both directions end on their own, as TCP's do. Whatever breaks one side breaks the other.
+//! * A tunnel ends when the proof of its client does ([`super::peer`]).
 //! * There is no timeout. A flow that is dead for `tunnel_dead_after` is ended
 //!   ([`crate::upstream::flow`]): nothing can take its place, and a path may come back. A quiet one is
 //!   left alone, and a client that takes no bytes is somebody reading `kubectl exec … | less`.
@@ -34,6 +35,7 @@ use super::body::{Body, Http1};
 use super::hygiene;
 use super::line::{self, Line};
 use super::listener::ClientStream;
+use super::peer::Proof;
 use super::respond::Problem;
 use crate::net::heard_out::HeardOut;
 use crate::net::rewound::Rewound;
@@ -45,19 +47,21 @@ use crate::upstream::http1::{self, Driver};
 /// Bytes held in each direction of a tunnel: one TLS record.
 const BUFFER: usize = 16 * 1024;
 
-/// Serves a request that wants to leave HTTP. Its headers are clean already.
+/// Serves a request that wants to leave HTTP, on a connection of this class, for as long as the proof
+/// holds. Its headers are clean already.
 ///
 /// # Errors
 /// What the client is told instead, with the outcome to record it in.
 pub async fn serve(
     line: &Rc<Line>,
-    class: Class,
+    (class, proof): (Class, Proof),
     mut request: Request<Incoming>,
     mut outcome: Box<Outcome>,
     tunnels: &Tunnels,
 ) -> Result<Response<Body>, (Problem, Box<Outcome>)> {
     let client = hyper::upgrade::on(&mut request);
-    let (endpoint, answer) = match ask(line, class, request, &mut outcome, tunnels).await {
+    let (endpoint, answer) = match ask(line, (class, &proof), request, &mut outcome, tunnels).await
+    {
         Ok(answer) => answer,
         Err(problem) => {
             spawn_local(farewell(client));
@@ -71,7 +75,7 @@ pub async fn serve(
         outcome.upgraded();
         // Counted before the client's connection is no longer one of the listener's.
         let open = tunnels.enter(&endpoint.label);
-        spawn_local(tunnel(client, driver, open, outcome));
+        spawn_local(tunnel(client, driver, (open, proof), outcome));
         Body::Empty
     } else {
         hygiene::downstream_response_headers(&mut head.headers);
@@ -90,7 +94,7 @@ type Answer = (response::Parts, Incoming, Driver);
 /// Asks an apiserver and waits for the head of its answer.
 async fn ask(
     line: &Rc<Line>,
-    class: Class,
+    (class, proof): (Class, &Proof),
     mut request: Request<Incoming>,
     outcome: &mut Outcome,
     tunnels: &Tunnels,
@@ -98,7 +102,7 @@ async fn ask(
     let wanted: Vec<HeaderValue> = request.headers().get_all(UPGRADE).iter().cloned().collect();
     frame(&mut request);
     let upstream = line.pool.upstream();
-    let connection = http1::open(upstream, class, |label| tunnels.to(label))
+    let connection = http1::open(upstream, class, proof.subject(), |label| tunnels.to(label))
         .await
         .map_err(|unavailable| line::problem(&unavailable))?;
     let endpoint = Arc::clone(&connection.endpoint);
@@ -147,11 +151,17 @@ fn is_among(wanted: &[HeaderValue], headers: &HeaderMap) -> bool {
 }
 
 /// Runs one tunnel to its end and says who ended it.
-async fn tunnel(client: OnUpgrade, driver: Driver, open: Open, mut outcome: Box<Outcome>) {
+async fn tunnel(
+    client: OnUpgrade,
+    driver: Driver,
+    (open, proof): (Open, Proof),
+    mut outcome: Box<Outcome>,
+) {
     let mut received = 0;
     let end = tokio::select! {
         end = carry(client, driver, &mut received) => end,
         () = open.tunnels.ended() => Err((Side::Jackstay, "shutdown".to_owned())),
+        why = proof.followed_to_its_end() => Err((Side::Jackstay, why)),
     };
     outcome.add_bytes(received);
     match end {

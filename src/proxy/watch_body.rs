@@ -26,6 +26,7 @@ use self::moving::Moving;
 use self::running::{Event, Leave, Running};
 use super::closing::Closing;
 use super::line::{Answer as Answered, Line, Unanswered, release};
+use super::peer::{Proof, ProofEnd};
 use super::respond::BodyError;
 use super::taking::PIECE;
 use super::watch::Encoding;
@@ -49,6 +50,8 @@ pub struct WatchBody {
     out: VecDeque<Bytes>,
     leg: Leg,
     again: Again,
+    /// If it goes upstream with a certificate.
+    proof_end: Option<ProofEnd>,
     outcome: Box<Outcome>,
     /// It was logged that it cannot be resumed.
     told: bool,
@@ -69,6 +72,8 @@ pub struct Watched {
     pub line: Rc<Line>,
     /// The connections it may use.
     pub class: Rc<ClassPool>,
+    /// What entitles it to them.
+    pub proof: Proof,
     /// Its head as it went upstream.
     pub head: Request<()>,
     /// What the client asked for.
@@ -97,10 +102,13 @@ impl WatchBody {
         permit: Permit,
         outcome: Box<Outcome>,
     ) -> Self {
-        let Watched { line, class, head: request, asked, encoding, asked_at, closing } = watched;
+        let Watched { line, class, proof, head: request, asked, encoding, asked_at, closing } =
+            watched;
+        let proof_end = proof.end();
         let again = Again {
             line,
             class,
+            proof,
             head: request,
             content_type: text(&head.headers, &header::CONTENT_TYPE),
             asked,
@@ -115,6 +123,7 @@ impl WatchBody {
             out: VecDeque::new(),
             leg: Leg::Running(Running::new(recv, permit, &again.closing)),
             again,
+            proof_end,
             outcome,
             told: false,
         }
@@ -129,6 +138,12 @@ impl WatchBody {
             if let Some(data) = next_piece(&mut self.out) {
                 self.outcome.add_bytes(data.len());
                 return Poll::Ready(Some(Ok(Frame::data(data))));
+            }
+            if let Some(end) = &mut self.proof_end
+                && let Poll::Ready(why) = end.as_mut().poll(cx)
+            {
+                self.proof_end = None;
+                self.proof_ended(&why);
             }
             match &mut self.leg {
                 Leg::Running(running) => match ready!(running.poll(cx)) {
@@ -254,6 +269,18 @@ impl WatchBody {
                 "a watch cannot be resumed: should it lose its apiserver now, it ends"
             );
         }
+    }
+
+    /// Its client has no proof any more of who it is: it ends as if the server's timeout had come, and
+    /// what the client asks next is answered with 401.
+    fn proof_ended(&mut self, why: &str) {
+        if matches!(self.leg, Leg::Done(_)) {
+            return;
+        }
+        let ending = self.relay.state().ending();
+        self.again.line.metrics.watch_resumed("unproven");
+        self.give_way();
+        self.finish(ending, why);
     }
 
     /// Leaves the running stream: dropping it resets it.

@@ -24,12 +24,13 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 
 use super::balance::{self, PeakEwma};
-use super::credentials::Class;
+use super::credentials::{Class, ClientTls};
 use super::dial::Established;
 use super::endpoint::Endpoint;
 use super::health::{ConnectionHealth, Life, Thresholds};
 use super::offers::Offers;
 use super::stats::ConnectionStats;
+use crate::net::tls_files::{CertInfo, Subject};
 use crate::observe::ConnectionGauge;
 use crate::observe::events::{Change, Kind};
 use driver::Driver;
@@ -72,6 +73,18 @@ fn effect(life: Life, streams: usize, watches: usize) -> String {
     }
 }
 
+/// Whether a connection that shows `shown` may carry a request of a client that has proven `proven`.
+/// jackstay's own requests are made for no client.
+fn may_carry(class: Class, shown: Option<&Subject>, proven: Option<&Subject>) -> bool {
+    match class {
+        Class::Identity(_) => proven.is_some() && shown == proven,
+        Class::Token | Class::UnprovenToken | Class::Anonymous => {
+            shown.is_none() && proven.is_none()
+        }
+        Class::Probe | Class::Discovery => proven.is_none(),
+    }
+}
+
 /// A connection, shared inside one worker.
 pub struct Connection {
     /// Where it goes.
@@ -80,6 +93,8 @@ pub struct Connection {
     pub class: Class,
     /// Of which credential: an older one drains.
     pub generation: u64,
+    /// The client certificate that it shows, if it shows one.
+    certificate: Option<Arc<CertInfo>>,
     /// For the status page.
     pub stats: Arc<ConnectionStats>,
     send: SendRequest<Bytes>,
@@ -149,13 +164,14 @@ impl Connection {
         established: Established,
         endpoint: &Arc<Endpoint>,
         class: Class,
-        credential: (u64, Option<String>),
+        shown: &ClientTls,
         settings: &Settings,
         pool: Rc<Notify>,
     ) -> Rc<Self> {
         let now = Instant::now();
         let Established { send, connection, ping, observer, rtt } = established;
-        let (generation, serial) = credential;
+        let certificate = shown.certificate.clone();
+        let serial = certificate.as_ref().map(|info| info.serial.clone());
         let stats = ConnectionStats::new(class, serial, observer.local_addr().ok(), now);
         stats.set_rtt(rtt);
         let mut gauge = endpoint.metrics.connection_gauge();
@@ -163,7 +179,8 @@ impl Connection {
         let this = Rc::new(Self {
             endpoint: Arc::clone(endpoint),
             class,
-            generation,
+            generation: shown.generation,
+            certificate,
             stats,
             cap: Cell::new(settings.max_streams.min(send.current_max_send_streams())),
             max_streams: settings.max_streams,
@@ -252,6 +269,12 @@ impl Connection {
             self.leave.set(true);
         }
         self.changed.notify_waiters();
+    }
+
+    /// Whether it may carry a request whose client has proven `proven`: the certificate that it shows
+    /// names the same subject, or there is neither.
+    pub fn may_carry(&self, proven: Option<&Subject>) -> bool {
+        may_carry(self.class, self.certificate.as_ref().map(|shown| &shown.subject), proven)
     }
 
     /// Streams it could take now.
@@ -424,6 +447,7 @@ impl Connection {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rcgen::{CertificateParams, DnType, KeyPair};
     use std::io::{self, ErrorKind};
     use std::pin::Pin;
     use std::task::{Context, Poll};
@@ -457,6 +481,34 @@ mod tests {
 
         fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
             Poll::Ready(Ok(()))
+        }
+    }
+
+    fn subject(name: &str) -> Subject {
+        let mut params = CertificateParams::default();
+        params.distinguished_name.push(DnType::CommonName, name);
+        let certificate = params.self_signed(&KeyPair::generate().unwrap()).unwrap();
+        Subject::from_der(certificate.der()).unwrap()
+    }
+
+    #[test]
+    fn connection_carries_only_requests_of_the_subject_that_it_shows() {
+        let (alice, bob) = (subject("alice"), subject("bob"));
+        let identity = Class::Identity(0);
+        for (class, shown, proven, may) in [
+            (identity, Some(&alice), Some(&alice), true),
+            (identity, Some(&alice), Some(&bob), false),
+            (identity, Some(&alice), None, false),
+            (identity, None, Some(&alice), false),
+            (identity, None, None, false),
+            (Class::Token, None, None, true),
+            (Class::Token, Some(&alice), None, false),
+            (Class::UnprovenToken, None, Some(&alice), false),
+            (Class::Anonymous, Some(&alice), Some(&alice), false),
+            (Class::Probe, Some(&alice), None, true),
+            (Class::Discovery, Some(&alice), Some(&alice), false),
+        ] {
+            assert_eq!(may_carry(class, shown, proven), may, "{class:?} {shown:?} {proven:?}");
         }
     }
 

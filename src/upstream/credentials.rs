@@ -5,8 +5,10 @@
 //! apiserver would see the same client certificate on it, or none (x509 is tried before tokens
 //! there, so a certificate under a token would make everyone that certificate).
 //!
-//! A slot keeps its number for as long as it is configured and nobody has it after that: a request
-//! on its way can never find another identity under the number that it was given.
+//! A slot is a configured pair of files. The credential in it has a number that belongs to one
+//! subject and is never used again: a file that is replaced by one with another subject gets a new
+//! number, connections of the old number drain, and a request on its way can never find another
+//! identity under the number that it was given.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -19,13 +21,13 @@ use rustls::crypto::aws_lc_rs;
 
 use crate::config::{CertPaths, Upstream};
 use crate::net::anyone::Anyone;
-use crate::net::tls_files::{self, CertInfo, LoadedCa, LoadedCert, TlsFileError};
+use crate::net::tls_files::{self, CertInfo, LoadedCa, LoadedCert, Subject, TlsFileError};
 use crate::upstream::probe_token::ProbeToken;
 
 /// Which connections a request may share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Class {
-    /// Connections with the certificate of the slot with this number, see [`Slot::number`].
+    /// Connections with the certificate of one configured subject, see [`Slot::number_of`].
     Identity(usize),
     /// Bearer tokens that have had an authenticated answer; no certificate.
     Token,
@@ -64,30 +66,30 @@ pub struct ClientTls {
     /// Grows with every change; a connection of an older one drains.
     pub generation: u64,
     /// The certificate shown, if one is.
-    pub certificate: Option<CertInfo>,
+    pub certificate: Option<Arc<CertInfo>>,
 }
 
 /// A configured identity: files that may not exist yet, and what was last good in them.
 #[derive(Debug)]
 pub struct Slot {
-    /// Its number, which no other slot of these credentials ever has.
-    pub number: usize,
     /// The files.
     pub paths: CertPaths,
     current: ArcSwapOption<Identity>,
     error: Mutex<Option<String>>,
 }
 
+/// The credential in a slot.
 #[derive(Debug)]
 struct Identity {
+    /// Of its subject, while it is in this slot. No other subject ever has it.
+    number: usize,
     certificate: Arc<LoadedCert>,
     tls: Arc<ClientTls>,
 }
 
 impl Slot {
-    fn new(number: usize, paths: &CertPaths) -> Arc<Self> {
+    fn new(paths: &CertPaths) -> Arc<Self> {
         Arc::new(Self {
-            number,
             paths: paths.clone(),
             current: ArcSwapOption::empty(),
             error: Mutex::new(None),
@@ -99,9 +101,11 @@ impl Slot {
         self.current.load().as_ref().map(|identity| identity.certificate.info.clone())
     }
 
-    /// Runs `check` on the certificate in use, without copying it.
-    pub fn with_certificate<R>(&self, check: impl FnOnce(&CertInfo) -> R) -> Option<R> {
-        self.current.load().as_ref().map(|identity| check(&identity.certificate.info))
+    /// The number of the credential in use, if its subject is `subject`.
+    pub fn number_of(&self, subject: &Subject) -> Option<usize> {
+        let current = self.current.load();
+        let identity = current.as_ref()?;
+        (identity.certificate.info.subject == *subject).then_some(identity.number)
     }
 
     /// Why the files are not (or no longer) what is in use.
@@ -137,6 +141,7 @@ pub struct Credentials {
     plain: ArcSwap<ClientTls>,
     /// For [`Class::Discovery`], once it is loaded.
     discovery: ArcSwapOption<ForDiscovery>,
+    /// For the next subject that comes into a slot.
     next_number: AtomicUsize,
 }
 
@@ -179,6 +184,8 @@ impl Prepared {
 pub enum Refreshed {
     /// A certificate is in use now.
     Identity(Arc<Slot>),
+    /// The same, in place of one with this subject, which has no credential any more.
+    Replaced(Arc<Slot>, Subject),
     /// The files of an identity cannot be used; what was good stays.
     IdentityFailed(String),
     /// The CA bundle has changed.
@@ -198,8 +205,7 @@ impl Credentials {
     /// # Errors
     /// The CA bundle cannot be used, or the files of an identity exist but cannot be used.
     pub fn load(upstream: &Upstream, identities: &[CertPaths]) -> Result<Self, TlsFileError> {
-        let next_number = AtomicUsize::new(0);
-        let prepared = prepare(upstream, identities, &[], &next_number)?;
+        let prepared = prepare(upstream, identities, &[])?;
         let ca = prepared.ca.clone();
         let credentials = Self {
             plain: ArcSwap::from_pointee(plain_tls(ca.as_ref())),
@@ -211,7 +217,7 @@ impl Credentials {
                 probe: None,
                 token: None,
             }),
-            next_number,
+            next_number: AtomicUsize::new(0),
         };
         credentials.install(prepared);
         Ok(credentials)
@@ -227,7 +233,7 @@ impl Credentials {
         upstream: &Upstream,
         identities: &[CertPaths],
     ) -> Result<Prepared, TlsFileError> {
-        prepare(upstream, identities, &self.setup.load().slots, &self.next_number)
+        prepare(upstream, identities, &self.setup.load().slots)
     }
 
     /// Puts what was prepared into use. Slots that are no longer configured stay until
@@ -271,8 +277,8 @@ impl Credentials {
     /// The classes whose certificate is loaded.
     pub fn loaded(&self) -> Vec<Class> {
         let setup = self.setup.load();
-        let loaded = setup.slots.iter().filter(|slot| slot.current.load().is_some());
-        loaded.map(|slot| Class::Identity(slot.number)).collect()
+        let loaded = setup.slots.iter().filter_map(|slot| slot.current.load_full());
+        loaded.map(|identity| Class::Identity(identity.number)).collect()
     }
 
     /// Every file that these credentials are made of.
@@ -289,14 +295,15 @@ impl Credentials {
         self.setup.load().token.clone()
     }
 
-    /// The TLS configuration of a class; `None` if its identity is still awaited, or configured no
-    /// longer.
+    /// The TLS configuration of a class; `None` if its identity is still awaited, has been replaced by
+    /// another subject, or is configured no longer.
     pub fn tls(&self, class: Class) -> Option<Arc<ClientTls>> {
         let setup = self.setup.load();
         let shown = match class {
             Class::Identity(number) => {
-                let slot = setup.slots.iter().find(|slot| slot.number == number)?;
-                return slot.current.load().as_ref().map(|identity| Arc::clone(&identity.tls));
+                let mut loaded = setup.slots.iter().filter_map(|slot| slot.current.load_full());
+                let identity = loaded.find(|identity| identity.number == number)?;
+                return Some(Arc::clone(&identity.tls));
             }
             Class::Discovery => {
                 return self.discovery.load().as_ref().map(|shown| Arc::clone(&shown.tls));
@@ -336,8 +343,14 @@ impl Credentials {
         for slot in &setup.slots {
             match load_valid(&slot.paths) {
                 Ok(certificate) => {
+                    let before = slot.certificate().map(|info| info.subject);
+                    let before = before.filter(|before| *before != certificate.info.subject);
                     if self.show(slot, certificate) {
-                        events.push(Refreshed::Identity(Arc::clone(slot)));
+                        let slot = Arc::clone(slot);
+                        events.push(match before {
+                            Some(before) => Refreshed::Replaced(slot, before),
+                            None => Refreshed::Identity(slot),
+                        });
                     }
                 }
                 Err(error) => events.extend(slot.failed(&error).map(Refreshed::IdentityFailed)),
@@ -376,11 +389,13 @@ impl Credentials {
     }
 
     fn put(&self, slot: &Slot, certificate: Arc<LoadedCert>) {
+        let number = slot.number_of(&certificate.info.subject);
+        let number = number.unwrap_or_else(|| self.next_number.fetch_add(1, Ordering::Relaxed));
         // Where nobody is verified nobody is shown a certificate either; the rules of the
         // configuration keep identities away from there.
         slot.current.store(self.ca.load().as_ref().map(|ca| {
             let tls = Arc::new(client_tls(ca, Some(&certificate)));
-            Arc::new(Identity { certificate, tls })
+            Arc::new(Identity { number, certificate, tls })
         }));
     }
 }
@@ -393,7 +408,6 @@ fn prepare(
     upstream: &Upstream,
     identities: &[CertPaths],
     known: &[Arc<Slot>],
-    next_number: &AtomicUsize,
 ) -> Result<Prepared, TlsFileError> {
     let ca = upstream.tls.ca_file.as_deref().map(tls_files::load_ca).transpose()?;
     let mut slots = Vec::new();
@@ -406,7 +420,7 @@ fn prepare(
         };
         let slot = known.iter().find(|slot| slot.paths == *paths).cloned();
         slots.push(slot.unwrap_or_else(|| {
-            let slot = Slot::new(next_number.fetch_add(1, Ordering::Relaxed), paths);
+            let slot = Slot::new(paths);
             if let Some(error) = &missing {
                 slot.failed(error);
             }
@@ -477,6 +491,6 @@ fn by_protocol(mut config: ClientConfig, certificate: Option<&LoadedCert>) -> Cl
         h2: Arc::new(config),
         http1: Arc::new(http1),
         generation: GENERATION.fetch_add(1, Ordering::Relaxed),
-        certificate: certificate.map(|loaded| loaded.info.clone()),
+        certificate: certificate.map(|loaded| Arc::new(loaded.info.clone())),
     }
 }

@@ -22,6 +22,7 @@ use super::flow;
 use super::pool::{UNAVAILABLE_AFTER, Unavailable, Upstream, note_failure};
 use crate::net::read_ahead::ReadAhead;
 use crate::net::rewound::Rewound;
+use crate::net::tls_files::Subject;
 use crate::net::tracked::{Observer, Tracked};
 
 /// When the next endpoint is tried beside one that has not answered: twice what a dial waits
@@ -44,6 +45,7 @@ pub struct Http1 {
 }
 
 /// Opens a connection to the best endpoint, or to the next one where that fails or is slow.
+/// `proven` is the subject that the client has proven, where it goes upstream with a certificate;
 /// `load` says how much an endpoint has to do already.
 ///
 /// # Errors
@@ -51,9 +53,13 @@ pub struct Http1 {
 pub async fn open(
     upstream: &Upstream,
     class: Class,
+    proven: Option<&Subject>,
     load: impl Fn(&Arc<str>) -> usize,
 ) -> Result<Http1, Unavailable> {
     let tls = upstream.credentials.tls(class).ok_or(Unavailable::NoCredential)?;
+    if tls.certificate.as_ref().map(|shown| &shown.subject) != proven {
+        return Err(Unavailable::NoCredential);
+    }
     let config = upstream.config();
     let base = config.health.connect_timeout;
     let tunnel_dead_after = config.health.tunnel_dead_after;

@@ -337,12 +337,11 @@ impl Pool {
             match result {
                 Ok(established) => {
                     endpoint.metrics.dialled("ok");
-                    let serial = tls.certificate.as_ref().map(|info| info.serial.clone());
                     let connection = Connection::start(
                         established,
                         &endpoint,
                         class.class,
-                        (tls.generation, serial),
+                        &tls,
                         &pool.upstream.settings(),
                         Rc::clone(&pool.changed),
                     );

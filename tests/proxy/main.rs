@@ -13,6 +13,7 @@ mod limits;
 mod outage;
 mod own_errors;
 mod peer;
+mod proofs;
 mod rebalance;
 mod resuming;
 mod retry;

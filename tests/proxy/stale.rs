@@ -8,10 +8,11 @@ use jackstay::observe::{Metrics, Outcome};
 use jackstay::proxy::closing::Closer;
 use jackstay::proxy::forward::Outgoing;
 use jackstay::proxy::line::Line;
+use jackstay::proxy::peer::Proof;
 use jackstay::proxy::request_info::RequestInfo;
 use jackstay::proxy::upload;
 use jackstay::proxy::watch::request::Asked;
-use jackstay::upstream::credentials::Credentials;
+use jackstay::upstream::credentials::{Class, Credentials};
 use jackstay::upstream::endpoint::Endpoint;
 use jackstay::upstream::pool::{Need, Pool, Upstream};
 use jackstay::upstream::rebalance::Mover;
@@ -54,7 +55,7 @@ async fn counted() {
     let of_endpoint = metrics.endpoint(&upstream.name, &address.to_string());
     upstream.place(vec![Endpoint::new(&upstream.name, address, None, of_endpoint).unwrap()]);
     let pool = Pool::new(Arc::new(upstream));
-    let class = pool.class(pool.upstream().credentials.loaded()[0]);
+    let class = pool.class(Class::Token);
     let line = Rc::new(Line::new(Rc::clone(&pool), Arc::clone(&metrics), upload::room(&metrics)));
 
     let uri = format!("https://kubernetes.default.svc{MAPS}?watch=1&resourceVersion=5");
@@ -68,6 +69,7 @@ async fn counted() {
     let outgoing = Box::new(Outgoing {
         line,
         class: Rc::clone(&class),
+        proof: Proof::new(Class::Token, None),
         head: Request::from_parts(parts, ()),
         body: None,
         info,
@@ -77,7 +79,7 @@ async fn counted() {
     let answer = soon("an answer", outgoing.forward(Box::new(outcome))).await;
     let Ok(answer) = answer else { panic!("no answer") };
     let mut body = answer.into_body();
-    let permit = pool.acquire(&class, Need::default()).await.unwrap();
+    let permit = pool.acquire(&class, Need::of(None)).await.unwrap();
     let connections = [Rc::clone(permit.connection())];
 
     // The event, which lies before the bookmark in the same piece, so that both have been seen.

@@ -7,7 +7,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use jackstay::config::{self, AccessLog, CertPaths, Overrides};
 use jackstay::net::serving::{Prepared, ServingTls};
@@ -66,8 +66,15 @@ impl Ca {
     }
 
     fn issue(&self, file: &str, name: &str) {
+        self.issue_until(file, name, SystemTime::now() + Duration::from_secs(3600));
+    }
+
+    /// A certificate that expires then.
+    pub fn issue_until(&self, file: &str, name: &str, not_after: SystemTime) {
         let key = KeyPair::generate().unwrap();
         let mut params = CertificateParams::new(vec!["127.0.0.1".to_owned()]).unwrap();
+        let since_1970 = not_after.duration_since(SystemTime::UNIX_EPOCH).unwrap();
+        params.not_after = rcgen::date_time_ymd(1970, 1, 1) + since_1970;
         params.distinguished_name.push(DnType::CommonName, name);
         let certificate = params.signed_by(&key, &self.issuer).unwrap();
         let paths = self.paths(file);
@@ -264,7 +271,12 @@ impl Proxy {
 
     /// A client with the certificate of the configured identity.
     pub async fn node(&self, ca: &Ca) -> Talk {
-        self.connect(ca, Some(tls_files::load_cert(&ca.paths("node")).unwrap())).await
+        self.showing(ca, "node").await
+    }
+
+    /// A client with the certificate in this file.
+    pub async fn showing(&self, ca: &Ca, file: &str) -> Talk {
+        self.connect(ca, Some(tls_files::load_cert(&ca.paths(file)).unwrap())).await
     }
 
     async fn connect(&self, ca: &Ca, certificate: Option<tls_files::LoadedCert>) -> Talk {

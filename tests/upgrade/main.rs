@@ -3,6 +3,8 @@
 
 mod harness;
 
+use std::time::{Duration, SystemTime};
+
 use harness::{Ca, Peer, Proxy, nobody, run};
 use jackstay::demo::hole::Hole;
 use std::time::Duration;
@@ -14,7 +16,10 @@ const SWITCH: &str =
 
 /// An exec that has just been granted: the client's end and the apiserver's.
 async fn granted(ca: &Ca, peer: &Peer, proxy: &Proxy) -> (harness::Talk, harness::Talk) {
-    let mut client = proxy.client(ca).await;
+    granted_to(proxy.client(ca).await, peer).await
+}
+
+async fn granted_to(mut client: harness::Talk, peer: &Peer) -> (harness::Talk, harness::Talk) {
     client.say(&format!("{EXEC}\r\n")).await;
     let mut server = peer.accept().await;
     server.head().await;
@@ -418,6 +423,27 @@ fn a_drain_can_end_what_does_not_end() {
         let (mut client, mut server) = granted(&ca, &peer, &proxy).await;
         proxy.tunnels.end();
         tokio::join!(client.gone(), server.gone(), proxy.tunnels.closed());
+    });
+}
+
+#[test]
+fn tunnel_ends_when_the_client_certificate_that_opened_it_expires() {
+    run(async {
+        let ca = Ca::new();
+        let peer = Peer::start(&ca).await;
+        let proxy = Proxy::start(&ca, &[peer.address()]);
+        let expires = SystemTime::now() + Duration::from_secs(8);
+        ca.issue_until("brief", "system:node:n1", expires);
+        let client = proxy.showing(&ca, "brief").await;
+        let (mut client, mut server) = granted_to(client, &peer).await;
+        let (mut other, mut others_server) = granted_to(proxy.node(&ca).await, &peer).await;
+        client.say("ls").await;
+        server.hear("ls").await;
+        tokio::join!(client.gone(), server.gone());
+        assert!(SystemTime::now() > expires - Duration::from_secs(1), "not before its end");
+        assert_eq!(proxy.tunnels.open(), 1);
+        other.say("ls").await;
+        others_server.hear("ls").await;
     });
 }
 

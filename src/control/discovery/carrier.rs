@@ -157,7 +157,7 @@ impl Road {
         watch: bool,
     ) -> Result<(Permit, Response<RecvStream>), CarryError> {
         let class = self.pool.class(Class::Discovery);
-        let permit = self.pool.acquire(&class, Need { watch, ..Need::default() }).await;
+        let permit = self.pool.acquire(&class, Need { watch, ..Need::of(None) }).await;
         let mut permit = permit.map_err(|unavailable| match unavailable {
             Unavailable::Unreachable(why) => CarryError(format!("no apiserver: {why}")),
             Unavailable::Exhausted => CarryError("no free stream to an apiserver".into()),

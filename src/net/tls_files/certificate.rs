@@ -143,6 +143,13 @@ impl CertInfo {
     }
 }
 
+/// The first and the last moment at which a DER certificate is valid.
+pub fn validity(der: &CertificateDer<'_>) -> Result<(SystemTime, SystemTime), String> {
+    let certificate = parse(der)?;
+    let validity = certificate.validity();
+    Ok((system_time(validity.not_before), system_time(validity.not_after)))
+}
+
 /// Reads a DER certificate.
 pub fn cert_info(der: &CertificateDer<'_>) -> Result<CertInfo, String> {
     let certificate = parse(der)?;

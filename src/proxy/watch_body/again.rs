@@ -8,6 +8,7 @@ use http::Request;
 
 use crate::proxy::closing::Closing;
 use crate::proxy::line::Line;
+use crate::proxy::peer::Proof;
 use crate::proxy::watch::request::{Asked, reissued_query, with_query};
 use crate::proxy::watch::verdict::Reissue;
 use crate::upstream::connection::Connection;
@@ -21,6 +22,7 @@ const LONGEST_REST: Duration = Duration::from_secs(3600);
 pub(super) struct Again {
     pub(super) line: Rc<Line>,
     pub(super) class: Rc<ClassPool>,
+    pub(super) proof: Proof,
     pub(super) head: Request<()>,
     pub(super) asked: Asked,
     pub(super) closing: Closing,
@@ -43,6 +45,12 @@ impl Again {
         let mut head = self.head.clone();
         *head.uri_mut() = with_query(self.head.uri(), &query);
         head
+    }
+
+    /// Whether the connections of its class still have a credential: the file of an identity may name
+    /// another subject meanwhile.
+    pub(super) fn has_credential(&self) -> bool {
+        self.line.pool.upstream().credentials.tls(self.class.class()).is_some()
     }
 
     /// Whether there is an endpoint left to ask in this round.

@@ -22,10 +22,14 @@ const MAX_SILENCE: Duration = Duration::from_secs(30);
 
 impl WatchBody {
     pub(super) fn ask(&mut self, delay: Duration) {
+        if !self.again.has_credential() {
+            let why = "the identity of its client is configured no longer";
+            return self.give_up(self.relay.state().ending(), why);
+        }
         let now = std::time::Instant::now();
         let head = self.again.head(&self.relay.state().reissue(now));
         let line = Rc::clone(&self.again.line);
-        let class = Rc::clone(&self.again.class);
+        let (class, proof) = (Rc::clone(&self.again.class), self.again.proof.clone());
         let lost = self.again.lost.clone();
         let shunned = self.again.not_to_ask(now + delay);
         let refused = self.again.refused;
@@ -34,9 +38,11 @@ impl WatchBody {
         self.leg = Leg::Asking(Box::pin(async move {
             let attempt = async {
                 sleep(delay).await;
+                // Where it does not hold, the watch ends (`WatchBody::proof_ended`).
+                proof.confirmed().await;
                 let after = if refused { After::Refusal } else { After::Silence };
                 let after = lost.as_ref().map(after);
-                reissue(&line, &class, head, after, &shunned, limit).await
+                reissue(&line, (&class, &proof), head, after, &shunned, limit).await
             };
             tokio::select! {
                 answer = attempt => Some(answer),

@@ -8,7 +8,7 @@
 
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use http::header;
 use tokio::time::Instant;
@@ -55,6 +55,9 @@ impl WatchBody {
             Who::Silent | Who::Everyone => (state.reissue_to_flee(now), PATIENCE_UNWELL),
         };
         let Some(reissue) = reissue else { return };
+        if !self.again.proof.is_current(SystemTime::now()) {
+            return;
+        }
         let Some(targets) = connection.take_move() else { return };
         let head = self.again.head(&reissue);
         match who {
@@ -64,7 +67,8 @@ impl WatchBody {
         let pool = &self.again.line.pool;
         let mut others = pool.upstream().endpoints.load().to_vec();
         others.retain(|other| !targets.iter().any(|target| Arc::ptr_eq(other, target)));
-        let need = Need { watch: true, shun: &others, ..Need::default() };
+        let proven = self.again.proof.subject();
+        let need = Need { watch: true, shun: &others, ..Need::of(proven) };
         let Some(permit) = pool.try_acquire(&self.again.class, need) else { return };
         let line = Rc::clone(&self.again.line);
         let attempt =

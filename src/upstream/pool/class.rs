@@ -13,6 +13,7 @@ use tokio::time::Instant;
 
 use super::Upstream;
 use crate::config;
+use crate::net::tls_files::Subject;
 use crate::upstream::balance;
 use crate::upstream::connection::{Connection, Permit};
 use crate::upstream::credentials::Class;
@@ -38,7 +39,7 @@ const WAIT_LOOK: Duration = Duration::from_millis(200);
 const WATCH_SHARE: f64 = 0.9;
 
 /// What a request needs of the connection that it gets.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy)]
 pub struct Need<'a> {
     /// It is a watch: it keeps its stream for long.
     pub watch: bool,
@@ -50,6 +51,16 @@ pub struct Need<'a> {
     pub without: Option<Instant>,
     /// It waits on a connection that is in trouble, and another such one would help it no more.
     pub beside: bool,
+    /// The subject that its client has proven, where it goes upstream with a certificate.
+    pub proven: Option<&'a Subject>,
+}
+
+impl<'a> Need<'a> {
+    /// That of a request whose client has proven this subject, and of nothing else. There is no default,
+    /// so that no place is asked for without saying whose request it is for.
+    pub fn of(proven: Option<&'a Subject>) -> Self {
+        Self { watch: false, after: None, shun: &[], without: None, beside: false, proven }
+    }
 }
 
 /// A connection that has just failed a request.
@@ -169,6 +180,16 @@ impl ClassPool {
         let mut rng = self.rng.borrow_mut();
         let lot = rng.f64();
         let chosen = balance::pick(candidates, &mut rng, |c| c.cost(now, lot))?;
+        if !chosen.may_carry(need.proven) {
+            // A class has one subject, so this cannot be; if it is, no request may go there.
+            tracing::error!(
+                class = ?self.class,
+                endpoint = &*chosen.endpoint.label,
+                "connection refused to a request: it shows another subject than the client has proven"
+            );
+            debug_assert!(false, "a connection of another subject in {:?}", self.class);
+            return None;
+        }
         Some(chosen.reserve(need.watch, now))
     }
 

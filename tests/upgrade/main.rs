@@ -7,7 +7,6 @@ use std::time::{Duration, SystemTime};
 
 use harness::{Ca, Peer, Proxy, nobody, run};
 use jackstay::demo::hole::Hole;
-use std::time::Duration;
 
 const EXEC: &str = "POST /api/v1/namespaces/d/pods/p/exec?command=sh&stdin=true HTTP/1.1\r\n\
     Host: api.example:6443\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\nContent-Length: 0\r\n";

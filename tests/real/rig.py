@@ -345,7 +345,7 @@ table inet jackstay_rig {
         self.address_rule(address, hooks, directions, "")
 
     def drop_etcd(self, name):
-        """One apiserver loses its etcd: it answers PINGs, its /readyz fails and its requests hang."""
+        """One apiserver loses its etcd: it answers PINGs, its etcd check fails, and what its cache does not answer hangs."""
         self.nft(f"add rule inet jackstay_rig input ip daddr {ETCD[name]} tcp dport 2379 counter drop\n"
                  f"add rule inet jackstay_rig input ip saddr {ETCD[name]} tcp sport 2379 counter drop\n")
 

@@ -9,6 +9,7 @@ import socket
 import time
 from pathlib import Path
 
+from kubernetes import RELEASE
 from rig import ADDRESSES, LB, LB6, PORT, REPOSITORY, Jackstay, Process, log, sh, wait_for
 
 AWAY = "10.99.1.21"  # forwards to apiserver c, from a namespace of its own
@@ -21,7 +22,7 @@ def passthrough(rig, endpoints=None, port=7450, admin=9650, log_name="jackstay-l
 
     def l4(config):
         config["upstreams"][0]["tls"]["server_name"] = "kubernetes"
-        config["upstreams"][0]["health"] = {"readyz": {"interval": "1s", "cert_file": crt, "key_file": key}}
+        config["upstreams"][0]["health"] = {"readyz": {"path": RELEASE.etcd_check, "interval": "1s", "cert_file": crt, "key_file": key}}
         config["listeners"] = [{"name": "l4", "bind": [f"127.0.0.1:{port}"], "mode": "passthrough", "upstream": "control-plane", **listener}]
         if adapt:
             adapt(config)

@@ -258,7 +258,7 @@ class Faults(Loaded, unittest.TestCase):
         """An apiserver without its etcd lives, and answers nothing. Its watches hear of nothing either:
         they move away, and nobody notices."""
         def quick(config):
-            config["upstreams"][0]["health"] = {"readyz": {"interval": "1s", "fall": 2}}
+            config["upstreams"][0]["health"] = {"readyz": {"path": RELEASE.etcd_check, "interval": "1s", "fall": 2}}
         jackstay = Jackstay(self.rig, [self.rig.admin_cert, self.rig.load_cert], adapt=quick, log_name="jackstay-readyz", port=7444, admin=9644)
         self.addCleanup(jackstay.process.stop, signal.SIGKILL)
         jackstay.start()
@@ -275,7 +275,7 @@ class Faults(Loaded, unittest.TestCase):
         def degraded():
             states = [k for k, v in jackstay.metrics().items() if k.startswith("jackstay_endpoint_state") and v and "degraded" in k]
             self.assertEqual([victim[0].address in k for k in states], [True], states)
-        self.strike("/readyz fails and requests hang on one", lose_etcd, server=jackstay.server, meanwhile=degraded, slowest_read=3.5)
+        self.strike("the readiness check fails and writes hang on one", lose_etcd, server=jackstay.server, meanwhile=degraded, slowest_read=3.5)
         self.assertNotIn("panicked", jackstay.process.logfile.read_text(errors="replace"))
 
     def ejections(self):

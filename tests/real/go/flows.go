@@ -172,7 +172,7 @@ func (f *flow) once(ctx context.Context, path string, turn int, opened func()) e
 	start := time.Now()
 	switch f.Kind {
 	case "idle-watch", "busy-watch":
-		return f.watch(ctx, path+"?watch=true&timeoutSeconds=3600&fieldSelector=metadata.name%3D"+strings.TrimSuffix(f.Kind, "-watch"), opened)
+		return f.watch(ctx, path+"?watch=true&timeoutSeconds=3600&resourceVersion=0&fieldSelector=metadata.name%3D"+strings.TrimSuffix(f.Kind, "-watch"), opened)
 	case "fresh":
 		defer f.client.http.CloseIdleConnections()
 		fallthrough

@@ -430,6 +430,14 @@ fn kubeconfig_verifies_a_name_that_each_certificate_holds() {
     assert_eq!(moved.str("tls-server-name"), Some("kubernetes"), "{said}");
     assert!(!said.contains("was not looked at"), "{said}");
 
+    // One that does not answer is said to be unknown, and changes nothing.
+    three.servers[2].kill();
+    let more = ["--out", "again/k", "--upstream", &b, "--upstream", &c];
+    let said = three.home.online(&[&["--mode", "passthrough"][..], &more].concat());
+    assert!(said.contains(&format!("note: the certificate of {c} was not looked at: ")), "{said}");
+    let moved = cluster(&three.home.tree("again/k"));
+    assert_eq!(moved.str("tls-server-name"), Some("kubernetes"), "{said}");
+
     // Without an address in the certificates, what they share.
     let named = Three::start(&["kubernetes"]);
     let other = named.home.pki.server_for(&["kubernetes"], PkiValidity::usual()).unwrap();
@@ -488,7 +496,7 @@ fn kubeconfig_runs_an_exec_plugin_only_for_discover() {
     let plugin = three.home.write(
         "plugin",
         &format!(
-            "#!/bin/sh\ntouch {}\ncat <<'END'\n{}\nEND\n",
+            "#!/bin/sh\necho ran >> {}\ncat <<'END'\n{}\nEND\n",
             traces.display(),
             serde_json::json!({ "apiVersion": "client.authentication.k8s.io/v1",
                 "kind": "ExecCredential", "status": {
@@ -507,7 +515,7 @@ fn kubeconfig_runs_an_exec_plugin_only_for_discover() {
     assert!(!traces.exists(), "it ran unasked: {said}");
     assert!(said.contains("is run by --discover only"), "{said}");
     three.home.online(&["--mode", "passthrough", "--discover", "--force"]);
-    assert!(traces.exists());
+    assert_eq!(fs::read_to_string(&traces).unwrap(), "ran\n", "once");
     assert_eq!(three.endpoints(), [three.address(0), three.address(1)]);
 }
 

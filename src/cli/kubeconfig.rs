@@ -68,7 +68,7 @@ pub(super) struct KubeconfigArgs {
     /// the user's credential; an exec plugin is run for it.
     #[arg(long, conflicts_with_all = ["offline", "revert", "local_ca"])]
     discover: bool,
-    /// Connect to nothing: certificates are not apiservers at, the cluster is not asked.
+    /// Connect to nothing: certificates are not looked at, the cluster is not asked.
     #[arg(long)]
     offline: bool,
     /// The cluster's CA, where the kubeconfig names none.

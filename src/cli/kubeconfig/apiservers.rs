@@ -66,7 +66,7 @@ pub(super) fn find(
     }
     for (address, why) in &seen.unseen {
         found.notes.push(if *address == own || found.upstreams.contains(address) {
-            format!("the certificate of {address} was not found at: {why}")
+            format!("the certificate of {address} was not looked at: {why}")
         } else {
             format!("{address} is an apiserver of the cluster and was left out: {why}")
         });
@@ -113,7 +113,9 @@ fn survey_apiservers(
     if access.insecure {
         return nothing("the cluster's server is not verified, no credential is sent to it");
     }
-    let plugins = if args.discover { ExecPlugins::Run } else { ExecPlugins::Leave };
+    // Once: the certificates alone need no credential.
+    let runs = args.discover && asks;
+    let plugins = if runs { ExecPlugins::Run } else { ExecPlugins::Leave };
     // An upstream that is no address is reported with the configuration.
     let others: Vec<Server> = upstreams.iter().filter_map(|u| Server::parse(u).ok()).collect();
     let mut notes = Vec::new();

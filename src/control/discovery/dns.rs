@@ -5,6 +5,11 @@
 //! time to live is over, within bounds, and at once when `/etc/hosts` or `/etc/resolv.conf` change.
 //! What was known stays for as long as there is no better answer; an answer without addresses is
 //! none. There is no fallback to name servers that nobody configured.
+//!
+//! A name server may answer each question with another subset of the addresses (round robin with a
+//! limit, an answer cut to fit a datagram). So an address that an answer leaves out stays for three
+//! times its time to live after the last answer that named it, if it is usable; one that is not
+//! usable leaves at once. `/etc/hosts` names all addresses: what it leaves out leaves at once.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -37,6 +42,8 @@ use crate::upstream::sources::Source;
 /// of a day not a day of blindness.
 const TTL_MIN: Duration = Duration::from_secs(5);
 const TTL_MAX: Duration = Duration::from_secs(300);
+/// Times to live for which a usable address stays that answers leave out.
+const ABSENT_TTLS: u32 = 3;
 /// Bounds of the pause after a failure.
 const RETRY_MIN: Duration = Duration::from_secs(1);
 const RETRY_MAX: Duration = Duration::from_secs(30);
@@ -70,15 +77,24 @@ impl Default for System {
 /// What is known of a name.
 #[derive(Debug, Clone, Default)]
 struct Known {
-    v4: Vec<IpAddr>,
-    v6: Vec<IpAddr>,
+    v4: Vec<Address>,
+    v6: Vec<Address>,
     error: Option<String>,
 }
 
 impl Known {
     fn addresses(&self) -> impl Iterator<Item = IpAddr> {
-        self.v4.iter().chain(&self.v6).copied()
+        self.v4.iter().chain(&self.v6).map(|address| address.ip)
     }
+}
+
+/// An address of a name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Address {
+    ip: IpAddr,
+    /// How long it stays although answers leave it out; `None`: it was found before this task
+    /// began, and the first answer sets the time.
+    until: Option<Instant>,
 }
 
 struct Names {
@@ -126,7 +142,8 @@ fn known_of(hosts: &[String], board: &Board) -> BTreeMap<String, Known> {
         // Once for each port.
         ips.sort_unstable();
         ips.dedup();
-        let (v4, v6) = ips.into_iter().partition(IpAddr::is_ipv4);
+        let found = ips.into_iter().map(|ip| Address { ip, until: None });
+        let (v4, v6) = found.partition(|address| address.ip.is_ipv4());
         (host.clone(), Known { v4, v6, error: None })
     };
     board.with(|answers, _| {
@@ -144,7 +161,8 @@ impl Names {
             again.as_mut().enable();
             let found = look_up(&host, &self.system).await;
             let mut known = self.known.borrow().get(&host).cloned().unwrap_or_default();
-            let pause = take(&mut known, found, &mut failures);
+            let usable = |ip| self.is_usable(&host, ip);
+            let pause = take(&mut known, found, &mut failures, &usable, Instant::now());
             self.known.borrow_mut().insert(host.clone(), known);
             self.say();
             tokio::select! {
@@ -152,6 +170,17 @@ impl Names {
                 () = again => {}
             }
         }
+    }
+
+    /// Whether an address of `host` is the address of an endpoint that serves now.
+    fn is_usable(&self, host: &str, ip: IpAddr) -> bool {
+        let ports: Vec<u16> =
+            self.wanted.iter().filter(|name| name.host == host).map(|name| name.port).collect();
+        self.board.upstream().endpoints.load().iter().any(|endpoint| {
+            ports.contains(&endpoint.address.port)
+                && endpoint.address.host.parse() == Ok(ip)
+                && endpoint.is_usable()
+        })
     }
 
     /// Tells the board all that is known.
@@ -195,11 +224,20 @@ struct Found {
     v4: Result<Vec<IpAddr>, String>,
     v6: Result<Vec<IpAddr>, String>,
     ttl: Duration,
+    /// It names all addresses there are, not a subset of them.
+    complete: bool,
 }
 
 /// Takes in what was found and says when to ask again. A family that could not be asked keeps what
-/// it had; so do both if neither has an address.
-fn take(known: &mut Known, found: Found, failures: &mut u32) -> Duration {
+/// it had; so do both if neither has an address. `usable` says which addresses serve now.
+fn take(
+    known: &mut Known,
+    found: Found,
+    failures: &mut u32,
+    usable: &dyn Fn(IpAddr) -> bool,
+    now: Instant,
+) -> Duration {
+    let ttl = found.ttl.clamp(TTL_MIN, TTL_MAX);
     let empty = |family: &Result<Vec<IpAddr>, String>| family.as_ref().is_ok_and(Vec::is_empty);
     known.error = match (&found.v4, &found.v6) {
         (Err(why), _) | (_, Err(why)) => Some(why.clone()),
@@ -208,26 +246,50 @@ fn take(known: &mut Known, found: Found, failures: &mut u32) -> Duration {
     };
     let any = [&found.v4, &found.v6].iter().any(|f| f.as_ref().is_ok_and(|f| !f.is_empty()));
     if any {
-        known.v4 = found.v4.unwrap_or_else(|_| std::mem::take(&mut known.v4));
-        known.v6 = found.v6.unwrap_or_else(|_| std::mem::take(&mut known.v6));
+        let until = now + ttl * ABSENT_TTLS;
+        let stays = |address: &Address| !found.complete && usable(address.ip);
+        for (family, named) in [(&mut known.v4, found.v4), (&mut known.v6, found.v6)] {
+            if let Ok(named) = named {
+                replace(family, &named, until, now, &stays);
+            }
+        }
     }
     if known.error.is_none() {
         *failures = 0;
-        return found.ttl.clamp(TTL_MIN, TTL_MAX);
+        return ttl;
     }
     *failures = failures.saturating_add(1);
     RETRY_MIN.saturating_mul(1 << failures.saturating_sub(1).min(8)).min(RETRY_MAX)
 }
 
+/// Puts the addresses that an answer names into a family, and leaves those in it that it leaves out
+/// and that `stays` admits, until their time is over.
+fn replace(
+    family: &mut Vec<Address>,
+    named: &[IpAddr],
+    until: Instant,
+    now: Instant,
+    stays: &dyn Fn(&Address) -> bool,
+) {
+    let absent: Vec<Address> = family
+        .iter()
+        .map(|known| Address { until: known.until.or(Some(until)), ..*known })
+        .filter(|known| !named.contains(&known.ip) && known.until > Some(now) && stays(known))
+        .collect();
+    let named = named.iter().map(|ip| Address { ip: *ip, until: Some(until) });
+    *family = named.chain(absent).collect();
+}
+
 async fn look_up(host: &str, system: &System) -> Found {
     if host.ends_with(".localhost") {
         let (v4, v6) = (Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into());
-        return Found { v4: Ok(vec![v4]), v6: Ok(vec![v6]), ttl: TTL_MAX };
+        return Found { v4: Ok(vec![v4]), v6: Ok(vec![v6]), ttl: TTL_MAX, complete: true };
     }
     if let Some((v4, v6)) = in_hosts(host, system) {
-        return Found { v4: Ok(v4), v6: Ok(v6), ttl: TTL_MAX };
+        return Found { v4: Ok(v4), v6: Ok(v6), ttl: TTL_MAX, complete: true };
     }
-    let failed = |why: String| Found { v4: Err(why.clone()), v6: Err(why), ttl: TTL_MIN };
+    let failed =
+        |why: String| Found { v4: Err(why.clone()), v6: Err(why), ttl: TTL_MIN, complete: false };
     let resolver = match resolver(system) {
         Ok(resolver) => resolver,
         Err(why) => return failed(why),
@@ -250,7 +312,7 @@ async fn look_up(host: &str, system: &System) -> Found {
         Err(error) => Err(error.to_string()),
     };
     let (v4, v6) = (family(v4), family(v6));
-    Found { v4, v6, ttl }
+    Found { v4, v6, ttl, complete: false }
 }
 
 /// The addresses in `/etc/hosts`, if it has any. A file that is not there has none.

@@ -174,11 +174,12 @@ async fn files_of_the_system_that_are_strange() {
 fn what_is_known_stays_until_there_is_something_better() {
     let found = |v4: Result<&[&str], &str>, v6: Result<&[&str], &str>| {
         let family = |f: Result<&[&str], &str>| f.map(ips).map_err(str::to_owned);
-        Found { v4: family(v4), v6: family(v6), ttl: Duration::from_secs(60) }
+        Found { v4: family(v4), v6: family(v6), ttl: Duration::from_secs(60), complete: false }
     };
     let mut known = Known::default();
-    let mut failures = 0;
-    let mut next = |known: &mut Known, found| take(known, found, &mut failures).as_secs();
+    let (mut failures, now) = (0, Instant::now());
+    let mut next =
+        |known: &mut Known, found| take(known, found, &mut failures, &|_| false, now).as_secs();
     assert_eq!(next(&mut known, found(Ok(&["10.0.0.1"]), Ok(&["fd00::1"]))), 60);
     // One family fails: it keeps what it had, and is asked for again soon.
     assert_eq!(next(&mut known, found(Ok(&["10.0.0.2"]), Err("timed out"))), 1);
@@ -198,6 +199,113 @@ fn what_is_known_stays_until_there_is_something_better() {
     assert_eq!(next(&mut known, quick), 5, "a TTL of 0 is no flood");
     let slow = Found { ttl: Duration::from_secs(86_400), ..found(Ok(&["10.0.0.1"]), Ok(&[])) };
     assert_eq!(next(&mut known, slow), 300, "a TTL of a day is no blindness");
+}
+
+/// One answer a TTL, each time: who is left out stays while it is usable, for three of them.
+#[tokio::test(start_paused = true)]
+async fn answers_that_rotate_subsets_keep_usable_addresses_for_three_ttls() {
+    const TTL: Duration = Duration::from_secs(60);
+    let all = ips(&["10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4"]);
+    let (mut known, mut failures) = (Known::default(), 0);
+    let mut answer = |known: &mut Known, v4: &[IpAddr], usable: &dyn Fn(IpAddr) -> bool| {
+        let found = Found { v4: Ok(v4.to_vec()), v6: Ok(vec![]), ttl: TTL, complete: false };
+        assert_eq!(take(known, found, &mut failures, usable, Instant::now()), TTL);
+        let mut set: Vec<_> = known.addresses().collect();
+        set.sort_unstable();
+        set
+    };
+    // Two of four, another pair each time: all are known after two answers, and then for ever.
+    for turn in 0..20 {
+        let pair = if turn % 2 == 0 { &all[..2] } else { &all[2..] };
+        let set = answer(&mut known, pair, &|_| true);
+        assert_eq!(set, if turn == 0 { &all[..2] } else { &all[..] }, "turn {turn}");
+        tokio::time::advance(TTL).await;
+    }
+    // .3 and .4 are named no more. They were named one TTL ago; three TTLs after that they leave.
+    let unnamed = [4, 4, 2, 2].map(|count| &all[..count]);
+    for (turn, expected) in unnamed.into_iter().enumerate() {
+        assert_eq!(answer(&mut known, &all[..2], &|_| true), expected, "turn {turn}");
+        tokio::time::advance(TTL).await;
+    }
+    // .2 is left out, and nothing can be reached there.
+    assert_eq!(answer(&mut known, &all[..1], &|ip| ip != all[1]), &all[..1]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_address_that_was_known_before_the_task_began_stays_for_three_ttls_too() {
+    let before = Address { ip: ips(&["10.0.0.2"])[0], until: None };
+    let mut known = Known { v4: vec![before], ..Known::default() };
+    let mut failures = 0;
+    for expected in [2, 2, 2, 1] {
+        let ttl = Duration::from_secs(60);
+        let found = Found { v4: Ok(ips(&["10.0.0.1"])), v6: Ok(vec![]), ttl, complete: false };
+        take(&mut known, found, &mut failures, &|_| true, Instant::now());
+        assert_eq!(known.v4.len(), expected);
+        tokio::time::advance(ttl).await;
+    }
+}
+
+/// The hosts file is edited by the operator: what it no longer has is meant to be gone.
+#[test]
+fn what_the_hosts_file_leaves_out_leaves_at_once() {
+    let now = Instant::now();
+    let mut known = Known::default();
+    for (v4, complete) in [(["10.0.0.1"], false), (["10.0.0.2"], true)] {
+        let ttl = Duration::from_secs(60);
+        let found = Found { v4: Ok(ips(&v4)), v6: Ok(vec![]), ttl, complete };
+        take(&mut known, found, &mut 0, &|_| true, now);
+        assert_eq!(known.addresses().collect::<Vec<_>>(), ips(&v4));
+    }
+}
+
+#[tokio::test]
+async fn the_board_keeps_an_address_left_out_while_its_endpoint_is_usable() {
+    let world = World::new();
+    world.say("api.example.com", &["10.0.0.1", "10.0.0.2", "10.0.0.3"], 60);
+    let config = crate::control::discovery::tests::config();
+    let credentials = Credentials::load(&config, &[]).unwrap();
+    let upstream = Arc::new(Upstream::new(config, credentials, &Metrics::new()));
+    let board = Board::new(Arc::clone(&upstream), Box::new(Own::default));
+    let names = vec![EndpointAddress { host: "api.example.com".into(), port: 6443 }];
+    let becomes = async |hosts: &[&str]| loop {
+        let mut now: Vec<_> = board.with(|answers, _| {
+            let entries = answers.get(&Source::Dns).map_or(&[][..], |answer| &answer.entries);
+            entries.iter().map(|entry| entry.address.host.clone()).collect()
+        });
+        now.sort();
+        if now == hosts {
+            break;
+        }
+        board.changed().await;
+    };
+    let test = async {
+        let task = follow(names, world.system.clone(), Rc::clone(&board));
+        let task = tokio::task::spawn_local(task);
+        becomes(&["10.0.0.1", "10.0.0.2", "10.0.0.3"]).await;
+        let members: Vec<_> = board.with(|answers, _| {
+            let entries = answers[&Source::Dns].entries.iter();
+            let member = |entry: &Entry| crate::control::members::Member {
+                address: entry.address.clone(),
+                server_name: entry.server_name.clone(),
+                fallback: false,
+            };
+            entries.map(member).collect()
+        });
+        crate::control::members::place(&upstream, &members);
+        for endpoint in upstream.endpoints.load().iter() {
+            if endpoint.address.host != "10.0.0.3" {
+                endpoint.connected();
+                endpoint.readyz_ok();
+            }
+        }
+        world.say("api.example.com", &["10.0.0.1"], 60);
+        tokio::time::pause();
+        tokio::time::advance(Duration::from_secs(67)).await;
+        tokio::time::resume();
+        becomes(&["10.0.0.1", "10.0.0.2"]).await;
+        task.abort();
+    };
+    LocalSet::new().run_until(test).await;
 }
 
 #[tokio::test]

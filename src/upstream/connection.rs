@@ -132,6 +132,8 @@ pub struct Connection {
     close: Cell<Option<&'static str>>,
     /// What can go on elsewhere should.
     leave: Cell<bool>,
+    /// Its end is no event.
+    end_expected: Cell<bool>,
     /// What its watches are asked for.
     pub(super) offers: Offers,
     /// Told on every change of state: requests that wait on it, and the pool.
@@ -205,6 +207,7 @@ impl Connection {
             driver: RefCell::new(None),
             close: Cell::new(None),
             leave: Cell::new(false),
+            end_expected: Cell::new(false),
             offers: Offers::default(),
             changed: Notify::new(),
             pool,
@@ -361,6 +364,12 @@ impl Connection {
         }
     }
 
+    /// Its end is a matter of course from now on, whoever brings it about: no event, and no sign that
+    /// the endpoint ends.
+    pub fn expect_end(&self) {
+        self.end_expected.set(true);
+    }
+
     /// Closes now, whatever runs on it.
     pub fn close(&self, why: &'static str) {
         self.close.set(Some(why));
@@ -399,6 +408,19 @@ impl Connection {
         match life {
             Life::Dead => drop(self.gauge.take()),
             _ => self.gauge.borrow_mut().iter_mut().for_each(|gauge| gauge.set(life.as_str())),
+        }
+        if self.end_expected.get() {
+            tracing::debug!(
+                upstream = &*self.endpoint.upstream,
+                endpoint = &*self.endpoint.label,
+                from = before.as_str(),
+                to = life.as_str(),
+                reason = why,
+                "connection ends as expected"
+            );
+            self.changed.notify_waiters();
+            self.pool.notify_waiters();
+            return;
         }
         let local = self.stats.local.map_or_else(String::new, |local| format!(" from {local}"));
         let change = Change {

@@ -3,7 +3,7 @@
 //! | state | enters when | effect |
 //! |---|---|---|
 //! | connecting | nothing is known yet | tried |
-//! | ready | connected, and `/readyz` says ok | first choice |
+//! | ready | connected, and `/readyz` says ok, or there is no credential to ask it with | first choice |
 //! | degraded | connected, but `/readyz` fails | no new request while another is ready; nothing is cut, watches move away ([`super::flight`]) |
 //! | suspect | connected, but no connection has had its PING answered for 500 ms | no new request while another is there; tried by a fresh connect |
 //! | ejected | none of its connections is live and a fresh connect failed | probed with jittered backoff |
@@ -305,6 +305,7 @@ impl Endpoint {
             fallback: self.is_fallback(),
             state: self.state().as_str(),
             usable,
+            readiness: facts.readiness(),
             reason: facts.reason.clone(),
             since: Utc(facts.since).seconds(),
             last_ejection: facts

@@ -95,13 +95,6 @@ impl Upstream {
         }
     }
 
-    /// Whether its endpoints are asked for `/readyz`. Where nothing but passthrough leads there and
-    /// nobody gave us a credential they are not: an anonymous question tells little, and makes the
-    /// apiserver close the connection that it came on.
-    pub fn asks_readyz(&self) -> bool {
-        self.config().used_by.terminate || self.has_probe_credential()
-    }
-
     /// Whether `/readyz` is asked with a credential.
     pub fn has_probe_credential(&self) -> bool {
         self.credentials.probe_token().is_some_and(|token| token.header().is_some())

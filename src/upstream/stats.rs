@@ -99,6 +99,8 @@ pub struct EndpointStatus {
     pub state: &'static str,
     /// Whether requests get an answer there.
     pub usable: bool,
+    /// What its `/readyz` says: `ok`, `failing` or `unknown`.
+    pub readiness: &'static str,
     /// Why.
     pub reason: String,
     /// Since when, RFC 3339.

@@ -21,6 +21,7 @@ mod silence;
 mod sparing;
 mod stale;
 mod streams;
+mod token_users;
 mod too_old;
 mod unwell;
 mod watches;

@@ -143,7 +143,7 @@ where
             && let Poll::Ready(Err(error)) = goaway.poll_ready(cx)
         {
             self.health.drain();
-            if self.this.class == Class::Probe {
+            if self.says_goodbye() {
                 self.this.endpoint.said_goodbye();
             }
             self.this.enter(Life::Draining, &format!("GOAWAY: {error}"));
@@ -153,7 +153,7 @@ where
     /// A connection without streams, as the prober's mostly is, h2 ends in the same turn in which
     /// the GOAWAY comes.
     fn note_last_words(&self, cx: &mut Context<'_>, goaway: &mut SendRequest<Bytes>) {
-        if self.this.class == Class::Probe
+        if self.says_goodbye()
             && matches!(self.this.life.get(), Life::Live | Life::Suspect)
             && let Poll::Ready(Err(error)) = goaway.poll_ready(cx)
             && error.is_go_away()
@@ -161,6 +161,11 @@ where
         {
             self.this.endpoint.said_goodbye();
         }
+    }
+
+    /// Whether a GOAWAY here means that the endpoint ends.
+    fn says_goodbye(&self) -> bool {
+        self.this.class == Class::Probe && !self.this.end_expected.get()
     }
 
     fn note_pong(&mut self) {

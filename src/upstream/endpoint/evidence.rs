@@ -58,7 +58,8 @@ impl Endpoint {
         self.update(|facts| facts.readyz = Readyz::Failing(why.to_owned()));
     }
 
-    /// Nobody will ask for `/readyz`: being up is all that is known.
+    /// `/readyz` cannot be asked, or its answer is not told: that the endpoint lives is all that is
+    /// known, and makes it ready.
     pub fn readyz_not_asked(&self, why: &'static str) {
         self.update(|facts| facts.readyz = Readyz::NotAsked(why));
     }

@@ -228,9 +228,21 @@ impl Facts {
         self.lost = None;
         self.course = Course::Alive;
         if self.transport != Transport::Up {
-            // What was known of its readiness was known of an earlier life.
-            self.readyz = Readyz::Unknown;
+            // What was known of its readiness was known of an earlier life. That it is not asked
+            // holds for this one too.
+            if !matches!(self.readyz, Readyz::NotAsked(_)) {
+                self.readyz = Readyz::Unknown;
+            }
             self.transport = Transport::Up;
+        }
+    }
+
+    /// What is known of its readiness, for `/status`.
+    pub(super) fn readiness(&self) -> &'static str {
+        match (&self.transport, &self.readyz) {
+            (Transport::Up, Readyz::Ok) => "ok",
+            (Transport::Up, Readyz::Failing(_)) => "failing",
+            _ => "unknown",
         }
     }
 

@@ -1,0 +1,88 @@
+//! The prober's own connections: how they are opened, and when they can be asked on.
+
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep};
+
+use crate::control::witness::Witness;
+use crate::upstream::connection::Connection;
+use crate::upstream::credentials::Class;
+use crate::upstream::dial::dial_h2;
+use crate::upstream::endpoint::{ConnectFailure, Endpoint};
+use crate::upstream::health::Life;
+use crate::upstream::pool::{Upstream, note_failure};
+
+/// Pause between two handshakes with a server that does not speak HTTP/2, so that there is no
+/// connection to listen to.
+const HANDSHAKE_INTERVAL: Duration = Duration::from_secs(1);
+/// How often a disconnected prober looks whether it may connect.
+const RECONNECT_TICK: Duration = Duration::from_millis(50);
+
+/// The prober's connection: it drains when this is dropped, since no pool closes it.
+pub struct Own(pub Rc<Connection>);
+
+impl std::ops::Deref for Own {
+    type Target = Rc<Connection>;
+
+    fn deref(&self) -> &Rc<Connection> {
+        &self.0
+    }
+}
+
+impl Drop for Own {
+    fn drop(&mut self) {
+        self.0.drain("no longer probed");
+    }
+}
+
+/// Whether a connection can be asked on, and shows the certificate that is in use now.
+pub fn is_current(upstream: &Upstream, connection: &Connection) -> bool {
+    let generation = upstream.credentials.tls(Class::Probe).map(|tls| tls.generation);
+    let current = generation == Some(connection.generation);
+    if !current {
+        connection.drain("certificate rotated");
+    }
+    current && connection.life() == Life::Live
+}
+
+/// Waits until a connection takes no new streams any more.
+pub async fn gone(connection: &Connection) {
+    while connection.life() == Life::Live || connection.life() == Life::Suspect {
+        connection.changed().await;
+    }
+}
+
+/// Connects; `None` after an attempt that failed, or where it is not the time for one.
+pub async fn connect(
+    upstream: &Arc<Upstream>,
+    endpoint: &Arc<Endpoint>,
+    witness: &Witness,
+) -> Option<Rc<Connection>> {
+    let tls = upstream.credentials.tls(Class::Probe)?;
+    if !endpoint.may_connect(!upstream.is_usable(), Instant::now()) {
+        sleep(RECONNECT_TICK).await;
+        return None;
+    }
+    let limit = endpoint.connect_timeout(upstream.config().health.connect_timeout);
+    match dial_h2(&upstream.outgoing(), endpoint, &tls.h2, limit).await {
+        Ok(established) => {
+            endpoint.metrics.dialled("ok");
+            Some(witness.start(established, upstream, endpoint, &tls))
+        }
+        Err(ConnectFailure::NoH2(_)) if !upstream.config().used_by.terminate => {
+            // Good enough for whoever passes connections through: TLS was done.
+            endpoint.metrics.dialled("ok");
+            endpoint.connected();
+            endpoint.readyz_not_asked("TLS handshake only: it does not speak HTTP/2 by ALPN");
+            sleep(HANDSHAKE_INTERVAL).await;
+            None
+        }
+        Err(failure) => {
+            note_failure(endpoint, &failure);
+            endpoint.connect_failed(failure, Instant::now());
+            None
+        }
+    }
+}

@@ -1,0 +1,119 @@
+//! One question for `/readyz` on a connection, and what its answer says.
+
+use std::rc::Rc;
+use std::sync::Arc;
+
+use bytes::{Bytes, BytesMut};
+use http::{HeaderValue, Request, StatusCode, header};
+use tokio::time::{Instant, timeout};
+
+use crate::config::Readyz;
+use crate::upstream::connection::Connection;
+use crate::upstream::endpoint::Endpoint;
+use crate::upstream::health::Life;
+use crate::upstream::pool::Upstream;
+use crate::upstream::readyz::failed_checks;
+
+/// Bytes of an answer that are read to tell what failed.
+const MAX_ANSWER: usize = 16 * 1024;
+
+/// What a probe found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Finding {
+    /// It is ready, or will not tell us.
+    Ready,
+    /// It is not, in these words.
+    NotReady(String),
+    /// The connection was lost: a matter of transport, not of readiness.
+    Lost,
+}
+
+/// Asks on `connection`, with `token` if there is one.
+pub async fn ask(
+    connection: &Rc<Connection>,
+    config: &Readyz,
+    token: Option<HeaderValue>,
+) -> Finding {
+    match timeout(config.timeout, exchange(connection, config, token)).await {
+        Ok(Ok(finding)) => finding,
+        // No answer in time: unwell if its connection lives, else the connection's own matter.
+        Err(_) if connection.life() == Life::Live => Finding::NotReady(format!(
+            "{} not answered within {} ms",
+            config.path,
+            config.timeout.as_millis()
+        )),
+        Ok(Err(_)) | Err(_) => Finding::Lost,
+    }
+}
+
+/// No verdict yet, but whether the others are any better is worth knowing now, once: watches may
+/// want to move there.
+pub fn doubt(upstream: &Upstream, endpoint: &Arc<Endpoint>) {
+    if !endpoint.readyz_doubted(Instant::now()) {
+        return;
+    }
+    for other in upstream.endpoints.load().iter().filter(|other| !Arc::ptr_eq(other, endpoint)) {
+        other.prove_soon();
+    }
+}
+
+async fn exchange(
+    connection: &Rc<Connection>,
+    config: &Readyz,
+    token: Option<HeaderValue>,
+) -> Result<Finding, h2::Error> {
+    let mut request = Request::new(());
+    let target = format!("https://kubernetes.default.svc{}", config.path);
+    *request.uri_mut() = target.parse().unwrap_or_default();
+    let headers = request.headers_mut();
+    headers.insert(header::USER_AGENT, HeaderValue::from_static("jackstay-readyz"));
+    if let Some(token) = token {
+        headers.insert(header::AUTHORIZATION, token);
+    }
+    let mut permit = connection.reserve(false, Instant::now());
+    let (response, _) = permit.open(request, true)?;
+    let response = response.await?;
+    permit.head_arrived(Instant::now());
+    let status = response.status();
+    let mut recv = response.into_body();
+    let mut body = BytesMut::new();
+    while let Some(data) = recv.data().await {
+        let data: Bytes = data?;
+        let _ = recv.flow_control().release_capacity(data.len());
+        if body.len() < MAX_ANSWER {
+            body.extend_from_slice(&data);
+        }
+    }
+    permit.finished();
+    Ok(judge(status, &String::from_utf8_lossy(&body), &config.path))
+}
+
+/// What an answer says. 401 and 403 say that we may not know, which is no reason to avoid it.
+pub fn judge(status: StatusCode, body: &str, path: &str) -> Finding {
+    match status {
+        StatusCode::OK | StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => Finding::Ready,
+        _ => {
+            let detail = failed_checks(body);
+            Finding::NotReady(format!("{path} answers {}{detail}", status.as_u16()))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn answers() {
+        let judge =
+            |code: u16, body: &str| judge(StatusCode::from_u16(code).unwrap(), body, "/readyz");
+        assert_eq!(judge(200, "ok"), Finding::Ready);
+        assert_eq!(judge(401, ""), Finding::Ready);
+        assert_eq!(judge(403, ""), Finding::Ready);
+        assert_eq!(
+            judge(500, "[+]ping ok\n[-]etcd failed: reason withheld\nreadyz check failed"),
+            Finding::NotReady("/readyz answers 500: etcd".into())
+        );
+        assert_eq!(judge(404, "no"), Finding::NotReady("/readyz answers 404".into()));
+    }
+}

@@ -235,7 +235,7 @@ impl Control {
             Err(errors) => Outcome::Failed { errors },
         };
         let attempt = Attempt::new(trigger, outcome);
-        attempt.tell(self.metrics.events());
+        attempt.tell(self.facts.last_reload().as_ref(), self.metrics.events());
         self.metrics.config_reloaded(attempt.is_ok());
         self.facts.reloaded(attempt.clone());
         // Also after one that failed: what serves is ready.

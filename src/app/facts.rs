@@ -126,6 +126,11 @@ impl Facts {
         self.shown.store(Arc::new(Shown::new(built, &self.metrics)));
     }
 
+    /// The latest reload.
+    pub fn last_reload(&self) -> Option<Attempt> {
+        self.reloads.lock().unwrap_or_else(PoisonError::into_inner).last.clone()
+    }
+
     /// Notes a reload.
     pub fn reloaded(&self, attempt: Attempt) {
         let mut reloads = self.reloads.lock().unwrap_or_else(PoisonError::into_inner);

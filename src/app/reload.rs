@@ -97,8 +97,22 @@ impl Attempt {
         }
     }
 
-    /// Tells it: to the log in full, to the events in short.
-    pub fn tell(&self, events: &Events) {
+    /// Whether the events are told of it: not where nothing has changed, be it the configuration or
+    /// that it can be read. A `touch` of the file each minute would push everything else out of them.
+    fn is_event(&self, before: Option<&Self>) -> bool {
+        match (&self.outcome, before.map(Self::outcome)) {
+            (Outcome::Ok { changed, .. }, _) if !changed.is_empty() => true,
+            (Outcome::Ok { needs_restart, .. }, Some(Outcome::Ok { needs_restart: old, .. })) => {
+                needs_restart != old
+            }
+            (Outcome::Ok { needs_restart, .. }, None) => !needs_restart.is_empty(),
+            (Outcome::Ok { .. }, Some(Outcome::Failed { .. })) => true,
+            (failed, before) => before != Some(failed),
+        }
+    }
+
+    /// Tells it: to the log in full, to the events in short. `before` is the reload before it.
+    pub fn tell(&self, before: Option<&Self>, events: &Events) {
         let trigger = self.trigger;
         let (to, reason, effect) = match &self.outcome {
             Outcome::Ok { changed, needs_restart } => {
@@ -121,6 +135,9 @@ impl Attempt {
                 ("refused", errors.join("; "), "the old configuration stays")
             }
         };
+        if !self.is_event(before) {
+            return;
+        }
         events.remember(&Change {
             kind: Kind::Configuration,
             upstream: None,
@@ -258,4 +275,47 @@ pub fn changes(before: &Config, after: &Config) -> Vec<String> {
         found.extend(named(&format!("upstream `{}`", old.name), true, is, true));
     }
     found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ok(changed: &[&str]) -> Attempt {
+        let changed = changed.iter().map(|&line| line.to_owned()).collect();
+        Attempt::new("file changed", Outcome::Ok { changed, needs_restart: Vec::new() })
+    }
+
+    fn failed(error: &str) -> Attempt {
+        Attempt::new("file changed", Outcome::Failed { errors: vec![error.to_owned()] })
+    }
+
+    #[test]
+    fn a_reload_is_an_event_only_if_it_changes_something() {
+        let events = Events::default();
+        let attempts = [
+            ok(&[]),              // as at the start
+            ok(&["log changed"]), // an event
+            ok(&[]),
+            failed("workers: many"), // an event
+            failed("workers: many"),
+            failed("workers: more"), // an event
+            ok(&[]),                 // an event: it can be read again
+            ok(&[]),
+        ];
+        let mut before = None;
+        for attempt in &attempts {
+            attempt.tell(before, &events);
+            before = Some(attempt);
+        }
+        let told: Vec<_> = events.last(usize::MAX).into_iter().map(|e| (e.to, e.reason)).collect();
+        let expected = [
+            ("reloaded", "changed: log changed"),
+            ("refused", "workers: many"),
+            ("refused", "workers: more"),
+            ("reloaded", "changed: nothing"),
+        ];
+        let expected = expected.map(|(to, reason)| (to.to_owned(), reason.to_owned()));
+        assert_eq!(told, expected);
+    }
 }

@@ -70,6 +70,35 @@ fn completions_and_manual_know_every_command() {
 }
 
 #[test]
+fn probe_asks_the_unix_socket_and_its_exit_code_is_the_answer() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let socket = dir.path().join("run").join("admin.sock");
+    let socket = socket.to_str().expect("UTF-8");
+    let probe = |check| jackstay(&["probe", check, "--socket", socket]);
+    let out = probe("livez");
+    assert_eq!(out.status.code(), Some(1));
+    let why = text(&out.stderr);
+    assert!(why.contains(socket) && why.lines().count() == 1, "{why}");
+
+    let upstream = refusing().to_string();
+    let args = ["--listen", "127.0.0.1:0", "--upstream", &upstream];
+    let running = Running::start_with("127.0.0.1:0", &args, &[("JACKSTAY__ADMIN__SOCKET", socket)]);
+    let began = Instant::now();
+    while !probe("livez").status.success() {
+        assert!(began.elapsed() < PATIENCE, "it does not answer there");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert_eq!(text(&probe("livez").stdout), "ok\n");
+    let out = probe("readyz");
+    assert_eq!(out.status.code(), Some(1));
+    assert!(text(&out.stderr).contains("0 of 1 endpoints usable"), "{}", text(&out.stderr));
+    let out = jackstay(&["probe", "livez", "--admin", &running.admin]);
+    assert!(out.status.success(), "{}", text(&out.stderr));
+    drop(running);
+    assert_eq!(probe("livez").status.code(), Some(1), "nothing runs there any more");
+}
+
+#[test]
 fn a_file_or_two_flags() {
     for args in [
         &["run"][..],
@@ -107,16 +136,21 @@ struct Running {
 
 impl Running {
     fn start(args: &[&str]) -> Self {
-        Self::start_at("127.0.0.1:0", args)
+        Self::start_with("127.0.0.1:0", args, &[])
     }
 
     /// With its admin endpoint there.
     fn start_at(admin: &str, args: &[&str]) -> Self {
+        Self::start_with(admin, args, &[])
+    }
+
+    fn start_with(admin: &str, args: &[&str], variables: &[(&str, &str)]) -> Self {
         let mut child = Command::new(env!("CARGO_BIN_EXE_jackstay"))
             .arg("run")
             .args(args)
             .args(["--admin", admin])
             .env("JACKSTAY__STATE_DIR", "")
+            .envs(variables.iter().copied())
             .stderr(Stdio::piped())
             .spawn()
             .expect("it starts");

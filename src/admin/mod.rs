@@ -2,7 +2,12 @@
 //!
 //! It answers from [`Facts`] and knows nothing of the data plane. It runs on whatever runtime the
 //! caller polls [`Admin::serve`] on, which must not be a worker's. It promises to hold little: at
-//! most [`MAX_CONNECTIONS`] connections, each with one request and [`CONNECTION_TIME`] to live.
+//! most [`MAX_CONNECTIONS`] connections, each with one request and [`CONNECTION_TIME`] to live. Idle
+//! and slow ones give way to new ones ([`connections`]).
+//!
+//! It answers on a Unix socket as well, if one is configured ([`serve_unix`]). A TCP port can be
+//! flooded by every process of the host's network; a socket in a private directory cannot, so it is
+//! the one for probes whose failure restarts the process.
 //!
 //! Not promised: authentication. Who can connect can read, so it binds to loopback by default, and
 //! nothing it shows is secret. A browser on the node can connect too, on behalf of any page whose
@@ -11,36 +16,26 @@
 //! such a page cannot have. On other addresses any `Host` will do: kubelet's probes use the
 //! host's IP, Prometheus may use a name, and whoever binds there has opened it to the network.
 
+mod connections;
 mod routes;
 
-use std::convert::Infallible;
 use std::io;
 use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use hyper::server::conn::http1;
-use hyper::service::service_fn;
-use hyper_util::rt::{TokioIo, TokioTimer};
-use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::task::JoinSet;
+use tokio::net::{TcpListener, TcpStream, UnixListener};
 use tokio::time::Instant;
 
+use self::connections::Connections;
 use crate::net::socket;
 
-/// Most connections at once; more wait in the kernel's backlog.
-pub const MAX_CONNECTIONS: usize = 64;
-
-/// Time for a request head to arrive.
-const HEADER_TIME: Duration = Duration::from_secs(3);
+/// Most connections at once on a socket.
+pub const MAX_CONNECTIONS: usize = 256;
 
 /// Time for a whole connection: one request, one answer, a slow reader.
 pub const CONNECTION_TIME: Duration = Duration::from_secs(10);
-
-/// Bytes of a request head; ours have a few hundred.
-const MAX_HEAD: usize = 16 * 1024;
 
 /// Pause after a failed accept (no descriptors left), so that the loop does not spin.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -120,69 +115,66 @@ impl Admin {
     /// with it.
     pub async fn serve(self, facts: Arc<dyn Facts>, left: impl Future<Output = Left>) {
         let mut left = pin!(left);
-        let slots = Arc::new(Semaphore::new(MAX_CONNECTIONS));
-        let mut connections = JoinSet::new();
-        let mut told: Option<Instant> = None;
+        let mut connections = Connections::new(&facts);
+        let mut failures = Failures::default();
         let why = loop {
-            let next = async { (slot(&slots).await, self.listener.accept().await) };
-            let (slot, accepted) = tokio::select! {
+            let accepted = tokio::select! {
                 biased;
                 why = &mut left => break why,
-                next = next => next,
+                accepted = self.listener.accept() => accepted,
             };
             match accepted {
                 Ok((stream, _)) => {
-                    connections.spawn(within(stream, Arc::clone(&facts), slot));
+                    let on_loopback = is_on_loopback(&stream);
+                    connections.add(stream, on_loopback).await;
                 }
-                Err(error) => {
-                    let now = Instant::now();
-                    if told.is_none_or(|at| now >= at + REPEAT) {
-                        told = Some(now);
-                        tracing::warn!(%error, "admin endpoint cannot accept a connection");
-                    }
-                    tokio::time::sleep(ACCEPT_PAUSE).await;
-                }
+                Err(error) => failures.pause(&error).await,
             }
-            while connections.try_join_next().is_some() {}
         };
         if why == Left::Moved {
             for (stream, _) in socket::close_and_take_queue(self.listener) {
-                connections.spawn(within(stream, Arc::clone(&facts), slot(&slots).await));
+                let on_loopback = is_on_loopback(&stream);
+                connections.add(stream, on_loopback).await;
             }
         } else {
             drop(self.listener);
         }
-        while connections.join_next().await.is_some() {}
+        connections.finish().await;
     }
 }
 
-/// Waits for one of the [`MAX_CONNECTIONS`]. None would mean that there is no bound: nobody closes it.
-async fn slot(slots: &Arc<Semaphore>) -> Option<OwnedSemaphorePermit> {
-    Arc::clone(slots).acquire_owned().await.ok()
+/// Answers on a Unix socket until it is dropped.
+pub async fn serve_unix(listener: UnixListener, facts: Arc<dyn Facts>) {
+    let mut connections = Connections::new(&facts);
+    let mut failures = Failures::default();
+    loop {
+        match listener.accept().await {
+            // No browser connects here.
+            Ok((stream, _)) => connections.add(stream, false).await,
+            Err(error) => failures.pause(&error).await,
+        }
+    }
 }
 
-/// Answers one connection, as long as it may take.
-async fn within(stream: TcpStream, facts: Arc<dyn Facts>, slot: Option<OwnedSemaphorePermit>) {
-    // A client that is too slow or sends garbage has only itself to tell.
-    let _ = tokio::time::timeout(CONNECTION_TIME, answer(stream, facts)).await;
-    drop(slot);
+fn is_on_loopback(stream: &TcpStream) -> bool {
+    stream.local_addr().is_ok_and(|address| address.ip().to_canonical().is_loopback())
 }
 
-async fn answer(stream: TcpStream, facts: Arc<dyn Facts>) {
-    let on_loopback =
-        stream.local_addr().is_ok_and(|address| address.ip().to_canonical().is_loopback());
-    let service = service_fn(|request| {
-        let response = routes::answer(&request, on_loopback, &*facts);
-        async { Ok::<_, Infallible>(response) }
-    });
-    let connection = http1::Builder::new()
-        .timer(TokioTimer::new())
-        .header_read_timeout(HEADER_TIME)
-        .max_buf_size(MAX_HEAD)
-        .keep_alive(false) // scrapes are seconds apart: an idle connection would only hold a slot
-        .serve_connection(TokioIo::new(stream), service);
-    // Garbage has been answered with 400 by hyper, and the rest is the client's.
-    let _ = pin!(connection).await;
+/// Accepts that failed.
+#[derive(Default)]
+struct Failures {
+    told: Option<Instant>,
+}
+
+impl Failures {
+    async fn pause(&mut self, error: &io::Error) {
+        let now = Instant::now();
+        if self.told.is_none_or(|at| now >= at + REPEAT) {
+            self.told = Some(now);
+            tracing::warn!(%error, "admin endpoint cannot accept a connection");
+        }
+        tokio::time::sleep(ACCEPT_PAUSE).await;
+    }
 }
 
 #[cfg(test)]

@@ -178,6 +178,69 @@ async fn silent_connections_give_their_slots_back() {
     assert_eq!(ask(address, "GET", "/livez").await.0, 200);
 }
 
+/// 400 connections that send nothing or half a request are never let go, and each that is closed is
+/// opened anew. Time is paused: it passes only where somebody waits for it.
+#[tokio::test(start_paused = true)]
+async fn every_probe_is_answered_beside_400_idle_or_slow_connections() {
+    let address = start(true, true);
+    let mut attackers = tokio::task::JoinSet::new();
+    for i in 0..400 {
+        let half: &[u8] = if i % 2 == 0 { b"" } else { b"GET /livez HTTP/1.1\r\nHost: loc" };
+        attackers.spawn(async move {
+            loop {
+                let mut stream = TcpStream::connect(address).await.expect("it listens");
+                let _ = stream.write_all(half).await;
+                let _ = stream.read_to_end(&mut Vec::new()).await;
+            }
+        });
+    }
+    let begun = Instant::now();
+    for _ in 0..64 {
+        let (code, _, body) = ask(address, "GET", "/livez").await;
+        assert_eq!((code, body.as_str()), (200, "ok\n"));
+    }
+    let longest = begun.elapsed();
+    assert!(longest < Duration::from_secs(64), "one second for each at most: {longest:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_silent_connection_gives_way_before_its_head_timeout() {
+    let address = start(true, true);
+    let mut silent = Vec::new();
+    for _ in 0..MAX_CONNECTIONS + 100 {
+        silent.push(TcpStream::connect(address).await.expect("the backlog takes it"));
+    }
+    let begun = Instant::now();
+    assert_eq!(ask(address, "GET", "/livez").await.0, 200);
+    assert!(begun.elapsed() < Duration::from_secs(1), "{:?}", begun.elapsed());
+    // The oldest gave way, the newest stay.
+    let mut byte = [0];
+    assert_eq!(silent[0].read(&mut byte).await.unwrap_or(0), 0);
+    let newest = silent.last_mut().expect("many");
+    let request = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n";
+    newest.write_all(request).await.expect("it is open");
+    let mut answer = Vec::new();
+    newest.read_to_end(&mut answer).await.expect("an answer");
+    assert!(answer.starts_with(b"HTTP/1.1 200 "), "{}", String::from_utf8_lossy(&answer));
+}
+
+#[tokio::test]
+async fn a_unix_socket_answers_as_the_port_does() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let path = dir.path().join("admin.sock");
+    let listener = crate::net::unix_socket::listen(&path).expect("a socket");
+    let listener = UnixListener::from_std(listener).expect("a runtime");
+    tokio::spawn(serve_unix(listener, Arc::new(Fake { alive: true, ready: false })));
+    for (route, code) in [("/livez", "200"), ("/readyz", "503")] {
+        let mut stream = tokio::net::UnixStream::connect(&path).await.expect("it listens");
+        let request = format!("GET {route} HTTP/1.0\r\n\r\n");
+        stream.write_all(request.as_bytes()).await.expect("it reads");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.expect("an answer");
+        assert!(answer.starts_with(&format!("HTTP/1.0 {code} ")), "{answer}");
+    }
+}
+
 /// A socket that is left with more in its queue than are answered at once: nobody has accepted.
 async fn left_with_a_queue(why: Left) -> (SocketAddr, Vec<TcpStream>, std::net::TcpListener) {
     let socket = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");

@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::net::UnixListener;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::{oneshot, watch};
 use tokio::task::{AbortHandle, LocalSet, spawn_blocking, spawn_local};
@@ -21,13 +22,14 @@ use super::open_files;
 use super::reload::{Attempt, Follower, Outcome, Request, changes};
 use super::takeover::{self, Door, Predecessor, Wish};
 use super::worker::{Assignment, Order, Part};
-use crate::admin::{Admin, CONNECTION_TIME, Facts as _, Left};
+use crate::admin::{self, Admin, CONNECTION_TIME, Facts as _, Left};
 use crate::control::discovery::{self, Surroundings};
 use crate::control::{certificates, watchdog};
 use crate::net::footprint;
 use crate::net::inherited::Inherited;
 use crate::net::notify::ServiceManager;
 use crate::net::serving::ServingTls;
+use crate::net::unix_socket;
 use crate::observe::Metrics;
 use crate::observe::events::{Change, Kind};
 use crate::upstream::pool::Upstream;
@@ -127,6 +129,7 @@ impl Control {
             return std::future::pending().await;
         }
         tasks.answer(&self.built.admin, &self.facts);
+        tasks.answer_unix(self.built.config.admin.socket.as_ref(), &self.facts);
         // It serves; whether an apiserver can be reached is not what others should wait for.
         self.manager.tell_ready();
         let (wishes, mut asked) = unbounded_channel();
@@ -277,6 +280,7 @@ impl Control {
         drop(before);
         tasks.begin(&self.built, &self.facts, &self.around);
         tasks.answer(&self.built.admin, &self.facts);
+        tasks.answer_unix(self.built.config.admin.socket.as_ref(), &self.facts);
         let followed = assign(&self.workers, &self.built, parts);
         if timeout(PATIENCE, followed).await.is_err() {
             tracing::warn!("a worker has not followed the new configuration within 5 s");
@@ -351,6 +355,8 @@ struct Tasks {
     upstreams: Vec<(Arc<Upstream>, [AbortHandle; 2])>,
     listeners: Vec<(Arc<ServingTls>, AbortHandle)>,
     admin: Option<Answering>,
+    /// The answers on the Unix socket of the admin endpoint.
+    admin_unix: Option<(PathBuf, AbortHandle)>,
     /// Where a new process asks for the sockets.
     door: Option<(PathBuf, AbortHandle)>,
 }
@@ -468,6 +474,37 @@ impl Tasks {
         if let Some(admin) = &mut self.admin {
             admin.left = None;
         }
+    }
+
+    /// Answers operators on this Unix socket from now on, if not yet, and on no other. A disk may hang:
+    /// that holds up nothing else.
+    fn answer_unix(&mut self, path: Option<&PathBuf>, facts: &Arc<Facts>) {
+        let open = self.admin_unix.as_ref().filter(|(_, task)| !task.is_finished());
+        if open.map(|(path, _)| path) == path {
+            return;
+        }
+        if let Some((_, before)) = self.admin_unix.take() {
+            before.abort();
+        }
+        let Some(path) = path else { return };
+        let (at, facts) = (path.clone(), Arc::clone(facts) as Arc<dyn crate::admin::Facts>);
+        let task = spawn_local(async move {
+            let place = at.clone();
+            let opened = spawn_blocking(move || unix_socket::listen(&place)).await;
+            let listener = opened.unwrap_or_else(|error| Err(error.into()));
+            match listener.and_then(UnixListener::from_std) {
+                Ok(listener) => {
+                    tracing::info!(path = %at.display(), "admin socket listens");
+                    admin::serve_unix(listener, facts).await;
+                }
+                Err(error) => tracing::error!(
+                    path = %at.display(),
+                    %error,
+                    "admin.socket cannot be opened: probes that use it fail; is its directory writable?"
+                ),
+            }
+        });
+        self.admin_unix = Some((path.clone(), task.abort_handle()));
     }
 
     /// Answers operators here from now on, if not yet. Where they asked before they are still

@@ -24,7 +24,6 @@
 use std::fmt;
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream as BlockingStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -37,6 +36,7 @@ use tokio::time::{sleep, timeout};
 
 use crate::net::descriptors;
 use crate::net::inherited::Inherited;
+use crate::net::unix_socket;
 
 /// What a new process asks; the number changes with the conversation.
 const ASK: &str = "jackstay take-over 1";
@@ -202,19 +202,7 @@ impl Door {
         if !instead && BlockingStream::connect(path).is_ok() {
             return Err(io::Error::other("another process with this state_dir answers there"));
         }
-        if let Some(dir) = path.parent() {
-            std::fs::create_dir_all(dir)?;
-        }
-        // Whole or not at all: whoever asks meanwhile finds the old one or this one.
-        let new = path.with_extension(format!("{}.new", std::process::id()));
-        let _ = std::fs::remove_file(&new);
-        let open = || {
-            let listener = UnixListener::bind(&new)?;
-            std::fs::set_permissions(&new, PermissionsExt::from_mode(0o600))?;
-            std::fs::rename(&new, path)?;
-            Ok(Self(listener))
-        };
-        open().inspect_err(|_| drop(std::fs::remove_file(&new)))
+        UnixListener::from_std(unix_socket::listen(path)?).map(Self)
     }
 
     /// Answers one new process after the other until it is dropped.

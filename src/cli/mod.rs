@@ -7,6 +7,7 @@ mod demo;
 mod doctor;
 mod kubeconfig;
 mod manual;
+mod probe;
 mod run;
 mod status;
 mod upgrade;
@@ -55,6 +56,8 @@ enum Command {
     Doctor(doctor::DoctorArgs),
     /// Show what a running jackstay knows: listeners, endpoints, sources, the last changes.
     Status(status::StatusArgs),
+    /// Ask a running jackstay whether it is alive or ready: for exec probes.
+    Probe(probe::ProbeArgs),
     /// Print a completion script for a shell.
     #[command(after_help = manual::COMPLETIONS_HELP)]
     Completions {
@@ -196,6 +199,7 @@ pub fn main() -> ExitCode {
         Command::Kubeconfig(args) => kubeconfig::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Status(args) => status::run(&args),
+        Command::Probe(args) => probe::run(&args),
         Command::Completions { shell } => manual::completions(shell, Cli::command()),
         Command::Man { out } => manual::pages(out.as_deref(), Cli::command()),
     }

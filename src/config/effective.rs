@@ -13,7 +13,10 @@ use super::units::{format_duration, format_size};
 /// The configuration as JSON with the keys of the file.
 pub fn effective(config: &Config) -> Value {
     json!({
-        "admin": { "bind": config.admin.bind.to_string() },
+        "admin": {
+            "bind": config.admin.bind.to_string(),
+            "socket": optional(config.admin.socket.as_ref()),
+        },
         "state_dir": optional(config.state_dir.as_ref()),
         "workers": config.workers,
         "mark": format!("{:#x}", config.mark),

@@ -21,8 +21,9 @@ use super::{rules, validate};
 const MAX_FILE: u64 = 1 << 20;
 
 /// Every value outside of lists, with its default as a variable would give it.
-const SCALARS: [(&str, &str); 8] = [
+const SCALARS: [(&str, &str); 9] = [
     ("admin.bind", "127.0.0.1:9643"),
+    ("admin.socket", ""),
     ("state_dir", "/var/lib/jackstay"),
     ("workers", "1"),
     // Clear of the bits that kube-proxy (0x4000, 0x8000), Cilium (0x0f00), the AWS CNI

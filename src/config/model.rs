@@ -36,6 +36,8 @@ pub struct Config {
 pub struct Admin {
     /// Address it listens on; loopback unless the operator says otherwise.
     pub bind: SocketAddr,
+    /// Unix socket that it listens on as well, for probes that nothing else on the host can hinder.
+    pub socket: Option<PathBuf>,
 }
 
 /// Logging.

@@ -38,7 +38,8 @@ pub(super) fn walk(root: &Node<'_>, report: &mut Report) -> (Config, Seen) {
         }
         seen.binds.push((node.path, bind));
     }
-    let admin = Admin { bind: bind.unwrap_or(([127, 0, 0, 1], 0).into()) };
+    let socket = fields.get(report, "socket").file(report);
+    let admin = Admin { bind: bind.unwrap_or(([127, 0, 0, 1], 0).into()), socket };
     fields.finish(report);
 
     let state_dir = top.get(report, "state_dir").file(report);

@@ -6,6 +6,7 @@
 //!   its mark in [`outgoing`]; where it was meant to go, in [`intercepted`].
 //! * Bytes are read in large pieces ([`read_ahead`]), written in large pieces ([`cork`]), moved inside
 //!   the kernel ([`splice`]), read again ([`rewound`]); the last of them arrive ([`linger`]).
+//! * Unix sockets on the file system are private and replaced whole ([`unix_socket`]).
 //! * TLS: [`tls_files`], [`serving`], [`client_chain`], [`local_ca`], and [`anyone`] where nobody can be
 //!   verified.
 //! * Files are read within bounds ([`bounded_file`]) and written whole ([`whole_file`]).
@@ -38,4 +39,5 @@ pub mod tcp_info;
 pub mod tls_files;
 pub mod token_file;
 pub mod tracked;
+pub mod unix_socket;
 pub mod whole_file;

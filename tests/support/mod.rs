@@ -72,7 +72,7 @@ impl Certs {
     /// The defaults of jackstay, with readiness asked every second.
     pub fn config(&self, endpoints: &[SocketAddr]) -> Config {
         Config {
-            admin: Admin { bind: (Ipv4Addr::LOCALHOST, 0).into() },
+            admin: Admin { bind: (Ipv4Addr::LOCALHOST, 0).into(), socket: None },
             state_dir: None,
             workers: 1,
             mark: 0,

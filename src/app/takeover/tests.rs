@@ -2,6 +2,7 @@
 
 use super::*;
 use std::net::{SocketAddr, TcpListener};
+use std::os::unix::fs::PermissionsExt;
 use tokio::sync::mpsc::unbounded_channel;
 use tokio::task::{JoinHandle, spawn_blocking};
 

@@ -154,6 +154,30 @@ class NewUser(WithRig, unittest.TestCase):
         self.through("passthrough", self.plugin({
             "clientCertificateData": Path(crt).read_text(), "clientKeyData": Path(key).read_text()}))
 
+    def discover(self, mode):
+        given = self.kubeconfig(self.certificate_user())
+        self.all_listed(given)
+        said = self.jackstay("kubeconfig", "--in", given, "--server", SERVER, "--mode", mode, "--discover")
+        self.assertNotIn("only one endpoint", said)
+        self.run_it()
+        self.jackstay("status", "--wait", "--timeout", "20s", "--admin", ADMIN)
+
+        def all_ready():
+            status = json.loads(self.jackstay("status", "--output", "json", "--admin", ADMIN))
+            endpoints = status["upstreams"][0]["endpoints"]
+            self.assertEqual({e["address"] for e in endpoints}, {f"{a}:{PORT}" for a in ADDRESSES.values()})
+            return all(e["state"] == "ready" for e in endpoints)
+        wait_for("every apiserver to be ready", all_ready, 20)
+        nodes = self.rig.kubectl(self.dir / "jackstay.kubeconfig", "get", "nodes")
+        self.assertEqual(nodes.returncode, 0, nodes.stderr + self.process.tail())
+
+    def test_discover_passthrough(self):
+        """Each apiserver is verified by a certificate that does not name the address of another."""
+        self.discover("passthrough")
+
+    def test_discover_terminate(self):
+        self.discover("terminate")
+
     def test_in_place_and_back(self):
         given = self.kubeconfig(self.certificate_user())
         before = json.loads(given.read_text())

@@ -7,7 +7,8 @@
 //! 1. [`proxy::listener`] accepts a connection and does the TLS handshake.
 //! 2. [`proxy::serve`] hands each request of it to the phases below and records its outcome once.
 //! 3. [`proxy::hygiene`] refuses or cleans the head; [`proxy::request_info`] says what it is in
-//!    Kubernetes terms; [`proxy::identify`] says whose credential may go upstream.
+//!    Kubernetes terms; [`proxy::peer`] what the client has proven, and for how long;
+//!    [`proxy::identify`] says whose credential may go upstream.
 //! 4. [`proxy::line`] leads to the upstream: [`upstream::pool`] picks a connection
 //!    ([`upstream::balance`]) or opens one ([`upstream::dial`]).
 //! 5. [`proxy::forward`] sends the request, its body held for a while ([`proxy::upload`]), and again

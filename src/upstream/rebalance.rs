@@ -13,6 +13,7 @@
 //! | each second 2 % of what is too many goes, rounded by lot | half of it in 35 s, all in minutes, whether a node has three watches or three thousand |
 //! | in slow start a server is owed its share only | cold caches |
 //! | what is left over of a division goes where the node's own lot says | the ninth of 3 × 3 - 1 watches must not be the same server's on every node |
+//! | an endpoint with one watch keeps it | to move it only changes which endpoint has none |
 //! | later than 15 minutes after the last return: only from who has over 10 % and one too many | clients come and go; to follow each would be churn |
 //!
 //! The tick of the mover is also what looks, once a minute, for watches whose bookmarks stay away
@@ -107,7 +108,7 @@ pub fn decide(
     for (index, (load, part)) in loads.iter().zip(parts(loads, lot)).enumerate() {
         let over = load.watches as f64 - part;
         // Who is in slow start and has more than its share already need not lose it again.
-        if over > 0.0 && load.share >= 1.0 && load.watches as f64 > most {
+        if over > 0.0 && load.watches > 1 && load.share >= 1.0 && load.watches as f64 > most {
             excess += over;
             if from.is_none_or(|(_, known)| over > known) {
                 from = Some((index, over));
@@ -309,6 +310,22 @@ mod tests {
                 assert_eq!(decide(&loads, 0.3, ROUND * 2, &mut rng), None, "{watches:?}");
             }
         }
+    }
+
+    #[test]
+    fn decide_moves_no_lone_watch() {
+        let mut rng = fastrand::Rng::with_seed(1);
+        for watches in [&[1, 0][..], &[0, 1, 0], &[1, 1, 0]] {
+            let loads = loads(watches, Duration::from_secs(60));
+            for lot in 0..100 {
+                let moves = (0..100)
+                    .find_map(|_| decide(&loads, f64::from(lot) / 100.0, ROUND * 2, &mut rng));
+                assert_eq!(moves, None, "{watches:?}");
+            }
+        }
+        let two = loads(&[2, 0], Duration::from_secs(60));
+        let found = (0..1000).find_map(|_| decide(&two, 0.3, ROUND, &mut rng));
+        assert_eq!(found, Some(Move { from: 0, to: 1, count: 1 }));
     }
 
     #[test]

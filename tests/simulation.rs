@@ -61,7 +61,7 @@ impl Fleet {
         let mut moves = Vec::new();
         for node in 0..NODES {
             for _ in 0..std::mem::take(&mut self.nodes[node].watches[dead]) {
-                let delay = Round::begin(start, 0).next(start, self.rng.u64(..)).unwrap();
+                let delay = Round::begin(start, 0, true).next(start, self.rng.u64(..)).unwrap();
                 let there = self.pick(node, Some(dead), [1.0; SERVERS]);
                 self.nodes[node].watches[there] += 1;
                 moves.push((delay, there));
@@ -92,9 +92,9 @@ fn after_the_loss_of_one_the_survivors_share_evenly() {
         let mut to = [0_usize; SERVERS];
         let mut bins = [0_usize; 5];
         for (delay, there) in &moves {
-            assert!(*delay < Duration::from_secs(1));
+            assert!(*delay <= Duration::from_secs(1));
             to[*there] += 1;
-            bins[(delay.as_millis() as usize / 10).min(4)] += 1;
+            bins[(delay.as_millis() as usize / 200).min(4)] += 1;
         }
         for &count in &to[1..] {
             let part = count as f64 / moves.len() as f64;
@@ -102,7 +102,7 @@ fn after_the_loss_of_one_the_survivors_share_evenly() {
         }
         // No thundering herd: the jitter spreads them over its whole width.
         assert!(bins.iter().all(|&bin| bin * 4 < moves.len()), "{bins:?}");
-        println!("{} watches move to {to:?}, per 10 ms {bins:?}", moves.len());
+        println!("{} watches move to {to:?}, per 200 ms {bins:?}", moves.len());
     }
 }
 
@@ -274,7 +274,7 @@ fn nodes_leave_an_apiserver_without_etcd_and_stampede_nobody() {
         }
         let most = *bins.iter().max().unwrap();
         println!("{what}: at most {most} moves within 100 ms");
-        // The loss of an apiserver moves all of them within 50 ms.
+        // The loss of an apiserver moves all of them within 1 s.
         assert!(most * 3 < before[0], "{most}");
     }
 }

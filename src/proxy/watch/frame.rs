@@ -136,6 +136,11 @@ impl Splitter {
         self.oversized
     }
 
+    /// Where what is kept is counted.
+    pub fn room(&self) -> &Arc<Room> {
+        self.partial.room()
+    }
+
     /// How many bytes of an incomplete frame are kept.
     pub fn kept(&self) -> usize {
         self.partial.len()

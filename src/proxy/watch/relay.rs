@@ -3,7 +3,7 @@
 //! What lies together in a chunk and is forwarded leaves together, as one slice of that chunk: a
 //! burst of events costs one piece of output, not one an event.
 
-use super::event;
+use super::event::{self, Kind};
 use super::frame::{Cut, Splitter};
 use super::state::WatchState;
 use super::verdict::{AfterLoss, Ending, Verdict};
@@ -151,6 +151,13 @@ impl Relay {
         self.splitter.take_partial()
     }
 
+    /// Whether what a stream begins with is an ERROR event: its server does not take the watch.
+    pub fn begins_with_error(&self, first: &[u8]) -> bool {
+        let room = self.splitter.room();
+        let Cut::Whole(len) = Splitter::new(self.encoding, room).cut(first) else { return false };
+        event::read(self.encoding, &first[..len]).is_ok_and(|event| event.kind == Kind::Error)
+    }
+
     /// Another apiserver has taken the watch over at the cursor; what was held back of a frame
     /// comes again from there.
     pub fn moved(&mut self, now: Instant) {
@@ -160,11 +167,12 @@ impl Relay {
 
     /// The stream was lost without an end by the server: what becomes of the watch.
     ///
-    /// Part of a frame that the client has not seen is dropped. `random` is any number.
-    pub fn on_lost(&mut self, now: Instant, random: u64) -> AfterLoss {
+    /// Part of a frame that the client has not seen is dropped. `quiet` says that the watch was not
+    /// delivering; `random` is any number.
+    pub fn on_lost(&mut self, now: Instant, quiet: bool, random: u64) -> AfterLoss {
         self.splitter.take_partial();
         self.withheld = None;
-        self.state.on_lost(now, random)
+        self.state.on_lost(now, quiet, random)
     }
 }
 

@@ -1,6 +1,7 @@
 //! Says which watches can be kept alive, and rewrites their requests for the upstream leg.
 //!
-//! A watch is [`Asked`] to be followed if it is read (verb watch, no Upgrade) in JSON or protobuf.
+//! A watch is [`Asked`] to be followed if it is read (verb watch, no Upgrade) and its client accepts
+//! JSON or protobuf; other media types that it accepts beside them are not offered upstream.
 //! It is resumed only in groups that kube-apiserver serves itself, or that the configuration names:
 //! an aggregated apiserver may have any notion of history. Parameters are understood as apiserver
 //! understands them (the first of several counts; any boolean but `false` and `0` is true) and
@@ -9,7 +10,7 @@
 use super::verdict::Reissue;
 use super::version::Version;
 use crate::proxy::request_info::is_built_in_group;
-use http::{HeaderMap, Uri, header, uri};
+use http::{HeaderMap, HeaderValue, Uri, header, uri};
 use std::borrow::Cow;
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -22,6 +23,9 @@ pub struct Asked {
     pub version: Option<Version>,
     /// The objects there are come first, and then a bookmark that says so.
     pub send_initial_events: bool,
+    /// It begins at the server's present (`sendInitialEvents=false` without a version): asked for
+    /// again, it would begin later.
+    pub from_present: bool,
     /// The client wants bookmarks.
     pub bookmarks: bool,
     /// How long the watch shall last; `None` leaves it to the server.
@@ -55,6 +59,7 @@ impl Asked {
         let mut asked = Self {
             version: first(query, "resourceVersion").and_then(|v| Version::parse(v.as_bytes())),
             send_initial_events: is_true(first(query, "sendInitialEvents")),
+            from_present: false,
             bookmarks: is_true(first(query, "allowWatchBookmarks")),
             timeout: first(query, "timeoutSeconds")
                 .and_then(|seconds| seconds.parse().ok())
@@ -63,30 +68,63 @@ impl Asked {
             resumable_group,
             ask_bookmarks: false,
         };
+        asked.from_present = asked.version.is_none()
+            && !asked.send_initial_events
+            && first(query, "sendInitialEvents").is_some();
         asked.ask_bookmarks = asked.bookmarks || resumable_group && !table;
         Some(asked)
     }
 }
 
-/// Whether the client accepts tables; `None` if it accepts what we cannot follow.
+/// Media types whose watch frames can be followed, or that the apiserver answers with one of them.
+const FOLLOWED: [&str; 4] =
+    ["application/json", "application/vnd.kubernetes.protobuf", "*/*", "application/*"];
+
+/// One media range of an `Accept` header.
+struct MediaRange<'a> {
+    text: &'a str,
+    followed: bool,
+    table: bool,
+}
+
+impl<'a> MediaRange<'a> {
+    fn new(text: &'a str) -> Self {
+        let mut parts = text.split(';').map(str::trim);
+        let essence = parts.next().unwrap_or_default();
+        let mut table = false;
+        let mut refused = false;
+        for parameter in parts {
+            table |= parameter.eq_ignore_ascii_case("as=Table");
+            // q=0 is "not acceptable" (RFC 9110, section 12.4.2).
+            refused |= parameter
+                .split_once('=')
+                .filter(|(name, _)| name.trim().eq_ignore_ascii_case("q"))
+                .is_some_and(|(_, value)| value.trim().parse().is_ok_and(|q: f32| q <= 0.0));
+        }
+        let known = FOLLOWED.iter().any(|known| essence.eq_ignore_ascii_case(known));
+        Self { text, followed: known && !refused, table }
+    }
+
+    fn all(value: &'a str) -> impl Iterator<Item = Self> {
+        value.split(',').map(str::trim).filter(|text| !text.is_empty()).map(Self::new)
+    }
+}
+
+/// Whether the client accepts tables; `None` if it accepts nothing that can be followed.
 ///
 /// The response's Content-Type has the last word ([`super::Encoding::from_content_type`]); but
-/// bookmarks have to be asked for before it is known, and could not be swallowed in CBOR.
+/// bookmarks have to be asked for before it is known, and could not be swallowed in CBOR. So the
+/// request that goes upstream offers only what can be followed ([`upstream_headers`]).
 fn accepts(headers: &HeaderMap) -> Option<bool> {
-    let mut table = false;
+    let (mut any, mut followed, mut table) = (false, false, false);
     for value in headers.get_all(header::ACCEPT) {
-        for clause in value.to_str().ok()?.split(',').map(str::trim).filter(|c| !c.is_empty()) {
-            let mut parts = clause.split(';').map(str::trim);
-            let essence = parts.next().unwrap_or_default();
-            let known =
-                ["application/json", "application/vnd.kubernetes.protobuf", "*/*", "application/*"];
-            if !known.iter().any(|k| essence.eq_ignore_ascii_case(k)) {
-                return None;
-            }
-            table |= parts.any(|p| p.eq_ignore_ascii_case("as=Table"));
+        for range in MediaRange::all(value.to_str().ok()?) {
+            any = true;
+            followed |= range.followed;
+            table |= range.followed && range.table;
         }
     }
-    Some(table)
+    (followed || !any).then_some(table)
 }
 
 /// The API group of a resource's path; empty for the core group.
@@ -126,9 +164,23 @@ pub fn reissued_query(query: &str, asked: &Asked, reissue: &Reissue<'_>) -> Stri
     rewrite(query, &changes)
 }
 
-/// Changes the headers for the upstream leg: frames must come as they are, not compressed.
+/// Changes the headers for the upstream leg: frames must come as they are, not compressed, and in a
+/// media type that can be followed.
 pub fn upstream_headers(headers: &mut HeaderMap) {
     headers.remove(header::ACCEPT_ENCODING);
+    let values = || headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
+    if values().flat_map(MediaRange::all).all(|range| range.followed) {
+        return;
+    }
+    let followed: Vec<_> = values()
+        .flat_map(MediaRange::all)
+        .filter(|range| range.followed)
+        .map(|range| range.text)
+        .collect();
+    // Parts of a valid value are one.
+    if let Ok(value) = HeaderValue::try_from(followed.join(", ")) {
+        headers.insert(header::ACCEPT, value);
+    }
 }
 
 /// The same target with another query.

@@ -31,8 +31,10 @@
 //! | in the middle of a frame above the cap | reset |
 //! | less than 2 s left, or too many resumes | end or reset |
 //! | ORDERED, resumable | resume at the cursor |
-//! | nothing forwarded yet | restart the original request |
+//! | nothing forwarded yet, and it did not begin at the server's present | restart the original request |
 //! | ORDERED, every frame read | end cleanly: a reflector watches again, without a list |
+//! | INITIAL with `sendInitialEvents` and the client's own bookmarks | end cleanly: the client misses the bookmark that ends the initial events, and a reflector asks for them again |
+//! | INITIAL from the server's present, nothing forwarded | end cleanly: nothing is partial, and a restart would begin later |
 //! | INITIAL, or a frame unread | reset: a clean end would make a partial state look complete |
 
 use super::allowance::Allowance;
@@ -75,6 +77,8 @@ enum Leg {
 pub struct WatchState {
     phase: Phase,
     send_initial_events: bool,
+    /// [`Asked::from_present`].
+    from_present: bool,
     /// The client did not ask for bookmarks.
     swallow: bool,
     cursor: Option<Version>,
@@ -100,6 +104,7 @@ impl WatchState {
         Self {
             phase: if ordered { Phase::Ordered } else { Phase::Initial },
             send_initial_events: asked.send_initial_events,
+            from_present: asked.from_present,
             swallow: !asked.bookmarks,
             cursor: asked.version.clone().filter(|_| ordered),
             deadline: asked.timeout.and_then(|timeout| asked_at.checked_add(timeout)),
@@ -155,7 +160,7 @@ impl WatchState {
         self.leg = Leg::Resumed { strays: 0, settled: false };
         self.bookmarks.begin_anew();
         // Should the history there be too short after all.
-        self.round = Some(Round::begin(now, 0));
+        self.round = Some(Round::begin(now, 0, false));
     }
 
     /// The phase.
@@ -293,10 +298,10 @@ impl WatchState {
 
     /// The stream was lost without an end by the server; a partial frame has been dropped.
     ///
-    /// `random` is any number, evenly distributed.
-    pub fn on_lost(&mut self, now: Instant, random: u64) -> AfterLoss {
+    /// `quiet` says that it was not delivering; `random` is any number, evenly distributed.
+    pub fn on_lost(&mut self, now: Instant, quiet: bool, random: u64) -> AfterLoss {
         self.bookmarks.begin_anew();
-        let round = match self.begin_round(now, Round::begin) {
+        let round = match self.begin_round(now, |recent| Round::begin(now, recent, quiet)) {
             Ok(round) => round,
             Err(stop) => return AfterLoss::End(self.ending(), stop),
         };
@@ -321,7 +326,7 @@ impl WatchState {
     ) -> AfterAttempt {
         // Where it is the answer to an attempt, the round of that attempt goes on.
         let answers = matches!(self.leg, Leg::Resumed { settled: false, .. });
-        if !answers && self.begin_round(now, Round::brief).is_err() {
+        if !answers && self.begin_round(now, |recent| Round::brief(now, recent)).is_err() {
             return AfterAttempt::End(self.ending());
         }
         self.on_answer(Answer::ErrorEvent, content_type, peers_left, now, random)
@@ -331,11 +336,12 @@ impl WatchState {
     fn begin_round(
         &mut self,
         now: Instant,
-        begin: fn(Instant, u32) -> Round,
+        begin: impl FnOnce(u32) -> Round,
     ) -> Result<&mut Round, Stop> {
         self.round = None;
         let leg = self.way_on().ok_or_else(|| match self.obstacle() {
             Some(_) => Stop::NotResumable,
+            None if self.from_present && !self.forwarded => Stop::NoVersion,
             None => Stop::Initial,
         })?;
         if self.too_late(now) {
@@ -343,7 +349,7 @@ impl WatchState {
         }
         let recent = self.allowance.resume(now).ok_or(Stop::TooOften)?;
         self.leg = leg;
-        Ok(self.round.insert(begin(now, recent)))
+        Ok(self.round.insert(begin(recent)))
     }
 
     /// What another stream would be for it, if it can go on with one: at the cursor, or, while
@@ -353,6 +359,7 @@ impl WatchState {
             return Some(Leg::Resumed { strays: 0, settled: false });
         }
         let restart = !self.forwarded
+            && !self.from_present
             && !self.mid_frame
             && self.bar.is_none_or(|bar| bar == Bar::Group)
             && (self.phase == Phase::Initial || self.bar.is_some());
@@ -370,6 +377,27 @@ impl WatchState {
             Leg::Original => self.forwarded,
             Leg::Resumed { settled, .. } => settled,
         }
+    }
+
+    /// When it ends whatever happens; `None` if its client has set no end.
+    pub fn deadline(&self) -> Option<Instant> {
+        self.deadline
+    }
+
+    /// A total outage is over in which it was held for so long: when to ask, or `None` if too little of
+    /// its time is left. `quiet` and `random` are those of [`Self::on_lost`].
+    pub fn on_return(
+        &mut self,
+        now: Instant,
+        held: Duration,
+        quiet: bool,
+        random: u64,
+    ) -> Option<Duration> {
+        if self.too_late(now) {
+            return None;
+        }
+        self.round = Some(Round::begin(now, 0, quiet));
+        Some(resume::return_jitter(held, quiet, random))
     }
 
     /// What to ask in the next attempt.
@@ -402,11 +430,13 @@ impl WatchState {
 
     /// How the watch ends if it ends now and the server did not end it.
     pub fn ending(&self) -> Ending {
-        if self.phase == Phase::Ordered && !self.mid_frame && !self.unparsed {
-            Ending::Clean
-        } else {
-            Ending::Reset
-        }
+        let complete = match self.phase {
+            Phase::Ordered => true,
+            // Its client knows that the end of the initial events is missing.
+            Phase::Initial if self.send_initial_events => !self.swallow,
+            Phase::Initial => self.from_present && !self.forwarded,
+        };
+        if complete && !self.mid_frame && !self.unparsed { Ending::Clean } else { Ending::Reset }
     }
 
     fn remaining(&self, now: Instant) -> Option<Duration> {

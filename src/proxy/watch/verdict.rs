@@ -62,6 +62,8 @@ pub enum Stop {
     NotResumable,
     /// Its client has part of the initial state, which has no order.
     Initial,
+    /// It began at the server's present, and no event or bookmark has said where that was.
+    NoVersion,
     /// Less of its time is left than is worth the move.
     Late,
     /// It was resumed too often of late.
@@ -74,6 +76,7 @@ impl Stop {
         match self {
             Self::NotResumable => "not_resumable",
             Self::Initial => "initial",
+            Self::NoVersion => "no_version",
             Self::Late => "late",
             Self::TooOften => "too_often",
         }

@@ -14,6 +14,7 @@ pub(crate) fn asked(version: &str) -> Asked {
     Asked {
         version: Version::parse(version.as_bytes()),
         send_initial_events: false,
+        from_present: false,
         bookmarks: false,
         timeout: Some(Duration::from_secs(300)),
         resumable_group: true,

@@ -99,7 +99,7 @@ proptest! {
                 let step = relay.push(&chunk, |bytes| client.push(bytes));
                 prop_assert_eq!(step.flow, Flow::Continue);
             }
-            let resumed = matches!(relay.on_lost(start + Duration::from_secs(1), 0), AfterLoss::Resume(_));
+            let resumed = matches!(relay.on_lost(start + Duration::from_secs(1), false, 0), AfterLoss::Resume(_));
             prop_assert!(resumed);
             cursor = relay.state().reissue(start).cursor.unwrap().as_str().parse().unwrap();
             stray_next = *stray;
@@ -187,7 +187,7 @@ fn a_frame_above_the_cap_passes_in_pieces() {
             assert!(out == came, "{encoding:?}: {} of {} bytes", out.len(), came.len());
             assert_eq!(room.held(), 0, "nothing of it is needed any more");
             let ending = if whole { Ending::Clean } else { Ending::Reset };
-            let loss = relay.on_lost(start, 0);
+            let loss = relay.on_lost(start, false, 0);
             assert!(
                 matches!(loss, AfterLoss::End(how, _) if how == ending),
                 "{encoding:?} {whole}: {loss:?}"
@@ -198,7 +198,7 @@ fn a_frame_above_the_cap_passes_in_pieces() {
             relay.push(&Bytes::copy_from_slice(piece), drop);
         }
         relay.push(&Bytes::from(encode(encoding, "ADDED", 7, "")), drop);
-        assert_eq!(relay.on_lost(start, 0), AfterLoss::Resume(Duration::ZERO));
+        assert_eq!(relay.on_lost(start, false, 0), AfterLoss::Resume(Duration::ZERO));
     }
 }
 

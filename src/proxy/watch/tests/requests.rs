@@ -19,6 +19,7 @@ fn eligible_requests() {
     let groups = ["cilium.io".to_owned()];
     let protobuf = "application/vnd.kubernetes.protobuf, application/json";
     let table = "application/json;as=Table;v=v1;g=meta.k8s.io,application/json";
+    let cbor = "application/cbor, application/json;q=0.9";
     // Followed, resumable group, bookmarks asked for upstream.
     let table = [
         ("watch", "/api/v1/pods", &[][..], Some((true, true))),
@@ -28,7 +29,9 @@ fn eligible_requests() {
         ("watch", "/apis/metrics.k8s.io/v1/pods", &[], Some((false, false))),
         ("watch", "/api/v1/pods", &[("accept", table)], Some((true, false))),
         ("watch", "/api/v1/pods", &[("accept", "*/*")], Some((true, true))),
-        ("watch", "/api/v1/pods", &[("accept", "application/cbor, application/json")], None),
+        ("watch", "/api/v1/pods", &[("accept", cbor)], Some((true, true))),
+        ("watch", "/api/v1/pods", &[("accept", "application/cbor")], None),
+        ("watch", "/api/v1/pods", &[("accept", "application/cbor, application/json;q=0")], None),
         ("watch", "/api/v1/pods", &[("accept", "application/yaml")], None),
         ("watch", "/api/v1/pods", &[("upgrade", "websocket")], None),
         ("list", "/api/v1/pods", &[], None),
@@ -62,6 +65,15 @@ fn parameters_are_read_as_apiserver_reads_them() {
     assert_eq!(asked("timeoutSeconds=0").timeout, None);
     assert!(asked("sendInitialEvents=true").send_initial_events);
     assert!(!asked("sendInitialEvents=false").send_initial_events);
+    for (query, from_present) in [
+        ("sendInitialEvents=false", true),
+        ("sendInitialEvents=0&resourceVersion=0", true),
+        ("sendInitialEvents=false&resourceVersion=5", false),
+        ("sendInitialEvents=true", false),
+        ("watch=1", false),
+    ] {
+        assert_eq!(asked(query).from_present, from_present, "{query}");
+    }
 }
 
 #[test]
@@ -104,6 +116,32 @@ fn the_query_is_changed_where_it_must_be_and_nowhere_else() {
 #[test]
 fn frames_are_asked_for_uncompressed() {
     let mut map = headers(&[("accept-encoding", "gzip"), ("accept", "application/json")]);
+    upstream_headers(&mut map);
+    assert_eq!(map, headers(&[("accept", "application/json")]));
+}
+
+#[test]
+fn upstream_accept_offers_only_what_can_be_followed() {
+    for (accept, offered) in [
+        ("application/json", "application/json"),
+        ("application/cbor, application/json;q=0.9", "application/json;q=0.9"),
+        (
+            "application/json;as=Table;v=v1;g=meta.k8s.io,application/cbor,application/json",
+            "application/json;as=Table;v=v1;g=meta.k8s.io, application/json",
+        ),
+        ("application/cbor-seq,*/*", "*/*"),
+        (
+            "application/vnd.kubernetes.protobuf,application/json",
+            "application/vnd.kubernetes.protobuf,application/json",
+        ),
+    ] {
+        let mut map = headers(&[("accept", accept)]);
+        upstream_headers(&mut map);
+        assert_eq!(map, headers(&[("accept", offered)]), "{accept}");
+    }
+    let mut map = HeaderMap::new();
+    map.append("accept", "application/cbor".parse().unwrap());
+    map.append("accept", "application/json".parse().unwrap());
     upstream_headers(&mut map);
     assert_eq!(map, headers(&[("accept", "application/json")]));
 }

@@ -14,6 +14,8 @@ const RESUME: AfterLoss = AfterLoss::Resume(Duration::ZERO);
 const RESTART: AfterLoss = AfterLoss::Restart(Duration::ZERO);
 const CLEAN: AfterLoss = AfterLoss::End(Ending::Clean, Stop::NotResumable);
 const RESET: AfterLoss = AfterLoss::End(Ending::Reset, Stop::NotResumable);
+const CLEAN_IN_INITIAL: AfterLoss = AfterLoss::End(Ending::Clean, Stop::Initial);
+const CLEAN_WITHOUT_VERSION: AfterLoss = AfterLoss::End(Ending::Clean, Stop::NoVersion);
 const PARTIAL: AfterLoss = AfterLoss::End(Ending::Reset, Stop::Initial);
 
 #[allow(clippy::unnecessary_wraps)] // a frame, as the state takes it
@@ -46,6 +48,8 @@ fn phases_and_losses() {
     use Kind::{Added, Bookmark, Deleted, Modified, Other};
     let fresh = || asked("");
     let listed = || Asked { send_initial_events: true, ..asked("5") };
+    let watch_list = || Asked { bookmarks: true, ..listed() };
+    let from_present = || Asked { from_present: true, ..asked("") };
     let foreign = |version| Asked { resumable_group: false, ..asked(version) };
     let start = Instant::now();
     #[rustfmt::skip]
@@ -72,6 +76,13 @@ fn phases_and_losses() {
         ("list, nothing yet", listed(), vec![], Phase::Initial, None, RESTART),
         ("list", listed(), vec![event(Added, "9"), event(Bookmark, "10"), event(Modified, "11")], Phase::Initial, None, PARTIAL),
         ("list and over", listed(), vec![event(Added, "9"), initial_events_end("10")], Phase::Ordered, Some("10"), RESUME),
+        ("WatchList, nothing yet", watch_list(), vec![], Phase::Initial, None, RESTART),
+        ("WatchList", watch_list(), vec![event(Added, "9"), event(Bookmark, "10")], Phase::Initial, None, CLEAN_IN_INITIAL),
+        ("WatchList and unreadable", watch_list(), vec![event(Added, "9"), Err(Unparsed)], Phase::Initial, None, RESET),
+        ("WatchList and over", watch_list(), vec![event(Added, "9"), initial_events_end("10")], Phase::Ordered, Some("10"), RESUME),
+        ("from the present, nothing yet", from_present(), vec![], Phase::Initial, None, CLEAN_WITHOUT_VERSION),
+        ("from the present and a bookmark", from_present(), vec![event(Bookmark, "9")], Phase::Ordered, Some("9"), RESUME),
+        ("from the present and an event", from_present(), vec![event(Added, "9")], Phase::Initial, None, PARTIAL),
         ("foreign, nothing yet", foreign("5"), vec![], Phase::Ordered, Some("5"), RESTART),
         ("foreign, ordered", foreign("5"), vec![event(Added, "6")], Phase::Ordered, Some("6"), CLEAN),
         ("foreign, initial", foreign(""), vec![event(Added, "6")], Phase::Initial, None, RESET),
@@ -80,7 +91,7 @@ fn phases_and_losses() {
         let mut state = after(&asked, frames, start);
         assert_eq!(state.phase(), phase, "{name}");
         assert_eq!(state.cursor().map(ToString::to_string).as_deref(), cursor, "{name}");
-        assert_eq!(state.on_lost(start, 0), loss, "{name}");
+        assert_eq!(state.on_lost(start, false, 0), loss, "{name}");
     }
 }
 
@@ -117,7 +128,7 @@ fn frames_on_a_resumed_stream() {
     let start = Instant::now();
     for (name, frames) in table {
         let mut state = after(&asked("5"), vec![event(Added, "10")], start);
-        assert_eq!(state.on_lost(start, 0), RESUME);
+        assert_eq!(state.on_lost(start, false, 0), RESUME);
         for (frame, verdict) in frames {
             assert_eq!(state.on_frame(frame), verdict, "{name}: {frame:?}");
         }
@@ -130,14 +141,14 @@ fn frames_above_the_cap() {
     let mut state = after(&asked("5"), vec![event(Kind::Added, "10")], start);
     state.on_oversized(true, false);
     assert_eq!(state.obstacle(), Some(Obstacle::Oversized));
-    assert_eq!(state.on_lost(start, 0), RESET, "in its middle");
+    assert_eq!(state.on_lost(start, false, 0), RESET, "in its middle");
     let mut state = after(&asked("5"), vec![event(Kind::Added, "10")], start);
     state.on_oversized(true, false);
     state.on_oversized(false, true);
-    assert_eq!(state.on_lost(start, 0), CLEAN, "after it: its version is unknown");
+    assert_eq!(state.on_lost(start, false, 0), CLEAN, "after it: its version is unknown");
     assert_eq!(state.on_frame(event(Kind::Modified, "12")), Verdict::Forward);
     assert_eq!(state.obstacle(), None);
-    assert_eq!(state.on_lost(start, 0), RESUME, "after the next");
+    assert_eq!(state.on_lost(start, false, 0), RESUME, "after the next");
     assert_eq!(
         state.on_oversized(true, true),
         Verdict::End(Ending::Clean),
@@ -150,27 +161,27 @@ fn limits_of_resuming() {
     let start = Instant::now();
     let at = |ms| start + Duration::from_millis(ms);
     let mut state = after(&asked("5"), vec![event(Kind::Added, "6")], start);
-    assert_eq!(state.on_lost(at(298_000), 0), RESUME);
+    assert_eq!(state.on_lost(at(298_000), false, 0), RESUME);
     assert_eq!(state.reissue(at(298_000)).remaining, Some(Duration::from_secs(2)));
     assert_eq!(
-        state.on_lost(at(298_001), 0),
+        state.on_lost(at(298_001), false, 0),
         AfterLoss::End(Ending::Clean, Stop::Late),
         "less than 2 s left"
     );
 
     let mut state = WatchState::new(&Asked { timeout: None, ..asked("5") }, start);
     for _ in 0..RESUMES_A_MINUTE {
-        assert_eq!(state.on_lost(at(10), 0), RESUME);
+        assert_eq!(state.on_lost(at(10), false, 0), RESUME);
     }
     assert_eq!(
-        state.on_lost(at(20), 0),
+        state.on_lost(at(20), false, 0),
         AfterLoss::End(Ending::Clean, Stop::TooOften),
         "too many in a minute"
     );
-    assert_eq!(state.on_lost(at(60_020), 0), RESUME, "the next minute");
+    assert_eq!(state.on_lost(at(60_020), false, 0), RESUME, "the next minute");
 
     state.forbid(Bar::UnknownEvent);
-    assert_eq!(state.on_lost(at(60_030), 0), CLEAN);
+    assert_eq!(state.on_lost(at(60_030), false, 0), CLEAN);
 }
 
 #[test]
@@ -239,7 +250,7 @@ fn a_410_is_not_the_last_word() {
         let mut state = after(&asked, before, start);
         assert_eq!(state.on_frame(error(code)), verdict, "{name}");
         if verdict == forwarded {
-            let loss = state.on_lost(start, 0);
+            let loss = state.on_lost(start, false, 0);
             assert!(
                 matches!(loss, AfterLoss::End(how, _) if how == state.ending()),
                 "{name}: {loss:?}"
@@ -290,12 +301,12 @@ fn attempts() {
         (head(403), true, start, AfterAttempt::End(Ending::Clean)),
     ] {
         let mut state = after(&asked("5"), vec![event(Kind::Added, "6")], start);
-        assert_eq!(state.on_lost(start, 0), RESUME);
+        assert_eq!(state.on_lost(start, false, 0), RESUME);
         assert_eq!(state.on_answer(answer, json, peers_left, now, 0), wanted, "{answer:?}");
     }
     // Somebody who always says "at once" is asked for so long, and no oftener than the jitter allows.
     let mut state = after(&asked("5"), vec![event(Kind::Added, "6")], start);
-    assert_eq!(state.on_lost(start, 0), RESUME);
+    assert_eq!(state.on_lost(start, false, 0), RESUME);
     let busy =
         Answer::Head { status: 429, content_type: Some(json), retry_after: Some(Duration::ZERO) };
     let (mut now, mut asked_again) = (start, 0);
@@ -312,7 +323,7 @@ fn attempts() {
 
     // An unanswered restart of a watch without a position cannot end cleanly.
     let mut state = WatchState::new(&asked(""), start);
-    assert_eq!(state.on_lost(start, 0), RESTART);
+    assert_eq!(state.on_lost(start, false, 0), RESTART);
     let end = AfterAttempt::End(Ending::Reset);
     assert_eq!(state.on_answer(head(403), json, true, start, 0), end);
 }

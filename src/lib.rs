@@ -15,7 +15,7 @@
 //!    elsewhere where [`proxy::retry`] allows it. An upgrade (exec, attach, port-forward, cp) goes by
 //!    [`proxy::upgrade`] instead.
 //! 6. [`proxy::body`] streams the answer; [`proxy::watch_body`] that of a watch, by the rules of
-//!    [`proxy::watch`]; [`proxy::respond`] speaks for us when there is none. A client that takes
+//!    [`proxy::watch`]; while no apiserver can be reached watches wait ([`proxy::hold`]); [`proxy::respond`] speaks for us when there is none. A client that takes
 //!    nothing of what waits for it is cut off ([`proxy::stall`], [`proxy::taking`]).
 //!
 //! The path of a flow (L4), all of it in [`proxy::passthrough`]:

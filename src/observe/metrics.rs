@@ -205,7 +205,7 @@ impl Metrics {
     }
 
     /// A watch lost its apiserver, or was refused by it: `resumed`, `moved`, `withheld`, `too_old`,
-    /// `over_budget`, `gave_up`, …; or something came that stands in the way of resuming it: `barred`,
+    /// `over_budget`, `gave_up`, `held` during a total outage, …; or something came that stands in the way of resuming it: `barred`,
     /// `oversized`.
     pub fn watch_resumed(&self, outcome: &'static str) {
         self.registry.counter(&names::WATCH_RESUMES, &[outcome]).increment(1);
@@ -219,6 +219,12 @@ impl Metrics {
     /// Counts requests for which no upstream stream came free; resolve once per upstream.
     pub fn streams_exhausted(&self, upstream: &str) -> Counter {
         self.registry.counter(&names::STREAMS_EXHAUSTED, &[upstream])
+    }
+
+    /// Watches held while no apiserver can be reached; shared and to be handled like
+    /// [`Self::held_body_bytes`].
+    pub fn held_watches(&self) -> Gauge {
+        self.registry.gauge(&names::HELD_WATCHES, &[])
     }
 
     /// Bytes of request bodies held for another attempt; resolve once and only ever increment and
@@ -354,6 +360,7 @@ mod tests {
         metrics.watch_resumed("resumed");
         metrics.stream_waits("control-plane").increment(1);
         metrics.streams_exhausted("control-plane").increment(1);
+        metrics.held_watches().increment(1);
         metrics.held_body_bytes().increment(1);
         metrics.held_frame_bytes().increment(1);
         metrics.discovered("control-plane", "dns", 1.0);

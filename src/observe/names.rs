@@ -105,6 +105,8 @@ table! {
         "Requests that had to wait for a free upstream stream.";
     STREAMS_EXHAUSTED = Counter "jackstay_streams_exhausted_total" ["upstream"] "requests",
         "Requests (answered with 429), second attempts and lost watches for which no upstream stream came free.";
+    HELD_WATCHES = Gauge "jackstay_held_watches" [] "watches",
+        "Watches that are held because no apiserver can be reached: running ones until their own deadline, new ones for up to 30 s.";
     HELD_BODY_BYTES = Gauge "jackstay_held_body_bytes" [] "bytes",
         "Bytes of request bodies held so that they can be sent again.";
     HELD_FRAME_BYTES = Gauge "jackstay_held_frame_bytes" [] "bytes",

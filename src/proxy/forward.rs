@@ -8,6 +8,8 @@
 //!        +------------- again --------+
 //! ```
 
+mod new_watch;
+
 use std::cell::Cell;
 use std::pin::{Pin, pin};
 use std::rc::Rc;
@@ -23,7 +25,7 @@ use super::beginning::{beginning, is_awaited};
 use super::body::{Body, Full, Stream};
 use super::closing::Closing;
 use super::hygiene;
-use super::line::{Answer, Line, is_better_elsewhere, problem, still_troubled, troubled};
+use super::line::{Answer, Line, is_better_elsewhere, still_troubled, troubled};
 use super::peer::Proof;
 use super::request_info::{Kind, RequestInfo};
 use super::respond::{self, Problem};
@@ -34,7 +36,8 @@ use super::watch_body::{self, WatchBody, Watched};
 use crate::observe::Outcome;
 use crate::upstream::connection::{Connection, Permit, in_words};
 use crate::upstream::endpoint::Endpoint;
-use crate::upstream::pool::{After, ClassPool, Need};
+use crate::upstream::health::Life;
+use crate::upstream::pool::{After, ClassPool, Need, Unavailable};
 
 /// Attempts at one request, the first included. Each failure is another connection lost; more of
 /// them within one request is an outage, and the client should hear of it.
@@ -57,8 +60,10 @@ pub struct Outgoing {
     pub body: Option<Rc<Source>>,
     /// What it is.
     pub info: RequestInfo,
-    /// What a watch asked for, if it is one whose frames can be followed, and when it is to end.
-    pub watch: Option<(Asked, Closing)>,
+    /// What a watch asked for, if it is one whose frames can be followed.
+    pub watch: Option<Asked>,
+    /// When a watch is to end.
+    pub closing: Option<Closing>,
     /// Second attempts beside a first one so far.
     pub hedges: Cell<u32>,
 }
@@ -105,20 +110,28 @@ impl Outgoing {
         mut outcome: Box<Outcome>,
     ) -> Result<Response<Body>, (Problem, Box<Outcome>)> {
         self.line.earn();
-        let asked_at = outcome.started();
+        let mut asked_at = outcome.started();
         let mut failed: Option<Failure> = None;
         // Those that have answered a watch with 410, and what the last of them said.
         let mut too_old: Vec<Arc<Endpoint>> = Vec::new();
         let mut said: Option<Box<ShortAnswer>> = None;
         for attempt in 1..=ATTEMPTS {
             let after = failed.as_ref().and_then(Failure::after);
-            let permit = match self.line.pool.acquire(&self.class, self.need(after, &too_old)).await
+            let mut permit = self.line.pool.acquire(&self.class, self.need(after, &too_old)).await;
+            if let Err(Unavailable::Unreachable(_)) = permit
+                && self.is_watch()
+                && said.is_none()
             {
+                // Boxed, so that no other request carries room for it.
+                permit = Box::pin(self.hold(permit, outcome.started())).await;
+                asked_at = Instant::now();
+            }
+            let permit = match permit {
                 Ok(permit) => permit,
                 Err(unavailable) => {
                     return match said {
                         Some(answer) => Ok(pass_on(*answer, outcome)),
-                        None => Err((problem(&unavailable), outcome)),
+                        None => Err((self.unavailable(&unavailable), outcome)),
                     };
                 }
             };
@@ -170,7 +183,12 @@ impl Outgoing {
     fn need<'a>(&'a self, after: Option<After<'a>>, shun: &'a [Arc<Endpoint>]) -> Need<'a> {
         let watch = self.info.long_running();
         let without = after.as_ref().and_then(After::suspect_since);
-        Need { watch, after, shun, without, beside: false, proven: self.proof.subject() }
+        let (held, proven) = (self.is_watch(), self.proof.subject());
+        Need { watch, held, after, shun, without, beside: false, proven }
+    }
+
+    fn is_watch(&self) -> bool {
+        self.info.kind == Kind::Watch
     }
 
     fn give_up(&self, failure: &Failure) -> Problem {
@@ -185,6 +203,17 @@ impl Outgoing {
             (true, false) => "not_held",
             (true, true) => "attempts",
         });
+        // One that a live apiserver breaks off again and again must make its client list: asking for
+        // the same again would never end.
+        let unreached = match failure.stage {
+            Stage::NotSent | Stage::Unprocessed => true,
+            Stage::Sent | Stage::Head | Stage::Body => {
+                failure.connection.as_ref().is_some_and(|c| c.life() == Life::Dead)
+            }
+        };
+        if self.is_watch() && unreached {
+            return Problem::no_upstream_for_watch(&failure.why);
+        }
         let safe = retry::may_hedge(self.info.kind);
         match failure.stage {
             Stage::NotSent | Stage::Unprocessed if !held => Problem::unprocessed(&failure.why),
@@ -374,9 +403,9 @@ impl Outgoing {
             release_all(recv, data.len());
             return into_response(head, Body::Full(Full::new(data, outcome)));
         }
-        let Self { line, class, proof, head: request, watch, info, .. } = *self;
-        let body = if let (Some((asked, closing)), Some(encoding)) =
-            (watch, watch_body::encoding(&head))
+        let Self { line, class, proof, head: request, watch, closing, info, .. } = *self;
+        let body = if let (Some(asked), Some(closing), Some(encoding)) =
+            (watch, closing, watch_body::encoding(&head))
         {
             let watched =
                 Watched { line, class, proof, head: request, asked, encoding, asked_at, closing };

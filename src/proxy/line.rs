@@ -13,6 +13,7 @@ use h2::RecvStream;
 use http::{Request, response};
 use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 
+use super::hold::{Holding, PAUSE};
 use super::peer::Proof;
 use super::respond::Problem;
 use super::retry::Budget;
@@ -37,6 +38,8 @@ pub struct Line {
     pub hedges: Budget,
     /// Bounds what others are asked after a 410.
     pub opinions: Budget,
+    /// The watches that are held while no apiserver can be reached.
+    pub holding: Holding,
     /// Bounds what is held of frames that are not whole.
     pub frames: Arc<Room>,
     /// Where retries and hedges are counted.
@@ -52,6 +55,7 @@ impl Line {
             hedges: Budget::hedges(pool.upstream().config().connections.max_streams),
             pool,
             opinions: Budget::opinions(),
+            holding: Holding::new(metrics.held_watches()),
             frames: Room::new(held::ROOM, metrics.held_frame_bytes()),
             metrics,
             bodies,
@@ -62,6 +66,20 @@ impl Line {
     pub fn earn(&self) {
         self.hedges.earn();
         self.opinions.earn();
+    }
+
+    /// Holds a watch until it is worth asking for a stream again: until the outage is over, or for a
+    /// moment where there is none and the class has no connection all the same. Returns how long it
+    /// took.
+    pub async fn hold(self: Rc<Self>, class: Rc<ClassPool>) -> Duration {
+        let began = Instant::now();
+        let _held = self.holding.add();
+        if self.pool.is_out() {
+            self.pool.wait_for_return(&class).await;
+        } else {
+            sleep(PAUSE.mul_f64(0.5 + fastrand::f64())).await;
+        }
+        began.elapsed()
     }
 
     /// Whether another endpoint may be asked for a watch that was answered with 410; counted where
@@ -148,6 +166,8 @@ pub struct Unanswered {
     pub why: String,
     /// Whose answer was awaited.
     pub by: Option<Rc<Connection>>,
+    /// No apiserver can be reached.
+    pub outage: bool,
 }
 
 /// Sends the request of a watch once more and waits for the head for so long: an attempt at going on.
@@ -162,14 +182,16 @@ pub async fn reissue(
     shun: &[Arc<Endpoint>],
     patience: Duration,
 ) -> Result<Answer, Unanswered> {
-    let need = Need { watch: true, after, shun, ..Need::of(proof.subject()) };
+    let need = Need { watch: true, held: true, after, shun, ..Need::of(proof.subject()) };
     let end = Instant::now() + patience;
+    let none = |why, outage| Unanswered { why, by: None, outage };
     let permit = match timeout_at(end, line.pool.acquire(class, need)).await {
         Ok(Ok(permit)) => permit,
         Ok(Err(unavailable)) => {
-            return Err(Unanswered { why: problem(&unavailable).to_string(), by: None });
+            let outage = matches!(unavailable, Unavailable::Unreachable(_));
+            return Err(none(problem(&unavailable).to_string(), outage));
         }
-        Err(_) => return Err(Unanswered { why: "no stream in time".to_owned(), by: None }),
+        Err(_) => return Err(none("no stream in time".to_owned(), false)),
     };
     open(line, permit, head, end).await
 }
@@ -185,7 +207,7 @@ pub async fn open(
     end: Instant,
 ) -> Result<Answer, Unanswered> {
     let connection = Rc::clone(permit.connection());
-    let failed = |why: String| Unanswered { why, by: Some(Rc::clone(&connection)) };
+    let failed = |why: String| Unanswered { why, by: Some(Rc::clone(&connection)), outage: false };
     let (response, _) = permit.open(head, true).map_err(|error| failed(in_words(&error)))?;
     let response = tokio::select! {
         response = response => response.map_err(|error| failed(in_words(&error)))?,

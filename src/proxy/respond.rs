@@ -85,6 +85,15 @@ impl Problem {
         )
     }
 
+    /// 429 without Retry-After: a watch that no apiserver can serve now. client-go lists again after
+    /// every error of a watch but this one and a refused connection (`reflector.go`,
+    /// `isWatchErrorRetriable`); Retry-After would make it ask again at its pace, not with a backoff.
+    pub fn no_upstream_for_watch(detail: &str) -> Self {
+        let message = format!("no apiserver can serve this watch: {detail}");
+        let (code, reason) = (StatusCode::TOO_MANY_REQUESTS, Reason::TooManyRequests);
+        Self::new(code, reason, "no_upstream", &message)
+    }
+
     /// 502: a write was sent and its connection died before an answer. `InternalError`, because
     /// that reason is documented as "the outcome of the call is unknown"; `ServiceUnavailable` and
     /// `ServerTimeout` both tell the client that sending again is right.

@@ -216,8 +216,9 @@ impl Client {
             head,
             body: (!http_body::Body::is_end_stream(&body))
                 .then(|| Source::new(body, version, &service.line.bodies)),
+            closing: (info.kind == Kind::Watch).then(|| service.closing.clone()),
             info,
-            watch: watch.map(|asked| (asked, service.closing.clone())),
+            watch,
             hedges: Cell::new(0),
         });
         Ok(Begun::Forward(outgoing, outcome, token.map(|token| (token, class))))

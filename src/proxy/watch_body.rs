@@ -2,10 +2,12 @@
 //!
 //! [`super::watch`] decides; this file moves the bytes, notices that a stream is lost or that its
 //! connection should be left. [`running`] is the stream, [`asking`] looks for another one with what
-//! [`again`] knows; [`moving`] is about a watch that leaves a stream which works.
+//! [`again`] knows, [`holding`] waits while there is nobody to ask; [`moving`] is about a watch that
+//! leaves a stream which works.
 
 mod again;
 mod asking;
+mod holding;
 mod moving;
 mod pace;
 mod running;
@@ -22,8 +24,9 @@ use http_body::Frame;
 use tokio::time::Instant;
 
 use self::again::Again;
+use self::holding::{Hold, HoldEnd};
 use self::moving::Moving;
-use self::running::{Event, Leave, Running};
+use self::running::{Event, Leave, Running, Stay};
 use super::closing::Closing;
 use super::line::{Answer as Answered, Line, Unanswered, release};
 use super::peer::{Proof, ProofEnd};
@@ -32,6 +35,7 @@ use super::taking::PIECE;
 use super::watch::Encoding;
 use super::watch::relay::{Flow, Relay};
 use super::watch::request::Asked;
+use super::watch::state::Phase;
 use super::watch::verdict::{AfterLoss, Bar, Ending, Obstacle};
 use crate::observe::{Outcome, Side};
 use crate::upstream::connection::Permit;
@@ -53,6 +57,8 @@ pub struct WatchBody {
     /// If it goes upstream with a certificate.
     proof_end: Option<ProofEnd>,
     outcome: Box<Outcome>,
+    /// It was not delivering when its stream was lost.
+    quiet: bool,
     /// It was logged that it cannot be resumed.
     told: bool,
 }
@@ -60,6 +66,8 @@ pub struct WatchBody {
 enum Leg {
     Running(Running),
     Asking(Search),
+    /// No apiserver can be reached: it waits for one.
+    Held(Hold),
     /// Another apiserver is asked to take over; until it does nothing is lost.
     Moving(Box<Moving>),
     /// Over: how, if not cleanly.
@@ -125,6 +133,7 @@ impl WatchBody {
             again,
             proof_end,
             outcome,
+            quiet: false,
             told: false,
         }
     }
@@ -161,14 +170,28 @@ impl WatchBody {
                         self.lost(&why);
                     }
                     Event::Leave(Leave::Asked) => self.asked(),
-                    Event::Leave(why) => {
-                        running.stay(why, &self.again.closing);
+                    Event::Leave(Leave::Connection) => {
+                        running.stay(Stay::Connection, &self.again.closing);
+                        self.leave();
+                    }
+                    Event::Leave(Leave::Unresponsive) => {
+                        running.stay(Stay::Unresponsive, &self.again.closing);
+                        self.leave();
+                    }
+                    Event::Leave(Leave::Place(permit)) => self.take_place(permit),
+                    Event::Leave(Leave::Shutdown) => {
+                        running.stay(Stay::Shutdown, &self.again.closing);
                         self.leave();
                     }
                 },
                 Leg::Asking(search) => match ready!(search.as_mut().poll(cx)) {
                     Some(answer) => self.answered(answer),
                     None => self.called_off(),
+                },
+                Leg::Held(hold) => match ready!(hold.as_mut().poll(cx)) {
+                    HoldEnd::Returned(after) => self.returned(after),
+                    HoldEnd::Deadline => self.expired(),
+                    HoldEnd::Shutdown => self.called_off(),
                 },
                 Leg::Moving(moving) => {
                     let answer = ready!(moving.attempt.as_mut().poll(cx));
@@ -220,28 +243,27 @@ impl WatchBody {
 
     /// Follows a reason to leave, if there is one and this is a moment where nobody notices.
     fn leave(&mut self) {
-        let Leg::Running(Running { stays: Some(why), .. }) = &self.leg else { return };
-        match why {
-            Leave::Connection if self.relay.state().resumable() => {
-                self.lost("its connection is to be left");
-            }
-            Leave::Unresponsive if self.relay.state().can_leave() => {
+        let Leg::Running(running) = &mut self.leg else { return };
+        match running.stays {
+            Some(Stay::Connection) if self.relay.state().resumable() => running.seek(&self.again),
+            Some(Stay::Unresponsive) if self.relay.state().can_leave() => {
                 self.lost("its connection does not respond");
             }
-            Leave::Shutdown if self.relay.state().ending() == Ending::Clean => {
+            Some(Stay::Shutdown) if self.relay.state().ending() == Ending::Clean => {
                 self.give_way();
                 self.finish(Ending::Clean, "shutdown");
             }
-            Leave::Connection | Leave::Unresponsive | Leave::Shutdown | Leave::Asked => {}
+            Some(Stay::Connection | Stay::Unresponsive | Stay::Shutdown) | None => {}
         }
     }
 
     fn lost(&mut self, why: &str) {
         let now = std::time::Instant::now();
+        self.quiet = self.is_quiet();
         self.give_way();
         self.again.shunned.clear();
         self.again.refused = false;
-        match self.relay.on_lost(now, fastrand::u64(..)) {
+        match self.relay.on_lost(now, self.quiet, fastrand::u64(..)) {
             AfterLoss::Restart(delay) | AfterLoss::Resume(delay) => {
                 tracing::debug!(reason = why, "watch goes on elsewhere");
                 self.ask(delay);
@@ -251,6 +273,13 @@ impl WatchBody {
                 self.finish(ending, why);
             }
         }
+    }
+
+    /// Whether its client does not notice a second of silence. One that waits for the objects there
+    /// are does.
+    fn is_quiet(&self) -> bool {
+        let Leg::Running(running) = &self.leg else { return false };
+        self.relay.state().phase() == Phase::Ordered && running.pace.is_quiet(Instant::now())
     }
 
     /// What its server sent stands in the way of resuming it, which was not so before.

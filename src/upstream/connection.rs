@@ -131,7 +131,7 @@ pub struct Connection {
     driver: RefCell<Option<Waker>>,
     close: Cell<Option<&'static str>>,
     /// What can go on elsewhere should.
-    leave: Cell<bool>,
+    leave: Cell<Option<Leaving>>,
     /// Its end is no event.
     end_expected: Cell<bool>,
     /// What its watches are asked for.
@@ -149,6 +149,15 @@ impl fmt::Debug for Connection {
             .field("life", &self.life.get())
             .finish_non_exhaustive()
     }
+}
+
+/// How soon what can go on elsewhere should.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Leaving {
+    /// It delivers nothing, or may not for long: its process is stopped, or its endpoint is not well.
+    Soon,
+    /// It works: its certificate is old, or its endpoint was removed.
+    InTime,
 }
 
 /// What a connection needs to know of its pool.
@@ -206,7 +215,7 @@ impl Connection {
             idle_since: Cell::new(now),
             driver: RefCell::new(None),
             close: Cell::new(None),
-            leave: Cell::new(false),
+            leave: Cell::new(None),
             end_expected: Cell::new(false),
             offers: Offers::default(),
             changed: Notify::new(),
@@ -254,13 +263,18 @@ impl Connection {
     /// certificate old or its endpoint gone. A GOAWAY alone is no reason, an apiserver sends one now and then to
     /// spread its clients (`--goaway-chance`).
     pub fn is_to_be_left(&self) -> bool {
+        self.leave.get().is_some()
+    }
+
+    /// How soon, if so.
+    pub fn leaving(&self) -> Option<Leaving> {
         self.leave.get()
     }
 
     /// Waits for [`Self::is_to_be_left`] or until its watches are asked for something
     /// ([`Self::asked`] is no longer what it was).
     pub async fn left_or_asked(&self, asked: u32) {
-        while !self.leave.get() && self.asked() == asked {
+        while !self.is_to_be_left() && self.asked() == asked {
             self.changed.notified().await;
         }
     }
@@ -269,7 +283,7 @@ impl Connection {
     /// and after a GOAWAY this is the moment for watches to move.
     pub fn unwell(&self) {
         if self.life.get() == Life::Draining {
-            self.leave.set(true);
+            self.leave.set(Some(Leaving::Soon));
         }
         self.changed.notify_waiters();
     }
@@ -358,7 +372,7 @@ impl Connection {
     /// Takes no new streams from now on; closes when the running ones are done.
     pub fn drain(&self, why: &'static str) {
         if matches!(self.life.get(), Life::Live | Life::Suspect) {
-            self.leave.set(why != IDLE && why != RETIRED);
+            self.leave.set((why != IDLE && why != RETIRED).then_some(Leaving::InTime));
             self.enter(Life::Draining, why);
             self.wake_driver();
         }

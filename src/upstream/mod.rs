@@ -7,6 +7,7 @@
 //!   [`health`] judges whether it lives, as [`flow`] does where no PING can be sent.
 //! * Watches move by [`offers`]: away from an apiserver that is unwell ([`flight`]), and to one that
 //!   has come back ([`rebalance`]).
+//! * While nothing can be reached ([`outage`]) watches are held.
 //! * An upgrade has a connection of its own ([`http1`]).
 
 pub mod balance;
@@ -19,6 +20,7 @@ pub mod flow;
 pub mod health;
 pub mod http1;
 pub mod offers;
+pub mod outage;
 pub mod pool;
 pub mod probe_token;
 pub mod readyz;

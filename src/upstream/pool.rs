@@ -23,6 +23,7 @@ use super::dial::dial_h2;
 use super::endpoint::{ConnectFailure, Endpoint, EndpointState};
 use super::flight::{Departure, departures};
 use super::health::Life;
+use super::outage::{Outage, READY_FOR, Reachable};
 pub use super::shared::Upstream;
 
 /// How long a request waits for a usable connection while every endpoint is down, from the moment
@@ -53,6 +54,9 @@ pub struct Pool {
     upstream: Arc<Upstream>,
     classes: RefCell<BTreeMap<Class, Rc<ClassPool>>>,
     changed: Rc<Notify>,
+    outage: Cell<Outage>,
+    /// An outage is over.
+    returned: Notify,
     this: Weak<Self>,
     /// Orders the endpoints differently on every node, so that nodes spread.
     seed: u64,
@@ -78,6 +82,8 @@ impl Pool {
             upstream,
             classes: RefCell::default(),
             changed: Rc::new(Notify::new()),
+            outage: Cell::default(),
+            returned: Notify::new(),
             this: this.clone(),
             seed: fastrand::u64(..),
             ours,
@@ -109,6 +115,9 @@ impl Pool {
     ) -> Result<Permit, Unavailable> {
         let now = Instant::now();
         class.used.set(now);
+        if need.held && self.is_out() {
+            return Err(Unavailable::Unreachable(self.reasons(class)));
+        }
         if let Some(permit) = class.take(need, &self.upstream, now, false) {
             if class.is_tight(&permit, now) {
                 self.maintain();
@@ -117,6 +126,26 @@ impl Pool {
         }
         // Boxed, so that no other request carries room for it.
         Box::pin(self.wait(class, need, now)).await
+    }
+
+    /// Whether a total outage lasts. Cheap.
+    pub fn is_out(&self) -> bool {
+        self.outage.get().lasts()
+    }
+
+    /// Waits until a total outage is over. Connections of the class are tried all the time: one
+    /// attempt for each endpoint, however many wait ([`Endpoint::may_connect`]).
+    pub async fn wait_for_return(&self, class: &ClassPool) {
+        let _held = class.hold();
+        loop {
+            let mut returned = std::pin::pin!(self.returned.notified());
+            // Registered before the look, so that it cannot end in between.
+            returned.as_mut().enable();
+            if !self.is_out() {
+                return;
+            }
+            returned.await;
+        }
     }
 
     /// A stream on a live connection, if one is there now.
@@ -143,6 +172,9 @@ impl Pool {
             changed.as_mut().enable();
             self.maintain();
             let now = Instant::now();
+            if need.held && self.is_out() {
+                return Err(Unavailable::Unreachable(self.reasons(class)));
+            }
             if let Some(permit) = class.take(need, &self.upstream, now, false) {
                 return Ok(permit);
             }
@@ -205,6 +237,7 @@ impl Pool {
         let now = Instant::now();
         let endpoints = self.upstream.endpoints.load();
         let alone = !endpoints.iter().any(|endpoint| endpoint.is_usable());
+        self.note_outage(&endpoints, alone, now);
         // A pool of our own keeps none for configured identities.
         let loaded = if self.ours { Vec::new() } else { self.upstream.credentials.loaded() };
         for class in loaded {
@@ -215,6 +248,33 @@ impl Pool {
         for class in classes {
             self.maintain_class(&class, &endpoints, &leave, alone, now);
         }
+    }
+
+    fn note_outage(&self, endpoints: &[Arc<Endpoint>], alone: bool, now: Instant) {
+        let ready = |endpoint: &Arc<Endpoint>| {
+            endpoint.ready_for(now).is_some_and(|ready| ready >= READY_FOR)
+        };
+        let reachable = if alone {
+            Reachable::Nothing
+        } else if endpoints.iter().any(ready) {
+            Reachable::Ready
+        } else {
+            Reachable::Unready
+        };
+        let mut outage = self.outage.get();
+        let over = outage.note(reachable, now);
+        self.outage.set(outage);
+        let Some(lasted) = over else { return };
+        let held: usize = self.classes.borrow().values().map(|class| class.held()).sum();
+        if held > 0 {
+            tracing::info!(
+                upstream = &*self.upstream.name,
+                outage_ms = lasted.as_millis() as u64,
+                held,
+                "an apiserver is reachable again: held watches go on"
+            );
+        }
+        self.returned.notify_waiters();
     }
 
     fn maintain_class(

@@ -6,6 +6,7 @@ mod support;
 
 mod bodies;
 mod clients;
+mod held;
 mod hostile;
 mod identity;
 mod kubectl;

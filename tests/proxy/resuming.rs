@@ -2,10 +2,12 @@
 //! end from which the client goes on by itself.
 
 use crate::peer::{Act, END_HEADERS, HEADERS, INTERNAL_ERROR, Peers, Reply, fields, frame, reset};
-use crate::support::{Certs, MAPS, Proxy, soon, until};
+use crate::support::{Certs, MAPS, Proxy, soon, terminate, until};
 use http::Method;
 use hyper::body::Incoming;
+use jackstay::config::CertPaths;
 use jackstay::demo::client::{Client, next_data};
+use jackstay::demo::pki::Subject;
 use std::time::{Duration, Instant};
 
 const FIRST: &str = r#"{"type":"ADDED","object":{"kind":"ConfigMap","apiVersion":"v1","metadata":{"name":"a","resourceVersion":"6"}}}"#;
@@ -27,7 +29,11 @@ async fn scene(count: usize) -> (Peers, Proxy, Client) {
 }
 
 async fn watch(client: &Client) -> Incoming {
-    let path = format!("{MAPS}?watch=1&resourceVersion=5");
+    watch_with(client, "resourceVersion=5").await
+}
+
+async fn watch_with(client: &Client, query: &str) -> Incoming {
+    let path = format!("{MAPS}?watch=1&{query}");
     let answer = soon("a watch", client.send(Method::GET, &path, &[], "")).await.unwrap();
     assert_eq!(answer.status(), 200);
     answer.into_body()
@@ -161,4 +167,90 @@ async fn what_is_held_of_a_frame_is_shown() {
     until("the other half is held", async || held().await >= 50).await;
     drop(body);
     until("it is given back", async || held().await == 0).await;
+}
+
+/// client-go asks for a `WatchList` again that ends before the bookmark it waits for, and falls back
+/// to a LIST where the stream is reset. Without that bookmark a clean end would look complete.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn watch_list_cut_in_its_initial_events_ends_cleanly() {
+    let (peers, _proxy, client) = scene(2).await;
+    let list = "sendInitialEvents=true&resourceVersionMatch=NotOlderThan";
+    for (query, clean) in [
+        (format!("{list}&allowWatchBookmarks=true"), true),
+        (list.to_owned(), false),
+        ("allowWatchBookmarks=true".to_owned(), false),
+    ] {
+        // Cut when the client has its beginning: a reset overtakes what waits to be sent.
+        peers.script.play([Act::PartlyCut(Reply::ok(&lines(&[FIRST])))]);
+        let saw = rest(watch_with(&client, &query).await, Duration::from_secs(30)).await;
+        assert_eq!(saw, (lines(&[FIRST]), clean), "{query}");
+        assert_eq!(peers.script.seen().len(), 1, "{query}: not asked again");
+    }
+}
+
+/// A watch that begins at its server's present cannot be asked for again: it would begin later. Once a
+/// bookmark has named a version it goes on there.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn watch_from_the_present_is_not_restarted() {
+    let (peers, _proxy, client) = scene(2).await;
+    peers.script.usually(Reply::ok(&lines(&[SECOND])));
+    let query = "sendInitialEvents=false&resourceVersionMatch=NotOlderThan";
+    peers.script.play([broken(&[])]);
+    let saw = rest(watch_with(&client, query).await, Duration::from_secs(30)).await;
+    assert_eq!(saw, (String::new(), true));
+    assert_eq!(peers.script.seen().len(), 1);
+    peers.script.play([broken(&[BOOKMARK])]);
+    let saw = rest(watch_with(&client, query).await, Duration::from_secs(30)).await;
+    assert_eq!(saw, (lines(&[SECOND]), true));
+    assert_eq!(peers.script.seen().len(), 2);
+}
+
+/// The certificate of its connection is replaced: a watch stays on its stream while the new connection
+/// refuses it, by a status or by an ERROR event, and leaves the old stream for one that takes it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn watch_leaves_a_stream_that_works_only_for_one_that_takes_it() {
+    const TOO_OLD: &str =
+        r#"{"type":"ERROR","object":{"kind":"Status","apiVersion":"v1","code":410}}"#;
+    let certs = Certs::new();
+    let peers = Peers::start(&certs, 1);
+    let current = certs.path().join("current.pem");
+    let point_to = |name: &str| {
+        let next = certs.path().join("next");
+        std::os::unix::fs::symlink(certs.path().join(name), &next).unwrap();
+        std::fs::rename(next, &current).unwrap();
+    };
+    certs.admin.write_pair(certs.path(), "first").unwrap();
+    let second = certs.pki.client(&Subject::admin()).unwrap();
+    second.write_pair(certs.path(), "second").unwrap();
+    point_to("first.pem");
+    let mut config = certs.config(&peers.addresses);
+    config.upstreams[0].health.suspect_after = Some(Duration::from_secs(5));
+    config.upstreams[0].health.dead_after = Duration::from_secs(10);
+    terminate(&mut config).identities =
+        vec![CertPaths { cert_file: current.clone(), key_file: current.clone() }];
+    let proxy = certs.start(config);
+    proxy.ready(1).await;
+    let client = proxy.client(&certs.credentials()).await;
+    peers.script.play([
+        Act::partly(Reply::ok(&lines(&[FIRST])), |_| Vec::new()),
+        Act::Answer(Reply::status("503", "{}")),
+        Act::Answer(Reply::ok(&lines(&[TOO_OLD]))),
+        Act::Answer(Reply::ok(&lines(&[SECOND]))),
+    ]);
+    let mut body = watch(&client).await;
+    let first = soon("an event", next_data(&mut body)).await.unwrap().unwrap();
+    assert_eq!(first, lines(&[FIRST]));
+    point_to("second.pem");
+    until("another connection is asked", async || peers.script.seen().len() >= 2).await;
+    // The next attempt is at least 2 s later, and no success either.
+    assert_eq!(peers.script.given_up(), [], "its stream was given up for nothing");
+    let saw = rest(body, Duration::from_secs(60)).await;
+    assert_eq!(saw, (lines(&[SECOND]), true));
+    let seen = peers.script.seen();
+    assert_eq!(seen.len(), 4, "{seen:?}");
+    let old = peers.script.given_up();
+    assert_eq!(
+        old.iter().map(|(at, stream, _)| (*at, *stream)).collect::<Vec<_>>(),
+        [(seen[0].1, seen[0].2)]
+    );
 }

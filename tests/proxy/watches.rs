@@ -18,13 +18,14 @@ const DELIVERING: Duration = Duration::from_millis(2_500);
 pub type Event = (String, String, String);
 
 /// The ways to watch that are compared.
-const WAYS: [(&str, &str, &str, &str); 7] = [
+const WAYS: [(&str, &str, &str, &str); 8] = [
     ("json", "/api/v1/configmaps", "", "application/json"),
     ("namespaced", MAPS, "", "application/json"),
     ("selected", MAPS, "&labelSelector=v%20in%20(1,3,5,7)", "application/json"),
     ("bookmarks", MAPS, "&allowWatchBookmarks=true", "application/json"),
     ("table", MAPS, "", "application/json;as=Table;v=v1;g=meta.k8s.io,application/json"),
     ("protobuf", MAPS, "", "application/vnd.kubernetes.protobuf"),
+    ("cbor beside json", MAPS, "", "application/cbor, application/json;q=0.9"),
     (
         "initial",
         MAPS,

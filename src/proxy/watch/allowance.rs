@@ -48,6 +48,11 @@ impl Allowance {
         !self.tried_within(FLEE_PAUSE, now) && self.resumes(now) < RESUMES_A_MINUTE / 2
     }
 
+    /// Whether it may leave a connection that has no future: no oftener than it would be resumed.
+    pub fn may_leave(&self, now: Instant) -> bool {
+        self.resumes(now) < RESUMES_A_MINUTE
+    }
+
     fn resumes(&self, now: Instant) -> u32 {
         self.minute
             .filter(|(began, _)| now.saturating_duration_since(*began) < MINUTE)

@@ -144,6 +144,14 @@ impl WatchState {
         Some(Reissue { cursor: self.cursor.as_ref(), remaining: self.remaining(now) })
     }
 
+    /// The same for a watch whose connection has no future.
+    pub fn reissue_to_leave(&self, now: Instant) -> Option<Reissue<'_>> {
+        if !self.resumable() || self.too_late(now) || !self.allowance.may_leave(now) {
+            return None;
+        }
+        Some(Reissue { cursor: self.cursor.as_ref(), remaining: self.remaining(now) })
+    }
+
     /// Notes an attempt to flee; it counts as a resume.
     pub fn tried_to_flee(&mut self, now: Instant) {
         self.allowance.tried_to_move(now);

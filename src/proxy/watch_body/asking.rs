@@ -118,7 +118,8 @@ impl WatchBody {
                 }
                 self.after(next, &format!("{} there", answered.head.status));
             }
-            Err(Unanswered { why, by }) => {
+            Err(Unanswered { outage: true, .. }) if !self.relay.withholds() => self.hold(),
+            Err(Unanswered { why, by, .. }) => {
                 // Rather somebody else next time.
                 self.again.lost = by.or(self.again.lost.take());
                 self.after(next, &why);

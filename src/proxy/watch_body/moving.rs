@@ -1,22 +1,25 @@
-//! A watch moves to another apiserver while its stream still works.
+//! A watch moves to another apiserver, or another connection, while its stream still works.
 //!
 //! Its server has more watches than others ([`crate::upstream::rebalance`]) or is unwell
-//! ([`crate::upstream::flight`]). The new stream is opened at the cursor before the old one is given up, and from then on nothing more is read of
-//! the old one: what it delivers meanwhile comes again from the other. So events wait for one
-//! round trip, at most [`PATIENCE`] where the old one delivers, and if the other one does not take
-//! the watch, it goes on where it is as if nothing had been.
+//! ([`crate::upstream::flight`]), or its connection has no future: its certificate is old, its endpoint
+//! was removed, its process is stopped. The new stream is opened at the cursor before the old one is
+//! given up, and from then on nothing more is read of the old one: what it delivers meanwhile comes
+//! again from the other. So events wait for one round trip and [`FIRST_FRAME`], at most [`PATIENCE`]
+//! where the old one delivers, and if the other one does not take the watch, it goes on where it is as
+//! if nothing had been.
 
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use http::header;
-use tokio::time::Instant;
+use http::{Request, header};
+use tokio::time::{Instant, timeout};
 
-use super::running::Running;
+use super::running::{Running, Stay};
 use super::{Answered, Attempt, Leg, Unanswered, WatchBody, text};
 use crate::proxy::line::open;
 use crate::proxy::watch::resume::{Answer, Judgement, judge};
+use crate::upstream::connection::{Permit, in_words};
 use crate::upstream::offers::Who;
 use crate::upstream::pool::Need;
 
@@ -25,6 +28,10 @@ const PATIENCE: Duration = Duration::from_millis(250);
 
 /// The same where the old server is unwell: its stream is not likely to have anything.
 const PATIENCE_UNWELL: Duration = Duration::from_secs(1);
+
+/// How long the first frame of the new stream is waited for. An apiserver whose history does not reach
+/// back to the cursor answers 200 and sends an ERROR event at once.
+const FIRST_FRAME: Duration = Duration::from_millis(50);
 
 /// A stream that works, and the attempt to replace it.
 pub(super) struct Moving {
@@ -70,9 +77,46 @@ impl WatchBody {
         let proven = self.again.proof.subject();
         let need = Need { watch: true, shun: &others, ..Need::of(proven) };
         let Some(permit) = pool.try_acquire(&self.again.class, need) else { return };
+        self.move_to(permit, head, patience);
+    }
+
+    /// There is a place on another connection, or none, for a watch whose connection has no future.
+    pub(super) fn take_place(&mut self, permit: Option<Permit>) {
+        let Leg::Running(running) = &mut self.leg else { return };
+        if !self.relay.state().resumable() {
+            running.stay(Stay::Connection, &self.again.closing);
+            return;
+        }
+        let now = std::time::Instant::now();
+        let proven = self.again.proof.is_current(SystemTime::now());
+        let reissue = self.relay.state().reissue_to_leave(now).filter(|_| proven);
+        let (Some(permit), Some(reissue)) = (permit, reissue) else {
+            running.seek_later(&self.again);
+            return;
+        };
+        let head = self.again.head(&reissue);
+        self.relay.state_mut().tried_to_flee(now);
+        self.move_to(permit, head, PATIENCE_UNWELL);
+    }
+
+    fn move_to(&mut self, permit: Permit, head: Request<()>, patience: Duration) {
         let line = Rc::clone(&self.again.line);
-        let attempt =
-            Box::pin(async move { open(&line, permit, head, Instant::now() + patience).await });
+        let attempt = Box::pin(async move {
+            let mut answered = open(&line, permit, head, Instant::now() + patience).await?;
+            if let Ok(first) = timeout(FIRST_FRAME, answered.recv.data()).await {
+                let why = match first {
+                    Some(Ok(first)) => {
+                        answered.first = Some(first);
+                        return Ok(answered);
+                    }
+                    Some(Err(error)) => in_words(&error),
+                    None => "it ended at once".to_owned(),
+                };
+                let by = Some(Rc::clone(answered.permit.connection()));
+                return Err(Unanswered { why, by, outage: false });
+            }
+            Ok(answered)
+        });
         let Leg::Running(from) = std::mem::replace(&mut self.leg, Leg::Done(None)) else { return };
         self.leg = Leg::Moving(Box::new(Moving { from, attempt }));
     }
@@ -85,7 +129,10 @@ impl WatchBody {
             let content_type = text(&answered.head.headers, &header::CONTENT_TYPE);
             let head =
                 Answer::Head { status, content_type: Some(&content_type), retry_after: None };
+            let refused =
+                answered.first.as_ref().is_some_and(|first| self.relay.begins_with_error(first));
             match judge(head, &self.again.content_type) {
+                Judgement::Accept if refused => Err("its history is too short".to_owned()),
                 Judgement::Accept => Ok(answered),
                 Judgement::Another(_) | Judgement::GiveUp => Err(format!("{status} there")),
             }
@@ -102,11 +149,18 @@ impl WatchBody {
                 // Dropping the old stream resets it.
                 let running = Running::new(answered.recv, answered.permit, &self.again.closing);
                 self.leg = Leg::Running(running);
+                if let Some(first) = answered.first {
+                    self.take(&first);
+                }
             }
             Err(why) => {
                 self.again.line.metrics.watch_resumed("not_moved");
                 tracing::debug!(reason = why, "watch stays where it is");
-                self.leg = Leg::Running(moving.from);
+                let mut from = moving.from;
+                if from.permit.connection().is_to_be_left() {
+                    from.seek_later(&self.again);
+                }
+                self.leg = Leg::Running(from);
             }
         }
     }

@@ -1,16 +1,35 @@
 //! The stream that a watch reads now: what comes of it, and the reasons to leave it.
+//!
+//! A stream that works is not given up before another one has taken the watch: while its connection
+//! has no future, a place on another one is looked for beside it ([`Running::seek`]).
 
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use bytes::Bytes;
 use h2::RecvStream;
+use tokio::time::{sleep, timeout};
 
+use super::again::Again;
 use super::pace::Pace;
 use crate::proxy::closing::Closing;
 use crate::proxy::line::release;
-use crate::upstream::connection::{Permit, in_words};
+use crate::upstream::connection::{Leaving, Permit, in_words};
+use crate::upstream::pool::{After, Need};
+
+/// Largest jitter before a place on another connection is looked for: others leave at the same time.
+const SOON: Duration = Duration::from_millis(200);
+/// The same where the stream works and nothing is lost by waiting.
+const IN_TIME: Duration = Duration::from_secs(1);
+/// How long a place is looked for at a time.
+const LOOKED_FOR: Duration = Duration::from_secs(2);
+/// Least pause after the first attempt that failed; it doubles with each, and up to half of it is added
+/// by lot.
+const SEEK_AGAIN: Duration = Duration::from_secs(2);
+/// Largest pause, without that half.
+const SEEK_AGAIN_MAX: Duration = Duration::from_secs(60);
 
 /// An upstream stream under way.
 pub(super) struct Running {
@@ -22,21 +41,36 @@ pub(super) struct Running {
     /// Of its connection, when it last looked after itself.
     pub(super) minutes: u32,
     /// A reason to leave that it could not follow yet.
-    pub(super) stays: Option<Leave>,
+    pub(super) stays: Option<Stay>,
+    /// Attempts to leave its connection that came to nothing.
+    failed: u32,
     /// Ready when there is a reason to leave this stream.
     leave: Pin<Box<dyn Future<Output = Leave>>>,
 }
 
 /// Why a stream that works is to be left.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug)]
 pub(super) enum Leave {
     /// Its connection has no future: on another one.
     Connection,
     /// Its connection does not respond, and stays only for those that cannot move.
     Unresponsive,
+    /// Here is a place on another one; `None` if none was found.
+    Place(Option<Permit>),
     /// It should look after itself, and move if others are needed elsewhere.
     Asked,
     /// Its listener ends: so should the watch, where its client goes on without a relist.
+    Shutdown,
+}
+
+/// A reason to leave that a watch cannot follow before something else comes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Stay {
+    /// Its connection has no future, and it cannot be resumed now.
+    Connection,
+    /// Its connection does not respond, and the loss of its stream would do harm.
+    Unresponsive,
+    /// Its listener ends, and a clean end would look complete.
     Shutdown,
 }
 
@@ -53,7 +87,7 @@ impl Running {
         let leave = leave(&permit, closing);
         let minutes = permit.connection().minutes();
         let pace = Pace::new(permit.connection().heard());
-        Self { recv, unreleased: 0, pace, permit, minutes, stays: None, leave }
+        Self { recv, unreleased: 0, pace, permit, minutes, stays: None, failed: 0, leave }
     }
 
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Event> {
@@ -80,19 +114,64 @@ impl Running {
 
     /// It cannot go yet: it is asked again after what comes next, and until then only a shutdown
     /// can be news.
-    pub(super) fn stay(&mut self, why: Leave, closing: &Closing) {
+    pub(super) fn stay(&mut self, why: Stay, closing: &Closing) {
         self.stays = Some(why);
         let mut closing = closing.clone();
         let connection = Rc::clone(self.permit.connection());
         self.leave = Box::pin(async move {
-            if !matches!(why, Leave::Connection | Leave::Unresponsive) {
+            if why == Stay::Shutdown {
                 return std::future::pending().await;
             }
             tokio::select! {
-                () = connection.unresponsive(), if why == Leave::Connection => Leave::Unresponsive,
+                () = connection.unresponsive(), if why == Stay::Connection => Leave::Unresponsive,
                 () = closing.turn() => Leave::Shutdown,
             }
         });
+    }
+
+    /// Looks for a place on another connection, beside the stream. Attempts that failed put it off.
+    pub(super) fn seek(&mut self, again: &Again) {
+        self.stays = None;
+        let connection = Rc::clone(self.permit.connection());
+        let soon = connection.leaving() == Some(Leaving::Soon);
+        let pause = match self.failed.checked_sub(1) {
+            None if soon => SOON.mul_f64(fastrand::f64()),
+            None => IN_TIME.mul_f64(fastrand::f64()),
+            Some(before) => SEEK_AGAIN
+                .saturating_mul(1 << before.min(10))
+                .min(SEEK_AGAIN_MAX)
+                .mul_f64(1.0 + fastrand::f64() / 2.0),
+        };
+        let (line, class) = (Rc::clone(&again.line), Rc::clone(&again.class));
+        let proof = again.proof.clone();
+        let mut closing = again.closing.clone();
+        self.leave = Box::pin(async move {
+            let place = async {
+                sleep(pause).await;
+                // Where it does not hold, the watch ends.
+                proof.confirmed().await;
+                let after = soon.then_some(After::Silence(&connection));
+                let need = Need {
+                    watch: true,
+                    held: true,
+                    beside: true,
+                    after,
+                    ..Need::of(proof.subject())
+                };
+                timeout(LOOKED_FOR, line.pool.acquire(&class, need)).await.ok()?.ok()
+            };
+            tokio::select! {
+                permit = place => Leave::Place(permit),
+                () = connection.unresponsive() => Leave::Unresponsive,
+                () = closing.turn() => Leave::Shutdown,
+            }
+        });
+    }
+
+    /// The attempt to leave its connection came to nothing: it stays, and tries again later.
+    pub(super) fn seek_later(&mut self, again: &Again) {
+        self.failed = self.failed.saturating_add(1);
+        self.seek(again);
     }
 }
 

@@ -11,7 +11,7 @@ use h2::Ping;
 use h2::client::SendRequest;
 use tokio::time::{Instant, sleep_until};
 
-use super::{Connection, in_words};
+use super::{Connection, Leaving, in_words};
 use crate::net::tracked::Observer;
 use crate::upstream::credentials::Class;
 use crate::upstream::health::{self, ConnectionHealth, Evidence, Life};
@@ -225,7 +225,7 @@ where
         }
         timer.reset(decision.wake_at);
         self.note_health();
-        if decision.leave && !self.this.leave.replace(true) {
+        if decision.leave && self.this.leave.replace(Some(Leaving::Soon)) != Some(Leaving::Soon) {
             self.this.changed.notify_waiters();
         }
         match decision.change {

@@ -49,6 +49,8 @@ pub struct Need<'a> {
     pub shun: &'a [Arc<Endpoint>],
     /// Since when it has had no connection that works, if that is longer than it asks for one.
     pub without: Option<Instant>,
+    /// It is held by its caller during a total outage: it does not wait here for the end of one.
+    pub held: bool,
     /// It waits on a connection that is in trouble, and another such one would help it no more.
     pub beside: bool,
     /// The subject that its client has proven, where it goes upstream with a certificate.
@@ -59,7 +61,15 @@ impl<'a> Need<'a> {
     /// That of a request whose client has proven this subject, and of nothing else. There is no default,
     /// so that no place is asked for without saying whose request it is for.
     pub fn of(proven: Option<&'a Subject>) -> Self {
-        Self { watch: false, after: None, shun: &[], without: None, beside: false, proven }
+        Self {
+            watch: false,
+            held: false,
+            after: None,
+            shun: &[],
+            without: None,
+            beside: false,
+            proven,
+        }
     }
 }
 
@@ -92,6 +102,8 @@ pub struct ClassPool {
     pub(super) connections: RefCell<Vec<Rc<Connection>>>,
     pub(super) dialing: RefCell<HashMap<Arc<str>, usize>>,
     waiters: Cell<usize>,
+    /// Watches that are held until something can be reached.
+    held: Cell<usize>,
     pub(super) used: Cell<Instant>,
     /// Since when nothing is live that has a future here.
     without_new: Cell<Option<Instant>>,
@@ -109,6 +121,7 @@ impl ClassPool {
             connections: RefCell::default(),
             dialing: RefCell::default(),
             waiters: Cell::new(0),
+            held: Cell::new(0),
             used: Cell::new(now),
             without_new: Cell::new(None),
             rng: RefCell::default(),
@@ -128,9 +141,20 @@ impl ClassPool {
         Waiting::new(&self.waiters)
     }
 
-    /// Whether somebody waits, or asked within the last `window`.
+    /// Counts a watch that is held, until it is dropped. It asks for a stream when something can be
+    /// reached, each at its own moment; until then one connection is enough for all.
+    pub(super) fn hold(&self) -> Waiting<'_> {
+        Waiting::new(&self.held)
+    }
+
+    /// Watches that are held.
+    pub(super) fn held(&self) -> usize {
+        self.held.get()
+    }
+
+    /// Whether a request waits, a watch is held, or one asked within the last `window`.
     pub(super) fn used_since(&self, now: Instant, window: Duration) -> bool {
-        self.waiters.get() > 0 || now < self.used.get() + window
+        self.waiters.get() > 0 || self.held.get() > 0 || now < self.used.get() + window
     }
 
     /// Takes a stream on the better of two connections of the best tier. `desperate` takes a

@@ -1,0 +1,63 @@
+//! A new watch in a total outage: it is held, and then answered with the one error after which its
+//! client need not list.
+
+use std::rc::Rc;
+
+use tokio::time::{Instant, sleep, sleep_until};
+
+use super::Outgoing;
+use crate::proxy::hold::NEW_WATCH;
+use crate::proxy::line::problem;
+use crate::proxy::respond::Problem;
+use crate::proxy::watch::resume::return_jitter;
+use crate::upstream::connection::Permit;
+use crate::upstream::pool::Unavailable;
+
+impl Outgoing {
+    /// A new watch that has got no stream, `none`, waits for the end of an outage, and then for its
+    /// turn. Its time counts from `asked_at`.
+    pub(super) async fn hold(
+        &self,
+        none: Result<Permit, Unavailable>,
+        asked_at: Instant,
+    ) -> Result<Permit, Unavailable> {
+        if !self.line.holding.has_room() {
+            return none;
+        }
+        let timeout = self.watch.as_ref().and_then(|asked| asked.timeout);
+        let end = asked_at + timeout.map_or(NEW_WATCH, |own| own.min(NEW_WATCH));
+        let stream = async {
+            loop {
+                let held = Rc::clone(&self.line).hold(Rc::clone(&self.class)).await;
+                sleep(return_jitter(held, false, fastrand::u64(..))).await;
+                // Where it does not hold any more, the client is told so when it asks again.
+                self.proof.confirmed().await;
+                match self.line.pool.acquire(&self.class, self.need(None, &[])).await {
+                    Err(Unavailable::Unreachable(_)) => {}
+                    permit => return permit,
+                }
+            }
+        };
+        let drained = async {
+            match self.closing.clone() {
+                Some(mut closing) => closing.turn().await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            permit = stream => permit,
+            () = sleep_until(end) => none,
+            () = drained => none,
+        }
+    }
+
+    /// What the client is told when there is no stream.
+    pub(super) fn unavailable(&self, unavailable: &Unavailable) -> Problem {
+        match unavailable {
+            Unavailable::Unreachable(reasons) if self.is_watch() => {
+                Problem::no_upstream_for_watch(reasons)
+            }
+            _ => problem(unavailable),
+        }
+    }
+}

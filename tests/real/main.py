@@ -10,7 +10,7 @@ import unittest
 import kubernetes
 import rig as rig_module
 
-MODULES = ["test_direct", "test_jackstay", "test_l4", "test_deploy", "test_setup", "test_discovery"]
+MODULES = ["test_direct", "test_jackstay", "test_l4", "test_deploy", "test_setup", "test_discovery", "test_outage"]
 
 
 class Result(unittest.TextTestResult):

@@ -59,3 +59,7 @@ pub mod net;
 pub mod observe;
 pub mod proxy;
 pub mod upstream;
+
+#[cfg(test)]
+#[path = "../tests/support/wait.rs"]
+pub(crate) mod wait;

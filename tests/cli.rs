@@ -6,12 +6,13 @@ use std::collections::HashMap;
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
 use std::process::{Child, Command, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use jackstay::config;
 use jackstay::demo::client::Client;
 use serde_json::Value;
-use support::{MAPS, World, passing, refusing, soon};
+use support::child::Killed;
+use support::{MAPS, World, passing, refusing, soon, wait};
 
 /// Long enough for a process on a slow machine to start and to notice things.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -83,11 +84,8 @@ fn probe_asks_the_unix_socket_and_its_exit_code_is_the_answer() {
     let upstream = refusing().to_string();
     let args = ["--listen", "127.0.0.1:0", "--upstream", &upstream];
     let running = Running::start_with("127.0.0.1:0", &args, &[("JACKSTAY__ADMIN__SOCKET", socket)]);
-    let began = Instant::now();
-    while !probe("livez").status.success() {
-        assert!(began.elapsed() < PATIENCE, "it does not answer there");
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    let alive = || probe("livez").status.success();
+    wait::until_blocking(PATIENCE, "it answers there", alive);
     assert_eq!(text(&probe("livez").stdout), "ok\n");
     let out = probe("readyz");
     assert_eq!(out.status.code(), Some(1));
@@ -130,7 +128,7 @@ fn status_of_nothing_says_what_to_do() {
 
 /// A jackstay that runs, with an admin endpoint on a port of its own.
 struct Running {
-    child: Child,
+    child: Killed,
     admin: String,
 }
 
@@ -163,7 +161,7 @@ impl Running {
         let admin = said[at..].chars().take_while(part).collect();
         // It must not wait for a reader.
         std::thread::spawn(move || lines.for_each(drop));
-        Self { child, admin }
+        Self { child: Killed(child), admin }
     }
 
     /// What it prints; the exit code says whether requests can be served.
@@ -183,15 +181,10 @@ impl Running {
 
     /// Waits until that holds of its status.
     fn until(&self, what: &str, holds: impl Fn(&Value) -> bool) {
-        let began = Instant::now();
-        loop {
+        wait::until_ok_blocking(PATIENCE, what, || {
             let status = self.json();
-            if holds(&status) {
-                return;
-            }
-            assert!(began.elapsed() < PATIENCE, "not {what}: {status:#}");
-            std::thread::sleep(Duration::from_millis(50));
-        }
+            if holds(&status) { Ok(()) } else { Err(format!("{status:#}")) }
+        });
     }
 
     /// Where its listeners are.
@@ -203,21 +196,13 @@ impl Running {
     }
 }
 
-impl Drop for Running {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
 /// Once it has started it holds less than the start took: the kernel keeps the peak, so that nothing
 /// has to be looked at in time.
 #[test]
 fn what_the_start_took_is_given_back() {
     let running = Running::start(&["--listen", "127.0.0.1:0", "--upstream", "127.0.0.1:9"]);
     let file = format!("/proc/{}/status", running.child.id());
-    let began = Instant::now();
-    loop {
+    wait::until_ok_blocking(PATIENCE, "what the start took is given back", || {
         let status = std::fs::read_to_string(&file).expect("a process");
         let kib = |key: &str| -> u64 {
             let line = status.lines().find_map(|line| line.strip_prefix(key)).expect("a figure");
@@ -225,12 +210,8 @@ fn what_the_start_took_is_given_back() {
         };
         let (now, peak) = (kib("VmRSS:"), kib("VmHWM:"));
         // In a debug build it is a fifth to a fourth; what runs again comes back with its neighbours.
-        if now * 10 < peak * 9 {
-            return;
-        }
-        assert!(began.elapsed() < PATIENCE, "{now} of {peak} KiB");
-        std::thread::sleep(Duration::from_millis(50));
-    }
+        if now * 10 < peak * 9 { Ok(()) } else { Err(format!("{now} of {peak} KiB")) }
+    });
 }
 
 fn states(status: &Value) -> Vec<&str> {

@@ -1,9 +1,12 @@
 //! `jackstay demo` as a newcomer runs it: it ends by itself, says how it went, and leaves nothing.
 
+#[path = "support/wait.rs"]
+mod wait;
+
 use std::net::{SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// A demo that writes into a directory of its own.
 fn demo(home: &Path, args: &[&str]) -> Command {
@@ -46,12 +49,8 @@ fn an_interrupt_ends_it_cleanly() {
     let home = tempfile::tempdir().unwrap();
     let args = ["--forever", "--quiet"];
     let child = demo(home.path(), &args).stdout(Stdio::piped()).spawn().unwrap();
-    let started = Instant::now();
     let written = || left_in(home.path()).iter().any(|path| path.join("kubeconfig").exists());
-    while !written() {
-        assert!(started.elapsed() < Duration::from_secs(20), "it does not come up");
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    wait::until_blocking(Duration::from_secs(20), "it has come up", written);
     let kill = Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
     assert!(kill.success());
     let output = child.wait_with_output().unwrap();

@@ -1,5 +1,8 @@
 //! The demo apiserver keeps the rules that the other tests judge the proxy by.
 
+#[path = "support/wait.rs"]
+mod wait;
+
 use bytes::Bytes;
 use http::{Method, StatusCode};
 use jackstay::demo::apiserver::{self, Answer, ApiServerHandle, Options};
@@ -13,10 +16,9 @@ use std::pin::pin;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 use tokio::time::timeout;
+use wait::{PATIENCE, until};
 
 const MAPS: &str = "/api/v1/namespaces/default/configmaps";
-/// Long enough for a slow machine; nothing waits for it to pass where things work.
-const PATIENCE: Duration = Duration::from_secs(10);
 /// Short, for what must not happen.
 const MOMENT: Duration = Duration::from_millis(200);
 
@@ -39,16 +41,6 @@ impl World {
     async fn client(&self) -> Client {
         Client::connect(self.server.addr, &self.admin).await.unwrap()
     }
-}
-
-/// Waits for what another thread brings about.
-async fn until(what: &str, mut holds: impl AsyncFnMut() -> bool) {
-    let waiting = async {
-        while !holds().await {
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-    };
-    timeout(PATIENCE, waiting).await.unwrap_or_else(|_| panic!("waited in vain until {what}"));
 }
 
 fn map(name: &str, value: &str) -> Value {
@@ -368,9 +360,7 @@ async fn obstructions() {
     assert_eq!(echo.body, "hello");
 
     world.server.goaway();
-    while !client.is_closed() {
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
+    until("it is sent away", async || client.is_closed()).await;
     let client = world.client().await;
     client.get("/livez").await.unwrap();
     world.server.reset_connections();

@@ -3,14 +3,20 @@
 //! What needs root (packets that are really lost, name servers that are really silent) is ignored
 //! here and run by `.ci/run` in a network namespace of its own.
 
+#[path = "support/child.rs"]
+mod child;
+#[path = "support/wait.rs"]
+mod wait;
+
 use std::collections::{HashMap, HashSet};
 use std::io::{BufRead, BufReader};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, UdpSocket};
 use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use child::Killed;
 use jackstay::config::CertPaths;
 use jackstay::demo::apiserver::{self, ApiServerHandle, Options};
 use jackstay::demo::cluster::Cluster;
@@ -93,12 +99,8 @@ fn assert_first(found: &[Finding], cause: Cause) {
 }
 
 /// Waits for what another thread brings about.
-fn until(what: &str, mut condition: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !condition() {
-        assert!(start.elapsed() < PATIENCE, "waited in vain until {what}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+fn until(what: &str, condition: impl FnMut() -> bool) {
+    wait::until_blocking(PATIENCE, what, condition);
 }
 
 #[test]
@@ -337,7 +339,7 @@ fn a_jackstay_that_runs_is_not_in_its_own_way() {
         .env("JACKSTAY__STATE_DIR", "")
         .stderr(Stdio::piped())
         .spawn();
-    let mut running = Ended(child.unwrap());
+    let mut running = Killed(child.unwrap());
     let mut said = BufReader::new(running.0.stderr.take().unwrap()).lines().map(Result::unwrap);
     let mut address = |words: &str| -> SocketAddr {
         let line = said.find(|line| line.contains(words)).expect("it says where it listens");
@@ -366,16 +368,6 @@ fn a_jackstay_that_runs_is_not_in_its_own_way() {
     let (code, out, err) = jackstay(&["--config", file.to_str().unwrap(), "--duration", "1s"]);
     assert_eq!(code, Some(1), "{out}{err}");
     assert!(out.contains(&format!("cannot listen on {bind}")), "{out}");
-}
-
-/// A process that ends with the test.
-struct Ended(Child);
-
-impl Drop for Ended {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
 }
 
 /// Rules for the network namespace that this process was started in; they replace earlier ones and

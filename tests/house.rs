@@ -25,6 +25,20 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
 const MAX_LINES: usize = 600;
 
 fn sources() -> Vec<(String, PathBuf, String)> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    files(&root)
+        .into_iter()
+        .map(|path| {
+            let inside = path.strip_prefix(&root).unwrap();
+            let module = inside.iter().next().unwrap().to_str().unwrap().trim_end_matches(".rs");
+            let text = fs::read_to_string(&path).unwrap();
+            (module.to_owned(), path, text)
+        })
+        .collect()
+}
+
+/// The Rust files below a folder.
+fn files(root: &Path) -> Vec<PathBuf> {
     fn walk(dir: &Path, found: &mut Vec<PathBuf>) {
         for entry in fs::read_dir(dir).unwrap() {
             let path = entry.unwrap().path();
@@ -35,18 +49,9 @@ fn sources() -> Vec<(String, PathBuf, String)> {
             }
         }
     }
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let mut found = Vec::new();
-    walk(&root, &mut found);
+    walk(root, &mut found);
     found
-        .into_iter()
-        .map(|path| {
-            let inside = path.strip_prefix(&root).unwrap();
-            let module = inside.iter().next().unwrap().to_str().unwrap().trim_end_matches(".rs");
-            let text = fs::read_to_string(&path).unwrap();
-            (module.to_owned(), path, text)
-        })
-        .collect()
 }
 
 fn is_test(path: &Path) -> bool {
@@ -109,5 +114,52 @@ fn each_file_says_what_it_is_for_and_is_no_longer_than_it_should_be() {
         let code = text.split("\n#[cfg(test)]\nmod ").next().unwrap();
         let lines = code.lines().count();
         assert!(lines <= MAX_LINES, "{} has {lines} lines", path.display());
+    }
+}
+
+/// The test code of a source file.
+fn tests_of<'a>(path: &Path, text: &'a str) -> &'a str {
+    if is_test(path) {
+        return text;
+    }
+    text.split_once("\n#[cfg(test)]\nmod ").map_or("", |(_, tests)| tests)
+}
+
+fn calls_sleep(text: &str) -> bool {
+    text.lines().any(|line| line.split("//").next().unwrap().contains("sleep("))
+}
+
+/// A fixed wait is too short on a slow machine and too long on a fast one. Tests wait for conditions
+/// (`tests/support/wait.rs`), or their clock is paused and waiting costs nothing.
+#[test]
+fn tests_do_not_wait_for_a_fixed_time() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests");
+    let mut wrong: Vec<_> = files(&root)
+        .into_iter()
+        .filter(|path| !path.starts_with(root.join("support")) && !path.ends_with("house.rs"))
+        .filter(|path| calls_sleep(&fs::read_to_string(path).unwrap()))
+        .collect();
+    for (_, path, text) in sources() {
+        let tests = tests_of(&path, &text);
+        if calls_sleep(tests)
+            && (!text.contains("start_paused") || tests.contains("thread::sleep("))
+        {
+            wrong.push(path);
+        }
+    }
+    assert_eq!(wrong, [""; 0].map(PathBuf::from), "use tests/support/wait.rs");
+}
+
+/// Real sockets and other threads answer in real time; everything else is tested on a paused clock.
+#[test]
+fn unit_tests_without_sockets_and_threads_pause_the_clock() {
+    const REAL: [&str; 6] =
+        ["TcpStream", "TcpListener", "UdpSocket", "UnixListener", "UnixStream", "thread::"];
+    for (_, path, text) in sources() {
+        let tests = tests_of(&path, &text);
+        if tests.contains("#[tokio::test]") {
+            let real = REAL.iter().any(|name| tests.contains(name));
+            assert!(real, "{}: #[tokio::test(start_paused = true)]", path.display());
+        }
     }
 }

@@ -1,12 +1,15 @@
 //! `jackstay kubeconfig` as a user meets it: files in, files out, and what it says.
 
+#[path = "support/wait.rs"]
+mod wait;
+
 use std::fs;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 
 use jackstay::app::{App, Running};
 use jackstay::cli::check::check_files;
@@ -612,19 +615,16 @@ impl Started {
         let name = moved.str("tls-server-name").unwrap_or(host);
         let who = Credentials::anonymous(&ca).certificate(&self.home.admin).expecting(name);
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-        let (start, mut last) = (Instant::now(), String::new());
-        while start.elapsed() < Duration::from_secs(30) {
+        wait::until_ok_blocking(Duration::from_secs(30), "somebody answers", || {
             let asked = runtime.block_on(async {
                 let client = Client::connect(self.addr, &who).await?;
                 client.get("/api/v1/namespaces").await
             });
             match asked {
-                Ok(reply) if reply.status == 200 => return,
-                other => last = format!("{other:?}"),
+                Ok(reply) if reply.status == 200 => Ok(()),
+                other => Err(format!("{other:?}")),
             }
-            std::thread::sleep(Duration::from_millis(20));
-        }
-        panic!("nobody answers: {last}");
+        });
     }
 }
 

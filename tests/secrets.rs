@@ -7,9 +7,8 @@ mod support;
 
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
-use std::time::Duration;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::{STANDARD, URL_SAFE_NO_PAD};
@@ -17,7 +16,8 @@ use http::Method;
 use jackstay::demo::client::Client;
 use jackstay::demo::identity::User;
 use serde_json::json;
-use support::{MAPS, PATIENCE, World};
+use support::child::Killed;
+use support::{MAPS, PATIENCE, World, until};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
@@ -50,7 +50,7 @@ const PLANTED: &[&str] = &[
 
 /// A running jackstay and what it says on stderr.
 struct Running {
-    child: Child,
+    child: Killed,
     lines: Receiver<String>,
     said: String,
 }
@@ -70,7 +70,7 @@ impl Running {
                 let _ = send.send(line);
             }
         });
-        Self { child, lines, said: String::new() }
+        Self { child: Killed(child), lines, said: String::new() }
     }
 
     /// The address in the first line that has `word`.
@@ -99,13 +99,6 @@ impl Running {
         }
         self.child.wait().expect("it ends");
         std::mem::take(&mut self.said)
-    }
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 
@@ -238,16 +231,9 @@ async fn nothing_leaks(format: &str) {
     let mut running = Running::start(&path);
     let admin = running.address("the admin endpoint listens");
     let listener = running.address("\"apiserver\"");
-    let ready = async {
-        while !page(admin, "/readyz").await.contains("readyz check passed") {
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
-        // And discovery is refused.
-        while !page(admin, "/events").await.contains("401") {
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
-    };
-    tokio::time::timeout(PATIENCE, ready).await.expect("it becomes ready");
+    let shows = async |path, words: &str| page(admin, path).await.contains(words);
+    until("it is ready", async || shows("/readyz", "readyz check passed").await).await;
+    until("discovery is refused", async || shows("/events", "401").await).await;
     plant(&world, listener).await;
 
     let mut said = String::new();

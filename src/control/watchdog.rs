@@ -70,7 +70,7 @@ mod tests {
             .await;
     }
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn ends_where_nobody_watches() {
         feed(Arc::default(), || Ok(())).await;
     }

@@ -346,7 +346,7 @@ mod tests {
         LocalSet::new().run_until(test).await;
     }
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn what_needs_no_server_asks_none() {
         let mut resolver = Resolver::new(Err("gone".into()), "10.0.0.9 lb\n".into());
         for name in ["10.0.0.1", "localhost", "lb"] {

@@ -169,7 +169,7 @@ mod tests {
     use std::future::poll_fn;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn small_writes_leave_together_and_in_order_with_large_ones() {
         let (ours, mut theirs) = tokio::io::duplex(1 << 20);
         let (mut corked, uncork) = cork(ours);
@@ -194,7 +194,7 @@ mod tests {
         assert!(all[5..].iter().all(|&byte| byte == 7));
     }
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn what_is_read_is_heard_once() {
         let (ours, mut theirs) = tokio::io::duplex(16);
         let (mut corked, uncork) = cork(ours);
@@ -207,7 +207,7 @@ mod tests {
         assert!(!uncork.heard(), "an end is no sign of life");
     }
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn a_reader_that_takes_nothing_is_felt() {
         let (ours, _theirs) = tokio::io::duplex(16);
         let (mut corked, uncork) = cork(ours);

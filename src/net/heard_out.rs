@@ -147,7 +147,7 @@ mod tests {
         tokio::join!(talk, copy)
     }
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn what_it_says_last_is_heard() {
         for how in [ErrorKind::BrokenPipe, ErrorKind::ConnectionReset] {
             let (heard, end) = heard(how, None).await;
@@ -161,7 +161,7 @@ mod tests {
         );
     }
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn another_error_is_one() {
         let (heard, end) = heard(ErrorKind::Other, None).await;
         assert_eq!((heard.as_str(), end.unwrap_err().kind()), ("", ErrorKind::Other));

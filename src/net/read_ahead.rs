@@ -129,7 +129,7 @@ mod tests {
     use super::*;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn small_reads_see_every_byte_and_the_end() {
         let (ours, mut theirs) = tokio::io::duplex(1 << 20);
         let sent: Vec<u8> = (0..3 * SIZE + 5).map(|i| (i % 251) as u8).collect();

@@ -88,7 +88,7 @@ mod tests {
     use super::*;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn what_was_read_too_far_comes_first_and_is_counted() {
         let (ours, mut theirs) = tokio::io::duplex(64);
         theirs.write_all(b"world").await.unwrap();

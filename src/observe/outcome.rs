@@ -375,7 +375,7 @@ mod tests {
         assert_eq!(value(&metrics, "jackstay_responses_cut_total"), "absent");
     }
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn a_cancelled_task_is_recorded_as_a_client_that_left() {
         let metrics = Metrics::new();
         let outcome = begin(&metrics, AccessLog::Off);

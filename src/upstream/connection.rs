@@ -548,7 +548,7 @@ mod tests {
         }
     }
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn errors_are_for_people() {
         for (kind, words) in [
             (ErrorKind::UnexpectedEof, "the peer ended it without a word"),

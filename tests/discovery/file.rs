@@ -1,20 +1,13 @@
 //! A list of endpoints that lies in every way, and a change of it in the middle of traffic.
 
-use crate::support::{Proxy, World, refusing, until};
+use crate::support::{Proxy, World, pass, refusing, replace, strings, until};
 use crate::traffic::{Traffic, set, set_is, source, told};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// Writes the file as operators' tools do: a new one, renamed over the old.
 fn write(path: &Path, lines: &[String]) {
-    let new = path.with_extension("new");
-    std::fs::write(&new, lines.join("\n")).unwrap();
-    std::fs::rename(&new, path).unwrap();
-}
-
-fn strings(addresses: &[std::net::SocketAddr]) -> Vec<String> {
-    addresses.iter().map(ToString::to_string).collect()
+    replace(path, &lines.join("\n"));
 }
 
 /// Endpoints from a file alone.
@@ -121,7 +114,7 @@ async fn a_member_that_flaps() {
     while start.elapsed() < Duration::from_secs(4) {
         write(&path, &addresses[..=turn % 2]);
         turn += 1;
-        tokio::time::sleep(Duration::from_millis(200)).await;
+        pass(Duration::from_millis(200)).await;
     }
     traffic.goes_on().await;
     write(&path, &addresses);

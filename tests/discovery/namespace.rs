@@ -7,15 +7,16 @@
 //!
 //! With `JACKSTAY_BIN` the program that is started is a release build, and held to its promise.
 
+use crate::support::child::Killed;
 use crate::support::figures::within;
-use crate::support::{Certs, MAPS, until};
+use crate::support::{Certs, MAPS, PATIENCE, pass, until, wait};
 use jackstay::config::{Config, EndpointAddress};
 use jackstay::demo::apiserver::{self, ApiServerHandle, Options};
 use jackstay::demo::cluster::Cluster;
 use std::io::{Read as _, Write as _};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
@@ -120,7 +121,7 @@ async fn static_addresses_ask_nobody() {
     let client = proxy.client(&one.certs.credentials()).await;
     for _ in 0..100 {
         assert_eq!(client.get(MAPS).await.unwrap().status, 200);
-        tokio::time::sleep(Duration::from_millis(20)).await;
+        pass(Duration::from_millis(20)).await;
     }
     assert_eq!(asked.load(Relaxed), 0, "somebody was asked");
     drop(proxy);
@@ -160,16 +161,6 @@ async fn with_the_ipv6_loopback_alone() {
     config.admin.bind = (Ipv6Addr::LOCALHOST, 0).into();
     let took = one.first_answer(config).await;
     within("IPv6 alone: first answer", took, FIRST_ANSWER);
-}
-
-/// A process that ends with its test.
-struct Process(Child);
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
 }
 
 /// An address on which nobody listens.
@@ -213,12 +204,11 @@ fn with_nothing_at_all_it_listens_at_once() {
         let mut command = Command::new(&program);
         command.args(["run", "--config"]).arg(&file);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        let mut process = Process(command.spawn().unwrap());
-        while TcpStream::connect(listener).is_err() {
-            assert_eq!(process.0.try_wait().unwrap(), None, "it ended");
-            assert!(start.elapsed() < Duration::from_secs(10), "it does not listen");
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        let mut process = Killed(command.spawn().unwrap());
+        wait::until_blocking(PATIENCE, "it listens", || {
+            assert_eq!(process.try_wait().unwrap(), None, "it ended");
+            TcpStream::connect(listener).is_ok()
+        });
         times.push(start.elapsed());
 
         let mut stream = TcpStream::connect(admin).unwrap();

@@ -1,6 +1,6 @@
 //! `EndpointSlices` of `default/kubernetes`, watched over the connections that they are about.
 
-use crate::support::{Proxy, World, until};
+use crate::support::{Proxy, World, pass, strings, until};
 use crate::traffic::{Traffic, set, set_is, source, told};
 use jackstay::config::Config;
 use jackstay::demo::cluster::Place;
@@ -63,10 +63,6 @@ fn with_discovery(world: &World, config: &mut Config) {
     let path = dir.join("discovery.kubeconfig");
     std::fs::write(&path, text).unwrap();
     config.upstreams[0].discovery.kubeconfig = Some(path);
-}
-
-fn strings(addresses: &[SocketAddr]) -> Vec<String> {
-    addresses.iter().map(ToString::to_string).collect()
 }
 
 /// jackstay with one seed, in front of `servers` of which the slices name the first `named`.
@@ -159,9 +155,9 @@ async fn a_member_that_flaps_every_200_ms_stays() {
     let start = Instant::now();
     while start.elapsed() < Duration::from_secs(4) {
         leave(&world, 2);
-        tokio::time::sleep(Duration::from_millis(200)).await;
+        pass(Duration::from_millis(200)).await;
         join(&world, 2, world.addresses()[2]);
-        tokio::time::sleep(Duration::from_millis(200)).await;
+        pass(Duration::from_millis(200)).await;
     }
     traffic.goes_on().await;
     let after = proxy.metric("jackstay_discovery_changes_total").await;

@@ -15,7 +15,7 @@
 
 use crate::scene::{self, Scene};
 use crate::support::stopwatch::Stopwatch;
-use crate::support::{MAPS, PATIENCE, long, soon, until};
+use crate::support::{MAPS, PATIENCE, long, pass, replace, soon, until};
 use crate::traffic::{set, set_is};
 use jackstay::app::reload::Outcome;
 use jackstay::config::{AccessLog, Config, EndpointAddress};
@@ -26,9 +26,7 @@ use std::time::{Duration, Instant};
 const UPDATE: Duration = Duration::from_millis(1500);
 
 fn write(path: &Path, lines: &[String]) {
-    let new = path.with_extension("new");
-    std::fs::write(&new, lines.join("\n")).unwrap();
-    std::fs::rename(&new, path).unwrap();
+    replace(path, &lines.join("\n"));
 }
 
 /// A hundred watches that can neither be moved nor end hang on an endpoint that leaves. A thousand
@@ -145,7 +143,7 @@ async fn everything_at_once() {
                 // Some fail: servers are killed. None may hang.
                 let reply = soon("an answer", client.get(MAPS)).await;
                 served += usize::from(reply.is_ok_and(|reply| reply.status == 200));
-                tokio::time::sleep(Duration::from_millis(2)).await;
+                pass(Duration::from_millis(2)).await;
             }
             served
         }));
@@ -167,7 +165,7 @@ async fn everything_at_once() {
                 }
             }
             step += 1;
-            tokio::time::sleep(Duration::from_millis(30)).await;
+            pass(Duration::from_millis(30)).await;
         }
         step
     };
@@ -178,7 +176,7 @@ async fn everything_at_once() {
             let outcome = scene.hup().await;
             assert!(matches!(outcome, Outcome::Ok { .. }), "{outcome:?}");
             reloads += 1;
-            tokio::time::sleep(Duration::from_millis(70)).await;
+            pass(Duration::from_millis(70)).await;
         }
         reloads
     };

@@ -3,7 +3,7 @@
 
 use crate::peer::Peer;
 use crate::prober::Probed;
-use crate::support::{Certs, passing, passthrough, soon, until};
+use crate::support::{Certs, pass, passing, passthrough, soon, until};
 use jackstay::config::Route;
 use std::io::{BufRead, BufReader, ErrorKind};
 use std::net::SocketAddr;
@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
-use tokio::time::{sleep, timeout};
+use tokio::time::timeout;
 
 /// There and back again.
 async fn echo((client, server): &mut (TcpStream, TcpStream)) {
@@ -46,7 +46,7 @@ async fn readers_that_do_not_read_stop_their_own_writer_alone() {
     }
     while slow.iter().any(|(_, writer)| !writer.is_finished()) {
         echo(&mut other).await;
-        sleep(Duration::from_millis(20)).await;
+        pass(Duration::from_millis(20)).await;
     }
     for (mut client, writer) in slow {
         let (server, written) = writer.await.unwrap();

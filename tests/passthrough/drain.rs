@@ -3,7 +3,7 @@
 
 use crate::prober::Probed;
 use crate::rebalance::{FIRST, place_all, upstream};
-use crate::support::{Certs, passing, passthrough};
+use crate::support::{Certs, pass, passing, passthrough};
 use jackstay::config::{Config, Mode};
 use jackstay::observe::{Complaints, Metrics};
 use jackstay::proxy::passthrough::table::{Moved, Table, Ticket};
@@ -16,7 +16,7 @@ use std::task::{Context, Waker};
 use std::time::{Duration, Instant};
 use tokio::io::AsyncReadExt;
 use tokio::task::{JoinSet, LocalSet, spawn_local};
-use tokio::time::{sleep, timeout};
+use tokio::time::timeout;
 
 const FLOWS: usize = 200;
 /// What all have; the last fifth is 20 s.
@@ -71,14 +71,14 @@ async fn flows_that_are_left_are_ended_a_few_at_a_time() {
                     ticket
                 };
                 let mut left: Vec<_> = (0..FLOWS).map(enter).collect();
-                sleep(Duration::from_secs(1)).await;
+                pass(Duration::from_secs(1)).await;
                 if reason == "endpoint_left" {
                     place_all(&upstream, &[FIRST]);
                 }
                 let start = tokio::time::Instant::now();
                 let mut each_second = vec![0; 102];
                 while !left.is_empty() && start.elapsed() < TIME + Duration::from_secs(1) {
-                    sleep(Duration::from_millis(250)).await;
+                    pass(Duration::from_millis(250)).await;
                     if reason == "shutdown" {
                         table.drain(&listener, start.elapsed(), TIME);
                     }

@@ -10,8 +10,9 @@
 
 use crate::peer::Peer;
 use crate::support::figures::within;
+use crate::support::netns::nft;
 use crate::support::stopwatch::Stopwatch;
-use crate::support::{Certs, Proxy, passing, until};
+use crate::support::{Certs, Proxy, pass, passing, until};
 use std::cell::Cell;
 use std::future::pending;
 use std::io::ErrorKind;
@@ -20,14 +21,10 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
-use tokio::time::{sleep, timeout};
+use tokio::time::timeout;
 
 /// A dead flow is reset within this time.
 const RESET: Duration = Duration::from_secs(3);
-
-fn nft(command: &str) {
-    assert!(Command::new("nft").arg(command).status().unwrap().success(), "nft {command}");
-}
 
 /// The same for a peer whose window is closed, which its kernel is asked about once a second.
 const CLOSED_RESET: Duration = Duration::from_millis(5_500);
@@ -94,7 +91,7 @@ impl World {
     async fn stuck(&self, direction: &str, start: u64) {
         let mut before = start;
         loop {
-            sleep(Duration::from_secs(1)).await;
+            pass(Duration::from_secs(1)).await;
             let moved = self.moved(direction).await;
             if moved == std::mem::replace(&mut before, moved) && moved > start {
                 return;
@@ -137,7 +134,7 @@ async fn a_dropped_flow_is_reset_whoever_talks_and_new_ones_work() {
                 let told = Cell::new(None);
                 let talk = async {
                     loop {
-                        sleep(Duration::from_millis(300)).await;
+                        pass(Duration::from_millis(300)).await;
                         if matches!(talks, Talks::Client | Talks::Both) {
                             let written = client_writes.write_all(b"question").await;
                             told.set(told.get().or(written.err().map(|error| error.kind())));
@@ -195,7 +192,7 @@ async fn many_flows_that_are_dropped_together_are_reset_together() {
         flows.push(world.flow().await);
     }
     let lossy = Rule::new("input", &both.replace("{}", "numgen random mod 100 < 10 drop"));
-    sleep(Duration::from_secs(8)).await;
+    pass(Duration::from_secs(8)).await;
     drop(lossy);
     let rule = Rule::new("input", &both.replace("{}", "drop"));
     let start = Stopwatch::start();
@@ -294,7 +291,7 @@ async fn a_closed_window_is_left_alone_and_its_loss_is_noticed() {
         let before = world.moved(direction).await;
         let (written, read) = tokio::join!(from.write_all(&much), async {
             world.stuck(direction, before).await;
-            sleep(Duration::from_secs(seconds)).await;
+            pass(Duration::from_secs(seconds)).await;
             let moved = world.moved(direction).await - before;
             assert!(moved < much.len() as u64, "it fits into the buffers: no window was closed");
             to.read_exact(&mut got).await
@@ -318,7 +315,7 @@ async fn a_closed_window_is_left_alone_and_its_loss_is_noticed() {
     };
     let lost = async {
         world.stuck("to_server", before).await;
-        sleep(Duration::from_secs(6)).await;
+        pass(Duration::from_secs(6)).await;
         let rule = Rule::new("input", &format!("tcp sport {ours} drop;tcp dport {ours} drop"));
         let start = Stopwatch::start();
         let error = reads.read_u8().await.unwrap_err();
@@ -370,7 +367,7 @@ async fn loss_is_not_death() {
                     moved += 2 * much.len();
                 }
                 if index >= 2 {
-                    sleep(Duration::from_millis(50 * index as u64)).await;
+                    pass(Duration::from_millis(50 * index as u64)).await;
                 }
             }
             client.write_all(b"z").await.unwrap();

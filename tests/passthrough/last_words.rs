@@ -2,13 +2,12 @@
 //! it, however late it reads.
 
 use crate::prober::{Order, Probed, is};
-use crate::support::{Certs, PATIENCE, Proxy, passing, soon, until};
+use crate::support::{Certs, PATIENCE, Proxy, pass, passing, soon, until};
 use jackstay::net::{socket, tcp_info};
 use std::io::{self, ErrorKind};
 use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
-use tokio::time::sleep;
 
 /// What must be under way for a test to show anything.
 const FULL: u64 = 200_000;
@@ -39,7 +38,7 @@ async fn fill(end: &TcpStream, most: usize) -> (usize, usize) {
         {
             written += n;
         }
-        sleep(Duration::from_millis(10)).await;
+        pass(Duration::from_millis(10)).await;
         stuck = if acked() == progress { stuck + 1 } else { 0 };
     }
     (written, (acked() - before) as usize)
@@ -80,7 +79,7 @@ async fn a_client_that_goes_on_talking_reads_them() {
         for _ in 0..20 {
             // The reset may be there already, where all was read.
             let _ = client.write_all(b"x").await;
-            sleep(Duration::from_millis(5)).await;
+            pass(Duration::from_millis(5)).await;
         }
         let (got, end) = rest(&mut client).await;
         assert!(got >= acked, "{got} of {acked}, {written} written");
@@ -98,7 +97,7 @@ async fn the_death_of_its_endpoint_does_not_take_them_away() {
     server.order(Order::Vanish);
     is(&proxy, "ejected").await;
     // Longer than the table takes to end the flows of a dead endpoint.
-    sleep(Duration::from_millis(500)).await;
+    pass(Duration::from_millis(500)).await;
     let (got, end) = rest(&mut client).await;
     assert_eq!((got, end.unwrap()), (written, written));
     drop(client);

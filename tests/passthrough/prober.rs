@@ -1,6 +1,6 @@
 //! What the prober learns of a server, and what becomes of the flows that lead there.
 
-use crate::support::{Certs, Proxy, passing, soon, until};
+use crate::support::{Certs, Proxy, pass, passing, soon, until};
 use http::Response;
 use jackstay::config::CertPaths;
 use jackstay::demo::pki::{Pki, Subject};
@@ -171,7 +171,7 @@ async fn who_said_goodbye_keeps_its_flows_and_who_did_not_loses_them() {
         }
         // Longer than the table takes to end the flows of a dead endpoint.
         for _ in 0..10 {
-            tokio::time::sleep(Duration::from_millis(50)).await;
+            pass(Duration::from_millis(50)).await;
             client.write_all(b"x").await.unwrap();
             assert_eq!(soon("a byte up", end.read_u8()).await.unwrap(), b'x');
             end.write_all(b"y").await.unwrap();
@@ -222,7 +222,7 @@ async fn who_cannot_be_verified_is_no_first_choice_and_keeps_its_flows() {
     assert!(reason.contains("UnknownIssuer"), "{reason}");
     // Longer than the table takes to end the flows of a dead endpoint.
     for _ in 0..10 {
-        tokio::time::sleep(Duration::from_millis(50)).await;
+        pass(Duration::from_millis(50)).await;
         client.write_all(b"x").await.unwrap();
         assert_eq!(soon("a byte up", end.read_u8()).await.unwrap(), b'x');
     }
@@ -264,7 +264,7 @@ async fn who_refuses_our_certificate_is_no_first_choice_and_keeps_its_flows() {
     assert!(reason.contains("received fatal alert"), "{reason}");
     // Longer than the table takes to end the flows of a dead endpoint.
     for _ in 0..10 {
-        tokio::time::sleep(Duration::from_millis(50)).await;
+        pass(Duration::from_millis(50)).await;
         client.write_all(b"x").await.unwrap();
         assert_eq!(soon("a byte up", end.read_u8()).await.unwrap(), b'x');
     }

@@ -2,7 +2,7 @@
 //! has been removed.
 
 use crate::prober::Probed;
-use crate::support::{Certs, MAPS, World, passing, passthrough, refusing, until};
+use crate::support::{Certs, MAPS, World, pass, passing, passthrough, refusing, until};
 use jackstay::config::EndpointAddress;
 use jackstay::control::members::{Member, place};
 use jackstay::observe::Metrics;
@@ -13,7 +13,7 @@ use jackstay::upstream::rebalance::Pace;
 use std::io::ErrorKind;
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, timeout};
 
 /// An endpoint of most upstreams.
 pub const FIRST: &str = "10.0.0.1";
@@ -56,7 +56,7 @@ async fn a_few_go_each_second_until_all_have_their_part() {
     let start = Instant::now();
     let mut last = start;
     while start.elapsed() < Duration::from_secs(2000) {
-        sleep(Duration::from_millis(50)).await;
+        pass(Duration::from_millis(50)).await;
         let now = Instant::now();
         let Some(elapsed) = pace.is_due(now) else { continue };
         let index =
@@ -106,7 +106,7 @@ async fn an_endpoint_that_comes_back_gets_quiet_flows_where_that_is_asked_for() 
         while proxy.metric(moved).await < 3.0 {
             busy.write_all(b"x").await.unwrap();
             end.read_u8().await.unwrap();
-            sleep(Duration::from_millis(100)).await;
+            pass(Duration::from_millis(100)).await;
         }
     };
     timeout(Duration::from_secs(60), moving).await.expect("three were moved");

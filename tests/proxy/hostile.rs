@@ -7,6 +7,7 @@ use crate::peer::{
     WINDOW_UPDATE, fields, frame, goaway, reset, settings,
 };
 use crate::support::figures::within;
+pub use crate::support::join_all;
 use crate::support::stopwatch::Stopwatch;
 use crate::support::{Certs, MAPS, PATIENCE, Proxy, patient, soon, until};
 use http::Method;
@@ -610,23 +611,4 @@ async fn late_frames_do_not_add_up() {
     assert!(proxy.metric("jackstay_retries_total").await < 0.5, "its connection was lost");
     until("they are noticed", async || !peers.script.given_up().is_empty()).await;
     assert_eq!(peers.script.goaways.load(Relaxed), 0);
-}
-
-/// Runs futures side by side; the crate has no dependency that does.
-pub async fn join_all<F: Future>(futures: impl IntoIterator<Item = F>) -> Vec<F::Output> {
-    let mut all: Vec<_> = futures.into_iter().map(|f| (Box::pin(f), None)).collect();
-    std::future::poll_fn(|cx| {
-        let mut done = true;
-        for (future, output) in &mut all {
-            if output.is_none() {
-                match future.as_mut().poll(cx) {
-                    std::task::Poll::Ready(value) => *output = Some(value),
-                    std::task::Poll::Pending => done = false,
-                }
-            }
-        }
-        if done { std::task::Poll::Ready(()) } else { std::task::Poll::Pending }
-    })
-    .await;
-    all.into_iter().map(|(_, output)| output.expect("polled to its end")).collect()
 }

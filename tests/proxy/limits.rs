@@ -7,7 +7,7 @@ use crate::peer::{
     RST_STREAM, Reply, SETTINGS, WINDOW_UPDATE, fields, frame, settings,
 };
 use crate::support::wire::{self, Wire};
-use crate::support::{Certs, MAPS, PATIENCE, Proxy, World, map, soon, terminate, until};
+use crate::support::{Certs, MAPS, PATIENCE, Proxy, World, map, pass, soon, terminate, until};
 use http::Method;
 use jackstay::demo::client::Client;
 use std::io;
@@ -391,7 +391,7 @@ async fn ask_later(proxy: &Proxy, certs: &Certs, after: Duration) -> Result<(), 
         if ended || answer.is_none() {
             return Err(longest);
         }
-        tokio::time::sleep(Duration::from_millis(20)).await;
+        pass(Duration::from_millis(20)).await;
     }
     stream.write_all(&request(1, "GET", MAPS, true, &[])).await.unwrap();
     let answer = read_until(&mut stream, |kind, id, _| kind == HEADERS && id == 1);

@@ -3,7 +3,7 @@
 use crate::peer::{Act, Peers, black_hole};
 use crate::support::figures::within;
 use crate::support::stopwatch::Stopwatch;
-use crate::support::{Certs, MAPS, PATIENCE, World, map, refusing, soon, until};
+use crate::support::{Certs, MAPS, PATIENCE, World, map, pass, refusing, soon, until};
 use http::Method;
 use jackstay::demo::apiserver::ApiServerHandle;
 use jackstay::demo::client::Client;
@@ -190,7 +190,7 @@ async fn reads_go_on_when_a_server_is_stopped() {
                 slowest = slowest.max(start.elapsed());
                 done.fetch_add(1, Relaxed);
                 // It is not the machine that is tried: reads without a pause take all of a small one.
-                tokio::time::sleep(Duration::from_millis(5)).await;
+                pass(Duration::from_millis(5)).await;
             }
             slowest
         }));
@@ -316,7 +316,7 @@ async fn no_write_is_sent_into_the_dark() {
                 let reply = client.post(MAPS, &map("later", "1")).await.unwrap();
                 (start.elapsed(), reply)
             });
-            let pause = tokio::time::sleep(Duration::from_millis(100));
+            let pause = pass(Duration::from_millis(100));
             tokio::select! {
                 Some(write) = writes.join_next() => {
                     let (took, reply) = write.unwrap();

@@ -28,7 +28,9 @@ use tokio::task::{JoinHandle, JoinSet};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
-use crate::support::{MAPS, PATIENCE, Proxy, World, long, map, patient, soon, terminate, until};
+use crate::support::{
+    MAPS, PATIENCE, Proxy, World, long, map, pass, patient, soon, terminate, until,
+};
 
 /// Replaces a symlink as kubelet does: renamed over.
 fn point(link: &Path, target: &str) {
@@ -78,7 +80,7 @@ async fn identity_file_that_changes_its_subject_crosses_no_request_and_no_watch(
                         401 => {}
                         other => panic!("{other}: {:?}", reply.body),
                     }
-                    tokio::time::sleep(Duration::from_millis(1)).await;
+                    pass(Duration::from_millis(1)).await;
                 }
             }));
         }

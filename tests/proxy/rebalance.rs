@@ -1,6 +1,6 @@
 //! Watches move to an apiserver that has come back, and no client sees it.
 
-use crate::support::{MAPS, Proxy, World, map, until};
+use crate::support::{MAPS, Proxy, World, map, pass, until};
 use crate::watches::Follower;
 use jackstay::config::Config;
 use jackstay::demo::apiserver::Answer;
@@ -75,7 +75,7 @@ impl Scene {
         while !enough().await {
             assert!(start.elapsed() < 3 * PATIENCE, "waited in vain until {what}");
             self.write(1);
-            tokio::time::sleep(Duration::from_millis(50)).await;
+            pass(Duration::from_millis(50)).await;
         }
         start.elapsed()
     }

@@ -3,7 +3,7 @@
 
 use crate::peer::Peers;
 use crate::support::stopwatch::Stopwatch;
-use crate::support::{Certs, MAPS, Proxy, World, map, soon, until};
+use crate::support::{Certs, MAPS, Proxy, World, map, pass, soon, until};
 use crate::watches::Follower;
 use http::Method;
 use hyper::body::Incoming;
@@ -99,7 +99,7 @@ async fn large_write_survives_a_process_that_is_stopped_for_3_s() {
     world.servers[0].stop();
     let stopped = async {
         // The length of the fault.
-        tokio::time::sleep(Duration::from_secs(3)).await;
+        pass(Duration::from_secs(3)).await;
         world.servers[0].cont();
     };
     let (object, small) = (large("large"), map("small", "1"));

@@ -2,7 +2,7 @@
 //! connection.
 
 use crate::peer::{Act, Peers};
-use crate::support::{Certs, MAPS, World, patient, terminate, until};
+use crate::support::{Certs, MAPS, World, pass, patient, terminate, until};
 use jackstay::demo::hole::Hole;
 use jackstay::upstream::balance::slow_start;
 use std::sync::atomic::Ordering::Relaxed;
@@ -88,7 +88,7 @@ async fn ask_rarely(first: Option<Act>) {
         })
         .await;
         connected = peers.script.accepted.load(Relaxed);
-        tokio::time::sleep(Duration::from_millis(100)).await;
+        pass(Duration::from_millis(100)).await;
     }
     let asked = peers.script.seen().len();
     println!("{asked} questions in {:?}, {connected} connections", begun.elapsed());

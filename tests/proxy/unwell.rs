@@ -3,7 +3,7 @@
 
 use crate::hostile::join_all;
 use crate::support::figures::within;
-use crate::support::{MAPS, Proxy, World, map, patient, soon, until};
+use crate::support::{MAPS, Proxy, World, map, pass, patient, soon, until};
 use crate::watches::Follower;
 use jackstay::config::Config;
 use jackstay::demo::apiserver::Answer;
@@ -78,7 +78,7 @@ impl Scene {
                         (*events, *since) = (now, Instant::now());
                     }
                 }
-                tokio::time::sleep(Duration::from_millis(5)).await;
+                pass(Duration::from_millis(5)).await;
             }
         };
         soon("events on every watch", all).await;
@@ -136,7 +136,7 @@ async fn watches_leave_an_apiserver_that_has_lost_its_etcd() {
                 let start = Instant::now();
                 assert_eq!(client.get(MAPS).await.unwrap().status, 200);
                 slowest = slowest.max(start.elapsed());
-                tokio::time::sleep(Duration::from_millis(20)).await;
+                pass(Duration::from_millis(20)).await;
             }
             slowest
         })

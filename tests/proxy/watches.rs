@@ -2,7 +2,7 @@
 //! server that nothing happens to.
 
 use crate::peer::{Act, Peers, Reply};
-use crate::support::{Certs, MAPS, Proxy, World, map, patient, soon, terminate, until};
+use crate::support::{Certs, MAPS, Proxy, World, map, patient, soon, terminate, until, wait};
 use http::Method;
 use jackstay::demo::apiserver::{self, ApiServerHandle, Options};
 use jackstay::demo::client::{Client, next_data};
@@ -204,24 +204,18 @@ impl Rig {
 
 /// Waits until ours has what the reference has, then compares.
 async fn agree(pairs: &[(&'static str, Follower, Follower)], patience: Duration, after: &str) {
-    let start = Instant::now();
     for (name, ours, theirs) in pairs {
-        loop {
+        wait::until_ok(patience, "both have seen the same", async || {
             let (got, wanted) = (ours.events(), theirs.events());
             assert_eq!(ours.end(), None, "{name} after {after}: the stream ended");
             let common = got.len().min(wanted.len());
             assert_eq!(got[..common], wanted[..common], "{name} after {after}");
             if got.len() == wanted.len() {
-                break;
+                return Ok(());
             }
-            assert!(
-                start.elapsed() < patience,
-                "{name} after {after}: {} of {} events",
-                got.len(),
-                wanted.len()
-            );
-            tokio::time::sleep(Duration::from_millis(2)).await;
-        }
+            Err(format!("{name} after {after}: {} of {} events", got.len(), wanted.len()))
+        })
+        .await;
     }
 }
 
@@ -300,11 +294,7 @@ async fn through_many_faults() {
 /// From a fault to the next event, on a watch that was delivering.
 async fn silence(what: &str, promised: Duration, fault: impl FnOnce(&World, &[Hole], usize)) {
     let world = World::new(3);
-    let holes: Vec<_> =
-        world.servers.iter().map(|server| Hole::start(server.addr).unwrap()).collect();
-    let addresses: Vec<_> = holes.iter().map(|hole| hole.addr).collect();
-    let proxy = world.certs.start(world.certs.config(&addresses));
-    proxy.ready(3).await;
+    let (holes, proxy) = world.start_behind_holes().await;
     let client = proxy.client(&world.certs.credentials()).await;
     let version = world.cluster.version();
     let path = format!("{MAPS}?watch=1&resourceVersion={version}");
@@ -331,15 +321,13 @@ async fn silence(what: &str, promised: Duration, fault: impl FnOnce(&World, &[Ho
     fault(&world, &holes, carrier);
     let kind = jackstay::demo::kinds::find("", "v1", "configmaps").unwrap();
     world.cluster.create(kind, "default", map("after", "1"), false).unwrap();
-    let seen = async {
-        while !follower.events().iter().any(|event| event.1 == "after") {
-            assert_eq!(follower.end(), None, "{what}: the stream ended");
-            tokio::time::sleep(Duration::from_millis(2)).await;
-        }
-    };
-    let seen = tokio::time::timeout(2 * promised, seen).await;
+    let seen = wait::within(2 * promised, async || {
+        assert_eq!(follower.end(), None, "{what}: the stream ended");
+        follower.events().iter().any(|event| event.1 == "after")
+    });
+    let seen = seen.await;
     println!("{what}: silent for {:?} (promised {promised:?})", start.elapsed());
-    assert!(seen.is_ok(), "{what}: silent for more than twice of what is promised");
+    assert!(seen, "{what}: silent for more than twice of what is promised");
     world.servers[carrier].cont();
     holes[carrier].heal();
     // What was held back arrives now: nothing of it reaches the client.

@@ -6,10 +6,10 @@ use crate::peer::{
     Act, DATA, END_HEADERS, END_STREAM, HEADERS, NO_ERROR, Peers, REFUSED_STREAM, Reply, fields,
     frame, reset,
 };
-use crate::support::{Certs, MAPS, World, long, map, soon, until};
+use crate::support::{Certs, MAPS, World, long, map, soon, until, wait};
 use http::Method;
 use jackstay::demo::client::Client;
-use jackstay::demo::hole::{Direction, Hole};
+use jackstay::demo::hole::Direction;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::Mutex;
@@ -25,11 +25,7 @@ const STUCK: Duration = Duration::from_secs(30);
 async fn at_most_once() {
     let writes = if long() { 10_000 } else { 2_000 };
     let world = World::new(3);
-    let holes: Vec<_> =
-        world.servers.iter().map(|server| Hole::start(server.addr).unwrap()).collect();
-    let addresses: Vec<_> = holes.iter().map(|hole| hole.addr).collect();
-    let proxy = world.certs.start(world.certs.config(&addresses));
-    proxy.ready(3).await;
+    let (holes, proxy) = world.start_behind_holes().await;
     world.cluster.audit().clear();
 
     let next = Arc::new(AtomicUsize::new(0));
@@ -102,13 +98,9 @@ async fn at_most_once() {
             }
             step += 1;
             // The next fault after so many writes, or after a while if all of them are stuck.
-            let (from, since) = (done.load(Relaxed), Instant::now());
-            while done.load(Relaxed) < from + 25
-                && since.elapsed() < Duration::from_millis(250)
-                && !over.load(Relaxed)
-            {
-                tokio::time::sleep(Duration::from_millis(1)).await;
-            }
+            let from = done.load(Relaxed);
+            let enough = async || done.load(Relaxed) >= from + 25 || over.load(Relaxed);
+            wait::within(Duration::from_millis(250), enough).await;
         }
         // Nothing stays broken: whatever is stuck comes to its end.
         if step % 8 == 1 {
@@ -128,13 +120,9 @@ async fn at_most_once() {
     };
     // However slow the machine is, some write ends all the time.
     let stuck = async {
-        let (mut last, mut since) = (0, Instant::now());
-        while since.elapsed() < STUCK {
-            tokio::time::sleep(Duration::from_millis(100)).await;
-            let now = done.load(Relaxed);
-            if now != last {
-                (last, since) = (now, Instant::now());
-            }
+        let mut last = 0;
+        while wait::within(STUCK, async || done.load(Relaxed) != last).await {
+            last = done.load(Relaxed);
         }
         last
     };

@@ -1,7 +1,7 @@
 //! Listeners and upstreams that come, go and move, and what their clients see of it.
 
 use crate::scene::{Scene, Traffic, Watching};
-use crate::support::{World, passing, passthrough, soon, until};
+use crate::support::{World, pass, passing, passthrough, soon, until};
 use http::Method;
 use jackstay::app::reload::Outcome;
 use jackstay::config::{Config, EndpointAddress};
@@ -216,7 +216,7 @@ async fn a_listener_that_is_renamed_keeps_its_socket() {
         let mut refused = 0;
         for _ in 0..300 {
             refused += usize::from(is_refused(address).await);
-            tokio::time::sleep(Duration::from_millis(1)).await;
+            pass(Duration::from_millis(1)).await;
         }
         refused
     };

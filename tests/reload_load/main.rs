@@ -7,7 +7,7 @@ mod scene;
 mod support;
 
 use crate::scene::{Scene, Traffic, Watching};
-use crate::support::{PATIENCE, World, map, terminate};
+use crate::support::{PATIENCE, World, map, pass, terminate, wait};
 use jackstay::config::{AccessLog, CertPaths, Config};
 use jackstay::demo::client::Client;
 use jackstay::demo::cluster::Place;
@@ -232,7 +232,7 @@ async fn settled(scene: &Scene, before: Option<(Held, isize)>) -> Held {
         // Drains take two seconds at most here; what is counted is compared later, not now.
         let mut last = held();
         loop {
-            tokio::time::sleep(Duration::from_secs(3)).await;
+            pass(Duration::from_secs(3)).await;
             let now = held();
             if now.descriptors >= last.descriptors && now.allocations >= last.allocations - 50 {
                 return now;
@@ -240,10 +240,9 @@ async fn settled(scene: &Scene, before: Option<(Held, isize)>) -> Held {
             last = now;
         }
     };
-    let began = Instant::now();
     // The last events are bounded, and may not have been full before: like ones are one.
     let more = (events(scene).await - told).max(0);
-    loop {
+    wait::until_ok(PATIENCE * 2, "all is as it was", async || {
         let now = held();
         if now.descriptors <= before.descriptors + DESCRIPTORS_UNDER_WAY
             && now.allocations
@@ -251,9 +250,9 @@ async fn settled(scene: &Scene, before: Option<(Held, isize)>) -> Held {
             && now.bytes < before.bytes + SLACK.1 * RELOADS.cast_signed() + EVENT.1 * more
             && now.tasks < before.tasks + TASKS_UNDER_WAY
         {
-            return now;
+            return Ok(now);
         }
-        assert!(began.elapsed() < PATIENCE * 2, "not as it was: {before} -> {now}");
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
+        Err(format!("{before} -> {now}"))
+    })
+    .await
 }

@@ -2,9 +2,15 @@
 
 #![allow(dead_code)] // each test crate uses its part
 
+pub mod child;
 pub mod figures;
+pub mod netns;
 pub mod stopwatch;
+pub mod wait;
 pub mod wire;
+
+#[allow(unused_imports)] // each test crate uses its part
+pub use wait::{PATIENCE, pass, soon, until};
 
 use jackstay::app::{App, Running};
 use jackstay::config::{
@@ -15,18 +21,16 @@ use jackstay::config::{
 use jackstay::demo::apiserver::{self, ApiServerHandle, Options};
 use jackstay::demo::client::{Client, Credentials};
 use jackstay::demo::cluster::Cluster;
+use jackstay::demo::hole::Hole;
 use jackstay::demo::pki::{Issued, Pki, Subject};
 use serde_json::{Value, json};
-use std::future::Future;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
 pub const MAPS: &str = "/api/v1/namespaces/default/configmaps";
-/// Long enough for a slow machine; nothing waits for it to pass where things work.
-pub const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Certificates for everybody, on disk where jackstay reads them.
 pub struct Certs {
@@ -328,19 +332,16 @@ impl World {
     }
 }
 
-/// Waits for a condition that another thread brings about.
-pub async fn until(what: &str, mut condition: impl AsyncFnMut() -> bool) {
-    let start = Instant::now();
-    while !condition().await {
-        assert!(start.elapsed() < PATIENCE, "waited in vain until {what}");
-        tokio::time::sleep(Duration::from_millis(5)).await;
+impl World {
+    /// The data plane, and a relay before each server whose flows can fall silent.
+    pub async fn start_behind_holes(&self) -> (Vec<Hole>, Proxy) {
+        let hole = |server: &ApiServerHandle| Hole::start(server.addr).unwrap();
+        let holes: Vec<_> = self.servers.iter().map(hole).collect();
+        let addresses: Vec<_> = holes.iter().map(|hole| hole.addr).collect();
+        let proxy = self.certs.start(self.certs.config(&addresses));
+        proxy.ready(holes.len()).await;
+        (holes, proxy)
     }
-}
-
-/// Bounds what a test waits for.
-pub async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
-    let bounded = tokio::time::timeout(PATIENCE, future).await;
-    bounded.unwrap_or_else(|_| panic!("{what}: nothing for {PATIENCE:?}"))
 }
 
 /// An address that refuses connections. It stays bound, so that nobody else is given it; whoever
@@ -379,4 +380,35 @@ pub fn h2_error(error: &std::io::Error) -> Option<&h2::Error> {
         source = inner.source();
     }
     None
+}
+
+/// Addresses as a file of endpoints has them.
+pub fn strings(addresses: &[SocketAddr]) -> Vec<String> {
+    addresses.iter().map(ToString::to_string).collect()
+}
+
+/// Writes a file as operators' tools do: a new one, renamed over the old.
+pub fn replace(path: &Path, text: &str) {
+    let new = path.with_extension("new");
+    std::fs::write(&new, text).unwrap();
+    std::fs::rename(&new, path).unwrap();
+}
+
+/// Runs futures side by side; the crate has no dependency that does.
+pub async fn join_all<F: Future>(futures: impl IntoIterator<Item = F>) -> Vec<F::Output> {
+    let mut all: Vec<_> = futures.into_iter().map(|f| (Box::pin(f), None)).collect();
+    std::future::poll_fn(|cx| {
+        let mut done = true;
+        for (future, output) in &mut all {
+            if output.is_none() {
+                match future.as_mut().poll(cx) {
+                    std::task::Poll::Ready(value) => *output = Some(value),
+                    std::task::Poll::Pending => done = false,
+                }
+            }
+        }
+        if done { std::task::Poll::Ready(()) } else { std::task::Poll::Pending }
+    })
+    .await;
+    all.into_iter().map(|(_, output)| output.expect("polled to its end")).collect()
 }

@@ -2,6 +2,7 @@
 //! that was not taken goes there, and anything else that goes wrong is kept.
 
 use crate::process::{PATIENCE, Scene};
+use crate::support::wait;
 use crate::support::{MAPS, h2_error, map};
 use jackstay::demo::client::{Client, Credentials, Reply, Watch};
 use jackstay::demo::cluster::Cluster;
@@ -12,9 +13,9 @@ use std::io;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use tokio::task::JoinHandle;
-use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
+use tokio::time::{MissedTickBehavior, interval, timeout};
 
 /// Clients that read, and those that write.
 const READERS: usize = 6;
@@ -177,16 +178,12 @@ impl Load {
     pub async fn goes_on(&self) {
         let requests = self.seen.requests.load(Relaxed) + 50;
         let written = self.seen.written.lock().unwrap().len() + 5;
-        let began = Instant::now();
-        loop {
+        wait::until_within(PATIENCE, "the load goes on", async || {
             assert_eq!(*self.seen.failures.lock().unwrap(), [""; 0]);
             let all_seen = self.versions.iter().all(|seen| seen.lock().unwrap().len() >= written);
-            if self.seen.requests.load(Relaxed) >= requests && all_seen {
-                return;
-            }
-            assert!(began.elapsed() < PATIENCE, "the load does not go on");
-            sleep(Duration::from_millis(10)).await;
-        }
+            self.seen.requests.load(Relaxed) >= requests && all_seen
+        })
+        .await;
     }
 
     /// Ends it. Nothing may have failed, and every watch has seen everything once and in order.
@@ -196,13 +193,13 @@ impl Load {
             timeout(PATIENCE, task).await.expect("requests end").unwrap();
         }
         let written = self.seen.written.lock().unwrap().clone();
-        let began = Instant::now();
         for (number, versions) in self.versions.iter().enumerate() {
-            while versions.lock().unwrap().len() < written.len() {
+            let what = format!("watch {number} has seen everything");
+            wait::until_within(PATIENCE, &what, async || {
                 assert_eq!(*self.seen.failures.lock().unwrap(), [""; 0]);
-                assert!(began.elapsed() < PATIENCE, "watch {number} does not see everything");
-                sleep(Duration::from_millis(10)).await;
-            }
+                versions.lock().unwrap().len() >= written.len()
+            })
+            .await;
             assert_eq!(*versions.lock().unwrap(), written, "watch {number}");
         }
         assert_eq!(*self.seen.failures.lock().unwrap(), [""; 0]);

@@ -1,6 +1,6 @@
 //! The binary as a process, what it says, and what it is replaced by.
 
-use crate::support::{World, soon};
+use crate::support::{World, until, wait};
 use jackstay::config::{self, Config};
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
@@ -10,7 +10,7 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
@@ -72,30 +72,23 @@ impl Process {
 
     /// Waits until it says that; the line.
     pub async fn says(&mut self, words: &str) -> String {
-        let began = Instant::now();
-        loop {
+        wait::until_ok(PATIENCE, &format!("it says `{words}`"), async || {
             let said = self.said();
             // A line may still grow.
             let whole = said.rsplit_once('\n').map_or("", |(whole, _)| whole);
-            if let Some(line) = whole.lines().find(|line| line.contains(words)) {
-                return line.to_owned();
-            }
-            assert!(began.elapsed() < PATIENCE, "it does not say `{words}`:\n{said}");
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
+            let line = whole.lines().find(|line| line.contains(words));
+            line.map(str::to_owned).ok_or_else(|| said.clone())
+        })
+        .await
     }
 
     /// Waits for its end, and for its last words.
     pub async fn ended(&mut self) -> ExitStatus {
-        let began = Instant::now();
         let child = self.child.as_mut().expect("a child");
-        loop {
-            if let Some(status) = child.try_wait().unwrap() {
-                return status;
-            }
-            assert!(began.elapsed() < PATIENCE, "it does not end:\n{}", self.said.lock().unwrap());
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
+        wait::until_ok(PATIENCE, "it ends", async || {
+            child.try_wait().unwrap().ok_or_else(|| self.said.lock().unwrap().clone())
+        })
+        .await
     }
 
     pub fn is_running(&mut self) -> bool {
@@ -243,12 +236,8 @@ impl Scene {
     }
 
     async fn is_ready(&self) {
-        let ready = async {
-            while !self.page("/readyz").await.contains("readyz check passed") {
-                tokio::time::sleep(Duration::from_millis(10)).await;
-            }
-        };
-        soon("it is ready", ready).await;
+        let ready = async || self.page("/readyz").await.contains("readyz check passed");
+        until("it is ready", ready).await;
     }
 }
 

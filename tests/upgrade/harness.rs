@@ -307,3 +307,11 @@ fn load(ca: &Ca, endpoints: &[SocketAddr], health: &str) -> config::Config {
     std::fs::write(&path, text).unwrap();
     config::load(&path, [], &Overrides::default()).unwrap().config
 }
+
+/// One peer, and jackstay before it.
+pub async fn scene() -> (Ca, Peer, Proxy) {
+    let ca = Ca::new();
+    let peer = Peer::start(&ca).await;
+    let proxy = Proxy::start(&ca, &[peer.address()]);
+    (ca, peer, proxy)
+}

@@ -2,11 +2,16 @@
 //! side learns of the other's end.
 
 mod harness;
+#[path = "../support/netns.rs"]
+mod netns;
+#[path = "../support/wait.rs"]
+mod wait;
 
 use std::time::{Duration, SystemTime};
 
-use harness::{Ca, Peer, Proxy, nobody, run};
+use harness::{Ca, Peer, Proxy, nobody, run, scene};
 use jackstay::demo::hole::Hole;
+use netns::nft;
 
 const EXEC: &str = "POST /api/v1/namespaces/d/pods/p/exec?command=sh&stdin=true HTTP/1.1\r\n\
     Host: api.example:6443\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\nContent-Length: 0\r\n";
@@ -36,9 +41,7 @@ fn lines<'a>(head: &'a str, name: &str) -> Vec<&'a str> {
 #[test]
 fn spdy_crosses_with_its_headers_and_bytes_flow_both_ways() {
     run(async {
-        let ca = Ca::new();
-        let peer = Peer::start(&ca).await;
-        let proxy = Proxy::start(&ca, &[peer.address()]);
+        let (ca, peer, proxy) = scene().await;
         let mut client = proxy.client(&ca).await;
         let request = format!(
             "{EXEC}X-Stream-Protocol-Version: v4.channel.k8s.io\r\n\
@@ -90,9 +93,7 @@ fn spdy_crosses_with_its_headers_and_bytes_flow_both_ways() {
 #[test]
 fn each_direction_ends_on_its_own() {
     run(async {
-        let ca = Ca::new();
-        let peer = Peer::start(&ca).await;
-        let proxy = Proxy::start(&ca, &[peer.address()]);
+        let (ca, peer, proxy) = scene().await;
         for client_first in [true, false] {
             let (client, server) = granted(&ca, &peer, &proxy).await;
             let (mut first, mut last) =
@@ -113,9 +114,7 @@ fn each_direction_ends_on_its_own() {
 #[test]
 fn websocket_keeps_its_headers_and_its_token() {
     run(async {
-        let ca = Ca::new();
-        let peer = Peer::start(&ca).await;
-        let proxy = Proxy::start(&ca, &[peer.address()]);
+        let (ca, peer, proxy) = scene().await;
         // A certificate of the node would make this token the node's.
         let mut client = proxy.client(&ca).await;
         client
@@ -155,9 +154,7 @@ fn websocket_keeps_its_headers_and_its_token() {
 #[test]
 fn a_port_is_forwarded_by_websocket() {
     run(async {
-        let ca = Ca::new();
-        let peer = Peer::start(&ca).await;
-        let proxy = Proxy::start(&ca, &[peer.address()]);
+        let (ca, peer, proxy) = scene().await;
         let mut client = proxy.node(&ca).await;
         client
             .say(
@@ -201,9 +198,7 @@ fn a_port_is_forwarded_by_websocket() {
 #[test]
 fn an_identity_goes_with_its_certificate_and_a_token_with_none() {
     run(async {
-        let ca = Ca::new();
-        let peer = Peer::start(&ca).await;
-        let proxy = Proxy::start(&ca, &[peer.address()]);
+        let (ca, peer, proxy) = scene().await;
         let mut node = proxy.node(&ca).await;
         node.say(&format!("{EXEC}\r\n")).await;
         assert!(peer.accept().await.has_client_certificate());
@@ -254,9 +249,7 @@ fn a_refusal_is_an_answer_and_the_end() {
 #[test]
 fn a_switch_to_something_else_is_not_an_upgrade() {
     run(async {
-        let ca = Ca::new();
-        let peer = Peer::start(&ca).await;
-        let proxy = Proxy::start(&ca, &[peer.address()]);
+        let (ca, peer, proxy) = scene().await;
         let mut client = proxy.client(&ca).await;
         client.say(&format!("{EXEC}\r\n")).await;
         let mut server = peer.accept().await;
@@ -271,9 +264,7 @@ fn a_switch_to_something_else_is_not_an_upgrade() {
 #[test]
 fn a_body_goes_along() {
     run(async {
-        let ca = Ca::new();
-        let peer = Peer::start(&ca).await;
-        let proxy = Proxy::start(&ca, &[peer.address()]);
+        let (ca, peer, proxy) = scene().await;
         for (framing, sent) in [
             ("Content-Length: 5", "hello"),
             ("Transfer-Encoding: chunked", "5\r\nhello\r\n0\r\n\r\n"),
@@ -353,9 +344,7 @@ fn what_was_sent_is_not_sent_again() {
 #[test]
 fn a_client_that_leaves_takes_the_upstream_with_it() {
     run(async {
-        let ca = Ca::new();
-        let peer = Peer::start(&ca).await;
-        let proxy = Proxy::start(&ca, &[peer.address()]);
+        let (ca, peer, proxy) = scene().await;
         // Before the answer.
         let mut client = proxy.client(&ca).await;
         client.say(&format!("{EXEC}\r\n")).await;
@@ -374,9 +363,7 @@ fn a_client_that_leaves_takes_the_upstream_with_it() {
 #[test]
 fn an_upstream_that_dies_does_not_look_finished() {
     run(async {
-        let ca = Ca::new();
-        let peer = Peer::start(&ca).await;
-        let proxy = Proxy::start(&ca, &[peer.address()]);
+        let (ca, peer, proxy) = scene().await;
         let (mut client, mut server) = granted(&ca, &peer, &proxy).await;
         server.say("half an out").await;
         client.hear("half an out").await;
@@ -395,9 +382,7 @@ fn an_upstream_that_dies_does_not_look_finished() {
 #[test]
 fn last_words_are_heard_of_a_server_that_takes_nothing_more() {
     run(async {
-        let ca = Ca::new();
-        let peer = Peer::start(&ca).await;
-        let proxy = Proxy::start(&ca, &[peer.address()]);
+        let (ca, peer, proxy) = scene().await;
         let (mut client, mut server) = granted(&ca, &peer, &proxy).await;
         client.say("input").await;
         server.has_unread().await;
@@ -416,9 +401,7 @@ fn last_words_are_heard_of_a_server_that_takes_nothing_more() {
 #[test]
 fn a_drain_can_end_what_does_not_end() {
     run(async {
-        let ca = Ca::new();
-        let peer = Peer::start(&ca).await;
-        let proxy = Proxy::start(&ca, &[peer.address()]);
+        let (ca, peer, proxy) = scene().await;
         let (mut client, mut server) = granted(&ca, &peer, &proxy).await;
         proxy.tunnels.end();
         tokio::join!(client.gone(), server.gone(), proxy.tunnels.closed());
@@ -486,20 +469,14 @@ fn a_dead_flow_is_noticed() {
 #[ignore = "takes a quarter of a minute"]
 fn a_peer_that_reads_nothing_is_left_alone() {
     run(async {
-        let ca = Ca::new();
-        let peer = Peer::start(&ca).await;
-        let proxy = Proxy::start(&ca, &[peer.address()]);
+        let (ca, peer, proxy) = scene().await;
         let (mut client, mut server) = granted(&ca, &peer, &proxy).await;
         let much = "0123456789abcdef".repeat(2_000_000);
         tokio::join!(client.say(&much), async {
-            tokio::time::sleep(std::time::Duration::from_secs(14)).await;
+            wait::pass(Duration::from_secs(14)).await;
             server.hear(&much).await;
         });
     });
-}
-
-fn nft(command: &str) {
-    assert!(std::process::Command::new("nft").arg(command).status().unwrap().success());
 }
 
 /// Nothing can take its place, so it waits for its path: longer than any flow that can be replaced.
@@ -516,7 +493,7 @@ fn tunnel_survives_a_blackout_shorter_than_tunnel_dead_after() {
         assert_eq!(hole.lose_all().unwrap(), 2);
         tokio::join!(busy.say("typed"), busy_server.say("shown"));
         // The length of the fault: a flow at L4 dies after 2.7 s at most.
-        tokio::time::sleep(Duration::from_secs(4)).await;
+        wait::pass(Duration::from_secs(4)).await;
         assert_eq!(proxy.tunnels.open(), 2);
         hole.heal();
         tokio::join!(client.say("ls"), server.hear("ls"));

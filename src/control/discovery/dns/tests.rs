@@ -16,6 +16,7 @@ use crate::control::discovery::merge::Own;
 use crate::observe::Metrics;
 use crate::upstream::credentials::Credentials;
 use crate::upstream::pool::Upstream;
+use crate::wait::until;
 
 /// The addresses of each name, and their time to live.
 type Zone = HashMap<String, (Vec<IpAddr>, u32)>;
@@ -335,9 +336,8 @@ async fn the_board_hears_of_names_and_of_changes_in_hosts() {
                 board.changed().await;
             }
             assert!(!known(&board).1, "one name has no answer");
-            while upstream.sources.complaints() != "dns: late.example.com: there is no such name" {
-                sleep(Duration::from_millis(10)).await;
-            }
+            let why = "dns: late.example.com: there is no such name";
+            until("why", async || upstream.sources.complaints() == why).await;
             assert_eq!(upstream.sources.reports()[&Source::Dns].endpoints, 1);
             std::fs::write(&world.system.hosts, "fd00::7 late.example.com\n").unwrap();
             while known(&board) != (vec!["10.0.0.1:6443".into(), "[fd00::7]:443".into()], true) {
@@ -390,9 +390,8 @@ async fn a_name_beside_it_takes_nothing_from_one_that_was_known() {
             assert!(known().contains(&"10.0.0.1".to_owned()), "{:?}", known());
             board.changed().await;
         }
-        while !upstream.sources.complaints().contains("a.example.com: ") {
-            sleep(Duration::from_millis(10)).await;
-        }
+        let told = async || upstream.sources.complaints().contains("a.example.com: ");
+        until("its failure is known", told).await;
         assert_eq!(known().len(), 4);
         second.abort();
     };

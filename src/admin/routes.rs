@@ -19,7 +19,7 @@ const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
 /// The page's one script and one style sheet, by their hashes, and data from here: nothing else
 /// runs, whatever an apiserver's error text may hold. Nobody may frame us. A test knows the hashes.
 const POLICY: &str = "default-src 'none'; \
-    script-src 'sha256-T68ynt13CdGLVKaAIVJ9gna2k0HogEQkSxVl/CtCe+M='; \
+    script-src 'sha256-9jo1M0FOEmq630f6gaX1PF8eNqytvUQEtKuKF8BcDAY='; \
     style-src 'sha256-E35cnjBcTtQpxgXg7Cj93l/MD/wXadtbANTmkmWaG8M='; \
     connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 

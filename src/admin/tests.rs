@@ -243,7 +243,9 @@ async fn a_unix_socket_answers_as_the_port_does() {
 
 /// A socket that is left with more in its queue than are answered at once: nobody has accepted.
 async fn left_with_a_queue(why: Left) -> (SocketAddr, Vec<TcpStream>, std::net::TcpListener) {
-    let socket = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
+    // The standard library's queue has room for 128.
+    let any = "127.0.0.1:0".parse().expect("an address");
+    let socket = socket::listen(any, false).expect("a free port");
     let copy = socket.try_clone().expect("a descriptor");
     let admin = Admin::from_std(socket).expect("a socket");
     let address = admin.local_addr().expect("an address");

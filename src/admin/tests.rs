@@ -194,13 +194,16 @@ async fn every_probe_is_answered_beside_400_idle_or_slow_connections() {
             }
         });
     }
-    let begun = Instant::now();
+    // All of them are there before the first probe is.
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    let mut longest = Duration::ZERO;
     for _ in 0..64 {
+        let begun = Instant::now();
         let (code, _, body) = ask(address, "GET", "/livez").await;
         assert_eq!((code, body.as_str()), (200, "ok\n"));
+        longest = longest.max(begun.elapsed());
     }
-    let longest = begun.elapsed();
-    assert!(longest < Duration::from_secs(64), "one second for each at most: {longest:?}");
+    assert!(longest < Duration::from_secs(1), "{longest:?}");
 }
 
 #[tokio::test(start_paused = true)]

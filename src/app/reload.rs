@@ -308,14 +308,15 @@ mod tests {
             attempt.tell(before, &events);
             before = Some(attempt);
         }
-        let told: Vec<_> = events.last(usize::MAX).into_iter().map(|e| (e.to, e.reason)).collect();
+        let told = events.last(usize::MAX).into_iter();
+        let told: Vec<_> = told.map(|e| (e.to, e.reason, e.times)).collect();
         let expected = [
             ("reloaded", "changed: log changed"),
             ("refused", "workers: many"),
             ("refused", "workers: more"),
             ("reloaded", "changed: nothing"),
         ];
-        let expected = expected.map(|(to, reason)| (to.to_owned(), reason.to_owned()));
+        let expected = expected.map(|(to, reason)| (to.to_owned(), reason.to_owned(), 1));
         assert_eq!(told, expected);
     }
 }

@@ -338,6 +338,7 @@ mod tests {
         listener.cut("client");
         listener.own_errors.count(Some(503), "no_upstream");
         listener.refused("cap");
+        listener.client_verified("ok");
         listener.certificate_reloaded("ok");
         let endpoint = metrics.endpoint("control-plane", "10.0.0.11:6443");
         let mut state = endpoint.state_gauge();

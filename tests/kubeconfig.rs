@@ -615,7 +615,7 @@ impl Started {
         let name = moved.str("tls-server-name").unwrap_or(host);
         let who = Credentials::anonymous(&ca).certificate(&self.home.admin).expecting(name);
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-        wait::until_ok_blocking(Duration::from_secs(30), "somebody answers", || {
+        wait::until_ok_blocking(Duration::from_secs(30), "the endpoint answers", || {
             let asked = runtime.block_on(async {
                 let client = Client::connect(self.addr, &who).await?;
                 client.get("/api/v1/namespaces").await

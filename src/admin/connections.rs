@@ -33,15 +33,15 @@ const SILENT_FOR: Duration = Duration::from_millis(50);
 /// Least age of one whose answer is under way that does.
 const UNREAD_FOR: Duration = Duration::from_millis(250);
 
-/// Most connections that give way at once. With [`SILENT_FOR`] and [`MAX_CONNECTIONS`] that is room for
+/// Most connections that are evicted at once. With [`SILENT_FOR`] and [`MAX_CONNECTIONS`] that is room for
 /// 5,000 new ones a second: those that are opened anew as soon as they are closed form no queue.
 const MOST_AT_ONCE: usize = MAX_CONNECTIONS / 4;
 
-/// Time in which what has arrived on other connections is read before any of them gives way: this
+/// Time in which what has arrived on other connections is read before any of them is evicted: this
 /// loop may be the first to run after the whole process was held up.
 const SETTLE: Duration = Duration::from_millis(1);
 
-/// That connections give way is told once in this time.
+/// Evictions are logged at most once in this time.
 const REPEAT: Duration = Duration::from_secs(60);
 
 /// The connections that are answered now.
@@ -50,8 +50,8 @@ pub(super) struct Connections {
     tasks: JoinSet<()>,
     /// Oldest first.
     slots: VecDeque<Slot>,
-    /// When it was last told that connections give way.
-    told: Option<Instant>,
+    /// When evictions were last logged.
+    warned_at: Option<Instant>,
 }
 
 struct Slot {
@@ -62,8 +62,8 @@ struct Slot {
 }
 
 impl Slot {
-    /// When it may give way.
-    fn gives_way_at(&self) -> Instant {
+    /// When it may be evicted.
+    fn evictable_at(&self) -> Instant {
         let least = if self.asked.load(Ordering::Relaxed) { UNREAD_FOR } else { SILENT_FOR };
         self.since + least
     }
@@ -71,7 +71,12 @@ impl Slot {
 
 impl Connections {
     pub(super) fn new(facts: &Arc<dyn Facts>) -> Self {
-        Self { facts: Arc::clone(facts), tasks: JoinSet::new(), slots: VecDeque::new(), told: None }
+        Self {
+            facts: Arc::clone(facts),
+            tasks: JoinSet::new(),
+            slots: VecDeque::new(),
+            warned_at: None,
+        }
     }
 
     /// Answers one more connection, as soon as one of [`MAX_CONNECTIONS`] slots is free or has been
@@ -92,23 +97,23 @@ impl Connections {
 
     async fn make_room(&mut self) {
         while self.is_full() {
-            let at = self.slots.iter().map(Slot::gives_way_at).min().unwrap_or_else(Instant::now);
+            let at = self.slots.iter().map(Slot::evictable_at).min().unwrap_or_else(Instant::now);
             tokio::select! {
                 biased;
                 _ = self.tasks.join_next() => continue,
                 () = sleep_until(at.max(Instant::now() + SETTLE)) => {}
             }
             if self.is_full() {
-                self.give_way(Instant::now());
+                self.evict(Instant::now());
             }
         }
     }
 
     /// Ends the oldest silent connections, or else the oldest.
-    fn give_way(&mut self, now: Instant) {
+    fn evict(&mut self, now: Instant) {
         let mut ended = 0;
         self.slots.retain(|slot| {
-            let silent = !slot.asked.load(Ordering::Relaxed) && slot.gives_way_at() <= now;
+            let silent = !slot.asked.load(Ordering::Relaxed) && slot.evictable_at() <= now;
             let ends = silent && ended < MOST_AT_ONCE;
             if ends {
                 slot.task.abort();
@@ -117,7 +122,7 @@ impl Connections {
             !ends
         });
         if ended == 0
-            && let Some(at) = self.slots.iter().position(|slot| slot.gives_way_at() <= now)
+            && let Some(at) = self.slots.iter().position(|slot| slot.evictable_at() <= now)
             && let Some(slot) = self.slots.remove(at)
         {
             slot.task.abort();
@@ -130,11 +135,11 @@ impl Connections {
 
     fn tell(&mut self) {
         let now = Instant::now();
-        if self.told.is_none_or(|at| now >= at + REPEAT) {
-            self.told = Some(now);
+        if self.warned_at.is_none_or(|at| now >= at + REPEAT) {
+            self.warned_at = Some(now);
             tracing::warn!(
                 connections = MAX_CONNECTIONS,
-                "admin endpoint is full of idle or slow connections: the oldest give way"
+                "admin endpoint full: idle or slow connections evicted, oldest first"
             );
         }
     }

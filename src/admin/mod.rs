@@ -3,7 +3,7 @@
 //! It answers from [`Facts`] and knows nothing of the data plane. It runs on whatever runtime the
 //! caller polls [`Admin::serve`] on, which must not be a worker's. It promises to hold little: at
 //! most [`MAX_CONNECTIONS`] connections, each with one request and [`CONNECTION_TIME`] to live. Idle
-//! and slow ones give way to new ones ([`connections`]).
+//! and slow ones are evicted for new ones ([`connections`]).
 //!
 //! It answers on a Unix socket as well, if one is configured ([`serve_unix`]). A TCP port can be
 //! flooded by every process of the host's network; a socket in a private directory cannot, so it is

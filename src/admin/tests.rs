@@ -188,7 +188,7 @@ async fn a_silent_connection_gives_way_before_its_head_timeout() {
     let begun = Instant::now();
     assert_eq!(ask(address, "GET", "/livez").await.0, 200);
     assert!(begun.elapsed() < Duration::from_secs(1), "{:?}", begun.elapsed());
-    // The oldest gave way, the newest stay.
+    // The oldest is evicted, the newest stay.
     let mut byte = [0];
     assert_eq!(silent[0].read(&mut byte).await.unwrap_or(0), 0);
     let newest = silent.last_mut().expect("many");

@@ -97,8 +97,8 @@ impl Attempt {
         }
     }
 
-    /// Whether the events are told of it: not where nothing has changed, be it the configuration or
-    /// that it can be read. A `touch` of the file each minute would push everything else out of them.
+    /// Whether the reload is an event: not if neither the configuration nor its error has changed. A
+    /// `touch` of the file each minute would push every other event out of the list.
     fn is_event(&self, before: Option<&Self>) -> bool {
         match (&self.outcome, before.map(Self::outcome)) {
             (Outcome::Ok { changed, .. }, _) if !changed.is_empty() => true,

@@ -100,7 +100,7 @@ fn wait(args: &StatusArgs) -> ExitCode {
     let until = Instant::now() + args.timeout;
     loop {
         let left = until.saturating_duration_since(Instant::now());
-        // One more question at the end of the time is short, and answered by whoever is there.
+        // The last request may start just before the deadline, so it gets a short timeout of its own.
         let answer = fetch_within(args.admin, "/status", left.clamp(SHORTEST, TIMEOUT));
         let complaint = match &answer {
             Ok(status) => usable::complaint_of_newcomer(status),

@@ -13,7 +13,7 @@
 //!   fifth of a core, and both have bounded queues.
 //! * A [`Verdict`], good or bad, holds until a certificate of the chain begins or ceases to be valid,
 //!   or the CA changes. Chains that were found good are also remembered with their CA, so that a client
-//!   that connects anew waits for nobody.
+//!   that connects again does not queue.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;

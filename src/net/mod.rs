@@ -7,8 +7,8 @@
 //! * Bytes are read in large pieces ([`read_ahead`]), written in large pieces ([`cork`]), moved inside
 //!   the kernel ([`splice`]), read again ([`rewound`]); the last of them arrive ([`linger`]).
 //! * Unix sockets on the file system are private and replaced whole ([`unix_socket`]).
-//! * TLS: [`tls_files`], [`serving`], [`client_chain`], [`local_ca`], and [`anyone`] where nobody can be
-//!   verified.
+//! * TLS: [`tls_files`], [`serving`], [`client_chain`], [`local_ca`], and [`anyone`] where no certificate
+//!   can be verified.
 //! * Files are read within bounds ([`bounded_file`]) and written whole ([`whole_file`]).
 //! * The process: [`inherited`] sockets, [`descriptors`] that change hands, [`notify`] for the service
 //!   manager, the addresses of the host ([`interfaces`]), [`shortage`] of descriptors, memory

@@ -3,7 +3,7 @@
 //! A client certificate does not fail the handshake: possession of its key is proven there, but
 //! whether it is valid is decided for each request, as the apiserver does, so that an expired one
 //! gets a 401 that says so instead of an alert that says nothing. The exception is a chain above the
-//! bounds of [`client_chain`], which nobody should pay for: it gets the alert `certificate_unknown`.
+//! bounds of [`client_chain`], which is never verified: it gets the alert `certificate_unknown`.
 
 use std::error;
 use std::fmt;

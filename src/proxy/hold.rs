@@ -4,15 +4,15 @@
 //! returns: all clients of all nodes at once, when it can bear that least. So a running watch waits for
 //! an apiserver until its own deadline, and a new one for up to [`NEW_WATCH`].
 //!
-//! A held watch waits for one notification of its pool ([`super::line::Line::hold`]). It has no stream, no timer but its deadline,
-//! and dials nothing: the pool does, once for all.
+//! A held watch waits for one notification of its pool ([`super::line::Line::hold`]). It has no stream,
+//! no timer but its deadline, and dials nothing: the pool dials once for all of them.
 
 use std::cell::Cell;
 use std::time::Duration;
 
 use metrics::Gauge;
 
-/// How long a new watch is held before its client is told to ask again.
+/// How long a new watch is held before it is answered with 429.
 pub const NEW_WATCH: Duration = Duration::from_secs(30);
 /// New watches are held as long as there are fewer watches held than this, on one line of a worker:
 /// a request costs some KiB.

@@ -138,7 +138,7 @@ impl Peer {
         spawn_local(async move {
             let mut turn = client_chain::turn(&this.chain).await;
             let ca = this.tls.client_ca().clone();
-            // Nobody else has it: the connection is gone, and its place is for others.
+            // No other reference: the connection is closed and needs no verdict.
             let wanted = Rc::strong_count(&this) > 1;
             if let (Some(turn), Some(ca), true) = (&mut turn, ca, wanted) {
                 let verdict = turn.verify(&this.chain, &ca).await;

@@ -1,4 +1,4 @@
-//! Plain HTTP that comes to a TLS port: the client is told so in words that it can read, as
+//! Plain HTTP that comes to a TLS port gets an answer in plain HTTP that says so, as
 //! kube-apiserver tells it (Go's `net/http`, `conn.serve`).
 
 /// What the client is sent before its connection is closed.

@@ -10,7 +10,7 @@
 //! * A tunnel ends when the proof of its client does ([`super::peer`]).
 //! * There is no timeout. A flow that is dead for `tunnel_dead_after` is ended
 //!   ([`crate::upstream::flow`]): nothing can take its place, and a path may come back. A quiet one is
-//!   left alone, and a client that takes no bytes is somebody reading `kubectl exec … | less`.
+//!   left alone, and a client that reads no bytes may be a person paging through `kubectl exec … | less`.
 //!
 //! `Sec-WebSocket-Protocol` may hold a bearer token, so no header is ever logged here.
 

@@ -2,7 +2,7 @@
 //!
 //! [`super::watch`] decides; this file moves the bytes, notices that a stream is lost or that its
 //! connection should be left. [`running`] is the stream, [`asking`] looks for another one with what
-//! [`again`] knows, [`holding`] waits while there is nobody to ask; [`moving`] is about a watch that
+//! [`again`] knows, [`holding`] waits while no apiserver is reachable; [`moving`] is about a watch that
 //! leaves a stream which works.
 
 mod again;

@@ -378,8 +378,8 @@ impl Connection {
         }
     }
 
-    /// Its end is a matter of course from now on, whoever brings it about: no event, and no sign that
-    /// the endpoint ends.
+    /// The connection is expected to end from now on, by either side: its end is no event, and no sign
+    /// that the endpoint is failing.
     pub fn expect_end(&self) {
         self.end_expected.set(true);
     }

@@ -578,7 +578,7 @@ fn each_ping_has_its_own_grace_after_a_pause() {
         scene.run(ms(1500));
         scene.answers = false;
         pinged(&mut scene);
-        // The whole machine is paused: the kernel counts the time, and has heard of nobody.
+        // The whole machine is paused: the kernel counts the time, and no packet has arrived.
         scene.now += ms(10_000);
         let evidence = Evidence {
             tcp: Some(TcpInfo {

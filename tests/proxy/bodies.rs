@@ -1,5 +1,5 @@
 //! Request bodies: those of HTTP/1.1 whose length is not declared (RFC 9112, section 7.1), and those
-//! that the client holds back until it is told to continue (RFC 9110, section 10.1.1).
+//! that the client holds back until it gets a 100 (RFC 9110, section 10.1.1).
 
 use crate::hostile::before;
 use crate::peer::{Act, CANCEL, Peers, Reply};
@@ -114,7 +114,7 @@ async fn http1_chunked_body_is_accepted_with_every_method() {
     let replaced = map("chunked", "2").to_string();
     let traced = map("trailers", "1").to_string();
     let item = format!("{MAPS}/chunked");
-    // Fields of the connection, and one that claims to be somebody.
+    // Hop-by-hop fields, and one that claims an identity.
     let trailers = "0\r\nX-Checksum: 1\r\nConnection: close\r\nX-Remote-User: root\r\n\r\n";
     for (method, path, body, code) in [
         (Method::POST, MAPS, chunks(&object, usize::MAX, "") + LAST, 201),

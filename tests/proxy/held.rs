@@ -128,7 +128,7 @@ async fn held_watches_of_a_client_that_leaves_are_dropped() {
     }
 }
 
-/// SIGTERM in an outage: a new watch is told to ask again, which it does elsewhere.
+/// SIGTERM in an outage: a new watch gets 429, and its client retries elsewhere.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn held_new_watch_is_answered_when_its_listener_ends() {
     let world = World::new(1);

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-/// Every kind of request but a watch fails in time, as a Status that nobody is told to repeat.
+/// Every kind of request but a watch fails in time, as a Status without Retry-After.
 async fn all_fail(client: &Client, what: &str) {
     let start = Instant::now();
     let requests = [

@@ -1,4 +1,4 @@
-//! Errors that jackstay answers itself are told apart from those of the apiservers.
+//! Errors that jackstay answers itself are counted apart from those of the apiservers.
 
 use crate::support::{Certs, MAPS, World, refusing};
 use http::Method;

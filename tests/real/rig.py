@@ -370,7 +370,7 @@ table inet jackstay_rig {
 
 # Of 1.20 ("watch of *v1.Pod closed with: …") and of today ("watch ended with error", "falling back to regular list").
 WATCHES = (r"client connection lost|watch (of .* )?(ended|closed) with|Failed to watch|Unable to watch|unable to decode"
-           r"|failed to list|falling back to")
+           r"|failed to list|falling back to (?!slow path)")  # that is a write of a lease
 WRITES = r"Error updating node status|failed to (update|ensure).*lease"
 
 

@@ -44,7 +44,7 @@ class Outage(Jackstayed, unittest.TestCase):
     def lists(self, user, agent, since):
         """Lists of a client since then: also the watches that begin with all objects."""
         def is_list(event):
-            return (event["user"]["username"] == user and event.get("userAgent", "").startswith(agent)
+            return (event["user"].get("username") == user and event.get("userAgent", "").startswith(agent)
                     and event["requestReceivedTimestamp"] >= since
                     and (event["verb"] == "list" or "sendInitialEvents=true" in event["requestURI"]))
         return {e["auditID"]: e["requestURI"] for e in self.rig.audit(is_list)}

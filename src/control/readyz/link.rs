@@ -72,7 +72,7 @@ pub async fn connect(
             Some(witness.start(established, upstream, endpoint, &tls))
         }
         Err(ConnectFailure::NoH2(_)) if !upstream.config().used_by.terminate => {
-            // Good enough for whoever passes connections through: TLS was done.
+            // Passthrough listeners need no HTTP/2: the TLS handshake succeeded.
             endpoint.metrics.dialled("ok");
             endpoint.connected();
             endpoint.readyz_not_asked("TLS handshake only: it does not speak HTTP/2 by ALPN");

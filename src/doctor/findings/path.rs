@@ -47,7 +47,7 @@ fn died(endpoint: &Endpoint) -> Option<usize> {
 fn advice(endpoint: &Endpoint, failure: &Failure, seen: &Observations) -> &'static str {
     match (failure.step, failure.kind) {
         (Step::Connect, Kind::Refused) => {
-            "The machine lives and nobody listens there: is the apiserver running, and is the port \
+            "The machine answers but nothing listens there: is the apiserver running, and is the port \
              right?"
         }
         (Step::Connect, Kind::Unreachable) if is_ipv6(endpoint) && !seen.host.ipv6 => {

@@ -30,7 +30,7 @@ impl Outgoing {
             loop {
                 let held = Rc::clone(&self.line).hold(Rc::clone(&self.class)).await;
                 sleep(return_jitter(held, false, fastrand::u64(..))).await;
-                // Where it does not hold any more, the client is told so when it asks again.
+                // If the proof has ended meanwhile, the client's next request gets the 401.
                 self.proof.confirmed().await;
                 match self.line.pool.acquire(&self.class, self.need(None, &[])).await {
                     Err(Unavailable::Unreachable(_)) => {}
@@ -51,7 +51,7 @@ impl Outgoing {
         }
     }
 
-    /// What the client is told when there is no stream.
+    /// The answer to the client when there is no stream.
     pub(super) fn unavailable(&self, unavailable: &Unavailable) -> Problem {
         match unavailable {
             Unavailable::Unreachable(reasons) if self.is_watch() => {

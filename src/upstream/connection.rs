@@ -371,10 +371,19 @@ impl Connection {
 
     /// Takes no new streams from now on; closes when the running ones are done.
     pub fn drain(&self, why: &'static str) {
-        if matches!(self.life.get(), Life::Live | Life::Suspect) {
-            self.leave.set((why != IDLE && why != RETIRED).then_some(Leaving::InTime));
-            self.enter(Life::Draining, why);
-            self.wake_driver();
+        let leaving = (why != IDLE && why != RETIRED).then_some(Leaving::InTime);
+        match self.life.get() {
+            Life::Live | Life::Suspect => {
+                self.leave.set(leaving);
+                self.enter(Life::Draining, why);
+                self.wake_driver();
+            }
+            // It drains after a GOAWAY, which alone is no reason to leave it.
+            Life::Draining if leaving.is_some() && self.leave.get().is_none() => {
+                self.leave.set(leaving);
+                self.changed.notify_waiters();
+            }
+            Life::Draining | Life::Unresponsive | Life::Dead => {}
         }
     }
 

@@ -1,7 +1,9 @@
 //! Upstreams that abuse what is done to keep a watch alive: it has bounds, and behind each of them an
 //! end from which the client goes on by itself.
 
-use crate::peer::{Act, END_HEADERS, HEADERS, INTERNAL_ERROR, Peers, Reply, fields, frame, reset};
+use crate::peer::{
+    Act, END_HEADERS, HEADERS, INTERNAL_ERROR, NO_ERROR, Peers, Reply, fields, frame, goaway, reset,
+};
 use crate::support::{Certs, MAPS, Proxy, soon, terminate, until};
 use http::Method;
 use hyper::body::Incoming;
@@ -205,31 +207,47 @@ async fn watch_from_the_present_is_not_restarted() {
     assert_eq!(peers.script.seen().len(), 2);
 }
 
+/// A proxy before one peer, whose credential a test can replace.
+struct Rotation {
+    certs: Certs,
+    peers: Peers,
+    proxy: Proxy,
+}
+
+impl Rotation {
+    async fn start() -> Self {
+        let certs = Certs::new();
+        let peers = Peers::start(&certs, 1);
+        let current = certs.path().join("current.pem");
+        certs.admin.write_pair(certs.path(), "first").unwrap();
+        let second = certs.pki.client(&Subject::admin()).unwrap();
+        second.write_pair(certs.path(), "second").unwrap();
+        std::os::unix::fs::symlink(certs.path().join("first.pem"), &current).unwrap();
+        let mut config = certs.config(&peers.addresses);
+        config.upstreams[0].health.suspect_after = Some(Duration::from_secs(5));
+        config.upstreams[0].health.dead_after = Duration::from_secs(10);
+        terminate(&mut config).identities =
+            vec![CertPaths { cert_file: current.clone(), key_file: current }];
+        let proxy = certs.start(config);
+        proxy.ready(1).await;
+        Self { certs, peers, proxy }
+    }
+
+    fn replace_credential(&self) {
+        let next = self.certs.path().join("next");
+        std::os::unix::fs::symlink(self.certs.path().join("second.pem"), &next).unwrap();
+        std::fs::rename(next, self.certs.path().join("current.pem")).unwrap();
+    }
+}
+
 /// The certificate of its connection is replaced: a watch stays on its stream while the new connection
 /// refuses it, by a status or by an ERROR event, and leaves the old stream for one that takes it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn watch_leaves_a_stream_that_works_only_for_one_that_takes_it() {
     const TOO_OLD: &str =
         r#"{"type":"ERROR","object":{"kind":"Status","apiVersion":"v1","code":410}}"#;
-    let certs = Certs::new();
-    let peers = Peers::start(&certs, 1);
-    let current = certs.path().join("current.pem");
-    let point_to = |name: &str| {
-        let next = certs.path().join("next");
-        std::os::unix::fs::symlink(certs.path().join(name), &next).unwrap();
-        std::fs::rename(next, &current).unwrap();
-    };
-    certs.admin.write_pair(certs.path(), "first").unwrap();
-    let second = certs.pki.client(&Subject::admin()).unwrap();
-    second.write_pair(certs.path(), "second").unwrap();
-    point_to("first.pem");
-    let mut config = certs.config(&peers.addresses);
-    config.upstreams[0].health.suspect_after = Some(Duration::from_secs(5));
-    config.upstreams[0].health.dead_after = Duration::from_secs(10);
-    terminate(&mut config).identities =
-        vec![CertPaths { cert_file: current.clone(), key_file: current.clone() }];
-    let proxy = certs.start(config);
-    proxy.ready(1).await;
+    let rotation = Rotation::start().await;
+    let Rotation { certs, peers, proxy } = &rotation;
     let client = proxy.client(&certs.credentials()).await;
     peers.script.play([
         Act::partly(Reply::ok(&lines(&[FIRST])), |_| Vec::new()),
@@ -240,7 +258,7 @@ async fn watch_leaves_a_stream_that_works_only_for_one_that_takes_it() {
     let mut body = watch(&client).await;
     let first = soon("an event", next_data(&mut body)).await.unwrap().unwrap();
     assert_eq!(first, lines(&[FIRST]));
-    point_to("second.pem");
+    rotation.replace_credential();
     until("another connection is asked", async || peers.script.seen().len() >= 2).await;
     // The next attempt is at least 2 s later, and no success either.
     assert_eq!(peers.script.given_up(), [], "its stream was given up for nothing");
@@ -254,4 +272,22 @@ async fn watch_leaves_a_stream_that_works_only_for_one_that_takes_it() {
         left.iter().map(|(at, stream, _)| (*at, *stream)).eq([old])
     })
     .await;
+}
+
+/// An apiserver that ends sends a GOAWAY first, which alone moves nothing, and leaves the set afterwards.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn watch_leaves_a_connection_that_drained_already_when_there_is_a_reason() {
+    let rotation = Rotation::start().await;
+    let Rotation { certs, peers, proxy } = &rotation;
+    let client = proxy.client(&certs.credentials()).await;
+    peers.script.play([
+        Act::partly(Reply::ok(&lines(&[FIRST])), |id| goaway(id, NO_ERROR)),
+        Act::Answer(Reply::ok(&lines(&[SECOND]))),
+    ]);
+    let mut body = watch(&client).await;
+    let first = soon("an event", next_data(&mut body)).await.unwrap().unwrap();
+    assert_eq!(first, lines(&[FIRST]));
+    rotation.replace_credential();
+    assert_eq!(rest(body, Duration::from_secs(60)).await, (lines(&[SECOND]), true));
+    assert_eq!(peers.script.seen().len(), 2);
 }

@@ -9,8 +9,8 @@
 //! | create of *Review types, dryRun=All | again | again | again | again | reset |
 //! | exec, attach, port-forward, proxy | again | fail | fail | forward | reset |
 //!
-//! *Again*: if what has come of its body is held; what has none always is. Where it is not, the client
-//! is told to send it again (Retry-After), but only what was not sent or unprocessed. *Not sent*: connect or
+//! *Again*: if what has come of its body is held; what has none always is. Where the body is not held,
+//! the client gets a Retry-After, but only for a request that was not sent or unprocessed. *Not sent*: connect or
 //! TLS failed, or the stream was never opened. *Unprocessed*: the server says so, by
 //! `REFUSED_STREAM`, by a GOAWAY whose last stream is below this one, or by one of the two answers
 //! that kube-apiserver gives before any handler runs while it shuts down. *Sent*: no response head.

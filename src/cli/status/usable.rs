@@ -4,6 +4,8 @@
 
 use serde_json::Value;
 
+use super::view::{list, word};
+
 /// Most endpoints that a reason names.
 const NAMED: usize = 3;
 
@@ -46,14 +48,6 @@ fn is_usable(endpoint: &Value) -> bool {
             _ => false,
         }
     })
-}
-
-fn word<'a>(value: &'a Value, key: &str) -> &'a str {
-    value[key].as_str().unwrap_or("-")
-}
-
-fn list<'a>(value: &'a Value, key: &str) -> &'a [Value] {
-    value[key].as_array().map_or(&[], Vec::as_slice)
 }
 
 #[cfg(test)]

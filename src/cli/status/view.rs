@@ -330,11 +330,13 @@ fn shorten(text: &str, most: usize) -> String {
     super::grid::cut(text, most)
 }
 
-fn word<'a>(value: &'a Value, key: &str) -> &'a str {
+/// The text under a key, or a dash.
+pub(super) fn word<'a>(value: &'a Value, key: &str) -> &'a str {
     value[key].as_str().unwrap_or("-")
 }
 
-fn list<'a>(value: &'a Value, key: &str) -> &'a [Value] {
+/// The list under a key, or an empty one.
+pub(super) fn list<'a>(value: &'a Value, key: &str) -> &'a [Value] {
     value[key].as_array().map_or(&[], Vec::as_slice)
 }
 

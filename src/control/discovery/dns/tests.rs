@@ -202,7 +202,7 @@ fn what_is_known_stays_until_there_is_something_better() {
     assert_eq!(next(&mut known, slow), 300, "a TTL of a day is no blindness");
 }
 
-/// One answer a TTL, each time: who is left out stays while it is usable, for three of them.
+/// One answer in each TTL: an address that an answer omits stays for three TTLs while it is usable.
 #[tokio::test(start_paused = true)]
 async fn answers_that_rotate_subsets_keep_usable_addresses_for_three_ttls() {
     const TTL: Duration = Duration::from_secs(60);

@@ -2,7 +2,7 @@
 //!
 //! Rounds are interleaved as those of L7 are.
 
-use std::{process::Command, time::Duration};
+use std::{mem, process::Command, time::Duration};
 
 use tokio::{net::TcpStream, task::JoinSet, time::Instant};
 
@@ -51,32 +51,35 @@ impl Bench<'_> {
     /// it take. One proxy at a time has its flows.
     pub async fn idle_flows(&self, proxies: &[Proxy], samples: &mut Samples) -> Result<()> {
         for proxy in proxies {
-            tokio::time::sleep(SETTLE).await;
-            let before = proxy.process.rss_kib()?;
-            let flows = open(proxy, self.flows).await?;
-            tokio::time::sleep(SETTLE).await;
-            let each = (proxy.process.rss_kib()? - before) / self.flows as f64;
-            samples.add(Metric::FlowMemory, proxy.target, each);
-
-            let cpu = proxy.process.cpu_seconds(self.ticks_per_second)?;
-            let start = Instant::now();
-            tokio::time::sleep(self.plan.idle).await;
-            let used = proxy.process.cpu_seconds(self.ticks_per_second)? - cpu;
-            let percent = 100.0 * used / start.elapsed().as_secs_f64();
-            samples.add(Metric::FlowsCpu, proxy.target, percent);
-            // They were all alive to the end.
-            for flow in &flows {
-                match flow.try_read(&mut [0]) {
-                    Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
-                    other => {
-                        return Err(
-                            format!("{}: an idle flow: {other:?}", proxy.target.name()).into()
-                        );
-                    }
-                }
-            }
+            let measured = self.idle_flows_of(proxy).await;
+            let Some((memory, cpu)) = proxy.target.unless_left_out(measured)? else { continue };
+            samples.add(Metric::FlowMemory, proxy.target, memory);
+            samples.add(Metric::FlowsCpu, proxy.target, cpu);
         }
         Ok(())
+    }
+
+    /// KiB for each idle flow, and the percentage of a core that they need.
+    async fn idle_flows_of(&self, proxy: &Proxy) -> Result<(f64, f64)> {
+        tokio::time::sleep(SETTLE).await;
+        let before = proxy.process.rss_kib()?;
+        let flows = open(proxy, self.flows).await?;
+        tokio::time::sleep(SETTLE).await;
+        let each = (proxy.process.rss_kib()? - before) / self.flows as f64;
+
+        let cpu = proxy.process.cpu_seconds(self.ticks_per_second)?;
+        let start = Instant::now();
+        tokio::time::sleep(self.plan.idle).await;
+        let used = proxy.process.cpu_seconds(self.ticks_per_second)? - cpu;
+        let percent = 100.0 * used / start.elapsed().as_secs_f64();
+        // They were all alive to the end.
+        for flow in &flows {
+            match flow.try_read(&mut [0]) {
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
+                other => return Err(format!("an idle flow: {other:?}").into()),
+            }
+        }
+        Ok((each, percent))
     }
 
     /// Bulk in both directions and new connections, round by round.
@@ -84,11 +87,16 @@ impl Bench<'_> {
         let mut order: Vec<&Proxy> = proxies.iter().collect();
         for round in 0..self.plan.rounds {
             eprintln!("L4, round {} of {}", round + 1, self.plan.rounds);
-            for proxy in &order {
-                self.bytes(proxy, samples).await?;
+            for proxy in mem::take(&mut order) {
+                let moved = self.bytes(proxy, samples).await;
+                order.extend(proxy.target.unless_left_out(moved)?.map(|()| proxy));
             }
-            for proxy in &order {
-                self.connect(proxy, samples).await?;
+            for proxy in mem::take(&mut order) {
+                let connected = self.connect(proxy, samples).await;
+                order.extend(proxy.target.unless_left_out(connected)?.map(|()| proxy));
+            }
+            if order.is_empty() {
+                break;
             }
             order.rotate_left(1);
         }
@@ -98,12 +106,11 @@ impl Bench<'_> {
     async fn bytes(&self, proxy: &Proxy, samples: &mut Samples) -> Result<()> {
         let bytes = self.plan.flow_bytes;
         let gigabytes = bytes as f64 / 1e9;
-        let named = |error| format!("{}: {error}", proxy.target.name());
         let cpu = || proxy.process.cpu_seconds(self.ticks_per_second);
         let (start, begun) = (cpu()?, Instant::now());
-        raw::down(proxy.address, bytes).await.map_err(named)?;
+        raw::down(proxy.address, bytes).await?;
         let (middle, took) = (cpu()?, begun.elapsed().as_secs_f64());
-        raw::up(proxy.address, bytes).await.map_err(named)?;
+        raw::up(proxy.address, bytes).await?;
         let end = cpu()?;
         samples.add(Metric::FlowDownCpu, proxy.target, (middle - start) / gigabytes);
         samples.add(Metric::FlowUpCpu, proxy.target, (end - middle) / gigabytes);
@@ -128,8 +135,7 @@ impl Bench<'_> {
         }
         let mut count = 0.0;
         while let Some(done) = tasks.join_next().await {
-            let done = done?.map_err(|error| format!("{}: {error}", proxy.target.name()))?;
-            count += f64::from(done);
+            count += f64::from(done??);
         }
         let used = proxy.process.cpu_seconds(self.ticks_per_second)? - cpu;
         samples.add(Metric::ConnectionCpu, proxy.target, 1e6 * used / count);
@@ -140,7 +146,6 @@ impl Bench<'_> {
 
 /// Opens all idle flows through one proxy.
 async fn open(proxy: &Proxy, count: usize) -> Result<Vec<TcpStream>> {
-    let name = proxy.target.name();
     let mut flows = Vec::with_capacity(count);
     let mut opening = JoinSet::new();
     let mut begun = 0;
@@ -150,8 +155,7 @@ async fn open(proxy: &Proxy, count: usize) -> Result<Vec<TcpStream>> {
             begun += 1;
         }
         let Some(opened) = opening.join_next().await else { break };
-        let flow =
-            opened?.map_err(|error| format!("{name}: {error} ({} are open)", flows.len()))?;
+        let flow = opened?.map_err(|error| format!("{error} ({} are open)", flows.len()))?;
         flows.push(flow);
     }
     Ok(flows)

@@ -3,7 +3,7 @@
 //! Rounds are interleaved (A B C, B C A, …): what drifts while they run, drifts for everyone, and
 //! the medians over rounds and over per-round ratios cancel it.
 
-use std::{path::Path, sync::Arc, time::Duration};
+use std::{mem, path::Path, sync::Arc, time::Duration};
 
 use rustls::ClientConfig;
 
@@ -97,12 +97,14 @@ impl Bench<'_> {
             samples.add(Metric::IdleCpu, proxy.target, percent);
         }
         for (proxy, (rss, _)) in proxies.iter().zip(&before) {
-            let watches = self.watch(proxy, WATCH_CONNECTIONS, WATCHES / WATCH_CONNECTIONS).await?;
+            let watches = self.watch(proxy, WATCH_CONNECTIONS, WATCHES / WATCH_CONNECTIONS).await;
+            let Some(watches) = proxy.target.unless_left_out(watches)? else { continue };
             let with_shared = proxy.process.rss_kib()?;
             let each = (with_shared - rss) / WATCHES as f64;
             samples.add(Metric::WatchMemory, proxy.target, each);
 
-            let lone = self.watch(proxy, LONE_WATCHES, 1).await?;
+            let lone = self.watch(proxy, LONE_WATCHES, 1).await;
+            let Some(lone) = proxy.target.unless_left_out(lone)? else { continue };
             let each = (proxy.process.rss_kib()? - with_shared) / LONE_WATCHES as f64;
             samples.add(Metric::LoneWatchMemory, proxy.target, each);
             drop((watches, lone)); // all of them were open until here
@@ -121,9 +123,9 @@ impl Bench<'_> {
         for _ in 0..connections {
             let mut client = Client::connect(proxy.address, self.tls).await?;
             let more = client.watch(each).await;
-            watches.extend(more.map_err(|error| {
-                format!("{}: {error} ({} watches are open)", proxy.target.name(), watches.len())
-            })?);
+            watches.extend(
+                more.map_err(|error| format!("{error} ({} watches are open)", watches.len()))?,
+            );
         }
         tokio::time::sleep(SETTLE).await;
         Ok(watches)
@@ -135,12 +137,14 @@ impl Bench<'_> {
         order.extend(proxies.iter().map(Some));
         for round in 0..self.plan.rounds {
             eprintln!("round {} of {}", round + 1, self.plan.rounds);
-            for &proxy in &order {
-                self.load(proxy, samples).await?;
+            for proxy in mem::take(&mut order) {
+                let loaded = self.load(proxy, samples).await;
+                order.extend(self.place(proxy).0.unless_left_out(loaded)?.map(|()| proxy));
             }
-            self.latency(&order, samples).await?;
-            for &proxy in &order {
-                self.bulk(proxy, samples).await?;
+            order = self.latency(&order, samples).await?;
+            for proxy in mem::take(&mut order) {
+                let moved = self.bulk(proxy, samples).await;
+                order.extend(self.place(proxy).0.unless_left_out(moved)?.map(|()| proxy));
             }
             order.rotate_left(1);
         }
@@ -173,18 +177,22 @@ impl Bench<'_> {
         Ok(())
     }
 
-    async fn latency(&self, order: &[Option<&Proxy>], samples: &mut Samples) -> Result<()> {
+    /// Returns those that answered.
+    async fn latency<'p>(
+        &self,
+        order: &[Option<&'p Proxy>],
+        samples: &mut Samples,
+    ) -> Result<Vec<Option<&'p Proxy>>> {
         let proxies = order.iter().flatten().map(|proxy| proxy.process.id());
         let _one_core = OneCore::hold(proxies.chain([self.origin_process.id()]))?;
-        let mut measured = Vec::new();
+        let (mut answered, mut measured) = (Vec::new(), Vec::new());
         for &proxy in order {
             let (target, address) = self.place(proxy);
-            let mut client = Client::connect(address, self.tls).await?;
-            client.get(origin::OBJECT).await?;
-            let mut took = client.one_by_one(self.plan.latency).await?;
-            took.sort_unstable();
+            let one_by_one = self.latencies(address).await;
+            let Some(took) = target.unless_left_out(one_by_one)? else { continue };
             let at =
                 |part: f64| took[((took.len() - 1) as f64 * part) as usize].as_secs_f64() * 1e6;
+            answered.push(proxy);
             measured.push((target, at(0.5), at(0.99)));
         }
         let direct = measured.iter().find(|(target, ..)| *target == Target::Direct);
@@ -197,7 +205,16 @@ impl Bench<'_> {
                 samples.add(Metric::LatencyP99, target, its_p99 - p99);
             }
         }
-        Ok(())
+        Ok(answered)
+    }
+
+    /// Of requests one after another, sorted.
+    async fn latencies(&self, address: std::net::SocketAddr) -> Result<Vec<Duration>> {
+        let mut client = Client::connect(address, self.tls).await?;
+        client.get(origin::OBJECT).await?;
+        let mut took = client.one_by_one(self.plan.latency).await?;
+        took.sort_unstable();
+        Ok(took)
     }
 
     async fn bulk(&self, proxy: Option<&Proxy>, samples: &mut Samples) -> Result<()> {

@@ -63,6 +63,24 @@ impl Target {
         layer == Layer::L4 || self != Self::Nginx
     }
 
+    /// Whether it is what jackstay is compared with.
+    fn is_peer(self) -> bool {
+        matches!(self, Self::Haproxy | Self::Nginx | Self::Envoy)
+    }
+
+    /// What was measured of it. A peer that fails is left out from there on, and the run goes on; a
+    /// failure of ours ends it.
+    pub fn unless_left_out<T>(self, measured: Result<T>) -> Result<Option<T>> {
+        match measured {
+            Ok(measured) => Ok(Some(measured)),
+            Err(error) if self.is_peer() => {
+                println!("{} is left out from here on: {error}", self.name());
+                Ok(None)
+            }
+            Err(error) => Err(format!("{}: {error}", self.name()).into()),
+        }
+    }
+
     /// As printed, and as the key in the JSON.
     pub fn name(self) -> &'static str {
         match self {

@@ -137,10 +137,11 @@ class Faults(Passed, unittest.TestCase):
     @long_form("tests/passthrough/faults.rs has every direction and hook")
     def test_one_direction(self):
         every = {"idle-watch": 6, "busy-watch": 4, "read": 4, "write": 4}
-        variants = [("from", "input"), ("to", "output"), ("to", "input"), ("from", "output")]
-        for direction, hook in variants:
+        # The last two never see a packet of the flows to the apiserver behind the cable.
+        variants = [("from", "input", every), ("to", "output", every), ("to", "input", None), ("from", "output", None)]
+        for direction, hook, broken in variants:
             self.strike(f"flows dropped in {hook}, {direction} the apiservers",
-                        lambda: self.rig.faults.drop_flows(self.jackstay.pid, hooks=(hook,), directions=(direction,)), broken=every)
+                        lambda: self.rig.faults.drop_flows(self.jackstay.pid, hooks=(hook,), directions=(direction,)), broken=broken)
             self.heal()
 
     def test_apiserver_dark(self):

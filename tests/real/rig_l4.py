@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from kubernetes import RELEASE
-from rig import ADDRESSES, LB, LB6, PORT, REPOSITORY, Jackstay, Process, log, sh, wait_for
+from rig import ADDRESSES, LB, LB6, PORT, REPOSITORY, Gone, Jackstay, Process, log, sh, wait_for
 
 AWAY = "10.99.1.21"  # forwards to apiserver c, from a namespace of its own
 DEPLOY = REPOSITORY / "deploy"
@@ -79,8 +79,14 @@ class Away(Host):
         self.forwarder = Process(f"{self.name}-forwarder", [
             *self.inside(), "socat", f"TCP-LISTEN:{PORT},bind={self.address},fork,reuseaddr,backlog=256", f"TCP:{self.target}:{PORT}"],
             self.rig.dir / f"{self.name}-forwarder.log").start()
-        wait_for(f"{self.name} to listen", lambda: socket.create_connection((self.address, PORT), 1).close() or True, 10)
+        wait_for(f"{self.name} to listen", self.listens, 10)
         return self
+
+    def listens(self):
+        if not self.forwarder.running:
+            raise Gone(f"{self.name} has ended: {self.forwarder.tail()}")
+        socket.create_connection((self.address, PORT), 1).close()
+        return True
 
     def power_off(self):
         """No FIN, no RST: the cable is gone before anything else is."""

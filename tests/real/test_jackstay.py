@@ -10,13 +10,14 @@ import json
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 import unittest
 import uuid
 from pathlib import Path
 
-from cases import Ended, Kubectl, Pods, WithRig, lines_of, long_form
+from cases import Ended, Kubectl, Pods, WithRig, alive, each_transport, lines_of, long_form
 from figures import LONG, bound, record, within
 from kubernetes import RELEASE
 from rig import (ADDRESSES, TOKEN, TOKEN_USER, WATCHES, Jackstay, Load, NodeWatch, Pki, Process, RealNode, complaints, log, summary,
@@ -43,6 +44,32 @@ class Jackstayed(WithRig):
 
 class Through(Jackstayed, Pods, Kubectl, unittest.TestCase):
     """kubectl and kubelet, everything that works directly."""
+
+    BLACKOUT = 10 if LONG else 4  # seconds; tunnel_dead_after is 20 s
+
+    @each_transport
+    def test_exec_waits_for_its_path(self, by):
+        """Nothing can take its place: it goes on when packets pass again, with TCP's next retransmission."""
+        echo = ["exec", "-i", "tool", "-c", "web", "--", "sh", "-c", "while read line; do echo $line; done"]
+        with Ended(self.rig.kubectl_start(self.admin, *echo, by=by, stdin=subprocess.PIPE)) as child:
+            def say(word):
+                child.stdin.write(f"{word}\n")
+                child.stdin.flush()
+            lines = []
+            lines_of(child, lines)
+            say("before")
+            wait_for("the first answer", lambda: alive(child) or len(lines) == 1, 15)
+            self.rig.faults.drop_flows(self.jackstay.pid)
+            struck = time.monotonic()
+            say("in the dark")
+            wait_for("the end of the blackout", lambda: alive(child) or time.monotonic() > struck + self.BLACKOUT, self.BLACKOUT + 5)
+            self.assertGreater(self.rig.faults.dropped(), 0, "the fault hit nothing")
+            self.rig.heal()
+            wait_for("the second answer", lambda: alive(child) or len(lines) == 2, 2 * self.BLACKOUT)
+            within(self, f"kubectl exec, dark for {self.BLACKOUT} s: it goes on", lines[1][0] - struck, "s", 2.5 * self.BLACKOUT)
+            say("after")
+            wait_for("the third answer", lambda: alive(child) or len(lines) == 3, 15)
+            self.assertEqual([line for _, line in lines], ["before", "in the dark", "after"])
 
 
 class Identity(Jackstayed, unittest.TestCase):

@@ -53,9 +53,11 @@ class Host:
         return ["nsenter", f"--net=/proc/{self.keeper.pid}/ns/net"]
 
     def stop(self):
-        """Whatever runs there ends, and with that the namespace."""
+        """Whatever runs there ends. The namespace may live on for as long as a connection is not closed; the cable
+        does not, or the next namespace with this address would not be reached."""
         if self.keeper is None:
             return
+        sh("ip", "link", "del", self.link, check=False)
         space = os.readlink(f"/proc/{self.keeper.pid}/ns/net")
         for pid in filter(str.isdigit, os.listdir("/proc")):
             try:
@@ -90,7 +92,6 @@ class Away(Host):
 
     def power_off(self):
         """No FIN, no RST: the cable is gone before anything else is."""
-        sh("ip", "link", "del", self.link)
         self.stop()
 
     def stop(self):

@@ -39,7 +39,7 @@ const PAUSE: Duration = Duration::from_millis(200);
 const LOOK: Duration = Duration::from_millis(50);
 /// A look that is later than this says more about us.
 const LATE: Duration = Duration::from_millis(250);
-/// How long verdicts are withheld then.
+/// How long verdicts are withheld then, once for each suspicion.
 const GRACE: Duration = Duration::from_millis(500);
 
 /// Listens to one endpoint.
@@ -129,9 +129,8 @@ impl Witness {
         let Some(tls) = upstream.credentials.tls(Class::Probe) else { return };
         let outgoing = upstream.outgoing();
         let mut fresh = std::pin::pin!(handshake(&outgoing, endpoint, &tls));
-        let mut verdict_from = Instant::now() + HANDSHAKE_FOR;
-        let (mut told, mut late) = (false, false);
-        let mut look = Instant::now() + LOOK;
+        let mut silence = Silence::new(Instant::now());
+        let mut told = false;
         loop {
             tokio::select! {
                 established = &mut fresh => {
@@ -143,7 +142,7 @@ impl Witness {
                     return;
                 }
                 () = self.changed.notified() => {}
-                () = sleep_until(look) => {}
+                () = sleep_until(silence.look_at) => {}
             }
             let now = Instant::now();
             if suspect.life() == Life::Live {
@@ -155,17 +154,40 @@ impl Witness {
                 // The prober connects anew.
                 return;
             }
-            if now > look + LATE && !std::mem::replace(&mut late, true) {
-                // Once: where looks are always late, silence is noticed all the same.
-                verdict_from = verdict_from.max(now + GRACE);
-            }
-            look = now + LOOK;
-            if !told && now >= verdict_from && now >= suspect.heard() + SILENT_AFTER {
+            if silence.is_death(suspect.heard(), now) && !told {
                 told = true;
                 endpoint
                     .fell_silent("no PONG and no fresh handshake for 2.5 s: stopped, or cut off");
             }
         }
+    }
+}
+
+/// Tells a process that is silent from one that was not listened to.
+#[derive(Debug)]
+struct Silence {
+    /// No verdict before this.
+    verdict_from: Instant,
+    /// When the next look is due.
+    look_at: Instant,
+    /// A look was late.
+    distrusted: bool,
+}
+
+impl Silence {
+    /// Of a connection that has become suspect.
+    fn new(now: Instant) -> Self {
+        Self { verdict_from: now + HANDSHAKE_FOR, look_at: now + LOOK, distrusted: false }
+    }
+
+    /// Whether nothing since `heard` means death. A look that comes late withholds the verdict once:
+    /// where looks are always late, silence is noticed all the same.
+    fn is_death(&mut self, heard: Instant, now: Instant) -> bool {
+        if now > self.look_at + LATE && !std::mem::replace(&mut self.distrusted, true) {
+            self.verdict_from = self.verdict_from.max(now + GRACE);
+        }
+        self.look_at = now + LOOK;
+        now >= self.verdict_from && now >= heard + SILENT_AFTER
     }
 }
 
@@ -182,6 +204,45 @@ async fn handshake(
             Err(ConnectFailure::NoH2(_) | ConnectFailure::Untrusted(_)) => return None,
             Err(ConnectFailure::Refused(_) | ConnectFailure::Ours(_)) => sleep(PAUSE).await,
             Err(ConnectFailure::Slow(_)) => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Looks `late` after each is due, the first time after `paused`: how long after the suspicion
+    /// the connection, on which the last byte came a second before, is dead.
+    fn dead_after(paused: Duration, late: Duration) -> Option<Duration> {
+        let suspected = Instant::now() + Duration::from_secs(1);
+        let heard = suspected - Duration::from_secs(1);
+        let mut silence = Silence::new(suspected);
+        let mut now = suspected + paused;
+        while now < suspected + Duration::from_secs(60) {
+            now = now.max(silence.look_at) + late;
+            if silence.is_death(heard, now) {
+                return Some(now - suspected);
+            }
+        }
+        None
+    }
+
+    #[test]
+    fn late_look_withholds_the_verdict_on_a_silent_process_once() {
+        const MS: Duration = Duration::from_millis(1);
+        for (paused, late, expected) in [
+            (0, 0, 1_800),
+            (0, 240, 2_030),
+            // Each look is late: the first one alone counts, and is forgiven by the time of the verdict.
+            (0, 260, 1_860),
+            (0, 1_500, 3_100),
+            // A process that was paused reads first what has come meanwhile.
+            (10_000, 0, 10_500),
+            (10_000, 260, 10_880),
+        ] {
+            let dead = dead_after(paused * MS, late * MS);
+            assert_eq!(dead, Some(expected * MS), "{late} ms late after {paused} ms");
         }
     }
 }

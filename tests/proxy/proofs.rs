@@ -13,8 +13,10 @@ use std::time::{Duration, Instant, SystemTime};
 
 use http::Method;
 use jackstay::config::CertPaths;
+use jackstay::demo::apiserver::ApiServerHandle;
 use jackstay::demo::client::{Client, next_data};
 use jackstay::demo::pki::{Issued, Pki, Subject, Validity};
+use jackstay::net::client_chain::{self, ClientChain};
 use rcgen::{
     BasicConstraints, CertificateParams, CustomExtension, DistinguishedName, DnType, IsCa, Issuer,
     KeyPair,
@@ -208,6 +210,63 @@ fn maze(name: &str, authorities: usize) -> (Vec<CertificateDer<'static>>, Privat
     let leaf = params.signed_by(&key, &Issuer::new(issuer.params, issuer.key)).unwrap();
     let chain = std::iter::once(leaf.der().clone()).chain(made.into_iter().map(|made| made.der));
     (chain.collect(), PrivatePkcs8KeyDer::from(key.serialize_der()).into())
+}
+
+/// The client CA changes while a watch runs, and then the watch loses its stream. Whether its proof
+/// holds under the new CA is not known as long as its chain waits to be verified, so nothing but the
+/// check at the resume keeps it from going upstream meanwhile.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn watch_is_resumed_only_with_a_proof_that_holds_then() {
+    /// Watches that were quiet are resumed within a second.
+    const RESUMED: Duration = Duration::from_millis(1_500);
+    for (withdrawn, asked) in [(true, 1), (false, 2)] {
+        let world = World::new(2);
+        let file = world.certs.path().join("client-ca.crt");
+        let ca = world.certs.pki.ca_pem();
+        std::fs::write(&file, &ca).unwrap();
+        let proxy = world
+            .start_with(|config| {
+                *config = patient(config.clone());
+                terminate(config).client_ca_file = Some(file.clone());
+            })
+            .await;
+        let path = format!("{MAPS}?watch=1&resourceVersion={}", world.cluster.version());
+        // Longer chains have a lane of their own.
+        let (leaf, key) = der_of(&world.certs.admin);
+        let chain = vec![leaf, authority("one").der, authority("other").der];
+        let mut watch = connect(proxy.addr, &connector(&ca, chain.clone(), key)).await.unwrap();
+        let request = format!(
+            "GET {path} HTTP/1.1\r\nHost: api\r\nConnection: close\r\nAudit-ID: long\r\n\r\n"
+        );
+        watch.write_all(request.as_bytes()).await.unwrap();
+        let mut head = [0; 12];
+        soon("a watch", watch.read_exact(&mut head)).await.unwrap();
+        assert_eq!(&head, b"HTTP/1.1 200");
+        let turn = client_chain::turn(&ClientChain::new(chain).unwrap()).await.unwrap();
+
+        let next = Pki::new("next").unwrap();
+        let bundle = if withdrawn { next.ca_pem() } else { ca + &next.ca_pem() };
+        std::fs::write(&file, bundle).unwrap();
+        let issued = next.client(&Subject::admin()).unwrap();
+        let client = proxy.client(&world.certs.nobody().certificate(&issued)).await;
+        until("the new CA is in use", async || client.get(MAPS).await.unwrap().status == 200).await;
+        let headers = [("audit-id", "short")];
+        let _other = client.send(Method::GET, &path, &headers, "").await.unwrap();
+        let count = |id| world.cluster.audit().count_id(id);
+        world.servers.iter().for_each(ApiServerHandle::reset_connections);
+        until("watches are resumed", async || count("short") >= 2).await;
+        pass(RESUMED).await;
+        assert_eq!(count("long"), 1, "resumed without a proof");
+        drop(turn);
+        if withdrawn {
+            let mut rest = Vec::new();
+            soon("its end", watch.read_to_end(&mut rest)).await.unwrap();
+            assert!(rest.ends_with(b"\r\n0\r\n\r\n"), "not a clean end");
+        } else {
+            until("it is resumed", async || count("long") >= asked).await;
+        }
+        assert_eq!(count("long"), asked);
+    }
 }
 
 /// How a client with a chain of its own connects.

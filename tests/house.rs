@@ -1,5 +1,5 @@
 //! The rules of the house that a compiler does not know: which module may import which, where
-//! `unsafe` may stand, and that each file says what it is for.
+//! `unsafe` may stand, that each file says what it is for, and that no JSON names a key twice.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -161,5 +161,50 @@ fn unit_tests_without_sockets_and_threads_pause_the_clock() {
             let real = REAL.iter().any(|name| tests.contains(name));
             assert!(real, "{}: #[tokio::test(start_paused = true)]", path.display());
         }
+    }
+}
+
+/// The keys that stand twice in one object of a `json!`. `serde_json` keeps the last value and says
+/// nothing.
+fn doubled_keys(text: &str) -> Vec<String> {
+    let comment = |line: &&str| line.trim_start().starts_with("//");
+    let code = text.lines().filter(|line| !comment(line)).collect::<Vec<_>>().join("\n");
+    let mut doubled = Vec::new();
+    for (at, name) in code.match_indices("json!(") {
+        let mut rest = &code[at + name.len()..];
+        let (mut open, mut objects) = (1, Vec::<Vec<&str>>::new());
+        while let Some(next) = rest.find(['"', '(', ')', '{', '}']).filter(|_| open > 0) {
+            let (found, after) = (rest.as_bytes()[next], &rest[next + 1..]);
+            rest = after;
+            match found {
+                b'(' => open += 1,
+                b')' => open -= 1,
+                b'{' => objects.push(Vec::new()),
+                b'}' => drop(objects.pop()),
+                _ => {
+                    let escaped = |end: usize| after[..end].ends_with('\\');
+                    let end = after.match_indices('"').map(|(end, _)| end).find(|e| !escaped(*e));
+                    let (text, after) = after.split_at(end.expect("a string ends"));
+                    rest = &after[1..];
+                    let is_key = rest.trim_start().starts_with(':');
+                    if let Some(keys) = objects.last_mut().filter(|_| is_key) {
+                        if keys.contains(&text) {
+                            doubled.push(text.to_owned());
+                        }
+                        keys.push(text);
+                    }
+                }
+            }
+        }
+    }
+    doubled
+}
+
+#[test]
+fn json_object_names_each_key_once() {
+    let twice = r#"f(json!({ "a": "b", "b": { "a": [{ "c": ")" }, { "c": 1 }] }, "a": 2 }), "a")"#;
+    assert_eq!(doubled_keys(twice), ["a"]);
+    for (_, path, text) in sources() {
+        assert_eq!(doubled_keys(&text), [""; 0], "{}", path.display());
     }
 }

@@ -140,7 +140,10 @@ fn merge(all: &mut Value, more: Value) {
                 merge(all.entry(key).or_insert(Value::Null), value);
             }
         }
-        (all, more) => *all = more,
+        (all, more) => {
+            debug_assert!(all.is_null(), "{all} is printed under a key that has {more} too");
+            *all = more;
+        }
     }
 }
 

@@ -93,28 +93,25 @@ pub(super) fn reach(seen: &Observations, found: &mut Vec<Finding>) {
     }
     // All of them in the same way: that has been said.
     let alike = dead.iter().all(|(_, f)| (f.step, f.kind) == (dead[0].1.step, dead[0].1.kind));
-    for (endpoint, failure) in dead.into_iter().filter(|_| !(all && alike)) {
-        let count = endpoint.fresh.len();
+    let finding = |endpoint: &Endpoint, failure: &Failure, what: &str, failed: &str| {
+        let of = endpoint.fresh.len();
         let finding = problem(
             75,
             Cause::DeadEndpoint,
-            format!("{} is dead.", endpoint.address),
-            format!("{count} of {count} fresh connections failed: {}", failure.text),
+            format!("{} {what}", endpoint.address),
+            format!("{failed} of {of} fresh connections failed: {}", failure.text),
             advice(endpoint, failure, seen),
         );
-        found.push(finding.about(&endpoint.address));
+        finding.about(&endpoint.address)
+    };
+    for (endpoint, failure) in dead.into_iter().filter(|_| !(all && alike)) {
+        let all = endpoint.fresh.len().to_string();
+        found.push(finding(endpoint, failure, "is dead.", &all));
     }
     for endpoint in &seen.endpoints {
         if let (Some(tail), Some(failure)) = (died(endpoint), last_failure(endpoint)) {
-            let count = endpoint.fresh.len();
-            let finding = problem(
-                75,
-                Cause::DeadEndpoint,
-                format!("{} has died during the examination.", endpoint.address),
-                format!("the last {tail} of {count} fresh connections failed: {}", failure.text),
-                advice(endpoint, failure, seen),
-            );
-            found.push(finding.about(&endpoint.address));
+            let last = format!("the last {tail}");
+            found.push(finding(endpoint, failure, "has died during the examination.", &last));
         }
     }
     for endpoint in &seen.endpoints {

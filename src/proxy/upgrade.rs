@@ -5,7 +5,8 @@
 //!   for an upgrade that it is not would leave the client alone with an authenticated connection
 //!   (CVE-2018-1002105). Anything else is relayed as an answer, and both connections close. A
 //!   redirect is such an answer.
-//! * A request is tried elsewhere until it is sent, and not once after: a command may have run.
+//! * A request is tried elsewhere until it is sent, and not once after: a command may have run. It
+//!   waits for its answer as long as any write does where its path is lost or its process stopped.
 //! * Both directions end on their own, as TCP's do. Whatever breaks one side breaks the other.
 //! * A tunnel ends when the proof of its client does ([`super::peer`]).
 //! * There is no timeout. A flow that is dead for `tunnel_dead_after` is ended

@@ -107,6 +107,7 @@ impl Endpoint {
                 unanswered: 0,
                 suspect: None,
                 lost: None,
+                given_up: None,
                 readyz: Readyz::Unknown,
                 doubted: None,
                 well: None,
@@ -258,7 +259,8 @@ impl Endpoint {
     /// reason; whether its PINGs were answered. With the last one goes what was known: what comes
     /// back may be another process, and is not ready until it says so.
     pub fn connection_closed(&self, answered: bool, why: &str) {
-        self.update(|facts| facts.closed(answered, why));
+        let now = Instant::now();
+        self.update(|facts| facts.closed(answered, why, now));
     }
 
     /// PINGs on a connection that [`Self::connection_opened`] counted are no longer answered, or are

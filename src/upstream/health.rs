@@ -58,7 +58,7 @@ const PROBE_AFTER: Duration = Duration::from_millis(500);
 const STOPPED_AFTER: Duration = Duration::from_secs(5);
 /// So long after that, requests end that must not be sent twice: kubelet gives a lease update up
 /// after 10 s, leader election after 10 s.
-const WRITE_PATIENCE: Duration = Duration::from_secs(2);
+pub const WRITE_PATIENCE: Duration = Duration::from_secs(2);
 /// Without PONG and frames for this long a connection is dead even if something acknowledges: a
 /// TCP load balancer does so for a dead apiserver.
 const SILENT_DEATH: Duration = Duration::from_secs(20);

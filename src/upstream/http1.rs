@@ -151,7 +151,8 @@ fn order(candidates: &mut [Candidate], rng: &mut fastrand::Rng) {
 }
 
 impl Http1 {
-    /// Sends a request and waits for the head of its answer, for as long as the flow lives.
+    /// Sends a request and waits for the head of its answer, for as long as the flow lives and the
+    /// endpoint is not given up.
     ///
     /// # Errors
     /// Why there is none. The request may have been processed.
@@ -167,7 +168,13 @@ impl Http1 {
             tunnel_dead_after: self.tunnel_dead_after,
         };
         let driver = Driver { task: spawn_local(drive(connection, flow.clone())), flow };
-        match sender.send_request(request).await {
+        let sent = Instant::now();
+        let answer = tokio::select! {
+            biased;
+            answer = sender.send_request(request) => answer,
+            why = self.endpoint.given_up(sent) => return Err(why),
+        };
+        match answer {
             Ok(response) => {
                 driver.flow.answered.set(true);
                 Ok((response, driver))

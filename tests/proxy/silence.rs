@@ -7,7 +7,7 @@ use crate::support::{Certs, MAPS, Proxy, World, map, pass, soon, until};
 use crate::watches::Follower;
 use http::Method;
 use hyper::body::Incoming;
-use jackstay::demo::client::{Client, next_data};
+use jackstay::demo::client::{Client, Reply, next_data};
 use jackstay::demo::hole::Hole;
 use serde_json::{Value, json};
 use std::sync::atomic::Ordering::Relaxed;
@@ -117,9 +117,29 @@ async fn write_in_flight_on_a_stopped_process_ends_with_an_unknown_fate() {
     let world = World::new(2);
     let proxy = world.start().await;
     let client = proxy.client(&world.certs.credentials()).await;
-    world.servers.iter().for_each(|server| server.hang(true));
     let object = map("a", "1");
-    let write = client.post(MAPS, &object);
+    stop_below(&world, &proxy, client.post(MAPS, &object)).await;
+}
+
+/// Its connection is its own, and its kernel acknowledges: what is known of the process is known by
+/// the other connections to it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn upgrade_without_an_answer_on_a_stopped_process_ends_with_an_unknown_fate() {
+    let world = World::new(2);
+    let proxy = world.start().await;
+    let client = Client::connect_http1(proxy.addr, &world.certs.credentials()).await.unwrap();
+    let path = "/api/v1/namespaces/default/pods/p/exec?command=sh";
+    let headers = [("connection", "Upgrade"), ("upgrade", "SPDY/3.1")];
+    stop_below(&world, &proxy, client.request(Method::POST, path, &headers, "")).await;
+}
+
+/// Stops the process that has got this request and not answered it.
+async fn stop_below(
+    world: &World,
+    proxy: &Proxy,
+    write: impl Future<Output = std::io::Result<Reply>>,
+) {
+    world.servers.iter().for_each(|server| server.hang(true));
     let here = |at: usize| {
         let name = world.servers[at].name();
         let writes = world.cluster.audit().select(|r| r.server == name && r.verb == "create");
@@ -141,7 +161,7 @@ async fn write_in_flight_on_a_stopped_process_ends_with_an_unknown_fate() {
     assert!(message.contains("the process is stopped"), "{message}");
     assert!(took < 2 * WRITE_ENDS, "{took:?}");
     // Its connection is left for that reason, and none was declared dead before.
-    let lost = changes(&proxy).await;
+    let lost = changes(proxy).await;
     let dead = lost.iter().find(|c| c["kind"] == "connection" && c["to"] == "dead");
     assert_eq!(dead, None);
     world.servers.iter().for_each(|server| server.hang(false));

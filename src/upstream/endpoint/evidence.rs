@@ -1,13 +1,15 @@
-//! Signs of how well an endpoint is, and who wants to know: the prober's findings and doubts, and what
-//! requests notice by themselves.
+//! Signs of how well an endpoint is, and who wants to know: the prober's findings and doubts, what
+//! requests notice by themselves, and what its connections say to a request that has none of them.
 
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep};
 
 use super::Endpoint;
 use super::state::Readyz;
 use crate::upstream::flight::Readiness;
+use crate::upstream::health::WRITE_PATIENCE;
 
 /// Why a probe is wanted before its time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -17,6 +19,9 @@ pub enum Wanted {
     /// Another endpoint is in doubt, and its watches look for one that is not.
     Proof,
 }
+
+/// How often [`Endpoint::given_up`] looks.
+const LOOK: Duration = Duration::from_millis(100);
 
 /// 5xx answers in a row after which `/readyz` is asked at once.
 const ERROR_STREAK: u64 = 5;
@@ -76,6 +81,22 @@ impl Endpoint {
         }
     }
 
+    /// Waits until a request that was sent at `sent` on a connection without PINGs, and must not be
+    /// sent twice, has waited long enough for its response head; says why. The PINGs on all HTTP/2
+    /// connections stayed unanswered until the last one was given up, after `sent` and
+    /// [`WRITE_PATIENCE`] ago, and none has been opened since.
+    pub async fn given_up(&self, sent: Instant) -> String {
+        loop {
+            if let Some((at, why)) = &self.facts().given_up
+                && *at >= sent
+                && at.elapsed() >= WRITE_PATIENCE
+            {
+                return why.clone();
+            }
+            sleep(LOOK).await;
+        }
+    }
+
     /// Passive evidence: heads stay away there. Asks for a `/readyz` at once.
     pub fn probe_soon(&self) {
         self.probe.notify_one();
@@ -95,5 +116,52 @@ impl Endpoint {
         } else {
             Wanted::Evidence
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::time::timeout;
+
+    use super::*;
+    use crate::config::EndpointAddress;
+    use crate::observe::Metrics;
+    use crate::upstream::credentials::Class;
+    use crate::upstream::stats::ConnectionStats;
+
+    #[tokio::test(start_paused = true)]
+    async fn request_is_given_up_2_s_after_the_last_connection_whose_ping_stayed_unanswered() {
+        const MS: Duration = Duration::from_millis(1);
+        let address = EndpointAddress { host: "10.0.0.1".into(), port: 6443 };
+        let metrics = Metrics::new().endpoint("u", "e");
+        let endpoint = Endpoint::new(&"u".into(), &address, None, metrics).unwrap();
+        let open = || {
+            let stats = ConnectionStats::new(Class::Anonymous, None, None, Instant::now());
+            endpoint.connection_opened(&stats);
+        };
+        let lose = |why| {
+            endpoint.connection_answers(false);
+            endpoint.connection_closed(false, why);
+        };
+        let given_up = async |sent: Instant| {
+            let begin = Instant::now();
+            let why = timeout(60_000 * MS, endpoint.given_up(sent)).await.ok()?;
+            Some((why, begin.elapsed()))
+        };
+        let sent = Instant::now();
+        open();
+        endpoint.connection_closed(true, "GOAWAY");
+        assert_eq!(given_up(sent).await, None, "its PINGs were answered");
+        open();
+        open();
+        lose("reset");
+        assert_eq!(given_up(sent).await, None, "another one is left");
+        lose("stopped");
+        let (why, took) = given_up(sent).await.unwrap();
+        assert_eq!(why, "stopped");
+        assert!((2_000 * MS..=2_200 * MS).contains(&took), "{took:?}");
+        assert_eq!(given_up(Instant::now()).await, None, "it was connected to afterwards");
+        open();
+        assert_eq!(given_up(sent).await, None, "it is back");
     }
 }

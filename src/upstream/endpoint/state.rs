@@ -133,6 +133,8 @@ pub(super) struct Facts {
     pub(super) suspect: Option<String>,
     /// Why the last one of them was lost, while there is none.
     pub(super) lost: Option<String>,
+    /// The same, and when, where its PINGs were not answered.
+    pub(super) given_up: Option<(Instant, String)>,
     pub(super) readyz: Readyz,
     /// When the first of the latest probes failed, or had kept us waiting for too long.
     pub(super) doubted: Option<Instant>,
@@ -197,8 +199,11 @@ impl Facts {
     }
 
     /// One that [`Self::opened`] counted does not any more; whether its PINGs were answered, and why.
-    pub(super) fn closed(&mut self, answered: bool, why: &str) {
+    pub(super) fn closed(&mut self, answered: bool, why: &str, now: Instant) {
         self.live = self.live.saturating_sub(1);
+        if self.live == 0 && !answered {
+            self.given_up = Some((now, why.to_owned()));
+        }
         self.unanswered = self.unanswered.saturating_sub(usize::from(!answered));
         if self.live == 0 && self.transport == Transport::Up {
             self.transport = Transport::Unknown;
@@ -226,6 +231,7 @@ impl Facts {
         self.shortage = None;
         self.silent = None;
         self.lost = None;
+        self.given_up = None;
         self.course = Course::Alive;
         if self.transport != Transport::Up {
             // What was known of its readiness was known of an earlier life. That it is not asked

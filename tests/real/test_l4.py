@@ -21,6 +21,7 @@ import uuid
 import rig_l4
 from cases import Ended, WithRig, long_form
 from figures import LONG, bound, within
+from kubernetes import RELEASE
 from rig import ADDRESSES, LB, LB6, PORT, Jackstay, Load, complaints, log, sh, wait_for
 from rig_l4 import AWAY, Away, Forwarder, Host, client_ports, install, passthrough, remove, start_peer
 
@@ -306,7 +307,9 @@ class Tunnels(Passed, unittest.TestCase):
 
         It must be larger than all that lies between takes in: once the tar in the pod has ended, its
         tail is lost behind the apiserver if kubectl is still paused, whatever is between (kubernetes
-        issue 60140; directly 6 of 6)."""
+        issue 60140; directly 6 of 6). By SPDY, since kubectl gives a WebSocket up that it has not read from
+        for a minute."""
+        spdy = RELEASE.transports[-1]
         def cut():
             ends = [(k, v) for k, v in self.jackstay.metrics().items() if k.startswith("jackstay_passthrough_closed_total")]
             return sum(v for k, v in ends if not any(f'reason="{own}"' in k for own in ("done", "client_reset", "server_reset")))
@@ -317,10 +320,10 @@ class Tunnels(Passed, unittest.TestCase):
         local.write_bytes(os.urandom(size))
         up_digest = hashlib.sha256(local.read_bytes()).hexdigest()
         # Upwards the pod stops reading; downwards kubectl is stopped.
-        up = self.exec(f"head -c 100000 | sha256sum >/dev/null; echo pause; sleep {pause}; wc -c", stdin=open(local, "rb"))
+        up = self.exec(f"head -c 100000 | sha256sum >/dev/null; echo pause; sleep {pause}; wc -c", stdin=open(local, "rb"), by=spdy)
         copy = self.rig.dir / "zero-window-down"
         self.rig.kubectl(self.config, "cp", str(local), "tool:/tmp/zero", "-c", "web", timeout=120, check=True)
-        down = self.rig.kubectl_start(self.config, "cp", "tool:/tmp/zero", str(copy), "-c", "web")
+        down = self.rig.kubectl_start(self.config, "cp", "tool:/tmp/zero", str(copy), "-c", "web", by=spdy)
         with Ended(up), Ended(down):
             wait_for("the copy to begin", lambda: copy.exists() and copy.stat().st_size > 0, 20, pause=0.01)
             down.send_signal(signal.SIGSTOP)

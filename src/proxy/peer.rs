@@ -215,13 +215,16 @@ impl Proof {
         self.0.as_ref().is_none_or(|peer| matches!(peer.proven(now), Some(Ok(_))))
     }
 
-    /// Waits until it is known to hold; for ever, if it does not. [`Self::end`] is ready then.
+    /// Waits until it is known to hold; for ever, if it does not. [`Self::end`] is ready then, also
+    /// where [`Peer::follow`] has not noticed yet: its timers stand still while a machine is suspended,
+    /// and the clock does not.
     pub async fn confirmed(&self) {
         let Some(peer) = &self.0 else { return };
         while !peer.verified().await {
             sleep(BUSY_PAUSE).await;
         }
         if !self.is_current(SystemTime::now()) {
+            peer.changed.notify_waiters();
             pending::<()>().await;
         }
     }

@@ -2,13 +2,14 @@
 //! the cost of others.
 
 use std::collections::BTreeMap;
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::io;
 use std::net::SocketAddr;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+use std::task::Poll;
 use std::time::{Duration, Instant, SystemTime};
 
 use http::Method;
@@ -17,6 +18,10 @@ use jackstay::demo::apiserver::ApiServerHandle;
 use jackstay::demo::client::{Client, next_data};
 use jackstay::demo::pki::{Issued, Pki, Subject, Validity};
 use jackstay::net::client_chain::{self, ClientChain};
+use jackstay::net::serving::{Prepared, ServingTls};
+use jackstay::observe::Metrics;
+use jackstay::proxy::peer::{Peer, Proof};
+use jackstay::upstream::credentials::Class;
 use rcgen::{
     BasicConstraints, CertificateParams, CustomExtension, DistinguishedName, DnType, IsCa, Issuer,
     KeyPair,
@@ -26,12 +31,12 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, Serve
 use rustls::{AlertDescription, ClientConfig, RootCertStore};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
-use tokio::task::{JoinHandle, JoinSet};
+use tokio::task::{JoinHandle, JoinSet, LocalSet};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
 use crate::support::{
-    MAPS, PATIENCE, Proxy, World, long, map, pass, patient, soon, terminate, until,
+    Certs, MAPS, PATIENCE, Proxy, World, long, map, pass, patient, soon, terminate, until,
 };
 
 /// Replaces a symlink as kubelet does: renamed over.
@@ -180,6 +185,35 @@ async fn watch_whose_client_ca_is_withdrawn_ends_cleanly() {
     std::fs::write(&file, Pki::new("another").unwrap().ca_pem()).unwrap();
     assert!(soon("its end", ends_cleanly(body)).await);
     assert_eq!(client.get(MAPS).await.unwrap().status, 401);
+}
+
+/// The clock has gone on and timers have not, as on a machine that was suspended: the resume is the
+/// first to notice that the certificate has expired.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn resume_with_an_expired_certificate_ends_the_watch() {
+    let certs = Certs::new();
+    let mut config = certs.config(&[]);
+    let tls = Arc::new(ServingTls::new(Prepared::load(terminate(&mut config)).unwrap()));
+    let not_after = SystemTime::now() + PATIENCE / 2;
+    let validity = Validity { not_after, ..Validity::usual() };
+    let brief = certs.pki.client_valid(&Subject::admin(), validity).unwrap();
+    let metrics = Metrics::new().listener("l");
+    // Nothing follows its certificate.
+    let peer = Peer::new(Some(&[brief.cert_der()]), &tls, &metrics).unwrap();
+    let proof = Proof::new(Class::Identity(0), Some(&peer));
+    let resume_late = async {
+        soon("a proof", proof.confirmed()).await;
+        let mut end = proof.end().unwrap();
+        let ended = poll_fn(|cx| Poll::Ready(end.as_mut().poll(cx).is_ready())).await;
+        assert!(!ended, "the machine took all its life to verify it");
+        until("it has expired", async || SystemTime::now() > not_after).await;
+        tokio::select! {
+            why = &mut end => why,
+            () = proof.confirmed() => panic!("it has expired"),
+        }
+    };
+    let why = soon("its end", LocalSet::new().run_until(resume_late)).await;
+    assert!(why.contains("expired"), "{why}");
 }
 
 /// A certificate with its key, as rcgen makes them.

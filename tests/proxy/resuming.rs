@@ -4,7 +4,7 @@
 use crate::peer::{
     Act, END_HEADERS, HEADERS, INTERNAL_ERROR, NO_ERROR, Peers, Reply, fields, frame, goaway, reset,
 };
-use crate::support::{Certs, MAPS, Proxy, soon, terminate, until};
+use crate::support::{Certs, MAPS, Proxy, patient, replace, soon, strings, terminate, until};
 use http::Method;
 use hyper::body::Incoming;
 use jackstay::config::CertPaths;
@@ -240,25 +240,49 @@ impl Rotation {
     }
 }
 
-/// The certificate of its connection is replaced: a watch stays on its stream while the new connection
-/// refuses it, by a status or by an ERROR event, and leaves the old stream for one that takes it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn watch_leaves_a_stream_that_works_only_for_one_that_takes_it() {
-    const TOO_OLD: &str =
-        r#"{"type":"ERROR","object":{"kind":"Status","apiVersion":"v1","code":410}}"#;
+async fn watch_leaves_a_replaced_certificate_only_for_a_stream_that_takes_it() {
     let rotation = Rotation::start().await;
     let Rotation { certs, peers, proxy } = &rotation;
     let client = proxy.client(&certs.credentials()).await;
+    leave_for_one_that_takes_it(peers, &client, |_| rotation.replace_credential()).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn watch_leaves_a_removed_endpoint_only_for_a_stream_that_takes_it() {
+    let certs = Certs::new();
+    let peers = Peers::start(&certs, 2);
+    let file = certs.path().join("endpoints");
+    replace(&file, &strings(&peers.addresses).join("\n"));
+    let mut config = patient(certs.config(&[]));
+    config.upstreams[0].endpoints_file = Some(file.clone());
+    let proxy = certs.start(config);
+    proxy.ready(2).await;
+    let client = proxy.client(&certs.credentials()).await;
+    let remove = |peer: usize| replace(&file, &peers.addresses[1 - peer].to_string());
+    leave_for_one_that_takes_it(&peers, &client, remove).await;
+}
+
+/// A watch whose connection gets a reason to be left, by what `give_reason` does to the peer that it is
+/// on: it stays on its stream while the other connection refuses it, by a status or by an ERROR event,
+/// and leaves the old stream for one that takes it.
+async fn leave_for_one_that_takes_it(
+    peers: &Peers,
+    client: &Client,
+    give_reason: impl FnOnce(usize),
+) {
+    const TOO_OLD: &str =
+        r#"{"type":"ERROR","object":{"kind":"Status","apiVersion":"v1","code":410}}"#;
     peers.script.play([
         Act::partly(Reply::ok(&lines(&[FIRST])), |_| Vec::new()),
         Act::Answer(Reply::status("503", "{}")),
         Act::Answer(Reply::ok(&lines(&[TOO_OLD]))),
         Act::Answer(Reply::ok(&lines(&[SECOND]))),
     ]);
-    let mut body = watch(&client).await;
+    let mut body = watch(client).await;
     let first = soon("an event", next_data(&mut body)).await.unwrap().unwrap();
     assert_eq!(first, lines(&[FIRST]));
-    rotation.replace_credential();
+    give_reason(peers.script.seen()[0].0);
     until("another connection is asked", async || peers.script.seen().len() >= 2).await;
     // The next attempt is at least 2 s later, and no success either.
     assert_eq!(peers.script.given_up(), [], "its stream was given up for nothing");

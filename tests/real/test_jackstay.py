@@ -272,7 +272,7 @@ class Faults(Loaded, unittest.TestCase):
         self.strike("SIGKILL of one", lambda: self.victim().kill(), counted=False, slowest_read=0.3, busy=1)
 
     def test_apiserver_stopped(self):
-        self.strike("SIGSTOP of one", lambda: self.victim().pause(), seconds=12, counted=False, slowest_read=0.6, busy=6)
+        self.strike("SIGSTOP of one", lambda: self.victim().pause(), seconds=12, counted=False, slowest_read=0.6, busy=6, quiet=6)
 
     def test_packet_loss(self):
         """Five percent, both ways: nobody is ejected, nothing is noticed."""
@@ -410,7 +410,7 @@ class Faults(Loaded, unittest.TestCase):
             stop.set()
             last = worker.result(30)
             report = load.finish(early=True)
-            self.judge("many faults", load, report, slowest_read=0.6, busy=6)
+            self.judge("many faults", load, report, slowest_read=0.6, busy=6, quiet=6)
             for name, form, child, lines, pump in children:
                 with self.subTest(name):
                     deadline = time.monotonic() + 15

@@ -45,13 +45,13 @@ pub struct Plan {
 impl Plan {
     /// About a minute.
     pub const QUICK: Self = Self {
-        rounds: 5,
+        rounds: 3,
         load: Duration::from_secs(1),
         latency: Duration::from_millis(600),
         bulk_bodies: 1,
         flow_bytes: 1_000_000_000,
-        idle: Duration::from_secs(5),
-        bursts: 3,
+        idle: Duration::from_secs(3),
+        bursts: 1,
     };
     /// About five minutes.
     pub const FULL: Self = Self {

@@ -14,7 +14,7 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener, UdpSocket};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use child::Killed;
 use jackstay::config::CertPaths;
@@ -402,29 +402,42 @@ fn five_percent_loss_is_named_and_nothing_else() {
     assert_eq!(found.len(), 1, "{found:#?}\n{seen:#?}");
 }
 
+/// A connection that is opened for one question ends within milliseconds.
+const LASTING: Duration = Duration::from_millis(1500);
+
+/// The local ports of the connections to a port of this host.
+fn ports_connected_to(server: u16) -> Vec<u16> {
+    let table = std::fs::read_to_string("/proc/net/tcp").unwrap();
+    let of_flow = |line: &str| {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let port_of = |word: &str| u16::from_str_radix(word.rsplit_once(':')?.1, 16).ok();
+        let to_server = port_of(words.get(2)?)? == server && words[3] == "01";
+        to_server.then(|| port_of(words[1]))?
+    };
+    table.lines().skip(1).filter_map(of_flow).collect()
+}
+
 #[test]
 #[ignore = "needs a network namespace of its own: unshare --net"]
 fn packets_of_established_flows_are_dropped() {
     let world = World::new();
     let port = world.server.addr.port();
     let server = world.server.addr;
-    let open = move |world: &World| {
-        world.server.counters().open.load(std::sync::atomic::Ordering::Relaxed)
-    };
     std::thread::scope(|scope| {
         let examined = scope.spawn(|| world.examine(8));
-        until("connections last", || open(&world) >= 2);
-        // Those that are there now, by their ports: new ones work.
-        let ports = std::fs::read_to_string("/proc/net/tcp").unwrap();
-        let of_flow = |line: &str| {
-            let words: Vec<&str> = line.split_whitespace().collect();
-            let port_of = |word: &str| u16::from_str_radix(word.rsplit_once(':')?.1, 16).ok();
-            let to_server = port_of(words.get(2)?)? == server.port() && words[3] == "01";
-            to_server.then(|| port_of(words[1]))?
-        };
-        let flows: Vec<String> =
-            ports.lines().skip(1).filter_map(of_flow).map(|p| p.to_string()).collect();
-        assert!(flows.len() >= 2, "{ports}");
+        // The two that last, by their ports: new ones work.
+        let mut since: HashMap<u16, Instant> = HashMap::new();
+        let mut flows: Vec<String> = Vec::new();
+        until("two connections last", || {
+            let ports = ports_connected_to(server.port());
+            since.retain(|port, _| ports.contains(port));
+            for port in ports {
+                since.entry(port).or_insert_with(Instant::now);
+            }
+            let lasting = since.iter().filter(|(_, since)| since.elapsed() > LASTING);
+            flows = lasting.map(|(port, _)| port.to_string()).collect();
+            flows.len() >= 2
+        });
         let flows = flows.join(", ");
         nft(&[
             format!("tcp dport {port} tcp sport {{ {flows} }} counter drop"),

@@ -17,7 +17,7 @@ const PROBE: Duration = Duration::from_secs(5);
 /// Slow start and the pace of the mover: it takes some 20 s.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Three servers, of which the first was away for a moment: it is back and carries no watch.
+/// Three servers, of which the first goes away for a moment: when it is back it carries no watch.
 struct Scene {
     world: World,
     proxy: Proxy,
@@ -26,6 +26,7 @@ struct Scene {
 }
 
 impl Scene {
+    /// The first is away.
     async fn new(watches: usize) -> Self {
         let world = World::new(3);
         // A probe that is late on a busy machine would move watches too.
@@ -46,9 +47,12 @@ impl Scene {
             scene.on(1) + scene.on(2) == scene.followers.len() as u64
         })
         .await;
-        scene.world.servers[0].restart().unwrap();
-        scene.proxy.ready(3).await;
         scene
+    }
+
+    async fn first_is_back(&self) {
+        self.world.servers[0].restart().unwrap();
+        self.proxy.ready(3).await;
     }
 
     /// How many watches a server has.
@@ -99,6 +103,7 @@ impl Scene {
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn watches_move_to_the_apiserver_that_is_back() {
     let scene = Scene::new(WATCHES).await;
+    scene.first_is_back().await;
     let before = scene.resumes("resumed").await;
     // The server counts a watch before jackstay does, and also one whose move comes too late.
     let back = async || {
@@ -125,6 +130,7 @@ async fn a_move_that_is_refused_changes_nothing() {
         let watch = request.uri.query().is_some_and(|query| query.contains("watch=1"));
         watch.then(|| Answer::status(503, "ServiceUnavailable", "no"))
     })));
+    scene.first_is_back().await;
     let refused = async || scene.resumes("not_moved").await >= 3.0;
     scene.write_until("moves are refused", refused).await;
     assert!(scene.resumes("moved").await < 1.0);

@@ -18,7 +18,9 @@
 //! directions. Evidence inbound is any byte or any segment (`tcpi_last_ack_recv`); outbound it is
 //! our bytes being acknowledged (`tcpi_bytes_acked`). A peer whose window is closed acknowledges no
 //! bytes, so there the kernel's window probes are the evidence, for both directions: it lives unless
-//! three in a row stay unanswered (`tcpi_probes`). If its window stays closed for 20 s, it is dead.
+//! three in a row stay unanswered (`tcpi_probes`). When the window opens, the time without an
+//! acknowledgement begins anew: what could not be sent could not be acknowledged. If it stays closed
+//! for 20 s, the peer is dead.
 //!
 //! A look that comes late withholds all verdicts for 300 ms, so that a process that was starved of
 //! CPU, or a machine that was paused, does not blame its peers: once for each PING. After that the
@@ -123,6 +125,8 @@ pub struct ConnectionHealth {
     /// Bytes of ours that were acknowledged, and when that number last grew or nothing was pending.
     acked: u64,
     acked_at: Instant,
+    /// When the peer's window was last seen closed with every probe of it answered.
+    window_answered: Instant,
     /// When it last grew while more was pending: an upload goes on.
     progress: Instant,
     /// When the caller promised to look next.
@@ -162,6 +166,7 @@ impl ConnectionHealth {
             delivering: false,
             acked: 0,
             acked_at: now,
+            window_answered: now,
             progress: now,
             wake_at: now + limits.ping_interval,
             distrust_until: now,
@@ -305,13 +310,17 @@ impl ConnectionHealth {
                 self.progress = now;
             }
             window_answers = pending && window_answers_probes(tcp, self.limits.dead_after);
+            if window_answers && tcp.probes == 0 {
+                self.window_answered = now;
+            }
         }
         let out = since(sent);
         let frames = out.min(since(self.heard));
         Silence {
             out,
             inbound,
-            outbound: since(self.acked_at),
+            outbound: since(self.acked_at.max(self.window_answered)),
+            unacknowledged: since(self.acked_at),
             frames,
             stopped: frames.min(since(self.progress)),
             pending,
@@ -336,7 +345,7 @@ impl ConnectionHealth {
         if silence.stopped >= last {
             return Some(self.enter(Life::Dead, Reason::NoFrames));
         }
-        if silence.window_answers && silence.out.min(silence.outbound) >= last {
+        if silence.window_answers && silence.out.min(silence.unacknowledged) >= last {
             return Some(self.enter(Life::Dead, Reason::WindowClosed));
         }
         let takes_streams = matches!(self.life, Life::Live | Life::Suspect);

@@ -383,6 +383,26 @@ fn closed_window_is_live_again_when_the_process_goes_on() {
     assert_eq!(scene.health.pong(scene.now).1, Some((Life::Live, Reason::Pong)));
 }
 
+/// What waited for the window has just been sent; its acknowledgement is a round trip away.
+#[test]
+fn window_that_opens_gives_the_peer_time_to_acknowledge() {
+    let mut scene = Scene::new();
+    scene.run(ms(1500));
+    (scene.answers, scene.window_closed) = (false, true);
+    pinged(&mut scene);
+    scene.run(ms(3000));
+    (scene.window_closed, scene.outbound) = (false, false);
+    let opened = scene.at();
+    scene.last_segment = scene.now; // what told of the room
+    scene.run(ms(10_000));
+    assert_eq!(scene.health.life(), Life::Dead);
+    let (at, _, reason) = *scene.seen.last().unwrap();
+    assert_eq!(reason, Reason::NothingAcknowledged);
+    assert!((1900..=2110).contains(&(at - opened)), "{}", at - opened);
+    let (dark, _) = scene.dark[0];
+    assert!((900..=1110).contains(&(dark - opened)), "{}", dark - opened);
+}
+
 /// The peer goes on talking, and takes nothing.
 #[test]
 fn window_that_stays_closed_is_dead_after_20_s_although_frames_come() {

@@ -15,8 +15,10 @@ pub(super) struct Silence {
     pub(super) out: Duration,
     /// For how long nothing has arrived.
     pub(super) inbound: Duration,
-    /// For how long nothing of what waits for it was acknowledged.
+    /// For how long neither anything that waits was acknowledged nor a probe of a closed window answered.
     pub(super) outbound: Duration,
+    /// For how long nothing that waits was acknowledged, whatever the reason.
+    pub(super) unacknowledged: Duration,
     /// For how long, since the PING, no frame has come.
     pub(super) frames: Duration,
     /// The same without progress of an upload either.
@@ -41,7 +43,7 @@ impl Silence {
 
     /// Whether the PING is out for this long, with no frame or with nothing acknowledged meanwhile.
     pub(super) fn unanswered_for(&self, time: Duration) -> bool {
-        self.out >= time && (self.frames >= time || self.outbound >= time)
+        self.out >= time && (self.frames >= time || self.unacknowledged >= time)
     }
 }
 

@@ -133,7 +133,9 @@ async fn a_move_that_is_refused_changes_nothing() {
     scene.first_is_back().await;
     let refused = async || scene.resumes("not_moved").await >= 3.0;
     scene.write_until("moves are refused", refused).await;
-    assert!(scene.resumes("moved").await < 1.0);
+    // Between the other two they may: on a busy machine one of them may have got more.
     assert_eq!(scene.on(0), 0);
+    let others = async || scene.on(1) + scene.on(2) == WATCHES as u64; // in the midst of a move, one more
+    until("the others carry all watches", others).await;
     scene.judge().await;
 }

@@ -249,9 +249,11 @@ async fn a_stranger_gets_nothing() {
         scene.address
     );
     std::fs::write(&file, text).unwrap();
-    // The binary may stand where others cannot go.
+    // The binary may stand where others cannot go. Copied by a process of its own: what another test
+    // starts meanwhile would inherit a copy that is open for writing, and such a file cannot be run.
     let binary = dir.path().join("jackstay");
-    std::fs::copy(env!("CARGO_BIN_EXE_jackstay"), &binary).unwrap();
+    let copy = [env!("CARGO_BIN_EXE_jackstay").as_ref(), binary.as_os_str()];
+    assert!(std::process::Command::new("cp").args(copy).status().unwrap().success());
     let mut stranger = Process::start_as(&binary, &file, &["--take-over"], NOBODY);
     assert_eq!(stranger.ended().await.code(), Some(1), "{}", stranger.said());
     stranger.says("cannot take over").await;

@@ -352,13 +352,19 @@ fn pinged(scene: &mut Scene) -> u64 {
     scene.pings[before]
 }
 
-/// A stopped process in the midst of an upload: its kernel's buffer is full.
-#[test]
-fn closed_window_with_answered_probes_is_suspect_then_draining_then_dead_after_20_s() {
+/// A process that has been stopped in the midst of an upload, so that its kernel's buffer is full; and when
+/// the next PING went out.
+fn closed_window() -> (Scene, u64) {
     let mut scene = Scene::new();
     scene.run(ms(1500));
     (scene.answers, scene.window_closed) = (false, true);
     let ping = pinged(&mut scene);
+    (scene, ping)
+}
+
+#[test]
+fn closed_window_with_answered_probes_is_suspect_then_draining_then_dead_after_20_s() {
+    let (mut scene, ping) = closed_window();
     scene.run(ms(30_000));
     let expected = [
         (Life::Suspect, Reason::PingLate),
@@ -373,10 +379,7 @@ fn closed_window_with_answered_probes_is_suspect_then_draining_then_dead_after_2
 
 #[test]
 fn closed_window_is_live_again_when_the_process_goes_on() {
-    let mut scene = Scene::new();
-    scene.run(ms(1500));
-    (scene.answers, scene.window_closed) = (false, true);
-    pinged(&mut scene);
+    let (mut scene, _) = closed_window();
     scene.run(ms(3000));
     assert_eq!(scene.health.life(), Life::Suspect);
     (scene.answers, scene.window_closed) = (true, false);
@@ -386,10 +389,7 @@ fn closed_window_is_live_again_when_the_process_goes_on() {
 /// What waited for the window has just been sent; its acknowledgement is a round trip away.
 #[test]
 fn window_that_opens_gives_the_peer_time_to_acknowledge() {
-    let mut scene = Scene::new();
-    scene.run(ms(1500));
-    (scene.answers, scene.window_closed) = (false, true);
-    pinged(&mut scene);
+    let (mut scene, _) = closed_window();
     scene.run(ms(3000));
     (scene.window_closed, scene.outbound) = (false, false);
     let opened = scene.at();
@@ -406,10 +406,7 @@ fn window_that_opens_gives_the_peer_time_to_acknowledge() {
 /// The peer goes on talking, and takes nothing.
 #[test]
 fn window_that_stays_closed_is_dead_after_20_s_although_frames_come() {
-    let mut scene = Scene::new();
-    scene.run(ms(1500));
-    (scene.answers, scene.window_closed) = (false, true);
-    let ping = pinged(&mut scene);
+    let (mut scene, ping) = closed_window();
     while scene.health.life() != Life::Dead {
         scene.run(ms(20));
         scene.last_segment = scene.now;
@@ -424,10 +421,7 @@ fn window_that_stays_closed_is_dead_after_20_s_although_frames_come() {
 
 #[test]
 fn closed_window_whose_probes_are_not_answered_is_dead_after_the_third() {
-    let mut scene = Scene::new();
-    scene.run(ms(1500));
-    (scene.answers, scene.window_closed) = (false, true);
-    pinged(&mut scene);
+    let (mut scene, _) = closed_window();
     scene.run(ms(1000));
     let from = scene.at();
     (scene.inbound, scene.outbound) = (false, false);

@@ -78,10 +78,7 @@ async fn in_state(proxy: &Proxy, state: &str) -> Vec<u64> {
 }
 
 async fn changes(proxy: &Proxy) -> Vec<Value> {
-    let page = proxy.page("/events").await;
-    let json = page.split_once("\r\n\r\n").map_or("", |(_, body)| body);
-    let events: Value = serde_json::from_str(json).unwrap();
-    events["events"].as_array().unwrap().clone()
+    proxy.json("/events").await["events"].as_array().unwrap().clone()
 }
 
 /// Its kernel takes what fits into its buffers, and then closes its window.
@@ -162,12 +159,9 @@ async fn stop_below(
     assert!(took < 2 * WRITE_ENDS, "{took:?}");
     // Its connection is left for that reason, and none was declared dead before. That of the readiness
     // probe may be: a probe that gets no answer ends with its connection, whenever its turn is.
-    let lost = changes(proxy).await;
-    let dead = lost.iter().find(|c| {
-        let probe = c["detail"].as_str().is_some_and(|detail| detail.starts_with("class probe "));
-        c["kind"] == "connection" && c["to"] == "dead" && !probe
-    });
-    assert_eq!(dead, None);
+    let mut dead = proxy.lost_connections().await;
+    dead.retain(|lost| lost.contains(" to \"dead\""));
+    assert_eq!(dead, [""; 0]);
     world.servers.iter().for_each(|server| server.hang(false));
 }
 

@@ -216,7 +216,7 @@ impl Proxy {
         self.json("/status").await
     }
 
-    async fn json(&self, path: &str) -> Value {
+    pub async fn json(&self, path: &str) -> Value {
         let page = self.page(path).await;
         let json = page.split_once("\r\n\r\n").map_or("", |(_, body)| body);
         serde_json::from_str(json).unwrap_or_else(|e| panic!("{e}: {page}"))

@@ -157,7 +157,7 @@ impl Outgoing {
                         too_old.push(Arc::clone(&connection.endpoint));
                         self.line.has_ready_besides(&too_old)
                             && attempt < ATTEMPTS
-                            && self.line.may_ask_another()
+                            && self.line.watches.may_retry_too_old(&self.line.metrics)
                     }
                 };
             let last = !again || attempt == ATTEMPTS;

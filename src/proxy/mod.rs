@@ -6,7 +6,6 @@ pub mod beginning;
 pub mod body;
 pub mod closing;
 pub mod forward;
-pub mod hold;
 pub mod hygiene;
 pub mod identify;
 pub mod line;

@@ -28,11 +28,12 @@ use self::holding::{Hold, HoldEnd};
 use self::moving::Moving;
 use self::running::{Event, Leave, Running, Stay};
 use super::closing::Closing;
-use super::line::{Answer as Answered, Line, Unanswered, release};
+use super::line::{Answer as Answered, Line, release};
 use super::peer::{Proof, ProofEnd};
 use super::respond::BodyError;
 use super::taking::PIECE;
 use super::watch::Encoding;
+use super::watch::attempt::AttemptError;
 use super::watch::relay::{Flow, Relay};
 use super::watch::request::Asked;
 use super::watch::state::Phase;
@@ -42,10 +43,10 @@ use crate::upstream::connection::Permit;
 use crate::upstream::pool::ClassPool;
 
 /// An attempt at going on elsewhere while the stream still works.
-type Attempt = Pin<Box<dyn Future<Output = Result<Answered, Unanswered>>>>;
+type Attempt = Pin<Box<dyn Future<Output = Result<Answered, AttemptError>>>>;
 
 /// An attempt at going on; `None`: its listener ends, and this is its turn.
-type Search = Pin<Box<dyn Future<Output = Option<Result<Answered, Unanswered>>>>>;
+type Search = Pin<Box<dyn Future<Output = Option<Result<Answered, AttemptError>>>>>;
 
 /// The body of a watch.
 pub struct WatchBody {
@@ -127,7 +128,12 @@ impl WatchBody {
             resting: Vec::new(),
         };
         Self {
-            relay: Relay::new(encoding, &again.asked, asked_at.into_std(), &again.line.frames),
+            relay: Relay::new(
+                encoding,
+                &again.asked,
+                asked_at.into_std(),
+                &again.line.watches.partial_frames(),
+            ),
             out: VecDeque::new(),
             leg: Leg::Running(Running::new(recv, permit, &again.closing)),
             again,

@@ -6,9 +6,9 @@ use std::rc::Rc;
 use tokio::time::{Instant, sleep, sleep_until};
 
 use super::Outgoing;
-use crate::proxy::hold::NEW_WATCH;
 use crate::proxy::line::problem;
 use crate::proxy::respond::Problem;
+use crate::proxy::watch::outage::{NEW_WATCH, hold};
 use crate::proxy::watch::resume::return_jitter;
 use crate::upstream::connection::Permit;
 use crate::upstream::pool::Unavailable;
@@ -21,14 +21,14 @@ impl Outgoing {
         none: Result<Permit, Unavailable>,
         asked_at: Instant,
     ) -> Result<Permit, Unavailable> {
-        if !self.line.holding.has_room() {
+        if !self.line.watches.held().has_room() {
             return none;
         }
         let timeout = self.watch.as_ref().and_then(|asked| asked.timeout);
         let end = asked_at + timeout.map_or(NEW_WATCH, |own| own.min(NEW_WATCH));
         let stream = async {
             loop {
-                let held = Rc::clone(&self.line).hold(Rc::clone(&self.class)).await;
+                let held = hold(Rc::clone(&self.line), Rc::clone(&self.class)).await;
                 sleep(return_jitter(held, false, fastrand::u64(..))).await;
                 // If the proof has ended meanwhile, the client's next request gets the 401.
                 self.proof.confirmed().await;

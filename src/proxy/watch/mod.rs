@@ -17,10 +17,13 @@
 use http::HeaderValue;
 
 pub mod allowance;
+pub mod attempt;
 pub mod bookmarks;
 pub mod event;
 pub mod frame;
 pub mod held;
+pub mod limits;
+pub mod outage;
 pub mod relay;
 pub mod request;
 pub mod resume;

@@ -11,8 +11,8 @@ use http::{HeaderMap, StatusCode, header};
 use tokio::time::sleep;
 
 use super::running::Running;
-use super::{Answered, Leg, Unanswered, WatchBody, text};
-use crate::proxy::line::reissue;
+use super::{Answered, AttemptError, Leg, WatchBody, text};
+use crate::proxy::watch::attempt::send_on_new_stream;
 use crate::proxy::watch::resume::{ATTEMPT, Answer, BRIEF, Shun};
 use crate::proxy::watch::verdict::{AfterAttempt, Ending};
 use crate::upstream::pool::After;
@@ -42,7 +42,7 @@ impl WatchBody {
                 proof.confirmed().await;
                 let after = if refused { After::Refusal } else { After::Silence };
                 let after = lost.as_ref().map(after);
-                reissue(&line, (&class, &proof), head, after, &shunned, limit).await
+                send_on_new_stream(&line, (&class, &proof), head, after, &shunned, limit).await
             };
             tokio::select! {
                 answer = attempt => Some(answer),
@@ -61,7 +61,7 @@ impl WatchBody {
         }
     }
 
-    pub(super) fn answered(&mut self, answer: Result<Answered, Unanswered>) {
+    pub(super) fn answered(&mut self, answer: Result<Answered, AttemptError>) {
         let now = std::time::Instant::now();
         let content_type;
         let judged = match &answer {
@@ -118,8 +118,8 @@ impl WatchBody {
                 }
                 self.after(next, &format!("{} there", answered.head.status));
             }
-            Err(Unanswered { outage: true, .. }) if !self.relay.withholds() => self.hold(),
-            Err(Unanswered { why, by, .. }) => {
+            Err(AttemptError { outage: true, .. }) if !self.relay.withholds() => self.hold(),
+            Err(AttemptError { reason: why, connection: by, .. }) => {
                 // Rather somebody else next time.
                 self.again.lost = by.or(self.again.lost.take());
                 self.after(next, &why);
@@ -142,7 +142,9 @@ impl WatchBody {
                     self.give_up(self.relay.state().ending(), why);
                     return;
                 }
-                if self.relay.withholds() && !self.again.line.may_ask_another() {
+                if self.relay.withholds()
+                    && !self.again.line.watches.may_retry_too_old(&self.again.line.metrics)
+                {
                     self.pass_on_withheld();
                     return;
                 }

@@ -11,6 +11,7 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep_until};
 
 use super::{Leg, WatchBody};
+use crate::proxy::watch::outage::hold;
 
 /// Why a watch is held no longer.
 pub(super) enum HoldEnd {
@@ -34,7 +35,7 @@ impl WatchBody {
         self.again.refused = false;
         self.again.shunned.clear();
         let (line, class) = (Rc::clone(&self.again.line), Rc::clone(&self.again.class));
-        self.wait(async move { line.hold(class).await });
+        self.wait(async move { hold(line, class).await });
     }
 
     /// An apiserver can be reached again.

@@ -16,8 +16,8 @@ use http::{Request, header};
 use tokio::time::{Instant, timeout};
 
 use super::running::{Running, Stay};
-use super::{Answered, Attempt, Leg, Unanswered, WatchBody, text};
-use crate::proxy::line::open;
+use super::{Answered, Attempt, AttemptError, Leg, WatchBody, text};
+use crate::proxy::watch::attempt::send;
 use crate::proxy::watch::resume::{Answer, Judgement, judge};
 use crate::upstream::connection::{Permit, in_words};
 use crate::upstream::offers::Who;
@@ -102,7 +102,7 @@ impl WatchBody {
     fn move_to(&mut self, permit: Permit, head: Request<()>, patience: Duration) {
         let line = Rc::clone(&self.again.line);
         let attempt = Box::pin(async move {
-            let mut answered = open(&line, permit, head, Instant::now() + patience).await?;
+            let mut answered = send(&line, permit, head, Instant::now() + patience).await?;
             if let Ok(first) = timeout(FIRST_FRAME, answered.recv.data()).await {
                 let why = match first {
                     Some(Ok(first)) => {
@@ -113,7 +113,7 @@ impl WatchBody {
                     None => "it ended at once".to_owned(),
                 };
                 let by = Some(Rc::clone(answered.permit.connection()));
-                return Err(Unanswered { why, by, outage: false });
+                return Err(AttemptError { reason: why, connection: by, outage: false });
             }
             Ok(answered)
         });
@@ -122,9 +122,9 @@ impl WatchBody {
     }
 
     /// The other apiserver has answered, or not.
-    pub(super) fn moved(&mut self, answer: Result<Answered, Unanswered>) {
+    pub(super) fn moved(&mut self, answer: Result<Answered, AttemptError>) {
         let Leg::Moving(moving) = std::mem::replace(&mut self.leg, Leg::Done(None)) else { return };
-        let taken = answer.map_err(|unanswered| unanswered.why).and_then(|answered| {
+        let taken = answer.map_err(|error| error.reason).and_then(|answered| {
             let status = answered.head.status.as_u16();
             let content_type = text(&answered.head.headers, &header::CONTENT_TYPE);
             let head =

@@ -1,0 +1,96 @@
+//! What bounds all watches of one worker to one upstream together.
+
+use std::cell::Cell;
+use std::sync::Arc;
+
+use metrics::Gauge;
+
+use super::held;
+use crate::observe::Metrics;
+use crate::proxy::retry::Budget;
+use crate::proxy::room::Room;
+
+/// Most watches that one worker may hold for one upstream before it refuses to hold a new one. A held
+/// request costs some KiB.
+const MAX_HELD: usize = 10_000;
+
+/// The shared limits of the watches of one worker to one upstream.
+pub struct WatchLimits {
+    /// Bounds the requests to other endpoints after a 410.
+    too_old_retries: Budget,
+    held: HeldWatches,
+    partial_frames: Arc<Room>,
+}
+
+impl WatchLimits {
+    /// Limits that nothing has used yet.
+    pub fn new(metrics: &Metrics) -> Self {
+        Self {
+            too_old_retries: Budget::opinions(),
+            held: HeldWatches::new(metrics.held_watches()),
+            partial_frames: Room::new(held::ROOM, metrics.held_frame_bytes()),
+        }
+    }
+
+    /// A client has made a request, of any kind: it earns part of a retry after a 410.
+    pub fn earn(&self) {
+        self.too_old_retries.earn();
+    }
+
+    /// Takes one retry of a watch that was answered with 410 from the budget; counts a refusal as
+    /// `over_budget`.
+    pub fn may_retry_too_old(&self, metrics: &Metrics) -> bool {
+        let may = self.too_old_retries.take();
+        if !may {
+            metrics.watch_resumed("over_budget");
+        }
+        may
+    }
+
+    /// The watches that are held while no apiserver can be reached.
+    pub fn held(&self) -> &HeldWatches {
+        &self.held
+    }
+
+    /// The budget of the bytes of frames that have not arrived whole.
+    pub fn partial_frames(&self) -> &Arc<Room> {
+        &self.partial_frames
+    }
+}
+
+/// Counts the watches that one worker holds for one upstream.
+#[derive(Debug)]
+pub struct HeldWatches {
+    count: Cell<usize>,
+    gauge: Gauge,
+}
+
+impl HeldWatches {
+    /// Starts at zero. Several workers may share the gauge.
+    pub fn new(gauge: Gauge) -> Self {
+        Self { count: Cell::new(0), gauge }
+    }
+
+    /// Counts one more watch until the guard is dropped.
+    pub fn add(&self) -> HeldWatch<'_> {
+        self.count.set(self.count.get() + 1);
+        self.gauge.increment(1);
+        HeldWatch(self)
+    }
+
+    /// Whether a new watch may be held too. Running watches are always held.
+    pub fn has_room(&self) -> bool {
+        self.count.get() < MAX_HELD
+    }
+}
+
+/// Keeps one watch counted as held.
+#[derive(Debug)]
+pub struct HeldWatch<'a>(&'a HeldWatches);
+
+impl Drop for HeldWatch<'_> {
+    fn drop(&mut self) {
+        self.0.count.set(self.0.count.get() - 1);
+        self.0.gauge.decrement(1);
+    }
+}

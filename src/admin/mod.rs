@@ -17,6 +17,7 @@
 //! host's IP, Prometheus may use a name, and whoever binds there has opened it to the network.
 
 mod connections;
+mod node;
 mod routes;
 
 use std::io;
@@ -29,6 +30,7 @@ use tokio::net::{TcpListener, TcpStream, UnixListener};
 use tokio::time::Instant;
 
 use self::connections::Connections;
+pub use self::node::node_name;
 use crate::net::socket;
 
 /// Most connections at once on a socket.

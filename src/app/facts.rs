@@ -318,6 +318,7 @@ impl admin::Facts for Facts {
         json!({
             "version": build::VERSION,
             "commit": build::COMMIT,
+            "node": admin::node_name(),
             "now": Utc(SystemTime::now()).seconds(),
             "started_at": Utc(self.started).seconds(),
             "draining": *self.draining.borrow(),

@@ -14,6 +14,7 @@
 //! `/readyz`); the state is derived here, in one function, and each change is logged here, once,
 //! with its reason.
 
+mod availability;
 mod connecting;
 mod evidence;
 mod state;
@@ -27,12 +28,14 @@ use rustls::pki_types::ServerName;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
+use self::availability::Downtime;
+pub use self::availability::ReadyzCheck;
 pub use self::connecting::Handshake;
 pub use self::evidence::Wanted;
 pub use self::state::{ConnectFailure, EndpointState, backoff};
 use self::state::{Course, Facts, Readyz, Transport};
 use super::balance;
-use super::stats::{ConnectionStats, Ejection, EndpointStatus};
+use super::stats::{ConnectionStats, Ejection, EndpointStatus, ReadyzCheckStatus};
 use crate::config::EndpointAddress;
 use crate::observe::EndpointMetrics;
 use crate::observe::events::{Change, Kind};
@@ -124,6 +127,8 @@ impl Endpoint {
                 since: SystemTime::now(),
                 reason: "not connected".into(),
                 last_ejection: None,
+                downtime: Downtime::default(),
+                last_check: None,
                 gauge,
             }),
             state: AtomicU8::new(EndpointState::Connecting as u8),
@@ -287,6 +292,11 @@ impl Endpoint {
         FlowGuard(Arc::clone(self))
     }
 
+    /// Records the latest `/readyz` check, for `/status`.
+    pub fn record_check(&self, check: ReadyzCheck) {
+        self.facts().last_check = Some(check);
+    }
+
     /// Everything an operator wants to know, for `/status`.
     pub fn status(&self) -> EndpointStatus {
         let usable = self.is_usable();
@@ -314,6 +324,9 @@ impl Endpoint {
                 .last_ejection
                 .as_ref()
                 .map(|(at, reason)| Ejection { at: Utc(*at).seconds(), reason: reason.clone() }),
+            downtime_seconds: facts.downtime.total(Instant::now()).as_secs_f64(),
+            ejections: facts.downtime.ejections(),
+            last_check: facts.last_check.as_ref().map(ReadyzCheckStatus::from),
             connections,
             flows: self.flows(),
         }
@@ -336,7 +349,9 @@ impl Endpoint {
         }
         facts.since = SystemTime::now();
         facts.reason.clone_from(&reason);
-        if matches!(after, EndpointState::Ejected | EndpointState::NoH2) {
+        let ejected = matches!(after, EndpointState::Ejected | EndpointState::NoH2);
+        facts.downtime.record(ejected, Instant::now());
+        if ejected {
             facts.last_ejection = Some((facts.since, reason.clone()));
             self.metrics.ejected(if after == EndpointState::NoH2 {
                 "no_h2"

@@ -86,6 +86,19 @@ impl ConnectionStats {
     }
 }
 
+/// The latest `/readyz` check of an endpoint in `/status`.
+#[derive(Debug, Clone, Serialize)]
+pub struct ReadyzCheckStatus {
+    /// When the request was sent, RFC 3339.
+    pub at: String,
+    /// Time to the end of the response, or to the failure, in milliseconds.
+    pub duration_ms: f64,
+    /// Status code; `null` if no response arrived.
+    pub code: Option<u16>,
+    /// Why the check failed; `null` if it succeeded.
+    pub error: Option<String>,
+}
+
 /// An endpoint in `/status`.
 #[derive(Debug, Clone, Serialize)]
 pub struct EndpointStatus {
@@ -107,6 +120,12 @@ pub struct EndpointStatus {
     pub since: String,
     /// The last time it could not be connected to.
     pub last_ejection: Option<Ejection>,
+    /// Seconds spent ejected (states `ejected` and `no-h2`) since the endpoint joined the set.
+    pub downtime_seconds: f64,
+    /// Number of ejections since the endpoint joined the set.
+    pub ejections: u64,
+    /// The latest `/readyz` check.
+    pub last_check: Option<ReadyzCheckStatus>,
     /// PING round trips of the last minutes, over all connections.
     pub rtt: Option<Rtt>,
     /// Open streams, on all connections.

@@ -2,6 +2,7 @@
 
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use bytes::{Bytes, BytesMut};
 use http::{HeaderValue, Request, StatusCode, header};
@@ -9,7 +10,7 @@ use tokio::time::{Instant, timeout};
 
 use crate::config::Readyz;
 use crate::upstream::connection::Connection;
-use crate::upstream::endpoint::Endpoint;
+use crate::upstream::endpoint::{Endpoint, ReadyzCheck};
 use crate::upstream::health::Life;
 use crate::upstream::pool::Upstream;
 use crate::upstream::readyz::failed_checks;
@@ -34,16 +35,25 @@ pub async fn ask(
     config: &Readyz,
     token: Option<HeaderValue>,
 ) -> Finding {
-    match timeout(config.timeout, exchange(connection, config, token)).await {
-        Ok(Ok(finding)) => finding,
-        // No answer in time: unwell if its connection lives, else the connection's own matter.
-        Err(_) if connection.life() == Life::Live => Finding::NotReady(format!(
-            "{} not answered within {} ms",
-            config.path,
-            config.timeout.as_millis()
-        )),
-        Ok(Err(_)) | Err(_) => Finding::Lost,
-    }
+    let (at, started) = (SystemTime::now(), Instant::now());
+    let (code, finding) = match timeout(config.timeout, exchange(connection, config, token)).await {
+        Ok(Ok((status, finding))) => (Some(status.as_u16()), finding),
+        // A response that is late on a live connection says that the apiserver is not ready; on any
+        // other connection it says only that the connection is lost.
+        Err(_) if connection.life() == Life::Live => {
+            let limit = config.timeout.as_millis();
+            (None, Finding::NotReady(format!("{} not answered within {limit} ms", config.path)))
+        }
+        Ok(Err(_)) | Err(_) => (None, Finding::Lost),
+    };
+    let error = match &finding {
+        Finding::Ready => None,
+        Finding::NotReady(why) => Some(why.clone()),
+        Finding::Lost => Some("connection lost".to_owned()),
+    };
+    let duration = started.elapsed();
+    connection.endpoint.record_check(ReadyzCheck { at, duration, code, error });
+    finding
 }
 
 /// No verdict yet, but whether the others are any better is worth knowing now, once: watches may
@@ -61,7 +71,7 @@ async fn exchange(
     connection: &Rc<Connection>,
     config: &Readyz,
     token: Option<HeaderValue>,
-) -> Result<Finding, h2::Error> {
+) -> Result<(StatusCode, Finding), h2::Error> {
     let mut request = Request::new(());
     let target = format!("https://kubernetes.default.svc{}", config.path);
     *request.uri_mut() = target.parse().unwrap_or_default();
@@ -85,7 +95,7 @@ async fn exchange(
         }
     }
     permit.finished();
-    Ok(judge(status, &String::from_utf8_lossy(&body), &config.path))
+    Ok((status, judge(status, &String::from_utf8_lossy(&body), &config.path)))
 }
 
 /// What an answer says. 401 and 403 say that we may not know, which is no reason to avoid it.

@@ -4,6 +4,7 @@ use std::time::{Duration, SystemTime};
 
 use tokio::time::Instant;
 
+use super::availability::{Downtime, ReadyzCheck};
 use crate::observe::EndpointStateGauge;
 
 /// State of an endpoint, best first: the order is the order of preference.
@@ -159,6 +160,8 @@ pub(super) struct Facts {
     pub(super) since: SystemTime,
     pub(super) reason: String,
     pub(super) last_ejection: Option<(SystemTime, String)>,
+    pub(super) downtime: Downtime,
+    pub(super) last_check: Option<ReadyzCheck>,
     pub(super) gauge: EndpointStateGauge,
 }
 

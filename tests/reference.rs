@@ -1,6 +1,6 @@
-//! The references in README.md say what the code does: metrics come from the table in
-//! `observe::names`, keys from `config/jackstay.yaml` (which `tests/config.rs` holds against the
-//! code's defaults). When one of them has changed:
+//! The reference tables equal the code: metrics in `deploy/monitoring/README.md` come from
+//! `observe::names`, keys in `config/README.md` from `config/jackstay.yaml` (which `tests/config.rs`
+//! compares with the code's defaults). After a change of either:
 //!
 //! ```sh
 //! JACKSTAY_WRITE_README=1 cargo test --test reference
@@ -31,17 +31,17 @@ fn metrics() -> String {
     out
 }
 
-/// A key of the example file: its path, what is written there, and the comment beside it.
+/// A key of the example file: its path, its value and the comment beside it.
 #[derive(Debug, PartialEq)]
 struct Key {
     path: String,
     value: String,
     comment: String,
-    /// In which item of its top-level list it stands, from 0.
+    /// Index of the item of its top-level list.
     item: usize,
 }
 
-/// The keys of the example file. It knows the style of that file, not YAML.
+/// The keys of the example file. It parses the style of that file, not YAML in general.
 fn keys(yaml: &str) -> Vec<Key> {
     let mut stack: Vec<(usize, String)> = Vec::new();
     let (mut found, mut item): (Vec<Key>, usize) = (Vec::new(), 0);
@@ -86,7 +86,7 @@ fn keys(yaml: &str) -> Vec<Key> {
     found
 }
 
-/// One row for each key that has a value or a meaning.
+/// One row for each key that has a value or a comment.
 fn configuration() -> String {
     let keys = keys(&read("config/jackstay.yaml"));
     let mut out = String::from("| key | default | what |\n|---|---|---|\n");
@@ -118,28 +118,45 @@ fn configuration() -> String {
     out
 }
 
-/// The README with what stands between the markers of `name` replaced.
-fn with(readme: &str, name: &str, table: &str) -> String {
+/// The README with the text between the markers of `name` replaced.
+fn with_table(readme: &str, name: &str, table: &str) -> String {
     let (begin, end) = (format!("<!-- {name}: begin -->\n"), format!("<!-- {name}: end -->"));
     let (before, rest) = readme.split_once(&begin).unwrap_or_else(|| panic!("no {begin}"));
     let (_, after) = rest.split_once(&end).unwrap_or_else(|| panic!("no {end}"));
     format!("{before}{begin}{table}{end}{after}")
 }
 
-#[test]
-fn the_readme_has_the_references_of_the_code() {
-    let readme = read("README.md");
-    let wanted = with(&with(&readme, "metrics", &metrics()), "configuration", &configuration());
+/// Compares the table `name` of a README with the code, or writes it there.
+fn check_table(path: &str, name: &str, table: &str) {
+    let readme = read(path);
+    let wanted = with_table(&readme, name, table);
     if std::env::var_os("JACKSTAY_WRITE_README").is_some() {
-        fs::write(root().join("README.md"), wanted).expect("README.md can be written");
+        fs::write(root().join(path), wanted).unwrap_or_else(|error| panic!("{path}: {error}"));
     } else {
         let command = "JACKSTAY_WRITE_README=1 cargo test --test reference";
-        assert!(readme == wanted, "README.md is not what the code says; run: {command}");
+        assert!(readme == wanted, "{path} differs from the code; run: {command}");
     }
 }
 
 #[test]
-fn the_example_file_is_read_as_it_is_meant() {
+fn metrics_table_equals_the_code() {
+    check_table("deploy/monitoring/README.md", "metrics", &metrics());
+}
+
+#[test]
+fn configuration_table_equals_the_example_file() {
+    check_table("config/README.md", "configuration", &configuration());
+}
+
+/// Hosts render the README at the top in full: it stays a page to start from.
+#[test]
+fn top_readme_has_fewer_than_200_lines() {
+    let lines = read("README.md").lines().count();
+    assert!(lines < 200, "README.md has {lines} lines; references belong into the folders' READMEs");
+}
+
+#[test]
+fn keys_of_an_example_file_have_path_value_comment_and_item() {
     let text = "# head\na: 1   # one\nlist:\n  - name: x   # a name\n    of:\n      - \"v # w\"\n    \
                 in: { y: 2 }\n  - name: z # other\n    new: 3\n";
     let keys = keys(text);
@@ -166,7 +183,7 @@ fn the_example_file_is_read_as_it_is_meant() {
     }
 }
 
-/// Files in which operators query our metrics.
+/// Files that name metrics: scrape configuration, alerts, dashboard, README.
 fn queries() -> Vec<PathBuf> {
     let folder = root().join("deploy/monitoring");
     let files = fs::read_dir(&folder).expect("deploy/monitoring").map(|file| file.unwrap().path());
@@ -175,7 +192,7 @@ fn queries() -> Vec<PathBuf> {
     files
 }
 
-/// Everything in `text` that looks like a metric of ours, with the labels asked of it.
+/// Every metric of jackstay that `text` names, with the labels of its selector.
 fn metrics_in(text: &str) -> Vec<(String, Vec<(String, String)>)> {
     let is_name = |c: char| c.is_ascii_alphanumeric() || c == '_';
     let mut found = Vec::new();
@@ -198,7 +215,7 @@ fn metrics_in(text: &str) -> Vec<(String, Vec<(String, String)>)> {
 }
 
 #[test]
-fn dashboard_and_alerts_ask_for_metrics_and_labels_that_exist() {
+fn dashboard_alerts_and_readme_name_existing_metrics_and_labels() {
     let files = queries();
     assert!(files.len() >= 3, "scrape, alerts and dashboard: {files:?}");
     let mut wrong = Vec::new();

@@ -28,7 +28,7 @@ use jackstay::doctor::findings::{Cause, Finding, Level, judge};
 use jackstay::doctor::observations::{Observations, Source, Step};
 use jackstay::doctor::report;
 use jackstay::doctor::target::{Files, Place, Plan, Target, Trust};
-use jackstay::kubeconfig::access::Server;
+use jackstay::kubeconfig::ServerUrl;
 use socket2::{Domain, Socket, Type};
 
 /// Long enough for a slow machine; nothing waits for it to pass where things work.
@@ -69,7 +69,7 @@ impl World {
     fn plan(&self, addresses: &[SocketAddr]) -> Plan {
         let trust = Trust::of_files(&self.files()).unwrap();
         let target = |address: &SocketAddr| {
-            let server = Server::parse(&address.to_string()).unwrap();
+            let server = ServerUrl::parse(&address.to_string()).unwrap();
             Target::new(&server, Source::Given, None, &trust).unwrap()
         };
         Plan { targets: addresses.iter().map(target).collect(), ..Plan::default() }
@@ -162,7 +162,7 @@ fn certificates_that_are_wrong() {
     let trust = Trust::of_files(&other).unwrap();
     // The file has been read; put the right one back for the others.
     expired.pki.write_ca(expired.dir.path()).unwrap();
-    let server = Server::parse(&stranger.server.addr.to_string()).unwrap();
+    let server = ServerUrl::parse(&stranger.server.addr.to_string()).unwrap();
     let wrong_ca = Plan {
         targets: vec![Target::new(&server, Source::Given, None, &trust).unwrap()],
         ..Plan::default()
@@ -220,7 +220,7 @@ fn a_token_that_nobody_knows() {
         certificate: None,
         token: Some(token),
     });
-    let server = Server::parse(&world.server.addr.to_string()).unwrap();
+    let server = ServerUrl::parse(&world.server.addr.to_string()).unwrap();
     let target = Target::new(&server, Source::Given, None, &trust.unwrap()).unwrap();
     let (seen, found) = examine(Plan { targets: vec![target], ..Plan::default() }, 2);
     assert_first(&found, Cause::Unauthorized);
@@ -235,7 +235,7 @@ fn a_client_certificate_that_is_over() {
     let (cert_file, key_file) = old.write_to(world.dir.path(), "old").unwrap();
     let certificate = Some(CertPaths { cert_file, key_file });
     let trust = Trust::of_files(&Files { certificate, ..world.files() }).unwrap();
-    let server = Server::parse(&world.server.addr.to_string()).unwrap();
+    let server = ServerUrl::parse(&world.server.addr.to_string()).unwrap();
     let target = Target::new(&server, Source::Given, None, &trust).unwrap();
     let (_, found) = examine(Plan { targets: vec![target], ..Plan::default() }, 2);
     assert_first(&found, Cause::ClientCertificateExpired);
@@ -245,7 +245,7 @@ fn a_client_certificate_that_is_over() {
 fn name_servers_that_are_silent() {
     let world = World::new();
     let trust = Trust::of_files(&world.files()).unwrap();
-    let server = Server::parse("https://lb.example:6443").unwrap();
+    let server = ServerUrl::parse("https://lb.example:6443").unwrap();
     let named = Target::new(&server, Source::Given, None, &trust).unwrap();
     let mut plan = world.plan(&[world.server.addr]);
     plan.targets.push(named);
@@ -481,7 +481,7 @@ fn questions_to_name_servers_are_dropped() {
     let world = World::new();
     nft(&["udp", "tcp"].map(|protocol| format!("{protocol} dport 53 counter drop")));
     let trust = Trust::of_files(&world.files()).unwrap();
-    let server = Server::parse("https://lb.example:6443").unwrap();
+    let server = ServerUrl::parse("https://lb.example:6443").unwrap();
     let targets = vec![Target::new(&server, Source::Given, None, &trust).unwrap()];
     let server = SocketAddr::from((Ipv4Addr::LOCALHOST, 53));
     let resolver = Resolver::of_servers(vec![server]);

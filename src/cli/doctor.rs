@@ -13,8 +13,8 @@ use crate::config::{self, CertPaths, Overrides, parse_duration};
 use crate::doctor::dns::Resolver;
 use crate::doctor::target::{self, ExecPlugins, Files, Place, Plan, Target, Trust};
 use crate::doctor::{examine, findings, observations::Source, report};
-use crate::kubeconfig::access::{Access, Server};
-use crate::kubeconfig::load::{Places, Sources};
+use crate::kubeconfig::{KubeconfigFiles, KubeconfigPaths};
+use crate::kubeconfig::{ResolvedContext, ServerUrl};
 use crate::observe::words::counted;
 
 /// Bad usage, or an input that cannot be used.
@@ -123,9 +123,10 @@ fn plan(args: &DoctorArgs) -> Result<Plan, String> {
     };
     let mut trust = Trust::of_files(&files)?;
     if args.kubeconfig.is_some() || args.endpoints.is_empty() {
-        let sources = Sources::load(&Places::of_process(args.kubeconfig.clone()));
+        let sources = KubeconfigFiles::load(&KubeconfigPaths::from_env(args.kubeconfig.clone()));
         let tree = sources.map_err(|e| e.to_string())?.merged(None);
-        let access = Access::of(&tree, args.context.as_deref()).map_err(|e| e.to_string())?;
+        let access =
+            ResolvedContext::resolve(&tree, args.context.as_deref()).map_err(|e| e.to_string())?;
         let of_access = Trust::of_access(&access, ExecPlugins::Run, &mut plan.notes)?;
         let name = access.verified_name();
         plan.targets.push(Target::new(&access.server, Source::Given, Some(name), &of_access)?);
@@ -139,7 +140,7 @@ fn plan(args: &DoctorArgs) -> Result<Plan, String> {
         );
     }
     for endpoint in &args.endpoints {
-        let server = Server::parse(endpoint).map_err(|e| format!("--endpoint: {e}"))?;
+        let server = ServerUrl::parse(endpoint).map_err(|e| format!("--endpoint: {e}"))?;
         let name = args.server_name.as_deref();
         plan.targets.push(Target::new(&server, Source::Given, name, &trust)?);
     }

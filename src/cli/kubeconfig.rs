@@ -18,11 +18,11 @@ use clap::{Args, ValueEnum};
 use self::apiservers::Apiservers;
 use super::check;
 use crate::config::{self, Overrides};
-use crate::kubeconfig::access::{Access, Server};
-use crate::kubeconfig::load::{Error, Places, Sources, entry_mut};
-use crate::kubeconfig::moved::{self, Change, Target, Trust};
-use crate::kubeconfig::setup::{self, Mode, Output, Plan, Request};
+use crate::kubeconfig::moved::{self, ClientTrust, KeyChange, LocalEndpoint};
+use crate::kubeconfig::setup::{self, Mode, OutputFile, SetupPlan, SetupRequest};
 use crate::kubeconfig::tree::{Node, emit};
+use crate::kubeconfig::{Error, KubeconfigFiles, KubeconfigPaths, entry_mut};
+use crate::kubeconfig::{ResolvedContext, ServerUrl};
 use crate::net::whole_file::{self, PRIVATE};
 
 /// Bad usage, or a kubeconfig that cannot be used.
@@ -96,7 +96,7 @@ enum ModeArg {
 
 /// Runs the command.
 pub(super) fn run(args: &KubeconfigArgs) -> ExitCode {
-    let places = Places::of_process(args.input.clone());
+    let places = KubeconfigPaths::from_env(args.input.clone());
     let mut text = Vec::new();
     let result = perform(args, &places, &mut text);
     let _ = io::stdout().lock().write_all(&text);
@@ -126,20 +126,24 @@ impl From<Error> for Failure {
     }
 }
 
-fn perform(args: &KubeconfigArgs, places: &Places, out: &mut Vec<u8>) -> Result<(), Failure> {
-    let sources = Sources::load(places)?;
+fn perform(
+    args: &KubeconfigArgs,
+    places: &KubeconfigPaths,
+    out: &mut Vec<u8>,
+) -> Result<(), Failure> {
+    let sources = KubeconfigFiles::load(places)?;
     if args.revert {
         return revert::run(args, &sources, out);
     }
-    let access = Access::of(&sources.merged(None), args.context.as_deref())?;
+    let access = ResolvedContext::resolve(&sources.merged(None), args.context.as_deref())?;
     let place = places_to_write(args, &sources, &access)?;
-    let address = Server::parse(&args.server).map_err(|e| Failure::Input(format!("--{e}")))?;
+    let address = ServerUrl::parse(&args.server).map_err(|e| Failure::Input(format!("--{e}")))?;
     if !address.path.is_empty() || !args.server.contains(&format!(":{}", address.port)) {
         let text = format!("--server {}: write it as 127.0.0.1:7443", args.server);
         return Err(Failure::Input(text));
     }
     if args.local_ca.is_none()
-        && address == (Server { path: String::new(), ..access.server.clone() })
+        && address == (ServerUrl { path: String::new(), ..access.server.clone() })
     {
         let text = format!(
             "cluster {:?} is at {} already, and was not moved there by jackstay: requests would go \
@@ -158,16 +162,16 @@ fn perform(args: &KubeconfigArgs, places: &Places, out: &mut Vec<u8>) -> Result<
         Some(file) => Some(setup::plan(&access, &request(args, &address, file, &apiservers)?)?),
     };
     let trust = trust(args, &access, &address, plan.as_ref(), &apiservers.names.client)?;
-    let target = Target { address: address.address(), trust };
+    let target = LocalEndpoint { address: address.address(), trust };
 
     let (text, changes) = moved_text(args, &sources, &access, &place, &target)?;
-    let kubeconfig = Output {
+    let kubeconfig = OutputFile {
         path: place.kubeconfig.clone(),
         bytes: text.into_bytes(),
         mode: PRIVATE,
         what: "the kubeconfig",
     };
-    let files: Vec<&Output> =
+    let files: Vec<&OutputFile> =
         plan.iter().flat_map(|plan| &plan.files).chain([&kubeconfig]).collect();
     if let Some(config) = plan.iter().flat_map(|plan| &plan.files).last() {
         config::validate_text(&config.path, &String::from_utf8_lossy(&config.bytes))
@@ -203,8 +207,8 @@ struct Place {
 
 fn places_to_write(
     args: &KubeconfigArgs,
-    sources: &Sources,
-    access: &Access,
+    sources: &KubeconfigFiles,
+    access: &ResolvedContext,
 ) -> Result<Place, Failure> {
     let absolute = |path: &Path| {
         std::path::absolute(path).map_err(|e| Failure::Input(format!("{}: {e}", path.display())))
@@ -236,10 +240,10 @@ fn directory_beside(kubeconfig: &Path) -> PathBuf {
 
 fn request(
     args: &KubeconfigArgs,
-    address: &Server,
+    address: &ServerUrl,
     config: &Path,
     apiservers: &Apiservers,
-) -> Result<Request, Failure> {
+) -> Result<SetupRequest, Failure> {
     let absolute = |file: &Option<PathBuf>| {
         file.as_deref()
             .map(std::path::absolute)
@@ -250,7 +254,7 @@ fn request(
         let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
         name.trim().to_lowercase()
     };
-    Ok(Request {
+    Ok(SetupRequest {
         mode: match args.mode {
             Some(ModeArg::Terminate) => Mode::Terminate,
             Some(ModeArg::Passthrough) | None => Mode::Passthrough,
@@ -270,32 +274,32 @@ fn request(
 /// What clients verify at the local endpoint.
 fn trust(
     args: &KubeconfigArgs,
-    access: &Access,
-    address: &Server,
-    plan: Option<&Plan>,
+    access: &ResolvedContext,
+    address: &ServerUrl,
+    plan: Option<&SetupPlan>,
     name: &str,
-) -> Result<Trust, Failure> {
+) -> Result<ClientTrust, Failure> {
     if let Some(ca) = plan.and_then(|plan| plan.local_ca.clone()) {
-        return Ok(Trust::Local(ca));
+        return Ok(ClientTrust::Local(ca));
     }
     if let Some(file) = &args.local_ca {
         let ca = std::fs::read(file)
             .map_err(|e| Failure::Input(format!("cannot read {}: {e}", file.display())))?;
-        return Ok(Trust::Local(ca));
+        return Ok(ClientTrust::Local(ca));
     }
     // Nothing is verified, or the URL holds the name already.
     let needless = access.insecure || name == address.host;
-    Ok(Trust::Apiserver((!needless).then(|| name.to_owned())))
+    Ok(ClientTrust::Apiserver((!needless).then(|| name.to_owned())))
 }
 
 /// The kubeconfig as it will be written, and what is different in its cluster.
 fn moved_text(
     args: &KubeconfigArgs,
-    sources: &Sources,
-    access: &Access,
+    sources: &KubeconfigFiles,
+    access: &ResolvedContext,
     place: &Place,
-    target: &Target,
-) -> Result<(String, Vec<Change>), Failure> {
+    target: &LocalEndpoint,
+) -> Result<(String, Vec<KeyChange>), Failure> {
     let of_cluster = sources.file_of_cluster(&access.cluster).filter(|_| place.is_input);
     let mut tree = match of_cluster {
         // kubectl, too, writes to the file that an entry came from.
@@ -313,7 +317,7 @@ fn moved_text(
 
 /// A file that is there and says something else is somebody's, unless the user says otherwise.
 fn refuse_to_overwrite(
-    files: &[&Output],
+    files: &[&OutputFile],
     args: &KubeconfigArgs,
     place: &Place,
 ) -> Result<(), Failure> {
@@ -356,7 +360,7 @@ fn obstacle(path: &Path) -> Option<String> {
         .then(|| format!("{} is a file, so that {place} cannot be written", nearest.display()))
 }
 
-fn write(file: &Output, out: &mut Vec<u8>) -> Result<(), Failure> {
+fn write(file: &OutputFile, out: &mut Vec<u8>) -> Result<(), Failure> {
     let shown = file.path.display();
     if std::fs::read(&file.path).is_ok_and(|bytes| bytes == file.bytes) {
         say(out, &format!("unchanged {shown}: {}", file.what));
@@ -390,16 +394,22 @@ fn say(out: &mut Vec<u8>, line: &str) {
 }
 
 /// What the user should know: of the files, of the endpoints, and of the name that clients verify.
-fn notes(apiservers: &Apiservers, plan: Option<&Plan>, trust: &Trust) -> Vec<String> {
+fn notes(apiservers: &Apiservers, plan: Option<&SetupPlan>, trust: &ClientTrust) -> Vec<String> {
     let mut notes: Vec<String> = plan.iter().flat_map(|plan| plan.notes.clone()).collect();
     notes.extend(apiservers.notes.iter().chain(&apiservers.names.notes).cloned());
-    if matches!(trust, Trust::Apiserver(Some(_))) {
+    if matches!(trust, ClientTrust::Apiserver(Some(_))) {
         notes.extend(apiservers.names.client_notes.iter().cloned());
     }
     notes
 }
 
-fn tell(access: &Access, place: &Place, changes: &[Change], notes: &[String], out: &mut Vec<u8>) {
+fn tell(
+    access: &ResolvedContext,
+    place: &Place,
+    changes: &[KeyChange],
+    notes: &[String],
+    out: &mut Vec<u8>,
+) {
     say(out, &format!("cluster {:?} of context {:?}:", access.cluster, access.context));
     for change in changes {
         say(out, &format!("  {change}"));

@@ -50,7 +50,7 @@ enum Command {
     Check(CheckArgs),
     /// Show it at work: three small apiservers, jackstay in front, faults on a schedule.
     Demo(demo::DemoArgs),
-    /// Move a kubeconfig to the local endpoint, and write the configuration for it.
+    /// Write a kubeconfig that points at jackstay, and the configuration for it.
     Kubeconfig(kubeconfig::KubeconfigArgs),
     /// Examine the way to the apiservers, before installation and in trouble.
     Doctor(doctor::DoctorArgs),

@@ -17,8 +17,8 @@ use super::members;
 use super::observations::{Failure, Kind, Resolved, Source, Step};
 use super::probe::{Clock, Opened, open};
 use super::target::{Target, Trust};
-use crate::kubeconfig::access::Server;
-use crate::kubeconfig::names::CertificateNames;
+use crate::kubeconfig::CertificateNames;
+use crate::kubeconfig::ServerUrl;
 use crate::net::local_ca::names_of;
 
 /// How long one apiserver may take with all of it: the name, the connection and the request. One
@@ -28,11 +28,11 @@ const LIMIT: Duration = Duration::from_secs(5);
 /// What to look at.
 pub struct SurveyRequest<'a> {
     /// The apiserver of the kubeconfig.
-    pub own: &'a Server,
+    pub own: &'a ServerUrl,
     /// The name that its clients verify.
     pub verified_name: &'a str,
     /// Other apiservers of the cluster.
-    pub others: &'a [Server],
+    pub others: &'a [ServerUrl],
     /// What to verify them with, and what to show to the first.
     pub trust: &'a Trust,
     /// Whether the first is asked for the apiservers of the cluster.

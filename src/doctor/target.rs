@@ -14,8 +14,8 @@ use super::observations::Source;
 use super::probe::Peer;
 use super::verify::Verifier;
 use crate::config::{CertPaths, Config, Upstream};
-use crate::kubeconfig::access::{Access, Credential, Pem, Server, read_pem};
-use crate::kubeconfig::setup::system_cas;
+use crate::kubeconfig::system_cas;
+use crate::kubeconfig::{Credential, PemSource, ResolvedContext, ServerUrl};
 use crate::net::tls_files::{CertInfo, LoadedCert, ca_from_pem, cert_from_pem, load_ca, load_cert};
 
 /// How one endpoint is examined.
@@ -121,7 +121,7 @@ impl Trust {
     /// # Errors
     /// A file or a datum cannot be read.
     pub fn of_access(
-        access: &Access,
+        access: &ResolvedContext,
         plugins: ExecPlugins,
         notes: &mut Vec<String>,
     ) -> Result<Self, String> {
@@ -129,8 +129,8 @@ impl Trust {
         let place = PathBuf::from(format!("cluster {:?} of the kubeconfig", access.cluster));
         match &access.ca {
             Some(ca) => {
-                let pem = read_pem(ca).map_err(|e| e.to_string())?;
-                let origin = if let Pem::File(file) = ca { file } else { &place };
+                let pem = ca.read().map_err(|e| e.to_string())?;
+                let origin = if let PemSource::File(file) = ca { file } else { &place };
                 trust.roots = Some(ca_from_pem(origin, &pem).map_err(|e| e.to_string())?.roots);
             }
             None if access.insecure => notes.push(
@@ -149,11 +149,11 @@ impl Trust {
         match &access.credential {
             Credential::Certificate(certificate, key) => {
                 let user = PathBuf::from(format!("user {:?} of the kubeconfig", access.user));
-                let origin = |pem: &Pem| match pem {
-                    Pem::File(file) => file.clone(),
-                    Pem::Inline(_) => user.clone(),
+                let origin = |pem: &PemSource| match pem {
+                    PemSource::File(file) => file.clone(),
+                    PemSource::Inline(_) => user.clone(),
                 };
-                let read = |pem: &Pem| read_pem(pem).map_err(|e| e.to_string());
+                let read = |pem: &PemSource| pem.read().map_err(|e| e.to_string());
                 let (cert_pem, key_pem) = (read(certificate)?, read(key)?);
                 let loaded =
                     cert_from_pem((&origin(certificate), &cert_pem), (&origin(key), &key_pem));
@@ -230,7 +230,7 @@ impl Target {
     /// # Errors
     /// The name cannot be verified in a certificate.
     pub fn new(
-        server: &Server,
+        server: &ServerUrl,
         source: Source,
         server_name: Option<&str>,
         trust: &Trust,
@@ -271,7 +271,7 @@ impl Target {
     /// certificate holds the name of its Service.
     pub(super) fn sibling(&self, address: SocketAddr) -> Result<Self, String> {
         let server =
-            Server { host: address.ip().to_string(), port: address.port(), path: String::new() };
+            ServerUrl { host: address.ip().to_string(), port: address.port(), path: String::new() };
         Self::new(&server, Source::Cluster, Some("kubernetes.default.svc"), &self.trust)
     }
 }
@@ -286,7 +286,7 @@ pub fn of_config(config: &Config) -> Result<Plan, String> {
         let trust = Trust::of_upstream(config, upstream)?;
         for endpoint in &upstream.endpoints {
             let server =
-                Server { host: endpoint.host.clone(), port: endpoint.port, path: String::new() };
+                ServerUrl { host: endpoint.host.clone(), port: endpoint.port, path: String::new() };
             let name = upstream.tls.server_name.as_deref();
             plan.targets.push(Target::new(&server, Source::Given, name, &trust)?);
         }

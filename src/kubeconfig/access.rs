@@ -3,13 +3,13 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use super::exec::Plugin;
+use super::exec::ExecPlugin;
 use super::load::{Error, entry, names};
 use super::tree::Node;
 
 /// Where the apiserver is.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Server {
+pub struct ServerUrl {
     /// Name or IP address, without brackets.
     pub host: String,
     /// Port; 443 if the URL names none.
@@ -18,7 +18,7 @@ pub struct Server {
     pub path: String,
 }
 
-impl Server {
+impl ServerUrl {
     /// Reads the `server` of a cluster.
     ///
     /// # Errors
@@ -79,7 +79,7 @@ impl Server {
     }
 }
 
-impl fmt::Display for Server {
+impl fmt::Display for ServerUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "https://{}{}", self.address(), self.path)
     }
@@ -87,14 +87,14 @@ impl fmt::Display for Server {
 
 /// PEM, in the kubeconfig or beside it.
 #[derive(Clone, PartialEq, Eq)]
-pub enum Pem {
+pub enum PemSource {
     /// In the kubeconfig.
     Inline(Vec<u8>),
     /// In a file.
     File(PathBuf),
 }
 
-impl fmt::Debug for Pem {
+impl fmt::Debug for PemSource {
     /// Without what is inline: it may be a key.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -110,13 +110,13 @@ pub enum Credential {
     /// Nothing.
     Anonymous,
     /// A client certificate and its key.
-    Certificate(Pem, Pem),
+    Certificate(PemSource, PemSource),
     /// A bearer token in the kubeconfig.
     Token(String),
     /// A bearer token in a file.
     TokenFile(PathBuf),
     /// A plugin that yields one or the other.
-    Exec(Plugin),
+    Exec(ExecPlugin),
     /// Something else that travels in a header (basic, auth-provider).
     Other(&'static str),
 }
@@ -144,7 +144,7 @@ impl Credential {
 
 /// One context, resolved.
 #[derive(Debug, Clone)]
-pub struct Access {
+pub struct ResolvedContext {
     /// Name of the context.
     pub context: String,
     /// Name of its cluster.
@@ -152,9 +152,9 @@ pub struct Access {
     /// Name of its user.
     pub user: String,
     /// Where the apiserver is: before the move, if the cluster was moved.
-    pub server: Server,
+    pub server: ServerUrl,
     /// What its certificate must chain to; `None`: the system's CAs.
-    pub ca: Option<Pem>,
+    pub ca: Option<PemSource>,
     /// The name its certificate must hold, if not the host's.
     pub tls_server_name: Option<String>,
     /// Verification is switched off.
@@ -165,12 +165,12 @@ pub struct Access {
     pub credential: Credential,
 }
 
-impl Access {
+impl ResolvedContext {
     /// Resolves a context of a tree whose paths are absolute; default is the current context.
     ///
     /// # Errors
     /// What is missing or cannot be understood.
-    pub fn of(tree: &Node, context: Option<&str>) -> Result<Self, Error> {
+    pub fn resolve(tree: &Node, context: Option<&str>) -> Result<Self, Error> {
         let all = |list| match names(tree, list).as_slice() {
             [] => "there is none".to_owned(),
             names => format!("there is {}", names.join(", ")),
@@ -200,7 +200,7 @@ impl Access {
             context: context.to_owned(),
             cluster: cluster.to_owned(),
             user: user.to_owned(),
-            server: Server::parse(server).map_err(at)?,
+            server: ServerUrl::parse(server).map_err(at)?,
             ca: pem(before, "certificate-authority").map_err(at)?,
             tls_server_name: before.str("tls-server-name").map(ToOwned::to_owned),
             insecure: before.is_true("insecure-skip-tls-verify"),
@@ -227,7 +227,7 @@ fn credential(user: &Node) -> Result<Credential, String> {
         (None, None) => match (user.str("tokenFile"), user.str("token"), user.get("exec")) {
             (Some(file), ..) => Credential::TokenFile(PathBuf::from(file)),
             (None, Some(token), _) => Credential::Token(token.to_owned()),
-            (None, None, Some(exec @ Node::Map(_))) => Credential::Exec(Plugin::of(exec)?),
+            (None, None, Some(exec @ Node::Map(_))) => Credential::Exec(ExecPlugin::of(exec)?),
             _ if user.str("username").is_some() => Credential::Other("a password"),
             _ if user.get("auth-provider").is_some_and(|p| !p.is_empty()) => {
                 Credential::Other("an auth-provider")
@@ -238,14 +238,14 @@ fn credential(user: &Node) -> Result<Credential, String> {
 }
 
 /// `KEY-data`, which wins, or `KEY`.
-fn pem(node: &Node, key: &str) -> Result<Option<Pem>, String> {
+fn pem(node: &Node, key: &str) -> Result<Option<PemSource>, String> {
     if let Some(data) = node.str(&format!("{key}-data")) {
         let data: String = data.split_ascii_whitespace().collect();
         return decode(&data)
-            .map(|bytes| Some(Pem::Inline(bytes)))
+            .map(|bytes| Some(PemSource::Inline(bytes)))
             .ok_or_else(|| format!("{key}-data is not base64"));
     }
-    Ok(node.str(key).map(|path| Pem::File(PathBuf::from(path))))
+    Ok(node.str(key).map(|path| PemSource::File(PathBuf::from(path))))
 }
 
 /// Standard base64 with padding (RFC 4648 section 4), which is what Go's `[]byte` is in JSON.
@@ -292,14 +292,16 @@ pub fn encode(bytes: &[u8]) -> String {
     out
 }
 
-/// The bytes of a PEM, wherever they are.
-///
-/// # Errors
-/// The file cannot be read.
-pub fn read_pem(pem: &Pem) -> Result<Vec<u8>, Error> {
-    match pem {
-        Pem::Inline(bytes) => Ok(bytes.clone()),
-        Pem::File(path) => read_file(path),
+impl PemSource {
+    /// The PEM bytes.
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    pub fn read(&self) -> Result<Vec<u8>, Error> {
+        match self {
+            Self::Inline(bytes) => Ok(bytes.clone()),
+            Self::File(path) => read_file(path),
+        }
     }
 }
 
@@ -326,7 +328,7 @@ mod tests {
             ("lb.example:8443", "lb.example:8443", "https://lb.example:8443"),
             ("https://r/k8s/clusters/c-1", "r:443", "https://r:443/k8s/clusters/c-1"),
         ] {
-            let server = Server::parse(text).unwrap();
+            let server = ServerUrl::parse(text).unwrap();
             assert_eq!((server.address().as_str(), server.to_string().as_str()), (address, shown));
         }
         for text in [
@@ -341,7 +343,7 @@ mod tests {
             "https://[::1",
             "https://h:99999",
         ] {
-            assert!(Server::parse(text).is_err(), "{text}");
+            assert!(ServerUrl::parse(text).is_err(), "{text}");
         }
     }
 
@@ -388,7 +390,9 @@ mod tests {
                     clusters: [{name: c, cluster: {server: 'https://h:1', \
                     insecure-skip-tls-verify: true}}]\n";
         let mut tree = parse(text).unwrap().unwrap();
-        let of = |tree: &Node, context| Access::of(tree, context).map_err(|e| e.to_string());
+        let of = |tree: &Node, context| {
+            ResolvedContext::resolve(tree, context).map_err(|e| e.to_string())
+        };
         assert_eq!(
             of(&tree, None).unwrap_err(),
             "no current-context: choose one with --context (there is a, b)"

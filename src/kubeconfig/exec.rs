@@ -14,7 +14,7 @@ const MAX_ANSWER: usize = 1 << 20;
 
 /// The `exec` of a user.
 #[derive(Clone, PartialEq, Eq)]
-pub struct Plugin {
+pub struct ExecPlugin {
     /// What is run.
     pub command: String,
     args: Vec<String>,
@@ -22,23 +22,23 @@ pub struct Plugin {
     api_version: String,
 }
 
-impl fmt::Debug for Plugin {
+impl fmt::Debug for ExecPlugin {
     /// Without arguments and variables: people put secrets there.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Plugin({:?})", self.command)
+        write!(f, "ExecPlugin({:?})", self.command)
     }
 }
 
 /// What a plugin yielded; either part, or both.
 #[derive(Clone, PartialEq, Eq, Default)]
-pub struct Yielded {
+pub struct ExecCredential {
     /// A bearer token.
     pub token: Option<String>,
     /// A client certificate and its key, PEM.
     pub certificate: Option<(String, String)>,
 }
 
-impl Plugin {
+impl ExecPlugin {
     /// Reads the `exec` of a user.
     ///
     /// # Errors
@@ -64,7 +64,7 @@ impl Plugin {
     ///
     /// # Errors
     /// It cannot be run, it fails, or it yields no credential.
-    pub fn run(&self) -> Result<Yielded, String> {
+    pub fn run(&self) -> Result<ExecCredential, String> {
         let fail = |why: String| format!("the exec plugin {:?} {why}", self.command);
         let info = json!({
             "apiVersion": self.api_version, "kind": "ExecCredential",
@@ -89,8 +89,9 @@ impl Plugin {
             .map_err(|_| fail("did not answer with an ExecCredential".to_owned()))?;
         let text = |key: &str| answer["status"][key].as_str().map(ToOwned::to_owned);
         let pair = text("clientCertificateData").zip(text("clientKeyData"));
-        let yielded = Yielded { token: text("token").filter(|t| !t.is_empty()), certificate: pair };
-        if yielded == Yielded::default() {
+        let yielded =
+            ExecCredential { token: text("token").filter(|t| !t.is_empty()), certificate: pair };
+        if yielded == ExecCredential::default() {
             return Err(fail("yielded neither a token nor a certificate".to_owned()));
         }
         Ok(yielded)
@@ -102,14 +103,14 @@ mod tests {
     use super::*;
     use crate::kubeconfig::tree::parse;
 
-    fn plugin(script: &str) -> Plugin {
+    fn plugin(script: &str) -> ExecPlugin {
         let exec = Node::Map(vec![
             ("apiVersion".into(), Node::text("client.authentication.k8s.io/v1beta1")),
             ("command".into(), Node::text("/bin/sh")),
             ("args".into(), Node::List(vec![Node::text("-c"), Node::text(script)])),
             ("env".into(), parse("[{name: WHO, value: me}]").unwrap().unwrap()),
         ]);
-        Plugin::of(&exec).unwrap()
+        ExecPlugin::of(&exec).unwrap()
     }
 
     #[test]
@@ -134,9 +135,9 @@ mod tests {
             let error = plugin(script).run().err().unwrap();
             assert!(error.contains(expected) && !error.contains("hush"), "{error}");
         }
-        let gone = Plugin { command: "/none/such".into(), ..plugin("") };
+        let gone = ExecPlugin { command: "/none/such".into(), ..plugin("") };
         assert!(gone.run().err().unwrap().contains("cannot be run"));
         assert!(!format!("{:?}", plugin("--token hush")).contains("hush"));
-        assert!(Plugin::of(&Node::map()).is_err());
+        assert!(ExecPlugin::of(&Node::map()).is_err());
     }
 }

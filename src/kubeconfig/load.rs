@@ -55,7 +55,7 @@ impl std::error::Error for Error {}
 
 /// Where to look.
 #[derive(Debug, Clone, Default)]
-pub struct Places {
+pub struct KubeconfigPaths {
     /// The file that was named.
     pub file: Option<PathBuf>,
     /// `$KUBECONFIG`.
@@ -64,9 +64,9 @@ pub struct Places {
     pub home: Option<PathBuf>,
 }
 
-impl Places {
+impl KubeconfigPaths {
     /// What this process's environment says, unless a file was named.
-    pub fn of_process(file: Option<PathBuf>) -> Self {
+    pub fn from_env(file: Option<PathBuf>) -> Self {
         let variable = std::env::var_os("KUBECONFIG");
         Self {
             file,
@@ -89,14 +89,14 @@ pub struct Source {
 
 /// The files a kubeconfig is made of, first the one that wins.
 #[derive(Debug, Clone)]
-pub struct Sources(Vec<Source>);
+pub struct KubeconfigFiles(Vec<Source>);
 
-impl Sources {
+impl KubeconfigFiles {
     /// Reads the files.
     ///
     /// # Errors
     /// A file that must exist does not, or one cannot be read or understood.
-    pub fn load(places: &Places) -> Result<Self, Error> {
+    pub fn load(places: &KubeconfigPaths) -> Result<Self, Error> {
         let default = places.home.as_ref().map(|home| home.join(".kube/config"));
         let listed: Vec<PathBuf> = match (&places.file, &places.variable) {
             (None, Some(variable)) => {
@@ -306,9 +306,13 @@ mod tests {
         path
     }
 
-    fn load(file: Option<PathBuf>, variable: Option<&str>, home: &Path) -> Result<Sources, Error> {
+    fn load(
+        file: Option<PathBuf>,
+        variable: Option<&str>,
+        home: &Path,
+    ) -> Result<KubeconfigFiles, Error> {
         let variable = variable.map(ToOwned::to_owned);
-        Sources::load(&Places { file, variable, home: Some(home.to_owned()) })
+        KubeconfigFiles::load(&KubeconfigPaths { file, variable, home: Some(home.to_owned()) })
     }
 
     #[test]

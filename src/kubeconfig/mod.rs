@@ -8,10 +8,16 @@
 //! * [`names`] chooses the name that is verified in the apiservers' certificates.
 //! * [`setup`] makes the files that a jackstay between the two needs.
 
-pub mod access;
-pub mod exec;
-pub mod load;
+mod access;
+mod exec;
+mod load;
 pub mod moved;
 pub mod names;
 pub mod setup;
 pub mod tree;
+
+pub use access::{Credential, PemSource, ResolvedContext, ServerUrl, decode};
+pub use exec::{ExecCredential, ExecPlugin};
+pub use load::{Error, KubeconfigFiles, KubeconfigPaths, entry, entry_mut, names};
+pub use names::CertificateNames;
+pub use setup::system_cas;

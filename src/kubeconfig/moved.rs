@@ -6,7 +6,7 @@
 
 use std::fmt;
 
-use super::access::{Server, encode};
+use super::access::{ServerUrl, encode};
 use super::tree::Node;
 
 /// Name of our extension.
@@ -24,16 +24,16 @@ const KEYS: [&str; 6] = [
 
 /// Where a cluster goes.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Target {
+pub struct LocalEndpoint {
     /// Host and port of the local endpoint.
     pub address: String,
     /// How clients verify what answers there.
-    pub trust: Trust,
+    pub trust: ClientTrust,
 }
 
 /// How clients verify what answers at the local endpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Trust {
+pub enum ClientTrust {
     /// As before: the apiserver itself answers, and its certificate must hold this name. `None`
     /// where the name in the URL is the one in the certificate.
     Apiserver(Option<String>),
@@ -43,7 +43,7 @@ pub enum Trust {
 
 /// One key that is different now.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Change {
+pub struct KeyChange {
     /// The key.
     pub key: &'static str,
     /// Its value before, for people.
@@ -52,7 +52,7 @@ pub struct Change {
     pub to: Option<String>,
 }
 
-impl fmt::Display for Change {
+impl fmt::Display for KeyChange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (&self.from, &self.to) {
             (Some(from), Some(to)) => write!(f, "{}: {from} -> {to}", self.key),
@@ -77,7 +77,7 @@ pub fn original_mut(cluster: &mut Node) -> Option<&mut Node> {
 }
 
 /// Moves a cluster; `server` is where it was, for the path of its URL.
-pub fn apply(cluster: &mut Node, server: &Server, target: &Target) -> Vec<Change> {
+pub fn apply(cluster: &mut Node, server: &ServerUrl, target: &LocalEndpoint) -> Vec<KeyChange> {
     let before = cluster.clone();
     restore(cluster);
     let mut was = Node::map();
@@ -90,9 +90,9 @@ pub fn apply(cluster: &mut Node, server: &Server, target: &Target) -> Vec<Change
     // It led to the apiserver; nothing is between a client and its own loopback.
     cluster.remove("proxy-url");
     match &target.trust {
-        Trust::Apiserver(Some(name)) => cluster.set("tls-server-name", Node::text(name)),
-        Trust::Apiserver(None) => {}
-        Trust::Local(ca) => {
+        ClientTrust::Apiserver(Some(name)) => cluster.set("tls-server-name", Node::text(name)),
+        ClientTrust::Apiserver(None) => {}
+        ClientTrust::Local(ca) => {
             cluster.remove("certificate-authority");
             cluster.remove("insecure-skip-tls-verify");
             cluster.remove("tls-server-name");
@@ -111,7 +111,7 @@ pub fn apply(cluster: &mut Node, server: &Server, target: &Target) -> Vec<Change
 }
 
 /// Moves a cluster back; no changes if it was not moved.
-pub fn revert(cluster: &mut Node) -> Vec<Change> {
+pub fn revert(cluster: &mut Node) -> Vec<KeyChange> {
     let before = cluster.clone();
     restore(cluster);
     changes(&before, cluster)
@@ -134,7 +134,7 @@ fn restore(cluster: &mut Node) {
     }
 }
 
-fn changes(before: &Node, after: &Node) -> Vec<Change> {
+fn changes(before: &Node, after: &Node) -> Vec<KeyChange> {
     let shown = |node: &Node, key: &str| {
         let text = node.get(key)?.as_str()?;
         let inline = key.ends_with("-data");
@@ -142,7 +142,7 @@ fn changes(before: &Node, after: &Node) -> Vec<Change> {
     };
     let differs = |key: &&&str| before.get(key) != after.get(key);
     let change =
-        |key: &&'static str| Change { key, from: shown(before, key), to: shown(after, key) };
+        |key: &&'static str| KeyChange { key, from: shown(before, key), to: shown(after, key) };
     KEYS.iter().filter(differs).map(change).collect()
 }
 
@@ -167,20 +167,20 @@ extensions:
         parse(text).unwrap().unwrap()
     }
 
-    fn server(cluster: &Node) -> Server {
-        Server::parse(original(cluster).unwrap_or(cluster).str("server").unwrap()).unwrap()
+    fn server(cluster: &Node) -> ServerUrl {
+        ServerUrl::parse(original(cluster).unwrap_or(cluster).str("server").unwrap()).unwrap()
     }
 
-    fn moved(cluster: &mut Node, trust: Trust) -> Vec<String> {
+    fn moved(cluster: &mut Node, trust: ClientTrust) -> Vec<String> {
         let at = server(cluster);
-        let target = Target { address: "127.0.0.1:7443".into(), trust };
+        let target = LocalEndpoint { address: "127.0.0.1:7443".into(), trust };
         apply(cluster, &at, &target).iter().map(ToString::to_string).collect()
     }
 
     #[test]
     fn to_the_apiserver_and_back() {
         let mut node = cluster(CLUSTER);
-        let changes = moved(&mut node, Trust::Apiserver(Some("lb.example".into())));
+        let changes = moved(&mut node, ClientTrust::Apiserver(Some("lb.example".into())));
         assert_eq!(
             changes,
             [
@@ -206,7 +206,7 @@ extensions:
     #[test]
     fn to_a_local_ca_twice_and_back() {
         let mut node = cluster("server: https://10.0.0.1:6443\ninsecure-skip-tls-verify: true\n");
-        let changes = moved(&mut node, Trust::Local(b"one".to_vec()));
+        let changes = moved(&mut node, ClientTrust::Local(b"one".to_vec()));
         assert_eq!(
             changes,
             [
@@ -215,9 +215,9 @@ extensions:
                 "insecure-skip-tls-verify: removed (was true)",
             ]
         );
-        let again = moved(&mut node, Trust::Local(b"two".to_vec()));
+        let again = moved(&mut node, ClientTrust::Local(b"two".to_vec()));
         assert_eq!(again, ["certificate-authority-data: a CA of 3 bytes -> a CA of 3 bytes"]);
-        moved(&mut node, Trust::Apiserver(Some("10.0.0.1".into())));
+        moved(&mut node, ClientTrust::Apiserver(Some("10.0.0.1".into())));
         assert!(node.is_true("insecure-skip-tls-verify"));
         assert_eq!(original(&node).unwrap().str("server"), Some("https://10.0.0.1:6443"));
         revert(&mut node);

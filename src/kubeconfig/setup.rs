@@ -15,7 +15,7 @@ use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 use rustls::server::WebPkiClientVerifier;
 
-use super::access::{Access, Credential, Pem, read_pem};
+use super::access::{Credential, PemSource, ResolvedContext};
 use super::load::Error;
 use super::tree::{Node, emit};
 use crate::net::whole_file::{PRIVATE, PUBLIC};
@@ -46,7 +46,7 @@ pub enum Mode {
 
 /// What the user asked for.
 #[derive(Debug, Clone)]
-pub struct Request {
+pub struct SetupRequest {
     /// L4 or L7.
     pub mode: Mode,
     /// The local endpoint as clients will name it.
@@ -71,7 +71,7 @@ pub struct Request {
 
 /// A file to write.
 #[derive(Clone, PartialEq, Eq)]
-pub struct Output {
+pub struct OutputFile {
     /// Where.
     pub path: PathBuf,
     /// What.
@@ -83,9 +83,9 @@ pub struct Output {
 }
 
 /// What a jackstay for this access needs.
-pub struct Plan {
+pub struct SetupPlan {
     /// The files, the configuration last.
-    pub files: Vec<Output>,
+    pub files: Vec<OutputFile>,
     /// The local CA, PEM, that clients are to trust (terminate only).
     pub local_ca: Option<Vec<u8>>,
     /// What the user should know.
@@ -96,9 +96,9 @@ pub struct Plan {
 ///
 /// # Errors
 /// What cannot be made of this kubeconfig, and what to do about it.
-pub fn plan(access: &Access, request: &Request) -> Result<Plan, Error> {
+pub fn plan(access: &ResolvedContext, request: &SetupRequest) -> Result<SetupPlan, Error> {
     let dir = request.config.parent().unwrap_or(Path::new("/"));
-    let mut plan = Plan { files: Vec::new(), local_ca: None, notes: Vec::new() };
+    let mut plan = SetupPlan { files: Vec::new(), local_ca: None, notes: Vec::new() };
     let binds = binds(&request.host, request.port)?;
     let ca_file = cluster_ca(access, request, dir, &mut plan)?;
 
@@ -159,7 +159,7 @@ pub fn plan(access: &Access, request: &Request) -> Result<Plan, Error> {
         access.context,
         emit(&config)
     );
-    plan.files.push(Output {
+    plan.files.push(OutputFile {
         path: request.config.clone(),
         bytes: text.into_bytes(),
         mode: PUBLIC,
@@ -189,19 +189,19 @@ fn binds(host: &str, port: u16) -> Result<Vec<SocketAddr>, Error> {
 
 /// The file with the cluster's CA; made of what is inline.
 fn cluster_ca(
-    access: &Access,
-    request: &Request,
+    access: &ResolvedContext,
+    request: &SetupRequest,
     dir: &Path,
-    plan: &mut Plan,
+    plan: &mut SetupPlan,
 ) -> Result<Option<PathBuf>, Error> {
     if let Some(file) = &request.ca_file {
         return Ok(Some(file.clone()));
     }
     match &access.ca {
-        Some(Pem::File(file)) => return Ok(Some(file.clone())),
-        Some(Pem::Inline(bytes)) => {
+        Some(PemSource::File(file)) => return Ok(Some(file.clone())),
+        Some(PemSource::Inline(bytes)) => {
             let file = dir.join("cluster-ca.crt");
-            plan.files.push(Output {
+            plan.files.push(OutputFile {
                 path: file.clone(),
                 bytes: bytes.clone(),
                 mode: PUBLIC,
@@ -237,10 +237,12 @@ fn cluster_ca(
 /// Credentials of the kubeconfig that are files already: the probe may use them as well.
 fn readyz_of_files(credential: &Credential) -> Option<Node> {
     match credential {
-        Credential::Certificate(Pem::File(certificate), Pem::File(key)) => Some(Node::Map(vec![
-            ("cert_file".into(), path(certificate)),
-            ("key_file".into(), path(key)),
-        ])),
+        Credential::Certificate(PemSource::File(certificate), PemSource::File(key)) => {
+            Some(Node::Map(vec![
+                ("cert_file".into(), path(certificate)),
+                ("key_file".into(), path(key)),
+            ]))
+        }
         Credential::TokenFile(file) => Some(Node::Map(vec![("token_file".into(), path(file))])),
         _ => None,
     }
@@ -248,12 +250,12 @@ fn readyz_of_files(credential: &Credential) -> Option<Node> {
 
 /// What goes upstream for the user, if it is a certificate.
 fn identity(
-    access: &Access,
-    request: &Request,
+    access: &ResolvedContext,
+    request: &SetupRequest,
     dir: &Path,
     ca_file: Option<&Path>,
     listener: &mut Node,
-    plan: &mut Plan,
+    plan: &mut SetupPlan,
 ) -> Result<(), Error> {
     let (certificate, key) = match &access.credential {
         Credential::Certificate(certificate, key) => (certificate, key),
@@ -275,12 +277,12 @@ fn identity(
         Some(file) => file.clone(),
         None => proven_by_cluster_ca(access, certificate, ca_file)?,
     };
-    let mut place = |pem: &Pem, name: &str, mode: u32, what: &'static str| match pem {
-        Pem::File(file) => file.clone(),
-        Pem::Inline(bytes) => {
+    let mut place = |pem: &PemSource, name: &str, mode: u32, what: &'static str| match pem {
+        PemSource::File(file) => file.clone(),
+        PemSource::Inline(bytes) => {
             let file = dir.join(name);
             let (path, bytes) = (file.clone(), bytes.clone());
-            plan.files.push(Output { path, bytes, mode, what });
+            plan.files.push(OutputFile { path, bytes, mode, what });
             file
         }
     };
@@ -295,16 +297,16 @@ fn identity(
 
 /// The cluster's CA, if the user's certificate is one of its own.
 fn proven_by_cluster_ca(
-    access: &Access,
-    certificate: &Pem,
+    access: &ResolvedContext,
+    certificate: &PemSource,
     ca_file: Option<&Path>,
 ) -> Result<PathBuf, Error> {
     let ca = match (&access.ca, ca_file) {
-        (Some(ca), _) => read_pem(ca)?,
-        (None, Some(file)) => read_pem(&Pem::File(file.to_owned()))?,
+        (Some(ca), _) => ca.read()?,
+        (None, Some(file)) => PemSource::File(file.to_owned()).read()?,
         (None, None) => Vec::new(),
     };
-    let chain = certificates(&read_pem(certificate)?);
+    let chain = certificates(&certificate.read()?);
     let mut roots = rustls::RootCertStore::empty();
     roots.add_parsable_certificates(certificates(&ca));
     let verifier = WebPkiClientVerifier::builder_with_provider(

@@ -8,9 +8,9 @@ use super::{Failure, KubeconfigArgs};
 use crate::doctor::dns::Resolver;
 use crate::doctor::survey::{self, Survey, SurveyRequest};
 use crate::doctor::target::{ExecPlugins, Trust};
-use crate::kubeconfig::access::{Access, Credential, Pem, Server};
 use crate::kubeconfig::names::{self, NameInputs, VerifiedNames};
 use crate::kubeconfig::tree::{Node, parse};
+use crate::kubeconfig::{Credential, PemSource, ResolvedContext, ServerUrl};
 use crate::observe::words::counted;
 
 /// The apiservers of the cluster as far as they are known.
@@ -27,7 +27,7 @@ pub(super) struct Apiservers {
 /// Finds the apiservers; `config` is where a configuration goes, if one is asked for.
 pub(super) fn find(
     args: &KubeconfigArgs,
-    access: &Access,
+    access: &ResolvedContext,
     config: Option<&Path>,
 ) -> Result<Apiservers, Failure> {
     let own = access.server.address();
@@ -90,7 +90,7 @@ pub(super) fn find(
 /// Looks at the certificates, and asks the cluster for its apiservers where `asks`.
 fn survey_apiservers(
     args: &KubeconfigArgs,
-    access: &Access,
+    access: &ResolvedContext,
     upstreams: &[String],
     asks: bool,
 ) -> Survey {
@@ -108,7 +108,7 @@ fn survey_apiservers(
     }
     let mut access = access.clone();
     if let Some(file) = &args.ca_file {
-        (access.ca, access.insecure) = (Some(Pem::File(file.clone())), false);
+        (access.ca, access.insecure) = (Some(PemSource::File(file.clone())), false);
     }
     if access.insecure {
         return nothing("the cluster's server is not verified, no credential is sent to it");
@@ -117,7 +117,8 @@ fn survey_apiservers(
     let runs = args.discover && asks;
     let plugins = if runs { ExecPlugins::Run } else { ExecPlugins::Leave };
     // An upstream that is no address is reported with the configuration.
-    let others: Vec<Server> = upstreams.iter().filter_map(|u| Server::parse(u).ok()).collect();
+    let others: Vec<ServerUrl> =
+        upstreams.iter().filter_map(|u| ServerUrl::parse(u).ok()).collect();
     let mut notes = Vec::new();
     let survey = Trust::of_access(&access, plugins, &mut notes).and_then(|trust| {
         let request = SurveyRequest {

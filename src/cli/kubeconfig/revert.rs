@@ -1,22 +1,24 @@
 //! `jackstay kubeconfig --revert`: the clusters of the input go back to where they were.
 
 use super::{Failure, KubeconfigArgs, say, write};
-use crate::kubeconfig::access::Access;
-use crate::kubeconfig::load::{Sources, entry_mut, names};
+use crate::kubeconfig::ResolvedContext;
 use crate::kubeconfig::moved;
-use crate::kubeconfig::setup::Output;
+use crate::kubeconfig::setup::OutputFile;
 use crate::kubeconfig::tree::emit;
+use crate::kubeconfig::{KubeconfigFiles, entry_mut, names};
 use crate::net::whole_file::PRIVATE;
 
 /// Moves every moved cluster back, or that of one context.
 pub(super) fn run(
     args: &KubeconfigArgs,
-    sources: &Sources,
+    sources: &KubeconfigFiles,
     out: &mut Vec<u8>,
 ) -> Result<(), Failure> {
     let only = match &args.context {
         None => None,
-        Some(context) => Some(Access::of(&sources.merged(None), Some(context))?.cluster),
+        Some(context) => {
+            Some(ResolvedContext::resolve(&sources.merged(None), Some(context))?.cluster)
+        }
     };
     let mut moved = 0;
     for source in sources.iter() {
@@ -35,7 +37,7 @@ pub(super) fn run(
         if lines.is_empty() {
             continue;
         }
-        let file = Output {
+        let file = OutputFile {
             path: source.path.clone(),
             bytes: emit(&tree).into_bytes(),
             mode: PRIVATE,

@@ -4,9 +4,9 @@
 use std::path::Path;
 use std::time::SystemTime;
 
-use super::{Output, Plan, Request, path};
+use super::{OutputFile, SetupPlan, SetupRequest, path};
 use crate::config::CertPaths;
-use crate::kubeconfig::load::Error;
+use crate::kubeconfig::Error;
 use crate::kubeconfig::tree::Node;
 use crate::net::local_ca::{self, LocalCa};
 use crate::net::tls_files;
@@ -14,7 +14,11 @@ use crate::net::whole_file::{PRIVATE, PUBLIC};
 
 /// The local CA and the serving certificate: those that are there, if they serve, else new ones.
 /// Returns the `tls` of the listener.
-pub(super) fn files(request: &Request, dir: &Path, plan: &mut Plan) -> Result<Node, Error> {
+pub(super) fn files(
+    request: &SetupRequest,
+    dir: &Path,
+    plan: &mut SetupPlan,
+) -> Result<Node, Error> {
     let ca = CertPaths { cert_file: dir.join("local-ca.crt"), key_file: dir.join("local-ca.key") };
     let serving = dir.join("serving.pem");
     let mut names: Vec<String> = ["127.0.0.1", "::1", "localhost"].map(ToOwned::to_owned).to_vec();
@@ -44,7 +48,12 @@ pub(super) fn files(request: &Request, dir: &Path, plan: &mut Plan) -> Result<No
             (&ca.cert_file, made.certificate, PUBLIC, "the local CA, which clients trust"),
             (&ca.key_file, made.key, PRIVATE, "its key, which never leaves this machine"),
         ] {
-            plan.files.push(Output { path: path.clone(), bytes: bytes.into_bytes(), mode, what });
+            plan.files.push(OutputFile {
+                path: path.clone(),
+                bytes: bytes.into_bytes(),
+                mode,
+                what,
+            });
         }
         plan.files.push(serving_file(&serving, &issued));
     }
@@ -61,8 +70,8 @@ pub(super) fn files(request: &Request, dir: &Path, plan: &mut Plan) -> Result<No
     ]))
 }
 
-fn serving_file(serving: &Path, issued: &local_ca::Issued) -> Output {
-    Output {
+fn serving_file(serving: &Path, issued: &local_ca::Issued) -> OutputFile {
+    OutputFile {
         path: serving.to_owned(),
         bytes: issued.pair().into_bytes(),
         mode: PRIVATE,

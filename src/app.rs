@@ -39,7 +39,7 @@ use crate::net::inherited::Inherited;
 use crate::net::notify::ServiceManager;
 use crate::net::tls_files::TlsFileError;
 use crate::observe::Metrics;
-use crate::proxy::upload;
+use crate::proxy::request_body;
 use build::{Built, Plan};
 use control::Control;
 use facts::Facts;
@@ -257,7 +257,7 @@ impl App {
         let mut pulses = Vec::new();
         let mut leads = Vec::new();
         let count = built.config.workers;
-        let bodies = upload::room(&metrics);
+        let bodies = request_body::budget(&metrics);
         for index in 0..count {
             let (setup, lead) =
                 worker::Setup::new(&metrics, &bodies, count, draining.clone(), is_cut.clone());

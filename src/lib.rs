@@ -5,19 +5,19 @@
 //! The path of a request (L7), in the order in which it happens:
 //!
 //! 1. [`proxy::listener`] accepts a connection and does the TLS handshake.
-//! 2. [`proxy::serve`] hands each request of it to the phases below and records its outcome once.
+//! 2. [`proxy::client_connection`] hands each request of it to the phases below and records its outcome once.
 //! 3. [`proxy::hygiene`] refuses or cleans the head; [`proxy::request_info`] says what it is in
-//!    Kubernetes terms; [`proxy::peer`] what the client has proven, and for how long;
-//!    [`proxy::identify`] says whose credential may go upstream.
-//! 4. [`proxy::line`] leads to the upstream: [`upstream::pool`] picks a connection
+//!    Kubernetes terms; [`proxy::client_certificate`] what the client has proven, and for how long;
+//!    [`proxy::credential_selector`] says whose credential may go upstream.
+//! 4. [`proxy::upstream_client`] leads to the upstream: [`upstream::pool`] picks a connection
 //!    ([`upstream::balance`]) or opens one ([`upstream::dial`]).
-//! 5. [`proxy::forward`] sends the request, its body held for a while ([`proxy::upload`]), and again
+//! 5. [`proxy::forward`] sends the request, its body held for a while ([`proxy::request_body`]), and again
 //!    elsewhere where [`proxy::retry`] allows it. An upgrade (exec, attach, port-forward, cp) goes by
 //!    [`proxy::upgrade`] instead.
-//! 6. [`proxy::body`] streams the answer; [`proxy::watch_body`] that of a watch, by the rules of
+//! 6. [`proxy::response_body`] streams the answer; [`proxy::watch_body`] that of a watch, by the rules of
 //!    [`proxy::watch`]; while no apiserver can be reached watches are held ([`proxy::watch::outage`]);
 //!    [`proxy::respond`] makes jackstay's own answers. A client that reads nothing of what is queued for
-//!    it is cut off ([`proxy::stall`], [`proxy::taking`]).
+//!    it is cut off ([`proxy::stall_timeout`], [`proxy::body_progress`]).
 //!
 //! The path of a flow (L4), all of it in [`proxy::passthrough`]:
 //!

@@ -5,7 +5,7 @@
 #![no_main]
 
 use bytes::Bytes;
-use jackstay::proxy::room::Room;
+use jackstay::proxy::byte_budget::ByteBudget;
 use jackstay::proxy::watch::Encoding;
 use jackstay::proxy::watch::event::read;
 use jackstay::proxy::watch::frame::{Cut, Splitter};
@@ -19,7 +19,7 @@ fuzz_target!(|bytes: &[u8]| {
     for encoding in [Encoding::Json, Encoding::Protobuf] {
         let _ = read(encoding, bytes);
         for step in [1, 7, bytes.len().max(1)] {
-            let mut splitter = Splitter::with_cap(encoding, CAP, &Room::unseen(ROOM));
+            let mut splitter = Splitter::with_cap(encoding, CAP, &ByteBudget::unmetered(ROOM));
             let mut out = Vec::new();
             for chunk in bytes.chunks(step) {
                 let mut rest = chunk;

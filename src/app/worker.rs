@@ -30,16 +30,16 @@ use crate::net::allocator;
 use crate::net::linger::lingering;
 use crate::observe::{Complaints, ListenerMetrics, Metrics};
 use crate::proxy::accept::REPEAT;
+use crate::proxy::byte_budget::ByteBudget;
+use crate::proxy::client_connection::{CurrentService, ListenerService};
 use crate::proxy::closing::Closer;
-use crate::proxy::identify::{Identifier, ProvenTokens};
-use crate::proxy::line::Line;
+use crate::proxy::credential_selector::{CredentialSelector, ProvenTokens};
 use crate::proxy::listener::Listener;
 use crate::proxy::passthrough;
 use crate::proxy::passthrough::table::Table;
 use crate::proxy::passthrough::transparent::Transparent;
-use crate::proxy::room::Room;
-use crate::proxy::serve::{Service, Serving};
 use crate::proxy::upgrade::Tunnels;
+use crate::proxy::upstream_client::UpstreamClient;
 use crate::upstream::pool::Upstream;
 
 /// How often a worker shows that its loop turns, and returns free memory to the kernel.
@@ -116,7 +116,7 @@ pub struct Setup {
     /// Where its parts count.
     pub metrics: Arc<Metrics>,
     /// Bounds what all of them hold of request bodies.
-    pub bodies: Arc<Room>,
+    pub bodies: Arc<ByteBudget>,
     /// How many workers share what a listener may hold.
     pub workers: usize,
     /// Begins the drain of everything.
@@ -131,7 +131,7 @@ impl Setup {
     /// A worker, and the way to lead it.
     pub fn new(
         metrics: &Arc<Metrics>,
-        bodies: &Arc<Room>,
+        bodies: &Arc<ByteBudget>,
         workers: usize,
         drain: watch::Receiver<bool>,
         cut: watch::Receiver<bool>,
@@ -196,7 +196,7 @@ impl Setup {
 /// What a worker has.
 struct Worker {
     metrics: Arc<Metrics>,
-    bodies: Arc<Room>,
+    bodies: Arc<ByteBudget>,
     workers: usize,
     /// Every address that this process listens on.
     listening: Arc<[SocketAddr]>,
@@ -257,9 +257,9 @@ impl Worker {
         let (upstream, limits) = (Arc::clone(&part.upstream), self.limits(&part));
         let kind = match part.plane {
             Plane::Terminate { config, tls, slots } => {
-                let service = Rc::new(Service {
+                let service = Rc::new(ListenerService {
                     line: self.line(&upstream),
-                    identifier: Identifier {
+                    identifier: CredentialSelector {
                         slots,
                         listener: name.clone(),
                         tokens: Rc::new(ProvenTokens::default()),
@@ -274,7 +274,7 @@ impl Worker {
                 });
                 Kind::Terminate(Rc::new(Listener {
                     name: name.clone(),
-                    serving: Serving::new(service),
+                    serving: CurrentService::new(service),
                     tls,
                     open: Cell::new(0),
                     complaints: Complaints::new(REPEAT),
@@ -320,9 +320,9 @@ impl Worker {
                     });
                 }
                 let before = listener.serving.now();
-                listener.serving.replace(Rc::new(Service {
+                listener.serving.replace(Rc::new(ListenerService {
                     line: if another { self.line(&part.upstream) } else { Rc::clone(&before.line) },
-                    identifier: Identifier {
+                    identifier: CredentialSelector {
                         slots,
                         listener: kept.name.clone(),
                         tokens: Rc::clone(&before.identifier.tokens),
@@ -369,7 +369,7 @@ impl Worker {
     }
 
     /// The line to an upstream; listeners that share the upstream share it.
-    fn line(&mut self, upstream: &Arc<Upstream>) -> Rc<Line> {
+    fn line(&mut self, upstream: &Arc<Upstream>) -> Rc<UpstreamClient> {
         if let Some(way) = self.ways.iter().find(|way| way.leads_to(upstream)) {
             return Rc::clone(&way.line);
         }

@@ -21,16 +21,18 @@ use h2::client::ResponseFuture;
 use http::{Request, Response, StatusCode, response};
 use tokio::time::Instant;
 
-use super::beginning::{beginning, is_awaited};
-use super::body::{Body, Full, Stream};
+use super::body_prefix::{beginning, is_awaited};
+use super::client_certificate::IdentityProof;
 use super::closing::Closing;
 use super::hygiene;
-use super::line::{Answer, Line, is_better_elsewhere, still_troubled, troubled};
-use super::peer::Proof;
-use super::request_info::{Kind, RequestInfo};
-use super::respond::{self, Problem};
-use super::retry::{self, Stage, Verdict};
-use super::upload::{Source, Upload};
+use super::request_body::{RequestBody, UploadTask};
+use super::request_info::{RequestInfo, RequestKind};
+use super::respond::{self, StatusError};
+use super::response_body::{FullBody, ResponseBody, StreamedBody};
+use super::retry::{self, RetryDecision, Stage};
+use super::upstream_client::{
+    Answer, UpstreamClient, is_better_elsewhere, still_troubled, troubled,
+};
 use super::watch::request::Asked;
 use super::watch_body::{self, WatchBody, Watched};
 use crate::observe::Outcome;
@@ -47,17 +49,17 @@ const ATTEMPTS: u32 = 5;
 const LEGS: u32 = 4;
 
 /// A request on its way: everything that is needed to send it again.
-pub struct Outgoing {
+pub struct ForwardedRequest {
     /// The line it takes.
-    pub line: Rc<Line>,
+    pub line: Rc<UpstreamClient>,
     /// The connections it may use.
     pub class: Rc<ClassPool>,
     /// What entitles it to them.
-    pub proof: Proof,
+    pub proof: IdentityProof,
     /// Its head as it goes upstream.
     pub head: Request<()>,
     /// Its body, if it has one.
-    pub body: Option<Rc<Source>>,
+    pub body: Option<Rc<RequestBody>>,
     /// What it is.
     pub info: RequestInfo,
     /// What a watch asked for, if it is one whose frames can be followed.
@@ -72,7 +74,7 @@ pub struct Outgoing {
 struct Leg {
     permit: Permit,
     response: ResponseFuture,
-    upload: Option<Upload>,
+    upload: Option<UploadTask>,
 }
 
 /// A failed attempt.
@@ -100,7 +102,7 @@ impl Failure {
     }
 }
 
-impl Outgoing {
+impl ForwardedRequest {
     /// Forwards the request until there is an answer or nothing more may be tried.
     ///
     /// # Errors
@@ -108,7 +110,7 @@ impl Outgoing {
     pub async fn forward(
         self: Box<Self>,
         mut outcome: Box<Outcome>,
-    ) -> Result<Response<Body>, (Problem, Box<Outcome>)> {
+    ) -> Result<Response<ResponseBody>, (StatusError, Box<Outcome>)> {
         self.line.earn();
         let mut asked_at = outcome.started();
         let mut failed: Option<Failure> = None;
@@ -147,8 +149,11 @@ impl Outgoing {
                 Err(failure) => failure,
             };
             let again = match retry::decide(self.info.kind, failure.stage) {
-                Verdict::Again => self.body.as_ref().is_none_or(|body| body.is_held()),
-                Verdict::Fail | Verdict::Forward | Verdict::Reset | Verdict::Resume => false,
+                RetryDecision::Again => self.body.as_ref().is_none_or(|body| body.is_held()),
+                RetryDecision::Fail
+                | RetryDecision::Forward
+                | RetryDecision::Reset
+                | RetryDecision::Resume => false,
             };
             let again = again
                 && match failure.connection.as_ref().filter(|_| failure.too_old) {
@@ -188,15 +193,15 @@ impl Outgoing {
     }
 
     fn is_watch(&self) -> bool {
-        self.info.kind == Kind::Watch
+        self.info.kind == RequestKind::Watch
     }
 
-    fn give_up(&self, failure: &Failure) -> Problem {
+    fn give_up(&self, failure: &Failure) -> StatusError {
         if self.body.as_ref().is_some_and(|body| body.is_broken()) {
             // Upstream it was reset: no handler has had the whole of it.
-            return Problem::bad_request("the request's body was malformed or broke off");
+            return StatusError::bad_request("the request's body was malformed or broke off");
         }
-        let allowed = retry::decide(self.info.kind, failure.stage) == Verdict::Again;
+        let allowed = retry::decide(self.info.kind, failure.stage) == RetryDecision::Again;
         let held = self.body.as_ref().is_none_or(|body| body.is_held());
         self.line.metrics.retry_refused(match (allowed, held) {
             (false, _) => "unsafe",
@@ -212,17 +217,17 @@ impl Outgoing {
             }
         };
         if self.is_watch() && unreached {
-            return Problem::no_upstream_for_watch(&failure.why);
+            return StatusError::no_upstream_for_watch(&failure.why);
         }
         let safe = retry::may_hedge(self.info.kind);
         match failure.stage {
-            Stage::NotSent | Stage::Unprocessed if !held => Problem::unprocessed(&failure.why),
-            Stage::NotSent | Stage::Unprocessed => Problem::bad_gateway(&format!(
+            Stage::NotSent | Stage::Unprocessed if !held => StatusError::unprocessed(&failure.why),
+            Stage::NotSent | Stage::Unprocessed => StatusError::bad_gateway(&format!(
                 "the request was not processed and cannot be sent again: {}",
                 failure.why
             )),
-            _ if safe => Problem::bad_gateway(&failure.why),
-            _ => Problem::unknown_fate(&failure.why),
+            _ if safe => StatusError::bad_gateway(&failure.why),
+            _ => StatusError::unknown_fate(&failure.why),
         }
     }
 
@@ -350,7 +355,7 @@ impl Outgoing {
         }
         connection.endpoint.answered(head.status.as_u16());
         // History is per server: one that has just started knows none.
-        let gone = self.info.kind == Kind::Watch
+        let gone = self.info.kind == RequestKind::Watch
             && head.status == StatusCode::GONE
             && respond::is_short(&head.headers);
         if gone || respond::may_be_shutting_down(head.status, &head.headers) {
@@ -383,7 +388,7 @@ impl Outgoing {
         answer: Answer,
         mut outcome: Box<Outcome>,
         asked_at: Instant,
-    ) -> Response<Body> {
+    ) -> Response<ResponseBody> {
         if let Some(body) = &self.body {
             body.forget();
         }
@@ -401,7 +406,7 @@ impl Outgoing {
             let mut permit = permit;
             permit.finished();
             release_all(recv, data.len());
-            return into_response(head, Body::Full(Full::new(data, outcome)));
+            return into_response(head, ResponseBody::Full(FullBody::new(data, outcome)));
         }
         let Self { line, class, proof, head: request, watch, closing, info, .. } = *self;
         let body = if let (Some(asked), Some(closing), Some(encoding)) =
@@ -409,10 +414,12 @@ impl Outgoing {
         {
             let watched =
                 Watched { line, class, proof, head: request, asked, encoding, asked_at, closing };
-            Body::Watch(Box::new(WatchBody::new(watched, &head, recv, permit, outcome)))
+            ResponseBody::Watch(Box::new(WatchBody::new(watched, &head, recv, permit, outcome)))
         } else {
-            let end = proof.end().filter(|_| info.kind == Kind::Watch);
-            Body::Stream(Box::new(Stream::new(recv, first, permit, outcome, upload).until(end)))
+            let end = proof.end().filter(|_| info.kind == RequestKind::Watch);
+            ResponseBody::Stream(Box::new(
+                StreamedBody::new(recv, first, permit, outcome, upload).until(end),
+            ))
         };
         into_response(head, body)
     }
@@ -438,13 +445,13 @@ async fn until_given_up(
 }
 
 /// Forwards an answer that was held back.
-fn pass_on((mut head, body): ShortAnswer, mut outcome: Box<Outcome>) -> Response<Body> {
+fn pass_on((mut head, body): ShortAnswer, mut outcome: Box<Outcome>) -> Response<ResponseBody> {
     hygiene::downstream_response_headers(&mut head.headers);
     outcome.answered(head.status.as_u16());
-    into_response(head, Body::Full(Full::new(body, outcome)))
+    into_response(head, ResponseBody::Full(FullBody::new(body, outcome)))
 }
 
-fn into_response(head: response::Parts, body: Body) -> Response<Body> {
+fn into_response(head: response::Parts, body: ResponseBody) -> Response<ResponseBody> {
     let mut response = Response::new(body);
     *response.status_mut() = head.status;
     *response.headers_mut() = head.headers;

@@ -20,7 +20,7 @@
 mod tests;
 
 use super::request_info::has_token;
-use super::respond::Problem;
+use super::respond::StatusError;
 use http::header::{
     CONNECTION, CONTENT_LENGTH, Entry, HOST, HeaderMap, HeaderName, HeaderValue, TE,
     TRANSFER_ENCODING, UPGRADE,
@@ -34,8 +34,8 @@ const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 /// Refuses a head that could be read in two ways, or that would be forwarded as something else.
 ///
 /// Returns a 400 that says what is wrong.
-pub fn check_request(parts: &Parts) -> Result<(), Problem> {
-    let refuse = |what: &str| Err(Problem::bad_request(what));
+pub fn check_request(parts: &Parts) -> Result<(), StatusError> {
+    let refuse = |what: &str| Err(StatusError::bad_request(what));
     if parts.method == Method::CONNECT {
         return refuse("CONNECT is not served here");
     }
@@ -53,47 +53,47 @@ pub fn check_request(parts: &Parts) -> Result<(), Problem> {
 }
 
 /// Refuses a head above `most` bytes, its fields counted as they were written.
-pub fn check_size(parts: &Parts, most: usize) -> Result<(), Problem> {
+pub fn check_size(parts: &Parts, most: usize) -> Result<(), StatusError> {
     let target = parts.uri.path_and_query().map_or(0, |target| target.as_str().len());
     // `: ` and the end of the line.
     let fields = parts.headers.iter().map(|(name, value)| name.as_str().len() + value.len() + 4);
     if target + fields.sum::<usize>() > most {
         let message = format!("the request's headers are larger than {most} bytes");
-        return Err(Problem::header_too_large(&message));
+        return Err(StatusError::header_too_large(&message));
     }
     Ok(())
 }
 
 /// RFC 9113, sections 8.2.2 and 8.3.1.
-fn check_http2(parts: &Parts) -> Result<(), Problem> {
+fn check_http2(parts: &Parts) -> Result<(), StatusError> {
     for name in parts.headers.keys() {
         if *name != TE && is_hop_by_hop(name.as_str()) && !name.as_str().starts_with("proxy-auth") {
             let message = format!("the header {name} does not exist in HTTP/2");
-            return Err(Problem::bad_request(&message));
+            return Err(StatusError::bad_request(&message));
         }
     }
     if parts.headers.get_all(TE).iter().any(|te| te != "trailers") {
-        return Err(Problem::bad_request("TE in HTTP/2 may only say trailers"));
+        return Err(StatusError::bad_request("TE in HTTP/2 may only say trailers"));
     }
     let authority = parts.uri.authority().map(http::uri::Authority::as_str);
     if authority.is_some_and(|authority| authority.contains('@')) {
-        return Err(Problem::bad_request(":authority holds user information"));
+        return Err(StatusError::bad_request(":authority holds user information"));
     }
     let mut hosts = parts.headers.get_all(HOST).iter();
     match (hosts.next(), hosts.next(), authority) {
-        (_, Some(_), _) => Err(Problem::bad_request("more than one Host header")),
+        (_, Some(_), _) => Err(StatusError::bad_request("more than one Host header")),
         (Some(host), None, Some(authority))
             if !host.as_bytes().eq_ignore_ascii_case(authority.as_bytes()) =>
         {
-            Err(Problem::bad_request("Host and :authority differ"))
+            Err(StatusError::bad_request("Host and :authority differ"))
         }
         _ => Ok(()),
     }
 }
 
 /// RFC 9112, sections 3.2 and 6.1.
-fn check_http1(parts: &Parts) -> Result<(), Problem> {
-    let refuse = |what: &str| Err(Problem::bad_request(what));
+fn check_http1(parts: &Parts) -> Result<(), StatusError> {
+    let refuse = |what: &str| Err(StatusError::bad_request(what));
     let headers = &parts.headers;
     if parts.uri.scheme().is_some() || parts.uri.authority().is_some() {
         return refuse("the request target must be a path, not an absolute URI");
@@ -118,12 +118,12 @@ fn check_http1(parts: &Parts) -> Result<(), Problem> {
 }
 
 /// RFC 9110, section 8.6: repeated lengths must agree, and be numbers.
-fn check_content_length(headers: &HeaderMap) -> Result<(), Problem> {
+fn check_content_length(headers: &HeaderMap) -> Result<(), StatusError> {
     let mut lengths = headers.get_all(CONTENT_LENGTH).iter();
     let Some(first) = lengths.next() else { return Ok(()) };
     let digits = !first.is_empty() && first.as_bytes().iter().all(u8::is_ascii_digit);
     if !digits || lengths.any(|other| other != first) {
-        return Err(Problem::bad_request("the Content-Length is malformed or ambiguous"));
+        return Err(StatusError::bad_request("the Content-Length is malformed or ambiguous"));
     }
     Ok(())
 }

@@ -1,5 +1,5 @@
 //! Accepts the connections of one listener, does their TLS and hands their requests to
-//! [`super::serve`]; ends them on shutdown so that clients do not notice.
+//! [`super::client_connection`]; ends them on shutdown so that clients do not notice.
 
 use std::cell::Cell;
 use std::error::Error;
@@ -24,14 +24,14 @@ use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 
 use super::accept;
+use super::body_progress::{BodyProgress, StallBoundStream, TrackedBody};
+use super::client_certificate::ClientCertificate;
+use super::client_connection::{ClientConnection, CurrentService, ListenerService};
 use super::closing::Closing;
+use super::credential_selector::LastToken;
 use super::hygiene::ForwardedFor;
-use super::identify::LastToken;
-use super::peer::Peer;
 use super::plain_http;
-use super::serve::{Client, Service, Serving};
-use super::stall::Stall;
-use super::taking::{Bounded, Taking, Told};
+use super::stall_timeout::StallTimeout;
 use crate::config::RequestLimits;
 use crate::net::cork::{Uncork, cork};
 use crate::net::linger::Linger;
@@ -60,14 +60,14 @@ const ERROR_RESETS: usize = 1_024;
 const MAX_HEADERS: usize = 100;
 
 /// A client's connection, as hyper gets it.
-pub type ClientStream = TlsStream<ReadAhead<Stall<Linger>>>;
+pub type ClientStream = TlsStream<ReadAhead<StallTimeout<Linger>>>;
 
 /// One listener on one worker.
 pub struct Listener {
     /// Name, for the log.
     pub name: String,
     /// What serves its connections.
-    pub serving: Serving,
+    pub serving: CurrentService,
     /// Its TLS.
     pub tls: Arc<ServingTls>,
     /// Open connections.
@@ -106,13 +106,13 @@ impl Listener {
         });
     }
 
-    async fn connection(&self, stream: TcpStream, from: SocketAddr, service: &Service) {
+    async fn connection(&self, stream: TcpStream, from: SocketAddr, service: &ListenerService) {
         if socket::prepare_accepted(&stream).is_err() {
             return;
         }
         // What changes from here on is for the next connection.
         let limits = &service.requests;
-        let stream = ReadAhead::new(Stall::new(Linger::new(stream), limits.stall_timeout));
+        let stream = ReadAhead::new(StallTimeout::new(Linger::new(stream), limits.stall_timeout));
         let handshake = self.handshake(stream);
         let stream = match timeout(service.limits.handshake_timeout, handshake).await {
             Ok(Ok(stream)) => stream,
@@ -133,8 +133,8 @@ impl Listener {
         };
         let session = stream.get_ref().1;
         let h2 = session.alpn_protocol() == Some(b"h2");
-        let peer = Peer::new(session.peer_certificates(), &self.tls, &service.metrics);
-        let client = Rc::new(Client {
+        let peer = ClientCertificate::new(session.peer_certificates(), &self.tls, &service.metrics);
+        let client = Rc::new(ClientConnection {
             serving: self.serving.clone(),
             peer: peer.clone(),
             address: from.ip().to_canonical(),
@@ -161,7 +161,10 @@ impl Listener {
         }
     }
 
-    async fn handshake(&self, mut stream: ReadAhead<Stall<Linger>>) -> io::Result<ClientStream> {
+    async fn handshake(
+        &self,
+        mut stream: ReadAhead<StallTimeout<Linger>>,
+    ) -> io::Result<ClientStream> {
         if plain_http::is_request(stream.peek().await?) {
             stream.write_all(plain_http::ANSWER).await?;
             stream.flush().await?;
@@ -173,16 +176,18 @@ impl Listener {
     async fn http2(
         &self,
         stream: ClientStream,
-        client: Rc<Client>,
-        found: &Service,
+        client: Rc<ClientConnection>,
+        found: &ListenerService,
     ) -> Result<(), Box<dyn Error>> {
         let limits = &found.requests;
         let streams = Rc::new(Streams::new(limits.stall_timeout));
         let begun = Rc::clone(&streams);
         let service = service_fn(move |request| {
-            let taking = begun.begin();
+            let progress = begun.begin();
             let answer = Rc::clone(&client).handle(request);
-            async move { answer.await.map(|response| response.map(|body| Told::new(body, taking))) }
+            async move {
+                answer.await.map(|response| response.map(|body| TrackedBody::new(body, progress)))
+            }
         });
         let (stream, uncork) = cork(stream);
         let mut builder = http2::Builder::new(LocalExecutor(Rc::clone(&streams)));
@@ -219,7 +224,7 @@ impl Listener {
     async fn http1(
         &self,
         stream: ClientStream,
-        client: Rc<Client>,
+        client: Rc<ClientConnection>,
         limits: &RequestLimits,
     ) -> hyper::Result<()> {
         let service = service_fn(move |request| Rc::clone(&client).handle(request));
@@ -286,7 +291,7 @@ struct Streams {
     /// There has been one.
     any: Cell<bool>,
     /// The one whose task hyper starts next.
-    next: Cell<Option<Taking>>,
+    next: Cell<Option<BodyProgress>>,
 }
 
 impl Streams {
@@ -295,11 +300,11 @@ impl Streams {
     }
 
     /// A request has come; hyper starts its task as soon as it has the future of its answer.
-    fn begin(&self) -> Taking {
-        let taking = Taking::default();
+    fn begin(&self) -> BodyProgress {
+        let progress = BodyProgress::default();
         self.any.set(true);
-        self.next.set(Some(taking.clone()));
-        taking
+        self.next.set(Some(progress.clone()));
+        progress
     }
 
     /// Ready once there has been none, and nothing else has come, for so long. Whoever sends PINGs
@@ -336,7 +341,7 @@ where
 {
     fn execute(&self, future: F) {
         match self.0.next.take() {
-            Some(taking) => spawn_local(Bounded::new(future, taking, self.0.limit)),
+            Some(progress) => spawn_local(StallBoundStream::new(future, progress, self.0.limit)),
             None => spawn_local(future),
         };
     }

@@ -2,25 +2,25 @@
 //! connection that its bytes are passed to (L4, [`passthrough`]).
 
 pub mod accept;
-pub mod beginning;
-pub mod body;
+pub mod body_prefix;
+pub mod body_progress;
+pub mod byte_budget;
+pub mod client_certificate;
+pub mod client_connection;
 pub mod closing;
+pub mod credential_selector;
 pub mod forward;
 pub mod hygiene;
-pub mod identify;
-pub mod line;
 pub mod listener;
 pub mod passthrough;
-pub mod peer;
 pub mod plain_http;
+pub mod request_body;
 pub mod request_info;
 pub mod respond;
+pub mod response_body;
 pub mod retry;
-pub mod room;
-pub mod serve;
-pub mod stall;
-pub mod taking;
+pub mod stall_timeout;
 pub mod upgrade;
-pub mod upload;
+pub mod upstream_client;
 pub mod watch;
 pub mod watch_body;

@@ -3,7 +3,7 @@
 //! Retrying by HTTP method would be wrong: a WebSocket exec is a GET, a `TokenReview` is a POST.
 //! So a request is read as the apiserver itself reads it, after `RequestInfoFactory` in
 //! `k8s.io/apiserver/pkg/endpoints/request/requestinfo.go` with the prefixes of kube-apiserver
-//! (`api`, `apis`; `api` has no group), and [`Kind`] follows from that.
+//! (`api`, `apis`; `api` has no group), and [`RequestKind`] follows from that.
 //!
 //! It runs for every request: it keeps a reference-counted handle on the request target and
 //! offsets into it, and allocates only for percent-encoded paths and for `metadata.name` selectors.
@@ -31,7 +31,7 @@ use http::{HeaderMap, Method, Uri, Version, header};
 /// | `Tunnel` | exec, attach, port-forward, proxy by any method; whatever upgrades |
 /// | `Write` | everything else |
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Kind {
+pub enum RequestKind {
     /// Safe, and answered once.
     Read,
     /// Safe, and resumable.
@@ -86,7 +86,7 @@ pub struct RequestInfo {
     /// The verb.
     pub verb: Verb,
     /// How it may be treated when something goes wrong.
-    pub kind: Kind,
+    pub kind: RequestKind,
     /// Whether it is for an API resource; discovery, health and metrics are not.
     pub is_resource: bool,
     /// Whether it wants to leave HTTP ([`is_upgrade`]).
@@ -120,7 +120,7 @@ impl RequestInfo {
         };
         let mut info = RequestInfo {
             verb: Verb::of_non_resource(method),
-            kind: Kind::Write,
+            kind: RequestKind::Write,
             is_resource: false,
             upgrade: is_upgrade(method, headers, version),
             target,
@@ -187,7 +187,7 @@ impl RequestInfo {
     /// applies: kube-apiserver's `BasicLongRunningRequestCheck`, and every tunnel.
     pub fn long_running(&self) -> bool {
         matches!(self.verb, Verb::Watch | Verb::Proxy)
-            || self.kind == Kind::Tunnel
+            || self.kind == RequestKind::Tunnel
             || self.is_resource
                 && matches!(self.subresource(), "attach" | "exec" | "proxy" | "log" | "portforward")
             || !self.is_resource && self.path().starts_with("/debug/pprof/")
@@ -258,23 +258,25 @@ impl RequestInfo {
         }
     }
 
-    fn classify(&self, method: &Method) -> Kind {
+    fn classify(&self, method: &Method) -> RequestKind {
         if self.upgrade || self.verb == Verb::Proxy {
-            return Kind::Tunnel;
+            return RequestKind::Tunnel;
         }
         let subresource = self.subresource();
         if matches!(subresource, "exec" | "attach" | "portforward" | "proxy") {
-            return Kind::Tunnel;
+            return RequestKind::Tunnel;
         }
         match *method {
-            Method::GET if self.verb == Verb::Watch => Kind::Watch,
-            Method::GET if subresource == "log" => Kind::Log,
-            Method::GET | Method::HEAD | Method::OPTIONS => Kind::Read,
-            Method::POST if self.is_review() => Kind::SafeCreate,
+            Method::GET if self.verb == Verb::Watch => RequestKind::Watch,
+            Method::GET if subresource == "log" => RequestKind::Log,
+            Method::GET | Method::HEAD | Method::OPTIONS => RequestKind::Read,
+            Method::POST if self.is_review() => RequestKind::SafeCreate,
             // Not DELETE: options in its body override those in the query, and the body is not
             // ours to read (`DeleteResource` in k8s.io/apiserver).
-            Method::POST | Method::PUT | Method::PATCH if self.is_dry_run() => Kind::SafeCreate,
-            _ => Kind::Write,
+            Method::POST | Method::PUT | Method::PATCH if self.is_dry_run() => {
+                RequestKind::SafeCreate
+            }
+            _ => RequestKind::Write,
         }
     }
 

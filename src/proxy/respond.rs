@@ -20,7 +20,7 @@ use http::{HeaderMap, HeaderValue, Response, StatusCode, header};
 
 /// `metav1.StatusReason`: what programs look at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reason {
+pub enum StatusReason {
     /// 400.
     BadRequest,
     /// 401.
@@ -37,28 +37,28 @@ pub enum Reason {
     Unknown,
 }
 
-impl Reason {
-    /// The reason as Kubernetes spells it; empty for [`Reason::Unknown`].
+impl StatusReason {
+    /// The reason as Kubernetes spells it; empty for [`StatusReason::Unknown`].
     pub const fn as_str(self) -> &'static str {
         match self {
-            Reason::BadRequest => "BadRequest",
-            Reason::Unauthorized => "Unauthorized",
-            Reason::TooManyRequests => "TooManyRequests",
-            Reason::InternalError => "InternalError",
-            Reason::ServiceUnavailable => "ServiceUnavailable",
-            Reason::Timeout => "Timeout",
-            Reason::Unknown => "",
+            StatusReason::BadRequest => "BadRequest",
+            StatusReason::Unauthorized => "Unauthorized",
+            StatusReason::TooManyRequests => "TooManyRequests",
+            StatusReason::InternalError => "InternalError",
+            StatusReason::ServiceUnavailable => "ServiceUnavailable",
+            StatusReason::Timeout => "Timeout",
+            StatusReason::Unknown => "",
         }
     }
 }
 
 /// An error of ours, before it is written for a client.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Problem {
+pub struct StatusError {
     /// The HTTP status.
     pub code: StatusCode,
     /// The machine-readable reason.
-    pub reason: Reason,
+    pub reason: StatusReason,
     /// What it is counted as: one of [`crate::observe::names::OWN_ERROR_REASONS`].
     pub cause: &'static str,
     /// For people; starts with `jackstay: `.
@@ -67,10 +67,10 @@ pub struct Problem {
     pub retry_after: Option<u32>,
 }
 
-impl Problem {
-    fn new(code: StatusCode, reason: Reason, cause: &'static str, message: &str) -> Self {
+impl StatusError {
+    fn new(code: StatusCode, reason: StatusReason, cause: &'static str, message: &str) -> Self {
         let message = format!("jackstay: {message}");
-        Problem { code, reason, cause, message, retry_after: None }
+        StatusError { code, reason, cause, message, retry_after: None }
     }
 
     /// 503: no apiserver can be reached. No Retry-After: clients have a backoff of their own, and
@@ -79,7 +79,7 @@ impl Problem {
         let message = format!("no apiserver is reachable: {detail}");
         Self::new(
             StatusCode::SERVICE_UNAVAILABLE,
-            Reason::ServiceUnavailable,
+            StatusReason::ServiceUnavailable,
             "no_upstream",
             &message,
         )
@@ -90,7 +90,7 @@ impl Problem {
     /// `isWatchErrorRetriable`); Retry-After would make it ask again at its pace, not with a backoff.
     pub fn no_upstream_for_watch(detail: &str) -> Self {
         let message = format!("no apiserver can serve this watch: {detail}");
-        let (code, reason) = (StatusCode::TOO_MANY_REQUESTS, Reason::TooManyRequests);
+        let (code, reason) = (StatusCode::TOO_MANY_REQUESTS, StatusReason::TooManyRequests);
         Self::new(code, reason, "no_upstream", &message)
     }
 
@@ -102,12 +102,12 @@ impl Problem {
             "the connection to the apiserver was lost before it answered, and the request may or \
              may not have been carried out: {detail}"
         );
-        Self::new(StatusCode::BAD_GATEWAY, Reason::InternalError, "unknown_fate", &message)
+        Self::new(StatusCode::BAD_GATEWAY, StatusReason::InternalError, "unknown_fate", &message)
     }
 
     /// 502: the apiserver broke off or answered nonsense, on a request that changes nothing.
     pub fn bad_gateway(detail: &str) -> Self {
-        Self::new(StatusCode::BAD_GATEWAY, Reason::InternalError, "bad_gateway", detail)
+        Self::new(StatusCode::BAD_GATEWAY, StatusReason::InternalError, "bad_gateway", detail)
     }
 
     /// 502 with `Retry-After: 1`: the apiserver says that it did not process the request, and the
@@ -117,33 +117,37 @@ impl Problem {
             "the request was not processed, and its body is too large to be sent again from here: \
              {detail}"
         );
-        let (code, reason) = (StatusCode::BAD_GATEWAY, Reason::ServiceUnavailable);
+        let (code, reason) = (StatusCode::BAD_GATEWAY, StatusReason::ServiceUnavailable);
         let problem = Self::new(code, reason, "unprocessed", &message);
-        Problem { retry_after: Some(1), ..problem }
+        StatusError { retry_after: Some(1), ..problem }
     }
 
     /// 401: whose request it is cannot be passed on.
     pub fn unauthorized(message: &str) -> Self {
-        Self::new(StatusCode::UNAUTHORIZED, Reason::Unauthorized, "unauthorized", message)
+        Self::new(StatusCode::UNAUTHORIZED, StatusReason::Unauthorized, "unauthorized", message)
     }
 
     /// 400: a request that must not be forwarded as it is.
     pub fn bad_request(message: &str) -> Self {
-        Self::new(StatusCode::BAD_REQUEST, Reason::BadRequest, "bad_request", message)
+        Self::new(StatusCode::BAD_REQUEST, StatusReason::BadRequest, "bad_request", message)
     }
 
     /// 429 with `Retry-After: 1`: a limit of ours, hit **before** the request was sent.
     pub fn too_many_requests(message: &str) -> Self {
-        let problem =
-            Self::new(StatusCode::TOO_MANY_REQUESTS, Reason::TooManyRequests, "limit", message);
-        Problem { retry_after: Some(1), ..problem }
+        let problem = Self::new(
+            StatusCode::TOO_MANY_REQUESTS,
+            StatusReason::TooManyRequests,
+            "limit",
+            message,
+        );
+        StatusError { retry_after: Some(1), ..problem }
     }
 
     /// 431: the request's head is larger than we hold.
     pub fn header_too_large(message: &str) -> Self {
         Self::new(
             StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
-            Reason::Unknown,
+            StatusReason::Unknown,
             "header_too_large",
             message,
         )
@@ -151,12 +155,17 @@ impl Problem {
 
     /// 504: nothing came in time.
     pub fn gateway_timeout(message: &str) -> Self {
-        Self::new(StatusCode::GATEWAY_TIMEOUT, Reason::Timeout, "timeout", message)
+        Self::new(StatusCode::GATEWAY_TIMEOUT, StatusReason::Timeout, "timeout", message)
     }
 
     /// 500: a fault of ours.
     pub fn internal(message: &str) -> Self {
-        Self::new(StatusCode::INTERNAL_SERVER_ERROR, Reason::InternalError, "internal", message)
+        Self::new(
+            StatusCode::INTERNAL_SERVER_ERROR,
+            StatusReason::InternalError,
+            "internal",
+            message,
+        )
     }
 
     /// The headers and the body, in the encoding that `accept` prefers.
@@ -186,13 +195,13 @@ impl Problem {
     }
 }
 
-impl std::fmt::Display for Problem {
+impl std::fmt::Display for StatusError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(&self.message)
     }
 }
 
-impl std::error::Error for Problem {}
+impl std::error::Error for StatusError {}
 
 const PROTOBUF: &str = "application/vnd.kubernetes.protobuf";
 

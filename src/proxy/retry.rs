@@ -15,17 +15,17 @@
 //! `REFUSED_STREAM`, by a GOAWAY whose last stream is below this one, or by one of the two answers
 //! that kube-apiserver gives before any handler runs while it shuts down. *Sent*: no response head.
 //! *Head*: a head, and nothing of it forwarded; what may be sent again is held back until its
-//! beginning is there ([`super::beginning`]). *Body*: part of the answer is out.
+//! beginning is there ([`super::body_prefix`]). *Body*: part of the answer is out.
 //!
 //! A watch that is answered with 410 is asked for at the other ready endpoints, once each: history
-//! is per server, and one that has just started knows none. That has a [`Budget`]: a client that asks
+//! is per server, and one that has just started knows none. That has a [`RetryBudget`]: a client that asks
 //! with an old version again and again would otherwise ask all of them each time. Beyond it the
 //! client gets the 410 of the first.
 //!
 //! A write whose fate is unknown is never sent again, and its failure carries no Retry-After:
 //! client-go re-sends every verb on a 429 or 5xx that does.
 
-use super::request_info::Kind;
+use super::request_info::RequestKind;
 
 /// How far a request got.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,7 +44,7 @@ pub enum Stage {
 
 /// What to do about it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Verdict {
+pub enum RetryDecision {
     /// Send it again, on another connection, if the whole body so far is still held, else fail. Any
     /// method may have a body, a GET too.
     Again,
@@ -59,24 +59,26 @@ pub enum Verdict {
 }
 
 /// The table above.
-pub fn decide(kind: Kind, stage: Stage) -> Verdict {
+pub fn decide(kind: RequestKind, stage: Stage) -> RetryDecision {
     match (kind, stage) {
-        (Kind::Watch, Stage::Body) => Verdict::Resume,
-        (_, Stage::Body) => Verdict::Reset,
-        (Kind::Read | Kind::Watch | Kind::Log | Kind::SafeCreate, _)
-        | (Kind::Write, Stage::NotSent | Stage::Unprocessed)
-        | (Kind::Tunnel, Stage::NotSent) => Verdict::Again,
-        (Kind::Write | Kind::Tunnel, Stage::Head) => Verdict::Forward,
-        (Kind::Write, Stage::Sent) | (Kind::Tunnel, Stage::Unprocessed | Stage::Sent) => {
-            Verdict::Fail
-        }
+        (RequestKind::Watch, Stage::Body) => RetryDecision::Resume,
+        (_, Stage::Body) => RetryDecision::Reset,
+        (
+            RequestKind::Read | RequestKind::Watch | RequestKind::Log | RequestKind::SafeCreate,
+            _,
+        )
+        | (RequestKind::Write, Stage::NotSent | Stage::Unprocessed)
+        | (RequestKind::Tunnel, Stage::NotSent) => RetryDecision::Again,
+        (RequestKind::Write | RequestKind::Tunnel, Stage::Head) => RetryDecision::Forward,
+        (RequestKind::Write, Stage::Sent)
+        | (RequestKind::Tunnel, Stage::Unprocessed | Stage::Sent) => RetryDecision::Fail,
     }
 }
 
 /// Whether a second attempt may run beside the first: only what may be sent again while the first
 /// may still reach its handler.
-pub fn may_hedge(kind: Kind) -> bool {
-    decide(kind, Stage::Sent) == Verdict::Again
+pub fn may_hedge(kind: RequestKind) -> bool {
+    decide(kind, Stage::Sent) == RetryDecision::Again
 }
 
 /// How far a stream got that ended with this error before its response head (h2's terms: since
@@ -97,7 +99,7 @@ pub fn stage_of(error: &h2::Error) -> Stage {
 /// It belongs to a worker's line to an upstream, not to a listener: it is the apiservers that are
 /// spared, and listeners that share them share what they can bear.
 #[derive(Debug)]
-pub struct Budget {
+pub struct RetryBudget {
     most: f64,
     tokens: std::cell::Cell<f64>,
 }
@@ -111,7 +113,7 @@ const OPINIONS: usize = 512;
 /// What one request earns.
 const SHARE: f64 = 0.1;
 
-impl Budget {
+impl RetryBudget {
     /// For attempts beside one that waits; what waits on a connection of so many streams may be
     /// hedged at once.
     pub fn hedges(streams: usize) -> Self {
@@ -154,16 +156,16 @@ mod tests {
 
     #[test]
     fn every_cell() {
+        use RetryDecision::{Again, Fail, Forward, Reset, Resume};
         use Stage::{Body, Head, NotSent, Sent, Unprocessed};
-        use Verdict::{Again, Fail, Forward, Reset, Resume};
         let stages = [NotSent, Unprocessed, Sent, Head, Body];
         for (kind, row) in [
-            (Kind::Read, [Again, Again, Again, Again, Reset]),
-            (Kind::Watch, [Again, Again, Again, Again, Resume]),
-            (Kind::Log, [Again, Again, Again, Again, Reset]),
-            (Kind::Write, [Again, Again, Fail, Forward, Reset]),
-            (Kind::SafeCreate, [Again, Again, Again, Again, Reset]),
-            (Kind::Tunnel, [Again, Fail, Fail, Forward, Reset]),
+            (RequestKind::Read, [Again, Again, Again, Again, Reset]),
+            (RequestKind::Watch, [Again, Again, Again, Again, Resume]),
+            (RequestKind::Log, [Again, Again, Again, Again, Reset]),
+            (RequestKind::Write, [Again, Again, Fail, Forward, Reset]),
+            (RequestKind::SafeCreate, [Again, Again, Again, Again, Reset]),
+            (RequestKind::Tunnel, [Again, Fail, Fail, Forward, Reset]),
         ] {
             for (stage, expected) in stages.into_iter().zip(row) {
                 assert_eq!(decide(kind, stage), expected, "{kind:?} {stage:?}");
@@ -173,9 +175,13 @@ mod tests {
 
     #[test]
     fn only_what_is_safe_is_hedged() {
-        assert!(may_hedge(Kind::Read) && may_hedge(Kind::Watch) && may_hedge(Kind::Log));
-        assert!(may_hedge(Kind::SafeCreate));
-        assert!(!may_hedge(Kind::Write) && !may_hedge(Kind::Tunnel));
+        assert!(
+            may_hedge(RequestKind::Read)
+                && may_hedge(RequestKind::Watch)
+                && may_hedge(RequestKind::Log)
+        );
+        assert!(may_hedge(RequestKind::SafeCreate));
+        assert!(!may_hedge(RequestKind::Write) && !may_hedge(RequestKind::Tunnel));
     }
 
     #[test]
@@ -186,9 +192,11 @@ mod tests {
 
     #[test]
     fn a_budget_is_a_tenth_with_a_burst() {
-        for (budget, burst) in
-            [(Budget::hedges(1), 128), (Budget::hedges(1_000), 1_000), (Budget::opinions(), 512)]
-        {
+        for (budget, burst) in [
+            (RetryBudget::hedges(1), 128),
+            (RetryBudget::hedges(1_000), 1_000),
+            (RetryBudget::opinions(), 512),
+        ] {
             let taken = |times: u32| (0..times).filter(|_| budget.take()).count();
             assert_eq!(taken(2_000), burst);
             assert!(!budget.take());

@@ -8,7 +8,7 @@
 //! * A request is tried elsewhere until it is sent, and not once after: a command may have run. It
 //!   waits for its answer as long as any write does where its path is lost or its process stopped.
 //! * Both directions end on their own, as TCP's do. Whatever breaks one side breaks the other.
-//! * A tunnel ends when the proof of its client does ([`super::peer`]).
+//! * A tunnel ends when the proof of its client does ([`super::client_certificate`]).
 //! * There is no timeout. A flow that is dead for `tunnel_dead_after` is ended
 //!   ([`crate::upstream::flow`]): nothing can take its place, and a path may come back. A quiet one is
 //!   left alone, and a client that reads no bytes may be a person paging through `kubectl exec … | less`.
@@ -32,12 +32,12 @@ use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, copy_bidirectional_with_si
 use tokio::sync::Notify;
 use tokio::task::spawn_local;
 
-use super::body::{Body, Http1};
+use super::client_certificate::IdentityProof;
 use super::hygiene;
-use super::line::{self, Line};
 use super::listener::ClientStream;
-use super::peer::Proof;
-use super::respond::Problem;
+use super::respond::StatusError;
+use super::response_body::{Http1Body, ResponseBody};
+use super::upstream_client::{self, UpstreamClient};
 use crate::net::heard_out::HeardOut;
 use crate::net::rewound::Rewound;
 use crate::observe::{Outcome, Side};
@@ -54,12 +54,12 @@ const BUFFER: usize = 16 * 1024;
 /// # Errors
 /// What the client is told instead, with the outcome to record it in.
 pub async fn serve(
-    line: &Rc<Line>,
-    (class, proof): (Class, Proof),
+    line: &Rc<UpstreamClient>,
+    (class, proof): (Class, IdentityProof),
     mut request: Request<Incoming>,
     mut outcome: Box<Outcome>,
     tunnels: &Tunnels,
-) -> Result<Response<Body>, (Problem, Box<Outcome>)> {
+) -> Result<Response<ResponseBody>, (StatusError, Box<Outcome>)> {
     let client = hyper::upgrade::on(&mut request);
     let (endpoint, answer) = match ask(line, (class, &proof), request, &mut outcome, tunnels).await
     {
@@ -77,12 +77,12 @@ pub async fn serve(
         // Counted before the client's connection is no longer one of the listener's.
         let open = tunnels.enter(&endpoint.label);
         spawn_local(tunnel(client, driver, (open, proof), outcome));
-        Body::Empty
+        ResponseBody::Empty
     } else {
         hygiene::downstream_response_headers(&mut head.headers);
         head.headers.insert(CONNECTION, HeaderValue::from_static("close"));
         spawn_local(farewell(client));
-        Body::Http1(Box::new(Http1::new(body, driver, outcome)))
+        ResponseBody::Http1(Box::new(Http1Body::new(body, driver, outcome)))
     };
     let mut response = Response::new(body);
     *response.status_mut() = head.status;
@@ -94,29 +94,29 @@ type Answer = (response::Parts, Incoming, Driver);
 
 /// Asks an apiserver and waits for the head of its answer.
 async fn ask(
-    line: &Rc<Line>,
-    (class, proof): (Class, &Proof),
+    line: &Rc<UpstreamClient>,
+    (class, proof): (Class, &IdentityProof),
     mut request: Request<Incoming>,
     outcome: &mut Outcome,
     tunnels: &Tunnels,
-) -> Result<(Arc<Endpoint>, Answer), Problem> {
+) -> Result<(Arc<Endpoint>, Answer), StatusError> {
     let wanted: Vec<HeaderValue> = request.headers().get_all(UPGRADE).iter().cloned().collect();
     frame(&mut request);
     let upstream = line.pool.upstream();
     let connection = http1::open(upstream, class, proof.subject(), |label| tunnels.to(label))
         .await
-        .map_err(|unavailable| line::problem(&unavailable))?;
+        .map_err(|unavailable| upstream_client::problem(&unavailable))?;
     let endpoint = Arc::clone(&connection.endpoint);
     outcome.sent_to(&endpoint.label, false);
     let (response, driver) = connection.send(request).await.map_err(|why| {
         line.metrics.retry_refused("unsafe");
-        Problem::unknown_fate(&format!("{why} on the connection to {}", endpoint.label))
+        StatusError::unknown_fate(&format!("{why} on the connection to {}", endpoint.label))
     })?;
     let (head, body) = response.into_parts();
     endpoint.answered(head.status.as_u16());
     if head.status == StatusCode::SWITCHING_PROTOCOLS && !is_among(&wanted, &head.headers) {
         let why = "the apiserver switched to a protocol that was not asked for";
-        return Err(Problem::bad_gateway(why));
+        return Err(StatusError::bad_gateway(why));
     }
     Ok((endpoint, (head, body, driver)))
 }
@@ -155,7 +155,7 @@ fn is_among(wanted: &[HeaderValue], headers: &HeaderMap) -> bool {
 async fn tunnel(
     client: OnUpgrade,
     driver: Driver,
-    (open, proof): (Open, Proof),
+    (open, proof): (Open, IdentityProof),
     mut outcome: Box<Outcome>,
 ) {
     let mut received = 0;

@@ -27,11 +27,11 @@ use self::again::Again;
 use self::holding::{Hold, HoldEnd};
 use self::moving::Moving;
 use self::running::{Event, Leave, Running, Stay};
+use super::body_progress::PIECE;
+use super::client_certificate::{IdentityProof, ProofExpiry};
 use super::closing::Closing;
-use super::line::{Answer as Answered, Line, release};
-use super::peer::{Proof, ProofEnd};
 use super::respond::BodyError;
-use super::taking::PIECE;
+use super::upstream_client::{Answer as Answered, UpstreamClient, release};
 use super::watch::Encoding;
 use super::watch::attempt::AttemptError;
 use super::watch::relay::{Flow, Relay};
@@ -56,7 +56,7 @@ pub struct WatchBody {
     leg: Leg,
     again: Again,
     /// If it goes upstream with a certificate.
-    proof_end: Option<ProofEnd>,
+    proof_end: Option<ProofExpiry>,
     outcome: Box<Outcome>,
     /// It was not delivering when its stream was lost.
     quiet: bool,
@@ -78,11 +78,11 @@ enum Leg {
 /// A watch that was answered: what it takes to ask for it again.
 pub struct Watched {
     /// The line it takes.
-    pub line: Rc<Line>,
+    pub line: Rc<UpstreamClient>,
     /// The connections it may use.
     pub class: Rc<ClassPool>,
     /// What entitles it to them.
-    pub proof: Proof,
+    pub proof: IdentityProof,
     /// Its head as it went upstream.
     pub head: Request<()>,
     /// What the client asked for.

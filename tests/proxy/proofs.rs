@@ -20,7 +20,7 @@ use jackstay::demo::pki::{Issued, Pki, Subject, Validity};
 use jackstay::net::client_chain::{self, ClientChain};
 use jackstay::net::serving::{Prepared, ServingTls};
 use jackstay::observe::Metrics;
-use jackstay::proxy::peer::{Peer, Proof};
+use jackstay::proxy::client_certificate::{ClientCertificate, IdentityProof};
 use jackstay::upstream::credentials::Class;
 use rcgen::{
     BasicConstraints, CertificateParams, CustomExtension, DistinguishedName, DnType, IsCa, Issuer,
@@ -199,8 +199,8 @@ async fn resume_with_an_expired_certificate_ends_the_watch() {
     let brief = certs.pki.client_valid(&Subject::admin(), validity).unwrap();
     let metrics = Metrics::new().listener("l");
     // Nothing follows its certificate.
-    let peer = Peer::new(Some(&[brief.cert_der()]), &tls, &metrics).unwrap();
-    let proof = Proof::new(Class::Identity(0), Some(&peer));
+    let peer = ClientCertificate::new(Some(&[brief.cert_der()]), &tls, &metrics).unwrap();
+    let proof = IdentityProof::new(Class::Identity(0), Some(&peer));
     let resume_late = async {
         soon("a proof", proof.confirmed()).await;
         let mut end = proof.end().unwrap();

@@ -5,12 +5,12 @@ use crate::support::{Certs, MAPS, patient, soon, terminate};
 use http::{HeaderMap, Method, Request, Version};
 use jackstay::config::AccessLog;
 use jackstay::observe::{Metrics, Outcome};
+use jackstay::proxy::client_certificate::IdentityProof;
 use jackstay::proxy::closing::Closer;
-use jackstay::proxy::forward::Outgoing;
-use jackstay::proxy::line::Line;
-use jackstay::proxy::peer::Proof;
+use jackstay::proxy::forward::ForwardedRequest;
+use jackstay::proxy::request_body;
 use jackstay::proxy::request_info::RequestInfo;
-use jackstay::proxy::upload;
+use jackstay::proxy::upstream_client::UpstreamClient;
 use jackstay::proxy::watch::request::Asked;
 use jackstay::upstream::credentials::{Class, Credentials};
 use jackstay::upstream::endpoint::Endpoint;
@@ -56,7 +56,11 @@ async fn counted() {
     upstream.place(vec![Endpoint::new(&upstream.name, address, None, of_endpoint).unwrap()]);
     let pool = Pool::new(Arc::new(upstream));
     let class = pool.class(Class::Token);
-    let line = Rc::new(Line::new(Rc::clone(&pool), Arc::clone(&metrics), upload::room(&metrics)));
+    let line = Rc::new(UpstreamClient::new(
+        Rc::clone(&pool),
+        Arc::clone(&metrics),
+        request_body::budget(&metrics),
+    ));
 
     let uri = format!("https://kubernetes.default.svc{MAPS}?watch=1&resourceVersion=5");
     let (parts, ()) = Request::get(uri).body(()).unwrap().into_parts();
@@ -66,10 +70,10 @@ async fn counted() {
     let of_listener = metrics.listener("apiserver");
     let outcome = Outcome::begin(&of_listener, AccessLog::Off, Ipv4Addr::LOCALHOST.into(), &parts);
     let (_closer, closing) = Closer::new();
-    let outgoing = Box::new(Outgoing {
+    let outgoing = Box::new(ForwardedRequest {
         line,
         class: Rc::clone(&class),
-        proof: Proof::new(Class::Token, None),
+        proof: IdentityProof::new(Class::Token, None),
         head: Request::from_parts(parts, ()),
         body: None,
         info,

@@ -13,13 +13,13 @@ use jackstay::config::{self, AccessLog, CertPaths, Overrides};
 use jackstay::net::serving::{Prepared, ServingTls};
 use jackstay::net::{socket, tls_files};
 use jackstay::observe::{Complaints, Metrics};
+use jackstay::proxy::client_connection::{CurrentService, ListenerService};
 use jackstay::proxy::closing::Closer;
-use jackstay::proxy::identify::Identifier;
-use jackstay::proxy::line::Line;
+use jackstay::proxy::credential_selector::CredentialSelector;
 use jackstay::proxy::listener::Listener;
-use jackstay::proxy::serve::{Service, Serving};
+use jackstay::proxy::request_body;
 use jackstay::proxy::upgrade::Tunnels;
-use jackstay::proxy::upload;
+use jackstay::proxy::upstream_client::UpstreamClient;
 use jackstay::upstream::credentials::{Credentials, client_tls};
 use jackstay::upstream::endpoint::Endpoint;
 use jackstay::upstream::pool::{Pool, Upstream};
@@ -235,9 +235,13 @@ impl Proxy {
         let tunnels = Tunnels::default();
         let (closer, closing) = Closer::new();
         let slots = pool.upstream().credentials.slots();
-        let service = Service {
-            line: Rc::new(Line::new(pool, Arc::clone(&metrics), upload::room(&metrics))),
-            identifier: Identifier {
+        let service = ListenerService {
+            line: Rc::new(UpstreamClient::new(
+                pool,
+                Arc::clone(&metrics),
+                request_body::budget(&metrics),
+            )),
+            identifier: CredentialSelector {
                 slots,
                 listener: listener.name.clone(),
                 tokens: Rc::default(),
@@ -252,7 +256,7 @@ impl Proxy {
         };
         let worker = Rc::new(Listener {
             name: listener.name.clone(),
-            serving: Serving::new(Rc::new(service)),
+            serving: CurrentService::new(Rc::new(service)),
             tls: Arc::new(ServingTls::new(Prepared::load(terminate).unwrap())),
             open: Cell::new(0),
             complaints: Complaints::new(Duration::from_secs(5)),

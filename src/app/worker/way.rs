@@ -9,24 +9,24 @@ use tokio::time::sleep;
 use super::DRAIN_TICK;
 use super::kept::Deadline;
 use crate::observe::Metrics;
-use crate::proxy::line::Line;
-use crate::proxy::room::Room;
+use crate::proxy::byte_budget::ByteBudget;
+use crate::proxy::upstream_client::UpstreamClient;
 use crate::upstream::pool::{Pool, Upstream};
 
 /// A line to an upstream, and what keeps its pool full.
 pub struct Way {
     /// Shared by the listeners that lead there.
-    pub line: Rc<Line>,
+    pub line: Rc<UpstreamClient>,
     keeper: JoinHandle<()>,
 }
 
 impl Way {
     /// The way to `upstream`, which opens its first connections at once.
-    pub fn new(upstream: &Arc<Upstream>, metrics: &Arc<Metrics>, bodies: &Arc<Room>) -> Self {
+    pub fn new(upstream: &Arc<Upstream>, metrics: &Arc<Metrics>, bodies: &Arc<ByteBudget>) -> Self {
         let pool = Pool::new(Arc::clone(upstream));
         let keeper = spawn_local(Pool::run(Rc::clone(&pool)));
         let (metrics, bodies) = (Arc::clone(metrics), Arc::clone(bodies));
-        Self { line: Rc::new(Line::new(pool, metrics, bodies)), keeper }
+        Self { line: Rc::new(UpstreamClient::new(pool, metrics, bodies)), keeper }
     }
 
     /// Whether it leads there.

@@ -5,15 +5,15 @@ use std::rc::Rc;
 
 use tokio::time::{Instant, sleep, sleep_until};
 
-use super::Outgoing;
-use crate::proxy::line::problem;
-use crate::proxy::respond::Problem;
+use super::ForwardedRequest;
+use crate::proxy::respond::StatusError;
+use crate::proxy::upstream_client::problem;
 use crate::proxy::watch::outage::{NEW_WATCH, hold};
 use crate::proxy::watch::resume::return_jitter;
 use crate::upstream::connection::Permit;
 use crate::upstream::pool::Unavailable;
 
-impl Outgoing {
+impl ForwardedRequest {
     /// A new watch that has got no stream, `none`, waits for the end of an outage, and then for its
     /// turn. Its time counts from `asked_at`.
     pub(super) async fn hold(
@@ -52,10 +52,10 @@ impl Outgoing {
     }
 
     /// The answer to the client when there is no stream.
-    pub(super) fn unavailable(&self, unavailable: &Unavailable) -> Problem {
+    pub(super) fn unavailable(&self, unavailable: &Unavailable) -> StatusError {
         match unavailable {
             Unavailable::Unreachable(reasons) if self.is_watch() => {
-                Problem::no_upstream_for_watch(reasons)
+                StatusError::no_upstream_for_watch(reasons)
             }
             _ => problem(unavailable),
         }

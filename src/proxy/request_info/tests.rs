@@ -144,7 +144,7 @@ fn what_is_not_a_resource() {
 
 #[test]
 fn kinds_follow_the_retry_table() {
-    use Kind::{Log, Read, SafeCreate, Tunnel, Watch, Write};
+    use RequestKind::{Log, Read, SafeCreate, Tunnel, Watch, Write};
     const AUTHN: &str = "/apis/authentication.k8s.io/v1/";
     const AUTHZ: &str = "/apis/authorization.k8s.io/v1/";
     const NS: &str = "/api/v1/namespaces/x/";
@@ -286,7 +286,7 @@ proptest::proptest! {
             let method: Method = method.parse().unwrap();
             let info = RequestInfo::new(&method, &uri, Version::HTTP_2, &HeaderMap::new());
             if !matches!(method.as_str(), "GET" | "HEAD" | "OPTIONS") {
-                proptest::prop_assert!(!matches!(info.kind, Kind::Read | Kind::Watch | Kind::Log));
+                proptest::prop_assert!(!matches!(info.kind, RequestKind::Read | RequestKind::Watch | RequestKind::Log));
             }
             proptest::prop_assert!(info.is_resource || info.resource().is_empty());
         }

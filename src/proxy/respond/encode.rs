@@ -1,11 +1,11 @@
 //! `metav1.Status` written by hand, as JSON and as Kubernetes' protobuf: two dozen bytes of format
 //! need no code generator.
 
-use super::Problem;
+use super::StatusError;
 
 const FAILURE: &str = "Failure";
 
-pub(super) fn json(problem: &Problem) -> Vec<u8> {
+pub(super) fn json(problem: &StatusError) -> Vec<u8> {
     let mut status = serde_json::json!({
         "kind": "Status",
         "apiVersion": "v1",
@@ -29,7 +29,7 @@ pub(super) fn json(problem: &Problem) -> Vec<u8> {
 /// `k8s\0`, then `runtime.Unknown`
 /// (`k8s.io/apimachinery/pkg/runtime/generated.proto`) around `Status`
 /// (`k8s.io/apimachinery/pkg/apis/meta/v1/generated.proto`).
-pub(super) fn protobuf(problem: &Problem) -> Vec<u8> {
+pub(super) fn protobuf(problem: &StatusError) -> Vec<u8> {
     let mut status = Vec::with_capacity(problem.message.len() + 64);
     field(&mut status, 1, b""); // metadata, an empty ListMeta
     field(&mut status, 2, FAILURE.as_bytes());

@@ -41,17 +41,22 @@ fn fields(mut input: &[u8]) -> Vec<Field<'_>> {
     out
 }
 
-fn problem(message: &str, code: u16, reason: Reason, retry_after: Option<u32>) -> Problem {
+fn problem(
+    message: &str,
+    code: u16,
+    reason: StatusReason,
+    retry_after: Option<u32>,
+) -> StatusError {
     let code = StatusCode::from_u16(code).unwrap();
-    Problem { code, reason, cause: "other", message: message.to_owned(), retry_after }
+    StatusError { code, reason, cause: "other", message: message.to_owned(), retry_after }
 }
 
-fn any_reason() -> impl Strategy<Value = Reason> {
+fn any_reason() -> impl Strategy<Value = StatusReason> {
     prop_oneof![
-        Just(Reason::BadRequest),
-        Just(Reason::InternalError),
-        Just(Reason::TooManyRequests),
-        Just(Reason::Unknown),
+        Just(StatusReason::BadRequest),
+        Just(StatusReason::InternalError),
+        Just(StatusReason::TooManyRequests),
+        Just(StatusReason::Unknown),
     ]
 }
 
@@ -98,14 +103,14 @@ proptest! {
 
     #[test]
     fn any_accept_header_is_survived(accept in "[a-z/*;,=. q0-9\"]{0,60}") {
-        let (headers, body) = Problem::internal("x").render(HeaderValue::from_str(&accept).ok().as_ref());
+        let (headers, body) = StatusError::internal("x").render(HeaderValue::from_str(&accept).ok().as_ref());
         prop_assert_eq!(headers[header::CONTENT_LENGTH].to_str().unwrap(), body.len().to_string());
     }
 }
 
 #[test]
 fn the_json_is_what_kubectl_reads() {
-    let (headers, body) = Problem::no_upstream("3 endpoints, all refused").render(None);
+    let (headers, body) = StatusError::no_upstream("3 endpoints, all refused").render(None);
     let json: serde_json::Value = serde_json::from_slice(&body).unwrap();
     assert_eq!(
         json,
@@ -121,16 +126,16 @@ fn the_json_is_what_kubectl_reads() {
 #[test]
 fn only_what_was_never_sent_may_be_sent_again() {
     for (problem, code, reason, retry_after) in [
-        (Problem::no_upstream("x"), 503, "ServiceUnavailable", None),
-        (Problem::unknown_fate("x"), 502, "InternalError", None),
-        (Problem::bad_gateway("x"), 502, "InternalError", None),
-        (Problem::unprocessed("x"), 502, "ServiceUnavailable", Some("1")),
-        (Problem::unauthorized("x"), 401, "Unauthorized", None),
-        (Problem::bad_request("x"), 400, "BadRequest", None),
-        (Problem::too_many_requests("x"), 429, "TooManyRequests", Some("1")),
-        (Problem::header_too_large("x"), 431, "", None),
-        (Problem::gateway_timeout("x"), 504, "Timeout", None),
-        (Problem::internal("x"), 500, "InternalError", None),
+        (StatusError::no_upstream("x"), 503, "ServiceUnavailable", None),
+        (StatusError::unknown_fate("x"), 502, "InternalError", None),
+        (StatusError::bad_gateway("x"), 502, "InternalError", None),
+        (StatusError::unprocessed("x"), 502, "ServiceUnavailable", Some("1")),
+        (StatusError::unauthorized("x"), 401, "Unauthorized", None),
+        (StatusError::bad_request("x"), 400, "BadRequest", None),
+        (StatusError::too_many_requests("x"), 429, "TooManyRequests", Some("1")),
+        (StatusError::header_too_large("x"), 431, "", None),
+        (StatusError::gateway_timeout("x"), 504, "Timeout", None),
+        (StatusError::internal("x"), 500, "InternalError", None),
     ] {
         assert!(problem.to_string().starts_with("jackstay: "), "{problem:?}");
         assert_eq!(problem.reason.as_str(), reason);
@@ -171,7 +176,7 @@ fn accept_is_negotiated_as_the_apiserver_does() {
     }
     assert_eq!(Encoding::negotiate(None), Encoding::Json);
     let header = HeaderValue::from_static(P);
-    let response = Problem::internal("x").into_response(Some(&header));
+    let response = StatusError::internal("x").into_response(Some(&header));
     assert_eq!(response.headers()[header::CONTENT_TYPE], P);
     assert!(response.body().starts_with(b"k8s\0"));
 }

@@ -7,8 +7,8 @@ use std::time::Duration;
 use http::Request;
 use tokio::time::{Instant, sleep_until, timeout_at};
 
-use crate::proxy::line::{Answer, Line, problem, troubled};
-use crate::proxy::peer::Proof;
+use crate::proxy::client_certificate::IdentityProof;
+use crate::proxy::upstream_client::{Answer, UpstreamClient, problem, troubled};
 use crate::upstream::connection::{Connection, Permit, in_words};
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::pool::{After, ClassPool, Need, Unavailable};
@@ -29,8 +29,8 @@ pub struct AttemptError {
 /// # Errors
 /// There was no stream, or the connection was lost before the head, or no head came in time.
 pub async fn send_on_new_stream(
-    client: &Line,
-    (class, proof): (&Rc<ClassPool>, &Proof),
+    client: &UpstreamClient,
+    (class, proof): (&Rc<ClassPool>, &IdentityProof),
     head: Request<()>,
     after: Option<After<'_>>,
     excluded: &[Arc<Endpoint>],
@@ -55,7 +55,7 @@ pub async fn send_on_new_stream(
 /// # Errors
 /// The connection was lost or suspected before the head, or no head came in time.
 pub async fn send(
-    client: &Line,
+    client: &UpstreamClient,
     mut permit: Permit,
     head: Request<()>,
     deadline: Instant,

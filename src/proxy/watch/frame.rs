@@ -10,14 +10,14 @@
 //!
 //! A frame inside one chunk is never copied, only measured. What is left over at the end of a chunk
 //! is copied and kept until it is whole, up to a cap, and as long as all watches together have
-//! [`Room`]; a larger frame passes through in pieces ([`Cut::Oversized`]).
+//! [`ByteBudget`]; a larger frame passes through in pieces ([`Cut::Oversized`]).
 //!
 //! Where a guess about JSON turns out wrong (two objects in a line), the frame is one that
 //! [`super::event`] cannot read, and a watch with such a frame is never resumed.
 
 use super::Encoding;
 use super::held::Held;
-use crate::proxy::room::Room;
+use crate::proxy::byte_budget::ByteBudget;
 use bytes::Bytes;
 use std::sync::Arc;
 
@@ -79,12 +79,12 @@ pub enum Cut {
 
 impl Splitter {
     /// A splitter at the beginning of a stream.
-    pub fn new(encoding: Encoding, room: &Arc<Room>) -> Self {
+    pub fn new(encoding: Encoding, room: &Arc<ByteBudget>) -> Self {
         Self::with_cap(encoding, FRAME_CAP, room)
     }
 
     /// A splitter that keeps at most `cap` bytes of an incomplete frame.
-    pub fn with_cap(encoding: Encoding, cap: usize, room: &Arc<Room>) -> Self {
+    pub fn with_cap(encoding: Encoding, cap: usize, room: &Arc<ByteBudget>) -> Self {
         let partial = Held::new(room);
         Self { encoding, cap, partial, mode: Mode::start(encoding), oversized: false }
     }
@@ -137,7 +137,7 @@ impl Splitter {
     }
 
     /// Where what is kept is counted.
-    pub fn room(&self) -> &Arc<Room> {
+    pub fn room(&self) -> &Arc<ByteBudget> {
         self.partial.room()
     }
 

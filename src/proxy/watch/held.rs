@@ -1,4 +1,4 @@
-//! The bytes of a frame that has not arrived whole, counted in the [`Room`] of all of them.
+//! The bytes of a frame that has not arrived whole, counted in the [`ByteBudget`] of all of them.
 //!
 //! A frame is held back until it is whole, and one watch may hold a few MiB. An upstream that begins a
 //! frame on each of a thousand watches and ends none must not have a thousand times that: where there
@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use crate::proxy::room::Room;
+use crate::proxy::byte_budget::ByteBudget;
 
 /// Most bytes that are held of the frames of one worker's watches on one upstream.
 pub const ROOM: usize = 32 << 20;
@@ -16,17 +16,17 @@ pub const ROOM: usize = 32 << 20;
 #[derive(Debug)]
 pub struct Held {
     bytes: Vec<u8>,
-    room: Arc<Room>,
+    room: Arc<ByteBudget>,
 }
 
 impl Held {
     /// Nothing yet.
-    pub fn new(room: &Arc<Room>) -> Self {
+    pub fn new(room: &Arc<ByteBudget>) -> Self {
         Self { bytes: Vec::new(), room: Arc::clone(room) }
     }
 
     /// Where it is counted.
-    pub fn room(&self) -> &Arc<Room> {
+    pub fn room(&self) -> &Arc<ByteBudget> {
         &self.room
     }
 

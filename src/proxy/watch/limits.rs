@@ -7,8 +7,8 @@ use metrics::Gauge;
 
 use super::held;
 use crate::observe::Metrics;
-use crate::proxy::retry::Budget;
-use crate::proxy::room::Room;
+use crate::proxy::byte_budget::ByteBudget;
+use crate::proxy::retry::RetryBudget;
 
 /// Most watches that one worker may hold for one upstream before it refuses to hold a new one. A held
 /// request costs some KiB.
@@ -17,18 +17,18 @@ const MAX_HELD: usize = 10_000;
 /// The shared limits of the watches of one worker to one upstream.
 pub struct WatchLimits {
     /// Bounds the requests to other endpoints after a 410.
-    too_old_retries: Budget,
+    too_old_retries: RetryBudget,
     held: HeldWatches,
-    partial_frames: Arc<Room>,
+    partial_frames: Arc<ByteBudget>,
 }
 
 impl WatchLimits {
     /// Limits that nothing has used yet.
     pub fn new(metrics: &Metrics) -> Self {
         Self {
-            too_old_retries: Budget::opinions(),
+            too_old_retries: RetryBudget::opinions(),
             held: HeldWatches::new(metrics.held_watches()),
-            partial_frames: Room::new(held::ROOM, metrics.held_frame_bytes()),
+            partial_frames: ByteBudget::new(held::ROOM, metrics.held_frame_bytes()),
         }
     }
 
@@ -53,7 +53,7 @@ impl WatchLimits {
     }
 
     /// The budget of the bytes of frames that have not arrived whole.
-    pub fn partial_frames(&self) -> &Arc<Room> {
+    pub fn partial_frames(&self) -> &Arc<ByteBudget> {
         &self.partial_frames
     }
 }

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 
-use crate::proxy::line::Line;
+use crate::proxy::upstream_client::UpstreamClient;
 use crate::upstream::pool::ClassPool;
 
 /// How long a new watch is held before it is answered with 429.
@@ -24,7 +24,7 @@ const PAUSE: Duration = Duration::from_secs(1);
 ///
 /// In an outage it waits for the end of the outage. Without one the class has no connection although
 /// an apiserver can be reached; then it waits for about [`PAUSE`].
-pub async fn hold(client: Rc<Line>, class: Rc<ClassPool>) -> Duration {
+pub async fn hold(client: Rc<UpstreamClient>, class: Rc<ClassPool>) -> Duration {
     let began = Instant::now();
     let _held = client.watches.held().add();
     if client.pool.is_out() {

@@ -8,7 +8,7 @@ use super::frame::{Cut, Splitter};
 use super::state::WatchState;
 use super::verdict::{AfterLoss, Ending, Verdict};
 use super::{Encoding, request::Asked};
-use crate::proxy::room::Room;
+use crate::proxy::byte_budget::ByteBudget;
 use bytes::Bytes;
 use std::ops::Range;
 use std::sync::Arc;
@@ -47,7 +47,12 @@ pub enum Flow {
 
 impl Relay {
     /// A relay for a watch that was asked for at `asked_at` and has just been answered with 200.
-    pub fn new(encoding: Encoding, asked: &Asked, asked_at: Instant, room: &Arc<Room>) -> Self {
+    pub fn new(
+        encoding: Encoding,
+        asked: &Asked,
+        asked_at: Instant,
+        room: &Arc<ByteBudget>,
+    ) -> Self {
         Self {
             encoding,
             splitter: Splitter::new(encoding, room),

@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 
 use http::Request;
 
+use crate::proxy::client_certificate::IdentityProof;
 use crate::proxy::closing::Closing;
-use crate::proxy::line::Line;
-use crate::proxy::peer::Proof;
+use crate::proxy::upstream_client::UpstreamClient;
 use crate::proxy::watch::request::{Asked, reissued_query, with_query};
 use crate::proxy::watch::verdict::Reissue;
 use crate::upstream::connection::Connection;
@@ -20,9 +20,9 @@ const LONGEST_REST: Duration = Duration::from_secs(3600);
 
 /// What is needed to ask again.
 pub(super) struct Again {
-    pub(super) line: Rc<Line>,
+    pub(super) line: Rc<UpstreamClient>,
     pub(super) class: Rc<ClassPool>,
-    pub(super) proof: Proof,
+    pub(super) proof: IdentityProof,
     pub(super) head: Request<()>,
     pub(super) asked: Asked,
     pub(super) closing: Closing,

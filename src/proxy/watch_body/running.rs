@@ -15,7 +15,7 @@ use tokio::time::{sleep, timeout};
 use super::again::Again;
 use super::pace::Pace;
 use crate::proxy::closing::Closing;
-use crate::proxy::line::release;
+use crate::proxy::upstream_client::release;
 use crate::upstream::connection::{Leaving, Permit, in_words};
 use crate::upstream::pool::{After, Need};
 

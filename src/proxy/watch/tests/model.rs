@@ -5,7 +5,7 @@ use super::super::event::read;
 use super::super::frame::{Cut, Splitter};
 use super::super::request::Asked;
 use super::super::version::Version;
-use crate::proxy::room::Room;
+use crate::proxy::byte_budget::ByteBudget;
 use bytes::Bytes;
 use std::time::Duration;
 
@@ -133,7 +133,8 @@ pub(crate) fn digest(bytes: &[u8]) {
         for cap in [1, 16, 4096] {
             for step in [1, 7, bytes.len().max(1)] {
                 let chunks: Vec<_> = bytes.chunks(step).map(Bytes::copy_from_slice).collect();
-                let mut splitter = Splitter::with_cap(encoding, cap, &Room::unseen(usize::MAX));
+                let mut splitter =
+                    Splitter::with_cap(encoding, cap, &ByteBudget::unmetered(usize::MAX));
                 let mut out = split(&mut splitter, &chunks, cap);
                 for frame in &out {
                     let _ = read(encoding, frame);

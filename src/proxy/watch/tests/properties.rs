@@ -5,7 +5,7 @@ use super::super::frame::{Cut, FRAME_CAP, Splitter};
 use super::super::relay::{Flow, Relay};
 use super::super::verdict::{AfterLoss, Ending};
 use super::model::{asked, digest, encode, json_event, split};
-use crate::proxy::room::Room;
+use crate::proxy::byte_budget::ByteBudget;
 use bytes::Bytes;
 use proptest::prelude::*;
 use std::time::{Duration, Instant};
@@ -36,7 +36,7 @@ proptest! {
         let frames: Vec<_> =
             paddings.iter().zip(1..).map(|(p, v)| encode(encoding, "ADDED", v, p)).collect();
         let stream = frames.concat();
-        let mut splitter = Splitter::new(encoding, &Room::unseen(usize::MAX));
+        let mut splitter = Splitter::new(encoding, &ByteBudget::unmetered(usize::MAX));
         let out = split(&mut splitter, &chunks(&stream, &cuts), usize::MAX);
         // A newline that comes alone, after its object, comes out alone.
         let out: Vec<_> = out.iter().map(|f| f.trim_ascii_end()).filter(|f| !f.is_empty()).collect();
@@ -89,7 +89,7 @@ proptest! {
             events[from..].iter().flat_map(|(_, bytes, _)| bytes.clone()).collect()
         };
         let start = Instant::now();
-        let mut relay = Relay::new(encoding, &asked("100"), start, &Room::unseen(usize::MAX));
+        let mut relay = Relay::new(encoding, &asked("100"), start, &ByteBudget::unmetered(usize::MAX));
         let mut client = Vec::new();
         let mut cursor = 100;
         let mut stray_next = false;
@@ -124,7 +124,7 @@ fn cut_at_every_byte() {
         for at in 0..=stream.len() {
             let chunks =
                 [Bytes::copy_from_slice(&stream[..at]), Bytes::copy_from_slice(&stream[at..])];
-            let mut splitter = Splitter::new(encoding, &Room::unseen(usize::MAX));
+            let mut splitter = Splitter::new(encoding, &ByteBudget::unmetered(usize::MAX));
             let out = split(&mut splitter, &chunks, usize::MAX);
             assert_eq!(out.concat(), stream, "{at}");
             assert!(splitter.at_boundary());
@@ -142,7 +142,7 @@ fn pretty_and_unseparated_objects_come_out_whole() {
         for step in [1, 2, 5, 1000] {
             let chunks: Vec<_> =
                 stream.as_bytes().chunks(step).map(Bytes::copy_from_slice).collect();
-            let mut splitter = Splitter::new(Json, &Room::unseen(usize::MAX));
+            let mut splitter = Splitter::new(Json, &ByteBudget::unmetered(usize::MAX));
             let out = split(&mut splitter, &chunks, usize::MAX);
             assert_eq!(out.concat(), stream.as_bytes());
             assert!(splitter.at_boundary());
@@ -155,7 +155,8 @@ fn pretty_and_unseparated_objects_come_out_whole() {
 
 #[test]
 fn a_burst_leaves_as_one_slice_of_its_chunk() {
-    let mut relay = Relay::new(Json, &asked("1"), Instant::now(), &Room::unseen(usize::MAX));
+    let mut relay =
+        Relay::new(Json, &asked("1"), Instant::now(), &ByteBudget::unmetered(usize::MAX));
     let events: Vec<_> = (2..50).map(|v| json_event("MODIFIED", v, "x")).collect();
     let chunk = Bytes::from(events.concat());
     let mut out = Vec::new();
@@ -174,7 +175,7 @@ fn a_frame_above_the_cap_passes_in_pieces() {
         let start = Instant::now();
         let frame = encode(encoding, "ADDED", 6, &"x".repeat(FRAME_CAP + 100_000));
         for whole in [false, true] {
-            let room = Room::unseen(usize::MAX);
+            let room = ByteBudget::unmetered(usize::MAX);
             let mut relay = Relay::new(encoding, &asked("5"), start, &room);
             let came = if whole { &frame[..] } else { &frame[..frame.len() - 20] };
             let mut out = Vec::new();
@@ -193,7 +194,8 @@ fn a_frame_above_the_cap_passes_in_pieces() {
                 "{encoding:?} {whole}: {loss:?}"
             );
         }
-        let mut relay = Relay::new(encoding, &asked("5"), start, &Room::unseen(usize::MAX));
+        let mut relay =
+            Relay::new(encoding, &asked("5"), start, &ByteBudget::unmetered(usize::MAX));
         for piece in frame.chunks(64 << 10) {
             relay.push(&Bytes::copy_from_slice(piece), drop);
         }
@@ -206,7 +208,7 @@ fn a_frame_above_the_cap_passes_in_pieces() {
 #[test]
 fn all_watches_together_hold_no_more_than_there_is_room_for() {
     for encoding in [Json, Protobuf] {
-        let room = Room::unseen(10_000);
+        let room = ByteBudget::unmetered(10_000);
         let frame = encode(encoding, "ADDED", 7, &"x".repeat(3_000));
         let (most, rest) = frame.split_at(frame.len() - 20);
         let mut watches: Vec<_> = (0..20).map(|_| Splitter::new(encoding, &room)).collect();
@@ -261,7 +263,7 @@ fn without_room_frames_still_end_where_they_end() {
         let frames: Vec<_> = (1..4).map(|v| encode(encoding, "ADDED", v, "a{}\\\"\n}")).collect();
         let stream = frames.concat();
         for step in [1, 2, 3, 5, 7, 64] {
-            let mut splitter = Splitter::new(encoding, &Room::unseen(0));
+            let mut splitter = Splitter::new(encoding, &ByteBudget::unmetered(0));
             let (mut at, mut ends) = (0, Vec::new());
             for chunk in stream.chunks(step) {
                 let mut rest = chunk;
@@ -297,7 +299,7 @@ fn no_order_of_bytes_makes_cutting_slow() {
     const SIZE: usize = 1 << 20;
     let took = |stream: &[u8], step: usize| {
         let begun = Instant::now();
-        let mut splitter = Splitter::new(Json, &Room::unseen(usize::MAX));
+        let mut splitter = Splitter::new(Json, &ByteBudget::unmetered(usize::MAX));
         for chunk in stream.chunks(step) {
             let mut at = 0;
             while at < chunk.len() {

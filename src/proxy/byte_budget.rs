@@ -1,5 +1,5 @@
 //! Bounds on bytes that are held in memory, all of one kind together: request bodies that may be
-//! sent again ([`super::upload`]) and frames of watches that have not arrived whole
+//! sent again ([`super::request_body`]) and frames of watches that have not arrived whole
 //! ([`super::watch`]).
 //!
 //! It counts and shows; what becomes of that which finds no room is decided by those who ask.
@@ -13,21 +13,21 @@ use metrics::Gauge;
 ///
 /// Atomic even where one thread fills it: what is held may be let go of on another.
 #[derive(Debug)]
-pub struct Room {
+pub struct ByteBudget {
     most: usize,
     held: AtomicUsize,
     gauge: Gauge,
 }
 
-impl Room {
-    /// Room for `most` bytes, shown in a gauge that others may share: it is only ever incremented
+impl ByteBudget {
+    /// ByteBudget for `most` bytes, shown in a gauge that others may share: it is only ever incremented
     /// and decremented.
     pub fn new(most: usize, gauge: Gauge) -> Arc<Self> {
         Arc::new(Self { most, held: AtomicUsize::new(0), gauge })
     }
 
     /// For tests and fuzzing: shown nowhere.
-    pub fn unseen(most: usize) -> Arc<Self> {
+    pub fn unmetered(most: usize) -> Arc<Self> {
         Self::new(most, Gauge::noop())
     }
 

@@ -16,17 +16,17 @@ use http::uri::{Authority, Scheme};
 use http::{HeaderValue, Request, Response, Uri, header};
 use hyper::body::Incoming;
 
-use super::body::{Body, Full};
+use super::client_certificate::{ClientCertificate, IdentityProof};
 use super::closing::Closing;
-use super::forward::Outgoing;
+use super::credential_selector::{self, CredentialSelector, LastToken};
+use super::forward::ForwardedRequest;
 use super::hygiene::{self, ForwardedFor};
-use super::identify::{self, Identifier, LastToken};
-use super::line::Line;
-use super::peer::{Peer, Proof};
-use super::request_info::{Kind, RequestInfo};
-use super::respond::Problem;
+use super::request_body::RequestBody;
+use super::request_info::{RequestInfo, RequestKind};
+use super::respond::StatusError;
+use super::response_body::{FullBody, ResponseBody};
 use super::upgrade;
-use super::upload::Source;
+use super::upstream_client::UpstreamClient;
 use super::watch::request::{self as watch_request, Asked, with_query};
 use crate::config::{AccessLog, Limits, RequestLimits};
 use crate::observe::{ListenerMetrics, Outcome, UserClass};
@@ -34,11 +34,11 @@ use crate::upstream::credentials::Class;
 
 /// What the connections of one listener share, on one worker. A reload replaces it whole: each
 /// request is served by the one that it found.
-pub struct Service {
+pub struct ListenerService {
     /// Where their requests go.
-    pub line: Rc<Line>,
+    pub line: Rc<UpstreamClient>,
     /// Whose credential may go with them.
-    pub identifier: Identifier,
+    pub identifier: CredentialSelector,
     /// Where they are counted.
     pub metrics: Arc<ListenerMetrics>,
     /// Which of them are logged.
@@ -57,31 +57,31 @@ pub struct Service {
 
 /// The service of a listener as it is now.
 #[derive(Clone)]
-pub struct Serving(Rc<RefCell<Rc<Service>>>);
+pub struct CurrentService(Rc<RefCell<Rc<ListenerService>>>);
 
-impl Serving {
+impl CurrentService {
     /// Begins with this one.
-    pub fn new(service: Rc<Service>) -> Self {
+    pub fn new(service: Rc<ListenerService>) -> Self {
         Self(Rc::new(RefCell::new(service)))
     }
 
     /// The one for a request that begins now.
-    pub fn now(&self) -> Rc<Service> {
+    pub fn now(&self) -> Rc<ListenerService> {
         Rc::clone(&self.0.borrow())
     }
 
     /// Serves the next requests with another one, and returns the one before.
-    pub fn replace(&self, service: Rc<Service>) -> Rc<Service> {
+    pub fn replace(&self, service: Rc<ListenerService>) -> Rc<ListenerService> {
         self.0.replace(service)
     }
 }
 
 /// A client connection.
-pub struct Client {
+pub struct ClientConnection {
     /// What serves it.
-    pub serving: Serving,
+    pub serving: CurrentService,
     /// What it has shown in TLS, if anything.
-    pub peer: Option<Rc<Peer>>,
+    pub peer: Option<Rc<ClientCertificate>>,
     /// Where it comes from.
     pub address: IpAddr,
     /// The same for the apiserver.
@@ -90,7 +90,7 @@ pub struct Client {
     pub token: LastToken,
 }
 
-impl Client {
+impl ClientConnection {
     /// Answers one request. There is always an answer, if only an error of ours.
     ///
     /// Boxed: hyper and tokio move a request's future several times, and what is left of it stays
@@ -98,7 +98,7 @@ impl Client {
     pub fn handle(
         self: Rc<Self>,
         request: Request<Incoming>,
-    ) -> Pin<Box<impl Future<Output = Result<Response<Body>, Infallible>>>> {
+    ) -> Pin<Box<impl Future<Output = Result<Response<ResponseBody>, Infallible>>>> {
         Box::pin(async move {
             let accept = request.headers().get(header::ACCEPT).cloned();
             let service = self.serving.now();
@@ -132,7 +132,7 @@ impl Client {
     /// Everything that needs no waiting.
     fn start<'a>(
         &self,
-        service: &'a Service,
+        service: &'a ListenerService,
         request: Request<Incoming>,
     ) -> Result<Begun<'a>, Failed> {
         let (parts, body) = request.into_parts();
@@ -147,10 +147,10 @@ impl Client {
     /// What the request is, and whose.
     fn prepare(
         &self,
-        service: &Service,
+        service: &ListenerService,
         parts: &Parts,
         outcome: &mut Outcome,
-    ) -> Result<(RequestInfo, Class), Problem> {
+    ) -> Result<(RequestInfo, Class), StatusError> {
         let info = RequestInfo::from_parts(parts);
         outcome.classified(info.verb.as_str(), info.long_running());
         hygiene::check_request(parts)?;
@@ -171,16 +171,16 @@ impl Client {
 
     fn begin<'a>(
         &self,
-        service: &'a Service,
+        service: &'a ListenerService,
         mut parts: Parts,
         body: Incoming,
         info: RequestInfo,
         class: Class,
         outcome: Box<Outcome>,
     ) -> Result<Begun<'a>, Failed> {
-        let proof = Proof::new(class, self.peer.as_ref());
+        let proof = IdentityProof::new(class, self.peer.as_ref());
         if info.upgrade {
-            let token = identify::bearer(&parts.headers, true)
+            let token = credential_selector::bearer(&parts.headers, true)
                 .filter(|_| matches!(class, Class::Token | Class::UnprovenToken))
                 .map(|token| (token.to_vec(), class));
             hygiene::upstream_upgrade_headers(&mut parts.headers, &self.forwarded_for);
@@ -190,7 +190,7 @@ impl Client {
             return Ok(Begun::Upgrade(Box::pin(served), token));
         }
         hygiene::upstream_request_headers(&mut parts.headers, &self.forwarded_for);
-        let watch = (info.kind == Kind::Watch)
+        let watch = (info.kind == RequestKind::Watch)
             .then(|| {
                 Asked::new(
                     info.verb.as_str(),
@@ -209,14 +209,14 @@ impl Client {
         let token = matches!(class, Class::Token | Class::UnprovenToken)
             .then(|| head.headers().get(header::AUTHORIZATION).cloned())
             .flatten();
-        let outgoing = Box::new(Outgoing {
+        let outgoing = Box::new(ForwardedRequest {
             line: Rc::clone(&service.line),
             class: service.line.pool.class(class),
             proof,
             head,
             body: (!http_body::Body::is_end_stream(&body))
-                .then(|| Source::new(body, version, &service.line.bodies)),
-            closing: (info.kind == Kind::Watch).then(|| service.closing.clone()),
+                .then(|| RequestBody::new(body, version, &service.line.bodies)),
+            closing: (info.kind == RequestKind::Watch).then(|| service.closing.clone()),
             info,
             watch,
             hedges: Cell::new(0),
@@ -226,28 +226,28 @@ impl Client {
 }
 
 /// What the client is told instead, and where that is recorded.
-type Failed = (Problem, Box<Outcome>);
+type Failed = (StatusError, Box<Outcome>);
 
 /// A request whose head is checked, and how it goes on.
 enum Begun<'a> {
     /// To an apiserver; with the token to learn about from the answer.
-    Forward(Box<Outgoing>, Box<Outcome>, Option<(HeaderValue, Class)>),
+    Forward(Box<ForwardedRequest>, Box<Outcome>, Option<(HeaderValue, Class)>),
     /// Out of HTTP; likewise.
     Upgrade(
-        Pin<Box<dyn Future<Output = Result<Response<Body>, Failed>> + 'a>>,
+        Pin<Box<dyn Future<Output = Result<Response<ResponseBody>, Failed>> + 'a>>,
         Option<(Vec<u8>, Class)>,
     ),
 }
 
 #[cold]
-fn refusal((problem, mut outcome): Failed, accept: Option<&HeaderValue>) -> Response<Body> {
+fn refusal((problem, mut outcome): Failed, accept: Option<&HeaderValue>) -> Response<ResponseBody> {
     outcome.own_error(problem.code.as_u16(), problem.cause, problem.to_string());
-    problem.into_response(accept).map(|body| Body::Full(Full::new(body, outcome)))
+    problem.into_response(accept).map(|body| ResponseBody::Full(FullBody::new(body, outcome)))
 }
 
 /// The head as it goes upstream: HTTP/2 names its scheme and authority, and a watch is asked for so
 /// that it can be followed.
-fn upstream_head(parts: Parts, watch: Option<&Asked>) -> Result<Request<()>, Problem> {
+fn upstream_head(parts: Parts, watch: Option<&Asked>) -> Result<Request<()>, StatusError> {
     let Parts { method, uri, mut headers, .. } = parts;
     let host = headers.remove(header::HOST);
     let mut target = uri.into_parts();
@@ -261,7 +261,7 @@ fn upstream_head(parts: Parts, watch: Option<&Asked>) -> Result<Request<()>, Pro
     }
     target.scheme = Some(Scheme::HTTPS);
     let mut uri = Uri::from_parts(target).map_err(|error| {
-        Problem::bad_request(&format!("the request target is not one: {error}"))
+        StatusError::bad_request(&format!("the request target is not one: {error}"))
     })?;
     if let Some(asked) = watch {
         watch_request::upstream_headers(&mut headers);
@@ -289,7 +289,7 @@ mod tests {
     /// the allocator: 1,537 bytes take no less.
     #[test]
     fn a_request_is_small() {
-        let size = size_of_boxed(Client::handle);
+        let size = size_of_boxed(ClientConnection::handle);
         assert!(size <= 1_792, "{size}");
     }
 }

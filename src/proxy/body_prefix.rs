@@ -11,7 +11,7 @@ use bytes::{Bytes, BytesMut};
 use h2::RecvStream;
 use tokio::time::{Instant, timeout, timeout_at};
 
-use super::request_info::Kind;
+use super::request_info::RequestKind;
 use crate::upstream::connection::Connection;
 use crate::upstream::health::Life;
 
@@ -29,8 +29,8 @@ const LOG_HEAD: Duration = Duration::from_secs(1);
 
 /// Whether the beginning of such an answer is awaited like its head: then silence on the connection is
 /// as suspicious as before the head. A log or a watch may be silent.
-pub fn is_awaited(kind: Kind) -> bool {
-    matches!(kind, Kind::Read | Kind::SafeCreate)
+pub fn is_awaited(kind: RequestKind) -> bool {
+    matches!(kind, RequestKind::Read | RequestKind::SafeCreate)
 }
 
 /// Waits for the beginning of an answer whose head is there, where it may be sent again.
@@ -38,7 +38,7 @@ pub fn is_awaited(kind: Kind) -> bool {
 /// # Errors
 /// The stream ended before, by a reset or with its connection.
 pub async fn beginning(
-    kind: Kind,
+    kind: RequestKind,
     recv: &mut RecvStream,
     connection: &Connection,
 ) -> Result<Option<Bytes>, h2::Error> {
@@ -52,7 +52,9 @@ pub async fn beginning(
             // Boxed, so that no other answer carries room for it.
             Box::pin(rest(first, recv, connection)).await.map(Some)
         }
-        Kind::Log => Box::pin(timeout(LOG_HEAD, recv.data())).await.unwrap_or_default().transpose(),
+        RequestKind::Log => {
+            Box::pin(timeout(LOG_HEAD, recv.data())).await.unwrap_or_default().transpose()
+        }
         _ => Ok(None),
     }
 }

@@ -1,6 +1,6 @@
 //! Bounds how long an HTTP/2 client may take nothing of one answer.
 //!
-//! A client that reads its socket but opens no window on a stream looks well to [`super::stall`].
+//! A client that reads its socket but opens no window on a stream looks well to [`super::stall_timeout`].
 //! Meanwhile hyper asks the answer's body for nothing, so that it holds an upstream stream, and
 //! does not even leave a connection that ends. hyper hands a piece to h2 whole, and asks for the
 //! next one when there is window: a stream whose piece is out for the limit is reset, and the
@@ -30,9 +30,9 @@ struct Progress {
 
 /// Follows one answer, for those who look at it from both sides.
 #[derive(Debug, Clone, Default)]
-pub struct Taking(Rc<Progress>);
+pub struct BodyProgress(Rc<Progress>);
 
-impl Taking {
+impl BodyProgress {
     /// Number of the piece that waits for the client, if one does.
     fn waiting(&self) -> Option<u64> {
         self.0.out.get().then(|| self.0.pieces.get())
@@ -41,19 +41,19 @@ impl Taking {
 
 /// A body that tells when a piece of it is out.
 #[derive(Debug)]
-pub struct Told<B> {
+pub struct TrackedBody<B> {
     body: B,
-    taking: Taking,
+    progress: BodyProgress,
 }
 
-impl<B> Told<B> {
-    /// Tells `taking` about `body`.
-    pub fn new(body: B, taking: Taking) -> Self {
-        Self { body, taking }
+impl<B> TrackedBody<B> {
+    /// Tells `progress` about `body`.
+    pub fn new(body: B, progress: BodyProgress) -> Self {
+        Self { body, progress }
     }
 }
 
-impl<B: Body + Unpin> Body for Told<B> {
+impl<B: Body + Unpin> Body for TrackedBody<B> {
     type Data = B::Data;
     type Error = B::Error;
 
@@ -62,7 +62,7 @@ impl<B: Body + Unpin> Body for Told<B> {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
         let result = Pin::new(&mut self.body).poll_frame(cx);
-        let progress = &self.taking.0;
+        let progress = &self.progress.0;
         let out = matches!(result, Poll::Ready(Some(Ok(_))));
         progress.out.set(out);
         if out {
@@ -82,33 +82,33 @@ impl<B: Body + Unpin> Body for Told<B> {
 
 /// What serves one stream, until it is done or its client has taken nothing for too long; dropping
 /// it resets the stream.
-pub struct Bounded {
+pub struct StallBoundStream {
     serving: Pin<Box<dyn Future<Output = ()>>>,
-    taking: Taking,
+    progress: BodyProgress,
     limit: Duration,
     /// Runs while a piece is out: which, and until when it may be.
     timer: Option<(u64, Pin<Box<Sleep>>)>,
 }
 
-impl Bounded {
-    /// Bounds `serving` by what `taking` tells.
+impl StallBoundStream {
+    /// Bounds `serving` by what `progress` tells.
     pub fn new(
         serving: impl Future<Output = ()> + 'static,
-        taking: Taking,
+        progress: BodyProgress,
         limit: Duration,
     ) -> Self {
-        Self { serving: Box::pin(serving), taking, limit, timer: None }
+        Self { serving: Box::pin(serving), progress, limit, timer: None }
     }
 }
 
-impl Future for Bounded {
+impl Future for StallBoundStream {
     type Output = ();
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
         if self.serving.as_mut().poll(cx).is_ready() {
             return Poll::Ready(());
         }
-        let Some(piece) = self.taking.waiting() else {
+        let Some(piece) = self.progress.waiting() else {
             self.timer = None;
             return Poll::Pending;
         };
@@ -151,7 +151,7 @@ mod tests {
     }
 
     /// As hyper serves a stream: a piece is asked for where there is window.
-    async fn serve(mut body: Told<Pieces>, mut window: mpsc::UnboundedReceiver<()>) {
+    async fn serve(mut body: TrackedBody<Pieces>, mut window: mpsc::UnboundedReceiver<()>) {
         loop {
             if poll_fn(|cx| Pin::new(&mut body).poll_frame(cx)).await.is_none() {
                 return;
@@ -164,9 +164,9 @@ mod tests {
     async fn who_takes_nothing_of_what_waits_is_cut_off() {
         let (pieces, body) = mpsc::unbounded_channel();
         let (window, opened) = mpsc::unbounded_channel();
-        let taking = Taking::default();
-        let serving = serve(Told::new(Pieces(body), taking.clone()), opened);
-        let mut bounded = Bounded::new(serving, taking, LIMIT);
+        let progress = BodyProgress::default();
+        let serving = serve(TrackedBody::new(Pieces(body), progress.clone()), opened);
+        let mut bounded = StallBoundStream::new(serving, progress, LIMIT);
         // Nothing waits for it: it may be silent for as long as it likes.
         assert!(timeout(DAY, &mut bounded).await.is_err());
         // It takes a piece now and then, and more are always there.
@@ -189,11 +189,11 @@ mod tests {
     async fn the_end_is_the_end() {
         let (pieces, body) = mpsc::unbounded_channel();
         let (_window, opened) = mpsc::unbounded_channel();
-        let taking = Taking::default();
+        let progress = BodyProgress::default();
         drop(pieces);
-        let serving = serve(Told::new(Pieces(body), taking.clone()), opened);
+        let serving = serve(TrackedBody::new(Pieces(body), progress.clone()), opened);
         let start = Instant::now();
-        Bounded::new(serving, taking, LIMIT).await;
+        StallBoundStream::new(serving, progress, LIMIT).await;
         assert!(start.elapsed().is_zero());
     }
 }

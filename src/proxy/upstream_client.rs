@@ -13,10 +13,10 @@ use h2::RecvStream;
 use http::response;
 use tokio::time::sleep;
 
-use super::respond::Problem;
-use super::retry::Budget;
-use super::room::Room;
-use super::upload::Upload;
+use super::byte_budget::ByteBudget;
+use super::request_body::UploadTask;
+use super::respond::StatusError;
+use super::retry::RetryBudget;
 use super::watch::limits::WatchLimits;
 use crate::observe::Metrics;
 use crate::upstream::connection::{Connection, Permit};
@@ -29,24 +29,24 @@ use crate::upstream::pool::{Pool, Unavailable};
 const HEDGE_AGAIN: Duration = Duration::from_secs(1);
 
 /// What forwarding needs beside the request: the worker's line to one upstream.
-pub struct Line {
+pub struct UpstreamClient {
     /// Its connections.
     pub pool: Rc<Pool>,
     /// Bounds second attempts.
-    pub hedges: Budget,
+    pub hedges: RetryBudget,
     /// The limits that all its watches share.
     pub watches: WatchLimits,
     /// Where retries and hedges are counted.
     pub metrics: Arc<Metrics>,
     /// Bounds what is held of bodies, on all lines of all workers.
-    pub bodies: Arc<Room>,
+    pub bodies: Arc<ByteBudget>,
 }
 
-impl Line {
+impl UpstreamClient {
     /// A line without any request on it yet.
-    pub fn new(pool: Rc<Pool>, metrics: Arc<Metrics>, bodies: Arc<Room>) -> Self {
+    pub fn new(pool: Rc<Pool>, metrics: Arc<Metrics>, bodies: Arc<ByteBudget>) -> Self {
         Self {
-            hedges: Budget::hedges(pool.upstream().config().connections.max_streams),
+            hedges: RetryBudget::hedges(pool.upstream().config().connections.max_streams),
             pool,
             watches: WatchLimits::new(&metrics),
             metrics,
@@ -80,12 +80,12 @@ pub struct Answer {
     /// The place of its stream.
     pub permit: Permit,
     /// What is still sent of its request's body.
-    pub upload: Option<Upload>,
+    pub upload: Option<UploadTask>,
 }
 
 /// Waits until the request should not rely on this connection alone: it is suspected, its path is
 /// lost, or it drains because its process is stopped, or its endpoint is unwell.
-pub async fn troubled(connection: &Rc<Connection>, line: &Line) {
+pub async fn troubled(connection: &Rc<Connection>, line: &UpstreamClient) {
     loop {
         connection.changed().await;
         if is_troubled(connection, line) {
@@ -95,14 +95,14 @@ pub async fn troubled(connection: &Rc<Connection>, line: &Line) {
 }
 
 /// Waits a while, and then until the request should still not rely on this connection alone.
-pub async fn still_troubled(connection: &Rc<Connection>, line: &Line) {
+pub async fn still_troubled(connection: &Rc<Connection>, line: &UpstreamClient) {
     sleep(HEDGE_AGAIN).await;
     while !is_troubled(connection, line) {
         connection.changed().await;
     }
 }
 
-fn is_troubled(connection: &Connection, line: &Line) -> bool {
+fn is_troubled(connection: &Connection, line: &UpstreamClient) -> bool {
     connection.life() == Life::Suspect
         || connection.is_to_be_left()
         || is_better_elsewhere(connection, line)
@@ -110,20 +110,20 @@ fn is_troubled(connection: &Connection, line: &Line) -> bool {
 
 /// Whether its endpoint is unwell while another one is well. Where all are unwell, asking more of
 /// them makes none of them better.
-pub fn is_better_elsewhere(connection: &Connection, line: &Line) -> bool {
+pub fn is_better_elsewhere(connection: &Connection, line: &UpstreamClient) -> bool {
     connection.endpoint.state() == EndpointState::Degraded && line.has_ready_besides(&[])
 }
 
 /// What a client is told when there is no stream for its request.
-pub fn problem(unavailable: &Unavailable) -> Problem {
+pub fn problem(unavailable: &Unavailable) -> StatusError {
     match unavailable {
-        Unavailable::Unreachable(reasons) => Problem::no_upstream(reasons),
-        Unavailable::Exhausted => Problem::too_many_requests(
+        Unavailable::Unreachable(reasons) => StatusError::no_upstream(reasons),
+        Unavailable::Exhausted => StatusError::too_many_requests(
             "every stream to the apiservers is taken: see connections.max and \
              connections.max_streams",
         ),
         Unavailable::NoCredential => {
-            Problem::unauthorized("the credential for this identity is not loaded yet")
+            StatusError::unauthorized("the credential for this identity is not loaded yet")
         }
     }
 }

@@ -22,8 +22,8 @@ use std::time::SystemTime;
 
 use http::{HeaderMap, StatusCode, header};
 
-use super::peer::Peer;
-use super::respond::Problem;
+use super::client_certificate::ClientCertificate;
+use super::respond::StatusError;
 use crate::net::tls_files::CertInfo;
 use crate::upstream::credentials::{Class, Slot};
 
@@ -31,7 +31,7 @@ use crate::upstream::credentials::{Class, Slot};
 const PROVEN_TOKENS: usize = 4096;
 
 /// Decides for one listener; see the module.
-pub struct Identifier {
+pub struct CredentialSelector {
     /// The identities that this listener may use.
     pub slots: Vec<Arc<Slot>>,
     /// Name of the listener, for the text of a refusal.
@@ -40,28 +40,28 @@ pub struct Identifier {
     pub tokens: Rc<ProvenTokens>,
 }
 
-impl Identifier {
+impl CredentialSelector {
     /// Whose connections the request may take; `upgrade`: it wants to leave HTTP.
     ///
     /// # Errors
     /// 401 with a reason that says what to do; 429 if the certificate could not be verified now.
     pub fn identify(
         &self,
-        peer: Option<&Peer>,
+        peer: Option<&ClientCertificate>,
         last: &LastToken,
         headers: &HeaderMap,
         upgrade: bool,
-    ) -> Result<Class, Problem> {
+    ) -> Result<Class, StatusError> {
         let token = bearer(headers, upgrade);
         let Some(peer) = peer else { return Ok(self.without_certificate(token, last)) };
         match peer.proven(SystemTime::now()) {
             Some(Ok(certificate)) => self.slot_of(certificate),
             Some(Err(_)) if token.is_some() => Ok(self.without_certificate(token, last)),
-            Some(Err(why)) => Err(Problem::unauthorized(&format!(
+            Some(Err(why)) => Err(StatusError::unauthorized(&format!(
                 "the client certificate {}cannot be verified: {why}",
                 peer.certificate().map_or(String::new(), |info| format!("of {} ", info.subject)),
             ))),
-            None => Err(Problem::too_many_requests(
+            None => Err(StatusError::too_many_requests(
                 "the client certificate chain is not verified yet: too many others wait for that",
             )),
         }
@@ -75,7 +75,7 @@ impl Identifier {
         }
     }
 
-    fn slot_of(&self, client: &CertInfo) -> Result<Class, Problem> {
+    fn slot_of(&self, client: &CertInfo) -> Result<Class, StatusError> {
         if let Some(number) = self.slots.iter().find_map(|slot| slot.number_of(&client.subject)) {
             return Ok(Class::Identity(number));
         }
@@ -87,7 +87,7 @@ impl Identifier {
         } else {
             format!(" (still waiting for {})", awaited.join(", "))
         };
-        Err(Problem::unauthorized(&format!(
+        Err(StatusError::unauthorized(&format!(
             "the client certificate of {} is valid, but jackstay has no credential for that \
              subject: add its cert_file and key_file to `identities` of listener `{}`{hint}",
             client.subject, self.listener
@@ -213,8 +213,11 @@ mod tests {
     #[test]
     fn an_answer_that_comes_after_authentication_proves_a_token() {
         let tokens = Rc::<ProvenTokens>::default();
-        let identifier =
-            Identifier { slots: Vec::new(), listener: "l".to_owned(), tokens: Rc::clone(&tokens) };
+        let identifier = CredentialSelector {
+            slots: Vec::new(),
+            listener: "l".to_owned(),
+            tokens: Rc::clone(&tokens),
+        };
         for (status, proven) in [
             (101, true), // exec, attach, port-forward
             (200, true),
@@ -237,8 +240,11 @@ mod tests {
     #[test]
     fn a_subprotocol_is_a_credential_only_of_what_upgrades() {
         let tokens = Rc::<ProvenTokens>::default();
-        let identifier =
-            Identifier { slots: Vec::new(), listener: "l".to_owned(), tokens: Rc::clone(&tokens) };
+        let identifier = CredentialSelector {
+            slots: Vec::new(),
+            listener: "l".to_owned(),
+            tokens: Rc::clone(&tokens),
+        };
         let hidden = "base64url.bearer.authorization.k8s.io.QUJD";
         let with = |name: header::HeaderName, value: &'static str| {
             HeaderMap::from_iter([(name, http::HeaderValue::from_static(value))])

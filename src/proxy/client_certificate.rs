@@ -46,7 +46,7 @@ const CLOCK_LOOK: Duration = Duration::from_secs(60);
 const BUSY_PAUSE: Duration = Duration::from_secs(1);
 
 /// What a client has shown in its TLS handshake.
-pub struct Peer {
+pub struct ClientCertificate {
     chain: Arc<ClientChain>,
     info: Result<CertInfo, String>,
     tls: Arc<ServingTls>,
@@ -59,7 +59,7 @@ pub struct Peer {
     changed: Notify,
 }
 
-impl Peer {
+impl ClientCertificate {
     /// The peer of a finished handshake; `None` without a certificate.
     pub fn new(
         chain: Option<&[CertificateDer<'_>]>,
@@ -192,16 +192,16 @@ impl Peer {
 }
 
 /// Ready when a proof does not hold any more: why.
-pub type ProofEnd = Pin<Box<dyn Future<Output = String>>>;
+pub type ProofExpiry = Pin<Box<dyn Future<Output = String>>>;
 
 /// What entitles a request to the connections of its class.
 #[derive(Clone)]
-pub struct Proof(Option<Rc<Peer>>);
+pub struct IdentityProof(Option<Rc<ClientCertificate>>);
 
-impl Proof {
+impl IdentityProof {
     /// That of a request of this class. Requests with a token or without a credential need none: the
     /// apiserver decides.
-    pub fn new(class: Class, peer: Option<&Rc<Peer>>) -> Self {
+    pub fn new(class: Class, peer: Option<&Rc<ClientCertificate>>) -> Self {
         Self(peer.filter(|_| matches!(class, Class::Identity(_))).cloned())
     }
 
@@ -216,7 +216,7 @@ impl Proof {
     }
 
     /// Waits until it is known to hold; for ever, if it does not. [`Self::end`] is ready then, also
-    /// where [`Peer::follow`] has not noticed yet: its timers stand still while a machine is suspended,
+    /// where [`ClientCertificate::follow`] has not noticed yet: its timers stand still while a machine is suspended,
     /// and the clock does not.
     pub async fn confirmed(&self) {
         let Some(peer) = &self.0 else { return };
@@ -229,14 +229,14 @@ impl Proof {
         }
     }
 
-    /// Ready at its end: why it does not hold any more. `None` where no proof is needed. [`Peer::follow`]
+    /// Ready at its end: why it does not hold any more. `None` where no proof is needed. [`ClientCertificate::follow`]
     /// has to run meanwhile, as it does for each connection.
-    pub fn end(&self) -> Option<ProofEnd> {
+    pub fn end(&self) -> Option<ProofExpiry> {
         let peer = Rc::clone(self.0.as_ref()?);
         Some(Box::pin(Self::ended(peer)))
     }
 
-    async fn ended(peer: Rc<Peer>) -> String {
+    async fn ended(peer: Rc<ClientCertificate>) -> String {
         loop {
             let mut changed = pin!(peer.changed.notified());
             changed.as_mut().enable();

@@ -11,30 +11,30 @@ use h2::RecvStream;
 use http_body::{Body as _, Frame, SizeHint};
 use hyper::body::Incoming;
 
-use super::line::release;
-use super::peer::ProofEnd;
+use super::client_certificate::ProofExpiry;
+use super::request_body::UploadTask;
 use super::respond::BodyError;
-use super::upload::Upload;
+use super::upstream_client::release;
 use super::watch_body::WatchBody;
 use crate::observe::{Outcome, Side};
 use crate::upstream::connection::{Permit, in_words};
 use crate::upstream::http1::Driver;
 
 /// An answer's body.
-pub enum Body {
+pub enum ResponseBody {
     /// None: the head of an upgrade.
     Empty,
     /// Ours, or short and held already.
-    Full(Full),
+    Full(FullBody),
     /// An apiserver's, as it comes.
-    Stream(Box<Stream>),
+    Stream(Box<StreamedBody>),
     /// A watch: whole frames, and resumed when its connection dies.
     Watch(Box<WatchBody>),
     /// Of an upstream HTTP/1.1 connection that declined an upgrade.
-    Http1(Box<Http1>),
+    Http1(Box<Http1Body>),
 }
 
-impl http_body::Body for Body {
+impl http_body::Body for ResponseBody {
     type Data = Bytes;
     type Error = BodyError;
 
@@ -77,12 +77,12 @@ impl http_body::Body for Body {
 }
 
 /// A body that is all there.
-pub struct Full {
+pub struct FullBody {
     data: Option<Bytes>,
     outcome: Box<Outcome>,
 }
 
-impl Full {
+impl FullBody {
     /// A body of these bytes.
     pub fn new(data: Bytes, mut outcome: Box<Outcome>) -> Self {
         let data = (!data.is_empty()).then_some(data);
@@ -94,7 +94,7 @@ impl Full {
 }
 
 /// An apiserver's answer on its way to the client.
-pub struct Stream {
+pub struct StreamedBody {
     recv: RecvStream,
     /// Read ahead: the head was held back until it came.
     first: Option<Bytes>,
@@ -102,20 +102,20 @@ pub struct Stream {
     unreleased: usize,
     done: bool,
     /// A watch that cannot be followed ends with the proof of its client.
-    proof_end: Option<ProofEnd>,
+    proof_end: Option<ProofExpiry>,
     permit: Permit,
     outcome: Box<Outcome>,
-    _upload: Option<Upload>,
+    _upload: Option<UploadTask>,
 }
 
-impl Stream {
+impl StreamedBody {
     /// The rest of an answer whose head has arrived.
     pub fn new(
         recv: RecvStream,
         first: Option<Bytes>,
         mut permit: Permit,
         mut outcome: Box<Outcome>,
-        upload: Option<Upload>,
+        upload: Option<UploadTask>,
     ) -> Self {
         let done = first.is_none() && recv.is_end_stream();
         // Part of it is forwarded, so it cannot come from elsewhere.
@@ -130,7 +130,7 @@ impl Stream {
 
     /// The same, broken off at the end of a proof.
     #[must_use]
-    pub fn until(mut self, proof_end: Option<ProofEnd>) -> Self {
+    pub fn until(mut self, proof_end: Option<ProofExpiry>) -> Self {
         self.proof_end = proof_end;
         self
     }
@@ -195,13 +195,13 @@ impl Stream {
 }
 
 /// An answer from an HTTP/1.1 connection.
-pub struct Http1 {
+pub struct Http1Body {
     incoming: Incoming,
     outcome: Box<Outcome>,
     _driver: Driver,
 }
 
-impl Http1 {
+impl Http1Body {
     /// The body of such an answer.
     pub fn new(incoming: Incoming, driver: Driver, mut outcome: Box<Outcome>) -> Self {
         if incoming.is_end_stream() {

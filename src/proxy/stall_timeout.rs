@@ -12,14 +12,14 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Sleep, sleep};
 
 /// A connection whose writes fail once none has made progress for `limit`.
-pub struct Stall<T> {
+pub struct StallTimeout<T> {
     inner: T,
     limit: Option<Duration>,
     /// Runs while a write waits.
     timer: Option<Pin<Box<Sleep>>>,
 }
 
-impl<T> Stall<T> {
+impl<T> StallTimeout<T> {
     /// Bounds the writes of `inner`.
     pub fn new(inner: T, limit: Duration) -> Self {
         Self { inner, limit: Some(limit), timer: None }
@@ -49,7 +49,7 @@ impl<T> Stall<T> {
     }
 }
 
-impl<T: AsyncRead + Unpin> AsyncRead for Stall<T> {
+impl<T: AsyncRead + Unpin> AsyncRead for StallTimeout<T> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -59,7 +59,7 @@ impl<T: AsyncRead + Unpin> AsyncRead for Stall<T> {
     }
 }
 
-impl<T: AsyncWrite + Unpin> AsyncWrite for Stall<T> {
+impl<T: AsyncWrite + Unpin> AsyncWrite for StallTimeout<T> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -101,7 +101,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_reader_that_takes_nothing_is_cut_off() {
         let (ours, _theirs) = tokio::io::duplex(16);
-        let mut stalled = Stall::new(ours, Duration::from_secs(60));
+        let mut stalled = StallTimeout::new(ours, Duration::from_secs(60));
         let start = tokio::time::Instant::now();
         let error = stalled.write_all(&[0; 64]).await.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
@@ -111,7 +111,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn unless_it_is_forgiven() {
         let (ours, _theirs) = tokio::io::duplex(16);
-        let mut stalled = Stall::new(ours, Duration::from_secs(60));
+        let mut stalled = StallTimeout::new(ours, Duration::from_secs(60));
         stalled.forgive();
         let day = Duration::from_secs(86_400);
         assert!(tokio::time::timeout(day, stalled.write_all(&[0; 64])).await.is_err());
@@ -120,7 +120,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_slow_reader_is_not() {
         let (ours, mut theirs) = tokio::io::duplex(16);
-        let mut stalled = Stall::new(ours, Duration::from_secs(60));
+        let mut stalled = StallTimeout::new(ours, Duration::from_secs(60));
         let reader = tokio::spawn(async move {
             for _ in 0..4 {
                 tokio::time::sleep(Duration::from_secs(59)).await;

@@ -18,8 +18,8 @@ use http_body::Body as _;
 use hyper::body::Incoming;
 use tokio::task::JoinHandle;
 
+use super::byte_budget::ByteBudget;
 use super::hygiene::is_hop_by_hop;
-use super::room::Room;
 use crate::observe::Metrics;
 
 /// Most bytes of one body that are held.
@@ -30,38 +30,38 @@ const HOLD_TOTAL: usize = 32 << 20;
 /// What a held piece costs beside its bytes: its handle, and its share of a read buffer.
 const PIECE_COST: usize = 64;
 
-/// Room for what all workers hold together.
-pub fn room(metrics: &Metrics) -> Arc<Room> {
-    Room::new(HOLD_TOTAL, metrics.held_body_bytes())
+/// ByteBudget for what all workers hold together.
+pub fn budget(metrics: &Metrics) -> Arc<ByteBudget> {
+    ByteBudget::new(HOLD_TOTAL, metrics.held_body_bytes())
 }
 
 /// Stops the task that sends a request's body when nobody waits for the answer any more.
-pub struct Upload(JoinHandle<()>);
+pub struct UploadTask(JoinHandle<()>);
 
-impl Upload {
+impl UploadTask {
     /// Guards a task.
     pub fn new(task: JoinHandle<()>) -> Self {
         Self(task)
     }
 }
 
-impl Drop for Upload {
+impl Drop for UploadTask {
     fn drop(&mut self) {
         self.0.abort();
     }
 }
 
 /// What is held of one body.
-struct Holding {
+struct HeldBody {
     pieces: RefCell<Vec<Bytes>>,
     bytes: Cell<usize>,
     /// Everything read so far is there.
     whole: Cell<bool>,
-    room: Arc<Room>,
+    room: Arc<ByteBudget>,
 }
 
-impl Holding {
-    fn new(room: &Arc<Room>) -> Self {
+impl HeldBody {
+    fn new(room: &Arc<ByteBudget>) -> Self {
         Self {
             pieces: RefCell::default(),
             bytes: Cell::new(0),
@@ -95,17 +95,17 @@ impl Holding {
     }
 }
 
-impl Drop for Holding {
+impl Drop for HeldBody {
     fn drop(&mut self) {
         self.clear();
     }
 }
 
 /// A request's body.
-pub struct Source {
+pub struct RequestBody {
     incoming: RefCell<Incoming>,
     version: Version,
-    held: Holding,
+    held: HeldBody,
     end: RefCell<Option<End>>,
 }
 
@@ -117,13 +117,13 @@ enum End {
     Broken,
 }
 
-impl Source {
+impl RequestBody {
     /// Wraps what comes from the client by this version of HTTP; what is held takes of `room`.
-    pub fn new(incoming: Incoming, version: Version, room: &Arc<Room>) -> Rc<Self> {
+    pub fn new(incoming: Incoming, version: Version, room: &Arc<ByteBudget>) -> Rc<Self> {
         Rc::new(Self {
             incoming: RefCell::new(incoming),
             version,
-            held: Holding::new(room),
+            held: HeldBody::new(room),
             end: RefCell::default(),
         })
     }
@@ -150,8 +150,8 @@ impl Source {
     }
 
     /// Sends it from the beginning on `stream`, in a task of its own.
-    pub fn send(self: &Rc<Self>, stream: SendStream<Bytes>) -> Upload {
-        Upload::new(tokio::task::spawn_local(pump(Rc::clone(self), stream)))
+    pub fn send(self: &Rc<Self>, stream: SendStream<Bytes>) -> UploadTask {
+        UploadTask::new(tokio::task::spawn_local(pump(Rc::clone(self), stream)))
     }
 
     /// The piece at `index`: a held one, or the next from the client.
@@ -190,7 +190,7 @@ impl Source {
     }
 }
 
-async fn pump(source: Rc<Source>, mut stream: SendStream<Bytes>) {
+async fn pump(source: Rc<RequestBody>, mut stream: SendStream<Bytes>) {
     let mut index = 0;
     loop {
         let piece = poll_fn(|cx| {
@@ -275,7 +275,7 @@ mod tests {
     static PIECE: Bytes = Bytes::from_static(&[0; 64 * 1024]);
 
     /// Pushes until nothing more is held; how many pieces are.
-    fn fill(body: &Holding) -> usize {
+    fn fill(body: &HeldBody) -> usize {
         while body.whole.get() {
             body.push(&PIECE);
         }
@@ -285,32 +285,32 @@ mod tests {
     #[test]
     fn bodies_are_held_up_to_their_bounds() {
         let metrics = Metrics::new();
-        let all = room(&metrics);
+        let all = budget(&metrics);
         let shown = || {
             let page = metrics.render();
             let line = page.lines().find(|line| line.starts_with("jackstay_held_body_bytes "));
             line.expect("it is there").rsplit_once(' ').expect("a value").1.to_owned()
         };
-        let one = Holding::new(&all);
+        let one = HeldBody::new(&all);
         assert_eq!(fill(&one), 47, "3 MiB, and what pieces cost");
         one.clear();
         assert_eq!(shown(), "0");
         // Bodies just below their own bound, until there is no room for another one.
         let bodies: Vec<_> = (0..11)
             .map(|_| {
-                let body = Holding::new(&all);
+                let body = HeldBody::new(&all);
                 (0..46).for_each(|_| body.push(&PIECE));
                 assert!(body.whole.get());
                 body
             })
             .collect();
-        let last = Holding::new(&all);
+        let last = HeldBody::new(&all);
         assert_eq!(fill(&last), 5, "what is left of 32 MiB");
         assert_eq!(shown(), all.held().to_string());
         drop(last);
         drop(bodies);
         assert_eq!((shown().as_str(), all.held()), ("0", 0));
         assert_eq!(fill(&one), 0, "what was given up stays so");
-        assert_eq!(fill(&Holding::new(&all)), 47);
+        assert_eq!(fill(&HeldBody::new(&all)), 47);
     }
 }

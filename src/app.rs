@@ -32,8 +32,8 @@ use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::sync::{oneshot, watch};
 
 use crate::config::Config;
-use crate::control::discovery::Surroundings;
-use crate::control::discovery::dns::System;
+use crate::control::discovery::SharedContext;
+use crate::control::discovery::dns::ResolverFiles;
 use crate::control::heartbeat::Heartbeats;
 use crate::net::inherited::Inherited;
 use crate::net::notify::ServiceManager;
@@ -146,7 +146,7 @@ impl StartError {
 pub struct App {
     built: Built,
     metrics: Arc<Metrics>,
-    around: Arc<Surroundings>,
+    around: Arc<SharedContext>,
     follower: Option<Follower>,
     predecessor: Option<Predecessor>,
 }
@@ -206,11 +206,11 @@ impl App {
             let addresses = inherited.addresses();
             tracing::warn!(?addresses, "sockets that no listener wants are closed");
         }
-        let around = Arc::new(Surroundings {
+        let around = Arc::new(SharedContext {
             bound: ArcSwap::from_pointee(built.listening().to_vec()),
             state_dir: ArcSwap::from_pointee(built.config.state_dir.clone()),
             heartbeats: Heartbeats::start().map_err(StartError::System)?,
-            system: System::default(),
+            system: ResolverFiles::default(),
         });
         Ok(Self { built, metrics, around, follower: None, predecessor })
     }

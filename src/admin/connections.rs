@@ -19,7 +19,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, sleep_until};
 
-use super::{CONNECTION_TIME, Facts, MAX_CONNECTIONS, routes};
+use super::{CONNECTION_TIME, MAX_CONNECTIONS, StatusProvider, routes};
 
 /// Time for a request head to arrive.
 const HEADER_TIME: Duration = Duration::from_secs(3);
@@ -46,7 +46,7 @@ const REPEAT: Duration = Duration::from_secs(60);
 
 /// The connections that are answered now.
 pub(super) struct Connections {
-    facts: Arc<dyn Facts>,
+    facts: Arc<dyn StatusProvider>,
     tasks: JoinSet<()>,
     /// Oldest first.
     slots: VecDeque<Slot>,
@@ -70,7 +70,7 @@ impl Slot {
 }
 
 impl Connections {
-    pub(super) fn new(facts: &Arc<dyn Facts>) -> Self {
+    pub(super) fn new(facts: &Arc<dyn StatusProvider>) -> Self {
         Self {
             facts: Arc::clone(facts),
             tasks: JoinSet::new(),
@@ -157,8 +157,12 @@ impl Connections {
     }
 }
 
-async fn answer<S>(stream: S, on_loopback: bool, facts: Arc<dyn Facts>, asked: Arc<AtomicBool>)
-where
+async fn answer<S>(
+    stream: S,
+    on_loopback: bool,
+    facts: Arc<dyn StatusProvider>,
+    asked: Arc<AtomicBool>,
+) where
     S: AsyncRead + AsyncWrite + Unpin + 'static,
 {
     let service = service_fn(|request| {

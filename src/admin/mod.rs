@@ -1,6 +1,6 @@
 //! The admin endpoint: health, metrics and status for operators, read-only, off the request path.
 //!
-//! It answers from [`Facts`] and knows nothing of the data plane. It runs on whatever runtime the
+//! It answers from [`StatusProvider`] and knows nothing of the data plane. It runs on whatever runtime the
 //! caller polls [`Admin::serve`] on, which must not be a worker's. It promises to hold little: at
 //! most [`MAX_CONNECTIONS`] connections, each with one request and [`CONNECTION_TIME`] to live. Idle
 //! and slow ones are evicted for new ones ([`connections`]).
@@ -46,11 +46,11 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 const REPEAT: Duration = Duration::from_secs(5);
 
 /// What the admin endpoint shows; asked anew for every request, on the admin runtime.
-pub trait Facts: Send + Sync + 'static {
+pub trait StatusProvider: Send + Sync + 'static {
     /// Whether every worker's loop has turned lately; else which one has not.
-    fn live(&self) -> Result<(), String>;
+    fn liveness(&self) -> Result<(), String>;
     /// Whether requests can be served, part by part.
-    fn ready(&self) -> Readiness;
+    fn readiness(&self) -> Readiness;
     /// The body of `/status`; the page at `/` renders it.
     fn status(&self) -> serde_json::Value;
     /// The last state changes, for `/events`.
@@ -66,15 +66,15 @@ pub trait Facts: Send + Sync + 'static {
 /// The answer of `/readyz`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Readiness {
-    /// The verdict; not simply all parts, since one endpoint of three is enough.
+    /// The verdict; not simply all checks, since one endpoint of three is enough.
     pub ready: bool,
-    /// The parts, in the order in which they are shown.
-    pub parts: Vec<Part>,
+    /// The checks, in the order in which they are shown.
+    pub checks: Vec<ReadinessCheck>,
 }
 
 /// One part of [`Readiness`].
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Part {
+pub struct ReadinessCheck {
     /// `listener apiserver`, `upstream control-plane`, ….
     pub name: String,
     /// Whether it does its work.
@@ -85,7 +85,7 @@ pub struct Part {
 
 /// Why nobody is answered on a socket any more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Left {
+pub enum StopReason {
     /// The endpoint has moved: whoever waits in the queue of the socket would be reset with it.
     Moved,
     /// Another process has the socket too, and its queue.
@@ -115,7 +115,11 @@ impl Admin {
 
     /// Answers until `left`, and finishes what it has begun. If it is dropped, its connections end
     /// with it.
-    pub async fn serve(self, facts: Arc<dyn Facts>, left: impl Future<Output = Left>) {
+    pub async fn serve(
+        self,
+        facts: Arc<dyn StatusProvider>,
+        left: impl Future<Output = StopReason>,
+    ) {
         let mut left = pin!(left);
         let mut connections = Connections::new(&facts);
         let mut failures = Failures::default();
@@ -133,7 +137,7 @@ impl Admin {
                 Err(error) => failures.pause(&error).await,
             }
         };
-        if why == Left::Moved {
+        if why == StopReason::Moved {
             for (stream, _) in socket::close_and_take_queue(self.listener) {
                 let on_loopback = is_on_loopback(&stream);
                 connections.add(stream, on_loopback).await;
@@ -146,7 +150,7 @@ impl Admin {
 }
 
 /// Answers on a Unix socket until it is dropped.
-pub async fn serve_unix(listener: UnixListener, facts: Arc<dyn Facts>) {
+pub async fn serve_unix(listener: UnixListener, facts: Arc<dyn StatusProvider>) {
     let mut connections = Connections::new(&facts);
     let mut failures = Failures::default();
     loop {

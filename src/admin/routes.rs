@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use http::{HeaderValue, Method, Request, Response, StatusCode, header};
 use serde_json::Value;
 
-use super::{Facts, Readiness};
+use super::{Readiness, StatusProvider};
 
 const PAGE: &str = include_str!("page.html");
 
@@ -39,7 +39,7 @@ there is nothing here; try one of
 pub(super) fn answer<B>(
     request: &Request<B>,
     on_loopback: bool,
-    facts: &dyn Facts,
+    facts: &dyn StatusProvider,
 ) -> Response<String> {
     if on_loopback && !host_is_safe(request) {
         return respond(
@@ -55,7 +55,7 @@ pub(super) fn answer<B>(
         return response;
     }
     match request.uri().path() {
-        "/livez" => match facts.live() {
+        "/livez" => match facts.liveness() {
             Ok(()) => respond(StatusCode::OK, TEXT, "ok\n".into()),
             Err(why) => respond(
                 StatusCode::SERVICE_UNAVAILABLE,
@@ -64,7 +64,7 @@ pub(super) fn answer<B>(
             ),
         },
         "/readyz" => {
-            let readiness = facts.ready();
+            let readiness = facts.readiness();
             let code =
                 if readiness.ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
             respond(code, TEXT, readyz(&readiness))
@@ -99,7 +99,7 @@ fn respond(code: StatusCode, kind: &'static str, body: String) -> Response<Strin
 /// The body of `/readyz`, in the shape that people know from the apiserver's.
 fn readyz(readiness: &Readiness) -> String {
     let mut out = String::new();
-    for part in &readiness.parts {
+    for part in &readiness.checks {
         let (sign, word) = if part.ok { ('+', " ok") } else { ('-', "") };
         let colon = if part.detail.is_empty() { "" } else { ": " };
         let name = one_line(&part.name);

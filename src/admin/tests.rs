@@ -9,18 +9,21 @@ struct Fake {
     ready: bool,
 }
 
-impl Facts for Fake {
-    fn live(&self) -> Result<(), String> {
+impl StatusProvider for Fake {
+    fn liveness(&self) -> Result<(), String> {
         if self.alive { Ok(()) } else { Err("worker 0 has not turned for 7 s".into()) }
     }
 
-    fn ready(&self) -> Readiness {
-        let part =
-            |name: &str, ok, detail: &str| Part { name: name.into(), ok, detail: detail.into() };
+    fn readiness(&self) -> Readiness {
+        let part = |name: &str, ok, detail: &str| ReadinessCheck {
+            name: name.into(),
+            ok,
+            detail: detail.into(),
+        };
         let detail = if self.ready { "" } else { "no endpoint usable:\nrefused" };
         Readiness {
             ready: self.ready,
-            parts: vec![
+            checks: vec![
                 part("listener apiserver", true, ""),
                 part("identity 0", true, "awaited"),
                 part("upstream control-plane", self.ready, detail),
@@ -217,7 +220,7 @@ async fn a_unix_socket_answers_as_the_port_does() {
 }
 
 /// A socket that is left with more in its queue than are answered at once: nobody has accepted.
-async fn left_with_a_queue(why: Left) -> (SocketAddr, Vec<TcpStream>, std::net::TcpListener) {
+async fn left_with_a_queue(why: StopReason) -> (SocketAddr, Vec<TcpStream>, std::net::TcpListener) {
     // The standard library's queue has room for 128.
     let any = "127.0.0.1:0".parse().expect("an address");
     let socket = socket::listen(any, false).expect("a free port");
@@ -237,7 +240,7 @@ async fn left_with_a_queue(why: Left) -> (SocketAddr, Vec<TcpStream>, std::net::
 
 #[tokio::test]
 async fn who_waits_in_the_queue_of_a_socket_that_moves_is_answered() {
-    let (address, queue, copy) = left_with_a_queue(Left::Moved).await;
+    let (address, queue, copy) = left_with_a_queue(StopReason::Moved).await;
     // As the caller does: the last copy is the one that is served.
     drop(copy);
     for stream in queue {
@@ -250,7 +253,7 @@ async fn who_waits_in_the_queue_of_a_socket_that_moves_is_answered() {
 
 #[tokio::test]
 async fn the_queue_of_a_socket_that_is_taken_over_is_left_to_the_next() {
-    let (_, queue, copy) = left_with_a_queue(Left::TakenOver).await;
+    let (_, queue, copy) = left_with_a_queue(StopReason::TakenOver).await;
     let next = Admin::from_std(copy).expect("a socket");
     let facts = Arc::new(Fake { alive: false, ready: true });
     tokio::spawn(next.serve(facts, std::future::pending()));

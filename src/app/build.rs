@@ -14,7 +14,7 @@ use std::sync::Arc;
 use super::StartError;
 use super::sockets::{self, Place, Places};
 use crate::config::{self, CertPaths, Config};
-use crate::control::members;
+use crate::control::endpoint_set;
 use crate::net::inherited::Inherited;
 use crate::net::outgoing::Outgoing;
 use crate::net::serving::{self, ServingTls};
@@ -252,7 +252,11 @@ impl Plan {
             let slots = credentials.slots();
             let new = Upstream::new(config.clone(), credentials, metrics);
             new.outgoing.store(Arc::clone(&self.next.outgoing));
-            if let Some(why) = members::place(&new, &members::seeds(config)).refused.pop() {
+            if let Some(why) =
+                endpoint_set::replace_endpoints(&new, &endpoint_set::static_endpoints(config))
+                    .refused
+                    .pop()
+            {
                 return Err(StartError::ServerName(why));
             }
             (Arc::new(new), slots)

@@ -22,8 +22,8 @@ use super::open_files;
 use super::reload::{Attempt, Follower, Outcome, Request, changes};
 use super::takeover::{self, Door, Predecessor, Wish};
 use super::worker::{Assignment, Order, Part};
-use crate::admin::{self, Admin, CONNECTION_TIME, Facts as _, Left};
-use crate::control::discovery::{self, Surroundings};
+use crate::admin::{self, Admin, CONNECTION_TIME, StatusProvider as _, StopReason};
+use crate::control::discovery::{self, SharedContext};
 use crate::control::{certificates, watchdog};
 use crate::net::footprint;
 use crate::net::inherited::Inherited;
@@ -64,7 +64,7 @@ pub struct Control {
     /// What the admin endpoint shows.
     pub facts: Arc<Facts>,
     /// What those who look for endpoints need to know.
-    pub around: Arc<Surroundings>,
+    pub around: Arc<SharedContext>,
     /// Lead the workers, in their order.
     pub workers: Vec<UnboundedSender<Order>>,
     /// Where the configuration comes from, if it can be read again.
@@ -119,7 +119,7 @@ impl Control {
             }
         });
         let facts = Arc::clone(&self.facts);
-        spawn_local(watchdog::feed(Arc::clone(&self.manager), move || facts.live()));
+        spawn_local(watchdog::feed(Arc::clone(&self.manager), move || facts.liveness()));
         let mut tasks = Tasks::default();
         tasks.begin(&self.built, &self.facts, &self.around);
         let succeeds = self.succession.is_some();
@@ -366,19 +366,19 @@ struct Answering {
     socket: Arc<AdminSocket>,
     task: AbortHandle,
     /// Told when the endpoint has moved, dropped when somebody else answers there.
-    left: Option<oneshot::Sender<Left>>,
+    left: Option<oneshot::Sender<StopReason>>,
 }
 
 impl Tasks {
     /// Begins those of what is new.
-    fn begin(&mut self, built: &Built, facts: &Arc<Facts>, around: &Arc<Surroundings>) {
+    fn begin(&mut self, built: &Built, facts: &Arc<Facts>, around: &Arc<SharedContext>) {
         facts.show(built);
         around.bound.store(Arc::new(built.listening().to_vec()));
         around.state_dir.store(Arc::new(built.config.state_dir.clone()));
         for upstream in &built.upstreams {
             if !self.upstreams.iter().any(|(known, _)| Arc::ptr_eq(known, upstream)) {
                 let certificates = certificates::watch_credentials(Arc::clone(upstream));
-                let endpoints = discovery::keep(Arc::clone(upstream), Arc::clone(around));
+                let endpoints = discovery::run(Arc::clone(upstream), Arc::clone(around));
                 let tasks = [
                     spawn_local(certificates).abort_handle(),
                     spawn_local(endpoints).abort_handle(),
@@ -487,7 +487,8 @@ impl Tasks {
             before.abort();
         }
         let Some(path) = path else { return };
-        let (at, facts) = (path.clone(), Arc::clone(facts) as Arc<dyn crate::admin::Facts>);
+        let (at, facts) =
+            (path.clone(), Arc::clone(facts) as Arc<dyn crate::admin::StatusProvider>);
         let task = spawn_local(async move {
             let place = at.clone();
             let opened = spawn_blocking(move || unix_socket::listen(&place)).await;
@@ -520,9 +521,9 @@ impl Tasks {
                 return;
             }
         };
-        let facts: Arc<dyn crate::admin::Facts> = Arc::clone(facts) as _;
+        let facts: Arc<dyn crate::admin::StatusProvider> = Arc::clone(facts) as _;
         let (sender, left) = oneshot::channel();
-        let left = async { left.await.unwrap_or(Left::TakenOver) };
+        let left = async { left.await.unwrap_or(StopReason::TakenOver) };
         let task = spawn_local(admin.serve(facts, left)).abort_handle();
         let now = Answering { socket: Arc::clone(socket), task, left: Some(sender) };
         if let Some(Answering { socket, task, left }) = self.admin.replace(now) {
@@ -530,7 +531,7 @@ impl Tasks {
             drop(socket);
             if let Some(left) = left {
                 // A task that has ended asks nobody.
-                let _ = left.send(Left::Moved);
+                let _ = left.send(StopReason::Moved);
             }
             spawn_local(async move {
                 sleep(CONNECTION_TIME).await;

@@ -1,4 +1,4 @@
-//! What the admin endpoint may ask: gathered from the parts at the moment of the question.
+//! What the admin endpoint may ask: gathered from the checks at the moment of the question.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -12,9 +12,9 @@ use tokio::sync::watch;
 use super::build::{Bound, Built, Plane};
 use super::pulse::Pulse;
 use super::reload::Attempt;
-use crate::admin::{self, Part, Readiness};
+use crate::admin::{self, Readiness, ReadinessCheck};
 use crate::config::{self, Config};
-use crate::control::discovery::Surroundings;
+use crate::control::discovery::SharedContext;
 use crate::net::serving::ServingTls;
 use crate::observe::build;
 use crate::observe::history::STEP;
@@ -35,7 +35,7 @@ pub struct Facts {
     pulses: Vec<Arc<Pulse>>,
     started: SystemTime,
     draining: watch::Receiver<bool>,
-    around: Arc<Surroundings>,
+    around: Arc<SharedContext>,
     file: Option<PathBuf>,
     reloads: Mutex<Reloads>,
 }
@@ -100,13 +100,13 @@ impl Shown {
 }
 
 impl Facts {
-    /// Facts about these parts; `file` is where the configuration came from.
+    /// Facts about these checks; `file` is where the configuration came from.
     pub fn new(
         built: &Built,
         metrics: &Arc<Metrics>,
         pulses: Vec<Arc<Pulse>>,
         draining: watch::Receiver<bool>,
-        around: &Arc<Surroundings>,
+        around: &Arc<SharedContext>,
         file: Option<PathBuf>,
     ) -> Self {
         Self {
@@ -121,7 +121,7 @@ impl Facts {
         }
     }
 
-    /// Shows these parts from now on.
+    /// Shows these checks from now on.
     pub fn show(&self, built: &Built) {
         self.shown.store(Arc::new(Shown::new(built, &self.metrics)));
     }
@@ -192,7 +192,7 @@ impl ListenerFacts {
 }
 
 /// What each source of endpoints last said. None is a reason to be unready: what was known stays.
-fn sources_of(upstream: &Upstream) -> Vec<Part> {
+fn sources_of(upstream: &Upstream) -> Vec<ReadinessCheck> {
     let now = SystemTime::now();
     let reports = upstream.sources.reports();
     let part = |(source, report): (&Source, &Report)| {
@@ -208,13 +208,13 @@ fn sources_of(upstream: &Upstream) -> Vec<Part> {
             (None, None) => said,
         };
         let ok = report.complaint().is_none() && report.last_success.is_some();
-        Part { name: format!("source {}/{}", upstream.name, source.as_str()), ok, detail }
+        ReadinessCheck { name: format!("source {}/{}", upstream.name, source.as_str()), ok, detail }
     };
     reports.iter().map(part).collect()
 }
 
-impl admin::Facts for Facts {
-    fn live(&self) -> Result<(), String> {
+impl admin::StatusProvider for Facts {
+    fn liveness(&self) -> Result<(), String> {
         let now = Instant::now();
         let stuck: Vec<_> = self
             .pulses
@@ -230,12 +230,12 @@ impl admin::Facts for Facts {
         }
     }
 
-    fn ready(&self) -> Readiness {
-        let mut parts = Vec::new();
+    fn readiness(&self) -> Readiness {
+        let mut checks = Vec::new();
         let shown = self.shown.load();
         for listener in &shown.listeners {
             let (bound, wanted) = (listener.addresses.len(), listener.wanted);
-            parts.push(Part {
+            checks.push(ReadinessCheck {
                 name: format!("listener {}", listener.name),
                 ok: bound > 0,
                 detail: format!("{bound} of {wanted} addresses bound"),
@@ -253,18 +253,18 @@ impl admin::Facts for Facts {
                     endpoint.reason()
                 );
             }
-            parts.push(Part {
+            checks.push(ReadinessCheck {
                 name: format!("upstream {}", upstream.name),
                 ok: usable > 0,
                 detail,
             });
         }
-        let ready = parts.iter().all(|part| part.ok);
+        let ready = checks.iter().all(|part| part.ok);
         for listener in &shown.listeners {
             for slot in &listener.slots {
                 if let Some(error) = slot.error() {
                     // Not a reason to be unready: tokens and other identities are served.
-                    parts.push(Part {
+                    checks.push(ReadinessCheck {
                         name: format!("identity {}", slot.paths.cert_file.display()),
                         ok: false,
                         detail: error,
@@ -277,26 +277,30 @@ impl admin::Facts for Facts {
             if let Some(error) = token.as_ref().and_then(|token| token.error()) {
                 // Nor is this: what was good in it is still shown, or the question is anonymous.
                 let name = format!("token for /readyz of {}", upstream.name);
-                parts.push(Part { name, ok: false, detail: error });
+                checks.push(ReadinessCheck { name, ok: false, detail: error });
             }
-            parts.extend(sources_of(upstream));
+            checks.extend(sources_of(upstream));
         }
         for name in self.around.heartbeats.stuck() {
             let detail = "its loop has not turned".into();
-            parts.push(Part { name, ok: false, detail });
+            checks.push(ReadinessCheck { name, ok: false, detail });
         }
         let reloads = self.reloads.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(failed) = reloads.last.as_ref().filter(|last| !last.is_ok()) {
             // What runs is what was good, and serves.
             let detail = format!("the old one stays: {}", failed.errors().join("; "));
-            parts.push(Part { name: "configuration".into(), ok: false, detail });
+            checks.push(ReadinessCheck { name: "configuration".into(), ok: false, detail });
         }
         drop(reloads);
         let draining = *self.draining.borrow();
         if draining {
-            parts.push(Part { name: "shutdown".into(), ok: false, detail: "draining".into() });
+            checks.push(ReadinessCheck {
+                name: "shutdown".into(),
+                ok: false,
+                detail: "draining".into(),
+            });
         }
-        Readiness { ready: ready && !draining, parts }
+        Readiness { ready: ready && !draining, checks }
     }
 
     fn status(&self) -> Value {

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use tokio::sync::oneshot;
 
 use crate::config::{Config, Log, Upstream};
-use crate::control::files::{self, Stamp};
+use crate::control::file_watch::{FileVersion, file_version};
 use crate::observe::events::{Change, Events, Kind};
 use crate::observe::log::Knobs;
 use crate::observe::utc::Utc;
@@ -174,8 +174,8 @@ impl Attempt {
 pub struct Follower {
     origin: Origin,
     /// What the file looked like when it was last read, and when it was last looked at.
-    read: Stamp,
-    seen: Stamp,
+    read: FileVersion,
+    seen: FileVersion,
     /// The number of workers that the file wants.
     workers: usize,
 }
@@ -183,7 +183,7 @@ pub struct Follower {
 impl Follower {
     /// Follows a configuration that was just read.
     pub fn new(origin: Origin, config: &Config) -> Self {
-        let stamp = files::stamp(&origin.file);
+        let stamp = file_version(&origin.file);
         Self { origin, read: stamp, seen: stamp, workers: config.workers }
     }
 
@@ -195,7 +195,7 @@ impl Follower {
     /// Whether the file is another than the one that was read, and has been for a moment: editors
     /// and copies write in several steps.
     pub fn has_changed(&mut self) -> bool {
-        let now = files::stamp(&self.origin.file);
+        let now = file_version(&self.origin.file);
         now == std::mem::replace(&mut self.seen, now) && now != self.read
     }
 
@@ -204,7 +204,7 @@ impl Follower {
     /// # Errors
     /// Every mistake in it.
     pub fn read(&mut self) -> Result<Config, Vec<String>> {
-        self.read = files::stamp(&self.origin.file);
+        self.read = file_version(&self.origin.file);
         if std::fs::metadata(&self.origin.file).is_ok_and(|metadata| !metadata.is_file()) {
             // A start may read a pipe; a second time it would hold up everything on this thread.
             let file = self.origin.file.display();

@@ -9,7 +9,7 @@ use std::time::{Duration, SystemTime};
 
 use tokio::time::{Instant, MissedTickBehavior, interval};
 
-use super::files::Watched;
+use super::file_watch::FileWatch;
 use crate::net::serving::ServingTls;
 use crate::observe::events::{Change, Events, Kind};
 use crate::observe::utc::Utc;
@@ -27,7 +27,7 @@ const RENEWAL_INTERVAL: Duration = Duration::from_secs(60);
 pub async fn watch_credentials(upstream: Arc<Upstream>) {
     let credentials = &upstream.credentials;
     // Read once more at the start: a file may have changed since it was loaded.
-    let mut files = Watched::new(credentials.paths());
+    let mut files = FileWatch::new(credentials.paths());
     files.unsettled = true;
     let mut ticks = ticks();
     loop {
@@ -53,7 +53,8 @@ fn is_half_done(error: &str) -> bool {
 }
 
 fn tell(upstream: &Upstream, event: &Refreshed) {
-    let told = Told { events: upstream.metrics.events(), upstream: Some(&upstream.name) };
+    let told =
+        CertificateEvents { events: upstream.metrics.events(), upstream: Some(&upstream.name) };
     match event {
         Refreshed::Identity(slot) => {
             let Some(info) = slot.certificate() else { return };
@@ -84,12 +85,12 @@ fn tell(upstream: &Upstream, event: &Refreshed) {
 }
 
 /// Tells what became of certificates, in the log and in `/events`.
-struct Told<'a> {
+struct CertificateEvents<'a> {
     events: &'a Events,
     upstream: Option<&'a str>,
 }
 
-impl Told<'_> {
+impl CertificateEvents<'_> {
     fn good(&self, name: &str, to: &str, reason: &str, effect: &str) {
         self.changed(name, ("in use", to), (reason, effect), false);
     }
@@ -120,9 +121,9 @@ pub async fn watch_serving(
     metrics: Arc<ListenerMetrics>,
     everything: Arc<Metrics>,
 ) {
-    let told = Told { events: everything.events(), upstream: None };
+    let told = CertificateEvents { events: everything.events(), upstream: None };
     let name = format!("serving certificate of listener {}", metrics.name());
-    let mut files = Watched::new(tls.paths());
+    let mut files = FileWatch::new(tls.paths());
     let mut last_error = None;
     let mut renewal = Renewal::default();
     let mut ticks = ticks();
@@ -165,7 +166,7 @@ struct Renewal {
 
 impl Renewal {
     /// Renews it if it is time; what it writes is seen like any other change.
-    fn look(&mut self, name: &str, told: &Told<'_>, tls: &ServingTls) {
+    fn look(&mut self, name: &str, told: &CertificateEvents<'_>, tls: &ServingTls) {
         if self.looked.is_some_and(|looked| looked.elapsed() < RENEWAL_INTERVAL) {
             return;
         }

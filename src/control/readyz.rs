@@ -4,23 +4,24 @@
 //! `/readyz`. The connection is of this module alone, so that a full pool cannot delay the
 //! question and the question cannot delay a request; it is judged like every other one, and the
 //! prober is what brings an ejected endpoint back. Without a credential to ask with, an endpoint is
-//! ready while it lives ([`unproven`]).
+//! ready while it lives ([`anonymous`]).
 
-pub mod link;
-pub mod pace;
-pub mod question;
-pub mod unproven;
+pub mod anonymous;
+pub mod connection;
+pub mod reachability;
+pub mod request;
+pub mod schedule;
 
 use std::pin::pin;
 use std::sync::Arc;
 
 use tokio::time::{Instant, sleep, sleep_until};
 
-use self::link::{Own, connect, gone, is_current};
-use self::pace::{Answered, FAILING_INTERVAL, Pace, Streak};
-use self::question::{Finding, ask, doubt};
-use self::unproven::Unproven;
-use super::witness::Witness;
+use self::anonymous::AnonymousProber;
+use self::connection::{ProbeConnection, connect, gone, is_current};
+use self::reachability::ReachabilityCheck;
+use self::request::{ReadyzResult, ask, doubt};
+use self::schedule::{FAILING_INTERVAL, ProbeResult, ProbeSchedule, ResultStreak};
 use crate::upstream::endpoint::{Endpoint, EndpointState, Wanted};
 use crate::upstream::health::Life;
 use crate::upstream::pool::Upstream;
@@ -30,7 +31,7 @@ use crate::upstream::pool::Upstream;
 /// However a connection ends, the question is not asked again before its time: 5,000 nodes that come
 /// back at once would be a storm.
 pub async fn probe(upstream: Arc<Upstream>, endpoint: Arc<Endpoint>) {
-    let witness = Witness::default();
+    let witness = ReachabilityCheck::default();
     tokio::select! {
         () = endpoint.left() => {}
         () = ask_until_it_leaves(&upstream, &endpoint, &witness) => {}
@@ -41,18 +42,18 @@ pub async fn probe(upstream: Arc<Upstream>, endpoint: Arc<Endpoint>) {
 async fn ask_until_it_leaves(
     upstream: &Arc<Upstream>,
     endpoint: &Arc<Endpoint>,
-    witness: &Witness,
+    witness: &ReachabilityCheck,
 ) {
-    let mut streak = Streak::default();
-    let mut unproven = Unproven::new(Instant::now());
-    let mut connection: Option<Own> = None;
+    let mut streak = ResultStreak::default();
+    let mut unproven = AnonymousProber::new(Instant::now());
+    let mut connection: Option<ProbeConnection> = None;
     let mut next = Instant::now();
     let mut wanted = None;
-    let mut pace = Pace::default();
+    let mut pace = ProbeSchedule::default();
     while endpoint.state() != EndpointState::Leaving {
         let config = upstream.config.load_full();
         let config = &config.health.readyz;
-        let replaced = || witness.replacement().map(Own);
+        let replaced = || witness.replacement().map(ProbeConnection);
         let kept = connection.take().or_else(replaced).filter(|c| is_current(upstream, c));
         let current = if let Some(current) = kept {
             current
@@ -61,10 +62,10 @@ async fn ask_until_it_leaves(
             if endpoint.is_usable() {
                 sleep_until(next).await;
             }
-            streak = Streak::default();
+            streak = ResultStreak::default();
             unproven.forget();
             let Some(fresh) = connect(upstream, endpoint, witness).await else { continue };
-            Own(fresh)
+            ProbeConnection(fresh)
         };
         witness.listen_to(&current);
         if !upstream.has_probe_credential() {
@@ -92,28 +93,28 @@ async fn ask_until_it_leaves(
         };
         let on_evidence = wanted.take() == Some(Wanted::Evidence);
         let answered = match &finding {
-            Finding::Lost => {
+            ReadyzResult::Lost => {
                 current.close("probe failed");
-                pace.answered(Answered::Failing, on_evidence, config);
+                pace.answered(ProbeResult::Failing, on_evidence, config);
                 next = asked_at + pace.pause(config, fastrand::f64());
                 continue;
             }
-            Finding::Ready => {
+            ReadyzResult::Ready => {
                 endpoint.readyz_right(asked_at);
                 if streak.add(true, config.rise, config.fall).is_some() {
                     endpoint.readyz_ok();
                 }
                 match endpoint.state() {
-                    EndpointState::Ready => Answered::Ready,
-                    _ => Answered::Recovering,
+                    EndpointState::Ready => ProbeResult::Ready,
+                    _ => ProbeResult::Recovering,
                 }
             }
-            Finding::NotReady(why) => {
+            ReadyzResult::NotReady(why) => {
                 doubt(upstream, endpoint);
                 if streak.add(false, config.rise, config.fall).is_some() {
                     endpoint.readyz_failing(why);
                 }
-                Answered::Failing
+                ProbeResult::Failing
             }
         };
         pace.answered(answered, on_evidence, config);

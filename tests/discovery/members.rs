@@ -2,7 +2,7 @@
 
 use crate::support::{Certs, World, until};
 use jackstay::config::EndpointAddress;
-use jackstay::control::members::{Member, place, seeds};
+use jackstay::control::endpoint_set::{EndpointSpec, replace_endpoints, static_endpoints};
 use jackstay::observe::Metrics;
 use jackstay::upstream::credentials::Credentials;
 use jackstay::upstream::endpoint::EndpointState;
@@ -10,8 +10,8 @@ use jackstay::upstream::pool::Upstream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-fn member(host: &str) -> Member {
-    Member {
+fn member(host: &str) -> EndpointSpec {
+    EndpointSpec {
         address: EndpointAddress { host: host.into(), port: 6443 },
         server_name: None,
         fallback: false,
@@ -33,12 +33,12 @@ fn labels(upstream: &Upstream) -> Vec<String> {
 fn what_is_unchanged_keeps_its_object() {
     let certs = Certs::new();
     let upstream = upstream(&certs);
-    let change = place(&upstream, &[member("10.0.0.1"), member("10.0.0.2")]);
+    let change = replace_endpoints(&upstream, &[member("10.0.0.1"), member("10.0.0.2")]);
     assert_eq!((change.joined.len(), change.left.len()), (2, 0));
     let before = upstream.endpoints.load_full();
 
-    let standby = Member { fallback: true, ..member("10.0.0.2") };
-    let change = place(&upstream, &[member("fd00::3"), standby]);
+    let standby = EndpointSpec { fallback: true, ..member("10.0.0.2") };
+    let change = replace_endpoints(&upstream, &[member("fd00::3"), standby]);
     assert_eq!(labels(&upstream), ["[fd00::3]:6443", "10.0.0.2:6443"]);
     assert_eq!((change.joined.len(), change.left.len()), (1, 1));
     let after = upstream.endpoints.load_full();
@@ -46,8 +46,8 @@ fn what_is_unchanged_keeps_its_object() {
     assert!(after[1].is_fallback() && !after[0].is_fallback());
     assert_eq!(before[0].state(), EndpointState::Leaving);
 
-    let again = place(&upstream, &[member("fd00::3"), member("10.0.0.2")]);
-    assert!(again.is_none());
+    let again = replace_endpoints(&upstream, &[member("fd00::3"), member("10.0.0.2")]);
+    assert!(again.is_empty());
     assert!(Arc::ptr_eq(&after, &upstream.endpoints.load_full()), "nothing was swapped");
     assert!(!after[1].is_fallback());
 }
@@ -56,13 +56,14 @@ fn what_is_unchanged_keeps_its_object() {
 fn another_name_to_verify_is_another_endpoint() {
     let certs = Certs::new();
     let upstream = upstream(&certs);
-    place(&upstream, &[member("10.0.0.1")]);
-    let named = Member { server_name: Some("kubernetes.default.svc".into()), ..member("10.0.0.1") };
-    let change = place(&upstream, &[named.clone(), named]);
+    replace_endpoints(&upstream, &[member("10.0.0.1")]);
+    let named =
+        EndpointSpec { server_name: Some("kubernetes.default.svc".into()), ..member("10.0.0.1") };
+    let change = replace_endpoints(&upstream, &[named.clone(), named]);
     assert_eq!((change.joined.len(), change.left.len()), (1, 1), "and each is one only once");
     assert_eq!(upstream.endpoints.load()[0].server_name.to_str(), "kubernetes.default.svc");
-    let broken = Member { server_name: Some("no name".into()), ..member("10.0.0.2") };
-    let change = place(&upstream, &[member("10.0.0.1"), broken]);
+    let broken = EndpointSpec { server_name: Some("no name".into()), ..member("10.0.0.2") };
+    let change = replace_endpoints(&upstream, &[member("10.0.0.1"), broken]);
     assert_eq!(change.refused.len(), 1, "{:?}", change.refused);
     assert_eq!(labels(&upstream), ["10.0.0.1:6443"]);
 }
@@ -72,7 +73,7 @@ fn seeds_are_what_the_configuration_says() {
     let certs = Certs::new();
     let mut config = certs.config(&["10.0.0.1:6443".parse().unwrap()]);
     config.upstreams[0].tls.server_name = Some("api.example.com".into());
-    let members = seeds(&config.upstreams[0]);
+    let members = static_endpoints(&config.upstreams[0]);
     assert_eq!(members.len(), 1);
     assert_eq!(members[0].server_name.as_deref(), Some("api.example.com"));
 }
@@ -86,7 +87,7 @@ async fn a_prober_ends_when_its_endpoint_leaves() {
     let config = config.upstreams.remove(0);
     let credentials = Credentials::load(&config, config.health.readyz.cert.as_slice()).unwrap();
     let upstream = Arc::new(Upstream::new(config.clone(), credentials, &Metrics::new()));
-    let change = place(&upstream, &seeds(&config));
+    let change = replace_endpoints(&upstream, &static_endpoints(&config));
     let endpoint = Arc::clone(&change.joined[0]);
     let local = tokio::task::LocalSet::new();
     local
@@ -95,7 +96,7 @@ async fn a_prober_ends_when_its_endpoint_leaves() {
             let prober = tokio::task::spawn_local(prober);
             until("it is probed", async || endpoint.state() == EndpointState::Ready).await;
             let start = Instant::now();
-            place(&upstream, &[]);
+            replace_endpoints(&upstream, &[]);
             crate::support::soon("the prober ends", prober).await.unwrap();
             assert!(start.elapsed() < Duration::from_secs(5));
             until("its connection is closed", async || endpoint.status().connections.is_empty())

@@ -4,7 +4,7 @@
 use crate::prober::Probed;
 use crate::support::{Certs, MAPS, World, pass, passing, passthrough, refusing, until};
 use jackstay::config::EndpointAddress;
-use jackstay::control::members::{Member, place};
+use jackstay::control::endpoint_set::{EndpointSpec, replace_endpoints};
 use jackstay::observe::Metrics;
 use jackstay::proxy::passthrough::rebalance::decide;
 use jackstay::upstream::credentials::Credentials;
@@ -22,13 +22,13 @@ pub const FIRST: &str = "10.0.0.1";
 pub fn place_all(upstream: &Upstream, hosts: &[&str]) {
     let members: Vec<_> = hosts
         .iter()
-        .map(|host| Member {
+        .map(|host| EndpointSpec {
             address: EndpointAddress { host: (*host).to_owned(), port: 6443 },
             server_name: None,
             fallback: false,
         })
         .collect();
-    place(upstream, &members);
+    replace_endpoints(upstream, &members);
 }
 
 /// An upstream with endpoints that are ready, but for the last one.

@@ -29,12 +29,12 @@ use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 
-use super::board::Board;
-use super::merge::{Answer, Entry};
-use super::objects::Said;
+use super::merge::{Candidate, SourceAnswer};
+use super::objects::DiscoveredEndpoints;
+use super::source_states::SourceStates;
 use crate::config::EndpointAddress;
 use crate::control::certificates::ticks;
-use crate::control::files::Watched;
+use crate::control::file_watch::FileWatch;
 use crate::net::bounded_file;
 use crate::upstream::sources::Source;
 
@@ -59,7 +59,7 @@ const MAX_FILE: u64 = 16 << 20;
 
 /// The files of the system, and the port of its name servers.
 #[derive(Debug, Clone)]
-pub struct System {
+pub struct ResolverFiles {
     /// `/etc/hosts`
     pub hosts: PathBuf,
     /// `/etc/resolv.conf`
@@ -68,7 +68,7 @@ pub struct System {
     pub port: u16,
 }
 
-impl Default for System {
+impl Default for ResolverFiles {
     fn default() -> Self {
         Self { hosts: "/etc/hosts".into(), resolv_conf: "/etc/resolv.conf".into(), port: 53 }
     }
@@ -100,15 +100,15 @@ struct Address {
 struct Names {
     wanted: Vec<EndpointAddress>,
     known: RefCell<BTreeMap<String, Known>>,
-    system: System,
-    board: Rc<Board>,
+    system: ResolverFiles,
+    board: Rc<SourceStates>,
     /// A file of the system has changed.
     again: Notify,
 }
 
 /// Follows the names until it is dropped.
-pub async fn follow(names: Vec<EndpointAddress>, system: System, board: Rc<Board>) {
-    let mut files = Watched::new(vec![system.hosts.clone(), system.resolv_conf.clone()]);
+pub async fn follow(names: Vec<EndpointAddress>, system: ResolverFiles, board: Rc<SourceStates>) {
+    let mut files = FileWatch::new(vec![system.hosts.clone(), system.resolv_conf.clone()]);
     let mut hosts: Vec<String> = names.iter().map(|name| name.host.clone()).collect();
     hosts.sort_unstable();
     hosts.dedup();
@@ -135,8 +135,8 @@ pub async fn follow(names: Vec<EndpointAddress>, system: System, board: Rc<Board
 
 /// What the board has of these names already: a reload that adds one takes nothing from the others,
 /// of which no name server may answer just now.
-fn known_of(hosts: &[String], board: &Board) -> BTreeMap<String, Known> {
-    let of = |host: &String, answer: &Answer| {
+fn known_of(hosts: &[String], board: &SourceStates) -> BTreeMap<String, Known> {
+    let of = |host: &String, answer: &SourceAnswer| {
         let ours = answer.entries.iter().filter(|entry| entry.server_name.as_ref() == Some(host));
         let mut ips: Vec<IpAddr> = ours.filter_map(|e| e.address.host.parse().ok()).collect();
         // Once for each port.
@@ -186,13 +186,14 @@ impl Names {
     /// Tells the board all that is known.
     fn say(&self) {
         let known = self.known.borrow();
-        let mut said = Said::default();
+        let mut said = DiscoveredEndpoints::default();
         for name in &self.wanted {
             for ip in known.get(&name.host).into_iter().flat_map(Known::addresses) {
                 match EndpointAddress::parse(&std::net::SocketAddr::new(ip, name.port).to_string())
                 {
                     Ok(address) => {
-                        said.entries.push(Entry { address, server_name: Some(name.host.clone()) });
+                        said.entries
+                            .push(Candidate { address, server_name: Some(name.host.clone()) });
                     }
                     Err(why) => {
                         said.refused_count += 1;
@@ -211,7 +212,7 @@ impl Names {
             .collect();
         let wrong = (!errors.is_empty()).then(|| errors.join("; "));
         if !said.entries.is_empty() || said.refused_count > 0 {
-            self.board.say_but(Source::Dns, said, complete, wrong.as_deref());
+            self.board.update_partial(Source::Dns, said, complete, wrong.as_deref());
         } else if let Some(wrong) = wrong {
             self.board.fail(Source::Dns, &wrong);
         }
@@ -280,7 +281,7 @@ fn replace(
     *family = named.chain(absent).collect();
 }
 
-async fn look_up(host: &str, system: &System) -> Found {
+async fn look_up(host: &str, system: &ResolverFiles) -> Found {
     if host.ends_with(".localhost") {
         let (v4, v6) = (Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into());
         return Found { v4: Ok(vec![v4]), v6: Ok(vec![v6]), ttl: TTL_MAX, complete: true };
@@ -316,7 +317,7 @@ async fn look_up(host: &str, system: &System) -> Found {
 }
 
 /// The addresses in `/etc/hosts`, if it has any. A file that is not there has none.
-fn in_hosts(host: &str, system: &System) -> Option<(Vec<IpAddr>, Vec<IpAddr>)> {
+fn in_hosts(host: &str, system: &ResolverFiles) -> Option<(Vec<IpAddr>, Vec<IpAddr>)> {
     let file = bounded_file::read(&system.hosts, MAX_FILE).ok()?;
     let mut hosts = Hosts::default();
     // Names are ASCII; a comment need not be UTF-8.
@@ -333,7 +334,7 @@ fn in_hosts(host: &str, system: &System) -> Option<(Vec<IpAddr>, Vec<IpAddr>)> {
 
 /// A resolver for the name servers of the system as they are configured now. It is made for each
 /// question: they are rare, and there is nothing that could go stale.
-fn resolver(system: &System) -> Result<TokioResolver, String> {
+fn resolver(system: &ResolverFiles) -> Result<TokioResolver, String> {
     let file = system.resolv_conf.display();
     let text = bounded_file::read(&system.resolv_conf, MAX_FILE);
     let text = text.map_err(|error| format!("{file}: {error}"))?;

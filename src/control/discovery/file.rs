@@ -7,12 +7,12 @@
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
-use super::board::Board;
-use super::merge::Entry;
-use super::objects::Said;
+use super::merge::Candidate;
+use super::objects::DiscoveredEndpoints;
+use super::source_states::SourceStates;
 use crate::config::EndpointAddress;
 use crate::control::certificates::ticks;
-use crate::control::files::Watched;
+use crate::control::file_watch::FileWatch;
 use crate::net::bounded_file;
 use crate::upstream::sources::Source;
 
@@ -20,8 +20,8 @@ use crate::upstream::sources::Source;
 const MAX_FILE: u64 = 1 << 20;
 
 /// Follows the file until it is dropped.
-pub async fn follow(path: PathBuf, board: Rc<Board>) {
-    let mut files = Watched::new(vec![path.clone()]);
+pub async fn follow(path: PathBuf, board: Rc<SourceStates>) {
+    let mut files = FileWatch::new(vec![path.clone()]);
     files.unsettled = true;
     let mut ticks = ticks();
     loop {
@@ -30,7 +30,7 @@ pub async fn follow(path: PathBuf, board: Rc<Board>) {
             let read = read(&path);
             files.unsettled = read.is_err();
             match read {
-                Ok(text) => board.say(Source::File, parse(&text), true),
+                Ok(text) => board.update(Source::File, parse(&text), true),
                 Err(why) => board.fail(Source::File, &why),
             }
         } else {
@@ -50,8 +50,8 @@ pub fn read(path: &Path) -> Result<String, String> {
 }
 
 /// What the file says.
-pub fn parse(text: &str) -> Said {
-    let mut said = Said::default();
+pub fn parse(text: &str) -> DiscoveredEndpoints {
+    let mut said = DiscoveredEndpoints::default();
     for (number, line) in text.trim_start_matches('\u{feff}').lines().enumerate() {
         let line = line.split('#').next().unwrap_or_default().trim();
         if line.is_empty() {
@@ -65,7 +65,7 @@ pub fn parse(text: &str) -> Said {
             Ok(address)
         });
         match address {
-            Ok(address) => said.entries.push(Entry { address, server_name: None }),
+            Ok(address) => said.entries.push(Candidate { address, server_name: None }),
             Err(why) => {
                 said.refused_count += 1;
                 if said.refused.len() < 20 {
@@ -92,7 +92,7 @@ mod tests {
         assert_eq!(said.refused_count, 5, "{:?}", said.refused);
         assert!(said.refused[0].starts_with("line 6: \"10.0.0.1\" has no port"), "{said:?}");
         assert!(said.refused[1].contains("is a name"), "{said:?}");
-        assert_eq!(parse(""), Said::default());
+        assert_eq!(parse(""), DiscoveredEndpoints::default());
     }
 
     #[test]

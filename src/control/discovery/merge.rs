@@ -16,7 +16,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use crate::config::EndpointAddress;
-use crate::control::members::Member;
+use crate::control::endpoint_set::EndpointSpec;
 use crate::upstream::sources::Source;
 
 /// Most endpoints in the set. Each costs connections here and at the apiserver, and no control
@@ -29,7 +29,7 @@ pub const DISCOVERED_NAME: &str = "kubernetes.default.svc";
 
 /// One endpoint as a source names it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Entry {
+pub struct Candidate {
     /// Where it is.
     pub address: EndpointAddress,
     /// Name to verify unless the configuration says one; `None` is the host.
@@ -38,26 +38,26 @@ pub struct Entry {
 
 /// The last good answer of a source.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Answer {
+pub struct SourceAnswer {
     /// What it names.
-    pub entries: Vec<Entry>,
+    pub entries: Vec<Candidate>,
     /// Every part of the source has answered: what the state file remembers of it is obsolete.
     pub complete: bool,
 }
 
 /// What was remembered of an earlier run, by the source that said it.
-pub type Remembered = Vec<(Source, Entry)>;
+pub type SavedEndpoints = Vec<(Source, Candidate)>;
 
 /// Addresses that lead to ourselves.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Own {
+pub struct OwnAddresses {
     /// What our listeners are bound to.
     pub bound: Vec<SocketAddr>,
     /// The addresses of this host, for listeners that are bound to all of them.
     pub host: Vec<IpAddr>,
 }
 
-impl Own {
+impl OwnAddresses {
     /// Whether a connection to `address` would end at a listener of ours.
     pub fn is(&self, address: &EndpointAddress) -> bool {
         targets(address)
@@ -84,7 +84,10 @@ fn targets(address: &EndpointAddress) -> Vec<SocketAddr> {
 }
 
 /// What is left of an answer without our own addresses, and those.
-pub fn without_own(entries: Vec<Entry>, own: &Own) -> (Vec<Entry>, Vec<Entry>) {
+pub fn without_own(
+    entries: Vec<Candidate>,
+    own: &OwnAddresses,
+) -> (Vec<Candidate>, Vec<Candidate>) {
     entries.into_iter().partition(|entry| !own.is(&entry.address))
 }
 
@@ -92,7 +95,7 @@ pub fn without_own(entries: Vec<Entry>, own: &Own) -> (Vec<Entry>, Vec<Entry>) {
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Merged {
     /// The endpoints, the first choice first.
-    pub members: Vec<Member>,
+    pub members: Vec<EndpointSpec>,
     /// How many had to be left out for being more than [`MOST`].
     pub too_many: usize,
 }
@@ -101,14 +104,14 @@ pub struct Merged {
 /// `usable` says which addresses serve now, and `lot` which of the others are tried where not all
 /// can be.
 pub fn merge(
-    answers: &BTreeMap<Source, Answer>,
-    remembered: &Remembered,
-    own: &Own,
+    answers: &BTreeMap<Source, SourceAnswer>,
+    remembered: &SavedEndpoints,
+    own: &OwnAddresses,
     server_name: Option<&str>,
     usable: &dyn Fn(&EndpointAddress) -> bool,
     lot: u64,
 ) -> Merged {
-    let mut said: Vec<(Source, Source, &Entry)> = Vec::new();
+    let mut said: Vec<(Source, Source, &Candidate)> = Vec::new();
     for (source, answer) in answers {
         said.extend(answer.entries.iter().map(|entry| (*source, *source, entry)));
     }
@@ -125,11 +128,11 @@ pub fn merge(
         .map(|(.., entry)| &entry.address)
         .collect();
     let mut seen = HashSet::new();
-    let mut members: Vec<(bool, Member)> = said
+    let mut members: Vec<(bool, EndpointSpec)> = said
         .iter()
         .filter(|(.., entry)| !own.is(&entry.address) && seen.insert(&entry.address))
         .map(|(trust, _, entry)| {
-            let member = Member {
+            let member = EndpointSpec {
                 address: entry.address.clone(),
                 server_name: server_name.map(str::to_owned).or_else(|| entry.server_name.clone()),
                 fallback: !discovered.is_empty() && !discovered.contains(&entry.address),
@@ -165,25 +168,28 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn entry(text: &str) -> Entry {
+    fn entry(text: &str) -> Candidate {
         let (host, port) = text.rsplit_once(':').unwrap();
         let host = host.trim_matches(['[', ']']).to_owned();
         let address = EndpointAddress { host, port: port.parse().unwrap() };
-        Entry { address, server_name: None }
+        Candidate { address, server_name: None }
     }
 
-    fn answer(texts: &[&str]) -> Answer {
-        Answer { entries: texts.iter().map(|t| entry(t)).collect(), complete: true }
+    fn answer(texts: &[&str]) -> SourceAnswer {
+        SourceAnswer { entries: texts.iter().map(|t| entry(t)).collect(), complete: true }
     }
 
-    fn named(mut answer: Answer, name: &str) -> Answer {
+    fn named(mut answer: SourceAnswer, name: &str) -> SourceAnswer {
         answer.entries.iter_mut().for_each(|e| e.server_name = Some(name.to_owned()));
         answer
     }
 
-    fn merged(answers: &BTreeMap<Source, Answer>, remembered: &Remembered) -> Vec<String> {
-        let merged = merge(answers, remembered, &Own::default(), None, &|_| false, 0);
-        let text = |m: &Member| {
+    fn merged(
+        answers: &BTreeMap<Source, SourceAnswer>,
+        remembered: &SavedEndpoints,
+    ) -> Vec<String> {
+        let merged = merge(answers, remembered, &OwnAddresses::default(), None, &|_| false, 0);
+        let text = |m: &EndpointSpec| {
             let name = m.server_name.as_deref().map(|n| format!(" {n}")).unwrap_or_default();
             format!("{}{name}{}", m.address, if m.fallback { " fallback" } else { "" })
         };
@@ -214,13 +220,13 @@ mod tests {
 
     #[test]
     fn what_was_remembered_counts_until_its_source_has_answered() {
-        let slice = Entry { server_name: Some(DISCOVERED_NAME.into()), ..entry("10.0.0.7:1") };
+        let slice = Candidate { server_name: Some(DISCOVERED_NAME.into()), ..entry("10.0.0.7:1") };
         let remembered = vec![(Source::Slices, slice), (Source::Dns, entry("10.0.0.8:1"))];
         let mut answers = BTreeMap::from([(Source::Static, answer(&["10.0.0.1:1"]))]);
         let start =
             ["10.0.0.7:1 kubernetes.default.svc", "10.0.0.1:1 fallback", "10.0.0.8:1 fallback"];
         assert_eq!(merged(&answers, &remembered), start);
-        answers.insert(Source::Dns, Answer { complete: false, ..answer(&["10.0.0.9:1"]) });
+        answers.insert(Source::Dns, SourceAnswer { complete: false, ..answer(&["10.0.0.9:1"]) });
         assert_eq!(merged(&answers, &remembered).len(), 4, "one name of two is resolved");
         answers.insert(Source::Dns, answer(&["10.0.0.9:1"]));
         answers.insert(Source::Slices, answer(&["10.0.0.6:1"]));
@@ -233,13 +239,13 @@ mod tests {
         let slices = named(answer(&["10.0.0.2:1"]), DISCOVERED_NAME);
         let answers =
             BTreeMap::from([(Source::Static, answer(&["10.0.0.1:1"])), (Source::Slices, slices)]);
-        let merged = merge(&answers, &vec![], &Own::default(), Some("api"), &|_| false, 0);
+        let merged = merge(&answers, &vec![], &OwnAddresses::default(), Some("api"), &|_| false, 0);
         assert!(merged.members.iter().all(|m| m.server_name.as_deref() == Some("api")));
     }
 
     #[test]
     fn our_own_addresses() {
-        let own = |bound: &[&str], host: &[&str]| Own {
+        let own = |bound: &[&str], host: &[&str]| OwnAddresses {
             bound: bound.iter().map(|b| b.parse().unwrap()).collect(),
             host: host.iter().map(|h| h.parse().unwrap()).collect(),
         };
@@ -281,7 +287,7 @@ mod tests {
         let mut tried = HashSet::new();
         for lot in 0..200 {
             let usable = |a: &EndpointAddress| serves.contains(a);
-            let merged = merge(&answers, &vec![], &Own::default(), None, &usable, lot);
+            let merged = merge(&answers, &vec![], &OwnAddresses::default(), None, &usable, lot);
             assert_eq!((merged.members.len(), merged.too_many), (MOST, 1002 - MOST));
             let is_in = |a| merged.members.iter().any(|m| m.address == a);
             assert!(serves.iter().all(|a| is_in(a.clone())), "what serves stays");
@@ -298,7 +304,7 @@ mod tests {
         fn the_set_is_a_set(
             said in proptest::collection::vec((0..5_usize, 0..12_u8, any::<bool>()), 0..40),
         ) {
-            let mut answers: BTreeMap<Source, Answer> = BTreeMap::new();
+            let mut answers: BTreeMap<Source, SourceAnswer> = BTreeMap::new();
             let mut remembered = Vec::new();
             for (source, host, complete) in said {
                 let entry = entry(&format!("10.0.0.{host}:6443"));
@@ -311,7 +317,7 @@ mod tests {
                     }
                 }
             }
-            let own = Own { bound: vec!["10.0.0.3:6443".parse().unwrap()], host: vec![] };
+            let own = OwnAddresses { bound: vec!["10.0.0.3:6443".parse().unwrap()], host: vec![] };
             let merged = merge(&answers, &remembered, &own, None, &|_| false, 0);
             let addresses: HashSet<_> = merged.members.iter().map(|m| &m.address).collect();
             prop_assert_eq!(addresses.len(), merged.members.len());

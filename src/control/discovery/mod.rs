@@ -15,17 +15,18 @@
 //! it never places an empty set. A change of the configuration ([`Upstream::reconfigure`]) is a
 //! change of a source like any other.
 
-pub mod board;
-pub mod carrier;
+pub mod debounce;
 pub mod dns;
 pub mod file;
-pub mod horizon;
 pub mod kubeconfig;
 pub mod merge;
 pub mod objects;
-pub mod saving;
-pub mod settle;
 pub mod slices;
+pub mod source_states;
+pub mod state_file;
+pub mod state_writer;
+pub mod transport;
+pub mod watch_start;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -37,18 +38,17 @@ use arc_swap::ArcSwap;
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
 
+use super::endpoint_set::{EndpointSetWriter, EndpointSpec};
 use super::heartbeat::{Heartbeats, Pulse};
-use super::members::{Member, Members};
-use super::state;
 use crate::config::{self, EndpointAddress};
 use crate::net::interfaces;
 use crate::upstream::pool::Upstream;
 use crate::upstream::sources::Source;
-use board::Board;
-use merge::{Entry, Merged, Own};
-use objects::Said;
-use saving::Saving;
-use settle::{Placed, Settling};
+use debounce::{Debouncer, Placed};
+use merge::{Candidate, Merged, OwnAddresses};
+use objects::DiscoveredEndpoints;
+use source_states::SourceStates;
+use state_writer::StateWriter;
 
 /// The loop turns at least this often.
 const TICK: Duration = Duration::from_secs(1);
@@ -57,7 +57,7 @@ const ROTATE: Duration = Duration::from_secs(30);
 
 /// What all upstreams share, and a reload may swap.
 #[derive(Debug)]
-pub struct Surroundings {
+pub struct SharedContext {
     /// What our listeners are bound to.
     pub bound: ArcSwap<Vec<std::net::SocketAddr>>,
     /// Where the last good endpoints are kept.
@@ -65,27 +65,27 @@ pub struct Surroundings {
     /// Looks after the loops.
     pub heartbeats: Heartbeats,
     /// The files of the system that DNS needs.
-    pub system: dns::System,
+    pub system: dns::ResolverFiles,
 }
 
 /// Keeps the endpoints of an upstream as its sources say, until it is dropped.
-pub async fn keep(upstream: Arc<Upstream>, around: Arc<Surroundings>) {
+pub async fn run(upstream: Arc<Upstream>, around: Arc<SharedContext>) {
     let own = {
         let around = Arc::clone(&around);
         Box::new(move || own_addresses(&around))
     };
-    let board = Board::new(Arc::clone(&upstream), own);
-    let mut keeper = Keeper {
+    let board = SourceStates::new(Arc::clone(&upstream), own);
+    let mut keeper = DiscoveryController {
         pulse: around.heartbeats.pulse(&format!("discovery of {}", upstream.name)),
         running: BTreeMap::new(),
         tasks: JoinSet::new(),
-        members: Members::new(Arc::clone(&upstream)),
-        settling: Settling::default(),
+        members: EndpointSetWriter::new(Arc::clone(&upstream)),
+        settling: Debouncer::default(),
         placed: Vec::new(),
         lot: fastrand::u64(..),
         rotated: Instant::now(),
-        told: Told::default(),
-        saving: Saving::default(),
+        told: LoggedState::default(),
+        saving: StateWriter::default(),
         around,
         board,
     };
@@ -97,14 +97,14 @@ pub async fn keep(upstream: Arc<Upstream>, around: Arc<Surroundings>) {
 
 /// An upstream that is no longer configured: all its endpoints leave, and their connections drain.
 pub fn retire(upstream: &Upstream) {
-    super::members::place(upstream, &[]);
+    super::endpoint_set::replace_endpoints(upstream, &[]);
 }
 
-fn own_addresses(around: &Surroundings) -> Own {
+fn own_addresses(around: &SharedContext) -> OwnAddresses {
     let bound = around.bound.load().to_vec();
     let everywhere = bound.iter().any(|address| address.ip().is_unspecified());
     let host = if everywhere { interfaces::addresses().unwrap_or_default() } else { Vec::new() };
-    Own { bound, host }
+    OwnAddresses { bound, host }
 }
 
 /// What a source needs to know; another one is another source.
@@ -117,29 +117,29 @@ enum Setup {
 
 /// What the log has been told.
 #[derive(Debug, Default)]
-struct Told {
+struct LoggedState {
     too_many: usize,
     held: usize,
 }
 
-struct Keeper {
-    board: Rc<Board>,
-    around: Arc<Surroundings>,
+struct DiscoveryController {
+    board: Rc<SourceStates>,
+    around: Arc<SharedContext>,
     pulse: Arc<Pulse>,
     running: BTreeMap<Source, (Setup, AbortHandle)>,
     tasks: JoinSet<()>,
-    members: Members,
-    settling: Settling,
+    members: EndpointSetWriter,
+    settling: Debouncer,
     /// What was placed last.
-    placed: Vec<Member>,
+    placed: Vec<EndpointSpec>,
     /// Which of too many endpoints are tried, and since when.
     lot: u64,
     rotated: Instant,
-    told: Told,
-    saving: Saving,
+    told: LoggedState,
+    saving: StateWriter,
 }
 
-impl Keeper {
+impl DiscoveryController {
     fn upstream(&self) -> &Arc<Upstream> {
         self.members.upstream()
     }
@@ -156,8 +156,8 @@ impl Keeper {
         let (board, upstream) = (Rc::clone(&self.board), Arc::clone(self.upstream()));
         self.tasks.spawn_local(async move {
             let name = Arc::clone(&upstream.name);
-            let path = state::path(&dir, &name);
-            let read = move || state::read(&dir, &name, SystemTime::now());
+            let path = state_file::path(&dir, &name);
+            let read = move || state_file::read(&dir, &name, SystemTime::now());
             match tokio::task::spawn_blocking(read).await {
                 Ok(Ok(mut saved)) => {
                     // What is configured no longer is asked by nobody, and would never be corrected.
@@ -176,7 +176,7 @@ impl Keeper {
                     );
                     board.remember(saved.entries, SystemTime::now() - saved.age);
                 }
-                Ok(Err(state::StateError::Missing)) => {}
+                Ok(Err(state_file::StateError::Missing)) => {}
                 Ok(Err(error)) => {
                     upstream.sources.failed(Source::State, &format!("{}: {error}", path.display()));
                 }
@@ -191,12 +191,15 @@ impl Keeper {
         let (names, fixed): (Vec<_>, Vec<_>) =
             config.endpoints.iter().cloned().partition(EndpointAddress::is_name);
         let entry =
-            |address: &EndpointAddress| Entry { address: address.clone(), server_name: None };
+            |address: &EndpointAddress| Candidate { address: address.clone(), server_name: None };
         if fixed.is_empty() {
             self.board.forget(Source::Static);
         } else {
-            let said = Said { entries: fixed.iter().map(entry).collect(), ..Said::default() };
-            self.board.say(Source::Static, said, true);
+            let said = DiscoveredEndpoints {
+                entries: fixed.iter().map(entry).collect(),
+                ..DiscoveredEndpoints::default()
+            };
+            self.board.update(Source::Static, said, true);
         }
         self.set_up(Source::File, config.endpoints_file.clone().map(Setup::File));
         self.set_up(Source::Dns, (!names.is_empty()).then_some(Setup::Dns(names)));
@@ -271,7 +274,7 @@ impl Keeper {
             return None;
         }
         let endpoints = self.upstream().endpoints.load_full();
-        let usable = |member: &Member| {
+        let usable = |member: &EndpointSpec| {
             endpoints.iter().any(|e| e.address == member.address && e.is_usable())
         };
         let placed: Vec<_> = self
@@ -338,8 +341,9 @@ impl Keeper {
         let Some(dir) = self.around.state_dir.load().as_ref().clone() else { return };
         let (answers, since) = self.board.worth_saving();
         let endpoints = self.upstream().endpoints.load();
-        let serves =
-            |entry: &Entry| endpoints.iter().any(|e| e.address == entry.address && e.is_usable());
+        let serves = |entry: &Candidate| {
+            endpoints.iter().any(|e| e.address == entry.address && e.is_usable())
+        };
         let good = answers.iter().any(|(_, entry)| serves(entry));
         let since = since.unwrap_or_else(SystemTime::now);
         self.saving.turn(self.members.upstream(), dir, good.then_some((answers, since)), now);

@@ -23,8 +23,8 @@ use kube::api::DynamicObject;
 use kube::runtime::watcher::Event;
 use serde_json::Value;
 
-use super::horizon::Horizon;
-use super::merge::{DISCOVERED_NAME, Entry};
+use super::merge::{Candidate, DISCOVERED_NAME};
+use super::watch_start::WatchStartVersion;
 use crate::config::EndpointAddress;
 
 /// Most objects that are kept. The Service `kubernetes` has one.
@@ -66,9 +66,9 @@ impl fmt::Display for Resource {
 
 /// What the objects say.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Said {
+pub struct DiscoveredEndpoints {
     /// Endpoints that are ready.
-    pub entries: Vec<Entry>,
+    pub entries: Vec<Candidate>,
     /// How many are there and not ready.
     pub not_ready: usize,
     /// What cannot be an endpoint, and why; the first of them.
@@ -92,12 +92,12 @@ pub struct Store {
     /// A list that is not complete yet.
     list: Option<BTreeMap<String, Known>>,
     synced: bool,
-    horizon: Horizon,
+    horizon: WatchStartVersion,
 }
 
 impl Store {
     /// An empty store for a resource; `horizon` says where the watch began.
-    pub fn new(resource: Resource, horizon: Horizon) -> Self {
+    pub fn new(resource: Resource, horizon: WatchStartVersion) -> Self {
         Self { resource, known: BTreeMap::new(), list: None, synced: false, horizon }
     }
 
@@ -143,8 +143,8 @@ impl Store {
     }
 
     /// What the objects say now.
-    pub fn said(&self) -> Said {
-        let mut said = Said::default();
+    pub fn said(&self) -> DiscoveredEndpoints {
+        let mut said = DiscoveredEndpoints::default();
         for object in self.known.values().filter_map(|known| known.object.as_ref()) {
             match self.resource {
                 Resource::SlicesV1 | Resource::SlicesV1Beta1 => slice(object, &mut said),
@@ -192,7 +192,7 @@ pub fn compare(a: &str, b: &str) -> Option<Ordering> {
 }
 
 /// What an `EndpointSlice` says. `conditions.ready` that is absent means ready, by its API.
-fn slice(object: &Value, said: &mut Said) {
+fn slice(object: &Value, said: &mut DiscoveredEndpoints) {
     let kind = object["addressType"].as_str().unwrap_or("none");
     let Some(port) = port(&object["ports"]) else {
         return said.refuse("a slice without a TCP port".into(), 1);
@@ -214,7 +214,7 @@ fn slice(object: &Value, said: &mut Said) {
 }
 
 /// What an `Endpoints` object says.
-fn endpoints(object: &Value, said: &mut Said) {
+fn endpoints(object: &Value, said: &mut DiscoveredEndpoints) {
     for subset in list(&object["subsets"]) {
         let addresses = list(&subset["addresses"]);
         said.not_ready += list(&subset["notReadyAddresses"]).len();
@@ -247,7 +247,7 @@ fn brief(value: &Value) -> String {
     format!("{short:?}")
 }
 
-impl Said {
+impl DiscoveredEndpoints {
     fn offer(&mut self, ip: &Value, port: u16) {
         let text = ip.as_str().unwrap_or_default();
         let Ok(parsed) = text.parse::<std::net::IpAddr>() else {
@@ -259,7 +259,8 @@ impl Said {
         let text = std::net::SocketAddr::new(parsed, port).to_string();
         match EndpointAddress::parse(&text) {
             Ok(address) => {
-                self.entries.push(Entry { address, server_name: Some(DISCOVERED_NAME.to_owned()) });
+                self.entries
+                    .push(Candidate { address, server_name: Some(DISCOVERED_NAME.to_owned()) });
             }
             Err(why) => self.refuse(why, 1),
         }

@@ -23,13 +23,13 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tower_service::Service;
 
-use super::board::Board;
-use super::carrier::Road;
-use super::horizon::{Horizon, Noting};
 use super::kubeconfig::{self, User};
 use super::objects::{Resource, SERVICE, SERVICE_LABEL, Store};
+use super::source_states::SourceStates;
+use super::transport::TransportTask;
+use super::watch_start::{RecordingLayer, WatchStartVersion};
 use crate::control::certificates::ticks;
-use crate::control::files::Watched;
+use crate::control::file_watch::FileWatch;
 use crate::upstream::sources::Source;
 
 /// Bounds of the pause after a failure.
@@ -44,9 +44,9 @@ const RELIST_AFTER: u32 = 3;
 const GOOD_AFTER: Duration = Duration::from_secs(60);
 
 /// Follows the slices with the credential of the kubeconfig until it is dropped.
-pub async fn follow(path: PathBuf, board: Rc<Board>) {
+pub async fn follow(path: PathBuf, board: Rc<SourceStates>) {
     let upstream = Arc::clone(board.upstream());
-    let mut files = Watched::new(vec![path.clone()]);
+    let mut files = FileWatch::new(vec![path.clone()]);
     files.unsettled = true;
     let mut user: Option<User> = None;
     // Ends with this future, and is replaced with the credential's token.
@@ -64,7 +64,7 @@ pub async fn follow(path: PathBuf, board: Rc<Board>) {
                     upstream.credentials.show_for_discovery(new.certificate.as_ref());
                     if !same_token || watch.is_empty() {
                         watch.abort_all();
-                        let (carrier, road) = Road::open(&upstream, new.token.clone());
+                        let (carrier, road) = TransportTask::open(&upstream, new.token.clone());
                         watch.spawn_local(road);
                         watch.spawn_local(observe(carrier, Rc::clone(&board)));
                     }
@@ -85,7 +85,7 @@ pub async fn follow(path: PathBuf, board: Rc<Board>) {
 }
 
 /// Watches for ever over a transport.
-async fn observe<S, B>(transport: S, board: Rc<Board>)
+async fn observe<S, B>(transport: S, board: Rc<SourceStates>)
 where
     S: Service<Request<KubeBody>, Response = Response<B>> + Send + 'static,
     S::Future: Send + 'static,
@@ -93,8 +93,8 @@ where
     B: http_body::Body<Data = Bytes> + Send + 'static,
     B::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
 {
-    let horizon = Horizon::default();
-    let noting = Noting { horizon: horizon.clone(), inner: transport };
+    let horizon = WatchStartVersion::default();
+    let noting = RecordingLayer { horizon: horizon.clone(), inner: transport };
     let client = Client::new(noting, "default");
     let mut failures: u32 = 0;
     loop {
@@ -175,7 +175,7 @@ async fn watch(
     client: &Client,
     resource: Resource,
     mut store: Store,
-    board: &Board,
+    board: &SourceStates,
     failures: &mut u32,
 ) {
     let config = match resource {
@@ -208,7 +208,7 @@ async fn watch(
                     *failures = 0;
                 }
                 if store.feed(event) {
-                    board.say(Source::Slices, store.said(), true);
+                    board.update(Source::Slices, store.said(), true);
                 }
             }
             Err(error) => {

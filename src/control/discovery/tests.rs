@@ -8,11 +8,11 @@ use arc_swap::ArcSwap;
 use tokio::task::{LocalSet, spawn_local};
 use tokio::time::{Instant, sleep};
 
-use super::merge::{Entry, Remembered};
-use super::{Surroundings, dns, keep};
+use super::merge::{Candidate, SavedEndpoints};
+use super::{SharedContext, dns, run, state_file};
 use crate::config::{Discovery, EndpointAddress, Upstream, validate_text};
+use crate::control::endpoint_set;
 use crate::control::heartbeat::Heartbeats;
-use crate::control::{members, state};
 use crate::observe::Metrics;
 use crate::upstream::credentials::{Class, Credentials};
 use crate::upstream::pool;
@@ -30,7 +30,7 @@ async fn a_thousand_updates_are_made_in_time_while_a_drain_is_stuck() {
     let mut config = Upstream { endpoints: vec![leaves.clone(), stays.clone()], ..config() };
     let credentials = Credentials::load(&config, &[]).unwrap();
     let upstream = Arc::new(pool::Upstream::new(config.clone(), credentials, &Metrics::new()));
-    members::place(&upstream, &members::seeds(&config));
+    endpoint_set::replace_endpoints(&upstream, &endpoint_set::static_endpoints(&config));
     let around = around(None);
     // Both serve, and nothing on them ever ends.
     let live = || ConnectionStats::new(Class::Anonymous, None, None, Instant::now());
@@ -59,7 +59,7 @@ async fn a_thousand_updates_are_made_in_time_while_a_drain_is_stuck() {
     };
     let test = async {
         // It has not run yet when the first update comes: what it finds is not what is configured.
-        let keeper = spawn_local(keep(Arc::clone(&upstream), Arc::clone(&around)));
+        let keeper = spawn_local(run(Arc::clone(&upstream), Arc::clone(&around)));
         let mut slowest = Duration::ZERO;
         for update in 0..1000 {
             config.endpoints = vec![stays.clone(), nobody(format!("127.2.0.{}", update % 200 + 1))];
@@ -86,10 +86,10 @@ async fn a_thousand_updates_are_made_in_time_while_a_drain_is_stuck() {
 async fn what_is_remembered_lives_and_dies_with_its_source() {
     let dir = tempfile::tempdir().unwrap();
     let address = |last: u8| EndpointAddress { host: format!("127.2.1.{last}"), port: 9 };
-    let said = |source, last| (source, Entry { address: address(last), server_name: None });
+    let said = |source, last| (source, Candidate { address: address(last), server_name: None });
     let old = SystemTime::now() - Duration::from_secs(3600);
     let remembered = vec![said(Source::Slices, 3), said(Source::Dns, 4)];
-    state::write(dir.path(), "u", &remembered, old).unwrap();
+    state_file::write(dir.path(), "u", &remembered, old).unwrap();
     let file = dir.path().join("endpoints");
     std::fs::write(&file, address(2).to_string()).unwrap();
     // No name is configured; the slices cannot be asked.
@@ -112,8 +112,8 @@ async fn what_is_remembered_lives_and_dies_with_its_source() {
             sleep(Duration::from_millis(20)).await;
         }
     };
-    let on_disk = || state::read(dir.path(), "u", SystemTime::now()).unwrap();
-    let is_saved = async |expected: &Remembered| {
+    let on_disk = || state_file::read(dir.path(), "u", SystemTime::now()).unwrap();
+    let is_saved = async |expected: &SavedEndpoints| {
         let patience = Instant::now() + Duration::from_secs(60);
         while on_disk().entries != *expected {
             assert!(Instant::now() < patience, "{expected:?}: {:?}", on_disk());
@@ -121,7 +121,7 @@ async fn what_is_remembered_lives_and_dies_with_its_source() {
         }
     };
     let test = async {
-        let keeper = spawn_local(keep(Arc::clone(&upstream), Arc::clone(&around)));
+        let keeper = spawn_local(run(Arc::clone(&upstream), Arc::clone(&around)));
         becomes(&[1, 2, 3]).await;
         // One serves: what is good is saved, with what still counts.
         let set = upstream.endpoints.load_full();
@@ -139,7 +139,7 @@ async fn what_is_remembered_lives_and_dies_with_its_source() {
         let other = dir.path().join("other");
         around.state_dir.store(Arc::new(Some(other.clone())));
         let patience = Instant::now() + Duration::from_secs(60);
-        while state::read(&other, "u", SystemTime::now()).is_err() {
+        while state_file::read(&other, "u", SystemTime::now()).is_err() {
             assert!(Instant::now() < patience);
             sleep(Duration::from_millis(20)).await;
         }
@@ -148,12 +148,12 @@ async fn what_is_remembered_lives_and_dies_with_its_source() {
     LocalSet::new().run_until(test).await;
 }
 
-fn around(state_dir: Option<PathBuf>) -> Arc<Surroundings> {
-    Arc::new(Surroundings {
+fn around(state_dir: Option<PathBuf>) -> Arc<SharedContext> {
+    Arc::new(SharedContext {
         bound: ArcSwap::default(),
         state_dir: ArcSwap::from_pointee(state_dir),
         heartbeats: Heartbeats::start().unwrap(),
-        system: dns::System::default(),
+        system: dns::ResolverFiles::default(),
     })
 }
 

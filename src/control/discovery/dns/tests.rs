@@ -12,7 +12,7 @@ use hickory_resolver::proto::rr::{RData, Record};
 use tokio::task::LocalSet;
 
 use super::*;
-use crate::control::discovery::merge::Own;
+use crate::control::discovery::merge::OwnAddresses;
 use crate::observe::Metrics;
 use crate::upstream::credentials::Credentials;
 use crate::upstream::pool::Upstream;
@@ -23,7 +23,7 @@ type Zone = HashMap<String, (Vec<IpAddr>, u32)>;
 
 /// A name server on a port of its own, and files that name it.
 struct World {
-    system: System,
+    system: ResolverFiles,
     zone: Arc<Mutex<Zone>>,
     silent: Arc<std::sync::atomic::AtomicBool>,
     asked: Arc<AtomicUsize>,
@@ -34,7 +34,7 @@ impl World {
     fn new() -> Self {
         let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
         let dir = tempfile::tempdir().unwrap();
-        let system = System {
+        let system = ResolverFiles {
             hosts: dir.path().join("hosts"),
             resolv_conf: dir.path().join("resolv.conf"),
             port: socket.local_addr().unwrap().port(),
@@ -266,7 +266,7 @@ async fn the_board_keeps_an_address_left_out_while_its_endpoint_is_usable() {
     let config = crate::control::discovery::tests::config();
     let credentials = Credentials::load(&config, &[]).unwrap();
     let upstream = Arc::new(Upstream::new(config, credentials, &Metrics::new()));
-    let board = Board::new(Arc::clone(&upstream), Box::new(Own::default));
+    let board = SourceStates::new(Arc::clone(&upstream), Box::new(OwnAddresses::default));
     let names = vec![EndpointAddress { host: "api.example.com".into(), port: 6443 }];
     let becomes = async |hosts: &[&str]| loop {
         let mut now: Vec<_> = board.with(|answers, _| {
@@ -285,14 +285,14 @@ async fn the_board_keeps_an_address_left_out_while_its_endpoint_is_usable() {
         becomes(&["10.0.0.1", "10.0.0.2", "10.0.0.3"]).await;
         let members: Vec<_> = board.with(|answers, _| {
             let entries = answers[&Source::Dns].entries.iter();
-            let member = |entry: &Entry| crate::control::members::Member {
+            let member = |entry: &Candidate| crate::control::endpoint_set::EndpointSpec {
                 address: entry.address.clone(),
                 server_name: entry.server_name.clone(),
                 fallback: false,
             };
             entries.map(member).collect()
         });
-        crate::control::members::place(&upstream, &members);
+        crate::control::endpoint_set::replace_endpoints(&upstream, &members);
         for endpoint in upstream.endpoints.load().iter() {
             if endpoint.address.host != "10.0.0.3" {
                 endpoint.connected();
@@ -316,10 +316,10 @@ async fn the_board_hears_of_names_and_of_changes_in_hosts() {
     let config = crate::control::discovery::tests::config();
     let credentials = Credentials::load(&config, &[]).unwrap();
     let upstream = Arc::new(Upstream::new(config, credentials, &Metrics::new()));
-    let board = Board::new(Arc::clone(&upstream), Box::new(Own::default));
+    let board = SourceStates::new(Arc::clone(&upstream), Box::new(OwnAddresses::default));
     let name = |host: &str, port| EndpointAddress { host: host.into(), port };
     let names = vec![name("api.example.com", 6443), name("late.example.com", 443)];
-    let known = |board: &Board| {
+    let known = |board: &SourceStates| {
         board.with(|answers, _| {
             let answer = answers.get(&Source::Dns).cloned().unwrap_or_default();
             let mut labels: Vec<_> = answer.entries.iter().map(|e| e.address.to_string()).collect();
@@ -358,7 +358,7 @@ async fn a_name_beside_it_takes_nothing_from_one_that_was_known() {
     let config = crate::control::discovery::tests::config();
     let credentials = Credentials::load(&config, &[]).unwrap();
     let upstream = Arc::new(Upstream::new(config, credentials, &Metrics::new()));
-    let board = Board::new(Arc::clone(&upstream), Box::new(Own::default));
+    let board = SourceStates::new(Arc::clone(&upstream), Box::new(OwnAddresses::default));
     let names = |hosts: &[&str]| -> Vec<_> {
         let name = |host: &&str| EndpointAddress { host: (*host).to_owned(), port: 6443 };
         hosts.iter().map(name).collect()
@@ -405,10 +405,10 @@ async fn a_name_is_asked_for_again_when_its_time_is_over() {
     let config = crate::control::discovery::tests::config();
     let credentials = Credentials::load(&config, &[]).unwrap();
     let upstream = Arc::new(Upstream::new(config, credentials, &Metrics::new()));
-    let board = Board::new(upstream, Box::new(Own::default));
+    let board = SourceStates::new(upstream, Box::new(OwnAddresses::default));
     let names = vec![EndpointAddress { host: "api.example.com".into(), port: 6443 }];
     let becomes = async |host: &str| {
-        let is = |answers: &BTreeMap<Source, super::super::merge::Answer>| {
+        let is = |answers: &BTreeMap<Source, super::super::merge::SourceAnswer>| {
             answers.get(&Source::Dns).is_some_and(|answer| answer.entries[0].address.host == host)
         };
         while !board.with(|answers, _| is(answers)) {

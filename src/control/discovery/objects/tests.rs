@@ -20,12 +20,12 @@ fn with(addresses: &[&str]) -> Value {
     })
 }
 
-fn labels(said: &Said) -> Vec<String> {
+fn labels(said: &DiscoveredEndpoints) -> Vec<String> {
     said.entries.iter().map(|entry| entry.address.to_string()).collect()
 }
 
-fn said_of(resource: Resource, data: Value) -> Said {
-    let mut store = Store::new(resource, Horizon::default());
+fn said_of(resource: Resource, data: Value) -> DiscoveredEndpoints {
+    let mut store = Store::new(resource, WatchStartVersion::default());
     store.feed(Event::Init);
     store.feed(Event::InitApply(object(SERVICE, "1", data)));
     assert!(store.feed(Event::InitDone));
@@ -50,7 +50,7 @@ fn versions_are_compared_as_numbers_of_any_length() {
 
 #[test]
 fn replays_change_nothing() {
-    let mut store = Store::new(Resource::SlicesV1, Horizon::default());
+    let mut store = Store::new(Resource::SlicesV1, WatchStartVersion::default());
     assert!(!store.feed(Event::Apply(object("a", "5", with(&["10.0.0.1"])))), "not synced");
     store.feed(Event::Init);
     store.feed(Event::InitApply(object("a", "98", with(&["10.0.0.1"]))));
@@ -83,7 +83,7 @@ fn replays_change_nothing() {
 
 #[test]
 fn versions_that_are_no_numbers_are_taken_in_order() {
-    let mut store = Store::new(Resource::SlicesV1, Horizon::default());
+    let mut store = Store::new(Resource::SlicesV1, WatchStartVersion::default());
     store.feed(Event::Init);
     store.feed(Event::InitDone);
     assert!(store.feed(Event::Apply(object("a", "x9", with(&["10.0.0.1"])))));
@@ -93,7 +93,7 @@ fn versions_that_are_no_numbers_are_taken_in_order() {
 
 #[test]
 fn objects_of_others_are_not_believed() {
-    let mut store = Store::new(Resource::SlicesV1, Horizon::default());
+    let mut store = Store::new(Resource::SlicesV1, WatchStartVersion::default());
     store.feed(Event::Init);
     let mut other = object("other-x7", "1", with(&["10.0.0.1"]));
     other.metadata.labels = Some([(SERVICE_LABEL.to_owned(), "other".to_owned())].into());
@@ -102,12 +102,12 @@ fn objects_of_others_are_not_believed() {
     elsewhere.metadata.namespace = Some("kube-system".into());
     store.feed(Event::InitApply(elsewhere));
     store.feed(Event::InitDone);
-    assert_eq!(store.said(), Said::default());
+    assert_eq!(store.said(), DiscoveredEndpoints::default());
 }
 
 #[test]
 fn objects_are_bounded() {
-    let mut store = Store::new(Resource::SlicesV1, Horizon::default());
+    let mut store = Store::new(Resource::SlicesV1, WatchStartVersion::default());
     store.feed(Event::Init);
     store.feed(Event::InitDone);
     for n in 0..MOST_OBJECTS + 100 {

@@ -15,8 +15,8 @@ use serde_json::{Value, json};
 use tokio::sync::{Notify, mpsc};
 use tokio::task::LocalSet;
 
-use super::super::carrier::{CarriedBody, CarryError};
-use super::super::merge::Own;
+use super::super::merge::OwnAddresses;
+use super::super::transport::{TransportBody, TransportError};
 use super::*;
 use crate::config;
 use crate::observe::Metrics;
@@ -36,7 +36,7 @@ fn pauses_grow_and_stay_bounded() {
 #[tokio::test(start_paused = true)]
 async fn a_list_that_comes_to_a_halt_is_asked_for_again() {
     let script = Arc::new(Mutex::new(Script::new(Vec::new())));
-    let board = Board::new(upstream(), Box::new(Own::default));
+    let board = SourceStates::new(upstream(), Box::new(OwnAddresses::default));
     let test = async {
         for lists in 1..3 {
             script.lock().unwrap().stall = lists;
@@ -120,7 +120,7 @@ struct Script {
     /// Which of the next lists comes to a halt, from 1; 0 is none.
     stall: usize,
     /// Streams that are held open.
-    open: Vec<mpsc::Sender<Result<Bytes, CarryError>>>,
+    open: Vec<mpsc::Sender<Result<Bytes, TransportError>>>,
     done: Arc<Notify>,
     requests: usize,
 }
@@ -322,11 +322,11 @@ fn gone() -> String {
 struct Scripted(Arc<Mutex<Script>>);
 
 impl tower_service::Service<Request<Body>> for Scripted {
-    type Response = Response<CarriedBody>;
-    type Error = CarryError;
-    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, CarryError>> + Send>>;
+    type Response = Response<TransportBody>;
+    type Error = TransportError;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, TransportError>> + Send>>;
 
-    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), CarryError>> {
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), TransportError>> {
         Poll::Ready(Ok(()))
     }
 
@@ -343,7 +343,7 @@ impl tower_service::Service<Request<Body>> for Scripted {
             if hold {
                 script.open.push(send);
             }
-            let response = Response::builder().status(code).body(CarriedBody(body)).unwrap();
+            let response = Response::builder().status(code).body(TransportBody(body)).unwrap();
             Ok(response)
         })
     }
@@ -371,7 +371,7 @@ proptest! {
             .unwrap();
         let script = Arc::new(Mutex::new(Script::new(ops)));
         let done = Arc::clone(&script.lock().unwrap().done);
-        let board = Board::new(upstream(), Box::new(Own::default));
+        let board = SourceStates::new(upstream(), Box::new(OwnAddresses::default));
         let answer = RefCell::new(Vec::new());
         LocalSet::new().block_on(&runtime, async {
             let scripted = Scripted(Arc::clone(&script));

@@ -40,33 +40,33 @@ const PAUSE: Duration = Duration::from_secs(1);
 
 /// Why a request got no answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct CarryError(String);
+pub struct TransportError(String);
 
-impl fmt::Display for CarryError {
+impl fmt::Display for TransportError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
 }
 
-impl std::error::Error for CarryError {}
+impl std::error::Error for TransportError {}
 
 struct Asked {
     request: Request<()>,
-    answer: oneshot::Sender<Result<Response<CarriedBody>, CarryError>>,
+    answer: oneshot::Sender<Result<Response<TransportBody>, TransportError>>,
 }
 
 /// kube's half.
 #[derive(Clone)]
-pub struct Carrier {
+pub struct KubeTransport {
     asked: mpsc::Sender<Asked>,
 }
 
-impl tower_service::Service<Request<KubeBody>> for Carrier {
-    type Response = Response<CarriedBody>;
-    type Error = CarryError;
-    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, CarryError>> + Send>>;
+impl tower_service::Service<Request<KubeBody>> for KubeTransport {
+    type Response = Response<TransportBody>;
+    type Error = TransportError;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, TransportError>> + Send>>;
 
-    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), CarryError>> {
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), TransportError>> {
         Poll::Ready(Ok(()))
     }
 
@@ -74,7 +74,7 @@ impl tower_service::Service<Request<KubeBody>> for Carrier {
         let asked = self.asked.clone();
         let request = request.map(|_| ());
         Box::pin(async move {
-            let gone = || CarryError("discovery has ended".into());
+            let gone = || TransportError("discovery has ended".into());
             let (answer, answered) = oneshot::channel();
             asked.send(Asked { request, answer }).await.map_err(|_| gone())?;
             answered.await.map_err(|_| gone())?
@@ -83,34 +83,34 @@ impl tower_service::Service<Request<KubeBody>> for Carrier {
 }
 
 /// A response body on its way to kube.
-pub struct CarriedBody(pub(super) mpsc::Receiver<Result<Bytes, CarryError>>);
+pub struct TransportBody(pub(super) mpsc::Receiver<Result<Bytes, TransportError>>);
 
-impl Body for CarriedBody {
+impl Body for TransportBody {
     type Data = Bytes;
-    type Error = CarryError;
+    type Error = TransportError;
 
     fn poll_frame(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, CarryError>>> {
+    ) -> Poll<Option<Result<Frame<Bytes>, TransportError>>> {
         self.0.poll_recv(cx).map(|next| next.map(|chunk| chunk.map(Frame::data)))
     }
 }
 
 /// Our half: carries until kube's half is dropped, or it is itself.
-pub struct Road {
+pub struct TransportTask {
     upstream: Arc<Upstream>,
     pool: Rc<Pool>,
     token: Token,
     pace: Pace,
 }
 
-impl Road {
+impl TransportTask {
     /// A carrier and the road it goes. The road ends with the returned future.
     pub fn open(
         upstream: &Arc<Upstream>,
         token: Token,
-    ) -> (Carrier, impl Future<Output = ()> + use<>) {
+    ) -> (KubeTransport, impl Future<Output = ()> + use<>) {
         let (asked, mut requests) = mpsc::channel::<Asked>(CHUNKS);
         let pool = Pool::for_our_own(Arc::clone(upstream));
         let upstream = Arc::clone(upstream);
@@ -125,13 +125,13 @@ impl Road {
             }
             drop(closing);
         };
-        (Carrier { asked }, road)
+        (KubeTransport { asked }, road)
     }
 
     async fn carry(
         self: Rc<Self>,
         request: Request<()>,
-        answer: oneshot::Sender<Result<Response<CarriedBody>, CarryError>>,
+        answer: oneshot::Sender<Result<Response<TransportBody>, TransportError>>,
     ) {
         let watch = request.uri().query().is_some_and(|query| query.contains("watch="));
         sleep_until(self.pace.slot(Instant::now())).await;
@@ -144,7 +144,7 @@ impl Road {
                 }
                 let (parts, recv) = response.into_parts();
                 let (chunks, body) = mpsc::channel(CHUNKS);
-                if answer.send(Ok(Response::from_parts(parts, CarriedBody(body)))).is_ok() {
+                if answer.send(Ok(Response::from_parts(parts, TransportBody(body)))).is_ok() {
                     self.stream(recv, &mut permit, &chunks, ok && watch).await;
                 }
             }
@@ -155,29 +155,29 @@ impl Road {
         &self,
         request: Request<()>,
         watch: bool,
-    ) -> Result<(Permit, Response<RecvStream>), CarryError> {
+    ) -> Result<(Permit, Response<RecvStream>), TransportError> {
         let class = self.pool.class(Class::Discovery);
         let permit = self.pool.acquire(&class, Need { watch, ..Need::of(None) }).await;
         let mut permit = permit.map_err(|unavailable| match unavailable {
-            Unavailable::Unreachable(why) => CarryError(format!("no apiserver: {why}")),
-            Unavailable::Exhausted => CarryError("no free stream to an apiserver".into()),
-            Unavailable::NoCredential => CarryError("the credential is not loaded".into()),
+            Unavailable::Unreachable(why) => TransportError(format!("no apiserver: {why}")),
+            Unavailable::Exhausted => TransportError("no free stream to an apiserver".into()),
+            Unavailable::NoCredential => TransportError("the credential is not loaded".into()),
         })?;
         let mut head = Request::new(());
         let target = request.uri().path_and_query().map_or("/", |target| target.as_str());
         *head.uri_mut() = format!("https://kubernetes.default.svc{target}")
             .parse()
-            .map_err(|_| CarryError("a request that cannot be sent".into()))?;
+            .map_err(|_| TransportError("a request that cannot be sent".into()))?;
         let headers = head.headers_mut();
         headers.insert(header::ACCEPT, HeaderValue::from_static("application/json"));
         let agent = concat!("jackstay-discovery/", env!("CARGO_PKG_VERSION"));
         headers.insert(header::USER_AGENT, HeaderValue::from_static(agent));
-        if let Some(token) = self.token.header().map_err(CarryError)? {
+        if let Some(token) = self.token.header().map_err(TransportError)? {
             headers.insert(header::AUTHORIZATION, token);
         }
-        let lost = |error: h2::Error| CarryError(format!("the connection was lost: {error}"));
+        let lost = |error: h2::Error| TransportError(format!("the connection was lost: {error}"));
         let (response, _) = permit.open(head, true).map_err(lost)?;
-        let late = |_| CarryError(format!("no answer within {} s", HEAD_TIMEOUT.as_secs()));
+        let late = |_| TransportError(format!("no answer within {} s", HEAD_TIMEOUT.as_secs()));
         let response = timeout(HEAD_TIMEOUT, response).await.map_err(late)?.map_err(lost)?;
         permit.head_arrived(Instant::now());
         Ok((permit, response))
@@ -189,7 +189,7 @@ impl Road {
         &self,
         mut recv: RecvStream,
         permit: &mut Permit,
-        chunks: &mpsc::Sender<Result<Bytes, CarryError>>,
+        chunks: &mpsc::Sender<Result<Bytes, TransportError>>,
         watch: bool,
     ) {
         let connection = Rc::clone(permit.connection());
@@ -216,7 +216,8 @@ impl Road {
                         _ => open + size,
                     };
                     if open > MAX_BYTES {
-                        let error = CarryError(format!("an answer of more than {MAX_BYTES} bytes"));
+                        let error =
+                            TransportError(format!("an answer of more than {MAX_BYTES} bytes"));
                         let _ = chunks.send(Err(error)).await;
                         return;
                     }
@@ -230,7 +231,7 @@ impl Road {
                 }
                 Some(Err(_)) if watch && open == 0 => return,
                 Some(Err(error)) => {
-                    let error = CarryError(format!("the connection was lost: {error}"));
+                    let error = TransportError(format!("the connection was lost: {error}"));
                     let _ = chunks.send(Err(error)).await;
                     return;
                 }

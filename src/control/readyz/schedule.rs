@@ -20,40 +20,40 @@ const PROOF_PAUSE: Duration = Duration::from_millis(200);
 
 /// Counts findings in a row.
 #[derive(Debug, Default)]
-pub struct Streak {
+pub struct ResultStreak {
     good: u32,
     bad: u32,
     known: bool,
 }
 
-/// A verdict of [`Streak`].
+/// A verdict of [`ResultStreak`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Verdict {
+pub enum ReadyVerdict {
     /// `rise` successes in a row, or the first finding of all.
     Ready,
     /// `fall` failures in a row, or the first finding of all.
     Failing,
 }
 
-impl Streak {
+impl ResultStreak {
     /// Takes a finding in; the first of all decides alone.
-    pub fn add(&mut self, ready: bool, rise: u32, fall: u32) -> Option<Verdict> {
+    pub fn add(&mut self, ready: bool, rise: u32, fall: u32) -> Option<ReadyVerdict> {
         let first = !std::mem::replace(&mut self.known, true);
         if ready {
             self.bad = 0;
             self.good = self.good.saturating_add(1);
-            (first || self.good >= rise).then_some(Verdict::Ready)
+            (first || self.good >= rise).then_some(ReadyVerdict::Ready)
         } else {
             self.good = 0;
             self.bad = self.bad.saturating_add(1);
-            (first || self.bad >= fall).then_some(Verdict::Failing)
+            (first || self.bad >= fall).then_some(ReadyVerdict::Failing)
         }
     }
 }
 
 /// How an answer to `/readyz` compares with what is known of the endpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Answered {
+pub enum ProbeResult {
     /// It is ready, and counts as ready.
     Ready,
     /// It is ready, and does not count as ready yet: another answer is needed.
@@ -64,28 +64,28 @@ pub enum Answered {
 
 /// The pauses between the probes of one endpoint.
 #[derive(Debug)]
-pub struct Pace {
+pub struct ProbeSchedule {
     /// Answers in a row that it is not ready.
     failures: u32,
     evidence: Duration,
 }
 
-impl Default for Pace {
+impl Default for ProbeSchedule {
     fn default() -> Self {
         Self { failures: 0, evidence: EVIDENCE_PAUSE }
     }
 }
 
-impl Pace {
+impl ProbeSchedule {
     /// An answer arrived, asked for on passive evidence or because its time had come.
-    pub fn answered(&mut self, answered: Answered, on_evidence: bool, config: &Readyz) {
-        let failing = answered == Answered::Failing;
+    pub fn answered(&mut self, answered: ProbeResult, on_evidence: bool, config: &Readyz) {
+        let failing = answered == ProbeResult::Failing;
         let news = failing != (self.failures > 0);
         self.failures = match answered {
-            Answered::Ready => 0,
-            Answered::Recovering => 1,
-            Answered::Failing if news => 1,
-            Answered::Failing => self.failures.saturating_add(1),
+            ProbeResult::Ready => 0,
+            ProbeResult::Recovering => 1,
+            ProbeResult::Failing if news => 1,
+            ProbeResult::Failing => self.failures.saturating_add(1),
         };
         if on_evidence && !news {
             self.evidence = (self.evidence * 2).min(config.interval);
@@ -142,42 +142,42 @@ mod tests {
 
     #[test]
     fn the_first_finding_decides_and_then_it_takes_a_row() {
-        let mut streak = Streak::default();
-        assert_eq!(streak.add(true, 2, 2), Some(Verdict::Ready));
+        let mut streak = ResultStreak::default();
+        assert_eq!(streak.add(true, 2, 2), Some(ReadyVerdict::Ready));
         assert_eq!(streak.add(false, 2, 2), None);
         assert_eq!(streak.add(true, 2, 2), None);
         assert_eq!(streak.add(false, 2, 2), None);
-        assert_eq!(streak.add(false, 2, 2), Some(Verdict::Failing));
-        assert_eq!(streak.add(false, 2, 2), Some(Verdict::Failing));
+        assert_eq!(streak.add(false, 2, 2), Some(ReadyVerdict::Failing));
+        assert_eq!(streak.add(false, 2, 2), Some(ReadyVerdict::Failing));
         assert_eq!(streak.add(true, 2, 2), None);
-        assert_eq!(streak.add(true, 2, 2), Some(Verdict::Ready));
-        assert_eq!(Streak::default().add(false, 2, 2), Some(Verdict::Failing));
+        assert_eq!(streak.add(true, 2, 2), Some(ReadyVerdict::Ready));
+        assert_eq!(ResultStreak::default().add(false, 2, 2), Some(ReadyVerdict::Failing));
     }
 
     #[test]
     fn pauses_of_a_failing_endpoint_double_up_to_the_interval() {
         let config = config(Duration::from_secs(10));
-        let mut pace = Pace::default();
-        let seconds = |pace: &Pace, jitter| pace.pause(&config, jitter).as_secs();
+        let mut pace = ProbeSchedule::default();
+        let seconds = |pace: &ProbeSchedule, jitter| pace.pause(&config, jitter).as_secs();
         assert_eq!((seconds(&pace, 0.0), seconds(&pace, 1.0)), (8, 12));
         let mut next = |answered| {
             pace.answered(answered, false, &config);
             seconds(&pace, 0.5)
         };
         for expected in [1, 2, 4, 8, 10, 10, 10] {
-            assert_eq!(next(Answered::Failing), expected);
+            assert_eq!(next(ProbeResult::Failing), expected);
         }
         // It is well again: the answer that confirms it is asked for soon.
-        assert_eq!(next(Answered::Recovering), 1);
-        assert_eq!(next(Answered::Ready), 10);
-        assert_eq!(next(Answered::Failing), 1);
+        assert_eq!(next(ProbeResult::Recovering), 1);
+        assert_eq!(next(ProbeResult::Ready), 10);
+        assert_eq!(next(ProbeResult::Failing), 1);
         for _ in 0..100 {
-            assert!(next(Answered::Failing) <= 10);
+            assert!(next(ProbeResult::Failing) <= 10);
         }
         pace.restart();
         assert_eq!(seconds(&pace, 0.5), 10);
         let quick = Readyz { interval: Duration::from_millis(200), ..config.clone() };
-        pace.answered(Answered::Failing, false, &quick);
+        pace.answered(ProbeResult::Failing, false, &quick);
         assert_eq!(pace.pause(&quick, 0.5), Duration::from_millis(200));
     }
 
@@ -189,10 +189,10 @@ mod tests {
         let mut rng = fastrand::Rng::with_seed(7);
         let mut asked = 0_u64;
         for _ in 0..nodes {
-            let (mut pace, mut at) = (Pace::default(), Duration::ZERO);
+            let (mut pace, mut at) = (ProbeSchedule::default(), Duration::ZERO);
             while at < outage {
                 asked += 1;
-                pace.answered(Answered::Failing, false, &config);
+                pace.answered(ProbeResult::Failing, false, &config);
                 at += pace.pause(&config, rng.f64());
             }
         }
@@ -204,24 +204,24 @@ mod tests {
     #[test]
     fn evidence_is_followed_at_once_and_less_often_while_it_is_no_news() {
         let config = config(Duration::from_secs(10));
-        let mut pace = Pace::default();
-        let ms = |pace: &Pace| pace.soon(Wanted::Evidence, &config).as_millis();
+        let mut pace = ProbeSchedule::default();
+        let ms = |pace: &ProbeSchedule| pace.soon(Wanted::Evidence, &config).as_millis();
         assert_eq!((ms(&pace), pace.soon(Wanted::Proof, &config).as_millis()), (500, 200));
         for expected in [1_000, 2_000, 4_000, 8_000, 10_000, 10_000] {
-            pace.answered(Answered::Ready, true, &config);
+            pace.answered(ProbeResult::Ready, true, &config);
             assert_eq!(ms(&pace), expected);
         }
-        pace.answered(Answered::Ready, false, &config);
+        pace.answered(ProbeResult::Ready, false, &config);
         assert_eq!(ms(&pace), 500);
         // A failing endpoint: at most one a second, and the scheduled ones between change nothing.
-        pace.answered(Answered::Failing, true, &config);
+        pace.answered(ProbeResult::Failing, true, &config);
         assert_eq!(ms(&pace), 1_000);
         for expected in [1_000, 2_000, 4_000, 8_000, 10_000] {
-            pace.answered(Answered::Failing, true, &config);
-            pace.answered(Answered::Failing, false, &config);
+            pace.answered(ProbeResult::Failing, true, &config);
+            pace.answered(ProbeResult::Failing, false, &config);
             assert_eq!(ms(&pace), expected);
         }
-        pace.answered(Answered::Recovering, false, &config);
+        pace.answered(ProbeResult::Recovering, false, &config);
         assert_eq!(ms(&pace), 1_000, "the evidence pause is 500 ms, one second is the least");
     }
 

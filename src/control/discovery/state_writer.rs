@@ -11,8 +11,8 @@ use futures_util::FutureExt as _;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use super::merge::Remembered;
-use crate::control::state;
+use super::merge::SavedEndpoints;
+use super::state_file;
 use crate::upstream::pool::Upstream;
 use crate::upstream::sources::Source;
 
@@ -24,11 +24,11 @@ const AGAIN: Duration = Duration::from_secs(60);
 const SLOW: Duration = Duration::from_secs(10);
 
 /// What is to be found in which directory.
-type Content = (PathBuf, Remembered);
+type Content = (PathBuf, SavedEndpoints);
 
 /// The state on disk, as far as we know it.
 #[derive(Debug, Default)]
-pub struct Saving {
+pub struct StateWriter {
     /// What was written last, well or not, and until when that will do.
     done: Option<(Content, Instant)>,
     writing: Option<Writing>,
@@ -42,14 +42,14 @@ struct Writing {
     task: JoinHandle<io::Result<()>>,
 }
 
-impl Saving {
+impl StateWriter {
     /// Looks what has become of the last write, and begins the next one if `good` is another thing
     /// to be remembered, with the time at which it was said. Returns at once.
     pub fn turn(
         &mut self,
         upstream: &Upstream,
         dir: PathBuf,
-        good: Option<(Remembered, SystemTime)>,
+        good: Option<(SavedEndpoints, SystemTime)>,
         now: Instant,
     ) {
         self.look(upstream, now);
@@ -59,7 +59,7 @@ impl Saving {
             return;
         }
         let (name, (dir, answers)) = (upstream.name.clone(), content.clone());
-        let write = move || state::write(&dir, &name, &answers, said);
+        let write = move || state_file::write(&dir, &name, &answers, said);
         let task = tokio::task::spawn_blocking(write);
         self.writing = Some(Writing { content, begun: now, told: false, task });
     }
@@ -95,7 +95,7 @@ impl Saving {
 
 /// Tells a failure, unless it is the one that was told last.
 fn failed(upstream: &Upstream, (dir, _): &Content, why: &str) {
-    let path = state::path(dir, &upstream.name);
+    let path = state_file::path(dir, &upstream.name);
     let what = "cannot be saved, and a restart will have to find the endpoints anew";
     let words = format!("{}: {what}: {why}", path.display());
     let reports = upstream.sources.reports();

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 
-use crate::control::witness::Witness;
+use super::reachability::ReachabilityCheck;
 use crate::upstream::connection::Connection;
 use crate::upstream::credentials::Class;
 use crate::upstream::dial::dial_h2;
@@ -21,9 +21,9 @@ const HANDSHAKE_INTERVAL: Duration = Duration::from_secs(1);
 const RECONNECT_TICK: Duration = Duration::from_millis(50);
 
 /// The prober's connection: it drains when this is dropped, since no pool closes it.
-pub struct Own(pub Rc<Connection>);
+pub struct ProbeConnection(pub Rc<Connection>);
 
-impl std::ops::Deref for Own {
+impl std::ops::Deref for ProbeConnection {
     type Target = Rc<Connection>;
 
     fn deref(&self) -> &Rc<Connection> {
@@ -31,7 +31,7 @@ impl std::ops::Deref for Own {
     }
 }
 
-impl Drop for Own {
+impl Drop for ProbeConnection {
     fn drop(&mut self) {
         self.0.drain("no longer probed");
     }
@@ -58,7 +58,7 @@ pub async fn gone(connection: &Connection) {
 pub async fn connect(
     upstream: &Arc<Upstream>,
     endpoint: &Arc<Endpoint>,
-    witness: &Witness,
+    witness: &ReachabilityCheck,
 ) -> Option<Rc<Connection>> {
     let tls = upstream.credentials.tls(Class::Probe)?;
     if !endpoint.may_connect(!upstream.is_usable(), Instant::now()) {

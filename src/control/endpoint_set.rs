@@ -18,7 +18,7 @@ use crate::upstream::pool::Upstream;
 /// One endpoint that the set should have. Two with the same address and server name are the same
 /// endpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Member {
+pub struct EndpointSpec {
     /// Where it is.
     pub address: EndpointAddress,
     /// Name sent as SNI and verified; `None` is the host of the address.
@@ -29,26 +29,26 @@ pub struct Member {
 
 /// What a call of [`place`] has changed.
 #[derive(Debug, Default)]
-pub struct Change {
+pub struct EndpointSetChange {
     /// Endpoints that are new.
     pub joined: Vec<Arc<Endpoint>>,
     /// Endpoints that are gone; their connections drain.
     pub left: Vec<Arc<Endpoint>>,
-    /// Members that cannot be endpoints, and why.
+    /// EndpointSetWriter that cannot be endpoints, and why.
     pub refused: Vec<String>,
 }
 
-impl Change {
+impl EndpointSetChange {
     /// Whether the set is what it was.
-    pub fn is_none(&self) -> bool {
+    pub fn is_empty(&self) -> bool {
         self.joined.is_empty() && self.left.is_empty()
     }
 }
 
 /// The endpoints that the configuration itself names, which need nobody to be asked.
-pub fn seeds(config: &config::Upstream) -> Vec<Member> {
+pub fn static_endpoints(config: &config::Upstream) -> Vec<EndpointSpec> {
     let server_name = &config.tls.server_name;
-    let member = |address: &EndpointAddress| Member {
+    let member = |address: &EndpointAddress| EndpointSpec {
         address: address.clone(),
         server_name: server_name.clone(),
         fallback: false,
@@ -58,8 +58,8 @@ pub fn seeds(config: &config::Upstream) -> Vec<Member> {
 
 /// Makes the set of `upstream` what is wanted. An empty wish is one too: who must not lose all
 /// endpoints does not ask for it.
-pub fn place(upstream: &Upstream, wanted: &[Member]) -> Change {
-    let mut change = Change::default();
+pub fn replace_endpoints(upstream: &Upstream, wanted: &[EndpointSpec]) -> EndpointSetChange {
+    let mut change = EndpointSetChange::default();
     let before = upstream.endpoints.load_full();
     let mut old: HashMap<_, _> = before.iter().map(|e| (key(e), Arc::clone(e))).collect();
     let mut after: Vec<Arc<Endpoint>> = Vec::with_capacity(wanted.len());
@@ -86,7 +86,7 @@ pub fn place(upstream: &Upstream, wanted: &[Member]) -> Change {
         }
     }
     change.left = before.iter().filter(|e| old.contains_key(&key(e))).cloned().collect();
-    if !change.is_none() {
+    if !change.is_empty() {
         upstream.place(after);
     }
     for endpoint in &change.left {
@@ -101,11 +101,11 @@ fn key(endpoint: &Endpoint) -> (EndpointAddress, ServerName<'static>) {
 
 /// Keeps the set and a prober for each endpoint in it. Lives on the control thread's `LocalSet`.
 #[derive(Debug)]
-pub struct Members {
+pub struct EndpointSetWriter {
     upstream: Arc<Upstream>,
 }
 
-impl Members {
+impl EndpointSetWriter {
     /// Takes over the set as it is.
     pub fn new(upstream: Arc<Upstream>) -> Self {
         let this = Self { upstream };
@@ -116,8 +116,8 @@ impl Members {
     }
 
     /// Makes the set what is wanted, tells what changed, and has the new ones probed.
-    pub fn apply(&self, wanted: &[Member]) -> Change {
-        let change = place(&self.upstream, wanted);
+    pub fn apply(&self, wanted: &[EndpointSpec]) -> EndpointSetChange {
+        let change = replace_endpoints(&self.upstream, wanted);
         for endpoint in &change.joined {
             tracing::info!(
                 upstream = &*self.upstream.name,
@@ -145,10 +145,10 @@ impl Members {
     }
 
     /// The set as it is.
-    pub fn placed(&self) -> Vec<Member> {
+    pub fn placed(&self) -> Vec<EndpointSpec> {
         let member = |endpoint: &Arc<Endpoint>| {
             let name = endpoint.server_name.to_str();
-            Member {
+            EndpointSpec {
                 address: endpoint.address.clone(),
                 server_name: (name != endpoint.address.host).then(|| name.into_owned()),
                 fallback: endpoint.is_fallback(),

@@ -20,7 +20,7 @@ const MAX_ANSWER: usize = 16 * 1024;
 
 /// What a probe found.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Finding {
+pub enum ReadyzResult {
     /// It is ready, or will not tell us.
     Ready,
     /// It is not, in these words.
@@ -34,7 +34,7 @@ pub async fn ask(
     connection: &Rc<Connection>,
     config: &Readyz,
     token: Option<HeaderValue>,
-) -> Finding {
+) -> ReadyzResult {
     let (at, started) = (SystemTime::now(), Instant::now());
     let (code, finding) = match timeout(config.timeout, exchange(connection, config, token)).await {
         Ok(Ok((status, finding))) => (Some(status.as_u16()), finding),
@@ -42,14 +42,17 @@ pub async fn ask(
         // other connection it says only that the connection is lost.
         Err(_) if connection.life() == Life::Live => {
             let limit = config.timeout.as_millis();
-            (None, Finding::NotReady(format!("{} not answered within {limit} ms", config.path)))
+            (
+                None,
+                ReadyzResult::NotReady(format!("{} not answered within {limit} ms", config.path)),
+            )
         }
-        Ok(Err(_)) | Err(_) => (None, Finding::Lost),
+        Ok(Err(_)) | Err(_) => (None, ReadyzResult::Lost),
     };
     let error = match &finding {
-        Finding::Ready => None,
-        Finding::NotReady(why) => Some(why.clone()),
-        Finding::Lost => Some("connection lost".to_owned()),
+        ReadyzResult::Ready => None,
+        ReadyzResult::NotReady(why) => Some(why.clone()),
+        ReadyzResult::Lost => Some("connection lost".to_owned()),
     };
     let duration = started.elapsed();
     connection.endpoint.record_check(ReadyzCheck { at, duration, code, error });
@@ -71,7 +74,7 @@ async fn exchange(
     connection: &Rc<Connection>,
     config: &Readyz,
     token: Option<HeaderValue>,
-) -> Result<(StatusCode, Finding), h2::Error> {
+) -> Result<(StatusCode, ReadyzResult), h2::Error> {
     let mut request = Request::new(());
     let target = format!("https://kubernetes.default.svc{}", config.path);
     *request.uri_mut() = target.parse().unwrap_or_default();
@@ -99,12 +102,12 @@ async fn exchange(
 }
 
 /// What an answer says. 401 and 403 say that we may not know, which is no reason to avoid it.
-pub fn judge(status: StatusCode, body: &str, path: &str) -> Finding {
+pub fn judge(status: StatusCode, body: &str, path: &str) -> ReadyzResult {
     match status {
-        StatusCode::OK | StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => Finding::Ready,
+        StatusCode::OK | StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => ReadyzResult::Ready,
         _ => {
             let detail = failed_checks(body);
-            Finding::NotReady(format!("{path} answers {}{detail}", status.as_u16()))
+            ReadyzResult::NotReady(format!("{path} answers {}{detail}", status.as_u16()))
         }
     }
 }
@@ -117,13 +120,13 @@ mod tests {
     fn answers() {
         let judge =
             |code: u16, body: &str| judge(StatusCode::from_u16(code).unwrap(), body, "/readyz");
-        assert_eq!(judge(200, "ok"), Finding::Ready);
-        assert_eq!(judge(401, ""), Finding::Ready);
-        assert_eq!(judge(403, ""), Finding::Ready);
+        assert_eq!(judge(200, "ok"), ReadyzResult::Ready);
+        assert_eq!(judge(401, ""), ReadyzResult::Ready);
+        assert_eq!(judge(403, ""), ReadyzResult::Ready);
         assert_eq!(
             judge(500, "[+]ping ok\n[-]etcd failed: reason withheld\nreadyz check failed"),
-            Finding::NotReady("/readyz answers 500: etcd".into())
+            ReadyzResult::NotReady("/readyz answers 500: etcd".into())
         );
-        assert_eq!(judge(404, "no"), Finding::NotReady("/readyz answers 404".into()));
+        assert_eq!(judge(404, "no"), ReadyzResult::NotReady("/readyz answers 404".into()));
     }
 }

@@ -8,10 +8,10 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// What tells a file from its successor under the same name; `None` is a file that is not there.
-pub type Stamp = Option<(u64, u64, u64, i64, i64)>;
+pub type FileVersion = Option<(u64, u64, u64, i64, i64)>;
 
 /// What a file looks like now.
-pub fn stamp(path: &Path) -> Stamp {
+pub fn file_version(path: &Path) -> FileVersion {
     // Follows symlinks: what matters is what is there now.
     let meta = std::fs::metadata(path).ok()?;
     Some((meta.dev(), meta.ino(), meta.size(), meta.mtime(), meta.mtime_nsec()))
@@ -19,17 +19,17 @@ pub fn stamp(path: &Path) -> Stamp {
 
 /// Files and what they looked like when they were last read.
 #[derive(Debug)]
-pub struct Watched {
+pub struct FileWatch {
     paths: Vec<PathBuf>,
-    seen: Vec<Stamp>,
+    seen: Vec<FileVersion>,
     /// The last reading did not succeed: half a rotation was seen, the rest will follow.
     pub unsettled: bool,
 }
 
-impl Watched {
+impl FileWatch {
     /// Files that have just been read.
     pub fn new(paths: Vec<PathBuf>) -> Self {
-        let seen = paths.iter().map(|path| stamp(path)).collect();
+        let seen = paths.iter().map(|path| file_version(path)).collect();
         Self { paths, seen, unsettled: false }
     }
 
@@ -47,7 +47,7 @@ impl Watched {
 
     /// Whether anything has changed since the last call, or the last reading did not succeed.
     pub fn changed(&mut self) -> bool {
-        let now: Vec<_> = self.paths.iter().map(|path| stamp(path)).collect();
+        let now: Vec<_> = self.paths.iter().map(|path| file_version(path)).collect();
         let changed = now != self.seen;
         self.seen = now;
         changed || self.unsettled

@@ -12,8 +12,8 @@ use std::time::SystemTime;
 
 use tokio::sync::Notify;
 
-use super::merge::{Answer, Entry, Own, Remembered, without_own};
-use super::objects::Said;
+use super::merge::{Candidate, OwnAddresses, SavedEndpoints, SourceAnswer, without_own};
+use super::objects::DiscoveredEndpoints;
 use crate::upstream::pool::Upstream;
 use crate::upstream::sources::Source;
 
@@ -21,21 +21,21 @@ use crate::upstream::sources::Source;
 const NAMED: usize = 5;
 
 /// The board of one upstream. Lives on the control thread.
-pub struct Board {
+pub struct SourceStates {
     upstream: Arc<Upstream>,
-    answers: RefCell<BTreeMap<Source, Answer>>,
-    remembered: RefCell<Remembered>,
+    answers: RefCell<BTreeMap<Source, SourceAnswer>>,
+    remembered: RefCell<SavedEndpoints>,
     /// When what is remembered was said.
     remembered_of: Cell<Option<SystemTime>>,
     /// What was told of the last answer of each source: what of it is refused, by the reason.
     told: RefCell<BTreeMap<(Source, &'static str), String>>,
-    own: Box<dyn Fn() -> Own>,
+    own: Box<dyn Fn() -> OwnAddresses>,
     changed: Notify,
 }
 
-impl Board {
+impl SourceStates {
     /// An empty board; `own` says which addresses are ours.
-    pub fn new(upstream: Arc<Upstream>, own: Box<dyn Fn() -> Own>) -> Rc<Self> {
+    pub fn new(upstream: Arc<Upstream>, own: Box<dyn Fn() -> OwnAddresses>) -> Rc<Self> {
         Rc::new(Self {
             upstream,
             answers: RefCell::default(),
@@ -53,17 +53,23 @@ impl Board {
     }
 
     /// The addresses that are ours now.
-    pub fn own(&self) -> Own {
+    pub fn own(&self) -> OwnAddresses {
         (self.own)()
     }
 
     /// A source has an answer; `complete` if every part of the source has answered by now.
-    pub fn say(&self, source: Source, said: Said, complete: bool) {
-        self.say_but(source, said, complete, None);
+    pub fn update(&self, source: Source, said: DiscoveredEndpoints, complete: bool) {
+        self.update_partial(source, said, complete, None);
     }
 
     /// The same, `but` being what is wrong with a part of the source.
-    pub fn say_but(&self, source: Source, said: Said, complete: bool, but: Option<&str>) {
+    pub fn update_partial(
+        &self,
+        source: Source,
+        said: DiscoveredEndpoints,
+        complete: bool,
+        but: Option<&str>,
+    ) {
         let invalid = few(&said.refused, said.refused_count);
         self.refuse(source, "invalid", said.refused_count, &invalid);
         let offered = said.entries.len();
@@ -87,7 +93,7 @@ impl Board {
         }
         self.refuse(source, "empty", 0, "");
         self.upstream.sources.succeeded(source, entries.len(), but);
-        let answer = Answer { entries, complete };
+        let answer = SourceAnswer { entries, complete };
         if self.answers.borrow().get(&source) != Some(&answer) {
             self.answers.borrow_mut().insert(source, answer);
             self.turn();
@@ -126,7 +132,7 @@ impl Board {
     }
 
     /// What an earlier run left on disk, and when it was said.
-    pub fn remember(&self, remembered: Remembered, said: SystemTime) {
+    pub fn remember(&self, remembered: SavedEndpoints, said: SystemTime) {
         *self.remembered.borrow_mut() = remembered;
         self.remembered_of.set(Some(said));
         self.turn();
@@ -134,14 +140,14 @@ impl Board {
 
     /// What a restart should find: every answer but what the configuration says anyhow, and what is
     /// remembered of sources that have not answered. With the latter comes when it was said.
-    pub fn worth_saving(&self) -> (Remembered, Option<SystemTime>) {
+    pub fn worth_saving(&self) -> (SavedEndpoints, Option<SystemTime>) {
         self.with(|answers, remembered| {
             let found = answers.iter().filter(|(source, _)| **source != Source::Static);
-            let mut all: Remembered = found
+            let mut all: SavedEndpoints = found
                 .flat_map(|(source, answer)| answer.entries.iter().map(|e| (*source, e.clone())))
                 .collect();
             let fresh = all.len();
-            let counts = |of: &(Source, Entry)| {
+            let counts = |of: &(Source, Candidate)| {
                 answers.get(&of.0).is_none_or(|answer| !answer.complete) && !all.contains(of)
             };
             let kept: Vec<_> = remembered.iter().filter(|of| counts(of)).cloned().collect();
@@ -162,7 +168,10 @@ impl Board {
     }
 
     /// Looks at the answers and at what was remembered.
-    pub fn with<R>(&self, look: impl FnOnce(&BTreeMap<Source, Answer>, &Remembered) -> R) -> R {
+    pub fn with<R>(
+        &self,
+        look: impl FnOnce(&BTreeMap<Source, SourceAnswer>, &SavedEndpoints) -> R,
+    ) -> R {
         look(&self.answers.borrow(), &self.remembered.borrow())
     }
 }

@@ -44,14 +44,14 @@ const GRACE: Duration = Duration::from_millis(500);
 
 /// Listens to one endpoint.
 #[derive(Debug, Default)]
-pub struct Witness {
+pub struct ReachabilityCheck {
     current: RefCell<Option<Rc<Connection>>>,
     replacement: RefCell<Option<Rc<Connection>>>,
     /// Told of every change of the connection's state.
     changed: Rc<Notify>,
 }
 
-impl Witness {
+impl ReachabilityCheck {
     /// Takes a connection for the prober into use.
     pub fn start(
         &self,

@@ -18,10 +18,10 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep, sleep_until};
 
-use super::link::{Own, connect, gone};
-use super::pace::{Streak, Verdict, anonymous_pause};
-use super::question::{Finding, ask, doubt};
-use crate::control::witness::Witness;
+use super::connection::{ProbeConnection, connect, gone};
+use super::reachability::ReachabilityCheck;
+use super::request::{ReadyzResult, ask, doubt};
+use super::schedule::{ReadyVerdict, ResultStreak, anonymous_pause};
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::health::Life;
 use crate::upstream::pool::Upstream;
@@ -31,22 +31,22 @@ const LOOK: Duration = Duration::from_secs(1);
 
 /// What is known of an endpoint whose `/readyz` is asked without a credential, if at all.
 #[derive(Debug)]
-pub struct Unproven {
-    streak: Streak,
+pub struct AnonymousProber {
+    streak: ResultStreak,
     failing: Option<String>,
     /// When the connections change places, and the next question is asked.
     next: Instant,
 }
 
-impl Unproven {
+impl AnonymousProber {
     /// Nothing is known; the first question is asked `now`.
     pub fn new(now: Instant) -> Self {
-        Self { streak: Streak::default(), failing: None, next: now }
+        Self { streak: ResultStreak::default(), failing: None, next: now }
     }
 
     /// The endpoint has lost its connection: another process may be there.
     pub fn forget(&mut self) {
-        self.streak = Streak::default();
+        self.streak = ResultStreak::default();
         self.failing = None;
     }
 
@@ -63,9 +63,9 @@ impl Unproven {
         &mut self,
         upstream: &Arc<Upstream>,
         endpoint: &Arc<Endpoint>,
-        witness: &Witness,
-        mut current: Own,
-    ) -> Own {
+        witness: &ReachabilityCheck,
+        mut current: ProbeConnection,
+    ) -> ProbeConnection {
         loop {
             self.show(upstream, endpoint);
             tokio::select! {
@@ -83,7 +83,7 @@ impl Unproven {
                     Instant::now() + anonymous_pause(&config.health.readyz, fastrand::f64());
                 let Some(fresh) = connect(upstream, endpoint, witness).await else { continue };
                 witness.listen_to(&fresh);
-                let before = std::mem::replace(&mut current, Own(fresh));
+                let before = std::mem::replace(&mut current, ProbeConnection(fresh));
                 before.expect_end();
                 if config.used_by.terminate {
                     self.question(upstream, endpoint, &before).await;
@@ -93,24 +93,29 @@ impl Unproven {
     }
 
     /// Asks on a connection that is expected to be closed for it.
-    async fn question(&mut self, upstream: &Upstream, endpoint: &Arc<Endpoint>, on: &Own) {
+    async fn question(
+        &mut self,
+        upstream: &Upstream,
+        endpoint: &Arc<Endpoint>,
+        on: &ProbeConnection,
+    ) {
         let config = upstream.config.load_full();
         let config = &config.health.readyz;
         let asked_at = Instant::now();
         let ready = match ask(on, config, None).await {
-            Finding::Lost => return,
-            Finding::Ready => {
+            ReadyzResult::Lost => return,
+            ReadyzResult::Ready => {
                 endpoint.readyz_right(asked_at);
                 None
             }
-            Finding::NotReady(why) => {
+            ReadyzResult::NotReady(why) => {
                 doubt(upstream, endpoint);
                 Some(why)
             }
         };
         match self.streak.add(ready.is_none(), config.rise, config.fall) {
-            Some(Verdict::Ready) => self.failing = None,
-            Some(Verdict::Failing) => self.failing = ready,
+            Some(ReadyVerdict::Ready) => self.failing = None,
+            Some(ReadyVerdict::Failing) => self.failing = ready,
             None => {}
         }
     }

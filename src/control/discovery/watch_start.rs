@@ -12,9 +12,9 @@ use tower_service::Service;
 
 /// The version that the first watch since the last list began at.
 #[derive(Debug, Clone, Default)]
-pub struct Horizon(Arc<Mutex<Option<String>>>);
+pub struct WatchStartVersion(Arc<Mutex<Option<String>>>);
 
-impl Horizon {
+impl WatchStartVersion {
     /// The version, once a watch has begun.
     pub fn version(&self) -> Option<String> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
@@ -34,14 +34,14 @@ impl Horizon {
 
 /// A transport that notes where watches begin.
 #[derive(Debug, Clone)]
-pub struct Noting<S> {
+pub struct RecordingLayer<S> {
     /// What was noted.
-    pub horizon: Horizon,
+    pub horizon: WatchStartVersion,
     /// Who does the work.
     pub inner: S,
 }
 
-impl<S, B> Service<Request<B>> for Noting<S>
+impl<S, B> Service<Request<B>> for RecordingLayer<S>
 where
     S: Service<Request<B>>,
 {
@@ -65,7 +65,7 @@ mod tests {
 
     #[test]
     fn the_first_watch_after_a_list_counts() {
-        let horizon = Horizon::default();
+        let horizon = WatchStartVersion::default();
         for (query, expected) in [
             ("limit=500", None),
             ("watch=true&resourceVersion=7&timeoutSeconds=290", Some("7")),

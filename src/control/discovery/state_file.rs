@@ -13,7 +13,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde_json::{Value, json};
 
-use super::discovery::merge::{Entry, Remembered};
+use super::merge::{Candidate, SavedEndpoints};
 use crate::config::EndpointAddress;
 use crate::net::bounded_file;
 use crate::observe::utc::Utc;
@@ -30,7 +30,7 @@ const MAX_ENTRIES: usize = 256;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Saved {
     /// The endpoints.
-    pub entries: Remembered,
+    pub entries: SavedEndpoints,
     /// How old that knowledge is.
     pub age: Duration,
 }
@@ -100,12 +100,12 @@ fn parse(text: &str, upstream: &str, now: SystemTime) -> Result<Saved, StateErro
     let now = now.duration_since(UNIX_EPOCH).unwrap_or_default();
     let age = now.saturating_sub(Duration::from_secs(saved_at));
     let list = value["endpoints"].as_array().map_or(&[][..], Vec::as_slice);
-    let entries: Remembered = list.iter().take(MAX_ENTRIES).filter_map(entry).collect();
+    let entries: SavedEndpoints = list.iter().take(MAX_ENTRIES).filter_map(entry).collect();
     if entries.is_empty() { Err(StateError::Empty) } else { Ok(Saved { entries, age }) }
 }
 
 /// One endpoint, if it is one that we could have written.
-fn entry(value: &Value) -> Option<(Source, Entry)> {
+fn entry(value: &Value) -> Option<(Source, Candidate)> {
     let source = Source::from_name(value["source"].as_str()?)?;
     let address = EndpointAddress::parse(value["address"].as_str()?).ok()?;
     let server_name = value["server_name"].as_str().map(str::to_owned);
@@ -114,14 +114,19 @@ fn entry(value: &Value) -> Option<(Source, Entry)> {
         .as_deref()
         .is_none_or(|name| rustls::pki_types::ServerName::try_from(name).is_ok());
     (remembered && name_is_good && !address.is_name())
-        .then_some((source, Entry { address, server_name }))
+        .then_some((source, Candidate { address, server_name }))
 }
 
 /// Writes the file whole or not at all: a new file, synced, renamed over the old one.
 ///
 /// # Errors
 /// What the system says; the old file stays.
-pub fn write(dir: &Path, upstream: &str, entries: &Remembered, now: SystemTime) -> io::Result<()> {
+pub fn write(
+    dir: &Path,
+    upstream: &str,
+    entries: &SavedEndpoints,
+    now: SystemTime,
+) -> io::Result<()> {
     let endpoints: Vec<Value> = entries
         .iter()
         .take(MAX_ENTRIES)
@@ -160,8 +165,8 @@ mod tests {
     use super::*;
     use crate::config::EndpointAddress;
 
-    fn entries() -> Remembered {
-        let entry = |host: &str, name: Option<&str>| Entry {
+    fn entries() -> SavedEndpoints {
+        let entry = |host: &str, name: Option<&str>| Candidate {
             address: EndpointAddress { host: host.into(), port: 6443 },
             server_name: name.map(str::to_owned),
         };

@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::control::members::Member;
+use crate::control::endpoint_set::EndpointSpec;
 
 /// Changes within this time are made together.
 pub const WINDOW: Duration = Duration::from_secs(1);
@@ -27,7 +27,7 @@ const LOOK: Duration = Duration::from_millis(100);
 #[derive(Debug, Clone)]
 pub struct Placed {
     /// What it was placed as.
-    pub member: Member,
+    pub member: EndpointSpec,
     /// Whether requests get an answer there.
     pub usable: bool,
 }
@@ -36,32 +36,32 @@ pub struct Placed {
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Step {
     /// The set to place, if it is another one.
-    pub place: Option<Vec<Member>>,
+    pub place: Option<Vec<EndpointSpec>>,
     /// When to look again, though nothing happens.
     pub again: Option<Instant>,
-    /// Members that would be gone if anything else served.
+    /// EndpointSetWriter that would be gone if anything else served.
     pub held: usize,
 }
 
 /// What is not applied yet, and since when.
 #[derive(Debug, Default)]
-pub struct Settling {
+pub struct Debouncer {
     /// The first change that waits.
     changed: Option<Instant>,
-    /// Members that are no longer wanted, and since when without a break.
-    unwanted: HashMap<Member, Instant>,
+    /// EndpointSetWriter that are no longer wanted, and since when without a break.
+    unwanted: HashMap<EndpointSpec, Instant>,
 }
 
 /// The same endpoint, fallback or not.
-fn same(a: &Member, b: &Member) -> bool {
+fn same(a: &EndpointSpec, b: &EndpointSpec) -> bool {
     a.address == b.address && a.server_name == b.server_name
 }
 
-impl Settling {
+impl Debouncer {
     /// Compares what is wanted with what is.
-    pub fn step(&mut self, wanted: &[Member], placed: &[Placed], now: Instant) -> Step {
-        let is_wanted = |member: &Member| wanted.iter().any(|w| same(w, member));
-        let is_placed = |member: &Member| placed.iter().any(|p| same(&p.member, member));
+    pub fn step(&mut self, wanted: &[EndpointSpec], placed: &[Placed], now: Instant) -> Step {
+        let is_wanted = |member: &EndpointSpec| wanted.iter().any(|w| same(w, member));
+        let is_placed = |member: &EndpointSpec| placed.iter().any(|p| same(&p.member, member));
         self.unwanted.retain(|member, _| is_placed(member) && !is_wanted(member));
 
         let nothing_usable = !placed.iter().any(|p| p.usable);
@@ -74,13 +74,13 @@ impl Settling {
         let mut step = Step { again: due.filter(|_| !join), ..Step::default() };
 
         let stays_usable = placed.iter().any(|p| p.usable && is_wanted(&p.member));
-        let mut set: Vec<Member> = if join {
+        let mut set: Vec<EndpointSpec> = if join {
             wanted.to_vec()
         } else {
             placed.iter().filter(|p| is_wanted(&p.member)).map(|p| p.member.clone()).collect()
         };
         for Placed { member, usable } in placed.iter().filter(|p| !is_wanted(&p.member)) {
-            let identity = Member { fallback: false, ..member.clone() };
+            let identity = EndpointSpec { fallback: false, ..member.clone() };
             let due = *self.unwanted.entry(identity).or_insert(now) + WINDOW;
             let held = now >= due && *usable && !stays_usable;
             if now < due || held {
@@ -88,7 +88,7 @@ impl Settling {
                 let look = if held { now + LOOK } else { due };
                 step.again = Some(step.again.map_or(look, |again| again.min(look)));
                 // It still serves, but what is wanted comes first.
-                set.push(Member { fallback: member.fallback || join, ..member.clone() });
+                set.push(EndpointSpec { fallback: member.fallback || join, ..member.clone() });
             }
         }
         if join {
@@ -106,19 +106,19 @@ mod tests {
     use super::*;
     use crate::config::EndpointAddress;
 
-    fn member(host: &str) -> Member {
+    fn member(host: &str) -> EndpointSpec {
         let address = EndpointAddress { host: host.into(), port: 1 };
-        Member { address, server_name: None, fallback: false }
+        EndpointSpec { address, server_name: None, fallback: false }
     }
 
-    fn members(hosts: &[&str]) -> Vec<Member> {
+    fn members(hosts: &[&str]) -> Vec<EndpointSpec> {
         hosts.iter().map(|h| member(h)).collect()
     }
 
     /// A set, the clock, and who serves.
     struct World {
-        settling: Settling,
-        placed: Vec<Member>,
+        settling: Debouncer,
+        placed: Vec<EndpointSpec>,
         usable: Vec<&'static str>,
         start: Instant,
         changes: usize,
@@ -127,7 +127,7 @@ mod tests {
     impl World {
         fn new(placed: &[&str], usable: &[&'static str]) -> Self {
             Self {
-                settling: Settling::default(),
+                settling: Debouncer::default(),
                 placed: members(placed),
                 usable: usable.to_vec(),
                 start: Instant::now(),
@@ -246,10 +246,10 @@ mod tests {
 
     #[test]
     fn a_seed_that_becomes_a_fallback_is_a_change_like_any_other() {
-        let mut settling = Settling::default();
+        let mut settling = Debouncer::default();
         let now = Instant::now();
         let placed = [Placed { member: member("a"), usable: true }];
-        let wanted = [member("x"), Member { fallback: true, ..member("a") }];
+        let wanted = [member("x"), EndpointSpec { fallback: true, ..member("a") }];
         assert_eq!(settling.step(&wanted, &placed, now).place, None);
         let step = settling.step(&wanted, &placed, now + WINDOW);
         assert_eq!(step.place.as_deref(), Some(&wanted[..]));

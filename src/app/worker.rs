@@ -6,7 +6,6 @@
 //! sockets, it leaves them and goes on with the connections that it has.
 
 mod kept;
-mod way;
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -22,7 +21,6 @@ use tokio::task::{JoinSet, LocalSet, spawn_local};
 use tokio::time::sleep;
 
 use self::kept::{Deadline, Kept, Kind};
-use self::way::Way;
 use super::build::{Bound, Destinations, Plane};
 use super::pulse::Pulse;
 use crate::config::{self, AccessLog};
@@ -169,7 +167,7 @@ impl Setup {
             workers,
             listening: Arc::default(),
             table: Table::new(),
-            ways: Vec::new(),
+            clients: Vec::new(),
             listeners: Vec::new(),
             going: JoinSet::new(),
             drain_timeout: Duration::ZERO,
@@ -202,7 +200,7 @@ struct Worker {
     listening: Arc<[SocketAddr]>,
     /// Its passed flows.
     table: Rc<Table>,
-    ways: Vec<Way>,
+    clients: Vec<Rc<UpstreamClient>>,
     listeners: Vec<Kept>,
     /// What drains.
     going: JoinSet<()>,
@@ -233,13 +231,14 @@ impl Worker {
             kept.hand_over(|place| places.contains(&place));
             self.going.spawn_local(kept.end(self.deadline()));
         }
-        let (used, unused) = std::mem::take(&mut self.ways)
+        let (used, unused) = std::mem::take(&mut self.clients)
             .into_iter()
-            .partition(|way| self.listeners.iter().any(|kept| kept.uses(way)));
-        self.ways = used;
-        let unused: Vec<Way> = unused;
-        for way in unused {
-            self.going.spawn_local(way.end(self.deadline()));
+            .partition(|client| self.listeners.iter().any(|kept| kept.uses(client)));
+        self.clients = used;
+        let unused: Vec<Rc<UpstreamClient>> = unused;
+        for client in unused {
+            let deadline = self.deadline();
+            self.going.spawn_local(client.drain(move || deadline.is_over()));
         }
     }
 
@@ -258,17 +257,17 @@ impl Worker {
         let kind = match part.plane {
             Plane::Terminate { config, tls, slots } => {
                 let service = Rc::new(ListenerService {
-                    line: self.line(&upstream),
-                    identifier: CredentialSelector {
+                    upstream: self.upstream_client(&upstream),
+                    credentials: CredentialSelector {
                         slots,
                         listener: name.clone(),
                         tokens: Rc::new(ProvenTokens::default()),
                     },
                     metrics: part.metrics,
-                    access,
+                    access_log: access,
                     resume_groups: config.resume_groups,
                     limits,
-                    requests: config.limits,
+                    request_limits: config.limits,
                     tunnels: Tunnels::default(),
                     closing: watches.1.clone(),
                 });
@@ -321,17 +320,21 @@ impl Worker {
                 }
                 let before = listener.serving.now();
                 listener.serving.replace(Rc::new(ListenerService {
-                    line: if another { self.line(&part.upstream) } else { Rc::clone(&before.line) },
-                    identifier: CredentialSelector {
+                    upstream: if another {
+                        self.upstream_client(&part.upstream)
+                    } else {
+                        Rc::clone(&before.upstream)
+                    },
+                    credentials: CredentialSelector {
                         slots,
                         listener: kept.name.clone(),
-                        tokens: Rc::clone(&before.identifier.tokens),
+                        tokens: Rc::clone(&before.credentials.tokens),
                     },
                     metrics: part.metrics,
-                    access,
+                    access_log: access,
                     resume_groups: config.resume_groups,
                     limits,
-                    requests: config.limits,
+                    request_limits: config.limits,
                     tunnels: before.tunnels.clone(),
                     closing: kept.watches.1.clone(),
                 }));
@@ -368,15 +371,14 @@ impl Worker {
         limits
     }
 
-    /// The line to an upstream; listeners that share the upstream share it.
-    fn line(&mut self, upstream: &Arc<Upstream>) -> Rc<UpstreamClient> {
-        if let Some(way) = self.ways.iter().find(|way| way.leads_to(upstream)) {
-            return Rc::clone(&way.line);
+    /// The client of `upstream`. Listeners with the same upstream share it.
+    fn upstream_client(&mut self, upstream: &Arc<Upstream>) -> Rc<UpstreamClient> {
+        if let Some(client) = self.clients.iter().find(|client| client.leads_to(upstream)) {
+            return Rc::clone(client);
         }
-        let way = Way::new(upstream, &self.metrics, &self.bodies);
-        let line = Rc::clone(&way.line);
-        self.ways.push(way);
-        line
+        let client = UpstreamClient::start(upstream, &self.metrics, &self.bodies);
+        self.clients.push(Rc::clone(&client));
+        client
     }
 
     /// Of a drain that begins now.

@@ -36,19 +36,19 @@ use crate::upstream::credentials::Class;
 /// request is served by the one that it found.
 pub struct ListenerService {
     /// Where their requests go.
-    pub line: Rc<UpstreamClient>,
+    pub upstream: Rc<UpstreamClient>,
     /// Whose credential may go with them.
-    pub identifier: CredentialSelector,
+    pub credentials: CredentialSelector,
     /// Where they are counted.
     pub metrics: Arc<ListenerMetrics>,
     /// Which of them are logged.
-    pub access: AccessLog,
+    pub access_log: AccessLog,
     /// API groups beyond the built-in ones whose watches may be resumed.
     pub resume_groups: Vec<String>,
     /// Bounds on connections.
     pub limits: Limits,
     /// Bounds on requests. A connection keeps to those that it found.
-    pub requests: RequestLimits,
+    pub request_limits: RequestLimits,
     /// Upgraded connections, which a drain counts too.
     pub tunnels: upgrade::Tunnels,
     /// When its watches are to end.
@@ -112,14 +112,14 @@ impl ClientConnection {
                 Ok(Begun::Forward(outgoing, outcome, token)) => {
                     let result = outgoing.forward(outcome).await;
                     if let (Ok(response), Some((token, class))) = (&result, token) {
-                        service.identifier.learn(token.as_bytes(), class, response.status());
+                        service.credentials.learn(token.as_bytes(), class, response.status());
                     }
                     result
                 }
                 Ok(Begun::Upgrade(serving, token)) => {
                     let result = serving.await;
                     if let (Ok(response), Some((token, class))) = (&result, token) {
-                        service.identifier.learn(&token, class, response.status());
+                        service.credentials.learn(&token, class, response.status());
                     }
                     result
                 }
@@ -137,7 +137,7 @@ impl ClientConnection {
     ) -> Result<Begun<'a>, Failed> {
         let (parts, body) = request.into_parts();
         let mut outcome =
-            Box::new(Outcome::begin(&service.metrics, service.access, self.address, &parts));
+            Box::new(Outcome::begin(&service.metrics, service.access_log, self.address, &parts));
         match self.prepare(service, &parts, &mut outcome) {
             Ok((info, class)) => self.begin(service, parts, body, info, class, outcome),
             Err(problem) => Err((problem, outcome)),
@@ -157,10 +157,11 @@ impl ClientConnection {
         if parts.version < http::Version::HTTP_2 {
             // hyper bounds its buffer, which may hold nearly twice as much by then; on HTTP/2 it
             // counts the fields themselves.
-            hygiene::check_size(parts, service.requests.max_header_bytes as usize)?;
+            hygiene::check_size(parts, service.request_limits.max_header_bytes as usize)?;
         }
         let peer = self.peer.as_deref();
-        let class = service.identifier.identify(peer, &self.token, &parts.headers, info.upgrade)?;
+        let class =
+            service.credentials.identify(peer, &self.token, &parts.headers, info.upgrade)?;
         outcome.user(match class {
             Class::Identity(_) => UserClass::Identity,
             Class::Token | Class::UnprovenToken => UserClass::Token,
@@ -186,7 +187,8 @@ impl ClientConnection {
             hygiene::upstream_upgrade_headers(&mut parts.headers, &self.forwarded_for);
             let request = Request::from_parts(parts, body);
             let tunnels = &service.tunnels;
-            let served = upgrade::serve(&service.line, (class, proof), request, outcome, tunnels);
+            let served =
+                upgrade::serve(&service.upstream, (class, proof), request, outcome, tunnels);
             return Ok(Begun::Upgrade(Box::pin(served), token));
         }
         hygiene::upstream_request_headers(&mut parts.headers, &self.forwarded_for);
@@ -210,12 +212,12 @@ impl ClientConnection {
             .then(|| head.headers().get(header::AUTHORIZATION).cloned())
             .flatten();
         let outgoing = Box::new(ForwardedRequest {
-            line: Rc::clone(&service.line),
-            class: service.line.pool.class(class),
+            upstream: Rc::clone(&service.upstream),
+            class: service.upstream.pool.class(class),
             proof,
             head,
             body: (!http_body::Body::is_end_stream(&body))
-                .then(|| RequestBody::new(body, version, &service.line.bodies)),
+                .then(|| RequestBody::new(body, version, &service.upstream.bodies)),
             closing: (info.kind == RequestKind::Watch).then(|| service.closing.clone()),
             info,
             watch,

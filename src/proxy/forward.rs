@@ -51,7 +51,7 @@ const LEGS: u32 = 4;
 /// A request on its way: everything that is needed to send it again.
 pub struct ForwardedRequest {
     /// The line it takes.
-    pub line: Rc<UpstreamClient>,
+    pub upstream: Rc<UpstreamClient>,
     /// The connections it may use.
     pub class: Rc<ClassPool>,
     /// What entitles it to them.
@@ -111,7 +111,7 @@ impl ForwardedRequest {
         self: Box<Self>,
         mut outcome: Box<Outcome>,
     ) -> Result<Response<ResponseBody>, (StatusError, Box<Outcome>)> {
-        self.line.earn();
+        self.upstream.earn();
         let mut asked_at = outcome.started();
         let mut failed: Option<Failure> = None;
         // Those that have answered a watch with 410, and what the last of them said.
@@ -119,7 +119,8 @@ impl ForwardedRequest {
         let mut said: Option<Box<ShortAnswer>> = None;
         for attempt in 1..=ATTEMPTS {
             let after = failed.as_ref().and_then(Failure::after);
-            let mut permit = self.line.pool.acquire(&self.class, self.need(after, &too_old)).await;
+            let mut permit =
+                self.upstream.pool.acquire(&self.class, self.need(after, &too_old)).await;
             if let Err(Unavailable::Unreachable(_)) = permit
                 && self.is_watch()
                 && said.is_none()
@@ -160,9 +161,9 @@ impl ForwardedRequest {
                     None => true,
                     Some(connection) => {
                         too_old.push(Arc::clone(&connection.endpoint));
-                        self.line.has_ready_besides(&too_old)
+                        self.upstream.has_ready_besides(&too_old)
                             && attempt < ATTEMPTS
-                            && self.line.watches.may_retry_too_old(&self.line.metrics)
+                            && self.upstream.watches.may_retry_too_old(&self.upstream.metrics)
                     }
                 };
             let last = !again || attempt == ATTEMPTS;
@@ -173,7 +174,7 @@ impl ForwardedRequest {
                     None => Err((self.give_up(&failure), outcome)),
                 };
             }
-            self.line.metrics.retried(match failure.stage {
+            self.upstream.metrics.retried(match failure.stage {
                 _ if failure.too_old => "too_old",
                 Stage::NotSent => "not_sent",
                 Stage::Unprocessed => "unprocessed",
@@ -203,7 +204,7 @@ impl ForwardedRequest {
         }
         let allowed = retry::decide(self.info.kind, failure.stage) == RetryDecision::Again;
         let held = self.body.as_ref().is_none_or(|body| body.is_held());
-        self.line.metrics.retry_refused(match (allowed, held) {
+        self.upstream.metrics.retry_refused(match (allowed, held) {
             (false, _) => "unsafe",
             (true, false) => "not_held",
             (true, true) => "attempts",
@@ -240,7 +241,7 @@ impl ForwardedRequest {
         tokio::select! {
             biased;
             result = &mut first => return result,
-            () = troubled(&connection, &self.line) => {}
+            () = troubled(&connection, &self.upstream) => {}
         }
         // Boxed, as it is rare.
         Box::pin(self.attempt_in_trouble(first, connection, depth)).await
@@ -262,8 +263,8 @@ impl ForwardedRequest {
         connection.endpoint.probe_soon();
         let made = self.hedges.get();
         let (answer, winner) = loop {
-            if !self.line.hedges.take() {
-                self.line.metrics.hedged("over_budget");
+            if !self.upstream.hedges.take() {
+                self.upstream.metrics.hedged("over_budget");
                 return first.await;
             }
             let mut second = self.hedge(Rc::clone(&connection), depth + 1);
@@ -285,11 +286,11 @@ impl ForwardedRequest {
             tokio::select! {
                 biased;
                 result = &mut first => break (result, "original"),
-                () = Box::pin(still_troubled(&connection, &self.line)) => {}
+                () = Box::pin(still_troubled(&connection, &self.upstream)) => {}
             }
         };
         if self.hedges.get() > made {
-            self.line.metrics.hedged(winner);
+            self.upstream.metrics.hedged(winner);
         }
         answer
     }
@@ -302,13 +303,13 @@ impl ForwardedRequest {
     ) -> Pin<Box<dyn Future<Output = Option<Answer>> + '_>> {
         Box::pin(async move {
             // The other flows of an endpoint that is unwell are no better.
-            let unwell = is_better_elsewhere(&connection, &self.line);
+            let unwell = is_better_elsewhere(&connection, &self.upstream);
             let shun = unwell.then(|| Arc::clone(&connection.endpoint));
             let need = self.need(Some(After::Silence(&connection)), shun.as_slice());
             let need = Need { beside: true, ..need };
-            let Ok(permit) = self.line.pool.acquire(&self.class, need).await else {
-                self.line.hedges.give_back();
-                self.line.metrics.hedged("nobody");
+            let Ok(permit) = self.upstream.pool.acquire(&self.class, need).await else {
+                self.upstream.hedges.give_back();
+                self.upstream.metrics.hedged("nobody");
                 return None;
             };
             self.hedges.set(self.hedges.get() + 1);
@@ -408,7 +409,7 @@ impl ForwardedRequest {
             release_all(recv, data.len());
             return into_response(head, ResponseBody::Full(FullBody::new(data, outcome)));
         }
-        let Self { line, class, proof, head: request, watch, closing, info, .. } = *self;
+        let Self { upstream: line, class, proof, head: request, watch, closing, info, .. } = *self;
         let body = if let (Some(asked), Some(closing), Some(encoding)) =
             (watch, closing, watch_body::encoding(&head))
         {

@@ -111,7 +111,7 @@ impl Listener {
             return;
         }
         // What changes from here on is for the next connection.
-        let limits = &service.requests;
+        let limits = &service.request_limits;
         let stream = ReadAhead::new(StallTimeout::new(Linger::new(stream), limits.stall_timeout));
         let handshake = self.handshake(stream);
         let stream = match timeout(service.limits.handshake_timeout, handshake).await {
@@ -179,7 +179,7 @@ impl Listener {
         client: Rc<ClientConnection>,
         found: &ListenerService,
     ) -> Result<(), Box<dyn Error>> {
-        let limits = &found.requests;
+        let limits = &found.request_limits;
         let streams = Rc::new(Streams::new(limits.stall_timeout));
         let begun = Rc::clone(&streams);
         let service = service_fn(move |request| {

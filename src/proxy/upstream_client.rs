@@ -11,6 +11,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use h2::RecvStream;
 use http::response;
+use tokio::task::{AbortHandle, spawn_local};
 use tokio::time::sleep;
 
 use super::byte_budget::ByteBudget;
@@ -22,28 +23,33 @@ use crate::observe::Metrics;
 use crate::upstream::connection::{Connection, Permit};
 use crate::upstream::endpoint::{Endpoint, EndpointState};
 use crate::upstream::health::Life;
-use crate::upstream::pool::{Pool, Unavailable};
+use crate::upstream::pool::{Pool, Unavailable, Upstream};
 
 /// Pause before a second attempt is tried again that found no connection, or failed. Within a second
 /// of the return of an apiserver traffic flows.
 const HEDGE_AGAIN: Duration = Duration::from_secs(1);
 
-/// What forwarding needs beside the request: the worker's line to one upstream.
+/// Pause between two looks at a client that drains.
+const DRAIN_TICK: Duration = Duration::from_millis(50);
+
+/// A worker's client of one upstream. All listeners of the worker that lead to the upstream share it.
 pub struct UpstreamClient {
-    /// Its connections.
+    /// The connections to the upstream's endpoints.
     pub pool: Rc<Pool>,
-    /// Bounds second attempts.
+    /// Limits the attempts that run beside another attempt at the same request.
     pub hedges: RetryBudget,
-    /// The limits that all its watches share.
+    /// The limits that all watches of this client share.
     pub watches: WatchLimits,
-    /// Where retries and hedges are counted.
+    /// Counts retries, hedges and resumed watches.
     pub metrics: Arc<Metrics>,
-    /// Bounds what is held of bodies, on all lines of all workers.
+    /// Limits the bytes of request bodies that all workers hold for retries.
     pub bodies: Arc<ByteBudget>,
+    /// The task that keeps the pool full; `None` if the caller of [`UpstreamClient::new`] runs it.
+    maintenance: Option<AbortHandle>,
 }
 
 impl UpstreamClient {
-    /// A line without any request on it yet.
+    /// A client that uses `pool`. The caller runs [`Pool::run`].
     pub fn new(pool: Rc<Pool>, metrics: Arc<Metrics>, bodies: Arc<ByteBudget>) -> Self {
         Self {
             hedges: RetryBudget::hedges(pool.upstream().config().connections.max_streams),
@@ -51,7 +57,39 @@ impl UpstreamClient {
             watches: WatchLimits::new(&metrics),
             metrics,
             bodies,
+            maintenance: None,
         }
+    }
+
+    /// Starts a client with a pool of its own, which opens its first connections at once.
+    pub fn start(
+        upstream: &Arc<Upstream>,
+        metrics: &Arc<Metrics>,
+        bodies: &Arc<ByteBudget>,
+    ) -> Rc<Self> {
+        let pool = Pool::new(Arc::clone(upstream));
+        let maintenance = spawn_local(Pool::run(Rc::clone(&pool))).abort_handle();
+        let client = Self::new(pool, Arc::clone(metrics), Arc::clone(bodies));
+        Rc::new(Self { maintenance: Some(maintenance), ..client })
+    }
+
+    /// Whether this is a client of `upstream`.
+    pub fn leads_to(&self, upstream: &Arc<Upstream>) -> bool {
+        Arc::ptr_eq(self.pool.upstream(), upstream)
+    }
+
+    /// Opens no more connections and waits until no request uses the client, or until `is_over`; then
+    /// closes the connections.
+    pub async fn drain(self: Rc<Self>, is_over: impl Fn() -> bool) {
+        if let Some(maintenance) = &self.maintenance {
+            maintenance.abort();
+        }
+        self.pool.retire();
+        // Requests and watches hold a reference to the client, response bodies hold a stream.
+        while (Rc::strong_count(&self) > 1 || self.pool.streams() > 0) && !is_over() {
+            sleep(DRAIN_TICK).await;
+        }
+        self.pool.close();
     }
 
     /// A request was made.

@@ -50,13 +50,13 @@ async fn counted() {
     let config = config.upstreams.remove(0);
     let metrics = Metrics::new();
     let credentials = Credentials::load(&config, &identities).unwrap();
-    let upstream = Upstream::new(config.clone(), credentials, &metrics);
+    let shared = Upstream::new(config.clone(), credentials, &metrics);
     let address = &config.endpoints[0];
-    let of_endpoint = metrics.endpoint(&upstream.name, &address.to_string());
-    upstream.place(vec![Endpoint::new(&upstream.name, address, None, of_endpoint).unwrap()]);
-    let pool = Pool::new(Arc::new(upstream));
+    let of_endpoint = metrics.endpoint(&shared.name, &address.to_string());
+    shared.place(vec![Endpoint::new(&shared.name, address, None, of_endpoint).unwrap()]);
+    let pool = Pool::new(Arc::new(shared));
     let class = pool.class(Class::Token);
-    let line = Rc::new(UpstreamClient::new(
+    let upstream = Rc::new(UpstreamClient::new(
         Rc::clone(&pool),
         Arc::clone(&metrics),
         request_body::budget(&metrics),
@@ -71,7 +71,7 @@ async fn counted() {
     let outcome = Outcome::begin(&of_listener, AccessLog::Off, Ipv4Addr::LOCALHOST.into(), &parts);
     let (_closer, closing) = Closer::new();
     let outgoing = Box::new(ForwardedRequest {
-        line,
+        upstream,
         class: Rc::clone(&class),
         proof: IdentityProof::new(Class::Token, None),
         head: Request::from_parts(parts, ()),

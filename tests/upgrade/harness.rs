@@ -236,21 +236,21 @@ impl Proxy {
         let (closer, closing) = Closer::new();
         let slots = pool.upstream().credentials.slots();
         let service = ListenerService {
-            line: Rc::new(UpstreamClient::new(
+            upstream: Rc::new(UpstreamClient::new(
                 pool,
                 Arc::clone(&metrics),
                 request_body::budget(&metrics),
             )),
-            identifier: CredentialSelector {
+            credentials: CredentialSelector {
                 slots,
                 listener: listener.name.clone(),
                 tokens: Rc::default(),
             },
             metrics: metrics.listener(&listener.name),
-            access: AccessLog::Off,
+            access_log: AccessLog::Off,
             resume_groups: Vec::new(),
             limits: listener.limits.clone(),
-            requests: terminate.limits.clone(),
+            request_limits: terminate.limits.clone(),
             tunnels: tunnels.clone(),
             closing: closing.clone(),
         };

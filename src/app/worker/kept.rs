@@ -14,11 +14,11 @@ use tokio::sync::watch;
 use tokio::task::spawn_local;
 use tokio::time::{Instant, sleep, sleep_until};
 
-use super::way::Way;
 use super::{DRAIN_TICK, Part};
 use crate::proxy::closing::{Closer, Closing};
 use crate::proxy::listener::Listener;
 use crate::proxy::passthrough;
+use crate::proxy::upstream_client::UpstreamClient;
 use crate::upstream::pool::Upstream;
 
 /// Longest time over which the watches of a listener that goes are let go. Their clients come back
@@ -119,10 +119,10 @@ impl Kept {
             && matches!(self.kind, Kind::Terminate(_)) == part.plane.tls().is_some()
     }
 
-    /// Whether its requests go that way.
-    pub fn uses(&self, way: &Way) -> bool {
+    /// Whether its requests use this client.
+    pub fn uses(&self, client: &Rc<UpstreamClient>) -> bool {
         match &self.kind {
-            Kind::Terminate(listener) => Rc::ptr_eq(&listener.serving.now().line, &way.line),
+            Kind::Terminate(listener) => Rc::ptr_eq(&listener.serving.now().upstream, client),
             Kind::Passthrough(_) => false,
         }
     }

@@ -21,18 +21,18 @@ impl ForwardedRequest {
         none: Result<Permit, Unavailable>,
         asked_at: Instant,
     ) -> Result<Permit, Unavailable> {
-        if !self.line.watches.held().has_room() {
+        if !self.upstream.watches.held().has_room() {
             return none;
         }
         let timeout = self.watch.as_ref().and_then(|asked| asked.timeout);
         let end = asked_at + timeout.map_or(NEW_WATCH, |own| own.min(NEW_WATCH));
         let stream = async {
             loop {
-                let held = hold(Rc::clone(&self.line), Rc::clone(&self.class)).await;
+                let held = hold(Rc::clone(&self.upstream), Rc::clone(&self.class)).await;
                 sleep(return_jitter(held, false, fastrand::u64(..))).await;
                 // If the proof has ended meanwhile, the client's next request gets the 401.
                 self.proof.confirmed().await;
-                match self.line.pool.acquire(&self.class, self.need(None, &[])).await {
+                match self.upstream.pool.acquire(&self.class, self.need(None, &[])).await {
                     Err(Unavailable::Unreachable(_)) => {}
                     permit => return permit,
                 }

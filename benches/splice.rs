@@ -15,7 +15,7 @@ use std::{
     thread,
 };
 
-use jackstay::net::splice::Pipe;
+use jackstay::net::sockets::splice::SplicePipe;
 
 /// As `proxy::passthrough::pump` has it.
 const BUFFER: usize = 64 * 1024;
@@ -81,12 +81,12 @@ fn moved(mut from: TcpStream, mut to: TcpStream, splice: bool) -> Result<f64> {
         while back_from.read_exact(&mut byte).is_ok() && back_to.write_all(&byte).is_ok() {}
     });
     let before = cpu()?;
-    let mut pipe = Pipe::take()?;
+    let mut pipe = SplicePipe::acquire()?;
     let mut buffer = vec![0; BUFFER];
     loop {
         let n = if splice {
             let n = pipe.fill(&from)?;
-            while pipe.held() > 0 {
+            while pipe.buffered() > 0 {
                 pipe.drain(&to)?;
             }
             n

@@ -35,9 +35,9 @@ use crate::config::Config;
 use crate::control::discovery::SharedContext;
 use crate::control::discovery::dns::ResolverFiles;
 use crate::control::heartbeat::Heartbeats;
-use crate::net::inherited::Inherited;
-use crate::net::notify::ServiceManager;
-use crate::net::tls_files::TlsFileError;
+use crate::net::process::inherited_sockets::InheritedSockets;
+use crate::net::process::service_manager::ServiceManager;
+use crate::net::tls::file_error::TlsFileError;
 use crate::observe::Metrics;
 use crate::proxy::request_body;
 use build::{Built, Plan};
@@ -157,14 +157,14 @@ impl App {
     /// # Errors
     /// The first thing that cannot be.
     pub fn bind(config: Config) -> Result<Self, StartError> {
-        Self::bind_with(config, Inherited::default())
+        Self::bind_with(config, InheritedSockets::default())
     }
 
     /// Loads every file, uses the sockets that were inherited, and binds every other address.
     ///
     /// # Errors
     /// The first thing that cannot be.
-    pub fn bind_with(config: Config, inherited: Inherited) -> Result<Self, StartError> {
+    pub fn bind_with(config: Config, inherited: InheritedSockets) -> Result<Self, StartError> {
         Self::build(config, inherited, None)
     }
 
@@ -174,7 +174,7 @@ impl App {
     ///
     /// # Errors
     /// The first thing that cannot be. The other process goes on then.
-    pub fn take_over(config: Config, mut inherited: Inherited) -> Result<Self, StartError> {
+    pub fn take_over(config: Config, mut inherited: InheritedSockets) -> Result<Self, StartError> {
         let path = config.state_dir.as_deref().map(takeover::path);
         let asked = path.as_deref().map(takeover::ask).transpose();
         let Some((predecessor, sockets)) = asked.map_err(StartError::TakeOver)?.flatten() else {
@@ -196,7 +196,7 @@ impl App {
 
     fn build(
         config: Config,
-        mut inherited: Inherited,
+        mut inherited: InheritedSockets,
         predecessor: Option<Predecessor>,
     ) -> Result<Self, StartError> {
         open_files::allow(&config);

@@ -21,8 +21,9 @@ use jackstay::demo::pki::{Issued, Pki, Subject, Validity as PkiValidity, kubecon
 use jackstay::kubeconfig::decode;
 use jackstay::kubeconfig::entry;
 use jackstay::kubeconfig::tree::{Node, parse};
-use jackstay::net::local_ca::LocalCa;
-use jackstay::net::tls_files::{Validity, load_cert};
+use jackstay::net::tls::certificate::Validity;
+use jackstay::net::tls::local_ca::LocalCa;
+use jackstay::net::tls::pem_files::load_cert;
 
 const SERVER: &str = "https://10.0.0.1:6443";
 

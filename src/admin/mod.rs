@@ -31,7 +31,7 @@ use tokio::time::Instant;
 
 use self::connections::Connections;
 pub use self::node::node_name;
-use crate::net::socket;
+use crate::net::sockets::listening;
 
 /// Most connections at once on a socket.
 pub const MAX_CONNECTIONS: usize = 256;
@@ -138,7 +138,7 @@ impl Admin {
             }
         };
         if why == StopReason::Moved {
-            for (stream, _) in socket::close_and_take_queue(self.listener) {
+            for (stream, _) in listening::close_and_accept_queued(self.listener) {
                 let on_loopback = is_on_loopback(&stream);
                 connections.add(stream, on_loopback).await;
             }

@@ -1,6 +1,7 @@
 //! Real sockets on port 0; no HTTP client but bytes, since garbage is among the inputs.
 
 use super::*;
+use crate::net::sockets::listening;
 use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
@@ -206,7 +207,7 @@ async fn a_silent_connection_gives_way_before_its_head_timeout() {
 async fn a_unix_socket_answers_as_the_port_does() {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("admin.sock");
-    let listener = crate::net::unix_socket::listen(&path).expect("a socket");
+    let listener = crate::net::sockets::unix_listener::listen(&path).expect("a socket");
     let listener = UnixListener::from_std(listener).expect("a runtime");
     tokio::spawn(serve_unix(listener, Arc::new(Fake { alive: true, ready: false })));
     for (route, code) in [("/livez", "200"), ("/readyz", "503")] {
@@ -223,7 +224,7 @@ async fn a_unix_socket_answers_as_the_port_does() {
 async fn left_with_a_queue(why: StopReason) -> (SocketAddr, Vec<TcpStream>, std::net::TcpListener) {
     // The standard library's queue has room for 128.
     let any = "127.0.0.1:0".parse().expect("an address");
-    let socket = socket::listen(any, false).expect("a free port");
+    let socket = listening::listen(any, false).expect("a free port");
     let copy = socket.try_clone().expect("a descriptor");
     let admin = Admin::from_std(socket).expect("a socket");
     let address = admin.local_addr().expect("an address");

@@ -15,10 +15,10 @@ use super::StartError;
 use super::sockets::{self, Place, Places};
 use crate::config::{self, CertPaths, Config};
 use crate::control::endpoint_set;
-use crate::net::inherited::Inherited;
-use crate::net::outgoing::Outgoing;
-use crate::net::serving::{self, ServingTls};
-use crate::net::socket::{self, Listening};
+use crate::net::process::inherited_sockets::InheritedSockets;
+use crate::net::sockets::connector::Connector;
+use crate::net::sockets::listening::{self, ListenOptions};
+use crate::net::tls::serving::{self, ServingTls};
 use crate::observe::{ListenerMetrics, Metrics};
 use crate::upstream::credentials::{self, Credentials, Slot};
 use crate::upstream::pool::Upstream;
@@ -35,7 +35,7 @@ pub struct Built {
     /// Where the admin endpoint listens.
     pub admin: Arc<AdminSocket>,
     /// How connections to endpoints leave.
-    pub outgoing: Arc<Outgoing>,
+    pub outgoing: Arc<Connector>,
 }
 
 impl Built {
@@ -168,7 +168,7 @@ pub struct Plan {
     /// What changes in upstreams that stay.
     upstreams: Vec<(Arc<Upstream>, config::Upstream, credentials::Prepared)>,
     /// What changes in listeners that stay.
-    serving: Vec<(Arc<ServingTls>, serving::Prepared)>,
+    serving: Vec<(Arc<ServingTls>, serving::LoadedServingTls)>,
     /// The identities of each upstream.
     slots: HashMap<String, Vec<Arc<Slot>>>,
 }
@@ -182,7 +182,7 @@ impl Plan {
     pub fn new(
         config: Config,
         now: Option<&Built>,
-        inherited: &mut Inherited,
+        inherited: &mut InheritedSockets,
         metrics: &Arc<Metrics>,
     ) -> Result<Self, StartError> {
         let admin = admin(config.admin.bind, now, inherited)?;
@@ -274,7 +274,8 @@ impl Plan {
     ) -> Result<Plane, StartError> {
         Ok(match &config.mode {
             config::Mode::Terminate(terminate) => {
-                let prepared = serving::Prepared::load(terminate).map_err(StartError::Tls)?;
+                let prepared =
+                    serving::LoadedServingTls::load(terminate).map_err(StartError::Tls)?;
                 let tls = match known.and_then(|known| known.plane.tls()) {
                     Some(tls) => {
                         self.serving.push((Arc::clone(tls), prepared));
@@ -351,7 +352,7 @@ pub fn retire_identities(now: &Built) {
 fn admin(
     wanted: SocketAddr,
     now: Option<&Built>,
-    inherited: &mut Inherited,
+    inherited: &mut InheritedSockets,
 ) -> Result<Arc<AdminSocket>, StartError> {
     let now = now.map(|now| &now.admin);
     if let Some(kept) = now.filter(|admin| admin.wanted == wanted) {
@@ -365,14 +366,14 @@ fn admin(
         at.is_ok_and(|at| at != wanted && config::collide(at, wanted))
     };
     let ours: Vec<_> = now.map(|admin| &admin.socket).filter(in_the_way).into_iter().collect();
-    match socket::listen_beside(wanted, &Listening::default(), &ours) {
+    match listening::listen_alongside(wanted, &ListenOptions::default(), &ours) {
         Ok(socket) => Ok(Arc::new(AdminSocket { wanted, socket, inherited: false })),
         Err(error) => Err(StartError::Bind { what: "admin".into(), address: wanted, error }),
     }
 }
 
 /// How connections to endpoints leave: marked, if a listener is transparent.
-fn outgoing(config: &Config, now: Option<&Built>) -> Result<Arc<Outgoing>, StartError> {
+fn outgoing(config: &Config, now: Option<&Built>) -> Result<Arc<Connector>, StartError> {
     let transparent = |config: &Config| -> Option<(String, u32)> {
         let listener = config.listeners.iter().find(|listener| listener.is_transparent())?;
         Some((listener.name.clone(), config.mark))
@@ -384,7 +385,7 @@ fn outgoing(config: &Config, now: Option<&Built>) -> Result<Arc<Outgoing>, Start
         return Ok(Arc::clone(&now.outgoing));
     }
     let Some((listener, mark)) = wanted else { return Ok(Arc::default()) };
-    Outgoing::marked(mark).map(Arc::new).map_err(|error| StartError::Capability {
+    Connector::marked(mark).map(Arc::new).map_err(|error| StartError::Capability {
         listener,
         what: "mark its connections (SO_MARK)",
         error,

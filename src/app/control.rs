@@ -25,11 +25,11 @@ use super::worker::{Assignment, Order, Part};
 use crate::admin::{self, Admin, CONNECTION_TIME, StatusProvider as _, StopReason};
 use crate::control::discovery::{self, SharedContext};
 use crate::control::{certificates, watchdog};
-use crate::net::footprint;
-use crate::net::inherited::Inherited;
-use crate::net::notify::ServiceManager;
-use crate::net::serving::ServingTls;
-use crate::net::unix_socket;
+use crate::net::process::code_pages;
+use crate::net::process::inherited_sockets::InheritedSockets;
+use crate::net::process::service_manager::ServiceManager;
+use crate::net::sockets::unix_listener;
+use crate::net::tls::serving::ServingTls;
 use crate::observe::Metrics;
 use crate::observe::events::{Change, Kind};
 use crate::upstream::pool::Upstream;
@@ -114,7 +114,7 @@ impl Control {
         });
         spawn_local(async {
             sleep(STARTED).await;
-            if let Err(error) = footprint::forget_start() {
+            if let Err(error) = code_pages::release_startup_code() {
                 tracing::debug!(%error, "the code of the start stays in memory");
             }
         });
@@ -131,7 +131,7 @@ impl Control {
         tasks.answer(&self.built.admin, &self.facts);
         tasks.answer_unix(self.built.config.admin.socket.as_ref(), &self.facts);
         // It serves; whether an apiserver can be reached is not what others should wait for.
-        self.manager.tell_ready();
+        self.manager.notify_ready();
         let (wishes, mut asked) = unbounded_channel();
         tasks.open_door(&self.built, &wishes, &self.replaced, succeeds).await;
         let mut look = interval(LOOK);
@@ -206,7 +206,7 @@ impl Control {
     /// Leaves the sockets to another process, which serves.
     async fn leave(&mut self, pid: Option<i32>, tasks: &mut Tasks) {
         if let Some(pid) = pid {
-            self.manager.tell(&format!("MAINPID={pid}"));
+            self.manager.notify(&format!("MAINPID={pid}"));
         }
         let (done, mut left) = unbounded_channel();
         for worker in &self.workers {
@@ -232,7 +232,7 @@ impl Control {
 
     /// Reads the configuration again and follows it, or stays with what there is.
     async fn reload(&mut self, trigger: &'static str, tasks: &mut Tasks) -> Attempt {
-        self.manager.tell_reloading();
+        self.manager.notify_reloading();
         let outcome = match self.plan() {
             Ok(plan) => self.follow(plan, tasks).await,
             Err(errors) => Outcome::Failed { errors },
@@ -242,7 +242,7 @@ impl Control {
         self.metrics.config_reloaded(attempt.is_ok());
         self.facts.reloaded(attempt.clone());
         // Also after one that failed: what serves is ready.
-        self.manager.tell_ready();
+        self.manager.notify_ready();
         attempt
     }
 
@@ -253,7 +253,7 @@ impl Control {
         let mut config = follower.read()?;
         // What is bound to a number of threads stays as it is until the next start.
         config.workers = self.workers.len();
-        let mut nothing = Inherited::default();
+        let mut nothing = InheritedSockets::default();
         let plan = Plan::new(config, Some(&self.built), &mut nothing, &self.metrics);
         plan.map_err(|error: StartError| vec![error.to_string()])
     }
@@ -491,7 +491,7 @@ impl Tasks {
             (path.clone(), Arc::clone(facts) as Arc<dyn crate::admin::StatusProvider>);
         let task = spawn_local(async move {
             let place = at.clone();
-            let opened = spawn_blocking(move || unix_socket::listen(&place)).await;
+            let opened = spawn_blocking(move || unix_listener::listen(&place)).await;
             let listener = opened.unwrap_or_else(|error| Err(error.into()));
             match listener.and_then(UnixListener::from_std) {
                 Ok(listener) => {

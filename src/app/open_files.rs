@@ -1,14 +1,14 @@
 //! Descriptors for all that the configuration lets in, as far as the system gives them.
 
 use crate::config::Config;
-use crate::net::shortage;
+use crate::net::process::resource_limits;
 
 /// Descriptors for all that is no client's connection: endpoints, files, threads.
 const OTHERS: u64 = 64;
 
 /// Takes as many descriptors as this process may have, and says so where they may be too few.
 pub fn allow(config: &Config) {
-    let limit = match shortage::raise_descriptor_limit() {
+    let limit = match resource_limits::raise_descriptor_limit() {
         Ok(limit) => limit,
         Err(error) => {
             tracing::warn!(%error, "cannot raise the limit on open files");

@@ -15,8 +15,8 @@ use socket2::SockRef;
 
 use super::StartError;
 use crate::config;
-use crate::net::inherited::Inherited;
-use crate::net::socket::{self, Listening};
+use crate::net::process::inherited_sockets::InheritedSockets;
+use crate::net::sockets::listening::{self, ListenOptions};
 
 static NEXT: AtomicU64 = AtomicU64::new(0);
 
@@ -29,9 +29,9 @@ pub struct Place {
     pub wanted: SocketAddr,
     /// What it is: the port may have been left to the kernel.
     pub address: SocketAddr,
-    options: Listening,
+    options: ListenOptions,
     /// What its sockets may still be.
-    were: Listening,
+    were: ListenOptions,
     /// Whether somebody else may have them too: whoever gave them to us.
     inherited: bool,
     sockets: Vec<TcpListener>,
@@ -42,14 +42,14 @@ impl Place {
     /// `ours` are sockets in its way that will be closed.
     fn bind(
         wanted: SocketAddr,
-        options: Listening,
+        options: ListenOptions,
         workers: usize,
         ours: &[&TcpListener],
     ) -> io::Result<Self> {
         let mut address = wanted;
         let mut sockets = Vec::new();
         for _ in 0..workers {
-            let socket = socket::listen_beside(address, &options, ours)?;
+            let socket = listening::listen_alongside(address, &options, ours)?;
             address = socket.local_addr()?;
             sockets.push(socket);
         }
@@ -59,7 +59,7 @@ impl Place {
     fn new(
         wanted: SocketAddr,
         address: SocketAddr,
-        options: Listening,
+        options: ListenOptions,
         sockets: Vec<TcpListener>,
         inherited: bool,
     ) -> Self {
@@ -68,13 +68,13 @@ impl Place {
     }
 
     /// Takes sockets into use that were open before us.
-    fn inherit(wanted: SocketAddr, options: Listening, sockets: Vec<TcpListener>) -> Self {
+    fn inherit(wanted: SocketAddr, options: ListenOptions, sockets: Vec<TcpListener>) -> Self {
         Self::new(wanted, wanted, options, sockets, true)
     }
 
     /// The same place, whose sockets are to be something else: [`Self::change`] makes them so.
-    fn with(&self, options: Listening) -> io::Result<Self> {
-        socket::may_be(self.address, &options)?;
+    fn with(&self, options: ListenOptions) -> io::Result<Self> {
+        listening::check_options(self.address, &options)?;
         let sockets = self.sockets.iter().map(TcpListener::try_clone).collect::<Result<_, _>>()?;
         let Self { id, wanted, address, options: were, inherited, .. } = *self;
         Ok(Self { id, wanted, address, options, were, inherited, sockets })
@@ -83,8 +83,12 @@ impl Place {
     /// Makes its sockets what the configuration that is followed from now on wants of them.
     pub fn change(&self) {
         for socket in &self.sockets {
-            let changed =
-                socket::change(&SockRef::from(socket), self.address, &self.were, &self.options);
+            let changed = listening::change_options(
+                &SockRef::from(socket),
+                self.address,
+                &self.were,
+                &self.options,
+            );
             if let Err(error) = changed {
                 tracing::error!(address = %self.address, %error, "the socket stays as it was");
             }
@@ -121,7 +125,7 @@ impl Place {
 /// Hides a socket that goes. One that cannot be is closed as it is: whoever connects in the moment of
 /// the close is reset.
 pub fn hide(socket: &TcpListener) {
-    if let Err(error) = socket::hide(socket) {
+    if let Err(error) = listening::divert_new_connections(socket) {
         tracing::debug!(address = ?socket.local_addr().ok(), %error, "a socket cannot be hidden");
     }
 }
@@ -137,7 +141,7 @@ fn shares(worker: usize, workers: usize, count: usize) -> impl Iterator<Item = u
 /// inherited, then new ones.
 pub struct Places<'a> {
     known: Vec<(&'a str, &'a Arc<Place>)>,
-    inherited: &'a mut Inherited,
+    inherited: &'a mut InheritedSockets,
     workers: usize,
 }
 
@@ -146,7 +150,7 @@ impl<'a> Places<'a> {
     /// sockets that were open before us.
     pub fn new(
         known: Vec<(&'a str, &'a Arc<Place>)>,
-        inherited: &'a mut Inherited,
+        inherited: &'a mut InheritedSockets,
         workers: usize,
     ) -> Self {
         Self { known, inherited, workers }
@@ -196,7 +200,7 @@ impl<'a> Places<'a> {
                 }
                 match Place::bind(wanted, options, self.workers, &[]) {
                     Ok(place) => found.push(Some(Arc::new(place))),
-                    Err(error) if socket::family_is_missing(wanted, &error) => {
+                    Err(error) if listening::is_address_family_missing(wanted, &error) => {
                         tracing::warn!(
                             listener = listener.name,
                             address = %wanted,
@@ -223,8 +227,8 @@ impl<'a> Places<'a> {
         Ok(places.into_iter().map(|found| found.into_iter().flatten().collect()).collect())
     }
 
-    fn options(&self, listener: &config::Listener) -> Listening {
-        Listening {
+    fn options(&self, listener: &config::Listener) -> ListenOptions {
+        ListenOptions {
             shared: self.workers > 1,
             freebind: listener.freebind,
             transparent: listener.is_transparent(),
@@ -285,11 +289,11 @@ mod tests {
 
     #[test]
     fn what_was_inherited_comes_before_what_is_bound() {
-        let bound = socket::listen("127.0.0.1:0".parse().unwrap(), false).unwrap();
+        let bound = listening::listen("127.0.0.1:0".parse().unwrap(), false).unwrap();
         let address = bound.local_addr().unwrap();
-        let mut inherited = Inherited::default();
+        let mut inherited = InheritedSockets::default();
         inherited.add(bound.as_fd().try_clone_to_owned().unwrap()).unwrap();
-        let options = Listening { shared: true, ..Listening::default() };
+        let options = ListenOptions { shared: true, ..ListenOptions::default() };
         let sockets = inherited.take(address, options.transparent);
         let place = Place::inherit(address, options, sockets);
         let connected = std::net::TcpStream::connect(address).unwrap();
@@ -305,9 +309,9 @@ mod tests {
 
     #[test]
     fn a_socket_of_the_other_kind_is_not_fought_for() {
-        let bound = socket::listen("127.0.0.1:0".parse().unwrap(), false).unwrap();
+        let bound = listening::listen("127.0.0.1:0".parse().unwrap(), false).unwrap();
         let address = bound.local_addr().unwrap();
-        let mut inherited = Inherited::default();
+        let mut inherited = InheritedSockets::default();
         inherited.add(bound.into()).unwrap();
         let text = format!(
             "upstreams: [{{name: u, endpoints: ['127.0.0.1:1']}}]\nlisteners: [{{name: l, mode: \

@@ -34,9 +34,9 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{sleep, timeout};
 
-use crate::net::descriptors;
-use crate::net::inherited::Inherited;
-use crate::net::unix_socket;
+use crate::net::process::descriptor_passing;
+use crate::net::process::inherited_sockets::InheritedSockets;
+use crate::net::sockets::unix_listener;
 
 /// What a new process asks; the number changes with the conversation.
 const ASK: &str = "jackstay take-over 1";
@@ -93,7 +93,7 @@ pub struct Predecessor {
 ///
 /// # Errors
 /// There is one, and it does not hand them over.
-pub fn ask(path: &Path) -> Result<Option<(Predecessor, Inherited)>, TakeOverError> {
+pub fn ask(path: &Path) -> Result<Option<(Predecessor, InheritedSockets)>, TakeOverError> {
     let failed = |why: String| TakeOverError { path: path.to_owned(), why };
     let stream = match knock(path) {
         Ok(stream) => stream,
@@ -125,8 +125,8 @@ fn knock(path: &Path) -> io::Result<BlockingStream> {
     Ok(OwnedFd::from(socket).into())
 }
 
-fn converse(mut stream: BlockingStream) -> io::Result<(Predecessor, Inherited)> {
-    let peer = descriptors::peer(stream.as_fd())?;
+fn converse(mut stream: BlockingStream) -> io::Result<(Predecessor, InheritedSockets)> {
+    let peer = descriptor_passing::peer_credentials(stream.as_fd())?;
     if !is_trusted(peer.uid) {
         return Err(io::Error::other(format!("user {} answers, who is not trusted", peer.uid)));
     }
@@ -146,9 +146,9 @@ fn converse(mut stream: BlockingStream) -> io::Result<(Predecessor, Inherited)> 
     let Some(count) = count.filter(|count| *count <= MAX_SOCKETS) else {
         return Err(io::Error::other(format!("the other process says: {answer}")));
     };
-    let mut sockets = Inherited::default();
+    let mut sockets = InheritedSockets::default();
     for _ in 0..count {
-        let descriptor = descriptors::receive(stream.as_fd())?;
+        let descriptor = descriptor_passing::receive(stream.as_fd())?;
         sockets.add(descriptor).map_err(|error| io::Error::other(error.to_string()))?;
     }
     // 0 is a process of a namespace that we do not see into.
@@ -202,7 +202,7 @@ impl Door {
         if !instead && BlockingStream::connect(path).is_ok() {
             return Err(io::Error::other("another process with this state_dir answers there"));
         }
-        UnixListener::from_std(unix_socket::listen(path)?).map(Self)
+        UnixListener::from_std(unix_listener::listen(path)?).map(Self)
     }
 
     /// Answers one new process after the other until it is dropped.
@@ -248,7 +248,7 @@ async fn hand_over(
     let send = async {
         stream.write_all(format!("sockets {}\n", sockets.len()).as_bytes()).await?;
         for socket in &sockets {
-            let send = || descriptors::send(stream.as_fd(), socket.as_fd());
+            let send = || descriptor_passing::send(stream.as_fd(), socket.as_fd());
             stream.async_io(Interest::WRITABLE, send).await?;
         }
         Ok(())
@@ -304,7 +304,7 @@ fn push(line: &mut Vec<u8>, byte: u8) -> io::Result<bool> {
 
 /// Whether a user may hand sockets to us, or take them: the one that we are, and root.
 fn is_trusted(user: u32) -> bool {
-    user == 0 || user == descriptors::user()
+    user == 0 || user == descriptor_passing::effective_user()
 }
 
 #[cfg(test)]

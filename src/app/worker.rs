@@ -24,9 +24,9 @@ use self::kept::{Deadline, Kept, Kind};
 use super::build::{Bound, Destinations, Plane};
 use super::pulse::Pulse;
 use crate::config::{self, AccessLog};
-use crate::net::allocator;
-use crate::net::linger::lingering;
-use crate::observe::{Complaints, ListenerMetrics, Metrics};
+use crate::net::process::allocator;
+use crate::net::sockets::linger::lingering_connections;
+use crate::observe::{ListenerMetrics, Metrics, RateLimitedWarnings};
 use crate::proxy::accept::REPEAT;
 use crate::proxy::byte_budget::ByteBudget;
 use crate::proxy::client_connection::{CurrentService, ListenerService};
@@ -157,7 +157,7 @@ impl Setup {
         spawn_local(async move {
             loop {
                 pulse.beat(std::time::Instant::now());
-                allocator::give_back();
+                allocator::release_free_memory();
                 sleep(PULSE).await;
             }
         });
@@ -276,7 +276,7 @@ impl Worker {
                     serving: CurrentService::new(service),
                     tls,
                     open: Cell::new(0),
-                    complaints: Complaints::new(REPEAT),
+                    warnings: RateLimitedWarnings::new(REPEAT),
                     closing,
                 }))
             }
@@ -290,7 +290,7 @@ impl Worker {
                     metrics: part.metrics,
                     table: Rc::clone(&self.table),
                     open: Cell::new(0),
-                    complaints: Complaints::new(REPEAT),
+                    warnings: RateLimitedWarnings::new(REPEAT),
                 }))
             }
         };
@@ -393,7 +393,7 @@ impl Worker {
             self.going.spawn_local(kept.end(deadline.clone()));
         }
         while self.going.join_next().await.is_some() {}
-        while lingering() > 0 && !deadline.is_over() {
+        while lingering_connections() > 0 && !deadline.is_over() {
             sleep(DRAIN_TICK).await;
         }
     }

@@ -13,13 +13,13 @@ use crate::config::{
     self, CertPaths, Config, ConfigError, ConfigErrors, Draft, Overrides, Terminate,
 };
 use crate::control::discovery::{file as endpoints_file, kubeconfig};
-use crate::net::local_ca::LocalCa;
-use crate::net::tls_files::{
-    CertInfo, Problem, Subject, TlsFileError, Validity, load_ca, load_cert,
-};
-use crate::net::token_file;
+use crate::net::files::bearer_token;
+use crate::net::tls::certificate::{CertInfo, Subject, Validity};
+use crate::net::tls::file_error::{TlsFileError, TlsFileProblem};
+use crate::net::tls::local_ca::LocalCa;
+use crate::net::tls::pem_files::{load_ca, load_cert};
+use crate::observe::counted;
 use crate::observe::utc::Utc;
-use crate::observe::words::counted;
 
 /// What an upstream without a CA bundle means.
 const UNVERIFIED: &str = "not given: health is probed without verifying the servers and without \
@@ -154,7 +154,7 @@ impl Check {
     /// An error of a certificate at the key that names the file it is in.
     fn cert_error(&mut self, at: &str, paths: &CertPaths, error: &TlsFileError) {
         // In one file for both, only the key can be its second problem.
-        let of_key = error.problem == Problem::Mismatch
+        let of_key = error.problem == TlsFileProblem::Mismatch
             || (error.path == paths.key_file && paths.key_file != paths.cert_file);
         let key = if of_key { "key_file" } else { "cert_file" };
         self.error(&format!("{at}.{key}"), error);
@@ -308,7 +308,7 @@ impl Check {
         }
         let Some(certificate) = user.certificate else { return };
         match certificate.info.check_time(path, self.now) {
-            Err(error) if error.problem == Problem::Expired => self.source_error(at, error),
+            Err(error) if error.problem == TlsFileProblem::Expired => self.source_error(at, error),
             Err(error) => self.note(at, error),
             Ok(()) => {}
         }
@@ -316,7 +316,7 @@ impl Check {
 
     fn time(&mut self, at: &str, path: &Path, info: &CertInfo) {
         match info.check_time(path, self.now) {
-            Err(error) if error.problem == Problem::Expired => self.error(at, error),
+            Err(error) if error.problem == TlsFileProblem::Expired => self.error(at, error),
             Err(error) => self.note(at, error),
             Ok(()) => {
                 let until = Utc(info.not_after).seconds();
@@ -331,7 +331,7 @@ impl Check {
     }
 
     fn token(&mut self, at: &str, path: &Path) {
-        match token_file::read(path) {
+        match bearer_token::authorization_from_file(path) {
             Err(why) => self.error(at, why),
             // "Bearer a b" is the token "a" to an apiserver.
             Ok(value) if value.as_bytes().splitn(3, |byte| *byte == b' ').nth(2).is_some() => {
@@ -567,7 +567,7 @@ mod tests {
             check_files(&file, &config, now)
         };
         assert_eq!(check("").errors.len(), 1);
-        let made = crate::net::local_ca::create("local", SystemTime::now()).unwrap();
+        let made = crate::net::tls::local_ca::create_ca("local", SystemTime::now()).unwrap();
         dir.write("local.crt", &made.certificate);
         dir.write("local.key", &made.key);
         let found = check("cert_file: DIR/local.crt, key_file: DIR/local.key");

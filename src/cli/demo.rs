@@ -28,8 +28,8 @@ use crate::demo::schedule::{self, FAULTS, Results, Site, Stand};
 use crate::demo::seed;
 use crate::demo::show::{Show, Style, seconds};
 use crate::demo::witness::Witness;
+use crate::observe::counted;
 use crate::observe::log;
-use crate::observe::words::counted;
 
 /// The apiservers.
 const NAMES: [&str; 3] = ["a", "b", "c"];

@@ -15,7 +15,7 @@ use crate::doctor::target::{self, ExecPlugins, Files, Place, Plan, Target, Trust
 use crate::doctor::{examine, findings, observations::Source, report};
 use crate::kubeconfig::{KubeconfigFiles, KubeconfigPaths};
 use crate::kubeconfig::{ResolvedContext, ServerUrl};
-use crate::observe::words::counted;
+use crate::observe::counted;
 
 /// Bad usage, or an input that cannot be used.
 const BAD_INPUT: u8 = 2;

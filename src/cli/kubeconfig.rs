@@ -23,7 +23,7 @@ use crate::kubeconfig::setup::{self, Mode, OutputFile, SetupPlan, SetupRequest};
 use crate::kubeconfig::tree::{Node, emit};
 use crate::kubeconfig::{Error, KubeconfigFiles, KubeconfigPaths, entry_mut};
 use crate::kubeconfig::{ResolvedContext, ServerUrl};
-use crate::net::whole_file::{self, PRIVATE};
+use crate::net::files::atomic_write::{self, PRIVATE};
 
 /// Bad usage, or a kubeconfig that cannot be used.
 const BAD_INPUT: u8 = 2;
@@ -374,7 +374,7 @@ fn write(file: &OutputFile, out: &mut Vec<u8>) -> Result<(), Failure> {
     if let Some(directory) = file.path.parent() {
         std::fs::create_dir_all(directory).map_err(fail)?;
     }
-    whole_file::replace(&file.path, &file.bytes, file.mode).map_err(fail)?;
+    atomic_write::replace(&file.path, &file.bytes, file.mode).map_err(fail)?;
     say(out, &format!("wrote {shown}: {}", file.what));
     Ok(())
 }

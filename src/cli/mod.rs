@@ -19,7 +19,7 @@ use std::process::ExitCode;
 use clap::{Args, CommandFactory, Parser, Subcommand};
 
 use crate::config::{self, Overrides};
-use crate::net::inherited;
+use crate::net::process::inherited_sockets;
 use crate::observe::build;
 
 /// Where the admin endpoint is unless it is told otherwise: the default of `admin.bind`.
@@ -170,9 +170,9 @@ pub fn main() -> ExitCode {
     };
     match cli.command {
         Command::Run(args) => {
-            let given = inherited::from_service_manager();
+            let given = inherited_sockets::from_service_manager();
             let ready = args.ready_fd.map(|number| {
-                inherited::by_number(number, &given)
+                inherited_sockets::take_descriptor(number, &given)
                     .map_err(|error| format!("--ready-fd {number}: {error}"))
             });
             match ready.transpose() {

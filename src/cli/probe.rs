@@ -115,11 +115,11 @@ fn exchange(mut stream: impl Read + Write, path: &str) -> io::Result<(u16, Strin
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::net::unix_socket;
+    use crate::net::sockets::unix_listener;
 
     /// A peer on a Unix socket that answers one connection with these bytes.
     fn answering(path: &Path, answer: &'static str) {
-        let listener = unix_socket::listen(path).unwrap();
+        let listener = unix_listener::listen(path).unwrap();
         listener.set_nonblocking(false).unwrap();
         std::thread::spawn(move || {
             let (mut stream, _) = listener.accept().unwrap();
@@ -154,7 +154,7 @@ mod tests {
     fn a_socket_that_takes_no_connection_is_no_hang() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("admin.sock");
-        let _listener = unix_socket::listen(&path).unwrap();
+        let _listener = unix_listener::listen(&path).unwrap();
         let silent = connect_unix(&path, Duration::from_millis(50)).unwrap();
         let error = exchange(silent, "/livez").unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::WouldBlock);

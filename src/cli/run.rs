@@ -14,8 +14,8 @@ use super::{check, upgrade};
 use crate::app::reload::{Fresh, Origin};
 use crate::app::{App, Running, StartError};
 use crate::config::Draft;
-use crate::net::inherited::Inherited;
-use crate::net::notify::ServiceManager;
+use crate::net::process::inherited_sockets::InheritedSockets;
+use crate::net::process::service_manager::ServiceManager;
 use crate::observe::log;
 
 /// Bad usage or bad configuration.
@@ -110,8 +110,8 @@ pub fn run(place: Place, descriptors: ParentDescriptors, take_over: bool) -> Exi
 }
 
 /// The sockets that the service manager has given.
-fn inherit(given: Vec<OwnedFd>) -> Inherited {
-    let mut inherited = Inherited::default();
+fn inherit(given: Vec<OwnedFd>) -> InheritedSockets {
+    let mut inherited = InheritedSockets::default();
     for descriptor in given {
         if let Err(error) = inherited.add(descriptor) {
             tracing::warn!(%error, "a descriptor of the service manager (LISTEN_FDS) is of no use");
@@ -165,7 +165,7 @@ async fn serve(
             tracing::info!("draining: a new process has taken over");
         }
         End::Signal(signal) => {
-            manager.tell("STOPPING=1");
+            manager.notify("STOPPING=1");
             tracing::info!(signal, "draining");
         }
     }

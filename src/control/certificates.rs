@@ -10,7 +10,7 @@ use std::time::{Duration, SystemTime};
 use tokio::time::{Instant, MissedTickBehavior, interval};
 
 use super::file_watch::FileWatch;
-use crate::net::serving::ServingTls;
+use crate::net::tls::serving::ServingTls;
 use crate::observe::events::{Change, Events, Kind};
 use crate::observe::utc::Utc;
 use crate::observe::{ListenerMetrics, Metrics};

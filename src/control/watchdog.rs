@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use tokio::time::{MissedTickBehavior, interval};
 
-use crate::net::notify::ServiceManager;
+use crate::net::process::service_manager::ServiceManager;
 
 /// Signs of life for ever, each only if `alive`; returns at once if nobody watches.
 pub async fn feed(manager: Arc<ServiceManager>, alive: impl Fn() -> Result<(), String>) {
@@ -21,7 +21,7 @@ pub async fn feed(manager: Arc<ServiceManager>, alive: impl Fn() -> Result<(), S
         match alive() {
             Ok(()) => {
                 silent = false;
-                manager.tell("WATCHDOG=1");
+                manager.notify("WATCHDOG=1");
             }
             Err(reason) => {
                 if !silent {

@@ -8,7 +8,7 @@ use crate::demo::cluster::Cluster;
 use crate::demo::connection;
 use crate::demo::failure::Failure;
 use crate::demo::pki::{Issued, Pki};
-use crate::net::serving::ProvenLater;
+use crate::net::tls::serving::DeferredClientVerification;
 use bytes::Bytes;
 use rustls::RootCertStore;
 use rustls::server::WebPkiClientVerifier;
@@ -221,7 +221,7 @@ pub fn start(cluster: &Cluster, pki: &Pki, options: Options) -> io::Result<ApiSe
     let mut tls = rustls::ServerConfig::builder_with_provider(provider)
         .with_safe_default_protocol_versions()
         .map_err(io::Error::other)?
-        .with_client_cert_verifier(Arc::new(ProvenLater(verifier.clone())))
+        .with_client_cert_verifier(Arc::new(DeferredClientVerification(verifier.clone())))
         .with_single_cert(vec![certificate.cert_der()], certificate.key_der())
         .map_err(io::Error::other)?;
     tls.alpn_protocols = if options.http2 {

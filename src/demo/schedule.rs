@@ -8,7 +8,7 @@ use crate::demo::clients::{Counts, Ledger};
 use crate::demo::hole::Hole;
 use crate::demo::show::{Row, Show, Stage, Step, seconds};
 use crate::demo::witness::Witness;
-use crate::observe::words::counted;
+use crate::observe::counted;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};

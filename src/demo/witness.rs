@@ -4,7 +4,7 @@
 //! It reads `/status` alone, as an operator would.
 
 use crate::demo::show::{Row, Show};
-use crate::observe::words::counted;
+use crate::observe::counted;
 use serde_json::Value;
 use std::collections::HashMap;
 use std::io;

@@ -18,8 +18,8 @@ use super::observations::{
 };
 use super::probe::{self, Clock, Learned, STEP_LIMIT};
 use super::target::{Place, Plan, Target};
-use crate::net::local_ca::names_of;
-use crate::net::tls_files::{CertInfo, Validity, cert_info};
+use crate::net::tls::certificate::{CertInfo, Validity, cert_info};
+use crate::net::tls::local_ca::subject_alt_names;
 use crate::observe::utc::Utc;
 
 /// Between two fresh connections to one endpoint: enough of them in ten seconds for a median, and
@@ -251,8 +251,8 @@ fn describe(der: &CertificateDer<'_>) -> Option<Certificate> {
     let info = cert_info(der).ok()?;
     Some(Certificate {
         subject: info.subject.to_string(),
-        issuer: crate::net::local_ca::issuer_of(der),
-        names: names_of(der).unwrap_or_default(),
+        issuer: crate::net::tls::local_ca::issuer_name(der),
+        names: subject_alt_names(der).unwrap_or_default(),
         not_before: Utc(info.not_before).seconds(),
         not_after: Utc(info.not_after).seconds(),
         expires_in_s: expires_in(&info),

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use super::observations::{Host, Listen, ListenState};
 use super::target::Place;
-use crate::net::socket::{self, Listening};
+use crate::net::sockets::listening::{self, ListenOptions};
 
 /// Looks at the places where jackstay is to listen, and at what it will need. `running` is where one
 /// listens already, as it says itself: who has a socket is known only to root and to its own user.
@@ -35,8 +35,8 @@ pub fn is_ours(ip: IpAddr) -> bool {
 
 fn state_of(place: &Place, running: &[SocketAddr]) -> ListenState {
     let address = place.bind;
-    let options = Listening { freebind: place.freebind, ..Listening::default() };
-    match socket::listen_as(address, &options) {
+    let options = ListenOptions { freebind: place.freebind, ..ListenOptions::default() };
+    match listening::listen_with(address, &options) {
         Ok(_) => ListenState::Free,
         Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
             if running.iter().any(|theirs| in_each_others_way(*theirs, address)) {
@@ -50,7 +50,7 @@ fn state_of(place: &Place, running: &[SocketAddr]) -> ListenState {
         }
         Err(error)
             if error.kind() == io::ErrorKind::AddrNotAvailable
-                || socket::family_is_missing(address, &error) =>
+                || listening::is_address_family_missing(address, &error) =>
         {
             ListenState::NotOurs
         }

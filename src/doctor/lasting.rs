@@ -102,7 +102,7 @@ pub(super) async fn leave_alone(
 ) -> Option<Idle> {
     let mut opened = open(&mut Clock::new(began), address, peer).await.ok()?;
     // A firewall takes a keepalive probe for life, whatever it carries.
-    opened.observer.stop_keepalives().ok()?;
+    opened.observer.disable_keepalives().ok()?;
     let since = Instant::now();
     let sent = |opened: &Opened| opened.observer.tcp_info().unwrap_or_default().segments_out;
     let mut before = None;

@@ -20,8 +20,8 @@ use tokio_rustls::client::TlsStream;
 
 use super::observations::{Attempt, Failure, Kind, Ms, Step};
 use super::verify;
-use crate::net::outgoing::Outgoing;
-use crate::net::tracked::{self, Observer, Tracked};
+use crate::net::sockets::connector::Connector;
+use crate::net::sockets::tracked_stream::{self, StreamObserver, TrackedStream};
 use crate::upstream::readyz::failed_checks;
 
 /// Bound on each step. Two lost SYNs cost 3 s (RFC 6298), and are still an answer.
@@ -34,7 +34,7 @@ const MAX_ANSWER: usize = 256 << 10;
 pub(super) struct Opened {
     pub(super) send: SendRequest<Bytes>,
     pub(super) ping: PingPong,
-    pub(super) observer: Observer,
+    pub(super) observer: StreamObserver,
     /// Ends when the connection does, and says how.
     pub(super) driver: tokio::task::JoinHandle<String>,
 }
@@ -137,7 +137,7 @@ pub(super) async fn open(
     address: SocketAddr,
     peer: &Peer,
 ) -> Result<Opened, Failure> {
-    let stream = timeout(STEP_LIMIT, Outgoing::plain().connect(address))
+    let stream = timeout(STEP_LIMIT, Connector::unmarked().connect(address))
         .await
         .map_err(|_| late(Step::Connect))?
         .map_err(|error| {
@@ -152,7 +152,7 @@ pub(super) async fn open(
             failure(Step::Connect, kind, format!("connect to {address}: {reason}"))
         })?;
     clock.done(Step::Connect);
-    let (stream, observer) = tracked::track(stream);
+    let (stream, observer) = tracked_stream::track(stream);
     let connector = TlsConnector::from(Arc::clone(&peer.tls));
     let stream = timeout(STEP_LIMIT, connector.connect(peer.server_name.clone(), stream))
         .await
@@ -172,7 +172,10 @@ pub(super) async fn open(
 }
 
 /// HTTP/2 up to the first PONG. The server's SETTINGS come before it (RFC 9113 section 3.4).
-async fn handshake(stream: TlsStream<Tracked>, observer: Observer) -> Result<Opened, h2::Error> {
+async fn handshake(
+    stream: TlsStream<TrackedStream>,
+    observer: StreamObserver,
+) -> Result<Opened, h2::Error> {
     let mut builder = h2::client::Builder::new();
     let (send, mut connection) = builder.enable_push(false).handshake(stream).await?;
     let mut ping = connection.ping_pong().ok_or(h2::Reason::INTERNAL_ERROR)?;

@@ -19,7 +19,7 @@ use super::probe::{Clock, Opened, open};
 use super::target::{Target, Trust};
 use crate::kubeconfig::CertificateNames;
 use crate::kubeconfig::ServerUrl;
-use crate::net::local_ca::names_of;
+use crate::net::tls::local_ca::subject_alt_names;
 
 /// How long one apiserver may take with all of it: the name, the connection and the request. One
 /// lost SYN costs a second of it (RFC 6298), a dead address all of it.
@@ -161,7 +161,7 @@ fn shown(target: &Target, opened: &Result<Opened, Failure>) -> Result<Certificat
         _ => {
             let der = target.verifier.shown().ok_or("it showed no certificate")?;
             let (address, host) = (target.address.clone(), target.host.clone());
-            Ok(CertificateNames { address, host, names: names_of(&der)? })
+            Ok(CertificateNames { address, host, names: subject_alt_names(&der)? })
         }
     }
 }

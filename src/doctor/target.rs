@@ -16,7 +16,8 @@ use super::verify::Verifier;
 use crate::config::{CertPaths, Config, Upstream};
 use crate::kubeconfig::system_cas;
 use crate::kubeconfig::{Credential, PemSource, ResolvedContext, ServerUrl};
-use crate::net::tls_files::{CertInfo, LoadedCert, ca_from_pem, cert_from_pem, load_ca, load_cert};
+use crate::net::tls::certificate::CertInfo;
+use crate::net::tls::pem_files::{LoadedCert, ca_from_pem, cert_from_pem, load_ca, load_cert};
 
 /// How one endpoint is examined.
 pub struct Target {

@@ -11,8 +11,8 @@ use rustls::{
 };
 
 use super::observations::Kind;
-use crate::net::anyone::Anyone;
-use crate::net::tls_files::LoadedCert;
+use crate::net::tls::no_server_verification::NoServerVerification;
+use crate::net::tls::pem_files::LoadedCert;
 
 /// How one endpoint is verified, and the certificate it showed last.
 #[derive(Debug)]
@@ -35,7 +35,7 @@ impl Verifier {
                     .build()
                     .map_err(|error| error.to_string())?
             }
-            None => Arc::new(Anyone::new(&provider)),
+            None => Arc::new(NoServerVerification::new(&provider)),
         };
         Ok(Arc::new(Self { inner, verifies, provider, shown: Mutex::default() }))
     }

@@ -18,7 +18,7 @@ use rustls::server::WebPkiClientVerifier;
 use super::access::{Credential, PemSource, ResolvedContext};
 use super::load::Error;
 use super::tree::{Node, emit};
-use crate::net::whole_file::{PRIVATE, PUBLIC};
+use crate::net::files::atomic_write::{PRIVATE, PUBLIC};
 
 /// Where distributions keep the CAs that a kubeconfig without one relies on, as Go looks for them
 /// (`crypto/x509/root_linux.go`).

@@ -1,43 +1,13 @@
-//! Sockets and files as the operating system gives them: TCP options and evidence, TLS material.
+//! The operating system as jackstay uses it: sockets, TLS material, files and the process.
 //!
-//! The only module that may use `unsafe`, each block with the reason it is sound.
+//! This is the only module that may use `unsafe`; each block states why it is sound.
 //!
-//! * A connection's options are in [`socket`], its evidence of life in [`tcp_info`] and [`tracked`],
-//!   its mark in [`outgoing`]; where it was meant to go, in [`intercepted`].
-//! * Bytes are read in large pieces ([`read_ahead`]), written in large pieces ([`cork`]), moved inside
-//!   the kernel ([`splice`]), read again ([`rewound`]); the last of them arrive ([`linger`]).
-//! * Unix sockets on the file system are private and replaced whole ([`unix_socket`]).
-//! * TLS: [`tls_files`], [`serving`], [`client_chain`], [`local_ca`], and [`anyone`] where no certificate
-//!   can be verified.
-//! * Files are read within bounds ([`bounded_file`]) and written whole ([`whole_file`]).
-//! * The process: [`inherited`] sockets, [`descriptors`] that change hands, [`notify`] for the service
-//!   manager, the addresses of the host ([`interfaces`]), [`shortage`] of descriptors, memory
-//!   ([`allocator`], [`footprint`]).
+//! * [`sockets`]: listening and connecting, TCP options and `TCP_INFO`, stream adapters.
+//! * [`tls`]: certificates and keys from PEM files, the serving side of a listener, verification.
+//! * [`files`]: bounded reads, atomic replacement, bearer tokens.
+//! * [`process`]: inherited descriptors, the service manager, resource limits, memory.
 
-pub mod allocator;
-pub mod anyone;
-pub mod bounded_file;
-pub mod client_chain;
-pub mod cork;
-pub mod descriptors;
-pub mod footprint;
-pub mod heard_out;
-pub mod inherited;
-pub mod intercepted;
-pub mod interfaces;
-pub mod linger;
-pub mod local_ca;
-pub mod notify;
-pub mod outgoing;
-pub mod read_ahead;
-pub mod rewound;
-pub mod serving;
-pub mod shortage;
-pub mod socket;
-pub mod splice;
-pub mod tcp_info;
-pub mod tls_files;
-pub mod token_file;
-pub mod tracked;
-pub mod unix_socket;
-pub mod whole_file;
+pub mod files;
+pub mod process;
+pub mod sockets;
+pub mod tls;

@@ -15,7 +15,7 @@ use std::time::{Duration, SystemTime};
 use serde::Serialize;
 use tokio::time::Instant;
 
-use super::repeats::Repeats;
+use super::repeat_filter::RepeatFilter;
 use super::utc::Utc;
 
 /// Events that are remembered; with a few hundred bytes each, some 100 KiB at most.
@@ -117,7 +117,7 @@ pub struct Event {
 struct Kept {
     ring: VecDeque<Event>,
     seq: u64,
-    repeats: Repeats,
+    repeats: RepeatFilter,
 }
 
 /// The last changes.
@@ -128,7 +128,7 @@ pub struct Events {
 
 impl Default for Events {
     fn default() -> Self {
-        let repeats = Repeats::new(WINDOW);
+        let repeats = RepeatFilter::new(WINDOW);
         Self { kept: Mutex::new(Kept { ring: VecDeque::new(), seq: 0, repeats }) }
     }
 }

@@ -21,8 +21,8 @@ use tracing_subscriber::fmt::{self, MakeWriter};
 use tracing_subscriber::layer::{Layer, Layered, SubscriberExt};
 use tracing_subscriber::{Registry, reload};
 
+use super::counted;
 use super::utc::Utc;
-use super::words::counted;
 use crate::config::{Level, Log, LogFormat};
 
 /// Target of access log lines, which `log.access` governs and `log.level` does not.

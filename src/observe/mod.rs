@@ -6,7 +6,7 @@
 //! [`events`] tells and remembers what changed, [`history`] what endpoints were like a while ago.
 
 pub mod build;
-pub mod complaints;
+pub mod counted;
 pub mod events;
 pub mod handles;
 pub mod history;
@@ -18,16 +18,17 @@ pub mod outcome;
 pub mod own_errors;
 pub mod passthrough;
 pub mod quota;
+pub mod rate_limited_warnings;
 pub mod redact;
-pub mod repeats;
+pub mod repeat_filter;
 pub mod utc;
-pub mod words;
 
-pub use complaints::Complaints;
+pub use counted::counted;
 pub use events::{Change, Events};
 pub use handles::{ConnectionGauge, EndpointMetrics, EndpointStateGauge, ListenerMetrics};
 pub use metrics::Metrics;
 pub use outcome::{Outcome, Side, UserClass};
 pub use passthrough::PassthroughMetrics;
+pub use rate_limited_warnings::RateLimitedWarnings;
 pub use redact::redact_path;
-pub use repeats::Repeats;
+pub use repeat_filter::RepeatFilter;

@@ -1,7 +1,7 @@
 //! A quota for log lines that any client can cause as often as it likes: a few in a window are
 //! written, the others are counted, and the count is written with the next line or after the window.
 //!
-//! Unlike [`super::Repeats`], it does not compare lines: the client chooses what they say.
+//! Unlike [`super::RepeatFilter`], it does not compare lines: the client chooses what they say.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;

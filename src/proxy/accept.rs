@@ -8,9 +8,9 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::time::sleep;
 
 use super::closing::Closing;
-use crate::net::shortage::{self, Spare};
-use crate::net::socket;
-use crate::observe::{Complaints, ListenerMetrics};
+use crate::net::process::resource_limits::{self, SpareDescriptor};
+use crate::net::sockets::{listening, tcp_options};
+use crate::observe::{ListenerMetrics, RateLimitedWarnings};
 
 /// Pause after `accept` failed for want of descriptors or memory, and nobody could be refused.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -25,14 +25,14 @@ pub const REPEAT: Duration = Duration::from_secs(5);
 pub async fn until_drain(
     socket: TcpListener,
     mut closing: Closing,
-    (listener, metrics, complaints): (&str, &ListenerMetrics, &Complaints),
+    (listener, metrics, warnings): (&str, &ListenerMetrics, &RateLimitedWarnings),
     admit: impl Fn(TcpStream, SocketAddr),
 ) {
-    let mut spare = Spare::put_aside();
+    let mut spare = SpareDescriptor::open();
     let refused = |error: io::Error| {
         metrics.refused("descriptors");
         let line = format!("listener {listener}: refused, it cannot be accepted");
-        complaints.warn(&line, error);
+        warnings.warn(&line, error);
     };
     loop {
         let accepted = tokio::select! {
@@ -41,19 +41,19 @@ pub async fn until_drain(
             accepted = socket.accept() => accepted,
         };
         match accepted {
-            Ok((stream, _)) if shortage::is_kept_back(&stream) => {
-                socket::reset(stream);
-                refused(shortage::no_descriptors());
+            Ok((stream, _)) if resource_limits::is_reserved(&stream) => {
+                tcp_options::close_with_reset(stream);
+                refused(resource_limits::out_of_descriptors());
             }
             Ok((stream, from)) => admit(stream, from),
             Err(error) if is_of_one_connection(&error) => {}
-            Err(error) => match spare.refuse(&socket) {
+            Err(error) => match spare.reset_oldest_waiting(&socket) {
                 Ok(()) => refused(error),
                 // The error tells of the process; nobody may be waiting.
                 Err(also) if also.kind() == io::ErrorKind::WouldBlock => sleep(PAUSE).await,
                 Err(_) => {
                     let line = format!("listener {listener}: connections cannot be accepted");
-                    complaints.warn(&line, error);
+                    warnings.warn(&line, error);
                     sleep(PAUSE).await;
                 }
             },
@@ -62,7 +62,7 @@ pub async fn until_drain(
     if closing.is_over() {
         return;
     }
-    for (stream, from) in socket::close_and_take_queue(socket) {
+    for (stream, from) in listening::close_and_accept_queued(socket) {
         admit(stream, from);
     }
 }
@@ -93,7 +93,7 @@ mod tests {
 
     /// How many of five are admitted that wait in the queue when the end comes.
     async fn admitted(end: impl FnOnce(&Closer)) -> usize {
-        let socket = socket::listen("127.0.0.1:0".parse().unwrap(), false).unwrap();
+        let socket = listening::listen("127.0.0.1:0".parse().unwrap(), false).unwrap();
         let at = socket.local_addr().unwrap();
         let _clients: Vec<_> = (0..5).map(|_| std::net::TcpStream::connect(at).unwrap()).collect();
         let (closer, closing) = Closer::new();
@@ -102,7 +102,8 @@ mod tests {
         let admit = |_, _| count.set(count.get() + 1);
         let socket = TcpListener::from_std(socket).unwrap();
         let metrics = Metrics::new().listener("l");
-        until_drain(socket, closing, ("l", &metrics, &Complaints::new(REPEAT)), admit).await;
+        until_drain(socket, closing, ("l", &metrics, &RateLimitedWarnings::new(REPEAT)), admit)
+            .await;
         count.get()
     }
 

@@ -33,9 +33,9 @@ use tokio::sync::Notify;
 use tokio::task::spawn_local;
 use tokio::time::sleep;
 
-use crate::net::client_chain::{self, ClientChain, Verdict};
-use crate::net::serving::ServingTls;
-use crate::net::tls_files::{self, CertInfo, Subject};
+use crate::net::tls::certificate::{self, CertInfo, Subject};
+use crate::net::tls::client_chain::{self, ChainVerdict, ClientChain};
+use crate::net::tls::serving::ServingTls;
 use crate::observe::ListenerMetrics;
 use crate::observe::utc::Utc;
 use crate::upstream::credentials::Class;
@@ -51,7 +51,7 @@ pub struct ClientCertificate {
     info: Result<CertInfo, String>,
     tls: Arc<ServingTls>,
     metrics: Arc<ListenerMetrics>,
-    verdict: RefCell<Option<Verdict>>,
+    verdict: RefCell<Option<ChainVerdict>>,
     verifying: Cell<bool>,
     /// The last verification did not happen: too many waited.
     busy: Cell<bool>,
@@ -69,7 +69,7 @@ impl ClientCertificate {
         let chain = chain?.iter().map(|certificate| certificate.clone().into_owned()).collect();
         let chain = ClientChain::new(chain)?;
         Some(Rc::new(Self {
-            info: tls_files::cert_info(chain.leaf()),
+            info: certificate::cert_info(chain.leaf()),
             chain: Arc::new(chain),
             tls: Arc::clone(tls),
             metrics: Arc::clone(metrics),
@@ -104,7 +104,7 @@ impl ClientCertificate {
         };
         let mut kept = self.verdict.borrow_mut();
         if !kept.as_ref().is_some_and(|verdict| verdict.holds(ca, now)) {
-            *kept = Some(ca.recall(&self.chain, now)?);
+            *kept = Some(ca.cached_verdict(&self.chain, now)?);
             self.metrics.client_verified("known");
         }
         let verdict = kept.as_ref()?;
@@ -136,7 +136,7 @@ impl ClientCertificate {
         }
         let this = Rc::clone(self);
         spawn_local(async move {
-            let mut turn = client_chain::turn(&this.chain).await;
+            let mut turn = client_chain::acquire_slot(&this.chain).await;
             let ca = this.tls.client_ca().clone();
             // No other reference: the connection is closed and needs no verdict.
             let wanted = Rc::strong_count(&this) > 1;
@@ -181,7 +181,7 @@ impl ClientCertificate {
     fn until_next(&self, now: SystemTime) -> Duration {
         let verdict = self.verdict.borrow();
         let ends = [
-            verdict.as_ref().and_then(Verdict::until),
+            verdict.as_ref().and_then(ChainVerdict::until),
             self.certificate().map(|info| info.not_before),
             self.certificate().map(|info| info.not_after + Duration::from_millis(1)),
         ];

@@ -24,7 +24,7 @@ use http::{HeaderMap, StatusCode, header};
 
 use super::client_certificate::ClientCertificate;
 use super::respond::StatusError;
-use crate::net::tls_files::CertInfo;
+use crate::net::tls::certificate::CertInfo;
 use crate::upstream::credentials::{Class, Slot};
 
 /// Tokens that are remembered as proven. A node has some hundred pods.

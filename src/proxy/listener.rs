@@ -33,12 +33,12 @@ use super::hygiene::ForwardedFor;
 use super::plain_http;
 use super::stall_timeout::StallTimeout;
 use crate::config::RequestLimits;
-use crate::net::cork::{Uncork, cork};
-use crate::net::linger::Linger;
-use crate::net::read_ahead::ReadAhead;
-use crate::net::serving::{self, ServingTls};
-use crate::net::socket;
-use crate::observe::{Complaints, ListenerMetrics};
+use crate::net::sockets::cork::{Uncork, cork};
+use crate::net::sockets::linger::Linger;
+use crate::net::sockets::read_ahead::ReadAhead;
+use crate::net::sockets::tcp_options;
+use crate::net::tls::serving::{self, ServingTls};
+use crate::observe::{ListenerMetrics, RateLimitedWarnings};
 
 /// Receive window of one request body: what waits in it is the bound on memory per upload.
 const STREAM_WINDOW: u32 = 256 * 1024;
@@ -73,7 +73,7 @@ pub struct Listener {
     /// Open connections.
     pub open: Cell<usize>,
     /// About connections that are refused.
-    pub complaints: Complaints,
+    pub warnings: RateLimitedWarnings,
     /// When connections are to end.
     pub closing: Closing,
 }
@@ -82,7 +82,7 @@ impl Listener {
     /// Accepts on one socket until `closing` begins.
     pub async fn accept(self: Rc<Self>, socket: TcpListener, closing: Closing) {
         let metrics = Arc::clone(&self.serving.now().metrics);
-        let about = (self.name.as_str(), &*metrics, &self.complaints);
+        let about = (self.name.as_str(), &*metrics, &self.warnings);
         accept::until_drain(socket, closing, about, |stream, from| self.admit(stream, from)).await;
     }
 
@@ -91,7 +91,7 @@ impl Listener {
         let service = self.serving.now();
         if self.open.get() + service.tunnels.open() >= service.limits.max_connections {
             service.metrics.refused("cap");
-            self.complaints.warn(&accept::full(&self.name, service.limits.max_connections), from);
+            self.warnings.warn(&accept::full(&self.name, service.limits.max_connections), from);
             return;
         }
         let guard = Open::new(self, &service.metrics);
@@ -107,7 +107,7 @@ impl Listener {
     }
 
     async fn connection(&self, stream: TcpStream, from: SocketAddr, service: &ListenerService) {
-        if socket::prepare_accepted(&stream).is_err() {
+        if tcp_options::configure_accepted(&stream).is_err() {
             return;
         }
         // What changes from here on is for the next connection.
@@ -118,9 +118,9 @@ impl Listener {
             Ok(Ok(stream)) => stream,
             Ok(Err(error)) => {
                 service.metrics.refused("handshake");
-                if let Some(why) = serving::chain_out_of_bounds(&error) {
+                if let Some(why) = serving::chain_limit_error(&error) {
                     let about = format!("listener {} refused a TLS handshake", self.name);
-                    self.complaints.warn(&about, format_args!("{why}, from {from}"));
+                    self.warnings.warn(&about, format_args!("{why}, from {from}"));
                 }
                 tracing::debug!(listener = self.name, client = %from, %error, "TLS failed");
                 return;
@@ -209,7 +209,7 @@ impl Listener {
             biased;
             result = poll_fn(|cx| turn(connection.as_mut(), &uncork, cx)) => return result,
             () = closing.draining() => {}
-            () = streams.nothing_for(limits.header_timeout, || uncork.heard()) => {
+            () = streams.nothing_for(limits.header_timeout, || uncork.received_since_last_call()) => {
                 found.metrics.refused("timeout");
             }
         }

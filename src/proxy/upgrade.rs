@@ -38,8 +38,8 @@ use super::listener::ClientStream;
 use super::respond::StatusError;
 use super::response_body::{Http1Body, ResponseBody};
 use super::upstream_client::{self, UpstreamClient};
-use crate::net::heard_out::HeardOut;
-use crate::net::rewound::Rewound;
+use crate::net::sockets::drain_reads::DrainReads;
+use crate::net::sockets::prefixed_stream::PrefixedStream;
 use crate::observe::{Outcome, Side};
 use crate::upstream::credentials::Class;
 use crate::upstream::endpoint::Endpoint;
@@ -191,7 +191,7 @@ async fn carry(
         }
         why = flow.died() => Err((Side::Upstream, why.to_owned())),
     };
-    *received = usize::try_from(upstream.given()).unwrap_or(usize::MAX);
+    *received = usize::try_from(upstream.bytes_read()).unwrap_or(usize::MAX);
     result
 }
 
@@ -201,17 +201,17 @@ async fn both_ways(
     client: &mut (impl AsyncRead + AsyncWrite + Unpin),
     upstream: &mut (impl AsyncRead + AsyncWrite + Unpin),
 ) -> io::Result<(u64, u64)> {
-    copy_bidirectional_with_sizes(client, &mut HeardOut::new(upstream), BUFFER, BUFFER).await
+    copy_bidirectional_with_sizes(client, &mut DrainReads::new(upstream), BUFFER, BUFFER).await
 }
 
 /// The client's connection, on which from now on no write is ever overdue.
-fn unstalled(upgraded: Upgraded) -> Result<Rewound<ClientStream>, (Side, String)> {
+fn unstalled(upgraded: Upgraded) -> Result<PrefixedStream<ClientStream>, (Side, String)> {
     let parts = upgraded
         .downcast::<TokioIo<ClientStream>>()
         .map_err(|_| (Side::Jackstay, "not a connection of a listener".to_owned()))?;
     let mut stream = parts.io.into_inner();
     stream.get_mut().0.get_mut().forgive();
-    Ok(Rewound::new(parts.read_buf, stream))
+    Ok(PrefixedStream::new(parts.read_buf, stream))
 }
 
 /// The tunnels of one worker: a drain counts them, waits for them and, in the end, ends them.

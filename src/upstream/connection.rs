@@ -30,7 +30,7 @@ use super::endpoint::Endpoint;
 use super::health::{ConnectionHealth, Life, Thresholds};
 use super::offers::Offers;
 use super::stats::ConnectionStats;
-use crate::net::tls_files::{CertInfo, Subject};
+use crate::net::tls::certificate::{CertInfo, Subject};
 use crate::observe::ConnectionGauge;
 use crate::observe::events::{Change, Kind};
 use driver::Driver;

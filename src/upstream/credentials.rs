@@ -20,8 +20,10 @@ use rustls::ClientConfig;
 use rustls::crypto::aws_lc_rs;
 
 use crate::config::{CertPaths, Upstream};
-use crate::net::anyone::Anyone;
-use crate::net::tls_files::{self, CertInfo, LoadedCa, LoadedCert, Subject, TlsFileError};
+use crate::net::tls::certificate::{CertInfo, Subject};
+use crate::net::tls::file_error::TlsFileError;
+use crate::net::tls::no_server_verification::NoServerVerification;
+use crate::net::tls::pem_files::{self, LoadedCa, LoadedCert};
 use crate::upstream::probe_token::ProbeToken;
 
 /// Which connections a request may share.
@@ -336,7 +338,7 @@ impl Credentials {
     pub fn refresh(&self) -> Vec<Refreshed> {
         let mut events = Vec::new();
         let setup = self.setup.load();
-        match setup.ca_file.as_deref().map(tls_files::load_ca).transpose() {
+        match setup.ca_file.as_deref().map(pem_files::load_ca).transpose() {
             Ok(ca) => events.extend(self.trust(ca).then_some(Refreshed::Ca)),
             Err(error) => events.push(Refreshed::CaFailed(error.to_string())),
         }
@@ -409,11 +411,11 @@ fn prepare(
     identities: &[CertPaths],
     known: &[Arc<Slot>],
 ) -> Result<Prepared, TlsFileError> {
-    let ca = upstream.tls.ca_file.as_deref().map(tls_files::load_ca).transpose()?;
+    let ca = upstream.tls.ca_file.as_deref().map(pem_files::load_ca).transpose()?;
     let mut slots = Vec::new();
     let mut loaded = Vec::new();
     for paths in identities {
-        let (certificate, missing) = match tls_files::load_cert(paths) {
+        let (certificate, missing) = match pem_files::load_cert(paths) {
             Ok(certificate) => (Some(certificate), None),
             Err(error) if error.is_missing() => (None, Some(error)),
             Err(error) => return Err(error),
@@ -444,7 +446,7 @@ fn prepare(
 
 /// A certificate that is expired is not put into use over one that may not be.
 fn load_valid(paths: &CertPaths) -> Result<LoadedCert, TlsFileError> {
-    let certificate = tls_files::load_cert(paths)?;
+    let certificate = pem_files::load_cert(paths)?;
     certificate.info.check_time(&paths.cert_file, SystemTime::now())?;
     Ok(certificate)
 }
@@ -470,7 +472,7 @@ fn plain_tls(ca: Option<&LoadedCa>) -> ClientTls {
 /// is there.
 pub fn unverified_tls() -> ClientTls {
     let builder = builder();
-    let anyone = Arc::new(Anyone::new(builder.crypto_provider()));
+    let anyone = Arc::new(NoServerVerification::new(builder.crypto_provider()));
     let config = builder.dangerous().with_custom_certificate_verifier(anyone).with_no_client_auth();
     by_protocol(config, None)
 }

@@ -23,10 +23,10 @@ use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
 use super::endpoint::{ConnectFailure, Endpoint};
-use crate::net::outgoing::Outgoing;
-use crate::net::read_ahead::ReadAhead;
-use crate::net::shortage;
-use crate::net::tracked::{self, Observer, Tracked};
+use crate::net::process::resource_limits;
+use crate::net::sockets::connector::Connector;
+use crate::net::sockets::read_ahead::ReadAhead;
+use crate::net::sockets::tracked_stream::{self, StreamObserver, TrackedStream};
 
 /// When a second attempt is started beside one that has not succeeded.
 const RACE_AFTER: Duration = Duration::from_millis(250);
@@ -63,11 +63,11 @@ pub struct Established {
     /// Opens streams.
     pub send: SendRequest<Bytes>,
     /// Must be polled for anything to happen.
-    pub connection: H2Connection<TlsStream<ReadAhead<Tracked>>, Bytes>,
+    pub connection: H2Connection<TlsStream<ReadAhead<TrackedStream>>, Bytes>,
     /// Sends PINGs.
     pub ping: PingPong,
     /// Evidence of life.
-    pub observer: Observer,
+    pub observer: StreamObserver,
     /// Round-trip time of the first PING.
     pub rtt: Duration,
 }
@@ -77,7 +77,7 @@ pub struct Established {
 /// # Errors
 /// Why it failed, in words that name the step.
 pub async fn dial_h2(
-    outgoing: &Outgoing,
+    outgoing: &Connector,
     endpoint: &Endpoint,
     tls: &Arc<ClientConfig>,
     limit: Duration,
@@ -109,11 +109,11 @@ pub async fn dial_h2(
 /// # Errors
 /// Why it failed, in words that name the step.
 pub async fn dial_http1(
-    outgoing: &Outgoing,
+    outgoing: &Connector,
     endpoint: &Endpoint,
     tls: &Arc<ClientConfig>,
     limit: Duration,
-) -> Result<(TlsStream<ReadAhead<Tracked>>, Observer), ConnectFailure> {
+) -> Result<(TlsStream<ReadAhead<TrackedStream>>, StreamObserver), ConnectFailure> {
     Box::pin(race(endpoint, limit, |address| async move {
         let tcp = connect(outgoing, address).await?;
         let _under_way = endpoint.handshake();
@@ -169,9 +169,9 @@ where
     })
 }
 
-async fn connect(outgoing: &Outgoing, address: SocketAddr) -> Result<TcpStream, ConnectFailure> {
+async fn connect(outgoing: &Connector, address: SocketAddr) -> Result<TcpStream, ConnectFailure> {
     outgoing.connect(address).await.map_err(|error| match refused(address, "TCP", &error) {
-        ConnectFailure::Refused(why) if shortage::is_ours(&error, address) => {
+        ConnectFailure::Refused(why) if resource_limits::is_local_shortage(&error, address) => {
             ConnectFailure::Ours(why)
         }
         failure => failure,
@@ -183,8 +183,8 @@ async fn secure(
     endpoint: &Endpoint,
     address: SocketAddr,
     tls: &Arc<ClientConfig>,
-) -> Result<(TlsStream<ReadAhead<Tracked>>, Observer), ConnectFailure> {
-    let (stream, observer) = tracked::track(stream);
+) -> Result<(TlsStream<ReadAhead<TrackedStream>>, StreamObserver), ConnectFailure> {
+    let (stream, observer) = tracked_stream::track(stream);
     let stream = TlsConnector::from(Arc::clone(tls))
         .connect(endpoint.server_name.clone(), ReadAhead::new(stream))
         .await
@@ -231,8 +231,8 @@ fn refused(address: SocketAddr, step: &str, error: &dyn fmt::Display) -> Connect
 }
 
 async fn first_pong(
-    stream: TlsStream<ReadAhead<Tracked>>,
-    observer: Observer,
+    stream: TlsStream<ReadAhead<TrackedStream>>,
+    observer: StreamObserver,
 ) -> Result<Established, io::Error> {
     let (send, mut connection) = h2::client::Builder::new()
         .initial_window_size(STREAM_WINDOW)

@@ -48,8 +48,8 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 
-use crate::net::tcp_info::TcpInfo;
-use crate::net::tracked::Observer;
+use crate::net::sockets::tcp_info::TcpInfo;
+use crate::net::sockets::tracked_stream::StreamObserver;
 
 /// How the life of one side of a flow is judged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -187,7 +187,7 @@ pub enum Look {
     Again {
         /// After this time.
         after: Duration,
-        /// [`crate::net::socket::probe_now`].
+        /// [`crate::net::sockets::tcp_options::send_keepalive_probe`].
         probe: bool,
     },
 }
@@ -406,7 +406,7 @@ fn soon(rest: Duration, pause: Duration) -> Duration {
 /// Waits until the flow of an upgraded connection, or of one that is to be, is dead, and says why.
 /// Once `answered` it has `tunnel_dead_after`; before, its request is one like others.
 pub async fn died(
-    observer: &Observer,
+    observer: &StreamObserver,
     answered: &Cell<bool>,
     tunnel_dead_after: Duration,
 ) -> &'static str {
@@ -426,7 +426,7 @@ pub async fn died(
                 Look::Dead(death) => return death.as_str(),
                 Look::Again { after, probe } => {
                     if probe {
-                        let _ = observer.probe_now();
+                        let _ = observer.send_keepalive_probe();
                     }
                     after
                 }

@@ -41,7 +41,7 @@ use tokio::time::Instant;
 pub use self::rtt::Rtt;
 use self::silence::{Silence, window_answers_probes};
 pub use self::state::{Life, Reason};
-use crate::net::tcp_info::TcpInfo;
+use crate::net::sockets::tcp_info::TcpInfo;
 
 /// A request that waited this long without a byte arriving on its connection is worth a PING.
 pub const HEAD_WAIT: Duration = Duration::from_millis(100);

@@ -20,10 +20,10 @@ use super::dial::dial_http1;
 use super::endpoint::{ConnectFailure, Endpoint, EndpointState};
 use super::flow;
 use super::pool::{UNAVAILABLE_AFTER, Unavailable, Upstream, note_failure};
-use crate::net::read_ahead::ReadAhead;
-use crate::net::rewound::Rewound;
-use crate::net::tls_files::Subject;
-use crate::net::tracked::{Observer, Tracked};
+use crate::net::sockets::prefixed_stream::PrefixedStream;
+use crate::net::sockets::read_ahead::ReadAhead;
+use crate::net::sockets::tracked_stream::{StreamObserver, TrackedStream};
+use crate::net::tls::certificate::Subject;
 
 /// When the next endpoint is tried beside one that has not answered: twice what a dial waits
 /// before its own second attempt.
@@ -32,14 +32,14 @@ const NEXT_AFTER: Duration = Duration::from_millis(500);
 const REASONS: usize = 5;
 
 /// What a connection becomes after its 101.
-pub type Tunnelled = Rewound<TlsStream<ReadAhead<Tracked>>>;
+pub type Tunnelled = PrefixedStream<TlsStream<ReadAhead<TrackedStream>>>;
 
 /// An open connection on which nothing was sent yet.
 pub struct Http1 {
     /// Where it leads.
     pub endpoint: Arc<Endpoint>,
-    stream: TlsStream<ReadAhead<Tracked>>,
-    observer: Observer,
+    stream: TlsStream<ReadAhead<TrackedStream>>,
+    observer: StreamObserver,
     /// How long it may be silent once its request is answered.
     tunnel_dead_after: Duration,
 }
@@ -184,12 +184,12 @@ impl Http1 {
     }
 }
 
-type Connection = http1::Connection<TokioIo<TlsStream<ReadAhead<Tracked>>>, Incoming>;
+type Connection = http1::Connection<TokioIo<TlsStream<ReadAhead<TrackedStream>>>, Incoming>;
 
 /// The flow below an upgraded connection, as long as it lives.
 #[derive(Debug, Clone)]
 pub struct Flow {
-    observer: Observer,
+    observer: StreamObserver,
     answered: Rc<Cell<bool>>,
     tunnel_dead_after: Duration,
 }
@@ -205,7 +205,7 @@ async fn drive(connection: Connection, flow: Flow) -> Result<Tunnelled, String> 
     tokio::select! {
         parts = connection.without_shutdown() => {
             let parts = parts.map_err(|error| described(&error))?;
-            Ok(Rewound::new(parts.read_buf, parts.io.into_inner()))
+            Ok(PrefixedStream::new(parts.read_buf, parts.io.into_inner()))
         }
         why = flow.died() => Err(why.to_owned()),
     }

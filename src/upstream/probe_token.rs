@@ -8,7 +8,7 @@ use std::sync::{Mutex, PoisonError};
 use arc_swap::ArcSwapOption;
 use http::HeaderValue;
 
-use crate::net::token_file;
+use crate::net::files::bearer_token;
 
 /// A configured token file, and what was last good in it.
 #[derive(Debug)]
@@ -23,7 +23,7 @@ impl ProbeToken {
     pub fn load(file: &Path) -> Self {
         Self {
             file: file.to_owned(),
-            good: ArcSwapOption::from_pointee(token_file::read(file).ok()),
+            good: ArcSwapOption::from_pointee(bearer_token::authorization_from_file(file).ok()),
             error: Mutex::default(),
         }
     }
@@ -48,7 +48,7 @@ impl ProbeToken {
     /// # Errors
     /// Why it cannot be used, with its path.
     pub fn refresh(&self) -> Result<(), String> {
-        let read = token_file::read(&self.file);
+        let read = bearer_token::authorization_from_file(&self.file);
         let error = read.as_ref().err().cloned();
         if let Ok(good) = read {
             self.good.store(Some(good.into()));

@@ -14,7 +14,7 @@ use super::endpoint::Endpoint;
 use super::health::Thresholds;
 use super::sources::Sources;
 use crate::config;
-use crate::net::outgoing::Outgoing;
+use crate::net::sockets::connector::Connector;
 use crate::observe::Metrics;
 
 /// What all workers share of one upstream.
@@ -33,7 +33,7 @@ pub struct Upstream {
     /// Where things are counted.
     pub metrics: Arc<Metrics>,
     /// How connections to its endpoints leave.
-    pub outgoing: ArcSwap<Outgoing>,
+    pub outgoing: ArcSwap<Connector>,
     /// Told when [`Self::config`] was swapped: whoever decides on the set of endpoints listens.
     pub reconfigured: Notify,
     /// Told when the set of endpoints was swapped: whoever connects to them listens.
@@ -72,7 +72,7 @@ impl Upstream {
     }
 
     /// How a connection that is opened now leaves.
-    pub fn outgoing(&self) -> Arc<Outgoing> {
+    pub fn outgoing(&self) -> Arc<Connector> {
         self.outgoing.load_full()
     }
 

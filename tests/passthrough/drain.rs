@@ -5,7 +5,7 @@ use crate::prober::Probed;
 use crate::rebalance::{FIRST, place_all, upstream};
 use crate::support::{Certs, pass, passing, passthrough};
 use jackstay::config::{Config, Mode};
-use jackstay::observe::{Complaints, Metrics};
+use jackstay::observe::{Metrics, RateLimitedWarnings};
 use jackstay::proxy::passthrough::table::{Moved, Table, Ticket};
 use jackstay::proxy::passthrough::{Listener, Routing};
 use std::cell::{Cell, RefCell};
@@ -37,7 +37,7 @@ fn listener(mut config: Config, table: &Rc<Table>, metrics: &Arc<Metrics>) -> Rc
         flows: metrics.passthrough("quiet"),
         table: Rc::clone(table),
         open: Cell::new(0),
-        complaints: Complaints::new(Duration::from_secs(5)),
+        warnings: RateLimitedWarnings::new(Duration::from_secs(5)),
     })
 }
 

@@ -4,7 +4,8 @@ use crate::peer::Peer;
 use crate::support::stopwatch::Stopwatch;
 use crate::support::{Certs, MAPS, World, passing, passthrough, refusing, soon, until};
 use jackstay::config::Route;
-use jackstay::net::{socket, tls_files};
+use jackstay::net::sockets::tcp_options;
+use jackstay::net::tls::pem_files;
 use jackstay::upstream::credentials::client_tls;
 use std::io::ErrorKind;
 use std::net::SocketAddr;
@@ -146,7 +147,7 @@ async fn a_client_that_is_gone_does_not_stay_because_its_upload_is_stuck() {
     while let Ok(written) = timeout(Duration::from_secs(1), client.write(&much)).await {
         written.unwrap();
     }
-    socket::reset(client);
+    tcp_options::close_with_reset(client);
     until("it is over", async || proxy.status().await["listeners"][0]["flows"] == 0).await;
     let metrics = proxy.page("/metrics").await;
     assert!(metrics.contains(r#"reason="client_reset"} 1"#), "{metrics}");
@@ -285,7 +286,7 @@ async fn the_name_that_is_asked_for_picks_the_upstream() {
     let client = proxy.client(&world.certs.credentials()).await;
     assert_eq!(client.get(MAPS).await.unwrap().status, 200);
     assert_eq!(flows().await, [1, 0]);
-    let roots = tls_files::load_ca(&world.certs.path().join("ca.crt")).unwrap();
+    let roots = pem_files::load_ca(&world.certs.path().join("ca.crt")).unwrap();
     let connector = TlsConnector::from(client_tls(&roots, None).h2);
     let stream = TcpStream::connect(proxy.addr).await.unwrap();
     let _named = connector.connect("localhost".try_into().unwrap(), stream).await.unwrap();

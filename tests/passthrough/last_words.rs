@@ -3,7 +3,7 @@
 
 use crate::prober::{Order, Probed, is};
 use crate::support::{Certs, PATIENCE, Proxy, pass, passing, soon, until};
-use jackstay::net::{socket, tcp_info};
+use jackstay::net::sockets::{tcp_info, tcp_options};
 use std::io::{self, ErrorKind};
 use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -57,7 +57,7 @@ async fn a_reset_does_not_overtake_them() {
     for most in [1 << 20, 32 << 20] {
         let (_server, proxy, mut client, end) = slow().await;
         let (written, acked) = fill(&end, most).await;
-        socket::reset(end);
+        tcp_options::close_with_reset(end);
         let (got, end) = rest(&mut client).await;
         assert!(got >= acked, "{got} of {acked}, {written} written");
         assert_eq!(end.unwrap_err().kind(), ErrorKind::ConnectionReset);

@@ -7,7 +7,7 @@
 
 use bytes::BytesMut;
 use jackstay::demo::identity::Certificate;
-use jackstay::net::serving::ProvenLater;
+use jackstay::net::tls::serving::DeferredClientVerification;
 use rustls::server::WebPkiClientVerifier;
 use std::collections::{HashSet, VecDeque};
 use std::io;
@@ -249,7 +249,7 @@ impl Peers {
         let mut tls = rustls::ServerConfig::builder_with_provider(provider)
             .with_safe_default_protocol_versions()
             .unwrap()
-            .with_client_cert_verifier(Arc::new(ProvenLater(verifier.clone())))
+            .with_client_cert_verifier(Arc::new(DeferredClientVerification(verifier.clone())))
             .with_single_cert(vec![server.cert_der()], server.key_der())
             .unwrap();
         tls.alpn_protocols = vec![b"h2".to_vec()];

@@ -17,8 +17,8 @@ use jackstay::config::CertPaths;
 use jackstay::demo::apiserver::ApiServerHandle;
 use jackstay::demo::client::{Client, next_data};
 use jackstay::demo::pki::{Issued, Pki, Subject, Validity};
-use jackstay::net::client_chain::{self, ClientChain};
-use jackstay::net::serving::{Prepared, ServingTls};
+use jackstay::net::tls::client_chain::{self, ClientChain};
+use jackstay::net::tls::serving::{LoadedServingTls, ServingTls};
 use jackstay::observe::Metrics;
 use jackstay::proxy::client_certificate::{ClientCertificate, IdentityProof};
 use jackstay::upstream::credentials::Class;
@@ -193,7 +193,7 @@ async fn watch_whose_client_ca_is_withdrawn_ends_cleanly() {
 async fn resume_with_an_expired_certificate_ends_the_watch() {
     let certs = Certs::new();
     let mut config = certs.config(&[]);
-    let tls = Arc::new(ServingTls::new(Prepared::load(terminate(&mut config)).unwrap()));
+    let tls = Arc::new(ServingTls::new(LoadedServingTls::load(terminate(&mut config)).unwrap()));
     let not_after = SystemTime::now() + PATIENCE / 2;
     let validity = Validity { not_after, ..Validity::usual() };
     let brief = certs.pki.client_valid(&Subject::admin(), validity).unwrap();
@@ -276,7 +276,7 @@ async fn watch_is_resumed_only_with_a_proof_that_holds_then() {
         let mut head = [0; 12];
         soon("a watch", watch.read_exact(&mut head)).await.unwrap();
         assert_eq!(&head, b"HTTP/1.1 200");
-        let turn = client_chain::turn(&ClientChain::new(chain).unwrap()).await.unwrap();
+        let turn = client_chain::acquire_slot(&ClientChain::new(chain).unwrap()).await.unwrap();
 
         let next = Pki::new("next").unwrap();
         let bundle = if withdrawn { next.ca_pem() } else { ca + &next.ca_pem() };

@@ -10,9 +10,10 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use jackstay::config::{self, AccessLog, CertPaths, Overrides};
-use jackstay::net::serving::{Prepared, ServingTls};
-use jackstay::net::{socket, tls_files};
-use jackstay::observe::{Complaints, Metrics};
+use jackstay::net::sockets::listening;
+use jackstay::net::tls::pem_files;
+use jackstay::net::tls::serving::{LoadedServingTls, ServingTls};
+use jackstay::observe::{Metrics, RateLimitedWarnings};
 use jackstay::proxy::client_connection::{CurrentService, ListenerService};
 use jackstay::proxy::closing::Closer;
 use jackstay::proxy::credential_selector::CredentialSelector;
@@ -103,8 +104,8 @@ pub struct Peer {
 impl Peer {
     pub async fn start(ca: &Ca) -> Self {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
-        let roots = tls_files::load_ca(&ca.path("ca.crt")).unwrap().roots;
-        let server = tls_files::load_cert(&ca.paths("server")).unwrap();
+        let roots = pem_files::load_ca(&ca.path("ca.crt")).unwrap().roots;
+        let server = pem_files::load_cert(&ca.paths("server")).unwrap();
         let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
         let verifier = WebPkiClientVerifier::builder_with_provider(roots, Arc::clone(&provider))
             .allow_unauthenticated()
@@ -257,12 +258,12 @@ impl Proxy {
         let worker = Rc::new(Listener {
             name: listener.name.clone(),
             serving: CurrentService::new(Rc::new(service)),
-            tls: Arc::new(ServingTls::new(Prepared::load(terminate).unwrap())),
+            tls: Arc::new(ServingTls::new(LoadedServingTls::load(terminate).unwrap())),
             open: Cell::new(0),
-            complaints: Complaints::new(Duration::from_secs(5)),
+            warnings: RateLimitedWarnings::new(Duration::from_secs(5)),
             closing: closing.clone(),
         });
-        let socket = socket::listen((Ipv4Addr::LOCALHOST, 0).into(), false).unwrap();
+        let socket = listening::listen((Ipv4Addr::LOCALHOST, 0).into(), false).unwrap();
         let address = socket.local_addr().unwrap();
         spawn_local(worker.accept(tokio::net::TcpListener::from_std(socket).unwrap(), closing));
         Self { tunnels, metrics, address, _closer: closer }
@@ -280,11 +281,11 @@ impl Proxy {
 
     /// A client with the certificate in this file.
     pub async fn showing(&self, ca: &Ca, file: &str) -> Talk {
-        self.connect(ca, Some(tls_files::load_cert(&ca.paths(file)).unwrap())).await
+        self.connect(ca, Some(pem_files::load_cert(&ca.paths(file)).unwrap())).await
     }
 
-    async fn connect(&self, ca: &Ca, certificate: Option<tls_files::LoadedCert>) -> Talk {
-        let roots = tls_files::load_ca(&ca.path("ca.crt")).unwrap();
+    async fn connect(&self, ca: &Ca, certificate: Option<pem_files::LoadedCert>) -> Talk {
+        let roots = pem_files::load_ca(&ca.path("ca.crt")).unwrap();
         let tls = client_tls(&roots, certificate.as_ref()).http1;
         let stream = TcpStream::connect(self.address).await.unwrap();
         let name = "127.0.0.1".try_into().unwrap();

@@ -37,7 +37,7 @@ impl Old {
         Self { dir, address, left, door: tokio::spawn(door.answer(wishes)) }
     }
 
-    async fn ask(&self) -> Result<Option<(Predecessor, Inherited)>, TakeOverError> {
+    async fn ask(&self) -> Result<Option<(Predecessor, InheritedSockets)>, TakeOverError> {
         let path = path(self.dir.path());
         spawn_blocking(move || ask(&path)).await.unwrap()
     }
@@ -188,7 +188,7 @@ async fn doors() {
 
 #[test]
 fn who_is_trusted() {
-    let own = descriptors::user();
+    let own = descriptor_passing::effective_user();
     assert!(is_trusted(own) && is_trusted(0));
     assert!(!is_trusted(own + 1));
 }

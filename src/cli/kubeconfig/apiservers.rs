@@ -11,7 +11,7 @@ use crate::doctor::target::{ExecPlugins, Trust};
 use crate::kubeconfig::names::{self, NameInputs, VerifiedNames};
 use crate::kubeconfig::tree::{Node, parse};
 use crate::kubeconfig::{Credential, PemSource, ResolvedContext, ServerUrl};
-use crate::observe::words::counted;
+use crate::observe::counted;
 
 /// The apiservers of the cluster as far as they are known.
 #[derive(Debug, Default)]

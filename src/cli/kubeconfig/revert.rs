@@ -6,7 +6,7 @@ use crate::kubeconfig::moved;
 use crate::kubeconfig::setup::OutputFile;
 use crate::kubeconfig::tree::emit;
 use crate::kubeconfig::{KubeconfigFiles, entry_mut, names};
-use crate::net::whole_file::PRIVATE;
+use crate::net::files::atomic_write::PRIVATE;
 
 /// Moves every moved cluster back, or that of one context.
 pub(super) fn run(

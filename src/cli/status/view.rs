@@ -8,8 +8,8 @@ use std::time::{Duration, SystemTime};
 use serde_json::Value;
 
 use super::grid::{Cell, Grid, Style, Tone};
+use crate::observe::counted;
 use crate::observe::utc::Utc;
-use crate::observe::words::counted;
 
 /// Columns of a table with every column; on a narrower terminal reasons stand below their rows.
 const WIDE: usize = 150;

@@ -35,7 +35,7 @@ use super::source_states::SourceStates;
 use crate::config::EndpointAddress;
 use crate::control::certificates::ticks;
 use crate::control::file_watch::FileWatch;
-use crate::net::bounded_file;
+use crate::net::files::bounded_read;
 use crate::upstream::sources::Source;
 
 /// Bounds of the time until a name is asked for again: a TTL of 0 must not become a flood, and one
@@ -318,7 +318,7 @@ async fn look_up(host: &str, system: &ResolverFiles) -> Found {
 
 /// The addresses in `/etc/hosts`, if it has any. A file that is not there has none.
 fn in_hosts(host: &str, system: &ResolverFiles) -> Option<(Vec<IpAddr>, Vec<IpAddr>)> {
-    let file = bounded_file::read(&system.hosts, MAX_FILE).ok()?;
+    let file = bounded_read::read(&system.hosts, MAX_FILE).ok()?;
     let mut hosts = Hosts::default();
     // Names are ASCII; a comment need not be UTF-8.
     hosts.read_hosts_conf(String::from_utf8_lossy(&file).as_bytes()).ok()?;
@@ -336,7 +336,7 @@ fn in_hosts(host: &str, system: &ResolverFiles) -> Option<(Vec<IpAddr>, Vec<IpAd
 /// question: they are rare, and there is nothing that could go stale.
 fn resolver(system: &ResolverFiles) -> Result<TokioResolver, String> {
     let file = system.resolv_conf.display();
-    let text = bounded_file::read(&system.resolv_conf, MAX_FILE);
+    let text = bounded_read::read(&system.resolv_conf, MAX_FILE);
     let text = text.map_err(|error| format!("{file}: {error}"))?;
     let (config, mut options) =
         parse_resolv_conf(text).map_err(|error| format!("{file}: {error}"))?;

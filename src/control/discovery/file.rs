@@ -13,7 +13,7 @@ use super::source_states::SourceStates;
 use crate::config::EndpointAddress;
 use crate::control::certificates::ticks;
 use crate::control::file_watch::FileWatch;
-use crate::net::bounded_file;
+use crate::net::files::bounded_read;
 use crate::upstream::sources::Source;
 
 /// Largest file read.
@@ -45,7 +45,7 @@ pub async fn follow(path: PathBuf, board: Rc<SourceStates>) {
 /// # Errors
 /// It cannot be read or is too large, with its path.
 pub fn read(path: &Path) -> Result<String, String> {
-    let text = bounded_file::read_text(path, MAX_FILE);
+    let text = bounded_read::read_text(path, MAX_FILE);
     text.map_err(|error| format!("{}: {error}", path.display()))
 }
 

@@ -13,8 +13,8 @@ use http::HeaderValue;
 use kube::config::Kubeconfig;
 use serde_json::Value;
 
-use crate::net::tls_files::{self, LoadedCert};
-use crate::net::{bounded_file, token_file};
+use crate::net::files::{bearer_token, bounded_read};
+use crate::net::tls::pem_files::{self, LoadedCert};
 
 /// Largest file read, a kubeconfig with the certificates of many clusters.
 const MAX_FILE: u64 = 16 << 20;
@@ -60,9 +60,9 @@ impl Token {
         match self {
             Self::None => Ok(None),
             Self::Fixed(value) => Ok(Some(value.clone())),
-            Self::File(path) => {
-                token_file::read(path).map(Some).map_err(|why| format!("token file {why}"))
-            }
+            Self::File(path) => bearer_token::authorization_from_file(path)
+                .map(Some)
+                .map_err(|why| format!("token file {why}")),
         }
     }
 }
@@ -73,7 +73,7 @@ impl Token {
 /// What is wrong, in words for whoever wrote the file; never a part of a secret.
 pub fn load(path: &Path) -> Result<User, String> {
     let fail = |why: String| format!("{}: {why}", path.display());
-    let text = bounded_file::read_text(path, MAX_FILE).map_err(|error| fail(error.to_string()))?;
+    let text = bounded_read::read_text(path, MAX_FILE).map_err(|error| fail(error.to_string()))?;
     // The parser's own words may quote what stands beside a mistake.
     let config = Kubeconfig::from_yaml(&text)
         .map_err(|_| fail("not a kubeconfig: it cannot be parsed".into()))?;
@@ -156,7 +156,7 @@ impl Fields<'_> {
                     .map_err(|_| format!("{kind}-data is not base64"));
             }
             let Some(path) = self.path(kind) else { return Ok(None) };
-            let pem = bounded_file::read(&path, MAX_FILE)
+            let pem = bounded_read::read(&path, MAX_FILE)
                 .map_err(|error| format!("{kind}: {}: {error}", path.display()))?;
             files.push(path.clone());
             Ok(Some((path, pem)))
@@ -166,7 +166,7 @@ impl Fields<'_> {
             (Some(_), None) => Err("there is a client-certificate and no client-key".into()),
             (None, Some(_)) => Err("there is a client-key and no client-certificate".into()),
             (Some(cert), Some(key)) => {
-                tls_files::cert_from_pem((&cert.0, &cert.1), (&key.0, &key.1))
+                pem_files::cert_from_pem((&cert.0, &cert.1), (&key.0, &key.1))
                     .map(Some)
                     .map_err(|error| error.to_string())
             }
@@ -180,9 +180,9 @@ impl Fields<'_> {
             return Ok(Token::File(path));
         }
         match self.text("token") {
-            Some(token) => {
-                token_file::bearer(token).map(Token::Fixed).map_err(|why| format!("token: {why}"))
-            }
+            Some(token) => bearer_token::authorization(token)
+                .map(Token::Fixed)
+                .map_err(|why| format!("token: {why}")),
             None => Ok(Token::None),
         }
     }

@@ -41,7 +41,7 @@ use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
 use super::endpoint_set::{EndpointSetWriter, EndpointSpec};
 use super::heartbeat::{Heartbeats, Pulse};
 use crate::config::{self, EndpointAddress};
-use crate::net::interfaces;
+use crate::net::sockets::interfaces;
 use crate::upstream::pool::Upstream;
 use crate::upstream::sources::Source;
 use debounce::{Debouncer, Placed};

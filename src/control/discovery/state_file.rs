@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 
 use super::merge::{Candidate, SavedEndpoints};
 use crate::config::EndpointAddress;
-use crate::net::bounded_file;
+use crate::net::files::bounded_read;
 use crate::observe::utc::Utc;
 use crate::upstream::sources::Source;
 
@@ -73,7 +73,7 @@ pub fn path(dir: &Path, upstream: &str) -> PathBuf {
 /// Why it is not used.
 pub fn read(dir: &Path, upstream: &str, now: SystemTime) -> Result<Saved, StateError> {
     let text =
-        bounded_file::read_text(&path(dir, upstream), MAX_FILE).map_err(|error| {
+        bounded_read::read_text(&path(dir, upstream), MAX_FILE).map_err(|error| {
             match error.kind() {
                 io::ErrorKind::NotFound => StateError::Missing,
                 io::ErrorKind::FileTooLarge => StateError::Corrupt(error.to_string()),

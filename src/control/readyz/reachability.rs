@@ -18,7 +18,7 @@ use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep, sleep_until};
 
-use crate::net::outgoing::Outgoing;
+use crate::net::sockets::connector::Connector;
 use crate::upstream::connection::Connection;
 use crate::upstream::credentials::{Class, ClientTls};
 use crate::upstream::dial::{Established, dial_h2};
@@ -193,7 +193,7 @@ impl Silence {
 
 /// Connects anew until it works; `None` if there is an answer, but neither trust nor HTTP/2.
 async fn handshake(
-    outgoing: &Outgoing,
+    outgoing: &Connector,
     endpoint: &Arc<Endpoint>,
     tls: &ClientTls,
 ) -> Option<Established> {

@@ -2,7 +2,7 @@
 
 use super::{Cause, Finding, note, problem};
 use crate::doctor::observations::{Failure, Kind, Observations, Step};
-use crate::observe::words::counted;
+use crate::observe::counted;
 
 /// A certificate that ends within 14 days is told.
 const SOON_S: i64 = 14 * 86_400;

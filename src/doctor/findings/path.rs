@@ -6,7 +6,7 @@ use super::{Cause, Finding, note, problem};
 use crate::doctor::observations::{
     Attempt, Endpoint, Failure, Kind, Lasting, Observations, Resolved, Source, Step, percentile,
 };
-use crate::observe::words::counted;
+use crate::observe::counted;
 
 /// A connection silent this long while fresh ones work has been forgotten by somebody. Loss does
 /// not do that: at 5 % it takes more than ten retransmissions in a row, each 200 ms later.

@@ -8,9 +8,9 @@ use super::{OutputFile, SetupPlan, SetupRequest, path};
 use crate::config::CertPaths;
 use crate::kubeconfig::Error;
 use crate::kubeconfig::tree::Node;
-use crate::net::local_ca::{self, LocalCa};
-use crate::net::tls_files;
-use crate::net::whole_file::{PRIVATE, PUBLIC};
+use crate::net::files::atomic_write::{PRIVATE, PUBLIC};
+use crate::net::tls::local_ca::{self, LocalCa};
+use crate::net::tls::pem_files;
 
 /// The local CA and the serving certificate: those that are there, if they serve, else new ones.
 /// Returns the `tls` of the listener.
@@ -40,7 +40,7 @@ pub(super) fn files(
         }
         plan.local_ca = Some(bytes);
     } else {
-        let made = local_ca::create(&format!("jackstay on {}", request.node_name), request.now)?;
+        let made = local_ca::create_ca(&format!("jackstay on {}", request.node_name), request.now)?;
         let authority = authority_of(&made)?;
         let issued = authority.issue(&names, request.now)?;
         plan.local_ca = Some(made.certificate.clone().into_bytes());
@@ -70,7 +70,7 @@ pub(super) fn files(
     ]))
 }
 
-fn serving_file(serving: &Path, issued: &local_ca::Issued) -> OutputFile {
+fn serving_file(serving: &Path, issued: &local_ca::IssuedCertificate) -> OutputFile {
     OutputFile {
         path: serving.to_owned(),
         bytes: issued.pair().into_bytes(),
@@ -79,16 +79,16 @@ fn serving_file(serving: &Path, issued: &local_ca::Issued) -> OutputFile {
     }
 }
 
-fn authority_of(made: &local_ca::Issued) -> Result<LocalCa, Error> {
+fn authority_of(made: &local_ca::IssuedCertificate) -> Result<LocalCa, Error> {
     LocalCa::from_pem(&made.certificate, &made.key).map_err(Error::from)
 }
 
 /// Whether the serving certificate that is there is good: of this CA, for all names, not old.
 fn is_served(file: &Path, authority: &LocalCa, names: &[String], now: SystemTime) -> bool {
     let paths = CertPaths { cert_file: file.to_owned(), key_file: file.to_owned() };
-    let Ok(loaded) = tls_files::load_cert(&paths) else { return false };
-    let has = local_ca::names_of(&loaded.chain[0]).unwrap_or_default();
-    now < local_ca::due(&loaded.info)
+    let Ok(loaded) = pem_files::load_cert(&paths) else { return false };
+    let has = local_ca::subject_alt_names(&loaded.chain[0]).unwrap_or_default();
+    now < local_ca::renewal_time(&loaded.info)
         && names.iter().all(|name| has.contains(name))
         && authority.has_signed(&loaded.chain[0])
 }

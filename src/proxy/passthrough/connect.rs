@@ -20,8 +20,8 @@ use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until};
 
-use crate::net::outgoing::Outgoing;
-use crate::net::shortage;
+use crate::net::process::resource_limits;
+use crate::net::sockets::connector::Connector;
 use crate::upstream::balance;
 use crate::upstream::endpoint::{Endpoint, EndpointState};
 use crate::upstream::pool::Upstream;
@@ -102,7 +102,7 @@ pub async fn connect(upstream: &Upstream) -> Result<Connected, String> {
     Err(reasons.join("; "))
 }
 
-async fn attempt(outgoing: Arc<Outgoing>, endpoint: Arc<Endpoint>) -> Result<Connected, String> {
+async fn attempt(outgoing: Arc<Connector>, endpoint: Arc<Endpoint>) -> Result<Connected, String> {
     let mut why = String::new();
     let mut ours = false;
     for address in endpoint.socket_addresses() {
@@ -112,7 +112,7 @@ async fn attempt(outgoing: Arc<Outgoing>, endpoint: Arc<Endpoint>) -> Result<Con
                 return Ok((stream, endpoint));
             }
             Err(error) => {
-                ours |= shortage::is_ours(&error, address);
+                ours |= resource_limits::is_local_shortage(&error, address);
                 why = format!("TCP to {address} failed: {error}");
             }
         }

@@ -32,8 +32,8 @@ use tokio::time::timeout;
 use super::accept;
 use super::closing::Closing;
 use crate::config::{Limits, Passthrough, Route};
-use crate::net::socket;
-use crate::observe::{Complaints, ListenerMetrics, PassthroughMetrics};
+use crate::net::sockets::tcp_options;
+use crate::observe::{ListenerMetrics, PassthroughMetrics, RateLimitedWarnings};
 use crate::upstream::pool::Upstream;
 use hello::Hello;
 use pump::{Broken, Flow, Lane, Side};
@@ -55,7 +55,7 @@ pub struct Listener {
     /// Open connections.
     pub open: Cell<usize>,
     /// About connections that are refused.
-    pub complaints: Complaints,
+    pub warnings: RateLimitedWarnings,
 }
 
 /// What a reload may change of a listener. A connection follows what it found.
@@ -75,7 +75,7 @@ pub struct Routing {
 impl Listener {
     /// Accepts on one socket until `closing` begins.
     pub async fn accept(self: Rc<Self>, socket: TcpListener, closing: Closing) {
-        let about = (self.name.as_str(), &*self.metrics, &self.complaints);
+        let about = (self.name.as_str(), &*self.metrics, &self.warnings);
         accept::until_drain(socket, closing, about, |stream, from| self.admit(stream, from)).await;
     }
 
@@ -88,8 +88,8 @@ impl Listener {
         let most = self.routing.borrow().limits.max_connections;
         if self.open.get() >= most {
             self.metrics.refused("cap");
-            self.complaints.warn(&accept::full(&self.name, most), from);
-            socket::reset(client);
+            self.warnings.warn(&accept::full(&self.name, most), from);
+            tcp_options::close_with_reset(client);
             return;
         }
         let open = Open::new(self);
@@ -115,7 +115,7 @@ impl Routing {
         if let Some(transparent) = &self.transparent {
             let meant = transparent.place(client, from, &self.upstream).map_err(|refusal| {
                 let line = format!("listener {}: refused ({})", listener.name, refusal.reason());
-                listener.complaints.warn(&line, format_args!("client {from}: {refusal}"));
+                listener.warnings.warn(&line, format_args!("client {from}: {refusal}"));
                 refusal.reason()
             })?;
             if let Some(upstream) = meant {
@@ -167,7 +167,7 @@ impl Open {
 
     async fn run(self, mut client: TcpStream, from: SocketAddr) {
         let listener = &self.listener;
-        if socket::prepare_accepted(&client).is_err() {
+        if tcp_options::configure_accepted(&client).is_err() {
             self.reason.set("client_reset");
             return;
         }
@@ -180,7 +180,7 @@ impl Open {
             Err(reason) => {
                 self.reason.set(reason);
                 tracing::debug!(listener = listener.name, client = %from, reason, "not routed");
-                socket::reset(client);
+                tcp_options::close_with_reset(client);
                 return;
             }
         };
@@ -190,12 +190,12 @@ impl Open {
             Err(why) => {
                 self.reason.set("unreachable");
                 let line = format!("listener {}: no endpoint reached", listener.name);
-                listener.complaints.warn(&line, format_args!("client {from} is reset; {why}"));
-                socket::reset(client);
+                listener.warnings.warn(&line, format_args!("client {from} is reset; {why}"));
+                tcp_options::close_with_reset(client);
                 return;
             }
         };
-        socket::keep_asking(&server);
+        tcp_options::bound_retransmission_timeout(&server);
         let _guard = endpoint.flow();
         let (descriptors, table) = ((client.as_raw_fd(), server.as_raw_fd()), &listener.table);
         let mut flow = Flow { client, server, up: Lane::with(first), down: Lane::default() };
@@ -220,8 +220,8 @@ impl Open {
             Box::pin(flow.delivered(&ticket)).await;
         }
         drop(ticket);
-        socket::reset(flow.client);
-        socket::reset(flow.server);
+        tcp_options::close_with_reset(flow.client);
+        tcp_options::close_with_reset(flow.server);
     }
 }
 

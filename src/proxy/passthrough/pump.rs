@@ -4,7 +4,7 @@
 //! Nothing is held while nothing moves. Small messages are read into a buffer of the thread and
 //! written out at once; what the other side does not take is kept, and no more is read until it
 //! does. A direction that fills the buffer again and again is a transfer: then bytes go from socket
-//! to socket inside the kernel ([`crate::net::splice`]) until the flow pauses.
+//! to socket inside the kernel ([`crate::net::sockets::splice`]) until the flow pauses.
 //!
 //! What a server said before it broke the flow was acknowledged to it by our kernel, so the client
 //! is to have it: as without us, where its own kernel keeps it. A server that takes nothing more is
@@ -23,8 +23,8 @@ use tokio::time::sleep;
 
 use super::table::{Moved, Ticket};
 use super::verdict::Verdict;
-use crate::net::splice::Pipe;
-use crate::net::tcp_info;
+use crate::net::sockets::splice::SplicePipe;
+use crate::net::sockets::tcp_info;
 use crate::observe::PassthroughMetrics;
 use crate::observe::passthrough::Direction;
 
@@ -72,7 +72,7 @@ pub struct Lane {
     /// How much of it was written.
     written: usize,
     /// While it is a transfer.
-    pipe: Option<Pipe>,
+    pipe: Option<SplicePipe>,
     /// Large reads in a row.
     large: u8,
     /// Its end is no end that the sender meant, and is not passed on.
@@ -257,7 +257,7 @@ impl Lane {
             self.held = Box::default();
             self.written = 0;
         }
-        while let Some(pipe) = self.pipe.as_mut().filter(|pipe| pipe.held() > 0) {
+        while let Some(pipe) = self.pipe.as_mut().filter(|pipe| pipe.buffered() > 0) {
             ready!(to.poll_write_ready(cx))?;
             match to.try_io(Interest::WRITABLE, || pipe.drain(to)) {
                 Ok(n) => *moved += n,
@@ -314,7 +314,7 @@ impl Lane {
             }
             if self.large >= TRANSFER {
                 // Without one (no descriptors) it goes on as it is.
-                self.pipe = Pipe::take().ok();
+                self.pipe = SplicePipe::acquire().ok();
                 self.large = 0;
             }
             Poll::Ready(Ok(()))

@@ -28,8 +28,8 @@ use super::verdict::{
     CLIENT_DEAD, CLIENT_GONE, ENDPOINT_DEAD, ENDPOINT_LEFT, HANDSHAKE, IDLE, REBALANCE, SHUTDOWN,
     UNACKNOWLEDGED, UNANSWERED, Verdict,
 };
-use crate::net::{socket, tcp_info};
-use crate::observe::Complaints;
+use crate::net::sockets::{tcp_info, tcp_options};
+use crate::observe::RateLimitedWarnings;
 use crate::upstream::endpoint::{Endpoint, EndpointState};
 use crate::upstream::flow::{self, Death, Judge, Look, Rules, Struck};
 use crate::upstream::pool::Upstream;
@@ -51,7 +51,7 @@ pub struct Table {
     /// Told when the first flow enters.
     occupied: Notify,
     /// About flows that are ended.
-    complaints: Complaints,
+    warnings: RateLimitedWarnings,
     mover: RefCell<Pace>,
     lossy: Cell<Lossy>,
 }
@@ -125,7 +125,7 @@ impl Table {
             start: Instant::now(),
             inner: RefCell::default(),
             occupied: Notify::new(),
-            complaints: Complaints::new(REPEAT),
+            warnings: RateLimitedWarnings::new(REPEAT),
             mover: RefCell::new(Pace::new(Instant::now())),
             lossy: Cell::new(Lossy { refuted: 0, since: Instant::now() }),
         })
@@ -357,7 +357,7 @@ impl Table {
             "flow ended, listener {}, endpoint {}: {}",
             flow.listener.name, flow.endpoint.label, verdict.words
         );
-        self.complaints.warn(&line, "the client is reset");
+        self.warnings.warn(&line, "the client is reset");
     }
 }
 
@@ -396,7 +396,7 @@ impl Flow {
                 Look::Dead(Death::Unanswered) => return Err(UNANSWERED),
                 Look::Again { after, probe } => {
                     if probe {
-                        let _ = socket::probe_now(&self.server);
+                        let _ = tcp_options::send_keepalive_probe(&self.server);
                     }
                     next = next.min(now + after);
                 }

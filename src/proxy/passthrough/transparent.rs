@@ -12,7 +12,7 @@ use std::sync::Arc;
 use tokio::net::TcpStream;
 
 use crate::config::Destination;
-use crate::net::intercepted::{self, Arrival};
+use crate::net::sockets::interception::{self, Interception};
 use crate::upstream::pool::Upstream;
 
 /// What a transparent listener knows beside a plain one.
@@ -85,11 +85,13 @@ impl Transparent {
         from: SocketAddr,
         own: &Upstream,
     ) -> Result<Option<&Arc<Upstream>>, Refusal> {
-        match intercepted::arrival(stream, from, &self.listening, &own.outgoing()) {
+        match interception::classify(stream, from, &self.listening, &own.outgoing()) {
             Err(_) => Err(Refusal::Gone),
-            Ok(Arrival::Direct(to)) => Err(Refusal::NotRedirected(to)),
-            Ok(Arrival::Ours(to) | Arrival::ForUs(to)) => Err(Refusal::Loop(to)),
-            Ok(Arrival::Redirected(to)) => Ok(wanted(&self.destinations, to)),
+            Ok(Interception::Direct(to)) => Err(Refusal::NotRedirected(to)),
+            Ok(Interception::Loop(to) | Interception::RedirectedToSelf(to)) => {
+                Err(Refusal::Loop(to))
+            }
+            Ok(Interception::Redirected(to)) => Ok(wanted(&self.destinations, to)),
         }
     }
 }

@@ -12,7 +12,7 @@ use h2::client::SendRequest;
 use tokio::time::{Instant, sleep_until};
 
 use super::{Connection, Leaving, in_words};
-use crate::net::tracked::Observer;
+use crate::net::sockets::tracked_stream::StreamObserver;
 use crate::upstream::credentials::Class;
 use crate::upstream::health::{self, ConnectionHealth, Evidence, Life};
 
@@ -21,7 +21,7 @@ pub(super) struct Driver<T> {
     pub(super) this: Rc<Connection>,
     pub(super) connection: h2::client::Connection<T, Bytes>,
     pub(super) ping: h2::PingPong,
-    pub(super) observer: Observer,
+    pub(super) observer: StreamObserver,
     pub(super) health: ConnectionHealth,
     /// Bytes read when we last looked.
     pub(super) read: u64,
@@ -218,7 +218,7 @@ where
         };
         let decision = self.health.look(evidence, now);
         if decision.probe {
-            let _ = self.observer.probe_now();
+            let _ = self.observer.send_keepalive_probe();
         }
         if decision.ping && self.ping.send_ping(Ping::opaque()).is_err() {
             return Poll::Ready(End::abrupt("connection failed while sending a PING"));

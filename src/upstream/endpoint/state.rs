@@ -87,7 +87,7 @@ pub enum ConnectFailure {
     /// TLS was answered and not agreed on: a certificate that we do not trust, mostly. No request
     /// goes there, but it is alive.
     Untrusted(String),
-    /// For want of something of ours ([`crate::net::shortage`]): it says nothing about the endpoint.
+    /// For want of something of ours ([`crate::net::process::resource_limits`]): it says nothing about the endpoint.
     Ours(String),
     /// Not done in time.
     Slow(String),

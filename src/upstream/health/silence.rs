@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::state::Reason;
-use crate::net::tcp_info::TcpInfo;
+use crate::net::sockets::tcp_info::TcpInfo;
 
 /// Unanswered probes of a closed window in a row that say that the path is lost. Where one packet in
 /// twenty is lost each way, so many are lost once in a thousand.

@@ -13,7 +13,7 @@ use tokio::time::Instant;
 
 use super::Upstream;
 use crate::config;
-use crate::net::tls_files::Subject;
+use crate::net::tls::certificate::Subject;
 use crate::upstream::balance;
 use crate::upstream::connection::{Connection, Permit};
 use crate::upstream::credentials::Class;

@@ -1,0 +1,233 @@
+//! Listening sockets that are open before we start: given by the service manager, or by the process
+//! whose place we take.
+//!
+//! Each is known by its address, not by a name: whoever gives them need not know our listeners. One
+//! that has connections in its queue keeps them.
+
+use std::env;
+use std::fmt;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use socket2::{Domain, SockRef, Type};
+
+/// The first descriptor of the service manager's (`SD_LISTEN_FDS_START`, `sd_listen_fds(3)`).
+const FIRST: RawFd = 3;
+/// Most descriptors that are believed: systemd's own limit is in the hundreds.
+const MOST: RawFd = 1024;
+
+/// Sockets that wait for a listener that wants their address.
+#[derive(Debug, Default)]
+pub struct InheritedSockets {
+    sockets: Vec<(SocketAddr, TcpListener)>,
+}
+
+/// Why a descriptor is of no use.
+#[derive(Debug)]
+pub struct UnusableDescriptor(String);
+
+impl fmt::Display for UnusableDescriptor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl InheritedSockets {
+    /// Adds a descriptor.
+    ///
+    /// # Errors
+    /// It is not a TCP socket that listens; it is closed.
+    pub fn add(&mut self, descriptor: OwnedFd) -> Result<(), UnusableDescriptor> {
+        let socket = SockRef::from(&descriptor);
+        let is_tcp = socket.domain().is_ok_and(|d| [Domain::IPV4, Domain::IPV6].contains(&d))
+            && socket.r#type().is_ok_and(|kind| kind == Type::STREAM);
+        if !is_tcp || !socket.is_listener().unwrap_or(false) {
+            return Err(UnusableDescriptor("not a TCP socket that listens".into()));
+        }
+        // A service manager's blocks.
+        let ready = socket.set_nonblocking(true).and_then(|()| {
+            let listener = TcpListener::from(descriptor);
+            Ok((listener.local_addr()?, listener))
+        });
+        self.sockets.push(ready.map_err(|error| UnusableDescriptor(error.to_string()))?);
+        Ok(())
+    }
+
+    /// Adds what another one has.
+    pub fn append(&mut self, mut other: Self) {
+        self.sockets.append(&mut other.sockets);
+    }
+
+    /// The sockets on an address, in the order in which they were given: several where they share it
+    /// by `SO_REUSEPORT`. None for port 0, which asks for a port that nobody had.
+    ///
+    /// With `transparent` only those that have `IP_TRANSPARENT`, without it only those that do not.
+    pub fn take(&mut self, wanted: SocketAddr, transparent: bool) -> Vec<TcpListener> {
+        let fits = |(address, socket): &(SocketAddr, TcpListener)| {
+            *address == wanted && is_transparent(socket, wanted) == transparent
+        };
+        let all = std::mem::take(&mut self.sockets);
+        let (taken, rest) = all.into_iter().partition(fits);
+        self.sockets = rest;
+        let taken: Vec<_> = taken;
+        taken.into_iter().map(|(_, socket)| socket).collect()
+    }
+
+    /// Whether one waits on an address, of whatever kind.
+    pub fn is_at(&self, wanted: SocketAddr) -> bool {
+        self.sockets.iter().any(|(address, _)| *address == wanted)
+    }
+
+    /// How many wait.
+    pub fn len(&self) -> usize {
+        self.sockets.len()
+    }
+
+    /// Whether none waits.
+    pub fn is_empty(&self) -> bool {
+        self.sockets.is_empty()
+    }
+
+    /// Where those that wait listen, each address once.
+    pub fn addresses(&self) -> Vec<SocketAddr> {
+        let mut addresses: Vec<_> = self.sockets.iter().map(|(address, _)| *address).collect();
+        addresses.dedup();
+        addresses
+    }
+}
+
+fn is_transparent(socket: &TcpListener, address: SocketAddr) -> bool {
+    let socket = SockRef::from(socket);
+    let set =
+        if address.is_ipv4() { socket.ip_transparent_v4() } else { socket.ip_transparent_v6() };
+    set.unwrap_or(false)
+}
+
+/// The descriptors that the service manager has given to this process (`LISTEN_FDS`, `LISTEN_PID`;
+/// `LISTEN_FDNAMES` is not asked, since addresses say enough). None the second time.
+///
+/// To be called before anything else opens a descriptor: their numbers are all that is known of them.
+pub fn from_service_manager() -> Vec<OwnedFd> {
+    static TAKEN: AtomicBool = AtomicBool::new(false);
+    if TAKEN.swap(true, Ordering::Relaxed) {
+        return Vec::new();
+    }
+    let read = |name| env::var(name).ok();
+    let count = announced(read("LISTEN_PID"), read("LISTEN_FDS"), std::process::id());
+    (FIRST..FIRST + count).filter_map(take).collect()
+}
+
+/// The descriptor that the command line gives to this process by its number, for it alone.
+///
+/// To be called before anything else opens a descriptor; `given` are those of the service manager.
+///
+/// # Errors
+/// No such descriptor is open, or it is one of `given` or of the standard streams.
+pub fn take_descriptor(number: RawFd, given: &[OwnedFd]) -> Result<OwnedFd, UnusableDescriptor> {
+    if number < FIRST {
+        return Err(UnusableDescriptor(format!(
+            "descriptors below {FIRST} are the standard streams"
+        )));
+    }
+    if given.iter().any(|other| other.as_raw_fd() == number) {
+        return Err(UnusableDescriptor(
+            "it is a socket of the service manager (LISTEN_FDS)".into(),
+        ));
+    }
+    take(number).ok_or_else(|| UnusableDescriptor("no such descriptor is open".into()))
+}
+
+/// How many descriptors the environment announces to the process `own`.
+fn announced(pid: Option<String>, count: Option<String>, own: u32) -> RawFd {
+    // The variables may be meant for a parent of ours.
+    if pid.and_then(|pid| pid.parse().ok()) != Some(own) {
+        return 0;
+    }
+    count.and_then(|count| count.parse().ok()).unwrap_or(0).clamp(0, MOST)
+}
+
+fn take(number: RawFd) -> Option<OwnedFd> {
+    // SAFETY: the call only sets a flag, and only where there is a descriptor.
+    #[allow(unsafe_code)]
+    let result = unsafe { libc::fcntl(number, libc::F_SETFD, libc::FD_CLOEXEC) };
+    // SAFETY: the descriptor is open. The environment or the command line says that it was opened
+    // for us by our parent, and nothing of ours has opened one yet: no other owner exists.
+    #[allow(unsafe_code)]
+    (result == 0).then(|| unsafe { OwnedFd::from_raw_fd(number) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::net::sockets::listening;
+    use std::net::UdpSocket;
+    use std::os::fd::AsFd;
+
+    #[test]
+    fn what_the_environment_announces() {
+        let some = |text: &str| Some(text.to_owned());
+        for (pid, count, expected) in [
+            (some("7"), some("2"), 2),
+            (some("8"), some("2"), 0),
+            (None, some("2"), 0),
+            (some("7"), None, 0),
+            (some("7"), some("-1"), 0),
+            (some("7"), some("many"), 0),
+            (some("7"), some("2000000000"), MOST),
+            (some(""), some(""), 0),
+        ] {
+            assert_eq!(announced(pid.clone(), count.clone(), 7), expected, "{pid:?} {count:?}");
+        }
+    }
+
+    #[test]
+    fn by_number_refuses_what_is_not_for_this_process() {
+        let (_, pipe) = std::io::pipe().unwrap();
+        let pipe = OwnedFd::from(pipe);
+        let number = pipe.as_raw_fd();
+        take_descriptor(2, &[]).unwrap_err();
+        take_descriptor(number, std::slice::from_ref(&pipe)).unwrap_err();
+        take_descriptor(RawFd::MAX, &[]).unwrap_err();
+        assert_eq!(
+            take_descriptor(std::os::fd::IntoRawFd::into_raw_fd(pipe), &[]).unwrap().as_raw_fd(),
+            number
+        );
+    }
+
+    #[test]
+    fn they_are_found_by_address() {
+        let any = "127.0.0.1:0".parse().unwrap();
+        let alone = listening::listen(any, false).unwrap();
+        let first = listening::listen(any, true).unwrap();
+        let shared = first.local_addr().unwrap();
+        let second = listening::listen(shared, true).unwrap();
+        let wanted = alone.local_addr().unwrap();
+        let mut inherited = InheritedSockets::default();
+        for socket in [&first, &alone, &second] {
+            inherited.add(socket.as_fd().try_clone_to_owned().unwrap()).unwrap();
+        }
+        assert_eq!(inherited.take(any, false).len(), 0);
+        assert_eq!(inherited.take(wanted, true).len(), 0, "TPROXY needs another kind");
+        assert!(inherited.is_at(wanted) && !inherited.is_at(any));
+        assert_eq!(inherited.take(shared, false).len(), 2);
+        assert_eq!(inherited.take(shared, false).len(), 0);
+        assert_eq!((inherited.len(), inherited.addresses()), (1, vec![wanted]));
+        assert_eq!(inherited.take(wanted, false).len(), 1);
+        assert!(inherited.is_empty());
+    }
+
+    #[test]
+    fn what_does_not_listen_is_refused() {
+        let mut inherited = InheritedSockets::default();
+        let listener = listening::listen("127.0.0.1:0".parse().unwrap(), false).unwrap();
+        let connected = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        inherited.add(connected.into()).unwrap_err();
+        inherited.add(UdpSocket::bind("127.0.0.1:0").unwrap().into()).unwrap_err();
+        inherited.add(std::fs::File::open("/dev/null").unwrap().into()).unwrap_err();
+        let dir = tempfile::tempdir().unwrap();
+        let unix = std::os::unix::net::UnixListener::bind(dir.path().join("u")).unwrap();
+        inherited.add(unix.into()).unwrap_err();
+        assert!(inherited.is_empty());
+    }
+}

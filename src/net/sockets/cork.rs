@@ -1,0 +1,224 @@
+//! Gathers what HTTP/2 writes in one turn into few large writes.
+//!
+//! h2 hands over and flushes every DATA frame by itself: with answers of 2 KiB that is a TLS record
+//! and a system call each. [`Cork`] keeps them until the connection's task has done what there is
+//! to do; then the task calls [`Uncork::poll`]. Nothing waits for longer than that one turn, and
+//! beyond [`LIMIT`] the writer waits for the socket as it would without us.
+
+use std::cell::RefCell;
+use std::io;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll, ready};
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+
+/// Bytes that are kept at most: two full TLS records.
+const LIMIT: usize = 32 * 1024;
+/// A write of this size gains nothing by being copied.
+const LARGE: usize = 8 * 1024;
+
+/// The half for HTTP/2 to read and write.
+pub struct Cork<T>(Rc<RefCell<Inner<T>>>);
+
+/// The half that sends what was gathered.
+pub struct Uncork<T>(Rc<RefCell<Inner<T>>>);
+
+struct Inner<T> {
+    io: T,
+    gathered: Vec<u8>,
+    /// How much of it was written.
+    written: usize,
+    /// `io` may hold bytes that were not flushed.
+    dirty: bool,
+    /// Bytes have come since [`Uncork::received_since_last_call`] was asked last.
+    received: bool,
+}
+
+/// Splits a stream; both halves belong to one task.
+pub fn cork<T>(io: T) -> (Cork<T>, Uncork<T>) {
+    let inner = Inner { io, gathered: Vec::new(), written: 0, dirty: false, received: false };
+    let inner = Rc::new(RefCell::new(inner));
+    (Cork(Rc::clone(&inner)), Uncork(inner))
+}
+
+impl<T: AsyncWrite + Unpin> Uncork<T> {
+    /// Sends what was gathered; call it after every turn of the connection.
+    ///
+    /// # Errors
+    /// The stream's.
+    pub fn poll(&self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.0.borrow_mut().flush(cx)
+    }
+}
+
+impl<T> Uncork<T> {
+    /// Whether bytes have been read since this was asked last.
+    pub fn received_since_last_call(&self) -> bool {
+        std::mem::take(&mut self.0.borrow_mut().received)
+    }
+}
+
+impl<T: AsyncWrite + Unpin> Inner<T> {
+    fn drain(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        while self.written < self.gathered.len() {
+            let rest = &self.gathered[self.written..];
+            match ready!(Pin::new(&mut self.io).poll_write(cx, rest))? {
+                0 => return Poll::Ready(Err(io::ErrorKind::WriteZero.into())),
+                n => self.written += n,
+            }
+            self.dirty = true;
+        }
+        // An idle connection holds no buffer.
+        self.gathered = Vec::new();
+        self.written = 0;
+        Poll::Ready(Ok(()))
+    }
+
+    fn flush(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        if !self.gathered.is_empty() {
+            ready!(self.drain(cx))?;
+        }
+        if self.dirty {
+            ready!(Pin::new(&mut self.io).poll_flush(cx))?;
+            self.dirty = false;
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    /// Makes room for `len` bytes; true if they should be gathered, false if `io` may have them.
+    fn make_room(&mut self, cx: &mut Context<'_>, len: usize) -> Poll<io::Result<bool>> {
+        if self.gathered.len() + len > LIMIT {
+            ready!(self.drain(cx))?;
+        }
+        if self.gathered.is_empty() && len >= LARGE {
+            self.dirty = true;
+            return Poll::Ready(Ok(false));
+        }
+        if self.gathered.capacity() == 0 {
+            self.gathered.reserve_exact(LIMIT);
+        }
+        Poll::Ready(Ok(true))
+    }
+}
+
+impl<T: AsyncRead + Unpin> AsyncRead for Cork<T> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let mut inner = self.0.borrow_mut();
+        let before = buf.filled().len();
+        let end = Pin::new(&mut inner.io).poll_read(cx, buf);
+        inner.received |= buf.filled().len() > before;
+        end
+    }
+}
+
+impl<T: AsyncWrite + Unpin> AsyncWrite for Cork<T> {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let mut inner = self.0.borrow_mut();
+        if !ready!(inner.make_room(cx, buf.len()))? {
+            return Pin::new(&mut inner.io).poll_write(cx, buf);
+        }
+        inner.gathered.extend_from_slice(buf);
+        Poll::Ready(Ok(buf.len()))
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let mut inner = self.0.borrow_mut();
+        let len = bufs.iter().map(|buf| buf.len()).sum();
+        if !ready!(inner.make_room(cx, len))? {
+            return Pin::new(&mut inner.io).poll_write_vectored(cx, bufs);
+        }
+        for buf in bufs {
+            inner.gathered.extend_from_slice(buf);
+        }
+        Poll::Ready(Ok(len))
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        true
+    }
+
+    /// Only remembers it: see [`Uncork::poll`].
+    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.0.borrow_mut().dirty = true;
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let mut inner = self.0.borrow_mut();
+        ready!(inner.flush(cx))?;
+        Pin::new(&mut inner.io).poll_shutdown(cx)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::future::poll_fn;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+    #[tokio::test(start_paused = true)]
+    async fn small_writes_leave_together_and_in_order_with_large_ones() {
+        let (ours, mut theirs) = tokio::io::duplex(1 << 20);
+        let (mut corked, uncork) = cork(ours);
+        corked.write_all(b"one ").await.unwrap();
+        corked.flush().await.unwrap();
+        corked.write_all(b"two ").await.unwrap();
+        let mut got = [0; 8];
+        let early =
+            tokio::time::timeout(std::time::Duration::from_millis(10), theirs.read(&mut got));
+        assert!(early.await.is_err(), "nothing leaves before the end of the turn");
+        poll_fn(|cx| uncork.poll(cx)).await.unwrap();
+        theirs.read_exact(&mut got).await.unwrap();
+        assert_eq!(&got, b"one two ");
+
+        corked.write_all(b"small").await.unwrap();
+        corked.write_all(&vec![7; 3 * LIMIT]).await.unwrap();
+        corked.shutdown().await.unwrap();
+        let mut all = Vec::new();
+        theirs.read_to_end(&mut all).await.unwrap();
+        assert_eq!(&all[..5], b"small");
+        assert_eq!(all.len(), 5 + 3 * LIMIT);
+        assert!(all[5..].iter().all(|&byte| byte == 7));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_is_read_is_heard_once() {
+        let (ours, mut theirs) = tokio::io::duplex(16);
+        let (mut corked, uncork) = cork(ours);
+        assert!(!uncork.received_since_last_call());
+        theirs.write_all(b"a").await.unwrap();
+        corked.read_exact(&mut [0]).await.unwrap();
+        assert!(uncork.received_since_last_call() && !uncork.received_since_last_call());
+        drop(theirs);
+        assert_eq!(corked.read(&mut [0]).await.unwrap(), 0);
+        assert!(!uncork.received_since_last_call(), "an end is no sign of life");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_reader_that_takes_nothing_is_felt() {
+        let (ours, _theirs) = tokio::io::duplex(16);
+        let (mut corked, uncork) = cork(ours);
+        let written = tokio::time::timeout(std::time::Duration::from_millis(50), async {
+            for _ in 0..LIMIT {
+                corked.write_all(&[0; 64]).await.unwrap();
+            }
+        });
+        assert!(written.await.is_err());
+        assert!(corked.0.borrow().gathered.len() <= LIMIT);
+        let waiting = poll_fn(|cx| Poll::Ready(uncork.poll(cx).is_pending())).await;
+        assert!(waiting);
+    }
+}

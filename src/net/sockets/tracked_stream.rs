@@ -1,0 +1,151 @@
+//! A TCP stream that remembers when bytes last arrived and can still be asked for `TCP_INFO` while
+//! TLS and HTTP/2 own its reading and writing.
+//!
+//! The socket is shared by reference count inside one thread; a duplicated descriptor would keep a
+//! closed connection open.
+
+use std::cell::{Cell, RefCell};
+use std::io;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll, ready};
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+
+use super::{tcp_info, tcp_options};
+
+/// The reading and writing half: give it to TLS.
+#[derive(Debug)]
+pub struct TrackedStream(Rc<Inner>);
+
+/// The observing half: ask it for evidence. Drop it with the other, or the socket stays open.
+#[derive(Debug, Clone)]
+pub struct StreamObserver(Rc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    stream: RefCell<TcpStream>,
+    bytes_read: Cell<u64>,
+}
+
+/// Splits a stream into its I/O half and its observer.
+pub fn track(stream: TcpStream) -> (TrackedStream, StreamObserver) {
+    let inner = Rc::new(Inner { stream: RefCell::new(stream), bytes_read: Cell::new(0) });
+    (TrackedStream(Rc::clone(&inner)), StreamObserver(inner))
+}
+
+impl StreamObserver {
+    /// Bytes that have arrived so far.
+    pub fn bytes_read(&self) -> u64 {
+        self.0.bytes_read.get()
+    }
+
+    /// The kernel's evidence.
+    ///
+    /// # Errors
+    /// See [`tcp_info::read`].
+    pub fn tcp_info(&self) -> io::Result<tcp_info::TcpInfo> {
+        tcp_info::read(&*self.0.stream.borrow())
+    }
+
+    /// See [`tcp_options::send_keepalive_probe`].
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn send_keepalive_probe(&self) -> io::Result<()> {
+        tcp_options::send_keepalive_probe(&*self.0.stream.borrow())
+    }
+
+    /// See [`tcp_options::disable_keepalives`].
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn disable_keepalives(&self) -> io::Result<()> {
+        tcp_options::disable_keepalives(&self.0.stream.borrow())
+    }
+
+    /// Our address on this connection.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn local_addr(&self) -> io::Result<std::net::SocketAddr> {
+        self.0.stream.borrow().local_addr()
+    }
+}
+
+impl AsyncRead for TrackedStream {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = buf.filled().len();
+        // tokio's own `poll_read`, since it knows that a short read emptied the socket.
+        ready!(Pin::new(&mut *self.0.stream.borrow_mut()).poll_read(cx, buf))?;
+        let n = buf.filled().len() - before;
+        self.0.bytes_read.set(self.0.bytes_read.get() + n as u64);
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl AsyncWrite for TrackedStream {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut *self.0.stream.borrow_mut()).poll_write(cx, buf)
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut *self.0.stream.borrow_mut()).poll_write_vectored(cx, bufs)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        true
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(
+            socket2::SockRef::from(&*self.0.stream.borrow()).shutdown(std::net::Shutdown::Write),
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::TcpListener;
+
+    #[tokio::test]
+    async fn counts_what_arrives_and_closes_when_both_halves_are_gone() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let (mut peer, _) = listener.accept().await.unwrap();
+        let (mut io, observer) = track(client);
+
+        peer.write_all(b"hello").await.unwrap();
+        let mut buf = [0; 5];
+        io.read_exact(&mut buf).await.unwrap();
+        assert_eq!(observer.bytes_read(), 5);
+
+        io.write_all(&vec![1; 1 << 20][..1 << 10]).await.unwrap();
+        let mut got = vec![0; 1 << 10];
+        peer.read_exact(&mut got).await.unwrap();
+        assert!(observer.tcp_info().unwrap().bytes_acked >= 1);
+
+        drop(io);
+        drop(observer);
+        assert_eq!(peer.read(&mut buf).await.unwrap(), 0);
+    }
+}

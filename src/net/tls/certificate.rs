@@ -1,0 +1,212 @@
+//! What a certificate says: who it is, and when it is valid.
+
+use std::fmt::{self, Write as _};
+use std::path::Path;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use rustls::pki_types::CertificateDer;
+use x509_parser::asn1_rs::{Any, Tag};
+use x509_parser::prelude::{ASN1Time, FromDer, X509Certificate};
+
+use super::file_error::{TlsFileError, TlsFileProblem};
+
+const OID_COMMON_NAME: &str = "2.5.4.3";
+const OID_ORGANIZATION: &str = "2.5.4.10";
+/// The attribute from which kube-apiserver (1.33 and later) takes the user's UID.
+const OID_KUBERNETES_UID: &str = "1.3.6.1.4.1.57683.2";
+/// The attribute `uid` of RFC 4519. kube-apiserver ignores it; comparing it makes jackstay stricter.
+/// It never equals a Kubernetes UID.
+const OID_RFC4519_UID: &str = "0.9.2342.19200300.100.1.1";
+
+/// Who a certificate says it is, as far as kube-apiserver looks: two equal subjects are the same
+/// user, the same groups and the same UID to it.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
+pub struct Subject {
+    cn: Vec<String>,
+    organizations: Vec<String>,
+    kubernetes_uid: Vec<String>,
+    rfc4519_uid: Vec<String>,
+}
+
+impl Subject {
+    /// Reads the subject of a DER certificate. A name in an encoding that programs decode
+    /// differently (T61, BMP and the like) is refused: it must not equal anything.
+    pub fn from_der(der: &CertificateDer<'_>) -> Result<Self, String> {
+        Self::of(&parse(der)?)
+    }
+
+    /// The user name kube-apiserver sees: the last common name, as Go's `crypto/x509` decides.
+    /// `None` if there is none or it is empty: such a certificate authenticates nobody.
+    pub fn common_name(&self) -> Option<&str> {
+        self.cn.last().map(String::as_str).filter(|cn| !cn.is_empty())
+    }
+
+    /// The groups, sorted.
+    pub fn organizations(&self) -> &[String] {
+        &self.organizations
+    }
+
+    fn of(certificate: &X509Certificate<'_>) -> Result<Self, String> {
+        let mut subject = Self::default();
+        for attribute in certificate.subject().iter_attributes() {
+            let list = match attribute.attr_type().to_id_string().as_str() {
+                OID_COMMON_NAME => &mut subject.cn,
+                OID_ORGANIZATION => &mut subject.organizations,
+                OID_KUBERNETES_UID => &mut subject.kubernetes_uid,
+                OID_RFC4519_UID => &mut subject.rfc4519_uid,
+                _ => continue,
+            };
+            list.push(text(attribute.attr_value())?);
+        }
+        subject.organizations.sort();
+        Ok(subject)
+    }
+}
+
+impl fmt::Display for Subject {
+    /// `CN=system:node:n1, O=system:nodes`, with control characters escaped: it goes into logs.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names = self.cn.iter().map(|v| ("CN", v));
+        let groups = self.organizations.iter().map(|v| ("O", v));
+        let uids = self.kubernetes_uid.iter().map(|v| ("UID", v));
+        let ignored = self.rfc4519_uid.iter().map(|v| ("uid", v));
+        let mut separator = "";
+        for (key, value) in names.chain(groups).chain(uids).chain(ignored) {
+            write!(f, "{separator}{key}=")?;
+            separator = ", ";
+            for c in value.chars() {
+                match c {
+                    ',' | '\\' => write!(f, "\\{c}")?,
+                    c if c.is_control() => write!(f, "{}", c.escape_default())?,
+                    c => write!(f, "{c}")?,
+                }
+            }
+        }
+        if separator.is_empty() { f.write_str("(empty subject)") } else { Ok(()) }
+    }
+}
+
+/// What an operator wants to know about a certificate.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CertInfo {
+    /// Who it is.
+    pub subject: Subject,
+    /// Start of its validity.
+    pub not_before: SystemTime,
+    /// End of its validity.
+    pub not_after: SystemTime,
+    /// Serial number in upper-case hex, as `openssl x509 -serial` prints it.
+    pub serial: String,
+}
+
+/// Whether a certificate is valid at some moment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Validity {
+    /// It is.
+    Valid,
+    /// Its time has not come (or this machine's clock is behind).
+    NotYet,
+    /// Its time is over.
+    Expired,
+}
+
+impl CertInfo {
+    /// Whether the certificate is valid at `now`.
+    pub fn validity(&self, now: SystemTime) -> Validity {
+        if now > self.not_after {
+            Validity::Expired
+        } else if now < self.not_before {
+            Validity::NotYet
+        } else {
+            Validity::Valid
+        }
+    }
+
+    /// An error naming `path` unless the certificate is valid at `now`.
+    pub fn check_time(&self, path: &Path, now: SystemTime) -> Result<(), TlsFileError> {
+        let (problem, message) = match self.validity(now) {
+            Validity::Valid => return Ok(()),
+            Validity::Expired => (
+                TlsFileProblem::Expired,
+                format!("the certificate of {} expired on {}", self.subject, date(self.not_after)),
+            ),
+            Validity::NotYet => (
+                TlsFileProblem::NotYetValid,
+                format!(
+                    "the certificate of {} is not valid before {}; is this machine's clock right?",
+                    self.subject,
+                    moment(self.not_before)
+                ),
+            ),
+        };
+        Err(TlsFileError::at(path, problem, message))
+    }
+}
+
+/// The first and the last moment at which a DER certificate is valid.
+pub fn validity(der: &CertificateDer<'_>) -> Result<(SystemTime, SystemTime), String> {
+    let certificate = parse(der)?;
+    let validity = certificate.validity();
+    Ok((system_time(validity.not_before), system_time(validity.not_after)))
+}
+
+/// Reads a DER certificate.
+pub fn cert_info(der: &CertificateDer<'_>) -> Result<CertInfo, String> {
+    let certificate = parse(der)?;
+    let validity = certificate.validity();
+    let mut serial = String::new();
+    for byte in certificate.raw_serial().iter().skip_while(|byte| **byte == 0) {
+        let _ = write!(serial, "{byte:02X}");
+    }
+    Ok(CertInfo {
+        subject: Subject::of(&certificate)?,
+        not_before: system_time(validity.not_before),
+        not_after: system_time(validity.not_after),
+        serial,
+    })
+}
+
+/// A moment as `2026-01-02T03:04:05Z`, in the words of an error.
+fn moment(time: SystemTime) -> String {
+    let day = time.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs() % 86_400;
+    format!("{}T{:02}:{:02}:{:02}Z", date(time), day / 3600, day / 60 % 60, day % 60)
+}
+
+/// The day of a moment, in UTC, as `2026-01-02`.
+fn date(time: SystemTime) -> String {
+    let seconds = time.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    match i64::try_from(seconds).map(ASN1Time::from_timestamp) {
+        Ok(Ok(time)) => {
+            let day = time.to_datetime();
+            format!("{:04}-{:02}-{:02}", day.year(), u8::from(day.month()), day.day())
+        }
+        _ => "the end of time".to_owned(),
+    }
+}
+
+/// Moments before 1970 become 1970: no certificate that matters is that old.
+fn system_time(time: ASN1Time) -> SystemTime {
+    let seconds = u64::try_from(time.timestamp()).unwrap_or(0);
+    UNIX_EPOCH.checked_add(Duration::from_secs(seconds)).unwrap_or(UNIX_EPOCH)
+}
+
+fn parse<'a>(der: &'a CertificateDer<'_>) -> Result<X509Certificate<'a>, String> {
+    match X509Certificate::from_der(der) {
+        Ok(([], certificate)) => Ok(certificate),
+        Ok(_) => Err("bytes after the end of the certificate".to_owned()),
+        Err(_) => Err("not an X.509 certificate".to_owned()),
+    }
+}
+
+/// A name as text, from the string types every X.509 library decodes alike.
+fn text(value: &Any<'_>) -> Result<String, String> {
+    let ascii_only = match value.tag() {
+        Tag::Utf8String => false,
+        Tag::PrintableString | Tag::Ia5String | Tag::NumericString => true,
+        other => return Err(format!("a name in its subject has the unsupported type {other}")),
+    };
+    match std::str::from_utf8(value.data) {
+        Ok(text) if !ascii_only || text.is_ascii() => Ok(text.to_owned()),
+        _ => Err("a name in its subject is not valid text".to_owned()),
+    }
+}

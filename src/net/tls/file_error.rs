@@ -1,0 +1,70 @@
+//! Errors of certificate, key and CA files: each names the file.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+/// What is wrong with a file of certificates or keys: a sentence for people.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TlsFileError {
+    /// The file.
+    pub path: PathBuf,
+    /// The kind of problem.
+    pub problem: TlsFileProblem,
+    message: String,
+}
+
+/// Kinds of [`TlsFileError`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TlsFileProblem {
+    /// The file does not exist.
+    Missing,
+    /// It exists and cannot be read.
+    Unreadable,
+    /// It does not contain what it should.
+    Broken,
+    /// The key is another certificate's.
+    Mismatch,
+    /// The certificate has expired.
+    Expired,
+    /// The certificate is not valid yet.
+    NotYetValid,
+}
+
+impl TlsFileError {
+    /// Whether the file does not exist. An identity whose file is still to come is no error.
+    pub fn is_missing(&self) -> bool {
+        self.problem == TlsFileProblem::Missing
+    }
+
+    pub(super) fn at(path: &Path, problem: TlsFileProblem, message: impl fmt::Display) -> Self {
+        let message = format!("{}: {message}", path.display());
+        Self { path: path.to_owned(), problem, message }
+    }
+
+    pub(super) fn broken(path: &Path, message: impl fmt::Display) -> Self {
+        Self::at(path, TlsFileProblem::Broken, message)
+    }
+
+    pub(super) fn no_certificate(path: &Path) -> Self {
+        Self::broken(path, "contains no certificate (PEM, -----BEGIN CERTIFICATE-----)")
+    }
+
+    pub(super) fn io(path: &Path, error: &std::io::Error) -> Self {
+        let problem = match error.kind() {
+            std::io::ErrorKind::NotFound => TlsFileProblem::Missing,
+            _ => TlsFileProblem::Unreadable,
+        };
+        let reason = error.to_string();
+        let reason = reason.split(" (os error").next().unwrap_or_default();
+        let message = format!("cannot read {}: {reason}", path.display());
+        Self { path: path.to_owned(), problem, message }
+    }
+}
+
+impl fmt::Display for TlsFileError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl std::error::Error for TlsFileError {}

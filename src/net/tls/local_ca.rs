@@ -1,0 +1,313 @@
+//! A certificate authority of this machine alone, for the serving certificate of a local listener.
+//!
+//! `jackstay kubeconfig --mode terminate` makes it, clients on this machine trust it, and a running
+//! jackstay renews the serving certificate from it at two thirds of its life. The new certificate
+//! replaces the old file in one step: whoever watches the file sees one or the other.
+
+use std::net::IpAddr;
+use std::path::Path;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use rcgen::{
+    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa,
+    Issuer, KeyPair, KeyUsagePurpose, SanType, SerialNumber,
+};
+use rustls::pki_types::CertificateDer;
+use rustls::pki_types::pem::PemObject;
+use x509_parser::extensions::GeneralName;
+use x509_parser::prelude::{FromDer, X509Certificate};
+
+use super::certificate::{self, CertInfo};
+use super::pem_files;
+use crate::config::CertPaths;
+use crate::net::files::atomic_write;
+
+const DAY: Duration = Duration::from_secs(24 * 3600);
+/// Clients hold the CA in their kubeconfig; nobody renews it, so it lives as long as kubeadm's.
+const CA_LIFE: Duration = Duration::from_secs(3650 * 24 * 3600);
+/// Life of a serving certificate: a year, as kubeadm's.
+const SERVING_LIFE: Duration = Duration::from_secs(365 * 24 * 3600);
+
+/// A new certificate or authority, and its key.
+pub struct IssuedCertificate {
+    /// The certificate, PEM.
+    pub certificate: String,
+    /// The key, PEM (PKCS #8). Secret.
+    pub key: String,
+}
+
+/// An authority that can sign.
+pub struct LocalCa {
+    issuer: Issuer<'static, KeyPair>,
+    info: CertInfo,
+    der: CertificateDer<'static>,
+}
+
+/// Makes an authority whose common name is `name`.
+///
+/// # Errors
+/// The system has no randomness, or the name cannot stand in a certificate.
+pub fn create_ca(name: &str, now: SystemTime) -> Result<IssuedCertificate, String> {
+    let mut params = params(name, now - DAY, now + CA_LIFE);
+    params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+    params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+    let key = KeyPair::generate().map_err(|e| e.to_string())?;
+    let certificate = params.self_signed(&key).map_err(|e| e.to_string())?;
+    Ok(IssuedCertificate { certificate: certificate.pem(), key: key.serialize_pem() })
+}
+
+impl LocalCa {
+    /// Reads an authority and its key.
+    ///
+    /// # Errors
+    /// Which file cannot be used, and why.
+    pub fn load(paths: &CertPaths) -> Result<Self, String> {
+        let loaded = pem_files::load_cert(paths).map_err(|e| e.to_string())?;
+        let wrong = |path: &Path, why: &str| format!("{}: {why}", path.display());
+        let is_ca = X509Certificate::from_der(&loaded.chain[0])
+            .is_ok_and(|(_, certificate)| certificate.is_ca());
+        if !is_ca {
+            return Err(wrong(&paths.cert_file, "is not the certificate of a CA"));
+        }
+        let key = KeyPair::try_from(&loaded.key())
+            .map_err(|e| wrong(&paths.key_file, &format!("cannot sign with this key: {e}")))?;
+        let issuer = Issuer::from_ca_cert_der(&loaded.chain[0], key)
+            .map_err(|e| wrong(&paths.cert_file, &e.to_string()))?;
+        Ok(Self { issuer, info: loaded.info, der: loaded.chain[0].clone() })
+    }
+
+    /// An authority that has just been made.
+    ///
+    /// # Errors
+    /// It is none.
+    pub fn from_pem(certificate: &str, key: &str) -> Result<Self, String> {
+        let der = CertificateDer::from_pem_slice(certificate.as_bytes())
+            .map_err(|e| format!("not a certificate: {e}"))?;
+        let info = certificate::cert_info(&der)?;
+        let key = KeyPair::from_pem(key).map_err(|e| e.to_string())?;
+        let issuer = Issuer::from_ca_cert_der(&der, key).map_err(|e| e.to_string())?;
+        Ok(Self { issuer, info, der })
+    }
+
+    /// Whether a certificate carries its signature.
+    pub fn has_signed(&self, der: &CertificateDer<'_>) -> bool {
+        let Ok((_, ca)) = X509Certificate::from_der(&self.der) else { return false };
+        X509Certificate::from_der(der).is_ok_and(|(_, certificate)| {
+            certificate.issuer() == ca.subject()
+                && certificate.verify_signature(Some(ca.public_key())).is_ok()
+        })
+    }
+
+    /// What it says of itself.
+    pub fn info(&self) -> &CertInfo {
+        &self.info
+    }
+
+    /// Signs a serving certificate for these names and addresses. It ends with its CA at the
+    /// latest.
+    ///
+    /// # Errors
+    /// The CA has expired, or a name cannot stand in a certificate.
+    pub fn issue(&self, names: &[String], now: SystemTime) -> Result<IssuedCertificate, String> {
+        let not_after = (now + SERVING_LIFE).min(self.info.not_after);
+        if not_after <= now {
+            return Err(format!("the local CA ({}) has expired", self.info.subject));
+        }
+        let first = names.first().map_or("jackstay", String::as_str);
+        let mut params = params(first, now - DAY, not_after);
+        params.is_ca = IsCa::ExplicitNoCa;
+        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
+        for name in names {
+            params.subject_alt_names.push(match name.parse::<IpAddr>() {
+                Ok(address) => SanType::IpAddress(address),
+                Err(_) => SanType::DnsName(
+                    name.as_str()
+                        .try_into()
+                        .map_err(|_| format!("{name:?} cannot stand in a certificate"))?,
+                ),
+            });
+        }
+        let key = KeyPair::generate().map_err(|e| e.to_string())?;
+        let certificate = params.signed_by(&key, &self.issuer).map_err(|e| e.to_string())?;
+        Ok(IssuedCertificate { certificate: certificate.pem(), key: key.serialize_pem() })
+    }
+}
+
+fn params(name: &str, not_before: SystemTime, not_after: SystemTime) -> CertificateParams {
+    let mut params = CertificateParams::default();
+    params.distinguished_name = DistinguishedName::new();
+    params.distinguished_name.push(DnType::CommonName, name);
+    params.use_authority_key_identifier_extension = true;
+    let at = |time: SystemTime| {
+        rcgen::date_time_ymd(1970, 1, 1) + time.duration_since(UNIX_EPOCH).unwrap_or_default()
+    };
+    params.not_before = at(not_before);
+    params.not_after = at(not_after);
+    // Not guessable matters to nobody here, different from its predecessor does (RFC 5280, 4.1.2.2).
+    params.serial_number = Some(SerialNumber::from(fastrand::u64(1..u64::MAX >> 1)));
+    params
+}
+
+/// The names and addresses that a certificate is for.
+///
+/// # Errors
+/// It is not an X.509 certificate.
+pub fn subject_alt_names(der: &CertificateDer<'_>) -> Result<Vec<String>, String> {
+    let (_, certificate) =
+        X509Certificate::from_der(der).map_err(|_| "not an X.509 certificate".to_owned())?;
+    let names = certificate
+        .subject_alternative_name()
+        .map_err(|_| "its subject alternative names cannot be read".to_owned())?;
+    let names = names.map(|extension| extension.value.general_names.as_slice());
+    Ok(names
+        .unwrap_or_default()
+        .iter()
+        .filter_map(|name| match name {
+            GeneralName::DNSName(name) => Some((*name).to_owned()),
+            GeneralName::IPAddress(bytes) => match bytes.len() {
+                4 => <[u8; 4]>::try_from(*bytes).ok().map(|b| IpAddr::from(b).to_string()),
+                16 => <[u8; 16]>::try_from(*bytes).ok().map(|b| IpAddr::from(b).to_string()),
+                _ => None,
+            },
+            _ => None,
+        })
+        .collect())
+}
+
+/// Who signed a certificate, as text: `CN=kubernetes`.
+pub fn issuer_name(der: &CertificateDer<'_>) -> String {
+    let issuer = X509Certificate::from_der(der).map(|(_, c)| c.issuer().to_string());
+    issuer.unwrap_or_else(|_| "?".to_owned())
+}
+
+/// When a certificate is to be renewed: two thirds into its life.
+pub fn renewal_time(info: &CertInfo) -> SystemTime {
+    let life = info.not_after.duration_since(info.not_before).unwrap_or_default();
+    info.not_before + life * 2 / 3
+}
+
+/// Renews the serving certificate in `serving` from the CA in `from` if its time has come, with
+/// the same names and a new key. Returns what is in use from now on, or `None` if it was not due,
+/// or if the CA itself ends so soon that a new one would live no longer.
+///
+/// Certificate and key must be in one file: two files cannot be replaced in one step.
+///
+/// # Errors
+/// Which file cannot be used, and why. The old certificate is then untouched.
+pub fn renew_if_due(
+    serving: &CertPaths,
+    from: &CertPaths,
+    now: SystemTime,
+) -> Result<Option<CertInfo>, String> {
+    let loaded = pem_files::load_cert(serving).map_err(|e| e.to_string())?;
+    if now < renewal_time(&loaded.info) {
+        return Ok(None);
+    }
+    let file = serving.cert_file.display();
+    if serving.cert_file != serving.key_file {
+        return Err(format!("{file}: cannot be renewed: its key is in another file"));
+    }
+    let names = subject_alt_names(&loaded.chain[0]).map_err(|e| format!("{file}: {e}"))?;
+    let ca = LocalCa::load(from)?;
+    if loaded.info.not_after >= ca.info().not_after {
+        return Ok(None);
+    }
+    let issued = ca.issue(&names, now)?;
+    let der =
+        CertificateDer::from_pem_slice(issued.certificate.as_bytes()).map_err(|e| e.to_string())?;
+    let info = certificate::cert_info(&der)?;
+    atomic_write::replace(&serving.cert_file, issued.pair().as_bytes(), atomic_write::PRIVATE)
+        .map_err(|e| format!("cannot replace {file}: {e}"))?;
+    Ok(Some(info))
+}
+
+impl IssuedCertificate {
+    /// Certificate and key in one PEM, which can be replaced in one step.
+    pub fn pair(&self) -> String {
+        format!("{}{}", self.certificate, self.key)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+    use std::path::PathBuf;
+
+    fn write(dir: &Path, name: &str, text: &str) -> PathBuf {
+        let path = dir.join(name);
+        std::fs::write(&path, text).unwrap();
+        path
+    }
+
+    fn ca(dir: &Path, now: SystemTime) -> CertPaths {
+        let made = create_ca("test", now).unwrap();
+        CertPaths {
+            cert_file: write(dir, "ca.crt", &made.certificate),
+            key_file: write(dir, "ca.key", &made.key),
+        }
+    }
+
+    fn serving(dir: &Path, ca: &CertPaths, now: SystemTime) -> CertPaths {
+        let names = ["127.0.0.1", "::1", "localhost", "node-1"].map(ToOwned::to_owned);
+        let issued = LocalCa::load(ca).unwrap().issue(&names, now).unwrap();
+        let file = write(dir, "serving.pem", &issued.pair());
+        CertPaths { cert_file: file.clone(), key_file: file }
+    }
+
+    #[test]
+    fn a_certificate_is_renewed_at_two_thirds_of_its_life_and_not_before() {
+        let dir = tempfile::tempdir().unwrap();
+        let start = UNIX_EPOCH + 20_000 * DAY;
+        let ca = ca(dir.path(), start);
+        let pair = serving(dir.path(), &ca, start);
+        let first = pem_files::load_cert(&pair).unwrap();
+        assert_eq!(renew_if_due(&pair, &ca, start + 240 * DAY), Ok(None));
+        let later = start + 250 * DAY;
+        let info = renew_if_due(&pair, &ca, later).unwrap().unwrap();
+        assert_eq!(info.not_after, later + SERVING_LIFE);
+        let second = pem_files::load_cert(&pair).unwrap();
+        assert_eq!(second.info, info);
+        assert_ne!(second.info.serial, first.info.serial);
+        assert_ne!(second.key(), first.key());
+        assert_eq!(subject_alt_names(&second.chain[0]), subject_alt_names(&first.chain[0]));
+        assert_eq!(
+            subject_alt_names(&second.chain[0]).unwrap(),
+            ["127.0.0.1", "::1", "localhost", "node-1"]
+        );
+        let mode = std::fs::metadata(&pair.cert_file).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+        assert_eq!(renew_if_due(&pair, &ca, later), Ok(None));
+    }
+
+    #[test]
+    fn a_certificate_ends_with_its_ca() {
+        let dir = tempfile::tempdir().unwrap();
+        let start = UNIX_EPOCH + 20_000 * DAY;
+        let ca = ca(dir.path(), start);
+        let end = LocalCa::load(&ca).unwrap().info().not_after;
+        let pair = serving(dir.path(), &ca, end - 10 * DAY);
+        assert_eq!(pem_files::load_cert(&pair).unwrap().info.not_after, end);
+        assert_eq!(renew_if_due(&pair, &ca, end - DAY), Ok(None));
+        assert!(LocalCa::load(&ca).unwrap().issue(&[], end + DAY).is_err());
+    }
+
+    #[test]
+    fn what_cannot_be_used_is_told_and_nothing_is_touched() {
+        let dir = tempfile::tempdir().unwrap();
+        let start = UNIX_EPOCH + 20_000 * DAY;
+        let ca = ca(dir.path(), start);
+        let pair = serving(dir.path(), &ca, start);
+        let later = start + 300 * DAY;
+        let before = std::fs::read(&pair.cert_file).unwrap();
+        let error = renew_if_due(&pair, &pair, later).unwrap_err();
+        assert!(error.ends_with("serving.pem: is not the certificate of a CA"), "{error}");
+        let gone = CertPaths { key_file: dir.path().join("none"), ..ca.clone() };
+        assert!(renew_if_due(&pair, &gone, later).unwrap_err().contains("none"));
+        let apart = CertPaths { key_file: write(dir.path(), "k", ""), ..pair.clone() };
+        std::fs::copy(&pair.key_file, &apart.key_file).unwrap();
+        assert!(renew_if_due(&apart, &ca, later).unwrap_err().contains("in another file"));
+        assert_eq!(std::fs::read(&pair.cert_file).unwrap(), before);
+    }
+}

@@ -1,0 +1,167 @@
+//! Certificates, keys and CA bundles read from PEM files, with errors that name the file.
+//!
+//! Loading checks what never changes about a file (it parses, the key belongs to the certificate)
+//! and leaves the clock to the caller: [`CertInfo::check_time`] takes the time as an argument, so
+//! that a certificate which expires while we run is found by the same code.
+
+use std::collections::hash_map::DefaultHasher;
+use std::fmt;
+use std::hash::{Hash, Hasher};
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+
+use rustls::RootCertStore;
+use rustls::crypto::aws_lc_rs::sign::any_supported_type;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::sign::CertifiedKey;
+
+use crate::config::CertPaths;
+use crate::net::files::bounded_read;
+
+use super::certificate::{CertInfo, cert_info};
+use super::file_error::{TlsFileError, TlsFileProblem};
+
+/// Largest PEM file read: the bundle of all public CAs is about 250 KiB.
+const MAX_FILE: u64 = 4 << 20;
+
+/// A certificate chain with its private key, proven to belong together.
+pub struct LoadedCert {
+    /// The chain, leaf first.
+    pub chain: Vec<CertificateDer<'static>>,
+    /// Chain and signing key as rustls' resolvers take them.
+    pub certified: Arc<CertifiedKey>,
+    /// The leaf.
+    pub info: CertInfo,
+    /// Differs when the contents of the files differ: tells a changed file from a touched one.
+    pub fingerprint: u64,
+    key: PrivateKeyDer<'static>,
+}
+
+impl LoadedCert {
+    /// A copy of the private key, for `with_client_auth_cert` and `with_single_cert`.
+    pub fn key(&self) -> PrivateKeyDer<'static> {
+        self.key.clone_key()
+    }
+}
+
+impl fmt::Debug for LoadedCert {
+    /// Everything but the key.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LoadedCert").field("info", &self.info).finish_non_exhaustive()
+    }
+}
+
+/// Reads a certificate chain and its key. Both may be in one file, which is then read once, so
+/// that a rename between two reads cannot mix two generations.
+pub fn load_cert(paths: &CertPaths) -> Result<LoadedCert, TlsFileError> {
+    let (cert_path, key_path) = (paths.cert_file.as_path(), paths.key_file.as_path());
+    let cert_pem = read(cert_path)?;
+    let key_pem = if key_path == cert_path { None } else { Some(read(key_path)?) };
+    cert_from_pem((cert_path, &cert_pem), (key_path, key_pem.as_deref().unwrap_or(&cert_pem)))
+}
+
+/// The same of what has been read already, each with the place that errors are to name.
+pub fn cert_from_pem(
+    (cert_path, cert_pem): (&Path, &[u8]),
+    (key_path, key_pem): (&Path, &[u8]),
+) -> Result<LoadedCert, TlsFileError> {
+    let chain = certificates(cert_path, cert_pem)?;
+    let leaf = chain.first().ok_or_else(|| TlsFileError::no_certificate(cert_path))?;
+    let info = cert_info(leaf).map_err(|e| {
+        TlsFileError::broken(cert_path, format!("cannot read the certificate: {e}"))
+    })?;
+    let key = PrivateKeyDer::from_pem_slice(key_pem).map_err(|e| no_key(key_path, key_pem, &e))?;
+    let signing = any_supported_type(&key).map_err(|_| {
+        TlsFileError::broken(
+            key_path,
+            "the private key is damaged or of a kind that is not supported (RSA, ECDSA and \
+             Ed25519 are)",
+        )
+    })?;
+    let certified = CertifiedKey::new(chain.clone(), signing);
+    certified.keys_match().map_err(|_| {
+        let message = format!(
+            "the private key does not belong to the certificate in {}{}",
+            cert_path.display(),
+            if chain.len() > 1 { " (its first one: the leaf must come first)" } else { "" }
+        );
+        TlsFileError::at(key_path, TlsFileProblem::Mismatch, message)
+    })?;
+    let fingerprint = fingerprint(&[cert_pem, key_pem]);
+    Ok(LoadedCert { chain, certified: Arc::new(certified), info, fingerprint, key })
+}
+
+/// The certificate authorities of a PEM bundle.
+#[derive(Debug, Clone)]
+pub struct LoadedCa {
+    /// The usable ones.
+    pub roots: Arc<RootCertStore>,
+    /// How many those are; never 0.
+    pub count: usize,
+    /// Each certificate of the bundle that can be read.
+    pub certificates: Vec<CertInfo>,
+    /// Differs when the contents of the file differ.
+    pub fingerprint: u64,
+}
+
+/// Reads a CA bundle. A certificate that rustls cannot use as a trust anchor is skipped, as long
+/// as one is left.
+pub fn load_ca(path: &Path) -> Result<LoadedCa, TlsFileError> {
+    ca_from_pem(path, &read(path)?)
+}
+
+/// The same of what has been read already; `path` is what errors are to name.
+pub fn ca_from_pem(path: &Path, pem: &[u8]) -> Result<LoadedCa, TlsFileError> {
+    let chain = certificates(path, pem)?;
+    if chain.is_empty() {
+        return Err(TlsFileError::no_certificate(path));
+    }
+    let certificates = chain.iter().filter_map(|der| cert_info(der).ok()).collect();
+    let mut roots = RootCertStore::empty();
+    let (count, _) = roots.add_parsable_certificates(chain);
+    if count == 0 {
+        return Err(TlsFileError::broken(path, "no certificate in it can be used as a CA"));
+    }
+    let fingerprint = fingerprint(&[pem]);
+    Ok(LoadedCa { roots: Arc::new(roots), count, certificates, fingerprint })
+}
+
+fn certificates(path: &Path, pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, TlsFileError> {
+    CertificateDer::pem_slice_iter(pem)
+        .collect::<Result<_, _>>()
+        .map_err(|e| TlsFileError::broken(path, format!("not a valid PEM file: {e}")))
+}
+
+fn no_key(path: &Path, pem: &[u8], error: &rustls::pki_types::pem::Error) -> TlsFileError {
+    let has = |needle: &[u8]| pem.windows(needle.len()).any(|window| window == needle);
+    let message = match error {
+        rustls::pki_types::pem::Error::NoItemsFound if has(b"BEGIN ENCRYPTED PRIVATE KEY") => {
+            "the private key is encrypted; store it without a passphrase".to_owned()
+        }
+        rustls::pki_types::pem::Error::NoItemsFound => {
+            "contains no private key (PEM, -----BEGIN PRIVATE KEY-----)".to_owned()
+        }
+        other => format!("not a valid PEM file: {other}"),
+    };
+    TlsFileError::broken(path, message)
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, TlsFileError> {
+    bounded_read::read(path, MAX_FILE).map_err(|error| match error.kind() {
+        io::ErrorKind::FileTooLarge => {
+            TlsFileError::broken(path, "larger than 4 MiB: not a certificate or key")
+        }
+        _ => TlsFileError::io(path, &error),
+    })
+}
+
+fn fingerprint(parts: &[&[u8]]) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    parts.hash(&mut hasher);
+    hasher.finish()
+}
+
+#[cfg(test)]
+mod tests;

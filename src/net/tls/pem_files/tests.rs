@@ -1,0 +1,218 @@
+//! What a file of certificates says of itself, and what is wrong with it.
+
+use super::*;
+use crate::net::tls::certificate::{Subject, Validity};
+use rcgen::{CertificateParams, DistinguishedName, DnType, DnValue, KeyPair};
+use std::fs;
+use std::path::PathBuf;
+use std::time::{Duration, UNIX_EPOCH};
+
+const CN: &[u64] = &[2, 5, 4, 3];
+const O: &[u64] = &[2, 5, 4, 10];
+const UID: &[u64] = &[1, 3, 6, 1, 4, 1, 57683, 2];
+const RFC4519_UID: &[u64] = &[0, 9, 2342, 19_200_300, 100, 1, 1];
+
+fn certificate(names: &[(&[u64], DnValue)]) -> (String, KeyPair) {
+    let mut params = CertificateParams::default();
+    params.distinguished_name = DistinguishedName::new();
+    for (oid, value) in names {
+        params.distinguished_name.push(DnType::from_oid(oid), value.clone());
+    }
+    params.not_before = rcgen::date_time_ymd(2020, 1, 2);
+    params.not_after = rcgen::date_time_ymd(2030, 3, 4);
+    params.serial_number = Some(vec![0x0a, 0xff].into());
+    let key = KeyPair::generate().unwrap();
+    (params.self_signed(&key).unwrap().pem(), key)
+}
+
+fn node() -> (String, KeyPair) {
+    certificate(&[(O, "system:nodes".into()), (CN, "system:node:n1".into())])
+}
+
+fn subject(names: &[(&[u64], DnValue)]) -> Result<Subject, String> {
+    let (pem, _) = certificate(names);
+    Subject::from_der(&CertificateDer::from_pem_slice(pem.as_bytes()).unwrap())
+}
+
+struct Files(tempfile::TempDir);
+
+impl Files {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    fn write(&self, name: &str, contents: impl AsRef<[u8]>) -> PathBuf {
+        let path = self.0.path().join(name);
+        fs::write(&path, contents).unwrap();
+        path
+    }
+
+    /// The message with the directory taken out of it.
+    fn load(&self, cert: &str, key: &str) -> Result<LoadedCert, String> {
+        let (cert_file, key_file) = (self.0.path().join(cert), self.0.path().join(key));
+        load_cert(&CertPaths { cert_file, key_file }).map_err(|e| self.message(&e))
+    }
+
+    fn message(&self, error: &TlsFileError) -> String {
+        error.to_string().replace(&format!("{}/", self.0.path().display()), "")
+    }
+}
+
+#[test]
+fn a_subject_is_what_kubernetes_sees() {
+    let node = subject(&[(O, "system:nodes".into()), (CN, "system:node:n1".into())]).unwrap();
+    assert_eq!(node.to_string(), "CN=system:node:n1, O=system:nodes");
+    assert_eq!(node.common_name(), Some("system:node:n1"));
+    let printable = DnValue::PrintableString("system:nodes".try_into().unwrap());
+    let same = subject(&[(CN, "system:node:n1".into()), (O, printable)]).unwrap();
+    assert_eq!(node, same, "neither the order of attributes nor their string type matters");
+
+    let name: (&[u64], DnValue) = (CN, "system:node:n1".into());
+    for other in [
+        subject(&[(O, "system:nodes".into()), (CN, "system:node:n2".into())]),
+        subject(&[(O, "system:masters".into()), name.clone()]),
+        subject(std::slice::from_ref(&name)),
+        subject(&[(O, "system:nodes".into()), name, (UID, "1".into())]),
+        subject(&[]),
+    ] {
+        assert_ne!(other, Ok(node.clone()));
+    }
+    let nobody = subject(&[]).unwrap();
+    assert_eq!((nobody.common_name(), nobody.to_string()), (None, "(empty subject)".into()));
+    assert_eq!(subject(&[(CN, "".into())]).unwrap().common_name(), None);
+    let forged = subject(&[(CN, "a\nb, O=x".into())]).unwrap();
+    assert_eq!(forged.to_string(), "CN=a\\nb\\, O=x");
+    let teletex = DnValue::TeletexString("n1".try_into().unwrap());
+    assert!(subject(&[(CN, teletex)]).unwrap_err().contains("unsupported type"));
+}
+
+/// kube-apiserver takes a UID from the first attribute alone: one of these is a user with a UID, the
+/// other the same user without.
+#[test]
+fn subject_with_kubernetes_uid_differs_from_subject_with_rfc4519_uid() {
+    let name: (&[u64], DnValue) = (CN, "alice".into());
+    let kubernetes = subject(&[name.clone(), (UID, "1000".into())]).unwrap();
+    let rfc4519 = subject(&[name.clone(), (RFC4519_UID, "1000".into())]).unwrap();
+    assert_ne!(kubernetes, rfc4519);
+    assert_ne!(rfc4519, subject(std::slice::from_ref(&name)).unwrap());
+    assert_ne!(rfc4519, subject(&[name, (RFC4519_UID, "1001".into())]).unwrap());
+    assert_eq!(kubernetes.to_string(), "CN=alice, UID=1000");
+    assert_eq!(rfc4519.to_string(), "CN=alice, uid=1000");
+}
+
+#[test]
+fn a_certificate_tells_its_serial_and_its_time() {
+    let (pem, _) = node();
+    let info = cert_info(&CertificateDer::from_pem_slice(pem.as_bytes()).unwrap()).unwrap();
+    assert_eq!(info.serial, "0AFF");
+    assert_eq!(info.not_before, UNIX_EPOCH + Duration::from_secs(1_577_923_200), "2020-01-02");
+    let second = Duration::from_secs(1);
+    let path = Path::new("/x.crt");
+    assert_eq!(info.check_time(path, info.not_before), Ok(()));
+    assert_eq!(info.check_time(path, info.not_after), Ok(()));
+    assert_eq!(info.validity(info.not_before - second), Validity::NotYet);
+    assert_eq!(
+        info.check_time(path, info.not_after + second).unwrap_err().to_string(),
+        "/x.crt: the certificate of CN=system:node:n1, O=system:nodes expired on 2030-03-04"
+    );
+}
+
+#[test]
+fn loads_a_pair_from_two_files_or_from_one() {
+    let files = Files::new();
+    let (pem, key) = node();
+    files.write("c", &pem);
+    files.write("k", key.serialize_pem());
+    files.write("both", format!("{}# a comment\n{pem}", key.serialize_pem()));
+    let two = files.load("c", "k").unwrap();
+    let one = files.load("both", "both").unwrap();
+    assert_eq!(two.info, one.info);
+    assert_eq!(two.key(), one.key());
+    assert_eq!(two.fingerprint, files.load("c", "k").unwrap().fingerprint);
+    let (pem, key) = node();
+    files.write("c", &pem);
+    files.write("k", key.serialize_pem());
+    assert_ne!(two.fingerprint, files.load("c", "k").unwrap().fingerprint);
+    assert!(!format!("{two:?}").to_lowercase().contains("key"));
+}
+
+#[test]
+fn says_what_is_wrong_with_a_file() {
+    let files = Files::new();
+    let (pem, key) = node();
+    files.write("c", &pem);
+    files.write("chain", format!("{pem}{}", node().0));
+    files.write("k", key.serialize_pem());
+    files.write("other", KeyPair::generate().unwrap().serialize_pem());
+    files.write("empty", "");
+    files.write("garbage", [0xff, 0, b'-', b'\n', 7]);
+    files.write("base64", "-----BEGIN CERTIFICATE-----\n!!!\n-----END CERTIFICATE-----\n");
+    files.write("open", "-----BEGIN CERTIFICATE-----\nAAAA\n");
+    files.write("der", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n");
+    files.write("badkey", "-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n");
+    files.write(
+        "locked",
+        "-----BEGIN ENCRYPTED PRIVATE KEY-----\nAAAA\n-----END ENCRYPTED PRIVATE KEY-----\n",
+    );
+    fs::create_dir(files.0.path().join("dir")).unwrap();
+    for (cert, key, expected) in [
+        ("none", "k", "cannot read none: No such file or directory"),
+        ("c", "none", "cannot read none: No such file or directory"),
+        ("dir", "k", "cannot read dir: not a regular file"),
+        ("c", "other", "other: the private key does not belong to the certificate in c"),
+        (
+            "chain",
+            "other",
+            "other: the private key does not belong to the certificate in chain (its first \
+             one: the leaf must come first)",
+        ),
+        ("empty", "k", "empty: contains no certificate (PEM, -----BEGIN CERTIFICATE-----)"),
+        ("garbage", "k", "garbage: contains no certificate (PEM, -----BEGIN CERTIFICATE-----)"),
+        ("k", "k", "k: contains no certificate (PEM, -----BEGIN CERTIFICATE-----)"),
+        ("c", "c", "c: contains no private key (PEM, -----BEGIN PRIVATE KEY-----)"),
+        ("der", "k", "der: cannot read the certificate: not an X.509 certificate"),
+        ("c", "locked", "locked: the private key is encrypted; store it without a passphrase"),
+    ] {
+        assert_eq!(files.load(cert, key).unwrap_err(), expected, "{cert} {key}");
+    }
+    for (cert, key, expected) in [
+        ("base64", "k", "base64: not a valid PEM file: "),
+        ("open", "k", "open: not a valid PEM file: "),
+        ("c", "badkey", "badkey: the private key is damaged or of a kind"),
+    ] {
+        let message = files.load(cert, key).unwrap_err();
+        assert!(message.starts_with(expected), "{message}");
+    }
+    let none = load_ca(&files.0.path().join("none")).unwrap_err();
+    assert!(none.is_missing());
+}
+
+#[test]
+fn loads_a_ca_bundle() {
+    let files = Files::new();
+    let bundle = format!("{}{}{}", node().0, node().0, node().1.serialize_pem());
+    let ca = load_ca(&files.write("ca", bundle)).unwrap();
+    assert_eq!((ca.count, ca.roots.len(), ca.certificates.len()), (2, 2, 2));
+    let message =
+        |contents: &str| files.message(&load_ca(&files.write("ca", contents)).unwrap_err());
+    assert_eq!(message(""), "ca: contains no certificate (PEM, -----BEGIN CERTIFICATE-----)");
+    assert_eq!(
+        message("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"),
+        "ca: no certificate in it can be used as a CA"
+    );
+}
+
+proptest::proptest! {
+    #[test]
+    fn garbage_never_panics(bytes: Vec<u8>, cut in 0_usize..400, flip in 0_usize..400) {
+        let _ = cert_info(&CertificateDer::from(bytes));
+        let (pem, _) = node();
+        let mut der = CertificateDer::from_pem_slice(pem.as_bytes()).unwrap().to_vec();
+        if let Some(byte) = der.get_mut(flip) {
+            *byte ^= 0x41;
+        }
+        let _ = cert_info(&CertificateDer::from(der.clone()));
+        der.truncate(cut);
+        let _ = cert_info(&CertificateDer::from(der));
+    }
+}

@@ -1,0 +1,109 @@
+//! The same line again and again says less than one line and a number.
+//!
+//! Pure: the caller brings the time. State changes go through here, so that an endpoint which
+//! flaps ten times a second is one line every few seconds that says how often it did.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+/// Most distinct lines remembered; beyond, the oldest is forgotten (and may be written again).
+const MAX_LINES: usize = 256;
+
+#[derive(Debug, Clone, Copy)]
+struct Seen {
+    written: Instant,
+    suppressed: u64,
+}
+
+/// Suppresses lines that were written less than a window ago.
+#[derive(Debug)]
+pub struct RepeatFilter {
+    window: Duration,
+    seen: HashMap<String, Seen>,
+}
+
+impl RepeatFilter {
+    /// Writes each distinct line at most once per `window`.
+    pub fn new(window: Duration) -> Self {
+        Self { window, seen: HashMap::new() }
+    }
+
+    /// Whether `line` should be written now: `Some(n)` yes, and n like it were left out since the
+    /// last time; `None` no.
+    pub fn admit(&mut self, line: &str, now: Instant) -> Option<u64> {
+        if let Some(seen) = self.seen.get_mut(line) {
+            if now.saturating_duration_since(seen.written) < self.window {
+                seen.suppressed += 1;
+                return None;
+            }
+            let suppressed = seen.suppressed;
+            *seen = Seen { written: now, suppressed: 0 };
+            return Some(suppressed);
+        }
+        if self.seen.len() >= MAX_LINES {
+            self.forget_oldest();
+        }
+        self.seen.insert(line.to_owned(), Seen { written: now, suppressed: 0 });
+        Some(0)
+    }
+
+    /// Lines whose window is over, with how many like them were left out: call it now and then, or
+    /// the end of a burst is never told. Those that were not repeated are forgotten silently.
+    pub fn flush(&mut self, now: Instant) -> Vec<(String, u64)> {
+        let window = self.window;
+        self.seen
+            .extract_if(|_, seen| now.saturating_duration_since(seen.written) >= window)
+            .filter(|(_, seen)| seen.suppressed > 0)
+            .map(|(line, seen)| (line, seen.suppressed))
+            .collect()
+    }
+
+    /// Whether no line is remembered.
+    pub fn is_empty(&self) -> bool {
+        self.seen.is_empty()
+    }
+
+    fn forget_oldest(&mut self) {
+        let oldest =
+            self.seen.iter().min_by_key(|(_, seen)| seen.written).map(|(line, _)| line.clone());
+        if let Some(line) = oldest {
+            self.seen.remove(&line);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const WINDOW: Duration = Duration::from_secs(5);
+
+    #[test]
+    fn a_burst_is_one_line_and_a_number() {
+        let (mut repeats, start) = (RepeatFilter::new(WINDOW), Instant::now());
+        let at = |ms| start + Duration::from_millis(ms);
+        assert_eq!(repeats.admit("a ejected", at(0)), Some(0));
+        for i in 1..=40 {
+            assert_eq!(repeats.admit("a ejected", at(i * 100)), None);
+        }
+        assert_eq!(repeats.admit("b ejected", at(4000)), Some(0), "another line is not held back");
+        assert_eq!(repeats.admit("a ejected", at(5000)), Some(40));
+        assert_eq!(repeats.admit("a ejected", at(5001)), None);
+        assert_eq!(repeats.flush(at(5002)), vec![]);
+        assert_eq!(repeats.flush(at(10_000)), vec![("a ejected".to_owned(), 1)]);
+        assert_eq!(repeats.flush(at(20_000)), vec![]);
+        assert_eq!(repeats.admit("a ejected", at(20_001)), Some(0));
+    }
+
+    #[test]
+    fn memory_is_bounded() {
+        let (mut repeats, start) = (RepeatFilter::new(WINDOW), Instant::now());
+        for i in 0..10_000_u64 {
+            assert_eq!(repeats.admit(&i.to_string(), start + Duration::from_micros(i)), Some(0));
+        }
+        assert!(repeats.seen.len() <= MAX_LINES);
+        assert_eq!(repeats.admit("9999", start + Duration::from_millis(11)), None);
+    }
+}

@@ -15,7 +15,6 @@ mod build;
 mod control;
 mod facts;
 mod open_files;
-mod pulse;
 pub mod reload;
 mod sockets;
 mod takeover;
@@ -34,11 +33,10 @@ use tokio::sync::{oneshot, watch};
 use crate::config::Config;
 use crate::control::discovery::SharedContext;
 use crate::control::discovery::dns::ResolverFiles;
-use crate::control::heartbeat::Heartbeats;
 use crate::net::process::inherited_sockets::InheritedSockets;
 use crate::net::process::service_manager::ServiceManager;
 use crate::net::tls::file_error::TlsFileError;
-use crate::observe::Metrics;
+use crate::observe::{LivenessMonitor, Metrics};
 use crate::proxy::request_body;
 use build::{Built, Plan};
 use control::Control;
@@ -209,7 +207,7 @@ impl App {
         let around = Arc::new(SharedContext {
             bound: ArcSwap::from_pointee(built.listening().to_vec()),
             state_dir: ArcSwap::from_pointee(built.config.state_dir.clone()),
-            heartbeats: Heartbeats::start().map_err(StartError::System)?,
+            liveness: LivenessMonitor::start().map_err(StartError::System)?,
             system: ResolverFiles::default(),
         });
         Ok(Self { built, metrics, around, follower: None, predecessor })
@@ -254,14 +252,20 @@ impl App {
         let (cut, is_cut) = watch::channel(false);
         let (replaced, is_replaced) = watch::channel(false);
         let mut workers = Vec::new();
-        let mut pulses = Vec::new();
+        let mut liveness = Vec::new();
         let mut leads = Vec::new();
         let count = built.config.workers;
         let bodies = request_body::budget(&metrics);
         for index in 0..count {
-            let (setup, lead) =
-                worker::Setup::new(&metrics, &bodies, count, draining.clone(), is_cut.clone());
-            pulses.push(Arc::clone(&setup.pulse));
+            let (setup, lead) = worker::Setup::new(
+                index,
+                &metrics,
+                &bodies,
+                count,
+                draining.clone(),
+                is_cut.clone(),
+            );
+            liveness.push(setup.liveness.clone());
             leads.push(lead);
             let thread = std::thread::Builder::new().name(format!("worker-{index}"));
             workers.push(thread.spawn(move || setup.run()).map_err(StartError::System)?);
@@ -290,7 +294,8 @@ impl App {
             );
         }
         let file = follower.as_ref().map(|follower| follower.file().to_owned());
-        let facts = Arc::new(Facts::new(&built, &metrics, pulses, draining.clone(), &around, file));
+        let facts =
+            Arc::new(Facts::new(&built, &metrics, liveness, draining.clone(), &around, file));
         let (stop, stopped) = oneshot::channel();
         let (reload, requests) = unbounded_channel();
         let control = Control {

@@ -3,14 +3,13 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Instant, SystemTime};
+use std::time::SystemTime;
 
 use arc_swap::ArcSwap;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 
 use super::build::{Bound, Built, Plane};
-use super::pulse::Pulse;
 use super::reload::Attempt;
 use crate::admin::{self, Readiness, ReadinessCheck};
 use crate::config::{self, Config};
@@ -20,7 +19,7 @@ use crate::observe::build;
 use crate::observe::counted;
 use crate::observe::history::STEP;
 use crate::observe::utc::Utc;
-use crate::observe::{ListenerMetrics, Metrics, PassthroughMetrics};
+use crate::observe::{ListenerMetrics, Liveness, Metrics, PassthroughMetrics};
 use crate::upstream::credentials::Slot;
 use crate::upstream::pool::Upstream;
 use crate::upstream::sources::{Report, Source, age};
@@ -32,7 +31,7 @@ const EVENTS_IN_STATUS: usize = 8;
 pub struct Facts {
     shown: ArcSwap<Shown>,
     metrics: Arc<Metrics>,
-    pulses: Vec<Arc<Pulse>>,
+    workers: Vec<Liveness>,
     started: SystemTime,
     draining: watch::Receiver<bool>,
     around: Arc<SharedContext>,
@@ -104,7 +103,7 @@ impl Facts {
     pub fn new(
         built: &Built,
         metrics: &Arc<Metrics>,
-        pulses: Vec<Arc<Pulse>>,
+        workers: Vec<Liveness>,
         draining: watch::Receiver<bool>,
         around: &Arc<SharedContext>,
         file: Option<PathBuf>,
@@ -112,7 +111,7 @@ impl Facts {
         Self {
             shown: ArcSwap::from_pointee(Shown::new(built, metrics)),
             metrics: Arc::clone(metrics),
-            pulses,
+            workers,
             started: SystemTime::now(),
             draining,
             around: Arc::clone(around),
@@ -215,18 +214,12 @@ fn sources_of(upstream: &Upstream) -> Vec<ReadinessCheck> {
 
 impl admin::StatusProvider for Facts {
     fn liveness(&self) -> Result<(), String> {
-        let now = Instant::now();
-        let stuck: Vec<_> = self
-            .pulses
-            .iter()
-            .enumerate()
-            .filter(|(_, pulse)| !pulse.is_alive(now))
-            .map(|(index, _)| format!("worker {index}"))
-            .collect();
-        if stuck.is_empty() {
+        let workers = self.workers.iter();
+        let stalled: Vec<_> = workers.filter(|w| w.is_stalled()).map(Liveness::name).collect();
+        if stalled.is_empty() {
             Ok(())
         } else {
-            Err(format!("{}: event loop has not turned for 5 s", stuck.join(", ")))
+            Err(format!("{}: event loop stalled for more than 5 s", stalled.join(", ")))
         }
     }
 
@@ -281,8 +274,8 @@ impl admin::StatusProvider for Facts {
             }
             checks.extend(sources_of(upstream));
         }
-        for name in self.around.heartbeats.stuck() {
-            let detail = "its loop has not turned".into();
+        for name in self.around.liveness.stalled() {
+            let detail = "control loop stalled; its state may be stale".into();
             checks.push(ReadinessCheck { name, ok: false, detail });
         }
         let reloads = self.reloads.lock().unwrap_or_else(PoisonError::into_inner);

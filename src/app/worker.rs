@@ -22,16 +22,15 @@ use tokio::time::sleep;
 
 use self::kept::{Deadline, Kept, Kind};
 use super::build::{Bound, Destinations, Plane};
-use super::pulse::Pulse;
 use crate::config::{self, AccessLog};
 use crate::net::process::allocator;
 use crate::net::sockets::linger::lingering_connections;
-use crate::observe::{ListenerMetrics, Metrics, RateLimitedWarnings};
+use crate::observe::{ListenerMetrics, Liveness, Metrics, RateLimitedWarnings};
 use crate::proxy::accept::REPEAT;
 use crate::proxy::byte_budget::ByteBudget;
 use crate::proxy::client_connection::{CurrentService, ListenerService};
-use crate::proxy::closing::Closer;
 use crate::proxy::credential_selector::{CredentialSelector, ProvenTokens};
+use crate::proxy::drain;
 use crate::proxy::listener::Listener;
 use crate::proxy::passthrough;
 use crate::proxy::passthrough::table::Table;
@@ -121,13 +120,14 @@ pub struct Setup {
     pub drain: watch::Receiver<bool>,
     /// Ends what drains at once.
     pub cut: watch::Receiver<bool>,
-    /// Where it shows that it turns.
-    pub pulse: Arc<Pulse>,
+    /// Records the turns of its loop.
+    pub liveness: Liveness,
 }
 
 impl Setup {
     /// A worker, and the way to lead it.
     pub fn new(
+        index: usize,
         metrics: &Arc<Metrics>,
         bodies: &Arc<ByteBudget>,
         workers: usize,
@@ -135,9 +135,9 @@ impl Setup {
         cut: watch::Receiver<bool>,
     ) -> (Self, UnboundedSender<Order>) {
         let (sender, orders) = unbounded_channel();
-        let pulse = Arc::new(Pulse::new(std::time::Instant::now()));
+        let liveness = Liveness::new(&format!("worker {index}"));
         let (metrics, bodies) = (Arc::clone(metrics), Arc::clone(bodies));
-        (Self { orders, metrics, bodies, workers, drain, cut, pulse }, sender)
+        (Self { orders, metrics, bodies, workers, drain, cut, liveness }, sender)
     }
 
     /// Runs until the drain is over.
@@ -153,10 +153,11 @@ impl Setup {
     }
 
     async fn serve(self) {
-        let Self { mut orders, metrics, bodies, workers, mut drain, cut, pulse } = self;
+        let Self { mut orders, metrics, bodies, workers, mut drain, cut, liveness } = self;
+        let turns = liveness.clone();
         spawn_local(async move {
             loop {
-                pulse.beat(std::time::Instant::now());
+                turns.record_turn();
                 allocator::release_free_memory();
                 sleep(PULSE).await;
             }
@@ -188,6 +189,7 @@ impl Setup {
             }
         }
         worker.end().await;
+        liveness.finish();
     }
 }
 
@@ -250,8 +252,8 @@ impl Worker {
     }
 
     fn begin(&mut self, part: Part, access: AccessLog) -> Kept {
-        let watches = Closer::new();
-        let (closer, closing) = Closer::new();
+        let watches = drain::channel();
+        let (trigger, drain) = drain::channel();
         let name = part.config.name.clone();
         let (upstream, limits) = (Arc::clone(&part.upstream), self.limits(&part));
         let kind = match part.plane {
@@ -269,7 +271,7 @@ impl Worker {
                     limits,
                     request_limits: config.limits,
                     tunnels: Tunnels::default(),
-                    closing: watches.1.clone(),
+                    drain: watches.1.clone(),
                 });
                 Kind::Terminate(Rc::new(Listener {
                     name: name.clone(),
@@ -277,7 +279,7 @@ impl Worker {
                     tls,
                     open: Cell::new(0),
                     warnings: RateLimitedWarnings::new(REPEAT),
-                    closing,
+                    drain,
                 }))
             }
             Plane::Passthrough { config, routes, destinations } => {
@@ -294,7 +296,7 @@ impl Worker {
                 }))
             }
         };
-        let mut kept = Kept { name, upstream, watches, closer, places: HashMap::new(), kind };
+        let mut kept = Kept { name, upstream, watches, trigger, places: HashMap::new(), kind };
         kept.listen(&part.places, part.sockets);
         kept
     }
@@ -310,12 +312,12 @@ impl Worker {
             (Kind::Terminate(listener), Plane::Terminate { config, slots, .. }) => {
                 if another {
                     // What goes on there may not exist here: its clients ask anew.
-                    let (closer, _) = std::mem::replace(&mut kept.watches, Closer::new());
+                    let (trigger, _) = std::mem::replace(&mut kept.watches, drain::channel());
                     let deadline = self.deadline();
                     self.going.spawn_local(async move {
-                        closer.drain(deadline.spread());
+                        trigger.start(deadline.spread());
                         deadline.over().await;
-                        closer.close();
+                        trigger.force();
                     });
                 }
                 let before = listener.serving.now();
@@ -336,7 +338,7 @@ impl Worker {
                     limits,
                     request_limits: config.limits,
                     tunnels: before.tunnels.clone(),
-                    closing: kept.watches.1.clone(),
+                    drain: kept.watches.1.clone(),
                 }));
             }
             (Kind::Passthrough(listener), Plane::Passthrough { config, routes, destinations }) => {

@@ -5,12 +5,11 @@
 //! * [`readyz`] asks an endpoint how it is; [`readyz::reachability`] hears on the same connection whether its
 //!   process has stopped.
 //! * [`certificates`] reads what has changed ([`file_watch`]) and renews what is ours.
-//! * [`heartbeat`] logs a loop that is stuck; [`watchdog`] tells the service manager that none is.
+//! * [`watchdog`] tells the service manager that no worker is stalled.
 
 pub mod certificates;
 pub mod discovery;
 pub mod endpoint_set;
 pub mod file_watch;
-pub mod heartbeat;
 pub mod readyz;
 pub mod watchdog;

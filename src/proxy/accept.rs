@@ -7,7 +7,7 @@ use std::time::Duration;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::sleep;
 
-use super::closing::Closing;
+use super::drain::DrainWatcher;
 use crate::net::process::resource_limits::{self, SpareDescriptor};
 use crate::net::sockets::{listening, tcp_options};
 use crate::observe::{ListenerMetrics, RateLimitedWarnings};
@@ -18,13 +18,13 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// Refusals of one kind are logged once in this time, with their number.
 pub const REPEAT: Duration = Duration::from_secs(5);
 
-/// Accepts on one socket until `closing` begins and gives each connection to `admit`; in the end
+/// Accepts on one socket until `drain` begins and gives each connection to `admit`; in the end
 /// also those that wait in its queue, which would be reset with it. If it is over at once, they are
 /// somebody else's who has the socket too. Where descriptors are used up who waits is reset: a
 /// client that hears nothing would wait on.
 pub async fn until_drain(
     socket: TcpListener,
-    mut closing: Closing,
+    mut drain: DrainWatcher,
     (listener, metrics, warnings): (&str, &ListenerMetrics, &RateLimitedWarnings),
     admit: impl Fn(TcpStream, SocketAddr),
 ) {
@@ -37,7 +37,7 @@ pub async fn until_drain(
     loop {
         let accepted = tokio::select! {
             biased;
-            () = closing.draining() => break,
+            () = drain.started() => break,
             accepted = socket.accept() => accepted,
         };
         match accepted {
@@ -59,7 +59,7 @@ pub async fn until_drain(
             },
         }
     }
-    if closing.is_over() {
+    if drain.is_forced() {
         return;
     }
     for (stream, from) in listening::close_and_accept_queued(socket) {
@@ -87,29 +87,28 @@ fn is_of_one_connection(error: &io::Error) -> bool {
 mod tests {
     use std::cell::Cell;
 
-    use super::super::closing::Closer;
+    use super::super::drain::{self, DrainTrigger};
     use super::*;
     use crate::observe::Metrics;
 
     /// How many of five are admitted that wait in the queue when the end comes.
-    async fn admitted(end: impl FnOnce(&Closer)) -> usize {
+    async fn admitted(end: impl FnOnce(&DrainTrigger)) -> usize {
         let socket = listening::listen("127.0.0.1:0".parse().unwrap(), false).unwrap();
         let at = socket.local_addr().unwrap();
         let _clients: Vec<_> = (0..5).map(|_| std::net::TcpStream::connect(at).unwrap()).collect();
-        let (closer, closing) = Closer::new();
-        end(&closer);
+        let (trigger, drain) = drain::channel();
+        end(&trigger);
         let count = Cell::new(0);
         let admit = |_, _| count.set(count.get() + 1);
         let socket = TcpListener::from_std(socket).unwrap();
         let metrics = Metrics::new().listener("l");
-        until_drain(socket, closing, ("l", &metrics, &RateLimitedWarnings::new(REPEAT)), admit)
-            .await;
+        until_drain(socket, drain, ("l", &metrics, &RateLimitedWarnings::new(REPEAT)), admit).await;
         count.get()
     }
 
     #[tokio::test]
     async fn who_waits_when_the_drain_begins_is_served_and_who_is_another_s_is_left() {
-        assert_eq!(admitted(|closer| closer.drain(Duration::ZERO)).await, 5);
-        assert_eq!(admitted(Closer::close).await, 0);
+        assert_eq!(admitted(|trigger| trigger.start(Duration::ZERO)).await, 5);
+        assert_eq!(admitted(DrainTrigger::force).await, 0);
     }
 }

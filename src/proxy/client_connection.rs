@@ -17,8 +17,8 @@ use http::{HeaderValue, Request, Response, Uri, header};
 use hyper::body::Incoming;
 
 use super::client_certificate::{ClientCertificate, IdentityProof};
-use super::closing::Closing;
 use super::credential_selector::{self, CredentialSelector, LastToken};
+use super::drain::DrainWatcher;
 use super::forward::ForwardedRequest;
 use super::hygiene::{self, ForwardedFor};
 use super::request_body::RequestBody;
@@ -52,7 +52,7 @@ pub struct ListenerService {
     /// Upgraded connections, which a drain counts too.
     pub tunnels: upgrade::Tunnels,
     /// When its watches are to end.
-    pub closing: Closing,
+    pub drain: DrainWatcher,
 }
 
 /// The service of a listener as it is now.
@@ -218,7 +218,7 @@ impl ClientConnection {
             head,
             body: (!http_body::Body::is_end_stream(&body))
                 .then(|| RequestBody::new(body, version, &service.upstream.bodies)),
-            closing: (info.kind == RequestKind::Watch).then(|| service.closing.clone()),
+            drain: (info.kind == RequestKind::Watch).then(|| service.drain.clone()),
             info,
             watch,
             hedges: Cell::new(0),

@@ -23,7 +23,7 @@ use tokio::time::Instant;
 
 use super::body_prefix::{beginning, is_awaited};
 use super::client_certificate::IdentityProof;
-use super::closing::Closing;
+use super::drain::DrainWatcher;
 use super::hygiene;
 use super::request_body::{RequestBody, UploadTask};
 use super::request_info::{RequestInfo, RequestKind};
@@ -65,7 +65,7 @@ pub struct ForwardedRequest {
     /// What a watch asked for, if it is one whose frames can be followed.
     pub watch: Option<Asked>,
     /// When a watch is to end.
-    pub closing: Option<Closing>,
+    pub drain: Option<DrainWatcher>,
     /// Second attempts beside a first one so far.
     pub hedges: Cell<u32>,
 }
@@ -409,12 +409,12 @@ impl ForwardedRequest {
             release_all(recv, data.len());
             return into_response(head, ResponseBody::Full(FullBody::new(data, outcome)));
         }
-        let Self { upstream: line, class, proof, head: request, watch, closing, info, .. } = *self;
-        let body = if let (Some(asked), Some(closing), Some(encoding)) =
-            (watch, closing, watch_body::encoding(&head))
+        let Self { upstream: line, class, proof, head: request, watch, drain, info, .. } = *self;
+        let body = if let (Some(asked), Some(drain), Some(encoding)) =
+            (watch, drain, watch_body::encoding(&head))
         {
             let watched =
-                Watched { line, class, proof, head: request, asked, encoding, asked_at, closing };
+                Watched { line, class, proof, head: request, asked, encoding, asked_at, drain };
             ResponseBody::Watch(Box::new(WatchBody::new(watched, &head, recv, permit, outcome)))
         } else {
             let end = proof.end().filter(|_| info.kind == RequestKind::Watch);

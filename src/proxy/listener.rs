@@ -27,8 +27,8 @@ use super::accept;
 use super::body_progress::{BodyProgress, StallBoundStream, TrackedBody};
 use super::client_certificate::ClientCertificate;
 use super::client_connection::{ClientConnection, CurrentService, ListenerService};
-use super::closing::Closing;
 use super::credential_selector::LastToken;
+use super::drain::DrainWatcher;
 use super::hygiene::ForwardedFor;
 use super::plain_http;
 use super::stall_timeout::StallTimeout;
@@ -75,15 +75,15 @@ pub struct Listener {
     /// About connections that are refused.
     pub warnings: RateLimitedWarnings,
     /// When connections are to end.
-    pub closing: Closing,
+    pub drain: DrainWatcher,
 }
 
 impl Listener {
-    /// Accepts on one socket until `closing` begins.
-    pub async fn accept(self: Rc<Self>, socket: TcpListener, closing: Closing) {
+    /// Accepts on one socket until `drain` begins.
+    pub async fn accept(self: Rc<Self>, socket: TcpListener, drain: DrainWatcher) {
         let metrics = Arc::clone(&self.serving.now().metrics);
         let about = (self.name.as_str(), &*metrics, &self.warnings);
-        accept::until_drain(socket, closing, about, |stream, from| self.admit(stream, from)).await;
+        accept::until_drain(socket, drain, about, |stream, from| self.admit(stream, from)).await;
     }
 
     fn admit(self: &Rc<Self>, stream: TcpStream, from: SocketAddr) {
@@ -97,10 +97,10 @@ impl Listener {
         let guard = Open::new(self, &service.metrics);
         let this = Rc::clone(self);
         spawn_local(async move {
-            let mut closing = this.closing.clone();
+            let mut drain = this.drain.clone();
             tokio::select! {
                 () = this.connection(stream, from, &service) => {}
-                () = closing.over() => {}
+                () = drain.forced() => {}
             }
             drop(guard);
         });
@@ -203,12 +203,12 @@ impl Listener {
             .max_local_error_reset_streams(ERROR_RESETS)
             .serve_connection(TokioIo::new(stream), service);
         let mut connection = std::pin::pin!(connection);
-        let mut closing = self.closing.clone();
+        let mut drain = self.drain.clone();
         tokio::select! {
             // What has come is read before anybody is judged by his silence.
             biased;
             result = poll_fn(|cx| turn(connection.as_mut(), &uncork, cx)) => return result,
-            () = closing.draining() => {}
+            () = drain.started() => {}
             () = streams.nothing_for(limits.header_timeout, || uncork.received_since_last_call()) => {
                 found.metrics.refused("timeout");
             }
@@ -238,10 +238,10 @@ impl Listener {
             .serve_connection(TokioIo::new(stream), service)
             .with_upgrades();
         let mut connection = std::pin::pin!(connection);
-        let mut closing = self.closing.clone();
+        let mut drain = self.drain.clone();
         tokio::select! {
             result = connection.as_mut() => return result,
-            () = closing.draining() => {}
+            () = drain.started() => {}
         }
         connection.as_mut().graceful_shutdown();
         connection.await

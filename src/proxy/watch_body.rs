@@ -29,7 +29,7 @@ use self::moving::Moving;
 use self::running::{Event, Leave, Running, Stay};
 use super::body_progress::PIECE;
 use super::client_certificate::{IdentityProof, ProofExpiry};
-use super::closing::Closing;
+use super::drain::DrainWatcher;
 use super::respond::BodyError;
 use super::upstream_client::{Answer as Answered, UpstreamClient, release};
 use super::watch::Encoding;
@@ -92,7 +92,7 @@ pub struct Watched {
     /// When it was asked for.
     pub asked_at: Instant,
     /// When it is to end.
-    pub closing: Closing,
+    pub drain: DrainWatcher,
 }
 
 /// How the events of an answer are written, if they can be followed.
@@ -111,7 +111,7 @@ impl WatchBody {
         permit: Permit,
         outcome: Box<Outcome>,
     ) -> Self {
-        let Watched { line, class, proof, head: request, asked, encoding, asked_at, closing } =
+        let Watched { line, class, proof, head: request, asked, encoding, asked_at, drain } =
             watched;
         let proof_end = proof.end();
         let again = Again {
@@ -121,7 +121,7 @@ impl WatchBody {
             head: request,
             content_type: text(&head.headers, &header::CONTENT_TYPE),
             asked,
-            closing,
+            drain,
             lost: None,
             refused: false,
             shunned: Vec::new(),
@@ -135,7 +135,7 @@ impl WatchBody {
                 &again.line.watches.partial_frames(),
             ),
             out: VecDeque::new(),
-            leg: Leg::Running(Running::new(recv, permit, &again.closing)),
+            leg: Leg::Running(Running::new(recv, permit, &again.drain)),
             again,
             proof_end,
             outcome,
@@ -177,16 +177,16 @@ impl WatchBody {
                     }
                     Event::Leave(Leave::Asked) => self.asked(),
                     Event::Leave(Leave::Connection) => {
-                        running.stay(Stay::Connection, &self.again.closing);
+                        running.stay(Stay::Connection, &self.again.drain);
                         self.leave();
                     }
                     Event::Leave(Leave::Unresponsive) => {
-                        running.stay(Stay::Unresponsive, &self.again.closing);
+                        running.stay(Stay::Unresponsive, &self.again.drain);
                         self.leave();
                     }
                     Event::Leave(Leave::Place(permit)) => self.take_place(permit),
                     Event::Leave(Leave::Shutdown) => {
-                        running.stay(Stay::Shutdown, &self.again.closing);
+                        running.stay(Stay::Shutdown, &self.again.drain);
                         self.leave();
                     }
                 },

@@ -6,7 +6,7 @@ use http::{HeaderMap, Method, Request, Version};
 use jackstay::config::AccessLog;
 use jackstay::observe::{Metrics, Outcome};
 use jackstay::proxy::client_certificate::IdentityProof;
-use jackstay::proxy::closing::Closer;
+use jackstay::proxy::drain;
 use jackstay::proxy::forward::ForwardedRequest;
 use jackstay::proxy::request_body;
 use jackstay::proxy::request_info::RequestInfo;
@@ -69,7 +69,7 @@ async fn counted() {
     let asked = Asked::new("watch", info.path(), info.query(), &headers, &[]).unwrap();
     let of_listener = metrics.listener("apiserver");
     let outcome = Outcome::begin(&of_listener, AccessLog::Off, Ipv4Addr::LOCALHOST.into(), &parts);
-    let (_closer, closing) = Closer::new();
+    let (_trigger, drain) = drain::channel();
     let outgoing = Box::new(ForwardedRequest {
         upstream,
         class: Rc::clone(&class),
@@ -78,7 +78,7 @@ async fn counted() {
         body: None,
         info,
         watch: Some(asked),
-        closing: Some(closing),
+        drain: Some(drain),
         hedges: Cell::new(0),
     });
     // A watch is held until its pool has a connection; afterwards only this test asks for looks.

@@ -15,8 +15,8 @@ use jackstay::net::tls::pem_files;
 use jackstay::net::tls::serving::{LoadedServingTls, ServingTls};
 use jackstay::observe::{Metrics, RateLimitedWarnings};
 use jackstay::proxy::client_connection::{CurrentService, ListenerService};
-use jackstay::proxy::closing::Closer;
 use jackstay::proxy::credential_selector::CredentialSelector;
+use jackstay::proxy::drain;
 use jackstay::proxy::listener::Listener;
 use jackstay::proxy::request_body;
 use jackstay::proxy::upgrade::Tunnels;
@@ -211,7 +211,7 @@ pub struct Proxy {
     pub tunnels: Tunnels,
     pub metrics: Arc<Metrics>,
     address: SocketAddr,
-    _closer: Closer,
+    _drain: drain::DrainTrigger,
 }
 
 impl Proxy {
@@ -234,7 +234,7 @@ impl Proxy {
         shared.place(endpoints.collect());
         let pool = Pool::new(Arc::new(shared));
         let tunnels = Tunnels::default();
-        let (closer, closing) = Closer::new();
+        let (trigger, drain) = drain::channel();
         let slots = pool.upstream().credentials.slots();
         let service = ListenerService {
             upstream: Rc::new(UpstreamClient::new(
@@ -253,7 +253,7 @@ impl Proxy {
             limits: listener.limits.clone(),
             request_limits: terminate.limits.clone(),
             tunnels: tunnels.clone(),
-            closing: closing.clone(),
+            drain: drain.clone(),
         };
         let worker = Rc::new(Listener {
             name: listener.name.clone(),
@@ -261,12 +261,12 @@ impl Proxy {
             tls: Arc::new(ServingTls::new(LoadedServingTls::load(terminate).unwrap())),
             open: Cell::new(0),
             warnings: RateLimitedWarnings::new(Duration::from_secs(5)),
-            closing: closing.clone(),
+            drain: drain.clone(),
         });
         let socket = listening::listen((Ipv4Addr::LOCALHOST, 0).into(), false).unwrap();
         let address = socket.local_addr().unwrap();
-        spawn_local(worker.accept(tokio::net::TcpListener::from_std(socket).unwrap(), closing));
-        Self { tunnels, metrics, address, _closer: closer }
+        spawn_local(worker.accept(tokio::net::TcpListener::from_std(socket).unwrap(), drain));
+        Self { tunnels, metrics, address, _drain: trigger }
     }
 
     /// A client without a certificate.

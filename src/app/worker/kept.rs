@@ -15,7 +15,7 @@ use tokio::task::spawn_local;
 use tokio::time::{Instant, sleep, sleep_until};
 
 use super::{DRAIN_TICK, Part};
-use crate::proxy::closing::{Closer, Closing};
+use crate::proxy::drain::{self, DrainTrigger, DrainWatcher};
 use crate::proxy::listener::Listener;
 use crate::proxy::passthrough;
 use crate::proxy::upstream_client::UpstreamClient;
@@ -76,11 +76,11 @@ pub struct Kept {
     pub name: String,
     /// Where it leads, and the end of the watches that go there.
     pub upstream: Arc<Upstream>,
-    pub watches: (Closer, Closing),
+    pub watches: (DrainTrigger, DrainWatcher),
     /// The end of its connections.
-    pub closer: Closer,
+    pub trigger: DrainTrigger,
     /// Where it listens, and the end of that.
-    pub places: HashMap<u64, Closer>,
+    pub places: HashMap<u64, DrainTrigger>,
     /// What it does with connections.
     pub kind: Kind,
 }
@@ -130,7 +130,7 @@ impl Kept {
     /// Listens at these places, first at the new ones, and at no other.
     pub fn listen(&mut self, places: &[u64], sockets: Vec<(u64, Vec<std::net::TcpListener>)>) {
         for (place, sockets) in sockets {
-            let (closer, closing) = Closer::new();
+            let (trigger, drain) = drain::channel();
             for socket in sockets {
                 let socket = match TcpListener::from_std(socket) {
                     Ok(socket) => socket,
@@ -139,22 +139,22 @@ impl Kept {
                         continue;
                     }
                 };
-                let closing = closing.clone();
+                let drain = drain.clone();
                 match &self.kind {
                     Kind::Terminate(listener) => {
-                        spawn_local(Rc::clone(listener).accept(socket, closing));
+                        spawn_local(Rc::clone(listener).accept(socket, drain));
                     }
                     Kind::Passthrough(listener) => {
-                        spawn_local(Rc::clone(listener).accept(socket, closing));
+                        spawn_local(Rc::clone(listener).accept(socket, drain));
                     }
                 }
             }
-            self.places.insert(place, closer);
+            self.places.insert(place, trigger);
         }
-        self.places.retain(|place, closer| {
+        self.places.retain(|place, trigger| {
             let stays = places.contains(place);
             if !stays {
-                closer.drain(Duration::ZERO);
+                trigger.start(Duration::ZERO);
             }
             stays
         });
@@ -162,10 +162,10 @@ impl Kept {
 
     /// Leaves places, with all that waits there, to those who have them now.
     pub fn hand_over(&mut self, is_theirs: impl Fn(u64) -> bool) {
-        self.places.retain(|place, closer| {
+        self.places.retain(|place, trigger| {
             let theirs = is_theirs(*place);
             if theirs {
-                closer.close();
+                trigger.force();
             }
             !theirs
         });
@@ -175,8 +175,8 @@ impl Kept {
     pub async fn end(mut self, deadline: Deadline) {
         let spread = deadline.spread();
         self.listen(&[], Vec::new());
-        self.closer.drain(spread);
-        self.watches.0.drain(spread);
+        self.trigger.start(spread);
+        self.watches.0.start(spread);
         while self.kind.open() > 0 && !deadline.is_over() {
             self.kind.drain(deadline.from.elapsed(), deadline.timeout);
             sleep(DRAIN_TICK).await;
@@ -192,8 +192,8 @@ impl Kept {
                 listener.serving.now().tunnels.end();
             }
             self.kind.drain(deadline.timeout, deadline.timeout);
-            self.closer.close();
-            self.watches.0.close();
+            self.trigger.force();
+            self.watches.0.force();
             let deadline = Instant::now() + LAST_WORDS;
             while self.kind.open() > 0 && Instant::now() < deadline {
                 sleep(DRAIN_TICK).await;

@@ -39,9 +39,9 @@ use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
 
 use super::endpoint_set::{EndpointSetWriter, EndpointSpec};
-use super::heartbeat::{Heartbeats, Pulse};
 use crate::config::{self, EndpointAddress};
 use crate::net::sockets::interfaces;
+use crate::observe::{Liveness, LivenessMonitor};
 use crate::upstream::pool::Upstream;
 use crate::upstream::sources::Source;
 use debounce::{Debouncer, Placed};
@@ -62,8 +62,8 @@ pub struct SharedContext {
     pub bound: ArcSwap<Vec<std::net::SocketAddr>>,
     /// Where the last good endpoints are kept.
     pub state_dir: ArcSwap<Option<PathBuf>>,
-    /// Looks after the loops.
-    pub heartbeats: Heartbeats,
+    /// Detects discovery loops that have stalled.
+    pub liveness: LivenessMonitor,
     /// The files of the system that DNS needs.
     pub system: dns::ResolverFiles,
 }
@@ -76,7 +76,7 @@ pub async fn run(upstream: Arc<Upstream>, around: Arc<SharedContext>) {
     };
     let board = SourceStates::new(Arc::clone(&upstream), own);
     let mut keeper = DiscoveryController {
-        pulse: around.heartbeats.pulse(&format!("discovery of {}", upstream.name)),
+        liveness: around.liveness.register(&format!("discovery of {}", upstream.name)),
         running: BTreeMap::new(),
         tasks: JoinSet::new(),
         members: EndpointSetWriter::new(Arc::clone(&upstream)),
@@ -125,7 +125,7 @@ struct LoggedState {
 struct DiscoveryController {
     board: Rc<SourceStates>,
     around: Arc<SharedContext>,
-    pulse: Arc<Pulse>,
+    liveness: Liveness,
     running: BTreeMap<Source, (Setup, AbortHandle)>,
     tasks: JoinSet<()>,
     members: EndpointSetWriter,
@@ -241,7 +241,7 @@ impl DiscoveryController {
                 () = sleep_until(again.unwrap_or_else(Instant::now)), if again.is_some() => {}
                 _ = ticks.tick() => {}
             }
-            self.pulse.beat();
+            self.liveness.record_turn();
             again = self.turn(Instant::now());
             while let Some(ended) = self.tasks.try_join_next() {
                 self.ended(ended.err());

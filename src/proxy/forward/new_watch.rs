@@ -39,8 +39,8 @@ impl ForwardedRequest {
             }
         };
         let drained = async {
-            match self.closing.clone() {
-                Some(mut closing) => closing.turn().await,
+            match self.drain.clone() {
+                Some(mut drain) => drain.staggered_end().await,
                 None => std::future::pending().await,
             }
         };

@@ -30,7 +30,7 @@ use tokio::task::spawn_local;
 use tokio::time::timeout;
 
 use super::accept;
-use super::closing::Closing;
+use super::drain::DrainWatcher;
 use crate::config::{Limits, Passthrough, Route};
 use crate::net::sockets::tcp_options;
 use crate::observe::{ListenerMetrics, PassthroughMetrics, RateLimitedWarnings};
@@ -73,10 +73,10 @@ pub struct Routing {
 }
 
 impl Listener {
-    /// Accepts on one socket until `closing` begins.
-    pub async fn accept(self: Rc<Self>, socket: TcpListener, closing: Closing) {
+    /// Accepts on one socket until `drain` begins.
+    pub async fn accept(self: Rc<Self>, socket: TcpListener, drain: DrainWatcher) {
         let about = (self.name.as_str(), &*self.metrics, &self.warnings);
-        accept::until_drain(socket, closing, about, |stream, from| self.admit(stream, from)).await;
+        accept::until_drain(socket, drain, about, |stream, from| self.admit(stream, from)).await;
     }
 
     /// What holds for a connection that begins now.

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use http::Request;
 
 use crate::proxy::client_certificate::IdentityProof;
-use crate::proxy::closing::Closing;
+use crate::proxy::drain::DrainWatcher;
 use crate::proxy::upstream_client::UpstreamClient;
 use crate::proxy::watch::request::{Asked, reissued_query, with_query};
 use crate::proxy::watch::verdict::Reissue;
@@ -25,7 +25,7 @@ pub(super) struct Again {
     pub(super) proof: IdentityProof,
     pub(super) head: Request<()>,
     pub(super) asked: Asked,
-    pub(super) closing: Closing,
+    pub(super) drain: DrainWatcher,
     pub(super) content_type: String,
     /// The connection that was lost last.
     pub(super) lost: Option<Rc<Connection>>,

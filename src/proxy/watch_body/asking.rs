@@ -34,7 +34,7 @@ impl WatchBody {
         let shunned = self.again.not_to_ask(now + delay);
         let refused = self.again.refused;
         let limit = if self.relay.withholds() { BRIEF } else { ATTEMPT };
-        let mut closing = self.again.closing.clone();
+        let mut drain = self.again.drain.clone();
         self.leg = Leg::Asking(Box::pin(async move {
             let attempt = async {
                 sleep(delay).await;
@@ -46,7 +46,7 @@ impl WatchBody {
             };
             tokio::select! {
                 answer = attempt => Some(answer),
-                () = closing.turn() => None,
+                () = drain.staggered_end() => None,
             }
         }));
     }
@@ -108,7 +108,7 @@ impl WatchBody {
                 // A dead connection must not be kept, and shown, for as long as the watch runs.
                 self.again.lost = None;
                 self.leg =
-                    Leg::Running(Running::new(answered.recv, answered.permit, &self.again.closing));
+                    Leg::Running(Running::new(answered.recv, answered.permit, &self.again.drain));
             }
             Ok(answered) => {
                 self.again.lost = Some(Rc::clone(answered.permit.connection()));

@@ -57,7 +57,7 @@ impl WatchBody {
 
     fn wait(&mut self, over: impl Future<Output = Duration> + 'static) {
         let deadline = self.relay.state().deadline().map(Instant::from_std);
-        let mut closing = self.again.closing.clone();
+        let mut drain = self.again.drain.clone();
         self.leg = Leg::Held(Box::pin(async move {
             let expired = async {
                 match deadline {
@@ -68,7 +68,7 @@ impl WatchBody {
             tokio::select! {
                 held = over => HoldEnd::Returned(held),
                 () = expired => HoldEnd::Deadline,
-                () = closing.turn() => HoldEnd::Shutdown,
+                () = drain.staggered_end() => HoldEnd::Shutdown,
             }
         }));
     }

@@ -43,7 +43,7 @@ impl WatchBody {
     /// Its connection has asked all its watches to look after themselves, and perhaps some to go.
     pub(super) fn asked(&mut self) {
         let Leg::Running(running) = &mut self.leg else { return };
-        running.watch_out(&self.again.closing);
+        running.watch_out(&self.again.drain);
         let connection = Rc::clone(running.permit.connection());
         let minutes = connection.minutes();
         if std::mem::replace(&mut running.minutes, minutes) != minutes
@@ -84,7 +84,7 @@ impl WatchBody {
     pub(super) fn take_place(&mut self, permit: Option<Permit>) {
         let Leg::Running(running) = &mut self.leg else { return };
         if !self.relay.state().resumable() {
-            running.stay(Stay::Connection, &self.again.closing);
+            running.stay(Stay::Connection, &self.again.drain);
             return;
         }
         let now = std::time::Instant::now();
@@ -147,7 +147,7 @@ impl WatchBody {
                 self.relay.moved(std::time::Instant::now());
                 self.again.shunned.clear();
                 // Dropping the old stream resets it.
-                let running = Running::new(answered.recv, answered.permit, &self.again.closing);
+                let running = Running::new(answered.recv, answered.permit, &self.again.drain);
                 self.leg = Leg::Running(running);
                 if let Some(first) = answered.first {
                     self.take(&first);

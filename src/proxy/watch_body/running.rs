@@ -14,7 +14,7 @@ use tokio::time::{sleep, timeout};
 
 use super::again::Again;
 use super::pace::Pace;
-use crate::proxy::closing::Closing;
+use crate::proxy::drain::DrainWatcher;
 use crate::proxy::upstream_client::release;
 use crate::upstream::connection::{Leaving, Permit, in_words};
 use crate::upstream::pool::{After, Need};
@@ -83,8 +83,8 @@ pub(super) enum Event {
 }
 
 impl Running {
-    pub(super) fn new(recv: RecvStream, permit: Permit, closing: &Closing) -> Self {
-        let leave = leave(&permit, closing);
+    pub(super) fn new(recv: RecvStream, permit: Permit, drain: &DrainWatcher) -> Self {
+        let leave = leave(&permit, drain);
         let minutes = permit.connection().minutes();
         let pace = Pace::new(permit.connection().heard());
         Self { recv, unreleased: 0, pace, permit, minutes, stays: None, failed: 0, leave }
@@ -108,15 +108,15 @@ impl Running {
     }
 
     /// Waits for the next reason to leave.
-    pub(super) fn watch_out(&mut self, closing: &Closing) {
-        self.leave = leave(&self.permit, closing);
+    pub(super) fn watch_out(&mut self, drain: &DrainWatcher) {
+        self.leave = leave(&self.permit, drain);
     }
 
     /// It cannot go yet: it is asked again after what comes next, and until then only a shutdown
     /// can be news.
-    pub(super) fn stay(&mut self, why: Stay, closing: &Closing) {
+    pub(super) fn stay(&mut self, why: Stay, drain: &DrainWatcher) {
         self.stays = Some(why);
-        let mut closing = closing.clone();
+        let mut drain = drain.clone();
         let connection = Rc::clone(self.permit.connection());
         self.leave = Box::pin(async move {
             if why == Stay::Shutdown {
@@ -124,7 +124,7 @@ impl Running {
             }
             tokio::select! {
                 () = connection.unresponsive(), if why == Stay::Connection => Leave::Unresponsive,
-                () = closing.turn() => Leave::Shutdown,
+                () = drain.staggered_end() => Leave::Shutdown,
             }
         });
     }
@@ -144,7 +144,7 @@ impl Running {
         };
         let (line, class) = (Rc::clone(&again.line), Rc::clone(&again.class));
         let proof = again.proof.clone();
-        let mut closing = again.closing.clone();
+        let mut drain = again.drain.clone();
         self.leave = Box::pin(async move {
             let place = async {
                 sleep(pause).await;
@@ -163,7 +163,7 @@ impl Running {
             tokio::select! {
                 permit = place => Leave::Place(permit),
                 () = connection.unresponsive() => Leave::Unresponsive,
-                () = closing.turn() => Leave::Shutdown,
+                () = drain.staggered_end() => Leave::Shutdown,
             }
         });
     }
@@ -176,9 +176,9 @@ impl Running {
 }
 
 /// Waits for a reason to leave the stream.
-fn leave(permit: &Permit, closing: &Closing) -> Pin<Box<dyn Future<Output = Leave>>> {
+fn leave(permit: &Permit, drain: &DrainWatcher) -> Pin<Box<dyn Future<Output = Leave>>> {
     let connection = Rc::clone(permit.connection());
-    let mut closing = closing.clone();
+    let mut drain = drain.clone();
     let asked = connection.asked();
     Box::pin(async move {
         tokio::select! {
@@ -191,7 +191,7 @@ fn leave(permit: &Permit, closing: &Closing) -> Pin<Box<dyn Future<Output = Leav
                     Leave::Asked
                 }
             }
-            () = closing.turn() => Leave::Shutdown,
+            () = drain.staggered_end() => Leave::Shutdown,
         }
     })
 }

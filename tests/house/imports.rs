@@ -1,0 +1,243 @@
+//! Which source file uses names of which other file, read from the syntax trees.
+//!
+//! A path counts where it is used: `use super::pool; pool::Pool::new()` uses `pool.rs`. A name that a
+//! file re-exports (`pub use`) counts as a use of the file that defines it. Test code is left out.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+use proc_macro2::{TokenStream, TokenTree};
+use syn::visit::{self, Visit};
+use syn::{Attribute, Item, ItemMod, ItemUse, Macro, UseTree, Visibility};
+
+/// A module path from the crate root: `["proxy", "watch"]`.
+type Module = Vec<String>;
+
+/// Paths that one file mentions, and the names that it binds to other paths.
+#[derive(Default)]
+struct Scan {
+    /// Every path with its segments, as written.
+    paths: BTreeSet<Vec<String>>,
+    /// Names bound by `use`, with the path of each as written; public ones are re-exports.
+    bound: Vec<(String, Vec<String>, bool)>,
+    /// Child modules.
+    children: BTreeSet<String>,
+}
+
+fn is_test_only(attributes: &[Attribute]) -> bool {
+    attributes.iter().any(|attribute| {
+        attribute.path().is_ident("cfg")
+            && attribute.meta.require_list().is_ok_and(|list| {
+                list.tokens
+                    .clone()
+                    .into_iter()
+                    .next()
+                    .is_some_and(|first| first.to_string() == "test")
+            })
+    })
+}
+
+impl Scan {
+    fn bind(&mut self, prefix: &[String], tree: &UseTree, public: bool) {
+        let extended = |name: String| [prefix, &[name]].concat();
+        match tree {
+            UseTree::Path(path) => self.bind(&extended(path.ident.to_string()), &path.tree, public),
+            UseTree::Name(name) if name.ident == "self" => {
+                let name = prefix.last().expect("`self` has a prefix").clone();
+                self.bound.push((name, prefix.to_vec(), public));
+            }
+            UseTree::Name(name) => {
+                let name = name.ident.to_string();
+                self.bound.push((name.clone(), extended(name), public));
+            }
+            UseTree::Rename(rename) => {
+                let path = extended(rename.ident.to_string());
+                self.bound.push((rename.rename.to_string(), path, public));
+            }
+            UseTree::Glob(_) => drop(self.paths.insert(extended("*".to_owned()))),
+            UseTree::Group(group) => {
+                group.items.iter().for_each(|tree| self.bind(prefix, tree, public));
+            }
+        }
+    }
+
+    /// Paths in the arguments of a macro, which are not parsed.
+    fn tokens(&mut self, tokens: TokenStream) {
+        let mut path: Vec<String> = Vec::new();
+        let mut colons = 0;
+        for token in tokens {
+            match token {
+                TokenTree::Ident(ident) if colons == 2 => path.push(ident.to_string()),
+                TokenTree::Ident(ident) => {
+                    self.paths.insert(std::mem::replace(&mut path, vec![ident.to_string()]));
+                }
+                TokenTree::Punct(punct) if punct.as_char() == ':' => {
+                    colons += 1;
+                    continue;
+                }
+                TokenTree::Group(group) => self.tokens(group.stream()),
+                _ => drop(self.paths.insert(std::mem::take(&mut path))),
+            }
+            colons = 0;
+        }
+        self.paths.insert(path);
+    }
+}
+
+impl<'ast> Visit<'ast> for Scan {
+    fn visit_item(&mut self, item: &'ast Item) {
+        let attributes = match item {
+            Item::Fn(item) => &item.attrs,
+            Item::Impl(item) => &item.attrs,
+            Item::Use(item) => &item.attrs,
+            Item::Mod(item) => &item.attrs,
+            Item::Const(item) => &item.attrs,
+            Item::Struct(item) => &item.attrs,
+            _ => return visit::visit_item(self, item),
+        };
+        if !is_test_only(attributes) {
+            visit::visit_item(self, item);
+        }
+    }
+
+    fn visit_item_use(&mut self, item: &'ast ItemUse) {
+        self.bind(&[], &item.tree, !matches!(item.vis, Visibility::Inherited));
+    }
+
+    fn visit_item_mod(&mut self, item: &'ast ItemMod) {
+        self.children.insert(item.ident.to_string());
+        visit::visit_item_mod(self, item);
+    }
+
+    fn visit_path(&mut self, path: &'ast syn::Path) {
+        self.paths.insert(path.segments.iter().map(|part| part.ident.to_string()).collect());
+        visit::visit_path(self, path);
+    }
+
+    fn visit_macro(&mut self, item: &'ast Macro) {
+        self.tokens(item.tokens.clone());
+    }
+}
+
+/// The uses between the files of a source tree.
+pub struct Imports {
+    files: BTreeMap<Module, (String, Scan)>,
+}
+
+impl Imports {
+    /// Reads files, each given by its path below the root of the crate and its text.
+    pub fn read<'a>(files: impl Iterator<Item = (&'a Path, &'a str)>) -> Self {
+        let files = files.map(|(path, text)| {
+            let name = path.to_str().unwrap().to_owned();
+            let tree = syn::parse_file(text).unwrap_or_else(|error| panic!("{name}: {error}"));
+            let mut scan = Scan::default();
+            scan.visit_file(&tree);
+            (module_of(path), (name, scan))
+        });
+        Self { files: files.collect() }
+    }
+
+    /// The path from the crate root of a path written in `module`; `None` outside the crate.
+    fn absolute(&self, module: &[String], path: &[String], depth: usize) -> Option<Vec<String>> {
+        let (first, rest) = path.split_first()?;
+        let scan = &self.files.get(module)?.1;
+        let parent = || module.split_last().map(|(_, parent)| parent);
+        match first.as_str() {
+            "crate" => Some(rest.to_vec()),
+            "self" => Some([module, rest].concat()),
+            "super" => {
+                let (mut base, mut rest) = (parent()?, rest);
+                while rest.first().is_some_and(|part| part == "super") {
+                    (base, rest) = (base.split_last()?.1, &rest[1..]);
+                }
+                Some([base, rest].concat())
+            }
+            name if scan.children.contains(name) => Some([module, path].concat()),
+            name => {
+                let (_, target, _) = scan.bound.iter().find(|(bound, _, _)| bound == name)?;
+                if depth == 0 || target.first() == Some(first) {
+                    return None;
+                }
+                let base = self.absolute(module, target, depth - 1)?;
+                Some([&base, rest].concat())
+            }
+        }
+    }
+
+    /// The module that defines what an absolute path names, behind re-exports.
+    fn definition(&self, path: &[String], depth: usize) -> Option<Module> {
+        let module =
+            (0..=path.len()).rev().map(|n| &path[..n]).find(|m| self.files.contains_key(*m))?;
+        let (name, rest) = path[module.len()..].split_first()?;
+        let scan = &self.files[module].1;
+        let exported = scan.bound.iter().find(|(bound, _, public)| *public && bound == name);
+        if let Some((_, target, _)) = exported.filter(|_| depth > 0) {
+            let behind = self.absolute(module, target, 4);
+            if let Some(behind) = behind {
+                return self.definition(&[&behind, rest].concat(), depth - 1);
+            }
+        }
+        Some(module.to_vec())
+    }
+
+    /// The modules whose names a module uses.
+    fn used_by(&self, module: &Module) -> BTreeSet<Module> {
+        let scan = &self.files[module].1;
+        let imported = scan.bound.iter().filter(|(_, _, public)| !public).map(|(_, path, _)| path);
+        let mut used: BTreeSet<_> = imported
+            .chain(&scan.paths)
+            .filter_map(|path| self.definition(&self.absolute(module, path, 4)?, 4))
+            .collect();
+        used.remove(module);
+        used
+    }
+
+    /// The circles: sets of files of which each uses, directly or not, all others of its set.
+    pub fn circles(&self) -> Vec<Vec<String>> {
+        let uses: BTreeMap<_, _> = self.files.keys().map(|m| (m, self.used_by(m))).collect();
+        let reach: BTreeMap<_, BTreeSet<&Module>> = uses
+            .keys()
+            .map(|start| {
+                let (mut seen, mut open) = (BTreeSet::new(), vec![*start]);
+                while let Some(module) = open.pop() {
+                    open.extend(uses[module].iter().filter(|next| seen.insert(*next)));
+                }
+                (*start, seen)
+            })
+            .collect();
+        let in_circle = |a: &&Module, b: &&Module| reach[*a].contains(*b) && reach[*b].contains(*a);
+        let mut circles: BTreeSet<Vec<String>> = BTreeSet::new();
+        for module in reach.keys().filter(|module| in_circle(module, module)) {
+            let members = reach.keys().filter(|other| in_circle(module, other));
+            circles.insert(members.map(|member| self.files[*member].0.clone()).collect());
+        }
+        circles.into_iter().collect()
+    }
+}
+
+/// `src/a/b.rs` and `src/a/b/mod.rs` hold module `a::b`.
+fn module_of(path: &Path) -> Module {
+    let mut module: Module = path.iter().map(|part| part.to_str().unwrap().to_owned()).collect();
+    let file = module.pop().expect("a file has a name");
+    match file.trim_end_matches(".rs") {
+        "mod" | "lib" | "main" => {}
+        name => module.push(name.to_owned()),
+    }
+    module
+}
+
+#[test]
+fn imports_circle_through_paths_macros_and_reexports_is_found() {
+    let files = [
+        ("lib.rs", "pub mod a; pub mod b;"),
+        ("a.rs", "mod c; mod d; pub use c::C; use crate::b; fn f() { b::g(); }"),
+        ("a/c.rs", "use super::d::D; pub struct C(D);"),
+        (
+            "a/d.rs",
+            "fn h() { println!(\"{}\", super::C::x()) } #[cfg(test)] mod tests { use crate::b; }",
+        ),
+        ("b.rs", "pub fn g() {} #[cfg(test)] use crate::a::C;"),
+    ];
+    let imports = Imports::read(files.iter().map(|(path, text)| (Path::new(path), *text)));
+    assert_eq!(imports.circles(), [["a/c.rs", "a/d.rs"]]);
+}

@@ -5,11 +5,11 @@ mod wait;
 
 use bytes::Bytes;
 use http::{Method, StatusCode};
-use jackstay::demo::apiserver::{self, Answer, ApiServerHandle, Options};
+use jackstay::demo::apiserver::cluster::Cluster;
+use jackstay::demo::apiserver::identity::User;
+use jackstay::demo::apiserver::{self, ApiServerHandle, Options, ScriptedResponse};
 use jackstay::demo::client::{Client, Credentials, Watch};
-use jackstay::demo::cluster::Cluster;
-use jackstay::demo::hole::{Direction, Hole};
-use jackstay::demo::identity::User;
+use jackstay::demo::faulty_relay::{Direction, FaultyRelay};
 use jackstay::demo::pki::{Pki, Subject, Validity};
 use serde_json::{Value, json};
 use std::pin::pin;
@@ -323,7 +323,7 @@ async fn obstructions() {
     assert_eq!(client.get("/livez").await.unwrap().status, 200);
     world.server.set_ready(true);
 
-    let busy = Answer::status(429, "TooManyRequests", "later").header("retry-after", "1");
+    let busy = ScriptedResponse::status(429, "TooManyRequests", "later").header("retry-after", "1");
     world.server.fail_next(1, busy);
     assert_eq!(client.get("/readyz").await.unwrap().status, 200, "health is left alone");
     let failed = client.get(MAPS).await.unwrap();
@@ -333,7 +333,7 @@ async fn obstructions() {
     );
     assert_eq!(client.get(MAPS).await.unwrap().status, 200);
 
-    let mut half = Answer::status(200, "", "");
+    let mut half = ScriptedResponse::status(200, "", "");
     half.body = Bytes::from_static(b"{\"ha");
     world.server.fail_next(1, half.cut());
     assert!(client.get(MAPS).await.is_err(), "a body that is cut never looks complete");
@@ -370,7 +370,7 @@ async fn obstructions() {
 #[tokio::test]
 async fn flows_fall_silent() {
     let world = World::new();
-    let hole = Hole::start(world.server.addr).unwrap();
+    let hole = FaultyRelay::start(world.server.addr).unwrap();
     let old = Client::connect(hole.addr, &world.admin).await.unwrap();
     old.get("/readyz").await.unwrap();
     assert_eq!(hole.silence_all(Direction::Both), 1);

@@ -18,9 +18,9 @@ use std::time::{Duration, Instant};
 
 use child::Killed;
 use jackstay::config::CertPaths;
+use jackstay::demo::apiserver::cluster::Cluster;
 use jackstay::demo::apiserver::{self, ApiServerHandle, Options};
-use jackstay::demo::cluster::Cluster;
-use jackstay::demo::hole::Hole;
+use jackstay::demo::faulty_relay::FaultyRelay;
 use jackstay::demo::pki::{Issued, Pki, Subject, Validity};
 use jackstay::doctor::dns::Resolver;
 use jackstay::doctor::examine;
@@ -127,7 +127,7 @@ fn a_well_server_and_every_step() {
 #[test]
 fn a_load_balancer_that_forgets_its_flows() {
     let world = World::new();
-    let hole = Arc::new(Hole::start(world.server.addr).unwrap());
+    let hole = Arc::new(FaultyRelay::start(world.server.addr).unwrap());
     let forget = Arc::clone(&hole);
     let fault = std::thread::spawn(move || {
         // The busy connection has had a few PONGs, which come one by one: whatever else there is asks

@@ -14,9 +14,9 @@ use std::time::{Duration, SystemTime};
 use jackstay::app::{App, Running};
 use jackstay::cli::check::check_files;
 use jackstay::config::{CertPaths, Overrides, load};
-use jackstay::demo::apiserver::{self, Answer, ApiServerHandle, Hook, Options};
+use jackstay::demo::apiserver::cluster::Cluster;
+use jackstay::demo::apiserver::{self, ApiServerHandle, Options, RequestHook, ScriptedResponse};
 use jackstay::demo::client::{Client, Credentials};
-use jackstay::demo::cluster::Cluster;
 use jackstay::demo::pki::{Issued, Pki, Subject, Validity as PkiValidity, kubeconfig};
 use jackstay::kubeconfig::decode;
 use jackstay::kubeconfig::entry;
@@ -482,8 +482,11 @@ fn kubeconfig_offers_the_apiservers_that_the_cluster_names() {
 
     // A user who may not list them gets a note, and so does --offline. Neither is a failure.
     let other = Three::start(&["kubernetes"]);
-    let refuse: Hook = Arc::new(|head: &http::request::Parts| {
-        head.uri.path().contains("endpoint").then(|| Answer::status(403, "Forbidden", "no"))
+    let refuse: RequestHook = Arc::new(|head: &http::request::Parts| {
+        head.uri
+            .path()
+            .contains("endpoint")
+            .then(|| ScriptedResponse::status(403, "Forbidden", "no"))
     });
     other.servers[0].on_request(Some(refuse));
     let said = other.home.online(&mode);

@@ -18,16 +18,16 @@ use clap::Args;
 use super::{colour_is_wanted, status};
 use crate::app::{App, Running};
 use crate::config::{self, Overrides};
+use crate::demo::apiserver::cluster::Cluster;
 use crate::demo::apiserver::{self, Options};
 use crate::demo::client::Credentials;
-use crate::demo::clients::{self, Clients};
-use crate::demo::cluster::Cluster;
-use crate::demo::hole::Hole;
+use crate::demo::faulty_relay::FaultyRelay;
 use crate::demo::pki::{self, Issued, Pki, Subject};
-use crate::demo::schedule::{self, FAULTS, Results, Site, Stand};
+use crate::demo::scenario::clients::{self, Clients};
+use crate::demo::scenario::display::{ProgressDisplay, Style, seconds};
+use crate::demo::scenario::schedule::{self, FAULTS, Results, Site, Stand};
+use crate::demo::scenario::status_monitor::StatusMonitor;
 use crate::demo::seed;
-use crate::demo::show::{Show, Style, seconds};
-use crate::demo::witness::Witness;
 use crate::observe::counted;
 use crate::observe::log;
 
@@ -75,7 +75,7 @@ fn demo(args: &DemoArgs) -> io::Result<bool> {
     raise_on_signal(&interrupted)?;
     // Dropped last.
     let home = Home::new()?;
-    let show = Arc::new(Show::new(style(args)));
+    let show = Arc::new(ProgressDisplay::new(style(args)));
 
     let (cluster, pki) = (Cluster::new(), Pki::new("jackstay demo")?);
     seed::fill(&cluster).map_err(|failure| io::Error::other(failure.message))?;
@@ -105,7 +105,7 @@ fn demo(args: &DemoArgs) -> io::Result<bool> {
         sites.iter().map(|site| (site.server.name().to_owned(), site.hole.addr)).collect();
     let admin = proxy.admin;
     let fetch = move || status::fetch(admin, "/status");
-    let witness = Witness::start(endpoints, show.clone(), fetch)?;
+    let witness = StatusMonitor::start(endpoints, show.clone(), fetch)?;
     let clients = Clients::start(proxy.listener, &who, &cluster, settled)?;
     let stand = Stand {
         sites: &sites,
@@ -192,7 +192,7 @@ fn style(args: &DemoArgs) -> Style {
 
 fn site(cluster: &Cluster, pki: &Pki, name: &str) -> io::Result<Site> {
     let server = apiserver::start(cluster, pki, Options::named(name))?;
-    let hole = Hole::start(server.addr)?;
+    let hole = FaultyRelay::start(server.addr)?;
     Ok(Site { server, hole })
 }
 

@@ -1,7 +1,7 @@
 //! A plain client for the demo, the tests and the benches: one TLS connection, no retries, no
 //! opinions, so that whatever goes wrong is seen.
 
-use crate::demo::body::Payload;
+use crate::demo::apiserver::ResponseBody;
 use crate::demo::pki::Issued;
 use bytes::{Bytes, BytesMut};
 use http::{HeaderMap, Method, Request, Response, StatusCode};
@@ -69,8 +69,8 @@ pub struct Client {
 
 #[derive(Debug, Clone)]
 enum Sender {
-    Http1(Arc<tokio::sync::Mutex<hyper::client::conn::http1::SendRequest<Payload>>>),
-    Http2(hyper::client::conn::http2::SendRequest<Payload>),
+    Http1(Arc<tokio::sync::Mutex<hyper::client::conn::http1::SendRequest<ResponseBody>>>),
+    Http2(hyper::client::conn::http2::SendRequest<ResponseBody>),
 }
 
 /// A complete answer.
@@ -160,7 +160,7 @@ impl Client {
             Sender::Http1(_) => request.uri(path).header("host", &self.authority),
             Sender::Http2(_) => request.uri(format!("https://{}{path}", self.authority)),
         };
-        let request = request.body(Payload::full(body)).map_err(io::Error::other)?;
+        let request = request.body(ResponseBody::full(body)).map_err(io::Error::other)?;
         let response = match &self.sender {
             Sender::Http1(sender) => {
                 let mut sender = sender.lock().await;

@@ -1,5 +1,6 @@
 //! Certificates for everything that speaks TLS in the demo, the tests and the benches.
 
+use base64::prelude::{BASE64_STANDARD, Engine as _};
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
     KeyUsagePurpose, SanType,
@@ -209,7 +210,7 @@ pub fn kubeconfig(
     certificate: Option<&Issued>,
     token: Option<&str>,
 ) -> String {
-    let encode = |text: &str| crate::demo::websocket::base64(text.as_bytes());
+    let encode = |text: &str| BASE64_STANDARD.encode(text);
     let mut user = serde_json::json!({});
     if let Some(issued) = certificate {
         user["client-certificate-data"] = encode(&issued.cert_pem).into();

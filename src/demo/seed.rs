@@ -1,8 +1,8 @@
 //! What a demo cluster holds before anybody comes, so that kubectl has something to show.
 
-use crate::demo::cluster::Cluster;
-use crate::demo::failure::Failure;
-use crate::demo::kinds::{CONFIG_MAPS, Kind, LEASES, NODES, PODS};
+use crate::demo::apiserver::cluster::Cluster;
+use crate::demo::apiserver::kinds::{CONFIG_MAPS, Kind, LEASES, NODES, PODS};
+use crate::demo::apiserver::status_error::StatusError;
 use serde_json::{Value, json};
 
 /// The nodes there are; each has a lease of the same name.
@@ -11,7 +11,7 @@ pub const NODE_NAMES: [&str; 3] = ["node-1", "node-2", "node-3"];
 pub const POD: &str = "web-0";
 
 /// Fills a new cluster.
-pub fn fill(cluster: &Cluster) -> Result<(), Failure> {
+pub fn fill(cluster: &Cluster) -> Result<(), StatusError> {
     let put = |kind: &'static Kind, namespace: &str, object: Value| {
         cluster.create(kind, namespace, object, false).map(drop)
     };

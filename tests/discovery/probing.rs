@@ -1,7 +1,7 @@
 //! The token with which every endpoint is asked for its `/readyz`, from a file that others write.
 
 use crate::support::{World, until};
-use jackstay::demo::identity::User;
+use jackstay::demo::apiserver::identity::User;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn the_token_is_lost_and_comes_back_as_another_one() {
@@ -37,7 +37,7 @@ async fn the_token_is_lost_and_comes_back_as_another_one() {
     std::fs::write(&token, "probe-2\n").unwrap();
     until("the other one is shown", async || asked("prober-2") > 0).await;
     until("all is well", async || page().await.is_none()).await;
-    let anybody = |r: &jackstay::demo::audit::Record| !r.user.starts_with("prober-");
+    let anybody = |r: &jackstay::demo::apiserver::audit::Record| !r.user.starts_with("prober-");
     let without = audit.select(|r| r.path == "/readyz" && anybody(r)).len();
     assert_eq!(without, 0, "nobody asked without one");
 }

@@ -3,9 +3,9 @@
 use crate::support::{Proxy, World, pass, strings, until};
 use crate::traffic::{Traffic, set, set_is, source, told};
 use jackstay::config::Config;
-use jackstay::demo::cluster::Place;
-use jackstay::demo::identity::User;
-use jackstay::demo::kinds::{ENDPOINT_SLICES, ENDPOINTS};
+use jackstay::demo::apiserver::identity::User;
+use jackstay::demo::apiserver::kinds::ObjectRef;
+use jackstay::demo::apiserver::kinds::{ENDPOINT_SLICES, ENDPOINTS};
 use serde_json::{Value, json};
 use std::net::SocketAddr;
 use std::sync::atomic::Ordering::Relaxed;
@@ -29,7 +29,7 @@ fn slice(name: &str, addresses: &[&str], port: u16, ready: Option<bool>) -> Valu
 
 /// Makes a slice what it should be, whether it was there or not.
 fn put(world: &World, name: &str, mut value: Value) {
-    let place = Place { kind: &ENDPOINT_SLICES, namespace: "default", name };
+    let place = ObjectRef { kind: &ENDPOINT_SLICES, namespace: "default", name };
     if world.cluster.get(place).is_ok() {
         let changed = world.cluster.modify(place, false, |now| {
             value["metadata"] = now["metadata"].clone();
@@ -48,7 +48,7 @@ fn join(world: &World, index: usize, address: SocketAddr) {
 
 fn leave(world: &World, index: usize) {
     let name = format!("kubernetes-{index}");
-    let place = Place { kind: &ENDPOINT_SLICES, namespace: "default", name: &name };
+    let place = ObjectRef { kind: &ENDPOINT_SLICES, namespace: "default", name: &name };
     world.cluster.delete(place, &Value::Null, false).unwrap();
 }
 
@@ -201,7 +201,7 @@ async fn it_survives_what_it_is_carried_by() {
 async fn the_token_rotates() {
     let (world, proxy) = start(2, 1).await;
     let by = |name: &'static str| {
-        let of = move |r: &jackstay::demo::audit::Record| r.user == name;
+        let of = move |r: &jackstay::demo::apiserver::audit::Record| r.user == name;
         world.cluster.audit().select(of).len()
     };
     // The seed is all that there is to find: the set says nothing of who asked. And what ends below is
@@ -254,7 +254,7 @@ async fn an_old_apiserver_has_endpoints_alone() {
         server.on_request(Some(std::sync::Arc::new(|request: &http::request::Parts| {
             request.uri.path().starts_with("/apis/discovery.k8s.io/").then(|| {
                 let words = "the server could not find the requested resource";
-                jackstay::demo::apiserver::Answer::status(404, "NotFound", words)
+                jackstay::demo::apiserver::ScriptedResponse::status(404, "NotFound", words)
             })
         })));
     }

@@ -38,7 +38,7 @@ async fn updates_are_made_while_a_drain_is_stuck() {
     scene.change(|config| config.upstreams[0].endpoints.truncate(1)).await;
     set_is(&scene.proxy, &[endpoints[0].to_string()]).await;
     // Without a version and with something sent they are in their first phase: never resumed.
-    let kind = &jackstay::demo::kinds::CONFIG_MAPS;
+    let kind = &jackstay::demo::apiserver::kinds::CONFIG_MAPS;
     let create = |name: &str| {
         let map = crate::support::map(name, "1");
         scene.world.cluster.create(kind, "default", map, false).unwrap();

@@ -72,7 +72,7 @@ impl Traffic {
             asked += count;
         }
         assert!(asked > 0);
-        let kind = &jackstay::demo::kinds::CONFIG_MAPS;
+        let kind = &jackstay::demo::apiserver::kinds::CONFIG_MAPS;
         let map = crate::support::map("the-end", "1");
         world.cluster.create(kind, "default", map, false).unwrap();
         let events = crate::support::soon("the watch delivers", self.watch).await.unwrap();

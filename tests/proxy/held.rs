@@ -3,8 +3,8 @@
 use crate::support::{Certs, MAPS, Proxy, World, map, refusing, soon, until};
 use crate::watches::Follower;
 use jackstay::demo::apiserver::ApiServerHandle;
+use jackstay::demo::apiserver::kinds::find;
 use jackstay::demo::client::Client;
-use jackstay::demo::kinds::find;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 

@@ -6,9 +6,9 @@ use crate::peer::{Act, Peers};
 use crate::support::{Certs, MAPS, PATIENCE, Proxy, World, patient, soon, terminate, until};
 use http::Method;
 use jackstay::config::CertPaths;
-use jackstay::demo::audit::Record;
+use jackstay::demo::apiserver::audit::Record;
+use jackstay::demo::apiserver::identity::User;
 use jackstay::demo::client::{Client, Credentials};
-use jackstay::demo::identity::User;
 use jackstay::demo::pki::{Issued, Pki, Subject, Validity};
 use proptest::prelude::*;
 use proptest::test_runner::{Config as Cases, TestRunner};
@@ -297,7 +297,7 @@ async fn rotation_by_symlink_under_load() {
     });
     assert!(old.is_empty(), "new requests carry the new certificate: {old:?}");
     // A watch that began under the old certificate goes on.
-    let kind = jackstay::demo::kinds::find("", "v1", "configmaps").unwrap();
+    let kind = jackstay::demo::apiserver::kinds::find("", "v1", "configmaps").unwrap();
     world.cluster.create(kind, "default", crate::support::map("last", "1"), false).unwrap();
     loop {
         let event = soon("an event", watch.next()).await.unwrap().expect("the watch goes on");

@@ -458,7 +458,7 @@ async fn who_gives_a_stream_no_window_loses_it() {
     stream.write_all(&bytes).await.unwrap();
     let watches = || world.servers[0].counters().watches.load(Relaxed);
     until("three watches run", async || watches() == 3).await;
-    let kind = jackstay::demo::kinds::find("", "v1", "configmaps").unwrap();
+    let kind = jackstay::demo::apiserver::kinds::find("", "v1", "configmaps").unwrap();
     let write = |n: usize| {
         world.cluster.create(kind, "default", map(&format!("m{n}"), "1"), false).unwrap();
     };

@@ -7,7 +7,7 @@ use crate::support::{Certs, MAPS, PATIENCE, World, map, pass, refusing, soon, un
 use http::Method;
 use jackstay::demo::apiserver::ApiServerHandle;
 use jackstay::demo::client::Client;
-use jackstay::demo::hole::Hole;
+use jackstay::demo::faulty_relay::FaultyRelay;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
@@ -68,7 +68,7 @@ async fn killed_and_back() {
     let proxy = world.start().await;
     let client = proxy.client(&world.certs.credentials()).await;
     let tokens = proxy.client(&world.certs.nobody().token("alice")).await;
-    world.cluster.add_token("alice", jackstay::demo::identity::User::new("alice", &[]));
+    world.cluster.add_token("alice", jackstay::demo::apiserver::identity::User::new("alice", &[]));
     assert_eq!(tokens.get(MAPS).await.unwrap().status, 200);
     world.servers.iter().for_each(ApiServerHandle::kill);
     all_fail(&client, "every apiserver is killed").await;
@@ -96,7 +96,7 @@ async fn killed_and_back() {
 async fn a_suspect_probe_holds_nothing_up() {
     let world = World::new(2);
     let holes: Vec<_> =
-        world.servers.iter().map(|server| Hole::start(server.addr).unwrap()).collect();
+        world.servers.iter().map(|server| FaultyRelay::start(server.addr).unwrap()).collect();
     let addresses: Vec<_> = holes.iter().map(|hole| hole.addr).collect();
     let proxy = world.certs.start(world.certs.config(&addresses));
     proxy.ready(2).await;
@@ -221,7 +221,7 @@ async fn reads_go_on_when_a_server_is_stopped() {
 async fn all_go_dark_at_once() {
     let certs = Certs::new();
     let peers = Peers::start(&certs, 1);
-    let hole = Hole::start(peers.addresses[0]).unwrap();
+    let hole = FaultyRelay::start(peers.addresses[0]).unwrap();
     let proxy = certs.start(certs.config(&[hole.addr]));
     proxy.ready(1).await;
     let client = proxy.client(&certs.credentials()).await;
@@ -256,7 +256,8 @@ async fn all_go_dark_at_once() {
 async fn a_read_that_waits_finds_who_comes_back() {
     let certs = Certs::new();
     let peers = Peers::start(&certs, 3);
-    let holes: Vec<_> = peers.addresses.iter().map(|&peer| Hole::start(peer).unwrap()).collect();
+    let holes: Vec<_> =
+        peers.addresses.iter().map(|&peer| FaultyRelay::start(peer).unwrap()).collect();
     let addresses: Vec<_> = holes.iter().map(|hole| hole.addr).collect();
     let proxy = certs.start(certs.config(&addresses));
     proxy.ready(3).await;
@@ -289,7 +290,7 @@ async fn a_read_that_waits_finds_who_comes_back() {
 async fn no_write_is_sent_into_the_dark() {
     let certs = Certs::new();
     let peers = Peers::start(&certs, 1);
-    let hole = Hole::start(peers.addresses[0]).unwrap();
+    let hole = FaultyRelay::start(peers.addresses[0]).unwrap();
     let mut config = certs.config(&[hole.addr]);
     // It stays suspect for long.
     config.upstreams[0].health.dead_after = Duration::from_millis(4_500);

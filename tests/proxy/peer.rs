@@ -6,7 +6,7 @@
 //! HEADERS frames, so nothing needs to decode HPACK.
 
 use bytes::BytesMut;
-use jackstay::demo::identity::Certificate;
+use jackstay::demo::apiserver::identity::Certificate;
 use jackstay::net::tls::serving::DeferredClientVerification;
 use rustls::server::WebPkiClientVerifier;
 use std::collections::{HashSet, VecDeque};

@@ -3,7 +3,7 @@
 use crate::support::{MAPS, Proxy, World, map, pass, until};
 use crate::watches::Follower;
 use jackstay::config::Config;
-use jackstay::demo::apiserver::Answer;
+use jackstay::demo::apiserver::ScriptedResponse;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -61,7 +61,7 @@ impl Scene {
     }
 
     fn write(&self, count: usize) {
-        let kind = jackstay::demo::kinds::find("", "v1", "configmaps").unwrap();
+        let kind = jackstay::demo::apiserver::kinds::find("", "v1", "configmaps").unwrap();
         for _ in 0..count {
             let name = format!("m{}", self.world.cluster.version());
             self.world.cluster.create(kind, "default", map(&name, "1"), false).unwrap();
@@ -128,7 +128,7 @@ async fn a_move_that_is_refused_changes_nothing() {
     let scene = Scene::new(WATCHES).await;
     scene.world.servers[0].on_request(Some(Arc::new(|request| {
         let watch = request.uri.query().is_some_and(|query| query.contains("watch=1"));
-        watch.then(|| Answer::status(503, "ServiceUnavailable", "no"))
+        watch.then(|| ScriptedResponse::status(503, "ServiceUnavailable", "no"))
     })));
     // Until the first is back and settled, the other two are evened out between them.
     let uneven = scene.on(1).abs_diff(scene.on(2)) / 2;

@@ -8,7 +8,7 @@ use crate::watches::Follower;
 use http::Method;
 use hyper::body::Incoming;
 use jackstay::demo::client::{Client, Reply, next_data};
-use jackstay::demo::hole::Hole;
+use jackstay::demo::faulty_relay::FaultyRelay;
 use serde_json::{Value, json};
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
@@ -52,9 +52,9 @@ impl Log {
 }
 
 /// A data plane before these servers, whose paths can be lost.
-async fn through_holes(world: &World, tunnel_dead_after: Duration) -> (Vec<Hole>, Proxy) {
+async fn through_holes(world: &World, tunnel_dead_after: Duration) -> (Vec<FaultyRelay>, Proxy) {
     let holes: Vec<_> =
-        world.servers.iter().map(|server| Hole::start(server.addr).unwrap()).collect();
+        world.servers.iter().map(|server| FaultyRelay::start(server.addr).unwrap()).collect();
     let addresses: Vec<_> = holes.iter().map(|hole| hole.addr).collect();
     let mut config = world.certs.config(&addresses);
     config.upstreams[0].health.tunnel_dead_after = tunnel_dead_after;
@@ -64,7 +64,7 @@ async fn through_holes(world: &World, tunnel_dead_after: Duration) -> (Vec<Hole>
     (holes, proxy)
 }
 
-fn lose(holes: &[Hole]) {
+fn lose(holes: &[FaultyRelay]) {
     let lost: usize = holes.iter().map(|hole| hole.lose_all().unwrap()).sum();
     assert!(lost > 0);
 }
@@ -187,7 +187,7 @@ async fn followed_log_waits_on_a_lost_path_and_all_else_moves() {
     assert_eq!(reply.status, 201);
     until("the watch goes on elsewhere", async || watch.events().len() == 1).await;
     assert_eq!(in_state(&proxy, "unresponsive").await, [1], "the log waits");
-    holes.iter().for_each(Hole::heal);
+    holes.iter().for_each(FaultyRelay::heal);
     for number in 5..=8 {
         assert_eq!(soon("a line after the blackout", log.next()).await, Ok(number));
     }
@@ -222,7 +222,7 @@ async fn write_in_flight_on_a_lost_path_ends_while_a_log_waits() {
     assert!(!reply.headers.contains_key("retry-after"));
     assert_eq!(in_state(&proxy, "unresponsive").await, [1], "the log waits");
     world.servers[0].hang(false);
-    holes.iter().for_each(Hole::heal);
+    holes.iter().for_each(FaultyRelay::heal);
     for number in 2..=6 {
         assert_eq!(soon("a line", log.next()).await, Ok(number));
     }

@@ -3,7 +3,7 @@
 
 use crate::peer::{Act, Peers};
 use crate::support::{Certs, MAPS, World, pass, patient, terminate, until};
-use jackstay::demo::hole::Hole;
+use jackstay::demo::faulty_relay::FaultyRelay;
 use jackstay::upstream::balance::slow_start;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
@@ -63,7 +63,7 @@ async fn anonymous_questions_are_rare_however_connections_end() {
 async fn ask_rarely(first: Option<Act>) {
     let certs = Certs::new();
     let peers = Peers::start(&certs, 1);
-    let hole = Hole::start(peers.addresses[0]).unwrap();
+    let hole = FaultyRelay::start(peers.addresses[0]).unwrap();
     let mut config = patient(certs.config(&[hole.addr]));
     config.upstreams[0].health.readyz.cert = None;
     terminate(&mut config).identities.clear();

@@ -51,7 +51,7 @@ async fn many_watches_use_few_connections_and_none_waits() {
     println!("350 watches on {used:?}, the slowest began after {slowest:?}");
     assert_eq!(used.len(), 4, "{used:?}");
     assert!(waited < 1.0, "{waited} watches waited");
-    let kind = jackstay::demo::kinds::find("", "v1", "configmaps").unwrap();
+    let kind = jackstay::demo::apiserver::kinds::find("", "v1", "configmaps").unwrap();
     world.cluster.create(kind, "default", map("a", "1"), false).unwrap();
     for watch in &mut watches {
         soon("an event", watch.next()).await.unwrap().unwrap();

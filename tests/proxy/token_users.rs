@@ -3,7 +3,7 @@
 
 use crate::support::{MAPS, World, terminate, until};
 use jackstay::config::Config;
-use jackstay::demo::identity::User;
+use jackstay::demo::apiserver::identity::User;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, SystemTime};
 

@@ -6,7 +6,7 @@ use crate::support::figures::within;
 use crate::support::{MAPS, Proxy, World, map, pass, patient, soon, until};
 use crate::watches::Follower;
 use jackstay::config::Config;
-use jackstay::demo::apiserver::Answer;
+use jackstay::demo::apiserver::ScriptedResponse;
 use jackstay::demo::client::Client;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -51,7 +51,7 @@ impl Scene {
     }
 
     fn write(&mut self) {
-        let kind = jackstay::demo::kinds::find("", "v1", "configmaps").unwrap();
+        let kind = jackstay::demo::apiserver::kinds::find("", "v1", "configmaps").unwrap();
         let name = format!("w{}", self.writes);
         self.writes += 1;
         self.world.cluster.create(kind, "default", map(&name, "1"), false).unwrap();
@@ -223,13 +223,13 @@ async fn evidence_asks_at_once() {
     }
     assert_eq!(state(&proxy, 0).await, "ready");
     // A streak of 500s does.
-    one.fail_next(1000, Answer::status(500, "InternalError", "etcd"));
+    one.fail_next(1000, ScriptedResponse::status(500, "InternalError", "etcd"));
     until("a streak of errors has it asked", async || {
         soon("a read", client.get(MAPS)).await.unwrap();
         state(&proxy, 0).await == "degraded"
     })
     .await;
-    one.fail_next(0, Answer::status(500, "InternalError", "etcd"));
+    one.fail_next(0, ScriptedResponse::status(500, "InternalError", "etcd"));
     one.set_ready(true);
     proxy.ready(2).await;
     // So do heads that stay away: the reads that wait for them are asked for elsewhere. By one that

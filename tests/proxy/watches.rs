@@ -6,7 +6,7 @@ use crate::support::{Certs, MAPS, Proxy, World, map, patient, soon, terminate, u
 use http::Method;
 use jackstay::demo::apiserver::{self, ApiServerHandle, Options};
 use jackstay::demo::client::{Client, next_data};
-use jackstay::demo::hole::{Direction, Hole};
+use jackstay::demo::faulty_relay::{Direction, FaultyRelay};
 use serde_json::Value;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -292,7 +292,11 @@ async fn through_many_faults() {
 }
 
 /// From a fault to the next event, on a watch that was delivering.
-async fn silence(what: &str, promised: Duration, fault: impl FnOnce(&World, &[Hole], usize)) {
+async fn silence(
+    what: &str,
+    promised: Duration,
+    fault: impl FnOnce(&World, &[FaultyRelay], usize),
+) {
     let world = World::new(3);
     let (holes, proxy) = world.start_behind_holes().await;
     let client = proxy.client(&world.certs.credentials()).await;
@@ -303,7 +307,7 @@ async fn silence(what: &str, promised: Duration, fault: impl FnOnce(&World, &[Ho
         world
             .cluster
             .create(
-                jackstay::demo::kinds::find("", "v1", "configmaps").unwrap(),
+                jackstay::demo::apiserver::kinds::find("", "v1", "configmaps").unwrap(),
                 "default",
                 map(&format!("before-{}", world.cluster.version()), "1"),
                 false,
@@ -319,7 +323,7 @@ async fn silence(what: &str, promised: Duration, fault: impl FnOnce(&World, &[Ho
         .unwrap();
     let start = Instant::now();
     fault(&world, &holes, carrier);
-    let kind = jackstay::demo::kinds::find("", "v1", "configmaps").unwrap();
+    let kind = jackstay::demo::apiserver::kinds::find("", "v1", "configmaps").unwrap();
     world.cluster.create(kind, "default", map("after", "1"), false).unwrap();
     let seen = wait::within(2 * promised, async || {
         assert_eq!(follower.end(), None, "{what}: the stream ended");
@@ -481,7 +485,7 @@ async fn a_goaway_of_a_healthy_server_moves_no_watch() {
             .any(|connection| connection["state"] == "draining" && connection["watches"] == 1)
     })
     .await;
-    let kind = jackstay::demo::kinds::find("", "v1", "configmaps").unwrap();
+    let kind = jackstay::demo::apiserver::kinds::find("", "v1", "configmaps").unwrap();
     for n in 0..20 {
         world.cluster.create(kind, "default", map(&format!("after-{n}"), "1"), false).unwrap();
         until("an event comes", async || follower.events().len() == n + 1).await;

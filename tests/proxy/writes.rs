@@ -9,7 +9,7 @@ use crate::peer::{
 use crate::support::{Certs, MAPS, World, long, map, soon, until, wait};
 use http::Method;
 use jackstay::demo::client::Client;
-use jackstay::demo::hole::Direction;
+use jackstay::demo::faulty_relay::Direction;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::Mutex;

@@ -5,7 +5,7 @@ use crate::support::{World, pass, passing, passthrough, soon, until};
 use http::Method;
 use jackstay::app::reload::Outcome;
 use jackstay::config::{Config, EndpointAddress};
-use jackstay::demo::audit::Record;
+use jackstay::demo::apiserver::audit::Record;
 use jackstay::demo::client::{Client, next_data};
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read as _};

@@ -6,8 +6,8 @@ use crate::support::{MAPS, PATIENCE, Proxy, World, map, soon, until};
 use jackstay::app::App;
 use jackstay::app::reload::{Fresh, Origin, Outcome};
 use jackstay::config::{self, Config, Overrides};
+use jackstay::demo::apiserver::kinds::ObjectRef;
 use jackstay::demo::client::Client;
-use jackstay::demo::cluster::Place;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
@@ -79,14 +79,14 @@ impl Scene {
     }
 
     pub fn write_map(&self) {
-        let kind = jackstay::demo::kinds::find("", "v1", "configmaps").unwrap();
+        let kind = jackstay::demo::apiserver::kinds::find("", "v1", "configmaps").unwrap();
         let mut written = self.written.lock().unwrap();
         // One map: what a test adds to its servers grows with it.
         let next = map("m0", &written.len().to_string());
         let map = if written.is_empty() {
             self.world.cluster.create(kind, "default", next, false).unwrap()
         } else {
-            let place = Place { kind, namespace: "default", name: "m0" };
+            let place = ObjectRef { kind, namespace: "default", name: "m0" };
             self.world.cluster.modify(place, false, |_| Ok(next)).unwrap()
         };
         written.push(map.version);
@@ -199,7 +199,7 @@ impl Traffic {
         let failures = Arc::<Mutex<Vec<String>>>::default();
         let done = Arc::<AtomicUsize>::default();
         let stop = Arc::<AtomicBool>::default();
-        let kind = jackstay::demo::kinds::find("", "v1", "configmaps").unwrap();
+        let kind = jackstay::demo::apiserver::kinds::find("", "v1", "configmaps").unwrap();
         let one = |index: u32| {
             let name = format!("t{index}");
             // It is there already if there was traffic before.

@@ -9,8 +9,8 @@ mod support;
 use crate::scene::{Scene, Traffic, Watching};
 use crate::support::{PATIENCE, World, map, pass, terminate, wait};
 use jackstay::config::{AccessLog, CertPaths, Config};
+use jackstay::demo::apiserver::kinds::ObjectRef;
 use jackstay::demo::client::Client;
-use jackstay::demo::cluster::Place;
 use jackstay::demo::pki::Pki;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::fmt;
@@ -156,8 +156,8 @@ async fn two_hundred_reloads_under_load() {
     scene.world.cluster.set_bookmark_interval(Duration::from_millis(500));
     scene.world.cluster.set_history(HISTORY);
     scene.write_map();
-    let kind = jackstay::demo::kinds::find("", "v1", "configmaps").unwrap();
-    let place = Place { kind, namespace: "default", name: "m0" };
+    let kind = jackstay::demo::apiserver::kinds::find("", "v1", "configmaps").unwrap();
+    let place = ObjectRef { kind, namespace: "default", name: "m0" };
     for number in 0..HISTORY + 10 {
         let next = map("m0", &number.to_string());
         scene.world.cluster.modify(place, false, |_| Ok(next)).unwrap();

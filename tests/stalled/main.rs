@@ -21,7 +21,7 @@ fn resident() -> usize {
 async fn a_reader_that_stops_slows_nobody() {
     let world = World::new(1);
     let proxy = world.start_with(|config| config.upstreams[0].connections.max = 1).await;
-    let kind = jackstay::demo::kinds::find("", "v1", "configmaps").unwrap();
+    let kind = jackstay::demo::apiserver::kinds::find("", "v1", "configmaps").unwrap();
     let big = |name: &str| {
         let mut object = map(name, "1");
         object["data"]["big"] = "x".repeat(10_000).into();
@@ -56,7 +56,7 @@ async fn a_reader_that_stops_slows_nobody() {
     }
     for round in 0..50 {
         for n in 0..20 {
-            let place = jackstay::demo::cluster::Place {
+            let place = jackstay::demo::apiserver::kinds::ObjectRef {
                 kind,
                 namespace: "default",
                 name: &format!("m{n}"),

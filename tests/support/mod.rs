@@ -18,10 +18,10 @@ use jackstay::config::{
     Limits, Listener, Log, LogFormat, Mode, Passthrough, Readyz, RequestLimits, Shutdown,
     Terminate, Upstream, UpstreamTls, UsedBy,
 };
+use jackstay::demo::apiserver::cluster::Cluster;
 use jackstay::demo::apiserver::{self, ApiServerHandle, Options};
 use jackstay::demo::client::{Client, Credentials};
-use jackstay::demo::cluster::Cluster;
-use jackstay::demo::hole::Hole;
+use jackstay::demo::faulty_relay::FaultyRelay;
 use jackstay::demo::pki::{Issued, Pki, Subject};
 use serde_json::{Value, json};
 use std::net::{Ipv4Addr, SocketAddr};
@@ -334,8 +334,8 @@ impl World {
 
 impl World {
     /// The data plane, and a relay before each server whose flows can fall silent.
-    pub async fn start_behind_holes(&self) -> (Vec<Hole>, Proxy) {
-        let hole = |server: &ApiServerHandle| Hole::start(server.addr).unwrap();
+    pub async fn start_behind_holes(&self) -> (Vec<FaultyRelay>, Proxy) {
+        let hole = |server: &ApiServerHandle| FaultyRelay::start(server.addr).unwrap();
         let holes: Vec<_> = self.servers.iter().map(hole).collect();
         let addresses: Vec<_> = holes.iter().map(|hole| hole.addr).collect();
         let proxy = self.certs.start(self.certs.config(&addresses));

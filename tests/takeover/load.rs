@@ -4,9 +4,9 @@
 use crate::process::{PATIENCE, Scene};
 use crate::support::wait;
 use crate::support::{MAPS, h2_error, map};
+use jackstay::demo::apiserver::cluster::Cluster;
+use jackstay::demo::apiserver::kinds;
 use jackstay::demo::client::{Client, Credentials, Reply, Watch};
-use jackstay::demo::cluster::Cluster;
-use jackstay::demo::kinds;
 use serde_json::Value;
 use std::fmt;
 use std::io;

@@ -10,7 +10,7 @@ mod wait;
 use std::time::{Duration, SystemTime};
 
 use harness::{Ca, Peer, Proxy, nobody, run, scene};
-use jackstay::demo::hole::Hole;
+use jackstay::demo::faulty_relay::FaultyRelay;
 use netns::nft;
 
 const EXEC: &str = "POST /api/v1/namespaces/d/pods/p/exec?command=sh&stdin=true HTTP/1.1\r\n\
@@ -485,7 +485,7 @@ fn tunnel_survives_a_blackout_shorter_than_tunnel_dead_after() {
     run(async {
         let ca = Ca::new();
         let peer = Peer::start(&ca).await;
-        let hole = Hole::start(peer.address()).unwrap();
+        let hole = FaultyRelay::start(peer.address()).unwrap();
         let proxy = Proxy::start(&ca, &[hole.addr]);
         let (mut client, mut server) = granted(&ca, &peer, &proxy).await;
         // One that waits for nothing, and one on which something is under way both ways.
@@ -507,7 +507,7 @@ fn tunnel_ends_when_its_path_is_lost_for_tunnel_dead_after() {
     run(async {
         let ca = Ca::new();
         let peer = Peer::start(&ca).await;
-        let hole = Hole::start(peer.address()).unwrap();
+        let hole = FaultyRelay::start(peer.address()).unwrap();
         let proxy = Proxy::start_with(&ca, &[hole.addr], "tunnel_dead_after: 6s");
         let (mut client, _server) = granted(&ca, &peer, &proxy).await;
         assert_eq!(hole.lose_all().unwrap(), 1);
@@ -528,7 +528,7 @@ fn upgrade_without_an_answer_on_a_lost_path_is_an_unknown_fate() {
     run(async {
         let ca = Ca::new();
         let peer = Peer::start(&ca).await;
-        let hole = Hole::start(peer.address()).unwrap();
+        let hole = FaultyRelay::start(peer.address()).unwrap();
         // It would wait for a minute as a tunnel.
         let proxy = Proxy::start_with(&ca, &[hole.addr], "tunnel_dead_after: 1m");
         let mut client = proxy.client(&ca).await;

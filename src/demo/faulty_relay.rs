@@ -76,7 +76,7 @@ struct Shared {
 }
 
 /// A relay in front of a server, on a thread of its own. Dropping it resets its flows.
-pub struct Hole {
+pub struct FaultyRelay {
     /// Where clients connect.
     pub addr: SocketAddr,
     shared: Arc<Shared>,
@@ -84,7 +84,7 @@ pub struct Hole {
     thread: Option<JoinHandle<()>>,
 }
 
-impl Hole {
+impl FaultyRelay {
     /// Relays a free port of 127.0.0.1 to a server.
     pub fn start(target: SocketAddr) -> io::Result<Self> {
         let listener = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
@@ -175,7 +175,7 @@ impl Hole {
     }
 }
 
-impl Drop for Hole {
+impl Drop for FaultyRelay {
     fn drop(&mut self) {
         self.stop.send_replace(true);
         if let Some(thread) = self.thread.take() {

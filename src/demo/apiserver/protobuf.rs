@@ -5,7 +5,8 @@
 //! table names are left out when written and skipped when read; a kind without a table is not
 //! read at all, and written with its metadata alone.
 
-use crate::demo::{stamp, websocket};
+use crate::demo::apiserver::timestamps;
+use base64::prelude::{BASE64_STANDARD, Engine as _};
 use serde_json::{Map, Value, json};
 
 /// The content type of a watch.
@@ -176,8 +177,9 @@ fn write(table: Table, object: &Value) -> Vec<u8> {
 
 fn write_field(tag: u64, kind: Type, value: &Value) -> Vec<u8> {
     let text = |value: &Value| value.as_str().unwrap_or_default().as_bytes().to_vec();
-    let base64 =
-        |value: &Value| value.as_str().and_then(websocket::unbase64url).unwrap_or_default();
+    let base64 = |value: &Value| {
+        value.as_str().and_then(|text| BASE64_STANDARD.decode(text).ok()).unwrap_or_default()
+    };
     let map = |write: &dyn Fn(&Value) -> Vec<u8>| -> Vec<u8> {
         let entries = value.as_object().into_iter().flatten();
         entries
@@ -192,7 +194,7 @@ fn write_field(tag: u64, kind: Type, value: &Value) -> Vec<u8> {
         Type::Bool => number(tag, u64::from(value == true)),
         Type::Time | Type::MicroTime => {
             let (seconds, nanos) =
-                value.as_str().and_then(stamp::parse_rfc3339).unwrap_or_default();
+                value.as_str().and_then(timestamps::parse_rfc3339).unwrap_or_default();
             let nanos = if nanos > 0 { number(2, u64::from(nanos)) } else { Vec::new() };
             field(tag, &[number(1, seconds), nanos].concat())
         }
@@ -244,7 +246,7 @@ fn read(table: Table, bytes: &[u8]) -> Option<Map<String, Value>> {
 fn read_bytes(kind: Type, bytes: &[u8]) -> Option<Value> {
     Some(match kind {
         Type::Text | Type::Texts => std::str::from_utf8(bytes).ok()?.into(),
-        Type::Bytes => websocket::base64(bytes).into(),
+        Type::Bytes => BASE64_STANDARD.encode(bytes).into(),
         Type::Message(table) | Type::Messages(table) => Value::Object(read(table, bytes)?),
         Type::Time | Type::MicroTime => {
             let (mut seconds, mut nanos) = (0, 0);
@@ -259,9 +261,9 @@ fn read_bytes(kind: Type, bytes: &[u8]) -> Option<Value> {
                 // The zero time of Go lies before the epoch and means that there is none.
                 _ if bytes.is_empty() || seconds > 1 << 40 => Value::Null,
                 Type::MicroTime => {
-                    stamp::rfc3339_micros(seconds, u32::try_from(nanos).ok()?).into()
+                    timestamps::rfc3339_micros(seconds, u32::try_from(nanos).ok()?).into()
                 }
-                _ => stamp::rfc3339_seconds(seconds).into(),
+                _ => timestamps::rfc3339_seconds(seconds).into(),
             }
         }
         _ => return None,

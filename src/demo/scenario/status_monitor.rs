@@ -3,7 +3,7 @@
 //!
 //! It reads `/status` alone, as an operator would.
 
-use crate::demo::show::{Row, Show};
+use crate::demo::scenario::display::{ProgressDisplay, Row};
 use crate::observe::counted;
 use serde_json::Value;
 use std::collections::HashMap;
@@ -31,7 +31,7 @@ pub struct Notice {
 }
 
 /// Asks on a thread of its own. Dropping it stops it.
-pub struct Witness {
+pub struct StatusMonitor {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
 }
@@ -51,11 +51,11 @@ struct Known {
     connections: HashMap<String, String>,
 }
 
-impl Witness {
+impl StatusMonitor {
     /// Starts asking with `fetch` about the endpoints of apiservers, given with their names.
     pub fn start(
         servers: Vec<(String, SocketAddr)>,
-        show: Arc<Show>,
+        show: Arc<ProgressDisplay>,
         fetch: impl Fn() -> io::Result<Value> + Send + 'static,
     ) -> io::Result<Self> {
         let shared = Arc::<Shared>::default();
@@ -91,7 +91,7 @@ impl Witness {
     }
 }
 
-impl Drop for Witness {
+impl Drop for StatusMonitor {
     fn drop(&mut self) {
         self.shared.stop.store(true, Relaxed);
         if let Some(thread) = self.thread.take() {
@@ -111,7 +111,7 @@ impl Shared {
         status: &Value,
         servers: &[(String, SocketAddr)],
         known: &mut [Known],
-        show: &Show,
+        show: &ProgressDisplay,
     ) {
         let at = Instant::now();
         let none = Vec::new();

@@ -4,10 +4,10 @@
 //! the proxy uses that apiserver again; then what clients felt meanwhile is held against the promise.
 
 use crate::demo::apiserver::ApiServerHandle;
-use crate::demo::clients::{Counts, Ledger};
-use crate::demo::hole::Hole;
-use crate::demo::show::{Row, Show, Stage, Step, seconds};
-use crate::demo::witness::Witness;
+use crate::demo::faulty_relay::FaultyRelay;
+use crate::demo::scenario::clients::{Counts, Ledger};
+use crate::demo::scenario::display::{ProgressDisplay, Row, Stage, Step, seconds};
+use crate::demo::scenario::status_monitor::StatusMonitor;
 use crate::observe::counted;
 use std::io;
 use std::sync::Arc;
@@ -137,7 +137,7 @@ pub struct Site {
     /// The server.
     pub server: ApiServerHandle,
     /// Where the proxy finds it.
-    pub hole: Hole,
+    pub hole: FaultyRelay,
 }
 
 /// Everything a schedule acts on and looks at.
@@ -147,9 +147,9 @@ pub struct Stand<'a> {
     /// What clients feel.
     pub ledger: &'a Ledger,
     /// What the proxy knows.
-    pub witness: &'a Witness,
+    pub witness: &'a StatusMonitor,
     /// Where it is shown.
-    pub show: &'a Arc<Show>,
+    pub show: &'a Arc<ProgressDisplay>,
     /// Raised when it should end now.
     pub interrupted: &'a AtomicBool,
     /// How much longer than usual it takes.

@@ -1,7 +1,7 @@
 //! What a person sees of the demo: a table that is drawn anew where stdout is a terminal, a line for
 //! each thing that happens where it is not.
 
-use crate::demo::clients::Counts;
+use crate::demo::scenario::clients::Counts;
 use std::collections::VecDeque;
 use std::fmt::Write as _;
 use std::io::{self, Write as _};
@@ -75,21 +75,21 @@ pub enum Stage {
 }
 
 /// Prints. Shared by whoever has something to say.
-pub struct Show {
+pub struct ProgressDisplay {
     style: Style,
     began: Instant,
-    board: Mutex<Board>,
+    board: Mutex<Screen>,
 }
 
 #[derive(Default)]
-struct Board {
+struct Screen {
     steps: Vec<Step>,
     past: VecDeque<String>,
     /// Lines of the table on the screen now.
     drawn: usize,
 }
 
-impl Show {
+impl ProgressDisplay {
     /// In a style.
     pub fn new(style: Style) -> Self {
         Self { style, began: Instant::now(), board: Mutex::default() }
@@ -152,7 +152,7 @@ impl Show {
         print(&out);
     }
 
-    fn lock(&self) -> MutexGuard<'_, Board> {
+    fn lock(&self) -> MutexGuard<'_, Screen> {
         self.board.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -4,6 +4,7 @@
 //! `RequestClientCert` does; whether it is worth anything is decided here, and a bad one costs a
 //! 401, not the connection.
 
+use base64::prelude::{BASE64_URL_SAFE_NO_PAD, Engine as _};
 use rustls::pki_types::{CertificateDer, UnixTime};
 use rustls::server::danger::ClientCertVerifier;
 use serde_json::{Value, json};
@@ -164,7 +165,7 @@ fn bearer(headers: &http::HeaderMap) -> Option<String> {
         .filter_map(|v| v.to_str().ok())
         .flat_map(|v| v.split(','))
         .find_map(|p| p.trim().strip_prefix("base64url.bearer.authorization.k8s.io."))
-        .and_then(crate::demo::websocket::unbase64url)
+        .and_then(|token| BASE64_URL_SAFE_NO_PAD.decode(token).ok())
         .and_then(|bytes| String::from_utf8(bytes).ok())
 }
 

@@ -1,21 +1,22 @@
 //! What the apiserver adds to objects that clients write: metadata, defaults, subresources.
 
-use crate::demo::cluster::Place;
-use crate::demo::failure::Failure;
-use crate::demo::kinds::{self, Kind};
-use crate::demo::stamp;
+use crate::demo::apiserver::kinds::ObjectRef;
+use crate::demo::apiserver::kinds::{self, Kind};
+use crate::demo::apiserver::status_error::StatusError;
+use crate::demo::apiserver::timestamps;
+use base64::prelude::{BASE64_STANDARD, Engine as _};
 use serde_json::{Value, json};
 use std::time::SystemTime;
 
 /// Makes a client's object fit to be created and returns its name.
-pub fn prepare(kind: &Kind, namespace: &str, value: &mut Value) -> Result<String, Failure> {
+pub fn prepare(kind: &Kind, namespace: &str, value: &mut Value) -> Result<String, StatusError> {
     if !value.is_object() {
-        return Err(Failure::bad_request("the body must be an object"));
+        return Err(StatusError::bad_request("the body must be an object"));
     }
     for (field, expected) in [("kind", kind.kind.to_owned()), ("apiVersion", kind.api_version())] {
         match value[field].as_str() {
             Some(given) if given != expected => {
-                return Err(Failure::bad_request(format!(
+                return Err(StatusError::bad_request(format!(
                     "{field} {given} in the object is not {expected}"
                 )));
             }
@@ -25,31 +26,31 @@ pub fn prepare(kind: &Kind, namespace: &str, value: &mut Value) -> Result<String
     check_shape(value)?;
     let metadata = &mut value["metadata"];
     if !metadata["resourceVersion"].as_str().unwrap_or_default().is_empty() {
-        return Err(Failure::bad_request(
+        return Err(StatusError::bad_request(
             "resourceVersion should not be set on objects to be created",
         ));
     }
     if metadata["name"].as_str().unwrap_or_default().is_empty() {
         let Some(prefix) = metadata["generateName"].as_str().filter(|p| !p.is_empty()) else {
-            return Err(Failure::invalid(format!(
+            return Err(StatusError::invalid(format!(
                 "{} \"\" is invalid: metadata.name: Required value: name or generateName is required",
                 kind.kind
             )));
         };
-        metadata["name"] = format!("{prefix}{}", stamp::suffix()).into();
+        metadata["name"] = format!("{prefix}{}", timestamps::suffix()).into();
     }
     let given = metadata["namespace"].as_str().unwrap_or_default();
     if kind.namespaced {
         if !given.is_empty() && given != namespace {
-            return Err(Failure::bad_request(
+            return Err(StatusError::bad_request(
                 "the namespace of the provided object does not match the namespace sent on the \
                  request",
             ));
         }
         metadata["namespace"] = namespace.into();
     }
-    metadata["uid"] = stamp::uid().into();
-    metadata["creationTimestamp"] = stamp::rfc3339(SystemTime::now()).into();
+    metadata["uid"] = timestamps::uid().into();
+    metadata["creationTimestamp"] = timestamps::rfc3339(SystemTime::now()).into();
     if kind.status {
         metadata["generation"] = 1.into();
     }
@@ -59,33 +60,37 @@ pub fn prepare(kind: &Kind, namespace: &str, value: &mut Value) -> Result<String
 }
 
 /// The parts that are written to below must be objects.
-fn check_shape(value: &Value) -> Result<(), Failure> {
+fn check_shape(value: &Value) -> Result<(), StatusError> {
     let parts = [value, &value["metadata"], &value["metadata"]["labels"], &value["data"]];
     if parts.iter().all(|part| part.is_object() || part.is_null()) {
         return Ok(());
     }
-    Err(Failure::bad_request("cannot unmarshal: metadata, labels and data must be objects"))
+    Err(StatusError::bad_request("cannot unmarshal: metadata, labels and data must be objects"))
 }
 
 /// What must survive an update, whatever the client sent; and the check of its version.
-pub fn carry_over(place: Place<'_>, current: &Value, next: &mut Value) -> Result<(), Failure> {
+pub fn carry_over(
+    place: ObjectRef<'_>,
+    current: &Value,
+    next: &mut Value,
+) -> Result<(), StatusError> {
     check_shape(next)?;
     let (was, is) = (&current["metadata"], &next["metadata"]);
     let claims = |field: &str| is[field].as_str().filter(|v| !v.is_empty());
     if claims("resourceVersion").is_some_and(|v| was["resourceVersion"] != v) {
         let why = "the object has been modified; please apply your changes to the latest version \
                    and try again";
-        return Err(Failure::conflict(place.kind, place.name, why));
+        return Err(StatusError::conflict(place.kind, place.name, why));
     }
     if let Some(uid) = claims("uid").filter(|uid| was["uid"] != *uid) {
         let why = format!(
             "Precondition failed: UID in precondition: {uid}, UID in object meta: {}",
             was["uid"].as_str().unwrap_or_default()
         );
-        return Err(Failure::conflict(place.kind, place.name, &why));
+        return Err(StatusError::conflict(place.kind, place.name, &why));
     }
     if claims("name").is_some_and(|name| name != place.name) {
-        return Err(Failure::bad_request(
+        return Err(StatusError::bad_request(
             "the name of the object does not match the name on the URL",
         ));
     }
@@ -145,7 +150,7 @@ fn default(kind: &Kind, value: &mut Value, name: &str) {
         }
         for (key, text) in strings.as_object().into_iter().flatten() {
             let text = text.as_str().unwrap_or_default();
-            value["data"][key] = crate::demo::websocket::base64(text.as_bytes()).into();
+            value["data"][key] = BASE64_STANDARD.encode(text).into();
         }
     }
     if *kind == kinds::PODS && value["status"]["phase"].is_null() {

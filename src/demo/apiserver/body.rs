@@ -1,6 +1,6 @@
 //! The bodies of answers, and the reading of the bodies of requests.
 
-use crate::demo::failure::Failure;
+use crate::demo::apiserver::status_error::StatusError;
 use bytes::{Buf, Bytes, BytesMut};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
@@ -28,7 +28,7 @@ impl std::error::Error for Abort {}
 
 /// The body of an answer.
 #[derive(Debug)]
-pub enum Payload {
+pub enum ResponseBody {
     /// All of it.
     Full(Option<Bytes>),
     /// What a task sends.
@@ -39,7 +39,7 @@ pub enum Payload {
     Echo(Box<Incoming>),
 }
 
-impl Payload {
+impl ResponseBody {
     /// All of it, known now.
     pub fn full(bytes: impl Into<Bytes>) -> Self {
         let bytes = bytes.into();
@@ -47,7 +47,7 @@ impl Payload {
     }
 }
 
-impl Body for Payload {
+impl Body for ResponseBody {
     type Data = Bytes;
     type Error = Abort;
 
@@ -86,15 +86,16 @@ impl Body for Payload {
 }
 
 /// The whole body of a request.
-pub async fn read(mut body: Incoming) -> Result<Bytes, Failure> {
+pub async fn read(mut body: Incoming) -> Result<Bytes, StatusError> {
     let mut whole = BytesMut::new();
     while let Some(frame) = std::future::poll_fn(|cx| Pin::new(&mut body).poll_frame(cx)).await {
-        let frame = frame.map_err(|e| Failure::bad_request(format!("reading the body: {e}")))?;
+        let frame =
+            frame.map_err(|e| StatusError::bad_request(format!("reading the body: {e}")))?;
         if let Ok(data) = frame.into_data() {
             whole.extend_from_slice(&data);
         }
         if whole.len() > LIMIT {
-            return Err(Failure::new(
+            return Err(StatusError::new(
                 413,
                 "RequestEntityTooLarge",
                 format!("Request entity too large: limit is {LIMIT}"),

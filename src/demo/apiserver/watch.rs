@@ -1,14 +1,14 @@
 //! A running watch: from the cluster's history to the bytes of one response.
 
-use crate::demo::apiserver::Server;
-use crate::demo::body::{Abort, Payload};
-use crate::demo::cluster::{Event, Object};
-use crate::demo::failure::Failure;
-use crate::demo::handler::respond;
-use crate::demo::kinds::Kind;
-use crate::demo::route::{Query, Target};
-use crate::demo::selector::Selector;
-use crate::demo::{protobuf, table};
+use crate::demo::apiserver::body::{Abort, ResponseBody};
+use crate::demo::apiserver::cluster::{Event, Object};
+use crate::demo::apiserver::handler::respond;
+use crate::demo::apiserver::kinds::Kind;
+use crate::demo::apiserver::route::{Query, Target};
+use crate::demo::apiserver::selector::Selector;
+use crate::demo::apiserver::state::ServerState;
+use crate::demo::apiserver::status_error::StatusError;
+use crate::demo::apiserver::{protobuf, table};
 use bytes::Bytes;
 use http::Response;
 use serde_json::{Value, json};
@@ -30,7 +30,7 @@ pub(super) enum Format {
 }
 
 struct Watch {
-    server: Arc<Server>,
+    server: Arc<ServerState>,
     kind: &'static Kind,
     namespace: String,
     selector: Selector,
@@ -46,10 +46,10 @@ struct Watch {
 struct Gone;
 
 /// Counts a watch while it runs, also one that ends because its server is killed.
-struct Counted(Arc<Server>);
+struct Counted(Arc<ServerState>);
 
 impl Counted {
-    fn new(server: &Arc<Server>) -> Self {
+    fn new(server: &Arc<ServerState>) -> Self {
         server.counters.watches.fetch_add(1, Relaxed);
         Self(server.clone())
     }
@@ -63,22 +63,22 @@ impl Drop for Counted {
 
 /// Starts a watch and returns the response that carries it.
 pub(super) fn start(
-    server: &Arc<Server>,
+    server: &Arc<ServerState>,
     target: &Target,
     query: &Query,
     selector: Selector,
     format: Format,
-) -> Result<Response<Payload>, Failure> {
+) -> Result<Response<ResponseBody>, StatusError> {
     let asked = query.get("resourceVersion");
     let asked: u64 = match asked {
         "" => 0,
-        text => text
-            .parse()
-            .map_err(|_| Failure::invalid(format!("resourceVersion: Invalid value: \"{text}\"")))?,
+        text => text.parse().map_err(|_| {
+            StatusError::invalid(format!("resourceVersion: Invalid value: \"{text}\""))
+        })?,
     };
     let initial_events = query.flag("sendInitialEvents");
     if initial_events && query.get("resourceVersionMatch") != "NotOlderThan" {
-        return Err(Failure::invalid(
+        return Err(StatusError::invalid(
             "resourceVersionMatch: Forbidden: sendInitialEvents requires setting \
              resourceVersionMatch to NotOlderThan",
         ));
@@ -114,7 +114,7 @@ pub(super) fn start(
         Format::Protobuf => protobuf::WATCH,
         Format::Json | Format::Table => "application/json",
     };
-    Ok(respond(200, content_type, Payload::Stream(receiver)))
+    Ok(respond(200, content_type, ResponseBody::Stream(receiver)))
 }
 
 enum From {
@@ -147,7 +147,7 @@ impl Watch {
                 let here = self.server.compacted.load(Relaxed);
                 let there = self.server.cluster.reaches(self.cursor);
                 if self.cursor < here {
-                    return self.fail(&Failure::expired(self.cursor, here)).await;
+                    return self.fail(&StatusError::expired(self.cursor, here)).await;
                 }
                 if let Err(expired) = there {
                     return self.fail(&expired).await;
@@ -230,7 +230,7 @@ impl Watch {
     }
 
     /// The last event of a watch that cannot go on.
-    async fn fail(&mut self, failure: &Failure) -> Result<(), Gone> {
+    async fn fail(&mut self, failure: &StatusError) -> Result<(), Gone> {
         let status = failure.status();
         let frame = match self.format {
             Format::Protobuf => protobuf::frame("ERROR", &status),

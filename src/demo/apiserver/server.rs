@@ -1,46 +1,46 @@
-//! One apiserver of a demo cluster, and the strings one can pull on it.
+//! One apiserver of a demo cluster: its thread, and the handle that injects faults.
 //!
-//! Each server is an OS thread with a single-threaded runtime, so that it can be frozen as by
-//! SIGSTOP (the kernel still acknowledges, nobody answers) and killed as by SIGKILL (every socket
-//! is reset at once), in the process of the test.
+//! Each server is an OS thread with a single-threaded runtime. So a test can freeze it as SIGSTOP does
+//! (the kernel still acknowledges, the server does not answer) and kill it as SIGKILL does (every socket
+//! is reset at once), inside the process of the test.
 
-use crate::demo::cluster::Cluster;
-use crate::demo::connection;
-use crate::demo::failure::Failure;
+use crate::demo::apiserver::cluster::Cluster;
+use crate::demo::apiserver::connection;
+use crate::demo::apiserver::state::{
+    Counters, Freeze, Phase, RequestHook, ScriptedResponse, ServerState, lock,
+};
 use crate::demo::pki::{Issued, Pki};
 use crate::net::tls::serving::DeferredClientVerification;
-use bytes::Bytes;
 use rustls::RootCertStore;
 use rustls::server::WebPkiClientVerifier;
-use rustls::server::danger::ClientCertVerifier;
 use socket2::{Domain, Protocol, Socket, Type};
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use tokio::sync::watch;
 use tokio_rustls::TlsAcceptor;
 
-/// How a server is set up.
+/// Settings of a server.
 pub struct Options {
-    /// Its name in the audit.
+    /// The name in audit records.
     pub name: String,
-    /// Where it listens; port 0 takes a free one, which `restart` keeps.
+    /// The address to listen on; port 0 takes a free port, which `restart` keeps.
     pub bind: SocketAddr,
-    /// Streams that a connection may have open; kube-apiserver allows 100.
+    /// `SETTINGS_MAX_CONCURRENT_STREAMS`; kube-apiserver sends 100.
     pub max_concurrent_streams: u32,
-    /// Whether it offers HTTP/2.
+    /// Offers HTTP/2 by ALPN.
     pub http2: bool,
-    /// The serving certificate; default: one for loopback.
+    /// The serving certificate; the default is issued for loopback.
     pub certificate: Option<Issued>,
-    /// Between two lines of a followed log.
+    /// Time between two lines of a followed log.
     pub log_interval: Duration,
 }
 
 impl Options {
-    /// A usual server on a free port of 127.0.0.1.
+    /// Settings like kube-apiserver's, on a free port of 127.0.0.1.
     pub fn named(name: &str) -> Self {
         Self {
             name: name.to_owned(),
@@ -53,160 +53,20 @@ impl Options {
     }
 }
 
-/// An answer given instead of the real one.
-#[derive(Debug, Clone)]
-pub struct Answer {
-    /// The status code.
-    pub status: u16,
-    /// Headers.
-    pub headers: Vec<(String, String)>,
-    /// The body.
-    pub body: Bytes,
-    /// Whether the stream is reset after the body instead of ended.
-    pub cut: bool,
-}
-
-impl Answer {
-    /// A `Status` object.
-    pub fn status(code: u16, reason: &'static str, message: &str) -> Self {
-        Self {
-            status: code,
-            headers: vec![("content-type".into(), "application/json".into())],
-            body: Failure::new(code, reason, message).status().to_string().into(),
-            cut: false,
-        }
-    }
-
-    /// With one more header.
-    #[must_use]
-    pub fn header(mut self, name: &str, value: &str) -> Self {
-        self.headers.push((name.to_owned(), value.to_owned()));
-        self
-    }
-
-    /// With the stream reset after the body.
-    #[must_use]
-    pub fn cut(mut self) -> Self {
-        self.cut = true;
-        self
-    }
-}
-
-/// Decides on a request before the server does.
-pub type Hook = Arc<dyn Fn(&http::request::Parts) -> Option<Answer> + Send + Sync>;
-
-/// What a server has counted since it was made; restarts do not reset it.
-#[derive(Debug, Default)]
-pub struct Counters {
-    /// TCP connections accepted.
-    pub accepted: AtomicU64,
-    /// TCP connections open now.
-    pub open: AtomicU64,
-    /// Handshakes that failed.
-    pub handshake_failures: AtomicU64,
-    /// Connections that were told to go away.
-    pub goaways: AtomicU64,
-    /// Requests received.
-    pub requests: AtomicU64,
-    /// Requests without a response head.
-    pub in_flight: AtomicU64,
-    /// Watches running now.
-    pub watches: AtomicU64,
-    /// Upgraded connections running now.
-    pub tunnels: AtomicU64,
-}
-
-/// What the handle and the server's thread share.
-pub(super) struct Server {
-    pub name: String,
-    pub cluster: Cluster,
-    pub tls: TlsAcceptor,
-    pub verifier: Arc<dyn ClientCertVerifier>,
-    pub log_interval: Duration,
-    pub counters: Counters,
-    pub max_streams: AtomicU32,
-    pub ready: AtomicBool,
-    pub anonymous: AtomicBool,
-    pub mitigation: AtomicBool,
-    pub delay_ms: AtomicU64,
-    pub compacted: AtomicU64,
-    pub hang: watch::Sender<bool>,
-    pub hold_watches: watch::Sender<bool>,
-    /// Raised to end all watches, send everyone away, or reset every connection.
-    pub end_watches: watch::Sender<u64>,
-    pub goaway: watch::Sender<u64>,
-    pub reset: watch::Sender<u64>,
-    /// Sockets that are dropped now are reset, not closed.
-    pub killed: AtomicBool,
-    script: Mutex<Script>,
-    freeze: Freeze,
-    phase: watch::Sender<Phase>,
-}
-
-#[derive(Default)]
-struct Script {
-    hook: Option<Hook>,
-    fail: Option<(usize, Answer)>,
-    lose: usize,
-}
-
-#[derive(Default)]
-struct Freeze {
-    state: Mutex<(bool, bool)>, // (asked for, in force)
-    changed: Condvar,
-    bell: watch::Sender<bool>,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq)]
-enum Phase {
-    Running,
-    Draining(Duration),
-    Killed,
-}
-
-impl Server {
-    /// What the script says about this request instead of the server.
-    pub fn scripted(&self, request: &http::request::Parts) -> Option<Answer> {
-        let mut script = lock(&self.script);
-        if let Some(answer) = script.hook.clone().and_then(|hook| hook(request)) {
-            return Some(answer);
-        }
-        let (left, answer) = script.fail.as_mut()?;
-        *left = left.checked_sub(1)?;
-        Some(answer.clone())
-    }
-
-    /// Whether the answer to this request is to be lost.
-    pub fn loses_answer(&self) -> bool {
-        let mut script = lock(&self.script);
-        let left = script.lose;
-        script.lose = left.saturating_sub(1);
-        left > 0
-    }
-
-    /// Blocks the thread, and with it the server, while it is frozen.
-    fn sleep(&self) {
-        let mut state = lock(&self.freeze.state);
-        while state.0 {
-            state.1 = true;
-            self.freeze.changed.notify_all();
-            state = self.freeze.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
-        state.1 = false;
-    }
-}
-
-/// A running (or killed) server. Dropping it kills it.
+/// Handle of a running or killed server. Dropping it kills the server.
 pub struct ApiServerHandle {
-    /// Where it listens.
+    /// The address it listens on.
     pub addr: SocketAddr,
-    server: Arc<Server>,
+    server: Arc<ServerState>,
     thread: Mutex<Option<JoinHandle<()>>>,
-    /// Bound to the port and not listening, so that nobody else is given it while the server is down.
+    /// Bound but not listening: reserves the port while the server is down.
     _port: Socket,
 }
 
-/// Starts a server over a cluster; it trusts client certificates of `pki`.
+/// Starts a server for `cluster` that accepts client certificates issued by `pki`.
+///
+/// # Errors
+/// The address cannot be bound, or the certificate cannot be used.
 pub fn start(cluster: &Cluster, pki: &Pki, options: Options) -> io::Result<ApiServerHandle> {
     let certificate = match options.certificate {
         Some(certificate) => certificate,
@@ -232,7 +92,7 @@ pub fn start(cluster: &Cluster, pki: &Pki, options: Options) -> io::Result<ApiSe
     let port = bind(options.bind)?;
     let addr = port.local_addr()?.as_socket().ok_or(io::ErrorKind::Unsupported)?;
     let listener = listen(addr)?;
-    let server = Server {
+    let server = ServerState {
         name: options.name,
         cluster: cluster.clone(),
         tls: TlsAcceptor::from(Arc::new(tls)),
@@ -267,30 +127,33 @@ impl ApiServerHandle {
         &self.server.name
     }
 
-    /// What it has counted.
+    /// Counters since the server was created.
     pub fn counters(&self) -> &Counters {
         &self.server.counters
     }
 
-    /// Whether its thread runs (frozen or not).
+    /// Whether its thread exists, frozen or not.
     pub fn is_running(&self) -> bool {
         lock(&self.thread).as_ref().is_some_and(|thread| !thread.is_finished())
     }
 
-    /// Dies at once: the port refuses, every connection is reset. Frozen servers die too.
+    /// Kills the server as SIGKILL does: the port refuses connections and every connection is reset.
     pub fn kill(&self) {
         self.end(Phase::Killed);
     }
 
-    /// Leaves as kube-apiserver does on SIGTERM: `/readyz` fails, the port closes, GOAWAY to
-    /// everyone, watches end, running requests may finish for `grace`. Blocks until it is gone.
+    /// Shuts down as kube-apiserver does on SIGTERM: `/readyz` fails, the port closes, every connection
+    /// gets GOAWAY, watches end, running requests may finish for `grace`. Blocks until the thread ended.
     pub fn shutdown(&self, grace: Duration) {
         self.set_ready(false);
         self.end(Phase::Draining(grace));
         self.set_ready(true);
     }
 
-    /// Starts again on the same port after `kill` or `shutdown`.
+    /// Starts the server again on the same port after `kill` or `shutdown`.
+    ///
+    /// # Errors
+    /// The port cannot be bound within 5 s.
     pub fn restart(&self) -> io::Result<()> {
         self.kill();
         let started = Instant::now();
@@ -308,44 +171,35 @@ impl ApiServerHandle {
         self.spawn(listener)
     }
 
-    /// Freezes, as SIGSTOP does; returns once nothing moves any more.
+    /// Freezes the server as SIGSTOP does; returns when its thread is blocked.
     pub fn stop(&self) {
         if !self.is_running() {
             return;
         }
-        let mut state = lock(&self.server.freeze.state);
-        state.0 = true;
-        self.server.freeze.bell.send_replace(true);
-        while !state.1 {
-            let changed = &self.server.freeze.changed;
-            state = changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
+        self.server.freeze.freeze();
     }
 
-    /// Goes on after `stop`.
+    /// Resumes the server after `stop`, as SIGCONT does.
     pub fn cont(&self) {
-        lock(&self.server.freeze.state).0 = false;
-        self.server.freeze.bell.send_replace(false);
-        self.server.freeze.changed.notify_all();
+        self.server.freeze.thaw();
     }
 
-    /// What `/readyz` says from now on; everything else goes on.
+    /// Sets the result of `/readyz`; nothing else changes.
     pub fn set_ready(&self, ready: bool) {
         self.server.ready.store(ready, Relaxed);
     }
 
-    /// While true, requests (health checks too) get no answer; afterwards they do. PINGs are
-    /// answered, watches go on.
+    /// While true, new requests, health checks included, wait. PINGs are answered and watches continue.
     pub fn hang(&self, hang: bool) {
         self.server.hang.send_replace(hang);
     }
 
-    /// While true, watches deliver nothing: a cache that lags. Afterwards they catch up.
+    /// While true, watches deliver nothing, as a lagging watch cache; afterwards they catch up.
     pub fn hold_watches(&self, hold: bool) {
         self.server.hold_watches.send_replace(hold);
     }
 
-    /// Ends every watch cleanly, as a timeout does.
+    /// Ends every watch cleanly, as its timeout does.
     pub fn end_watches(&self) {
         self.server.end_watches.send_modify(|n| *n += 1);
     }
@@ -355,48 +209,48 @@ impl ApiServerHandle {
         self.server.goaway.send_modify(|n| *n += 1);
     }
 
-    /// Resets every connection; new ones work.
+    /// Resets every connection; new connections work.
     pub fn reset_connections(&self) {
         self.server.reset.send_modify(|n| *n += 1);
     }
 
-    /// Makes every request (health checks too) wait before it is handled.
+    /// Delays every request, health checks included, before it is handled.
     pub fn delay(&self, delay: Duration) {
         self.server.delay_ms.store(delay.as_millis() as u64, Relaxed);
     }
 
-    /// Answers the next `count` requests that are no health checks with this; nothing is done.
-    pub fn fail_next(&self, count: usize, answer: Answer) {
-        lock(&self.server.script).fail = Some((count, answer));
+    /// Sends `response` to the next `count` requests that are not health checks, without handling them.
+    pub fn fail_next(&self, count: usize, response: ScriptedResponse) {
+        lock(&self.server.script).fail = Some((count, response));
     }
 
-    /// Handles the next `count` requests that are no health checks, and never answers them.
+    /// Handles the next `count` requests that are not health checks without ever responding.
     pub fn lose_next(&self, count: usize) {
         lock(&self.server.script).lose = count;
     }
 
-    /// Asks `hook` about every request first; `None` asks nobody.
-    pub fn on_request(&self, hook: Option<Hook>) {
+    /// Sets or removes the hook that runs before each request.
+    pub fn on_request(&self, hook: Option<RequestHook>) {
         lock(&self.server.script).hook = hook;
     }
 
-    /// Streams that connections accepted from now on may have open.
+    /// Sets `SETTINGS_MAX_CONCURRENT_STREAMS` of connections accepted from now on.
     pub fn set_max_streams(&self, max: u32) {
         self.server.max_streams.store(max, Relaxed);
     }
 
-    /// Whether nobody in particular may do everything, instead of getting 403.
+    /// Authorizes `system:anonymous` for everything instead of answering 403.
     pub fn allow_anonymous(&self, allow: bool) {
         self.server.anonymous.store(allow, Relaxed);
     }
 
-    /// Whether anonymous and 401 requests make it send their HTTP/2 connection away
-    /// (`UnauthenticatedHTTP2DOSMitigation`, on as in kube-apiserver).
+    /// Whether an anonymous or 401 request gets its HTTP/2 connection a GOAWAY
+    /// (`UnauthenticatedHTTP2DOSMitigation`; on by default, as in kube-apiserver).
     pub fn set_mitigation(&self, mitigation: bool) {
         self.server.mitigation.store(mitigation, Relaxed);
     }
 
-    /// Forgets history on this server alone: older watches get 410 here and go on elsewhere.
+    /// Drops the watch history of this server only: older watches get 410 here and succeed elsewhere.
     pub fn compact(&self) -> u64 {
         let version = self.server.cluster.version();
         self.server.compacted.store(version, Relaxed);
@@ -420,7 +274,7 @@ impl ApiServerHandle {
         self.server.phase.send_replace(phase);
         self.cont();
         if let Some(thread) = lock(&self.thread).take() {
-            // A panic of the server has been printed; the port is closed either way.
+            // A panic was printed by its thread; the port is closed in any case.
             let _ = thread.join();
         }
     }
@@ -432,12 +286,12 @@ impl Drop for ApiServerHandle {
     }
 }
 
-/// The server's thread. What it spawned is dropped with its runtime when this returns.
-async fn serve(server: Arc<Server>, listener: TcpListener) {
+/// The server's main loop. Its tasks are dropped with the runtime when it returns.
+async fn serve(server: Arc<ServerState>, listener: TcpListener) {
     let Ok(listener) = tokio::net::TcpListener::from_std(listener) else { return };
     let mut listener = Some(listener);
     let mut phase = server.phase.subscribe();
-    let mut frozen = server.freeze.bell.subscribe();
+    let mut frozen = server.freeze.requested.subscribe();
     frozen.mark_changed();
     phase.mark_changed();
     let mut deadline = None;
@@ -454,7 +308,7 @@ async fn serve(server: Arc<Server>, listener: TcpListener) {
             }
             _ = frozen.changed() => {
                 frozen.mark_unchanged();
-                server.sleep();
+                server.freeze.block_while_requested();
             }
             accepted = accept(listener.as_ref()) => {
                 if let Ok((stream, remote)) = accepted {
@@ -490,7 +344,7 @@ fn listen(addr: SocketAddr) -> io::Result<TcpListener> {
     Ok(socket.into())
 }
 
-/// A socket on an address, which others that neither listen may share (`SO_REUSEADDR`, socket(7)).
+/// A bound socket; `SO_REUSEADDR` lets another socket bind while neither listens (socket(7)).
 fn bind(addr: SocketAddr) -> io::Result<Socket> {
     let socket = Socket::new(Domain::for_address(addr), Type::STREAM, Some(Protocol::TCP))?;
     socket.set_reuse_address(true)?;
@@ -499,8 +353,4 @@ fn bind(addr: SocketAddr) -> io::Result<Socket> {
     }
     socket.bind(&addr.into())?;
     Ok(socket)
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,6 +1,6 @@
 //! What clients ask before they ask for anything: groups, resources, schemas, version.
 
-use crate::demo::kinds::{KINDS, Kind};
+use crate::demo::apiserver::kinds::{KINDS, Kind};
 use serde_json::{Value, json};
 
 /// The answer to a discovery path, if it is one.

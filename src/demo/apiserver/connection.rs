@@ -1,8 +1,8 @@
-//! One connection of a demo apiserver: TLS, its protocol, its end.
+//! One connection of a demo apiserver: TLS handshake, HTTP/2 or HTTP/1.1, GOAWAY, reset.
 
-use crate::demo::apiserver::Server;
-use crate::demo::handler;
-use crate::demo::identity::Certificate;
+use crate::demo::apiserver::handler;
+use crate::demo::apiserver::identity::Certificate;
+use crate::demo::apiserver::state::{ConnectionInfo, ServerState};
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
@@ -17,32 +17,23 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::sync::Notify;
 
-/// Buffers as Go's server has them: 256 KiB a stream.
+/// Receive window for each stream, as kube-apiserver sets it: 256 KiB.
 const STREAM_WINDOW: u32 = 256 << 10;
 static NEXT: AtomicU64 = AtomicU64::new(1);
 
-/// What requests know of the connection they came on.
-pub(super) struct Connection {
-    pub id: u64,
-    pub remote: SocketAddr,
-    pub certificate: Certificate,
-    /// Rung to send this connection away.
-    pub goaway: Notify,
-}
-
-/// Serves a connection until it ends, or the server does.
-pub(super) async fn serve(stream: TcpStream, remote: SocketAddr, server: Arc<Server>) {
+/// Serves a connection until it ends or the server resets it.
+pub(super) async fn serve(stream: TcpStream, remote: SocketAddr, server: Arc<ServerState>) {
     let socket = Socket::new(stream, server.clone());
     let reset_flag = socket.reset.clone();
     let mut reset = server.reset.subscribe();
     tokio::select! {
         () = handshake_and_serve(socket, remote, &server) => {}
-        // The future, and with it the socket, is dropped after this.
+        // The socket is dropped with its future after this branch.
         _ = reset.changed() => reset_flag.store(true, Relaxed),
     }
 }
 
-async fn handshake_and_serve(socket: Socket, remote: SocketAddr, server: &Arc<Server>) {
+async fn handshake_and_serve(socket: Socket, remote: SocketAddr, server: &Arc<ServerState>) {
     let handshake = server.tls.accept(socket);
     let Ok(Ok(tls)) = tokio::time::timeout(Duration::from_secs(10), handshake).await else {
         server.counters.handshake_failures.fetch_add(1, Relaxed);
@@ -52,19 +43,19 @@ async fn handshake_and_serve(socket: Socket, remote: SocketAddr, server: &Arc<Se
     let http2 = session.alpn_protocol() == Some(b"h2");
     let certificate = Certificate::judge(session.peer_certificates(), &*server.verifier);
     let id = NEXT.fetch_add(1, Relaxed);
-    let connection = Arc::new(Connection { id, remote, certificate, goaway: Notify::new() });
+    let connection = Arc::new(ConnectionInfo { id, remote, certificate, goaway: Notify::new() });
     let service = service_fn(|request: http::Request<Incoming>| {
         handler::handle(server.clone(), connection.clone(), request)
     });
     let mut goaway = server.goaway.subscribe();
-    let mut away = pin!(async {
+    let mut goaway_requested = pin!(async {
         tokio::select! {
             _ = goaway.changed() => {}
             () = connection.goaway.notified() => {}
         }
         server.counters.goaways.fetch_add(1, Relaxed);
     });
-    // Errors of a connection are the client's doing, or the test's.
+    // Connection errors are caused by the client or the test; nothing is logged.
     if http2 {
         let max_streams = server.max_streams.load(Relaxed);
         let mut serving = pin!(
@@ -80,7 +71,7 @@ async fn handshake_and_serve(socket: Socket, remote: SocketAddr, server: &Arc<Se
         );
         tokio::select! {
             _ = serving.as_mut() => return,
-            () = away.as_mut() => serving.as_mut().graceful_shutdown(),
+            () = goaway_requested.as_mut() => serving.as_mut().graceful_shutdown(),
         }
         let _ = serving.await;
     } else {
@@ -93,24 +84,24 @@ async fn handshake_and_serve(socket: Socket, remote: SocketAddr, server: &Arc<Se
         );
         tokio::select! {
             _ = serving.as_mut() => return,
-            () = away.as_mut() => serving.as_mut().graceful_shutdown(),
+            () = goaway_requested.as_mut() => serving.as_mut().graceful_shutdown(),
         }
         let _ = serving.await;
     }
 }
 
-/// A socket that is counted while it is open, and reset instead of closed where that is asked for.
+/// A socket that counts itself while it is open, and sends RST instead of FIN when `reset` is set.
 struct Socket {
     stream: TcpStream,
-    server: Arc<Server>,
+    server: Arc<ServerState>,
     reset: Arc<AtomicBool>,
 }
 
 impl Socket {
-    fn new(stream: TcpStream, server: Arc<Server>) -> Self {
+    fn new(stream: TcpStream, server: Arc<ServerState>) -> Self {
         server.counters.accepted.fetch_add(1, Relaxed);
         server.counters.open.fetch_add(1, Relaxed);
-        // Small frames must not wait for acknowledgements; without it they merely come later.
+        // A failure only delays small frames.
         let _ = stream.set_nodelay(true);
         Self { stream, server, reset: Arc::default() }
     }

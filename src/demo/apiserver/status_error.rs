@@ -1,11 +1,11 @@
 //! What goes wrong, in the words of a `Status`.
 
-use crate::demo::kinds::Kind;
+use crate::demo::apiserver::kinds::Kind;
 use serde_json::{Value, json};
 
 /// A refusal: an HTTP code, a machine-readable reason and a sentence.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Failure {
+pub struct StatusError {
     /// The HTTP status code.
     pub code: u16,
     /// The reason, as `metav1.StatusReason` spells it.
@@ -16,15 +16,15 @@ pub struct Failure {
     pub details: Value,
 }
 
-impl std::fmt::Display for Failure {
+impl std::fmt::Display for StatusError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{} {}: {}", self.code, self.reason, self.message)
     }
 }
 
-impl std::error::Error for Failure {}
+impl std::error::Error for StatusError {}
 
-impl Failure {
+impl StatusError {
     /// A refusal without details.
     pub fn new(code: u16, reason: &'static str, message: impl Into<String>) -> Self {
         Self { code, reason, message: message.into(), details: Value::Null }

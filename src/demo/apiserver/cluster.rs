@@ -4,12 +4,12 @@
 //! Versions are etcd's: one counter for everything, raised by every change. History is a ring;
 //! what fell out of it, or was compacted, answers 410.
 
-use crate::demo::audit::Audit;
-use crate::demo::failure::Failure;
-use crate::demo::identity::User;
-use crate::demo::kinds::{self, Kind};
-use crate::demo::resource;
-use crate::demo::selector::Selector;
+use crate::demo::apiserver::audit::Audit;
+use crate::demo::apiserver::identity::User;
+use crate::demo::apiserver::kinds::{self, Kind, ObjectRef};
+use crate::demo::apiserver::resource;
+use crate::demo::apiserver::selector::Selector;
+use crate::demo::apiserver::status_error::StatusError;
 use bytes::Bytes;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -50,6 +50,10 @@ struct State {
 /// Kind (its qualified name is unique), namespace, name.
 type Key = (&'static str, String, String);
 
+fn key(object: ObjectRef<'_>) -> Key {
+    (object.kind.plural, object.namespace.to_owned(), object.name.to_owned())
+}
+
 /// One version of an object, and its JSON, written once for all readers.
 #[derive(Debug)]
 pub struct Object {
@@ -74,23 +78,6 @@ pub struct Event {
     pub after: Arc<Object>,
     /// Whether it is gone.
     pub deleted: bool,
-}
-
-/// Where an object is to be found.
-#[derive(Debug, Clone, Copy)]
-pub struct Place<'a> {
-    /// Its kind.
-    pub kind: &'static Kind,
-    /// Its namespace; empty for cluster-scoped kinds.
-    pub namespace: &'a str,
-    /// Its name.
-    pub name: &'a str,
-}
-
-impl Place<'_> {
-    fn key(&self) -> Key {
-        (self.kind.plural, self.namespace.to_owned(), self.name.to_owned())
-    }
 }
 
 impl Default for Cluster {
@@ -168,9 +155,9 @@ impl Cluster {
     }
 
     /// The object there.
-    pub fn get(&self, place: Place<'_>) -> Result<Arc<Object>, Failure> {
+    pub fn get(&self, place: ObjectRef<'_>) -> Result<Arc<Object>, StatusError> {
         let state = self.lock();
-        state.objects.get(&place.key()).cloned().ok_or_else(|| missing(place))
+        state.objects.get(&key(place)).cloned().ok_or_else(|| missing(place))
     }
 
     /// The objects of a kind (in a namespace, or everywhere), and the version of that picture.
@@ -193,16 +180,16 @@ impl Cluster {
         namespace: &str,
         mut value: Value,
         dry_run: bool,
-    ) -> Result<Arc<Object>, Failure> {
+    ) -> Result<Arc<Object>, StatusError> {
         let name = resource::prepare(kind, namespace, &mut value)?;
-        let place = Place { kind, namespace, name: &name };
+        let place = ObjectRef { kind, namespace, name: &name };
         let mut state = self.lock();
-        if state.objects.contains_key(&place.key()) {
-            return Err(Failure::already_exists(kind, &name));
+        if state.objects.contains_key(&key(place)) {
+            return Err(StatusError::already_exists(kind, &name));
         }
         if kind.namespaced {
-            let home = Place { kind: &kinds::NAMESPACES, namespace: "", name: namespace };
-            if !state.objects.contains_key(&home.key()) {
+            let home = ObjectRef { kind: &kinds::NAMESPACES, namespace: "", name: namespace };
+            if !state.objects.contains_key(&key(home)) {
                 return Err(missing(home));
             }
         }
@@ -215,12 +202,12 @@ impl Cluster {
     /// Changes an object in one step; `change` gets the current one and returns the next.
     pub fn modify(
         &self,
-        place: Place<'_>,
+        place: ObjectRef<'_>,
         dry_run: bool,
-        change: impl FnOnce(&Value) -> Result<Value, Failure>,
-    ) -> Result<Arc<Object>, Failure> {
+        change: impl FnOnce(&Value) -> Result<Value, StatusError>,
+    ) -> Result<Arc<Object>, StatusError> {
         let mut state = self.lock();
-        let current = state.objects.get(&place.key()).cloned().ok_or_else(|| missing(place))?;
+        let current = state.objects.get(&key(place)).cloned().ok_or_else(|| missing(place))?;
         let mut next = change(&current.value)?;
         resource::carry_over(place, &current.value, &mut next)?;
         if next == current.value {
@@ -235,19 +222,19 @@ impl Cluster {
     /// Deletes an object if it meets the preconditions (`uid`, `resourceVersion`).
     pub fn delete(
         &self,
-        place: Place<'_>,
+        place: ObjectRef<'_>,
         preconditions: &Value,
         dry_run: bool,
-    ) -> Result<Arc<Object>, Failure> {
+    ) -> Result<Arc<Object>, StatusError> {
         let mut state = self.lock();
-        let current = state.objects.get(&place.key()).cloned().ok_or_else(|| missing(place))?;
+        let current = state.objects.get(&key(place)).cloned().ok_or_else(|| missing(place))?;
         for field in ["uid", "resourceVersion"] {
             let (wanted, is) = (&preconditions[field], &current.value["metadata"][field]);
             if !wanted.is_null() && wanted != is {
                 let why = format!(
                     "Precondition failed: {field} in precondition: {wanted}, {field} in object meta: {is}"
                 );
-                return Err(Failure::conflict(place.kind, place.name, &why));
+                return Err(StatusError::conflict(place.kind, place.name, &why));
             }
         }
         if dry_run {
@@ -273,12 +260,12 @@ impl Cluster {
         namespace: &str,
         cursor: u64,
         running: bool,
-    ) -> Result<(Vec<Arc<Event>>, u64), Failure> {
+    ) -> Result<(Vec<Arc<Event>>, u64), StatusError> {
         let state = self.lock();
         let forgotten = state.forgotten.get(kind.plural).copied().unwrap_or(0);
         let oldest = if running { forgotten } else { state.compacted };
         if cursor < oldest {
-            return Err(Failure::expired(cursor, oldest));
+            return Err(StatusError::expired(cursor, oldest));
         }
         let from = state.history.partition_point(|e| e.version <= cursor);
         let wanted = |e: &&Arc<Event>| {
@@ -289,10 +276,10 @@ impl Cluster {
     }
 
     /// Whether a list of that version can still be continued.
-    pub(super) fn reaches(&self, version: u64) -> Result<(), Failure> {
+    pub(super) fn reaches(&self, version: u64) -> Result<(), StatusError> {
         let state = self.lock();
         if version < state.compacted {
-            return Err(Failure::expired(version, state.compacted));
+            return Err(StatusError::expired(version, state.compacted));
         }
         Ok(())
     }
@@ -303,7 +290,7 @@ impl Cluster {
             let inside: Vec<_> = state.range(kind, namespace).cloned().collect();
             for object in inside {
                 let name = object.value["metadata"]["name"].as_str().unwrap_or_default();
-                let place = Place { kind, namespace, name };
+                let place = ObjectRef { kind, namespace, name };
                 self.commit(state, place, object.value.clone(), true);
             }
         }
@@ -313,7 +300,7 @@ impl Cluster {
     fn commit(
         &self,
         state: &mut State,
-        place: Place<'_>,
+        place: ObjectRef<'_>,
         mut value: Value,
         deleted: bool,
     ) -> Arc<Object> {
@@ -322,9 +309,9 @@ impl Cluster {
         value["metadata"]["resourceVersion"] = version.to_string().into();
         let after = Arc::new(Object::new(value, version));
         let before = if deleted {
-            state.objects.remove(&place.key())
+            state.objects.remove(&key(place))
         } else {
-            state.objects.insert(place.key(), after.clone())
+            state.objects.insert(key(place), after.clone())
         };
         let event = Event { version, kind: place.kind, before, after: after.clone(), deleted };
         state.history.push_back(Arc::new(event));
@@ -371,14 +358,14 @@ impl Object {
     }
 }
 
-fn missing(place: Place<'_>) -> Failure {
-    Failure::not_found(place.kind, place.name)
+fn missing(place: ObjectRef<'_>) -> StatusError {
+    StatusError::not_found(place.kind, place.name)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::demo::kinds::{CONFIG_MAPS, NAMESPACES};
+    use crate::demo::apiserver::kinds::{CONFIG_MAPS, NAMESPACES};
 
     fn map(name: &str) -> Value {
         json!({ "metadata": { "name": name } })
@@ -387,7 +374,7 @@ mod tests {
     #[test]
     fn conflicts_and_versions() {
         let cluster = Cluster::new();
-        let place = Place { kind: &CONFIG_MAPS, namespace: "default", name: "a" };
+        let place = ObjectRef { kind: &CONFIG_MAPS, namespace: "default", name: "a" };
         let first = cluster.create(&CONFIG_MAPS, "default", map("a"), false).unwrap();
         let taken = cluster.create(&CONFIG_MAPS, "default", map("a"), false).unwrap_err();
         assert_eq!((taken.code, taken.reason), (409, "AlreadyExists"));
@@ -438,7 +425,7 @@ mod tests {
         cluster.create(&NAMESPACES, "", map("ns"), false).unwrap();
         cluster.create(&CONFIG_MAPS, "ns", map("a"), false).unwrap();
         cluster.create(&CONFIG_MAPS, "default", map("b"), false).unwrap();
-        let place = Place { kind: &NAMESPACES, namespace: "", name: "ns" };
+        let place = ObjectRef { kind: &NAMESPACES, namespace: "", name: "ns" };
         cluster.delete(place, &Value::Null, false).unwrap();
         let (left, _) = cluster.list(&CONFIG_MAPS, "", &Selector::default());
         assert_eq!(left.len(), 1);

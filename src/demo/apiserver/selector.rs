@@ -1,6 +1,6 @@
 //! Label and field selectors: which objects a list or a watch is about.
 
-use crate::demo::failure::Failure;
+use crate::demo::apiserver::status_error::StatusError;
 use serde_json::Value;
 
 /// Both selectors of a request; the default selects everything.
@@ -20,7 +20,7 @@ enum Requirement {
 
 impl Selector {
     /// Parses `labelSelector` and `fieldSelector`.
-    pub fn parse(labels: &str, fields: &str) -> Result<Self, Failure> {
+    pub fn parse(labels: &str, fields: &str) -> Result<Self, StatusError> {
         Ok(Self { labels: requirements(labels)?, fields: requirements(fields)? })
     }
 
@@ -58,7 +58,7 @@ impl Requirement {
     }
 }
 
-fn requirements(text: &str) -> Result<Vec<Requirement>, Failure> {
+fn requirements(text: &str) -> Result<Vec<Requirement>, StatusError> {
     let mut depth = 0;
     text.split(|c| {
         match c {
@@ -74,8 +74,8 @@ fn requirements(text: &str) -> Result<Vec<Requirement>, Failure> {
     .collect()
 }
 
-fn unparsable(term: &str) -> Failure {
-    Failure::bad_request(format!("unable to parse requirement: {term:?}"))
+fn unparsable(term: &str) -> StatusError {
+    StatusError::bad_request(format!("unable to parse requirement: {term:?}"))
 }
 
 fn requirement(term: &str) -> Option<Requirement> {

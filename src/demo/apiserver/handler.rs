@@ -3,14 +3,13 @@
 
 mod verbs;
 
-use crate::demo::apiserver::{Answer, Server};
-use crate::demo::audit::Record;
-use crate::demo::body::{Abort, Payload};
-use crate::demo::connection::Connection;
-use crate::demo::discovery;
-use crate::demo::failure::Failure;
-use crate::demo::identity::{self, User};
-use crate::demo::route::{Query, Target};
+use crate::demo::apiserver::audit::Record;
+use crate::demo::apiserver::body::{Abort, ResponseBody};
+use crate::demo::apiserver::discovery;
+use crate::demo::apiserver::identity::{self, User};
+use crate::demo::apiserver::route::{Query, Target};
+use crate::demo::apiserver::state::{ConnectionInfo, ScriptedResponse, ServerState};
+use crate::demo::apiserver::status_error::StatusError;
 use bytes::Bytes;
 use http::header::{CONTENT_LENGTH, CONTENT_TYPE};
 use http::request::Parts;
@@ -26,12 +25,12 @@ const JSON: &str = "application/json";
 
 /// Answers one request, whatever happens.
 pub(super) async fn handle(
-    server: Arc<Server>,
-    connection: Arc<Connection>,
+    server: Arc<ServerState>,
+    connection: Arc<ConnectionInfo>,
     request: Request<Incoming>,
-) -> Result<Response<Payload>, Infallible> {
+) -> Result<Response<ResponseBody>, Infallible> {
     let (parts, body) = request.into_parts();
-    let call = Call::new(server, connection, parts);
+    let call = RequestContext::new(server, connection, parts);
     let number = call.record();
     let in_flight = InFlight::new(&call.server);
     call.obstruct().await;
@@ -43,7 +42,7 @@ pub(super) async fn handle(
             Err(failure) => refuse(&failure),
         },
     };
-    if !call.is_health() && call.server.loses_answer() {
+    if !call.is_health() && call.server.loses_response() {
         std::future::pending::<()>().await;
     }
     drop(in_flight);
@@ -57,16 +56,16 @@ pub(super) async fn handle(
 }
 
 /// A request on its way.
-pub(super) struct Call {
-    pub server: Arc<Server>,
-    connection: Arc<Connection>,
+pub(super) struct RequestContext {
+    pub server: Arc<ServerState>,
+    connection: Arc<ConnectionInfo>,
     pub parts: Parts,
     pub query: Query,
     target: Option<Target>,
 }
 
-impl Call {
-    fn new(server: Arc<Server>, connection: Arc<Connection>, parts: Parts) -> Self {
+impl RequestContext {
+    fn new(server: Arc<ServerState>, connection: Arc<ConnectionInfo>, parts: Parts) -> Self {
         let query = Query::parse(parts.uri.query().unwrap_or_default());
         let target = Target::parse(parts.uri.path());
         Self { server, connection, parts, query, target }
@@ -140,10 +139,10 @@ impl Call {
         &self,
         number: Option<u64>,
         body: Incoming,
-    ) -> Result<Response<Payload>, Failure> {
+    ) -> Result<Response<ResponseBody>, StatusError> {
         let user = self.authenticate()?;
         let user = identity::impersonate(user, &self.parts.headers)
-            .map_err(|message| Failure::new(403, "Forbidden", message))?;
+            .map_err(|message| StatusError::new(403, "Forbidden", message))?;
         if let Some(number) = number {
             self.server.cluster.audit().amend(number, |r| {
                 r.user.clone_from(&user.name);
@@ -163,10 +162,10 @@ impl Call {
         match path {
             "/bytes" => {
                 let size = self.query.get("size").parse().unwrap_or(0);
-                return Ok(respond(200, "application/octet-stream", Payload::Filler(size)));
+                return Ok(respond(200, "application/octet-stream", ResponseBody::Filler(size)));
             }
             "/echo" => {
-                let echo = Payload::Echo(Box::new(body));
+                let echo = ResponseBody::Echo(Box::new(body));
                 return Ok(respond(200, "application/octet-stream", echo));
             }
             "/apis/authentication.k8s.io/v1/selfsubjectreviews" => {
@@ -183,12 +182,12 @@ impl Call {
         }
         match &self.target {
             Some(target) => self.resource(target, body).await,
-            None => Err(Failure::no_such_path()),
+            None => Err(StatusError::no_such_path()),
         }
     }
 
     /// 401, or who it is. Nobodies are sent away from their HTTP/2 connection after this answer.
-    fn authenticate(&self) -> Result<User, Failure> {
+    fn authenticate(&self) -> Result<User, StatusError> {
         let found = self.server.cluster.with_tokens(|tokens| {
             identity::authenticate(&self.connection.certificate, &self.parts.headers, tokens)
         });
@@ -197,10 +196,10 @@ impl Call {
         {
             self.connection.goaway.notify_one();
         }
-        found.map_err(|_| Failure::new(401, "Unauthorized", "Unauthorized"))
+        found.map_err(|_| StatusError::new(401, "Unauthorized", "Unauthorized"))
     }
 
-    fn authorise(&self, user: &User) -> Result<(), Failure> {
+    fn authorise(&self, user: &User) -> Result<(), StatusError> {
         if !user.is_anonymous() || self.server.anonymous.load(Relaxed) {
             return Ok(());
         }
@@ -220,39 +219,39 @@ impl Call {
                 self.parts.uri.path()
             ),
         };
-        Err(Failure::new(403, "Forbidden", message))
+        Err(StatusError::new(403, "Forbidden", message))
     }
 
-    fn health(&self) -> Response<Payload> {
+    fn health(&self) -> Response<ResponseBody> {
         let path = self.parts.uri.path();
         if path == "/readyz" && !self.server.ready.load(Relaxed) {
             let text = "[+]ping ok\n[-]etcd failed: reason withheld\nreadyz check failed\n";
-            return respond(500, "text/plain; charset=utf-8", Payload::full(text));
+            return respond(500, "text/plain; charset=utf-8", ResponseBody::full(text));
         }
-        respond(200, "text/plain; charset=utf-8", Payload::full("ok"))
+        respond(200, "text/plain; charset=utf-8", ResponseBody::full("ok"))
     }
 
     /// The headers that kube-apiserver adds to every answer.
-    fn decorate(&self, response: &mut Response<Payload>, audit_id: &str) {
+    fn decorate(&self, response: &mut Response<ResponseBody>, audit_id: &str) {
         let headers = response.headers_mut();
         if let Ok(value) = HeaderValue::from_str(audit_id) {
             headers.insert("audit-id", value);
         }
         headers.insert("cache-control", HeaderValue::from_static("no-cache, private"));
         if self.parts.method == Method::HEAD
-            && let Payload::Full(Some(bytes)) = response.body()
+            && let ResponseBody::Full(Some(bytes)) = response.body()
         {
             let size = bytes.len();
             response.headers_mut().insert(CONTENT_LENGTH, size.into());
-            *response.body_mut() = Payload::Full(None);
+            *response.body_mut() = ResponseBody::Full(None);
         }
     }
 }
 
-struct InFlight(Arc<Server>);
+struct InFlight(Arc<ServerState>);
 
 impl InFlight {
-    fn new(server: &Arc<Server>) -> Self {
+    fn new(server: &Arc<ServerState>) -> Self {
         server.counters.in_flight.fetch_add(1, Relaxed);
         Self(server.clone())
     }
@@ -267,8 +266,8 @@ impl Drop for InFlight {
 pub(super) fn respond(
     code: u16,
     content_type: &'static str,
-    payload: Payload,
-) -> Response<Payload> {
+    payload: ResponseBody,
+) -> Response<ResponseBody> {
     let mut response = Response::new(payload);
     *response.status_mut() =
         http::StatusCode::from_u16(code).unwrap_or(http::StatusCode::INTERNAL_SERVER_ERROR);
@@ -276,19 +275,19 @@ pub(super) fn respond(
     response
 }
 
-fn refuse(failure: &Failure) -> Response<Payload> {
-    respond(failure.code, JSON, Payload::full(failure.status().to_string()))
+fn refuse(failure: &StatusError) -> Response<ResponseBody> {
+    respond(failure.code, JSON, ResponseBody::full(failure.status().to_string()))
 }
 
-async fn scripted_response(answer: Answer) -> Response<Payload> {
+async fn scripted_response(answer: ScriptedResponse) -> Response<ResponseBody> {
     let payload = if answer.cut {
         let (sender, receiver) = tokio::sync::mpsc::channel::<Result<Bytes, Abort>>(2);
         // There is room for both, so neither waits nor fails.
         let _ = sender.send(Ok(answer.body)).await;
         let _ = sender.send(Err(Abort)).await;
-        Payload::Stream(receiver)
+        ResponseBody::Stream(receiver)
     } else {
-        Payload::full(answer.body)
+        ResponseBody::full(answer.body)
     };
     let mut response = respond(answer.status, JSON, payload);
     for (name, value) in &answer.headers {

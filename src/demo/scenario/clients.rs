@@ -5,10 +5,12 @@
 //! answer does not hide those that would have been slow behind it. Events are numbered and written
 //! into the store directly: how late each of them arrives is the silence that a watch has suffered.
 
+use crate::demo::apiserver::cluster::Cluster;
+use crate::demo::apiserver::kinds::ObjectRef;
+use crate::demo::apiserver::kinds::{CONFIG_MAPS, PODS};
+use crate::demo::apiserver::timestamps;
 use crate::demo::client::{Client, Credentials};
-use crate::demo::cluster::{Cluster, Place};
-use crate::demo::kinds::{CONFIG_MAPS, PODS};
-use crate::demo::{seed, stamp};
+use crate::demo::seed;
 use http::Method;
 use serde_json::Value;
 use std::io;
@@ -300,7 +302,7 @@ async fn happen(mut desk: Desk, cluster: Cluster, topic: usize, every: Duration)
             written.len() - 1
         };
         let set = |kind, name: &str, at: &[&str]| {
-            let place = Place { kind, namespace: "default", name };
+            let place = ObjectRef { kind, namespace: "default", name };
             let changed = cluster.modify(place, false, |now| {
                 let mut next = now.clone();
                 let field = at.iter().fold(&mut next, |value, key| &mut value[*key]);
@@ -362,7 +364,7 @@ async fn request(client: Arc<Client>, ledger: Arc<Ledger>, node: Option<&str>) {
             None => client.get(READ).await,
             Some(node) => {
                 let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-                let now = stamp::rfc3339_micros(now.as_secs(), now.subsec_nanos());
+                let now = timestamps::rfc3339_micros(now.as_secs(), now.subsec_nanos());
                 let body = format!(r#"{{"spec":{{"renewTime":"{now}"}}}}"#);
                 let headers = [("content-type", "application/merge-patch+json")];
                 let path = format!("{LEASES}/{node}");

@@ -1,26 +1,28 @@
 //! What is done with a resource, verb by verb, and how the answer is written: as JSON, as a table.
 
-use super::{Call, JSON, respond};
-use crate::demo::body::{self, Payload};
-use crate::demo::cluster::{Object, Place};
-use crate::demo::failure::Failure;
-use crate::demo::kinds;
-use crate::demo::route::Target;
-use crate::demo::selector::Selector;
-use crate::demo::{patch, protobuf, resource, table, tunnel, watch};
+use super::{JSON, RequestContext, respond};
+use crate::demo::apiserver::body::{self, ResponseBody};
+use crate::demo::apiserver::cluster::Object;
+use crate::demo::apiserver::kinds;
+use crate::demo::apiserver::kinds::ObjectRef;
+use crate::demo::apiserver::route::Target;
+use crate::demo::apiserver::selector::Selector;
+use crate::demo::apiserver::status_error::StatusError;
+use crate::demo::apiserver::{patch, protobuf, resource, table, tunnel, watch};
 use bytes::BytesMut;
 use http::header::{ACCEPT, CONTENT_TYPE};
 use http::{HeaderMap, Response};
 use hyper::body::Incoming;
 use serde_json::{Value, json};
 
-impl Call {
+impl RequestContext {
     pub(super) async fn resource(
         &self,
         target: &Target,
         body: Incoming,
-    ) -> Result<Response<Payload>, Failure> {
-        let place = Place { kind: target.kind, namespace: &target.namespace, name: &target.name };
+    ) -> Result<Response<ResponseBody>, StatusError> {
+        let place =
+            ObjectRef { kind: target.kind, namespace: &target.namespace, name: &target.name };
         let cluster = &self.server.cluster;
         let dry_run = self.query.all("dryRun").any(|v| v == "All");
         match target.subresource.as_str() {
@@ -31,7 +33,7 @@ impl Call {
                 return self.pod_subresource(place, name, body).await;
             }
             "finalize" => {}
-            _ => return Err(Failure::no_such_path()),
+            _ => return Err(StatusError::no_such_path()),
         }
         match self.verb() {
             "watch" => self.watch(target),
@@ -67,24 +69,24 @@ impl Call {
                     let namespace = meta["namespace"].as_str().unwrap_or_default();
                     // Someone else may have deleted it meanwhile, which is as good.
                     let _ = cluster.delete(
-                        Place { kind: target.kind, namespace, name },
+                        ObjectRef { kind: target.kind, namespace, name },
                         &Value::Null,
                         dry_run,
                     );
                 }
                 self.negotiate(200, &success(&json!({ "kind": target.kind.plural })))
             }
-            _ => Err(Failure::method_not_allowed()),
+            _ => Err(StatusError::method_not_allowed()),
         }
     }
 
     async fn patch(
         &self,
         target: &Target,
-        place: Place<'_>,
+        place: ObjectRef<'_>,
         body: Incoming,
         dry_run: bool,
-    ) -> Result<Response<Payload>, Failure> {
+    ) -> Result<Response<ResponseBody>, StatusError> {
         let content_type = self.header(CONTENT_TYPE.as_str()).unwrap_or_default().to_owned();
         let changes = self.json_body(body).await?;
         let cluster = &self.server.cluster;
@@ -104,10 +106,10 @@ impl Call {
 
     async fn pod_subresource(
         &self,
-        place: Place<'_>,
+        place: ObjectRef<'_>,
         name: &str,
         body: Incoming,
-    ) -> Result<Response<Payload>, Failure> {
+    ) -> Result<Response<ResponseBody>, StatusError> {
         match name {
             "log" => Ok(tunnel::log(self, place)),
             "exec" | "attach" | "portforward" => tunnel::upgrade(self, place, name, body),
@@ -125,11 +127,11 @@ impl Call {
                 })?;
                 self.negotiate(201, &success(&Value::Null))
             }
-            _ => Err(Failure::no_such_path()),
+            _ => Err(StatusError::no_such_path()),
         }
     }
 
-    fn watch(&self, target: &Target) -> Result<Response<Payload>, Failure> {
+    fn watch(&self, target: &Target) -> Result<Response<ResponseBody>, StatusError> {
         let accept = self.accept();
         let format = if accept.table {
             watch::Format::Table
@@ -144,19 +146,19 @@ impl Call {
         watch::start(&self.server, target, &self.query, selector, format)
     }
 
-    fn selector(&self, target: &Target) -> Result<Selector, Failure> {
+    fn selector(&self, target: &Target) -> Result<Selector, StatusError> {
         let selector =
             Selector::parse(self.query.get("labelSelector"), self.query.get("fieldSelector"))?;
         Ok(if target.name.is_empty() { selector } else { selector.named(&target.name) })
     }
 
-    fn list(&self, target: &Target) -> Result<Response<Payload>, Failure> {
+    fn list(&self, target: &Target) -> Result<Response<ResponseBody>, StatusError> {
         let cluster = &self.server.cluster;
         let (mut objects, mut version) =
             cluster.list(target.kind, &target.namespace, &self.selector(target)?);
         let asked = self.query.get("resourceVersion").parse().unwrap_or(0);
         if asked > version {
-            return Err(Failure::new(
+            return Err(StatusError::new(
                 504,
                 "Timeout",
                 format!("Too large resource version: {asked}, current: {version}"),
@@ -166,7 +168,7 @@ impl Call {
         if !after.is_empty() {
             let token = after.split_once(':').and_then(|(v, key)| Some((v.parse().ok()?, key)));
             let Some((of, key)) = token else {
-                return Err(Failure::bad_request("continue key is not valid"));
+                return Err(StatusError::bad_request("continue key is not valid"));
             };
             cluster.reaches(of)?;
             version = of;
@@ -186,7 +188,7 @@ impl Call {
             let columns = table::definitions(target.kind);
             let include = self.query.get("includeObject");
             let table = table::table(target.kind, &objects, &columns, include, &meta);
-            return Ok(respond(200, JSON, Payload::full(table.to_string())));
+            return Ok(respond(200, JSON, ResponseBody::full(table.to_string())));
         }
         if !accept.json {
             return Err(not_acceptable());
@@ -206,35 +208,39 @@ impl Call {
             list.extend_from_slice(&object.json);
         }
         list.extend_from_slice(b"]}");
-        Ok(respond(200, JSON, Payload::full(list.freeze())))
+        Ok(respond(200, JSON, ResponseBody::full(list.freeze())))
     }
 
     /// An object, as JSON or as a table of one row.
     fn object(
         &self,
         code: u16,
-        place: Place<'_>,
+        place: ObjectRef<'_>,
         object: &Object,
-    ) -> Result<Response<Payload>, Failure> {
+    ) -> Result<Response<ResponseBody>, StatusError> {
         let accept = self.accept();
         if accept.table {
             let columns = table::definitions(place.kind);
             let meta = json!({ "resourceVersion": object.version.to_string() });
             let include = self.query.get("includeObject");
             let table = table::table(place.kind, &[object], &columns, include, &meta);
-            return Ok(respond(code, JSON, Payload::full(table.to_string())));
+            return Ok(respond(code, JSON, ResponseBody::full(table.to_string())));
         }
         if !accept.json {
             return Err(not_acceptable());
         }
-        Ok(respond(code, JSON, Payload::full(object.json.clone())))
+        Ok(respond(code, JSON, ResponseBody::full(object.json.clone())))
     }
 
-    pub(super) fn negotiate(&self, code: u16, value: &Value) -> Result<Response<Payload>, Failure> {
+    pub(super) fn negotiate(
+        &self,
+        code: u16,
+        value: &Value,
+    ) -> Result<Response<ResponseBody>, StatusError> {
         if !self.accept().json {
             return Err(not_acceptable());
         }
-        Ok(respond(code, JSON, Payload::full(value.to_string())))
+        Ok(respond(code, JSON, ResponseBody::full(value.to_string())))
     }
 
     fn accept(&self) -> Accept {
@@ -242,7 +248,7 @@ impl Call {
     }
 
     /// The body as JSON; an empty one is null.
-    pub(super) async fn json_body(&self, body: Incoming) -> Result<Value, Failure> {
+    pub(super) async fn json_body(&self, body: Incoming) -> Result<Value, StatusError> {
         let bytes = body::read(body).await?;
         if bytes.is_empty() {
             return Ok(json!({}));
@@ -250,11 +256,11 @@ impl Call {
         if self.header(CONTENT_TYPE.as_str()).is_some_and(|t| t.contains("protobuf")) {
             return protobuf::decode(&bytes).ok_or_else(|| {
                 let why = "the demo does not read this kind in protobuf; send JSON";
-                Failure::new(415, "UnsupportedMediaType", why)
+                StatusError::new(415, "UnsupportedMediaType", why)
             });
         }
         serde_json::from_slice(&bytes)
-            .map_err(|error| Failure::bad_request(format!("cannot parse the body: {error}")))
+            .map_err(|error| StatusError::bad_request(format!("cannot parse the body: {error}")))
     }
 }
 
@@ -306,8 +312,8 @@ fn success(details: &Value) -> Value {
     })
 }
 
-fn not_acceptable() -> Failure {
-    Failure::new(
+fn not_acceptable() -> StatusError {
+    StatusError::new(
         406,
         "NotAcceptable",
         "only the following media types are accepted: application/json",

@@ -1,8 +1,8 @@
 //! Objects as the tables that kubectl prints.
 
-use crate::demo::cluster::Object;
-use crate::demo::kinds::Kind;
-use crate::demo::stamp;
+use crate::demo::apiserver::cluster::Object;
+use crate::demo::apiserver::kinds::Kind;
+use crate::demo::apiserver::timestamps;
 use serde_json::{Value, json};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -124,7 +124,7 @@ fn cells(kind: &Kind, object: &Value) -> Vec<Value> {
 
 fn age(created: &Value) -> Value {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
-    let Some((created, _)) = created.as_str().and_then(stamp::parse_rfc3339) else {
+    let Some((created, _)) = created.as_str().and_then(timestamps::parse_rfc3339) else {
         return "<unknown>".into();
     };
     let seconds = now.saturating_sub(created);

@@ -1,6 +1,6 @@
 //! What a request is about: its path and query, in Kubernetes' terms.
 
-use crate::demo::kinds::{self, Kind};
+use crate::demo::apiserver::kinds::{self, Kind};
 use http::Method;
 
 /// The query of a request.

@@ -114,3 +114,14 @@ pub static KINDS: [&Kind; 12] = [
 pub fn find(group: &str, version: &str, plural: &str) -> Option<&'static Kind> {
     KINDS.into_iter().find(|k| k.group == group && k.version == version && k.plural == plural)
 }
+
+/// Identifies one object.
+#[derive(Debug, Clone, Copy)]
+pub struct ObjectRef<'a> {
+    /// The resource type.
+    pub kind: &'static Kind,
+    /// The namespace; empty for cluster-scoped resources.
+    pub namespace: &'a str,
+    /// `metadata.name`.
+    pub name: &'a str,
+}

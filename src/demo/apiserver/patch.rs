@@ -1,20 +1,24 @@
-//! The four ways to patch an object: pure functions from (object, patch) to object.
+//! JSON patch, merge patch, strategic merge patch and server-side apply, without I/O.
 
-use crate::demo::failure::Failure;
+use crate::demo::apiserver::status_error::StatusError;
+use json_patch::Patch;
 use serde_json::{Map, Value};
 
-/// Applies a patch of that content type.
-pub fn apply(object: &Value, content_type: &str, patch: &Value) -> Result<Value, Failure> {
+/// Applies a patch of this content type and returns the changed object.
+///
+/// # Errors
+/// 415 for an unknown content type, 400 or 422 for a JSON patch that is malformed or does not apply.
+pub fn apply(object: &Value, content_type: &str, patch: &Value) -> Result<Value, StatusError> {
     let mut object = object.clone();
     match content_type.split(';').next().unwrap_or_default().trim() {
         "application/json-patch+json" => json_patch(&mut object, patch)?,
-        "application/merge-patch+json" => merge(&mut object, patch),
-        // Server-side apply without field ownership: what is applied wins, nothing is pruned.
+        "application/merge-patch+json" => json_patch::merge(&mut object, patch),
+        // Server-side apply without field ownership: applied fields win, nothing is pruned.
         "application/strategic-merge-patch+json" | "application/apply-patch+yaml" => {
             strategic(&mut object, patch, "");
         }
         other => {
-            return Err(Failure::new(
+            return Err(StatusError::new(
                 415,
                 "UnsupportedMediaType",
                 format!("the body of the request was in an unknown format: {other}"),
@@ -24,29 +28,13 @@ pub fn apply(object: &Value, content_type: &str, patch: &Value) -> Result<Value,
     Ok(object)
 }
 
-/// RFC 7386.
-fn merge(target: &mut Value, patch: &Value) {
-    let Value::Object(patch) = patch else {
-        *target = patch.clone();
-        return;
-    };
-    let target = as_object(target);
-    for (key, value) in patch {
-        if value.is_null() {
-            target.remove(key);
-        } else {
-            merge(target.entry(key.clone()).or_insert(Value::Null), value);
-        }
-    }
-}
-
-/// Strategic merge with the merge keys that the resources served here have.
+/// Strategic merge with the merge keys of the resources served here.
 fn strategic(target: &mut Value, patch: &Value, field: &str) {
     match patch {
         Value::Object(patch) => strategic_object(target, patch),
         Value::Array(items) => match (merge_key(field), target) {
             (Some(key), Value::Array(existing)) => strategic_list(existing, items, key),
-            (_, target) => *target = Value::Array(items.iter().map(undirected).collect()),
+            (_, target) => *target = Value::Array(items.iter().map(without_directives).collect()),
         },
         other => *target = other.clone(),
     }
@@ -65,7 +53,7 @@ fn strategic_object(target: &mut Value, patch: &Map<String, Value>) {
                 existing.retain(|item| !gone.contains(item));
             }
         } else if key.starts_with('$') {
-            // Directives about order and unions change nothing that is compared here.
+            // Directives about order and unions have no effect here.
         } else if value.is_null() {
             target.remove(key);
         } else {
@@ -84,7 +72,8 @@ fn strategic_list(existing: &mut Vec<Value>, items: &[Value], key: &str) {
         return;
     }
     if items.iter().any(|i| i["$patch"] == "replace") {
-        *existing = items.iter().filter(|i| i["$patch"].is_null()).map(undirected).collect();
+        *existing =
+            items.iter().filter(|i| i["$patch"].is_null()).map(without_directives).collect();
         return;
     }
     for item in items {
@@ -93,12 +82,12 @@ fn strategic_list(existing: &mut Vec<Value>, items: &[Value], key: &str) {
             (Some(at), true) => drop(existing.remove(at)),
             (None, true) => {}
             (Some(at), false) => strategic(&mut existing[at], item, ""),
-            (None, false) => existing.push(undirected(item)),
+            (None, false) => existing.push(without_directives(item)),
         }
     }
 }
 
-/// What identifies an element of the list called `field`; empty for sets of plain values.
+/// The key that identifies an element of the list `field`; empty for lists of plain values.
 fn merge_key(field: &str) -> Option<&'static str> {
     Some(match field {
         "containers"
@@ -120,7 +109,7 @@ fn merge_key(field: &str) -> Option<&'static str> {
 }
 
 /// A copy without the directives of strategic merge.
-fn undirected(value: &Value) -> Value {
+fn without_directives(value: &Value) -> Value {
     let mut copy = Value::Null;
     match value {
         Value::Object(fields) => strategic_object(&mut copy, fields),
@@ -137,65 +126,14 @@ fn as_object(value: &mut Value) -> &mut Map<String, Value> {
 }
 
 /// RFC 6902.
-fn json_patch(target: &mut Value, operations: &Value) -> Result<(), Failure> {
-    let Some(operations) = operations.as_array() else {
-        return Err(Failure::bad_request("a JSON patch is a list of operations"));
-    };
-    for operation in operations {
-        let path = operation["path"].as_str().unwrap_or_default();
-        let from = operation["from"].as_str().unwrap_or_default();
-        let value = operation["value"].clone();
-        let done = match operation["op"].as_str().unwrap_or_default() {
-            "add" => add(target, path, value),
-            "remove" => remove(target, path).map(drop),
-            "replace" => target.pointer_mut(path).map(|at| *at = value),
-            "move" => remove(target, from).and_then(|moved| add(target, path, moved)),
-            "copy" => target.pointer(from).cloned().and_then(|copy| add(target, path, copy)),
-            "test" => (target.pointer(path) == Some(&value)).then_some(()),
-            _ => None,
-        };
-        if done.is_none() {
-            return Err(Failure::invalid(format!(
-                "the server rejected our request due to an error in our request: {operation}"
-            )));
-        }
-    }
-    Ok(())
-}
-
-fn split(path: &str) -> Option<(&str, String)> {
-    let (parent, last) = path.rsplit_once('/')?;
-    Some((parent, last.replace("~1", "/").replace("~0", "~")))
-}
-
-fn add(target: &mut Value, path: &str, value: Value) -> Option<()> {
-    if path.is_empty() {
-        *target = value;
-        return Some(());
-    }
-    let (parent, last) = split(path)?;
-    match target.pointer_mut(parent)? {
-        Value::Object(fields) => drop(fields.insert(last, value)),
-        Value::Array(items) if last == "-" => items.push(value),
-        Value::Array(items) => {
-            let at = last.parse().ok().filter(|at| *at <= items.len())?;
-            items.insert(at, value);
-        }
-        _ => return None,
-    }
-    Some(())
-}
-
-fn remove(target: &mut Value, path: &str) -> Option<Value> {
-    let (parent, last) = split(path)?;
-    match target.pointer_mut(parent)? {
-        Value::Object(fields) => fields.remove(&last),
-        Value::Array(items) => {
-            let at = last.parse().ok().filter(|at| *at < items.len())?;
-            Some(items.remove(at))
-        }
-        _ => None,
-    }
+fn json_patch(target: &mut Value, operations: &Value) -> Result<(), StatusError> {
+    let patch: Patch = serde_json::from_value(operations.clone())
+        .map_err(|error| StatusError::bad_request(format!("error decoding patch: {error}")))?;
+    json_patch::patch(target, &patch).map_err(|error| {
+        StatusError::invalid(format!(
+            "the server rejected our request due to an error in our request: {error}"
+        ))
+    })
 }
 
 #[cfg(test)]
@@ -204,7 +142,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn patches() {
+    fn patch_of_each_content_type_changes_the_object() {
         let pod = json!({
             "metadata": { "labels": { "a": "1" }, "finalizers": ["x"] },
             "spec": { "containers": [{ "name": "c", "image": "i" }], "tolerations": [{ "key": "t" }] },

@@ -1,14 +1,14 @@
-//! What leads into a pod: logs, exec, attach, port-forward. There is no pod; most of it echoes.
+//! Pod subresources: log, exec, attach, port-forward. There are no pods; most commands echo.
 //!
-//! WebSocket exec and attach speak `v5.channel.k8s.io` and `v4.channel.k8s.io`. SPDY is not
-//! spoken: its connections are upgraded and echo bytes, which is what a test of tunnels needs.
+//! exec and attach over WebSocket speak `v5.channel.k8s.io` and `v4.channel.k8s.io`. A SPDY connection
+//! is upgraded and echoes bytes, which is enough to test tunnels.
 
-use crate::demo::body::Payload;
-use crate::demo::cluster::Place;
-use crate::demo::failure::Failure;
-use crate::demo::handler::{Call, respond};
-use crate::demo::websocket::{self, Receiver};
+use crate::demo::apiserver::body::ResponseBody;
+use crate::demo::apiserver::handler::{RequestContext, respond};
+use crate::demo::apiserver::kinds::ObjectRef;
+use crate::demo::apiserver::status_error::StatusError;
 use bytes::Bytes;
+use futures_util::{SinkExt, StreamExt};
 use http::header::{CONNECTION, HeaderName, SEC_WEBSOCKET_ACCEPT, SEC_WEBSOCKET_PROTOCOL, UPGRADE};
 use http::{HeaderValue, Request, Response, StatusCode};
 use hyper::body::Incoming;
@@ -18,9 +18,16 @@ use std::io;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, SystemTime};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
-use tokio::sync::{Mutex, mpsc};
+use tokio::sync::mpsc;
+use tokio_tungstenite::WebSocketStream;
+use tokio_tungstenite::tungstenite::handshake::derive_accept_key;
+use tokio_tungstenite::tungstenite::protocol::frame::coding::CloseCode;
+use tokio_tungstenite::tungstenite::protocol::{CloseFrame, Role, WebSocketConfig};
+use tokio_tungstenite::tungstenite::{self, Message};
 
 const STREAM_PROTOCOL: HeaderName = HeaderName::from_static("x-stream-protocol-version");
+/// The largest WebSocket message that is read, in bytes.
+const MAX_MESSAGE: usize = 4 << 20;
 /// Channels of `v5.channel.k8s.io`.
 const STDIN: u8 = 0;
 const STDOUT: u8 = 1;
@@ -28,14 +35,14 @@ const STDERR: u8 = 2;
 const ERROR: u8 = 3;
 const CLOSE: u8 = 255;
 
-/// The log of a pod: three lines, and with `follow` one more every interval.
-pub(super) fn log(call: &Call, place: Place<'_>) -> Response<Payload> {
+/// The log of a pod: three lines, and with `follow` one more line every `log_interval`.
+pub(super) fn log(call: &RequestContext, place: ObjectRef<'_>) -> Response<ResponseBody> {
     let name = format!("{}/{}", place.namespace, place.name);
     let line = move |number: u64| format!("line {number} of {name}\n");
     let past = call.query.get("tailLines").parse().unwrap_or(3).min(3);
     let first: String = (3 - past + 1..=3).map(&line).collect();
     if !call.query.flag("follow") {
-        return respond(200, "text/plain", Payload::full(first));
+        return respond(200, "text/plain", ResponseBody::full(first));
     }
     let interval = call.server.log_interval;
     let (sender, receiver) = mpsc::channel(16);
@@ -49,18 +56,21 @@ pub(super) fn log(call: &Call, place: Place<'_>) -> Response<Payload> {
             next = line(number);
         }
     });
-    respond(200, "text/plain", Payload::Stream(receiver))
+    respond(200, "text/plain", ResponseBody::Stream(receiver))
 }
 
-/// Switches to the protocol that the client asks for, if it is one of ours.
+/// Switches to WebSocket or SPDY.
+///
+/// # Errors
+/// 400 if the client offers no protocol that is served here.
 pub(super) fn upgrade(
-    call: &Call,
-    place: Place<'_>,
+    call: &RequestContext,
+    place: ObjectRef<'_>,
     subresource: &str,
     body: Incoming,
-) -> Result<Response<Payload>, Failure> {
+) -> Result<Response<ResponseBody>, StatusError> {
     let protocol = call.header(UPGRADE.as_str()).unwrap_or_default().to_ascii_lowercase();
-    let mut response = Response::new(Payload::Full(None));
+    let mut response = Response::new(ResponseBody::Full(None));
     *response.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
     response.headers_mut().insert(CONNECTION, HeaderValue::from_static("Upgrade"));
     let offered = |name: &HeaderName| -> Vec<String> {
@@ -78,9 +88,9 @@ pub(super) fn upgrade(
             let version = (subresource != "portforward")
                 .then(|| choose(&SEC_WEBSOCKET_PROTOCOL, &known))
                 .flatten()
-                .ok_or_else(|| Failure::bad_request("no WebSocket protocol in common"))?;
+                .ok_or_else(|| StatusError::bad_request("no WebSocket protocol in common"))?;
             let key = call.header("sec-websocket-key").unwrap_or_default();
-            let accept = HeaderValue::from_str(&websocket::accept(key));
+            let accept = HeaderValue::from_str(&derive_accept_key(key.as_bytes()));
             let headers = response.headers_mut();
             headers.insert(UPGRADE, HeaderValue::from_static("websocket"));
             headers.insert(SEC_WEBSOCKET_PROTOCOL, HeaderValue::from_static(version));
@@ -111,9 +121,9 @@ pub(super) fn upgrade(
             }
             Session::Bytes
         }
-        _ => return Err(Failure::bad_request("Upgrade request required")),
+        _ => return Err(StatusError::bad_request("Upgrade request required")),
     };
-    // hyper keeps what it needs for the switch in the extensions of the request.
+    // hyper keeps the upgrade handle in the extensions of the request.
     let mut request = Request::from_parts(call.parts.clone(), body);
     let upgraded = hyper::upgrade::on(&mut request);
     let server = call.server.clone();
@@ -122,7 +132,7 @@ pub(super) fn upgrade(
         server.counters.tunnels.fetch_add(1, Relaxed);
         let mut reset = server.reset.subscribe();
         tokio::select! {
-            // However it ends, it has ended.
+            // The outcome is the client's to report.
             _ = session.run(TokioIo::new(upgraded)) => {}
             _ = reset.changed() => {}
         }
@@ -132,24 +142,24 @@ pub(super) fn upgrade(
 }
 
 enum Session {
-    /// Every byte comes back.
+    /// Echoes bytes.
     Bytes,
-    /// Channels in WebSocket messages.
+    /// WebSocket messages, each on a channel.
     Channels { command: Command, stdin: bool, greeting: String },
 }
 
-/// What `exec` can do.
+/// Commands that `exec` runs.
 #[derive(Debug, PartialEq, Eq)]
 enum Command {
-    /// Standard input comes back on standard output, until it is closed.
+    /// Copies standard input to standard output.
     Echo,
-    /// Standard input is read and forgotten.
-    Swallow,
-    /// Prints and ends.
+    /// Reads standard input and discards it.
+    Discard,
+    /// Prints and exits with 0.
     Print(String),
-    /// Ends after that time.
+    /// Exits with 0 after this time.
     Sleep(Duration),
-    /// Ends with that code.
+    /// Exits with this code.
     Exit(u8),
 }
 
@@ -159,88 +169,104 @@ fn command(words: &[&str]) -> Command {
             command(&script.split_whitespace().collect::<Vec<_>>())
         }
         ["echo", words @ ..] => Command::Print(format!("{}\n", words.join(" "))),
-        ["date"] => Command::Print(format!("{}\n", crate::demo::stamp::rfc3339(SystemTime::now()))),
+        ["date"] => Command::Print(format!(
+            "{}\n",
+            crate::demo::apiserver::timestamps::rfc3339(SystemTime::now())
+        )),
         ["exit", code] => Command::Exit(code.parse().unwrap_or(1)),
         ["sleep", seconds] => Command::Sleep(Duration::from_secs(seconds.parse().unwrap_or(1))),
         ["true"] => Command::Exit(0),
         ["false"] | ["test", ..] => Command::Exit(1),
-        ["tar", ..] => Command::Swallow,
+        ["tar", ..] => Command::Discard,
         _ => Command::Echo,
     }
 }
 
 impl Session {
-    async fn run<T: AsyncRead + AsyncWrite>(self, io: T) -> io::Result<()> {
-        let (mut reader, mut writer) = tokio::io::split(io);
+    async fn run<T: AsyncRead + AsyncWrite + Unpin>(self, mut io: T) -> io::Result<()> {
         match self {
             Self::Bytes => {
                 let mut buffer = vec![0; 16 << 10];
                 loop {
-                    let size = reader.read(&mut buffer).await?;
+                    let size = io.read(&mut buffer).await?;
                     if size == 0 {
-                        return writer.shutdown().await;
+                        return io.shutdown().await;
                     }
-                    writer.write_all(&buffer[..size]).await?;
-                    writer.flush().await?;
+                    io.write_all(&buffer[..size]).await?;
+                    io.flush().await?;
                 }
             }
             Self::Channels { command, stdin, greeting } => {
-                let writer = Mutex::new(writer);
-                let mut receiver = Receiver::new(reader);
-                if !greeting.is_empty() {
-                    let mut writer = writer.lock().await;
-                    websocket::send_channel(&mut *writer, STDERR, greeting.as_bytes()).await?;
-                }
-                let code = perform(&command, stdin, &mut receiver, &writer).await?;
-                let mut writer = writer.lock().await;
-                let status = exit_status(code).to_string();
-                websocket::send_channel(&mut *writer, ERROR, status.as_bytes()).await?;
-                websocket::send_close(&mut *writer).await?;
-                drop(writer);
-                // The client closes first, or never mind.
-                let rest = async { while receiver.skip().await {} };
-                let _ = tokio::time::timeout(Duration::from_secs(1), rest).await;
-                Ok(())
+                let config = WebSocketConfig::default().max_message_size(Some(MAX_MESSAGE));
+                let mut socket =
+                    WebSocketStream::from_raw_socket(io, Role::Server, Some(config)).await;
+                run_command(&mut socket, &command, stdin, &greeting).await.map_err(io::Error::other)
             }
         }
     }
 }
 
-async fn perform<R: AsyncRead + Unpin, W: AsyncWrite + Unpin>(
+async fn run_command<T: AsyncRead + AsyncWrite + Unpin>(
+    socket: &mut WebSocketStream<T>,
     command: &Command,
     stdin: bool,
-    receiver: &mut Receiver<R>,
-    writer: &Mutex<W>,
-) -> io::Result<u8> {
-    match command {
+    greeting: &str,
+) -> Result<(), tungstenite::Error> {
+    if !greeting.is_empty() {
+        socket.send(on_channel(STDERR, greeting.as_bytes())).await?;
+    }
+    let code = match command {
         Command::Print(text) => {
-            let mut writer = writer.lock().await;
-            websocket::send_channel(&mut *writer, STDOUT, text.as_bytes()).await?;
-            Ok(0)
+            socket.send(on_channel(STDOUT, text.as_bytes())).await?;
+            0
         }
         Command::Sleep(time) => {
             tokio::time::sleep(*time).await;
-            Ok(0)
+            0
         }
-        Command::Exit(code) => Ok(*code),
-        Command::Echo | Command::Swallow => {
-            while let Some(message) = receiver.next(writer).await? {
-                match message.split_first() {
-                    Some((&STDIN, bytes)) if *command == Command::Echo && !bytes.is_empty() => {
-                        let mut writer = writer.lock().await;
-                        websocket::send_channel(&mut *writer, STDOUT, bytes).await?;
-                    }
-                    Some((&CLOSE, [STDIN])) => return Ok(0),
-                    // The size of a terminal, and the empty message that opens a channel.
-                    _ => {}
+        Command::Exit(code) => *code,
+        Command::Echo | Command::Discard => {
+            consume_stdin(socket, *command == Command::Echo, stdin).await?;
+            0
+        }
+    };
+    socket.send(on_channel(ERROR, exit_status(code).to_string().as_bytes())).await?;
+    socket.close(Some(CloseFrame { code: CloseCode::Normal, reason: "".into() })).await?;
+    // The client closes the TCP connection first, unless it is slow.
+    let rest = async { while let Some(Ok(_)) = socket.next().await {} };
+    let _ = tokio::time::timeout(Duration::from_secs(1), rest).await;
+    Ok(())
+}
+
+/// Reads standard input until the client closes it; with `echo` it is written to standard output.
+async fn consume_stdin<T: AsyncRead + AsyncWrite + Unpin>(
+    socket: &mut WebSocketStream<T>,
+    echo: bool,
+    stdin: bool,
+) -> Result<(), tungstenite::Error> {
+    while let Some(message) = socket.next().await {
+        match message? {
+            Message::Close(_) => return Ok(()),
+            Message::Ping(_) | Message::Pong(_) => continue,
+            message => match &*message.into_data() {
+                [STDIN, bytes @ ..] if echo && !bytes.is_empty() => {
+                    socket.send(on_channel(STDOUT, bytes)).await?;
                 }
-                if !stdin {
-                    return Ok(0);
-                }
-            }
-            Ok(0)
+                [CLOSE, STDIN] => return Ok(()),
+                // A terminal size, or the empty message that opens a channel.
+                _ => {}
+            },
+        }
+        if !stdin {
+            return Ok(());
         }
     }
+    Ok(())
+}
+
+/// A binary message whose first byte is the channel.
+fn on_channel(channel: u8, bytes: &[u8]) -> Message {
+    Message::binary([&[channel], bytes].concat())
 }
 
 fn exit_status(code: u8) -> serde_json::Value {
@@ -259,14 +285,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn commands() {
+    fn command_is_parsed_from_exec_arguments() {
         for (words, expected) in [
             (&["cat"][..], Command::Echo),
             (&["sh"], Command::Echo),
             (&["echo", "a", "b"], Command::Print("a b\n".into())),
             (&["sh", "-c", "exit 3"], Command::Exit(3)),
             (&["test", "-d", "/x"], Command::Exit(1)),
-            (&["tar", "-xmf", "-"], Command::Swallow),
+            (&["tar", "-xmf", "-"], Command::Discard),
         ] {
             assert_eq!(command(words), expected, "{words:?}");
         }

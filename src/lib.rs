@@ -26,13 +26,13 @@
 //!    to go, [`hello`](proxy::passthrough::hello) which server name it asks for.
 //! 3. [`connect`](proxy::passthrough::connect) races the endpoints;
 //!    [`pump`](proxy::passthrough::pump) moves the bytes both ways.
-//! 4. [`table`](proxy::passthrough::table) looks after all flows of a worker: [`upstream::flow`] tells
+//! 4. [`table`](proxy::passthrough::table) looks after all flows of a worker: [`upstream::flow_health`] tells
 //!    a dead one from a quiet one, and its end is a [`verdict`](proxy::passthrough::verdict).
 //!
 //! What keeps the picture of the world true, beside that path and never on it:
 //!
 //! * [`upstream::connection`] drives one HTTP/2 connection and judges its life ([`upstream::health`]).
-//! * [`upstream::flight`] moves watches away from an apiserver that is unwell, and
+//! * [`upstream::evacuation`] moves watches away from an apiserver that is unwell, and
 //!   [`upstream::rebalance`], slowly, to one that has come back.
 //! * [`control`] finds the endpoints ([`control::discovery`]), asks each for its `/readyz` and
 //!   re-reads certificates.

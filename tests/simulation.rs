@@ -7,9 +7,11 @@
 use jackstay::proxy::watch::resume::Round;
 use jackstay::upstream::balance::{cost, handicap, pick, slow_start};
 use jackstay::upstream::endpoint::{EndpointState, backoff};
-use jackstay::upstream::flight::{Readiness, START, decide as who_leaves, share};
-use jackstay::upstream::offers::Who;
-use jackstay::upstream::rebalance::{Load, Move, decide};
+use jackstay::upstream::evacuation::{
+    EndpointReadiness, START_JITTER, decide as who_leaves, due_moves,
+};
+use jackstay::upstream::rebalance::{EndpointLoad, RebalanceMove, decide};
+use jackstay::upstream::watch_moves::MoveEligibility;
 use std::time::{Duration, Instant};
 
 const NODES: usize = 5_000;
@@ -123,13 +125,13 @@ fn after_its_return_loads_even_out_slowly() {
             else {
                 continue;
             };
-            let loads: [Load; SERVERS] = std::array::from_fn(|server| Load {
+            let loads: [EndpointLoad; SERVERS] = std::array::from_fn(|server| EndpointLoad {
                 watches: node.watches[server],
                 share: if server == 0 { slow_start(since) } else { 1.0 },
                 ready_for: if server == 0 { since } else { Duration::from_secs(86_400) },
             });
             let elapsed = Duration::from_secs(1);
-            if let Some(Move { from, to, count }) =
+            if let Some(RebalanceMove { from, to, count }) =
                 decide(&loads, node.lot, elapsed, &mut fleet.rng)
             {
                 node.watches[from] -= count;
@@ -155,7 +157,7 @@ fn after_its_return_loads_even_out_slowly() {
     // And there it ends.
     let churn: usize = (0..NODES)
         .filter(|&index| {
-            let loads = fleet.nodes[index].watches.map(|watches| Load {
+            let loads = fleet.nodes[index].watches.map(|watches| EndpointLoad {
                 watches,
                 share: 1.0,
                 ready_for: Duration::from_secs(3600),
@@ -176,18 +178,23 @@ struct Probed {
 
 impl Probed {
     /// With the timeout of one second: in doubt after half of it, degraded after the second failure.
-    fn readiness(&self, zero: tokio::time::Instant, proof: Option<f64>, now: f64) -> Readiness {
+    fn readiness(
+        &self,
+        zero: tokio::time::Instant,
+        proof: Option<f64>,
+        now: f64,
+    ) -> EndpointReadiness {
         let at = |seconds| zero + Duration::from_secs_f64(seconds);
         let failing = self.probe.max(self.lost);
         let asked = proof.filter(|&proof| proof <= now);
-        Readiness {
+        EndpointReadiness {
             state: if now >= failing + 2.2 {
                 EndpointState::Degraded
             } else {
                 EndpointState::Ready
             },
-            doubted: (now >= failing + 0.5).then(|| at(failing + 0.5)),
-            well: asked.filter(|&asked| asked < self.lost).map(at),
+            probe_failing_since: (now >= failing + 0.5).then(|| at(failing + 0.5)),
+            last_ready_probe: asked.filter(|&asked| asked < self.lost).map(at),
         }
     }
 }
@@ -214,11 +221,11 @@ fn flee(
     let mut silent = [3; SERVERS];
     let mut now = TICK * fleet.rng.f64();
     while now < 20.0 {
-        let readiness: [Readiness; SERVERS] =
+        let readiness: [EndpointReadiness; SERVERS] =
             std::array::from_fn(|at| known[at].readiness(zero, Some(proof), now));
         for (from, who, targets) in who_leaves(&readiness).collect::<Vec<_>>() {
             let Some(before) = last[from] else {
-                last[from] = Some(now + START.as_secs_f64() * fleet.rng.f64());
+                last[from] = Some(now + START_JITTER.as_secs_f64() * fleet.rng.f64());
                 continue;
             };
             if now <= before {
@@ -226,8 +233,8 @@ fn flee(
             }
             last[from] = Some(now);
             let here = fleet.nodes[node].watches[from];
-            let can = if who == Who::Everyone { here } else { silent[from].min(here) };
-            for _ in 0..share(here, Duration::from_secs_f64(now - before)).min(can) {
+            let can = if who == MoveEligibility::All { here } else { silent[from].min(here) };
+            for _ in 0..due_moves(here, Duration::from_secs_f64(now - before)).min(can) {
                 let watches = fleet.nodes[node].watches;
                 let there = pick(targets.iter().copied(), &mut fleet.rng, |&server| {
                     cost(watches[server], LATENCY)

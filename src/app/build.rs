@@ -20,8 +20,8 @@ use crate::net::sockets::connector::Connector;
 use crate::net::sockets::listening::{self, ListenOptions};
 use crate::net::tls::serving::{self, ServingTls};
 use crate::observe::{ListenerMetrics, Metrics};
-use crate::upstream::credentials::{self, Credentials, Slot};
-use crate::upstream::pool::Upstream;
+use crate::upstream::Upstream;
+use crate::upstream::credentials::{self, Credentials, IdentitySlot};
 
 /// Everything that serves, and the configuration that it follows.
 #[derive(Debug)]
@@ -110,7 +110,7 @@ pub enum Plane {
         /// Its TLS.
         tls: Arc<ServingTls>,
         /// The identities that it may use.
-        slots: Vec<Arc<Slot>>,
+        slots: Vec<Arc<IdentitySlot>>,
     },
     /// L4.
     Passthrough {
@@ -166,11 +166,11 @@ impl AdminSocket {
 pub struct Plan {
     next: Built,
     /// What changes in upstreams that stay.
-    upstreams: Vec<(Arc<Upstream>, config::Upstream, credentials::Prepared)>,
+    upstreams: Vec<(Arc<Upstream>, config::Upstream, credentials::PreparedCredentials)>,
     /// What changes in listeners that stay.
     serving: Vec<(Arc<ServingTls>, serving::LoadedServingTls)>,
     /// The identities of each upstream.
-    slots: HashMap<String, Vec<Arc<Slot>>>,
+    slots: HashMap<String, Vec<Arc<IdentitySlot>>>,
 }
 
 impl Plan {
@@ -307,7 +307,7 @@ impl Plan {
         &self,
         listener: &config::Listener,
         terminate: &config::Terminate,
-    ) -> Vec<Arc<Slot>> {
+    ) -> Vec<Arc<IdentitySlot>> {
         let all = self.slots.get(&listener.upstream).map_or(&[][..], Vec::as_slice);
         let identities = terminate.identities.iter();
         identities.filter_map(|paths| all.iter().find(|s| s.paths == *paths)).cloned().collect()

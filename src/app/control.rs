@@ -32,7 +32,7 @@ use crate::net::sockets::unix_listener;
 use crate::net::tls::serving::ServingTls;
 use crate::observe::Metrics;
 use crate::observe::events::{Change, Kind};
-use crate::upstream::pool::Upstream;
+use crate::upstream::Upstream;
 
 /// How often the histograms are emptied into their buckets.
 const UPKEEP: Duration = Duration::from_secs(1);

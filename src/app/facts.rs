@@ -20,9 +20,9 @@ use crate::observe::counted;
 use crate::observe::history::STEP;
 use crate::observe::utc::Utc;
 use crate::observe::{ListenerMetrics, Liveness, Metrics, PassthroughMetrics};
-use crate::upstream::credentials::Slot;
-use crate::upstream::pool::Upstream;
-use crate::upstream::sources::{Report, Source, age};
+use crate::upstream::Upstream;
+use crate::upstream::credentials::IdentitySlot;
+use crate::upstream::endpoint_sources::{EndpointSource, SourceReport, age};
 
 /// Of the last events, so many stand in `/status` itself.
 const EVENTS_IN_STATUS: usize = 8;
@@ -61,7 +61,7 @@ struct ListenerFacts {
     addresses: Vec<SocketAddr>,
     mode: &'static str,
     /// The identities that it may use.
-    slots: Vec<Arc<Slot>>,
+    slots: Vec<Arc<IdentitySlot>>,
     /// If it terminates TLS.
     tls: Option<Arc<ServingTls>>,
     /// If it passes connections through.
@@ -194,7 +194,7 @@ impl ListenerFacts {
 fn sources_of(upstream: &Upstream) -> Vec<ReadinessCheck> {
     let now = SystemTime::now();
     let reports = upstream.sources.reports();
-    let part = |(source, report): (&Source, &Report)| {
+    let part = |(source, report): (&EndpointSource, &SourceReport)| {
         let said = match report.last_success {
             Some(at) => {
                 format!("{}, {} s ago", counted(report.endpoints, "endpoint"), age(at, now))
@@ -235,7 +235,7 @@ impl admin::StatusProvider for Facts {
             });
         }
         for upstream in &shown.upstreams {
-            let endpoints = upstream.endpoints.load();
+            let endpoints = upstream.endpoints();
             let usable = endpoints.iter().filter(|e| e.is_usable()).count();
             let mut detail = format!("{usable} of {} endpoints usable", endpoints.len());
             for endpoint in endpoints.iter().filter(|e| !e.is_usable()).take(5) {
@@ -303,7 +303,7 @@ impl admin::StatusProvider for Facts {
             .iter()
             .map(|upstream| {
                 let endpoints: Vec<_> =
-                    upstream.endpoints.load().iter().map(|endpoint| endpoint.status()).collect();
+                    upstream.endpoints().iter().map(|endpoint| endpoint.status()).collect();
                 json!({
                     "name": *upstream.name,
                     "endpoints": endpoints,
@@ -332,7 +332,7 @@ impl admin::StatusProvider for Facts {
 
     fn history(&self) -> Value {
         let of = |upstream: &Arc<Upstream>| -> Vec<Value> {
-            let endpoints = upstream.endpoints.load();
+            let endpoints = upstream.endpoints();
             endpoints
                 .iter()
                 .map(|endpoint| {

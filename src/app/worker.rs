@@ -37,7 +37,7 @@ use crate::proxy::passthrough::table::Table;
 use crate::proxy::passthrough::transparent::Transparent;
 use crate::proxy::upgrade::Tunnels;
 use crate::proxy::upstream_client::UpstreamClient;
-use crate::upstream::pool::Upstream;
+use crate::upstream::Upstream;
 
 /// How often a worker shows that its loop turns, and returns free memory to the kernel.
 const PULSE: Duration = Duration::from_secs(1);

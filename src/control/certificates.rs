@@ -14,8 +14,8 @@ use crate::net::tls::serving::ServingTls;
 use crate::observe::events::{Change, Events, Kind};
 use crate::observe::utc::Utc;
 use crate::observe::{ListenerMetrics, Metrics};
-use crate::upstream::credentials::Refreshed;
-use crate::upstream::pool::Upstream;
+use crate::upstream::Upstream;
+use crate::upstream::credentials::CredentialChange;
 
 /// How often the files are looked at.
 const INTERVAL: Duration = Duration::from_secs(1);
@@ -52,11 +52,11 @@ fn is_half_done(error: &str) -> bool {
     !error.starts_with("awaited")
 }
 
-fn tell(upstream: &Upstream, event: &Refreshed) {
+fn tell(upstream: &Upstream, event: &CredentialChange) {
     let told =
         CertificateEvents { events: upstream.metrics.events(), upstream: Some(&upstream.name) };
     match event {
-        Refreshed::Identity(slot) => {
+        CredentialChange::Identity(slot) => {
             let Some(info) = slot.certificate() else { return };
             let name = slot.paths.cert_file.display().to_string();
             let serial = format!("serial {}", info.serial);
@@ -64,7 +64,7 @@ fn tell(upstream: &Upstream, event: &Refreshed) {
             let effect = "identity is in use; connections with an older certificate drain";
             told.good(&name, &serial, &reason, effect);
         }
-        Refreshed::Replaced(slot, before) => {
+        CredentialChange::Replaced(slot, before) => {
             let Some(info) = slot.certificate() else { return };
             let name = slot.paths.cert_file.display().to_string();
             let states = (before.to_string(), info.subject.to_string());
@@ -72,15 +72,15 @@ fn tell(upstream: &Upstream, event: &Refreshed) {
             let why = ("the file names another subject", effect);
             told.changed(&name, (&states.0, &states.1), why, true);
         }
-        Refreshed::IdentityFailed(error) => told.bad("identity", error),
-        Refreshed::Ca => told.good(
+        CredentialChange::IdentityFailed(error) => told.bad("identity", error),
+        CredentialChange::Ca => told.good(
             "CA bundle of the apiservers",
             "another one",
             "the file has changed",
             "new connections are verified by it",
         ),
-        Refreshed::CaFailed(error) => told.bad("CA bundle of the apiservers", error),
-        Refreshed::TokenFailed(error) => told.bad("token for /readyz", error),
+        CredentialChange::CaFailed(error) => told.bad("CA bundle of the apiservers", error),
+        CredentialChange::TokenFailed(error) => told.bad("token for /readyz", error),
     }
 }
 

@@ -12,8 +12,8 @@ use rustls::pki_types::ServerName;
 
 use crate::config::{self, EndpointAddress};
 use crate::control::readyz;
+use crate::upstream::Upstream;
 use crate::upstream::endpoint::Endpoint;
-use crate::upstream::pool::Upstream;
 
 /// One endpoint that the set should have. Two with the same address and server name are the same
 /// endpoint.
@@ -60,7 +60,7 @@ pub fn static_endpoints(config: &config::Upstream) -> Vec<EndpointSpec> {
 /// endpoints does not ask for it.
 pub fn replace_endpoints(upstream: &Upstream, wanted: &[EndpointSpec]) -> EndpointSetChange {
     let mut change = EndpointSetChange::default();
-    let before = upstream.endpoints.load_full();
+    let before = Arc::clone(&upstream.endpoints());
     let mut old: HashMap<_, _> = before.iter().map(|e| (key(e), Arc::clone(e))).collect();
     let mut after: Vec<Arc<Endpoint>> = Vec::with_capacity(wanted.len());
     for member in wanted {
@@ -87,10 +87,10 @@ pub fn replace_endpoints(upstream: &Upstream, wanted: &[EndpointSpec]) -> Endpoi
     }
     change.left = before.iter().filter(|e| old.contains_key(&key(e))).cloned().collect();
     if !change.is_empty() {
-        upstream.place(after);
+        upstream.set_endpoints(after);
     }
     for endpoint in &change.left {
-        endpoint.leave();
+        endpoint.remove();
     }
     change
 }
@@ -109,7 +109,7 @@ impl EndpointSetWriter {
     /// Takes over the set as it is.
     pub fn new(upstream: Arc<Upstream>) -> Self {
         let this = Self { upstream };
-        for endpoint in this.upstream.endpoints.load().iter() {
+        for endpoint in this.upstream.endpoints().iter() {
             this.probe(endpoint);
         }
         this
@@ -154,7 +154,7 @@ impl EndpointSetWriter {
                 fallback: endpoint.is_fallback(),
             }
         };
-        self.upstream.endpoints.load().iter().map(member).collect()
+        self.upstream.endpoints().iter().map(member).collect()
     }
 
     /// The upstream whose set it keeps.

@@ -22,9 +22,9 @@ use self::connection::{ProbeConnection, connect, gone, is_current};
 use self::reachability::ReachabilityCheck;
 use self::request::{ReadyzResult, ask, doubt};
 use self::schedule::{FAILING_INTERVAL, ProbeResult, ProbeSchedule, ResultStreak};
-use crate::upstream::endpoint::{Endpoint, EndpointState, Wanted};
-use crate::upstream::health::Life;
-use crate::upstream::pool::Upstream;
+use crate::upstream::Upstream;
+use crate::upstream::connection::ConnectionState;
+use crate::upstream::endpoint::{Endpoint, EndpointState, ProbeTrigger};
 
 /// Probes one endpoint until it leaves.
 ///
@@ -33,7 +33,7 @@ use crate::upstream::pool::Upstream;
 pub async fn probe(upstream: Arc<Upstream>, endpoint: Arc<Endpoint>) {
     let witness = ReachabilityCheck::default();
     tokio::select! {
-        () = endpoint.left() => {}
+        () = endpoint.removed() => {}
         () = ask_until_it_leaves(&upstream, &endpoint, &witness) => {}
         () = witness.watch(&upstream, &endpoint) => {}
     }
@@ -91,7 +91,7 @@ async fn ask_until_it_leaves(
                 }
             }
         };
-        let on_evidence = wanted.take() == Some(Wanted::Evidence);
+        let on_evidence = wanted.take() == Some(ProbeTrigger::PassiveEvidence);
         let answered = match &finding {
             ReadyzResult::Lost => {
                 current.close("probe failed");
@@ -100,7 +100,7 @@ async fn ask_until_it_leaves(
                 continue;
             }
             ReadyzResult::Ready => {
-                endpoint.readyz_right(asked_at);
+                endpoint.note_probe_ok(asked_at);
                 if streak.add(true, config.rise, config.fall).is_some() {
                     endpoint.readyz_ok();
                 }
@@ -122,14 +122,14 @@ async fn ask_until_it_leaves(
         loop {
             tokio::select! {
                 () = sleep_until(next) => break,
-                why = endpoint.probe_wanted() => {
+                why = endpoint.probe_requested() => {
                     let soon = asked_at + pace.soon(why, config);
                     if soon < next {
                         (next, wanted) = (soon, Some(why));
                     }
                 }
                 () = gone(&current) => {
-                    if current.life() == Life::Dead {
+                    if current.state() == ConnectionState::Dead {
                         // Not a GOAWAY after an answer: what comes back is asked again soon.
                         pace.restart();
                         next = (asked_at + FAILING_INTERVAL.min(config.interval)).min(next);

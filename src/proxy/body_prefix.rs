@@ -13,7 +13,7 @@ use tokio::time::{Instant, timeout, timeout_at};
 
 use super::request_info::RequestKind;
 use crate::upstream::connection::Connection;
-use crate::upstream::health::Life;
+use crate::upstream::connection::ConnectionState;
 
 /// What is waited for of an answer in bytes: discovery, an object, a short list. It stays within the
 /// stream's window, so nothing is held that a client could not make us hold by not reading.
@@ -75,7 +75,10 @@ async fn rest(
             }
             // While a request waits a PING goes out soon: where nothing has come since, not even its
             // answer, there is only no verdict yet.
-            Err(_) if connection.life() == Life::Suspect || connection.heard() <= latest => {
+            Err(_)
+                if connection.state() == ConnectionState::Suspect
+                    || connection.last_received() <= latest =>
+            {
                 end = Instant::now() + PROMPT;
             }
             Ok(None) | Err(_) => break,

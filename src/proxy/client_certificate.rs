@@ -38,7 +38,7 @@ use crate::net::tls::client_chain::{self, ChainVerdict, ClientChain};
 use crate::net::tls::serving::ServingTls;
 use crate::observe::ListenerMetrics;
 use crate::observe::utc::Utc;
-use crate::upstream::credentials::Class;
+use crate::upstream::credentials::CredentialClass;
 
 /// How often the clock is looked at: it may be set.
 const CLOCK_LOOK: Duration = Duration::from_secs(60);
@@ -201,8 +201,8 @@ pub struct IdentityProof(Option<Rc<ClientCertificate>>);
 impl IdentityProof {
     /// That of a request of this class. Requests with a token or without a credential need none: the
     /// apiserver decides.
-    pub fn new(class: Class, peer: Option<&Rc<ClientCertificate>>) -> Self {
-        Self(peer.filter(|_| matches!(class, Class::Identity(_))).cloned())
+    pub fn new(class: CredentialClass, peer: Option<&Rc<ClientCertificate>>) -> Self {
+        Self(peer.filter(|_| matches!(class, CredentialClass::Identity(_))).cloned())
     }
 
     /// The subject that is proven.

@@ -30,7 +30,7 @@ use super::upstream_client::UpstreamClient;
 use super::watch::request::{self as watch_request, Asked, with_query};
 use crate::config::{AccessLog, Limits, RequestLimits};
 use crate::observe::{ListenerMetrics, Outcome, UserClass};
-use crate::upstream::credentials::Class;
+use crate::upstream::credentials::CredentialClass;
 
 /// What the connections of one listener share, on one worker. A reload replaces it whole: each
 /// request is served by the one that it found.
@@ -150,7 +150,7 @@ impl ClientConnection {
         service: &ListenerService,
         parts: &Parts,
         outcome: &mut Outcome,
-    ) -> Result<(RequestInfo, Class), StatusError> {
+    ) -> Result<(RequestInfo, CredentialClass), StatusError> {
         let info = RequestInfo::from_parts(parts);
         outcome.classified(info.verb.as_str(), info.long_running());
         hygiene::check_request(parts)?;
@@ -163,9 +163,11 @@ impl ClientConnection {
         let class =
             service.credentials.identify(peer, &self.token, &parts.headers, info.upgrade)?;
         outcome.user(match class {
-            Class::Identity(_) => UserClass::Identity,
-            Class::Token | Class::UnprovenToken => UserClass::Token,
-            Class::Anonymous | Class::Probe | Class::Discovery => UserClass::Anonymous,
+            CredentialClass::Identity(_) => UserClass::Identity,
+            CredentialClass::Token | CredentialClass::UnprovenToken => UserClass::Token,
+            CredentialClass::Anonymous | CredentialClass::Probe | CredentialClass::Discovery => {
+                UserClass::Anonymous
+            }
         });
         Ok((info, class))
     }
@@ -176,13 +178,15 @@ impl ClientConnection {
         mut parts: Parts,
         body: Incoming,
         info: RequestInfo,
-        class: Class,
+        class: CredentialClass,
         outcome: Box<Outcome>,
     ) -> Result<Begun<'a>, Failed> {
         let proof = IdentityProof::new(class, self.peer.as_ref());
         if info.upgrade {
             let token = credential_selector::bearer(&parts.headers, true)
-                .filter(|_| matches!(class, Class::Token | Class::UnprovenToken))
+                .filter(|_| {
+                    matches!(class, CredentialClass::Token | CredentialClass::UnprovenToken)
+                })
                 .map(|token| (token.to_vec(), class));
             hygiene::upstream_upgrade_headers(&mut parts.headers, &self.forwarded_for);
             let request = Request::from_parts(parts, body);
@@ -208,7 +212,7 @@ impl ClientConnection {
             Ok(head) => head,
             Err(problem) => return Err((problem, outcome)),
         };
-        let token = matches!(class, Class::Token | Class::UnprovenToken)
+        let token = matches!(class, CredentialClass::Token | CredentialClass::UnprovenToken)
             .then(|| head.headers().get(header::AUTHORIZATION).cloned())
             .flatten();
         let outgoing = Box::new(ForwardedRequest {
@@ -233,11 +237,11 @@ type Failed = (StatusError, Box<Outcome>);
 /// A request whose head is checked, and how it goes on.
 enum Begun<'a> {
     /// To an apiserver; with the token to learn about from the answer.
-    Forward(Box<ForwardedRequest>, Box<Outcome>, Option<(HeaderValue, Class)>),
+    Forward(Box<ForwardedRequest>, Box<Outcome>, Option<(HeaderValue, CredentialClass)>),
     /// Out of HTTP; likewise.
     Upgrade(
         Pin<Box<dyn Future<Output = Result<Response<ResponseBody>, Failed>> + 'a>>,
-        Option<(Vec<u8>, Class)>,
+        Option<(Vec<u8>, CredentialClass)>,
     ),
 }
 

@@ -25,7 +25,7 @@ use http::{HeaderMap, StatusCode, header};
 use super::client_certificate::ClientCertificate;
 use super::respond::StatusError;
 use crate::net::tls::certificate::CertInfo;
-use crate::upstream::credentials::{Class, Slot};
+use crate::upstream::credentials::{CredentialClass, IdentitySlot};
 
 /// Tokens that are remembered as proven. A node has some hundred pods.
 const PROVEN_TOKENS: usize = 4096;
@@ -33,7 +33,7 @@ const PROVEN_TOKENS: usize = 4096;
 /// Decides for one listener; see the module.
 pub struct CredentialSelector {
     /// The identities that this listener may use.
-    pub slots: Vec<Arc<Slot>>,
+    pub slots: Vec<Arc<IdentitySlot>>,
     /// Name of the listener, for the text of a refusal.
     pub listener: String,
     /// Tokens seen to work.
@@ -51,7 +51,7 @@ impl CredentialSelector {
         last: &LastToken,
         headers: &HeaderMap,
         upgrade: bool,
-    ) -> Result<Class, StatusError> {
+    ) -> Result<CredentialClass, StatusError> {
         let token = bearer(headers, upgrade);
         let Some(peer) = peer else { return Ok(self.without_certificate(token, last)) };
         match peer.proven(SystemTime::now()) {
@@ -67,17 +67,17 @@ impl CredentialSelector {
         }
     }
 
-    fn without_certificate(&self, token: Option<&[u8]>, last: &LastToken) -> Class {
+    fn without_certificate(&self, token: Option<&[u8]>, last: &LastToken) -> CredentialClass {
         match token {
-            None => Class::Anonymous,
-            Some(token) if last.is_proven(token, &self.tokens) => Class::Token,
-            Some(_) => Class::UnprovenToken,
+            None => CredentialClass::Anonymous,
+            Some(token) if last.is_proven(token, &self.tokens) => CredentialClass::Token,
+            Some(_) => CredentialClass::UnprovenToken,
         }
     }
 
-    fn slot_of(&self, client: &CertInfo) -> Result<Class, StatusError> {
+    fn slot_of(&self, client: &CertInfo) -> Result<CredentialClass, StatusError> {
         if let Some(number) = self.slots.iter().find_map(|slot| slot.number_of(&client.subject)) {
-            return Ok(Class::Identity(number));
+            return Ok(CredentialClass::Identity(number));
         }
         let awaited = self.slots.iter().filter(|slot| slot.certificate().is_none());
         let awaited: Vec<_> =
@@ -95,11 +95,11 @@ impl CredentialSelector {
     }
 
     /// Learns from the answer to a request with a token whether the token is good.
-    pub fn learn(&self, token: &[u8], class: Class, status: StatusCode) {
+    pub fn learn(&self, token: &[u8], class: CredentialClass, status: StatusCode) {
         let token = token.trim_ascii();
         if status == StatusCode::UNAUTHORIZED {
             self.tokens.remove(token);
-        } else if class == Class::UnprovenToken
+        } else if class == CredentialClass::UnprovenToken
             && (status.is_success()
                 || status == StatusCode::FORBIDDEN
                 || status == StatusCode::SWITCHING_PROTOCOLS)
@@ -230,10 +230,10 @@ mod tests {
         ] {
             let token = format!("bearer {status}");
             let status = StatusCode::from_u16(status).unwrap();
-            identifier.learn(token.as_bytes(), Class::UnprovenToken, status);
+            identifier.learn(token.as_bytes(), CredentialClass::UnprovenToken, status);
             assert_eq!(tokens.contains(token.as_bytes()), proven, "{status}");
         }
-        identifier.learn(b"bearer 101", Class::Token, StatusCode::UNAUTHORIZED);
+        identifier.learn(b"bearer 101", CredentialClass::Token, StatusCode::UNAUTHORIZED);
         assert!(!tokens.contains(b"bearer 101"));
     }
 
@@ -253,12 +253,12 @@ mod tests {
         let bearer = with(header::AUTHORIZATION, "Bearer QUJD");
         let last = LastToken::default();
         let class = |headers, upgrade| identifier.identify(None, &last, headers, upgrade).ok();
-        assert_eq!(class(&socket, true), Some(Class::UnprovenToken));
+        assert_eq!(class(&socket, true), Some(CredentialClass::UnprovenToken));
         tokens.insert(hidden.as_bytes());
-        assert_eq!(class(&socket, true), Some(Class::Token));
-        assert_eq!(class(&socket, false), Some(Class::Anonymous), "proven or not");
+        assert_eq!(class(&socket, true), Some(CredentialClass::Token));
+        assert_eq!(class(&socket, false), Some(CredentialClass::Anonymous), "proven or not");
         for upgrade in [true, false] {
-            assert_eq!(class(&bearer, upgrade), Some(Class::UnprovenToken));
+            assert_eq!(class(&bearer, upgrade), Some(CredentialClass::UnprovenToken));
         }
     }
 

@@ -36,10 +36,10 @@ use super::upstream_client::{
 use super::watch::request::Asked;
 use super::watch_body::{self, WatchBody, Watched};
 use crate::observe::Outcome;
-use crate::upstream::connection::{Connection, Permit, in_words};
+use crate::upstream::connection::ConnectionState;
+use crate::upstream::connection::{Connection, Permit, describe_h2_error};
 use crate::upstream::endpoint::Endpoint;
-use crate::upstream::health::Life;
-use crate::upstream::pool::{After, ClassPool, Need, Unavailable};
+use crate::upstream::pool::{ClassPool, PreviousFailure, StreamRequirements, Unavailable};
 
 /// Attempts at one request, the first included. Each failure is another connection lost; more of
 /// them within one request is an outage, and the client should hear of it.
@@ -93,11 +93,13 @@ pub struct Failure {
 type ShortAnswer = (response::Parts, Bytes);
 
 impl Failure {
-    fn after(&self) -> Option<After<'_>> {
+    fn after(&self) -> Option<PreviousFailure<'_>> {
         let connection = self.connection.as_ref()?;
         Some(match self.stage {
-            Stage::Unprocessed => After::Refusal(connection),
-            Stage::NotSent | Stage::Sent | Stage::Head | Stage::Body => After::Silence(connection),
+            Stage::Unprocessed => PreviousFailure::Refusal(connection),
+            Stage::NotSent | Stage::Sent | Stage::Head | Stage::Body => {
+                PreviousFailure::Silence(connection)
+            }
         })
     }
 }
@@ -186,11 +188,23 @@ impl ForwardedRequest {
         unreachable!("the last attempt returns")
     }
 
-    fn need<'a>(&'a self, after: Option<After<'a>>, shun: &'a [Arc<Endpoint>]) -> Need<'a> {
+    fn need<'a>(
+        &'a self,
+        after: Option<PreviousFailure<'a>>,
+        shun: &'a [Arc<Endpoint>],
+    ) -> StreamRequirements<'a> {
         let watch = self.info.long_running();
-        let without = after.as_ref().and_then(After::suspect_since);
+        let without = after.as_ref().and_then(PreviousFailure::suspect_since);
         let (held, proven) = (self.is_watch(), self.proof.subject());
-        Need { watch, held, after, shun, without, beside: false, proven }
+        StreamRequirements {
+            watch,
+            held,
+            previous_failure: after,
+            excluded_endpoints: shun,
+            without_connection_since: without,
+            live_only: false,
+            client_subject: proven,
+        }
     }
 
     fn is_watch(&self) -> bool {
@@ -214,7 +228,7 @@ impl ForwardedRequest {
         let unreached = match failure.stage {
             Stage::NotSent | Stage::Unprocessed => true,
             Stage::Sent | Stage::Head | Stage::Body => {
-                failure.connection.as_ref().is_some_and(|c| c.life() == Life::Dead)
+                failure.connection.as_ref().is_some_and(|c| c.state() == ConnectionState::Dead)
             }
         };
         if self.is_watch() && unreached {
@@ -260,7 +274,7 @@ impl ForwardedRequest {
         if depth == LEGS || !safe || !sent {
             return first.await;
         }
-        connection.endpoint.probe_soon();
+        connection.endpoint.request_probe();
         let made = self.hedges.get();
         let (answer, winner) = loop {
             if !self.upstream.hedges.take() {
@@ -305,8 +319,8 @@ impl ForwardedRequest {
             // The other flows of an endpoint that is unwell are no better.
             let unwell = is_better_elsewhere(&connection, &self.upstream);
             let shun = unwell.then(|| Arc::clone(&connection.endpoint));
-            let need = self.need(Some(After::Silence(&connection)), shun.as_slice());
-            let need = Need { beside: true, ..need };
+            let need = self.need(Some(PreviousFailure::Silence(&connection)), shun.as_slice());
+            let need = StreamRequirements { live_only: true, ..need };
             let Ok(permit) = self.upstream.pool.acquire(&self.class, need).await else {
                 self.upstream.hedges.give_back();
                 self.upstream.metrics.hedged("nobody");
@@ -348,13 +362,13 @@ impl ForwardedRequest {
         };
         let (head, mut recv) = match response.await {
             Ok(response) => response.into_parts(),
-            Err(error) => return Err(failure(retry::stage_of(&error), in_words(&error))),
+            Err(error) => return Err(failure(retry::stage_of(&error), describe_h2_error(&error))),
         };
         let arrived = Instant::now();
         if !is_awaited(self.info.kind) {
             permit.head_arrived(arrived);
         }
-        connection.endpoint.answered(head.status.as_u16());
+        connection.endpoint.response_received(head.status.as_u16());
         // History is per server: one that has just started knows none.
         let gone = self.info.kind == RequestKind::Watch
             && head.status == StatusCode::GONE
@@ -379,7 +393,7 @@ impl ForwardedRequest {
         }
         let first = beginning(self.info.kind, &mut recv, &connection)
             .await
-            .map_err(|error| failure(Stage::Head, in_words(&error)))?;
+            .map_err(|error| failure(Stage::Head, describe_h2_error(&error)))?;
         permit.head_arrived(arrived);
         Ok(Answer { head, recv, first, permit, upload })
     }
@@ -435,7 +449,7 @@ async fn until_given_up(
     tokio::select! {
         biased;
         result = answer => result,
-        why = connection.given_up(safe) => Err(Failure {
+        why = connection.no_response_expected(safe) => Err(Failure {
             stage: Stage::Sent,
             why: format!("{why} on the connection to {}", connection.endpoint.label),
             connection: Some(Rc::clone(connection)),
@@ -468,7 +482,7 @@ fn release_all(mut recv: RecvStream, bytes: usize) {
 async fn short_body(recv: &mut RecvStream) -> Result<Bytes, String> {
     let mut body = BytesMut::new();
     while let Some(data) = recv.data().await {
-        let data = data.map_err(|error| in_words(&error))?;
+        let data = data.map_err(|error| describe_h2_error(&error))?;
         let _ = recv.flow_control().release_capacity(data.len());
         body.extend_from_slice(&data);
         if body.len() > respond::REJECTION_MAX_BODY {

@@ -17,8 +17,8 @@ use super::respond::BodyError;
 use super::upstream_client::release;
 use super::watch_body::WatchBody;
 use crate::observe::{Outcome, Side};
-use crate::upstream::connection::{Permit, in_words};
-use crate::upstream::http1::Driver;
+use crate::upstream::connection::{Permit, describe_h2_error};
+use crate::upstream::http1::Http1Driver;
 
 /// An answer's body.
 pub enum ResponseBody {
@@ -153,7 +153,7 @@ impl StreamedBody {
         release(&mut self.recv, &mut self.unreleased);
         match ready!(self.recv.poll_data(cx)) {
             Some(Ok(data)) => Poll::Ready(Some(Ok(self.hand_over(data)))),
-            Some(Err(error)) => Poll::Ready(Some(Err(self.cut(&in_words(&error))))),
+            Some(Err(error)) => Poll::Ready(Some(Err(self.cut(&describe_h2_error(&error))))),
             None => match ready!(self.recv.poll_trailers(cx)) {
                 Ok(Some(trailers)) => {
                     self.end();
@@ -167,7 +167,7 @@ impl StreamedBody {
                     self.end();
                     Poll::Ready(None)
                 }
-                Err(error) => Poll::Ready(Some(Err(self.cut(&in_words(&error))))),
+                Err(error) => Poll::Ready(Some(Err(self.cut(&describe_h2_error(&error))))),
             },
         }
     }
@@ -198,12 +198,12 @@ impl StreamedBody {
 pub struct Http1Body {
     incoming: Incoming,
     outcome: Box<Outcome>,
-    _driver: Driver,
+    _driver: Http1Driver,
 }
 
 impl Http1Body {
     /// The body of such an answer.
-    pub fn new(incoming: Incoming, driver: Driver, mut outcome: Box<Outcome>) -> Self {
+    pub fn new(incoming: Incoming, driver: Http1Driver, mut outcome: Box<Outcome>) -> Self {
         if incoming.is_end_stream() {
             outcome.complete();
         }

@@ -10,7 +10,7 @@
 //! * Both directions end on their own, as TCP's do. Whatever breaks one side breaks the other.
 //! * A tunnel ends when the proof of its client does ([`super::client_certificate`]).
 //! * There is no timeout. A flow that is dead for `tunnel_dead_after` is ended
-//!   ([`crate::upstream::flow`]): nothing can take its place, and a path may come back. A quiet one is
+//!   ([`crate::upstream::flow_health`]): nothing can take its place, and a path may come back. A quiet one is
 //!   left alone, and a client that reads no bytes may be a person paging through `kubectl exec … | less`.
 //!
 //! `Sec-WebSocket-Protocol` may hold a bearer token, so no header is ever logged here.
@@ -41,9 +41,9 @@ use super::upstream_client::{self, UpstreamClient};
 use crate::net::sockets::drain_reads::DrainReads;
 use crate::net::sockets::prefixed_stream::PrefixedStream;
 use crate::observe::{Outcome, Side};
-use crate::upstream::credentials::Class;
+use crate::upstream::credentials::CredentialClass;
 use crate::upstream::endpoint::Endpoint;
-use crate::upstream::http1::{self, Driver};
+use crate::upstream::http1::{self, Http1Driver};
 
 /// Bytes held in each direction of a tunnel: one TLS record.
 const BUFFER: usize = 16 * 1024;
@@ -55,7 +55,7 @@ const BUFFER: usize = 16 * 1024;
 /// What the client is told instead, with the outcome to record it in.
 pub async fn serve(
     line: &Rc<UpstreamClient>,
-    (class, proof): (Class, IdentityProof),
+    (class, proof): (CredentialClass, IdentityProof),
     mut request: Request<Incoming>,
     mut outcome: Box<Outcome>,
     tunnels: &Tunnels,
@@ -90,12 +90,12 @@ pub async fn serve(
     Ok(response)
 }
 
-type Answer = (response::Parts, Incoming, Driver);
+type Answer = (response::Parts, Incoming, Http1Driver);
 
 /// Asks an apiserver and waits for the head of its answer.
 async fn ask(
     line: &Rc<UpstreamClient>,
-    (class, proof): (Class, &IdentityProof),
+    (class, proof): (CredentialClass, &IdentityProof),
     mut request: Request<Incoming>,
     outcome: &mut Outcome,
     tunnels: &Tunnels,
@@ -113,7 +113,7 @@ async fn ask(
         StatusError::unknown_fate(&format!("{why} on the connection to {}", endpoint.label))
     })?;
     let (head, body) = response.into_parts();
-    endpoint.answered(head.status.as_u16());
+    endpoint.response_received(head.status.as_u16());
     if head.status == StatusCode::SWITCHING_PROTOCOLS && !is_among(&wanted, &head.headers) {
         let why = "the apiserver switched to a protocol that was not asked for";
         return Err(StatusError::bad_gateway(why));
@@ -154,7 +154,7 @@ fn is_among(wanted: &[HeaderValue], headers: &HeaderMap) -> bool {
 /// Runs one tunnel to its end and says who ended it.
 async fn tunnel(
     client: OnUpgrade,
-    driver: Driver,
+    driver: Http1Driver,
     (open, proof): (Open, IdentityProof),
     mut outcome: Box<Outcome>,
 ) {
@@ -175,7 +175,7 @@ async fn tunnel(
 /// counts what came from upstream.
 async fn carry(
     client: OnUpgrade,
-    driver: Driver,
+    driver: Http1Driver,
     received: &mut usize,
 ) -> Result<(), (Side, String)> {
     let (mut client, (mut upstream, flow)) = tokio::try_join!(

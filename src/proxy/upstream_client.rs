@@ -20,10 +20,11 @@ use super::respond::StatusError;
 use super::retry::RetryBudget;
 use super::watch::limits::WatchLimits;
 use crate::observe::Metrics;
+use crate::upstream::Upstream;
+use crate::upstream::connection::ConnectionState;
 use crate::upstream::connection::{Connection, Permit};
 use crate::upstream::endpoint::{Endpoint, EndpointState};
-use crate::upstream::health::Life;
-use crate::upstream::pool::{Pool, Unavailable, Upstream};
+use crate::upstream::pool::{Pool, Unavailable};
 
 /// Pause before a second attempt is tried again that found no connection, or failed. Within a second
 /// of the return of an apiserver traffic flows.
@@ -100,7 +101,7 @@ impl UpstreamClient {
 
     /// Whether there is a ready endpoint other than these.
     pub fn has_ready_besides(&self, others: &[Arc<Endpoint>]) -> bool {
-        self.pool.upstream().endpoints.load().iter().any(|endpoint| {
+        self.pool.upstream().endpoints().iter().any(|endpoint| {
             endpoint.state() == EndpointState::Ready
                 && !others.iter().any(|other| Arc::ptr_eq(other, endpoint))
         })
@@ -141,8 +142,8 @@ pub async fn still_troubled(connection: &Rc<Connection>, line: &UpstreamClient) 
 }
 
 fn is_troubled(connection: &Connection, line: &UpstreamClient) -> bool {
-    connection.life() == Life::Suspect
-        || connection.is_to_be_left()
+    connection.state() == ConnectionState::Suspect
+        || connection.should_drain()
         || is_better_elsewhere(connection, line)
 }
 

@@ -24,12 +24,13 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 
 use super::balance::{self, PeakEwma};
-use super::credentials::{Class, ClientTls};
+use super::credentials::{ClientTls, CredentialClass};
 use super::dial::Established;
 use super::endpoint::Endpoint;
-use super::health::{ConnectionHealth, Life, Thresholds};
-use super::offers::Offers;
+pub use super::health::ConnectionState;
+use super::health::{ConnectionHealth, Thresholds};
 use super::stats::ConnectionStats;
+use super::watch_moves::Offers;
 use crate::net::tls::certificate::{CertInfo, Subject};
 use crate::observe::ConnectionGauge;
 use crate::observe::events::{Change, Kind};
@@ -48,7 +49,7 @@ pub const RETIRED: &str = "configured no longer";
 
 /// What an error on a connection says to people. Of a peer that is gone without a word rustls says
 /// where its manual treats of that.
-pub fn in_words(error: &h2::Error) -> String {
+pub fn describe_h2_error(error: &h2::Error) -> String {
     match error.get_io().map(std::io::Error::kind) {
         Some(std::io::ErrorKind::UnexpectedEof) => "the peer ended it without a word".to_owned(),
         _ => error.to_string(),
@@ -56,32 +57,34 @@ pub fn in_words(error: &h2::Error) -> String {
 }
 
 /// What a change of its life means for what runs on it, for the log.
-fn effect(life: Life, streams: usize, watches: usize) -> String {
+fn effect(life: ConnectionState, streams: usize, watches: usize) -> String {
     let on_it = match streams {
         0 => "nothing runs on it".to_owned(),
         _ => format!("streams on it: {streams}, watches among them: {watches}"),
     };
     match life {
-        Life::Live => "takes new streams again".to_owned(),
-        Life::Suspect => format!("no new streams; another one is opened if none is left; {on_it}"),
-        Life::Draining => format!("no new streams; {on_it}"),
-        Life::Unresponsive => {
+        ConnectionState::Live => "takes new streams again".to_owned(),
+        ConnectionState::Suspect => {
+            format!("no new streams; another one is opened if none is left; {on_it}")
+        }
+        ConnectionState::Draining => format!("no new streams; {on_it}"),
+        ConnectionState::Unresponsive => {
             format!("no new streams; what can goes on elsewhere, the rest waits; {on_it}")
         }
-        Life::Dead if streams == 0 => "closed; nothing ran on it".to_owned(),
-        Life::Dead => format!("closed; what may goes on elsewhere; {on_it}"),
+        ConnectionState::Dead if streams == 0 => "closed; nothing ran on it".to_owned(),
+        ConnectionState::Dead => format!("closed; what may goes on elsewhere; {on_it}"),
     }
 }
 
 /// Whether a connection that shows `shown` may carry a request of a client that has proven `proven`.
 /// jackstay's own requests are made for no client.
-fn may_carry(class: Class, shown: Option<&Subject>, proven: Option<&Subject>) -> bool {
+fn may_carry(class: CredentialClass, shown: Option<&Subject>, proven: Option<&Subject>) -> bool {
     match class {
-        Class::Identity(_) => proven.is_some() && shown == proven,
-        Class::Token | Class::UnprovenToken | Class::Anonymous => {
+        CredentialClass::Identity(_) => proven.is_some() && shown == proven,
+        CredentialClass::Token | CredentialClass::UnprovenToken | CredentialClass::Anonymous => {
             shown.is_none() && proven.is_none()
         }
-        Class::Probe | Class::Discovery => proven.is_none(),
+        CredentialClass::Probe | CredentialClass::Discovery => proven.is_none(),
     }
 }
 
@@ -90,7 +93,7 @@ pub struct Connection {
     /// Where it goes.
     pub endpoint: Arc<Endpoint>,
     /// Whose requests it carries.
-    pub class: Class,
+    pub class: CredentialClass,
     /// Of which credential: an older one drains.
     pub generation: u64,
     /// The client certificate that it shows, if it shows one.
@@ -98,7 +101,7 @@ pub struct Connection {
     /// For the status page.
     pub stats: Arc<ConnectionStats>,
     send: SendRequest<Bytes>,
-    life: Cell<Life>,
+    life: Cell<ConnectionState>,
     /// Since when its PING has been late: what follows of it (drain, death) leaves it as it is.
     suspect_since: Cell<Option<Instant>>,
     /// Nothing has come of it lately, or nothing of ours has arrived.
@@ -121,7 +124,7 @@ pub struct Connection {
     /// Requests that wait for their response head, and since when there are any.
     waiting: Cell<usize>,
     waiting_since: Cell<Option<Instant>>,
-    /// Of those that end, by the look ([`Self::heads_stay_away`]) after which they began to wait.
+    /// Of those that end, by the look ([`Self::has_slow_response_heads`]) after which they began to wait.
     waits: Cell<[usize; 2]>,
     look: Cell<u32>,
     /// When bytes last arrived.
@@ -131,7 +134,7 @@ pub struct Connection {
     driver: RefCell<Option<Waker>>,
     close: Cell<Option<&'static str>>,
     /// What can go on elsewhere should.
-    leave: Cell<Option<Leaving>>,
+    leave: Cell<Option<DrainUrgency>>,
     /// Its end is no event.
     end_expected: Cell<bool>,
     /// What its watches are asked for.
@@ -153,11 +156,11 @@ impl fmt::Debug for Connection {
 
 /// How soon what can go on elsewhere should.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Leaving {
+pub enum DrainUrgency {
     /// It delivers nothing, or may not for long: its process is stopped, or its endpoint is not well.
-    Soon,
+    Immediate,
     /// It works: its certificate is old, or its endpoint was removed.
-    InTime,
+    Relaxed,
 }
 
 /// What a connection needs to know of its pool.
@@ -174,7 +177,7 @@ impl Connection {
     pub fn start(
         established: Established,
         endpoint: &Arc<Endpoint>,
-        class: Class,
+        class: CredentialClass,
         shown: &ClientTls,
         settings: &Settings,
         pool: Rc<Notify>,
@@ -186,7 +189,7 @@ impl Connection {
         let stats = ConnectionStats::new(class, serial, observer.local_addr().ok(), now);
         stats.set_rtt(rtt);
         let mut gauge = endpoint.metrics.connection_gauge();
-        gauge.set(Life::Live.as_str());
+        gauge.set(ConnectionState::Live.as_str());
         let this = Rc::new(Self {
             endpoint: Arc::clone(endpoint),
             class,
@@ -196,7 +199,7 @@ impl Connection {
             cap: Cell::new(settings.max_streams.min(send.current_max_send_streams())),
             max_streams: settings.max_streams,
             send,
-            life: Cell::new(Life::Live),
+            life: Cell::new(ConnectionState::Live),
             suspect_since: Cell::new(None),
             dark: Cell::new(false),
             pinned: Cell::new(0),
@@ -238,7 +241,7 @@ impl Connection {
     }
 
     /// Its state.
-    pub fn life(&self) -> Life {
+    pub fn state(&self) -> ConnectionState {
         self.life.get()
     }
 
@@ -250,7 +253,7 @@ impl Connection {
 
     /// Whether what is sent on it would most likely share its end: it is suspect, and its kernel
     /// does not answer either.
-    pub fn is_dark(&self) -> bool {
+    pub fn path_unresponsive(&self) -> bool {
         self.dark.get()
     }
 
@@ -262,28 +265,28 @@ impl Connection {
     /// Whether what can go on elsewhere should: its process is stopped, its path lost, its
     /// certificate old or its endpoint gone. A GOAWAY alone is no reason, an apiserver sends one now and then to
     /// spread its clients (`--goaway-chance`).
-    pub fn is_to_be_left(&self) -> bool {
+    pub fn should_drain(&self) -> bool {
         self.leave.get().is_some()
     }
 
     /// How soon, if so.
-    pub fn leaving(&self) -> Option<Leaving> {
+    pub fn drain_urgency(&self) -> Option<DrainUrgency> {
         self.leave.get()
     }
 
-    /// Waits for [`Self::is_to_be_left`] or until its watches are asked for something
+    /// Waits for [`Self::should_drain`] or until its watches are asked for something
     /// ([`Self::asked`] is no longer what it was).
-    pub async fn left_or_asked(&self, asked: u32) {
-        while !self.is_to_be_left() && self.asked() == asked {
+    pub async fn drain_or_notification(&self, asked: u32) {
+        while !self.should_drain() && self.notification_count() == asked {
             self.changed.notified().await;
         }
     }
 
     /// Its endpoint says that it is not ready. Requests that wait here may want a second attempt,
     /// and after a GOAWAY this is the moment for watches to move.
-    pub fn unwell(&self) {
-        if self.life.get() == Life::Draining {
-            self.leave.set(Some(Leaving::Soon));
+    pub fn endpoint_degraded(&self) {
+        if self.life.get() == ConnectionState::Draining {
+            self.leave.set(Some(DrainUrgency::Immediate));
         }
         self.changed.notify_waiters();
     }
@@ -318,18 +321,18 @@ impl Connection {
     /// Load for the picker: lower is better. `lot` is for [`balance::handicap`].
     pub fn cost(&self, now: Instant, lot: f64) -> f64 {
         balance::cost(self.streams(), self.latency.get().value(now))
-            * balance::handicap(self.endpoint.share(now), lot)
+            * balance::handicap(self.endpoint.slow_start_share(now), lot)
     }
 
     /// When bytes last arrived on it.
-    pub fn heard(&self) -> Instant {
+    pub fn last_received(&self) -> Instant {
         self.heard.get()
     }
 
     /// Whether a request has waited here for a while without a byte arriving, or the latest
     /// `/readyz` does: no reason for a verdict, but one to take another connection if there is one.
-    pub fn is_doubtful(&self, now: Instant) -> bool {
-        self.endpoint.is_doubted()
+    pub fn has_warning_signs(&self, now: Instant) -> bool {
+        self.endpoint.is_probe_failing()
             || self
                 .waiting_since
                 .get()
@@ -339,7 +342,7 @@ impl Connection {
     /// Whether the head of some request has stayed away since the look before the last one, `pause`
     /// ago, where an answer usually takes less than a quarter of that. Each request is such a sign
     /// once. To be called at that pace.
-    pub fn heads_stay_away(&self, pause: Duration, now: Instant) -> bool {
+    pub fn has_slow_response_heads(&self, pause: Duration, now: Instant) -> bool {
         let look = self.look.get().wrapping_add(1);
         self.look.set(look);
         let mut waits = self.waits.get();
@@ -371,19 +374,19 @@ impl Connection {
 
     /// Takes no new streams from now on; closes when the running ones are done.
     pub fn drain(&self, why: &'static str) {
-        let leaving = (why != IDLE && why != RETIRED).then_some(Leaving::InTime);
+        let leaving = (why != IDLE && why != RETIRED).then_some(DrainUrgency::Relaxed);
         match self.life.get() {
-            Life::Live | Life::Suspect => {
+            ConnectionState::Live | ConnectionState::Suspect => {
                 self.leave.set(leaving);
-                self.enter(Life::Draining, why);
+                self.enter(ConnectionState::Draining, why);
                 self.wake_driver();
             }
             // It drains after a GOAWAY, which alone is no reason to leave it.
-            Life::Draining if leaving.is_some() && self.leave.get().is_none() => {
+            ConnectionState::Draining if leaving.is_some() && self.leave.get().is_none() => {
                 self.leave.set(leaving);
                 self.changed.notify_waiters();
             }
-            Life::Draining | Life::Unresponsive | Life::Dead => {}
+            ConnectionState::Draining | ConnectionState::Unresponsive | ConnectionState::Dead => {}
         }
     }
 
@@ -407,29 +410,29 @@ impl Connection {
         cancelled.len()
     }
 
-    fn enter(&self, life: Life, why: &str) {
+    fn enter(&self, life: ConnectionState, why: &str) {
         self.change(life, why, false);
     }
 
     /// Enters a state. The `orderly` end of a connection on which nothing runs is routine: an apiserver
     /// closes one that is idle for 90 s, and another takes its place.
-    fn change(&self, life: Life, why: &str, orderly: bool) {
+    fn change(&self, life: ConnectionState, why: &str, orderly: bool) {
         let before = self.life.replace(life);
         if before == life {
             return;
         }
         match life {
-            Life::Live => self.suspect_since.set(None),
-            Life::Suspect => self.suspect_since.set(Some(Instant::now())),
-            Life::Draining | Life::Unresponsive | Life::Dead => {}
+            ConnectionState::Live => self.suspect_since.set(None),
+            ConnectionState::Suspect => self.suspect_since.set(Some(Instant::now())),
+            ConnectionState::Draining | ConnectionState::Unresponsive | ConnectionState::Dead => {}
         }
         self.stats.set_life(life);
-        let takes_streams = matches!(life, Life::Live | Life::Suspect);
+        let takes_streams = matches!(life, ConnectionState::Live | ConnectionState::Suspect);
         if !takes_streams && self.counted.replace(false) {
             self.endpoint.connection_closed(self.answers.get(), why);
         }
         match life {
-            Life::Dead => drop(self.gauge.take()),
+            ConnectionState::Dead => drop(self.gauge.take()),
             _ => self.gauge.borrow_mut().iter_mut().for_each(|gauge| gauge.set(life.as_str())),
         }
         if self.end_expected.get() {
@@ -539,19 +542,19 @@ mod tests {
     #[test]
     fn connection_carries_only_requests_of_the_subject_that_it_shows() {
         let (alice, bob) = (subject("alice"), subject("bob"));
-        let identity = Class::Identity(0);
+        let identity = CredentialClass::Identity(0);
         for (class, shown, proven, may) in [
             (identity, Some(&alice), Some(&alice), true),
             (identity, Some(&alice), Some(&bob), false),
             (identity, Some(&alice), None, false),
             (identity, None, Some(&alice), false),
             (identity, None, None, false),
-            (Class::Token, None, None, true),
-            (Class::Token, Some(&alice), None, false),
-            (Class::UnprovenToken, None, Some(&alice), false),
-            (Class::Anonymous, Some(&alice), Some(&alice), false),
-            (Class::Probe, Some(&alice), None, true),
-            (Class::Discovery, Some(&alice), Some(&alice), false),
+            (CredentialClass::Token, None, None, true),
+            (CredentialClass::Token, Some(&alice), None, false),
+            (CredentialClass::UnprovenToken, None, Some(&alice), false),
+            (CredentialClass::Anonymous, Some(&alice), Some(&alice), false),
+            (CredentialClass::Probe, Some(&alice), None, true),
+            (CredentialClass::Discovery, Some(&alice), Some(&alice), false),
         ] {
             assert_eq!(may_carry(class, shown, proven), may, "{class:?} {shown:?} {proven:?}");
         }
@@ -565,7 +568,7 @@ mod tests {
         ] {
             let (_send, connection) =
                 h2::client::handshake(Gone(kind)).await.expect("it takes the preface");
-            assert_eq!(in_words(&connection.await.expect_err("nobody is there")), words);
+            assert_eq!(describe_h2_error(&connection.await.expect_err("nobody is there")), words);
         }
     }
 }

@@ -28,8 +28,8 @@ use crate::upstream::probe_token::ProbeToken;
 
 /// Which connections a request may share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Class {
-    /// Connections with the certificate of one configured subject, see [`Slot::number_of`].
+pub enum CredentialClass {
+    /// Connections with the certificate of one configured subject, see [`IdentitySlot::number_of`].
     Identity(usize),
     /// Bearer tokens that have had an authenticated answer; no certificate.
     Token,
@@ -44,7 +44,7 @@ pub enum Class {
     Discovery,
 }
 
-impl Class {
+impl CredentialClass {
     /// Name in logs and status.
     pub fn as_str(self) -> &'static str {
         match self {
@@ -73,7 +73,7 @@ pub struct ClientTls {
 
 /// A configured identity: files that may not exist yet, and what was last good in them.
 #[derive(Debug)]
-pub struct Slot {
+pub struct IdentitySlot {
     /// The files.
     pub paths: CertPaths,
     current: ArcSwapOption<Identity>,
@@ -89,7 +89,7 @@ struct Identity {
     tls: Arc<ClientTls>,
 }
 
-impl Slot {
+impl IdentitySlot {
     fn new(paths: &CertPaths) -> Arc<Self> {
         Arc::new(Self {
             paths: paths.clone(),
@@ -141,7 +141,7 @@ pub struct Credentials {
     /// What servers are verified against; `None` verifies nobody.
     ca: ArcSwapOption<LoadedCa>,
     plain: ArcSwap<ClientTls>,
-    /// For [`Class::Discovery`], once it is loaded.
+    /// For [`CredentialClass::Discovery`], once it is loaded.
     discovery: ArcSwapOption<ForDiscovery>,
     /// For the next subject that comes into a slot.
     next_number: AtomicUsize,
@@ -151,9 +151,9 @@ pub struct Credentials {
 #[derive(Debug)]
 struct Setup {
     ca_file: Option<PathBuf>,
-    slots: Vec<Arc<Slot>>,
+    slots: Vec<Arc<IdentitySlot>>,
     /// The slot of the probe's own certificate, if it has one.
-    probe: Option<Arc<Slot>>,
+    probe: Option<Arc<IdentitySlot>>,
     /// The token of the probe, which must then not carry a certificate.
     token: Option<Arc<ProbeToken>>,
 }
@@ -167,27 +167,27 @@ struct ForDiscovery {
 
 /// Credentials that are loaded and not yet in use, for [`Credentials::install`].
 #[derive(Debug)]
-pub struct Prepared {
+pub struct PreparedCredentials {
     setup: Setup,
     ca: Option<LoadedCa>,
     /// What the slots' files hold; `None` where they are awaited.
     loaded: Vec<Option<LoadedCert>>,
 }
 
-impl Prepared {
+impl PreparedCredentials {
     /// The slots, in the order of the identities that they were prepared for.
-    pub fn slots(&self) -> &[Arc<Slot>] {
+    pub fn slots(&self) -> &[Arc<IdentitySlot>] {
         &self.setup.slots
     }
 }
 
 /// A change found by [`Credentials::refresh`], for the log.
 #[derive(Debug)]
-pub enum Refreshed {
+pub enum CredentialChange {
     /// A certificate is in use now.
-    Identity(Arc<Slot>),
+    Identity(Arc<IdentitySlot>),
     /// The same, in place of one with this subject, which has no credential any more.
-    Replaced(Arc<Slot>, Subject),
+    Replaced(Arc<IdentitySlot>, Subject),
     /// The files of an identity cannot be used; what was good stays.
     IdentityFailed(String),
     /// The CA bundle has changed.
@@ -234,14 +234,14 @@ impl Credentials {
         &self,
         upstream: &Upstream,
         identities: &[CertPaths],
-    ) -> Result<Prepared, TlsFileError> {
+    ) -> Result<PreparedCredentials, TlsFileError> {
         prepare(upstream, identities, &self.setup.load().slots)
     }
 
     /// Puts what was prepared into use. Slots that are no longer configured stay until
     /// [`Self::retire`], for requests that still come in by the old configuration.
-    pub fn install(&self, prepared: Prepared) {
-        let Prepared { mut setup, ca, loaded } = prepared;
+    pub fn install(&self, prepared: PreparedCredentials) {
+        let PreparedCredentials { mut setup, ca, loaded } = prepared;
         let slots = setup.slots.clone();
         let known = self.slots();
         setup.slots.extend(known.iter().filter(|old| !has(&slots, old)).cloned());
@@ -272,15 +272,15 @@ impl Credentials {
     }
 
     /// The slots, in the order in which they are configured.
-    pub fn slots(&self) -> Vec<Arc<Slot>> {
+    pub fn slots(&self) -> Vec<Arc<IdentitySlot>> {
         self.setup.load().slots.clone()
     }
 
     /// The classes whose certificate is loaded.
-    pub fn loaded(&self) -> Vec<Class> {
+    pub fn loaded(&self) -> Vec<CredentialClass> {
         let setup = self.setup.load();
         let loaded = setup.slots.iter().filter_map(|slot| slot.current.load_full());
-        loaded.map(|identity| Class::Identity(identity.number)).collect()
+        loaded.map(|identity| CredentialClass::Identity(identity.number)).collect()
     }
 
     /// Every file that these credentials are made of.
@@ -299,20 +299,22 @@ impl Credentials {
 
     /// The TLS configuration of a class; `None` if its identity is still awaited, has been replaced by
     /// another subject, or is configured no longer.
-    pub fn tls(&self, class: Class) -> Option<Arc<ClientTls>> {
+    pub fn tls(&self, class: CredentialClass) -> Option<Arc<ClientTls>> {
         let setup = self.setup.load();
         let shown = match class {
-            Class::Identity(number) => {
+            CredentialClass::Identity(number) => {
                 let mut loaded = setup.slots.iter().filter_map(|slot| slot.current.load_full());
                 let identity = loaded.find(|identity| identity.number == number)?;
                 return Some(Arc::clone(&identity.tls));
             }
-            Class::Discovery => {
+            CredentialClass::Discovery => {
                 return self.discovery.load().as_ref().map(|shown| Arc::clone(&shown.tls));
             }
-            Class::Token | Class::UnprovenToken | Class::Anonymous => None,
-            Class::Probe if setup.token.is_some() => None,
-            Class::Probe => match &setup.probe {
+            CredentialClass::Token
+            | CredentialClass::UnprovenToken
+            | CredentialClass::Anonymous => None,
+            CredentialClass::Probe if setup.token.is_some() => None,
+            CredentialClass::Probe => match &setup.probe {
                 Some(slot) => slot.current.load_full(),
                 // By default the first one that is loaded.
                 None => setup.slots.iter().find_map(|slot| slot.current.load_full()),
@@ -335,12 +337,12 @@ impl Credentials {
 
     /// Reads all files again and puts what has changed and is good into use. Touches the disk:
     /// call it off the data plane.
-    pub fn refresh(&self) -> Vec<Refreshed> {
+    pub fn refresh(&self) -> Vec<CredentialChange> {
         let mut events = Vec::new();
         let setup = self.setup.load();
         match setup.ca_file.as_deref().map(pem_files::load_ca).transpose() {
-            Ok(ca) => events.extend(self.trust(ca).then_some(Refreshed::Ca)),
-            Err(error) => events.push(Refreshed::CaFailed(error.to_string())),
+            Ok(ca) => events.extend(self.trust(ca).then_some(CredentialChange::Ca)),
+            Err(error) => events.push(CredentialChange::CaFailed(error.to_string())),
         }
         for slot in &setup.slots {
             match load_valid(&slot.paths) {
@@ -350,16 +352,18 @@ impl Credentials {
                     if self.show(slot, certificate) {
                         let slot = Arc::clone(slot);
                         events.push(match before {
-                            Some(before) => Refreshed::Replaced(slot, before),
-                            None => Refreshed::Identity(slot),
+                            Some(before) => CredentialChange::Replaced(slot, before),
+                            None => CredentialChange::Identity(slot),
                         });
                     }
                 }
-                Err(error) => events.extend(slot.failed(&error).map(Refreshed::IdentityFailed)),
+                Err(error) => {
+                    events.extend(slot.failed(&error).map(CredentialChange::IdentityFailed))
+                }
             }
         }
         let token = setup.token.as_ref().map(|token| token.refresh());
-        events.extend(token.and_then(Result::err).map(Refreshed::TokenFailed));
+        events.extend(token.and_then(Result::err).map(CredentialChange::TokenFailed));
         events
     }
 
@@ -380,7 +384,7 @@ impl Credentials {
     }
 
     /// Puts a certificate into use; whether it is another one.
-    fn show(&self, slot: &Slot, certificate: LoadedCert) -> bool {
+    fn show(&self, slot: &IdentitySlot, certificate: LoadedCert) -> bool {
         slot.set_error(None);
         let known = slot.current.load().as_ref().map(|i| i.certificate.fingerprint);
         let another = known != Some(certificate.fingerprint);
@@ -390,7 +394,7 @@ impl Credentials {
         another
     }
 
-    fn put(&self, slot: &Slot, certificate: Arc<LoadedCert>) {
+    fn put(&self, slot: &IdentitySlot, certificate: Arc<LoadedCert>) {
         let number = slot.number_of(&certificate.info.subject);
         let number = number.unwrap_or_else(|| self.next_number.fetch_add(1, Ordering::Relaxed));
         // Where nobody is verified nobody is shown a certificate either; the rules of the
@@ -402,15 +406,15 @@ impl Credentials {
     }
 }
 
-fn has(slots: &[Arc<Slot>], slot: &Arc<Slot>) -> bool {
+fn has(slots: &[Arc<IdentitySlot>], slot: &Arc<IdentitySlot>) -> bool {
     slots.iter().any(|known| Arc::ptr_eq(known, slot))
 }
 
 fn prepare(
     upstream: &Upstream,
     identities: &[CertPaths],
-    known: &[Arc<Slot>],
-) -> Result<Prepared, TlsFileError> {
+    known: &[Arc<IdentitySlot>],
+) -> Result<PreparedCredentials, TlsFileError> {
     let ca = upstream.tls.ca_file.as_deref().map(pem_files::load_ca).transpose()?;
     let mut slots = Vec::new();
     let mut loaded = Vec::new();
@@ -422,7 +426,7 @@ fn prepare(
         };
         let slot = known.iter().find(|slot| slot.paths == *paths).cloned();
         slots.push(slot.unwrap_or_else(|| {
-            let slot = Slot::new(paths);
+            let slot = IdentitySlot::new(paths);
             if let Some(error) = &missing {
                 slot.failed(error);
             }
@@ -432,7 +436,7 @@ fn prepare(
     }
     let readyz = &upstream.health.readyz;
     let probe = readyz.cert.as_ref().and_then(|cert| slots.iter().find(|s| s.paths == *cert));
-    Ok(Prepared {
+    Ok(PreparedCredentials {
         ca,
         setup: Setup {
             ca_file: upstream.tls.ca_file.clone(),

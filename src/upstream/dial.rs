@@ -85,7 +85,7 @@ pub async fn dial_h2(
     // Boxed: the handshakes of rustls and h2 keep 30 KiB of state, and most of a dial is waiting.
     Box::pin(race(endpoint, limit, |address| async move {
         let tcp = connect(outgoing, address).await?;
-        let _under_way = endpoint.handshake();
+        let _under_way = endpoint.track_handshake();
         let (stream, observer) = secure(tcp, endpoint, address, tls).await?;
         if stream.get_ref().1.alpn_protocol() != Some(b"h2") {
             return Err(ConnectFailure::NoH2(format!(
@@ -95,7 +95,7 @@ pub async fn dial_h2(
         first_pong(stream, observer).await.map_err(|error| {
             match refused(address, "HTTP/2", &error) {
                 ConnectFailure::Refused(why) if is_late_alert(&error) => {
-                    ConnectFailure::Untrusted(why)
+                    ConnectFailure::TlsFailed(why)
                 }
                 failure => failure,
             }
@@ -116,7 +116,7 @@ pub async fn dial_http1(
 ) -> Result<(TlsStream<ReadAhead<TrackedStream>>, StreamObserver), ConnectFailure> {
     Box::pin(race(endpoint, limit, |address| async move {
         let tcp = connect(outgoing, address).await?;
-        let _under_way = endpoint.handshake();
+        let _under_way = endpoint.track_handshake();
         secure(tcp, endpoint, address, tls).await.map_err(|failure| match failure {
             // It says nothing about HTTP/2, which was not offered.
             ConnectFailure::NoH2(why) => ConnectFailure::Refused(why),
@@ -161,7 +161,7 @@ where
         }
     };
     timeout(limit, both).await.unwrap_or_else(|_| {
-        Err(ConnectFailure::Slow(format!(
+        Err(ConnectFailure::Timeout(format!(
             "no connection to {} within {} ms",
             endpoint.label,
             limit.as_millis()
@@ -172,7 +172,7 @@ where
 async fn connect(outgoing: &Connector, address: SocketAddr) -> Result<TcpStream, ConnectFailure> {
     outgoing.connect(address).await.map_err(|error| match refused(address, "TCP", &error) {
         ConnectFailure::Refused(why) if resource_limits::is_local_shortage(&error, address) => {
-            ConnectFailure::Ours(why)
+            ConnectFailure::LocalShortage(why)
         }
         failure => failure,
     })
@@ -197,7 +197,7 @@ async fn secure(
             }
             match refused(address, "TLS", &error) {
                 ConnectFailure::Refused(why) if of_tls(&error).is_some() => {
-                    ConnectFailure::Untrusted(why)
+                    ConnectFailure::TlsFailed(why)
                 }
                 failure => failure,
             }

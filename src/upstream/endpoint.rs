@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | connecting | nothing is known yet | tried |
 //! | ready | connected, and `/readyz` says ok, or there is no credential to ask it with | first choice |
-//! | degraded | connected, but `/readyz` fails | no new request while another is ready; nothing is cut, watches move away ([`super::flight`]) |
+//! | degraded | connected, but `/readyz` fails | no new request while another is ready; nothing is cut, watches move away ([`super::evacuation`]) |
 //! | suspect | connected, but no connection has had its PING answered for 500 ms | no new request while another is there; tried by a fresh connect |
 //! | ejected | none of its connections is live and a fresh connect failed | probed with jittered backoff |
 //! | no-h2 | it does not speak HTTP/2 by ALPN | as ejected, with its own reason |
@@ -30,10 +30,10 @@ use tokio::time::Instant;
 
 use self::availability::Downtime;
 pub use self::availability::ReadyzCheck;
-pub use self::connecting::Handshake;
-pub use self::evidence::Wanted;
+pub use self::connecting::HandshakeGuard;
+pub use self::evidence::ProbeTrigger;
 pub use self::state::{ConnectFailure, EndpointState, backoff};
-use self::state::{Course, Facts, Readyz, Transport};
+use self::state::{Facts, Lifecycle, Readyz, Transport};
 use super::balance;
 use super::stats::{ConnectionStats, Ejection, EndpointStatus, ReadyzCheckStatus};
 use crate::config::EndpointAddress;
@@ -75,7 +75,7 @@ pub struct Endpoint {
     /// It has recovered, and takes load back gradually.
     recovering: AtomicBool,
     /// The latest `/readyz` failed or keeps us waiting.
-    doubted: AtomicBool,
+    probe_failing: AtomicBool,
     /// Somebody wants to know whether it is well now, before watches move to it.
     proof_wanted: AtomicBool,
     /// Answers of 500 and above in a row: passive evidence.
@@ -112,11 +112,11 @@ impl Endpoint {
                 lost: None,
                 given_up: None,
                 readyz: Readyz::Unknown,
-                doubted: None,
-                well: None,
+                probe_failing_since: None,
+                last_ready_probe: None,
                 leaving: false,
                 silent: None,
-                course: Course::Unborn,
+                lifecycle: Lifecycle::New,
                 was_out: false,
                 failures: 0,
                 slow_failures: 0,
@@ -142,7 +142,7 @@ impl Endpoint {
             born: Instant::now(),
             ready_at: AtomicU64::new(0),
             recovering: AtomicBool::new(false),
-            doubted: AtomicBool::new(false),
+            probe_failing: AtomicBool::new(false),
             proof_wanted: AtomicBool::new(false),
             errors_in_row: AtomicU64::new(0),
         }))
@@ -183,7 +183,7 @@ impl Endpoint {
 
     /// Share of its picks that it takes part in: less than the whole for a while after it has
     /// recovered ([`balance::slow_start`]).
-    pub fn share(&self, now: Instant) -> f64 {
+    pub fn slow_start_share(&self, now: Instant) -> f64 {
         if !self.recovering.load(Ordering::Relaxed) {
             return 1.0;
         }
@@ -201,37 +201,37 @@ impl Endpoint {
 
     /// For too long it has neither answered on the prober's connection nor completed a fresh
     /// handshake, whatever its kernel says.
-    pub fn fell_silent(&self, why: &str) {
+    pub fn mark_unresponsive(&self, why: &str) {
         self.update(|facts| facts.silent = Some(why.to_owned()));
     }
 
     /// It answers on a connection that was there all the time.
-    pub fn answers_again(&self) {
+    pub fn mark_responsive(&self) {
         self.update(|facts| {
             if facts.silent.take().is_some() {
-                facts.course = Course::Alive;
+                facts.lifecycle = Lifecycle::Alive;
             }
         });
     }
 
     /// It announced that it ends (GOAWAY on the prober's connection). That it takes no new
     /// connections then is not the death of what runs there.
-    pub fn said_goodbye(&self) {
+    pub fn goaway_received(&self) {
         self.update(|facts| {
-            if facts.course == Course::Alive {
-                facts.course = Course::Ending;
+            if facts.lifecycle == Lifecycle::Alive {
+                facts.lifecycle = Lifecycle::Ending;
             }
         });
     }
 
     /// It is no longer in the set.
-    pub fn leave(&self) {
+    pub fn remove(&self) {
         self.update(|facts| facts.leaving = true);
         self.leaves.notify_waiters();
     }
 
     /// Waits until it has left the set.
-    pub async fn left(&self) {
+    pub async fn removed(&self) {
         let mut leaves = std::pin::pin!(self.leaves.notified());
         // Registered before the look, so that it cannot leave in between.
         leaves.as_mut().enable();
@@ -270,7 +270,7 @@ impl Endpoint {
 
     /// PINGs on a connection that [`Self::connection_opened`] counted are no longer answered, or are
     /// again. An endpoint is suspect while none is answered on any of its connections.
-    pub fn connection_answers(&self, answers: bool) {
+    pub fn connection_responds(&self, answers: bool) {
         self.update(|facts| facts.answers(answers));
     }
 
@@ -286,7 +286,7 @@ impl Endpoint {
     }
 
     /// Counts a passed connection for as long as the guard lives.
-    pub fn flow(self: &Arc<Self>) -> FlowGuard {
+    pub fn track_flow(self: &Arc<Self>) -> FlowGuard {
         self.flows.fetch_add(1, Ordering::Relaxed);
         self.metrics.flow_opened();
         FlowGuard(Arc::clone(self))
@@ -364,9 +364,9 @@ impl Endpoint {
             });
         }
         if after == EndpointState::Ejected {
-            let course = std::mem::replace(&mut facts.course, Course::Unborn);
+            let lifecycle = std::mem::replace(&mut facts.lifecycle, Lifecycle::New);
             let cut_off = facts.silent.is_some();
-            if course == Course::Alive || (course == Course::Ending && cut_off) {
+            if lifecycle == Lifecycle::Alive || (lifecycle == Lifecycle::Ending && cut_off) {
                 self.deaths.fetch_add(1, Ordering::Relaxed);
             }
         }
@@ -428,7 +428,7 @@ impl Drop for FlowGuard {
 mod tests {
     use super::*;
     use crate::observe::Metrics;
-    use crate::upstream::credentials::Class;
+    use crate::upstream::credentials::CredentialClass;
 
     #[test]
     fn a_state_survives_its_number() {
@@ -443,7 +443,7 @@ mod tests {
         let metrics = Metrics::new().endpoint("u", "e");
         let endpoint = Endpoint::new(&"u".into(), &address, None, metrics).unwrap();
         let later = Instant::now() + Duration::from_secs(15);
-        let whole = |endpoint: &Endpoint| endpoint.share(later) >= 1.0;
+        let whole = |endpoint: &Endpoint| endpoint.slow_start_share(later) >= 1.0;
         assert!(whole(&endpoint) && endpoint.ready_for(later).is_none());
         endpoint.connected();
         endpoint.readyz_ok();
@@ -453,8 +453,12 @@ mod tests {
         endpoint.readyz_failing("etcd");
         assert!(endpoint.ready_for(later).is_none());
         endpoint.readyz_ok();
-        assert!((0.5..0.6).contains(&endpoint.share(later)), "{}", endpoint.share(later));
-        assert!(endpoint.share(Instant::now() + Duration::from_secs(31)) >= 1.0);
+        assert!(
+            (0.5..0.6).contains(&endpoint.slow_start_share(later)),
+            "{}",
+            endpoint.slow_start_share(later)
+        );
+        assert!(endpoint.slow_start_share(Instant::now() + Duration::from_secs(31)) >= 1.0);
         assert!(whole(&endpoint), "and then it is over");
 
         endpoint.connect_failed(ConnectFailure::Refused("no".into()), Instant::now());
@@ -471,7 +475,8 @@ mod tests {
         let metrics = Metrics::new().endpoint("u", "e");
         let endpoint = Endpoint::new(&"u".into(), &address, None, metrics).unwrap();
         let opened = || {
-            let stats = ConnectionStats::new(Class::Anonymous, None, None, Instant::now());
+            let stats =
+                ConnectionStats::new(CredentialClass::Anonymous, None, None, Instant::now());
             endpoint.connection_opened(&stats);
         };
         let failed = || {
@@ -503,16 +508,17 @@ mod tests {
         let metrics = Metrics::new().endpoint("u", "e");
         let endpoint = Endpoint::new(&"u".into(), &address, None, metrics).unwrap();
         let opened = || {
-            let stats = ConnectionStats::new(Class::Anonymous, None, None, Instant::now());
+            let stats =
+                ConnectionStats::new(CredentialClass::Anonymous, None, None, Instant::now());
             endpoint.connection_opened(&stats);
         };
         let known = || (endpoint.state(), endpoint.reason());
         opened();
         opened();
         endpoint.readyz_ok();
-        endpoint.connection_answers(false);
+        endpoint.connection_responds(false);
         assert_eq!(endpoint.state(), Ready, "one answers");
-        endpoint.connection_answers(false);
+        endpoint.connection_responds(false);
         assert_eq!(known(), (Suspect, "PING unanswered on every connection (2)".into()));
         assert!(endpoint.is_usable() && endpoint.deaths() == 0, "no verdict yet");
         // A fresh one works.
@@ -520,12 +526,15 @@ mod tests {
         assert_eq!(known(), (Ready, "/readyz is ok".into()));
         endpoint.connection_closed(true, "closed by the peer");
         assert_eq!(endpoint.state(), Suspect);
-        endpoint.connection_answers(true);
+        endpoint.connection_responds(true);
         assert_eq!(endpoint.state(), Ready);
         let later = Instant::now() + Duration::from_secs(1);
-        assert!(endpoint.share(later) >= 1.0, "it has lost no load that it would take back slowly");
+        assert!(
+            endpoint.slow_start_share(later) >= 1.0,
+            "it has lost no load that it would take back slowly"
+        );
         // Both are given up.
-        endpoint.connection_answers(false);
+        endpoint.connection_responds(false);
         endpoint.connection_closed(false, "the process is stopped");
         assert_eq!(known(), (Suspect, "PING unanswered on every connection (1)".into()));
         endpoint.connection_closed(false, "the process is stopped");

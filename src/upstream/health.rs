@@ -23,7 +23,7 @@
 //! for 20 s, the peer is dead.
 //!
 //! A look that comes late withholds all verdicts for 300 ms, so that a process that was starved of
-//! CPU, or a machine that was paused, does not blame its peers: once for each PING. After that the
+//! CPU, or a machine that was paused, does not blame its peers: once for each PING. PreviousFailure that the
 //! verdicts count, however late the looks are. The driver reads the socket until it is empty before
 //! each look, and the kernel counts its silence whether or not we are scheduled.
 //!
@@ -40,7 +40,7 @@ use tokio::time::Instant;
 
 pub use self::rtt::Rtt;
 use self::silence::{Silence, window_answers_probes};
-pub use self::state::{Life, Reason};
+pub use self::state::{ConnectionState, Reason};
 use crate::net::sockets::tcp_info::TcpInfo;
 
 /// A request that waited this long without a byte arriving on its connection is worth a PING.
@@ -104,7 +104,7 @@ pub struct Decision {
     /// lost: what can go on elsewhere should.
     pub leave: bool,
     /// The state has changed to this, for this reason.
-    pub change: Option<(Life, Reason)>,
+    pub change: Option<(ConnectionState, Reason)>,
     /// Look again at the latest then.
     pub wake_at: Instant,
 }
@@ -113,7 +113,7 @@ pub struct Decision {
 #[derive(Debug)]
 pub struct ConnectionHealth {
     limits: Thresholds,
-    life: Life,
+    life: ConnectionState,
     rtt: Rtt,
     /// When the outstanding PING went out.
     ping: Option<Instant>,
@@ -158,7 +158,7 @@ impl ConnectionHealth {
         rtt.sample(first_rtt);
         Self {
             limits,
-            life: Life::Live,
+            life: ConnectionState::Live,
             rtt,
             ping: None,
             next_ping: now + limits.ping_interval,
@@ -176,7 +176,7 @@ impl ConnectionHealth {
     }
 
     /// The state.
-    pub fn life(&self) -> Life {
+    pub fn state(&self) -> ConnectionState {
         self.life
     }
 
@@ -204,7 +204,7 @@ impl ConnectionHealth {
 
     /// The PONG of the outstanding PING arrived. Returns the change: a suspect connection is live
     /// again; one that was unresponsive has been left by what could leave it, and drains.
-    pub fn pong(&mut self, now: Instant) -> (Option<Duration>, Option<(Life, Reason)>) {
+    pub fn pong(&mut self, now: Instant) -> (Option<Duration>, Option<(ConnectionState, Reason)>) {
         let rtt = self.ping.take().map(|sent| now.saturating_duration_since(sent));
         if let Some(rtt) = rtt {
             // A PONG that was held up by a stopped process or by loss says little about the path:
@@ -216,17 +216,19 @@ impl ConnectionHealth {
         self.delivering = false;
         self.next_ping = now + self.limits.ping_interval;
         let change = match self.life {
-            Life::Suspect => Some(self.enter(Life::Live, Reason::Pong)),
-            Life::Unresponsive => Some(self.enter(Life::Draining, Reason::Pong)),
-            Life::Live | Life::Draining | Life::Dead => None,
+            ConnectionState::Suspect => Some(self.enter(ConnectionState::Live, Reason::Pong)),
+            ConnectionState::Unresponsive => {
+                Some(self.enter(ConnectionState::Draining, Reason::Pong))
+            }
+            ConnectionState::Live | ConnectionState::Draining | ConnectionState::Dead => None,
         };
         (rtt, change)
     }
 
     /// The connection is to take no new streams (GOAWAY, endpoint removed, certificate rotated).
     pub fn drain(&mut self) {
-        if matches!(self.life, Life::Live | Life::Suspect) {
-            self.life = Life::Draining;
+        if matches!(self.life, ConnectionState::Live | ConnectionState::Suspect) {
+            self.life = ConnectionState::Draining;
         }
     }
 
@@ -261,14 +263,14 @@ impl ConnectionHealth {
                     decision.change = self.judge(&silence, evidence.pinned);
                     self.outlook = self.look_ahead(&silence);
                     decision.leave = match self.life {
-                        Life::Draining => self.is_late(&silence),
-                        life => life == Life::Unresponsive,
+                        ConnectionState::Draining => self.is_late(&silence),
+                        life => life == ConnectionState::Unresponsive,
                     };
                 }
                 // The kernel gives a connection up after 127 probes: not before we do.
                 decision.probe = !silence.pending
                     && silence.out >= PROBE_AFTER
-                    && !matches!(self.life, Life::Unresponsive | Life::Dead);
+                    && !matches!(self.life, ConnectionState::Unresponsive | ConnectionState::Dead);
                 let suspect_at = sent + self.suspect_after();
                 decision.wake_at = if now < suspect_at { suspect_at } else { now + LOOK };
             }
@@ -328,32 +330,32 @@ impl ConnectionHealth {
         }
     }
 
-    fn judge(&mut self, silence: &Silence, pinned: bool) -> Option<(Life, Reason)> {
-        if self.life == Life::Dead {
+    fn judge(&mut self, silence: &Silence, pinned: bool) -> Option<(ConnectionState, Reason)> {
+        if self.life == ConnectionState::Dead {
             return None;
         }
         let Thresholds { dead_after, tunnel_dead_after, .. } = self.limits;
         if let Some(reason) = silence.lost_for(dead_after) {
             if !pinned || silence.lost_for(tunnel_dead_after).is_some() {
-                return Some(self.enter(Life::Dead, reason));
+                return Some(self.enter(ConnectionState::Dead, reason));
             }
-            if self.life != Life::Unresponsive {
-                return Some(self.enter(Life::Unresponsive, reason));
+            if self.life != ConnectionState::Unresponsive {
+                return Some(self.enter(ConnectionState::Unresponsive, reason));
             }
         }
         let last = if pinned { SILENT_DEATH.max(tunnel_dead_after) } else { SILENT_DEATH };
         if silence.stopped >= last {
-            return Some(self.enter(Life::Dead, Reason::NoFrames));
+            return Some(self.enter(ConnectionState::Dead, Reason::NoFrames));
         }
         if silence.window_answers && silence.out.min(silence.unacknowledged) >= last {
-            return Some(self.enter(Life::Dead, Reason::WindowClosed));
+            return Some(self.enter(ConnectionState::Dead, Reason::WindowClosed));
         }
-        let takes_streams = matches!(self.life, Life::Live | Life::Suspect);
+        let takes_streams = matches!(self.life, ConnectionState::Live | ConnectionState::Suspect);
         if takes_streams && silence.stopped >= STOPPED_AFTER {
-            return Some(self.enter(Life::Draining, Reason::ProcessStopped));
+            return Some(self.enter(ConnectionState::Draining, Reason::ProcessStopped));
         }
-        if self.life == Life::Live && self.is_late(silence) {
-            return Some(self.enter(Life::Suspect, Reason::PingLate));
+        if self.life == ConnectionState::Live && self.is_late(silence) {
+            return Some(self.enter(ConnectionState::Suspect, Reason::PingLate));
         }
         None
     }
@@ -369,12 +371,12 @@ impl ConnectionHealth {
         Outlook {
             dark: !silence.window_answers && quiet >= dark_after,
             unanswered: silence.unanswered_for(PROBE_AFTER),
-            ends_writes: self.life == Life::Unresponsive
+            ends_writes: self.life == ConnectionState::Unresponsive
                 || silence.stopped >= STOPPED_AFTER + WRITE_PATIENCE,
         }
     }
 
-    fn enter(&mut self, life: Life, reason: Reason) -> (Life, Reason) {
+    fn enter(&mut self, life: ConnectionState, reason: Reason) -> (ConnectionState, Reason) {
         self.life = life;
         (life, reason)
     }

@@ -37,7 +37,7 @@ struct Scene {
     waiting_since: Option<Instant>,
     /// How late our timers fire.
     lag: Duration,
-    seen: Vec<(u64, Life, Reason)>,
+    seen: Vec<(u64, ConnectionState, Reason)>,
     /// When it became dark, or no longer was.
     dark: Vec<(u64, bool)>,
     /// When it no longer answered, and when requests ended that must not be sent twice.
@@ -151,7 +151,7 @@ impl Scene {
                     }
                 }
             }
-            if self.health.life() == Life::Dead {
+            if self.health.state() == ConnectionState::Dead {
                 return self;
             }
         }
@@ -159,7 +159,7 @@ impl Scene {
         self
     }
 
-    fn lives(&self) -> Vec<(Life, Reason)> {
+    fn lives(&self) -> Vec<(ConnectionState, Reason)> {
         self.seen.iter().map(|(_, life, reason)| (*life, *reason)).collect()
     }
 }
@@ -182,7 +182,10 @@ fn a_dead_path_is_suspected_soon_and_dead_two_seconds_after_its_ping() {
         (scene.inbound, scene.outbound) = (inbound, outbound);
         scene.run(ms(10_000));
         let ping = *scene.pings.last().unwrap();
-        assert_eq!(scene.lives(), [(Life::Suspect, Reason::PingLate), (Life::Dead, reason)]);
+        assert_eq!(
+            scene.lives(),
+            [(ConnectionState::Suspect, Reason::PingLate), (ConnectionState::Dead, reason)]
+        );
         let (suspected, dead) = (scene.seen[0].0 - ping, scene.seen[1].0 - ping);
         assert!((100..=110).contains(&suspected), "{suspected}");
         assert!((2000..=2100).contains(&dead), "{dead}");
@@ -199,13 +202,16 @@ fn what_we_send_is_lost_while_the_peer_goes_on_talking() {
         scene.run(ms(20));
         scene.last_segment = scene.now;
         scene.next = scene.next.min(scene.health.heard(scene.now));
-        if scene.health.life() == Life::Dead {
+        if scene.health.state() == ConnectionState::Dead {
             break;
         }
     }
     assert_eq!(
         scene.lives(),
-        [(Life::Suspect, Reason::PingLate), (Life::Dead, Reason::NothingAcknowledged)]
+        [
+            (ConnectionState::Suspect, Reason::PingLate),
+            (ConnectionState::Dead, Reason::NothingAcknowledged)
+        ]
     );
 }
 
@@ -219,9 +225,9 @@ fn a_stopped_process_drains_after_5_s_and_is_dead_after_20() {
     assert_eq!(
         scene.lives(),
         [
-            (Life::Suspect, Reason::PingLate),
-            (Life::Draining, Reason::ProcessStopped),
-            (Life::Dead, Reason::NoFrames)
+            (ConnectionState::Suspect, Reason::PingLate),
+            (ConnectionState::Draining, Reason::ProcessStopped),
+            (ConnectionState::Dead, Reason::NoFrames)
         ]
     );
     assert!((5000..=5110).contains(&(scene.seen[1].0 - ping)), "{:?}", scene.seen);
@@ -274,10 +280,10 @@ fn a_pong_clears_a_suspicion() {
     scene.run(ms(1500));
     scene.answers = false;
     scene.run(ms(900));
-    assert_eq!(scene.health.life(), Life::Suspect);
+    assert_eq!(scene.health.state(), ConnectionState::Suspect);
     let (rtt, change) = scene.health.pong(scene.now);
     assert!(rtt.unwrap() > ms(100));
-    assert_eq!(change, Some((Life::Live, Reason::Pong)));
+    assert_eq!(change, Some((ConnectionState::Live, Reason::Pong)));
 }
 
 #[test]
@@ -294,7 +300,7 @@ fn a_late_pong_does_not_hide_the_next_death() {
     (scene.inbound, scene.outbound) = (false, false);
     scene.run(ms(3200));
     let ping = *scene.pings.last().unwrap();
-    assert_eq!(scene.lives().first(), Some(&(Life::Suspect, Reason::PingLate)));
+    assert_eq!(scene.lives().first(), Some(&(ConnectionState::Suspect, Reason::PingLate)));
     assert!(scene.seen[0].0 - ping <= 600, "{:?} after the PING at {ping}", scene.seen);
 }
 
@@ -307,7 +313,7 @@ fn a_request_that_waits_makes_it_ask_after_100_ms() {
     (scene.inbound, scene.outbound) = (false, false);
     scene.run(ms(400));
     assert_eq!(scene.pings, [400]);
-    assert_eq!(scene.lives(), [(Life::Suspect, Reason::PingLate)]);
+    assert_eq!(scene.lives(), [(ConnectionState::Suspect, Reason::PingLate)]);
     assert!(scene.seen[0].0 <= 510, "suspected within 300 ms of the request: {:?}", scene.seen);
 }
 
@@ -340,7 +346,7 @@ fn verdicts_of_a_process_that_was_not_scheduled_are_withheld() {
     assert_eq!(scene.seen, [], "the first look after a pause decides nothing");
     scene.lag = Duration::ZERO;
     scene.run(ms(3000));
-    assert_eq!(scene.health.life(), Life::Dead, "and the next ones do");
+    assert_eq!(scene.health.state(), ConnectionState::Dead, "and the next ones do");
 }
 
 /// Runs until just after the next PING, and says when that was.
@@ -367,9 +373,9 @@ fn closed_window_with_answered_probes_is_suspect_then_draining_then_dead_after_2
     let (mut scene, ping) = closed_window();
     scene.run(ms(30_000));
     let expected = [
-        (Life::Suspect, Reason::PingLate),
-        (Life::Draining, Reason::ProcessStopped),
-        (Life::Dead, Reason::NoFrames),
+        (ConnectionState::Suspect, Reason::PingLate),
+        (ConnectionState::Draining, Reason::ProcessStopped),
+        (ConnectionState::Dead, Reason::NoFrames),
     ];
     assert_eq!(scene.lives(), expected);
     assert!((5000..=5110).contains(&(scene.seen[1].0 - ping)), "{:?}", scene.seen);
@@ -381,9 +387,9 @@ fn closed_window_with_answered_probes_is_suspect_then_draining_then_dead_after_2
 fn closed_window_is_live_again_when_the_process_goes_on() {
     let (mut scene, _) = closed_window();
     scene.run(ms(3000));
-    assert_eq!(scene.health.life(), Life::Suspect);
+    assert_eq!(scene.health.state(), ConnectionState::Suspect);
     (scene.answers, scene.window_closed) = (true, false);
-    assert_eq!(scene.health.pong(scene.now).1, Some((Life::Live, Reason::Pong)));
+    assert_eq!(scene.health.pong(scene.now).1, Some((ConnectionState::Live, Reason::Pong)));
 }
 
 /// What waited for the window has just been sent; its acknowledgement is a round trip away.
@@ -395,7 +401,7 @@ fn window_that_opens_gives_the_peer_time_to_acknowledge() {
     let opened = scene.at();
     scene.last_segment = scene.now; // what told of the room
     scene.run(ms(10_000));
-    assert_eq!(scene.health.life(), Life::Dead);
+    assert_eq!(scene.health.state(), ConnectionState::Dead);
     let (at, _, reason) = *scene.seen.last().unwrap();
     assert_eq!(reason, Reason::NothingAcknowledged);
     assert!((1900..=2110).contains(&(at - opened)), "{}", at - opened);
@@ -407,14 +413,17 @@ fn window_that_opens_gives_the_peer_time_to_acknowledge() {
 #[test]
 fn window_that_stays_closed_is_dead_after_20_s_although_frames_come() {
     let (mut scene, ping) = closed_window();
-    while scene.health.life() != Life::Dead {
+    while scene.health.state() != ConnectionState::Dead {
         scene.run(ms(20));
         scene.last_segment = scene.now;
         scene.next = scene.next.min(scene.health.heard(scene.now));
     }
     assert_eq!(
         scene.lives(),
-        [(Life::Suspect, Reason::PingLate), (Life::Dead, Reason::WindowClosed)]
+        [
+            (ConnectionState::Suspect, Reason::PingLate),
+            (ConnectionState::Dead, Reason::WindowClosed)
+        ]
     );
     assert!((20_000..=20_110).contains(&(scene.seen[1].0 - ping)), "{:?}", scene.seen);
 }
@@ -427,7 +436,7 @@ fn closed_window_whose_probes_are_not_answered_is_dead_after_the_third() {
     (scene.inbound, scene.outbound) = (false, false);
     scene.run(ms(10_000));
     let (at, life, reason) = *scene.seen.last().unwrap();
-    assert_eq!((life, reason), (Life::Dead, Reason::NothingArrives));
+    assert_eq!((life, reason), (ConnectionState::Dead, Reason::NothingArrives));
     assert!((2000..=3200).contains(&(at - from)), "{}", at - from);
 }
 
@@ -438,14 +447,14 @@ fn upload_that_makes_progress_is_not_a_stopped_process() {
     // The PING waits behind what is uploaded.
     (scene.answers, scene.uploads) = (false, true);
     scene.run(ms(60_000));
-    assert_eq!(scene.lives(), [(Life::Suspect, Reason::PingLate)]);
+    assert_eq!(scene.lives(), [(ConnectionState::Suspect, Reason::PingLate)]);
     assert_eq!(scene.ends_writes, []);
     // It stops in its midst.
     scene.uploads = false;
     let from = scene.at();
     scene.run(ms(30_000));
     let drains = scene.seen[1];
-    assert_eq!((drains.1, drains.2), (Life::Draining, Reason::ProcessStopped));
+    assert_eq!((drains.1, drains.2), (ConnectionState::Draining, Reason::ProcessStopped));
     assert!((4900..=5210).contains(&(drains.0 - from)), "{}", drains.0 - from);
 }
 
@@ -462,7 +471,7 @@ fn stopped_process_ends_writes_two_seconds_after_it_drains() {
         scene.run(ms(15_000));
         let [(at, true)] = scene.ends_writes[..] else { panic!("{:?}", scene.ends_writes) };
         assert!((7000..=7110).contains(&(at - ping)), "{} after the PING", at - ping);
-        assert_eq!(scene.health.life(), Life::Draining);
+        assert_eq!(scene.health.state(), ConnectionState::Draining);
         scene.health.pong(scene.now);
         assert!(!scene.health.outlook().ends_writes, "it goes on");
     }
@@ -479,8 +488,11 @@ fn lost_path_with_pinned_streams_is_unresponsive_until_20_s_have_passed() {
         (scene.inbound, scene.outbound) = (inbound, outbound);
         let ping = pinged(&mut scene);
         scene.run(ms(30_000));
-        let expected =
-            [(Life::Suspect, Reason::PingLate), (Life::Unresponsive, reason), (Life::Dead, reason)];
+        let expected = [
+            (ConnectionState::Suspect, Reason::PingLate),
+            (ConnectionState::Unresponsive, reason),
+            (ConnectionState::Dead, reason),
+        ];
         assert_eq!(scene.lives(), expected);
         assert!((2000..=2110).contains(&(scene.seen[1].0 - ping)), "{:?}", scene.seen);
         assert!((20_000..=20_110).contains(&(scene.seen[2].0 - ping)), "{:?}", scene.seen);
@@ -497,18 +509,18 @@ fn unresponsive_connection_drains_when_it_answers_and_dies_when_nothing_is_pinne
         (scene.inbound, scene.outbound) = (false, false);
         pinged(&mut scene);
         scene.run(ms(10_000));
-        assert_eq!(scene.health.life(), Life::Unresponsive);
+        assert_eq!(scene.health.state(), ConnectionState::Unresponsive);
         scene
     };
     let mut scene = lost();
     (scene.inbound, scene.outbound) = (true, true);
-    assert_eq!(scene.health.pong(scene.now).1, Some((Life::Draining, Reason::Pong)));
+    assert_eq!(scene.health.pong(scene.now).1, Some((ConnectionState::Draining, Reason::Pong)));
     assert_eq!(scene.health.outlook(), Outlook::default());
     scene.next = scene.now;
     scene.run(ms(60_000));
     assert_eq!(
-        scene.health.life(),
-        Life::Draining,
+        scene.health.state(),
+        ConnectionState::Draining,
         "it takes nothing new, and what is left goes on"
     );
 
@@ -517,7 +529,7 @@ fn unresponsive_connection_drains_when_it_answers_and_dies_when_nothing_is_pinne
     scene.pinned = false;
     scene.run(ms(10_000));
     let (at, life, reason) = *scene.seen.last().unwrap();
-    assert_eq!((life, reason), (Life::Dead, Reason::NothingArrives));
+    assert_eq!((life, reason), (ConnectionState::Dead, Reason::NothingArrives));
     assert!(at - from <= 110, "{}", at - from);
 }
 
@@ -531,7 +543,7 @@ fn draining_connection_with_pinned_streams_is_unresponsive_too() {
     (scene.inbound, scene.outbound) = (false, false);
     pinged(&mut scene);
     scene.run(ms(3000));
-    assert_eq!(scene.lives(), [(Life::Unresponsive, Reason::NothingArrives)]);
+    assert_eq!(scene.lives(), [(ConnectionState::Unresponsive, Reason::NothingArrives)]);
 }
 
 #[test]
@@ -544,7 +556,7 @@ fn stopped_process_with_pinned_streams_waits_for_the_longer_of_20_s_and_the_limi
         let ping = pinged(&mut scene);
         scene.run(ms(60_000));
         let (at, life, reason) = *scene.seen.last().unwrap();
-        assert_eq!((life, reason), (Life::Dead, Reason::NoFrames));
+        assert_eq!((life, reason), (ConnectionState::Dead, Reason::NoFrames));
         assert!((dead..=dead + 110).contains(&(at - ping)), "{limit}: {}", at - ping);
     }
 }
@@ -571,7 +583,7 @@ fn timers_that_are_always_late_delay_verdicts_once() {
         scene.run(ms(1500));
         (scene.inbound, scene.outbound) = (false, false);
         let ping = pinged(&mut scene);
-        while scene.at() < ping + 10_000 && scene.health.life() != Life::Dead {
+        while scene.at() < ping + 10_000 && scene.health.state() != ConnectionState::Dead {
             scene.run(ms(20));
             if talks {
                 scene.last_segment = scene.now;
@@ -579,7 +591,7 @@ fn timers_that_are_always_late_delay_verdicts_once() {
             }
         }
         let lives: Vec<_> = scene.lives().into_iter().map(|(life, _)| life).collect();
-        assert_eq!(lives, [Life::Suspect, Life::Dead], "talks: {talks}");
+        assert_eq!(lives, [ConnectionState::Suspect, ConnectionState::Dead], "talks: {talks}");
         let dead = scene.seen[1].0 - ping;
         assert!((2000..=2300).contains(&dead), "talks: {talks}: dead {dead} ms after the PING");
     }
@@ -608,7 +620,7 @@ fn each_ping_has_its_own_grace_after_a_pause() {
         assert_eq!((decision.change, scene.health.outlook().dark), (None, false));
         // What waited in the network comes.
         scene.health.pong(scene.now + ms(200));
-        assert_eq!(scene.health.life(), Life::Live);
+        assert_eq!(scene.health.state(), ConnectionState::Live);
         scene.answers = true;
         scene.now += ms(200);
         scene.next = scene.now;
@@ -620,6 +632,6 @@ fn whoever_drains_has_the_last_word() {
     let mut scene = Scene::new();
     scene.health.drain();
     scene.run(ms(5000));
-    assert_eq!(scene.health.life(), Life::Draining);
+    assert_eq!(scene.health.state(), ConnectionState::Draining);
     assert_eq!(scene.seen, []);
 }

@@ -15,11 +15,12 @@ use tokio::task::{JoinHandle, JoinSet, spawn_local};
 use tokio::time::{Instant, sleep_until};
 use tokio_rustls::client::TlsStream;
 
-use super::credentials::Class;
+use super::credentials::CredentialClass;
 use super::dial::dial_http1;
 use super::endpoint::{ConnectFailure, Endpoint, EndpointState};
-use super::flow;
-use super::pool::{UNAVAILABLE_AFTER, Unavailable, Upstream, note_failure};
+use super::flow_health;
+use super::pool::{UNAVAILABLE_AFTER, Unavailable, record_connect_failure};
+use super::shared::Upstream;
 use crate::net::sockets::prefixed_stream::PrefixedStream;
 use crate::net::sockets::read_ahead::ReadAhead;
 use crate::net::sockets::tracked_stream::{StreamObserver, TrackedStream};
@@ -35,7 +36,7 @@ const REASONS: usize = 5;
 pub type Tunnelled = PrefixedStream<TlsStream<ReadAhead<TrackedStream>>>;
 
 /// An open connection on which nothing was sent yet.
-pub struct Http1 {
+pub struct Http1Connection {
     /// Where it leads.
     pub endpoint: Arc<Endpoint>,
     stream: TlsStream<ReadAhead<TrackedStream>>,
@@ -52,10 +53,10 @@ pub struct Http1 {
 /// Why there is none, after every endpoint was tried.
 pub async fn open(
     upstream: &Upstream,
-    class: Class,
+    class: CredentialClass,
     proven: Option<&Subject>,
     load: impl Fn(&Arc<str>) -> usize,
-) -> Result<Http1, Unavailable> {
+) -> Result<Http1Connection, Unavailable> {
     let tls = upstream.credentials.tls(class).ok_or(Unavailable::NoCredential)?;
     if tls.certificate.as_ref().map(|shown| &shown.subject) != proven {
         return Err(Unavailable::NoCredential);
@@ -68,8 +69,7 @@ pub async fn open(
     let limit = if upstream.is_usable() { base } else { base.min(UNAVAILABLE_AFTER) };
     let deadline = Instant::now() + limit;
     let mut candidates: Vec<_> = upstream
-        .endpoints
-        .load()
+        .endpoints()
         .iter()
         .map(|endpoint| Candidate {
             rank: (endpoint.state(), endpoint.is_fallback()),
@@ -89,7 +89,7 @@ pub async fn open(
                 match dial_http1(&outgoing, &endpoint, &tls, limit).await {
                     Ok((stream, observer)) => {
                         endpoint.metrics.dialled("ok");
-                        Ok(Http1 { endpoint, stream, observer, tunnel_dead_after })
+                        Ok(Http1Connection { endpoint, stream, observer, tunnel_dead_after })
                     }
                     Err(failure) => Err(failed(&endpoint, failure)),
                 }
@@ -123,7 +123,7 @@ pub async fn open(
 /// Notes a failed connect. What is known to be down is not reported down again, or a client that
 /// insists would keep lengthening the pause after which the pool looks for itself.
 fn failed(endpoint: &Endpoint, failure: ConnectFailure) -> String {
-    note_failure(endpoint, &failure);
+    record_connect_failure(endpoint, &failure);
     let why = failure.why().to_owned();
     if !matches!(endpoint.state(), EndpointState::Ejected | EndpointState::NoH2) {
         endpoint.connect_failed(failure, Instant::now());
@@ -150,7 +150,7 @@ fn order(candidates: &mut [Candidate], rng: &mut fastrand::Rng) {
     }
 }
 
-impl Http1 {
+impl Http1Connection {
     /// Sends a request and waits for the head of its answer, for as long as the flow lives and the
     /// endpoint is not given up.
     ///
@@ -159,7 +159,7 @@ impl Http1 {
     pub async fn send(
         self,
         request: Request<Incoming>,
-    ) -> Result<(Response<Incoming>, Driver), String> {
+    ) -> Result<(Response<Incoming>, Http1Driver), String> {
         let (mut sender, connection) =
             http1::handshake(TokioIo::new(self.stream)).await.map_err(|error| described(&error))?;
         let flow = Flow {
@@ -167,12 +167,12 @@ impl Http1 {
             answered: Rc::default(),
             tunnel_dead_after: self.tunnel_dead_after,
         };
-        let driver = Driver { task: spawn_local(drive(connection, flow.clone())), flow };
+        let driver = Http1Driver { task: spawn_local(drive(connection, flow.clone())), flow };
         let sent = Instant::now();
         let answer = tokio::select! {
             biased;
             answer = sender.send_request(request) => answer,
-            why = self.endpoint.given_up(sent) => return Err(why),
+            why = self.endpoint.no_response_expected(sent) => return Err(why),
         };
         match answer {
             Ok(response) => {
@@ -197,7 +197,7 @@ pub struct Flow {
 impl Flow {
     /// Waits until it is dead, and says why.
     pub async fn died(&self) -> &'static str {
-        flow::died(&self.observer, &self.answered, self.tunnel_dead_after).await
+        flow_health::died(&self.observer, &self.answered, self.tunnel_dead_after).await
     }
 }
 
@@ -213,12 +213,12 @@ async fn drive(connection: Connection, flow: Flow) -> Result<Tunnelled, String> 
 
 /// Runs the HTTP side of a connection; dropping it closes the connection.
 #[derive(Debug)]
-pub struct Driver {
+pub struct Http1Driver {
     task: JoinHandle<Result<Tunnelled, String>>,
     flow: Flow,
 }
 
-impl Driver {
+impl Http1Driver {
     /// The connection without HTTP, after a 101, and its flow.
     ///
     /// # Errors
@@ -237,7 +237,7 @@ impl Driver {
     }
 }
 
-impl Drop for Driver {
+impl Drop for Http1Driver {
     fn drop(&mut self) {
         self.task.abort();
     }

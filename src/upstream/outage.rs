@@ -1,6 +1,6 @@
 //! Whether a total outage lasts: nothing of an upstream can be reached.
 //!
-//! Watches are held while it does ([`super::pool::Pool::wait_for_return`]). An apiserver that has just
+//! Watches are held while it does ([`super::pool::Pool::outage_ended`]). An apiserver that has just
 //! been started answers before it knows its own rules: until RBAC is loaded it refuses watches with
 //! 403, which makes their clients list, and `/readyz` too, which tells nothing (1.36: for 1.1 s). So an
 //! outage ends when an endpoint has been ready for a while, not when it can be connected to:

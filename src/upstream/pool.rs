@@ -16,15 +16,15 @@ use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until, timeout_at};
 
-pub use self::class::{After, ClassPool, Need};
+pub use self::class::{ClassPool, PreviousFailure, StreamRequirements};
 use super::connection::{self, Connection, Permit};
-use super::credentials::Class;
+use super::credentials::CredentialClass;
 use super::dial::dial_h2;
 use super::endpoint::{ConnectFailure, Endpoint, EndpointState};
-use super::flight::{Departure, departures};
-use super::health::Life;
+use super::evacuation::{Evacuation, evacuations};
+use super::health::ConnectionState;
 use super::outage::{Outage, READY_FOR, Reachable};
-pub use super::shared::Upstream;
+use super::shared::Upstream;
 
 /// How long a request waits for a usable connection while every endpoint is down, from the moment
 /// that it is without one. Promise 6 says that it has its answer within 1.5 s.
@@ -52,7 +52,7 @@ pub enum Unavailable {
 /// The pool of one worker for one upstream. Lives on its thread.
 pub struct Pool {
     upstream: Arc<Upstream>,
-    classes: RefCell<BTreeMap<Class, Rc<ClassPool>>>,
+    classes: RefCell<BTreeMap<CredentialClass, Rc<ClassPool>>>,
     changed: Rc<Notify>,
     outage: Cell<Outage>,
     /// An outage is over.
@@ -73,7 +73,7 @@ impl Pool {
     }
 
     /// A pool for a few requests of our own, which keeps one connection while it is in use.
-    pub fn for_our_own(upstream: Arc<Upstream>) -> Rc<Self> {
+    pub fn for_internal_requests(upstream: Arc<Upstream>) -> Rc<Self> {
         Self::create(upstream, true)
     }
 
@@ -97,7 +97,7 @@ impl Pool {
     }
 
     /// The connections of a class.
-    pub fn class(&self, class: Class) -> Rc<ClassPool> {
+    pub fn class(&self, class: CredentialClass) -> Rc<ClassPool> {
         let mut classes = self.classes.borrow_mut();
         Rc::clone(
             classes.entry(class).or_insert_with(|| Rc::new(ClassPool::new(class, Instant::now()))),
@@ -111,11 +111,11 @@ impl Pool {
     pub async fn acquire(
         &self,
         class: &Rc<ClassPool>,
-        need: Need<'_>,
+        need: StreamRequirements<'_>,
     ) -> Result<Permit, Unavailable> {
         let now = Instant::now();
         class.used.set(now);
-        if need.held && self.is_out() {
+        if need.held && self.is_total_outage() {
             return Err(Unavailable::Unreachable(self.reasons(class)));
         }
         if let Some(permit) = class.take(need, &self.upstream, now, false) {
@@ -129,19 +129,19 @@ impl Pool {
     }
 
     /// Whether a total outage lasts. Cheap.
-    pub fn is_out(&self) -> bool {
+    pub fn is_total_outage(&self) -> bool {
         self.outage.get().lasts()
     }
 
     /// Waits until a total outage is over. Connections of the class are tried all the time: one
-    /// attempt for each endpoint, however many wait ([`Endpoint::may_connect`]).
-    pub async fn wait_for_return(&self, class: &ClassPool) {
+    /// attempt for each endpoint, however many wait ([`Endpoint::claim_connect_attempt`]).
+    pub async fn outage_ended(&self, class: &ClassPool) {
         let _held = class.hold();
         loop {
             let mut returned = std::pin::pin!(self.returned.notified());
             // Registered before the look, so that it cannot end in between.
             returned.as_mut().enable();
-            if !self.is_out() {
+            if !self.is_total_outage() {
                 return;
             }
             returned.await;
@@ -149,7 +149,11 @@ impl Pool {
     }
 
     /// A stream on a live connection, if one is there now.
-    pub fn try_acquire(&self, class: &Rc<ClassPool>, need: Need<'_>) -> Option<Permit> {
+    pub fn try_acquire(
+        &self,
+        class: &Rc<ClassPool>,
+        need: StreamRequirements<'_>,
+    ) -> Option<Permit> {
         class.take(need, &self.upstream, Instant::now(), false)
     }
 
@@ -157,7 +161,7 @@ impl Pool {
     async fn wait(
         &self,
         class: &Rc<ClassPool>,
-        need: Need<'_>,
+        need: StreamRequirements<'_>,
         start: Instant,
     ) -> Result<Permit, Unavailable> {
         if self.upstream.credentials.tls(class.class).is_none() {
@@ -165,14 +169,14 @@ impl Pool {
         }
         self.upstream.metrics.stream_waits(&self.upstream.name).increment(1);
         let _waiting = class.wait();
-        let without = need.without.map_or(start, |since| since.min(start));
+        let without = need.without_connection_since.map_or(start, |since| since.min(start));
         loop {
             // Registered before the look, so that no change falls between look and wait.
             let mut changed = std::pin::pin!(self.changed.notified());
             changed.as_mut().enable();
             self.maintain();
             let now = Instant::now();
-            if need.held && self.is_out() {
+            if need.held && self.is_total_outage() {
                 return Err(Unavailable::Unreachable(self.reasons(class)));
             }
             if let Some(permit) = class.take(need, &self.upstream, now, false) {
@@ -188,7 +192,7 @@ impl Pool {
             let given_up = !connected && self.all_failed_since(class, without);
             if given_up || now >= until {
                 // The least bad one: health never makes things worse than no health.
-                if !need.beside
+                if !need.live_only
                     && let Some(permit) = class.take(need, &self.upstream, now, true)
                 {
                     return Ok(permit);
@@ -210,7 +214,7 @@ impl Pool {
             let tick = Instant::now() + TICK.mul_f64(0.75 + fastrand::f64() / 2.0);
             tokio::select! {
                 () = changed.notified() => {}
-                () = this.upstream.placed.notified() => {}
+                () = this.upstream.endpoints_changed.notified() => {}
                 () = sleep_until(tick) => {}
             }
             this.maintain();
@@ -235,7 +239,7 @@ impl Pool {
             return;
         }
         let now = Instant::now();
-        let endpoints = self.upstream.endpoints.load();
+        let endpoints = self.upstream.endpoints();
         let alone = !endpoints.iter().any(|endpoint| endpoint.is_usable());
         self.note_outage(&endpoints, alone, now);
         // A pool of our own keeps none for configured identities.
@@ -243,7 +247,7 @@ impl Pool {
         for class in loaded {
             let _ = self.class(class);
         }
-        let leave = departures(&endpoints);
+        let leave = evacuations(&endpoints);
         let classes: Vec<_> = self.classes.borrow().values().cloned().collect();
         for class in classes {
             self.maintain_class(&class, &endpoints, &leave, alone, now);
@@ -281,20 +285,20 @@ impl Pool {
         &self,
         class: &Rc<ClassPool>,
         endpoints: &[Arc<Endpoint>],
-        leave: &[Departure],
+        leave: &[Evacuation],
         alone: bool,
         now: Instant,
     ) {
-        class.connections.borrow_mut().retain(|c| c.life() != Life::Dead);
+        class.connections.borrow_mut().retain(|c| c.state() != ConnectionState::Dead);
         let Some(tls) = self.upstream.credentials.tls(class.class) else {
             self.retire_class(class);
             return;
         };
         let moves = self.upstream.config().rebalance;
-        class.mover.borrow_mut().turn(&class.connections.borrow(), moves, now);
-        class.flights.borrow_mut().turn(&class.connections.borrow(), leave, now);
+        class.rebalancer.borrow_mut().turn(&class.connections.borrow(), moves, now);
+        class.evacuations.borrow_mut().turn(&class.connections.borrow(), leave, now);
         class.look_for_waits(now);
-        let configured = matches!(class.class, Class::Identity(_));
+        let configured = matches!(class.class, CredentialClass::Identity(_));
         let leave_old = class.may_leave_old(tls.generation, now);
         for connection in class.connections.borrow().iter() {
             if leave_old && connection.generation != tls.generation {
@@ -302,7 +306,7 @@ impl Pool {
             } else if leave_old && connection.endpoint.state() == EndpointState::Leaving {
                 connection.drain("endpoint removed");
             } else if connection.endpoint.state() == EndpointState::Degraded {
-                connection.unwell();
+                connection.endpoint_degraded();
             } else if !configured
                 && connection.idle_since().is_some_and(|since| now >= since + IDLE_CLASS)
             {
@@ -319,7 +323,7 @@ impl Pool {
             let limits = &self.upstream.config().connections;
             let missing = class.missing(endpoint, tls.generation, limits, targets, now);
             for _ in 0..missing {
-                if !endpoint.may_connect(alone, now) {
+                if !endpoint.claim_connect_attempt(alone, now) {
                     break;
                 }
                 self.dial(class, endpoint, &tls);
@@ -411,7 +415,7 @@ impl Pool {
                     class.connections.borrow_mut().push(connection);
                 }
                 Err(failure) => {
-                    note_failure(&endpoint, &failure);
+                    record_connect_failure(&endpoint, &failure);
                     endpoint.connect_failed(failure, Instant::now());
                 }
             }
@@ -422,7 +426,7 @@ impl Pool {
     /// Whether every endpoint has failed a connect since `start` and none is being tried. With no
     /// endpoint at all there is one to wait for: it may be found any moment.
     fn all_failed_since(&self, class: &ClassPool, start: Instant) -> bool {
-        let endpoints = self.upstream.endpoints.load();
+        let endpoints = self.upstream.endpoints();
         class.dialing.borrow().is_empty()
             && !endpoints.is_empty()
             && endpoints
@@ -431,7 +435,7 @@ impl Pool {
     }
 
     fn reasons(&self, class: &ClassPool) -> String {
-        let endpoints = self.upstream.endpoints.load();
+        let endpoints = self.upstream.endpoints();
         if endpoints.is_empty() {
             let complaints = self.upstream.sources.complaints();
             return format!("no endpoint is known yet; {complaints}");
@@ -452,13 +456,13 @@ impl Pool {
 
 /// Counts and logs a failed connect. The first one shows up as an ejection as well; a repeat is
 /// worth a line only for who looks for it.
-pub fn note_failure(endpoint: &Endpoint, failure: &ConnectFailure) {
+pub fn record_connect_failure(endpoint: &Endpoint, failure: &ConnectFailure) {
     let (outcome, why) = match failure {
         ConnectFailure::Refused(why) => ("failed", why),
-        ConnectFailure::Slow(why) => ("timeout", why),
+        ConnectFailure::Timeout(why) => ("timeout", why),
         ConnectFailure::NoH2(why) => ("no_h2", why),
-        ConnectFailure::Untrusted(why) => ("tls", why),
-        ConnectFailure::Ours(why) => ("local", why),
+        ConnectFailure::TlsFailed(why) => ("tls", why),
+        ConnectFailure::LocalShortage(why) => ("local", why),
     };
     endpoint.metrics.dialled(outcome);
     tracing::debug!(endpoint = &*endpoint.label, reason = %why, "connect failed");

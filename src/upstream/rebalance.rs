@@ -27,8 +27,8 @@ use tokio::time::Instant;
 
 use super::connection::Connection;
 use super::endpoint::Endpoint;
-use super::health::Life;
-use super::offers::Who;
+use super::health::ConnectionState;
+use super::watch_moves::MoveEligibility;
 
 /// Part of what is too many that goes in a second.
 const RATE: f64 = 0.02;
@@ -38,7 +38,7 @@ const ROUND: Duration = Duration::from_secs(1);
 const SETTLED: Duration = Duration::from_secs(5);
 /// For this long after the last endpoint became ready loads are evened out to the last watch.
 const EVEN_OUT: Duration = Duration::from_secs(15 * 60);
-/// After that, what an endpoint may have above its part before it gives some away.
+/// PreviousFailure that, what an endpoint may have above its part before it gives some away.
 const TOLERANCE: f64 = 1.1;
 /// Longest pause while nobody who is asked can go.
 const MAX_PAUSE: u32 = 64;
@@ -49,7 +49,7 @@ const SAY: Duration = Duration::from_secs(60);
 
 /// An endpoint that takes part.
 #[derive(Debug, Clone, Copy)]
-pub struct Load {
+pub struct EndpointLoad {
     /// Watches it has.
     pub watches: usize,
     /// Its share ([`super::balance::slow_start`]): 1 unless it has recovered just now.
@@ -58,20 +58,20 @@ pub struct Load {
     pub ready_for: Duration,
 }
 
-impl Load {
+impl EndpointLoad {
     /// Of an endpoint that takes part, with so many watches or connections; `None` of another.
     pub fn of(endpoint: &Endpoint, watches: usize, now: Instant) -> Option<Self> {
         let ready_for = endpoint.ready_for(now).filter(|&since| since >= SETTLED)?;
-        Some(Self { watches, share: endpoint.share(now), ready_for })
+        Some(Self { watches, share: endpoint.slow_start_share(now), ready_for })
     }
 }
 
 /// What should move now: indices into what was given to [`decide`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Move {
-    /// Who has too many.
+pub struct RebalanceMove {
+    /// MoveEligibility has too many.
     pub from: usize,
-    /// Who has too few.
+    /// MoveEligibility has too few.
     pub to: usize,
     /// How many.
     pub count: usize,
@@ -79,7 +79,7 @@ pub struct Move {
 
 /// How many watches each endpoint should have: its part, rounded so that over all nodes nobody is
 /// favoured (systematic sampling). `lot` is in 0..1 and stays the same for a node.
-fn parts(loads: &[Load], lot: f64) -> impl Iterator<Item = f64> {
+fn parts(loads: &[EndpointLoad], lot: f64) -> impl Iterator<Item = f64> {
     let total: usize = loads.iter().map(|load| load.watches).sum();
     let shares: f64 = loads.iter().map(|load| load.share).sum();
     let mut sum = 0.0;
@@ -94,11 +94,11 @@ fn parts(loads: &[Load], lot: f64) -> impl Iterator<Item = f64> {
 /// What should move now. `lot` is the node's own and does not change; `elapsed` is the time since
 /// the last round.
 pub fn decide(
-    loads: &[Load],
+    loads: &[EndpointLoad],
     lot: f64,
     elapsed: Duration,
     rng: &mut fastrand::Rng,
-) -> Option<Move> {
+) -> Option<RebalanceMove> {
     let latest = loads.iter().map(|load| load.ready_for).min()?;
     let mean = loads.iter().map(|load| load.watches as f64).sum::<f64>() / loads.len() as f64;
     let most = if latest < EVEN_OUT { 0.0 } else { mean * TOLERANCE + 1.0 };
@@ -107,7 +107,7 @@ pub fn decide(
     let mut to: Option<(usize, f64)> = None;
     for (index, (load, part)) in loads.iter().zip(parts(loads, lot)).enumerate() {
         let over = load.watches as f64 - part;
-        // Who is in slow start and has more than its share already need not lose it again.
+        // MoveEligibility is in slow start and has more than its share already need not lose it again.
         if over > 0.0 && load.watches > 1 && load.share >= 1.0 && load.watches as f64 > most {
             excess += over;
             if from.is_none_or(|(_, known)| over > known) {
@@ -121,19 +121,19 @@ pub fn decide(
     let ((from, over), (to, under)) = (from?, to?);
     let wanted = excess * RATE * elapsed.as_secs_f64();
     let count = (wanted + rng.f64()).floor().min(over).min(under);
-    (count >= 1.0).then_some(Move { from, to, count: count as usize })
+    (count >= 1.0).then_some(RebalanceMove { from, to, count: count as usize })
 }
 
 /// When the rounds of a mover are, and its lots.
 #[derive(Debug)]
-pub struct Pace {
+pub struct RebalanceSchedule {
     lot: f64,
     rng: fastrand::Rng,
     last: Instant,
     next: Instant,
 }
 
-impl Pace {
+impl RebalanceSchedule {
     /// The pace of a mover that begins now.
     pub fn new(now: Instant) -> Self {
         let mut rng = fastrand::Rng::new();
@@ -157,26 +157,26 @@ impl Pace {
     }
 
     /// What [`decide`] says, with its own lots.
-    pub fn decide(&mut self, loads: &[Load], elapsed: Duration) -> Option<Move> {
+    pub fn decide(&mut self, loads: &[EndpointLoad], elapsed: Duration) -> Option<RebalanceMove> {
         decide(loads, self.lot, elapsed, &mut self.rng)
     }
 }
 
 /// The mover of one class of a pool.
 #[derive(Debug)]
-pub struct Mover {
-    pace: Pace,
+pub struct Rebalancer {
+    pace: RebalanceSchedule,
     look_at: Instant,
-    /// Who was asked in the last round: what is left of it is a sign that nobody there can go.
+    /// MoveEligibility was asked in the last round: what is left of it is a sign that nobody there can go.
     asked: Option<Rc<Connection>>,
     pause: u32,
     said_at: Option<Instant>,
 }
 
-impl Mover {
+impl Rebalancer {
     /// A mover that begins now.
     pub fn new(now: Instant) -> Self {
-        let mut pace = Pace::new(now);
+        let mut pace = RebalanceSchedule::new(now);
         let look_at = now + LOOK.mul_f64(pace.rng.f64());
         Self { pace, look_at, asked: None, pause: 1, said_at: None }
     }
@@ -188,11 +188,11 @@ impl Mover {
         if now >= self.look_at {
             self.look_at = now + LOOK.mul_f64(0.9 + self.pace.rng.f64() / 5.0);
             for connection in connections {
-                connection.look_round();
+                connection.request_self_check();
             }
         }
         if let Some(asked) = self.asked.take() {
-            self.pause = if asked.take_back() { (self.pause * 2).min(MAX_PAUSE) } else { 1 };
+            self.pause = if asked.withdraw_moves() { (self.pause * 2).min(MAX_PAUSE) } else { 1 };
         }
         self.pace.rest(self.pause, now);
         if moves {
@@ -201,13 +201,14 @@ impl Mover {
     }
 
     fn round(&mut self, connections: &[Rc<Connection>], elapsed: Duration, now: Instant) {
-        let live = || connections.iter().filter(|connection| connection.life() == Life::Live);
-        let mut endpoints: Vec<(&Arc<Endpoint>, Load)> = Vec::new();
+        let live =
+            || connections.iter().filter(|connection| connection.state() == ConnectionState::Live);
+        let mut endpoints: Vec<(&Arc<Endpoint>, EndpointLoad)> = Vec::new();
         for connection in live() {
             let endpoint = &connection.endpoint;
             if let Some((_, load)) = endpoints.iter_mut().find(|(e, _)| Arc::ptr_eq(e, endpoint)) {
                 load.watches += connection.watches();
-            } else if let Some(load) = Load::of(endpoint, connection.watches(), now) {
+            } else if let Some(load) = EndpointLoad::of(endpoint, connection.watches(), now) {
                 endpoints.push((endpoint, load));
             }
         }
@@ -217,7 +218,9 @@ impl Mover {
         // The same lot must mean the same server, whichever connection was opened first.
         endpoints.sort_by(|(a, _), (b, _)| a.label.cmp(&b.label));
         let loads: Vec<_> = endpoints.iter().map(|(_, load)| *load).collect();
-        let Some(Move { from, to, count }) = self.pace.decide(&loads, elapsed) else { return };
+        let Some(RebalanceMove { from, to, count }) = self.pace.decide(&loads, elapsed) else {
+            return;
+        };
         let (source, target) = (endpoints[from].0, endpoints[to].0);
         // One of its connections, by lot among the watches.
         let mut chosen = self.pace.rng.usize(..loads[from].watches);
@@ -240,7 +243,7 @@ impl Mover {
                 "watches move, a few at a time"
             );
         }
-        connection.offer(Who::Settled, &Rc::from([Arc::clone(target)]), count);
+        connection.offer_moves(MoveEligibility::Settled, &Rc::from([Arc::clone(target)]), count);
         self.asked = Some(Rc::clone(connection));
     }
 }
@@ -251,13 +254,13 @@ mod tests {
 
     const HOUR: Duration = Duration::from_secs(3600);
 
-    fn loads(watches: &[usize], ready_for: Duration) -> Vec<Load> {
-        watches.iter().map(|&watches| Load { watches, share: 1.0, ready_for }).collect()
+    fn loads(watches: &[usize], ready_for: Duration) -> Vec<EndpointLoad> {
+        watches.iter().map(|&watches| EndpointLoad { watches, share: 1.0, ready_for }).collect()
     }
 
     #[test]
     fn parts_add_up_and_favour_nobody() {
-        let uneven = |watches: &[usize], shares: &[f64]| -> Vec<Load> {
+        let uneven = |watches: &[usize], shares: &[f64]| -> Vec<EndpointLoad> {
             let mut loads = loads(watches, HOUR);
             loads.iter_mut().zip(shares).for_each(|(load, &share)| load.share = share);
             loads
@@ -325,7 +328,7 @@ mod tests {
         }
         let two = loads(&[2, 0], Duration::from_secs(60));
         let found = (0..1000).find_map(|_| decide(&two, 0.3, ROUND, &mut rng));
-        assert_eq!(found, Some(Move { from: 0, to: 1, count: 1 }));
+        assert_eq!(found, Some(RebalanceMove { from: 0, to: 1, count: 1 }));
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! What all workers share of one upstream: who is in it, what we show it, how it is used.
 //!
-//! Everything here is read on the path of requests and replaced whole from beside it, so that no
+//! Everything here is read on the path of requests and reendpoints_changed whole from beside it, so that no
 //! reader waits and none sees half a change.
 
 use std::sync::Arc;
@@ -9,10 +9,10 @@ use arc_swap::{ArcSwap, Guard};
 use tokio::sync::Notify;
 
 use super::connection::Settings;
-use super::credentials::{Class, Credentials};
+use super::credentials::{CredentialClass, Credentials};
 use super::endpoint::Endpoint;
+use super::endpoint_sources::Sources;
 use super::health::Thresholds;
-use super::sources::Sources;
 use crate::config;
 use crate::net::sockets::connector::Connector;
 use crate::observe::Metrics;
@@ -22,11 +22,10 @@ use crate::observe::Metrics;
 pub struct Upstream {
     /// Its name.
     pub name: Arc<str>,
-    /// The endpoints now. Replaced whole; readers never wait.
-    pub endpoints: ArcSwap<Vec<Arc<Endpoint>>>,
+    endpoints: ArcSwap<Vec<Arc<Endpoint>>>,
     /// What we show it.
     pub credentials: Credentials,
-    /// Limits and thresholds. Replaced whole by a reload; see [`Self::config`].
+    /// Limits and thresholds. Reendpoints_changed whole by a reload; see [`Self::config`].
     pub config: ArcSwap<config::Upstream>,
     /// What the sources of its endpoints last said.
     pub sources: Sources,
@@ -37,11 +36,11 @@ pub struct Upstream {
     /// Told when [`Self::config`] was swapped: whoever decides on the set of endpoints listens.
     pub reconfigured: Notify,
     /// Told when the set of endpoints was swapped: whoever connects to them listens.
-    pub placed: Notify,
+    pub endpoints_changed: Notify,
 }
 
 impl Upstream {
-    /// An upstream without endpoints; [`Self::place`] gives it some. Nobody intercepts its
+    /// An upstream without endpoints; [`Self::set_endpoints`] gives it some. Nobody intercepts its
     /// connections, unless [`Self::outgoing`] is set.
     pub fn new(config: config::Upstream, credentials: Credentials, metrics: &Arc<Metrics>) -> Self {
         let name: Arc<str> = config.name.as_str().into();
@@ -54,21 +53,27 @@ impl Upstream {
             metrics: Arc::clone(metrics),
             outgoing: ArcSwap::default(),
             reconfigured: Notify::new(),
-            placed: Notify::new(),
+            endpoints_changed: Notify::new(),
         }
     }
 
     /// Swaps the set of endpoints and wakes who connects to them. There is one caller, the writer
     /// in the control plane: it alone knows whom to leave.
-    pub fn place(&self, endpoints: Vec<Arc<Endpoint>>) {
+    pub fn set_endpoints(&self, endpoints: Vec<Arc<Endpoint>>) {
         self.endpoints.store(Arc::new(endpoints));
-        self.placed.notify_waiters();
+        self.endpoints_changed.notify_waiters();
     }
 
     /// Swaps limits, thresholds and sources, and wakes who decides on the set of endpoints.
     pub fn reconfigure(&self, config: config::Upstream) {
         self.config.store(Arc::new(config));
         self.reconfigured.notify_one();
+    }
+
+    /// A snapshot of the endpoints. Load it once for each decision: the control plane may replace
+    /// the set in between.
+    pub fn endpoints(&self) -> Guard<Arc<Vec<Arc<Endpoint>>>> {
+        self.endpoints.load()
     }
 
     /// How a connection that is opened now leaves.
@@ -98,11 +103,14 @@ impl Upstream {
     /// Whether `/readyz` is asked with a credential.
     pub fn has_probe_credential(&self) -> bool {
         self.credentials.probe_token().is_some_and(|token| token.header().is_some())
-            || self.credentials.tls(Class::Probe).is_some_and(|tls| tls.certificate.is_some())
+            || self
+                .credentials
+                .tls(CredentialClass::Probe)
+                .is_some_and(|tls| tls.certificate.is_some())
     }
 
     /// Whether any endpoint is usable.
     pub fn is_usable(&self) -> bool {
-        self.endpoints.load().iter().any(|endpoint| endpoint.is_usable())
+        self.endpoints().iter().any(|endpoint| endpoint.is_usable())
     }
 }

@@ -9,15 +9,15 @@ use std::time::Duration;
 use serde::Serialize;
 use tokio::time::Instant;
 
-use super::credentials::Class;
-use super::health::Life;
+use super::credentials::CredentialClass;
+use super::health::ConnectionState;
 use crate::observe::history::Rtt;
 
 /// What is known of a connection, written by its worker and read by the status page.
 #[derive(Debug)]
 pub struct ConnectionStats {
     /// Its class.
-    pub class: Class,
+    pub class: CredentialClass,
     /// Serial number of the client certificate it carries, as hex.
     pub serial: Option<String>,
     /// Our address, which finds it in `ss` and in packet captures.
@@ -34,7 +34,7 @@ pub struct ConnectionStats {
 impl ConnectionStats {
     /// Statistics of a connection that is live from now on.
     pub fn new(
-        class: Class,
+        class: CredentialClass,
         serial: Option<String>,
         local: Option<SocketAddr>,
         now: Instant,
@@ -57,7 +57,7 @@ impl ConnectionStats {
     }
 
     /// Notes the state.
-    pub fn set_life(&self, life: Life) {
+    pub fn set_life(&self, life: ConnectionState) {
         self.life.store(life as u8, Ordering::Relaxed);
     }
 
@@ -68,9 +68,9 @@ impl ConnectionStats {
 
     /// What is known now.
     pub fn status(&self) -> ConnectionStatus {
-        let life = Life::ALL[usize::from(self.life.load(Ordering::Relaxed)).min(4)];
+        let life = ConnectionState::ALL[usize::from(self.life.load(Ordering::Relaxed)).min(4)];
         let mut class = String::from(self.class.as_str());
-        if let Class::Identity(slot) = self.class {
+        if let CredentialClass::Identity(slot) = self.class {
             let _ = write!(class, "-{slot}");
         }
         ConnectionStatus {

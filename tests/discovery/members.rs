@@ -4,9 +4,9 @@ use crate::support::{Certs, World, until};
 use jackstay::config::EndpointAddress;
 use jackstay::control::endpoint_set::{EndpointSpec, replace_endpoints, static_endpoints};
 use jackstay::observe::Metrics;
+use jackstay::upstream::Upstream;
 use jackstay::upstream::credentials::Credentials;
 use jackstay::upstream::endpoint::EndpointState;
-use jackstay::upstream::pool::Upstream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -26,7 +26,7 @@ fn upstream(certs: &Certs) -> Upstream {
 }
 
 fn labels(upstream: &Upstream) -> Vec<String> {
-    upstream.endpoints.load().iter().map(|e| e.label.to_string()).collect()
+    upstream.endpoints().iter().map(|e| e.label.to_string()).collect()
 }
 
 #[test]
@@ -35,20 +35,20 @@ fn what_is_unchanged_keeps_its_object() {
     let upstream = upstream(&certs);
     let change = replace_endpoints(&upstream, &[member("10.0.0.1"), member("10.0.0.2")]);
     assert_eq!((change.joined.len(), change.left.len()), (2, 0));
-    let before = upstream.endpoints.load_full();
+    let before = Arc::clone(&upstream.endpoints());
 
     let standby = EndpointSpec { fallback: true, ..member("10.0.0.2") };
     let change = replace_endpoints(&upstream, &[member("fd00::3"), standby]);
     assert_eq!(labels(&upstream), ["[fd00::3]:6443", "10.0.0.2:6443"]);
     assert_eq!((change.joined.len(), change.left.len()), (1, 1));
-    let after = upstream.endpoints.load_full();
+    let after = Arc::clone(&upstream.endpoints());
     assert!(Arc::ptr_eq(&before[1], &after[1]), "the same endpoint");
     assert!(after[1].is_fallback() && !after[0].is_fallback());
     assert_eq!(before[0].state(), EndpointState::Leaving);
 
     let again = replace_endpoints(&upstream, &[member("fd00::3"), member("10.0.0.2")]);
     assert!(again.is_empty());
-    assert!(Arc::ptr_eq(&after, &upstream.endpoints.load_full()), "nothing was swapped");
+    assert!(Arc::ptr_eq(&after, &Arc::clone(&upstream.endpoints())), "nothing was swapped");
     assert!(!after[1].is_fallback());
 }
 
@@ -61,7 +61,7 @@ fn another_name_to_verify_is_another_endpoint() {
         EndpointSpec { server_name: Some("kubernetes.default.svc".into()), ..member("10.0.0.1") };
     let change = replace_endpoints(&upstream, &[named.clone(), named]);
     assert_eq!((change.joined.len(), change.left.len()), (1, 1), "and each is one only once");
-    assert_eq!(upstream.endpoints.load()[0].server_name.to_str(), "kubernetes.default.svc");
+    assert_eq!(upstream.endpoints()[0].server_name.to_str(), "kubernetes.default.svc");
     let broken = EndpointSpec { server_name: Some("no name".into()), ..member("10.0.0.2") };
     let change = replace_endpoints(&upstream, &[member("10.0.0.1"), broken]);
     assert_eq!(change.refused.len(), 1, "{:?}", change.refused);

@@ -63,7 +63,7 @@ async fn flows_that_are_left_are_ended_a_few_at_a_time() {
             let listener = listener(passing(certs.config(&[])), &table, &metrics);
             for reason in ["shutdown", "endpoint_left"] {
                 let upstream = Arc::new(upstream(&certs, &[FIRST, "10.0.0.2", "10.0.0.3"]));
-                let endpoint = Arc::clone(&upstream.endpoints.load()[1]);
+                let endpoint = Arc::clone(&upstream.endpoints()[1]);
                 let enter = |_| {
                     let ticket = table.enter(&listener, &upstream, &endpoint, (-1, -1));
                     // The server has answered: it is not the handshake that takes long.

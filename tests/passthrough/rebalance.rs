@@ -7,9 +7,9 @@ use jackstay::config::EndpointAddress;
 use jackstay::control::endpoint_set::{EndpointSpec, replace_endpoints};
 use jackstay::observe::Metrics;
 use jackstay::proxy::passthrough::rebalance::decide;
+use jackstay::upstream::Upstream;
 use jackstay::upstream::credentials::Credentials;
-use jackstay::upstream::pool::Upstream;
-use jackstay::upstream::rebalance::Pace;
+use jackstay::upstream::rebalance::RebalanceSchedule;
 use std::io::ErrorKind;
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -37,7 +37,7 @@ pub fn upstream(certs: &Certs, hosts: &[&str]) -> Upstream {
     let credentials = Credentials::load(&config, &[]).unwrap();
     let upstream = Upstream::new(config, credentials, &Metrics::new());
     place_all(&upstream, hosts);
-    for endpoint in upstream.endpoints.load().iter().take(hosts.len() - 1) {
+    for endpoint in upstream.endpoints().iter().take(hosts.len() - 1) {
         endpoint.connected();
         endpoint.readyz_ok();
     }
@@ -50,9 +50,9 @@ pub fn upstream(certs: &Certs, hosts: &[&str]) -> Upstream {
 async fn a_few_go_each_second_until_all_have_their_part() {
     let certs = Certs::new();
     let upstream = upstream(&certs, &[FIRST, "10.0.0.2", "10.0.0.3"]);
-    let endpoints = upstream.endpoints.load_full();
+    let endpoints = upstream.endpoints();
     let mut flows = [1000_usize, 0, 0];
-    let mut pace = Pace::new(Instant::now());
+    let mut pace = RebalanceSchedule::new(Instant::now());
     let start = Instant::now();
     let mut last = start;
     while start.elapsed() < Duration::from_secs(2000) {

@@ -21,7 +21,7 @@ use jackstay::net::tls::client_chain::{self, ClientChain};
 use jackstay::net::tls::serving::{LoadedServingTls, ServingTls};
 use jackstay::observe::Metrics;
 use jackstay::proxy::client_certificate::{ClientCertificate, IdentityProof};
-use jackstay::upstream::credentials::Class;
+use jackstay::upstream::credentials::CredentialClass;
 use rcgen::{
     BasicConstraints, CertificateParams, CustomExtension, DistinguishedName, DnType, IsCa, Issuer,
     KeyPair,
@@ -200,7 +200,7 @@ async fn resume_with_an_expired_certificate_ends_the_watch() {
     let metrics = Metrics::new().listener("l");
     // Nothing follows its certificate.
     let peer = ClientCertificate::new(Some(&[brief.cert_der()]), &tls, &metrics).unwrap();
-    let proof = IdentityProof::new(Class::Identity(0), Some(&peer));
+    let proof = IdentityProof::new(CredentialClass::Identity(0), Some(&peer));
     let resume_late = async {
         soon("a proof", proof.confirmed()).await;
         let mut end = proof.end().unwrap();

@@ -12,10 +12,11 @@ use jackstay::proxy::request_body;
 use jackstay::proxy::request_info::RequestInfo;
 use jackstay::proxy::upstream_client::UpstreamClient;
 use jackstay::proxy::watch::request::Asked;
-use jackstay::upstream::credentials::{Class, Credentials};
+use jackstay::upstream::Upstream;
+use jackstay::upstream::credentials::{CredentialClass, Credentials};
 use jackstay::upstream::endpoint::Endpoint;
-use jackstay::upstream::pool::{Need, Pool, Upstream};
-use jackstay::upstream::rebalance::Mover;
+use jackstay::upstream::pool::{Pool, StreamRequirements};
+use jackstay::upstream::rebalance::Rebalancer;
 use std::cell::Cell;
 use std::future::poll_fn;
 use std::net::Ipv4Addr;
@@ -53,9 +54,9 @@ async fn counted() {
     let shared = Upstream::new(config.clone(), credentials, &metrics);
     let address = &config.endpoints[0];
     let of_endpoint = metrics.endpoint(&shared.name, &address.to_string());
-    shared.place(vec![Endpoint::new(&shared.name, address, None, of_endpoint).unwrap()]);
+    shared.set_endpoints(vec![Endpoint::new(&shared.name, address, None, of_endpoint).unwrap()]);
     let pool = Pool::new(Arc::new(shared));
-    let class = pool.class(Class::Token);
+    let class = pool.class(CredentialClass::Token);
     let upstream = Rc::new(UpstreamClient::new(
         Rc::clone(&pool),
         Arc::clone(&metrics),
@@ -73,7 +74,7 @@ async fn counted() {
     let outgoing = Box::new(ForwardedRequest {
         upstream,
         class: Rc::clone(&class),
-        proof: IdentityProof::new(Class::Token, None),
+        proof: IdentityProof::new(CredentialClass::Token, None),
         head: Request::from_parts(parts, ()),
         body: None,
         info,
@@ -87,7 +88,7 @@ async fn counted() {
     run.abort();
     let Ok(answer) = answer else { panic!("no answer") };
     let mut body = answer.into_body();
-    let permit = pool.acquire(&class, Need::of(None)).await.unwrap();
+    let permit = pool.acquire(&class, StreamRequirements::for_client(None)).await.unwrap();
     let connections = [Rc::clone(permit.connection())];
 
     // The event, which lies before the bookmark in the same piece, so that both have been seen.
@@ -99,7 +100,7 @@ async fn counted() {
     );
 
     let mut now = Instant::now();
-    let mut mover = Mover::new(now);
+    let mut mover = Rebalancer::new(now);
     let mut counted = Vec::new();
     for _minute in 0..8 {
         now += Duration::from_secs(70);

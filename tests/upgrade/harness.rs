@@ -21,9 +21,10 @@ use jackstay::proxy::listener::Listener;
 use jackstay::proxy::request_body;
 use jackstay::proxy::upgrade::Tunnels;
 use jackstay::proxy::upstream_client::UpstreamClient;
+use jackstay::upstream::Upstream;
 use jackstay::upstream::credentials::{Credentials, client_tls};
 use jackstay::upstream::endpoint::Endpoint;
-use jackstay::upstream::pool::{Pool, Upstream};
+use jackstay::upstream::pool::Pool;
 use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair};
 use rustls::ServerConfig;
 use rustls::server::WebPkiClientVerifier;
@@ -231,7 +232,7 @@ impl Proxy {
             let metrics = metrics.endpoint(&shared.name, &address.to_string());
             Endpoint::new(&shared.name, address, None, metrics).unwrap()
         });
-        shared.place(endpoints.collect());
+        shared.set_endpoints(endpoints.collect());
         let pool = Pool::new(Arc::new(shared));
         let tunnels = Tunnels::default();
         let (trigger, drain) = drain::channel();

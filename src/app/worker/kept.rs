@@ -19,7 +19,7 @@ use crate::proxy::drain::{self, DrainTrigger, DrainWatcher};
 use crate::proxy::listener::Listener;
 use crate::proxy::passthrough;
 use crate::proxy::upstream_client::UpstreamClient;
-use crate::upstream::pool::Upstream;
+use crate::upstream::Upstream;
 
 /// Longest time over which the watches of a listener that goes are let go. Their clients come back
 /// within a second, so this is what keeps a node with a thousand of them from being a herd.

@@ -36,7 +36,7 @@ use crate::config::EndpointAddress;
 use crate::control::certificates::ticks;
 use crate::control::file_watch::FileWatch;
 use crate::net::files::bounded_read;
-use crate::upstream::sources::Source;
+use crate::upstream::endpoint_sources::EndpointSource;
 
 /// Bounds of the time until a name is asked for again: a TTL of 0 must not become a flood, and one
 /// of a day not a day of blindness.
@@ -147,7 +147,7 @@ fn known_of(hosts: &[String], board: &SourceStates) -> BTreeMap<String, Known> {
         (host.clone(), Known { v4, v6, error: None })
     };
     board.with(|answers, _| {
-        let answer = answers.get(&Source::Dns);
+        let answer = answers.get(&EndpointSource::Dns);
         answer.into_iter().flat_map(|answer| hosts.iter().map(|h| of(h, answer))).collect()
     })
 }
@@ -176,7 +176,7 @@ impl Names {
     fn is_usable(&self, host: &str, ip: IpAddr) -> bool {
         let ports: Vec<u16> =
             self.wanted.iter().filter(|name| name.host == host).map(|name| name.port).collect();
-        self.board.upstream().endpoints.load().iter().any(|endpoint| {
+        self.board.upstream().endpoints().iter().any(|endpoint| {
             ports.contains(&endpoint.address.port)
                 && endpoint.address.host.parse() == Ok(ip)
                 && endpoint.is_usable()
@@ -212,9 +212,9 @@ impl Names {
             .collect();
         let wrong = (!errors.is_empty()).then(|| errors.join("; "));
         if !said.entries.is_empty() || said.refused_count > 0 {
-            self.board.update_partial(Source::Dns, said, complete, wrong.as_deref());
+            self.board.update_partial(EndpointSource::Dns, said, complete, wrong.as_deref());
         } else if let Some(wrong) = wrong {
-            self.board.fail(Source::Dns, &wrong);
+            self.board.fail(EndpointSource::Dns, &wrong);
         }
     }
 }

@@ -14,7 +14,7 @@ use crate::config::EndpointAddress;
 use crate::control::certificates::ticks;
 use crate::control::file_watch::FileWatch;
 use crate::net::files::bounded_read;
-use crate::upstream::sources::Source;
+use crate::upstream::endpoint_sources::EndpointSource;
 
 /// Largest file read.
 const MAX_FILE: u64 = 1 << 20;
@@ -30,12 +30,12 @@ pub async fn follow(path: PathBuf, board: Rc<SourceStates>) {
             let read = read(&path);
             files.unsettled = read.is_err();
             match read {
-                Ok(text) => board.update(Source::File, parse(&text), true),
-                Err(why) => board.fail(Source::File, &why),
+                Ok(text) => board.update(EndpointSource::File, parse(&text), true),
+                Err(why) => board.fail(EndpointSource::File, &why),
             }
         } else {
             // It says what it said.
-            board.confirm(Source::File);
+            board.confirm(EndpointSource::File);
         }
     }
 }

@@ -9,7 +9,7 @@
 //! | the state file, and its source has not answered | as if its source had said it |
 //!
 //! The same address from two sources is one endpoint, with the name to verify of the more trusted
-//! one ([`Source`]'s order). Our own addresses are never endpoints: requests would loop.
+//! one ([`EndpointSource`]'s order). Our own addresses are never endpoints: requests would loop.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -17,7 +17,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use crate::config::EndpointAddress;
 use crate::control::endpoint_set::EndpointSpec;
-use crate::upstream::sources::Source;
+use crate::upstream::endpoint_sources::EndpointSource;
 
 /// Most endpoints in the set. Each costs connections here and at the apiserver, and no control
 /// plane has as many servers; a list that has is a mistake or an attack.
@@ -46,7 +46,7 @@ pub struct SourceAnswer {
 }
 
 /// What was remembered of an earlier run, by the source that said it.
-pub type SavedEndpoints = Vec<(Source, Candidate)>;
+pub type SavedEndpoints = Vec<(EndpointSource, Candidate)>;
 
 /// Addresses that lead to ourselves.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -104,20 +104,20 @@ pub struct Merged {
 /// `usable` says which addresses serve now, and `lot` which of the others are tried where not all
 /// can be.
 pub fn merge(
-    answers: &BTreeMap<Source, SourceAnswer>,
+    answers: &BTreeMap<EndpointSource, SourceAnswer>,
     remembered: &SavedEndpoints,
     own: &OwnAddresses,
     server_name: Option<&str>,
     usable: &dyn Fn(&EndpointAddress) -> bool,
     lot: u64,
 ) -> Merged {
-    let mut said: Vec<(Source, Source, &Candidate)> = Vec::new();
+    let mut said: Vec<(EndpointSource, EndpointSource, &Candidate)> = Vec::new();
     for (source, answer) in answers {
         said.extend(answer.entries.iter().map(|entry| (*source, *source, entry)));
     }
     for (source, entry) in remembered {
         if answers.get(source).is_none_or(|answer| !answer.complete) {
-            said.push((Source::State, *source, entry));
+            said.push((EndpointSource::State, *source, entry));
         }
     }
     // By trust; the sort is stable, so that each source's own order stays.
@@ -137,7 +137,7 @@ pub fn merge(
                 server_name: server_name.map(str::to_owned).or_else(|| entry.server_name.clone()),
                 fallback: !discovered.is_empty() && !discovered.contains(&entry.address),
             };
-            (matches!(trust, Source::Static | Source::Dns), member)
+            (matches!(trust, EndpointSource::Static | EndpointSource::Dns), member)
         })
         .collect();
     let too_many = members.len().saturating_sub(MOST);
@@ -185,7 +185,7 @@ mod tests {
     }
 
     fn merged(
-        answers: &BTreeMap<Source, SourceAnswer>,
+        answers: &BTreeMap<EndpointSource, SourceAnswer>,
         remembered: &SavedEndpoints,
     ) -> Vec<String> {
         let merged = merge(answers, remembered, &OwnAddresses::default(), None, &|_| false, 0);
@@ -198,14 +198,15 @@ mod tests {
 
     #[test]
     fn seeds_are_a_fallback_once_something_was_discovered() {
-        let mut answers = BTreeMap::from([(Source::Static, answer(&["10.0.0.1:1", "10.0.0.2:1"]))]);
+        let mut answers =
+            BTreeMap::from([(EndpointSource::Static, answer(&["10.0.0.1:1", "10.0.0.2:1"]))]);
         let dns = named(answer(&["10.0.0.9:1"]), "lb.example");
-        answers.insert(Source::Dns, dns);
+        answers.insert(EndpointSource::Dns, dns);
         let seeds = ["10.0.0.1:1", "10.0.0.2:1", "10.0.0.9:1 lb.example"];
         assert_eq!(merged(&answers, &vec![]), seeds);
 
         let slices = named(answer(&["10.0.0.2:1", "[fd00::3]:1"]), DISCOVERED_NAME);
-        answers.insert(Source::Slices, slices);
+        answers.insert(EndpointSource::Slices, slices);
         let all = [
             "10.0.0.2:1",
             "[fd00::3]:1 kubernetes.default.svc",
@@ -214,22 +215,26 @@ mod tests {
         ];
         assert_eq!(merged(&answers, &vec![]), all);
 
-        answers.insert(Source::File, answer(&["10.0.0.1:1"]));
+        answers.insert(EndpointSource::File, answer(&["10.0.0.1:1"]));
         assert_eq!(merged(&answers, &vec![])[0], "10.0.0.1:1", "no longer a fallback");
     }
 
     #[test]
     fn what_was_remembered_counts_until_its_source_has_answered() {
         let slice = Candidate { server_name: Some(DISCOVERED_NAME.into()), ..entry("10.0.0.7:1") };
-        let remembered = vec![(Source::Slices, slice), (Source::Dns, entry("10.0.0.8:1"))];
-        let mut answers = BTreeMap::from([(Source::Static, answer(&["10.0.0.1:1"]))]);
+        let remembered =
+            vec![(EndpointSource::Slices, slice), (EndpointSource::Dns, entry("10.0.0.8:1"))];
+        let mut answers = BTreeMap::from([(EndpointSource::Static, answer(&["10.0.0.1:1"]))]);
         let start =
             ["10.0.0.7:1 kubernetes.default.svc", "10.0.0.1:1 fallback", "10.0.0.8:1 fallback"];
         assert_eq!(merged(&answers, &remembered), start);
-        answers.insert(Source::Dns, SourceAnswer { complete: false, ..answer(&["10.0.0.9:1"]) });
+        answers.insert(
+            EndpointSource::Dns,
+            SourceAnswer { complete: false, ..answer(&["10.0.0.9:1"]) },
+        );
         assert_eq!(merged(&answers, &remembered).len(), 4, "one name of two is resolved");
-        answers.insert(Source::Dns, answer(&["10.0.0.9:1"]));
-        answers.insert(Source::Slices, answer(&["10.0.0.6:1"]));
+        answers.insert(EndpointSource::Dns, answer(&["10.0.0.9:1"]));
+        answers.insert(EndpointSource::Slices, answer(&["10.0.0.6:1"]));
         let now = ["10.0.0.6:1", "10.0.0.1:1 fallback", "10.0.0.9:1 fallback"];
         assert_eq!(merged(&answers, &remembered), now);
     }
@@ -237,8 +242,10 @@ mod tests {
     #[test]
     fn a_configured_name_wins_everywhere() {
         let slices = named(answer(&["10.0.0.2:1"]), DISCOVERED_NAME);
-        let answers =
-            BTreeMap::from([(Source::Static, answer(&["10.0.0.1:1"])), (Source::Slices, slices)]);
+        let answers = BTreeMap::from([
+            (EndpointSource::Static, answer(&["10.0.0.1:1"])),
+            (EndpointSource::Slices, slices),
+        ]);
         let merged = merge(&answers, &vec![], &OwnAddresses::default(), Some("api"), &|_| false, 0);
         assert!(merged.members.iter().all(|m| m.server_name.as_deref() == Some("api")));
     }
@@ -266,11 +273,13 @@ mod tests {
             let is = [&loopback, &wildcard, &both].map(|own| own.is(&entry(text).address));
             assert_eq!(is, expected, "{text}");
         }
-        let answers =
-            BTreeMap::from([(Source::Static, answer(&["127.0.0.1:6443", "10.0.0.1:6443"]))]);
+        let answers = BTreeMap::from([(
+            EndpointSource::Static,
+            answer(&["127.0.0.1:6443", "10.0.0.1:6443"]),
+        )]);
         let merged = merge(&answers, &vec![], &loopback, None, &|_| false, 0);
         assert_eq!(merged.members.len(), 1);
-        let (kept, ours) = without_own(answers[&Source::Static].entries.clone(), &loopback);
+        let (kept, ours) = without_own(answers[&EndpointSource::Static].entries.clone(), &loopback);
         assert_eq!((kept.len(), ours.len()), (1, 1));
     }
 
@@ -280,8 +289,8 @@ mod tests {
             (0..1000).map(|i| format!("10.1.{}.{}:1", i / 250, i % 250)).collect();
         let many: Vec<&str> = many.iter().map(String::as_str).collect();
         let answers = BTreeMap::from([
-            (Source::Static, answer(&["10.0.0.1:1", "10.0.0.2:1"])),
-            (Source::Slices, answer(&many)),
+            (EndpointSource::Static, answer(&["10.0.0.1:1", "10.0.0.2:1"])),
+            (EndpointSource::Slices, answer(&many)),
         ]);
         let serves = [entry("10.1.2.7:1").address, entry("10.1.3.200:1").address];
         let mut tried = HashSet::new();
@@ -304,12 +313,12 @@ mod tests {
         fn the_set_is_a_set(
             said in proptest::collection::vec((0..5_usize, 0..12_u8, any::<bool>()), 0..40),
         ) {
-            let mut answers: BTreeMap<Source, SourceAnswer> = BTreeMap::new();
+            let mut answers: BTreeMap<EndpointSource, SourceAnswer> = BTreeMap::new();
             let mut remembered = Vec::new();
             for (source, host, complete) in said {
                 let entry = entry(&format!("10.0.0.{host}:6443"));
-                match Source::ALL[source] {
-                    Source::State => remembered.push((Source::Slices, entry)),
+                match EndpointSource::ALL[source] {
+                    EndpointSource::State => remembered.push((EndpointSource::Slices, entry)),
                     source => {
                         let answer = answers.entry(source).or_default();
                         answer.entries.push(entry);

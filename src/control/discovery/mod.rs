@@ -42,8 +42,8 @@ use super::endpoint_set::{EndpointSetWriter, EndpointSpec};
 use crate::config::{self, EndpointAddress};
 use crate::net::sockets::interfaces;
 use crate::observe::{Liveness, LivenessMonitor};
-use crate::upstream::pool::Upstream;
-use crate::upstream::sources::Source;
+use crate::upstream::Upstream;
+use crate::upstream::endpoint_sources::EndpointSource;
 use debounce::{Debouncer, Placed};
 use merge::{Candidate, Merged, OwnAddresses};
 use objects::DiscoveredEndpoints;
@@ -126,7 +126,7 @@ struct DiscoveryController {
     board: Rc<SourceStates>,
     around: Arc<SharedContext>,
     liveness: Liveness,
-    running: BTreeMap<Source, (Setup, AbortHandle)>,
+    running: BTreeMap<EndpointSource, (Setup, AbortHandle)>,
     tasks: JoinSet<()>,
     members: EndpointSetWriter,
     settling: Debouncer,
@@ -164,9 +164,9 @@ impl DiscoveryController {
                     let reports = upstream.sources.reports();
                     saved.entries.retain(|(source, _)| reports.contains_key(source));
                     drop(reports);
-                    upstream.sources.succeeded(Source::State, saved.entries.len(), None);
+                    upstream.sources.succeeded(EndpointSource::State, saved.entries.len(), None);
                     let age = config::format_duration(Duration::from_secs(saved.age.as_secs()));
-                    upstream.sources.note(Source::State, format!("{} old", &age));
+                    upstream.sources.note(EndpointSource::State, format!("{} old", &age));
                     tracing::info!(
                         upstream = &*upstream.name,
                         file = %path.display(),
@@ -178,9 +178,11 @@ impl DiscoveryController {
                 }
                 Ok(Err(state_file::StateError::Missing)) => {}
                 Ok(Err(error)) => {
-                    upstream.sources.failed(Source::State, &format!("{}: {error}", path.display()));
+                    upstream
+                        .sources
+                        .failed(EndpointSource::State, &format!("{}: {error}", path.display()));
                 }
-                Err(error) => upstream.sources.failed(Source::State, &error.to_string()),
+                Err(error) => upstream.sources.failed(EndpointSource::State, &error.to_string()),
             }
         });
     }
@@ -193,22 +195,22 @@ impl DiscoveryController {
         let entry =
             |address: &EndpointAddress| Candidate { address: address.clone(), server_name: None };
         if fixed.is_empty() {
-            self.board.forget(Source::Static);
+            self.board.forget(EndpointSource::Static);
         } else {
             let said = DiscoveredEndpoints {
                 entries: fixed.iter().map(entry).collect(),
                 ..DiscoveredEndpoints::default()
             };
-            self.board.update(Source::Static, said, true);
+            self.board.update(EndpointSource::Static, said, true);
         }
-        self.set_up(Source::File, config.endpoints_file.clone().map(Setup::File));
-        self.set_up(Source::Dns, (!names.is_empty()).then_some(Setup::Dns(names)));
-        self.set_up(Source::Slices, config.discovery.kubeconfig.clone().map(Setup::Slices));
+        self.set_up(EndpointSource::File, config.endpoints_file.clone().map(Setup::File));
+        self.set_up(EndpointSource::Dns, (!names.is_empty()).then_some(Setup::Dns(names)));
+        self.set_up(EndpointSource::Slices, config.discovery.kubeconfig.clone().map(Setup::Slices));
         // The name to verify may be another one.
         self.board.turn();
     }
 
-    fn set_up(&mut self, source: Source, setup: Option<Setup>) {
+    fn set_up(&mut self, source: EndpointSource, setup: Option<Setup>) {
         if self.running.get(&source).map(|(setup, _)| setup) == setup.as_ref() {
             return;
         }
@@ -273,7 +275,7 @@ impl DiscoveryController {
             self.save(now);
             return None;
         }
-        let endpoints = self.upstream().endpoints.load_full();
+        let endpoints = Arc::clone(&self.upstream().endpoints());
         let usable = |member: &EndpointSpec| {
             endpoints.iter().any(|e| e.address == member.address && e.is_usable())
         };
@@ -295,7 +297,7 @@ impl DiscoveryController {
     fn merged(&mut self, now: Instant) -> Merged {
         let upstream = Arc::clone(self.upstream());
         let config = upstream.config();
-        let endpoints = upstream.endpoints.load();
+        let endpoints = upstream.endpoints();
         let usable = |address: &EndpointAddress| {
             endpoints.iter().any(|e| e.address == *address && e.is_usable())
         };
@@ -340,7 +342,7 @@ impl DiscoveryController {
     fn save(&mut self, now: Instant) {
         let Some(dir) = self.around.state_dir.load().as_ref().clone() else { return };
         let (answers, since) = self.board.worth_saving();
-        let endpoints = self.upstream().endpoints.load();
+        let endpoints = self.upstream().endpoints();
         let serves = |entry: &Candidate| {
             endpoints.iter().any(|e| e.address == entry.address && e.is_usable())
         };

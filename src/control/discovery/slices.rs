@@ -30,7 +30,7 @@ use super::transport::TransportTask;
 use super::watch_start::{RecordingLayer, WatchStartVersion};
 use crate::control::certificates::ticks;
 use crate::control::file_watch::FileWatch;
-use crate::upstream::sources::Source;
+use crate::upstream::endpoint_sources::EndpointSource;
 
 /// Bounds of the pause after a failure.
 const RETRY_MIN: Duration = Duration::from_millis(250);
@@ -72,7 +72,7 @@ pub async fn follow(path: PathBuf, board: Rc<SourceStates>) {
                 }
                 Err(why) => {
                     files.unsettled = true;
-                    board.fail(Source::Slices, &why);
+                    board.fail(EndpointSource::Slices, &why);
                 }
             }
         }
@@ -106,7 +106,7 @@ where
             }
             Err(why) => {
                 failures = failures.saturating_add(1);
-                board.fail(Source::Slices, &why);
+                board.fail(EndpointSource::Slices, &why);
             }
         }
         sleep(pause(failures, fastrand::f64())).await;
@@ -196,7 +196,7 @@ async fn watch(
             Ok(None) => return,
             Err(_) => {
                 *failures = failures.saturating_add(1);
-                return board.fail(Source::Slices, &stalled());
+                return board.fail(EndpointSource::Slices, &stalled());
             }
         };
         match event {
@@ -208,14 +208,14 @@ async fn watch(
                     *failures = 0;
                 }
                 if store.feed(event) {
-                    board.update(Source::Slices, store.said(), true);
+                    board.update(EndpointSource::Slices, store.said(), true);
                 }
             }
             Err(error) => {
                 *failures =
                     if since.elapsed() > GOOD_AFTER { 1 } else { failures.saturating_add(1) };
                 since = Instant::now();
-                board.fail(Source::Slices, &words_of_watch(&error));
+                board.fail(EndpointSource::Slices, &words_of_watch(&error));
                 if is_over(&error) || failures.is_multiple_of(RELIST_AFTER) {
                     return;
                 }

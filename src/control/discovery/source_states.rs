@@ -14,8 +14,8 @@ use tokio::sync::Notify;
 
 use super::merge::{Candidate, OwnAddresses, SavedEndpoints, SourceAnswer, without_own};
 use super::objects::DiscoveredEndpoints;
-use crate::upstream::pool::Upstream;
-use crate::upstream::sources::Source;
+use crate::upstream::Upstream;
+use crate::upstream::endpoint_sources::EndpointSource;
 
 /// Refusals that are named in one log line.
 const NAMED: usize = 5;
@@ -23,12 +23,12 @@ const NAMED: usize = 5;
 /// The board of one upstream. Lives on the control thread.
 pub struct SourceStates {
     upstream: Arc<Upstream>,
-    answers: RefCell<BTreeMap<Source, SourceAnswer>>,
+    answers: RefCell<BTreeMap<EndpointSource, SourceAnswer>>,
     remembered: RefCell<SavedEndpoints>,
     /// When what is remembered was said.
     remembered_of: Cell<Option<SystemTime>>,
     /// What was told of the last answer of each source: what of it is refused, by the reason.
-    told: RefCell<BTreeMap<(Source, &'static str), String>>,
+    told: RefCell<BTreeMap<(EndpointSource, &'static str), String>>,
     own: Box<dyn Fn() -> OwnAddresses>,
     changed: Notify,
 }
@@ -58,14 +58,14 @@ impl SourceStates {
     }
 
     /// A source has an answer; `complete` if every part of the source has answered by now.
-    pub fn update(&self, source: Source, said: DiscoveredEndpoints, complete: bool) {
+    pub fn update(&self, source: EndpointSource, said: DiscoveredEndpoints, complete: bool) {
         self.update_partial(source, said, complete, None);
     }
 
     /// The same, `but` being what is wrong with a part of the source.
     pub fn update_partial(
         &self,
-        source: Source,
+        source: EndpointSource,
         said: DiscoveredEndpoints,
         complete: bool,
         but: Option<&str>,
@@ -101,7 +101,7 @@ impl SourceStates {
     }
 
     /// Counts what is not taken of an answer, and tells it if the answer before was another one.
-    fn refuse(&self, source: Source, reason: &'static str, count: usize, words: &str) {
+    fn refuse(&self, source: EndpointSource, reason: &'static str, count: usize, words: &str) {
         let mut told = self.told.borrow_mut();
         if count == 0 {
             told.remove(&(source, reason));
@@ -113,18 +113,18 @@ impl SourceStates {
     }
 
     /// A source says what it said before.
-    pub fn confirm(&self, source: Source) {
+    pub fn confirm(&self, source: EndpointSource) {
         self.upstream.sources.confirmed(source);
     }
 
     /// A source could not be asked.
-    pub fn fail(&self, source: Source, why: &str) {
+    pub fn fail(&self, source: EndpointSource, why: &str) {
         self.upstream.sources.failed(source, why);
     }
 
     /// A source is not configured any longer: neither what it said counts, nor what an earlier run
     /// remembers of it.
-    pub fn forget(&self, source: Source) {
+    pub fn forget(&self, source: EndpointSource) {
         self.upstream.sources.forget(source);
         self.answers.borrow_mut().remove(&source);
         self.remembered.borrow_mut().retain(|(of, _)| *of != source);
@@ -142,12 +142,12 @@ impl SourceStates {
     /// remembered of sources that have not answered. With the latter comes when it was said.
     pub fn worth_saving(&self) -> (SavedEndpoints, Option<SystemTime>) {
         self.with(|answers, remembered| {
-            let found = answers.iter().filter(|(source, _)| **source != Source::Static);
+            let found = answers.iter().filter(|(source, _)| **source != EndpointSource::Static);
             let mut all: SavedEndpoints = found
                 .flat_map(|(source, answer)| answer.entries.iter().map(|e| (*source, e.clone())))
                 .collect();
             let fresh = all.len();
-            let counts = |of: &(Source, Candidate)| {
+            let counts = |of: &(EndpointSource, Candidate)| {
                 answers.get(&of.0).is_none_or(|answer| !answer.complete) && !all.contains(of)
             };
             let kept: Vec<_> = remembered.iter().filter(|of| counts(of)).cloned().collect();
@@ -170,7 +170,7 @@ impl SourceStates {
     /// Looks at the answers and at what was remembered.
     pub fn with<R>(
         &self,
-        look: impl FnOnce(&BTreeMap<Source, SourceAnswer>, &SavedEndpoints) -> R,
+        look: impl FnOnce(&BTreeMap<EndpointSource, SourceAnswer>, &SavedEndpoints) -> R,
     ) -> R {
         look(&self.answers.borrow(), &self.remembered.borrow())
     }

@@ -17,7 +17,7 @@ use super::merge::{Candidate, SavedEndpoints};
 use crate::config::EndpointAddress;
 use crate::net::files::bounded_read;
 use crate::observe::utc::Utc;
-use crate::upstream::sources::Source;
+use crate::upstream::endpoint_sources::EndpointSource;
 
 /// Version of the format; a file of another one is foreign.
 const VERSION: u64 = 1;
@@ -105,11 +105,12 @@ fn parse(text: &str, upstream: &str, now: SystemTime) -> Result<Saved, StateErro
 }
 
 /// One endpoint, if it is one that we could have written.
-fn entry(value: &Value) -> Option<(Source, Candidate)> {
-    let source = Source::from_name(value["source"].as_str()?)?;
+fn entry(value: &Value) -> Option<(EndpointSource, Candidate)> {
+    let source = EndpointSource::from_name(value["source"].as_str()?)?;
     let address = EndpointAddress::parse(value["address"].as_str()?).ok()?;
     let server_name = value["server_name"].as_str().map(str::to_owned);
-    let remembered = matches!(source, Source::File | Source::Dns | Source::Slices);
+    let remembered =
+        matches!(source, EndpointSource::File | EndpointSource::Dns | EndpointSource::Slices);
     let name_is_good = server_name
         .as_deref()
         .is_none_or(|name| rustls::pki_types::ServerName::try_from(name).is_ok());
@@ -171,8 +172,8 @@ mod tests {
             server_name: name.map(str::to_owned),
         };
         vec![
-            (Source::Slices, entry("10.0.0.1", Some("kubernetes.default.svc"))),
-            (Source::File, entry("fd00::3", None)),
+            (EndpointSource::Slices, entry("10.0.0.1", Some("kubernetes.default.svc"))),
+            (EndpointSource::File, entry("fd00::3", None)),
         ]
     }
 

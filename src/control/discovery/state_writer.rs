@@ -13,8 +13,8 @@ use tokio::time::Instant;
 
 use super::merge::SavedEndpoints;
 use super::state_file;
-use crate::upstream::pool::Upstream;
-use crate::upstream::sources::Source;
+use crate::upstream::Upstream;
+use crate::upstream::endpoint_sources::EndpointSource;
 
 /// How often it is written although nothing has changed.
 const REFRESH: Duration = Duration::from_secs(3600);
@@ -83,8 +83,8 @@ impl StateWriter {
         match &error {
             Some(error) => failed(upstream, &writing.content, error),
             // What could not be read, or written, is good from now on.
-            None if upstream.sources.is_failing(Source::State) => {
-                upstream.sources.confirmed(Source::State);
+            None if upstream.sources.is_failing(EndpointSource::State) => {
+                upstream.sources.confirmed(EndpointSource::State);
             }
             None => {}
         }
@@ -99,9 +99,9 @@ fn failed(upstream: &Upstream, (dir, _): &Content, why: &str) {
     let what = "cannot be saved, and a restart will have to find the endpoints anew";
     let words = format!("{}: {what}: {why}", path.display());
     let reports = upstream.sources.reports();
-    let known = reports.get(&Source::State).is_some_and(|r| r.complaint() == Some(&words));
+    let known = reports.get(&EndpointSource::State).is_some_and(|r| r.complaint() == Some(&words));
     drop(reports);
     if !known {
-        upstream.sources.failed(Source::State, &words);
+        upstream.sources.failed(EndpointSource::State, &words);
     }
 }

@@ -13,9 +13,9 @@ use super::{SharedContext, TICK, dns, run, state_file};
 use crate::config::{Discovery, EndpointAddress, Upstream, validate_text};
 use crate::control::endpoint_set;
 use crate::observe::{LivenessMonitor, Metrics};
-use crate::upstream::credentials::{Class, Credentials};
-use crate::upstream::pool;
-use crate::upstream::sources::Source;
+use crate::upstream;
+use crate::upstream::credentials::{CredentialClass, Credentials};
+use crate::upstream::endpoint_sources::EndpointSource;
 use crate::upstream::stats::ConnectionStats;
 
 /// A hundred connections that never end, and as many passed flows, hang on an endpoint that has
@@ -28,25 +28,25 @@ async fn a_thousand_updates_are_made_in_time_while_a_drain_is_stuck() {
     let (leaves, stays) = (nobody("127.2.1.1".into()), nobody("127.2.1.2".into()));
     let mut config = Upstream { endpoints: vec![leaves.clone(), stays.clone()], ..config() };
     let credentials = Credentials::load(&config, &[]).unwrap();
-    let upstream = Arc::new(pool::Upstream::new(config.clone(), credentials, &Metrics::new()));
+    let upstream = Arc::new(upstream::Upstream::new(config.clone(), credentials, &Metrics::new()));
     endpoint_set::replace_endpoints(&upstream, &endpoint_set::static_endpoints(&config));
     let around = around(None);
     // Both serve, and nothing on them ever ends.
-    let live = || ConnectionStats::new(Class::Anonymous, None, None, Instant::now());
+    let live = || ConnectionStats::new(CredentialClass::Anonymous, None, None, Instant::now());
     let mut stuck = Vec::new();
-    let endpoints = upstream.endpoints.load_full();
+    let endpoints = Arc::clone(&upstream.endpoints());
     for endpoint in endpoints.iter() {
         for _ in 0..100 {
             let connection = live();
             endpoint.connection_opened(&connection);
-            stuck.push((connection, endpoint.flow()));
+            stuck.push((connection, endpoint.track_flow()));
         }
     }
     let made = async || {
         let wanted = upstream.config().endpoints.clone();
         let told = Instant::now();
         loop {
-            let set = upstream.endpoints.load_full();
+            let set = Arc::clone(&upstream.endpoints());
             let has =
                 |address: &EndpointAddress| set.iter().any(|endpoint| endpoint.address == *address);
             if set.len() == wanted.len() && wanted.iter().all(has) {
@@ -88,7 +88,7 @@ async fn what_is_remembered_lives_and_dies_with_its_source() {
     let address = |last: u8| EndpointAddress { host: format!("127.2.1.{last}"), port: 9 };
     let said = |source, last| (source, Candidate { address: address(last), server_name: None });
     let old = SystemTime::now() - Duration::from_secs(3600);
-    let remembered = vec![said(Source::Slices, 3), said(Source::Dns, 4)];
+    let remembered = vec![said(EndpointSource::Slices, 3), said(EndpointSource::Dns, 4)];
     state_file::write(dir.path(), "u", &remembered, old).unwrap();
     let file = dir.path().join("endpoints");
     std::fs::write(&file, address(2).to_string()).unwrap();
@@ -100,15 +100,14 @@ async fn what_is_remembered_lives_and_dies_with_its_source() {
         ..config()
     };
     let credentials = Credentials::load(&config, &[]).unwrap();
-    let upstream = Arc::new(pool::Upstream::new(config.clone(), credentials, &Metrics::new()));
+    let upstream = Arc::new(upstream::Upstream::new(config.clone(), credentials, &Metrics::new()));
     let around = around(Some(dir.path().to_owned()));
     let becomes = async |lasts: &[u8]| {
         let patience = Instant::now() + Duration::from_secs(60);
-        let is_there = |last| upstream.endpoints.load().iter().any(|e| e.address == address(last));
-        while upstream.endpoints.load().len() != lasts.len() || !lasts.iter().all(|l| is_there(*l))
-        {
+        let is_there = |last| upstream.endpoints().iter().any(|e| e.address == address(last));
+        while upstream.endpoints().len() != lasts.len() || !lasts.iter().all(|l| is_there(*l)) {
             assert!(!is_there(4), "it belongs to no source");
-            assert!(Instant::now() < patience, "{lasts:?}: {:?}", upstream.endpoints.load());
+            assert!(Instant::now() < patience, "{lasts:?}: {:?}", upstream.endpoints());
             sleep(Duration::from_millis(20)).await;
         }
     };
@@ -124,16 +123,17 @@ async fn what_is_remembered_lives_and_dies_with_its_source() {
         let keeper = spawn_local(run(Arc::clone(&upstream), Arc::clone(&around)));
         becomes(&[1, 2, 3]).await;
         // One serves: what is good is saved, with what still counts.
-        let set = upstream.endpoints.load_full();
+        let set = Arc::clone(&upstream.endpoints());
         let serving = set.iter().find(|e| e.address == address(2)).unwrap();
-        let connection = ConnectionStats::new(Class::Anonymous, None, None, Instant::now());
+        let connection =
+            ConnectionStats::new(CredentialClass::Anonymous, None, None, Instant::now());
         serving.connection_opened(&connection);
-        is_saved(&vec![said(Source::File, 2), said(Source::Slices, 3)]).await;
+        is_saved(&vec![said(EndpointSource::File, 2), said(EndpointSource::Slices, 3)]).await;
         assert!(on_disk().age >= Duration::from_secs(3599), "as old as the oldest in it");
         config.discovery.kubeconfig = None;
         upstream.reconfigure(config.clone());
         becomes(&[1, 2]).await;
-        is_saved(&vec![said(Source::File, 2)]).await;
+        is_saved(&vec![said(EndpointSource::File, 2)]).await;
         assert!(on_disk().age < Duration::from_secs(3599));
         // Another directory gets it too.
         let other = dir.path().join("other");

@@ -23,10 +23,11 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, sleep_until, timeout};
 
 use super::kubeconfig::Token;
+use crate::upstream::Upstream;
 use crate::upstream::connection::Permit;
-use crate::upstream::credentials::Class;
-use crate::upstream::pool::{Need, Pool, Unavailable, Upstream};
-use crate::upstream::sources::Source;
+use crate::upstream::credentials::CredentialClass;
+use crate::upstream::endpoint_sources::EndpointSource;
+use crate::upstream::pool::{Pool, StreamRequirements, Unavailable};
 
 /// How long a response head may take; a list of a few objects takes milliseconds.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
@@ -112,7 +113,7 @@ impl TransportTask {
         token: Token,
     ) -> (KubeTransport, impl Future<Output = ()> + use<>) {
         let (asked, mut requests) = mpsc::channel::<Asked>(CHUNKS);
-        let pool = Pool::for_our_own(Arc::clone(upstream));
+        let pool = Pool::for_internal_requests(Arc::clone(upstream));
         let upstream = Arc::clone(upstream);
         let road = async move {
             let mut tasks = tokio::task::JoinSet::new();
@@ -140,7 +141,7 @@ impl TransportTask {
             Ok((mut permit, response)) => {
                 let ok = response.status().is_success();
                 if ok && watch {
-                    self.upstream.sources.confirmed(Source::Slices);
+                    self.upstream.sources.confirmed(EndpointSource::Slices);
                 }
                 let (parts, recv) = response.into_parts();
                 let (chunks, body) = mpsc::channel(CHUNKS);
@@ -156,8 +157,11 @@ impl TransportTask {
         request: Request<()>,
         watch: bool,
     ) -> Result<(Permit, Response<RecvStream>), TransportError> {
-        let class = self.pool.class(Class::Discovery);
-        let permit = self.pool.acquire(&class, Need { watch, ..Need::of(None) }).await;
+        let class = self.pool.class(CredentialClass::Discovery);
+        let permit = self
+            .pool
+            .acquire(&class, StreamRequirements { watch, ..StreamRequirements::for_client(None) })
+            .await;
         let mut permit = permit.map_err(|unavailable| match unavailable {
             Unavailable::Unreachable(why) => TransportError(format!("no apiserver: {why}")),
             Unavailable::Exhausted => TransportError("no free stream to an apiserver".into()),
@@ -193,16 +197,16 @@ impl TransportTask {
         watch: bool,
     ) {
         let connection = Rc::clone(permit.connection());
-        let mut asked = connection.asked();
+        let mut asked = connection.notification_count();
         let mut open = 0;
         loop {
             let next = tokio::select! {
                 next = recv.data() => next,
-                () = connection.left_or_asked(asked), if watch && open == 0 => {
-                    if connection.is_to_be_left() {
+                () = connection.drain_or_notification(asked), if watch && open == 0 => {
+                    if connection.should_drain() {
                         return;
                     }
-                    asked = connection.asked();
+                    asked = connection.notification_count();
                     continue;
                 }
                 // kube is no longer interested.
@@ -226,7 +230,7 @@ impl TransportTask {
                     }
                     let _ = recv.flow_control().release_capacity(size);
                     if watch {
-                        self.upstream.sources.confirmed(Source::Slices);
+                        self.upstream.sources.confirmed(EndpointSource::Slices);
                     }
                 }
                 Some(Err(_)) if watch && open == 0 => return,

@@ -22,9 +22,9 @@ use super::connection::{ProbeConnection, connect, gone};
 use super::reachability::ReachabilityCheck;
 use super::request::{ReadyzResult, ask, doubt};
 use super::schedule::{ReadyVerdict, ResultStreak, anonymous_pause};
+use crate::upstream::Upstream;
+use crate::upstream::connection::ConnectionState;
 use crate::upstream::endpoint::Endpoint;
-use crate::upstream::health::Life;
-use crate::upstream::pool::Upstream;
 
 /// How often it is looked whether there is a credential by now.
 const LOOK: Duration = Duration::from_secs(1);
@@ -53,7 +53,7 @@ impl AnonymousProber {
     fn show(&self, upstream: &Upstream, endpoint: &Endpoint) {
         match &self.failing {
             Some(why) => endpoint.readyz_failing(why),
-            None => endpoint.readyz_not_asked(why_unknown(upstream)),
+            None => endpoint.readyz_not_probed(why_unknown(upstream)),
         }
     }
 
@@ -77,7 +77,7 @@ impl AnonymousProber {
                 return current;
             }
             // One that is suspect stays, until it is known what it has.
-            if Instant::now() >= self.next && current.life() == Life::Live {
+            if Instant::now() >= self.next && current.state() == ConnectionState::Live {
                 let config = upstream.config.load_full();
                 self.next =
                     Instant::now() + anonymous_pause(&config.health.readyz, fastrand::f64());
@@ -105,7 +105,7 @@ impl AnonymousProber {
         let ready = match ask(on, config, None).await {
             ReadyzResult::Lost => return,
             ReadyzResult::Ready => {
-                endpoint.readyz_right(asked_at);
+                endpoint.note_probe_ok(asked_at);
                 None
             }
             ReadyzResult::NotReady(why) => {

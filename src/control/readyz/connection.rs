@@ -7,12 +7,13 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep};
 
 use super::reachability::ReachabilityCheck;
+use crate::upstream::Upstream;
 use crate::upstream::connection::Connection;
-use crate::upstream::credentials::Class;
+use crate::upstream::connection::ConnectionState;
+use crate::upstream::credentials::CredentialClass;
 use crate::upstream::dial::dial_h2;
 use crate::upstream::endpoint::{ConnectFailure, Endpoint};
-use crate::upstream::health::Life;
-use crate::upstream::pool::{Upstream, note_failure};
+use crate::upstream::pool::record_connect_failure;
 
 /// Pause between two handshakes with a server that does not speak HTTP/2, so that there is no
 /// connection to listen to.
@@ -39,17 +40,19 @@ impl Drop for ProbeConnection {
 
 /// Whether a connection can be asked on, and shows the certificate that is in use now.
 pub fn is_current(upstream: &Upstream, connection: &Connection) -> bool {
-    let generation = upstream.credentials.tls(Class::Probe).map(|tls| tls.generation);
+    let generation = upstream.credentials.tls(CredentialClass::Probe).map(|tls| tls.generation);
     let current = generation == Some(connection.generation);
     if !current {
         connection.drain("certificate rotated");
     }
-    current && connection.life() == Life::Live
+    current && connection.state() == ConnectionState::Live
 }
 
 /// Waits until a connection takes no new streams any more.
 pub async fn gone(connection: &Connection) {
-    while connection.life() == Life::Live || connection.life() == Life::Suspect {
+    while connection.state() == ConnectionState::Live
+        || connection.state() == ConnectionState::Suspect
+    {
         connection.changed().await;
     }
 }
@@ -60,8 +63,8 @@ pub async fn connect(
     endpoint: &Arc<Endpoint>,
     witness: &ReachabilityCheck,
 ) -> Option<Rc<Connection>> {
-    let tls = upstream.credentials.tls(Class::Probe)?;
-    if !endpoint.may_connect(!upstream.is_usable(), Instant::now()) {
+    let tls = upstream.credentials.tls(CredentialClass::Probe)?;
+    if !endpoint.claim_connect_attempt(!upstream.is_usable(), Instant::now()) {
         sleep(RECONNECT_TICK).await;
         return None;
     }
@@ -75,12 +78,12 @@ pub async fn connect(
             // Passthrough listeners need no HTTP/2: the TLS handshake succeeded.
             endpoint.metrics.dialled("ok");
             endpoint.connected();
-            endpoint.readyz_not_asked("TLS handshake only: it does not speak HTTP/2 by ALPN");
+            endpoint.readyz_not_probed("TLS handshake only: it does not speak HTTP/2 by ALPN");
             sleep(HANDSHAKE_INTERVAL).await;
             None
         }
         Err(failure) => {
-            note_failure(endpoint, &failure);
+            record_connect_failure(endpoint, &failure);
             endpoint.connect_failed(failure, Instant::now());
             None
         }

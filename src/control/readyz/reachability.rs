@@ -19,12 +19,12 @@ use tokio::sync::Notify;
 use tokio::time::{Instant, sleep, sleep_until};
 
 use crate::net::sockets::connector::Connector;
+use crate::upstream::Upstream;
 use crate::upstream::connection::Connection;
-use crate::upstream::credentials::{Class, ClientTls};
+use crate::upstream::connection::ConnectionState;
+use crate::upstream::credentials::{ClientTls, CredentialClass};
 use crate::upstream::dial::{Established, dial_h2};
 use crate::upstream::endpoint::{ConnectFailure, Endpoint};
-use crate::upstream::health::Life;
-use crate::upstream::pool::Upstream;
 
 /// Nothing heard for this long, while it was asked, is silence.
 const SILENT_AFTER: Duration = Duration::from_millis(2_500);
@@ -63,7 +63,7 @@ impl ReachabilityCheck {
         Connection::start(
             established,
             endpoint,
-            Class::Probe,
+            CredentialClass::Probe,
             tls,
             &upstream.settings(),
             Rc::clone(&self.changed),
@@ -98,7 +98,7 @@ impl ReachabilityCheck {
             let mut changed = std::pin::pin!(self.changed.notified());
             changed.as_mut().enable();
             let current = self.current.borrow().as_ref().is_some_and(|c| Rc::ptr_eq(c, suspect));
-            if !current || suspect.life() != Life::Suspect {
+            if !current || suspect.state() != ConnectionState::Suspect {
                 return;
             }
             changed.await;
@@ -112,7 +112,9 @@ impl ReachabilityCheck {
             // Registered before the look, so that no change falls between look and wait.
             changed.as_mut().enable();
             let current = self.current.borrow().clone();
-            if let Some(current) = current.filter(|current| current.life() == Life::Suspect) {
+            if let Some(current) =
+                current.filter(|current| current.state() == ConnectionState::Suspect)
+            {
                 return current;
             }
             changed.await;
@@ -126,7 +128,7 @@ impl ReachabilityCheck {
         upstream: &Upstream,
         endpoint: &Arc<Endpoint>,
     ) {
-        let Some(tls) = upstream.credentials.tls(Class::Probe) else { return };
+        let Some(tls) = upstream.credentials.tls(CredentialClass::Probe) else { return };
         let outgoing = upstream.outgoing();
         let mut fresh = std::pin::pin!(handshake(&outgoing, endpoint, &tls));
         let mut silence = Silence::new(Instant::now());
@@ -145,19 +147,20 @@ impl ReachabilityCheck {
                 () = sleep_until(silence.look_at) => {}
             }
             let now = Instant::now();
-            if suspect.life() == Life::Live {
-                return endpoint.answers_again();
+            if suspect.state() == ConnectionState::Live {
+                return endpoint.mark_responsive();
             }
             let moved_on =
                 self.current.borrow().as_ref().is_none_or(|now| !Rc::ptr_eq(now, suspect));
-            if moved_on || (told && suspect.life() == Life::Dead) {
+            if moved_on || (told && suspect.state() == ConnectionState::Dead) {
                 // The prober connects anew.
                 return;
             }
-            if silence.is_death(suspect.heard(), now) && !told {
+            if silence.is_death(suspect.last_received(), now) && !told {
                 told = true;
-                endpoint
-                    .fell_silent("no PONG and no fresh handshake for 2.5 s: stopped, or cut off");
+                endpoint.mark_unresponsive(
+                    "no PONG and no fresh handshake for 2.5 s: stopped, or cut off",
+                );
             }
         }
     }
@@ -201,9 +204,11 @@ async fn handshake(
         match dial_h2(outgoing, endpoint, &tls.h2, HANDSHAKE_LIMIT).await {
             Ok(established) => return Some(established),
             // Somebody answers; what is wrong with the answer is the prober's business.
-            Err(ConnectFailure::NoH2(_) | ConnectFailure::Untrusted(_)) => return None,
-            Err(ConnectFailure::Refused(_) | ConnectFailure::Ours(_)) => sleep(PAUSE).await,
-            Err(ConnectFailure::Slow(_)) => {}
+            Err(ConnectFailure::NoH2(_) | ConnectFailure::TlsFailed(_)) => return None,
+            Err(ConnectFailure::Refused(_) | ConnectFailure::LocalShortage(_)) => {
+                sleep(PAUSE).await
+            }
+            Err(ConnectFailure::Timeout(_)) => {}
         }
     }
 }

@@ -9,10 +9,10 @@ use http::{HeaderValue, Request, StatusCode, header};
 use tokio::time::{Instant, timeout};
 
 use crate::config::Readyz;
+use crate::upstream::Upstream;
 use crate::upstream::connection::Connection;
+use crate::upstream::connection::ConnectionState;
 use crate::upstream::endpoint::{Endpoint, ReadyzCheck};
-use crate::upstream::health::Life;
-use crate::upstream::pool::Upstream;
 use crate::upstream::readyz::failed_checks;
 
 /// Bytes of an answer that are read to tell what failed.
@@ -40,7 +40,7 @@ pub async fn ask(
         Ok(Ok((status, finding))) => (Some(status.as_u16()), finding),
         // A response that is late on a live connection says that the apiserver is not ready; on any
         // other connection it says only that the connection is lost.
-        Err(_) if connection.life() == Life::Live => {
+        Err(_) if connection.state() == ConnectionState::Live => {
             let limit = config.timeout.as_millis();
             (
                 None,
@@ -62,11 +62,11 @@ pub async fn ask(
 /// No verdict yet, but whether the others are any better is worth knowing now, once: watches may
 /// want to move there.
 pub fn doubt(upstream: &Upstream, endpoint: &Arc<Endpoint>) {
-    if !endpoint.readyz_doubted(Instant::now()) {
+    if !endpoint.note_probe_failing(Instant::now()) {
         return;
     }
-    for other in upstream.endpoints.load().iter().filter(|other| !Arc::ptr_eq(other, endpoint)) {
-        other.prove_soon();
+    for other in upstream.endpoints().iter().filter(|other| !Arc::ptr_eq(other, endpoint)) {
+        other.request_confirmation_probe();
     }
 }
 

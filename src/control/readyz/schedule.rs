@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::config::Readyz;
-use crate::upstream::endpoint::Wanted;
+use crate::upstream::endpoint::ProbeTrigger;
 
 /// Pause after the first answer that an endpoint is not ready. It doubles with each further one up to
 /// the configured interval: thousands of nodes that each ask once a second are a load that an
@@ -109,10 +109,10 @@ impl ProbeSchedule {
     }
 
     /// Least pause before a probe that is wanted before its time.
-    pub fn soon(&self, why: Wanted, config: &Readyz) -> Duration {
+    pub fn soon(&self, why: ProbeTrigger, config: &Readyz) -> Duration {
         let pause = match why {
-            Wanted::Evidence => self.evidence,
-            Wanted::Proof => PROOF_PAUSE,
+            ProbeTrigger::PassiveEvidence => self.evidence,
+            ProbeTrigger::Confirmation => PROOF_PAUSE,
         };
         let least = if self.failures > 0 { FAILING_INTERVAL } else { Duration::ZERO };
         pause.max(least).min(config.interval)
@@ -205,8 +205,12 @@ mod tests {
     fn evidence_is_followed_at_once_and_less_often_while_it_is_no_news() {
         let config = config(Duration::from_secs(10));
         let mut pace = ProbeSchedule::default();
-        let ms = |pace: &ProbeSchedule| pace.soon(Wanted::Evidence, &config).as_millis();
-        assert_eq!((ms(&pace), pace.soon(Wanted::Proof, &config).as_millis()), (500, 200));
+        let ms =
+            |pace: &ProbeSchedule| pace.soon(ProbeTrigger::PassiveEvidence, &config).as_millis();
+        assert_eq!(
+            (ms(&pace), pace.soon(ProbeTrigger::Confirmation, &config).as_millis()),
+            (500, 200)
+        );
         for expected in [1_000, 2_000, 4_000, 8_000, 10_000, 10_000] {
             pace.answered(ProbeResult::Ready, true, &config);
             assert_eq!(ms(&pace), expected);

@@ -25,7 +25,7 @@ use crate::net::files::atomic_write;
 const DAY: Duration = Duration::from_secs(24 * 3600);
 /// Clients hold the CA in their kubeconfig; nobody renews it, so it lives as long as kubeadm's.
 const CA_LIFE: Duration = Duration::from_secs(3650 * 24 * 3600);
-/// Life of a serving certificate: a year, as kubeadm's.
+/// ConnectionState of a serving certificate: a year, as kubeadm's.
 const SERVING_LIFE: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// A new certificate or authority, and its key.

@@ -22,9 +22,9 @@ use tokio::time::{Instant, sleep_until};
 
 use crate::net::process::resource_limits;
 use crate::net::sockets::connector::Connector;
+use crate::upstream::Upstream;
 use crate::upstream::balance;
 use crate::upstream::endpoint::{Endpoint, EndpointState};
-use crate::upstream::pool::Upstream;
 
 /// When the next candidate is tried beside one that has not answered.
 const RACE_AFTER: Duration = Duration::from_millis(250);
@@ -47,13 +47,12 @@ pub type Connected = (TcpStream, Arc<Endpoint>);
 pub async fn connect(upstream: &Upstream) -> Result<Connected, String> {
     let start = Instant::now();
     let known: Vec<Candidate> = upstream
-        .endpoints
-        .load()
+        .endpoints()
         .iter()
         .map(|endpoint| Candidate {
             state: endpoint.state(),
             flows: endpoint.flows(),
-            share: endpoint.share(start),
+            share: endpoint.slow_start_share(start),
             endpoint: Arc::clone(endpoint),
         })
         .collect();
@@ -65,7 +64,7 @@ pub async fn connect(upstream: &Upstream) -> Result<Connected, String> {
     let mut reasons = Vec::new();
     loop {
         let now = Instant::now();
-        let well = upstream.endpoints.load().iter().any(|e| e.state() == EndpointState::Ready);
+        let well = upstream.endpoints().iter().any(|e| e.state() == EndpointState::Ready);
         if now >= next
             && let Some(endpoint) = candidates.next()
         {
@@ -120,7 +119,7 @@ async fn attempt(outgoing: Arc<Connector>, endpoint: Arc<Endpoint>) -> Result<Co
     endpoint.metrics.dialled(if ours { "local" } else { "failed" });
     if !ours {
         // Its prober looks at once whether that was all of it.
-        endpoint.probe_soon();
+        endpoint.request_probe();
     }
     Err(why)
 }

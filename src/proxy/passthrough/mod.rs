@@ -34,7 +34,7 @@ use super::drain::DrainWatcher;
 use crate::config::{Limits, Passthrough, Route};
 use crate::net::sockets::tcp_options;
 use crate::observe::{ListenerMetrics, PassthroughMetrics, RateLimitedWarnings};
-use crate::upstream::pool::Upstream;
+use crate::upstream::Upstream;
 use hello::Hello;
 use pump::{Broken, Flow, Lane, Side};
 use table::Table;
@@ -196,7 +196,7 @@ impl Open {
             }
         };
         tcp_options::bound_retransmission_timeout(&server);
-        let _guard = endpoint.flow();
+        let _guard = endpoint.track_flow();
         let (descriptors, table) = ((client.as_raw_fd(), server.as_raw_fd()), &listener.table);
         let mut flow = Flow { client, server, up: Lane::with(first), down: Lane::default() };
         // Declared after the sockets, so that it goes before them.

@@ -11,9 +11,9 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+use crate::upstream::Upstream;
 use crate::upstream::endpoint::Endpoint;
-use crate::upstream::pool::Upstream;
-use crate::upstream::rebalance::{Load, Pace};
+use crate::upstream::rebalance::{EndpointLoad, RebalanceSchedule};
 
 /// A connection is quiet when nothing has moved on it for this long.
 pub const QUIET: Duration = Duration::from_secs(2);
@@ -21,16 +21,16 @@ pub const QUIET: Duration = Duration::from_secs(2);
 /// From where connections should be ended, and how many; `count` says how many an endpoint has.
 /// `elapsed` is the time since the last round.
 pub fn decide(
-    pace: &mut Pace,
+    pace: &mut RebalanceSchedule,
     upstream: &Upstream,
     count: impl Fn(&Arc<Endpoint>) -> usize,
     elapsed: Duration,
     now: Instant,
 ) -> Option<(Arc<Endpoint>, usize)> {
-    let endpoints = upstream.endpoints.load();
+    let endpoints = upstream.endpoints();
     let (settled, loads): (Vec<_>, Vec<_>) = endpoints
         .iter()
-        .filter_map(|endpoint| Some((endpoint, Load::of(endpoint, count(endpoint), now)?)))
+        .filter_map(|endpoint| Some((endpoint, EndpointLoad::of(endpoint, count(endpoint), now)?)))
         .unzip();
     if settled.len() < 2 {
         return None;

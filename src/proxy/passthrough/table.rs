@@ -30,10 +30,12 @@ use super::verdict::{
 };
 use crate::net::sockets::{tcp_info, tcp_options};
 use crate::observe::RateLimitedWarnings;
+use crate::upstream::Upstream;
 use crate::upstream::endpoint::{Endpoint, EndpointState};
-use crate::upstream::flow::{self, Death, Judge, Look, Rules, Struck};
-use crate::upstream::pool::Upstream;
-use crate::upstream::rebalance::Pace;
+use crate::upstream::flow_health::{
+    self, CorrelatedLoss, FlowDeath, FlowDecision, FlowHealth, FlowThresholds,
+};
+use crate::upstream::rebalance::RebalanceSchedule;
 
 /// How often the array is walked.
 const TICK: Duration = Duration::from_millis(50);
@@ -52,7 +54,7 @@ pub struct Table {
     occupied: Notify,
     /// About flows that are ended.
     warnings: RateLimitedWarnings,
-    mover: RefCell<Pace>,
+    mover: RefCell<RebalanceSchedule>,
     lossy: Cell<Lossy>,
 }
 
@@ -80,7 +82,7 @@ struct Lives {
     /// Since when it has been leaving.
     leaving: Option<Instant>,
     flows: usize,
-    struck: Struck,
+    struck: CorrelatedLoss,
 }
 
 struct Flow {
@@ -91,8 +93,8 @@ struct Flow {
     deaths: u64,
     client: RawFd,
     server: RawFd,
-    judge: Judge,
-    client_judge: Judge,
+    judge: FlowHealth,
+    client_judge: FlowHealth,
     /// When to look at the client's side: only while bytes may be under way to it, or wait for the
     /// server and nobody reads.
     client_due: Option<Instant>,
@@ -126,7 +128,7 @@ impl Table {
             inner: RefCell::default(),
             occupied: Notify::new(),
             warnings: RateLimitedWarnings::new(REPEAT),
-            mover: RefCell::new(Pace::new(Instant::now())),
+            mover: RefCell::new(RebalanceSchedule::new(Instant::now())),
             lossy: Cell::new(Lossy { refuted: 0, since: Instant::now() }),
         })
     }
@@ -159,7 +161,7 @@ impl Table {
                 deaths: endpoint.deaths(),
                 leaving: None,
                 flows: 1,
-                struck: Struck::default(),
+                struck: CorrelatedLoss::default(),
             }),
         }
         let flow = Flow {
@@ -169,8 +171,8 @@ impl Table {
             deaths: endpoint.deaths(),
             client,
             server,
-            judge: Judge::new(now),
-            client_judge: Judge::new(now),
+            judge: FlowHealth::new(now),
+            client_judge: FlowHealth::new(now),
             client_due: None,
             began: now,
             moved: now,
@@ -226,14 +228,18 @@ impl Table {
     }
 
     /// The rules for the apiservers' side, where nothing says that a path is broken.
-    fn rules(&self, now: Instant) -> &'static Rules {
+    fn rules(&self, now: Instant) -> &'static FlowThresholds {
         let mut lossy = self.lossy.get();
         if now.saturating_duration_since(lossy.since) > MEMORY {
             // Half of what was seen counts for another while.
             lossy = Lossy { refuted: lossy.refuted / 2, since: now };
             self.lossy.set(lossy);
         }
-        if lossy.refuted >= flow::LOSSY { &flow::LOSSY_SERVER } else { &flow::SERVER }
+        if lossy.refuted >= flow_health::LOSSY_AFTER {
+            &flow_health::LOSSY_SERVER
+        } else {
+            &flow_health::SERVER
+        }
     }
 
     /// Ends quiet flows to an endpoint that has too many, where the listener asks for it.
@@ -292,9 +298,10 @@ impl Table {
             let lives =
                 endpoints.iter_mut().find(|lives| Arc::ptr_eq(&lives.endpoint, &flow.endpoint));
             let Some(lives) = lives else { continue };
-            let struck = lives.struck.is_struck(lives.flows, now);
+            let struck = lives.struck.is_path_broken(lives.flows, now);
             let stalled = flow.judge.is_stalled();
-            let looked = flow.look(if struck { &flow::STRUCK_SERVER } else { rules }, now);
+            let looked =
+                flow.look(if struck { &flow_health::CORRELATED_LOSS_SERVER } else { rules }, now);
             lives.struck.changed(stalled, flow.judge.is_stalled());
             if flow.judge.was_refuted() {
                 let mut lossy = self.lossy.get();
@@ -372,7 +379,7 @@ fn leave_timeout(flow: &Flow) -> Duration {
 
 impl Flow {
     /// Looks at both sides; when to look again.
-    fn look(&mut self, rules: &Rules, now: Instant) -> Result<Instant, Verdict> {
+    fn look(&mut self, rules: &FlowThresholds, now: Instant) -> Result<Instant, Verdict> {
         let routing = self.listener.routing.borrow();
         let limits = &routing.limits;
         if !self.answered && now >= self.began + limits.handshake_timeout {
@@ -382,19 +389,19 @@ impl Flow {
         if idle.is_some_and(|idle| now >= self.moved + idle) {
             return Err(IDLE);
         }
-        let mut next = now + flow::LONGEST;
+        let mut next = now + flow_health::MAX_CHECK_INTERVAL;
         // Without evidence (a kernel before 4.6) there is no verdict.
         if let Ok(info) = tcp_info::read(&self.server)
             && !info.closed
         {
             if info.has_pending() {
-                self.client_due.get_or_insert(now + flow::LONGEST);
+                self.client_due.get_or_insert(now + flow_health::MAX_CHECK_INTERVAL);
             }
             match self.judge.look(&info, rules, now) {
-                Look::Dead(_) if self.has_its_last_word_under_way() => {}
-                Look::Dead(Death::Unacknowledged) => return Err(UNACKNOWLEDGED),
-                Look::Dead(Death::Unanswered) => return Err(UNANSWERED),
-                Look::Again { after, probe } => {
+                FlowDecision::Dead(_) if self.has_its_last_word_under_way() => {}
+                FlowDecision::Dead(FlowDeath::Unacknowledged) => return Err(UNACKNOWLEDGED),
+                FlowDecision::Dead(FlowDeath::Unanswered) => return Err(UNANSWERED),
+                FlowDecision::Again { after, probe } => {
                     if probe {
                         let _ = tcp_options::send_keepalive_probe(&self.server);
                     }
@@ -409,9 +416,9 @@ impl Flow {
                 // While the server takes nothing nobody reads from the client, and hears of it.
                 return Err(CLIENT_GONE);
             }
-            match self.client_judge.look(&info, &flow::CLIENT, now) {
-                Look::Dead(_) => return Err(CLIENT_DEAD),
-                Look::Again { after, .. } => {
+            match self.client_judge.look(&info, &flow_health::CLIENT, now) {
+                FlowDecision::Dead(_) => return Err(CLIENT_DEAD),
+                FlowDecision::Again { after, .. } => {
                     self.client_due = info.has_pending().then(|| now + after);
                 }
             }
@@ -475,7 +482,7 @@ impl Ticket {
         flow.moved = now;
         flow.answered |= moved.down;
         if moved.down {
-            flow.client_due.get_or_insert(now + flow::LONGEST);
+            flow.client_due.get_or_insert(now + flow_health::MAX_CHECK_INTERVAL);
         }
         if moved.up && flow.verdict.is_none() {
             let look = self.table.stamp(flow.judge.wrote(now));

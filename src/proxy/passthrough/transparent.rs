@@ -13,7 +13,7 @@ use tokio::net::TcpStream;
 
 use crate::config::Destination;
 use crate::net::sockets::interception::{self, Interception};
-use crate::upstream::pool::Upstream;
+use crate::upstream::Upstream;
 
 /// What a transparent listener knows beside a plain one.
 #[derive(Debug)]

@@ -9,9 +9,9 @@ use tokio::time::{Instant, sleep_until, timeout_at};
 
 use crate::proxy::client_certificate::IdentityProof;
 use crate::proxy::upstream_client::{Answer, UpstreamClient, problem, troubled};
-use crate::upstream::connection::{Connection, Permit, in_words};
+use crate::upstream::connection::{Connection, Permit, describe_h2_error};
 use crate::upstream::endpoint::Endpoint;
-use crate::upstream::pool::{After, ClassPool, Need, Unavailable};
+use crate::upstream::pool::{ClassPool, PreviousFailure, StreamRequirements, Unavailable};
 
 /// Why an attempt got no response head.
 pub struct AttemptError {
@@ -32,11 +32,17 @@ pub async fn send_on_new_stream(
     client: &UpstreamClient,
     (class, proof): (&Rc<ClassPool>, &IdentityProof),
     head: Request<()>,
-    after: Option<After<'_>>,
+    after: Option<PreviousFailure<'_>>,
     excluded: &[Arc<Endpoint>],
     limit: Duration,
 ) -> Result<Answer, AttemptError> {
-    let need = Need { watch: true, held: true, after, shun: excluded, ..Need::of(proof.subject()) };
+    let need = StreamRequirements {
+        watch: true,
+        held: true,
+        previous_failure: after,
+        excluded_endpoints: excluded,
+        ..StreamRequirements::for_client(proof.subject())
+    };
     let deadline = Instant::now() + limit;
     let no_stream = |reason, outage| AttemptError { reason, connection: None, outage };
     let permit = match timeout_at(deadline, client.pool.acquire(class, need)).await {
@@ -66,9 +72,10 @@ pub async fn send(
         connection: Some(Rc::clone(&connection)),
         outage: false,
     };
-    let (response, _) = permit.open(head, true).map_err(|error| failed(in_words(&error)))?;
+    let (response, _) =
+        permit.open(head, true).map_err(|error| failed(describe_h2_error(&error)))?;
     let response = tokio::select! {
-        response = response => response.map_err(|error| failed(in_words(&error)))?,
+        response = response => response.map_err(|error| failed(describe_h2_error(&error)))?,
         () = troubled(&connection, client) => {
             return Err(failed("suspected before it answered".to_owned()));
         }

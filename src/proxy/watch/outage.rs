@@ -27,8 +27,8 @@ const PAUSE: Duration = Duration::from_secs(1);
 pub async fn hold(client: Rc<UpstreamClient>, class: Rc<ClassPool>) -> Duration {
     let began = Instant::now();
     let _held = client.watches.held().add();
-    if client.pool.is_out() {
-        client.pool.wait_for_return(&class).await;
+    if client.pool.is_total_outage() {
+        client.pool.outage_ended(&class).await;
     } else {
         sleep(PAUSE.mul_f64(0.5 + fastrand::f64())).await;
     }

@@ -55,14 +55,14 @@ impl Again {
 
     /// Whether there is an endpoint left to ask in this round.
     pub(super) fn has_peers(&self) -> bool {
-        let endpoints = self.line.pool.upstream().endpoints.load();
+        let endpoints = self.line.pool.upstream().endpoints();
         endpoints.iter().any(|e| !self.shunned.iter().any(|shunned| Arc::ptr_eq(shunned, e)))
     }
 
     /// Whether there is an endpoint that can be asked, other than the last one.
     pub(super) fn has_others(&self) -> bool {
         let lost = self.lost.as_ref().map(|connection| &connection.endpoint);
-        self.line.pool.upstream().endpoints.load().iter().any(|endpoint| {
+        self.line.pool.upstream().endpoints().iter().any(|endpoint| {
             lost.is_none_or(|lost| !Arc::ptr_eq(lost, endpoint)) && self.can_be_asked(endpoint)
         })
     }
@@ -84,7 +84,7 @@ impl Again {
 
     /// How long until one of those that can be asked does not rest.
     pub(super) fn until_rested(&self, now: Instant) -> Duration {
-        let endpoints = self.line.pool.upstream().endpoints.load();
+        let endpoints = self.line.pool.upstream().endpoints();
         let pauses = endpoints.iter().filter(|endpoint| self.can_be_asked(endpoint)).map(|e| {
             let until = self.resting.iter().find(|(resting, _)| Arc::ptr_eq(resting, e));
             until.map_or(Duration::ZERO, |(_, until)| until.saturating_duration_since(now))

@@ -15,7 +15,7 @@ use super::{Answered, AttemptError, Leg, WatchBody, text};
 use crate::proxy::watch::attempt::send_on_new_stream;
 use crate::proxy::watch::resume::{ATTEMPT, Answer, BRIEF, Shun};
 use crate::proxy::watch::verdict::{AfterAttempt, Ending};
-use crate::upstream::pool::After;
+use crate::upstream::pool::PreviousFailure;
 
 /// Longest pause that an apiserver may ask for before a watch is better left to its client.
 const MAX_SILENCE: Duration = Duration::from_secs(30);
@@ -40,7 +40,8 @@ impl WatchBody {
                 sleep(delay).await;
                 // Where it does not hold, the watch ends (`WatchBody::proof_ended`).
                 proof.confirmed().await;
-                let after = if refused { After::Refusal } else { After::Silence };
+                let after =
+                    if refused { PreviousFailure::Refusal } else { PreviousFailure::Silence };
                 let after = lost.as_ref().map(after);
                 send_on_new_stream(&line, (&class, &proof), head, after, &shunned, limit).await
             };

@@ -1,7 +1,7 @@
 //! A watch moves to another apiserver, or another connection, while its stream still works.
 //!
 //! Its server has more watches than others ([`crate::upstream::rebalance`]) or is unwell
-//! ([`crate::upstream::flight`]), or its connection has no future: its certificate is old, its endpoint
+//! ([`crate::upstream::evacuation`]), or its connection has no future: its certificate is old, its endpoint
 //! was removed, its process is stopped. The new stream is opened at the cursor before the old one is
 //! given up, and from then on nothing more is read of the old one: what it delivers meanwhile comes
 //! again from the other. So events wait for one round trip and [`FIRST_FRAME`], at most [`PATIENCE`]
@@ -19,9 +19,9 @@ use super::running::{Running, Stay};
 use super::{Answered, Attempt, AttemptError, Leg, WatchBody, text};
 use crate::proxy::watch::attempt::send;
 use crate::proxy::watch::resume::{Answer, Judgement, judge};
-use crate::upstream::connection::{Permit, in_words};
-use crate::upstream::offers::Who;
-use crate::upstream::pool::Need;
+use crate::upstream::connection::{Permit, describe_h2_error};
+use crate::upstream::pool::StreamRequirements;
+use crate::upstream::watch_moves::MoveEligibility;
 
 /// How long events may wait for the other apiserver's answer.
 const PATIENCE: Duration = Duration::from_millis(250);
@@ -45,21 +45,23 @@ impl WatchBody {
         let Leg::Running(running) = &mut self.leg else { return };
         running.watch_out(&self.again.drain);
         let connection = Rc::clone(running.permit.connection());
-        let minutes = connection.minutes();
+        let minutes = connection.self_check_count();
         if std::mem::replace(&mut running.minutes, minutes) != minutes
             && self.relay.state_mut().has_gone_stale()
         {
             connection.endpoint.metrics.watch_stale();
         }
         let now = std::time::Instant::now();
-        let Some(who) = connection.offered() else { return };
-        if who == Who::Silent && !running.pace.has_fallen_silent(Instant::now()) {
+        let Some(who) = connection.offered_move() else { return };
+        if who == MoveEligibility::Silent && !running.pace.has_fallen_silent(Instant::now()) {
             return;
         }
         let state = self.relay.state();
         let (reissue, patience) = match who {
-            Who::Settled => (state.reissue_to_move(now), PATIENCE),
-            Who::Silent | Who::Everyone => (state.reissue_to_flee(now), PATIENCE_UNWELL),
+            MoveEligibility::Settled => (state.reissue_to_move(now), PATIENCE),
+            MoveEligibility::Silent | MoveEligibility::All => {
+                (state.reissue_to_flee(now), PATIENCE_UNWELL)
+            }
         };
         let Some(reissue) = reissue else { return };
         if !self.again.proof.is_current(SystemTime::now()) {
@@ -68,14 +70,20 @@ impl WatchBody {
         let Some(targets) = connection.take_move() else { return };
         let head = self.again.head(&reissue);
         match who {
-            Who::Settled => self.relay.state_mut().tried_to_move(now),
-            Who::Silent | Who::Everyone => self.relay.state_mut().tried_to_flee(now),
+            MoveEligibility::Settled => self.relay.state_mut().tried_to_move(now),
+            MoveEligibility::Silent | MoveEligibility::All => {
+                self.relay.state_mut().tried_to_flee(now)
+            }
         }
         let pool = &self.again.line.pool;
-        let mut others = pool.upstream().endpoints.load().to_vec();
+        let mut others = pool.upstream().endpoints().to_vec();
         others.retain(|other| !targets.iter().any(|target| Arc::ptr_eq(other, target)));
         let proven = self.again.proof.subject();
-        let need = Need { watch: true, shun: &others, ..Need::of(proven) };
+        let need = StreamRequirements {
+            watch: true,
+            excluded_endpoints: &others,
+            ..StreamRequirements::for_client(proven)
+        };
         let Some(permit) = pool.try_acquire(&self.again.class, need) else { return };
         self.move_to(permit, head, patience);
     }
@@ -109,7 +117,7 @@ impl WatchBody {
                         answered.first = Some(first);
                         return Ok(answered);
                     }
-                    Some(Err(error)) => in_words(&error),
+                    Some(Err(error)) => describe_h2_error(&error),
                     None => "it ended at once".to_owned(),
                 };
                 let by = Some(Rc::clone(answered.permit.connection()));
@@ -157,7 +165,7 @@ impl WatchBody {
                 self.again.line.metrics.watch_resumed("not_moved");
                 tracing::debug!(reason = why, "watch stays where it is");
                 let mut from = moving.from;
-                if from.permit.connection().is_to_be_left() {
+                if from.permit.connection().should_drain() {
                     from.seek_later(&self.again);
                 }
                 self.leg = Leg::Running(from);

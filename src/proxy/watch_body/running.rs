@@ -16,8 +16,8 @@ use super::again::Again;
 use super::pace::Pace;
 use crate::proxy::drain::DrainWatcher;
 use crate::proxy::upstream_client::release;
-use crate::upstream::connection::{Leaving, Permit, in_words};
-use crate::upstream::pool::{After, Need};
+use crate::upstream::connection::{DrainUrgency, Permit, describe_h2_error};
+use crate::upstream::pool::{PreviousFailure, StreamRequirements};
 
 /// Largest jitter before a place on another connection is looked for: others leave at the same time.
 const SOON: Duration = Duration::from_millis(200);
@@ -85,8 +85,8 @@ pub(super) enum Event {
 impl Running {
     pub(super) fn new(recv: RecvStream, permit: Permit, drain: &DrainWatcher) -> Self {
         let leave = leave(&permit, drain);
-        let minutes = permit.connection().minutes();
-        let pace = Pace::new(permit.connection().heard());
+        let minutes = permit.connection().self_check_count();
+        let pace = Pace::new(permit.connection().last_received());
         Self { recv, unreleased: 0, pace, permit, minutes, stays: None, failed: 0, leave }
     }
 
@@ -96,10 +96,10 @@ impl Running {
             return Poll::Ready(match data {
                 Some(Ok(data)) => {
                     // A driver has just read it: its clock is good enough.
-                    self.pace.delivered(self.permit.connection().heard());
+                    self.pace.delivered(self.permit.connection().last_received());
                     Event::Data(data)
                 }
-                Some(Err(error)) => Event::Lost(in_words(&error)),
+                Some(Err(error)) => Event::Lost(describe_h2_error(&error)),
                 None if self.recv.is_end_stream() => Event::End,
                 None => Event::Lost("the stream was reset".to_owned()),
             });
@@ -123,7 +123,7 @@ impl Running {
                 return std::future::pending().await;
             }
             tokio::select! {
-                () = connection.unresponsive(), if why == Stay::Connection => Leave::Unresponsive,
+                () = connection.became_unresponsive(), if why == Stay::Connection => Leave::Unresponsive,
                 () = drain.staggered_end() => Leave::Shutdown,
             }
         });
@@ -133,7 +133,7 @@ impl Running {
     pub(super) fn seek(&mut self, again: &Again) {
         self.stays = None;
         let connection = Rc::clone(self.permit.connection());
-        let soon = connection.leaving() == Some(Leaving::Soon);
+        let soon = connection.drain_urgency() == Some(DrainUrgency::Immediate);
         let pause = match self.failed.checked_sub(1) {
             None if soon => SOON.mul_f64(fastrand::f64()),
             None => IN_TIME.mul_f64(fastrand::f64()),
@@ -150,19 +150,19 @@ impl Running {
                 sleep(pause).await;
                 // Where it does not hold, the watch ends.
                 proof.confirmed().await;
-                let after = soon.then_some(After::Silence(&connection));
-                let need = Need {
+                let after = soon.then_some(PreviousFailure::Silence(&connection));
+                let need = StreamRequirements {
                     watch: true,
                     held: true,
-                    beside: true,
-                    after,
-                    ..Need::of(proof.subject())
+                    live_only: true,
+                    previous_failure: after,
+                    ..StreamRequirements::for_client(proof.subject())
                 };
                 timeout(LOOKED_FOR, line.pool.acquire(&class, need)).await.ok()?.ok()
             };
             tokio::select! {
                 permit = place => Leave::Place(permit),
-                () = connection.unresponsive() => Leave::Unresponsive,
+                () = connection.became_unresponsive() => Leave::Unresponsive,
                 () = drain.staggered_end() => Leave::Shutdown,
             }
         });
@@ -179,13 +179,13 @@ impl Running {
 fn leave(permit: &Permit, drain: &DrainWatcher) -> Pin<Box<dyn Future<Output = Leave>>> {
     let connection = Rc::clone(permit.connection());
     let mut drain = drain.clone();
-    let asked = connection.asked();
+    let asked = connection.notification_count();
     Box::pin(async move {
         tokio::select! {
-            () = connection.left_or_asked(asked) => {
+            () = connection.drain_or_notification(asked) => {
                 if connection.is_unresponsive() {
                     Leave::Unresponsive
-                } else if connection.is_to_be_left() {
+                } else if connection.should_drain() {
                     Leave::Connection
                 } else {
                     Leave::Asked

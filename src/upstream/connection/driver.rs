@@ -11,10 +11,10 @@ use h2::Ping;
 use h2::client::SendRequest;
 use tokio::time::{Instant, sleep_until};
 
-use super::{Connection, Leaving, in_words};
+use super::{Connection, DrainUrgency, describe_h2_error};
 use crate::net::sockets::tracked_stream::StreamObserver;
-use crate::upstream::credentials::Class;
-use crate::upstream::health::{self, ConnectionHealth, Evidence, Life};
+use crate::upstream::credentials::CredentialClass;
+use crate::upstream::health::{self, ConnectionHealth, ConnectionState, Evidence};
 
 /// Owns the socket.
 pub(super) struct Driver<T> {
@@ -49,7 +49,7 @@ where
         let mut goaway = self.this.send.clone();
         let End { why, orderly } = poll_fn(|cx| self.poll(cx, timer.as_mut(), &mut goaway)).await;
         let Self { this, connection, observer, .. } = self;
-        this.change(Life::Dead, &why, orderly);
+        this.change(ConnectionState::Dead, &why, orderly);
         // Whatever still waits on it fails now, and the socket closes: both halves are dropped.
         drop(connection);
         drop(observer);
@@ -72,7 +72,9 @@ where
                         why: "closed by the peer".to_owned(),
                         orderly: self.this.streams() == 0,
                     },
-                    Err(error) => End::abrupt(format!("connection failed: {}", in_words(&error))),
+                    Err(error) => {
+                        End::abrupt(format!("connection failed: {}", describe_h2_error(&error)))
+                    }
                 });
             }
             if let Some(why) = self.this.close.get() {
@@ -82,11 +84,13 @@ where
             self.note_goaway(cx, goaway);
             if self.this.streams() == 0 {
                 match self.this.life.get() {
-                    Life::Draining => {
+                    ConnectionState::Draining => {
                         return Poll::Ready(End { why: "drained".to_owned(), orderly: true });
                     }
-                    Life::Unresponsive => return Poll::Ready(End::abrupt(self.this.trouble.get())),
-                    Life::Live | Life::Suspect | Life::Dead => {}
+                    ConnectionState::Unresponsive => {
+                        return Poll::Ready(End::abrupt(self.this.trouble.get()));
+                    }
+                    ConnectionState::Live | ConnectionState::Suspect | ConnectionState::Dead => {}
                 }
             }
             let mut again = false;
@@ -139,14 +143,14 @@ where
 
     /// h2 has no event for GOAWAY, but no longer lets us open streams.
     fn note_goaway(&mut self, cx: &mut Context<'_>, goaway: &mut SendRequest<Bytes>) {
-        if matches!(self.this.life.get(), Life::Live | Life::Suspect)
+        if matches!(self.this.life.get(), ConnectionState::Live | ConnectionState::Suspect)
             && let Poll::Ready(Err(error)) = goaway.poll_ready(cx)
         {
             self.health.drain();
             if self.says_goodbye() {
-                self.this.endpoint.said_goodbye();
+                self.this.endpoint.goaway_received();
             }
-            self.this.enter(Life::Draining, &format!("GOAWAY: {error}"));
+            self.this.enter(ConnectionState::Draining, &format!("GOAWAY: {error}"));
         }
     }
 
@@ -154,18 +158,18 @@ where
     /// the GOAWAY comes.
     fn note_last_words(&self, cx: &mut Context<'_>, goaway: &mut SendRequest<Bytes>) {
         if self.says_goodbye()
-            && matches!(self.this.life.get(), Life::Live | Life::Suspect)
+            && matches!(self.this.life.get(), ConnectionState::Live | ConnectionState::Suspect)
             && let Poll::Ready(Err(error)) = goaway.poll_ready(cx)
             && error.is_go_away()
             && error.is_remote()
         {
-            self.this.endpoint.said_goodbye();
+            self.this.endpoint.goaway_received();
         }
     }
 
     /// Whether a GOAWAY here means that the endpoint ends.
     fn says_goodbye(&self) -> bool {
-        self.this.class == Class::Probe && !self.this.end_expected.get()
+        self.this.class == CredentialClass::Probe && !self.this.end_expected.get()
     }
 
     fn note_pong(&mut self) {
@@ -177,7 +181,10 @@ where
         }
         // Whoever drained it meanwhile (GOAWAY, certificate rotated) has the last word.
         if let Some((life, reason)) = change
-            && matches!(self.this.life.get(), Life::Suspect | Life::Unresponsive)
+            && matches!(
+                self.this.life.get(),
+                ConnectionState::Suspect | ConnectionState::Unresponsive
+            )
         {
             self.this.judged(life, reason);
         }
@@ -208,7 +215,7 @@ where
     /// or until the budget of this turn is spent, and then the timer would not have fired.
     fn look(&mut self, timer: Pin<&mut tokio::time::Sleep>) -> Poll<End> {
         let now = Instant::now();
-        if self.this.life.get() == Life::Draining {
+        if self.this.life.get() == ConnectionState::Draining {
             self.health.drain();
         }
         let evidence = Evidence {
@@ -225,11 +232,14 @@ where
         }
         timer.reset(decision.wake_at);
         self.note_health();
-        if decision.leave && self.this.leave.replace(Some(Leaving::Soon)) != Some(Leaving::Soon) {
+        if decision.leave
+            && self.this.leave.replace(Some(DrainUrgency::Immediate))
+                != Some(DrainUrgency::Immediate)
+        {
             self.this.changed.notify_waiters();
         }
         match decision.change {
-            Some((Life::Dead, reason)) => Poll::Ready(End::abrupt(reason.as_str())),
+            Some((ConnectionState::Dead, reason)) => Poll::Ready(End::abrupt(reason.as_str())),
             Some((life, reason)) => {
                 self.this.judged(life, reason);
                 Poll::Pending

@@ -2,15 +2,15 @@
 //! waiting, which streams cannot move, and what the endpoint hears of it.
 
 use super::Connection;
-use crate::upstream::health::{Life, Reason};
+use crate::upstream::health::{ConnectionState, Reason};
 
 impl Connection {
     /// Waits until there is nothing to wait for here for a request without a response head; says why.
     /// The path is lost; or the process has been stopped for so long that a request that must not
     /// be sent twice (not `safe`) ends. Others have a second attempt beside it.
-    pub async fn given_up(&self, safe: bool) -> &'static str {
+    pub async fn no_response_expected(&self, safe: bool) -> &'static str {
         loop {
-            if self.life.get() == Life::Unresponsive {
+            if self.life.get() == ConnectionState::Unresponsive {
                 return self.trouble.get();
             }
             if !safe && self.ends_writes.get() {
@@ -22,11 +22,11 @@ impl Connection {
 
     /// Whether its path is lost, and it is kept for the sake of streams that cannot move.
     pub fn is_unresponsive(&self) -> bool {
-        self.life.get() == Life::Unresponsive
+        self.life.get() == ConnectionState::Unresponsive
     }
 
     /// Waits for [`Self::is_unresponsive`].
-    pub async fn unresponsive(&self) {
+    pub async fn became_unresponsive(&self) {
         while !self.is_unresponsive() {
             self.changed.notified().await;
         }
@@ -39,8 +39,8 @@ impl Connection {
     }
 
     /// Enters the state `life` for a reason that the health of the connection has found.
-    pub(super) fn judged(&self, life: Life, reason: Reason) {
-        if life == Life::Unresponsive {
+    pub(super) fn judged(&self, life: ConnectionState, reason: Reason) {
+        if life == ConnectionState::Unresponsive {
             self.trouble.set(reason.as_str());
         }
         self.enter(life, reason.as_str());
@@ -49,7 +49,7 @@ impl Connection {
     /// Notes whether PINGs are answered; the endpoint counts those connections on which they are not.
     pub(super) fn note_answers(&self, answers: bool) {
         if self.answers.replace(answers) != answers && self.counted.get() {
-            self.endpoint.connection_answers(answers);
+            self.endpoint.connection_responds(answers);
         }
     }
 

@@ -12,7 +12,7 @@ use http::Request;
 use tokio::time::Instant;
 
 use super::Connection;
-use crate::upstream::health::Life;
+use crate::upstream::health::ConnectionState;
 
 /// A cancelled stream keeps its place for this long. The apiserver's handler may still run: Go
 /// queues new streams behind it and closes the connection with `ENHANCE_YOUR_CALM` when the queue
@@ -46,7 +46,7 @@ pub struct Permit {
     reserved: Instant,
     /// It waits for a response head.
     waits: bool,
-    /// Since this look ([`Connection::heads_stay_away`]).
+    /// Since this look ([`Connection::has_slow_response_heads`]).
     look: u32,
     stream: Stream,
 }
@@ -133,12 +133,15 @@ impl Drop for Permit {
             connection.stats.watches.fetch_sub(1, Ordering::Relaxed);
         }
         let before = connection.stats.streams.fetch_sub(1, Ordering::Relaxed);
-        if self.stream != Stream::Over && connection.life.get() != Life::Dead {
+        if self.stream != Stream::Over && connection.life.get() != ConnectionState::Dead {
             connection.cancelled.borrow_mut().push_back(Instant::now() + CANCELLED_HOLDS);
         }
         if before == 1 {
             connection.idle_since.set(Instant::now());
-            if matches!(connection.life.get(), Life::Draining | Life::Unresponsive) {
+            if matches!(
+                connection.life.get(),
+                ConnectionState::Draining | ConnectionState::Unresponsive
+            ) {
                 connection.wake_driver();
             }
         }

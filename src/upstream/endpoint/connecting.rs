@@ -1,4 +1,4 @@
-//! Who may connect to an endpoint, and what came of it.
+//! MoveEligibility may connect to an endpoint, and what came of it.
 //!
 //! Everybody on this node shares what an endpoint that is down is asked: workers, identity classes
 //! and the prober claim each attempt here, and what one of them learns holds for all. A SYN costs an
@@ -12,7 +12,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::Endpoint;
-use super::state::{ConnectFailure, Course, Facts, Transport, backoff};
+use super::state::{ConnectFailure, Facts, Lifecycle, Transport, backoff};
 
 /// A connect that is only slow gets more time on each try, up to this.
 const CONNECT_TIMEOUT_MAX: Duration = Duration::from_secs(10);
@@ -21,7 +21,7 @@ impl Endpoint {
     /// Claims the right to connect now. A failing endpoint is tried by one at a time, after its
     /// backoff; `alone` says that no endpoint at all is usable: then no second handshake begins
     /// there before the first has ended.
-    pub fn may_connect(&self, alone: bool, now: Instant) -> bool {
+    pub fn claim_connect_attempt(&self, alone: bool, now: Instant) -> bool {
         let mut facts = self.facts();
         if facts.leaving {
             return false;
@@ -65,10 +65,10 @@ impl Endpoint {
             facts.tried = Some(now);
             facts.failed = Some(now);
             facts.jitter = fastrand::f64();
-            if matches!(failure, ConnectFailure::Slow(_)) {
+            if matches!(failure, ConnectFailure::Timeout(_)) {
                 facts.slow_failures = facts.slow_failures.saturating_add(1);
             }
-            if let ConnectFailure::Ours(why) = failure {
+            if let ConnectFailure::LocalShortage(why) = failure {
                 facts.shortage = Some(why);
                 return;
             }
@@ -77,31 +77,31 @@ impl Endpoint {
                 return;
             }
             facts.transport = match failure {
-                ConnectFailure::Untrusted(why) => {
+                ConnectFailure::TlsFailed(why) => {
                     // It answers: what leads there already has not died with it.
-                    facts.course = Course::Unborn;
+                    facts.lifecycle = Lifecycle::New;
                     Transport::Down(why)
                 }
                 ConnectFailure::NoH2(why) => Transport::NoH2(why),
                 ConnectFailure::Refused(why)
-                | ConnectFailure::Slow(why)
-                | ConnectFailure::Ours(why) => Transport::Down(why),
+                | ConnectFailure::Timeout(why)
+                | ConnectFailure::LocalShortage(why) => Transport::Down(why),
             };
         });
     }
 
     /// Counts a handshake under way for as long as the guard lives.
-    pub fn handshake(&self) -> Handshake<'_> {
+    pub fn track_handshake(&self) -> HandshakeGuard<'_> {
         self.handshakes.fetch_add(1, Ordering::Relaxed);
-        Handshake(&self.handshakes)
+        HandshakeGuard(&self.handshakes)
     }
 }
 
 /// A handshake under way.
 #[derive(Debug)]
-pub struct Handshake<'a>(&'a AtomicUsize);
+pub struct HandshakeGuard<'a>(&'a AtomicUsize);
 
-impl Drop for Handshake<'_> {
+impl Drop for HandshakeGuard<'_> {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
@@ -131,7 +131,7 @@ mod tests {
     fn outage(takes: Option<Duration>, shakes: bool) -> (usize, usize, Duration) {
         let endpoint = endpoint();
         let zero = Instant::now();
-        let mut under_way: Vec<(Instant, Option<Handshake<'_>>)> = Vec::new();
+        let mut under_way: Vec<(Instant, Option<HandshakeGuard<'_>>)> = Vec::new();
         let (mut attempts, mut most, mut longest) = (0, 0, Duration::ZERO);
         let mut nobody_since = zero;
         // It was there before: the loss of the last connection is what everybody hears of.
@@ -142,7 +142,7 @@ mod tests {
                 under_way.remove(at);
                 let failure = match takes {
                     None => ConnectFailure::Refused("connection refused".into()),
-                    Some(_) => ConnectFailure::Slow("no connection within 3000 ms".into()),
+                    Some(_) => ConnectFailure::Timeout("no connection within 3000 ms".into()),
                 };
                 endpoint.connect_failed(failure, now);
                 if under_way.is_empty() {
@@ -150,7 +150,7 @@ mod tests {
                 }
             }
             for _ in 0..ASK {
-                if !endpoint.may_connect(true, now) {
+                if !endpoint.claim_connect_attempt(true, now) {
                     continue;
                 }
                 attempts += 1;
@@ -159,7 +159,7 @@ mod tests {
                 }
                 let took =
                     takes.map_or(Duration::from_millis(1), |base| endpoint.connect_timeout(base));
-                under_way.push((now + took, shakes.then(|| endpoint.handshake())));
+                under_way.push((now + took, shakes.then(|| endpoint.track_handshake())));
                 most = most.max(under_way.len());
             }
         }
@@ -196,13 +196,13 @@ mod tests {
             endpoint.connect_failed(failure(why.to_owned()), now);
             (endpoint.state(), endpoint.reason(), endpoint.deaths())
         };
-        let lacks = fails(ConnectFailure::Ours, "too many open files");
+        let lacks = fails(ConnectFailure::LocalShortage, "too many open files");
         assert_eq!(lacks, (EndpointState::Connecting, "too many open files".into(), 0));
-        assert!(!endpoint.may_connect(true, now), "there is a pause all the same");
+        assert!(!endpoint.claim_connect_attempt(true, now), "there is a pause all the same");
         endpoint.connected();
         endpoint.readyz_ok();
-        assert_eq!(fails(ConnectFailure::Ours, "no memory").0, EndpointState::Ready);
-        let another = fails(ConnectFailure::Untrusted, "unknown issuer");
+        assert_eq!(fails(ConnectFailure::LocalShortage, "no memory").0, EndpointState::Ready);
+        let another = fails(ConnectFailure::TlsFailed, "unknown issuer");
         assert_eq!(another, (EndpointState::Ejected, "unknown issuer".into(), 0));
         endpoint.connected();
         let gone = fails(ConnectFailure::Refused, "refused");
@@ -214,12 +214,12 @@ mod tests {
         let endpoint = endpoint();
         let now = Instant::now();
         let later = now + Duration::from_secs(6);
-        let shaking = endpoint.handshake();
-        assert!(endpoint.may_connect(true, now), "nothing has failed there");
+        let shaking = endpoint.track_handshake();
+        assert!(endpoint.claim_connect_attempt(true, now), "nothing has failed there");
         endpoint.connect_failed(ConnectFailure::Refused("no".into()), now);
-        assert!(endpoint.may_connect(false, later), "others do the work");
-        assert!(!endpoint.may_connect(true, later + Duration::from_secs(6)));
+        assert!(endpoint.claim_connect_attempt(false, later), "others do the work");
+        assert!(!endpoint.claim_connect_attempt(true, later + Duration::from_secs(6)));
         drop(shaking);
-        assert!(endpoint.may_connect(true, later + Duration::from_secs(6)));
+        assert!(endpoint.claim_connect_attempt(true, later + Duration::from_secs(6)));
     }
 }

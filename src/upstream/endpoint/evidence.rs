@@ -8,16 +8,16 @@ use tokio::time::{Instant, sleep};
 
 use super::Endpoint;
 use super::state::Readyz;
-use crate::upstream::flight::Readiness;
+use crate::upstream::evacuation::EndpointReadiness;
 use crate::upstream::health::WRITE_PATIENCE;
 
 /// Why a probe is wanted before its time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Wanted {
+pub enum ProbeTrigger {
     /// Something is strange here: a streak of errors, heads that stay away.
-    Evidence,
+    PassiveEvidence,
     /// Another endpoint is in doubt, and its watches look for one that is not.
-    Proof,
+    Confirmation,
 }
 
 /// How often [`Endpoint::given_up`] looks.
@@ -28,29 +28,33 @@ const ERROR_STREAK: u64 = 5;
 
 impl Endpoint {
     /// `/readyz` failed once or keeps us waiting: no verdict yet. Returns whether that is news.
-    pub fn readyz_doubted(&self, now: Instant) -> bool {
-        self.facts().doubted.get_or_insert(now);
-        !self.doubted.swap(true, Ordering::Relaxed)
+    pub fn note_probe_failing(&self, now: Instant) -> bool {
+        self.facts().probe_failing_since.get_or_insert(now);
+        !self.probe_failing.swap(true, Ordering::Relaxed)
     }
 
     /// `/readyz`, asked at `asked_at`, was right.
-    pub fn readyz_right(&self, asked_at: Instant) {
+    pub fn note_probe_ok(&self, asked_at: Instant) {
         let mut facts = self.facts();
-        facts.doubted = None;
-        facts.well = Some(asked_at);
+        facts.probe_failing_since = None;
+        facts.last_ready_probe = Some(asked_at);
         drop(facts);
-        self.doubted.store(false, Ordering::Relaxed);
+        self.probe_failing.store(false, Ordering::Relaxed);
     }
 
     /// Whether the latest `/readyz` failed or keeps us waiting. Cheap.
-    pub fn is_doubted(&self) -> bool {
-        self.doubted.load(Ordering::Relaxed)
+    pub fn is_probe_failing(&self) -> bool {
+        self.probe_failing.load(Ordering::Relaxed)
     }
 
     /// What is known of its readiness.
-    pub fn readiness(&self) -> Readiness {
+    pub fn readiness(&self) -> EndpointReadiness {
         let facts = self.facts();
-        Readiness { state: facts.state().0, doubted: facts.doubted, well: facts.well }
+        EndpointReadiness {
+            state: facts.state().0,
+            probe_failing_since: facts.probe_failing_since,
+            last_ready_probe: facts.last_ready_probe,
+        }
     }
 
     /// `/readyz` said ok often enough.
@@ -65,12 +69,12 @@ impl Endpoint {
 
     /// `/readyz` cannot be asked, or its answer is not told: that the endpoint lives is all that is
     /// known, and makes it ready.
-    pub fn readyz_not_asked(&self, why: &'static str) {
+    pub fn readyz_not_probed(&self, why: &'static str) {
         self.update(|facts| facts.readyz = Readyz::NotAsked(why));
     }
 
     /// Passive evidence: an answer of this status arrived for a request.
-    pub fn answered(&self, status: u16) {
+    pub fn response_received(&self, status: u16) {
         self.metrics.answered(status);
         if status < 500 {
             if self.errors_in_row.load(Ordering::Relaxed) != 0 {
@@ -85,7 +89,7 @@ impl Endpoint {
     /// sent twice, has waited long enough for its response head; says why. The PINGs on all HTTP/2
     /// connections stayed unanswered until the last one was given up, after `sent` and
     /// [`WRITE_PATIENCE`] ago, and none has been opened since.
-    pub async fn given_up(&self, sent: Instant) -> String {
+    pub async fn no_response_expected(&self, sent: Instant) -> String {
         loop {
             if let Some((at, why)) = &self.facts().given_up
                 && *at >= sent
@@ -98,23 +102,23 @@ impl Endpoint {
     }
 
     /// Passive evidence: heads stay away there. Asks for a `/readyz` at once.
-    pub fn probe_soon(&self) {
+    pub fn request_probe(&self) {
         self.probe.notify_one();
     }
 
     /// Another endpoint is in doubt. Asks for a `/readyz` now, to know whether watches may move here.
-    pub fn prove_soon(&self) {
+    pub fn request_confirmation_probe(&self) {
         self.proof_wanted.store(true, Ordering::Relaxed);
         self.probe.notify_one();
     }
 
-    /// Waits for [`Self::prove_soon`], [`Self::probe_soon`] or a streak of errors: what for.
-    pub async fn probe_wanted(&self) -> Wanted {
+    /// Waits for [`Self::request_confirmation_probe`], [`Self::request_probe`] or a streak of errors: what for.
+    pub async fn probe_requested(&self) -> ProbeTrigger {
         self.probe.notified().await;
         if self.proof_wanted.swap(false, Ordering::Relaxed) {
-            Wanted::Proof
+            ProbeTrigger::Confirmation
         } else {
-            Wanted::Evidence
+            ProbeTrigger::PassiveEvidence
         }
     }
 }
@@ -126,7 +130,7 @@ mod tests {
     use super::*;
     use crate::config::EndpointAddress;
     use crate::observe::Metrics;
-    use crate::upstream::credentials::Class;
+    use crate::upstream::credentials::CredentialClass;
     use crate::upstream::stats::ConnectionStats;
 
     #[tokio::test(start_paused = true)]
@@ -136,16 +140,17 @@ mod tests {
         let metrics = Metrics::new().endpoint("u", "e");
         let endpoint = Endpoint::new(&"u".into(), &address, None, metrics).unwrap();
         let open = || {
-            let stats = ConnectionStats::new(Class::Anonymous, None, None, Instant::now());
+            let stats =
+                ConnectionStats::new(CredentialClass::Anonymous, None, None, Instant::now());
             endpoint.connection_opened(&stats);
         };
         let lose = |why| {
-            endpoint.connection_answers(false);
+            endpoint.connection_responds(false);
             endpoint.connection_closed(false, why);
         };
         let given_up = async |sent: Instant| {
             let begin = Instant::now();
-            let why = timeout(60_000 * MS, endpoint.given_up(sent)).await.ok()?;
+            let why = timeout(60_000 * MS, endpoint.no_response_expected(sent)).await.ok()?;
             Some((why, begin.elapsed()))
         };
         let sent = Instant::now();

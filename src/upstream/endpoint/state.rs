@@ -86,11 +86,11 @@ pub enum ConnectFailure {
     Refused(String),
     /// TLS was answered and not agreed on: a certificate that we do not trust, mostly. No request
     /// goes there, but it is alive.
-    Untrusted(String),
+    TlsFailed(String),
     /// For want of something of ours ([`crate::net::process::resource_limits`]): it says nothing about the endpoint.
-    Ours(String),
+    LocalShortage(String),
     /// Not done in time.
-    Slow(String),
+    Timeout(String),
     /// The peer did not choose `h2` by ALPN.
     NoH2(String),
 }
@@ -100,9 +100,9 @@ impl ConnectFailure {
     pub fn why(&self) -> &str {
         match self {
             Self::Refused(why)
-            | Self::Untrusted(why)
-            | Self::Ours(why)
-            | Self::Slow(why)
+            | Self::TlsFailed(why)
+            | Self::LocalShortage(why)
+            | Self::Timeout(why)
             | Self::NoH2(why) => why,
         }
     }
@@ -138,14 +138,14 @@ pub(super) struct Facts {
     pub(super) given_up: Option<(Instant, String)>,
     pub(super) readyz: Readyz,
     /// When the first of the latest probes failed, or had kept us waiting for too long.
-    pub(super) doubted: Option<Instant>,
+    pub(super) probe_failing_since: Option<Instant>,
     /// When the latest probe was asked that was right.
-    pub(super) well: Option<Instant>,
+    pub(super) last_ready_probe: Option<Instant>,
     pub(super) leaving: bool,
     /// Its kernel may answer, but nobody behind it does; why we think so.
     pub(super) silent: Option<String>,
     /// What there is to die.
-    pub(super) course: Course,
+    pub(super) lifecycle: Lifecycle,
     /// It was not usable, or not well, since it was last ready.
     pub(super) was_out: bool,
     pub(super) failures: u32,
@@ -167,9 +167,9 @@ pub(super) struct Facts {
 
 /// Where an endpoint is between its first connection and its death.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Course {
+pub(super) enum Lifecycle {
     /// It was not up since it last died.
-    Unborn,
+    New,
     /// It was.
     Alive,
     /// It was, and said that it ends: what runs there may finish.
@@ -235,7 +235,7 @@ impl Facts {
         self.silent = None;
         self.lost = None;
         self.given_up = None;
-        self.course = Course::Alive;
+        self.lifecycle = Lifecycle::Alive;
         if self.transport != Transport::Up {
             // What was known of its readiness was known of an earlier life. That it is not asked
             // holds for this one too.

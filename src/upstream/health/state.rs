@@ -2,7 +2,7 @@
 
 /// State of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Life {
+pub enum ConnectionState {
     /// Takes streams.
     Live,
     /// Its PING is late: takes no new streams, what waits on it may be hedged.
@@ -15,7 +15,7 @@ pub enum Life {
     Dead,
 }
 
-impl Life {
+impl ConnectionState {
     /// Every state, in the order of their numbers.
     pub const ALL: [Self; 5] =
         [Self::Live, Self::Suspect, Self::Draining, Self::Unresponsive, Self::Dead];

@@ -11,16 +11,16 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::Upstream;
 use crate::config;
 use crate::net::tls::certificate::Subject;
 use crate::upstream::balance;
 use crate::upstream::connection::{Connection, Permit};
-use crate::upstream::credentials::Class;
+use crate::upstream::credentials::CredentialClass;
 use crate::upstream::endpoint::{Endpoint, EndpointState};
-use crate::upstream::flight::Flights;
-use crate::upstream::health::Life;
-use crate::upstream::rebalance::Mover;
+use crate::upstream::evacuation::ActiveEvacuations;
+use crate::upstream::health::ConnectionState;
+use crate::upstream::rebalance::Rebalancer;
+use crate::upstream::shared::Upstream;
 
 /// Connections per endpoint for requests that have proven nothing, of each worker: random tokens
 /// must not buy more.
@@ -40,42 +40,42 @@ const WATCH_SHARE: f64 = 0.9;
 
 /// What a request needs of the connection that it gets.
 #[derive(Debug, Clone, Copy)]
-pub struct Need<'a> {
+pub struct StreamRequirements<'a> {
     /// It is a watch: it keeps its stream for long.
     pub watch: bool,
     /// Where it has just failed, and how.
-    pub after: Option<After<'a>>,
+    pub previous_failure: Option<PreviousFailure<'a>>,
     /// Endpoints that will not do.
-    pub shun: &'a [Arc<Endpoint>],
+    pub excluded_endpoints: &'a [Arc<Endpoint>],
     /// Since when it has had no connection that works, if that is longer than it asks for one.
-    pub without: Option<Instant>,
+    pub without_connection_since: Option<Instant>,
     /// It is held by its caller during a total outage: it does not wait here for the end of one.
     pub held: bool,
     /// It waits on a connection that is in trouble, and another such one would help it no more.
-    pub beside: bool,
+    pub live_only: bool,
     /// The subject that its client has proven, where it goes upstream with a certificate.
-    pub proven: Option<&'a Subject>,
+    pub client_subject: Option<&'a Subject>,
 }
 
-impl<'a> Need<'a> {
+impl<'a> StreamRequirements<'a> {
     /// That of a request whose client has proven this subject, and of nothing else. There is no default,
     /// so that no place is asked for without saying whose request it is for.
-    pub fn of(proven: Option<&'a Subject>) -> Self {
+    pub fn for_client(client_subject: Option<&'a Subject>) -> Self {
         Self {
             watch: false,
             held: false,
-            after: None,
-            shun: &[],
-            without: None,
-            beside: false,
-            proven,
+            previous_failure: None,
+            excluded_endpoints: &[],
+            without_connection_since: None,
+            live_only: false,
+            client_subject,
         }
     }
 }
 
 /// A connection that has just failed a request.
 #[derive(Debug, Clone, Copy)]
-pub enum After<'a> {
+pub enum PreviousFailure<'a> {
     /// It fell silent or was lost. Others may have with it, so rather one that was heard of
     /// lately, wherever it goes.
     Silence(&'a Rc<Connection>),
@@ -83,7 +83,7 @@ pub enum After<'a> {
     Refusal(&'a Rc<Connection>),
 }
 
-impl After<'_> {
+impl PreviousFailure<'_> {
     /// Since when that connection had not worked.
     pub fn suspect_since(&self) -> Option<Instant> {
         self.connection().suspect_since()
@@ -98,7 +98,7 @@ impl After<'_> {
 
 /// The connections of one class.
 pub struct ClassPool {
-    pub(super) class: Class,
+    pub(super) class: CredentialClass,
     pub(super) connections: RefCell<Vec<Rc<Connection>>>,
     pub(super) dialing: RefCell<HashMap<Arc<str>, usize>>,
     waiters: Cell<usize>,
@@ -108,14 +108,14 @@ pub struct ClassPool {
     /// Since when nothing is live that has a future here.
     without_new: Cell<Option<Instant>>,
     rng: RefCell<fastrand::Rng>,
-    pub(super) mover: RefCell<Mover>,
-    pub(super) flights: RefCell<Flights>,
+    pub(super) rebalancer: RefCell<Rebalancer>,
+    pub(super) evacuations: RefCell<ActiveEvacuations>,
     looked: Cell<Instant>,
 }
 
 impl ClassPool {
     /// No connections yet.
-    pub(super) fn new(class: Class, now: Instant) -> Self {
+    pub(super) fn new(class: CredentialClass, now: Instant) -> Self {
         Self {
             class,
             connections: RefCell::default(),
@@ -125,14 +125,14 @@ impl ClassPool {
             used: Cell::new(now),
             without_new: Cell::new(None),
             rng: RefCell::default(),
-            mover: RefCell::new(Mover::new(now)),
-            flights: RefCell::default(),
+            rebalancer: RefCell::new(Rebalancer::new(now)),
+            evacuations: RefCell::default(),
             looked: Cell::new(now),
         }
     }
 
     /// Its class.
-    pub fn class(&self) -> Class {
+    pub fn class(&self) -> CredentialClass {
         self.class
     }
 
@@ -162,49 +162,56 @@ impl ClassPool {
     /// there whether it was carried out, and a read would only fail later.
     pub(super) fn take(
         &self,
-        need: Need<'_>,
+        need: StreamRequirements<'_>,
         upstream: &Upstream,
         now: Instant,
         desperate: bool,
     ) -> Option<Permit> {
         let connections = self.connections.borrow();
         let eligible = |connection: &&Rc<Connection>| {
-            let alive = match connection.life() {
-                Life::Live => true,
-                Life::Suspect => desperate && !connection.is_dark(),
-                Life::Draining | Life::Unresponsive | Life::Dead => false,
+            let alive = match connection.state() {
+                ConnectionState::Live => true,
+                ConnectionState::Suspect => desperate && !connection.path_unresponsive(),
+                ConnectionState::Draining
+                | ConnectionState::Unresponsive
+                | ConnectionState::Dead => false,
             };
             alive
                 && connection.free(now) > 0
-                && !need.shun.iter().any(|shunned| Arc::ptr_eq(shunned, &connection.endpoint))
+                && !need
+                    .excluded_endpoints
+                    .iter()
+                    .any(|shunned| Arc::ptr_eq(shunned, &connection.endpoint))
                 && (!need.watch || self.leaves_room(connection, &connections, upstream))
         };
-        let refused = match need.after {
-            Some(After::Refusal(connection)) => Some(&connection.endpoint),
+        let refused = match need.previous_failure {
+            Some(PreviousFailure::Refusal(connection)) => Some(&connection.endpoint),
             _ => None,
         };
         let rank = |connection: &Rc<Connection>| {
             let refused = refused.is_some_and(|there| Arc::ptr_eq(there, &connection.endpoint));
             // The same one only where there is no other: it lives, and one stream of it failed.
-            let same = need.after.is_some_and(|a| Rc::ptr_eq(connection, a.connection()));
+            let same =
+                need.previous_failure.is_some_and(|a| Rc::ptr_eq(connection, a.connection()));
             let endpoint = &connection.endpoint;
-            let doubtful = connection.is_doubtful(now);
+            let doubtful = connection.has_warning_signs(now);
             (endpoint.state(), same, refused, endpoint.is_fallback(), doubtful)
         };
         let best = connections.iter().filter(eligible).map(rank).min()?;
         let ranked = || connections.iter().filter(eligible).filter(|c| rank(c) == best);
-        let heard_since = match need.after {
-            Some(After::Silence(_)) => ranked()
-                .map(|connection| connection.heard())
+        let heard_since = match need.previous_failure {
+            Some(PreviousFailure::Silence(_)) => ranked()
+                .map(|connection| connection.last_received())
                 .max()
                 .and_then(|last| last.checked_sub(HEARD_LATELY)),
             _ => None,
         };
-        let candidates = ranked().filter(|c| heard_since.is_none_or(|since| c.heard() >= since));
+        let candidates =
+            ranked().filter(|c| heard_since.is_none_or(|since| c.last_received() >= since));
         let mut rng = self.rng.borrow_mut();
         let lot = rng.f64();
         let chosen = balance::pick(candidates, &mut rng, |c| c.cost(now, lot))?;
-        if !chosen.may_carry(need.proven) {
+        if !chosen.may_carry(need.client_subject) {
             // A class has one subject, so this cannot be; if it is, no request may go there.
             tracing::error!(
                 class = ?self.class,
@@ -225,8 +232,8 @@ impl ClassPool {
         }
         self.looked.set(now);
         for connection in self.connections.borrow().iter() {
-            if connection.heads_stay_away(WAIT_LOOK, now) {
-                connection.endpoint.probe_soon();
+            if connection.has_slow_response_heads(WAIT_LOOK, now) {
+                connection.endpoint.request_probe();
             }
         }
     }
@@ -261,10 +268,11 @@ impl ClassPool {
 
     fn most(&self, limits: &config::Connections) -> usize {
         match self.class {
-            Class::Identity(_) | Class::Token => limits.max,
-            Class::UnprovenToken | Class::Anonymous | Class::Probe | Class::Discovery => {
-                UNPROVEN_CONNECTIONS.min(limits.max)
-            }
+            CredentialClass::Identity(_) | CredentialClass::Token => limits.max,
+            CredentialClass::UnprovenToken
+            | CredentialClass::Anonymous
+            | CredentialClass::Probe
+            | CredentialClass::Discovery => UNPROVEN_CONNECTIONS.min(limits.max),
         }
     }
 
@@ -274,7 +282,7 @@ impl ClassPool {
     pub(super) fn may_leave_old(&self, generation: u64, now: Instant) -> bool {
         let new = |connection: &Rc<Connection>| {
             connection.generation == generation
-                && connection.life() == Life::Live
+                && connection.state() == ConnectionState::Live
                 && connection.endpoint.state() != EndpointState::Leaving
         };
         if self.connections.borrow().iter().any(new) {
@@ -287,7 +295,7 @@ impl ClassPool {
     }
 
     pub(super) fn has_live(&self) -> bool {
-        self.connections.borrow().iter().any(|c| c.life() == Life::Live)
+        self.connections.borrow().iter().any(|c| c.state() == ConnectionState::Live)
     }
 
     /// Whether it has connections to this endpoint, and none of them answers.
@@ -296,10 +304,10 @@ impl ClassPool {
         let mut lives = connections
             .iter()
             .filter(|c| Arc::ptr_eq(&c.endpoint, endpoint))
-            .map(|c| c.life())
-            .filter(|life| matches!(life, Life::Live | Life::Suspect))
+            .map(|c| c.state())
+            .filter(|life| matches!(life, ConnectionState::Live | ConnectionState::Suspect))
             .peekable();
-        lives.peek().is_some() && lives.all(|life| life == Life::Suspect)
+        lives.peek().is_some() && lives.all(|life| life == ConnectionState::Suspect)
     }
 
     /// Whether the endpoint that has just given a stream is nearly full, so that the next
@@ -314,7 +322,7 @@ impl ClassPool {
         self.connections
             .borrow()
             .iter()
-            .filter(|c| Arc::ptr_eq(&c.endpoint, endpoint) && c.life() == Life::Live)
+            .filter(|c| Arc::ptr_eq(&c.endpoint, endpoint) && c.state() == ConnectionState::Live)
             .map(|c| c.free(now))
             .sum()
     }
@@ -335,16 +343,18 @@ impl ClassPool {
             ours.filter(|c| Arc::ptr_eq(&c.endpoint, endpoint))
         };
         let counts = Counts {
-            live: mine().filter(|c| c.life() == Life::Live).count(),
-            suspect: mine().filter(|c| c.life() == Life::Suspect).count(),
+            live: mine().filter(|c| c.state() == ConnectionState::Live).count(),
+            suspect: mine().filter(|c| c.state() == ConnectionState::Suspect).count(),
             // What drains is on its way out, and must not keep its replacement out.
-            total: mine().filter(|c| matches!(c.life(), Life::Live | Life::Suspect)).count(),
+            total: mine()
+                .filter(|c| matches!(c.state(), ConnectionState::Live | ConnectionState::Suspect))
+                .count(),
             dialing,
-            free: mine().filter(|c| c.life() == Life::Live).map(|c| c.free(now)).sum(),
+            free: mine().filter(|c| c.state() == ConnectionState::Live).map(|c| c.free(now)).sum(),
             cap: mine().map(|c| c.cap()).max().unwrap_or(limits.max_streams).max(1),
             waiters: self.waiters.get().div_ceil(targets),
         };
-        let min = if matches!(self.class, Class::Identity(_)) { limits.min } else { 1 };
+        let min = if matches!(self.class, CredentialClass::Identity(_)) { limits.min } else { 1 };
         counts.missing(min, self.most(limits))
     }
 }

@@ -14,8 +14,8 @@ use tokio::task::LocalSet;
 use super::*;
 use crate::control::discovery::merge::OwnAddresses;
 use crate::observe::Metrics;
+use crate::upstream::Upstream;
 use crate::upstream::credentials::Credentials;
-use crate::upstream::pool::Upstream;
 use crate::wait::until;
 
 /// The addresses of each name, and their time to live.
@@ -270,7 +270,8 @@ async fn the_board_keeps_an_address_left_out_while_its_endpoint_is_usable() {
     let names = vec![EndpointAddress { host: "api.example.com".into(), port: 6443 }];
     let becomes = async |hosts: &[&str]| loop {
         let mut now: Vec<_> = board.with(|answers, _| {
-            let entries = answers.get(&Source::Dns).map_or(&[][..], |answer| &answer.entries);
+            let entries =
+                answers.get(&EndpointSource::Dns).map_or(&[][..], |answer| &answer.entries);
             entries.iter().map(|entry| entry.address.host.clone()).collect()
         });
         now.sort();
@@ -284,7 +285,7 @@ async fn the_board_keeps_an_address_left_out_while_its_endpoint_is_usable() {
         let task = tokio::task::spawn_local(task);
         becomes(&["10.0.0.1", "10.0.0.2", "10.0.0.3"]).await;
         let members: Vec<_> = board.with(|answers, _| {
-            let entries = answers[&Source::Dns].entries.iter();
+            let entries = answers[&EndpointSource::Dns].entries.iter();
             let member = |entry: &Candidate| crate::control::endpoint_set::EndpointSpec {
                 address: entry.address.clone(),
                 server_name: entry.server_name.clone(),
@@ -293,7 +294,7 @@ async fn the_board_keeps_an_address_left_out_while_its_endpoint_is_usable() {
             entries.map(member).collect()
         });
         crate::control::endpoint_set::replace_endpoints(&upstream, &members);
-        for endpoint in upstream.endpoints.load().iter() {
+        for endpoint in upstream.endpoints().iter() {
             if endpoint.address.host != "10.0.0.3" {
                 endpoint.connected();
                 endpoint.readyz_ok();
@@ -321,7 +322,7 @@ async fn the_board_hears_of_names_and_of_changes_in_hosts() {
     let names = vec![name("api.example.com", 6443), name("late.example.com", 443)];
     let known = |board: &SourceStates| {
         board.with(|answers, _| {
-            let answer = answers.get(&Source::Dns).cloned().unwrap_or_default();
+            let answer = answers.get(&EndpointSource::Dns).cloned().unwrap_or_default();
             let mut labels: Vec<_> = answer.entries.iter().map(|e| e.address.to_string()).collect();
             labels.sort();
             (labels, answer.complete)
@@ -338,7 +339,7 @@ async fn the_board_hears_of_names_and_of_changes_in_hosts() {
             assert!(!known(&board).1, "one name has no answer");
             let why = "dns: late.example.com: there is no such name";
             until("why", async || upstream.sources.complaints() == why).await;
-            assert_eq!(upstream.sources.reports()[&Source::Dns].endpoints, 1);
+            assert_eq!(upstream.sources.reports()[&EndpointSource::Dns].endpoints, 1);
             std::fs::write(&world.system.hosts, "fd00::7 late.example.com\n").unwrap();
             while known(&board) != (vec!["10.0.0.1:6443".into(), "[fd00::7]:443".into()], true) {
                 board.changed().await;
@@ -346,7 +347,7 @@ async fn the_board_hears_of_names_and_of_changes_in_hosts() {
             task.abort();
         })
         .await;
-    let entry = board.with(|answers, _| answers[&Source::Dns].entries[0].clone());
+    let entry = board.with(|answers, _| answers[&EndpointSource::Dns].entries[0].clone());
     assert_eq!(entry.server_name.as_deref(), Some("api.example.com"), "the name is verified");
 }
 
@@ -365,7 +366,8 @@ async fn a_name_beside_it_takes_nothing_from_one_that_was_known() {
     };
     let known = || -> Vec<String> {
         board.with(|answers, _| {
-            let entries = answers.get(&Source::Dns).map_or(&[][..], |answer| &answer.entries);
+            let entries =
+                answers.get(&EndpointSource::Dns).map_or(&[][..], |answer| &answer.entries);
             entries.iter().map(|e| e.address.host.clone()).collect()
         })
     };
@@ -408,8 +410,10 @@ async fn a_name_is_asked_for_again_when_its_time_is_over() {
     let board = SourceStates::new(upstream, Box::new(OwnAddresses::default));
     let names = vec![EndpointAddress { host: "api.example.com".into(), port: 6443 }];
     let becomes = async |host: &str| {
-        let is = |answers: &BTreeMap<Source, super::super::merge::SourceAnswer>| {
-            answers.get(&Source::Dns).is_some_and(|answer| answer.entries[0].address.host == host)
+        let is = |answers: &BTreeMap<EndpointSource, super::super::merge::SourceAnswer>| {
+            answers
+                .get(&EndpointSource::Dns)
+                .is_some_and(|answer| answer.entries[0].address.host == host)
         };
         while !board.with(|answers, _| is(answers)) {
             board.changed().await;

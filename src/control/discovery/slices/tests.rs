@@ -20,8 +20,8 @@ use super::super::transport::{TransportBody, TransportError};
 use super::*;
 use crate::config;
 use crate::observe::Metrics;
+use crate::upstream::Upstream;
 use crate::upstream::credentials::Credentials;
-use crate::upstream::pool::Upstream;
 
 #[test]
 fn pauses_grow_and_stay_bounded() {
@@ -47,7 +47,7 @@ async fn a_list_that_comes_to_a_halt_is_asked_for_again() {
             sleep(Duration::from_secs(20)).await;
             assert!(board.with(|answers, _| !answers.is_empty()), "list {lists}");
             watching.abort();
-            board.forget(Source::Slices);
+            board.forget(EndpointSource::Slices);
         }
     };
     LocalSet::new().run_until(test).await;
@@ -382,7 +382,7 @@ proptest! {
             sleep(LIST + Duration::from_secs(120)).await;
             watching.abort();
             *answer.borrow_mut() = board.with(|answers, _| {
-                answers[&Source::Slices].entries.iter().map(|e| e.address.host.clone()).collect()
+                answers[&EndpointSource::Slices].entries.iter().map(|e| e.address.host.clone()).collect()
             });
         });
         let mut applied = answer.into_inner();

@@ -2,7 +2,7 @@
 //!
 //! Nobody is told to go. A number of moves is offered, the watches are woken, and those that can go
 //! without their client's notice take one each. [`super::rebalance`] offers moves to even loads out,
-//! [`super::flight`] to leave an apiserver that is unwell.
+//! [`super::evacuation`] to leave an apiserver that is unwell.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -11,21 +11,21 @@ use std::sync::Arc;
 use super::connection::Connection;
 use super::endpoint::Endpoint;
 
-/// Who may take a move that is offered.
+/// MoveEligibility may take a move that is offered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Who {
+pub enum MoveEligibility {
     /// A watch that has not moved for a while: its server is well, so nothing is urgent.
     Settled,
     /// A watch that was delivering and has fallen silent.
     Silent,
     /// Any.
-    Everyone,
+    All,
 }
 
 /// Moves that are offered.
 #[derive(Debug, Clone)]
 struct Offer {
-    who: Who,
+    who: MoveEligibility,
     targets: Rc<[Arc<Endpoint>]>,
     count: usize,
 }
@@ -41,18 +41,18 @@ pub struct Offers {
 }
 
 impl Connection {
-    /// How often its watches were asked for something so far: for [`Self::left_or_asked`].
-    pub fn asked(&self) -> u32 {
+    /// How often its watches were asked for something so far: for [`Self::drain_or_notification`].
+    pub fn notification_count(&self) -> u32 {
         self.offers.asked.get()
     }
 
     /// How often its watches were asked to look after themselves, once a minute.
-    pub fn minutes(&self) -> u32 {
+    pub fn self_check_count(&self) -> u32 {
         self.offers.minutes.get()
     }
 
-    /// Who may take a move now, if any is left.
-    pub fn offered(&self) -> Option<Who> {
+    /// MoveEligibility may take a move now, if any is left.
+    pub fn offered_move(&self) -> Option<MoveEligibility> {
         self.offers.offer.borrow().as_ref().map(|offer| offer.who)
     }
 
@@ -69,25 +69,30 @@ impl Connection {
     }
 
     /// Offers so many moves to one of `targets`, in place of what was offered before.
-    pub(super) fn offer(&self, who: Who, targets: &Rc<[Arc<Endpoint>]>, count: usize) {
+    pub(super) fn offer_moves(
+        &self,
+        who: MoveEligibility,
+        targets: &Rc<[Arc<Endpoint>]>,
+        count: usize,
+    ) {
         let targets = Rc::clone(targets);
         *self.offers.offer.borrow_mut() = (count > 0).then_some(Offer { who, targets, count });
         self.ask();
     }
 
     /// Offers no more; whether nobody took up what was offered, or not all of it.
-    pub(super) fn take_back(&self) -> bool {
+    pub(super) fn withdraw_moves(&self) -> bool {
         self.offers.offer.borrow_mut().take().is_some()
     }
 
     /// Asks every watch to look after itself.
-    pub(super) fn look_round(&self) {
-        self.offers.minutes.set(self.minutes().wrapping_add(1));
+    pub(super) fn request_self_check(&self) {
+        self.offers.minutes.set(self.self_check_count().wrapping_add(1));
         self.ask();
     }
 
     fn ask(&self) {
-        self.offers.asked.set(self.asked().wrapping_add(1));
+        self.offers.asked.set(self.notification_count().wrapping_add(1));
         self.changed.notify_waiters();
     }
 }

@@ -18,7 +18,7 @@ use crate::observe::utc::Utc;
 /// Where endpoints come from. The order is that of trust in the name to verify: what the operator
 /// wrote wins over what was found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Source {
+pub enum EndpointSource {
     /// IP addresses in the configuration.
     Static,
     /// `endpoints_file`.
@@ -31,7 +31,7 @@ pub enum Source {
     State,
 }
 
-impl Source {
+impl EndpointSource {
     /// Every source.
     pub const ALL: [Self; 5] = [Self::Static, Self::File, Self::Dns, Self::Slices, Self::State];
 
@@ -60,7 +60,7 @@ impl Source {
 
 /// What one source last said.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Report {
+pub struct SourceReport {
     /// When it last gave an answer that could be used.
     pub last_success: Option<SystemTime>,
     /// How many endpoints that answer has.
@@ -73,7 +73,7 @@ pub struct Report {
     pub note: Option<String>,
 }
 
-impl Report {
+impl SourceReport {
     /// Why it gives no answer now that could be used.
     pub fn complaint(&self) -> Option<&str> {
         self.error.as_deref().or(self.unusable.as_deref())
@@ -85,7 +85,7 @@ impl Report {
 pub struct Sources {
     upstream: Arc<str>,
     metrics: Arc<Metrics>,
-    reports: Mutex<BTreeMap<Source, Report>>,
+    reports: Mutex<BTreeMap<EndpointSource, SourceReport>>,
 }
 
 impl Sources {
@@ -99,20 +99,20 @@ impl Sources {
     }
 
     /// A source is configured; nothing is known of it yet.
-    pub fn expect(&self, source: Source) {
+    pub fn expect(&self, source: EndpointSource) {
         self.reports().entry(source).or_insert_with(|| {
             self.metrics.discovered(&self.upstream, source.as_str(), 0.0);
-            Report::default()
+            SourceReport::default()
         });
     }
 
     /// A source is not configured any longer.
-    pub fn forget(&self, source: Source) {
+    pub fn forget(&self, source: EndpointSource) {
         self.reports().remove(&source);
     }
 
     /// A source gave a good answer with so many endpoints; `but` is why it is not all of them.
-    pub fn succeeded(&self, source: Source, endpoints: usize, but: Option<&str>) {
+    pub fn succeeded(&self, source: EndpointSource, endpoints: usize, but: Option<&str>) {
         if but.is_some() {
             self.metrics.discovery_failed(&self.upstream, source.as_str());
         }
@@ -127,7 +127,7 @@ impl Sources {
 
     /// A source has nothing new, and says so: it lives. If what it last said cannot be used, that
     /// is as bad as before.
-    pub fn confirmed(&self, source: Source) {
+    pub fn confirmed(&self, source: EndpointSource) {
         if self.reports().get(&source).is_some_and(|report| report.unusable.is_some()) {
             return self.report(source, |report| report.error = None);
         }
@@ -139,23 +139,23 @@ impl Sources {
     }
 
     /// Whether the last that was heard of a source is a failure.
-    pub fn is_failing(&self, source: Source) -> bool {
+    pub fn is_failing(&self, source: EndpointSource) -> bool {
         self.reports().get(&source).is_some_and(|report| report.complaint().is_some())
     }
 
     /// How old what a source says is, or what else there is to know of it.
-    pub fn note(&self, source: Source, note: String) {
+    pub fn note(&self, source: EndpointSource, note: String) {
         self.reports().entry(source).or_default().note = Some(note);
     }
 
     /// A source could not be asked.
-    pub fn failed(&self, source: Source, error: &str) {
+    pub fn failed(&self, source: EndpointSource, error: &str) {
         self.metrics.discovery_failed(&self.upstream, source.as_str());
         self.report(source, |report| report.error = Some(error.to_owned()));
     }
 
     /// What a source says cannot be used, until it says another thing.
-    pub fn unusable(&self, source: Source, why: &str) {
+    pub fn unusable(&self, source: EndpointSource, why: &str) {
         self.metrics.discovery_failed(&self.upstream, source.as_str());
         self.report(source, |report| {
             (report.error, report.unusable) = (None, Some(why.to_owned()));
@@ -164,7 +164,13 @@ impl Sources {
 
     /// So many entries of a source are not taken, for a reason of a fixed list; `words` tell which
     /// ones, unless that was told before.
-    pub fn refused(&self, source: Source, reason: &'static str, count: usize, words: Option<&str>) {
+    pub fn refused(
+        &self,
+        source: EndpointSource,
+        reason: &'static str,
+        count: usize,
+        words: Option<&str>,
+    ) {
         self.metrics.discovery_refused(&self.upstream, source.as_str(), reason, count);
         let Some(words) = words else { return };
         let change = self.change(source, ("offered", "refused"), words);
@@ -172,7 +178,7 @@ impl Sources {
     }
 
     /// What each source last said.
-    pub fn reports(&self) -> MutexGuard<'_, BTreeMap<Source, Report>> {
+    pub fn reports(&self) -> MutexGuard<'_, BTreeMap<EndpointSource, SourceReport>> {
         self.reports.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -209,7 +215,7 @@ impl Sources {
 
     /// Changes what is known of a source, and tells it if it complains of another thing than
     /// before, or no longer.
-    fn report(&self, source: Source, change: impl FnOnce(&mut Report)) {
+    fn report(&self, source: EndpointSource, change: impl FnOnce(&mut SourceReport)) {
         let mut reports = self.reports();
         let report = reports.entry(source).or_default();
         let before = report.complaint().map(str::to_owned);
@@ -235,14 +241,14 @@ impl Sources {
     }
 
     /// A source gives answers that can be used.
-    fn lives(&self, source: Source) {
+    fn lives(&self, source: EndpointSource) {
         let at = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64();
         self.metrics.discovered(&self.upstream, source.as_str(), at);
     }
 
     fn change<'a>(
         &'a self,
-        source: Source,
+        source: EndpointSource,
         states: (&'a str, &'a str),
         reason: &'a str,
     ) -> Change<'a> {
@@ -275,26 +281,26 @@ mod tests {
 
     #[test]
     fn a_name_is_read_back() {
-        for source in Source::ALL {
-            assert_eq!(Source::from_name(source.as_str()), Some(source));
+        for source in EndpointSource::ALL {
+            assert_eq!(EndpointSource::from_name(source.as_str()), Some(source));
         }
-        assert_eq!(Source::from_name("gossip"), None);
+        assert_eq!(EndpointSource::from_name("gossip"), None);
     }
 
     #[test]
     fn what_fails_keeps_what_it_said_and_complains() {
         let sources = sources();
         assert_eq!(sources.complaints(), "");
-        sources.expect(Source::Dns);
-        sources.expect(Source::Static);
-        sources.succeeded(Source::Static, 2, None);
+        sources.expect(EndpointSource::Dns);
+        sources.expect(EndpointSource::Static);
+        sources.succeeded(EndpointSource::Static, 2, None);
         assert_eq!(sources.complaints(), "dns: no answer yet");
-        sources.succeeded(Source::Dns, 3, None);
+        sources.succeeded(EndpointSource::Dns, 3, None);
         assert_eq!(sources.complaints(), "");
-        sources.failed(Source::Dns, "api.example.com: timed out");
+        sources.failed(EndpointSource::Dns, "api.example.com: timed out");
         assert_eq!(sources.complaints(), "dns: api.example.com: timed out");
-        assert_eq!(sources.reports()[&Source::Dns].endpoints, 3);
-        sources.confirmed(Source::Dns);
+        assert_eq!(sources.reports()[&EndpointSource::Dns].endpoints, 3);
+        sources.confirmed(EndpointSource::Dns);
         assert_eq!(sources.complaints(), "");
         let text = sources.metrics.render();
         assert!(
@@ -302,7 +308,7 @@ mod tests {
             "{text}"
         );
         assert!(text.contains("timestamp_seconds{upstream=\"u\",source=\"static\"} 1"), "{text}");
-        sources.forget(Source::Dns);
+        sources.forget(EndpointSource::Dns);
         assert_eq!(sources.status(SystemTime::now()).len(), 1);
     }
     #[test]
@@ -312,18 +318,18 @@ mod tests {
             let events = sources.metrics.events().last(usize::MAX);
             events.iter().map(|e| format!("{} {} {}", e.from, e.to, e.reason)).collect()
         };
-        sources.succeeded(Source::Slices, 3, None);
-        let good = sources.reports()[&Source::Slices].last_success;
-        sources.unusable(Source::Slices, "empty");
+        sources.succeeded(EndpointSource::Slices, 3, None);
+        let good = sources.reports()[&EndpointSource::Slices].last_success;
+        sources.unusable(EndpointSource::Slices, "empty");
         // A bookmark; a connection that is lost, and another one.
-        sources.confirmed(Source::Slices);
+        sources.confirmed(EndpointSource::Slices);
         assert_eq!(sources.complaints(), "slices: empty");
-        sources.failed(Source::Slices, "lost");
+        sources.failed(EndpointSource::Slices, "lost");
         assert_eq!(sources.complaints(), "slices: lost");
-        sources.confirmed(Source::Slices);
+        sources.confirmed(EndpointSource::Slices);
         assert_eq!(sources.complaints(), "slices: empty");
-        assert_eq!(sources.reports()[&Source::Slices].last_success, good);
-        sources.succeeded(Source::Slices, 2, None);
+        assert_eq!(sources.reports()[&EndpointSource::Slices].last_success, good);
+        sources.succeeded(EndpointSource::Slices, 2, None);
         assert_eq!(sources.complaints(), "");
         let expected = [
             "ok failing empty",
@@ -338,13 +344,13 @@ mod tests {
     fn half_an_answer_is_told_once() {
         let sources = sources();
         for _ in 0..3 {
-            sources.succeeded(Source::Dns, 1, Some("b: timed out"));
+            sources.succeeded(EndpointSource::Dns, 1, Some("b: timed out"));
         }
         assert_eq!(sources.complaints(), "dns: b: timed out");
-        assert_eq!(sources.reports()[&Source::Dns].endpoints, 1);
+        assert_eq!(sources.reports()[&EndpointSource::Dns].endpoints, 1);
         let events = sources.metrics.events().last(usize::MAX);
         assert_eq!(events.iter().map(|e| e.times).collect::<Vec<_>>(), [1], "{events:?}");
-        sources.succeeded(Source::Dns, 2, None);
+        sources.succeeded(EndpointSource::Dns, 2, None);
         assert_eq!(sources.complaints(), "");
     }
 }

@@ -7,12 +7,12 @@ const MS: Duration = Duration::from_millis(1);
 /// time since the start and the probes that were asked for; what it does not count itself are
 /// acknowledgements alone. Says when it was dead, and of what.
 fn judged(
-    rules: &Rules,
+    rules: &FlowThresholds,
     wrote_at: Option<Duration>,
     kernel: impl Fn(Duration, u32) -> TcpInfo,
-) -> Option<(Duration, Death)> {
+) -> Option<(Duration, FlowDeath)> {
     let start = Instant::now();
-    let mut judge = Judge::new(start);
+    let mut judge = FlowHealth::new(start);
     let (mut at, mut probes, mut wrote) = (Duration::ZERO, 0, wrote_at);
     let (mut came, mut segments_in) = (Duration::ZERO, 0);
     while at < Duration::from_secs(600) {
@@ -25,8 +25,8 @@ fn judged(
             info.segments_in = segments_in;
         }
         match judge.look(&info, rules, start + at) {
-            Look::Dead(death) => return Some((at, death)),
-            Look::Again { after, probe } => {
+            FlowDecision::Dead(death) => return Some((at, death)),
+            FlowDecision::Again { after, probe } => {
                 assert!(after >= 20 * MS, "a look every {after:?} is a busy loop");
                 probes += u32::from(probe);
                 at += after;
@@ -76,11 +76,11 @@ fn one_lost_keepalive_is_not_death() {
 fn unanswered_keepalives_kill_within_three_seconds() {
     let lost = |at, asked| TcpInfo { probes: keepalives(at, asked), ..quiet(at) };
     let (at, death) = judged(&SERVER, None, lost).unwrap();
-    assert_eq!(death, Death::Unanswered);
+    assert_eq!(death, FlowDeath::Unanswered);
     assert_eq!(at, 2700 * MS);
     let (at, _) = judged(&LOSSY_SERVER, None, lost).unwrap();
     assert_eq!(at, 4500 * MS);
-    let (at, _) = judged(&STRUCK_SERVER, None, lost).unwrap();
+    let (at, _) = judged(&CORRELATED_LOSS_SERVER, None, lost).unwrap();
     assert_eq!(at, 2150 * MS);
     // Silence alone is no proof: the probes have to have gone out.
     let few = |at, _| TcpInfo { probes: 7, ..quiet(at) };
@@ -101,7 +101,7 @@ fn bytes_in_flight_that_nobody_acknowledges_kill() {
         TcpInfo { unacked: 1, retransmits: (lost.as_millis() / 200).min(255) as u8, ..quiet(at) }
     };
     let (at, death) = judged(&SERVER, Some(wrote), kernel).unwrap();
-    assert_eq!(death, Death::Unacknowledged);
+    assert_eq!(death, FlowDeath::Unacknowledged);
     let after = at.saturating_sub(wrote);
     assert!((2250 * MS..2400 * MS).contains(&after), "{after:?}");
     let (at, _) = judged(&CLIENT, Some(wrote), kernel).unwrap();
@@ -118,7 +118,7 @@ fn retransmissions_that_double_kill_when_the_fourth_is_out() {
     let (at, _) = judged(&SERVER, None, doubling).unwrap();
     assert!((3000 * MS..3150 * MS).contains(&at), "{at:?}");
     // The third is out, and had its time to be answered.
-    let (at, _) = judged(&STRUCK_SERVER, None, doubling).unwrap();
+    let (at, _) = judged(&CORRELATED_LOSS_SERVER, None, doubling).unwrap();
     assert!((2400 * MS..2500 * MS).contains(&at), "{at:?}");
 }
 
@@ -180,9 +180,11 @@ fn a_closed_window_is_not_death_while_probes_are_answered() {
         ..quiet(at)
     };
     // The last probe has time to be answered.
-    for (rules, probes) in [(SERVER, 4), (LOSSY_SERVER, 6), (STRUCK_SERVER, 2), (CLIENT, 30)] {
+    for (rules, probes) in
+        [(SERVER, 4), (LOSSY_SERVER, 6), (CORRELATED_LOSS_SERVER, 2), (CLIENT, 30)]
+    {
         let (at, death) = judged(&rules, None, lost).unwrap();
-        assert_eq!(death, Death::Unacknowledged);
+        assert_eq!(death, FlowDeath::Unacknowledged);
         let from = probes * SECOND + LAST_ANSWER;
         assert!((from..from + 250 * MS).contains(&at), "{at:?}, {probes} probes");
     }
@@ -211,10 +213,11 @@ fn of_the_probes_of_a_closed_window_three_may_be_lost_and_that_is_remembered() {
     };
     let lossy = |at| answered(4, at);
     assert_eq!(judged(&SERVER, None, |at, _| lossy(at)), None);
-    let mut judge = Judge::new(start);
+    let mut judge = FlowHealth::new(start);
     let (mut at, mut refuted) = (Duration::ZERO, 0);
     while at < 4001 * MS * 10 {
-        let Look::Again { after, probe } = judge.look(&lossy(at), &SERVER, start + at) else {
+        let FlowDecision::Again { after, probe } = judge.look(&lossy(at), &SERVER, start + at)
+        else {
             panic!("dead at {at:?}");
         };
         assert!(!probe, "the kernel would not send it");
@@ -223,7 +226,7 @@ fn of_the_probes_of_a_closed_window_three_may_be_lost_and_that_is_remembered() {
     }
     assert!((9..=10).contains(&refuted), "{refuted}");
     // Answered each second, nothing is suspected.
-    let mut judge = Judge::new(start);
+    let mut judge = FlowHealth::new(start);
     for step in 0..600 {
         let at = step * 100 * MS;
         judge.look(&answered(1, at), &SERVER, start + at);
@@ -237,7 +240,7 @@ fn bytes_that_our_own_netfilter_drops_are_death() {
     let dropped =
         |at: Duration, _| TcpInfo { notsent_bytes: 50, probes: probes(at) as u8, ..quiet(at) };
     let (at, death) = judged(&SERVER, None, dropped).unwrap();
-    assert_eq!(death, Death::Unacknowledged);
+    assert_eq!(death, FlowDeath::Unacknowledged);
     assert!((2250 * MS..2400 * MS).contains(&at), "{at:?}");
     // A kernel that cannot tell it from a closed window waits for one probe more.
     let blind = |at, asked| TcpInfo { send_window: None, ..dropped(at, asked) };
@@ -248,12 +251,18 @@ fn bytes_that_our_own_netfilter_drops_are_death() {
 #[test]
 fn a_late_look_is_no_verdict() {
     let start = Instant::now();
-    let mut judge = Judge::new(start);
+    let mut judge = FlowHealth::new(start);
     let lost = TcpInfo { probes: 30, ..quiet(30 * SECOND) };
-    assert!(matches!(judge.look(&quiet(Duration::ZERO), &SERVER, start), Look::Again { .. }));
+    assert!(matches!(
+        judge.look(&quiet(Duration::ZERO), &SERVER, start),
+        FlowDecision::Again { .. }
+    ));
     let late = start + 30 * SECOND;
-    assert_eq!(judge.look(&lost, &SERVER, late), Look::Again { after: GRACE, probe: false });
-    assert_eq!(judge.look(&lost, &SERVER, late + GRACE), Look::Dead(Death::Unanswered));
+    assert_eq!(
+        judge.look(&lost, &SERVER, late),
+        FlowDecision::Again { after: GRACE, probe: false }
+    );
+    assert_eq!(judge.look(&lost, &SERVER, late + GRACE), FlowDecision::Dead(FlowDeath::Unanswered));
 }
 
 #[test]
@@ -270,19 +279,19 @@ fn flow_whose_looks_are_always_late_dies_all_the_same() {
         segments_in: (at.as_millis() / 10) as u32,
         ..TcpInfo { last_data_recv: Duration::ZERO, last_ack_recv: Duration::ZERO, ..waits(at) }
     };
-    let kernels: [(&dyn Fn(Duration) -> TcpInfo, Death); 3] = [
-        (&idle, Death::Unanswered),
-        (&waits, Death::Unacknowledged),
-        (&talks, Death::Unacknowledged),
+    let kernels: [(&dyn Fn(Duration) -> TcpInfo, FlowDeath); 3] = [
+        (&idle, FlowDeath::Unanswered),
+        (&waits, FlowDeath::Unacknowledged),
+        (&talks, FlowDeath::Unacknowledged),
     ];
     for (case, (kernel, death)) in kernels.into_iter().enumerate() {
         let start = Instant::now();
-        let mut judge = Judge::new(start);
+        let mut judge = FlowHealth::new(start);
         let mut at = Duration::ZERO;
         loop {
             match judge.look(&kernel(at), &SERVER, start + at) {
-                Look::Dead(found) => break assert_eq!(found, death, "case {case}"),
-                Look::Again { after, .. } => at += after + late,
+                FlowDecision::Dead(found) => break assert_eq!(found, death, "case {case}"),
+                FlowDecision::Again { after, .. } => at += after + late,
             }
             assert!(at < 10 * SECOND, "case {case} is never noticed");
         }
@@ -293,22 +302,22 @@ fn flow_whose_looks_are_always_late_dies_all_the_same() {
 #[test]
 fn each_silence_has_its_own_grace_after_a_pause() {
     let start = Instant::now();
-    let mut judge = Judge::new(start);
+    let mut judge = FlowHealth::new(start);
     let mut at = Duration::ZERO;
     for _ in 0..3 {
         let heard = TcpInfo { segments_in: 1 + at.as_secs() as u32, ..quiet(Duration::ZERO) };
-        assert!(matches!(judge.look(&heard, &SERVER, start + at), Look::Again { .. }));
+        assert!(matches!(judge.look(&heard, &SERVER, start + at), FlowDecision::Again { .. }));
         at += 30 * SECOND;
         let lost = TcpInfo { probes: 30, ..quiet(30 * SECOND) };
         let look = judge.look(&lost, &SERVER, start + at);
-        assert_eq!(look, Look::Again { after: GRACE, probe: false }, "at {at:?}");
+        assert_eq!(look, FlowDecision::Again { after: GRACE, probe: false }, "at {at:?}");
         at += GRACE;
     }
 }
 
 #[test]
 fn tunnel_lives_through_silence_shorter_than_its_limit() {
-    let rules = Rules::tunnel(20 * SECOND);
+    let rules = FlowThresholds::tunnel(20 * SECOND);
     let idle = |at: Duration, asked: u32| {
         assert_eq!(asked, 0, "the kernel's own keepalives are enough");
         TcpInfo { probes: keepalives(at, asked), ..quiet(at) }
@@ -319,23 +328,23 @@ fn tunnel_lives_through_silence_shorter_than_its_limit() {
         ..quiet(at)
     };
     let (at, death) = judged(&rules, None, idle).unwrap();
-    assert_eq!(death, Death::Unanswered);
+    assert_eq!(death, FlowDeath::Unanswered);
     assert!((20 * SECOND..20 * SECOND + 150 * MS).contains(&at), "{at:?}");
     let (at, death) = judged(&rules, None, waits).unwrap();
-    assert_eq!(death, Death::Unacknowledged);
+    assert_eq!(death, FlowDeath::Unacknowledged);
     assert!((20 * SECOND..20 * SECOND + 150 * MS).contains(&at), "{at:?}");
     // A limit that is too short for the kernel's own keepalives: more are asked for.
     let lost = |at, asked| TcpInfo { probes: keepalives(at, asked), ..quiet(at) };
-    let (at, _) = judged(&Rules::tunnel(4 * SECOND), None, lost).unwrap();
+    let (at, _) = judged(&FlowThresholds::tunnel(4 * SECOND), None, lost).unwrap();
     assert!((4 * SECOND..4 * SECOND + 150 * MS).contains(&at), "{at:?}");
-    let (at, _) = judged(&Rules::tunnel(SECOND), None, lost).unwrap();
+    let (at, _) = judged(&FlowThresholds::tunnel(SECOND), None, lost).unwrap();
     assert_eq!(at, 2700 * MS, "no sooner than any other flow");
 }
 
 #[test]
 fn an_answer_that_comes_after_all_refutes_a_suspicion_once() {
     let start = Instant::now();
-    let mut judge = Judge::new(start);
+    let mut judge = FlowHealth::new(start);
     let mut look = |silent: Duration, at: Duration| {
         let segments_in = at.saturating_sub(silent).as_millis() as u32;
         let _ = judge.look(&TcpInfo { segments_in, ..quiet(silent) }, &SERVER, start + at);
@@ -350,8 +359,9 @@ fn an_answer_that_comes_after_all_refutes_a_suspicion_once() {
 #[test]
 fn a_flow_that_talks_is_looked_at_soon_and_seldom() {
     let start = Instant::now();
-    let mut judge = Judge::new(start);
-    let Look::Again { after, .. } = judge.look(&quiet(Duration::ZERO), &SERVER, start) else {
+    let mut judge = FlowHealth::new(start);
+    let FlowDecision::Again { after, .. } = judge.look(&quiet(Duration::ZERO), &SERVER, start)
+    else {
         panic!("dead at once");
     };
     assert!(after > SECOND);
@@ -385,9 +395,9 @@ fn the_same_data_again_is_no_sign_of_life() {
         }
     };
     let (at, death) = judged(&SERVER, None, kernel).unwrap();
-    assert_eq!(death, Death::Unanswered);
+    assert_eq!(death, FlowDeath::Unanswered);
     assert!((2700 * MS..3000 * MS).contains(&at), "{at:?}");
-    let (at, _) = judged(&STRUCK_SERVER, None, kernel).unwrap();
+    let (at, _) = judged(&CORRELATED_LOSS_SERVER, None, kernel).unwrap();
     assert!((2150 * MS..2600 * MS).contains(&at), "{at:?}");
     // What came out of order is new, and so is an acknowledgement alone.
     for fresh in [|n: u32| (0, n), |n: u32| (n, 0)] {
@@ -405,9 +415,9 @@ fn the_same_data_again_is_no_sign_of_life() {
 fn many_that_stall_at_once_are_struck_and_one_is_not() {
     let now = Instant::now();
     let struck = |stalled: usize, flows: usize| {
-        let mut struck = Struck::default();
+        let mut struck = CorrelatedLoss::default();
         (0..stalled).for_each(|_| struck.changed(false, true));
-        struck.is_struck(flows, now)
+        struck.is_path_broken(flows, now)
     };
     let table = [
         (1, 1, false),
@@ -421,12 +431,12 @@ fn many_that_stall_at_once_are_struck_and_one_is_not() {
         assert_eq!(struck(stalled, flows), expected, "{stalled} of {flows}");
     }
     // The first that die take their testimony with them, but not at once.
-    let mut struck = Struck::default();
+    let mut struck = CorrelatedLoss::default();
     (0..4).for_each(|_| struck.changed(false, true));
-    assert!(struck.is_struck(4, now));
+    assert!(struck.is_path_broken(4, now));
     (0..4).for_each(|_| struck.changed(true, false));
-    assert!(struck.is_struck(1, now + 900 * MS));
-    assert!(!struck.is_struck(1, now + SECOND));
+    assert!(struck.is_path_broken(1, now + 900 * MS));
+    assert!(!struck.is_path_broken(1, now + SECOND));
 }
 
 /// One packet in twenty is lost each way, and the peer answers keepalives only twice a second. A
@@ -434,11 +444,11 @@ fn many_that_stall_at_once_are_struck_and_one_is_not() {
 #[test]
 fn loss_is_not_death() {
     let mut rng = fastrand::Rng::with_seed(7);
-    let mut deaths = |rules: &Rules, known: bool| {
+    let mut deaths = |rules: &FlowThresholds, known: bool| {
         let (mut deaths, mut refuted, mut struck) = (0, 0, 0);
         for _ in 0..100 {
             let start = Instant::now();
-            let mut judge = Judge::new(start);
+            let mut judge = FlowHealth::new(start);
             let mut peer = Lossy { rng: rng.fork(), ..Lossy::default() };
             let mut at = Duration::ZERO;
             while at < 3600 * SECOND {
@@ -446,11 +456,11 @@ fn loss_is_not_death() {
                 at = 50 * MS * at.as_millis().div_ceil(50) as u32;
                 let info = peer.until(at);
                 match judge.look(&info, rules, start + at) {
-                    Look::Dead(_) => {
+                    FlowDecision::Dead(_) => {
                         deaths += 1;
                         break;
                     }
-                    Look::Again { after, probe } => {
+                    FlowDecision::Again { after, probe } => {
                         if probe {
                             peer.keepalive(at);
                         }
@@ -459,7 +469,7 @@ fn loss_is_not_death() {
                 }
                 refuted += u32::from(judge.was_refuted());
                 struck += u32::from(judge.is_stalled());
-                if !known && refuted >= LOSSY {
+                if !known && refuted >= LOSSY_AFTER {
                     return (deaths, refuted, struck);
                 }
             }

@@ -15,7 +15,7 @@
 //! nobody can show that, and nothing moves.
 //!
 //! Whoever leaves does so within [`WINDOW`], after a start by lot; the picker spreads them over
-//! those who are well. What comes back to an apiserver that has recovered is up to
+//! those who are last_ready_probe. What comes back to an apiserver that has recovered is up to
 //! [`super::rebalance`], slowly.
 
 use std::rc::Rc;
@@ -26,11 +26,11 @@ use tokio::time::Instant;
 
 use super::connection::Connection;
 use super::endpoint::{Endpoint, EndpointState};
-use super::health::Life;
-use super::offers::Who;
+use super::health::ConnectionState;
+use super::watch_moves::MoveEligibility;
 
-/// A flight begins within this time of its reason, by lot: other nodes see the same.
-pub const START: Duration = Duration::from_millis(200);
+/// A active begins within this time of its reason, by lot: other nodes see the same.
+pub const START_JITTER: Duration = Duration::from_millis(200);
 /// Time in which all who leave are offered a move.
 pub const WINDOW: Duration = Duration::from_millis(400);
 /// Least pause between two offers.
@@ -38,29 +38,31 @@ const ROUND: Duration = Duration::from_millis(100);
 
 /// What is known of the readiness of an endpoint.
 #[derive(Debug, Clone, Copy)]
-pub struct Readiness {
+pub struct EndpointReadiness {
     /// Its state.
     pub state: EndpointState,
     /// Since when its probes fail or keep us waiting; `None` when the latest was right.
-    pub doubted: Option<Instant>,
+    pub probe_failing_since: Option<Instant>,
     /// When the latest probe was asked that was right.
-    pub well: Option<Instant>,
+    pub last_ready_probe: Option<Instant>,
 }
 
-impl Readiness {
-    /// Whether it may take the watches of one that is doubted since then.
-    pub fn takes_over(&self, doubted: Instant) -> bool {
+impl EndpointReadiness {
+    /// Whether it may take the watches of one that is probe_failing_since since then.
+    pub fn takes_over(&self, probe_failing_since: Instant) -> bool {
         self.state == EndpointState::Ready
-            && self.doubted.is_none()
-            && self.well.is_some_and(|well| well > doubted)
+            && self.probe_failing_since.is_none()
+            && self
+                .last_ready_probe
+                .is_some_and(|last_ready_probe| last_ready_probe > probe_failing_since)
     }
 
     /// Whose watches leave it, if somebody takes them over.
-    pub fn leaves(&self) -> Option<Who> {
-        self.doubted?;
+    pub fn leaves(&self) -> Option<MoveEligibility> {
+        self.probe_failing_since?;
         match self.state {
-            EndpointState::Degraded => Some(Who::Everyone),
-            EndpointState::Ready | EndpointState::Connecting => Some(Who::Silent),
+            EndpointState::Degraded => Some(MoveEligibility::All),
+            EndpointState::Ready | EndpointState::Connecting => Some(MoveEligibility::Silent),
             // Transport, and its own rules.
             EndpointState::Suspect
             | EndpointState::Ejected
@@ -72,20 +74,20 @@ impl Readiness {
 
 /// An endpoint to leave, who leaves it, and where to.
 #[derive(Debug)]
-pub struct Departure {
+pub struct Evacuation {
     endpoint: Arc<Endpoint>,
-    who: Who,
+    who: MoveEligibility,
     targets: Rc<[Arc<Endpoint>]>,
 }
 
-/// The endpoints to leave now. Empty, and cheap, as long as all are well.
-pub fn departures(endpoints: &[Arc<Endpoint>]) -> Vec<Departure> {
-    if !endpoints.iter().any(|endpoint| endpoint.is_doubted()) {
+/// The endpoints to leave now. Empty, and cheap, as long as all are last_ready_probe.
+pub fn evacuations(endpoints: &[Arc<Endpoint>]) -> Vec<Evacuation> {
+    if !endpoints.iter().any(|endpoint| endpoint.is_probe_failing()) {
         return Vec::new();
     }
     let known: Vec<_> = endpoints.iter().map(|endpoint| endpoint.readiness()).collect();
     decide(&known)
-        .map(|(here, who, targets)| Departure {
+        .map(|(here, who, targets)| Evacuation {
             endpoint: Arc::clone(&endpoints[here]),
             who,
             targets: targets.into_iter().map(|there| Arc::clone(&endpoints[there])).collect(),
@@ -94,48 +96,50 @@ pub fn departures(endpoints: &[Arc<Endpoint>]) -> Vec<Departure> {
 }
 
 /// The table above: who leaves which endpoint, and which ones take them over; by index.
-pub fn decide(known: &[Readiness]) -> impl Iterator<Item = (usize, Who, Vec<usize>)> + '_ {
+pub fn decide(
+    known: &[EndpointReadiness],
+) -> impl Iterator<Item = (usize, MoveEligibility, Vec<usize>)> + '_ {
     known.iter().enumerate().filter_map(|(here, readiness)| {
-        let (who, doubted) = (readiness.leaves()?, readiness.doubted?);
+        let (who, probe_failing_since) = (readiness.leaves()?, readiness.probe_failing_since?);
         let targets: Vec<_> = (0..known.len())
-            .filter(|&there| there != here && known[there].takes_over(doubted))
+            .filter(|&there| there != here && known[there].takes_over(probe_failing_since))
             .collect();
         (!targets.is_empty()).then_some((here, who, targets))
     })
 }
 
 /// How many of `watches` are offered a move, `elapsed` after the last offer.
-pub fn share(watches: usize, elapsed: Duration) -> usize {
+pub fn due_moves(watches: usize, elapsed: Duration) -> usize {
     let part = (elapsed.as_secs_f64() / WINDOW.as_secs_f64()).min(1.0);
     (watches as f64 * part).ceil() as usize
 }
 
 /// The flights of one class of a pool.
 #[derive(Debug, Default)]
-pub struct Flights {
-    under_way: Vec<Flight>,
+pub struct ActiveEvacuations {
+    under_way: Vec<ActiveEvacuation>,
     rng: fastrand::Rng,
 }
 
 #[derive(Debug)]
-struct Flight {
+struct ActiveEvacuation {
     from: Arc<Endpoint>,
-    who: Who,
+    who: MoveEligibility,
     last: Instant,
 }
 
-impl Flights {
+impl ActiveEvacuations {
     /// Offers moves to those who should leave. Called on every turn of the pool.
-    pub fn turn(&mut self, connections: &[Rc<Connection>], leave: &[Departure], now: Instant) {
+    pub fn turn(&mut self, connections: &[Rc<Connection>], leave: &[Evacuation], now: Instant) {
         if leave.is_empty() && self.under_way.is_empty() {
             return;
         }
-        let goes_on = |flight: &Flight| {
-            leave.iter().any(|d| Arc::ptr_eq(&d.endpoint, &flight.from) && d.who == flight.who)
+        let goes_on = |active: &ActiveEvacuation| {
+            leave.iter().any(|d| Arc::ptr_eq(&d.endpoint, &active.from) && d.who == active.who)
         };
-        for over in self.under_way.extract_if(.., |flight| !goes_on(flight)) {
+        for over in self.under_way.extract_if(.., |active| !goes_on(active)) {
             for connection in connections.iter().filter(|c| Arc::ptr_eq(&c.endpoint, &over.from)) {
-                connection.take_back();
+                connection.withdraw_moves();
             }
         }
         for departure in leave {
@@ -143,24 +147,26 @@ impl Flights {
         }
     }
 
-    fn depart(&mut self, connections: &[Rc<Connection>], departure: &Departure, now: Instant) {
-        let Departure { endpoint, who, targets } = departure;
+    fn depart(&mut self, connections: &[Rc<Connection>], departure: &Evacuation, now: Instant) {
+        let Evacuation { endpoint, who, targets } = departure;
         let here = || {
             connections.iter().filter(|c| {
-                Arc::ptr_eq(&c.endpoint, endpoint) && c.life() != Life::Dead && c.watches() > 0
+                Arc::ptr_eq(&c.endpoint, endpoint)
+                    && c.state() != ConnectionState::Dead
+                    && c.watches() > 0
             })
         };
-        let Some(flight) = self.under_way.iter_mut().find(|f| Arc::ptr_eq(&f.from, endpoint))
+        let Some(active) = self.under_way.iter_mut().find(|f| Arc::ptr_eq(&f.from, endpoint))
         else {
-            let last = now + START.mul_f64(self.rng.f64());
-            self.under_way.push(Flight { from: Arc::clone(endpoint), who: *who, last });
+            let last = now + START_JITTER.mul_f64(self.rng.f64());
+            self.under_way.push(ActiveEvacuation { from: Arc::clone(endpoint), who: *who, last });
             let watches: usize = here().map(|c| c.watches()).sum();
             if watches > 0 {
                 tracing::info!(
                     upstream = &*endpoint.upstream,
                     endpoint = &*endpoint.label,
                     watches,
-                    who = if *who == Who::Everyone {
+                    who = if *who == MoveEligibility::All {
                         "all that can"
                     } else {
                         "those that fell silent"
@@ -171,13 +177,13 @@ impl Flights {
             }
             return;
         };
-        let elapsed = now.saturating_duration_since(flight.last);
+        let elapsed = now.saturating_duration_since(active.last);
         if elapsed < ROUND {
             return;
         }
-        flight.last = now;
+        active.last = now;
         for connection in here() {
-            connection.offer(*who, targets, share(connection.watches(), elapsed));
+            connection.offer_moves(*who, targets, due_moves(connection.watches(), elapsed));
         }
     }
 }
@@ -187,29 +193,53 @@ mod tests {
     use super::*;
     use EndpointState::{Connecting, Degraded, Ejected, Leaving, NoH2, Ready};
 
-    /// Seconds: when it has been doubted, and when it was last right.
-    fn known(state: EndpointState, doubted: Option<u64>, well: Option<u64>) -> Readiness {
+    /// Seconds: when it has been probe_failing_since, and when it was last right.
+    fn known(
+        state: EndpointState,
+        probe_failing_since: Option<u64>,
+        last_ready_probe: Option<u64>,
+    ) -> EndpointReadiness {
         let zero = Instant::now();
         // One zero for all of a table: `Instant::now` must not differ between its rows.
         thread_local!(static ZERO: std::cell::OnceCell<Instant> = const { std::cell::OnceCell::new() });
         let zero = ZERO.with(|cell| *cell.get_or_init(|| zero));
         let at = |seconds| zero + Duration::from_secs(seconds);
-        Readiness { state, doubted: doubted.map(at), well: well.map(at) }
+        EndpointReadiness {
+            state,
+            probe_failing_since: probe_failing_since.map(at),
+            last_ready_probe: last_ready_probe.map(at),
+        }
     }
 
     #[test]
     fn the_table() {
-        let well = known(Ready, None, Some(21));
+        let last_ready_probe = known(Ready, None, Some(21));
         let before = known(Ready, None, Some(20));
         for (here, others, expected) in [
             // Nothing is known against it.
-            (known(Ready, None, Some(5)), [well, well], None),
+            (known(Ready, None, Some(5)), [last_ready_probe, last_ready_probe], None),
             // One probe of it failed or hangs: silence is a reason to go.
-            (known(Ready, Some(20), Some(10)), [well, well], Some((Who::Silent, vec![1, 2]))),
-            (known(Connecting, Some(20), None), [well, well], Some((Who::Silent, vec![1, 2]))),
+            (
+                known(Ready, Some(20), Some(10)),
+                [last_ready_probe, last_ready_probe],
+                Some((MoveEligibility::Silent, vec![1, 2])),
+            ),
+            (
+                known(Connecting, Some(20), None),
+                [last_ready_probe, last_ready_probe],
+                Some((MoveEligibility::Silent, vec![1, 2])),
+            ),
             // It is degraded: to be there is.
-            (known(Degraded, Some(20), Some(10)), [well, well], Some((Who::Everyone, vec![1, 2]))),
-            (known(Degraded, Some(20), None), [before, well], Some((Who::Everyone, vec![2]))),
+            (
+                known(Degraded, Some(20), Some(10)),
+                [last_ready_probe, last_ready_probe],
+                Some((MoveEligibility::All, vec![1, 2])),
+            ),
+            (
+                known(Degraded, Some(20), None),
+                [before, last_ready_probe],
+                Some((MoveEligibility::All, vec![2])),
+            ),
             // Nobody has shown that he is any better since.
             (known(Degraded, Some(20), Some(10)), [before, before], None),
             (known(Ready, Some(20), Some(10)), [before, known(Ready, None, None)], None),
@@ -231,9 +261,9 @@ mod tests {
                 None,
             ),
             // Transport has its own rules.
-            (known(Ejected, Some(20), None), [well, well], None),
-            (known(NoH2, Some(20), None), [well, well], None),
-            (known(Leaving, Some(20), None), [well, well], None),
+            (known(Ejected, Some(20), None), [last_ready_probe, last_ready_probe], None),
+            (known(NoH2, Some(20), None), [last_ready_probe, last_ready_probe], None),
+            (known(Leaving, Some(20), None), [last_ready_probe, last_ready_probe], None),
         ] {
             let all = [here, others[0], others[1]];
             let found = decide(&all).find(|(at, ..)| *at == 0).map(|(_, who, to)| (who, to));
@@ -251,10 +281,10 @@ mod tests {
     fn all_are_offered_a_move_within_the_window() {
         for watches in [0, 1, 3, 100, 6_400] {
             let step = WINDOW / 4;
-            let offered: usize = (0..4).map(|_| share(watches, step)).sum();
+            let offered: usize = (0..4).map(|_| due_moves(watches, step)).sum();
             assert!((watches..=watches + 4).contains(&offered), "{offered} of {watches}");
-            assert_eq!(share(watches, WINDOW * 9), watches);
-            assert_eq!(share(watches, Duration::ZERO), 0);
+            assert_eq!(due_moves(watches, WINDOW * 9), watches);
+            assert_eq!(due_moves(watches, Duration::ZERO), 0);
         }
     }
 }

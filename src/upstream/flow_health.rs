@@ -17,7 +17,7 @@
 //!
 //! Loss strikes one flow here and one there. Several that have missed two answers each at the same
 //! time, and a quarter of all that an endpoint has, are no accident but its path: these need no
-//! further proof ([`Struck`]).
+//! further proof ([`CorrelatedLoss`]).
 //!
 //! What a server sends again was not acknowledged: our words are lost though its are heard. So the
 //! same data again is no sign of life; an acknowledgement alone and new data are. But it puts the
@@ -34,11 +34,11 @@
 //! answers, as it would without us.
 //!
 //! A look that comes late gives no verdict, so that a machine that was paused does not blame its
-//! peers: once in each silence. After that the verdicts count, however late the looks are, since all
+//! peers: once in each silence. PreviousFailure that the verdicts count, however late the looks are, since all
 //! evidence is the kernel's, which counts whether or not we are scheduled.
 //!
 //! The table is for a flow that can be replaced. The tunnel of an exec, an attach, a port-forward or
-//! a copy cannot: it has `tunnel_dead_after` ([`Rules::tunnel`]). That is known only where TLS ends
+//! a copy cannot: it has `tunnel_dead_after` ([`FlowThresholds::tunnel`]). That is known only where TLS ends
 //! here (`terminate`). In passthrough a tunnel looks like any other flow, and dies like one.
 //!
 //! This module sends nothing and reads no clock: time is an argument.
@@ -53,7 +53,7 @@ use crate::net::sockets::tracked_stream::StreamObserver;
 
 /// How the life of one side of a flow is judged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Rules {
+pub struct FlowThresholds {
     /// No acknowledgement for this long while something waits for one.
     stuck_after: Duration,
     /// Half as many segments again must have gone out meanwhile; or, a moment later, so many
@@ -71,7 +71,7 @@ pub struct Rules {
     hurries: bool,
 }
 
-impl Rules {
+impl FlowThresholds {
     /// Of a tunnel, which nothing can take the place of: no sign of life for `dead_after`. The
     /// kernel gives a flow up after 127 unanswered keepalives, so it is not hurried for long.
     pub fn tunnel(dead_after: Duration) -> Self {
@@ -87,7 +87,7 @@ impl Rules {
 /// The apiserver's side: it is what clients wait for. Retransmissions of a thin stream are 200 ms
 /// apart, eight in this time; those of a full one, doubling, are four after 2.4 s on kernels that
 /// bound the pause (`TCP_RTO_MAX_MS`) and after 3 s on others.
-pub const SERVER: Rules = Rules {
+pub const SERVER: FlowThresholds = FlowThresholds {
     stuck_after: Duration::from_millis(2_250),
     retransmits: 4,
     idle_after: Some(Duration::from_millis(2_700)),
@@ -96,12 +96,12 @@ pub const SERVER: Rules = Rules {
     hurries: true,
 };
 
-/// The same where [`LOSSY`] suspicions were refuted lately.
-pub const LOSSY_SERVER: Rules =
-    Rules { idle_after: Some(Duration::from_millis(4_500)), window_probes: 6, ..SERVER };
+/// The same where [`LOSSY_AFTER`] suspicions were refuted lately.
+pub const LOSSY_SERVER: FlowThresholds =
+    FlowThresholds { idle_after: Some(Duration::from_millis(4_500)), window_probes: 6, ..SERVER };
 
 /// The same where many fell silent together: three answers are missing and three retransmissions.
-pub const STRUCK_SERVER: Rules = Rules {
+pub const CORRELATED_LOSS_SERVER: FlowThresholds = FlowThresholds {
     stuck_after: Duration::from_millis(2_150),
     retransmits: 3,
     idle_after: Some(Duration::from_millis(2_150)),
@@ -114,11 +114,11 @@ pub const STRUCK_SERVER: Rules = Rules {
 const HURRIED: Duration = Duration::from_secs(10);
 
 /// Refuted suspicions within a minute or two that show that packets are being lost.
-pub const LOSSY: u32 = 3;
+pub const LOSSY_AFTER: u32 = 3;
 
 /// The client's side: nobody waits for a client, and most are on the same machine. One that has
 /// vanished from the network must only not stay for ever.
-pub const CLIENT: Rules = Rules {
+pub const CLIENT: FlowThresholds = FlowThresholds {
     stuck_after: Duration::from_secs(30),
     retransmits: 6,
     idle_after: None,
@@ -157,18 +157,18 @@ const ROUNDING: Duration = Duration::from_millis(20);
 /// How often the kernel is asked about a client: there is no hurry.
 const SELDOM: Duration = Duration::from_secs(5);
 /// No pause between two looks is longer.
-pub const LONGEST: Duration = SELDOM;
+pub const MAX_CHECK_INTERVAL: Duration = SELDOM;
 
 /// What killed a flow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Death {
+pub enum FlowDeath {
     /// What was sent is not acknowledged.
     Unacknowledged,
     /// Probes are not answered.
     Unanswered,
 }
 
-impl Death {
+impl FlowDeath {
     /// Words for people.
     pub fn as_str(self) -> &'static str {
         match self {
@@ -180,12 +180,12 @@ impl Death {
 
 /// What to do after a look.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Look {
+pub enum FlowDecision {
     /// It is dead.
-    Dead(Death),
-    /// Look again then; with `probe`, ask the kernel for a keepalive now.
+    Dead(FlowDeath),
+    /// FlowDecision again then; with `probe`, ask the kernel for a keepalive now.
     Again {
-        /// After this time.
+        /// PreviousFailure this time.
         after: Duration,
         /// [`crate::net::sockets::tcp_options::send_keepalive_probe`].
         probe: bool,
@@ -194,7 +194,7 @@ pub enum Look {
 
 /// Remembers what was heard last, and since when something of ours waits for its acknowledgement.
 #[derive(Debug, Clone, Copy)]
-pub struct Judge {
+pub struct FlowHealth {
     /// Bytes that were acknowledged, and segments sent, when that began.
     acked: u64,
     segments: u32,
@@ -217,7 +217,7 @@ pub struct Judge {
     distrusted: Option<Instant>,
 }
 
-impl Judge {
+impl FlowHealth {
     /// Of a connection that has just been made; look at it at once.
     pub fn new(now: Instant) -> Self {
         Self {
@@ -246,7 +246,7 @@ impl Judge {
     }
 
     /// Looks at what the kernel knows.
-    pub fn look(&mut self, info: &TcpInfo, rules: &Rules, now: Instant) -> Look {
+    pub fn look(&mut self, info: &TcpInfo, rules: &FlowThresholds, now: Instant) -> FlowDecision {
         let late = now.saturating_duration_since(self.due) > LATE;
         self.hear(info, now);
         if info.probes != self.probes.0 {
@@ -263,7 +263,7 @@ impl Judge {
         let stuck = self.waiting_since.map(|since| now.saturating_duration_since(since));
         let silence = self.waiting_since.or(Some(self.heard));
         let look = if late && std::mem::replace(&mut self.distrusted, silence) != silence {
-            Look::Again { after: GRACE, probe: false }
+            FlowDecision::Again { after: GRACE, probe: false }
         } else if let Some(stuck) = stuck {
             let segments = info.data_segments_sent.wrapping_sub(self.segments);
             waiting(info, rules, stuck, segments, now.saturating_duration_since(self.probes.1))
@@ -278,7 +278,7 @@ impl Judge {
             self.suspects = false;
             self.refuted = true;
         }
-        if let Look::Again { after, probe } = look {
+        if let FlowDecision::Again { after, probe } = look {
             let late = silent >= LATE_ANSWER && info.probes > 1;
             self.suspects |= probe || (late && info.is_window_closed() == Some(true));
             self.due = now + after;
@@ -315,13 +315,13 @@ impl Judge {
 /// each of them unlucky. One flow of a hundred is stalled at any time where one packet in twenty is
 /// lost each way.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Struck {
+pub struct CorrelatedLoss {
     /// Flows that are stalled now.
     stalled: usize,
     until: Option<Instant>,
 }
 
-impl Struck {
+impl CorrelatedLoss {
     /// How many it takes at least, and of how many each one.
     const FLOWS: usize = 3;
     const ONE_IN: usize = 4;
@@ -334,7 +334,7 @@ impl Struck {
     }
 
     /// Whether the path to an endpoint with so many flows is broken.
-    pub fn is_struck(&mut self, flows: usize, now: Instant) -> bool {
+    pub fn is_path_broken(&mut self, flows: usize, now: Instant) -> bool {
         if self.stalled >= Self::FLOWS && self.stalled * Self::ONE_IN >= flows {
             self.until = Some(now + Self::HOLDS);
         }
@@ -346,11 +346,11 @@ impl Struck {
 /// last probe went out `probed` ago.
 fn waiting(
     info: &TcpInfo,
-    rules: &Rules,
+    rules: &FlowThresholds,
     stuck: Duration,
     segments: u32,
     probed: Duration,
-) -> Look {
+) -> FlowDecision {
     let enough = u32::from(rules.retransmits) * 3 / 2;
     let dead = stuck >= rules.stuck_after
         && match info.is_window_closed() {
@@ -371,31 +371,34 @@ fn waiting(
             }
         };
     if dead {
-        return Look::Dead(Death::Unacknowledged);
+        return FlowDecision::Dead(FlowDeath::Unacknowledged);
     }
-    Look::Again { after: soon(rules.stuck_after.saturating_sub(stuck), WAITING), probe: false }
+    FlowDecision::Again {
+        after: soon(rules.stuck_after.saturating_sub(stuck), WAITING),
+        probe: false,
+    }
 }
 
 /// Nothing waits, nothing new was heard for `silent`, and `sent` segments went out since.
-fn idle(info: &TcpInfo, rules: &Rules, silent: Duration, sent: u32) -> Look {
+fn idle(info: &TcpInfo, rules: &FlowThresholds, silent: Duration, sent: u32) -> FlowDecision {
     let Some(idle_after) = rules.idle_after else {
-        return Look::Again { after: SELDOM, probe: false };
+        return FlowDecision::Again { after: SELDOM, probe: false };
     };
     if silent >= idle_after {
         let again = sent > info.probes.into();
         if info.probes >= rules.unanswered
             || (again && sent >= REPEATED && info.probes >= LATEST_PROBES)
         {
-            return Look::Dead(Death::Unanswered);
+            return FlowDecision::Dead(FlowDeath::Unanswered);
         }
     }
     if silent >= LATE_ANSWER {
         let after = soon(idle_after.saturating_sub(silent), ASK_AGAIN);
-        return Look::Again { after, probe: rules.hurries };
+        return FlowDecision::Again { after, probe: rules.hurries };
     }
     // Just after the answer to its next keepalive is late.
     let after = LATE_ANSWER.saturating_sub(silent) + Duration::from_millis(20);
-    Look::Again { after, probe: false }
+    FlowDecision::Again { after, probe: false }
 }
 
 /// When to look again: a verdict is due when the time is up, not at the first look after it.
@@ -410,21 +413,21 @@ pub async fn died(
     answered: &Cell<bool>,
     tunnel_dead_after: Duration,
 ) -> &'static str {
-    let mut judge = Judge::new(Instant::now());
+    let mut judge = FlowHealth::new(Instant::now());
     let mut refuted = 0;
     loop {
         refuted += u32::from(judge.was_refuted());
         let rules = match answered.get() {
-            true => Rules::tunnel(tunnel_dead_after),
-            false if refuted >= LOSSY => LOSSY_SERVER,
+            true => FlowThresholds::tunnel(tunnel_dead_after),
+            false if refuted >= LOSSY_AFTER => LOSSY_SERVER,
             false => SERVER,
         };
         let pause = match observer.tcp_info() {
             // Without evidence (a kernel before 4.6) there is no verdict.
             Err(_) => SELDOM,
             Ok(info) => match judge.look(&info, &rules, Instant::now()) {
-                Look::Dead(death) => return death.as_str(),
-                Look::Again { after, probe } => {
+                FlowDecision::Dead(death) => return death.as_str(),
+                FlowDecision::Again { after, probe } => {
                     if probe {
                         let _ = observer.send_keepalive_probe();
                     }
@@ -437,5 +440,5 @@ pub async fn died(
 }
 
 #[cfg(test)]
-#[path = "flow_tests.rs"]
+#[path = "flow_health_tests.rs"]
 mod tests;

@@ -140,22 +140,14 @@ where
 {
     let layer = fmt::layer().with_writer(writer).with_ansi(false);
     match log.format {
-        LogFormat::Text => layer.with_timer(ShortTime).with_target(false).boxed(),
-        LogFormat::Json => layer.json().flatten_event(true).with_timer(FullTime).boxed(),
+        LogFormat::Text => layer.with_timer(Rfc3339).with_target(false).boxed(),
+        LogFormat::Json => layer.json().flatten_event(true).with_timer(Rfc3339).boxed(),
     }
 }
 
-struct ShortTime;
+struct Rfc3339;
 
-impl FormatTime for ShortTime {
-    fn format_time(&self, out: &mut Writer<'_>) -> std::fmt::Result {
-        Utc::now().write_short(out)
-    }
-}
-
-struct FullTime;
-
-impl FormatTime for FullTime {
+impl FormatTime for Rfc3339 {
     fn format_time(&self, out: &mut Writer<'_>) -> std::fmt::Result {
         write!(out, "{}", Utc::now())
     }
@@ -293,9 +285,9 @@ pub(crate) mod tests {
         });
         let lines = captured.lines();
         assert_eq!(lines.len(), 1, "{lines:?}");
-        // "07-26 12:34:56.789  WARN ejected endpoint=…"
+        // "2026-07-26T12:34:56.789Z  WARN ejected endpoint=…"
         assert_eq!(
-            &lines[0][18..],
+            &lines[0][24..],
             r#"  WARN ejected endpoint="10.0.0.11:6443" why="a\nforged\u{1b}[31m""#
         );
     }

@@ -88,7 +88,7 @@ mod tests {
             warnings.warn("listener a: full", "10.0.0.3:1");
         };
         captured.during(LogFormat::Text, || LocalSet::new().block_on(&runtime, flood));
-        let lines: Vec<_> = captured.lines().iter().map(|line| line[20..].to_owned()).collect();
+        let lines: Vec<_> = captured.lines().iter().map(|line| line[26..].to_owned()).collect();
         let told: u64 =
             lines.iter().filter_map(|line| line.split_once("more=")?.1.parse::<u64>().ok()).sum();
         let written = lines.iter().filter(|line| line.contains("full: 10.0.0.1")).count() as u64;

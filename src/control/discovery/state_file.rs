@@ -6,8 +6,8 @@
 //! reported and ignored; a directory that cannot be written is a warning.
 
 use std::fmt;
-use std::fs::{self, File};
-use std::io::{self, Write};
+use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -15,6 +15,7 @@ use serde_json::{Value, json};
 
 use super::merge::{Candidate, SavedEndpoints};
 use crate::config::EndpointAddress;
+use crate::net::files::atomic_write::{self, PUBLIC};
 use crate::net::files::bounded_read;
 use crate::observe::utc::Utc;
 use crate::upstream::endpoint_sources::EndpointSource;
@@ -118,7 +119,7 @@ fn entry(value: &Value) -> Option<(EndpointSource, Candidate)> {
         .then_some((source, Candidate { address, server_name }))
 }
 
-/// Writes the file whole or not at all: a new file, synced, renamed over the old one.
+/// Replaces the file in one step.
 ///
 /// # Errors
 /// What the system says; the old file stays.
@@ -147,18 +148,7 @@ pub fn write(
         "endpoints": endpoints,
     });
     fs::create_dir_all(dir)?;
-    let (path, temporary) = (path(dir, upstream), dir.join(format!(".{upstream}.json.new")));
-    let result = File::create(&temporary).and_then(|mut file| {
-        file.write_all(format!("{text:#}\n").as_bytes())?;
-        file.sync_all()?;
-        fs::rename(&temporary, &path)?;
-        // So that the name survives a power loss as well.
-        File::open(dir)?.sync_all()
-    });
-    if result.is_err() {
-        let _ = fs::remove_file(&temporary);
-    }
-    result
+    atomic_write::replace(&path(dir, upstream), format!("{text:#}\n").as_bytes(), PUBLIC)
 }
 
 #[cfg(test)]

@@ -1,71 +1,41 @@
-//! Writes a file so that nobody ever sees half of it, and nobody else can read it.
+//! Replaces a file in one step: readers see the old content or the new one, never a part.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File, Permissions};
 use std::io::{self, Write};
-use std::os::unix::fs::OpenOptionsExt;
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
 
-/// Readable and writable by the owner alone.
+/// Mode of files that only the owner may read: keys, kubeconfigs.
 pub const PRIVATE: u32 = 0o600;
-/// Readable by everybody: certificates and configuration.
+/// Mode of files that every user may read: certificates, configuration.
 pub const PUBLIC: u32 = 0o644;
 
-/// Replaces `path` with `bytes` in one step, with that mode. A link is followed: what it points to
-/// is replaced, as an editor would.
+/// Replaces `path` with `bytes`, with this mode less the umask. A symbolic link is followed: its target
+/// is replaced.
 ///
 /// # Errors
-/// What the system says. The old file is then untouched.
+/// What the file system returns. The old file is then unchanged.
 pub fn replace(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
     let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
     let directory = match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
         _ => Path::new("."),
     };
-    let mut temporary = Temporary::create(directory, &path, mode)?;
-    temporary.file.write_all(bytes)?;
-    // The data before the name: after a power failure there is the old file or the new one.
-    temporary.file.sync_all()?;
-    fs::rename(&temporary.path, &path)?;
-    temporary.kept = true;
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let mut temporary = tempfile::Builder::new()
+        .prefix(&format!(".{name}."))
+        .permissions(Permissions::from_mode(mode))
+        .tempfile_in(directory)?;
+    temporary.write_all(bytes)?;
+    // The content before the name: after a power failure the old file or the new one exists.
+    temporary.as_file().sync_all()?;
+    temporary.persist(&path).map_err(|failed| failed.error)?;
     File::open(directory)?.sync_all()
-}
-
-/// A file beside the one it will replace; removed unless it does.
-struct Temporary {
-    path: PathBuf,
-    file: File,
-    kept: bool,
-}
-
-impl Temporary {
-    fn create(directory: &Path, target: &Path, mode: u32) -> io::Result<Self> {
-        let name = target.file_name().unwrap_or_default().to_string_lossy();
-        for _ in 0..100 {
-            let path = directory.join(format!(".{name}.{:08x}", fastrand::u32(..)));
-            let mut options = OpenOptions::new();
-            match options.write(true).create_new(true).mode(mode).open(&path) {
-                Ok(file) => return Ok(Self { path, file, kept: false }),
-                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-                Err(error) => return Err(error),
-            }
-        }
-        Err(io::Error::new(io::ErrorKind::AlreadyExists, "no free name for a temporary file"))
-    }
-}
-
-impl Drop for Temporary {
-    fn drop(&mut self) {
-        if !self.kept {
-            // Nothing more can be done about it.
-            let _ = fs::remove_file(&self.path);
-        }
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::os::unix::fs::PermissionsExt;
 
     fn names(dir: &Path) -> Vec<String> {
         let entries = fs::read_dir(dir).unwrap();
@@ -73,7 +43,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_replaced_with_its_mode() {
+    fn replace_writes_content_and_mode() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("f");
         fs::write(&path, "old and longer").unwrap();
@@ -84,7 +54,7 @@ mod tests {
     }
 
     #[test]
-    fn a_link_stays_a_link() {
+    fn replace_of_a_symlink_replaces_its_target() {
         let dir = tempfile::tempdir().unwrap();
         let (target, link) = (dir.path().join("t"), dir.path().join("l"));
         fs::write(&target, "old").unwrap();
@@ -95,7 +65,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_leaves_nothing_behind() {
+    fn replace_that_fails_leaves_no_temporary_file() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("d");
         fs::create_dir(&path).unwrap();

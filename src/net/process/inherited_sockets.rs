@@ -1,8 +1,8 @@
-//! Listening sockets that are open before we start: given by the service manager, or by the process
-//! whose place we take.
+//! Listening sockets that are open when the process starts: passed by the service manager or by the
+//! process that this one replaces.
 //!
-//! Each is known by its address, not by a name: whoever gives them need not know our listeners. One
-//! that has connections in its queue keeps them.
+//! A socket is found by its address, not by a name, so the sender need not know the listeners. A socket
+//! keeps the connections of its queue.
 
 use std::env;
 use std::fmt;
@@ -12,18 +12,18 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use socket2::{Domain, SockRef, Type};
 
-/// The first descriptor of the service manager's (`SD_LISTEN_FDS_START`, `sd_listen_fds(3)`).
+/// The first descriptor that a service manager passes (`SD_LISTEN_FDS_START`, `sd_listen_fds(3)`).
 const FIRST: RawFd = 3;
-/// Most descriptors that are believed: systemd's own limit is in the hundreds.
+/// Maximum of `LISTEN_FDS`; systemd's own limit is in the hundreds.
 const MOST: RawFd = 1024;
 
-/// Sockets that wait for a listener that wants their address.
+/// Inherited sockets that no listener has taken yet.
 #[derive(Debug, Default)]
 pub struct InheritedSockets {
     sockets: Vec<(SocketAddr, TcpListener)>,
 }
 
-/// Why a descriptor is of no use.
+/// Why an inherited descriptor cannot be used.
 #[derive(Debug)]
 pub struct UnusableDescriptor(String);
 
@@ -37,15 +37,15 @@ impl InheritedSockets {
     /// Adds a descriptor.
     ///
     /// # Errors
-    /// It is not a TCP socket that listens; it is closed.
+    /// It is not a listening TCP socket. It is closed.
     pub fn add(&mut self, descriptor: OwnedFd) -> Result<(), UnusableDescriptor> {
         let socket = SockRef::from(&descriptor);
         let is_tcp = socket.domain().is_ok_and(|d| [Domain::IPV4, Domain::IPV6].contains(&d))
             && socket.r#type().is_ok_and(|kind| kind == Type::STREAM);
         if !is_tcp || !socket.is_listener().unwrap_or(false) {
-            return Err(UnusableDescriptor("not a TCP socket that listens".into()));
+            return Err(UnusableDescriptor("not a listening TCP socket".into()));
         }
-        // A service manager's blocks.
+        // The service manager passes blocking sockets.
         let ready = socket.set_nonblocking(true).and_then(|()| {
             let listener = TcpListener::from(descriptor);
             Ok((listener.local_addr()?, listener))
@@ -54,15 +54,15 @@ impl InheritedSockets {
         Ok(())
     }
 
-    /// Adds what another one has.
+    /// Moves the sockets of another set into this one.
     pub fn append(&mut self, mut other: Self) {
         self.sockets.append(&mut other.sockets);
     }
 
-    /// The sockets on an address, in the order in which they were given: several where they share it
-    /// by `SO_REUSEPORT`. None for port 0, which asks for a port that nobody had.
+    /// Takes the sockets on an address, in the order in which they were added; several if they share it
+    /// by `SO_REUSEPORT`. Port 0 asks for a new port and matches none.
     ///
-    /// With `transparent` only those that have `IP_TRANSPARENT`, without it only those that do not.
+    /// `transparent` selects sockets with `IP_TRANSPARENT`, or those without.
     pub fn take(&mut self, wanted: SocketAddr, transparent: bool) -> Vec<TcpListener> {
         let fits = |(address, socket): &(SocketAddr, TcpListener)| {
             *address == wanted && is_transparent(socket, wanted) == transparent
@@ -74,22 +74,22 @@ impl InheritedSockets {
         taken.into_iter().map(|(_, socket)| socket).collect()
     }
 
-    /// Whether one waits on an address, of whatever kind.
+    /// Whether a socket on the address is left, transparent or not.
     pub fn is_at(&self, wanted: SocketAddr) -> bool {
         self.sockets.iter().any(|(address, _)| *address == wanted)
     }
 
-    /// How many wait.
+    /// Number of sockets left.
     pub fn len(&self) -> usize {
         self.sockets.len()
     }
 
-    /// Whether none waits.
+    /// Whether no socket is left.
     pub fn is_empty(&self) -> bool {
         self.sockets.is_empty()
     }
 
-    /// Where those that wait listen, each address once.
+    /// Addresses of the sockets left, each once.
     pub fn addresses(&self) -> Vec<SocketAddr> {
         let mut addresses: Vec<_> = self.sockets.iter().map(|(address, _)| *address).collect();
         addresses.dedup();
@@ -104,10 +104,12 @@ fn is_transparent(socket: &TcpListener, address: SocketAddr) -> bool {
     set.unwrap_or(false)
 }
 
-/// The descriptors that the service manager has given to this process (`LISTEN_FDS`, `LISTEN_PID`;
-/// `LISTEN_FDNAMES` is not asked, since addresses say enough). None the second time.
+/// Takes the descriptors that the service manager has passed to this process (`LISTEN_FDS`,
+/// `LISTEN_PID`). `LISTEN_FDNAMES` is not read, since addresses identify sockets. The second call
+/// returns none.
 ///
-/// To be called before anything else opens a descriptor: their numbers are all that is known of them.
+/// Must be called before anything else opens a descriptor, since only their numbers are known. The crate
+/// sd-notify returns those numbers too; taking ownership of them would remain here.
 pub fn from_service_manager() -> Vec<OwnedFd> {
     static TAKEN: AtomicBool = AtomicBool::new(false);
     if TAKEN.swap(true, Ordering::Relaxed) {
@@ -118,9 +120,9 @@ pub fn from_service_manager() -> Vec<OwnedFd> {
     (FIRST..FIRST + count).filter_map(take).collect()
 }
 
-/// The descriptor that the command line gives to this process by its number, for it alone.
+/// Takes the descriptor that the command line names by its number.
 ///
-/// To be called before anything else opens a descriptor; `given` are those of the service manager.
+/// Must be called before anything else opens a descriptor. `given` are those of the service manager.
 ///
 /// # Errors
 /// No such descriptor is open, or it is one of `given` or of the standard streams.
@@ -138,9 +140,9 @@ pub fn take_descriptor(number: RawFd, given: &[OwnedFd]) -> Result<OwnedFd, Unus
     take(number).ok_or_else(|| UnusableDescriptor("no such descriptor is open".into()))
 }
 
-/// How many descriptors the environment announces to the process `own`.
+/// How many descriptors the environment announces to the process with PID `own`.
 fn announced(pid: Option<String>, count: Option<String>, own: u32) -> RawFd {
-    // The variables may be meant for a parent of ours.
+    // The variables may be meant for a parent process.
     if pid.and_then(|pid| pid.parse().ok()) != Some(own) {
         return 0;
     }
@@ -148,11 +150,11 @@ fn announced(pid: Option<String>, count: Option<String>, own: u32) -> RawFd {
 }
 
 fn take(number: RawFd) -> Option<OwnedFd> {
-    // SAFETY: the call only sets a flag, and only where there is a descriptor.
+    // SAFETY: the call only sets a flag, and fails if no such descriptor is open.
     #[allow(unsafe_code)]
     let result = unsafe { libc::fcntl(number, libc::F_SETFD, libc::FD_CLOEXEC) };
-    // SAFETY: the descriptor is open. The environment or the command line says that it was opened
-    // for us by our parent, and nothing of ours has opened one yet: no other owner exists.
+    // SAFETY: the descriptor is open. The environment or the command line says that the parent opened
+    // it for this process, which has opened none itself yet: no other owner exists.
     #[allow(unsafe_code)]
     (result == 0).then(|| unsafe { OwnedFd::from_raw_fd(number) })
 }
@@ -165,7 +167,7 @@ mod tests {
     use std::os::fd::AsFd;
 
     #[test]
-    fn what_the_environment_announces() {
+    fn announced_counts_descriptors_for_this_process_only() {
         let some = |text: &str| Some(text.to_owned());
         for (pid, count, expected) in [
             (some("7"), some("2"), 2),
@@ -182,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn by_number_refuses_what_is_not_for_this_process() {
+    fn take_descriptor_refuses_standard_streams_and_those_of_the_service_manager() {
         let (_, pipe) = std::io::pipe().unwrap();
         let pipe = OwnedFd::from(pipe);
         let number = pipe.as_raw_fd();
@@ -196,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn they_are_found_by_address() {
+    fn take_finds_sockets_by_address_and_kind() {
         let any = "127.0.0.1:0".parse().unwrap();
         let alone = listening::listen(any, false).unwrap();
         let first = listening::listen(any, true).unwrap();
@@ -208,7 +210,7 @@ mod tests {
             inherited.add(socket.as_fd().try_clone_to_owned().unwrap()).unwrap();
         }
         assert_eq!(inherited.take(any, false).len(), 0);
-        assert_eq!(inherited.take(wanted, true).len(), 0, "TPROXY needs another kind");
+        assert_eq!(inherited.take(wanted, true).len(), 0, "TPROXY needs a transparent socket");
         assert!(inherited.is_at(wanted) && !inherited.is_at(any));
         assert_eq!(inherited.take(shared, false).len(), 2);
         assert_eq!(inherited.take(shared, false).len(), 0);
@@ -218,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_listen_is_refused() {
+    fn add_refuses_descriptors_that_do_not_listen_on_tcp() {
         let mut inherited = InheritedSockets::default();
         let listener = listening::listen("127.0.0.1:0".parse().unwrap(), false).unwrap();
         let connected = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();

@@ -1,100 +1,93 @@
-//! What this process may run out of: descriptors above all, of which a passed connection takes two.
+//! Limits that this process may reach: descriptors above all, of which a passthrough flow takes two.
 //!
-//! Many places start a process with a limit of 1024 (`RLIMIT_NOFILE`, soft), for the sake of old
-//! programs that use select(2), and let it raise that itself up to the hard limit. When all are
-//! used a connection that waits in the queue of a listener is told so, rather than left there; and
-//! a connect that fails for it says nothing about the endpoint that it was meant for.
+//! Many systems start a process with a soft limit (`RLIMIT_NOFILE`) of 1024, for old programs that use
+//! select(2), and allow it to raise the limit up to the hard one. When all descriptors are in use, a
+//! waiting connection is reset rather than left in the accept queue; and a connect that fails for that
+//! reason says nothing about the endpoint.
 //!
-//! The last few are not for connections: whoever asks what is the matter is to be answered, and a
-//! certificate or a configuration is to be read, just then ([`is_reserved`]).
+//! The last descriptors are not for connections ([`is_reserved`]): the admin endpoint, certificates and
+//! the configuration need some just then.
 
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::AsRawFd;
 use std::time::Duration;
 
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use socket2::{Domain, SockRef, Socket, Type};
 use tokio::net::TcpListener;
 
-/// Raises the limit on descriptors as far as this process may. Returns what it is then.
+/// Raises the soft limit on descriptors to the hard limit and returns it.
 ///
 /// # Errors
-/// What the kernel says.
+/// What `setrlimit(2)` returns.
 pub fn raise_descriptor_limit() -> io::Result<u64> {
-    let mut limit = limit()?;
-    if limit.rlim_cur == limit.rlim_max {
-        // Not asked for what is there: a service manager's filter may forbid the call.
-        return Ok(limit.rlim_cur);
+    let limit = getrlimit(Resource::Nofile);
+    // A service manager's seccomp filter may forbid the call, so it is made only if it is needed.
+    if limit.current != limit.maximum {
+        setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })?;
     }
-    limit.rlim_cur = limit.rlim_max;
-    // SAFETY: the kernel reads one `rlimit` at a pointer to a live one.
-    #[allow(unsafe_code)]
-    let set = unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) };
-    if set == 0 { Ok(limit.rlim_cur) } else { Err(io::Error::last_os_error()) }
+    Ok(limit.maximum.unwrap_or(u64::MAX))
 }
 
-fn limit() -> io::Result<libc::rlimit> {
-    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: the kernel writes one `rlimit` at a pointer to a live one.
-    #[allow(unsafe_code)]
-    let read = unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) };
-    if read == 0 { Ok(limit) } else { Err(io::Error::last_os_error()) }
+/// The soft limit on descriptors; `u64::MAX` if there is none.
+pub fn descriptor_limit() -> u64 {
+    getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
-/// How many descriptors of so many are kept back.
-fn kept_back(limit: u64) -> u64 {
+/// How many descriptors of this limit are reserved.
+fn reserve(limit: u64) -> u64 {
     (limit / 16).clamp(4, 32)
 }
 
-/// Whether a descriptor that has just been opened is one of those that are kept back from clients
-/// and for clients. A new one has the lowest number that is free (accept(2), POSIX), so all below it
-/// are used.
+/// Whether a descriptor that was just opened is one of those reserved for work other than connections.
+/// A new descriptor has the lowest free number (POSIX, open), so all below it are in use.
 pub fn is_reserved(socket: &impl AsRawFd) -> bool {
     let Ok(number) = u64::try_from(socket.as_raw_fd()) else { return false };
-    let limit = limit().map(|limit| limit.rlim_cur);
-    limit.is_ok_and(|limit| number >= limit.saturating_sub(kept_back(limit)))
+    let limit = descriptor_limit();
+    number >= limit.saturating_sub(reserve(limit))
 }
 
-/// The error of a socket that may not be opened for want of descriptors.
+/// The error of a connection that may not use a reserved descriptor.
 pub fn out_of_descriptors() -> io::Error {
     io::Error::from_raw_os_error(libc::EMFILE)
 }
 
-/// Whether a connect to `to` failed for want of something of ours: descriptors, memory, ports. The
-/// endpoint has no part in it.
+/// Whether a connect to `to` failed for lack of a local resource: descriptors, memory or ports. Such a
+/// failure is not the endpoint's.
 pub fn is_local_shortage(error: &io::Error, to: SocketAddr) -> bool {
     match error.raw_os_error() {
         Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM) => true,
-        // All ports to that address are used (ip(7)). For IPv6 it is also what a host says that
-        // has that family without an address.
+        // All local ports to that address are in use (ip(7)). For IPv6 the same error means that the
+        // host has the family but no address.
         Some(libc::EADDRNOTAVAIL) => to.is_ipv4(),
         _ => false,
     }
 }
 
-/// A descriptor that is kept for the time when there are none: with it a connection can be taken
-/// out of a queue, to be refused.
+/// A descriptor that is held open for the time when none is left: closing it allows one accept, to reset
+/// the connection.
 #[derive(Debug)]
 pub struct SpareDescriptor(Option<Socket>);
 
 impl SpareDescriptor {
-    /// Keeps one.
+    /// Opens one.
     pub fn open() -> Self {
         Self(Socket::new(Domain::UNIX, Type::STREAM, None).ok())
     }
 
-    /// Resets the connection that has waited longest.
+    /// Resets the connection that has waited longest in the accept queue.
     ///
     /// # Errors
-    /// `WouldBlock` when none waits; what accept(2) says, when another thread was faster to take
-    /// the descriptor.
+    /// `WouldBlock` when the queue is empty; what accept(2) returns when another thread took the
+    /// descriptor first.
     pub fn reset_oldest_waiting(&mut self, listener: &TcpListener) -> io::Result<()> {
         self.0 = None;
-        let refused = SockRef::from(listener)
+        let reset = SockRef::from(listener)
             .accept()
             .and_then(|(stream, _)| stream.set_linger(Some(Duration::ZERO)));
         *self = Self::open();
-        refused
+        reset
     }
 }
 
@@ -113,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn the_limit_is_raised_to_the_hard_one_and_stays_there() {
+    fn raise_descriptor_limit_sets_soft_limit_to_hard_limit() {
         let limit = raise_descriptor_limit().unwrap();
         let limits = std::fs::read_to_string("/proc/self/limits").unwrap();
         let line = limits.lines().find(|line| line.starts_with("Max open files")).unwrap();
@@ -124,26 +117,26 @@ mod tests {
     }
 
     #[test]
-    fn the_last_ones_are_kept_back() {
-        for (limit, kept) in [(64, 4), (100, 6), (1024, 32), (1 << 20, 32)] {
-            assert_eq!(kept_back(limit), kept);
+    fn is_reserved_holds_for_the_last_descriptors() {
+        for (limit, reserved) in [(64, 4), (100, 6), (1024, 32), (1 << 20, 32)] {
+            assert_eq!(reserve(limit), reserved);
         }
-        let most = limit().unwrap().rlim_cur;
-        let first = i32::try_from(most - kept_back(most)).unwrap();
+        let most = descriptor_limit();
+        let first = i32::try_from(most - reserve(most)).unwrap();
         assert!(is_reserved(&Number(first)) && !is_reserved(&Number(first - 1)));
         assert!(!is_reserved(&Number(-1)) && !is_reserved(&Number(0)));
         assert!(is_local_shortage(&out_of_descriptors(), "[::1]:1".parse().unwrap()));
     }
 
     #[test]
-    fn what_is_ours_and_what_is_theirs() {
+    fn is_local_shortage_tells_local_errors_from_remote_ones() {
         let (v4, v6) = ("10.0.0.1:6443".parse().unwrap(), "[::1]:6443".parse().unwrap());
-        for ours in [libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM] {
-            let error = io::Error::from_raw_os_error(ours);
+        for local in [libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM] {
+            let error = io::Error::from_raw_os_error(local);
             assert!(is_local_shortage(&error, v4) && is_local_shortage(&error, v6), "{error}");
         }
-        for theirs in [libc::ECONNREFUSED, libc::EHOSTUNREACH, libc::ENETUNREACH, libc::ETIMEDOUT] {
-            assert!(!is_local_shortage(&io::Error::from_raw_os_error(theirs), v4));
+        for remote in [libc::ECONNREFUSED, libc::EHOSTUNREACH, libc::ENETUNREACH, libc::ETIMEDOUT] {
+            assert!(!is_local_shortage(&io::Error::from_raw_os_error(remote), v4));
         }
         let no_address = io::Error::from_raw_os_error(libc::EADDRNOTAVAIL);
         assert!(is_local_shortage(&no_address, v4) && !is_local_shortage(&no_address, v6));
@@ -151,7 +144,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn who_waits_is_reset_and_who_does_not_is_not_missed() {
+    async fn reset_oldest_waiting_resets_one_connection_and_reopens_the_spare() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let mut spare = SpareDescriptor::open();
         assert_eq!(

@@ -1,62 +1,43 @@
-//! ListenOptions TCP sockets: opening, changing and closing them.
+//! Listening TCP sockets: opening, changing and closing them.
 
 use std::io;
 use std::net::SocketAddr;
+use std::num::NonZeroU32;
 
 use socket2::{Domain, Protocol, SockRef, Socket, Type};
 use tokio::net::TcpStream;
 
-use super::tcp_options;
-
-/// Connections that the kernel completes before we accept them. A control-plane event makes every
-/// client on a node reconnect at once; the kernel lowers this to `net.core.somaxconn`.
+/// Length of the accept queue. After a control-plane event every client of a node reconnects at once.
+/// The kernel lowers it to `net.core.somaxconn`.
 pub const BACKLOG: i32 = 1024;
 
-/// Closes a listening socket and takes what waits in its queue, which would be reset with it. A
-/// connection that is complete between the last look and the close still is, unless the socket is
-/// hidden ([`divert_new_connections`]).
-pub fn close_and_accept_queued(listener: tokio::net::TcpListener) -> Vec<(TcpStream, SocketAddr)> {
-    let Ok(listener) = listener.into_std() else { return Vec::new() };
-    let mut queue = Vec::new();
-    for _ in 0..BACKLOG {
-        let Ok((stream, from)) = listener.accept() else { break };
-        queue.push((stream, from));
-    }
-    drop(listener);
-    let ready = |(stream, from): (std::net::TcpStream, SocketAddr)| {
-        stream.set_nonblocking(true).ok()?;
-        Some((TcpStream::from_std(stream).ok()?, from))
-    };
-    queue.into_iter().filter_map(ready).collect()
-}
-
-/// Opens a listening socket, ready for a runtime to take over.
-///
-/// `shared` sets `SO_REUSEPORT`, so that each worker has a queue of its own. It stays off with one
-/// worker: it would let a second process start silently beside this one.
-///
-/// # Errors
-/// What the kernel says; see [`is_address_family_missing`].
-pub fn listen(address: SocketAddr, shared: bool) -> io::Result<std::net::TcpListener> {
-    listen_with(address, &ListenOptions { shared, ..ListenOptions::default() })
-}
-
-/// What a listening socket may do beyond the usual.
+/// Options of a listening socket.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ListenOptions {
-    /// `SO_REUSEPORT`: one of several on this address, all of this process.
+    /// `SO_REUSEPORT`: one of several sockets of this process on the address.
     pub shared: bool,
-    /// `IP_FREEBIND` (ip(7)): the address may be one that this host does not have yet.
+    /// `IP_FREEBIND` (ip(7)): the host need not have the address yet.
     pub freebind: bool,
-    /// `IP_TRANSPARENT` (ip(7)): takes what TPROXY sends, whatever its destination. Needs
+    /// `IP_TRANSPARENT` (ip(7)): accepts connections that TPROXY delivers for any destination. Needs
     /// `CAP_NET_ADMIN`.
     pub transparent: bool,
 }
 
-/// Opens a listening socket as [`listen`] does, with more options.
+/// Opens a non-blocking listening socket.
+///
+/// `shared` sets `SO_REUSEPORT`, which gives each worker its own queue. It stays off with one worker,
+/// because it would let a second process listen on the same address.
 ///
 /// # Errors
-/// What the kernel says; `PermissionDenied` for `transparent` without the capability.
+/// What the kernel returns; see [`is_address_family_missing`].
+pub fn listen(address: SocketAddr, shared: bool) -> io::Result<std::net::TcpListener> {
+    listen_with(address, &ListenOptions { shared, ..ListenOptions::default() })
+}
+
+/// Opens a listening socket as [`listen`] does, with all options.
+///
+/// # Errors
+/// What the kernel returns; `PermissionDenied` for `transparent` without the capability.
 pub fn listen_with(
     address: SocketAddr,
     options: &ListenOptions,
@@ -68,7 +49,7 @@ pub fn listen_with(
         socket.set_reuse_port(true)?;
     }
     if address.is_ipv6() {
-        // Each family is bound by name: `[::]` does not take IPv4 too.
+        // Each family is configured by its own address: `[::]` does not accept IPv4.
         socket.set_only_v6(true)?;
     }
     let plain = ListenOptions { shared: options.shared, ..ListenOptions::default() };
@@ -79,9 +60,9 @@ pub fn listen_with(
     Ok(socket.into())
 }
 
-/// Makes a socket that listens what another configuration wants of it, with its address, its queue
-/// and its connections: `freebind` counts when it is bound and `transparent` for each packet, so
-/// both may be set at any time. All copies of the descriptor see it.
+/// Changes `freebind` and `transparent` of a listening socket, which keeps its address, its queue and
+/// its connections. The kernel reads `freebind` at bind and `transparent` for each packet, so both may
+/// change at any time. All copies of the descriptor see the change.
 ///
 /// # Errors
 /// `PermissionDenied` for `transparent` without the capability.
@@ -106,7 +87,7 @@ pub fn change_options(
     Ok(())
 }
 
-/// Whether a socket for an address may have these options: tried on one that is closed again.
+/// Checks on a temporary socket that this process may set the options.
 ///
 /// # Errors
 /// `PermissionDenied` for `transparent` without the capability.
@@ -115,32 +96,32 @@ pub fn check_options(address: SocketAddr, options: &ListenOptions) -> io::Result
     change_options(&SockRef::from(&socket), address, &ListenOptions::default(), options)
 }
 
-/// Opens a listening socket as [`listen_with`] does, also where `ours` are in its way: sockets of this
-/// process on the same port, of which one has a wildcard address, that are closed once this one is in
-/// use. Until then the kernel gives a connection to the more specific address; nobody is refused.
+/// Opens a listening socket although sockets of this process on the same port conflict with it, because
+/// one of the addresses is a wildcard. The caller closes the `conflicting` sockets once the new one is
+/// in use. Until then the kernel gives a connection to the more specific address; none is refused.
 ///
-/// Linux lets the two be bound if both have `SO_REUSEPORT` at that moment (socket(7)). Afterwards
-/// each has it if it had it before: a second process without that option is refused as ever.
+/// Linux allows both binds if both sockets have `SO_REUSEPORT` at that moment (socket(7)). Afterwards
+/// each socket has the option only if it had it before, so a second process is refused as before.
 ///
 /// # Errors
-/// What the kernel says: `AddrInUse` where somebody else is in the way too.
+/// What the kernel returns: `AddrInUse` if another process conflicts too.
 pub fn listen_alongside(
     address: SocketAddr,
     options: &ListenOptions,
-    ours: &[&std::net::TcpListener],
+    conflicting: &[&std::net::TcpListener],
 ) -> io::Result<std::net::TcpListener> {
-    if ours.is_empty() {
-        // The kernel remembers the option of the first bind for the port: it must not be a rule.
+    if conflicting.is_empty() {
+        // The kernel remembers SO_REUSEPORT of the first bind of a port, so it is set only if needed.
         return listen_with(address, options);
     }
     let mut before = Vec::new();
-    for socket in ours {
+    for socket in conflicting {
         let socket = SockRef::from(*socket);
         before.push(socket.reuse_port()?);
         socket.set_reuse_port(true)?;
     }
     let opened = listen_with(address, &ListenOptions { shared: true, ..*options });
-    for (socket, shared) in ours.iter().zip(before) {
+    for (socket, shared) in conflicting.iter().zip(before) {
         SockRef::from(*socket).set_reuse_port(shared)?;
     }
     let opened = opened?;
@@ -148,21 +129,41 @@ pub fn listen_alongside(
     Ok(opened)
 }
 
-/// Hides a listening socket from whoever connects from now on: the kernel gives them to another one on
-/// the port, or refuses them. It keeps its queue, and its connections are as others.
+/// Excludes a listening socket from new connections: the kernel gives them to another socket on the
+/// port, or refuses them. The socket keeps its queue, and its connections are not affected.
 ///
-/// A listening socket that is bound to an interface is found only by what arrives there
-/// (`SO_BINDTODEVICE`, socket(7)), and no interface has the number that it is bound to here. That is
-/// for good, for every copy of the descriptor: taking it back needs `CAP_NET_RAW`.
+/// A listening socket that is bound to an interface accepts only what arrives there
+/// (`SO_BINDTOIFINDEX`, socket(7)); this binds it to an interface number that does not exist. It applies
+/// to every copy of the descriptor and is permanent: undoing it needs `CAP_NET_RAW`.
 ///
 /// # Errors
-/// What the kernel says: Linux before 5.7 wants `CAP_NET_RAW`.
+/// What the kernel returns: Linux before 5.7 requires `CAP_NET_RAW`.
 pub fn divert_new_connections(socket: &std::net::TcpListener) -> io::Result<()> {
-    tcp_options::set_option(socket, libc::SOL_SOCKET, libc::SO_BINDTOIFINDEX, libc::c_int::MAX)
+    const NO_INTERFACE: NonZeroU32 = NonZeroU32::new(i32::MAX as u32).unwrap();
+    // On Linux the option is the same for IPv6.
+    SockRef::from(socket).bind_device_by_index_v4(Some(NO_INTERFACE))
 }
 
-/// Whether binding failed because this host lacks the address family: a warning where several
-/// addresses are bound, since the other ones do the work.
+/// Closes a listening socket and returns the connections of its queue, which the close would reset. A
+/// connection that completes between the last accept and the close is still reset, unless the socket
+/// was excluded before ([`divert_new_connections`]).
+pub fn close_and_accept_queued(listener: tokio::net::TcpListener) -> Vec<(TcpStream, SocketAddr)> {
+    let Ok(listener) = listener.into_std() else { return Vec::new() };
+    let mut queue = Vec::new();
+    for _ in 0..BACKLOG {
+        let Ok((stream, from)) = listener.accept() else { break };
+        queue.push((stream, from));
+    }
+    drop(listener);
+    let register = |(stream, from): (std::net::TcpStream, SocketAddr)| {
+        stream.set_nonblocking(true).ok()?;
+        Some((TcpStream::from_std(stream).ok()?, from))
+    };
+    queue.into_iter().filter_map(register).collect()
+}
+
+/// Whether a bind failed because the host lacks the address family. That is a warning where several
+/// addresses are bound, since the others serve.
 ///
 /// With IPv6 disabled by sysctl the family exists, but its loopback address does not.
 pub fn is_address_family_missing(address: SocketAddr, error: &io::Error) -> bool {
@@ -182,7 +183,7 @@ mod tests {
     use tokio::io::AsyncWriteExt as _;
 
     #[tokio::test]
-    async fn a_second_process_cannot_bind_beside_one_worker() {
+    async fn listen_on_unshared_address_in_use_fails() {
         let first = listen("127.0.0.1:0".parse().unwrap(), false).unwrap();
         let again = listen(first.local_addr().unwrap(), false).unwrap_err();
         assert_eq!(again.kind(), io::ErrorKind::AddrInUse);
@@ -190,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_becomes_a_wildcard_and_back_without_a_gap() {
+    fn listen_alongside_replaces_address_by_wildcard_and_back_without_refusing() {
         let plain = ListenOptions::default();
         let narrow = listen("127.0.0.1:0".parse().unwrap(), false).unwrap();
         let at = narrow.local_addr().unwrap();
@@ -199,11 +200,11 @@ mod tests {
             assert_eq!(result.unwrap_err().kind(), io::ErrorKind::AddrInUse);
         };
         in_use(listen(wildcard, false));
-        // With nothing of ours in the way, nobody can come in beside it, nor it beside others.
+        // Without a conflicting socket of this process, SO_REUSEPORT is not set.
         let alone = listen_alongside("127.0.0.1:0".parse().unwrap(), &plain, &[]).unwrap();
         in_use(listen(alone.local_addr().unwrap(), true));
         in_use(listen_alongside(at, &plain, &[]));
-        // Somebody else's address is in the way of a wildcard, ours or not.
+        // A socket that is not listed still conflicts with the wildcard.
         let mut others = at;
         others.set_ip("127.0.0.9".parse().unwrap());
         let other = listen(others, false).unwrap();
@@ -211,7 +212,7 @@ mod tests {
         drop(other);
         let wide = listen_alongside(wildcard, &plain, &[&narrow]).unwrap();
         in_use(listen(wildcard, false));
-        // A connection that is made while both listen is the old one's; there is always one.
+        // While both listen, the kernel gives a connection to the more specific address.
         let first = std::net::TcpStream::connect(at).unwrap();
         assert_eq!(narrow.accept().unwrap().1, first.local_addr().unwrap());
         drop(narrow);
@@ -225,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hidden_socket_leaves_new_connections_to_another_one() {
+    fn divert_new_connections_sends_them_to_the_other_socket_of_the_port() {
         for (narrow, wide) in [("127.0.0.1", "0.0.0.0"), ("::1", "::")] {
             let at = SocketAddr::new(narrow.parse().unwrap(), 0);
             let narrow = match listen(at, false) {
@@ -235,50 +236,50 @@ mod tests {
             let at = narrow.local_addr().unwrap();
             let wide = SocketAddr::new(wide.parse().unwrap(), at.port());
             let wide = listen_alongside(wide, &ListenOptions::default(), &[&narrow]).unwrap();
-            let mut waits = std::net::TcpStream::connect(at).unwrap();
+            let mut queued = std::net::TcpStream::connect(at).unwrap();
             divert_new_connections(&narrow).unwrap();
-            let comes = std::net::TcpStream::connect(at).unwrap();
-            assert_eq!(wide.accept().unwrap().1, comes.local_addr().unwrap());
+            let later = std::net::TcpStream::connect(at).unwrap();
+            assert_eq!(wide.accept().unwrap().1, later.local_addr().unwrap());
             let (kept, from) = narrow.accept().unwrap();
-            assert_eq!(from, waits.local_addr().unwrap());
+            assert_eq!(from, queued.local_addr().unwrap());
             assert_eq!(narrow.accept().unwrap_err().kind(), io::ErrorKind::WouldBlock);
             drop((narrow, wide));
-            // It is as others, also when nobody listens there any more.
+            // Its connections stay usable, also when no socket listens on the port any more.
             drop(kept);
-            assert_eq!(waits.read(&mut [0]).unwrap(), 0);
+            assert_eq!(queued.read(&mut [0]).unwrap(), 0);
             let refused = std::net::TcpStream::connect(at).unwrap_err();
             assert_eq!(refused.kind(), io::ErrorKind::ConnectionRefused);
         }
     }
 
     #[tokio::test]
-    async fn a_socket_that_is_closed_leaves_nobody_in_its_queue() {
+    async fn close_and_accept_queued_returns_every_queued_connection() {
         let socket = listen("127.0.0.1:0".parse().unwrap(), false).unwrap();
         let at = socket.local_addr().unwrap();
         let mut clients: Vec<_> =
             (0..20).map(|_| std::net::TcpStream::connect(at).unwrap()).collect();
         let queue = close_and_accept_queued(tokio::net::TcpListener::from_std(socket).unwrap());
-        let gone = std::net::TcpStream::connect(at).unwrap_err();
-        assert_eq!(gone.kind(), io::ErrorKind::ConnectionRefused);
+        let refused = std::net::TcpStream::connect(at).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::ConnectionRefused);
         assert_eq!(queue.len(), clients.len());
         for ((mut stream, from), client) in queue.into_iter().zip(&mut clients) {
             assert_eq!(from, client.local_addr().unwrap());
-            // A runtime can wait on it, and it still carries bytes.
+            // The runtime has registered it, and it still carries bytes.
             stream.write_all(b"hello").await.unwrap();
-            let mut told = [0; 5];
-            client.read_exact(&mut told).unwrap();
-            assert_eq!(&told, b"hello");
+            let mut received = [0; 5];
+            client.read_exact(&mut received).unwrap();
+            assert_eq!(&received, b"hello");
         }
     }
 
     #[tokio::test]
-    async fn workers_share_a_port() {
+    async fn listen_shared_twice_on_one_address_succeeds() {
         let first = listen("127.0.0.1:0".parse().unwrap(), true).unwrap();
         listen(first.local_addr().unwrap(), true).unwrap();
     }
 
     #[test]
-    fn an_open_socket_is_changed_and_its_queue_stays() {
+    fn change_options_of_open_socket_keeps_its_queue() {
         for address in ["127.0.0.1:0", "[::1]:0"] {
             let Ok(socket) = listen(address.parse().unwrap(), false) else { continue };
             let address = socket.local_addr().unwrap();
@@ -299,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_that_this_host_does_not_have() {
+    fn listen_with_freebind_accepts_an_address_that_the_host_lacks() {
         // TEST-NET-1 and the documentation prefix: RFC 5737, RFC 3849.
         for address in ["192.0.2.1:0", "[2001:db8::1]:0"] {
             let address: SocketAddr = address.parse().unwrap();

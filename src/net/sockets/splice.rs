@@ -1,19 +1,21 @@
 //! Moves bytes from one socket to another inside the kernel: `splice(2)` through a pipe.
 //!
-//! A pipe costs two descriptors and, while bytes are in it, pages; so pipes are pooled by thread
-//! and held only while bytes move. They are filled only when empty: then "would block" can only
-//! mean that the socket has nothing to give.
+//! A pipe takes two descriptors and, while it contains bytes, pages. Pipes are pooled per thread and
+//! in use only while bytes move. A pipe is filled only when it is empty, so `WouldBlock` from a fill
+//! always refers to the socket.
 
 use std::cell::RefCell;
 use std::io::{self, PipeReader, PipeWriter};
-use std::os::fd::AsRawFd;
+use std::os::fd::AsFd;
+
+use rustix::pipe::{SpliceFlags, fcntl_setpipe_size};
 
 use crate::net::process::resource_limits;
 
-/// Bytes a pipe takes: what is moved in one go. The kernel gives an unprivileged user 64 MiB of
-/// pipes in all (`fs.pipe-user-pages-soft`) and then smaller ones, which work as well.
-const CAPACITY: libc::c_int = 512 * 1024;
-/// Empty pipes kept by a thread: more transfers than this are rarely in full flow at once.
+/// Capacity of a pipe in bytes, and so the size of one transfer. The kernel gives an unprivileged user
+/// 64 MiB of pipes in total (`fs.pipe-user-pages-soft`); smaller pipes beyond that work as well.
+const CAPACITY: usize = 512 * 1024;
+/// Empty pipes kept per thread. More transfers than this are rarely active at the same time.
 const POOLED: usize = 32;
 
 thread_local! {
@@ -26,7 +28,7 @@ struct Ends {
     writer: PipeWriter,
 }
 
-/// A pipe between two sockets. Goes back to the pool when it is dropped empty.
+/// A pipe between two sockets. Returns to the pool when it is dropped empty.
 #[derive(Debug)]
 pub struct SplicePipe {
     /// Taken on drop.
@@ -38,7 +40,7 @@ impl SplicePipe {
     /// A pooled pipe, or a new one.
     ///
     /// # Errors
-    /// There are no more descriptors.
+    /// `EMFILE` if no unreserved descriptor is left ([`resource_limits::is_reserved`]).
     pub fn acquire() -> io::Result<Self> {
         let pooled = POOL.with_borrow_mut(Vec::pop);
         let ends = if let Some(ends) = pooled {
@@ -48,39 +50,35 @@ impl SplicePipe {
             if resource_limits::is_reserved(&writer) {
                 return Err(resource_limits::out_of_descriptors());
             }
-            // SAFETY: fcntl takes integers here and touches no memory of ours; the descriptor is
-            // open, since `writer` lives. A refusal leaves the pipe as it was.
-            #[allow(unsafe_code)]
-            unsafe {
-                libc::fcntl(writer.as_raw_fd(), libc::F_SETPIPE_SZ, CAPACITY);
-            }
+            // Refused above the user's limit; the pipe then keeps its default size.
+            let _ = fcntl_setpipe_size(&writer, CAPACITY);
             Ends { reader, writer }
         };
         Ok(Self { ends: Some(ends), buffered: 0 })
     }
 
-    /// Bytes that are in it.
+    /// Bytes in the pipe.
     pub fn buffered(&self) -> usize {
         self.buffered
     }
 
-    /// Takes what a socket has; 0 is its end. Only when nothing is held.
+    /// Moves bytes from a socket into the pipe, which must be empty. 0 means the end of the stream.
     ///
     /// # Errors
-    /// `WouldBlock` when the socket has nothing; else the socket's error.
-    pub fn fill(&mut self, socket: &impl AsRawFd) -> io::Result<usize> {
-        debug_assert_eq!(self.buffered, 0, "would block must mean the socket");
+    /// `WouldBlock` when the socket has no bytes; otherwise the socket's error.
+    pub fn fill(&mut self, socket: &impl AsFd) -> io::Result<usize> {
+        debug_assert_eq!(self.buffered, 0, "WouldBlock must refer to the socket");
         let Some(ends) = &self.ends else { return Ok(0) };
-        let n = splice(socket, &ends.writer, CAPACITY as usize)?;
+        let n = splice(socket, &ends.writer, CAPACITY)?;
         self.buffered = n;
         Ok(n)
     }
 
-    /// Gives a socket what is held.
+    /// Moves bytes from the pipe into a socket.
     ///
     /// # Errors
-    /// `WouldBlock` when the socket takes nothing now; else the socket's error.
-    pub fn drain(&mut self, socket: &impl AsRawFd) -> io::Result<usize> {
+    /// `WouldBlock` when the socket's send buffer is full; otherwise the socket's error.
+    pub fn drain(&mut self, socket: &impl AsFd) -> io::Result<usize> {
         let Some(ends) = &self.ends else { return Ok(0) };
         let n = splice(&ends.reader, socket, self.buffered)?;
         self.buffered -= n;
@@ -91,7 +89,7 @@ impl SplicePipe {
 impl Drop for SplicePipe {
     fn drop(&mut self) {
         let Some(ends) = self.ends.take().filter(|_| self.buffered == 0) else { return };
-        // The thread may be ending, and its pool gone with it.
+        // The thread-local pool is gone while the thread ends.
         let _ = POOL.try_with(|pool| {
             let mut pool = pool.borrow_mut();
             if pool.len() < POOLED {
@@ -101,22 +99,9 @@ impl Drop for SplicePipe {
     }
 }
 
-fn splice(from: &impl AsRawFd, to: &impl AsRawFd, len: usize) -> io::Result<usize> {
-    // SAFETY: both offsets are null, which a pipe and a socket require, and the rest are integers:
-    // the call touches no memory of ours. Both descriptors are borrowed and so open; a wrong one
-    // would be an error, not undefined behaviour.
-    #[allow(unsafe_code)]
-    let n = unsafe {
-        libc::splice(
-            from.as_raw_fd(),
-            std::ptr::null_mut(),
-            to.as_raw_fd(),
-            std::ptr::null_mut(),
-            len,
-            libc::SPLICE_F_MOVE | libc::SPLICE_F_NONBLOCK,
-        )
-    };
-    usize::try_from(n).map_err(|_| io::Error::last_os_error())
+fn splice(from: &impl AsFd, to: &impl AsFd, len: usize) -> io::Result<usize> {
+    let flags = SpliceFlags::MOVE | SpliceFlags::NONBLOCK;
+    Ok(rustix::pipe::splice(from, None, to, None, len, flags)?)
 }
 
 #[cfg(test)]
@@ -133,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_go_from_socket_to_socket_and_the_pipe_back_to_the_pool() {
+    fn pipe_moves_bytes_and_returns_to_pool_when_empty() {
         let ((mut client, from), (to, mut server)) = (pair(), pair());
         from.set_nonblocking(true).unwrap();
         let mut pipe = SplicePipe::acquire().unwrap();
@@ -156,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pipe_with_bytes_in_it_is_not_used_again() {
+    fn pipe_dropped_with_bytes_is_not_pooled() {
         let (mut client, from) = pair();
         client.write_all(b"secret").unwrap();
         from.peek(&mut [0; 1]).unwrap();
@@ -168,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reset_is_an_error_of_the_socket() {
+    fn fill_from_reset_socket_returns_connection_reset() {
         let (client, from) = pair();
         socket2::SockRef::from(&client).set_linger(Some(std::time::Duration::ZERO)).unwrap();
         drop(client);

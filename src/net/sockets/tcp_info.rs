@@ -1,103 +1,103 @@
-//! `TCP_INFO`: what the kernel knows about the life of a connection.
+//! `TCP_INFO`: what the kernel knows about the state of a connection.
 //!
-//! An HTTP/2 PING proves life end to end, but it is answered by a process; a segment is answered
-//! by a kernel. The two together tell a dead path from a stopped process and from plain loss.
+//! An HTTP/2 PING is answered by a process, a TCP segment by a kernel. Together they tell a dead path
+//! from a stopped process and from packet loss.
 
 use std::io;
+use std::mem::{MaybeUninit, offset_of};
 use std::os::fd::AsRawFd;
 use std::time::Duration;
 
-/// The part of `struct tcp_info` (`linux/tcp.h`) that is evidence of life.
+/// The fields of `struct tcp_info` (`linux/tcp.h`) from which the health of a connection is judged.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TcpInfo {
-    /// Nothing comes and nothing goes any more: the peer has reset the connection, the kernel has
-    /// given it up, or both sides have ended.
+    /// The connection is closed in both directions: reset by the peer, aborted by this kernel after a
+    /// timeout, or ended by both sides.
     pub closed: bool,
-    /// The peer has ended its direction: all that it will ever say has come.
+    /// The peer has sent FIN.
     pub ended: bool,
-    /// Retransmission timeouts in a row without anything of ours being acknowledged.
+    /// Consecutive retransmission timeouts without an acknowledgement.
     pub retransmits: u8,
     /// Keepalive and window probes sent since the last segment that carried an ACK.
     pub probes: u8,
-    /// The retransmission timeout now in force.
+    /// The retransmission timeout in force.
     pub rto: Duration,
-    /// Largest segment that we send.
+    /// Largest segment that this side sends.
     pub send_mss: u32,
     /// Segments sent and not yet acknowledged.
     pub unacked: u32,
-    /// Segments sent again, in all.
+    /// Segments retransmitted, in total.
     pub retransmitted: u32,
-    /// Segments sent, in all.
+    /// Segments sent, in total.
     pub segments_out: u32,
-    /// Segments that arrived, in all (RFC 4898 tcpEStatsPerfSegsIn).
+    /// Segments received, in total (RFC 4898 tcpEStatsPerfSegsIn).
     pub segments_in: u32,
-    /// Those of them with data, again and again included (RFC 4898 tcpEStatsPerfDataSegsIn).
+    /// Received segments with data, repeated ones included (RFC 4898 tcpEStatsPerfDataSegsIn).
     pub data_segments_in: u32,
-    /// Those with data that arrived before what comes before them; 0 on a kernel older than 5.4.
+    /// Segments with data received out of order; 0 on kernels before Linux 5.4.
     pub out_of_order: u32,
-    /// Time since the last segment that carried an ACK; every segment of a live peer does.
+    /// Time since the last segment that carried an ACK, which every segment of an open connection does.
     pub last_ack_recv: Duration,
-    /// Time since the last segment with data that were new and next in order.
+    /// Time since the last segment with new data in order.
     pub last_data_recv: Duration,
     /// Bytes that the peer has acknowledged (RFC 4898 tcpEStatsAppHCThruOctetsAcked).
     pub bytes_acked: u64,
-    /// Bytes in the send queue that were never sent. A packet that our own netfilter dropped in
-    /// its output hook counts here, not as unacknowledged.
+    /// Bytes in the send queue that were never sent. A packet that netfilter's output hook dropped
+    /// counts here, not as unacknowledged.
     pub notsent_bytes: u32,
-    /// Segments with data that were sent, again and again included (RFC 4898 tcpEStatsPerfDataSegsOut,
-    /// Linux 4.6); 0 on older kernels.
+    /// Segments with data sent, repeated ones included (RFC 4898 tcpEStatsPerfDataSegsOut, Linux 4.6);
+    /// 0 on older kernels.
     pub data_segments_sent: u32,
-    /// Room that the peer has announced; `None` on a kernel older than 5.4.
+    /// The peer's receive window in bytes; `None` on kernels before Linux 5.4.
     pub send_window: Option<u32>,
 }
 
 impl TcpInfo {
-    /// Whether bytes of ours still wait for the peer's acknowledgement.
+    /// Whether sent or queued bytes still wait for the peer's acknowledgement.
     pub fn has_pending(&self) -> bool {
         self.unacked > 0 || self.notsent_bytes > 0
     }
 
-    /// Time since the last sign of life: any segment.
+    /// Time since the last segment of any kind arrived.
     pub fn silent(&self) -> Duration {
         self.last_ack_recv.min(self.last_data_recv)
     }
 
-    /// Segments that arrived and were not the same data again: the rest of a stream that goes on,
-    /// and acknowledgements alone, as keepalives are answered with. It grows with each of them;
-    /// data that arrived in order are seen by [`Self::last_data_recv`].
+    /// Segments received that were not retransmitted data: out-of-order data of a stream that
+    /// continues, and pure acknowledgements such as answers to keepalives. In-order data shows in
+    /// [`Self::last_data_recv`].
     pub fn fresh_segments(&self) -> u32 {
         self.segments_in.wrapping_sub(self.data_segments_in).wrapping_add(self.out_of_order)
     }
 
-    /// Whether what was not sent waits for room at the peer, rather than for nothing: a stack
-    /// holds a segment back only if it does not fit whole (RFC 9293 section 3.8.6.2.1). `None` if
-    /// the kernel does not tell.
+    /// Whether unsent bytes wait for the peer's receive window. TCP holds a segment back only if the
+    /// window has no room for all of it (RFC 9293 section 3.8.6.2.1). `None` if the kernel does not
+    /// report the window.
     pub fn is_window_closed(&self) -> Option<bool> {
         let window = self.send_window?;
         Some(self.notsent_bytes > 0 && window < self.send_mss.min(self.notsent_bytes))
     }
 }
 
-/// The state of a connection that is over (`net/tcp_states.h`); the libc crate has no constant for it.
+/// `TCP_CLOSE` of `net/tcp_states.h`; the libc crate has no constants for the states.
 const TCP_CLOSE: u8 = 7;
-/// Those in which the peer's FIN has come: `TCP_CLOSE_WAIT`, `TCP_LAST_ACK`, `TCP_CLOSING`,
-/// `TCP_TIME_WAIT`.
+/// States after the peer's FIN: `TCP_CLOSE_WAIT`, `TCP_LAST_ACK`, `TCP_CLOSING`, `TCP_TIME_WAIT`.
 const AFTER_FIN: [u8; 4] = [8, 9, 11, 6];
-/// Length of `struct tcp_info` up to and including `tcpi_notsent_bytes` (Linux 4.6).
-const NEEDED: usize = 148;
-/// The same up to and including `tcpi_rcv_ooopack` and `tcpi_snd_wnd` (Linux 5.4).
-const WITH_WINDOW: usize = 232;
+/// Bytes up to and including `tcpi_notsent_bytes` (Linux 4.6).
+const NEEDED: usize = offset_of!(libc::tcp_info, tcpi_notsent_bytes) + size_of::<u32>();
+/// Bytes up to and including `tcpi_snd_wnd` (Linux 5.4).
+const WITH_WINDOW: usize = offset_of!(libc::tcp_info, tcpi_snd_wnd) + size_of::<u32>();
 
 /// Reads `TCP_INFO` of a connected TCP socket.
 ///
 /// # Errors
-/// What `getsockopt` returns, or `Unsupported` on a kernel older than 4.6.
+/// What `getsockopt(2)` returns, or `Unsupported` on kernels before Linux 4.6.
 pub fn read(socket: &impl AsRawFd) -> io::Result<TcpInfo> {
-    let mut raw = [0_u8; 256];
-    let mut len = raw.len() as libc::socklen_t;
-    // SAFETY: `raw` is valid for writes of `len` bytes and outlives the call; the kernel writes at
-    // most `len` bytes and stores how many it wrote. Any descriptor is allowed: a wrong one is an
-    // error, not undefined behaviour.
+    let mut raw = MaybeUninit::<libc::tcp_info>::zeroed();
+    let mut len = size_of::<libc::tcp_info>() as libc::socklen_t;
+    // SAFETY: `raw` is valid for writes of `len` bytes and outlives the call. The kernel writes at most
+    // `len` bytes, stores how many it wrote, and cuts off fields that libc does not know. A wrong
+    // descriptor is an error, not undefined behaviour.
     #[allow(unsafe_code)]
     let result = unsafe {
         libc::getsockopt(
@@ -111,36 +111,35 @@ pub fn read(socket: &impl AsRawFd) -> io::Result<TcpInfo> {
     if result != 0 {
         return Err(io::Error::last_os_error());
     }
-    if (len as usize) < NEEDED {
+    let len = len as usize;
+    if len < NEEDED {
         return Err(io::Error::new(io::ErrorKind::Unsupported, "TCP_INFO is too short"));
     }
-    Ok(parse(&raw, len as usize))
-}
-
-/// Offsets as in `linux/tcp.h`; the structure only ever grows at its end.
-fn parse(raw: &[u8; 256], len: usize) -> TcpInfo {
-    let u32_at = |at: usize| u32::from_ne_bytes(raw[at..at + 4].try_into().unwrap_or_default());
-    let u64_at = |at: usize| u64::from_ne_bytes(raw[at..at + 8].try_into().unwrap_or_default());
-    TcpInfo {
-        closed: raw[0] == TCP_CLOSE,
-        ended: AFTER_FIN.contains(&raw[0]),
-        retransmits: raw[2],
-        probes: raw[3],
-        rto: Duration::from_micros(u32_at(8).into()),
-        send_mss: u32_at(16),
-        unacked: u32_at(24),
-        last_data_recv: Duration::from_millis(u32_at(52).into()),
-        last_ack_recv: Duration::from_millis(u32_at(56).into()),
-        retransmitted: u32_at(100),
-        bytes_acked: u64_at(120),
-        segments_out: u32_at(136),
-        segments_in: u32_at(140),
-        data_segments_in: u32_at(152),
-        out_of_order: if len >= WITH_WINDOW { u32_at(224) } else { 0 },
-        notsent_bytes: u32_at(144),
-        data_segments_sent: u32_at(156),
-        send_window: (len >= WITH_WINDOW).then(|| u32_at(228)),
-    }
+    // SAFETY: every byte is initialised, with zeroes where an older kernel wrote nothing, and every bit
+    // pattern is a value of this structure of integers.
+    #[allow(unsafe_code)]
+    let raw = unsafe { raw.assume_init() };
+    let has_window = len >= WITH_WINDOW;
+    Ok(TcpInfo {
+        closed: raw.tcpi_state == TCP_CLOSE,
+        ended: AFTER_FIN.contains(&raw.tcpi_state),
+        retransmits: raw.tcpi_retransmits,
+        probes: raw.tcpi_probes,
+        rto: Duration::from_micros(raw.tcpi_rto.into()),
+        send_mss: raw.tcpi_snd_mss,
+        unacked: raw.tcpi_unacked,
+        last_data_recv: Duration::from_millis(raw.tcpi_last_data_recv.into()),
+        last_ack_recv: Duration::from_millis(raw.tcpi_last_ack_recv.into()),
+        retransmitted: raw.tcpi_total_retrans,
+        bytes_acked: raw.tcpi_bytes_acked,
+        segments_out: raw.tcpi_segs_out,
+        segments_in: raw.tcpi_segs_in,
+        data_segments_in: raw.tcpi_data_segs_in,
+        out_of_order: raw.tcpi_rcv_ooopack,
+        notsent_bytes: raw.tcpi_notsent_bytes,
+        data_segments_sent: raw.tcpi_data_segs_out,
+        send_window: has_window.then_some(raw.tcpi_snd_wnd),
+    })
 }
 
 #[cfg(test)]
@@ -150,7 +149,7 @@ mod tests {
     use std::net::{TcpListener, TcpStream};
 
     #[test]
-    fn acknowledged_bytes_are_seen() {
+    fn read_counts_acknowledged_bytes_and_segments() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (mut server, _) = listener.accept().unwrap();
@@ -170,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_that_does_not_read_leaves_bytes_pending() {
+    fn read_with_stopped_reader_shows_pending_bytes() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (_server, _) = listener.accept().unwrap();
@@ -185,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reset_is_seen_while_nobody_reads() {
+    fn read_shows_fin_and_reset_without_reading_the_stream() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (mut server, _) = listener.accept().unwrap();
@@ -194,7 +193,7 @@ mod tests {
         assert!(!read(&client).unwrap().ended);
         server.shutdown(std::net::Shutdown::Write).unwrap();
         assert!(!read(&server).unwrap().ended);
-        // What was not read makes it a reset.
+        // The unread bytes turn the close into a reset.
         let mut byte = [0; 1];
         client.peek(&mut byte).unwrap();
         while !read(&client).unwrap().ended {
@@ -205,7 +204,17 @@ mod tests {
     }
 
     #[test]
-    fn not_a_tcp_socket_is_an_error() {
+    fn read_of_a_non_socket_returns_error() {
         assert!(read(&std::io::stderr()).is_err());
+    }
+
+    /// The kernel's layout (`linux/tcp.h`); libc's structure must agree up to the last field that is read.
+    #[test]
+    fn libc_tcp_info_has_the_layout_of_the_kernel() {
+        assert_eq!(offset_of!(libc::tcp_info, tcpi_bytes_acked), 120);
+        assert_eq!(offset_of!(libc::tcp_info, tcpi_notsent_bytes), 144);
+        assert_eq!(offset_of!(libc::tcp_info, tcpi_data_segs_out), 156);
+        assert_eq!(offset_of!(libc::tcp_info, tcpi_rcv_ooopack), 224);
+        assert_eq!(offset_of!(libc::tcp_info, tcpi_snd_wnd), 228);
     }
 }

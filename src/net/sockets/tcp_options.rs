@@ -10,15 +10,15 @@ use tokio::net::TcpStream;
 
 use crate::net::process::resource_limits;
 
-/// Unanswered probes before a client is taken for gone: two minutes after its last sign of life, and
-/// not for a few lost packets.
+/// Unanswered keepalive probes before the kernel closes a client connection: 30 s + 9 × 10 s is two
+/// minutes, so a few lost packets do not end it.
 const CLIENT_PROBE_COUNT: u32 = 9;
 
-/// Options of an accepted client connection: no Nagle delay, and keepalives so that a client that
-/// vanished without a word is noticed by the kernel, within two minutes on every host.
+/// Sets the options of an accepted client connection: no Nagle delay, and keepalives by which the
+/// kernel detects within two minutes that the client has disappeared.
 ///
 /// # Errors
-/// What the kernel says.
+/// What `setsockopt(2)` returns.
 pub fn configure_accepted(stream: &TcpStream) -> io::Result<()> {
     stream.set_nodelay(true)?;
     let keepalive = TcpKeepalive::new()
@@ -28,19 +28,21 @@ pub fn configure_accepted(stream: &TcpStream) -> io::Result<()> {
     SockRef::from(stream).set_tcp_keepalive(&keepalive)
 }
 
-/// Idle time before the first keepalive probe on an upstream connection, and the pause between
-/// probes: a stopped process answers no PING, but its kernel answers these, which tells it from a
-/// dead path.
+/// Idle time before the first keepalive probe on an upstream connection, and the time between probes.
+/// A stopped process does not answer PING, but its kernel answers probes: that tells it from a dead
+/// path.
 const PROBE_IDLE: Duration = Duration::from_secs(1);
 
-/// Unanswered probes before the kernel itself gives up: never first, the verdict is ours.
+/// Unanswered probes before the kernel closes an upstream connection: the maximum, so that the health
+/// check decides first.
 const PROBE_COUNT: u32 = 127;
 
-/// A socket for connecting to an endpoint, not yet connected, with the options that make loss cheap
-/// and death visible. [`crate::net::sockets::connector::Connector`] connects it.
+/// An unconnected socket for an endpoint, non-blocking, with options that limit the cost of packet loss
+/// and reveal a dead path. [`super::connector::Connector`] connects it.
 ///
 /// # Errors
-/// What the kernel says: no such address family, too many open files; the last few are kept back.
+/// The address family is missing, or `EMFILE` if no unreserved descriptor is left
+/// ([`resource_limits::is_reserved`]).
 pub fn new_upstream_socket(address: SocketAddr) -> io::Result<Socket> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
     if resource_limits::is_reserved(&socket) {
@@ -53,78 +55,65 @@ pub fn new_upstream_socket(address: SocketAddr) -> io::Result<Socket> {
         .with_interval(PROBE_IDLE)
         .with_retries(PROBE_COUNT);
     socket.set_tcp_keepalive(&keepalive)?;
-    set_thin_linear_timeouts(&socket)?;
+    // Retransmissions of a thin stream keep one RTO instead of doubling it (tcp(7)): a lost PING is
+    // sent again up to three times within a second.
+    socket.set_tcp_thin_linear_timeouts(true)?;
     Ok(socket)
 }
 
-/// Sends a keepalive probe now, if the connection has been idle for longer than a second and
-/// nothing of ours is unacknowledged: Linux does so when `TCP_KEEPIDLE` is set anew.
+/// Makes the kernel send a keepalive probe now, if the connection has been idle for more than a second
+/// and has no unacknowledged data. Linux does so when `TCP_KEEPIDLE` is set again.
 ///
 /// # Errors
-/// What the kernel says.
+/// What `setsockopt(2)` returns.
 pub fn send_keepalive_probe(stream: &impl AsRawFd) -> io::Result<()> {
     set_tcp_option(stream, libc::TCP_KEEPIDLE, PROBE_IDLE.as_secs() as libc::c_int)
 }
 
-/// Sends no keepalive probes any more: for a connection that is to be idle on the wire.
+/// Stops keepalive probes, for a measurement that needs an idle connection.
 ///
 /// # Errors
-/// What the kernel says.
+/// What `setsockopt(2)` returns.
 pub fn disable_keepalives(stream: &TcpStream) -> io::Result<()> {
     SockRef::from(stream).set_keepalive(false)
 }
 
-/// Bounds the pause between retransmissions and between probes of a closed window to a second
-/// (`TCP_RTO_MAX_MS`, Linux 6.15). Without it they double without end, and a peer that was paused
-/// for minutes and then lost is asked again only after minutes. Older kernels do without.
+/// Limits the time between retransmissions and between zero-window probes to one second
+/// (`TCP_RTO_MAX_MS`, Linux 6.15). Without it the time doubles up to two minutes, and a peer that was
+/// paused and is then lost is detected only after minutes. Older kernels ignore the request.
 pub fn bound_retransmission_timeout(stream: &TcpStream) {
-    /// `linux/tcp.h`; the libc crate has no constant for it.
+    /// `linux/tcp.h`; neither libc, socket2 nor rustix knows it.
     const TCP_RTO_MAX_MS: libc::c_int = 44;
     let _ = set_tcp_option(stream, TCP_RTO_MAX_MS, 1000);
 }
 
-/// Makes the close of a connection a reset, which its peer cannot miss: with `SO_LINGER` at zero
-/// close(2) sends RST instead of FIN (socket(7)).
-pub fn close_with_reset(stream: TcpStream) {
-    let _ = SockRef::from(&stream).set_linger(Some(Duration::ZERO));
-    drop(stream);
-}
-
-/// Keeps retransmissions of a thin stream at one RTO instead of doubling it
-/// (`TCP_THIN_LINEAR_TIMEOUTS`, tcp(7)): the second, third and fourth chance of a PING come within
-/// a second.
-fn set_thin_linear_timeouts(socket: &impl AsRawFd) -> io::Result<()> {
-    /// `linux/tcp.h`; the libc crate has no constant for it.
-    const TCP_THIN_LINEAR_TIMEOUTS: libc::c_int = 16;
-    set_tcp_option(socket, TCP_THIN_LINEAR_TIMEOUTS, 1)
-}
-
+/// Sets an integer option that socket2 lacks, or that it would set with further ones: its keepalive
+/// parameters come with `SO_KEEPALIVE`, a second system call.
 fn set_tcp_option(
     socket: &impl AsRawFd,
     option: libc::c_int,
     value: libc::c_int,
 ) -> io::Result<()> {
-    set_option(socket, libc::IPPROTO_TCP, option, value)
-}
-
-pub(super) fn set_option(
-    socket: &impl AsRawFd,
-    level: libc::c_int,
-    option: libc::c_int,
-    value: libc::c_int,
-) -> io::Result<()> {
-    // SAFETY: the kernel reads `size_of::<c_int>()` bytes at a pointer to a live c_int.
+    // SAFETY: the kernel reads `size_of::<c_int>()` bytes from a pointer to a live c_int. A wrong
+    // descriptor is an error, not undefined behaviour.
     #[allow(unsafe_code)]
     let result = unsafe {
         libc::setsockopt(
             socket.as_raw_fd(),
-            level,
+            libc::IPPROTO_TCP,
             option,
             (&raw const value).cast(),
             size_of::<libc::c_int>() as libc::socklen_t,
         )
     };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Closes a connection with RST instead of FIN (`SO_LINGER` of zero, socket(7)), so that the peer
+/// cannot take the close for a regular end.
+pub fn close_with_reset(stream: TcpStream) {
+    let _ = SockRef::from(&stream).set_linger(Some(Duration::ZERO));
+    drop(stream);
 }
 
 #[cfg(test)]
@@ -134,7 +123,7 @@ mod tests {
     use crate::net::sockets::listening::listen;
 
     #[tokio::test]
-    async fn a_connection_carries_the_options() {
+    async fn upstream_and_accepted_sockets_have_their_options() {
         let listener = listen("127.0.0.1:0".parse().unwrap(), false).unwrap();
         let to = listener.local_addr().unwrap();
         let stream = Connector::unmarked().connect(to).await.unwrap();
@@ -149,9 +138,9 @@ mod tests {
         configure_accepted(&accepted).unwrap();
         assert!(accepted.nodelay().unwrap());
         let socket = SockRef::from(&accepted);
-        let (idle, pause) =
+        let (idle, interval) =
             (socket.tcp_keepalive_time().unwrap(), socket.tcp_keepalive_interval().unwrap());
-        let gone = idle + pause * socket.tcp_keepalive_retries().unwrap();
-        assert_eq!(gone, Duration::from_secs(120));
+        let detected = idle + interval * socket.tcp_keepalive_retries().unwrap();
+        assert_eq!(detected, Duration::from_secs(120));
     }
 }

@@ -1,31 +1,29 @@
-//! Listening Unix sockets on the file system.
+//! Listening Unix sockets in the file system.
 
+use std::fs::{Permissions, set_permissions};
 use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 
-/// Listens at `path`, for this user (and root) only, in the place of whatever listened there. The
-/// directory is made if it is missing.
+/// Listens at `path`, for this user and root only, and replaces a socket that exists there. Creates the
+/// directory if it is missing.
 ///
-/// Whole or not at all: a client that connects meanwhile finds the old socket or this one.
+/// The socket is renamed into place, so a client that connects meanwhile reaches the old socket or the
+/// new one.
 ///
 /// # Errors
 /// The directory cannot be written.
 pub fn listen(path: &Path) -> io::Result<UnixListener> {
-    if let Some(dir) = path.parent() {
-        std::fs::create_dir_all(dir)?;
-    }
-    let new = path.with_extension(format!("{}.new", std::process::id()));
-    let _ = std::fs::remove_file(&new);
-    let open = || {
-        let listener = UnixListener::bind(&new)?;
-        std::fs::set_permissions(&new, PermissionsExt::from_mode(0o600))?;
+    let directory = path.parent().unwrap_or(Path::new("."));
+    std::fs::create_dir_all(directory)?;
+    let new = tempfile::Builder::new().prefix(".jackstay.").make_in(directory, |new| {
+        let listener = UnixListener::bind(new)?;
+        set_permissions(new, Permissions::from_mode(0o600))?;
         listener.set_nonblocking(true)?;
-        std::fs::rename(&new, path)?;
         Ok(listener)
-    };
-    open().inspect_err(|_| drop(std::fs::remove_file(&new)))
+    })?;
+    new.persist(path).map_err(|failed| failed.error)
 }
 
 #[cfg(test)]

@@ -135,7 +135,7 @@ impl CertInfo {
                 format!(
                     "the certificate of {} is not valid before {}; is this machine's clock right?",
                     self.subject,
-                    moment(self.not_before)
+                    timestamp(self.not_before)
                 ),
             ),
         };
@@ -166,25 +166,25 @@ pub fn cert_info(der: &CertificateDer<'_>) -> Result<CertInfo, String> {
     })
 }
 
-/// A moment as `2026-01-02T03:04:05Z`, in the words of an error.
-fn moment(time: SystemTime) -> String {
-    let day = time.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs() % 86_400;
-    format!("{}T{:02}:{:02}:{:02}Z", date(time), day / 3600, day / 60 % 60, day % 60)
+/// The time for an error message: `2026-01-02T03:04:05Z`.
+fn timestamp(time: SystemTime) -> String {
+    utc(time).map_or_else(|| FAR_FUTURE.to_owned(), |utc| utc.strftime("%FT%TZ").to_string())
 }
 
-/// The day of a moment, in UTC, as `2026-01-02`.
+/// The UTC day for an error message: `2026-01-02`.
 fn date(time: SystemTime) -> String {
-    let seconds = time.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-    match i64::try_from(seconds).map(ASN1Time::from_timestamp) {
-        Ok(Ok(time)) => {
-            let day = time.to_datetime();
-            format!("{:04}-{:02}-{:02}", day.year(), u8::from(day.month()), day.day())
-        }
-        _ => "the end of time".to_owned(),
-    }
+    utc(time).map_or_else(|| FAR_FUTURE.to_owned(), |utc| utc.strftime("%F").to_string())
 }
 
-/// Moments before 1970 become 1970: no certificate that matters is that old.
+/// What an error says instead of a date after the year 9999.
+const FAR_FUTURE: &str = "the end of time";
+
+fn utc(time: SystemTime) -> Option<jiff::Timestamp> {
+    let seconds = time.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    jiff::Timestamp::from_second(seconds.try_into().ok()?).ok()
+}
+
+/// Times before 1970 become 1970: no certificate in use is that old.
 fn system_time(time: ASN1Time) -> SystemTime {
     let seconds = u64::try_from(time.timestamp()).unwrap_or(0);
     UNIX_EPOCH.checked_add(Duration::from_secs(seconds)).unwrap_or(UNIX_EPOCH)

@@ -4,7 +4,7 @@
 //!
 //! The path of a request (L7), in the order in which it happens:
 //!
-//! 1. [`proxy::listener`] accepts a connection and does the TLS handshake.
+//! 1. [`proxy::https_server`] accepts a connection and does the TLS handshake.
 //! 2. [`proxy::client_connection`] hands each request of it to the phases below and records its outcome once.
 //! 3. [`proxy::hygiene`] refuses or cleans the head; [`proxy::request_info`] says what it is in
 //!    Kubernetes terms; [`proxy::client_certificate`] what the client has proven, and for how long;

@@ -1,4 +1,4 @@
-//! What a reload is asked for, made from and remembered as.
+//! Reloads: the file that the configuration is read from, the requests, and the results.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -14,123 +14,125 @@ use crate::observe::log::Knobs;
 use crate::observe::utc::Utc;
 
 /// Where the configuration comes from, so that it can be read again.
-pub struct Origin {
-    /// The file. A change of it is a reason to read it again.
+pub struct ConfigSource {
+    /// The configuration file. The configuration is reloaded when it changes.
     pub file: PathBuf,
-    /// Reads it with everything that is laid over it, and checks every file that it names. An
-    /// error is every mistake, a line each.
-    pub read: Box<dyn Fn() -> Result<Fresh, Vec<String>> + Send>,
-    /// The log, which follows the configuration too.
+    /// Reads the file, applies all overrides and checks every file that it names. The error has one
+    /// line for each mistake.
+    pub read: Box<dyn Fn() -> Result<LoadedConfig, Vec<String>> + Send>,
+    /// The settings of the log, which a reload changes too.
     pub log: Option<Knobs>,
 }
 
-impl fmt::Debug for Origin {
+impl fmt::Debug for ConfigSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Origin").field("file", &self.file).finish_non_exhaustive()
+        f.debug_struct("ConfigSource").field("file", &self.file).finish_non_exhaustive()
     }
 }
 
-/// A configuration that was just read.
+/// A configuration that was read and validated.
 #[derive(Debug)]
-pub struct Fresh {
+pub struct LoadedConfig {
     /// The configuration.
     pub config: Config,
-    /// What is allowed and probably not meant.
+    /// Settings that are valid and probably wrong, one line each.
     pub warnings: Vec<String>,
 }
 
-/// Asks for a reload.
+/// A request to reload.
 #[derive(Debug)]
-pub struct Request {
-    /// Why.
+pub struct ReloadRequest {
+    /// The reason, for the log.
     pub trigger: &'static str,
-    /// Who wants to know what came of it.
-    pub reply: Option<oneshot::Sender<Attempt>>,
+    /// Receives the result.
+    pub reply: Option<oneshot::Sender<ReloadResult>>,
 }
 
-/// A reload, and what came of it.
+/// A reload that has ended.
 #[derive(Debug, Clone)]
-pub struct Attempt {
+pub struct ReloadResult {
     at: SystemTime,
     trigger: &'static str,
-    outcome: Outcome,
+    outcome: ReloadOutcome,
 }
 
-/// What came of a reload.
+/// The outcome of a reload.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Outcome {
-    /// What was read is what runs.
+pub enum ReloadOutcome {
+    /// The configuration was applied.
     Ok {
-        /// What it changed, a line each; nothing if it says what it said before.
+        /// The sections that differ from the previous configuration, one line each.
         changed: Vec<String>,
-        /// What takes effect with the next start only.
+        /// The settings that only a restart applies.
         needs_restart: Vec<String>,
     },
-    /// The old configuration stays.
+    /// The previous configuration stays in use.
     Failed {
-        /// Every reason.
+        /// Every error.
         errors: Vec<String>,
     },
 }
 
-impl Attempt {
-    /// A reload that has just ended.
-    pub fn new(trigger: &'static str, outcome: Outcome) -> Self {
+impl ReloadResult {
+    /// A reload that ends now.
+    pub fn new(trigger: &'static str, outcome: ReloadOutcome) -> Self {
         Self { at: SystemTime::now(), trigger, outcome }
     }
 
-    /// What came of it.
-    pub fn outcome(&self) -> &Outcome {
+    /// The outcome.
+    pub fn outcome(&self) -> &ReloadOutcome {
         &self.outcome
     }
 
-    /// Whether what was read is what runs.
+    /// Whether the configuration was applied.
     pub fn is_ok(&self) -> bool {
-        matches!(self.outcome, Outcome::Ok { .. })
+        matches!(self.outcome, ReloadOutcome::Ok { .. })
     }
 
-    /// Why what was read is not what runs.
+    /// Why the configuration was not applied.
     pub fn errors(&self) -> &[String] {
         match &self.outcome {
-            Outcome::Ok { .. } => &[],
-            Outcome::Failed { errors } => errors,
+            ReloadOutcome::Ok { .. } => &[],
+            ReloadOutcome::Failed { errors } => errors,
         }
     }
 
-    /// Whether the reload is an event: not if neither the configuration nor its error has changed. A
-    /// `touch` of the file each minute would push every other event out of the list.
+    /// Whether the reload is recorded as an event: only if the configuration or its errors have
+    /// changed since `before`. Otherwise a `touch` of the file each minute would push all other events
+    /// out of the list.
     fn is_event(&self, before: Option<&Self>) -> bool {
         match (&self.outcome, before.map(Self::outcome)) {
-            (Outcome::Ok { changed, .. }, _) if !changed.is_empty() => true,
-            (Outcome::Ok { needs_restart, .. }, Some(Outcome::Ok { needs_restart: old, .. })) => {
-                needs_restart != old
-            }
-            (Outcome::Ok { needs_restart, .. }, None) => !needs_restart.is_empty(),
-            (Outcome::Ok { .. }, Some(Outcome::Failed { .. })) => true,
+            (ReloadOutcome::Ok { changed, .. }, _) if !changed.is_empty() => true,
+            (
+                ReloadOutcome::Ok { needs_restart, .. },
+                Some(ReloadOutcome::Ok { needs_restart: old, .. }),
+            ) => needs_restart != old,
+            (ReloadOutcome::Ok { needs_restart, .. }, None) => !needs_restart.is_empty(),
+            (ReloadOutcome::Ok { .. }, Some(ReloadOutcome::Failed { .. })) => true,
             (failed, before) => before != Some(failed),
         }
     }
 
-    /// Tells it: to the log in full, to the events in short. `before` is the reload before it.
-    pub fn tell(&self, before: Option<&Self>, events: &Events) {
+    /// Logs the reload, and records it as an event if it differs from the one `before`.
+    pub fn report(&self, before: Option<&Self>, events: &Events) {
         let trigger = self.trigger;
         let (to, reason, effect) = match &self.outcome {
-            Outcome::Ok { changed, needs_restart } => {
+            ReloadOutcome::Ok { changed, needs_restart } => {
                 let changed =
                     if changed.is_empty() { "nothing".to_owned() } else { changed.join("; ") };
                 tracing::info!(trigger, changed, "configuration reloaded");
                 for what in needs_restart {
-                    tracing::warn!(what, "this takes effect with the next start only");
+                    tracing::warn!(what, "restart needed");
                 }
                 let later = needs_restart.join("; ");
                 let later = Some(later).filter(|later| !later.is_empty());
-                let later = later.map(|later| format!(", with the next start {later}"));
+                let later = later.map(|later| format!("; restart needed: {later}"));
                 let changed = format!("changed: {changed}{}", later.unwrap_or_default());
-                ("reloaded", changed, "what was read is what runs")
+                ("reloaded", changed, "configuration applied")
             }
-            Outcome::Failed { errors } => {
+            ReloadOutcome::Failed { errors } => {
                 for error in errors {
-                    tracing::error!(trigger, error, "reload failed: the old configuration stays");
+                    tracing::error!(trigger, error, "reload failed; the old configuration stays");
                 }
                 ("refused", errors.join("; "), "the old configuration stays")
             }
@@ -151,16 +153,16 @@ impl Attempt {
         });
     }
 
-    /// For `/status`.
+    /// The JSON of the reload in `/status`.
     pub fn status(&self) -> Value {
         let mut status = json!({ "at": Utc(self.at).seconds(), "trigger": self.trigger });
         match &self.outcome {
-            Outcome::Ok { changed, needs_restart } => {
+            ReloadOutcome::Ok { changed, needs_restart } => {
                 status["outcome"] = json!("ok");
                 status["changed"] = json!(changed);
                 status["needs_restart"] = json!(needs_restart);
             }
-            Outcome::Failed { errors } => {
+            ReloadOutcome::Failed { errors } => {
                 status["outcome"] = json!("failed");
                 status["errors"] = json!(errors);
             }
@@ -169,48 +171,48 @@ impl Attempt {
     }
 }
 
-/// Reads the configuration again, and knows when that is due.
+/// Reads the configuration again when its file changes.
 #[derive(Debug)]
-pub struct Follower {
-    origin: Origin,
-    /// What the file looked like when it was last read, and when it was last looked at.
+pub struct ConfigFollower {
+    source: ConfigSource,
+    /// The version of the file when it was last read, and when it was last checked.
     read: FileVersion,
-    seen: FileVersion,
-    /// The number of workers that the file wants.
+    checked: FileVersion,
+    /// The number of workers in the file.
     workers: usize,
 }
 
-impl Follower {
-    /// Follows a configuration that was just read.
-    pub fn new(origin: Origin, config: &Config) -> Self {
-        let stamp = file_version(&origin.file);
-        Self { origin, read: stamp, seen: stamp, workers: config.workers }
+impl ConfigFollower {
+    /// A follower of a configuration that was just read.
+    pub fn new(source: ConfigSource, config: &Config) -> Self {
+        let version = file_version(&source.file);
+        Self { source, read: version, checked: version, workers: config.workers }
     }
 
-    /// The file.
+    /// The configuration file.
     pub fn file(&self) -> &Path {
-        &self.origin.file
+        &self.source.file
     }
 
-    /// Whether the file is another than the one that was read, and has been for a moment: editors
-    /// and copies write in several steps.
+    /// Whether the file differs from the one that was read, and is the same as at the last call:
+    /// editors and copies write in several steps.
     pub fn has_changed(&mut self) -> bool {
-        let now = file_version(&self.origin.file);
-        now == std::mem::replace(&mut self.seen, now) && now != self.read
+        let now = file_version(&self.source.file);
+        now == std::mem::replace(&mut self.checked, now) && now != self.read
     }
 
-    /// Reads it again.
+    /// Reads the configuration again.
     ///
     /// # Errors
     /// Every mistake in it.
     pub fn read(&mut self) -> Result<Config, Vec<String>> {
-        self.read = file_version(&self.origin.file);
-        if std::fs::metadata(&self.origin.file).is_ok_and(|metadata| !metadata.is_file()) {
-            // A start may read a pipe; a second time it would hold up everything on this thread.
-            let file = self.origin.file.display();
+        self.read = file_version(&self.source.file);
+        if std::fs::metadata(&self.source.file).is_ok_and(|metadata| !metadata.is_file()) {
+            // A start may read a pipe. Reading it again would block the control thread.
+            let file = self.source.file.display();
             return Err(vec![format!("{file}: not a regular file: it cannot be read again")]);
         }
-        let Fresh { config, warnings } = (self.origin.read)()?;
+        let LoadedConfig { config, warnings } = (self.source.read)()?;
         for warning in warnings {
             tracing::warn!("{warning}");
         }
@@ -218,25 +220,25 @@ impl Follower {
         Ok(config)
     }
 
-    /// Logs as configured from now on.
+    /// Applies the settings of the log.
     pub fn set_log(&self, log: &Log) {
-        if let Some(knobs) = &self.origin.log
+        if let Some(knobs) = &self.source.log
             && let Err(error) = knobs.set(log)
         {
-            tracing::error!(%error, "the log does not follow its configuration");
+            tracing::error!(%error, "cannot apply the configuration of the log");
         }
     }
 
-    /// What the file says that only a start can follow.
+    /// The settings in the file that only a restart applies.
     pub fn needs_restart(&self, config: &Config) -> Vec<String> {
         if self.workers == config.workers {
             return Vec::new();
         }
-        vec![format!("workers: {} run, the file says {}", config.workers, self.workers)]
+        vec![format!("workers {} → {}", config.workers, self.workers)]
     }
 }
 
-/// What is different between two configurations, a line each.
+/// The sections that differ between two configurations, one line each.
 pub fn changes(before: &Config, after: &Config) -> Vec<String> {
     let mut found = Vec::new();
     let mut sections = |changed: bool, name: &str| {
@@ -256,7 +258,7 @@ pub fn changes(before: &Config, after: &Config) -> Vec<String> {
     for upstream in &after.upstreams {
         let old = before.upstreams.iter().find(|old| old.name == upstream.name);
         let name = format!("upstream `{}`", upstream.name);
-        // Who leads there is told of the listener.
+        // A change of `used_by` is reported with the listener.
         let same =
             old.is_some_and(|old| Upstream { used_by: old.used_by, ..upstream.clone() } == *old);
         found.extend(named(&name, old.is_some(), true, same));
@@ -281,19 +283,19 @@ pub fn changes(before: &Config, after: &Config) -> Vec<String> {
 mod tests {
     use super::*;
 
-    fn ok(changed: &[&str]) -> Attempt {
+    fn ok(changed: &[&str]) -> ReloadResult {
         let changed = changed.iter().map(|&line| line.to_owned()).collect();
-        Attempt::new("file changed", Outcome::Ok { changed, needs_restart: Vec::new() })
+        ReloadResult::new("file changed", ReloadOutcome::Ok { changed, needs_restart: Vec::new() })
     }
 
-    fn failed(error: &str) -> Attempt {
-        Attempt::new("file changed", Outcome::Failed { errors: vec![error.to_owned()] })
+    fn failed(error: &str) -> ReloadResult {
+        ReloadResult::new("file changed", ReloadOutcome::Failed { errors: vec![error.to_owned()] })
     }
 
     #[test]
-    fn a_reload_is_an_event_only_if_it_changes_something() {
+    fn report_records_an_event_only_if_something_changed() {
         let events = Events::default();
-        let attempts = [
+        let results = [
             ok(&[]),              // as at the start
             ok(&["log changed"]), // an event
             ok(&[]),
@@ -304,12 +306,12 @@ mod tests {
             ok(&[]),
         ];
         let mut before = None;
-        for attempt in &attempts {
-            attempt.tell(before, &events);
-            before = Some(attempt);
+        for result in &results {
+            result.report(before, &events);
+            before = Some(result);
         }
-        let told = events.last(usize::MAX).into_iter();
-        let told: Vec<_> = told.map(|e| (e.to, e.reason, e.times)).collect();
+        let recorded = events.last(usize::MAX).into_iter();
+        let recorded: Vec<_> = recorded.map(|e| (e.to, e.reason, e.times)).collect();
         let expected = [
             ("reloaded", "changed: log changed"),
             ("refused", "workers: many"),
@@ -317,6 +319,6 @@ mod tests {
             ("reloaded", "changed: nothing"),
         ];
         let expected = expected.map(|(to, reason)| (to.to_owned(), reason.to_owned(), 1));
-        assert_eq!(told, expected);
+        assert_eq!(recorded, expected);
     }
 }

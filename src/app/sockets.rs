@@ -1,10 +1,11 @@
-//! The listening sockets, found by the address that the configuration names.
+//! The listening sockets of the process, each found by the address that the configuration names.
 //!
-//! A socket outlives the listener that it was bound for: one that is renamed, or turned from one
-//! mode into the other, takes it over with every connection in its queue. Each is held here for as
-//! long as it is configured, and workers get copies of the descriptor. It may also be older than the
-//! process: what was inherited is used before anything is bound.
+//! A socket outlives the listener that it was bound for: a listener that is renamed or changes its
+//! mode takes it over with every connection in its queue. The control thread owns the sockets for
+//! as long as they are configured; workers accept on duplicates of the descriptors. A socket may
+//! also be older than the process: inherited sockets are used before new ones are bound.
 
+use std::collections::HashMap;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, OwnedFd};
@@ -13,218 +14,302 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use socket2::SockRef;
 
-use super::StartError;
+use super::start_error::StartError;
 use crate::config;
 use crate::net::process::inherited_sockets::InheritedSockets;
 use crate::net::sockets::listening::{self, ListenOptions};
 
-static NEXT: AtomicU64 = AtomicU64::new(0);
+static NEXT_ID: AtomicU64 = AtomicU64::new(0);
 
-/// An address that is listened on: one socket for each worker, or as many as were inherited.
+/// Identifies a [`BoundSocket`] for the life of the process, also among sockets that were on the
+/// same address at different times.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct SocketId(u64);
+
+/// The sockets that each worker does not have yet, by worker.
+pub type NewSockets = Vec<HashMap<SocketId, Vec<TcpListener>>>;
+
+/// A bound address: one socket for each worker, or as many as were inherited.
 #[derive(Debug)]
-pub struct Place {
-    /// Tells it from every other one, also from one on the same address later.
-    pub id: u64,
-    /// What the configuration says.
-    pub wanted: SocketAddr,
-    /// What it is: the port may have been left to the kernel.
-    pub address: SocketAddr,
+pub struct BoundSocket {
+    id: SocketId,
+    /// The address in the configuration.
+    configured: SocketAddr,
+    /// The address that is bound; it has a port where the configured port is 0.
+    address: SocketAddr,
     options: ListenOptions,
-    /// What its sockets may still be.
-    were: ListenOptions,
-    /// Whether somebody else may have them too: whoever gave them to us.
+    /// The options that the sockets have until [`Self::apply_options`].
+    previous_options: ListenOptions,
+    /// Whether another process may have the same sockets: the one that they were inherited from.
     inherited: bool,
     sockets: Vec<TcpListener>,
 }
 
-impl Place {
-    /// Listens on an address: every socket on the same port even where that was left to the kernel.
-    /// `ours` are sockets in its way that will be closed.
+impl BoundSocket {
+    /// Binds one socket for each worker, all to the same port. `conflicting` are sockets of this
+    /// process on the same port that will be closed.
     fn bind(
-        wanted: SocketAddr,
+        configured: SocketAddr,
         options: ListenOptions,
         workers: usize,
-        ours: &[&TcpListener],
+        conflicting: &[&TcpListener],
     ) -> io::Result<Self> {
-        let mut address = wanted;
+        let mut address = configured;
         let mut sockets = Vec::new();
         for _ in 0..workers {
-            let socket = listening::listen_alongside(address, &options, ours)?;
+            let socket = listening::listen_alongside(address, &options, conflicting)?;
             address = socket.local_addr()?;
             sockets.push(socket);
         }
-        Ok(Self::new(wanted, address, options, sockets, false))
+        Ok(Self::new(configured, address, options, sockets, false))
+    }
+
+    fn inherit(address: SocketAddr, options: ListenOptions, sockets: Vec<TcpListener>) -> Self {
+        Self::new(address, address, options, sockets, true)
     }
 
     fn new(
-        wanted: SocketAddr,
+        configured: SocketAddr,
         address: SocketAddr,
         options: ListenOptions,
         sockets: Vec<TcpListener>,
         inherited: bool,
     ) -> Self {
-        let id = NEXT.fetch_add(1, Ordering::Relaxed);
-        Self { id, wanted, address, options, were: options, inherited, sockets }
+        let id = SocketId(NEXT_ID.fetch_add(1, Ordering::Relaxed));
+        Self { id, configured, address, options, previous_options: options, inherited, sockets }
     }
 
-    /// Takes sockets into use that were open before us.
-    fn inherit(wanted: SocketAddr, options: ListenOptions, sockets: Vec<TcpListener>) -> Self {
-        Self::new(wanted, wanted, options, sockets, true)
-    }
-
-    /// The same place, whose sockets are to be something else: [`Self::change`] makes them so.
-    fn with(&self, options: ListenOptions) -> io::Result<Self> {
+    /// The same socket with other options, which [`Self::apply_options`] sets.
+    fn with_options(&self, options: ListenOptions) -> io::Result<Self> {
         listening::check_options(self.address, &options)?;
         let sockets = self.sockets.iter().map(TcpListener::try_clone).collect::<Result<_, _>>()?;
-        let Self { id, wanted, address, options: were, inherited, .. } = *self;
-        Ok(Self { id, wanted, address, options, were, inherited, sockets })
+        let Self { id, configured, address, options: previous_options, inherited, .. } = *self;
+        Ok(Self { id, configured, address, options, previous_options, inherited, sockets })
     }
 
-    /// Makes its sockets what the configuration that is followed from now on wants of them.
-    pub fn change(&self) {
+    /// Identifies the socket.
+    pub fn id(&self) -> SocketId {
+        self.id
+    }
+
+    /// The address that is bound.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Sets the options of the configuration that is in use from now on.
+    pub fn apply_options(&self) {
         for socket in &self.sockets {
-            let changed = listening::change_options(
-                &SockRef::from(socket),
-                self.address,
-                &self.were,
-                &self.options,
-            );
-            if let Err(error) = changed {
-                tracing::error!(address = %self.address, %error, "the socket stays as it was");
+            let (from, to) = (&self.previous_options, &self.options);
+            if let Err(error) =
+                listening::change_options(&SockRef::from(socket), self.address, from, to)
+            {
+                tracing::error!(address = %self.address, %error, "cannot change socket options");
             }
         }
     }
 
-    /// Leaves who connects from now on to another socket on the port, before these are closed. What
-    /// was inherited stays as it is: it would be hidden from its giver too.
+    /// Makes the kernel give new connections to another socket on the port, before this one is
+    /// closed. An inherited socket is left alone: the other process that has it may still use it.
     pub fn hide(&self) {
         for socket in self.sockets.iter().filter(|_| !self.inherited) {
             hide(socket);
         }
     }
 
-    /// Copies of the descriptors that one of so many workers accepts on. Whatever their numbers, each
-    /// worker has one and each socket has a worker: a queue that nobody empties would be a trap.
+    /// Duplicates of the sockets that one worker accepts on. Every worker has at least one socket
+    /// and every socket has at least one worker; a queue without a worker would never be emptied.
     ///
     /// # Errors
-    /// There are no more descriptors.
-    pub fn sockets(&self, worker: usize, workers: usize) -> io::Result<Vec<TcpListener>> {
+    /// The process is out of descriptors.
+    pub fn for_worker(&self, worker: usize, workers: usize) -> io::Result<Vec<TcpListener>> {
         let count = self.sockets.len();
-        shares(worker, workers, count).map(|index| self.sockets[index].try_clone()).collect()
+        assigned(worker, workers, count).map(|index| self.sockets[index].try_clone()).collect()
     }
 
-    /// Copies of all descriptors, to be given to another process.
+    /// Duplicates of all sockets, for another process.
     ///
     /// # Errors
-    /// There are no more descriptors.
-    pub fn copies(&self) -> impl Iterator<Item = io::Result<OwnedFd>> {
+    /// The process is out of descriptors.
+    pub fn duplicates(&self) -> impl Iterator<Item = io::Result<OwnedFd>> {
         self.sockets.iter().map(|socket| socket.as_fd().try_clone_to_owned())
     }
 }
 
-/// Hides a socket that goes. One that cannot be is closed as it is: whoever connects in the moment of
-/// the close is reset.
-pub fn hide(socket: &TcpListener) {
+/// Hides a socket that is about to be closed. If that fails, a connection that arrives at the moment
+/// of the close is reset.
+fn hide(socket: &TcpListener) {
     if let Err(error) = listening::divert_new_connections(socket) {
-        tracing::debug!(address = ?socket.local_addr().ok(), %error, "a socket cannot be hidden");
+        tracing::debug!(address = ?socket.local_addr().ok(), %error, "cannot hide a socket");
     }
 }
 
-/// Which of `count` sockets one of so many workers accepts on: each n-th, or one with others.
-fn shares(worker: usize, workers: usize, count: usize) -> impl Iterator<Item = usize> {
+/// Which of `count` sockets a worker accepts on: every `workers`-th, or one that it shares.
+fn assigned(worker: usize, workers: usize, count: usize) -> impl Iterator<Item = usize> {
     (0..count).filter(move |index| {
         if worker < count { index % workers == worker } else { *index == worker % count }
     })
 }
 
-/// Gives listeners their places: the ones they have, then what others have given up, then what was
-/// inherited, then new ones.
-pub struct Places<'a> {
-    known: Vec<(&'a str, &'a Arc<Place>)>,
+/// The listening socket of the admin endpoint.
+#[derive(Debug)]
+pub struct AdminSocket {
+    configured: SocketAddr,
+    socket: TcpListener,
+    inherited: bool,
+}
+
+impl AdminSocket {
+    /// The socket for `configured`: the one in use (`current`), an inherited one, or a new one.
+    ///
+    /// # Errors
+    /// The address cannot be bound.
+    pub fn bind(
+        configured: SocketAddr,
+        current: Option<&Arc<Self>>,
+        inherited: &mut InheritedSockets,
+    ) -> Result<Arc<Self>, StartError> {
+        if let Some(current) = current.filter(|admin| admin.configured == configured) {
+            return Ok(Arc::clone(current));
+        }
+        if let Some(socket) = inherited.take(configured, false).pop() {
+            return Ok(Arc::new(Self { configured, socket, inherited: true }));
+        }
+        let conflicts = |socket: &&TcpListener| {
+            let address = socket.local_addr();
+            address
+                .is_ok_and(|address| address != configured && config::collide(address, configured))
+        };
+        let current = current.map(|admin| &admin.socket);
+        let conflicting: Vec<_> = current.filter(conflicts).into_iter().collect();
+        match listening::listen_alongside(configured, &ListenOptions::default(), &conflicting) {
+            Ok(socket) => Ok(Arc::new(Self { configured, socket, inherited: false })),
+            Err(error) => {
+                Err(StartError::Bind { what: "admin".into(), address: configured, error })
+            }
+        }
+    }
+
+    /// The socket.
+    pub fn socket(&self) -> &TcpListener {
+        &self.socket
+    }
+
+    /// Hides the socket if `next` replaces it on its port. Returns whether it did.
+    pub fn release_if_conflicting(self: &Arc<Self>, next: &Arc<Self>) -> bool {
+        let conflict = |a: &Self, b: &Self| -> io::Result<bool> {
+            Ok(config::collide(a.socket.local_addr()?, b.socket.local_addr()?))
+        };
+        let is_replaced =
+            !self.inherited && !Arc::ptr_eq(self, next) && conflict(self, next).unwrap_or(false);
+        if is_replaced {
+            hide(&self.socket);
+        }
+        is_replaced
+    }
+}
+
+/// Finds or binds the sockets of all listeners: first those that a listener has, then those that
+/// other listeners have given up, then inherited ones, then new ones.
+pub struct SocketBinder<'a> {
+    /// The sockets in use, each with the name of its listener.
+    current: Vec<(&'a str, &'a Arc<BoundSocket>)>,
     inherited: &'a mut InheritedSockets,
     workers: usize,
 }
 
-impl<'a> Places<'a> {
-    /// Starts from the places that are held now, each with the name of its listener, and from the
-    /// sockets that were open before us.
+impl<'a> SocketBinder<'a> {
+    /// A binder that may use the `current` sockets, each with the name of its listener, and the
+    /// inherited ones.
     pub fn new(
-        known: Vec<(&'a str, &'a Arc<Place>)>,
+        current: Vec<(&'a str, &'a Arc<BoundSocket>)>,
         inherited: &'a mut InheritedSockets,
         workers: usize,
     ) -> Self {
-        Self { known, inherited, workers }
+        Self { current, inherited, workers }
     }
 
-    /// The places of each listener. An address whose family this host lacks is left out, as long as
-    /// its listener has another one.
+    /// The sockets of each listener, in the order of `listeners`. An address whose family this host
+    /// lacks is left out if its listener has another address.
     ///
     /// # Errors
-    /// The first address that cannot be bound. What was bound for nothing is closed again.
-    pub fn of(
-        &mut self,
+    /// The first address that cannot be bound. All sockets that were bound are closed again.
+    pub fn bind(
+        mut self,
         listeners: &[config::Listener],
-    ) -> Result<Vec<Vec<Arc<Place>>>, StartError> {
-        let mut places: Vec<Vec<Option<Arc<Place>>>> = Vec::new();
-        let mut moves = Vec::new();
+    ) -> Result<Vec<Vec<Arc<BoundSocket>>>, StartError> {
+        let mut bound: Vec<Vec<Option<Arc<BoundSocket>>>> = Vec::new();
+        let mut conflicting = Vec::new();
         for (index, listener) in listeners.iter().enumerate() {
-            let options = self.options(listener);
             let mut found = Vec::new();
             let mut skipped = None;
-            for &wanted in &listener.bind {
-                if let Some(place) = self.take(&listener.name, wanted) {
-                    let changed = (place.options != options).then(|| place.with(options));
-                    let changed = changed.transpose();
-                    let changed = changed.map_err(|error| failed(listener, wanted, error))?;
-                    found.push(Some(changed.map_or(place, Arc::new)));
-                    continue;
-                }
-                let inherited = self.inherited.take(wanted, options.transparent);
-                if !inherited.is_empty() {
-                    found.push(Some(Arc::new(Place::inherit(wanted, options, inherited))));
-                    continue;
-                }
-                if !options.shared && self.inherited.is_at(wanted) {
-                    // It would be in its own way.
-                    return Err(StartError::OtherKind {
-                        listener: listener.name.clone(),
-                        address: wanted,
-                        transparent: options.transparent,
-                    });
-                }
-                if !self.in_the_way(wanted).is_empty() {
-                    // Last: it may be given connections at once, and must not be closed again.
-                    moves.push((index, found.len(), wanted));
+            for &address in &listener.bind {
+                if let Some(socket) = self.find(listener, address)? {
+                    found.push(Some(socket));
+                } else if !self.conflicting(address).is_empty() {
+                    // Bound after all others: it may receive connections at once, so no later
+                    // failure may close it again.
+                    conflicting.push((index, found.len(), address));
                     found.push(None);
-                    continue;
-                }
-                match Place::bind(wanted, options, self.workers, &[]) {
-                    Ok(place) => found.push(Some(Arc::new(place))),
-                    Err(error) if listening::is_address_family_missing(wanted, &error) => {
-                        tracing::warn!(
-                            listener = listener.name,
-                            address = %wanted,
-                            %error,
-                            "not listening there: this host has no such address family"
-                        );
-                        skipped = Some((wanted, error));
+                } else {
+                    match BoundSocket::bind(address, self.options(listener), self.workers, &[]) {
+                        Ok(socket) => found.push(Some(Arc::new(socket))),
+                        Err(error) if listening::is_address_family_missing(address, &error) => {
+                            tracing::warn!(
+                                listener = listener.name,
+                                %address,
+                                %error,
+                                "address skipped: this host lacks its address family"
+                            );
+                            skipped = Some((address, error));
+                        }
+                        Err(error) => return Err(bind_error(listener, address, error)),
                     }
-                    Err(error) => return Err(failed(listener, wanted, error)),
                 }
             }
             if let Some((address, error)) = skipped.filter(|_| found.is_empty()) {
-                return Err(failed(listener, address, error));
+                return Err(bind_error(listener, address, error));
             }
-            places.push(found);
+            bound.push(found);
         }
-        for (index, at, wanted) in moves {
+        for (index, position, address) in conflicting {
             let listener = &listeners[index];
-            let ours = self.in_the_way(wanted);
-            let place = Place::bind(wanted, self.options(listener), self.workers, &ours);
-            let place = place.map_err(|error| failed(listener, wanted, error))?;
-            places[index][at] = Some(Arc::new(place));
+            let others = self.conflicting(address);
+            let socket = BoundSocket::bind(address, self.options(listener), self.workers, &others);
+            let socket = socket.map_err(|error| bind_error(listener, address, error))?;
+            bound[index][position] = Some(Arc::new(socket));
         }
-        Ok(places.into_iter().map(|found| found.into_iter().flatten().collect()).collect())
+        Ok(bound.into_iter().map(|found| found.into_iter().flatten().collect()).collect())
+    }
+
+    /// The socket in use for an address, or an inherited one.
+    fn find(
+        &mut self,
+        listener: &config::Listener,
+        address: SocketAddr,
+    ) -> Result<Option<Arc<BoundSocket>>, StartError> {
+        let options = self.options(listener);
+        if let Some(socket) = self.take_current(&listener.name, address) {
+            if socket.options == options {
+                return Ok(Some(socket));
+            }
+            let changed = socket.with_options(options);
+            let changed = changed.map_err(|error| bind_error(listener, address, error))?;
+            return Ok(Some(Arc::new(changed)));
+        }
+        let inherited = self.inherited.take(address, options.transparent);
+        if !inherited.is_empty() {
+            return Ok(Some(Arc::new(BoundSocket::inherit(address, options, inherited))));
+        }
+        if !options.shared && self.inherited.is_at(address) {
+            // Binding would fail: the inherited socket has the address without SO_REUSEPORT.
+            return Err(StartError::TransparencyMismatch {
+                listener: listener.name.clone(),
+                address,
+                transparent: options.transparent,
+            });
+        }
+        Ok(None)
     }
 
     fn options(&self, listener: &config::Listener) -> ListenOptions {
@@ -235,30 +320,32 @@ impl<'a> Places<'a> {
         }
     }
 
-    /// The sockets that we have where `wanted` would be: with a configuration in which no two
-    /// addresses collide, places that nobody wants any more.
-    fn in_the_way(&self, wanted: SocketAddr) -> Vec<&'a TcpListener> {
-        let known = self.known.iter().map(|(_, place)| *place);
-        let moves =
-            known.filter(|place| place.address != wanted && config::collide(place.address, wanted));
-        moves.flat_map(|place| &place.sockets).collect()
+    /// The sockets of this process that prevent `address` from being bound: validation has refused
+    /// configurations whose own addresses collide, so no listener uses these any more.
+    fn conflicting(&self, address: SocketAddr) -> Vec<&'a TcpListener> {
+        let current = self.current.iter().map(|(_, socket)| *socket);
+        let conflicting = current
+            .filter(|socket| socket.address != address && config::collide(socket.address, address));
+        conflicting.flat_map(|socket| &socket.sockets).collect()
     }
 
-    fn take(&mut self, name: &str, wanted: SocketAddr) -> Option<Arc<Place>> {
-        // A port that the kernel has given may be named from then on.
-        let fits = |place: &Place| place.wanted == wanted || place.address == wanted;
-        let own = self.known.iter().position(|(owner, place)| *owner == name && fits(place));
-        // With port 0, the port is the listener's own: another one asked for another port.
-        let other = || self.known.iter().position(|(_, place)| wanted.port() != 0 && fits(place));
+    fn take_current(&mut self, name: &str, address: SocketAddr) -> Option<Arc<BoundSocket>> {
+        // A port that the kernel chose may be configured explicitly later.
+        let fits = |socket: &BoundSocket| socket.configured == address || socket.address == address;
+        let own = self.current.iter().position(|(owner, socket)| *owner == name && fits(socket));
+        // Port 0 asks for a port of the listener's own, so it matches no socket of another one.
+        let other =
+            || self.current.iter().position(|(_, socket)| address.port() != 0 && fits(socket));
         let index = own.or_else(other)?;
-        Some(Arc::clone(self.known.swap_remove(index).1))
+        Some(Arc::clone(self.current.swap_remove(index).1))
     }
 }
 
-fn failed(listener: &config::Listener, address: SocketAddr, error: io::Error) -> StartError {
-    // A port below 1024 may be what is not permitted.
-    if listener.is_transparent() && error.kind() == io::ErrorKind::PermissionDenied {
-        let (listener, what) = (listener.name.clone(), "listen for others (IP_TRANSPARENT)");
+fn bind_error(listener: &config::Listener, address: SocketAddr, error: io::Error) -> StartError {
+    // IP_TRANSPARENT without CAP_NET_ADMIN fails with EPERM (ip(7)); a port below 1024 without
+    // CAP_NET_BIND_SERVICE fails with EACCES (bind(2)).
+    if listener.is_transparent() && error.raw_os_error() == Some(libc::EPERM) {
+        let (listener, what) = (listener.name.clone(), "set IP_TRANSPARENT on its socket");
         return StartError::Capability { listener, what, error };
     }
     StartError::Bind { what: format!("listener `{}`", listener.name), address, error }
@@ -269,12 +356,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_socket_has_a_worker_and_every_worker_a_socket() {
+    fn assigned_gives_every_worker_a_socket_and_every_socket_a_worker() {
         for workers in 1..=9 {
             for count in 1..=9 {
                 let mut accepted = vec![0; count];
                 for worker in 0..workers {
-                    let own: Vec<_> = shares(worker, workers, count).collect();
+                    let own: Vec<_> = assigned(worker, workers, count).collect();
                     assert!(!own.is_empty(), "worker {worker} of {workers} has none of {count}");
                     for index in own {
                         accepted[index] += 1;
@@ -288,27 +375,26 @@ mod tests {
     }
 
     #[test]
-    fn what_was_inherited_comes_before_what_is_bound() {
+    fn inherited_socket_is_shared_by_two_workers() {
         let bound = listening::listen("127.0.0.1:0".parse().unwrap(), false).unwrap();
         let address = bound.local_addr().unwrap();
         let mut inherited = InheritedSockets::default();
         inherited.add(bound.as_fd().try_clone_to_owned().unwrap()).unwrap();
         let options = ListenOptions { shared: true, ..ListenOptions::default() };
         let sockets = inherited.take(address, options.transparent);
-        let place = Place::inherit(address, options, sockets);
+        let bound = BoundSocket::inherit(address, options, sockets);
         let connected = std::net::TcpStream::connect(address).unwrap();
-        // One socket of a process with one worker, for two.
-        let first = place.sockets(0, 2).unwrap().remove(0);
-        let second = place.sockets(1, 2).unwrap().remove(0);
+        let first = bound.for_worker(0, 2).unwrap().remove(0);
+        let second = bound.for_worker(1, 2).unwrap().remove(0);
         assert_eq!(first.local_addr().unwrap(), second.local_addr().unwrap());
         let (_, from) = second.accept().unwrap();
         assert_eq!(from, connected.local_addr().unwrap());
         assert_eq!(first.accept().unwrap_err().kind(), io::ErrorKind::WouldBlock);
-        assert_eq!(place.copies().count(), 1);
+        assert_eq!(bound.duplicates().count(), 1);
     }
 
     #[test]
-    fn a_socket_of_the_other_kind_is_not_fought_for() {
+    fn binder_refuses_inherited_socket_without_transparency() {
         let bound = listening::listen("127.0.0.1:0".parse().unwrap(), false).unwrap();
         let address = bound.local_addr().unwrap();
         let mut inherited = InheritedSockets::default();
@@ -318,9 +404,9 @@ mod tests {
              passthrough, transparent: true, bind: ['{address}'], upstream: u}}]\n"
         );
         let config = config::validate_text("test.yaml".as_ref(), &text).unwrap().config;
-        let places = Places::new(Vec::new(), &mut inherited, 1).of(&config.listeners);
-        let why = places.unwrap_err().to_string();
+        let sockets = SocketBinder::new(Vec::new(), &mut inherited, 1).bind(&config.listeners);
+        let why = sockets.unwrap_err().to_string();
         assert!(why.contains("`transparent: true`") && why.contains("SIGHUP"), "{why}");
-        assert_eq!(inherited.len(), 1, "nothing has happened to it");
+        assert_eq!(inherited.len(), 1, "the inherited socket is still available");
     }
 }

@@ -1,25 +1,25 @@
-//! Replaces a running process by a new one: the listening sockets change hands, connections do not.
+//! Replaces a running process by a new one without closing a listening socket.
 //!
-//! The running process owns a Unix socket in its state directory ([`path`]). A new one asks there, is
-//! given the very sockets that are listened on, with every connection that waits in their queues,
-//! and accepts on them as soon as it is ready to serve. Only then does it say so, and the old one
-//! accepts no more and drains, as on SIGTERM. Until that word nothing has changed for the old one:
-//! whatever becomes of the new one before it, the old one goes on.
+//! The running process serves a Unix socket in its state directory ([`socket_path`]). The new
+//! process connects to it and receives duplicates of all listening sockets, so it shares their
+//! queues. It accepts on them once it is ready, and only then tells the old process, which stops
+//! accepting and drains as on SIGTERM. Until that message nothing has changed for the old process:
+//! if the new one fails before, the old one continues to serve.
 //!
 //! ```text
-//! new                                     old
-//!  │ configuration is read and valid       │ serves
+//! new process                             old process
+//!  │ reads and validates its configuration │ serves
 //!  │── jackstay take-over 1 ──────────────▶│
 //!  │◀── sockets N, then N descriptors ─────│
 //!  │ connects to the apiservers            │ serves
 //!  │ accepts                               │ serves
-//!  │── serving ───────────────────────────▶│ accepts no more
-//!  │◀── left ──────────────────────────────│ tells the service manager who the main process is now
-//!  │ answers operators, is ready           │ drains and ends
+//!  │── serving ───────────────────────────▶│ stops accepting
+//!  │◀── left ──────────────────────────────│ tells the service manager the new main process
+//!  │ serves the admin endpoint, is ready   │ drains and ends
 //! ```
 //!
-//! Who may ask, and who is believed, is the same user and root (`SO_PEERCRED`, unix(7)); the socket's
-//! mode says so too.
+//! Each side accepts only a peer that runs as the same user or as root (`SO_PEERCRED`, unix(7)).
+//! The mode of the socket file is 0600 for the same reason.
 
 use std::fmt;
 use std::io::{self, ErrorKind, Read, Write};
@@ -38,86 +38,92 @@ use crate::net::process::descriptor_passing;
 use crate::net::process::inherited_sockets::InheritedSockets;
 use crate::net::sockets::unix_listener;
 
-/// What a new process asks; the number changes with the conversation.
-const ASK: &str = "jackstay take-over 1";
-/// What it says when it accepts.
+/// The first message of the new process; the number is the version of the protocol.
+const REQUEST: &str = "jackstay take-over 1";
+/// The message of the new process once it accepts.
 const SERVING: &str = "serving";
-/// What the old one says when it does not accept any more.
+/// The message of the old process once it has stopped accepting.
 const LEFT: &str = "left";
 /// Longest line of either side, in bytes.
 const MAX_LINE: usize = 128;
-/// Most sockets that are handed over: listeners have a few addresses, each a socket for each worker.
+/// Most sockets of a takeover: a listener has a few addresses, each with a socket for each worker.
 const MAX_SOCKETS: usize = 1024;
-/// How long the other side may take for what it can do at once.
-const PROMPT: Duration = Duration::from_secs(10);
-/// How long whoever comes may take to ask: that is the first thing it does. Others wait for it.
-const SILENCE: Duration = Duration::from_secs(2);
-/// How long a new process may take to begin to serve: more than twice what it waits for apiservers
-/// and for its workers. Others wait for it.
-const BEGIN: Duration = Duration::from_secs(20);
-/// How long a new process waits for its turn.
-const TURN: Duration = Duration::from_secs(30);
-/// Pause after the socket failed to accept, so that the loop does not spin.
-const PAUSE: Duration = Duration::from_secs(1);
+/// How long the peer may take to read or to answer a message that it handles at once.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long a new process may take from the connect to its request, which it sends first. Other new
+/// processes wait meanwhile.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long a new process may take to serve: more than twice the time it waits for apiservers and
+/// for its workers. Other new processes wait meanwhile.
+const SERVE_TIMEOUT: Duration = Duration::from_secs(20);
+/// How long a new process waits for the sockets, other takeovers included.
+const QUEUE_TIMEOUT: Duration = Duration::from_secs(30);
+/// Pause after a failed accept, so that the loop does not spin.
+const ACCEPT_RETRY: Duration = Duration::from_secs(1);
 
-/// Why nothing was taken over although there is somebody.
+/// Why a running process does not hand over its sockets.
 #[derive(Debug)]
-pub struct TakeOverError {
+pub struct TakeoverError {
     path: PathBuf,
-    why: String,
+    reason: String,
 }
 
-impl fmt::Display for TakeOverError {
+impl fmt::Display for TakeoverError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { path, why } = self;
-        write!(f, "cannot take over by {}: {why}; what runs goes on", path.display())
+        let Self { path, reason } = self;
+        write!(
+            f,
+            "cannot take over through {}: {reason}; the running process continues to serve",
+            path.display()
+        )
     }
 }
 
-impl std::error::Error for TakeOverError {}
+impl std::error::Error for TakeoverError {}
 
-/// The socket by which a process with this state directory is asked.
-pub fn path(state_dir: &Path) -> PathBuf {
+/// The takeover socket of a process with this state directory.
+pub fn socket_path(state_dir: &Path) -> PathBuf {
     state_dir.join("take-over.sock")
 }
 
-/// The process whose place we take.
+/// The process that is being replaced.
 #[derive(Debug)]
 pub struct Predecessor {
     stream: BlockingStream,
-    /// Its process id, if the kernel shows it to us.
-    pub pid: Option<i32>,
+    pid: Option<i32>,
 }
 
-/// Asks for the sockets of the process that owns `path`; `None` if there is no such process.
+/// Requests the sockets of the process that serves `path`. Returns `None` if there is none.
 ///
 /// # Errors
-/// There is one, and it does not hand them over.
-pub fn ask(path: &Path) -> Result<Option<(Predecessor, InheritedSockets)>, TakeOverError> {
-    let failed = |why: String| TakeOverError { path: path.to_owned(), why };
-    let stream = match knock(path) {
+/// The process does not hand them over.
+pub fn request_sockets(
+    path: &Path,
+) -> Result<Option<(Predecessor, InheritedSockets)>, TakeoverError> {
+    let failed = |reason: String| TakeoverError { path: path.to_owned(), reason };
+    let stream = match connect(path) {
         Ok(stream) => stream,
         Err(error) => match error.kind() {
-            // No file, or one whose process is gone.
+            // No file, or the file of a process that has ended.
             ErrorKind::NotFound | ErrorKind::ConnectionRefused => return Ok(None),
             ErrorKind::WouldBlock => {
-                return Err(failed("many have asked there already and none was answered".into()));
+                return Err(failed("it does not answer, and its queue is full".into()));
             }
             _ => return Err(failed(error.to_string())),
         },
     };
-    converse(stream).map(Some).map_err(|error| {
+    receive_sockets(stream).map(Some).map_err(|error| {
         failed(match error.kind() {
             ErrorKind::WouldBlock | ErrorKind::TimedOut => "no answer within 30 s".into(),
-            ErrorKind::UnexpectedEof => "the other process ended the conversation".into(),
+            ErrorKind::UnexpectedEof => "the other process closed the connection".into(),
             _ => error.to_string(),
         })
     })
 }
 
-/// Connects, or fails at once with `WouldBlock` if as many wait there as may: a process that hangs
-/// takes none of them, and connect(2) would wait with them for ever.
-fn knock(path: &Path) -> io::Result<BlockingStream> {
+/// Connects without blocking. Fails with `WouldBlock` if the queue is full, since a blocking
+/// connect(2) would wait for ever for a process that hangs.
+fn connect(path: &Path) -> io::Result<BlockingStream> {
     let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
     socket.set_nonblocking(true)?;
     socket.connect(&SockAddr::unix(path)?)?;
@@ -125,14 +131,14 @@ fn knock(path: &Path) -> io::Result<BlockingStream> {
     Ok(OwnedFd::from(socket).into())
 }
 
-fn converse(mut stream: BlockingStream) -> io::Result<(Predecessor, InheritedSockets)> {
+fn receive_sockets(mut stream: BlockingStream) -> io::Result<(Predecessor, InheritedSockets)> {
     let peer = descriptor_passing::peer_credentials(stream.as_fd())?;
     if !is_trusted(peer.uid) {
-        return Err(io::Error::other(format!("user {} answers, who is not trusted", peer.uid)));
+        return Err(io::Error::other(format!("it runs as user {}, not as this one", peer.uid)));
     }
-    stream.set_read_timeout(Some(TURN))?;
-    stream.set_write_timeout(Some(PROMPT))?;
-    stream.write_all(format!("{ASK}\n").as_bytes())?;
+    stream.set_read_timeout(Some(QUEUE_TIMEOUT))?;
+    stream.set_write_timeout(Some(REPLY_TIMEOUT))?;
+    stream.write_all(format!("{REQUEST}\n").as_bytes())?;
     let mut line = Vec::new();
     loop {
         let mut byte = [0];
@@ -144,107 +150,112 @@ fn converse(mut stream: BlockingStream) -> io::Result<(Predecessor, InheritedSoc
     let answer = String::from_utf8_lossy(&line).into_owned();
     let count = answer.strip_prefix("sockets ").and_then(|count| count.parse().ok());
     let Some(count) = count.filter(|count| *count <= MAX_SOCKETS) else {
-        return Err(io::Error::other(format!("the other process says: {answer}")));
+        return Err(io::Error::other(format!("unexpected answer: {answer}")));
     };
     let mut sockets = InheritedSockets::default();
     for _ in 0..count {
         let descriptor = descriptor_passing::receive(stream.as_fd())?;
         sockets.add(descriptor).map_err(|error| io::Error::other(error.to_string()))?;
     }
-    // 0 is a process of a namespace that we do not see into.
+    // The kernel reports 0 for a process of another PID namespace.
     let pid = Some(peer.pid).filter(|pid| *pid > 0);
     Ok((Predecessor { stream, pid }, sockets))
 }
 
 impl Predecessor {
-    /// Tells it that its sockets are served, and waits until it has left them.
+    /// Its process id, unless it runs in another PID namespace.
+    pub fn pid(&self) -> Option<i32> {
+        self.pid
+    }
+
+    /// Tells the old process that its sockets are served, and waits until it has stopped accepting.
     ///
     /// # Errors
-    /// It is gone, or does not answer. It accepts no more, or cannot be told: either way we serve.
-    pub async fn leave(self) -> io::Result<()> {
+    /// The process has ended or does not answer. This one serves either way.
+    pub async fn replace(self) -> io::Result<()> {
         self.stream.set_nonblocking(true)?;
         let mut stream = UnixStream::from_std(self.stream)?;
         stream.write_all(format!("{SERVING}\n").as_bytes()).await?;
-        match timeout(PROMPT, read_line(&mut stream)).await {
+        match timeout(REPLY_TIMEOUT, read_line(&mut stream)).await {
             Ok(Ok(line)) if line == LEFT => Ok(()),
-            Ok(Ok(line)) => Err(io::Error::other(format!("it says: {line}"))),
+            Ok(Ok(line)) => Err(io::Error::other(format!("unexpected answer: {line}"))),
             Ok(Err(error)) => Err(error),
             Err(_) => Err(ErrorKind::TimedOut.into()),
         }
     }
 }
 
-/// What a new process wants of this one.
+/// What the [`TakeoverServer`] asks of the control thread.
 #[derive(Debug)]
-pub enum Wish {
-    /// Copies of the listening sockets.
-    Sockets(oneshot::Sender<io::Result<Vec<OwnedFd>>>),
-    /// That they be left: it serves. The answer is that it was done.
-    Leave {
-        /// The new process, if the kernel shows it to us.
+pub enum TakeoverRequest {
+    /// Duplicate the listening sockets.
+    DuplicateSockets(oneshot::Sender<io::Result<Vec<OwnedFd>>>),
+    /// Stop accepting: the new process serves.
+    ReleaseSockets {
+        /// The new process, unless it runs in another PID namespace.
         pid: Option<i32>,
-        /// To be dropped when nothing is accepted here any more.
+        /// Dropped once nothing is accepted any more.
         done: oneshot::Sender<()>,
     },
 }
 
-/// Where a new process asks.
+/// Hands the sockets of this process to a new one.
 #[derive(Debug)]
-pub struct Door(UnixListener);
+pub struct TakeoverServer(UnixListener);
 
-impl Door {
-    /// Opens it at `path`, in the place of one that an earlier process has left; with `instead` also
-    /// of one that somebody still answers.
+impl TakeoverServer {
+    /// Listens on `path`, which may be the file of a process that has ended. With `replace` it may
+    /// also be the file of the process that this one has taken over from.
     ///
     /// # Errors
-    /// The directory cannot be written, or another process answers there.
-    pub fn open(path: &Path, instead: bool) -> io::Result<Self> {
-        if !instead && BlockingStream::connect(path).is_ok() {
-            return Err(io::Error::other("another process with this state_dir answers there"));
+    /// The directory cannot be written, or another process serves `path`.
+    pub fn listen(path: &Path, replace: bool) -> io::Result<Self> {
+        if !replace && BlockingStream::connect(path).is_ok() {
+            return Err(io::Error::other("another process with this state_dir serves it"));
         }
         UnixListener::from_std(unix_listener::listen(path)?).map(Self)
     }
 
-    /// Answers one new process after the other until it is dropped.
-    pub async fn answer(self, wishes: mpsc::UnboundedSender<Wish>) {
+    /// Serves one new process after the other, until one has taken over.
+    pub async fn serve(self, requests: mpsc::UnboundedSender<TakeoverRequest>) {
         loop {
             let mut stream = match self.0.accept().await {
                 Ok((stream, _)) => stream,
                 Err(error) => {
-                    tracing::warn!(%error, "a new process cannot ask to take over");
-                    sleep(PAUSE).await;
+                    tracing::warn!(%error, "cannot accept a takeover request");
+                    sleep(ACCEPT_RETRY).await;
                     continue;
                 }
             };
-            match hand_over(&mut stream, &wishes).await {
+            match hand_over(&mut stream, &requests).await {
                 Ok(()) => return,
-                Err(error) => {
-                    tracing::warn!(%error, "nothing was handed over to a new process: going on");
-                }
+                Err(error) => tracing::warn!(%error, "takeover failed; continuing to serve"),
             }
         }
     }
 }
 
-/// The whole conversation with a new process. `Ok` if it has taken over.
+/// Serves one new process. Returns `Ok` if it has taken over.
 async fn hand_over(
     stream: &mut UnixStream,
-    wishes: &mpsc::UnboundedSender<Wish>,
+    requests: &mpsc::UnboundedSender<TakeoverRequest>,
 ) -> io::Result<()> {
-    let gone = || io::Error::other("this process is about to end");
+    let ending = || io::Error::other("this process is shutting down");
     let peer = stream.peer_cred()?;
     if !is_trusted(peer.uid()) {
-        return Err(io::Error::other(format!("user {} may not ask for it", peer.uid())));
+        return Err(io::Error::other(format!("user {} is not trusted", peer.uid())));
     }
-    let asked = soon(SILENCE, "it asks for nothing", read_line(stream)).await?;
-    if asked != ASK {
-        let answer = format!("this process understands `{ASK}`\n");
-        soon(PROMPT, "it does not read", stream.write_all(answer.as_bytes())).await?;
-        return Err(io::Error::other("it speaks another version"));
+    let request =
+        within(REQUEST_TIMEOUT, "the new process sent no request", read_line(stream)).await?;
+    if request != REQUEST {
+        let answer = format!("this process understands `{REQUEST}`\n");
+        let write = stream.write_all(answer.as_bytes());
+        within(REPLY_TIMEOUT, "the new process does not read", write).await?;
+        return Err(io::Error::other("the new process uses another protocol version"));
     }
     let (reply, sockets) = oneshot::channel();
-    wishes.send(Wish::Sockets(reply)).map_err(|_| gone())?;
-    let sockets = sockets.await.map_err(|_| gone())??;
+    requests.send(TakeoverRequest::DuplicateSockets(reply)).map_err(|_| ending())?;
+    let sockets = sockets.await.map_err(|_| ending())??;
     let send = async {
         stream.write_all(format!("sockets {}\n", sockets.len()).as_bytes()).await?;
         for socket in &sockets {
@@ -253,56 +264,59 @@ async fn hand_over(
         }
         Ok(())
     };
-    soon(PROMPT, "it does not take the sockets", send).await?;
+    within(REPLY_TIMEOUT, "the new process does not receive the sockets", send).await?;
     drop(sockets);
-    tracing::info!(pid = peer.pid(), "a new process has been given the listening sockets");
-    let word = soon(BEGIN, "it does not begin to serve", read_line(stream)).await?;
-    if word != SERVING {
-        return Err(io::Error::other("it says something else than that it serves"));
+    tracing::info!(pid = peer.pid(), "listening sockets sent to a new process");
+    let message =
+        within(SERVE_TIMEOUT, "the new process does not serve", read_line(stream)).await?;
+    if message != SERVING {
+        return Err(io::Error::other(format!("unexpected message: {message}")));
     }
-    let (done, left) = oneshot::channel();
-    wishes.send(Wish::Leave { pid: peer.pid(), done }).map_err(|_| gone())?;
-    // Dropped, not sent.
-    let _ = left.await;
-    // It serves, whether or not it still wants to hear this.
-    let _ = timeout(PROMPT, stream.write_all(format!("{LEFT}\n").as_bytes())).await;
+    let (done, released) = oneshot::channel();
+    let release = TakeoverRequest::ReleaseSockets { pid: peer.pid(), done };
+    requests.send(release).map_err(|_| ending())?;
+    // The sender is dropped, so this is always an error.
+    let _ = released.await;
+    // The new process serves, whether or not it reads this message.
+    let _ = timeout(REPLY_TIMEOUT, stream.write_all(format!("{LEFT}\n").as_bytes())).await;
     Ok(())
 }
 
-async fn soon<T>(
+/// Runs `operation` for at most `limit`; `timed_out` is the error after that.
+async fn within<T>(
     limit: Duration,
-    otherwise: &'static str,
-    what: impl Future<Output = io::Result<T>>,
+    timed_out: &'static str,
+    operation: impl Future<Output = io::Result<T>>,
 ) -> io::Result<T> {
-    match timeout(limit, what).await {
+    match timeout(limit, operation).await {
         Ok(Err(error)) if error.kind() == ErrorKind::UnexpectedEof => {
-            Err(io::Error::other("it is gone"))
+            Err(io::Error::other("the new process closed the connection"))
         }
         Ok(result) => result,
-        Err(_) => Err(io::Error::new(ErrorKind::TimedOut, otherwise)),
+        Err(_) => Err(io::Error::new(ErrorKind::TimedOut, timed_out)),
     }
 }
 
-/// Byte by byte: what follows a line may be descriptors, which a reader that reads ahead would lose.
+/// Reads a line byte by byte: descriptors may follow it, which a buffered reader would lose.
 async fn read_line(stream: &mut UnixStream) -> io::Result<String> {
     let mut line = Vec::new();
     while push(&mut line, stream.read_u8().await?)? {}
     Ok(String::from_utf8_lossy(&line).into_owned())
 }
 
-/// Adds a byte to a line. False at its end.
+/// Appends a byte to a line. Returns false at its end.
 fn push(line: &mut Vec<u8>, byte: u8) -> io::Result<bool> {
     if byte == b'\n' {
         return Ok(false);
     }
     if line.len() == MAX_LINE {
-        return Err(io::Error::new(ErrorKind::InvalidData, "a line that does not end"));
+        return Err(io::Error::new(ErrorKind::InvalidData, "line too long"));
     }
     line.push(byte);
     Ok(true)
 }
 
-/// Whether a user may hand sockets to us, or take them: the one that we are, and root.
+/// Whether a process of this user may give or receive sockets: the own user, and root.
 fn is_trusted(user: u32) -> bool {
     user == 0 || user == descriptor_passing::effective_user()
 }

@@ -1,151 +1,74 @@
-//! One worker: a thread with its own event loop, its own sockets and its own connections.
+//! A worker: a thread with its own event loop, its own sockets and its own connections to
+//! endpoints.
 //!
-//! It is told what should be ([`Assignment`]) and makes it so: what is new begins, what has changed
-//! is swapped under the connections that there are, what is gone drains by itself while the rest
-//! goes on. Its first assignment is no different from the next. When another process has its
-//! sockets, it leaves them and goes on with the connections that it has.
+//! The control thread sends it the [`DesiredState`]. The worker starts what is new, updates what has
+//! changed under the open connections, and drains what is gone while the rest continues. The first
+//! state is applied like every later one. During a takeover it releases its sockets to the new
+//! process and keeps its open connections.
 
-mod kept;
+pub mod command;
+mod drain_deadline;
+mod listener;
 
-use std::cell::{Cell, RefCell};
-use std::collections::HashMap;
-use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::sync::watch;
 use tokio::task::{JoinSet, LocalSet, spawn_local};
 use tokio::time::sleep;
 
-use self::kept::{Deadline, Kept, Kind};
-use super::build::{Bound, Destinations, Plane};
+use self::command::{Command, DesiredState};
+use self::drain_deadline::DrainDeadline;
+use self::listener::{DRAIN_POLL, Server, WorkerListener};
+use super::listener::{BoundListener, Destinations, ListenerMode};
 use crate::config::{self, AccessLog};
 use crate::net::process::allocator;
 use crate::net::sockets::linger::lingering_connections;
-use crate::observe::{ListenerMetrics, Liveness, Metrics, RateLimitedWarnings};
-use crate::proxy::accept::REPEAT;
+use crate::observe::{Liveness, Metrics};
 use crate::proxy::byte_budget::ByteBudget;
-use crate::proxy::client_connection::{CurrentService, ListenerService};
+use crate::proxy::client_connection::ListenerService;
 use crate::proxy::credential_selector::{CredentialSelector, ProvenTokens};
-use crate::proxy::drain;
-use crate::proxy::listener::Listener;
-use crate::proxy::passthrough;
-use crate::proxy::passthrough::table::Table;
+use crate::proxy::drain::{self, DrainWatcher};
+use crate::proxy::https_server::HttpsServer;
+use crate::proxy::passthrough::table::Table as FlowTable;
 use crate::proxy::passthrough::transparent::Transparent;
+use crate::proxy::passthrough::{Routing, TcpForwarder};
 use crate::proxy::upgrade::Tunnels;
 use crate::proxy::upstream_client::UpstreamClient;
 use crate::upstream::Upstream;
+use crate::upstream::credentials::IdentitySlot;
 
-/// How often a worker shows that its loop turns, and returns free memory to the kernel.
-const PULSE: Duration = Duration::from_secs(1);
-/// How often it is looked whether a drain is done.
-const DRAIN_TICK: Duration = Duration::from_millis(10);
+/// How often a worker records that its loop turns, and returns free memory to the kernel.
+const TICK: Duration = Duration::from_secs(1);
 
-/// Everything that a worker should do from now on.
-#[derive(Debug)]
-pub struct Assignment {
-    /// Its listeners; one that it has and that is not among them goes.
-    pub listeners: Vec<Part>,
-    /// Which requests are logged.
-    pub access: AccessLog,
-    /// How long what goes may take.
-    pub drain_timeout: Duration,
-    /// Every address that this process listens on.
-    pub listening: Arc<[SocketAddr]>,
-    /// Dropped when it is so.
-    pub _done: UnboundedSender<Infallible>,
-}
-
-/// What a worker is told.
-#[derive(Debug)]
-pub enum Order {
-    /// What it should do from now on.
-    Follow(Assignment),
-    /// To accept no more anywhere: another process does, and what waits in the queues is for it. The
-    /// sender is dropped when it is so.
-    Leave(UnboundedSender<Infallible>),
-}
-
-/// A listener of an [`Assignment`].
-#[derive(Debug)]
-pub struct Part {
-    config: config::Listener,
-    metrics: Arc<ListenerMetrics>,
-    upstream: Arc<Upstream>,
-    plane: Plane,
-    /// Where it listens.
-    places: Vec<u64>,
-    /// The sockets of those places that it does not have yet.
-    sockets: Vec<(u64, Vec<std::net::TcpListener>)>,
-}
-
-impl Part {
-    /// What one of so many workers needs to know of a listener; `has` are the places that it has
-    /// already, or should not accept at yet.
-    ///
-    /// # Errors
-    /// There are no descriptors left.
-    pub fn new(
-        (worker, workers): (usize, usize),
-        bound: &Bound,
-        has: &[u64],
-    ) -> std::io::Result<Self> {
-        let new = bound.places.iter().filter(|place| !has.contains(&place.id));
-        let sockets = new.map(|place| Ok((place.id, place.sockets(worker, workers)?)));
-        Ok(Self {
-            config: bound.config.clone(),
-            metrics: Arc::clone(&bound.metrics),
-            upstream: Arc::clone(&bound.upstream),
-            plane: bound.plane.clone(),
-            places: bound.places.iter().map(|place| place.id).collect(),
-            sockets: sockets.collect::<std::io::Result<_>>()?,
-        })
-    }
-}
-
-/// A worker before its thread runs, and what it is led by.
-pub struct Setup {
-    /// What should be, from now on.
-    pub orders: UnboundedReceiver<Order>,
-    /// Where its parts count.
+/// What a worker's thread is started with.
+pub struct WorkerThread {
+    /// Commands of the control thread.
+    pub commands: UnboundedReceiver<Command>,
+    /// All metrics.
     pub metrics: Arc<Metrics>,
-    /// Bounds what all of them hold of request bodies.
+    /// Limits the memory for request bodies of all workers together.
     pub bodies: Arc<ByteBudget>,
-    /// How many workers share what a listener may hold.
+    /// The number of workers, which share the connection limits of a listener.
     pub workers: usize,
-    /// Begins the drain of everything.
+    /// Turns true to drain the worker.
     pub drain: watch::Receiver<bool>,
-    /// Ends what drains at once.
-    pub cut: watch::Receiver<bool>,
-    /// Records the turns of its loop.
+    /// Turns true to close what is still open.
+    pub force: watch::Receiver<bool>,
+    /// Records the turns of the event loop.
     pub liveness: Liveness,
 }
 
-impl Setup {
-    /// A worker, and the way to lead it.
-    pub fn new(
-        index: usize,
-        metrics: &Arc<Metrics>,
-        bodies: &Arc<ByteBudget>,
-        workers: usize,
-        drain: watch::Receiver<bool>,
-        cut: watch::Receiver<bool>,
-    ) -> (Self, UnboundedSender<Order>) {
-        let (sender, orders) = unbounded_channel();
-        let liveness = Liveness::new(&format!("worker {index}"));
-        let (metrics, bodies) = (Arc::clone(metrics), Arc::clone(bodies));
-        (Self { orders, metrics, bodies, workers, drain, cut, liveness }, sender)
-    }
-
-    /// Runs until the drain is over.
+impl WorkerThread {
+    /// Runs the worker until its drain has ended.
     pub fn run(self) {
         let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
             Ok(runtime) => runtime,
             Err(error) => {
-                tracing::error!(%error, "a worker has no runtime");
+                tracing::error!(%error, "worker cannot create its runtime");
                 return;
             }
         };
@@ -153,228 +76,221 @@ impl Setup {
     }
 
     async fn serve(self) {
-        let Self { mut orders, metrics, bodies, workers, mut drain, cut, liveness } = self;
+        let Self { mut commands, metrics, bodies, workers, mut drain, force, liveness } = self;
         let turns = liveness.clone();
         spawn_local(async move {
             loop {
                 turns.record_turn();
                 allocator::release_free_memory();
-                sleep(PULSE).await;
+                sleep(TICK).await;
             }
         });
         let mut worker = Worker {
             metrics,
             bodies,
             workers,
-            listening: Arc::default(),
-            table: Table::new(),
+            listen_addresses: Arc::default(),
+            flows: FlowTable::new(),
             clients: Vec::new(),
             listeners: Vec::new(),
-            going: JoinSet::new(),
+            draining: JoinSet::new(),
             drain_timeout: Duration::ZERO,
-            cut,
+            force,
         };
-        spawn_local(Rc::clone(&worker.table).run());
+        spawn_local(Rc::clone(&worker.flows).run());
         loop {
             tokio::select! {
-                order = orders.recv() => match order {
-                    Some(Order::Follow(assignment)) => worker.follow(assignment),
-                    Some(Order::Leave(_done)) => worker.leave(),
+                command = commands.recv() => match command {
+                    Some(Command::Apply(state, _done)) => worker.apply(state),
+                    Some(Command::ReleaseSockets(_done)) => worker.release_sockets(),
                     None => break,
                 },
-                // An error means that the sender is gone: the program ends.
+                // An error means that the sender is gone: the process ends.
                 _ = drain.wait_for(|draining| *draining) => break,
-                // Nobody waits for what goes, but it is taken off the list.
-                Some(_) = worker.going.join_next(), if !worker.going.is_empty() => {}
+                // Frees the memory of tasks that have ended.
+                Some(_) = worker.draining.join_next(), if !worker.draining.is_empty() => {}
             }
         }
-        worker.end().await;
+        worker.drain().await;
         liveness.finish();
     }
 }
 
-/// What a worker has.
 struct Worker {
     metrics: Arc<Metrics>,
     bodies: Arc<ByteBudget>,
     workers: usize,
-    /// Every address that this process listens on.
-    listening: Arc<[SocketAddr]>,
-    /// Its passed flows.
-    table: Rc<Table>,
+    listen_addresses: Arc<[SocketAddr]>,
+    flows: Rc<FlowTable>,
+    /// One client for each upstream of an L7 listener.
     clients: Vec<Rc<UpstreamClient>>,
-    listeners: Vec<Kept>,
-    /// What drains.
-    going: JoinSet<()>,
+    listeners: Vec<WorkerListener>,
+    /// The drains of listeners and clients that are gone.
+    draining: JoinSet<()>,
     drain_timeout: Duration,
-    cut: watch::Receiver<bool>,
+    force: watch::Receiver<bool>,
 }
 
 impl Worker {
-    /// Makes it so.
-    fn follow(&mut self, assignment: Assignment) {
-        self.drain_timeout = assignment.drain_timeout;
-        self.listening = assignment.listening;
-        let places: Vec<u64> =
-            assignment.listeners.iter().flat_map(|part| part.places.iter().copied()).collect();
-        let mut before = std::mem::take(&mut self.listeners);
-        for part in assignment.listeners {
-            let known = before.iter().position(|kept| kept.is(&part));
-            let kept = match known.map(|index| before.swap_remove(index)) {
-                Some(mut kept) => {
-                    self.change(&mut kept, part, assignment.access);
-                    kept
+    fn apply(&mut self, state: DesiredState) {
+        let DesiredState { listeners, mut new_sockets, access, drain_timeout, listen_addresses } =
+            state;
+        self.drain_timeout = drain_timeout;
+        self.listen_addresses = listen_addresses;
+        let used: Vec<_> =
+            listeners.iter().flat_map(|bound| &bound.sockets).map(|(id, _)| *id).collect();
+        let mut previous = std::mem::take(&mut self.listeners);
+        for bound in listeners {
+            let index = previous.iter().position(|listener| listener.is_same_listener(&bound));
+            let mut listener = match index.map(|index| previous.swap_remove(index)) {
+                Some(mut listener) => {
+                    self.update(&mut listener, &bound, access);
+                    listener
                 }
-                None => self.begin(part, assignment.access),
+                None => self.start(&bound, access),
             };
-            self.listeners.push(kept);
+            listener.listen(&bound.sockets, &mut new_sockets);
+            self.listeners.push(listener);
         }
-        for mut kept in before {
-            kept.hand_over(|place| places.contains(&place));
-            self.going.spawn_local(kept.end(self.deadline()));
+        for mut listener in previous {
+            // Another listener has taken over the socket, with its queue.
+            listener.release_sockets(|id| used.contains(&id));
+            self.draining.spawn_local(listener.drain(self.deadline()));
         }
-        let (used, unused) = std::mem::take(&mut self.clients)
+        let clients = std::mem::take(&mut self.clients);
+        let (used, unused) = clients
             .into_iter()
-            .partition(|client| self.listeners.iter().any(|kept| kept.uses(client)));
+            .partition(|client| self.listeners.iter().any(|listener| listener.uses(client)));
         self.clients = used;
         let unused: Vec<Rc<UpstreamClient>> = unused;
         for client in unused {
             let deadline = self.deadline();
-            self.going.spawn_local(client.drain(move || deadline.is_over()));
+            self.draining.spawn_local(client.drain(move || deadline.is_over()));
         }
     }
 
-    /// Accepts no more, and goes on with what there is.
-    fn leave(&mut self) {
-        for kept in &mut self.listeners {
-            kept.hand_over(|_| true);
+    /// Stops accepting at once and leaves all queues to another process.
+    fn release_sockets(&mut self) {
+        for listener in &mut self.listeners {
+            listener.release_sockets(|_| true);
         }
     }
 
-    fn begin(&mut self, part: Part, access: AccessLog) -> Kept {
+    fn start(&mut self, bound: &Arc<BoundListener>, access: AccessLog) -> WorkerListener {
         let watches = drain::channel();
-        let (trigger, drain) = drain::channel();
-        let name = part.config.name.clone();
-        let (upstream, limits) = (Arc::clone(&part.upstream), self.limits(&part));
-        let kind = match part.plane {
-            Plane::Terminate { config, tls, slots } => {
-                let service = Rc::new(ListenerService {
-                    upstream: self.upstream_client(&upstream),
-                    credentials: CredentialSelector {
-                        slots,
-                        listener: name.clone(),
-                        tokens: Rc::new(ProvenTokens::default()),
-                    },
-                    metrics: part.metrics,
-                    access_log: access,
-                    resume_groups: config.resume_groups,
-                    limits,
-                    request_limits: config.limits,
-                    tunnels: Tunnels::default(),
-                    drain: watches.1.clone(),
-                });
-                Kind::Terminate(Rc::new(Listener {
-                    name: name.clone(),
-                    serving: CurrentService::new(service),
-                    tls,
-                    open: Cell::new(0),
-                    warnings: RateLimitedWarnings::new(REPEAT),
-                    drain,
-                }))
+        let (trigger, watcher) = drain::channel();
+        let name = bound.name().to_owned();
+        let server = match &bound.mode {
+            ListenerMode::Terminate { config, tls, identities } => {
+                let mode = (config, &identities[..]);
+                let service = self.service(bound, mode, access, watches.1.clone(), None);
+                Server::Https(Rc::new(HttpsServer::new(name, service, Arc::clone(tls), watcher)))
             }
-            Plane::Passthrough { config, routes, destinations } => {
-                let routing =
-                    self.routing(Arc::clone(&upstream), config, routes, destinations, limits);
-                Kind::Passthrough(Rc::new(passthrough::Listener {
-                    flows: self.metrics.passthrough(&name),
-                    name: name.clone(),
-                    routing: RefCell::new(Rc::new(routing)),
-                    metrics: part.metrics,
-                    table: Rc::clone(&self.table),
-                    open: Cell::new(0),
-                    warnings: RateLimitedWarnings::new(REPEAT),
-                }))
+            ListenerMode::Passthrough { config, routes, destinations } => {
+                let metrics = (Arc::clone(&bound.metrics), self.metrics.passthrough(&name));
+                let flows = Rc::clone(&self.flows);
+                let routing = self.routing(bound, config, routes, destinations);
+                Server::Tcp(Rc::new(TcpForwarder::new(name, routing, metrics, flows)))
             }
         };
-        let mut kept = Kept { name, upstream, watches, trigger, places: HashMap::new(), kind };
-        kept.listen(&part.places, part.sockets);
-        kept
+        WorkerListener::new(Arc::clone(bound), server, trigger, watches)
     }
 
-    /// Swaps what has changed under the connections that there are.
-    fn change(&mut self, kept: &mut Kept, part: Part, access: AccessLog) {
-        let limits = self.limits(&part);
-        let another = !Arc::ptr_eq(&kept.upstream, &part.upstream);
-        if another {
-            kept.upstream = Arc::clone(&part.upstream);
-        }
-        match (&kept.kind, part.plane) {
-            (Kind::Terminate(listener), Plane::Terminate { config, slots, .. }) => {
-                if another {
-                    // What goes on there may not exist here: its clients ask anew.
-                    let (trigger, _) = std::mem::replace(&mut kept.watches, drain::channel());
+    /// Applies a changed configuration. Open connections continue; each request is served by the
+    /// service that it has found.
+    fn update(
+        &mut self,
+        listener: &mut WorkerListener,
+        bound: &Arc<BoundListener>,
+        access: AccessLog,
+    ) {
+        let other_upstream = listener.replace_bound(Arc::clone(bound));
+        match (listener.server(), &bound.mode) {
+            (Server::Https(server), ListenerMode::Terminate { config, identities, .. }) => {
+                let server = Rc::clone(server);
+                let current = server.service();
+                if other_upstream {
+                    // Objects of the old upstream may not exist in the new one, so clients have to
+                    // list again: the watches end.
+                    let trigger = listener.replace_watch_drain();
                     let deadline = self.deadline();
-                    self.going.spawn_local(async move {
+                    self.draining.spawn_local(async move {
                         trigger.start(deadline.spread());
                         deadline.over().await;
                         trigger.force();
                     });
                 }
-                let before = listener.serving.now();
-                listener.serving.replace(Rc::new(ListenerService {
-                    upstream: if another {
-                        self.upstream_client(&part.upstream)
-                    } else {
-                        Rc::clone(&before.upstream)
-                    },
-                    credentials: CredentialSelector {
-                        slots,
-                        listener: kept.name.clone(),
-                        tokens: Rc::clone(&before.credentials.tokens),
-                    },
-                    metrics: part.metrics,
-                    access_log: access,
-                    resume_groups: config.resume_groups,
-                    limits,
-                    request_limits: config.limits,
-                    tunnels: before.tunnels.clone(),
-                    drain: kept.watches.1.clone(),
-                }));
+                let (mode, watches) = ((config, &identities[..]), listener.watch_drain());
+                server.replace_service(self.service(bound, mode, access, watches, Some(&current)));
             }
-            (Kind::Passthrough(listener), Plane::Passthrough { config, routes, destinations }) => {
-                let routing = self.routing(part.upstream, config, routes, destinations, limits);
-                listener.routing.replace(Rc::new(routing));
-            }
-            // `Kept::is` compares the modes.
-            (Kind::Terminate(_), Plane::Passthrough { .. })
-            | (Kind::Passthrough(_), Plane::Terminate { .. }) => {}
+            (
+                Server::Tcp(forwarder),
+                ListenerMode::Passthrough { config, routes, destinations },
+            ) => forwarder.replace_routing(self.routing(bound, config, routes, destinations)),
+            // `is_same_listener` compares the modes.
+            (Server::Https(_), ListenerMode::Passthrough { .. })
+            | (Server::Tcp(_), ListenerMode::Terminate { .. }) => {}
         }
-        kept.listen(&part.places, part.sockets);
     }
 
-    /// Where a passthrough listener leads, and how.
+    /// What serves the requests of an L7 listener. State of the `current` service is kept.
+    fn service(
+        &mut self,
+        bound: &BoundListener,
+        (config, identities): (&config::Terminate, &[Arc<IdentitySlot>]),
+        access: AccessLog,
+        watches: DrainWatcher,
+        current: Option<&ListenerService>,
+    ) -> Rc<ListenerService> {
+        let (tokens, tunnels) = match current {
+            Some(current) => (Rc::clone(&current.credentials.tokens), current.tunnels.clone()),
+            None => (Rc::new(ProvenTokens::default()), Tunnels::default()),
+        };
+        Rc::new(ListenerService {
+            upstream: self.client(&bound.upstream),
+            credentials: CredentialSelector {
+                slots: identities.to_vec(),
+                listener: bound.name().to_owned(),
+                tokens,
+            },
+            metrics: Arc::clone(&bound.metrics),
+            access_log: access,
+            resume_groups: config.resume_groups.clone(),
+            limits: self.limits(bound),
+            request_limits: config.limits.clone(),
+            tunnels,
+            drain: watches,
+        })
+    }
+
+    /// The routing of an L4 listener.
     fn routing(
         &self,
-        upstream: Arc<Upstream>,
-        config: config::Passthrough,
-        routes: Vec<Arc<Upstream>>,
-        destinations: Destinations,
-        limits: config::Limits,
-    ) -> passthrough::Routing {
-        let listening = Arc::clone(&self.listening);
-        let transparent = config.transparent.then(|| Transparent::new(listening, destinations));
-        passthrough::Routing { upstream, routes, transparent, config, limits }
+        bound: &BoundListener,
+        config: &config::Passthrough,
+        routes: &[Arc<Upstream>],
+        destinations: &Destinations,
+    ) -> Routing {
+        let transparent =
+            || Transparent::new(Arc::clone(&self.listen_addresses), destinations.clone());
+        Routing {
+            upstream: Arc::clone(&bound.upstream),
+            routes: routes.to_vec(),
+            transparent: config.transparent.then(transparent),
+            config: config.clone(),
+            limits: self.limits(bound),
+        }
     }
 
-    /// This worker's share of what a listener may hold.
-    fn limits(&self, part: &Part) -> config::Limits {
-        let mut limits = part.config.limits.clone();
+    /// This worker's share of the listener's limits.
+    fn limits(&self, bound: &BoundListener) -> config::Limits {
+        let mut limits = bound.config.limits.clone();
         limits.max_connections = limits.max_connections.div_ceil(self.workers);
         limits
     }
 
-    /// The client of `upstream`. Listeners with the same upstream share it.
-    fn upstream_client(&mut self, upstream: &Arc<Upstream>) -> Rc<UpstreamClient> {
+    /// The client of an upstream, which all listeners with that upstream share.
+    fn client(&mut self, upstream: &Arc<Upstream>) -> Rc<UpstreamClient> {
         if let Some(client) = self.clients.iter().find(|client| client.leads_to(upstream)) {
             return Rc::clone(client);
         }
@@ -383,20 +299,20 @@ impl Worker {
         client
     }
 
-    /// Of a drain that begins now.
-    fn deadline(&self) -> Deadline {
-        Deadline::new(self.drain_timeout, self.cut.clone())
+    /// The deadline of a drain that starts now.
+    fn deadline(&self) -> DrainDeadline {
+        DrainDeadline::new(self.drain_timeout, self.force.clone())
     }
 
-    /// Drains everything.
-    async fn end(mut self) {
+    /// Drains everything. The clients need no drain of their own: they end with the process.
+    async fn drain(mut self) {
         let deadline = self.deadline();
-        for kept in self.listeners {
-            self.going.spawn_local(kept.end(deadline.clone()));
+        for listener in self.listeners {
+            self.draining.spawn_local(listener.drain(deadline.clone()));
         }
-        while self.going.join_next().await.is_some() {}
+        while self.draining.join_next().await.is_some() {}
         while lingering_connections() > 0 && !deadline.is_over() {
-            sleep(DRAIN_TICK).await;
+            sleep(DRAIN_POLL).await;
         }
     }
 }

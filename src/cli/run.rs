@@ -11,7 +11,7 @@ use std::time::SystemTime;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use super::{check, upgrade};
-use crate::app::reload::{Fresh, Origin};
+use crate::app::reload::{ConfigSource, LoadedConfig};
 use crate::app::{App, Running, StartError};
 use crate::config::Draft;
 use crate::net::process::inherited_sockets::InheritedSockets;
@@ -51,7 +51,7 @@ enum End {
 /// these signals cuts the drain short. SIGHUP reads the
 /// configuration again, SIGUSR2 starts the binary again, as such a new process.
 pub fn run(place: Place, descriptors: ParentDescriptors, take_over: bool) -> ExitCode {
-    let (Fresh { config, warnings }, facts) = match read(&place) {
+    let (LoadedConfig { config, warnings }, facts) = match read(&place) {
         Ok(read) => read,
         Err(errors) => {
             eprintln!("{}", errors.join("\n"));
@@ -71,7 +71,7 @@ pub fn run(place: Place, descriptors: ParentDescriptors, take_over: bool) -> Exi
     for fact in facts {
         tracing::info!("{fact}");
     }
-    let origin = place.is_file.then(|| Origin {
+    let origin = place.is_file.then(|| ConfigSource {
         file: place.name.clone(),
         read: Box::new(move || read(&place).map(|(fresh, _)| fresh)),
         log: log.knobs(),
@@ -121,7 +121,7 @@ fn inherit(given: Vec<OwnedFd>) -> InheritedSockets {
 }
 
 /// Reads the configuration and every file that it names. The lines are what is as it should be.
-fn read(place: &Place) -> Result<(Fresh, Vec<String>), Vec<String>> {
+fn read(place: &Place) -> Result<(LoadedConfig, Vec<String>), Vec<String>> {
     let draft = (place.read)();
     let found = check::check_draft(&place.name, &draft, SystemTime::now());
     let (config, mut warnings) = match draft.config {
@@ -131,7 +131,7 @@ fn read(place: &Place) -> Result<(Fresh, Vec<String>), Vec<String>> {
     // It starts when nothing else does: a source that is broken is followed until it is mended.
     warnings.extend(found.sources.iter().map(ToString::to_string));
     warnings.extend(found.notes);
-    Ok((Fresh { config, warnings }, found.facts))
+    Ok((LoadedConfig { config, warnings }, found.facts))
 }
 
 /// Starts, serves until it is told to end, and drains.
@@ -169,7 +169,7 @@ async fn serve(
             tracing::info!(signal, "draining");
         }
     }
-    let cut = running.cutter();
+    let cut = running.force_close();
     let mut stopped = tokio::task::spawn_blocking(move || running.stop());
     loop {
         tokio::select! {

@@ -1,4 +1,4 @@
-//! Accepts connections until the drain begins: the same for both modes.
+//! The accept loop of a listener, the same for L7 and L4.
 
 use std::io;
 use std::net::SocketAddr;
@@ -12,16 +12,18 @@ use crate::net::process::resource_limits::{self, SpareDescriptor};
 use crate::net::sockets::{listening, tcp_options};
 use crate::observe::{ListenerMetrics, RateLimitedWarnings};
 
-/// Pause after `accept` failed for want of descriptors or memory, and nobody could be refused.
-const PAUSE: Duration = Duration::from_millis(100);
+/// Pause after `accept` failed for want of descriptors or memory, and no connection was waiting.
+const RETRY_PAUSE: Duration = Duration::from_millis(100);
 
-/// Refusals of one kind are logged once in this time, with their number.
-pub const REPEAT: Duration = Duration::from_secs(5);
+/// Warnings about refused connections are logged once in this time, with their number.
+pub const WARNING_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Accepts on one socket until `drain` begins and gives each connection to `admit`; in the end
-/// also those that wait in its queue, which would be reset with it. If it is over at once, they are
-/// somebody else's who has the socket too. Where descriptors are used up who waits is reset: a
-/// client that hears nothing would wait on.
+/// Accepts on one socket and passes each connection to `admit`, until `drain` starts. Then the
+/// connections in the queue of the socket are admitted too, since closing it would reset them. If
+/// the drain is forced, they are left: another process has the same socket.
+///
+/// If the process is out of descriptors, waiting connections are reset, so that clients do not
+/// wait for an answer.
 pub async fn until_drain(
     socket: TcpListener,
     mut drain: DrainWatcher,
@@ -49,12 +51,12 @@ pub async fn until_drain(
             Err(error) if is_of_one_connection(&error) => {}
             Err(error) => match spare.reset_oldest_waiting(&socket) {
                 Ok(()) => refused(error),
-                // The error tells of the process; nobody may be waiting.
-                Err(also) if also.kind() == io::ErrorKind::WouldBlock => sleep(PAUSE).await,
+                // The process is short of descriptors, but no connection is waiting.
+                Err(also) if also.kind() == io::ErrorKind::WouldBlock => sleep(RETRY_PAUSE).await,
                 Err(_) => {
                     let line = format!("listener {listener}: connections cannot be accepted");
                     warnings.warn(&line, error);
-                    sleep(PAUSE).await;
+                    sleep(RETRY_PAUSE).await;
                 }
             },
         }
@@ -67,12 +69,12 @@ pub async fn until_drain(
     }
 }
 
-/// What is said when a listener has as many connections as it may.
-pub fn full(listener: &str, most: usize) -> String {
-    format!("listener {listener}: refused, {most} connections are open (limits.max_connections)")
+/// The warning about a connection that is refused because of the connection limit.
+pub fn limit_reached(listener: &str, limit: usize) -> String {
+    format!("listener {listener}: refused, {limit} connections are open (limits.max_connections)")
 }
 
-/// Errors of `accept` that concern the one connection (accept(2)): the next one is fine.
+/// Whether an error of `accept` concerns one connection only (accept(2)).
 fn is_of_one_connection(error: &io::Error) -> bool {
     matches!(
         error.kind(),
@@ -91,7 +93,8 @@ mod tests {
     use super::*;
     use crate::observe::Metrics;
 
-    /// How many of five are admitted that wait in the queue when the end comes.
+    /// Fills the queue of a socket with five connections, calls `end`, and returns how many of them
+    /// are admitted.
     async fn admitted(end: impl FnOnce(&DrainTrigger)) -> usize {
         let socket = listening::listen("127.0.0.1:0".parse().unwrap(), false).unwrap();
         let at = socket.local_addr().unwrap();
@@ -102,12 +105,13 @@ mod tests {
         let admit = |_, _| count.set(count.get() + 1);
         let socket = TcpListener::from_std(socket).unwrap();
         let metrics = Metrics::new().listener("l");
-        until_drain(socket, drain, ("l", &metrics, &RateLimitedWarnings::new(REPEAT)), admit).await;
+        let warnings = RateLimitedWarnings::new(WARNING_INTERVAL);
+        until_drain(socket, drain, ("l", &metrics, &warnings), admit).await;
         count.get()
     }
 
     #[tokio::test]
-    async fn who_waits_when_the_drain_begins_is_served_and_who_is_another_s_is_left() {
+    async fn until_drain_admits_queue_when_drain_starts_and_leaves_it_when_forced() {
         assert_eq!(admitted(|trigger| trigger.start(Duration::ZERO)).await, 5);
         assert_eq!(admitted(DrainTrigger::force).await, 0);
     }

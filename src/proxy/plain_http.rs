@@ -1,18 +1,18 @@
-//! Plain HTTP that comes to a TLS port gets an answer in plain HTTP that says so, as
-//! kube-apiserver tells it (Go's `net/http`, `conn.serve`).
+//! Recognises plain HTTP on a TLS port. The response says so in plain HTTP, as kube-apiserver's does
+//! (Go's `net/http`, `conn.serve`).
 
-/// What the client is sent before its connection is closed.
+/// The response; the connection is closed after it.
 pub const ANSWER: &[u8] =
     b"HTTP/1.0 400 Bad Request\r\n\r\nClient sent an HTTP request to an HTTPS server.\n";
 
-/// How a request begins, with the first five bytes of each method: as much as Go looks at. No TLS
-/// record begins with a letter (RFC 8446, section 5.1).
-const BEGINNINGS: [&[u8]; 9] =
+/// The first five bytes of a request by method, as many as Go compares. No TLS record starts with a
+/// letter (RFC 8446, section 5.1).
+const PREFIXES: [&[u8]; 9] =
     [b"GET /", b"HEAD ", b"POST ", b"PUT /", b"PATCH", b"DELET", b"OPTIO", b"CONNE", b"TRACE"];
 
-/// Whether the first bytes of a connection are an HTTP/1 request.
+/// Whether a connection that starts with these bytes carries an HTTP/1 request without TLS.
 pub fn is_request(bytes: &[u8]) -> bool {
-    BEGINNINGS.iter().any(|beginning| bytes.starts_with(beginning))
+    PREFIXES.iter().any(|prefix| bytes.starts_with(prefix))
 }
 
 #[cfg(test)]
@@ -20,7 +20,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn is_request_knows_http_from_tls() {
+    fn is_request_distinguishes_http_from_tls() {
         for http in ["GET / HTTP/1.1\r\n", "PUT /a HTTP/1.1\r\n", "DELETE /a", "OPTIONS *"] {
             assert!(is_request(http.as_bytes()), "{http}");
         }

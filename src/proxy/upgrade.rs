@@ -33,8 +33,8 @@ use tokio::sync::Notify;
 use tokio::task::spawn_local;
 
 use super::client_certificate::IdentityProof;
+use super::https_server::ClientStream;
 use super::hygiene;
-use super::listener::ClientStream;
 use super::respond::StatusError;
 use super::response_body::{Http1Body, ResponseBody};
 use super::upstream_client::{self, UpstreamClient};

@@ -17,7 +17,7 @@ use crate::scene::{self, Scene};
 use crate::support::stopwatch::Stopwatch;
 use crate::support::{MAPS, PATIENCE, long, pass, replace, soon, until};
 use crate::traffic::{set, set_is};
-use jackstay::app::reload::Outcome;
+use jackstay::app::reload::ReloadOutcome;
 use jackstay::config::{AccessLog, Config, EndpointAddress};
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -54,7 +54,7 @@ async fn updates_are_made_while_a_drain_is_stuck() {
     let mut config = scene.config.clone();
     config.upstreams[0].endpoints = endpoints[1..].to_vec();
     scene::write(&scene.file, &config);
-    assert!(matches!(scene.hup().await, Outcome::Ok { .. }));
+    assert!(matches!(scene.hup().await, ReloadOutcome::Ok { .. }));
     set_is(&scene.proxy, &[endpoints[1].to_string()]).await;
 
     let updates = if long() { 1000 } else { 12 };
@@ -64,7 +64,7 @@ async fn updates_are_made_while_a_drain_is_stuck() {
         config.upstreams[0].endpoints = vec![endpoints[1].clone(), there.clone()];
         scene::write(&scene.file, &config);
         let start = Stopwatch::start();
-        assert!(matches!(scene.hup().await, Outcome::Ok { .. }));
+        assert!(matches!(scene.hup().await, ReloadOutcome::Ok { .. }));
         let there = there.to_string();
         until("the update is made", async || {
             let set = set(&scene.proxy).await;
@@ -174,7 +174,7 @@ async fn everything_at_once() {
         while start.elapsed() < time {
             scene::write(&scene.file, &nth(reloads, &scene.config));
             let outcome = scene.hup().await;
-            assert!(matches!(outcome, Outcome::Ok { .. }), "{outcome:?}");
+            assert!(matches!(outcome, ReloadOutcome::Ok { .. }), "{outcome:?}");
             reloads += 1;
             pass(Duration::from_millis(70)).await;
         }
@@ -192,7 +192,7 @@ async fn everything_at_once() {
     }
     write(&path, &addresses);
     scene::write(&scene.file, &scene.config);
-    assert!(matches!(scene.hup().await, Outcome::Ok { .. }));
+    assert!(matches!(scene.hup().await, ReloadOutcome::Ok { .. }));
     set_is(proxy, &addresses).await;
     proxy.ready(3).await;
     println!("{steps} disturbances, {reloads} reloads, {answers} answers in {:?}", start.elapsed());

@@ -5,10 +5,9 @@ use crate::prober::Probed;
 use crate::rebalance::{FIRST, place_all, upstream};
 use crate::support::{Certs, pass, passing, passthrough};
 use jackstay::config::{Config, Mode};
-use jackstay::observe::{Metrics, RateLimitedWarnings};
+use jackstay::observe::Metrics;
 use jackstay::proxy::passthrough::table::{Moved, Table, Ticket};
-use jackstay::proxy::passthrough::{Listener, Routing};
-use std::cell::{Cell, RefCell};
+use jackstay::proxy::passthrough::{Routing, TcpForwarder};
 use std::io::ErrorKind;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -23,22 +22,15 @@ const FLOWS: usize = 200;
 const TIME: Duration = Duration::from_secs(100);
 
 /// A listener that nobody connects to.
-fn listener(mut config: Config, table: &Rc<Table>, metrics: &Arc<Metrics>) -> Rc<Listener> {
+fn listener(mut config: Config, table: &Rc<Table>, metrics: &Arc<Metrics>) -> Rc<TcpForwarder> {
     let upstream = Arc::new(upstream(&Certs::new(), &[FIRST]));
     passthrough(&mut config).leave_timeout = TIME;
     let listener = config.listeners.remove(0);
     let Mode::Passthrough(config) = listener.mode else { unreachable!() };
     let (routes, limits) = (Vec::new(), listener.limits);
     let routing = Routing { upstream, routes, transparent: None, config, limits };
-    Rc::new(Listener {
-        name: "quiet".into(),
-        routing: RefCell::new(Rc::new(routing)),
-        metrics: metrics.listener("quiet"),
-        flows: metrics.passthrough("quiet"),
-        table: Rc::clone(table),
-        open: Cell::new(0),
-        warnings: RateLimitedWarnings::new(Duration::from_secs(5)),
-    })
+    let metrics = (metrics.listener("quiet"), metrics.passthrough("quiet"));
+    Rc::new(TcpForwarder::new("quiet".into(), routing, metrics, Rc::clone(table)))
 }
 
 /// Lets go of the flows that were told to end, and says how many.

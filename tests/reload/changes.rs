@@ -2,7 +2,7 @@
 
 use crate::scene::{Scene, Traffic, Watching};
 use crate::support::{World, refusing, terminate, until};
-use jackstay::app::reload::Outcome;
+use jackstay::app::reload::ReloadOutcome;
 use jackstay::config::{AccessLog, CertPaths, Config, Level};
 use jackstay::demo::pki::{Pki, Subject};
 use std::time::Duration;
@@ -208,9 +208,9 @@ async fn what_needs_a_restart_is_said() {
             config.log.level = Level::Warn;
         })
         .await;
-    let Outcome::Ok { changed, needs_restart } = outcome else { panic!("{outcome:?}") };
+    let ReloadOutcome::Ok { changed, needs_restart } = outcome else { panic!("{outcome:?}") };
     assert_eq!(changed, ["log changed"], "the rest is followed");
-    assert_eq!(needs_restart, ["workers: 1 run, the file says 2"]);
+    assert_eq!(needs_restart, ["workers 1 → 2"]);
     let status = scene.proxy.status().await;
     assert_eq!(status["config"]["last_reload"]["needs_restart"][0], needs_restart[0]);
     assert_eq!(scene.change(|config| config.workers = 1).await, [""; 0]);

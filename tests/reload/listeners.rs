@@ -3,7 +3,7 @@
 use crate::scene::{Scene, Traffic, Watching};
 use crate::support::{World, pass, passing, passthrough, soon, until};
 use http::Method;
-use jackstay::app::reload::Outcome;
+use jackstay::app::reload::ReloadOutcome;
 use jackstay::config::{Config, EndpointAddress};
 use jackstay::demo::apiserver::audit::Record;
 use jackstay::demo::client::{Client, next_data};
@@ -273,12 +273,12 @@ async fn a_listener_is_bound_otherwise_at_the_same_address() {
     }
     let transparent = |to| move |config: &mut Config| passthrough(config).transparent = to;
     match scene.reload(transparent(true)).await {
-        Outcome::Ok { .. } => {
+        ReloadOutcome::Ok { .. } => {
             let direct = soon("an end", Client::connect(address, &admin)).await;
             assert!(direct.is_err(), "nobody has redirected it");
         }
         // Not as root.
-        Outcome::Failed { errors } => {
+        ReloadOutcome::Failed { errors } => {
             assert!(errors[0].contains("CAP_NET_ADMIN"), "{errors:?}");
             let client = soon("a flow", Client::connect(address, &admin)).await.unwrap();
             assert_eq!(client.get(PATH).await.unwrap().status, 200);

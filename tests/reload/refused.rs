@@ -2,7 +2,7 @@
 
 use crate::scene::{Scene, Traffic, Watching, write};
 use crate::support::{World, terminate, until};
-use jackstay::app::reload::Outcome;
+use jackstay::app::reload::ReloadOutcome;
 use jackstay::config::{CertPaths, Config};
 use jackstay::demo::pki::Pki;
 use serde_json::Value;
@@ -155,7 +155,7 @@ async fn is_refused(scene: &mut Scene, message: &str) {
 
 async fn expect_refusal(scene: &Scene, message: &str) {
     let outcome = scene.hup().await;
-    let Outcome::Failed { errors } = outcome else { panic!("{message}: {outcome:?}") };
+    let ReloadOutcome::Failed { errors } = outcome else { panic!("{message}: {outcome:?}") };
     assert!(errors.iter().any(|error| error.contains(message)), "{message}: {errors:?}");
     let status = scene.proxy.status().await;
     let last = &status["config"]["last_reload"];

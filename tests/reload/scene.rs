@@ -4,7 +4,7 @@
 
 use crate::support::{MAPS, PATIENCE, Proxy, World, map, soon, until};
 use jackstay::app::App;
-use jackstay::app::reload::{Fresh, Origin, Outcome};
+use jackstay::app::reload::{ConfigSource, LoadedConfig, ReloadOutcome};
 use jackstay::config::{self, Config, Overrides};
 use jackstay::demo::apiserver::kinds::ObjectRef;
 use jackstay::demo::client::Client;
@@ -43,7 +43,7 @@ impl Scene {
     }
 
     /// Writes a changed configuration and has it followed.
-    pub async fn reload(&mut self, change: impl FnOnce(&mut Config)) -> Outcome {
+    pub async fn reload(&mut self, change: impl FnOnce(&mut Config)) -> ReloadOutcome {
         change(&mut self.config);
         write(&self.file, &self.config);
         self.hup().await
@@ -52,16 +52,16 @@ impl Scene {
     /// The same, which must succeed: what it says it changed.
     pub async fn change(&mut self, change: impl FnOnce(&mut Config)) -> Vec<String> {
         match self.reload(change).await {
-            Outcome::Ok { changed, needs_restart } => {
+            ReloadOutcome::Ok { changed, needs_restart } => {
                 assert_eq!(needs_restart, [""; 0]);
                 changed
             }
-            Outcome::Failed { errors } => panic!("{errors:?}"),
+            ReloadOutcome::Failed { errors } => panic!("{errors:?}"),
         }
     }
 
     /// Has the file followed as it is.
-    pub async fn hup(&self) -> Outcome {
+    pub async fn hup(&self) -> ReloadOutcome {
         let attempt = soon("a reload", self.proxy.running.reload("test")).await.unwrap();
         attempt.outcome().clone()
     }
@@ -99,10 +99,10 @@ pub fn follow(file: &Path) -> Proxy {
     let read = move || {
         let loaded = config::load(&path, [], &Overrides::default());
         let loaded = loaded.map_err(|e| e.0.iter().map(ToString::to_string).collect::<Vec<_>>())?;
-        Ok(Fresh { config: loaded.config, warnings: loaded.warnings })
+        Ok(LoadedConfig { config: loaded.config, warnings: loaded.warnings })
     };
     let config = read().unwrap().config;
-    let origin = Origin { file: file.to_owned(), read: Box::new(read), log: None };
+    let origin = ConfigSource { file: file.to_owned(), read: Box::new(read), log: None };
     let app = App::bind(config).unwrap().following(origin);
     let addr = app.listener_addresses("apiserver")[0];
     let admin = app.admin_address().unwrap();

@@ -121,7 +121,7 @@ async fn a_second_signal_ends_the_drain() {
         process.signal(second);
         let status = process.ended().await;
         assert!(status.success(), "{status}:\n{}", process.said());
-        let last = process.says("told again to end: closing what is left").await;
+        let last = process.says("drain ended; closing open connections").await;
         assert!(last.contains("connections=1"), "{last}");
         assert!(soon("its end", client.get(MAPS)).await.is_err());
         // That nobody looks any more is no news of the apiserver.

@@ -1,7 +1,6 @@
 //! A listener with everything behind it, between a client and apiservers that say exactly what a
 //! test lets them say.
 
-use std::cell::Cell;
 use std::fmt::Write as _;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
@@ -13,11 +12,11 @@ use jackstay::config::{self, AccessLog, CertPaths, Overrides};
 use jackstay::net::sockets::listening;
 use jackstay::net::tls::pem_files;
 use jackstay::net::tls::serving::{LoadedServingTls, ServingTls};
-use jackstay::observe::{Metrics, RateLimitedWarnings};
-use jackstay::proxy::client_connection::{CurrentService, ListenerService};
+use jackstay::observe::Metrics;
+use jackstay::proxy::client_connection::ListenerService;
 use jackstay::proxy::credential_selector::CredentialSelector;
 use jackstay::proxy::drain;
-use jackstay::proxy::listener::Listener;
+use jackstay::proxy::https_server::HttpsServer;
 use jackstay::proxy::request_body;
 use jackstay::proxy::upgrade::Tunnels;
 use jackstay::proxy::upstream_client::UpstreamClient;
@@ -256,14 +255,9 @@ impl Proxy {
             tunnels: tunnels.clone(),
             drain: drain.clone(),
         };
-        let worker = Rc::new(Listener {
-            name: listener.name.clone(),
-            serving: CurrentService::new(Rc::new(service)),
-            tls: Arc::new(ServingTls::new(LoadedServingTls::load(terminate).unwrap())),
-            open: Cell::new(0),
-            warnings: RateLimitedWarnings::new(Duration::from_secs(5)),
-            drain: drain.clone(),
-        });
+        let tls = Arc::new(ServingTls::new(LoadedServingTls::load(terminate).unwrap()));
+        let worker =
+            Rc::new(HttpsServer::new(listener.name.clone(), Rc::new(service), tls, drain.clone()));
         let socket = listening::listen((Ipv4Addr::LOCALHOST, 0).into(), false).unwrap();
         let address = socket.local_addr().unwrap();
         spawn_local(worker.accept(tokio::net::TcpListener::from_std(socket).unwrap(), drain));

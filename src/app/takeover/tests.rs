@@ -1,4 +1,4 @@
-//! The conversation, with a process on each side that may stop at any point of it.
+//! The takeover protocol, with each side failing at every step.
 
 use super::*;
 use std::net::{SocketAddr, TcpListener};
@@ -6,188 +6,191 @@ use std::os::unix::fs::PermissionsExt;
 use tokio::sync::mpsc::unbounded_channel;
 use tokio::task::{JoinHandle, spawn_blocking};
 
-/// A process that serves on a socket, and where it is asked.
-struct Old {
+/// The running process: a socket, and the server that hands it over.
+struct OldProcess {
     dir: tempfile::TempDir,
     address: SocketAddr,
-    /// Ends when it has left its socket; whether it was asked to.
-    left: JoinHandle<Option<i32>>,
-    door: JoinHandle<()>,
+    /// Ends with the pid of the new process once that has requested the release.
+    released: JoinHandle<Option<i32>>,
+    server: JoinHandle<()>,
 }
 
-impl Old {
+impl OldProcess {
     fn start() -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let door = Door::open(&path(dir.path()), false).unwrap();
+        let server = TakeoverServer::listen(&socket_path(dir.path()), false).unwrap();
         let socket = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = socket.local_addr().unwrap();
-        let (wishes, mut asked) = unbounded_channel();
-        let left = tokio::spawn(async move {
-            while let Some(wish) = asked.recv().await {
-                match wish {
-                    Wish::Sockets(reply) => {
+        let (sender, mut requests) = unbounded_channel();
+        let released = tokio::spawn(async move {
+            while let Some(request) = requests.recv().await {
+                match request {
+                    TakeoverRequest::DuplicateSockets(reply) => {
                         let copy = socket.as_fd().try_clone_to_owned();
                         drop(reply.send(copy.map(|copy| vec![copy])));
                     }
-                    Wish::Leave { pid, done: _done } => return pid,
+                    TakeoverRequest::ReleaseSockets { pid, done: _done } => return pid,
                 }
             }
             None
         });
-        Self { dir, address, left, door: tokio::spawn(door.answer(wishes)) }
+        Self { dir, address, released, server: tokio::spawn(server.serve(sender)) }
     }
 
-    async fn ask(&self) -> Result<Option<(Predecessor, InheritedSockets)>, TakeOverError> {
-        let path = path(self.dir.path());
-        spawn_blocking(move || ask(&path)).await.unwrap()
+    async fn request(&self) -> Result<Option<(Predecessor, InheritedSockets)>, TakeoverError> {
+        let path = socket_path(self.dir.path());
+        spawn_blocking(move || request_sockets(&path)).await.unwrap()
     }
 
-    /// What it answers to a line.
-    async fn hears(&self, line: &'static str) -> String {
-        let path = path(self.dir.path());
-        let talk = move || {
+    /// Sends a line and returns the answer.
+    async fn answer(&self, line: &'static str) -> String {
+        let path = socket_path(self.dir.path());
+        let exchange = move || {
             let mut stream = BlockingStream::connect(path).unwrap();
             stream.write_all(line.as_bytes()).unwrap();
             stream.shutdown(std::net::Shutdown::Write).unwrap();
             let mut answer = String::new();
-            // A process that hangs up with our bytes unread resets.
+            // A close with unread bytes is a reset.
             let _ = stream.read_to_string(&mut answer);
             answer
         };
-        spawn_blocking(talk).await.unwrap()
+        spawn_blocking(exchange).await.unwrap()
     }
 }
 
 #[tokio::test]
-async fn sockets_change_hands() {
-    let old = Old::start();
+async fn takeover_hands_over_sockets_and_their_queues() {
+    let old = OldProcess::start();
     let waiting = std::net::TcpStream::connect(old.address).unwrap();
-    let (predecessor, mut sockets) = old.ask().await.unwrap().expect("somebody");
-    assert_eq!(predecessor.pid, i32::try_from(std::process::id()).ok());
+    let (predecessor, mut sockets) = old.request().await.unwrap().expect("a process serves");
+    assert_eq!(predecessor.pid(), i32::try_from(std::process::id()).ok());
     let socket = sockets.take(old.address, false).pop().expect("its socket");
-    assert!(!old.left.is_finished());
-    predecessor.leave().await.unwrap();
-    assert_eq!(old.left.await.unwrap(), i32::try_from(std::process::id()).ok());
-    old.door.await.unwrap();
-    // Whoever waited in the queue is ours now.
+    assert!(!old.released.is_finished());
+    predecessor.replace().await.unwrap();
+    assert_eq!(old.released.await.unwrap(), i32::try_from(std::process::id()).ok());
+    old.server.await.unwrap();
+    // The connection that waited in the queue is accepted by the new process.
     let (_, from) = socket.accept().unwrap();
     assert_eq!(from, waiting.local_addr().unwrap());
-    // Nobody answers there any more.
-    assert!(ask(&path(old.dir.path())).unwrap().is_none());
+    // The server has ended.
+    assert!(request_sockets(&socket_path(old.dir.path())).unwrap().is_none());
 }
 
 #[tokio::test]
-async fn one_that_goes_away_changes_nothing() {
-    let old = Old::start();
+async fn takeover_fails_when_the_new_process_disconnects() {
+    let old = OldProcess::start();
     for _ in 0..3 {
-        let (predecessor, sockets) = old.ask().await.unwrap().expect("somebody");
+        let (predecessor, sockets) = old.request().await.unwrap().expect("a process serves");
         assert_eq!(sockets.len(), 1);
         drop(predecessor);
     }
-    assert!(!old.left.is_finished() && !old.door.is_finished());
-    let (predecessor, _) = old.ask().await.unwrap().expect("it still answers");
-    predecessor.leave().await.unwrap();
+    assert!(!old.released.is_finished() && !old.server.is_finished());
+    let (predecessor, _) = old.request().await.unwrap().expect("the server still answers");
+    predecessor.replace().await.unwrap();
 }
 
 #[tokio::test]
-async fn what_is_not_understood_changes_nothing() {
-    let old = Old::start();
+async fn takeover_refuses_unknown_messages() {
+    let old = OldProcess::start();
     assert_eq!(
-        old.hears("jackstay take-over 2\n").await,
+        old.answer("jackstay take-over 2\n").await,
         "this process understands `jackstay take-over 1`\n"
     );
     let long: &str = "0123456789abcdef".repeat(100).leak();
     for nonsense in ["", "jackstay", "\n", long] {
-        let answer = old.hears(nonsense).await;
+        let answer = old.answer(nonsense).await;
         assert!(!answer.contains("sockets"), "{nonsense}: {answer}");
     }
-    // The word that it serves is for later.
-    assert_eq!(old.hears("jackstay take-over 1\nleft\n").await.lines().next(), Some("sockets 1"));
-    assert!(!old.left.is_finished() && !old.door.is_finished());
-    assert!(old.ask().await.unwrap().is_some());
+    // `left` is not the message that the server expects after the sockets.
+    assert_eq!(old.answer("jackstay take-over 1\nleft\n").await.lines().next(), Some("sockets 1"));
+    assert!(!old.released.is_finished() && !old.server.is_finished());
+    assert!(old.request().await.unwrap().is_some());
 }
 
-/// Whoever says nothing holds up others for seconds: before it asks, and before it begins.
+/// A process that sends no request, or does not serve, delays others by the two timeouts only.
 #[tokio::test]
-async fn silence_does_not_hold_up_others() {
-    let old = Old::start();
-    let _silent = BlockingStream::connect(path(old.dir.path())).unwrap();
-    let (first, _) = old.ask().await.unwrap().expect("its turn");
+async fn takeover_of_a_silent_process_times_out() {
+    let old = OldProcess::start();
+    let _silent = BlockingStream::connect(socket_path(old.dir.path())).unwrap();
+    let (first, _) = old.request().await.unwrap().expect("the server answers");
     tokio::time::pause();
-    tokio::time::advance(BEGIN + Duration::from_secs(1)).await;
+    tokio::time::advance(SERVE_TIMEOUT + Duration::from_secs(1)).await;
     tokio::time::resume();
-    let (second, _) = old.ask().await.unwrap().expect("its turn");
-    assert!(first.leave().await.is_err(), "too late");
-    assert!(!old.left.is_finished());
-    second.leave().await.unwrap();
+    let (second, _) = old.request().await.unwrap().expect("the server answers");
+    assert!(first.replace().await.is_err(), "too late");
+    assert!(!old.released.is_finished());
+    second.replace().await.unwrap();
 }
 
 #[tokio::test]
-async fn an_old_one_that_says_something_else() {
+async fn request_reports_unexpected_answers() {
     let dir = tempfile::tempdir().unwrap();
-    let path = path(dir.path());
+    let path = socket_path(dir.path());
     let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
     for (answer, expected) in [
-        ("no\n", "the other process says: no"),
-        ("sockets 100000\n", "the other process says: sockets 100000"),
+        ("no\n", "unexpected answer: no"),
+        ("sockets 100000\n", "unexpected answer: sockets 100000"),
         ("sockets 1\nx", "not one descriptor"),
-        ("sockets 1\n", "the other process ended the conversation"),
-        ("", "the other process ended the conversation"),
+        ("sockets 1\n", "the other process closed the connection"),
+        ("", "the other process closed the connection"),
     ] {
         let asked = {
             let path = path.clone();
-            spawn_blocking(move || ask(&path))
+            spawn_blocking(move || request_sockets(&path))
         };
         let (mut stream, _) = listener.accept().unwrap();
-        let mut line = [0; ASK.len() + 1];
+        let mut line = [0; REQUEST.len() + 1];
         stream.read_exact(&mut line).unwrap();
         stream.write_all(answer.as_bytes()).unwrap();
         drop(stream);
         let error = asked.await.unwrap().unwrap_err().to_string();
-        let said = format!("cannot take over by {}: {expected}; what runs goes on", path.display());
-        assert_eq!(error, said);
+        let expected = format!(
+            "cannot take over through {}: {expected}; the running process continues to serve",
+            path.display()
+        );
+        assert_eq!(error, expected);
     }
 }
 
-/// One that hangs: as many have asked it as may wait.
+/// The process hangs, and its queue is full.
 #[test]
-fn an_old_one_that_hangs_is_not_waited_for() {
+fn request_fails_at_once_when_the_queue_is_full() {
     let dir = tempfile::tempdir().unwrap();
-    let path = path(dir.path());
+    let path = socket_path(dir.path());
     let hanging = Socket::new(Domain::UNIX, Type::STREAM, None).unwrap();
     hanging.bind(&SockAddr::unix(&path).unwrap()).unwrap();
     hanging.listen(0).unwrap();
     let mut waiting = Vec::new();
-    while let Ok(stream) = knock(&path) {
+    while let Ok(stream) = connect(&path) {
         waiting.push(stream);
     }
-    let error = ask(&path).unwrap_err().to_string();
-    assert!(error.contains("many have asked there already and none was answered"), "{error}");
-    assert!(error.ends_with("what runs goes on"), "{error}");
+    let error = request_sockets(&path).unwrap_err().to_string();
+    assert!(error.contains("it does not answer, and its queue is full"), "{error}");
+    assert!(error.ends_with("continues to serve"), "{error}");
 }
 
 #[tokio::test]
-async fn doors() {
+async fn server_replaces_a_stale_socket_file_only() {
     let dir = tempfile::tempdir().unwrap();
-    let path = path(dir.path());
-    assert!(ask(&path).unwrap().is_none(), "no file");
-    let first = Door::open(&path, false).unwrap();
+    let path = socket_path(dir.path());
+    assert!(request_sockets(&path).unwrap().is_none(), "no file");
+    let first = TakeoverServer::listen(&path, false).unwrap();
     let mode = std::fs::metadata(&path).unwrap().permissions().mode();
     assert_eq!(mode & 0o777, 0o600);
-    let second = Door::open(&path, false).unwrap_err();
+    let second = TakeoverServer::listen(&path, false).unwrap_err();
     assert!(second.to_string().contains("another process"), "{second}");
-    let second = Door::open(&path, true).unwrap();
+    let second = TakeoverServer::listen(&path, true).unwrap();
     drop(first);
-    assert!(BlockingStream::connect(&path).is_ok(), "the second one's");
+    assert!(BlockingStream::connect(&path).is_ok(), "the second server answers");
     drop(second);
-    assert!(ask(&path).unwrap().is_none(), "a file that nobody answers");
-    Door::open(&path, false).unwrap();
-    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1, "nothing is left beside it");
-    Door::open(&dir.path().join("x".repeat(200)), false).unwrap_err();
+    assert!(request_sockets(&path).unwrap().is_none(), "a stale file");
+    TakeoverServer::listen(&path, false).unwrap();
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1, "no temporary file is left");
+    TakeoverServer::listen(&dir.path().join("x".repeat(200)), false).unwrap_err();
 }
 
 #[test]
-fn who_is_trusted() {
+fn is_trusted_accepts_own_user_and_root() {
     let own = descriptor_passing::effective_user();
     assert!(is_trusted(own) && is_trusted(0));
     assert!(!is_trusted(own + 1));

@@ -23,6 +23,7 @@ use std::net::SocketAddr;
 use std::os::fd::AsRawFd;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::io::AsyncReadExt;
 use tokio::net::{TcpListener, TcpStream};
@@ -40,22 +41,15 @@ use pump::{Broken, Flow, Lane, Side};
 use table::Table;
 use transparent::Transparent;
 
-/// One passthrough listener on one worker.
-pub struct Listener {
-    /// Name, for the log.
-    pub name: String,
-    /// Where connections go, and how.
-    pub routing: RefCell<Rc<Routing>>,
-    /// What every listener counts.
-    pub metrics: Arc<ListenerMetrics>,
-    /// What a passthrough listener counts.
-    pub flows: Arc<PassthroughMetrics>,
-    /// The worker's flows.
-    pub table: Rc<Table>,
-    /// Open connections.
-    pub open: Cell<usize>,
-    /// About connections that are refused.
-    pub warnings: RateLimitedWarnings,
+/// Forwards the connections of one L4 listener on one worker.
+pub struct TcpForwarder {
+    name: String,
+    routing: RefCell<Rc<Routing>>,
+    metrics: Arc<ListenerMetrics>,
+    flow_metrics: Arc<PassthroughMetrics>,
+    table: Rc<Table>,
+    open: Cell<usize>,
+    warnings: RateLimitedWarnings,
 }
 
 /// What a reload may change of a listener. A connection follows what it found.
@@ -72,14 +66,53 @@ pub struct Routing {
     pub limits: Limits,
 }
 
-impl Listener {
-    /// Accepts on one socket until `drain` begins.
+impl TcpForwarder {
+    /// A forwarder of the listener of that name. `table` holds the flows of all listeners of the
+    /// worker.
+    pub fn new(
+        name: String,
+        routing: Routing,
+        (metrics, flow_metrics): (Arc<ListenerMetrics>, Arc<PassthroughMetrics>),
+        table: Rc<Table>,
+    ) -> Self {
+        Self {
+            name,
+            routing: RefCell::new(Rc::new(routing)),
+            metrics,
+            flow_metrics,
+            table,
+            open: Cell::new(0),
+            warnings: RateLimitedWarnings::new(accept::WARNING_INTERVAL),
+        }
+    }
+
+    /// The name of the listener.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Open connections.
+    pub fn connections(&self) -> usize {
+        self.open.get()
+    }
+
+    /// Routes the next connections in another way.
+    pub fn replace_routing(&self, routing: Routing) {
+        self.routing.replace(Rc::new(routing));
+    }
+
+    /// Resets the flows that are due, `elapsed` after the start of a drain that may take `timeout`.
+    pub fn end_due_flows(&self, elapsed: Duration, timeout: Duration) {
+        self.table.drain(self, elapsed, timeout);
+    }
+
+    /// Accepts on one socket until `drain` starts.
     pub async fn accept(self: Rc<Self>, socket: TcpListener, drain: DrainWatcher) {
         let about = (self.name.as_str(), &*self.metrics, &self.warnings);
         accept::until_drain(socket, drain, about, |stream, from| self.admit(stream, from)).await;
     }
 
-    /// What holds for a connection that begins now.
+    /// The routing of a connection that starts now.
     pub fn routing(&self) -> Rc<Routing> {
         Rc::clone(&self.routing.borrow())
     }
@@ -88,7 +121,7 @@ impl Listener {
         let most = self.routing.borrow().limits.max_connections;
         if self.open.get() >= most {
             self.metrics.refused("cap");
-            self.warnings.warn(&accept::full(&self.name, most), from);
+            self.warnings.warn(&accept::limit_reached(&self.name, most), from);
             tcp_options::close_with_reset(client);
             return;
         }
@@ -107,7 +140,7 @@ impl Routing {
     /// was not redirected.
     async fn route(
         &self,
-        listener: &Listener,
+        listener: &TcpForwarder,
         client: &mut TcpStream,
         from: SocketAddr,
     ) -> Result<(Arc<Upstream>, Vec<u8>), &'static str> {
@@ -153,15 +186,15 @@ impl Routing {
 
 /// An accepted connection, counted once however it ends.
 struct Open {
-    listener: Rc<Listener>,
+    listener: Rc<TcpForwarder>,
     reason: Cell<&'static str>,
 }
 
 impl Open {
-    fn new(listener: &Rc<Listener>) -> Self {
+    fn new(listener: &Rc<TcpForwarder>) -> Self {
         listener.open.set(listener.open.get() + 1);
         listener.metrics.connections.increment(1);
-        listener.flows.opened();
+        listener.flow_metrics.opened();
         Self { listener: Rc::clone(listener), reason: Cell::new("shutdown") }
     }
 
@@ -201,7 +234,7 @@ impl Open {
         let mut flow = Flow { client, server, up: Lane::with(first), down: Lane::default() };
         // Declared after the sockets, so that it goes before them.
         let ticket = table.enter(listener, &upstream, &endpoint, descriptors);
-        let by = match flow.run(&ticket, &listener.flows).await {
+        let by = match flow.run(&ticket, &listener.flow_metrics).await {
             Ok(()) => return self.reason.set("done"),
             Err(Broken::Told(verdict)) => {
                 self.reason.set(verdict.reason);
@@ -230,7 +263,7 @@ impl Drop for Open {
         self.listener.open.set(self.listener.open.get() - 1);
         self.listener.metrics.connections.decrement(1);
         let reason = self.reason.get();
-        self.listener.flows.closed(reason);
+        self.listener.flow_metrics.closed(reason);
         if reason == "unreachable" {
             self.listener.metrics.own_errors.count(None, reason);
         }

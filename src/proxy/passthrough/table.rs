@@ -21,8 +21,8 @@ use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep};
 
-use super::super::accept::REPEAT;
-use super::Listener;
+use super::super::accept::WARNING_INTERVAL;
+use super::TcpForwarder;
 use super::rebalance::{self, QUIET};
 use super::verdict::{
     CLIENT_DEAD, CLIENT_GONE, ENDPOINT_DEAD, ENDPOINT_LEFT, HANDSHAKE, IDLE, REBALANCE, SHUTDOWN,
@@ -86,7 +86,7 @@ struct Lives {
 }
 
 struct Flow {
-    listener: Rc<Listener>,
+    listener: Rc<TcpForwarder>,
     upstream: Arc<Upstream>,
     endpoint: Arc<Endpoint>,
     /// How often its endpoint had died when it began, or had ended its direction in time.
@@ -127,7 +127,7 @@ impl Table {
             start: Instant::now(),
             inner: RefCell::default(),
             occupied: Notify::new(),
-            warnings: RateLimitedWarnings::new(REPEAT),
+            warnings: RateLimitedWarnings::new(WARNING_INTERVAL),
             mover: RefCell::new(RebalanceSchedule::new(Instant::now())),
             lossy: Cell::new(Lossy { refuted: 0, since: Instant::now() }),
         })
@@ -147,7 +147,7 @@ impl Table {
     /// Takes a flow in for as long as the ticket lives, which must not be longer than its sockets.
     pub fn enter(
         self: &Rc<Self>,
-        listener: &Rc<Listener>,
+        listener: &Rc<TcpForwarder>,
         upstream: &Arc<Upstream>,
         endpoint: &Arc<Endpoint>,
         (client, server): (RawFd, RawFd),
@@ -204,7 +204,7 @@ impl Table {
 
     /// Ends those flows of a listener whose turn has come; all of them, when its drain has taken as
     /// long as it may.
-    pub fn drain(&self, listener: &Listener, taken: Duration, timeout: Duration) {
+    pub fn drain(&self, listener: &TcpForwarder, taken: Duration, timeout: Duration) {
         if taken < turn_of(1.0, timeout) {
             return;
         }
@@ -248,9 +248,8 @@ impl Table {
         let mut inner = self.inner.borrow_mut();
         let Inner { due, flows, .. } = &mut *inner;
         let mut upstreams: Vec<Arc<Upstream>> = Vec::new();
-        let movable = |flow: &&Flow| {
-            flow.listener.routing.borrow().config.rebalance && flow.verdict.is_none()
-        };
+        let movable =
+            |flow: &&Flow| flow.listener.routing().config.rebalance && flow.verdict.is_none();
         for flow in flows.iter().flatten().filter(movable) {
             if !upstreams.iter().any(|known| Arc::ptr_eq(known, &flow.upstream)) {
                 upstreams.push(Arc::clone(&flow.upstream));
@@ -362,7 +361,9 @@ impl Table {
         }
         let line = format!(
             "flow ended, listener {}, endpoint {}: {}",
-            flow.listener.name, flow.endpoint.label, verdict.words
+            flow.listener.name(),
+            flow.endpoint.label,
+            verdict.words
         );
         self.warnings.warn(&line, "the client is reset");
     }
@@ -374,13 +375,13 @@ fn turn_of(lot: f32, limit: Duration) -> Duration {
 }
 
 fn leave_timeout(flow: &Flow) -> Duration {
-    flow.listener.routing.borrow().config.leave_timeout
+    flow.listener.routing().config.leave_timeout
 }
 
 impl Flow {
     /// Looks at both sides; when to look again.
     fn look(&mut self, rules: &FlowThresholds, now: Instant) -> Result<Instant, Verdict> {
-        let routing = self.listener.routing.borrow();
+        let routing = self.listener.routing();
         let limits = &routing.limits;
         if !self.answered && now >= self.began + limits.handshake_timeout {
             return Err(HANDSHAKE);

@@ -1,5 +1,6 @@
-//! Accepts the connections of one listener, does their TLS and hands their requests to
-//! [`super::client_connection`]; ends them on shutdown so that clients do not notice.
+//! Serves the connections of one L7 listener on one worker: accept, TLS handshake, HTTP/2 or
+//! HTTP/1.1. Each request goes to [`super::client_connection`]. A drain ends connections with a
+//! GOAWAY, so that clients lose no request.
 
 use std::cell::Cell;
 use std::error::Error;
@@ -40,61 +41,87 @@ use crate::net::sockets::tcp_options;
 use crate::net::tls::serving::{self, ServingTls};
 use crate::observe::{ListenerMetrics, RateLimitedWarnings};
 
-/// Receive window of one request body: what waits in it is the bound on memory per upload.
+/// Receive window of one request body; it bounds the memory of an upload.
 const STREAM_WINDOW: u32 = 256 * 1024;
-/// Receive window of a client connection: sixteen uploads at full speed, and one that is stalled
+/// Receive window of a client connection: sixteen stream windows, so that an upload that is stalled
 /// upstream does not stop the others.
 const CONNECTION_WINDOW: u32 = STREAM_WINDOW * 16;
 /// Largest frame accepted: RFC 9113's default.
 const MAX_FRAME: u32 = 16 * 1024;
-/// Bytes of one answer that are buffered beyond the client's window.
+/// Bytes of one response that are buffered beyond the client's window.
 const SEND_BUFFER: usize = 64 * 1024;
-/// Streams that a client opened and reset before we looked at them. The rapid-reset attack
-/// (CVE-2023-44487) does that for ever; an informer that cancels a thousand watches does it once,
-/// so this is above the stream limit's default and far below an attack.
+/// Limit on streams that a client has opened and reset before they were accepted. The rapid-reset
+/// attack (CVE-2023-44487) does that continuously. An informer that cancels a thousand watches does it
+/// once, so the limit is above the default stream limit.
 const PENDING_RESETS: usize = 2_000;
-/// Streams that we reset because of a client's errors before its connection is closed with
-/// `ENHANCE_YOUR_CALM`: h2's default (CVE-2025-8671), a well-behaved client makes none.
+/// Limit on streams that were reset because of a client's protocol errors; then its connection is
+/// closed with `ENHANCE_YOUR_CALM`. This is h2's default (CVE-2025-8671).
 const ERROR_RESETS: usize = 1_024;
-/// Header fields of an HTTP/1.1 request: hyper's default.
+/// Limit on header fields of an HTTP/1.1 request: hyper's default.
 const MAX_HEADERS: usize = 100;
 
-/// A client's connection, as hyper gets it.
+/// A client's connection after its handshake.
 pub type ClientStream = TlsStream<ReadAhead<StallTimeout<Linger>>>;
 
-/// One listener on one worker.
-pub struct Listener {
-    /// Name, for the log.
-    pub name: String,
-    /// What serves its connections.
-    pub serving: CurrentService,
-    /// Its TLS.
-    pub tls: Arc<ServingTls>,
-    /// Open connections.
-    pub open: Cell<usize>,
-    /// About connections that are refused.
-    pub warnings: RateLimitedWarnings,
-    /// When connections are to end.
-    pub drain: DrainWatcher,
+/// Serves the connections of one L7 listener on one worker.
+pub struct HttpsServer {
+    listener: String,
+    service: CurrentService,
+    tls: Arc<ServingTls>,
+    open: Cell<usize>,
+    warnings: RateLimitedWarnings,
+    drain: DrainWatcher,
 }
 
-impl Listener {
-    /// Accepts on one socket until `drain` begins.
+impl HttpsServer {
+    /// The server of the `listener` of that name. Its connections follow `drain`.
+    pub fn new(
+        listener: String,
+        service: Rc<ListenerService>,
+        tls: Arc<ServingTls>,
+        drain: DrainWatcher,
+    ) -> Self {
+        Self {
+            listener,
+            service: CurrentService::new(service),
+            tls,
+            open: Cell::new(0),
+            warnings: RateLimitedWarnings::new(accept::WARNING_INTERVAL),
+            drain,
+        }
+    }
+
+    /// What serves a request that starts now.
+    pub fn service(&self) -> Rc<ListenerService> {
+        self.service.now()
+    }
+
+    /// Serves the next requests with another service.
+    pub fn replace_service(&self, service: Rc<ListenerService>) {
+        self.service.replace(service);
+    }
+
+    /// Open connections. hyper does not count those that have become tunnels.
+    pub fn connections(&self) -> usize {
+        self.open.get() + self.service.now().tunnels.open()
+    }
+
+    /// Accepts on one socket until `drain` starts.
     pub async fn accept(self: Rc<Self>, socket: TcpListener, drain: DrainWatcher) {
-        let metrics = Arc::clone(&self.serving.now().metrics);
-        let about = (self.name.as_str(), &*metrics, &self.warnings);
+        let metrics = Arc::clone(&self.service.now().metrics);
+        let about = (self.listener.as_str(), &*metrics, &self.warnings);
         accept::until_drain(socket, drain, about, |stream, from| self.admit(stream, from)).await;
     }
 
     fn admit(self: &Rc<Self>, stream: TcpStream, from: SocketAddr) {
-        // hyper is done with a connection that has become a tunnel, but it is open all the same.
-        let service = self.serving.now();
-        if self.open.get() + service.tunnels.open() >= service.limits.max_connections {
+        let service = self.service.now();
+        if self.connections() >= service.limits.max_connections {
             service.metrics.refused("cap");
-            self.warnings.warn(&accept::full(&self.name, service.limits.max_connections), from);
+            self.warnings
+                .warn(&accept::limit_reached(&self.listener, service.limits.max_connections), from);
             return;
         }
-        let guard = Open::new(self, &service.metrics);
+        let guard = OpenConnection::new(self, &service.metrics);
         let this = Rc::clone(self);
         spawn_local(async move {
             let mut drain = this.drain.clone();
@@ -110,7 +137,7 @@ impl Listener {
         if tcp_options::configure_accepted(&stream).is_err() {
             return;
         }
-        // What changes from here on is for the next connection.
+        // A reload changes these limits for later connections only.
         let limits = &service.request_limits;
         let stream = ReadAhead::new(StallTimeout::new(Linger::new(stream), limits.stall_timeout));
         let handshake = self.handshake(stream);
@@ -119,15 +146,15 @@ impl Listener {
             Ok(Err(error)) => {
                 service.metrics.refused("handshake");
                 if let Some(why) = serving::chain_limit_error(&error) {
-                    let about = format!("listener {} refused a TLS handshake", self.name);
+                    let about = format!("listener {} refused a TLS handshake", self.listener);
                     self.warnings.warn(&about, format_args!("{why}, from {from}"));
                 }
-                tracing::debug!(listener = self.name, client = %from, %error, "TLS failed");
+                tracing::debug!(listener = self.listener, client = %from, %error, "TLS handshake failed");
                 return;
             }
             Err(_) => {
                 service.metrics.refused("timeout");
-                tracing::debug!(listener = self.name, client = %from, "TLS took too long");
+                tracing::debug!(listener = self.listener, client = %from, "TLS handshake timed out");
                 return;
             }
         };
@@ -135,13 +162,13 @@ impl Listener {
         let h2 = session.alpn_protocol() == Some(b"h2");
         let peer = ClientCertificate::new(session.peer_certificates(), &self.tls, &service.metrics);
         let client = Rc::new(ClientConnection {
-            serving: self.serving.clone(),
+            serving: self.service.clone(),
             peer: peer.clone(),
             address: from.ip().to_canonical(),
             forwarded_for: ForwardedFor::new(from.ip()),
             token: LastToken::default(),
         });
-        // Pinned here, so that it is there once.
+        // Pinned in place: moving it would store the large future twice.
         let mut served = std::pin::pin!(async {
             if h2 {
                 self.http2(stream, client, service).await
@@ -157,7 +184,7 @@ impl Listener {
             },
         };
         if let Err(error) = result {
-            tracing::debug!(listener = self.name, client = %from, %error, "connection ended");
+            tracing::debug!(listener = self.listener, client = %from, %error, "connection ended");
         }
     }
 
@@ -205,19 +232,19 @@ impl Listener {
         let mut connection = std::pin::pin!(connection);
         let mut drain = self.drain.clone();
         tokio::select! {
-            // What has come is read before anybody is judged by his silence.
+            // Received requests are read before the timeout is considered.
             biased;
-            result = poll_fn(|cx| turn(connection.as_mut(), &uncork, cx)) => return result,
+            result = poll_fn(|cx| poll_and_flush(connection.as_mut(), &uncork, cx)) => return result,
             () = drain.started() => {}
-            () = streams.nothing_for(limits.header_timeout, || uncork.received_since_last_call()) => {
+            () = streams.idle_without_stream(limits.header_timeout, || uncork.received_since_last_call()) => {
                 found.metrics.refused("timeout");
             }
         }
-        // A first request may be on its way: it is served, or the client sends it elsewhere.
+        // A first request may be on its way: it is served, or the client retries it elsewhere.
         connection.as_mut().graceful_shutdown();
         tokio::select! {
-            result = poll_fn(|cx| turn(connection.as_mut(), &uncork, cx)) => result,
-            () = streams.none_for(limits.header_timeout) => Err("no request came".into()),
+            result = poll_fn(|cx| poll_and_flush(connection.as_mut(), &uncork, cx)) => result,
+            () = streams.no_stream_within(limits.header_timeout) => Err("no request received".into()),
         }
     }
 
@@ -248,8 +275,8 @@ impl Listener {
     }
 }
 
-/// Lets a connection do what there is to do, then sends what that made it write.
-fn turn(
+/// Polls a connection, then sends everything that it has written.
+fn poll_and_flush(
     connection: Pin<&mut impl Future<Output = hyper::Result<()>>>,
     uncork: &Uncork<impl AsyncWrite + Unpin>,
     cx: &mut Context<'_>,
@@ -263,43 +290,43 @@ fn turn(
     }
 }
 
-/// Counts an open connection.
-struct Open {
-    listener: Rc<Listener>,
+/// Counts a connection for as long as it is open.
+struct OpenConnection {
+    server: Rc<HttpsServer>,
     metrics: Arc<ListenerMetrics>,
 }
 
-impl Open {
-    fn new(listener: &Rc<Listener>, metrics: &Arc<ListenerMetrics>) -> Self {
-        listener.open.set(listener.open.get() + 1);
+impl OpenConnection {
+    fn new(server: &Rc<HttpsServer>, metrics: &Arc<ListenerMetrics>) -> Self {
+        server.open.set(server.open.get() + 1);
         metrics.connections.increment(1);
-        Self { listener: Rc::clone(listener), metrics: Arc::clone(metrics) }
+        Self { server: Rc::clone(server), metrics: Arc::clone(metrics) }
     }
 }
 
-impl Drop for Open {
+impl Drop for OpenConnection {
     fn drop(&mut self) {
-        self.listener.open.set(self.listener.open.get() - 1);
+        self.server.open.set(self.server.open.get() - 1);
         self.metrics.connections.decrement(1);
     }
 }
 
 /// The streams of one HTTP/2 connection.
 struct Streams {
-    /// How long a client may take nothing of one.
-    limit: Duration,
-    /// There has been one.
+    /// How long a client may read nothing of a stream.
+    stall_timeout: Duration,
+    /// Whether the client has opened a stream.
     any: Cell<bool>,
-    /// The one whose task hyper starts next.
+    /// The progress of the stream whose task hyper starts next.
     next: Cell<Option<BodyProgress>>,
 }
 
 impl Streams {
-    fn new(limit: Duration) -> Self {
-        Self { limit, any: Cell::new(false), next: Cell::new(None) }
+    fn new(stall_timeout: Duration) -> Self {
+        Self { stall_timeout, any: Cell::new(false), next: Cell::new(None) }
     }
 
-    /// A request has come; hyper starts its task as soon as it has the future of its answer.
+    /// Registers a request; hyper starts its task as soon as it has the future of its response.
     fn begin(&self) -> BodyProgress {
         let progress = BodyProgress::default();
         self.any.set(true);
@@ -307,23 +334,23 @@ impl Streams {
         progress
     }
 
-    /// Ready once there has been none, and nothing else has come, for so long. Whoever sends PINGs
-    /// keeps a connection ready for what is yet to be asked, as another one of us does with nobody
-    /// before it: cut off, it would come again with another handshake each time. That bounds no less:
-    /// one request, refused or not, is enough to be idle for ever, and what holds for all is
-    /// `max_connections`. (kube-apiserver ends each that is without a stream for 90 s.)
-    async fn nothing_for(&self, limit: Duration, heard: impl Fn() -> bool) {
+    /// Ready once the connection has had no stream and received nothing for `limit`. A client that
+    /// sends PINGs keeps its connection open before its first request, as a jackstay without clients
+    /// of its own does: if it were closed, the client would reconnect with another handshake each
+    /// time. `limits.max_connections` still bounds such connections. (kube-apiserver closes every
+    /// connection that has no stream for 90 s.)
+    async fn idle_without_stream(&self, limit: Duration, heard: impl Fn() -> bool) {
         loop {
-            self.none_for(limit).await;
+            self.no_stream_within(limit).await;
             if !heard() {
                 return;
             }
         }
     }
 
-    /// Ready if there has been none by then. A connection that has had one may be idle for ever:
-    /// kubelet's is.
-    async fn none_for(&self, limit: Duration) {
+    /// Ready after `limit` if the client has opened no stream by then. A connection that has had a
+    /// stream may be idle for ever: the connection of kubelet is.
+    async fn no_stream_within(&self, limit: Duration) {
         sleep(limit).await;
         if self.any.get() {
             pending::<()>().await;
@@ -341,7 +368,9 @@ where
 {
     fn execute(&self, future: F) {
         match self.0.next.take() {
-            Some(progress) => spawn_local(StallBoundStream::new(future, progress, self.0.limit)),
+            Some(progress) => {
+                spawn_local(StallBoundStream::new(future, progress, self.0.stall_timeout))
+            }
             None => spawn_local(future),
         };
     }
@@ -354,16 +383,16 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn who_says_something_may_ask_later() {
+    async fn idle_before_first_stream_is_extended_by_received_bytes() {
         let limit = Duration::from_secs(10);
         let streams = Streams::new(limit);
         let left = Cell::new(3);
-        let speaks = || left.replace(left.get() - 1) > 0;
+        let received = || left.replace(left.get() - 1) > 0;
         let start = Instant::now();
-        streams.nothing_for(limit, speaks).await;
+        streams.idle_without_stream(limit, received).await;
         assert_eq!(start.elapsed(), limit * 4);
         drop(streams.begin());
-        let idle = timeout(limit * 1_000, streams.nothing_for(limit, || false));
-        assert!(idle.await.is_err(), "who has asked may be silent for ever");
+        let idle = timeout(limit * 1_000, streams.idle_without_stream(limit, || false));
+        assert!(idle.await.is_err(), "a connection that has had a stream may be idle for ever");
     }
 }

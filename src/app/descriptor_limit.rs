@@ -1,13 +1,13 @@
-//! Descriptors for all that the configuration lets in, as far as the system gives them.
+//! Raises the limit on open files to what the configuration needs.
 
 use crate::config::Config;
 use crate::net::process::resource_limits;
 
-/// Descriptors for all that is no client's connection: endpoints, files, threads.
-const OTHERS: u64 = 64;
+/// Descriptors for everything but client connections: endpoints, files, threads.
+const RESERVE: u64 = 64;
 
-/// Takes as many descriptors as this process may have, and says so where they may be too few.
-pub fn allow(config: &Config) {
+/// Raises the limit as far as the system allows, and warns if it is too low for the configuration.
+pub fn raise(config: &Config) {
     let limit = match resource_limits::raise_descriptor_limit() {
         Ok(limit) => limit,
         Err(error) => {
@@ -21,13 +21,13 @@ pub fn allow(config: &Config) {
             limit,
             needed,
             "too few open files are allowed for limits.max_connections of all listeners: clients \
-             will be refused before (systemd: LimitNOFILE=; elsewhere: ulimit -Hn)"
+             will be refused earlier (systemd: LimitNOFILE=; elsewhere: ulimit -Hn)"
         );
     }
 }
 
-/// A client's connection has one to an endpoint beside it, where it is passed on.
+/// Two descriptors for each client connection: an L4 flow has one to its endpoint as well.
 fn needed(config: &Config) -> u64 {
     let clients: usize = config.listeners.iter().map(|l| l.limits.max_connections).sum();
-    2 * clients as u64 + OTHERS
+    2 * clients as u64 + RESERVE
 }

@@ -1,4 +1,4 @@
-//! What the admin endpoint may ask: gathered from the checks at the moment of the question.
+//! Answers the admin endpoint. Everything is read from its owner at the time of the query.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -9,8 +9,9 @@ use arc_swap::ArcSwap;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 
-use super::build::{Bound, Built, Plane};
-use super::reload::Attempt;
+use super::active::ActiveConfig;
+use super::listener::{BoundListener, ListenerMode};
+use super::reload::ReloadResult;
 use crate::admin::{self, Readiness, ReadinessCheck};
 use crate::config::{self, Config};
 use crate::control::discovery::SharedContext;
@@ -24,117 +25,118 @@ use crate::upstream::Upstream;
 use crate::upstream::credentials::IdentitySlot;
 use crate::upstream::endpoint_sources::{EndpointSource, SourceReport, age};
 
-/// Of the last events, so many stand in `/status` itself.
+/// How many of the latest events `/status` includes.
 const EVENTS_IN_STATUS: usize = 8;
 
-/// Answers the admin endpoint.
-pub struct Facts {
-    shown: ArcSwap<Shown>,
+/// The status of the process, for the admin endpoint.
+pub struct ProcessStatus {
+    active: ArcSwap<Shown>,
     metrics: Arc<Metrics>,
     workers: Vec<Liveness>,
     started: SystemTime,
     draining: watch::Receiver<bool>,
-    around: Arc<SharedContext>,
+    context: Arc<SharedContext>,
     file: Option<PathBuf>,
     reloads: Mutex<Reloads>,
 }
 
-/// What serves now. Replaced whole by a reload.
+/// The parts of the active configuration that are shown. A reload replaces all of it.
 struct Shown {
     config: Arc<Config>,
     upstreams: Vec<Arc<Upstream>>,
-    listeners: Vec<ListenerFacts>,
+    listeners: Vec<ListenerStatus>,
 }
 
-/// What became of reloads.
+/// The results of all reloads.
 #[derive(Default)]
 struct Reloads {
     ok: u64,
     failed: u64,
-    last: Option<Attempt>,
+    last: Option<ReloadResult>,
 }
 
-struct ListenerFacts {
+struct ListenerStatus {
     name: String,
     upstream: String,
     wanted: usize,
     addresses: Vec<SocketAddr>,
     mode: &'static str,
-    /// The identities that it may use.
-    slots: Vec<Arc<IdentitySlot>>,
-    /// If it terminates TLS.
+    identities: Vec<Arc<IdentitySlot>>,
+    /// L7 only.
     tls: Option<Arc<ServingTls>>,
-    /// If it passes connections through.
+    /// L4 only.
     flows: Option<Arc<PassthroughMetrics>>,
     metrics: Arc<ListenerMetrics>,
 }
 
 impl Shown {
-    fn new(built: &Built, metrics: &Arc<Metrics>) -> Self {
-        let of = |bound: &Bound| {
-            let (tls, slots, flows) = match &bound.plane {
-                Plane::Terminate { tls, slots, .. } => (Some(Arc::clone(tls)), slots.clone(), None),
-                Plane::Passthrough { .. } => {
-                    (None, Vec::new(), Some(metrics.passthrough(&bound.config.name)))
+    fn new(active: &ActiveConfig, metrics: &Arc<Metrics>) -> Self {
+        let of = |bound: &Arc<BoundListener>| {
+            let (tls, identities, flows) = match &bound.mode {
+                ListenerMode::Terminate { tls, identities, .. } => {
+                    (Some(Arc::clone(tls)), identities.clone(), None)
+                }
+                ListenerMode::Passthrough { .. } => {
+                    (None, Vec::new(), Some(metrics.passthrough(bound.name())))
                 }
             };
-            ListenerFacts {
+            ListenerStatus {
                 name: bound.config.name.clone(),
                 upstream: bound.config.upstream.clone(),
                 wanted: bound.config.bind.len(),
                 addresses: bound.addresses(),
                 mode: bound.config.mode.as_str(),
-                slots,
+                identities,
                 tls,
                 flows,
                 metrics: Arc::clone(&bound.metrics),
             }
         };
         Self {
-            config: Arc::clone(&built.config),
-            upstreams: built.upstreams.clone(),
-            listeners: built.listeners.iter().map(of).collect(),
+            config: Arc::clone(&active.config),
+            upstreams: active.upstreams.clone(),
+            listeners: active.listeners.iter().map(of).collect(),
         }
     }
 }
 
-impl Facts {
-    /// Facts about these checks; `file` is where the configuration came from.
+impl ProcessStatus {
+    /// The status of a process that serves `active`, read from `file`.
     pub fn new(
-        built: &Built,
+        active: &ActiveConfig,
         metrics: &Arc<Metrics>,
         workers: Vec<Liveness>,
         draining: watch::Receiver<bool>,
-        around: &Arc<SharedContext>,
+        context: &Arc<SharedContext>,
         file: Option<PathBuf>,
     ) -> Self {
         Self {
-            shown: ArcSwap::from_pointee(Shown::new(built, metrics)),
+            active: ArcSwap::from_pointee(Shown::new(active, metrics)),
             metrics: Arc::clone(metrics),
             workers,
             started: SystemTime::now(),
             draining,
-            around: Arc::clone(around),
+            context: Arc::clone(context),
             file,
             reloads: Mutex::default(),
         }
     }
 
-    /// Shows these checks from now on.
-    pub fn show(&self, built: &Built) {
-        self.shown.store(Arc::new(Shown::new(built, &self.metrics)));
+    /// Shows this configuration from now on.
+    pub fn show(&self, active: &ActiveConfig) {
+        self.active.store(Arc::new(Shown::new(active, &self.metrics)));
     }
 
     /// The latest reload.
-    pub fn last_reload(&self) -> Option<Attempt> {
+    pub fn last_reload(&self) -> Option<ReloadResult> {
         self.reloads.lock().unwrap_or_else(PoisonError::into_inner).last.clone()
     }
 
-    /// Notes a reload.
-    pub fn reloaded(&self, attempt: Attempt) {
+    /// Records a reload.
+    pub fn record_reload(&self, result: ReloadResult) {
         let mut reloads = self.reloads.lock().unwrap_or_else(PoisonError::into_inner);
-        *if attempt.is_ok() { &mut reloads.ok } else { &mut reloads.failed } += 1;
-        reloads.last = Some(attempt);
+        *if result.is_ok() { &mut reloads.ok } else { &mut reloads.failed } += 1;
+        reloads.last = Some(result);
     }
 
     fn reload_status(&self) -> Value {
@@ -142,12 +144,12 @@ impl Facts {
         json!({
             "file": self.file,
             "reloads": { "ok": reloads.ok, "failed": reloads.failed },
-            "last_reload": reloads.last.as_ref().map(Attempt::status),
+            "last_reload": reloads.last.as_ref().map(ReloadResult::status),
         })
     }
 }
 
-impl ListenerFacts {
+impl ListenerStatus {
     fn status(&self) -> Value {
         let mut status = json!({
             "name": self.name,
@@ -163,7 +165,7 @@ impl ListenerFacts {
         let Some(tls) = &self.tls else { return status };
         let certificate = tls.certificate();
         let identities: Vec<Value> = self
-            .slots
+            .identities
             .iter()
             .map(|slot| {
                 let loaded = slot.certificate();
@@ -190,29 +192,30 @@ impl ListenerFacts {
     }
 }
 
-/// What each source of endpoints last said. None is a reason to be unready: what was known stays.
-fn sources_of(upstream: &Upstream) -> Vec<ReadinessCheck> {
+/// The last result of each endpoint source. A failed source does not make the process unready: its
+/// last endpoints stay in use.
+fn source_checks(upstream: &Upstream) -> Vec<ReadinessCheck> {
     let now = SystemTime::now();
     let reports = upstream.sources.reports();
-    let part = |(source, report): (&EndpointSource, &SourceReport)| {
-        let said = match report.last_success {
+    let check = |(source, report): (&EndpointSource, &SourceReport)| {
+        let state = match report.last_success {
             Some(at) => {
                 format!("{}, {} s ago", counted(report.endpoints, "endpoint"), age(at, now))
             }
             None => "no answer yet".to_owned(),
         };
         let detail = match (report.complaint(), &report.note) {
-            (Some(error), _) => format!("{said}; {error}"),
-            (None, Some(note)) => format!("{said}; {note}"),
-            (None, None) => said,
+            (Some(error), _) => format!("{state}; {error}"),
+            (None, Some(note)) => format!("{state}; {note}"),
+            (None, None) => state,
         };
         let ok = report.complaint().is_none() && report.last_success.is_some();
         ReadinessCheck { name: format!("source {}/{}", upstream.name, source.as_str()), ok, detail }
     };
-    reports.iter().map(part).collect()
+    reports.iter().map(check).collect()
 }
 
-impl admin::StatusProvider for Facts {
+impl admin::StatusProvider for ProcessStatus {
     fn liveness(&self) -> Result<(), String> {
         let workers = self.workers.iter();
         let stalled: Vec<_> = workers.filter(|w| w.is_stalled()).map(Liveness::name).collect();
@@ -225,7 +228,7 @@ impl admin::StatusProvider for Facts {
 
     fn readiness(&self) -> Readiness {
         let mut checks = Vec::new();
-        let shown = self.shown.load();
+        let shown = self.active.load();
         for listener in &shown.listeners {
             let (bound, wanted) = (listener.addresses.len(), listener.wanted);
             checks.push(ReadinessCheck {
@@ -252,11 +255,11 @@ impl admin::StatusProvider for Facts {
                 detail,
             });
         }
-        let ready = checks.iter().all(|part| part.ok);
+        let ready = checks.iter().all(|check| check.ok);
         for listener in &shown.listeners {
-            for slot in &listener.slots {
+            for slot in &listener.identities {
                 if let Some(error) = slot.error() {
-                    // Not a reason to be unready: tokens and other identities are served.
+                    // The process stays ready: it serves tokens and other identities.
                     checks.push(ReadinessCheck {
                         name: format!("identity {}", slot.paths.cert_file.display()),
                         ok: false,
@@ -268,20 +271,20 @@ impl admin::StatusProvider for Facts {
         for upstream in &shown.upstreams {
             let token = upstream.credentials.probe_token();
             if let Some(error) = token.as_ref().and_then(|token| token.error()) {
-                // Nor is this: what was good in it is still shown, or the question is anonymous.
+                // The process stays ready: probes use the last valid token, or none.
                 let name = format!("token for /readyz of {}", upstream.name);
                 checks.push(ReadinessCheck { name, ok: false, detail: error });
             }
-            checks.extend(sources_of(upstream));
+            checks.extend(source_checks(upstream));
         }
-        for name in self.around.liveness.stalled() {
+        for name in self.context.liveness.stalled() {
             let detail = "control loop stalled; its state may be stale".into();
             checks.push(ReadinessCheck { name, ok: false, detail });
         }
         let reloads = self.reloads.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(failed) = reloads.last.as_ref().filter(|last| !last.is_ok()) {
-            // What runs is what was good, and serves.
-            let detail = format!("the old one stays: {}", failed.errors().join("; "));
+            // The process stays ready: the old configuration is valid and serves.
+            let detail = format!("the old configuration stays: {}", failed.errors().join("; "));
             checks.push(ReadinessCheck { name: "configuration".into(), ok: false, detail });
         }
         drop(reloads);
@@ -297,7 +300,7 @@ impl admin::StatusProvider for Facts {
     }
 
     fn status(&self) -> Value {
-        let shown = self.shown.load();
+        let shown = self.active.load();
         let upstreams: Vec<Value> = shown
             .upstreams
             .iter()
@@ -311,7 +314,7 @@ impl admin::StatusProvider for Facts {
                 })
             })
             .collect();
-        let listeners: Vec<Value> = shown.listeners.iter().map(ListenerFacts::status).collect();
+        let listeners: Vec<Value> = shown.listeners.iter().map(ListenerStatus::status).collect();
         json!({
             "version": build::VERSION,
             "commit": build::COMMIT,
@@ -344,12 +347,12 @@ impl admin::StatusProvider for Facts {
                 })
                 .collect()
         };
-        let endpoints: Vec<Value> = self.shown.load().upstreams.iter().flat_map(of).collect();
+        let endpoints: Vec<Value> = self.active.load().upstreams.iter().flat_map(of).collect();
         json!({ "step_s": STEP.as_secs(), "endpoints": endpoints })
     }
 
     fn config(&self) -> Value {
-        config::effective(&self.shown.load().config)
+        config::effective(&self.active.load().config)
     }
 
     fn metrics(&self) -> String {

@@ -1,0 +1,236 @@
+//! The tasks on the control thread that belong to the active configuration: they start and end with
+//! the upstreams, listeners and sockets that they serve.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::net::UnixListener;
+use tokio::sync::mpsc::UnboundedSender;
+use tokio::sync::{oneshot, watch};
+use tokio::task::{AbortHandle, spawn_blocking, spawn_local};
+use tokio::time::{sleep, timeout};
+
+use crate::admin::{self, Admin, CONNECTION_TIME, StatusProvider, StopReason};
+use crate::app::active::ActiveConfig;
+use crate::app::sockets::AdminSocket;
+use crate::app::status::ProcessStatus;
+use crate::app::takeover::{self, TakeoverRequest, TakeoverServer};
+use crate::control::certificates;
+use crate::control::discovery::{self, SharedContext};
+use crate::net::sockets::unix_listener;
+use crate::net::tls::serving::ServingTls;
+use crate::upstream::Upstream;
+
+/// How long opening the takeover socket may take before it is logged: it creates a file.
+const OPEN_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// The running tasks.
+pub struct Tasks {
+    status: Arc<ProcessStatus>,
+    context: Arc<SharedContext>,
+    /// Discovery and certificate tasks of each upstream.
+    upstreams: Vec<(Arc<Upstream>, [AbortHandle; 2])>,
+    /// The certificate task of each L7 listener.
+    listeners: Vec<(Arc<ServingTls>, AbortHandle)>,
+    admin: Option<AdminServer>,
+    admin_unix: Option<(PathBuf, AbortHandle)>,
+    takeover: Option<(PathBuf, AbortHandle)>,
+}
+
+/// The admin endpoint on a TCP socket.
+struct AdminServer {
+    socket: Arc<AdminSocket>,
+    task: AbortHandle,
+    /// Sent when the endpoint moves to another socket; dropped when another process serves it.
+    stop: Option<oneshot::Sender<StopReason>>,
+}
+
+impl Tasks {
+    /// No tasks yet. They show `status` to operators and share `context`.
+    pub fn new(status: Arc<ProcessStatus>, context: Arc<SharedContext>) -> Self {
+        Self {
+            status,
+            context,
+            upstreams: Vec::new(),
+            listeners: Vec::new(),
+            admin: None,
+            admin_unix: None,
+            takeover: None,
+        }
+    }
+
+    /// Starts discovery and certificate tasks for new upstreams and listeners.
+    pub fn start_new(&mut self, active: &ActiveConfig) {
+        self.status.show(active);
+        self.context.bound.store(Arc::new(active.listen_addresses().to_vec()));
+        self.context.state_dir.store(Arc::new(active.config.state_dir.clone()));
+        for upstream in &active.upstreams {
+            if !self.upstreams.iter().any(|(known, _)| Arc::ptr_eq(known, upstream)) {
+                let certificates = certificates::watch_credentials(Arc::clone(upstream));
+                let endpoints = discovery::run(Arc::clone(upstream), Arc::clone(&self.context));
+                let tasks = [
+                    spawn_local(certificates).abort_handle(),
+                    spawn_local(endpoints).abort_handle(),
+                ];
+                self.upstreams.push((Arc::clone(upstream), tasks));
+            }
+        }
+        for listener in &active.listeners {
+            let Some(tls) = listener.mode.tls() else { continue };
+            if !self.listeners.iter().any(|(known, _)| Arc::ptr_eq(known, tls)) {
+                let (metrics, upstream) = (&listener.metrics, &listener.upstream.metrics);
+                let watch = certificates::watch_serving(
+                    Arc::clone(tls),
+                    Arc::clone(metrics),
+                    Arc::clone(upstream),
+                );
+                self.listeners.push((Arc::clone(tls), spawn_local(watch).abort_handle()));
+            }
+        }
+    }
+
+    /// Ends the tasks of upstreams and listeners that are not configured any more.
+    pub fn end_removed(&mut self, active: &ActiveConfig) {
+        self.upstreams.retain(|(known, tasks)| {
+            let stays = active.upstreams.iter().any(|upstream| Arc::ptr_eq(known, upstream));
+            if !stays {
+                tasks.iter().for_each(AbortHandle::abort);
+                discovery::retire(known);
+            }
+            stays
+        });
+        self.listeners.retain(|(known, task)| {
+            let mut tls = active.listeners.iter().filter_map(|listener| listener.mode.tls());
+            let stays = tls.any(|tls| Arc::ptr_eq(known, tls));
+            if !stays {
+                task.abort();
+            }
+            stays
+        });
+    }
+
+    /// Serves the admin endpoint on the configured TCP and Unix sockets.
+    pub fn serve_admin(&mut self, active: &ActiveConfig) {
+        self.serve_admin_tcp(&active.admin);
+        self.serve_admin_unix(active.config.admin.socket.as_ref());
+    }
+
+    /// Stops accepting on the admin endpoint's TCP socket, since another process has it. Open
+    /// connections get their answers.
+    pub fn release_admin(&mut self) {
+        if let Some(admin) = &mut self.admin {
+            admin.stop = None;
+        }
+    }
+
+    /// Connections on the previous socket are served for as long as an answer may take.
+    fn serve_admin_tcp(&mut self, socket: &Arc<AdminSocket>) {
+        if self.admin.as_ref().is_some_and(|known| Arc::ptr_eq(&known.socket, socket)) {
+            return;
+        }
+        let admin = match socket.socket().try_clone().and_then(Admin::from_std) {
+            Ok(admin) => admin,
+            Err(error) => {
+                tracing::error!(%error, "cannot serve the admin endpoint");
+                return;
+            }
+        };
+        let status: Arc<dyn StatusProvider> = Arc::clone(&self.status) as _;
+        let (sender, stop) = oneshot::channel();
+        let stop = async { stop.await.unwrap_or(StopReason::TakenOver) };
+        let task = spawn_local(admin.serve(status, stop)).abort_handle();
+        let server = AdminServer { socket: Arc::clone(socket), task, stop: Some(sender) };
+        let Some(AdminServer { socket, task, stop }) = self.admin.replace(server) else { return };
+        // The task has the last duplicate of the socket, and accepts what is in its queue.
+        drop(socket);
+        if let Some(stop) = stop {
+            // The task may have ended.
+            let _ = stop.send(StopReason::Moved);
+        }
+        spawn_local(async move {
+            sleep(CONNECTION_TIME).await;
+            task.abort();
+        });
+    }
+
+    /// The socket is opened on a blocking thread: a disk that hangs blocks nothing else.
+    fn serve_admin_unix(&mut self, path: Option<&PathBuf>) {
+        let served = self.admin_unix.as_ref().filter(|(_, task)| !task.is_finished());
+        if served.map(|(path, _)| path) == path {
+            return;
+        }
+        if let Some((_, task)) = self.admin_unix.take() {
+            task.abort();
+        }
+        let Some(path) = path.cloned() else { return };
+        let status: Arc<dyn StatusProvider> = Arc::clone(&self.status) as _;
+        let at = path.clone();
+        let task = spawn_local(async move {
+            let file = at.clone();
+            let opened = spawn_blocking(move || unix_listener::listen(&file)).await;
+            let listener = opened.unwrap_or_else(|error| Err(error.into()));
+            match listener.and_then(UnixListener::from_std) {
+                Ok(listener) => {
+                    tracing::info!(path = %at.display(), "admin socket listens");
+                    admin::serve_unix(listener, status).await;
+                }
+                Err(error) => tracing::error!(
+                    path = %at.display(),
+                    %error,
+                    "cannot open admin.socket; probes that use it fail; is its directory writable?"
+                ),
+            }
+        });
+        self.admin_unix = Some((path, task.abort_handle()));
+    }
+
+    /// Serves takeover requests in the configured state directory. `replace` allows to replace the
+    /// socket of the process that this one has taken over from. `replaced` turns true once another
+    /// process has taken over. A socket that could not be opened is retried by the next call.
+    ///
+    /// The socket is opened on a blocking thread: a disk that hangs, or another process that does
+    /// not answer, prevents takeovers and nothing else.
+    pub async fn serve_takeover(
+        &mut self,
+        active: &ActiveConfig,
+        requests: &UnboundedSender<TakeoverRequest>,
+        replaced: &watch::Sender<bool>,
+        replace: bool,
+    ) {
+        let path = active.config.state_dir.as_deref().map(takeover::socket_path);
+        let served = self.takeover.as_ref().filter(|(_, task)| !task.is_finished());
+        if served.map(|(path, _)| path) == path.as_ref() {
+            return;
+        }
+        if let Some((_, task)) = self.takeover.take() {
+            task.abort();
+        }
+        let Some(path) = path else { return };
+        let (requests, replaced, at) = (requests.clone(), replaced.clone(), path.clone());
+        let (opened, mut is_opened) = oneshot::channel::<()>();
+        let task = spawn_local(async move {
+            let file = at.clone();
+            let server = spawn_blocking(move || TakeoverServer::listen(&file, replace)).await;
+            drop(opened);
+            match server.unwrap_or_else(|error| Err(error.into())) {
+                Ok(server) => {
+                    server.serve(requests).await;
+                    replaced.send_replace(true);
+                }
+                Err(error) => tracing::info!(
+                    path = %at.display(),
+                    %error,
+                    "takeover is not available: a new process cannot replace this one without a gap"
+                ),
+            }
+        });
+        self.takeover = Some((path.clone(), task.abort_handle()));
+        if timeout(OPEN_TIMEOUT, &mut is_opened).await.is_err() {
+            tracing::warn!(
+                path = %path.display(),
+                "takeover socket not open after 2 s: the disk or another process does not answer"
+            );
+        }
+    }
+}

@@ -1,0 +1,109 @@
+//! Starts the worker threads and sends them commands.
+
+use std::io;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
+use tokio::sync::watch;
+
+use super::active::ActiveConfig;
+use super::sockets::NewSockets;
+use super::worker::WorkerThread;
+use super::worker::command::{Command, DesiredState, Done};
+use crate::observe::{Liveness, Metrics};
+use crate::proxy::request_body;
+
+/// Started worker threads.
+pub struct WorkerThreads {
+    /// Sends commands to them.
+    pub commands: CommandSender,
+    /// To be joined at the end.
+    pub threads: Vec<JoinHandle<()>>,
+    /// Whether their event loops turn.
+    pub liveness: Vec<Liveness>,
+}
+
+/// Starts `count` workers. They drain when `drain` turns true, and close what is still open when
+/// `force` does.
+///
+/// # Errors
+/// A thread cannot be created.
+pub fn start(
+    count: usize,
+    metrics: &Arc<Metrics>,
+    drain: &watch::Receiver<bool>,
+    force: &watch::Receiver<bool>,
+) -> io::Result<WorkerThreads> {
+    let bodies = request_body::budget(metrics);
+    let mut started = WorkerThreads {
+        commands: CommandSender(Vec::new()),
+        threads: Vec::new(),
+        liveness: Vec::new(),
+    };
+    for index in 0..count {
+        let (sender, commands) = unbounded_channel();
+        let liveness = Liveness::new(&format!("worker {index}"));
+        let worker = WorkerThread {
+            commands,
+            metrics: Arc::clone(metrics),
+            bodies: Arc::clone(&bodies),
+            workers: count,
+            drain: drain.clone(),
+            force: force.clone(),
+            liveness: liveness.clone(),
+        };
+        let thread = std::thread::Builder::new().name(format!("worker-{index}"));
+        started.threads.push(thread.spawn(move || worker.run())?);
+        started.commands.0.push(sender);
+        started.liveness.push(liveness);
+    }
+    Ok(started)
+}
+
+/// Sends commands to all workers. A worker whose thread has panicked misses them; `/livez` reports
+/// it as stalled.
+pub struct CommandSender(Vec<UnboundedSender<Command>>);
+
+impl CommandSender {
+    /// The number of workers.
+    pub fn count(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Makes every worker serve `active`; `new_sockets` are the sockets that each does not have
+    /// yet. The returned future ends when all workers have applied it.
+    pub fn apply(
+        &self,
+        active: &ActiveConfig,
+        new_sockets: NewSockets,
+    ) -> impl Future<Output = ()> + use<> {
+        let listen_addresses = active.listen_addresses();
+        let mut new_sockets = new_sockets.into_iter();
+        self.send(&mut |done| {
+            let state = DesiredState {
+                listeners: active.listeners.clone(),
+                new_sockets: new_sockets.next().unwrap_or_default(),
+                access: active.config.log.access,
+                drain_timeout: active.config.shutdown.drain_timeout,
+                listen_addresses: Arc::clone(&listen_addresses),
+            };
+            Command::Apply(state, done)
+        })
+    }
+
+    /// Makes every worker stop accepting. The returned future ends when all have.
+    pub fn release_sockets(&self) -> impl Future<Output = ()> + use<> {
+        self.send(&mut Command::ReleaseSockets)
+    }
+
+    fn send(&self, command: &mut dyn FnMut(Done) -> Command) -> impl Future<Output = ()> + use<> {
+        let (done, mut all_done) = unbounded_channel();
+        for worker in &self.0 {
+            let _ = worker.send(command(done.clone()));
+        }
+        drop(done);
+        // The channel closes when the last worker has dropped its sender.
+        async move { while all_done.recv().await.is_some() {} }
+    }
+}

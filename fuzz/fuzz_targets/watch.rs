@@ -6,9 +6,9 @@
 
 use bytes::Bytes;
 use jackstay::proxy::byte_budget::ByteBudget;
-use jackstay::proxy::watch::Encoding;
-use jackstay::proxy::watch::event::read;
-use jackstay::proxy::watch::frame::{Cut, Splitter};
+use jackstay::proxy::watch::codec::Encoding;
+use jackstay::proxy::watch::codec::event::parse;
+use jackstay::proxy::watch::codec::frame::{Piece, FrameSplitter};
 use libfuzzer_sys::fuzz_target;
 
 const CAP: usize = 64;
@@ -17,31 +17,31 @@ const ROOM: usize = 48;
 
 fuzz_target!(|bytes: &[u8]| {
     for encoding in [Encoding::Json, Encoding::Protobuf] {
-        let _ = read(encoding, bytes);
+        let _ = parse(encoding, bytes);
         for step in [1, 7, bytes.len().max(1)] {
-            let mut splitter = Splitter::with_cap(encoding, CAP, &ByteBudget::unmetered(ROOM));
+            let mut splitter = FrameSplitter::with_cap(encoding, CAP, &ByteBudget::unmetered(ROOM));
             let mut out = Vec::new();
             for chunk in bytes.chunks(step) {
                 let mut rest = chunk;
                 while !rest.is_empty() {
-                    let (frame, len) = match splitter.cut(rest) {
-                        Cut::Whole(len) | Cut::Blank(len) => {
+                    let (frame, len) = match splitter.split(rest) {
+                        Piece::Whole(len) | Piece::Whitespace(len) => {
                             (Bytes::copy_from_slice(&rest[..len]), len)
                         }
-                        Cut::Joined(len, frame) => (frame, len),
-                        Cut::Oversized { kept, len, .. } => {
+                        Piece::Completed(len, frame) => (frame, len),
+                        Piece::Oversized { buffered: kept, len, .. } => {
                             out.extend_from_slice(&kept);
                             (Bytes::copy_from_slice(&rest[..len]), len)
                         }
-                        Cut::Partial => (Bytes::new(), rest.len()),
+                        Piece::Buffered => (Bytes::new(), rest.len()),
                     };
-                    let _ = read(encoding, &frame);
+                    let _ = parse(encoding, &frame);
                     out.extend_from_slice(&frame);
                     rest = &rest[len..];
-                    assert!(splitter.kept() <= CAP);
+                    assert!(splitter.buffered() <= CAP);
                 }
             }
-            out.extend_from_slice(&splitter.take_partial());
+            out.extend_from_slice(&splitter.reset());
             assert_eq!(out, bytes);
         }
     }

@@ -5,11 +5,12 @@ use std::sync::Arc;
 
 use metrics::Gauge;
 
-use super::held;
 use crate::observe::Metrics;
 use crate::proxy::byte_budget::ByteBudget;
 use crate::proxy::retry::RetryBudget;
 
+/// Most bytes of incomplete frames that one worker may buffer for one upstream.
+const PARTIAL_FRAMES: usize = 32 << 20;
 /// Most watches that one worker may hold for one upstream before it refuses to hold a new one. A held
 /// request costs some KiB.
 const MAX_HELD: usize = 10_000;
@@ -28,7 +29,7 @@ impl WatchLimits {
         Self {
             too_old_retries: RetryBudget::opinions(),
             held: HeldWatches::new(metrics.held_watches()),
-            partial_frames: ByteBudget::new(held::ROOM, metrics.held_frame_bytes()),
+            partial_frames: ByteBudget::new(PARTIAL_FRAMES, metrics.held_frame_bytes()),
         }
     }
 

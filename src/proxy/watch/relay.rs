@@ -3,11 +3,12 @@
 //! What lies together in a chunk and is forwarded leaves together, as one slice of that chunk: a
 //! burst of events costs one piece of output, not one an event.
 
-use super::event::{self, Kind};
-use super::frame::{Cut, Splitter};
+use super::codec::Encoding;
+use super::codec::event::{self, EventType};
+use super::codec::frame::{FrameSplitter, Piece};
+use super::request::Asked;
 use super::state::WatchState;
 use super::verdict::{AfterLoss, Ending, Verdict};
-use super::{Encoding, request::Asked};
 use crate::proxy::byte_budget::ByteBudget;
 use bytes::Bytes;
 use std::ops::Range;
@@ -18,7 +19,7 @@ use std::time::Instant;
 #[derive(Debug)]
 pub struct Relay {
     encoding: Encoding,
-    splitter: Splitter,
+    splitter: FrameSplitter,
     state: WatchState,
     /// The server's last word, while others are asked for a better one.
     withheld: Option<Bytes>,
@@ -55,7 +56,7 @@ impl Relay {
     ) -> Self {
         Self {
             encoding,
-            splitter: Splitter::new(encoding, room),
+            splitter: FrameSplitter::new(encoding, room),
             state: WatchState::new(asked, asked_at),
             withheld: None,
         }
@@ -87,14 +88,14 @@ impl Relay {
         let mut at = 0;
         let mut absorbed = 0;
         while at < chunk.len() {
-            let cut = self.splitter.cut(&chunk[at..]);
+            let cut = self.splitter.split(&chunk[at..]);
             let (len, copied, verdict) = match cut {
-                Cut::Whole(len) => {
-                    let frame = event::read(self.encoding, &chunk[at..at + len]);
+                Piece::Whole(len) => {
+                    let frame = event::parse(self.encoding, &chunk[at..at + len]);
                     (len, Bytes::new(), self.state.on_frame(frame))
                 }
-                Cut::Joined(len, frame) => {
-                    let verdict = self.state.on_frame(event::read(self.encoding, &frame));
+                Piece::Completed(len, frame) => {
+                    let verdict = self.state.on_frame(event::parse(self.encoding, &frame));
                     if verdict == Verdict::Forward {
                         self.withheld = None;
                         flush(chunk, &mut run, &mut out);
@@ -105,11 +106,11 @@ impl Relay {
                     }
                     (len, frame, verdict)
                 }
-                Cut::Oversized { kept, len, begins, ends } => {
+                Piece::Oversized { buffered: kept, len, begins, ends } => {
                     (len, kept, self.state.on_oversized(begins, ends))
                 }
-                Cut::Blank(len) => (len, Bytes::new(), Verdict::Forward),
-                Cut::Partial => {
+                Piece::Whitespace(len) => (len, Bytes::new(), Verdict::Forward),
+                Piece::Buffered => {
                     absorbed += chunk.len() - at;
                     break;
                 }
@@ -141,7 +142,7 @@ impl Relay {
                         Verdict::End(ending) => Flow::End(ending),
                         _ => Flow::NextPeer,
                     };
-                    self.splitter.take_partial();
+                    self.splitter.reset();
                     return Step { absorbed: absorbed + chunk.len() - at, flow };
                 }
             }
@@ -153,20 +154,23 @@ impl Relay {
 
     /// The server has ended the stream: what is left of it, to be passed on before the end.
     pub fn finish(&mut self) -> Bytes {
-        self.splitter.take_partial()
+        self.splitter.reset()
     }
 
     /// Whether what a stream begins with is an ERROR event: its server does not take the watch.
     pub fn begins_with_error(&self, first: &[u8]) -> bool {
-        let room = self.splitter.room();
-        let Cut::Whole(len) = Splitter::new(self.encoding, room).cut(first) else { return false };
-        event::read(self.encoding, &first[..len]).is_ok_and(|event| event.kind == Kind::Error)
+        let room = self.splitter.budget();
+        let Piece::Whole(len) = FrameSplitter::new(self.encoding, room).split(first) else {
+            return false;
+        };
+        event::parse(self.encoding, &first[..len])
+            .is_ok_and(|event| event.event_type == EventType::Error)
     }
 
     /// Another apiserver has taken the watch over at the cursor; what was held back of a frame
     /// comes again from there.
     pub fn moved(&mut self, now: Instant) {
-        self.splitter.take_partial();
+        self.splitter.reset();
         self.state.moved(now);
     }
 
@@ -175,7 +179,7 @@ impl Relay {
     /// Part of a frame that the client has not seen is dropped. `quiet` says that the watch was not
     /// delivering; `random` is any number.
     pub fn on_lost(&mut self, now: Instant, quiet: bool, random: u64) -> AfterLoss {
-        self.splitter.take_partial();
+        self.splitter.reset();
         self.withheld = None;
         self.state.on_lost(now, quiet, random)
     }

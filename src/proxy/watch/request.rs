@@ -7,8 +7,8 @@
 //! understands them (the first of several counts; any boolean but `false` and `0` is true) and
 //! otherwise passed on byte for byte, in their order.
 
+use super::codec::version::ResourceVersion;
 use super::verdict::Reissue;
-use super::version::Version;
 use crate::proxy::request_info::is_built_in_group;
 use http::{HeaderMap, HeaderValue, Uri, header, uri};
 use std::borrow::Cow;
@@ -20,7 +20,7 @@ use std::time::Duration;
 #[allow(clippy::struct_excessive_bools)] // parameters, each independent of the others
 pub struct Asked {
     /// Where to start; `None` if the client gave none, or zero, or what is not a number.
-    pub version: Option<Version>,
+    pub version: Option<ResourceVersion>,
     /// The objects there are come first, and then a bookmark that says so.
     pub send_initial_events: bool,
     /// It begins at the server's present (`sendInitialEvents=false` without a version): asked for
@@ -57,7 +57,8 @@ impl Asked {
         let group = group(path)?;
         let resumable_group = is_built_in_group(group) || resume_groups.iter().any(|g| g == group);
         let mut asked = Self {
-            version: first(query, "resourceVersion").and_then(|v| Version::parse(v.as_bytes())),
+            version: first(query, "resourceVersion")
+                .and_then(|v| ResourceVersion::parse(v.as_bytes())),
             send_initial_events: is_true(first(query, "sendInitialEvents")),
             from_present: false,
             bookmarks: is_true(first(query, "allowWatchBookmarks")),
@@ -112,7 +113,7 @@ impl<'a> MediaRange<'a> {
 
 /// Whether the client accepts tables; `None` if it accepts nothing that can be followed.
 ///
-/// The response's Content-Type has the last word ([`super::Encoding::from_content_type`]); but
+/// The response's Content-Type has the last word ([`super::codec::Encoding::from_content_type`]); but
 /// bookmarks have to be asked for before it is known, and could not be swallowed in CBOR. So the
 /// request that goes upstream offers only what can be followed ([`upstream_headers`]).
 fn accepts(headers: &HeaderMap) -> Option<bool> {

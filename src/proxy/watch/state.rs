@@ -39,11 +39,11 @@
 
 use super::allowance::Allowance;
 use super::bookmarks::Bookmarks;
-use super::event::{Event, Kind, Unparsed};
+use super::codec::event::{Event, EventType, Unreadable};
+use super::codec::version::ResourceVersion;
 use super::request::Asked;
 use super::resume::{self, Answer, Judgement, Round};
 use super::verdict::{AfterAttempt, AfterLoss, Bar, Ending, Obstacle, Reissue, Stop, Verdict};
-use super::version::Version;
 use std::time::{Duration, Instant};
 
 /// Status code of "too old resource version": the history does not reach back that far.
@@ -81,7 +81,7 @@ pub struct WatchState {
     from_present: bool,
     /// The client did not ask for bookmarks.
     swallow: bool,
-    cursor: Option<Version>,
+    cursor: Option<ResourceVersion>,
     deadline: Option<Instant>,
     bar: Option<Bar>,
     /// A frame was forwarded that could not be read: where frames end is a guess from there on.
@@ -177,7 +177,7 @@ impl WatchState {
     }
 
     /// The version of the last event that the client has.
-    pub fn cursor(&self) -> Option<&Version> {
+    pub fn cursor(&self) -> Option<&ResourceVersion> {
         self.cursor.as_ref()
     }
 
@@ -207,26 +207,26 @@ impl WatchState {
     }
 
     /// Decides on one whole frame.
-    pub fn on_frame(&mut self, frame: Result<Event<'_>, Unparsed>) -> Verdict {
+    pub fn on_frame(&mut self, frame: Result<Event<'_>, Unreadable>) -> Verdict {
         match self.leg {
             Leg::Original => self.on_original(frame),
             Leg::Resumed { strays, settled } => self.on_resumed(frame, strays, settled),
         }
     }
 
-    fn on_original(&mut self, frame: Result<Event<'_>, Unparsed>) -> Verdict {
+    fn on_original(&mut self, frame: Result<Event<'_>, Unreadable>) -> Verdict {
         let Ok(event) = frame else {
             self.unparsed = true;
             self.forbid(Bar::Unparsed);
             self.forwarded = true;
             return Verdict::Forward;
         };
-        let too_old = event.kind == Kind::Error && event.code == Some(TOO_OLD);
+        let too_old = event.event_type == EventType::Error && event.status_code == Some(TOO_OLD);
         if too_old && self.phase == Phase::Ordered && self.way_on().is_some() {
             return Verdict::Withhold;
         }
         self.advance(&event);
-        if event.kind == Kind::Bookmark && self.swallow {
+        if event.event_type == EventType::Bookmark && self.swallow {
             return Verdict::Swallow;
         }
         self.forwarded = true;
@@ -235,18 +235,18 @@ impl WatchState {
 
     fn on_resumed(
         &mut self,
-        frame: Result<Event<'_>, Unparsed>,
+        frame: Result<Event<'_>, Unreadable>,
         strays: u8,
         settled: bool,
     ) -> Verdict {
         let Ok(event) = frame else { return Verdict::End(self.ending()) };
-        if event.kind == Kind::Error {
+        if event.event_type == EventType::Error {
             return if settled { self.on_original(frame) } else { Verdict::NextPeer };
         }
-        let Some(version) = event.version.and_then(Version::parse) else {
+        let Some(version) = event.version.and_then(ResourceVersion::parse) else {
             return Verdict::End(self.ending());
         };
-        if !self.is_news(event.kind, &version) {
+        if !self.is_news(event.event_type, &version) {
             self.leg = Leg::Resumed { strays: strays + 1, settled };
             return if strays == 0 { Verdict::Discard } else { Verdict::End(self.ending()) };
         }
@@ -267,10 +267,10 @@ impl WatchState {
 
     /// Moves the phase and the cursor on.
     fn advance(&mut self, event: &Event<'_>) {
-        match event.kind {
-            Kind::Bookmark => self.bookmarks.came(),
-            Kind::Error => return self.forbid(Bar::ServerError),
-            Kind::Other => self.forbid(Bar::UnknownEvent),
+        match event.event_type {
+            EventType::Bookmark => self.bookmarks.came(),
+            EventType::Error => return self.forbid(Bar::ServerError),
+            EventType::Unknown => self.forbid(Bar::UnknownEvent),
             _ => {}
         }
         let ordered_before = self.phase == Phase::Ordered;
@@ -280,9 +280,9 @@ impl WatchState {
         if self.phase == Phase::Initial {
             return;
         }
-        match event.version.and_then(Version::parse) {
+        match event.version.and_then(ResourceVersion::parse) {
             None => self.forbid(Bar::NotNumeric),
-            Some(version) if !ordered_before || self.is_news(event.kind, &version) => {
+            Some(version) if !ordered_before || self.is_news(event.event_type, &version) => {
                 self.cursor = Some(version);
                 self.cursor_behind = false;
             }
@@ -292,16 +292,19 @@ impl WatchState {
 
     fn ends_initial(&self, event: &Event<'_>) -> bool {
         if self.send_initial_events {
-            event.kind == Kind::Bookmark && event.initial_events_end
+            event.event_type == EventType::Bookmark && event.initial_events_end
         } else {
-            matches!(event.kind, Kind::Modified | Kind::Deleted | Kind::Bookmark)
+            matches!(
+                event.event_type,
+                EventType::Modified | EventType::Deleted | EventType::Bookmark
+            )
         }
     }
 
-    fn is_news(&self, kind: Kind, version: &Version) -> bool {
-        self.cursor
-            .as_ref()
-            .is_none_or(|cursor| version > cursor || kind == Kind::Bookmark && version == cursor)
+    fn is_news(&self, kind: EventType, version: &ResourceVersion) -> bool {
+        self.cursor.as_ref().is_none_or(|cursor| {
+            version > cursor || kind == EventType::Bookmark && version == cursor
+        })
     }
 
     /// The stream was lost without an end by the server; a partial frame has been dropped.

@@ -1,8 +1,8 @@
 //! What can become of a frame of a watch, and of the watch: the words in which [`super::state`]
 //! decides and [`super::relay`] and the body that streams to the client carry it out.
 
+use super::codec::version::ResourceVersion;
 use super::resume::Shun;
-use super::version::Version;
 use std::time::Duration;
 
 /// Why a watch is not resumed.
@@ -141,7 +141,7 @@ pub enum AfterAttempt {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Reissue<'a> {
     /// Where to go on; `None` for the request as the client made it.
-    pub cursor: Option<&'a Version>,
+    pub cursor: Option<&'a ResourceVersion>,
     /// What is left of the client's `timeoutSeconds`, if it gave any.
     pub remaining: Option<Duration>,
 }

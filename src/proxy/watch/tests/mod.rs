@@ -19,23 +19,3 @@ fn the_corpus_is_digested() {
     }
     assert!(files > 0);
 }
-
-#[test]
-fn content_types() {
-    use super::Encoding::{self, Json, Protobuf};
-    for (content_type, encoding) in [
-        ("application/json", Some(Json)),
-        ("Application/JSON; charset=utf-8", Some(Json)),
-        ("application/json;stream=watch", Some(Json)),
-        ("application/vnd.kubernetes.protobuf;stream=watch", Some(Protobuf)),
-        ("application/vnd.kubernetes.protobuf; stream=\"watch\"", Some(Protobuf)),
-        ("application/vnd.kubernetes.protobuf", None),
-        ("application/json;stream=other", None),
-        ("application/cbor-seq", None),
-        ("application/cbor;stream=watch", None),
-        ("text/plain", None),
-        ("", None),
-    ] {
-        assert_eq!(Encoding::from_content_type(content_type), encoding, "{content_type}");
-    }
-}

@@ -1,10 +1,10 @@
 //! Writes events as an apiserver does, and serves a history from any version, as one would.
 
-use super::super::Encoding;
-use super::super::event::read;
-use super::super::frame::{Cut, Splitter};
+use super::super::codec::Encoding;
+use super::super::codec::event::parse;
+use super::super::codec::frame::{FrameSplitter, Piece};
+use super::super::codec::version::ResourceVersion;
 use super::super::request::Asked;
-use super::super::version::Version;
 use crate::proxy::byte_budget::ByteBudget;
 use bytes::Bytes;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use std::time::Duration;
 /// A watch of a client that is followed.
 pub(crate) fn asked(version: &str) -> Asked {
     Asked {
-        version: Version::parse(version.as_bytes()),
+        version: ResourceVersion::parse(version.as_bytes()),
         send_initial_events: false,
         from_present: false,
         bookmarks: false,
@@ -94,33 +94,33 @@ pub(crate) fn encode(encoding: Encoding, kind: &str, version: u64, padding: &str
 }
 
 /// Cuts chunks into frames, pieces of frames above the cap, and white space, in order.
-pub(crate) fn split(splitter: &mut Splitter, chunks: &[Bytes], cap: usize) -> Vec<Bytes> {
+pub(crate) fn split(splitter: &mut FrameSplitter, chunks: &[Bytes], cap: usize) -> Vec<Bytes> {
     let mut out = Vec::new();
     for chunk in chunks {
         let mut at = 0;
         while at < chunk.len() {
             let before = at;
-            match splitter.cut(&chunk[at..]) {
-                Cut::Whole(len) | Cut::Blank(len) => {
+            match splitter.split(&chunk[at..]) {
+                Piece::Whole(len) | Piece::Whitespace(len) => {
                     out.push(chunk.slice(at..at + len));
                     at += len;
                 }
-                Cut::Joined(len, frame) => {
+                Piece::Completed(len, frame) => {
                     out.push(frame);
                     at += len;
                     // An object that was whole before the chunk came takes nothing of it.
                     assert!(len > 0 || splitter.at_boundary());
                     continue;
                 }
-                Cut::Oversized { kept, len, .. } => {
+                Piece::Oversized { buffered: kept, len, .. } => {
                     out.push(kept);
                     out.push(chunk.slice(at..at + len));
                     at += len;
                 }
-                Cut::Partial => at = chunk.len(),
+                Piece::Buffered => at = chunk.len(),
             }
             assert!(at > before, "no progress");
-            assert!(splitter.kept() <= cap);
+            assert!(splitter.buffered() <= cap);
         }
     }
     out
@@ -134,15 +134,15 @@ pub(crate) fn digest(bytes: &[u8]) {
             for step in [1, 7, bytes.len().max(1)] {
                 let chunks: Vec<_> = bytes.chunks(step).map(Bytes::copy_from_slice).collect();
                 let mut splitter =
-                    Splitter::with_cap(encoding, cap, &ByteBudget::unmetered(usize::MAX));
+                    FrameSplitter::with_cap(encoding, cap, &ByteBudget::unmetered(usize::MAX));
                 let mut out = split(&mut splitter, &chunks, cap);
                 for frame in &out {
-                    let _ = read(encoding, frame);
+                    let _ = parse(encoding, frame);
                 }
-                out.push(splitter.take_partial());
+                out.push(splitter.reset());
                 assert_eq!(out.concat(), bytes);
             }
         }
-        let _ = read(encoding, bytes);
+        let _ = parse(encoding, bytes);
     }
 }

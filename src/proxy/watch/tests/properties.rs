@@ -1,7 +1,7 @@
 //! Properties over random histories, random chunks and random losses.
 
-use super::super::Encoding::{self, Json, Protobuf};
-use super::super::frame::{Cut, FRAME_CAP, Splitter};
+use super::super::codec::Encoding::{self, Json, Protobuf};
+use super::super::codec::frame::{FRAME_CAP, FrameSplitter, Piece};
 use super::super::relay::{Flow, Relay};
 use super::super::verdict::{AfterLoss, Ending};
 use super::model::{asked, digest, encode, json_event, split};
@@ -36,7 +36,7 @@ proptest! {
         let frames: Vec<_> =
             paddings.iter().zip(1..).map(|(p, v)| encode(encoding, "ADDED", v, p)).collect();
         let stream = frames.concat();
-        let mut splitter = Splitter::new(encoding, &ByteBudget::unmetered(usize::MAX));
+        let mut splitter = FrameSplitter::new(encoding, &ByteBudget::unmetered(usize::MAX));
         let out = split(&mut splitter, &chunks(&stream, &cuts), usize::MAX);
         // A newline that comes alone, after its object, comes out alone.
         let out: Vec<_> = out.iter().map(|f| f.trim_ascii_end()).filter(|f| !f.is_empty()).collect();
@@ -124,7 +124,7 @@ fn cut_at_every_byte() {
         for at in 0..=stream.len() {
             let chunks =
                 [Bytes::copy_from_slice(&stream[..at]), Bytes::copy_from_slice(&stream[at..])];
-            let mut splitter = Splitter::new(encoding, &ByteBudget::unmetered(usize::MAX));
+            let mut splitter = FrameSplitter::new(encoding, &ByteBudget::unmetered(usize::MAX));
             let out = split(&mut splitter, &chunks, usize::MAX);
             assert_eq!(out.concat(), stream, "{at}");
             assert!(splitter.at_boundary());
@@ -142,7 +142,7 @@ fn pretty_and_unseparated_objects_come_out_whole() {
         for step in [1, 2, 5, 1000] {
             let chunks: Vec<_> =
                 stream.as_bytes().chunks(step).map(Bytes::copy_from_slice).collect();
-            let mut splitter = Splitter::new(Json, &ByteBudget::unmetered(usize::MAX));
+            let mut splitter = FrameSplitter::new(Json, &ByteBudget::unmetered(usize::MAX));
             let out = split(&mut splitter, &chunks, usize::MAX);
             assert_eq!(out.concat(), stream.as_bytes());
             assert!(splitter.at_boundary());
@@ -211,14 +211,14 @@ fn all_watches_together_hold_no_more_than_there_is_room_for() {
         let room = ByteBudget::unmetered(10_000);
         let frame = encode(encoding, "ADDED", 7, &"x".repeat(3_000));
         let (most, rest) = frame.split_at(frame.len() - 20);
-        let mut watches: Vec<_> = (0..20).map(|_| Splitter::new(encoding, &room)).collect();
+        let mut watches: Vec<_> = (0..20).map(|_| FrameSplitter::new(encoding, &room)).collect();
         let mut passed = 0;
         for splitter in &mut watches {
             // In pieces, as the network has them: a frame may run out of room in its middle.
             for piece in most.chunks(1_000) {
-                match splitter.cut(piece) {
-                    Cut::Partial => assert!(!splitter.in_oversized()),
-                    Cut::Oversized { kept, len, ends, .. } => {
+                match splitter.split(piece) {
+                    Piece::Buffered => assert!(splitter.buffered() > 0),
+                    Piece::Oversized { buffered: kept, len, ends, .. } => {
                         passed += kept.len() + len;
                         assert_eq!((len, ends), (piece.len(), false));
                     }
@@ -227,19 +227,19 @@ fn all_watches_together_hold_no_more_than_there_is_room_for() {
             }
             assert!(room.held() <= 10_000, "{}", room.held());
         }
-        let kept: usize = watches.iter().map(Splitter::kept).sum();
+        let kept: usize = watches.iter().map(FrameSplitter::buffered).sum();
         assert_eq!(kept + passed, 20 * most.len());
         assert!(kept >= 2 * most.len() && kept <= room.held(), "{kept} of {}", room.held());
 
         // Each ends where it ends, kept or passed; what was kept waits for its client, and counts.
         let mut waiting = Vec::new();
         for splitter in &mut watches {
-            match splitter.cut(rest) {
-                Cut::Joined(20, whole) => {
+            match splitter.split(rest) {
+                Piece::Completed(20, whole) => {
                     assert_eq!(whole, frame);
                     waiting.push(whole);
                 }
-                Cut::Oversized { kept, len: 20, ends: true, .. } => {
+                Piece::Oversized { buffered: kept, len: 20, ends: true, .. } => {
                     assert!(kept.len() < most.len());
                 }
                 cut => panic!("{cut:?}"),
@@ -248,10 +248,10 @@ fn all_watches_together_hold_no_more_than_there_is_room_for() {
         }
         assert!(waiting.len() >= 2 && room.held() >= waiting.len() * frame.len());
         // What needs no room has it all the same.
-        assert_eq!(watches[0].cut(&frame), Cut::Whole(frame.len()));
+        assert_eq!(watches[0].split(&frame), Piece::Whole(frame.len()));
         drop(waiting);
         assert_eq!(room.held(), 0);
-        assert_eq!(watches[0].cut(most), Cut::Partial);
+        assert_eq!(watches[0].split(most), Piece::Buffered);
         drop(watches);
         assert_eq!(room.held(), 0);
     }
@@ -263,22 +263,22 @@ fn without_room_frames_still_end_where_they_end() {
         let frames: Vec<_> = (1..4).map(|v| encode(encoding, "ADDED", v, "a{}\\\"\n}")).collect();
         let stream = frames.concat();
         for step in [1, 2, 3, 5, 7, 64] {
-            let mut splitter = Splitter::new(encoding, &ByteBudget::unmetered(0));
+            let mut splitter = FrameSplitter::new(encoding, &ByteBudget::unmetered(0));
             let (mut at, mut ends) = (0, Vec::new());
             for chunk in stream.chunks(step) {
                 let mut rest = chunk;
                 while !rest.is_empty() {
-                    let (len, end) = match splitter.cut(rest) {
-                        Cut::Whole(len) | Cut::Joined(len, _) => (len, true),
-                        Cut::Oversized { len, ends, .. } => (len, ends),
-                        Cut::Blank(len) => (len, false),
-                        Cut::Partial => (rest.len(), false),
+                    let (len, end) = match splitter.split(rest) {
+                        Piece::Whole(len) | Piece::Completed(len, _) => (len, true),
+                        Piece::Oversized { len, ends, .. } => (len, ends),
+                        Piece::Whitespace(len) => (len, false),
+                        Piece::Buffered => (rest.len(), false),
                     };
                     (at, rest) = (at + len, &rest[len..]);
                     if end {
                         ends.push(at);
                     }
-                    assert!(splitter.kept() <= 4);
+                    assert!(splitter.buffered() <= 4);
                 }
             }
             assert_eq!(ends.len(), frames.len(), "{encoding:?} {step}: {ends:?}");
@@ -299,16 +299,16 @@ fn no_order_of_bytes_makes_cutting_slow() {
     const SIZE: usize = 1 << 20;
     let took = |stream: &[u8], step: usize| {
         let begun = Instant::now();
-        let mut splitter = Splitter::new(Json, &ByteBudget::unmetered(usize::MAX));
+        let mut splitter = FrameSplitter::new(Json, &ByteBudget::unmetered(usize::MAX));
         for chunk in stream.chunks(step) {
             let mut at = 0;
             while at < chunk.len() {
-                at += match splitter.cut(&chunk[at..]) {
-                    Cut::Whole(len)
-                    | Cut::Blank(len)
-                    | Cut::Joined(len, _)
-                    | Cut::Oversized { len, .. } => len,
-                    Cut::Partial => chunk.len() - at,
+                at += match splitter.split(&chunk[at..]) {
+                    Piece::Whole(len)
+                    | Piece::Whitespace(len)
+                    | Piece::Completed(len, _)
+                    | Piece::Oversized { len, .. } => len,
+                    Piece::Buffered => chunk.len() - at,
                 };
             }
         }

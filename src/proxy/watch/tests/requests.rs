@@ -1,8 +1,8 @@
 //! Which watches are followed, and how their requests are rewritten.
 
+use super::super::codec::version::ResourceVersion;
 use super::super::request::{Asked, reissued_query, upstream_headers, upstream_query};
 use super::super::verdict::Reissue;
-use super::super::version::Version;
 use http::HeaderMap;
 use std::time::Duration;
 
@@ -78,7 +78,7 @@ fn parameters_are_read_as_apiserver_reads_them() {
 
 #[test]
 fn the_query_is_changed_where_it_must_be_and_nowhere_else() {
-    let cursor = Version::parse(b"77").unwrap();
+    let cursor = ResourceVersion::parse(b"77").unwrap();
     for (query, first, resumed) in [
         (
             "watch=1",

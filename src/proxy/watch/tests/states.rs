@@ -1,12 +1,12 @@
 //! The tables of the state machine: phases, frames on a first and on a resumed stream, losses.
 
 use super::super::allowance::RESUMES_A_MINUTE;
-use super::super::event::{Event, Kind, Unparsed};
+use super::super::codec::event::{Event, EventType, Unreadable};
+use super::super::codec::version::ResourceVersion;
 use super::super::request::Asked;
 use super::super::resume::{Answer, BRIEF, Shun};
 use super::super::state::{Phase, WatchState};
 use super::super::verdict::{AfterAttempt, AfterLoss, Bar, Ending, Obstacle, Stop, Verdict};
-use super::super::version::Version;
 use super::model::asked;
 use std::time::{Duration, Instant};
 
@@ -19,20 +19,30 @@ const CLEAN_WITHOUT_VERSION: AfterLoss = AfterLoss::End(Ending::Clean, Stop::NoV
 const PARTIAL: AfterLoss = AfterLoss::End(Ending::Reset, Stop::Initial);
 
 #[allow(clippy::unnecessary_wraps)] // a frame, as the state takes it
-fn event(kind: Kind, version: &'static str) -> Result<Event<'static>, Unparsed> {
-    Ok(Event { kind, version: Some(version.as_bytes()), initial_events_end: false, code: None })
+fn event(event_type: EventType, version: &'static str) -> Result<Event<'static>, Unreadable> {
+    Ok(Event {
+        event_type,
+        version: Some(version.as_bytes()),
+        initial_events_end: false,
+        status_code: None,
+    })
 }
 
 #[allow(clippy::unnecessary_wraps)] // likewise
-fn error(code: u16) -> Result<Event<'static>, Unparsed> {
-    Ok(Event { kind: Kind::Error, version: None, initial_events_end: false, code: Some(code) })
+fn error(code: u16) -> Result<Event<'static>, Unreadable> {
+    Ok(Event {
+        event_type: EventType::Error,
+        version: None,
+        initial_events_end: false,
+        status_code: Some(code),
+    })
 }
 
-fn initial_events_end(version: &'static str) -> Result<Event<'static>, Unparsed> {
-    event(Kind::Bookmark, version).map(|e| Event { initial_events_end: true, ..e })
+fn initial_events_end(version: &'static str) -> Result<Event<'static>, Unreadable> {
+    event(EventType::Bookmark, version).map(|e| Event { initial_events_end: true, ..e })
 }
 
-type Frames = Vec<Result<Event<'static>, Unparsed>>;
+type Frames = Vec<Result<Event<'static>, Unreadable>>;
 
 fn after(asked: &Asked, frames: Frames, start: Instant) -> WatchState {
     let mut state = WatchState::new(asked, start);
@@ -45,7 +55,7 @@ fn after(asked: &Asked, frames: Frames, start: Instant) -> WatchState {
 #[test]
 #[allow(clippy::type_complexity)] // it is a table
 fn phases_and_losses() {
-    use Kind::{Added, Bookmark, Deleted, Modified, Other};
+    use EventType::{Added, Bookmark, Deleted, Modified, Unknown};
     let fresh = || asked("");
     let listed = || Asked { send_initial_events: true, ..asked("5") };
     let watch_list = || Asked { bookmarks: true, ..listed() };
@@ -62,23 +72,23 @@ fn phases_and_losses() {
         ("going back", asked("5"), vec![event(Added, "4")], Phase::Ordered, Some("5"), CLEAN),
         ("a bookmark going back", asked("5"), vec![event(Added, "8"), event(Bookmark, "7")], Phase::Ordered, Some("8"), CLEAN),
         ("not a number", asked("5"), vec![event(Added, "abc")], Phase::Ordered, Some("5"), CLEAN),
-        ("an unknown type", asked("5"), vec![event(Other, "7")], Phase::Ordered, Some("7"), CLEAN),
+        ("an unknown type", asked("5"), vec![event(Unknown, "7")], Phase::Ordered, Some("7"), CLEAN),
         ("too old", asked("5"), vec![error(410)], Phase::Ordered, Some("5"), RESUME),
         ("another error", asked("5"), vec![error(500)], Phase::Ordered, Some("5"), CLEAN),
-        ("unreadable", asked("5"), vec![Err(Unparsed)], Phase::Ordered, Some("5"), RESET),
+        ("unreadable", asked("5"), vec![Err(Unreadable)], Phase::Ordered, Some("5"), RESET),
         ("initial, nothing yet", fresh(), vec![], Phase::Initial, None, RESTART),
         ("resourceVersion=0", asked("0"), vec![], Phase::Initial, None, RESTART),
         ("initial", fresh(), vec![event(Added, "90"), event(Added, "8")], Phase::Initial, None, PARTIAL),
         ("initial and over", fresh(), vec![event(Added, "90"), event(Added, "8"), event(Modified, "91")], Phase::Ordered, Some("91"), RESUME),
         ("initial and empty", fresh(), vec![event(Bookmark, "50")], Phase::Ordered, Some("50"), RESUME),
         ("initial and an error", fresh(), vec![error(410)], Phase::Initial, None, RESET),
-        ("initial and unreadable", fresh(), vec![Err(Unparsed)], Phase::Initial, None, RESET),
+        ("initial and unreadable", fresh(), vec![Err(Unreadable)], Phase::Initial, None, RESET),
         ("list, nothing yet", listed(), vec![], Phase::Initial, None, RESTART),
         ("list", listed(), vec![event(Added, "9"), event(Bookmark, "10"), event(Modified, "11")], Phase::Initial, None, PARTIAL),
         ("list and over", listed(), vec![event(Added, "9"), initial_events_end("10")], Phase::Ordered, Some("10"), RESUME),
         ("WatchList, nothing yet", watch_list(), vec![], Phase::Initial, None, RESTART),
         ("WatchList", watch_list(), vec![event(Added, "9"), event(Bookmark, "10")], Phase::Initial, None, CLEAN_IN_INITIAL),
-        ("WatchList and unreadable", watch_list(), vec![event(Added, "9"), Err(Unparsed)], Phase::Initial, None, RESET),
+        ("WatchList and unreadable", watch_list(), vec![event(Added, "9"), Err(Unreadable)], Phase::Initial, None, RESET),
         ("WatchList and over", watch_list(), vec![event(Added, "9"), initial_events_end("10")], Phase::Ordered, Some("10"), RESUME),
         ("from the present, nothing yet", from_present(), vec![], Phase::Initial, None, CLEAN_WITHOUT_VERSION),
         ("from the present and a bookmark", from_present(), vec![event(Bookmark, "9")], Phase::Ordered, Some("9"), RESUME),
@@ -100,18 +110,18 @@ fn bookmarks_go_to_those_who_asked() {
     let start = Instant::now();
     for (bookmarks, verdict) in [(true, Verdict::Forward), (false, Verdict::Swallow)] {
         let mut state = WatchState::new(&Asked { bookmarks, ..asked("5") }, start);
-        assert_eq!(state.on_frame(event(Kind::Bookmark, "6")), verdict);
-        assert_eq!(state.on_frame(event(Kind::Added, "7")), Verdict::Forward);
+        assert_eq!(state.on_frame(event(EventType::Bookmark, "6")), verdict);
+        assert_eq!(state.on_frame(event(EventType::Added, "7")), Verdict::Forward);
     }
 }
 
 #[test]
 #[allow(clippy::type_complexity)] // it is a table
 fn frames_on_a_resumed_stream() {
-    use Kind::{Added, Bookmark, Modified};
+    use EventType::{Added, Bookmark, Modified};
     let clean = Verdict::End(Ending::Clean);
     #[rustfmt::skip]
-    let table: Vec<(&str, Vec<(Result<Event<'static>, Unparsed>, Verdict)>)> = vec![
+    let table: Vec<(&str, Vec<(Result<Event<'static>, Unreadable>, Verdict)>)> = vec![
         ("news", vec![(event(Added, "11"), Verdict::Forward), (event(Added, "12"), Verdict::Forward)]),
         ("a bookmark at the cursor", vec![(event(Bookmark, "10"), Verdict::Swallow)]),
         ("one stray", vec![(event(Added, "10"), Verdict::Discard), (event(Added, "11"), Verdict::Forward)]),
@@ -122,7 +132,7 @@ fn frames_on_a_resumed_stream() {
         ("a stray, then gone", vec![(event(Added, "10"), Verdict::Discard), (error(410), Verdict::NextPeer)]),
         ("gone later", vec![(event(Added, "11"), Verdict::Forward), (error(410), Verdict::Withhold)]),
         ("another error later", vec![(event(Added, "11"), Verdict::Forward), (error(500), Verdict::Forward)]),
-        ("unreadable", vec![(Err(Unparsed), clean)]),
+        ("unreadable", vec![(Err(Unreadable), clean)]),
         ("not a number", vec![(event(Added, "x"), clean)]),
     ];
     let start = Instant::now();
@@ -138,15 +148,15 @@ fn frames_on_a_resumed_stream() {
 #[test]
 fn frames_above_the_cap() {
     let start = Instant::now();
-    let mut state = after(&asked("5"), vec![event(Kind::Added, "10")], start);
+    let mut state = after(&asked("5"), vec![event(EventType::Added, "10")], start);
     state.on_oversized(true, false);
     assert_eq!(state.obstacle(), Some(Obstacle::Oversized));
     assert_eq!(state.on_lost(start, false, 0), RESET, "in its middle");
-    let mut state = after(&asked("5"), vec![event(Kind::Added, "10")], start);
+    let mut state = after(&asked("5"), vec![event(EventType::Added, "10")], start);
     state.on_oversized(true, false);
     state.on_oversized(false, true);
     assert_eq!(state.on_lost(start, false, 0), CLEAN, "after it: its version is unknown");
-    assert_eq!(state.on_frame(event(Kind::Modified, "12")), Verdict::Forward);
+    assert_eq!(state.on_frame(event(EventType::Modified, "12")), Verdict::Forward);
     assert_eq!(state.obstacle(), None);
     assert_eq!(state.on_lost(start, false, 0), RESUME, "after the next");
     assert_eq!(
@@ -160,7 +170,7 @@ fn frames_above_the_cap() {
 fn limits_of_resuming() {
     let start = Instant::now();
     let at = |ms| start + Duration::from_millis(ms);
-    let mut state = after(&asked("5"), vec![event(Kind::Added, "6")], start);
+    let mut state = after(&asked("5"), vec![event(EventType::Added, "6")], start);
     assert_eq!(state.on_lost(at(298_000), false, 0), RESUME);
     assert_eq!(state.reissue(at(298_000)).remaining, Some(Duration::from_secs(2)));
     assert_eq!(
@@ -191,21 +201,21 @@ fn a_watch_moves_only_where_nothing_can_be_lost() {
     let movable = |state: &WatchState, ms| state.reissue_to_move(at(ms)).is_some();
     let initial = after(&Asked { version: None, ..asked("5") }, vec![], start);
     assert!(!movable(&initial, 0), "still listing");
-    let mut state = after(&asked("5"), vec![event(Kind::Added, "6")], start);
+    let mut state = after(&asked("5"), vec![event(EventType::Added, "6")], start);
     assert!(!movable(&state, 270_001), "it ends soon anyway");
     let reissue = state.reissue_to_move(at(1)).unwrap();
     assert_eq!(reissue.cursor.map(ToString::to_string).as_deref(), Some("6"));
 
     state.tried_to_move(at(1));
     assert!(!movable(&state, 60_000), "not again so soon");
-    assert_eq!(state.on_frame(event(Kind::Added, "7")), Verdict::Forward, "it stayed");
+    assert_eq!(state.on_frame(event(EventType::Added, "7")), Verdict::Forward, "it stayed");
     assert!(movable(&state, 60_001));
     state.moved(at(60_001));
-    assert_eq!(state.on_frame(event(Kind::Added, "7")), Verdict::Discard);
-    assert_eq!(state.on_frame(event(Kind::Added, "8")), Verdict::Forward);
+    assert_eq!(state.on_frame(event(EventType::Added, "7")), Verdict::Discard);
+    assert_eq!(state.on_frame(event(EventType::Added, "8")), Verdict::Forward);
 
     // The history there may be too short, which only the first frame tells.
-    let mut state = after(&asked("5"), vec![event(Kind::Added, "6")], start);
+    let mut state = after(&asked("5"), vec![event(EventType::Added, "6")], start);
     state.moved(at(1));
     assert_eq!(state.on_frame(error(410)), Verdict::NextPeer);
     let next = state.on_error_event("application/json", true, at(2), 0);
@@ -216,13 +226,13 @@ fn a_watch_moves_only_where_nothing_can_be_lost() {
 
 #[test]
 fn bookmarks_that_stay_away_are_told_once() {
-    let bookmark = |version| event(Kind::Bookmark, version);
-    let mut state = after(&asked("5"), vec![event(Kind::Added, "6")], Instant::now());
+    let bookmark = |version| event(EventType::Bookmark, version);
+    let mut state = after(&asked("5"), vec![event(EventType::Added, "6")], Instant::now());
     assert!((0..9).all(|_| !state.has_gone_stale()), "it never had any");
     state.on_frame(bookmark("7"));
     let told = |state: &mut WatchState| (0..6).map(|_| state.has_gone_stale()).collect::<Vec<_>>();
     assert_eq!(told(&mut state), [false, false, false, true, false, false]);
-    state.on_frame(event(Kind::Modified, "8"));
+    state.on_frame(event(EventType::Modified, "8"));
     assert!(!state.has_gone_stale(), "events are no bookmarks");
     state.on_frame(bookmark("9"));
     assert_eq!(told(&mut state), [false, false, false, true, false, false]);
@@ -232,7 +242,7 @@ fn bookmarks_that_stay_away_are_told_once() {
 /// and anything else, is the client's.
 #[test]
 fn a_410_is_not_the_last_word() {
-    use Kind::{Added, Modified};
+    use EventType::{Added, Modified};
     let start = Instant::now();
     let foreign = || Asked { resumable_group: false, ..asked("5") };
     let (withheld, forwarded) = (Verdict::Withhold, Verdict::Forward);
@@ -260,7 +270,7 @@ fn a_410_is_not_the_last_word() {
         let again = AfterAttempt::Another { delay: Duration::ZERO, shun: Shun::Round };
         let json = "application/json";
         assert_eq!(state.on_error_event(json, true, start, 0), again, "{name}");
-        assert_eq!(state.reissue(start).cursor.map(Version::as_str), cursor, "{name}");
+        assert_eq!(state.reissue(start).cursor.map(ResourceVersion::as_str), cursor, "{name}");
         // The next one has no more of it, and then there is nobody left; or it takes too long.
         let next = state.on_frame(error(410));
         assert!(matches!(next, Verdict::NextPeer | Verdict::Withhold), "{name}: {next:?}");
@@ -300,12 +310,12 @@ fn attempts() {
         (Answer::Unreachable, true, start, again(Shun::Not)),
         (head(403), true, start, AfterAttempt::End(Ending::Clean)),
     ] {
-        let mut state = after(&asked("5"), vec![event(Kind::Added, "6")], start);
+        let mut state = after(&asked("5"), vec![event(EventType::Added, "6")], start);
         assert_eq!(state.on_lost(start, false, 0), RESUME);
         assert_eq!(state.on_answer(answer, json, peers_left, now, 0), wanted, "{answer:?}");
     }
     // Somebody who always says "at once" is asked for so long, and no oftener than the jitter allows.
-    let mut state = after(&asked("5"), vec![event(Kind::Added, "6")], start);
+    let mut state = after(&asked("5"), vec![event(EventType::Added, "6")], start);
     assert_eq!(state.on_lost(start, false, 0), RESUME);
     let busy =
         Answer::Head { status: 429, content_type: Some(json), retry_after: Some(Duration::ZERO) };

@@ -1,42 +1,44 @@
-//! The few fields of one protobuf event.
+//! Parses one protobuf event; skips every field that the event does not need.
 
-use super::{Event, INITIAL_EVENTS_END, KINDS, Kind};
+use super::event::{EVENT_TYPES, Event, EventType, INITIAL_EVENTS_END};
 
-/// What precedes an object that says its own type (apimachinery, `runtime/serializer/protobuf`).
+/// The prefix of an object in a `runtime.Unknown` envelope (apimachinery,
+/// `runtime/serializer/protobuf`).
 const MAGIC: &[u8] = b"k8s\0";
 
-/// Reads one frame, its length included; `None` if it is not an event.
+/// Parses one frame with its size prefix; `None` if it is not an event.
 pub(super) fn event(frame: &[u8]) -> Option<Event<'_>> {
     let (prefix, message) = frame.split_first_chunk::<4>()?;
     if u32::from_be_bytes(*prefix) as usize != message.len() {
         return None;
     }
-    let [kind, extension] = texts(message, [1, 2])?;
-    let kind = kind?;
-    let known = KINDS.iter().find(|(name, _)| *name == kind);
-    let kind = known.map_or(Kind::Other, |(_, kind)| *kind);
-    let [raw] = texts(extension?, [1])?;
+    let [type_name, extension] = bytes_fields(message, [1, 2])?;
+    let type_name = type_name?;
+    let known = EVENT_TYPES.iter().find(|(name, _)| *name == type_name);
+    let event_type = known.map_or(EventType::Unknown, |(_, event_type)| *event_type);
+    let [raw] = bytes_fields(extension?, [1])?;
     let [_type_meta, object, content_encoding, content_type] =
-        texts(raw?.strip_prefix(MAGIC)?, [1, 2, 3, 4])?;
-    let plain = |field: Option<&[u8]>| field.is_none_or(<[u8]>::is_empty);
-    if !plain(content_encoding) || !plain(content_type) {
+        bytes_fields(raw?.strip_prefix(MAGIC)?, [1, 2, 3, 4])?;
+    let is_empty = |field: Option<&[u8]>| field.is_none_or(<[u8]>::is_empty);
+    if !is_empty(content_encoding) || !is_empty(content_type) {
         return None;
     }
     let object = object.unwrap_or_default();
-    let mut event = Event { kind, version: None, initial_events_end: false, code: None };
-    if kind == Kind::Error {
+    let mut event =
+        Event { event_type, version: None, initial_events_end: false, status_code: None };
+    if event_type == EventType::Error {
         for_each_field(object, |field, value| {
             if let (6, Value::Number(code)) = (field, value) {
-                event.code = u16::try_from(code).ok();
+                event.status_code = u16::try_from(code).ok();
             }
             Some(())
         })?;
         return Some(event);
     }
-    let [metadata] = texts(object, [1])?;
+    let [metadata] = bytes_fields(object, [1])?;
     let metadata = metadata.unwrap_or_default();
-    [event.version] = texts(metadata, [6])?;
-    if kind == Kind::Bookmark {
+    [event.version] = bytes_fields(metadata, [6])?;
+    if event_type == EventType::Bookmark {
         event.initial_events_end = ends_initial_events(metadata)?;
     }
     Some(event)
@@ -46,7 +48,7 @@ fn ends_initial_events(metadata: &[u8]) -> Option<bool> {
     let mut ends = false;
     for_each_field(metadata, |field, value| {
         if let (12, Value::Bytes(entry)) = (field, value) {
-            let [key, value] = texts(entry, [1, 2])?;
+            let [key, value] = bytes_fields(entry, [1, 2])?;
             ends |= key == Some(INITIAL_EVENTS_END) && value == Some(b"true");
         }
         Some(())
@@ -54,8 +56,8 @@ fn ends_initial_events(metadata: &[u8]) -> Option<bool> {
     Some(ends)
 }
 
-/// The values of length-delimited fields that occur at most once.
-fn texts<const N: usize>(message: &[u8], fields: [u32; N]) -> Option<[Option<&[u8]>; N]> {
+/// The values of length-delimited fields; `None` if one of them occurs twice.
+fn bytes_fields<const N: usize>(message: &[u8], fields: [u32; N]) -> Option<[Option<&[u8]>; N]> {
     let mut found = [None; N];
     for_each_field(message, |field, value| {
         if let Some(at) = fields.iter().position(|&wanted| wanted == field) {
@@ -75,7 +77,7 @@ enum Value<'a> {
     Fixed,
 }
 
-/// Walks over the fields of one message; `None` if it is not well formed.
+/// Calls `each` for every field of a message; `None` if the message is malformed.
 fn for_each_field<'a>(
     mut message: &'a [u8],
     mut each: impl FnMut(u32, Value<'a>) -> Option<()>,
@@ -104,7 +106,7 @@ fn take<'a>(message: &mut &'a [u8], len: usize) -> Option<&'a [u8]> {
     Some(taken)
 }
 
-/// Seven bits a byte, least significant first, ten bytes at most.
+/// Consumes a varint: seven bits a byte, least significant first, at most ten bytes.
 fn varint(message: &mut &[u8]) -> Option<u64> {
     let mut value = 0;
     for shift in (0..64).step_by(7) {

@@ -1,37 +1,38 @@
-//! The skipping scanner over one JSON event.
+//! Parses one JSON event; skips every value that the event does not need.
 
-use super::{Event, INITIAL_EVENTS_END, KINDS, Kind};
+use super::event::{EVENT_TYPES, Event, EventType, INITIAL_EVENTS_END};
 
-/// Deeper values are not followed. Go's decoder stops at 10,000, real objects at some dozens.
+/// The deepest nesting that is parsed. Go's decoder stops at 10,000; real objects have some dozens.
 const MAX_DEPTH: u32 = 512;
 
-/// What was found on the way through the event.
+/// The fields found so far, and whether a key has occurred already.
 #[derive(Default)]
 struct Found<'a> {
-    kind: Option<Kind>,
-    object: bool,
-    metadata: bool,
+    event_type: Option<EventType>,
+    has_object: bool,
+    has_metadata: bool,
     version: Option<&'a [u8]>,
-    versioned: bool,
-    /// Where the value of the annotations begins.
+    has_version: bool,
+    /// The offset of the value of `.object.metadata.annotations`.
     annotations: Option<usize>,
     /// The value of `.object.code` as it is written.
     code: Option<&'a [u8]>,
 }
 
-/// Reads one event; `None` if that is not what it is.
+/// Parses one event; `None` if the frame is not one.
 pub(super) fn event(frame: &[u8]) -> Option<Event<'_>> {
     let mut scan = Scan { bytes: frame, at: 0 };
     let mut found = Found::default();
     scan.members(|scan, key| {
         if text_is(key, b"type") {
-            once(found.kind.is_some())?;
+            once(found.event_type.is_some())?;
             let text = scan.string()?;
-            let known = KINDS.iter().find(|(name, _)| text_is(text, name));
-            found.kind = Some(known.map_or(Kind::Other, |(_, kind)| *kind));
+            let known = EVENT_TYPES.iter().find(|(name, _)| text_is(text, name));
+            found.event_type =
+                Some(known.map_or(EventType::Unknown, |(_, event_type)| *event_type));
             Some(())
         } else if text_is(key, b"object") {
-            once(std::mem::replace(&mut found.object, true))?;
+            once(std::mem::replace(&mut found.has_object, true))?;
             object(scan, &mut found)
         } else {
             scan.skip()
@@ -40,16 +41,16 @@ pub(super) fn event(frame: &[u8]) -> Option<Event<'_>> {
     if scan.token().is_some() {
         return None;
     }
-    let kind = found.kind?;
-    let annotations = found.annotations.filter(|_| kind == Kind::Bookmark);
+    let event_type = found.event_type?;
+    let annotations = found.annotations.filter(|_| event_type == EventType::Bookmark);
     Some(Event {
-        kind,
-        version: found.version.filter(|_| kind != Kind::Error),
+        event_type,
+        version: found.version.filter(|_| event_type != EventType::Error),
         initial_events_end: match annotations {
             Some(at) => ends_initial_events(Scan { bytes: frame, at })?,
             None => false,
         },
-        code: found.code.filter(|_| kind == Kind::Error).and_then(number),
+        status_code: found.code.filter(|_| event_type == EventType::Error).and_then(number),
     })
 }
 
@@ -59,7 +60,7 @@ fn object<'a>(scan: &mut Scan<'a>, found: &mut Found<'a>) -> Option<()> {
     }
     scan.members(|scan, key| {
         if text_is(key, b"metadata") {
-            once(std::mem::replace(&mut found.metadata, true))?;
+            once(std::mem::replace(&mut found.has_metadata, true))?;
             metadata(scan, found)
         } else if text_is(key, b"code") {
             let start = scan.start()?;
@@ -78,7 +79,7 @@ fn metadata<'a>(scan: &mut Scan<'a>, found: &mut Found<'a>) -> Option<()> {
     }
     scan.members(|scan, key| {
         if text_is(key, b"resourceVersion") {
-            once(std::mem::replace(&mut found.versioned, true))?;
+            once(std::mem::replace(&mut found.has_version, true))?;
             if scan.token() == Some(b'"') {
                 found.version = Some(scan.string()?);
                 return Some(());
@@ -105,7 +106,7 @@ fn ends_initial_events(mut scan: Scan<'_>) -> Option<bool> {
     Some(ends)
 }
 
-/// `None`, which makes the frame unreadable, if it was there before.
+/// Returns `None`, which makes the frame unreadable, if the key has occurred before.
 fn once(before: bool) -> Option<()> {
     (!before).then_some(())
 }
@@ -114,14 +115,14 @@ fn number(text: &[u8]) -> Option<u16> {
     std::str::from_utf8(text).ok()?.parse().ok()
 }
 
-/// A place in the text.
+/// A read position in the frame.
 struct Scan<'a> {
     bytes: &'a [u8],
     at: usize,
 }
 
 impl<'a> Scan<'a> {
-    /// The next byte that is not white space, left where it is.
+    /// Skips white space and returns the next byte without consuming it.
     fn token(&mut self) -> Option<u8> {
         while let Some(&byte) = self.bytes.get(self.at) {
             if !matches!(byte, b' ' | b'\n' | b'\t' | b'\r') {
@@ -132,7 +133,7 @@ impl<'a> Scan<'a> {
         None
     }
 
-    /// Where the next value begins.
+    /// The offset of the next value.
     fn start(&mut self) -> Option<usize> {
         self.token().map(|_| self.at)
     }
@@ -145,7 +146,7 @@ impl<'a> Scan<'a> {
         Some(())
     }
 
-    /// Hands each member of an object to `each`, which must consume its value.
+    /// Calls `each` with the key of every member of an object; `each` must consume the value.
     fn members(&mut self, mut each: impl FnMut(&mut Self, &'a [u8]) -> Option<()>) -> Option<()> {
         self.expect(b'{')?;
         if self.token()? == b'}' {
@@ -167,7 +168,7 @@ impl<'a> Scan<'a> {
         }
     }
 
-    /// A string's text as it is written, between its quotes.
+    /// Consumes a string and returns the text between its quotes, with its escapes.
     fn string(&mut self) -> Option<&'a [u8]> {
         self.expect(b'"')?;
         let start = self.at;
@@ -193,7 +194,7 @@ impl<'a> Scan<'a> {
     }
 }
 
-/// The place after the object or array that begins at `at`.
+/// The offset after the object or array that begins at `at`.
 fn nested_end(bytes: &[u8], mut at: usize) -> Option<usize> {
     let mut depth = 0;
     loop {
@@ -210,10 +211,11 @@ fn nested_end(bytes: &[u8], mut at: usize) -> Option<usize> {
     }
 }
 
-/// The place after the closing quote of the string whose text begins at `at`.
+/// The offset after the closing quote of the string whose text begins at `at`.
 ///
-/// Eight bytes at a time: a byte of `x - 0x01…` that is above 0x7f where `x`'s was not is one that
-/// was zero, and the lowest of these is exact (the classic from Hacker's Delight, section 6-1).
+/// It tests eight bytes at a time for a quote or a backslash. After `x - 0x0101…`, a byte above 0x7f
+/// that was not above 0x7f in `x` was zero; the lowest such byte is exact (Hacker's Delight,
+/// section 6-1).
 fn string_end(bytes: &[u8], mut at: usize) -> Option<usize> {
     const ONES: u64 = 0x0101_0101_0101_0101;
     const QUOTES: u64 = ONES * b'"' as u64;
@@ -237,9 +239,9 @@ fn string_end(bytes: &[u8], mut at: usize) -> Option<usize> {
     }
 }
 
-/// Whether a string, as it is written, means the ASCII text `wanted`.
+/// Whether a string with escapes stands for the ASCII text `wanted`.
 fn text_is(written: &[u8], wanted: &[u8]) -> bool {
-    // An escape is longer than what it means.
+    // An escape is longer than the character it stands for.
     written == wanted
         || written.len() > wanted.len() && written.contains(&b'\\') && unescaped_is(written, wanted)
 }

@@ -1,0 +1,194 @@
+//! Reads the few fields of a watch event that resuming needs, without decoding the rest.
+//!
+//! JSON: `.type`, `.object.metadata.resourceVersion` (also of a `meta.k8s.io` Table), the annotation that
+//! ends the initial events, and the `.object.code` of an error. Every other `metadata` (in owner
+//! references, templates, rows of a table) is deeper in the object and is skipped. Keys may come in any
+//! order and may contain escapes. If a key that the parser reads occurs twice, the frame is
+//! unreadable, because JSON parsers disagree on which one counts. The parser allocates nothing and
+//! does not recurse. It follows quotes and braces, and does not validate what it skips.
+//!
+//! Protobuf (apimachinery, `generated.proto` of meta/v1 and runtime):
+//! `WatchEvent{1: type, 2: RawExtension{1: raw}}`, where raw is `k8s\0` and `Unknown{1: TypeMeta,
+//! 2: raw, 3: contentEncoding, 4: contentType}`. Field 1 of every object is `ObjectMeta` with
+//! 6: resourceVersion and 12: annotations. Field 6 of a `Status` is the code.
+
+use super::{Encoding, json, protobuf};
+
+/// The annotation of the bookmark after the initial events (KEP-3157).
+pub(super) const INITIAL_EVENTS_END: &[u8] = b"k8s.io/initial-events-end";
+
+/// The type of a watch event.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum EventType {
+    /// The object was created, or has begun to match the selector.
+    Added,
+    /// The object was changed.
+    Modified,
+    /// The object was deleted, or has ceased to match the selector.
+    Deleted,
+    /// There is no event up to this version that the client does not have.
+    Bookmark,
+    /// The watch has failed; the object is a `Status`.
+    Error,
+    /// A type that this parser does not know.
+    Unknown,
+}
+
+/// The fields of one event that resuming needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Event<'a> {
+    /// The type.
+    pub event_type: EventType,
+    /// The object's resourceVersion as it is written; `None` for an error.
+    pub version: Option<&'a [u8]>,
+    /// Whether this is the bookmark after the initial events.
+    pub initial_events_end: bool,
+    /// The code of an error's `Status`.
+    pub status_code: Option<u16>,
+}
+
+/// The frame is not an event that the parser can read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Unreadable;
+
+/// Parses one whole frame.
+///
+/// # Errors
+/// The frame is not an event in this encoding.
+pub fn parse(encoding: Encoding, frame: &[u8]) -> Result<Event<'_>, Unreadable> {
+    let event = match encoding {
+        Encoding::Json => json::event(frame),
+        Encoding::Protobuf => protobuf::event(frame),
+    };
+    event.ok_or(Unreadable)
+}
+
+/// The event types as they are written (apimachinery, `watch.EventType`).
+pub(super) const EVENT_TYPES: [(&[u8], EventType); 5] = [
+    (b"ADDED", EventType::Added),
+    (b"MODIFIED", EventType::Modified),
+    (b"DELETED", EventType::Deleted),
+    (b"BOOKMARK", EventType::Bookmark),
+    (b"ERROR", EventType::Error),
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn json(text: &str) -> Result<Event<'_>, Unreadable> {
+        parse(Encoding::Json, text.as_bytes())
+    }
+
+    #[test]
+    fn json_event_has_type_and_version() {
+        let deep = format!(
+            r#"{{"type":"ADDED","object":{{"spec":{}1{},"metadata":{{"resourceVersion":"8"}}}}}}"#,
+            "[".repeat(400),
+            "]".repeat(400)
+        );
+        #[rustfmt::skip]
+        let table: &[(&str, EventType, Option<&str>)] = &[
+            (r#"{"type":"ADDED","object":{"kind":"Pod","metadata":{"name":"a","resourceVersion":"12"}}}"#, EventType::Added, Some("12")),
+            // Key order, white space, pretty-printed objects.
+            (r#" { "object" : { "metadata" : { "resourceVersion" : "7" } } , "type" : "DELETED" } "#, EventType::Deleted, Some("7")),
+            ("{\n  \"type\": \"MODIFIED\",\n  \"object\": {\n \"metadata\": {\"resourceVersion\": \"3\"}}\n}\n", EventType::Modified, Some("3")),
+            // Other `metadata`, before and after the object's own.
+            (r#"{"type":"ADDED","object":{"spec":{"template":{"metadata":{"resourceVersion":"666"}}},"metadata":{"ownerReferences":[{"resourceVersion":"667"}],"managedFields":[{"x":{"resourceVersion":"668"}}],"resourceVersion":"5"},"status":{"metadata":{"resourceVersion":"669"}}}}"#, EventType::Added, Some("5")),
+            (r#"{"metadata":{"resourceVersion":"1"},"type":"ADDED","object":{"resourceVersion":"2"}}"#, EventType::Added, None),
+            // A table.
+            (r#"{"type":"MODIFIED","object":{"kind":"Table","apiVersion":"meta.k8s.io/v1","metadata":{"resourceVersion":"44"},"columnDefinitions":[{"name":"Name"}],"rows":[{"cells":["a"],"object":{"metadata":{"resourceVersion":"43"}}}]}}"#, EventType::Modified, Some("44")),
+            // Escapes in keys and strings, braces and quotes in strings.
+            (r#"{"\u0074ype":"ADD\u0045D","object":{"m\u0065tadata":{"resource\u0056ersion":"9"}}}"#, EventType::Added, Some("9")),
+            (r#"{"type":"ADDED","object":{"a\"}{":"\\\"}]","metadata":{"labels":{"x":"\\"},"resourceVersion":"6"}}}"#, EventType::Added, Some("6")),
+            // Objects without a version.
+            (r#"{"type":"ADDED","object":{"metadata":{"resourceVersion":12}}}"#, EventType::Added, None),
+            (r#"{"type":"ADDED","object":null}"#, EventType::Added, None),
+            (r#"{"type":"ADDED"}"#, EventType::Added, None),
+            (r#"{"type":"NEWS","object":{"metadata":{"resourceVersion":"4"}}}"#, EventType::Unknown, Some("4")),
+            (&deep, EventType::Added, Some("8")),
+        ];
+        for (text, event_type, version) in table {
+            let event = json(text).unwrap_or_else(|_| panic!("{text}"));
+            assert_eq!(event.event_type, *event_type, "{text}");
+            assert_eq!(event.version, version.map(str::as_bytes), "{text}");
+        }
+    }
+
+    #[test]
+    fn malformed_json_is_unreadable() {
+        let too_deep =
+            format!(r#"{{"type":"ADDED","object":{}1{}}}"#, "[".repeat(9999), "]".repeat(9999));
+        for text in [
+            "",
+            " ",
+            "{",
+            "}",
+            "{}",
+            "[]",
+            "null",
+            "not json",
+            r#"{"type":"ADDED""#,
+            r#"{"type":1}"#,
+            r#"{"object":{}}"#,
+            r#"{"type":"ADDED"}{"type":"ADDED"}"#,
+            r#"{"type":"ADDED","type":"ADDED"}"#,
+            r#"{"type":"ADDED","object":{"metadata":{}},"object":{}}"#,
+            r#"{"type":"ADDED","object":{"metadata":{},"metadata":{}}}"#,
+            r#"{"type":"ADDED","object":{"metadata":{"resourceVersion":"1","resourceVersion":"2"}}}"#,
+            r#"{"type":"ADDED","object":{"metadata":{"resourceVersion":"1"}}"#,
+            r#"{"type":"ADDED","object":{"a":"\"}}"#,
+            r#"{"type":"ADDED" "object":{}}"#,
+            &too_deep,
+        ] {
+            assert_eq!(json(text), Err(Unreadable), "{text:.60}");
+        }
+    }
+
+    #[test]
+    fn json_bookmark_and_error_are_recognized() {
+        let end = json(r#"{"type":"BOOKMARK","object":{"metadata":{"resourceVersion":"5","annotations":{"a":"b","k8s.io/initial-events-end":"true"}}}}"#).unwrap();
+        assert!(end.initial_events_end);
+        for no in [
+            r#"{"type":"BOOKMARK","object":{"metadata":{"resourceVersion":"5"}}}"#,
+            r#"{"type":"BOOKMARK","object":{"metadata":{"annotations":{"k8s.io/initial-events-end":"false"}}}}"#,
+            r#"{"type":"ADDED","object":{"metadata":{"annotations":{"k8s.io/initial-events-end":"true"}}}}"#,
+            r#"{"type":"BOOKMARK","object":{"metadata":{"labels":{"k8s.io/initial-events-end":"true"}}}}"#,
+        ] {
+            assert!(!json(no).unwrap().initial_events_end, "{no}");
+        }
+        let gone = json(r#"{"type":"ERROR","object":{"kind":"Status","metadata":{"resourceVersion":"99"},"status":"Failure","code":410}}"#).unwrap();
+        assert_eq!(
+            (gone.event_type, gone.status_code, gone.version),
+            (EventType::Error, Some(410), None)
+        );
+        let odd = json(r#"{"type":"ERROR","object":{"code":"410"}}"#).unwrap();
+        assert_eq!((odd.event_type, odd.status_code), (EventType::Error, None));
+    }
+
+    #[test]
+    fn protobuf_event_has_type_version_and_code() {
+        use crate::proxy::watch::tests::model::{protobuf_event, protobuf_status};
+        let frame = protobuf_event("MODIFIED", "v1", "Pod", "123", &[("x", "y")]);
+        let event = parse(Encoding::Protobuf, &frame).unwrap();
+        assert_eq!((event.event_type, event.version), (EventType::Modified, Some(&b"123"[..])));
+        let frame = protobuf_event(
+            "BOOKMARK",
+            "v1",
+            "Pod",
+            "7",
+            &[("a", "b"), ("k8s.io/initial-events-end", "true")],
+        );
+        assert!(parse(Encoding::Protobuf, &frame).unwrap().initial_events_end);
+        let frame = protobuf_status(410);
+        let event = parse(Encoding::Protobuf, &frame).unwrap();
+        assert_eq!(
+            (event.event_type, event.status_code, event.version),
+            (EventType::Error, Some(410), None)
+        );
+        // A frame that is cut anywhere, or whose length is wrong, is unreadable.
+        for len in 0..frame.len() {
+            assert_eq!(parse(Encoding::Protobuf, &frame[..len]), Err(Unreadable), "{len}");
+        }
+    }
+}

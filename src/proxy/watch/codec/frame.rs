@@ -1,0 +1,293 @@
+//! Splits the bytes of a watch response into whole frames, so that no client ever gets half an event.
+//!
+//! * JSON: a frame is one object and a newline. kube-apiserver encodes every event with Go's
+//!   `encoding/json`, which compacts the embedded object and escapes newlines in strings, with or
+//!   without `pretty=true`. So a line that ends in `}` is a frame, and the splitter only searches for
+//!   newlines. If a line does not end in `}`, or a chunk ends in `}` without a newline, the splitter
+//!   counts braces instead. Pretty-printed objects, and objects without a newline between them, are
+//!   split correctly as well.
+//! * Protobuf: a frame is a big-endian length of four bytes and that many bytes (apimachinery's
+//!   `LengthDelimitedFramer`).
+//!
+//! A frame that lies in one chunk is measured and never copied. The beginning of a frame at the end of a
+//! chunk is buffered until the frame is whole, within [`FRAME_CAP`] and within the shared budget of
+//! all watches. A larger frame passes through in pieces ([`Piece::Oversized`]).
+//!
+//! If the splitter guesses wrong about JSON (two objects in one line), it returns a frame that
+//! [`super::event`] cannot parse. A watch with such a frame is never resumed.
+
+use super::Encoding;
+use super::partial_frame::PartialFrame;
+use crate::proxy::byte_budget::ByteBudget;
+use bytes::Bytes;
+use std::sync::Arc;
+
+/// The largest frame that is buffered to be forwarded whole.
+///
+/// etcd refuses requests above 1.5 MiB by default, so no event comes near 8 MiB.
+pub const FRAME_CAP: usize = 8 * 1024 * 1024;
+
+/// The length of the size prefix of a protobuf frame, in bytes.
+const PREFIX: usize = 4;
+
+/// Splits the bytes of one watch response into frames.
+#[derive(Debug)]
+pub struct FrameSplitter {
+    encoding: Encoding,
+    cap: usize,
+    /// The beginning of the current frame, from earlier chunks.
+    partial: PartialFrame,
+    boundary: Boundary,
+    /// Part of the current frame has been passed on as [`Piece::Oversized`].
+    oversized: bool,
+}
+
+/// How the splitter finds the end of the current frame.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Boundary {
+    /// JSON: at the next newline.
+    UpstreamClient,
+    /// JSON: where the braces are balanced.
+    Braces(Braces),
+    /// Protobuf: after so many more bytes; `None` while the size prefix is incomplete.
+    Length(Option<usize>),
+}
+
+/// What the first bytes of a chunk are.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Piece {
+    /// So many bytes are one whole frame.
+    Whole(usize),
+    /// So many bytes complete the frame that earlier chunks began; the second field is the whole
+    /// frame.
+    Completed(usize, Bytes),
+    /// So many bytes are white space between frames.
+    Whitespace(usize),
+    /// All bytes belong to a frame whose end has not arrived; the splitter has buffered them.
+    Buffered,
+    /// The frame is above the cap or the budget is used up, so it passes through in pieces: first the
+    /// bytes that were buffered, then the first `len` bytes of the chunk.
+    Oversized {
+        /// The bytes of the frame that had been buffered until now.
+        buffered: Bytes,
+        /// How many bytes of the chunk belong to the frame.
+        len: usize,
+        /// Whether this piece contains the first byte of the frame.
+        begins: bool,
+        /// Whether this piece contains the last byte of the frame.
+        ends: bool,
+    },
+}
+
+impl FrameSplitter {
+    /// Creates a splitter for the beginning of a response body. `budget` bounds what all splitters
+    /// buffer together.
+    pub fn new(encoding: Encoding, budget: &Arc<ByteBudget>) -> Self {
+        Self::with_cap(encoding, FRAME_CAP, budget)
+    }
+
+    /// Creates a splitter that buffers at most `cap` bytes of a frame.
+    pub fn with_cap(encoding: Encoding, cap: usize, budget: &Arc<ByteBudget>) -> Self {
+        let partial = PartialFrame::new(budget);
+        Self { encoding, cap, partial, boundary: Boundary::start(encoding), oversized: false }
+    }
+
+    /// Splits off the first frame of a chunk, or the part of it that the chunk contains.
+    ///
+    /// Call it again with the rest of the chunk until nothing is left.
+    pub fn split(&mut self, chunk: &[u8]) -> Piece {
+        if self.encoding == Encoding::Json && self.at_boundary() {
+            let whitespace = chunk.iter().take_while(|b| b.is_ascii_whitespace()).count();
+            if whitespace > 0 {
+                return Piece::Whitespace(whitespace);
+            }
+        }
+        // The size prefix is buffered even without budget: without it the end of the frame is unknown.
+        let budget = self.partial.len() + self.partial.budget().left();
+        let cap = self.cap.min(budget.max(PREFIX));
+        let end = match self.boundary {
+            Boundary::Length(_) => self.length_end(chunk),
+            Boundary::UpstreamClient => self.line_end(chunk, cap),
+            Boundary::Braces(_) => self.braces_end(chunk),
+        };
+        let len = end.unwrap_or(chunk.len());
+        let missing = if let Boundary::Length(Some(missing)) = self.boundary { missing } else { 0 };
+        let is_whole = end.is_some() && self.partial.is_empty();
+        let cap = if is_whole { self.cap } else { cap };
+        if self.oversized || self.partial.len() + len + missing > cap {
+            return self.pass_through(&chunk[..len], end.is_some());
+        }
+        let Some(len) = end else {
+            self.partial.append(chunk, cap);
+            return Piece::Buffered;
+        };
+        self.boundary = self.boundary_after(&chunk[..len]);
+        if is_whole {
+            return Piece::Whole(len);
+        }
+        self.partial.append(&chunk[..len], cap);
+        Piece::Completed(len, self.take_buffered())
+    }
+
+    /// Whether the splitter is between two frames.
+    pub fn at_boundary(&self) -> bool {
+        self.partial.is_empty() && !self.oversized
+    }
+
+    /// The shared budget.
+    pub fn budget(&self) -> &Arc<ByteBudget> {
+        self.partial.budget()
+    }
+
+    /// How many bytes of the current frame are buffered.
+    pub fn buffered(&self) -> usize {
+        self.partial.len()
+    }
+
+    /// Starts anew and returns what was buffered. If the server ended the response, the caller passes
+    /// these bytes on; if the stream was lost, the caller drops them.
+    pub fn reset(&mut self) -> Bytes {
+        self.boundary = Boundary::start(self.encoding);
+        self.oversized = false;
+        self.take_buffered()
+    }
+
+    /// Takes the buffer. It counts in the budget until the returned bytes are dropped.
+    fn take_buffered(&mut self) -> Bytes {
+        if self.partial.is_empty() {
+            return Bytes::new();
+        }
+        let empty = PartialFrame::new(self.partial.budget());
+        Bytes::from_owner(std::mem::replace(&mut self.partial, empty))
+    }
+
+    /// Passes on what is buffered and this part of the chunk.
+    fn pass_through(&mut self, part: &[u8], ends: bool) -> Piece {
+        let begins = !std::mem::replace(&mut self.oversized, !ends);
+        if ends {
+            self.boundary = self.boundary_after(part);
+        }
+        Piece::Oversized { buffered: self.take_buffered(), len: part.len(), begins, ends }
+    }
+
+    /// How to find the end of the next frame after a frame with these last bytes. If objects follow
+    /// each other without newlines, a search for a newline before each of them would read the chunk
+    /// once for each object.
+    fn boundary_after(&self, frame: &[u8]) -> Boundary {
+        match (self.boundary, frame.last()) {
+            (Boundary::Braces(_), Some(&last)) if last != b'\n' => {
+                Boundary::Braces(Braces::default())
+            }
+            _ => Boundary::start(self.encoding),
+        }
+    }
+
+    fn length_end(&mut self, chunk: &[u8]) -> Option<usize> {
+        let missing = if let Boundary::Length(Some(missing)) = self.boundary {
+            missing
+        } else {
+            let mut prefix = [0; PREFIX];
+            let buffered = self.partial.len();
+            let fresh = chunk.len().min(PREFIX - buffered);
+            if buffered + fresh < PREFIX {
+                return None;
+            }
+            prefix[..buffered].copy_from_slice(&self.partial);
+            prefix[buffered..].copy_from_slice(&chunk[..fresh]);
+            fresh + u32::from_be_bytes(prefix) as usize
+        };
+        self.boundary = Boundary::Length(Some(missing.saturating_sub(chunk.len())));
+        (missing <= chunk.len()).then_some(missing)
+    }
+
+    fn line_end(&mut self, chunk: &[u8], cap: usize) -> Option<usize> {
+        let end = find_newline(chunk);
+        let line = &chunk[..end.unwrap_or(chunk.len())];
+        // The buffered bytes never end in `}`: their braces would have been counted.
+        let closed = line.iter().rfind(|b| !b.is_ascii_whitespace()) == Some(&b'}');
+        if closed && end.is_some() {
+            return end;
+        }
+        let above_cap = self.partial.len() + line.len() > cap;
+        if closed || end.is_some() || above_cap {
+            // This is a newline inside an object, or an object without a newline, or one that will
+            // not be buffered to be examined again: count its braces from its beginning.
+            let mut braces = Braces::default();
+            let buffered_end = braces.find_end(&self.partial);
+            self.boundary = Boundary::Braces(braces);
+            // More than one object is buffered. They cannot be split any more, only passed on.
+            return if buffered_end.is_some() { Some(line.len()) } else { self.braces_end(chunk) };
+        }
+        None
+    }
+
+    fn braces_end(&mut self, chunk: &[u8]) -> Option<usize> {
+        let Boundary::Braces(braces) = &mut self.boundary else { return None };
+        let end = braces.find_end(chunk)?;
+        // If the newline is in the chunk too, it belongs to the frame.
+        let blanks =
+            chunk[end..].iter().take_while(|&&b| matches!(b, b' ' | b'\t' | b'\r')).count();
+        let newline = chunk.get(end + blanks) == Some(&b'\n');
+        Some(if newline { end + blanks + 1 } else { end })
+    }
+}
+
+impl Boundary {
+    fn start(encoding: Encoding) -> Self {
+        match encoding {
+            Encoding::Json => Self::UpstreamClient,
+            Encoding::Protobuf => Self::Length(None),
+        }
+    }
+}
+
+/// Finds the end of a JSON object by counting braces, across any number of chunks.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Braces {
+    depth: u32,
+    in_string: bool,
+    escaped: bool,
+    /// The frame does not begin with `{` or `[`: it ends with its line.
+    not_an_object: bool,
+}
+
+impl Braces {
+    /// Returns how many of the bytes belong to the object, or `None` if they do not contain its end.
+    fn find_end(&mut self, bytes: &[u8]) -> Option<usize> {
+        for (at, &byte) in bytes.iter().enumerate() {
+            if self.not_an_object {
+                if byte == b'\n' {
+                    return Some(at + 1);
+                }
+            } else if self.escaped {
+                self.escaped = false;
+            } else if self.in_string {
+                match byte {
+                    b'\\' => self.escaped = true,
+                    b'"' => self.in_string = false,
+                    _ => {}
+                }
+            } else {
+                match byte {
+                    b'{' | b'[' => self.depth = self.depth.saturating_add(1),
+                    b'}' | b']' if self.depth <= 1 => return Some(at + 1),
+                    b'}' | b']' => self.depth -= 1,
+                    _ if byte.is_ascii_whitespace() => {}
+                    _ if self.depth == 0 => self.not_an_object = true,
+                    b'"' => self.in_string = true,
+                    _ => {}
+                }
+            }
+        }
+        None
+    }
+}
+
+/// Returns how many bytes there are up to and including the first newline.
+///
+/// `BufRead::skip_until` is the only stable function that uses the standard library's `memchr`.
+fn find_newline(bytes: &[u8]) -> Option<usize> {
+    let mut rest = bytes;
+    let skipped = std::io::BufRead::skip_until(&mut rest, b'\n').unwrap_or(0);
+    (skipped > 0 && bytes[skipped - 1] == b'\n').then_some(skipped)
+}

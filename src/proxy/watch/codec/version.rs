@@ -1,0 +1,139 @@
+//! Resource versions as decimal integers of any length.
+//!
+//! Kubernetes long called resource versions opaque. KEP-5504 documents them as decimal integers that can
+//! be compared within one resource, and etcd's revisions always were. A version that is not a
+//! plain decimal number does not parse, and a watch that contains one is not resumed.
+
+use std::cmp::Ordering;
+use std::fmt;
+
+/// Digits that are stored without an allocation; a `u64` has at most 20.
+const INLINE: usize = 22;
+
+/// The longest version that is accepted, in bytes. etcd's versions have at most 19 digits. A frame has
+/// room for megabytes of digits, which would be kept for as long as the watch runs.
+const MAX_DIGITS: usize = 1024;
+
+/// A position in the history of a resource: a decimal integer greater than zero.
+///
+/// Zero is not a position: as a parameter it means "any version", and no object has it.
+#[derive(Clone)]
+pub struct ResourceVersion(Digits);
+
+/// The digits, most significant first, without leading zeros.
+#[derive(Clone)]
+enum Digits {
+    Inline { len: u8, digits: [u8; INLINE] },
+    Heap(Box<[u8]>),
+}
+
+impl ResourceVersion {
+    /// Parses a version. Returns `None` for zero, for an empty text, for a text with anything but
+    /// digits, and for more than 1,024 digits.
+    pub fn parse(text: &[u8]) -> Option<Self> {
+        let is_number = !text.is_empty() && text.iter().all(u8::is_ascii_digit);
+        if text.len() > MAX_DIGITS || !is_number {
+            return None;
+        }
+        let zeros = text.iter().take_while(|&&b| b == b'0').count();
+        let significant = &text[zeros..];
+        let len = significant.len();
+        if len == 0 {
+            return None;
+        }
+        Some(Self(if len <= INLINE {
+            let mut digits = [0; INLINE];
+            digits[..len].copy_from_slice(significant);
+            Digits::Inline { len: len as u8, digits }
+        } else {
+            Digits::Heap(significant.into())
+        }))
+    }
+
+    /// The digits without leading zeros.
+    pub fn as_bytes(&self) -> &[u8] {
+        match &self.0 {
+            Digits::Inline { len, digits } => &digits[..usize::from(*len)],
+            Digits::Heap(digits) => digits,
+        }
+    }
+
+    /// The digits as text, as in a query parameter.
+    pub fn as_str(&self) -> &str {
+        // `parse` accepts only digits, so this is always valid UTF-8.
+        std::str::from_utf8(self.as_bytes()).unwrap_or_default()
+    }
+}
+
+impl PartialEq for ResourceVersion {
+    fn eq(&self, other: &Self) -> bool {
+        self.as_bytes() == other.as_bytes()
+    }
+}
+
+impl Eq for ResourceVersion {}
+
+impl Ord for ResourceVersion {
+    fn cmp(&self, other: &Self) -> Ordering {
+        let (a, b) = (self.as_bytes(), other.as_bytes());
+        a.len().cmp(&b.len()).then_with(|| a.cmp(b))
+    }
+}
+
+impl PartialOrd for ResourceVersion {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl fmt::Debug for ResourceVersion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+impl fmt::Display for ResourceVersion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn parse_accepts_only_positive_decimal_integers() {
+        for no in ["", "0", "000", "-1", "+1", " 1", "1 ", "1.0", "0x1", "abc", "1a", "١"] {
+            assert_eq!(ResourceVersion::parse(no.as_bytes()), None, "{no:?}");
+        }
+        for (text, digits) in
+            [("1", "1"), ("007", "7"), ("18446744073709551616", "18446744073709551616")]
+        {
+            assert_eq!(ResourceVersion::parse(text.as_bytes()).unwrap().as_str(), digits);
+        }
+    }
+
+    #[test]
+    fn comparison_is_numeric_for_any_length() {
+        let long = |tail: &str| {
+            ResourceVersion::parse(format!("{}{tail}", "9".repeat(60)).as_bytes()).unwrap()
+        };
+        assert!(long("1") < long("2"));
+        assert!(long("") < long("0"));
+        assert!(ResourceVersion::parse(b"9") < ResourceVersion::parse(b"10"));
+        assert_eq!(ResourceVersion::parse(&[b'0'; 99]), None);
+        assert!(ResourceVersion::parse(&[b'9'; MAX_DIGITS]).is_some());
+        assert_eq!(ResourceVersion::parse(&[b'9'; MAX_DIGITS + 1]), None, "too many digits");
+    }
+
+    proptest! {
+        #[test]
+        fn comparison_equals_that_of_integers(a in 1u64.., b in 1u64..) {
+            let version = |n: u64| ResourceVersion::parse(n.to_string().as_bytes()).unwrap();
+            prop_assert_eq!(version(a).cmp(&version(b)), a.cmp(&b));
+            prop_assert_eq!(version(a) == version(b), a == b);
+        }
+    }
+}

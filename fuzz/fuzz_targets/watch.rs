@@ -5,7 +5,7 @@
 #![no_main]
 
 use bytes::Bytes;
-use jackstay::proxy::byte_budget::ByteBudget;
+use jackstay::observe::ByteBudget;
 use jackstay::proxy::watch::codec::Encoding;
 use jackstay::proxy::watch::codec::event::parse;
 use jackstay::proxy::watch::codec::frame::{Piece, FrameSplitter};

@@ -6,6 +6,7 @@
 //! [`events`] tells and remembers what changed, [`history`] what endpoints were like a while ago.
 
 pub mod build;
+pub mod byte_budget;
 pub mod counted;
 pub mod events;
 pub mod handles;
@@ -24,6 +25,7 @@ pub mod redact;
 pub mod repeat_filter;
 pub mod utc;
 
+pub use byte_budget::ByteBudget;
 pub use counted::counted;
 pub use events::{Change, Events};
 pub use handles::{ConnectionGauge, EndpointMetrics, EndpointStateGauge, ListenerMetrics};

@@ -4,7 +4,6 @@
 pub mod accept;
 pub mod body_prefix;
 pub mod body_progress;
-pub mod byte_budget;
 pub mod client_certificate;
 pub mod client_connection;
 pub mod credential_selector;

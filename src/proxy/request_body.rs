@@ -18,9 +18,8 @@ use http_body::Body as _;
 use hyper::body::Incoming;
 use tokio::task::JoinHandle;
 
-use super::byte_budget::ByteBudget;
 use super::hygiene::is_hop_by_hop;
-use crate::observe::Metrics;
+use crate::observe::{ByteBudget, Metrics};
 
 /// Most bytes of one body that are held.
 const HOLD_MAX: usize = 3 << 20;

@@ -14,12 +14,11 @@ use http::response;
 use tokio::task::{AbortHandle, spawn_local};
 use tokio::time::sleep;
 
-use super::byte_budget::ByteBudget;
 use super::request_body::UploadTask;
 use super::respond::StatusError;
 use super::retry::RetryBudget;
 use super::watch::limits::WatchLimits;
-use crate::observe::Metrics;
+use crate::observe::{ByteBudget, Metrics};
 use crate::upstream::Upstream;
 use crate::upstream::connection::ConnectionState;
 use crate::upstream::connection::{Connection, Permit};

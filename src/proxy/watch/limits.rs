@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use metrics::Gauge;
 
+use crate::observe::ByteBudget;
 use crate::observe::Metrics;
-use crate::proxy::byte_budget::ByteBudget;
 use crate::proxy::retry::RetryBudget;
 
 /// Most bytes of incomplete frames that one worker may buffer for one upstream.

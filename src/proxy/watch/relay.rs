@@ -9,7 +9,7 @@ use super::codec::frame::{FrameSplitter, Piece};
 use super::request::Asked;
 use super::state::WatchState;
 use super::verdict::{AfterLoss, Ending, Verdict};
-use crate::proxy::byte_budget::ByteBudget;
+use crate::observe::ByteBudget;
 use bytes::Bytes;
 use std::ops::Range;
 use std::sync::Arc;

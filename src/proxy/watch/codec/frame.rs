@@ -18,7 +18,7 @@
 
 use super::Encoding;
 use super::partial_frame::PartialFrame;
-use crate::proxy::byte_budget::ByteBudget;
+use crate::observe::ByteBudget;
 use bytes::Bytes;
 use std::sync::Arc;
 

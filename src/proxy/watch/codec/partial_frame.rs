@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use crate::proxy::byte_budget::ByteBudget;
+use crate::observe::ByteBudget;
 
 /// A buffer whose capacity counts in a budget until the last owner drops it: a frame that has become
 /// whole may still wait for its client.

@@ -5,7 +5,7 @@ use super::super::codec::event::parse;
 use super::super::codec::frame::{FrameSplitter, Piece};
 use super::super::codec::version::ResourceVersion;
 use super::super::request::Asked;
-use crate::proxy::byte_budget::ByteBudget;
+use crate::observe::ByteBudget;
 use bytes::Bytes;
 use std::time::Duration;
 

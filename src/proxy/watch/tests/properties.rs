@@ -5,7 +5,7 @@ use super::super::codec::frame::{FRAME_CAP, FrameSplitter, Piece};
 use super::super::relay::{Flow, Relay};
 use super::super::verdict::{AfterLoss, Ending};
 use super::model::{asked, digest, encode, json_event, split};
-use crate::proxy::byte_budget::ByteBudget;
+use crate::observe::ByteBudget;
 use bytes::Bytes;
 use proptest::prelude::*;
 use std::time::{Duration, Instant};

@@ -1,0 +1,54 @@
+//! A shared bound on bytes in memory, shown as a gauge: request bodies that may be sent again, and
+//! frames of watches that have not arrived whole.
+//!
+//! The budget only counts. The callers decide what happens to bytes that exceed it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use metrics::Gauge;
+
+/// Counts the bytes that are held of one kind.
+///
+/// The count is atomic because bytes may be dropped on another thread than the one that holds them.
+#[derive(Debug)]
+pub struct ByteBudget {
+    limit: usize,
+    held: AtomicUsize,
+    gauge: Gauge,
+}
+
+impl ByteBudget {
+    /// Creates a budget of `limit` bytes. Several budgets may share the gauge: it is only incremented
+    /// and decremented.
+    pub fn new(limit: usize, gauge: Gauge) -> Arc<Self> {
+        Arc::new(Self { limit, held: AtomicUsize::new(0), gauge })
+    }
+
+    /// Creates a budget without a gauge, for tests and fuzzing.
+    pub fn unmetered(limit: usize) -> Arc<Self> {
+        Self::new(limit, Gauge::noop())
+    }
+
+    /// How many more bytes fit.
+    pub fn left(&self) -> usize {
+        self.limit.saturating_sub(self.held())
+    }
+
+    /// How many bytes are held.
+    pub fn held(&self) -> usize {
+        self.held.load(Ordering::Relaxed)
+    }
+
+    /// Counts bytes as held, even above the limit. Returns whether the sum is within the limit.
+    pub fn take(&self, bytes: usize) -> bool {
+        self.gauge.increment(bytes as f64);
+        self.held.fetch_add(bytes, Ordering::Relaxed) + bytes <= self.limit
+    }
+
+    /// Counts bytes as dropped.
+    pub fn give_back(&self, bytes: usize) {
+        self.gauge.decrement(bytes as f64);
+        self.held.fetch_sub(bytes, Ordering::Relaxed);
+    }
+}

@@ -25,7 +25,7 @@ use crate::demo::faulty_relay::FaultyRelay;
 use crate::demo::pki::{self, Issued, Pki, Subject};
 use crate::demo::scenario::clients::{self, Clients};
 use crate::demo::scenario::display::{ProgressDisplay, Style, seconds};
-use crate::demo::scenario::schedule::{self, FAULTS, Results, Site, Stand};
+use crate::demo::scenario::schedule::{self, FAULTS, RelayedServer, Results, Schedule};
 use crate::demo::scenario::status_monitor::StatusMonitor;
 use crate::demo::seed;
 use crate::observe::counted;
@@ -74,22 +74,24 @@ fn demo(args: &DemoArgs) -> io::Result<bool> {
     let interrupted = Arc::new(AtomicBool::new(false));
     raise_on_signal(&interrupted)?;
     // Dropped last.
-    let home = Home::new()?;
-    let show = Arc::new(ProgressDisplay::new(style(args)));
+    let home = DemoDirectory::new()?;
+    let display = Arc::new(ProgressDisplay::new(style(args)));
 
     let (cluster, pki) = (Cluster::new(), Pki::new("jackstay demo")?);
     seed::fill(&cluster).map_err(|failure| io::Error::other(failure.message))?;
     let user = pki.client(&Subject::admin())?;
-    let sites =
-        NAMES.iter().map(|name| site(&cluster, &pki, name)).collect::<io::Result<Vec<_>>>()?;
-    let proxy = Proxy::start(&home.0, &pki, &user, &sites, args.log.as_deref())?;
+    let servers = NAMES
+        .iter()
+        .map(|name| relayed_server(&cluster, &pki, name))
+        .collect::<io::Result<Vec<_>>>()?;
+    let proxy = Proxy::start(&home.0, &pki, &user, &servers, args.log.as_deref())?;
     let kubeconfig = home.0.join("kubeconfig");
     let server = format!("https://{}", proxy.listener);
     write_private(&kubeconfig, &pki::kubeconfig(&server, &pki.ca_pem(), Some(&user), None))?;
-    show.header(&[
+    display.header(&[
         format!(
             "{} apiservers, jackstay before them, {} readers, {} writers and {} watches.",
-            sites.len(),
+            servers.len(),
             clients::READERS,
             clients::WRITERS,
             2 * clients::WATCHES_OF_EACH
@@ -100,37 +102,37 @@ fn demo(args: &DemoArgs) -> io::Result<bool> {
     ]);
 
     let who = Credentials::anonymous(&pki.ca_pem()).certificate(&user);
-    let settled = schedule::READ_PROMISE * schedule::SLACK;
+    let settled = schedule::READ_PROMISE * schedule::TOLERANCE;
     let endpoints =
-        sites.iter().map(|site| (site.server.name().to_owned(), site.hole.addr)).collect();
+        servers.iter().map(|server| (server.server.name().to_owned(), server.relay.addr)).collect();
     let admin = proxy.admin;
     let fetch = move || status::fetch(admin, "/status");
-    let witness = StatusMonitor::start(endpoints, show.clone(), fetch)?;
+    let monitor = StatusMonitor::start(endpoints, display.clone(), fetch)?;
     let clients = Clients::start(proxy.listener, &who, &cluster, settled)?;
-    let stand = Stand {
-        sites: &sites,
+    let schedule = Schedule {
+        servers: &servers,
         ledger: &clients.ledger.clone(),
-        witness: &witness,
-        show: &show,
+        monitor: &monitor,
+        display: &display,
         interrupted: &interrupted,
-        scale: args.seconds.map_or(1.0, |s| s as f64 / schedule::USUAL.as_secs_f64()),
+        scale: args.seconds.map_or(1.0, |s| s as f64 / schedule::USUAL_DURATION.as_secs_f64()),
     };
     let began = Instant::now();
-    let mut well = stand.all_ready();
+    let mut well = schedule.all_ready();
     while !well && !interrupted.load(Relaxed) {
         if began.elapsed() > START {
             return Err(io::Error::other("the apiservers did not become ready"));
         }
         std::thread::sleep(Duration::from_millis(20));
-        well = stand.all_ready();
+        well = schedule.all_ready();
     }
     // What clients felt while nobody was ready breaks no promise.
-    clients.ledger.turn();
+    clients.ledger.start_period();
 
     let faults = &FAULTS[..=args.faults.unwrap_or(FAULTS.len()).min(FAULTS.len() - 1)];
     let mut results = Results::default();
     loop {
-        stand.run(faults, &mut results)?;
+        schedule.run(faults, &mut results)?;
         if !args.forever || interrupted.load(Relaxed) {
             break;
         }
@@ -145,11 +147,11 @@ fn demo(args: &DemoArgs) -> io::Result<bool> {
             counted(broken, "broken watch")
         ));
     }
-    drop(witness);
+    drop(monitor);
     if !proxy.running.stop() {
         results.broken.push("a thread of jackstay panicked".to_owned());
     }
-    show.end(&results.steps, &verdict(&results));
+    display.end(&results.steps, &verdict(&results));
     Ok(results.broken.is_empty())
 }
 
@@ -190,10 +192,10 @@ fn style(args: &DemoArgs) -> Style {
     }
 }
 
-fn site(cluster: &Cluster, pki: &Pki, name: &str) -> io::Result<Site> {
+fn relayed_server(cluster: &Cluster, pki: &Pki, name: &str) -> io::Result<RelayedServer> {
     let server = apiserver::start(cluster, pki, Options::named(name))?;
-    let hole = FaultyRelay::start(server.addr)?;
-    Ok(Site { server, hole })
+    let relay = FaultyRelay::start(server.addr)?;
+    Ok(RelayedServer { server, relay })
 }
 
 /// jackstay itself, as `run` would start it.
@@ -210,14 +212,15 @@ impl Proxy {
         home: &Path,
         pki: &Pki,
         user: &Issued,
-        sites: &[Site],
+        servers: &[RelayedServer],
         log_file: Option<&Path>,
     ) -> io::Result<Self> {
         let ca = pki.write_ca(home)?;
         let (cert, key) = pki.server()?.write_to(home, "serving")?;
         let pair = user.write_pair(home, "user")?;
         // JSON is YAML, and quotes what a path may contain.
-        let endpoints: Vec<_> = sites.iter().map(|site| site.hole.addr.to_string()).collect();
+        let endpoints: Vec<_> =
+            servers.iter().map(|server| server.relay.addr.to_string()).collect();
         let text = serde_json::json!({
             "admin": { "bind": "127.0.0.1:0" },
             "state_dir": "",
@@ -255,9 +258,9 @@ impl Proxy {
 }
 
 /// A directory that nobody else can read, and that goes when this is dropped.
-struct Home(PathBuf);
+struct DemoDirectory(PathBuf);
 
-impl Home {
+impl DemoDirectory {
     fn new() -> io::Result<Self> {
         let parent = std::env::temp_dir();
         loop {
@@ -274,7 +277,7 @@ impl Home {
     }
 }
 
-impl Drop for Home {
+impl Drop for DemoDirectory {
     fn drop(&mut self) {
         if let Err(error) = fs::remove_dir_all(&self.0) {
             eprintln!("cannot remove {}: {error}", self.0.display());

@@ -1,5 +1,5 @@
-//! A plain client for the demo, the tests and the benches: one TLS connection, no retries, no
-//! opinions, so that whatever goes wrong is seen.
+//! A plain client for the demo, the tests and the benches: one TLS connection and no retries, so that every
+//! failure is visible.
 
 use crate::demo::apiserver::ResponseBody;
 use crate::demo::pki::Issued;
@@ -17,40 +17,40 @@ use std::pin::Pin;
 use std::sync::Arc;
 use tokio::net::TcpStream;
 
-/// How a client presents itself.
+/// Trust and credentials of a client.
 #[derive(Debug, Clone, Default)]
 pub struct Credentials {
-    /// The authorities it trusts, PEM.
+    /// Trusted CA certificates, PEM.
     pub ca_pem: String,
-    /// Its certificate.
+    /// Client certificate.
     pub certificate: Option<Issued>,
-    /// Its bearer token.
+    /// Bearer token, sent with each request.
     pub token: Option<String>,
-    /// The name that it wants the server to prove; the address, if it names none.
+    /// Name that the serving certificate must contain; default: the address.
     pub server_name: Option<String>,
 }
 
 impl Credentials {
-    /// Nobody.
+    /// No credentials.
     pub fn anonymous(ca_pem: &str) -> Self {
         Self { ca_pem: ca_pem.to_owned(), ..Self::default() }
     }
 
-    /// With a certificate.
+    /// Adds a client certificate.
     #[must_use]
     pub fn certificate(mut self, certificate: &Issued) -> Self {
         self.certificate = Some(certificate.clone());
         self
     }
 
-    /// With another name of the server than its address.
+    /// Expects this name in the serving certificate.
     #[must_use]
     pub fn expecting(mut self, name: &str) -> Self {
         self.server_name = Some(name.to_owned());
         self
     }
 
-    /// With a token.
+    /// Adds a bearer token.
     #[must_use]
     pub fn token(mut self, token: &str) -> Self {
         self.token = Some(token.to_owned());
@@ -58,7 +58,7 @@ impl Credentials {
     }
 }
 
-/// One connection. It ends when it is dropped.
+/// One connection, closed on drop.
 #[derive(Debug)]
 pub struct Client {
     sender: Sender,
@@ -73,7 +73,7 @@ enum Sender {
     Http2(hyper::client::conn::http2::SendRequest<ResponseBody>),
 }
 
-/// A complete answer.
+/// A complete response.
 #[derive(Debug)]
 pub struct Reply {
     /// The status code.
@@ -85,28 +85,32 @@ pub struct Reply {
 }
 
 impl Reply {
-    /// The body as JSON; null if it is none.
+    /// The body as JSON; null if it is not JSON.
     pub fn json(&self) -> Value {
         serde_json::from_slice(&self.body).unwrap_or_default()
     }
 }
 
 impl Client {
-    /// Connects by HTTP/2.
-    pub async fn connect(addr: SocketAddr, who: &Credentials) -> io::Result<Self> {
-        Self::connect_with(addr, who, true).await
+    /// Connects with HTTP/2.
+    pub async fn connect(addr: SocketAddr, credentials: &Credentials) -> io::Result<Self> {
+        Self::connect_with(addr, credentials, true).await
     }
 
-    /// Connects by HTTP/1.1; requests run one after the other.
-    pub async fn connect_http1(addr: SocketAddr, who: &Credentials) -> io::Result<Self> {
-        Self::connect_with(addr, who, false).await
+    /// Connects with HTTP/1.1; requests run one after the other.
+    pub async fn connect_http1(addr: SocketAddr, credentials: &Credentials) -> io::Result<Self> {
+        Self::connect_with(addr, credentials, false).await
     }
 
-    async fn connect_with(addr: SocketAddr, who: &Credentials, http2: bool) -> io::Result<Self> {
-        let config = tls(who, http2)?;
+    async fn connect_with(
+        addr: SocketAddr,
+        credentials: &Credentials,
+        http2: bool,
+    ) -> io::Result<Self> {
+        let config = tls(credentials, http2)?;
         let stream = TcpStream::connect(addr).await?;
         stream.set_nodelay(true)?;
-        let name = match &who.server_name {
+        let name = match &credentials.server_name {
             Some(name) => ServerName::try_from(name.clone()).map_err(io::Error::other)?,
             None => ServerName::from(addr.ip()),
         };
@@ -120,12 +124,12 @@ impl Client {
             let (sender, connection) =
                 hyper::client::conn::http2::Builder::new(TokioExecutor::new())
                     .timer(TokioTimer::new())
-                    // As many as one likes until the server says otherwise.
+                    // Until the server's SETTINGS arrive.
                     .initial_max_send_streams(1000)
                     .handshake(io)
                     .await
                     .map_err(io::Error::other)?;
-            // How it ended is seen by the requests on it.
+            // Requests on the connection report its error.
             (Sender::Http2(sender), tokio::spawn(async { drop(connection.await) }))
         } else {
             let (sender, connection) =
@@ -133,15 +137,15 @@ impl Client {
             let sender = Sender::Http1(Arc::new(tokio::sync::Mutex::new(sender)));
             (sender, tokio::spawn(async { drop(connection.with_upgrades().await) }))
         };
-        Ok(Self { sender, authority: addr.to_string(), token: who.token.clone(), driver })
+        Ok(Self { sender, authority: addr.to_string(), token: credentials.token.clone(), driver })
     }
 
-    /// Whether the connection is over.
+    /// Whether the connection is closed.
     pub fn is_closed(&self) -> bool {
         self.driver.is_finished()
     }
 
-    /// Sends a request and returns the answer as soon as its head is here.
+    /// Sends a request and returns when the response head has arrived.
     pub async fn send(
         &self,
         method: Method,
@@ -172,7 +176,7 @@ impl Client {
         response.map_err(io::Error::other)
     }
 
-    /// Sends a request and waits for the whole answer.
+    /// Sends a request and waits for the complete response.
     pub async fn request(
         &self,
         method: Method,
@@ -188,24 +192,27 @@ impl Client {
         Ok(Reply { status: head.status, headers: head.headers, body: whole.freeze() })
     }
 
-    /// GET, as JSON.
+    /// Sends GET with `Accept: application/json`.
     pub async fn get(&self, path: &str) -> io::Result<Reply> {
         self.request(Method::GET, path, &[("accept", "application/json")], Bytes::new()).await
     }
 
-    /// POST of a JSON object.
+    /// Sends POST with a JSON body.
     pub async fn post(&self, path: &str, object: &Value) -> io::Result<Reply> {
         let headers = [("content-type", "application/json")];
         self.request(Method::POST, path, &headers, object.to_string()).await
     }
 
-    /// PUT of a JSON object.
+    /// Sends PUT with a JSON body.
     pub async fn put(&self, path: &str, object: &Value) -> io::Result<Reply> {
         let headers = [("content-type", "application/json")];
         self.request(Method::PUT, path, &headers, object.to_string()).await
     }
 
-    /// Starts a watch (the path says `watch=1`); an answer that is not 200 is an error.
+    /// Starts a watch; the path must contain `watch=1`.
+    ///
+    /// # Errors
+    /// The request failed, or the status is not 200.
     pub async fn watch(&self, path: &str) -> io::Result<Watch> {
         let response = self.send(Method::GET, path, &[], Bytes::new()).await?;
         if response.status() != StatusCode::OK {
@@ -221,7 +228,7 @@ impl Drop for Client {
     }
 }
 
-/// The events of a JSON watch.
+/// The event stream of a JSON watch.
 #[derive(Debug)]
 pub struct Watch {
     body: Incoming,
@@ -229,7 +236,10 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// The next event; `None` if the server ended the stream cleanly, an error if it broke.
+    /// The next event; `None` when the server ends the stream cleanly.
+    ///
+    /// # Errors
+    /// The stream broke.
     pub async fn next(&mut self) -> io::Result<Option<Value>> {
         loop {
             if let Some(end) = self.buffer.iter().position(|byte| *byte == b'\n') {
@@ -245,7 +255,7 @@ impl Watch {
     }
 }
 
-/// The next piece of a body; `None` at its clean end.
+/// The next data of a body; `None` at its clean end.
 pub async fn next_data(body: &mut Incoming) -> io::Result<Option<Bytes>> {
     while let Some(frame) = std::future::poll_fn(|cx| Pin::new(&mut *body).poll_frame(cx)).await {
         if let Ok(data) = frame.map_err(io::Error::other)?.into_data() {
@@ -255,9 +265,11 @@ pub async fn next_data(body: &mut Incoming) -> io::Result<Option<Bytes>> {
     Ok(None)
 }
 
-fn tls(who: &Credentials, http2: bool) -> io::Result<rustls::ClientConfig> {
+fn tls(credentials: &Credentials, http2: bool) -> io::Result<rustls::ClientConfig> {
     let mut roots = rustls::RootCertStore::empty();
-    for certificate in rustls::pki_types::CertificateDer::pem_slice_iter(who.ca_pem.as_bytes()) {
+    for certificate in
+        rustls::pki_types::CertificateDer::pem_slice_iter(credentials.ca_pem.as_bytes())
+    {
         roots.add(certificate.map_err(io::Error::other)?).map_err(io::Error::other)?;
     }
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
@@ -265,7 +277,7 @@ fn tls(who: &Credentials, http2: bool) -> io::Result<rustls::ClientConfig> {
         .with_safe_default_protocol_versions()
         .map_err(io::Error::other)?
         .with_root_certificates(roots);
-    let mut config = match &who.certificate {
+    let mut config = match &credentials.certificate {
         Some(issued) => builder
             .with_client_auth_cert(vec![issued.cert_der()], issued.key_der())
             .map_err(io::Error::other)?,

@@ -1,10 +1,11 @@
-//! A relay whose established flows can fall silent while new ones work: what a load balancer does
-//! that forgot its flow table.
+//! A TCP relay whose established flows can stop while new flows work, as with a load balancer that lost
+//! its flow table.
 //!
-//! A silent flow is one that nobody reads: the kernel still acknowledges until its buffers are full.
-//! A lost flow goes further: a socket filter drops every packet before TCP sees it, so nothing is
-//! acknowledged either, and it needs no root. Bytes are held back, never lost: a healed flow goes on
-//! where it was.
+//! * A silent flow is not read: the kernel acknowledges until its receive buffer is full.
+//! * A lost flow drops every packet in a socket filter before TCP sees it, so nothing is acknowledged. The
+//!   filter needs no root.
+//!
+//! Bytes are delayed, not lost: a healed flow continues where it stopped.
 
 use socket2::{SockFilter, SockRef, Socket};
 use std::io;
@@ -18,21 +19,21 @@ use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 
-/// The filter program `ret #0` (`BPF_RET | BPF_K`): of every packet, keep no byte.
+/// The filter program `ret #0` (`BPF_RET | BPF_K`): accept zero bytes of each packet.
 const DROP_ALL: SockFilter = SockFilter::new(0x06, 0, 0, 0);
 
-/// Which way of a flow is silent.
+/// Direction of a flow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
-    /// What the client sends.
+    /// From the client to the server.
     ToServer,
-    /// What the server sends.
+    /// From the server to the client.
     ToClient,
-    /// Both.
+    /// Both directions.
     Both,
 }
 
-/// What a relayed connection may do now.
+/// Faults in force on a flow.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Mode {
     hold_to_server: bool,
@@ -40,20 +41,20 @@ struct Mode {
     reset: bool,
 }
 
-/// A flow as the relay sees it.
+/// State of a relayed flow.
 #[derive(Debug, Clone)]
 pub struct Flow {
-    /// Unique within the relay, growing.
+    /// Unique within the relay, increasing.
     pub id: u64,
     /// The client's address.
     pub client: SocketAddr,
-    /// The relay's own address towards the server, as the server's audit shows it.
+    /// The relay's local address towards the server: `remote` in the server's audit.
     pub local: SocketAddr,
     /// Bytes passed on to the server.
     pub to_server: u64,
     /// Bytes passed on to the client.
     pub to_client: u64,
-    /// Whether a direction is silent.
+    /// A direction is silent.
     pub silent: bool,
 }
 
@@ -63,7 +64,7 @@ struct Entry {
     local: SocketAddr,
     passed: Arc<[AtomicU64; 2]>,
     mode: watch::Sender<Mode>,
-    /// Its sockets once more, for filters.
+    /// Duplicates of its sockets, for filters.
     sockets: [Socket; 2],
 }
 
@@ -71,13 +72,13 @@ struct Entry {
 struct Shared {
     flows: Mutex<Vec<Arc<Entry>>>,
     next: AtomicU64,
-    /// What flows start with.
+    /// Mode of new flows.
     initial: Mutex<Mode>,
 }
 
-/// A relay in front of a server, on a thread of its own. Dropping it resets its flows.
+/// A relay in front of one server, on a thread of its own. Dropping it resets its flows.
 pub struct FaultyRelay {
-    /// Where clients connect.
+    /// The address that clients connect to.
     pub addr: SocketAddr,
     shared: Arc<Shared>,
     stop: watch::Sender<bool>,
@@ -85,7 +86,7 @@ pub struct FaultyRelay {
 }
 
 impl FaultyRelay {
-    /// Relays a free port of 127.0.0.1 to a server.
+    /// Relays a free port of 127.0.0.1 to `target`.
     pub fn start(target: SocketAddr) -> io::Result<Self> {
         let listener = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
         listener.set_nonblocking(true)?;
@@ -95,12 +96,12 @@ impl FaultyRelay {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let relay = relay(listener, target, shared.clone(), stopped);
         let thread = std::thread::Builder::new()
-            .name("hole".to_owned())
+            .name("relay".to_owned())
             .spawn(move || runtime.block_on(relay))?;
         Ok(Self { addr, shared, stop, thread: Some(thread) })
     }
 
-    /// The flows there are.
+    /// The flows that are open.
     pub fn flows(&self) -> Vec<Flow> {
         lock(&self.shared.flows)
             .iter()
@@ -137,33 +138,33 @@ impl FaultyRelay {
         Ok(lost)
     }
 
-    /// Silences one flow; false if there is no such flow.
+    /// Makes one flow silent; false if it does not exist.
     pub fn silence(&self, id: u64, direction: Direction) -> bool {
         self.change(|entry| entry.id == id, |mode| mode.silence(direction)) == 1
     }
 
-    /// Silences new flows as well from now on (a server behind a cut cable), or no longer.
+    /// Sets whether new flows are silent too, as behind a cut cable.
     pub fn silence_new(&self, silent: bool) {
         let mut initial = lock(&self.shared.initial);
         (initial.hold_to_server, initial.hold_to_client) = (silent, silent);
     }
 
-    /// Resets new connections at once (a port that refuses), or no longer.
+    /// Sets whether new connections are reset at once, as by a closed port.
     pub fn refuse_new(&self, refuse: bool) {
         lock(&self.shared.initial).reset = refuse;
     }
 
-    /// Lets every flow speak again; what was held back arrives now.
+    /// Ends all faults; delayed bytes are delivered.
     pub fn heal(&self) {
         *lock(&self.shared.initial) = Mode::default();
         for socket in lock(&self.shared.flows).iter().flat_map(|entry| &entry.sockets) {
-            // It fails where there is none.
+            // It fails where no filter is attached.
             let _ = socket.detach_filter();
         }
         self.change(|_| true, |mode| *mode = Mode { reset: mode.reset, ..Mode::default() });
     }
 
-    /// Resets every flow on both sides. Returns how many.
+    /// Resets every flow on both sides; returns their number.
     pub fn reset_all(&self) -> usize {
         self.change(|_| true, |mode| mode.reset = true)
     }
@@ -179,7 +180,7 @@ impl Drop for FaultyRelay {
     fn drop(&mut self) {
         self.stop.send_replace(true);
         if let Some(thread) = self.thread.take() {
-            // A panic has been printed; there is nothing more to end.
+            // A panic was printed by the thread.
             let _ = thread.join();
         }
     }
@@ -211,7 +212,7 @@ async fn relay(
     }
 }
 
-/// One flow, from its start to its end.
+/// Relays one flow until its end.
 async fn flow(client_side: TcpStream, client: SocketAddr, target: SocketAddr, shared: Arc<Shared>) {
     reset_on_drop(&client_side, true);
     let initial = *lock(&shared.initial);
@@ -222,8 +223,10 @@ async fn flow(client_side: TcpStream, client: SocketAddr, target: SocketAddr, sh
     let Ok(local) = server_side.local_addr() else { return };
     reset_on_drop(&server_side, true);
     let _ = (client_side.set_nodelay(true), server_side.set_nodelay(true));
-    let again = |stream| SockRef::from(stream).try_clone();
-    let (Ok(first), Ok(second)) = (again(&client_side), again(&server_side)) else { return };
+    let duplicate = |stream| SockRef::from(stream).try_clone();
+    let (Ok(first), Ok(second)) = (duplicate(&client_side), duplicate(&server_side)) else {
+        return;
+    };
     let entry = Arc::new(Entry {
         id: shared.next.fetch_add(1, Relaxed),
         client,
@@ -239,10 +242,10 @@ async fn flow(client_side: TcpStream, client: SocketAddr, target: SocketAddr, sh
     let up = copy(from_client, to_server, &entry, 0, |m| m.hold_to_server);
     let down = copy(from_server, to_client, &entry, 1, |m| m.hold_to_client);
     tokio::select! {
-        // Errors end a flow in both directions, as a reset does.
+        // An error ends both directions.
         ended = async { tokio::try_join!(up, down) } => {
             if let Ok((client_side, server_side)) = ended {
-                // Both ends said their last word: an orderly close.
+                // Both sides sent FIN: close without RST.
                 reset_on_drop(client_side.as_ref(), false);
                 reset_on_drop(server_side.as_ref(), false);
             }
@@ -252,7 +255,7 @@ async fn flow(client_side: TcpStream, client: SocketAddr, target: SocketAddr, sh
     lock(&shared.flows).retain(|e| e.id != entry.id);
 }
 
-/// Copies one direction until its end, and shuts the other side's half.
+/// Copies one direction until FIN, and passes the FIN on.
 async fn copy(
     mut from: OwnedReadHalf,
     mut to: OwnedWriteHalf,
@@ -282,7 +285,7 @@ async fn copy(
 
 fn reset_on_drop(stream: &TcpStream, reset: bool) {
     let linger = reset.then_some(Duration::ZERO);
-    // It fails only on a socket that is gone already.
+    // It fails only on a closed socket.
     let _ = SockRef::from(stream).set_linger(linger);
 }
 

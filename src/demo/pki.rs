@@ -1,4 +1,4 @@
-//! Certificates for everything that speaks TLS in the demo, the tests and the benches.
+//! Issues certificates for the demo, the tests and the benches.
 
 use base64::prelude::{BASE64_STANDARD, Engine as _};
 use rcgen::{
@@ -12,10 +12,10 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// The attribute in which Kubernetes looks for the UID of a certificate's user.
+/// Subject attribute from which kube-apiserver reads the user's UID.
 const UID_OID: [u64; 8] = [1, 3, 6, 1, 4, 1, 57683, 2];
-/// Certificates of a test need not outlive it by much.
-const LIFE: Duration = Duration::from_secs(24 * 3600);
+/// Validity of issued certificates.
+const LIFETIME: Duration = Duration::from_secs(24 * 3600);
 
 /// A certificate authority.
 pub struct Pki {
@@ -23,7 +23,7 @@ pub struct Pki {
     certificate: rcgen::Certificate,
 }
 
-/// A certificate and its key.
+/// An issued certificate and its key.
 #[derive(Debug, Clone)]
 pub struct Issued {
     /// The certificate, PEM.
@@ -34,19 +34,19 @@ pub struct Issued {
     key_der: Vec<u8>,
 }
 
-/// Whom a client certificate names.
+/// Subject of a client certificate.
 #[derive(Debug, Clone, Default)]
 pub struct Subject {
     /// The common name: the user.
     pub user: String,
-    /// The organisations: the groups. At most two, since rcgen keeps one value per attribute.
+    /// The organizations: the groups. At most two, because rcgen keeps one value per attribute.
     pub groups: Vec<String>,
-    /// The user's UID, if any.
+    /// The user's UID.
     pub uid: Option<String>,
 }
 
 impl Subject {
-    /// A user in groups.
+    /// A user with groups.
     pub fn new(user: &str, groups: &[&str]) -> Self {
         Self {
             user: user.to_owned(),
@@ -60,37 +60,37 @@ impl Subject {
         Self::new(&format!("system:node:{name}"), &["system:nodes"])
     }
 
-    /// An administrator.
+    /// `kubernetes-admin` in `system:masters`.
     pub fn admin() -> Self {
         Self::new("kubernetes-admin", &["system:masters"])
     }
 }
 
-/// From when to when a certificate is valid.
+/// Validity period of a certificate.
 #[derive(Debug, Clone, Copy)]
 pub struct Validity {
-    /// The first moment.
+    /// Start.
     pub not_before: SystemTime,
-    /// The last moment.
+    /// End.
     pub not_after: SystemTime,
 }
 
 impl Validity {
-    /// From an hour ago for a day.
+    /// From an hour ago until in 24 hours.
     pub fn usual() -> Self {
         let now = SystemTime::now();
-        Self { not_before: now - Duration::from_secs(3600), not_after: now + LIFE }
+        Self { not_before: now - Duration::from_secs(3600), not_after: now + LIFETIME }
     }
 
-    /// Over since an hour.
+    /// Expired an hour ago.
     pub fn expired() -> Self {
         let now = SystemTime::now();
-        Self { not_before: now - LIFE, not_after: now - Duration::from_secs(3600) }
+        Self { not_before: now - LIFETIME, not_after: now - Duration::from_secs(3600) }
     }
 }
 
 impl Pki {
-    /// A new authority with that common name.
+    /// Creates an authority with this common name.
     pub fn new(name: &str) -> io::Result<Self> {
         let mut params = params(name, Validity::usual())?;
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -110,13 +110,13 @@ impl Pki {
         self.certificate.der().clone()
     }
 
-    /// A serving certificate for loopback, `localhost` and `kubernetes.default.svc`.
+    /// Issues a serving certificate for loopback, `localhost` and `kubernetes.default.svc`.
     pub fn server(&self) -> io::Result<Issued> {
         let hosts = ["127.0.0.1", "::1", "localhost", "kubernetes.default.svc"];
         self.server_for(&hosts, Validity::usual())
     }
 
-    /// A serving certificate for these names and addresses.
+    /// Issues a serving certificate for these names and addresses.
     pub fn server_for(&self, hosts: &[&str], validity: Validity) -> io::Result<Issued> {
         let mut params = params("kube-apiserver", validity)?;
         for host in hosts {
@@ -129,19 +129,19 @@ impl Pki {
         self.issue(&params)
     }
 
-    /// A client certificate.
+    /// Issues a client certificate.
     pub fn client(&self, subject: &Subject) -> io::Result<Issued> {
         self.client_valid(subject, Validity::usual())
     }
 
-    /// A client certificate with a validity of its own.
+    /// Issues a client certificate with this validity.
     pub fn client_valid(&self, subject: &Subject, validity: Validity) -> io::Result<Issued> {
         let mut params = params(&subject.user, validity)?;
-        let organisations = [DnType::OrganizationName, DnType::CustomDnType(vec![2, 5, 4, 10])];
-        if subject.groups.len() > organisations.len() {
+        let organizations = [DnType::OrganizationName, DnType::CustomDnType(vec![2, 5, 4, 10])];
+        if subject.groups.len() > organizations.len() {
             return Err(io::Error::other("a demo certificate holds at most two groups"));
         }
-        for (attribute, group) in organisations.into_iter().zip(&subject.groups) {
+        for (attribute, group) in organizations.into_iter().zip(&subject.groups) {
             params.distinguished_name.push(attribute, group.as_str());
         }
         if let Some(uid) = &subject.uid {
@@ -172,7 +172,7 @@ impl Pki {
 }
 
 impl Issued {
-    /// Certificate and key in one PEM, as kubelet keeps them.
+    /// Certificate and key in one PEM, as kubelet stores them.
     pub fn pair_pem(&self) -> String {
         format!("{}{}", self.cert_pem, self.key_pem)
     }
@@ -187,7 +187,7 @@ impl Issued {
         PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(self.key_der.clone()))
     }
 
-    /// Writes `NAME.crt` and `NAME.key` (readable by the owner alone) and returns their paths.
+    /// Writes `NAME.crt` and `NAME.key` (mode 0600) and returns their paths.
     pub fn write_to(&self, dir: &Path, name: &str) -> io::Result<(PathBuf, PathBuf)> {
         let (cert, key) = (dir.join(format!("{name}.crt")), dir.join(format!("{name}.key")));
         std::fs::write(&cert, &self.cert_pem)?;
@@ -195,7 +195,7 @@ impl Issued {
         Ok((cert, key))
     }
 
-    /// Writes `NAME.pem` with both, as kubelet keeps them, and returns its path.
+    /// Writes `NAME.pem` with both, as kubelet stores them, and returns its path.
     pub fn write_pair(&self, dir: &Path, name: &str) -> io::Result<PathBuf> {
         let path = dir.join(format!("{name}.pem"));
         write_private(&path, &self.pair_pem())?;
@@ -203,7 +203,7 @@ impl Issued {
     }
 }
 
-/// A kubeconfig for one user: by certificate, by token, or nobody.
+/// A kubeconfig for one user with a certificate, a token, or no credentials.
 pub fn kubeconfig(
     server: &str,
     ca_pem: &str,
@@ -219,7 +219,7 @@ pub fn kubeconfig(
     if let Some(token) = token {
         user["token"] = token.into();
     }
-    // JSON is YAML.
+    // Every JSON document is YAML.
     serde_json::json!({
         "apiVersion": "v1",
         "kind": "Config",

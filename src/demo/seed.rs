@@ -1,16 +1,19 @@
-//! What a demo cluster holds before anybody comes, so that kubectl has something to show.
+//! Initial objects of a demo cluster.
 
 use crate::demo::apiserver::cluster::Cluster;
 use crate::demo::apiserver::kinds::{CONFIG_MAPS, Kind, LEASES, NODES, PODS};
 use crate::demo::apiserver::status_error::StatusError;
 use serde_json::{Value, json};
 
-/// The nodes there are; each has a lease of the same name.
+/// Names of the nodes; each has a Lease of the same name.
 pub const NODE_NAMES: [&str; 3] = ["node-1", "node-2", "node-3"];
-/// A pod that changes now and then.
+/// The pod that the demo changes every 2 s.
 pub const POD: &str = "web-0";
 
-/// Fills a new cluster.
+/// Creates the initial objects in a new cluster.
+///
+/// # Errors
+/// An object exists already.
 pub fn fill(cluster: &Cluster) -> Result<(), StatusError> {
     let put = |kind: &'static Kind, namespace: &str, object: Value| {
         cluster.create(kind, namespace, object, false).map(drop)

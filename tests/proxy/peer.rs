@@ -281,7 +281,7 @@ impl Peers {
                                 let Ok(stream) = tls.accept(stream).await else { return };
                                 let chain = stream.get_ref().1.peer_certificates();
                                 let probe = matches!(
-                                    Certificate::judge(chain, &*verifier),
+                                    Certificate::verify(chain, &*verifier),
                                     Certificate::User { user, .. } if user.name == "probe"
                                 );
                                 let connection = script.connections.fetch_add(1, Relaxed);

@@ -1,5 +1,5 @@
-//! What every server of a cluster was asked: the oracle of tests that say "at most once" and
-//! "as whom".
+//! Every request that the servers of a cluster received, so that tests can assert "at most once" and the
+//! identity of each request.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -7,19 +7,19 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::SystemTime;
 
-/// How many records are kept; older ones fall out.
+/// Records kept; the oldest is dropped for a new one.
 const KEPT: usize = 200_000;
 
-/// One request, as one server saw it.
+/// One request as one server received it.
 #[derive(Debug, Clone)]
 pub struct Record {
-    /// When its head had arrived.
+    /// When the server had received its head.
     pub time: SystemTime,
     /// The name of the server.
     pub server: String,
-    /// The connection it came on; unique within the process.
+    /// Identifies the connection; unique within the process.
     pub connection: u64,
-    /// The other end of that connection.
+    /// The peer address of the connection.
     pub remote: SocketAddr,
     /// `HTTP/1.1` or `HTTP/2.0`.
     pub version: http::Version,
@@ -27,19 +27,19 @@ pub struct Record {
     pub verb: &'static str,
     /// Path and query as received.
     pub path: String,
-    /// Who it was taken for; empty if nobody (401).
+    /// The authenticated user; empty for a 401.
     pub user: String,
     /// The groups of that user.
     pub groups: Vec<String>,
-    /// The serial number (hex) of the certificate of the connection, verified or not.
+    /// Serial number (hex) of the client certificate, whether it could be verified or not.
     pub certificate_serial: Option<String>,
     /// The client's `Audit-ID`.
     pub audit_id: Option<String>,
-    /// The names of all headers, repeated ones repeated.
+    /// The names of all headers; a repeated header appears several times.
     pub header_names: Vec<String>,
-    /// Every `X-Forwarded-For`, joined with commas.
+    /// All values of `X-Forwarded-For`, joined with commas.
     pub forwarded_for: Option<String>,
-    /// The status of the answer; `None` while there is none, and for ever if the client left.
+    /// The status of the response; `None` until it is sent, and if the client left before.
     pub status: Option<u16>,
 }
 
@@ -52,35 +52,35 @@ pub struct Audit {
 
 #[derive(Debug, Default)]
 struct Records {
-    /// How many have fallen out or were cleared: the number of the first one still there.
+    /// Number of the first record in `kept`: how many were dropped or cleared before it.
     first: u64,
     kept: VecDeque<Record>,
 }
 
 impl Audit {
-    /// A copy of everything kept.
+    /// A copy of all records, oldest first.
     pub fn records(&self) -> Vec<Record> {
         self.lock().kept.iter().cloned().collect()
     }
 
-    /// The records that a test is interested in.
+    /// A copy of the records that match.
     pub fn select(&self, wanted: impl Fn(&Record) -> bool) -> Vec<Record> {
         self.lock().kept.iter().filter(|r| wanted(r)).cloned().collect()
     }
 
-    /// How many requests came with this `Audit-ID`.
+    /// Number of requests with this `Audit-ID`.
     pub fn count_id(&self, id: &str) -> usize {
         self.lock().kept.iter().filter(|r| r.audit_id.as_deref() == Some(id)).count()
     }
 
-    /// Forgets everything so far.
+    /// Removes all records.
     pub fn clear(&self) {
         let mut records = self.lock();
         records.first += records.kept.len() as u64;
         records.kept.clear();
     }
 
-    /// Stops or starts recording (benches need none).
+    /// Turns recording on or off; benches turn it off.
     pub fn set_enabled(&self, enabled: bool) {
         self.off.store(!enabled, Ordering::Relaxed);
     }

@@ -1,4 +1,4 @@
-//! The bodies of answers, and the reading of the bodies of requests.
+//! Response bodies, and reading of request bodies.
 
 use crate::demo::apiserver::status_error::StatusError;
 use bytes::{Buf, Bytes, BytesMut};
@@ -8,13 +8,13 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use tokio::sync::mpsc;
 
-/// The largest request body that is read, like kube-apiserver's.
+/// Largest request body that is read, in bytes; kube-apiserver has the same limit.
 const LIMIT: usize = 3 << 20;
-/// How much of a generated body is written at once.
+/// Size of a DATA chunk of a generated body, in bytes.
 const CHUNK: usize = 64 << 10;
 static FILLER: [u8; CHUNK] = [b'.'; CHUNK];
 
-/// Ends a body in the middle: the stream is reset, never ended.
+/// Resets the stream in the middle of the body.
 #[derive(Debug)]
 pub struct Abort;
 
@@ -26,21 +26,21 @@ impl std::fmt::Display for Abort {
 
 impl std::error::Error for Abort {}
 
-/// The body of an answer.
+/// The body of a response.
 #[derive(Debug)]
 pub enum ResponseBody {
-    /// All of it.
+    /// A body known in full; `None` is an empty body.
     Full(Option<Bytes>),
-    /// What a task sends.
+    /// Chunks sent by a task.
     Stream(mpsc::Receiver<Result<Bytes, Abort>>),
-    /// So many dots.
+    /// This many dots.
     Filler(u64),
-    /// What the request said, trailers included.
+    /// The request body, trailers included.
     Echo(Box<Incoming>),
 }
 
 impl ResponseBody {
-    /// All of it, known now.
+    /// A body known in full.
     pub fn full(bytes: impl Into<Bytes>) -> Self {
         let bytes = bytes.into();
         Self::Full((!bytes.is_empty()).then_some(bytes))
@@ -85,7 +85,10 @@ impl Body for ResponseBody {
     }
 }
 
-/// The whole body of a request.
+/// Reads a request body to its end.
+///
+/// # Errors
+/// 413 for more than 3 MiB, 400 when the client resets the stream.
 pub async fn read(mut body: Incoming) -> Result<Bytes, StatusError> {
     let mut whole = BytesMut::new();
     while let Some(frame) = std::future::poll_fn(|cx| Pin::new(&mut body).poll_frame(cx)).await {

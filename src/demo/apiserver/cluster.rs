@@ -1,8 +1,8 @@
 //! The store that all servers of a demo control plane share: objects, one revision counter, and a
-//! bounded history from which any server can serve any watch.
+//! bounded history from which each server can serve each watch.
 //!
-//! Versions are etcd's: one counter for everything, raised by every change. History is a ring;
-//! what fell out of it, or was compacted, answers 410.
+//! As in etcd, one counter numbers all changes. History is a ring buffer: a watch from a version that was
+//! evicted or compacted gets 410.
 
 use crate::demo::apiserver::audit::Audit;
 use crate::demo::apiserver::identity::User;
@@ -18,10 +18,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::sync::watch;
 
-/// Changes remembered by default.
+/// Default length of the history, in changes.
 const HISTORY: usize = 10_000;
 
-/// A control plane's state; clones share it.
+/// The store of a control plane; clones share it.
 #[derive(Clone)]
 pub struct Cluster {
     shared: Arc<Shared>,
@@ -29,54 +29,54 @@ pub struct Cluster {
 
 struct Shared {
     state: Mutex<State>,
-    /// One bell for each kind: its value is the version of the last change to that kind.
-    bells: HashMap<&'static str, watch::Sender<u64>>,
+    /// For each resource type, the version of its last change.
+    last_changes: HashMap<&'static str, watch::Sender<u64>>,
     audit: Audit,
 }
 
 struct State {
     version: u64,
-    /// The newest version that history no longer holds.
+    /// The newest version that is no longer in the history.
     compacted: u64,
     objects: BTreeMap<Key, Arc<Object>>,
     history: VecDeque<Arc<Event>>,
-    /// For each kind, the newest change to it that history no longer holds.
-    forgotten: HashMap<&'static str, u64>,
+    /// For each resource type, its newest change that is no longer in the history.
+    evicted: HashMap<&'static str, u64>,
     limit: usize,
     bookmark_interval: Duration,
     tokens: HashMap<String, User>,
 }
 
-/// Kind (its qualified name is unique), namespace, name.
+/// Resource type (plural names are unique here), namespace, name.
 type Key = (&'static str, String, String);
 
 fn key(object: ObjectRef<'_>) -> Key {
     (object.kind.plural, object.namespace.to_owned(), object.name.to_owned())
 }
 
-/// One version of an object, and its JSON, written once for all readers.
+/// One version of an object, serialized once for all readers.
 #[derive(Debug)]
 pub struct Object {
     /// The object.
     pub value: Value,
-    /// The same, serialised.
+    /// `value`, serialized.
     pub json: Bytes,
-    /// Its resourceVersion.
+    /// `metadata.resourceVersion`.
     pub version: u64,
 }
 
-/// A change.
+/// A change of one object.
 #[derive(Debug)]
 pub struct Event {
-    /// The version it made.
+    /// The version of the change.
     pub version: u64,
-    /// What changed.
+    /// The resource type.
     pub kind: &'static Kind,
-    /// The object as it was, unless it was created.
+    /// The object before; `None` if it was created.
     pub before: Option<Arc<Object>>,
-    /// The object as it is, or as it was when it was deleted, with the version of the deletion.
+    /// The object after the change; a deleted object carries the version of the deletion.
     pub after: Arc<Object>,
-    /// Whether it is gone.
+    /// The object was deleted.
     pub deleted: bool,
 }
 
@@ -87,20 +87,20 @@ impl Default for Cluster {
 }
 
 impl Cluster {
-    /// An empty cluster with the usual namespaces.
+    /// A cluster with only the namespaces that kube-apiserver creates.
     pub fn new() -> Self {
         let state = State {
             version: 0,
             compacted: 0,
             objects: BTreeMap::new(),
             history: VecDeque::new(),
-            forgotten: HashMap::new(),
+            evicted: HashMap::new(),
             limit: HISTORY,
             bookmark_interval: Duration::from_secs(60),
             tokens: HashMap::new(),
         };
-        let bells = kinds::KINDS.iter().map(|k| (k.plural, watch::Sender::new(0))).collect();
-        let shared = Shared { state: Mutex::new(state), bells, audit: Audit::default() };
+        let last_changes = kinds::KINDS.iter().map(|k| (k.plural, watch::Sender::new(0))).collect();
+        let shared = Shared { state: Mutex::new(state), last_changes, audit: Audit::default() };
         let cluster = Self { shared: Arc::new(shared) };
         for name in ["default", "kube-system", "kube-public", "kube-node-lease"] {
             let namespace = json!({ "metadata": { "name": name } });
@@ -111,7 +111,7 @@ impl Cluster {
         cluster
     }
 
-    /// What the servers were asked.
+    /// The requests that all servers received.
     pub fn audit(&self) -> &Audit {
         &self.shared.audit
     }
@@ -121,7 +121,7 @@ impl Cluster {
         self.lock().version
     }
 
-    /// Lets a bearer token stand for a user.
+    /// Accepts a bearer token for a user.
     pub fn add_token(&self, token: &str, user: User) {
         self.lock().tokens.insert(token.to_owned(), user);
     }
@@ -130,7 +130,7 @@ impl Cluster {
         look(&self.lock().tokens)
     }
 
-    /// How often a watch that allows bookmarks gets one.
+    /// Sets the interval of bookmarks for watches that allow them.
     pub fn set_bookmark_interval(&self, interval: Duration) {
         self.lock().bookmark_interval = interval;
     }
@@ -139,28 +139,32 @@ impl Cluster {
         self.lock().bookmark_interval
     }
 
-    /// How many changes are remembered.
+    /// Sets the length of the history, in changes.
     pub fn set_history(&self, limit: usize) {
         let mut state = self.lock();
         state.limit = limit;
         state.trim();
     }
 
-    /// Forgets all history, as etcd's compaction does, and returns the version up to which.
+    /// Drops the history as etcd's compaction does, and returns the last version dropped.
     pub fn compact(&self) -> u64 {
         let mut state = self.lock();
-        while state.forget() {}
+        while state.evict_oldest() {}
         state.compacted = state.version;
         state.version
     }
 
-    /// The object there.
-    pub fn get(&self, place: ObjectRef<'_>) -> Result<Arc<Object>, StatusError> {
+    /// Reads an object.
+    ///
+    /// # Errors
+    /// 404 if it does not exist.
+    pub fn get(&self, object_ref: ObjectRef<'_>) -> Result<Arc<Object>, StatusError> {
         let state = self.lock();
-        state.objects.get(&key(place)).cloned().ok_or_else(|| missing(place))
+        state.objects.get(&key(object_ref)).cloned().ok_or_else(|| not_found(object_ref))
     }
 
-    /// The objects of a kind (in a namespace, or everywhere), and the version of that picture.
+    /// The objects of a resource type (in a namespace, or in all if it is empty), and the version of the
+    /// store.
     pub fn list(
         &self,
         kind: &'static Kind,
@@ -174,6 +178,9 @@ impl Cluster {
     }
 
     /// Creates an object.
+    ///
+    /// # Errors
+    /// 400 or 422 for an invalid object, 404 for a missing namespace, 409 for a name in use.
     pub fn create(
         &self,
         kind: &'static Kind,
@@ -181,79 +188,87 @@ impl Cluster {
         mut value: Value,
         dry_run: bool,
     ) -> Result<Arc<Object>, StatusError> {
-        let name = resource::prepare(kind, namespace, &mut value)?;
-        let place = ObjectRef { kind, namespace, name: &name };
+        let name = resource::prepare_for_create(kind, namespace, &mut value)?;
+        let object_ref = ObjectRef { kind, namespace, name: &name };
         let mut state = self.lock();
-        if state.objects.contains_key(&key(place)) {
+        if state.objects.contains_key(&key(object_ref)) {
             return Err(StatusError::already_exists(kind, &name));
         }
         if kind.namespaced {
             let home = ObjectRef { kind: &kinds::NAMESPACES, namespace: "", name: namespace };
             if !state.objects.contains_key(&key(home)) {
-                return Err(missing(home));
+                return Err(not_found(home));
             }
         }
         if dry_run {
             return Ok(Arc::new(Object::new(value, 0)));
         }
-        Ok(self.commit(&mut state, place, value, false))
+        Ok(self.commit(&mut state, object_ref, value, false))
     }
 
-    /// Changes an object in one step; `change` gets the current one and returns the next.
+    /// Changes an object atomically: `change` receives the current version and returns the next.
+    ///
+    /// # Errors
+    /// 404 if it does not exist, 409 if a precondition fails, or the error of `change`.
     pub fn modify(
         &self,
-        place: ObjectRef<'_>,
+        object_ref: ObjectRef<'_>,
         dry_run: bool,
         change: impl FnOnce(&Value) -> Result<Value, StatusError>,
     ) -> Result<Arc<Object>, StatusError> {
         let mut state = self.lock();
-        let current = state.objects.get(&key(place)).cloned().ok_or_else(|| missing(place))?;
+        let current =
+            state.objects.get(&key(object_ref)).cloned().ok_or_else(|| not_found(object_ref))?;
         let mut next = change(&current.value)?;
-        resource::carry_over(place, &current.value, &mut next)?;
+        resource::prepare_for_update(object_ref, &current.value, &mut next)?;
         if next == current.value {
             return Ok(current);
         }
         if dry_run {
             return Ok(Arc::new(Object::new(next, current.version)));
         }
-        Ok(self.commit(&mut state, place, next, false))
+        Ok(self.commit(&mut state, object_ref, next, false))
     }
 
     /// Deletes an object if it meets the preconditions (`uid`, `resourceVersion`).
+    ///
+    /// # Errors
+    /// 404 if it does not exist, 409 if a precondition fails.
     pub fn delete(
         &self,
-        place: ObjectRef<'_>,
+        object_ref: ObjectRef<'_>,
         preconditions: &Value,
         dry_run: bool,
     ) -> Result<Arc<Object>, StatusError> {
         let mut state = self.lock();
-        let current = state.objects.get(&key(place)).cloned().ok_or_else(|| missing(place))?;
+        let current =
+            state.objects.get(&key(object_ref)).cloned().ok_or_else(|| not_found(object_ref))?;
         for field in ["uid", "resourceVersion"] {
             let (wanted, is) = (&preconditions[field], &current.value["metadata"][field]);
             if !wanted.is_null() && wanted != is {
                 let why = format!(
                     "Precondition failed: {field} in precondition: {wanted}, {field} in object meta: {is}"
                 );
-                return Err(StatusError::conflict(place.kind, place.name, &why));
+                return Err(StatusError::conflict(object_ref.kind, object_ref.name, &why));
             }
         }
         if dry_run {
             return Ok(current);
         }
-        let gone = self.commit(&mut state, place, current.value.clone(), true);
-        if *place.kind == kinds::NAMESPACES {
-            self.empty(&mut state, place.name);
+        let gone = self.commit(&mut state, object_ref, current.value.clone(), true);
+        if *object_ref.kind == kinds::NAMESPACES {
+            self.delete_all_in(&mut state, object_ref.name);
         }
         Ok(gone)
     }
 
-    /// Rings at every change of a kind.
-    pub(super) fn bell(&self, kind: &Kind) -> watch::Receiver<u64> {
-        self.shared.bells[kind.plural].subscribe()
+    /// Notifies of each change of a resource type.
+    pub(super) fn changes_of(&self, kind: &Kind) -> watch::Receiver<u64> {
+        self.shared.last_changes[kind.plural].subscribe()
     }
 
-    /// The changes after a version, and the version up to which there is nothing more to see. A
-    /// new watch needs all of history since then; a running one only that of its own kind.
+    /// The changes after `cursor`, and the version that they reach. A new watch requires the complete
+    /// history since `cursor`; a running watch only that of its resource type.
     pub(super) fn since(
         &self,
         kind: &'static Kind,
@@ -262,8 +277,8 @@ impl Cluster {
         running: bool,
     ) -> Result<(Vec<Arc<Event>>, u64), StatusError> {
         let state = self.lock();
-        let forgotten = state.forgotten.get(kind.plural).copied().unwrap_or(0);
-        let oldest = if running { forgotten } else { state.compacted };
+        let evicted = state.evicted.get(kind.plural).copied().unwrap_or(0);
+        let oldest = if running { evicted } else { state.compacted };
         if cursor < oldest {
             return Err(StatusError::expired(cursor, oldest));
         }
@@ -275,8 +290,8 @@ impl Cluster {
         Ok((state.history.range(from..).filter(wanted).cloned().collect(), state.version))
     }
 
-    /// Whether a list of that version can still be continued.
-    pub(super) fn reaches(&self, version: u64) -> Result<(), StatusError> {
+    /// Checks that history since `version` is complete.
+    pub(super) fn check_not_compacted(&self, version: u64) -> Result<(), StatusError> {
         let state = self.lock();
         if version < state.compacted {
             return Err(StatusError::expired(version, state.compacted));
@@ -284,23 +299,23 @@ impl Cluster {
         Ok(())
     }
 
-    /// Deletes what lived in a namespace.
-    fn empty(&self, state: &mut State, namespace: &str) {
+    /// Deletes all objects in a namespace.
+    fn delete_all_in(&self, state: &mut State, namespace: &str) {
         for kind in kinds::KINDS.into_iter().filter(|k| k.namespaced) {
             let inside: Vec<_> = state.range(kind, namespace).cloned().collect();
             for object in inside {
                 let name = object.value["metadata"]["name"].as_str().unwrap_or_default();
-                let place = ObjectRef { kind, namespace, name };
-                self.commit(state, place, object.value.clone(), true);
+                let object_ref = ObjectRef { kind, namespace, name };
+                self.commit(state, object_ref, object.value.clone(), true);
             }
         }
     }
 
-    /// Makes a change true: raises the version, remembers it, and rings.
+    /// Applies a change: increments the version, appends to the history and notifies watches.
     fn commit(
         &self,
         state: &mut State,
-        place: ObjectRef<'_>,
+        object_ref: ObjectRef<'_>,
         mut value: Value,
         deleted: bool,
     ) -> Arc<Object> {
@@ -309,14 +324,14 @@ impl Cluster {
         value["metadata"]["resourceVersion"] = version.to_string().into();
         let after = Arc::new(Object::new(value, version));
         let before = if deleted {
-            state.objects.remove(&key(place))
+            state.objects.remove(&key(object_ref))
         } else {
-            state.objects.insert(key(place), after.clone())
+            state.objects.insert(key(object_ref), after.clone())
         };
-        let event = Event { version, kind: place.kind, before, after: after.clone(), deleted };
+        let event = Event { version, kind: object_ref.kind, before, after: after.clone(), deleted };
         state.history.push_back(Arc::new(event));
         state.trim();
-        self.shared.bells[place.kind.plural].send_replace(version);
+        self.shared.last_changes[object_ref.kind.plural].send_replace(version);
         after
     }
 
@@ -327,18 +342,18 @@ impl Cluster {
 
 impl State {
     fn trim(&mut self) {
-        while self.history.len() > self.limit && self.forget() {}
+        while self.history.len() > self.limit && self.evict_oldest() {}
     }
 
-    /// Drops the oldest change.
-    fn forget(&mut self) -> bool {
+    /// Drops the oldest change; false if there is none.
+    fn evict_oldest(&mut self) -> bool {
         let Some(event) = self.history.pop_front() else { return false };
         self.compacted = event.version;
-        self.forgotten.insert(event.kind.plural, event.version);
+        self.evicted.insert(event.kind.plural, event.version);
         true
     }
 
-    /// The objects of a kind in a namespace, or everywhere.
+    /// The objects of a resource type in a namespace, or in all if it is empty.
     fn range(&self, kind: &Kind, namespace: &str) -> impl Iterator<Item = &Arc<Object>> {
         let first: Key = (kind.plural, namespace.to_owned(), String::new());
         let (plural, namespace) = (kind.plural, namespace.to_owned());
@@ -358,8 +373,8 @@ impl Object {
     }
 }
 
-fn missing(place: ObjectRef<'_>) -> StatusError {
-    StatusError::not_found(place.kind, place.name)
+fn not_found(object_ref: ObjectRef<'_>) -> StatusError {
+    StatusError::not_found(object_ref.kind, object_ref.name)
 }
 
 #[cfg(test)]
@@ -372,9 +387,9 @@ mod tests {
     }
 
     #[test]
-    fn conflicts_and_versions() {
+    fn write_with_stale_version_or_other_uid_conflicts() {
         let cluster = Cluster::new();
-        let place = ObjectRef { kind: &CONFIG_MAPS, namespace: "default", name: "a" };
+        let object_ref = ObjectRef { kind: &CONFIG_MAPS, namespace: "default", name: "a" };
         let first = cluster.create(&CONFIG_MAPS, "default", map("a"), false).unwrap();
         let taken = cluster.create(&CONFIG_MAPS, "default", map("a"), false).unwrap_err();
         assert_eq!((taken.code, taken.reason), (409, "AlreadyExists"));
@@ -382,7 +397,7 @@ mod tests {
         assert_eq!(homeless.code, 404);
 
         let write = |version: u64| {
-            cluster.modify(place, false, |now| {
+            cluster.modify(object_ref, false, |now| {
                 let mut next = now.clone();
                 next["data"]["k"] = version.to_string().into();
                 next["metadata"]["resourceVersion"] = version.to_string().into();
@@ -392,18 +407,18 @@ mod tests {
         let second = write(first.version).unwrap();
         assert!(second.version > first.version);
         assert_eq!(write(first.version).unwrap_err().reason, "Conflict");
-        let same = cluster.modify(place, false, |now| Ok(now.clone())).unwrap();
-        assert_eq!(same.version, second.version, "a write that changes nothing is no event");
+        let same = cluster.modify(object_ref, false, |now| Ok(now.clone())).unwrap();
+        assert_eq!(same.version, second.version, "a write without a change creates no event");
 
         let uid = json!({ "uid": "other" });
-        assert_eq!(cluster.delete(place, &uid, false).unwrap_err().code, 409);
-        let gone = cluster.delete(place, &Value::Null, false).unwrap();
+        assert_eq!(cluster.delete(object_ref, &uid, false).unwrap_err().code, 409);
+        let gone = cluster.delete(object_ref, &Value::Null, false).unwrap();
         assert!(gone.version > second.version);
-        assert_eq!(cluster.get(place).unwrap_err().code, 404);
+        assert_eq!(cluster.get(object_ref).unwrap_err().code, 404);
     }
 
     #[test]
-    fn history_is_bounded() {
+    fn history_evicts_oldest_changes_and_expires_older_watches() {
         let cluster = Cluster::new();
         let start = cluster.version();
         for name in ["a", "b", "c"] {
@@ -420,13 +435,13 @@ mod tests {
     }
 
     #[test]
-    fn a_namespace_takes_its_objects_along() {
+    fn delete_of_a_namespace_deletes_its_objects() {
         let cluster = Cluster::new();
         cluster.create(&NAMESPACES, "", map("ns"), false).unwrap();
         cluster.create(&CONFIG_MAPS, "ns", map("a"), false).unwrap();
         cluster.create(&CONFIG_MAPS, "default", map("b"), false).unwrap();
-        let place = ObjectRef { kind: &NAMESPACES, namespace: "", name: "ns" };
-        cluster.delete(place, &Value::Null, false).unwrap();
+        let object_ref = ObjectRef { kind: &NAMESPACES, namespace: "", name: "ns" };
+        cluster.delete(object_ref, &Value::Null, false).unwrap();
         let (left, _) = cluster.list(&CONFIG_MAPS, "", &Selector::default());
         assert_eq!(left.len(), 1);
     }

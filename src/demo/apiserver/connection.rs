@@ -41,7 +41,7 @@ async fn handshake_and_serve(socket: Socket, remote: SocketAddr, server: &Arc<Se
     };
     let session = tls.get_ref().1;
     let http2 = session.alpn_protocol() == Some(b"h2");
-    let certificate = Certificate::judge(session.peer_certificates(), &*server.verifier);
+    let certificate = Certificate::verify(session.peer_certificates(), &*server.verifier);
     let id = NEXT.fetch_add(1, Relaxed);
     let connection = Arc::new(ConnectionInfo { id, remote, certificate, goaway: Notify::new() });
     let service = service_fn(|request: http::Request<Incoming>| {

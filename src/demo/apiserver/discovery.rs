@@ -1,9 +1,9 @@
-//! What clients ask before they ask for anything: groups, resources, schemas, version.
+//! API discovery: versions, groups, resources, OpenAPI schemas.
 
 use crate::demo::apiserver::kinds::{KINDS, Kind};
 use serde_json::{Value, json};
 
-/// The answer to a discovery path, if it is one.
+/// The document of a discovery path; `None` for other paths.
 pub fn answer(path: &str) -> Option<Value> {
     match path.trim_end_matches('/') {
         "/version" => Some(json!({
@@ -39,7 +39,7 @@ pub fn answer(path: &str) -> Option<Value> {
     }
 }
 
-/// The groups beside the core group.
+/// The API groups without the core group.
 fn groups() -> Vec<&'static str> {
     let mut groups = vec!["authentication.k8s.io", "authorization.k8s.io"];
     groups.extend(KINDS.iter().map(|k| k.group).filter(|g| !g.is_empty()));
@@ -107,7 +107,7 @@ fn resources(group: &str) -> Value {
     })
 }
 
-/// The path of one object, as `OpenAPI` writes it.
+/// The `OpenAPI` path template of one object.
 fn item_path(kind: &Kind) -> String {
     let collection = kind.path();
     if !kind.namespaced {
@@ -116,7 +116,7 @@ fn item_path(kind: &Kind) -> String {
     collection.replace(kind.plural, &format!("namespaces/{{namespace}}/{}/{{name}}", kind.plural))
 }
 
-/// Enough for kubectl to see that the server validates fields itself, and to know the kinds.
+/// The part of the document that kubectl reads: resource types, and that the server validates fields.
 fn operations(kind: &Kind) -> Value {
     let parameters: Vec<_> = ["dryRun", "fieldManager", "fieldValidation", "force"]
         .iter()

@@ -1,5 +1,5 @@
-//! The path of a request through a demo apiserver: record, obstruct, authenticate, authorise, do
-//! ([`verbs`]).
+//! The path of a request through a demo apiserver: record it in the audit, apply injected faults,
+//! authenticate, authorize, then serve it (`verbs` for resources).
 
 mod verbs;
 
@@ -23,39 +23,39 @@ use std::time::{Duration, SystemTime};
 
 const JSON: &str = "application/json";
 
-/// Answers one request, whatever happens.
+/// Responds to one request.
 pub(super) async fn handle(
     server: Arc<ServerState>,
     connection: Arc<ConnectionInfo>,
     request: Request<Incoming>,
 ) -> Result<Response<ResponseBody>, Infallible> {
     let (parts, body) = request.into_parts();
-    let call = RequestContext::new(server, connection, parts);
-    let number = call.record();
-    let in_flight = InFlight::new(&call.server);
-    call.obstruct().await;
-    let scripted = if call.is_health() { None } else { call.server.scripted(&call.parts) };
+    let context = RequestContext::new(server, connection, parts);
+    let number = context.record();
+    let in_flight = InFlight::new(&context.server);
+    context.apply_delays().await;
+    let scripted = if context.is_health() { None } else { context.server.scripted(&context.parts) };
     let mut response = match scripted {
-        Some(answer) => scripted_response(answer).await,
-        None => match call.answer(number, body).await {
+        Some(scripted) => to_response(scripted).await,
+        None => match context.serve(number, body).await {
             Ok(response) => response,
-            Err(failure) => refuse(&failure),
+            Err(error) => error_response(&error),
         },
     };
-    if !call.is_health() && call.server.loses_response() {
+    if !context.is_health() && context.server.loses_response() {
         std::future::pending::<()>().await;
     }
     drop(in_flight);
     if let Some(number) = number {
         let status = response.status().as_u16();
-        call.server.cluster.audit().amend(number, |r| r.status = Some(status));
+        context.server.cluster.audit().amend(number, |r| r.status = Some(status));
     }
-    let audit_id = call.header("audit-id").unwrap_or("none").to_owned();
-    call.decorate(&mut response, &audit_id);
+    let audit_id = context.header("audit-id").unwrap_or("none").to_owned();
+    context.add_common_headers(&mut response, &audit_id);
     Ok(response)
 }
 
-/// A request on its way.
+/// A request with its server and its connection.
 pub(super) struct RequestContext {
     pub server: Arc<ServerState>,
     connection: Arc<ConnectionInfo>,
@@ -90,7 +90,7 @@ impl RequestContext {
         }
     }
 
-    /// Writes the request down before anything happens to it.
+    /// Adds the request to the audit; returns its number there.
     fn record(&self) -> Option<u64> {
         let audit = self.server.cluster.audit();
         self.server.counters.requests.fetch_add(1, Relaxed);
@@ -122,11 +122,11 @@ impl RequestContext {
         }))
     }
 
-    /// What the test wants to be slow is slow here.
-    async fn obstruct(&self) {
+    /// Waits as long as the handle's `hang` and `delay` demand.
+    async fn apply_delays(&self) {
         if *self.server.hang.borrow() {
             let mut hang = self.server.hang.subscribe();
-            // The sender lives as long as the server.
+            // The sender is dropped only with the server.
             let _ = hang.wait_for(|hang| !hang).await;
         }
         let delay = self.server.delay_ms.load(Relaxed);
@@ -135,7 +135,7 @@ impl RequestContext {
         }
     }
 
-    async fn answer(
+    async fn serve(
         &self,
         number: Option<u64>,
         body: Incoming,
@@ -154,7 +154,7 @@ impl RequestContext {
             return Ok(self.health());
         }
         if path != "/version" {
-            self.authorise(&user)?;
+            self.authorize(&user)?;
         }
         if let Some(document) = discovery::answer(path) {
             return self.negotiate(200, &document);
@@ -186,20 +186,22 @@ impl RequestContext {
         }
     }
 
-    /// 401, or who it is. Nobodies are sent away from their HTTP/2 connection after this answer.
+    /// The user, or 401. An unauthenticated request on HTTP/2 also triggers GOAWAY, see `set_mitigation`.
     fn authenticate(&self) -> Result<User, StatusError> {
         let found = self.server.cluster.with_tokens(|tokens| {
             identity::authenticate(&self.connection.certificate, &self.parts.headers, tokens)
         });
-        let unproven = found.as_ref().map_or(true, User::is_anonymous);
-        if unproven && self.parts.version == Version::HTTP_2 && self.server.mitigation.load(Relaxed)
+        let unauthenticated = found.as_ref().map_or(true, User::is_anonymous);
+        if unauthenticated
+            && self.parts.version == Version::HTTP_2
+            && self.server.mitigation.load(Relaxed)
         {
             self.connection.goaway.notify_one();
         }
         found.map_err(|_| StatusError::new(401, "Unauthorized", "Unauthorized"))
     }
 
-    fn authorise(&self, user: &User) -> Result<(), StatusError> {
+    fn authorize(&self, user: &User) -> Result<(), StatusError> {
         if !user.is_anonymous() || self.server.anonymous.load(Relaxed) {
             return Ok(());
         }
@@ -231,8 +233,8 @@ impl RequestContext {
         respond(200, "text/plain; charset=utf-8", ResponseBody::full("ok"))
     }
 
-    /// The headers that kube-apiserver adds to every answer.
-    fn decorate(&self, response: &mut Response<ResponseBody>, audit_id: &str) {
+    /// Adds the headers of every kube-apiserver response.
+    fn add_common_headers(&self, response: &mut Response<ResponseBody>, audit_id: &str) {
         let headers = response.headers_mut();
         if let Ok(value) = HeaderValue::from_str(audit_id) {
             headers.insert("audit-id", value);
@@ -275,22 +277,22 @@ pub(super) fn respond(
     response
 }
 
-fn refuse(failure: &StatusError) -> Response<ResponseBody> {
-    respond(failure.code, JSON, ResponseBody::full(failure.status().to_string()))
+fn error_response(error: &StatusError) -> Response<ResponseBody> {
+    respond(error.code, JSON, ResponseBody::full(error.status().to_string()))
 }
 
-async fn scripted_response(answer: ScriptedResponse) -> Response<ResponseBody> {
-    let payload = if answer.cut {
+async fn to_response(scripted: ScriptedResponse) -> Response<ResponseBody> {
+    let payload = if scripted.cut {
         let (sender, receiver) = tokio::sync::mpsc::channel::<Result<Bytes, Abort>>(2);
-        // There is room for both, so neither waits nor fails.
-        let _ = sender.send(Ok(answer.body)).await;
+        // The channel has capacity for both.
+        let _ = sender.send(Ok(scripted.body)).await;
         let _ = sender.send(Err(Abort)).await;
         ResponseBody::Stream(receiver)
     } else {
-        ResponseBody::full(answer.body)
+        ResponseBody::full(scripted.body)
     };
-    let mut response = respond(answer.status, JSON, payload);
-    for (name, value) in &answer.headers {
+    let mut response = respond(scripted.status, JSON, payload);
+    for (name, value) in &scripted.headers {
         if let (Ok(name), Ok(value)) = (name.parse::<HeaderName>(), HeaderValue::from_str(value)) {
             response.headers_mut().insert(name, value);
         }

@@ -1,8 +1,7 @@
-//! Who a request is from, by kube-apiserver's rules: certificate, then token, then nobody.
+//! Authentication in kube-apiserver's order: client certificate, bearer token, anonymous.
 //!
-//! The handshake takes any client certificate whose key the client holds, as Go's
-//! `RequestClientCert` does; whether it is worth anything is decided here, and a bad one costs a
-//! 401, not the connection.
+//! As with Go's `RequestClientCert`, the handshake accepts every client certificate whose key the client
+//! holds. It is verified here, so an invalid certificate leads to a 401 and not to a failed handshake.
 
 use base64::prelude::{BASE64_URL_SAFE_NO_PAD, Engine as _};
 use rustls::pki_types::{CertificateDer, UnixTime};
@@ -10,12 +9,12 @@ use rustls::server::danger::ClientCertVerifier;
 use serde_json::{Value, json};
 use std::collections::HashMap;
 
-/// A user, as authentication found it.
+/// An authenticated user.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct User {
     /// The name.
     pub name: String,
-    /// The groups, `system:authenticated` or `system:unauthenticated` among them.
+    /// The groups, including `system:authenticated` or `system:unauthenticated`.
     pub groups: Vec<String>,
     /// The UID, often empty.
     pub uid: String,
@@ -24,14 +23,14 @@ pub struct User {
 }
 
 impl User {
-    /// A user in groups; `system:authenticated` is added.
+    /// A user in these groups and `system:authenticated`.
     pub fn new(name: &str, groups: &[&str]) -> Self {
         let mut groups: Vec<_> = groups.iter().map(|&g| g.to_owned()).collect();
         groups.push("system:authenticated".to_owned());
         Self { name: name.to_owned(), groups, ..Self::default() }
     }
 
-    /// Nobody in particular.
+    /// `system:anonymous`.
     pub fn anonymous() -> Self {
         Self {
             name: "system:anonymous".to_owned(),
@@ -40,7 +39,7 @@ impl User {
         }
     }
 
-    /// Whether this is nobody.
+    /// Whether this is `system:anonymous`.
     pub fn is_anonymous(&self) -> bool {
         self.name == "system:anonymous"
     }
@@ -58,21 +57,21 @@ impl User {
     }
 }
 
-/// What a connection's certificate is worth.
+/// The client certificate of a connection.
 #[derive(Debug, Clone)]
 pub enum Certificate {
-    /// None was shown.
+    /// The client sent none.
     None,
-    /// It was shown, but cannot be verified.
+    /// It cannot be verified.
     Invalid {
-        /// Why.
+        /// The verification error.
         reason: String,
-        /// Its serial number, if it could be read at all.
+        /// The serial number (hex), if the certificate can be parsed.
         serial: Option<String>,
     },
-    /// It names this user.
+    /// It is valid and names a user.
     User {
-        /// The user.
+        /// The user that its subject names.
         user: Box<User>,
         /// The serial number, hex.
         serial: String,
@@ -80,8 +79,8 @@ pub enum Certificate {
 }
 
 impl Certificate {
-    /// Judges the chain that a client showed.
-    pub fn judge(chain: Option<&[CertificateDer<'_>]>, verifier: &dyn ClientCertVerifier) -> Self {
+    /// Verifies the certificate chain of a client.
+    pub fn verify(chain: Option<&[CertificateDer<'_>]>, verifier: &dyn ClientCertVerifier) -> Self {
         let Some((leaf, intermediates)) = chain.and_then(<[_]>::split_first) else {
             return Self::None;
         };
@@ -132,7 +131,10 @@ fn hex(bytes: &[u8]) -> String {
     })
 }
 
-/// Authenticates one request; `Err` says why it is a 401.
+/// Authenticates one request.
+///
+/// # Errors
+/// The reason for a 401.
 #[allow(clippy::implicit_hasher)] // one caller, one map
 pub fn authenticate(
     certificate: &Certificate,
@@ -151,7 +153,7 @@ pub fn authenticate(
     }
 }
 
-/// The token of a request: in its header, or among the protocols a WebSocket client offers.
+/// The bearer token, from `Authorization` or from the WebSocket subprotocols.
 fn bearer(headers: &http::HeaderMap) -> Option<String> {
     let header = headers.get(http::header::AUTHORIZATION).and_then(|v| v.to_str().ok());
     if let Some((scheme, token)) = header.and_then(|v| v.split_once(' '))
@@ -169,7 +171,10 @@ fn bearer(headers: &http::HeaderMap) -> Option<String> {
         .and_then(|bytes| String::from_utf8(bytes).ok())
 }
 
-/// `Impersonate-User` and `Impersonate-Group`, which only administrators may use.
+/// Applies `Impersonate-User` and `Impersonate-Group`, which only `system:masters` may use.
+///
+/// # Errors
+/// The message of a 403.
 pub fn impersonate(user: User, headers: &http::HeaderMap) -> Result<User, String> {
     let text = |v: &http::HeaderValue| v.to_str().unwrap_or_default().to_owned();
     let Some(name) = headers.get("impersonate-user").map(text) else {

@@ -1,21 +1,21 @@
-//! The resources this control plane knows: one table that storage, routing and discovery share.
+//! The resource types that the demo apiserver serves; storage, routing and discovery use this table.
 
-/// A resource type, as discovery describes it.
+/// A resource type.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Kind {
     /// The API group; empty for the core group.
     pub group: &'static str,
-    /// The only version served.
+    /// The version; each type has one.
     pub version: &'static str,
-    /// The name in paths.
+    /// The plural name, as in paths.
     pub plural: &'static str,
-    /// The name in objects.
+    /// `kind` of its objects.
     pub kind: &'static str,
-    /// Whether objects live in namespaces.
+    /// Objects belong to a namespace.
     pub namespaced: bool,
-    /// Whether there is a `status` subresource.
+    /// It has a `status` subresource.
     pub status: bool,
-    /// What kubectl may abbreviate it to.
+    /// Short names for kubectl.
     pub short: &'static [&'static str],
 }
 
@@ -29,7 +29,7 @@ impl Kind {
         }
     }
 
-    /// `pods` or `leases.coordination.k8s.io`, the form of error messages.
+    /// `pods` or `leases.coordination.k8s.io`, as in error messages.
     pub fn qualified(&self) -> String {
         if self.group.is_empty() {
             self.plural.to_owned()
@@ -38,7 +38,7 @@ impl Kind {
         }
     }
 
-    /// The path of its collection, cluster-wide.
+    /// The path of its collection in all namespaces.
     pub fn path(&self) -> String {
         if self.group.is_empty() {
             format!("/api/{}/{}", self.version, self.plural)
@@ -84,17 +84,17 @@ pub static NODES: Kind = core("nodes", "Node", false, true, &["no"]);
 pub static EVENTS: Kind = core("events", "Event", true, false, &["ev"]);
 /// Services.
 pub static SERVICES: Kind = core("services", "Service", true, true, &["svc"]);
-/// Endpoints, the oldest form of discovery.
+/// Endpoints (core/v1).
 pub static ENDPOINTS: Kind = core("endpoints", "Endpoints", true, false, &["ep"]);
-/// Leases, which carry heartbeats.
+/// Leases; kubelet renews one as its heartbeat.
 pub static LEASES: Kind = grouped("coordination.k8s.io", "leases", "Lease", false, &[]);
-/// Deployments; nothing runs them.
+/// Deployments; no controller runs them.
 pub static DEPLOYMENTS: Kind = grouped("apps", "deployments", "Deployment", true, &["deploy"]);
 /// Endpoint slices.
 pub static ENDPOINT_SLICES: Kind =
     grouped("discovery.k8s.io", "endpointslices", "EndpointSlice", false, &[]);
 
-/// Every resource there is.
+/// All resource types.
 pub static KINDS: [&Kind; 12] = [
     &PODS,
     &CONFIG_MAPS,
@@ -110,7 +110,7 @@ pub static KINDS: [&Kind; 12] = [
     &ENDPOINT_SLICES,
 ];
 
-/// The resource of that name in a group version.
+/// The resource type with this plural name in a group and version.
 pub fn find(group: &str, version: &str, plural: &str) -> Option<&'static Kind> {
     KINDS.into_iter().find(|k| k.group == group && k.version == version && k.plural == plural)
 }

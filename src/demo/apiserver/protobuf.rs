@@ -1,9 +1,9 @@
-//! Kubernetes protobuf: frames of watches, and the bodies that typed Go clients (`kubectl create
-//! configmap` is one) send by default.
+//! Kubernetes protobuf: frames of watches, and request bodies of typed Go clients (for example
+//! `kubectl create configmap`).
 //!
-//! One table for each message, from `generated.proto`, serves both directions. Fields that no
-//! table names are left out when written and skipped when read; a kind without a table is not
-//! read at all, and written with its metadata alone.
+//! One table for each message, from `generated.proto`, serves both directions. Fields outside the tables
+//! are neither written nor read. A type without a table is written with its metadata only and cannot be
+//! read.
 
 use crate::demo::apiserver::timestamps;
 use base64::prelude::{BASE64_STANDARD, Engine as _};
@@ -13,19 +13,19 @@ use serde_json::{Map, Value, json};
 pub const WATCH: &str = "application/vnd.kubernetes.protobuf;stream=watch";
 const MAGIC: &[u8] = b"k8s\0";
 
-/// Number, JSON name and type of each field.
+/// The fields of a message: number, JSON name, type.
 type Table = &'static [(u64, &'static str, Type)];
 
 #[derive(Clone, Copy)]
 enum Type {
     Text,
-    /// Base64 in JSON.
+    /// Bytes; base64 in JSON.
     Bytes,
     Number,
     Bool,
     /// Seconds and nanoseconds; RFC 3339 in JSON.
     Time,
-    /// The same with microseconds.
+    /// As `Time`, with microseconds.
     MicroTime,
     Message(Table),
     Texts,
@@ -122,7 +122,7 @@ fn table(kind: &str) -> Option<Table> {
         "Event" => EVENT,
         "Status" => STATUS,
         "DeleteOptions" => DELETE_OPTIONS,
-        // What else they hold, the server ignores or decides itself.
+        // The server ignores or sets the other fields.
         "ServiceAccount" | "Namespace" | "SelfSubjectReview" | "SelfSubjectAccessReview" => {
             METADATA_ONLY
         }
@@ -147,7 +147,7 @@ pub fn encode(object: &Value) -> Vec<u8> {
     [MAGIC.to_vec(), field(1, &type_meta), field(2, &raw), field(3, b""), field(4, b"")].concat()
 }
 
-/// The object in a body; `None` if it is broken or of a kind without a table.
+/// The object in a body; `None` if it is malformed or its type has no table.
 pub fn decode(body: &[u8]) -> Option<Value> {
     let mut object = json!({});
     let (mut type_meta, mut raw) = (&b""[..], None);
@@ -238,7 +238,7 @@ fn read(table: Table, bytes: &[u8]) -> Option<Map<String, Value>> {
             (_, Part::Number(_)) => return None,
         }
     }
-    // What is empty is absent: gogo-proto writes every field that is not a pointer.
+    // gogo-proto writes every field that is not a pointer: an empty value means absent.
     object.retain(|_, value| !value.is_null() && value != "");
     Some(object)
 }
@@ -258,7 +258,7 @@ fn read_bytes(kind: Type, bytes: &[u8]) -> Option<Value> {
                 }
             }
             match kind {
-                // The zero time of Go lies before the epoch and means that there is none.
+                // Go's zero time lies before the epoch and means absent.
                 _ if bytes.is_empty() || seconds > 1 << 40 => Value::Null,
                 Type::MicroTime => {
                     timestamps::rfc3339_micros(seconds, u32::try_from(nanos).ok()?).into()
@@ -275,7 +275,7 @@ enum Part<'a> {
     Bytes(&'a [u8]),
 }
 
-/// The fields of a message; `None` among them where it is broken, and then no more.
+/// The fields of a message. A malformed field yields `None` and ends the iteration.
 struct Fields<'a>(&'a [u8]);
 
 impl<'a> Fields<'a> {
@@ -390,7 +390,7 @@ mod tests {
         let whole = encode(&json!({ "kind": "ConfigMap", "metadata": { "name": "n" } }));
         assert!(decode(&whole).is_some());
         for end in 0..whole.len() - 4 {
-            // The last two fields are empty and may be missing.
+            // The last two fields are empty and may be absent.
             assert!(decode(&whole[..end]).is_none(), "cut at {end}");
         }
         assert!(decode(&encode(&json!({ "kind": "Pod" }))).is_none());

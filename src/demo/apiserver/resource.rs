@@ -1,4 +1,4 @@
-//! What the apiserver adds to objects that clients write: metadata, defaults, subresources.
+//! Rules for written objects: metadata, defaults, and which fields a subresource may change.
 
 use crate::demo::apiserver::kinds::ObjectRef;
 use crate::demo::apiserver::kinds::{self, Kind};
@@ -8,8 +8,15 @@ use base64::prelude::{BASE64_STANDARD, Engine as _};
 use serde_json::{Value, json};
 use std::time::SystemTime;
 
-/// Makes a client's object fit to be created and returns its name.
-pub fn prepare(kind: &Kind, namespace: &str, value: &mut Value) -> Result<String, StatusError> {
+/// Validates an object for creation, sets metadata and defaults, and returns its name.
+///
+/// # Errors
+/// 400 or 422 for an invalid object.
+pub fn prepare_for_create(
+    kind: &Kind,
+    namespace: &str,
+    value: &mut Value,
+) -> Result<String, StatusError> {
     if !value.is_object() {
         return Err(StatusError::bad_request("the body must be an object"));
     }
@@ -59,7 +66,7 @@ pub fn prepare(kind: &Kind, namespace: &str, value: &mut Value) -> Result<String
     Ok(name)
 }
 
-/// The parts that are written to below must be objects.
+/// Checks that the fields which are written below are objects.
 fn check_shape(value: &Value) -> Result<(), StatusError> {
     let parts = [value, &value["metadata"], &value["metadata"]["labels"], &value["data"]];
     if parts.iter().all(|part| part.is_object() || part.is_null()) {
@@ -68,8 +75,11 @@ fn check_shape(value: &Value) -> Result<(), StatusError> {
     Err(StatusError::bad_request("cannot unmarshal: metadata, labels and data must be objects"))
 }
 
-/// What must survive an update, whatever the client sent; and the check of its version.
-pub fn carry_over(
+/// Checks an update's preconditions and restores the fields that a client cannot change.
+///
+/// # Errors
+/// 400 for another name, 409 for a stale version or another UID.
+pub fn prepare_for_update(
     place: ObjectRef<'_>,
     current: &Value,
     next: &mut Value,
@@ -109,8 +119,13 @@ pub fn carry_over(
     Ok(())
 }
 
-/// Of what a client wrote, only the part that this (sub)resource may change.
-pub fn limit(kind: &Kind, subresource: &str, current: &Value, written: Value) -> Value {
+/// The current object with those fields of `written` that this (sub)resource may change.
+pub fn fields_of_subresource(
+    kind: &Kind,
+    subresource: &str,
+    current: &Value,
+    written: Value,
+) -> Value {
     if !kind.status {
         return written;
     }
@@ -119,7 +134,7 @@ pub fn limit(kind: &Kind, subresource: &str, current: &Value, written: Value) ->
         _ => (written.clone(), current["status"].clone()),
     };
     if subresource == "status" {
-        // The version and the UID that the client means are checked, not stored.
+        // Preconditions: checked on commit, not stored.
         for field in ["resourceVersion", "uid", "name"] {
             next["metadata"][field] = written["metadata"][field].clone();
         }
@@ -133,7 +148,7 @@ pub fn limit(kind: &Kind, subresource: &str, current: &Value, written: Value) ->
     next
 }
 
-/// What controllers and kubelets would add soon: without them, it is there from the start.
+/// Sets the status that controllers and kubelets would set; none run here.
 fn default(kind: &Kind, value: &mut Value, name: &str) {
     if *kind == kinds::NAMESPACES {
         value["status"] = json!({ "phase": "Active" });

@@ -1,25 +1,20 @@
-//! What a request is about: its path and query, in Kubernetes' terms.
+//! Parses the path and query of a request into resource, namespace, name and verb.
 
 use crate::demo::apiserver::kinds::{self, Kind};
 use http::Method;
+use percent_encoding::percent_decode_str;
 
-/// The query of a request.
+/// The decoded query of a request.
 #[derive(Debug, Clone, Default)]
 pub struct Query(Vec<(String, String)>);
 
 impl Query {
-    /// Parses and decodes.
+    /// Parses a query string.
     pub fn parse(text: &str) -> Self {
-        let pairs = text.split('&').filter(|pair| !pair.is_empty());
-        Self(
-            pairs
-                .map(|pair| pair.split_once('=').unwrap_or((pair, "")))
-                .map(|(key, value)| (decode(key), decode(value)))
-                .collect(),
-        )
+        Self(form_urlencoded::parse(text.as_bytes()).into_owned().collect())
     }
 
-    /// The first value of a key; empty if there is none.
+    /// The first value of a key; empty if the key is absent.
     pub fn get(&self, key: &str) -> &str {
         self.0.iter().find(|(k, _)| k == key).map_or("", |(_, v)| v.as_str())
     }
@@ -29,50 +24,29 @@ impl Query {
         self.0.iter().filter(move |(k, _)| k == key).map(|(_, v)| v.as_str())
     }
 
-    /// Whether a key says yes (`true`, `1`, or nothing but the key).
+    /// Whether a boolean key is set: present, and not `false`, `False`, `f` or `0`.
     pub fn flag(&self, key: &str) -> bool {
         self.all(key).next().is_some_and(|v| !matches!(v, "false" | "0" | "False" | "f"))
     }
 }
 
-fn decode(text: &str) -> String {
-    let bytes = text.as_bytes();
-    let mut decoded = Vec::with_capacity(bytes.len());
-    let mut at = 0;
-    while at < bytes.len() {
-        let escaped = (bytes[at] == b'%')
-            .then(|| text.get(at + 1..at + 3).and_then(|hex| u8::from_str_radix(hex, 16).ok()))
-            .flatten();
-        match (escaped, bytes[at]) {
-            (Some(byte), _) => {
-                decoded.push(byte);
-                at += 2;
-            }
-            (None, b'+') => decoded.push(b' '),
-            (None, byte) => decoded.push(byte),
-        }
-        at += 1;
-    }
-    String::from_utf8_lossy(&decoded).into_owned()
-}
-
-/// What a path of the resource API names.
+/// The resource that a path names.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Target {
-    /// The kind.
+    /// The resource type.
     pub kind: &'static Kind,
-    /// The namespace; empty for all of them and for cluster-scoped kinds.
+    /// The namespace; empty for all namespaces and for cluster-scoped resources.
     pub namespace: String,
-    /// The object; empty for the collection.
+    /// The object's name; empty for the collection.
     pub name: String,
     /// The subresource; empty for the object itself.
     pub subresource: String,
-    /// The old form `/api/v1/watch/…`.
+    /// The path has the deprecated form `/api/v1/watch/…`.
     pub watch_prefix: bool,
 }
 
 impl Target {
-    /// Reads a path below `/api/` or `/apis/`.
+    /// Parses a path below `/api/` or `/apis/`; `None` for other paths and unknown resources.
     pub fn parse(path: &str) -> Option<Self> {
         let mut parts = path.trim_start_matches('/').split('/').peekable();
         let (group, version) = match parts.next()? {
@@ -82,7 +56,7 @@ impl Target {
         };
         let watch_prefix = parts.next_if_eq(&"watch").is_some();
         let rest: Vec<_> = parts.collect();
-        // `namespaces/x` is itself an object, and so are its status and its finalisers.
+        // `namespaces/x`, its `status` and its `finalize` name the namespace itself.
         let (namespace, rest) = match rest.as_slice() {
             ["namespaces", namespace, inside @ ..]
                 if !matches!(inside, [] | ["status" | "finalize"]) =>
@@ -101,11 +75,12 @@ impl Target {
             return None;
         }
         let subresource = rest.get(1..).unwrap_or_default().join("/");
-        let (namespace, name) = (namespace.to_owned(), decode(name));
+        let (namespace, name) =
+            (namespace.to_owned(), percent_decode_str(name).decode_utf8_lossy().into_owned());
         Some(Self { kind, namespace, name, subresource, watch_prefix })
     }
 
-    /// The Kubernetes verb of a request for this.
+    /// The Kubernetes verb of a request for this target.
     pub fn verb(&self, method: &Method, query: &Query) -> &'static str {
         let collection = self.name.is_empty();
         match *method {
@@ -127,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn paths() {
+    fn target_is_parsed_from_resource_paths() {
         for (path, expected) in [
             ("/api/v1/pods", Some(("pods", "", "", ""))),
             ("/api/v1/namespaces", Some(("namespaces", "", "", ""))),
@@ -152,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn queries() {
+    fn query_decodes_values_and_flags() {
         let query = Query::parse("watch=1&command=sh&command=-c&fieldSelector=a%3Db%2Cc+d&follow");
         assert!(query.flag("watch") && query.flag("follow") && !query.flag("tty"));
         assert_eq!(query.all("command").collect::<Vec<_>>(), ["sh", "-c"]);

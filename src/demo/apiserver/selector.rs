@@ -1,9 +1,9 @@
-//! Label and field selectors: which objects a list or a watch is about.
+//! Label and field selectors of lists and watches.
 
 use crate::demo::apiserver::status_error::StatusError;
 use serde_json::Value;
 
-/// Both selectors of a request; the default selects everything.
+/// Label and field selector of a request; the default matches every object.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Selector {
     labels: Vec<Requirement>,
@@ -20,21 +20,24 @@ enum Requirement {
 
 impl Selector {
     /// Parses `labelSelector` and `fieldSelector`.
+    ///
+    /// # Errors
+    /// 400 for a requirement that cannot be parsed.
     pub fn parse(labels: &str, fields: &str) -> Result<Self, StatusError> {
         Ok(Self { labels: requirements(labels)?, fields: requirements(fields)? })
     }
 
-    /// Narrows to one name.
+    /// Adds the requirement `metadata.name=name`.
     #[must_use]
     pub fn named(mut self, name: &str) -> Self {
         self.fields.push(Requirement::In("metadata.name".into(), vec![name.into()]));
         self
     }
 
-    /// Whether an object is selected.
+    /// Whether the selector matches an object.
     pub fn matches(&self, object: &Value) -> bool {
         let label = |key: &str| object["metadata"]["labels"][key].as_str().map(str::to_owned);
-        // A field that is absent counts as empty: `spec.nodeName=` finds the unscheduled.
+        // An absent field equals the empty string: `spec.nodeName=` matches unscheduled pods.
         let field = |key: &str| {
             let value = key.split('.').fold(object, |at, part| &at[part]);
             Some(match value {
@@ -110,7 +113,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn selects() {
+    fn selector_matches_labels_and_fields_of_an_object() {
         let pod = json!({
             "metadata": { "name": "a", "labels": { "app": "web", "tier": "front" } },
             "spec": { "nodeName": "n1" },

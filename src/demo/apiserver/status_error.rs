@@ -1,18 +1,18 @@
-//! What goes wrong, in the words of a `Status`.
+//! Errors that clients receive as a `Status` object.
 
 use crate::demo::apiserver::kinds::Kind;
 use serde_json::{Value, json};
 
-/// A refusal: an HTTP code, a machine-readable reason and a sentence.
+/// An error response.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StatusError {
     /// The HTTP status code.
     pub code: u16,
     /// The reason, as `metav1.StatusReason` spells it.
     pub reason: &'static str,
-    /// The sentence that people read.
+    /// The message for people.
     pub message: String,
-    /// The `details` of the `Status`, or null.
+    /// `details` of the `Status`, or null.
     pub details: Value,
 }
 
@@ -25,44 +25,44 @@ impl std::fmt::Display for StatusError {
 impl std::error::Error for StatusError {}
 
 impl StatusError {
-    /// A refusal without details.
+    /// An error without details.
     pub fn new(code: u16, reason: &'static str, message: impl Into<String>) -> Self {
         Self { code, reason, message: message.into(), details: Value::Null }
     }
 
-    fn about(mut self, kind: &Kind, name: &str) -> Self {
+    fn with_details(mut self, kind: &Kind, name: &str) -> Self {
         self.details = json!({ "name": name, "group": kind.group, "kind": kind.plural });
         self
     }
 
-    /// 404 for an object.
+    /// 404 for an object that does not exist.
     pub fn not_found(kind: &Kind, name: &str) -> Self {
         Self::new(404, "NotFound", format!("{} \"{name}\" not found", kind.qualified()))
-            .about(kind, name)
+            .with_details(kind, name)
     }
 
-    /// 404 for a path nobody serves.
+    /// 404 for an unknown path.
     pub fn no_such_path() -> Self {
         Self::new(404, "NotFound", "the server could not find the requested resource")
     }
 
-    /// 409 for a name that is taken.
+    /// 409 for a name in use.
     pub fn already_exists(kind: &Kind, name: &str) -> Self {
         Self::new(409, "AlreadyExists", format!("{} \"{name}\" already exists", kind.qualified()))
-            .about(kind, name)
+            .with_details(kind, name)
     }
 
-    /// 409 for a version or a precondition that does not hold.
+    /// 409 for a stale version or a failed precondition.
     pub fn conflict(kind: &Kind, name: &str, why: &str) -> Self {
         Self::new(
             409,
             "Conflict",
             format!("Operation cannot be fulfilled on {} \"{name}\": {why}", kind.qualified()),
         )
-        .about(kind, name)
+        .with_details(kind, name)
     }
 
-    /// 410: history does not reach back that far.
+    /// 410: the history since this version is incomplete.
     pub fn expired(asked: u64, oldest: u64) -> Self {
         Self::new(410, "Expired", format!("too old resource version: {asked} ({oldest})"))
     }

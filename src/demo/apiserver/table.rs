@@ -1,4 +1,4 @@
-//! Objects as the tables that kubectl prints.
+//! `Table` responses (`meta.k8s.io/v1`), which kubectl prints.
 
 use crate::demo::apiserver::cluster::Object;
 use crate::demo::apiserver::kinds::Kind;
@@ -6,7 +6,7 @@ use crate::demo::apiserver::timestamps;
 use serde_json::{Value, json};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// The columns of a kind, after `Name` and before `Age`.
+/// The columns of a resource type between `Name` and `Age`.
 fn columns(kind: &Kind) -> &'static [&'static str] {
     match kind.plural {
         "pods" => &["Ready", "Status", "Restarts"],
@@ -21,7 +21,7 @@ fn columns(kind: &Kind) -> &'static [&'static str] {
     }
 }
 
-/// The definitions of all columns of a kind.
+/// `columnDefinitions` of a resource type.
 pub fn definitions(kind: &Kind) -> Value {
     let names: Vec<&str> = if kind.plural == "events" {
         vec!["Last Seen", "Type", "Reason", "Object", "Message"]
@@ -37,7 +37,7 @@ pub fn definitions(kind: &Kind) -> Value {
         .collect()
 }
 
-/// A table of these objects.
+/// A `Table` with a row for each object; `include` is the query's `includeObject`.
 pub fn table(
     kind: &Kind,
     objects: &[&Object],

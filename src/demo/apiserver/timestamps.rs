@@ -1,20 +1,20 @@
-//! Times and identifiers as Kubernetes writes them.
+//! Timestamps, UIDs and name suffixes in the formats of Kubernetes.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use crate::observe::utc::Utc;
 
-/// `2026-01-31T12:00:00Z`, the form of `metav1.Time`.
+/// `2026-01-31T12:00:00Z`, the format of `metav1.Time`.
 pub fn rfc3339(time: SystemTime) -> String {
     Utc(time).seconds()
 }
 
-/// The same of seconds since the epoch.
+/// `metav1.Time` of seconds since the epoch.
 pub fn rfc3339_seconds(seconds: u64) -> String {
     rfc3339(UNIX_EPOCH + Duration::from_secs(seconds))
 }
 
-/// `2026-01-31T12:00:00.000000Z`, the form of `metav1.MicroTime`.
+/// `2026-01-31T12:00:00.000000Z`, the format of `metav1.MicroTime`.
 pub fn rfc3339_micros(seconds: u64, nanos: u32) -> String {
     let second = rfc3339_seconds(seconds);
     format!("{}.{:06}Z", second.trim_end_matches('Z'), nanos / 1000)
@@ -30,7 +30,7 @@ pub fn parse_rfc3339(text: &str) -> Option<(u64, u32)> {
     Some((days(year, month, day)? * 86_400 + hour * 3600 + minute * 60 + second, nanos))
 }
 
-/// A random (version 4) UUID; identifies, and is no secret.
+/// A random UUID (version 4). Not from a cryptographic generator.
 pub fn uid() -> String {
     let bits = fastrand::u128(..);
     let bits = bits & !(0xf << 76) | (0x4 << 76);

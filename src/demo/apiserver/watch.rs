@@ -1,4 +1,4 @@
-//! A running watch: from the cluster's history to the bytes of one response.
+//! Watches: reads the cluster's history and writes events into the response.
 
 use crate::demo::apiserver::body::{Abort, ResponseBody};
 use crate::demo::apiserver::cluster::{Event, Object};
@@ -18,10 +18,10 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, MissedTickBehavior};
 
-/// Events that may wait for a slow client before the watch itself waits.
+/// Events that are buffered for a slow client.
 const AHEAD: usize = 64;
 
-/// How events are written.
+/// Encoding of events.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Format {
     Json,
@@ -42,20 +42,20 @@ struct Watch {
     sender: mpsc::Sender<Result<Bytes, Abort>>,
 }
 
-/// The client has left.
-struct Gone;
+/// The client closed the stream.
+struct Disconnected;
 
-/// Counts a watch while it runs, also one that ends because its server is killed.
-struct Counted(Arc<ServerState>);
+/// Counts a watch until it is dropped, also when the server is killed.
+struct WatchCounter(Arc<ServerState>);
 
-impl Counted {
+impl WatchCounter {
     fn new(server: &Arc<ServerState>) -> Self {
         server.counters.watches.fetch_add(1, Relaxed);
         Self(server.clone())
     }
 }
 
-impl Drop for Counted {
+impl Drop for WatchCounter {
     fn drop(&mut self) {
         self.0.counters.watches.fetch_sub(1, Relaxed);
     }
@@ -102,14 +102,14 @@ pub(super) fn start(
         sender,
     };
     let no_initial = query.get("sendInitialEvents") == "false";
-    let from = if initial_events || (asked == 0 && !no_initial) {
-        From::Everything { announce_end: initial_events }
+    let start_at = if initial_events || (asked == 0 && !no_initial) {
+        StartAt::CurrentState { announce_end: initial_events }
     } else if asked == 0 {
-        From::Now
+        StartAt::Now
     } else {
-        From::Version
+        StartAt::Version
     };
-    tokio::spawn(watch.run(from, Instant::now() + timeout));
+    tokio::spawn(watch.run(start_at, Instant::now() + timeout));
     let content_type = match format {
         Format::Protobuf => protobuf::WATCH,
         Format::Json | Format::Table => "application/json",
@@ -117,39 +117,43 @@ pub(super) fn start(
     Ok(respond(200, content_type, ResponseBody::Stream(receiver)))
 }
 
-enum From {
-    /// Everything there is comes first, as ADDED.
-    Everything { announce_end: bool },
-    /// Only what happens from now on.
+enum StartAt {
+    /// All current objects as ADDED events, then changes.
+    CurrentState { announce_end: bool },
+    /// Only changes from now on.
     Now,
-    /// What happened since the version that the client knows.
+    /// Changes since the version that the client names.
     Version,
 }
 
 impl Watch {
-    async fn run(mut self, from: From, deadline: Instant) {
-        // The client leaving is a usual end.
-        let _ = self.deliver_until(from, deadline).await;
+    async fn run(mut self, start_at: StartAt, deadline: Instant) {
+        // A client that disconnects is not an error.
+        let _ = self.deliver_until(start_at, deadline).await;
     }
 
-    async fn deliver_until(&mut self, from: From, deadline: Instant) -> Result<(), Gone> {
-        // Heard before the first look, so that nothing falls between.
-        let mut bell = self.server.cluster.bell(self.kind);
-        bell.mark_changed();
+    async fn deliver_until(
+        &mut self,
+        start_at: StartAt,
+        deadline: Instant,
+    ) -> Result<(), Disconnected> {
+        // Subscribed before the first read, so that no change is missed.
+        let mut changes = self.server.cluster.changes_of(self.kind);
+        changes.mark_changed();
         let mut hold = self.server.hold_watches.subscribe();
         let mut end = self.server.end_watches.subscribe();
-        // Whoever sees it counted can end it.
-        let _counted = Counted::new(&self.server);
-        match from {
-            From::Everything { announce_end } => self.everything(announce_end).await?,
-            From::Now => self.cursor = self.server.cluster.version(),
-            From::Version => {
-                let here = self.server.compacted.load(Relaxed);
-                let there = self.server.cluster.reaches(self.cursor);
-                if self.cursor < here {
-                    return self.fail(&StatusError::expired(self.cursor, here)).await;
+        // Counted only now, when `end_watches` reaches it.
+        let _counter = WatchCounter::new(&self.server);
+        match start_at {
+            StartAt::CurrentState { announce_end } => self.send_current_state(announce_end).await?,
+            StartAt::Now => self.cursor = self.server.cluster.version(),
+            StartAt::Version => {
+                let compacted_here = self.server.compacted.load(Relaxed);
+                let complete = self.server.cluster.check_not_compacted(self.cursor);
+                if self.cursor < compacted_here {
+                    return self.fail(&StatusError::expired(self.cursor, compacted_here)).await;
                 }
-                if let Err(expired) = there {
+                if let Err(expired) = complete {
                     return self.fail(&expired).await;
                 }
             }
@@ -160,26 +164,26 @@ impl Watch {
         let sender = self.sender.clone();
         loop {
             tokio::select! {
-                () = sender.closed() => return Err(Gone),
+                () = sender.closed() => return Err(Disconnected),
                 () = tokio::time::sleep_until(deadline) => return Ok(()),
                 _ = end.changed() => return Ok(()),
-                _ = bell.changed() => {}
+                _ = changes.changed() => {}
                 _ = hold.changed() => {}
                 _ = bookmark.tick(), if self.bookmarks => {
                     if !*hold.borrow() {
-                        self.news().await?;
+                        self.send_changes().await?;
                         self.bookmark(json!({})).await?;
                     }
                 }
             }
             if !*hold.borrow() {
-                self.news().await?;
+                self.send_changes().await?;
             }
         }
     }
 
-    /// The present as ADDED events; with `announce_end`, the bookmark that says that this was all.
-    async fn everything(&mut self, announce_end: bool) -> Result<(), Gone> {
+    /// Sends all objects as ADDED events; with `announce_end` also the `initial-events-end` bookmark.
+    async fn send_current_state(&mut self, announce_end: bool) -> Result<(), Disconnected> {
         let (objects, version) =
             self.server.cluster.list(self.kind, &self.namespace, &self.selector);
         for object in objects {
@@ -192,14 +196,14 @@ impl Watch {
         Ok(())
     }
 
-    /// What has happened since the last look.
-    async fn news(&mut self) -> Result<(), Gone> {
+    /// Sends the changes since `cursor`.
+    async fn send_changes(&mut self) -> Result<(), Disconnected> {
         let since = self.server.cluster.since(self.kind, &self.namespace, self.cursor, true);
         let (events, version) = match since {
             Ok(since) => since,
             Err(expired) => {
                 self.fail(&expired).await?;
-                return Err(Gone);
+                return Err(Disconnected);
             }
         };
         for event in events {
@@ -216,7 +220,7 @@ impl Watch {
         Ok(())
     }
 
-    async fn bookmark(&mut self, annotations: Value) -> Result<(), Gone> {
+    async fn bookmark(&mut self, annotations: Value) -> Result<(), Disconnected> {
         let mut object = json!({
             "kind": self.kind.kind,
             "apiVersion": self.kind.api_version(),
@@ -229,9 +233,9 @@ impl Watch {
         self.send("BOOKMARK", &Object { value: object, json, version: self.cursor }).await
     }
 
-    /// The last event of a watch that cannot go on.
-    async fn fail(&mut self, failure: &StatusError) -> Result<(), Gone> {
-        let status = failure.status();
+    /// Sends an ERROR event.
+    async fn fail(&mut self, error: &StatusError) -> Result<(), Disconnected> {
+        let status = error.status();
         let frame = match self.format {
             Format::Protobuf => protobuf::frame("ERROR", &status),
             Format::Json | Format::Table => json_frame("ERROR", status.to_string().as_bytes()),
@@ -239,12 +243,12 @@ impl Watch {
         self.put(frame).await
     }
 
-    async fn send(&mut self, event: &str, object: &Object) -> Result<(), Gone> {
+    async fn send(&mut self, event: &str, object: &Object) -> Result<(), Disconnected> {
         let frame = match self.format {
             Format::Json => json_frame(event, &object.json),
             Format::Protobuf => protobuf::frame(event, &object.value),
             Format::Table => {
-                // Columns are named once.
+                // Only the first event carries column definitions.
                 let columns =
                     if self.columns_sent { Value::Null } else { table::definitions(self.kind) };
                 self.columns_sent = true;
@@ -256,8 +260,8 @@ impl Watch {
         self.put(frame).await
     }
 
-    async fn put(&mut self, frame: Vec<u8>) -> Result<(), Gone> {
-        self.sender.send(Ok(frame.into())).await.map_err(|_| Gone)
+    async fn put(&mut self, frame: Vec<u8>) -> Result<(), Disconnected> {
+        self.sender.send(Ok(frame.into())).await.map_err(|_| Disconnected)
     }
 }
 
@@ -268,7 +272,7 @@ fn json_frame(event: &str, object: &[u8]) -> Vec<u8> {
     frame
 }
 
-/// What a watch sees go: the deleted object, or the last version that its selector matched.
+/// The object of a DELETED event: the deleted object, or the last version that the selector matched.
 fn last_seen(event: &Event) -> Arc<Object> {
     match &event.before {
         Some(before) if !event.deleted => {

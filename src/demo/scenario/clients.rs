@@ -1,9 +1,9 @@
-//! Clients as a node has them: reads, heartbeats and watches, through the proxy, each counting what
-//! a user would have felt.
+//! The load of a node: reads, heartbeats and watches through the proxy. A ledger counts failures and
+//! delays as a user would notice them.
 //!
-//! Reads and heartbeats start on the clock, whether or not the one before is done, so that one slow
-//! answer does not hide those that would have been slow behind it. Events are numbered and written
-//! into the store directly: how late each of them arrives is the silence that a watch has suffered.
+//! Reads and heartbeats start at fixed times, whether or not the previous one has finished, so that one
+//! slow response does not hide the delay of the next (coordinated omission). Events are numbered and
+//! written into the store directly; the delay of an event is the silence of the watch.
 
 use crate::demo::apiserver::cluster::Cluster;
 use crate::demo::apiserver::kinds::ObjectRef;
@@ -22,61 +22,61 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
-/// Clients that read.
+/// Number of clients that read.
 pub const READERS: usize = 4;
-/// Clients that write heartbeats.
+/// Number of clients that write heartbeats.
 pub const WRITERS: usize = 2;
-/// Watches on what changes all the time, and as many on what seldom does.
+/// Number of watches on the busy object, and as many on the quiet one.
 pub const WATCHES_OF_EACH: usize = 5;
-/// Between two reads, or two heartbeats, of one client.
-const TICK: Duration = Duration::from_millis(100);
-/// Between two events that busy watches see.
-const BUSY: Duration = Duration::from_millis(50);
-/// Between two events that quiet watches see.
-const QUIET: Duration = Duration::from_secs(2);
-/// Between two looks at our own clock, and the lateness that is no stall yet.
-const PULSE: Duration = Duration::from_millis(20);
-/// A request that has no answer after this is lost.
-const PATIENCE: Duration = Duration::from_secs(15);
-/// What the end waits for: requests in flight, events on their way.
-const LAST_ANSWERS: Duration = Duration::from_secs(3);
+/// Interval between two reads, or two heartbeats, of one client.
+const REQUEST_INTERVAL: Duration = Duration::from_millis(100);
+/// Interval between two events of busy watches.
+const BUSY_INTERVAL: Duration = Duration::from_millis(50);
+/// Interval between two events of quiet watches.
+const QUIET_INTERVAL: Duration = Duration::from_secs(2);
+/// Interval of the stall detector, and the delay that is not a stall yet.
+const STALL_CHECK_INTERVAL: Duration = Duration::from_millis(20);
+/// A request without a response after this time counts as failed.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(15);
+/// How long the end waits for requests in flight and events under way.
+const FINISH_TIMEOUT: Duration = Duration::from_secs(3);
 
 const READ: &str = "/api/v1/namespaces/default/pods";
 const MAPS: &str = "/api/v1/namespaces/default/configmaps";
 const LEASES: &str = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases";
 
-/// What clients have felt in a span of time.
+/// What clients observed in one period.
 #[derive(Debug, Clone, Default)]
 pub struct Counts {
-    /// Reads that ended.
+    /// Reads that finished.
     pub reads: u64,
     /// Reads that failed.
     pub failed_reads: u64,
     /// The slowest read.
     pub slowest_read: Duration,
-    /// Heartbeats that ended.
+    /// Heartbeats that finished.
     pub writes: u64,
     /// Heartbeats that failed.
     pub failed_writes: u64,
-    /// Heartbeats that failed or hung although they began well after the fault.
+    /// Heartbeats that failed or took too long although they began after the settling time of the fault.
     pub late_writes: u64,
     /// The slowest heartbeat.
     pub slowest_write: Duration,
-    /// Watches that ended by an error.
+    /// Watches that ended with an error.
     pub broken: u64,
-    /// Watches that were ended in good order.
+    /// Watches that ended cleanly.
     pub ended: u64,
-    /// Events that arrived.
+    /// Events received.
     pub events: u64,
-    /// Events that never did.
+    /// Events that were not received.
     pub lost: u64,
-    /// Events that did twice, or out of order.
+    /// Events received twice or out of order.
     pub duplicated: u64,
-    /// The latest event.
+    /// The longest delay of an event.
     pub silence: Duration,
-    /// How long this machine kept us from running, in sum: no verdict on times is better than that.
+    /// Sum of the delays that this machine caused; added to each limit.
     pub stalled: Duration,
-    /// The first thing that failed, in words.
+    /// Description of the first failure.
     pub first_failure: Option<String>,
 }
 
@@ -86,20 +86,21 @@ impl Counts {
     }
 }
 
-/// Where clients write what they felt.
+/// Counts of all clients.
 pub struct Ledger {
-    span: Mutex<(Instant, Counts)>,
-    /// Heartbeats that begin this long after a span began have no excuse, nor take this long.
+    /// The current period: its start and its counts.
+    period: Mutex<(Instant, Counts)>,
+    /// Time after the start of a period after which a heartbeat must succeed, and within which.
     settled: Duration,
     topics: [Topic; 2],
 }
 
-/// A stream of numbered events: an object that is changed over and over.
+/// An object that is changed repeatedly; each change has a number.
 struct Topic {
     name: &'static str,
-    /// When each number was written; number 0 is the object as it was created.
+    /// When each number was written; 0 is the created object.
     written: Mutex<Vec<Instant>>,
-    /// The last number that each of its watches has seen.
+    /// The last number that each watch received.
     seen: [AtomicU64; WATCHES_OF_EACH],
 }
 
@@ -108,47 +109,47 @@ impl Topic {
         Self { name, written: Mutex::new(vec![Instant::now()]), seen: Default::default() }
     }
 
-    /// How long the watch that is furthest behind has waited for its next event, and how many
-    /// events all of them lack.
-    fn behind(&self) -> (Duration, u64) {
+    /// The longest wait of a watch for its next event, and the number of events that all watches still
+    /// miss.
+    fn backlog(&self) -> (Duration, u64) {
         let written = lock(&self.written);
-        let behind = self.seen.iter().map(|seen| {
+        let backlogs = self.seen.iter().map(|seen| {
             let next = seen.load(Relaxed) as usize + 1;
             let waited = written.get(next).map_or(Duration::ZERO, Instant::elapsed);
             (waited, written.len().saturating_sub(next) as u64)
         });
-        behind.fold((Duration::ZERO, 0), |all, one| (all.0.max(one.0), all.1 + one.1))
+        backlogs.fold((Duration::ZERO, 0), |all, one| (all.0.max(one.0), all.1 + one.1))
     }
 }
 
 impl Ledger {
     fn new(settled: Duration) -> Self {
         let topics = [Topic::new("busy"), Topic::new("quiet")];
-        Self { span: Mutex::new((Instant::now(), Counts::default())), settled, topics }
+        Self { period: Mutex::new((Instant::now(), Counts::default())), settled, topics }
     }
 
-    /// Ends a span and begins the next; returns what was felt in the one that ended.
-    pub fn turn(&self) -> Counts {
+    /// Starts a new period and returns the counts of the previous one.
+    pub fn start_period(&self) -> Counts {
         let counts = self.so_far();
-        *lock(&self.span) = (Instant::now(), Counts::default());
+        *lock(&self.period) = (Instant::now(), Counts::default());
         counts
     }
 
-    /// What was felt in this span until now, events that are late at this moment included.
+    /// The counts of the current period, including events that are overdue.
     pub fn so_far(&self) -> Counts {
-        let mut counts = lock(&self.span).1.clone();
+        let mut counts = lock(&self.period).1.clone();
         for topic in &self.topics {
-            counts.silence = counts.silence.max(topic.behind().0);
+            counts.silence = counts.silence.max(topic.backlog().0);
         }
         counts
     }
 
-    fn note(&self, what: impl FnOnce(&mut Counts)) {
-        what(&mut lock(&self.span).1);
+    fn update(&self, change: impl FnOnce(&mut Counts)) {
+        change(&mut lock(&self.period).1);
     }
 
-    fn read(&self, took: Duration, result: Result<(), String>) {
-        self.note(|counts| {
+    fn add_read(&self, took: Duration, result: Result<(), String>) {
+        self.update(|counts| {
             counts.reads += 1;
             counts.slowest_read = counts.slowest_read.max(took);
             if let Err(why) = result {
@@ -158,12 +159,12 @@ impl Ledger {
         });
     }
 
-    fn wrote(&self, began: Instant, result: Result<(), String>) {
+    fn add_write(&self, began: Instant, result: Result<(), String>) {
         let took = began.elapsed();
-        let mut span = lock(&self.span);
-        let settled = self.settled + span.1.stalled;
-        let late = began > span.0 + settled && (result.is_err() || took > settled);
-        let counts = &mut span.1;
+        let mut period = lock(&self.period);
+        let settled = self.settled + period.1.stalled;
+        let late = began > period.0 + settled && (result.is_err() || took > settled);
+        let counts = &mut period.1;
         counts.writes += 1;
         counts.slowest_write = counts.slowest_write.max(took);
         counts.late_writes += u64::from(late);
@@ -173,11 +174,11 @@ impl Ledger {
         }
     }
 
-    /// An event arrived at a watch of a topic.
-    fn arrived(&self, topic: &Topic, watch: usize, number: u64) {
+    /// A watch of a topic received an event.
+    fn add_event(&self, topic: &Topic, watch: usize, number: u64) {
         let last = topic.seen[watch].fetch_max(number, Relaxed);
         let written = lock(&topic.written).get(number as usize).copied();
-        self.note(|counts| {
+        self.update(|counts| {
             counts.events += 1;
             if number <= last {
                 counts.duplicated += 1;
@@ -190,56 +191,60 @@ impl Ledger {
     }
 }
 
-/// Clients at work. Dropping them stops them.
+/// Running clients. Dropping them stops them.
 pub struct Clients {
-    /// What they feel.
+    /// Their counts.
     pub ledger: Arc<Ledger>,
     stop: watch::Sender<bool>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// What every client needs.
+/// Shared by all clients.
 #[derive(Clone)]
-struct Desk {
+struct Shared {
     addr: SocketAddr,
-    who: Credentials,
+    credentials: Credentials,
     ledger: Arc<Ledger>,
     stopped: watch::Receiver<bool>,
 }
 
 impl Clients {
-    /// Starts them on a thread of their own; events are written into `cluster`. A heartbeat that
-    /// begins later than `settled` after a fault must do better than `settled`.
+    /// Starts the clients on a thread of their own; events are written into `cluster`. A heartbeat that
+    /// begins later than `settled` after a fault must finish within `settled`.
+    ///
+    /// # Errors
+    /// The thread or its runtime cannot be created.
     pub fn start(
         addr: SocketAddr,
-        who: &Credentials,
+        credentials: &Credentials,
         cluster: &Cluster,
         settled: Duration,
     ) -> io::Result<Self> {
         let ledger = Arc::new(Ledger::new(settled));
         let (stop, stopped) = watch::channel(false);
-        let desk = Desk { addr, who: who.clone(), ledger: ledger.clone(), stopped };
+        let shared =
+            Shared { addr, credentials: credentials.clone(), ledger: ledger.clone(), stopped };
         let cluster = cluster.clone();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let thread = std::thread::Builder::new()
             .name("clients".to_owned())
-            .spawn(move || runtime.block_on(work(desk, cluster)))?;
+            .spawn(move || runtime.block_on(run_clients(shared, cluster)))?;
         Ok(Self { ledger, stop, thread: Some(thread) })
     }
 
-    /// Lets them finish: requests in flight end, events arrive; what does not is lost. Returns what
-    /// was felt since the last span began.
+    /// Waits for requests in flight and events under way, for at most `FINISH_TIMEOUT`; the rest counts as
+    /// lost. Returns the counts of the current period.
     pub fn finish(mut self) -> Counts {
         self.end();
-        let mut counts = lock(&self.ledger.span).1.clone();
-        counts.lost += self.ledger.topics.iter().map(|topic| topic.behind().1).sum::<u64>();
+        let mut counts = lock(&self.ledger.period).1.clone();
+        counts.lost += self.ledger.topics.iter().map(|topic| topic.backlog().1).sum::<u64>();
         counts
     }
 
     fn end(&mut self) {
         self.stop.send_replace(true);
         if let Some(thread) = self.thread.take() {
-            // A panic has been printed; what it should have counted is missing and shows.
+            // A panic was printed by the thread; its missing counts fail the demo.
             let _ = thread.join();
         }
     }
@@ -251,51 +256,51 @@ impl Drop for Clients {
     }
 }
 
-async fn work(desk: Desk, cluster: Cluster) {
+async fn run_clients(shared: Shared, cluster: Cluster) {
     let mut watches = JoinSet::new();
-    watches.spawn(feel_the_pulse(desk.ledger.clone()));
-    for topic in 0..desk.ledger.topics.len() {
+    watches.spawn(detect_stalls(shared.ledger.clone()));
+    for topic in 0..shared.ledger.topics.len() {
         for index in 0..WATCHES_OF_EACH {
-            watches.spawn(follow(desk.clone(), topic, index));
+            watches.spawn(follow(shared.clone(), topic, index));
         }
     }
-    let mut asking = JoinSet::new();
+    let mut requesters = JoinSet::new();
     for _ in 0..READERS {
-        asking.spawn(ask(desk.clone(), None));
+        requesters.spawn(send_requests(shared.clone(), None));
     }
     for node in &seed::NODE_NAMES[..WRITERS] {
-        asking.spawn(ask(desk.clone(), Some(*node)));
+        requesters.spawn(send_requests(shared.clone(), Some(*node)));
     }
     let mut writing = JoinSet::new();
-    writing.spawn(happen(desk.clone(), cluster.clone(), 0, BUSY));
-    writing.spawn(happen(desk.clone(), cluster, 1, QUIET));
+    writing.spawn(write_events(shared.clone(), cluster.clone(), 0, BUSY_INTERVAL));
+    writing.spawn(write_events(shared.clone(), cluster, 1, QUIET_INTERVAL));
     while writing.join_next().await.is_some() {}
-    while asking.join_next().await.is_some() {}
+    while requesters.join_next().await.is_some() {}
     let began = Instant::now();
-    let missing = || desk.ledger.topics.iter().any(|topic| topic.behind().1 > 0);
-    while missing() && began.elapsed() < LAST_ANSWERS {
+    let missing = || shared.ledger.topics.iter().any(|topic| topic.backlog().1 > 0);
+    while missing() && began.elapsed() < FINISH_TIMEOUT {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
 
-/// Notices when this machine lets us wait.
-async fn feel_the_pulse(ledger: Arc<Ledger>) {
+/// Measures how long this machine delays the clients' thread.
+async fn detect_stalls(ledger: Arc<Ledger>) {
     loop {
         let began = Instant::now();
-        tokio::time::sleep(PULSE).await;
-        let late = began.elapsed().saturating_sub(PULSE);
-        if late > PULSE {
-            ledger.note(|counts| counts.stalled += late);
+        tokio::time::sleep(STALL_CHECK_INTERVAL).await;
+        let late = began.elapsed().saturating_sub(STALL_CHECK_INTERVAL);
+        if late > STALL_CHECK_INTERVAL {
+            ledger.update(|counts| counts.stalled += late);
         }
     }
 }
 
 /// Writes the events of a topic.
-async fn happen(mut desk: Desk, cluster: Cluster, topic: usize, every: Duration) {
-    let topic = &desk.ledger.topics[topic];
+async fn write_events(mut shared: Shared, cluster: Cluster, topic: usize, every: Duration) {
+    let topic = &shared.ledger.topics[topic];
     let mut ticks = tokio::time::interval(every);
     ticks.tick().await;
-    while unless_stopped(&mut desk.stopped, ticks.tick()).await.is_some() {
+    while unless_stopped(&mut shared.stopped, ticks.tick()).await.is_some() {
         let number = {
             let mut written = lock(&topic.written);
             written.push(Instant::now());
@@ -310,48 +315,48 @@ async fn happen(mut desk: Desk, cluster: Cluster, topic: usize, every: Duration)
                 Ok(next)
             });
             if let Err(failure) = changed {
-                desk.ledger.note(|counts| counts.fail("event", &failure.message));
+                shared.ledger.update(|counts| counts.fail("event", &failure.message));
             }
         };
         set(&CONFIG_MAPS, topic.name, &["data", "n"]);
-        if every == QUIET {
-            // For whoever joins with `kubectl get pods -w`.
+        if every == QUIET_INTERVAL {
+            // For users who run `kubectl get pods -w`.
             set(&PODS, seed::POD, &["metadata", "annotations", "demo/n"]);
         }
     }
 }
 
-/// Asks on the clock: reads, or heartbeats of a node.
-async fn ask(mut desk: Desk, node: Option<&'static str>) {
+/// Sends a request every `REQUEST_INTERVAL`: reads, or heartbeats of a node.
+async fn send_requests(mut shared: Shared, node: Option<&'static str>) {
     let mut client: Option<Arc<Client>> = None;
-    let mut asked = JoinSet::new();
-    // Not all at the same moment.
+    let mut requests = JoinSet::new();
+    // Spreads the clients over the interval.
     tokio::time::sleep(Duration::from_millis(fastrand::u64(..100))).await;
-    let mut ticks = tokio::time::interval(TICK);
-    while unless_stopped(&mut desk.stopped, ticks.tick()).await.is_some() {
+    let mut ticks = tokio::time::interval(REQUEST_INTERVAL);
+    while unless_stopped(&mut shared.stopped, ticks.tick()).await.is_some() {
         let began = Instant::now();
         let usable = client.take().filter(|client| !client.is_closed());
         let connection = match usable {
             Some(client) => Ok(client),
-            None => Client::connect(desk.addr, &desk.who).await.map(Arc::new),
+            None => Client::connect(shared.addr, &shared.credentials).await.map(Arc::new),
         };
         match connection {
             Ok(connection) => {
                 client = Some(connection.clone());
-                asked.spawn(request(connection, desk.ledger.clone(), node));
+                requests.spawn(request(connection, shared.ledger.clone(), node));
             }
-            Err(error) if node.is_some() => desk.ledger.wrote(began, Err(error.to_string())),
-            Err(error) => desk.ledger.read(began.elapsed(), Err(error.to_string())),
+            Err(error) if node.is_some() => shared.ledger.add_write(began, Err(error.to_string())),
+            Err(error) => shared.ledger.add_read(began.elapsed(), Err(error.to_string())),
         }
-        while asked.try_join_next().is_some() {}
+        while requests.try_join_next().is_some() {}
     }
-    let rest = async { while asked.join_next().await.is_some() {} };
-    if tokio::time::timeout(LAST_ANSWERS, rest).await.is_err() {
-        for _ in 0..asked.len() {
-            let never = Err("no answer until the end".to_owned());
+    let rest = async { while requests.join_next().await.is_some() {} };
+    if tokio::time::timeout(FINISH_TIMEOUT, rest).await.is_err() {
+        for _ in 0..requests.len() {
+            let never = Err("no response until the end".to_owned());
             match node {
-                Some(_) => desk.ledger.wrote(Instant::now(), never),
-                None => desk.ledger.read(LAST_ANSWERS, never),
+                Some(_) => shared.ledger.add_write(Instant::now(), never),
+                None => shared.ledger.add_read(FINISH_TIMEOUT, never),
             }
         }
     }
@@ -359,7 +364,7 @@ async fn ask(mut desk: Desk, node: Option<&'static str>) {
 
 async fn request(client: Arc<Client>, ledger: Arc<Ledger>, node: Option<&str>) {
     let began = Instant::now();
-    let asked = async {
+    let response = async {
         match node {
             None => client.get(READ).await,
             Some(node) => {
@@ -372,45 +377,45 @@ async fn request(client: Arc<Client>, ledger: Arc<Ledger>, node: Option<&str>) {
             }
         }
     };
-    let result = match tokio::time::timeout(PATIENCE, asked).await {
+    let result = match tokio::time::timeout(REQUEST_TIMEOUT, response).await {
         Ok(Ok(reply)) if reply.status.is_success() => Ok(()),
         Ok(Ok(reply)) => {
             let message = reply.json()["message"].as_str().unwrap_or_default().to_owned();
             Err(format!("{} {message}", reply.status.as_u16()))
         }
         Ok(Err(error)) => Err(error.to_string()),
-        Err(_) => Err(format!("no answer in {} s", PATIENCE.as_secs())),
+        Err(_) => Err(format!("no response in {} s", REQUEST_TIMEOUT.as_secs())),
     };
     match node {
-        Some(_) => ledger.wrote(began, result),
-        None => ledger.read(began.elapsed(), result),
+        Some(_) => ledger.add_write(began, result),
+        None => ledger.add_read(began.elapsed(), result),
     }
 }
 
-/// Keeps a watch going, as a reflector does.
-async fn follow(mut desk: Desk, topic: usize, index: usize) {
-    let ledger = desk.ledger.clone();
+/// Keeps a watch running, as a reflector does: lists once, then watches from the last version.
+async fn follow(mut shared: Shared, topic: usize, index: usize) {
+    let ledger = shared.ledger.clone();
     let topic = &ledger.topics[topic];
     let mut version = String::new();
-    while !*desk.stopped.borrow() {
-        if let Err(error) = watch_once(&mut desk, topic, index, &mut version).await {
-            ledger.note(|counts| {
+    while !*shared.stopped.borrow() {
+        if let Err(error) = watch_once(&mut shared, topic, index, &mut version).await {
+            ledger.update(|counts| {
                 counts.broken += 1;
                 counts.fail("watch", &error);
             });
-            tokio::time::sleep(TICK).await;
+            tokio::time::sleep(REQUEST_INTERVAL).await;
         }
     }
 }
 
-/// One watch until it ends; `version` is where the next one goes on.
+/// Runs one watch until it ends; `version` is where the next one starts.
 async fn watch_once(
-    desk: &mut Desk,
+    shared: &mut Shared,
     topic: &Topic,
     index: usize,
     version: &mut String,
 ) -> io::Result<()> {
-    let client = Client::connect(desk.addr, &desk.who).await?;
+    let client = Client::connect(shared.addr, &shared.credentials).await?;
     let selector = format!("labelSelector=demo%3D{}", topic.name);
     if version.is_empty() {
         let list = client.get(&format!("{MAPS}?{selector}")).await?.json();
@@ -420,7 +425,7 @@ async fn watch_once(
     let path =
         format!("{MAPS}?watch=1&allowWatchBookmarks=true&resourceVersion={version}&{selector}");
     let mut watch = client.watch(&path).await?;
-    // Stays until everything has arrived: whoever ends this ends it by dropping the task.
+    // Runs until the task is dropped, so that late events still count.
     while let Some(event) = watch.next().await? {
         let object = &event["object"];
         match text(&event["type"]) {
@@ -429,15 +434,15 @@ async fn watch_once(
                 return Err(io::Error::other(text(&object["message"]).to_owned()));
             }
             "BOOKMARK" => {}
-            _ => desk.ledger.arrived(topic, index, number(object)),
+            _ => shared.ledger.add_event(topic, index, number(object)),
         }
         text(&object["metadata"]["resourceVersion"]).clone_into(version);
     }
-    desk.ledger.note(|counts| counts.ended += 1);
+    shared.ledger.update(|counts| counts.ended += 1);
     Ok(())
 }
 
-/// The future's output, or none if it was time to stop first.
+/// The output of `future`, or `None` when the clients are stopped first.
 async fn unless_stopped<T>(
     stopped: &mut watch::Receiver<bool>,
     future: impl Future<Output = T>,
@@ -466,29 +471,29 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_lost_duplicated_or_late_is_counted() {
+    fn ledger_counts_lost_duplicated_and_late_events() {
         let ledger = Ledger::new(Duration::from_secs(1));
         let topic = &ledger.topics[0];
         let old = Instant::now().checked_sub(Duration::from_secs(2)).unwrap();
         *lock(&topic.written) = vec![old; 5];
         for number in [1, 2, 4, 4] {
-            ledger.arrived(topic, 0, number);
+            ledger.add_event(topic, 0, number);
         }
-        let counts = ledger.turn();
+        let counts = ledger.start_period();
         assert_eq!((counts.events, counts.lost, counts.duplicated), (4, 1, 1));
         assert!(counts.silence >= Duration::from_secs(2));
-        assert_eq!(topic.behind().1, 4 * (WATCHES_OF_EACH as u64 - 1));
-        assert_eq!(ledger.so_far().events, 0, "a new span");
+        assert_eq!(topic.backlog().1, 4 * (WATCHES_OF_EACH as u64 - 1));
+        assert_eq!(ledger.so_far().events, 0, "a new period");
     }
 
     #[test]
-    fn a_heartbeat_in_flight_is_excused_and_a_later_one_is_not() {
+    fn ledger_counts_a_failed_heartbeat_as_late_only_after_the_settling_time() {
         let ledger = Ledger::new(Duration::from_millis(1));
         let began = Instant::now();
-        ledger.turn();
-        ledger.wrote(began, Err("lost".into()));
+        ledger.start_period();
+        ledger.add_write(began, Err("lost".into()));
         assert_eq!((ledger.so_far().failed_writes, ledger.so_far().late_writes), (1, 0));
-        ledger.wrote(Instant::now() + Duration::from_millis(5), Err("lost".into()));
+        ledger.add_write(Instant::now() + Duration::from_millis(5), Err("lost".into()));
         assert_eq!((ledger.so_far().failed_writes, ledger.so_far().late_writes), (2, 1));
     }
 }

@@ -1,5 +1,4 @@
-//! What a person sees of the demo: a table that is drawn anew where stdout is a terminal, a line for
-//! each thing that happens where it is not.
+//! Output of the demo: a table that is redrawn on a terminal, else a line for each change.
 
 use crate::demo::scenario::clients::Counts;
 use std::collections::VecDeque;
@@ -8,136 +7,136 @@ use std::io::{self, Write as _};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Every line fits into a terminal of 80 columns.
+/// Longest line: a terminal has 80 columns.
 const WIDTH: usize = 79;
-/// Lines of the past that the table keeps; with the rest it fits into 24 rows.
-const PAST: usize = 4;
+/// Log lines below the table; all together fit into 24 rows.
+const LOG_LINES: usize = 4;
 
-/// How it is shown.
+/// Output style.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Style {
-    /// A table, drawn anew.
+    /// A table that is redrawn.
     Live {
-        /// Whether its marks have colours.
+        /// Marks are coloured.
         colour: bool,
     },
-    /// Lines.
+    /// A line for each change.
     Plain,
-    /// Only how it ended.
+    /// Only the result.
     Quiet,
 }
 
-/// An apiserver as the proxy sees it.
+/// An apiserver's row of the table, from the proxy's `/status`.
 #[derive(Debug, Clone)]
 pub struct Row {
-    /// Its name.
+    /// Name in the demo.
     pub name: String,
-    /// Where the proxy finds it.
+    /// Address that the proxy connects to.
     pub address: String,
-    /// Its state.
+    /// Endpoint state.
     pub state: String,
-    /// Why it is in that state.
+    /// Reason of the state.
     pub reason: String,
-    /// Connections to it.
+    /// Connections.
     pub connections: u64,
-    /// Streams on them.
+    /// Streams on all connections.
     pub streams: u64,
-    /// Watches among those.
+    /// Watches among the streams.
     pub watches: u64,
-    /// The shortest round trip.
+    /// The shortest PING round trip, in milliseconds.
     pub rtt_ms: Option<f64>,
 }
 
-/// A step of the schedule, as the table shows it.
+/// A step of the schedule.
 #[derive(Debug, Clone)]
 pub struct Step {
-    /// What was done.
-    pub what: String,
-    /// Who noticed, and after how long.
-    pub noticed: String,
-    /// How far it is.
+    /// The fault.
+    pub title: String,
+    /// What jackstay detected first, and after how long.
+    pub detected: String,
+    /// Progress.
     pub stage: Stage,
-    /// What clients felt.
+    /// What clients observed.
     pub counts: Counts,
 }
 
-/// How far a step is.
+/// Progress of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stage {
-    /// To come.
+    /// Not started.
     Waiting,
-    /// Under way.
+    /// Running.
     Running,
-    /// Over, and every promise held.
-    Held,
-    /// Over, and one did not.
-    Broken,
+    /// Finished; every promise was kept.
+    Passed,
+    /// Finished; a promise was broken.
+    Failed,
 }
 
-/// Prints. Shared by whoever has something to say.
+/// Writes the output. Shared by all threads.
 pub struct ProgressDisplay {
     style: Style,
     began: Instant,
-    board: Mutex<Screen>,
+    screen: Mutex<Screen>,
 }
 
 #[derive(Default)]
 struct Screen {
     steps: Vec<Step>,
-    past: VecDeque<String>,
-    /// Lines of the table on the screen now.
+    log: VecDeque<String>,
+    /// Lines on the screen now.
     drawn: usize,
 }
 
 impl ProgressDisplay {
-    /// In a style.
+    /// Output in this style.
     pub fn new(style: Style) -> Self {
-        Self { style, began: Instant::now(), board: Mutex::default() }
+        Self { style, began: Instant::now(), screen: Mutex::default() }
     }
 
-    /// Prints once, above everything.
+    /// Prints lines once, above the table.
     pub fn header(&self, lines: &[String]) {
         if self.style != Style::Quiet {
             print(&format!("{}\n\n", lines.join("\n")));
         }
     }
 
-    /// Something happened.
-    pub fn say(&self, line: &str) {
+    /// Adds a log line.
+    pub fn log(&self, line: &str) {
         let line = cut(&format!("{:>6.2}  {line}", self.began.elapsed().as_secs_f64()));
         match self.style {
             Style::Quiet => {}
             Style::Plain => print(&format!("{line}\n")),
             Style::Live { .. } => {
-                let mut board = self.lock();
-                board.past.push_back(line);
-                if board.past.len() > PAST {
-                    board.past.pop_front();
+                let mut screen = self.lock();
+                screen.log.push_back(line);
+                if screen.log.len() > LOG_LINES {
+                    screen.log.pop_front();
                 }
             }
         }
     }
 
-    /// The steps as they are now.
-    pub fn steps(&self, steps: &[Step]) {
+    /// Replaces the steps.
+    pub fn set_steps(&self, steps: &[Step]) {
         steps.clone_into(&mut self.lock().steps);
     }
 
-    /// Draws the table, if there is one.
+    /// Redraws the table.
     pub fn draw(&self, rows: &[Row]) {
         let Style::Live { colour } = self.style else { return };
-        let mut board = self.lock();
+        let mut screen = self.lock();
         let mut lines = servers(rows);
         lines.push(String::new());
-        lines.extend(results(&board.steps));
+        lines.extend(results(&screen.steps));
         lines.push(String::new());
-        lines.extend(board.past.iter().cloned());
-        // The table never shrinks: past lines only come.
-        let drawn = std::mem::replace(&mut board.drawn, lines.len());
+        lines.extend(screen.log.iter().cloned());
+        // The number of lines never shrinks.
+        let drawn = std::mem::replace(&mut screen.drawn, lines.len());
         print(&frame(&lines, drawn, colour));
     }
 
-    /// Says how it ended: the results, unless they are on the screen already, and the verdict.
+    /// Prints the results, unless the table shows them, and the verdict.
     pub fn end(&self, steps: &[Step], verdict: &[String]) {
         let mut out = String::new();
         if !matches!(self.style, Style::Live { .. }) {
@@ -153,11 +152,11 @@ impl ProgressDisplay {
     }
 
     fn lock(&self) -> MutexGuard<'_, Screen> {
-        self.board.lock().unwrap_or_else(PoisonError::into_inner)
+        self.screen.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// The lines, over the `drawn` lines of the last frame.
+/// The terminal output that replaces the last frame of `drawn` lines.
 fn frame(lines: &[String], drawn: usize, colour: bool) -> String {
     let mut out = String::new();
     if drawn > 0 {
@@ -193,30 +192,30 @@ fn servers(rows: &[Row]) -> Vec<String> {
 }
 
 fn results(steps: &[Step]) -> Vec<String> {
-    let head = |[what, noticed, read, failed, broken, events, late]: [&str; 7]| {
+    let head = |[what, detected, read, failed, broken, events, late]: [&str; 7]| {
         format!(
-            "   {what:<18} {noticed:<17} {read:>7} {failed:>6} {broken:>7} {events:>8} {late:>7}"
+            "   {what:<18} {detected:<17} {read:>7} {failed:>6} {broken:>7} {events:>8} {late:>7}"
         )
     };
     let mut lines = vec![
         head(["", "", "SLOWEST", "FAILED", "WATCHES", "EVENTS", "LATEST"]),
-        head(["FAULT", "JACKSTAY NOTICED", "READ", "RD/WR", "BROKEN", "LOST/DUP", "EVENT"]),
+        head(["FAULT", "JACKSTAY DETECTED", "READ", "RD/WR", "BROKEN", "LOST/DUP", "EVENT"]),
     ];
     for step in steps {
         let mark = match step.stage {
             Stage::Waiting => {
-                lines.push(format!("   {}", step.what));
+                lines.push(format!("   {}", step.title));
                 continue;
             }
             Stage::Running => "->",
-            Stage::Held => "ok",
-            Stage::Broken => "!!",
+            Stage::Passed => "ok",
+            Stage::Failed => "!!",
         };
         let counts = &step.counts;
         lines.push(format!(
             "{mark} {:<18} {:<17} {:>7} {:>6} {:>7} {:>8} {:>7}",
-            step.what,
-            step.noticed,
+            step.title,
+            step.detected,
             format!("{} ms", counts.slowest_read.as_millis()),
             format!("{}/{}", counts.failed_reads, counts.failed_writes),
             counts.broken,
@@ -227,7 +226,7 @@ fn results(steps: &[Step]) -> Vec<String> {
     lines
 }
 
-/// A time as people say it.
+/// `123 ms` or `1.2 s`.
 pub fn seconds(time: Duration) -> String {
     if time < Duration::from_secs(1) {
         format!("{} ms", time.as_millis())
@@ -243,7 +242,7 @@ fn cut(line: &str) -> String {
     line.chars().take(WIDTH - 3).chain("...".chars()).collect()
 }
 
-/// The mark at the beginning of a line, in its colour.
+/// Colours the mark at the beginning of a line.
 fn coloured(line: &str) -> String {
     for (mark, code) in [("ok ", 32), ("!! ", 31), ("-> ", 33)] {
         if let Some(rest) = line.strip_prefix(mark) {
@@ -255,7 +254,7 @@ fn coloured(line: &str) -> String {
 
 fn print(text: &str) {
     let mut out = io::stdout().lock();
-    // Whoever closed the pipe wants no more; the exit code still says how it went.
+    // A closed pipe is not an error: the exit code carries the result.
     let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
 }
 
@@ -264,7 +263,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn frame_has_colours_only_where_they_are_wanted() {
+    fn frame_is_coloured_only_on_request() {
         let lines = ["ok killed a".to_owned(), "!! dropped b".to_owned()];
         assert_eq!(
             frame(&lines, 2, true),
@@ -277,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn every_line_fits() {
+    fn lines_fit_into_80_columns() {
         let counts = Counts {
             slowest_read: Duration::from_millis(1234),
             failed_writes: 12,
@@ -285,9 +284,9 @@ mod tests {
             ..Counts::default()
         };
         let step = Step {
-            what: "dropped flows of b".into(),
-            noticed: "suspect, 310 ms".into(),
-            stage: Stage::Held,
+            title: "dropped flows of b".into(),
+            detected: "suspect, 310 ms".into(),
+            stage: Stage::Passed,
             counts,
         };
         let row = Row {

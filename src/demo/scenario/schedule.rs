@@ -1,7 +1,7 @@
-//! The faults of the demo, one after the other, and the judgement of what clients felt.
+//! The faults of the demo and the verdict on each.
 //!
-//! Each step does one thing to the apiserver that carries most, waits, undoes it, and waits until
-//! the proxy uses that apiserver again; then what clients felt meanwhile is held against the promise.
+//! Each step injects a fault into the apiserver with the most load, waits, removes the fault, and waits
+//! until the proxy uses that apiserver again. Then it compares what clients observed with the promises.
 
 use crate::demo::apiserver::ApiServerHandle;
 use crate::demo::faulty_relay::FaultyRelay;
@@ -14,117 +14,123 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-/// A read takes no longer, whatever is done to one connection or one apiserver.
+/// Longest read while one apiserver or its connections fail.
 pub const READ_PROMISE: Duration = Duration::from_millis(600);
-/// Machines are noisy: only twice a promised time is a promise broken, and what the machine itself
-/// kept its clients waiting comes on top.
-pub const SLACK: u32 = 2;
-/// How long all steps take at a scale of 1, about.
-pub const USUAL: Duration = Duration::from_secs(60);
-/// An apiserver that leaves in good order lets requests finish for this long.
+/// Machines are noisy: a time promise is broken at this multiple of it, plus the stalls of the machine.
+pub const TOLERANCE: u32 = 2;
+/// Approximate duration of all steps at scale 1.
+pub const USUAL_DURATION: Duration = Duration::from_secs(60);
+/// How long a graceful shutdown lets requests finish.
 const GRACE: Duration = Duration::from_secs(2);
-/// An apiserver that works again is used again within this.
-const BACK: Duration = Duration::from_secs(12);
-/// Between two looks at the clock and at the clients.
-const BEAT: Duration = Duration::from_millis(50);
+/// The proxy must use a recovered apiserver within this time.
+const RECOVERY_TIMEOUT: Duration = Duration::from_secs(12);
+/// Interval of progress updates.
+const UPDATE_INTERVAL: Duration = Duration::from_millis(50);
 
-/// What is done.
+/// A fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
-    /// Nothing: how it is when all is well.
-    Nothing,
-    /// Established flows to one apiserver lose every packet; new ones work.
+    /// No fault: the baseline.
+    None,
+    /// Established flows to one apiserver lose every packet; new flows work.
     DroppedFlows,
-    /// Established flows to all of them do: a load balancer forgot its flow table.
+    /// The same for all apiservers: a load balancer lost its flow table.
     AllFlows,
-    /// One apiserver dies, its sockets are reset.
+    /// One apiserver is killed; its sockets are reset.
     Killed,
-    /// One apiserver stops, as by SIGSTOP.
+    /// One apiserver is frozen, as by SIGSTOP.
     Stopped,
-    /// One apiserver's `/readyz` fails; everything else of it works.
-    Sick,
-    /// Each apiserver is restarted in good order.
+    /// `/readyz` of one apiserver fails; everything else works.
+    Unready,
+    /// Each apiserver is restarted gracefully.
     Rolling,
 }
 
-/// In the order in which they are done.
+/// The faults in order.
 pub const FAULTS: [Fault; 7] = [
-    Fault::Nothing,
+    Fault::None,
     Fault::DroppedFlows,
     Fault::AllFlows,
     Fault::Killed,
     Fault::Stopped,
-    Fault::Sick,
+    Fault::Unready,
     Fault::Rolling,
 ];
 
 impl Fault {
     fn title(self, name: &str) -> String {
         match self {
-            Self::Nothing => "nothing (all well)".to_owned(),
+            Self::None => "no fault".to_owned(),
             Self::DroppedFlows => format!("dropped flows of {name}"),
             Self::AllFlows => "dropped all flows".to_owned(),
             Self::Killed => format!("killed {name}"),
             Self::Stopped => format!("stopped {name}"),
-            Self::Sick => format!("sick /readyz of {name}"),
+            Self::Unready => format!("unready {name}"),
             Self::Rolling => "rolling restart".to_owned(),
         }
     }
 
-    /// How long it lasts at a scale of 1, and at least.
-    fn lasts(self) -> (f64, f64) {
+    /// Duration in seconds: at scale 1, and the minimum.
+    fn duration_seconds(self) -> (f64, f64) {
         match self {
-            Self::Nothing => (4.0, 2.0),
+            Self::None => (4.0, 2.0),
             Self::DroppedFlows | Self::AllFlows | Self::Killed => (5.0, 3.5),
-            // Watches move after 5 s without a PONG.
+            // Watches move to another apiserver after 5 s without a PONG.
             Self::Stopped => (8.0, 7.0),
-            Self::Sick => (4.0, 3.0),
+            Self::Unready => (4.0, 3.0),
             Self::Rolling => (1.0, 0.5),
         }
     }
 
-    /// How long a watch may be silent.
+    /// Longest promised silence of a watch.
     fn silence(self) -> Duration {
         match self {
             Self::DroppedFlows | Self::AllFlows | Self::Killed => Duration::from_millis(3500),
             Self::Stopped => Duration::from_secs(6),
-            Self::Nothing | Self::Sick | Self::Rolling => Duration::from_millis(2500),
+            Self::None | Self::Unready | Self::Rolling => Duration::from_millis(2500),
         }
     }
 
-    /// Whether a heartbeat that is in flight when it begins may be lost.
-    fn costs_writes(self) -> bool {
+    /// Whether a heartbeat in flight when the fault begins may fail.
+    fn may_fail_writes_in_flight(self) -> bool {
         matches!(self, Self::DroppedFlows | Self::AllFlows | Self::Killed | Self::Stopped)
     }
 
-    /// What of the promise was broken, in words.
-    fn judge(self, counts: &Counts, back: bool) -> Vec<String> {
+    /// Describes each broken promise.
+    fn broken_promises(self, counts: &Counts, back: bool) -> Vec<String> {
         let mut broken = Vec::new();
-        let mut must = |held: bool, what: String| {
-            if !held {
-                broken.push(what);
+        let mut must = |kept: bool, otherwise: String| {
+            if !kept {
+                broken.push(otherwise);
             }
         };
         must(counts.failed_reads == 0, counted(counts.failed_reads, "failed read"));
         must(
-            counts.slowest_read <= READ_PROMISE * SLACK + counts.stalled,
+            counts.slowest_read <= READ_PROMISE * TOLERANCE + counts.stalled,
             format!("a read took {}", seconds(counts.slowest_read)),
         );
-        let writes = if self.costs_writes() { counts.late_writes } else { counts.failed_writes };
+        let writes = if self.may_fail_writes_in_flight() {
+            counts.late_writes
+        } else {
+            counts.failed_writes
+        };
         must(
             writes == 0,
-            format!("{} failed or hung that should not have", counted(writes, "heartbeat")),
+            format!("{} failed or hung after the settling time", counted(writes, "heartbeat")),
         );
         must(counts.broken == 0, counted(counts.broken, "broken watch"));
-        // An end that the server sends is passed on.
+        // The proxy passes on an end that the server sends.
         must(counts.ended == 0 || self == Self::Rolling, counted(counts.ended, "ended watch"));
         must(counts.lost == 0, counted(counts.lost, "lost event"));
-        must(counts.duplicated == 0, format!("{} came twice", counted(counts.duplicated, "event")));
         must(
-            counts.silence <= self.silence() * SLACK + counts.stalled,
+            counts.duplicated == 0,
+            format!("{} received twice", counted(counts.duplicated, "event")),
+        );
+        must(
+            counts.silence <= self.silence() * TOLERANCE + counts.stalled,
             format!("a watch was silent for {}", seconds(counts.silence)),
         );
-        must(back, format!("it was not used again {} after its return", seconds(BACK)));
+        must(back, format!("not in use {} after its recovery", seconds(RECOVERY_TIMEOUT)));
         if let Some(first) = counts.first_failure.as_ref().filter(|_| !broken.is_empty()) {
             broken.push(format!("first failure: {first}"));
         }
@@ -132,49 +138,49 @@ impl Fault {
     }
 }
 
-/// An apiserver with the relay in front of it.
-pub struct Site {
-    /// The server.
+/// An apiserver and the relay in front of it.
+pub struct RelayedServer {
+    /// The apiserver.
     pub server: ApiServerHandle,
-    /// Where the proxy finds it.
-    pub hole: FaultyRelay,
+    /// The proxy connects to this relay.
+    pub relay: FaultyRelay,
 }
 
-/// Everything a schedule acts on and looks at.
-pub struct Stand<'a> {
+/// Runs the faults.
+pub struct Schedule<'a> {
     /// The apiservers.
-    pub sites: &'a [Site],
-    /// What clients feel.
+    pub servers: &'a [RelayedServer],
+    /// Counts of the clients.
     pub ledger: &'a Ledger,
-    /// What the proxy knows.
-    pub witness: &'a StatusMonitor,
-    /// Where it is shown.
-    pub show: &'a Arc<ProgressDisplay>,
-    /// Raised when it should end now.
+    /// Polls the proxy.
+    pub monitor: &'a StatusMonitor,
+    /// Shows progress.
+    pub display: &'a Arc<ProgressDisplay>,
+    /// Set to end the schedule early.
     pub interrupted: &'a AtomicBool,
-    /// How much longer than usual it takes.
+    /// Multiplies the duration of each fault.
     pub scale: f64,
 }
 
-/// How it went.
+/// Results of all steps.
 #[derive(Debug, Clone, Default)]
 pub struct Results {
-    /// The steps, in the order in which they were done.
+    /// The steps in order.
     pub steps: Vec<Step>,
-    /// What broke, in words.
+    /// Descriptions of broken promises.
     pub broken: Vec<String>,
-    /// Everything that clients felt.
+    /// Reads that finished.
     pub reads: u64,
-    /// The slowest read of all.
+    /// The slowest read.
     pub slowest_read: Duration,
-    /// Events seen by watches.
+    /// Events that watches received.
     pub events: u64,
-    /// How long the machine itself kept everybody waiting.
+    /// Sum of the delays that this machine caused.
     pub stalled: Duration,
 }
 
 impl Results {
-    /// Takes in what was felt in a step.
+    /// Adds the counts of a step.
     pub fn add(&mut self, counts: &Counts) {
         self.reads += counts.reads;
         self.events += counts.events;
@@ -183,17 +189,17 @@ impl Results {
     }
 }
 
-impl Stand<'_> {
-    /// Goes through the faults, until the end or an interruption.
+impl Schedule<'_> {
+    /// Runs the faults until the last one or an interruption.
     ///
     /// # Errors
-    /// An apiserver could not be started again.
+    /// An apiserver could not be restarted.
     pub fn run(&self, faults: &[Fault], results: &mut Results) -> io::Result<()> {
         results.steps = faults
             .iter()
             .map(|fault| Step {
-                what: fault.title("one"),
-                noticed: String::new(),
+                title: fault.title("one"),
+                detected: String::new(),
                 stage: Stage::Waiting,
                 counts: Counts::default(),
             })
@@ -209,122 +215,123 @@ impl Stand<'_> {
 
     fn step(&self, fault: Fault, index: usize, results: &mut Results) -> io::Result<()> {
         let target = self.busiest();
-        let site = &self.sites[target];
-        let name = site.server.name();
-        results.steps[index].what = fault.title(name);
+        let server = &self.servers[target];
+        let name = server.server.name();
+        results.steps[index].title = fault.title(name);
         results.steps[index].stage = Stage::Running;
-        self.ledger.turn();
+        self.ledger.start_period();
         let began = Instant::now();
-        let (usual, least) = fault.lasts();
+        let (usual, least) = fault.duration_seconds();
         let hold = Duration::from_secs_f64((usual * self.scale).max(least));
         let wait = |results: &mut Results, time, until: &dyn Fn() -> bool| {
-            self.watch_for(fault, target, began, (results, index), time, until)
+            self.wait_for(fault, target, began, (results, index), time, until)
         };
         let never = || false;
         let mut back = true;
         match fault {
-            Fault::Nothing => {
-                self.show.say("no fault: three apiservers, reads, heartbeats and watches");
+            Fault::None => {
+                self.display.log("no fault: three apiservers, reads, heartbeats and watches");
                 wait(results, hold, &never);
             }
             Fault::DroppedFlows => {
-                self.lose(std::slice::from_ref(site), name);
+                self.lose(std::slice::from_ref(server), name);
                 wait(results, hold, &never);
-                site.hole.heal();
-                self.show.say(&format!("the flows of {name} pass packets again"));
+                server.relay.heal();
+                self.display.log(&format!("the flows of {name} pass packets again"));
             }
             Fault::AllFlows => {
-                self.lose(self.sites, "all apiservers");
+                self.lose(self.servers, "all apiservers");
                 wait(results, hold, &never);
-                self.sites.iter().for_each(|site| site.hole.heal());
-                self.show.say("they pass packets again");
+                self.servers.iter().for_each(|server| server.relay.heal());
+                self.display.log("all flows pass packets again");
             }
             Fault::Killed => {
-                site.server.kill();
-                self.show
-                    .say(&format!("{name} is killed: its sockets are reset, its port refuses"));
+                server.server.kill();
+                self.display
+                    .log(&format!("{name} is killed: its sockets are reset, its port refuses"));
                 wait(results, hold, &never);
-                site.server.restart()?;
-                self.show.say(&format!("{name} is started again"));
+                server.server.restart()?;
+                self.display.log(&format!("{name} is started again"));
             }
             Fault::Stopped => {
-                site.server.stop();
-                self.show.say(&format!("{name} is stopped: its kernel acknowledges, it is silent"));
+                server.server.stop();
+                self.display
+                    .log(&format!("{name} is stopped: its kernel acknowledges, it is silent"));
                 wait(results, hold, &never);
-                site.server.cont();
-                self.show.say(&format!("{name} goes on"));
+                server.server.cont();
+                self.display.log(&format!("{name} continues"));
             }
-            Fault::Sick => {
-                site.server.set_ready(false);
-                self.show.say(&format!("/readyz of {name} fails; everything else of it works"));
+            Fault::Unready => {
+                server.server.set_ready(false);
+                self.display.log(&format!("/readyz of {name} fails; everything else of it works"));
                 wait(results, hold, &never);
-                site.server.set_ready(true);
-                self.show.say(&format!("/readyz of {name} is ok again"));
+                server.server.set_ready(true);
+                self.display.log(&format!("/readyz of {name} is ok again"));
             }
             Fault::Rolling => {
-                for site in self.sites {
+                for server in self.servers {
                     if self.interrupted.load(Relaxed) {
                         break;
                     }
-                    let name = site.server.name();
-                    self.show.say(&format!("{name} leaves in good order"));
-                    site.server.shutdown(GRACE);
+                    let name = server.server.name();
+                    self.display.log(&format!("{name} shuts down gracefully"));
+                    server.server.shutdown(GRACE);
                     wait(results, hold, &never);
-                    site.server.restart()?;
-                    self.show.say(&format!("{name} is started again"));
-                    back &= wait(results, BACK, &|| self.all_ready());
+                    server.server.restart()?;
+                    self.display.log(&format!("{name} is started again"));
+                    back &= wait(results, RECOVERY_TIMEOUT, &|| self.all_ready());
                 }
             }
         }
-        let away = !self.all_ready();
+        let was_out = !self.all_ready();
         let returned = Instant::now();
-        back &= wait(results, BACK, &|| self.all_ready());
-        if away && back {
+        back &= wait(results, RECOVERY_TIMEOUT, &|| self.all_ready());
+        if was_out && back {
             let after = seconds(returned.elapsed());
-            self.show.say(&format!("all apiservers are in use again, {after} later"));
+            self.display.log(&format!("all apiservers are in use again, {after} later"));
         }
-        // What the return itself may do to clients belongs to this step.
+        // Effects of the recovery on clients belong to this step.
         wait(results, Duration::from_secs(1), &never);
-        let counts = self.ledger.turn();
+        let counts = self.ledger.start_period();
         let interrupted = self.interrupted.load(Relaxed);
-        let broken = fault.judge(&counts, back || interrupted);
-        for what in &broken {
-            self.show.say(&format!("BROKEN: {what}"));
-            results.broken.push(format!("{}: {what}", fault.title(name)));
+        let broken = fault.broken_promises(&counts, back || interrupted);
+        for promise in &broken {
+            self.display.log(&format!("BROKEN: {promise}"));
+            results.broken.push(format!("{}: {promise}", fault.title(name)));
         }
         let step = &mut results.steps[index];
-        step.stage = if broken.is_empty() { Stage::Held } else { Stage::Broken };
+        step.stage = if broken.is_empty() { Stage::Passed } else { Stage::Failed };
         step.counts = counts.clone();
-        self.show.say(&format!(
+        self.display.log(&format!(
             "{}: reads <= {}, events <= {}, {} of {} heartbeats lost",
-            if broken.is_empty() { "held" } else { "not held" },
+            if broken.is_empty() { "passed" } else { "failed" },
             seconds(counts.slowest_read),
             seconds(counts.silence),
             counts.failed_writes,
             counts.writes,
         ));
         results.add(&counts);
-        self.show.steps(&results.steps);
+        self.display.set_steps(&results.steps);
         Ok(())
     }
 
-    fn lose(&self, sites: &[Site], whose: &str) {
-        let lost: io::Result<usize> = sites.iter().map(|site| site.hole.lose_all()).sum();
-        self.show.say(&match lost {
+    fn lose(&self, servers: &[RelayedServer], whose: &str) {
+        let lost: io::Result<usize> = servers.iter().map(|server| server.relay.lose_all()).sum();
+        self.display.log(&match lost {
             Ok(lost) => {
                 format!(
-                    "every packet of {} of {whose} is lost; new ones work",
+                    "every packet of {} of {whose} is dropped; new flows work",
                     counted(lost, "established flow")
                 )
             }
-            // All the same to clients, but jackstay takes it for stopped processes.
+            // Clients see the same; jackstay classifies it as a stopped process.
             Err(error) => format!("the flows of {whose} are silent, but acknowledged ({error})"),
         });
     }
 
-    /// Waits for a time, for something, or for an interruption, and shows what is felt meanwhile.
-    /// Whether it was that something.
-    fn watch_for(
+    /// Waits for `time`, for `until`, or for an interruption, and shows progress meanwhile. Returns whether
+    /// `until` became true.
+    fn wait_for(
         &self,
         fault: Fault,
         target: usize,
@@ -337,32 +344,32 @@ impl Stand<'_> {
         loop {
             let step = &mut results.steps[index];
             step.counts = self.ledger.so_far();
-            let faulty = fault != Fault::Nothing && fault != Fault::Rolling;
-            if let Some(notice) = self.witness.first(target, began).filter(|_| faulty) {
-                step.noticed = format!("{}, {}", notice.what, seconds(notice.at - began));
+            let faulty = fault != Fault::None && fault != Fault::Rolling;
+            if let Some(detection) = self.monitor.first(target, began).filter(|_| faulty) {
+                step.detected = format!("{}, {}", detection.state, seconds(detection.at - began));
             }
-            self.show.steps(&results.steps);
+            self.display.set_steps(&results.steps);
             if until() {
                 return true;
             }
             if start.elapsed() >= time || self.interrupted.load(Relaxed) {
                 return false;
             }
-            std::thread::sleep(BEAT);
+            std::thread::sleep(UPDATE_INTERVAL);
         }
     }
 
-    /// The apiserver whose loss would be felt most.
+    /// The apiserver with the most watches and streams.
     fn busiest(&self) -> usize {
-        let rows = self.witness.rows();
+        let rows = self.monitor.rows();
         let load = |row: &Row| (row.watches, row.streams);
-        (0..rows.len().min(self.sites.len())).max_by_key(|&i| load(&rows[i])).unwrap_or(0)
+        (0..rows.len().min(self.servers.len())).max_by_key(|&i| load(&rows[i])).unwrap_or(0)
     }
 
-    /// Whether the proxy has every apiserver in use.
+    /// Whether the proxy uses every apiserver.
     pub fn all_ready(&self) -> bool {
-        let rows = self.witness.rows();
-        rows.len() == self.sites.len()
+        let rows = self.monitor.rows();
+        rows.len() == self.servers.len()
             && rows.iter().all(|row| row.state == "ready" && row.connections > 0)
     }
 }
@@ -372,12 +379,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_promised_is_judged() {
-        assert_eq!(Fault::Nothing.judge(&Counts::default(), true), [""; 0]);
+    fn broken_promises_are_found_by_fault_and_count() {
+        assert_eq!(Fault::None.broken_promises(&Counts::default(), true), [""; 0]);
         let one = |change: fn(&mut Counts), fault: Fault| {
             let mut counts = Counts::default();
             change(&mut counts);
-            fault.judge(&counts, true).len()
+            fault.broken_promises(&counts, true).len()
         };
         assert_eq!(one(|c| c.failed_reads = 1, Fault::Killed), 1);
         assert_eq!(one(|c| c.slowest_read = READ_PROMISE * 3, Fault::Killed), 1);
@@ -388,9 +395,9 @@ mod tests {
         assert_eq!(one(|c| c.ended = 1, Fault::Rolling), 0);
         assert_eq!(one(|c| c.failed_writes = 1, Fault::Killed), 0, "it was in flight");
         assert_eq!(one(|c| c.late_writes = 1, Fault::Killed), 1);
-        assert_eq!(one(|c| c.failed_writes = 1, Fault::Sick), 1);
+        assert_eq!(one(|c| c.failed_writes = 1, Fault::Unready), 1);
         assert_eq!(one(|c| c.silence = Duration::from_secs(8), Fault::Killed), 1);
         assert_eq!(one(|c| c.silence = Duration::from_secs(8), Fault::Stopped), 0);
-        assert_eq!(Fault::Killed.judge(&Counts::default(), false).len(), 1);
+        assert_eq!(Fault::Killed.broken_promises(&Counts::default(), false).len(), 1);
     }
 }

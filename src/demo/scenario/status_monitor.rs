@@ -1,7 +1,5 @@
-//! Asks the proxy, over and over, what it knows, and says what has changed since: who noticed a
-//! fault, and when.
-//!
-//! It reads `/status` alone, as an operator would.
+//! Polls the proxy's `/status`, as an operator would, and reports changes: what the proxy detected, and
+//! when.
 
 use crate::demo::scenario::display::{ProgressDisplay, Row};
 use crate::observe::counted;
@@ -14,23 +12,23 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Between two questions: what is noticed is known to this much.
-const LOOK: Duration = Duration::from_millis(20);
-/// Between two pictures for people.
-const DRAW: Duration = Duration::from_millis(200);
+/// Polling interval: the accuracy of detection times.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
+/// Interval between two redraws of the table.
+const DRAW_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Something that the proxy has noticed.
+/// A state change that the proxy reported.
 #[derive(Debug, Clone)]
-pub struct Notice {
-    /// When it was seen in its status.
+pub struct Detection {
+    /// When `/status` showed it first.
     pub at: Instant,
-    /// Which apiserver it is about.
+    /// Index of the apiserver.
     pub server: usize,
-    /// In a word or two.
-    pub what: String,
+    /// The new state.
+    pub state: String,
 }
 
-/// Asks on a thread of its own. Dropping it stops it.
+/// Polls on a thread of its own. Dropping it stops the thread.
 pub struct StatusMonitor {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
@@ -39,53 +37,57 @@ pub struct StatusMonitor {
 #[derive(Default)]
 struct Shared {
     stop: AtomicBool,
-    notices: Mutex<Vec<Notice>>,
+    detections: Mutex<Vec<Detection>>,
     rows: Mutex<Vec<Row>>,
 }
 
-/// What was known of an endpoint at the last look.
+/// State of an endpoint at the last poll.
 #[derive(Debug, Default)]
-struct Known {
+struct EndpointSnapshot {
     state: String,
-    /// State by local address.
+    /// Connection states by local address.
     connections: HashMap<String, String>,
 }
 
 impl StatusMonitor {
-    /// Starts asking with `fetch` about the endpoints of apiservers, given with their names.
+    /// Starts polling with `fetch`. `servers` holds name and address of each apiserver.
+    ///
+    /// # Errors
+    /// The thread cannot be created.
     pub fn start(
         servers: Vec<(String, SocketAddr)>,
-        show: Arc<ProgressDisplay>,
+        display: Arc<ProgressDisplay>,
         fetch: impl Fn() -> io::Result<Value> + Send + 'static,
     ) -> io::Result<Self> {
         let shared = Arc::<Shared>::default();
         let ours = shared.clone();
-        let thread = std::thread::Builder::new().name("witness".to_owned()).spawn(move || {
-            let mut known: Vec<Known> = servers.iter().map(|_| Known::default()).collect();
+        let thread = std::thread::Builder::new().name("status".to_owned()).spawn(move || {
+            let mut known: Vec<EndpointSnapshot> =
+                servers.iter().map(|_| EndpointSnapshot::default()).collect();
             let mut drawn = Instant::now();
             while !ours.stop.load(Relaxed) {
-                // No answer changes nothing; the next look is near.
+                // A failed poll is repeated after the interval.
                 if let Ok(status) = fetch() {
-                    ours.look(&status, &servers, &mut known, &show);
+                    ours.apply(&status, &servers, &mut known, &display);
                 }
-                if drawn.elapsed() >= DRAW {
+                if drawn.elapsed() >= DRAW_INTERVAL {
                     drawn = Instant::now();
-                    show.draw(&ours.rows());
+                    display.draw(&ours.rows());
                 }
-                std::thread::sleep(LOOK);
+                std::thread::sleep(POLL_INTERVAL);
             }
-            show.draw(&ours.rows());
+            display.draw(&ours.rows());
         })?;
         Ok(Self { shared, thread: Some(thread) })
     }
 
-    /// The first thing noticed about an apiserver since a moment.
-    pub fn first(&self, server: usize, since: Instant) -> Option<Notice> {
-        let notices = lock(&self.shared.notices);
-        notices.iter().find(|n| n.server == server && n.at >= since).cloned()
+    /// The first detection on an apiserver since a moment.
+    pub fn first(&self, server: usize, since: Instant) -> Option<Detection> {
+        let detections = lock(&self.shared.detections);
+        detections.iter().find(|n| n.server == server && n.at >= since).cloned()
     }
 
-    /// Each apiserver as it is known now.
+    /// The rows of all apiservers at the last poll.
     pub fn rows(&self) -> Vec<Row> {
         self.shared.rows()
     }
@@ -95,7 +97,7 @@ impl Drop for StatusMonitor {
     fn drop(&mut self) {
         self.shared.stop.store(true, Relaxed);
         if let Some(thread) = self.thread.take() {
-            // A panic has been printed.
+            // A panic was printed by the thread.
             let _ = thread.join();
         }
     }
@@ -106,12 +108,12 @@ impl Shared {
         lock(&self.rows).clone()
     }
 
-    fn look(
+    fn apply(
         &self,
         status: &Value,
         servers: &[(String, SocketAddr)],
-        known: &mut [Known],
-        show: &ProgressDisplay,
+        known: &mut [EndpointSnapshot],
+        display: &ProgressDisplay,
     ) {
         let at = Instant::now();
         let none = Vec::new();
@@ -124,10 +126,10 @@ impl Shared {
             let Some(endpoint) = endpoints.iter().find(|e| e["address"] == *address) else {
                 continue;
             };
-            let (news, row) = known.update(name, endpoint);
-            for (what, line) in news {
-                show.say(&line);
-                lock(&self.notices).push(Notice { at, server, what });
+            let (changes, row) = known.update(name, endpoint);
+            for (state, line) in changes {
+                display.log(&line);
+                lock(&self.detections).push(Detection { at, server, state });
             }
             rows.push(row);
         }
@@ -135,8 +137,8 @@ impl Shared {
     }
 }
 
-impl Known {
-    /// Takes in an endpoint's status; returns what is new, in short and in full, and its row.
+impl EndpointSnapshot {
+    /// Applies an endpoint's status; returns its changes (state, log line) and its row.
     fn update(&mut self, name: &str, endpoint: &Value) -> (Vec<(String, String)>, Row) {
         let text = |value: &Value| value.as_str().unwrap_or("-").to_owned();
         let mut news = Vec::new();
@@ -194,8 +196,8 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn changes_are_news_and_beginnings_are_not() {
-        let mut known = Known::default();
+    fn update_reports_changes_and_not_the_initial_state() {
+        let mut known = EndpointSnapshot::default();
         let endpoint = |state: &str, connections: Value| json!({ "address": "x", "state": state, "reason": "why", "connections": connections });
         let live = json!([{ "local": "1", "state": "live" }, { "local": "2", "state": "live" }]);
         assert_eq!(known.update("a", &endpoint("ready", live)).0, []);

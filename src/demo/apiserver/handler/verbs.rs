@@ -1,4 +1,4 @@
-//! What is done with a resource, verb by verb, and how the answer is written: as JSON, as a table.
+//! Requests for resources, by verb, and responses as JSON or as a table.
 
 use super::{JSON, RequestContext, respond};
 use crate::demo::apiserver::body::{self, ResponseBody};
@@ -41,14 +41,19 @@ impl RequestContext {
             "list" => self.list(target),
             "create" if target.name.is_empty() => {
                 let value = self.json_body(body).await?;
-                let namespace = home(target, &value);
+                let namespace = namespace_of(target, &value);
                 let object = cluster.create(target.kind, &namespace, value, dry_run)?;
                 self.object(201, place, &object)
             }
             "update" => {
                 let value = self.json_body(body).await?;
                 let object = cluster.modify(place, dry_run, |now| {
-                    Ok(resource::limit(target.kind, &target.subresource, now, value))
+                    Ok(resource::fields_of_subresource(
+                        target.kind,
+                        &target.subresource,
+                        now,
+                        value,
+                    ))
                 })?;
                 self.object(200, place, &object)
             }
@@ -67,7 +72,7 @@ impl RequestContext {
                     let meta = &object.value["metadata"];
                     let name = meta["name"].as_str().unwrap_or_default();
                     let namespace = meta["namespace"].as_str().unwrap_or_default();
-                    // Someone else may have deleted it meanwhile, which is as good.
+                    // Another request may have deleted it meanwhile.
                     let _ = cluster.delete(
                         ObjectRef { kind: target.kind, namespace, name },
                         &Value::Null,
@@ -93,7 +98,7 @@ impl RequestContext {
         let apply = content_type.starts_with("application/apply-patch");
         let patched = cluster.modify(place, dry_run, |now| {
             let next = patch::apply(now, &content_type, &changes)?;
-            Ok(resource::limit(target.kind, &target.subresource, now, next))
+            Ok(resource::fields_of_subresource(target.kind, &target.subresource, now, next))
         });
         match patched {
             Err(failure) if apply && failure.code == 404 && target.subresource.is_empty() => {
@@ -132,12 +137,12 @@ impl RequestContext {
     }
 
     fn watch(&self, target: &Target) -> Result<Response<ResponseBody>, StatusError> {
-        let accept = self.accept();
-        let format = if accept.table {
+        let accepted = self.accepted();
+        let format = if accepted.table {
             watch::Format::Table
-        } else if accept.protobuf {
+        } else if accepted.protobuf {
             watch::Format::Protobuf
-        } else if accept.json {
+        } else if accepted.json {
             watch::Format::Json
         } else {
             return Err(not_acceptable());
@@ -170,7 +175,7 @@ impl RequestContext {
             let Some((of, key)) = token else {
                 return Err(StatusError::bad_request("continue key is not valid"));
             };
-            cluster.reaches(of)?;
+            cluster.check_not_compacted(of)?;
             version = of;
             objects.retain(|o| object_key(o).as_str() > key);
         }
@@ -182,15 +187,15 @@ impl RequestContext {
             let last = objects.last().map(|o| object_key(o)).unwrap_or_default();
             meta["continue"] = format!("{version}:{last}").into();
         }
-        let accept = self.accept();
-        if accept.table {
+        let accepted = self.accepted();
+        if accepted.table {
             let objects: Vec<_> = objects.iter().map(AsRef::as_ref).collect();
             let columns = table::definitions(target.kind);
             let include = self.query.get("includeObject");
             let table = table::table(target.kind, &objects, &columns, include, &meta);
             return Ok(respond(200, JSON, ResponseBody::full(table.to_string())));
         }
-        if !accept.json {
+        if !accepted.json {
             return Err(not_acceptable());
         }
         let head = format!(
@@ -211,22 +216,22 @@ impl RequestContext {
         Ok(respond(200, JSON, ResponseBody::full(list.freeze())))
     }
 
-    /// An object, as JSON or as a table of one row.
+    /// A response with one object, as JSON or as a table with one row.
     fn object(
         &self,
         code: u16,
         place: ObjectRef<'_>,
         object: &Object,
     ) -> Result<Response<ResponseBody>, StatusError> {
-        let accept = self.accept();
-        if accept.table {
+        let accepted = self.accepted();
+        if accepted.table {
             let columns = table::definitions(place.kind);
             let meta = json!({ "resourceVersion": object.version.to_string() });
             let include = self.query.get("includeObject");
             let table = table::table(place.kind, &[object], &columns, include, &meta);
             return Ok(respond(code, JSON, ResponseBody::full(table.to_string())));
         }
-        if !accept.json {
+        if !accepted.json {
             return Err(not_acceptable());
         }
         Ok(respond(code, JSON, ResponseBody::full(object.json.clone())))
@@ -237,17 +242,17 @@ impl RequestContext {
         code: u16,
         value: &Value,
     ) -> Result<Response<ResponseBody>, StatusError> {
-        if !self.accept().json {
+        if !self.accepted().json {
             return Err(not_acceptable());
         }
         Ok(respond(code, JSON, ResponseBody::full(value.to_string())))
     }
 
-    fn accept(&self) -> Accept {
-        Accept::parse(&self.parts.headers)
+    fn accepted(&self) -> Accepted {
+        Accepted::parse(&self.parts.headers)
     }
 
-    /// The body as JSON; an empty one is null.
+    /// The body as JSON; an empty body is an empty object.
     pub(super) async fn json_body(&self, body: Incoming) -> Result<Value, StatusError> {
         let bytes = body::read(body).await?;
         if bytes.is_empty() {
@@ -264,15 +269,15 @@ impl RequestContext {
     }
 }
 
-/// What the client can read.
-struct Accept {
+/// Media types that the client accepts.
+struct Accepted {
     json: bool,
     table: bool,
     protobuf: bool,
 }
 
-impl Accept {
-    /// `table` and `protobuf` are set only where the client prefers them to plain JSON.
+impl Accepted {
+    /// `table` and `protobuf` are set only if they precede plain JSON.
     fn parse(headers: &HeaderMap) -> Self {
         let mut found = Self { json: false, table: false, protobuf: false };
         let values = headers.get_all(ACCEPT);
@@ -292,11 +297,12 @@ impl Accept {
     }
 }
 
-/// Events may be posted to the whole cluster and say themselves where they belong.
-fn home(target: &Target, value: &Value) -> String {
+/// The namespace of a created object: from the path, or from the object (an Event may be posted to all
+/// namespaces).
+fn namespace_of(target: &Target, value: &Value) -> String {
     let named = value["metadata"]["namespace"].as_str().unwrap_or_default();
-    let home = if target.namespace.is_empty() { named } else { &target.namespace };
-    if target.kind.namespaced { home.to_owned() } else { String::new() }
+    let namespace = if target.namespace.is_empty() { named } else { &target.namespace };
+    if target.kind.namespaced { namespace.to_owned() } else { String::new() }
 }
 
 fn object_key(object: &Object) -> String {

@@ -25,6 +25,7 @@ use crate::demo::faulty_relay::FaultyRelay;
 use crate::demo::pki::{self, Issued, Pki, Subject};
 use crate::demo::scenario::clients::{self, Clients};
 use crate::demo::scenario::display::{ProgressDisplay, Style, seconds};
+use crate::demo::scenario::ledger;
 use crate::demo::scenario::schedule::{self, FAULTS, RelayedServer, Results, Schedule};
 use crate::demo::scenario::status_monitor::StatusMonitor;
 use crate::demo::seed;
@@ -94,7 +95,7 @@ fn demo(args: &DemoArgs) -> io::Result<bool> {
             servers.len(),
             clients::READERS,
             clients::WRITERS,
-            2 * clients::WATCHES_OF_EACH
+            2 * ledger::WATCHES_OF_EACH
         ),
         "Defaults, but /readyz is asked every second. Join in, or look, while it runs:".to_owned(),
         format!("  kubectl --kubeconfig {} get pods -w", kubeconfig.display()),

@@ -1,6 +1,6 @@
 //! Output of the demo: a table that is redrawn on a terminal, else a line for each change.
 
-use crate::demo::scenario::clients::Counts;
+use crate::demo::scenario::ledger::Counts;
 use std::collections::VecDeque;
 use std::fmt::Write as _;
 use std::io::{self, Write as _};

@@ -5,8 +5,8 @@
 
 use crate::demo::apiserver::ApiServerHandle;
 use crate::demo::faulty_relay::FaultyRelay;
-use crate::demo::scenario::clients::{Counts, Ledger};
 use crate::demo::scenario::display::{ProgressDisplay, Row, Stage, Step, seconds};
+use crate::demo::scenario::ledger::{Counts, Ledger};
 use crate::demo::scenario::status_monitor::StatusMonitor;
 use crate::observe::counted;
 use std::io;

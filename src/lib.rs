@@ -53,6 +53,7 @@ pub mod app;
 pub mod cli;
 pub mod config;
 pub mod control;
+#[cfg(feature = "demo")]
 pub mod demo;
 pub mod doctor;
 pub mod kubeconfig;

@@ -1,5 +1,7 @@
 //! What the built binary says of itself: version, completions, manual, and useful errors.
 
+#![cfg(feature = "demo")]
+
 mod support;
 
 use std::collections::HashMap;
@@ -44,12 +46,55 @@ fn the_version_says_which_build_it_is() {
 }
 
 #[test]
+fn version_command_prints_what_the_flag_prints_and_json() {
+    let out = text(&jackstay(&["version"]).stdout);
+    assert_eq!(out, text(&jackstay(&["--version"]).stdout));
+    let json: Value = serde_json::from_slice(&jackstay(&["version", "-o", "json"]).stdout).unwrap();
+    assert_eq!(json["version"], env!("CARGO_PKG_VERSION"));
+    let yaml = text(&jackstay(&["version", "-o", "yaml"]).stdout);
+    assert!(yaml.lines().any(|line| line.starts_with("version: ")), "{yaml}");
+}
+
+#[test]
+fn help_has_exit_codes_and_examples_for_every_command() {
+    for command in commands().iter().filter(|command| *command != "help") {
+        let help = text(&jackstay(&[command, "--help"]).stdout);
+        assert!(help.contains("Exit codes: 0 "), "{command}: {help}");
+        assert!(help.contains(&format!("Examples:\n  jackstay {command}")), "{command}: {help}");
+    }
+}
+
+#[test]
+fn unknown_command_or_flag_is_answered_with_a_suggestion() {
+    for (args, suggestion) in [(&["stauts"][..], "'status'"), (&["run", "--confg=f"], "'--config'")]
+    {
+        let out = jackstay(args);
+        assert_eq!(out.status.code(), Some(2));
+        assert!(text(&out.stderr).contains(suggestion), "{}", text(&out.stderr));
+    }
+}
+
+#[test]
+fn check_output_json_has_every_error_with_its_path() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let file = dir.path().join("jackstay.yaml");
+    std::fs::write(&file, "workers: many\n").expect("written");
+    let out = jackstay(&["check", "--config", file.to_str().expect("UTF-8"), "-o", "json"]);
+    assert_eq!(out.status.code(), Some(2));
+    let json: Value = serde_json::from_slice(&out.stdout).expect("JSON");
+    let errors = json["errors"].as_array().expect("errors");
+    assert!(json["ok"] == false && errors.iter().any(|error| error["path"] == "workers"), "{json}");
+    assert_eq!(text(&out.stderr), "");
+}
+
+#[test]
 fn completions_and_manual_know_every_command() {
     let commands = commands();
     assert!(commands.contains(&"run".to_owned()) && commands.len() >= 6, "{commands:?}");
     for shell in ["bash", "zsh", "fish"] {
-        let out = jackstay(&["completions", shell]);
+        let out = jackstay(&["completion", shell]);
         assert!(out.status.success());
+        assert_eq!(out.stdout, jackstay(&["completions", shell]).stdout, "the old name");
         let script = text(&out.stdout);
         for command in &commands {
             assert!(script.contains(command.as_str()), "{shell} does not know {command}");
@@ -97,10 +142,28 @@ fn probe_asks_the_unix_socket_and_its_exit_code_is_the_answer() {
 }
 
 #[test]
-fn a_file_or_two_flags() {
+fn config_defaults_to_the_file_in_etc() {
+    let default = "/etc/jackstay/jackstay.yaml";
+    for command in ["run", "check"] {
+        let help = text(&jackstay(&[command, "--help"]).stdout);
+        assert!(help.contains(&format!("[default: {default}]")), "{help}");
+        if std::path::Path::new(default).exists() {
+            continue;
+        }
+        let out = jackstay(&[command]);
+        let error = text(&out.stderr);
+        assert_eq!(out.status.code(), Some(2), "{error}");
+        assert!(
+            error.starts_with(&format!("{default}: ")) && error.contains("--config"),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn run_takes_a_file_or_two_flags() {
     for args in [
-        &["run"][..],
-        &["run", "--listen", "127.0.0.1:0"],
+        &["run", "--listen", "127.0.0.1:0"][..],
         &["run", "--upstream", "10.0.0.1:6443"],
         &["run", "--config", "f", "--listen", "127.0.0.1:0", "--upstream", "10.0.0.1:6443"],
     ] {

@@ -1,5 +1,7 @@
 //! `jackstay demo` as a newcomer runs it: it ends by itself, says how it went, and leaves nothing.
 
+#![cfg(feature = "demo")]
+
 #[path = "support/wait.rs"]
 mod wait;
 

@@ -1,5 +1,7 @@
 //! The demo apiserver keeps the rules that the other tests judge the proxy by.
 
+#![cfg(feature = "demo")]
+
 #[path = "support/wait.rs"]
 mod wait;
 

@@ -3,6 +3,8 @@
 //! What needs root (packets that are really lost, name servers that are really silent) is ignored
 //! here and run by `.ci/run` in a network namespace of its own.
 
+#![cfg(all(feature = "demo", feature = "doctor"))]
+
 #[path = "support/child.rs"]
 mod child;
 #[path = "support/wait.rs"]

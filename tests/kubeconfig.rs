@@ -1,5 +1,7 @@
 //! `jackstay kubeconfig` as a user meets it: files in, files out, and what it says.
 
+#![cfg(feature = "demo")]
+
 #[path = "support/wait.rs"]
 mod wait;
 

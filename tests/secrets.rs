@@ -3,6 +3,8 @@
 //!
 //! The real binary with the loudest log there is: trace, every request, in both formats.
 
+#![cfg(feature = "demo")]
+
 mod support;
 
 use std::io::{BufRead, BufReader};

@@ -15,7 +15,8 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 
-use super::{colour_is_wanted, status};
+use super::output::{has_colour, has_cursor};
+use super::status;
 use crate::app::{App, Running};
 use crate::config::{self, Overrides};
 use crate::demo::apiserver::cluster::Cluster;
@@ -37,7 +38,17 @@ const NAMES: [&str; 3] = ["a", "b", "c"];
 /// How long everything may take to come up.
 const START: Duration = Duration::from_secs(10);
 
+const HELP: &str = "\
+Exit codes: 0 every promise held, 1 one was broken or the demo cannot run,
+2 bad usage.
+
+Examples:
+  jackstay demo
+  jackstay demo --faults 2 --seconds 15 --plain";
+
+/// Arguments of `jackstay demo`.
 #[derive(Debug, Args)]
+#[command(after_help = HELP)]
 pub struct DemoArgs {
     /// Only the first N faults (of 6), after the healthy baseline.
     #[arg(long, value_name = "N")]
@@ -107,7 +118,7 @@ fn demo(args: &DemoArgs) -> io::Result<bool> {
     let endpoints =
         servers.iter().map(|server| (server.server.name().to_owned(), server.relay.addr)).collect();
     let admin = proxy.admin;
-    let fetch = move || status::fetch(admin, "/status");
+    let fetch = move || status::fetch(admin);
     let monitor = StatusMonitor::start(endpoints, display.clone(), fetch)?;
     let clients = Clients::start(proxy.listener, &who, &cluster, settled)?;
     let schedule = Schedule {
@@ -183,13 +194,12 @@ fn verdict(results: &Results) -> Vec<String> {
 }
 
 fn style(args: &DemoArgs) -> Style {
-    use std::io::IsTerminal;
     if args.quiet {
         Style::Quiet
-    } else if args.plain || !io::stdout().is_terminal() {
+    } else if args.plain || !has_cursor() {
         Style::Plain
     } else {
-        Style::Live { colour: colour_is_wanted() }
+        Style::Live { colour: has_colour() }
     }
 }
 

@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 
-use super::{ADMIN, status};
+use super::admin_client::DEFAULT_ADMIN;
+use super::status;
 use crate::config::{self, CertPaths, Overrides, parse_duration};
 use crate::doctor::dns::Resolver;
 use crate::doctor::target::{self, ExecPlugins, Files, Place, Plan, Target, Trust};
@@ -20,7 +21,18 @@ use crate::observe::counted;
 /// Bad usage, or an input that cannot be used.
 const BAD_INPUT: u8 = 2;
 
+const HELP: &str = "\
+Exit codes: 0 no problem, 1 problems, or the diagnosis cannot run, 2 bad
+usage or an input that cannot be used.
+
+Examples:
+  jackstay doctor
+  jackstay doctor --config /etc/jackstay/jackstay.yaml
+  jackstay doctor --endpoint 10.0.0.1:6443 --ca-file ca.crt -o json";
+
+/// Arguments of `jackstay doctor`.
 #[derive(Debug, Args)]
+#[command(after_help = HELP)]
 pub(super) struct DoctorArgs {
     /// Examine what this configuration names.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["kubeconfig", "endpoints"])]
@@ -146,7 +158,7 @@ fn plan(args: &DoctorArgs) -> Result<Plan, String> {
     }
     let place = |bind: &SocketAddr| Place { what: "jackstay".into(), bind: *bind, freebind: false };
     plan.places = args.listen.iter().map(place).collect();
-    if let (false, Ok(admin)) = (plan.places.is_empty(), ADMIN.parse()) {
+    if let (false, Ok(admin)) = (plan.places.is_empty(), DEFAULT_ADMIN.parse()) {
         plan.running = running(admin);
     }
     Ok(plan)
@@ -154,7 +166,7 @@ fn plan(args: &DoctorArgs) -> Result<Plan, String> {
 
 /// Where the jackstay listens whose admin endpoint this is; nowhere if there is none.
 fn running(admin: SocketAddr) -> Vec<SocketAddr> {
-    let Ok(status) = status::fetch(admin, "/status") else { return Vec::new() };
+    let Ok(status) = status::fetch(admin) else { return Vec::new() };
     let Some(listeners) = status["listeners"].as_array() else { return Vec::new() };
     let binds = listeners.iter().filter_map(|listener| listener["bind"].as_array()).flatten();
     let addresses = binds.filter_map(|bind| bind.as_str()?.parse().ok());

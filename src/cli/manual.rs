@@ -1,41 +1,95 @@
-//! What a shell and `man` want to know of the command line, made from its definition.
+//! Completion scripts, manual pages and the version, all from the definition of the command line.
 
 use std::io::{self, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use clap::Args;
 use clap_complete::Shell;
 use clap_mangen::Man;
+use serde_json::json;
 
-/// How to install a completion script.
-pub(super) const COMPLETIONS_HELP: &str = "\
+use super::output::OutputArgs;
+use crate::observe::build;
+
+const COMPLETION_HELP: &str = "\
+Exit codes: 0 printed, 1 it cannot be written, 2 bad usage.
+
 Examples:
-  jackstay completions bash > /etc/bash_completion.d/jackstay
-  jackstay completions zsh > \"${fpath[1]}/_jackstay\"
-  jackstay completions fish > ~/.config/fish/completions/jackstay.fish";
+  jackstay completion bash > /etc/bash_completion.d/jackstay
+  jackstay completion zsh > \"${fpath[1]}/_jackstay\"
+  jackstay completion fish > ~/.config/fish/completions/jackstay.fish";
+
+const MAN_HELP: &str = "\
+Exit codes: 0 printed or written, 1 it cannot be written, 2 bad usage.
+
+Examples:
+  jackstay man | man -l -
+  jackstay man --out /usr/local/share/man/man1";
+
+const VERSION_HELP: &str = "\
+Exit codes: 0 printed, 1 it cannot be written, 2 bad usage.
+
+Examples:
+  jackstay version
+  jackstay version -o json";
+
+/// Arguments of `jackstay completion`.
+#[derive(Debug, Args)]
+#[command(after_help = COMPLETION_HELP)]
+pub(super) struct CompletionArgs {
+    /// The shell.
+    shell: Shell,
+}
+
+/// Arguments of `jackstay man`.
+#[derive(Debug, Args)]
+#[command(after_help = MAN_HELP)]
+pub(super) struct ManArgs {
+    /// Write jackstay.1, jackstay-run.1 and so on into this directory.
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+}
+
+/// Arguments of `jackstay version`.
+#[derive(Debug, Args)]
+#[command(after_help = VERSION_HELP)]
+pub(super) struct VersionArgs {
+    #[command(flatten)]
+    output: OutputArgs,
+}
 
 /// Prints the completion script of a shell.
-pub(super) fn completions(shell: Shell, mut command: clap::Command) -> ExitCode {
+pub(super) fn completion(args: &CompletionArgs, mut command: clap::Command) -> ExitCode {
     let mut script = Vec::new();
-    clap_complete::generate(shell, &mut command, "jackstay", &mut script);
-    code(io::stdout().lock().write_all(&script))
+    clap_complete::generate(args.shell, &mut command, "jackstay", &mut script);
+    exit_code(io::stdout().lock().write_all(&script))
 }
 
 /// Prints the page of the program, or writes the pages of all commands into a directory.
-pub(super) fn pages(directory: Option<&Path>, command: clap::Command) -> ExitCode {
-    let result = match directory {
+pub(super) fn man(args: &ManArgs, command: clap::Command) -> ExitCode {
+    exit_code(match &args.out {
         None => Man::new(command).render(&mut io::stdout().lock()),
-        Some(directory) => clap_mangen::generate_to(command, directory).map_err(|error| {
-            io::Error::new(error.kind(), format!("{}: {error}", directory.display()))
-        }),
-    };
-    code(result)
+        Some(directory) => write_pages(directory, command),
+    })
 }
 
-fn code(result: io::Result<()>) -> ExitCode {
+fn write_pages(directory: &Path, command: clap::Command) -> io::Result<()> {
+    clap_mangen::generate_to(command, directory)
+        .map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", directory.display())))
+}
+
+/// Prints the version and the commit.
+pub(super) fn version(args: &VersionArgs) -> ExitCode {
+    let value = json!({ "version": build::VERSION, "commit": build::COMMIT });
+    let text = args.output.format.render(&value, || format!("jackstay {}\n", build::LONG));
+    exit_code(io::stdout().lock().write_all(text.as_bytes()))
+}
+
+fn exit_code(result: io::Result<()>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
-        // Whoever read our output has seen enough (`| head`).
+        // The reader has closed the pipe, as `head` does.
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("cannot write: {error}");

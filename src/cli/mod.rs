@@ -1,42 +1,55 @@
-//! The command line: parses it, runs the command, and turns its end into an exit code.
+//! The command line: parses it, runs one command and turns its result into an exit code.
 //!
-//! 0 ok, 1 runtime failure, 2 bad usage or bad configuration. Errors are lines on stderr.
+//! 0 success, 1 failure at run time, 2 bad usage or bad configuration. Errors are lines on stderr.
+//! The commands `demo` and `doctor` are cargo features; a build without one of them still knows its
+//! name and says that it is missing.
 
 pub mod check;
+
+mod admin_client;
+mod config_args;
+#[cfg(feature = "demo")]
 mod demo;
+#[cfg(feature = "doctor")]
 mod doctor;
 mod kubeconfig;
 mod manual;
+mod output;
 mod probe;
 mod run;
 mod status;
 mod upgrade;
 
-use std::ffi::OsStr;
-use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::{Args, CommandFactory, Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 
-use crate::config::{self, Overrides};
-use crate::net::process::inherited_sockets;
 use crate::observe::build;
 
-/// Where the admin endpoint is unless it is told otherwise: the default of `admin.bind`.
-const ADMIN: &str = "127.0.0.1:9643";
+/// Exit code for bad usage, a bad configuration or an input that cannot be used.
+const EXIT_USAGE: u8 = 2;
 
-/// Whether a terminal may be written to in colours (<https://no-color.org>).
-fn colour_is_wanted() -> bool {
-    is_colour_wanted(std::env::var_os("NO_COLOR").as_deref())
-}
+const HELP: &str = "\
+Exit codes: 0 success, 1 failure, 2 bad usage or bad configuration.
 
-fn is_colour_wanted(no_color: Option<&OsStr>) -> bool {
-    no_color.is_none_or(OsStr::is_empty)
-}
+Examples:
+  jackstay check --config jackstay.yaml
+  jackstay run --config jackstay.yaml
+  jackstay status --watch";
 
-/// The line between a Kubernetes node and its control plane.
+const KUBECONFIG_HELP: &str = "\
+Exit codes: 0 written, 1 a file cannot be written, 2 bad usage or an input
+that cannot be used.
+
+Examples:
+  jackstay kubeconfig --mode passthrough
+  jackstay kubeconfig --mode terminate --upstream 10.0.0.2:6443
+  jackstay kubeconfig --in-place
+  jackstay kubeconfig --revert";
+
+/// A proxy between the clients of a Kubernetes node and its apiservers.
 #[derive(Debug, Parser)]
-#[command(name = "jackstay", version = build::LONG, max_term_width = 100)]
+#[command(name = "jackstay", version = build::LONG, max_term_width = 100, after_help = HELP)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -45,118 +58,52 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Run the proxy.
-    Run(RunArgs),
-    /// Parse and validate a configuration and load its certificates; reports every error at once.
-    Check(CheckArgs),
-    /// Show it at work: three small apiservers, jackstay in front, faults on a schedule.
+    Run(run::RunArgs),
+    /// Validate a configuration and the files that it names; reports every error at once.
+    Check(check::CheckArgs),
+    /// Show jackstay at work: three small apiservers, clients, and faults on a schedule.
+    #[cfg(feature = "demo")]
     Demo(demo::DemoArgs),
-    /// Write a kubeconfig that points at jackstay, and the configuration for it.
+    /// Not in this build.
+    #[cfg(not(feature = "demo"))]
+    #[command(hide = true)]
+    Demo(MissingArgs),
+    /// Write a kubeconfig that points at jackstay, and the configuration to serve it.
+    #[command(after_help = KUBECONFIG_HELP)]
     Kubeconfig(kubeconfig::KubeconfigArgs),
-    /// Examine the way to the apiservers, before installation and in trouble.
+    /// Diagnose the path to the apiservers, before installation and in trouble.
+    #[cfg(feature = "doctor")]
     Doctor(doctor::DoctorArgs),
-    /// Show what a running jackstay knows: listeners, endpoints, sources, the last changes.
+    /// Not in this build.
+    #[cfg(not(feature = "doctor"))]
+    #[command(hide = true)]
+    Doctor(MissingArgs),
+    /// Show the state of a running jackstay: listeners, endpoints, sources, recent changes.
     Status(status::StatusArgs),
-    /// Ask a running jackstay whether it is alive or ready: for exec probes.
+    /// Ask a running jackstay whether it is alive or ready, for exec probes.
     Probe(probe::ProbeArgs),
     /// Print a completion script for a shell.
-    #[command(after_help = manual::COMPLETIONS_HELP)]
-    Completions {
-        /// For which one.
-        shell: clap_complete::Shell,
-    },
+    #[command(alias = "completions")]
+    Completion(manual::CompletionArgs),
     /// Print the manual page, or write the pages of all commands.
-    Man {
-        /// Write jackstay.1, jackstay-run.1 and so on into this directory.
-        #[arg(long, value_name = "DIR")]
-        out: Option<PathBuf>,
-    },
+    Man(manual::ManArgs),
+    /// Print the version and the commit.
+    Version(manual::VersionArgs),
 }
 
-#[derive(Debug, Args)]
-struct RunArgs {
-    /// Configuration file (YAML).
-    #[arg(long, value_name = "FILE", required_unless_present = "listen")]
-    config: Option<PathBuf>,
-    /// Pass connections through (L4) from this address, without a file; may be repeated.
-    #[arg(long, value_name = "ADDR", requires = "upstream", conflicts_with = "config")]
-    listen: Vec<String>,
-    /// An apiserver to pass connections to; may be repeated.
-    #[arg(long, value_name = "ADDR", requires = "listen", conflicts_with = "config")]
-    upstream: Vec<String>,
-    /// Replace the jackstay that runs with the same `state_dir`: take its listening sockets over,
-    /// begin to serve, and let it drain and end. Without one, start as usual.
-    #[arg(long)]
-    take_over: bool,
-    /// Write a newline to this open descriptor once clients can connect, and close it. For what waits
-    /// for an apiserver as well: `jackstay status --wait`.
-    #[arg(long, value_name = "FD", value_parser = clap::value_parser!(i32).range(3..))]
-    ready_fd: Option<i32>,
-    #[command(flatten)]
-    scalars: ScalarArgs,
+/// Arguments of a command that is not in this build: any.
+#[cfg(not(all(feature = "demo", feature = "doctor")))]
+#[derive(Debug, clap::Args)]
+#[command(disable_help_flag = true)]
+struct MissingArgs {
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, hide = true)]
+    _arguments: Vec<std::ffi::OsString>,
 }
 
-impl RunArgs {
-    /// Where the configuration is from.
-    fn place(self) -> run::Place {
-        let overrides = self.scalars.overrides();
-        match self.config {
-            Some(file) => run::Place {
-                name: file.clone(),
-                is_file: true,
-                read: Box::new(move || config::draft(&file, config::environment(), &overrides)),
-            },
-            None => run::Place {
-                name: PathBuf::from("command line"),
-                is_file: false,
-                read: Box::new(move || {
-                    let env = config::environment();
-                    config::draft_from_flags(&self.listen, &self.upstream, env, &overrides)
-                }),
-            },
-        }
-    }
-}
-
-#[derive(Debug, Args)]
-struct CheckArgs {
-    /// Configuration file (YAML).
-    #[arg(long, value_name = "FILE")]
-    config: PathBuf,
-    #[command(flatten)]
-    scalars: ScalarArgs,
-}
-
-/// Values outside of lists, which win over the file and the environment.
-#[derive(Debug, Args)]
-struct ScalarArgs {
-    /// Overrides admin.bind.
-    #[arg(long, value_name = "ADDR")]
-    admin: Option<String>,
-    /// Overrides workers: a number, or `auto`.
-    #[arg(long, value_name = "N")]
-    workers: Option<String>,
-    /// Overrides log.level.
-    #[arg(long, value_name = "LEVEL")]
-    log_level: Option<String>,
-    /// Overrides log.format.
-    #[arg(long, value_name = "FORMAT")]
-    log_format: Option<String>,
-    /// Overrides log.access.
-    #[arg(long, value_name = "WHICH")]
-    access_log: Option<String>,
-}
-
-impl ScalarArgs {
-    fn overrides(&self) -> Overrides {
-        Overrides {
-            admin_bind: self.admin.clone(),
-            workers: self.workers.clone(),
-            log_level: self.log_level.clone(),
-            log_format: self.log_format.clone(),
-            log_access: self.access_log.clone(),
-            ..Overrides::default()
-        }
-    }
+#[cfg(not(all(feature = "demo", feature = "doctor")))]
+fn missing(command: &str) -> ExitCode {
+    eprintln!("jackstay {command}: this build is without the cargo feature `{command}`");
+    ExitCode::from(EXIT_USAGE)
 }
 
 /// Runs the command line of this process.
@@ -165,53 +112,25 @@ pub fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => {
             let _ = error.print();
-            return ExitCode::from(if error.use_stderr() { 2 } else { 0 });
+            return ExitCode::from(if error.use_stderr() { EXIT_USAGE } else { 0 });
         }
     };
     match cli.command {
-        Command::Run(args) => {
-            let given = inherited_sockets::from_service_manager();
-            let ready = args.ready_fd.map(|number| {
-                inherited_sockets::take_descriptor(number, &given)
-                    .map_err(|error| format!("--ready-fd {number}: {error}"))
-            });
-            match ready.transpose() {
-                Ok(ready) => {
-                    let descriptors = run::ParentDescriptors { sockets: given, ready };
-                    let take_over = args.take_over;
-                    run::run(args.place(), descriptors, take_over)
-                }
-                Err(error) => {
-                    eprintln!("{error}");
-                    ExitCode::from(2)
-                }
-            }
-        }
-        Command::Check(args) => {
-            let (mut out, mut err) = (std::io::stdout().lock(), std::io::stderr().lock());
-            let env = config::environment();
-            match check::run(&args.config, env, &args.scalars.overrides(), &mut out, &mut err) {
-                Ok(code) => ExitCode::from(code),
-                Err(_) => ExitCode::FAILURE,
-            }
-        }
+        Command::Run(args) => run::run(args),
+        Command::Check(args) => check::run(&args),
+        #[cfg(feature = "demo")]
         Command::Demo(args) => demo::run(&args),
+        #[cfg(not(feature = "demo"))]
+        Command::Demo(_) => missing("demo"),
         Command::Kubeconfig(args) => kubeconfig::run(&args),
+        #[cfg(feature = "doctor")]
         Command::Doctor(args) => doctor::run(&args),
+        #[cfg(not(feature = "doctor"))]
+        Command::Doctor(_) => missing("doctor"),
         Command::Status(args) => status::run(&args),
         Command::Probe(args) => probe::run(&args),
-        Command::Completions { shell } => manual::completions(shell, Cli::command()),
-        Command::Man { out } => manual::pages(out.as_deref(), Cli::command()),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn no_color_switches_colours_off_unless_it_is_empty() {
-        assert!(is_colour_wanted(None) && is_colour_wanted(Some(OsStr::new(""))));
-        assert!(!is_colour_wanted(Some(OsStr::new("1"))));
+        Command::Completion(args) => manual::completion(&args, Cli::command()),
+        Command::Man(args) => manual::man(&args, Cli::command()),
+        Command::Version(args) => manual::version(&args),
     }
 }

@@ -1,5 +1,5 @@
-//! `jackstay run`: the proxy, from a configuration file to a clean exit, or to the process that takes
-//! its place.
+//! `jackstay run`: the proxy, from its configuration to a clean exit or to the process that takes
+//! over.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -8,54 +8,135 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::SystemTime;
 
+use clap::Args;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-use super::{check, upgrade};
+use super::config_args::{ConfigArgs, OverrideArgs, missing_default_hint};
+use super::{EXIT_USAGE, check, upgrade};
 use crate::app::reload::{ConfigSource, LoadedConfig};
 use crate::app::{App, Running, StartError};
-use crate::config::Draft;
-use crate::net::process::inherited_sockets::InheritedSockets;
+use crate::config::{self, Draft};
+use crate::net::process::inherited_sockets::{self, InheritedSockets};
 use crate::net::process::service_manager::ServiceManager;
 use crate::observe::log;
 
-/// Bad usage or bad configuration.
-const BAD_CONFIGURATION: u8 = 2;
+const HELP: &str = "\
+Signals: SIGTERM and SIGINT drain and exit, a second one cuts the drain
+short; SIGHUP reads the configuration again; SIGUSR2 starts the binary
+again, which takes over.
 
-/// Where a configuration is from.
-pub struct Place {
-    /// Its name in messages.
-    pub name: PathBuf,
-    /// Whether that is a file, which can change while we run.
-    pub is_file: bool,
-    /// Reads it.
-    pub read: Box<dyn Fn() -> Draft + Send>,
+Exit codes: 0 drained, 1 failure, 2 bad usage or bad configuration.
+
+Examples:
+  jackstay run
+  jackstay run --config jackstay.yaml --log-level debug
+  jackstay run --listen 127.0.0.1:7443 --upstream 10.0.0.1:6443";
+
+/// Arguments of `jackstay run`.
+#[derive(Debug, Args)]
+#[command(after_help = HELP)]
+pub(super) struct RunArgs {
+    #[command(flatten)]
+    config: ConfigArgs,
+    /// Without a file: pass connections through (L4) from this address. Repeatable.
+    #[arg(long, value_name = "ADDR", requires = "upstream", conflicts_with = "config")]
+    listen: Vec<String>,
+    /// Without a file: an apiserver to pass connections to. Repeatable.
+    #[arg(long, value_name = "ADDR", requires = "listen", conflicts_with = "config")]
+    upstream: Vec<String>,
+    /// Take over the listening sockets of the jackstay that runs with the same `state_dir`; it
+    /// drains and exits. If none runs, start as usual.
+    #[arg(long)]
+    take_over: bool,
+    /// Write a newline to this open descriptor once clients can connect, and close it. To wait for
+    /// an apiserver as well, use `jackstay status --wait`.
+    #[arg(long, value_name = "FD", value_parser = clap::value_parser!(i32).range(3..))]
+    ready_fd: Option<i32>,
+    #[command(flatten)]
+    overrides: OverrideArgs,
 }
 
-/// Descriptors that this process was started with.
-pub struct ParentDescriptors {
-    /// The sockets of the service manager.
-    pub sockets: Vec<OwnedFd>,
-    /// Is written to when this process serves.
-    pub ready: Option<OwnedFd>,
+/// Where the configuration comes from.
+struct ConfigInput {
+    /// Its name in messages.
+    name: PathBuf,
+    /// Whether it is a file, which may change while the process runs.
+    is_file: bool,
+    /// Reads it, with the environment and the overrides of the command line.
+    read: Box<dyn Fn() -> Draft + Send>,
+}
+
+impl ConfigInput {
+    fn new(
+        config: ConfigArgs,
+        listen: Vec<String>,
+        upstream: Vec<String>,
+        overrides: &OverrideArgs,
+    ) -> Self {
+        let overrides = overrides.overrides();
+        if listen.is_empty() {
+            let file = config.config;
+            Self {
+                name: file.clone(),
+                is_file: true,
+                read: Box::new(move || config::draft(&file, config::environment(), &overrides)),
+            }
+        } else {
+            let read = move || {
+                config::draft_from_flags(&listen, &upstream, config::environment(), &overrides)
+            };
+            Self { name: PathBuf::from("command line"), is_file: false, read: Box::new(read) }
+        }
+    }
+
+    /// Reads the configuration and checks every file that it names. The second value lists what is
+    /// in order, for the log.
+    fn load(&self) -> Result<(LoadedConfig, Vec<String>), Vec<String>> {
+        let draft = (self.read)();
+        let report = check::check_draft(&self.name, &draft, SystemTime::now());
+        let (config, mut warnings) = match draft.config {
+            Some(config) if report.errors.is_empty() => (config, draft.warnings),
+            _ => return Err(report.errors.iter().map(ToString::to_string).collect()),
+        };
+        // The proxy starts with a broken source of endpoints and reads it again until it is valid.
+        warnings.extend(report.sources.iter().map(ToString::to_string));
+        warnings.extend(report.notes);
+        Ok((LoadedConfig { config, warnings }, report.facts))
+    }
 }
 
 /// Why a process ends.
-enum End {
-    /// By a signal.
+enum EndReason {
+    /// A termination signal.
     Signal(&'static str),
-    /// A new process has taken its place.
+    /// A new process has taken over.
     Replaced,
 }
 
-/// Runs until SIGTERM or SIGINT, or until a new process has taken over, and drains; the second of
-/// these signals cuts the drain short. SIGHUP reads the
-/// configuration again, SIGUSR2 starts the binary again, as such a new process.
-pub fn run(place: Place, descriptors: ParentDescriptors, take_over: bool) -> ExitCode {
-    let (LoadedConfig { config, warnings }, facts) = match read(&place) {
-        Ok(read) => read,
+/// Runs the command: until SIGTERM or SIGINT, or until a new process has taken over; then drains.
+pub(super) fn run(args: RunArgs) -> ExitCode {
+    // First of all: descriptors that are opened later must not be mistaken for given ones.
+    let given = inherited_sockets::from_service_manager();
+    let ready = args.ready_fd.map(|number| {
+        inherited_sockets::take_descriptor(number, &given)
+            .map_err(|error| format!("--ready-fd {number}: {error}"))
+    });
+    let ready = match ready.transpose() {
+        Ok(ready) => ready,
+        Err(error) => {
+            eprintln!("{error}");
+            return ExitCode::from(EXIT_USAGE);
+        }
+    };
+    let source = ConfigInput::new(args.config, args.listen, args.upstream, &args.overrides);
+    let (LoadedConfig { config, warnings }, facts) = match source.load() {
+        Ok(loaded) => loaded,
         Err(errors) => {
             eprintln!("{}", errors.join("\n"));
-            return ExitCode::from(BAD_CONFIGURATION);
+            if let Some(hint) = missing_default_hint(&source.name) {
+                eprintln!("{hint}, or use --listen and --upstream");
+            }
+            return ExitCode::from(EXIT_USAGE);
         }
     };
     let log = match log::init(&config.log) {
@@ -71,18 +152,18 @@ pub fn run(place: Place, descriptors: ParentDescriptors, take_over: bool) -> Exi
     for fact in facts {
         tracing::info!("{fact}");
     }
-    let origin = place.is_file.then(|| ConfigSource {
-        file: place.name.clone(),
-        read: Box::new(move || read(&place).map(|(fresh, _)| fresh)),
+    let origin = source.is_file.then(|| ConfigSource {
+        file: source.name.clone(),
+        read: Box::new(move || source.load().map(|(fresh, _)| fresh)),
         log: log.knobs(),
     });
     let manager = ServiceManager::from_environment().unwrap_or_else(|error| {
-        tracing::warn!(%error, "cannot reach the service manager at NOTIFY_SOCKET; going on without it");
+        tracing::warn!(%error, "service manager unreachable at NOTIFY_SOCKET; it is not notified");
         ServiceManager::default()
     });
-    let ParentDescriptors { sockets: given, ready } = descriptors;
     let manager = Arc::new(manager.with_ready_descriptor(ready));
-    let told = Arc::clone(&manager);
+    let app_manager = Arc::clone(&manager);
+    let take_over = args.take_over;
     let start = move || {
         let inherited = inherit(given);
         let app = if take_over {
@@ -94,52 +175,38 @@ pub fn run(place: Place, descriptors: ParentDescriptors, take_over: bool) -> Exi
             Some(origin) => app.following(origin),
             None => app,
         };
-        app.start_under(told)
+        app.start_under(app_manager)
     };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let ended = runtime.and_then(|runtime| {
-        let ended = runtime.block_on(serve(start, &manager));
-        // A start that hangs has been told to end: nobody waits for it.
+    let result = runtime.and_then(|runtime| {
+        let result = runtime.block_on(serve(start, &manager));
+        // A start that hangs does not delay the exit.
         runtime.shutdown_background();
-        ended
+        result
     });
-    ended.unwrap_or_else(|error| {
+    result.unwrap_or_else(|error| {
         tracing::error!(%error, "cannot serve: stopped");
         ExitCode::FAILURE
     })
 }
 
-/// The sockets that the service manager has given.
+/// The listening sockets among the descriptors of the service manager.
 fn inherit(given: Vec<OwnedFd>) -> InheritedSockets {
     let mut inherited = InheritedSockets::default();
     for descriptor in given {
         if let Err(error) = inherited.add(descriptor) {
-            tracing::warn!(%error, "a descriptor of the service manager (LISTEN_FDS) is of no use");
+            tracing::warn!(%error, "descriptor of the service manager (LISTEN_FDS) ignored");
         }
     }
     inherited
 }
 
-/// Reads the configuration and every file that it names. The lines are what is as it should be.
-fn read(place: &Place) -> Result<(LoadedConfig, Vec<String>), Vec<String>> {
-    let draft = (place.read)();
-    let found = check::check_draft(&place.name, &draft, SystemTime::now());
-    let (config, mut warnings) = match draft.config {
-        Some(config) if found.errors.is_empty() => (config, draft.warnings),
-        _ => return Err(found.errors.iter().map(ToString::to_string).collect()),
-    };
-    // It starts when nothing else does: a source that is broken is followed until it is mended.
-    warnings.extend(found.sources.iter().map(ToString::to_string));
-    warnings.extend(found.notes);
-    Ok((LoadedConfig { config, warnings }, found.facts))
-}
-
-/// Starts, serves until it is told to end, and drains.
+/// Starts, serves until a signal or a takeover, and drains.
 async fn serve(
     start: impl FnOnce() -> Result<Running, StartError> + Send + 'static,
     manager: &ServiceManager,
 ) -> io::Result<ExitCode> {
-    // Before anybody can connect: whoever does is owed a drain.
+    // Before clients can connect: from then on a signal must drain and not kill.
     let mut signals = Signals::new()?;
     let starting = tokio::task::spawn_blocking(start);
     let running = tokio::select! {
@@ -148,28 +215,28 @@ async fn serve(
             Ok(running) => running,
             Err(error) => {
                 tracing::error!("{error}");
-                let bad = error.is_configuration();
-                return Ok(ExitCode::from(if bad { BAD_CONFIGURATION } else { 1 }));
+                let code = if error.is_configuration() { EXIT_USAGE } else { 1 };
+                return Ok(ExitCode::from(code));
             }
         },
-        signal = signals.next() => {
-            tracing::info!(signal, "told to end before it has started: stopped");
+        signal = signals.terminated() => {
+            tracing::info!(signal, "termination signal before the start was complete: stopped");
             return Ok(ExitCode::SUCCESS);
         }
     };
-    let mut told = true;
-    match signals.end(&running).await {
-        // The service goes on: it must not hear that it ends.
-        End::Replaced => {
-            told = false;
+    let mut signalled = true;
+    match signals.wait_for_end(&running).await {
+        // Without STOPPING=1: the service continues in the new process.
+        EndReason::Replaced => {
+            signalled = false;
             tracing::info!("draining: a new process has taken over");
         }
-        End::Signal(signal) => {
+        EndReason::Signal(signal) => {
             manager.notify("STOPPING=1");
             tracing::info!(signal, "draining");
         }
     }
-    let cut = running.force_close();
+    let force_close = running.force_close();
     let mut stopped = tokio::task::spawn_blocking(move || running.stop());
     loop {
         tokio::select! {
@@ -181,20 +248,22 @@ async fn serve(
                 // A worker has panicked.
                 return Ok(ExitCode::FAILURE);
             }
-            signal = signals.next() => {
-                tracing::info!(signal, first = !told, "told to end while draining");
-                if told {
-                    cut();
+            signal = signals.terminated() => {
+                if signalled {
+                    tracing::info!(signal, "second termination signal: drain cut short");
+                    force_close();
+                } else {
+                    tracing::info!(signal, "termination signal while draining; drain continues");
                 }
-                told = true;
+                signalled = true;
             }
         }
     }
 }
 
-/// What ends a process, and what else it is told by signals.
+/// The signals that `run` handles.
 struct Signals {
-    term: Signal,
+    terminate: Signal,
     interrupt: Signal,
     hangup: Signal,
     upgrade: Signal,
@@ -203,31 +272,31 @@ struct Signals {
 impl Signals {
     fn new() -> io::Result<Self> {
         Ok(Self {
-            term: signal(SignalKind::terminate())?,
+            terminate: signal(SignalKind::terminate())?,
             interrupt: signal(SignalKind::interrupt())?,
             hangup: signal(SignalKind::hangup())?,
             upgrade: signal(SignalKind::user_defined2())?,
         })
     }
 
-    /// Does what it is told until that is the end.
-    async fn end(&mut self, running: &Running) -> End {
+    /// Waits for a termination signal or a takeover, and handles SIGHUP and SIGUSR2 meanwhile.
+    async fn wait_for_end(&mut self, running: &Running) -> EndReason {
         loop {
             tokio::select! {
-                _ = self.term.recv() => return End::Signal("SIGTERM"),
-                _ = self.interrupt.recv() => return End::Signal("SIGINT"),
-                () = running.replaced() => return End::Replaced,
+                _ = self.terminate.recv() => return EndReason::Signal("SIGTERM"),
+                _ = self.interrupt.recv() => return EndReason::Signal("SIGINT"),
+                () = running.replaced() => return EndReason::Replaced,
                 _ = self.upgrade.recv() => upgrade::begin(),
-                // What came of it is in the log.
+                // The reload logs its outcome.
                 _ = self.hangup.recv() => drop(running.reload("SIGHUP")),
             }
         }
     }
 
-    /// The next one that asks for the end.
-    async fn next(&mut self) -> &'static str {
+    /// Waits for a termination signal.
+    async fn terminated(&mut self) -> &'static str {
         tokio::select! {
-            _ = self.term.recv() => "SIGTERM",
+            _ = self.terminate.recv() => "SIGTERM",
             _ = self.interrupt.recv() => "SIGINT",
         }
     }

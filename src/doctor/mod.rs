@@ -15,14 +15,22 @@
 //!
 //! It changes nothing, and sends a credential only to a server whose certificate it has verified.
 
+// Without the feature only `survey` is used, which needs a part of the probes.
+#![cfg_attr(not(feature = "doctor"), allow(dead_code))]
+
 pub mod dns;
+#[cfg(feature = "doctor")]
 pub mod examine;
+#[cfg(feature = "doctor")]
 pub mod findings;
+#[cfg(feature = "doctor")]
 pub mod host;
+#[cfg(feature = "doctor")]
 pub mod lasting;
 pub mod members;
 pub mod observations;
 pub mod probe;
+#[cfg(feature = "doctor")]
 pub mod report;
 pub mod survey;
 pub mod target;

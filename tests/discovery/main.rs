@@ -1,5 +1,7 @@
 //! Endpoints that come, go and lie: what the set becomes, and that traffic never notices.
 
+#![cfg(feature = "demo")]
+
 #[path = "../reload/scene.rs"]
 mod scene;
 #[path = "../support/mod.rs"]

@@ -1,5 +1,7 @@
 //! The real L4 data plane between clients and whatever a test puts behind it.
 
+#![cfg(feature = "demo")]
+
 #[path = "../support/mod.rs"]
 mod support;
 

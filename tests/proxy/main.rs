@@ -1,6 +1,8 @@
 //! The data plane as a whole, on real sockets: before demo apiservers and before peers that break
 //! the rules of HTTP/2 on purpose.
 
+#![cfg(feature = "demo")]
+
 #[path = "../support/mod.rs"]
 mod support;
 

@@ -1,5 +1,7 @@
 //! Reloads: what changes, what stays, and that nobody notices either, on real sockets.
 
+#![cfg(feature = "demo")]
+
 #[path = "../support/mod.rs"]
 mod support;
 

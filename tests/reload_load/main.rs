@@ -1,6 +1,8 @@
 //! Two hundred reloads in a row under load: nothing fails, and nothing is left of them. Alone in
 //! its process, since it counts what the process holds.
 
+#![cfg(feature = "demo")]
+
 #[path = "../reload/scene.rs"]
 mod scene;
 #[path = "../support/mod.rs"]

@@ -1,6 +1,8 @@
 //! Clients that stop reading, in a process of their own: its memory and the time of the others are
 //! what is measured.
 
+#![cfg(feature = "demo")]
+
 #[path = "../support/mod.rs"]
 mod support;
 

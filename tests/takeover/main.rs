@@ -3,6 +3,8 @@
 //! The short form replaces it three times, the long one (`JACKSTAY_LONG=1 cargo test --test takeover`)
 //! twenty times.
 
+#![cfg(feature = "demo")]
+
 #[path = "../support/mod.rs"]
 mod support;
 
@@ -146,7 +148,7 @@ async fn a_start_that_hangs_is_ended() {
         let asked = silent.accept().unwrap();
         new.signal(signal);
         assert!(new.ended().await.success(), "{}", new.said());
-        new.says("told to end before it has started").await;
+        new.says("termination signal before the start was complete").await;
         drop(asked);
     }
 }

@@ -1,6 +1,8 @@
 //! Upgrades from the client's socket to the apiserver's: what crosses, what does not, and how each
 //! side learns of the other's end.
 
+#![cfg(feature = "demo")]
+
 mod harness;
 #[path = "../support/netns.rs"]
 mod netns;

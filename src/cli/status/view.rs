@@ -1,31 +1,32 @@
-//! `/status` as text that a person reads in five seconds: what is wrong first, then the rest.
+//! `/status` as text: a summary line, then listeners, endpoints, sources and recent changes.
 //!
-//! Pure: JSON in, text out. It reads what it knows and shows dashes for the rest, so that client and
-//! server may be of different versions.
+//! Pure functions of JSON. Missing keys are shown as dashes: the running jackstay may be of another
+//! version.
 
 use std::time::{Duration, SystemTime};
 
 use serde_json::Value;
 
-use super::grid::{Cell, Grid, Style, Tone};
+use super::table::{Cell, Style, Table, Tone, cut};
 use crate::observe::counted;
 use crate::observe::utc::Utc;
 
-/// Columns of a table with every column; on a narrower terminal reasons stand below their rows.
+/// Terminal width from which reasons are columns; on a narrower one they are notes below the rows.
 const WIDE: usize = 150;
-
-/// For how long an error of jackstay's own counts as recent.
+/// Width of the column with reasons on a wide terminal.
+const REASON_WIDTH: usize = 60;
+/// Age up to which an error that jackstay itself answered is marked as bad.
 const RECENT: Duration = Duration::from_secs(60);
 
-/// The whole status.
+/// The whole status as text.
 pub(super) fn text(status: &Value, style: Style) -> String {
     let view = View {
-        now: time(&status["now"]).unwrap_or_else(SystemTime::now),
+        now: parse_time(&status["now"]).unwrap_or_else(SystemTime::now),
         wide: style.width.is_none_or(|width| width >= WIDE),
         style,
     };
     let mut out = String::new();
-    view.head(status, &mut out);
+    view.summary(status, &mut out);
     view.listeners(status, &mut out);
     for upstream in list(status, "upstreams") {
         view.endpoints(upstream, &mut out);
@@ -42,8 +43,8 @@ struct View {
 }
 
 impl View {
-    /// One line: version, age, and what matters most.
-    fn head(&self, status: &Value, out: &mut String) {
+    /// The summary line, and the last reload if it failed.
+    fn summary(&self, status: &Value, out: &mut String) {
         let endpoints: Vec<&Value> =
             list(status, "upstreams").iter().flat_map(|u| list(u, "endpoints")).collect();
         let ready = endpoints.iter().filter(|e| e["state"] == "ready").count();
@@ -67,7 +68,7 @@ impl View {
             list(status, "listeners").iter().flat_map(|l| list(l, "own_errors")).collect();
         let count: u64 = own.iter().filter_map(|error| error["count"].as_u64()).sum();
         if count > 0 {
-            let recent = own.iter().any(|error| self.tone_of_error(error) == Tone::Bad);
+            let recent = own.iter().any(|error| self.own_error_tone(error) == Tone::Bad);
             let tone = if recent { Tone::Bad } else { Tone::Dim };
             let text = format!("{} answered by jackstay itself", counted(count, "error"));
             parts.push(self.style.paint(&text, tone));
@@ -81,7 +82,7 @@ impl View {
         if reload["outcome"] == "failed" {
             let why = list(reload, "errors").iter().filter_map(Value::as_str).collect::<Vec<_>>();
             let text = format!(
-                "last reload {} ago was refused, the old configuration stays: {}",
+                "last reload {} ago failed, the old configuration stays: {}",
                 self.ago(&reload["at"]),
                 why.join("; ")
             );
@@ -91,7 +92,7 @@ impl View {
     }
 
     fn listeners(&self, status: &Value, out: &mut String) {
-        let mut grid = Grid::new(&[
+        let mut table = Table::new(&[
             Cell::text("LISTENER"),
             Cell::text("MODE"),
             Cell::text("ADDRESS"),
@@ -128,7 +129,7 @@ impl View {
                 let ago = self.ago(&error["last"]);
                 let text =
                     format!("own error {answer}: {}, last {ago} ago", counted(times, "time"));
-                notes.push(Cell::text(text).tone(self.tone_of_error(error)));
+                notes.push(Cell::text(text).tone(self.own_error_tone(error)));
             }
             let row = vec![
                 Cell::text(word(listener, "name")),
@@ -141,14 +142,14 @@ impl View {
                 count(listener, "tunnels"),
                 count(listener, "flows"),
             ];
-            grid.row(row, notes);
+            table.row(row, notes);
         }
         out.push('\n');
-        grid.draw(self.style, out);
+        table.draw(self.style, out);
     }
 
     fn endpoints(&self, upstream: &Value, out: &mut String) {
-        let mut heads = vec![
+        let mut headings = vec![
             Cell::text(word(upstream, "name").to_uppercase()),
             Cell::text("STATE"),
             Cell::text("SINCE"),
@@ -161,18 +162,18 @@ impl View {
             Cell::number("5xx"),
         ];
         if self.wide {
-            heads.extend([Cell::text("REASON"), Cell::text("LAST EJECTION")]);
+            headings.extend([Cell::text("REASON"), Cell::text("LAST EJECTION")]);
         }
-        let mut grid = Grid::new(&heads);
+        let mut table = Table::new(&headings);
         for endpoint in list(upstream, "endpoints") {
             let state = word(endpoint, "state");
-            let tone = tone(state);
+            let tone = state_tone(state);
             let mut row = vec![
                 Cell::text(word(endpoint, "address")),
                 Cell::text(state).tone(tone),
                 Cell::text(self.ago(&endpoint["since"])),
-                Cell::number(milliseconds(&endpoint["rtt"]["p50_ms"])),
-                Cell::number(milliseconds(&endpoint["rtt"]["p99_ms"])),
+                Cell::number(format_ms(&endpoint["rtt"]["p50_ms"])),
+                Cell::number(format_ms(&endpoint["rtt"]["p99_ms"])),
                 connections(endpoint),
                 count(endpoint, "streams"),
                 count(endpoint, "watches"),
@@ -186,8 +187,11 @@ impl View {
             });
             let mut notes = Vec::new();
             if self.wide {
-                let reason =
-                    if self.style.width.is_some() { shorten(reason, 60) } else { reason.into() };
+                let reason = if self.style.width.is_some() {
+                    cut(reason, REASON_WIDTH)
+                } else {
+                    reason.into()
+                };
                 row.push(Cell::text(reason));
                 row.push(Cell::text(ejected.as_deref().unwrap_or("never")));
             } else {
@@ -198,30 +202,30 @@ impl View {
                     notes.push(Cell::text(format!("last ejected {text}")).tone(Tone::Dim));
                 }
             }
-            grid.row(row, notes);
+            table.row(row, notes);
         }
         out.push('\n');
-        grid.draw(self.style, out);
+        table.draw(self.style, out);
     }
 
-    /// Where the endpoints come from; nothing when all are in the configuration.
+    /// The sources of endpoints; none if all are in the configuration.
     fn sources(&self, upstream: &Value, out: &mut String) {
         let sources = list(upstream, "sources");
         if sources.is_empty() {
             return;
         }
-        let mut grid = Grid::new(&[
+        let mut table = Table::new(&[
             Cell::text("SOURCE"),
             Cell::text("LAST SUCCESS"),
             Cell::number("ENDPOINTS"),
-            Cell::text("SAYS"),
+            Cell::text("DETAIL"),
         ]);
         for source in sources {
             let age = match &source["last_success"] {
                 Value::String(_) => format!("{} ago", self.ago(&source["last_success"])),
                 _ => "never".to_owned(),
             };
-            let said = match (source["error"].as_str(), source["note"].as_str()) {
+            let detail = match (source["error"].as_str(), source["note"].as_str()) {
                 (Some(error), _) => Cell::text(error).tone(Tone::Warn),
                 (None, note) => Cell::text(note.unwrap_or("")).tone(Tone::Dim),
             };
@@ -229,12 +233,12 @@ impl View {
                 Cell::text(word(source, "source")),
                 Cell::text(age),
                 count(source, "endpoints"),
-                said,
+                detail,
             ];
-            grid.row(row, Vec::new());
+            table.row(row, Vec::new());
         }
         out.push('\n');
-        grid.draw(self.style, out);
+        table.draw(self.style, out);
     }
 
     fn events(&self, status: &Value, out: &mut String) {
@@ -242,7 +246,8 @@ impl View {
         if events.is_empty() {
             return;
         }
-        let mut grid = Grid::new(&[Cell::text("LAST CHANGES"), Cell::text("WHAT"), Cell::text("")]);
+        let mut table =
+            Table::new(&[Cell::text("LAST CHANGES"), Cell::text("OBJECT"), Cell::text("CHANGE")]);
         for event in events.iter().rev() {
             let times = event["times"].as_u64().filter(|times| *times > 1);
             let text = format!(
@@ -252,36 +257,39 @@ impl View {
                 word(event, "reason"),
                 times.map_or(String::new(), |times| format!(" ({times} times)"))
             );
-            let tone = if event["bad"] == true { tone(word(event, "to")) } else { Tone::Plain };
+            let tone =
+                if event["bad"] == true { state_tone(word(event, "to")) } else { Tone::Plain };
             let row = vec![
                 Cell::text(format!("{} ago", self.ago(&event["at"]))),
                 Cell::text(format!("{} {}", word(event, "kind"), word(event, "name"))),
                 Cell::text(text).tone(tone),
             ];
-            grid.row(row, Vec::new());
+            table.row(row, Vec::new());
         }
         out.push('\n');
-        grid.draw(self.style, out);
+        table.draw(self.style, out);
     }
 
-    /// An error of jackstay's own hurts while it is recent.
-    fn tone_of_error(&self, error: &Value) -> Tone {
-        let age = time(&error["last"]).and_then(|last| self.now.duration_since(last).ok());
+    /// Errors that jackstay itself answered are bad while they are recent.
+    fn own_error_tone(&self, error: &Value) -> Tone {
+        let age = parse_time(&error["last"]).and_then(|last| self.now.duration_since(last).ok());
         if age.is_none_or(|age| age < RECENT) { Tone::Bad } else { Tone::Dim }
     }
 
-    /// How long ago a moment was, in two units at most.
+    /// The time since a moment, in at most two units.
     fn ago(&self, at: &Value) -> String {
-        time(at).map_or("-".to_owned(), |at| span(self.now.duration_since(at).unwrap_or_default()))
+        parse_time(at).map_or("-".to_owned(), |at| {
+            format_age(self.now.duration_since(at).unwrap_or_default())
+        })
     }
 }
 
-fn time(value: &Value) -> Option<SystemTime> {
+fn parse_time(value: &Value) -> Option<SystemTime> {
     value.as_str().and_then(Utc::parse).map(|utc| utc.0)
 }
 
 /// `12s`, `3m05s`, `3h12m`, `4d02h`.
-fn span(duration: Duration) -> String {
+fn format_age(duration: Duration) -> String {
     let s = duration.as_secs();
     match s {
         0..60 => format!("{s}s"),
@@ -291,23 +299,23 @@ fn span(duration: Duration) -> String {
     }
 }
 
-fn tone(state: &str) -> Tone {
+fn state_tone(state: &str) -> Tone {
     match state {
         "ready" | "live" | "ok" | "loaded" => Tone::Good,
-        "ejected" | "no-h2" | "failed" | "unresponsive" | "dead" => Tone::Bad,
+        "ejected" | "no-h2" | "no_h2" | "failed" | "unresponsive" | "dead" => Tone::Bad,
         "-" => Tone::Plain,
         _ => Tone::Warn,
     }
 }
 
-/// How many connections, and how many of them are not well.
+/// The number of connections, and how many of them are not live.
 fn connections(endpoint: &Value) -> Cell {
     let Some(all) = endpoint["connections"].as_array() else { return Cell::number("-") };
-    let unwell = all.iter().filter(|c| c["state"] != "live").count();
-    if unwell == 0 {
+    let not_live = all.iter().filter(|c| c["state"] != "live").count();
+    if not_live == 0 {
         return Cell::number(all.len().to_string());
     }
-    Cell::number(format!("{} ({unwell} not live)", all.len())).tone(Tone::Warn)
+    Cell::number(format!("{} ({not_live} not live)", all.len())).tone(Tone::Warn)
 }
 
 fn count(value: &Value, key: &str) -> Cell {
@@ -317,7 +325,7 @@ fn count(value: &Value, key: &str) -> Cell {
     }
 }
 
-fn milliseconds(value: &Value) -> String {
+fn format_ms(value: &Value) -> String {
     match value.as_f64() {
         None => "-".to_owned(),
         Some(ms) if ms < 10.0 => format!("{ms:.2} ms"),
@@ -326,107 +334,15 @@ fn milliseconds(value: &Value) -> String {
     }
 }
 
-fn shorten(text: &str, most: usize) -> String {
-    super::grid::cut(text, most)
-}
-
-/// The text under a key, or a dash.
+/// The text under a key; a dash if there is none.
 pub(super) fn word<'a>(value: &'a Value, key: &str) -> &'a str {
     value[key].as_str().unwrap_or("-")
 }
 
-/// The list under a key, or an empty one.
+/// The list under a key; empty if there is none.
 pub(super) fn list<'a>(value: &'a Value, key: &str) -> &'a [Value] {
     value[key].as_array().map_or(&[], Vec::as_slice)
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use serde_json::json;
-
-    fn status() -> Value {
-        json!({
-            "version": "1.2", "commit": "abc", "now": "2026-07-26T12:00:00Z", "started_at": "2026-07-26T08:48:00Z",
-            "draining": false,
-            "listeners": [
-                {"name": "apiserver", "mode": "terminate", "upstream": "cp",
-                 "bind": ["127.0.0.1:7443", "[::1]:7443"], "connections": 3,
-                 "requests_in_flight": 90, "watches": 87, "tunnels": 0,
-                 "own_errors": [
-                    {"code": 429, "reason": "limit", "count": 1, "last": "2026-07-26T11:00:00Z"},
-                    {"code": 503, "reason": "no_upstream", "count": 33, "last": "2026-07-26T11:59:57Z"}],
-                 "identities": [{"state": "awaited", "cert_file": "/k.pem", "error": "missing"}]},
-                {"name": "lb", "mode": "passthrough", "upstream": "cp", "bind": [], "flows": 7}],
-            "upstreams": [{"name": "cp",
-                "endpoints": [
-                    {"address": "10.0.0.1:6443", "state": "ready", "reason": "/readyz is ok",
-                     "since": "2026-07-26T08:48:01Z", "rtt": {"p50_ms": 0.42, "p99_ms": 12.6},
-                     "connections": [{"state": "live"}, {"state": "suspect"}], "streams": 40,
-                     "watches": 29, "flows": 0, "answers": 1234, "errors": 2,
-                     "last_ejection": null},
-                    {"address": "10.0.0.2:6443", "state": "ejected", "reason": "refused\u{1b}[2J",
-                     "since": "2026-07-26T11:59:48.500Z", "rtt": null, "connections": [],
-                     "streams": 0, "watches": 0, "answers": 0, "errors": 0,
-                     "last_ejection": {"at": "2026-07-26T11:59:48Z", "reason": "refused"}}],
-                "sources": [{"source": "dns", "last_success": "2026-07-26T11:58:45Z",
-                    "age_seconds": 75, "endpoints": 2, "error": "no answer", "note": null}]}],
-            "config": {"last_reload": {"at": "2026-07-26T11:00:00Z", "outcome": "failed",
-                "errors": ["f: workers: is no number", "f: x: unknown"]}},
-            "events": [
-                {"at": "2026-07-26T11:59:48.500Z", "kind": "endpoint", "name": "10.0.0.2:6443",
-                 "from": "ready", "to": "ejected", "reason": "refused", "times": 3, "bad": true}],
-        })
-    }
-
-    #[test]
-    fn everything_that_is_promised_is_on_it() {
-        let text = text(&status(), Style::default());
-        for part in [
-            "jackstay 1.2 (abc)  ·  up 3h12m  ·  1 of 2 endpoints ready  ·  40 streams (29 watches)",
-            "apiserver  terminate    127.0.0.1:7443, [::1]:7443  cp              3        90       87        0      -",
-            "  ·  34 errors answered by jackstay itself\n",
-            "      own error 429 limit: 1 time, last 1h00m ago\n",
-            "      own error 503 no_upstream: 33 times, last 3s ago\n",
-            "identity awaited /k.pem: missing",
-            "lb         passthrough  not bound",
-            "10.0.0.1:6443  ready    3h11m  0.42 ms  13 ms  2 (1 not live)       40       29      0    2  /readyz is ok  never",
-            "10.0.0.2:6443  ejected  11s          -      -               0        0        0      -    0  refused [2J    12s ago: refused",
-            "dns     1m15s ago             2  no answer",
-            "last reload 1h00m ago was refused, the old configuration stays: f: workers: is no number; f: x",
-            "11s ago       endpoint 10.0.0.2:6443  ready -> ejected: refused (3 times)",
-        ] {
-            assert!(text.contains(part), "no `{part}` in\n{text}");
-        }
-        assert!(!text.contains('\x1b'), "{text}");
-    }
-
-    #[test]
-    fn a_narrow_terminal_has_reasons_below_and_no_line_too_long() {
-        let style = Style { colour: true, width: Some(100) };
-        let text = text(&status(), style);
-        assert!(text.contains("\x1b[1;31mejected\x1b[0m"), "{text}");
-        assert!(text.contains("\n      \x1b[1;31mrefused [2J\x1b[0m\n"), "{text}");
-        assert!(!text.contains("LAST EJECTION"), "{text}");
-    }
-
-    #[test]
-    fn another_shape_is_no_panic() {
-        for odd in [
-            json!(null),
-            json!([]),
-            json!({"listeners": 3, "upstreams": [{"endpoints": [1], "sources": [{}]}], "events": [2]}),
-        ] {
-            text(&odd, Style::default());
-        }
-    }
-
-    #[test]
-    fn spans_have_two_units_at_most() {
-        for (seconds, expected) in
-            [(0, "0s"), (59, "59s"), (65, "1m05s"), (3600, "1h00m"), (90_000, "1d01h")]
-        {
-            assert_eq!(span(Duration::from_secs(seconds)), expected);
-        }
-    }
-}
+mod tests;

@@ -1,17 +1,18 @@
-//! Whether clients of a running jackstay are served, from its `/status`: the rule of its `/readyz`.
+//! Whether a running jackstay can serve requests, judged from its `/status` by the rule of its
+//! `/readyz`.
 //!
-//! Pure: JSON in, a reason out. The two programs may be of different versions.
+//! Pure functions of JSON: the running jackstay may be of another version.
 
 use serde_json::Value;
 
 use super::view::{list, word};
 
-/// Most endpoints that a reason names.
-const NAMED: usize = 3;
+/// Largest number of endpoints that a reason lists.
+const MAX_LISTED: usize = 3;
 
-/// Why requests cannot be served: a listener without an address, an upstream without a usable
-/// endpoint. `None`: they can.
-pub(super) fn complaint(status: &Value) -> Option<String> {
+/// Why requests cannot be served: a listener is not bound, or an upstream has no usable endpoint.
+/// `None` if they can.
+pub(super) fn failure(status: &Value) -> Option<String> {
     let upstreams = list(status, "upstreams");
     if upstreams.is_empty() {
         return Some("no upstream is shown".to_owned());
@@ -25,18 +26,18 @@ pub(super) fn complaint(status: &Value) -> Option<String> {
     let endpoints = list(dead, "endpoints");
     let mut text =
         format!("0 of {} endpoints of {} are usable", endpoints.len(), word(dead, "name"));
-    for endpoint in endpoints.iter().take(NAMED) {
+    for endpoint in endpoints.iter().take(MAX_LISTED) {
         let (address, state) = (word(endpoint, "address"), word(endpoint, "state"));
         text = format!("{text}; {address} is {state} ({})", word(endpoint, "reason"));
     }
-    // A reason may quote what a peer has sent.
+    // A reason may quote bytes that a peer has sent.
     Some(text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect())
 }
 
-/// The same for a client that is to come: a process that drains serves only those it has.
-pub(super) fn complaint_of_newcomer(status: &Value) -> Option<String> {
+/// [`failure`] for clients that are not connected yet: a draining process accepts none.
+pub(super) fn failure_for_new_clients(status: &Value) -> Option<String> {
     let draining = status["draining"] == true;
-    complaint(status).or_else(|| draining.then(|| "it is draining".to_owned()))
+    failure(status).or_else(|| draining.then(|| "it is draining".to_owned()))
 }
 
 fn is_usable(endpoint: &Value) -> bool {
@@ -65,41 +66,41 @@ mod tests {
     }
 
     #[test]
-    fn complaint_when_an_upstream_has_no_usable_endpoint() {
+    fn failure_upstream_without_usable_endpoint_is_named() {
         for states in [&["ready"][..], &["ejected", "degraded"]] {
-            assert_eq!(complaint(&status(states)), None, "{states:?}");
+            assert_eq!(failure(&status(states)), None, "{states:?}");
         }
-        let dead = complaint(&status(&["ejected", "no-h2"])).unwrap();
+        let reason = failure(&status(&["ejected", "no-h2"])).unwrap();
         assert_eq!(
-            dead,
+            reason,
             "0 of 2 endpoints of u are usable; a:1 is ejected (why ); a:1 is no-h2 (why )"
         );
         let mut two = status(&["ready"]);
         two["upstreams"].as_array_mut().unwrap().push(json!({"name": "v", "endpoints": []}));
-        assert_eq!(complaint(&two).unwrap(), "0 of 0 endpoints of v are usable");
+        assert_eq!(failure(&two).unwrap(), "0 of 0 endpoints of v are usable");
         let mut unbound = status(&["ready"]);
         unbound["listeners"][0]["bind"] = json!([]);
-        assert_eq!(complaint(&unbound).unwrap(), "listener l is not bound");
-        assert!(complaint(&json!(null)).is_some());
+        assert_eq!(failure(&unbound).unwrap(), "listener l is not bound");
+        assert!(failure(&json!(null)).is_some());
     }
 
     #[test]
-    fn complaint_trusts_the_server_over_the_name_of_a_state() {
+    fn failure_usable_field_wins_over_the_state() {
         let mut new = status(&["connecting"]);
-        assert!(complaint(&new).is_some());
+        assert!(failure(&new).is_some());
         new["upstreams"][0]["endpoints"][0]["usable"] = json!(true);
-        assert_eq!(complaint(&new), None);
-        // A server that does not say it: connected is usable, as in its /readyz.
+        assert_eq!(failure(&new), None);
+        // Versions without that field: a connected endpoint is usable, as in their /readyz.
         let mut old = status(&["connecting"]);
         old["upstreams"][0]["endpoints"][0]["connections"] = json!([{"state": "live"}]);
-        assert_eq!(complaint(&old), None);
+        assert_eq!(failure(&old), None);
     }
 
     #[test]
-    fn complaint_of_newcomer_includes_draining() {
+    fn failure_for_new_clients_includes_draining() {
         let mut draining = status(&["ready"]);
         draining["draining"] = json!(true);
-        assert_eq!(complaint(&draining), None);
-        assert_eq!(complaint_of_newcomer(&draining).unwrap(), "it is draining");
+        assert_eq!(failure(&draining), None);
+        assert_eq!(failure_for_new_clients(&draining).unwrap(), "it is draining");
     }
 }

@@ -1,36 +1,37 @@
-//! Columns of text, as wide as what stands in them, and notes below a row.
+//! Text tables: columns as wide as their widest cell, and notes below a row.
 //!
-//! A character counts as one column: names, addresses and reasons are plain text. Control characters
-//! become spaces here, since a reason may quote what a peer has sent.
+//! Each character counts as one column: names, addresses and reasons are ASCII. Control characters
+//! become spaces, because a reason may quote bytes that a peer has sent.
 
-/// How to draw.
+/// What the output can show.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Style {
-    /// Whether escape sequences for colours are understood.
+    /// Whether to colour with escape sequences.
     pub(super) colour: bool,
-    /// Columns of the terminal; `None`: lines may be as long as they like.
+    /// Columns of the terminal; `None` is without limit.
     pub(super) width: Option<usize>,
 }
 
-/// What a cell says beside its text.
+/// The meaning of a cell, shown as its colour.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) enum Tone {
-    /// Nothing.
+    /// Default colour.
     #[default]
     Plain,
-    /// All is well.
+    /// Healthy: green.
     Good,
-    /// Look at it.
+    /// Needs attention: yellow.
     Warn,
-    /// It hurts.
+    /// Failing: bold red.
     Bad,
-    /// Less important.
+    /// Secondary: dim.
     Dim,
-    /// A heading.
+    /// A heading: bold.
     Strong,
 }
 
 impl Tone {
+    /// Its SGR parameters (ECMA-48 section 8.3.117).
     fn code(self) -> Option<&'static str> {
         match self {
             Self::Plain => None,
@@ -44,7 +45,7 @@ impl Tone {
 }
 
 impl Style {
-    /// `text` in a colour, if there are any.
+    /// `text` in the colour of `tone`, if colours are on.
     pub(super) fn paint(self, text: &str, tone: Tone) -> String {
         match tone.code() {
             Some(code) if self.colour && !text.is_empty() => format!("\x1b[{code}m{text}\x1b[0m"),
@@ -53,50 +54,50 @@ impl Style {
     }
 }
 
-/// One cell.
+/// One cell of a table, or a note below a row.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Cell {
     text: String,
     tone: Tone,
-    right: bool,
+    align_right: bool,
 }
 
 impl Cell {
-    /// Text, to the left.
+    /// A cell that is aligned left.
     pub(super) fn text(text: impl AsRef<str>) -> Self {
         Self { text: clean(text.as_ref()), ..Self::default() }
     }
 
-    /// A number, to the right.
+    /// A cell that is aligned right.
     pub(super) fn number(text: impl AsRef<str>) -> Self {
-        Self { right: true, ..Self::text(text) }
+        Self { align_right: true, ..Self::text(text) }
     }
 
-    /// The same in a tone.
+    /// The cell in another tone.
     pub(super) fn tone(self, tone: Tone) -> Self {
         Self { tone, ..self }
     }
 }
 
-/// A table under construction.
+/// A table.
 #[derive(Debug, Default)]
-pub(super) struct Grid {
+pub(super) struct Table {
     rows: Vec<(Vec<Cell>, Vec<Cell>)>,
 }
 
-impl Grid {
-    /// With these headings.
-    pub(super) fn new(heads: &[Cell]) -> Self {
-        let heads = heads.iter().map(|cell| cell.clone().tone(Tone::Dim)).collect();
-        Self { rows: vec![(heads, Vec::new())] }
+impl Table {
+    /// A table with these column headings.
+    pub(super) fn new(headings: &[Cell]) -> Self {
+        let headings = headings.iter().map(|cell| cell.clone().tone(Tone::Dim)).collect();
+        Self { rows: vec![(headings, Vec::new())] }
     }
 
-    /// A row, and lines below it.
+    /// Adds a row and the notes below it.
     pub(super) fn row(&mut self, cells: Vec<Cell>, notes: Vec<Cell>) {
         self.rows.push((cells, notes));
     }
 
-    /// The lines, indented by two, without trailing spaces.
+    /// Appends the lines, indented by two columns, without trailing spaces.
     pub(super) fn draw(&self, style: Style, out: &mut String) {
         let columns = self.rows.iter().map(|(cells, _)| cells.len()).max().unwrap_or(0);
         let width = |column: usize| {
@@ -110,27 +111,28 @@ impl Grid {
                 let pad = " ".repeat(widths[column] - cell.text.chars().count());
                 let text = style.paint(&cell.text, cell.tone);
                 line.push_str("  ");
-                line.push_str(&if cell.right { pad + &text } else { text + &pad });
+                line.push_str(&if cell.align_right { pad + &text } else { text + &pad });
             }
             out.push_str(line.trim_end());
             out.push('\n');
             for note in notes {
-                let room = style.width.map_or(usize::MAX, |width| width.saturating_sub(6).max(20));
+                let note_width =
+                    style.width.map_or(usize::MAX, |width| width.saturating_sub(6).max(20));
                 out.push_str("      ");
-                out.push_str(&style.paint(&cut(&note.text, room), note.tone));
+                out.push_str(&style.paint(&cut(&note.text, note_width), note.tone));
                 out.push('\n');
             }
         }
     }
 }
 
-/// Without control characters, which could move the cursor or forge a line.
+/// Replaces control characters, which could move the cursor or forge a line.
 fn clean(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
 
-/// At most `width` columns of a line, with `…` where something is missing. Escape sequences take no
-/// column, and colours end with the line.
+/// The first `width` columns of a line; `…` marks a cut. Escape sequences take no column, and a cut
+/// line ends with the default colour.
 pub(super) fn cut(line: &str, width: usize) -> String {
     let visible = |line: &str| {
         let mut escape = false;
@@ -172,18 +174,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn columns_are_as_wide_as_what_stands_in_them() {
-        let mut grid = Grid::new(&[Cell::text("NAME"), Cell::number("N"), Cell::text("WHY")]);
-        grid.row(vec![Cell::text("a"), Cell::number("100"), Cell::text("")], vec![]);
-        let note = Cell::text("over\nthere");
-        grid.row(vec![Cell::text("longer"), Cell::number("1"), Cell::text("x")], vec![note]);
+    fn draw_columns_are_as_wide_as_their_widest_cell() {
+        let mut table = Table::new(&[Cell::text("NAME"), Cell::number("N"), Cell::text("WHY")]);
+        table.row(vec![Cell::text("a"), Cell::number("100"), Cell::text("")], vec![]);
+        let note = Cell::text("two\nlines");
+        table.row(vec![Cell::text("longer"), Cell::number("1"), Cell::text("x")], vec![note]);
         let mut out = String::new();
-        grid.draw(Style::default(), &mut out);
-        assert_eq!(out, "  NAME      N  WHY\n  a       100\n  longer    1  x\n      over there\n");
+        table.draw(Style::default(), &mut out);
+        assert_eq!(out, "  NAME      N  WHY\n  a       100\n  longer    1  x\n      two lines\n");
     }
 
     #[test]
-    fn colours_take_no_room_and_end_with_the_line() {
+    fn cut_colours_take_no_column_and_are_reset() {
         let style = Style { colour: true, width: None };
         let text = style.paint("ejected", Tone::Bad);
         assert_eq!(text, "\x1b[1;31mejected\x1b[0m");

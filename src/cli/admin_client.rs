@@ -1,0 +1,247 @@
+//! HTTP client of the admin endpoint, over TCP or over its Unix socket: `status`, `probe` and
+//! `doctor` use it.
+
+use std::fmt;
+use std::io;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{Request, StatusCode, header};
+use http_body_util::{BodyExt, Empty, Limited};
+use hyper_util::rt::TokioIo;
+use serde_json::Value;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpStream, UnixStream};
+
+/// The default of `admin.bind`.
+pub(super) const DEFAULT_ADMIN: &str = "127.0.0.1:9643";
+
+/// Largest body that is read. `/status` of 256 endpoints with all their connections is smaller.
+const MAX_BODY: usize = 16 << 20;
+
+/// Where an admin endpoint listens.
+#[derive(Debug, Clone)]
+pub(super) enum AdminAddress {
+    /// `admin.bind`
+    Tcp(SocketAddr),
+    /// `admin.socket`
+    Unix(PathBuf),
+}
+
+impl fmt::Display for AdminAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tcp(address) => address.fmt(f),
+            Self::Unix(path) => path.display().fmt(f),
+        }
+    }
+}
+
+/// A whole response.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct AdminResponse {
+    /// Its status code.
+    pub(super) status: StatusCode,
+    /// Its body.
+    pub(super) body: Bytes,
+}
+
+/// Sends a GET request and reads the response, all within `limit`.
+///
+/// # Errors
+/// `InvalidData` if the peer does not speak HTTP, `TimedOut` after `limit`, else the error of the
+/// socket.
+pub(super) fn get(
+    address: &AdminAddress,
+    path: &str,
+    limit: Duration,
+) -> io::Result<AdminResponse> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(get_async(address, path, limit))
+}
+
+/// [`get`] for callers that run on a tokio runtime.
+///
+/// # Errors
+/// Those of [`get`].
+pub(super) async fn get_async(
+    address: &AdminAddress,
+    path: &str,
+    limit: Duration,
+) -> io::Result<AdminResponse> {
+    let exchange = async {
+        match address {
+            AdminAddress::Tcp(address) => {
+                exchange(TcpStream::connect(address).await?, &address.to_string(), path).await
+            }
+            // A nonblocking connect(2) fails with EAGAIN while the socket's backlog is full.
+            AdminAddress::Unix(socket) => {
+                exchange(UnixStream::connect(socket).await?, "localhost", path).await
+            }
+        }
+    };
+    let late = |_| io::Error::new(io::ErrorKind::TimedOut, format!("no answer within {limit:?}"));
+    tokio::time::timeout(limit, exchange).await.map_err(late)?
+}
+
+/// Reads a JSON page that is answered with 200.
+///
+/// # Errors
+/// Those of [`get`]; `InvalidData` for another status or a body that is not JSON.
+pub(super) fn get_json(address: &AdminAddress, path: &str, limit: Duration) -> io::Result<Value> {
+    parse_json(path, &get(address, path, limit)?)
+}
+
+/// [`get_json`] for callers that run on a tokio runtime.
+///
+/// # Errors
+/// Those of [`get_json`].
+pub(super) async fn get_json_async(
+    address: &AdminAddress,
+    path: &str,
+    limit: Duration,
+) -> io::Result<Value> {
+    parse_json(path, &get_async(address, path, limit).await?)
+}
+
+fn parse_json(path: &str, response: &AdminResponse) -> io::Result<Value> {
+    if response.status != StatusCode::OK {
+        return Err(invalid_data(format!("{path} is answered with {}", response.status)));
+    }
+    serde_json::from_slice(&response.body)
+        .map_err(|error| invalid_data(format!("{path} is not JSON: {error}")))
+}
+
+/// One request on a fresh connection. The admin endpoint refuses hosts other than `localhost` and IP
+/// addresses.
+async fn exchange(
+    stream: impl AsyncRead + AsyncWrite + Unpin,
+    host: &str,
+    path: &str,
+) -> io::Result<AdminResponse> {
+    let (mut sender, connection) =
+        hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.map_err(io_error)?;
+    let request = Request::get(path)
+        .header(header::HOST, host)
+        .header(header::CONNECTION, "close")
+        .body(Empty::<Bytes>::new())
+        .map_err(io::Error::other)?;
+    let response = async {
+        let response = sender.send_request(request).await.map_err(io_error)?;
+        let status = response.status();
+        let body = Limited::new(response.into_body(), MAX_BODY).collect().await;
+        let body = body.map_err(|error| match error.downcast::<hyper::Error>() {
+            Ok(error) => io_error(*error),
+            Err(error) => invalid_data(error.to_string()),
+        })?;
+        Ok(AdminResponse { status, body: body.to_bytes() })
+    };
+    let mut response = std::pin::pin!(response);
+    let mut connection = std::pin::pin!(connection);
+    tokio::select! {
+        biased;
+        response = &mut response => response,
+        // The end of the connection completes the response or fails it.
+        _ = &mut connection => response.await,
+    }
+}
+
+/// The error of the socket, or `InvalidData` for an answer that is not HTTP.
+fn io_error(error: hyper::Error) -> io::Error {
+    let source = std::error::Error::source(&error).and_then(|e| e.downcast_ref::<io::Error>());
+    match source {
+        Some(socket) if !is_cut(socket.kind()) => io::Error::new(socket.kind(), error),
+        _ => invalid_data(format!("not HTTP: {error}")),
+    }
+}
+
+/// Whether the peer closed the connection before its answer was complete.
+fn is_cut(kind: io::ErrorKind) -> bool {
+    matches!(
+        kind,
+        io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset | io::ErrorKind::UnexpectedEof
+    )
+}
+
+fn invalid_data(text: String) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::net::sockets::unix_listener;
+    use std::io::{Read, Write};
+    use std::net::TcpListener;
+
+    const LIMIT: Duration = Duration::from_secs(10);
+
+    /// Reads a request head and answers with these bytes.
+    fn serve_once(mut stream: impl Read + Write, answer: &str) {
+        let mut head = Vec::new();
+        while !head.ends_with(b"\r\n\r\n") {
+            let mut byte = [0];
+            stream.read_exact(&mut byte).unwrap();
+            head.push(byte[0]);
+        }
+        let _ = stream.write_all(answer.as_bytes());
+    }
+
+    fn tcp_server(answer: &'static str) -> AdminAddress {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        std::thread::spawn(move || serve_once(listener.accept().unwrap().0, answer));
+        AdminAddress::Tcp(address)
+    }
+
+    #[test]
+    fn get_json_ok_response_is_parsed() {
+        let server = tcp_server("HTTP/1.0 200 OK\r\n\r\n{\"version\": \"1\"}");
+        assert_eq!(get_json(&server, "/status", LIMIT).unwrap()["version"], "1");
+    }
+
+    #[test]
+    fn get_json_foreign_server_is_invalid_data() {
+        for (answer, part) in [
+            ("HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n", "404 Not Found"),
+            ("HTTP/1.0 200 OK\r\n\r\n<html>", "is not JSON"),
+            ("SSH-2.0-OpenSSH_9.2\r\n", "not HTTP"),
+            ("", "not HTTP"),
+        ] {
+            let error = get_json(&tcp_server(answer), "/status", LIMIT).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{answer:?}: {error}");
+            assert!(error.to_string().contains(part), "{answer:?}: {error}");
+        }
+    }
+
+    #[test]
+    fn get_over_unix_socket_returns_status_and_body() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("admin.sock");
+        let address = AdminAddress::Unix(path.clone());
+        let ask = || get(&address, "/livez", LIMIT);
+        assert_eq!(ask().unwrap_err().kind(), io::ErrorKind::NotFound);
+        let serve = |answer| {
+            let listener = unix_listener::listen(&path).unwrap();
+            listener.set_nonblocking(false).unwrap();
+            std::thread::spawn(move || serve_once(listener.accept().unwrap().0, answer));
+        };
+        serve("HTTP/1.0 200 OK\r\n\r\nok\n");
+        let expected = AdminResponse { status: StatusCode::OK, body: Bytes::from_static(b"ok\n") };
+        assert_eq!(ask().unwrap(), expected);
+        serve("HTTP/1.0 503 Service Unavailable\r\n\r\nnot alive: worker 0\n");
+        assert_eq!(ask().unwrap().status, StatusCode::SERVICE_UNAVAILABLE);
+    }
+
+    #[test]
+    fn get_silent_server_times_out() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("admin.sock");
+        let _listener = unix_listener::listen(&path).unwrap();
+        let limit = Duration::from_millis(50);
+        let error = get(&AdminAddress::Unix(path), "/livez", limit).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+    }
+}

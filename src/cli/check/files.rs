@@ -1,0 +1,321 @@
+//! Checks of the files that a configuration names: certificates, keys, CA bundles, tokens and
+//! sources of endpoints.
+//!
+//! `run` makes the same checks before it binds anything, so a configuration that passes here starts
+//! there. A broken source of endpoints is an error for `check` and a warning for `run`, which starts
+//! without it and reads it again until it is valid.
+
+use std::fmt::Display;
+use std::path::Path;
+use std::time::SystemTime;
+
+use crate::config::{CertPaths, Config, ConfigError, Draft, Terminate};
+use crate::control::discovery::{file as endpoints_file, kubeconfig};
+use crate::net::files::bearer_token;
+use crate::net::tls::certificate::{CertInfo, Subject, Validity};
+use crate::net::tls::file_error::{TlsFileError, TlsFileProblem};
+use crate::net::tls::local_ca::LocalCa;
+use crate::net::tls::pem_files::{load_ca, load_cert};
+use crate::observe::utc::Utc;
+
+/// Note about an upstream without a CA bundle.
+const UNVERIFIED: &str = "not given: health is probed without verifying the servers and without \
+                          a credential; clients verify for themselves";
+
+/// The result of the checks. Every line names the file of the configuration and the key path.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct FileReport {
+    /// Errors with which the configuration cannot run.
+    pub errors: Vec<ConfigError>,
+    /// Errors in sources of endpoints; `run` starts without them.
+    pub sources: Vec<ConfigError>,
+    /// Warnings: awaited files, clocks, certificates that expire soon.
+    pub notes: Vec<String>,
+    /// What is in order: the subject and the expiry of each certificate.
+    pub facts: Vec<String>,
+}
+
+/// Reports the errors of a draft, and then those of the files that it names.
+pub fn check_draft(file: &Path, draft: &Draft, now: SystemTime) -> FileReport {
+    let mut report = match &draft.config {
+        Some(config) => check_files(file, config, now),
+        None => FileReport::default(),
+    };
+    report.errors.splice(..0, draft.errors.iter().cloned());
+    report
+}
+
+/// Loads every certificate, CA bundle and token that `config`, read from `file`, names. An empty
+/// path stands for one that the configuration does not give correctly; it is skipped.
+///
+/// The files of an identity may be missing: kubelet writes them once it has joined the cluster.
+pub fn check_files(file: &Path, config: &Config, now: SystemTime) -> FileReport {
+    let mut checker =
+        FileChecker { file: file.display().to_string(), now, report: FileReport::default() };
+    for (i, upstream) in config.upstreams.iter().enumerate() {
+        let at = format!("upstreams[{i}]");
+        match &upstream.tls.ca_file {
+            Some(path) => checker.ca(&format!("{at}.tls.ca_file"), path),
+            None => checker.note(&format!("{at}.tls.ca_file"), UNVERIFIED),
+        }
+        if let Some(path) = &upstream.endpoints_file {
+            checker.endpoints_file(&format!("{at}.endpoints_file"), path);
+        }
+        if let Some(path) = &upstream.discovery.kubeconfig {
+            checker.discovery_kubeconfig(&format!("{at}.discovery.kubeconfig"), path);
+        }
+        let readyz = &upstream.health.readyz;
+        if let Some(paths) = &readyz.cert {
+            checker.client_cert(&format!("{at}.health.readyz"), paths);
+        }
+        if let Some(path) = &readyz.token_file {
+            checker.token(&format!("{at}.health.readyz.token_file"), path);
+        }
+    }
+    for (i, listener) in config.listeners.iter().enumerate() {
+        let at = format!("listeners[{i}]");
+        let Some(terminate) = listener.terminate() else { continue };
+        checker.serving_cert(&format!("{at}.tls"), terminate);
+        if let Some(path) = &terminate.client_ca_file {
+            checker.ca(&format!("{at}.client_ca_file"), path);
+        }
+        checker.identities(&format!("{at}.identities"), &terminate.identities);
+    }
+    checker.report
+}
+
+/// Whether the configuration lacks a path of the pair, which is reported elsewhere.
+fn is_incomplete(paths: &CertPaths) -> bool {
+    [&paths.cert_file, &paths.key_file].iter().any(|file| file.as_os_str().is_empty())
+}
+
+struct FileChecker {
+    file: String,
+    now: SystemTime,
+    report: FileReport,
+}
+
+impl FileChecker {
+    fn error(&mut self, path: &str, message: impl Display) {
+        let error = self.at(path, message);
+        self.report.errors.push(error);
+    }
+
+    fn source_error(&mut self, path: &str, message: impl Display) {
+        let error = self.at(path, message);
+        self.report.sources.push(error);
+    }
+
+    fn at(&self, path: &str, message: impl Display) -> ConfigError {
+        let (file, path) = (self.file.clone(), path.to_owned());
+        ConfigError { file, path, message: message.to_string() }
+    }
+
+    fn note(&mut self, path: &str, message: impl Display) {
+        self.report.notes.push(format!("{}: {path}: {message}", self.file));
+    }
+
+    fn fact(&mut self, path: &str, message: impl Display) {
+        self.report.facts.push(format!("{}: {path}: {message}", self.file));
+    }
+
+    /// An error of a certificate, at the key that names the file.
+    fn cert_error(&mut self, at: &str, paths: &CertPaths, error: &TlsFileError) {
+        // If one file holds both, errors are at `cert_file`, but for a key that does not match.
+        let of_key = error.problem == TlsFileProblem::Mismatch
+            || (error.path == paths.key_file && paths.key_file != paths.cert_file);
+        let key = if of_key { "key_file" } else { "cert_file" };
+        self.error(&format!("{at}.{key}"), error);
+    }
+
+    /// A serving certificate. With an issuer it is renewed at the start, so an expired one is only a
+    /// note.
+    fn serving_cert(&mut self, at: &str, terminate: &Terminate) {
+        let Some(issuer) = &terminate.issuer else {
+            self.cert(at, &terminate.tls);
+            return;
+        };
+        match LocalCa::load(issuer) {
+            Err(error) => self.error(&format!("{at}.issuer"), error),
+            Ok(ca) => {
+                self.validity(&format!("{at}.issuer.cert_file"), &issuer.cert_file, ca.info());
+            }
+        }
+        let before = self.report.errors.len();
+        self.cert(at, &terminate.tls);
+        let renewable = load_cert(&terminate.tls).is_ok();
+        if renewable && self.report.errors.len() > before {
+            for error in self.report.errors.split_off(before) {
+                self.note(&error.path, format!("{}; it is renewed at the start", error.message));
+            }
+        }
+    }
+
+    /// Reports the files of a certificate that do not exist, except `reported`.
+    fn missing(&mut self, at: &str, paths: &CertPaths, reported: Option<&Path>) {
+        for (key, file) in [("cert_file", &paths.cert_file), ("key_file", &paths.key_file)] {
+            let is_new = !file.as_os_str().is_empty() && reported != Some(file.as_path());
+            if let Some(Err(error)) = is_new.then(|| std::fs::metadata(file)) {
+                let reason = error.to_string();
+                let reason = reason.split(" (os error").next().unwrap_or_default();
+                let message = format!("cannot read {}: {reason}", file.display());
+                self.error(&format!("{at}.{key}"), message);
+            }
+        }
+    }
+
+    /// A certificate with its key, both required.
+    fn cert(&mut self, at: &str, paths: &CertPaths) -> Option<CertInfo> {
+        if is_incomplete(paths) {
+            self.missing(at, paths, None);
+            return None;
+        }
+        match load_cert(paths) {
+            Ok(loaded) => {
+                self.validity(&format!("{at}.cert_file"), &paths.cert_file, &loaded.info);
+                Some(loaded.info)
+            }
+            Err(error) => {
+                self.cert_error(at, paths, &error);
+                self.missing(at, paths, Some(&error.path));
+                None
+            }
+        }
+    }
+
+    /// A client certificate: an apiserver takes the user name from its common name.
+    fn client_cert(&mut self, at: &str, paths: &CertPaths) -> Option<Subject> {
+        let info = self.cert(at, paths)?;
+        if info.subject.common_name().is_none() {
+            let message = "the certificate has no common name, which an apiserver takes as the \
+                           user name";
+            let file = paths.cert_file.display();
+            self.error(&format!("{at}.cert_file"), format!("{file}: {message}"));
+        }
+        Some(info.subject)
+    }
+
+    fn identities(&mut self, at: &str, identities: &[CertPaths]) {
+        let mut subjects: Vec<(usize, Subject)> = Vec::new();
+        for (i, paths) in identities.iter().enumerate() {
+            let at_item = format!("{at}[{i}]");
+            if is_incomplete(paths) {
+                continue;
+            }
+            if let Err(error) = load_cert(paths)
+                && error.is_missing()
+            {
+                let file = error.path.display();
+                self.note(&at_item, format!("{file} does not exist yet; it is awaited"));
+                continue;
+            }
+            let Some(subject) = self.client_cert(&at_item, paths) else { continue };
+            match subjects.iter().find(|(_, known)| *known == subject) {
+                Some((first, _)) => {
+                    let message = format!("the same subject as {at}[{first}]: {subject}");
+                    self.error(&format!("{at_item}.cert_file"), message);
+                }
+                None => subjects.push((i, subject)),
+            }
+        }
+    }
+
+    /// A CA bundle. Expired CAs are errors only if all are expired: during a rotation a bundle keeps
+    /// the old CA beside its successor.
+    fn ca(&mut self, at: &str, path: &Path) {
+        let certificates = match load_ca(path) {
+            Ok(loaded) => loaded.certificates,
+            Err(error) => return self.error(at, error),
+        };
+        let expired = |info: &&CertInfo| info.validity(self.now) == Validity::Expired;
+        let expired: Vec<CertInfo> = certificates.iter().filter(expired).cloned().collect();
+        let all = expired.len() == certificates.len();
+        for info in expired {
+            if let Err(error) = info.check_time(path, self.now) {
+                if all { self.error(at, error) } else { self.note(at, error) }
+            }
+        }
+    }
+
+    /// Notes a file that does not exist yet, and returns whether that is the case.
+    fn is_awaited(&mut self, at: &str, path: &Path) -> bool {
+        let missing = matches!(path.try_exists(), Ok(false));
+        if missing {
+            self.note(at, format!("{} does not exist yet; it is awaited", path.display()));
+        }
+        missing
+    }
+
+    fn endpoints_file(&mut self, at: &str, path: &Path) {
+        if self.is_awaited(at, path) {
+            return;
+        }
+        let file = path.display();
+        let parsed = match endpoints_file::read(path) {
+            Ok(text) => endpoints_file::parse(&text),
+            Err(why) => return self.source_error(at, why),
+        };
+        for why in &parsed.refused {
+            self.source_error(at, format!("{file}: {why}"));
+        }
+        if parsed.entries.is_empty() && parsed.refused_count == 0 {
+            self.source_error(at, format!("{file}: names no endpoint"));
+        }
+    }
+
+    fn discovery_kubeconfig(&mut self, at: &str, path: &Path) {
+        if self.is_awaited(at, path) {
+            return;
+        }
+        let user = match kubeconfig::load(path) {
+            Ok(user) => user,
+            Err(why) => return self.source_error(at, why),
+        };
+        if let Err(why) = user.token.header() {
+            self.source_error(at, format!("{}: {why}", path.display()));
+        }
+        let Some(certificate) = user.certificate else { return };
+        match certificate.info.check_time(path, self.now) {
+            Err(error) if error.problem == TlsFileProblem::Expired => self.source_error(at, error),
+            Err(error) => self.note(at, error),
+            Ok(()) => {}
+        }
+    }
+
+    /// Expiry of a certificate: expired is an error, not valid yet or late for renewal a note.
+    fn validity(&mut self, at: &str, path: &Path, info: &CertInfo) {
+        match info.check_time(path, self.now) {
+            Err(error) if error.problem == TlsFileProblem::Expired => self.error(at, error),
+            Err(error) => self.note(at, error),
+            Ok(()) => {
+                let until = Utc(info.not_after).seconds();
+                let text = format!("{}, valid until {until}", info.subject);
+                if is_renewal_overdue(info, self.now) {
+                    self.note(at, format!("{text}: less than a tenth of its lifetime is left"));
+                } else {
+                    self.fact(at, text);
+                }
+            }
+        }
+    }
+
+    fn token(&mut self, at: &str, path: &Path) {
+        match bearer_token::authorization_from_file(path) {
+            Err(why) => self.error(at, why),
+            // An apiserver takes "Bearer a b" for the token "a".
+            Ok(value) if value.as_bytes().splitn(3, |byte| *byte == b' ').nth(2).is_some() => {
+                let message =
+                    "the token contains a space: an apiserver reads only what precedes it";
+                self.note(at, format!("{}: {message}", path.display()));
+            }
+            Ok(_) => {}
+        }
+    }
+}
+
+/// Whether a valid certificate should have been renewed already: kubelet renews with at least a
+/// tenth of the lifetime left, kubeadm and jackstay's local CA earlier.
+pub(super) fn is_renewal_overdue(info: &CertInfo, now: SystemTime) -> bool {
+    let span = |from: SystemTime, to: SystemTime| to.duration_since(from).unwrap_or_default();
+    span(now, info.not_after) < span(info.not_before, info.not_after) / 10
+}

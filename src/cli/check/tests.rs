@@ -1,0 +1,311 @@
+//! Checks against real certificates, keys and tokens in a temporary directory.
+
+use std::fs;
+use std::time::{Duration, SystemTime};
+
+use rcgen::{CertificateParams, DnType, KeyPair};
+
+use super::files::is_renewal_overdue;
+use super::*;
+use crate::config::load;
+use crate::net::tls::certificate::CertInfo;
+use crate::net::tls::pem_files::load_ca;
+
+struct Dir(tempfile::TempDir);
+
+impl Dir {
+    /// A self-signed certificate that is valid in the years `from` to `to`.
+    fn cert(&self, name: &str, cn: &str, from: i32, to: i32) {
+        let mut params = CertificateParams::default();
+        params.distinguished_name = rcgen::DistinguishedName::new();
+        if !cn.is_empty() {
+            params.distinguished_name.push(DnType::CommonName, cn);
+        }
+        params.not_before = rcgen::date_time_ymd(from, 1, 1);
+        params.not_after = rcgen::date_time_ymd(to, 1, 1);
+        let key = KeyPair::generate().unwrap();
+        self.write(&format!("{name}.crt"), &params.self_signed(&key).unwrap().pem());
+        self.write(&format!("{name}.key"), &key.serialize_pem());
+    }
+
+    fn write(&self, name: &str, text: &str) {
+        fs::write(self.0.path().join(name), text).unwrap();
+    }
+
+    /// Errors and notes of a configuration in which `DIR` stands for this directory. The messages
+    /// are returned without the directory.
+    fn check(&self, readyz: &str, tls: &str, identities: &[&str]) -> (Vec<String>, Vec<String>) {
+        let dir = self.0.path().display().to_string();
+        let pair = |n: &str| format!("{{cert_file: DIR/{n}.crt, key_file: DIR/{n}.key}}");
+        let identities: Vec<String> = identities.iter().map(|name| pair(name)).collect();
+        let text = format!(
+            "upstreams: [{{name: u, endpoints: ['10.0.0.1:6443'], tls: {{ca_file: DIR/ca.crt}}, \
+             health: {{readyz: {{{readyz}}}}}}}]\n\
+             listeners: [{{name: l, bind: ['127.0.0.1:0'], upstream: u, tls: {}, \
+             client_ca_file: DIR/ca.crt, identities: [{}]}}]\n",
+            pair(tls),
+            identities.join(", ")
+        );
+        self.write("c.yaml", &text.replace("DIR", &dir));
+        let file = self.0.path().join("c.yaml");
+        let config = load(&file, [], &Overrides::default()).unwrap().config;
+        // 2026-07-01
+        let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_782_864_000);
+        let found = check_files(&file, &config, now);
+        let clean = |text: String| text.replace(&format!("{dir}/"), "");
+        let errors = found.errors.iter().map(|e| clean(e.to_string())).collect();
+        (errors, found.facts.into_iter().chain(found.notes).map(clean).collect())
+    }
+}
+
+fn dir() -> Dir {
+    let dir = Dir(tempfile::tempdir().unwrap());
+    dir.cert("ca", "ca", 2020, 2040);
+    dir.cert("ok", "localhost", 2020, 2040);
+    dir.cert("node", "system:node:n1", 2020, 2040);
+    dir
+}
+
+#[test]
+fn check_files_valid_files_yield_facts_and_no_errors() {
+    let dir = dir();
+    dir.write("token", "abc\n");
+    let (errors, notes) = dir.check("token_file: DIR/token", "ok", &["node", "later"]);
+    assert_eq!(errors, [""; 0]);
+    assert_eq!(
+        notes,
+        [
+            "c.yaml: listeners[0].tls.cert_file: CN=localhost, valid until 2040-01-01T00:00:00Z",
+            "c.yaml: listeners[0].identities[0].cert_file: CN=system:node:n1, valid until \
+             2040-01-01T00:00:00Z",
+            "c.yaml: listeners[0].identities[1]: later.crt does not exist yet; it is awaited",
+        ]
+    );
+}
+
+#[test]
+fn check_files_certificate_near_expiry_is_noted() {
+    let dir = dir();
+    let at = |day: u64| SystemTime::UNIX_EPOCH + Duration::from_secs(day * 86_400);
+    let ca = load_ca(&dir.0.path().join("ok.crt")).unwrap().certificates.remove(0);
+    let info = CertInfo { not_before: at(0), not_after: at(100), ..ca };
+    assert!(
+        !is_renewal_overdue(&info, at(50))
+            && !is_renewal_overdue(&info, at(90))
+            && is_renewal_overdue(&info, at(91))
+    );
+    dir.cert("late", "late", 2020, 2027);
+    let (_, notes) = dir.check("token_file: DIR/token", "ok", &["late"]);
+    let late =
+        "CN=late, valid until 2027-01-01T00:00:00Z: less than a tenth of its lifetime is left";
+    assert!(notes.iter().any(|note| note.ends_with(late)), "{notes:?}");
+}
+
+#[test]
+fn check_files_bad_file_is_reported_at_its_key() {
+    let dir = dir();
+    dir.cert("old", "old", 2020, 2026);
+    dir.cert("early", "early", 2030, 2040);
+    dir.cert("twin", "system:node:n1", 2020, 2040);
+    dir.cert("unnamed", "", 2020, 2040);
+    dir.cert("mixed", "mixed", 2020, 2040);
+    fs::copy(dir.0.path().join("ok.key"), dir.0.path().join("mixed.key")).unwrap();
+    dir.write("broken.crt", "hello");
+    dir.write("broken.key", "hello");
+    dir.cert("ca", "ca", 2010, 2020);
+    dir.write("token", " \n");
+    let (errors, notes) = dir.check(
+        "token_file: DIR/token",
+        "none",
+        &["node", "old", "mixed", "broken", "twin", "unnamed", "early"],
+    );
+    let expired = "the certificate of CN=ca expired on 2020-01-01";
+    assert_eq!(
+        errors,
+        [
+            format!("c.yaml: upstreams[0].tls.ca_file: ca.crt: {expired}"),
+            "c.yaml: upstreams[0].health.readyz.token_file: token: it is empty".into(),
+            "c.yaml: listeners[0].tls.cert_file: cannot read none.crt: No such file or \
+             directory"
+                .into(),
+            "c.yaml: listeners[0].tls.key_file: cannot read none.key: No such file or \
+             directory"
+                .into(),
+            format!("c.yaml: listeners[0].client_ca_file: ca.crt: {expired}"),
+            "c.yaml: listeners[0].identities[1].cert_file: old.crt: the certificate of CN=old \
+             expired on 2026-01-01"
+                .into(),
+            "c.yaml: listeners[0].identities[2].key_file: mixed.key: the private key does not \
+             belong to the certificate in mixed.crt"
+                .into(),
+            "c.yaml: listeners[0].identities[3].cert_file: broken.crt: contains no certificate \
+             (PEM, -----BEGIN CERTIFICATE-----)"
+                .into(),
+            "c.yaml: listeners[0].identities[4].cert_file: the same subject as \
+             listeners[0].identities[0]: CN=system:node:n1"
+                .into(),
+            "c.yaml: listeners[0].identities[5].cert_file: unnamed.crt: the certificate has no \
+             common name, which an apiserver takes as the user name"
+                .into(),
+        ]
+    );
+    let early = "early.crt: the certificate of CN=early is not valid before \
+                 2030-01-01T00:00:00Z; is this machine's clock right?";
+    let early = format!("c.yaml: listeners[0].identities[6].cert_file: {early}");
+    assert!(notes.contains(&early), "{notes:?}");
+}
+
+#[test]
+fn check_draft_reports_files_beside_wrong_keys_and_values() {
+    let dir = dir();
+    dir.write(
+        "c.yaml",
+        "workers: many\nupstreams: [{name: u, colour: red, endpoints: ['10.0.0.1:6443'], \
+         endpoints_file: /, tls: {ca_file: gone-ca.crt}, health: {readyz: {token_file: gone, \
+         cert_file: 7}}}]\nlisteners: [{name: l, bind: ['127.0.0.1:0'], upstream: u, \
+         tls: {cert_file: gone.crt, key_file: gone.key}, client_ca_file: gone-ca.crt, \
+         identities: [{cert_file: node.crt}, {cert_file: later.crt, key_file: later.key}]}, \
+         {name: m, bind: ['127.0.0.1:0'], upstream: u, tls: {cert_file: gone.crt}}]\n",
+    );
+    let path = dir.0.path().join("c.yaml");
+    // Paths are relative to the directory of the process, where none of these files exists.
+    let result = super::check(&path, [], &Overrides::default());
+    let paths: Vec<_> = result.errors.iter().map(|error| error.path.as_str()).collect();
+    assert_eq!(
+        (result.ok, paths),
+        (
+            false,
+            vec![
+                "workers",
+                "upstreams[0].health.readyz.cert_file",
+                "upstreams[0].colour",
+                "listeners[0].identities[0].key_file",
+                "listeners[1].tls.key_file",
+                "upstreams[0].tls.ca_file",
+                "upstreams[0].health.readyz.token_file",
+                "listeners[0].tls.cert_file",
+                "listeners[0].tls.key_file",
+                "listeners[0].client_ca_file",
+                "listeners[1].tls.cert_file",
+                "upstreams[0].endpoints_file",
+            ]
+        ),
+        "{result:?}"
+    );
+}
+
+#[test]
+fn check_files_expired_certificate_with_issuer_is_only_noted() {
+    let dir = dir();
+    dir.cert("old", "localhost", 2020, 2026);
+    let pem = |name: &str| fs::read_to_string(dir.0.path().join(name)).unwrap();
+    dir.write("old.pem", &format!("{}{}", pem("old.crt"), pem("old.key")));
+    let check = |issuer: &str| {
+        let text = format!(
+            "upstreams: [{{name: u, endpoints: ['10.0.0.1:6443'], tls: {{ca_file: DIR/ca.crt}}}}]\n\
+             listeners: [{{name: l, bind: ['127.0.0.1:0'], upstream: u, tls: {{cert_file: \
+             DIR/old.pem, key_file: DIR/old.pem, issuer: {{{issuer}}}}}}}]\n"
+        );
+        dir.write("c.yaml", &text.replace("DIR", &dir.0.path().display().to_string()));
+        let file = dir.0.path().join("c.yaml");
+        let config = load(&file, [], &Overrides::default()).unwrap().config;
+        let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_782_864_000);
+        check_files(&file, &config, now)
+    };
+    assert_eq!(check("").errors.len(), 1);
+    let made = crate::net::tls::local_ca::create_ca("local", SystemTime::now()).unwrap();
+    dir.write("local.crt", &made.certificate);
+    dir.write("local.key", &made.key);
+    let found = check("cert_file: DIR/local.crt, key_file: DIR/local.key");
+    assert_eq!(found.errors, []);
+    let note = "expired on 2026-01-01; it is renewed at the start";
+    assert!(found.notes.iter().any(|n| n.contains(note)), "{:?}", found.notes);
+    // One that cannot sign cannot renew.
+    let found = check("cert_file: DIR/node.crt, key_file: DIR/node.key");
+    assert!(found.errors[0].to_string().contains("is not the certificate of a CA"));
+}
+
+#[test]
+fn check_files_broken_endpoint_source_is_a_source_error() {
+    let dir = dir();
+    let check = || {
+        let text = "upstreams: [{name: u, endpoints: ['10.0.0.1:6443'], tls: {ca_file: DIR/ca.crt}, \
+                    endpoints_file: DIR/endpoints, discovery: {kubeconfig: DIR/kubeconfig}}]\n\
+                    listeners: [{name: l, bind: ['127.0.0.1:0'], upstream: u, \
+                    tls: {cert_file: DIR/ok.crt, key_file: DIR/ok.key}}]\n";
+        let here = dir.0.path().display().to_string();
+        dir.write("c.yaml", &text.replace("DIR", &here));
+        let file = dir.0.path().join("c.yaml");
+        let config = load(&file, [], &Overrides::default()).unwrap().config;
+        // 2026-07-01
+        let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_782_864_000);
+        let found = check_files(&file, &config, now);
+        // It starts all the same: what is missing or wrong there is taken up later.
+        assert_eq!(found.errors, []);
+        let clean = |text: String| text.replace(&format!("{here}/"), "");
+        let errors: Vec<_> = found.sources.iter().map(|e| clean(e.to_string())).collect();
+        (errors, found.notes.into_iter().map(clean).collect::<Vec<_>>())
+    };
+    let (errors, notes) = check();
+    assert_eq!(errors, [""; 0]);
+    for (key, name) in [("endpoints_file", "endpoints"), ("discovery.kubeconfig", "kubeconfig")] {
+        let note = format!("c.yaml: upstreams[0].{key}: {name} does not exist yet; it is awaited");
+        assert!(notes.contains(&note), "{notes:?}");
+    }
+    let user = |user: &str| {
+        let text = format!(
+            "apiVersion: v1\nkind: Config\ncurrent-context: c\ncontexts: [{{name: c, context: \
+             {{cluster: k, user: u}}}}]\nclusters: []\nusers: [{{name: u, user: {user}}}]\n"
+        );
+        dir.write("kubeconfig", &text);
+    };
+    dir.write("endpoints", "# none\n");
+    dir.write("kubeconfig", "hello");
+    let (errors, _) = check();
+    assert_eq!(
+        errors,
+        [
+            "c.yaml: upstreams[0].endpoints_file: endpoints: names no endpoint",
+            "c.yaml: upstreams[0].discovery.kubeconfig: kubeconfig: not a kubeconfig: it cannot \
+             be parsed",
+        ]
+    );
+    dir.write("endpoints", "10.0.0.1:6443\nnonsense\n");
+    user("{tokenFile: token}");
+    let (errors, _) = check();
+    assert_eq!(errors.len(), 2, "{errors:?}");
+    let line = "c.yaml: upstreams[0].endpoints_file: endpoints: line 2: \"nonsense\" has no port";
+    assert!(errors[0].starts_with(line), "{errors:?}");
+    let token = "c.yaml: upstreams[0].discovery.kubeconfig: kubeconfig: token file token: ";
+    assert!(errors[1].starts_with(token), "{errors:?}");
+    dir.cert("old", "discovery", 2020, 2026);
+    user("{client-certificate: old.crt, client-key: old.key}");
+    let (errors, _) = check();
+    assert!(errors[1].contains("CN=discovery expired on 2026-01-01"), "{errors:?}");
+    // The command fails.
+    let path = dir.0.path().join("c.yaml");
+    let result = super::check(&path, [], &Overrides::default());
+    assert_eq!((result.ok, result.errors.len()), (false, 2), "{result:?}");
+    dir.write("endpoints", "10.0.0.1:6443\n");
+    dir.write("token", "abc\n");
+    user("{tokenFile: token}");
+    assert_eq!(check().0, [""; 0]);
+}
+
+#[test]
+fn check_command_result_has_counts_or_errors() {
+    let dir = dir();
+    dir.check("", "ok", &[]);
+    let run = |name: &str| super::check(&dir.0.path().join(name), [], &Overrides::default());
+    let result = run("c.yaml");
+    assert!(result.ok, "{result:?}");
+    let out = text(&result);
+    assert!(out.ends_with("c.yaml: ok (1 listener, 1 upstream, 1 endpoint)\n"), "{out}");
+    let result = run("none.yaml");
+    assert_eq!((result.ok, text(&result).as_str()), (false, ""));
+    let line = &result.errors[0].line;
+    assert!(line.ends_with("cannot read the configuration: No such file or directory"), "{line}");
+    fs::remove_file(dir.0.path().join("ok.key")).unwrap();
+    let result = run("c.yaml");
+    assert_eq!((result.ok, result.errors.len()), (false, 1), "{result:?}");
+}

@@ -1,0 +1,94 @@
+//! Output formats (`-o`) and what the terminal can show.
+
+use std::ffi::OsStr;
+use std::io::{self, IsTerminal};
+
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+
+/// The `-o` option of commands that print a result.
+#[derive(Debug, Clone, Copy, Args)]
+pub(super) struct OutputArgs {
+    /// Output format.
+    #[arg(long = "output", short = 'o', value_name = "FORMAT", default_value = "text")]
+    pub(super) format: OutputFormat,
+}
+
+/// How a result is printed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum OutputFormat {
+    /// For people.
+    #[value(alias = "table")]
+    Text,
+    /// One JSON object.
+    Json,
+    /// The same object as YAML.
+    Yaml,
+}
+
+impl OutputFormat {
+    /// `value` as indented JSON or as YAML, with a newline at its end; `text` makes the text.
+    pub(super) fn render(self, value: &impl Serialize, text: impl FnOnce() -> String) -> String {
+        let rendered = match self {
+            Self::Text => return text(),
+            Self::Json => serde_json::to_string_pretty(value).map_err(|error| error.to_string()),
+            Self::Yaml => serde_saphyr::to_string(value).map_err(|error| error.to_string()),
+        };
+        // What the commands print has string keys and finite numbers: both encoders take it.
+        let mut out = rendered.unwrap_or_else(|error| format!("cannot be encoded: {error}"));
+        if !out.ends_with('\n') {
+            out.push('\n');
+        }
+        out
+    }
+}
+
+/// Whether stdout is a terminal that understands cursor movement: `TERM` is set and not `dumb`.
+pub(super) fn has_cursor() -> bool {
+    io::stdout().is_terminal() && is_capable(std::env::var_os("TERM").as_deref())
+}
+
+/// Whether stdout takes colours: a capable terminal, and `NO_COLOR` is unset or empty
+/// (<https://no-color.org>).
+pub(super) fn has_colour() -> bool {
+    has_cursor() && is_colour_wanted(std::env::var_os("NO_COLOR").as_deref())
+}
+
+fn is_capable(term: Option<&OsStr>) -> bool {
+    term.is_some_and(|term| !term.is_empty() && term != "dumb")
+}
+
+fn is_colour_wanted(no_color: Option<&OsStr>) -> bool {
+    no_color.is_none_or(OsStr::is_empty)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn terminal_dumb_or_unknown_is_not_capable() {
+        assert!(is_capable(Some(OsStr::new("xterm-256color"))));
+        for term in [None, Some(OsStr::new("")), Some(OsStr::new("dumb"))] {
+            assert!(!is_capable(term), "{term:?}");
+        }
+    }
+
+    #[test]
+    fn colour_no_color_set_is_not_wanted_unless_empty() {
+        assert!(is_colour_wanted(None) && is_colour_wanted(Some(OsStr::new(""))));
+        assert!(!is_colour_wanted(Some(OsStr::new("1"))));
+    }
+
+    #[test]
+    fn render_each_format_ends_with_one_newline() {
+        let value = json!({ "names": ["a"], "ok": true });
+        let render = |format: OutputFormat| format.render(&value, || "text\n".to_owned());
+        assert_eq!(render(OutputFormat::Text), "text\n");
+        assert!(render(OutputFormat::Json).starts_with("{\n  \"names\": ["));
+        let yaml = render(OutputFormat::Yaml);
+        assert!(yaml.contains("names:\n") && yaml.contains("ok: true"), "{yaml}");
+        assert!(yaml.ends_with('\n') && !yaml.ends_with("\n\n"), "{yaml}");
+    }
+}

@@ -1,0 +1,102 @@
+//! `jackstay status --watch` on a terminal: draws in place on the alternate screen until a signal.
+//!
+//! Each frame is one write, so it does not flicker, and the scrollback of the shell stays as it was.
+
+use std::io::{self, Write};
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use tokio::signal::unix::{SignalKind, signal};
+
+use super::{TIMEOUT, explain, style, table, terminal_size, view};
+use crate::cli::admin_client::{self, AdminAddress};
+use crate::config::format_duration;
+use crate::observe::utc::Utc;
+
+/// Columns and rows where the terminal does not tell its size.
+const DEFAULT_SIZE: (usize, usize) = (80, 24);
+
+/// Draws a frame at each interval and after each change of the window's size.
+pub(super) fn run(admin: SocketAddr, interval: Duration) -> io::Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async {
+        let mut interrupt = signal(SignalKind::interrupt())?;
+        let mut terminate = signal(SignalKind::terminate())?;
+        let mut resized = signal(SignalKind::window_change())?;
+        let address = AdminAddress::Tcp(admin);
+        let _screen = AlternateScreen::enter()?;
+        let mut ticks = tokio::time::interval(interval);
+        loop {
+            tokio::select! {
+                _ = ticks.tick() => {}
+                _ = resized.recv() => {}
+                _ = interrupt.recv() => return Ok(()),
+                _ = terminate.recv() => return Ok(()),
+            }
+            let text = match admin_client::get_json_async(&address, "/status", TIMEOUT).await {
+                Ok(status) => view::text(&status, style()),
+                Err(error) => format!("{}\n", explain(admin, &error)),
+            };
+            let footer =
+                format!("{}  every {}, Ctrl-C ends", Utc::now(), format_duration(interval));
+            let mut out = io::stdout().lock();
+            let size = terminal_size().unwrap_or(DEFAULT_SIZE);
+            out.write_all(frame(&text, &footer, size).as_bytes())?;
+            out.flush()?;
+        }
+    })
+}
+
+/// The alternate screen of a terminal without a cursor. Dropping it restores the screen.
+struct AlternateScreen;
+
+impl AlternateScreen {
+    fn enter() -> io::Result<Self> {
+        let mut out = io::stdout().lock();
+        out.write_all(b"\x1b[?1049h\x1b[?25l")?;
+        out.flush()?;
+        Ok(Self)
+    }
+}
+
+impl Drop for AlternateScreen {
+    fn drop(&mut self) {
+        let mut out = io::stdout().lock();
+        let _ = out.write_all(b"\x1b[?25h\x1b[?1049l");
+        let _ = out.flush();
+    }
+}
+
+/// A frame that overwrites the previous one: each line is cleared to its end, the rest of the screen
+/// too, and lines that do not fit are counted instead of scrolled.
+fn frame(text: &str, footer: &str, (width, height): (usize, usize)) -> String {
+    let lines: Vec<&str> = text.lines().collect();
+    let rows = height.saturating_sub(1).max(1);
+    let mut out = String::from("\x1b[H");
+    for line in lines.iter().take(rows) {
+        out.push_str(&table::cut(line, width));
+        out.push_str("\x1b[K\r\n");
+    }
+    let hidden = lines.len().saturating_sub(rows);
+    let footer = match hidden {
+        0 => footer.to_owned(),
+        _ => format!("{footer}  ({hidden} more lines; a taller window shows them)"),
+    };
+    out.push_str(&table::cut(&footer, width));
+    out.push_str("\x1b[K\x1b[J");
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn frame_fits_the_terminal_and_clears_the_previous_one() {
+        let text = "first line\nsecond\nthird\n";
+        let drawn = frame(text, "foot", (6, 3));
+        assert_eq!(drawn, "\x1b[Hfirst…\x1b[K\r\nsecond\x1b[K\r\nfoot …\x1b[K\x1b[J");
+        assert!(!frame(text, "foot", (80, 24)).contains("more"));
+        frame(text, "foot", (0, 0));
+    }
+}

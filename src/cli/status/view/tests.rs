@@ -1,0 +1,90 @@
+//! The table of a status with every part, and of malformed ones.
+
+use serde_json::json;
+
+use super::*;
+
+fn status() -> Value {
+    json!({
+        "version": "1.2", "commit": "abc", "now": "2026-07-26T12:00:00Z", "started_at": "2026-07-26T08:48:00Z",
+        "draining": false,
+        "listeners": [
+            {"name": "apiserver", "mode": "terminate", "upstream": "cp",
+             "bind": ["127.0.0.1:7443", "[::1]:7443"], "connections": 3,
+             "requests_in_flight": 90, "watches": 87, "tunnels": 0,
+             "own_errors": [
+                {"code": 429, "reason": "limit", "count": 1, "last": "2026-07-26T11:00:00Z"},
+                {"code": 503, "reason": "no_upstream", "count": 33, "last": "2026-07-26T11:59:57Z"}],
+             "identities": [{"state": "awaited", "cert_file": "/k.pem", "error": "missing"}]},
+            {"name": "lb", "mode": "passthrough", "upstream": "cp", "bind": [], "flows": 7}],
+        "upstreams": [{"name": "cp",
+            "endpoints": [
+                {"address": "10.0.0.1:6443", "state": "ready", "reason": "/readyz is ok",
+                 "since": "2026-07-26T08:48:01Z", "rtt": {"p50_ms": 0.42, "p99_ms": 12.6},
+                 "connections": [{"state": "live"}, {"state": "suspect"}], "streams": 40,
+                 "watches": 29, "flows": 0, "answers": 1234, "errors": 2,
+                 "last_ejection": null},
+                {"address": "10.0.0.2:6443", "state": "ejected", "reason": "refused\u{1b}[2J",
+                 "since": "2026-07-26T11:59:48.500Z", "rtt": null, "connections": [],
+                 "streams": 0, "watches": 0, "answers": 0, "errors": 0,
+                 "last_ejection": {"at": "2026-07-26T11:59:48Z", "reason": "refused"}}],
+            "sources": [{"source": "dns", "last_success": "2026-07-26T11:58:45Z",
+                "age_seconds": 75, "endpoints": 2, "error": "no answer", "note": null}]}],
+        "config": {"last_reload": {"at": "2026-07-26T11:00:00Z", "outcome": "failed",
+            "errors": ["f: workers: is no number", "f: x: unknown"]}},
+        "events": [
+            {"at": "2026-07-26T11:59:48.500Z", "kind": "endpoint", "name": "10.0.0.2:6443",
+             "from": "ready", "to": "ejected", "reason": "refused", "times": 3, "bad": true}],
+    })
+}
+
+#[test]
+fn text_wide_has_every_part() {
+    let text = text(&status(), Style::default());
+    for part in [
+        "jackstay 1.2 (abc)  ·  up 3h12m  ·  1 of 2 endpoints ready  ·  40 streams (29 watches)",
+        "apiserver  terminate    127.0.0.1:7443, [::1]:7443  cp              3        90       87        0      -",
+        "  ·  34 errors answered by jackstay itself\n",
+        "      own error 429 limit: 1 time, last 1h00m ago\n",
+        "      own error 503 no_upstream: 33 times, last 3s ago\n",
+        "identity awaited /k.pem: missing",
+        "lb         passthrough  not bound",
+        "10.0.0.1:6443  ready    3h11m  0.42 ms  13 ms  2 (1 not live)       40       29      0    2  /readyz is ok  never",
+        "10.0.0.2:6443  ejected  11s          -      -               0        0        0      -    0  refused [2J    12s ago: refused",
+        "dns     1m15s ago             2  no answer",
+        "last reload 1h00m ago failed, the old configuration stays: f: workers: is no number; f: x",
+        "11s ago       endpoint 10.0.0.2:6443  ready -> ejected: refused (3 times)",
+    ] {
+        assert!(text.contains(part), "no `{part}` in\n{text}");
+    }
+    assert!(!text.contains('\x1b'), "{text}");
+}
+
+#[test]
+fn text_narrow_has_reasons_below_their_rows() {
+    let style = Style { colour: true, width: Some(100) };
+    let text = text(&status(), style);
+    assert!(text.contains("\x1b[1;31mejected\x1b[0m"), "{text}");
+    assert!(text.contains("\n      \x1b[1;31mrefused [2J\x1b[0m\n"), "{text}");
+    assert!(!text.contains("LAST EJECTION"), "{text}");
+}
+
+#[test]
+fn text_malformed_status_does_not_panic() {
+    for odd in [
+        json!(null),
+        json!([]),
+        json!({"listeners": 3, "upstreams": [{"endpoints": [1], "sources": [{}]}], "events": [2]}),
+    ] {
+        text(&odd, Style::default());
+    }
+}
+
+#[test]
+fn format_age_has_at_most_two_units() {
+    for (seconds, expected) in
+        [(0, "0s"), (59, "59s"), (65, "1m05s"), (3600, "1h00m"), (90_000, "1d01h")]
+    {
+        assert_eq!(format_age(Duration::from_secs(seconds)), expected);
+    }
+}

@@ -6,10 +6,8 @@
 
 use jackstay::proxy::watch::resume::Round;
 use jackstay::upstream::balance::{cost, handicap, pick, slow_start};
-use jackstay::upstream::endpoint::{EndpointState, backoff};
-use jackstay::upstream::evacuation::{
-    EndpointReadiness, START_JITTER, decide as who_leaves, due_moves,
-};
+use jackstay::upstream::endpoint::{EndpointReadiness, EndpointState, backoff};
+use jackstay::upstream::evacuation::{START_JITTER, decide as who_leaves, due_moves};
 use jackstay::upstream::rebalance::{EndpointLoad, RebalanceMove, decide};
 use jackstay::upstream::watch_moves::MoveEligibility;
 use std::time::{Duration, Instant};

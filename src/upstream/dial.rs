@@ -16,13 +16,13 @@ use std::time::Duration;
 use bytes::Bytes;
 use h2::client::{Connection as H2Connection, SendRequest};
 use h2::{Ping, PingPong};
-use rustls::{AlertDescription, ClientConfig};
+use rustls::{AlertDescription, CertificateError, ClientConfig};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
-use super::endpoint::{ConnectFailure, Endpoint};
+use super::endpoint::{ConnectFailure, ConnectTimeout, Endpoint};
 use crate::net::process::resource_limits;
 use crate::net::sockets::connector::Connector;
 use crate::net::sockets::read_ahead::ReadAhead;
@@ -80,7 +80,7 @@ pub async fn dial_h2(
     outgoing: &Connector,
     endpoint: &Endpoint,
     tls: &Arc<ClientConfig>,
-    limit: Duration,
+    limit: ConnectTimeout,
 ) -> Result<Established, ConnectFailure> {
     // Boxed: the handshakes of rustls and h2 keep 30 KiB of state, and most of a dial is waiting.
     Box::pin(race(endpoint, limit, |address| async move {
@@ -112,7 +112,7 @@ pub async fn dial_http1(
     outgoing: &Connector,
     endpoint: &Endpoint,
     tls: &Arc<ClientConfig>,
-    limit: Duration,
+    limit: ConnectTimeout,
 ) -> Result<(TlsStream<ReadAhead<TrackedStream>>, StreamObserver), ConnectFailure> {
     Box::pin(race(endpoint, limit, |address| async move {
         let tcp = connect(outgoing, address).await?;
@@ -128,7 +128,7 @@ pub async fn dial_http1(
 
 async fn race<T, F, Fut>(
     endpoint: &Endpoint,
-    limit: Duration,
+    limit: ConnectTimeout,
     attempt: F,
 ) -> Result<T, ConnectFailure>
 where
@@ -160,12 +160,8 @@ where
             },
         }
     };
-    timeout(limit, both).await.unwrap_or_else(|_| {
-        Err(ConnectFailure::Timeout(format!(
-            "no connection to {} within {} ms",
-            endpoint.label,
-            limit.as_millis()
-        )))
+    timeout(limit.limit(), both).await.unwrap_or_else(|_| {
+        Err(ConnectFailure::Timeout(format!("no connection to {} {limit}", endpoint.label)))
     })
 }
 
@@ -195,7 +191,7 @@ async fn secure(
                      a proxy before it?"
                 ));
             }
-            match refused(address, "TLS", &error) {
+            match refused(address, "TLS", &tls_error_text(&error)) {
                 ConnectFailure::Refused(why) if of_tls(&error).is_some() => {
                     ConnectFailure::TlsFailed(why)
                 }
@@ -224,6 +220,31 @@ fn is_late_alert(error: &io::Error) -> bool {
     let of_h2 = error.get_ref().and_then(|inner| inner.downcast_ref::<h2::Error>());
     let below = of_h2.and_then(h2::Error::get_io);
     below.is_some_and(|error| error.kind() == io::ErrorKind::InvalidData)
+}
+
+/// The text of a TLS error. rustls lists the names of a certificate as `DnsName("kubernetes")`;
+/// the names alone are what an operator compares.
+fn tls_error_text(error: &io::Error) -> String {
+    match of_tls(error) {
+        Some(rustls::Error::InvalidCertificate(CertificateError::NotValidForNameContext {
+            expected,
+            presented,
+        })) => {
+            let names: Vec<_> = presented.iter().map(|name| bare_name(name)).collect();
+            format!(
+                "certificate not valid for {}; it is valid for {}",
+                expected.to_str(),
+                names.join(", ")
+            )
+        }
+        _ => error.to_string(),
+    }
+}
+
+/// `kubernetes` of `DnsName("kubernetes")`.
+fn bare_name(name: &str) -> &str {
+    let inner = name.split_once('(').and_then(|(_, rest)| rest.strip_suffix(')'));
+    inner.unwrap_or(name).trim_matches('"')
 }
 
 fn refused(address: SocketAddr, step: &str, error: &dyn fmt::Display) -> ConnectFailure {
@@ -265,4 +286,21 @@ async fn first_pong(
     .await?;
     let rtt = pinged_at.elapsed();
     Ok(Established { send, connection, ping, observer, rtt })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustls::pki_types::ServerName;
+
+    #[test]
+    fn tls_error_text_of_a_wrong_name_lists_bare_names() {
+        let error = rustls::Error::InvalidCertificate(CertificateError::NotValidForNameContext {
+            expected: ServerName::try_from("10.0.0.1").unwrap(),
+            presented: vec!["DnsName(\"kubernetes\")".into(), "IpAddress(10.96.0.1)".into()],
+        });
+        let text = tls_error_text(&io::Error::new(io::ErrorKind::InvalidData, error));
+        let expected = "certificate not valid for 10.0.0.1; it is valid for kubernetes, 10.96.0.1";
+        assert_eq!(text, expected);
+    }
 }

@@ -1,27 +1,32 @@
-//! One endpoint of an upstream: what is known of it, and the state that follows.
+//! One endpoint of an upstream: its identity, its health and its statistics.
 //!
-//! | state | enters when | effect |
+//! | state | entered when | effect |
 //! |---|---|---|
-//! | connecting | nothing is known yet | tried |
-//! | ready | connected, and `/readyz` says ok, or there is no credential to ask it with | first choice |
-//! | degraded | connected, but `/readyz` fails | no new request while another is ready; nothing is cut, watches move away ([`super::evacuation`]) |
-//! | suspect | connected, but no connection has had its PING answered for 500 ms | no new request while another is there; tried by a fresh connect |
-//! | ejected | none of its connections is live and a fresh connect failed | probed with jittered backoff |
-//! | no-h2 | it does not speak HTTP/2 by ALPN | as ejected, with its own reason |
-//! | leaving | removed from the set | its connections drain |
+//! | connecting | no connection is live, or `/readyz` was not answered yet | connects are tried |
+//! | ready | connected, and `/readyz` is ok or cannot be asked | first choice |
+//! | degraded | connected, but `/readyz` fails | no new requests while another endpoint is ready; nothing is closed, watches move away ([`super::evacuation`]) |
+//! | suspect | connected, but no connection has had its PING answered for 500 ms | no new requests while another endpoint is usable; a fresh connection is tried |
+//! | ejected | no connection is live and a fresh connect failed | no requests; retried with jittered backoff |
+//! | no-h2 | the peer does not choose `h2` by ALPN | as ejected, with its own reason |
+//! | leaving | removed from the set of endpoints | its connections drain |
 //!
-//! The facts come from several places (data-plane workers that dial, the prober that asks
-//! `/readyz`); the state is derived here, in one function, and each change is logged here, once,
-//! with its reason.
+//! Workers and the prober report what they observe. [`health`] derives the state, a pure state
+//! machine; [`Endpoint`] publishes each transition once: in metrics, in the log and as an event.
 
 mod availability;
+mod connect;
 mod connecting;
-mod evidence;
+mod connections;
+mod health;
+mod probe_signals;
+mod probing;
+mod slow_start;
 mod state;
+mod statistics;
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use rustls::pki_types::ServerName;
@@ -30,23 +35,29 @@ use tokio::time::Instant;
 
 use self::availability::Downtime;
 pub use self::availability::ReadyzCheck;
-pub use self::connecting::HandshakeGuard;
-pub use self::evidence::ProbeTrigger;
-pub use self::state::{ConnectFailure, EndpointState, backoff};
-use self::state::{Facts, Lifecycle, Readyz, Transport};
-use super::balance;
-use super::stats::{ConnectionStats, Ejection, EndpointStatus, ReadyzCheckStatus};
+use self::connect::ConnectBackoff;
+pub use self::connect::{ConnectFailure, ConnectTimeout, backoff};
+pub use self::connections::FlowGuard;
+pub use self::health::EndpointReadiness;
+use self::health::{EndpointHealth, Observation, Transition};
+use self::probe_signals::ProbeSignals;
+pub use self::probe_signals::ProbeTrigger;
+use self::slow_start::SlowStart;
+pub use self::state::EndpointState;
+use self::statistics::EndpointStatistics;
+pub use self::statistics::HandshakeGuard;
+use super::stats::{Ejection, EndpointStatus, ReadyzCheckStatus};
 use crate::config::EndpointAddress;
-use crate::observe::EndpointMetrics;
 use crate::observe::events::{Change, Kind};
 use crate::observe::utc::Utc;
+use crate::observe::{EndpointMetrics, EndpointStateGauge};
 
 /// An endpoint, shared by the workers, the prober and the admin page.
 #[derive(Debug)]
 pub struct Endpoint {
-    /// Name of the upstream it belongs to.
+    /// Name of its upstream.
     pub upstream: Arc<str>,
-    /// Where it is.
+    /// Host and port.
     pub address: EndpointAddress,
     /// The address as text: a label in logs and metrics.
     pub label: Arc<str>,
@@ -54,36 +65,33 @@ pub struct Endpoint {
     pub server_name: ServerName<'static>,
     /// Its metrics.
     pub metrics: Arc<EndpointMetrics>,
-    facts: Mutex<Facts>,
+    guarded: Mutex<Guarded>,
+    /// Copy of the state of `guarded.health`, for readers that must not wait.
     state: AtomicU8,
-    /// Handshakes under way: TCP is up, TLS or the first PONG is not.
-    handshakes: AtomicUsize,
-    connections: Mutex<Vec<Weak<ConnectionStats>>>,
-    /// Passed connections that lead here, of all workers.
-    flows: AtomicUsize,
-    /// See [`Self::deaths`].
-    deaths: AtomicU64,
-    probe: Notify,
-    /// It is a seed that is not in what was discovered: for when nothing else will do.
+    slow_start: SlowStart,
+    statistics: EndpointStatistics,
+    probe: ProbeSignals,
     fallback: AtomicBool,
-    /// Told when it leaves.
-    leaves: Notify,
-    /// Time starts here for [`Self::ready_for`].
-    born: Instant,
-    /// Milliseconds from then until it became ready, plus one; 0 while it is not.
-    ready_at: AtomicU64,
-    /// It has recovered, and takes load back gradually.
-    recovering: AtomicBool,
-    /// The latest `/readyz` failed or keeps us waiting.
-    probe_failing: AtomicBool,
-    /// Somebody wants to know whether it is well now, before watches move to it.
-    proof_wanted: AtomicBool,
-    /// Answers of 500 and above in a row: passive evidence.
-    errors_in_row: AtomicU64,
+    /// Notified when it is removed from the set.
+    removal: Notify,
+}
+
+/// What changes together, under one lock.
+#[derive(Debug)]
+struct Guarded {
+    health: EndpointHealth,
+    backoff: ConnectBackoff,
+    /// When the state was entered.
+    since: SystemTime,
+    last_ejection: Option<(SystemTime, String)>,
+    downtime: Downtime,
+    last_check: Option<ReadyzCheck>,
+    gauge: EndpointStateGauge,
 }
 
 impl Endpoint {
-    /// An endpoint of which nothing is known yet.
+    /// An endpoint in state connecting. `server_name` overrides the host of the address as SNI and
+    /// as the name to verify.
     ///
     /// # Errors
     /// The server name is no DNS name or IP address.
@@ -104,51 +112,25 @@ impl Endpoint {
             label: address.to_string().into(),
             server_name,
             metrics,
-            facts: Mutex::new(Facts {
-                transport: Transport::Unknown,
-                live: 0,
-                unanswered: 0,
-                suspect: None,
-                lost: None,
-                given_up: None,
-                readyz: Readyz::Unknown,
-                probe_failing_since: None,
-                last_ready_probe: None,
-                leaving: false,
-                silent: None,
-                lifecycle: Lifecycle::New,
-                was_out: false,
-                failures: 0,
-                slow_failures: 0,
-                shortage: None,
-                tried: None,
-                failed: None,
-                jitter: fastrand::f64(),
+            guarded: Mutex::new(Guarded {
+                health: EndpointHealth::new(),
+                backoff: ConnectBackoff::new(fastrand::f64()),
                 since: SystemTime::now(),
-                reason: "not connected".into(),
                 last_ejection: None,
                 downtime: Downtime::default(),
                 last_check: None,
                 gauge,
             }),
             state: AtomicU8::new(EndpointState::Connecting as u8),
-            handshakes: AtomicUsize::new(0),
-            connections: Mutex::default(),
-            flows: AtomicUsize::new(0),
-            deaths: AtomicU64::new(0),
-            probe: Notify::new(),
+            slow_start: SlowStart::new(Instant::now()),
+            statistics: EndpointStatistics::default(),
+            probe: ProbeSignals::default(),
             fallback: AtomicBool::new(false),
-            leaves: Notify::new(),
-            born: Instant::now(),
-            ready_at: AtomicU64::new(0),
-            recovering: AtomicBool::new(false),
-            probe_failing: AtomicBool::new(false),
-            proof_wanted: AtomicBool::new(false),
-            errors_in_row: AtomicU64::new(0),
+            removal: Notify::new(),
         }))
     }
 
-    /// The addresses to connect to. `localhost` is both loopback addresses, without asking anyone
+    /// The addresses to connect to. `localhost` is both loopback addresses, without a DNS query
     /// (RFC 6761 section 6.3).
     pub fn socket_addresses(&self) -> Vec<SocketAddr> {
         let port = self.address.port;
@@ -161,151 +143,75 @@ impl Endpoint {
         }
     }
 
-    /// The state now. Cheap: the picker asks for every candidate.
+    /// The state. One atomic load: the picker asks every candidate.
     pub fn state(&self) -> EndpointState {
         EndpointState::from_u8(self.state.load(Ordering::Relaxed))
     }
 
-    /// Whether requests get an answer there: also before its first `/readyz`, once connected.
+    /// Why it is in its state.
+    pub fn reason(&self) -> String {
+        self.guarded().health.state().1.to_owned()
+    }
+
+    /// Whether requests are answered there: also before the first `/readyz`, once connected.
     pub fn is_usable(&self) -> bool {
         match self.state() {
             EndpointState::Ready | EndpointState::Degraded | EndpointState::Suspect => true,
-            EndpointState::Connecting => self.facts().live > 0,
+            EndpointState::Connecting => self.guarded().health.live_connections() > 0,
             EndpointState::Ejected | EndpointState::NoH2 | EndpointState::Leaving => false,
         }
     }
 
-    /// For how long it has been ready, if it is.
+    /// For how long it has been ready; `None` while it is not.
     pub fn ready_for(&self, now: Instant) -> Option<Duration> {
-        let at = self.ready_at.load(Ordering::Relaxed).checked_sub(1)?;
-        Some(now.saturating_duration_since(self.born + Duration::from_millis(at)))
+        self.slow_start.ready_for(now)
     }
 
-    /// Share of its picks that it takes part in: less than the whole for a while after it has
-    /// recovered ([`balance::slow_start`]).
+    /// Share of the picks that it takes part in, in 0..=1: less than 1 for a while after a recovery
+    /// ([`super::balance::slow_start`]).
     pub fn slow_start_share(&self, now: Instant) -> f64 {
-        if !self.recovering.load(Ordering::Relaxed) {
-            return 1.0;
-        }
-        let share = self.ready_for(now).map_or(1.0, balance::slow_start);
-        if share >= 1.0 {
-            self.recovering.store(false, Ordering::Relaxed);
-        }
-        share
+        self.slow_start.share(now)
     }
 
-    /// Why it is in its state.
-    pub fn reason(&self) -> String {
-        self.facts().reason.clone()
-    }
-
-    /// For too long it has neither answered on the prober's connection nor completed a fresh
-    /// handshake, whatever its kernel says.
-    pub fn mark_unresponsive(&self, why: &str) {
-        self.update(|facts| facts.silent = Some(why.to_owned()));
-    }
-
-    /// It answers on a connection that was there all the time.
-    pub fn mark_responsive(&self) {
-        self.update(|facts| {
-            if facts.silent.take().is_some() {
-                facts.lifecycle = Lifecycle::Alive;
-            }
-        });
-    }
-
-    /// It announced that it ends (GOAWAY on the prober's connection). That it takes no new
-    /// connections then is not the death of what runs there.
-    pub fn goaway_received(&self) {
-        self.update(|facts| {
-            if facts.lifecycle == Lifecycle::Alive {
-                facts.lifecycle = Lifecycle::Ending;
-            }
-        });
-    }
-
-    /// It is no longer in the set.
-    pub fn remove(&self) {
-        self.update(|facts| facts.leaving = true);
-        self.leaves.notify_waiters();
-    }
-
-    /// Waits until it has left the set.
-    pub async fn removed(&self) {
-        let mut leaves = std::pin::pin!(self.leaves.notified());
-        // Registered before the look, so that it cannot leave in between.
-        leaves.as_mut().enable();
-        if self.state() != EndpointState::Leaving {
-            leaves.await;
-        }
-    }
-
-    /// Whether it is asked only where no other endpoint of its state is there: a seed that is not
-    /// among what was discovered.
+    /// Whether it is a configured endpoint that discovery did not report: picked only where no
+    /// other endpoint of the same state is there.
     pub fn is_fallback(&self) -> bool {
         self.fallback.load(Ordering::Relaxed)
     }
 
-    /// Says whether it is a fallback.
+    /// Marks it as a fallback, or as none.
     pub fn set_fallback(&self, fallback: bool) {
         self.fallback.store(fallback, Ordering::Relaxed);
     }
 
-    /// A connection to it became live. Its statistics show up in the status as long as they live.
-    pub fn connection_opened(&self, stats: &Arc<ConnectionStats>) {
-        let mut list = self.connections.lock().unwrap_or_else(PoisonError::into_inner);
-        list.retain(|known| known.strong_count() > 0);
-        list.push(Arc::downgrade(stats));
-        drop(list);
-        self.update(Facts::opened);
+    /// Removes it from the set: its connections drain.
+    pub fn remove(&self) {
+        self.observe(Observation::Removed);
+        self.removal.notify_waiters();
     }
 
-    /// A connection that [`Self::connection_opened`] counted takes no new streams any more, for this
-    /// reason; whether its PINGs were answered. With the last one goes what was known: what comes
-    /// back may be another process, and is not ready until it says so.
-    pub fn connection_closed(&self, answered: bool, why: &str) {
-        let now = Instant::now();
-        self.update(|facts| facts.closed(answered, why, now));
+    /// Waits until it is removed from the set.
+    pub async fn removed(&self) {
+        let mut removal = std::pin::pin!(self.removal.notified());
+        // Registered before the state is read, so that no removal falls in between.
+        removal.as_mut().enable();
+        if self.state() != EndpointState::Leaving {
+            removal.await;
+        }
     }
+}
 
-    /// PINGs on a connection that [`Self::connection_opened`] counted are no longer answered, or are
-    /// again. An endpoint is suspect while none is answered on any of its connections.
-    pub fn connection_responds(&self, answers: bool) {
-        self.update(|facts| facts.answers(answers));
-    }
-
-    /// How often it has died: was up, and was then ejected. What leads there from before has died
-    /// with it; what was opened since then, for want of anything better, has not.
-    pub fn deaths(&self) -> u64 {
-        self.deaths.load(Ordering::Relaxed)
-    }
-
-    /// Passed connections that lead here now.
-    pub fn flows(&self) -> usize {
-        self.flows.load(Ordering::Relaxed)
-    }
-
-    /// Counts a passed connection for as long as the guard lives.
-    pub fn track_flow(self: &Arc<Self>) -> FlowGuard {
-        self.flows.fetch_add(1, Ordering::Relaxed);
-        self.metrics.flow_opened();
-        FlowGuard(Arc::clone(self))
-    }
-
-    /// Records the latest `/readyz` check, for `/status`.
-    pub fn record_check(&self, check: ReadyzCheck) {
-        self.facts().last_check = Some(check);
-    }
-
-    /// Everything an operator wants to know, for `/status`.
+impl Endpoint {
+    /// The row of `/status`.
     pub fn status(&self) -> EndpointStatus {
         let usable = self.is_usable();
-        let facts = self.facts();
-        let connections: Vec<_> = {
-            let list = self.connections.lock().unwrap_or_else(PoisonError::into_inner);
-            list.iter().filter_map(Weak::upgrade).map(|stats| stats.status()).collect()
-        };
+        let connections = self.statistics.connections();
         let (answers, errors) = self.metrics.history().totals();
+        let guarded = self.guarded();
+        let ejection = |(at, reason): &(SystemTime, String)| Ejection {
+            at: Utc(*at).seconds(),
+            reason: reason.clone(),
+        };
         EndpointStatus {
             rtt: self.metrics.history().quantiles(),
             streams: connections.iter().map(|connection| connection.streams).sum(),
@@ -317,229 +223,79 @@ impl Endpoint {
             fallback: self.is_fallback(),
             state: self.state().as_str(),
             usable,
-            readiness: facts.readiness(),
-            reason: facts.reason.clone(),
-            since: Utc(facts.since).seconds(),
-            last_ejection: facts
-                .last_ejection
-                .as_ref()
-                .map(|(at, reason)| Ejection { at: Utc(*at).seconds(), reason: reason.clone() }),
-            downtime_seconds: facts.downtime.total(Instant::now()).as_secs_f64(),
-            ejections: facts.downtime.ejections(),
-            last_check: facts.last_check.as_ref().map(ReadyzCheckStatus::from),
+            readiness: guarded.health.readyz_result(),
+            reason: guarded.health.state().1.to_owned(),
+            since: Utc(guarded.since).seconds(),
+            last_ejection: guarded.last_ejection.as_ref().map(ejection),
+            downtime_seconds: guarded.downtime.total(Instant::now()).as_secs_f64(),
+            ejections: guarded.downtime.ejections(),
+            last_check: guarded.last_check.as_ref().map(ReadyzCheckStatus::from),
             connections,
             flows: self.flows(),
         }
     }
 
-    fn facts(&self) -> MutexGuard<'_, Facts> {
-        self.facts.lock().unwrap_or_else(PoisonError::into_inner)
+    fn guarded(&self) -> MutexGuard<'_, Guarded> {
+        self.guarded.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes the facts, derives the state and tells what changed. Nothing here waits.
-    fn update(&self, change: impl FnOnce(&mut Facts)) {
-        let mut facts = self.facts();
-        let (before, _) = facts.state();
-        change(&mut facts);
-        let (after, reason) = facts.state();
-        let reason = reason.to_owned();
-        if before == after {
-            facts.reason = reason;
-            return;
+    fn observe(&self, observation: Observation<'_>) {
+        let mut guarded = self.guarded();
+        if matches!(observation, Observation::Connected | Observation::ConnectionOpened) {
+            guarded.backoff.succeeded();
         }
-        facts.since = SystemTime::now();
-        facts.reason.clone_from(&reason);
-        let ejected = matches!(after, EndpointState::Ejected | EndpointState::NoH2);
-        facts.downtime.record(ejected, Instant::now());
+        self.step(guarded, observation);
+    }
+
+    /// Steps the health and publishes the transition, if there is one.
+    fn step(&self, mut guarded: MutexGuard<'_, Guarded>, observation: Observation<'_>) {
+        let Some(transition) = guarded.health.step(observation) else { return };
+        let Transition { from, to, reason, died, slow_start } = &transition;
+        guarded.since = SystemTime::now();
+        let ejected = matches!(to, EndpointState::Ejected | EndpointState::NoH2);
+        guarded.downtime.record(ejected, Instant::now());
         if ejected {
-            facts.last_ejection = Some((facts.since, reason.clone()));
-            self.metrics.ejected(if after == EndpointState::NoH2 {
-                "no_h2"
-            } else if facts.silent.is_some() {
-                "silent"
-            } else if facts.slow_failures > 0 {
-                "connect_timeout"
-            } else {
-                "connect_failed"
-            });
+            guarded.last_ejection = Some((guarded.since, reason.clone()));
+            self.metrics.ejected(guarded.ejection_label(*to));
         }
-        if after == EndpointState::Ejected {
-            let lifecycle = std::mem::replace(&mut facts.lifecycle, Lifecycle::New);
-            let cut_off = facts.silent.is_some();
-            if lifecycle == Lifecycle::Alive || (lifecycle == Lifecycle::Ending && cut_off) {
-                self.deaths.fetch_add(1, Ordering::Relaxed);
-            }
+        if *died {
+            self.statistics.deaths.fetch_add(1, Ordering::Relaxed);
         }
-        let ready = after == EndpointState::Ready;
-        let at = self.born.elapsed().as_millis() as u64 + 1;
-        self.ready_at.store(if ready { at } else { 0 }, Ordering::Relaxed);
-        if ready {
-            // The first start of all is no recovery: there is no load that left and comes back. Nor
-            // is a PING that was answered late.
-            let was_out = std::mem::take(&mut facts.was_out);
-            if was_out || before != EndpointState::Suspect {
-                self.recovering.store(was_out, Ordering::Relaxed);
-            }
-        } else if !matches!(after, EndpointState::Connecting | EndpointState::Suspect) {
-            facts.was_out = true;
+        match to {
+            EndpointState::Ready => self.slow_start.ready(*slow_start, Instant::now()),
+            _ => self.slow_start.not_ready(),
         }
-        self.state.store(after as u8, Ordering::Relaxed);
-        facts.gauge.set(after.as_str());
-        drop(facts);
+        self.state.store(*to as u8, Ordering::Relaxed);
+        guarded.gauge.set(to.as_str());
+        drop(guarded);
         self.metrics.changed(&Change {
             kind: Kind::Endpoint,
             upstream: Some(&self.upstream),
             name: &self.label,
             detail: "",
-            from: before.as_str(),
-            to: after.as_str(),
-            reason: &reason,
-            effect: after.effect(),
-            bad: matches!(
-                after,
-                EndpointState::Ejected
-                    | EndpointState::NoH2
-                    | EndpointState::Degraded
-                    | EndpointState::Suspect
-            ),
+            from: from.as_str(),
+            to: to.as_str(),
+            reason,
+            effect: to.effect(),
+            bad: to.is_fault(),
         });
     }
 }
 
-/// A passed connection to an endpoint.
-#[derive(Debug)]
-pub struct FlowGuard(Arc<Endpoint>);
-
-impl FlowGuard {
-    /// Where it leads.
-    pub fn endpoint(&self) -> &Arc<Endpoint> {
-        &self.0
-    }
-}
-
-impl Drop for FlowGuard {
-    fn drop(&mut self) {
-        self.0.flows.fetch_sub(1, Ordering::Relaxed);
-        self.0.metrics.flow_closed();
+impl Guarded {
+    /// Value of the `reason` label of the ejection counter.
+    fn ejection_label(&self, to: EndpointState) -> &'static str {
+        if to == EndpointState::NoH2 {
+            "no_h2"
+        } else if self.health.is_unresponsive() {
+            "silent"
+        } else if self.backoff.has_timed_out() {
+            "connect_timeout"
+        } else {
+            "connect_failed"
+        }
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::observe::Metrics;
-    use crate::upstream::credentials::CredentialClass;
-
-    #[test]
-    fn a_state_survives_its_number() {
-        for state in EndpointState::ALL {
-            assert_eq!(EndpointState::from_u8(state as u8), state);
-        }
-    }
-
-    #[test]
-    fn only_a_recovery_starts_slowly() {
-        let address = EndpointAddress { host: "10.0.0.1".into(), port: 6443 };
-        let metrics = Metrics::new().endpoint("u", "e");
-        let endpoint = Endpoint::new(&"u".into(), &address, None, metrics).unwrap();
-        let later = Instant::now() + Duration::from_secs(15);
-        let whole = |endpoint: &Endpoint| endpoint.slow_start_share(later) >= 1.0;
-        assert!(whole(&endpoint) && endpoint.ready_for(later).is_none());
-        endpoint.connected();
-        endpoint.readyz_ok();
-        assert!(whole(&endpoint), "the first start of all");
-        assert!(endpoint.ready_for(later).is_some_and(|since| since.as_secs() >= 14));
-
-        endpoint.readyz_failing("etcd");
-        assert!(endpoint.ready_for(later).is_none());
-        endpoint.readyz_ok();
-        assert!(
-            (0.5..0.6).contains(&endpoint.slow_start_share(later)),
-            "{}",
-            endpoint.slow_start_share(later)
-        );
-        assert!(endpoint.slow_start_share(Instant::now() + Duration::from_secs(31)) >= 1.0);
-        assert!(whole(&endpoint), "and then it is over");
-
-        endpoint.connect_failed(ConnectFailure::Refused("no".into()), Instant::now());
-        endpoint.connected();
-        assert_eq!(endpoint.state(), EndpointState::Connecting);
-        endpoint.readyz_ok();
-        assert!(!whole(&endpoint), "back from an ejection");
-    }
-
-    /// Workers and the prober lose and open connections in any order.
-    #[test]
-    fn it_is_connected_for_as_long_as_a_connection_lives() {
-        let address = EndpointAddress { host: "10.0.0.1".into(), port: 6443 };
-        let metrics = Metrics::new().endpoint("u", "e");
-        let endpoint = Endpoint::new(&"u".into(), &address, None, metrics).unwrap();
-        let opened = || {
-            let stats =
-                ConnectionStats::new(CredentialClass::Anonymous, None, None, Instant::now());
-            endpoint.connection_opened(&stats);
-        };
-        let failed = || {
-            endpoint.connect_failed(ConnectFailure::Refused("no".into()), Instant::now());
-        };
-        opened();
-        endpoint.readyz_ok();
-        opened();
-        endpoint.connection_closed(true, "lost");
-        failed();
-        assert_eq!(endpoint.state(), EndpointState::Ready, "one lives");
-        endpoint.connection_closed(true, "lost");
-        assert_eq!(endpoint.state(), EndpointState::Connecting);
-        assert!(!endpoint.is_usable());
-        opened();
-        assert_eq!(endpoint.state(), EndpointState::Connecting, "not well until it says so");
-        assert!(endpoint.is_usable());
-        endpoint.connection_closed(true, "lost");
-        failed();
-        assert_eq!(endpoint.state(), EndpointState::Ejected);
-        opened();
-        assert_eq!(endpoint.state(), EndpointState::Connecting);
-    }
-
-    #[test]
-    fn endpoint_is_suspect_while_no_connection_has_its_ping_answered() {
-        use EndpointState::{Connecting, Ready, Suspect};
-        let address = EndpointAddress { host: "10.0.0.1".into(), port: 6443 };
-        let metrics = Metrics::new().endpoint("u", "e");
-        let endpoint = Endpoint::new(&"u".into(), &address, None, metrics).unwrap();
-        let opened = || {
-            let stats =
-                ConnectionStats::new(CredentialClass::Anonymous, None, None, Instant::now());
-            endpoint.connection_opened(&stats);
-        };
-        let known = || (endpoint.state(), endpoint.reason());
-        opened();
-        opened();
-        endpoint.readyz_ok();
-        endpoint.connection_responds(false);
-        assert_eq!(endpoint.state(), Ready, "one answers");
-        endpoint.connection_responds(false);
-        assert_eq!(known(), (Suspect, "PING unanswered on every connection (2)".into()));
-        assert!(endpoint.is_usable() && endpoint.deaths() == 0, "no verdict yet");
-        // A fresh one works.
-        opened();
-        assert_eq!(known(), (Ready, "/readyz is ok".into()));
-        endpoint.connection_closed(true, "closed by the peer");
-        assert_eq!(endpoint.state(), Suspect);
-        endpoint.connection_responds(true);
-        assert_eq!(endpoint.state(), Ready);
-        let later = Instant::now() + Duration::from_secs(1);
-        assert!(
-            endpoint.slow_start_share(later) >= 1.0,
-            "it has lost no load that it would take back slowly"
-        );
-        // Both are given up.
-        endpoint.connection_responds(false);
-        endpoint.connection_closed(false, "the process is stopped");
-        assert_eq!(known(), (Suspect, "PING unanswered on every connection (1)".into()));
-        endpoint.connection_closed(false, "the process is stopped");
-        assert_eq!(known(), (Connecting, "not connected: the process is stopped".into()));
-        opened();
-        assert_eq!(known(), (Connecting, "connected, /readyz not answered yet".into()));
-    }
-}
+mod tests;

@@ -1,22 +1,23 @@
-//! Lets watches leave an apiserver that is unwell, while their streams still work.
+//! Moves watches away from an apiserver whose `/readyz` fails, while their streams still work.
 //!
-//! An apiserver without its etcd answers PINGs and keeps its watches, and they hear of nothing. To
-//! cut them would make an outage worse. To move one that can be resumed is not to cut it: its
-//! client does not notice, and if nobody takes it, it stays. So the bar is low, but there is one:
+//! An apiserver that has lost its etcd answers PINGs and keeps its watches open, but delivers no
+//! events. To close these watches would make the outage worse. To move a watch that can be resumed is
+//! invisible to its client, and a watch that no other endpoint takes stays where it is. So the
+//! threshold is low:
 //!
-//! | the latest `/readyz` here | who leaves |
+//! | the latest `/readyz` of the endpoint | watches that move |
 //! |---|---|
-//! | was right | nobody |
-//! | failed, or keeps us waiting for half of its timeout | who was delivering and has fallen silent |
-//! | the endpoint is degraded: it failed `fall` times | everyone who can |
+//! | ok | none |
+//! | failed, or outstanding for half of its timeout | those that delivered events and have fallen silent |
+//! | failed `fall` times: the endpoint is degraded | all that can |
 //!
-//! and in each case only to an endpoint that is ready and whose own `/readyz` was *asked after* that,
-//! and was right; the prober asks the others for it at once. Where all lose their etcd together
-//! nobody can show that, and nothing moves.
+//! A target must be ready, and its own `/readyz` must have been asked after the first failure and
+//! been ok; the prober asks the other endpoints at once. Where all apiservers lose etcd together no
+//! endpoint qualifies, and nothing moves.
 //!
-//! Whoever leaves does so within [`WINDOW`], after a start by lot; the picker spreads them over
-//! those who are last_ready_probe. What comes back to an apiserver that has recovered is up to
-//! [`super::rebalance`], slowly.
+//! All moves are offered within [`WINDOW`], after a random delay of up to [`START_JITTER`]; the picker
+//! spreads the watches over the ready endpoints. [`super::rebalance`] moves watches back slowly once
+//! the apiserver has recovered.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -24,87 +25,73 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::connection::Connection;
-use super::endpoint::{Endpoint, EndpointState};
-use super::health::ConnectionState;
+use super::connection::{Connection, ConnectionState};
+use super::endpoint::{Endpoint, EndpointReadiness, EndpointState};
 use super::watch_moves::MoveEligibility;
 
-/// A active begins within this time of its reason, by lot: other nodes see the same.
+/// An evacuation starts within this time of its cause, chosen at random: other nodes see the same
+/// failure at the same time.
 pub const START_JITTER: Duration = Duration::from_millis(200);
-/// Time in which all who leave are offered a move.
+/// Time in which every watch that should move is offered a move.
 pub const WINDOW: Duration = Duration::from_millis(400);
 /// Least pause between two offers.
-const ROUND: Duration = Duration::from_millis(100);
+const OFFER_PAUSE: Duration = Duration::from_millis(100);
 
-/// What is known of the readiness of an endpoint.
-#[derive(Debug, Clone, Copy)]
-pub struct EndpointReadiness {
-    /// Its state.
-    pub state: EndpointState,
-    /// Since when its probes fail or keep us waiting; `None` when the latest was right.
-    pub probe_failing_since: Option<Instant>,
-    /// When the latest probe was asked that was right.
-    pub last_ready_probe: Option<Instant>,
+/// Whether an endpoint may take the watches of one whose probe fails since `failing_since`.
+fn may_take_over(target: &EndpointReadiness, failing_since: Instant) -> bool {
+    target.state == EndpointState::Ready
+        && target.probe_failing_since.is_none()
+        && target.last_ready_probe.is_some_and(|asked_at| asked_at > failing_since)
 }
 
-impl EndpointReadiness {
-    /// Whether it may take the watches of one that is probe_failing_since since then.
-    pub fn takes_over(&self, probe_failing_since: Instant) -> bool {
-        self.state == EndpointState::Ready
-            && self.probe_failing_since.is_none()
-            && self
-                .last_ready_probe
-                .is_some_and(|last_ready_probe| last_ready_probe > probe_failing_since)
-    }
-
-    /// Whose watches leave it, if somebody takes them over.
-    pub fn leaves(&self) -> Option<MoveEligibility> {
-        self.probe_failing_since?;
-        match self.state {
-            EndpointState::Degraded => Some(MoveEligibility::All),
-            EndpointState::Ready | EndpointState::Connecting => Some(MoveEligibility::Silent),
-            // Transport, and its own rules.
-            EndpointState::Suspect
-            | EndpointState::Ejected
-            | EndpointState::NoH2
-            | EndpointState::Leaving => None,
-        }
+/// Which watches should leave an endpoint.
+fn leaving_watches(source: &EndpointReadiness) -> Option<MoveEligibility> {
+    source.probe_failing_since?;
+    match source.state {
+        EndpointState::Degraded => Some(MoveEligibility::All),
+        EndpointState::Ready | EndpointState::Connecting => Some(MoveEligibility::Silent),
+        // The connections are suspect or lost; their health decides.
+        EndpointState::Suspect
+        | EndpointState::Ejected
+        | EndpointState::NoH2
+        | EndpointState::Leaving => None,
     }
 }
 
-/// An endpoint to leave, who leaves it, and where to.
+/// An endpoint to evacuate, the watches that leave it, and the endpoints that may take them.
 #[derive(Debug)]
 pub struct Evacuation {
     endpoint: Arc<Endpoint>,
-    who: MoveEligibility,
+    eligible: MoveEligibility,
     targets: Rc<[Arc<Endpoint>]>,
 }
 
-/// The endpoints to leave now. Empty, and cheap, as long as all are last_ready_probe.
+/// The endpoints to evacuate now. Allocates nothing while every probe is ok.
 pub fn evacuations(endpoints: &[Arc<Endpoint>]) -> Vec<Evacuation> {
     if !endpoints.iter().any(|endpoint| endpoint.is_probe_failing()) {
         return Vec::new();
     }
-    let known: Vec<_> = endpoints.iter().map(|endpoint| endpoint.readiness()).collect();
-    decide(&known)
-        .map(|(here, who, targets)| Evacuation {
-            endpoint: Arc::clone(&endpoints[here]),
-            who,
-            targets: targets.into_iter().map(|there| Arc::clone(&endpoints[there])).collect(),
+    let readiness: Vec<_> = endpoints.iter().map(|endpoint| endpoint.readiness()).collect();
+    decide(&readiness)
+        .map(|(source, eligible, targets)| Evacuation {
+            endpoint: Arc::clone(&endpoints[source]),
+            eligible,
+            targets: targets.into_iter().map(|target| Arc::clone(&endpoints[target])).collect(),
         })
         .collect()
 }
 
-/// The table above: who leaves which endpoint, and which ones take them over; by index.
+/// The table of the module: for each endpoint to evacuate its index, the watches that leave, and the
+/// indices of the targets.
 pub fn decide(
-    known: &[EndpointReadiness],
+    endpoints: &[EndpointReadiness],
 ) -> impl Iterator<Item = (usize, MoveEligibility, Vec<usize>)> + '_ {
-    known.iter().enumerate().filter_map(|(here, readiness)| {
-        let (who, probe_failing_since) = (readiness.leaves()?, readiness.probe_failing_since?);
-        let targets: Vec<_> = (0..known.len())
-            .filter(|&there| there != here && known[there].takes_over(probe_failing_since))
+    endpoints.iter().enumerate().filter_map(|(index, source)| {
+        let (eligible, failing_since) = (leaving_watches(source)?, source.probe_failing_since?);
+        let targets: Vec<_> = (0..endpoints.len())
+            .filter(|&other| other != index && may_take_over(&endpoints[other], failing_since))
             .collect();
-        (!targets.is_empty()).then_some((here, who, targets))
+        (!targets.is_empty()).then_some((index, eligible, targets))
     })
 }
 
@@ -114,76 +101,79 @@ pub fn due_moves(watches: usize, elapsed: Duration) -> usize {
     (watches as f64 * part).ceil() as usize
 }
 
-/// The flights of one class of a pool.
+/// The evacuations in progress of one class of a pool.
 #[derive(Debug, Default)]
 pub struct ActiveEvacuations {
-    under_way: Vec<ActiveEvacuation>,
+    active: Vec<ActiveEvacuation>,
     rng: fastrand::Rng,
 }
 
 #[derive(Debug)]
 struct ActiveEvacuation {
-    from: Arc<Endpoint>,
-    who: MoveEligibility,
-    last: Instant,
+    source: Arc<Endpoint>,
+    eligible: MoveEligibility,
+    last_offer: Instant,
 }
 
 impl ActiveEvacuations {
-    /// Offers moves to those who should leave. Called on every turn of the pool.
-    pub fn turn(&mut self, connections: &[Rc<Connection>], leave: &[Evacuation], now: Instant) {
-        if leave.is_empty() && self.under_way.is_empty() {
+    /// Starts, continues and ends evacuations. The pool calls it on every maintenance.
+    pub fn tick(&mut self, connections: &[Rc<Connection>], wanted: &[Evacuation], now: Instant) {
+        if wanted.is_empty() && self.active.is_empty() {
             return;
         }
-        let goes_on = |active: &ActiveEvacuation| {
-            leave.iter().any(|d| Arc::ptr_eq(&d.endpoint, &active.from) && d.who == active.who)
+        let continues = |active: &ActiveEvacuation| {
+            wanted.iter().any(|evacuation| {
+                Arc::ptr_eq(&evacuation.endpoint, &active.source)
+                    && evacuation.eligible == active.eligible
+            })
         };
-        for over in self.under_way.extract_if(.., |active| !goes_on(active)) {
-            for connection in connections.iter().filter(|c| Arc::ptr_eq(&c.endpoint, &over.from)) {
+        for ended in self.active.extract_if(.., |active| !continues(active)) {
+            for connection in connections.iter().filter(|c| Arc::ptr_eq(&c.endpoint, &ended.source))
+            {
                 connection.withdraw_moves();
             }
         }
-        for departure in leave {
-            self.depart(connections, departure, now);
+        for evacuation in wanted {
+            self.advance(connections, evacuation, now);
         }
     }
 
-    fn depart(&mut self, connections: &[Rc<Connection>], departure: &Evacuation, now: Instant) {
-        let Evacuation { endpoint, who, targets } = departure;
-        let here = || {
+    fn advance(&mut self, connections: &[Rc<Connection>], evacuation: &Evacuation, now: Instant) {
+        let Evacuation { endpoint, eligible, targets } = evacuation;
+        let with_watches = || {
             connections.iter().filter(|c| {
                 Arc::ptr_eq(&c.endpoint, endpoint)
                     && c.state() != ConnectionState::Dead
                     && c.watches() > 0
             })
         };
-        let Some(active) = self.under_way.iter_mut().find(|f| Arc::ptr_eq(&f.from, endpoint))
-        else {
-            let last = now + START_JITTER.mul_f64(self.rng.f64());
-            self.under_way.push(ActiveEvacuation { from: Arc::clone(endpoint), who: *who, last });
-            let watches: usize = here().map(|c| c.watches()).sum();
+        let active = self.active.iter_mut().find(|active| Arc::ptr_eq(&active.source, endpoint));
+        let Some(active) = active else {
+            self.active.push(ActiveEvacuation {
+                source: Arc::clone(endpoint),
+                eligible: *eligible,
+                last_offer: now + START_JITTER.mul_f64(self.rng.f64()),
+            });
+            let watches: usize = with_watches().map(|c| c.watches()).sum();
             if watches > 0 {
                 tracing::info!(
                     upstream = &*endpoint.upstream,
                     endpoint = &*endpoint.label,
                     watches,
-                    who = if *who == MoveEligibility::All {
-                        "all that can"
-                    } else {
-                        "those that fell silent"
-                    },
+                    eligible = if *eligible == MoveEligibility::All { "all" } else { "silent" },
                     targets = targets.len(),
-                    "its /readyz fails or hangs: watches move away"
+                    "endpoint evacuated: its /readyz fails or is overdue"
                 );
             }
             return;
         };
-        let elapsed = now.saturating_duration_since(active.last);
-        if elapsed < ROUND {
+        let elapsed = now.saturating_duration_since(active.last_offer);
+        if elapsed < OFFER_PAUSE {
             return;
         }
-        active.last = now;
-        for connection in here() {
-            connection.offer_moves(*who, targets, due_moves(connection.watches(), elapsed));
+        active.last_offer = now;
+        for connection in with_watches() {
+            connection.offer_moves(*eligible, targets, due_moves(connection.watches(), elapsed));
         }
     }
 }
@@ -193,7 +183,7 @@ mod tests {
     use super::*;
     use EndpointState::{Connecting, Degraded, Ejected, Leaving, NoH2, Ready};
 
-    /// Seconds: when it has been probe_failing_since, and when it was last right.
+    /// A readiness; times are in seconds.
     fn known(
         state: EndpointState,
         probe_failing_since: Option<u64>,
@@ -212,13 +202,13 @@ mod tests {
     }
 
     #[test]
-    fn the_table() {
+    fn decide_evacuates_by_the_table() {
         let last_ready_probe = known(Ready, None, Some(21));
         let before = known(Ready, None, Some(20));
         for (here, others, expected) in [
-            // Nothing is known against it.
+            // Its probe is ok.
             (known(Ready, None, Some(5)), [last_ready_probe, last_ready_probe], None),
-            // One probe of it failed or hangs: silence is a reason to go.
+            // One probe failed or is overdue: silent watches move.
             (
                 known(Ready, Some(20), Some(10)),
                 [last_ready_probe, last_ready_probe],
@@ -229,7 +219,7 @@ mod tests {
                 [last_ready_probe, last_ready_probe],
                 Some((MoveEligibility::Silent, vec![1, 2])),
             ),
-            // It is degraded: to be there is.
+            // It is degraded: all watches move.
             (
                 known(Degraded, Some(20), Some(10)),
                 [last_ready_probe, last_ready_probe],
@@ -240,16 +230,16 @@ mod tests {
                 [before, last_ready_probe],
                 Some((MoveEligibility::All, vec![2])),
             ),
-            // Nobody has shown that he is any better since.
+            // No other endpoint has had an ok probe since.
             (known(Degraded, Some(20), Some(10)), [before, before], None),
             (known(Ready, Some(20), Some(10)), [before, known(Ready, None, None)], None),
-            // All have the same trouble, one a little later.
+            // All fail, one of them a little later.
             (
                 known(Degraded, Some(20), Some(10)),
                 [known(Ready, Some(21), Some(20)), known(Degraded, Some(20), Some(19))],
                 None,
             ),
-            // The others are not ready, whatever was known of them.
+            // The others are not ready.
             (
                 known(Degraded, Some(20), None),
                 [known(Degraded, Some(5), Some(21)), known(Connecting, None, Some(21))],
@@ -260,7 +250,7 @@ mod tests {
                 [known(Ejected, None, Some(21)), known(Leaving, None, Some(21))],
                 None,
             ),
-            // Transport has its own rules.
+            // Connection health decides.
             (known(Ejected, Some(20), None), [last_ready_probe, last_ready_probe], None),
             (known(NoH2, Some(20), None), [last_ready_probe, last_ready_probe], None),
             (known(Leaving, Some(20), None), [last_ready_probe, last_ready_probe], None),
@@ -272,13 +262,13 @@ mod tests {
     }
 
     #[test]
-    fn alone_there_is_nowhere_to_go() {
+    fn decide_without_a_target_evacuates_nothing() {
         assert_eq!(decide(&[known(Degraded, Some(1), None)]).count(), 0);
         assert_eq!(decide(&[]).count(), 0);
     }
 
     #[test]
-    fn all_are_offered_a_move_within_the_window() {
+    fn due_moves_over_the_window_are_all_watches() {
         for watches in [0, 1, 3, 100, 6_400] {
             let step = WINDOW / 4;
             let offered: usize = (0..4).map(|_| due_moves(watches, step)).sum();

@@ -19,7 +19,7 @@ use super::credentials::CredentialClass;
 use super::dial::dial_http1;
 use super::endpoint::{ConnectFailure, Endpoint, EndpointState};
 use super::flow_health;
-use super::pool::{UNAVAILABLE_AFTER, Unavailable, record_connect_failure};
+use super::pool::{UNAVAILABLE_AFTER, Unavailable};
 use super::shared::Upstream;
 use crate::net::sockets::prefixed_stream::PrefixedStream;
 use crate::net::sockets::read_ahead::ReadAhead;
@@ -106,7 +106,7 @@ pub async fn open(
                 Err(error) => reasons.push(error.to_string()),
             },
             () = sleep_until(next) => if Instant::now() >= deadline {
-                let waited = format!("no connection within {} ms", limit.as_millis());
+                let waited = format!("no connection within {limit:?}");
                 reasons.push(waited);
                 break;
             },
@@ -123,8 +123,8 @@ pub async fn open(
 /// Notes a failed connect. What is known to be down is not reported down again, or a client that
 /// insists would keep lengthening the pause after which the pool looks for itself.
 fn failed(endpoint: &Endpoint, failure: ConnectFailure) -> String {
-    record_connect_failure(endpoint, &failure);
-    let why = failure.why().to_owned();
+    endpoint.record_connect_failure(&failure);
+    let why = failure.reason().to_owned();
     if !matches!(endpoint.state(), EndpointState::Ejected | EndpointState::NoH2) {
         endpoint.connect_failed(failure, Instant::now());
     }

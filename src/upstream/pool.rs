@@ -20,7 +20,7 @@ pub use self::class::{ClassPool, PreviousFailure, StreamRequirements};
 use super::connection::{self, Connection, Permit};
 use super::credentials::CredentialClass;
 use super::dial::dial_h2;
-use super::endpoint::{ConnectFailure, Endpoint, EndpointState};
+use super::endpoint::{Endpoint, EndpointState};
 use super::evacuation::{Evacuation, evacuations};
 use super::health::ConnectionState;
 use super::outage::{Outage, READY_FOR, Reachable};
@@ -296,7 +296,7 @@ impl Pool {
         };
         let moves = self.upstream.config().rebalance;
         class.rebalancer.borrow_mut().turn(&class.connections.borrow(), moves, now);
-        class.evacuations.borrow_mut().turn(&class.connections.borrow(), leave, now);
+        class.evacuations.borrow_mut().tick(&class.connections.borrow(), leave, now);
         class.look_for_waits(now);
         let configured = matches!(class.class, CredentialClass::Identity(_));
         let leave_old = class.may_leave_old(tls.generation, now);
@@ -415,7 +415,7 @@ impl Pool {
                     class.connections.borrow_mut().push(connection);
                 }
                 Err(failure) => {
-                    record_connect_failure(&endpoint, &failure);
+                    endpoint.record_connect_failure(&failure);
                     endpoint.connect_failed(failure, Instant::now());
                 }
             }
@@ -442,7 +442,7 @@ impl Pool {
         }
         let reason = |endpoint: &Arc<Endpoint>| {
             if class.is_silent(endpoint) {
-                return format!("{} has fallen silent: PING unanswered", endpoint.label);
+                return format!("{} does not answer: PING unanswered", endpoint.label);
             }
             format!("{} is {} ({})", endpoint.label, endpoint.state().as_str(), endpoint.reason())
         };
@@ -452,18 +452,4 @@ impl Pool {
         }
         reasons.join("; ")
     }
-}
-
-/// Counts and logs a failed connect. The first one shows up as an ejection as well; a repeat is
-/// worth a line only for who looks for it.
-pub fn record_connect_failure(endpoint: &Endpoint, failure: &ConnectFailure) {
-    let (outcome, why) = match failure {
-        ConnectFailure::Refused(why) => ("failed", why),
-        ConnectFailure::Timeout(why) => ("timeout", why),
-        ConnectFailure::NoH2(why) => ("no_h2", why),
-        ConnectFailure::TlsFailed(why) => ("tls", why),
-        ConnectFailure::LocalShortage(why) => ("local", why),
-    };
-    endpoint.metrics.dialled(outcome);
-    tracing::debug!(endpoint = &*endpoint.label, reason = %why, "connect failed");
 }

@@ -13,7 +13,6 @@ use crate::upstream::connection::ConnectionState;
 use crate::upstream::credentials::CredentialClass;
 use crate::upstream::dial::dial_h2;
 use crate::upstream::endpoint::{ConnectFailure, Endpoint};
-use crate::upstream::pool::record_connect_failure;
 
 /// Pause between two handshakes with a server that does not speak HTTP/2, so that there is no
 /// connection to listen to.
@@ -83,7 +82,7 @@ pub async fn connect(
             None
         }
         Err(failure) => {
-            record_connect_failure(endpoint, &failure);
+            endpoint.record_connect_failure(&failure);
             endpoint.connect_failed(failure, Instant::now());
             None
         }

@@ -24,7 +24,7 @@ use crate::upstream::connection::Connection;
 use crate::upstream::connection::ConnectionState;
 use crate::upstream::credentials::{ClientTls, CredentialClass};
 use crate::upstream::dial::{Established, dial_h2};
-use crate::upstream::endpoint::{ConnectFailure, Endpoint};
+use crate::upstream::endpoint::{ConnectFailure, ConnectTimeout, Endpoint};
 
 /// Nothing heard for this long, while it was asked, is silence.
 const SILENT_AFTER: Duration = Duration::from_millis(2_500);
@@ -201,7 +201,7 @@ async fn handshake(
     tls: &ClientTls,
 ) -> Option<Established> {
     loop {
-        match dial_h2(outgoing, endpoint, &tls.h2, HANDSHAKE_LIMIT).await {
+        match dial_h2(outgoing, endpoint, &tls.h2, ConnectTimeout::fixed(HANDSHAKE_LIMIT)).await {
             Ok(established) => return Some(established),
             // Somebody answers; what is wrong with the answer is the prober's business.
             Err(ConnectFailure::NoH2(_) | ConnectFailure::TlsFailed(_)) => return None,

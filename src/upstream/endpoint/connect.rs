@@ -1,0 +1,187 @@
+//! Connect attempts to an endpoint: why one failed, how long one may take, and when the next one
+//! may start.
+//!
+//! All workers, credential classes and the prober of a node share one [`ConnectBackoff`] for each
+//! endpoint. A SYN costs an apiserver next to nothing, a TLS handshake about a millisecond of CPU.
+//! When all apiservers are down and thousands of nodes retry, handshakes keep a starting apiserver
+//! overloaded. Therefore each node has at most one handshake in progress to an endpoint while no
+//! endpoint is usable. The connect timeout bounds it and doubles after each timeout.
+
+use std::fmt;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+/// Why a connect failed; each variant carries a text that names the step and the address.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ConnectFailure {
+    /// Refused, reset, unreachable, or a protocol violation.
+    Refused(String),
+    /// The peer answered, but TLS failed, mostly because its certificate is not trusted. The
+    /// endpoint takes no requests, but its process is running.
+    TlsFailed(String),
+    /// A resource of this host is exhausted ([`crate::net::shortage`]). Says nothing about the
+    /// endpoint.
+    LocalShortage(String),
+    /// Not completed within the connect timeout.
+    Timeout(String),
+    /// The peer did not choose `h2` by ALPN.
+    NoH2(String),
+}
+
+impl ConnectFailure {
+    /// The text of the failure.
+    pub fn reason(&self) -> &str {
+        match self {
+            Self::Refused(reason)
+            | Self::TlsFailed(reason)
+            | Self::LocalShortage(reason)
+            | Self::Timeout(reason)
+            | Self::NoH2(reason) => reason,
+        }
+    }
+
+    /// Value of the `outcome` label of the dial counter.
+    pub fn metric_label(&self) -> &'static str {
+        match self {
+            Self::Refused(_) => "failed",
+            Self::Timeout(_) => "timeout",
+            Self::NoH2(_) => "no_h2",
+            Self::TlsFailed(_) => "tls",
+            Self::LocalShortage(_) => "local",
+        }
+    }
+}
+
+/// The time limit of one connect.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ConnectTimeout {
+    limit: Duration,
+    /// `connect_timeout` of the configuration, where the limit is derived from it.
+    configured: Option<Duration>,
+}
+
+impl ConnectTimeout {
+    /// A limit that is not configurable.
+    pub fn fixed(limit: Duration) -> Self {
+        Self { limit, configured: None }
+    }
+
+    /// The limit.
+    pub fn limit(self) -> Duration {
+        self.limit
+    }
+}
+
+impl fmt::Display for ConnectTimeout {
+    /// `within 10s (connect_timeout 3s, raised on retry)`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "within {:?}", self.limit)?;
+        match self.configured {
+            Some(configured) if configured < self.limit => {
+                write!(f, " (connect_timeout {configured:?}, raised on retry)")
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// A connect timeout doubles after each timeout, up to this.
+const CONNECT_TIMEOUT_MAX: Duration = Duration::from_secs(10);
+/// Shortest pause before an ejected endpoint is tried again.
+const BACKOFF_MIN: Duration = Duration::from_millis(100);
+/// Longest pause while other endpoints are usable.
+const BACKOFF_MAX: Duration = Duration::from_secs(5);
+/// Longest pause while no endpoint is usable: every client waits for it.
+const BACKOFF_MAX_NONE_USABLE: Duration = Duration::from_millis(800);
+
+/// Pause after the `failures`-th failed connect in a row; `jitter` is in 0..1.
+pub fn backoff(failures: u32, none_usable: bool, jitter: f64) -> Duration {
+    let cap = if none_usable { BACKOFF_MAX_NONE_USABLE } else { BACKOFF_MAX };
+    let doubled = BACKOFF_MIN.saturating_mul(1 << failures.saturating_sub(1).min(10));
+    doubled.min(cap).mul_f64(0.5 + jitter / 2.0)
+}
+
+/// Failed connects in a row, and when the next attempt may start.
+#[derive(Debug)]
+pub(super) struct ConnectBackoff {
+    failures: u32,
+    timeouts: u32,
+    /// When the last failed connect ended or an attempt was claimed.
+    last_attempt: Option<Instant>,
+    last_failure: Option<Instant>,
+    /// Fraction of the pause that is random, in 0..1, drawn anew after each failure.
+    jitter: f64,
+}
+
+impl ConnectBackoff {
+    pub(super) fn new(jitter: f64) -> Self {
+        Self { failures: 0, timeouts: 0, last_attempt: None, last_failure: None, jitter }
+    }
+
+    /// Claims the next attempt, if its pause is over. With `none_usable`, `handshakes` in progress
+    /// exclude another one.
+    pub(super) fn claim(&mut self, none_usable: bool, handshakes: usize, now: Instant) -> bool {
+        if self.failures == 0 {
+            return true;
+        }
+        if none_usable && handshakes > 0 {
+            return false;
+        }
+        let pause = backoff(self.failures, none_usable, self.jitter);
+        if self.last_attempt.is_some_and(|last| now < last + pause) {
+            return false;
+        }
+        self.last_attempt = Some(now);
+        true
+    }
+
+    pub(super) fn failed(&mut self, failure: &ConnectFailure, jitter: f64, now: Instant) {
+        self.failures = self.failures.saturating_add(1);
+        if matches!(failure, ConnectFailure::Timeout(_)) {
+            self.timeouts = self.timeouts.saturating_add(1);
+        }
+        (self.last_attempt, self.last_failure) = (Some(now), Some(now));
+        self.jitter = jitter;
+    }
+
+    pub(super) fn succeeded(&mut self) {
+        (self.failures, self.timeouts) = (0, 0);
+    }
+
+    /// `configured`, doubled for each timeout since the last success.
+    pub(super) fn timeout(&self, configured: Duration) -> ConnectTimeout {
+        let doublings = self.timeouts.min(4);
+        let limit = configured.saturating_mul(1 << doublings);
+        let limit = limit.min(CONNECT_TIMEOUT_MAX.max(configured));
+        ConnectTimeout { limit, configured: Some(configured) }
+    }
+
+    /// Whether a connect has timed out since the last success.
+    pub(super) fn has_timed_out(&self) -> bool {
+        self.timeouts > 0
+    }
+
+    /// When the last connect failed, unless one has succeeded since.
+    pub(super) fn last_failure(&self) -> Option<Instant> {
+        self.last_failure.filter(|_| self.failures > 0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn connect_timeout_display_names_the_configured_value_once_it_is_raised() {
+        let configured = Duration::from_secs(3);
+        let mut backoff = ConnectBackoff::new(0.5);
+        assert_eq!(backoff.timeout(configured).to_string(), "within 3s");
+        for _ in 0..2 {
+            backoff.failed(&ConnectFailure::Timeout("slow".into()), 0.5, Instant::now());
+        }
+        let text = backoff.timeout(configured).to_string();
+        assert_eq!(text, "within 10s (connect_timeout 3s, raised on retry)");
+        assert_eq!(ConnectTimeout::fixed(configured).to_string(), "within 3s");
+    }
+}

@@ -1,0 +1,255 @@
+//! Endpoints under sequences of observations, and attempts under a simulated outage.
+
+use std::time::Duration;
+
+use tokio::time::timeout;
+
+use super::*;
+use crate::observe::Metrics;
+use crate::upstream::credentials::CredentialClass;
+use crate::upstream::stats::ConnectionStats;
+
+#[test]
+fn endpoint_state_round_trips_through_its_discriminant() {
+    for state in EndpointState::ALL {
+        assert_eq!(EndpointState::from_u8(state as u8), state);
+    }
+}
+
+#[test]
+fn slow_start_share_is_below_one_only_after_a_recovery() {
+    let endpoint = endpoint();
+    let later = Instant::now() + Duration::from_secs(15);
+    let whole = |endpoint: &Endpoint| endpoint.slow_start_share(later) >= 1.0;
+    assert!(whole(&endpoint) && endpoint.ready_for(later).is_none());
+    endpoint.connected();
+    endpoint.readyz_ok();
+    assert!(whole(&endpoint), "the first start");
+    assert!(endpoint.ready_for(later).is_some_and(|since| since.as_secs() >= 14));
+
+    endpoint.readyz_failing("etcd");
+    assert!(endpoint.ready_for(later).is_none());
+    endpoint.readyz_ok();
+    assert!(
+        (0.5..0.6).contains(&endpoint.slow_start_share(later)),
+        "{}",
+        endpoint.slow_start_share(later)
+    );
+    assert!(endpoint.slow_start_share(Instant::now() + Duration::from_secs(31)) >= 1.0);
+    assert!(whole(&endpoint), "the slow start is over");
+
+    endpoint.connect_failed(ConnectFailure::Refused("no".into()), Instant::now());
+    endpoint.connected();
+    assert_eq!(endpoint.state(), EndpointState::Connecting);
+    endpoint.readyz_ok();
+    assert!(!whole(&endpoint), "back from an ejection");
+}
+
+/// Workers and the prober lose and open connections in any order.
+#[test]
+fn endpoint_with_one_live_connection_is_not_ejected_by_a_failed_connect() {
+    let endpoint = endpoint();
+    let opened = || {
+        let stats = ConnectionStats::new(CredentialClass::Anonymous, None, None, Instant::now());
+        endpoint.connection_opened(&stats);
+    };
+    let failed = || {
+        endpoint.connect_failed(ConnectFailure::Refused("no".into()), Instant::now());
+    };
+    opened();
+    endpoint.readyz_ok();
+    opened();
+    endpoint.connection_closed(true, "lost");
+    failed();
+    assert_eq!(endpoint.state(), EndpointState::Ready, "one connection is live");
+    endpoint.connection_closed(true, "lost");
+    assert_eq!(endpoint.state(), EndpointState::Connecting);
+    assert!(!endpoint.is_usable());
+    opened();
+    assert_eq!(endpoint.state(), EndpointState::Connecting, "not ready before /readyz is ok");
+    assert!(endpoint.is_usable());
+    endpoint.connection_closed(true, "lost");
+    failed();
+    assert_eq!(endpoint.state(), EndpointState::Ejected);
+    opened();
+    assert_eq!(endpoint.state(), EndpointState::Connecting);
+}
+
+#[test]
+fn endpoint_is_suspect_while_no_connection_has_its_ping_answered() {
+    use EndpointState::{Connecting, Ready, Suspect};
+    let endpoint = endpoint();
+    let opened = || {
+        let stats = ConnectionStats::new(CredentialClass::Anonymous, None, None, Instant::now());
+        endpoint.connection_opened(&stats);
+    };
+    let known = || (endpoint.state(), endpoint.reason());
+    opened();
+    opened();
+    endpoint.readyz_ok();
+    endpoint.connection_responds(false);
+    assert_eq!(endpoint.state(), Ready, "one answers");
+    endpoint.connection_responds(false);
+    assert_eq!(known(), (Suspect, "PING unanswered on every connection (2)".into()));
+    assert!(endpoint.is_usable() && endpoint.deaths() == 0, "suspect endpoints are usable");
+    // A fresh connection works.
+    opened();
+    assert_eq!(known(), (Ready, "/readyz is ok".into()));
+    endpoint.connection_closed(true, "closed by the apiserver");
+    assert_eq!(endpoint.state(), Suspect);
+    endpoint.connection_responds(true);
+    assert_eq!(endpoint.state(), Ready);
+    let later = Instant::now() + Duration::from_secs(1);
+    assert!(endpoint.slow_start_share(later) >= 1.0, "no load moved away, so no slow start");
+    // Both are closed.
+    endpoint.connection_responds(false);
+    endpoint.connection_closed(false, "the process is stopped");
+    assert_eq!(known(), (Suspect, "PING unanswered on every connection (1)".into()));
+    endpoint.connection_closed(false, "the process is stopped");
+    assert_eq!(known(), (Connecting, "the process is stopped".into()));
+    opened();
+    assert_eq!(known(), (Connecting, "connected, /readyz not answered yet".into()));
+}
+
+/// Callers of one node that connect: two identities, tokens, anonymous requests, and the prober.
+const CALLERS: usize = 5;
+const NODES: usize = 5_000;
+const OUTAGE: Duration = Duration::from_secs(120);
+
+fn endpoint() -> Arc<Endpoint> {
+    let address = EndpointAddress { host: "10.0.0.1".into(), port: 6443 };
+    Endpoint::new(&"u".into(), &address, None, Metrics::new().endpoint("u", "e")).unwrap()
+}
+
+/// Simulates the connects of one node to an apiserver that is down while requests wait all the time.
+/// Returns the number of attempts, the most at once, and the longest time without one. Attempts
+/// are refused after 1 ms, or time out if they have a `timeout`; with `handshakes` they get as far
+/// as TLS.
+fn simulate_outage(timeout: Option<Duration>, handshakes: bool) -> (usize, usize, Duration) {
+    let endpoint = endpoint();
+    let zero = Instant::now();
+    let mut in_progress: Vec<(Instant, Option<HandshakeGuard<'_>>)> = Vec::new();
+    let (mut attempts, mut most, mut longest) = (0, 0, Duration::ZERO);
+    let mut idle_since = zero;
+    // The loss of the last connection.
+    endpoint.connect_failed(ConnectFailure::Refused("gone".into()), zero);
+    for ms in 0..OUTAGE.as_millis() as u64 {
+        let now = zero + Duration::from_millis(ms);
+        while let Some(at) = in_progress.iter().position(|(until, _)| *until <= now) {
+            in_progress.remove(at);
+            let failure = match timeout {
+                None => ConnectFailure::Refused("connection refused".into()),
+                Some(_) => ConnectFailure::Timeout("no connection within 3s".into()),
+            };
+            endpoint.connect_failed(failure, now);
+            if in_progress.is_empty() {
+                idle_since = now;
+            }
+        }
+        for _ in 0..CALLERS {
+            if !endpoint.claim_connect_attempt(true, now) {
+                continue;
+            }
+            attempts += 1;
+            if in_progress.is_empty() {
+                longest = longest.max(now - idle_since);
+            }
+            let took = timeout
+                .map_or(Duration::from_millis(1), |base| endpoint.connect_timeout(base).limit());
+            in_progress.push((now + took, handshakes.then(|| endpoint.track_handshake())));
+            most = most.max(in_progress.len());
+        }
+    }
+    (attempts, most, longest)
+}
+
+/// All apiservers are down for two minutes: the load that 5,000 nodes put on one of them, and how
+/// soon a node notices that it is back.
+#[test]
+fn claim_connect_attempt_in_an_outage_bounds_attempts_and_their_pauses() {
+    let a_second = |attempts: usize| attempts * NODES / OUTAGE.as_secs() as usize;
+    // The process is gone, so connects are refused: one attempt for all callers, at most 800 ms apart.
+    let (attempts, most, longest) = simulate_outage(None, false);
+    println!(
+        "refused: {} SYNs a second of {NODES} nodes, noticed within {longest:?}",
+        a_second(attempts)
+    );
+    assert_eq!(most, 1);
+    assert!(longest <= Duration::from_millis(801), "{longest:?}");
+    assert!(attempts <= 120 * 10 / 4, "{attempts}");
+    // The process accepts, but handshakes time out: one at a time, each with a longer timeout.
+    let (attempts, most, longest) = simulate_outage(Some(Duration::from_secs(3)), true);
+    println!("busy: {} handshakes a second of {NODES} nodes", a_second(attempts));
+    assert_eq!(most, 1, "handshakes of one node at once");
+    assert!(attempts <= 20, "{attempts}");
+    assert!(longest <= Duration::from_millis(801), "{longest:?}");
+}
+
+#[test]
+fn connect_failed_counts_a_death_only_if_the_endpoint_does_not_answer() {
+    let endpoint = endpoint();
+    let now = Instant::now();
+    let fails = |failure: fn(String) -> ConnectFailure, why: &str| {
+        endpoint.connect_failed(failure(why.to_owned()), now);
+        (endpoint.state(), endpoint.reason(), endpoint.deaths())
+    };
+    let lacks = fails(ConnectFailure::LocalShortage, "too many open files");
+    assert_eq!(lacks, (EndpointState::Connecting, "too many open files".into(), 0));
+    assert!(!endpoint.claim_connect_attempt(true, now), "the backoff applies");
+    endpoint.connected();
+    endpoint.readyz_ok();
+    assert_eq!(fails(ConnectFailure::LocalShortage, "no memory").0, EndpointState::Ready);
+    let another = fails(ConnectFailure::TlsFailed, "unknown issuer");
+    assert_eq!(another, (EndpointState::Ejected, "unknown issuer".into(), 0));
+    endpoint.connected();
+    let gone = fails(ConnectFailure::Refused, "refused");
+    assert_eq!(gone, (EndpointState::Ejected, "refused".into(), 1));
+}
+
+#[test]
+fn claim_connect_attempt_with_a_handshake_in_progress_is_refused_only_if_none_is_usable() {
+    let endpoint = endpoint();
+    let now = Instant::now();
+    let later = now + Duration::from_secs(6);
+    let handshake = endpoint.track_handshake();
+    assert!(endpoint.claim_connect_attempt(true, now), "nothing has failed");
+    endpoint.connect_failed(ConnectFailure::Refused("no".into()), now);
+    assert!(endpoint.claim_connect_attempt(false, later), "another endpoint is usable");
+    assert!(!endpoint.claim_connect_attempt(true, later + Duration::from_secs(6)));
+    drop(handshake);
+    assert!(endpoint.claim_connect_attempt(true, later + Duration::from_secs(6)));
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_response_expected_returns_2_s_after_the_last_unanswered_connection_is_closed() {
+    const MS: Duration = Duration::from_millis(1);
+    let endpoint = endpoint();
+    let open = || {
+        let stats = ConnectionStats::new(CredentialClass::Anonymous, None, None, Instant::now());
+        endpoint.connection_opened(&stats);
+    };
+    let lose = |why| {
+        endpoint.connection_responds(false);
+        endpoint.connection_closed(false, why);
+    };
+    let given_up = async |sent: Instant| {
+        let begin = Instant::now();
+        let why = timeout(60_000 * MS, endpoint.no_response_expected(sent)).await.ok()?;
+        Some((why, begin.elapsed()))
+    };
+    let sent = Instant::now();
+    open();
+    endpoint.connection_closed(true, "GOAWAY");
+    assert_eq!(given_up(sent).await, None, "its PINGs were answered");
+    open();
+    open();
+    lose("reset");
+    assert_eq!(given_up(sent).await, None, "another connection is open");
+    lose("stopped");
+    let (why, took) = given_up(sent).await.unwrap();
+    assert_eq!(why, "stopped");
+    assert!((2_000 * MS..=2_200 * MS).contains(&took), "{took:?}");
+    assert_eq!(given_up(Instant::now()).await, None, "sent after the loss");
+    open();
+    assert_eq!(given_up(sent).await, None, "a connection is open");
+}

@@ -23,7 +23,7 @@ use self::reachability::ReachabilityCheck;
 use self::request::{ReadyzResult, ask, doubt};
 use self::schedule::{FAILING_INTERVAL, ProbeResult, ProbeSchedule, ResultStreak};
 use crate::upstream::Upstream;
-use crate::upstream::connection::ConnectionState;
+use crate::upstream::connection::{ConnectionState, DrainReason};
 use crate::upstream::endpoint::{Endpoint, EndpointState, ProbeTrigger};
 
 /// Probes one endpoint until it leaves.
@@ -94,7 +94,7 @@ async fn ask_until_it_leaves(
         let on_evidence = wanted.take() == Some(ProbeTrigger::PassiveEvidence);
         let answered = match &finding {
             ReadyzResult::Lost => {
-                current.close("probe failed");
+                current.close(DrainReason::ProbeFailed);
                 pace.answered(ProbeResult::Failing, on_evidence, config);
                 next = asked_at + pace.pause(config, fastrand::f64());
                 continue;

@@ -1,10 +1,10 @@
-//! Which connection a request takes: power of two choices over a load that peaks at once and
-//! forgets slowly.
+//! Which connection a request takes: power of two choices over a peak-EWMA load.
 //!
-//! Two random candidates are compared and the less loaded one is taken: nearly as even as asking
-//! all of them, without the herd that follows "the least loaded one" (Mitzenmacher, *The Power of
+//! Of two random candidates the less loaded one is taken. That is nearly as even as comparing all of
+//! them, and avoids that all nodes pick the same least loaded one (Mitzenmacher, *The Power of
 //! Two Choices in Randomized Load Balancing*, 2001). Load is outstanding streams weighted by
-//! peak-EWMA latency, so that a slow apiserver gets less before it gets slower.
+//! peak-EWMA latency, so that a slow apiserver gets
+//! fewer requests before it becomes slower.
 //!
 //! Pure: time and randomness are arguments, so thousands of nodes can be simulated.
 
@@ -16,20 +16,20 @@ use tokio::time::Instant;
 /// Time in which an old measurement loses 63 % of its weight.
 const DECAY: Duration = Duration::from_secs(10);
 
-/// How long an endpoint that has recovered is spared.
+/// How long a recovered endpoint takes less than its share of the requests.
 pub const SLOW_START: Duration = Duration::from_secs(30);
 
 /// Its share at the beginning of that time.
 const FIRST_SHARE: f64 = 0.1;
 
-/// What a connection that sits out costs more: anything else is better, and among several that
-/// sit out the order stays.
-const SITS_OUT: f64 = 1e9;
+/// Factor on the cost of a connection that does not take part in a pick: any other is cheaper, and
+/// among several of these the order stays.
+const EXCLUDED_COST_FACTOR: f64 = 1e9;
 
-/// Latency assumed before the first answer, in seconds: a local apiserver's.
+/// Latency assumed before the first response, in seconds: that of a local apiserver.
 const INITIAL: f64 = 0.001;
 
-/// Moving average of latency that jumps to every peak and decays exponentially.
+/// Moving average of latency that follows every peak at once and decays exponentially.
 #[derive(Debug, Clone, Copy)]
 pub struct PeakEwma {
     seconds: f64,
@@ -37,12 +37,12 @@ pub struct PeakEwma {
 }
 
 impl PeakEwma {
-    /// Starts at what a healthy apiserver takes.
+    /// Starts at the latency of a healthy apiserver.
     pub fn new(now: Instant) -> Self {
         Self { seconds: INITIAL, at: now }
     }
 
-    /// Takes a measurement in.
+    /// Takes in a sample.
     pub fn observe(&mut self, latency: Duration, now: Instant) {
         let sample = latency.as_secs_f64();
         let old = self.value(now);
@@ -55,8 +55,8 @@ impl PeakEwma {
         self.at = now;
     }
 
-    /// The value now, in seconds. A peak that nothing confirms fades, or a connection that once
-    /// answered slowly would never be asked again.
+    /// The value now, in seconds. A peak decays without new samples; else a connection that was slow
+    /// once would never be picked again.
     pub fn value(&self, now: Instant) -> f64 {
         let keep = (-self.age(now) / DECAY.as_secs_f64()).exp();
         INITIAL + (self.seconds - INITIAL) * keep
@@ -72,20 +72,20 @@ pub fn cost(outstanding: usize, latency: f64) -> f64 {
     (outstanding as f64 + 1.0) * latency
 }
 
-/// Share of its picks that an endpoint takes part in, `since` it has recovered: its caches are
-/// cold, and everybody who left it would be back at the same moment.
+/// Share of the picks in which an endpoint takes part, `since` its recovery: its caches are cold, and
+/// all nodes that left it would return at the same moment.
 ///
-/// To divide the cost by it would not do: most nodes have nothing outstanding when they pick, and
-/// would all go on avoiding it until its share is whole, to return at once then.
+/// Dividing the cost by the share has another effect: most nodes have no outstanding requests when
+/// they pick, so all of them would avoid the endpoint until its share is 1 and then return at once.
 pub fn slow_start(since: Duration) -> f64 {
     let done = since.as_secs_f64() / SLOW_START.as_secs_f64();
     (FIRST_SHARE + (1.0 - FIRST_SHARE) * done).min(1.0)
 }
 
-/// What [`cost`] is multiplied by for an endpoint with this share; `lot` is in 0..1, and one for
-/// all candidates of a pick.
+/// Factor on [`cost`] for an endpoint with this share; `lot` is in 0..1, the same for all candidates
+/// of a pick.
 pub fn handicap(share: f64, lot: f64) -> f64 {
-    if lot < share { 1.0 } else { SITS_OUT }
+    if lot < share { 1.0 } else { EXCLUDED_COST_FACTOR }
 }
 
 /// Takes the less loaded of two random candidates, `None` if there is none.
@@ -133,14 +133,14 @@ mod tests {
     use std::collections::BinaryHeap;
 
     #[test]
-    fn nothing_and_one() {
+    fn pick_of_none_or_one_candidate_returns_it() {
         let mut rng = fastrand::Rng::with_seed(1);
         assert_eq!(pick(std::iter::empty::<u8>(), &mut rng, |_| 0.0), None);
         assert_eq!(pick([7].into_iter(), &mut rng, |_| 0.0), Some(7));
     }
 
     #[test]
-    fn of_two_the_less_loaded() {
+    fn pick_of_two_returns_the_less_loaded() {
         let mut rng = fastrand::Rng::with_seed(1);
         for _ in 0..100 {
             assert_eq!(pick([5, 3].into_iter(), &mut rng, |&c| f64::from(c)), Some(3));
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn every_candidate_is_sampled() {
+    fn pick_samples_every_candidate_evenly() {
         let mut rng = fastrand::Rng::with_seed(1);
         let mut hits = [0; 10];
         for _ in 0..10_000 {
@@ -158,11 +158,11 @@ mod tests {
     }
 
     #[test]
-    fn what_has_recovered_takes_load_back_gradually() {
+    fn slow_start_gives_an_endpoint_its_load_back_gradually() {
         assert!((slow_start(Duration::ZERO) - FIRST_SHARE).abs() < 1e-9);
         assert!((slow_start(SLOW_START / 2) - 0.55).abs() < 1e-9);
         assert!(slow_start(SLOW_START) >= 1.0 && slow_start(SLOW_START * 9) <= 1.0);
-        // Idle nodes, one of three servers has recovered: its part grows with its share.
+        // Idle nodes; one of three servers has recovered, and its part grows with its share.
         let mut rng = fastrand::Rng::with_seed(1);
         let mut before = -1.0;
         for share in [0.1, 0.4, 0.7, 1.0] {
@@ -178,12 +178,12 @@ mod tests {
             assert!(part > before);
             before = part;
         }
-        // With nobody else there it takes everything.
+        // A single endpoint takes every request.
         assert_eq!(pick([5].into_iter(), &mut rng, |_| handicap(0.1, 0.9)), Some(5));
     }
 
     #[test]
-    fn a_peak_counts_at_once_and_fades() {
+    fn peak_ewma_follows_a_peak_at_once_and_decays() {
         let start = Instant::now();
         let mut ewma = PeakEwma::new(start);
         ewma.observe(Duration::from_millis(500), start);

@@ -1,8 +1,8 @@
 //! Opens one connection to an endpoint: TCP, TLS and, for HTTP/2, the first PONG.
 //!
-//! Until the PONG a connection has proven nothing: a load balancer completes handshakes for
-//! servers that are gone. The whole has one bound, and a second attempt races the first after
-//! 250 ms, because one lost SYN costs a second (RFC 6298 section 2, initial RTO).
+//! Only the PONG proves that the apiserver answers: a load balancer completes handshakes for servers
+//! that are gone. One time limit covers all steps. A second attempt starts after 250 ms, since one lost
+//! SYN costs a second (RFC 6298 section 2, initial RTO).
 
 use std::fmt;
 use std::future::poll_fn;
@@ -28,34 +28,33 @@ use crate::net::sockets::connector::Connector;
 use crate::net::sockets::read_ahead::ReadAhead;
 use crate::net::sockets::tracked_stream::{self, StreamObserver, TrackedStream};
 
-/// When a second attempt is started beside one that has not succeeded.
+/// When a second attempt starts in parallel to one that has not succeeded.
 const RACE_AFTER: Duration = Duration::from_millis(250);
 
-/// Receive window of one stream. What a client does not read stays in it and nowhere else, so it
-/// is also the bound on memory per stalled stream; 256 KiB is 2 Gbit/s at 1 ms.
+/// Receive window of one stream. It also bounds the memory of a stream whose client does not read;
+/// 256 KiB allows 2 Gbit/s at a round-trip time of 1 ms.
 const STREAM_WINDOW: u32 = 256 * 1024;
-/// Receive window of a connection: every stream can be stalled at once and none of the others
-/// feels it. 100 is the number of streams that kube-apiserver allows.
+/// Receive window of a connection: all 100 streams that kube-apiserver allows may be stalled without
+/// an effect on the others.
 const CONNECTION_WINDOW: u32 = STREAM_WINDOW * 128;
 /// Largest frame accepted: fewer, larger frames make LISTs cheaper.
 const MAX_FRAME: u32 = 64 * 1024;
 /// Response headers of an apiserver are small.
 const MAX_HEADER_LIST: u32 = 64 * 1024;
-/// Streams assumed until the peer's SETTINGS are there, which is before the first PONG.
+/// Stream limit assumed until the peer's SETTINGS arrive, which is before the first PONG.
 const INITIAL_STREAMS: usize = 100;
 /// Bytes buffered per stream for sending before `send_data` makes us wait.
 const SEND_BUFFER: usize = 256 * 1024;
-/// Locally reset streams that are remembered, and for how long. Clients cancel watches by the
-/// thousand; a late frame on a forgotten stream is a connection error (h2's default is 50 for 1 s).
+/// Locally reset streams that h2 remembers, and for how long. Clients may cancel thousands of watches
+/// at once, and a late frame on a forgotten stream is a connection error (h2's default is 50 for 1 s).
 const RESET_STREAMS: usize = 4096;
 const RESET_MEMORY: Duration = Duration::from_secs(30);
-/// Streams that h2 may reset for what the peer did wrong, in the life of a connection, before it
-/// ends the connection. A frame that comes late on a stream forgotten by now counts, so a connection
-/// that is used for weeks would reach h2's 1024; what a hostile peer can make of these is as many
-/// resets of 13 bytes.
+/// Streams that h2 may reset for protocol errors of the peer before it closes the connection. Late
+/// frames on forgotten streams count, so a connection that is used for weeks would reach h2's default
+/// of 1024. A hostile peer can cause as many resets of 13 bytes.
 const ERROR_RESETS: usize = 64 * 1024;
-/// Budget for small DATA frames. Watch events are small; h2's default kills a connection at about
-/// a hundred that wait unread, and all streams share it.
+/// Budget for small DATA frames, shared by all streams. Watch events are small, and h2's default closes
+/// a connection with about a hundred unread ones.
 const DATA_FRAME_BUDGET: usize = CONNECTION_WINDOW as usize;
 
 /// A connection that has answered its first PING.
@@ -75,14 +74,14 @@ pub struct Established {
 /// Opens an HTTP/2 connection within `limit`.
 ///
 /// # Errors
-/// Why it failed, in words that name the step.
+/// Why it failed; the text names the step.
 pub async fn dial_h2(
     outgoing: &Connector,
     endpoint: &Endpoint,
     tls: &Arc<ClientConfig>,
     limit: ConnectTimeout,
 ) -> Result<Established, ConnectFailure> {
-    // Boxed: the handshakes of rustls and h2 keep 30 KiB of state, and most of a dial is waiting.
+    // Boxed: the handshakes of rustls and h2 keep 30 KiB of state while they wait.
     Box::pin(race(endpoint, limit, |address| async move {
         let tcp = connect(outgoing, address).await?;
         let _under_way = endpoint.track_handshake();
@@ -107,7 +106,7 @@ pub async fn dial_h2(
 /// Opens a TLS connection with ALPN `http/1.1` for one upgrade, within `limit`.
 ///
 /// # Errors
-/// Why it failed, in words that name the step.
+/// Why it failed; the text names the step.
 pub async fn dial_http1(
     outgoing: &Connector,
     endpoint: &Endpoint,
@@ -208,14 +207,14 @@ fn is_no_common_protocol(error: &io::Error) -> bool {
     of_tls(error) == Some(&alert)
 }
 
-/// What TLS itself has against the other side, or the other side against us: both have answered.
+/// The TLS error, if it is one: the peer has answered.
 fn of_tls(error: &io::Error) -> Option<&rustls::Error> {
     error.get_ref().and_then(|inner| inner.downcast_ref())
 }
 
-/// With TLS 1.3 a server says only after our part of the handshake what it has against our
-/// certificate (RFC 8446 section 4.4.2.4), and h2, which hears it, keeps the kind of the error and
-/// its text: `InvalidData` is what tokio-rustls makes of all that is wrong in TLS, and nothing else.
+/// With TLS 1.3 a server rejects a client certificate only after the client's part of the handshake
+/// (RFC 8446 section 4.4.2.4). h2 receives the alert and keeps the kind and text of the error;
+/// tokio-rustls uses `InvalidData` for all TLS errors and nothing else.
 fn is_late_alert(error: &io::Error) -> bool {
     let of_h2 = error.get_ref().and_then(|inner| inner.downcast_ref::<h2::Error>());
     let below = of_h2.and_then(h2::Error::get_io);

@@ -1,8 +1,7 @@
-//! What each source of endpoints last said: for `/status`, `/readyz`, metrics, and for the client
-//! that asks while no endpoint is known at all.
+//! The result of each source of endpoints: for `/status`, `/readyz`, metrics, and for the error text
+//! of requests while no endpoint is known.
 //!
-//! The control plane writes it, everybody may read it. It holds words about endpoints, never the
-//! endpoints themselves.
+//! The control plane writes it; all threads read it. It holds no endpoints, only counts and errors.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -15,8 +14,8 @@ use crate::observe::Metrics;
 use crate::observe::events::{Change, Kind};
 use crate::observe::utc::Utc;
 
-/// Where endpoints come from. The order is that of trust in the name to verify: what the operator
-/// wrote wins over what was found.
+/// Where endpoints come from. The order is that of trust in the name to verify: configured names win
+/// over discovered ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum EndpointSource {
     /// IP addresses in the configuration.
@@ -27,7 +26,7 @@ pub enum EndpointSource {
     Dns,
     /// `EndpointSlices` of `default/kubernetes`.
     Slices,
-    /// What we wrote to disk ourselves.
+    /// The state file that jackstay wrote.
     State,
 }
 
@@ -51,36 +50,35 @@ impl EndpointSource {
         Self::ALL.into_iter().find(|source| source.as_str() == name)
     }
 
-    /// Whether it finds endpoints, rather than being told them: its endpoints are the first choice,
-    /// and those of the others a fallback.
+    /// Whether it discovers endpoints: these are the first choice, and the configured ones a fallback.
     pub fn discovers(self) -> bool {
         matches!(self, Self::File | Self::Slices)
     }
 }
 
-/// What one source last said.
+/// The result of one source.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct SourceReport {
-    /// When it last gave an answer that could be used.
+    /// When it last gave a usable answer.
     pub last_success: Option<SystemTime>,
     /// How many endpoints that answer has.
     pub endpoints: usize,
-    /// Why it cannot be asked now; what it said before stays.
+    /// Why the last query failed; the last usable answer stays in use.
     error: Option<String>,
-    /// Why the last thing that it said cannot be used; what it said before stays.
+    /// Why its last answer is not usable; the one before stays in use.
     unusable: Option<String>,
-    /// More to know, as the age of a file.
+    /// Further information, such as the age of a file.
     pub note: Option<String>,
 }
 
 impl SourceReport {
-    /// Why it gives no answer now that could be used.
+    /// Why it gives no usable answer now.
     pub fn complaint(&self) -> Option<&str> {
         self.error.as_deref().or(self.unusable.as_deref())
     }
 }
 
-/// What all sources of one upstream last said.
+/// The results of all sources of one upstream.
 #[derive(Debug)]
 pub struct Sources {
     upstream: Arc<str>,
@@ -98,7 +96,7 @@ impl Sources {
         }
     }
 
-    /// A source is configured; nothing is known of it yet.
+    /// A source is configured and has not answered yet.
     pub fn expect(&self, source: EndpointSource) {
         self.reports().entry(source).or_insert_with(|| {
             self.metrics.discovered(&self.upstream, source.as_str(), 0.0);
@@ -106,14 +104,15 @@ impl Sources {
         });
     }
 
-    /// A source is not configured any longer.
+    /// A source is no longer configured.
     pub fn forget(&self, source: EndpointSource) {
         self.reports().remove(&source);
     }
 
-    /// A source gave a good answer with so many endpoints; `but` is why it is not all of them.
-    pub fn succeeded(&self, source: EndpointSource, endpoints: usize, but: Option<&str>) {
-        if but.is_some() {
+    /// A source gave a usable answer with this many endpoints; `partial_error` says why some may be
+    /// missing.
+    pub fn succeeded(&self, source: EndpointSource, endpoints: usize, partial_error: Option<&str>) {
+        if partial_error.is_some() {
             self.metrics.discovery_failed(&self.upstream, source.as_str());
         }
         self.lives(source);
@@ -121,12 +120,11 @@ impl Sources {
             report.last_success = Some(SystemTime::now());
             report.endpoints = endpoints;
             report.unusable = None;
-            report.error = but.map(str::to_owned);
+            report.error = partial_error.map(str::to_owned);
         });
     }
 
-    /// A source has nothing new, and says so: it lives. If what it last said cannot be used, that
-    /// is as bad as before.
+    /// A source answered that nothing has changed. If its last answer is not usable, that remains.
     pub fn confirmed(&self, source: EndpointSource) {
         if self.reports().get(&source).is_some_and(|report| report.unusable.is_some()) {
             return self.report(source, |report| report.error = None);
@@ -138,23 +136,23 @@ impl Sources {
         });
     }
 
-    /// Whether the last that was heard of a source is a failure.
+    /// Whether the last result of a source is an error.
     pub fn is_failing(&self, source: EndpointSource) -> bool {
         self.reports().get(&source).is_some_and(|report| report.complaint().is_some())
     }
 
-    /// How old what a source says is, or what else there is to know of it.
+    /// Further information about a source, such as the age of its answer.
     pub fn note(&self, source: EndpointSource, note: String) {
         self.reports().entry(source).or_default().note = Some(note);
     }
 
-    /// A source could not be asked.
+    /// A query of a source failed.
     pub fn failed(&self, source: EndpointSource, error: &str) {
         self.metrics.discovery_failed(&self.upstream, source.as_str());
         self.report(source, |report| report.error = Some(error.to_owned()));
     }
 
-    /// What a source says cannot be used, until it says another thing.
+    /// The answer of a source is not usable, until it gives another one.
     pub fn unusable(&self, source: EndpointSource, why: &str) {
         self.metrics.discovery_failed(&self.upstream, source.as_str());
         self.report(source, |report| {
@@ -162,39 +160,39 @@ impl Sources {
         });
     }
 
-    /// So many entries of a source are not taken, for a reason of a fixed list; `words` tell which
-    /// ones, unless that was told before.
+    /// This many entries of a source were refused, for a reason of a fixed list; `entries` names them
+    /// unless they were logged before.
     pub fn refused(
         &self,
         source: EndpointSource,
         reason: &'static str,
         count: usize,
-        words: Option<&str>,
+        entries: Option<&str>,
     ) {
         self.metrics.discovery_refused(&self.upstream, source.as_str(), reason, count);
-        let Some(words) = words else { return };
-        let change = self.change(source, ("offered", "refused"), words);
+        let Some(entries) = entries else { return };
+        let change = self.change(source, ("offered", "refused"), entries);
         self.metrics.events().changed(&Change { effect: reason, bad: true, ..change });
     }
 
-    /// What each source last said.
+    /// The result of each source.
     pub fn reports(&self) -> MutexGuard<'_, BTreeMap<EndpointSource, SourceReport>> {
         self.reports.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Why there may be no endpoint: what each failing source says, in one line.
+    /// The error of each failing source, in one line.
     pub fn complaints(&self) -> String {
-        let mut words = String::new();
+        let mut text = String::new();
         for (source, report) in self.reports().iter() {
             let why = match report.complaint() {
                 Some(error) => error,
                 None if report.last_success.is_none() => "no answer yet",
                 None => continue,
             };
-            let gap = if words.is_empty() { "" } else { "; " };
-            let _ = write!(words, "{gap}{}: {why}", source.as_str());
+            let gap = if text.is_empty() { "" } else { "; " };
+            let _ = write!(text, "{gap}{}: {why}", source.as_str());
         }
-        words
+        text
     }
 
     /// For `/status`.
@@ -213,22 +211,28 @@ impl Sources {
         status.collect()
     }
 
-    /// Changes what is known of a source, and tells it if it complains of another thing than
-    /// before, or no longer.
+    /// Changes the result of a source, and logs an error that is new or over.
     fn report(&self, source: EndpointSource, change: impl FnOnce(&mut SourceReport)) {
         let mut reports = self.reports();
         let report = reports.entry(source).or_default();
         let before = report.complaint().map(str::to_owned);
         change(report);
         let now = report.complaint().map(str::to_owned);
+        let answered = report.last_success.is_some();
+        let others = others_in_use(&reports, source);
         drop(reports);
         if now == before {
             return;
         }
-        let was = if before.is_none() { "ok" } else { "failing" };
+        let was = match before {
+            Some(_) => "failing",
+            None if answered => "ok",
+            None => "unknown",
+        };
+        let without_answer = format!("never answered; {others}");
         let change = match (&now, &before) {
             (Some(error), _) => Change {
-                effect: "what it said before stays",
+                effect: if answered { "its last answer stays in use" } else { &without_answer },
                 bad: true,
                 ..self.change(source, (was, "failing"), error)
             },
@@ -240,7 +244,7 @@ impl Sources {
         self.metrics.events().changed(&change);
     }
 
-    /// A source gives answers that can be used.
+    /// A source gave a usable answer.
     fn lives(&self, source: EndpointSource) {
         let at = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64();
         self.metrics.discovered(&self.upstream, source.as_str(), at);
@@ -266,6 +270,19 @@ impl Sources {
     }
 }
 
+/// The sources other than `source` that have endpoints, as text.
+fn others_in_use(
+    reports: &BTreeMap<EndpointSource, SourceReport>,
+    source: EndpointSource,
+) -> String {
+    let others = reports.iter().filter(|(other, report)| **other != source && report.endpoints > 0);
+    let names: Vec<_> = others.map(|(other, _)| other.as_str()).collect();
+    match names[..] {
+        [] => "no other source has endpoints".to_owned(),
+        _ => format!("endpoints in use come from: {}", names.join(", ")),
+    }
+}
+
 /// Whole seconds since then; 0 if a clock went back.
 pub fn age(then: SystemTime, now: SystemTime) -> u64 {
     now.duration_since(then).unwrap_or_default().as_secs()
@@ -280,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_is_read_back() {
+    fn endpoint_source_is_parsed_from_its_name() {
         for source in EndpointSource::ALL {
             assert_eq!(EndpointSource::from_name(source.as_str()), Some(source));
         }
@@ -288,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn what_fails_keeps_what_it_said_and_complains() {
+    fn failed_source_keeps_its_endpoints_and_reports_the_error() {
         let sources = sources();
         assert_eq!(sources.complaints(), "");
         sources.expect(EndpointSource::Dns);
@@ -312,16 +329,16 @@ mod tests {
         assert_eq!(sources.status(SystemTime::now()).len(), 1);
     }
     #[test]
-    fn what_cannot_be_used_is_not_good_because_its_source_lives() {
+    fn unusable_answer_stays_an_error_while_the_source_confirms_it() {
         let sources = sources();
-        let told = || -> Vec<String> {
+        let logged = || -> Vec<String> {
             let events = sources.metrics.events().last(usize::MAX);
             events.iter().map(|e| format!("{} {} {}", e.from, e.to, e.reason)).collect()
         };
         sources.succeeded(EndpointSource::Slices, 3, None);
         let good = sources.reports()[&EndpointSource::Slices].last_success;
         sources.unusable(EndpointSource::Slices, "empty");
-        // A bookmark; a connection that is lost, and another one.
+        // A bookmark; a lost connection, and another one.
         sources.confirmed(EndpointSource::Slices);
         assert_eq!(sources.complaints(), "slices: empty");
         sources.failed(EndpointSource::Slices, "lost");
@@ -337,11 +354,11 @@ mod tests {
             "failing failing empty",
             "failing ok empty",
         ];
-        assert_eq!(told(), expected);
+        assert_eq!(logged(), expected);
     }
 
     #[test]
-    fn half_an_answer_is_told_once() {
+    fn partial_answer_is_logged_once() {
         let sources = sources();
         for _ in 0..3 {
             sources.succeeded(EndpointSource::Dns, 1, Some("b: timed out"));

@@ -1,34 +1,35 @@
-//! Judges the life of one connection, as a pure function of evidence and time.
+//! The health of one connection: a pure function of evidence and time.
 //!
-//! Two thresholds, because a wrong suspicion is cheap and a wrong death is not; and a third one for
-//! what no other connection can go on with:
+//! A wrong suspicion is cheap, a wrong verdict of death is not, so there are two thresholds; and a
+//! third one for streams that no other connection can continue:
 //!
-//! | state | enters when | meanwhile | left when |
+//! | state | entered when | meanwhile | left when |
 //! |---|---|---|---|
-//! | live | the first PONG came | takes new streams | |
-//! | suspect | a PING is out longer than max(4·srtt + 4·rttvar, 100 ms), with nothing heard or nothing of ours acknowledged meanwhile | no new streams; reads are sent a second time elsewhere | a PONG comes: live |
-//! | draining | GOAWAY; or no PONG, no frame and no progress for 5 s while the kernel answers: a stopped process | no new streams; 7 s after the PING, requests end that wait for a response head and must not be sent twice | its last stream ends: dead |
-//! | unresponsive | the path is lost (below) and streams are pinned | no new streams; requests that wait for a response head end, everything that can move moves | a PONG comes: draining; nothing is pinned any more: dead |
-//! | dead | the path is lost and no stream is pinned; or it has been lost for `tunnel_dead_after`; or 20 s without any frame, whatever TCP says | closed | never |
+//! | live | the first PONG arrived | takes new streams | |
+//! | suspect | a PING is outstanding for longer than max(4·srtt + 4·rttvar, 100 ms), and meanwhile nothing was received or nothing sent was acknowledged | no new streams; safe requests are repeated on another connection | a PONG arrives: live |
+//! | draining | GOAWAY; or no PONG, no frame and no progress for 5 s while the kernel answers: the process is stopped | no new streams; 7 s after the PING, requests fail that wait for a response head and must not be sent twice | its last stream ends: dead |
+//! | unresponsive | the path is lost (below) and streams are pinned | no new streams; requests that wait for a response head fail, streams that can move do | a PONG arrives: draining; no stream is pinned any more: dead |
+//! | dead | the path is lost and no stream is pinned; or it has been lost for `tunnel_dead_after`; or no frame for 20 s, whatever TCP shows | closed | never |
 //!
-//! A stream is pinned while its response is under way and cannot be asked for elsewhere: a log that
-//! is followed, a long answer in its midst, a watch that can neither be resumed nor end cleanly.
+//! A stream is pinned while the rest of its response cannot be requested from another connection: a
+//! log that is followed, a long response in the middle, a watch that can be neither resumed nor
+//! ended cleanly.
 //!
-//! The path is lost when a PING is out for `dead_after` without evidence of life in one of the two
-//! directions. Evidence inbound is any byte or any segment (`tcpi_last_ack_recv`); outbound it is
-//! our bytes being acknowledged (`tcpi_bytes_acked`). A peer whose window is closed acknowledges no
-//! bytes, so there the kernel's window probes are the evidence, for both directions: it lives unless
-//! three in a row stay unanswered (`tcpi_probes`). When the window opens, the time without an
-//! acknowledgement begins anew: what could not be sent could not be acknowledged. If it stays closed
-//! for 20 s, the peer is dead.
+//! The path is lost when a PING is outstanding for `dead_after` without evidence of life in one of
+//! the two directions. Inbound evidence is any byte or any segment (`tcpi_last_ack_recv`). Outbound
+//! evidence is an acknowledgement of sent bytes (`tcpi_bytes_acked`). A peer whose window is closed
+//! acknowledges no bytes; there the kernel's window probes are the evidence for both directions, and
+//! the path is lost when three in a row are unanswered (`tcpi_probes`). When the window opens, the
+//! time without an acknowledgement starts again, since bytes that could not be sent could not be
+//! acknowledged. A peer whose window stays closed for 20 s is dead.
 //!
-//! A look that comes late withholds all verdicts for 300 ms, so that a process that was starved of
-//! CPU, or a machine that was paused, does not blame its peers: once for each PING. PreviousFailure that the
-//! verdicts count, however late the looks are. The driver reads the socket until it is empty before
-//! each look, and the kernel counts its silence whether or not we are scheduled.
+//! A check that runs late withholds all verdicts for 300 ms, once for each PING, so that a process
+//! without CPU or a paused machine does not blame its peers. After that the verdicts count, however
+//! late the checks are: the driver reads the socket until it is empty before each check, and the
+//! kernel counts silence whether or not the process is scheduled.
 //!
-//! This module sends nothing and reads no clock. [`super::connection`] feeds it and does what it
-//! says.
+//! This module sends nothing and reads no clock. [`super::connection`] supplies evidence and executes
+//! decisions.
 
 mod rtt;
 mod silence;
@@ -43,149 +44,149 @@ use self::silence::{Silence, window_answers_probes};
 pub use self::state::{ConnectionState, Reason};
 use crate::net::sockets::tcp_info::TcpInfo;
 
-/// A request that waited this long without a byte arriving on its connection is worth a PING.
+/// A request that waits this long without a byte arriving on its connection triggers a PING.
 pub const HEAD_WAIT: Duration = Duration::from_millis(100);
-/// A connection that was delivering and fell silent for this long is worth a PING.
-const SILENCE: Duration = Duration::from_millis(400);
-/// How often the evidence is looked at while a PING is out.
-const LOOK: Duration = Duration::from_millis(100);
-/// Without a sign of life in one direction for this long, or half of `dead_after`, nothing more is
-/// sent there for want of anything better: five retransmissions of a thin stream are out by then.
-const DARK_AFTER: Duration = Duration::from_secs(1);
-/// From here on the kernel is asked to probe the path while a PING is out and all is acknowledged,
-/// and the endpoint hears that this connection does not answer. Three transmissions of a PING are
-/// out by then: where one packet in twenty is lost each way, all are lost once in a thousand PINGs.
+/// A connection that received bytes and then none for this long triggers a PING.
+const PING_AFTER_SILENCE: Duration = Duration::from_millis(400);
+/// Pause between two checks while a PING is outstanding.
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
+/// Without evidence of life in one direction for this long, or half of `dead_after`, a connection is
+/// not used even where no other is left: five retransmissions of a thin stream are out by then.
+const PATH_UNRESPONSIVE_AFTER: Duration = Duration::from_secs(1);
+/// From this age of a PING on the kernel is asked to probe the path if everything sent is
+/// acknowledged, and the endpoint counts the connection as unanswered. Three transmissions of the
+/// PING are out by then: at 5 % packet loss each way, all are lost once in a thousand PINGs.
 const PROBE_AFTER: Duration = Duration::from_millis(500);
-/// Without PONG and frames for this long, while its kernel answers, a process is stopped.
+/// A process is stopped if its kernel answers, but no PONG and no frame arrives for this long.
 const STOPPED_AFTER: Duration = Duration::from_secs(5);
-/// So long after that, requests end that must not be sent twice: kubelet gives a lease update up
-/// after 10 s, leader election after 10 s.
+/// This long after that, requests fail that must not be sent twice: the lease updates of kubelet and
+/// of leader election have a timeout of 10 s.
 pub const WRITE_PATIENCE: Duration = Duration::from_secs(2);
-/// Without PONG and frames for this long a connection is dead even if something acknowledges: a
-/// TCP load balancer does so for a dead apiserver.
+/// Without PONG and frames for this long a connection is dead even if its bytes are acknowledged: a
+/// TCP load balancer acknowledges on behalf of a dead apiserver.
 const SILENT_DEATH: Duration = Duration::from_secs(20);
-/// A timer that fires this late says that we were not scheduled.
+/// A timer that fires this late shows that the process was not scheduled.
 const LATE: Duration = Duration::from_millis(100);
-/// How long verdicts are withheld after that, so that what waits in our sockets is read first.
+/// How long verdicts are withheld after that, so that received bytes are read first.
 const GRACE: Duration = Duration::from_millis(300);
 
-/// What the configuration says about the life of a connection.
+/// Configured thresholds of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Thresholds {
-    /// A PING goes out at least this often.
+    /// Longest pause between two PINGs.
     pub ping_interval: Duration,
     /// Fixed time after which a PING is late; `None` adapts to the RTT.
     pub suspect_after: Option<Duration>,
-    /// A PING out this long without evidence of life is death.
+    /// A PING outstanding this long without evidence of life means that the path is lost.
     pub dead_after: Duration,
-    /// The same for a connection with pinned streams.
+    /// A connection with pinned streams is closed once its path is lost for this long.
     pub tunnel_dead_after: Duration,
 }
 
-/// What is known at the moment of a look.
+/// Input of a check.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Evidence {
-    /// The kernel's knowledge.
+    /// The kernel's view of the TCP connection, if it is known.
     pub tcp: Option<TcpInfo>,
-    /// Since when a request waits for its response head, if one does.
+    /// Since when a request waits for its response head, if any does.
     pub waiting_since: Option<Instant>,
     /// A stream on it is pinned.
     pub pinned: bool,
 }
 
-/// What to do after a look.
+/// Result of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Decision {
     /// Send a PING now.
     pub ping: bool,
     /// Ask the kernel for a keepalive probe now.
     pub probe: bool,
-    /// It takes no new streams, and now its PING is late too, its process stopped or its path
-    /// lost: what can go on elsewhere should.
+    /// Streams that can move should leave now: the connection takes no new streams, and its PING is
+    /// late, its process stopped or its path lost.
     pub leave: bool,
     /// The state has changed to this, for this reason.
     pub change: Option<(ConnectionState, Reason)>,
-    /// Look again at the latest then.
+    /// When to check again at the latest.
     pub wake_at: Instant,
 }
 
-/// The judge of one connection.
+/// The health of one connection.
 #[derive(Debug)]
 pub struct ConnectionHealth {
     limits: Thresholds,
-    life: ConnectionState,
+    state: ConnectionState,
     rtt: Rtt,
-    /// When the outstanding PING went out.
-    ping: Option<Instant>,
+    /// When the outstanding PING was sent.
+    ping_sent: Option<Instant>,
     next_ping: Instant,
     /// When bytes last arrived.
-    heard: Instant,
+    last_received: Instant,
     /// Bytes other than a PONG arrived since the last PING.
     delivering: bool,
-    /// Bytes of ours that were acknowledged, and when that number last grew or nothing was pending.
+    /// Acknowledged bytes, and when that number last grew or nothing was pending.
     acked: u64,
     acked_at: Instant,
-    /// When the peer's window was last seen closed with every probe of it answered.
+    /// When the peer's window was last closed with every probe answered.
     window_answered: Instant,
-    /// When it last grew while more was pending: an upload goes on.
+    /// When `acked` last grew while more was pending: an upload makes progress.
     progress: Instant,
-    /// When the caller promised to look next.
+    /// When the next check is due.
     wake_at: Instant,
-    /// No verdict before this: our own timers ran late.
-    distrust_until: Instant,
-    /// They did so while this PING was out.
-    distrusted: bool,
+    /// Verdicts are withheld until then, since a check was late.
+    withhold_until: Instant,
+    /// A check was late since the outstanding PING was sent.
+    withheld: bool,
     outlook: Outlook,
 }
 
-/// What is known of a connection beside its state.
+/// Findings beside the state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Outlook {
-    /// There has been no sign of life in one of the two directions for so long that it will hardly
-    /// come back. No verdict: its state says nothing of it.
-    pub dark: bool,
-    /// A PING has been out for 500 ms without a sign of life. Lost packets alone seldom make it so.
-    pub unanswered: bool,
-    /// Requests that wait here for a response head, and must not be sent twice, have waited long
-    /// enough: the path is lost, or the process was stopped and did not come back.
-    pub ends_writes: bool,
+    /// No evidence of life in one of the two directions for so long that a request sent now would
+    /// most likely be lost.
+    pub path_unresponsive: bool,
+    /// A PING is outstanding for 500 ms without evidence of life. Packet loss alone seldom causes it.
+    pub ping_unanswered: bool,
+    /// Requests fail that wait for a response head and must not be sent twice: the path is lost, or
+    /// the process has been stopped for too long.
+    pub fails_unsafe_requests: bool,
 }
 
 impl ConnectionHealth {
-    /// Starts with the RTT of the first PING, which made the connection live.
+    /// A live connection with the round-trip time of its first PING.
     pub fn new(limits: Thresholds, first_rtt: Duration, now: Instant) -> Self {
         let mut rtt = Rtt::default();
         rtt.sample(first_rtt);
         Self {
             limits,
-            life: ConnectionState::Live,
+            state: ConnectionState::Live,
             rtt,
-            ping: None,
+            ping_sent: None,
             next_ping: now + limits.ping_interval,
-            heard: now,
+            last_received: now,
             delivering: false,
             acked: 0,
             acked_at: now,
             window_answered: now,
             progress: now,
             wake_at: now + limits.ping_interval,
-            distrust_until: now,
-            distrusted: false,
+            withhold_until: now,
+            withheld: false,
             outlook: Outlook::default(),
         }
     }
 
     /// The state.
     pub fn state(&self) -> ConnectionState {
-        self.life
+        self.state
     }
 
-    /// Whether a PING is out; HTTP/2 stacks allow one at a time.
-    pub fn ping_out(&self) -> bool {
-        self.ping.is_some()
+    /// Whether a PING is outstanding; h2 allows one at a time.
+    pub fn ping_outstanding(&self) -> bool {
+        self.ping_sent.is_some()
     }
 
-    /// What is known of it beside its state.
+    /// Findings beside the state.
     pub fn outlook(&self) -> Outlook {
         self.outlook
     }
@@ -195,27 +196,27 @@ impl ConnectionHealth {
         self.rtt.smoothed().unwrap_or_default()
     }
 
-    /// Bytes arrived. Returns when to look at the latest.
-    pub fn heard(&mut self, now: Instant) -> Instant {
-        self.heard = now;
+    /// Bytes arrived. Returns when to check at the latest.
+    pub fn received(&mut self, now: Instant) -> Instant {
+        self.last_received = now;
         self.delivering = true;
-        self.wake_at.min(now + SILENCE)
+        self.wake_at.min(now + PING_AFTER_SILENCE)
     }
 
-    /// The PONG of the outstanding PING arrived. Returns the change: a suspect connection is live
-    /// again; one that was unresponsive has been left by what could leave it, and drains.
+    /// The PONG of the outstanding PING arrived. Returns its round-trip time and the change of state:
+    /// a suspect connection is live again; an unresponsive one drains, since its streams have moved.
     pub fn pong(&mut self, now: Instant) -> (Option<Duration>, Option<(ConnectionState, Reason)>) {
-        let rtt = self.ping.take().map(|sent| now.saturating_duration_since(sent));
+        let rtt = self.ping_sent.take().map(|sent| now.saturating_duration_since(sent));
         if let Some(rtt) = rtt {
-            // A PONG that was held up by a stopped process or by loss says little about the path:
-            // taken whole, three seconds once would hide the next death for a minute.
+            // A PONG delayed by a stopped process or by loss says little about the path: taken
+            // whole, one sample of 3 s would delay the next suspicion for a minute.
             self.rtt.sample(rtt.min(self.suspect_after() * 2));
         }
-        self.heard = now;
+        self.last_received = now;
         self.outlook = Outlook::default();
         self.delivering = false;
         self.next_ping = now + self.limits.ping_interval;
-        let change = match self.life {
+        let change = match self.state {
             ConnectionState::Suspect => Some(self.enter(ConnectionState::Live, Reason::Pong)),
             ConnectionState::Unresponsive => {
                 Some(self.enter(ConnectionState::Draining, Reason::Pong))
@@ -225,25 +226,25 @@ impl ConnectionHealth {
         (rtt, change)
     }
 
-    /// The connection is to take no new streams (GOAWAY, endpoint removed, certificate rotated).
+    /// The connection takes no new streams (GOAWAY, endpoint removed, certificate rotated).
     pub fn drain(&mut self) {
-        if matches!(self.life, ConnectionState::Live | ConnectionState::Suspect) {
-            self.life = ConnectionState::Draining;
+        if matches!(self.state, ConnectionState::Live | ConnectionState::Suspect) {
+            self.state = ConnectionState::Draining;
         }
     }
 
-    /// Looks at the evidence, decides, and says when to look again.
-    pub fn look(&mut self, evidence: Evidence, now: Instant) -> Decision {
+    /// Weighs the evidence and decides.
+    pub fn check(&mut self, evidence: Evidence, now: Instant) -> Decision {
         let mut decision =
             Decision { ping: false, probe: false, leave: false, change: None, wake_at: now };
-        match self.ping {
+        match self.ping_sent {
             None => {
                 let due = self.ping_due(&evidence);
                 if now >= due {
                     decision.ping = true;
-                    self.ping = Some(now);
+                    self.ping_sent = Some(now);
                     self.delivering = false;
-                    self.distrusted = false;
+                    self.withheld = false;
                     self.acked_at = now;
                     if let Some(tcp) = evidence.tcp {
                         self.acked = tcp.bytes_acked;
@@ -255,24 +256,25 @@ impl ConnectionHealth {
             }
             Some(sent) => {
                 let late = now.saturating_duration_since(self.wake_at) >= LATE;
-                if late && !std::mem::replace(&mut self.distrusted, late) {
-                    self.distrust_until = now + GRACE;
+                if late && !std::mem::replace(&mut self.withheld, late) {
+                    self.withhold_until = now + GRACE;
                 }
                 let silence = self.weigh(sent, evidence.tcp.as_ref(), now);
-                if now >= self.distrust_until {
-                    decision.change = self.judge(&silence, evidence.pinned);
-                    self.outlook = self.look_ahead(&silence);
-                    decision.leave = match self.life {
+                if now >= self.withhold_until {
+                    decision.change = self.derive(&silence, evidence.pinned);
+                    self.outlook = self.find_outlook(&silence);
+                    decision.leave = match self.state {
                         ConnectionState::Draining => self.is_late(&silence),
-                        life => life == ConnectionState::Unresponsive,
+                        state => state == ConnectionState::Unresponsive,
                     };
                 }
-                // The kernel gives a connection up after 127 probes: not before we do.
+                // The kernel resets a connection after 127 unanswered probes; `unresponsive` may last
+                // longer.
                 decision.probe = !silence.pending
-                    && silence.out >= PROBE_AFTER
-                    && !matches!(self.life, ConnectionState::Unresponsive | ConnectionState::Dead);
+                    && silence.age >= PROBE_AFTER
+                    && !matches!(self.state, ConnectionState::Unresponsive | ConnectionState::Dead);
                 let suspect_at = sent + self.suspect_after();
-                decision.wake_at = if now < suspect_at { suspect_at } else { now + LOOK };
+                decision.wake_at = if now < suspect_at { suspect_at } else { now + CHECK_INTERVAL };
             }
         }
         self.wake_at = decision.wake_at;
@@ -280,7 +282,7 @@ impl ConnectionHealth {
     }
 
     fn suspect_after(&self) -> Duration {
-        // A suspicion that is no earlier than death is none.
+        // A suspicion must precede the verdict.
         let adaptive = || self.rtt.suspect_after().min(self.limits.dead_after / 2);
         self.limits.suspect_after.unwrap_or_else(adaptive)
     }
@@ -288,17 +290,17 @@ impl ConnectionHealth {
     fn ping_due(&self, evidence: &Evidence) -> Instant {
         let mut due = self.next_ping;
         if self.delivering {
-            due = due.min(self.heard + SILENCE);
+            due = due.min(self.last_received + PING_AFTER_SILENCE);
         }
         if let Some(since) = evidence.waiting_since {
-            due = due.min(since.max(self.heard) + HEAD_WAIT);
+            due = due.min(since.max(self.last_received) + HEAD_WAIT);
         }
         due
     }
 
     fn weigh(&mut self, sent: Instant, tcp: Option<&TcpInfo>, now: Instant) -> Silence {
         let since = |then| now.saturating_duration_since(then);
-        let mut inbound = since(self.heard);
+        let mut inbound = since(self.last_received);
         let (mut pending, mut window_answers) = (false, false);
         if let Some(tcp) = tcp {
             inbound = inbound.min(tcp.silent());
@@ -316,22 +318,22 @@ impl ConnectionHealth {
                 self.window_answered = now;
             }
         }
-        let out = since(sent);
-        let frames = out.min(since(self.heard));
+        let age = since(sent);
+        let without_frame = age.min(since(self.last_received));
         Silence {
-            out,
+            age,
             inbound,
             outbound: since(self.acked_at.max(self.window_answered)),
             unacknowledged: since(self.acked_at),
-            frames,
-            stopped: frames.min(since(self.progress)),
+            without_frame,
+            without_progress: without_frame.min(since(self.progress)),
             pending,
             window_answers,
         }
     }
 
-    fn judge(&mut self, silence: &Silence, pinned: bool) -> Option<(ConnectionState, Reason)> {
-        if self.life == ConnectionState::Dead {
+    fn derive(&mut self, silence: &Silence, pinned: bool) -> Option<(ConnectionState, Reason)> {
+        if self.state == ConnectionState::Dead {
             return None;
         }
         let Thresholds { dead_after, tunnel_dead_after, .. } = self.limits;
@@ -339,46 +341,46 @@ impl ConnectionHealth {
             if !pinned || silence.lost_for(tunnel_dead_after).is_some() {
                 return Some(self.enter(ConnectionState::Dead, reason));
             }
-            if self.life != ConnectionState::Unresponsive {
+            if self.state != ConnectionState::Unresponsive {
                 return Some(self.enter(ConnectionState::Unresponsive, reason));
             }
         }
         let last = if pinned { SILENT_DEATH.max(tunnel_dead_after) } else { SILENT_DEATH };
-        if silence.stopped >= last {
+        if silence.without_progress >= last {
             return Some(self.enter(ConnectionState::Dead, Reason::NoFrames));
         }
-        if silence.window_answers && silence.out.min(silence.unacknowledged) >= last {
+        if silence.window_answers && silence.age.min(silence.unacknowledged) >= last {
             return Some(self.enter(ConnectionState::Dead, Reason::WindowClosed));
         }
-        let takes_streams = matches!(self.life, ConnectionState::Live | ConnectionState::Suspect);
-        if takes_streams && silence.stopped >= STOPPED_AFTER {
+        let takes_streams = matches!(self.state, ConnectionState::Live | ConnectionState::Suspect);
+        if takes_streams && silence.without_progress >= STOPPED_AFTER {
             return Some(self.enter(ConnectionState::Draining, Reason::ProcessStopped));
         }
-        if self.life == ConnectionState::Live && self.is_late(silence) {
+        if self.state == ConnectionState::Live && self.is_late(silence) {
             return Some(self.enter(ConnectionState::Suspect, Reason::PingLate));
         }
         None
     }
 
-    /// Whether the PING is late, and nothing else shows life in both directions.
+    /// Whether the PING is late without evidence of life in both directions.
     fn is_late(&self, silence: &Silence) -> bool {
         silence.unanswered_for(self.suspect_after())
     }
 
-    fn look_ahead(&self, silence: &Silence) -> Outlook {
-        let quiet = silence.out.min(silence.inbound.max(silence.outbound));
-        let dark_after = DARK_AFTER.min(self.limits.dead_after / 2);
+    fn find_outlook(&self, silence: &Silence) -> Outlook {
+        let quiet = silence.age.min(silence.inbound.max(silence.outbound));
+        let unresponsive_after = PATH_UNRESPONSIVE_AFTER.min(self.limits.dead_after / 2);
         Outlook {
-            dark: !silence.window_answers && quiet >= dark_after,
-            unanswered: silence.unanswered_for(PROBE_AFTER),
-            ends_writes: self.life == ConnectionState::Unresponsive
-                || silence.stopped >= STOPPED_AFTER + WRITE_PATIENCE,
+            path_unresponsive: !silence.window_answers && quiet >= unresponsive_after,
+            ping_unanswered: silence.unanswered_for(PROBE_AFTER),
+            fails_unsafe_requests: self.state == ConnectionState::Unresponsive
+                || silence.without_progress >= STOPPED_AFTER + WRITE_PATIENCE,
         }
     }
 
-    fn enter(&mut self, life: ConnectionState, reason: Reason) -> (ConnectionState, Reason) {
-        self.life = life;
-        (life, reason)
+    fn enter(&mut self, state: ConnectionState, reason: Reason) -> (ConnectionState, Reason) {
+        self.state = state;
+        (state, reason)
     }
 }
 

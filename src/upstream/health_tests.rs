@@ -38,11 +38,11 @@ struct Scene {
     /// How late our timers fire.
     lag: Duration,
     seen: Vec<(u64, ConnectionState, Reason)>,
-    /// When it became dark, or no longer was.
-    dark: Vec<(u64, bool)>,
+    /// When it became path_unresponsive, or no longer was.
+    path_unresponsive: Vec<(u64, bool)>,
     /// When it no longer answered, and when requests ended that must not be sent twice.
     unanswered: Vec<(u64, bool)>,
-    ends_writes: Vec<(u64, bool)>,
+    fails_unsafe_requests: Vec<(u64, bool)>,
     pings: Vec<u64>,
 }
 
@@ -72,9 +72,9 @@ impl Scene {
             waiting_since: None,
             lag: Duration::ZERO,
             seen: Vec::new(),
-            dark: Vec::new(),
+            path_unresponsive: Vec::new(),
             unanswered: Vec::new(),
-            ends_writes: Vec::new(),
+            fails_unsafe_requests: Vec::new(),
             pings: Vec::new(),
         }
     }
@@ -120,9 +120,9 @@ impl Scene {
         while self.next + self.lag < end {
             self.now = self.next + self.lag;
             let evidence = self.evidence();
-            let decision = self.health.look(evidence, self.now);
-            if let Some((life, reason)) = decision.change {
-                self.seen.push((self.at(), life, reason));
+            let decision = self.health.check(evidence, self.now);
+            if let Some((state, reason)) = decision.change {
+                self.seen.push((self.at(), state, reason));
             }
             let at = self.at();
             let note = |list: &mut Vec<(u64, bool)>, is: bool| {
@@ -130,9 +130,9 @@ impl Scene {
                     list.push((at, is));
                 }
             };
-            note(&mut self.dark, self.health.outlook().dark);
-            note(&mut self.unanswered, self.health.outlook().unanswered);
-            note(&mut self.ends_writes, self.health.outlook().ends_writes);
+            note(&mut self.path_unresponsive, self.health.outlook().path_unresponsive);
+            note(&mut self.unanswered, self.health.outlook().ping_unanswered);
+            note(&mut self.fails_unsafe_requests, self.health.outlook().fails_unsafe_requests);
             self.next = decision.wake_at;
             if decision.ping {
                 self.pings.push(self.at());
@@ -144,8 +144,8 @@ impl Scene {
                     if self.answers {
                         self.now += RTT;
                         let (_, change) = self.health.pong(self.now);
-                        if let Some((life, reason)) = change {
-                            self.seen.push((self.at(), life, reason));
+                        if let Some((state, reason)) = change {
+                            self.seen.push((self.at(), state, reason));
                         }
                         self.next = self.now;
                     }
@@ -160,7 +160,7 @@ impl Scene {
     }
 
     fn lives(&self) -> Vec<(ConnectionState, Reason)> {
-        self.seen.iter().map(|(_, life, reason)| (*life, *reason)).collect()
+        self.seen.iter().map(|(_, state, reason)| (*state, *reason)).collect()
     }
 }
 
@@ -201,7 +201,7 @@ fn what_we_send_is_lost_while_the_peer_goes_on_talking() {
     for _ in 0..300 {
         scene.run(ms(20));
         scene.last_segment = scene.now;
-        scene.next = scene.next.min(scene.health.heard(scene.now));
+        scene.next = scene.next.min(scene.health.received(scene.now));
         if scene.health.state() == ConnectionState::Dead {
             break;
         }
@@ -242,7 +242,9 @@ fn what_shows_no_life_for_a_second_is_dark() {
         (scene.inbound, scene.outbound) = (inbound, outbound);
         scene.run(ms(10_000));
         let ping = *scene.pings.last().unwrap();
-        let [(at, true)] = scene.dark[..] else { panic!("{:?}", scene.dark) };
+        let [(at, true)] = scene.path_unresponsive[..] else {
+            panic!("{:?}", scene.path_unresponsive)
+        };
         assert!((1000..=1110).contains(&(at - ping)), "{at} after the PING at {ping}");
     }
     // Its kernel answers.
@@ -250,7 +252,7 @@ fn what_shows_no_life_for_a_second_is_dark() {
     scene.run(ms(1500));
     scene.answers = false;
     scene.run(ms(30_000));
-    assert_eq!(scene.dark, []);
+    assert_eq!(scene.path_unresponsive, []);
 }
 
 #[test]
@@ -259,19 +261,19 @@ fn what_is_dark_is_so_until_it_answers() {
     scene.run(ms(1500));
     (scene.inbound, scene.outbound) = (false, false);
     scene.run(ms(1900));
-    assert_eq!(scene.dark.len(), 1, "{:?}", scene.dark);
+    assert_eq!(scene.path_unresponsive.len(), 1, "{:?}", scene.path_unresponsive);
     (scene.inbound, scene.outbound) = (true, true);
     scene.health.pong(scene.now);
     scene.next = scene.now;
     scene.run(ms(5000));
-    assert_eq!(scene.dark.len(), 2, "{:?}", scene.dark);
+    assert_eq!(scene.path_unresponsive.len(), 2, "{:?}", scene.path_unresponsive);
     // A look that comes late says nothing.
     let mut scene = Scene::new();
     scene.run(ms(1500));
     (scene.inbound, scene.outbound) = (false, false);
     scene.lag = ms(1500);
     scene.run(ms(4000));
-    assert_eq!(scene.dark, []);
+    assert_eq!(scene.path_unresponsive, []);
 }
 
 #[test]
@@ -329,8 +331,8 @@ fn a_slow_handler_is_never_suspected() {
 fn falling_silent_after_delivering_is_asked_about_after_400_ms() {
     let mut scene = Scene::new();
     scene.run(ms(100));
-    scene.next = scene.health.heard(scene.now);
-    assert_eq!(scene.next, scene.now + SILENCE);
+    scene.next = scene.health.received(scene.now);
+    assert_eq!(scene.next, scene.now + PING_AFTER_SILENCE);
     scene.run(ms(600));
     assert_eq!(scene.pings.first(), Some(&500));
 }
@@ -380,7 +382,7 @@ fn closed_window_with_answered_probes_is_suspect_then_draining_then_dead_after_2
     assert_eq!(scene.lives(), expected);
     assert!((5000..=5110).contains(&(scene.seen[1].0 - ping)), "{:?}", scene.seen);
     assert!((20_000..=20_110).contains(&(scene.seen[2].0 - ping)), "{:?}", scene.seen);
-    assert_eq!(scene.dark, [], "its kernel answers");
+    assert_eq!(scene.path_unresponsive, [], "its kernel answers");
 }
 
 #[test]
@@ -405,8 +407,8 @@ fn window_that_opens_gives_the_peer_time_to_acknowledge() {
     let (at, _, reason) = *scene.seen.last().unwrap();
     assert_eq!(reason, Reason::NothingAcknowledged);
     assert!((1900..=2110).contains(&(at - opened)), "{}", at - opened);
-    let (dark, _) = scene.dark[0];
-    assert!((900..=1110).contains(&(dark - opened)), "{}", dark - opened);
+    let (path_unresponsive, _) = scene.path_unresponsive[0];
+    assert!((900..=1110).contains(&(path_unresponsive - opened)), "{}", path_unresponsive - opened);
 }
 
 /// The peer goes on talking, and takes nothing.
@@ -416,7 +418,7 @@ fn window_that_stays_closed_is_dead_after_20_s_although_frames_come() {
     while scene.health.state() != ConnectionState::Dead {
         scene.run(ms(20));
         scene.last_segment = scene.now;
-        scene.next = scene.next.min(scene.health.heard(scene.now));
+        scene.next = scene.next.min(scene.health.received(scene.now));
     }
     assert_eq!(
         scene.lives(),
@@ -435,8 +437,8 @@ fn closed_window_whose_probes_are_not_answered_is_dead_after_the_third() {
     let from = scene.at();
     (scene.inbound, scene.outbound) = (false, false);
     scene.run(ms(10_000));
-    let (at, life, reason) = *scene.seen.last().unwrap();
-    assert_eq!((life, reason), (ConnectionState::Dead, Reason::NothingArrives));
+    let (at, state, reason) = *scene.seen.last().unwrap();
+    assert_eq!((state, reason), (ConnectionState::Dead, Reason::NothingArrives));
     assert!((2000..=3200).contains(&(at - from)), "{}", at - from);
 }
 
@@ -448,7 +450,7 @@ fn upload_that_makes_progress_is_not_a_stopped_process() {
     (scene.answers, scene.uploads) = (false, true);
     scene.run(ms(60_000));
     assert_eq!(scene.lives(), [(ConnectionState::Suspect, Reason::PingLate)]);
-    assert_eq!(scene.ends_writes, []);
+    assert_eq!(scene.fails_unsafe_requests, []);
     // It stops in its midst.
     scene.uploads = false;
     let from = scene.at();
@@ -469,11 +471,13 @@ fn stopped_process_ends_writes_two_seconds_after_it_drains() {
         scene.answers = false;
         let ping = pinged(&mut scene);
         scene.run(ms(15_000));
-        let [(at, true)] = scene.ends_writes[..] else { panic!("{:?}", scene.ends_writes) };
+        let [(at, true)] = scene.fails_unsafe_requests[..] else {
+            panic!("{:?}", scene.fails_unsafe_requests)
+        };
         assert!((7000..=7110).contains(&(at - ping)), "{} after the PING", at - ping);
         assert_eq!(scene.health.state(), ConnectionState::Draining);
         scene.health.pong(scene.now);
-        assert!(!scene.health.outlook().ends_writes, "it goes on");
+        assert!(!scene.health.outlook().fails_unsafe_requests, "it goes on");
     }
 }
 
@@ -496,7 +500,11 @@ fn lost_path_with_pinned_streams_is_unresponsive_until_20_s_have_passed() {
         assert_eq!(scene.lives(), expected);
         assert!((2000..=2110).contains(&(scene.seen[1].0 - ping)), "{:?}", scene.seen);
         assert!((20_000..=20_110).contains(&(scene.seen[2].0 - ping)), "{:?}", scene.seen);
-        assert_eq!(scene.ends_writes, [(scene.seen[1].0, true)], "writes end with the path");
+        assert_eq!(
+            scene.fails_unsafe_requests,
+            [(scene.seen[1].0, true)],
+            "writes end with the path"
+        );
     }
 }
 
@@ -528,8 +536,8 @@ fn unresponsive_connection_drains_when_it_answers_and_dies_when_nothing_is_pinne
     let from = scene.at();
     scene.pinned = false;
     scene.run(ms(10_000));
-    let (at, life, reason) = *scene.seen.last().unwrap();
-    assert_eq!((life, reason), (ConnectionState::Dead, Reason::NothingArrives));
+    let (at, state, reason) = *scene.seen.last().unwrap();
+    assert_eq!((state, reason), (ConnectionState::Dead, Reason::NothingArrives));
     assert!(at - from <= 110, "{}", at - from);
 }
 
@@ -555,8 +563,8 @@ fn stopped_process_with_pinned_streams_waits_for_the_longer_of_20_s_and_the_limi
         (scene.pinned, scene.answers) = (true, false);
         let ping = pinged(&mut scene);
         scene.run(ms(60_000));
-        let (at, life, reason) = *scene.seen.last().unwrap();
-        assert_eq!((life, reason), (ConnectionState::Dead, Reason::NoFrames));
+        let (at, state, reason) = *scene.seen.last().unwrap();
+        assert_eq!((state, reason), (ConnectionState::Dead, Reason::NoFrames));
         assert!((dead..=dead + 110).contains(&(at - ping)), "{limit}: {}", at - ping);
     }
 }
@@ -571,7 +579,7 @@ fn connection_does_not_answer_when_its_ping_is_out_for_500_ms() {
     let [(at, true)] = scene.unanswered[..] else { panic!("{:?}", scene.unanswered) };
     assert!((500..=610).contains(&(at - ping)), "{}", at - ping);
     scene.health.pong(scene.now);
-    assert!(!scene.health.outlook().unanswered);
+    assert!(!scene.health.outlook().ping_unanswered);
 }
 
 #[test]
@@ -587,10 +595,10 @@ fn timers_that_are_always_late_delay_verdicts_once() {
             scene.run(ms(20));
             if talks {
                 scene.last_segment = scene.now;
-                scene.next = scene.next.min(scene.health.heard(scene.now));
+                scene.next = scene.next.min(scene.health.received(scene.now));
             }
         }
-        let lives: Vec<_> = scene.lives().into_iter().map(|(life, _)| life).collect();
+        let lives: Vec<_> = scene.lives().into_iter().map(|(state, _)| state).collect();
         assert_eq!(lives, [ConnectionState::Suspect, ConnectionState::Dead], "talks: {talks}");
         let dead = scene.seen[1].0 - ping;
         assert!((2000..=2300).contains(&dead), "talks: {talks}: dead {dead} ms after the PING");
@@ -616,8 +624,8 @@ fn each_ping_has_its_own_grace_after_a_pause() {
             waiting_since: None,
             pinned: false,
         };
-        let decision = scene.health.look(evidence, scene.now);
-        assert_eq!((decision.change, scene.health.outlook().dark), (None, false));
+        let decision = scene.health.check(evidence, scene.now);
+        assert_eq!((decision.change, scene.health.outlook().path_unresponsive), (None, false));
         // What waited in the network comes.
         scene.health.pong(scene.now + ms(200));
         assert_eq!(scene.health.state(), ConnectionState::Live);

@@ -1,5 +1,5 @@
-//! Dedicated HTTP/1.1 connections for upgrades: each is chosen, opened, used for one request, and
-//! then either becomes a tunnel or is closed.
+//! Dedicated HTTP/1.1 connections for upgrades. Each is opened for one request and then becomes a
+//! tunnel or is closed.
 
 use std::cell::Cell;
 use std::error::Error as _;
@@ -26,28 +26,28 @@ use crate::net::sockets::read_ahead::ReadAhead;
 use crate::net::sockets::tracked_stream::{StreamObserver, TrackedStream};
 use crate::net::tls::certificate::Subject;
 
-/// When the next endpoint is tried beside one that has not answered: twice what a dial waits
-/// before its own second attempt.
+/// When the next endpoint is tried in parallel to one that has not answered: twice the time after
+/// which a dial starts its own second attempt.
 const NEXT_AFTER: Duration = Duration::from_millis(500);
-/// Failures that a refusal names.
+/// Most failures that an error names.
 const REASONS: usize = 5;
 
-/// What a connection becomes after its 101.
+/// The stream of a connection after its 101.
 pub type Tunnelled = PrefixedStream<TlsStream<ReadAhead<TrackedStream>>>;
 
-/// An open connection on which nothing was sent yet.
+/// An open connection on which no request was sent yet.
 pub struct Http1Connection {
-    /// Where it leads.
+    /// The endpoint it is connected to.
     pub endpoint: Arc<Endpoint>,
     stream: TlsStream<ReadAhead<TrackedStream>>,
     observer: StreamObserver,
-    /// How long it may be silent once its request is answered.
+    /// How long it may be without evidence of life once its request is answered.
     tunnel_dead_after: Duration,
 }
 
-/// Opens a connection to the best endpoint, or to the next one where that fails or is slow.
-/// `proven` is the subject that the client has proven, where it goes upstream with a certificate;
-/// `load` says how much an endpoint has to do already.
+/// Opens a connection to the best endpoint, or to the next one if that fails or is slow. `proven` is
+/// the subject that the client has proven, if the request goes upstream with a certificate; `load`
+/// returns the load of an endpoint by its label.
 ///
 /// # Errors
 /// Why there is none, after every endpoint was tried.
@@ -65,7 +65,7 @@ pub async fn open(
     let base = config.health.connect_timeout;
     let tunnel_dead_after = config.health.tunnel_dead_after;
     drop(config);
-    // With nothing known to be usable the client hears of it as soon as for any other request.
+    // Without a usable endpoint the client gets its error as soon as for any other request.
     let limit = if upstream.is_usable() { base } else { base.min(UNAVAILABLE_AFTER) };
     let deadline = Instant::now() + limit;
     let mut candidates: Vec<_> = upstream
@@ -115,13 +115,13 @@ pub async fn open(
     if reasons.is_empty() {
         reasons.push("there is no endpoint".to_owned());
     }
-    // The last one is about all of them.
+    // The last one is about all endpoints.
     reasons.drain(..reasons.len().saturating_sub(REASONS));
     Err(Unavailable::Unreachable(reasons.join("; ")))
 }
 
-/// Notes a failed connect. What is known to be down is not reported down again, or a client that
-/// insists would keep lengthening the pause after which the pool looks for itself.
+/// Records a failed connect. An ejected endpoint is not reported again: a client that retries would
+/// extend the backoff after which the pool tries the endpoint itself.
 fn failed(endpoint: &Endpoint, failure: ConnectFailure) -> String {
     endpoint.record_connect_failure(&failure);
     let why = failure.reason().to_owned();
@@ -151,11 +151,11 @@ fn order(candidates: &mut [Candidate], rng: &mut fastrand::Rng) {
 }
 
 impl Http1Connection {
-    /// Sends a request and waits for the head of its answer, for as long as the flow lives and the
-    /// endpoint is not given up.
+    /// Sends a request and waits for its response head, until the flow is dead or no response can be
+    /// expected from the endpoint.
     ///
     /// # Errors
-    /// Why there is none. The request may have been processed.
+    /// Why there is no response. The request may have been processed.
     pub async fn send(
         self,
         request: Request<Incoming>,
@@ -195,7 +195,7 @@ pub struct Flow {
 }
 
 impl Flow {
-    /// Waits until it is dead, and says why.
+    /// Waits until it is dead; returns why.
     pub async fn died(&self) -> &'static str {
         flow_health::died(&self.observer, &self.answered, self.tunnel_dead_after).await
     }
@@ -228,7 +228,7 @@ impl Http1Driver {
         Ok((stream, self.flow.clone()))
     }
 
-    /// Why it has ended, if it has and knows better than its user.
+    /// Why it has ended, if it has and its own error is more precise than hyper's.
     async fn reason(mut self) -> Option<String> {
         if !self.task.is_finished() {
             return None;
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn ready_ones_come_first_and_the_idle_of_two_is_taken() {
+    fn order_puts_the_best_state_first_and_the_idle_of_two() {
         for seed in 0..50 {
             let mut candidates = [
                 candidate("down", EndpointState::Ejected, 0),

@@ -1,13 +1,14 @@
-//! The apiservers as we know them: endpoints and their state, connections and their life, the pool
-//! that a request takes a stream from.
+//! The apiservers of one upstream: their endpoints and state, the connections to them, and the pool
+//! from which a request takes a stream.
 //!
-//! * Shared by all workers, and replaced whole: [`shared`], with each [`endpoint`] and its state, the
-//!   [`credentials`] that it is shown, what the [`endpoint_sources`] of endpoints said.
-//! * A worker's own: its [`pool`], in which [`balance`] picks a [`connection`] and [`dial`] opens one;
-//!   [`health`] judges whether it lives, as [`flow_health`] does where no PING can be sent.
-//! * Watches move by [`watch_moves`]: away from an apiserver that is unwell ([`evacuation`]), and to one that
-//!   has come back ([`rebalance`]).
-//! * While nothing can be reached ([`outage`]) watches are held.
+//! * Shared by all workers and replaced as a whole: [`Upstream`], with its [`endpoint`]s,
+//!   [`credentials`] and the results of its [`endpoint_sources`].
+//! * Owned by one worker: its [`pool`], in which [`balance`] picks a [`connection`] and [`dial`] opens
+//!   one. [`health`] derives the state of a connection, [`flow_health`] that of a flow on which no PING
+//!   can be sent.
+//! * Watches move by [`watch_moves`]: away from an apiserver whose `/readyz` fails ([`evacuation`]), and
+//!   to one that has recovered ([`rebalance`]).
+//! * While no endpoint is usable ([`outage`]) watches are held.
 //! * An upgrade has a connection of its own ([`http1`]).
 
 pub mod balance;

@@ -1,6 +1,6 @@
-//! The bearer token that our own question for `/readyz` shows, from a file that rotates.
+//! The bearer token of jackstay's own `/readyz` requests, from a file that rotates.
 //!
-//! What is good is put into use; what is not leaves the last good one in place, and is told.
+//! A valid token is put into use. An invalid one is reported once, and the last valid one stays in use.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
@@ -10,7 +10,7 @@ use http::HeaderValue;
 
 use crate::net::files::bearer_token;
 
-/// A configured token file, and what was last good in it.
+/// A configured token file and its last valid token.
 #[derive(Debug)]
 pub struct ProbeToken {
     file: PathBuf,
@@ -19,7 +19,7 @@ pub struct ProbeToken {
 }
 
 impl ProbeToken {
-    /// Reads the file. One that cannot be used is told by the first [`Self::refresh`].
+    /// Reads the file. The first [`Self::refresh`] reports an unusable one.
     pub fn load(file: &Path) -> Self {
         Self {
             file: file.to_owned(),
@@ -38,12 +38,12 @@ impl ProbeToken {
         self.good.load().as_deref().cloned()
     }
 
-    /// Why what is in the file is not (or no longer) what is in use.
+    /// Why the content of the file is not in use.
     pub fn error(&self) -> Option<String> {
         self.error.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Reads the file again; an error is one that was not told before.
+    /// Reads the file again; returns an error only if it is new.
     ///
     /// # Errors
     /// Why it cannot be used, with its path.
@@ -68,11 +68,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_last_good_token_stays_and_an_error_is_told_once() {
+    fn refresh_keeps_the_last_valid_token_and_reports_an_error_once() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("token");
         let token = ProbeToken::load(&file);
-        assert_eq!((token.header(), token.error()), (None, None), "told by whoever looks again");
+        assert_eq!((token.header(), token.error()), (None, None), "reported by the first refresh");
         assert!(token.refresh().unwrap_err().contains("No such file"));
         assert!(token.refresh().is_ok() && token.error().is_some());
         let shown = || token.header().unwrap().to_str().unwrap().to_owned();

@@ -1,10 +1,10 @@
-//! What kube-apiserver's answer to `/readyz` names: who asks for it judges for themselves.
+//! Reads the body of kube-apiserver's `/readyz` response.
 
-/// Most checks that are named.
+/// Most checks that a text names.
 const NAMED: usize = 5;
 
-/// The checks that failed, as they follow a status code: `: etcd, informer-sync`, or nothing where
-/// the answer names none.
+/// The failed checks as a suffix for a status code: `: etcd, informer-sync`, or empty where the body
+/// names none.
 ///
 /// kube-apiserver lists its checks a line each, the failed ones as
 /// `[-]etcd failed: reason withheld`.
@@ -23,7 +23,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn named_checks() {
+    fn failed_checks_names_at_most_five() {
         let body = "[+]ping ok\n[-]etcd failed: reason withheld\n[-]informer-sync failed: \
                     reason withheld\nreadyz check failed";
         assert_eq!(failed_checks(body), ": etcd, informer-sync");

@@ -1,23 +1,24 @@
-//! Moves watches, one now and then, to the apiservers that have too few of them.
+//! Moves watches, a few at a time, to the apiservers that have too few of them.
 //!
-//! A watch lives for minutes and a resumed one for as long as its client: after a rolling restart
-//! the last server to come back would carry next to nothing. A watch that can be resumed can be
-//! moved as well, and its client does not see it. Nothing depends on a move: a watch that cannot
-//! go, or is not taken there, stays where it is.
+//! A watch lives for minutes, and a resumed one for as long as its client. Without moves the last
+//! apiserver to return from a rolling restart would carry almost no watches. A watch that can be
+//! resumed can be moved without its client noticing. No invariant depends on a move: a watch that
+//! cannot move, or is refused by the target, stays where it is.
 //!
-//! [`decide`] is pure and memoryless, so that thousands of nodes spread their moves by themselves:
+//! [`decide`] is pure and memoryless, so that thousands of nodes spread their moves without
+//! coordination:
 //!
-//! | what | why |
+//! | rule | reason |
 //! |---|---|
-//! | only endpoints that are ready for 5 s, and only to where a connection is | a server that flaps gets nothing |
-//! | each second 2 % of what is too many goes, rounded by lot | half of it in 35 s, all in minutes, whether a node has three watches or three thousand |
-//! | in slow start a server is owed its share only | cold caches |
-//! | what is left over of a division goes where the node's own lot says | the ninth of 3 × 3 - 1 watches must not be the same server's on every node |
-//! | an endpoint with one watch keeps it | to move it only changes which endpoint has none |
-//! | later than 15 minutes after the last return: only from who has over 10 % and one too many | clients come and go; to follow each would be churn |
+//! | only endpoints that have been ready for 5 s, and only to those with a connection | a flapping apiserver gets no watches |
+//! | each second 2 % of the excess moves, rounded at random | half of it in 35 s, all in minutes, whether a node has three watches or three thousand |
+//! | an endpoint in slow start gets only its share | its caches are cold |
+//! | the remainder of a division goes to an endpoint chosen by the node's own random number | of 8 watches on 3 servers, the server with 2 must not be the same one on every node |
+//! | an endpoint with one watch keeps it | a move would only change which endpoint has none |
+//! | later than 15 minutes after the last endpoint became ready: only from endpoints with over 10 % plus one too many | clients come and go, and following each would be churn |
 //!
-//! The tick of the mover is also what looks, once a minute, for watches whose bookmarks stay away
-//! ([`Connection::minutes`]): no timer for each of them.
+//! Once a minute the rebalancer also requests a self-check of every watch, which finds missing
+//! bookmarks ([`Connection::self_check_count`]) without a timer for each watch.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -30,27 +31,27 @@ use super::endpoint::Endpoint;
 use super::health::ConnectionState;
 use super::watch_moves::MoveEligibility;
 
-/// Part of what is too many that goes in a second.
+/// Part of the excess that moves in a second.
 const RATE: f64 = 0.02;
 /// Pause between two rounds, ±50 %.
 const ROUND: Duration = Duration::from_secs(1);
 /// An endpoint takes part when it has been ready for this long.
 const SETTLED: Duration = Duration::from_secs(5);
-/// For this long after the last endpoint became ready loads are evened out to the last watch.
+/// For this long after the last endpoint became ready, loads are evened out to the last watch.
 const EVEN_OUT: Duration = Duration::from_secs(15 * 60);
-/// PreviousFailure that, what an endpoint may have above its part before it gives some away.
+/// After that, an endpoint may have this multiple of the mean, plus one, before watches move away.
 const TOLERANCE: f64 = 1.1;
-/// Longest pause while nobody who is asked can go.
+/// Longest pause, in rounds, while no watch takes an offered move.
 const MAX_PAUSE: u32 = 64;
-/// Pause between two looks at all watches, ±10 %.
-const LOOK: Duration = Duration::from_secs(60);
-/// A line in the log at most this often.
-const SAY: Duration = Duration::from_secs(60);
+/// Pause between two self-checks of all watches, ±10 %.
+const SELF_CHECK_PAUSE: Duration = Duration::from_secs(60);
+/// Moves are logged at most this often.
+const LOG_PAUSE: Duration = Duration::from_secs(60);
 
 /// An endpoint that takes part.
 #[derive(Debug, Clone, Copy)]
 pub struct EndpointLoad {
-    /// Watches it has.
+    /// Its watches.
     pub watches: usize,
     /// Its share ([`super::balance::slow_start`]): 1 unless it has recovered just now.
     pub share: f64,
@@ -59,26 +60,26 @@ pub struct EndpointLoad {
 }
 
 impl EndpointLoad {
-    /// Of an endpoint that takes part, with so many watches or connections; `None` of another.
+    /// The load of an endpoint with this many watches or flows; `None` if it does not take part.
     pub fn of(endpoint: &Endpoint, watches: usize, now: Instant) -> Option<Self> {
         let ready_for = endpoint.ready_for(now).filter(|&since| since >= SETTLED)?;
         Some(Self { watches, share: endpoint.slow_start_share(now), ready_for })
     }
 }
 
-/// What should move now: indices into what was given to [`decide`].
+/// The moves that are due, with indices into the argument of [`decide`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RebalanceMove {
-    /// MoveEligibility has too many.
+    /// The endpoint with too many.
     pub from: usize,
-    /// MoveEligibility has too few.
+    /// The endpoint with too few.
     pub to: usize,
     /// How many.
     pub count: usize,
 }
 
-/// How many watches each endpoint should have: its part, rounded so that over all nodes nobody is
-/// favoured (systematic sampling). `lot` is in 0..1 and stays the same for a node.
+/// How many watches each endpoint should have: its part, rounded so that over all nodes no endpoint
+/// is favoured (systematic sampling). `lot` is in 0..1 and constant on a node.
 fn parts(loads: &[EndpointLoad], lot: f64) -> impl Iterator<Item = f64> {
     let total: usize = loads.iter().map(|load| load.watches).sum();
     let shares: f64 = loads.iter().map(|load| load.share).sum();
@@ -91,8 +92,8 @@ fn parts(loads: &[EndpointLoad], lot: f64) -> impl Iterator<Item = f64> {
     })
 }
 
-/// What should move now. `lot` is the node's own and does not change; `elapsed` is the time since
-/// the last round.
+/// The moves that are due now. `lot` is constant on a node; `elapsed` is the time since the last
+/// round.
 pub fn decide(
     loads: &[EndpointLoad],
     lot: f64,
@@ -107,7 +108,7 @@ pub fn decide(
     let mut to: Option<(usize, f64)> = None;
     for (index, (load, part)) in loads.iter().zip(parts(loads, lot)).enumerate() {
         let over = load.watches as f64 - part;
-        // MoveEligibility is in slow start and has more than its share already need not lose it again.
+        // An endpoint in slow start keeps what it has above its share: it is owed that soon.
         if over > 0.0 && load.watches > 1 && load.share >= 1.0 && load.watches as f64 > most {
             excess += over;
             if from.is_none_or(|(_, known)| over > known) {
@@ -124,7 +125,7 @@ pub fn decide(
     (count >= 1.0).then_some(RebalanceMove { from, to, count: count as usize })
 }
 
-/// When the rounds of a mover are, and its lots.
+/// The times of the rounds, and the random numbers of a node.
 #[derive(Debug)]
 pub struct RebalanceSchedule {
     lot: f64,
@@ -134,13 +135,13 @@ pub struct RebalanceSchedule {
 }
 
 impl RebalanceSchedule {
-    /// The pace of a mover that begins now.
+    /// A schedule that begins now.
     pub fn new(now: Instant) -> Self {
         let mut rng = fastrand::Rng::new();
         Self { lot: rng.f64(), rng, last: now, next: now + ROUND }
     }
 
-    /// Whether it is time for a round: the time since the last one, and at most that of two.
+    /// The time since the last round, at most two rounds, if a round is due.
     pub fn is_due(&mut self, now: Instant) -> Option<Duration> {
         if now < self.next {
             return None;
@@ -151,51 +152,52 @@ impl RebalanceSchedule {
         Some(elapsed)
     }
 
-    /// Leaves out rounds: the next one is so many later.
+    /// Schedules the next round this many rounds from now.
     fn rest(&mut self, rounds: u32, now: Instant) {
         self.next = now + ROUND.mul_f64(0.5 + self.rng.f64()) * rounds;
     }
 
-    /// What [`decide`] says, with its own lots.
+    /// [`decide`] with the random numbers of the node.
     pub fn decide(&mut self, loads: &[EndpointLoad], elapsed: Duration) -> Option<RebalanceMove> {
         decide(loads, self.lot, elapsed, &mut self.rng)
     }
 }
 
-/// The mover of one class of a pool.
+/// Moves the watches of one class of a pool.
 #[derive(Debug)]
 pub struct Rebalancer {
-    pace: RebalanceSchedule,
-    look_at: Instant,
-    /// MoveEligibility was asked in the last round: what is left of it is a sign that nobody there can go.
-    asked: Option<Rc<Connection>>,
+    schedule: RebalanceSchedule,
+    self_check_at: Instant,
+    /// The connection that was offered moves in the last round: moves that are left show that no watch
+    /// there can move.
+    offered: Option<Rc<Connection>>,
     pause: u32,
-    said_at: Option<Instant>,
+    logged_at: Option<Instant>,
 }
 
 impl Rebalancer {
-    /// A mover that begins now.
+    /// A rebalancer that begins now.
     pub fn new(now: Instant) -> Self {
-        let mut pace = RebalanceSchedule::new(now);
-        let look_at = now + LOOK.mul_f64(pace.rng.f64());
-        Self { pace, look_at, asked: None, pause: 1, said_at: None }
+        let mut schedule = RebalanceSchedule::new(now);
+        let self_check_at = now + SELF_CHECK_PAUSE.mul_f64(schedule.rng.f64());
+        Self { schedule, self_check_at, offered: None, pause: 1, logged_at: None }
     }
 
-    /// Asks for a move if it is time and there is something to move, and once a minute asks every
-    /// watch to look after itself. Cheap when called too early.
-    pub fn turn(&mut self, connections: &[Rc<Connection>], moves: bool, now: Instant) {
-        let Some(elapsed) = self.pace.is_due(now) else { return };
-        if now >= self.look_at {
-            self.look_at = now + LOOK.mul_f64(0.9 + self.pace.rng.f64() / 5.0);
+    /// Offers moves if a round is due, and requests self-checks once a minute. Cheap between rounds.
+    pub fn tick(&mut self, connections: &[Rc<Connection>], enabled: bool, now: Instant) {
+        let Some(elapsed) = self.schedule.is_due(now) else { return };
+        if now >= self.self_check_at {
+            self.self_check_at =
+                now + SELF_CHECK_PAUSE.mul_f64(0.9 + self.schedule.rng.f64() / 5.0);
             for connection in connections {
                 connection.request_self_check();
             }
         }
-        if let Some(asked) = self.asked.take() {
-            self.pause = if asked.withdraw_moves() { (self.pause * 2).min(MAX_PAUSE) } else { 1 };
+        if let Some(offered) = self.offered.take() {
+            self.pause = if offered.withdraw_moves() { (self.pause * 2).min(MAX_PAUSE) } else { 1 };
         }
-        self.pace.rest(self.pause, now);
-        if moves {
+        self.schedule.rest(self.pause, now);
+        if enabled {
             self.round(connections, elapsed, now);
         }
     }
@@ -215,15 +217,15 @@ impl Rebalancer {
         if endpoints.len() < 2 {
             return;
         }
-        // The same lot must mean the same server, whichever connection was opened first.
+        // The same random number must mean the same server, whichever connection was opened first.
         endpoints.sort_by(|(a, _), (b, _)| a.label.cmp(&b.label));
         let loads: Vec<_> = endpoints.iter().map(|(_, load)| *load).collect();
-        let Some(RebalanceMove { from, to, count }) = self.pace.decide(&loads, elapsed) else {
+        let Some(RebalanceMove { from, to, count }) = self.schedule.decide(&loads, elapsed) else {
             return;
         };
         let (source, target) = (endpoints[from].0, endpoints[to].0);
-        // One of its connections, by lot among the watches.
-        let mut chosen = self.pace.rng.usize(..loads[from].watches);
+        // One of its connections, at random by watches.
+        let mut chosen = self.schedule.rng.usize(..loads[from].watches);
         let Some(connection) = live().filter(|c| Arc::ptr_eq(&c.endpoint, source)).find(|c| {
             let here = chosen < c.watches();
             chosen = chosen.saturating_sub(c.watches());
@@ -231,8 +233,8 @@ impl Rebalancer {
         }) else {
             return;
         };
-        if self.said_at.is_none_or(|said| now >= said + SAY) {
-            self.said_at = Some(now);
+        if self.logged_at.is_none_or(|logged| now >= logged + LOG_PAUSE) {
+            self.logged_at = Some(now);
             tracing::info!(
                 upstream = &*source.upstream,
                 from = %source.label,
@@ -240,11 +242,11 @@ impl Rebalancer {
                 to = %target.label,
                 target_has = loads[to].watches,
                 class = connection.class.as_str(),
-                "watches move, a few at a time"
+                "watches rebalanced"
             );
         }
         connection.offer_moves(MoveEligibility::Settled, &Rc::from([Arc::clone(target)]), count);
-        self.asked = Some(Rc::clone(connection));
+        self.offered = Some(Rc::clone(connection));
     }
 }
 
@@ -259,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_add_up_and_favour_nobody() {
+    fn parts_add_up_and_favour_no_endpoint() {
         let uneven = |watches: &[usize], shares: &[f64]| -> Vec<EndpointLoad> {
             let mut loads = loads(watches, HOUR);
             loads.iter_mut().zip(shares).for_each(|(load, &share)| load.share = share);
@@ -288,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn from_the_fullest_to_the_emptiest() {
+    fn decide_moves_from_the_fullest_to_the_emptiest() {
         let mut rng = fastrand::Rng::with_seed(1);
         let loads = loads(&[500, 400, 0], Duration::from_secs(60));
         let found = decide(&loads, 0.5, ROUND, &mut rng).unwrap();
@@ -297,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_to_do() {
+    fn decide_within_tolerance_moves_nothing() {
         let mut rng = fastrand::Rng::with_seed(1);
         for (watches, ready_for) in [
             (&[][..], HOUR),
@@ -332,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn what_recovers_is_owed_its_share_and_loses_nothing() {
+    fn decide_in_slow_start_gives_an_endpoint_its_share_and_takes_nothing() {
         let mut rng = fastrand::Rng::with_seed(1);
         let mut loads = loads(&[45, 45, 10], Duration::from_secs(6));
         loads[2].share = 0.2;

@@ -1,6 +1,6 @@
-//! What all workers share of one upstream: who is in it, what we show it, how it is used.
+//! What all workers share of one upstream: its endpoints, credentials and configuration.
 //!
-//! Everything here is read on the path of requests and reendpoints_changed whole from beside it, so that no
+//! Workers read it on the path of requests. The control plane replaces each part as a whole, so that no
 //! reader waits and none sees half a change.
 
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use std::sync::Arc;
 use arc_swap::{ArcSwap, Guard};
 use tokio::sync::Notify;
 
-use super::connection::Settings;
+use super::connection::ConnectionSettings;
 use super::credentials::{CredentialClass, Credentials};
 use super::endpoint::Endpoint;
 use super::endpoint_sources::Sources;
@@ -23,25 +23,26 @@ pub struct Upstream {
     /// Its name.
     pub name: Arc<str>,
     endpoints: ArcSwap<Vec<Arc<Endpoint>>>,
-    /// What we show it.
+    /// The credentials that it is shown.
     pub credentials: Credentials,
     /// Limits and thresholds. Reendpoints_changed whole by a reload; see [`Self::config`].
     pub config: ArcSwap<config::Upstream>,
-    /// What the sources of its endpoints last said.
+    /// The results of its sources of endpoints.
     pub sources: Sources,
-    /// Where things are counted.
+    /// The metrics of the process.
     pub metrics: Arc<Metrics>,
-    /// How connections to its endpoints leave.
+    /// How connections to its endpoints are opened.
     pub outgoing: ArcSwap<Connector>,
-    /// Told when [`Self::config`] was swapped: whoever decides on the set of endpoints listens.
+    /// Notified when [`Self::config`] was replaced; the control plane, which decides on the set of
+    /// endpoints, listens.
     pub reconfigured: Notify,
-    /// Told when the set of endpoints was swapped: whoever connects to them listens.
+    /// Notified when the set of endpoints was replaced; pools and probers listen.
     pub endpoints_changed: Notify,
 }
 
 impl Upstream {
-    /// An upstream without endpoints; [`Self::set_endpoints`] gives it some. Nobody intercepts its
-    /// connections, unless [`Self::outgoing`] is set.
+    /// An upstream without endpoints. Its connections are not intercepted on this host, unless
+    /// [`Self::outgoing`] says so.
     pub fn new(config: config::Upstream, credentials: Credentials, metrics: &Arc<Metrics>) -> Self {
         let name: Arc<str> = config.name.as_str().into();
         Self {
@@ -57,14 +58,14 @@ impl Upstream {
         }
     }
 
-    /// Swaps the set of endpoints and wakes who connects to them. There is one caller, the writer
-    /// in the control plane: it alone knows whom to leave.
+    /// Replaces the set of endpoints and notifies pools and probers. The control plane is the only
+    /// caller: it also removes the endpoints that leave the set.
     pub fn set_endpoints(&self, endpoints: Vec<Arc<Endpoint>>) {
         self.endpoints.store(Arc::new(endpoints));
         self.endpoints_changed.notify_waiters();
     }
 
-    /// Swaps limits, thresholds and sources, and wakes who decides on the set of endpoints.
+    /// Replaces limits, thresholds and sources, and notifies the control plane.
     pub fn reconfigure(&self, config: config::Upstream) {
         self.config.store(Arc::new(config));
         self.reconfigured.notify_one();
@@ -76,7 +77,7 @@ impl Upstream {
         self.endpoints.load()
     }
 
-    /// How a connection that is opened now leaves.
+    /// How a connection is opened now.
     pub fn outgoing(&self) -> Arc<Connector> {
         self.outgoing.load_full()
     }
@@ -87,9 +88,9 @@ impl Upstream {
     }
 
     /// Thresholds of its connections.
-    pub fn settings(&self) -> Settings {
+    pub fn settings(&self) -> ConnectionSettings {
         let config = self.config();
-        Settings {
+        ConnectionSettings {
             thresholds: Thresholds {
                 ping_interval: config.health.ping_interval,
                 suspect_after: config.health.suspect_after,

@@ -1,4 +1,4 @@
-//! What operators see of endpoints and connections: written where it happens, read by `/status`.
+//! Statistics of endpoints and connections for `/status`.
 
 use std::fmt::Write as _;
 use std::net::SocketAddr;
@@ -13,17 +13,17 @@ use super::credentials::CredentialClass;
 use super::health::ConnectionState;
 use crate::observe::history::Rtt;
 
-/// What is known of a connection, written by its worker and read by the status page.
+/// Statistics of a connection, written by its worker and read by `/status`.
 #[derive(Debug)]
 pub struct ConnectionStats {
     /// Its class.
     pub class: CredentialClass,
     /// Serial number of the client certificate it carries, as hex.
     pub serial: Option<String>,
-    /// Our address, which finds it in `ss` and in packet captures.
+    /// The local address, which finds it in `ss` and in packet captures.
     pub local: Option<SocketAddr>,
     opened: Instant,
-    life: AtomicU8,
+    state: AtomicU8,
     /// Streams that are open.
     pub streams: AtomicUsize,
     /// Of those, watches.
@@ -32,7 +32,7 @@ pub struct ConnectionStats {
 }
 
 impl ConnectionStats {
-    /// Statistics of a connection that is live from now on.
+    /// Statistics of a connection that has just become live.
     pub fn new(
         class: CredentialClass,
         serial: Option<String>,
@@ -44,38 +44,38 @@ impl ConnectionStats {
             serial,
             local,
             opened: now,
-            life: AtomicU8::new(0),
+            state: AtomicU8::new(0),
             streams: AtomicUsize::new(0),
             watches: AtomicUsize::new(0),
             rtt_micros: AtomicU64::new(0),
         })
     }
 
-    /// Whether it was open by then.
+    /// Whether it was open at that time.
     pub fn was_open(&self, then: Instant) -> bool {
         self.opened <= then
     }
 
-    /// Notes the state.
-    pub fn set_life(&self, life: ConnectionState) {
-        self.life.store(life as u8, Ordering::Relaxed);
+    /// Sets the state.
+    pub fn set_state(&self, state: ConnectionState) {
+        self.state.store(state as u8, Ordering::Relaxed);
     }
 
-    /// Notes the smoothed round-trip time.
+    /// Sets the smoothed round-trip time.
     pub fn set_rtt(&self, rtt: Duration) {
         self.rtt_micros.store(rtt.as_micros() as u64, Ordering::Relaxed);
     }
 
-    /// What is known now.
+    /// Its row of `/status`.
     pub fn status(&self) -> ConnectionStatus {
-        let life = ConnectionState::ALL[usize::from(self.life.load(Ordering::Relaxed)).min(4)];
+        let state = ConnectionState::ALL[usize::from(self.state.load(Ordering::Relaxed)).min(4)];
         let mut class = String::from(self.class.as_str());
         if let CredentialClass::Identity(slot) = self.class {
             let _ = write!(class, "-{slot}");
         }
         ConnectionStatus {
             class,
-            state: life.as_str(),
+            state: state.as_str(),
             local: self.local.map(|address| address.to_string()),
             age_s: self.opened.elapsed().as_secs(),
             rtt_ms: self.rtt_micros.load(Ordering::Relaxed) as f64 / 1000.0,
@@ -106,11 +106,11 @@ pub struct EndpointStatus {
     pub address: String,
     /// Name verified in its certificate.
     pub server_name: String,
-    /// Whether it is asked only where nothing else will do.
+    /// Whether it is picked only where no other endpoint of its state is there.
     pub fallback: bool,
     /// State by name.
     pub state: &'static str,
-    /// Whether requests get an answer there.
+    /// Whether requests are answered there.
     pub usable: bool,
     /// What its `/readyz` says: `ok`, `failing` or `unknown`.
     pub readiness: &'static str,
@@ -118,7 +118,7 @@ pub struct EndpointStatus {
     pub reason: String,
     /// Since when, RFC 3339.
     pub since: String,
-    /// The last time it could not be connected to.
+    /// The last ejection.
     pub last_ejection: Option<Ejection>,
     /// Seconds spent ejected (states `ejected` and `no-h2`) since the endpoint joined the set.
     pub downtime_seconds: f64,
@@ -132,13 +132,13 @@ pub struct EndpointStatus {
     pub streams: usize,
     /// Of those, watches.
     pub watches: usize,
-    /// Answers it has given.
+    /// Responses received.
     pub answers: u64,
-    /// Of those, answers of 500 and above.
+    /// Of those, responses of 500 and above.
     pub errors: u64,
     /// Its connections.
     pub connections: Vec<ConnectionStatus>,
-    /// Passed connections that lead there.
+    /// Passed connections to it.
     pub flows: usize,
 }
 
@@ -158,7 +158,7 @@ pub struct ConnectionStatus {
     pub class: String,
     /// State by name.
     pub state: &'static str,
-    /// Our address.
+    /// The local address.
     pub local: Option<String>,
     /// Age in seconds.
     pub age_s: u64,

@@ -1,64 +1,61 @@
-//! What the watches of a connection are asked for: to look after themselves, or to move.
+//! Moves that are offered to the watches of a connection, and requests to check themselves.
 //!
-//! Nobody is told to go. A number of moves is offered, the watches are woken, and those that can go
-//! without their client's notice take one each. [`super::rebalance`] offers moves to even loads out,
-//! [`super::evacuation`] to leave an apiserver that is unwell.
+//! No watch is forced to move. The pool offers a number of moves and notifies the watches; each watch
+//! that can move without its client noticing takes one. [`super::rebalance`] offers moves to even out
+//! loads, [`super::evacuation`] to leave an apiserver whose `/readyz` fails.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::sync::Arc;
 
-use super::connection::Connection;
 use super::endpoint::Endpoint;
 
-/// MoveEligibility may take a move that is offered.
+/// Which watches may take an offered move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MoveEligibility {
-    /// A watch that has not moved for a while: its server is well, so nothing is urgent.
+    /// Watches that have not moved for a while: the endpoint is ready, so nothing is urgent.
     Settled,
-    /// A watch that was delivering and has fallen silent.
+    /// Watches that delivered events and have fallen silent.
     Silent,
-    /// Any.
+    /// All watches.
     All,
 }
 
-/// Moves that are offered.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 struct Offer {
-    who: MoveEligibility,
+    eligible: MoveEligibility,
     targets: Rc<[Arc<Endpoint>]>,
+    /// Moves that are left; at least 1.
     count: usize,
 }
 
-/// What the watches of a connection are asked for.
+/// The moves offered on one connection.
 #[derive(Debug, Default)]
-pub struct Offers {
+pub(super) struct WatchMoves {
     offer: RefCell<Option<Offer>>,
-    /// Counts the times they were asked for something: a look or a move.
-    asked: Cell<u32>,
-    /// Of those, the looks: one a minute.
-    minutes: Cell<u32>,
+    /// Offers and requests for self-checks so far.
+    notifications: Cell<u32>,
+    /// Requests for self-checks so far, one a minute.
+    self_checks: Cell<u32>,
 }
 
-impl Connection {
-    /// How often its watches were asked for something so far: for [`Self::drain_or_notification`].
-    pub fn notification_count(&self) -> u32 {
-        self.offers.asked.get()
+impl WatchMoves {
+    pub(super) fn notification_count(&self) -> u32 {
+        self.notifications.get()
     }
 
-    /// How often its watches were asked to look after themselves, once a minute.
-    pub fn self_check_count(&self) -> u32 {
-        self.offers.minutes.get()
+    pub(super) fn self_check_count(&self) -> u32 {
+        self.self_checks.get()
     }
 
-    /// MoveEligibility may take a move now, if any is left.
-    pub fn offered_move(&self) -> Option<MoveEligibility> {
-        self.offers.offer.borrow().as_ref().map(|offer| offer.who)
+    /// Which watches may take a move now, if one is left.
+    pub(super) fn eligibility(&self) -> Option<MoveEligibility> {
+        self.offer.borrow().as_ref().map(|offer| offer.eligible)
     }
 
-    /// Takes one of the moves that are offered: where to.
-    pub fn take_move(&self) -> Option<Rc<[Arc<Endpoint>]>> {
-        let mut slot = self.offers.offer.borrow_mut();
+    /// Takes a move; returns its possible targets.
+    pub(super) fn take(&self) -> Option<Rc<[Arc<Endpoint>]>> {
+        let mut slot = self.offer.borrow_mut();
         let offer = slot.as_mut()?;
         let targets = Rc::clone(&offer.targets);
         offer.count -= 1;
@@ -68,31 +65,29 @@ impl Connection {
         Some(targets)
     }
 
-    /// Offers so many moves to one of `targets`, in place of what was offered before.
-    pub(super) fn offer_moves(
+    /// Offers `count` moves to one of `targets`, instead of those offered before.
+    pub(super) fn offer(
         &self,
-        who: MoveEligibility,
+        eligible: MoveEligibility,
         targets: &Rc<[Arc<Endpoint>]>,
         count: usize,
     ) {
         let targets = Rc::clone(targets);
-        *self.offers.offer.borrow_mut() = (count > 0).then_some(Offer { who, targets, count });
-        self.ask();
+        *self.offer.borrow_mut() = (count > 0).then_some(Offer { eligible, targets, count });
+        self.count_notification();
     }
 
-    /// Offers no more; whether nobody took up what was offered, or not all of it.
-    pub(super) fn withdraw_moves(&self) -> bool {
-        self.offers.offer.borrow_mut().take().is_some()
+    /// Withdraws the offer; returns whether a move was left.
+    pub(super) fn withdraw(&self) -> bool {
+        self.offer.borrow_mut().take().is_some()
     }
 
-    /// Asks every watch to look after itself.
     pub(super) fn request_self_check(&self) {
-        self.offers.minutes.set(self.self_check_count().wrapping_add(1));
-        self.ask();
+        self.self_checks.set(self.self_checks.get().wrapping_add(1));
+        self.count_notification();
     }
 
-    fn ask(&self) {
-        self.offers.asked.set(self.notification_count().wrapping_add(1));
-        self.changed.notify_waiters();
+    fn count_notification(&self) {
+        self.notifications.set(self.notifications.get().wrapping_add(1));
     }
 }

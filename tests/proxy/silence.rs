@@ -155,7 +155,7 @@ async fn stop_below(
     assert!(!reply.headers.contains_key("retry-after"));
     let message = reply.json()["message"].as_str().unwrap().to_owned();
     assert!(message.contains("may or may not have been carried out"), "{message}");
-    assert!(message.contains("the process is stopped"), "{message}");
+    assert!(message.contains("stopped: kernel answers"), "{message}");
     assert!(took < 2 * WRITE_ENDS, "{took:?}");
     // Its connection is left for that reason, and none was declared dead before. That of the readiness
     // probe may be: a probe that gets no answer ends with its connection, whenever its turn is.
@@ -279,7 +279,7 @@ async fn stopped_apiserver_is_shown_as_suspect_before_its_connections_are_given_
     until("its state says why it is not connected", async || {
         let here = here().await;
         let reason = here["reason"].as_str().unwrap();
-        here["state"] == "connecting" && reason.contains("the process is stopped")
+        here["state"] == "connecting" && reason.contains("stopped: kernel answers")
     })
     .await;
     world.servers[0].cont();

@@ -104,7 +104,7 @@ async fn counted() {
     let mut counted = Vec::new();
     for _minute in 0..8 {
         now += Duration::from_secs(70);
-        mover.turn(&connections, false, now);
+        mover.tick(&connections, false, now);
         poll_fn(|cx| {
             let more = http_body::Body::poll_frame(Pin::new(&mut body), cx);
             assert!(more.is_pending(), "{more:?}");

@@ -8,8 +8,7 @@ use tokio::time::{Instant, sleep};
 
 use super::reachability::ReachabilityCheck;
 use crate::upstream::Upstream;
-use crate::upstream::connection::Connection;
-use crate::upstream::connection::ConnectionState;
+use crate::upstream::connection::{Connection, ConnectionState, DrainReason};
 use crate::upstream::credentials::CredentialClass;
 use crate::upstream::dial::dial_h2;
 use crate::upstream::endpoint::{ConnectFailure, Endpoint};
@@ -33,7 +32,7 @@ impl std::ops::Deref for ProbeConnection {
 
 impl Drop for ProbeConnection {
     fn drop(&mut self) {
-        self.0.drain("no longer probed");
+        self.0.drain(DrainReason::ProbingEnded);
     }
 }
 
@@ -42,7 +41,7 @@ pub fn is_current(upstream: &Upstream, connection: &Connection) -> bool {
     let generation = upstream.credentials.tls(CredentialClass::Probe).map(|tls| tls.generation);
     let current = generation == Some(connection.generation);
     if !current {
-        connection.drain("certificate rotated");
+        connection.drain(DrainReason::CertificateRotated);
     }
     current && connection.state() == ConnectionState::Live
 }

@@ -20,8 +20,7 @@ use tokio::time::{Instant, sleep, sleep_until};
 
 use crate::net::sockets::connector::Connector;
 use crate::upstream::Upstream;
-use crate::upstream::connection::Connection;
-use crate::upstream::connection::ConnectionState;
+use crate::upstream::connection::{Connection, ConnectionState, DrainReason};
 use crate::upstream::credentials::{ClientTls, CredentialClass};
 use crate::upstream::dial::{Established, dial_h2};
 use crate::upstream::endpoint::{ConnectFailure, ConnectTimeout, Endpoint};
@@ -140,7 +139,7 @@ impl ReachabilityCheck {
                         let connection = self.start(established, upstream, endpoint, &tls);
                         *self.replacement.borrow_mut() = Some(connection);
                     }
-                    suspect.close("a fresh connection works, this one does not");
+                    suspect.close(DrainReason::Superseded);
                     return;
                 }
                 () = self.changed.notified() => {}

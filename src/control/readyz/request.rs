@@ -10,8 +10,7 @@ use tokio::time::{Instant, timeout};
 
 use crate::config::Readyz;
 use crate::upstream::Upstream;
-use crate::upstream::connection::Connection;
-use crate::upstream::connection::ConnectionState;
+use crate::upstream::connection::{Connection, ConnectionState};
 use crate::upstream::endpoint::{Endpoint, ReadyzCheck};
 use crate::upstream::readyz::failed_checks;
 

@@ -1,42 +1,83 @@
-//! The one task that touches a connection's socket: polls h2, sends PINGs, and does what
+//! The task that owns a connection's socket: it polls h2, sends PINGs, and executes what
 //! [`health`] decides.
 
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
 use std::rc::Rc;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
 use h2::Ping;
 use h2::client::SendRequest;
+use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until};
 
-use super::{Connection, DrainUrgency, describe_h2_error};
+use super::drain::DrainUrgency;
+use super::error_text::{describe_end, describe_h2_error};
+use super::{Connection, ConnectionSettings};
 use crate::net::sockets::tracked_stream::StreamObserver;
-use crate::upstream::credentials::CredentialClass;
+use crate::upstream::credentials::{ClientTls, CredentialClass};
+use crate::upstream::dial::Established;
+use crate::upstream::endpoint::Endpoint;
 use crate::upstream::health::{self, ConnectionHealth, ConnectionState, Evidence};
+use crate::upstream::stats::ConnectionStats;
 
-/// Owns the socket.
-pub(super) struct Driver<T> {
-    pub(super) this: Rc<Connection>,
-    pub(super) connection: h2::client::Connection<T, Bytes>,
-    pub(super) ping: h2::PingPong,
-    pub(super) observer: StreamObserver,
-    pub(super) health: ConnectionHealth,
-    /// Bytes read when we last looked.
-    pub(super) read: u64,
+impl Connection {
+    /// Takes an established connection into use and spawns its driver on the current `LocalSet`.
+    pub fn start(
+        established: Established,
+        endpoint: &Arc<Endpoint>,
+        class: CredentialClass,
+        shown: &ClientTls,
+        settings: &ConnectionSettings,
+        pool: Rc<Notify>,
+    ) -> Rc<Self> {
+        let now = Instant::now();
+        let Established { send, connection, ping, observer, rtt } = established;
+        let serial = shown.certificate.as_ref().map(|info| info.serial.clone());
+        let stats = ConnectionStats::new(class, serial, observer.local_addr().ok(), now);
+        stats.set_rtt(rtt);
+        endpoint.connection_opened(&stats);
+        endpoint.metrics.rtt(rtt);
+        tracing::info!(
+            upstream = &*endpoint.upstream,
+            endpoint = &*endpoint.label,
+            class = class.as_str(),
+            local = stats.local.map(tracing::field::display),
+            rtt_us = rtt.as_micros() as u64,
+            "connection is live"
+        );
+        let this = Self::new(send, stats, endpoint, shown, settings, pool);
+        let health = ConnectionHealth::new(settings.thresholds, rtt, now);
+        let bytes_read = 0;
+        let this_too = Rc::clone(&this);
+        let driver = Driver { this: this_too, connection, ping, observer, health, bytes_read };
+        tokio::task::spawn_local(driver.run());
+        this
+    }
 }
 
-/// How a connection ended.
-pub(super) struct End {
-    why: String,
-    /// With nothing on it, as the protocol provides for.
+struct Driver<T> {
+    this: Rc<Connection>,
+    connection: h2::client::Connection<T, Bytes>,
+    ping: h2::PingPong,
+    observer: StreamObserver,
+    health: ConnectionHealth,
+    /// Bytes read up to the last poll.
+    bytes_read: u64,
+}
+
+/// The end of a connection.
+struct End {
+    reason: String,
+    /// Without open streams, as the protocol provides for.
     orderly: bool,
 }
 
 impl End {
-    fn abrupt(why: impl Into<String>) -> Self {
-        Self { why: why.into(), orderly: false }
+    fn abrupt(reason: impl Into<String>) -> Self {
+        Self { reason: reason.into(), orderly: false }
     }
 }
 
@@ -44,19 +85,20 @@ impl<T> Driver<T>
 where
     T: tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + 'static,
 {
-    pub(super) async fn run(mut self) {
+    async fn run(mut self) {
         let mut timer = pin!(sleep_until(Instant::now()));
         let mut goaway = self.this.send.clone();
-        let End { why, orderly } = poll_fn(|cx| self.poll(cx, timer.as_mut(), &mut goaway)).await;
+        let End { reason, orderly } =
+            poll_fn(|cx| self.poll(cx, timer.as_mut(), &mut goaway)).await;
         let Self { this, connection, observer, .. } = self;
-        this.change(ConnectionState::Dead, &why, orderly);
-        // Whatever still waits on it fails now, and the socket closes: both halves are dropped.
+        this.change(ConnectionState::Dead, &reason, orderly);
+        // Open streams fail now, and the socket closes: both halves are dropped.
         drop(connection);
         drop(observer);
         this.pool.notify_waiters();
     }
 
-    /// Does what there is to do; ready with the reason when the connection is over.
+    /// Handles everything that is ready; ready itself when the connection has ended.
     fn poll(
         &mut self,
         cx: &mut Context<'_>,
@@ -66,44 +108,43 @@ where
         self.remember_waker(cx);
         loop {
             if let Poll::Ready(result) = Pin::new(&mut self.connection).poll(cx) {
-                self.note_last_words(cx, goaway);
+                self.note_goaway_at_end(cx, goaway);
                 return Poll::Ready(match result {
                     Ok(()) => End {
-                        why: "closed by the peer".to_owned(),
+                        reason: "closed by the apiserver".to_owned(),
                         orderly: self.this.streams() == 0,
                     },
-                    Err(error) => {
-                        End::abrupt(format!("connection failed: {}", describe_h2_error(&error)))
-                    }
+                    Err(error) => End::abrupt(describe_end(&error)),
                 });
             }
-            if let Some(why) = self.this.close.get() {
-                return Poll::Ready(End::abrupt(why));
+            if let Some(reason) = self.this.lifecycle.close_requested.get() {
+                return Poll::Ready(End::abrupt(reason.as_str()));
             }
             self.note_bytes(timer.as_mut());
             self.note_goaway(cx, goaway);
             if self.this.streams() == 0 {
-                match self.this.life.get() {
+                match self.this.state() {
                     ConnectionState::Draining => {
-                        return Poll::Ready(End { why: "drained".to_owned(), orderly: true });
+                        return Poll::Ready(End { reason: "drained".to_owned(), orderly: true });
                     }
                     ConnectionState::Unresponsive => {
-                        return Poll::Ready(End::abrupt(self.this.trouble.get()));
+                        let reason = self.this.lifecycle.unresponsive_reason.get();
+                        return Poll::Ready(End::abrupt(reason));
                     }
                     ConnectionState::Live | ConnectionState::Suspect | ConnectionState::Dead => {}
                 }
             }
             let mut again = false;
-            if self.health.ping_out()
+            if self.health.ping_outstanding()
                 && let Poll::Ready(Ok(_)) = self.ping.poll_pong(cx)
             {
                 self.note_pong();
                 again = true;
             }
-            self.arm_for_waiting(timer.as_mut());
+            self.arm_timer_for_waiting_request(timer.as_mut());
             if timer.as_mut().poll(cx).is_ready() {
-                match self.look(timer.as_mut()) {
-                    Poll::Ready(why) => return Poll::Ready(why),
+                match self.check_health(timer.as_mut()) {
+                    Poll::Ready(end) => return Poll::Ready(end),
                     Poll::Pending => again = true,
                 }
             }
@@ -122,43 +163,42 @@ where
     }
 
     fn note_bytes(&mut self, timer: Pin<&mut tokio::time::Sleep>) {
-        let read = self.observer.bytes_read();
-        if read == self.read {
+        let bytes_read = self.observer.bytes_read();
+        if bytes_read == self.bytes_read {
             return;
         }
-        self.read = read;
+        self.bytes_read = bytes_read;
         let this = &self.this;
-        // SETTINGS may have come with them.
-        let cap = this.max_streams.min(this.send.current_max_send_streams());
-        if this.cap.replace(cap) < cap {
+        // They may contain SETTINGS.
+        if this.slots.set_peer_limit(this.send.current_max_send_streams()) {
             this.pool.notify_waiters();
         }
         let now = Instant::now();
-        this.heard.set(now);
-        let look_at = self.health.heard(now);
-        if look_at < timer.deadline() {
-            timer.reset(look_at);
+        this.waits.received(now);
+        let check_at = self.health.received(now);
+        if check_at < timer.deadline() {
+            timer.reset(check_at);
         }
     }
 
-    /// h2 has no event for GOAWAY, but no longer lets us open streams.
+    /// h2 reports no GOAWAY, but refuses to open streams after one.
     fn note_goaway(&mut self, cx: &mut Context<'_>, goaway: &mut SendRequest<Bytes>) {
-        if matches!(self.this.life.get(), ConnectionState::Live | ConnectionState::Suspect)
+        if matches!(self.this.state(), ConnectionState::Live | ConnectionState::Suspect)
             && let Poll::Ready(Err(error)) = goaway.poll_ready(cx)
         {
             self.health.drain();
-            if self.says_goodbye() {
+            if self.goaway_means_shutdown() {
                 self.this.endpoint.goaway_received();
             }
-            self.this.enter(ConnectionState::Draining, &format!("GOAWAY: {error}"));
+            self.this.enter(ConnectionState::Draining, &describe_h2_error(&error));
         }
     }
 
-    /// A connection without streams, as the prober's mostly is, h2 ends in the same turn in which
-    /// the GOAWAY comes.
-    fn note_last_words(&self, cx: &mut Context<'_>, goaway: &mut SendRequest<Bytes>) {
-        if self.says_goodbye()
-            && matches!(self.this.life.get(), ConnectionState::Live | ConnectionState::Suspect)
+    /// h2 ends a connection without streams, such as the prober's between two probes, in the same
+    /// poll in which the GOAWAY arrives.
+    fn note_goaway_at_end(&self, cx: &mut Context<'_>, goaway: &mut SendRequest<Bytes>) {
+        if self.goaway_means_shutdown()
+            && matches!(self.this.state(), ConnectionState::Live | ConnectionState::Suspect)
             && let Poll::Ready(Err(error)) = goaway.poll_ready(cx)
             && error.is_go_away()
             && error.is_remote()
@@ -167,63 +207,53 @@ where
         }
     }
 
-    /// Whether a GOAWAY here means that the endpoint ends.
-    fn says_goodbye(&self) -> bool {
-        self.this.class == CredentialClass::Probe && !self.this.end_expected.get()
+    /// Whether a GOAWAY on this connection means that the apiserver shuts down.
+    fn goaway_means_shutdown(&self) -> bool {
+        self.this.class == CredentialClass::Probe && !self.this.lifecycle.end_expected.get()
     }
 
     fn note_pong(&mut self) {
         let (rtt, change) = self.health.pong(Instant::now());
-        self.note_health();
+        self.this.set_outlook(self.health.outlook());
         if let Some(rtt) = rtt {
             self.this.endpoint.metrics.rtt(rtt);
             self.this.stats.set_rtt(self.health.rtt());
         }
-        // Whoever drained it meanwhile (GOAWAY, certificate rotated) has the last word.
-        if let Some((life, reason)) = change
-            && matches!(
-                self.this.life.get(),
-                ConnectionState::Suspect | ConnectionState::Unresponsive
-            )
+        // A drain that began meanwhile (GOAWAY, certificate rotated) takes precedence.
+        if let Some((state, reason)) = change
+            && matches!(self.this.state(), ConnectionState::Suspect | ConnectionState::Unresponsive)
         {
-            self.this.judged(life, reason);
+            self.this.enter_derived(state, reason);
         }
     }
 
-    fn note_health(&self) {
-        let outlook = self.health.outlook();
-        self.this.dark.set(outlook.dark);
-        self.this.note_answers(!outlook.unanswered);
-        self.this.note_ends_writes(outlook.ends_writes);
-    }
-
-    /// A request that waits wants a look soon. The timer is moved only if it is later than that:
-    /// under load it fires ten times a second, not once per request.
-    fn arm_for_waiting(&self, timer: Pin<&mut tokio::time::Sleep>) {
-        if !self.health.ping_out()
-            && let Some(since) = self.this.waiting_since.get()
+    /// A waiting request needs a PING soon. The timer is moved only if it is later than that: under
+    /// load it fires ten times a second, not once for each request.
+    fn arm_timer_for_waiting_request(&self, timer: Pin<&mut tokio::time::Sleep>) {
+        if !self.health.ping_outstanding()
+            && let Some(since) = self.this.waits.waiting_since()
         {
-            // As the judge counts: from the last byte, or an old request would ask for a look at once.
-            let look_at = since.max(self.this.heard.get()) + health::HEAD_WAIT;
-            if look_at < timer.deadline() {
-                timer.reset(look_at);
+            // From the last byte, as the health counts, or an old request would fire it at once.
+            let check_at = since.max(self.this.waits.last_received()) + health::HEAD_WAIT;
+            if check_at < timer.deadline() {
+                timer.reset(check_at);
             }
         }
     }
 
-    /// The caller has polled the connection just now, so the socket has been read until it is empty,
-    /// or until the budget of this turn is spent, and then the timer would not have fired.
-    fn look(&mut self, timer: Pin<&mut tokio::time::Sleep>) -> Poll<End> {
+    /// The caller has polled the connection just before: the socket has been read until it was
+    /// empty, or until tokio's budget was spent, and then the timer would not have fired.
+    fn check_health(&mut self, timer: Pin<&mut tokio::time::Sleep>) -> Poll<End> {
         let now = Instant::now();
-        if self.this.life.get() == ConnectionState::Draining {
+        if self.this.state() == ConnectionState::Draining {
             self.health.drain();
         }
         let evidence = Evidence {
             tcp: self.observer.tcp_info().ok(),
-            waiting_since: self.this.waiting_since.get(),
-            pinned: self.this.pinned.get() > 0,
+            waiting_since: self.this.waits.waiting_since(),
+            pinned: self.this.slots.has_pinned(),
         };
-        let decision = self.health.look(evidence, now);
+        let decision = self.health.check(evidence, now);
         if decision.probe {
             let _ = self.observer.send_keepalive_probe();
         }
@@ -231,17 +261,15 @@ where
             return Poll::Ready(End::abrupt("connection failed while sending a PING"));
         }
         timer.reset(decision.wake_at);
-        self.note_health();
-        if decision.leave
-            && self.this.leave.replace(Some(DrainUrgency::Immediate))
-                != Some(DrainUrgency::Immediate)
-        {
+        self.this.set_outlook(self.health.outlook());
+        let immediate = Some(DrainUrgency::Immediate);
+        if decision.leave && self.this.lifecycle.drain_urgency.replace(immediate) != immediate {
             self.this.changed.notify_waiters();
         }
         match decision.change {
             Some((ConnectionState::Dead, reason)) => Poll::Ready(End::abrupt(reason.as_str())),
-            Some((life, reason)) => {
-                self.this.judged(life, reason);
+            Some((state, reason)) => {
+                self.this.enter_derived(state, reason);
                 Poll::Pending
             }
             None => Poll::Pending,

@@ -1,9 +1,8 @@
-//! A place for one stream on a connection: taken before the stream is opened, since h2 would queue a
-//! stream above the peer's limit without a word, and given back when whatever used it is dropped.
+//! A slot for one stream on a connection. It is taken before the stream is opened, since h2 queues a
+//! stream above the peer's limit without an error, and given back on drop.
 
 use std::rc::Rc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 use bytes::Bytes;
 use h2::SendStream;
@@ -14,13 +13,8 @@ use tokio::time::Instant;
 use super::Connection;
 use crate::upstream::health::ConnectionState;
 
-/// A cancelled stream keeps its place for this long. The apiserver's handler may still run: Go
-/// queues new streams behind it and closes the connection with `ENHANCE_YOUR_CALM` when the queue
-/// is four times its stream limit (`net/http2` `scheduleHandler`).
-const CANCELLED_HOLDS: Duration = Duration::from_millis(500);
-
 impl Connection {
-    /// Takes a place for one stream. The caller has looked at [`Self::free`].
+    /// Takes a slot for one stream. The caller has checked [`Self::free_streams`].
     pub fn reserve(self: &Rc<Self>, watch: bool, now: Instant) -> Permit {
         self.stats.streams.fetch_add(1, Ordering::Relaxed);
         if watch {
@@ -29,36 +23,35 @@ impl Connection {
         Permit {
             connection: Rc::clone(self),
             watch,
-            reserved: now,
+            reserved_at: now,
             waits: false,
-            look: 0,
-            stream: Stream::Over,
+            round: 0,
+            stream: StreamState::Closed,
         }
     }
 }
 
-/// A place for one stream on a connection, given back on drop.
+/// A slot for one stream on a connection, given back on drop.
 #[derive(Debug)]
 pub struct Permit {
     connection: Rc<Connection>,
     watch: bool,
-    /// When it was taken; a stream is opened at once.
-    reserved: Instant,
+    /// When it was taken; the stream is opened at once.
+    reserved_at: Instant,
     /// It waits for a response head.
     waits: bool,
-    /// Since this look ([`Connection::has_slow_response_heads`]).
-    look: u32,
-    stream: Stream,
+    /// The round in which the request was sent ([`Connection::has_slow_response_heads`]).
+    round: u32,
+    stream: StreamState,
 }
 
-/// What the place is used for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Stream {
-    /// The stream is over as far as the peer is concerned, or was never opened.
-    Over,
-    /// What comes of it could come from elsewhere.
+enum StreamState {
+    /// Not opened yet, or ended by the peer.
+    Closed,
+    /// Open; its response could come from another connection.
     Open,
-    /// It could not.
+    /// Open; its response cannot come from another connection.
     Pinned,
 }
 
@@ -68,7 +61,7 @@ impl Permit {
         &self.connection
     }
 
-    /// Opens the stream and sends the request head; `end` when there is no body.
+    /// Opens the stream and sends the request head; `end` says that there is no body.
     ///
     /// # Errors
     /// The stream was not opened: nothing was sent.
@@ -77,76 +70,77 @@ impl Permit {
         request: Request<()>,
         end: bool,
     ) -> Result<(ResponseFuture, SendStream<Bytes>), h2::Error> {
-        // A clone has no pending stream of its own, so that h2 takes the request at once.
+        // A clone has no pending stream of its own, so h2 accepts the request at once.
         let opened = self.connection.send.clone().send_request(request, end)?;
-        self.stream = Stream::Open;
+        self.stream = StreamState::Open;
         self.waits = true;
-        self.connection.head_awaited(self.reserved);
+        self.connection.waits.request_sent(self.reserved_at);
         if !self.watch {
-            self.look = self.connection.note_wait();
+            self.round = self.connection.waits.enter_round();
         }
         Ok(opened)
     }
 
-    /// The response head arrived: a measurement, unless the request was one that waits by nature.
+    /// The response head arrived: a latency sample, except for a watch, whose head may wait for the
+    /// first event.
     pub fn head_arrived(&mut self, now: Instant) {
-        if std::mem::take(&mut self.waits) {
-            self.connection.head_settled();
-            if !self.watch {
-                self.connection.wait_over(self.look);
-                let mut latency = self.connection.latency.get();
-                latency.observe(now.saturating_duration_since(self.reserved), now);
-                self.connection.latency.set(latency);
-            }
+        if self.end_wait() && !self.watch {
+            let latency = now.saturating_duration_since(self.reserved_at);
+            self.connection.waits.observe_latency(latency, now);
         }
     }
 
-    /// Says whether what comes of the stream could come from elsewhere: what could not keeps a
-    /// connection that does not respond open for a while ([`crate::upstream::health`]).
+    /// Says whether the rest of the response cannot come from another connection. Such a stream
+    /// keeps an unresponsive connection open for a while ([`crate::upstream::health`]).
     pub fn pin(&mut self, pinned: bool) {
-        let states = [Stream::Open, Stream::Pinned];
+        let states = [StreamState::Open, StreamState::Pinned];
         let (from, to) = (states[usize::from(!pinned)], states[usize::from(pinned)]);
         if self.stream == from {
             self.stream = to;
-            self.connection.pin(pinned);
+            self.connection.slots.pin(pinned);
         }
     }
 
-    /// The peer ended the stream: its place is free at once.
+    /// The peer ended the stream: its slot is free at once.
     pub fn finished(&mut self) {
         self.pin(false);
-        self.stream = Stream::Over;
+        self.stream = StreamState::Closed;
+    }
+
+    /// Ends the wait for a response head; returns whether there was one.
+    fn end_wait(&mut self) -> bool {
+        if !std::mem::take(&mut self.waits) {
+            return false;
+        }
+        self.connection.waits.wait_ended();
+        if !self.watch {
+            self.connection.waits.leave_round(self.round);
+        }
+        true
     }
 }
 
 impl Drop for Permit {
     fn drop(&mut self) {
         self.pin(false);
+        self.end_wait();
         let connection = &self.connection;
-        if self.waits {
-            connection.head_settled();
-            if !self.watch {
-                connection.wait_over(self.look);
-            }
-        }
         if self.watch {
             connection.stats.watches.fetch_sub(1, Ordering::Relaxed);
         }
-        let before = connection.stats.streams.fetch_sub(1, Ordering::Relaxed);
-        if self.stream != Stream::Over && connection.life.get() != ConnectionState::Dead {
-            connection.cancelled.borrow_mut().push_back(Instant::now() + CANCELLED_HOLDS);
+        let open_before = connection.stats.streams.fetch_sub(1, Ordering::Relaxed);
+        let state = connection.state();
+        if self.stream != StreamState::Closed && state != ConnectionState::Dead {
+            connection.slots.cancelled(Instant::now());
         }
-        if before == 1 {
-            connection.idle_since.set(Instant::now());
-            if matches!(
-                connection.life.get(),
-                ConnectionState::Draining | ConnectionState::Unresponsive
-            ) {
+        if open_before == 1 {
+            connection.slots.became_idle(Instant::now());
+            if matches!(state, ConnectionState::Draining | ConnectionState::Unresponsive) {
                 connection.wake_driver();
             }
         }
-        if before >= connection.cap.get() {
-            // It was full: somebody may wait for this place.
+        if open_before >= connection.slots.limit() {
+            // It was full: requests may wait for this slot.
             connection.pool.notify_waiters();
         }
     }

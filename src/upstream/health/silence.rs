@@ -1,38 +1,38 @@
-//! For how long a PING has gone without which signs of life.
+//! Evidence of life that is missing while a PING is outstanding, by duration.
 
 use std::time::Duration;
 
 use super::state::Reason;
 use crate::net::sockets::tcp_info::TcpInfo;
 
-/// Unanswered probes of a closed window in a row that say that the path is lost. Where one packet in
-/// twenty is lost each way, so many are lost once in a thousand.
+/// Unanswered probes of a closed window in a row that show that the path is lost. At 5 % packet loss
+/// each way, that many are lost once in a thousand.
 const LOST_WINDOW_PROBES: u8 = 3;
 
-/// What a PING that is out has shown so far.
+/// What was not observed since a PING was sent, and for how long.
 pub(super) struct Silence {
-    /// For how long it is out.
-    pub(super) out: Duration,
-    /// For how long nothing has arrived.
+    /// Age of the PING.
+    pub(super) age: Duration,
+    /// No byte and no segment arrived.
     pub(super) inbound: Duration,
-    /// For how long neither anything that waits was acknowledged nor a probe of a closed window answered.
+    /// Neither pending bytes were acknowledged nor a probe of a closed window answered.
     pub(super) outbound: Duration,
-    /// For how long nothing that waits was acknowledged, whatever the reason.
+    /// No pending byte was acknowledged, whatever the reason.
     pub(super) unacknowledged: Duration,
-    /// For how long, since the PING, no frame has come.
-    pub(super) frames: Duration,
-    /// The same without progress of an upload either.
-    pub(super) stopped: Duration,
-    /// Something waits to be acknowledged.
+    /// No frame arrived.
+    pub(super) without_frame: Duration,
+    /// No frame arrived and no upload made progress.
+    pub(super) without_progress: Duration,
+    /// Bytes wait to be acknowledged.
     pub(super) pending: bool,
-    /// It waits for a closed window, whose probes are answered.
+    /// They wait for a closed window whose probes are answered.
     pub(super) window_answers: bool,
 }
 
 impl Silence {
-    /// Whether the path has been lost for this long; in which direction.
+    /// Whether the path has been lost for `time`, and in which direction.
     pub(super) fn lost_for(&self, time: Duration) -> Option<Reason> {
-        if self.out < time || self.window_answers {
+        if self.age < time || self.window_answers {
             None
         } else if self.inbound >= time {
             Some(Reason::NothingArrives)
@@ -41,21 +41,22 @@ impl Silence {
         }
     }
 
-    /// Whether the PING is out for this long, with no frame or with nothing acknowledged meanwhile.
+    /// Whether the PING is outstanding for `time`, with no frame received or nothing acknowledged
+    /// meanwhile.
     pub(super) fn unanswered_for(&self, time: Duration) -> bool {
-        self.out >= time && (self.frames >= time || self.unacknowledged >= time)
+        self.age >= time && (self.without_frame >= time || self.unacknowledged >= time)
     }
 }
 
-/// Whether what waits does so because the peer's window is closed, and the peer's kernel answers
-/// when ours asks whether it still is.
+/// Whether pending bytes wait because the peer's window is closed, and the peer's kernel answers the
+/// window probes.
 pub(super) fn window_answers_probes(tcp: &TcpInfo, dead_after: Duration) -> bool {
     match tcp.is_window_closed() {
-        // It closed on what was under way, which serves as the probe: the answer acknowledges nothing.
+        // It closed on bytes in flight, which serve as the probe: the answer acknowledges nothing.
         Some(true) if tcp.unacked > 0 => tcp.silent() < dead_after,
         Some(true) => tcp.probes < LOST_WINDOW_PROBES,
-        // Before Linux 5.4: nothing is under way, so it is a closed window, or our own netfilter drops
-        // it, and then no probe is answered.
+        // Before Linux 5.4: no bytes are in flight, so the window is closed, or the local netfilter
+        // drops the bytes, and then no probe is answered.
         None => tcp.unacked == 0 && tcp.probes < LOST_WINDOW_PROBES,
         Some(false) => false,
     }

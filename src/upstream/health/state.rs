@@ -1,15 +1,15 @@
-//! The states of a connection and the reasons for a change, by name.
+//! The states of a connection and the reasons of a change, by name.
 
 /// State of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ConnectionState {
     /// Takes streams.
     Live,
-    /// Its PING is late: takes no new streams, what waits on it may be hedged.
+    /// Its PING is late: takes no new streams, requests on it may be hedged.
     Suspect,
-    /// Takes no new streams; running ones finish.
+    /// Takes no new streams; open ones finish.
     Draining,
-    /// Its path is lost. Takes no new streams, and only those stay on it that cannot move.
+    /// Its path is lost: takes no new streams, and only streams that cannot move stay.
     Unresponsive,
     /// Closed.
     Dead,
@@ -35,33 +35,33 @@ impl ConnectionState {
 /// Why a connection changed its state, for the log line and the status page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reason {
-    /// A PONG came.
+    /// A PONG arrived.
     Pong,
     /// A PING is late.
     PingLate,
-    /// Nothing at all arrives.
+    /// Nothing arrives.
     NothingArrives,
-    /// Nothing of ours is acknowledged.
+    /// Sent bytes are not acknowledged.
     NothingAcknowledged,
     /// The kernel answers, the process does not.
     ProcessStopped,
-    /// No frame for a long time, although something acknowledges.
+    /// No frame for 20 s, although sent bytes are acknowledged.
     NoFrames,
-    /// The peer has taken nothing for a long time, although its kernel answers.
+    /// The peer has accepted no bytes for 20 s, although its kernel answers.
     WindowClosed,
 }
 
 impl Reason {
-    /// Words for people.
+    /// Text for the log and `/status`.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Pong => "PONG received",
             Self::PingLate => "PING is late",
             Self::NothingArrives => "PING unanswered and no packet arrives",
-            Self::NothingAcknowledged => "PING unanswered and nothing we send is acknowledged",
-            Self::ProcessStopped => "kernel answers but no PONG: the process is stopped",
+            Self::NothingAcknowledged => "PING unanswered and sent bytes are not acknowledged",
+            Self::ProcessStopped => "stopped: kernel answers, no PONG",
             Self::NoFrames => "no HTTP/2 frame, although TCP is acknowledged",
-            Self::WindowClosed => "kernel answers but takes nothing: the window stays closed",
+            Self::WindowClosed => "kernel answers, but the TCP window stays closed",
         }
     }
 }

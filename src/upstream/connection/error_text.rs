@@ -1,0 +1,96 @@
+//! Texts of h2 errors for operators.
+
+use std::io::ErrorKind;
+
+/// The text of an error on a connection or stream.
+pub fn describe_h2_error(error: &h2::Error) -> String {
+    closed_by_apiserver(error).unwrap_or_else(|| error.to_string())
+}
+
+/// The text of the end of a connection.
+pub(super) fn describe_end(error: &h2::Error) -> String {
+    closed_by_apiserver(error).unwrap_or_else(|| format!("connection failed: {error}"))
+}
+
+/// The text where the apiserver closed the connection. h2 says for a GOAWAY with `NO_ERROR`
+/// "connection error received: not a result of an error", and rustls refers to its manual for an
+/// EOF without `close_notify`.
+fn closed_by_apiserver(error: &h2::Error) -> Option<String> {
+    if error.is_go_away() && error.is_remote() {
+        // Debug output of a reason is its name in RFC 9113 section 7.
+        return Some(format!("closed by the apiserver: GOAWAY {:?}", error.reason()?));
+    }
+    let kind = error.get_io()?.kind();
+    (kind == ErrorKind::UnexpectedEof).then(|| "closed by the apiserver: EOF".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+    use std::pin::Pin;
+    use std::task::{Context, Poll};
+
+    use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+
+    use super::*;
+
+    /// A peer that accepts all bytes, sends `sends`, and then fails every read or sends no more.
+    struct FailingPeer {
+        sends: &'static [u8],
+        then: Option<ErrorKind>,
+    }
+
+    impl AsyncRead for FailingPeer {
+        fn poll_read(
+            mut self: Pin<&mut Self>,
+            _: &mut Context<'_>,
+            buffer: &mut ReadBuf<'_>,
+        ) -> Poll<io::Result<()>> {
+            let sends = std::mem::take(&mut self.sends);
+            if sends.is_empty() {
+                return match self.then {
+                    Some(kind) => Poll::Ready(Err(io::Error::new(kind, "see the manual"))),
+                    None => Poll::Pending,
+                };
+            }
+            buffer.put_slice(sends);
+            Poll::Ready(Ok(()))
+        }
+    }
+
+    impl AsyncWrite for FailingPeer {
+        fn poll_write(
+            self: Pin<&mut Self>,
+            _: &mut Context<'_>,
+            bytes: &[u8],
+        ) -> Poll<io::Result<usize>> {
+            Poll::Ready(Ok(bytes.len()))
+        }
+
+        fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+            Poll::Ready(Ok(()))
+        }
+
+        fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+            Poll::Ready(Ok(()))
+        }
+    }
+
+    /// Empty SETTINGS; GOAWAY with last stream 0 and ENHANCE_YOUR_CALM (RFC 9113 section 6.8).
+    const GOAWAY: &[u8] = b"\0\0\0\x04\0\0\0\0\0\0\0\x08\x07\0\0\0\0\0\0\0\0\0\0\0\0\x0b";
+
+    #[tokio::test(start_paused = true)]
+    async fn describe_h2_error_names_how_the_apiserver_closed_the_connection() {
+        for (sends, then, expected) in [
+            (&b""[..], Some(ErrorKind::UnexpectedEof), "closed by the apiserver: EOF"),
+            (b"", Some(ErrorKind::ConnectionReset), "see the manual"),
+            (GOAWAY, None, "closed by the apiserver: GOAWAY ENHANCE_YOUR_CALM"),
+        ] {
+            let peer = FailingPeer { sends, then };
+            let (_send, connection) =
+                h2::client::handshake(peer).await.expect("the preface is accepted");
+            let error = connection.await.expect_err("the peer fails");
+            assert_eq!(describe_h2_error(&error), expected);
+        }
+    }
+}

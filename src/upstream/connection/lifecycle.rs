@@ -1,0 +1,98 @@
+//! The state of a connection and what goes with it.
+
+use std::cell::{Cell, RefCell};
+
+use tokio::time::Instant;
+
+use super::drain::{DrainReason, DrainUrgency};
+use crate::observe::ConnectionGauge;
+use crate::upstream::health::ConnectionState;
+
+pub(super) struct ConnectionLifecycle {
+    state: Cell<ConnectionState>,
+    /// Since when its PING has been late; draining and death keep it.
+    suspect_since: Cell<Option<Instant>>,
+    /// The gauge of its state, until it is dead.
+    gauge: RefCell<Option<ConnectionGauge>>,
+    /// Whether the endpoint counts it as live.
+    pub(super) counted: Cell<bool>,
+    /// Whether its PINGs are answered, as reported to the endpoint.
+    pub(super) responds: Cell<bool>,
+    pub(super) path_unresponsive: Cell<bool>,
+    /// Whether requests end that wait for a response head and must not be sent twice.
+    pub(super) fails_unsafe_requests: Cell<bool>,
+    /// Why it is unresponsive.
+    pub(super) unresponsive_reason: Cell<&'static str>,
+    pub(super) drain_urgency: Cell<Option<DrainUrgency>>,
+    pub(super) close_requested: Cell<Option<DrainReason>>,
+    /// Its end is neither an event nor a sign that the endpoint fails.
+    pub(super) end_expected: Cell<bool>,
+}
+
+impl ConnectionLifecycle {
+    /// A live connection.
+    pub(super) fn new(mut gauge: ConnectionGauge) -> Self {
+        gauge.set(ConnectionState::Live.as_str());
+        Self {
+            state: Cell::new(ConnectionState::Live),
+            suspect_since: Cell::new(None),
+            gauge: RefCell::new(Some(gauge)),
+            counted: Cell::new(true),
+            responds: Cell::new(true),
+            path_unresponsive: Cell::new(false),
+            fails_unsafe_requests: Cell::new(false),
+            unresponsive_reason: Cell::new(""),
+            drain_urgency: Cell::new(None),
+            close_requested: Cell::new(None),
+            end_expected: Cell::new(false),
+        }
+    }
+
+    pub(super) fn state(&self) -> ConnectionState {
+        self.state.get()
+    }
+
+    pub(super) fn suspect_since(&self) -> Option<Instant> {
+        self.suspect_since.get()
+    }
+
+    /// Enters a state; returns the one before, unless it is the same.
+    pub(super) fn enter(&self, state: ConnectionState) -> Option<ConnectionState> {
+        let before = self.state.replace(state);
+        if before == state {
+            return None;
+        }
+        match state {
+            ConnectionState::Live => self.suspect_since.set(None),
+            ConnectionState::Suspect => self.suspect_since.set(Some(Instant::now())),
+            ConnectionState::Draining | ConnectionState::Unresponsive | ConnectionState::Dead => {}
+        }
+        match state {
+            ConnectionState::Dead => drop(self.gauge.take()),
+            _ => self.gauge.borrow_mut().iter_mut().for_each(|gauge| gauge.set(state.as_str())),
+        }
+        Some(before)
+    }
+}
+
+/// Consequence of entering a state for the streams on the connection, for the log.
+pub(super) fn effect(state: ConnectionState, streams: usize, watches: usize) -> String {
+    let open = match streams {
+        0 => "no open streams".to_owned(),
+        _ => format!("open: {watches} watches, {} requests", streams.saturating_sub(watches)),
+    };
+    match state {
+        ConnectionState::Live => "takes new streams again".to_owned(),
+        ConnectionState::Suspect => {
+            format!("no new streams; a replacement is opened if no other is left; {open}")
+        }
+        ConnectionState::Draining => format!("no new streams; {open}"),
+        ConnectionState::Unresponsive => {
+            format!("no new streams; streams that can move are moved; {open}")
+        }
+        ConnectionState::Dead if streams == 0 => format!("closed; {open}"),
+        ConnectionState::Dead => {
+            format!("closed; watches are resumed, safe requests retried elsewhere; {open}")
+        }
+    }
+}

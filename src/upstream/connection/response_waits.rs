@@ -1,0 +1,140 @@
+//! How long requests on a connection wait for their response heads.
+
+use std::cell::Cell;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use crate::upstream::balance::PeakEwma;
+
+/// A request that has waited this long without a byte arriving on the connection makes new requests
+/// prefer another one.
+const WARNING_AFTER: Duration = Duration::from_millis(50);
+
+/// Requests that wait for their response head, and the latency of those that got it.
+#[derive(Debug)]
+pub(super) struct ResponseWaits {
+    latency: Cell<PeakEwma>,
+    waiting: Cell<usize>,
+    /// Since when at least one request waits.
+    waiting_since: Cell<Option<Instant>>,
+    /// When bytes last arrived.
+    last_received: Cell<Instant>,
+    /// Number of the current round of [`Self::has_slow_heads`].
+    round: Cell<u32>,
+    /// Waiting requests other than watches, by the parity of the round in which they were sent.
+    by_round: Cell<[usize; 2]>,
+}
+
+impl ResponseWaits {
+    pub(super) fn new(now: Instant) -> Self {
+        Self {
+            latency: Cell::new(PeakEwma::new(now)),
+            waiting: Cell::new(0),
+            waiting_since: Cell::new(None),
+            last_received: Cell::new(now),
+            round: Cell::new(0),
+            by_round: Cell::default(),
+        }
+    }
+
+    /// A request was sent.
+    pub(super) fn request_sent(&self, at: Instant) {
+        let waiting = self.waiting.get();
+        if waiting == 0 {
+            self.waiting_since.set(Some(at));
+        }
+        self.waiting.set(waiting + 1);
+    }
+
+    /// A request waits no more: its head arrived, or it was cancelled.
+    pub(super) fn wait_ended(&self) {
+        let waiting = self.waiting.get().saturating_sub(1);
+        self.waiting.set(waiting);
+        if waiting == 0 {
+            self.waiting_since.set(None);
+        }
+    }
+
+    /// Takes in the latency of a response head.
+    pub(super) fn observe_latency(&self, latency: Duration, now: Instant) {
+        let mut average = self.latency.get();
+        average.observe(latency, now);
+        self.latency.set(average);
+    }
+
+    /// Smoothed latency in seconds.
+    pub(super) fn latency(&self, now: Instant) -> f64 {
+        self.latency.get().value(now)
+    }
+
+    pub(super) fn received(&self, now: Instant) {
+        self.last_received.set(now);
+    }
+
+    pub(super) fn last_received(&self) -> Instant {
+        self.last_received.get()
+    }
+
+    pub(super) fn waiting_since(&self) -> Option<Instant> {
+        self.waiting_since.get()
+    }
+
+    /// Whether a request has waited for a while without a byte arriving.
+    pub(super) fn has_warning(&self, now: Instant) -> bool {
+        let since = self.waiting_since.get();
+        since.is_some_and(|since| now >= since.max(self.last_received.get()) + WARNING_AFTER)
+    }
+
+    /// Counts a request in the current round; returns the round.
+    pub(super) fn enter_round(&self) -> u32 {
+        let round = self.round.get();
+        let mut counts = self.by_round.get();
+        counts[round as usize % 2] += 1;
+        self.by_round.set(counts);
+        round
+    }
+
+    /// Takes a request out of the round in which it was sent.
+    pub(super) fn leave_round(&self, round: u32) {
+        if self.round.get().wrapping_sub(round) < 2 {
+            let mut counts = self.by_round.get();
+            counts[round as usize % 2] = counts[round as usize % 2].saturating_sub(1);
+            self.by_round.set(counts);
+        }
+    }
+
+    /// Begins a round; rounds are `pause` apart. Returns whether some request has waited for the
+    /// whole of the round before, although a response usually takes less than a quarter of that.
+    /// Each request counts at most once.
+    pub(super) fn has_slow_heads(&self, pause: Duration, now: Instant) -> bool {
+        let round = self.round.get().wrapping_add(1);
+        self.round.set(round);
+        let mut counts = self.by_round.get();
+        let overdue = std::mem::take(&mut counts[round as usize % 2]);
+        self.by_round.set(counts);
+        overdue > 0 && self.latency(now) * 4.0 < pause.as_secs_f64()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn response_waits_reports_a_request_as_slow_once_after_a_whole_round() {
+        let start = Instant::now();
+        let pause = Duration::from_millis(200);
+        let waits = ResponseWaits::new(start);
+        let quick = waits.enter_round();
+        waits.leave_round(quick);
+        waits.enter_round();
+        assert!(!waits.has_slow_heads(pause, start), "sent in this round");
+        assert!(waits.has_slow_heads(pause, start));
+        assert!(!waits.has_slow_heads(pause, start), "reported already");
+        waits.observe_latency(Duration::from_millis(60), start);
+        waits.enter_round();
+        assert!(!waits.has_slow_heads(pause, start));
+        assert!(!waits.has_slow_heads(pause, start), "60 ms is usual here");
+    }
+}

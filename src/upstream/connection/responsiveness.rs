@@ -1,0 +1,61 @@
+//! What the responsiveness of a connection means for the requests that wait on it and for its
+//! endpoint.
+
+use super::Connection;
+use crate::upstream::health::{ConnectionState, Outlook, Reason};
+
+impl Connection {
+    /// Whether a request sent on it now would most likely be lost: its PING is late, and the peer's
+    /// kernel does not answer either.
+    pub fn path_unresponsive(&self) -> bool {
+        self.lifecycle.path_unresponsive.get()
+    }
+
+    /// Waits until no response head can be expected any more; returns why. The path is lost; or,
+    /// for a request that must not be sent twice (not `safe`), the process has been stopped for too
+    /// long. A safe request has a second attempt on another connection instead.
+    pub async fn no_response_expected(&self, safe: bool) -> &'static str {
+        loop {
+            if self.is_unresponsive() {
+                return self.lifecycle.unresponsive_reason.get();
+            }
+            if !safe && self.lifecycle.fails_unsafe_requests.get() {
+                return Reason::ProcessStopped.as_str();
+            }
+            self.changed.notified().await;
+        }
+    }
+
+    /// Whether its path is lost, and it stays open only for streams that cannot move.
+    pub fn is_unresponsive(&self) -> bool {
+        self.state() == ConnectionState::Unresponsive
+    }
+
+    /// Waits for [`Self::is_unresponsive`].
+    pub async fn became_unresponsive(&self) {
+        while !self.is_unresponsive() {
+            self.changed.notified().await;
+        }
+    }
+
+    /// Enters a state that [`crate::upstream::health`] has derived.
+    pub(super) fn enter_derived(&self, state: ConnectionState, reason: Reason) {
+        if state == ConnectionState::Unresponsive {
+            self.lifecycle.unresponsive_reason.set(reason.as_str());
+        }
+        self.enter(state, reason.as_str());
+    }
+
+    /// Publishes what the health knows beside the state.
+    pub(super) fn set_outlook(&self, outlook: Outlook) {
+        self.lifecycle.path_unresponsive.set(outlook.path_unresponsive);
+        let responds = !outlook.ping_unanswered;
+        if self.lifecycle.responds.replace(responds) != responds && self.lifecycle.counted.get() {
+            self.endpoint.connection_responds(responds);
+        }
+        let fails = outlook.fails_unsafe_requests;
+        if self.lifecycle.fails_unsafe_requests.replace(fails) != fails {
+            self.changed.notify_waiters();
+        }
+    }
+}

@@ -1,0 +1,72 @@
+//! TLS client configurations for connections to apiservers.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use rustls::ClientConfig;
+use rustls::crypto::aws_lc_rs;
+
+use crate::net::tls::certificate::CertInfo;
+use crate::net::tls::no_server_verification::NoServerVerification;
+use crate::net::tls::pem_files::{LoadedCa, LoadedCert};
+
+static GENERATION: AtomicU64 = AtomicU64::new(1);
+
+/// TLS configurations for one class, by protocol.
+#[derive(Debug)]
+pub struct ClientTls {
+    /// ALPN `h2`: the pool.
+    pub h2: Arc<ClientConfig>,
+    /// ALPN `http/1.1`: upgrades.
+    pub http1: Arc<ClientConfig>,
+    /// Grows with every change; connections of an older generation drain.
+    pub generation: u64,
+    /// The certificate shown, if one is.
+    pub certificate: Option<Arc<CertInfo>>,
+}
+
+/// Configurations that show `certificate`, or none.
+pub fn client_tls(ca: &LoadedCa, certificate: Option<&LoadedCert>) -> ClientTls {
+    let builder = builder().with_root_certificates(Arc::clone(&ca.roots));
+    let config = match certificate {
+        None => builder.with_no_client_auth(),
+        Some(loaded) => builder.with_client_cert_resolver(Arc::new(
+            rustls::sign::SingleCertAndKey::from(Arc::clone(&loaded.certified)),
+        )),
+    };
+    by_protocol(config, certificate)
+}
+
+/// Configurations that show no certificate.
+pub(super) fn plain_tls(ca: Option<&LoadedCa>) -> ClientTls {
+    ca.map_or_else(unverified_tls, |ca| client_tls(ca, None))
+}
+
+/// Configurations that do not verify the server and show no certificate: enough to see whether an
+/// endpoint answers.
+pub fn unverified_tls() -> ClientTls {
+    let builder = builder();
+    let anyone = Arc::new(NoServerVerification::new(builder.crypto_provider()));
+    let config = builder.dangerous().with_custom_certificate_verifier(anyone).with_no_client_auth();
+    by_protocol(config, None)
+}
+
+fn builder() -> rustls::ConfigBuilder<ClientConfig, rustls::WantsVerifier> {
+    ClientConfig::builder_with_provider(Arc::new(aws_lc_rs::default_provider()))
+        .with_safe_default_protocol_versions()
+        .expect("aws-lc-rs has cipher suites for TLS 1.2 and 1.3")
+}
+
+fn by_protocol(mut config: ClientConfig, certificate: Option<&LoadedCert>) -> ClientTls {
+    config.alpn_protocols = vec![b"h2".to_vec()];
+    let mut http1 = config.clone();
+    // Tickets of the two are kept apart: a resumed session keeps its ALPN.
+    http1.resumption = rustls::client::Resumption::in_memory_sessions(16);
+    http1.alpn_protocols = vec![b"http/1.1".to_vec()];
+    ClientTls {
+        h2: Arc::new(config),
+        http1: Arc::new(http1),
+        generation: GENERATION.fetch_add(1, Ordering::Relaxed),
+        certificate: certificate.map(|loaded| Arc::new(loaded.info.clone())),
+    }
+}

@@ -1,0 +1,144 @@
+//! Gives requests their streams, and says why a request gets none.
+
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::{Instant, timeout_at};
+
+use super::class::ClassPool;
+use super::requirements::StreamRequirements;
+use super::{Pool, TICK};
+use crate::upstream::connection::Permit;
+use crate::upstream::endpoint::Endpoint;
+
+/// How long a request waits for a usable connection while every endpoint is down, from the moment
+/// when it lost its own. Its client has an answer within 1.5 s.
+pub(in crate::upstream) const UNAVAILABLE_AFTER: Duration = Duration::from_millis(1_200);
+/// How long a request waits for a free stream while connections are up but full.
+const EXHAUSTED_AFTER: Duration = Duration::from_secs(1);
+/// Why a request got no stream.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Unavailable {
+    /// No endpoint can be reached; the reason of each.
+    Unreachable(String),
+    /// Connections are live, but all their streams are taken.
+    Exhausted,
+    /// The identity of the class is not loaded.
+    NoCredential,
+}
+
+impl Pool {
+    /// Takes a stream on the best connection, or waits until one is opened.
+    ///
+    /// # Errors
+    /// Why there is none, after every endpoint was tried or the time limit is over.
+    pub async fn acquire(
+        &self,
+        class: &Rc<ClassPool>,
+        required: StreamRequirements<'_>,
+    ) -> Result<Permit, Unavailable> {
+        let now = Instant::now();
+        class.used.set(now);
+        if required.held && self.is_total_outage() {
+            return Err(Unavailable::Unreachable(self.reasons(class)));
+        }
+        if let Some(permit) = class.take(required, &self.upstream, now, false) {
+            if class.is_tight(&permit, now) {
+                self.maintain();
+            }
+            return Ok(permit);
+        }
+        // Boxed, so that requests that need not wait carry no state for it.
+        Box::pin(self.wait(class, required, now)).await
+    }
+
+    /// Takes a stream on a live connection, if there is one now.
+    pub fn try_acquire(
+        &self,
+        class: &Rc<ClassPool>,
+        required: StreamRequirements<'_>,
+    ) -> Option<Permit> {
+        class.take(required, &self.upstream, Instant::now(), false)
+    }
+
+    #[cold]
+    async fn wait(
+        &self,
+        class: &Rc<ClassPool>,
+        required: StreamRequirements<'_>,
+        start: Instant,
+    ) -> Result<Permit, Unavailable> {
+        if self.upstream.credentials.tls(class.class).is_none() {
+            return Err(Unavailable::NoCredential);
+        }
+        self.upstream.metrics.stream_waits(&self.upstream.name).increment(1);
+        let _waiting = class.wait();
+        let without = required.without_connection_since.map_or(start, |since| since.min(start));
+        loop {
+            // Registered before the check, so that no change falls in between.
+            let mut changed = std::pin::pin!(self.changed.notified());
+            changed.as_mut().enable();
+            self.maintain();
+            let now = Instant::now();
+            if required.held && self.is_total_outage() {
+                return Err(Unavailable::Unreachable(self.reasons(class)));
+            }
+            if let Some(permit) = class.take(required, &self.upstream, now, false) {
+                return Ok(permit);
+            }
+            if self.closed.get() {
+                let why = "the upstream was removed from the configuration".to_owned();
+                return Err(Unavailable::Unreachable(why));
+            }
+            let connected = class.has_live();
+            let until =
+                if connected { start + EXHAUSTED_AFTER } else { without + UNAVAILABLE_AFTER };
+            let given_up = !connected && self.all_failed_since(class, without);
+            if given_up || now >= until {
+                // Health must not make things worse than no health: take a suspect connection.
+                if !required.live_only
+                    && let Some(permit) = class.take(required, &self.upstream, now, true)
+                {
+                    return Ok(permit);
+                }
+                if connected {
+                    self.upstream.metrics.streams_exhausted(&self.upstream.name).increment(1);
+                    return Err(Unavailable::Exhausted);
+                }
+                return Err(Unavailable::Unreachable(self.reasons(class)));
+            }
+            let _ = timeout_at(until.min(now + TICK), changed).await;
+        }
+    }
+
+    /// Whether every endpoint has failed a connect since `start` and no connect is in progress. False
+    /// without endpoints: discovery may find one at any moment.
+    fn all_failed_since(&self, class: &ClassPool, start: Instant) -> bool {
+        let endpoints = self.upstream.endpoints();
+        class.dialing.borrow().is_empty()
+            && !endpoints.is_empty()
+            && endpoints
+                .iter()
+                .all(|endpoint| endpoint.last_failure().is_some_and(|failed| failed > start))
+    }
+
+    fn reasons(&self, class: &ClassPool) -> String {
+        let endpoints = self.upstream.endpoints();
+        if endpoints.is_empty() {
+            let errors = self.upstream.sources.complaints();
+            return format!("no endpoint is known yet; {errors}");
+        }
+        let reason = |endpoint: &Arc<Endpoint>| {
+            if class.is_silent(endpoint) {
+                return format!("{} does not answer: PING unanswered", endpoint.label);
+            }
+            format!("{} is {} ({})", endpoint.label, endpoint.state().as_str(), endpoint.reason())
+        };
+        let mut reasons: Vec<_> = endpoints.iter().take(5).map(reason).collect();
+        if endpoints.len() > 5 {
+            reasons.push(format!("and {} more", endpoints.len() - 5));
+        }
+        reasons.join("; ")
+    }
+}

@@ -21,13 +21,16 @@
 //!
 //! The path of a flow (L4), all of it in [`proxy::passthrough`]:
 //!
-//! 1. [`proxy::accept`] is the same for both modes.
-//! 2. [`transparent`](proxy::passthrough::transparent) knows where a redirected connection was meant
-//!    to go, [`hello`](proxy::passthrough::hello) which server name it asks for.
-//! 3. [`connect`](proxy::passthrough::connect) races the endpoints;
-//!    [`pump`](proxy::passthrough::pump) moves the bytes both ways.
-//! 4. [`table`](proxy::passthrough::table) looks after all flows of a worker: [`upstream::flow_health`] tells
-//!    a dead one from a quiet one, and its end is a [`verdict`](proxy::passthrough::verdict).
+//! 1. [`forwarder`](proxy::passthrough::forwarder) runs the accept loop ([`proxy::accept`], the same
+//!    for both modes) and each flow.
+//! 2. [`routing`](proxy::passthrough::routing) chooses the upstream by original destination
+//!    ([`transparent`](proxy::passthrough::transparent)) or by server name
+//!    ([`client_hello`](proxy::passthrough::client_hello)).
+//! 3. [`connect`](proxy::passthrough::connect) connects to an endpoint.
+//! 4. [`pump`](proxy::passthrough::pump) moves the bytes both ways.
+//! 5. [`flow_table`](proxy::passthrough::flow_table) checks all flows of a worker and ends those that
+//!    are dead ([`upstream::flow_health`]) or due, with an
+//!    [`end_reason`](proxy::passthrough::end_reason).
 //!
 //! What keeps the picture of the world true, beside that path and never on it:
 //!
@@ -40,8 +43,8 @@
 //!   for it.
 //! * [`doctor`] examines the way to the apiservers and says what is wrong with it.
 //! * [`admin`] answers operators; [`observe`] counts and logs.
-//! * [`app`] binds everything, starts the workers, and drains them; it follows the configuration,
-//!   takes the place of a running process, and leaves its own to the next.
+//! * [`app`] binds all sockets, starts the workers and the control thread, applies configuration
+//!   changes, hands the sockets to a new process, and drains.
 //! * [`demo`] is a small cluster with a jackstay before it and faults in between, for people, tests
 //!   and benches.
 //!

@@ -5,14 +5,14 @@
 //! tests run.
 #![no_main]
 
-use jackstay::proxy::passthrough::hello::{Hello, MAX, read};
+use jackstay::proxy::passthrough::client_hello::{ClientHello, MAX, read};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|bytes: &[u8]| {
-    let mut answer = Hello::Partial;
+    let mut answer = ClientHello::Incomplete;
     for end in 0..=bytes.len().min(MAX) {
         let now = read(&bytes[..end]);
-        assert!(answer == Hello::Partial || answer == now, "{answer:?}, then {now:?} at {end}");
+        assert!(answer == ClientHello::Incomplete || answer == now, "{answer:?}, then {now:?} at {end}");
         answer = now;
     }
 });

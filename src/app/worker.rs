@@ -33,9 +33,10 @@ use crate::proxy::client_connection::ListenerService;
 use crate::proxy::credential_selector::{CredentialSelector, ProvenTokens};
 use crate::proxy::drain::{self, DrainWatcher};
 use crate::proxy::https_server::HttpsServer;
-use crate::proxy::passthrough::table::Table as FlowTable;
+use crate::proxy::passthrough::flow_table::FlowTable;
+use crate::proxy::passthrough::forwarder::TcpForwarder;
+use crate::proxy::passthrough::routing::Routing;
 use crate::proxy::passthrough::transparent::Transparent;
-use crate::proxy::passthrough::{Routing, TcpForwarder};
 use crate::proxy::upgrade::Tunnels;
 use crate::proxy::upstream_client::UpstreamClient;
 use crate::upstream::Upstream;
@@ -226,7 +227,7 @@ impl Worker {
             (
                 Server::Tcp(forwarder),
                 ListenerMode::Passthrough { config, routes, destinations },
-            ) => forwarder.replace_routing(self.routing(bound, config, routes, destinations)),
+            ) => forwarder.routing().replace(self.routing(bound, config, routes, destinations)),
             // `is_same_listener` compares the modes.
             (Server::Https(_), ListenerMode::Passthrough { .. })
             | (Server::Tcp(_), ListenerMode::Terminate { .. }) => {}

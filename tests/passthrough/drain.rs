@@ -6,8 +6,10 @@ use crate::rebalance::{FIRST, place_all, upstream};
 use crate::support::{Certs, pass, passing, passthrough};
 use jackstay::config::{Config, Mode};
 use jackstay::observe::Metrics;
-use jackstay::proxy::passthrough::table::{Moved, Table, Ticket};
-use jackstay::proxy::passthrough::{Routing, TcpForwarder};
+use jackstay::proxy::passthrough::flow_entry::Progress;
+use jackstay::proxy::passthrough::flow_table::{FlowHandle, FlowTable};
+use jackstay::proxy::passthrough::forwarder::TcpForwarder;
+use jackstay::proxy::passthrough::routing::Routing;
 use std::io::ErrorKind;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -22,7 +24,7 @@ const FLOWS: usize = 200;
 const TIME: Duration = Duration::from_secs(100);
 
 /// A listener that nobody connects to.
-fn listener(mut config: Config, table: &Rc<Table>, metrics: &Arc<Metrics>) -> Rc<TcpForwarder> {
+fn listener(mut config: Config, table: &Rc<FlowTable>, metrics: &Arc<Metrics>) -> Rc<TcpForwarder> {
     let upstream = Arc::new(upstream(&Certs::new(), &[FIRST]));
     passthrough(&mut config).leave_timeout = TIME;
     let listener = config.listeners.remove(0);
@@ -34,11 +36,11 @@ fn listener(mut config: Config, table: &Rc<Table>, metrics: &Arc<Metrics>) -> Rc
 }
 
 /// Lets go of the flows that were told to end, and says how many.
-fn told(tickets: &mut Vec<Ticket>, reason: &str) -> usize {
+fn told(tickets: &mut Vec<FlowHandle>, reason: &str) -> usize {
     let before = tickets.len();
     tickets.retain(|ticket| {
-        let verdict = ticket.verdict(&Context::from_waker(Waker::noop()));
-        verdict.inspect(|verdict| assert_eq!(verdict.reason, reason)).is_none()
+        let reason_given = ticket.poll_end(&Context::from_waker(Waker::noop()));
+        reason_given.inspect(|given| assert_eq!(given.label, reason)).is_none()
     });
     before - tickets.len()
 }
@@ -50,16 +52,16 @@ async fn flows_that_are_left_are_ended_a_few_at_a_time() {
         .run_until(async {
             fastrand::seed(7);
             let certs = Certs::new();
-            let (table, metrics) = (Table::new(), Metrics::new());
+            let (table, metrics) = (FlowTable::new(), Metrics::new());
             spawn_local(Rc::clone(&table).run());
             let listener = listener(passing(certs.config(&[])), &table, &metrics);
             for reason in ["shutdown", "endpoint_left"] {
                 let upstream = Arc::new(upstream(&certs, &[FIRST, "10.0.0.2", "10.0.0.3"]));
                 let endpoint = Arc::clone(&upstream.endpoints()[1]);
                 let enter = |_| {
-                    let ticket = table.enter(&listener, &upstream, &endpoint, (-1, -1));
+                    let ticket = table.insert(listener.routing(), &upstream, &endpoint, (-1, -1));
                     // The server has answered: it is not the handshake that takes long.
-                    ticket.moved(Moved { up: false, down: true });
+                    ticket.record(Progress { to_server: false, to_client: true });
                     ticket
                 };
                 let mut left: Vec<_> = (0..FLOWS).map(enter).collect();
@@ -72,7 +74,7 @@ async fn flows_that_are_left_are_ended_a_few_at_a_time() {
                 while !left.is_empty() && start.elapsed() < TIME + Duration::from_secs(1) {
                     pass(Duration::from_millis(250)).await;
                     if reason == "shutdown" {
-                        table.drain(&listener, start.elapsed(), TIME);
+                        table.end_due(listener.routing(), start.elapsed(), TIME);
                     }
                     each_second[start.elapsed().as_secs() as usize] += told(&mut left, reason);
                 }

@@ -19,7 +19,7 @@ use crate::app::listener::BoundListener;
 use crate::app::sockets::SocketId;
 use crate::proxy::drain::{self, DrainTrigger, DrainWatcher};
 use crate::proxy::https_server::HttpsServer;
-use crate::proxy::passthrough::TcpForwarder;
+use crate::proxy::passthrough::forwarder::TcpForwarder;
 use crate::proxy::upstream_client::UpstreamClient;
 
 /// How often a drain checks whether connections are left.

@@ -1,17 +1,17 @@
-//! Finds an endpoint that takes a connection: the best one first, the next one raced after a
-//! moment, until one is up or all have failed.
+//! Connects to an endpoint: to the best one first, then to others beside it, until one connection is
+//! established or all have failed.
 //!
-//! | what happens | what is done |
+//! | event | reaction |
 //! |---|---|
-//! | an attempt fails | the next candidate at once |
-//! | no answer after 250 ms | the next candidate as well; the first that is up wins |
-//! | none is known to be well | the same, sooner if they are many: each is tried before the client is told |
-//! | every candidate has failed | the client is told at once |
-//! | no answer within 900 ms and no endpoint that is known to be well | the client is told |
-//! | the same, but one is known to be well | it was a lost SYN: up to `connect_timeout` |
+//! | an attempt fails | the next candidate is tried at once |
+//! | no answer after 250 ms | the next candidate is tried as well; the first connection wins |
+//! | no endpoint is ready | the same, with shorter pauses if there are many, so that every one is tried |
+//! | every candidate has failed | the client is reset at once |
+//! | no answer within 900 ms, and no endpoint is ready | the client is reset |
+//! | no answer within 900 ms, and an endpoint is ready | a SYN was lost; attempts continue until `connect_timeout` |
 //!
-//! One lost SYN costs 1.02 s on Linux, so an endpoint that is the only good one is tried a second
-//! time before one that is not well.
+//! A lost SYN costs 1.02 s on Linux. So an endpoint that is the only one in the best state is tried
+//! a second time before the others.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -28,22 +28,22 @@ use crate::upstream::endpoint::{Endpoint, EndpointState};
 
 /// When the next candidate is tried beside one that has not answered.
 const RACE_AFTER: Duration = Duration::from_millis(250);
-/// How long a client waits while nothing is known to be well. The bound is a second.
+/// How long a client waits while no endpoint is ready: it is reset within a second.
 const GIVE_UP_AFTER: Duration = Duration::from_millis(900);
-/// In which time every candidate has been tried then, so that the last one has a moment to answer.
-const ALL_WITHIN: Duration = Duration::from_millis(800);
-/// How often it is looked whether anybody is still known to be well, once all were tried.
-const LOOK: Duration = Duration::from_millis(50);
-/// Failures that a refusal names.
-const REASONS: usize = 5;
+/// Within this time every candidate is tried then; the last one has the rest to answer.
+const TRY_ALL_WITHIN: Duration = Duration::from_millis(800);
+/// How often endpoint states are checked once all candidates were tried.
+const STATE_CHECK: Duration = Duration::from_millis(50);
+/// Most failures that an error lists.
+const MAX_REASONS: usize = 5;
 
-/// A connection, and where it leads.
+/// A connection and its endpoint.
 pub type Connected = (TcpStream, Arc<Endpoint>);
 
-/// Connects to the best endpoint of an upstream that takes a connection.
+/// Connects to the best endpoint of an upstream that accepts a connection.
 ///
 /// # Errors
-/// Why there is none, after every candidate was tried.
+/// The failures of the last attempts.
 pub async fn connect(upstream: &Upstream) -> Result<Connected, String> {
     let start = Instant::now();
     let known: Vec<Candidate> = upstream
@@ -57,30 +57,30 @@ pub async fn connect(upstream: &Upstream) -> Result<Connected, String> {
         })
         .collect();
     let mut candidates = order(known, &mut fastrand::Rng::new()).into_iter();
-    let hurried = RACE_AFTER.min(ALL_WITHIN / candidates.len().max(1) as u32);
-    let patience = start + upstream.config().health.connect_timeout.max(GIVE_UP_AFTER);
+    let pause_without_ready = RACE_AFTER.min(TRY_ALL_WITHIN / candidates.len().max(1) as u32);
+    let give_up_with_ready = start + upstream.config().health.connect_timeout.max(GIVE_UP_AFTER);
     let mut next = start;
     let mut attempts = JoinSet::new();
     let mut reasons = Vec::new();
     loop {
         let now = Instant::now();
-        let well = upstream.endpoints().iter().any(|e| e.state() == EndpointState::Ready);
+        let any_ready = upstream.endpoints().iter().any(|e| e.state() == EndpointState::Ready);
         if now >= next
             && let Some(endpoint) = candidates.next()
         {
             attempts.spawn_local(attempt(upstream.outgoing(), endpoint));
-            next = now + if well { RACE_AFTER } else { hurried };
+            next = now + if any_ready { RACE_AFTER } else { pause_without_ready };
             continue;
         }
         if attempts.is_empty() && candidates.len() == 0 {
             break;
         }
-        let limit = if well { patience } else { start + GIVE_UP_AFTER };
+        let limit = if any_ready { give_up_with_ready } else { start + GIVE_UP_AFTER };
         if now >= limit {
             reasons.push(format!("no connection within {} ms", (now - start).as_millis()));
             break;
         }
-        let look = if candidates.len() > 0 { next } else { now + LOOK };
+        let look = if candidates.len() > 0 { next } else { now + STATE_CHECK };
         tokio::select! {
             Some(done) = attempts.join_next() => match done {
                 Ok(Ok(connected)) => return Ok(connected),
@@ -96,14 +96,14 @@ pub async fn connect(upstream: &Upstream) -> Result<Connected, String> {
     if reasons.is_empty() {
         reasons.push("there is no endpoint".to_owned());
     }
-    // The last one is about all of them.
-    reasons.drain(..reasons.len().saturating_sub(REASONS));
+    // The last reason concerns all attempts, so the first ones are dropped.
+    reasons.drain(..reasons.len().saturating_sub(MAX_REASONS));
     Err(reasons.join("; "))
 }
 
 async fn attempt(outgoing: Arc<Connector>, endpoint: Arc<Endpoint>) -> Result<Connected, String> {
     let mut why = String::new();
-    let mut ours = false;
+    let mut local = false;
     for address in endpoint.socket_addresses() {
         match outgoing.connect(address).await {
             Ok(stream) => {
@@ -111,31 +111,31 @@ async fn attempt(outgoing: Arc<Connector>, endpoint: Arc<Endpoint>) -> Result<Co
                 return Ok((stream, endpoint));
             }
             Err(error) => {
-                ours |= resource_limits::is_local_shortage(&error, address);
+                local |= resource_limits::is_local_shortage(&error, address);
                 why = format!("TCP to {address} failed: {error}");
             }
         }
     }
-    endpoint.metrics.dialled(if ours { "local" } else { "failed" });
-    if !ours {
-        // Its prober looks at once whether that was all of it.
+    endpoint.metrics.dialled(if local { "local" } else { "failed" });
+    if !local {
+        // The prober decides whether the endpoint is down.
         endpoint.request_probe();
     }
     Err(why)
 }
 
-/// What is known of an endpoint when a connection is to be placed.
+/// An endpoint to connect to.
 #[derive(Debug)]
 struct Candidate<T = Arc<Endpoint>> {
     state: EndpointState,
     flows: usize,
-    /// Less than 1 for a while after it has recovered.
+    /// Less than 1 during slow start.
     share: f64,
     endpoint: T,
 }
 
-/// The candidates in the order in which they are tried: by state, and within the best state first
-/// the one with fewer connections of two that are drawn. An only good one comes twice.
+/// The candidates in the order in which they are tried: by state; first among the best state the one
+/// with fewer flows of two random ones. A single candidate of the best state comes twice.
 fn order<T: Clone>(mut known: Vec<Candidate<T>>, rng: &mut fastrand::Rng) -> Vec<T> {
     known.retain(|candidate| candidate.state != EndpointState::Leaving);
     rng.shuffle(&mut known);
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn by_state_and_then_by_load() {
+    fn order_sorts_by_state_then_by_load() {
         use EndpointState::{Degraded, Ejected, Leaving, Ready};
         let mut rng = fastrand::Rng::with_seed(1);
         for _ in 0..200 {
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn an_only_good_one_is_tried_twice_before_a_bad_one() {
+    fn order_repeats_the_only_candidate_of_the_best_state() {
         use EndpointState::{Degraded, Ejected, Ready};
         let mut rng = fastrand::Rng::with_seed(1);
         let known = vec![candidate(Degraded, 0, "degraded"), candidate(Ready, 9, "ready")];
@@ -199,9 +199,9 @@ mod tests {
         assert_eq!(order::<&str>(vec![], &mut rng), [""; 0]);
     }
 
-    /// 3,000 connections on three servers: even, and one that recovers takes its share slowly.
+    /// 3,000 connections to three endpoints spread evenly; an endpoint in slow start gets few.
     #[test]
-    fn simulated_connections_spread() {
+    fn order_spreads_connections_and_respects_slow_start() {
         let mut rng = fastrand::Rng::with_seed(42);
         let mut flows = [0_usize; 3];
         for _ in 0..3000 {
@@ -228,6 +228,6 @@ mod tests {
                 .collect();
             flows[order(known, &mut rng)[0]] += 1;
         }
-        assert!((5..60).contains(&flows[2]), "no herd to the empty one: {flows:?}");
+        assert!((5..60).contains(&flows[2]), "slow start limits new flows: {flows:?}");
     }
 }

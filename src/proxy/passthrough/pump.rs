@@ -1,14 +1,14 @@
-//! Moves the bytes of one flow both ways until both directions have ended, a side is broken, or
-//! the flow is told to end.
+//! Moves the bytes of one flow both ways until both directions have ended, a side has failed, or
+//! the flow table has ended the flow.
 //!
-//! Nothing is held while nothing moves. Small messages are read into a buffer of the thread and
-//! written out at once; what the other side does not take is kept, and no more is read until it
-//! does. A direction that fills the buffer again and again is a transfer: then bytes go from socket
-//! to socket inside the kernel ([`crate::net::sockets::splice`]) until the flow pauses.
+//! An idle flow holds no buffer. Bytes are read into a buffer of the thread and written at once; what
+//! the other side does not accept is kept, and no more is read until it is written. A direction that
+//! repeatedly fills the buffer is a bulk transfer: its bytes move from socket to socket inside the
+//! kernel ([`crate::net::sockets::splice`]) until the flow pauses.
 //!
-//! What a server said before it broke the flow was acknowledged to it by our kernel, so the client
-//! is to have it: as without us, where its own kernel keeps it. A server that takes nothing more is
-//! read to its end first, and the reset waits for [`Flow::delivered`].
+//! Bytes that the endpoint has sent before it fails the flow are still delivered to the client: this
+//! host's kernel has acknowledged them. So an endpoint that accepts no more bytes is read to its end
+//! first, and the reset waits for [`Pump::delivered`].
 
 use std::cell::RefCell;
 use std::future::poll_fn;
@@ -21,132 +21,135 @@ use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::time::sleep;
 
-use super::table::{Moved, Ticket};
-use super::verdict::Verdict;
+use super::end_reason::EndReason;
+use super::flow_entry::Progress;
+use super::flow_table::FlowHandle;
 use crate::net::sockets::splice::SplicePipe;
 use crate::net::sockets::tcp_info;
 use crate::observe::PassthroughMetrics;
 use crate::observe::passthrough::Direction;
 
-/// Bytes read at once.
+/// Bytes of one read.
 const BUFFER: usize = 64 * 1024;
-/// Reads in a row before the other flows of the worker get their turn.
-const TURNS: usize = 16;
-/// Reads of at least half the buffer, in a row, that make a direction a transfer. Measured
+/// Reads in a row before the task yields to the other flows of the worker.
+const READS_PER_POLL: usize = 16;
+/// Reads of at least half the buffer, in a row, that make a direction a bulk transfer. Measured
 /// (`cargo bench --bench splice`, Linux 6.18, CPU-milliseconds per MB, copied and spliced): messages
 /// of 4 KiB 2.57 and 2.86, of 16 KiB 0.66 and 0.66, of 32 KiB 0.37 and 0.34, of 64 KiB 0.34 and
-/// 0.28, of 256 KiB 0.26 and 0.13. So a pipe pays from half the buffer on, and a few such reads show
-/// that more will come.
-const TRANSFER: u8 = 4;
-/// The pauses between two looks at what is still under way to a client, growing.
-const FIRST_LOOK: Duration = Duration::from_millis(2);
-const LAST_LOOK: Duration = Duration::from_millis(500);
+/// 0.28, of 256 KiB 0.26 and 0.13. So splicing is cheaper from half the buffer on, and a few such
+/// reads show that more will come.
+const BULK_READS: u8 = 4;
+/// The first pause between two checks of the bytes that a client has not acknowledged; pauses double.
+const FIRST_DELIVERY_CHECK: Duration = Duration::from_millis(2);
+/// The longest such pause.
+const MAX_DELIVERY_CHECK: Duration = Duration::from_millis(500);
 
 thread_local! {
     static SCRATCH: RefCell<Box<[u8]>> = RefCell::new(vec![0; BUFFER].into_boxed_slice());
 }
 
-/// Which side of a flow broke it.
+/// A side of a flow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Side {
-    /// The client's.
+    /// The client.
     Client,
-    /// The apiserver's.
+    /// The endpoint.
     Server,
 }
 
-/// How a flow ended that did not just end.
+/// Why a flow ended abnormally.
 #[derive(Debug)]
-pub enum Broken {
+pub enum FlowError {
     /// A side failed.
-    By(Side, io::Error),
-    /// It was told to end.
-    Told(Verdict),
+    Failed(Side, io::Error),
+    /// The flow table ended it.
+    Ended(EndReason),
 }
 
 /// One direction of a flow.
 #[derive(Debug, Default)]
-pub struct Lane {
-    /// What was read and not yet taken.
-    held: Box<[u8]>,
-    /// How much of it was written.
+pub struct HalfFlow {
+    /// Bytes that were read and not yet written.
+    pending: Box<[u8]>,
+    /// How many of them were written.
     written: usize,
-    /// While it is a transfer.
+    /// Present during a bulk transfer.
     pipe: Option<SplicePipe>,
-    /// Large reads in a row.
-    large: u8,
-    /// Its end is no end that the sender meant, and is not passed on.
-    cut: bool,
-    state: State,
+    /// Reads of at least half the buffer, in a row.
+    large_reads: u8,
+    /// Whether the end of stream was not sent by the peer: it is not passed on then.
+    truncated: bool,
+    state: HalfState,
 }
 
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-enum State {
+enum HalfState {
     #[default]
     Open,
-    /// The end was read; it is passed on once nothing is held.
+    /// The end of stream was read. It is passed on once all bytes are written.
     Ending,
-    /// The end was passed on.
+    /// The end of stream was passed on.
     Ended,
-    /// The side it leads to takes nothing more. Nothing is read for it.
+    /// The receiving side accepts no more bytes. Nothing is read for it.
     Refused(io::ErrorKind),
 }
 
-impl Lane {
-    /// A lane that has these bytes to deliver first.
+impl HalfFlow {
+    /// A direction that starts with these bytes.
     pub fn with(first: Vec<u8>) -> Self {
-        Self { held: first.into(), ..Self::default() }
+        Self { pending: first.into(), ..Self::default() }
     }
 }
 
 /// A flow between two sockets.
 #[derive(Debug)]
-pub struct Flow {
-    /// The client's socket.
+pub struct Pump {
+    /// The socket of the client.
     pub client: TcpStream,
-    /// The apiserver's.
+    /// The socket of the endpoint.
     pub server: TcpStream,
-    /// From the client to the server.
-    pub up: Lane,
-    /// From the server to the client.
-    pub down: Lane,
+    /// From the client to the endpoint.
+    pub to_server: HalfFlow,
+    /// From the endpoint to the client.
+    pub to_client: HalfFlow,
 }
 
-impl Flow {
-    /// Moves bytes until both lanes have ended.
+impl Pump {
+    /// Moves bytes until both directions have ended.
     ///
     /// # Errors
-    /// Which side broke, and how; or what it was told.
+    /// A side has failed, or the flow table has ended the flow.
     pub async fn run(
         &mut self,
-        ticket: &Ticket,
+        handle: &FlowHandle,
         metrics: &PassthroughMetrics,
-    ) -> Result<(), Broken> {
+    ) -> Result<(), FlowError> {
         poll_fn(|cx| {
-            if let Some(verdict) = ticket.verdict(cx) {
-                return Poll::Ready(Err(Broken::Told(verdict)));
+            if let Some(reason) = handle.poll_end(cx) {
+                return Poll::Ready(Err(FlowError::Ended(reason)));
             }
-            let Self { client, server, up: up_lane, down: down_lane } = self;
+            let Self { client, server, to_server, to_client } = self;
             let (mut sent, mut received) = (0, 0);
-            let mut up = up_lane.step(cx, client, server, &mut sent).map_err(|(reading, error)| {
-                Broken::By(if reading { Side::Client } else { Side::Server }, error)
-            });
-            if let Poll::Ready(Err(Broken::By(Side::Server, error))) = &up
+            let mut up =
+                to_server.step(cx, client, server, &mut sent).map_err(|(reading, error)| {
+                    FlowError::Failed(if reading { Side::Client } else { Side::Server }, error)
+                });
+            if let Poll::Ready(Err(FlowError::Failed(Side::Server, error))) = &up
                 && let kind @ (io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe) =
                     error.kind()
             {
-                up_lane.refuse(kind);
-                // EPIPE: its end had come before (`tcp_reset`). Without one what it has said is cut
-                // off, and must not look complete.
-                down_lane.cut = kind == io::ErrorKind::ConnectionReset;
+                to_server.refuse(kind);
+                // EPIPE means that the endpoint had ended its direction before (`tcp_reset`). A reset
+                // without an end of stream truncates it, which the client must not take for an end.
+                to_client.truncated = kind == io::ErrorKind::ConnectionReset;
                 up = Poll::Pending;
             }
             let mut down =
-                down_lane.step(cx, server, client, &mut received).map_err(|(reading, error)| {
-                    Broken::By(if reading { Side::Server } else { Side::Client }, error)
+                to_client.step(cx, server, client, &mut received).map_err(|(reading, error)| {
+                    FlowError::Failed(if reading { Side::Server } else { Side::Client }, error)
                 });
-            if let (State::Refused(kind), Poll::Ready(Ok(()))) = (up_lane.state, &down) {
-                down = Poll::Ready(Err(Broken::By(Side::Server, kind.into())));
+            if let (HalfState::Refused(kind), Poll::Ready(Ok(()))) = (to_server.state, &down) {
+                down = Poll::Ready(Err(FlowError::Failed(Side::Server, kind.into())));
             }
             if sent > 0 {
                 metrics.moved(Direction::ToServer, sent);
@@ -155,10 +158,10 @@ impl Flow {
                 metrics.moved(Direction::ToClient, received);
             }
             if sent + received > 0 {
-                ticket.moved(Moved { up: sent > 0, down: received > 0 });
+                handle.record(Progress { to_server: sent > 0, to_client: received > 0 });
             }
             if down.is_ready() && up.is_pending() {
-                ticket.ended();
+                handle.record_server_end();
             }
             match (up, down) {
                 (Poll::Ready(Err(end)), _) | (_, Poll::Ready(Err(end))) => Poll::Ready(Err(end)),
@@ -168,55 +171,52 @@ impl Flow {
         })
         .await
     }
-}
 
-impl Flow {
-    /// Waits until the client's kernel has all that was written to it, which a reset would take
-    /// away. A client that does not read holds this up as it holds up a flow: until it is gone, or
-    /// the flow is told to end.
-    pub async fn delivered(&self, ticket: &Ticket) {
-        let mut pause = FIRST_LOOK;
-        let under_way = || {
+    /// Waits until the client's kernel has acknowledged all bytes, which a reset would discard. If the
+    /// client does not read, this lasts until the client is gone or the flow table ends the flow.
+    pub async fn delivered(&self, handle: &FlowHandle) {
+        let mut pause = FIRST_DELIVERY_CHECK;
+        let is_pending = || {
             let client = tcp_info::read(&self.client);
             client.is_ok_and(|info| info.has_pending() && !info.closed)
         };
-        while under_way() {
+        while is_pending() {
             tokio::select! {
-                () = poll_fn(|cx| ticket.verdict(cx).map_or(Poll::Pending, |_| Poll::Ready(()))) => break,
-                () = sleep(pause) => pause = (pause * 2).min(LAST_LOOK),
+                () = poll_fn(|cx| handle.poll_end(cx).map_or(Poll::Pending, |_| Poll::Ready(()))) => break,
+                () = sleep(pause) => pause = (pause * 2).min(MAX_DELIVERY_CHECK),
             }
         }
     }
 }
 
 /// The error of a step, and whether it came from reading.
-type Failed = (bool, io::Error);
+type StepError = (bool, io::Error);
 
-impl Lane {
-    /// Moves what can be moved now; ready when the end was passed on.
+impl HalfFlow {
+    /// Moves what can be moved now. Ready once the end of stream was passed on.
     fn step(
         &mut self,
         cx: &mut Context<'_>,
         from: &mut TcpStream,
         to: &mut TcpStream,
         moved: &mut usize,
-    ) -> Poll<Result<(), Failed>> {
-        for _ in 0..TURNS {
+    ) -> Poll<Result<(), StepError>> {
+        for _ in 0..READS_PER_POLL {
             ready!(self.deliver(cx, to, moved)).map_err(|error| (false, error))?;
             match self.state {
-                State::Open => {}
-                State::Ending if self.cut => {
-                    self.state = State::Ended;
+                HalfState::Open => {}
+                HalfState::Ending if self.truncated => {
+                    self.state = HalfState::Ended;
                     return Poll::Ready(Ok(()));
                 }
-                State::Ending => {
-                    // It fails when the other side is gone already, which its own lane tells.
+                HalfState::Ending => {
+                    // An error means that the receiver has gone, which the other direction reports.
                     let _ = ready!(Pin::new(&mut *to).poll_shutdown(cx));
-                    self.state = State::Ended;
+                    self.state = HalfState::Ended;
                     return Poll::Ready(Ok(()));
                 }
-                State::Ended => return Poll::Ready(Ok(())),
-                State::Refused(_) => return Poll::Pending,
+                HalfState::Ended => return Poll::Ready(Ok(())),
+                HalfState::Refused(_) => return Poll::Pending,
             }
             let taken = if self.pipe.is_some() {
                 self.splice(cx, from).map_err(|error| (true, error))
@@ -224,37 +224,37 @@ impl Lane {
                 self.copy(cx, from, to, moved)
             };
             if taken.is_pending() {
-                // A pause: whoever moves bytes now may have the pipe.
+                // The transfer pauses: another flow may use the pipe.
                 self.pipe = None;
                 return Poll::Pending;
             }
             ready!(taken)?;
         }
-        // Others have waited long enough.
+        // Lets the other flows of the worker run.
         cx.waker().wake_by_ref();
         Poll::Pending
     }
 
-    /// Delivers nothing more.
+    /// Drops all pending bytes and writes nothing more.
     fn refuse(&mut self, kind: io::ErrorKind) {
-        (self.held, self.written, self.pipe) = (Box::default(), 0, None);
-        self.state = State::Refused(kind);
+        (self.pending, self.written, self.pipe) = (Box::default(), 0, None);
+        self.state = HalfState::Refused(kind);
     }
 
-    /// Writes what is held.
+    /// Writes the pending bytes.
     fn deliver(
         &mut self,
         cx: &mut Context<'_>,
         to: &mut TcpStream,
         moved: &mut usize,
     ) -> Poll<io::Result<()>> {
-        while self.written < self.held.len() {
-            let n = ready!(Pin::new(&mut *to).poll_write(cx, &self.held[self.written..]))?;
+        while self.written < self.pending.len() {
+            let n = ready!(Pin::new(&mut *to).poll_write(cx, &self.pending[self.written..]))?;
             *moved += n;
             self.written += n;
         }
-        if !self.held.is_empty() {
-            self.held = Box::default();
+        if !self.pending.is_empty() {
+            self.pending = Box::default();
             self.written = 0;
         }
         while let Some(pipe) = self.pipe.as_mut().filter(|pipe| pipe.buffered() > 0) {
@@ -268,13 +268,13 @@ impl Lane {
         Poll::Ready(Ok(()))
     }
 
-    /// Takes what there is into the pipe.
+    /// Reads into the pipe.
     fn splice(&mut self, cx: &mut Context<'_>, from: &TcpStream) -> Poll<io::Result<()>> {
         let Some(pipe) = &mut self.pipe else { return Poll::Ready(Ok(())) };
         loop {
             ready!(from.poll_read_ready(cx))?;
             match from.try_io(Interest::READABLE, || pipe.fill(from)) {
-                Ok(0) => self.state = State::Ending,
+                Ok(0) => self.state = HalfState::Ending,
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
                 Err(error) => return Poll::Ready(Err(error)),
@@ -290,15 +290,16 @@ impl Lane {
         from: &mut TcpStream,
         to: &mut TcpStream,
         moved: &mut usize,
-    ) -> Poll<Result<(), Failed>> {
+    ) -> Poll<Result<(), StepError>> {
         SCRATCH.with_borrow_mut(|scratch| {
             let mut buf = ReadBuf::new(scratch);
             ready!(Pin::new(from).poll_read(cx, &mut buf)).map_err(|error| (true, error))?;
             let mut read = buf.filled();
             if read.is_empty() {
-                self.state = State::Ending;
+                self.state = HalfState::Ending;
             }
-            self.large = if read.len() >= BUFFER / 2 { self.large.saturating_add(1) } else { 0 };
+            self.large_reads =
+                if read.len() >= BUFFER / 2 { self.large_reads.saturating_add(1) } else { 0 };
             while !read.is_empty() {
                 match Pin::new(&mut *to).poll_write(cx, read) {
                     Poll::Ready(written) => {
@@ -307,15 +308,15 @@ impl Lane {
                         read = &read[n..];
                     }
                     Poll::Pending => {
-                        self.held = read.into();
+                        self.pending = read.into();
                         break;
                     }
                 }
             }
-            if self.large >= TRANSFER {
-                // Without one (no descriptors) it goes on as it is.
+            if self.large_reads >= BULK_READS {
+                // Without a pipe (no descriptors left) the bytes are copied as before.
                 self.pipe = SplicePipe::acquire().ok();
-                self.large = 0;
+                self.large_reads = 0;
             }
             Poll::Ready(Ok(()))
         })

@@ -1,10 +1,10 @@
-//! Slow rebalancing of passed connections, for listeners that ask for it: after an endpoint has
-//! come back, connections to the others are ended a few at a time, so that their clients connect
-//! anew and find the one that has fewer.
+//! Slow rebalancing of flows, for listeners with `rebalance: true`. After an endpoint has recovered,
+//! flows to the other endpoints are ended a few at a time, so that their clients reconnect and reach
+//! the endpoint that has fewer.
 //!
-//! A passed connection cannot be moved, only ended, and what runs on it then fails. So this is off
-//! by default, it is slow (two in a hundred of what is too much, each second, as for watches), and
-//! it takes only connections on which nothing has moved for a while, the longest quiet first.
+//! A flow cannot be moved, only reset, and requests on it then fail. So rebalancing is off by
+//! default and slow: each second it ends 2 % of the surplus, as for watches. It ends only idle
+//! flows, those that have been idle longest first.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,13 +15,13 @@ use crate::upstream::Upstream;
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::rebalance::{EndpointLoad, RebalanceSchedule};
 
-/// A connection is quiet when nothing has moved on it for this long.
-pub const QUIET: Duration = Duration::from_secs(2);
+/// A flow is idle when no bytes have moved for this long.
+pub const IDLE_FOR: Duration = Duration::from_secs(2);
 
-/// From where connections should be ended, and how many; `count` says how many an endpoint has.
+/// The endpoint whose flows are to be ended, and how many. `count` returns the flows of an endpoint,
 /// `elapsed` is the time since the last round.
 pub fn decide(
-    pace: &mut RebalanceSchedule,
+    schedule: &mut RebalanceSchedule,
     upstream: &Upstream,
     count: impl Fn(&Arc<Endpoint>) -> usize,
     elapsed: Duration,
@@ -35,6 +35,6 @@ pub fn decide(
     if settled.len() < 2 {
         return None;
     }
-    let found = pace.decide(&loads, elapsed)?;
+    let found = schedule.decide(&loads, elapsed)?;
     Some((Arc::clone(settled[found.from]), found.count))
 }

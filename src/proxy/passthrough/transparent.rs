@@ -1,9 +1,9 @@
-//! A transparent listener: connections were meant for somebody else, and nftables redirected them
-//! here. Where they were meant to go picks the upstream; what was meant for us is refused.
+//! Transparent listeners: nftables redirects connections to them, and the original destination
+//! chooses the upstream.
 //!
-//! A direct connection is refused because it would hide a mistake: whoever connects here by name
-//! needs no interception, and finds none when the rules are gone. A connection of our own that came
-//! back is refused because passing it on would send it round for ever.
+//! A direct connection is refused: a client that is configured with the listener's address does not
+//! use the interception, so an error in the rules would stay unnoticed. A connection that this
+//! process has opened is refused: forwarding it would loop.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -15,33 +15,33 @@ use crate::config::Destination;
 use crate::net::sockets::interception::{self, Interception};
 use crate::upstream::Upstream;
 
-/// What a transparent listener knows beside a plain one.
+/// The routing of a transparent listener by original destination.
 #[derive(Debug)]
 pub struct Transparent {
     /// Every address that this process listens on.
     listening: Arc<[SocketAddr]>,
-    /// Upstreams by original destination; the first match counts.
+    /// The first match counts.
     destinations: Vec<(Vec<Destination>, Arc<Upstream>)>,
 }
 
-/// Why a connection is not passed on.
+/// Why a transparent listener refuses a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Refusal {
-    /// Nobody redirected it.
+    /// It was not redirected.
     NotRedirected(SocketAddr),
-    /// It came back to us.
+    /// This process has opened it.
     Loop(SocketAddr),
-    /// It was gone before we looked.
-    Gone,
+    /// The client had closed it before it was examined.
+    ClientClosed,
 }
 
 impl Refusal {
-    /// As the metric names it.
-    pub fn reason(self) -> &'static str {
+    /// The metric label.
+    pub fn label(self) -> &'static str {
         match self {
             Self::NotRedirected(_) => "not_redirected",
             Self::Loop(_) => "loop",
-            Self::Gone => "client_reset",
+            Self::ClientClosed => "client_reset",
         }
     }
 }
@@ -51,22 +51,23 @@ impl fmt::Display for Refusal {
         match self {
             Self::NotRedirected(to) => write!(
                 f,
-                "somebody connected to {to} itself, and this listener is transparent: it takes only \
-                 what nftables redirects (deploy/nftables); use a listener without `transparent` \
-                 for direct connections"
+                "direct connection to {to}; this transparent listener accepts only connections that \
+                 nftables redirects (deploy/nftables); use a listener without `transparent` for \
+                 direct connections"
             ),
             Self::Loop(to) => write!(
                 f,
-                "our own connection to {to} came back: the rules of the interception must let pass \
-                 what carries our mark (`mark` here, own_mark in deploy/nftables)"
+                "our own connection to {to} was redirected back; the nftables rules must not \
+                 redirect packets with the mark of this process (`mark` in the configuration, \
+                 own_mark in deploy/nftables)"
             ),
-            Self::Gone => f.write_str("the client has gone"),
+            Self::ClientClosed => f.write_str("closed by the client"),
         }
     }
 }
 
 impl Transparent {
-    /// For a listener of a process that listens on all of `listening`.
+    /// The routing of a listener in a process that listens on all of `listening`.
     pub fn new(
         listening: Arc<[SocketAddr]>,
         destinations: Vec<(Vec<Destination>, Arc<Upstream>)>,
@@ -74,32 +75,33 @@ impl Transparent {
         Self { listening, destinations }
     }
 
-    /// The upstream that a connection's original destination asks for; `None` leaves it to the
-    /// listener. `own` is the listener's upstream: it knows what we have begun ourselves.
+    /// The upstream for the original destination of a connection, or `None` if none is configured for
+    /// it. The connector of `own`, the upstream of the listener, knows the connections that this
+    /// process has opened.
     ///
     /// # Errors
-    /// Why it is refused.
-    pub fn place(
+    /// The connection is refused.
+    pub fn upstream_for(
         &self,
         stream: &TcpStream,
         from: SocketAddr,
         own: &Upstream,
     ) -> Result<Option<&Arc<Upstream>>, Refusal> {
         match interception::classify(stream, from, &self.listening, &own.outgoing()) {
-            Err(_) => Err(Refusal::Gone),
+            Err(_) => Err(Refusal::ClientClosed),
             Ok(Interception::Direct(to)) => Err(Refusal::NotRedirected(to)),
             Ok(Interception::Loop(to) | Interception::RedirectedToSelf(to)) => {
                 Err(Refusal::Loop(to))
             }
-            Ok(Interception::Redirected(to)) => Ok(wanted(&self.destinations, to)),
+            Ok(Interception::Redirected(to)) => Ok(first_match(&self.destinations, to)),
         }
     }
 }
 
-/// What the first of these that was meant leads to.
-fn wanted<T>(destinations: &[(Vec<Destination>, T)], to: SocketAddr) -> Option<&T> {
-    let meant = |some: &[Destination]| some.iter().any(|destination| destination.contains(to));
-    destinations.iter().find(|(some, _)| meant(some)).map(|(_, upstream)| upstream)
+/// The upstream of the first entry that contains the destination.
+fn first_match<T>(destinations: &[(Vec<Destination>, T)], to: SocketAddr) -> Option<&T> {
+    let matches = |list: &[Destination]| list.iter().any(|destination| destination.contains(to));
+    destinations.iter().find(|(list, _)| matches(list)).map(|(_, upstream)| upstream)
 }
 
 #[cfg(test)]
@@ -107,7 +109,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_that_was_meant_decides() {
+    fn first_match_returns_the_first_entry_that_contains_the_destination() {
         let some = |texts: &[&str]| -> Vec<Destination> {
             texts.iter().map(|text| Destination::parse(text).unwrap()).collect()
         };
@@ -126,7 +128,7 @@ mod tests {
             ("10.97.0.1:443", None),
             ("[fd00::2]:443", None),
         ] {
-            let found = wanted(&destinations, to.parse().unwrap());
+            let found = first_match(&destinations, to.parse().unwrap());
             assert_eq!(found, upstream.as_ref(), "{to}");
         }
     }

@@ -2,8 +2,8 @@ use super::*;
 use proptest::prelude::*;
 use std::sync::Arc;
 
-/// What rustls says first.
-fn real(name: &str) -> Vec<u8> {
+/// The ClientHello of rustls.
+fn rustls_hello(name: &str) -> Vec<u8> {
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
     let config = rustls::ClientConfig::builder_with_provider(provider)
         .with_safe_default_protocol_versions()
@@ -17,7 +17,7 @@ fn real(name: &str) -> Vec<u8> {
     hello
 }
 
-/// The same message in records of so many bytes.
+/// The same message in records of `size` bytes.
 fn in_records(hello: &[u8], size: usize) -> Vec<u8> {
     let (message, _) = handshake_bytes(hello).unwrap_or_else(|_| panic!("no records"));
     let mut out = Vec::new();
@@ -30,21 +30,24 @@ fn in_records(hello: &[u8], size: usize) -> Vec<u8> {
 }
 
 #[test]
-fn a_real_client_asks_for_a_name_or_for_none() {
-    assert_eq!(read(&real("Kubernetes.Default.svc")), Hello::Name("kubernetes.default.svc".into()));
-    assert_eq!(read(&real("10.0.0.1")), Hello::NoName);
+fn read_returns_the_server_name_of_a_client_or_none() {
+    assert_eq!(
+        read(&rustls_hello("Kubernetes.Default.svc")),
+        ClientHello::ServerName("kubernetes.default.svc".into())
+    );
+    assert_eq!(read(&rustls_hello("10.0.0.1")), ClientHello::NoServerName);
 }
 
 #[test]
-fn it_may_come_in_pieces_of_any_size() {
-    let hello = real("a.example.com");
+fn read_accepts_any_split_into_records_and_segments() {
+    let hello = rustls_hello("a.example.com");
     for size in [1, 2, 3, 5, 100, 300, 10_000] {
         let hello = in_records(&hello, size);
         let mut found_at = None;
         for end in 0..=hello.len() {
             match read(&hello[..end]) {
-                Hello::Partial => assert_eq!(found_at, None, "{end} of {}", hello.len()),
-                Hello::Name(name) => {
+                ClientHello::Incomplete => assert_eq!(found_at, None, "{end} of {}", hello.len()),
+                ClientHello::ServerName(name) => {
                     assert_eq!(name, "a.example.com");
                     found_at.get_or_insert(end);
                 }
@@ -53,14 +56,14 @@ fn it_may_come_in_pieces_of_any_size() {
         }
         assert!(found_at.is_some(), "in records of {size}");
     }
-    let none = real("::1");
+    let none = rustls_hello("::1");
     for end in 0..none.len() {
-        assert_eq!(read(&none[..end]), Hello::Partial);
+        assert_eq!(read(&none[..end]), ClientHello::Incomplete);
     }
 }
 
 #[test]
-fn what_is_no_client_hello_is_odd_at_once() {
+fn read_rejects_other_protocols_at_the_first_byte() {
     for bytes in [
         &b"G"[..],
         b"GET / HTTP/1.1\r\n",
@@ -73,77 +76,80 @@ fn what_is_no_client_hello_is_odd_at_once() {
         // A ServerHello.
         &[22, 3, 3, 0, 1, 2],
     ] {
-        assert_eq!(read(bytes), Hello::Odd, "{bytes:?}");
+        assert_eq!(read(bytes), ClientHello::Unreadable, "{bytes:?}");
     }
-    assert_eq!(read(b""), Hello::Partial);
-    assert_eq!(read(&[22]), Hello::Partial);
+    assert_eq!(read(b""), ClientHello::Incomplete);
+    assert_eq!(read(&[22]), ClientHello::Incomplete);
 }
 
 /// Early data follows its hello at once, and may come with it.
 #[test]
-fn what_follows_the_hello_changes_nothing() {
+fn read_ignores_records_after_the_message() {
     for after in [&[20, 3, 3, 0, 1, 1][..], &[23, 3, 3, 0, 2, 7, 7], &[23], &[22, 3, 3, 0, 0]] {
-        let hello = [&real("a.example.com")[..], after].concat();
-        assert_eq!(read(&hello), Hello::Name("a.example.com".into()), "{after:?}");
-        let hello = [&real("::1")[..], after].concat();
-        assert_eq!(read(&hello), Hello::NoName, "{after:?}");
-        // Within the hello it is no TLS.
-        let half = &real("a.example.com")[5..60];
+        let hello = [&rustls_hello("a.example.com")[..], after].concat();
+        assert_eq!(read(&hello), ClientHello::ServerName("a.example.com".into()), "{after:?}");
+        let hello = [&rustls_hello("::1")[..], after].concat();
+        assert_eq!(read(&hello), ClientHello::NoServerName, "{after:?}");
+        // Another record within the message is not valid TLS.
+        let half = &rustls_hello("a.example.com")[5..60];
         let hello = [&[22, 3, 1, 0, half.len() as u8][..], half, after].concat();
-        assert_eq!(read(&hello), Hello::Odd, "{after:?}");
+        assert_eq!(read(&hello), ClientHello::Unreadable, "{after:?}");
     }
 }
 
-/// Everything that the corpus has ever taught us: no panic, and an answer that is given early stays.
+/// The fuzz corpus: no panic, and a decision does not change with more bytes.
 #[test]
-fn the_corpus_is_digested() {
+fn read_survives_the_fuzz_corpus() {
     let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus/hello");
     let mut files = 0;
     for entry in std::fs::read_dir(folder).expect("the corpus is in the repository") {
-        digest(&std::fs::read(entry.unwrap().path()).unwrap());
+        check_every_prefix(&std::fs::read(entry.unwrap().path()).unwrap());
         files += 1;
     }
     assert!(files > 0);
 }
 
 /// What `fuzz/fuzz_targets/hello.rs` asserts.
-fn digest(bytes: &[u8]) {
-    let mut answer = Hello::Partial;
+fn check_every_prefix(bytes: &[u8]) {
+    let mut decision = ClientHello::Incomplete;
     for end in 0..=bytes.len() {
         let now = read(&bytes[..end]);
-        assert!(answer == Hello::Partial || answer == now, "{answer:?}, then {now:?} at {end}");
-        answer = now;
+        assert!(
+            decision == ClientHello::Incomplete || decision == now,
+            "{decision:?}, then {now:?} at {end}"
+        );
+        decision = now;
     }
 }
 
 #[test]
-fn one_that_is_too_large_is_odd() {
-    // A message of 100,000 bytes that never comes to its end.
+fn read_rejects_a_message_that_is_too_large() {
+    // A message of 100,000 bytes that is never complete.
     let mut bytes = vec![22, 3, 1, 0x40, 0, CLIENT_HELLO, 1, 0x86, 0xa0];
     bytes.extend_from_slice(&[3, 3]);
     bytes.extend_from_slice(&[0; 32]);
     bytes.extend_from_slice(&[0, 0xff, 0xfe]);
-    assert_eq!(read(&bytes), Hello::Partial);
+    assert_eq!(read(&bytes), ClientHello::Incomplete);
     bytes.resize(MAX, 0);
-    assert_eq!(read(&bytes), Hello::Odd);
+    assert_eq!(read(&bytes), ClientHello::Unreadable);
 }
 
 #[test]
-fn lengths_that_lie_are_odd() {
-    let hello = real("a.example.com");
+fn read_rejects_inconsistent_lengths() {
+    let hello = rustls_hello("a.example.com");
     // The session id is longer than the whole message.
-    let mut lying = hello.clone();
-    lying[5 + 4 + 34] = 255;
-    lying.truncate(5 + 4 + 34 + 100);
-    let length = (lying.len() - 9) as u32;
-    lying[6..9].copy_from_slice(&length.to_be_bytes()[1..]);
-    let record = (lying.len() - 5) as u16;
-    lying[3..5].copy_from_slice(&record.to_be_bytes());
-    assert_eq!(read(&lying), Hello::Odd);
+    let mut wrong = hello.clone();
+    wrong[5 + 4 + 34] = 255;
+    wrong.truncate(5 + 4 + 34 + 100);
+    let length = (wrong.len() - 9) as u32;
+    wrong[6..9].copy_from_slice(&length.to_be_bytes()[1..]);
+    let record = (wrong.len() - 5) as u16;
+    wrong[3..5].copy_from_slice(&record.to_be_bytes());
+    assert_eq!(read(&wrong), ClientHello::Unreadable);
 }
 
 #[test]
-fn names_and_patterns() {
+fn matches_exact_names_and_one_wildcard_label() {
     for (pattern, name, expected) in [
         ("a.example", "a.example", true),
         ("a.example", "b.example", false),
@@ -159,36 +165,36 @@ fn names_and_patterns() {
 
 proptest! {
     #[test]
-    fn garbage_never_panics(bytes: Vec<u8>) {
+    fn read_never_panics_on_random_bytes(bytes: Vec<u8>) {
         let _ = read(&bytes);
         let mut record = vec![22, 3, 1, 0, bytes.len() as u8];
         record.extend_from_slice(&bytes);
-        digest(&record);
+        check_every_prefix(&record);
     }
 
     #[test]
-    fn a_mutated_hello_never_panics(at in 0_usize..2000, byte: u8, end in 0_usize..2000, size in 1_usize..400) {
-        let mut hello = in_records(&real("a.example.com"), size);
+    fn read_never_panics_on_a_mutated_message(at in 0_usize..2000, byte: u8, end in 0_usize..2000, size in 1_usize..400) {
+        let mut hello = in_records(&rustls_hello("a.example.com"), size);
         if let Some(there) = hello.get_mut(at) {
             *there = byte;
         }
         hello.truncate(end.max(1));
-        digest(&hello);
+        check_every_prefix(&hello);
     }
 
-    /// Once it is not partial, more bytes change nothing.
+    /// More bytes do not change a decision.
     #[test]
-    fn an_answer_stays(name in "[a-z]{1,20}(\\.[a-z]{1,20}){0,3}", size in 1_usize..300) {
-        let hello = in_records(&real(&name), size);
-        let mut answer = None;
+    fn read_decision_is_stable(name in "[a-z]{1,20}(\\.[a-z]{1,20}){0,3}", size in 1_usize..300) {
+        let hello = in_records(&rustls_hello(&name), size);
+        let mut decision = None;
         for end in (0..=hello.len()).step_by(7).chain([hello.len()]) {
             let now = read(&hello[..end]);
-            if let Some(before) = &answer {
+            if let Some(before) = &decision {
                 prop_assert_eq!(before, &now);
-            } else if now != Hello::Partial {
-                answer = Some(now);
+            } else if now != ClientHello::Incomplete {
+                decision = Some(now);
             }
         }
-        prop_assert_eq!(answer, Some(Hello::Name(name)));
+        prop_assert_eq!(decision, Some(ClientHello::ServerName(name)));
     }
 }

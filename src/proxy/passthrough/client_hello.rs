@@ -1,0 +1,184 @@
+//! Reads the server name of a TLS `ClientHello` (RFC 8446 section 4.1.2, RFC 6066 section 3). The
+//! bytes are forwarded unchanged.
+//!
+//! The message may span several records and these many segments, so [`read`] is called again with
+//! all bytes that have arrived. It decides as early as possible: bytes that are not TLS by the first
+//! byte, a server name as soon as it is complete.
+
+/// Most bytes that are read before a decision. Clients send 300 to 2,000 bytes; post-quantum keys and
+/// session tickets may need more.
+pub const MAX: usize = 16 * 1024;
+
+/// What the first bytes of a connection contain.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ClientHello {
+    /// An incomplete message.
+    Incomplete,
+    /// This server name, in lower case.
+    ServerName(String),
+    /// A message without server name.
+    NoServerName,
+    /// No TLS, a malformed message, or one that is larger than [`MAX`].
+    Unreadable,
+}
+
+/// Content type of handshake messages (RFC 8446 section 5.1).
+const HANDSHAKE: u8 = 22;
+/// Most bytes of a record (RFC 8446 section 5.1).
+const MAX_RECORD: usize = 1 << 14;
+/// Type of the message (RFC 8446 section 4).
+const CLIENT_HELLO: u8 = 1;
+/// Type of the extension (RFC 6066 section 1.1).
+const SERVER_NAME: u16 = 0;
+/// The only kind of name there is (RFC 6066 section 3).
+const HOST_NAME: u8 = 0;
+
+/// Reads all bytes that have arrived.
+pub fn read(bytes: &[u8]) -> ClientHello {
+    let Ok((message, may_continue)) = handshake_bytes(bytes) else {
+        return ClientHello::Unreadable;
+    };
+    match parse(&message) {
+        Ok(Some(name)) => ClientHello::ServerName(name),
+        Ok(None) => ClientHello::NoServerName,
+        Err(ParseError::Invalid) => ClientHello::Unreadable,
+        // No more bytes of the message can follow.
+        Err(ParseError::Short) if !may_continue || bytes.len() >= MAX => ClientHello::Unreadable,
+        Err(ParseError::Short) => ClientHello::Incomplete,
+    }
+}
+
+/// Why a message cannot be parsed.
+enum ParseError {
+    /// More bytes are needed.
+    Short,
+    /// This is no TLS, or no `ClientHello`.
+    Invalid,
+}
+
+/// The handshake bytes of all records that have started, and whether more may follow. Early data is
+/// sent in other records after the ClientHello (RFC 8446 section 2.3), never within it.
+fn handshake_bytes(mut bytes: &[u8]) -> Result<(Vec<u8>, bool), ParseError> {
+    let mut message = Vec::with_capacity(bytes.len());
+    let other = |message: Vec<u8>| {
+        if message.is_empty() { Err(ParseError::Invalid) } else { Ok((message, false)) }
+    };
+    loop {
+        let Some(&content) = bytes.first() else { return Ok((message, true)) };
+        // The major version is 3 in TLS 1.0 to 1.3.
+        if content != HANDSHAKE || bytes.get(1).is_some_and(|&major| major != 3) {
+            return other(message);
+        }
+        let Some(&[high, low]) = bytes.get(3..5) else { return Ok((message, true)) };
+        let length = usize::from(u16::from_be_bytes([high, low]));
+        if length == 0 || length > MAX_RECORD {
+            return other(message);
+        }
+        let rest = &bytes[5..];
+        if rest.len() < length {
+            message.extend_from_slice(rest);
+            return Ok((message, true));
+        }
+        message.extend_from_slice(&rest[..length]);
+        bytes = &rest[length..];
+    }
+}
+
+/// The server name of a `ClientHello`; `None` if it has none.
+fn parse(message: &[u8]) -> Result<Option<String>, ParseError> {
+    let mut at = Reader(message);
+    if at.u8()? != CLIENT_HELLO {
+        return Err(ParseError::Invalid);
+    }
+    let length = at.u24()?;
+    // Bytes after the message belong to another one.
+    let mut at = Reader(&at.0[..at.0.len().min(length)]);
+    let whole = message.len() - 4 >= length;
+    let invalid_if_whole = |error| if whole { ParseError::Invalid } else { error };
+    // Version and random.
+    at.take(2 + 32).map_err(invalid_if_whole)?;
+    let session = at.u8().map_err(invalid_if_whole)?;
+    at.take(session.into()).map_err(invalid_if_whole)?;
+    let suites = at.u16().map_err(invalid_if_whole)?;
+    at.take(suites.into()).map_err(invalid_if_whole)?;
+    let compressions = at.u8().map_err(invalid_if_whole)?;
+    at.take(compressions.into()).map_err(invalid_if_whole)?;
+    if whole && at.0.is_empty() {
+        // A TLS 1.2 message may have no extensions.
+        return Ok(None);
+    }
+    let extensions = usize::from(at.u16().map_err(invalid_if_whole)?);
+    let all = at.0.len() >= extensions;
+    let mut at = Reader(&at.0[..at.0.len().min(extensions)]);
+    let invalid_if_whole = |error| if all || whole { ParseError::Invalid } else { error };
+    while !at.0.is_empty() {
+        let kind = at.u16().map_err(invalid_if_whole)?;
+        let length = at.u16().map_err(invalid_if_whole)?;
+        let body = at.take(length.into()).map_err(invalid_if_whole)?;
+        if kind == SERVER_NAME {
+            return server_name(body).map_err(|_| ParseError::Invalid);
+        }
+    }
+    if all { Ok(None) } else { Err(invalid_if_whole(ParseError::Short)) }
+}
+
+/// The first host name of the extension.
+fn server_name(body: &[u8]) -> Result<Option<String>, ParseError> {
+    let mut at = Reader(body);
+    let length = at.u16()?;
+    let mut names = Reader(at.take(length.into())?);
+    while !names.0.is_empty() {
+        let kind = names.u8()?;
+        let length = names.u16()?;
+        let name = names.take(length.into())?;
+        if kind == HOST_NAME {
+            // Some clients send a trailing dot, which RFC 6066 forbids.
+            let name = name.strip_suffix(b".").unwrap_or(name);
+            let is_valid = !name.is_empty() && name.iter().all(u8::is_ascii_graphic);
+            let text =
+                std::str::from_utf8(name).ok().filter(|_| is_valid).ok_or(ParseError::Invalid)?;
+            return Ok(Some(text.to_ascii_lowercase()));
+        }
+    }
+    Ok(None)
+}
+
+/// Reads from the front of a slice.
+struct Reader<'a>(&'a [u8]);
+
+impl<'a> Reader<'a> {
+    fn take(&mut self, n: usize) -> Result<&'a [u8], ParseError> {
+        let (front, rest) = self.0.split_at_checked(n).ok_or(ParseError::Short)?;
+        self.0 = rest;
+        Ok(front)
+    }
+
+    fn u8(&mut self) -> Result<u8, ParseError> {
+        Ok(self.take(1)?[0])
+    }
+
+    fn u16(&mut self) -> Result<u16, ParseError> {
+        let bytes = self.take(2)?;
+        Ok(u16::from_be_bytes([bytes[0], bytes[1]]))
+    }
+
+    fn u24(&mut self) -> Result<usize, ParseError> {
+        let bytes = self.take(3)?;
+        Ok(usize::from(bytes[0]) << 16 | usize::from(bytes[1]) << 8 | usize::from(bytes[2]))
+    }
+}
+
+/// Whether a configured pattern matches a server name: the same name, or any one label in the place of
+/// `*`. Both are in lower case.
+pub fn matches(pattern: &str, name: &str) -> bool {
+    match pattern.strip_prefix("*.") {
+        None => pattern == name,
+        Some(parent) => {
+            name.split_once('.').is_some_and(|(label, rest)| !label.is_empty() && rest == parent)
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "client_hello_tests.rs"]
+mod tests;

@@ -1,0 +1,259 @@
+//! One flow as the table knows it, and the check of both its sides.
+
+use std::os::fd::RawFd;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::Waker;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::end_reason::{
+    CLIENT_DEAD, CLIENT_RESET, EndReason, HANDSHAKE, IDLE, UNACKNOWLEDGED, UNANSWERED,
+};
+use super::routing::ListenerRouting;
+use crate::net::sockets::{tcp_info, tcp_options};
+use crate::upstream::Upstream;
+use crate::upstream::endpoint::Endpoint;
+use crate::upstream::flow_health::{
+    self, FlowDeath, FlowDecision, FlowHealth, FlowThresholds, MAX_CHECK_INTERVAL,
+};
+
+/// The final part of a time limit, over which the remaining flows are ended one by one. Ended all at
+/// once, their clients would all reconnect in the same moment.
+const FINAL_PART: f32 = 0.2;
+
+/// When a flow that is still open is ended, of the time that all flows have: at its `lot` (0 to 1)
+/// within the final part of `limit`.
+pub(super) fn end_time(lot: f32, limit: Duration) -> Duration {
+    limit.saturating_sub(limit.mul_f32(FINAL_PART * lot))
+}
+
+/// Which directions moved bytes.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Progress {
+    /// Bytes were written to the endpoint.
+    pub to_server: bool,
+    /// Bytes were written to the client.
+    pub to_client: bool,
+}
+
+/// A flow in the table.
+pub(super) struct FlowEntry {
+    routing: Rc<ListenerRouting>,
+    upstream: Arc<Upstream>,
+    endpoint: Arc<Endpoint>,
+    /// The death count of the endpoint up to which its deaths do not concern this flow.
+    endpoint_deaths: u64,
+    client: RawFd,
+    server: RawFd,
+    server_health: FlowHealth,
+    client_health: FlowHealth,
+    /// When the client's side is checked: only while bytes wait to be acknowledged by the client, or
+    /// while the endpoint accepts none and so nothing is read from the client.
+    client_check: Option<Instant>,
+    started: Instant,
+    last_progress: Instant,
+    /// Whether the endpoint has sent anything.
+    answered: bool,
+    /// A random number in 0..1 for [`end_time`].
+    lot: f32,
+    /// Whether the end of the endpoint's direction was passed on: the client may close its socket.
+    server_end_forwarded: bool,
+    end: Option<EndReason>,
+    waker: Option<Waker>,
+}
+
+impl FlowEntry {
+    /// A flow that starts now, between two sockets that stay open as long as the entry.
+    pub(super) fn new(
+        routing: Rc<ListenerRouting>,
+        upstream: Arc<Upstream>,
+        endpoint: Arc<Endpoint>,
+        (client, server): (RawFd, RawFd),
+        now: Instant,
+    ) -> Self {
+        Self {
+            endpoint_deaths: endpoint.deaths(),
+            routing,
+            upstream,
+            endpoint,
+            client,
+            server,
+            server_health: FlowHealth::new(now),
+            client_health: FlowHealth::new(now),
+            client_check: None,
+            started: now,
+            last_progress: now,
+            answered: false,
+            lot: fastrand::f32(),
+            server_end_forwarded: false,
+            end: None,
+            waker: None,
+        }
+    }
+
+    pub(super) fn routing(&self) -> &Rc<ListenerRouting> {
+        &self.routing
+    }
+
+    pub(super) fn upstream(&self) -> &Arc<Upstream> {
+        &self.upstream
+    }
+
+    pub(super) fn endpoint(&self) -> &Arc<Endpoint> {
+        &self.endpoint
+    }
+
+    pub(super) fn last_progress(&self) -> Instant {
+        self.last_progress
+    }
+
+    /// Whether rebalancing may end the flow.
+    pub(super) fn is_movable(&self) -> bool {
+        self.end.is_none() && self.routing.current().config.rebalance
+    }
+
+    /// Whether the endpoint's side has made no progress for so long that its path may be broken.
+    pub(super) fn is_stalled(&self) -> bool {
+        self.server_health.is_stalled()
+    }
+
+    /// Whether an answer has refuted a suspicion since the last call.
+    pub(super) fn was_refuted(&mut self) -> bool {
+        self.server_health.was_refuted()
+    }
+
+    /// When the flow is ended of a time `limit` that all flows have.
+    pub(super) fn end_time(&self, limit: Duration) -> Duration {
+        end_time(self.lot, limit)
+    }
+
+    /// When the flow is ended after its endpoint was removed.
+    pub(super) fn leave_time(&self) -> Duration {
+        self.end_time(self.routing.current().config.leave_timeout)
+    }
+
+    /// Whether the endpoint, which has died `deaths` times, has died since the flow has started. A
+    /// flow whose last bytes are on their way to the client survives the death.
+    pub(super) fn has_endpoint_died(&mut self, deaths: u64) -> bool {
+        if self.endpoint_deaths != deaths && self.is_delivering_last_bytes() {
+            self.endpoint_deaths = deaths;
+        }
+        self.endpoint_deaths != deaths
+    }
+
+    /// Checks both sides. Returns when to check again, or why the flow is to be ended.
+    pub(super) fn check(
+        &mut self,
+        thresholds: &FlowThresholds,
+        now: Instant,
+    ) -> Result<Instant, EndReason> {
+        let routing = self.routing.current();
+        if !self.answered && now >= self.started + routing.limits.handshake_timeout {
+            return Err(HANDSHAKE);
+        }
+        let idle_timeout = routing.config.idle_timeout;
+        if idle_timeout.is_some_and(|timeout| now >= self.last_progress + timeout) {
+            return Err(IDLE);
+        }
+        let next = self.check_server(thresholds, now)?;
+        self.check_client(now)?;
+        Ok(self.client_check.map_or(next, |check| next.min(check.max(now))))
+    }
+
+    fn check_server(
+        &mut self,
+        thresholds: &FlowThresholds,
+        now: Instant,
+    ) -> Result<Instant, EndReason> {
+        let next = now + MAX_CHECK_INTERVAL;
+        // Without TCP_INFO (a kernel before 4.6) there is no evidence and so no decision.
+        let Ok(info) = tcp_info::read(&self.server) else { return Ok(next) };
+        if info.closed {
+            return Ok(next);
+        }
+        if info.has_pending() {
+            self.client_check.get_or_insert(now + MAX_CHECK_INTERVAL);
+        }
+        match self.server_health.look(&info, thresholds, now) {
+            FlowDecision::Dead(_) if self.is_delivering_last_bytes() => Ok(next),
+            FlowDecision::Dead(FlowDeath::Unacknowledged) => Err(UNACKNOWLEDGED),
+            FlowDecision::Dead(FlowDeath::Unanswered) => Err(UNANSWERED),
+            FlowDecision::Again { after, probe } => {
+                if probe {
+                    let _ = tcp_options::send_keepalive_probe(&self.server);
+                }
+                Ok(next.min(now + after))
+            }
+        }
+    }
+
+    fn check_client(&mut self, now: Instant) -> Result<(), EndReason> {
+        if !self.client_check.is_some_and(|check| now >= check) {
+            return Ok(());
+        }
+        let Ok(info) = tcp_info::read(&self.client) else { return Ok(()) };
+        if info.closed && !self.server_end_forwarded {
+            // Nothing is read from the client while the endpoint accepts no bytes, so the pump does
+            // not see that the client has closed.
+            return Err(CLIENT_RESET);
+        }
+        match self.client_health.look(&info, &flow_health::CLIENT, now) {
+            FlowDecision::Dead(_) => Err(CLIENT_DEAD),
+            FlowDecision::Again { after, .. } => {
+                self.client_check = info.has_pending().then(|| now + after);
+                Ok(())
+            }
+        }
+    }
+
+    /// Whether the endpoint has ended its direction and the client has not received all of it. What
+    /// happens to the endpoint meanwhile does not matter.
+    fn is_delivering_last_bytes(&self) -> bool {
+        tcp_info::read(&self.server).is_ok_and(|server| server.ended || server.closed)
+            && tcp_info::read(&self.client).is_ok_and(|client| client.has_pending())
+    }
+
+    /// Records moved bytes. Returns when the endpoint's side is to be checked at the latest.
+    pub(super) fn record(&mut self, progress: Progress, now: Instant) -> Option<Instant> {
+        self.last_progress = now;
+        if progress.to_client {
+            self.answered = true;
+            self.client_check.get_or_insert(now + MAX_CHECK_INTERVAL);
+        }
+        (progress.to_server && self.end.is_none()).then(|| self.server_health.wrote(now))
+    }
+
+    pub(super) fn record_server_end(&mut self) {
+        self.server_end_forwarded = true;
+    }
+
+    /// Ends the flow: wakes its task, which resets both sides.
+    pub(super) fn end(&mut self, reason: EndReason) {
+        self.end = Some(reason);
+        if let Some(waker) = self.waker.take() {
+            waker.wake();
+        }
+    }
+
+    /// Why the flow was ended, if it was. Otherwise `waker` is woken when it is.
+    pub(super) fn poll_end(&mut self, waker: &Waker) -> Option<EndReason> {
+        if self.end.is_none() && self.waker.is_none() {
+            self.waker = Some(waker.clone());
+        }
+        self.end
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn end_time_spreads_flows_over_the_final_part() {
+        let limit = Duration::from_secs(100);
+        assert_eq!(end_time(0.0, limit), limit);
+        assert_eq!(end_time(1.0, limit), Duration::from_secs(80));
+    }
+}

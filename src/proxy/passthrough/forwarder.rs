@@ -1,0 +1,198 @@
+//! Accepts the connections of one L4 listener and runs their flows.
+
+use std::cell::Cell;
+use std::net::SocketAddr;
+use std::os::fd::AsRawFd;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::spawn_local;
+
+use super::super::accept;
+use super::super::drain::DrainWatcher;
+use super::connect;
+use super::flow_table::FlowTable;
+use super::pump::{FlowError, HalfFlow, Pump, Side};
+use super::routing::{ListenerRouting, RouteError, Routing};
+use crate::net::sockets::tcp_options;
+use crate::observe::{ListenerMetrics, PassthroughMetrics, RateLimitedWarnings};
+
+/// Forwards the connections of one L4 listener on one worker.
+pub struct TcpForwarder {
+    routing: Rc<ListenerRouting>,
+    metrics: Arc<ListenerMetrics>,
+    flow_metrics: Arc<PassthroughMetrics>,
+    flows: Rc<FlowTable>,
+    open: Cell<usize>,
+    warnings: RateLimitedWarnings,
+}
+
+impl TcpForwarder {
+    /// A forwarder of the listener of that name. `flows` holds the flows of all listeners of the
+    /// worker.
+    pub fn new(
+        name: String,
+        routing: Routing,
+        (metrics, flow_metrics): (Arc<ListenerMetrics>, Arc<PassthroughMetrics>),
+        flows: Rc<FlowTable>,
+    ) -> Self {
+        Self {
+            routing: Rc::new(ListenerRouting::new(name, routing)),
+            metrics,
+            flow_metrics,
+            flows,
+            open: Cell::new(0),
+            warnings: RateLimitedWarnings::new(accept::WARNING_INTERVAL),
+        }
+    }
+
+    /// The routing of its connections.
+    pub fn routing(&self) -> &Rc<ListenerRouting> {
+        &self.routing
+    }
+
+    /// Open connections.
+    pub fn connections(&self) -> usize {
+        self.open.get()
+    }
+
+    /// Resets the flows that are due, `elapsed` after the start of a drain that may take `timeout`.
+    pub fn end_due_flows(&self, elapsed: Duration, timeout: Duration) {
+        self.flows.end_due(&self.routing, elapsed, timeout);
+    }
+
+    /// Accepts on one socket until `drain` starts.
+    pub async fn accept(self: Rc<Self>, socket: TcpListener, drain: DrainWatcher) {
+        let about = (self.routing.name(), &*self.metrics, &self.warnings);
+        accept::until_drain(socket, drain, about, |stream, from| self.admit(stream, from)).await;
+    }
+
+    fn admit(self: &Rc<Self>, client: TcpStream, from: SocketAddr) {
+        let limit = self.routing.current().limits.max_connections;
+        if self.open.get() >= limit {
+            self.metrics.refused("cap");
+            self.warnings.warn(&accept::limit_reached(self.routing.name(), limit), from);
+            tcp_options::close_with_reset(client);
+            return;
+        }
+        let connection = OpenConnection::new(self);
+        spawn_local(async move { connection.run(client, from).await });
+    }
+}
+
+/// An accepted connection. It is counted once with the label of its end, also if its task is
+/// dropped.
+struct OpenConnection {
+    forwarder: Rc<TcpForwarder>,
+    end: Cell<&'static str>,
+}
+
+impl OpenConnection {
+    fn new(forwarder: &Rc<TcpForwarder>) -> Self {
+        forwarder.open.set(forwarder.open.get() + 1);
+        forwarder.metrics.connections.increment(1);
+        forwarder.flow_metrics.opened();
+        Self { forwarder: Rc::clone(forwarder), end: Cell::new("shutdown") }
+    }
+
+    /// Runs the flow of the connection until it has ended.
+    async fn run(self, mut client: TcpStream, from: SocketAddr) {
+        let forwarder = &self.forwarder;
+        let listener = forwarder.routing.name();
+        if tcp_options::configure_accepted(&client).is_err() {
+            self.end.set("client_reset");
+            return;
+        }
+        // The futures of routing and connecting are boxed: an idle flow does not keep their memory.
+        let routing = forwarder.routing.current();
+        let routed = Box::pin(routing.route(&mut client, from)).await;
+        drop(routing);
+        let (upstream, first) = match routed {
+            Ok(routed) => routed,
+            Err(error) => {
+                let label = error.label();
+                self.end.set(label);
+                if let RouteError::Refused(refusal) = error {
+                    let line = format!("listener {listener}: refused ({label})");
+                    forwarder.warnings.warn(&line, format_args!("client {from}: {refusal}"));
+                }
+                tracing::debug!(listener, client = %from, reason = %error, "connection not routed");
+                tcp_options::close_with_reset(client);
+                return;
+            }
+        };
+        let (server, endpoint) = match Box::pin(connect::connect(&upstream)).await {
+            Ok(connected) => connected,
+            Err(why) => {
+                self.end.set("unreachable");
+                let line = format!("listener {listener}: no endpoint reached");
+                forwarder.warnings.warn(&line, format_args!("client {from} is reset; {why}"));
+                tcp_options::close_with_reset(client);
+                return;
+            }
+        };
+        tcp_options::bound_retransmission_timeout(&server);
+        let _tracked = endpoint.track_flow();
+        let descriptors = (client.as_raw_fd(), server.as_raw_fd());
+        let mut pump = Pump {
+            client,
+            server,
+            to_server: HalfFlow::with(first),
+            to_client: HalfFlow::default(),
+        };
+        // Declared after the sockets, so that it is dropped before they are closed.
+        let handle = forwarder.flows.insert(&forwarder.routing, &upstream, &endpoint, descriptors);
+        let failed_side = match pump.run(&handle, &forwarder.flow_metrics).await {
+            Ok(()) => return self.end.set("done"),
+            Err(FlowError::Ended(reason)) => {
+                self.end.set(reason.label);
+                None
+            }
+            Err(FlowError::Failed(side, error)) => {
+                tracing::debug!(listener, client = %from, ?side, %error, "flow failed");
+                self.end.set(match side {
+                    Side::Client => "client_reset",
+                    Side::Server => "server_reset",
+                });
+                Some(side)
+            }
+        };
+        if failed_side == Some(Side::Server) {
+            Box::pin(pump.delivered(&handle)).await;
+        }
+        drop(handle);
+        tcp_options::close_with_reset(pump.client);
+        tcp_options::close_with_reset(pump.server);
+    }
+}
+
+impl Drop for OpenConnection {
+    fn drop(&mut self) {
+        let forwarder = &self.forwarder;
+        forwarder.open.set(forwarder.open.get() - 1);
+        forwarder.metrics.connections.decrement(1);
+        let end = self.end.get();
+        forwarder.flow_metrics.closed(end);
+        if end == "unreachable" {
+            forwarder.metrics.own_errors.count(None, end);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn size_of_future<F>(_: fn(OpenConnection, TcpStream, SocketAddr) -> F) -> usize {
+        size_of::<F>()
+    }
+
+    /// With what tokio adds it fits into 768 bytes; the next size class of the allocator is 896.
+    #[test]
+    fn run_future_fits_its_size_class() {
+        let size = size_of_future(OpenConnection::run);
+        assert!(size <= 700, "{size}");
+    }
+}

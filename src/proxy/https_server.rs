@@ -22,12 +22,12 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::spawn_local;
 use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsAcceptor;
-use tokio_rustls::server::TlsStream;
 
 use super::accept;
 use super::body_progress::{BodyProgress, StallBoundStream, TrackedBody};
 use super::client_certificate::ClientCertificate;
 use super::client_connection::{ClientConnection, CurrentService, ListenerService};
+use super::client_stream::ClientStream;
 use super::credential_selector::LastToken;
 use super::drain::DrainWatcher;
 use super::hygiene::ForwardedFor;
@@ -59,9 +59,6 @@ const PENDING_RESETS: usize = 2_000;
 const ERROR_RESETS: usize = 1_024;
 /// Limit on header fields of an HTTP/1.1 request: hyper's default.
 const MAX_HEADERS: usize = 100;
-
-/// A client's connection after its handshake.
-pub type ClientStream = TlsStream<ReadAhead<StallTimeout<Linger>>>;
 
 /// Serves the connections of one L7 listener on one worker.
 pub struct HttpsServer {

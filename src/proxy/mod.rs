@@ -6,6 +6,7 @@ pub mod body_prefix;
 pub mod body_progress;
 pub mod client_certificate;
 pub mod client_connection;
+pub mod client_stream;
 pub mod credential_selector;
 pub mod drain;
 pub mod forward;

@@ -33,7 +33,7 @@ use tokio::sync::Notify;
 use tokio::task::spawn_local;
 
 use super::client_certificate::IdentityProof;
-use super::https_server::ClientStream;
+use super::client_stream::ClientStream;
 use super::hygiene;
 use super::respond::StatusError;
 use super::response_body::{Http1Body, ResponseBody};

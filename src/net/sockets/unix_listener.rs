@@ -3,7 +3,7 @@
 use std::fs::{Permissions, set_permissions};
 use std::io;
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{SocketAddr, UnixListener};
 use std::path::Path;
 
 /// Listens at `path`, for this user and root only, and replaces a socket that exists there. Creates the
@@ -13,8 +13,10 @@ use std::path::Path;
 /// new one.
 ///
 /// # Errors
-/// The directory cannot be written.
+/// The directory cannot be written, or the path is too long for a Unix socket (108 bytes, unix(7)).
 pub fn listen(path: &Path) -> io::Result<UnixListener> {
+    // A path that is too long for a socket address could be renamed to, but not be connected to.
+    SocketAddr::from_pathname(path)?;
     let directory = path.parent().unwrap_or(Path::new("."));
     std::fs::create_dir_all(directory)?;
     let new = tempfile::Builder::new().prefix(".jackstay.").make_in(directory, |new| {

@@ -1,6 +1,5 @@
 #!/bin/sh
-# Puts an interception in place: this node's connections to an address go to jackstay's transparent
-# listener.
+# Installs an interception: this node's connections to an address go to jackstay's transparent listener.
 #
 #   install.sh VARIANT [NAME=VALUE]...
 #
@@ -11,8 +10,8 @@
 #
 #   install.sh lb-redirect lb4=10.0.0.5 lb_port=6443
 #
-# All of it or nothing: on an error nothing of it stays. Loading it again replaces it. Start jackstay
-# first: from here on new connections depend on it.
+# Atomic: after an error nothing is installed. Running it again replaces the rules. Start jackstay first, because
+# new connections depend on it from now on.
 set -eu
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
 variant=${1:-}
@@ -60,11 +59,11 @@ remove() {
 remove
 case $variant in
 *-tproxy)
-    # What is marked is delivered here, whatever its destination.
+    # Marked packets are delivered locally, whatever their destination.
     trap remove EXIT
     ip rule add fwmark "$divert_mark" lookup "$table" priority 100
     ip route add local 0.0.0.0/0 dev lo table "$table"
-    # A host may have no IPv6.
+    # The host may have no IPv6.
     if [ -e /proc/net/if_inet6 ]; then
         ip -6 rule add fwmark "$divert_mark" lookup "$table" priority 100
         ip -6 route add local ::/0 dev lo table "$table"

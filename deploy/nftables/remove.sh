@@ -1,19 +1,19 @@
 #!/bin/sh
-# Takes an interception away: new connections go where they are meant to go. Does nothing where
-# nothing is installed.
+# Removes an interception: new connections go to their original destination. Does nothing if none is
+# installed.
 #
 #   remove.sh VARIANT [NAME=VALUE]...
 #
 #   VARIANT   lb-redirect, lb-tproxy, service-redirect or service-tproxy
-#   NAME      as given to install.sh, of which `divert_mark` and `table` matter: what is installed is
-#             known, these are for what is left of it when the rules are gone already
+#   NAME      as given to install.sh; only `divert_mark` and `table` matter, to remove routes that are left
+#             when the rules are already gone
 #
-# The two variants for the same address are one: whichever is installed goes.
+# The two variants for an address exclude each other: the installed one is removed.
 #
-# After a REDIRECT the connections that pass through jackstay go on until they end. After a TPROXY
-# their packets go past it, to whoever has the address. If that is somebody, what a client sends next is
-# answered by a reset, and it connects anew; one that says nothing answers jackstay's keepalive within
-# 30 s. If it is nobody, jackstay ends the connection after two minutes.
+# After REDIRECT, redirected connections continue until they end. After TPROXY, their packets go to the host
+# that has the address. That host resets the connection at the client's next packet, or at its reply to
+# jackstay's keepalive within 30 s, and the client reconnects. If no host has the address, jackstay closes
+# the connection after two minutes.
 set -eu
 variant=${1:-}
 divert_mark=
@@ -43,7 +43,7 @@ divert_mark=${divert_mark:-$default}
 table=${table:-$((divert_mark))}
 installed=$(nft list table inet "$name" 2>/dev/null |
     sed -n 's/.*meta mark \(0x[0-9a-f]*\) jump hand_over.*/\1/p')
-# Declared first, so that it exists.
+# Declared first: deleting a table that does not exist would fail.
 nft "table inet $name; delete table inet $name"
 clear_table() {
     while ip "$1" rule del fwmark "$2" lookup "$3" 2>/dev/null; do :; done

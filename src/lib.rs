@@ -14,7 +14,7 @@
 //! 5. [`proxy::forward`] sends the request, its body held for a while ([`proxy::request_body`]), and again
 //!    elsewhere where [`proxy::retry`] allows it. An upgrade (exec, attach, port-forward, cp) goes by
 //!    [`proxy::upgrade`] instead.
-//! 6. [`proxy::response_body`] streams the answer; [`proxy::watch_body`] that of a watch, by the rules of
+//! 6. [`proxy::response_body`] streams the answer; [`proxy::watch::body`] that of a watch, by the rules of
 //!    [`proxy::watch`]; while no apiserver can be reached watches are held ([`proxy::watch::outage`]);
 //!    [`proxy::respond`] makes jackstay's own answers. A client that reads nothing of what is queued for
 //!    it is cut off ([`proxy::stall_timeout`], [`proxy::body_progress`]).

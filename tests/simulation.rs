@@ -4,13 +4,13 @@
 //! Only the pure parts run here (the picker, slow start, the mover, flights, backoff and the jitter of
 //! resumed watches); the network is perfect and takes no time.
 
-use jackstay::proxy::watch::resume::Round;
+use jackstay::proxy::watch::session::Round;
 use jackstay::upstream::balance::{cost, handicap, pick, slow_start};
 use jackstay::upstream::endpoint::{EndpointReadiness, EndpointState, backoff};
 use jackstay::upstream::evacuation::{START_JITTER, decide as who_leaves, due_moves};
 use jackstay::upstream::rebalance::{EndpointLoad, RebalanceMove, decide};
 use jackstay::upstream::watch_moves::MoveEligibility;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 const NODES: usize = 5_000;
 /// A kubelet's: nodes, pods, services, classes, and some for secrets and config maps.
@@ -57,7 +57,7 @@ impl Fleet {
 
     /// The server is gone; what it carried goes on elsewhere. When each watch asks, and whom.
     fn lose(&mut self, dead: usize) -> Vec<(Duration, usize)> {
-        let start = Instant::now();
+        let start = tokio::time::Instant::now();
         let mut moves = Vec::new();
         for node in 0..NODES {
             for _ in 0..std::mem::take(&mut self.nodes[node].watches[dead]) {

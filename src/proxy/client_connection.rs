@@ -27,7 +27,7 @@ use super::respond::StatusError;
 use super::response_body::{FullBody, ResponseBody};
 use super::upgrade;
 use super::upstream_client::UpstreamClient;
-use super::watch::request::{self as watch_request, Asked, with_query};
+use super::watch::request::{self as watch_request, WatchRequest, with_query};
 use crate::config::{AccessLog, Limits, RequestLimits};
 use crate::observe::{ListenerMetrics, Outcome, UserClass};
 use crate::upstream::credentials::CredentialClass;
@@ -198,7 +198,7 @@ impl ClientConnection {
         hygiene::upstream_request_headers(&mut parts.headers, &self.forwarded_for);
         let watch = (info.kind == RequestKind::Watch)
             .then(|| {
-                Asked::new(
+                WatchRequest::new(
                     info.verb.as_str(),
                     info.path(),
                     info.query(),
@@ -253,7 +253,7 @@ fn refusal((problem, mut outcome): Failed, accept: Option<&HeaderValue>) -> Resp
 
 /// The head as it goes upstream: HTTP/2 names its scheme and authority, and a watch is asked for so
 /// that it can be followed.
-fn upstream_head(parts: Parts, watch: Option<&Asked>) -> Result<Request<()>, StatusError> {
+fn upstream_head(parts: Parts, watch: Option<&WatchRequest>) -> Result<Request<()>, StatusError> {
     let Parts { method, uri, mut headers, .. } = parts;
     let host = headers.remove(header::HOST);
     let mut target = uri.into_parts();

@@ -33,8 +33,8 @@ use super::retry::{self, RetryDecision, Stage};
 use super::upstream_client::{
     Answer, UpstreamClient, is_better_elsewhere, still_troubled, troubled,
 };
-use super::watch::request::Asked;
-use super::watch_body::{self, WatchBody, Watched};
+use super::watch::body::{self, AcceptedWatch, WatchBody};
+use super::watch::request::WatchRequest;
 use crate::observe::Outcome;
 use crate::upstream::connection::ConnectionState;
 use crate::upstream::connection::{Connection, Permit, describe_h2_error};
@@ -63,7 +63,7 @@ pub struct ForwardedRequest {
     /// What it is.
     pub info: RequestInfo,
     /// What a watch asked for, if it is one whose frames can be followed.
-    pub watch: Option<Asked>,
+    pub watch: Option<WatchRequest>,
     /// When a watch is to end.
     pub drain: Option<DrainWatcher>,
     /// Second attempts beside a first one so far.
@@ -423,13 +423,21 @@ impl ForwardedRequest {
             release_all(recv, data.len());
             return into_response(head, ResponseBody::Full(FullBody::new(data, outcome)));
         }
-        let Self { upstream: line, class, proof, head: request, watch, drain, info, .. } = *self;
-        let body = if let (Some(asked), Some(drain), Some(encoding)) =
-            (watch, drain, watch_body::encoding(&head))
+        let Self { upstream, class, proof, head: request, watch, drain, info, .. } = *self;
+        let body = if let (Some(watch), Some(drain), Some(encoding)) =
+            (watch, drain, body::encoding(&head))
         {
-            let watched =
-                Watched { line, class, proof, head: request, asked, encoding, asked_at, drain };
-            ResponseBody::Watch(Box::new(WatchBody::new(watched, &head, recv, permit, outcome)))
+            let watch = AcceptedWatch {
+                upstream,
+                class,
+                proof,
+                head: request,
+                request: watch,
+                encoding,
+                requested_at: asked_at,
+                drain,
+            };
+            ResponseBody::Watch(Box::new(WatchBody::new(watch, &head, recv, permit, outcome)))
         } else {
             let end = proof.end().filter(|_| info.kind == RequestKind::Watch);
             ResponseBody::Stream(Box::new(

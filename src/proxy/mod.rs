@@ -23,4 +23,3 @@ pub mod stall_timeout;
 pub mod upgrade;
 pub mod upstream_client;
 pub mod watch;
-pub mod watch_body;

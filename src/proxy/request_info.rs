@@ -13,7 +13,7 @@ mod query;
 mod tests;
 mod verb;
 
-pub use query::{pairs, unescape_query};
+pub use query::{first, pairs, truth, unescape_query};
 pub use verb::Verb;
 
 use http::request::Parts;

@@ -15,7 +15,7 @@ use super::client_certificate::ProofExpiry;
 use super::request_body::UploadTask;
 use super::respond::BodyError;
 use super::upstream_client::release;
-use super::watch_body::WatchBody;
+use super::watch::body::WatchBody;
 use crate::observe::{Outcome, Side};
 use crate::upstream::connection::{Permit, describe_h2_error};
 use crate::upstream::http1::Http1Driver;

@@ -2,7 +2,7 @@
 //! awaited, and trouble noticed while they wait.
 //!
 //! What is sent again, and when, is decided by those who use it: [`super::forward`] for requests,
-//! [`super::watch_body`] for watches that go on elsewhere.
+//! [`super::watch::body`] for watches that go on elsewhere.
 
 use std::rc::Rc;
 use std::sync::Arc;

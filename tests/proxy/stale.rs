@@ -11,7 +11,7 @@ use jackstay::proxy::forward::ForwardedRequest;
 use jackstay::proxy::request_body;
 use jackstay::proxy::request_info::RequestInfo;
 use jackstay::proxy::upstream_client::UpstreamClient;
-use jackstay::proxy::watch::request::Asked;
+use jackstay::proxy::watch::request::WatchRequest;
 use jackstay::upstream::Upstream;
 use jackstay::upstream::credentials::{CredentialClass, Credentials};
 use jackstay::upstream::endpoint::Endpoint;
@@ -67,7 +67,7 @@ async fn counted() {
     let (parts, ()) = Request::get(uri).body(()).unwrap().into_parts();
     let headers = HeaderMap::new();
     let info = RequestInfo::new(&Method::GET, &parts.uri, Version::HTTP_2, &headers);
-    let asked = Asked::new("watch", info.path(), info.query(), &headers, &[]).unwrap();
+    let asked = WatchRequest::new("watch", info.path(), info.query(), &headers, &[]).unwrap();
     let of_listener = metrics.listener("apiserver");
     let outcome = Outcome::begin(&of_listener, AccessLog::Off, Ipv4Addr::LOCALHOST.into(), &parts);
     let (_trigger, drain) = drain::channel();

@@ -9,7 +9,7 @@ use super::ForwardedRequest;
 use crate::proxy::respond::StatusError;
 use crate::proxy::upstream_client::problem;
 use crate::proxy::watch::outage::{NEW_WATCH, hold};
-use crate::proxy::watch::resume::return_jitter;
+use crate::proxy::watch::session::return_jitter;
 use crate::upstream::connection::Permit;
 use crate::upstream::pool::Unavailable;
 

@@ -1,30 +1,25 @@
-//! Watches that outlive their apiserver: the pure half, without I/O and without a clock.
+//! Watches that survive the loss of their apiserver.
 //!
-//! The path of a watch, in the order in which it happens:
+//! The client sees one stream: whole frames, each event once, in the order of their resource versions;
+//! or an end after which a client starts again, where nothing else would be true.
 //!
-//! 1. [`request`] says whether a request is a watch we can keep alive, and what to ask upstream.
-//! 2. [`codec::frame`] cuts the answer into whole frames, without copying them; what it must hold back of
-//!    those that are not whole has a bound ([`limits`]).
-//! 3. [`codec::event`] reads of each frame its type and its resourceVersion.
-//! 4. [`state`] decides what becomes of the frame, and of the watch when its stream is lost, in the
-//!    words of [`verdict`]; [`resume`] judges the answers to the attempts at going on elsewhere,
-//!    [`allowance`] bounds them, and [`bookmarks`] sees that those come which used to.
-//! 5. [`relay`] ties 2 to 4 together for the body that streams to the client.
-//!
-//! What a client sees is one stream: whole frames, each event once, in the order of their
-//! resourceVersions, or an end that makes it start over where starting over is the only honest way.
+//! | file | what it does | depends on |
+//! |---|---|---|
+//! | [`codec`] | splits and parses the wire format | nothing of the proxy |
+//! | [`request`] | decides which requests are followed, and rewrites them | codec |
+//! | [`session`] | the state machine: pure, no I/O, no clock | codec, request |
+//! | [`relay`] | passes chunks through codec and session | codec, session |
+//! | [`body`] | executes the effects: streams, attempts, timers | all of them |
+//! | [`outage`] | holds watches while no apiserver can be reached | |
+//! | [`limits`] | what bounds all watches of a worker and an upstream | |
 
-pub mod allowance;
-pub mod attempt;
-pub mod bookmarks;
+pub mod body;
 pub mod codec;
 pub mod limits;
 pub mod outage;
 pub mod relay;
 pub mod request;
-pub mod resume;
-pub mod state;
-pub mod verdict;
+pub mod session;
 
 #[cfg(test)]
 mod tests;

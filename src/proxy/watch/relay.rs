@@ -1,191 +1,161 @@
-//! Turns the bytes of one watch's upstream streams into the bytes of its one downstream stream.
+//! Turns the bytes of one watch's upstream streams into the bytes of its client's stream: the codec
+//! splits and parses, the session decides.
 //!
-//! What lies together in a chunk and is forwarded leaves together, as one slice of that chunk: a
-//! burst of events costs one piece of output, not one an event.
+//! Forwarded frames that lie next to each other in a chunk leave as one slice of that chunk: a burst of
+//! events costs one piece of output, not one for each event.
 
 use super::codec::Encoding;
 use super::codec::event::{self, EventType};
 use super::codec::frame::{FrameSplitter, Piece};
-use super::request::Asked;
-use super::state::WatchState;
-use super::verdict::{AfterLoss, Ending, Verdict};
+use super::request::WatchRequest;
+use super::session::{Effect, Input, Session};
 use crate::observe::ByteBudget;
 use bytes::Bytes;
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Instant;
+use tokio::time::Instant;
 
-/// One watch between its upstream streams and its client.
+/// The codec and the session of one watch.
 #[derive(Debug)]
 pub struct Relay {
     encoding: Encoding,
     splitter: FrameSplitter,
-    state: WatchState,
-    /// The server's last word, while others are asked for a better one.
-    withheld: Option<Bytes>,
+    session: Session,
 }
 
-/// What to do after a chunk.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Step {
-    /// So many bytes of the chunk will never be put out, or not soon: give their flow-control
-    /// window back now. Otherwise a frame larger than the window would wait for itself.
+/// What the body does after a chunk.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Pushed {
+    /// Bytes of the chunk that do not go to the client now: release their flow-control window at
+    /// once, or a frame larger than the window could never arrive.
     pub absorbed: usize,
-    /// Where to go on.
-    pub flow: Flow,
-}
-
-/// Where to go on after a chunk.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Flow {
-    /// With the next chunk.
-    Continue,
-    /// On another peer: cancel this stream and call [`WatchState::on_error_event`].
-    NextPeer,
-    /// Nowhere: cancel this stream and end the client's.
-    End(Ending),
+    /// [`Effect::None`]: continue with the next chunk. Anything else: reset the stream.
+    pub effect: Effect,
+    /// The frame of [`Effect::Withhold`].
+    pub error_event: Option<Bytes>,
 }
 
 impl Relay {
-    /// A relay for a watch that was asked for at `asked_at` and has just been answered with 200.
+    /// Creates the relay of a watch that was requested at `requested_at` and has been answered with
+    /// 200. `budget` bounds what all watches buffer of incomplete frames.
     pub fn new(
         encoding: Encoding,
-        asked: &Asked,
-        asked_at: Instant,
-        room: &Arc<ByteBudget>,
+        request: WatchRequest,
+        requested_at: Instant,
+        budget: &Arc<ByteBudget>,
     ) -> Self {
         Self {
             encoding,
-            splitter: FrameSplitter::new(encoding, room),
-            state: WatchState::new(asked, asked_at),
-            withheld: None,
+            splitter: FrameSplitter::new(encoding, budget),
+            session: Session::new(request, requested_at),
         }
     }
 
-    /// What is known of the watch.
-    pub fn state(&self) -> &WatchState {
-        &self.state
+    /// The session.
+    pub fn session(&self) -> &Session {
+        &self.session
     }
 
-    /// The watch, to judge attempts or to forbid resuming.
-    pub fn state_mut(&mut self) -> &mut WatchState {
-        &mut self.state
+    /// The session, to ask it for what it gives once.
+    pub fn session_mut(&mut self) -> &mut Session {
+        &mut self.session
     }
 
-    /// Whether the client is owed an answer that was withheld.
-    pub fn withholds(&self) -> bool {
-        self.withheld.is_some()
-    }
-
-    /// The answer that was withheld: nobody has a better one.
-    pub fn take_withheld(&mut self) -> Option<Bytes> {
-        self.withheld.take()
-    }
-
-    /// Takes a chunk from upstream and hands what the client gets to `out`, in order.
-    pub fn push(&mut self, chunk: &Bytes, mut out: impl FnMut(Bytes)) -> Step {
+    /// Passes a chunk through the session and what the client gets of it to `out`, in order.
+    pub fn push(&mut self, chunk: &Bytes, now: Instant, mut out: impl FnMut(Bytes)) -> Pushed {
+        // The bytes of the chunk that leave as one slice.
         let mut run = 0..0;
         let mut at = 0;
         let mut absorbed = 0;
         while at < chunk.len() {
-            let cut = self.splitter.split(&chunk[at..]);
-            let (len, copied, verdict) = match cut {
+            // The next `len` bytes of the chunk, and what earlier chunks had of the same frame.
+            let (len, buffered, effect) = match self.splitter.split(&chunk[at..]) {
                 Piece::Whole(len) => {
-                    let frame = event::parse(self.encoding, &chunk[at..at + len]);
-                    (len, Bytes::new(), self.state.on_frame(frame))
+                    let event = event::parse(self.encoding, &chunk[at..at + len]);
+                    (len, Bytes::new(), self.session.step(Input::Frame(event), now))
                 }
                 Piece::Completed(len, frame) => {
-                    let verdict = self.state.on_frame(event::parse(self.encoding, &frame));
-                    if verdict == Verdict::Forward {
-                        self.withheld = None;
+                    let event = event::parse(self.encoding, &frame);
+                    let effect = self.session.step(Input::Frame(event), now);
+                    if effect == Effect::Forward {
                         flush(chunk, &mut run, &mut out);
                         out(frame);
                         at += len;
                         run = at..at;
                         continue;
                     }
-                    (len, frame, verdict)
+                    (len, frame, effect)
                 }
-                Piece::Oversized { buffered: kept, len, begins, ends } => {
-                    (len, kept, self.state.on_oversized(begins, ends))
+                Piece::Oversized { buffered, len, begins, ends } => {
+                    let piece = Input::OversizedPiece { begins, ends };
+                    (len, buffered, self.session.step(piece, now))
                 }
-                Piece::Whitespace(len) => (len, Bytes::new(), Verdict::Forward),
+                Piece::Whitespace(len) => (len, Bytes::new(), Effect::Forward),
                 Piece::Buffered => {
                     absorbed += chunk.len() - at;
                     break;
                 }
             };
-            match verdict {
-                Verdict::Forward => {
-                    self.withheld = None;
-                    if !copied.is_empty() {
+            match effect {
+                Effect::Forward => {
+                    if !buffered.is_empty() {
                         flush(chunk, &mut run, &mut out);
-                        out(copied);
+                        out(buffered);
                     }
                     if run.is_empty() {
                         run = at..at;
                     }
                     run.end = at + len;
                 }
-                Verdict::Swallow | Verdict::Discard => {
+                Effect::Swallow | Effect::Discard => {
                     flush(chunk, &mut run, &mut out);
                     absorbed += len;
                 }
-                Verdict::NextPeer | Verdict::Withhold | Verdict::End(_) => {
+                effect => {
                     flush(chunk, &mut run, &mut out);
-                    if verdict == Verdict::Withhold {
-                        let whole = copied.is_empty();
-                        self.withheld =
-                            Some(if whole { chunk.slice(at..at + len) } else { copied });
-                    }
-                    let flow = match verdict {
-                        Verdict::End(ending) => Flow::End(ending),
-                        _ => Flow::NextPeer,
-                    };
+                    let error_event = (effect == Effect::Withhold).then(|| {
+                        if buffered.is_empty() { chunk.slice(at..at + len) } else { buffered }
+                    });
                     self.splitter.reset();
-                    return Step { absorbed: absorbed + chunk.len() - at, flow };
+                    return Pushed { absorbed: absorbed + chunk.len() - at, effect, error_event };
                 }
             }
             at += len;
         }
         flush(chunk, &mut run, &mut out);
-        Step { absorbed, flow: Flow::Continue }
+        Pushed { absorbed, effect: Effect::None, error_event: None }
     }
 
-    /// The server has ended the stream: what is left of it, to be passed on before the end.
-    pub fn finish(&mut self) -> Bytes {
+    /// The server has ended the stream. Returns the rest of an incomplete frame, which is passed on.
+    pub fn finish(&mut self, now: Instant) -> Bytes {
+        self.session.step(Input::ServerEnded, now);
         self.splitter.reset()
     }
 
-    /// Whether what a stream begins with is an ERROR event: its server does not take the watch.
+    /// The stream was lost. An incomplete frame that the client has nothing of is dropped.
+    pub fn lost(&mut self, quiet: bool, random: u64, now: Instant) -> Effect {
+        self.splitter.reset();
+        self.session.step(Input::StreamLost { quiet, random }, now)
+    }
+
+    /// Another stream has taken the watch at the cursor. An incomplete frame is dropped: it comes again
+    /// from there.
+    pub fn moved(&mut self, now: Instant) {
+        self.splitter.reset();
+        self.session.step(Input::MoveEnded { moved: true }, now);
+    }
+
+    /// Whether the first chunk of a stream begins with an ERROR event: its server does not take the
+    /// watch.
     pub fn begins_with_error(&self, first: &[u8]) -> bool {
-        let room = self.splitter.budget();
-        let Piece::Whole(len) = FrameSplitter::new(self.encoding, room).split(first) else {
-            return false;
-        };
+        let mut splitter = FrameSplitter::new(self.encoding, self.splitter.budget());
+        let Piece::Whole(len) = splitter.split(first) else { return false };
         event::parse(self.encoding, &first[..len])
             .is_ok_and(|event| event.event_type == EventType::Error)
     }
-
-    /// Another apiserver has taken the watch over at the cursor; what was held back of a frame
-    /// comes again from there.
-    pub fn moved(&mut self, now: Instant) {
-        self.splitter.reset();
-        self.state.moved(now);
-    }
-
-    /// The stream was lost without an end by the server: what becomes of the watch.
-    ///
-    /// Part of a frame that the client has not seen is dropped. `quiet` says that the watch was not
-    /// delivering; `random` is any number.
-    pub fn on_lost(&mut self, now: Instant, quiet: bool, random: u64) -> AfterLoss {
-        self.splitter.reset();
-        self.withheld = None;
-        self.state.on_lost(now, quiet, random)
-    }
 }
 
-/// Puts out the run of bytes that are forwarded together.
+/// Puts out the bytes that are forwarded together.
 fn flush(chunk: &Bytes, run: &mut Range<usize>, out: &mut impl FnMut(Bytes)) {
     if run.start < run.end {
         out(chunk.slice(std::mem::take(run)));

@@ -1,48 +1,58 @@
-//! Says which watches can be kept alive, and rewrites their requests for the upstream leg.
+//! Decides which watches the proxy can follow, and rewrites their requests for the upstream.
 //!
-//! A watch is [`Asked`] to be followed if it is read (verb watch, no Upgrade) and its client accepts
-//! JSON or protobuf; other media types that it accepts beside them are not offered upstream.
-//! It is resumed only in groups that kube-apiserver serves itself, or that the configuration names:
-//! an aggregated apiserver may have any notion of history. Parameters are understood as apiserver
-//! understands them (the first of several counts; any boolean but `false` and `0` is true) and
-//! otherwise passed on byte for byte, in their order.
+//! A watch is followed, frame by frame, if it is read-only (verb `watch`, no Upgrade) and its client
+//! accepts JSON or protobuf. Other media types that the client accepts as well are not offered
+//! upstream. A watch is resumed only in API groups that kube-apiserver serves itself, or that the
+//! configuration names: an aggregated apiserver may have any kind of history.
+//!
+//! Parameters are read as the apiserver reads them ([`crate::proxy::request_info`]) and otherwise
+//! passed on byte for byte, in their order.
 
 use super::codec::version::ResourceVersion;
-use super::verdict::Reissue;
-use crate::proxy::request_info::is_built_in_group;
+use crate::proxy::request_info::{first, is_built_in_group, truth, unescape_query};
 use http::{HeaderMap, HeaderValue, Uri, header, uri};
 use std::borrow::Cow;
 use std::fmt::Write as _;
 use std::time::Duration;
 
-/// A watch that can be followed frame by frame, and what its client asked for.
+/// Where to continue a watch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ResumePoint<'a> {
+    /// The cursor; `None` for the request as the client made it.
+    pub cursor: Option<&'a ResourceVersion>,
+    /// What is left of the client's `timeoutSeconds`, if it gave any.
+    pub remaining: Option<Duration>,
+}
+
+/// A watch that can be followed, and what its client asked for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[allow(clippy::struct_excessive_bools)] // parameters, each independent of the others
-pub struct Asked {
-    /// Where to start; `None` if the client gave none, or zero, or what is not a number.
+pub struct WatchRequest {
+    /// Where to start; `None` if the client gave no version, or zero, or one that is not a number.
     pub version: Option<ResourceVersion>,
-    /// The objects there are come first, and then a bookmark that says so.
+    /// The existing objects come first, and then a bookmark that marks their end.
     pub send_initial_events: bool,
-    /// It begins at the server's present (`sendInitialEvents=false` without a version): asked for
-    /// again, it would begin later.
+    /// The watch begins at the server's present (`sendInitialEvents=false` without a version). The
+    /// same request later would begin later.
     pub from_present: bool,
     /// The client wants bookmarks.
     pub bookmarks: bool,
-    /// How long the watch shall last; `None` leaves it to the server.
+    /// How long the watch lasts; `None`: the server decides.
     pub timeout: Option<Duration>,
-    /// The group is served by kube-apiserver itself, or configured to be resumed.
+    /// kube-apiserver serves the API group itself, or the configuration allows to resume it.
     pub resumable_group: bool,
-    /// Bookmarks are asked for upstream whether the client wants them or not.
+    /// The proxy asks upstream for bookmarks whether the client wants them or not.
     ///
-    /// Not where nothing will be resumed, and not for tables: the first event of a table carries
-    /// the columns, and were it a bookmark that we swallow, the client would have none.
-    pub ask_bookmarks: bool,
+    /// It does not if the watch is never resumed, and not for tables: the first event of a table
+    /// contains the column definitions, and the client would miss them if the first event were a
+    /// swallowed bookmark.
+    pub upstream_bookmarks: bool,
 }
 
-impl Asked {
-    /// What is asked for, or `None` if the answer is not one that we can follow.
+impl WatchRequest {
+    /// Parses a request; `None` if the proxy cannot follow its response.
     ///
-    /// `verb` is the Kubernetes verb, `query` what follows the `?`, both as they came.
+    /// `verb` is the Kubernetes verb; `query` is the part of the URI after `?`.
     pub fn new(
         verb: &str,
         path: &str,
@@ -53,37 +63,38 @@ impl Asked {
         if verb != "watch" || headers.contains_key(header::UPGRADE) {
             return None;
         }
-        let table = accepts(headers)?;
+        let table = accepts_table(headers)?;
         let group = group(path)?;
         let resumable_group = is_built_in_group(group) || resume_groups.iter().any(|g| g == group);
-        let mut asked = Self {
+        let mut request = Self {
             version: first(query, "resourceVersion")
-                .and_then(|v| ResourceVersion::parse(v.as_bytes())),
-            send_initial_events: is_true(first(query, "sendInitialEvents")),
+                .and_then(|version| ResourceVersion::parse(version.as_bytes())),
+            send_initial_events: truth(first(query, "sendInitialEvents").as_deref()),
             from_present: false,
-            bookmarks: is_true(first(query, "allowWatchBookmarks")),
+            bookmarks: truth(first(query, "allowWatchBookmarks").as_deref()),
             timeout: first(query, "timeoutSeconds")
                 .and_then(|seconds| seconds.parse().ok())
                 .filter(|&seconds| seconds > 0)
                 .map(Duration::from_secs),
             resumable_group,
-            ask_bookmarks: false,
+            upstream_bookmarks: false,
         };
-        asked.from_present = asked.version.is_none()
-            && !asked.send_initial_events
+        request.from_present = request.version.is_none()
+            && !request.send_initial_events
             && first(query, "sendInitialEvents").is_some();
-        asked.ask_bookmarks = asked.bookmarks || resumable_group && !table;
-        Some(asked)
+        request.upstream_bookmarks = request.bookmarks || resumable_group && !table;
+        Some(request)
     }
 }
 
-/// Media types whose watch frames can be followed, or that the apiserver answers with one of them.
+/// Media types whose frames the codec reads, and ranges that the apiserver answers with one of them.
 const FOLLOWED: [&str; 4] =
     ["application/json", "application/vnd.kubernetes.protobuf", "*/*", "application/*"];
 
 /// One media range of an `Accept` header.
 struct MediaRange<'a> {
     text: &'a str,
+    /// The codec reads it, and the client does not refuse it.
     followed: bool,
     table: bool,
 }
@@ -111,12 +122,13 @@ impl<'a> MediaRange<'a> {
     }
 }
 
-/// Whether the client accepts tables; `None` if it accepts nothing that can be followed.
+/// Whether the client accepts tables; `None` if it accepts nothing that the codec reads.
 ///
-/// The response's Content-Type has the last word ([`super::codec::Encoding::from_content_type`]); but
-/// bookmarks have to be asked for before it is known, and could not be swallowed in CBOR. So the
-/// request that goes upstream offers only what can be followed ([`upstream_headers`]).
-fn accepts(headers: &HeaderMap) -> Option<bool> {
+/// The Content-Type of the response decides in the end
+/// ([`super::codec::Encoding::from_content_type`]). But bookmarks are requested before it is known, and
+/// they cannot be swallowed in CBOR. So the upstream request offers only what the codec reads
+/// ([`upstream_headers`]).
+fn accepts_table(headers: &HeaderMap) -> Option<bool> {
     let (mut any, mut followed, mut table) = (false, false, false);
     for value in headers.get_all(header::ACCEPT) {
         for range in MediaRange::all(value.to_str().ok()?) {
@@ -139,34 +151,34 @@ fn group(path: &str) -> Option<&str> {
 }
 
 /// The query of the first request upstream.
-pub fn upstream_query<'a>(query: &'a str, asked: &Asked) -> Cow<'a, str> {
-    if asked.bookmarks || !asked.ask_bookmarks {
+pub fn upstream_query<'a>(query: &'a str, request: &WatchRequest) -> Cow<'a, str> {
+    if request.bookmarks || !request.upstream_bookmarks {
         return Cow::Borrowed(query);
     }
     Cow::Owned(rewrite(query, &[("allowWatchBookmarks", Set::To("true"))]))
 }
 
-/// The query of a request that goes on where a lost stream ended, or starts it anew.
-pub fn reissued_query(query: &str, asked: &Asked, reissue: &Reissue<'_>) -> String {
-    let seconds = reissue.remaining.map(|remaining| remaining.as_secs().max(1).to_string());
+/// The query of a request that continues a watch, or starts it again.
+pub fn reissued_query(query: &str, request: &WatchRequest, point: &ResumePoint<'_>) -> String {
+    let seconds = point.remaining.map(|remaining| remaining.as_secs().max(1).to_string());
     let mut changes = Vec::with_capacity(5);
-    if !asked.bookmarks && asked.ask_bookmarks {
+    if !request.bookmarks && request.upstream_bookmarks {
         changes.push(("allowWatchBookmarks", Set::To("true")));
     }
-    if let Some(cursor) = reissue.cursor {
+    if let Some(cursor) = point.cursor {
         changes.push(("resourceVersion", Set::To(cursor.as_str())));
         changes.push(("sendInitialEvents", Set::Drop));
         changes.push(("resourceVersionMatch", Set::Drop));
     }
-    // Without one the server picks its own, and does so again: 1 to 2 times --min-request-timeout.
+    // Without timeoutSeconds the server picks a time, 1 to 2 times --min-request-timeout.
     if let Some(seconds) = &seconds {
         changes.push(("timeoutSeconds", Set::To(seconds)));
     }
     rewrite(query, &changes)
 }
 
-/// Changes the headers for the upstream leg: frames must come as they are, not compressed, and in a
-/// media type that can be followed.
+/// Changes the headers of the upstream request: frames must come uncompressed and in a media type that
+/// the codec reads.
 pub fn upstream_headers(headers: &mut HeaderMap) {
     headers.remove(header::ACCEPT_ENCODING);
     let values = || headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
@@ -178,7 +190,7 @@ pub fn upstream_headers(headers: &mut HeaderMap) {
         .filter(|range| range.followed)
         .map(|range| range.text)
         .collect();
-    // Parts of a valid value are one.
+    // A list of parts of a valid value is a valid value.
     if let Ok(value) = HeaderValue::try_from(followed.join(", ")) {
         headers.insert(header::ACCEPT, value);
     }
@@ -192,7 +204,7 @@ pub fn with_query(target: &Uri, query: &str) -> Uri {
     } else {
         format!("{}?{query}", target.path())
     };
-    // The query was made from a valid one; if that is ever wrong the watch is asked as before.
+    // The query was made from a valid one. Should it be invalid, the old target is used.
     if let Ok(path_and_query) = uri::PathAndQuery::try_from(path_and_query) {
         parts.path_and_query = Some(path_and_query);
     }
@@ -205,7 +217,7 @@ enum Set<'a> {
     Drop,
 }
 
-/// Sets and drops parameters; the others stay as and where they are.
+/// Sets and drops parameters; the others keep their bytes and their order.
 fn rewrite(query: &str, changes: &[(&str, Set<'_>)]) -> String {
     let mut done = vec![false; changes.len()];
     let mut new = String::with_capacity(query.len() + 64);
@@ -215,8 +227,8 @@ fn rewrite(query: &str, changes: &[(&str, Set<'_>)]) -> String {
         }
     };
     for pair in query.split('&').filter(|pair| !pair.is_empty()) {
-        let key = decode(pair.split_once('=').map_or(pair, |(key, _)| key));
-        match changes.iter().position(|(name, _)| *name == key) {
+        let key = unescape_query(pair.split_once('=').map_or(pair, |(key, _)| key));
+        match changes.iter().position(|(name, _)| key.as_deref() == Some(*name)) {
             None => {
                 push(&mut new);
                 new.push_str(pair);
@@ -240,41 +252,4 @@ fn rewrite(query: &str, changes: &[(&str, Set<'_>)]) -> String {
         }
     }
     new
-}
-
-/// The first value of a parameter.
-fn first<'a>(query: &'a str, name: &str) -> Option<Cow<'a, str>> {
-    query.split('&').find_map(|pair| {
-        let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
-        (decode(key) == name).then(|| decode(value))
-    })
-}
-
-/// As apimachinery converts a parameter to a boolean (`Convert_Slice_string_To_bool`).
-fn is_true(value: Option<Cow<'_, str>>) -> bool {
-    value.is_some_and(|value| value != "0" && !value.eq_ignore_ascii_case("false"))
-}
-
-/// Percent-decodes a key or value; what is not well formed stays as it is.
-fn decode(text: &str) -> Cow<'_, str> {
-    if !text.contains(['%', '+']) {
-        return Cow::Borrowed(text);
-    }
-    let bytes = text.as_bytes();
-    let mut decoded = Vec::with_capacity(bytes.len());
-    let mut at = 0;
-    while at < bytes.len() {
-        let hex = |at: usize| bytes.get(at).and_then(|&b| char::from(b).to_digit(16));
-        match (bytes[at], hex(at + 1), hex(at + 2)) {
-            (b'%', Some(high), Some(low)) => {
-                decoded.push((high * 16 + low) as u8);
-                at += 3;
-                continue;
-            }
-            (b'+', ..) => decoded.push(b' '),
-            (byte, ..) => decoded.push(byte),
-        }
-        at += 1;
-    }
-    String::from_utf8(decoded).map_or(Cow::Borrowed(text), Cow::Owned)
 }

@@ -3,7 +3,7 @@
 pub(crate) mod model;
 mod properties;
 mod requests;
-mod states;
+mod session;
 
 use std::path::Path;
 

@@ -4,21 +4,21 @@ use super::super::codec::Encoding;
 use super::super::codec::event::parse;
 use super::super::codec::frame::{FrameSplitter, Piece};
 use super::super::codec::version::ResourceVersion;
-use super::super::request::Asked;
+use super::super::request::WatchRequest;
 use crate::observe::ByteBudget;
 use bytes::Bytes;
 use std::time::Duration;
 
-/// A watch of a client that is followed.
-pub(crate) fn asked(version: &str) -> Asked {
-    Asked {
+/// A request for a watch that can be resumed.
+pub(crate) fn request(version: &str) -> WatchRequest {
+    WatchRequest {
         version: ResourceVersion::parse(version.as_bytes()),
         send_initial_events: false,
         from_present: false,
         bookmarks: false,
         timeout: Some(Duration::from_secs(300)),
         resumable_group: true,
-        ask_bookmarks: true,
+        upstream_bookmarks: true,
     }
 }
 

@@ -2,13 +2,16 @@
 
 use super::super::codec::Encoding::{self, Json, Protobuf};
 use super::super::codec::frame::{FRAME_CAP, FrameSplitter, Piece};
-use super::super::relay::{Flow, Relay};
-use super::super::verdict::{AfterLoss, Ending};
-use super::model::{asked, digest, encode, json_event, split};
+use super::super::relay::Relay;
+use super::super::session::{Answer, Effect, Ending, Input, Peers};
+use super::model::{digest, encode, json_event, request, split};
 use crate::observe::ByteBudget;
 use bytes::Bytes;
 use proptest::prelude::*;
-use std::time::{Duration, Instant};
+use std::time::Duration;
+use tokio::time::Instant;
+
+const AT_ONCE: Effect = Effect::Request(Duration::ZERO);
 
 fn encodings() -> impl Strategy<Value = Encoding> {
     prop_oneof![Just(Json), Just(Protobuf)]
@@ -89,23 +92,26 @@ proptest! {
             events[from..].iter().flat_map(|(_, bytes, _)| bytes.clone()).collect()
         };
         let start = Instant::now();
-        let mut relay = Relay::new(encoding, &asked("100"), start, &ByteBudget::unmetered(usize::MAX));
+        let mut relay = Relay::new(encoding, request("100"), start, &ByteBudget::unmetered(usize::MAX));
         let mut client = Vec::new();
         let mut cursor = 100;
         let mut stray_next = false;
         for (place, cuts, stray) in &losses {
             let stream = serve(cursor, stray_next);
             for chunk in chunks(&stream[..place.index(stream.len() + 1)], cuts) {
-                let step = relay.push(&chunk, |bytes| client.push(bytes));
-                prop_assert_eq!(step.flow, Flow::Continue);
+                let step = relay.push(&chunk, start, |bytes| client.push(bytes));
+                prop_assert_eq!(step.effect, Effect::None);
             }
-            let resumed = matches!(relay.on_lost(start + Duration::from_secs(1), false, 0), AfterLoss::Resume(_));
-            prop_assert!(resumed);
-            cursor = relay.state().reissue(start).cursor.unwrap().as_str().parse().unwrap();
+            prop_assert_eq!(relay.lost(false, 0, start), AT_ONCE);
+            let session = relay.session_mut();
+            cursor = session.resume_point(start).cursor.unwrap().as_str().parse().unwrap();
+            let answer = Answer::Head { status: 200, same_content_type: true, retry_after: None };
+            let accepted = Input::Answered { answer, peers: Peers::default(), random: 0 };
+            prop_assert_eq!(session.step(accepted, start), Effect::Accept);
             stray_next = *stray;
         }
-        let step = relay.push(&Bytes::from(serve(cursor, stray_next)), |bytes| client.push(bytes));
-        prop_assert_eq!(step.flow, Flow::Continue);
+        let step = relay.push(&Bytes::from(serve(cursor, stray_next)), start, |bytes| client.push(bytes));
+        prop_assert_eq!(step.effect, Effect::None);
         let wanted: Vec<u8> =
             events.iter().filter(|(.., b)| !b).flat_map(|(_, bytes, _)| bytes.clone()).collect();
         let newlines = |bytes: &[u8]| -> Vec<u8> {
@@ -155,16 +161,16 @@ fn pretty_and_unseparated_objects_come_out_whole() {
 
 #[test]
 fn a_burst_leaves_as_one_slice_of_its_chunk() {
-    let mut relay =
-        Relay::new(Json, &asked("1"), Instant::now(), &ByteBudget::unmetered(usize::MAX));
+    let start = Instant::now();
+    let mut relay = Relay::new(Json, request("1"), start, &ByteBudget::unmetered(usize::MAX));
     let events: Vec<_> = (2..50).map(|v| json_event("MODIFIED", v, "x")).collect();
     let chunk = Bytes::from(events.concat());
     let mut out = Vec::new();
-    let step = relay.push(&chunk, |bytes| out.push(bytes));
-    assert_eq!((step.absorbed, step.flow), (0, Flow::Continue));
+    let step = relay.push(&chunk, start, |bytes| out.push(bytes));
+    assert_eq!((step.absorbed, step.effect), (0, Effect::None));
     assert_eq!(out.len(), 1);
     assert_eq!(out[0].as_ptr(), chunk.as_ptr());
-    assert_eq!(relay.state().cursor().unwrap().as_str(), "49");
+    assert_eq!(relay.session().resume_point(start).cursor.unwrap().as_str(), "49");
 }
 
 /// A frame above the cap comes out in pieces, however it came in; lost in its middle it must not look
@@ -176,31 +182,32 @@ fn a_frame_above_the_cap_passes_in_pieces() {
         let frame = encode(encoding, "ADDED", 6, &"x".repeat(FRAME_CAP + 100_000));
         for whole in [false, true] {
             let room = ByteBudget::unmetered(usize::MAX);
-            let mut relay = Relay::new(encoding, &asked("5"), start, &room);
+            let mut relay = Relay::new(encoding, request("5"), start, &room);
             let came = if whole { &frame[..] } else { &frame[..frame.len() - 20] };
             let mut out = Vec::new();
             for piece in came.chunks(64 << 10) {
-                let step = relay
-                    .push(&Bytes::copy_from_slice(piece), |bytes| out.extend_from_slice(&bytes));
-                assert_eq!(step.flow, Flow::Continue);
+                let step = relay.push(&Bytes::copy_from_slice(piece), start, |bytes| {
+                    out.extend_from_slice(&bytes)
+                });
+                assert_eq!(step.effect, Effect::None);
                 assert!(room.held() <= FRAME_CAP, "{}", room.held());
             }
             assert!(out == came, "{encoding:?}: {} of {} bytes", out.len(), came.len());
             assert_eq!(room.held(), 0, "nothing of it is needed any more");
             let ending = if whole { Ending::Clean } else { Ending::Reset };
-            let loss = relay.on_lost(start, false, 0);
+            let loss = relay.lost(false, 0, start);
             assert!(
-                matches!(loss, AfterLoss::End(how, _) if how == ending),
+                matches!(loss, Effect::End(how, _) if how == ending),
                 "{encoding:?} {whole}: {loss:?}"
             );
         }
         let mut relay =
-            Relay::new(encoding, &asked("5"), start, &ByteBudget::unmetered(usize::MAX));
+            Relay::new(encoding, request("5"), start, &ByteBudget::unmetered(usize::MAX));
         for piece in frame.chunks(64 << 10) {
-            relay.push(&Bytes::copy_from_slice(piece), drop);
+            relay.push(&Bytes::copy_from_slice(piece), start, drop);
         }
-        relay.push(&Bytes::from(encode(encoding, "ADDED", 7, "")), drop);
-        assert_eq!(relay.on_lost(start, false, 0), AfterLoss::Resume(Duration::ZERO));
+        relay.push(&Bytes::from(encode(encoding, "ADDED", 7, "")), start, drop);
+        assert_eq!(relay.lost(false, 0, start), AT_ONCE);
     }
 }
 

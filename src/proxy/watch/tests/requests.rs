@@ -1,8 +1,10 @@
 //! Which watches are followed, and how their requests are rewritten.
 
 use super::super::codec::version::ResourceVersion;
-use super::super::request::{Asked, reissued_query, upstream_headers, upstream_query};
-use super::super::verdict::Reissue;
+use super::super::request::{
+    ResumePoint, WatchRequest, reissued_query, upstream_headers, upstream_query,
+};
+
 use http::HeaderMap;
 use std::time::Duration;
 
@@ -10,8 +12,8 @@ fn headers(pairs: &[(&'static str, &str)]) -> HeaderMap {
     pairs.iter().map(|(name, value)| (name.parse().unwrap(), value.parse().unwrap())).collect()
 }
 
-fn asked(query: &str) -> Asked {
-    Asked::new("watch", "/api/v1/pods", query, &HeaderMap::new(), &[]).unwrap()
+fn asked(query: &str) -> WatchRequest {
+    WatchRequest::new("watch", "/api/v1/pods", query, &HeaderMap::new(), &[]).unwrap()
 }
 
 #[test]
@@ -38,8 +40,12 @@ fn eligible_requests() {
         ("watch", "/healthz", &[], None),
     ];
     for (verb, path, pairs, wanted) in table {
-        let got = Asked::new(verb, path, "watch=1", &headers(pairs), &groups);
-        assert_eq!(got.map(|a| (a.resumable_group, a.ask_bookmarks)), wanted, "{path} {pairs:?}");
+        let got = WatchRequest::new(verb, path, "watch=1", &headers(pairs), &groups);
+        assert_eq!(
+            got.map(|a| (a.resumable_group, a.upstream_bookmarks)),
+            wanted,
+            "{path} {pairs:?}"
+        );
     }
 }
 
@@ -105,10 +111,10 @@ fn the_query_is_changed_where_it_must_be_and_nowhere_else() {
         assert_eq!(upstream_query(query, &asked), first);
         let remaining = asked.timeout.map(|_| Duration::from_millis(41_900));
         assert_eq!(
-            reissued_query(query, &asked, &Reissue { cursor: Some(&cursor), remaining }),
+            reissued_query(query, &asked, &ResumePoint { cursor: Some(&cursor), remaining }),
             resumed
         );
-        let restarted = reissued_query(query, &asked, &Reissue { cursor: None, remaining });
+        let restarted = reissued_query(query, &asked, &ResumePoint { cursor: None, remaining });
         assert_eq!(restarted, first.replace("timeoutSeconds=300", "timeoutSeconds=41"));
     }
 }

@@ -1,0 +1,405 @@
+//! The response body of a watch: one stream for the client, whatever happens to the connections
+//! upstream.
+//!
+//! [`super::session`] decides; the body executes its effects. [`stream`] reads an upstream stream and
+//! waits for a reason to leave it, [`attempt`] opens the next one, [`moving`] opens one while the current
+//! one works, and [`context`] knows the request and the endpoints that are not to be asked.
+
+mod attempt;
+mod context;
+mod moving;
+mod pace;
+mod stream;
+
+use std::collections::VecDeque;
+use std::rc::Rc;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use bytes::Bytes;
+use h2::RecvStream;
+use http::{StatusCode, header, response};
+use http_body::Frame;
+use tokio::time::Instant;
+
+use self::attempt::{Attempt, AttemptError, Hold, HoldEnd, MoveAttempt};
+use self::context::ResumeContext;
+use self::stream::{Deferred, Departure, StreamEvent, UpstreamStream};
+use super::codec::Encoding;
+use super::relay::Relay;
+use super::session::{Answer, Effect, Ending, Input, NotResumable, Peers};
+use crate::observe::{Outcome, Side};
+use crate::proxy::body_progress::PIECE;
+use crate::proxy::client_certificate::ProofExpiry;
+use crate::proxy::respond::BodyError;
+use crate::proxy::upstream_client::{Answer as Response, release};
+use crate::upstream::connection::Permit;
+
+pub use self::context::AcceptedWatch;
+
+/// The body of a watch.
+pub struct WatchBody {
+    relay: Relay,
+    /// What the client gets next.
+    out: VecDeque<Bytes>,
+    source: Source,
+    context: ResumeContext,
+    /// When the client's identity is no longer proven; only for requests with a client certificate.
+    proof_expiry: Option<ProofExpiry>,
+    outcome: Box<Outcome>,
+    /// A log line has said that the watch cannot be resumed.
+    warned: bool,
+}
+
+/// Where the next bytes come from.
+enum Source {
+    Stream(UpstreamStream),
+    Requesting(Attempt),
+    /// No apiserver can be reached.
+    Held(Hold),
+    /// The old stream, and the attempt to replace it.
+    Moving(Box<(UpstreamStream, MoveAttempt)>),
+    /// The body has ended; with an error, if the client must see that it is incomplete.
+    Ended(Option<BodyError>),
+}
+
+/// The encoding of a response, or `None` if its events cannot be parsed.
+pub fn encoding(head: &response::Parts) -> Option<Encoding> {
+    let plain = !head.headers.contains_key(header::CONTENT_ENCODING);
+    Encoding::from_header(head.headers.get(header::CONTENT_TYPE))
+        .filter(|_| plain && head.status == StatusCode::OK)
+}
+
+impl WatchBody {
+    /// Creates the body for a response whose head has arrived.
+    pub fn new(
+        watch: AcceptedWatch,
+        head: &response::Parts,
+        recv: RecvStream,
+        permit: Permit,
+        outcome: Box<Outcome>,
+    ) -> Self {
+        let (encoding, requested_at) = (watch.encoding, watch.requested_at);
+        let (context, request) = ResumeContext::new(watch, head);
+        let budget = context.upstream.watches.partial_frames();
+        Self {
+            relay: Relay::new(encoding, request, requested_at, budget),
+            out: VecDeque::new(),
+            source: Source::Stream(UpstreamStream::new(recv, permit, &context.drain)),
+            proof_expiry: context.proof.end(),
+            context,
+            outcome,
+            warned: false,
+        }
+    }
+
+    /// The next piece for the client.
+    pub fn poll_frame(
+        &mut self,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        loop {
+            if let Some(data) = next_piece(&mut self.out) {
+                self.outcome.add_bytes(data.len());
+                return Poll::Ready(Some(Ok(Frame::data(data))));
+            }
+            if let Some(expiry) = &mut self.proof_expiry
+                && let Poll::Ready(why) = expiry.as_mut().poll(cx)
+            {
+                self.proof_expiry = None;
+                if !matches!(self.source, Source::Ended(_)) {
+                    self.stop(NotResumable::Unproven, &why);
+                }
+            }
+            match &mut self.source {
+                Source::Stream(stream) => match ready!(stream.poll(cx)) {
+                    StreamEvent::Data(data) => self.receive(&data),
+                    StreamEvent::End => self.finish(),
+                    StreamEvent::Lost(why) => self.lost(&why),
+                    StreamEvent::Departure(departure) => self.depart(departure),
+                },
+                Source::Requesting(attempt) => match ready!(attempt.as_mut().poll(cx)) {
+                    Some(result) => self.answered(result),
+                    None => self.stop(NotResumable::Shutdown, "shutdown"),
+                },
+                Source::Held(hold) => match ready!(hold.as_mut().poll(cx)) {
+                    HoldEnd::Returned(held) => {
+                        let random = fastrand::u64(..);
+                        self.step(Input::Returned { held, random }, "an apiserver is back");
+                    }
+                    HoldEnd::Deadline => self.stop(
+                        NotResumable::Expired,
+                        "its deadline passed while no apiserver could be reached",
+                    ),
+                    HoldEnd::Shutdown => self.stop(NotResumable::Shutdown, "shutdown"),
+                },
+                Source::Moving(moving) => {
+                    let result = ready!(moving.1.as_mut().poll(cx));
+                    self.moved(result);
+                }
+                Source::Ended(error) => return Poll::Ready(error.take().map(Err)),
+            }
+        }
+    }
+
+    /// Passes a chunk through the relay.
+    fn receive(&mut self, data: &Bytes) {
+        let Source::Stream(stream) = &mut self.source else { return };
+        let before = self.relay.session().not_resumable();
+        let out = &mut self.out;
+        let pushed = self.relay.push(data, stream.received_at(), |piece| out.push_back(piece));
+        let session = self.relay.session();
+        // The connection must not be closed under a watch that cannot bear the loss.
+        stream.permit.pin(!session.can_lose_stream());
+        let mut absorbed = pushed.absorbed;
+        release(&mut stream.recv, &mut absorbed);
+        stream.unreleased += data.len() - pushed.absorbed;
+        if let Some(reason) = session.not_resumable()
+            && before != Some(reason)
+        {
+            self.warn_not_resumable(reason);
+        }
+        match pushed.effect {
+            Effect::None => {
+                if self.relay.session().has_settled() {
+                    self.context.note_settled();
+                }
+                self.retry_deferred();
+            }
+            Effect::NextEndpoint | Effect::Withhold => self.rejected(pushed.error_event),
+            effect => {
+                self.detach();
+                self.execute(effect, "its history diverged");
+            }
+        }
+    }
+
+    /// The server has ended the watch.
+    fn finish(&mut self) {
+        let rest = self.relay.finish(Instant::now());
+        if !rest.is_empty() {
+            self.out.push_back(rest);
+        }
+        if let Source::Stream(stream) = &mut self.source {
+            stream.permit.finished();
+        }
+        self.source = Source::Ended(None);
+        self.outcome.complete();
+    }
+
+    fn lost(&mut self, why: &str) {
+        let now = Instant::now();
+        let quiet = match &self.source {
+            // A client that waits for the initial events notices every second.
+            Source::Stream(stream) => {
+                self.relay.session().is_ordered() && stream.pace.is_quiet(now)
+            }
+            _ => false,
+        };
+        self.detach();
+        self.context.begin_round();
+        let effect = self.relay.lost(quiet, fastrand::u64(..), now);
+        self.execute(effect, why);
+    }
+
+    /// The endpoint has sent an ERROR event: history is per server, and others may have more of it.
+    fn rejected(&mut self, error_event: Option<Bytes>) {
+        if error_event.is_some() {
+            self.context.upstream.metrics.watch_resumed("withheld");
+        }
+        self.detach();
+        self.context.exclude_lost();
+        let peers = self.context.peers(Instant::now());
+        let random = fastrand::u64(..);
+        self.step(Input::Rejected { error_event, peers, random }, "its history is too short");
+    }
+
+    /// An attempt to resume is over.
+    fn answered(&mut self, result: Result<Response, AttemptError>) {
+        let now = Instant::now();
+        let (answer, why) = match result {
+            Ok(response) => {
+                let answer = self.context.answer(&response.head);
+                if answer.is_accepted() {
+                    self.context.note_resumed();
+                    self.switch_to(response, "resumed");
+                    let (peers, random) = (Peers::default(), 0);
+                    return self.step(Input::Answered { answer, peers, random }, "");
+                }
+                // While an ERROR event is withheld, every other endpoint is asked once.
+                let once = self.relay.session().withholds();
+                self.context.note_refusal(response.permit.connection(), answer, once, now);
+                (answer, format!("{} there", response.head.status))
+            }
+            Err(AttemptError { reason, connection, outage }) => {
+                if let Some(connection) = &connection {
+                    self.context.note_lost(connection);
+                }
+                (Answer::None { outage }, reason)
+            }
+        };
+        let (peers, random) = (self.context.peers(now), fastrand::u64(..));
+        self.step(Input::Answered { answer, peers, random }, &why);
+    }
+
+    /// Reacts to a reason to leave a stream that works.
+    fn depart(&mut self, departure: Departure) {
+        let Source::Stream(stream) = &mut self.source else { return };
+        let deferred = match departure {
+            Departure::Notified => return self.notified(),
+            Departure::Permit(permit) => return self.leave_draining(permit),
+            Departure::Drain => Deferred::Drain,
+            Departure::Unresponsive => Deferred::Unresponsive,
+            Departure::Shutdown => Deferred::Shutdown,
+        };
+        stream.defer(deferred, &self.context.drain);
+        self.retry_deferred();
+    }
+
+    /// Follows a reason to leave the stream as soon as the client does not notice.
+    fn retry_deferred(&mut self) {
+        let Source::Stream(stream) = &mut self.source else { return };
+        let session = self.relay.session();
+        match stream.deferred {
+            Some(Deferred::Drain) if session.is_resumable() => stream.find_permit(&self.context),
+            Some(Deferred::Unresponsive) if session.can_lose_stream() => {
+                self.lost("its connection does not respond");
+            }
+            Some(Deferred::Shutdown) if session.ending() == Ending::Clean => {
+                self.stop(NotResumable::Shutdown, "shutdown");
+            }
+            _ => {}
+        }
+    }
+
+    /// Reads from a new stream; `result` is its label in the metric.
+    fn switch_to(&mut self, response: Response, result: &'static str) {
+        let connection = response.permit.connection();
+        self.outcome.resumed();
+        self.outcome.sent_to(&connection.endpoint.label, true);
+        self.context.upstream.metrics.watch_resumed(result);
+        tracing::debug!(endpoint = &*connection.endpoint.label, "watch {result}");
+        let stream = UpstreamStream::new(response.recv, response.permit, &self.context.drain);
+        self.source = Source::Stream(stream);
+    }
+
+    fn step(&mut self, input: Input<'_>, why: &str) {
+        let effect = self.relay.session_mut().step(input, Instant::now());
+        self.execute(effect, why);
+    }
+
+    /// Ends the watch, which its server has not ended.
+    fn stop(&mut self, reason: NotResumable, why: &str) {
+        self.detach();
+        self.step(Input::Stop(reason), why);
+    }
+
+    fn execute(&mut self, effect: Effect, why: &str) {
+        match effect {
+            Effect::Request(delay) => self.request(delay, why),
+            Effect::Hold => {
+                self.context.upstream.metrics.watch_resumed("held");
+                self.context.begin_outage();
+                self.source = Source::Held(attempt::hold(&self.context, self.deadline(), true));
+            }
+            Effect::HoldUntilDeadline => {
+                self.source = Source::Held(attempt::hold(&self.context, self.deadline(), false));
+            }
+            Effect::End(ending, reason) => self.end(ending, reason, why),
+            // The relay executes the effects of frames.
+            _ => {}
+        }
+    }
+
+    fn deadline(&self) -> Option<Instant> {
+        self.relay.session().deadline()
+    }
+
+    /// Asks an endpoint to continue the watch.
+    fn request(&mut self, delay: Duration, why: &str) {
+        let upstream = &self.context.upstream;
+        let session = self.relay.session();
+        if session.withholds() && !upstream.watches.may_retry_too_old(&upstream.metrics) {
+            return self.stop(NotResumable::OverBudget, why);
+        }
+        if !self.context.has_credential() {
+            let why = "the identity of its client is no longer configured";
+            return self.stop(NotResumable::GaveUp, why);
+        }
+        tracing::debug!(reason = why, "watch requested again");
+        let now = Instant::now();
+        let head = self.context.head(session.request(), &session.resume_point(now));
+        let timeout = session.attempt_timeout();
+        self.source = Source::Requesting(attempt::resume(&self.context, head, delay, timeout));
+    }
+
+    /// Logs and counts that the watch can no longer be resumed.
+    fn warn_not_resumable(&mut self, reason: NotResumable) {
+        self.context.upstream.metrics.watch_resumed(match reason {
+            // The ERROR event is an answer like any other, and the watch ends with it.
+            NotResumable::ServerError => return,
+            NotResumable::Oversized => "oversized",
+            _ => "barred",
+        });
+        let Source::Stream(stream) = &self.source else { return };
+        if !std::mem::replace(&mut self.warned, true) {
+            tracing::info!(
+                endpoint = &*stream.permit.connection().endpoint.label,
+                reason = reason.as_str(),
+                "watch cannot be resumed if it loses its apiserver"
+            );
+        }
+    }
+
+    /// Drops the stream, which resets it, and remembers its connection.
+    fn detach(&mut self) {
+        if let Source::Stream(stream) = &self.source {
+            self.context.note_lost(stream.permit.connection());
+            self.source = Source::Ended(None);
+        }
+    }
+
+    /// Ends the client's stream.
+    fn end(&mut self, ending: Ending, reason: NotResumable, why: &str) {
+        if let Some(outcome) = reason.outcome() {
+            self.context.upstream.metrics.watch_resumed(outcome);
+        }
+        self.source = Source::Ended(None);
+        if ending == Ending::Withheld {
+            tracing::debug!(reason = why, "no other apiserver has the history of the watch");
+            self.out.extend(self.relay.session_mut().take_error_event());
+            return self.outcome.complete();
+        }
+        tracing::info!(
+            endpoint = self.context.lost().map(|c| &*c.endpoint.label),
+            clean = ending == Ending::Clean,
+            not_resumable = reason.as_str(),
+            reason = why,
+            "watch ended"
+        );
+        self.outcome.cut(Side::Upstream, why.to_owned());
+        if ending == Ending::Reset {
+            let why = format!("the watch was lost and cannot be resumed: {why}");
+            self.source = Source::Ended(Some(BodyError(why)));
+        }
+    }
+}
+
+/// The next piece for the client. A large event leaves in several pieces.
+fn next_piece(out: &mut VecDeque<Bytes>) -> Option<Bytes> {
+    match out.front_mut() {
+        Some(front) if front.len() > PIECE => Some(front.split_to(PIECE)),
+        _ => out.pop_front(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every running watch has one of these.
+    #[test]
+    fn watch_body_is_small() {
+        assert!(size_of::<WatchBody>() <= 840, "{}", size_of::<WatchBody>());
+    }
+}

@@ -1,0 +1,214 @@
+//! What is needed to request a watch again: the request, and the endpoints that are not to be asked.
+
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::{HeaderMap, Request, header, response};
+use tokio::time::Instant;
+
+use crate::proxy::client_certificate::IdentityProof;
+use crate::proxy::drain::DrainWatcher;
+use crate::proxy::upstream_client::UpstreamClient;
+use crate::proxy::watch::codec::Encoding;
+use crate::proxy::watch::request::{ResumePoint, WatchRequest, reissued_query, with_query};
+use crate::proxy::watch::session::{Answer, Exclusion, Peers};
+use crate::upstream::connection::Connection;
+use crate::upstream::endpoint::{Endpoint, EndpointState};
+use crate::upstream::pool::ClassPool;
+
+/// Bounds a Retry-After, so that it can be added to the time; no watch waits for so long.
+const MAX_RETRY_AFTER: Duration = Duration::from_secs(3600);
+
+/// A watch that an apiserver has accepted, and what is needed to request it again.
+pub struct AcceptedWatch {
+    /// The client of its upstream.
+    pub upstream: Rc<UpstreamClient>,
+    /// The connections that it may use.
+    pub class: Rc<ClassPool>,
+    /// The proof of its client's identity.
+    pub proof: IdentityProof,
+    /// The head of the request as it was sent upstream.
+    pub head: Request<()>,
+    /// What the client asked for.
+    pub request: WatchRequest,
+    /// The encoding of its events.
+    pub encoding: Encoding,
+    /// When it was requested.
+    pub requested_at: Instant,
+    /// Tells when its listener drains.
+    pub drain: DrainWatcher,
+}
+
+/// What is needed to request a watch again.
+pub(super) struct ResumeContext {
+    pub(super) upstream: Rc<UpstreamClient>,
+    pub(super) class: Rc<ClassPool>,
+    pub(super) proof: IdentityProof,
+    pub(super) drain: DrainWatcher,
+    /// The head of the request as it was sent upstream.
+    head: Request<()>,
+    /// The Content-Type of the client's response.
+    content_type: String,
+    /// The connection of the last stream or attempt.
+    lost: Option<Rc<Connection>>,
+    /// That connection answered and refused the watch: another endpoint is better than another
+    /// connection to the same endpoint.
+    refused: bool,
+    /// Endpoints that are not asked again in this round.
+    excluded: Vec<Arc<Endpoint>>,
+    /// Endpoints that are not asked before a time (Retry-After).
+    paused: Vec<(Arc<Endpoint>, Instant)>,
+}
+
+impl ResumeContext {
+    pub(super) fn new(watch: AcceptedWatch, head: &response::Parts) -> (Self, WatchRequest) {
+        let context = Self {
+            upstream: watch.upstream,
+            class: watch.class,
+            proof: watch.proof,
+            drain: watch.drain,
+            head: watch.head,
+            content_type: content_type(&head.headers).to_owned(),
+            lost: None,
+            refused: false,
+            excluded: Vec::new(),
+            paused: Vec::new(),
+        };
+        (context, watch.request)
+    }
+
+    /// The head of the request that continues the watch.
+    pub(super) fn head(&self, request: &WatchRequest, point: &ResumePoint<'_>) -> Request<()> {
+        let query = self.head.uri().query().unwrap_or_default();
+        let query = reissued_query(query, request, point);
+        let mut head = self.head.clone();
+        *head.uri_mut() = with_query(self.head.uri(), &query);
+        head
+    }
+
+    /// What a response head means for the watch.
+    pub(super) fn answer(&self, head: &response::Parts) -> Answer {
+        let content_type = content_type(&head.headers).trim();
+        Answer::Head {
+            status: head.status.as_u16(),
+            same_content_type: head.headers.contains_key(header::CONTENT_TYPE)
+                && content_type.eq_ignore_ascii_case(self.content_type.trim()),
+            retry_after: retry_after(&head.headers),
+        }
+    }
+
+    /// Whether the connections of the class still have a credential: a changed file of an identity may
+    /// contain another subject.
+    pub(super) fn has_credential(&self) -> bool {
+        self.upstream.pool.upstream().credentials.tls(self.class.class()).is_some()
+    }
+
+    /// The connection of the last stream or attempt.
+    pub(super) fn lost(&self) -> Option<&Rc<Connection>> {
+        self.lost.as_ref()
+    }
+
+    /// Whether that connection answered and refused the watch.
+    pub(super) fn was_refused(&self) -> bool {
+        self.refused
+    }
+
+    /// The watch has left this connection, or an attempt on it got no answer.
+    pub(super) fn note_lost(&mut self, connection: &Rc<Connection>) {
+        self.lost = Some(Rc::clone(connection));
+    }
+
+    /// Another stream has taken the watch. A dead connection must not be kept for as long as it runs.
+    pub(super) fn note_resumed(&mut self) {
+        self.lost = None;
+    }
+
+    /// The last endpoint has refused the watch with an ERROR event: it is not asked again.
+    pub(super) fn exclude_lost(&mut self) {
+        self.refused = true;
+        if let Some(lost) = &self.lost {
+            self.excluded.push(Arc::clone(&lost.endpoint));
+        }
+    }
+
+    /// This connection has answered and not taken the watch. `once`: no endpoint is asked twice.
+    pub(super) fn note_refusal(
+        &mut self,
+        connection: &Rc<Connection>,
+        answer: Answer,
+        once: bool,
+        now: Instant,
+    ) {
+        self.note_lost(connection);
+        self.refused = true;
+        let exclusion = answer.exclusion();
+        if once || exclusion == Some(Exclusion::Round) {
+            self.exclude_lost();
+        }
+        if let Some(Exclusion::For(pause)) = exclusion {
+            let endpoint = &connection.endpoint;
+            self.paused.retain(|(paused, _)| !Arc::ptr_eq(paused, endpoint));
+            self.paused.push((Arc::clone(endpoint), now + pause.min(MAX_RETRY_AFTER)));
+        }
+    }
+
+    /// A round begins: every endpoint may be asked.
+    pub(super) fn begin_round(&mut self) {
+        self.excluded.clear();
+        self.refused = false;
+    }
+
+    /// The watch is held in an outage, after which nothing is known of the endpoints.
+    pub(super) fn begin_outage(&mut self) {
+        self.begin_round();
+        self.lost = None;
+    }
+
+    /// The current stream has proven that it continues the watch.
+    pub(super) fn note_settled(&mut self) {
+        self.excluded.clear();
+    }
+
+    /// The endpoints that are left to ask.
+    pub(super) fn peers(&self, now: Instant) -> Peers {
+        let endpoints = self.upstream.pool.upstream().endpoints();
+        let usable = || endpoints.iter().filter(|endpoint| self.is_usable(endpoint));
+        let is_last =
+            |endpoint| self.lost.as_ref().is_some_and(|lost| Arc::ptr_eq(&lost.endpoint, endpoint));
+        let pause = |endpoint| {
+            let paused = self.paused.iter().find(|(paused, _)| Arc::ptr_eq(paused, endpoint));
+            paused.map_or(Duration::ZERO, |(_, until)| until.saturating_duration_since(now))
+        };
+        Peers {
+            any: endpoints.iter().any(|endpoint| !self.is_excluded(endpoint)),
+            usable: usable().any(|endpoint| !is_last(endpoint)),
+            ready: self.upstream.has_ready_besides(&self.excluded),
+            retry_after: usable().map(pause).min().unwrap_or_default(),
+        }
+    }
+
+    fn is_excluded(&self, endpoint: &Arc<Endpoint>) -> bool {
+        self.excluded.iter().any(|excluded| Arc::ptr_eq(excluded, endpoint))
+    }
+
+    fn is_usable(&self, endpoint: &Arc<Endpoint>) -> bool {
+        use EndpointState::{Ejected, Leaving, NoH2};
+        !matches!(endpoint.state(), Ejected | NoH2 | Leaving) && !self.is_excluded(endpoint)
+    }
+
+    /// The endpoints that are not to be asked at this time.
+    pub(super) fn excluded_at(&self, at: Instant) -> Vec<Arc<Endpoint>> {
+        let paused = self.paused.iter().filter(|(_, until)| *until > at);
+        self.excluded.iter().chain(paused.map(|(endpoint, _)| endpoint)).cloned().collect()
+    }
+}
+
+fn content_type(headers: &HeaderMap) -> &str {
+    headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default()
+}
+
+fn retry_after(headers: &HeaderMap) -> Option<Duration> {
+    let seconds = headers.get(header::RETRY_AFTER)?.to_str().ok()?.trim().parse().ok()?;
+    Some(Duration::from_secs(seconds))
+}

@@ -1,0 +1,106 @@
+//! Detects from the times of its chunks whether a watch has fallen silent.
+//!
+//! Silence alone means nothing: most watches are silent most of the time. It means something on a watch
+//! whose chunks came in quick succession, if then for several times as long none comes.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+/// A watch is delivering if its last two chunks were not further apart.
+const DELIVERING: Duration = Duration::from_secs(2);
+/// Longest silence of a delivering watch before the loss of its connection is known: a connection to a
+/// stopped process is left after 5 s.
+const LOSS_UNNOTICED: Duration = Duration::from_secs(8);
+/// Least silence of a watch that was delivering before it counts as silent.
+const SILENT: Duration = Duration::from_millis(800);
+/// The silence must also last so many times the pause between the last two chunks.
+const PAUSES: u32 = 3;
+
+/// When the last chunks came.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct DeliveryPace {
+    last: Instant,
+    /// The time between the last two chunks.
+    pause: Option<Duration>,
+}
+
+impl DeliveryPace {
+    /// The pace of a stream that begins now.
+    pub(super) fn new(now: Instant) -> Self {
+        Self { last: now, pause: None }
+    }
+
+    /// A chunk has arrived.
+    pub(super) fn delivered(&mut self, now: Instant) {
+        self.pause = Some(now.saturating_duration_since(self.last));
+        self.last = now;
+    }
+
+    /// Whether the client would hardly notice one more second of silence: the watch is not delivering,
+    /// or its silence is longer than the loss of a connection explains.
+    pub(super) fn is_quiet(&self, now: Instant) -> bool {
+        let delivers = self.pause.is_some_and(|pause| pause <= DELIVERING)
+            && now.saturating_duration_since(self.last) <= LOSS_UNNOTICED;
+        !delivers
+    }
+
+    /// Whether the watch was delivering and is silent now.
+    pub(super) fn has_fallen_silent(&self, now: Instant) -> bool {
+        self.pause.is_some_and(|pause| {
+            let silence = now.saturating_duration_since(self.last);
+            pause <= DELIVERING && silence >= SILENT.max(pause * PAUSES)
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pace_without_recent_chunks_is_quiet() {
+        // Milliseconds: the chunks, the time of the question, and whether the watch is quiet.
+        for (chunks, at, quiet) in [
+            (&[][..], 0, true),
+            (&[100][..], 200, false),
+            (&[100, 1_100], 1_200, false),
+            (&[100, 1_100], 4_000, false),
+            (&[100, 1_100], 10_000, true),
+            (&[100, 5_000], 5_100, true),
+        ] {
+            let zero = Instant::now();
+            let mut pace = DeliveryPace::new(zero);
+            for &ms in chunks {
+                pace.delivered(zero + Duration::from_millis(ms));
+            }
+            assert_eq!(pace.is_quiet(zero + Duration::from_millis(at)), quiet, "{chunks:?} {at}");
+        }
+    }
+
+    #[test]
+    fn pace_falls_silent_only_after_delivering() {
+        // Milliseconds: the chunks, the time of the question, and whether the watch has fallen silent.
+        for (chunks, at, silent) in [
+            (&[][..], 60_000, false),
+            (&[100, 200, 300], 400, false),
+            (&[100, 200, 300], 1_099, false),
+            (&[100, 200, 300], 1_100, true),
+            (&[100, 200, 300], 60_000, true),
+            // One chunk a second: three must stay away.
+            (&[1_000, 2_000], 4_900, false),
+            (&[1_000, 2_000], 5_000, true),
+            // Chunks far apart are no delivery.
+            (&[3_000, 6_000], 60_000, false),
+            (&[100, 200, 60_000], 120_000, false),
+        ] {
+            let zero = Instant::now();
+            let mut pace = DeliveryPace::new(zero);
+            for &ms in chunks {
+                pace.delivered(zero + Duration::from_millis(ms));
+            }
+            let now = zero + Duration::from_millis(at);
+            assert_eq!(pace.has_fallen_silent(now), silent, "{chunks:?} at {at}");
+        }
+    }
+}

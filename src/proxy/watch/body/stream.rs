@@ -1,0 +1,223 @@
+//! The upstream stream of a watch: what arrives on it, and the reasons to leave it.
+//!
+//! A stream that works is not given up before another one has taken the watch. While its connection
+//! drains, the watch looks for a stream on another connection beside it
+//! ([`UpstreamStream::find_permit`]).
+
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use bytes::Bytes;
+use h2::RecvStream;
+use tokio::time::{Instant, sleep, timeout};
+
+use super::context::ResumeContext;
+use super::pace::DeliveryPace;
+use crate::proxy::drain::DrainWatcher;
+use crate::proxy::upstream_client::release;
+use crate::upstream::connection::{DrainUrgency, Permit, describe_h2_error};
+use crate::upstream::pool::{PreviousFailure, StreamRequirements};
+
+/// Largest jitter before the watch looks for a stream on another connection if the connection drains at
+/// once: other watches do the same at the same moment.
+const JITTER_IMMEDIATE: Duration = Duration::from_millis(200);
+/// The same if the stream works and nothing is lost by waiting.
+const JITTER_GRACEFUL: Duration = Duration::from_secs(1);
+/// How long one search for a stream on another connection may take.
+const SEARCH_TIMEOUT: Duration = Duration::from_secs(2);
+/// Least pause after the first search that failed. It doubles with each failure; up to half of it is
+/// added at random.
+const SEARCH_PAUSE: Duration = Duration::from_secs(2);
+/// Largest pause, without that half.
+const MAX_SEARCH_PAUSE: Duration = Duration::from_secs(60);
+
+/// An upstream stream that the body reads from.
+pub(super) struct UpstreamStream {
+    pub(super) recv: RecvStream,
+    /// Received bytes whose flow-control window is released when the client asks for more.
+    pub(super) unreleased: usize,
+    pub(super) pace: DeliveryPace,
+    pub(super) permit: Permit,
+    /// The number of the connection's last self-check that the watch has seen.
+    self_checks: u32,
+    /// A reason to leave that the watch cannot follow yet.
+    pub(super) deferred: Option<Deferred>,
+    /// Searches for another stream that failed.
+    failed_searches: u32,
+    /// Ready when there is a reason to leave the stream.
+    departure: Pin<Box<dyn Future<Output = Departure>>>,
+}
+
+/// A reason to leave a stream that works.
+#[derive(Debug)]
+pub(super) enum Departure {
+    /// The connection drains.
+    Drain,
+    /// The connection does not respond; it is kept only for watches that cannot leave it.
+    Unresponsive,
+    /// The search for a stream on another connection is over; `None`: it found none.
+    Permit(Option<Permit>),
+    /// The connection has notified its watches.
+    Notified,
+    /// The listener drains.
+    Shutdown,
+}
+
+/// A reason to leave a stream that the watch follows after a later event.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Deferred {
+    /// The connection drains, and the watch cannot be resumed now.
+    Drain,
+    /// The connection does not respond, and the loss of the stream would do harm.
+    Unresponsive,
+    /// The listener drains, and a clean end would look complete.
+    Shutdown,
+}
+
+/// What has happened on a stream.
+pub(super) enum StreamEvent {
+    /// A chunk has arrived.
+    Data(Bytes),
+    /// The server has ended the response.
+    End,
+    /// The stream was lost, for this reason.
+    Lost(String),
+    /// There is a reason to leave the stream.
+    Departure(Departure),
+}
+
+impl UpstreamStream {
+    pub(super) fn new(recv: RecvStream, permit: Permit, drain: &DrainWatcher) -> Self {
+        let connection = permit.connection();
+        Self {
+            pace: DeliveryPace::new(connection.last_received()),
+            self_checks: connection.self_check_count(),
+            departure: departure(&permit, drain),
+            recv,
+            unreleased: 0,
+            permit,
+            deferred: None,
+            failed_searches: 0,
+        }
+    }
+
+    pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<StreamEvent> {
+        release(&mut self.recv, &mut self.unreleased);
+        if let Poll::Ready(data) = self.recv.poll_data(cx) {
+            return Poll::Ready(match data {
+                Some(Ok(data)) => {
+                    self.pace.delivered(self.received_at());
+                    StreamEvent::Data(data)
+                }
+                Some(Err(error)) => StreamEvent::Lost(describe_h2_error(&error)),
+                None if self.recv.is_end_stream() => StreamEvent::End,
+                None => StreamEvent::Lost("the stream was reset".to_owned()),
+            });
+        }
+        self.departure.as_mut().poll(cx).map(StreamEvent::Departure)
+    }
+
+    /// When the connection last read from its socket. It costs no system call, and for a chunk that
+    /// has just arrived it is the current time.
+    pub(super) fn received_at(&self) -> Instant {
+        self.permit.connection().last_received()
+    }
+
+    /// Whether the connection has done its self-check, once a minute, since the last call.
+    pub(super) fn is_check_due(&mut self) -> bool {
+        let checks = self.permit.connection().self_check_count();
+        std::mem::replace(&mut self.self_checks, checks) != checks
+    }
+
+    /// Waits for the next reason to leave.
+    pub(super) fn await_departure(&mut self, drain: &DrainWatcher) {
+        self.departure = departure(&self.permit, drain);
+    }
+
+    /// The watch cannot leave yet. The body tries again after each chunk; until then only a more urgent
+    /// reason counts.
+    pub(super) fn defer(&mut self, reason: Deferred, drain: &DrainWatcher) {
+        self.deferred = Some(reason);
+        let mut drain = drain.clone();
+        let connection = Rc::clone(self.permit.connection());
+        self.departure = Box::pin(async move {
+            if reason == Deferred::Shutdown {
+                return std::future::pending().await;
+            }
+            tokio::select! {
+                () = connection.became_unresponsive(), if reason == Deferred::Drain => {
+                    Departure::Unresponsive
+                }
+                () = drain.staggered_end() => Departure::Shutdown,
+            }
+        });
+    }
+
+    /// Looks for a stream on another connection while this one works. Failed searches delay it.
+    pub(super) fn find_permit(&mut self, context: &ResumeContext) {
+        self.deferred = None;
+        let connection = Rc::clone(self.permit.connection());
+        let immediate = connection.drain_urgency() == Some(DrainUrgency::Immediate);
+        let pause = match self.failed_searches.checked_sub(1) {
+            None if immediate => JITTER_IMMEDIATE.mul_f64(fastrand::f64()),
+            None => JITTER_GRACEFUL.mul_f64(fastrand::f64()),
+            Some(before) => SEARCH_PAUSE
+                .saturating_mul(1 << before.min(10))
+                .min(MAX_SEARCH_PAUSE)
+                .mul_f64(1.0 + fastrand::f64() / 2.0),
+        };
+        let (upstream, class) = (Rc::clone(&context.upstream), Rc::clone(&context.class));
+        let proof = context.proof.clone();
+        let mut drain = context.drain.clone();
+        self.departure = Box::pin(async move {
+            let search = async {
+                sleep(pause).await;
+                // If the identity is no longer proven, the body ends the watch.
+                proof.confirmed().await;
+                let requirements = StreamRequirements {
+                    watch: true,
+                    held: true,
+                    live_only: true,
+                    previous_failure: immediate.then_some(PreviousFailure::Silence(&connection)),
+                    ..StreamRequirements::for_client(proof.subject())
+                };
+                let acquired = upstream.pool.acquire(&class, requirements);
+                timeout(SEARCH_TIMEOUT, acquired).await.ok()?.ok()
+            };
+            tokio::select! {
+                permit = search => Departure::Permit(permit),
+                () = connection.became_unresponsive() => Departure::Unresponsive,
+                () = drain.staggered_end() => Departure::Shutdown,
+            }
+        });
+    }
+
+    /// The search, or the attempt to move, has failed: search again after a pause.
+    pub(super) fn find_permit_later(&mut self, context: &ResumeContext) {
+        self.failed_searches = self.failed_searches.saturating_add(1);
+        self.find_permit(context);
+    }
+}
+
+/// Waits for a reason to leave the stream.
+fn departure(permit: &Permit, drain: &DrainWatcher) -> Pin<Box<dyn Future<Output = Departure>>> {
+    let connection = Rc::clone(permit.connection());
+    let mut drain = drain.clone();
+    let notifications = connection.notification_count();
+    Box::pin(async move {
+        tokio::select! {
+            () = connection.drain_or_notification(notifications) => {
+                if connection.is_unresponsive() {
+                    Departure::Unresponsive
+                } else if connection.should_drain() {
+                    Departure::Drain
+                } else {
+                    Departure::Notified
+                }
+            }
+            () = drain.staggered_end() => Departure::Shutdown,
+        }
+    })
+}

@@ -1,0 +1,473 @@
+//! The tables of the session: states, frames on a first and on a later stream, losses, attempts.
+
+use super::super::codec::event::{Event, EventType, Unreadable};
+use super::super::codec::version::ResourceVersion;
+use super::super::request::WatchRequest;
+use super::super::session::{
+    Answer, Effect, Ending, Input, MoveReason, NotResumable, Peers, RESUMES_PER_MINUTE, Session,
+};
+use super::model::request;
+use bytes::Bytes;
+use std::time::Duration;
+use tokio::time::{Instant, sleep};
+
+const AT_ONCE: Effect = Effect::Request(Duration::ZERO);
+const DIVERGED: Effect = Effect::End(Ending::Clean, NotResumable::Diverged);
+const TOO_OLD: Effect = Effect::End(Ending::Withheld, NotResumable::TooOld);
+const GAVE_UP: Effect = Effect::End(Ending::Clean, NotResumable::GaveUp);
+const ALL_LEFT: Peers = Peers { any: true, usable: true, ready: true, retry_after: Duration::ZERO };
+const NONE_LEFT: Peers =
+    Peers { any: false, usable: false, ready: false, retry_after: Duration::ZERO };
+
+type Frame = Result<Event<'static>, Unreadable>;
+
+#[allow(clippy::unnecessary_wraps)] // a frame, as the session takes it
+fn event(event_type: EventType, version: &'static str) -> Frame {
+    let version = Some(version.as_bytes());
+    Ok(Event { event_type, version, initial_events_end: false, status_code: None })
+}
+
+#[allow(clippy::unnecessary_wraps)] // likewise
+fn error(code: u16) -> Frame {
+    Ok(Event {
+        event_type: EventType::Error,
+        version: None,
+        initial_events_end: false,
+        status_code: Some(code),
+    })
+}
+
+fn initial_events_end(version: &'static str) -> Frame {
+    event(EventType::Bookmark, version).map(|e| Event { initial_events_end: true, ..e })
+}
+
+/// A session that has processed these frames.
+fn after(request: &WatchRequest, frames: Vec<Frame>, start: Instant) -> Session {
+    let mut session = Session::new(request.clone(), start);
+    for frame in frames {
+        session.step(Input::Frame(frame), start);
+    }
+    session
+}
+
+fn frame(session: &mut Session, frame: Frame) -> Effect {
+    session.step(Input::Frame(frame), Instant::now())
+}
+
+fn lose(session: &mut Session, now: Instant) -> Effect {
+    session.step(Input::StreamLost { quiet: false, random: 0 }, now)
+}
+
+fn answer(session: &mut Session, answer: Answer, peers: Peers, now: Instant) -> Effect {
+    session.step(Input::Answered { answer, peers, random: 0 }, now)
+}
+
+fn head(status: u16) -> Answer {
+    Answer::Head { status, same_content_type: true, retry_after: None }
+}
+
+/// The stream is lost, and another one takes the watch.
+fn resume(session: &mut Session, now: Instant) {
+    assert_eq!(lose(session, now), AT_ONCE);
+    assert_eq!(answer(session, head(200), NONE_LEFT, now), Effect::Accept);
+}
+
+/// The frame is withheld, or the endpoint refuses the watch; the body reports it.
+fn reject(session: &mut Session, withheld: bool, peers: Peers, now: Instant) -> Effect {
+    let error_event = withheld.then(|| Bytes::from_static(b"410"));
+    session.step(Input::Rejected { error_event, peers, random: 0 }, now)
+}
+
+fn cursor(session: &Session, now: Instant) -> Option<String> {
+    session.resume_point(now).cursor.map(ToString::to_string)
+}
+
+#[test]
+#[allow(clippy::type_complexity)] // it is a table
+fn session_after_frames_resumes_or_ends_as_documented() {
+    use EventType::{Added, Bookmark, Deleted, Modified, Unknown};
+    use NotResumable as Why;
+    let fresh = || request("");
+    let listed = || WatchRequest { send_initial_events: true, ..request("5") };
+    let watch_list = || WatchRequest { bookmarks: true, ..listed() };
+    let from_present = || WatchRequest { from_present: true, ..request("") };
+    let foreign = |version| WatchRequest { resumable_group: false, ..request(version) };
+    let clean = |why| Effect::End(Ending::Clean, why);
+    let reset = |why| Effect::End(Ending::Reset, why);
+    let start = Instant::now();
+    // Whether the initial events are over, the effect of a loss, and where the watch continues.
+    #[rustfmt::skip]
+    let table: Vec<(&str, WatchRequest, Vec<Frame>, bool, Effect, Option<&str>)> = vec![
+        ("ordered, nothing yet", request("5"), vec![], true, AT_ONCE, Some("5")),
+        ("ordered", request("5"), vec![event(Added, "9"), event(Deleted, "10")], true, AT_ONCE, Some("10")),
+        ("quiet with a bookmark", request("5"), vec![event(Bookmark, "9")], true, AT_ONCE, Some("9")),
+        ("bookmark at the cursor", request("5"), vec![event(Added, "9"), event(Bookmark, "9")], true, AT_ONCE, Some("9")),
+        ("event at the cursor", request("5"), vec![event(Added, "9"), event(Modified, "9")], true, clean(Why::VersionNotGrowing), None),
+        ("event below the cursor", request("5"), vec![event(Added, "4")], true, clean(Why::VersionNotGrowing), None),
+        ("bookmark below the cursor", request("5"), vec![event(Added, "8"), event(Bookmark, "7")], true, clean(Why::VersionNotGrowing), None),
+        ("version is not a number", request("5"), vec![event(Added, "abc")], true, clean(Why::VersionNotNumeric), None),
+        ("unknown type", request("5"), vec![event(Unknown, "7")], true, clean(Why::UnknownEvent), None),
+        ("unknown type, then an event", request("5"), vec![event(Unknown, "7"), event(Added, "8")], true, clean(Why::UnknownEvent), None),
+        ("too old", request("5"), vec![error(410)], true, AT_ONCE, Some("5")),
+        ("another error", request("5"), vec![error(500)], true, clean(Why::ServerError), None),
+        ("unreadable", request("5"), vec![Err(Unreadable)], true, reset(Why::Unreadable), None),
+        ("initial, nothing yet", fresh(), vec![], false, AT_ONCE, None),
+        ("resourceVersion=0", request("0"), vec![], false, AT_ONCE, None),
+        ("initial", fresh(), vec![event(Added, "90"), event(Added, "8")], false, reset(Why::Initial), None),
+        ("initial, complete", fresh(), vec![event(Added, "90"), event(Added, "8"), event(Modified, "91")], true, AT_ONCE, Some("91")),
+        ("initial, empty", fresh(), vec![event(Bookmark, "50")], true, AT_ONCE, Some("50")),
+        ("initial, error", fresh(), vec![error(410)], false, reset(Why::ServerError), None),
+        ("initial, unreadable", fresh(), vec![Err(Unreadable)], false, reset(Why::Unreadable), None),
+        ("initial, complete without a version", fresh(), vec![event(Modified, "x")], true, clean(Why::VersionNotNumeric), None),
+        ("list, nothing yet", listed(), vec![], false, AT_ONCE, None),
+        ("list", listed(), vec![event(Added, "9"), event(Bookmark, "10"), event(Modified, "11")], false, reset(Why::Initial), None),
+        ("list, complete", listed(), vec![event(Added, "9"), initial_events_end("10")], true, AT_ONCE, Some("10")),
+        ("WatchList, nothing yet", watch_list(), vec![], false, AT_ONCE, None),
+        ("WatchList", watch_list(), vec![event(Added, "9"), event(Bookmark, "10")], false, clean(Why::Initial), None),
+        ("WatchList, unreadable", watch_list(), vec![event(Added, "9"), Err(Unreadable)], false, reset(Why::Unreadable), None),
+        ("WatchList, complete", watch_list(), vec![event(Added, "9"), initial_events_end("10")], true, AT_ONCE, Some("10")),
+        ("from the present, nothing yet", from_present(), vec![], false, clean(Why::NoVersion), None),
+        ("from the present, a bookmark", from_present(), vec![event(Bookmark, "9")], true, AT_ONCE, Some("9")),
+        ("from the present, an event", from_present(), vec![event(Added, "9")], false, reset(Why::Initial), None),
+        ("foreign, nothing yet", foreign("5"), vec![], true, AT_ONCE, None),
+        ("foreign, ordered", foreign("5"), vec![event(Added, "6")], true, clean(Why::Group), None),
+        ("foreign, unreadable", foreign("5"), vec![Err(Unreadable)], true, reset(Why::Unreadable), None),
+        ("foreign, initial", foreign(""), vec![event(Added, "6")], false, reset(Why::Group), None),
+        ("foreign, initial complete", foreign(""), vec![event(Added, "6"), event(Modified, "7")], true, clean(Why::Group), None),
+    ];
+    for (name, request, frames, ordered, loss, continues_at) in table {
+        let mut session = after(&request, frames, start);
+        assert_eq!(session.is_ordered(), ordered, "{name}");
+        assert_eq!(lose(&mut session, start), loss, "{name}");
+        assert_eq!(cursor(&session, start).as_deref(), continues_at, "{name}");
+    }
+}
+
+#[test]
+fn bookmark_reaches_only_clients_that_asked_for_it() {
+    let start = Instant::now();
+    for (bookmarks, effect) in [(true, Effect::Forward), (false, Effect::Swallow)] {
+        let mut session = Session::new(WatchRequest { bookmarks, ..request("5") }, start);
+        assert_eq!(frame(&mut session, event(EventType::Bookmark, "6")), effect);
+        assert_eq!(frame(&mut session, event(EventType::Added, "7")), Effect::Forward);
+    }
+}
+
+#[test]
+#[allow(clippy::type_complexity)] // it is a table
+fn frame_on_a_later_stream_must_continue_the_history() {
+    use EventType::{Added, Bookmark, Modified};
+    #[rustfmt::skip]
+    let table: Vec<(&str, Vec<(Frame, Effect)>)> = vec![
+        ("next events", vec![(event(Added, "11"), Effect::Forward), (event(Added, "12"), Effect::Forward)]),
+        ("bookmark at the cursor", vec![(event(Bookmark, "10"), Effect::Swallow)]),
+        ("one repeated event", vec![(event(Added, "10"), Effect::Discard), (event(Added, "11"), Effect::Forward)]),
+        ("two repeated events", vec![(event(Added, "9"), Effect::Discard), (event(Added, "10"), DIVERGED)]),
+        ("a repeated event later", vec![(event(Added, "11"), Effect::Forward), (event(Modified, "11"), Effect::Discard)]),
+        ("410", vec![(error(410), Effect::NextEndpoint)]),
+        ("another error", vec![(error(500), Effect::NextEndpoint)]),
+        ("a repeated event, then 410", vec![(event(Added, "10"), Effect::Discard), (error(410), Effect::NextEndpoint)]),
+        ("410 later", vec![(event(Added, "11"), Effect::Forward), (error(410), Effect::Withhold)]),
+        ("another error later", vec![(event(Added, "11"), Effect::Forward), (error(500), Effect::Forward)]),
+        ("unreadable", vec![(Err(Unreadable), DIVERGED)]),
+        ("version is not a number", vec![(event(Added, "x"), DIVERGED)]),
+    ];
+    let start = Instant::now();
+    for (name, frames) in table {
+        let mut session = after(&request("5"), vec![event(Added, "10")], start);
+        resume(&mut session, start);
+        for (next, effect) in frames {
+            assert_eq!(frame(&mut session, next), effect, "{name}: {next:?}");
+        }
+    }
+}
+
+#[test]
+fn oversized_frame_prevents_resuming_until_the_next_frame() {
+    let start = Instant::now();
+    let ordered = || after(&request("5"), vec![event(EventType::Added, "10")], start);
+    let piece = |session: &mut Session, begins, ends| {
+        session.step(Input::OversizedPiece { begins, ends }, start)
+    };
+    let mut session = ordered();
+    piece(&mut session, true, false);
+    assert_eq!(session.not_resumable(), Some(NotResumable::Oversized));
+    let incomplete = Effect::End(Ending::Reset, NotResumable::Oversized);
+    assert_eq!(lose(&mut session, start), incomplete, "in its middle");
+    let mut session = ordered();
+    piece(&mut session, true, false);
+    piece(&mut session, false, true);
+    assert!(!session.is_resumable(), "after it: its version is unknown");
+    assert_eq!(session.ending(), Ending::Clean);
+    assert_eq!(frame(&mut session, event(EventType::Modified, "12")), Effect::Forward);
+    assert_eq!(session.not_resumable(), None);
+    resume(&mut session, start);
+    assert_eq!(piece(&mut session, true, true), DIVERGED, "first on a later stream");
+}
+
+#[test]
+fn resuming_is_limited_by_time_left_and_by_rate() {
+    let start = Instant::now();
+    let at = |ms| start + Duration::from_millis(ms);
+    let late = Effect::End(Ending::Clean, NotResumable::Late);
+    let too_often = Effect::End(Ending::Clean, NotResumable::TooOften);
+    let mut session = after(&request("5"), vec![event(EventType::Added, "6")], start);
+    resume(&mut session, at(298_000));
+    assert_eq!(session.resume_point(at(298_000)).remaining, Some(Duration::from_secs(2)));
+    assert_eq!(lose(&mut session, at(298_001)), late, "less than 2 s left");
+
+    for (loss, effect) in [(20, too_often), (60_020, AT_ONCE)] {
+        let mut session = Session::new(WatchRequest { timeout: None, ..request("5") }, start);
+        for _ in 0..RESUMES_PER_MINUTE {
+            resume(&mut session, at(10));
+        }
+        assert_eq!(lose(&mut session, at(loss)), effect, "{loss} ms");
+    }
+}
+
+#[test]
+fn move_needs_a_cursor_and_continues_there() {
+    let start = Instant::now();
+    let at = |ms| start + Duration::from_millis(ms);
+    let can_move = |session: &Session, ms| session.can_move(MoveReason::Rebalance, at(ms));
+    let initial = after(&WatchRequest { version: None, ..request("5") }, vec![], start);
+    assert!(!can_move(&initial, 0), "initial events");
+    let mut session = after(&request("5"), vec![event(EventType::Added, "6")], start);
+    assert!(!can_move(&session, 270_001), "it ends soon anyway");
+    assert!(can_move(&session, 1));
+    session.step(Input::MoveStarted(MoveReason::Rebalance), at(1));
+    assert_eq!(cursor(&session, at(1)).as_deref(), Some("6"));
+    session.step(Input::MoveEnded { moved: false }, at(2));
+    assert!(!can_move(&session, 60_000), "once a minute");
+    assert_eq!(frame(&mut session, event(EventType::Added, "7")), Effect::Forward, "it stayed");
+    assert!(can_move(&session, 60_001));
+    session.step(Input::MoveStarted(MoveReason::Rebalance), at(60_001));
+    session.step(Input::MoveEnded { moved: true }, at(60_002));
+    assert_eq!(frame(&mut session, event(EventType::Added, "7")), Effect::Discard);
+    assert_eq!(frame(&mut session, event(EventType::Added, "8")), Effect::Forward);
+
+    // Only the first frame tells that the history of the new endpoint is too short.
+    let mut session = after(&request("5"), vec![event(EventType::Added, "6")], start);
+    session.step(Input::MoveStarted(MoveReason::Rebalance), at(1));
+    session.step(Input::MoveEnded { moved: true }, at(1));
+    assert_eq!(frame(&mut session, error(410)), Effect::NextEndpoint);
+    assert_eq!(reject(&mut session, false, ALL_LEFT, at(2)), AT_ONCE);
+    assert_eq!(cursor(&session, at(2)).as_deref(), Some("6"));
+
+    let session = after(&request("5"), vec![event(EventType::Unknown, "6")], start);
+    assert!(!can_move(&session, 3));
+}
+
+#[test]
+fn evacuation_is_limited_to_half_of_the_resumes_of_a_minute() {
+    let start = Instant::now();
+    let at = |seconds| start + Duration::from_secs(seconds);
+    let mut session = after(&request("5"), vec![], start);
+    for n in 0..u64::from(RESUMES_PER_MINUTE) / 2 {
+        assert!(session.can_move(MoveReason::Evacuate, at(2 * n)), "{n}");
+        session.step(Input::MoveStarted(MoveReason::Evacuate), at(2 * n));
+        session.step(Input::MoveEnded { moved: true }, at(2 * n));
+        assert!(!session.can_move(MoveReason::Evacuate, at(2 * n + 1)), "2 s between two");
+    }
+    assert!(!session.can_move(MoveReason::Evacuate, at(30)));
+    assert!(session.can_move(MoveReason::Drain, at(30)));
+    assert!(session.can_move(MoveReason::Evacuate, at(60)));
+}
+
+#[test]
+fn ceased_bookmarks_are_reported_once() {
+    let bookmark = |version| event(EventType::Bookmark, version);
+    let mut session = after(&request("5"), vec![event(EventType::Added, "6")], Instant::now());
+    assert!((0..9).all(|_| !session.has_gone_stale()), "it never had any");
+    frame(&mut session, bookmark("7"));
+    let checks =
+        |session: &mut Session| (0..6).map(|_| session.has_gone_stale()).collect::<Vec<_>>();
+    assert_eq!(checks(&mut session), [false, false, false, true, false, false]);
+    frame(&mut session, event(EventType::Modified, "8"));
+    assert!(!session.has_gone_stale(), "events are no bookmarks");
+    frame(&mut session, bookmark("9"));
+    assert_eq!(checks(&mut session), [false, false, false, true, false, false]);
+}
+
+/// A 410 is withheld if the watch can continue elsewhere, whoever sent the request; otherwise, and with
+/// any other code, the client gets the error.
+#[test]
+fn error_410_is_withheld_while_other_endpoints_are_asked() {
+    use EventType::{Added, Modified};
+    let start = Instant::now();
+    let foreign = || WatchRequest { resumable_group: false, ..request("5") };
+    let (withheld, forwarded) = (Effect::Withhold, Effect::Forward);
+    // The frames before it, and where the next request begins; `None`: as the client's.
+    for (name, request, before, code, effect, continues_at) in [
+        ("first frame", request("5"), vec![], 410, withheld, Some("5")),
+        ("first frame, foreign group", foreign(), vec![], 410, withheld, None),
+        ("later", request("5"), vec![event(Added, "7")], 410, withheld, Some("7")),
+        ("later, foreign group", foreign(), vec![event(Added, "7")], 410, forwarded, None),
+        ("another code", request("5"), vec![], 500, forwarded, None),
+        ("without a version", request(""), vec![], 410, forwarded, None),
+        ("initial events", request(""), vec![event(Added, "7")], 410, forwarded, None),
+        ("after going back", request("5"), vec![event(Modified, "4")], 410, forwarded, None),
+    ] {
+        let withholding = || {
+            let mut session = after(&request, before.clone(), start);
+            assert_eq!(frame(&mut session, error(code)), effect, "{name}");
+            session
+        };
+        let mut session = withholding();
+        if effect == forwarded {
+            let ending = session.ending();
+            let loss = lose(&mut session, start);
+            assert!(matches!(loss, Effect::End(how, _) if how == ending), "{name}: {loss:?}");
+            continue;
+        }
+        assert_eq!(reject(&mut session, true, ALL_LEFT, start), AT_ONCE, "{name}");
+        assert!(session.withholds(), "{name}");
+        assert_eq!(cursor(&session, start).as_deref(), continues_at, "{name}");
+        // The next endpoint has no more of the history, and it was the last one.
+        assert_eq!(answer(&mut session, head(200), ALL_LEFT, start), Effect::Accept, "{name}");
+        assert_eq!(frame(&mut session, error(410)), Effect::NextEndpoint, "{name}");
+        assert_eq!(reject(&mut session, false, NONE_LEFT, start), TOO_OLD, "{name}: none left");
+        assert_eq!(session.take_error_event().as_deref(), Some(&b"410"[..]), "{name}");
+        // Or it does not answer in time, or the budget is used up, or the listener shuts down.
+        let late = start + Duration::from_secs(3);
+        let no_answer = Answer::None { outage: true };
+        let mut session = withholding();
+        reject(&mut session, true, ALL_LEFT, start);
+        assert_eq!(answer(&mut session, no_answer, ALL_LEFT, late), TOO_OLD, "{name}: too late");
+        let over_budget = Effect::End(Ending::Withheld, NotResumable::OverBudget);
+        for (reason, end) in [
+            (NotResumable::OverBudget, over_budget),
+            (NotResumable::Shutdown, TOO_OLD),
+            (NotResumable::GaveUp, TOO_OLD),
+            (NotResumable::Unproven, Effect::End(Ending::Clean, NotResumable::Unproven)),
+        ] {
+            let mut session = withholding();
+            reject(&mut session, true, ALL_LEFT, start);
+            assert_eq!(session.step(Input::Stop(reason), start), end, "{name}: {reason:?}");
+        }
+    }
+    // Other endpoints are asked as often as the watch may be resumed.
+    let mut session = after(&request("5"), vec![], start);
+    let versions = ["6", "7", "8", "9", "10", "11", "12", "13", "14", "15", "16", "17", "18"];
+    for (n, version) in (0..).zip(versions) {
+        frame(&mut session, event(Added, version));
+        assert_eq!(frame(&mut session, error(410)), Effect::Withhold);
+        let next = reject(&mut session, true, ALL_LEFT, start);
+        assert_eq!(next, if n < RESUMES_PER_MINUTE { AT_ONCE } else { TOO_OLD });
+        answer(&mut session, head(200), NONE_LEFT, start);
+    }
+}
+
+#[test]
+fn answer_leads_to_another_attempt_or_to_the_end() {
+    let start = Instant::now();
+    let later = start + Duration::from_secs(30);
+    let unreachable = Answer::None { outage: false };
+    let ejected = Peers { usable: false, ..ALL_LEFT };
+    let busy = Peers { retry_after: Duration::from_secs(31), ..ALL_LEFT };
+    for (given, peers, now, effect) in [
+        (head(200), NONE_LEFT, later, Effect::Accept),
+        (head(503), ALL_LEFT, start, AT_ONCE),
+        (head(503), ejected, start, AT_ONCE),
+        (head(503), ALL_LEFT, later, GAVE_UP),
+        (head(503), busy, start, GAVE_UP),
+        (head(410), ALL_LEFT, start, AT_ONCE),
+        (head(410), ejected, start, GAVE_UP),
+        (head(410), NONE_LEFT, start, GAVE_UP),
+        (Answer::ErrorEvent, ALL_LEFT, start, AT_ONCE),
+        (Answer::ErrorEvent, NONE_LEFT, start, GAVE_UP),
+        (unreachable, ALL_LEFT, start, AT_ONCE),
+        (Answer::None { outage: true }, NONE_LEFT, start, Effect::Hold),
+        (head(403), ALL_LEFT, start, GAVE_UP),
+    ] {
+        let mut session = after(&request("5"), vec![event(EventType::Added, "6")], start);
+        assert_eq!(lose(&mut session, start), AT_ONCE);
+        assert_eq!(answer(&mut session, given, peers, now), effect, "{given:?} {peers:?}");
+    }
+
+    // A restart without an answer cannot end cleanly while initial events are owed.
+    let mut session = Session::new(request(""), start);
+    assert_eq!(lose(&mut session, start), AT_ONCE);
+    let reset = Effect::End(Ending::Reset, NotResumable::GaveUp);
+    assert_eq!(answer(&mut session, head(403), ALL_LEFT, start), reset);
+}
+
+/// A session against apiservers that give these answers, one after another, in simulated time. Returns
+/// what the watch came to and how long it took.
+async fn run(
+    session: &mut Session,
+    mut effect: Effect,
+    mut answers: impl Iterator<Item = Answer>,
+) -> (Effect, Duration, u32) {
+    let start = Instant::now();
+    let mut attempts = 0;
+    loop {
+        effect = match effect {
+            Effect::Request(delay) => {
+                sleep(delay).await;
+                attempts += 1;
+                let answer = answers.next().expect("an answer");
+                let input = Input::Answered { answer, peers: ALL_LEFT, random: u64::MAX / 2 };
+                session.step(input, Instant::now())
+            }
+            Effect::Hold => {
+                let held = Duration::from_secs(60);
+                sleep(held).await;
+                session.step(Input::Returned { held, random: u64::MAX }, Instant::now())
+            }
+            Effect::HoldUntilDeadline => {
+                tokio::time::sleep_until(session.deadline().expect("a deadline")).await;
+                session.step(Input::Stop(NotResumable::Expired), Instant::now())
+            }
+            other => return (other, start.elapsed(), attempts),
+        };
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn round_of_attempts_ends_after_30_seconds() {
+    let mut session = Session::new(request("5"), Instant::now());
+    let lost = Input::StreamLost { quiet: true, random: u64::MAX };
+    let effect = session.step(lost, Instant::now());
+    assert_eq!(
+        effect,
+        Effect::Request(Duration::from_secs(1)),
+        "a quiet watch waits for up to 1 s"
+    );
+    let busy =
+        Answer::Head { status: 429, same_content_type: true, retry_after: Some(Duration::ZERO) };
+    let (end, took, attempts) = run(&mut session, effect, std::iter::repeat(busy)).await;
+    assert_eq!(end, GAVE_UP);
+    assert!((30..32).contains(&took.as_secs()), "{took:?}");
+    assert!((20..40).contains(&attempts), "{attempts}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn outage_holds_the_watch_and_then_begins_a_new_round() {
+    let mut session = Session::new(request("5"), Instant::now());
+    let effect = lose(&mut session, Instant::now());
+    let answers = [Answer::None { outage: true }, head(503), head(200)];
+    let (end, took, attempts) = run(&mut session, effect, answers.into_iter()).await;
+    assert_eq!((end, attempts), (Effect::Accept, 3));
+    // 60 s of outage, 5 s of jitter, and the jitter after the 503.
+    assert!((65_000..65_100).contains(&took.as_millis()), "{took:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn outage_holds_the_watch_until_its_deadline() {
+    let start = Instant::now();
+    let asked = WatchRequest { timeout: Some(Duration::from_secs(61)), ..request("5") };
+    let mut session = Session::new(asked, start);
+    let effect = lose(&mut session, Instant::now());
+    let answers = std::iter::once(Answer::None { outage: true });
+    let (end, ..) = run(&mut session, effect, answers).await;
+    assert_eq!(end, Effect::End(Ending::Clean, NotResumable::Expired));
+    assert_eq!(start.elapsed(), Duration::from_secs(61));
+}
+
+#[test]
+fn session_is_small() {
+    // It lives as long as its watch, and a node has thousands.
+    assert!(size_of::<Session>() <= 240, "{}", size_of::<Session>());
+    assert!(size_of::<ResourceVersion>() <= 24);
+}

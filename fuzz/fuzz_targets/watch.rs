@@ -7,7 +7,7 @@
 use bytes::Bytes;
 use jackstay::observe::ByteBudget;
 use jackstay::proxy::watch::codec::Encoding;
-use jackstay::proxy::watch::codec::event::parse;
+use jackstay::proxy::watch::codec::parse;
 use jackstay::proxy::watch::codec::frame::{Piece, FrameSplitter};
 use libfuzzer_sys::fuzz_target;
 

@@ -12,7 +12,6 @@ mod pace;
 mod stream;
 
 use std::collections::VecDeque;
-use std::rc::Rc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 

@@ -4,9 +4,9 @@
 //! Forwarded frames that lie next to each other in a chunk leave as one slice of that chunk: a burst of
 //! events costs one piece of output, not one for each event.
 
-use super::codec::Encoding;
-use super::codec::event::{self, EventType};
+use super::codec::event::EventType;
 use super::codec::frame::{FrameSplitter, Piece};
+use super::codec::{Encoding, parse};
 use super::request::WatchRequest;
 use super::session::{Effect, Input, Session};
 use crate::observe::ByteBudget;
@@ -71,11 +71,11 @@ impl Relay {
             // The next `len` bytes of the chunk, and what earlier chunks had of the same frame.
             let (len, buffered, effect) = match self.splitter.split(&chunk[at..]) {
                 Piece::Whole(len) => {
-                    let event = event::parse(self.encoding, &chunk[at..at + len]);
+                    let event = parse(self.encoding, &chunk[at..at + len]);
                     (len, Bytes::new(), self.session.step(Input::Frame(event), now))
                 }
                 Piece::Completed(len, frame) => {
-                    let event = event::parse(self.encoding, &frame);
+                    let event = parse(self.encoding, &frame);
                     let effect = self.session.step(Input::Frame(event), now);
                     if effect == Effect::Forward {
                         flush(chunk, &mut run, &mut out);
@@ -150,8 +150,7 @@ impl Relay {
     pub fn begins_with_error(&self, first: &[u8]) -> bool {
         let mut splitter = FrameSplitter::new(self.encoding, self.splitter.budget());
         let Piece::Whole(len) = splitter.split(first) else { return false };
-        event::parse(self.encoding, &first[..len])
-            .is_ok_and(|event| event.event_type == EventType::Error)
+        parse(self.encoding, &first[..len]).is_ok_and(|event| event.event_type == EventType::Error)
     }
 }
 

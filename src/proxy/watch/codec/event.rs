@@ -12,8 +12,6 @@
 //! 2: raw, 3: contentEncoding, 4: contentType}`. Field 1 of every object is `ObjectMeta` with
 //! 6: resourceVersion and 12: annotations. Field 6 of a `Status` is the code.
 
-use super::{Encoding, json, protobuf};
-
 /// The annotation of the bookmark after the initial events (KEP-3157).
 pub(super) const INITIAL_EVENTS_END: &[u8] = b"k8s.io/initial-events-end";
 
@@ -51,18 +49,6 @@ pub struct Event<'a> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Unreadable;
 
-/// Parses one whole frame.
-///
-/// # Errors
-/// The frame is not an event in this encoding.
-pub fn parse(encoding: Encoding, frame: &[u8]) -> Result<Event<'_>, Unreadable> {
-    let event = match encoding {
-        Encoding::Json => json::event(frame),
-        Encoding::Protobuf => protobuf::event(frame),
-    };
-    event.ok_or(Unreadable)
-}
-
 /// The event types as they are written (apimachinery, `watch.EventType`).
 pub(super) const EVENT_TYPES: [(&[u8], EventType); 5] = [
     (b"ADDED", EventType::Added),
@@ -75,6 +61,7 @@ pub(super) const EVENT_TYPES: [(&[u8], EventType); 5] = [
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::proxy::watch::codec::{Encoding, parse};
 
     fn json(text: &str) -> Result<Event<'_>, Unreadable> {
         parse(Encoding::Json, text.as_bytes())

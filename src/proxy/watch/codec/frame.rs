@@ -14,7 +14,7 @@
 //! all watches. A larger frame passes through in pieces ([`Piece::Oversized`]).
 //!
 //! If the splitter guesses wrong about JSON (two objects in one line), it returns a frame that
-//! [`super::event`] cannot parse. A watch with such a frame is never resumed.
+//! [`super::parse`] cannot read. A watch with such a frame is never resumed.
 
 use super::Encoding;
 use super::partial_frame::PartialFrame;

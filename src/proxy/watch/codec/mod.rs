@@ -1,11 +1,12 @@
 //! The wire format of a Kubernetes watch: frames, events and resource versions.
 //!
-//! [`frame`] splits the bytes of a response body into whole frames without copying them. [`event`]
+//! [`frame`] splits the bytes of a response body into whole frames without copying them. [`parse`]
 //! reads from a frame the few fields that resuming needs: type, `resourceVersion`, the annotation that
 //! ends the initial events, and the code of an error. [`version`] compares resource versions.
 //!
 //! The codec has no I/O and no clock, and it uses nothing else of the proxy.
 
+use self::event::{Event, Unreadable};
 use http::HeaderValue;
 
 pub mod event;
@@ -56,6 +57,18 @@ impl Encoding {
     pub fn from_header(content_type: Option<&HeaderValue>) -> Option<Self> {
         Self::from_content_type(content_type?.to_str().ok()?)
     }
+}
+
+/// Parses one whole frame.
+///
+/// # Errors
+/// The frame is not an event in this encoding.
+pub fn parse(encoding: Encoding, frame: &[u8]) -> Result<Event<'_>, Unreadable> {
+    let event = match encoding {
+        Encoding::Json => json::event(frame),
+        Encoding::Protobuf => protobuf::event(frame),
+    };
+    event.ok_or(Unreadable)
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Watches as a whole: the tables, and properties over random histories, cuts and losses.
+//! Tests of codec, relay and session together: tables, and properties over random histories.
 
 pub(crate) mod model;
 mod properties;
@@ -7,12 +7,12 @@ mod session;
 
 use std::path::Path;
 
-/// Everything the corpus has ever taught us goes through the splitter and the parsers again.
+/// Every input in the corpus was found by fuzzing or in a real cluster.
 #[test]
-fn the_corpus_is_digested() {
+fn splitter_and_parser_accept_the_corpus() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus/watch");
     let mut files = 0;
-    for entry in std::fs::read_dir(folder).expect("the corpus is in the repository") {
+    for entry in std::fs::read_dir(folder).expect("tests/corpus/watch exists") {
         let bytes = std::fs::read(entry.unwrap().path()).unwrap();
         model::digest(&bytes);
         files += 1;

@@ -1,8 +1,8 @@
-//! Writes events as an apiserver does, and serves a history from any version, as one would.
+//! Encodes events as an apiserver does, and feeds the splitter.
 
 use super::super::codec::Encoding;
-use super::super::codec::event::parse;
 use super::super::codec::frame::{FrameSplitter, Piece};
+use super::super::codec::parse;
 use super::super::codec::version::ResourceVersion;
 use super::super::request::WatchRequest;
 use crate::observe::ByteBudget;
@@ -93,7 +93,7 @@ pub(crate) fn encode(encoding: Encoding, kind: &str, version: u64, padding: &str
     }
 }
 
-/// Cuts chunks into frames, pieces of frames above the cap, and white space, in order.
+/// Splits chunks into frames, pieces of frames above the cap, and white space, in order.
 pub(crate) fn split(splitter: &mut FrameSplitter, chunks: &[Bytes], cap: usize) -> Vec<Bytes> {
     let mut out = Vec::new();
     for chunk in chunks {
@@ -108,7 +108,7 @@ pub(crate) fn split(splitter: &mut FrameSplitter, chunks: &[Bytes], cap: usize) 
                 Piece::Completed(len, frame) => {
                     out.push(frame);
                     at += len;
-                    // An object that was whole before the chunk came takes nothing of it.
+                    // A frame that was whole before this chunk takes no byte of it.
                     assert!(len > 0 || splitter.at_boundary());
                     continue;
                 }
@@ -126,8 +126,8 @@ pub(crate) fn split(splitter: &mut FrameSplitter, chunks: &[Bytes], cap: usize) 
     out
 }
 
-/// Any bytes: no panic, nothing above the cap, every byte out again in its order. The fuzz target
-/// does the same.
+/// Feeds any bytes to the splitter and the parser: no panic, nothing buffered above the cap, and every
+/// byte comes out in its order. The fuzz target does the same.
 pub(crate) fn digest(bytes: &[u8]) {
     for encoding in [Encoding::Json, Encoding::Protobuf] {
         for cap in [1, 16, 4096] {

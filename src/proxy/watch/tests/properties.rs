@@ -35,13 +35,13 @@ fn cuts() -> impl Strategy<Value = Vec<prop::sample::Index>> {
 
 proptest! {
     #[test]
-    fn frames_out_are_frames_in(encoding in encodings(), paddings in paddings(), cuts in cuts()) {
+    fn splitter_returns_the_frames_it_is_given(encoding in encodings(), paddings in paddings(), cuts in cuts()) {
         let frames: Vec<_> =
             paddings.iter().zip(1..).map(|(p, v)| encode(encoding, "ADDED", v, p)).collect();
         let stream = frames.concat();
         let mut splitter = FrameSplitter::new(encoding, &ByteBudget::unmetered(usize::MAX));
         let out = split(&mut splitter, &chunks(&stream, &cuts), usize::MAX);
-        // A newline that comes alone, after its object, comes out alone.
+        // A newline that arrives in a later chunk than its object is returned alone.
         let out: Vec<_> = out.iter().map(|f| f.trim_ascii_end()).filter(|f| !f.is_empty()).collect();
         let frames: Vec<_> = frames.iter().map(|f| f.trim_ascii_end()).collect();
         prop_assert_eq!(out, frames);
@@ -49,17 +49,17 @@ proptest! {
     }
 
     #[test]
-    fn garbage_is_digested(bytes in prop::collection::vec(any::<u8>(), 0..400)) {
+    fn splitter_and_parser_accept_any_bytes(bytes in prop::collection::vec(any::<u8>(), 0..400)) {
         digest(&bytes);
     }
 
     #[test]
-    fn json_like_garbage_is_digested(text in r#"[{}\[\]",:\\\n a1]{0,200}"#) {
+    fn splitter_and_parser_accept_malformed_json(text in r#"[{}\[\]",:\\\n a1]{0,200}"#) {
         digest(text.as_bytes());
     }
 
     #[test]
-    fn mangled_events_are_digested(
+    fn splitter_and_parser_accept_damaged_events(
         encoding in encodings(),
         padding in "[ -~]{0,30}",
         places in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..4),
@@ -73,31 +73,31 @@ proptest! {
     }
 
     #[test]
-    fn every_event_once_and_in_order_whatever_is_lost(
+    fn relay_delivers_every_event_once_and_in_order_despite_losses(
         encoding in encodings(),
         history in prop::collection::vec(("[ -~]{0,40}", any::<bool>()), 1..30),
         losses in prop::collection::vec(
             (any::<prop::sample::Index>(), cuts(), any::<bool>()), 0..10),
     ) {
-        // Versions 101, 103, …: an event; or a bookmark, which this client did not ask for.
+        // Versions 101, 103, …: events, and bookmarks, which this client has not asked for.
         let events: Vec<(u64, Vec<u8>, bool)> = history.iter().zip(0..).map(|((padding, bookmark), n)| {
             let version = 101 + 2 * n;
             let kind = if *bookmark { "BOOKMARK" } else { "MODIFIED" };
             (version, encode(encoding, kind, version, padding), *bookmark)
         }).collect();
-        let serve = |cursor: u64, stray: bool| -> Vec<u8> {
+        let serve = |cursor: u64, repeat: bool| -> Vec<u8> {
             let from = events.iter().position(|(v, ..)| *v > cursor).unwrap_or(events.len());
             // Some servers repeat the last event.
-            let from = if stray && cursor > 100 { from.saturating_sub(1) } else { from };
+            let from = if repeat && cursor > 100 { from.saturating_sub(1) } else { from };
             events[from..].iter().flat_map(|(_, bytes, _)| bytes.clone()).collect()
         };
         let start = Instant::now();
         let mut relay = Relay::new(encoding, request("100"), start, &ByteBudget::unmetered(usize::MAX));
         let mut client = Vec::new();
         let mut cursor = 100;
-        let mut stray_next = false;
-        for (place, cuts, stray) in &losses {
-            let stream = serve(cursor, stray_next);
+        let mut repeat_next = false;
+        for (place, cuts, repeat) in &losses {
+            let stream = serve(cursor, repeat_next);
             for chunk in chunks(&stream[..place.index(stream.len() + 1)], cuts) {
                 let step = relay.push(&chunk, start, |bytes| client.push(bytes));
                 prop_assert_eq!(step.effect, Effect::None);
@@ -108,9 +108,9 @@ proptest! {
             let answer = Answer::Head { status: 200, same_content_type: true, retry_after: None };
             let accepted = Input::Answered { answer, peers: Peers::default(), random: 0 };
             prop_assert_eq!(session.step(accepted, start), Effect::Accept);
-            stray_next = *stray;
+            repeat_next = *repeat;
         }
-        let step = relay.push(&Bytes::from(serve(cursor, stray_next)), start, |bytes| client.push(bytes));
+        let step = relay.push(&Bytes::from(serve(cursor, repeat_next)), start, |bytes| client.push(bytes));
         prop_assert_eq!(step.effect, Effect::None);
         let wanted: Vec<u8> =
             events.iter().filter(|(.., b)| !b).flat_map(|(_, bytes, _)| bytes.clone()).collect();
@@ -123,7 +123,7 @@ proptest! {
 }
 
 #[test]
-fn cut_at_every_byte() {
+fn splitter_joins_frames_that_are_cut_at_any_byte() {
     for encoding in [Json, Protobuf] {
         let frames: Vec<_> = (1..4).map(|v| encode(encoding, "ADDED", v, "a{}\\\"\n}")).collect();
         let stream = frames.concat();
@@ -139,7 +139,7 @@ fn cut_at_every_byte() {
 }
 
 #[test]
-fn pretty_and_unseparated_objects_come_out_whole() {
+fn splitter_returns_pretty_and_unseparated_objects_whole() {
     let pretty = "{\n  \"type\": \"ADDED\",\n  \"object\": {\n    \"a\": \"}\\n\"\n  }\n}\n";
     let terse = r#"{"type":"ADDED","object":{"a":"}{"}}"#;
     for (stream, count) in
@@ -152,7 +152,7 @@ fn pretty_and_unseparated_objects_come_out_whole() {
             let out = split(&mut splitter, &chunks, usize::MAX);
             assert_eq!(out.concat(), stream.as_bytes());
             assert!(splitter.at_boundary());
-            // Objects without a newline are told apart where a chunk ends with them.
+            // Objects without newlines are separated if a chunk ends with one of them.
             let objects = out.iter().filter(|f| f.starts_with(b"{")).count();
             assert!(objects == count || step == 2 || step == 5, "{stream} {step}");
         }
@@ -160,7 +160,7 @@ fn pretty_and_unseparated_objects_come_out_whole() {
 }
 
 #[test]
-fn a_burst_leaves_as_one_slice_of_its_chunk() {
+fn relay_forwards_a_burst_as_one_slice_of_its_chunk() {
     let start = Instant::now();
     let mut relay = Relay::new(Json, request("1"), start, &ByteBudget::unmetered(usize::MAX));
     let events: Vec<_> = (2..50).map(|v| json_event("MODIFIED", v, "x")).collect();
@@ -173,16 +173,16 @@ fn a_burst_leaves_as_one_slice_of_its_chunk() {
     assert_eq!(relay.session().resume_point(start).cursor.unwrap().as_str(), "49");
 }
 
-/// A frame above the cap comes out in pieces, however it came in; lost in its middle it must not look
-/// complete, and after it the watch goes on as soon as one has come whole.
+/// A frame above the cap leaves in pieces, whatever its chunks were. A watch that is lost in its middle
+/// must not end cleanly. After the next whole frame the watch can be resumed again.
 #[test]
-fn a_frame_above_the_cap_passes_in_pieces() {
+fn relay_passes_a_frame_above_the_cap_in_pieces() {
     for encoding in [Json, Protobuf] {
         let start = Instant::now();
         let frame = encode(encoding, "ADDED", 6, &"x".repeat(FRAME_CAP + 100_000));
         for whole in [false, true] {
-            let room = ByteBudget::unmetered(usize::MAX);
-            let mut relay = Relay::new(encoding, request("5"), start, &room);
+            let budget = ByteBudget::unmetered(usize::MAX);
+            let mut relay = Relay::new(encoding, request("5"), start, &budget);
             let came = if whole { &frame[..] } else { &frame[..frame.len() - 20] };
             let mut out = Vec::new();
             for piece in came.chunks(64 << 10) {
@@ -190,10 +190,10 @@ fn a_frame_above_the_cap_passes_in_pieces() {
                     out.extend_from_slice(&bytes)
                 });
                 assert_eq!(step.effect, Effect::None);
-                assert!(room.held() <= FRAME_CAP, "{}", room.held());
+                assert!(budget.held() <= FRAME_CAP, "{}", budget.held());
             }
             assert!(out == came, "{encoding:?}: {} of {} bytes", out.len(), came.len());
-            assert_eq!(room.held(), 0, "nothing of it is needed any more");
+            assert_eq!(budget.held(), 0, "nothing of it is needed any more");
             let ending = if whole { Ending::Clean } else { Ending::Reset };
             let loss = relay.lost(false, 0, start);
             assert!(
@@ -211,17 +211,17 @@ fn a_frame_above_the_cap_passes_in_pieces() {
     }
 }
 
-/// Whatever is held anywhere is counted, and given back with the last who has it.
+/// Buffered bytes count in the budget until the last owner drops them.
 #[test]
-fn all_watches_together_hold_no_more_than_there_is_room_for() {
+fn splitters_together_buffer_no_more_than_the_budget() {
     for encoding in [Json, Protobuf] {
-        let room = ByteBudget::unmetered(10_000);
+        let budget = ByteBudget::unmetered(10_000);
         let frame = encode(encoding, "ADDED", 7, &"x".repeat(3_000));
         let (most, rest) = frame.split_at(frame.len() - 20);
-        let mut watches: Vec<_> = (0..20).map(|_| FrameSplitter::new(encoding, &room)).collect();
+        let mut watches: Vec<_> = (0..20).map(|_| FrameSplitter::new(encoding, &budget)).collect();
         let mut passed = 0;
         for splitter in &mut watches {
-            // In pieces, as the network has them: a frame may run out of room in its middle.
+            // In small chunks: the budget may be used up in the middle of a frame.
             for piece in most.chunks(1_000) {
                 match splitter.split(piece) {
                     Piece::Buffered => assert!(splitter.buffered() > 0),
@@ -232,13 +232,14 @@ fn all_watches_together_hold_no_more_than_there_is_room_for() {
                     cut => panic!("{cut:?}"),
                 }
             }
-            assert!(room.held() <= 10_000, "{}", room.held());
+            assert!(budget.held() <= 10_000, "{}", budget.held());
         }
         let kept: usize = watches.iter().map(FrameSplitter::buffered).sum();
         assert_eq!(kept + passed, 20 * most.len());
-        assert!(kept >= 2 * most.len() && kept <= room.held(), "{kept} of {}", room.held());
+        assert!(kept >= 2 * most.len() && kept <= budget.held(), "{kept} of {}", budget.held());
 
-        // Each ends where it ends, kept or passed; what was kept waits for its client, and counts.
+        // Each frame ends correctly, buffered or passed on. Buffered frames wait for their clients, and
+        // count.
         let mut waiting = Vec::new();
         for splitter in &mut watches {
             match splitter.split(rest) {
@@ -253,19 +254,19 @@ fn all_watches_together_hold_no_more_than_there_is_room_for() {
             }
             assert!(splitter.at_boundary());
         }
-        assert!(waiting.len() >= 2 && room.held() >= waiting.len() * frame.len());
-        // What needs no room has it all the same.
+        assert!(waiting.len() >= 2 && budget.held() >= waiting.len() * frame.len());
+        // A frame in one chunk needs no budget.
         assert_eq!(watches[0].split(&frame), Piece::Whole(frame.len()));
         drop(waiting);
-        assert_eq!(room.held(), 0);
+        assert_eq!(budget.held(), 0);
         assert_eq!(watches[0].split(most), Piece::Buffered);
         drop(watches);
-        assert_eq!(room.held(), 0);
+        assert_eq!(budget.held(), 0);
     }
 }
 
 #[test]
-fn without_room_frames_still_end_where_they_end() {
+fn splitter_without_budget_still_finds_the_ends_of_frames() {
     for encoding in [Json, Protobuf] {
         let frames: Vec<_> = (1..4).map(|v| encode(encoding, "ADDED", v, "a{}\\\"\n}")).collect();
         let stream = frames.concat();
@@ -289,7 +290,7 @@ fn without_room_frames_still_end_where_they_end() {
                 }
             }
             assert_eq!(ends.len(), frames.len(), "{encoding:?} {step}: {ends:?}");
-            // A newline that comes later is a blank between frames.
+            // A newline that arrives later is white space between frames.
             let wanted = |n: usize| frames[..=n].concat().len();
             let right =
                 |n: usize| ends[n] == wanted(n) || encoding == Json && ends[n] + 1 == wanted(n);
@@ -299,10 +300,10 @@ fn without_room_frames_still_end_where_they_end() {
     }
 }
 
-/// The work for a piece must not grow with what is kept already, nor with what follows it. These take
-/// less than a second; where the work did grow, many minutes.
+/// The work for a chunk must not grow with what is buffered already, nor with what follows in the chunk.
+/// These inputs take less than a second; if the work did grow, they would take many minutes.
 #[test]
-fn no_order_of_bytes_makes_cutting_slow() {
+fn splitter_takes_linear_time_for_hostile_input() {
     const SIZE: usize = 1 << 20;
     let took = |stream: &[u8], step: usize| {
         let begun = Instant::now();

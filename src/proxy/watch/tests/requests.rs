@@ -4,7 +4,6 @@ use super::super::codec::version::ResourceVersion;
 use super::super::request::{
     ResumePoint, WatchRequest, reissued_query, upstream_headers, upstream_query,
 };
-
 use http::HeaderMap;
 use std::time::Duration;
 
@@ -12,17 +11,17 @@ fn headers(pairs: &[(&'static str, &str)]) -> HeaderMap {
     pairs.iter().map(|(name, value)| (name.parse().unwrap(), value.parse().unwrap())).collect()
 }
 
-fn asked(query: &str) -> WatchRequest {
+fn request(query: &str) -> WatchRequest {
     WatchRequest::new("watch", "/api/v1/pods", query, &HeaderMap::new(), &[]).unwrap()
 }
 
 #[test]
-fn eligible_requests() {
+fn request_is_followed_if_the_codec_reads_an_accepted_type() {
     let groups = ["cilium.io".to_owned()];
     let protobuf = "application/vnd.kubernetes.protobuf, application/json";
     let table = "application/json;as=Table;v=v1;g=meta.k8s.io,application/json";
     let cbor = "application/cbor, application/json;q=0.9";
-    // Followed, resumable group, bookmarks asked for upstream.
+    // `None`: not followed; whether the group is resumable, whether bookmarks are requested.
     let table = [
         ("watch", "/api/v1/pods", &[][..], Some((true, true))),
         ("watch", "/apis/apps/v1/deployments", &[("accept", protobuf)], Some((true, true))),
@@ -50,8 +49,8 @@ fn eligible_requests() {
 }
 
 #[test]
-fn parameters_are_read_as_apiserver_reads_them() {
-    let version = |query| asked(query).version.map(|v| v.to_string());
+fn request_parameters_are_read_as_apiserver_reads_them() {
+    let version = |query| request(query).version.map(|v| v.to_string());
     assert_eq!(version("watch=1&resourceVersion=12&resourceVersion=13").as_deref(), Some("12"));
     assert_eq!(version("resource%56ersion=%31").as_deref(), Some("1"));
     for none in ["", "resourceVersion=", "resourceVersion=0", "resourceVersion=abc"] {
@@ -65,12 +64,12 @@ fn parameters_are_read_as_apiserver_reads_them() {
         ("allowWatchBookmarks=0", false),
         ("", false),
     ] {
-        assert_eq!(asked(query).bookmarks, bookmarks, "{query}");
+        assert_eq!(request(query).bookmarks, bookmarks, "{query}");
     }
-    assert_eq!(asked("timeoutSeconds=9").timeout, Some(Duration::from_secs(9)));
-    assert_eq!(asked("timeoutSeconds=0").timeout, None);
-    assert!(asked("sendInitialEvents=true").send_initial_events);
-    assert!(!asked("sendInitialEvents=false").send_initial_events);
+    assert_eq!(request("timeoutSeconds=9").timeout, Some(Duration::from_secs(9)));
+    assert_eq!(request("timeoutSeconds=0").timeout, None);
+    assert!(request("sendInitialEvents=true").send_initial_events);
+    assert!(!request("sendInitialEvents=false").send_initial_events);
     for (query, from_present) in [
         ("sendInitialEvents=false", true),
         ("sendInitialEvents=0&resourceVersion=0", true),
@@ -78,12 +77,12 @@ fn parameters_are_read_as_apiserver_reads_them() {
         ("sendInitialEvents=true", false),
         ("watch=1", false),
     ] {
-        assert_eq!(asked(query).from_present, from_present, "{query}");
+        assert_eq!(request(query).from_present, from_present, "{query}");
     }
 }
 
 #[test]
-fn the_query_is_changed_where_it_must_be_and_nowhere_else() {
+fn query_rewrite_changes_only_the_parameters_of_resuming() {
     let cursor = ResourceVersion::parse(b"77").unwrap();
     for (query, first, resumed) in [
         (
@@ -107,27 +106,27 @@ fn the_query_is_changed_where_it_must_be_and_nowhere_else() {
             "resourceVersion=77&watch&allowWatchBookmarks=true",
         ),
     ] {
-        let asked = asked(query);
-        assert_eq!(upstream_query(query, &asked), first);
-        let remaining = asked.timeout.map(|_| Duration::from_millis(41_900));
+        let watch = request(query);
+        assert_eq!(upstream_query(query, &watch), first);
+        let remaining = watch.timeout.map(|_| Duration::from_millis(41_900));
         assert_eq!(
-            reissued_query(query, &asked, &ResumePoint { cursor: Some(&cursor), remaining }),
+            reissued_query(query, &watch, &ResumePoint { cursor: Some(&cursor), remaining }),
             resumed
         );
-        let restarted = reissued_query(query, &asked, &ResumePoint { cursor: None, remaining });
+        let restarted = reissued_query(query, &watch, &ResumePoint { cursor: None, remaining });
         assert_eq!(restarted, first.replace("timeoutSeconds=300", "timeoutSeconds=41"));
     }
 }
 
 #[test]
-fn frames_are_asked_for_uncompressed() {
+fn upstream_headers_do_not_accept_compression() {
     let mut map = headers(&[("accept-encoding", "gzip"), ("accept", "application/json")]);
     upstream_headers(&mut map);
     assert_eq!(map, headers(&[("accept", "application/json")]));
 }
 
 #[test]
-fn upstream_accept_offers_only_what_can_be_followed() {
+fn upstream_headers_offer_only_types_that_the_codec_reads() {
     for (accept, offered) in [
         ("application/json", "application/json"),
         ("application/cbor, application/json;q=0.9", "application/json;q=0.9"),

@@ -25,7 +25,7 @@ const POLICY: &str = "default-src 'none'; \
 
 const ROUTES: &str = "\
 there is nothing here; try one of
-  /livez    every worker's loop turns
+  /livez    no worker is stalled
   /readyz   every listener is bound and an endpoint is usable
   /metrics  Prometheus text
   /status   listeners, upstreams, endpoints and connections as JSON

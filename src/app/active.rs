@@ -220,27 +220,24 @@ impl PreparedConfig {
     ) -> Result<(), StartError> {
         let identities = identities_of(config, &self.next.config);
         let mut current = current.iter().flat_map(|current| &current.upstreams);
-        let (upstream, slots) = match current.find(|current| *current.name == *config.name) {
-            Some(current) => {
-                let prepared = current.credentials.prepare(config, &identities);
-                let prepared = prepared.map_err(StartError::Tls)?;
-                let slots = prepared.slots().to_vec();
-                self.upstreams.push((Arc::clone(current), config.clone(), prepared));
-                (Arc::clone(current), slots)
+        let current = current.find(|current| *current.name == *config.name);
+        let (upstream, slots) = if let Some(current) = current {
+            let prepared = current.credentials.prepare(config, &identities);
+            let prepared = prepared.map_err(StartError::Tls)?;
+            let slots = prepared.slots().to_vec();
+            self.upstreams.push((Arc::clone(current), config.clone(), prepared));
+            (Arc::clone(current), slots)
+        } else {
+            let credentials = Credentials::load(config, &identities).map_err(StartError::Tls)?;
+            let slots = credentials.slots();
+            let new = Upstream::new(config.clone(), credentials, metrics);
+            new.outgoing.store(Arc::clone(&self.next.outgoing));
+            let endpoints = endpoint_set::static_endpoints(config);
+            let mut placed = endpoint_set::replace_endpoints(&new, &endpoints);
+            if let Some(why) = placed.refused.pop() {
+                return Err(StartError::ServerName(why));
             }
-            None => {
-                let credentials =
-                    Credentials::load(config, &identities).map_err(StartError::Tls)?;
-                let slots = credentials.slots();
-                let new = Upstream::new(config.clone(), credentials, metrics);
-                new.outgoing.store(Arc::clone(&self.next.outgoing));
-                let endpoints = endpoint_set::static_endpoints(config);
-                let mut placed = endpoint_set::replace_endpoints(&new, &endpoints);
-                if let Some(why) = placed.refused.pop() {
-                    return Err(StartError::ServerName(why));
-                }
-                (Arc::new(new), slots)
-            }
+            (Arc::new(new), slots)
         };
         self.identities.insert(config.name.clone(), slots);
         self.next.upstreams.push(upstream);
@@ -292,7 +289,7 @@ impl PreparedConfig {
     }
 }
 
-/// How connections to endpoints are opened: with SO_MARK if a listener is transparent.
+/// How connections to endpoints are opened: with `SO_MARK` if a listener is transparent.
 fn outgoing(config: &Config, current: Option<&ActiveConfig>) -> Result<Arc<Connector>, StartError> {
     let transparent = |config: &Config| -> Option<(String, u32)> {
         let listener = config.listeners.iter().find(|listener| listener.is_transparent())?;

@@ -134,7 +134,10 @@ fn connect(path: &Path) -> io::Result<BlockingStream> {
 fn receive_sockets(mut stream: BlockingStream) -> io::Result<(Predecessor, InheritedSockets)> {
     let peer = descriptor_passing::peer_credentials(stream.as_fd())?;
     if !is_trusted(peer.uid) {
-        return Err(io::Error::other(format!("it runs as user {}, not as this one", peer.uid)));
+        return Err(io::Error::other(format!(
+            "it runs as user {}, which is not trusted",
+            peer.uid
+        )));
     }
     stream.set_read_timeout(Some(QUEUE_TIMEOUT))?;
     stream.set_write_timeout(Some(REPLY_TIMEOUT))?;

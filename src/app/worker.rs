@@ -179,13 +179,18 @@ impl Worker {
 
     fn start(&mut self, bound: &Arc<BoundListener>, access: AccessLog) -> WorkerListener {
         let watches = drain::channel();
-        let (trigger, watcher) = drain::channel();
+        let (trigger, connections) = drain::channel();
         let name = bound.name().to_owned();
         let server = match &bound.mode {
             ListenerMode::Terminate { config, tls, identities } => {
                 let mode = (config, &identities[..]);
                 let service = self.service(bound, mode, access, watches.1.clone(), None);
-                Server::Https(Rc::new(HttpsServer::new(name, service, Arc::clone(tls), watcher)))
+                Server::Https(Rc::new(HttpsServer::new(
+                    name,
+                    service,
+                    Arc::clone(tls),
+                    connections,
+                )))
             }
             ListenerMode::Passthrough { config, routes, destinations } => {
                 let metrics = (Arc::clone(&bound.metrics), self.metrics.passthrough(&name));

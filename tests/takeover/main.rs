@@ -259,7 +259,7 @@ async fn a_stranger_gets_nothing() {
     let mut stranger = Process::start_as(&binary, &file, &["--take-over"], NOBODY);
     assert_eq!(stranger.ended().await.code(), Some(1), "{}", stranger.said());
     stranger.says("cannot take over").await;
-    scene.process.says("user 65534 may not ask for it").await;
+    scene.process.says("user 65534 is not trusted").await;
     assert!(scene.process.is_running());
 
     // The other way round: whose sockets are not to be trusted.
@@ -275,7 +275,7 @@ async fn a_stranger_gets_nothing() {
     scene.change(|config| config.state_dir = Some(state.clone()));
     let mut new = scene.start(&["--take-over"]);
     assert_eq!(new.ended().await.code(), Some(1), "{}", new.said());
-    new.says("user 65534 answers, who is not trusted").await;
+    new.says("it runs as user 65534, which is not trusted").await;
     stranger.signal("KILL");
 }
 

@@ -156,8 +156,8 @@ impl Tasks {
 
     /// The socket is opened on a blocking thread: a disk that hangs blocks nothing else.
     fn serve_admin_unix(&mut self, path: Option<&PathBuf>) {
-        let served = self.admin_unix.as_ref().filter(|(_, task)| !task.is_finished());
-        if served.map(|(path, _)| path) == path {
+        let current = self.admin_unix.as_ref().filter(|(_, task)| !task.is_finished());
+        if current.map(|(path, _)| path) == path {
             return;
         }
         if let Some((_, task)) = self.admin_unix.take() {
@@ -199,8 +199,8 @@ impl Tasks {
         replace: bool,
     ) {
         let path = active.config.state_dir.as_deref().map(takeover::socket_path);
-        let served = self.takeover.as_ref().filter(|(_, task)| !task.is_finished());
-        if served.map(|(path, _)| path) == path.as_ref() {
+        let current = self.takeover.as_ref().filter(|(_, task)| !task.is_finished());
+        if current.map(|(path, _)| path) == path.as_ref() {
             return;
         }
         if let Some((_, task)) = self.takeover.take() {

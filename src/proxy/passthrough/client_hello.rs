@@ -57,7 +57,7 @@ enum ParseError {
 }
 
 /// The handshake bytes of all records that have started, and whether more may follow. Early data is
-/// sent in other records after the ClientHello (RFC 8446 section 2.3), never within it.
+/// sent in other records after the `ClientHello` (RFC 8446 section 2.3), never within it.
 fn handshake_bytes(mut bytes: &[u8]) -> Result<(Vec<u8>, bool), ParseError> {
     let mut message = Vec::with_capacity(bytes.len());
     let other = |message: Vec<u8>| {

@@ -190,7 +190,7 @@ impl FlowEntry {
     }
 
     fn check_client(&mut self, now: Instant) -> Result<(), EndReason> {
-        if !self.client_check.is_some_and(|check| now >= check) {
+        if self.client_check.is_none_or(|check| now < check) {
             return Ok(());
         }
         let Ok(info) = tcp_info::read(&self.client) else { return Ok(()) };

@@ -64,7 +64,7 @@ pub enum RouteError {
     Refused(Refusal),
     /// The client closed it.
     ClientClosed,
-    /// The client did not send its ClientHello within `handshake_timeout`.
+    /// The client did not send its `ClientHello` within `handshake_timeout`.
     Timeout,
 }
 

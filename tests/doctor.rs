@@ -26,10 +26,10 @@ use jackstay::demo::faulty_relay::FaultyRelay;
 use jackstay::demo::pki::{Issued, Pki, Subject, Validity};
 use jackstay::doctor::dns::Resolver;
 use jackstay::doctor::examine;
-use jackstay::doctor::findings::{Cause, Finding, Level, judge};
-use jackstay::doctor::observations::{Observations, Source, Step};
+use jackstay::doctor::findings::{Cause, Finding, Level, diagnose};
+use jackstay::doctor::observations::{EndpointSource, Observations, Step};
 use jackstay::doctor::report;
-use jackstay::doctor::target::{Files, Place, Plan, Target, Trust};
+use jackstay::doctor::target::{CredentialFiles, ExaminationPlan, PlannedListener, Target, Trust};
 use jackstay::kubeconfig::ServerUrl;
 use socket2::{Domain, Socket, Type};
 
@@ -58,23 +58,26 @@ impl World {
         Self { dir, pki, server }
     }
 
-    fn files(&self) -> Files {
+    fn files(&self) -> CredentialFiles {
         let admin = self.pki.client(&Subject::admin()).unwrap();
         let (cert_file, key_file) = admin.write_to(self.dir.path(), "admin").unwrap();
-        Files {
+        CredentialFiles {
             ca: Some(self.dir.path().join("ca.crt")),
             certificate: Some(CertPaths { cert_file, key_file }),
             token: None,
         }
     }
 
-    fn plan(&self, addresses: &[SocketAddr]) -> Plan {
+    fn plan(&self, addresses: &[SocketAddr]) -> ExaminationPlan {
         let trust = Trust::of_files(&self.files()).unwrap();
         let target = |address: &SocketAddr| {
             let server = ServerUrl::parse(&address.to_string()).unwrap();
-            Target::new(&server, Source::Given, None, &trust).unwrap()
+            Target::new(&server, EndpointSource::Given, None, &trust).unwrap()
         };
-        Plan { targets: addresses.iter().map(target).collect(), ..Plan::default() }
+        ExaminationPlan {
+            targets: addresses.iter().map(target).collect(),
+            ..ExaminationPlan::default()
+        }
     }
 
     /// Examines the server itself.
@@ -83,7 +86,7 @@ impl World {
     }
 }
 
-fn examine(plan: Plan, seconds: u64) -> (Observations, Vec<Finding>) {
+fn examine(plan: ExaminationPlan, seconds: u64) -> (Observations, Vec<Finding>) {
     let nobody = Resolver::of_servers(Vec::new());
     let seen = examine::run(plan, nobody, Duration::from_secs(seconds)).unwrap();
     let found = problems(&seen);
@@ -92,7 +95,7 @@ fn examine(plan: Plan, seconds: u64) -> (Observations, Vec<Finding>) {
 
 /// What is wrong; that a certificate of a test lives a day only is a note.
 fn problems(seen: &Observations) -> Vec<Finding> {
-    judge(seen).into_iter().filter(|finding| finding.level == Level::Problem).collect()
+    diagnose(seen).into_iter().filter(|finding| finding.level == Level::Problem).collect()
 }
 
 #[track_caller]
@@ -165,9 +168,9 @@ fn certificates_that_are_wrong() {
     // The file has been read; put the right one back for the others.
     expired.pki.write_ca(expired.dir.path()).unwrap();
     let server = ServerUrl::parse(&stranger.server.addr.to_string()).unwrap();
-    let wrong_ca = Plan {
-        targets: vec![Target::new(&server, Source::Given, None, &trust).unwrap()],
-        ..Plan::default()
+    let wrong_ca = ExaminationPlan {
+        targets: vec![Target::new(&server, EndpointSource::Given, None, &trust).unwrap()],
+        ..ExaminationPlan::default()
     };
     std::thread::scope(|scope| {
         let expired = scope.spawn(|| expired.examine(2).1);
@@ -217,14 +220,15 @@ fn a_token_that_nobody_knows() {
     let world = World::new();
     let token = world.dir.path().join("token");
     std::fs::write(&token, "planted-and-unknown\n").unwrap();
-    let trust = Trust::of_files(&Files {
+    let trust = Trust::of_files(&CredentialFiles {
         ca: Some(world.dir.path().join("ca.crt")),
         certificate: None,
         token: Some(token),
     });
     let server = ServerUrl::parse(&world.server.addr.to_string()).unwrap();
-    let target = Target::new(&server, Source::Given, None, &trust.unwrap()).unwrap();
-    let (seen, found) = examine(Plan { targets: vec![target], ..Plan::default() }, 2);
+    let target = Target::new(&server, EndpointSource::Given, None, &trust.unwrap()).unwrap();
+    let (seen, found) =
+        examine(ExaminationPlan { targets: vec![target], ..ExaminationPlan::default() }, 2);
     assert_first(&found, Cause::Unauthorized);
     let all = report::json(&seen, &found, &[]).to_string() + &report::text(&seen, &found, &[]);
     assert!(!all.contains("planted"), "{all}");
@@ -236,10 +240,11 @@ fn a_client_certificate_that_is_over() {
     let old = world.pki.client_valid(&Subject::admin(), Validity::expired()).unwrap();
     let (cert_file, key_file) = old.write_to(world.dir.path(), "old").unwrap();
     let certificate = Some(CertPaths { cert_file, key_file });
-    let trust = Trust::of_files(&Files { certificate, ..world.files() }).unwrap();
+    let trust = Trust::of_files(&CredentialFiles { certificate, ..world.files() }).unwrap();
     let server = ServerUrl::parse(&world.server.addr.to_string()).unwrap();
-    let target = Target::new(&server, Source::Given, None, &trust).unwrap();
-    let (_, found) = examine(Plan { targets: vec![target], ..Plan::default() }, 2);
+    let target = Target::new(&server, EndpointSource::Given, None, &trust).unwrap();
+    let (_, found) =
+        examine(ExaminationPlan { targets: vec![target], ..ExaminationPlan::default() }, 2);
     assert_first(&found, Cause::ClientCertificateExpired);
 }
 
@@ -248,14 +253,14 @@ fn name_servers_that_are_silent() {
     let world = World::new();
     let trust = Trust::of_files(&world.files()).unwrap();
     let server = ServerUrl::parse("https://lb.example:6443").unwrap();
-    let named = Target::new(&server, Source::Given, None, &trust).unwrap();
+    let named = Target::new(&server, EndpointSource::Given, None, &trust).unwrap();
     let mut plan = world.plan(&[world.server.addr]);
     plan.targets.push(named);
     // A socket that nobody reads.
     let silent = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let resolver = Resolver::of_servers(vec![silent.local_addr().unwrap()]);
     let seen = examine::run(plan, resolver, Duration::from_secs(2)).unwrap();
-    let found = judge(&seen);
+    let found = diagnose(&seen);
     assert_first(&found, Cause::DnsBlackHole);
     assert!(seen.dns.as_ref().is_some_and(|dns| dns.servers[0].answered == 0), "{seen:#?}");
 }
@@ -265,14 +270,14 @@ fn a_port_that_is_taken_and_a_loop() {
     let world = World::new();
     let taken = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let bind = taken.local_addr().unwrap();
-    let place = Place { what: "listener apiserver".into(), bind, freebind: false };
+    let place = PlannedListener { name: "listener apiserver".into(), bind, freebind: false };
     let mut plan = world.plan(&[world.server.addr]);
-    plan.places = vec![place.clone()];
+    plan.listeners = vec![place.clone()];
     let (_, found) = examine(plan, 2);
     assert_first(&found, Cause::PortTaken);
 
     let mut plan = world.plan(&[bind]);
-    plan.places = vec![place];
+    plan.listeners = vec![place];
     let (_, found) = examine(plan, 2);
     assert_first(&found, Cause::Loop);
 }
@@ -311,7 +316,7 @@ fn the_command_reads_a_configuration() {
     let args = ["--config", good.to_str().unwrap(), "--duration", "2s"];
     let (code, out, err) = jackstay(&args);
     assert_eq!(code, Some(0), "{out}{err}");
-    assert!(out.contains("Nothing is wrong.") && out.contains("/readyz"), "{out}");
+    assert!(out.contains("No problem found.") && out.contains("/readyz"), "{out}");
 
     let own: SocketAddr = "127.0.0.1:7443".parse().unwrap();
     let looping = write("loop.yaml", own, own);
@@ -474,7 +479,7 @@ fn a_firewall_that_forgets_idle_flows_is_found() {
     nft(&[]);
     assert_first(&found, Cause::ForgottenFlows);
     assert_eq!(found.len(), 1, "{found:#?}");
-    assert!(found[0].what.starts_with("Idle connections to "), "{found:#?}\n{seen:#?}");
+    assert!(found[0].what.starts_with("IdleConnection connections to "), "{found:#?}\n{seen:#?}");
 }
 
 #[test]
@@ -484,11 +489,11 @@ fn questions_to_name_servers_are_dropped() {
     nft(&["udp", "tcp"].map(|protocol| format!("{protocol} dport 53 counter drop")));
     let trust = Trust::of_files(&world.files()).unwrap();
     let server = ServerUrl::parse("https://lb.example:6443").unwrap();
-    let targets = vec![Target::new(&server, Source::Given, None, &trust).unwrap()];
+    let targets = vec![Target::new(&server, EndpointSource::Given, None, &trust).unwrap()];
     let server = SocketAddr::from((Ipv4Addr::LOCALHOST, 53));
     let resolver = Resolver::of_servers(vec![server]);
-    let plan = Plan { targets, ..Plan::default() };
+    let plan = ExaminationPlan { targets, ..ExaminationPlan::default() };
     let seen = examine::run(plan, resolver, Duration::from_secs(2)).unwrap();
     nft(&[]);
-    assert_first(&judge(&seen), Cause::DnsBlackHole);
+    assert_first(&diagnose(&seen), Cause::DnsBlackHole);
 }

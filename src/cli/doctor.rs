@@ -1,27 +1,30 @@
-//! `jackstay doctor`: examines the way to the apiservers and says what is wrong with it.
+//! `jackstay doctor`: diagnoses the path to the apiservers.
 
 use std::io::{self, Write};
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 
 use super::admin_client::DEFAULT_ADMIN;
-use super::status;
+use super::config_args::DEFAULT_CONFIG;
+use super::output::{OutputArgs, OutputFormat};
+use super::{EXIT_USAGE, status};
 use crate::config::{self, CertPaths, Overrides, parse_duration};
 use crate::doctor::dns::Resolver;
-use crate::doctor::target::{self, ExecPlugins, Files, Place, Plan, Target, Trust};
-use crate::doctor::{examine, findings, observations::Source, report};
-use crate::kubeconfig::{KubeconfigFiles, KubeconfigPaths};
-use crate::kubeconfig::{ResolvedContext, ServerUrl};
+use crate::doctor::observations::EndpointSource;
+use crate::doctor::target::{
+    self, CredentialFiles, ExaminationPlan, ExecPlugins, PlannedListener, Target, Trust,
+};
+use crate::doctor::{examine, findings, report};
+use crate::kubeconfig::{KubeconfigFiles, KubeconfigPaths, ResolvedContext, ServerUrl};
 use crate::observe::counted;
 
-/// Bad usage, or an input that cannot be used.
-const BAD_INPUT: u8 = 2;
-
 const HELP: &str = "\
+Without --config and --endpoint the cluster of the kubeconfig is examined.
+
 Exit codes: 0 no problem, 1 problems, or the diagnosis cannot run, 2 bad
 usage or an input that cannot be used.
 
@@ -34,52 +37,46 @@ Examples:
 #[derive(Debug, Args)]
 #[command(after_help = HELP)]
 pub(super) struct DoctorArgs {
-    /// Examine what this configuration names.
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["kubeconfig", "endpoints"])]
+    /// Examine the endpoints and listeners of this configuration [default file:
+    /// /etc/jackstay/jackstay.yaml].
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = DEFAULT_CONFIG,
+          conflicts_with_all = ["kubeconfig", "endpoints"])]
     config: Option<PathBuf>,
-    /// Examine the cluster of this kubeconfig; default $KUBECONFIG, else ~/.kube/config.
+    /// Examine the cluster of this kubeconfig [default: $KUBECONFIG, else ~/.kube/config].
     #[arg(long, value_name = "FILE")]
     kubeconfig: Option<PathBuf>,
-    /// Its context; default the current one.
+    /// Context of the kubeconfig [default: the current one].
     #[arg(long, value_name = "NAME")]
     context: Option<String>,
-    /// Examine this apiserver: beside the one in the kubeconfig if one is named, else alone.
-    /// Repeatable.
+    /// Examine this apiserver, beside the one of --kubeconfig if that is given. Repeatable.
     #[arg(long = "endpoint", value_name = "ADDR")]
     endpoints: Vec<String>,
-    /// The CA of the endpoints.
+    /// CA of the endpoints.
     #[arg(long, value_name = "FILE")]
     ca_file: Option<PathBuf>,
-    /// The name their certificates are verified against; default the host of each.
+    /// Name that the certificates of the endpoints must hold [default: the host of each].
     #[arg(long, value_name = "NAME")]
     server_name: Option<String>,
-    /// A client certificate to show them.
+    /// Client certificate for the endpoints.
     #[arg(long, value_name = "FILE", requires = "key_file")]
     cert_file: Option<PathBuf>,
-    /// Its key.
+    /// Key of the client certificate.
     #[arg(long, value_name = "FILE", requires = "cert_file")]
     key_file: Option<PathBuf>,
-    /// A bearer token to send them.
+    /// Bearer token for the endpoints.
     #[arg(long, value_name = "FILE")]
     token_file: Option<PathBuf>,
-    /// Where jackstay is to listen, if no configuration says so. Repeatable.
+    /// Address where jackstay is to listen, without a configuration. Repeatable.
     #[arg(long = "listen", value_name = "ADDR", conflicts_with = "config")]
     listen: Vec<SocketAddr>,
-    /// How long to look.
-    #[arg(long, value_name = "TIME", default_value = "10s", value_parser = duration)]
+    /// How long to examine.
+    #[arg(long, value_name = "DURATION", default_value = "10s", value_parser = parse_time)]
     duration: Duration,
-    /// Text for people, or JSON.
-    #[arg(long, value_name = "FORMAT", default_value = "text")]
-    output: Output,
+    #[command(flatten)]
+    output: OutputArgs,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Output {
-    Text,
-    Json,
-}
-
-fn duration(text: &str) -> Result<Duration, String> {
+fn parse_time(text: &str) -> Result<Duration, String> {
     let duration = parse_duration(text)?;
     if (Duration::from_secs(1)..=Duration::from_secs(3600)).contains(&duration) {
         Ok(duration)
@@ -88,42 +85,42 @@ fn duration(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// Runs the command: 0 nothing is wrong, 1 something is, 2 it could not be asked.
+/// Runs the command.
 pub(super) fn run(args: &DoctorArgs) -> ExitCode {
     let mut plan = match plan(args) {
         Ok(plan) => plan,
         Err(error) => {
             eprintln!("{error}");
-            return ExitCode::from(BAD_INPUT);
+            return ExitCode::from(EXIT_USAGE);
         }
     };
-    if args.output == Output::Text {
+    let format = args.output.format;
+    if format == OutputFormat::Text {
         let seconds = args.duration.as_secs();
         eprintln!("examining {} for {seconds} s …", counted(plan.targets.len(), "endpoint"));
     }
     let notes = std::mem::take(&mut plan.notes);
-    let seen = match examine::run(plan, Resolver::of_system(), args.duration) {
-        Ok(seen) => seen,
+    let observations = match examine::run(plan, Resolver::of_system(), args.duration) {
+        Ok(observations) => observations,
         Err(error) => {
             eprintln!("cannot examine: {error}");
             return ExitCode::FAILURE;
         }
     };
-    let found = findings::judge(&seen);
-    let text = match args.output {
-        Output::Text => report::text(&seen, &found, &notes),
-        Output::Json => format!("{:#}\n", report::json(&seen, &found, &notes)),
-    };
+    let findings = findings::diagnose(&observations);
+    let value = report::json(&observations, &findings, &notes);
+    let text = format.render(&value, || report::text(&observations, &findings, &notes));
     let _ = io::stdout().lock().write_all(text.as_bytes());
-    if findings::is_wrong(&found) { ExitCode::FAILURE } else { ExitCode::SUCCESS }
+    if findings::has_problems(&findings) { ExitCode::FAILURE } else { ExitCode::SUCCESS }
 }
 
-fn plan(args: &DoctorArgs) -> Result<Plan, String> {
+/// What to examine.
+fn plan(args: &DoctorArgs) -> Result<ExaminationPlan, String> {
     if let Some(file) = &args.config {
-        return of_config(file);
+        return plan_of_config(file);
     }
-    let mut plan = Plan::default();
-    let files = Files {
+    let mut plan = ExaminationPlan::default();
+    let files = CredentialFiles {
         ca: args.ca_file.clone(),
         certificate: match (&args.cert_file, &args.key_file) {
             (Some(cert), Some(key)) => {
@@ -135,37 +132,45 @@ fn plan(args: &DoctorArgs) -> Result<Plan, String> {
     };
     let mut trust = Trust::of_files(&files)?;
     if args.kubeconfig.is_some() || args.endpoints.is_empty() {
-        let sources = KubeconfigFiles::load(&KubeconfigPaths::from_env(args.kubeconfig.clone()));
-        let tree = sources.map_err(|e| e.to_string())?.merged(None);
-        let access =
-            ResolvedContext::resolve(&tree, args.context.as_deref()).map_err(|e| e.to_string())?;
-        let of_access = Trust::of_access(&access, ExecPlugins::Run, &mut plan.notes)?;
-        let name = access.verified_name();
-        plan.targets.push(Target::new(&access.server, Source::Given, Some(name), &of_access)?);
+        let context = kubeconfig_context(args)?;
+        let of_context = Trust::of_access(&context, ExecPlugins::Run, &mut plan.notes)?;
+        let name = Some(context.verified_name());
+        let target = Target::new(&context.server, EndpointSource::Given, name, &of_context)?;
+        plan.targets.push(target);
         if args.ca_file.is_none() {
-            trust = of_access;
+            trust = of_context;
         }
     } else if args.ca_file.is_none() {
         plan.notes.push(
-            "no --ca-file: the certificates are shown and not verified, no credential is sent"
+            "no --ca-file: certificates are shown and not verified, no credential is sent"
                 .to_owned(),
         );
     }
     for endpoint in &args.endpoints {
         let server = ServerUrl::parse(endpoint).map_err(|e| format!("--endpoint: {e}"))?;
         let name = args.server_name.as_deref();
-        plan.targets.push(Target::new(&server, Source::Given, name, &trust)?);
+        plan.targets.push(Target::new(&server, EndpointSource::Given, name, &trust)?);
     }
-    let place = |bind: &SocketAddr| Place { what: "jackstay".into(), bind: *bind, freebind: false };
-    plan.places = args.listen.iter().map(place).collect();
-    if let (false, Ok(admin)) = (plan.places.is_empty(), DEFAULT_ADMIN.parse()) {
-        plan.running = running(admin);
+    let planned = |bind: &SocketAddr| PlannedListener {
+        name: "jackstay".into(),
+        bind: *bind,
+        freebind: false,
+    };
+    plan.listeners = args.listen.iter().map(planned).collect();
+    if let (false, Ok(admin)) = (plan.listeners.is_empty(), DEFAULT_ADMIN.parse()) {
+        plan.running = running_addresses(admin);
     }
     Ok(plan)
 }
 
-/// Where the jackstay listens whose admin endpoint this is; nowhere if there is none.
-fn running(admin: SocketAddr) -> Vec<SocketAddr> {
+fn kubeconfig_context(args: &DoctorArgs) -> Result<ResolvedContext, String> {
+    let files = KubeconfigFiles::load(&KubeconfigPaths::from_env(args.kubeconfig.clone()));
+    let tree = files.map_err(|e| e.to_string())?.merged(None);
+    ResolvedContext::resolve(&tree, args.context.as_deref()).map_err(|e| e.to_string())
+}
+
+/// The addresses of the jackstay with this admin endpoint; none if there is none.
+fn running_addresses(admin: SocketAddr) -> Vec<SocketAddr> {
     let Ok(status) = status::fetch(admin) else { return Vec::new() };
     let Some(listeners) = status["listeners"].as_array() else { return Vec::new() };
     let binds = listeners.iter().filter_map(|listener| listener["bind"].as_array()).flatten();
@@ -173,19 +178,23 @@ fn running(admin: SocketAddr) -> Vec<SocketAddr> {
     addresses.chain([admin]).collect()
 }
 
-/// A configuration that cannot be used is a finding, not bad usage: it is why one asks.
-fn of_config(file: &std::path::Path) -> Result<Plan, String> {
+/// The plan of a configuration. An invalid configuration is a finding and not bad usage; a file that
+/// does not exist is bad usage.
+fn plan_of_config(file: &Path) -> Result<ExaminationPlan, String> {
     if let Err(error) = std::fs::metadata(file) {
         return Err(format!("cannot read {}: {error}", file.display()));
     }
-    match config::load(file, config::environment(), &Overrides::default()) {
-        Ok(loaded) => Ok(match target::of_config(&loaded.config) {
-            Ok(plan) => Plan { running: running(loaded.config.admin.bind), ..plan },
-            Err(error) => Plan { configuration: vec![error], ..Plan::default() },
-        }),
-        Err(errors) => {
-            let configuration = errors.0.iter().map(ToString::to_string).collect();
-            Ok(Plan { configuration, ..Plan::default() })
-        }
-    }
+    let invalid = |configuration_errors| ExaminationPlan {
+        configuration_errors,
+        ..ExaminationPlan::default()
+    };
+    Ok(match config::load(file, config::environment(), &Overrides::default()) {
+        Ok(loaded) => match target::of_config(&loaded.config) {
+            Ok(plan) => {
+                ExaminationPlan { running: running_addresses(loaded.config.admin.bind), ..plan }
+            }
+            Err(error) => invalid(vec![error]),
+        },
+        Err(errors) => invalid(errors.0.iter().map(ToString::to_string).collect()),
+    })
 }

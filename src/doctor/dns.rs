@@ -1,310 +1,284 @@
-//! Names: `/etc/hosts`, and each name server of `/etc/resolv.conf` by itself, so that the silent
-//! one among several is named. Asks by UDP, as libc's resolver does; never through it.
+//! Resolves names as the discovery of endpoints does: by hickory-resolver, from the hosts file and
+//! the name servers of this system, never by libc.
+//!
+//! Each name server is asked by a resolver of its own, so that one silent server among several is
+//! seen.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::path::Path;
 use std::time::Duration;
 
-use hickory_proto::op::{Message, Query, ResponseCode};
-use hickory_proto::rr::{Name, RData, RecordType};
-use tokio::net::UdpSocket;
+use hickory_resolver::config::{NameServerConfig, ResolveHosts, ResolverConfig, ResolverOpts};
+use hickory_resolver::net::runtime::TokioRuntimeProvider;
+use hickory_resolver::net::{DnsError, NetError};
+use hickory_resolver::proto::op::Query;
+use hickory_resolver::proto::rr::{Name, RecordType};
+use hickory_resolver::system_conf::parse_resolv_conf;
+use hickory_resolver::{Hosts, TokioResolver};
 use tokio::time::{Instant, timeout};
 
-use super::observations::{Dns, Ms, NameServer, Resolved, percentile};
+use super::observations::{Dns, Ms, NameServer, Resolution, percentile};
+use crate::net::files::bounded_read;
 
-/// Bound on one question; resolv.conf's default is 5 s, and who waits so long has lost already.
-const TIMEOUT: Duration = Duration::from_millis(1500);
-/// Questions to each server before it counts as silent: one packet may be lost.
+/// Limit of one query, with all search domains. The default of resolv.conf(5) is 5 s; a request that
+/// waits so long has failed for its client.
+const QUERY_LIMIT: Duration = Duration::from_millis(1500);
+/// Queries to a name server before it counts as silent: one packet may be lost.
 const TRIES: u32 = 2;
+/// Largest system file that is read, as in the discovery of endpoints.
+const MAX_FILE: u64 = 16 << 20;
 
-/// `/etc/resolv.conf` (resolv.conf(5)).
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ResolvConf {
-    /// Its name servers, at most three count.
-    pub servers: Vec<SocketAddr>,
-    /// Domains that are tried behind a short name.
-    pub search: Vec<String>,
-    /// A name with fewer dots is short.
-    pub ndots: usize,
-}
-
-impl ResolvConf {
-    /// Reads it.
-    pub fn parse(text: &str) -> Self {
-        let mut conf = Self { servers: Vec::new(), search: Vec::new(), ndots: 1 };
-        for line in text.lines() {
-            let mut words = line.split_whitespace();
-            match words.next() {
-                Some("nameserver") => {
-                    let ip = words.next().and_then(|word| word.parse::<IpAddr>().ok());
-                    if let Some(ip) = ip.filter(|_| conf.servers.len() < 3) {
-                        conf.servers.push(SocketAddr::new(ip, 53));
-                    }
-                }
-                Some("search" | "domain") => conf.search = words.map(ToOwned::to_owned).collect(),
-                Some("options") => {
-                    let ndots = words.filter_map(|word| word.strip_prefix("ndots:"));
-                    conf.ndots = ndots
-                        .reduce(|_, last| last)
-                        .and_then(|n| n.parse().ok())
-                        .unwrap_or(conf.ndots);
-                }
-                _ => {}
-            }
-        }
-        conf
-    }
-
-    /// The names to ask for, in order.
-    pub fn candidates(&self, name: &str) -> Vec<String> {
-        if let Some(absolute) = name.strip_suffix('.') {
-            return vec![absolute.to_owned()];
-        }
-        let mut all: Vec<String> = self.search.iter().map(|s| format!("{name}.{s}")).collect();
-        let short = name.matches('.').count() < self.ndots;
-        let at = if short { all.len() } else { 0 };
-        all.insert(at, name.to_owned());
-        all
-    }
-}
-
-/// The addresses that `/etc/hosts` has for a name.
-pub fn in_hosts(hosts: &str, name: &str) -> Vec<IpAddr> {
-    let name = name.trim_end_matches('.');
-    hosts
-        .lines()
-        .filter_map(|line| {
-            let mut words = line.split('#').next().unwrap_or_default().split_whitespace();
-            let ip = words.next()?.parse().ok()?;
-            words.any(|word| word.eq_ignore_ascii_case(name)).then_some(ip)
-        })
-        .collect()
-}
-
-/// Resolves names, and remembers how each server did.
+/// Resolves names and records how each name server answers.
 pub struct Resolver {
-    conf: ResolvConf,
-    hosts: String,
-    servers: Vec<(NameServer, Vec<f64>)>,
+    hosts: Hosts,
+    servers: Vec<ServerRecord>,
+    /// Why resolv.conf names no server.
     problem: Option<String>,
-    needed: bool,
+    /// Whether a name had to be asked for.
+    used: bool,
+}
+
+/// A name server, how to ask it, and its answers so far.
+struct ServerRecord {
+    config: ResolverConfig,
+    options: ResolverOpts,
+    stats: NameServer,
+    times: Vec<f64>,
+}
+
+impl ServerRecord {
+    fn new(address: SocketAddr, config: ResolverConfig, options: &ResolverOpts) -> Self {
+        let stats = NameServer { address, asked: 0, answered: 0, p50_ms: None, error: None };
+        let mut options = options.clone();
+        options.timeout = QUERY_LIMIT;
+        // `query` repeats, and counts what it repeats.
+        options.attempts = 0;
+        options.cache_size = 0;
+        options.use_hosts_file = ResolveHosts::Never;
+        Self { config, options, stats, times: Vec::new() }
+    }
 }
 
 impl Resolver {
-    /// With this system's files.
+    /// With `/etc/hosts` and `/etc/resolv.conf`.
     pub fn of_system() -> Self {
-        let text = std::fs::read_to_string("/etc/resolv.conf");
-        let hosts = std::fs::read_to_string("/etc/hosts").unwrap_or_default();
-        Self::new(text.as_deref().map_err(ToString::to_string), hosts)
+        let read = |path: &str| {
+            bounded_read::read(Path::new(path), MAX_FILE)
+                .map_err(|error| format!("cannot read {path}: {error}"))
+        };
+        Self::from_files(read("/etc/resolv.conf"), &read("/etc/hosts").unwrap_or_default())
     }
 
-    /// With the text of resolv.conf, or why there is none, and that of hosts.
-    pub fn new(resolv_conf: Result<&str, String>, hosts: String) -> Self {
-        let (conf, problem) = match resolv_conf {
-            Ok(text) => (ResolvConf::parse(text), None),
-            Err(error) => {
-                (ResolvConf::parse(""), Some(format!("cannot read /etc/resolv.conf: {error}")))
-            }
-        };
-        let problem = problem.or_else(|| {
-            conf.servers.is_empty().then(|| "/etc/resolv.conf names no name server".to_owned())
+    /// With the content of resolv.conf, or why it cannot be read, and that of the hosts file.
+    pub fn from_files(resolv_conf: Result<Vec<u8>, String>, hosts_file: &[u8]) -> Self {
+        let mut hosts = Hosts::default();
+        // A file that is not UTF-8 in its comments is read all the same.
+        let _ = hosts.read_hosts_conf(String::from_utf8_lossy(hosts_file).as_bytes());
+        let parsed = resolv_conf.and_then(|text| {
+            parse_resolv_conf(text).map_err(|error| format!("/etc/resolv.conf: {error}"))
         });
-        Self::with_servers(conf, hosts, problem)
-    }
-
-    /// With these name servers and nothing else.
-    pub fn of_servers(servers: Vec<SocketAddr>) -> Self {
-        let conf = ResolvConf { servers, search: Vec::new(), ndots: 1 };
-        Self::with_servers(conf, String::new(), None)
-    }
-
-    fn with_servers(conf: ResolvConf, hosts: String, problem: Option<String>) -> Self {
-        let server = |&address: &SocketAddr| {
-            let server = NameServer { address, asked: 0, answered: 0, p50_ms: None, error: None };
-            (server, Vec::new())
+        let (servers, problem) = match parsed {
+            Ok((config, options)) => {
+                let (domain, search, servers) = config.into_parts();
+                let record = |server: NameServerConfig| {
+                    let port = server.connections.first().map_or(53, |connection| connection.port);
+                    let address = SocketAddr::new(server.ip, port);
+                    let config =
+                        ResolverConfig::from_parts(domain.clone(), search.clone(), vec![server]);
+                    ServerRecord::new(address, config, &options)
+                };
+                (servers.into_iter().map(record).collect(), None)
+            }
+            Err(problem) => (Vec::new(), Some(problem)),
         };
-        let servers = conf.servers.iter().map(server).collect();
-        Self { conf, hosts, servers, problem, needed: false }
+        Self { hosts, servers, problem, used: false }
     }
 
-    /// The addresses of a host; an IP address is its own, and `localhost` needs nobody.
-    pub async fn resolve(&mut self, host: &str) -> Resolved {
+    /// With these name servers, no search domain and no hosts file.
+    pub fn of_servers(servers: Vec<SocketAddr>) -> Self {
+        let record = |address: SocketAddr| {
+            let mut server = NameServerConfig::udp_and_tcp(address.ip());
+            for connection in &mut server.connections {
+                connection.port = address.port();
+            }
+            let config = ResolverConfig::from_name_servers(vec![server]);
+            ServerRecord::new(address, config, &ResolverOpts::default())
+        };
+        let servers = servers.into_iter().map(record).collect();
+        Self { hosts: Hosts::default(), servers, problem: None, used: false }
+    }
+
+    /// The addresses of a host. An IP address, `localhost` (RFC 6761 section 6.3) and a name in the
+    /// hosts file need no name server.
+    pub async fn resolve(&mut self, host: &str) -> Resolution {
         if let Ok(ip) = host.parse::<IpAddr>() {
-            return Resolved::Addresses(vec![ip]);
+            return Resolution::Addresses(vec![ip]);
         }
         if host.trim_end_matches('.').eq_ignore_ascii_case("localhost") {
             let both = [IpAddr::from(Ipv4Addr::LOCALHOST), Ipv6Addr::LOCALHOST.into()];
-            return Resolved::Addresses(both.to_vec());
+            return Resolution::Addresses(both.to_vec());
         }
-        let known = in_hosts(&self.hosts, host);
+        let known = self.in_hosts_file(host);
         if !known.is_empty() {
-            return Resolved::Addresses(known);
+            return Resolution::Addresses(known);
         }
-        self.needed = true;
-        let mut denied = false;
-        for name in self.conf.candidates(host) {
-            match self.ask_all(&name).await {
-                Some(addresses) if !addresses.is_empty() => {
-                    return Resolved::Addresses(addresses);
-                }
-                Some(_) => denied = true,
-                // Nobody answers: another name will not change that.
-                None => break,
+        self.used = true;
+        match self.ask_all(host).await {
+            Some(addresses) if !addresses.is_empty() => Resolution::Addresses(addresses),
+            Some(_) => Resolution::NoSuchName,
+            None => {
+                let silent = || "no name server answers".to_owned();
+                Resolution::NoAnswer(self.problem.clone().unwrap_or_else(silent))
             }
-        }
-        if denied {
-            Resolved::NoSuchName
-        } else {
-            let silent = "no name server answers".to_owned();
-            Resolved::NoAnswer(self.problem.clone().unwrap_or(silent))
         }
     }
 
-    /// Asks every server, all at once: the addresses, none if the name does not exist, `None` if
-    /// nobody answered.
+    fn in_hosts_file(&self, host: &str) -> Vec<IpAddr> {
+        let Ok(name) = Name::from_utf8(host) else { return Vec::new() };
+        let mut found = Vec::new();
+        for record_type in [RecordType::A, RecordType::AAAA] {
+            let lookup = self.hosts.lookup_static_host(&Query::query(name.clone(), record_type));
+            let records = lookup.iter().flat_map(|lookup| lookup.answers());
+            found.extend(records.filter_map(|record| record.data.ip_addr()));
+        }
+        found
+    }
+
+    /// Asks all servers at once: the addresses, an empty list if the name does not exist, `None` if
+    /// no server answered.
     async fn ask_all(&mut self, name: &str) -> Option<Vec<IpAddr>> {
-        let mut answers = Vec::new();
-        for (server, _) in &self.servers {
-            let (address, name) = (server.address, name.to_owned());
-            answers.push(tokio::task::spawn_local(async move { ask_one(address, &name).await }));
+        let mut tasks = Vec::new();
+        for server in &self.servers {
+            let (config, options) = (server.config.clone(), server.options.clone());
+            let name = name.to_owned();
+            tasks
+                .push(tokio::task::spawn_local(async move { query(config, options, &name).await }));
         }
         let mut found: Option<Vec<IpAddr>> = None;
-        for ((server, times), answer) in self.servers.iter_mut().zip(answers) {
-            let Ok(answer) = answer.await else { continue };
-            server.asked += answer.asked;
-            server.answered += answer.answered;
-            times.extend(answer.times);
-            if answer.error.is_some() {
-                server.error = answer.error;
+        for (server, task) in self.servers.iter_mut().zip(tasks) {
+            let Ok(outcome) = task.await else { continue };
+            server.stats.asked += outcome.asked;
+            server.stats.answered += outcome.answered;
+            server.times.extend(outcome.times);
+            if outcome.error.is_some() {
+                server.stats.error = outcome.error;
             }
-            if let Some(addresses) = answer.addresses {
+            if let Some(addresses) = outcome.addresses {
                 let all = found.get_or_insert_default();
-                all.extend(
-                    addresses.into_iter().filter(|ip| !all.contains(ip)).collect::<Vec<_>>(),
-                );
+                for address in addresses {
+                    if !all.contains(&address) {
+                        all.push(address);
+                    }
+                }
             }
         }
         found
     }
 
-    /// How the servers did; `None` if no name had to be resolved.
+    /// The answers of the name servers; `None` if no name had to be asked for.
     pub fn observed(&self) -> Option<Dns> {
-        if !self.needed {
+        if !self.used {
             return None;
         }
-        let servers: Vec<NameServer> = self
-            .servers
-            .iter()
-            .map(|(server, times)| {
-                let mut times = times.clone();
-                times.sort_by(f64::total_cmp);
-                NameServer { p50_ms: percentile(&times, 0.5).map(Ms), ..server.clone() }
-            })
-            .collect();
+        let stats = |server: &ServerRecord| {
+            let mut times = server.times.clone();
+            times.sort_by(f64::total_cmp);
+            NameServer { p50_ms: percentile(&times, 0.5).map(Ms), ..server.stats.clone() }
+        };
+        let servers = self.servers.iter().map(stats).collect();
         Some(Dns { resolv_conf: self.problem.clone(), servers })
     }
 }
 
+/// The answers of one name server to the queries for a name.
 #[derive(Default)]
-struct Answer {
+struct QueryOutcome {
     asked: u32,
     answered: u32,
+    /// Milliseconds of each answered query.
     times: Vec<f64>,
-    /// Addresses; none where the server says that there are none.
+    /// Addresses; an empty list if the server answers that there are none.
     addresses: Option<Vec<IpAddr>>,
     error: Option<String>,
 }
 
-async fn ask_one(server: SocketAddr, name: &str) -> Answer {
-    let mut answer = Answer::default();
-    for kind in [RecordType::A, RecordType::AAAA] {
+async fn query(config: ResolverConfig, options: ResolverOpts, name: &str) -> QueryOutcome {
+    let mut outcome = QueryOutcome::default();
+    for record_type in [RecordType::A, RecordType::AAAA] {
         for _ in 0..TRIES {
-            answer.asked += 1;
-            let asked = Instant::now();
-            let result = timeout(TIMEOUT, exchange(server, name, kind)).await;
-            match result {
+            outcome.asked += 1;
+            let started = Instant::now();
+            let lookup = look_up(config.clone(), options.clone(), name, record_type);
+            match timeout(QUERY_LIMIT, lookup).await {
                 Ok(Ok(addresses)) => {
-                    answer.answered += 1;
-                    answer.times.push(Ms::from(asked.elapsed()).0);
-                    answer.addresses.get_or_insert_default().extend(addresses);
+                    outcome.answered += 1;
+                    outcome.times.push(Ms::from(started.elapsed()).0);
+                    outcome.addresses.get_or_insert_default().extend(addresses);
                     break;
                 }
-                Ok(Err(error)) => answer.error = Some(error),
-                Err(_) => answer.error = Some(format!("nothing within {TIMEOUT:?}")),
+                Ok(Err(error)) => outcome.error = Some(error),
+                Err(_) => outcome.error = Some(format!("no answer within {QUERY_LIMIT:?}")),
             }
         }
-        // It has not answered one question twice: it will not answer the next.
-        if answer.answered == 0 {
+        // A server that is silent for one record type is not asked for the other.
+        if outcome.answered == 0 {
             break;
         }
     }
-    answer
+    outcome
 }
 
-async fn exchange(server: SocketAddr, name: &str, kind: RecordType) -> Result<Vec<IpAddr>, String> {
-    let any: SocketAddr = if server.is_ipv4() {
-        (Ipv4Addr::UNSPECIFIED, 0).into()
-    } else {
-        (Ipv6Addr::UNSPECIFIED, 0).into()
-    };
-    let mut question = Message::query();
-    question.metadata.recursion_desired = true;
-    let mut name = Name::from_ascii(name).map_err(|e| e.to_string())?;
-    name.set_fqdn(true);
-    question.add_query(Query::query(name, kind));
-    let bytes = question.to_vec().map_err(|e| e.to_string())?;
-    let socket = UdpSocket::bind(any).await.map_err(|e| e.to_string())?;
-    // Connected: only its answers arrive, and an ICMP error is one.
-    socket.connect(server).await.map_err(|e| e.to_string())?;
-    socket.send(&bytes).await.map_err(|e| e.to_string())?;
-    let mut buffer = [0; 4096];
-    loop {
-        let length = socket.recv(&mut buffer).await.map_err(|e| e.to_string())?;
-        let Ok(answer) = Message::from_vec(&buffer[..length]) else { continue };
-        if answer.metadata.id != question.metadata.id {
-            continue;
+/// One lookup by a resolver of its own, which has no state of earlier queries.
+async fn look_up(
+    config: ResolverConfig,
+    options: ResolverOpts,
+    name: &str,
+    record_type: RecordType,
+) -> Result<Vec<IpAddr>, String> {
+    let resolver = TokioResolver::builder_with_config(config, TokioRuntimeProvider::default())
+        .with_options(options)
+        .build()
+        .map_err(|error| error.to_string())?;
+    match resolver.lookup(name, record_type).await {
+        Ok(lookup) => {
+            Ok(lookup.answers().iter().filter_map(|record| record.data.ip_addr()).collect())
         }
-        return match answer.metadata.response_code {
-            ResponseCode::NoError | ResponseCode::NXDomain => {
-                Ok(answer.answers.iter().filter_map(|record| address(&record.data)).collect())
-            }
-            other => Err(format!("it answers {other}")),
-        };
-    }
-}
-
-fn address(data: &RData) -> Option<IpAddr> {
-    match data {
-        RData::A(a) => Some(IpAddr::V4(a.0)),
-        RData::AAAA(a) => Some(IpAddr::V6(a.0)),
-        _ => None,
+        // Also NXDOMAIN.
+        Err(error) if error.is_no_records_found() => Ok(Vec::new()),
+        Err(NetError::Timeout | NetError::NoConnections) => {
+            Err(format!("no answer within {QUERY_LIMIT:?}"))
+        }
+        Err(NetError::Dns(DnsError::ResponseCode(code))) => Err(format!("it answers {code}")),
+        Err(error) => Err(error.to_string()),
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use hickory_proto::op::OpCode;
-    use hickory_proto::rr::Record;
-    use hickory_proto::rr::rdata::A;
+    use hickory_resolver::proto::op::{Message, OpCode, ResponseCode};
+    use hickory_resolver::proto::rr::rdata::A;
+    use hickory_resolver::proto::rr::{RData, Record};
+    use tokio::net::UdpSocket;
     use tokio::task::LocalSet;
 
     #[test]
-    fn files() {
-        let conf = ResolvConf::parse(
-            "# comment\nnameserver 10.0.0.1\nnameserver fd00::1\nnameserver nonsense\n\
-             search a.example b.example\noptions timeout:1 ndots:2\n",
-        );
-        assert_eq!(conf.servers, ["10.0.0.1:53", "[fd00::1]:53"].map(|s| s.parse().unwrap()));
-        assert_eq!(conf.candidates("lb.x"), ["lb.x.a.example", "lb.x.b.example", "lb.x"]);
-        assert_eq!(conf.candidates("a.b.c")[0], "a.b.c");
-        assert_eq!(conf.candidates("lb."), ["lb"]);
-        let hosts = "127.0.0.1 localhost\n10.0.0.9 lb LB.example # comment lb2\nx y\n";
-        assert_eq!(in_hosts(hosts, "lb.EXAMPLE."), ["10.0.0.9".parse::<IpAddr>().unwrap()]);
-        assert_eq!(in_hosts(hosts, "lb2"), [] as [IpAddr; 0]);
+    fn from_files_reads_name_servers_and_hosts() {
+        let resolv_conf = "# comment\nnameserver 10.0.0.1\nnameserver fd00::1\n\
+                           search a.example b.example\noptions timeout:1 ndots:2\n";
+        let hosts = b"127.0.0.1 localhost\n10.0.0.9 lb LB.example # caf\xe9 lb2\nx y\n";
+        let resolver = Resolver::from_files(Ok(resolv_conf.into()), hosts);
+        let addresses: Vec<_> =
+            resolver.servers.iter().map(|server| server.stats.address.to_string()).collect();
+        assert_eq!(addresses, ["10.0.0.1:53", "[fd00::1]:53"]);
+        let first = &resolver.servers[0];
+        assert_eq!((first.config.search().len(), first.options.ndots), (2, 2));
+        assert_eq!(resolver.in_hosts_file("lb.EXAMPLE."), ["10.0.0.9".parse::<IpAddr>().unwrap()]);
+        assert_eq!(resolver.in_hosts_file("lb2"), [] as [IpAddr; 0]);
     }
 
     /// A name server that knows one name.
-    async fn server() -> SocketAddr {
+    async fn name_server() -> SocketAddr {
         let socket = UdpSocket::bind("127.0.0.1:0").await.unwrap();
         let address = socket.local_addr().unwrap();
         tokio::task::spawn_local(async move {
@@ -314,6 +288,7 @@ mod tests {
                 let question = Message::from_vec(&buffer[..length]).unwrap();
                 let query = question.queries[0].clone();
                 let mut answer = Message::response(question.metadata.id, OpCode::Query);
+                answer.add_query(query.clone());
                 if query.name.to_ascii() == "lb.example." {
                     if query.query_type == RecordType::A {
                         let data = RData::A(A::new(10, 0, 0, 7));
@@ -329,30 +304,36 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn answers_denials_and_silence() {
+    async fn resolve_counts_answers_of_each_server() {
         let test = async {
-            // A socket that is read by nobody answers nothing.
+            // A socket that is never read answers nothing.
             let silent = UdpSocket::bind("127.0.0.1:0").await.unwrap();
-            let both = vec![silent.local_addr().unwrap(), server().await];
+            let both = vec![silent.local_addr().unwrap(), name_server().await];
             let mut resolver = Resolver::of_servers(both);
             let found = resolver.resolve("lb.example").await;
-            assert_eq!(found, Resolved::Addresses(vec!["10.0.0.7".parse().unwrap()]));
-            assert_eq!(resolver.resolve("none.example").await, Resolved::NoSuchName);
-            let seen = resolver.observed().unwrap().servers;
-            assert_eq!((seen[0].answered, seen[0].asked), (0, 4));
-            assert_eq!((seen[1].answered, seen[1].asked), (4, 4));
-            assert!(seen[0].error.is_some() && seen[1].p50_ms.is_some());
+            assert_eq!(found, Resolution::Addresses(vec!["10.0.0.7".parse().unwrap()]));
+            assert_eq!(resolver.resolve("none.example").await, Resolution::NoSuchName);
+            let servers = resolver.observed().unwrap().servers;
+            assert_eq!((servers[0].answered, servers[0].asked), (0, 4), "{servers:#?}");
+            assert_eq!((servers[1].answered, servers[1].asked), (4, 4), "{servers:#?}");
+            assert!(servers[0].error.is_some() && servers[1].p50_ms.is_some());
         };
         LocalSet::new().run_until(test).await;
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_needs_no_server_asks_none() {
-        let mut resolver = Resolver::new(Err("gone".into()), "10.0.0.9 lb\n".into());
+    async fn resolve_address_localhost_and_hosts_file_ask_no_server() {
+        let mut resolver = Resolver::from_files(Err("gone".into()), b"10.0.0.9 lb\n");
         for name in ["10.0.0.1", "localhost", "lb"] {
-            assert!(matches!(resolver.resolve(name).await, Resolved::Addresses(_)), "{name}");
+            assert!(matches!(resolver.resolve(name).await, Resolution::Addresses(_)), "{name}");
         }
+        assert!(resolver.observed().is_none());
+        assert_eq!(resolver.resolve("other").await, Resolution::NoAnswer("gone".into()));
+        let mut resolver = Resolver::from_files(Ok(b"options ndots:1\n".to_vec()), b"");
         let answer = resolver.resolve("other").await;
-        assert_eq!(answer, Resolved::NoAnswer("cannot read /etc/resolv.conf: gone".into()));
+        assert!(
+            matches!(&answer, Resolution::NoAnswer(why) if why.starts_with("/etc/resolv.conf: ")),
+            "{answer:?}"
+        );
     }
 }

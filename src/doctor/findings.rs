@@ -1,27 +1,27 @@
-//! From what was seen to what is wrong: pure rules, the most likely cause first.
+//! Diagnoses causes from observations by pure rules; the most likely cause comes first.
 //!
-//! Each rule looks for one cause and gives it a weight. A cause that explains others weighs more
-//! than what it explains: a name that nobody resolves more than the endpoint that is not reached, a
-//! certificate more than the request that was never sent, a dead endpoint more than lost packets.
-//! Findings that differ in their endpoint alone become one.
+//! Each rule detects one cause and gives it a weight. A cause weighs more than its consequences: a
+//! name that does not resolve more than the endpoint that is not reached, a certificate more than the
+//! request that is never sent, a dead endpoint more than lost packets. Findings that differ only in
+//! their endpoint are merged.
 //!
 //! | weight | cause |
 //! |---|---|
-//! | 100 | the configuration itself; requests would loop |
-//! | 95 | a port that another process has |
+//! | 100 | an invalid configuration; an endpoint that is jackstay itself |
+//! | 95 | a port that another process holds; an address or port that cannot be bound (94) |
 //! | 90 | name servers that do not answer; a name that does not exist |
-//! | 85 | a clock that is wrong by more than a certificate forgives |
-//! | 80 | the certificate: expired, not yet valid, another CA, other names |
-//! | 75 | a dead endpoint (all of them: 84) |
-//! | 74 | our own client certificate has expired |
+//! | 85 | a clock that is off by enough to invalidate certificates |
+//! | 80 | the server's certificate: expired, not yet valid, another CA, other names |
+//! | 75 | a dead endpoint (84 if all are) |
+//! | 74 | an expired client certificate |
 //! | 72 | no HTTP/2 |
-//! | 70 | the credential is not accepted |
-//! | 65 | established connections fall silent while fresh ones work |
-//! | 60 | the apiserver says that it is not ready |
-//! | 50 | packets are lost |
-//! | 45 | some connections fail |
-//! | 30 | one name server of several is silent; a clock that is off |
-//! | 10 | notes: limits, IPv6, expiry to come |
+//! | 70 | a credential that is not accepted |
+//! | 65 | established connections that fall silent while fresh ones work |
+//! | 60 | an apiserver that is not ready |
+//! | 50 | packet loss |
+//! | 45 | some fresh connections that fail |
+//! | 30 | one silent name server of several; a clock that is slightly off |
+//! | 10 | notes: limits, IPv6, certificates that expire soon |
 
 mod certificates;
 mod machine;
@@ -35,17 +35,17 @@ use serde::Serialize;
 
 use super::observations::Observations;
 
-/// How much a finding matters.
+/// The severity of a finding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Level {
-    /// Something is wrong.
+    /// Needs a fix; exit code 1.
     Problem,
-    /// Good to know.
+    /// For information.
     Note,
 }
 
-/// Kinds of cause, for machines.
+/// The cause of a finding: a stable name for programs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Cause {
@@ -53,9 +53,9 @@ pub enum Cause {
     Configuration,
     /// An endpoint is jackstay's own address.
     Loop,
-    /// Another process has the port.
+    /// Another process listens on the port.
     PortTaken,
-    /// The address to listen on is not this host's.
+    /// The listen address cannot be bound.
     AddressNotOurs,
     /// No name server answers.
     DnsBlackHole,
@@ -63,17 +63,17 @@ pub enum Cause {
     DnsPartly,
     /// The name does not exist.
     NoSuchName,
-    /// A clock is wrong.
+    /// The clocks of server and machine differ.
     ClockSkew,
     /// The certificate has expired.
     CertificateExpired,
     /// The certificate is not valid yet.
     CertificateNotYetValid,
-    /// The certificate chains to another CA.
+    /// Another CA has signed the certificate.
     WrongCa,
     /// The certificate is for other names.
     SanMissing,
-    /// TLS fails in another way.
+    /// TLS fails for another reason.
     Tls,
     /// The endpoint cannot be reached.
     DeadEndpoint,
@@ -81,11 +81,11 @@ pub enum Cause {
     NoHttp2,
     /// The client certificate has expired.
     ClientCertificateExpired,
-    /// The credential is refused.
+    /// The credential is not accepted.
     Unauthorized,
-    /// Established connections fall silent.
+    /// A device on the path forgets established connections.
     ForgottenFlows,
-    /// The apiserver says that it is not ready.
+    /// The apiserver is not ready.
     SickEndpoint,
     /// Packets are lost.
     PacketLoss,
@@ -95,38 +95,38 @@ pub enum Cause {
     ExpiresSoon,
     /// Too few open files are allowed.
     OpenFiles,
-    /// An IPv6 address is wanted and there is no IPv6.
+    /// A listener has an IPv6 address and this machine has no IPv6.
     NoIpv6,
     /// A path is much slower than another.
     SlowPath,
 }
 
-/// Something found.
+/// A diagnosed cause.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Finding {
-    /// How much it matters.
+    /// Its severity.
     pub level: Level,
     /// The cause.
     pub cause: Cause,
-    /// What is wrong, in a sentence.
+    /// What is wrong: a sentence.
     pub what: String,
-    /// What was seen.
+    /// The observation behind it.
     pub because: String,
     /// What to do.
     pub advice: String,
-    /// The endpoints that it is about; none where it is about this machine.
+    /// The endpoints concerned; empty if it concerns this machine.
     pub endpoints: Vec<String>,
     #[serde(skip)]
     weight: u32,
 }
 
 impl Finding {
-    /// A finding about one endpoint, whose address is part of its text.
+    /// Sets the endpoint concerned, whose address is part of the text.
     fn about(self, address: &str) -> Self {
         Self { endpoints: vec![address.to_owned()], ..self }
     }
 
-    /// A text of it without its own address.
+    /// A text of this finding without the address of its endpoint.
     fn without_address<'a>(&self, text: &'a str) -> Cow<'a, str> {
         match self.endpoints.first() {
             Some(address) => Cow::Owned(text.replace(address.as_str(), "")),
@@ -134,7 +134,7 @@ impl Finding {
         }
     }
 
-    /// Whether two findings differ at most in their endpoint and in what was seen.
+    /// Whether two findings differ at most in their endpoint and observation.
     fn is_alike(&self, other: &Self) -> bool {
         (self.level, self.cause, self.weight) == (other.level, other.cause, other.weight)
             && self.without_address(&self.what) == other.without_address(&other.what)
@@ -142,10 +142,10 @@ impl Finding {
     }
 }
 
-/// Most different observations that one finding shows.
-const SHOWN: usize = 5;
+/// Largest number of different observations in a merged finding.
+const MAX_REASONS: usize = 5;
 
-/// Findings that are alike become one, which names every endpoint.
+/// Merges findings that are alike into one that names every endpoint.
 fn group(found: Vec<Finding>) -> Vec<Finding> {
     let mut groups: Vec<Vec<Finding>> = Vec::new();
     for finding in found {
@@ -167,7 +167,7 @@ fn merge(group: &[Finding]) -> Finding {
             reasons.push(&finding.because);
         }
     }
-    let more = reasons.len().saturating_sub(SHOWN);
+    let more = reasons.len().saturating_sub(MAX_REASONS);
     let mut because = reasons[..reasons.len() - more].join("; ");
     if more > 0 {
         because = format!("{because}; and {more} more");
@@ -184,32 +184,32 @@ fn merge(group: &[Finding]) -> Finding {
     Finding { what, because, endpoints, ..group[0].clone() }
 }
 
-/// Judges. The result is sorted: problems before notes, the most likely cause first.
-pub fn judge(seen: &Observations) -> Vec<Finding> {
+/// Applies every rule. Problems come before notes, and the most likely cause comes first.
+pub fn diagnose(seen: &Observations) -> Vec<Finding> {
     let mut found = Vec::new();
     machine::configuration(seen, &mut found);
     machine::listen(seen, &mut found);
-    machine::names(seen, &mut found);
+    machine::name_servers(seen, &mut found);
     machine::clocks(seen, &mut found);
-    certificates::certificates(seen, &mut found);
-    certificates::shown(seen, &mut found);
-    path::reach(seen, &mut found);
+    certificates::server(seen, &mut found);
+    certificates::client(seen, &mut found);
+    path::reachability(seen, &mut found);
     for endpoint in &seen.endpoints {
         path::credential(endpoint, &mut found);
-        path::flows(endpoint, seen, &mut found);
+        path::forgotten_flows(endpoint, seen, &mut found);
         path::readiness(endpoint, &mut found);
-        path::unsteady(endpoint, &mut found);
+        path::intermittent(endpoint, &mut found);
     }
     path::loss(seen, &mut found);
-    path::paths(seen, &mut found);
+    path::slow_balancers(seen, &mut found);
     machine::limits(seen, &mut found);
     let mut found = group(found);
     found.sort_by_key(|f| (f.level == Level::Note, std::cmp::Reverse(f.weight)));
     found
 }
 
-/// Whether something is wrong.
-pub fn is_wrong(findings: &[Finding]) -> bool {
+/// Whether a finding is a problem.
+pub fn has_problems(findings: &[Finding]) -> bool {
     findings.iter().any(|finding| finding.level == Level::Problem)
 }
 

@@ -1,45 +1,52 @@
-//! This machine: ports that are taken and by whom, its own addresses, IPv6, limits.
+//! Checks of this machine: whether the listen addresses can be bound and which process holds them,
+//! IPv6, the limit of open files.
 
 use std::fs;
 use std::io;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::path::Path;
 
-use super::observations::{Host, Listen, ListenState};
-use super::target::Place;
+use super::observations::{Host, ListenAddress, ListenState};
+use super::target::PlannedListener;
 use crate::net::sockets::listening::{self, ListenOptions};
 
-/// Looks at the places where jackstay is to listen, and at what it will need. `running` is where one
-/// listens already, as it says itself: who has a socket is known only to root and to its own user.
-pub fn look(places: &[Place], running: &[SocketAddr], wanted_connections: u64) -> Host {
-    let listen = places
+/// Checks the addresses where jackstay is to listen and the limits that it needs. `running` holds
+/// those of a running jackstay by its `/status`: the owner of a socket is visible only to root and to
+/// its own user.
+pub fn check(
+    listeners: &[PlannedListener],
+    running: &[SocketAddr],
+    wanted_connections: u64,
+) -> Host {
+    let listen = listeners
         .iter()
-        .map(|place| Listen {
-            address: place.bind,
-            what: place.what.clone(),
-            state: state_of(place, running),
+        .map(|listener| ListenAddress {
+            address: listener.bind,
+            what: listener.name.clone(),
+            state: try_bind(listener, running),
         })
         .collect();
     Host {
         listen,
-        ipv6: is_ours(Ipv6Addr::LOCALHOST.into()),
+        ipv6: is_local(Ipv6Addr::LOCALHOST.into()),
         open_files: fs::read_to_string("/proc/self/limits").ok().and_then(|t| open_files(&t)),
         wanted_connections,
     }
 }
 
-/// Whether this host has an address: only then can it be bound.
-pub fn is_ours(ip: IpAddr) -> bool {
+/// Whether this machine has an address: only then can a socket be bound to it.
+pub fn is_local(ip: IpAddr) -> bool {
     UdpSocket::bind((ip, 0)).is_ok()
 }
 
-fn state_of(place: &Place, running: &[SocketAddr]) -> ListenState {
-    let address = place.bind;
-    let options = ListenOptions { freebind: place.freebind, ..ListenOptions::default() };
+/// Binds the address and closes the socket again.
+fn try_bind(listener: &PlannedListener, running: &[SocketAddr]) -> ListenState {
+    let address = listener.bind;
+    let options = ListenOptions { freebind: listener.freebind, ..ListenOptions::default() };
     match listening::listen_with(address, &options) {
         Ok(_) => ListenState::Free,
         Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
-            if running.iter().any(|theirs| in_each_others_way(*theirs, address)) {
+            if running.iter().any(|theirs| conflict(*theirs, address)) {
                 return ListenState::Jackstay;
             }
             let owner = owner_of(address);
@@ -52,20 +59,21 @@ fn state_of(place: &Place, running: &[SocketAddr]) -> ListenState {
             if error.kind() == io::ErrorKind::AddrNotAvailable
                 || listening::is_address_family_missing(address, &error) =>
         {
-            ListenState::NotOurs
+            ListenState::NotLocal
         }
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => ListenState::Denied,
         Err(error) => ListenState::Failed(error.to_string()),
     }
 }
 
-/// Whether two sockets cannot listen at once: `[::]` is IPv6 alone here.
-fn in_each_others_way(one: SocketAddr, other: SocketAddr) -> bool {
+/// Whether only one socket can listen on both addresses. `[::]` is IPv6 only (`IPV6_V6ONLY`).
+fn conflict(one: SocketAddr, other: SocketAddr) -> bool {
     one.port() == other.port()
         && one.is_ipv4() == other.is_ipv4()
         && (one.ip() == other.ip() || one.ip().is_unspecified() || other.ip().is_unspecified())
 }
 
-/// Name and id of the process that listens on an address, if this user may know.
+/// Name and id of the process that listens on an address, as far as this user may see it.
 fn owner_of(address: SocketAddr) -> Option<String> {
     let tables = ["/proc/net/tcp", "/proc/net/tcp6"];
     let inodes: Vec<u64> = tables
@@ -92,7 +100,7 @@ fn owner_of(address: SocketAddr) -> Option<String> {
     None
 }
 
-/// Inodes of the sockets that listen on a port, from a table of `/proc/net` (proc(5)).
+/// Inodes of the sockets that listen on a port, from `/proc/net/tcp` or `tcp6` (proc(5)).
 fn listening_inodes(table: &str, port: u16) -> Vec<u64> {
     /// `TCP_LISTEN` of `net/tcp_states.h`.
     const LISTEN: &str = "0A";
@@ -116,22 +124,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_taken_port_has_an_owner() {
+    fn check_taken_port_names_its_owner() {
         let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let address = taken.local_addr().unwrap();
-        let place = |bind, freebind| Place { what: "listener x".into(), bind, freebind };
-        let host = look(&[place(address, false)], &[], 100);
+        let listener =
+            |bind, freebind| PlannedListener { name: "listener x".into(), bind, freebind };
+        let host = check(&[listener(address, false)], &[], 100);
         let pid = format!("(pid {})", std::process::id());
         match &host.listen[0].state {
-            // The name of a test's process is that of the test crate.
+            // The process is the test binary.
             ListenState::Taken(Some(owner)) => assert!(owner.ends_with(&pid), "{owner}"),
             ListenState::Jackstay => {}
             other => panic!("{other:?}"),
         }
-        // Whoever has it by name, it is a jackstay's if that says so.
+        // A running jackstay that reports the address owns it, whatever the process is called.
         let state = |running: &str| {
             let running = SocketAddr::new(running.parse().unwrap(), address.port());
-            look(&[place(address, false)], &[running], 100).listen[0].state.clone()
+            check(&[listener(address, false)], &[running], 100).listen[0].state.clone()
         };
         assert_eq!(state("127.0.0.1"), ListenState::Jackstay);
         assert_eq!(state("0.0.0.0"), ListenState::Jackstay);
@@ -139,17 +148,17 @@ mod tests {
         assert_eq!(state("::"), host.listen[0].state);
         drop(taken);
         assert!(host.open_files.is_some_and(|limit| limit > 0));
-        assert!(is_ours([127, 0, 0, 1].into()));
-        assert!(!is_ours([192, 0, 2, 1].into()));
+        assert!(is_local([127, 0, 0, 1].into()));
+        assert!(!is_local([192, 0, 2, 1].into()));
         // TEST-NET-1 (RFC 5737).
         let elsewhere = "192.0.2.1:7443".parse().unwrap();
-        let host = look(&[place(elsewhere, false), place(elsewhere, true)], &[], 1);
-        assert_eq!(host.listen[0].state, ListenState::NotOurs);
-        assert_eq!(host.listen[1].state, ListenState::Free, "it may come later");
+        let host = check(&[listener(elsewhere, false), listener(elsewhere, true)], &[], 1);
+        assert_eq!(host.listen[0].state, ListenState::NotLocal);
+        assert_eq!(host.listen[1].state, ListenState::Free, "IP_FREEBIND allows it");
     }
 
     #[test]
-    fn tables_of_the_kernel() {
+    fn listening_inodes_and_open_files_parse_kernel_tables() {
         let table = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n   \
                      0: 0100007F:1D13 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4711 1 0 100 0 0 10 0\n   \
                      1: 0100007F:1D13 0100007F:9999 01 00000000:00000000 00:00000000 00000000     0        0 4712 1 0 100 0 0 10 0\n";

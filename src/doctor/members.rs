@@ -1,18 +1,18 @@
-//! The apiservers of a cluster as the cluster itself names them: the `EndpointSlices` of
-//! `default/kubernetes`, which apiservers maintain, or the `Endpoints` where there are no slices.
+//! Asks a cluster for its apiservers: the `EndpointSlices` of the Service `default/kubernetes`, which
+//! the apiservers maintain, or its `Endpoints` where there are no slices.
 
 use std::net::{IpAddr, SocketAddr};
 
 use http::StatusCode;
 use serde_json::Value;
 
-use super::probe::{Opened, Peer, get};
+use super::probe::{PeerConfig, ProbeConnection, get};
 
-/// Reads the addresses in an answer.
+/// Reads the addresses in a response.
 type Reader = fn(&Value) -> Vec<SocketAddr>;
 
-/// Where each kind of object is, and how it is read, the better one first.
-const KINDS: [(&str, Reader); 2] = [
+/// The path of each kind of object and its reader, in the order of preference.
+const OBJECTS: [(&str, Reader); 2] = [
     (
         "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices\
          ?labelSelector=kubernetes.io%2Fservice-name%3Dkubernetes",
@@ -21,17 +21,17 @@ const KINDS: [(&str, Reader); 2] = [
     ("/api/v1/namespaces/default/endpoints/kubernetes", of_endpoints),
 ];
 
-/// Asks over a connection; `prefix` is the path of the cluster's URL.
+/// Asks over an open connection; `prefix` is the path of the cluster's URL.
 ///
 /// # Errors
-/// Why there is no answer, for people.
+/// The reason of the last refusal, as text.
 pub(super) async fn ask(
-    opened: &mut Opened,
-    peer: &Peer,
+    opened: &mut ProbeConnection,
+    peer: &PeerConfig,
     prefix: &str,
 ) -> Result<Vec<SocketAddr>, String> {
     let mut reason = String::new();
-    for (path, read) in KINDS {
+    for (path, read) in OBJECTS {
         let asked = get(&mut opened.send, &format!("{prefix}{path}"), peer).await;
         let (status, body, _) = asked.map_err(|error| error.to_string())?;
         reason = match status {
@@ -39,14 +39,14 @@ pub(super) async fn ask(
                 let found = serde_json::from_str(&body).map(|value| read(&value));
                 match found {
                     Ok(found) if !found.is_empty() => return Ok(found),
-                    _ => "the answer names none".to_owned(),
+                    _ => "the response names none".to_owned(),
                 }
             }
             StatusCode::UNAUTHORIZED => "the apiserver does not accept the credential (401)".into(),
             StatusCode::FORBIDDEN => {
                 "the user may not list the EndpointSlices of the namespace default (403)".into()
             }
-            other => format!("the apiserver answers {}", other.as_u16()),
+            other => format!("the apiserver responds with {}", other.as_u16()),
         };
     }
     Err(reason)
@@ -56,7 +56,7 @@ fn list(value: &Value) -> &[Value] {
     value.as_array().map_or(&[], Vec::as_slice)
 }
 
-/// The port called `https`, or the first one.
+/// The port named `https`, else the first.
 fn port(ports: &Value) -> Option<u16> {
     let ports = list(ports);
     let port = ports.iter().find(|port| port["name"] == "https").or(ports.first())?;
@@ -74,7 +74,7 @@ fn of_slices(slices: &Value) -> Vec<SocketAddr> {
         let ready = list(&slice["endpoints"]).iter().filter(|e| e["conditions"]["ready"] != false);
         let ips = ready.flat_map(|endpoint| list(&endpoint["addresses"]));
         for address in ips.filter_map(|ip| address(ip, port)) {
-            // Slices may overlap while they change.
+            // An address may be in two slices while the slice controller moves it.
             if !found.contains(&address) {
                 found.push(address);
             }
@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn slices_yield_ready_addresses_once() {
+    fn of_slices_yields_each_ready_address_once() {
         let https = json!([{ "name": "other", "port": 1 }, { "name": "https", "port": 6443 }]);
         let slices = json!({ "items": [
             { "ports": https, "endpoints": [
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn endpoints_yield_their_addresses() {
+    fn of_endpoints_yields_every_address() {
         let endpoints = json!({ "subsets": [
             { "addresses": [{ "ip": "10.0.0.1" }, { "ip": "fd00::1" }, { "ip": "x" }],
               "ports": [{ "name": "other", "port": 1 }, { "name": "https", "port": 6443 }] },

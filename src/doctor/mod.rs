@@ -1,19 +1,26 @@
-//! `jackstay doctor`: what is wrong between this machine and its apiservers, before installation and
-//! in trouble.
+//! `jackstay doctor`: diagnoses the path between this machine and its apiservers.
 //!
-//! Looking and judging are apart:
+//! Data flows one way, and only the examination touches the network:
 //!
-//! 1. [`target`] says what to examine, from a configuration, a kubeconfig or addresses.
-//! 2. [`host`] looks at this machine, [`dns`] at its name servers, [`probe`] at one fresh connection
-//!    step by step, [`lasting`] at one that stays; [`examine`] runs them side by side, over and over.
-//! 3. What they saw is [`observations`]: plain data.
-//! 4. [`findings`] is a pure function from that to causes, the most likely first.
-//! 5. [`report`] prints.
+//! ```text
+//! target ──> examine ──> observations ──> findings ──> report
+//!            (host, dns, probe, long_lived, members)
+//! ```
 //!
-//! [`survey`] is a short look with the same probes, at certificates and at the apiservers that the
-//! cluster names ([`members`]), for `jackstay kubeconfig`.
+//! 1. [`target`] makes an [`ExaminationPlan`](target::ExaminationPlan) from a configuration, a
+//!    kubeconfig or addresses.
+//! 2. [`examine`] carries it out: [`host`] checks this machine, [`dns`] each name server, [`probe`]
+//!    fresh connections step by step, [`long_lived`] connections that stay open; [`members`] asks the
+//!    cluster for its apiservers.
+//! 3. [`observations`] holds the results, plain data.
+//! 4. [`findings`] is a pure function from observations to causes, the most likely first.
+//! 5. [`report`] prints both.
 //!
-//! It changes nothing, and sends a credential only to a server whose certificate it has verified.
+//! [`survey`] is a shorter examination with the same probes, for `jackstay kubeconfig`: what the
+//! certificates name, and which apiservers the cluster has.
+//!
+//! The doctor changes nothing, and sends a credential only to a server whose certificate it has
+//! verified.
 
 // Without the feature only `survey` is used, which needs a part of the probes.
 #![cfg_attr(not(feature = "doctor"), allow(dead_code))]
@@ -26,7 +33,7 @@ pub mod findings;
 #[cfg(feature = "doctor")]
 pub mod host;
 #[cfg(feature = "doctor")]
-pub mod lasting;
+pub mod long_lived;
 pub mod members;
 pub mod observations;
 pub mod probe;

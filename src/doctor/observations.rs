@@ -1,176 +1,180 @@
-//! What was seen, as plain data: the input of the findings and the `--output json` of the command.
+//! The results of an examination as plain data: the input of the findings, and part of `-o json`.
+//!
+//! Field names are keys of that output.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use serde::Serialize;
 
-/// A time in milliseconds, as people read them.
+/// A time in milliseconds with a resolution of 1 µs.
 #[derive(Debug, Clone, Copy, PartialEq, PartialOrd, Serialize)]
 #[serde(transparent)]
 pub struct Ms(pub f64);
 
 impl From<Duration> for Ms {
     fn from(duration: Duration) -> Self {
-        // Microseconds are enough, and short.
         Self((duration.as_secs_f64() * 1e6).round() / 1e3)
     }
 }
 
-/// Everything.
+/// The results of an examination.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Observations {
-    /// Mistakes of the configuration, if there was one to read.
+    /// Errors of the configuration.
     pub configuration: Vec<String>,
-    /// This machine.
+    /// Checks of this machine.
     pub host: Host,
-    /// The name servers, if a name had to be resolved.
+    /// The name servers; `None` if no name had to be asked for.
     pub dns: Option<Dns>,
-    /// Each endpoint.
-    pub endpoints: Vec<Endpoint>,
+    /// The endpoints of the plan, then those that the cluster names.
+    pub endpoints: Vec<EndpointObservation>,
 }
 
-/// This machine.
+/// Checks of this machine.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Host {
-    /// Where jackstay is to listen.
-    pub listen: Vec<Listen>,
-    /// Whether an IPv6 address can be bound here.
+    /// The addresses where jackstay is to listen.
+    pub listen: Vec<ListenAddress>,
+    /// Whether `::1` can be bound.
     pub ipv6: bool,
-    /// Most open files a process started here may have (the soft limit).
+    /// Soft limit of open files (`RLIMIT_NOFILE`).
     pub open_files: Option<u64>,
-    /// Connections that the configuration allows.
+    /// Client connections that the configuration allows.
     pub wanted_connections: u64,
 }
 
-/// A place to listen.
+/// An address where jackstay is to listen.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Listen {
-    /// Where.
+pub struct ListenAddress {
+    /// The address.
     pub address: SocketAddr,
-    /// What for.
+    /// The listener, or the admin endpoint.
     pub what: String,
-    /// Whether it can be had.
+    /// Whether it can be bound.
     pub state: ListenState,
 }
 
-/// Whether a place to listen can be had.
+/// Whether an address can be bound.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ListenState {
-    /// It is free.
+    /// It can be bound.
     Free,
     /// A jackstay listens there.
     Jackstay,
-    /// Another process listens there: its name and id, if they may be known.
+    /// Another process listens there; its name and id, if this user may see them.
     Taken(Option<String>),
-    /// This host does not have the address.
-    NotOurs,
-    /// Something else.
+    /// No interface of this machine has the address.
+    #[serde(rename = "not_ours")]
+    NotLocal,
+    /// The port is privileged (`ip_unprivileged_port_start`, 1024 by default).
+    Denied,
+    /// Binding fails for another reason.
     Failed(String),
 }
 
-/// Name resolution.
+/// Results of name resolution.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Dns {
-    /// What is wrong with resolv.conf, if anything.
+    /// Why resolv.conf names no server.
     pub resolv_conf: Option<String>,
-    /// Each name server it names.
+    /// The name servers of resolv.conf.
     pub servers: Vec<NameServer>,
 }
 
-/// One name server.
+/// The answers of a name server.
 #[derive(Debug, Clone, Serialize)]
 pub struct NameServer {
-    /// Where it is.
+    /// Its address.
     pub address: SocketAddr,
-    /// Questions asked.
+    /// Queries sent.
     pub asked: u32,
-    /// Questions answered.
+    /// Queries answered.
     pub answered: u32,
-    /// Median time of an answer.
+    /// Median time of an answered query.
     pub p50_ms: Option<Ms>,
-    /// The last thing that was no answer.
+    /// The last error.
     pub error: Option<String>,
 }
 
-/// An apiserver, or what stands before some.
+/// Everything observed of an endpoint: an apiserver, or a load balancer of several.
 #[derive(Debug, Clone, Serialize)]
-pub struct Endpoint {
-    /// Its address as the user or the cluster gave it.
+pub struct EndpointObservation {
+    /// Address as the user or the cluster gave it.
     pub address: String,
-    /// How it was found.
-    pub source: Source,
-    /// The name its certificate is verified against.
+    /// Who named it.
+    pub source: EndpointSource,
+    /// The name its certificate must hold.
     pub server_name: String,
-    /// What the name resolves to.
-    pub resolved: Resolved,
-    /// An address of this machine where jackstay listens is behind it.
+    /// The addresses of its host.
+    pub resolved: Resolution,
+    /// The listen address of jackstay that a connection to it would reach.
     pub loops_to: Option<SocketAddr>,
-    /// Fresh connections.
-    pub fresh: Vec<Attempt>,
-    /// Connections that were kept and pinged all the time, one after the other.
-    pub lasting: Vec<Lasting>,
-    /// A connection that was left alone and pinged at the end.
-    pub idle: Option<Idle>,
-    /// The certificate it shows.
-    pub certificate: Option<Certificate>,
-    /// Its clock minus ours, in seconds.
+    /// Fresh connections in the order of their start.
+    pub fresh: Vec<ConnectAttempt>,
+    /// Connections that were pinged continuously, one after the other.
+    pub lasting: Vec<LongLived>,
+    /// A connection that was idle until one PING at the end.
+    pub idle: Option<IdleConnection>,
+    /// Its certificate.
+    pub certificate: Option<ServerCertificate>,
+    /// Its clock minus this machine's, in seconds.
     pub clock_skew_s: Option<f64>,
-    /// Streams it allows on a connection.
+    /// `SETTINGS_MAX_CONCURRENT_STREAMS`.
     pub max_streams: Option<usize>,
-    /// A credential was sent.
+    /// Whether a credential was sent.
     pub authenticated: bool,
     /// The client certificate that was shown.
-    pub shown: Option<Shown>,
+    pub shown: Option<ClientCertificate>,
 }
 
-/// A client certificate.
+/// The client certificate that an endpoint was shown.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Shown {
-    /// Whom it names.
+pub struct ClientCertificate {
+    /// Its subject.
     pub subject: String,
-    /// End of its validity.
+    /// End of its validity (RFC 3339).
     pub not_after: String,
-    /// Seconds until then; negative if it is over.
+    /// Seconds until it expires; negative if it has expired.
     pub expires_in_s: i64,
 }
 
-/// How an endpoint was found.
+/// Who named an endpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Source {
-    /// The user named it.
+pub enum EndpointSource {
+    /// The user.
     Given,
-    /// The cluster names it as one of its apiservers: a direct path.
+    /// The cluster, as one of its apiservers: the path to it is direct.
     Cluster,
 }
 
-/// What a host name resolves to.
+/// The result of resolving a host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Resolved {
-    /// Addresses.
+pub enum Resolution {
+    /// At least one address.
     Addresses(Vec<IpAddr>),
-    /// The name servers say that it does not exist.
+    /// The name servers answer that it has no address.
     NoSuchName,
-    /// Nobody answered.
+    /// No name server answered; the reason.
     NoAnswer(String),
 }
 
-/// The steps of a fresh connection, in their order.
+/// The steps of a fresh connection in their order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Step {
-    /// The name.
+    /// Resolving the host.
     Resolve,
-    /// TCP.
+    /// The TCP handshake.
     Connect,
     /// The TLS handshake.
     Tls,
     /// The HTTP/2 preface and the first PONG, which comes after SETTINGS.
     Http2,
-    /// `/readyz`.
+    /// The response of `/readyz`.
     Readyz,
     /// A request that needs a credential.
     Request,
@@ -181,7 +185,7 @@ impl Step {
     pub const ALL: [Self; 6] =
         [Self::Resolve, Self::Connect, Self::Tls, Self::Http2, Self::Readyz, Self::Request];
 
-    /// What it is called in the report.
+    /// Its name in the report.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Resolve => "resolve",
@@ -194,48 +198,50 @@ impl Step {
     }
 }
 
-/// One fresh connection.
+/// A fresh connection.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Attempt {
-    /// When it began, in milliseconds since the examination began.
+pub struct ConnectAttempt {
+    /// Its start, since the start of the examination.
     pub at_ms: Ms,
-    /// How long each step took that was done.
+    /// The duration of each completed step.
     pub steps: Vec<(Step, Ms)>,
-    /// Where and how it failed, if it did.
+    /// The failure that ended it early.
     pub failure: Option<Failure>,
 }
 
-impl Attempt {
-    /// How long a step took, if it was done.
+impl ConnectAttempt {
+    /// The duration of a step, if it was completed.
     pub fn time(&self, step: Step) -> Option<Ms> {
         self.steps.iter().find(|(s, _)| *s == step).map(|(_, ms)| *ms)
     }
 }
 
-/// How an attempt failed.
+/// Why a fresh connection failed.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Failure {
-    /// In which step.
+    /// The step that failed.
     pub step: Step,
     /// The kind of failure.
-    pub kind: Kind,
-    /// What was said.
+    pub kind: FailureKind,
+    /// The error as text.
     pub text: String,
 }
 
 /// Kinds of failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Kind {
-    /// Nothing came in time.
+pub enum FailureKind {
+    /// No response within the limit.
     Timeout,
-    /// Nobody listens there.
+    /// No process listens there.
     Refused,
-    /// No route, or a firewall that says so.
+    /// A router or firewall rejects the packets (ICMP), or the connect fails in another way.
     Unreachable,
-    /// Cut by the other side.
+    /// This machine has no route to the address (`ENETUNREACH`).
+    NoRoute,
+    /// The peer closed the connection.
     Reset,
-    /// The certificate chains to another CA.
+    /// Another CA has signed the certificate.
     UnknownIssuer,
     /// The certificate has expired.
     Expired,
@@ -247,80 +253,80 @@ pub enum Kind {
     Tls,
     /// The server does not offer HTTP/2.
     NoHttp2,
-    /// The answer has another status than 200.
+    /// The response has this status and not 200.
     Status(u16),
-    /// The server does not know the credential.
+    /// The server does not accept the credential.
     Unauthorized,
-    /// Something else.
+    /// Any other failure.
     Other,
 }
 
-/// A connection that was kept.
+/// A connection that was pinged continuously.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Lasting {
-    /// When it was up, in milliseconds since the examination began.
+pub struct LongLived {
+    /// When it was established, since the start of the examination.
     pub at_ms: Ms,
     /// PINGs answered.
     pub pongs: usize,
     /// Median round trip.
     pub p50_ms: Option<Ms>,
-    /// 99th percentile.
+    /// 99th percentile of the round trips.
     pub p99_ms: Option<Ms>,
-    /// Round trips that took a retransmission longer than usual.
+    /// Round trips that contained a retransmission.
     pub late: usize,
-    /// A PING has been out this long and nothing at all has come back.
+    /// How long the last PING was without any response.
     pub silent_ms: Option<Ms>,
-    /// When that PING went out, in milliseconds since the examination began.
+    /// When that PING was sent, since the start of the examination.
     pub silent_at_ms: Option<Ms>,
-    /// How it ended, if the other side ended it.
+    /// Why the server ended it.
     pub ended: Option<String>,
-    /// Segments sent again.
+    /// TCP segments that were retransmitted.
     pub retransmitted: u32,
-    /// Segments sent.
+    /// TCP segments sent.
     pub sent: u32,
 }
 
-/// A connection that was left alone.
+/// A connection that was idle.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Idle {
-    /// For how long.
+pub struct IdleConnection {
+    /// How long it was idle.
     pub for_ms: Ms,
     /// Whether it answered a PING afterwards.
     pub alive: bool,
-    /// Segments that this machine sent on it meanwhile: acknowledgements of what the server sent.
+    /// TCP segments that this machine sent meanwhile: acknowledgements of what the server sent.
     pub sent: u32,
 }
 
 /// A server's certificate.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Certificate {
-    /// Whom it names.
+pub struct ServerCertificate {
+    /// Its subject.
     pub subject: String,
-    /// Who signed it.
+    /// Its issuer.
     pub issuer: String,
-    /// The names and addresses it is for.
+    /// Its subject alternative names.
     pub names: Vec<String>,
-    /// Start of its validity.
+    /// Start of its validity (RFC 3339).
     pub not_before: String,
-    /// End of its validity.
+    /// End of its validity (RFC 3339).
     pub not_after: String,
-    /// Seconds until then; negative if it is over.
+    /// Seconds until it expires; negative if it has expired.
     pub expires_in_s: i64,
 }
 
-impl Endpoint {
-    /// Fresh connections that got a PONG: the transport works.
+impl EndpointObservation {
+    /// The number of fresh connections that received a PONG.
     pub fn connected(&self) -> usize {
         self.fresh.iter().filter(|a| a.time(Step::Http2).is_some()).count()
     }
 
-    /// Failures in a step.
+    /// The failures of a step.
     pub fn failures(&self, step: Step) -> impl Iterator<Item = &Failure> {
         self.fresh.iter().filter_map(|a| a.failure.as_ref()).filter(move |f| f.step == step)
     }
 }
 
-/// The value that a share `q` (0..1) of sorted values does not exceed.
+/// The `q` quantile (0..1) of sorted values.
 pub fn percentile(sorted: &[f64], q: f64) -> Option<f64> {
     let last = sorted.len().checked_sub(1)?;
     Some(sorted[(last as f64 * q).ceil() as usize])

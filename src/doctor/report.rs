@@ -1,13 +1,15 @@
-//! The examination as text for a person in trouble, or as JSON.
+//! Prints observations and findings as text or as JSON.
 
 use std::fmt::Write as _;
 
 use serde_json::{Value, json};
 
-use super::findings::{Finding, Level, is_wrong};
-use super::observations::{Endpoint, Observations, Resolved, Source, Step, percentile};
+use super::findings::{Finding, Level, has_problems};
+use super::observations::{
+    EndpointObservation, EndpointSource, Observations, Resolution, Step, percentile,
+};
 
-/// Everything as JSON.
+/// Findings, a summary of the steps and all observations.
 pub fn json(seen: &Observations, findings: &[Finding], notes: &[String]) -> Value {
     let steps: Vec<Value> = seen
         .endpoints
@@ -24,7 +26,7 @@ pub fn json(seen: &Observations, findings: &[Finding], notes: &[String]) -> Valu
         })
         .collect();
     json!({
-        "ok": !is_wrong(findings),
+        "ok": !has_problems(findings),
         "findings": findings,
         "notes": notes,
         "summary": steps,
@@ -32,7 +34,7 @@ pub fn json(seen: &Observations, findings: &[Finding], notes: &[String]) -> Valu
     })
 }
 
-/// Everything as text, the findings last, where the eye is.
+/// Tables first and findings last, above the prompt.
 pub fn text(seen: &Observations, findings: &[Finding], notes: &[String]) -> String {
     let mut out = String::new();
     for endpoint in &seen.endpoints {
@@ -54,10 +56,10 @@ pub fn text(seen: &Observations, findings: &[Finding], notes: &[String]) -> Stri
     }
     let problems = findings.iter().filter(|f| f.level == Level::Problem).count();
     match problems {
-        0 => out.push_str("Nothing is wrong.\n"),
-        1 => out.push_str("One thing is wrong.\n"),
+        0 => out.push_str("No problem found.\n"),
+        1 => out.push_str("1 problem found.\n"),
         n => {
-            let _ = writeln!(out, "{n} things are wrong, the most likely cause first.");
+            let _ = writeln!(out, "{n} problems found, the most likely cause first.");
         }
     }
     for (i, finding) in findings.iter().enumerate() {
@@ -79,8 +81,8 @@ struct Row {
     p99: Option<f64>,
 }
 
-/// One row a step that was tried.
-fn rows(endpoint: &Endpoint) -> Vec<Row> {
+/// One row for each step that was tried.
+fn rows(endpoint: &EndpointObservation) -> Vec<Row> {
     let mut rows = Vec::new();
     for step in Step::ALL {
         let mut times: Vec<f64> =
@@ -95,16 +97,16 @@ fn rows(endpoint: &Endpoint) -> Vec<Row> {
     rows
 }
 
-fn table(endpoint: &Endpoint, out: &mut String) {
+fn table(endpoint: &EndpointObservation, out: &mut String) {
     let _ = write!(out, "{}", endpoint.address);
     match &endpoint.resolved {
-        Resolved::Addresses(ips) if !endpoint.address.contains(&ips[0].to_string()) => {
+        Resolution::Addresses(ips) if !endpoint.address.contains(&ips[0].to_string()) => {
             let ips: Vec<_> = ips.iter().map(ToString::to_string).collect();
             let _ = write!(out, " ({})", ips.join(", "));
         }
         _ => {}
     }
-    if endpoint.source == Source::Cluster {
+    if endpoint.source == EndpointSource::Cluster {
         out.push_str(" (direct, named by the cluster)");
     }
     let _ = writeln!(out, ", verified as {}", endpoint.server_name);
@@ -120,9 +122,9 @@ fn table(endpoint: &Endpoint, out: &mut String) {
     for lasting in &endpoint.lasting {
         let ok = lasting.pongs.to_string();
         let (p50, p99) = (lasting.p50_ms.map(|m| m.0), lasting.p99_ms.map(|m| m.0));
-        let _ = write!(out, "  {:<14} {ok:>9} {:>10} {:>10}", "lasting ping", ms(p50), ms(p99));
+        let _ = write!(out, "  {:<14} {ok:>9} {:>10} {:>10}", "long-lived", ms(p50), ms(p99));
         if lasting.late + lasting.retransmitted as usize > 0 {
-            let _ = write!(out, "  {} late, {} sent again", lasting.late, lasting.retransmitted);
+            let _ = write!(out, "  {} late, {} retransmitted", lasting.late, lasting.retransmitted);
         }
         if let Some(silent) = lasting.silent_ms {
             let _ = write!(out, "  then silent for {:.1} s", silent.0 / 1000.0);
@@ -133,11 +135,11 @@ fn table(endpoint: &Endpoint, out: &mut String) {
         out.push('\n');
     }
     if let Some(idle) = &endpoint.idle {
-        let state = if idle.alive { "answers" } else { "does not answer" };
-        let _ = writeln!(out, "  left alone for {:.0} s: {state}", idle.for_ms.0 / 1000.0);
+        let state = if idle.alive { "answers" } else { "no answer" };
+        let _ = writeln!(out, "  idle for {:.0} s: {state}", idle.for_ms.0 / 1000.0);
     }
     if let Some(certificate) = &endpoint.certificate {
-        let _ = writeln!(out, "  certificate until {}", certificate.not_after);
+        let _ = writeln!(out, "  certificate valid until {}", certificate.not_after);
     }
     if let Some(skew) = endpoint.clock_skew_s {
         let _ = writeln!(out, "  clock {skew:+.1} s");

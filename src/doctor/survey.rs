@@ -1,8 +1,8 @@
-//! A short look at some apiservers: what their certificates name, and which apiservers the cluster
-//! has besides. For `jackstay kubeconfig`, which has to choose a name that all of them can show.
+//! A short examination for `jackstay kubeconfig`: the names in the certificates of some apiservers,
+//! and which other apiservers the cluster has.
 //!
-//! The user's credential goes to the apiserver of the kubeconfig alone, verified as kubectl verifies
-//! it; the others are only asked for their certificates.
+//! Only the apiserver of the kubeconfig gets the user's credential, verified as kubectl verifies it;
+//! the others only show their certificates.
 
 use std::net::SocketAddr;
 use std::rc::Rc;
@@ -14,18 +14,18 @@ use tokio::time::{Instant, timeout};
 
 use super::dns::Resolver;
 use super::members;
-use super::observations::{Failure, Kind, Resolved, Source, Step};
-use super::probe::{Clock, Opened, open};
+use super::observations::{EndpointSource, Failure, FailureKind, Resolution, Step};
+use super::probe::{ProbeConnection, StepTimer, open};
 use super::target::{Target, Trust};
 use crate::kubeconfig::CertificateNames;
 use crate::kubeconfig::ServerUrl;
 use crate::net::tls::local_ca::subject_alt_names;
 
-/// How long one apiserver may take with all of it: the name, the connection and the request. One
-/// lost SYN costs a second of it (RFC 6298), a dead address all of it.
+/// Limit of one apiserver, from the resolution of its name to the response. A lost SYN costs 1 s of it
+/// (RFC 6298 section 2).
 const LIMIT: Duration = Duration::from_secs(5);
 
-/// What to look at.
+/// What to survey.
 pub struct SurveyRequest<'a> {
     /// The apiserver of the kubeconfig.
     pub own: &'a ServerUrl,
@@ -33,45 +33,46 @@ pub struct SurveyRequest<'a> {
     pub verified_name: &'a str,
     /// Other apiservers of the cluster.
     pub others: &'a [ServerUrl],
-    /// What to verify them with, and what to show to the first.
+    /// The CA of all and the credential for `own`.
     pub trust: &'a Trust,
-    /// Whether the first is asked for the apiservers of the cluster.
+    /// Whether `own` is asked for the apiservers of the cluster.
     pub asks: bool,
 }
 
-/// What was seen.
+/// The result of a survey.
 #[derive(Debug)]
 pub struct Survey {
-    /// The certificates, in the order of the request.
+    /// The names in the certificates, in the order of the request.
     pub certificates: Vec<CertificateNames>,
-    /// The addresses that were not looked at, and why.
+    /// The addresses without a certificate, and why.
     pub unseen: Vec<(String, String)>,
-    /// The apiservers that the cluster names and the request does not, or why they are not known.
+    /// The apiservers that the cluster names and the request does not, or why they are unknown.
     pub members: Result<Vec<SocketAddr>, String>,
 }
 
-/// What was seen of one apiserver.
+/// The result for one apiserver.
 struct EndpointSurvey {
     /// Its host and port.
     address: String,
     addresses: Vec<SocketAddr>,
-    shown: Result<CertificateNames, String>,
+    names: Result<CertificateNames, String>,
     members: Result<Vec<SocketAddr>, String>,
 }
 
-/// Looks at all of them at once.
+/// Surveys all apiservers concurrently.
 ///
 /// # Errors
-/// An address or a name cannot be verified, or the runtime could not be made.
+/// A host is not a DNS name or IP address, or the tokio runtime cannot be created.
 pub fn look(request: &SurveyRequest<'_>, resolver: Resolver) -> Result<Survey, String> {
     let anonymous = request.trust.without_credential();
     let trust = if request.asks { request.trust } else { &anonymous };
     let mut targets = vec![(
-        Target::new(request.own, Source::Given, Some(request.verified_name), trust)?,
+        Target::new(request.own, EndpointSource::Given, Some(request.verified_name), trust)?,
         request.own.path.clone(),
     )];
     for server in request.others {
-        targets.push((Target::new(server, Source::Given, None, &anonymous)?, String::new()));
+        targets
+            .push((Target::new(server, EndpointSource::Given, None, &anonymous)?, String::new()));
     }
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|error| error.to_string())?;
@@ -86,80 +87,88 @@ async fn survey(targets: Vec<(Target, String)>, resolver: Resolver) -> Survey {
         .map(|(index, (target, prefix))| {
             let resolver = Rc::clone(&resolver);
             let asks = index == 0;
-            tokio::task::spawn_local(async move { one(&target, &prefix, asks, &resolver).await })
+            tokio::task::spawn_local(async move {
+                survey_endpoint(&target, &prefix, asks, &resolver).await
+            })
         })
         .collect();
-    let mut looks = Vec::new();
+    let mut results = Vec::new();
     for task in tasks {
-        // A panic has been printed; the others count.
-        looks.extend(task.await);
+        // The panic hook has printed a panic; the other results count.
+        results.extend(task.await);
     }
-    let known: Vec<SocketAddr> = looks.iter().flat_map(|look| look.addresses.clone()).collect();
+    let known: Vec<SocketAddr> =
+        results.iter().flat_map(|result| result.addresses.clone()).collect();
     let mut survey = Survey {
         certificates: Vec::new(),
         unseen: Vec::new(),
         members: Err("it was not asked".into()),
     };
-    for (index, look) in looks.into_iter().enumerate() {
+    for (index, result) in results.into_iter().enumerate() {
         if index == 0 {
-            survey.members = look.members.map(|mut members| {
+            survey.members = result.members.map(|mut members| {
                 members.retain(|member| !known.contains(member));
                 members
             });
         }
-        match look.shown {
-            Ok(shown) => survey.certificates.push(shown),
-            Err(why) => survey.unseen.push((look.address, why)),
+        match result.names {
+            Ok(names) => survey.certificates.push(names),
+            Err(why) => survey.unseen.push((result.address, why)),
         }
     }
     survey
 }
 
-async fn one(
+async fn survey_endpoint(
     target: &Target,
     prefix: &str,
     asks: bool,
     resolver: &Mutex<Resolver>,
 ) -> EndpointSurvey {
-    let mut look = EndpointSurvey {
+    let mut result = EndpointSurvey {
         address: target.address.clone(),
         addresses: Vec::new(),
-        shown: Err(format!("no answer within {} s", LIMIT.as_secs())),
+        names: Err(format!("no response within {} s", LIMIT.as_secs())),
         members: Err("the apiserver could not be asked".to_owned()),
     };
     let _ = timeout(LIMIT, async {
         match resolver.lock().await.resolve(&target.host).await {
-            Resolved::Addresses(ips) => {
-                look.addresses =
+            Resolution::Addresses(ips) => {
+                result.addresses =
                     ips.into_iter().map(|ip| SocketAddr::new(ip, target.port)).collect();
             }
-            Resolved::NoSuchName => look.shown = Err("no such name".to_owned()),
-            Resolved::NoAnswer(why) => look.shown = Err(why),
+            Resolution::NoSuchName => result.names = Err("no such name".to_owned()),
+            Resolution::NoAnswer(why) => result.names = Err(why),
         }
-        let Some(address) = look.addresses.first() else { return };
-        let opened = open(&mut Clock::new(Instant::now()), *address, &target.peer).await;
-        look.shown = shown(target, &opened);
-        look.members = match opened {
+        let Some(address) = result.addresses.first() else { return };
+        let opened = open(&mut StepTimer::start(Instant::now()), *address, &target.peer).await;
+        result.names = certificate_names(target, &opened);
+        result.members = match opened {
             Ok(mut opened) if asks && target.peer.authenticated => {
                 members::ask(&mut opened, &target.peer, prefix).await
             }
-            Ok(_) => Err("there is no credential to ask with".to_owned()),
+            Ok(_) => Err("there is no credential to send".to_owned()),
             Err(failure) => Err(failure.text),
         };
     })
     .await;
-    look
+    result
 }
 
-/// What the certificate names, if its chain was verified: the name is checked after the chain.
-fn shown(target: &Target, opened: &Result<Opened, Failure>) -> Result<CertificateNames, String> {
+/// The names in the certificate, if its chain was verified. A wrong name does not matter: it is checked
+/// after the chain.
+fn certificate_names(
+    target: &Target,
+    opened: &Result<ProbeConnection, Failure>,
+) -> Result<CertificateNames, String> {
     let is_verified = |failure: &Failure| {
-        failure.step > Step::Tls || failure.step == Step::Tls && failure.kind == Kind::WrongName
+        failure.step > Step::Tls
+            || failure.step == Step::Tls && failure.kind == FailureKind::WrongName
     };
     match opened {
         Err(failure) if !is_verified(failure) => Err(failure.text.clone()),
         _ => {
-            let der = target.verifier.shown().ok_or("it showed no certificate")?;
+            let der = target.verifier.last_certificate().ok_or("it showed no certificate")?;
             let (address, host) = (target.address.clone(), target.host.clone());
             Ok(CertificateNames { address, host, names: subject_alt_names(&der)? })
         }

@@ -1,5 +1,5 @@
-//! What to examine: endpoints with what is needed to verify them, from a configuration, from a
-//! kubeconfig, or from addresses alone.
+//! What to examine: the endpoints of a configuration, of a kubeconfig or of the command line, with
+//! the CA to verify each and the credential to present.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -10,34 +10,34 @@ use http::HeaderValue;
 use rustls::RootCertStore;
 use rustls::pki_types::ServerName;
 
-use super::observations::Source;
-use super::probe::Peer;
-use super::verify::Verifier;
+use super::observations::EndpointSource;
+use super::probe::PeerConfig;
+use super::verify::RecordingVerifier;
 use crate::config::{CertPaths, Config, Upstream};
 use crate::kubeconfig::system_cas;
 use crate::kubeconfig::{Credential, PemSource, ResolvedContext, ServerUrl};
 use crate::net::tls::certificate::CertInfo;
 use crate::net::tls::pem_files::{LoadedCert, ca_from_pem, cert_from_pem, load_ca, load_cert};
 
-/// How one endpoint is examined.
+/// An endpoint to examine.
 pub struct Target {
-    /// Its address as it was given.
+    /// Address as the user or the cluster gave it.
     pub address: String,
-    /// Host without brackets.
+    /// Host of the address, without brackets.
     pub host: String,
-    /// Port.
+    /// Port of the address.
     pub port: u16,
-    /// How it was found.
-    pub source: Source,
-    /// The name it is verified against.
+    /// Who named the endpoint.
+    pub source: EndpointSource,
+    /// The name its certificate must hold.
     pub server_name: String,
     trust: Trust,
-    pub(super) verifier: Arc<Verifier>,
-    pub(super) peer: Peer,
+    pub(super) verifier: Arc<RecordingVerifier>,
+    pub(super) peer: PeerConfig,
 }
 
 impl fmt::Debug for Target {
-    /// Without the credential.
+    /// Omits the credential.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Target")
             .field("address", &self.address)
@@ -46,7 +46,7 @@ impl fmt::Debug for Target {
     }
 }
 
-/// What servers are verified with, and what they are shown.
+/// The CA that servers are verified with and the credential that they are shown.
 #[derive(Clone, Default)]
 pub struct Trust {
     roots: Option<Arc<RootCertStore>>,
@@ -56,35 +56,35 @@ pub struct Trust {
 
 /// Everything to examine.
 #[derive(Debug, Default)]
-pub struct Plan {
-    /// The endpoints.
+pub struct ExaminationPlan {
+    /// Endpoints of the user.
     pub targets: Vec<Target>,
-    /// Where jackstay is to listen.
-    pub places: Vec<Place>,
-    /// Where a jackstay listens already, as it says itself.
+    /// Addresses where jackstay is to listen.
+    pub listeners: Vec<PlannedListener>,
+    /// Addresses where a jackstay listens already, by its `/status`.
     pub running: Vec<SocketAddr>,
-    /// Connections that the configuration allows.
+    /// Connections that the configuration allows (`limits.max_connections` of all listeners).
     pub wanted_connections: u64,
-    /// Mistakes of the configuration.
-    pub configuration: Vec<String>,
-    /// What could not be used, for people.
+    /// Errors of the configuration, which then names no endpoint.
+    pub configuration_errors: Vec<String>,
+    /// Credentials and CAs that are not used, and why.
     pub notes: Vec<String>,
 }
 
-/// A place where jackstay is to listen.
+/// An address where jackstay is to listen.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Place {
-    /// What for.
-    pub what: String,
-    /// Where.
+pub struct PlannedListener {
+    /// The name of the listener, or of the admin endpoint.
+    pub name: String,
+    /// The address to bind.
     pub bind: SocketAddr,
-    /// Whether it may be an address that this host does not have yet.
+    /// Whether the host may lack the address for now (`IP_FREEBIND`).
     pub freebind: bool,
 }
 
-/// Files that the command line names.
+/// Files with a CA and a credential.
 #[derive(Debug, Clone, Default)]
-pub struct Files {
+pub struct CredentialFiles {
     /// The CA that servers are verified with.
     pub ca: Option<PathBuf>,
     /// A client certificate and its key.
@@ -93,21 +93,21 @@ pub struct Files {
     pub token: Option<PathBuf>,
 }
 
-/// Whether the exec plugin of a user is run for its credential.
+/// Whether the exec plugin of a kubeconfig user is run for its credential.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExecPlugins {
-    /// It is: the user has asked for what needs a credential.
+    /// The user has asked for something that needs a credential.
     Run,
-    /// It is not: a plugin may open a browser, ask for a second factor, or take long.
+    /// A plugin may open a browser, ask for a second factor or take long.
     Leave,
 }
 
 impl Trust {
-    /// From files.
+    /// Loads files.
     ///
     /// # Errors
-    /// Which file cannot be used, and why.
-    pub fn of_files(files: &Files) -> Result<Self, String> {
+    /// A file cannot be used: its path and the reason.
+    pub fn of_files(files: &CredentialFiles) -> Result<Self, String> {
         let roots = files.ca.as_deref().map(load_ca).transpose().map_err(|e| e.to_string())?;
         let certificate = files.certificate.as_ref().map(load_cert).transpose();
         Ok(Self {
@@ -117,10 +117,11 @@ impl Trust {
         })
     }
 
-    /// From a context of a kubeconfig; what cannot be used here becomes a note.
+    /// Loads the CA and the credential of a kubeconfig context. A kind of credential that the doctor
+    /// does not support becomes a note.
     ///
     /// # Errors
-    /// A file or a datum cannot be read.
+    /// A file or inline data cannot be used.
     pub fn of_access(
         access: &ResolvedContext,
         plugins: ExecPlugins,
@@ -135,14 +136,14 @@ impl Trust {
                 trust.roots = Some(ca_from_pem(origin, &pem).map_err(|e| e.to_string())?.roots);
             }
             None if access.insecure => notes.push(
-                "the cluster switches verification off: nothing is verified, no credential sent"
+                "insecure-skip-tls-verify is set: nothing is verified, no credential is sent"
                     .to_owned(),
             ),
             None => match system_cas() {
                 Some(file) => trust.roots = Some(load_ca(&file).map_err(|e| e.to_string())?.roots),
                 None => notes.push(
                     "the cluster names no CA and this system has none: nothing is verified, no \
-                     credential sent"
+                     credential is sent"
                         .to_owned(),
                 ),
             },
@@ -164,12 +165,12 @@ impl Trust {
             Credential::TokenFile(file) => trust.token = Some(token_of_file(file)?),
             Credential::Anonymous => {}
             Credential::Exec(_) if plugins == ExecPlugins::Leave => {}
-            // It is asked only where its answer may be shown.
+            // Run only if its credential may be sent.
             Credential::Exec(plugin) if trust.roots.is_some() => match plugin.run() {
                 Ok(yielded) => {
                     trust.token = yielded.token.as_deref().map(token_header).transpose()?;
                     if let Some((cert_pem, key_pem)) = yielded.certificate {
-                        let origin = PathBuf::from(format!("what {:?} yielded", plugin.command));
+                        let origin = PathBuf::from(format!("credential of {:?}", plugin.command));
                         let loaded = cert_from_pem(
                             (&origin, cert_pem.as_bytes()),
                             (&origin, key_pem.as_bytes()),
@@ -178,18 +179,18 @@ impl Trust {
                     }
                 }
                 Err(error) => {
-                    notes.push(format!("{error}: nothing is asked that needs a credential"));
+                    notes.push(format!("{error}: requests that need a credential are left out"));
                 }
             },
             other => notes.push(format!(
-                "{} is not used here: nothing is asked that needs a credential",
+                "{} is not supported here: requests that need a credential are left out",
                 other.describe()
             )),
         }
         Ok(trust)
     }
 
-    /// The same without anything to show.
+    /// The CA alone.
     #[must_use]
     pub fn without_credential(&self) -> Self {
         Self { roots: self.roots.clone(), ..Self::default() }
@@ -205,10 +206,10 @@ impl Trust {
             .flat_map(|terminate| &terminate.identities);
         let ca = upstream.tls.ca_file.clone();
         let token = readyz.token_file.clone();
-        // The first identity that exists already: kubelet's comes when it has joined.
+        // The first that exists: kubelet writes its certificate when it has joined the cluster.
         let mut certificates = readyz.cert.iter().chain(identities.filter(|_| token.is_none()));
         let certificate = certificates.find(|paths| paths.cert_file.exists()).cloned();
-        Self::of_files(&Files { ca, certificate, token })
+        Self::of_files(&CredentialFiles { ca, certificate, token })
     }
 }
 
@@ -226,25 +227,25 @@ fn token_header(token: &str) -> Result<HeaderValue, String> {
 }
 
 impl Target {
-    /// An endpoint to examine.
+    /// Prepares TLS for an endpoint.
     ///
     /// # Errors
-    /// The name cannot be verified in a certificate.
+    /// The name is not a DNS name or IP address.
     pub fn new(
         server: &ServerUrl,
-        source: Source,
+        source: EndpointSource,
         server_name: Option<&str>,
         trust: &Trust,
     ) -> Result<Self, String> {
         let name = server_name.unwrap_or(&server.host);
         let parsed = ServerName::try_from(name.to_owned())
             .map_err(|_| format!("{name:?} cannot be verified in a certificate"))?;
-        let verifier = Verifier::new(trust.roots.clone())?;
-        // Nobody unverified is shown a secret.
+        let verifier = RecordingVerifier::new(trust.roots.clone())?;
+        // An unverified server gets no credential.
         let token = trust.token.clone().filter(|_| verifier.verifies());
-        // The certificate wins in the apiserver, and a token under it would be wasted.
+        // An apiserver prefers the certificate where both are present.
         let certificate = trust.certificate.as_deref().filter(|_| verifier.verifies());
-        let peer = Peer {
+        let peer = PeerConfig {
             server_name: parsed,
             tls: verifier.client(certificate)?,
             authenticated: token.is_some() || certificate.is_some(),
@@ -262,44 +263,45 @@ impl Target {
         })
     }
 
-    /// The client certificate that it is shown.
-    pub(super) fn shown(&self) -> Option<&CertInfo> {
+    /// The client certificate that the server is shown.
+    pub(super) fn client_certificate(&self) -> Option<&CertInfo> {
         let certificate = self.trust.certificate.as_ref().filter(|_| self.verifier.verifies());
         certificate.map(|loaded| &loaded.info)
     }
 
-    /// Another apiserver of the same cluster, as the cluster itself names it. Every apiserver's
-    /// certificate holds the name of its Service.
+    /// An apiserver of the same cluster that the cluster itself names. It is verified by the name of
+    /// the Service, which every apiserver's certificate holds.
     pub(super) fn sibling(&self, address: SocketAddr) -> Result<Self, String> {
         let server =
             ServerUrl { host: address.ip().to_string(), port: address.port(), path: String::new() };
-        Self::new(&server, Source::Cluster, Some("kubernetes.default.svc"), &self.trust)
+        Self::new(&server, EndpointSource::Cluster, Some("kubernetes.default.svc"), &self.trust)
     }
 }
 
-/// What a configuration is about.
+/// The examination of everything that a configuration names.
 ///
 /// # Errors
 /// A certificate, key or CA cannot be used.
-pub fn of_config(config: &Config) -> Result<Plan, String> {
-    let mut plan = Plan::default();
+pub fn of_config(config: &Config) -> Result<ExaminationPlan, String> {
+    let mut plan = ExaminationPlan::default();
     for upstream in &config.upstreams {
         let trust = Trust::of_upstream(config, upstream)?;
         for endpoint in &upstream.endpoints {
             let server =
                 ServerUrl { host: endpoint.host.clone(), port: endpoint.port, path: String::new() };
             let name = upstream.tls.server_name.as_deref();
-            plan.targets.push(Target::new(&server, Source::Given, name, &trust)?);
+            plan.targets.push(Target::new(&server, EndpointSource::Given, name, &trust)?);
         }
     }
     for listener in &config.listeners {
-        let what = format!("listener {}", listener.name);
+        let name = format!("listener {}", listener.name);
         let freebind = listener.freebind;
-        let place = |bind: &SocketAddr| Place { what: what.clone(), bind: *bind, freebind };
-        plan.places.extend(listener.bind.iter().map(place));
+        let planned =
+            |bind: &SocketAddr| PlannedListener { name: name.clone(), bind: *bind, freebind };
+        plan.listeners.extend(listener.bind.iter().map(planned));
         plan.wanted_connections += listener.limits.max_connections as u64;
     }
-    let what = "the admin endpoint".to_owned();
-    plan.places.push(Place { what, bind: config.admin.bind, freebind: false });
+    let name = "the admin endpoint".to_owned();
+    plan.listeners.push(PlannedListener { name, bind: config.admin.bind, freebind: false });
     Ok(plan)
 }

@@ -1,4 +1,4 @@
-//! Verifies a server's certificate and keeps it, so that a failed handshake can still be explained.
+//! Verifies server certificates, records them and explains why a handshake failed.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -10,22 +10,22 @@ use rustls::{
     CertificateError, ClientConfig, DigitallySignedStruct, Error, RootCertStore, SignatureScheme,
 };
 
-use super::observations::Kind;
+use super::observations::FailureKind;
 use crate::net::tls::no_server_verification::NoServerVerification;
 use crate::net::tls::pem_files::LoadedCert;
 
-/// How one endpoint is verified, and the certificate it showed last.
+/// Verifies one endpoint and records the certificate of its last handshake, also of a failed one.
 #[derive(Debug)]
-pub(super) struct Verifier {
+pub(super) struct RecordingVerifier {
     inner: Arc<dyn ServerCertVerifier>,
-    /// `false`: there is no CA to verify with; everything is taken, and nothing secret is sent.
+    /// `false` without a CA: every certificate is accepted, and no credential may be sent.
     verifies: bool,
     provider: Arc<CryptoProvider>,
-    shown: Mutex<Option<CertificateDer<'static>>>,
+    recorded: Mutex<Option<CertificateDer<'static>>>,
 }
 
-impl Verifier {
-    /// Verifies against `roots`.
+impl RecordingVerifier {
+    /// Verifies against `roots`; without them accepts every certificate.
     pub(super) fn new(roots: Option<Arc<RootCertStore>>) -> Result<Arc<Self>, String> {
         let provider = Arc::new(aws_lc_rs::default_provider());
         let verifies = roots.is_some();
@@ -37,20 +37,21 @@ impl Verifier {
             }
             None => Arc::new(NoServerVerification::new(&provider)),
         };
-        Ok(Arc::new(Self { inner, verifies, provider, shown: Mutex::default() }))
+        Ok(Arc::new(Self { inner, verifies, provider, recorded: Mutex::default() }))
     }
 
-    /// Whether it verifies anything.
+    /// Whether there is a CA to verify with.
     pub(super) fn verifies(&self) -> bool {
         self.verifies
     }
 
-    /// The certificate of the last handshake.
-    pub(super) fn shown(&self) -> Option<CertificateDer<'static>> {
-        self.shown.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    /// The server certificate of the last handshake.
+    pub(super) fn last_certificate(&self) -> Option<CertificateDer<'static>> {
+        self.recorded.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// A client that uses it and offers HTTP/2. It resumes no session: each handshake is whole.
+    /// A TLS client that uses this verifier and offers HTTP/2. It resumes no session, so that each
+    /// handshake shows the certificate.
     pub(super) fn client(
         self: &Arc<Self>,
         certificate: Option<&LoadedCert>,
@@ -72,7 +73,7 @@ impl Verifier {
     }
 }
 
-impl ServerCertVerifier for Verifier {
+impl ServerCertVerifier for RecordingVerifier {
     fn verify_server_cert(
         &self,
         end_entity: &CertificateDer<'_>,
@@ -81,7 +82,7 @@ impl ServerCertVerifier for Verifier {
         ocsp_response: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
-        *self.shown.lock().unwrap_or_else(PoisonError::into_inner) =
+        *self.recorded.lock().unwrap_or_else(PoisonError::into_inner) =
             Some(end_entity.clone().into_owned());
         self.inner.verify_server_cert(end_entity, intermediates, server_name, ocsp_response, now)
     }
@@ -109,28 +110,79 @@ impl ServerCertVerifier for Verifier {
     }
 }
 
-/// What kind of failure a handshake ended in.
-pub(super) fn kind_of(error: &std::io::Error) -> Kind {
-    let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<Error>());
-    match inner {
+/// A failed handshake in one line. The names of a certificate are listed as users write them.
+pub(super) fn describe(error: &std::io::Error) -> String {
+    match tls_error(error) {
+        Some(Error::InvalidCertificate(CertificateError::NotValidForNameContext {
+            expected,
+            presented,
+        })) => {
+            let names: Vec<&str> = presented.iter().map(|name| plain_name(name)).collect();
+            format!(
+                "the certificate is not valid for {}, only for {}",
+                expected.to_str(),
+                if names.is_empty() { "no name".to_owned() } else { names.join(", ") }
+            )
+        }
+        _ => error.to_string(),
+    }
+}
+
+/// `kubernetes` of `DnsName("kubernetes")`, `10.0.0.1` of `IpAddress(10.0.0.1)`: rustls passes the
+/// debug form of a name.
+fn plain_name(debug: &str) -> &str {
+    let inside = debug.split_once('(').and_then(|(_, rest)| rest.strip_suffix(')'));
+    inside.unwrap_or(debug).trim_matches('"')
+}
+
+fn tls_error(error: &std::io::Error) -> Option<&Error> {
+    error.get_ref().and_then(|inner| inner.downcast_ref::<Error>())
+}
+
+/// The kind of failure that a handshake ended with.
+pub(super) fn kind_of(error: &std::io::Error) -> FailureKind {
+    match tls_error(error) {
         Some(Error::InvalidCertificate(error)) => match error {
-            CertificateError::Expired | CertificateError::ExpiredContext { .. } => Kind::Expired,
+            CertificateError::Expired | CertificateError::ExpiredContext { .. } => {
+                FailureKind::Expired
+            }
             CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. } => {
-                Kind::NotYetValid
+                FailureKind::NotYetValid
             }
             CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => {
-                Kind::WrongName
+                FailureKind::WrongName
             }
-            // An authority of the same name with another key is another authority.
-            CertificateError::UnknownIssuer | CertificateError::BadSignature => Kind::UnknownIssuer,
-            _ => Kind::Tls,
+            // A CA of the same name with another key fails with BadSignature.
+            CertificateError::UnknownIssuer | CertificateError::BadSignature => {
+                FailureKind::UnknownIssuer
+            }
+            _ => FailureKind::Tls,
         },
-        Some(_) => Kind::Tls,
+        Some(_) => FailureKind::Tls,
         None => match error.kind() {
             std::io::ErrorKind::ConnectionReset
             | std::io::ErrorKind::BrokenPipe
-            | std::io::ErrorKind::UnexpectedEof => Kind::Reset,
-            _ => Kind::Other,
+            | std::io::ErrorKind::UnexpectedEof => FailureKind::Reset,
+            _ => FailureKind::Other,
         },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn describe_wrong_name_lists_plain_names() {
+        let wrong_name = CertificateError::NotValidForNameContext {
+            expected: ServerName::try_from("lb.example").unwrap(),
+            presented: vec!["DnsName(\"kubernetes\")".into(), "IpAddress(10.0.0.1)".into()],
+        };
+        let error = std::io::Error::other(Error::InvalidCertificate(wrong_name));
+        assert_eq!(
+            describe(&error),
+            "the certificate is not valid for lb.example, only for kubernetes, 10.0.0.1"
+        );
+        assert_eq!(kind_of(&error), FailureKind::WrongName);
     }
 }

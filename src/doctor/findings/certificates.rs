@@ -1,54 +1,55 @@
-//! Causes in certificates: those of the servers, and our own.
+//! Causes in the certificates of the servers and in the client certificate.
 
 use super::{Cause, Finding, note, problem};
-use crate::doctor::observations::{Failure, Kind, Observations, Step};
+use crate::doctor::observations::{Failure, FailureKind, Observations, Step};
 use crate::observe::counted;
 
-/// A certificate that ends within 14 days is told.
+/// Certificates that expire within 14 days are reported.
 const SOON_S: i64 = 14 * 86_400;
 
-pub(super) fn certificates(seen: &Observations, found: &mut Vec<Finding>) {
+pub(super) fn server(seen: &Observations, found: &mut Vec<Finding>) {
     for endpoint in &seen.endpoints {
         let address = &endpoint.address;
         let shown = endpoint.certificate.as_ref();
-        // A handshake that is cut or not answered says nothing of the certificate.
-        let says = |failure: &&Failure| !matches!(failure.kind, Kind::Timeout | Kind::Reset);
-        if let Some(failure) = endpoint.failures(Step::Tls).find(says) {
+        // A handshake that is cut or not answered does not concern the certificate.
+        let concerns_certificate =
+            |failure: &&Failure| !matches!(failure.kind, FailureKind::Timeout | FailureKind::Reset);
+        if let Some(failure) = endpoint.failures(Step::Tls).find(concerns_certificate) {
             let subject = shown.map_or("?", |c| c.subject.as_str());
             let (cause, what, advice) = match failure.kind {
-                Kind::Expired => (
+                FailureKind::Expired => (
                     Cause::CertificateExpired,
                     format!(
-                        "The certificate of {address} has expired on {}.",
+                        "The certificate of {address} expired on {}.",
                         shown.map_or("?", |c| c.not_after.as_str())
                     ),
-                    "Renew it (`kubeadm certs renew apiserver`), and restart the apiserver.".into(),
+                    "Renew it (`kubeadm certs renew apiserver`) and restart the apiserver.".into(),
                 ),
-                Kind::NotYetValid => (
+                FailureKind::NotYetValid => (
                     Cause::CertificateNotYetValid,
                     format!(
                         "The certificate of {address} is valid only from {}.",
                         shown.map_or("?", |c| c.not_before.as_str())
                     ),
-                    "Is this machine's clock right?".into(),
+                    "Check the clock of this machine.".into(),
                 ),
-                Kind::UnknownIssuer => (
+                FailureKind::UnknownIssuer => (
                     Cause::WrongCa,
-                    format!("The certificate of {address} is not signed by the CA it should be."),
+                    format!("The certificate of {address} is signed by another CA."),
                     format!(
-                        "It is signed by {}: is the CA file that of this cluster, and is this an \
-                         apiserver of it?",
+                        "It is signed by {}: check that the CA file and the endpoint belong to the \
+                         same cluster.",
                         shown.map_or("?", |c| c.issuer.as_str())
                     ),
                 ),
-                Kind::WrongName => (
+                FailureKind::WrongName => (
                     Cause::SanMissing,
                     format!(
-                        "The certificate of {address} is not for the name {:?}.",
+                        "The certificate of {address} does not hold the name {:?}.",
                         endpoint.server_name
                     ),
                     format!(
-                        "It is for {}: set server_name to one of these, or add the name to the \
+                        "It holds {}: set server_name to one of these, or add the name to the \
                          certificate.",
                         shown.map_or("?".into(), |c| c.names.join(", "))
                     ),
@@ -56,58 +57,59 @@ pub(super) fn certificates(seen: &Observations, found: &mut Vec<Finding>) {
                 _ => (
                     Cause::Tls,
                     format!("TLS with {address} fails."),
-                    "Is this an apiserver, and is nothing in between that ends TLS?".into(),
+                    "Check that it is an apiserver and that no proxy in between terminates TLS."
+                        .into(),
                 ),
             };
-            let because = format!("{} (the certificate of {subject})", failure.text);
+            let because = format!("{} (certificate of {subject})", failure.text);
             found.push(problem(80, cause, what, because, advice).about(address));
         } else if let Some(certificate) = shown.filter(|c| c.expires_in_s < SOON_S) {
             let finding = note(
                 Cause::ExpiresSoon,
                 format!(
                     "The certificate of {address} expires in {}.",
-                    span(certificate.expires_in_s)
+                    format_span(certificate.expires_in_s)
                 ),
-                format!("it is valid until {}", certificate.not_after),
-                "Renew it in time.",
+                format!("valid until {}", certificate.not_after),
+                "Renew it before then.",
             );
             found.push(finding.about(address));
         }
     }
 }
 
-/// The client certificates that were shown, each once.
-pub(super) fn shown(seen: &Observations, found: &mut Vec<Finding>) {
-    let mut told = Vec::new();
+/// Each client certificate that was shown, once.
+pub(super) fn client(seen: &Observations, found: &mut Vec<Finding>) {
+    let mut reported = Vec::new();
     for shown in seen.endpoints.iter().filter_map(|endpoint| endpoint.shown.as_ref()) {
-        if told.contains(&shown) || shown.expires_in_s >= SOON_S {
+        if reported.contains(&shown) || shown.expires_in_s >= SOON_S {
             continue;
         }
-        told.push(shown);
-        let advice = "Have a new one issued (`kubeadm certs renew admin.conf`; kubelet renews its \
-                      own if its clock is right).";
+        reported.push(shown);
+        let advice = "Renew it (`kubeadm certs renew admin.conf`); kubelet renews its own if the \
+                      clock is right.";
         found.push(if shown.expires_in_s < 0 {
             problem(
                 74,
                 Cause::ClientCertificateExpired,
                 format!("The client certificate of {} has expired.", shown.subject),
-                format!("it was valid until {}", shown.not_after),
+                format!("valid until {}", shown.not_after),
                 advice,
             )
         } else {
-            let (subject, span) = (&shown.subject, span(shown.expires_in_s));
+            let (subject, span) = (&shown.subject, format_span(shown.expires_in_s));
             note(
                 Cause::ExpiresSoon,
                 format!("The client certificate of {subject} expires in {span}."),
-                format!("it is valid until {}", shown.not_after),
+                format!("valid until {}", shown.not_after),
                 advice,
             )
         });
     }
 }
 
-/// A time to come, in the unit that fits it.
-fn span(seconds: i64) -> String {
+/// A time span in hours or days.
+fn format_span(seconds: i64) -> String {
     match seconds / 3600 {
         ..1 => "less than an hour".to_owned(),
         hours @ 1..48 => counted(hours, "hour"),
@@ -120,10 +122,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_time_left_is_never_none() {
+    fn format_span_uses_the_unit_that_fits() {
         let shown = [(59, "less than an hour"), (3600, "1 hour"), (90_000, "25 hours")];
         for (seconds, words) in shown.into_iter().chain([(2 * 86_400, "2 days")]) {
-            assert_eq!(span(seconds), words);
+            assert_eq!(format_span(seconds), words);
         }
     }
 }

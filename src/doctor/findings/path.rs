@@ -1,78 +1,90 @@
-//! Causes on the way to an endpoint, and in the endpoint: dead, forgotten, sick, lossy, slow.
+//! Causes on the path to an endpoint and in the endpoint itself: unreachable, forgotten flows, not
+//! ready, packet loss, a slow path.
 
 use std::net::IpAddr;
 
 use super::{Cause, Finding, note, problem};
 use crate::doctor::observations::{
-    Attempt, Endpoint, Failure, Kind, Lasting, Observations, Resolved, Source, Step, percentile,
+    ConnectAttempt, EndpointObservation, EndpointSource, Failure, FailureKind, LongLived,
+    Observations, Resolution, Step, percentile,
 };
 use crate::observe::counted;
 
-/// A connection silent this long while fresh ones work has been forgotten by somebody. Loss does
-/// not do that: at 5 % it takes more than ten retransmissions in a row, each 200 ms later.
+/// A connection that is silent for this many milliseconds while fresh ones work was forgotten by a
+/// device on the path. Packet loss is no explanation: at 5 % loss, more than ten retransmissions in a
+/// row would have to be lost.
 const SILENT_MS: f64 = 3500.0;
-/// Share of late round trips from which on loss is told.
-const LOSS: f64 = 0.01;
+/// Smallest share of late round trips that is reported as loss.
+const MIN_LOSS: f64 = 0.01;
 
-/// Whether a failure is the transport's: nothing got through.
-fn is_unreachable(attempt: &Attempt) -> bool {
+/// Whether the connection failed in the transport, before any response.
+fn is_unreachable(attempt: &ConnectAttempt) -> bool {
     attempt.failure.as_ref().is_some_and(|failure| match failure.step {
         Step::Connect => true,
-        Step::Tls | Step::Http2 => matches!(failure.kind, Kind::Timeout | Kind::Reset),
+        Step::Tls | Step::Http2 => {
+            matches!(failure.kind, FailureKind::Timeout | FailureKind::Reset)
+        }
         _ => false,
     })
 }
 
-fn is_dead(endpoint: &Endpoint) -> bool {
+fn is_dead(endpoint: &EndpointObservation) -> bool {
     !endpoint.fresh.is_empty() && endpoint.fresh.iter().all(is_unreachable)
 }
 
-fn is_ipv6(endpoint: &Endpoint) -> bool {
-    matches!(&endpoint.resolved, Resolved::Addresses(ips) if ips.iter().all(IpAddr::is_ipv6))
+fn is_ipv6(endpoint: &EndpointObservation) -> bool {
+    matches!(&endpoint.resolved, Resolution::Addresses(ips) if ips.iter().all(IpAddr::is_ipv6))
 }
 
-/// Fresh connections in a row at the end that make an endpoint one that has died: two seconds.
-const TAIL: usize = 4;
+/// Failed fresh connections in a row, two seconds, from which an endpoint counts as failed during the
+/// examination.
+const MIN_FAILED_TAIL: usize = 4;
 
-/// How many of the last fresh connections failed, if all that came before them worked.
-fn died(endpoint: &Endpoint) -> Option<usize> {
+/// How many of the last fresh connections failed, if all before them worked.
+fn failed_tail(endpoint: &EndpointObservation) -> Option<usize> {
     let tail = endpoint.fresh.iter().rev().take_while(|a| is_unreachable(a)).count();
     let before = &endpoint.fresh[..endpoint.fresh.len() - tail];
     let worked = !before.is_empty() && !before.iter().any(is_unreachable);
-    (tail >= TAIL && worked).then_some(tail)
+    (tail >= MIN_FAILED_TAIL && worked).then_some(tail)
 }
 
-/// What to do about an endpoint whose fresh connections fail. The last failure counts: while a
-/// process is being killed, its kernel still accepts connections, and cuts them.
-fn advice(endpoint: &Endpoint, failure: &Failure, seen: &Observations) -> &'static str {
+/// Advice for an endpoint whose fresh connections fail, by the last failure: while a process is being
+/// killed, its kernel still accepts connections and resets them.
+fn advice(endpoint: &EndpointObservation, failure: &Failure, seen: &Observations) -> &'static str {
     match (failure.step, failure.kind) {
-        (Step::Connect, Kind::Refused) => {
-            "The machine answers but nothing listens there: is the apiserver running, and is the port \
-             right?"
+        (Step::Connect, FailureKind::Refused) => {
+            "The machine answers but nothing listens there: check that the apiserver is running and \
+             the port is right."
         }
-        (Step::Connect, Kind::Unreachable) if is_ipv6(endpoint) && !seen.host.ipv6 => {
+        (Step::Connect, FailureKind::Unreachable | FailureKind::NoRoute)
+            if is_ipv6(endpoint) && !seen.host.ipv6 =>
+        {
             "It is an IPv6 address, and this machine has no IPv6: name an IPv4 address."
         }
-        (Step::Connect, Kind::Timeout | Kind::Unreachable) => {
-            "Its packets get no answer: is the machine up, and is no firewall in between?"
+        (Step::Connect, FailureKind::NoRoute) => {
+            "This machine has no route to the address: check its routes (`ip route get ADDRESS`)."
         }
-        (_, Kind::Reset) => {
-            "Connections are accepted and cut at once: an apiserver that is ending or starting, or \
-             a load balancer without a live server behind it."
+        (Step::Connect, FailureKind::Timeout | FailureKind::Unreachable) => {
+            "Packets to it get no response: check that the machine is up and that no firewall drops \
+             them."
+        }
+        (_, FailureKind::Reset) => {
+            "Connections are accepted and closed at once: an apiserver that is starting or stopping, \
+             or a load balancer without a live server."
         }
         _ => {
-            "Connections are accepted and then nothing: a load balancer without a live server \
-             behind it, or a process that is stopped."
+            "Connections are accepted without a response: a stopped process, or a load balancer \
+             without a live server."
         }
     }
 }
 
-fn last_failure(endpoint: &Endpoint) -> Option<&Failure> {
+fn last_failure(endpoint: &EndpointObservation) -> Option<&Failure> {
     endpoint.fresh.iter().rev().find_map(|attempt| attempt.failure.as_ref())
 }
 
-pub(super) fn reach(seen: &Observations, found: &mut Vec<Finding>) {
-    let dead: Vec<(&Endpoint, &Failure)> = seen
+pub(super) fn reachability(seen: &Observations, found: &mut Vec<Finding>) {
+    let dead: Vec<(&EndpointObservation, &Failure)> = seen
         .endpoints
         .iter()
         .filter(|endpoint| is_dead(endpoint))
@@ -86,14 +98,14 @@ pub(super) fn reach(seen: &Observations, found: &mut Vec<Finding>) {
             Cause::DeadEndpoint,
             format!("None of the {} endpoints can be reached.", dead.len()),
             format!("{} ({})", dead[0].1.text, addresses.join(", ")),
-            "They do not all die at once: look at this machine's network, its routes and firewall.",
+            "All fail at once: check the network of this machine, its routes and its firewall.",
         );
         let endpoints = addresses.iter().map(ToString::to_string).collect();
         found.push(Finding { endpoints, ..summary });
     }
-    // All of them in the same way: that has been said.
+    // If all fail in the same way, the summary is enough.
     let alike = dead.iter().all(|(_, f)| (f.step, f.kind) == (dead[0].1.step, dead[0].1.kind));
-    let finding = |endpoint: &Endpoint, failure: &Failure, what: &str, failed: &str| {
+    let finding = |endpoint: &EndpointObservation, failure: &Failure, what: &str, failed: &str| {
         let of = endpoint.fresh.len();
         let finding = problem(
             75,
@@ -109,28 +121,30 @@ pub(super) fn reach(seen: &Observations, found: &mut Vec<Finding>) {
         found.push(finding(endpoint, failure, "is dead.", &all));
     }
     for endpoint in &seen.endpoints {
-        if let (Some(tail), Some(failure)) = (died(endpoint), last_failure(endpoint)) {
+        if let (Some(tail), Some(failure)) = (failed_tail(endpoint), last_failure(endpoint)) {
             let last = format!("the last {tail}");
-            found.push(finding(endpoint, failure, "has died during the examination.", &last));
+            found.push(finding(endpoint, failure, "has failed during the examination.", &last));
         }
     }
     for endpoint in &seen.endpoints {
-        if let Some(failure) = endpoint.failures(Step::Http2).find(|f| f.kind == Kind::NoHttp2) {
+        if let Some(failure) =
+            endpoint.failures(Step::Http2).find(|f| f.kind == FailureKind::NoHttp2)
+        {
             let finding = problem(
                 72,
                 Cause::NoHttp2,
                 format!("{} does not speak HTTP/2.", endpoint.address),
                 failure.text.clone(),
-                "Is it an apiserver, or a proxy before it that ends TLS? Use mode passthrough there.",
+                "If a proxy in front of the apiserver terminates TLS, use mode passthrough there.",
             );
             found.push(finding.about(&endpoint.address));
         }
     }
 }
 
-pub(super) fn credential(endpoint: &Endpoint, found: &mut Vec<Finding>) {
+pub(super) fn credential(endpoint: &EndpointObservation, found: &mut Vec<Finding>) {
     let refused = endpoint.fresh.iter().filter_map(|a| a.failure.as_ref());
-    if let Some(failure) = refused.clone().find(|f| f.kind == Kind::Unauthorized)
+    if let Some(failure) = refused.clone().find(|f| f.kind == FailureKind::Unauthorized)
         && endpoint.authenticated
     {
         let finding = problem(
@@ -138,24 +152,28 @@ pub(super) fn credential(endpoint: &Endpoint, found: &mut Vec<Finding>) {
             Cause::Unauthorized,
             format!("{} does not accept the credential.", endpoint.address),
             failure.text.clone(),
-            "Has the client certificate or the token expired, or is it another cluster's?",
+            "Check that the client certificate or token has not expired and belongs to this cluster.",
         );
         found.push(finding.about(&endpoint.address));
     }
 }
 
-pub(super) fn flows(endpoint: &Endpoint, seen: &Observations, found: &mut Vec<Finding>) {
-    let keeps = |other: &&Endpoint| {
-        other.source == Source::Cluster
+pub(super) fn forgotten_flows(
+    endpoint: &EndpointObservation,
+    seen: &Observations,
+    found: &mut Vec<Finding>,
+) {
+    let lasts = |other: &&EndpointObservation| {
+        other.source == EndpointSource::Cluster
             && !other.lasting.is_empty()
             && other.lasting.iter().all(|lasting| lasting.silent_ms.is_none())
     };
-    let direct = if seen.endpoints.iter().any(|other| keeps(&other)) {
-        "; on direct paths they last"
+    let direct = if seen.endpoints.iter().any(|other| lasts(&other)) {
+        "; on direct paths connections last"
     } else {
         ""
     };
-    let works_since = |from: f64| {
+    let connected_since = |from: f64| {
         let later = endpoint.fresh.iter().filter(|a| a.at_ms.0 >= from);
         later.filter(|a| a.time(Step::Http2).is_some()).count()
     };
@@ -164,7 +182,7 @@ pub(super) fn flows(endpoint: &Endpoint, seen: &Observations, found: &mut Vec<Fi
             continue;
         };
         let since = lasting.silent_at_ms.unwrap_or(lasting.at_ms);
-        let fresh = works_since(since.0);
+        let fresh = connected_since(since.0);
         if fresh < 2 {
             continue;
         }
@@ -176,102 +194,108 @@ pub(super) fn flows(endpoint: &Endpoint, seen: &Observations, found: &mut Vec<Fi
                 endpoint.address
             ),
             format!(
-                "a connection answered {} and then nothing for {:.1} s; {fresh} fresh connections \
-                 succeeded beside it{direct}",
+                "a connection answered {} and then was silent for {:.1} s, while {fresh} fresh \
+                 connections succeeded{direct}",
                 counted(lasting.pongs, "PING"),
                 silent.0 / 1000.0
             ),
-            "Something in between forgets its flow table: a load balancer, a firewall or NAT. \
-             Through jackstay clients do not notice; name the apiservers themselves if you can.",
+            "A load balancer, firewall or NAT on the path forgets established flows. jackstay hides \
+             this from clients; if you can, name the apiservers themselves.",
         );
         found.push(finding.about(&endpoint.address));
         return;
     }
     if let Some(idle) = endpoint.idle.as_ref().filter(|idle| !idle.alive)
-        && works_since(0.0) >= 2
+        && connected_since(0.0) >= 2
         && endpoint.lasting.iter().all(|l| l.silent_ms.is_none())
     {
         let finding = problem(
             64,
             Cause::ForgottenFlows,
-            format!("Idle connections to {} are forgotten.", endpoint.address),
+            format!("IdleConnection connections to {} are forgotten.", endpoint.address),
             format!(
-                "one that was left alone for {:.0} s does not answer; busy and fresh ones do",
+                "a connection that was idle for {:.0} s does not respond; busy and fresh ones do",
                 idle.for_ms.0 / 1000.0
             ),
-            "Something in between drops idle flows without a word: raise its idle timeout. jackstay \
-             keeps its connections busy.",
+            "A device on the path drops idle flows silently: raise its idle timeout. jackstay keeps \
+             its own connections busy.",
         );
         found.push(finding.about(&endpoint.address));
     }
 }
 
-pub(super) fn readiness(endpoint: &Endpoint, found: &mut Vec<Finding>) {
+pub(super) fn readiness(endpoint: &EndpointObservation, found: &mut Vec<Finding>) {
     let connected = endpoint.connected();
-    let is_sick = |kind: Kind| matches!(kind, Kind::Status(_) | Kind::Timeout);
-    let sick: Vec<_> = endpoint.failures(Step::Readyz).filter(|f| is_sick(f.kind)).collect();
-    if connected > 0 && sick.len() * 2 >= connected {
+    let is_not_ready =
+        |kind: FailureKind| matches!(kind, FailureKind::Status(_) | FailureKind::Timeout);
+    let failed: Vec<_> = endpoint.failures(Step::Readyz).filter(|f| is_not_ready(f.kind)).collect();
+    if connected > 0 && failed.len() * 2 >= connected {
         let finding = problem(
             60,
             Cause::SickEndpoint,
-            format!("{} is alive and not well: it says that it is not ready.", endpoint.address),
-            format!("{} of {}: {}", sick.len(), counted(connected, "time"), sick[0].text),
-            "Look at the apiserver's log and its etcd; `kubectl get --raw '/readyz?verbose'` lists \
-             its checks.",
+            format!("{} responds but is not ready.", endpoint.address),
+            format!("{} of {}: {}", failed.len(), counted(connected, "time"), failed[0].text),
+            "Check the log of the apiserver and its etcd; `kubectl get --raw '/readyz?verbose'` lists \
+             the checks.",
         );
         found.push(finding.about(&endpoint.address));
     }
 }
 
-/// Connects that took a SYN sent twice: the first retransmission comes after a second (RFC 6298).
-fn late_connects(endpoint: &Endpoint) -> usize {
-    let slow = |a: &&Attempt| a.time(Step::Connect).is_some_and(|ms| ms.0 >= 900.0);
+/// Connects with a retransmitted SYN: the first retransmission is sent after 1 s (RFC 6298 section 2).
+fn late_connects(endpoint: &EndpointObservation) -> usize {
+    let slow = |a: &&ConnectAttempt| a.time(Step::Connect).is_some_and(|ms| ms.0 >= 900.0);
     endpoint.fresh.iter().filter(slow).count()
 }
 
 pub(super) fn loss(seen: &Observations, found: &mut Vec<Finding>) {
     let mut paths = Vec::new();
     for endpoint in &seen.endpoints {
-        let sum = |f: fn(&Lasting) -> usize| endpoint.lasting.iter().map(f).sum::<usize>();
+        let sum = |f: fn(&LongLived) -> usize| endpoint.lasting.iter().map(f).sum::<usize>();
         let (pongs, late) = (sum(|l| l.pongs), sum(|l| l.late));
         let retransmitted = sum(|l| l.retransmitted as usize);
         let connects = late_connects(endpoint);
-        // A slow server is late as well; what is lost is sent again by our own kernel, nearly each
-        // time: the PING itself, or for want of the acknowledgement that its PONG carries.
+        // A slow server answers late too. Loss shows in retransmissions of this machine's kernel: of
+        // the PING, or because its acknowledgement, which the PONG carries, is lost.
         let lost = late + connects;
         let share = late as f64 / pongs.max(1) as f64;
-        let resent = retransmitted + connects;
-        if pongs >= 20 && lost >= 3 && share >= LOSS && resent >= 2 && resent * 3 >= lost {
+        let retransmissions = retransmitted + connects;
+        if pongs >= 20
+            && lost >= 3
+            && share >= MIN_LOSS
+            && retransmissions >= 2
+            && retransmissions * 3 >= lost
+        {
             paths.push((endpoint, share, late, pongs, retransmitted));
         }
     }
     let Some((first, share, late, pongs, retransmitted)) = paths.first() else { return };
-    // A round trip is late if its packet is lost on either way.
+    // A round trip is late if a packet is lost in either direction.
     let each_way = (1.0 - (1.0 - share.min(0.99)).sqrt()) * 100.0;
-    let whole = paths.len() == seen.endpoints.len() && paths.len() > 1;
-    let place = if whole { "every endpoint".to_owned() } else { first.address.clone() };
+    let all = paths.len() == seen.endpoints.len() && paths.len() > 1;
+    let place = if all { "every endpoint".to_owned() } else { first.address.clone() };
     found.push(problem(
         50,
         Cause::PacketLoss,
-        format!("Packets to {place} are lost: about {each_way:.0} % each way."),
+        format!("Packets to {place} are lost: about {each_way:.0} % in each direction."),
         format!(
-            "{late} of {pongs} round trips were late by a retransmission; segments sent again: \
+            "{late} of {pongs} round trips contained a retransmission; retransmitted segments: \
              {retransmitted}"
         ),
-        if whole {
-            "All paths suffer: look at this machine's interface, cable and switch port."
+        if all {
+            "All paths are affected: check the interface, cable and switch port of this machine."
         } else {
-            "Look at the path to that endpoint: switches, links, a load balancer out of breath."
+            "Check the path to that endpoint: switches, links, an overloaded load balancer."
         },
     ));
 }
 
-pub(super) fn unsteady(endpoint: &Endpoint, found: &mut Vec<Finding>) {
-    if is_dead(endpoint) || died(endpoint).is_some() {
+pub(super) fn intermittent(endpoint: &EndpointObservation, found: &mut Vec<Finding>) {
+    if is_dead(endpoint) || failed_tail(endpoint).is_some() {
         return;
     }
     let failed: Vec<_> = endpoint.fresh.iter().filter(|a| is_unreachable(a)).collect();
-    // One of many may be anybody's bad luck.
+    // A single failure of many is no pattern.
     if failed.len() >= 2
         && failed.len() * 10 >= endpoint.fresh.len()
         && let Some(failure) = &failed[0].failure
@@ -286,30 +310,30 @@ pub(super) fn unsteady(endpoint: &Endpoint, found: &mut Vec<Finding>) {
                 endpoint.address
             ),
             failure.text.clone(),
-            "A load balancer with one dead server behind it looks like this: compare the apiservers \
-             one by one.",
+            "A load balancer with one dead server fails like this: examine the apiservers one by \
+             one.",
         ));
     }
 }
 
-/// The median of a step over all fresh connections.
-pub fn median(endpoint: &Endpoint, step: Step) -> Option<f64> {
+/// The median duration of a step over all fresh connections, in milliseconds.
+fn median(endpoint: &EndpointObservation, step: Step) -> Option<f64> {
     let mut times: Vec<f64> =
         endpoint.fresh.iter().filter_map(|a| a.time(step)).map(|ms| ms.0).collect();
     times.sort_by(f64::total_cmp);
     percentile(&times, 0.5)
 }
 
-/// The way through a load balancer against the direct ones.
-pub(super) fn paths(seen: &Observations, found: &mut Vec<Finding>) {
+/// Compares endpoints of the user with the direct paths to the apiservers.
+pub(super) fn slow_balancers(seen: &Observations, found: &mut Vec<Finding>) {
     let direct: Vec<f64> = seen
         .endpoints
         .iter()
-        .filter(|e| e.source == Source::Cluster)
+        .filter(|e| e.source == EndpointSource::Cluster)
         .filter_map(|e| median(e, Step::Http2))
         .collect();
     let Some(best) = direct.iter().copied().min_by(f64::total_cmp) else { return };
-    for endpoint in seen.endpoints.iter().filter(|e| e.source == Source::Given) {
+    for endpoint in seen.endpoints.iter().filter(|e| e.source == EndpointSource::Given) {
         if let Some(time) = median(endpoint, Step::Http2)
             && time > 3.0 * best
             && time > best + 20.0
@@ -317,7 +341,7 @@ pub(super) fn paths(seen: &Observations, found: &mut Vec<Finding>) {
             found.push(note(
                 Cause::SlowPath,
                 format!(
-                    "The way through {} takes {time:.0} ms, the best direct one {best:.1} ms.",
+                    "A round trip through {} takes {time:.0} ms, the fastest direct one {best:.1} ms.",
                     endpoint.address
                 ),
                 "median of the first PING of fresh connections",

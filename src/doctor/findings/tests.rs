@@ -1,9 +1,10 @@
-//! Each cause from what it looks like, and nothing from what is well.
+//! Each rule with the observations of its cause, and with those of healthy endpoints.
 
-use super::{Cause, Level, is_wrong, judge};
+use super::{Cause, Level, diagnose, has_problems};
 use crate::doctor::observations::{
-    Attempt, Certificate, Dns, Endpoint, Failure, Idle, Kind, Lasting, Listen, ListenState, Ms,
-    NameServer, Observations, Resolved, Shown, Source, Step,
+    ClientCertificate, ConnectAttempt, Dns, EndpointObservation, EndpointSource, Failure,
+    FailureKind, IdleConnection, ListenAddress, ListenState, LongLived, Ms, NameServer,
+    Observations, Resolution, ServerCertificate, Step,
 };
 
 /// The steps up to and including one, each of a millisecond.
@@ -12,19 +13,19 @@ fn up_to(last: Step) -> Vec<(Step, Ms)> {
     all.into_iter().take_while(|step| *step <= last).map(|step| (step, Ms(1.0))).collect()
 }
 
-fn good(at_ms: f64) -> Attempt {
-    Attempt { at_ms: Ms(at_ms), steps: up_to(Step::Request), failure: None }
+fn good(at_ms: f64) -> ConnectAttempt {
+    ConnectAttempt { at_ms: Ms(at_ms), steps: up_to(Step::Request), failure: None }
 }
 
-fn bad(at_ms: f64, step: Step, kind: Kind) -> Attempt {
+fn bad(at_ms: f64, step: Step, kind: FailureKind) -> ConnectAttempt {
     let mut steps = up_to(step);
     steps.retain(|(done, _)| *done < step);
     let failure = Some(Failure { step, kind, text: format!("{} failed", step.as_str()) });
-    Attempt { at_ms: Ms(at_ms), steps, failure }
+    ConnectAttempt { at_ms: Ms(at_ms), steps, failure }
 }
 
-fn certificate() -> Certificate {
-    Certificate {
+fn certificate() -> ServerCertificate {
+    ServerCertificate {
         subject: "CN=kube-apiserver".into(),
         issuer: "CN=kubernetes".into(),
         names: vec!["kubernetes".into(), "10.0.0.1".into()],
@@ -34,8 +35,8 @@ fn certificate() -> Certificate {
     }
 }
 
-fn lasting() -> Lasting {
-    Lasting {
+fn lasting() -> LongLived {
+    LongLived {
         at_ms: Ms(5.0),
         pongs: 180,
         p50_ms: Some(Ms(0.5)),
@@ -49,21 +50,21 @@ fn lasting() -> Lasting {
     }
 }
 
-fn endpoint(address: &str) -> Endpoint {
-    Endpoint {
+fn endpoint(address: &str) -> EndpointObservation {
+    EndpointObservation {
         address: address.into(),
-        source: Source::Given,
+        source: EndpointSource::Given,
         server_name: "kubernetes".into(),
-        resolved: Resolved::Addresses(vec!["10.0.0.1".parse().unwrap()]),
+        resolved: Resolution::Addresses(vec!["10.0.0.1".parse().unwrap()]),
         loops_to: None,
         fresh: (0..20).map(|i| good(f64::from(i) * 500.0)).collect(),
         lasting: vec![lasting()],
-        idle: Some(Idle { for_ms: Ms(10_000.0), alive: true, sent: 0 }),
+        idle: Some(IdleConnection { for_ms: Ms(10_000.0), alive: true, sent: 0 }),
         certificate: Some(certificate()),
         clock_skew_s: Some(0.2),
         max_streams: Some(100),
         authenticated: true,
-        shown: Some(Shown {
+        shown: Some(ClientCertificate {
             subject: "CN=kubernetes-admin".into(),
             not_after: "2027-01-01T00:00:00Z".into(),
             expires_in_s: 200 * 86_400,
@@ -71,88 +72,93 @@ fn endpoint(address: &str) -> Endpoint {
     }
 }
 
-fn seen(endpoints: Vec<Endpoint>) -> Observations {
+fn seen(endpoints: Vec<EndpointObservation>) -> Observations {
     Observations { endpoints, ..Observations::default() }
 }
 
 /// An endpoint all of whose fresh connections fail alike.
-fn failing(step: Step, kind: Kind) -> Endpoint {
+fn failing(step: Step, kind: FailureKind) -> EndpointObservation {
     let fresh = (0..20).map(|i| bad(f64::from(i) * 500.0, step, kind)).collect();
     let lasting = if step > Step::Http2 { vec![lasting()] } else { Vec::new() };
-    Endpoint { fresh, lasting, idle: None, ..endpoint("10.0.0.1:6443") }
+    EndpointObservation { fresh, lasting, idle: None, ..endpoint("10.0.0.1:6443") }
 }
 
 fn first(observations: &Observations) -> Option<Cause> {
-    judge(observations).first().map(|finding| finding.cause)
+    diagnose(observations).first().map(|finding| finding.cause)
 }
 
 #[test]
-fn nothing_is_wrong_with_what_is_well() {
+fn diagnose_healthy_endpoints_has_no_finding() {
     let well = seen(vec![endpoint("10.0.0.1:6443"), endpoint("10.0.0.2:6443")]);
-    assert_eq!(judge(&well), []);
-    assert!(!is_wrong(&judge(&well)));
+    assert_eq!(diagnose(&well), []);
+    assert!(!has_problems(&diagnose(&well)));
 }
 
 #[test]
-fn each_cause_from_how_it_looks() {
-    let forgotten = Endpoint {
-        lasting: vec![Lasting {
+fn diagnose_each_cause_from_its_observations() {
+    let forgotten = EndpointObservation {
+        lasting: vec![LongLived {
             silent_ms: Some(Ms(7000.0)),
             silent_at_ms: Some(Ms(3000.0)),
             ..lasting()
         }],
         ..endpoint("lb:6443")
     };
-    let idle = Endpoint {
-        idle: Some(Idle { for_ms: Ms(10_000.0), alive: false, sent: 0 }),
+    let idle = EndpointObservation {
+        idle: Some(IdleConnection { for_ms: Ms(10_000.0), alive: false, sent: 0 }),
         ..endpoint("lb:6443")
     };
-    let lossy = Endpoint {
-        lasting: vec![Lasting { late: 17, retransmitted: 20, ..lasting() }],
+    let lossy = EndpointObservation {
+        lasting: vec![LongLived { late: 17, retransmitted: 20, ..lasting() }],
         ..endpoint("10.0.0.1:6443")
     };
-    let looping =
-        Endpoint { loops_to: Some("10.0.0.1:6443".parse().unwrap()), ..endpoint("10.0.0.1:6443") };
-    let skewed = Endpoint { clock_skew_s: Some(-400.0), ..endpoint("10.0.0.1:6443") };
-    let nowhere = Endpoint {
-        resolved: Resolved::NoAnswer("no name server answers".into()),
+    let looping = EndpointObservation {
+        loops_to: Some("10.0.0.1:6443".parse().unwrap()),
+        ..endpoint("10.0.0.1:6443")
+    };
+    let skewed = EndpointObservation { clock_skew_s: Some(-400.0), ..endpoint("10.0.0.1:6443") };
+    let unresolved = EndpointObservation {
+        resolved: Resolution::NoAnswer("no name server answers".into()),
         fresh: Vec::new(),
         ..endpoint("lb.example:6443")
     };
-    let unknown =
-        Endpoint { resolved: Resolved::NoSuchName, fresh: Vec::new(), ..endpoint("lb.example:1") };
+    let unknown = EndpointObservation {
+        resolved: Resolution::NoSuchName,
+        fresh: Vec::new(),
+        ..endpoint("lb.example:1")
+    };
     let mut half_dead = endpoint("lb:6443");
     for attempt in half_dead.fresh.iter_mut().step_by(2) {
-        *attempt = bad(attempt.at_ms.0, Step::Connect, Kind::Timeout);
+        *attempt = bad(attempt.at_ms.0, Step::Connect, FailureKind::Timeout);
     }
     for (endpoint, expected) in [
-        (failing(Step::Connect, Kind::Refused), Cause::DeadEndpoint),
-        (failing(Step::Connect, Kind::Timeout), Cause::DeadEndpoint),
-        (failing(Step::Tls, Kind::Timeout), Cause::DeadEndpoint),
-        (failing(Step::Http2, Kind::Timeout), Cause::DeadEndpoint),
-        (failing(Step::Tls, Kind::Expired), Cause::CertificateExpired),
-        (failing(Step::Tls, Kind::NotYetValid), Cause::CertificateNotYetValid),
-        (failing(Step::Tls, Kind::WrongName), Cause::SanMissing),
-        (failing(Step::Tls, Kind::UnknownIssuer), Cause::WrongCa),
-        (failing(Step::Tls, Kind::Tls), Cause::Tls),
-        (failing(Step::Http2, Kind::NoHttp2), Cause::NoHttp2),
-        (failing(Step::Readyz, Kind::Status(500)), Cause::SickEndpoint),
-        (failing(Step::Readyz, Kind::Timeout), Cause::SickEndpoint),
-        (failing(Step::Readyz, Kind::Unauthorized), Cause::Unauthorized),
-        (failing(Step::Request, Kind::Unauthorized), Cause::Unauthorized),
+        (failing(Step::Connect, FailureKind::Refused), Cause::DeadEndpoint),
+        (failing(Step::Connect, FailureKind::Timeout), Cause::DeadEndpoint),
+        (failing(Step::Tls, FailureKind::Timeout), Cause::DeadEndpoint),
+        (failing(Step::Http2, FailureKind::Timeout), Cause::DeadEndpoint),
+        (failing(Step::Tls, FailureKind::Expired), Cause::CertificateExpired),
+        (failing(Step::Tls, FailureKind::NotYetValid), Cause::CertificateNotYetValid),
+        (failing(Step::Tls, FailureKind::WrongName), Cause::SanMissing),
+        (failing(Step::Tls, FailureKind::UnknownIssuer), Cause::WrongCa),
+        (failing(Step::Tls, FailureKind::Tls), Cause::Tls),
+        (failing(Step::Http2, FailureKind::NoHttp2), Cause::NoHttp2),
+        (failing(Step::Readyz, FailureKind::Status(500)), Cause::SickEndpoint),
+        (failing(Step::Readyz, FailureKind::Timeout), Cause::SickEndpoint),
+        (failing(Step::Readyz, FailureKind::Unauthorized), Cause::Unauthorized),
+        (failing(Step::Request, FailureKind::Unauthorized), Cause::Unauthorized),
         (forgotten, Cause::ForgottenFlows),
         (idle, Cause::ForgottenFlows),
         (lossy, Cause::PacketLoss),
         (looping, Cause::Loop),
         (skewed, Cause::ClockSkew),
-        (nowhere, Cause::DnsBlackHole),
+        (unresolved, Cause::DnsBlackHole),
         (unknown, Cause::NoSuchName),
         (half_dead, Cause::Unsteady),
     ] {
         let said = format!("{:?}", endpoint.address);
-        let found = judge(&seen(vec![endpoint]));
+        let found = diagnose(&seen(vec![endpoint]));
         assert_eq!(found.first().map(|f| f.cause), Some(expected), "{said} {found:#?}");
-        assert!(is_wrong(&found));
+        assert!(has_problems(&found));
         for finding in &found {
             assert!(finding.what.ends_with('.') && !finding.advice.is_empty(), "{finding:?}");
         }
@@ -160,19 +166,20 @@ fn each_cause_from_how_it_looks() {
 }
 
 #[test]
-fn this_machine() {
+fn diagnose_machine_causes() {
     let listen = |state| {
         let address = "127.0.0.1:7443".parse().unwrap();
         let mut all = seen(vec![endpoint("10.0.0.1:6443")]);
-        all.host.listen = vec![Listen { address, what: "listener x".into(), state }];
+        all.host.listen = vec![ListenAddress { address, what: "listener x".into(), state }];
         all
     };
     for (state, expected) in [
         (ListenState::Free, None),
         (ListenState::Jackstay, None),
         (ListenState::Taken(Some("haproxy (pid 7)".into())), Some(Cause::PortTaken)),
-        (ListenState::NotOurs, Some(Cause::AddressNotOurs)),
-        (ListenState::Failed("permission denied".into()), Some(Cause::AddressNotOurs)),
+        (ListenState::NotLocal, Some(Cause::AddressNotOurs)),
+        (ListenState::Denied, Some(Cause::AddressNotOurs)),
+        (ListenState::Failed("no buffer space".into()), Some(Cause::AddressNotOurs)),
     ] {
         assert_eq!(first(&listen(state.clone())), expected, "{state:?}");
     }
@@ -183,13 +190,13 @@ fn this_machine() {
     assert_eq!(first(&all), Some(Cause::Configuration));
     let mut all = listen(ListenState::Free);
     (all.host.open_files, all.host.wanted_connections) = (Some(1024), 4096);
-    let found = judge(&all);
+    let found = diagnose(&all);
     assert_eq!((found[0].cause, found[0].level), (Cause::OpenFiles, Level::Note));
-    assert!(!is_wrong(&found), "a note is nothing wrong");
+    assert!(!has_problems(&found), "a note is no problem");
 }
 
 #[test]
-fn what_explains_the_rest_comes_first() {
+fn diagnose_cause_precedes_its_consequences() {
     let server = |answered| NameServer {
         address: "10.0.0.53:53".parse().unwrap(),
         asked: 4,
@@ -197,123 +204,130 @@ fn what_explains_the_rest_comes_first() {
         p50_ms: None,
         error: None,
     };
-    let nowhere = Endpoint {
-        resolved: Resolved::NoAnswer("no name server answers".into()),
-        fresh: (0..5).map(|i| bad(f64::from(i), Step::Resolve, Kind::Other)).collect(),
+    let unresolved = EndpointObservation {
+        resolved: Resolution::NoAnswer("no name server answers".into()),
+        fresh: (0..5).map(|i| bad(f64::from(i), Step::Resolve, FailureKind::Other)).collect(),
         ..endpoint("lb.example:6443")
     };
-    let mut all = seen(vec![failing(Step::Connect, Kind::Refused), nowhere]);
+    let mut all = seen(vec![failing(Step::Connect, FailureKind::Refused), unresolved]);
     all.dns = Some(Dns { resolv_conf: None, servers: vec![server(0)] });
     assert_eq!(first(&all), Some(Cause::DnsBlackHole));
 
-    // A clock that is wrong makes certificates look wrong.
-    let mut early = failing(Step::Tls, Kind::NotYetValid);
+    // A wrong clock makes valid certificates look invalid.
+    let mut early = failing(Step::Tls, FailureKind::NotYetValid);
     early.clock_skew_s = Some(86_400.0);
     assert_eq!(first(&seen(vec![early])), Some(Cause::ClockSkew));
 
-    // One silent name server of two is worth a word, after the dead endpoint.
-    let mut all = seen(vec![failing(Step::Connect, Kind::Refused), endpoint("lb.example:6443")]);
+    // One silent name server of two is reported after the dead endpoint.
+    let mut all =
+        seen(vec![failing(Step::Connect, FailureKind::Refused), endpoint("lb.example:6443")]);
     all.dns = Some(Dns { resolv_conf: None, servers: vec![server(0), server(4)] });
-    let causes: Vec<Cause> = judge(&all).iter().map(|finding| finding.cause).collect();
+    let causes: Vec<Cause> = diagnose(&all).iter().map(|finding| finding.cause).collect();
     assert_eq!(causes, [Cause::DeadEndpoint, Cause::DnsPartly]);
 
-    // All dead at once: it is we, not they.
+    // All endpoints dead at once: the cause is on this machine.
     let both = seen(vec![
-        failing(Step::Connect, Kind::Timeout),
-        Endpoint { address: "10.0.0.2:6443".into(), ..failing(Step::Connect, Kind::Timeout) },
+        failing(Step::Connect, FailureKind::Timeout),
+        EndpointObservation {
+            address: "10.0.0.2:6443".into(),
+            ..failing(Step::Connect, FailureKind::Timeout)
+        },
     ]);
-    assert!(judge(&both)[0].what.contains("None of the 2"), "{:?}", judge(&both)[0]);
+    assert!(diagnose(&both)[0].what.contains("None of the 2"), "{:?}", diagnose(&both)[0]);
 
-    // A silence with nothing fresh beside it is a death, not a forgotten flow.
+    // A silent connection without working fresh ones is a dead endpoint, not a forgotten flow.
     let mut gone = endpoint("10.0.0.1:6443");
-    gone.lasting =
-        vec![Lasting { silent_ms: Some(Ms(6000.0)), silent_at_ms: Some(Ms(4000.0)), ..lasting() }];
+    gone.lasting = vec![LongLived {
+        silent_ms: Some(Ms(6000.0)),
+        silent_at_ms: Some(Ms(4000.0)),
+        ..lasting()
+    }];
     for attempt in &mut gone.fresh {
         if attempt.at_ms.0 > 4000.0 {
-            *attempt = bad(attempt.at_ms.0, Step::Connect, Kind::Timeout);
+            *attempt = bad(attempt.at_ms.0, Step::Connect, FailureKind::Timeout);
         }
     }
-    let found = judge(&seen(vec![gone]));
+    let found = diagnose(&seen(vec![gone]));
     assert_eq!(found.iter().map(|f| f.cause).collect::<Vec<_>>(), [Cause::DeadEndpoint]);
-    assert!(found[0].what.contains("has died during the examination"), "{found:#?}");
+    assert!(found[0].what.contains("has failed during the examination"), "{found:#?}");
 
-    // A client certificate that is over is why it is refused; that is said once.
+    // An expired client certificate explains the refusal; it is reported once.
     let refused = |address: &str| {
-        let mut endpoint = failing(Step::Readyz, Kind::Unauthorized);
+        let mut endpoint = failing(Step::Readyz, FailureKind::Unauthorized);
         endpoint.address = address.into();
         endpoint.shown.as_mut().unwrap().expires_in_s = -5;
         endpoint
     };
     let causes: Vec<Cause> =
-        judge(&seen(vec![refused("a:1"), refused("b:1")])).iter().map(|f| f.cause).collect();
+        diagnose(&seen(vec![refused("a:1"), refused("b:1")])).iter().map(|f| f.cause).collect();
     let refusal = Cause::Unauthorized;
     assert_eq!(causes, [Cause::ClientCertificateExpired, refusal]);
 
-    // Late answers with hardly a segment sent again are a slow server's.
+    // Late responses with few retransmissions come from a slow server.
     for retransmitted in [0, 3] {
-        let lasting = vec![Lasting { late: 20, retransmitted, ..lasting() }];
-        let slow = Endpoint { lasting, ..endpoint("10.0.0.1:6443") };
+        let lasting = vec![LongLived { late: 20, retransmitted, ..lasting() }];
+        let slow = EndpointObservation { lasting, ..endpoint("10.0.0.1:6443") };
         assert_eq!(first(&seen(vec![slow])), None);
     }
 }
 
 #[test]
-fn findings_that_are_alike_become_one_that_names_every_endpoint() {
-    let named = |address: &str, endpoint: Endpoint| {
-        let mut endpoint = Endpoint { address: address.into(), ..endpoint };
+fn diagnose_merges_findings_that_differ_in_the_endpoint() {
+    let named = |address: &str, endpoint: EndpointObservation| {
+        let mut endpoint = EndpointObservation { address: address.into(), ..endpoint };
         for failure in endpoint.fresh.iter_mut().filter_map(|a| a.failure.as_mut()) {
             failure.text = format!("connect to {address}: refused");
         }
         endpoint
     };
-    let refusing = |address| named(address, failing(Step::Connect, Kind::Refused));
-    let silent = |address| named(address, failing(Step::Connect, Kind::Timeout));
+    let refusing = |address| named(address, failing(Step::Connect, FailureKind::Refused));
+    let silent = |address| named(address, failing(Step::Connect, FailureKind::Timeout));
     let found =
-        judge(&seen(vec![refusing("a:1"), endpoint("b:1"), refusing("c:1"), refusing("d:1")]));
+        diagnose(&seen(vec![refusing("a:1"), endpoint("b:1"), refusing("c:1"), refusing("d:1")]));
     assert_eq!(found.len(), 1, "{found:#?}");
     assert_eq!(found[0].what, "a:1 is dead. The same holds for c:1 and d:1.");
     assert_eq!(found[0].because, "20 of 20 fresh connections failed: connect to a:1: refused");
     assert_eq!(found[0].endpoints, ["a:1", "c:1", "d:1"]);
-    // What needs other advice stays apart.
-    assert_eq!(judge(&seen(vec![refusing("a:1"), endpoint("b:1"), silent("c:1")])).len(), 2);
-    // All of them in one way is one finding; in two ways it is the whole and each way.
-    assert_eq!(judge(&seen(vec![silent("a:1"), silent("b:1"), silent("c:1")])).len(), 1);
-    assert_eq!(judge(&seen(vec![refusing("a:1"), silent("b:1")])).len(), 3);
+    // Findings with different advice stay apart.
+    assert_eq!(diagnose(&seen(vec![refusing("a:1"), endpoint("b:1"), silent("c:1")])).len(), 2);
+    // If all fail alike there is one finding; otherwise the summary and one for each kind.
+    assert_eq!(diagnose(&seen(vec![silent("a:1"), silent("b:1"), silent("c:1")])).len(), 1);
+    assert_eq!(diagnose(&seen(vec![refusing("a:1"), silent("b:1")])).len(), 3);
 
     let mut all = seen(vec![endpoint("a:1")]);
     all.configuration = (0..7).map(|i| format!("f: mistake {i}")).collect();
-    let found = judge(&all);
+    let found = diagnose(&all);
     assert_eq!(found.len(), 1, "{found:#?}");
     assert!(found[0].because.ends_with("f: mistake 4; and 2 more"), "{found:#?}");
 
     let expiring = |address: &str| {
-        let certificate = Certificate { expires_in_s: 5 * 86_400, ..certificate() };
-        Endpoint { certificate: Some(certificate), ..endpoint(address) }
+        let certificate = ServerCertificate { expires_in_s: 5 * 86_400, ..certificate() };
+        EndpointObservation { certificate: Some(certificate), ..endpoint(address) }
     };
-    let found = judge(&seen(vec![expiring("a:1"), expiring("b:1")]));
+    let found = diagnose(&seen(vec![expiring("a:1"), expiring("b:1")]));
     assert_eq!(found.len(), 1, "{found:#?}");
     assert_eq!(found[0].what, "The certificate of a:1 expires in 5 days. The same holds for b:1.");
 }
 
-/// While a process is being killed its kernel accepts connections and cuts them; afterwards they are
-/// refused.
+/// While a process is being killed, its kernel accepts connections and resets them; afterwards it
+/// refuses them.
 #[test]
-fn advice_after_a_kill_is_that_of_the_last_failure() {
-    let mut killed = failing(Step::Connect, Kind::Refused);
-    killed.fresh[0] = bad(0.0, Step::Tls, Kind::Reset);
-    killed.fresh[1] = bad(500.0, Step::Http2, Kind::Timeout);
-    let found = judge(&seen(vec![killed, endpoint("b:1")]));
+fn advice_follows_the_last_failure() {
+    let mut killed = failing(Step::Connect, FailureKind::Refused);
+    killed.fresh[0] = bad(0.0, Step::Tls, FailureKind::Reset);
+    killed.fresh[1] = bad(500.0, Step::Http2, FailureKind::Timeout);
+    let found = diagnose(&seen(vec![killed, endpoint("b:1")]));
     assert_eq!(found.len(), 1, "{found:#?}");
-    assert!(found[0].advice.contains("is the apiserver running"), "{found:#?}");
-    let found = judge(&seen(vec![failing(Step::Tls, Kind::Reset), endpoint("b:1")]));
-    assert!(found[0].advice.contains("cut at once"), "{found:#?}");
-    assert!(!found[0].advice.contains("stopped"), "{found:#?}");
-    let found = judge(&seen(vec![failing(Step::Tls, Kind::Timeout), endpoint("b:1")]));
-    assert!(found[0].advice.contains("stopped"), "{found:#?}");
+    assert!(found[0].advice.contains("the apiserver is running"), "{found:#?}");
+    let found = diagnose(&seen(vec![failing(Step::Tls, FailureKind::Reset), endpoint("b:1")]));
+    assert!(found[0].advice.contains("closed at once"), "{found:#?}");
+    assert!(!found[0].advice.contains("a stopped process"), "{found:#?}");
+    let found = diagnose(&seen(vec![failing(Step::Tls, FailureKind::Timeout), endpoint("b:1")]));
+    assert!(found[0].advice.contains("a stopped process"), "{found:#?}");
 }
 
 #[test]
-fn a_slow_load_balancer_is_told() {
+fn diagnose_slow_load_balancer_is_a_note() {
     let mut balancer = endpoint("lb:6443");
     for attempt in &mut balancer.fresh {
         for (step, ms) in &mut attempt.steps {
@@ -322,7 +336,8 @@ fn a_slow_load_balancer_is_told() {
             }
         }
     }
-    let direct = Endpoint { source: Source::Cluster, ..endpoint("10.0.0.1:6443") };
-    let found = judge(&seen(vec![balancer, direct]));
+    let direct =
+        EndpointObservation { source: EndpointSource::Cluster, ..endpoint("10.0.0.1:6443") };
+    let found = diagnose(&seen(vec![balancer, direct]));
     assert_eq!((found[0].cause, found[0].level), (Cause::SlowPath, Level::Note));
 }

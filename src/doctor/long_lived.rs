@@ -1,0 +1,127 @@
+//! Connections that stay open: one that is pinged continuously, one that stays idle. If they fail
+//! while fresh connections work, a device on the path forgets established flows.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use h2::Ping;
+use tokio::time::{Instant, sleep, sleep_until, timeout_at};
+
+use super::observations::{IdleConnection, LongLived, Ms, percentile};
+use super::probe::{PeerConfig, ProbeConnection, StepTimer, open};
+
+/// Pause after a PONG: with a round trip of 50 ms, 100 PINGs in 10 s.
+const PING_PAUSE: Duration = Duration::from_millis(50);
+/// A round trip longer than the median by this many milliseconds contained a retransmission: Linux's
+/// smallest RTO is 200 ms (`TCP_RTO_MIN`), and a tail loss probe for a single segment is not earlier.
+const LATE_MS: f64 = 150.0;
+/// Pause before the next connection when the server has ended one.
+const RECONNECT_PAUSE: Duration = Duration::from_millis(500);
+/// Time until the handshakes of an idle connection are complete: longer than the longest delayed
+/// acknowledgement (200 ms, `TCP_DELACK_MAX`).
+const HANDSHAKE_TIME: Duration = Duration::from_millis(500);
+/// Limit of the PING on an idle connection.
+const IDLE_PING_LIMIT: Duration = Duration::from_secs(3);
+/// Shortest wait for a PONG, if need be beyond the end of the examination: tells a silent connection
+/// from a retransmission.
+const MIN_PING_WAIT: Duration = Duration::from_secs(4);
+
+/// Pings a connection to `address` until `until`, and opens another when the server ends it.
+pub(super) async fn ping_until(
+    address: SocketAddr,
+    peer: &PeerConfig,
+    began: Instant,
+    until: Instant,
+) -> Vec<LongLived> {
+    let mut all = Vec::new();
+    while Instant::now() < until {
+        match open(&mut StepTimer::start(began), address, peer).await {
+            Ok(opened) => {
+                let lasting = ping(opened, began, until).await;
+                let silent = lasting.silent_ms.is_some();
+                all.push(lasting);
+                // One silent connection is enough for a finding.
+                if silent {
+                    return all;
+                }
+                sleep(RECONNECT_PAUSE).await;
+            }
+            // Fresh connections record the reason.
+            Err(_) => sleep(RECONNECT_PAUSE).await,
+        }
+    }
+    all
+}
+
+async fn ping(mut opened: ProbeConnection, began: Instant, until: Instant) -> LongLived {
+    let at_ms = (Instant::now() - began).into();
+    let mut times: Vec<f64> = Vec::new();
+    let (mut silent_ms, mut silent_at_ms, mut ended) = (None, None, None);
+    while Instant::now() < until {
+        let sent = Instant::now();
+        let deadline = until.max(sent + MIN_PING_WAIT);
+        match timeout_at(deadline, opened.ping.ping(Ping::opaque())).await {
+            Ok(Ok(_)) => times.push(Ms::from(sent.elapsed()).0),
+            Ok(Err(error)) => {
+                // The end of the connection says more than the error of the PING.
+                let driver = (&mut opened.driver).await;
+                ended = Some(driver.unwrap_or_else(|_| error.to_string()));
+                break;
+            }
+            Err(_) => {
+                silent_ms = Some(sent.elapsed().into());
+                silent_at_ms = Some((sent - began).into());
+                break;
+            }
+        }
+        sleep_until((sent + PING_PAUSE).max(Instant::now() + PING_PAUSE / 2)).await;
+    }
+    let info = opened.observer.tcp_info().unwrap_or_default();
+    times.sort_by(f64::total_cmp);
+    let p50 = percentile(&times, 0.5);
+    LongLived {
+        at_ms,
+        pongs: times.len(),
+        p50_ms: p50.map(Ms),
+        p99_ms: percentile(&times, 0.99).map(Ms),
+        late: times.iter().filter(|ms| **ms > p50.unwrap_or_default() + LATE_MS).count(),
+        silent_ms,
+        silent_at_ms,
+        ended,
+        retransmitted: info.retransmitted,
+        sent: info.segments_out,
+    }
+}
+
+/// Opens a connection, sends nothing until `until`, and then one PING. `None` if the server has ended
+/// it.
+pub(super) async fn ping_after_idle(
+    address: SocketAddr,
+    peer: &PeerConfig,
+    began: Instant,
+    until: Instant,
+) -> Option<IdleConnection> {
+    let mut opened = open(&mut StepTimer::start(began), address, peer).await.ok()?;
+    // A keepalive probe would refresh the flow in a firewall.
+    opened.observer.disable_keepalives().ok()?;
+    let since = Instant::now();
+    let sent =
+        |opened: &ProbeConnection| opened.observer.tcp_info().unwrap_or_default().segments_out;
+    let mut before = None;
+    for moment in [until.min(since + HANDSHAKE_TIME), until] {
+        tokio::select! {
+            () = sleep_until(moment) => {}
+            // The server has ended the connection, which is not a silent loss.
+            _ = &mut opened.driver => return None,
+        }
+        before.get_or_insert_with(|| sent(&opened));
+    }
+    let idle = since.elapsed();
+    let sent = sent(&opened).wrapping_sub(before.unwrap_or_default());
+    let asked = opened.ping.ping(Ping::opaque());
+    match timeout_at(Instant::now() + IDLE_PING_LIMIT, asked).await {
+        Ok(Ok(_)) => Some(IdleConnection { for_ms: idle.into(), alive: true, sent }),
+        Ok(Err(_)) => None,
+        Err(_) => Some(IdleConnection { for_ms: idle.into(), alive: false, sent }),
+    }
+}

@@ -3,16 +3,16 @@ use super::*;
 const SECOND: Duration = Duration::from_secs(1);
 const MS: Duration = Duration::from_millis(1);
 
-/// Looks when the judge asks for it, for ten minutes. `kernel` is asked for what it knows, with the
-/// time since the start and the probes that were asked for; what it does not count itself are
-/// acknowledgements alone. Says when it was dead, and of what.
-fn judged(
+/// Checks a flow for ten minutes, whenever a check is due. `kernel` returns the TCP statistics for the
+/// time since the start and the number of requested probes; received segments that it does not count
+/// are pure acknowledgements. Returns when and why the flow was dead.
+fn death_of(
     rules: &FlowThresholds,
     wrote_at: Option<Duration>,
     kernel: impl Fn(Duration, u32) -> TcpInfo,
 ) -> Option<(Duration, FlowDeath)> {
     let start = Instant::now();
-    let mut judge = FlowHealth::new(start);
+    let mut health = FlowHealth::new(start);
     let (mut at, mut probes, mut wrote) = (Duration::ZERO, 0, wrote_at);
     let (mut came, mut segments_in) = (Duration::ZERO, 0);
     while at < Duration::from_secs(600) {
@@ -24,14 +24,14 @@ fn judged(
         if info.segments_in == 0 {
             info.segments_in = segments_in;
         }
-        match judge.look(&info, rules, start + at) {
+        match health.look(&info, rules, start + at) {
             FlowDecision::Dead(death) => return Some((at, death)),
             FlowDecision::Again { after, probe } => {
                 assert!(after >= 20 * MS, "a look every {after:?} is a busy loop");
                 probes += u32::from(probe);
                 at += after;
                 if let Some(written) = wrote.take_if(|written| *written <= at) {
-                    at = judge.wrote(start + written) - start;
+                    at = health.wrote(start + written) - start;
                 }
             }
         }
@@ -39,7 +39,7 @@ fn judged(
     None
 }
 
-/// Nothing waits, and the last segment came this long ago.
+/// No bytes wait, and the last segment arrived this long ago.
 fn quiet(silent: Duration) -> TcpInfo {
     TcpInfo {
         last_ack_recv: silent,
@@ -51,46 +51,46 @@ fn quiet(silent: Duration) -> TcpInfo {
     }
 }
 
-/// One keepalive of the kernel a second, and those that were asked for.
+/// The kernel's keepalives, one a second, and the requested ones.
 fn keepalives(silent: Duration, asked: u32) -> u8 {
     (silent.as_secs() as u32 + asked).min(255) as u8
 }
 
 #[test]
-fn quiet_with_answered_keepalives_lives() {
+fn idle_flow_with_answered_keepalives_is_alive() {
     let answered = |at: Duration, _| quiet(Duration::from_millis(at.as_millis() as u64 % 1001));
-    assert_eq!(judged(&SERVER, None, answered), None);
+    assert_eq!(death_of(&SERVER, None, answered), None);
 }
 
 #[test]
-fn one_lost_keepalive_is_not_death() {
-    // Of three in a row one is answered.
+fn flow_with_one_lost_keepalive_is_alive() {
+    // One of three in a row is answered.
     let lossy = |at: Duration, asked: u32| {
         let silent = Duration::from_millis(at.as_millis() as u64 % 1500);
         TcpInfo { probes: keepalives(silent, asked % 3), ..quiet(silent) }
     };
-    assert_eq!(judged(&SERVER, None, lossy), None);
+    assert_eq!(death_of(&SERVER, None, lossy), None);
 }
 
 #[test]
-fn unanswered_keepalives_kill_within_three_seconds() {
+fn idle_flow_with_unanswered_keepalives_is_dead_within_3_s() {
     let lost = |at, asked| TcpInfo { probes: keepalives(at, asked), ..quiet(at) };
-    let (at, death) = judged(&SERVER, None, lost).unwrap();
+    let (at, death) = death_of(&SERVER, None, lost).unwrap();
     assert_eq!(death, FlowDeath::Unanswered);
     assert_eq!(at, 2700 * MS);
-    let (at, _) = judged(&LOSSY_SERVER, None, lost).unwrap();
+    let (at, _) = death_of(&LOSSY_SERVER, None, lost).unwrap();
     assert_eq!(at, 4500 * MS);
-    let (at, _) = judged(&CORRELATED_LOSS_SERVER, None, lost).unwrap();
+    let (at, _) = death_of(&CORRELATED_LOSS_SERVER, None, lost).unwrap();
     assert_eq!(at, 2150 * MS);
-    // Silence alone is no proof: the probes have to have gone out.
+    // Silence alone is not enough: the probes must have been sent.
     let few = |at, _| TcpInfo { probes: 7, ..quiet(at) };
-    assert_eq!(judged(&SERVER, None, few), None);
-    // A client that is idle is the kernel's own matter.
-    assert_eq!(judged(&CLIENT, None, lost), None);
+    assert_eq!(death_of(&SERVER, None, few), None);
+    // Idle clients are left to the kernel's keepalives.
+    assert_eq!(death_of(&CLIENT, None, lost), None);
 }
 
 #[test]
-fn bytes_in_flight_that_nobody_acknowledges_kill() {
+fn flow_with_unacknowledged_bytes_in_flight_is_dead_after_2250_ms() {
     // Written at 1.1 s, retransmitted every 200 ms.
     let wrote = 1100 * MS;
     let kernel = |at: Duration, _| {
@@ -100,79 +100,79 @@ fn bytes_in_flight_that_nobody_acknowledges_kill() {
         let lost = at.saturating_sub(wrote);
         TcpInfo { unacked: 1, retransmits: (lost.as_millis() / 200).min(255) as u8, ..quiet(at) }
     };
-    let (at, death) = judged(&SERVER, Some(wrote), kernel).unwrap();
+    let (at, death) = death_of(&SERVER, Some(wrote), kernel).unwrap();
     assert_eq!(death, FlowDeath::Unacknowledged);
     let after = at.saturating_sub(wrote);
     assert!((2250 * MS..2400 * MS).contains(&after), "{after:?}");
-    let (at, _) = judged(&CLIENT, Some(wrote), kernel).unwrap();
+    let (at, _) = death_of(&CLIENT, Some(wrote), kernel).unwrap();
     assert!(at >= 30 * SECOND, "{at:?}");
 }
 
 #[test]
-fn retransmissions_that_double_kill_when_the_fourth_is_out() {
+fn flow_with_doubling_retransmissions_is_dead_after_the_fourth() {
     let doubling = |at: Duration, _| {
         let gone = [200, 600, 1400, 3000, 6200].map(|ms| at > ms * MS);
         let retransmits = gone.iter().filter(|gone| **gone).count() as u8;
         TcpInfo { unacked: 40, retransmits, ..quiet(at) }
     };
-    let (at, _) = judged(&SERVER, None, doubling).unwrap();
+    let (at, _) = death_of(&SERVER, None, doubling).unwrap();
     assert!((3000 * MS..3150 * MS).contains(&at), "{at:?}");
-    // The third is out, and had its time to be answered.
-    let (at, _) = judged(&CORRELATED_LOSS_SERVER, None, doubling).unwrap();
+    // The third was sent and not answered in time.
+    let (at, _) = death_of(&CORRELATED_LOSS_SERVER, None, doubling).unwrap();
     assert!((2400 * MS..2500 * MS).contains(&at), "{at:?}");
 }
 
 #[test]
-fn a_writer_that_goes_on_needs_no_retransmissions() {
-    // Each write puts the next retransmission off.
+fn flow_with_continued_writes_is_dead_without_retransmissions() {
+    // Each write delays the next retransmission.
     let writes = |at: Duration, _| TcpInfo {
         unacked: 1 + at.as_millis() as u32 / 300,
         data_segments_sent: 1 + at.as_millis() as u32 / 300,
         ..quiet(at)
     };
-    let (at, _) = judged(&SERVER, None, writes).unwrap();
+    let (at, _) = death_of(&SERVER, None, writes).unwrap();
     assert!((2250 * MS..2400 * MS).contains(&at), "{at:?}");
 }
 
 #[test]
-fn one_direction_is_enough() {
-    // The peer's segments arrive, ours do not.
+fn flow_with_a_lost_outbound_direction_is_dead() {
+    // Segments from the peer arrive, those to it do not.
     let outbound = |at: Duration, _| TcpInfo {
         unacked: 3,
         retransmits: (at.as_millis() / 200).min(255) as u8,
         last_data_recv: 10 * MS,
         ..quiet(10 * MS)
     };
-    let (at, _) = judged(&SERVER, None, outbound).unwrap();
+    let (at, _) = death_of(&SERVER, None, outbound).unwrap();
     assert!(at < 3 * SECOND, "{at:?}");
 }
 
 #[test]
-fn acknowledgements_keep_it_alive() {
+fn flow_with_acknowledgements_is_alive() {
     let acked = |at: Duration, _| TcpInfo {
         unacked: 9,
         retransmits: 5,
         bytes_acked: (at.as_millis() / 2100) as u64,
         ..quiet(Duration::ZERO)
     };
-    assert_eq!(judged(&SERVER, None, acked), None);
+    assert_eq!(death_of(&SERVER, None, acked), None);
 }
 
 #[test]
-fn a_closed_window_is_not_death_while_probes_are_answered() {
-    // Answers come at growing intervals, up to two minutes.
+fn closed_window_with_answered_probes_is_alive() {
+    // Answers arrive at growing intervals, up to two minutes.
     let full = |at: Duration, _| TcpInfo {
         notsent_bytes: 5000,
         send_window: Some(0),
         probes: 1,
         ..quiet(at.min(120 * SECOND))
     };
-    assert_eq!(judged(&SERVER, None, full), None);
+    assert_eq!(death_of(&SERVER, None, full), None);
     let blind = |at, asked| TcpInfo { send_window: None, ..full(at, asked) };
-    assert_eq!(judged(&SERVER, None, blind), None);
-    // A small opening is none: the next segment does not fit.
+    assert_eq!(death_of(&SERVER, None, blind), None);
+    // A window smaller than a segment is closed.
     let narrow = |at, asked| TcpInfo { send_window: Some(700), ..full(at, asked) };
-    assert_eq!(judged(&SERVER, None, narrow), None);
+    assert_eq!(death_of(&SERVER, None, narrow), None);
     let lost = |at: Duration, _| TcpInfo {
         notsent_bytes: 5000,
         send_window: Some(0),
@@ -183,7 +183,7 @@ fn a_closed_window_is_not_death_while_probes_are_answered() {
     for (rules, probes) in
         [(SERVER, 4), (LOSSY_SERVER, 6), (CORRELATED_LOSS_SERVER, 2), (CLIENT, 30)]
     {
-        let (at, death) = judged(&rules, None, lost).unwrap();
+        let (at, death) = death_of(&rules, None, lost).unwrap();
         assert_eq!(death, FlowDeath::Unacknowledged);
         let from = probes * SECOND + LAST_ANSWER;
         assert!((from..from + 250 * MS).contains(&at), "{at:?}, {probes} probes");
@@ -193,14 +193,14 @@ fn a_closed_window_is_not_death_while_probes_are_answered() {
         let sent = [200, 600, 1400].iter().filter(|ms| at > **ms * MS).count() as u8;
         TcpInfo { probes: sent + at.saturating_sub(1400 * MS).as_secs() as u8, ..lost(at, 0) }
     };
-    let (at, _) = judged(&SERVER, None, early).unwrap();
+    let (at, _) = death_of(&SERVER, None, early).unwrap();
     assert!((4 * SECOND..5 * SECOND).contains(&at), "{at:?}");
 }
 
 #[test]
-fn of_the_probes_of_a_closed_window_three_may_be_lost_and_that_is_remembered() {
+fn closed_window_tolerates_three_lost_probes_and_counts_refuted_suspicions() {
     let start = Instant::now();
-    // One goes out each second; one of so many is answered.
+    // One probe is sent each second; one of several is answered.
     let answered = |each: u128, at: Duration| {
         let silent = Duration::from_millis((at.as_millis() % (each * 1000 + 1)) as u64);
         TcpInfo {
@@ -212,63 +212,66 @@ fn of_the_probes_of_a_closed_window_three_may_be_lost_and_that_is_remembered() {
         }
     };
     let lossy = |at| answered(4, at);
-    assert_eq!(judged(&SERVER, None, |at, _| lossy(at)), None);
-    let mut judge = FlowHealth::new(start);
+    assert_eq!(death_of(&SERVER, None, |at, _| lossy(at)), None);
+    let mut health = FlowHealth::new(start);
     let (mut at, mut refuted) = (Duration::ZERO, 0);
     while at < 4001 * MS * 10 {
-        let FlowDecision::Again { after, probe } = judge.look(&lossy(at), &SERVER, start + at)
+        let FlowDecision::Again { after, probe } = health.look(&lossy(at), &SERVER, start + at)
         else {
             panic!("dead at {at:?}");
         };
         assert!(!probe, "the kernel would not send it");
-        refuted += u32::from(judge.was_refuted());
+        refuted += u32::from(health.was_refuted());
         at += after;
     }
     assert!((9..=10).contains(&refuted), "{refuted}");
-    // Answered each second, nothing is suspected.
-    let mut judge = FlowHealth::new(start);
+    // Answers each second cause no suspicion.
+    let mut health = FlowHealth::new(start);
     for step in 0..600 {
         let at = step * 100 * MS;
-        judge.look(&answered(1, at), &SERVER, start + at);
-        assert!(!judge.was_refuted(), "{at:?}");
+        health.look(&answered(1, at), &SERVER, start + at);
+        assert!(!health.was_refuted(), "{at:?}");
     }
 }
 
 #[test]
-fn bytes_that_our_own_netfilter_drops_are_death() {
+fn flow_whose_unsent_bytes_netfilter_drops_is_dead() {
     let probes = |at: Duration| [200, 600, 1400, 3000].iter().filter(|ms| at > **ms * MS).count();
     let dropped =
         |at: Duration, _| TcpInfo { notsent_bytes: 50, probes: probes(at) as u8, ..quiet(at) };
-    let (at, death) = judged(&SERVER, None, dropped).unwrap();
+    let (at, death) = death_of(&SERVER, None, dropped).unwrap();
     assert_eq!(death, FlowDeath::Unacknowledged);
     assert!((2250 * MS..2400 * MS).contains(&at), "{at:?}");
-    // A kernel that cannot tell it from a closed window waits for one probe more.
+    // A kernel that does not report the window needs one more probe.
     let blind = |at, asked| TcpInfo { send_window: None, ..dropped(at, asked) };
-    let (at, _) = judged(&SERVER, None, blind).unwrap();
+    let (at, _) = death_of(&SERVER, None, blind).unwrap();
     assert!((3000 * MS..3300 * MS).contains(&at), "{at:?}");
 }
 
 #[test]
-fn a_late_look_is_no_verdict() {
+fn late_check_gives_no_verdict() {
     let start = Instant::now();
-    let mut judge = FlowHealth::new(start);
+    let mut health = FlowHealth::new(start);
     let lost = TcpInfo { probes: 30, ..quiet(30 * SECOND) };
     assert!(matches!(
-        judge.look(&quiet(Duration::ZERO), &SERVER, start),
+        health.look(&quiet(Duration::ZERO), &SERVER, start),
         FlowDecision::Again { .. }
     ));
     let late = start + 30 * SECOND;
     assert_eq!(
-        judge.look(&lost, &SERVER, late),
+        health.look(&lost, &SERVER, late),
         FlowDecision::Again { after: GRACE, probe: false }
     );
-    assert_eq!(judge.look(&lost, &SERVER, late + GRACE), FlowDecision::Dead(FlowDeath::Unanswered));
+    assert_eq!(
+        health.look(&lost, &SERVER, late + GRACE),
+        FlowDecision::Dead(FlowDeath::Unanswered)
+    );
 }
 
 #[test]
-fn flow_whose_looks_are_always_late_dies_all_the_same() {
+fn flow_whose_checks_are_always_late_is_dead_in_the_end() {
     let late = LATE + 50 * MS;
-    // Nothing waits; or bytes do, and with them the peer talks or is silent.
+    // No bytes wait; or bytes wait, and the peer sends or is silent.
     let idle = |at: Duration| TcpInfo { probes: (at.as_millis() / 100) as u8, ..quiet(at) };
     let waits = |at: Duration| TcpInfo {
         unacked: 1,
@@ -286,10 +289,10 @@ fn flow_whose_looks_are_always_late_dies_all_the_same() {
     ];
     for (case, (kernel, death)) in kernels.into_iter().enumerate() {
         let start = Instant::now();
-        let mut judge = FlowHealth::new(start);
+        let mut health = FlowHealth::new(start);
         let mut at = Duration::ZERO;
         loop {
-            match judge.look(&kernel(at), &SERVER, start + at) {
+            match health.look(&kernel(at), &SERVER, start + at) {
                 FlowDecision::Dead(found) => break assert_eq!(found, death, "case {case}"),
                 FlowDecision::Again { after, .. } => at += after + late,
             }
@@ -300,23 +303,23 @@ fn flow_whose_looks_are_always_late_dies_all_the_same() {
 }
 
 #[test]
-fn each_silence_has_its_own_grace_after_a_pause() {
+fn late_check_withholds_verdicts_once_for_each_silence() {
     let start = Instant::now();
-    let mut judge = FlowHealth::new(start);
+    let mut health = FlowHealth::new(start);
     let mut at = Duration::ZERO;
     for _ in 0..3 {
         let heard = TcpInfo { segments_in: 1 + at.as_secs() as u32, ..quiet(Duration::ZERO) };
-        assert!(matches!(judge.look(&heard, &SERVER, start + at), FlowDecision::Again { .. }));
+        assert!(matches!(health.look(&heard, &SERVER, start + at), FlowDecision::Again { .. }));
         at += 30 * SECOND;
         let lost = TcpInfo { probes: 30, ..quiet(30 * SECOND) };
-        let look = judge.look(&lost, &SERVER, start + at);
+        let look = health.look(&lost, &SERVER, start + at);
         assert_eq!(look, FlowDecision::Again { after: GRACE, probe: false }, "at {at:?}");
         at += GRACE;
     }
 }
 
 #[test]
-fn tunnel_lives_through_silence_shorter_than_its_limit() {
+fn tunnel_survives_silence_shorter_than_its_limit() {
     let rules = FlowThresholds::tunnel(20 * SECOND);
     let idle = |at: Duration, asked: u32| {
         assert_eq!(asked, 0, "the kernel's own keepalives are enough");
@@ -327,28 +330,28 @@ fn tunnel_lives_through_silence_shorter_than_its_limit() {
         retransmits: (at.as_millis() / 200).min(255) as u8,
         ..quiet(at)
     };
-    let (at, death) = judged(&rules, None, idle).unwrap();
+    let (at, death) = death_of(&rules, None, idle).unwrap();
     assert_eq!(death, FlowDeath::Unanswered);
     assert!((20 * SECOND..20 * SECOND + 150 * MS).contains(&at), "{at:?}");
-    let (at, death) = judged(&rules, None, waits).unwrap();
+    let (at, death) = death_of(&rules, None, waits).unwrap();
     assert_eq!(death, FlowDeath::Unacknowledged);
     assert!((20 * SECOND..20 * SECOND + 150 * MS).contains(&at), "{at:?}");
-    // A limit that is too short for the kernel's own keepalives: more are asked for.
+    // A limit too short for the kernel's keepalives: more are requested.
     let lost = |at, asked| TcpInfo { probes: keepalives(at, asked), ..quiet(at) };
-    let (at, _) = judged(&FlowThresholds::tunnel(4 * SECOND), None, lost).unwrap();
+    let (at, _) = death_of(&FlowThresholds::tunnel(4 * SECOND), None, lost).unwrap();
     assert!((4 * SECOND..4 * SECOND + 150 * MS).contains(&at), "{at:?}");
-    let (at, _) = judged(&FlowThresholds::tunnel(SECOND), None, lost).unwrap();
+    let (at, _) = death_of(&FlowThresholds::tunnel(SECOND), None, lost).unwrap();
     assert_eq!(at, 2700 * MS, "no sooner than any other flow");
 }
 
 #[test]
-fn an_answer_that_comes_after_all_refutes_a_suspicion_once() {
+fn late_answer_refutes_a_suspicion_once() {
     let start = Instant::now();
-    let mut judge = FlowHealth::new(start);
+    let mut health = FlowHealth::new(start);
     let mut look = |silent: Duration, at: Duration| {
         let segments_in = at.saturating_sub(silent).as_millis() as u32;
-        let _ = judge.look(&TcpInfo { segments_in, ..quiet(silent) }, &SERVER, start + at);
-        judge.was_refuted()
+        let _ = health.look(&TcpInfo { segments_in, ..quiet(silent) }, &SERVER, start + at);
+        health.was_refuted()
     };
     assert!(!look(Duration::ZERO, Duration::ZERO));
     assert!(!look(1220 * MS, 1220 * MS));
@@ -357,23 +360,23 @@ fn an_answer_that_comes_after_all_refutes_a_suspicion_once() {
 }
 
 #[test]
-fn a_flow_that_talks_is_looked_at_soon_and_seldom() {
+fn active_flow_is_checked_at_most_every_100_ms() {
     let start = Instant::now();
-    let mut judge = FlowHealth::new(start);
-    let FlowDecision::Again { after, .. } = judge.look(&quiet(Duration::ZERO), &SERVER, start)
+    let mut health = FlowHealth::new(start);
+    let FlowDecision::Again { after, .. } = health.look(&quiet(Duration::ZERO), &SERVER, start)
     else {
         panic!("dead at once");
     };
     assert!(after > SECOND);
     let now = start + 10 * MS;
-    assert_eq!(judge.wrote(now), now + WAITING);
-    // A thousand more writes do not move it.
-    assert_eq!(judge.wrote(now + 100 * MS), now + WAITING);
+    assert_eq!(health.wrote(now), now + WAITING);
+    // A thousand more writes do not change that.
+    assert_eq!(health.wrote(now + 100 * MS), now + WAITING);
 }
 
-/// A server whose segments arrive, while ours do not, sends the same again, ever more slowly.
+/// A server whose segments arrive, but which gets none, retransmits at growing intervals.
 #[test]
-fn the_same_data_again_is_no_sign_of_life() {
+fn retransmitted_data_is_no_evidence_of_life() {
     let again = [100, 500, 1300, 2900, 6100].map(|ms| ms * MS);
     let kernel = |at: Duration, asked: u32| {
         let repeats = again.iter().filter(|time| **time <= at).count() as u32;
@@ -394,12 +397,12 @@ fn the_same_data_again_is_no_sign_of_life() {
             ..quiet(at)
         }
     };
-    let (at, death) = judged(&SERVER, None, kernel).unwrap();
+    let (at, death) = death_of(&SERVER, None, kernel).unwrap();
     assert_eq!(death, FlowDeath::Unanswered);
     assert!((2700 * MS..3000 * MS).contains(&at), "{at:?}");
-    let (at, _) = judged(&CORRELATED_LOSS_SERVER, None, kernel).unwrap();
+    let (at, _) = death_of(&CORRELATED_LOSS_SERVER, None, kernel).unwrap();
     assert!((2150 * MS..2600 * MS).contains(&at), "{at:?}");
-    // What came out of order is new, and so is an acknowledgement alone.
+    // Segments out of order are new, and so is a pure acknowledgement.
     for fresh in [|n: u32| (0, n), |n: u32| (n, 0)] {
         let lives = |at: Duration, asked: u32| {
             let (acks, out_of_order) = fresh(at.as_secs() as u32);
@@ -407,12 +410,12 @@ fn the_same_data_again_is_no_sign_of_life() {
             let last_ack_recv = Duration::from_millis(at.as_millis() as u64 % 1000);
             TcpInfo { segments_in: info.segments_in + acks, out_of_order, last_ack_recv, ..info }
         };
-        assert_eq!(judged(&SERVER, None, lives), None);
+        assert_eq!(death_of(&SERVER, None, lives), None);
     }
 }
 
 #[test]
-fn many_that_stall_at_once_are_struck_and_one_is_not() {
+fn correlated_loss_needs_three_stalled_flows_and_a_quarter_of_all() {
     let now = Instant::now();
     let struck = |stalled: usize, flows: usize| {
         let mut struck = CorrelatedLoss::default();
@@ -430,7 +433,7 @@ fn many_that_stall_at_once_are_struck_and_one_is_not() {
     for (stalled, flows, expected) in table {
         assert_eq!(struck(stalled, flows), expected, "{stalled} of {flows}");
     }
-    // The first that die take their testimony with them, but not at once.
+    // Dead flows do not count as stalled, but the finding holds for a while.
     let mut struck = CorrelatedLoss::default();
     (0..4).for_each(|_| struck.changed(false, true));
     assert!(struck.is_path_broken(4, now));
@@ -439,23 +442,23 @@ fn many_that_stall_at_once_are_struck_and_one_is_not() {
     assert!(!struck.is_path_broken(1, now + SECOND));
 }
 
-/// One packet in twenty is lost each way, and the peer answers keepalives only twice a second. A
-/// hundred quiet flows for an hour: none is cut once the loss is known, and next to none before.
+/// At 5 % packet loss each way the peer answers keepalives at most twice a second. Of a hundred idle
+/// flows in an hour none is dead once the loss is known, and almost none before.
 #[test]
-fn loss_is_not_death() {
+fn idle_flows_on_a_lossy_path_stay_alive() {
     let mut rng = fastrand::Rng::with_seed(7);
     let mut deaths = |rules: &FlowThresholds, known: bool| {
         let (mut deaths, mut refuted, mut struck) = (0, 0, 0);
         for _ in 0..100 {
             let start = Instant::now();
-            let mut judge = FlowHealth::new(start);
+            let mut health = FlowHealth::new(start);
             let mut peer = Lossy { rng: rng.fork(), ..Lossy::default() };
             let mut at = Duration::ZERO;
             while at < 3600 * SECOND {
-                // The table looks at multiples of its tick.
+                // The flow table checks at multiples of its tick.
                 at = 50 * MS * at.as_millis().div_ceil(50) as u32;
                 let info = peer.until(at);
-                match judge.look(&info, rules, start + at) {
+                match health.look(&info, rules, start + at) {
                     FlowDecision::Dead(_) => {
                         deaths += 1;
                         break;
@@ -467,8 +470,8 @@ fn loss_is_not_death() {
                         at += after;
                     }
                 }
-                refuted += u32::from(judge.was_refuted());
-                struck += u32::from(judge.is_stalled());
+                refuted += u32::from(health.was_refuted());
+                struck += u32::from(health.is_stalled());
                 if !known && refuted >= LOSSY_AFTER {
                     return (deaths, refuted, struck);
                 }
@@ -481,7 +484,7 @@ fn loss_is_not_death() {
     assert!(early <= 3, "{early} of a thousand times it was too early");
 }
 
-/// A quiet peer behind a lossy path, and our kernel's keepalives.
+/// An idle peer behind a lossy path, and the local kernel's keepalives.
 #[derive(Default)]
 struct Lossy {
     rng: fastrand::Rng,
@@ -509,7 +512,7 @@ impl Lossy {
         }
     }
 
-    /// The kernel's own keepalives until then, and what it knows.
+    /// Sends the kernel's keepalives until then; returns its statistics.
     fn until(&mut self, at: Duration) -> TcpInfo {
         while self.heard.max(self.probed) + SECOND <= at {
             let next = self.heard.max(self.probed) + SECOND;

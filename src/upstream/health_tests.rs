@@ -1,4 +1,4 @@
-//! The judge of a connection, driven through scripted time: what it decides, and when.
+//! The health of a connection under scripted time: its decisions and when they are made.
 
 use std::time::Duration;
 
@@ -12,35 +12,35 @@ fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
-#[allow(clippy::struct_excessive_bools)] // what may go wrong, each by itself
-/// A connection, its peer, and a clock that moves from look to look.
+#[allow(clippy::struct_excessive_bools)] // independent faults
+/// A connection, its peer, and a clock that advances from check to check.
 struct Scene {
     health: ConnectionHealth,
     start: Instant,
     now: Instant,
-    /// When it wants to look.
+    /// When the next check is due.
     next: Instant,
     /// The peer's process answers PINGs.
     answers: bool,
-    /// Its packets reach us.
+    /// Packets from the peer arrive.
     inbound: bool,
-    /// Ours reach it.
+    /// Packets to the peer arrive.
     outbound: bool,
-    /// The peer takes nothing: what is written waits for its window.
+    /// The peer's window is closed: written bytes wait for it.
     window_closed: bool,
-    /// An upload is under way; bytes of it are acknowledged all the time.
+    /// An upload is in progress; its bytes are acknowledged all the time.
     uploads: bool,
     pinned: bool,
     last_segment: Instant,
     acked: u64,
     pending: bool,
     waiting_since: Option<Instant>,
-    /// How late our timers fire.
+    /// How late timers fire.
     lag: Duration,
     seen: Vec<(u64, ConnectionState, Reason)>,
-    /// When it became path_unresponsive, or no longer was.
+    /// When `path_unresponsive` changed.
     path_unresponsive: Vec<(u64, bool)>,
-    /// When it no longer answered, and when requests ended that must not be sent twice.
+    /// When `ping_unanswered` and `fails_unsafe_requests` changed.
     unanswered: Vec<(u64, bool)>,
     fails_unsafe_requests: Vec<(u64, bool)>,
     pings: Vec<u64>,
@@ -85,7 +85,7 @@ impl Scene {
 
     fn evidence(&mut self) -> Evidence {
         let reached = self.inbound && self.outbound;
-        // Keepalives and window probes are answered by a kernel that is reached, within a second.
+        // A reachable kernel answers keepalives and window probes within a second.
         if reached {
             self.last_segment = self.last_segment.max(self.now.checked_sub(ms(900)).unwrap());
             self.pending = self.window_closed || self.uploads;
@@ -102,7 +102,7 @@ impl Scene {
                 notsent_bytes: if self.pending && self.window_closed { 5000 } else { 0 },
                 send_window: Some(window),
                 send_mss: 1400,
-                // One goes out each second.
+                // One probe is sent each second.
                 probes: if reached { 0 } else { silent.as_secs() as u8 },
                 ..TcpInfo::default()
             }),
@@ -111,7 +111,7 @@ impl Scene {
         }
     }
 
-    /// Runs for so long; PONGs come back where they can.
+    /// Runs for `length`; PONGs arrive where both directions and the process work.
     fn run(&mut self, length: Duration) -> &mut Self {
         let end = self.now + length;
         if let Some(since) = self.waiting_since {
@@ -165,7 +165,7 @@ impl Scene {
 }
 
 #[test]
-fn a_quiet_connection_is_pinged_once_an_interval_and_stays_live() {
+fn idle_connection_is_pinged_once_an_interval_and_stays_live() {
     let mut scene = Scene::new();
     scene.run(ms(60_000));
     assert_eq!(scene.seen, []);
@@ -173,7 +173,7 @@ fn a_quiet_connection_is_pinged_once_an_interval_and_stays_live() {
 }
 
 #[test]
-fn a_dead_path_is_suspected_soon_and_dead_two_seconds_after_its_ping() {
+fn lost_path_is_suspect_soon_and_dead_two_seconds_after_its_ping() {
     for (inbound, outbound, reason) in
         [(false, false, Reason::NothingArrives), (false, true, Reason::NothingArrives)]
     {
@@ -193,11 +193,11 @@ fn a_dead_path_is_suspected_soon_and_dead_two_seconds_after_its_ping() {
 }
 
 #[test]
-fn what_we_send_is_lost_while_the_peer_goes_on_talking() {
+fn lost_outbound_packets_are_detected_while_the_peer_sends() {
     let mut scene = Scene::new();
     scene.run(ms(1500));
     scene.outbound = false;
-    // Events keep arriving: without the outbound evidence this would look alive for ever.
+    // Events keep arriving: without the outbound evidence this would stay live.
     for _ in 0..300 {
         scene.run(ms(20));
         scene.last_segment = scene.now;
@@ -216,7 +216,7 @@ fn what_we_send_is_lost_while_the_peer_goes_on_talking() {
 }
 
 #[test]
-fn a_stopped_process_drains_after_5_s_and_is_dead_after_20() {
+fn stopped_process_drains_after_5_s_and_is_dead_after_20_s() {
     let mut scene = Scene::new();
     scene.run(ms(1500));
     scene.answers = false;
@@ -235,7 +235,7 @@ fn a_stopped_process_drains_after_5_s_and_is_dead_after_20() {
 }
 
 #[test]
-fn what_shows_no_life_for_a_second_is_dark() {
+fn path_without_evidence_of_life_for_a_second_is_unresponsive() {
     for (inbound, outbound) in [(false, false), (false, true), (true, false)] {
         let mut scene = Scene::new();
         scene.run(ms(1500));
@@ -256,7 +256,7 @@ fn what_shows_no_life_for_a_second_is_dark() {
 }
 
 #[test]
-fn what_is_dark_is_so_until_it_answers() {
+fn path_is_unresponsive_until_a_pong_arrives() {
     let mut scene = Scene::new();
     scene.run(ms(1500));
     (scene.inbound, scene.outbound) = (false, false);
@@ -267,7 +267,7 @@ fn what_is_dark_is_so_until_it_answers() {
     scene.next = scene.now;
     scene.run(ms(5000));
     assert_eq!(scene.path_unresponsive.len(), 2, "{:?}", scene.path_unresponsive);
-    // A look that comes late says nothing.
+    // A late check gives no finding.
     let mut scene = Scene::new();
     scene.run(ms(1500));
     (scene.inbound, scene.outbound) = (false, false);
@@ -277,7 +277,7 @@ fn what_is_dark_is_so_until_it_answers() {
 }
 
 #[test]
-fn a_pong_clears_a_suspicion() {
+fn pong_makes_a_suspect_connection_live() {
     let mut scene = Scene::new();
     scene.run(ms(1500));
     scene.answers = false;
@@ -289,7 +289,7 @@ fn a_pong_clears_a_suspicion() {
 }
 
 #[test]
-fn a_late_pong_does_not_hide_the_next_death() {
+fn late_pong_does_not_delay_the_next_suspicion() {
     let mut scene = Scene::new();
     scene.run(ms(1500));
     scene.answers = false;
@@ -307,7 +307,7 @@ fn a_late_pong_does_not_hide_the_next_death() {
 }
 
 #[test]
-fn a_request_that_waits_makes_it_ask_after_100_ms() {
+fn waiting_request_triggers_a_ping_after_100_ms() {
     let mut scene = Scene::new();
     scene.run(ms(300));
     let since = scene.now;
@@ -320,7 +320,7 @@ fn a_request_that_waits_makes_it_ask_after_100_ms() {
 }
 
 #[test]
-fn a_slow_handler_is_never_suspected() {
+fn slow_handler_with_answered_pings_stays_live() {
     let mut scene = Scene::new();
     scene.waiting_since = Some(scene.now);
     scene.run(ms(15_000));
@@ -328,7 +328,7 @@ fn a_slow_handler_is_never_suspected() {
 }
 
 #[test]
-fn falling_silent_after_delivering_is_asked_about_after_400_ms() {
+fn silence_after_received_bytes_triggers_a_ping_after_400_ms() {
     let mut scene = Scene::new();
     scene.run(ms(100));
     scene.next = scene.health.received(scene.now);
@@ -338,11 +338,11 @@ fn falling_silent_after_delivering_is_asked_about_after_400_ms() {
 }
 
 #[test]
-fn verdicts_of_a_process_that_was_not_scheduled_are_withheld() {
+fn late_check_withholds_verdicts() {
     let mut scene = Scene::new();
     scene.run(ms(1500));
     (scene.inbound, scene.outbound) = (false, false);
-    // Every timer fires 3 s late: by the clock the PING is out for longer than `dead_after`.
+    // Every timer fires 3 s late: by the clock the PING is outstanding for longer than `dead_after`.
     scene.lag = ms(3000);
     scene.run(ms(6100));
     assert_eq!(scene.seen, [], "the first look after a pause decides nothing");
@@ -351,7 +351,7 @@ fn verdicts_of_a_process_that_was_not_scheduled_are_withheld() {
     assert_eq!(scene.health.state(), ConnectionState::Dead, "and the next ones do");
 }
 
-/// Runs until just after the next PING, and says when that was.
+/// Runs until just after the next PING; returns its time.
 fn pinged(scene: &mut Scene) -> u64 {
     let before = scene.pings.len();
     while scene.pings.len() == before {
@@ -360,8 +360,8 @@ fn pinged(scene: &mut Scene) -> u64 {
     scene.pings[before]
 }
 
-/// A process that has been stopped in the midst of an upload, so that its kernel's buffer is full; and when
-/// the next PING went out.
+/// A process that was stopped during an upload, so that its kernel's buffer is full; with the time of
+/// the next PING.
 fn closed_window() -> (Scene, u64) {
     let mut scene = Scene::new();
     scene.run(ms(1500));
@@ -386,7 +386,7 @@ fn closed_window_with_answered_probes_is_suspect_then_draining_then_dead_after_2
 }
 
 #[test]
-fn closed_window_is_live_again_when_the_process_goes_on() {
+fn closed_window_is_live_again_when_the_process_continues() {
     let (mut scene, _) = closed_window();
     scene.run(ms(3000));
     assert_eq!(scene.health.state(), ConnectionState::Suspect);
@@ -394,14 +394,14 @@ fn closed_window_is_live_again_when_the_process_goes_on() {
     assert_eq!(scene.health.pong(scene.now).1, Some((ConnectionState::Live, Reason::Pong)));
 }
 
-/// What waited for the window has just been sent; its acknowledgement is a round trip away.
+/// The bytes that waited for the window have just been sent and not been acknowledged yet.
 #[test]
 fn window_that_opens_gives_the_peer_time_to_acknowledge() {
     let (mut scene, _) = closed_window();
     scene.run(ms(3000));
     (scene.window_closed, scene.outbound) = (false, false);
     let opened = scene.at();
-    scene.last_segment = scene.now; // what told of the room
+    scene.last_segment = scene.now; // the window update
     scene.run(ms(10_000));
     assert_eq!(scene.health.state(), ConnectionState::Dead);
     let (at, _, reason) = *scene.seen.last().unwrap();
@@ -411,7 +411,7 @@ fn window_that_opens_gives_the_peer_time_to_acknowledge() {
     assert!((900..=1110).contains(&(path_unresponsive - opened)), "{}", path_unresponsive - opened);
 }
 
-/// The peer goes on talking, and takes nothing.
+/// The peer keeps sending but accepts no bytes.
 #[test]
 fn window_that_stays_closed_is_dead_after_20_s_although_frames_come() {
     let (mut scene, ping) = closed_window();
@@ -446,12 +446,12 @@ fn closed_window_whose_probes_are_not_answered_is_dead_after_the_third() {
 fn upload_that_makes_progress_is_not_a_stopped_process() {
     let mut scene = Scene::new();
     scene.run(ms(1500));
-    // The PING waits behind what is uploaded.
+    // The PING waits behind the upload.
     (scene.answers, scene.uploads) = (false, true);
     scene.run(ms(60_000));
     assert_eq!(scene.lives(), [(ConnectionState::Suspect, Reason::PingLate)]);
     assert_eq!(scene.fails_unsafe_requests, []);
-    // It stops in its midst.
+    // The upload stalls.
     scene.uploads = false;
     let from = scene.at();
     scene.run(ms(30_000));
@@ -461,7 +461,7 @@ fn upload_that_makes_progress_is_not_a_stopped_process() {
 }
 
 #[test]
-fn stopped_process_ends_writes_two_seconds_after_it_drains() {
+fn stopped_process_fails_unsafe_requests_two_seconds_after_it_drains() {
     for goaway in [false, true] {
         let mut scene = Scene::new();
         scene.run(ms(1500));
@@ -509,7 +509,7 @@ fn lost_path_with_pinned_streams_is_unresponsive_until_20_s_have_passed() {
 }
 
 #[test]
-fn unresponsive_connection_drains_when_it_answers_and_dies_when_nothing_is_pinned() {
+fn unresponsive_connection_drains_on_a_pong_and_is_dead_without_pinned_streams() {
     let lost = || {
         let mut scene = Scene::new();
         scene.run(ms(1500));
@@ -541,7 +541,7 @@ fn unresponsive_connection_drains_when_it_answers_and_dies_when_nothing_is_pinne
     assert!(at - from <= 110, "{}", at - from);
 }
 
-/// Another blackout of a connection that has been left already.
+/// The path of a draining connection is lost again.
 #[test]
 fn draining_connection_with_pinned_streams_is_unresponsive_too() {
     let mut scene = Scene::new();
@@ -570,7 +570,7 @@ fn stopped_process_with_pinned_streams_waits_for_the_longer_of_20_s_and_the_limi
 }
 
 #[test]
-fn connection_does_not_answer_when_its_ping_is_out_for_500_ms() {
+fn ping_outstanding_for_500_ms_is_unanswered() {
     let mut scene = Scene::new();
     scene.run(ms(1500));
     scene.answers = false;
@@ -583,8 +583,8 @@ fn connection_does_not_answer_when_its_ping_is_out_for_500_ms() {
 }
 
 #[test]
-fn timers_that_are_always_late_delay_verdicts_once() {
-    // Of a path that is lost, and of one on which the peer goes on talking and hears nothing.
+fn checks_that_are_always_late_delay_verdicts_once() {
+    // A lost path, and one on which only packets to the peer are lost.
     for talks in [false, true] {
         let mut scene = Scene::new();
         scene.lag = ms(100);
@@ -606,13 +606,13 @@ fn timers_that_are_always_late_delay_verdicts_once() {
 }
 
 #[test]
-fn each_ping_has_its_own_grace_after_a_pause() {
+fn late_check_withholds_verdicts_once_for_each_ping() {
     let mut scene = Scene::new();
     for _ in 0..2 {
         scene.run(ms(1500));
         scene.answers = false;
         pinged(&mut scene);
-        // The whole machine is paused: the kernel counts the time, and no packet has arrived.
+        // The machine is paused: the kernel counts the time, and no packet has arrived.
         scene.now += ms(10_000);
         let evidence = Evidence {
             tcp: Some(TcpInfo {
@@ -626,7 +626,7 @@ fn each_ping_has_its_own_grace_after_a_pause() {
         };
         let decision = scene.health.check(evidence, scene.now);
         assert_eq!((decision.change, scene.health.outlook().path_unresponsive), (None, false));
-        // What waited in the network comes.
+        // Packets that waited in the network arrive.
         scene.health.pong(scene.now + ms(200));
         assert_eq!(scene.health.state(), ConnectionState::Live);
         scene.answers = true;
@@ -636,7 +636,7 @@ fn each_ping_has_its_own_grace_after_a_pause() {
 }
 
 #[test]
-fn whoever_drains_has_the_last_word() {
+fn drain_takes_precedence_over_a_pong() {
     let mut scene = Scene::new();
     scene.health.drain();
     scene.run(ms(5000));

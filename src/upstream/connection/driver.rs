@@ -50,9 +50,8 @@ impl Connection {
         );
         let this = Self::new(send, stats, endpoint, shown, settings, pool);
         let health = ConnectionHealth::new(settings.thresholds, rtt, now);
-        let bytes_read = 0;
-        let this_too = Rc::clone(&this);
-        let driver = Driver { this: this_too, connection, ping, observer, health, bytes_read };
+        let driver =
+            Driver { this: Rc::clone(&this), connection, ping, observer, health, bytes_read: 0 };
         tokio::task::spawn_local(driver.run());
         this
     }

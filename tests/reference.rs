@@ -230,8 +230,8 @@ fn dashboard_and_alerts_name_existing_metrics_and_labels() {
             asked += 1;
             let spec = names::ALL.iter().find(|spec| {
                 let tails: &[&str] = match spec.kind {
-                    names::Kind::Histogram => &["_bucket", "_sum", "_count"],
-                    names::Kind::Counter | names::Kind::Gauge => &[""],
+                    names::MetricKind::Histogram => &["_bucket", "_sum", "_count"],
+                    names::MetricKind::Counter | names::MetricKind::Gauge => &[""],
                 };
                 tails.iter().any(|tail| name.strip_prefix(spec.name) == Some(tail))
             });

@@ -36,7 +36,7 @@ use crate::net::process::code_pages;
 use crate::net::process::inherited_sockets::InheritedSockets;
 use crate::net::process::service_manager::ServiceManager;
 use crate::observe::Metrics;
-use crate::observe::events::{Change, Kind};
+use crate::observe::events::{Change, EventKind};
 
 /// How often histograms are aggregated into their buckets.
 const METRICS_UPKEEP: Duration = Duration::from_secs(1);
@@ -199,7 +199,7 @@ impl ControlThread {
             Err(error) => format!("the old process has not confirmed: {error}"),
         };
         self.metrics.events().changed(&Change {
-            kind: Kind::Process,
+            kind: EventKind::Process,
             upstream: None,
             name: "listening sockets",
             detail: "",
@@ -222,7 +222,7 @@ impl ControlThread {
         }
         tasks.release_admin();
         self.metrics.events().changed(&Change {
-            kind: Kind::Process,
+            kind: EventKind::Process,
             upstream: None,
             name: "listening sockets",
             detail: "",

@@ -9,8 +9,8 @@ use tokio::sync::oneshot;
 
 use crate::config::{Config, Log, Upstream};
 use crate::control::file_watch::{FileVersion, file_version};
-use crate::observe::events::{Change, Events, Kind};
-use crate::observe::log::Knobs;
+use crate::observe::events::{Change, EventKind, Events};
+use crate::observe::log::LogControl;
 use crate::observe::utc::Utc;
 
 /// Where the configuration comes from, so that it can be read again.
@@ -21,7 +21,7 @@ pub struct ConfigSource {
     /// line for each mistake.
     pub read: Box<dyn Fn() -> Result<LoadedConfig, Vec<String>> + Send>,
     /// The settings of the log, which a reload changes too.
-    pub log: Option<Knobs>,
+    pub log: Option<LogControl>,
 }
 
 impl fmt::Debug for ConfigSource {
@@ -141,7 +141,7 @@ impl ReloadResult {
             return;
         }
         events.remember(&Change {
-            kind: Kind::Configuration,
+            kind: EventKind::Configuration,
             upstream: None,
             name: "reload",
             detail: trigger,

@@ -155,7 +155,7 @@ pub(super) fn run(args: RunArgs) -> ExitCode {
     let origin = source.is_file.then(|| ConfigSource {
         file: source.name.clone(),
         read: Box::new(move || source.load().map(|(fresh, _)| fresh)),
-        log: log.knobs(),
+        log: log.control(),
     });
     let manager = ServiceManager::from_environment().unwrap_or_else(|error| {
         tracing::warn!(%error, "service manager unreachable at NOTIFY_SOCKET; it is not notified");

@@ -11,9 +11,9 @@ use tokio::time::{Instant, MissedTickBehavior, interval};
 
 use super::file_watch::FileWatch;
 use crate::net::tls::serving::ServingTls;
-use crate::observe::events::{Change, Events, Kind};
+use crate::observe::events::{Change, EventKind, Events};
 use crate::observe::utc::Utc;
-use crate::observe::{ListenerMetrics, Metrics};
+use crate::observe::{CertificateExpiry, ListenerMetrics, Metrics};
 use crate::upstream::Upstream;
 use crate::upstream::credentials::CredentialChange;
 
@@ -30,11 +30,14 @@ pub async fn watch_credentials(upstream: Arc<Upstream>) {
     let mut files = FileWatch::new(credentials.paths());
     files.unsettled = true;
     let mut ticks = ticks();
+    let mut expiries = credential_expiries(&upstream);
     loop {
         ticks.tick().await;
         files.follow(credentials.paths());
         if files.changed() {
             let events = credentials.refresh();
+            expiries.clear();
+            expiries.extend(credential_expiries(&upstream));
             files.unsettled = credentials
                 .slots()
                 .iter()
@@ -45,6 +48,25 @@ pub async fn watch_credentials(upstream: Arc<Upstream>) {
             }
         }
     }
+}
+
+/// Handles of the metric that says when the identities and the CA bundle of an upstream expire.
+fn credential_expiries(upstream: &Upstream) -> Vec<Arc<CertificateExpiry>> {
+    let mut expiries = Vec::new();
+    let mut report = |kind, name: &str, not_after| {
+        let expiry = upstream.metrics.certificate_expiry(kind, name);
+        expiry.set(not_after);
+        expiries.push(expiry);
+    };
+    for slot in upstream.credentials.slots() {
+        if let Some(info) = slot.certificate() {
+            report("identity", &slot.paths.cert_file.display().to_string(), info.not_after);
+        }
+    }
+    if let Some(not_after) = upstream.credentials.ca_not_after() {
+        report("upstream_ca", &upstream.name, not_after);
+    }
+    expiries
 }
 
 /// A missing file is looked at again when it appears; anything else may be the middle of a change.
@@ -102,7 +124,7 @@ impl CertificateEvents<'_> {
 
     fn changed(&self, name: &str, states: (&str, &str), why: (&str, &str), bad: bool) {
         self.events.changed(&Change {
-            kind: Kind::Certificate,
+            kind: EventKind::Certificate,
             upstream: self.upstream,
             name,
             detail: "",
@@ -127,8 +149,11 @@ pub async fn watch_serving(
     let mut last_error = None;
     let mut renewal = Renewal::default();
     let mut ticks = ticks();
+    let expiry = everything.certificate_expiry("serving", metrics.name());
     loop {
         ticks.tick().await;
+        // A reload of the configuration may have replaced it.
+        expiry.set(tls.certificate().info.not_after);
         renewal.look(&name, &told, &tls);
         files.follow(tls.paths());
         if !files.changed() {

@@ -1,12 +1,10 @@
-//! What changed, when, from what to what and why: one log line each, and the last ones for people.
+//! State changes: one log line each, and the latest ones for `/events` and the status page.
 //!
-//! Every state change goes through [`Events::changed`], so that the log, `/events` and the page tell
-//! the same story. A change that repeats within [`WINDOW`] is not written again: the next line like
-//! it, or the end of the burst, says how many were left out. The ring keeps one entry for it that
-//! counts. Both are bounded.
+//! Every state change goes through [`Events::changed`], so that log, `/events` and page agree. A change
+//! that repeats within [`WINDOW`] is not logged again: the next line like it, or the end of the burst,
+//! reports how many were suppressed. `/events` has one entry for it, with a count. Both are bounded.
 //!
-//! Not promised: an event for every request. What happens to requests is counted in metrics and told
-//! by the access log.
+//! Requests are not events: metrics and the access log cover them.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -18,19 +16,19 @@ use tokio::time::Instant;
 use super::repeat_filter::RepeatFilter;
 use super::utc::Utc;
 
-/// Events that are remembered; with a few hundred bytes each, some 100 KiB at most.
+/// Events remembered: at a few hundred bytes each, about 100 KiB.
 pub const KEPT: usize = 256;
 
-/// A change that repeats is written once in this time.
+/// A repeated change is logged once in this time.
 pub const WINDOW: Duration = Duration::from_secs(5);
 
-/// Longest reason that is kept, in bytes: it may quote an error from the network.
+/// Maximum length of a reason, in bytes: it may quote an error from the network.
 const MAX_REASON: usize = 512;
 
-/// What kind of thing changed.
+/// The kind of object that changed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Kind {
+pub enum EventKind {
     /// An endpoint of an upstream.
     Endpoint,
     /// One connection to an endpoint.
@@ -45,7 +43,7 @@ pub enum Kind {
     Process,
 }
 
-impl Kind {
+impl EventKind {
     /// Its name in logs and in `/events`.
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -59,16 +57,16 @@ impl Kind {
     }
 }
 
-/// A change of state, as whoever sees it happen tells it.
+/// A state change.
 #[derive(Debug, Clone, Copy)]
 pub struct Change<'a> {
-    /// What kind of thing.
-    pub kind: Kind,
+    /// The kind of object.
+    pub kind: EventKind,
     /// The upstream it belongs to, if any.
     pub upstream: Option<&'a str>,
-    /// Which one: an endpoint's address, a file, a source. Never a secret.
+    /// The object: an endpoint's address, a file, a source. Never a secret.
     pub name: &'a str,
-    /// More for the log that does not make it another change: our address, a class.
+    /// Details that do not distinguish changes: the local address, a credential class.
     pub detail: &'a str,
     /// The state before.
     pub from: &'a str,
@@ -76,26 +74,26 @@ pub struct Change<'a> {
     pub to: &'a str,
     /// The cause.
     pub reason: &'a str,
-    /// The effect, in a few words.
+    /// The effect on requests.
     pub effect: &'a str,
-    /// Whether somebody should look at it: the line is a warning.
+    /// Whether it needs attention. It is then logged as a warning.
     pub bad: bool,
 }
 
 /// A remembered change.
 #[derive(Debug, Clone, Serialize)]
 pub struct Event {
-    /// Counts up from 1, so that a reader knows what is new.
+    /// Sequence number from 1, by which a reader recognises new events.
     pub seq: u64,
-    /// When it happened (the last time, if it repeated), RFC 3339.
+    /// Time of the latest occurrence, RFC 3339.
     pub at: String,
-    /// What kind of thing.
-    pub kind: Kind,
+    /// The kind of object.
+    pub kind: EventKind,
     /// The upstream it belongs to.
     pub upstream: Option<String>,
-    /// Which one.
+    /// The object.
     pub name: String,
-    /// More, of the last one where it repeated: our address, a class.
+    /// Details of the latest occurrence.
     pub detail: String,
     /// The state before.
     pub from: String,
@@ -105,9 +103,9 @@ pub struct Event {
     pub reason: String,
     /// The effect.
     pub effect: String,
-    /// Whether somebody should look at it.
+    /// Whether it needs attention.
     pub bad: bool,
-    /// How often it happened within a burst.
+    /// Occurrences within a burst.
     pub times: u64,
     #[serde(skip)]
     key: String,
@@ -120,7 +118,7 @@ struct Kept {
     repeats: RepeatFilter,
 }
 
-/// The last changes.
+/// The latest state changes.
 #[derive(Debug)]
 pub struct Events {
     kept: Mutex<Kept>,
@@ -134,40 +132,40 @@ impl Default for Events {
 }
 
 impl Events {
-    /// Writes and remembers a change. Nothing here waits.
+    /// Logs and remembers a change. Does not block.
     pub fn changed(&self, change: &Change<'_>) {
         let left_out = self.keep(change, Instant::now(), SystemTime::now());
         if let Some(left_out) = left_out {
-            write(change, if change.bad { Level::Bad } else { Level::News }, left_out);
+            write(change, if change.bad { Level::Bad } else { Level::Notice }, left_out);
         }
     }
 
-    /// Writes a change of everyday operation, at debug, and does not remember it.
+    /// Logs a routine change at debug level and does not remember it.
     pub fn routine(&self, change: &Change<'_>) {
         write(change, Level::Routine, 0);
     }
 
-    /// Remembers a change that has lines of its own in the log.
+    /// Remembers a change that the caller logs itself.
     pub fn remember(&self, change: &Change<'_>) {
         self.keep(change, Instant::now(), SystemTime::now());
     }
 
-    /// Tells how bursts ended that nobody heard of since. Call it about once a second.
+    /// Logs the suppressed repetitions of bursts that are over. Call it about once a second.
     pub fn flush(&self) {
         let ended = self.kept().repeats.flush(Instant::now());
         for (line, times) in ended {
-            tracing::info!(times, change = line, "this happened more often than it was written");
+            tracing::info!(times, change = line, "repeated events suppressed");
         }
     }
 
-    /// The last changes, oldest first, at most `most` of them.
+    /// The latest changes, oldest first, at most `most`.
     pub fn last(&self, most: usize) -> Vec<Event> {
         let kept = self.kept();
         let skip = kept.ring.len().saturating_sub(most);
         kept.ring.iter().skip(skip).cloned().collect()
     }
 
-    /// Remembers a change. How many like it were left out of the log if it is to be written.
+    /// Remembers a change. Returns the number of suppressed repetitions if it is to be logged.
     fn keep(&self, change: &Change<'_>, now: Instant, at: SystemTime) -> Option<u64> {
         let key = key(change);
         let mut kept = self.kept();
@@ -176,7 +174,7 @@ impl Events {
         let seq = kept.seq;
         let mut times = 1;
         if admitted.is_none() {
-            // The newest is at the end, so that the ring stays in the order of time.
+            // The entry moves to the end, so that the ring stays ordered by time.
             if let Some(at) = kept.ring.iter().rposition(|event| event.key == key) {
                 times += kept.ring.remove(at).map_or(0, |event| event.times);
             }
@@ -207,7 +205,7 @@ impl Events {
     }
 }
 
-/// What makes two changes the same: not the numbers in the reason, which are ports and durations.
+/// The key under which repetitions are counted. It omits digits of the reason: ports and durations.
 fn key(change: &Change<'_>) -> String {
     let reason: String = super::redact::shorten(change.reason, MAX_REASON)
         .chars()
@@ -218,21 +216,23 @@ fn key(change: &Change<'_>) -> String {
     format!("{kind} {upstream} {}: {} to {}: {reason}", change.name, change.from, change.to)
 }
 
-/// How much attention a change deserves.
+/// The log level of a change.
 #[derive(Debug, Clone, Copy)]
 enum Level {
     Routine,
-    News,
+    Notice,
     Bad,
 }
 
-/// The log calls what changed what metrics and other lines call it.
+/// Writes the line. The field of the object is named as in metrics and other lines.
 fn write(change: &Change<'_>, level: Level, left_out: u64) {
     let (mut endpoint, mut source, mut name) = (None, None, None);
     match change.kind {
-        Kind::Endpoint | Kind::Connection => endpoint = Some(change.name),
-        Kind::Source => source = Some(change.name),
-        Kind::Certificate | Kind::Configuration | Kind::Process => name = Some(change.name),
+        EventKind::Endpoint | EventKind::Connection => endpoint = Some(change.name),
+        EventKind::Source => source = Some(change.name),
+        EventKind::Certificate | EventKind::Configuration | EventKind::Process => {
+            name = Some(change.name)
+        }
     }
     macro_rules! line {
         ($level:ident) => {
@@ -254,7 +254,7 @@ fn write(change: &Change<'_>, level: Level, left_out: u64) {
     }
     match level {
         Level::Routine => line!(debug),
-        Level::News => line!(info),
+        Level::Notice => line!(info),
         Level::Bad => line!(warn),
     }
 }
@@ -267,7 +267,7 @@ mod tests {
 
     fn change<'a>(name: &'a str, reason: &'a str) -> Change<'a> {
         Change {
-            kind: Kind::Endpoint,
+            kind: EventKind::Endpoint,
             upstream: Some("control-plane"),
             name,
             detail: "",
@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_tells_cause_and_effect_and_a_burst_is_one_line() {
+    fn changed_logs_cause_and_effect_once_per_burst() {
         let (events, captured) = (Events::default(), Captured::default());
         captured.during(LogFormat::Text, || {
             for port in 40_000..40_040 {
@@ -306,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn the_next_burst_says_what_was_left_out() {
+    fn keep_reports_suppressed_repetitions_with_the_next_burst() {
         let (events, start) = (Events::default(), Instant::now());
         let at = |ms| start + Duration::from_millis(ms);
         let (line, clock) = (change("a", "refused"), SystemTime::UNIX_EPOCH);
@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_bounded_and_json_is_for_machines() {
+    fn last_is_bounded_and_serialises_to_json() {
         let events = Events::default();
         let long = "é".repeat(10_000);
         for i in 0..KEPT * 3 {

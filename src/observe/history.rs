@@ -1,8 +1,7 @@
-//! What an endpoint was like in the last minutes: round trips and answers, in steps, bounded.
+//! Round trips and responses of an endpoint in the last ten minutes, in steps.
 //!
-//! For people who look at a page after something hurt, without a Prometheus beside it. One endpoint
-//! costs about 5 KiB: [`SAMPLES`] round trips, of which the quantiles of now are made, and [`STEPS`]
-//! steps of [`STEP`] each.
+//! The status page shows them without a Prometheus server. One endpoint takes about 5 KiB: [`SAMPLES`]
+//! round trips for the present quantiles, and [`STEPS`] steps of [`STEP`] each.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,20 +13,20 @@ use serde::Serialize;
 /// Length of a step.
 pub const STEP: Duration = Duration::from_secs(5);
 
-/// Steps that are kept: ten minutes.
+/// Steps kept: ten minutes.
 pub const STEPS: usize = 120;
 
-/// Round trips that are kept. A connection yields about one a second.
+/// Round trips kept. A connection yields about one per second.
 pub const SAMPLES: usize = 512;
 
 /// Quantiles of round trips, in milliseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Rtt {
-    /// Half of them took no longer.
+pub struct RttQuantiles {
+    /// Median.
     pub p50_ms: f64,
-    /// All but one in a hundred took no longer.
+    /// 99th percentile.
     pub p99_ms: f64,
-    /// Of how many.
+    /// Number of round trips.
     pub samples: usize,
 }
 
@@ -39,24 +38,24 @@ struct Step {
     errors: u32,
 }
 
-/// The steps of an endpoint as columns, oldest first; the last one ended when it was asked for.
+/// The finished steps of an endpoint as columns, oldest first.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Columns {
-    /// Median round trip of PINGs in milliseconds; null where there was none.
+    /// Median round trip of PINGs in milliseconds; null in a step without one.
     pub rtt_p50_ms: Vec<Option<f32>>,
-    /// 99th percentile; with few PINGs in a step, the slowest.
+    /// 99th percentile; the slowest if a step has few PINGs.
     pub rtt_p99_ms: Vec<Option<f32>>,
-    /// Answers whose head arrived in the step.
+    /// Responses whose head arrived in the step.
     pub answers: Vec<u32>,
-    /// Of those, answers of 500 and above.
+    /// Responses with status 500 and above.
     pub errors: Vec<u32>,
 }
 
 #[derive(Debug, Default)]
 struct Kept {
-    /// The last round trips in microseconds, a ring.
+    /// The last round trips in microseconds, a ring buffer.
     samples: Vec<u32>,
-    /// Round trips ever: the place of the next one in the ring.
+    /// Round trips in total, which is the position of the next one in the ring.
     seen: u64,
     steps: VecDeque<Step>,
     /// Totals at the end of the last step.
@@ -65,7 +64,7 @@ struct Kept {
     errors_before: u64,
 }
 
-/// What is remembered of an endpoint. Written by the data plane, read by the admin endpoint.
+/// The history of an endpoint. The data plane writes it, the admin endpoint reads it.
 #[derive(Debug, Default)]
 pub struct History {
     answers: AtomicU64,
@@ -74,7 +73,7 @@ pub struct History {
 }
 
 impl History {
-    /// A PING came back. About once a second for each connection, so a lock may be taken.
+    /// Records the round trip of a PING. Called about once a second per connection, so it may lock.
     pub fn rtt(&self, round_trip: Duration) {
         let micros = u32::try_from(round_trip.as_micros()).unwrap_or(u32::MAX);
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
@@ -87,7 +86,7 @@ impl History {
         kept.seen += 1;
     }
 
-    /// An answer's head arrived.
+    /// Counts a response head.
     pub fn answered(&self, status: u16) {
         self.answers.fetch_add(1, Ordering::Relaxed);
         if status >= 500 {
@@ -95,24 +94,24 @@ impl History {
         }
     }
 
-    /// Answers ever, and those of 500 and above among them.
+    /// Responses in total, and those with status 500 and above.
     pub fn totals(&self) -> (u64, u64) {
-        // In this order: an error is counted as an answer first.
+        // In this order, because an error is counted as a response first.
         let errors = self.errors.load(Ordering::Relaxed);
         (self.answers.load(Ordering::Relaxed).max(errors), errors)
     }
 
-    /// Quantiles of the round trips that are kept; none before the first.
-    pub fn quantiles(&self) -> Option<Rtt> {
+    /// Quantiles of the round trips kept; `None` before the first.
+    pub fn quantiles(&self) -> Option<RttQuantiles> {
         let mut samples = {
             let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
             kept.samples.clone()
         };
         let (p50, p99) = quantiles(&mut samples)?;
-        Some(Rtt { p50_ms: p50.into(), p99_ms: p99.into(), samples: samples.len() })
+        Some(RttQuantiles { p50_ms: p50.into(), p99_ms: p99.into(), samples: samples.len() })
     }
 
-    /// A step is over.
+    /// Ends a step.
     pub fn step(&self) {
         let (answers, errors) = self.totals();
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
@@ -132,7 +131,7 @@ impl History {
         kept.steps.push_back(step);
     }
 
-    /// The steps that are kept.
+    /// The steps kept.
     pub fn columns(&self) -> Columns {
         let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         Columns {
@@ -160,7 +159,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn quantiles_are_of_the_nearest_rank() {
+    fn quantiles_use_the_nearest_rank() {
         let table = [
             (vec![], None),
             (vec![1500], Some((1.5, 1.5))),
@@ -175,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_holds_what_came_since_the_last_one() {
+    fn step_covers_the_time_since_the_last_step() {
         let history = History::default();
         assert_eq!(history.quantiles(), None);
         history.rtt(Duration::from_millis(2));
@@ -192,11 +191,14 @@ mod tests {
         assert_eq!(columns.rtt_p99_ms, [Some(2.0), None, Some(6.0)]);
         assert_eq!((columns.answers, columns.errors), (vec![2, 0, 1], vec![1, 0, 0]));
         assert_eq!(history.totals(), (3, 1));
-        assert_eq!(history.quantiles(), Some(Rtt { p50_ms: 4.0, p99_ms: 6.0, samples: 3 }));
+        assert_eq!(
+            history.quantiles(),
+            Some(RttQuantiles { p50_ms: 4.0, p99_ms: 6.0, samples: 3 })
+        );
     }
 
     #[test]
-    fn memory_is_bounded_and_the_oldest_goes() {
+    fn history_keeps_the_latest_samples_and_steps() {
         let history = History::default();
         for i in 0..SAMPLES as u64 * 3 {
             history.rtt(Duration::from_micros(i));
@@ -206,7 +208,7 @@ mod tests {
         assert_eq!(rtt.samples, SAMPLES);
         assert!(rtt.p50_ms > 2.0 * SAMPLES as f64 / 1000.0, "{rtt:?}");
         assert_eq!(history.columns().answers.len(), STEPS);
-        // A step longer than the ring holds counts what is left of it.
+        // More samples in a step than the ring holds: the latest count.
         for _ in 0..SAMPLES * 2 {
             history.rtt(Duration::from_secs(3));
         }

@@ -1,11 +1,14 @@
-//! Log lines: for people or for machines, to stderr, and never at the data plane's expense.
+//! Log lines as text or JSON to stderr, without ever blocking the caller.
 //!
-//! Whoever reads our stderr may stop reading (a stuck container runtime, a full disk behind
-//! journald), and a write to a full pipe blocks. That must not stop heartbeats, so a line is put
-//! into a bounded queue and written by a thread of its own; when the queue is full lines are
-//! dropped, counted, and the loss is said as soon as there is somebody to tell.
+//! The reader of stderr may stop (a stuck container runtime, a full disk behind journald), and a write to a
+//! full pipe blocks. So a line goes into a bounded queue, and a thread of its own writes it. When the queue
+//! is full, lines are dropped and counted, and the number is logged as soon as the reader continues.
 //!
-//! Level and format follow the configuration while the program runs ([`Knobs`]).
+//! tracing-appender does the same but for two points: it does not report lost lines in the log, and if the
+//! queue is still full when its guard is dropped it prints to a standard stream, which blocks the end of the
+//! process on a stuck reader. It would also bring three crates.
+//!
+//! [`LogControl`] changes level and format while the process runs.
 
 use std::io::{self, Write};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -25,33 +28,33 @@ use super::counted;
 use super::utc::Utc;
 use crate::config::{Level, Log, LogFormat};
 
-/// Target of access log lines, which `log.access` governs and `log.level` does not.
+/// Target of access log lines. `log.access` controls them, `log.level` does not.
 pub const ACCESS_TARGET: &str = "jackstay::access";
 
-/// Lines that wait for the writer; with some 300 bytes each, half a megabyte at most.
+/// Capacity of the queue: at about 300 bytes per line, some 600 KiB.
 const QUEUE_LINES: usize = 2048;
 
-/// How long the end of the process waits for a reader of stderr.
+/// How long the end of the process waits until queued lines are written.
 const FLUSH_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Keeps the writer going; dropping it waits a moment for the lines that are queued.
+/// Dropping it waits up to 500 ms for queued lines.
 #[must_use = "lines that are still queued are lost when the process ends without it"]
 #[derive(Debug)]
 pub struct LogGuard {
     shared: Arc<Shared>,
-    knobs: Option<Knobs>,
+    control: Option<LogControl>,
 }
 
 impl LogGuard {
-    /// What changes level and format from now on.
-    pub fn knobs(&self) -> Option<Knobs> {
-        self.knobs.clone()
+    /// Changes level and format of this log.
+    pub fn control(&self) -> Option<LogControl> {
+        self.control.clone()
     }
 }
 
 /// Changes level and format of a running log.
 #[derive(Clone)]
-pub struct Knobs {
+pub struct LogControl {
     filter: reload::Handle<Targets, Registry>,
     format: reload::Handle<Format, Filtered>,
     lines: Lines,
@@ -59,20 +62,20 @@ pub struct Knobs {
 
 /// Lines of one format.
 type Format = Box<dyn Layer<Filtered> + Send + Sync>;
-/// What decides, before them, whether there is a line at all.
+/// The registry with the filter that decides which lines exist.
 type Filtered = Layered<reload::Layer<Targets, Registry>, Registry>;
 
-impl std::fmt::Debug for Knobs {
+impl std::fmt::Debug for LogControl {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Knobs").finish_non_exhaustive()
+        f.debug_struct("LogControl").finish_non_exhaustive()
     }
 }
 
-impl Knobs {
-    /// Logs as this configuration says from now on.
+impl LogControl {
+    /// Applies level and format of a configuration.
     ///
     /// # Errors
-    /// The log has ended.
+    /// The subscriber no longer exists.
     pub fn set(&self, log: &Log) -> io::Result<()> {
         self.filter.reload(filter(log)).map_err(io::Error::other)?;
         self.format.reload(format(log, self.lines.clone())).map_err(io::Error::other)
@@ -87,7 +90,7 @@ pub fn init(log: &Log) -> io::Result<LogGuard> {
     init_to(log, io::stderr())
 }
 
-/// The same, writing elsewhere.
+/// Installs the subscriber as [`init`] does, writing to `sink`.
 ///
 /// # Errors
 /// As [`init`].
@@ -95,11 +98,11 @@ pub fn init_to(log: &Log, sink: impl Write + Send + 'static) -> io::Result<LogGu
     let (lines, mut guard) = Lines::start(sink)?;
     let (subscriber, filter, format) = subscriber(log, lines.clone());
     tracing::subscriber::set_global_default(subscriber).map_err(io::Error::other)?;
-    guard.knobs = Some(Knobs { filter, format, lines });
+    guard.control = Some(LogControl { filter, format, lines });
     Ok(guard)
 }
 
-/// The subscriber as configured over any writer, and the handles of its parts.
+/// The subscriber as configured over any writer, and the handles that change its filter and format.
 fn subscriber<W>(
     log: &Log,
     writer: W,
@@ -116,7 +119,7 @@ where
     (tracing_subscriber::registry().with(filter).with(format), level, shape)
 }
 
-/// Which lines there are.
+/// Which lines are logged.
 fn filter(log: &Log) -> Targets {
     let level = match log.level {
         Level::Error => LevelFilter::ERROR,
@@ -125,7 +128,7 @@ fn filter(log: &Log) -> Targets {
         Level::Debug => LevelFilter::DEBUG,
         Level::Trace => LevelFilter::TRACE,
     };
-    // At debug, h2 writes several lines for every frame; whoever wants that asks for trace.
+    // At debug level h2 writes several lines per frame, so libraries log only at trace level.
     let libraries = if level == LevelFilter::TRACE { level } else { level.min(LevelFilter::WARN) };
     Targets::new()
         .with_default(libraries)
@@ -133,7 +136,7 @@ fn filter(log: &Log) -> Targets {
         .with_target(ACCESS_TARGET, LevelFilter::INFO)
 }
 
-/// What they look like.
+/// How lines are formatted.
 fn format<W>(log: &Log, writer: W) -> Format
 where
     W: for<'w> MakeWriter<'w> + Send + Sync + 'static,
@@ -153,7 +156,7 @@ impl FormatTime for Rfc3339 {
     }
 }
 
-/// The queue between those who log and the thread that writes.
+/// The queue between callers and the writer thread.
 #[derive(Debug, Clone)]
 struct Lines {
     queue: SyncSender<Box<[u8]>>,
@@ -162,7 +165,7 @@ struct Lines {
 
 #[derive(Debug, Default)]
 struct Shared {
-    /// Lines that were dropped and not yet told.
+    /// Lines dropped since the last report.
     dropped: AtomicU64,
     /// Lines queued and not yet written.
     pending: Mutex<usize>,
@@ -178,18 +181,21 @@ impl Lines {
             .name("log".to_owned())
             .stack_size(128 * 1024) // it copies bytes
             .spawn(move || write_lines(&lines, sink, &writer))?;
-        Ok((Self { queue, shared: Arc::clone(&shared) }, LogGuard { shared, knobs: None }))
+        Ok((Self { queue, shared: Arc::clone(&shared) }, LogGuard { shared, control: None }))
     }
 }
 
 fn write_lines(lines: &Receiver<Box<[u8]>>, mut sink: impl Write, shared: &Shared) {
     for line in lines {
-        // An error on stderr has nowhere to go; the next line may find a reader again.
+        // There is nowhere to report an error of stderr; the next line may succeed.
         let _ = sink.write_all(&line);
         let dropped = shared.dropped.swap(0, Ordering::Relaxed);
         if dropped > 0 {
-            let _ =
-                writeln!(sink, "log: {} lost, nobody read them in time", counted(dropped, "line"));
+            let _ = writeln!(
+                sink,
+                "log: {} lost: the reader of stderr was too slow",
+                counted(dropped, "line")
+            );
         }
         let mut pending = shared.pending.lock().unwrap_or_else(PoisonError::into_inner);
         *pending = pending.saturating_sub(1);
@@ -200,7 +206,7 @@ fn write_lines(lines: &Receiver<Box<[u8]>>, mut sink: impl Write, shared: &Share
 }
 
 impl Write for Lines {
-    /// Queues one line; the formatter hands each over whole.
+    /// Queues one line: the formatter writes each line in one call.
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         *self.shared.pending.lock().unwrap_or_else(PoisonError::into_inner) += 1;
         if self.queue.try_send(line.into()).is_err() {
@@ -236,7 +242,7 @@ pub(crate) mod tests {
     use crate::config::AccessLog;
     use std::sync::mpsc;
 
-    /// Lines that were logged on this thread while a closure ran.
+    /// Collects the lines that this thread logs while a closure runs.
     #[derive(Debug, Clone, Default)]
     pub(crate) struct Captured(Arc<Mutex<Vec<u8>>>);
 
@@ -276,7 +282,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn text_is_for_people_and_cannot_be_forged() {
+    fn text_format_escapes_control_characters() {
         let captured = Captured::default();
         captured.during(LogFormat::Text, || {
             tracing::warn!(endpoint = "10.0.0.11:6443", why = "a\nforged\u{1b}[31m", "ejected");
@@ -293,7 +299,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn json_is_one_flat_object_a_line() {
+    fn json_format_is_one_flat_object_per_line() {
         let captured = Captured::default();
         captured.during(LogFormat::Json, || tracing::info!(n = 3, "ready"));
         let lines = captured.lines();
@@ -304,22 +310,22 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn level_and_format_follow_the_configuration() {
+    fn set_changes_level_and_format() {
         let captured = Captured::default();
         let (lines, guard) = Lines::start(captured.clone()).expect("a thread");
         let mut log =
             Log { level: Level::Info, format: LogFormat::Text, access: AccessLog::Errors };
         let (subscriber, filter, format) = subscriber(&log, lines.clone());
-        let knobs = Knobs { filter, format, lines };
+        let control = LogControl { filter, format, lines };
         tracing::subscriber::with_default(subscriber, || {
             tracing::debug!("one");
             tracing::info!("two");
             log.level = Level::Debug;
             log.format = LogFormat::Json;
-            knobs.set(&log).expect("it runs");
+            control.set(&log).expect("it runs");
             tracing::debug!("three");
             log.level = Level::Error;
-            knobs.set(&log).expect("it runs");
+            control.set(&log).expect("it runs");
             tracing::warn!("four");
         });
         drop(guard);
@@ -329,7 +335,7 @@ pub(crate) mod tests {
         assert!(lines[1].contains(r#""message":"three""#), "{lines:?}");
     }
 
-    /// A sink whose reader is stuck until told otherwise.
+    /// A sink whose writes block until the sender is dropped.
     struct Stuck(mpsc::Receiver<()>, Captured);
 
     impl Write for Stuck {
@@ -345,7 +351,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_stuck_reader_stops_nobody_and_the_loss_is_told() {
+    fn write_with_stuck_reader_drops_lines_and_reports_their_number() {
         let (unstick, stuck) = mpsc::channel();
         let captured = Captured::default();
         let (mut lines, guard) = Lines::start(Stuck(stuck, captured.clone())).expect("a thread");
@@ -363,7 +369,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn the_guard_waits_for_what_is_queued() {
+    fn guard_drop_waits_for_queued_lines() {
         let captured = Captured::default();
         let (mut lines, guard) = Lines::start(captured.clone()).expect("a thread");
         for _ in 0..100 {

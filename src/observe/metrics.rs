@@ -1,46 +1,31 @@
-//! The registry: one per process, passed by reference, rendered as Prometheus text.
+//! All metrics of one process, rendered as Prometheus text.
 //!
-//! Nothing here is global: the recorder lives inside [`Metrics`], so that tests can have as many as
-//! they like and a handle says whom it counts for. Registering takes a hash and a lock; whoever is
-//! on the path of a request keeps the handles of [`super::handles`] instead.
+//! Nothing is global: [`Metrics`] owns the recorder, so that each test has its own, and callers receive
+//! it by reference.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::SystemTime;
 
-use metrics::{
-    Counter, Gauge, Histogram, Key, KeyName, Label, Level, Metadata, Recorder, SharedString,
-};
-use metrics_exporter_prometheus::{
-    Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder,
-};
+use metrics::{Counter, Gauge};
+use metrics_exporter_prometheus::PrometheusHandle;
 use tokio::time::Instant;
 
 use super::build;
+use super::endpoint_metrics::EndpointMetrics;
 use super::events::Events;
-use super::handles::{EndpointMetrics, ListenerMetrics};
 use super::history::{STEP, STEPS};
-use super::names::{self, Kind, MetricSpec};
-use super::passthrough::PassthroughMetrics;
+use super::listener_metrics::ListenerMetrics;
+use super::names;
+use super::passthrough_metrics::PassthroughMetrics;
+use super::registry::Registry;
+use super::scrape_metrics::{self, CertificateExpiries, CertificateExpiry};
 
-/// Upper bounds of request durations in seconds, 0.5 ms to 60 s. A local answer takes one or two
-/// milliseconds, so the low end is fine; 60 s is the apiserver's own limit for a request.
-pub const DURATION_BUCKETS: &[f64] = &[
-    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
-    60.0,
-];
-
-/// Upper bounds of PING round trips in seconds: loopback to another continent, then the times at
-/// which a connection is suspected (0.1) and given up (2.0).
-pub const RTT_BUCKETS: &[f64] =
-    &[0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0];
-
-/// Most distinct endpoints with series of their own. The recorder cannot forget a series, and an
-/// address that changes every day must not grow memory for ever; those beyond share `other`.
+/// Maximum of endpoints with their own series. The recorder cannot remove a series, and addresses that
+/// change every day must not grow memory without limit; further endpoints share `other`.
 const MAX_ENDPOINTS: usize = 256;
-/// The same of listeners, which a reload may rename.
+/// Maximum of listeners with their own series: a reload may rename them.
 const MAX_LISTENERS: usize = 256;
-
-const METADATA: Metadata<'static> = Metadata::new("jackstay", Level::INFO, None);
 
 /// All metrics of one process.
 pub struct Metrics {
@@ -49,8 +34,10 @@ pub struct Metrics {
     listeners: Mutex<HashMap<String, Arc<ListenerMetrics>>>,
     passthrough: Mutex<HashMap<String, Arc<PassthroughMetrics>>>,
     endpoints: Mutex<HashMap<(String, String), Arc<EndpointMetrics>>>,
+    certificates: CertificateExpiries,
     events: Arc<Events>,
-    /// When the last step of the history ended.
+    started: SystemTime,
+    /// When the last step of the endpoints' histories ended.
     stepped: Mutex<Instant>,
 }
 
@@ -61,32 +48,18 @@ impl std::fmt::Debug for Metrics {
 }
 
 impl Metrics {
-    /// A registry that holds nothing but `jackstay_build_info`.
+    /// Metrics with the series of the build, the configuration and the process.
     pub fn new() -> Arc<Self> {
-        let mut builder = PrometheusBuilder::new();
-        for (spec, buckets) in
-            [(names::REQUEST_DURATION, DURATION_BUCKETS), (names::PING_RTT, RTT_BUCKETS)]
-        {
-            builder = builder
-                .set_buckets_for_metric(Matcher::Full(spec.name.to_owned()), buckets)
-                .unwrap_or_else(|error| unreachable!("the bucket lists are not empty: {error}"));
-        }
-        let recorder = builder.build_recorder();
-        for spec in names::ALL {
-            let (key, help) = (KeyName::from_const_str(spec.name), SharedString::from(spec.help));
-            match spec.kind {
-                Kind::Counter => recorder.describe_counter(key, None, help),
-                Kind::Gauge => recorder.describe_gauge(key, None, help),
-                Kind::Histogram => recorder.describe_histogram(key, None, help),
-            }
-        }
+        let registry = Registry::new();
         let metrics = Arc::new(Self {
-            handle: recorder.handle(),
-            registry: Arc::new(Registry { recorder }),
+            handle: registry.handle(),
+            registry: Arc::new(registry),
             listeners: Mutex::default(),
             passthrough: Mutex::default(),
             endpoints: Mutex::default(),
+            certificates: CertificateExpiries::default(),
             events: Arc::default(),
+            started: SystemTime::now(),
             stepped: Mutex::new(Instant::now()),
         });
         metrics.registry.gauge(&names::BUILD_INFO, &[build::VERSION, build::COMMIT]).set(1);
@@ -94,7 +67,7 @@ impl Metrics {
         metrics
     }
 
-    /// Everything as Prometheus text (format 0.0.4), families in alphabetical order.
+    /// All metrics as Prometheus text (format 0.0.4), families in alphabetical order.
     pub fn render(&self) -> String {
         for listener in self.listeners.lock().unwrap_or_else(PoisonError::into_inner).values() {
             listener.publish();
@@ -102,19 +75,22 @@ impl Metrics {
         for endpoint in self.endpoints.lock().unwrap_or_else(PoisonError::into_inner).values() {
             endpoint.publish();
         }
-        sort_families(&self.handle.render())
+        let mut text = self.handle.render();
+        text.push_str(&self.certificates.render());
+        text.push_str(&scrape_metrics::render_process(self.started));
+        sort_families(&text)
     }
 
-    /// What changed lately.
+    /// The recent state changes.
     pub fn events(&self) -> &Arc<Events> {
         &self.events
     }
 
-    /// Folds the samples of histograms into their buckets, logs what was suppressed, and ends a step
-    /// of the history when its time has come.
+    /// Moves histogram samples into their buckets, logs how many lines were suppressed, and ends a step of
+    /// the histories when it is due.
     ///
-    /// Until then every sample is kept (16 bytes each), so this must run about once a second, on
-    /// the runtime of the admin endpoint; [`Self::render`] alone does it only when scraped.
+    /// Every sample is kept (16 bytes) until then, so the admin runtime calls this about once a second;
+    /// [`Self::render`] does it only when scraped.
     pub fn upkeep(&self) {
         self.handle.run_upkeep();
         self.events.flush();
@@ -125,7 +101,7 @@ impl Metrics {
         self.step(now);
     }
 
-    /// Ends the steps of every endpoint's history that are over by `now`.
+    /// Ends the steps of every endpoint's history that are over at `now`.
     fn step(&self, now: Instant) {
         let mut stepped = self.stepped.lock().unwrap_or_else(PoisonError::into_inner);
         let over = now.saturating_duration_since(*stepped).as_millis() / STEP.as_millis();
@@ -135,14 +111,14 @@ impl Metrics {
         *stepped += STEP * u32::try_from(over).unwrap_or(u32::MAX);
         let endpoints = self.endpoints.lock().unwrap_or_else(PoisonError::into_inner);
         for endpoint in endpoints.values() {
-            // After a pause (a laptop that slept) the missing steps are empty ones.
+            // After a suspend of the host the missing steps are empty.
             for _ in 0..over.min(STEPS as u128) {
                 endpoint.history().step();
             }
         }
     }
 
-    /// The handles of one listener; every caller with the same name gets the same ones.
+    /// The metrics of a listener; the same for every caller with the same name.
     pub fn listener(&self, name: &str) -> Arc<ListenerMetrics> {
         let mut all = self.listeners.lock().unwrap_or_else(PoisonError::into_inner);
         let known = all.len() < MAX_LISTENERS || all.contains_key(name);
@@ -155,7 +131,7 @@ impl Metrics {
         new
     }
 
-    /// What a passthrough listener counts; every caller with the same name gets the same handles.
+    /// The metrics of a passthrough listener; the same for every caller with the same name.
     pub fn passthrough(&self, name: &str) -> Arc<PassthroughMetrics> {
         let mut all = self.passthrough.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(found) = all.get(name) {
@@ -166,7 +142,7 @@ impl Metrics {
         new
     }
 
-    /// The handles of one endpoint of an upstream; an endpoint that comes back finds its old ones.
+    /// The metrics of an endpoint; an endpoint that returns continues its old series.
     pub fn endpoint(&self, upstream: &str, endpoint: &str) -> Arc<EndpointMetrics> {
         let mut all = self.endpoints.lock().unwrap_or_else(PoisonError::into_inner);
         let mut key = (upstream.to_owned(), endpoint.to_owned());
@@ -181,75 +157,80 @@ impl Metrics {
         new
     }
 
-    /// The configuration was read again, and could be put into use or not.
+    /// Counts a reload of the configuration, applied or not.
     pub fn config_reloaded(&self, ok: bool) {
         let outcome = if ok { "ok" } else { "failed" };
         self.registry.counter(&names::CONFIG_RELOADS, &[outcome]).increment(1);
         self.registry.gauge(&names::CONFIG_RELOAD_OK, &[]).set(f64::from(u8::from(ok)));
     }
 
-    /// A request goes out again because of `reason`.
+    /// The handle of a certificate in use: `serving`, `identity` or `upstream_ca`, and its configured name.
+    /// The series exists while the handle does.
+    pub fn certificate_expiry(&self, kind: &'static str, name: &str) -> Arc<CertificateExpiry> {
+        self.certificates.handle(kind, name)
+    }
+
+    /// Counts a retry.
     pub fn retried(&self, reason: &'static str) {
         self.registry.counter(&names::RETRIES, &[reason]).increment(1);
     }
 
-    /// A request failed and is not sent again: `unsafe`, `not_held` or `attempts`.
+    /// Counts a failed request that is not retried: `unsafe`, `not_held` or `attempts`.
     pub fn retry_refused(&self, reason: &'static str) {
         self.registry.counter(&names::RETRIES_REFUSED, &[reason]).increment(1);
     }
 
-    /// A second attempt: answered by the `original` or the `hedge`, `failed` with it, or not made
-    /// because that would be `over_budget` or because there was `nobody` to ask.
+    /// Counts a hedge: won by the `original` or the `hedge`, `failed` with it, or not sent because it would
+    /// be `over_budget` or because no other endpoint was usable (`nobody`).
     pub fn hedged(&self, outcome: &'static str) {
         self.registry.counter(&names::HEDGES, &[outcome]).increment(1);
     }
 
-    /// A watch lost its apiserver, or was refused by it: `resumed`, `moved`, `withheld`, `too_old`,
-    /// `over_budget`, `gave_up`, `held` during a total outage, …; or something came that stands in the way of resuming it: `barred`,
-    /// `oversized`.
+    /// Counts a watch that lost its apiserver or was refused by it: `resumed`, `moved`, `withheld`,
+    /// `too_old`, `over_budget`, `gave_up`, `held` during a total outage, …; or that cannot be resumed after
+    /// what it received: `barred`, `oversized`.
     pub fn watch_resumed(&self, outcome: &'static str) {
         self.registry.counter(&names::WATCH_RESUMES, &[outcome]).increment(1);
     }
 
-    /// Counts requests that wait for an upstream stream; resolve once per upstream.
+    /// Counter of requests that waited for an upstream stream.
     pub fn stream_waits(&self, upstream: &str) -> Counter {
         self.registry.counter(&names::STREAM_WAITS, &[upstream])
     }
 
-    /// Counts requests for which no upstream stream came free; resolve once per upstream.
+    /// Counter of requests for which no upstream stream became free.
     pub fn streams_exhausted(&self, upstream: &str) -> Counter {
         self.registry.counter(&names::STREAMS_EXHAUSTED, &[upstream])
     }
 
-    /// Watches held while no apiserver can be reached; shared and to be handled like
-    /// [`Self::held_body_bytes`].
+    /// Gauge of watches held while no apiserver is reachable; used like [`Self::held_body_bytes`].
     pub fn held_watches(&self) -> Gauge {
         self.registry.gauge(&names::HELD_WATCHES, &[])
     }
 
-    /// Bytes of request bodies held for another attempt; resolve once and only ever increment and
-    /// decrement it, since workers share it.
+    /// Gauge of request body bytes held for a retry. Workers share it: increment and decrement it, never
+    /// set it.
     pub fn held_body_bytes(&self) -> Gauge {
         self.registry.gauge(&names::HELD_BODY_BYTES, &[])
     }
 
-    /// Bytes held of frames of watches; shared and to be handled like [`Self::held_body_bytes`].
+    /// Gauge of watch frame bytes held; used like [`Self::held_body_bytes`].
     pub fn held_frame_bytes(&self) -> Gauge {
         self.registry.gauge(&names::HELD_FRAME_BYTES, &[])
     }
 
-    /// A source of endpoints gave a good answer at this time, in seconds since 1970; 0 is never.
+    /// Records when a source of endpoints last answered, in seconds since 1970; 0 is never.
     pub fn discovered(&self, upstream: &str, source: &'static str, at: f64) {
         self.registry.gauge(&names::DISCOVERY_LAST_SUCCESS, &[upstream, source]).set(at);
     }
 
-    /// A source of endpoints could not be asked.
+    /// Counts a failed query of a source of endpoints.
     pub fn discovery_failed(&self, upstream: &str, source: &'static str) {
         self.registry.counter(&names::DISCOVERY_ERRORS, &[upstream, source]).increment(1);
     }
 
-    /// `count` entries of a source were refused: `invalid`, `own-address`, `too-many`; or a whole
-    /// answer, because it was `empty`.
+    /// Counts refused entries of a source (`invalid`, `own_address`, `too_many`), or one refused answer
+    /// (`empty`).
     pub fn discovery_refused(
         &self,
         upstream: &str,
@@ -262,7 +243,7 @@ impl Metrics {
             .increment(count as u64);
     }
 
-    /// `count` endpoints `joined` or `left`.
+    /// Counts endpoints that `joined` or `left`.
     pub fn discovery_changed(&self, upstream: &str, change: &'static str, count: usize) {
         self.registry
             .counter(&names::DISCOVERY_CHANGES, &[upstream, change])
@@ -270,50 +251,17 @@ impl Metrics {
     }
 }
 
-/// The recorder, which can only register what the table of [`names`] holds.
-pub(super) struct Registry {
-    recorder: PrometheusRecorder,
-}
-
-impl Registry {
-    pub(super) fn counter(&self, spec: &MetricSpec, values: &[&str]) -> Counter {
-        debug_assert_eq!(spec.kind, Kind::Counter, "{}", spec.name);
-        self.recorder.register_counter(&key(spec, values), &METADATA)
-    }
-
-    pub(super) fn gauge(&self, spec: &MetricSpec, values: &[&str]) -> Gauge {
-        debug_assert_eq!(spec.kind, Kind::Gauge, "{}", spec.name);
-        self.recorder.register_gauge(&key(spec, values), &METADATA)
-    }
-
-    pub(super) fn histogram(&self, spec: &MetricSpec, values: &[&str]) -> Histogram {
-        debug_assert_eq!(spec.kind, Kind::Histogram, "{}", spec.name);
-        self.recorder.register_histogram(&key(spec, values), &METADATA)
-    }
-}
-
-fn key(spec: &MetricSpec, values: &[&str]) -> Key {
-    debug_assert_eq!(spec.labels.len(), values.len(), "labels of {}", spec.name);
-    let labels: Vec<Label> = spec
-        .labels
-        .iter()
-        .zip(values)
-        .map(|(key, value)| Label::new(*key, (*value).to_owned()))
-        .collect();
-    Key::from_parts(spec.name, labels)
-}
-
-/// The recorder renders from hash maps, in another order every time; people compare scrapes.
+/// Sorts families and series: the recorder renders from hash maps, in another order every time.
 fn sort_families(text: &str) -> String {
     let mut families: Vec<&str> = text.split("\n\n").map(str::trim).collect();
     families.retain(|family| !family.is_empty());
-    // "# HELP name" and "# TYPE name" have the same width before the name.
+    // The name begins at the same column in "# HELP name" and "# TYPE name".
     families.sort_unstable_by_key(|family| family.get(7..).unwrap_or(""));
     let mut out = String::with_capacity(text.len());
     for family in families {
         let mut lines: Vec<&str> = family.lines().collect();
         let comments = lines.iter().take_while(|line| line.starts_with('#')).count();
-        // Buckets of a histogram come in their own order, which must stay.
+        // The buckets of a histogram must keep their order.
         if !family.contains(" histogram\n") {
             lines[comments..].sort_unstable();
         }
@@ -331,7 +279,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     #[test]
-    fn every_metric_of_the_table_can_be_fed_and_nothing_else_appears() {
+    fn render_shows_every_metric_of_the_table_and_no_other() {
         let metrics = Metrics::new();
         let listener = metrics.listener("apiserver");
         listener.finished("get", 200, Some(std::time::Duration::from_millis(3)));
@@ -355,7 +303,9 @@ mod tests {
         passthrough.opened();
         passthrough.closed("done");
         metrics.config_reloaded(true);
-        metrics.retried("refused-stream");
+        let expiry = metrics.certificate_expiry("serving", "apiserver");
+        expiry.set(SystemTime::now());
+        metrics.retried("refused_stream");
         metrics.retry_refused("unsafe");
         metrics.hedged("won");
         metrics.watch_resumed("resumed");
@@ -387,14 +337,20 @@ mod tests {
     }
 
     #[test]
-    fn families_and_series_come_in_a_stable_order() {
+    fn render_sorts_families_and_series() {
         let metrics = Metrics::new();
         for name in ["b", "a", "c"] {
             metrics.listener(name).finished("get", 200, None);
             metrics.listener(name).finished("list", 404, Some(std::time::Duration::ZERO));
         }
-        let first = metrics.render();
-        assert_eq!(first, metrics.render());
+        // CPU time and memory change between two scrapes.
+        let render = || {
+            let text = metrics.render();
+            let at = text.find("# HELP process_").expect("metrics of the process come last");
+            text[..at].to_owned()
+        };
+        let first = render();
+        assert_eq!(first, render());
         let types: Vec<&str> = first.lines().filter(|l| l.starts_with("# TYPE")).collect();
         let mut sorted = types.clone();
         sorted.sort_unstable();
@@ -403,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn levels_and_answers_are_there_at_each_scrape() {
+    fn render_publishes_gauges_and_response_counts() {
         let metrics = Metrics::new();
         let listener = metrics.listener("a");
         listener.watches.increment(3);
@@ -424,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_of_the_history_ends_when_its_time_has_come() {
+    fn step_ends_history_steps_that_are_due() {
         let metrics = Metrics::new();
         let (endpoint, start) = (metrics.endpoint("u", "e"), *metrics.stepped.lock().unwrap());
         let steps = || endpoint.history().columns().answers;
@@ -436,13 +392,13 @@ mod tests {
         metrics.step(start + STEP + STEP / 2);
         assert_eq!(steps(), [1]);
         metrics.step(start + STEP * 4);
-        assert_eq!(steps(), [1, 0, 0, 0], "time that passed unseen is empty, not missing");
+        assert_eq!(steps(), [1, 0, 0, 0], "missed steps are empty");
         metrics.step(start + STEP * 100_000);
         assert_eq!(steps().len(), STEPS);
     }
 
     #[test]
-    fn endpoints_beyond_the_cap_share_one_series() {
+    fn endpoint_beyond_the_maximum_shares_one_series() {
         let metrics = Metrics::new();
         for i in 0..MAX_ENDPOINTS + 50 {
             metrics.endpoint("u", &format!("10.0.{}.{}:6443", i / 256, i % 256)).dialled("ok");

@@ -1,38 +1,48 @@
-//! What the outside sees of the inside: metric names, the outcome of each request, log lines.
+//! Metrics, the outcome of each request, log lines and recent state changes.
 //!
-//! [`names`] is the one table of metrics, [`metrics`] the registry over it, [`handles`] what the
-//! data plane holds on to so that counting costs an atomic addition. [`outcome`] records each
-//! request exactly once, and [`log`] writes lines without ever waiting for whoever reads them.
-//! [`events`] tells and remembers what changed, [`history`] what endpoints were like a while ago.
+//! * [`names`] is the table of all metrics, [`metrics`] owns their registry. [`listener_metrics`],
+//!   [`endpoint_metrics`] and [`passthrough_metrics`] are the handles that the data plane keeps, so that
+//!   counting is an atomic addition. [`scrape_metrics`] are read at each scrape.
+//! * [`outcome`] records each request exactly once, [`own_errors`] counts errors that jackstay answered.
+//! * [`log`] writes lines without blocking the caller. [`rate_limited_warnings`], [`line_quota`] and
+//!   [`repeat_filter`] bound how many; [`redact`] removes secrets.
+//! * [`byte_budget`] bounds the bytes that a worker holds.
+//! * [`events`] logs and remembers state changes, [`history`] keeps ten minutes of figures per endpoint.
+//! * [`liveness`] detects event loops that have stalled.
 
 pub mod build;
 pub mod byte_budget;
+pub mod count_gauge;
 pub mod counted;
+pub mod endpoint_metrics;
 pub mod events;
-pub mod handles;
 pub mod history;
-pub mod level;
+pub mod line_quota;
+pub mod listener_metrics;
 pub mod liveness;
 pub mod log;
 pub mod metrics;
 pub mod names;
 pub mod outcome;
 pub mod own_errors;
-pub mod passthrough;
-pub mod quota;
+pub mod passthrough_metrics;
 pub mod rate_limited_warnings;
 pub mod redact;
+mod registry;
 pub mod repeat_filter;
+pub mod scrape_metrics;
 pub mod utc;
 
 pub use byte_budget::ByteBudget;
 pub use counted::counted;
+pub use endpoint_metrics::{ConnectionGauge, EndpointMetrics, EndpointStateGauge};
 pub use events::{Change, Events};
-pub use handles::{ConnectionGauge, EndpointMetrics, EndpointStateGauge, ListenerMetrics};
+pub use listener_metrics::ListenerMetrics;
 pub use liveness::{Liveness, LivenessMonitor};
 pub use metrics::Metrics;
 pub use outcome::{Outcome, Side, UserClass};
-pub use passthrough::PassthroughMetrics;
+pub use passthrough_metrics::PassthroughMetrics;
 pub use rate_limited_warnings::RateLimitedWarnings;
 pub use redact::redact_path;
 pub use repeat_filter::RepeatFilter;
+pub use scrape_metrics::CertificateExpiry;

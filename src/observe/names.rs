@@ -1,13 +1,13 @@
-//! Every metric we export, once: name, type, labels, unit and help.
+//! The table of all metrics: name, type, labels, unit and help.
 //!
-//! Nothing can be registered that is not in this table (`Metrics` takes a [`MetricSpec`]), so the
-//! README and the tests can rely on [`ALL`]. Label values are bounded: verbs, codes, states and
-//! reasons are fixed lists, listeners and upstreams come from the configuration, and endpoints are
-//! capped. Never a path, a user or the name of an object.
+//! Only metrics of this table can be registered, so documentation and tests rely on [`ALL`]. Label values
+//! are bounded: verbs, codes, states and reasons are fixed lists, names of listeners, upstreams and
+//! certificates come from the configuration, and the number of endpoints is limited. No label value is a
+//! request path, a user or an object name. Values are snake_case.
 
 /// The Prometheus type of a metric.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum MetricKind {
     /// Only grows.
     Counter,
     /// Goes up and down.
@@ -16,8 +16,8 @@ pub enum Kind {
     Histogram,
 }
 
-impl Kind {
-    /// The word of the exposition format.
+impl MetricKind {
+    /// Its name in the exposition format.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Counter => "counter",
@@ -27,18 +27,18 @@ impl Kind {
     }
 }
 
-/// One metric of ours.
+/// One metric.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MetricSpec {
-    /// Full name as scraped.
+    /// Name in the scrape.
     pub name: &'static str,
     /// Its type.
-    pub kind: Kind,
-    /// Unit of the value: `seconds`, `bytes`, or what is counted.
+    pub kind: MetricKind,
+    /// `seconds`, `bytes`, or the thing counted.
     pub unit: &'static str,
-    /// Label keys, in the order in which values are given.
+    /// Label keys, in the order of the values.
     pub labels: &'static [&'static str],
-    /// One sentence for people.
+    /// One sentence.
     pub help: &'static str,
 }
 
@@ -48,13 +48,13 @@ macro_rules! table {
             #[doc = $help]
             pub const $konst: MetricSpec = MetricSpec {
                 name: $name,
-                kind: Kind::$kind,
+                kind: MetricKind::$kind,
                 unit: $unit,
                 labels: &[$($label),*],
                 help: $help,
             };
         )*
-        /// The whole table, in the order of the README.
+        /// The table, in the order of the documentation.
         pub const ALL: &[MetricSpec] = &[$($konst),*];
     };
 }
@@ -64,86 +64,103 @@ table! {
         "Always 1; the labels say which build runs.";
 
     CONFIG_RELOADS = Counter "jackstay_config_reloads_total" ["outcome"] "reloads",
-        "Times the configuration was read again: ok, or failed, after which the old one stays.";
+        "Reloads of the configuration: ok, or failed, after which the old configuration stays in force.";
     CONFIG_RELOAD_OK = Gauge "jackstay_config_last_reload_successful" [] "bool",
-        "Whether what runs is what the configuration file said when it was last read.";
+        "1 if the last reload of the configuration succeeded, else 0.";
 
     REQUESTS = Counter "jackstay_requests_total" ["listener", "verb", "code"] "requests",
-        "Requests that ended, by Kubernetes verb and status code; 499: the client left before an answer.";
+        "Finished requests by Kubernetes verb and status code; 499: the client left before a response.";
     REQUEST_DURATION = Histogram "jackstay_request_duration_seconds" ["listener", "verb"] "seconds",
-        "From the request head to the end of the answer; long-running requests are left out.";
+        "Time from the request head to the end of the response, without long-running requests.";
     REQUESTS_IN_FLIGHT = Gauge "jackstay_requests_in_flight" ["listener"] "requests",
-        "Requests that run now, watches and tunnels included.";
+        "Requests in flight, watches and tunnels included.";
     OWN_ERRORS = Counter "jackstay_own_errors_total" ["listener", "code", "reason"] "errors",
-        "Errors that jackstay itself answered, by status code and reason; an empty code: a passed connection that was reset because no endpoint could be reached.";
+        "Errors that jackstay itself answered, by status code and reason; an empty code: a passthrough connection reset because no endpoint was reachable.";
     RESPONSES_CUT = Counter "jackstay_responses_cut_total" ["listener", "side"] "responses",
-        "Answers that ended after their head and before their end, by who cut them: client, upstream or jackstay.";
+        "Responses that ended early after their head, by the side that ended them: client, upstream or jackstay.";
     WATCHES = Gauge "jackstay_watches" ["listener"] "watches",
-        "Watches that run now.";
+        "Open watches.";
     TUNNELS = Gauge "jackstay_tunnels" ["listener"] "tunnels",
-        "Upgraded connections (exec, attach, port-forward) that run now.";
+        "Open upgraded connections (exec, attach, port-forward).";
     DOWNSTREAM_CONNECTIONS = Gauge "jackstay_downstream_connections" ["listener"] "connections",
-        "Client connections that are open now.";
+        "Open client connections.";
     DOWNSTREAM_REFUSED = Counter "jackstay_downstream_refused_total" ["listener", "reason"] "connections",
-        "Client connections that never got to a request: cap, descriptors, handshake, timeout, protocol.";
+        "Client connections closed before their first request: cap, descriptors, handshake, timeout, protocol.";
     CERTIFICATE_RELOADS = Counter "jackstay_certificate_reloads_total" ["listener", "outcome"] "reloads",
-        "Certificate, key and CA files that were read again because they changed.";
+        "Re-reads of certificate, key and CA files that changed: ok or failed.";
+    CERTIFICATE_EXPIRY = Gauge "jackstay_certificate_expiry_timestamp_seconds" ["kind", "name"] "seconds",
+        "When a certificate in use expires, in seconds since 1970: serving (by listener), identity (by file), upstream_ca (by upstream, the last certificate of its bundle to expire).";
     CLIENT_VERIFICATIONS = Counter "jackstay_client_verifications_total" ["listener", "outcome"] "chains",
-        "Certificate chains of clients: verified (ok, failed), known to be good from another connection (known), or refused with 429 because too many waited to be verified (busy).";
+        "Certificate chains of clients: verified (ok, failed), valid and known from another connection (known), or refused with 429 because too many waited (busy).";
 
     RETRIES = Counter "jackstay_retries_total" ["reason"] "requests",
-        "Requests that were sent again.";
+        "Requests that were retried.";
     RETRIES_REFUSED = Counter "jackstay_retries_refused_total" ["reason"] "requests",
-        "Requests that failed and were not sent again: they may have been carried out, their body was too large to be held, or enough attempts had failed.";
+        "Failed requests that were not retried: they may have been executed (unsafe), their body was too large to hold (not_held), or the attempts were used up (attempts).";
     HEDGES = Counter "jackstay_hedges_total" ["outcome"] "requests",
-        "Second attempts beside one that waits, by who answered: original, hedge, or neither (failed); over the budget none is made, and where there is nobody to ask it is tried again.";
+        "Hedged requests by the attempt that answered: original, hedge or neither (failed); over_budget and nobody: no second attempt was sent.";
     WATCH_RESUMES = Counter "jackstay_watch_resumes_total" ["outcome"] "watches",
-        "Watches that lost their apiserver or were refused by it with 410 (withheld, or passed on for want of a budget), and whether they went on; barred and oversized: not lost, but what came stands in the way of resuming them; unproven: ended, because the proof of their client did.";
+        "Watches that lost their apiserver or got 410, by outcome; withheld: the 410 was not forwarded; barred and oversized: still open, but not resumable after what they received; unproven: ended with the proof of their client.";
     STALE_WATCHES = Counter "jackstay_stale_watches_total" ["upstream", "endpoint"] "watches",
-        "Watches whose bookmarks stayed away for three minutes: the apiserver's watch cache may be stale.";
+        "Watches without bookmarks for three minutes: the apiserver's watch cache may be stale.";
     STREAM_WAITS = Counter "jackstay_stream_waits_total" ["upstream"] "requests",
-        "Requests that had to wait for a free upstream stream.";
+        "Requests that waited for a free upstream stream.";
     STREAMS_EXHAUSTED = Counter "jackstay_streams_exhausted_total" ["upstream"] "requests",
-        "Requests (answered with 429), second attempts and lost watches for which no upstream stream came free.";
+        "Requests (answered with 429), hedges and lost watches for which no upstream stream became free.";
     HELD_WATCHES = Gauge "jackstay_held_watches" [] "watches",
-        "Watches that are held because no apiserver can be reached: running ones until their own deadline, new ones for up to 30 s.";
+        "Watches held while no apiserver is reachable: open ones until their own timeout, new ones for up to 30 s.";
     HELD_BODY_BYTES = Gauge "jackstay_held_body_bytes" [] "bytes",
-        "Bytes of request bodies held so that they can be sent again.";
+        "Bytes of request bodies held for retries.";
     HELD_FRAME_BYTES = Gauge "jackstay_held_frame_bytes" [] "bytes",
-        "Bytes held of watch events that have not arrived whole, or that wait whole for their client.";
+        "Bytes of watch events that are incomplete or wait for their client.";
 
     ENDPOINT_STATE = Gauge "jackstay_endpoint_state" ["upstream", "endpoint", "state"] "endpoints",
-        "1 for the state that the endpoint is in, 0 for those that it has left.";
+        "1 for the present state of the endpoint, 0 for states that it has left.";
     EJECTIONS = Counter "jackstay_ejections_total" ["upstream", "endpoint", "reason"] "ejections",
-        "How often the endpoint was taken out, and why.";
+        "Ejections of the endpoint by reason.";
     CONNECTIONS = Gauge "jackstay_connections" ["upstream", "endpoint", "state"] "connections",
-        "Connections to the endpoint.";
+        "Open connections to the endpoint by state.";
     DIALS = Counter "jackstay_dials_total" ["upstream", "endpoint", "outcome"] "connections",
-        "Attempts to connect: ok, failed, timeout, tls, local (for want of something of ours), and so on.";
+        "Attempts to connect by outcome: ok, failed, timeout, tls, local (a local resource was used up), and others.";
     ANSWERS = Counter "jackstay_endpoint_answers_total" ["upstream", "endpoint", "outcome"] "answers",
-        "Answers by the endpoint that gave them: ok, or error for 500 and above.";
+        "Responses of the endpoint: ok, or error for status 500 and above.";
     PASSTHROUGH_CONNECTIONS = Gauge "jackstay_passthrough_connections" ["listener"] "connections",
-        "Client connections that are passed through now.";
+        "Open passthrough connections.";
     PASSTHROUGH_BYTES = Counter "jackstay_passthrough_bytes_total" ["listener", "direction"] "bytes",
-        "Bytes passed through, by direction: to the server or to the client.";
+        "Bytes of passthrough connections by direction: to_server or to_client.";
     PASSTHROUGH_CLOSED = Counter "jackstay_passthrough_closed_total" ["listener", "reason"] "connections",
-        "Passed connections that ended: both sides were done, a side broke, or why we ended them.";
+        "Closed passthrough connections by reason.";
     PASSTHROUGH_FLOWS = Gauge "jackstay_passthrough_flows" ["upstream", "endpoint"] "connections",
-        "Passed connections that lead to the endpoint now.";
+        "Open passthrough connections to the endpoint.";
     PING_RTT = Histogram "jackstay_ping_rtt_seconds" ["upstream", "endpoint"] "seconds",
-        "Round trips of HTTP/2 PING.";
+        "Round trip times of HTTP/2 PING.";
 
     DISCOVERY_LAST_SUCCESS = Gauge "jackstay_discovery_last_success_timestamp_seconds" ["upstream", "source"] "seconds",
-        "When a source of endpoints last gave an answer that could be used, in seconds since 1970; 0: never.";
+        "When a source of endpoints last gave a usable answer, in seconds since 1970; 0: never.";
     DISCOVERY_ERRORS = Counter "jackstay_discovery_errors_total" ["upstream", "source"] "errors",
-        "Questions to a source of endpoints that failed; what it said before stays.";
+        "Failed queries of a source of endpoints; its last answer stays in use.";
     DISCOVERY_REFUSED = Counter "jackstay_discovery_refused_total" ["upstream", "source", "reason"] "entries",
-        "What a source said and was not taken: invalid, own-address, too-many, or a whole answer that is empty.";
+        "Refused entries of a source of endpoints: invalid, own_address, too_many; or an empty answer (empty).";
     DISCOVERY_CHANGES = Counter "jackstay_discovery_changes_total" ["upstream", "change"] "endpoints",
         "Endpoints that joined or left.";
+
+    PROCESS_CPU = Counter "process_cpu_seconds_total" [] "seconds",
+        "User and system CPU time of the process.";
+    PROCESS_OPEN_FDS = Gauge "process_open_fds" [] "descriptors",
+        "Open file descriptors.";
+    PROCESS_MAX_FDS = Gauge "process_max_fds" [] "descriptors",
+        "Limit on open file descriptors.";
+    PROCESS_RESIDENT_MEMORY = Gauge "process_resident_memory_bytes" [] "bytes",
+        "Resident memory.";
+    PROCESS_VIRTUAL_MEMORY = Gauge "process_virtual_memory_bytes" [] "bytes",
+        "Virtual memory.";
+    PROCESS_START_TIME = Gauge "process_start_time_seconds" [] "seconds",
+        "When the process started, in seconds since 1970.";
+    PROCESS_THREADS = Gauge "process_threads" [] "threads",
+        "Threads of the process.";
 }
 
-/// The values of label `verb`. What is not among them counts as the last.
+/// Values of the label `verb`. Others count as the last.
 pub const VERBS: [&str; 16] = [
     "get",
     "list",
@@ -163,45 +180,44 @@ pub const VERBS: [&str; 16] = [
     "other",
 ];
 
-/// The values of label `reason` in [`PASSTHROUGH_CLOSED`]. What is not among them counts as the
-/// last.
+/// Values of the label `reason` of [`PASSTHROUGH_CLOSED`]. Others count as the last.
 pub const CLOSE_REASONS: [&str; 16] = [
     // Both directions have ended.
     "done",
     // A side reset the connection.
     "client_reset",
     "server_reset",
-    // The flow is dead: what we sent is not acknowledged, or our probes are not answered.
+    // The flow is dead: data are not acknowledged, or probes are not answered.
     "unacknowledged",
     "unanswered",
     "client_dead",
-    // Its endpoint is dead, or was removed and its time is over.
+    // The endpoint is dead, or was removed and the drain time is over.
     "endpoint_dead",
     "endpoint_left",
     // No endpoint could be reached.
     "unreachable",
-    // The bounds of the configuration.
+    // Limits of the configuration.
     "handshake_timeout",
     "idle_timeout",
-    // A transparent listener takes only what was redirected, and nothing of our own.
+    // A transparent listener accepts only redirected connections, and none of jackstay itself.
     "not_redirected",
     "loop",
-    // Ours.
+    // jackstay ended it.
     "rebalance",
     "shutdown",
     "other",
 ];
 
-/// The values of label `reason` in [`OWN_ERRORS`]. What is not among them counts as the last.
+/// Values of the label `reason` of [`OWN_ERRORS`]. Others count as the last.
 pub const OWN_ERROR_REASONS: [&str; 12] = [
-    // No apiserver could be reached (503; a passed connection: reset).
+    // No apiserver was reachable (503; a passthrough connection: reset).
     "no_upstream",
     "unreachable",
     // The connection was lost after a write was sent (502).
     "unknown_fate",
     // The apiserver did not process a write whose body is no longer held (502).
     "unprocessed",
-    // The apiserver broke off or answered nonsense, or did not answer in time (502, 504).
+    // The apiserver ended the response early, violated HTTP, or did not answer in time (502, 504).
     "bad_gateway",
     "timeout",
     // The request was refused: its credential, its form, its size, or a limit.
@@ -214,11 +230,11 @@ pub const OWN_ERROR_REASONS: [&str; 12] = [
     "other",
 ];
 
-/// The states of an endpoint in [`ENDPOINT_STATE`].
+/// Values of the label `state` of [`ENDPOINT_STATE`].
 pub const ENDPOINT_STATES: [&str; 7] =
-    ["connecting", "ready", "degraded", "suspect", "ejected", "no-h2", "leaving"];
+    ["connecting", "ready", "degraded", "suspect", "ejected", "no_h2", "leaving"];
 
-/// The states of a connection in [`CONNECTIONS`]; a dead one is closed and no longer there.
+/// Values of the label `state` of [`CONNECTIONS`]. A dead connection is closed and not counted.
 pub const CONNECTION_STATES: [&str; 5] =
     ["connecting", "live", "suspect", "draining", "unresponsive"];
 
@@ -228,29 +244,43 @@ mod tests {
     use std::collections::HashSet;
 
     #[test]
-    fn the_table_keeps_prometheus_conventions() {
+    fn metrics_table_keeps_prometheus_conventions() {
         let mut seen = HashSet::new();
         for spec in ALL {
             assert!(seen.insert(spec.name), "{} is listed twice", spec.name);
-            assert!(spec.name.starts_with("jackstay_"), "{}", spec.name);
-            assert_eq!(spec.kind == Kind::Counter, spec.name.ends_with("_total"), "{}", spec.name);
+            let prefixes = ["jackstay_", "process_"];
+            assert!(prefixes.iter().any(|prefix| spec.name.starts_with(prefix)), "{}", spec.name);
+            assert_eq!(
+                spec.kind == MetricKind::Counter,
+                spec.name.ends_with("_total"),
+                "{}",
+                spec.name
+            );
             assert!(spec.help.ends_with('.'), "{}: help is a sentence", spec.name);
-            if spec.kind == Kind::Histogram {
+            if spec.kind == MetricKind::Histogram {
                 assert_eq!(spec.unit, "seconds", "{}", spec.name);
                 assert!(spec.name.ends_with("_seconds"), "{}", spec.name);
             }
             for label in spec.labels {
-                assert!(!["path", "user", "name", "namespace"].contains(label), "{}", spec.name);
+                // The names of certificates come from the configuration.
+                let is_bounded = spec == &CERTIFICATE_EXPIRY && *label == "name";
+                let unbounded = ["path", "user", "name", "namespace"].contains(label);
+                assert!(is_bounded || !unbounded, "{}", spec.name);
             }
         }
     }
 
     #[test]
-    fn label_values_are_distinct() {
+    fn label_values_are_distinct_and_in_snake_case() {
         for list in
             [&VERBS[..], &ENDPOINT_STATES, &CONNECTION_STATES, &CLOSE_REASONS, &OWN_ERROR_REASONS]
         {
             assert_eq!(list.iter().collect::<HashSet<_>>().len(), list.len());
+            for value in list {
+                let is_snake_case =
+                    |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
+                assert!(value.chars().all(is_snake_case), "{value}");
+            }
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Errors that jackstay itself answered, by status code and reason.
 //!
-//! An apiserver's own 503 and one of ours look alike in a count by code. For an operator they are
-//! opposites: the first is the apiserver's decision, the second means that no apiserver was asked.
+//! A count by code alone does not tell an apiserver's 503 from one of jackstay, which means that no
+//! apiserver was reached.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -10,11 +10,11 @@ use std::time::SystemTime;
 use metrics::Counter;
 use serde::Serialize;
 
-use super::metrics::Registry;
 use super::names::{self, OWN_ERROR_REASONS};
+use super::registry::Registry;
 use super::utc::Utc;
 
-/// The own errors of one listener.
+/// Errors that one listener answered itself.
 pub struct OwnErrors {
     listener: String,
     registry: Arc<Registry>,
@@ -30,11 +30,11 @@ struct Entry {
 /// One line of `own_errors` in `/status`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct OwnError {
-    /// Status code of the answer; `null` where a passed connection was reset instead.
+    /// Status code; `null` for a passthrough connection that was reset.
     pub code: Option<u16>,
     /// One of [`OWN_ERROR_REASONS`].
     pub reason: &'static str,
-    /// How many since the process started.
+    /// Number since the process started.
     pub count: u64,
     /// Time of the latest, RFC 3339.
     pub last: String,
@@ -52,8 +52,8 @@ impl OwnErrors {
         Self { listener, registry, entries: Mutex::default() }
     }
 
-    /// Counts an error with this status code, or a passed connection that was reset (`None`). A
-    /// reason that is not among [`OWN_ERROR_REASONS`] counts as the last.
+    /// Counts an error with this status code, or a passthrough connection that was reset (`None`). A reason
+    /// that is not one of [`OWN_ERROR_REASONS`] counts as the last.
     pub fn count(&self, code: Option<u16>, reason: &'static str) {
         let last = OWN_ERROR_REASONS.len() - 1;
         let known = OWN_ERROR_REASONS.iter().find(|known| **known == reason);
@@ -70,7 +70,7 @@ impl OwnErrors {
         entry.last = SystemTime::now();
     }
 
-    /// Every kind of error that occurred, by code and reason.
+    /// The errors that occurred, by code and reason.
     pub fn list(&self) -> Vec<OwnError> {
         let line = |(&(code, reason), entry): (&(Option<u16>, &'static str), &Entry)| OwnError {
             code,
@@ -91,7 +91,7 @@ mod tests {
     use super::super::Metrics;
 
     #[test]
-    fn own_errors_are_counted_by_code_and_reason() {
+    fn count_groups_errors_by_code_and_reason() {
         let metrics = Metrics::new();
         let listener = metrics.listener("a");
         assert!(listener.own_errors.list().is_empty());

@@ -1,8 +1,8 @@
-//! Warnings that anybody who can connect may cause as often as they like: the first is written at
-//! once, what follows like it is counted, and the count is told, also when the burst is over.
+//! Warnings that any client can cause as often as it likes. The first is logged at once; repetitions are
+//! counted, and the count is logged with the next warning or after the window.
 //!
-//! What a line is about is its key, so it has to be of few kinds: a listener, an endpoint, a cause.
-//! Who it was this time goes into the detail, which only lines that are written show.
+//! The line is the key under which repetitions are counted, so it must have few values: a listener, an
+//! endpoint, a cause. The client's address goes into the detail, which only logged lines show.
 
 use std::cell::{Cell, RefCell};
 use std::fmt::Display;
@@ -14,7 +14,7 @@ use tokio::time::{Instant, sleep};
 
 use super::repeat_filter::RepeatFilter;
 
-/// The warnings of one kind of trouble, on one worker.
+/// The warnings of one worker about one subject.
 #[derive(Debug, Clone)]
 pub struct RateLimitedWarnings(Rc<Inner>);
 
@@ -22,18 +22,18 @@ pub struct RateLimitedWarnings(Rc<Inner>);
 struct Inner {
     window: Duration,
     repeats: RefCell<RepeatFilter>,
-    /// Somebody will tell what is left of a burst.
-    telling: Cell<bool>,
+    /// A task that logs the remaining counts is running.
+    flushing: Cell<bool>,
 }
 
 impl RateLimitedWarnings {
-    /// Writes each kind of line at most once per `window`.
+    /// Logs each line at most once per `window`.
     pub fn new(window: Duration) -> Self {
         let repeats = RefCell::new(RepeatFilter::new(window));
-        Self(Rc::new(Inner { window, repeats, telling: Cell::new(false) }))
+        Self(Rc::new(Inner { window, repeats, flushing: Cell::new(false) }))
     }
 
-    /// Warns, or counts. To be called within a `LocalSet`.
+    /// Logs the warning or counts it. Must be called within a `LocalSet`.
     pub fn warn(&self, line: &str, detail: impl Display) {
         let admitted = self.0.repeats.borrow_mut().admit(line, Instant::now());
         match admitted {
@@ -41,15 +41,15 @@ impl RateLimitedWarnings {
             Some(more) => tracing::warn!(more, "{line}: {detail}"),
             None => {}
         }
-        if !self.0.telling.replace(true) {
+        if !self.0.flushing.replace(true) {
             let inner = Rc::clone(&self.0);
-            spawn_local(async move { inner.tell_the_rest().await });
+            spawn_local(async move { inner.log_remaining().await });
         }
     }
 }
 
 impl Inner {
-    async fn tell_the_rest(&self) {
+    async fn log_remaining(&self) {
         while !self.repeats.borrow().is_empty() {
             sleep(self.window).await;
             let rest = self.repeats.borrow_mut().flush(Instant::now());
@@ -57,7 +57,7 @@ impl Inner {
                 tracing::warn!(more, "{line}");
             }
         }
-        self.telling.set(false);
+        self.flushing.set(false);
     }
 }
 
@@ -69,7 +69,7 @@ mod tests {
     use tokio::task::LocalSet;
 
     #[test]
-    fn a_flood_is_a_line_and_a_number_and_its_end_is_told() {
+    fn repeated_warnings_are_counted_and_the_end_of_a_burst_is_logged() {
         let captured = Captured::default();
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_time()
@@ -84,15 +84,15 @@ mod tests {
             }
             warnings.warn("listener b: full", "10.0.0.2:1");
             sleep(Duration::from_secs(60)).await;
-            assert!(warnings.0.repeats.borrow().is_empty() && !warnings.0.telling.get());
+            assert!(warnings.0.repeats.borrow().is_empty() && !warnings.0.flushing.get());
             warnings.warn("listener a: full", "10.0.0.3:1");
         };
         captured.during(LogFormat::Text, || LocalSet::new().block_on(&runtime, flood));
         let lines: Vec<_> = captured.lines().iter().map(|line| line[26..].to_owned()).collect();
-        let told: u64 =
+        let counted: u64 =
             lines.iter().filter_map(|line| line.split_once("more=")?.1.parse::<u64>().ok()).sum();
         let written = lines.iter().filter(|line| line.contains("full: 10.0.0.1")).count() as u64;
-        assert_eq!(written + told, 1000, "{lines:#?}");
+        assert_eq!(written + counted, 1000, "{lines:#?}");
         assert!(lines.len() <= 6, "{lines:#?}");
         assert!(lines.iter().any(|line| line.contains("listener b: full: 10.0.0.2:1")));
         assert!(lines.last().unwrap().ends_with("listener a: full: 10.0.0.3:1"), "{lines:#?}");

@@ -1,18 +1,18 @@
-//! What of a request's path may stand in a log.
+//! Removes secrets from request paths before they are logged.
 //!
-//! Names of objects may; secrets may not. Values of query keys are shown only for the keys that
-//! Kubernetes itself reads and that hold no secret: an allow-list, since whatever a client puts
-//! into an unknown key (or into `command=` of an exec, often `-p…`) may be one.
+//! Object names are logged. Query values are logged only for keys that Kubernetes reads and that never
+//! contain a secret. This is an allow-list, because the value of any other key may be a secret, such as
+//! `command=` of an exec with a password.
 
 use std::borrow::Cow;
 
-/// Longest path in a log line, bytes.
+/// Maximum length of a path in a log line, in bytes.
 const MAX_PATH: usize = 1024;
 
-/// What stands in place of a value.
+/// Replaces a value.
 const MASK: &str = "***";
 
-/// Query keys whose values are shown, as Kubernetes spells them.
+/// Query keys whose values are logged, as Kubernetes spells them.
 const SHOWN: &[&str] = &[
     "allowWatchBookmarks",
     "container",
@@ -53,8 +53,8 @@ const SHOWN: &[&str] = &[
     "watch",
 ];
 
-/// Path and query as they may be logged: no secret values, no bearer tokens, bounded in length.
-/// Borrows when there is nothing to hide, which is nearly always.
+/// Path and query without secret values and bearer tokens, at most [`MAX_PATH`] bytes long. Borrows if
+/// nothing is removed, which is the usual case.
 pub fn redact_path(path_and_query: &str) -> Cow<'_, str> {
     let (path, query) = match path_and_query.split_once('?') {
         Some((path, query)) => (path, Some(query)),
@@ -89,7 +89,7 @@ pub fn redact_path(path_and_query: &str) -> Cow<'_, str> {
     Cow::Owned(shorten(&out, MAX_PATH).into_owned())
 }
 
-/// A pair whose value is shown: a key of the list, spelled plainly, and a value that is no token.
+/// Whether a pair may be logged: its key is in the list and not percent-encoded, its value is no token.
 fn pair_is_clean(pair: &str) -> bool {
     match pair.split_once('=') {
         Some((key, value)) => {
@@ -99,7 +99,7 @@ fn pair_is_clean(pair: &str) -> bool {
     }
 }
 
-/// Bearer protocols and headers in whatever disguise, and anything that begins like a JWT.
+/// Whether the text contains `bearer`, also percent-encoded, or begins like a JWT.
 fn looks_secret(text: &str) -> bool {
     const BEARER: &[u8] = b"bearer";
     let contains =
@@ -108,7 +108,7 @@ fn looks_secret(text: &str) -> bool {
         let decoded = percent_decoded(text);
         return contains(&decoded) || decoded.starts_with(b"eyJ");
     }
-    // base64url of `{"`, with which every JWT begins.
+    // Every JWT begins with base64url of `{"`.
     text.starts_with("eyJ") || contains(text.as_bytes())
 }
 
@@ -128,7 +128,7 @@ fn percent_decoded(text: &str) -> Vec<u8> {
     out
 }
 
-/// At most `max` bytes of `text`, cut at a character, with `…` where something is missing.
+/// At most `max` bytes of `text`, cut at a character boundary and then followed by `…`.
 pub(super) fn shorten(text: &str, max: usize) -> Cow<'_, str> {
     if text.len() <= max {
         return Cow::Borrowed(text);
@@ -145,7 +145,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn secrets_never_show() {
+    fn redact_path_masks_secrets() {
         let table = [
             ("/", "/"),
             ("*", "*"),
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn length_is_bounded_and_cut_at_a_character() {
+    fn redact_path_shortens_at_a_character_boundary() {
         let long = format!("/{}", "é".repeat(2000));
         let shown = redact_path(&long);
         assert!(shown.len() <= MAX_PATH + '…'.len_utf8());
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plain_path_is_borrowed() {
+    fn redact_path_without_secrets_borrows() {
         assert!(matches!(redact_path("/api/v1/nodes?limit=500"), Cow::Borrowed(_)));
     }
 }

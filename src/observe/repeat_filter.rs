@@ -1,14 +1,14 @@
-//! The same line again and again says less than one line and a number.
+//! Suppresses repeated log lines and counts them.
 //!
-//! Pure: the caller brings the time. State changes go through here, so that an endpoint which
-//! flaps ten times a second is one line every few seconds that says how often it did.
+//! An endpoint that changes its state ten times a second yields one line every few seconds with the
+//! number of repetitions. The caller passes the time.
 
 use std::collections::HashMap;
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// Most distinct lines remembered; beyond, the oldest is forgotten (and may be written again).
+/// Maximum of distinct lines remembered. The oldest is dropped first, and may then be logged again.
 const MAX_LINES: usize = 256;
 
 #[derive(Debug, Clone, Copy)]
@@ -17,7 +17,7 @@ struct Seen {
     suppressed: u64,
 }
 
-/// Suppresses lines that were written less than a window ago.
+/// Suppresses lines that were logged less than a window ago.
 #[derive(Debug)]
 pub struct RepeatFilter {
     window: Duration,
@@ -25,13 +25,13 @@ pub struct RepeatFilter {
 }
 
 impl RepeatFilter {
-    /// Writes each distinct line at most once per `window`.
+    /// Admits each distinct line at most once per `window`.
     pub fn new(window: Duration) -> Self {
         Self { window, seen: HashMap::new() }
     }
 
-    /// Whether `line` should be written now: `Some(n)` yes, and n like it were left out since the
-    /// last time; `None` no.
+    /// `Some(n)` if `line` should be logged now, where n repetitions were suppressed since the last time;
+    /// `None` if it is suppressed.
     pub fn admit(&mut self, line: &str, now: Instant) -> Option<u64> {
         if let Some(seen) = self.seen.get_mut(line) {
             if now.saturating_duration_since(seen.written) < self.window {
@@ -43,14 +43,14 @@ impl RepeatFilter {
             return Some(suppressed);
         }
         if self.seen.len() >= MAX_LINES {
-            self.forget_oldest();
+            self.drop_oldest();
         }
         self.seen.insert(line.to_owned(), Seen { written: now, suppressed: 0 });
         Some(0)
     }
 
-    /// Lines whose window is over, with how many like them were left out: call it now and then, or
-    /// the end of a burst is never told. Those that were not repeated are forgotten silently.
+    /// Forgets the lines whose window is over and returns those with suppressed repetitions. Must be called
+    /// regularly, or the end of a burst is not logged.
     pub fn flush(&mut self, now: Instant) -> Vec<(String, u64)> {
         let window = self.window;
         self.seen
@@ -65,7 +65,7 @@ impl RepeatFilter {
         self.seen.is_empty()
     }
 
-    fn forget_oldest(&mut self) {
+    fn drop_oldest(&mut self) {
         let oldest =
             self.seen.iter().min_by_key(|(_, seen)| seen.written).map(|(line, _)| line.clone());
         if let Some(line) = oldest {
@@ -81,14 +81,14 @@ mod tests {
     const WINDOW: Duration = Duration::from_secs(5);
 
     #[test]
-    fn a_burst_is_one_line_and_a_number() {
+    fn admit_suppresses_and_counts_repetitions() {
         let (mut repeats, start) = (RepeatFilter::new(WINDOW), Instant::now());
         let at = |ms| start + Duration::from_millis(ms);
         assert_eq!(repeats.admit("a ejected", at(0)), Some(0));
         for i in 1..=40 {
             assert_eq!(repeats.admit("a ejected", at(i * 100)), None);
         }
-        assert_eq!(repeats.admit("b ejected", at(4000)), Some(0), "another line is not held back");
+        assert_eq!(repeats.admit("b ejected", at(4000)), Some(0), "another line is not suppressed");
         assert_eq!(repeats.admit("a ejected", at(5000)), Some(40));
         assert_eq!(repeats.admit("a ejected", at(5001)), None);
         assert_eq!(repeats.flush(at(5002)), vec![]);
@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_bounded() {
+    fn admit_remembers_a_bounded_number_of_lines() {
         let (mut repeats, start) = (RepeatFilter::new(WINDOW), Instant::now());
         for i in 0..10_000_u64 {
             assert_eq!(repeats.admit(&i.to_string(), start + Duration::from_micros(i)), Some(0));

@@ -41,7 +41,7 @@ use super::health::Thresholds;
 use super::stats::ConnectionStats;
 use super::watch_moves::{MoveEligibility, WatchMoves};
 use crate::net::tls::certificate::{CertInfo, Subject};
-use crate::observe::events::{Change, Kind};
+use crate::observe::events::{Change, EventKind};
 
 /// Whether a connection that shows the certificate of `shown` may carry a request whose client has
 /// proven the subject `proven`. jackstay's own requests are made for no client.
@@ -329,7 +329,7 @@ impl Connection {
         }
         let local = self.stats.local.map_or_else(String::new, |local| format!(" from {local}"));
         let change = Change {
-            kind: Kind::Connection,
+            kind: EventKind::Connection,
             upstream: Some(&self.endpoint.upstream),
             name: &self.endpoint.label,
             detail: &format!("class {}{local}", self.class.as_str()),

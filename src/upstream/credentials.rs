@@ -168,6 +168,12 @@ impl Credentials {
         }));
     }
 
+    /// When the last certificate of the CA bundle expires; `None` without a bundle.
+    pub fn ca_not_after(&self) -> Option<SystemTime> {
+        let ca = self.ca.load();
+        ca.as_ref()?.certificates.iter().map(|certificate| certificate.not_after).max()
+    }
+
     /// The slots, in the order in which they are configured.
     pub fn slots(&self) -> Vec<Arc<IdentitySlot>> {
         self.setup.load().slots.clone()

@@ -11,7 +11,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use serde_json::{Value, json};
 
 use crate::observe::Metrics;
-use crate::observe::events::{Change, Kind};
+use crate::observe::events::{Change, EventKind};
 use crate::observe::utc::Utc;
 
 /// Where endpoints come from. The order is that of trust in the name to verify: configured names win
@@ -257,7 +257,7 @@ impl Sources {
         reason: &'a str,
     ) -> Change<'a> {
         Change {
-            kind: Kind::Source,
+            kind: EventKind::Source,
             upstream: Some(&self.upstream),
             name: source.as_str(),
             detail: "",

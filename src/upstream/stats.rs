@@ -11,7 +11,7 @@ use tokio::time::Instant;
 
 use super::credentials::CredentialClass;
 use super::health::ConnectionState;
-use crate::observe::history::Rtt;
+use crate::observe::history::RttQuantiles;
 
 /// Statistics of a connection, written by its worker and read by `/status`.
 #[derive(Debug)]
@@ -120,14 +120,14 @@ pub struct EndpointStatus {
     pub since: String,
     /// The last ejection.
     pub last_ejection: Option<Ejection>,
-    /// Seconds spent ejected (states `ejected` and `no-h2`) since the endpoint joined the set.
+    /// Seconds spent ejected (states `ejected` and `no_h2`) since the endpoint joined the set.
     pub downtime_seconds: f64,
     /// Number of ejections since the endpoint joined the set.
     pub ejections: u64,
     /// The latest `/readyz` check.
     pub last_check: Option<ReadyzCheckStatus>,
     /// PING round trips of the last minutes, over all connections.
-    pub rtt: Option<Rtt>,
+    pub rtt: Option<RttQuantiles>,
     /// Open streams, on all connections.
     pub streams: usize,
     /// Of those, watches.

@@ -213,7 +213,7 @@ async fn a_server_without_http2_is_told_from_one_that_is_down() {
     let is_told = async || {
         let endpoints = proxy.endpoints().await;
         let old = endpoints.iter().find(|e| e["address"] == old.addr.to_string()).unwrap();
-        old["state"] == "no-h2" && old["reason"].as_str().unwrap().contains("(ALPN)")
+        old["state"] == "no_h2" && old["reason"].as_str().unwrap().contains("(ALPN)")
     };
     until("it is told", is_told).await;
     for _ in 0..20 {

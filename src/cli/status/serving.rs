@@ -70,10 +70,10 @@ mod tests {
         for states in [&["ready"][..], &["ejected", "degraded"]] {
             assert_eq!(failure(&status(states)), None, "{states:?}");
         }
-        let reason = failure(&status(&["ejected", "no-h2"])).unwrap();
+        let reason = failure(&status(&["ejected", "no_h2"])).unwrap();
         assert_eq!(
             reason,
-            "0 of 2 endpoints of u are usable; a:1 is ejected (why ); a:1 is no-h2 (why )"
+            "0 of 2 endpoints of u are usable; a:1 is ejected (why ); a:1 is no_h2 (why )"
         );
         let mut two = status(&["ready"]);
         two["upstreams"].as_array_mut().unwrap().push(json!({"name": "v", "endpoints": []}));

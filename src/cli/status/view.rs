@@ -302,7 +302,7 @@ fn format_age(duration: Duration) -> String {
 fn state_tone(state: &str) -> Tone {
     match state {
         "ready" | "live" | "ok" | "loaded" => Tone::Good,
-        "ejected" | "no-h2" | "no_h2" | "failed" | "unresponsive" | "dead" => Tone::Bad,
+        "ejected" | "no_h2" | "failed" | "unresponsive" | "dead" => Tone::Bad,
         "-" => Tone::Plain,
         _ => Tone::Warn,
     }

@@ -321,7 +321,7 @@ impl DiscoveryController {
                 answers.iter().max_by_key(|(_, answer)| answer.entries.len()).map(|(s, _)| *s)
             });
             if let Some(source) = source {
-                self.upstream().sources.refused(source, "too-many", too_many, Some(&words));
+                self.upstream().sources.refused(source, "too_many", too_many, Some(&words));
             }
         }
     }

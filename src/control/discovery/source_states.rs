@@ -76,7 +76,7 @@ impl SourceStates {
         let (entries, ours) = without_own(said.entries, &self.own());
         let labels: Vec<_> = ours.iter().map(|entry| entry.address.to_string()).collect();
         let own = format!("{}: our own address, requests would loop", few(&labels, ours.len()));
-        self.refuse(source, "own-address", ours.len(), &own);
+        self.refuse(source, "own_address", ours.len(), &own);
         if entries.is_empty() {
             let why = match (offered, said.not_ready, said.refused_count) {
                 (0, 0, 0) => "it names no endpoint".to_owned(),

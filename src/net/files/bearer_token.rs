@@ -1,4 +1,4 @@
-//! A bearer token in a file, as Kubernetes mounts it: it rotates, so it is read again and again.
+//! Bearer tokens, as Kubernetes mounts them in files.
 
 use std::path::Path;
 
@@ -6,23 +6,23 @@ use http::HeaderValue;
 
 use super::bounded_read;
 
-/// Largest token read, in bytes: the apiserver takes no header above 1 MiB.
+/// Maximum length of a token in bytes: the apiserver accepts no headers above 1 MiB.
 const MAX_TOKEN: u64 = 64 << 10;
 
-/// The value of the `authorization` header for the token in a file.
+/// The value of the `authorization` header for the token in a file. Callers read it again as it rotates.
 ///
 /// # Errors
-/// The file cannot be read, or what is in it is no token, with its path and without any of it.
+/// The file cannot be read, or its content is not a token. The message names the path and shows no content.
 pub fn authorization_from_file(path: &Path) -> Result<HeaderValue, String> {
     let text = bounded_read::read_text(path, MAX_TOKEN).map_err(|error| error.to_string());
     text.and_then(|text| authorization(&text)).map_err(|why| format!("{}: {why}", path.display()))
 }
 
-/// The same for a token as it is written: what client-go sends as well. Blanks around it do not count,
-/// any within are its own, and a control character is not for a header (RFC 9110 section 5.5).
+/// The value of the `authorization` header for a token, as client-go sends it: without surrounding white
+/// space. A header cannot contain control characters (RFC 9110 section 5.5).
 ///
 /// # Errors
-/// It is no token; never a part of it.
+/// The text is not a token. The message shows no content.
 pub fn authorization(text: &str) -> Result<HeaderValue, String> {
     let token = text.trim();
     if token.is_empty() {
@@ -43,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_token_is() {
+    fn authorization_accepts_tokens_and_refuses_other_text() {
         let long = "x".repeat(MAX_TOKEN as usize + 1);
         let whole = &long[1..];
         for (text, expected) in [

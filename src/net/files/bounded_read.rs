@@ -1,19 +1,19 @@
-//! Reads a file that an operator named: a regular one, of bounded size.
+//! Reads a configured file: a regular file of limited size.
 //!
-//! Files are read again and again beside everything else that keeps the picture of the world true.
-//! A pipe would hold that up until somebody writes to it, and a device may never end.
+//! Control tasks re-read files. A pipe would block them until a process writes to it, and a device may
+//! never end.
 
 use std::fs::OpenOptions;
 use std::io::{self, Read};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
-/// What is in a file of at most `max` bytes. A link is followed.
+/// Reads a file of at most `max` bytes. Symbolic links are followed.
 ///
 /// # Errors
-/// What the system says, "not a regular file", or [`io::ErrorKind::FileTooLarge`].
+/// What the file system returns, "not a regular file", or [`io::ErrorKind::FileTooLarge`].
 pub fn read(path: &Path, max: u64) -> io::Result<Vec<u8>> {
-    // Without O_NONBLOCK open(2) waits for somebody to write to a pipe; for a file it means nothing.
+    // Without O_NONBLOCK, open(2) of a pipe waits for a writer. It has no effect on files.
     let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
     if !file.metadata()?.is_file() {
         return Err(io::Error::other("not a regular file"));
@@ -21,13 +21,13 @@ pub fn read(path: &Path, max: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     file.take(max + 1).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > max {
-        let words = format!("larger than {max} bytes");
-        return Err(io::Error::new(io::ErrorKind::FileTooLarge, words));
+        let message = format!("larger than {max} bytes");
+        return Err(io::Error::new(io::ErrorKind::FileTooLarge, message));
     }
     Ok(bytes)
 }
 
-/// The same of a file that holds text.
+/// Reads a text file of at most `max` bytes.
 ///
 /// # Errors
 /// Those of [`read`], or [`io::ErrorKind::InvalidData`] if it is not UTF-8.
@@ -42,7 +42,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nothing_but_files_and_nobody_waits() {
+    fn read_accepts_only_regular_files_within_the_limit() {
         let dir = tempfile::tempdir().unwrap();
         let (file, pipe) = (dir.path().join("file"), dir.path().join("pipe"));
         std::fs::write(&file, "12345").unwrap();

@@ -1,16 +1,15 @@
-//! mimalloc by its short way: nearly everything that Rust allocates is aligned as `malloc` aligns
-//! it anyway, and need not be asked for by alignment.
+//! mimalloc, called without an alignment where `malloc` guarantees it, as for nearly every allocation.
 //!
-//! A request makes some twenty allocations; the general entry of mimalloc costs three times the
-//! instructions of its plain one (measured with callgrind, 40 instructions each).
+//! A request makes about twenty allocations. mimalloc's aligned functions cost three times the instructions
+//! of its plain ones (measured with callgrind, 40 instructions more each).
 
 use std::alloc::{GlobalAlloc, Layout};
 
 use libmimalloc_sys::{mi_free, mi_malloc, mi_realloc, mi_zalloc};
 use mimalloc::MiMalloc;
 
-/// Largest alignment that plain `mi_malloc` gives to whatever is at least as large as its own
-/// alignment (`MI_MAX_ALIGN_SIZE`, `mi_malloc_is_naturally_aligned` in mimalloc's source).
+/// Largest alignment that `mi_malloc` guarantees for sizes of at least the alignment
+/// (`MI_MAX_ALIGN_SIZE`, `mi_malloc_is_naturally_aligned` in mimalloc's source).
 const NATURAL: usize = 16;
 
 // Part of mimalloc's stable interface (`mimalloc.h`); the crate declares it with its feature
@@ -24,11 +23,11 @@ unsafe extern "C" {
 ///
 /// mimalloc purges only when a thread frees or fills a page of its heap (64 KiB of blocks of one
 /// size), or has taken its slow path 10,000 times (`_mi_page_free`, `_mi_page_abandon` and
-/// `_mi_malloc_generic` in its source). A process that is idle after a burst does none of these, and
-/// would keep what the burst needed. The call visits each page of the calling thread's heap that is
+/// `_mi_malloc_generic` in its source). A process that is idle after a burst does none of these and
+/// would keep the memory of the burst. The call visits each page of the calling thread's heap that is
 /// not full. Memory that has been free for less than the delay stays for the next call.
 pub fn release_free_memory() {
-    // SAFETY: any thread may call it at any time; `false` leaves what is in use or was until lately.
+    // SAFETY: any thread may call it at any time; `false` keeps memory in use or freed within the delay.
     #[allow(unsafe_code)]
     unsafe {
         mi_collect(false);
@@ -54,7 +53,7 @@ unsafe impl GlobalAlloc for Allocator {
             // SAFETY: `mi_malloc` takes any size.
             unsafe { mi_malloc(layout.size()).cast() }
         } else {
-            // SAFETY: the caller's promise, passed on.
+            // SAFETY: the caller upholds the contract of this method, which is the same.
             unsafe { MiMalloc.alloc(layout) }
         }
     }
@@ -65,7 +64,7 @@ unsafe impl GlobalAlloc for Allocator {
             // SAFETY: `mi_zalloc` takes any size.
             unsafe { mi_zalloc(layout.size()).cast() }
         } else {
-            // SAFETY: the caller's promise, passed on.
+            // SAFETY: the caller upholds the contract of this method, which is the same.
             unsafe { MiMalloc.alloc_zeroed(layout) }
         }
     }
@@ -83,7 +82,7 @@ unsafe impl GlobalAlloc for Allocator {
             // is as aligned as what `mi_malloc` returns.
             unsafe { mi_realloc(memory.cast(), size).cast() }
         } else {
-            // SAFETY: the caller's promise, passed on.
+            // SAFETY: the caller upholds the contract of this method, which is the same.
             unsafe { MiMalloc.realloc(memory, layout, size) }
         }
     }
@@ -96,10 +95,9 @@ mod tests {
     use super::*;
     use crate::wait::until_ok_blocking;
 
-    /// Every size and alignment that a program may ask for, each way in.
     #[test]
     #[allow(unsafe_code)]
-    fn everything_is_aligned_as_asked() {
+    fn allocations_have_the_requested_alignment() {
         for align in [1, 2, 4, 8, 16, 32, 64, 4096] {
             for size in (1..200).chain([1000, 5000, 70_000, 3 << 20]) {
                 let layout = Layout::from_size_align(size, align).unwrap();
@@ -152,8 +150,8 @@ mod tests {
             // SAFETY: allocated above with the same layout, and freed once.
             unsafe { Allocator.dealloc(block, layout) };
         }
-        // Other tests may have taken some of it again.
-        until_ok_blocking(Duration::from_secs(20), "the kernel has it", || {
+        // Other tests may have allocated some of it again.
+        until_ok_blocking(Duration::from_secs(20), "the kernel has the memory", || {
             release_free_memory();
             let left = resident(&burst);
             if left <= burst.len() / 10 { Ok(()) } else { Err(format!("{left} blocks are left")) }

@@ -1,21 +1,21 @@
-//! Gives back the memory of code that ran at the start and does not run again.
+//! Releases the resident memory of code that runs only at startup.
 //!
-//! Reading a configuration, the command line and certificates touches half of the program once,
-//! and the kernel maps 16 pages around each one that is touched: most of the resident memory of an
-//! idle process is its own text. What runs again is mapped again, from the page cache. It lowers what
-//! the process holds, not what the cache holds of its file: that is the kernel's to evict.
+//! Parsing the configuration, the command line and certificates touches half of the program once, and the
+//! kernel maps 16 pages around each page touched: most of the resident memory of an idle process is its
+//! own code. Code that runs again is mapped again from the page cache. This lowers the resident memory of
+//! the process, not the page cache, which the kernel evicts.
 
 use std::fs;
 use std::io;
 
-/// A part of this process's memory: where it begins, and its bytes.
+/// Start address and length in bytes.
 type Range = (usize, usize);
 
-/// Unmaps the pages of every file that is mapped as code; each comes back when it is next run.
-/// Returns how many bytes were looked at.
+/// Unmaps the pages of every file that is mapped as code; each page is mapped again when it runs. Returns
+/// the number of bytes released at most.
 ///
 /// # Errors
-/// What the kernel says. Nothing is lost then but memory.
+/// What `madvise(2)` returns; the memory then stays resident.
 pub fn release_startup_code() -> io::Result<usize> {
     let mut bytes = 0;
     for (start, length) in code(&fs::read_to_string("/proc/self/smaps")?) {
@@ -33,8 +33,7 @@ pub fn release_startup_code() -> io::Result<usize> {
     Ok(bytes)
 }
 
-/// The mappings of files that may be run and not written, and that are as they are in the file
-/// (`proc_pid_smaps(5)`).
+/// Executable, read-only mappings of files without private pages (`proc_pid_smaps(5)`).
 fn code(smaps: &str) -> Vec<Range> {
     let mut found = Vec::new();
     let mut current = None;
@@ -77,14 +76,14 @@ Anonymous:             0 kB
 ";
 
     #[test]
-    fn code_is_what_is_in_a_file_as_it_is_in_the_file() {
+    fn code_finds_unmodified_executable_file_mappings() {
         assert_eq!(code(SMAPS), [(0x55d0_a001_0000, 0x2_0000)]);
         assert_eq!(code("nonsense - 1-2\n\nff-00 r-xp 0 0 0 /x\nAnonymous: 0 kB"), []);
     }
 
-    /// That it helps is tried from outside, in `tests/cli.rs`.
+    /// `tests/cli.rs` measures the effect.
     #[test]
-    fn what_runs_goes_on_running() {
+    fn release_startup_code_does_not_disturb_running_code() {
         for _ in 0..3 {
             assert!(release_startup_code().unwrap() > 0);
             assert_eq!(code(SMAPS).len(), 1);

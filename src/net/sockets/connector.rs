@@ -1,10 +1,10 @@
-//! How our own connections leave: with a mark that the rules of an interception let pass, and
-//! remembered for a while, so that one that is caught all the same is known when it comes back.
+//! Opens upstream connections, with a mark that excludes them from interception, and detects those that
+//! were intercepted nevertheless.
 //!
-//! An interception (nftables REDIRECT or TPROXY) catches whatever goes to an address, and what we
-//! send there ourselves as well, unless the rules can tell it apart. The mark (`SO_MARK`,
-//! socket(7)) is how. Rules without that exception would send every connection of ours back to us,
-//! for ever: [`Connector::is_own_connection`] breaks the circle.
+//! An interception (nftables REDIRECT or TPROXY) redirects every connection to an address, jackstay's own
+//! ones included, unless the rules exclude them by their mark (`SO_MARK`, socket(7)). Rules without that
+//! exclusion would redirect each connection of jackstay to itself in an endless loop;
+//! [`Connector::is_own_connection`] ends the loop.
 
 use std::collections::VecDeque;
 use std::io;
@@ -18,11 +18,11 @@ use tokio::time::Instant;
 
 use super::tcp_options;
 
-/// How long a connection of ours is remembered. One that is caught comes back at once; a loop that
-/// is missed here is caught at its next turn.
+/// How long a connection is remembered. An intercepted connection returns at once; a loop that is missed
+/// is detected at its next iteration.
 const REMEMBERED: Duration = Duration::from_secs(5);
 
-/// Most connections remembered; the oldest go first. More than a busy node opens in that time.
+/// Maximum of connections remembered, more than a busy node opens in that time. The oldest is dropped.
 const MOST_REMEMBERED: usize = 4096;
 
 /// Opens connections to endpoints.
@@ -32,29 +32,29 @@ pub struct Connector {
     recent: Option<Mutex<VecDeque<OwnConnection>>>,
 }
 
-/// A connection that we began.
+/// A connection that this process opened.
 #[derive(Debug)]
 struct OwnConnection {
-    begun: Instant,
+    opened: Instant,
     from: SocketAddr,
     to: SocketAddr,
 }
 
 impl Connector {
-    /// Connections that nobody intercepts: no mark, nothing to remember.
+    /// Without a mark and without loop detection: no listener is transparent.
     pub fn unmarked() -> Self {
         Self::default()
     }
 
-    /// Connections that carry `mark`, and are remembered. A mark of 0 is none: the rules tell our
-    /// connections apart by something else (`meta skuid`).
+    /// With `mark` and loop detection. A mark of 0 sets none: the rules exclude jackstay's connections by
+    /// another property (`meta skuid`).
     ///
     /// # Errors
     /// `PermissionDenied` when this process may not set marks: `CAP_NET_ADMIN` is missing.
     pub fn marked(mark: u32) -> io::Result<Self> {
         let mark = NonZeroU32::new(mark);
         if let Some(mark) = mark {
-            // Learn it now, not at the first connection.
+            // Fails at startup rather than at the first connection.
             let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None)?;
             socket.set_mark(mark.get())?;
         }
@@ -64,15 +64,15 @@ impl Connector {
     /// Connects to an endpoint with the options of [`tcp_options::new_upstream_socket`] and the mark.
     ///
     /// # Errors
-    /// What the kernel says: refused, unreachable, no such address family.
+    /// What connect(2) returns: refused, unreachable, no such address family.
     pub async fn connect(&self, to: SocketAddr) -> io::Result<TcpStream> {
         let socket = tcp_options::new_upstream_socket(to)?;
         if let Some(mark) = self.mark {
             socket.set_mark(mark.get())?;
         }
         {
-            // On loopback the handshake is over when connect(2) returns, and another thread may have
-            // accepted it: who asks whether it is ours waits until it is remembered.
+            // On loopback the handshake is complete when connect(2) returns, and another thread may
+            // accept the connection at once. The lock makes its query wait until this one is recorded.
             let mut recent = self.recent.as_ref().map(lock);
             match socket.connect(&to.into()) {
                 Err(error) if error.raw_os_error() != Some(libc::EINPROGRESS) => return Err(error),
@@ -92,11 +92,10 @@ impl Connector {
         }
     }
 
-    /// Whether a connection that was accepted here is one that we ourselves began lately: the same
-    /// two addresses, so the same connection.
+    /// Whether an accepted connection is one that this process opened recently: both addresses are equal.
     pub fn is_own_connection(&self, from: SocketAddr, to: SocketAddr) -> bool {
         let Some(recent) = &self.recent else { return false };
-        lock(recent).iter().rev().any(|ours| ours.from == from && ours.to == to)
+        lock(recent).iter().rev().any(|own| own.from == from && own.to == to)
     }
 }
 
@@ -105,12 +104,12 @@ fn lock(recent: &Mutex<VecDeque<OwnConnection>>) -> MutexGuard<'_, VecDeque<OwnC
 }
 
 fn remember(recent: &mut VecDeque<OwnConnection>, from: SocketAddr, to: SocketAddr) {
-    let begun = Instant::now();
-    let old = |ours: &OwnConnection| begun.duration_since(ours.begun) > REMEMBERED;
+    let opened = Instant::now();
+    let old = |own: &OwnConnection| opened.duration_since(own.opened) > REMEMBERED;
     while recent.front().is_some_and(old) || recent.len() >= MOST_REMEMBERED {
         recent.pop_front();
     }
-    recent.push_back(OwnConnection { begun, from, to });
+    recent.push_back(OwnConnection { opened, from, to });
 }
 
 #[cfg(test)]
@@ -126,7 +125,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_connection_of_ours_is_known_by_both_its_addresses() {
+    async fn is_own_connection_compares_both_addresses() {
         let (listener, to) = listener();
         let outgoing = Connector::marked(0).unwrap();
         let stream = outgoing.connect(to).await.unwrap();
@@ -135,13 +134,12 @@ mod tests {
         assert!(outgoing.is_own_connection(from, to));
         let elsewhere = SocketAddr::new(to.ip(), to.port() ^ 1);
         assert!(!outgoing.is_own_connection(from, elsewhere), "another connection from that port");
-        assert!(!outgoing.is_own_connection(elsewhere, to), "somebody else's");
+        assert!(!outgoing.is_own_connection(elsewhere, to), "a connection of another process");
         assert!(!Connector::unmarked().is_own_connection(from, to));
     }
 
-    /// With workers each in a thread of its own.
     #[tokio::test]
-    async fn it_is_known_to_whoever_accepts_it_first() {
+    async fn is_own_connection_holds_for_a_concurrent_accept() {
         const CONNECTIONS: usize = 1_000;
         let (listener, to) = listener();
         let outgoing = Arc::new(Connector::marked(0).unwrap());
@@ -158,14 +156,14 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_refused_connection_is_an_error() {
+    async fn connect_to_closed_port_returns_connection_refused() {
         let to = listener().1; // closed again
         let error = Connector::unmarked().connect(to).await.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
     }
 
     #[tokio::test(start_paused = true)]
-    async fn memory_is_short_and_bounded() {
+    async fn remembered_connections_expire_and_are_bounded() {
         let (_listener, to) = listener();
         let outgoing = Connector::marked(0).unwrap();
         let first = outgoing.connect(to).await.unwrap().local_addr().unwrap();
@@ -180,7 +178,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn ipv6_works_where_it_exists() {
+    async fn connect_over_ipv6_where_the_host_has_it() {
         let Ok(listener) = std::net::TcpListener::bind("[::1]:0") else { return };
         let to = listener.local_addr().unwrap();
         let stream = Connector::unmarked().connect(to).await.unwrap();

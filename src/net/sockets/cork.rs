@@ -1,9 +1,9 @@
-//! Gathers what HTTP/2 writes in one turn into few large writes.
+//! Combines the frames that HTTP/2 writes in one poll of a connection into few large writes.
 //!
-//! h2 hands over and flushes every DATA frame by itself: with answers of 2 KiB that is a TLS record
-//! and a system call each. [`Cork`] keeps them until the connection's task has done what there is
-//! to do; then the task calls [`Uncork::poll`]. Nothing waits for longer than that one turn, and
-//! beyond [`LIMIT`] the writer waits for the socket as it would without us.
+//! h2 writes and flushes each DATA frame separately: with responses of 2 KiB that is one TLS record and one
+//! system call each. [`Cork`] buffers them until the connection's task has polled everything and calls
+//! [`Uncork::poll`]. Data wait no longer than that poll, and beyond [`LIMIT`] the writer waits for the
+//! socket as it would without a cork.
 
 use std::cell::RefCell;
 use std::io;
@@ -13,47 +13,47 @@ use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-/// Bytes that are kept at most: two full TLS records.
+/// Maximum of buffered bytes: two full TLS records.
 const LIMIT: usize = 32 * 1024;
-/// A write of this size gains nothing by being copied.
+/// Writes of this size are not copied.
 const LARGE: usize = 8 * 1024;
 
-/// The half for HTTP/2 to read and write.
+/// The half that HTTP/2 reads and writes.
 pub struct Cork<T>(Rc<RefCell<Inner<T>>>);
 
-/// The half that sends what was gathered.
+/// The half that flushes the buffer.
 pub struct Uncork<T>(Rc<RefCell<Inner<T>>>);
 
 struct Inner<T> {
     io: T,
-    gathered: Vec<u8>,
-    /// How much of it was written.
+    buffered: Vec<u8>,
+    /// Bytes of it already written.
     written: usize,
-    /// `io` may hold bytes that were not flushed.
+    /// `io` may contain unflushed bytes.
     dirty: bool,
-    /// Bytes have come since [`Uncork::received_since_last_call`] was asked last.
+    /// Bytes were read since the last [`Uncork::received_since_last_call`].
     received: bool,
 }
 
-/// Splits a stream; both halves belong to one task.
+/// Splits a stream into halves for one task.
 pub fn cork<T>(io: T) -> (Cork<T>, Uncork<T>) {
-    let inner = Inner { io, gathered: Vec::new(), written: 0, dirty: false, received: false };
+    let inner = Inner { io, buffered: Vec::new(), written: 0, dirty: false, received: false };
     let inner = Rc::new(RefCell::new(inner));
     (Cork(Rc::clone(&inner)), Uncork(inner))
 }
 
 impl<T: AsyncWrite + Unpin> Uncork<T> {
-    /// Sends what was gathered; call it after every turn of the connection.
+    /// Flushes the buffer. Call it after each poll of the connection.
     ///
     /// # Errors
-    /// The stream's.
+    /// Those of the stream.
     pub fn poll(&self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         self.0.borrow_mut().flush(cx)
     }
 }
 
 impl<T> Uncork<T> {
-    /// Whether bytes have been read since this was asked last.
+    /// Whether bytes were read since the last call.
     pub fn received_since_last_call(&self) -> bool {
         std::mem::take(&mut self.0.borrow_mut().received)
     }
@@ -61,8 +61,8 @@ impl<T> Uncork<T> {
 
 impl<T: AsyncWrite + Unpin> Inner<T> {
     fn drain(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        while self.written < self.gathered.len() {
-            let rest = &self.gathered[self.written..];
+        while self.written < self.buffered.len() {
+            let rest = &self.buffered[self.written..];
             match ready!(Pin::new(&mut self.io).poll_write(cx, rest))? {
                 0 => return Poll::Ready(Err(io::ErrorKind::WriteZero.into())),
                 n => self.written += n,
@@ -70,13 +70,13 @@ impl<T: AsyncWrite + Unpin> Inner<T> {
             self.dirty = true;
         }
         // An idle connection holds no buffer.
-        self.gathered = Vec::new();
+        self.buffered = Vec::new();
         self.written = 0;
         Poll::Ready(Ok(()))
     }
 
     fn flush(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        if !self.gathered.is_empty() {
+        if !self.buffered.is_empty() {
             ready!(self.drain(cx))?;
         }
         if self.dirty {
@@ -86,17 +86,17 @@ impl<T: AsyncWrite + Unpin> Inner<T> {
         Poll::Ready(Ok(()))
     }
 
-    /// Makes room for `len` bytes; true if they should be gathered, false if `io` may have them.
+    /// Makes room for `len` bytes. True if they go into the buffer, false if directly to `io`.
     fn make_room(&mut self, cx: &mut Context<'_>, len: usize) -> Poll<io::Result<bool>> {
-        if self.gathered.len() + len > LIMIT {
+        if self.buffered.len() + len > LIMIT {
             ready!(self.drain(cx))?;
         }
-        if self.gathered.is_empty() && len >= LARGE {
+        if self.buffered.is_empty() && len >= LARGE {
             self.dirty = true;
             return Poll::Ready(Ok(false));
         }
-        if self.gathered.capacity() == 0 {
-            self.gathered.reserve_exact(LIMIT);
+        if self.buffered.capacity() == 0 {
+            self.buffered.reserve_exact(LIMIT);
         }
         Poll::Ready(Ok(true))
     }
@@ -126,7 +126,7 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for Cork<T> {
         if !ready!(inner.make_room(cx, buf.len()))? {
             return Pin::new(&mut inner.io).poll_write(cx, buf);
         }
-        inner.gathered.extend_from_slice(buf);
+        inner.buffered.extend_from_slice(buf);
         Poll::Ready(Ok(buf.len()))
     }
 
@@ -141,7 +141,7 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for Cork<T> {
             return Pin::new(&mut inner.io).poll_write_vectored(cx, bufs);
         }
         for buf in bufs {
-            inner.gathered.extend_from_slice(buf);
+            inner.buffered.extend_from_slice(buf);
         }
         Poll::Ready(Ok(len))
     }
@@ -150,7 +150,7 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for Cork<T> {
         true
     }
 
-    /// Only remembers it: see [`Uncork::poll`].
+    /// Deferred to [`Uncork::poll`].
     fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
         self.0.borrow_mut().dirty = true;
         Poll::Ready(Ok(()))
@@ -170,7 +170,7 @@ mod tests {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
     #[tokio::test(start_paused = true)]
-    async fn small_writes_leave_together_and_in_order_with_large_ones() {
+    async fn poll_sends_small_writes_together_and_in_order() {
         let (ours, mut theirs) = tokio::io::duplex(1 << 20);
         let (mut corked, uncork) = cork(ours);
         corked.write_all(b"one ").await.unwrap();
@@ -179,7 +179,7 @@ mod tests {
         let mut got = [0; 8];
         let early =
             tokio::time::timeout(std::time::Duration::from_millis(10), theirs.read(&mut got));
-        assert!(early.await.is_err(), "nothing leaves before the end of the turn");
+        assert!(early.await.is_err(), "nothing is sent before the poll");
         poll_fn(|cx| uncork.poll(cx)).await.unwrap();
         theirs.read_exact(&mut got).await.unwrap();
         assert_eq!(&got, b"one two ");
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_is_read_is_heard_once() {
+    async fn received_since_last_call_is_true_once_after_a_read() {
         let (ours, mut theirs) = tokio::io::duplex(16);
         let (mut corked, uncork) = cork(ours);
         assert!(!uncork.received_since_last_call());
@@ -204,11 +204,11 @@ mod tests {
         assert!(uncork.received_since_last_call() && !uncork.received_since_last_call());
         drop(theirs);
         assert_eq!(corked.read(&mut [0]).await.unwrap(), 0);
-        assert!(!uncork.received_since_last_call(), "an end is no sign of life");
+        assert!(!uncork.received_since_last_call(), "the end of the stream is not data");
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_reader_that_takes_nothing_is_felt() {
+    async fn write_beyond_limit_waits_for_the_reader() {
         let (ours, _theirs) = tokio::io::duplex(16);
         let (mut corked, uncork) = cork(ours);
         let written = tokio::time::timeout(std::time::Duration::from_millis(50), async {
@@ -217,7 +217,7 @@ mod tests {
             }
         });
         assert!(written.await.is_err());
-        assert!(corked.0.borrow().gathered.len() <= LIMIT);
+        assert!(corked.0.borrow().buffered.len() <= LIMIT);
         let waiting = poll_fn(|cx| Poll::Ready(uncork.poll(cx).is_pending())).await;
         assert!(waiting);
     }

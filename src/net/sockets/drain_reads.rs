@@ -1,8 +1,8 @@
-//! A stream that is read to its end although it takes nothing more.
+//! A stream that is read to its end although its peer accepts no more writes.
 //!
-//! A process in a pod ends while its standard input still comes: the apiserver sends what is left of
-//! the output and the exit status, and closes with bytes unread, which its kernel tells by a reset.
-//! Whoever ends the tunnel at the first write that fails throws away what had come before.
+//! A process in a pod may end while the client still sends standard input. The apiserver then sends the
+//! remaining output and the exit status and closes with unread bytes, which resets the connection. A tunnel
+//! that ended at the first failed write would lose that output.
 
 use std::io::{self, ErrorKind};
 use std::pin::Pin;
@@ -10,26 +10,26 @@ use std::task::{Context, Poll};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-/// See the module. What is written after the first refusal is thrown away; reading says how it ended.
+/// Discards writes after the first failed one. Reading reports how the stream ended.
 #[derive(Debug)]
 pub struct DrainReads<'a, T> {
     inner: &'a mut T,
-    refuses: bool,
+    write_failed: bool,
 }
 
 impl<'a, T> DrainReads<'a, T> {
-    /// Hears `inner` out.
+    /// Wraps `inner`.
     pub fn new(inner: &'a mut T) -> Self {
-        Self { inner, refuses: false }
+        Self { inner, write_failed: false }
     }
 
-    /// What is made of the end of a write that would have brought `done`.
-    fn unless_refused<R>(&mut self, end: Poll<io::Result<R>>, done: R) -> Poll<io::Result<R>> {
+    /// Turns the failure of a closed peer into success with `done`.
+    fn unless_peer_closed<R>(&mut self, end: Poll<io::Result<R>>, done: R) -> Poll<io::Result<R>> {
         match end {
             Poll::Ready(Err(error))
                 if matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset) =>
             {
-                self.refuses = true;
+                self.write_failed = true;
                 Poll::Ready(Ok(done))
             }
             end => end,
@@ -53,27 +53,27 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for DrainReads<'_, T> {
         cx: &mut Context<'_>,
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
-        if self.refuses {
+        if self.write_failed {
             return Poll::Ready(Ok(buf.len()));
         }
         let end = Pin::new(&mut *self.inner).poll_write(cx, buf);
-        self.unless_refused(end, buf.len())
+        self.unless_peer_closed(end, buf.len())
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        if self.refuses {
+        if self.write_failed {
             return Poll::Ready(Ok(()));
         }
         let end = Pin::new(&mut *self.inner).poll_flush(cx);
-        self.unless_refused(end, ())
+        self.unless_peer_closed(end, ())
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        if self.refuses {
+        if self.write_failed {
             return Poll::Ready(Ok(()));
         }
         let end = Pin::new(&mut *self.inner).poll_shutdown(cx);
-        self.unless_refused(end, ())
+        self.unless_peer_closed(end, ())
     }
 }
 
@@ -82,7 +82,7 @@ mod tests {
     use super::*;
     use tokio::io::{AsyncReadExt, AsyncWriteExt, copy_bidirectional, duplex};
 
-    /// Takes nothing, and speaks only when somebody has tried; then ends, or breaks.
+    /// Refuses writes, and sends data only after the first attempt; then ends or fails.
     struct Gone {
         tried: Option<ErrorKind>,
         left: &'static [u8],
@@ -129,41 +129,45 @@ mod tests {
         }
     }
 
-    /// What a client hears that goes on talking, and how the copying ended.
-    async fn heard(how: ErrorKind, end: Option<ErrorKind>) -> (String, io::Result<(u64, u64)>) {
+    /// What a client receives that continues to write, and how the copy ended.
+    async fn copy_through(
+        how: ErrorKind,
+        end: Option<ErrorKind>,
+    ) -> (String, io::Result<(u64, u64)>) {
         let mut gone = Gone { tried: None, left: b"exit status 0", end, how };
-        let (mut client, mut ours) = duplex(64);
-        let talk = async move {
-            client.write_all(b"more of its input").await.unwrap();
-            let mut heard = String::new();
-            client.read_to_string(&mut heard).await.unwrap();
-            heard
+        let (mut theirs, mut ours) = duplex(64);
+        let client = async move {
+            theirs.write_all(b"more of its input").await.unwrap();
+            let mut received = String::new();
+            theirs.read_to_string(&mut received).await.unwrap();
+            received
         };
         let copy = async move {
             let end = copy_bidirectional(&mut ours, &mut DrainReads::new(&mut gone)).await;
             drop(ours);
             end
         };
-        tokio::join!(talk, copy)
+        tokio::join!(client, copy)
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_it_says_last_is_heard() {
+    async fn read_after_failed_write_returns_the_last_data() {
         for how in [ErrorKind::BrokenPipe, ErrorKind::ConnectionReset] {
-            let (heard, end) = heard(how, None).await;
-            assert_eq!(heard, "exit status 0");
+            let (received, end) = copy_through(how, None).await;
+            assert_eq!(received, "exit status 0");
             assert_eq!(end.unwrap(), (17, 13));
         }
-        let (heard, end) = heard(ErrorKind::BrokenPipe, Some(ErrorKind::ConnectionReset)).await;
+        let (received, end) =
+            copy_through(ErrorKind::BrokenPipe, Some(ErrorKind::ConnectionReset)).await;
         assert_eq!(
-            (heard.as_str(), end.unwrap_err().kind()),
+            (received.as_str(), end.unwrap_err().kind()),
             ("exit status 0", ErrorKind::ConnectionReset)
         );
     }
 
     #[tokio::test(start_paused = true)]
-    async fn another_error_is_one() {
-        let (heard, end) = heard(ErrorKind::Other, None).await;
-        assert_eq!((heard.as_str(), end.unwrap_err().kind()), ("", ErrorKind::Other));
+    async fn write_with_another_error_fails() {
+        let (received, end) = copy_through(ErrorKind::Other, None).await;
+        assert_eq!((received.as_str(), end.unwrap_err().kind()), ("", ErrorKind::Other));
     }
 }

@@ -1,5 +1,4 @@
-//! Connections that nftables redirected to us: where they were meant to go, and whether they are
-//! redirected at all.
+//! The original destination of connections that nftables redirected to a transparent listener.
 //!
 //! REDIRECT rewrites the destination; the kernel's connection tracking remembers the original one
 //! (`SO_ORIGINAL_DST`, `linux/netfilter_ipv4.h`). TPROXY rewrites nothing: the accepted socket's
@@ -13,23 +12,23 @@ use tokio::net::TcpStream;
 
 use super::connector::Connector;
 
-/// What an accepted connection of a transparent listener is.
+/// How a connection reached a transparent listener.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Interception {
-    /// It was meant for this address.
+    /// Redirected; the client connected to this address.
     Redirected(SocketAddr),
-    /// Nobody redirected it: somebody connected to us.
+    /// Not redirected: the client connected to the listener.
     Direct(SocketAddr),
-    /// It was redirected, but from another address of ours.
+    /// Redirected from another address of the listener.
     RedirectedToSelf(SocketAddr),
-    /// We began it ourselves, to this address: the rules do not let our own connections pass.
+    /// Opened by this process to this address: the rules do not exclude jackstay's own connections.
     Loop(SocketAddr),
 }
 
-/// Tells what a connection is that a transparent listener accepted from `peer`.
+/// Classifies a connection that a transparent listener accepted from `peer`.
 ///
 /// # Errors
-/// The connection has no local address: it is gone.
+/// The connection is closed and has no local address.
 pub fn classify(
     stream: &TcpStream,
     peer: SocketAddr,
@@ -37,42 +36,41 @@ pub fn classify(
     outgoing: &Connector,
 ) -> io::Result<Interception> {
     let local = stream.local_addr()?;
-    let meant = original_destination(stream, local).unwrap_or(local);
-    let ours = outgoing.is_own_connection(peer, meant);
-    Ok(classify_addresses(local, meant, listening, ours))
+    let original = original_destination(stream, local).unwrap_or(local);
+    let is_own = outgoing.is_own_connection(peer, original);
+    Ok(classify_addresses(local, original, listening, is_own))
 }
 
-/// | meant for | arrived at | it is |
+/// | original destination | local address | result |
 /// |---|---|---|
-/// | whatever | whatever, begun by us | a loop |
-/// | an address we listen on | the same | direct |
-/// | an address we listen on | another | redirected from us to us |
-/// | anything else | anything | redirected |
+/// | any | any, opened by this process | loop |
+/// | an address of the listener | the same | direct |
+/// | an address of the listener | another | redirected to self |
+/// | any other | any | redirected |
 fn classify_addresses(
     local: SocketAddr,
-    meant: SocketAddr,
+    original: SocketAddr,
     listening: &[SocketAddr],
-    ours: bool,
+    is_own: bool,
 ) -> Interception {
     let listened = listening.iter().any(|bind| {
-        // A wildcard takes every address of this host on its port, so with TPROXY the port that is
-        // intercepted has to be another one.
-        bind.port() == meant.port()
-            && bind.is_ipv4() == meant.is_ipv4()
-            && (bind.ip() == meant.ip() || bind.ip().is_unspecified())
+        // A wildcard matches every address on its port, so with TPROXY the intercepted port must differ.
+        bind.port() == original.port()
+            && bind.is_ipv4() == original.is_ipv4()
+            && (bind.ip() == original.ip() || bind.ip().is_unspecified())
     });
-    if ours {
-        Interception::Loop(meant)
-    } else if listened && meant == local {
-        Interception::Direct(meant)
+    if is_own {
+        Interception::Loop(original)
+    } else if listened && original == local {
+        Interception::Direct(original)
     } else if listened {
-        Interception::RedirectedToSelf(meant)
+        Interception::RedirectedToSelf(original)
     } else {
-        Interception::Redirected(meant)
+        Interception::Redirected(original)
     }
 }
 
-/// What connection tracking knows; `None` where it knows nothing, as with TPROXY it may.
+/// The destination in connection tracking; `None` without an entry, as with TPROXY.
 fn original_destination(stream: &TcpStream, local: SocketAddr) -> Option<SocketAddr> {
     let socket = SockRef::from(stream);
     let known = if local.is_ipv4() { socket.original_dst_v4() } else { socket.original_dst_v6() };
@@ -88,10 +86,10 @@ mod tests {
     }
 
     #[test]
-    fn every_kind_of_arrival() {
+    fn classify_addresses_tells_redirected_direct_and_loop() {
         let binds = [at("127.0.0.1:7443"), at("[::]:7443"), at("0.0.0.0:8443")];
         let lb = "10.0.0.5:6443";
-        for (local, meant, ours, expected) in [
+        for (local, original, is_own, expected) in [
             ("127.0.0.1:7443", lb, false, Interception::Redirected(at(lb))),
             (lb, lb, false, Interception::Redirected(at(lb))),
             ("[::1]:7443", "[fd00::5]:6443", false, Interception::Redirected(at("[fd00::5]:6443"))),
@@ -105,7 +103,7 @@ mod tests {
                 false,
                 Interception::RedirectedToSelf(at("10.0.0.9:8443")),
             ),
-            // The same port of a foreign address is not ours, unless all addresses are.
+            // The same port of another address matches only a wildcard.
             (
                 "127.0.0.1:7443",
                 "10.0.0.5:7443",
@@ -114,15 +112,15 @@ mod tests {
             ),
         ] {
             assert_eq!(
-                classify_addresses(at(local), at(meant), &binds, ours),
+                classify_addresses(at(local), at(original), &binds, is_own),
                 expected,
-                "{local} {meant}"
+                "{local} {original}"
             );
         }
     }
 
     #[tokio::test]
-    async fn nobody_redirected_a_plain_connection() {
+    async fn classify_of_plain_connection_is_direct() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let bind = listener.local_addr().unwrap();
         let _client = TcpStream::connect(bind).await.unwrap();

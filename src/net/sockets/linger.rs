@@ -1,9 +1,9 @@
-//! Closes a client's connection so that the client reads what we said last.
+//! Closes a client connection so that the client still reads the last frames.
 //!
-//! A socket that is closed with bytes unread answers with RST, and an RST that overtakes our last
-//! frames turns a graceful GOAWAY into `connection reset by peer`, which no client may retry a write
-//! on. So the end is sent first, and the rest is read and thrown away until the client's own end
-//! comes, for a bounded time (RFC 9112 section 9.6 says the same of HTTP/1.1).
+//! A socket that is closed with unread bytes sends RST. An RST that arrives before the last frames turns a
+//! graceful GOAWAY into `connection reset by peer`, after which no client may retry a write. So the FIN is
+//! sent first, and further data are read and discarded until the client closes, for a limited time
+//! (RFC 9112 section 9.6 recommends the same for HTTP/1.1).
 
 use std::cell::Cell;
 use std::io;
@@ -16,40 +16,40 @@ use tokio::net::TcpStream;
 use tokio::task::spawn_local;
 use tokio::time::timeout;
 
-/// How long the client's end is waited for.
+/// How long to wait for the client to close.
 const LIMIT: Duration = Duration::from_secs(1);
 
 thread_local! {
     static LINGERING: Cell<usize> = const { Cell::new(0) };
 }
 
-/// Connections of this thread whose end is under way.
+/// Connections of this thread that are still closing.
 pub fn lingering_connections() -> usize {
     LINGERING.get()
 }
 
-/// A connection that lingers when it is dropped. Must live on a `LocalSet`.
+/// A connection that lingers when it is dropped. Must be dropped within a `LocalSet`.
 #[derive(Debug)]
 pub struct Linger {
     /// Taken on drop.
     stream: Option<TcpStream>,
-    /// The client's end has been read, or the connection is broken: nothing to wait for.
-    over: bool,
+    /// The client has closed, or the connection has failed.
+    finished: bool,
 }
 
 impl Linger {
-    /// Lets `stream` linger.
+    /// Wraps `stream`.
     pub fn new(stream: TcpStream) -> Self {
-        Self { stream: Some(stream), over: false }
+        Self { stream: Some(stream), finished: false }
     }
 
     fn stream(&mut self) -> io::Result<Pin<&mut TcpStream>> {
         self.stream.as_mut().map(Pin::new).ok_or_else(|| io::ErrorKind::NotConnected.into())
     }
 
-    fn note<T>(&mut self, result: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+    fn record_error<T>(&mut self, result: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
         if matches!(result, Poll::Ready(Err(_))) {
-            self.over = true;
+            self.finished = true;
         }
         result
     }
@@ -57,7 +57,7 @@ impl Linger {
 
 impl Drop for Linger {
     fn drop(&mut self) {
-        let Some(mut stream) = self.stream.take().filter(|_| !self.over) else { return };
+        let Some(mut stream) = self.stream.take().filter(|_| !self.finished) else { return };
         if socket2::SockRef::from(&stream).shutdown(std::net::Shutdown::Write).is_err() {
             return;
         }
@@ -97,9 +97,9 @@ impl AsyncRead for Linger {
         let before = buf.filled().len();
         let result = self.stream()?.poll_read(cx, buf);
         if matches!(result, Poll::Ready(Ok(()))) && buf.filled().len() == before {
-            self.over = true;
+            self.finished = true;
         }
-        self.note(result)
+        self.record_error(result)
     }
 }
 
@@ -110,7 +110,7 @@ impl AsyncWrite for Linger {
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
         let result = self.stream()?.poll_write(cx, buf);
-        self.note(result)
+        self.record_error(result)
     }
 
     fn poll_write_vectored(
@@ -119,7 +119,7 @@ impl AsyncWrite for Linger {
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let result = self.stream()?.poll_write_vectored(cx, bufs);
-        self.note(result)
+        self.record_error(result)
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -143,22 +143,22 @@ mod tests {
     use tokio::task::LocalSet;
 
     #[tokio::test]
-    async fn what_was_said_last_is_read_although_the_peer_went_on_talking() {
+    async fn drop_with_unread_bytes_still_delivers_the_last_data() {
         LocalSet::new()
             .run_until(async {
                 let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
                 let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
                 let (accepted, _) = listener.accept().await.unwrap();
                 let mut ours = Linger::new(accepted);
-                // Unread when we close: without lingering this is an RST.
+                // Unread at the close: without lingering this causes RST.
                 client.write_all(&[1; 1000]).await.unwrap();
-                ours.write_all(b"goodbye").await.unwrap();
+                ours.write_all(b"GOAWAY").await.unwrap();
                 drop(ours);
                 assert_eq!(lingering_connections(), 1);
                 client.write_all(&[1; 1000]).await.unwrap();
-                let mut said = Vec::new();
-                client.read_to_end(&mut said).await.unwrap();
-                assert_eq!(said, b"goodbye");
+                let mut received = Vec::new();
+                client.read_to_end(&mut received).await.unwrap();
+                assert_eq!(received, b"GOAWAY");
                 drop(client);
                 while lingering_connections() > 0 {
                     tokio::task::yield_now().await;

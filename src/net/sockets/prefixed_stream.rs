@@ -1,5 +1,7 @@
-//! A stream that first gives what was read beyond the end of its HTTP head, then goes on, and
-//! remembers what came of it: bytes bytes_read, and whether it was the one that failed.
+//! A stream that first returns bytes that were read beyond an HTTP head, then reads on.
+//!
+//! It counts the bytes read and keeps its first error, so that the caller of a bidirectional copy knows
+//! which side failed.
 
 use std::io;
 use std::pin::Pin;
@@ -8,7 +10,7 @@ use std::task::{Context, Poll, ready};
 use bytes::{Buf, Bytes};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-/// See the module.
+/// A stream with bytes before it.
 #[derive(Debug)]
 pub struct PrefixedStream<T> {
     first: Bytes,
@@ -18,22 +20,22 @@ pub struct PrefixedStream<T> {
 }
 
 impl<T> PrefixedStream<T> {
-    /// Gives `first` before anything that `inner` gives.
+    /// Returns `first` before the bytes of `inner`.
     pub fn new(first: Bytes, inner: T) -> Self {
         Self { first, inner, bytes_read: 0, error: None }
     }
 
-    /// Bytes read from it so far.
+    /// Bytes read so far.
     pub fn bytes_read(&self) -> u64 {
         self.bytes_read
     }
 
-    /// Its own first failure, if it had one.
+    /// The first error of this stream, if any.
     pub fn error(&self) -> Option<&str> {
         self.error.as_deref()
     }
 
-    fn note<R>(&mut self, result: Poll<io::Result<R>>) -> Poll<io::Result<R>> {
+    fn record_error<R>(&mut self, result: Poll<io::Result<R>>) -> Poll<io::Result<R>> {
         if let Poll::Ready(Err(error)) = &result
             && self.error.is_none()
         {
@@ -55,7 +57,7 @@ impl<T: AsyncRead + Unpin> AsyncRead for PrefixedStream<T> {
             buf.put_slice(&self.first.split_to(n));
         } else {
             let result = Pin::new(&mut self.inner).poll_read(cx, buf);
-            ready!(self.note(result))?;
+            ready!(self.record_error(result))?;
         }
         self.bytes_read += (buf.filled().len() - before) as u64;
         Poll::Ready(Ok(()))
@@ -69,17 +71,17 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for PrefixedStream<T> {
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
         let result = Pin::new(&mut self.inner).poll_write(cx, buf);
-        self.note(result)
+        self.record_error(result)
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let result = Pin::new(&mut self.inner).poll_flush(cx);
-        self.note(result)
+        self.record_error(result)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let result = Pin::new(&mut self.inner).poll_shutdown(cx);
-        self.note(result)
+        self.record_error(result)
     }
 }
 
@@ -89,7 +91,7 @@ mod tests {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
     #[tokio::test(start_paused = true)]
-    async fn what_was_read_too_far_comes_first_and_is_counted() {
+    async fn read_returns_the_prefix_first_and_counts_it() {
         let (ours, mut theirs) = tokio::io::duplex(64);
         theirs.write_all(b"world").await.unwrap();
         drop(theirs);

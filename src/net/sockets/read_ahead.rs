@@ -1,7 +1,7 @@
-//! Reads in large pieces for a reader that asks for small ones.
+//! Reads from the socket in large pieces for a reader that asks for small ones.
 //!
-//! rustls reads 4 KiB at a time, which is a system call each, a dozen for one burst of answers. The
-//! large buffer belongs to the thread: a connection holds one only between two reads of one turn.
+//! rustls reads 4 KiB per system call, a dozen calls for one burst of responses. The large buffer belongs
+//! to the thread; a connection has one only while it contains unread bytes.
 
 use std::cell::Cell;
 use std::future::poll_fn;
@@ -11,30 +11,30 @@ use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-/// Size of a read: what the kernel has after a burst.
+/// Bytes per read: what a socket typically has after a burst.
 const SIZE: usize = 64 * 1024;
 
 thread_local! {
     static SPARE: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
 }
 
-/// Reads ahead of whoever reads from it.
+/// A stream that reads ahead.
 #[derive(Debug)]
 pub struct ReadAhead<T> {
     inner: T,
-    /// Empty unless there is something between `start` and `end`.
+    /// Empty unless bytes are left between `start` and `end`.
     ahead: Vec<u8>,
     start: usize,
     end: usize,
 }
 
 impl<T> ReadAhead<T> {
-    /// Reads ahead on `inner`.
+    /// Wraps `inner`.
     pub fn new(inner: T) -> Self {
         Self { inner, ahead: Vec::new(), start: 0, end: 0 }
     }
 
-    /// What it reads from.
+    /// The stream below.
     pub fn get_mut(&mut self) -> &mut T {
         &mut self.inner
     }
@@ -53,8 +53,8 @@ impl<T> ReadAhead<T> {
 }
 
 impl<T: AsyncRead + Unpin> ReadAhead<T> {
-    /// Waits for the first bytes and shows them without taking them; none at the end. The buffer
-    /// stays with the connection until they are read.
+    /// Waits for the first bytes and returns them without consuming them; empty at the end of the stream. The
+    /// connection keeps the buffer until they are read.
     ///
     /// # Errors
     /// Those of reading.
@@ -63,13 +63,13 @@ impl<T: AsyncRead + Unpin> ReadAhead<T> {
         Ok(self.ahead.get(self.start..self.end).unwrap_or_default())
     }
 
-    /// Reads if nothing is left of the last read.
+    /// Reads if no bytes of the last read are left.
     fn poll_fill(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         if !self.ahead.is_empty() {
             return Poll::Ready(Ok(()));
         }
         let mut spare = SPARE.take();
-        spare.resize(SIZE, 0); // the first time only
+        spare.resize(SIZE, 0); // allocates the first time only
         let mut large = ReadBuf::new(&mut spare);
         let result = Pin::new(&mut self.inner).poll_read(cx, &mut large);
         let end = large.filled().len();
@@ -130,14 +130,14 @@ mod tests {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
     #[tokio::test(start_paused = true)]
-    async fn small_reads_see_every_byte_and_the_end() {
+    async fn small_reads_return_every_byte_and_the_end() {
         let (ours, mut theirs) = tokio::io::duplex(1 << 20);
         let sent: Vec<u8> = (0..3 * SIZE + 5).map(|i| (i % 251) as u8).collect();
         theirs.write_all(&sent).await.unwrap();
         drop(theirs);
         let mut reader = ReadAhead::new(ours);
         assert_eq!(reader.peek().await.unwrap()[..5], sent[..5]);
-        assert_eq!(reader.peek().await.unwrap().len(), SIZE, "what is there is not read again");
+        assert_eq!(reader.peek().await.unwrap().len(), SIZE, "peek does not read again");
         let mut got = Vec::new();
         let mut piece = [0; 1000];
         loop {
@@ -147,8 +147,8 @@ mod tests {
             }
         }
         assert!(got == sent);
-        assert!(reader.peek().await.unwrap().is_empty(), "the end");
-        assert!(reader.ahead.is_empty(), "the buffer went back to the thread");
-        assert_eq!(SPARE.take().len(), SIZE, "and is there");
+        assert!(reader.peek().await.unwrap().is_empty(), "end of stream");
+        assert!(reader.ahead.is_empty(), "the thread has the buffer again");
+        assert_eq!(SPARE.take().len(), SIZE, "the spare buffer");
     }
 }

@@ -1,8 +1,8 @@
-//! A TCP stream that remembers when bytes last arrived and can still be asked for `TCP_INFO` while
-//! TLS and HTTP/2 own its reading and writing.
+//! A TCP stream that counts received bytes and whose `TCP_INFO` stays readable while TLS and HTTP/2 own
+//! the stream.
 //!
-//! The socket is shared by reference count inside one thread; a duplicated descriptor would keep a
-//! closed connection open.
+//! Both halves share the socket by a reference count within one thread. A duplicated descriptor would keep
+//! a closed connection open.
 
 use std::cell::{Cell, RefCell};
 use std::io;
@@ -15,11 +15,11 @@ use tokio::net::TcpStream;
 
 use super::{tcp_info, tcp_options};
 
-/// The reading and writing half: give it to TLS.
+/// The half that TLS reads and writes.
 #[derive(Debug)]
 pub struct TrackedStream(Rc<Inner>);
 
-/// The observing half: ask it for evidence. Drop it with the other, or the socket stays open.
+/// The half that observes. The socket stays open until both halves are dropped.
 #[derive(Debug, Clone)]
 pub struct StreamObserver(Rc<Inner>);
 
@@ -36,12 +36,12 @@ pub fn track(stream: TcpStream) -> (TrackedStream, StreamObserver) {
 }
 
 impl StreamObserver {
-    /// Bytes that have arrived so far.
+    /// Bytes received so far.
     pub fn bytes_read(&self) -> u64 {
         self.0.bytes_read.get()
     }
 
-    /// The kernel's evidence.
+    /// Reads `TCP_INFO`.
     ///
     /// # Errors
     /// See [`tcp_info::read`].
@@ -52,7 +52,7 @@ impl StreamObserver {
     /// See [`tcp_options::send_keepalive_probe`].
     ///
     /// # Errors
-    /// What the kernel says.
+    /// What the kernel returns.
     pub fn send_keepalive_probe(&self) -> io::Result<()> {
         tcp_options::send_keepalive_probe(&*self.0.stream.borrow())
     }
@@ -60,15 +60,15 @@ impl StreamObserver {
     /// See [`tcp_options::disable_keepalives`].
     ///
     /// # Errors
-    /// What the kernel says.
+    /// What the kernel returns.
     pub fn disable_keepalives(&self) -> io::Result<()> {
         tcp_options::disable_keepalives(&self.0.stream.borrow())
     }
 
-    /// Our address on this connection.
+    /// The local address of the connection.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// What the kernel returns.
     pub fn local_addr(&self) -> io::Result<std::net::SocketAddr> {
         self.0.stream.borrow().local_addr()
     }
@@ -81,7 +81,7 @@ impl AsyncRead for TrackedStream {
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let before = buf.filled().len();
-        // tokio's own `poll_read`, since it knows that a short read emptied the socket.
+        // tokio's own `poll_read` knows that a short read has emptied the socket.
         ready!(Pin::new(&mut *self.0.stream.borrow_mut()).poll_read(cx, buf))?;
         let n = buf.filled().len() - before;
         self.0.bytes_read.set(self.0.bytes_read.get() + n as u64);
@@ -128,7 +128,7 @@ mod tests {
     use tokio::net::TcpListener;
 
     #[tokio::test]
-    async fn counts_what_arrives_and_closes_when_both_halves_are_gone() {
+    async fn track_counts_received_bytes_and_closes_after_both_halves() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let (mut peer, _) = listener.accept().await.unwrap();

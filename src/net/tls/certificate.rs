@@ -1,4 +1,4 @@
-//! What a certificate says: who it is, and when it is valid.
+//! The subject, the validity and the serial of an X.509 certificate.
 
 use std::fmt::{self, Write as _};
 use std::path::Path;
@@ -18,8 +18,8 @@ const OID_KUBERNETES_UID: &str = "1.3.6.1.4.1.57683.2";
 /// It never equals a Kubernetes UID.
 const OID_RFC4519_UID: &str = "0.9.2342.19200300.100.1.1";
 
-/// Who a certificate says it is, as far as kube-apiserver looks: two equal subjects are the same
-/// user, the same groups and the same UID to it.
+/// The subject of a certificate as kube-apiserver reads it: equal subjects are the same user with the same
+/// groups and UID.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 pub struct Subject {
     cn: Vec<String>,
@@ -29,8 +29,8 @@ pub struct Subject {
 }
 
 impl Subject {
-    /// Reads the subject of a DER certificate. A name in an encoding that programs decode
-    /// differently (T61, BMP and the like) is refused: it must not equal anything.
+    /// Reads the subject of a DER certificate. A name in an encoding that programs decode differently (T61,
+    /// BMP) is refused, because it must not equal any other.
     pub fn from_der(der: &CertificateDer<'_>) -> Result<Self, String> {
         Self::of(&parse(der)?)
     }
@@ -86,10 +86,10 @@ impl fmt::Display for Subject {
     }
 }
 
-/// What an operator wants to know about a certificate.
+/// Subject, validity and serial of a certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CertInfo {
-    /// Who it is.
+    /// Subject.
     pub subject: Subject,
     /// Start of its validity.
     pub not_before: SystemTime,
@@ -99,14 +99,14 @@ pub struct CertInfo {
     pub serial: String,
 }
 
-/// Whether a certificate is valid at some moment.
+/// Whether a certificate is valid at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Validity {
-    /// It is.
+    /// Within its validity.
     Valid,
-    /// Its time has not come (or this machine's clock is behind).
+    /// Before its validity, or the clock of this host is behind.
     NotYet,
-    /// Its time is over.
+    /// After its validity.
     Expired,
 }
 
@@ -143,7 +143,7 @@ impl CertInfo {
     }
 }
 
-/// The first and the last moment at which a DER certificate is valid.
+/// The first and the last second at which a DER certificate is valid.
 pub fn validity(der: &CertificateDer<'_>) -> Result<(SystemTime, SystemTime), String> {
     let certificate = parse(der)?;
     let validity = certificate.validity();
@@ -198,7 +198,7 @@ fn parse<'a>(der: &'a CertificateDer<'_>) -> Result<X509Certificate<'a>, String>
     }
 }
 
-/// A name as text, from the string types every X.509 library decodes alike.
+/// A name as text, from the string types that every X.509 library decodes alike.
 fn text(value: &Any<'_>) -> Result<String, String> {
     let ascii_only = match value.tag() {
         Tag::Utf8String => false,

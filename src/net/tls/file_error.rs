@@ -3,10 +3,10 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-/// What is wrong with a file of certificates or keys: a sentence for people.
+/// What is wrong with a certificate, key or CA file; prints as a sentence.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TlsFileError {
-    /// The file.
+    /// Path of the file.
     pub path: PathBuf,
     /// The kind of problem.
     pub problem: TlsFileProblem,
@@ -18,11 +18,11 @@ pub struct TlsFileError {
 pub enum TlsFileProblem {
     /// The file does not exist.
     Missing,
-    /// It exists and cannot be read.
+    /// The file cannot be read.
     Unreadable,
-    /// It does not contain what it should.
+    /// The content is not a certificate, key or CA.
     Broken,
-    /// The key is another certificate's.
+    /// The key belongs to another certificate.
     Mismatch,
     /// The certificate has expired.
     Expired,
@@ -31,7 +31,7 @@ pub enum TlsFileProblem {
 }
 
 impl TlsFileError {
-    /// Whether the file does not exist. An identity whose file is still to come is no error.
+    /// Whether the file does not exist, which is not an error for an identity that is issued later.
     pub fn is_missing(&self) -> bool {
         self.problem == TlsFileProblem::Missing
     }

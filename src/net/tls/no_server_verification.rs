@@ -1,5 +1,6 @@
-//! A TLS client that takes any server for the right one: where there is no CA to verify with, and
-//! nothing secret is sent. That the server holds the key of what it shows is checked all the same.
+//! A TLS client that accepts any server certificate, for probes that have no CA and send no secret.
+//!
+//! The handshake still proves that the server has the private key of its certificate.
 
 use std::sync::Arc;
 
@@ -8,12 +9,12 @@ use rustls::crypto::{CryptoProvider, verify_tls12_signature, verify_tls13_signat
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::{DigitallySignedStruct, Error, SignatureScheme};
 
-/// Takes every certificate for a good one.
+/// Accepts every server certificate.
 #[derive(Debug)]
 pub struct NoServerVerification(Arc<CryptoProvider>);
 
 impl NoServerVerification {
-    /// One that checks signatures with this provider.
+    /// A verifier that checks signatures with `provider`.
     pub fn new(provider: &Arc<CryptoProvider>) -> Self {
         Self(Arc::clone(provider))
     }

@@ -1,8 +1,7 @@
 //! Certificates, keys and CA bundles read from PEM files, with errors that name the file.
 //!
-//! Loading checks what never changes about a file (it parses, the key belongs to the certificate)
-//! and leaves the clock to the caller: [`CertInfo::check_time`] takes the time as an argument, so
-//! that a certificate which expires while we run is found by the same code.
+//! Loading checks that a file parses and that the key belongs to the certificate. The caller checks the
+//! validity with [`CertInfo::check_time`], which also detects a certificate that expires later.
 
 use std::collections::hash_map::DefaultHasher;
 use std::fmt;
@@ -23,18 +22,18 @@ use crate::net::files::bounded_read;
 use super::certificate::{CertInfo, cert_info};
 use super::file_error::{TlsFileError, TlsFileProblem};
 
-/// Largest PEM file read: the bundle of all public CAs is about 250 KiB.
+/// Maximum size of a PEM file: a bundle of all public CAs has about 250 KiB.
 const MAX_FILE: u64 = 4 << 20;
 
-/// A certificate chain with its private key, proven to belong together.
+/// A certificate chain with its private key, which belongs to the leaf.
 pub struct LoadedCert {
     /// The chain, leaf first.
     pub chain: Vec<CertificateDer<'static>>,
-    /// Chain and signing key as rustls' resolvers take them.
+    /// Chain and signing key for rustls' resolvers.
     pub certified: Arc<CertifiedKey>,
-    /// The leaf.
+    /// Subject and validity of the leaf.
     pub info: CertInfo,
-    /// Differs when the contents of the files differ: tells a changed file from a touched one.
+    /// Hash of the contents of the files, which tells a changed file from a touched one.
     pub fingerprint: u64,
     key: PrivateKeyDer<'static>,
 }
@@ -53,8 +52,8 @@ impl fmt::Debug for LoadedCert {
     }
 }
 
-/// Reads a certificate chain and its key. Both may be in one file, which is then read once, so
-/// that a rename between two reads cannot mix two generations.
+/// Reads a certificate chain and its key. A file that contains both is read once, so that a rename
+/// between two reads cannot mix two versions.
 pub fn load_cert(paths: &CertPaths) -> Result<LoadedCert, TlsFileError> {
     let (cert_path, key_path) = (paths.cert_file.as_path(), paths.key_file.as_path());
     let cert_pem = read(cert_path)?;
@@ -62,7 +61,7 @@ pub fn load_cert(paths: &CertPaths) -> Result<LoadedCert, TlsFileError> {
     cert_from_pem((cert_path, &cert_pem), (key_path, key_pem.as_deref().unwrap_or(&cert_pem)))
 }
 
-/// The same of what has been read already, each with the place that errors are to name.
+/// Parses a certificate chain and its key; errors name the paths.
 pub fn cert_from_pem(
     (cert_path, cert_pem): (&Path, &[u8]),
     (key_path, key_pem): (&Path, &[u8]),
@@ -96,13 +95,13 @@ pub fn cert_from_pem(
 /// The certificate authorities of a PEM bundle.
 #[derive(Debug, Clone)]
 pub struct LoadedCa {
-    /// The usable ones.
+    /// Certificates that rustls accepts as trust anchors.
     pub roots: Arc<RootCertStore>,
-    /// How many those are; never 0.
+    /// Their number, at least 1.
     pub count: usize,
-    /// Each certificate of the bundle that can be read.
+    /// Every certificate of the bundle that can be parsed.
     pub certificates: Vec<CertInfo>,
-    /// Differs when the contents of the file differ.
+    /// Hash of the content of the file.
     pub fingerprint: u64,
 }
 
@@ -112,7 +111,7 @@ pub fn load_ca(path: &Path) -> Result<LoadedCa, TlsFileError> {
     ca_from_pem(path, &read(path)?)
 }
 
-/// The same of what has been read already; `path` is what errors are to name.
+/// Parses a CA bundle; errors name the path.
 pub fn ca_from_pem(path: &Path, pem: &[u8]) -> Result<LoadedCa, TlsFileError> {
     let chain = certificates(path, pem)?;
     if chain.is_empty() {

@@ -27,7 +27,7 @@ use super::flow_table::FlowHandle;
 use crate::net::sockets::splice::SplicePipe;
 use crate::net::sockets::tcp_info;
 use crate::observe::PassthroughMetrics;
-use crate::observe::passthrough::Direction;
+use crate::observe::passthrough_metrics::Direction;
 
 /// Bytes of one read.
 const BUFFER: usize = 64 * 1024;

@@ -40,7 +40,7 @@ impl EndpointState {
             Self::Degraded => "degraded",
             Self::Suspect => "suspect",
             Self::Ejected => "ejected",
-            Self::NoH2 => "no-h2",
+            Self::NoH2 => "no_h2",
             Self::Leaving => "leaving",
         }
     }

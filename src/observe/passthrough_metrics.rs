@@ -1,14 +1,14 @@
-//! What a passthrough listener counts: connections, bytes, and how each one ended.
+//! The metrics of a passthrough listener: connections, bytes, and the reason of each close.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use metrics::{Counter, Gauge};
 
-use super::metrics::Registry;
 use super::names::{self, CLOSE_REASONS};
+use super::registry::Registry;
 
-/// The way bytes go.
+/// Direction of bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
     /// From the client to the apiserver.
@@ -17,7 +17,7 @@ pub enum Direction {
     ToClient,
 }
 
-/// What one passthrough listener counts.
+/// The metrics of one passthrough listener.
 pub struct PassthroughMetrics {
     name: String,
     registry: Arc<Registry>,
@@ -48,14 +48,13 @@ impl PassthroughMetrics {
         }
     }
 
-    /// A client's connection was accepted.
+    /// Counts an accepted client connection.
     pub fn opened(&self) {
         self.open.fetch_add(1, Ordering::Relaxed);
         self.connections.increment(1);
     }
 
-    /// It has ended, because of `reason`, one of [`CLOSE_REASONS`]; what is not among them counts
-    /// as the last.
+    /// Counts a closed connection. A `reason` that is not one of [`CLOSE_REASONS`] counts as the last.
     pub fn closed(&self, reason: &'static str) {
         self.open.fetch_sub(1, Ordering::Relaxed);
         self.connections.decrement(1);
@@ -69,7 +68,7 @@ impl PassthroughMetrics {
             .increment(1);
     }
 
-    /// Bytes were moved.
+    /// Counts bytes transferred.
     pub fn moved(&self, direction: Direction, bytes: usize) {
         match direction {
             Direction::ToServer => self.to_server.increment(bytes as u64),
@@ -77,7 +76,7 @@ impl PassthroughMetrics {
         }
     }
 
-    /// Connections that are open now, of all workers.
+    /// Open connections of all workers.
     pub fn open(&self) -> usize {
         self.open.load(Ordering::Relaxed)
     }

@@ -1,20 +1,20 @@
-//! A quota for log lines that any client can cause as often as it likes: a few in a window are
-//! written, the others are counted, and the count is written with the next line or after the window.
+//! A quota for log lines that any client can cause as often as it likes. The first of a window are logged,
+//! the others are counted, and the count is logged with the next line or after the window.
 //!
-//! Unlike [`super::RepeatFilter`], it does not compare lines: the client chooses what they say.
+//! Unlike [`super::RepeatFilter`], it does not compare lines, since the client chooses their content.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// Lines of one window that are written.
+/// Lines logged per window.
 const LINES: u32 = 20;
 
-/// Length of a window, which begins with its first line.
+/// Length of a window, from its first line.
 const WINDOW: Duration = Duration::from_secs(5);
 
-/// The lines of one kind; shared by all workers.
+/// The quota of one kind of line, shared by all workers.
 #[derive(Debug, Default)]
 pub struct LineQuota(Mutex<Window>);
 
@@ -26,8 +26,8 @@ struct Window {
 }
 
 impl LineQuota {
-    /// Whether a line should be written now: `Some(n)` yes, and n were suppressed before it; `None`
-    /// no, and it is counted.
+    /// `Some(n)` if a line should be logged now, where n lines before it were suppressed; `None` if it is
+    /// suppressed and counted.
     pub fn admit(&self, now: Instant) -> Option<u64> {
         let mut window = self.window();
         if window.is_over(now) {
@@ -43,7 +43,7 @@ impl LineQuota {
         None
     }
 
-    /// How many lines a window suppressed that is over, once; `None` if there is nothing to say.
+    /// How many lines the last window suppressed, once after it is over; `None` if none.
     pub fn take_suppressed(&self, now: Instant) -> Option<u64> {
         let mut window = self.window();
         if !window.is_over(now) {
@@ -69,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn quota_writes_the_first_lines_of_a_window_and_counts_the_others_once() {
+    fn admit_logs_the_first_lines_of_a_window_and_counts_the_others_once() {
         let (quota, start) = (LineQuota::default(), Instant::now());
         let at = |ms| start + Duration::from_millis(ms);
         assert_eq!(quota.take_suppressed(at(0)), None);
@@ -79,7 +79,7 @@ mod tests {
         // The next line carries the count.
         assert_eq!(quota.admit(at(5_000)), Some(80));
         assert_eq!((0..21).filter(|_| quota.admit(at(5_001)).is_none()).count(), 2);
-        // Where there is no next line, the end of the window does.
+        // Without a next line, the end of the window reports it.
         assert_eq!(quota.take_suppressed(at(10_000)), Some(2));
         assert_eq!(quota.take_suppressed(at(20_000)), None);
         assert_eq!(quota.admit(at(20_001)), Some(0));

@@ -1,47 +1,47 @@
-//! A number that goes up and down: counted with one atomic addition, exported when somebody asks.
+//! A gauge of a number of things: changed by one atomic addition, exported at a scrape.
 //!
-//! A gauge of the registry is a float behind a compare-and-swap, and cannot be read back. This one is
-//! an integer that `/status` reads too; [`Level::publish`] copies it into the gauge before a scrape.
+//! A gauge of the registry is a float behind a compare-and-swap and cannot be read back. This one is an
+//! integer that `/status` reads too; [`CountGauge::publish`] copies it into the registry's gauge.
 
 use std::sync::atomic::{AtomicI64, Ordering};
 
 use metrics::Gauge;
 
-/// A count of what exists now.
-pub struct Level {
+/// How many of something exist now.
+pub struct CountGauge {
     value: AtomicI64,
     gauge: Gauge,
 }
 
-impl std::fmt::Debug for Level {
+impl std::fmt::Debug for CountGauge {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_tuple("Level").field(&self.get()).finish()
+        f.debug_tuple("CountGauge").field(&self.get()).finish()
     }
 }
 
-impl Level {
+impl CountGauge {
     /// Zero, exported as `gauge`.
     pub(super) fn new(gauge: Gauge) -> Self {
         gauge.set(0);
         Self { value: AtomicI64::new(0), gauge }
     }
 
-    /// `count` more.
+    /// Adds `count`.
     pub fn increment(&self, count: i64) {
         self.value.fetch_add(count, Ordering::Relaxed);
     }
 
-    /// `count` fewer.
+    /// Subtracts `count`.
     pub fn decrement(&self, count: i64) {
         self.value.fetch_sub(count, Ordering::Relaxed);
     }
 
-    /// How many there are.
+    /// The present number.
     pub fn get(&self) -> i64 {
         self.value.load(Ordering::Relaxed)
     }
 
-    /// Copies the value into the gauge.
+    /// Copies the number into the registry's gauge.
     pub(super) fn publish(&self) {
         self.gauge.set(self.get() as f64);
     }

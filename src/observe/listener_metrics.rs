@@ -1,0 +1,211 @@
+//! The metrics of a listener, as handles that are resolved once: counting a request is an atomic
+//! addition.
+//!
+//! All workers share them, so gauges are incremented and decremented, never set.
+
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use metrics::{Counter, Histogram};
+use tokio::time::Instant;
+
+use super::count_gauge::CountGauge;
+use super::line_quota::LineQuota;
+use super::log::ACCESS_TARGET;
+use super::names::{self, VERBS};
+use super::own_errors::OwnErrors;
+use super::registry::Registry;
+
+/// Status codes that Kubernetes and jackstay use: each has a cell for every verb. Other valid codes are
+/// counted through the registry.
+const CODES: [u16; 30] = [
+    200, 201, 202, 204, 101, 206, 301, 302, 304, 307, 400, 401, 403, 404, 405, 406, 408, 409, 410,
+    413, 415, 422, 429, 431, 499, 500, 501, 502, 503, 504,
+];
+
+/// Status code recorded when the client left before a response head was sent.
+///
+/// It is nginx's 499. A real status would claim a response that was not sent, and `0` would not match
+/// `code=~"4.."` on dashboards although the client ended the request.
+pub const CLIENT_GONE: u16 = 499;
+
+/// The metrics of one listener.
+pub struct ListenerMetrics {
+    name: String,
+    registry: Arc<Registry>,
+    requests: Box<[[OnceLock<Counter>; CODES.len()]; VERBS.len()]>,
+    durations: [OnceLock<Histogram>; VERBS.len()],
+    /// Requests in flight, watches and tunnels included.
+    pub in_flight: CountGauge,
+    /// Open watches.
+    pub watches: CountGauge,
+    /// Open upgraded connections.
+    pub tunnels: CountGauge,
+    /// Open client connections.
+    pub connections: CountGauge,
+    /// Errors that jackstay answered itself.
+    pub own_errors: OwnErrors,
+    /// Limits access log lines about clients that left early.
+    pub client_gone_lines: LineQuota,
+}
+
+impl std::fmt::Debug for ListenerMetrics {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ListenerMetrics").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+impl ListenerMetrics {
+    pub(super) fn register(registry: &Arc<Registry>, name: &str) -> Self {
+        let level = |spec| CountGauge::new(registry.gauge(spec, &[name]));
+        Self {
+            name: name.to_owned(),
+            registry: Arc::clone(registry),
+            requests: Box::new([const { [const { OnceLock::new() }; CODES.len()] }; VERBS.len()]),
+            durations: [const { OnceLock::new() }; VERBS.len()],
+            in_flight: level(&names::REQUESTS_IN_FLIGHT),
+            watches: level(&names::WATCHES),
+            tunnels: level(&names::TUNNELS),
+            connections: level(&names::DOWNSTREAM_CONNECTIONS),
+            own_errors: OwnErrors::register(registry, name),
+            client_gone_lines: LineQuota::default(),
+        }
+    }
+
+    /// Logs how many access log lines were suppressed in a window that is over.
+    pub(super) fn log_suppressed(&self, now: Instant) {
+        if let Some(suppressed) = self.client_gone_lines.take_suppressed(now) {
+            tracing::info!(
+                target: ACCESS_TARGET,
+                listener = self.name,
+                reason = "the client left",
+                suppressed,
+                "repeated requests suppressed"
+            );
+        }
+    }
+
+    /// Name of the listener.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Counts a request that ended. `took` is `None` for a long-running one. A verb that is not in
+    /// [`VERBS`] counts as `other`, a code outside 100..=599 as 500: both are bugs of the caller, and
+    /// neither may add label values.
+    pub fn finished(&self, verb: &'static str, code: u16, took: Option<Duration>) {
+        let verb = verb_index(verb);
+        let code = if (100..=599).contains(&code) { code } else { 500 };
+        if let Some(column) = CODES.iter().position(|known| *known == code) {
+            self.requests[verb][column]
+                .get_or_init(|| self.request_counter(verb, code))
+                .increment(1);
+        } else {
+            self.request_counter(verb, code).increment(1);
+        }
+        if let Some(took) = took {
+            self.durations[verb]
+                .get_or_init(|| {
+                    self.registry.histogram(&names::REQUEST_DURATION, &[&self.name, VERBS[verb]])
+                })
+                .record(took.as_secs_f64());
+        }
+    }
+
+    /// Counts a response that ended early because of `side`.
+    pub fn cut(&self, side: &'static str) {
+        self.registry.counter(&names::RESPONSES_CUT, &[&self.name, side]).increment(1);
+    }
+
+    /// Counts a client connection that was closed before its first request: `cap`, `handshake`, ….
+    pub fn refused(&self, reason: &'static str) {
+        self.registry.counter(&names::DOWNSTREAM_REFUSED, &[&self.name, reason]).increment(1);
+    }
+
+    /// Counts a re-read of certificate, key or CA files: `ok` or `failed`.
+    pub fn certificate_reloaded(&self, outcome: &'static str) {
+        self.registry.counter(&names::CERTIFICATE_RELOADS, &[&self.name, outcome]).increment(1);
+    }
+
+    /// Counts a client's certificate chain: verified (`ok`, `failed`), `known` from another connection, or
+    /// refused because too many waited (`busy`).
+    pub fn client_verified(&self, outcome: &'static str) {
+        self.registry.counter(&names::CLIENT_VERIFICATIONS, &[&self.name, outcome]).increment(1);
+    }
+
+    /// Copies the gauges into the registry, before a scrape.
+    pub(super) fn publish(&self) {
+        for level in [&self.in_flight, &self.watches, &self.tunnels, &self.connections] {
+            level.publish();
+        }
+    }
+
+    fn request_counter(&self, verb: usize, code: u16) -> Counter {
+        self.registry.counter(&names::REQUESTS, &[&self.name, VERBS[verb], &code.to_string()])
+    }
+}
+
+/// Index of a verb in [`VERBS`]. A `match` compares lengths first, which is faster than a search.
+fn verb_index(verb: &str) -> usize {
+    match verb {
+        "get" => 0,
+        "list" => 1,
+        "watch" => 2,
+        "create" => 3,
+        "update" => 4,
+        "patch" => 5,
+        "delete" => 6,
+        "deletecollection" => 7,
+        "connect" => 8,
+        "proxy" => 9,
+        "post" => 10,
+        "put" => 11,
+        "head" => 12,
+        "options" => 13,
+        "log" => 14,
+        _ => VERBS.len() - 1,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Metrics;
+    use super::*;
+
+    fn has(metrics: &Metrics, line: &str) {
+        let text = metrics.render();
+        assert!(text.lines().any(|l| l == line), "no {line} in\n{text}");
+    }
+
+    #[test]
+    fn verb_index_is_the_position_in_the_table() {
+        for (index, verb) in VERBS.iter().enumerate() {
+            assert_eq!(verb_index(verb), index, "{verb}");
+        }
+        assert_eq!(VERBS[verb_index("no such verb")], "other");
+    }
+
+    #[test]
+    fn finished_counts_by_verb_and_code_within_the_known_values() {
+        let metrics = Metrics::new();
+        let listener = metrics.listener("a");
+        for _ in 0..3 {
+            listener.finished("get", 200, None);
+        }
+        listener.finished("get", 418, None);
+        listener.finished("get", 7, None);
+        listener.finished("made up", 200, None);
+        has(&metrics, r#"jackstay_requests_total{listener="a",verb="get",code="200"} 3"#);
+        has(&metrics, r#"jackstay_requests_total{listener="a",verb="get",code="418"} 1"#);
+        has(&metrics, r#"jackstay_requests_total{listener="a",verb="get",code="500"} 1"#);
+        has(&metrics, r#"jackstay_requests_total{listener="a",verb="other",code="200"} 1"#);
+        assert!(!metrics.render().contains("jackstay_request_duration_seconds_count"));
+    }
+
+    #[test]
+    fn metrics_returns_the_same_handles_for_the_same_name() {
+        let metrics = Metrics::new();
+        assert!(Arc::ptr_eq(&metrics.listener("a"), &metrics.listener("a")));
+        assert!(Arc::ptr_eq(&metrics.endpoint("u", "a"), &metrics.endpoint("u", "a")));
+    }
+}

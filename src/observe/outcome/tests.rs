@@ -1,0 +1,289 @@
+//! Every way in which a request ends, and its access log line.
+
+use super::*;
+use crate::config::{Level, Log, LogFormat};
+use crate::observe::log::tests::Captured;
+use crate::observe::{ConnectionGauge, EndpointMetrics, Metrics};
+use std::time::Duration;
+
+fn parts(path: &str) -> request::Parts {
+    let request = http::Request::get(path).header("user-agent", "kubelet/v1.30").body(());
+    request.expect("a valid request").into_parts().0
+}
+
+fn begin(metrics: &Arc<Metrics>, access: AccessLog) -> Outcome {
+    let client = IpAddr::from([127, 0, 0, 1]);
+    let path = parts("/api/v1/pods?limit=5&token=hunter2");
+    Outcome::begin(&metrics.listener("a"), access, client, &path)
+}
+
+fn requests(metrics: &Metrics) -> Vec<String> {
+    let text = metrics.render();
+    let lines = text.lines().filter(|line| line.starts_with("jackstay_requests_total"));
+    lines.map(|line| line.rsplit_once("verb=").expect("a verb").1.to_owned()).collect()
+}
+
+fn value(metrics: &Metrics, name: &str) -> String {
+    let text = metrics.render();
+    let line = text.lines().find(|line| line.starts_with(&format!("{name}{{")));
+    line.map_or("absent", |line| line.rsplit_once(' ').expect("a value").1).to_owned()
+}
+
+#[test]
+fn drop_of_complete_request_records_it_once() {
+    let metrics = Metrics::new();
+    let mut outcome = begin(&metrics, AccessLog::Off);
+    assert_eq!(value(&metrics, "jackstay_requests_in_flight"), "1");
+    outcome.classified("list", false);
+    outcome.answered(200);
+    outcome.complete();
+    drop(outcome);
+    assert_eq!(requests(&metrics), [r#""list",code="200"} 1"#]);
+    assert_eq!(value(&metrics, "jackstay_requests_in_flight"), "0");
+    assert_eq!(value(&metrics, "jackstay_request_duration_seconds_count"), "1");
+    assert_eq!(value(&metrics, "jackstay_responses_cut_total"), "absent");
+}
+
+#[tokio::test(start_paused = true)]
+async fn drop_in_cancelled_task_records_499() {
+    let metrics = Metrics::new();
+    let outcome = begin(&metrics, AccessLog::Off);
+    let task = tokio::spawn(async move {
+        let _outcome = outcome;
+        std::future::pending::<()>().await;
+    });
+    tokio::task::yield_now().await;
+    task.abort();
+    assert!(task.await.expect_err("it was aborted").is_cancelled());
+    assert_eq!(requests(&metrics), [r#""other",code="499"} 1"#]);
+    assert_eq!(value(&metrics, "jackstay_requests_in_flight"), "0");
+}
+
+#[test]
+fn drop_in_panic_records_500() {
+    let metrics = Metrics::new();
+    let mut outcome = begin(&metrics, AccessLog::Off);
+    let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || {
+        outcome.classified("get", false);
+        panic!("a bug, on purpose");
+    }));
+    assert!(panicked.is_err());
+    assert_eq!(requests(&metrics), [r#""get",code="500"} 1"#]);
+}
+
+#[test]
+fn gauges_count_watches_and_tunnels_and_long_running_requests_have_no_duration() {
+    let metrics = Metrics::new();
+    let mut watch = begin(&metrics, AccessLog::Off);
+    watch.classified("watch", true);
+    watch.classified("watch", true);
+    let mut tunnel = begin(&metrics, AccessLog::Off);
+    tunnel.upgraded();
+    tunnel.upgraded();
+    assert_eq!(value(&metrics, "jackstay_watches"), "1");
+    assert_eq!(value(&metrics, "jackstay_tunnels"), "1");
+    assert_eq!(value(&metrics, "jackstay_requests_in_flight"), "2");
+    drop((watch, tunnel));
+    assert_eq!(value(&metrics, "jackstay_watches"), "0");
+    assert_eq!(value(&metrics, "jackstay_tunnels"), "0");
+    assert_eq!(value(&metrics, "jackstay_request_duration_seconds_count"), "absent");
+}
+
+/// (code, complete, cut by, long-running) -> (code, counted as cut by, a line with `errors`).
+#[test]
+fn drop_records_code_side_and_line_for_every_end() {
+    use Side::{Client, Jackstay, Upstream};
+    let table = [
+        (Some(200), true, None, false, 200, None, false),
+        (Some(404), true, None, false, 404, None, false),
+        (Some(503), true, None, false, 503, None, true),
+        (Some(200), true, Some(Upstream), false, 200, None, false),
+        (Some(200), false, None, false, 200, Some(Client), true),
+        (Some(200), false, None, true, 200, Some(Client), false),
+        (Some(200), false, Some(Upstream), true, 200, Some(Upstream), true),
+        (Some(200), false, Some(Jackstay), true, 200, Some(Jackstay), true),
+        (None, false, None, false, 499, None, true),
+        (None, false, Some(Client), true, 499, None, true),
+        (None, false, Some(Upstream), false, 502, None, true),
+        (None, false, Some(Jackstay), false, 503, None, true),
+    ];
+    for row in table {
+        let (head, complete, cut_by, long_running, code, counted, logged) = row;
+        let metrics = Metrics::new();
+        let captured = Captured::default();
+        captured.during(LogFormat::Text, || {
+            let mut outcome = begin(&metrics, AccessLog::Errors);
+            outcome.classified("get", long_running);
+            if let Some(head) = head {
+                outcome.answered(head);
+            }
+            if complete {
+                outcome.complete();
+            }
+            if let Some(side) = cut_by {
+                outcome.cut(side, "why");
+                outcome.cut(Client, "later");
+            }
+        });
+        assert_eq!(requests(&metrics), [format!("\"get\",code=\"{code}\"}} 1")], "{row:?}");
+        let cuts = metrics.render().lines().any(|line| {
+            counted.is_some_and(|side: Side| {
+                line.starts_with("jackstay_responses_cut_total")
+                    && line.contains(&format!("side=\"{}\"", side.as_str()))
+            })
+        });
+        assert_eq!(cuts, counted.is_some(), "{row:?}");
+        assert_eq!(captured.lines().len(), usize::from(logged), "{row:?}");
+    }
+}
+
+#[test]
+fn access_line_has_every_field_and_no_secret() {
+    let metrics = Metrics::new();
+    let captured = Captured::default();
+    let endpoint: Arc<EndpointMetrics> = metrics.endpoint("u", "10.0.0.11:6443");
+    let other = metrics.endpoint("u", "10.0.0.12:6443");
+    let _gauge: ConnectionGauge = endpoint.connection_gauge();
+    captured.during(LogFormat::Json, || {
+        let mut outcome = begin(&metrics, AccessLog::All);
+        outcome.classified("list", false);
+        outcome.user(UserClass::Token);
+        outcome.sent_to(other.label(), false);
+        outcome.sent_to(other.label(), false);
+        outcome.hedged();
+        outcome.answered_by(endpoint.label(), true);
+        outcome.answered(200);
+        outcome.add_bytes(1234);
+        outcome.complete();
+    });
+    let lines = captured.lines();
+    assert_eq!(lines.len(), 1);
+    assert!(!lines[0].contains("hunter2"), "{}", lines[0]);
+    let line: serde_json::Value = serde_json::from_str(&lines[0]).expect("JSON");
+    for (key, expected) in [
+        ("listener", serde_json::json!("a")),
+        ("client", serde_json::json!("127.0.0.1")),
+        ("method", serde_json::json!("GET")),
+        ("path", serde_json::json!("/api/v1/pods?limit=5&token=***")),
+        ("verb", serde_json::json!("list")),
+        ("code", serde_json::json!(200)),
+        ("bytes", serde_json::json!(1234)),
+        ("endpoint", serde_json::json!("10.0.0.11:6443")),
+        ("attempts", serde_json::json!(2)),
+        ("reused", serde_json::json!(true)),
+        ("hedged", serde_json::json!(true)),
+        ("user", serde_json::json!("token")),
+        ("user_agent", serde_json::json!("kubelet/v1.30")),
+        ("message", serde_json::json!("request")),
+    ] {
+        assert_eq!(line[key], expected, "{key} in {line}");
+    }
+    assert!(line.get("cut_by").is_none() && line.get("resumes").is_none(), "{line}");
+}
+
+#[test]
+fn access_line_bounds_every_string_of_the_client() {
+    let metrics = Metrics::new();
+    let captured = Captured::default();
+    let long = "M".repeat(60_000);
+    let head = http::Request::builder()
+        .method(long.as_str())
+        .uri(format!("/{0}?{0}={0}", &long[..20_000]))
+        .header("user-agent", &long)
+        .body(())
+        .expect("a valid request")
+        .into_parts()
+        .0;
+    captured.during(LogFormat::Text, || {
+        let client = IpAddr::from([127, 0, 0, 1]);
+        let listener = metrics.listener("a");
+        let mut outcome = Outcome::begin(&listener, AccessLog::Errors, client, &head);
+        outcome.cut(Side::Client, format!("Connection names {long}"));
+    });
+    let lines = captured.lines();
+    assert_eq!(lines.len(), 1);
+    assert!(lines[0].len() < 2_500, "{} bytes: {:.500}", lines[0].len(), lines[0]);
+    let method = format!("method=\"{}…\"", &long[..32]);
+    assert!(lines[0].contains(&method), "{}", lines[0]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn access_lines_of_clients_that_leave_are_limited_and_counted() {
+    let metrics = Metrics::new();
+    let captured = Captured::default();
+    let leave = |access, times| {
+        for _ in 0..times {
+            drop(begin(&metrics, access));
+            let mut cut = begin(&metrics, access);
+            cut.answered(200);
+        }
+    };
+    let numbers = |captured: &Captured| -> (usize, u64) {
+        let lines = captured.lines();
+        let count = |line: &String| line.split_once("suppressed=")?.1.parse::<u64>().ok();
+        let written = lines.iter().filter(|line| line.contains(" request ")).count();
+        (written, lines.iter().filter_map(count).sum())
+    };
+    captured.during(LogFormat::Text, || leave(AccessLog::Errors, 500));
+    assert_eq!(numbers(&captured), (20, 0));
+    tokio::time::advance(Duration::from_secs(6)).await;
+    captured.during(LogFormat::Text, || leave(AccessLog::Errors, 500));
+    assert_eq!(numbers(&captured), (40, 980), "the first line of a window has the count");
+    tokio::time::advance(Duration::from_secs(6)).await;
+    captured.during(LogFormat::Text, || metrics.upkeep());
+    assert_eq!(numbers(&captured), (40, 1_960), "and the end of the burst");
+    let last = captured.lines().pop().expect("a line");
+    assert!(last.contains(r#"repeated requests suppressed listener="a""#), "{last}");
+
+    let all = Captured::default();
+    all.during(LogFormat::Text, || leave(AccessLog::All, 500));
+    assert_eq!(numbers(&all), (1_000, 0), "`all` means every request");
+}
+
+#[test]
+fn access_lines_do_not_depend_on_the_level() {
+    let metrics = Metrics::new();
+    let captured = Captured::default();
+    let log = Log { level: Level::Error, format: LogFormat::Text, access: AccessLog::All };
+    captured.with(&log, || {
+        tracing::info!("not this");
+        begin(&metrics, AccessLog::All).answered(200);
+    });
+    let lines = captured.lines();
+    assert_eq!(lines.len(), 1, "{lines:?}");
+    assert!(lines[0].contains(r#"request listener="a" client=127.0.0.1"#), "{lines:?}");
+}
+
+/// Every response body contains one, idle watches included.
+#[test]
+fn outcome_is_at_most_360_bytes() {
+    assert!(size_of::<Outcome>() <= 360, "{}", size_of::<Outcome>());
+}
+
+#[test]
+#[ignore = "a measurement: cargo test --release -- --ignored --nocapture healthy_path"]
+fn cost_of_the_healthy_path() {
+    let started = std::time::Instant::now();
+    let metrics = Metrics::new();
+    println!("Metrics::new took {:?}", started.elapsed());
+    let head = parts("/api/v1/pods?limit=5");
+    let listener = metrics.listener("a");
+    let endpoint = metrics.endpoint("u", "e");
+    for access in [AccessLog::Off, AccessLog::Errors] {
+        let (rounds, mut spent) = (2_000_000_u32, Duration::ZERO);
+        for _ in 0..20 {
+            let round = std::time::Instant::now();
+            for _ in 0..rounds / 20 {
+                let client = IpAddr::from([127, 0, 0, 1]);
+                let mut outcome = Outcome::begin(&listener, access, client, &head);
+                outcome.classified("get", false);
+                outcome.sent_to(endpoint.label(), true);
+                outcome.answered(200);
+                outcome.complete();
+            }
+            spent += round.elapsed();
+            metrics.upkeep();
+        }
+        println!("{access:?}: {:?} a request", spent / rounds);
+    }
+}

@@ -121,7 +121,7 @@ impl WatchBody {
                     Some(result) => self.answered(result),
                     None => self.stop(NotResumable::Shutdown, "shutdown"),
                 },
-                Source::Held(hold) => match ready!(hold.as_mut().poll(cx)) {
+                Source::Held(wait) => match ready!(wait.as_mut().poll(cx)) {
                     HoldEnd::Returned(held) => {
                         let random = fastrand::u64(..);
                         self.step(Input::Returned { held, random }, "an apiserver is back");

@@ -219,11 +219,13 @@ impl State {
         // The client notices that the bookmark which ends the initial events is missing.
         let client_notices = request.send_initial_events && request.bookmarks;
         match self {
-            Self::Ordered(_) | Self::Moving(_) | Self::Ended { .. } => true,
+            Self::Ordered(_)
+            | Self::Moving(_)
+            | Self::Resuming(Resuming { cursor: Some(_), .. })
+            | Self::Ended { .. } => true,
             Self::Initial(delivered) => {
                 client_notices || request.from_present && *delivered == Delivered::Nothing
             }
-            Self::Resuming(Resuming { cursor: Some(_), .. }) => true,
             Self::Resuming(Resuming { cursor: None, .. }) => {
                 Self::first(request).is_ordered() || client_notices
             }

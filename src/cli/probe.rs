@@ -102,10 +102,10 @@ pub fn run(args: &ProbeArgs) -> ExitCode {
             },
         },
     };
-    let text = args.output.format.render(&result, || match result.ok {
-        true => result.message.clone(),
-        false => String::new(),
-    });
+    let text = args
+        .output
+        .format
+        .render(&result, || if result.ok { result.message.clone() } else { String::new() });
     let _ = io::stdout().lock().write_all(text.as_bytes());
     if result.ok {
         return ExitCode::SUCCESS;

@@ -154,7 +154,9 @@ fn follow(args: &StatusArgs, interval: Duration) -> io::Result<()> {
                 let text = match args.output.format {
                     OutputFormat::Text => format!("{}\n", view::text(&status, style())),
                     OutputFormat::Json => format!("{status}\n"),
-                    yaml => format!("---\n{}", yaml.render(&status, String::new)),
+                    OutputFormat::Yaml => {
+                        format!("---\n{}", OutputFormat::Yaml.render(&status, String::new))
+                    }
                 };
                 let mut out = io::stdout().lock();
                 out.write_all(text.as_bytes())?;

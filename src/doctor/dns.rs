@@ -9,6 +9,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use hickory_resolver::config::{NameServerConfig, ResolveHosts, ResolverConfig, ResolverOpts};
+use hickory_resolver::lookup::Lookup;
 use hickory_resolver::net::runtime::TokioRuntimeProvider;
 use hickory_resolver::net::{DnsError, NetError};
 use hickory_resolver::proto::op::Query;
@@ -138,7 +139,7 @@ impl Resolver {
         let mut found = Vec::new();
         for record_type in [RecordType::A, RecordType::AAAA] {
             let lookup = self.hosts.lookup_static_host(&Query::query(name.clone(), record_type));
-            let records = lookup.iter().flat_map(|lookup| lookup.answers());
+            let records = lookup.iter().flat_map(Lookup::answers);
             found.extend(records.filter_map(|record| record.data.ip_addr()));
         }
         found

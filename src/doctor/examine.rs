@@ -45,18 +45,18 @@ pub fn run(
 async fn examine(plan: ExaminationPlan, resolver: Resolver, duration: Duration) -> Observations {
     let resolver = Rc::new(Mutex::new(resolver));
     let host = host::check(&plan.listeners, &plan.running, plan.wanted_connections);
-    let mut resolved = Vec::new();
+    let mut lookups = Vec::new();
     for target in plan.targets {
         let addresses = resolver.lock().await.resolve(&target.host).await;
-        resolved.push((target, addresses));
+        lookups.push((target, addresses));
     }
-    for sibling in siblings(&resolved).await {
+    for sibling in siblings(&lookups).await {
         let addresses = resolver.lock().await.resolve(&sibling.host).await;
-        resolved.push((sibling, addresses));
+        lookups.push((sibling, addresses));
     }
     let began = Instant::now();
     let until = began + duration;
-    let tasks: Vec<_> = resolved
+    let tasks: Vec<_> = lookups
         .into_iter()
         .map(|(target, addresses)| {
             let resolver = Rc::clone(&resolver);

@@ -231,7 +231,7 @@ fn write(change: &Change<'_>, level: Level, left_out: u64) {
         EventKind::Endpoint | EventKind::Connection => endpoint = Some(change.name),
         EventKind::Source => source = Some(change.name),
         EventKind::Certificate | EventKind::Configuration | EventKind::Process => {
-            name = Some(change.name)
+            name = Some(change.name);
         }
     }
     macro_rules! line {

@@ -3,7 +3,7 @@
 //! Only metrics of this table can be registered, so documentation and tests rely on [`ALL`]. Label values
 //! are bounded: verbs, codes, states and reasons are fixed lists, names of listeners, upstreams and
 //! certificates come from the configuration, and the number of endpoints is limited. No label value is a
-//! request path, a user or an object name. Values are snake_case.
+//! request path, a user or an object name. Values are in snake case.
 
 /// The Prometheus type of a metric.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,6 +46,8 @@ macro_rules! table {
     ($($konst:ident = $kind:ident $name:literal [$($label:literal),*] $unit:literal, $help:literal;)*) => {
         $(
             #[doc = $help]
+            // Help texts are plain text for Prometheus.
+            #[allow(clippy::doc_markdown)]
             pub const $konst: MetricSpec = MetricSpec {
                 name: $name,
                 kind: MetricKind::$kind,

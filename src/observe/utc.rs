@@ -33,7 +33,7 @@ impl Utc {
     fn timestamp(self) -> Timestamp {
         let since_1970 = self.0.duration_since(UNIX_EPOCH).unwrap_or_default();
         let seconds = i64::try_from(since_1970.as_secs()).unwrap_or(i64::MAX);
-        Timestamp::new(seconds, since_1970.subsec_nanos() as i32).unwrap_or(Timestamp::MAX)
+        Timestamp::new(seconds, since_1970.subsec_nanos().cast_signed()).unwrap_or(Timestamp::MAX)
     }
 }
 

@@ -92,7 +92,7 @@ mod tests {
     async fn staggered_end_spreads_watches_over_the_given_time() {
         let (trigger, watcher) = channel();
         let start = Instant::now();
-        let watches: Vec<_> = (0..200)
+        let tasks: Vec<_> = (0..200)
             .map(|_| {
                 let mut watcher = watcher.clone();
                 tokio::spawn(async move {
@@ -103,8 +103,8 @@ mod tests {
             .collect();
         trigger.start(Duration::from_secs(4));
         let mut ends = Vec::new();
-        for watch in watches {
-            ends.push(watch.await.unwrap());
+        for task in tasks {
+            ends.push(task.await.unwrap());
         }
         ends.sort();
         assert!(ends[199] <= Duration::from_secs(4), "{:?}", ends[199]);

@@ -265,7 +265,7 @@ impl Credentials {
                     }
                 }
                 Err(error) => {
-                    events.extend(slot.failed(&error).map(CredentialChange::IdentityFailed))
+                    events.extend(slot.failed(&error).map(CredentialChange::IdentityFailed));
                 }
             }
         }

@@ -7,7 +7,7 @@
 //! | degraded | connected, but `/readyz` fails | no new requests while another endpoint is ready; nothing is closed, watches move away ([`super::evacuation`]) |
 //! | suspect | connected, but no connection has had its PING answered for 500 ms | no new requests while another endpoint is usable; a fresh connection is tried |
 //! | ejected | no connection is live and a fresh connect failed | no requests; retried with jittered backoff |
-//! | no_h2 | the peer does not choose `h2` by ALPN | as ejected, with its own reason |
+//! | `no_h2` | the peer does not choose `h2` by ALPN | as ejected, with its own reason |
 //! | leaving | removed from the set of endpoints | its connections drain |
 //!
 //! Workers and the prober report what they observe. [`health`] derives the state, a pure state

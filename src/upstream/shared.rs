@@ -25,7 +25,7 @@ pub struct Upstream {
     endpoints: ArcSwap<Vec<Arc<Endpoint>>>,
     /// The credentials that it is shown.
     pub credentials: Credentials,
-    /// Limits and thresholds. Reendpoints_changed whole by a reload; see [`Self::config`].
+    /// Limits and thresholds. A reload replaces it as a whole; see [`Self::config`].
     pub config: ArcSwap<config::Upstream>,
     /// The results of its sources of endpoints.
     pub sources: Sources,

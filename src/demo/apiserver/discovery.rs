@@ -1,4 +1,4 @@
-//! API discovery: versions, groups, resources, OpenAPI schemas.
+//! API discovery: versions, groups, resources, `OpenAPI` schemas.
 
 use crate::demo::apiserver::kinds::{KINDS, Kind};
 use serde_json::{Value, json};

@@ -2,7 +2,7 @@ use super::*;
 use proptest::prelude::*;
 use std::sync::Arc;
 
-/// The ClientHello of rustls.
+/// The `ClientHello` of rustls.
 fn rustls_hello(name: &str) -> Vec<u8> {
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
     let config = rustls::ClientConfig::builder_with_provider(provider)

@@ -76,7 +76,7 @@ mod tests {
         }
     }
 
-    /// Empty SETTINGS; GOAWAY with last stream 0 and ENHANCE_YOUR_CALM (RFC 9113 section 6.8).
+    /// Empty SETTINGS; GOAWAY with last stream 0 and `ENHANCE_YOUR_CALM` (RFC 9113 section 6.8).
     const GOAWAY: &[u8] = b"\0\0\0\x04\0\0\0\0\0\0\0\x08\x07\0\0\0\0\0\0\0\0\0\0\0\0\x0b";
 
     #[tokio::test(start_paused = true)]

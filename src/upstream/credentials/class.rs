@@ -15,7 +15,7 @@ pub enum CredentialClass {
     Anonymous,
     /// jackstay's own `/readyz` requests.
     Probe,
-    /// jackstay's own watch of EndpointSlices, with a credential of its own.
+    /// jackstay's own watch of `EndpointSlices`, with a credential of its own.
     Discovery,
 }
 

@@ -8,7 +8,7 @@
 //! | removed from the set of endpoints | leaving |
 //! | the last fresh connect failed and no connection is live | ejected |
 //! | no PONG and no fresh handshake for too long | ejected |
-//! | the peer did not choose `h2` by ALPN and no connection is live | no_h2 |
+//! | the peer did not choose `h2` by ALPN and no connection is live | `no_h2` |
 //! | no connection is live | connecting |
 //! | no live connection has its PINGs answered | suspect |
 //! | `/readyz` fails | degraded |

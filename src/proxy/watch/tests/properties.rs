@@ -187,7 +187,7 @@ fn relay_passes_a_frame_above_the_cap_in_pieces() {
             let mut out = Vec::new();
             for piece in came.chunks(64 << 10) {
                 let step = relay.push(&Bytes::copy_from_slice(piece), start, |bytes| {
-                    out.extend_from_slice(&bytes)
+                    out.extend_from_slice(&bytes);
                 });
                 assert_eq!(step.effect, Effect::None);
                 assert!(budget.held() <= FRAME_CAP, "{}", budget.held());

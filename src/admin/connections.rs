@@ -1,9 +1,9 @@
-//! The connections that the admin endpoint answers: few, and none of them keeps the next one out.
+//! The connections of an admin socket, with bounded slots that no client can hold for long.
 //!
-//! A probe that is not answered restarts the pod. So a connection that waits in vain for its slot must
-//! not exist: when all slots are taken, the oldest connection that has not sent a whole request gives
-//! its slot to the new one, and if there is none, the oldest whose answer is not read. Each has a
-//! moment first, in which a client that means it sends its request and reads a local answer.
+//! A liveness probe that gets no response restarts the pod, so no connection may wait for a slot in
+//! vain. When all slots are taken, the oldest connection that has not sent a whole request is
+//! evicted; if there is none, the oldest whose client does not read the response. Each connection
+//! first has time to send a request and to read a local response.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -19,80 +19,89 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, sleep_until};
 
-use super::{CONNECTION_TIME, MAX_CONNECTIONS, StatusProvider, routes};
+use super::routes;
+use super::status_provider::StatusProvider;
 
-/// Time for a request head to arrive.
+/// Most open connections of a socket.
+pub const MAX_CONNECTIONS: usize = 256;
+
+/// Limit for a whole connection: request, response and a slow reader.
+pub const CONNECTION_TIME: Duration = Duration::from_secs(10);
+
+/// Limit for the arrival of a request head.
 const HEADER_TIME: Duration = Duration::from_secs(3);
 
-/// Bytes of a request head; ours have a few hundred.
+/// Largest request head in bytes. Probes and scrapes send a few hundred.
 const MAX_HEAD: usize = 16 * 1024;
 
-/// Least age of a connection without a whole request that gives its slot away.
+/// Age from which a connection without a whole request may be evicted.
 const SILENT_FOR: Duration = Duration::from_millis(50);
 
-/// Least age of one whose answer is under way that does.
+/// Age from which a connection whose response is not read may be evicted.
 const UNREAD_FOR: Duration = Duration::from_millis(250);
 
-/// Most connections that are evicted at once. With [`SILENT_FOR`] and [`MAX_CONNECTIONS`] that is room for
-/// 5,000 new ones a second: those that are opened anew as soon as they are closed form no queue.
-const MOST_AT_ONCE: usize = MAX_CONNECTIONS / 4;
+/// Most connections that are evicted at once. With [`SILENT_FOR`] and [`MAX_CONNECTIONS`] this makes
+/// room for 5,000 new connections a second, so that a client that reconnects at once after each
+/// eviction builds no queue.
+const MAX_EVICTED_AT_ONCE: usize = MAX_CONNECTIONS / 4;
 
-/// Time in which what has arrived on other connections is read before any of them is evicted: this
-/// loop may be the first to run after the whole process was held up.
+/// Pause before an eviction, in which requests that have arrived are read: after the whole process
+/// was stopped, this task may be the first one to run.
 const SETTLE: Duration = Duration::from_millis(1);
 
 /// Evictions are logged at most once in this time.
-const REPEAT: Duration = Duration::from_secs(60);
+const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
-/// The connections that are answered now.
+/// The open connections of one socket.
 pub(super) struct Connections {
-    facts: Arc<dyn StatusProvider>,
+    provider: Arc<dyn StatusProvider>,
     tasks: JoinSet<()>,
     /// Oldest first.
     slots: VecDeque<Slot>,
     /// When evictions were last logged.
-    warned_at: Option<Instant>,
+    logged_at: Option<Instant>,
 }
 
 struct Slot {
-    since: Instant,
-    /// Its request has arrived whole.
-    asked: Arc<AtomicBool>,
+    opened: Instant,
+    /// The whole request has arrived.
+    has_request: Arc<AtomicBool>,
     task: AbortHandle,
 }
 
 impl Slot {
-    /// When it may be evicted.
+    /// When the connection may be evicted.
     fn evictable_at(&self) -> Instant {
-        let least = if self.asked.load(Ordering::Relaxed) { UNREAD_FOR } else { SILENT_FOR };
-        self.since + least
+        let has_request = self.has_request.load(Ordering::Relaxed);
+        self.opened + if has_request { UNREAD_FOR } else { SILENT_FOR }
     }
 }
 
 impl Connections {
-    pub(super) fn new(facts: &Arc<dyn StatusProvider>) -> Self {
+    pub(super) fn new(provider: &Arc<dyn StatusProvider>) -> Self {
         Self {
-            facts: Arc::clone(facts),
+            provider: Arc::clone(provider),
             tasks: JoinSet::new(),
             slots: VecDeque::new(),
-            warned_at: None,
+            logged_at: None,
         }
     }
 
-    /// Answers one more connection, as soon as one of [`MAX_CONNECTIONS`] slots is free or has been
-    /// made free. `on_loopback`: a browser can have opened it; see the module above.
+    /// Serves a new connection as soon as one of [`MAX_CONNECTIONS`] slots is free, which may take
+    /// an eviction. A browser may have opened a connection `on_loopback`; see [`super`].
     pub(super) async fn add<S>(&mut self, stream: S, on_loopback: bool)
     where
         S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     {
         self.make_room().await;
-        let asked = Arc::new(AtomicBool::new(false));
-        let answer = answer(stream, on_loopback, Arc::clone(&self.facts), Arc::clone(&asked));
-        let task = self.tasks.spawn(async {
-            // A client that is too slow or sends garbage has only itself to tell.
-            let _ = tokio::time::timeout(CONNECTION_TIME, answer).await;
+        let has_request = Arc::new(AtomicBool::new(false));
+        let (provider, arrived) = (Arc::clone(&self.provider), Arc::clone(&has_request));
+        let task = self.tasks.spawn(async move {
+            let serve = serve(stream, on_loopback, provider, arrived);
+            // The connection of a client that is too slow is closed without a response.
+            let _ = tokio::time::timeout(CONNECTION_TIME, serve).await;
         });
-        self.slots.push_back(Slot { since: Instant::now(), asked, task });
+        self.slots.push_back(Slot { opened: Instant::now(), has_request, task });
     }
 
     async fn make_room(&mut self) {
@@ -109,34 +118,34 @@ impl Connections {
         }
     }
 
-    /// Ends the oldest silent connections, or else the oldest.
+    /// Evicts the oldest connections without a whole request, or else the oldest connection.
     fn evict(&mut self, now: Instant) {
-        let mut ended = 0;
+        let mut evicted = 0;
         self.slots.retain(|slot| {
-            let silent = !slot.asked.load(Ordering::Relaxed) && slot.evictable_at() <= now;
-            let ends = silent && ended < MOST_AT_ONCE;
-            if ends {
+            let silent = !slot.has_request.load(Ordering::Relaxed) && slot.evictable_at() <= now;
+            let evict = silent && evicted < MAX_EVICTED_AT_ONCE;
+            if evict {
                 slot.task.abort();
-                ended += 1;
+                evicted += 1;
             }
-            !ends
+            !evict
         });
-        if ended == 0
+        if evicted == 0
             && let Some(at) = self.slots.iter().position(|slot| slot.evictable_at() <= now)
             && let Some(slot) = self.slots.remove(at)
         {
             slot.task.abort();
-            ended = 1;
+            evicted = 1;
         }
-        if ended > 0 {
-            self.tell();
+        if evicted > 0 {
+            self.log_eviction();
         }
     }
 
-    fn tell(&mut self) {
+    fn log_eviction(&mut self) {
         let now = Instant::now();
-        if self.warned_at.is_none_or(|at| now >= at + REPEAT) {
-            self.warned_at = Some(now);
+        if self.logged_at.is_none_or(|at| now >= at + LOG_INTERVAL) {
+            self.logged_at = Some(now);
             tracing::warn!(
                 connections = MAX_CONNECTIONS,
                 "admin endpoint full: idle or slow connections evicted, oldest first"
@@ -144,30 +153,29 @@ impl Connections {
         }
     }
 
-    /// Whether every slot is taken by a connection that goes on.
     fn is_full(&mut self) -> bool {
         while self.tasks.try_join_next().is_some() {}
         self.slots.retain(|slot| !slot.task.is_finished());
         self.slots.len() >= MAX_CONNECTIONS
     }
 
-    /// Waits until all have been answered.
+    /// Waits until all connections have ended.
     pub(super) async fn finish(mut self) {
         while self.tasks.join_next().await.is_some() {}
     }
 }
 
-async fn answer<S>(
+async fn serve<S>(
     stream: S,
     on_loopback: bool,
-    facts: Arc<dyn StatusProvider>,
-    asked: Arc<AtomicBool>,
+    provider: Arc<dyn StatusProvider>,
+    has_request: Arc<AtomicBool>,
 ) where
     S: AsyncRead + AsyncWrite + Unpin + 'static,
 {
     let service = service_fn(|request| {
-        asked.store(true, Ordering::Relaxed);
-        let response = routes::answer(&request, on_loopback, &*facts);
+        has_request.store(true, Ordering::Relaxed);
+        let response = routes::respond(&request, on_loopback, &*provider);
         async { Ok::<_, Infallible>(response) }
     });
     let connection = http1::Builder::new()
@@ -176,6 +184,6 @@ async fn answer<S>(
         .max_buf_size(MAX_HEAD)
         .keep_alive(false) // scrapes are seconds apart: an idle connection would only hold a slot
         .serve_connection(TokioIo::new(stream), service);
-    // Garbage has been answered with 400 by hyper, and the rest is the client's.
+    // hyper has answered a malformed request with 400; other errors concern only the client.
     let _ = pin!(connection).await;
 }

@@ -1,4 +1,4 @@
-//! What each path of the admin endpoint answers: a pure function of the request and the facts.
+//! The response for each path of the admin endpoint: a pure function of the request and the status.
 
 use std::fmt::Write as _;
 use std::net::IpAddr;
@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use http::{HeaderValue, Method, Request, Response, StatusCode, header};
 use serde_json::Value;
 
-use super::{Readiness, StatusProvider};
+use super::status_provider::{Readiness, StatusProvider};
 
 const PAGE: &str = include_str!("page.html");
 
@@ -16,33 +16,33 @@ const JSON: &str = "application/json";
 /// The Prometheus exposition format.
 const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// The page's one script and one style sheet, by their hashes, and data from here: nothing else
-/// runs, whatever an apiserver's error text may hold. Nobody may frame us. A test knows the hashes.
+/// Allows the page's script and style sheet by their hashes and data from this origin, so that no
+/// text from an apiserver can run as a script; forbids frames. A test compares the hashes.
 const POLICY: &str = "default-src 'none'; \
-    script-src 'sha256-9jo1M0FOEmq630f6gaX1PF8eNqytvUQEtKuKF8BcDAY='; \
-    style-src 'sha256-E35cnjBcTtQpxgXg7Cj93l/MD/wXadtbANTmkmWaG8M='; \
+    script-src 'sha256-pnPBhzcDkRlf9iRwQ5O7oA2Qyg8IC7DDGjrrCrie3Vo='; \
+    style-src 'sha256-U8uz61yK5soReL3NhIz9y47N+EH+99l2WDAVauvDoVQ='; \
     connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
 const ROUTES: &str = "\
-there is nothing here; try one of
-  /livez    no worker is stalled
-  /readyz   every listener is bound and an endpoint is usable
-  /metrics  Prometheus text
+not found; the paths are:
+  /livez    200 while every worker's event loop runs
+  /readyz   200 while every listener is bound and every upstream has a usable endpoint
+  /metrics  metrics in the Prometheus text format
   /status   listeners, upstreams, endpoints and connections as JSON
-  /events   the last state changes as JSON, with cause and effect
-  /history  round trips and answers of each endpoint in the last minutes, as JSON
+  /events   latest state changes with reason and effect, as JSON
+  /history  round trips and responses of each endpoint in the last 10 minutes, as JSON
   /config   effective configuration as JSON, without secrets
-  /         a page for people
+  /         status page
 ";
 
-/// The answer to `request`. hyper leaves the body out for HEAD.
-pub(super) fn answer<B>(
+/// The response to `request`. hyper omits the body for HEAD.
+pub(super) fn respond<B>(
     request: &Request<B>,
     on_loopback: bool,
-    facts: &dyn StatusProvider,
+    provider: &dyn StatusProvider,
 ) -> Response<String> {
     if on_loopback && !host_is_safe(request) {
-        return respond(
+        return reply(
             StatusCode::MISDIRECTED_REQUEST,
             TEXT,
             "on a loopback address only the hosts localhost and IP literals are answered\n".into(),
@@ -50,36 +50,36 @@ pub(super) fn answer<B>(
     }
     if request.method() != Method::GET && request.method() != Method::HEAD {
         let mut response =
-            respond(StatusCode::METHOD_NOT_ALLOWED, TEXT, "only GET and HEAD\n".into());
+            reply(StatusCode::METHOD_NOT_ALLOWED, TEXT, "only GET and HEAD\n".into());
         response.headers_mut().insert(header::ALLOW, HeaderValue::from_static("GET, HEAD"));
         return response;
     }
     match request.uri().path() {
-        "/livez" => match facts.liveness() {
-            Ok(()) => respond(StatusCode::OK, TEXT, "ok\n".into()),
-            Err(why) => respond(
+        "/livez" => match provider.liveness() {
+            Ok(()) => reply(StatusCode::OK, TEXT, "ok\n".into()),
+            Err(why) => reply(
                 StatusCode::SERVICE_UNAVAILABLE,
                 TEXT,
                 format!("not alive: {}\n", one_line(&why)),
             ),
         },
         "/readyz" => {
-            let readiness = facts.readiness();
+            let readiness = provider.readiness();
             let code =
                 if readiness.ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-            respond(code, TEXT, readyz(&readiness))
+            reply(code, TEXT, readyz(&readiness))
         }
-        "/metrics" => respond(StatusCode::OK, METRICS, facts.metrics()),
-        "/status" => respond(StatusCode::OK, JSON, json(&facts.status())),
-        "/events" => respond(StatusCode::OK, JSON, json(&facts.events())),
-        "/history" => respond(StatusCode::OK, JSON, json(&facts.history())),
-        "/config" => respond(StatusCode::OK, JSON, json(&facts.config())),
-        "/" => respond(StatusCode::OK, "text/html; charset=utf-8", PAGE.into()),
-        _ => respond(StatusCode::NOT_FOUND, TEXT, ROUTES.into()),
+        "/metrics" => reply(StatusCode::OK, METRICS, provider.metrics()),
+        "/status" => reply(StatusCode::OK, JSON, json(&provider.status())),
+        "/events" => reply(StatusCode::OK, JSON, json(&provider.events())),
+        "/history" => reply(StatusCode::OK, JSON, json(&provider.history())),
+        "/config" => reply(StatusCode::OK, JSON, json(&provider.config())),
+        "/" => reply(StatusCode::OK, "text/html; charset=utf-8", PAGE.into()),
+        _ => reply(StatusCode::NOT_FOUND, TEXT, ROUTES.into()),
     }
 }
 
-fn respond(code: StatusCode, kind: &'static str, body: String) -> Response<String> {
+fn reply(code: StatusCode, kind: &'static str, body: String) -> Response<String> {
     let mut response = Response::new(body);
     *response.status_mut() = code;
     let headers = response.headers_mut();
@@ -96,7 +96,7 @@ fn respond(code: StatusCode, kind: &'static str, body: String) -> Response<Strin
     response
 }
 
-/// The body of `/readyz`, in the shape that people know from the apiserver's.
+/// The body of `/readyz`, in the format of the apiserver's.
 fn readyz(readiness: &Readiness) -> String {
     let mut out = String::new();
     for part in &readiness.checks {
@@ -110,7 +110,8 @@ fn readyz(readiness: &Readiness) -> String {
     out
 }
 
-/// A reason may quote an error from the network; a part is one line whatever it holds.
+/// Replaces control characters: a detail may quote an error from the network, and a check is one
+/// line.
 fn one_line(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
@@ -119,11 +120,11 @@ fn json(value: &Value) -> String {
     format!("{value:#}\n")
 }
 
-/// Whether the request cannot come from a page under a foreign name; see the module.
+/// Whether the request cannot come from a page that uses DNS rebinding; see [`super`].
 fn host_is_safe<B>(request: &Request<B>) -> bool {
     let mut hosts = request.headers().get_all(header::HOST).iter();
     match (hosts.next(), hosts.next()) {
-        // HTTP/1.0 without a Host: no browser sends that.
+        // HTTP/1.0 without a Host; browsers always send one.
         (None, _) => true,
         (Some(host), None) => host.to_str().is_ok_and(is_literal_or_localhost),
         (Some(_), Some(_)) => false,
@@ -148,28 +149,28 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_policy_admits_the_page_and_nothing_else() {
+    fn policy_hashes_match_script_and_style_of_page() {
         use base64::Engine as _;
         for (tag, directive) in [("script", "script-src"), ("style", "style-src")] {
             let (_, rest) = PAGE.split_once(&format!("<{tag}>")).expect("one inline element");
-            let (inside, rest) = rest.split_once(&format!("</{tag}>")).expect("it ends");
+            let (inside, rest) = rest.split_once(&format!("</{tag}>")).expect("its end");
             assert!(!rest.contains(&format!("<{tag}")), "only one <{tag}>");
             let digest = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, inside.as_bytes());
             let hash = base64::engine::general_purpose::STANDARD.encode(digest.as_ref());
             let wanted = format!("{directive} 'sha256-{hash}';");
             assert!(POLICY.contains(&wanted), "page.html was edited; put into POLICY: {wanted}");
         }
-        for foreign in ["http://", "https://", "//", "@import", "url(", " on", "style=\""] {
-            // The namespace of SVG is a name, not a place; `//` begins comments in the script.
+        for forbidden in ["http://", "https://", "//", "@import", "url(", " on", "style=\""] {
+            // The SVG namespace is only a name; `//` starts comments in the script.
             let page = PAGE.replace("http://www.w3.org/2000/svg", "");
             let (markup, _) = page.split_once("<script>").expect("a script");
-            let script_too = !["//", " on"].contains(&foreign) && page.contains(foreign);
-            assert!(!markup.contains(foreign) && !script_too, "`{foreign}` in the page");
+            let script_too = !["//", " on"].contains(&forbidden) && page.contains(forbidden);
+            assert!(!markup.contains(forbidden) && !script_too, "`{forbidden}` in the page");
         }
     }
 
     #[test]
-    fn hosts_that_a_foreign_page_cannot_have() {
+    fn is_literal_or_localhost_names_and_malformed_hosts_are_refused() {
         for host in
             ["localhost", "LOCALHOST:9643", "127.0.0.1", "127.0.0.1:9643", "[::1]", "[::1]:9643"]
         {

@@ -1,15 +1,15 @@
-//! Re-reads certificates, keys and CA bundles when their files change.
+//! Reloads certificates, keys, CA bundles and tokens when their files change, and renews serving
+//! certificates that this machine's own CA has issued.
 //!
-//! A serving certificate of a CA of this machine is renewed here as well.
-//! What is good is put into use; what is not leaves the last good one in place. Either is told once,
-//! in the log and in `/events`.
+//! A valid file is put into use; after an invalid one the last valid content stays in use. Each
+//! change and each failure is reported once, in the log and in `/events`.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use tokio::time::{Instant, MissedTickBehavior, interval};
+use tokio::time::Instant;
 
-use super::file_watch::FileWatch;
+use super::file_watch::{FileWatch, poll_ticks};
 use crate::net::tls::serving::ServingTls;
 use crate::observe::events::{Change, EventKind, Events};
 use crate::observe::utc::Utc;
@@ -17,40 +17,37 @@ use crate::observe::{CertificateExpiry, ListenerMetrics, Metrics};
 use crate::upstream::Upstream;
 use crate::upstream::credentials::CredentialChange;
 
-/// How often the files are looked at.
-const INTERVAL: Duration = Duration::from_secs(1);
+/// Interval of the check whether a certificate is due for renewal, which it is months before its
+/// expiry.
+const RENEWAL_CHECK: Duration = Duration::from_secs(60);
 
-/// How often a certificate of our own is asked for its age: it is due months before its end.
-const RENEWAL_INTERVAL: Duration = Duration::from_secs(60);
-
-/// Watches the credentials of one upstream for ever.
+/// Reloads the credentials of one upstream until the future is dropped.
 pub async fn watch_credentials(upstream: Arc<Upstream>) {
     let credentials = &upstream.credentials;
-    // Read once more at the start: a file may have changed since it was loaded.
-    let mut files = FileWatch::new(credentials.paths());
-    files.unsettled = true;
-    let mut ticks = ticks();
+    // A file may have changed since the start loaded it.
+    let mut files = FileWatch::unread(credentials.paths());
     let mut expiries = credential_expiries(&upstream);
+    let mut ticks = poll_ticks();
     loop {
         ticks.tick().await;
         files.follow(credentials.paths());
         if files.changed() {
-            let events = credentials.refresh();
+            let changes = credentials.refresh();
             expiries.clear();
             expiries.extend(credential_expiries(&upstream));
-            files.unsettled = credentials
-                .slots()
-                .iter()
-                .any(|slot| slot.error().is_some_and(|error| is_half_done(&error)))
-                || credentials.probe_token().is_some_and(|token| token.error().is_some());
-            for event in events {
-                tell(&upstream, &event);
+            let identity_failed =
+                credentials.slots().iter().filter_map(|slot| slot.error()).any(|e| may_settle(&e));
+            let token_failed =
+                credentials.probe_token().is_some_and(|token| token.error().is_some());
+            files.set_settled(!identity_failed && !token_failed);
+            for change in changes {
+                report(&upstream, &change);
             }
         }
     }
 }
 
-/// Handles of the metric that says when the identities and the CA bundle of an upstream expire.
+/// Metric handles for the expiry of the identities and of the CA bundle of an upstream.
 fn credential_expiries(upstream: &Upstream) -> Vec<Arc<CertificateExpiry>> {
     let mut expiries = Vec::new();
     let mut report = |kind, name: &str, not_after| {
@@ -69,59 +66,61 @@ fn credential_expiries(upstream: &Upstream) -> Vec<Arc<CertificateExpiry>> {
     expiries
 }
 
-/// A missing file is looked at again when it appears; anything else may be the middle of a change.
-fn is_half_done(error: &str) -> bool {
+/// Whether the error may be half of a rotation, so that the files must be read again although they
+/// do not change any more. A missing file is not: it is read when it appears.
+fn may_settle(error: &str) -> bool {
     !error.starts_with("awaited")
 }
 
-fn tell(upstream: &Upstream, event: &CredentialChange) {
-    let told =
+fn report(upstream: &Upstream, change: &CredentialChange) {
+    let events =
         CertificateEvents { events: upstream.metrics.events(), upstream: Some(&upstream.name) };
-    match event {
+    match change {
         CredentialChange::Identity(slot) => {
             let Some(info) = slot.certificate() else { return };
             let name = slot.paths.cert_file.display().to_string();
             let serial = format!("serial {}", info.serial);
             let reason = format!("the file has changed: {}", info.subject);
             let effect = "identity is in use; connections with an older certificate drain";
-            told.good(&name, &serial, &reason, effect);
+            events.loaded(&name, &serial, &reason, effect);
         }
         CredentialChange::Replaced(slot, before) => {
             let Some(info) = slot.certificate() else { return };
             let name = slot.paths.cert_file.display().to_string();
-            let states = (before.to_string(), info.subject.to_string());
+            let (before, after) = (before.to_string(), info.subject.to_string());
             let effect = "clients with the old subject get 401; their connections drain";
-            let why = ("the file names another subject", effect);
-            told.changed(&name, (&states.0, &states.1), why, true);
+            let reason = "the file names another subject";
+            events.changed(&name, (&before, &after), (reason, effect), true);
         }
-        CredentialChange::IdentityFailed(error) => told.bad("identity", error),
-        CredentialChange::Ca => told.good(
+        CredentialChange::IdentityFailed(error) => events.failed("identity", error),
+        CredentialChange::Ca => events.loaded(
             "CA bundle of the apiservers",
             "another one",
             "the file has changed",
             "new connections are verified by it",
         ),
-        CredentialChange::CaFailed(error) => told.bad("CA bundle of the apiservers", error),
-        CredentialChange::TokenFailed(error) => told.bad("token for /readyz", error),
+        CredentialChange::CaFailed(error) => events.failed("CA bundle of the apiservers", error),
+        CredentialChange::TokenFailed(error) => events.failed("token for /readyz", error),
     }
 }
 
-/// Tells what became of certificates, in the log and in `/events`.
+/// Reports changes of certificates in the log and in `/events`.
 struct CertificateEvents<'a> {
     events: &'a Events,
     upstream: Option<&'a str>,
 }
 
 impl CertificateEvents<'_> {
-    fn good(&self, name: &str, to: &str, reason: &str, effect: &str) {
+    fn loaded(&self, name: &str, to: &str, reason: &str, effect: &str) {
         self.changed(name, ("in use", to), (reason, effect), false);
     }
 
-    fn bad(&self, name: &str, error: &str) {
+    fn failed(&self, name: &str, error: &str) {
         let states = ("in use", "cannot be read again");
-        self.changed(name, states, (error, "the last good one stays"), true);
+        self.changed(name, states, (error, "the last valid one stays in use"), true);
     }
 
+    /// Reports a change of `name` between `states`, with its reason and effect.
     fn changed(&self, name: &str, states: (&str, &str), why: (&str, &str), bad: bool) {
         self.events.changed(&Change {
             kind: EventKind::Certificate,
@@ -137,86 +136,83 @@ impl CertificateEvents<'_> {
     }
 }
 
-/// Watches the serving certificate and the client CA of one listener for ever.
+/// Reloads the serving certificate and the client CA of one listener, and renews the certificate,
+/// until the future is dropped.
 pub async fn watch_serving(
     tls: Arc<ServingTls>,
-    metrics: Arc<ListenerMetrics>,
-    everything: Arc<Metrics>,
+    listener: Arc<ListenerMetrics>,
+    metrics: Arc<Metrics>,
 ) {
-    let told = CertificateEvents { events: everything.events(), upstream: None };
-    let name = format!("serving certificate of listener {}", metrics.name());
+    let events = CertificateEvents { events: metrics.events(), upstream: None };
+    let name = format!("serving certificate of listener {}", listener.name());
     let mut files = FileWatch::new(tls.paths());
     let mut last_error = None;
     let mut renewal = Renewal::default();
-    let mut ticks = ticks();
-    let expiry = everything.certificate_expiry("serving", metrics.name());
+    let expiry = metrics.certificate_expiry("serving", listener.name());
+    let mut ticks = poll_ticks();
     loop {
         ticks.tick().await;
-        // A reload of the configuration may have replaced it.
+        // A reload of the configuration may have replaced the certificate.
         expiry.set(tls.certificate().info.not_after);
-        renewal.look(&name, &told, &tls);
+        renewal.check(&name, &events, &tls);
         files.follow(tls.paths());
         if !files.changed() {
             continue;
         }
         let result = tls.refresh();
-        files.unsettled = result.is_err();
+        files.set_settled(result.is_ok());
         match result {
             Ok(true) => {
                 last_error = None;
-                metrics.certificate_reloaded("ok");
+                listener.certificate_reloaded("ok");
                 let to = format!("serial {}", tls.certificate().info.serial);
                 let reason = "its file, or that of the client CA, has changed";
-                told.good(&name, &to, reason, "new connections get it; clients are verified anew");
+                let effect = "new connections get it; clients are verified anew";
+                events.loaded(&name, &to, reason, effect);
             }
             Ok(false) => last_error = None,
             Err(error) => {
-                let text = error.to_string();
-                if last_error.as_ref() != Some(&text) {
-                    metrics.certificate_reloaded("failed");
-                    told.bad(&name, &text);
-                    last_error = Some(text);
+                let error = error.to_string();
+                if last_error.as_ref() != Some(&error) {
+                    listener.certificate_reloaded("failed");
+                    events.failed(&name, &error);
+                    last_error = Some(error);
                 }
             }
         }
     }
 }
 
-/// Renews a certificate that this machine made for itself.
+/// Renews a serving certificate that this machine's own CA has issued.
 #[derive(Default)]
 struct Renewal {
-    looked: Option<Instant>,
+    checked: Option<Instant>,
     last_error: Option<String>,
 }
 
 impl Renewal {
-    /// Renews it if it is time; what it writes is seen like any other change.
-    fn look(&mut self, name: &str, told: &CertificateEvents<'_>, tls: &ServingTls) {
-        if self.looked.is_some_and(|looked| looked.elapsed() < RENEWAL_INTERVAL) {
+    /// Renews the certificate if it is due. The new files are loaded like any other change.
+    fn check(&mut self, name: &str, events: &CertificateEvents<'_>, tls: &ServingTls) {
+        if self.checked.is_some_and(|checked| checked.elapsed() < RENEWAL_CHECK) {
             return;
         }
-        self.looked = Some(Instant::now());
+        self.checked = Some(Instant::now());
         match tls.renew_if_due(SystemTime::now()) {
             Ok(None) => {}
             Ok(Some(info)) => {
                 self.last_error = None;
                 let to = format!("valid until {}", Utc(info.not_after).seconds());
-                let reason = "two thirds of its life were over";
-                told.changed(name, ("due", &to), (reason, "renewed"), false);
+                let reason = "two thirds of its lifetime have passed";
+                events.changed(name, ("due", &to), (reason, "renewed"), false);
             }
             Err(error) => {
                 if self.last_error.as_ref() != Some(&error) {
-                    let why = (error.as_str(), "it is shown until it expires");
-                    told.changed(name, ("due", "cannot be renewed"), why, true);
+                    let effect = "the old certificate stays in use until it expires";
+                    let states = ("due", "cannot be renewed");
+                    events.changed(name, states, (error.as_str(), effect), true);
                     self.last_error = Some(error);
                 }
             }
         }
     }
-}
-
-pub(super) fn ticks() -> tokio::time::Interval {
-    let mut ticks = interval(INTERVAL);
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    ticks
 }

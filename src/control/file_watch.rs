@@ -1,55 +1,73 @@
-//! Notices that a file has changed.
+//! Detects that files have changed, by polling.
 //!
-//! kubelet renames a symlink over the old one, a Secret volume swaps a directory, an editor writes
-//! a new file: what a path resolves to is looked at every second, which sees all of them and needs
-//! no watch that could be lost.
+//! kubelet renames a symlink over the old one, a Secret volume swaps a directory, and an editor
+//! writes a new file. Polling what a path resolves to detects all of them, and unlike inotify it
+//! cannot lose a watch.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-/// What tells a file from its successor under the same name; `None` is a file that is not there.
+use tokio::time::{Interval, MissedTickBehavior, interval};
+
+/// Polling interval.
+const INTERVAL: Duration = Duration::from_secs(1);
+
+/// Device, inode, size and modification time of a file, which tell it from its successor under the
+/// same path; `None` if the file does not exist.
 pub type FileVersion = Option<(u64, u64, u64, i64, i64)>;
 
-/// What a file looks like now.
+/// The current version of a file. Follows symlinks.
 pub fn file_version(path: &Path) -> FileVersion {
-    // Follows symlinks: what matters is what is there now.
     let meta = std::fs::metadata(path).ok()?;
     Some((meta.dev(), meta.ino(), meta.size(), meta.mtime(), meta.mtime_nsec()))
 }
 
-/// Files and what they looked like when they were last read.
+/// Ticks at the polling interval. A late tick delays the next ones.
+pub fn poll_ticks() -> Interval {
+    let mut ticks = interval(INTERVAL);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    ticks
+}
+
+/// Files and their versions when they were last read.
 #[derive(Debug)]
 pub struct FileWatch {
     paths: Vec<PathBuf>,
     seen: Vec<FileVersion>,
-    /// The last reading did not succeed: half a rotation was seen, the rest will follow.
-    pub unsettled: bool,
+    settled: bool,
 }
 
 impl FileWatch {
-    /// Files that have just been read.
+    /// Watches files that have just been read.
     pub fn new(paths: Vec<PathBuf>) -> Self {
         let seen = paths.iter().map(|path| file_version(path)).collect();
-        Self { paths, seen, unsettled: false }
+        Self { paths, seen, settled: true }
     }
 
-    /// The files.
-    pub fn paths(&self) -> &[PathBuf] {
-        &self.paths
+    /// Watches files that have not been read yet: [`Self::changed`] is true until they are settled.
+    pub fn unread(paths: Vec<PathBuf>) -> Self {
+        Self { settled: false, ..Self::new(paths) }
     }
 
-    /// Watches these files from now on: a reload may have named others.
+    /// Sets whether the last reading succeeded. After a failed one, which may have seen half a
+    /// rotation, [`Self::changed`] stays true.
+    pub fn set_settled(&mut self, settled: bool) {
+        self.settled = settled;
+    }
+
+    /// Watches `paths` from now on. If they differ from the watched ones they count as unread.
     pub fn follow(&mut self, paths: Vec<PathBuf>) {
         if paths != self.paths {
-            *self = Self { unsettled: true, ..Self::new(paths) };
+            *self = Self::unread(paths);
         }
     }
 
-    /// Whether anything has changed since the last call, or the last reading did not succeed.
+    /// Whether a file has changed since the last call, or the last reading did not succeed.
     pub fn changed(&mut self) -> bool {
         let now: Vec<_> = self.paths.iter().map(|path| file_version(path)).collect();
         let changed = now != self.seen;
         self.seen = now;
-        changed || self.unsettled
+        changed || !self.settled
     }
 }

@@ -1,11 +1,10 @@
-//! Keeps the picture of the world true, beside the path of requests and never on it.
+//! The control plane: discovers endpoints, probes them and reloads certificates. It runs on a thread
+//! of its own; requests never wait for it.
 //!
-//! * [`discovery`] decides which endpoints an upstream has, [`endpoint_set`] alone writes the set, and
-//!   [`discovery::state_file`] keeps the last good one on disk.
-//! * [`readyz`] asks an endpoint how it is; [`readyz::reachability`] hears on the same connection whether its
-//!   process has stopped.
-//! * [`certificates`] reads what has changed ([`file_watch`]) and renews what is ours.
-//! * [`watchdog`] tells the service manager that no worker is stalled.
+//! * [`discovery`] decides which endpoints an upstream has; [`endpoint_set`] alone writes the set.
+//! * [`readyz`] probes the endpoints.
+//! * [`certificates`] reloads and renews certificates; [`file_watch`] detects changed files.
+//! * [`watchdog`] reports liveness to the service manager.
 
 pub mod certificates;
 pub mod discovery;

@@ -1,10 +1,9 @@
-//! Asks one endpoint for its own opinion of itself, on a connection of its own.
+//! Probes one endpoint: asks for its `/readyz` on a connection of the prober's own.
 //!
-//! Alive is not well: an apiserver that answers TCP and PING but has lost its etcd says so in
-//! `/readyz`. The connection is of this module alone, so that a full pool cannot delay the
-//! question and the question cannot delay a request; it is judged like every other one, and the
-//! prober is what brings an ejected endpoint back. Without a credential to ask with, an endpoint is
-//! ready while it lives ([`anonymous`]).
+//! An apiserver that has lost its etcd still answers TCP and PING, but its `/readyz` fails. The
+//! prober has its own connection, so that a full pool cannot delay a probe, and a probe cannot delay
+//! a request. The prober also reconnects to ejected endpoints. Without a credential for `/readyz` an
+//! endpoint counts as ready while its connection lives ([`anonymous`]).
 
 pub mod anonymous;
 pub mod connection;
@@ -18,89 +17,88 @@ use std::sync::Arc;
 use tokio::time::{Instant, sleep, sleep_until};
 
 use self::anonymous::AnonymousProber;
-use self::connection::{ProbeConnection, connect, gone, is_current};
+use self::connection::{ProbeConnection, connect, is_current, until_unusable};
 use self::reachability::ReachabilityCheck;
-use self::request::{ReadyzResult, ask, doubt};
+use self::request::{ReadyzResult, request_proof_from_others, send_probe};
 use self::schedule::{FAILING_INTERVAL, ProbeResult, ProbeSchedule, ResultStreak};
 use crate::upstream::Upstream;
 use crate::upstream::connection::{ConnectionState, DrainReason};
 use crate::upstream::endpoint::{Endpoint, EndpointState, ProbeTrigger};
 
-/// Probes one endpoint until it leaves.
-///
-/// However a connection ends, the question is not asked again before its time: 5,000 nodes that come
-/// back at once would be a storm.
+/// Probes `endpoint` until it leaves the set.
 pub async fn probe(upstream: Arc<Upstream>, endpoint: Arc<Endpoint>) {
-    let witness = ReachabilityCheck::default();
+    let reachability = ReachabilityCheck::default();
     tokio::select! {
         () = endpoint.removed() => {}
-        () = ask_until_it_leaves(&upstream, &endpoint, &witness) => {}
-        () = witness.watch(&upstream, &endpoint) => {}
+        () = probe_repeatedly(&upstream, &endpoint, &reachability) => {}
+        () = reachability.run(&upstream, &endpoint) => {}
     }
 }
 
-async fn ask_until_it_leaves(
+/// The probe loop. A lost connection does not bring the next probe forward, except as far as
+/// [`ProbeSchedule`] allows: thousands of nodes would probe a restarted apiserver at once.
+async fn probe_repeatedly(
     upstream: &Arc<Upstream>,
     endpoint: &Arc<Endpoint>,
-    witness: &ReachabilityCheck,
+    reachability: &ReachabilityCheck,
 ) {
     let mut streak = ResultStreak::default();
-    let mut unproven = AnonymousProber::new(Instant::now());
+    let mut anonymous = AnonymousProber::new(Instant::now());
     let mut connection: Option<ProbeConnection> = None;
     let mut next = Instant::now();
     let mut wanted = None;
-    let mut pace = ProbeSchedule::default();
+    let mut schedule = ProbeSchedule::default();
     while endpoint.state() != EndpointState::Leaving {
         let config = upstream.config.load_full();
         let config = &config.health.readyz;
-        let replaced = || witness.replacement().map(ProbeConnection);
-        let kept = connection.take().or_else(replaced).filter(|c| is_current(upstream, c));
+        let replacement = || reachability.take_replacement().map(ProbeConnection);
+        let kept = connection.take().or_else(replacement).filter(|c| is_current(upstream, c));
         let current = if let Some(current) = kept {
             current
         } else {
-            // One that is well is not needed before the next question.
+            // A usable endpoint needs no connection before the next probe.
             if endpoint.is_usable() {
                 sleep_until(next).await;
             }
             streak = ResultStreak::default();
-            unproven.forget();
-            let Some(fresh) = connect(upstream, endpoint, witness).await else { continue };
-            ProbeConnection(fresh)
+            anonymous.reset();
+            let Some(new) = connect(upstream, endpoint, reachability).await else { continue };
+            ProbeConnection(new)
         };
-        witness.listen_to(&current);
+        reachability.set_connection(&current);
         if !upstream.has_probe_credential() {
-            connection = Some(unproven.follow(upstream, endpoint, witness, current).await);
+            connection = Some(anonymous.run(upstream, endpoint, reachability, current).await);
             next = Instant::now();
             continue;
         }
         tokio::select! {
             () = sleep_until(next) => {}
-            () = gone(&current) => continue,
+            () = until_unusable(&current) => continue,
         }
-        let asked_at = Instant::now();
-        let finding = {
+        let sent_at = Instant::now();
+        let result = {
             let token = upstream.credentials.probe_token().and_then(|token| token.header());
-            let mut answer = pin!(ask(&current, config, token));
+            let mut response = pin!(send_probe(&current, config, token));
             tokio::select! {
-                // After a stop of this process both are due.
+                // After this process was stopped for a while both are due; the response counts.
                 biased;
-                finding = &mut answer => finding,
+                result = &mut response => result,
                 () = sleep(config.timeout / 2) => {
-                    doubt(upstream, endpoint);
-                    answer.await
+                    request_proof_from_others(upstream, endpoint);
+                    response.await
                 }
             }
         };
         let on_evidence = wanted.take() == Some(ProbeTrigger::PassiveEvidence);
-        let answered = match &finding {
-            ReadyzResult::Lost => {
+        let outcome = match &result {
+            ReadyzResult::ConnectionLost => {
                 current.close(DrainReason::ProbeFailed);
-                pace.answered(ProbeResult::Failing, on_evidence, config);
-                next = asked_at + pace.pause(config, fastrand::f64());
+                schedule.record(ProbeResult::Failing, on_evidence, config);
+                next = sent_at + schedule.pause(config, fastrand::f64());
                 continue;
             }
             ReadyzResult::Ready => {
-                endpoint.note_probe_ok(asked_at);
+                endpoint.note_probe_ok(sent_at);
                 if streak.add(true, config.rise, config.fall).is_some() {
                     endpoint.readyz_ok();
                 }
@@ -110,29 +108,30 @@ async fn ask_until_it_leaves(
                 }
             }
             ReadyzResult::NotReady(why) => {
-                doubt(upstream, endpoint);
+                request_proof_from_others(upstream, endpoint);
                 if streak.add(false, config.rise, config.fall).is_some() {
                     endpoint.readyz_failing(why);
                 }
                 ProbeResult::Failing
             }
         };
-        pace.answered(answered, on_evidence, config);
-        next = asked_at + pace.pause(config, fastrand::f64());
+        schedule.record(outcome, on_evidence, config);
+        next = sent_at + schedule.pause(config, fastrand::f64());
         loop {
             tokio::select! {
                 () = sleep_until(next) => break,
                 why = endpoint.probe_requested() => {
-                    let soon = asked_at + pace.soon(why, config);
-                    if soon < next {
-                        (next, wanted) = (soon, Some(why));
+                    let early = sent_at + schedule.early_pause(why, config);
+                    if early < next {
+                        (next, wanted) = (early, Some(why));
                     }
                 }
-                () = gone(&current) => {
+                () = until_unusable(&current) => {
                     if current.state() == ConnectionState::Dead {
-                        // Not a GOAWAY after an answer: what comes back is asked again soon.
-                        pace.restart();
-                        next = (asked_at + FAILING_INTERVAL.min(config.interval)).min(next);
+                        // The connection died, rather than drain after a GOAWAY: another process
+                        // may answer, and it is probed soon.
+                        schedule.reset();
+                        next = (sent_at + FAILING_INTERVAL.min(config.interval)).min(next);
                     }
                     break;
                 }

@@ -1,7 +1,7 @@
-//! Tells the service manager that we live, as long as every worker's loop turns.
+//! Sends `WATCHDOG=1` to the service manager while the event loop of every worker runs.
 //!
-//! It runs on the control thread, so that a control thread that hangs is silent too; the manager then
-//! ends the process and starts another one.
+//! It runs on the control thread, so a control thread that hangs sends nothing either. The service
+//! manager then restarts the process.
 
 use std::sync::Arc;
 
@@ -9,25 +9,26 @@ use tokio::time::{MissedTickBehavior, interval};
 
 use crate::net::process::service_manager::ServiceManager;
 
-/// Signs of life for ever, each only if `alive`; returns at once if nobody watches.
+/// Sends notifications while `alive` returns `Ok`, until the future is dropped. Returns at once if the
+/// service manager has set no watchdog interval.
 pub async fn feed(manager: Arc<ServiceManager>, alive: impl Fn() -> Result<(), String>) {
-    let Some(patience) = manager.watchdog() else { return };
-    // sd_watchdog_enabled(3) recommends half of it; a third forgives one that came late.
-    let mut ticks = interval(patience / 3);
+    let Some(limit) = manager.watchdog() else { return };
+    // sd_watchdog_enabled(3) recommends half of the interval; with a third one may come late.
+    let mut ticks = interval(limit / 3);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut silent = false;
+    let mut stopped = false;
     loop {
         ticks.tick().await;
         match alive() {
             Ok(()) => {
-                silent = false;
+                stopped = false;
                 manager.notify("WATCHDOG=1");
             }
             Err(reason) => {
-                if !silent {
-                    tracing::error!(reason, "the watchdog of the service manager is not fed");
+                if !stopped {
+                    tracing::error!(reason, "watchdog notifications stopped");
                 }
-                silent = true;
+                stopped = true;
             }
         }
     }
@@ -45,33 +46,33 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn silent_while_a_worker_hangs() {
+    async fn feed_worker_stalled_sends_nothing() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("notify");
         let socket = UnixDatagram::bind(&path).expect("a socket");
         socket.set_nonblocking(true).expect("non-blocking");
-        let heard = || std::iter::from_fn(|| socket.recv(&mut [0; 16]).ok()).count();
+        let received = || std::iter::from_fn(|| socket.recv(&mut [0; 16]).ok()).count();
         let manager = ServiceManager::at(path.as_os_str(), Some(30_000_000)).expect("connected");
         let alive = Rc::new(Cell::new(true));
-        let asked = Rc::clone(&alive);
-        let verdict = move || if asked.get() { Ok(()) } else { Err("worker 0".to_string()) };
+        let state = Rc::clone(&alive);
+        let is_alive = move || if state.get() { Ok(()) } else { Err("worker 0".to_string()) };
         LocalSet::new()
             .run_until(async {
-                tokio::task::spawn_local(feed(Arc::new(manager), verdict));
+                tokio::task::spawn_local(feed(Arc::new(manager), is_alive));
                 tokio::time::sleep(Duration::from_secs(25)).await;
-                assert_eq!(heard(), 3); // At 0, 10 and 20 s.
+                assert_eq!(received(), 3); // At 0, 10 and 20 s.
                 alive.set(false);
                 tokio::time::sleep(Duration::from_secs(30)).await;
-                assert_eq!(heard(), 0);
+                assert_eq!(received(), 0);
                 alive.set(true);
                 tokio::time::sleep(Duration::from_secs(10)).await;
-                assert_eq!(heard(), 1);
+                assert_eq!(received(), 1);
             })
             .await;
     }
 
     #[tokio::test(start_paused = true)]
-    async fn ends_where_nobody_watches() {
+    async fn feed_no_watchdog_interval_returns() {
         feed(Arc::default(), || Ok(())).await;
     }
 }

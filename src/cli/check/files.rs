@@ -255,10 +255,10 @@ impl FileChecker {
             Ok(text) => endpoints_file::parse(&text),
             Err(why) => return self.source_error(at, why),
         };
-        for why in &parsed.refused {
+        for why in parsed.rejected() {
             self.source_error(at, format!("{file}: {why}"));
         }
-        if parsed.entries.is_empty() && parsed.refused_count == 0 {
+        if parsed.candidates.is_empty() && parsed.rejected_count() == 0 {
             self.source_error(at, format!("{file}: names no endpoint"));
         }
     }

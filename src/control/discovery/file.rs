@@ -1,80 +1,73 @@
-//! Endpoints in a file: one address a line, `#` starts a comment; read again when it changes.
+//! The source `endpoints_file`: one address per line, `#` starts a comment.
 //!
-//! The file is looked at every second, as certificates are: a rename over it and the swap of a
-//! mounted directory are seen alike. Names are refused: they belong in `endpoints`, which are
-//! looked up.
+//! The file is checked every second, as certificates are, so that a rename over it and the swap of
+//! a mounted directory are both seen. DNS names are rejected; they belong in `endpoints`, whose
+//! names are resolved.
 
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
-use super::merge::Candidate;
-use super::objects::DiscoveredEndpoints;
+use super::candidates::{Candidate, DiscoveredEndpoints};
 use super::source_states::SourceStates;
 use crate::config::EndpointAddress;
-use crate::control::certificates::ticks;
-use crate::control::file_watch::FileWatch;
+use crate::control::file_watch::{FileWatch, poll_ticks};
 use crate::net::files::bounded_read;
 use crate::upstream::endpoint_sources::EndpointSource;
 
-/// Largest file read.
+/// Largest file that is read, in bytes.
 const MAX_FILE: u64 = 1 << 20;
 
-/// Follows the file until it is dropped.
-pub async fn follow(path: PathBuf, board: Rc<SourceStates>) {
-    let mut files = FileWatch::new(vec![path.clone()]);
-    files.unsettled = true;
-    let mut ticks = ticks();
+/// Reads the file and its changes until the future is dropped.
+pub async fn follow(path: PathBuf, states: Rc<SourceStates>) {
+    let mut watch = FileWatch::unread(vec![path.clone()]);
+    let mut ticks = poll_ticks();
     loop {
         ticks.tick().await;
-        if files.changed() {
-            let read = read(&path);
-            files.unsettled = read.is_err();
-            match read {
-                Ok(text) => board.update(EndpointSource::File, parse(&text), true),
-                Err(why) => board.fail(EndpointSource::File, &why),
+        if watch.changed() {
+            let text = read(&path);
+            watch.set_settled(text.is_ok());
+            match text {
+                Ok(text) => states.update(EndpointSource::File, parse(&text), true),
+                Err(error) => states.fail(EndpointSource::File, &error),
             }
         } else {
-            // It says what it said.
-            board.confirm(EndpointSource::File);
+            states.confirm(EndpointSource::File);
         }
     }
 }
 
-/// Reads the file as it is now.
+/// Reads the text of the file.
 ///
 /// # Errors
-/// It cannot be read or is too large, with its path.
+/// The file cannot be read or is larger than 1 MiB; the message names its path.
 pub fn read(path: &Path) -> Result<String, String> {
     let text = bounded_read::read_text(path, MAX_FILE);
     text.map_err(|error| format!("{}: {error}", path.display()))
 }
 
-/// What the file says.
+/// Parses the text of the file. Rejected lines are named by their number.
 pub fn parse(text: &str) -> DiscoveredEndpoints {
-    let mut said = DiscoveredEndpoints::default();
+    let mut found = DiscoveredEndpoints::default();
     for (number, line) in text.trim_start_matches('\u{feff}').lines().enumerate() {
         let line = line.split('#').next().unwrap_or_default().trim();
         if line.is_empty() {
             continue;
         }
-        let address = EndpointAddress::parse(line).and_then(|address| {
-            if address.is_name() {
-                let host = &address.host;
-                return Err(format!("{host:?} is a name: write it in endpoints, not in this file"));
-            }
-            Ok(address)
-        });
-        match address {
-            Ok(address) => said.entries.push(Candidate { address, server_name: None }),
-            Err(why) => {
-                said.refused_count += 1;
-                if said.refused.len() < 20 {
-                    said.refused.push(format!("line {}: {why}", number + 1));
-                }
-            }
+        match parse_line(line) {
+            Ok(address) => found.candidates.push(Candidate { address, server_name: None }),
+            Err(why) => found.reject(format!("line {}: {why}", number + 1), 1),
         }
     }
-    said
+    found
+}
+
+fn parse_line(line: &str) -> Result<EndpointAddress, String> {
+    let address = EndpointAddress::parse(line)?;
+    if address.is_name() {
+        let host = &address.host;
+        return Err(format!("{host:?} is a name: write it in endpoints, not in this file"));
+    }
+    Ok(address)
 }
 
 #[cfg(test)]
@@ -82,21 +75,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_comments_and_what_is_refused() {
-        let said = parse(
+    fn parse_addresses_and_comments_rejects_names_and_bad_lines() {
+        let found = parse(
             "\u{feff}# apiservers\n\n10.0.0.1:6443\r\n  [fd00::3]:6443 # the third\nlocalhost:1\n\
              10.0.0.1\napi.example.com:6443\n0.0.0.0:1\n10.0.0.9:0\n\u{0}\n",
         );
-        let labels: Vec<_> = said.entries.iter().map(|e| e.address.to_string()).collect();
-        assert_eq!(labels, ["10.0.0.1:6443", "[fd00::3]:6443", "localhost:1"]);
-        assert_eq!(said.refused_count, 5, "{:?}", said.refused);
-        assert!(said.refused[0].starts_with("line 6: \"10.0.0.1\" has no port"), "{said:?}");
-        assert!(said.refused[1].contains("is a name"), "{said:?}");
+        let addresses: Vec<_> = found.candidates.iter().map(|c| c.address.to_string()).collect();
+        assert_eq!(addresses, ["10.0.0.1:6443", "[fd00::3]:6443", "localhost:1"]);
+        let rejected = found.rejected();
+        assert_eq!(found.rejected_count(), 5, "{rejected:?}");
+        assert!(rejected[0].starts_with("line 6: \"10.0.0.1\" has no port"), "{rejected:?}");
+        assert!(rejected[1].contains("is a name"), "{rejected:?}");
         assert_eq!(parse(""), DiscoveredEndpoints::default());
     }
 
     #[test]
-    fn a_file_that_cannot_be_read() {
+    fn read_missing_large_or_binary_file_fails() {
         let dir = tempfile::tempdir().unwrap();
         assert!(read(&dir.path().join("none")).unwrap_err().contains("none"));
         assert!(read(dir.path()).is_err());

@@ -1,60 +1,59 @@
-//! `EndpointSlices` and `Endpoints` as they come from a watch: a store that follows the rules of
-//! resourceVersion, and what the objects in it say.
+//! `EndpointSlices` and `Endpoints` objects from a watch, and the endpoints that they contain.
 //!
-//! | what comes | what the store does |
+//! | event | effect on the store |
 //! |---|---|
-//! | a list | takes its place, whatever was known: it is the truth, also after a restore from a backup |
-//! | an event at or before the version that the watch began at | nothing: history is being replayed |
-//! | an object older than the one known by that name | nothing: the same |
-//! | a deletion older than the object known by that name | nothing: another life of it ended |
-//! | an object older than the deletion of that name | nothing |
-//! | the same again | nothing |
-//! | anything else | takes it in the order in which it came |
+//! | list | replaces the content, also with older versions (a restore from a backup) |
+//! | event at or before the version at which the watch started | none: a replay |
+//! | object older than the stored one of the same name | none: a replay |
+//! | deletion older than the stored object of the same name | none: it ended an earlier object |
+//! | object older than the stored deletion of its name | none |
+//! | event that was applied before | none |
+//! | any other | applied in the order of arrival |
 //!
-//! A version is an opaque text to a client but for one thing: two versions of one resource may be
-//! compared as decimal numbers of any length (KEP-5504). Those that are no numbers are taken in
-//! order.
+//! A resourceVersion is opaque to clients except that two of the same resource may be compared as
+//! decimal numbers of any length (KEP-5504). Versions that are not numbers count as new.
 
 use std::cmp::Ordering;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::fmt;
+use std::net::{IpAddr, SocketAddr};
 
 use kube::api::DynamicObject;
 use kube::runtime::watcher::Event;
 use serde_json::Value;
 
-use super::merge::{Candidate, DISCOVERED_NAME};
+use super::candidates::{Candidate, DiscoveredEndpoints};
+use super::merge::DISCOVERED_SERVER_NAME;
 use super::watch_start::WatchStartVersion;
 use crate::config::EndpointAddress;
 
-/// Most objects that are kept. The Service `kubernetes` has one.
-const MOST_OBJECTS: usize = 256;
-/// Most entries that are read from all of them, and most refusals that are remembered.
-const MOST_ENTRIES: usize = 5_000;
-const MOST_REFUSED: usize = 20;
+/// Most objects that are stored. The Service `kubernetes` normally has one.
+const MAX_OBJECTS: usize = 256;
+/// Most endpoints that are read from all objects.
+const MAX_CANDIDATES: usize = 5_000;
 
 /// The Service whose endpoints are the apiservers.
 pub const SERVICE: &str = "kubernetes";
-/// The label that names the Service of a slice.
+/// The label that names the Service of an `EndpointSlice`.
 pub const SERVICE_LABEL: &str = "kubernetes.io/service-name";
 
-/// What is watched.
+/// The resource that is watched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Resource {
+pub enum WatchedResource {
     /// `discovery.k8s.io/v1`.
     SlicesV1,
-    /// `discovery.k8s.io/v1beta1`, before Kubernetes 1.21.
+    /// `discovery.k8s.io/v1beta1`, for Kubernetes before 1.21.
     SlicesV1Beta1,
-    /// `Endpoints` of the core group, the oldest form.
+    /// `Endpoints` of the core group.
     Endpoints,
 }
 
-impl Resource {
-    /// Best first.
+impl WatchedResource {
+    /// All resources, the preferred one first.
     pub const ALL: [Self; 3] = [Self::SlicesV1, Self::SlicesV1Beta1, Self::Endpoints];
 }
 
-impl fmt::Display for Resource {
+impl fmt::Display for WatchedResource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::SlicesV1 => "discovery.k8s.io/v1 EndpointSlices",
@@ -64,126 +63,115 @@ impl fmt::Display for Resource {
     }
 }
 
-/// What the objects say.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct DiscoveredEndpoints {
-    /// Endpoints that are ready.
-    pub entries: Vec<Candidate>,
-    /// How many are there and not ready.
-    pub not_ready: usize,
-    /// What cannot be an endpoint, and why; the first of them.
-    pub refused: Vec<String>,
-    /// How many those are.
-    pub refused_count: usize,
-}
-
 #[derive(Debug, Clone)]
-struct Known {
+struct StoredObject {
     version: String,
-    /// `None` once it was deleted.
-    object: Option<Value>,
+    /// The content; `None` once the object is deleted.
+    content: Option<Value>,
 }
 
-/// The objects, by name.
+/// The objects of a watch, by name.
 #[derive(Debug)]
-pub struct Store {
-    resource: Resource,
-    known: BTreeMap<String, Known>,
-    /// A list that is not complete yet.
-    list: Option<BTreeMap<String, Known>>,
+pub struct ObjectStore {
+    resource: WatchedResource,
+    objects: BTreeMap<String, StoredObject>,
+    /// The objects of a list that is still incomplete.
+    list: Option<BTreeMap<String, StoredObject>>,
     synced: bool,
-    horizon: WatchStartVersion,
+    watch_start: WatchStartVersion,
 }
 
-impl Store {
-    /// An empty store for a resource; `horizon` says where the watch began.
-    pub fn new(resource: Resource, horizon: WatchStartVersion) -> Self {
-        Self { resource, known: BTreeMap::new(), list: None, synced: false, horizon }
+impl ObjectStore {
+    /// An empty store. `watch_start` is the version at which the current watch started.
+    pub fn new(resource: WatchedResource, watch_start: WatchStartVersion) -> Self {
+        Self { resource, objects: BTreeMap::new(), list: None, synced: false, watch_start }
     }
 
-    /// Takes an event in; true if what the objects say may have changed.
-    pub fn feed(&mut self, event: Event<DynamicObject>) -> bool {
+    /// Applies an event. Returns whether the contained endpoints may have changed.
+    pub fn apply(&mut self, event: Event<DynamicObject>) -> bool {
         match event {
             Event::Init => {
                 self.list = Some(BTreeMap::new());
                 false
             }
             Event::InitApply(object) => {
-                if let (Some(list), Some((name, known))) = (&mut self.list, read(object, false)) {
-                    put(list, name, known);
+                if let (Some(list), Some((name, stored))) = (&mut self.list, read(object, false)) {
+                    insert(list, name, stored);
                 }
                 false
             }
             Event::InitDone => {
-                self.known = self.list.take().unwrap_or_default();
+                self.objects = self.list.take().unwrap_or_default();
                 self.synced = true;
                 true
             }
-            Event::Apply(object) => self.take(read(object, false)),
-            Event::Delete(object) => self.take(read(object, true)),
+            Event::Apply(object) => self.apply_object(read(object, false)),
+            Event::Delete(object) => self.apply_object(read(object, true)),
         }
     }
 
-    fn take(&mut self, read: Option<(String, Known)>) -> bool {
-        let Some((name, new)) = read else { return false };
-        let begun = self.horizon.version();
-        if begun.is_some_and(|v| compare(&new.version, &v).is_some_and(Ordering::is_le)) {
+    fn apply_object(&mut self, object: Option<(String, StoredObject)>) -> bool {
+        let Some((name, new)) = object else { return false };
+        let start = self.watch_start.get();
+        if start.is_some_and(|v| compare(&new.version, &v).is_some_and(Ordering::is_le)) {
             return false;
         }
-        if let Some(known) = self.known.get(&name) {
-            // A deletion may carry the version of the object that it ends.
-            let ends_it = new.object.is_none() && known.object.is_some();
-            match compare(&new.version, &known.version) {
+        if let Some(stored) = self.objects.get(&name) {
+            // A DELETED event may carry the version of the object that it deletes.
+            let deletes_stored = new.content.is_none() && stored.content.is_some();
+            match compare(&new.version, &stored.version) {
                 Some(Ordering::Less) => return false,
-                Some(Ordering::Equal) if !ends_it => return false,
+                Some(Ordering::Equal) if !deletes_stored => return false,
                 _ => {}
             }
         }
-        put(&mut self.known, name, new) && self.synced
+        insert(&mut self.objects, name, new) && self.synced
     }
 
-    /// What the objects say now.
-    pub fn said(&self) -> DiscoveredEndpoints {
-        let mut said = DiscoveredEndpoints::default();
-        for object in self.known.values().filter_map(|known| known.object.as_ref()) {
+    /// The endpoints that the stored objects contain.
+    pub fn endpoints(&self) -> DiscoveredEndpoints {
+        let mut found = DiscoveredEndpoints::default();
+        for content in self.objects.values().filter_map(|object| object.content.as_ref()) {
             match self.resource {
-                Resource::SlicesV1 | Resource::SlicesV1Beta1 => slice(object, &mut said),
-                Resource::Endpoints => endpoints(object, &mut said),
+                WatchedResource::SlicesV1 | WatchedResource::SlicesV1Beta1 => {
+                    read_slice(content, &mut found);
+                }
+                WatchedResource::Endpoints => read_endpoints(content, &mut found),
             }
         }
-        // An endpoint may be in two slices for a moment, ready in one of them.
-        let mut seen = std::collections::HashSet::new();
-        said.entries.retain(|entry| seen.insert(entry.address.clone()));
-        said
+        // For a moment an endpoint may be in two slices.
+        let mut seen = HashSet::new();
+        found.candidates.retain(|candidate| seen.insert(candidate.address.clone()));
+        found
     }
 }
 
-fn put(objects: &mut BTreeMap<String, Known>, name: String, known: Known) -> bool {
-    if objects.len() >= MOST_OBJECTS && !objects.contains_key(&name) {
-        // The oldest deletions are what can be forgotten.
-        let Some(gone) = objects.iter().find(|(_, k)| k.object.is_none()) else { return false };
-        let gone = gone.0.clone();
-        objects.remove(&gone);
+/// Inserts an object. A full map forgets a deletion first; returns false if it has none.
+fn insert(objects: &mut BTreeMap<String, StoredObject>, name: String, new: StoredObject) -> bool {
+    if objects.len() >= MAX_OBJECTS && !objects.contains_key(&name) {
+        let deleted = objects.iter().find(|(_, object)| object.content.is_none());
+        let Some(deleted) = deleted.map(|(name, _)| name.clone()) else { return false };
+        objects.remove(&deleted);
     }
-    objects.insert(name, known);
+    objects.insert(name, new);
     true
 }
 
-/// Name, version and content of an object; `None` if it is none of ours.
-fn read(object: DynamicObject, deleted: bool) -> Option<(String, Known)> {
+/// Name, version and content of an object; `None` if it does not belong to [`SERVICE`]. The watch
+/// selects only objects that do, so others come from a faulty server.
+fn read(object: DynamicObject, deleted: bool) -> Option<(String, StoredObject)> {
     let name = object.metadata.name.clone()?;
     let labels = object.metadata.labels.as_ref();
     let service = labels.and_then(|labels| labels.get(SERVICE_LABEL));
-    let ours = service.map_or(name == SERVICE, |service| service == SERVICE);
-    // The server was asked for ours alone; one that sends others is not believed.
-    if !ours || object.metadata.namespace.as_deref().is_some_and(|n| n != "default") {
+    let belongs = service.map_or(name == SERVICE, |service| service == SERVICE);
+    if !belongs || object.metadata.namespace.as_deref().is_some_and(|n| n != "default") {
         return None;
     }
     let version = object.metadata.resource_version.unwrap_or_default();
-    Some((name, Known { version, object: (!deleted).then_some(object.data) }))
+    Some((name, StoredObject { version, content: (!deleted).then_some(object.data) }))
 }
 
-/// Which of two versions is newer, if both are numbers.
+/// Compares two resourceVersions; `None` unless both are decimal numbers.
 pub fn compare(a: &str, b: &str) -> Option<Ordering> {
     let number = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
     let (a, b) = (number(a).then_some(a)?, number(b).then_some(b)?);
@@ -191,41 +179,55 @@ pub fn compare(a: &str, b: &str) -> Option<Ordering> {
     Some(a.len().cmp(&b.len()).then_with(|| a.cmp(b)))
 }
 
-/// What an `EndpointSlice` says. `conditions.ready` that is absent means ready, by its API.
-fn slice(object: &Value, said: &mut DiscoveredEndpoints) {
-    let kind = object["addressType"].as_str().unwrap_or("none");
-    let Some(port) = port(&object["ports"]) else {
-        return said.refuse("a slice without a TCP port".into(), 1);
+/// Reads an `EndpointSlice`. An absent `conditions.ready` means ready (`discovery.k8s.io/v1`).
+fn read_slice(slice: &Value, found: &mut DiscoveredEndpoints) {
+    let kind = slice["addressType"].as_str().unwrap_or("none");
+    let Some(port) = port(&slice["ports"]) else {
+        return found.reject("a slice without a TCP port".into(), 1);
     };
-    for endpoint in list(&object["endpoints"]) {
+    for endpoint in list(&slice["endpoints"]) {
         let addresses = list(&endpoint["addresses"]);
         if endpoint["conditions"]["ready"] == Value::Bool(false) {
-            said.not_ready += addresses.len();
+            found.not_ready += addresses.len();
             continue;
         }
         for address in addresses {
             if kind == "IPv4" || kind == "IPv6" {
-                said.offer(address, port);
+                add(found, address, port);
             } else {
-                said.refuse(format!("{} of address type {kind}", brief(address)), 1);
+                found.reject(format!("{} of address type {kind}", quote(address)), 1);
             }
         }
     }
 }
 
-/// What an `Endpoints` object says.
-fn endpoints(object: &Value, said: &mut DiscoveredEndpoints) {
+/// Reads an `Endpoints` object.
+fn read_endpoints(object: &Value, found: &mut DiscoveredEndpoints) {
     for subset in list(&object["subsets"]) {
         let addresses = list(&subset["addresses"]);
-        said.not_ready += list(&subset["notReadyAddresses"]).len();
+        found.not_ready += list(&subset["notReadyAddresses"]).len();
         match port(&subset["ports"]) {
-            Some(port) => addresses.iter().for_each(|address| said.offer(&address["ip"], port)),
-            None => said.refuse("a subset without a TCP port".into(), addresses.len()),
+            Some(port) => addresses.iter().for_each(|address| add(found, &address["ip"], port)),
+            None => found.reject("a subset without a TCP port".into(), addresses.len()),
         }
     }
 }
 
-/// The port called `https`, or the first TCP port.
+fn add(found: &mut DiscoveredEndpoints, ip: &Value, port: u16) {
+    let Ok(parsed) = ip.as_str().unwrap_or_default().parse::<IpAddr>() else {
+        return found.reject(format!("{} is not an IP address", quote(ip)), 1);
+    };
+    if found.candidates.len() >= MAX_CANDIDATES {
+        return found.reject("more entries than can be read".into(), 1);
+    }
+    let server_name = Some(DISCOVERED_SERVER_NAME.to_owned());
+    match EndpointAddress::parse(&SocketAddr::new(parsed, port).to_string()) {
+        Ok(address) => found.candidates.push(Candidate { address, server_name }),
+        Err(why) => found.reject(why, 1),
+    }
+}
+
+/// The TCP port named `https`, or else the first TCP port.
 fn port(ports: &Value) -> Option<u16> {
     let tcp = |port: &&Value| port["protocol"].as_str().is_none_or(|protocol| protocol == "TCP");
     let named = list(ports).iter().filter(tcp).find(|port| port["name"] == "https");
@@ -237,41 +239,14 @@ fn list(value: &Value) -> &[Value] {
     value.as_array().map_or(&[], Vec::as_slice)
 }
 
-/// A value of a stranger in a log line.
-fn brief(value: &Value) -> String {
+/// Quotes a value that the server sent for a log line, at most 64 characters of it.
+fn quote(value: &Value) -> String {
     let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
     let mut short: String = text.chars().take(64).collect();
     if short.len() < text.len() {
         short.push('…');
     }
     format!("{short:?}")
-}
-
-impl DiscoveredEndpoints {
-    fn offer(&mut self, ip: &Value, port: u16) {
-        let text = ip.as_str().unwrap_or_default();
-        let Ok(parsed) = text.parse::<std::net::IpAddr>() else {
-            return self.refuse(format!("{} is not an IP address", brief(ip)), 1);
-        };
-        if self.entries.len() >= MOST_ENTRIES {
-            return self.refuse("more entries than can be read".into(), 1);
-        }
-        let text = std::net::SocketAddr::new(parsed, port).to_string();
-        match EndpointAddress::parse(&text) {
-            Ok(address) => {
-                self.entries
-                    .push(Candidate { address, server_name: Some(DISCOVERED_NAME.to_owned()) });
-            }
-            Err(why) => self.refuse(why, 1),
-        }
-    }
-
-    fn refuse(&mut self, why: String, count: usize) {
-        self.refused_count += count;
-        if self.refused.len() < MOST_REFUSED {
-            self.refused.push(why);
-        }
-    }
 }
 
 #[cfg(test)]

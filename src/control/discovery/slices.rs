@@ -1,11 +1,13 @@
-//! The `EndpointSlices` of `default/kubernetes`, watched with a credential of our own over our own
-//! connections.
+//! The source `discovery.kubeconfig`: watches the `EndpointSlices` of the Service
+//! `default/kubernetes`.
 //!
-//! The best resource that the server has is watched: `discovery.k8s.io/v1`, then `v1beta1`, then
-//! the `Endpoints` of the core group. kube's watcher lists, watches and resumes; what it delivers
-//! goes through [`Store`], which knows what may be a replay. After a failure the watch goes on
-//! where it was; after 410 Gone, or when it fails again and again, everything is asked for anew:
-//! no version that we remember can keep us from the truth.
+//! The watch uses the credential of a kubeconfig and jackstay's own connections
+//! ([`super::transport`]). It uses the first resource that the server has and lets the user list:
+//! `discovery.k8s.io/v1`, `v1beta1`, or `Endpoints` of the core group. kube's watcher lists, watches
+//! and resumes; [`ObjectStore`] filters replays out of its events.
+//!
+//! After a failure the watch resumes. After 410 Gone, and after every third failure in a row, it
+//! lists again, so that a wrong resourceVersion cannot hide the current endpoints for long.
 
 use std::path::PathBuf;
 use std::rc::Rc;
@@ -24,68 +26,67 @@ use tokio::time::{Instant, sleep, timeout};
 use tower_service::Service;
 
 use super::kubeconfig::{self, User};
-use super::objects::{Resource, SERVICE, SERVICE_LABEL, Store};
+use super::objects::{ObjectStore, SERVICE, SERVICE_LABEL, WatchedResource};
 use super::source_states::SourceStates;
 use super::transport::TransportTask;
-use super::watch_start::{RecordingLayer, WatchStartVersion};
-use crate::control::certificates::ticks;
-use crate::control::file_watch::FileWatch;
+use super::watch_start::RecordingLayer;
+use crate::control::file_watch::{FileWatch, poll_ticks};
 use crate::upstream::endpoint_sources::EndpointSource;
 
 /// Bounds of the pause after a failure.
 const RETRY_MIN: Duration = Duration::from_millis(250);
 const RETRY_MAX: Duration = Duration::from_secs(15);
-/// How long a list may take with all of its body, of which an apiserver that lives may yet fail to
-/// send the rest. The head of an answer has half of it.
-const LIST: Duration = Duration::from_secs(60);
-/// Failures in a row after which everything is asked for anew.
+/// Limit for a list with its whole body. An apiserver may send the head, which has a limit of 30 s,
+/// and then stop.
+const LIST_TIMEOUT: Duration = Duration::from_secs(60);
+/// Failures in a row after which the watch lists again.
 const RELIST_AFTER: u32 = 3;
-/// A watch that has lived this long was a good one.
-const GOOD_AFTER: Duration = Duration::from_secs(60);
+/// Time without a failure after which earlier failures no longer count.
+const STABLE_AFTER: Duration = Duration::from_secs(60);
 
-/// Follows the slices with the credential of the kubeconfig until it is dropped.
-pub async fn follow(path: PathBuf, board: Rc<SourceStates>) {
-    let upstream = Arc::clone(board.upstream());
-    let mut files = FileWatch::new(vec![path.clone()]);
-    files.unsettled = true;
+/// Watches with the credential of the kubeconfig at `path`, and follows its changes, until the
+/// future is dropped.
+pub async fn follow(path: PathBuf, states: Rc<SourceStates>) {
+    let upstream = Arc::clone(states.upstream());
+    let mut files = FileWatch::unread(vec![path.clone()]);
     let mut user: Option<User> = None;
-    // Ends with this future, and is replaced with the credential's token.
-    let mut watch = JoinSet::new();
-    let mut ticks = ticks();
+    // The transport and the watch, which are replaced when the token changes.
+    let mut tasks = JoinSet::new();
+    let mut ticks = poll_ticks();
     loop {
         ticks.tick().await;
         if files.changed() {
             match kubeconfig::load(&path) {
                 Ok(new) => {
-                    files.unsettled = false;
-                    // Files that were not watched while they were read are read once more.
+                    files.set_settled(true);
+                    // Files that are new here count as unread: they may have changed meanwhile.
                     files.follow(new.files.clone());
                     let same_token = user.as_ref().is_some_and(|old| old.token == new.token);
                     upstream.credentials.show_for_discovery(new.certificate.as_ref());
-                    if !same_token || watch.is_empty() {
-                        watch.abort_all();
-                        let (carrier, road) = TransportTask::open(&upstream, new.token.clone());
-                        watch.spawn_local(road);
-                        watch.spawn_local(observe(carrier, Rc::clone(&board)));
+                    if !same_token || tasks.is_empty() {
+                        tasks.abort_all();
+                        let (transport, task) = TransportTask::start(&upstream, new.token.clone());
+                        tasks.spawn_local(task);
+                        tasks.spawn_local(watch_forever(transport, Rc::clone(&states)));
                     }
                     user = Some(new);
                 }
-                Err(why) => {
-                    files.unsettled = true;
-                    board.fail(EndpointSource::Slices, &why);
+                Err(error) => {
+                    files.set_settled(false);
+                    states.fail(EndpointSource::Slices, &error);
                 }
             }
         }
         if let Some(user) = &user {
-            // The CA bundle may have changed.
+            // Rebuilds the TLS configuration if the CA bundle has changed.
             upstream.credentials.show_for_discovery(user.certificate.as_ref());
         }
-        while watch.try_join_next().is_some() {}
+        while tasks.try_join_next().is_some() {}
     }
 }
 
-/// Watches for ever over a transport.
-async fn observe<S, B>(transport: S, board: Rc<SourceStates>)
+/// Watches over `transport` until the future is dropped.
+async fn watch_forever<S, B>(transport: S, states: Rc<SourceStates>)
 where
     S: Service<Request<KubeBody>, Response = Response<B>> + Send + 'static,
     S::Future: Send + 'static,
@@ -93,140 +94,140 @@ where
     B: http_body::Body<Data = Bytes> + Send + 'static,
     B::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
 {
-    let horizon = WatchStartVersion::default();
-    let noting = RecordingLayer { horizon: horizon.clone(), inner: transport };
-    let client = Client::new(noting, "default");
+    let (transport, watch_start) = RecordingLayer::new(transport);
+    let client = Client::new(transport, "default");
     let mut failures: u32 = 0;
     loop {
-        match timeout(LIST, choose(&client)).await.unwrap_or_else(|_| Err(stalled())) {
+        let chosen = timeout(LIST_TIMEOUT, choose_resource(&client)).await;
+        match chosen.unwrap_or_else(|_| Err(list_timed_out())) {
             Ok(resource) => {
-                tracing::info!(upstream = &*board.upstream().name, %resource, "watching endpoints");
-                let store = Store::new(resource, horizon.clone());
-                watch(&client, resource, store, &board, &mut failures).await;
+                tracing::info!(upstream = &*states.upstream().name, %resource, "watching endpoints");
+                let store = ObjectStore::new(resource, watch_start.clone());
+                watch(&client, resource, store, &states, &mut failures).await;
             }
-            Err(why) => {
+            Err(error) => {
                 failures = failures.saturating_add(1);
-                board.fail(EndpointSource::Slices, &why);
+                states.fail(EndpointSource::Slices, &error);
             }
         }
-        sleep(pause(failures, fastrand::f64())).await;
+        sleep(backoff(failures, fastrand::f64())).await;
     }
 }
 
-/// Pause after the `failures`-th failure in a row; `jitter` is in 0..1, so that 5,000 nodes that
-/// lost the same apiserver do not ask the next one at once.
-fn pause(failures: u32, jitter: f64) -> Duration {
+/// Pause after the `failures`-th failure in a row. `jitter` is in 0..1 and keeps thousands of nodes
+/// that lost the same apiserver from asking the next one at once.
+fn backoff(failures: u32, jitter: f64) -> Duration {
     let doubled = RETRY_MIN.saturating_mul(1 << failures.saturating_sub(1).min(10));
     doubled.min(RETRY_MAX).mul_f64(0.5 + jitter / 2.0)
 }
 
-fn stalled() -> String {
-    format!("a list was not complete within {} s", LIST.as_secs())
+fn list_timed_out() -> String {
+    format!("a list was not complete within {} s", LIST_TIMEOUT.as_secs())
 }
 
-/// The best resource that this server has and that we may list.
-async fn choose(client: &Client) -> Result<Resource, String> {
+/// The first resource that the server has and lets the user list.
+async fn choose_resource(client: &Client) -> Result<WatchedResource, String> {
     let mut reasons = Vec::new();
-    for resource in Resource::ALL {
+    for resource in WatchedResource::ALL {
         let params = match resource {
-            Resource::Endpoints => ListParams::default().fields(&name_field()),
-            _ => ListParams::default().labels(&service_label()),
+            WatchedResource::Endpoints => ListParams::default().fields(&name_selector()),
+            _ => ListParams::default().labels(&service_selector()),
         };
         match api(client, resource).list(&params.limit(1)).await {
             Ok(_) => return Ok(resource),
             Err(KubeError::Api(status)) if matches!(status.code, 403 | 404) => {
                 reasons.push(format!("{resource}: {}", status.message));
             }
-            Err(error) => return Err(words(&error)),
+            Err(error) => return Err(describe(&error)),
         }
     }
     Err(format!(
-        "no list of endpoints may be read (the manifests in deploy/rbac allow it): {}",
+        "no list of endpoints may be read; apply the manifests in deploy/rbac: {}",
         reasons.join("; ")
     ))
 }
 
-fn api(client: &Client, resource: Resource) -> Api<DynamicObject> {
+fn api(client: &Client, resource: WatchedResource) -> Api<DynamicObject> {
     let (group, version, kind, plural) = match resource {
-        Resource::SlicesV1 => ("discovery.k8s.io", "v1", "EndpointSlice", "endpointslices"),
-        Resource::SlicesV1Beta1 => {
+        WatchedResource::SlicesV1 => ("discovery.k8s.io", "v1", "EndpointSlice", "endpointslices"),
+        WatchedResource::SlicesV1Beta1 => {
             ("discovery.k8s.io", "v1beta1", "EndpointSlice", "endpointslices")
         }
-        Resource::Endpoints => ("", "v1", "Endpoints", "endpoints"),
+        WatchedResource::Endpoints => ("", "v1", "Endpoints", "endpoints"),
     };
     let kind = GroupVersionKind::gvk(group, version, kind);
-    Api::namespaced_with(
-        client.clone(),
-        "default",
-        &ApiResource::from_gvk_with_plural(&kind, plural),
-    )
+    let resource = ApiResource::from_gvk_with_plural(&kind, plural);
+    Api::namespaced_with(client.clone(), "default", &resource)
 }
 
-fn service_label() -> String {
+fn service_selector() -> String {
     format!("{SERVICE_LABEL}={SERVICE}")
 }
 
-fn name_field() -> String {
+fn name_selector() -> String {
     format!("metadata.name={SERVICE}")
 }
 
-/// Watches one resource until everything must be asked for anew.
+/// Watches `resource` until it must be listed again. Counts failures in a row in `failures`.
 async fn watch(
     client: &Client,
-    resource: Resource,
-    mut store: Store,
-    board: &SourceStates,
+    resource: WatchedResource,
+    mut store: ObjectStore,
+    states: &SourceStates,
     failures: &mut u32,
 ) {
     let config = match resource {
-        Resource::Endpoints => watcher::Config::default().fields(&name_field()),
-        _ => watcher::Config::default().labels(&service_label()),
+        WatchedResource::Endpoints => watcher::Config::default().fields(&name_selector()),
+        _ => watcher::Config::default().labels(&service_selector()),
     };
     let mut events = std::pin::pin!(watcher(api(client, resource), config));
-    let mut since = Instant::now();
-    // It begins with a list, and with 410 there is another one.
+    let mut stable_since = Instant::now();
+    // The watcher lists at the start and after 410 Gone.
     let mut listing = true;
     loop {
-        // A watch may be silent for as long as nothing happens.
+        // A list has a time limit; a watch may be silent for as long as nothing changes.
         let next = async {
-            if listing { timeout(LIST, events.next()).await } else { Ok(events.next().await) }
+            if listing {
+                timeout(LIST_TIMEOUT, events.next()).await
+            } else {
+                Ok(events.next().await)
+            }
         };
         let event = match next.await {
             Ok(Some(event)) => event,
             Ok(None) => return,
             Err(_) => {
                 *failures = failures.saturating_add(1);
-                return board.fail(EndpointSource::Slices, &stalled());
+                return states.fail(EndpointSource::Slices, &list_timed_out());
             }
         };
+        let stable = stable_since.elapsed() > STABLE_AFTER;
         match event {
             Ok(event) => {
                 listing = matches!(event, Event::Init | Event::InitApply(_));
-                if matches!(event, Event::Apply(_) | Event::Delete(_))
-                    || since.elapsed() > GOOD_AFTER
-                {
+                if stable || matches!(event, Event::Apply(_) | Event::Delete(_)) {
                     *failures = 0;
                 }
-                if store.feed(event) {
-                    board.update(EndpointSource::Slices, store.said(), true);
+                if store.apply(event) {
+                    states.update(EndpointSource::Slices, store.endpoints(), true);
                 }
             }
             Err(error) => {
-                *failures =
-                    if since.elapsed() > GOOD_AFTER { 1 } else { failures.saturating_add(1) };
-                since = Instant::now();
-                board.fail(EndpointSource::Slices, &words_of_watch(&error));
-                if is_over(&error) || failures.is_multiple_of(RELIST_AFTER) {
+                *failures = if stable { 1 } else { failures.saturating_add(1) };
+                stable_since = Instant::now();
+                states.fail(EndpointSource::Slices, &describe_watch(&error));
+                if needs_list(&error) || failures.is_multiple_of(RELIST_AFTER) {
                     return;
                 }
-                sleep(pause(*failures, fastrand::f64())).await;
+                sleep(backoff(*failures, fastrand::f64())).await;
             }
         }
     }
 }
 
-/// Whether the version that the watch goes on from is no good any more, or the resource itself.
-fn is_over(error: &watcher::Error) -> bool {
+/// Whether the watch cannot resume after `error`: its version, or the resource, is no longer
+/// available.
+fn needs_list(error: &watcher::Error) -> bool {
     match error {
         watcher::Error::WatchError(status) => matches!(status.code, 404 | 410),
         watcher::Error::InitialListFailed(KubeError::Api(status))
@@ -241,18 +242,18 @@ fn is_over(error: &watcher::Error) -> bool {
 }
 
 /// An error in one line, with its causes.
-fn words(error: &KubeError) -> String {
+fn describe(error: &KubeError) -> String {
     match error {
         KubeError::Api(status) => format!("the apiserver says {}: {}", status.code, status.message),
-        other => causes(other),
+        other => with_causes(other),
     }
 }
 
-fn words_of_watch(error: &watcher::Error) -> String {
+fn describe_watch(error: &watcher::Error) -> String {
     match error {
         watcher::Error::InitialListFailed(error)
         | watcher::Error::WatchStartFailed(error)
-        | watcher::Error::WatchFailed(error) => words(error),
+        | watcher::Error::WatchFailed(error) => describe(error),
         watcher::Error::WatchError(status) => {
             format!("the watch ended with {}: {}", status.code, status.message)
         }
@@ -260,17 +261,17 @@ fn words_of_watch(error: &watcher::Error) -> String {
     }
 }
 
-fn causes(error: &dyn std::error::Error) -> String {
-    let mut words = error.to_string();
+fn with_causes(error: &dyn std::error::Error) -> String {
+    let mut message = error.to_string();
     let mut source = error.source();
     while let Some(cause) = source {
         let text = cause.to_string();
-        if !words.contains(&text) {
-            words = format!("{words}: {text}");
+        if !message.contains(&text) {
+            message = format!("{message}: {text}");
         }
         source = cause.source();
     }
-    words
+    message
 }
 
 #[cfg(test)]

@@ -1,8 +1,8 @@
-//! Where each source leaves its last answer, and where the one who merges them finds them.
+//! The last usable answer of each source, and the endpoints saved by an earlier run.
 //!
-//! Only the last good answer of a source is kept: an answer that is empty, or that has nothing in
-//! it that could be an endpoint, changes nothing; it is counted and told. So a burst of answers
-//! costs nothing but itself, and no queue can grow.
+//! Sources write here; the discovery controller waits for [`SourceStates::changed`] and merges. A
+//! later answer replaces an earlier one, so a burst of answers needs no queue. An answer without a
+//! usable endpoint is counted and logged, and the earlier answer stays.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -12,174 +12,183 @@ use std::time::SystemTime;
 
 use tokio::sync::Notify;
 
-use super::merge::{Candidate, OwnAddresses, SavedEndpoints, SourceAnswer, without_own};
-use super::objects::DiscoveredEndpoints;
+use super::candidates::{Candidate, DiscoveredEndpoints, SavedEndpoints, SourceAnswer};
+use super::own_addresses::OwnAddresses;
 use crate::upstream::Upstream;
 use crate::upstream::endpoint_sources::EndpointSource;
 
-/// Refusals that are named in one log line.
-const NAMED: usize = 5;
+/// Number of rejected entries that a log line names.
+const MAX_NAMED: usize = 5;
 
-/// The board of one upstream. Lives on the control thread.
+/// The states of one upstream's sources. Lives on the control thread.
 pub struct SourceStates {
     upstream: Arc<Upstream>,
     answers: RefCell<BTreeMap<EndpointSource, SourceAnswer>>,
-    remembered: RefCell<SavedEndpoints>,
-    /// When what is remembered was said.
-    remembered_of: Cell<Option<SystemTime>>,
-    /// What was told of the last answer of each source: what of it is refused, by the reason.
-    told: RefCell<BTreeMap<(EndpointSource, &'static str), String>>,
-    own: Box<dyn Fn() -> OwnAddresses>,
+    saved: RefCell<SavedEndpoints>,
+    /// When `saved` was known to be right.
+    saved_at: Cell<Option<SystemTime>>,
+    /// What was last logged about rejected entries, by source and reason.
+    logged: RefCell<BTreeMap<(EndpointSource, &'static str), String>>,
+    own_addresses: Box<dyn Fn() -> OwnAddresses>,
     changed: Notify,
 }
 
 impl SourceStates {
-    /// An empty board; `own` says which addresses are ours.
-    pub fn new(upstream: Arc<Upstream>, own: Box<dyn Fn() -> OwnAddresses>) -> Rc<Self> {
+    /// States without any answer. `own_addresses` returns the current addresses of this process.
+    pub fn new(upstream: Arc<Upstream>, own_addresses: Box<dyn Fn() -> OwnAddresses>) -> Rc<Self> {
         Rc::new(Self {
             upstream,
             answers: RefCell::default(),
-            remembered: RefCell::default(),
-            remembered_of: Cell::default(),
-            told: RefCell::default(),
-            own,
+            saved: RefCell::default(),
+            saved_at: Cell::default(),
+            logged: RefCell::default(),
+            own_addresses,
             changed: Notify::new(),
         })
     }
 
-    /// The upstream it is about.
+    /// The upstream whose sources these are.
     pub fn upstream(&self) -> &Arc<Upstream> {
         &self.upstream
     }
 
-    /// The addresses that are ours now.
-    pub fn own(&self) -> OwnAddresses {
-        (self.own)()
+    /// The current addresses of this process.
+    pub fn own_addresses(&self) -> OwnAddresses {
+        (self.own_addresses)()
     }
 
-    /// A source has an answer; `complete` if every part of the source has answered by now.
-    pub fn update(&self, source: EndpointSource, said: DiscoveredEndpoints, complete: bool) {
-        self.update_partial(source, said, complete, None);
+    /// Takes an answer of `source`. `complete` says whether every part of the source has answered.
+    pub fn update(&self, source: EndpointSource, found: DiscoveredEndpoints, complete: bool) {
+        self.update_partial(source, found, complete, None);
     }
 
-    /// The same, `but` being what is wrong with a part of the source.
+    /// Takes an answer of `source` of which a part failed with `error`.
     pub fn update_partial(
         &self,
         source: EndpointSource,
-        said: DiscoveredEndpoints,
+        found: DiscoveredEndpoints,
         complete: bool,
-        but: Option<&str>,
+        error: Option<&str>,
     ) {
-        let invalid = few(&said.refused, said.refused_count);
-        self.refuse(source, "invalid", said.refused_count, &invalid);
-        let offered = said.entries.len();
-        let (entries, ours) = without_own(said.entries, &self.own());
-        let labels: Vec<_> = ours.iter().map(|entry| entry.address.to_string()).collect();
-        let own = format!("{}: our own address, requests would loop", few(&labels, ours.len()));
-        self.refuse(source, "own_address", ours.len(), &own);
-        if entries.is_empty() {
-            let why = match (offered, said.not_ready, said.refused_count) {
-                (0, 0, 0) => "it names no endpoint".to_owned(),
-                (0, 0, 1) => "its one entry cannot be an endpoint".to_owned(),
-                (0, 0, refused) => format!("none of its {refused} entries can be an endpoint"),
-                (0, 1, _) => "its one endpoint is not ready".to_owned(),
-                (0, waiting, _) => format!("none of its {waiting} endpoints is ready"),
-                (1, ..) => "the one endpoint that it names is ourselves".to_owned(),
-                (ours, ..) => format!("all {ours} endpoints that it names are ourselves"),
-            };
-            self.refuse(source, "empty", 1, &format!("an empty answer: {why}"));
-            let words = format!("an empty answer changes nothing: {why}");
-            return self.upstream.sources.unusable(source, &words);
+        let invalid = summary(found.rejected(), found.rejected_count());
+        self.reject(source, "invalid", found.rejected_count(), &invalid);
+        let (not_ready, rejected) = (found.not_ready, found.rejected_count());
+        let offered = found.candidates.len();
+        let (candidates, own) = self.own_addresses().split(found.candidates);
+        let addresses: Vec<_> = own.iter().map(|own| own.address.to_string()).collect();
+        let loops =
+            format!("{}: our own address, requests would loop", summary(&addresses, own.len()));
+        self.reject(source, "own_address", own.len(), &loops);
+        if candidates.is_empty() {
+            let why = why_empty(offered, not_ready, rejected);
+            self.reject(source, "empty", 1, &format!("an empty answer: {why}"));
+            let error = format!("an empty answer changes nothing: {why}");
+            return self.upstream.sources.unusable(source, &error);
         }
-        self.refuse(source, "empty", 0, "");
-        self.upstream.sources.succeeded(source, entries.len(), but);
-        let answer = SourceAnswer { entries, complete };
+        self.reject(source, "empty", 0, "");
+        self.upstream.sources.succeeded(source, candidates.len(), error);
+        let answer = SourceAnswer { candidates, complete };
         if self.answers.borrow().get(&source) != Some(&answer) {
             self.answers.borrow_mut().insert(source, answer);
-            self.turn();
+            self.notify();
         }
     }
 
-    /// Counts what is not taken of an answer, and tells it if the answer before was another one.
-    fn refuse(&self, source: EndpointSource, reason: &'static str, count: usize, words: &str) {
-        let mut told = self.told.borrow_mut();
+    /// Counts `count` rejected entries. Logs `message` unless it was the last one logged for the
+    /// same source and reason.
+    fn reject(&self, source: EndpointSource, reason: &'static str, count: usize, message: &str) {
+        let mut logged = self.logged.borrow_mut();
         if count == 0 {
-            told.remove(&(source, reason));
+            logged.remove(&(source, reason));
             return;
         }
-        let before = told.insert((source, reason), words.to_owned());
-        let news = (before.as_deref() != Some(words)).then_some(words);
+        let before = logged.insert((source, reason), message.to_owned());
+        let news = (before.as_deref() != Some(message)).then_some(message);
         self.upstream.sources.refused(source, reason, count, news);
     }
 
-    /// A source says what it said before.
+    /// Records that the last answer of `source` is still current.
     pub fn confirm(&self, source: EndpointSource) {
         self.upstream.sources.confirmed(source);
     }
 
-    /// A source could not be asked.
-    pub fn fail(&self, source: EndpointSource, why: &str) {
-        self.upstream.sources.failed(source, why);
+    /// Records that `source` could not be read. Its last answer stays.
+    pub fn fail(&self, source: EndpointSource, error: &str) {
+        self.upstream.sources.failed(source, error);
     }
 
-    /// A source is not configured any longer: neither what it said counts, nor what an earlier run
-    /// remembers of it.
-    pub fn forget(&self, source: EndpointSource) {
+    /// Removes a source that is no longer configured, with its answer and its saved endpoints.
+    pub fn remove(&self, source: EndpointSource) {
         self.upstream.sources.forget(source);
         self.answers.borrow_mut().remove(&source);
-        self.remembered.borrow_mut().retain(|(of, _)| *of != source);
-        self.turn();
+        self.saved.borrow_mut().retain(|(of, _)| *of != source);
+        self.notify();
     }
 
-    /// What an earlier run left on disk, and when it was said.
-    pub fn remember(&self, remembered: SavedEndpoints, said: SystemTime) {
-        *self.remembered.borrow_mut() = remembered;
-        self.remembered_of.set(Some(said));
-        self.turn();
+    /// Takes the endpoints that an earlier run saved at `saved_at`.
+    pub fn restore(&self, saved: SavedEndpoints, saved_at: SystemTime) {
+        *self.saved.borrow_mut() = saved;
+        self.saved_at.set(Some(saved_at));
+        self.notify();
     }
 
-    /// What a restart should find: every answer but what the configuration says anyhow, and what is
-    /// remembered of sources that have not answered. With the latter comes when it was said.
-    pub fn worth_saving(&self) -> (SavedEndpoints, Option<SystemTime>) {
-        self.with(|answers, remembered| {
-            let found = answers.iter().filter(|(source, _)| **source != EndpointSource::Static);
-            let mut all: SavedEndpoints = found
-                .flat_map(|(source, answer)| answer.entries.iter().map(|e| (*source, e.clone())))
+    /// The endpoints to save: the answers of all sources but the static one, and saved endpoints of
+    /// sources that have not answered completely. If the latter are among them, their time is
+    /// returned too.
+    pub fn to_save(&self) -> (SavedEndpoints, Option<SystemTime>) {
+        self.read(|answers, saved| {
+            let mut all: SavedEndpoints = answers
+                .iter()
+                .filter(|(source, _)| **source != EndpointSource::Static)
+                .flat_map(|(source, answer)| answer.candidates.iter().map(|c| (*source, c.clone())))
                 .collect();
-            let fresh = all.len();
-            let counts = |of: &(EndpointSource, Candidate)| {
+            let from_answers = all.len();
+            let is_current = |of: &(EndpointSource, Candidate)| {
                 answers.get(&of.0).is_none_or(|answer| !answer.complete) && !all.contains(of)
             };
-            let kept: Vec<_> = remembered.iter().filter(|of| counts(of)).cloned().collect();
+            let kept: Vec<_> = saved.iter().filter(|of| is_current(of)).cloned().collect();
             all.extend(kept);
-            let old = if all.len() > fresh { self.remembered_of.get() } else { None };
-            (all, old)
+            let oldest = if all.len() > from_answers { self.saved_at.get() } else { None };
+            (all, oldest)
         })
     }
 
-    /// Something else that is merged has changed.
-    pub fn turn(&self) {
+    /// Wakes the task that waits in [`Self::changed`].
+    pub fn notify(&self) {
         self.changed.notify_one();
     }
 
-    /// Waits for the next change.
+    /// Waits until an answer has changed, or [`Self::notify`] was called.
     pub async fn changed(&self) {
         self.changed.notified().await;
     }
 
-    /// Looks at the answers and at what was remembered.
-    pub fn with<R>(
+    /// Reads the answers and the saved endpoints.
+    pub fn read<R>(
         &self,
-        look: impl FnOnce(&BTreeMap<EndpointSource, SourceAnswer>, &SavedEndpoints) -> R,
+        read: impl FnOnce(&BTreeMap<EndpointSource, SourceAnswer>, &SavedEndpoints) -> R,
     ) -> R {
-        look(&self.answers.borrow(), &self.remembered.borrow())
+        read(&self.answers.borrow(), &self.saved.borrow())
     }
 }
 
-/// The first of them in one line.
-fn few(words: &[String], count: usize) -> String {
-    let named = words.iter().take(NAMED).cloned().collect::<Vec<_>>().join("; ");
-    match count.saturating_sub(NAMED.min(words.len())) {
+/// Why an answer has no usable endpoint. It `offered` addresses of this process only.
+fn why_empty(offered: usize, not_ready: usize, rejected: usize) -> String {
+    match (offered, not_ready, rejected) {
+        (0, 0, 0) => "it names no endpoint".to_owned(),
+        (0, 0, 1) => "its one entry cannot be an endpoint".to_owned(),
+        (0, 0, _) => format!("none of its {rejected} entries can be an endpoint"),
+        (0, 1, _) => "its one endpoint is not ready".to_owned(),
+        (0, ..) => format!("none of its {not_ready} endpoints is ready"),
+        (1, ..) => "its one endpoint is jackstay's own address".to_owned(),
+        _ => format!("all of its {offered} endpoints are jackstay's own addresses"),
+    }
+}
+
+/// The first of `items` in one line, and how many more there are of `count`.
+fn summary(items: &[String], count: usize) -> String {
+    let named = items.iter().take(MAX_NAMED).cloned().collect::<Vec<_>>().join("; ");
+    match count.saturating_sub(MAX_NAMED.min(items.len())) {
         0 => named,
         more => format!("{named}; and {more} more"),
     }

@@ -1,53 +1,52 @@
-//! The last good set of endpoints on disk, so that a restart finds the cluster although every seed
-//! is gone.
+//! The state file: the last good endpoints of an upstream on disk, so that a restart finds the
+//! cluster although no seed works any more.
 //!
-//! What is read is a candidate like any other: a probe decides, not the file. What is written was
-//! said by a source and had an endpoint that served. A file that is corrupt, foreign or empty is
-//! reported and ignored; a directory that cannot be written is a warning.
+//! Saved endpoints are candidates like any other: a probe decides whether they are used. Only
+//! endpoints that a source offered are written, and only while one of them is usable. A file that
+//! is corrupt, of another upstream or empty is reported and ignored.
 
 use std::fmt;
-use std::fs;
-use std::io;
+use std::fs::{self, File};
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde_json::{Value, json};
 
-use super::merge::{Candidate, SavedEndpoints};
+use super::candidates::{Candidate, SavedEndpoints};
 use crate::config::EndpointAddress;
-use crate::net::files::atomic_write::{self, PUBLIC};
 use crate::net::files::bounded_read;
 use crate::observe::utc::Utc;
 use crate::upstream::endpoint_sources::EndpointSource;
 
-/// Version of the format; a file of another one is foreign.
+/// Version of the format. A file with another version is ignored.
 const VERSION: u64 = 1;
-/// Largest file read. Ours have a hundred bytes for each endpoint.
+/// Largest file that is read, in bytes. An endpoint takes about 100.
 const MAX_FILE: u64 = 256 << 10;
-/// Most entries that are written or read.
-const MAX_ENTRIES: usize = 256;
+/// Most endpoints that are written or read.
+const MAX_ENDPOINTS: usize = 256;
 
-/// What was read.
+/// The content of a state file.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Saved {
+pub struct SavedState {
     /// The endpoints.
-    pub entries: SavedEndpoints,
-    /// How old that knowledge is.
+    pub endpoints: SavedEndpoints,
+    /// Time since they were known to be right; zero if the clock went back.
     pub age: Duration,
 }
 
-/// Why a file is not used.
+/// Why a state file is not used.
 #[derive(Debug)]
 pub enum StateError {
-    /// There is none, which is how every first start is.
+    /// The file does not exist, as before every first start.
     Missing,
-    /// The file or its directory, in the words of the system.
+    /// The file or its directory cannot be read.
     Io(io::Error),
-    /// It is not what we write.
+    /// The content is not a state file.
     Corrupt(String),
-    /// It is of another upstream, or of another version.
+    /// The file belongs to another upstream, or has another version.
     Foreign(String),
-    /// It holds nothing that could be used.
+    /// The file has no usable endpoint.
     Empty,
 }
 
@@ -63,16 +62,16 @@ impl fmt::Display for StateError {
     }
 }
 
-/// The file of an upstream. Its name has only letters, digits and dashes.
+/// The path of the state file of `upstream`. Upstream names have letters, digits and dashes only.
 pub fn path(dir: &Path, upstream: &str) -> PathBuf {
     dir.join(format!("{upstream}.json"))
 }
 
-/// Reads the file of `upstream`.
+/// Reads the state file of `upstream`.
 ///
 /// # Errors
-/// Why it is not used.
-pub fn read(dir: &Path, upstream: &str, now: SystemTime) -> Result<Saved, StateError> {
+/// Why the file is not used.
+pub fn read(dir: &Path, upstream: &str, now: SystemTime) -> Result<SavedState, StateError> {
     let text =
         bounded_read::read_text(&path(dir, upstream), MAX_FILE).map_err(|error| {
             match error.kind() {
@@ -85,57 +84,58 @@ pub fn read(dir: &Path, upstream: &str, now: SystemTime) -> Result<Saved, StateE
     parse(&text, upstream, now)
 }
 
-fn parse(text: &str, upstream: &str, now: SystemTime) -> Result<Saved, StateError> {
+fn parse(text: &str, upstream: &str, now: SystemTime) -> Result<SavedState, StateError> {
     let value: Value =
         serde_json::from_str(text).map_err(|error| StateError::Corrupt(error.to_string()))?;
-    let foreign = |what: &str| StateError::Foreign(what.to_owned());
     match value["version"].as_u64() {
         Some(VERSION) => {}
-        Some(other) => return Err(foreign(&format!("version {other} of the format"))),
+        Some(other) => return Err(StateError::Foreign(format!("version {other} of the format"))),
         None => return Err(StateError::Corrupt("no version".into())),
     }
     if value["upstream"] != upstream {
-        return Err(foreign(&format!("the endpoints of another upstream, {}", value["upstream"])));
+        let why = format!("the endpoints of another upstream, {}", value["upstream"]);
+        return Err(StateError::Foreign(why));
     }
     let saved_at = value["saved_at_seconds"].as_u64().unwrap_or(0);
     let now = now.duration_since(UNIX_EPOCH).unwrap_or_default();
     let age = now.saturating_sub(Duration::from_secs(saved_at));
     let list = value["endpoints"].as_array().map_or(&[][..], Vec::as_slice);
-    let entries: SavedEndpoints = list.iter().take(MAX_ENTRIES).filter_map(entry).collect();
-    if entries.is_empty() { Err(StateError::Empty) } else { Ok(Saved { entries, age }) }
+    let endpoints: SavedEndpoints =
+        list.iter().take(MAX_ENDPOINTS).filter_map(parse_endpoint).collect();
+    if endpoints.is_empty() { Err(StateError::Empty) } else { Ok(SavedState { endpoints, age }) }
 }
 
-/// One endpoint, if it is one that we could have written.
-fn entry(value: &Value) -> Option<(EndpointSource, Candidate)> {
+/// One endpoint; `None` if [`write`] could not have written it.
+fn parse_endpoint(value: &Value) -> Option<(EndpointSource, Candidate)> {
     let source = EndpointSource::from_name(value["source"].as_str()?)?;
     let address = EndpointAddress::parse(value["address"].as_str()?).ok()?;
     let server_name = value["server_name"].as_str().map(str::to_owned);
-    let remembered =
+    let is_saved =
         matches!(source, EndpointSource::File | EndpointSource::Dns | EndpointSource::Slices);
-    let name_is_good = server_name
+    let name_is_valid = server_name
         .as_deref()
         .is_none_or(|name| rustls::pki_types::ServerName::try_from(name).is_ok());
-    (remembered && name_is_good && !address.is_name())
+    (is_saved && name_is_valid && !address.is_name())
         .then_some((source, Candidate { address, server_name }))
 }
 
-/// Replaces the file in one step.
+/// Writes the state file atomically: a new file is synced and renamed over the old one.
 ///
 /// # Errors
-/// What the system says; the old file stays.
+/// The system's error; the old file stays.
 pub fn write(
     dir: &Path,
     upstream: &str,
-    entries: &SavedEndpoints,
-    now: SystemTime,
+    endpoints: &SavedEndpoints,
+    saved_at: SystemTime,
 ) -> io::Result<()> {
-    let endpoints: Vec<Value> = entries
+    let endpoints: Vec<Value> = endpoints
         .iter()
-        .take(MAX_ENTRIES)
-        .map(|(source, entry)| {
+        .take(MAX_ENDPOINTS)
+        .map(|(source, candidate)| {
             json!({
-                "address": entry.address.to_string(),
-                "server_name": entry.server_name,
+                "address": candidate.address.to_string(),
+                "server_name": candidate.server_name,
                 "source": source.as_str(),
             })
         })
@@ -143,40 +143,50 @@ pub fn write(
     let text = json!({
         "version": VERSION,
         "upstream": upstream,
-        "saved_at": Utc(now).seconds(),
-        "saved_at_seconds": now.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs(),
+        "saved_at": Utc(saved_at).seconds(),
+        "saved_at_seconds": saved_at.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs(),
         "endpoints": endpoints,
     });
     fs::create_dir_all(dir)?;
-    atomic_write::replace(&path(dir, upstream), format!("{text:#}\n").as_bytes(), PUBLIC)
+    let (path, temporary) = (path(dir, upstream), dir.join(format!(".{upstream}.json.new")));
+    let result = File::create(&temporary).and_then(|mut file| {
+        file.write_all(format!("{text:#}\n").as_bytes())?;
+        file.sync_all()?;
+        fs::rename(&temporary, &path)?;
+        // Without this the rename may be lost with the power.
+        File::open(dir)?.sync_all()
+    });
+    if result.is_err() {
+        let _ = fs::remove_file(&temporary);
+    }
+    result
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::EndpointAddress;
 
-    fn entries() -> SavedEndpoints {
-        let entry = |host: &str, name: Option<&str>| Candidate {
+    fn endpoints() -> SavedEndpoints {
+        let candidate = |host: &str, name: Option<&str>| Candidate {
             address: EndpointAddress { host: host.into(), port: 6443 },
             server_name: name.map(str::to_owned),
         };
         vec![
-            (EndpointSource::Slices, entry("10.0.0.1", Some("kubernetes.default.svc"))),
-            (EndpointSource::File, entry("fd00::3", None)),
+            (EndpointSource::Slices, candidate("10.0.0.1", Some("kubernetes.default.svc"))),
+            (EndpointSource::File, candidate("fd00::3", None)),
         ]
     }
 
     #[test]
-    fn what_is_written_is_read_and_has_an_age() {
+    fn read_written_file_returns_endpoints_and_age() {
         let dir = tempfile::tempdir().unwrap();
         let dir = dir.path().join("deep/er");
         let then = SystemTime::now();
         assert!(matches!(read(&dir, "u", then), Err(StateError::Missing)));
-        write(&dir, "u", &entries(), then).unwrap();
-        write(&dir, "u", &entries(), then).unwrap();
+        write(&dir, "u", &endpoints(), then).unwrap();
+        write(&dir, "u", &endpoints(), then).unwrap();
         let saved = read(&dir, "u", then + Duration::from_secs(90)).unwrap();
-        assert_eq!(saved.entries, entries());
+        assert_eq!(saved.endpoints, endpoints());
         assert!((89..=91).contains(&saved.age.as_secs()), "{:?}", saved.age);
         let back = read(&dir, "u", then - Duration::from_secs(90)).unwrap();
         assert_eq!(back.age, Duration::ZERO, "a clock that went back");
@@ -184,10 +194,10 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_ours_is_ignored_with_a_reason() {
+    fn read_foreign_or_corrupt_file_says_why_it_is_ignored() {
         let dir = tempfile::tempdir().unwrap();
         let now = SystemTime::now();
-        write(dir.path(), "other", &entries(), now).unwrap();
+        write(dir.path(), "other", &endpoints(), now).unwrap();
         let other = fs::read_to_string(path(dir.path(), "other")).unwrap();
         let big = format!("{}{}", " ".repeat(MAX_FILE as usize), other);
         for (text, expected) in [
@@ -213,11 +223,11 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_that_cannot_be_written_is_an_error_and_no_more() {
+    fn write_directory_is_a_file_fails() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("file");
         fs::write(&file, "").unwrap();
-        assert!(write(&file, "u", &entries(), SystemTime::now()).is_err());
+        assert!(write(&file, "u", &endpoints(), SystemTime::now()).is_err());
         assert!(matches!(read(&file, "u", SystemTime::now()), Err(StateError::Io(_))));
     }
 }

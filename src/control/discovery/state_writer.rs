@@ -1,7 +1,7 @@
-//! When the state on disk is written, and that nobody waits for it: a disk may hang.
+//! Writes the state file in the background: a disk may hang, and discovery must not wait for it.
 //!
-//! It is written when what should be there is not, once an hour so that it shows its age, and again
-//! a minute after a failure: the directory may be mounted late.
+//! The file is written when its content changes, once an hour so that it shows its age, and a
+//! minute after a failure, since the directory may be mounted late.
 
 use std::io;
 use std::path::PathBuf;
@@ -11,97 +11,99 @@ use futures_util::FutureExt as _;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use super::merge::SavedEndpoints;
+use super::candidates::SavedEndpoints;
 use super::state_file;
 use crate::upstream::Upstream;
 use crate::upstream::endpoint_sources::EndpointSource;
 
-/// How often it is written although nothing has changed.
+/// Time after which an unchanged file is written again.
 const REFRESH: Duration = Duration::from_secs(3600);
 /// The same after a failure.
-const AGAIN: Duration = Duration::from_secs(60);
-/// A write that takes longer is told.
+const RETRY: Duration = Duration::from_secs(60);
+/// A write that takes longer is reported as a failure.
 const SLOW: Duration = Duration::from_secs(10);
 
-/// What is to be found in which directory.
+/// The directory and the endpoints of one write.
 type Content = (PathBuf, SavedEndpoints);
 
-/// The state on disk, as far as we know it.
+/// Writes the state file of one upstream, one write at a time.
 #[derive(Debug, Default)]
 pub struct StateWriter {
-    /// What was written last, well or not, and until when that will do.
-    done: Option<(Content, Instant)>,
-    writing: Option<Writing>,
+    /// The last write that ended, and until when it need not be repeated.
+    last: Option<(Content, Instant)>,
+    running: Option<Write>,
 }
 
 #[derive(Debug)]
-struct Writing {
+struct Write {
     content: Content,
-    begun: Instant,
-    told: bool,
+    started: Instant,
+    reported_slow: bool,
     task: JoinHandle<io::Result<()>>,
 }
 
 impl StateWriter {
-    /// Looks what has become of the last write, and begins the next one if `good` is another thing
-    /// to be remembered, with the time at which it was said. Returns at once.
-    pub fn turn(
+    /// Collects the result of a running write, and starts the next one if one is due. `endpoints`
+    /// come with the time at which they were known to be right; `None` writes nothing. Never blocks.
+    pub fn step(
         &mut self,
         upstream: &Upstream,
         dir: PathBuf,
-        good: Option<(SavedEndpoints, SystemTime)>,
+        endpoints: Option<(SavedEndpoints, SystemTime)>,
         now: Instant,
     ) {
-        self.look(upstream, now);
-        let Some((answers, said)) = good.filter(|_| self.writing.is_none()) else { return };
-        let content = (dir, answers);
-        if self.done.as_ref().is_some_and(|(done, until)| *done == content && now < *until) {
+        self.collect(upstream, now);
+        let Some((endpoints, saved_at)) = endpoints.filter(|_| self.running.is_none()) else {
+            return;
+        };
+        let content = (dir, endpoints);
+        if self.last.as_ref().is_some_and(|(last, until)| *last == content && now < *until) {
             return;
         }
-        let (name, (dir, answers)) = (upstream.name.clone(), content.clone());
-        let write = move || state_file::write(&dir, &name, &answers, said);
+        let (name, (dir, endpoints)) = (upstream.name.clone(), content.clone());
+        let write = move || state_file::write(&dir, &name, &endpoints, saved_at);
         let task = tokio::task::spawn_blocking(write);
-        self.writing = Some(Writing { content, begun: now, told: false, task });
+        self.running = Some(Write { content, started: now, reported_slow: false, task });
     }
 
-    /// Looks whether what was being written is.
-    fn look(&mut self, upstream: &Upstream, now: Instant) {
-        let Some(mut writing) = self.writing.take() else { return };
-        if !writing.task.is_finished() {
-            if now >= writing.begun + SLOW && !writing.told {
-                failed(upstream, &writing.content, "the disk does not answer");
-                writing.told = true;
+    /// Reports the result of a running write if it has ended, or that it is slow.
+    fn collect(&mut self, upstream: &Upstream, now: Instant) {
+        let Some(mut write) = self.running.take() else { return };
+        if !write.task.is_finished() {
+            if now >= write.started + SLOW && !write.reported_slow {
+                report_failure(upstream, &write.content, "the disk does not answer");
+                write.reported_slow = true;
             }
-            self.writing = Some(writing);
+            self.running = Some(write);
             return;
         }
-        let error = match writing.task.now_or_never() {
+        let error = match write.task.now_or_never() {
             Some(Ok(Err(error))) => Some(error.to_string()),
             Some(Err(error)) => Some(error.to_string()),
             Some(Ok(Ok(()))) | None => None,
         };
         match &error {
-            Some(error) => failed(upstream, &writing.content, error),
-            // What could not be read, or written, is good from now on.
+            Some(error) => report_failure(upstream, &write.content, error),
             None if upstream.sources.is_failing(EndpointSource::State) => {
                 upstream.sources.confirmed(EndpointSource::State);
             }
             None => {}
         }
-        let pause = if error.is_some() { AGAIN } else { REFRESH };
-        self.done = Some((writing.content, now + pause));
+        let pause = if error.is_some() { RETRY } else { REFRESH };
+        self.last = Some((write.content, now + pause));
     }
 }
 
-/// Tells a failure, unless it is the one that was told last.
-fn failed(upstream: &Upstream, (dir, _): &Content, why: &str) {
+/// Reports a failed write, unless the last report of the source is the same.
+fn report_failure(upstream: &Upstream, (dir, _): &Content, why: &str) {
     let path = state_file::path(dir, &upstream.name);
-    let what = "cannot be saved, and a restart will have to find the endpoints anew";
-    let words = format!("{}: {what}: {why}", path.display());
+    let effect = "cannot be saved; after a restart the endpoints must be discovered again";
+    let message = format!("{}: {effect}: {why}", path.display());
     let reports = upstream.sources.reports();
-    let known = reports.get(&EndpointSource::State).is_some_and(|r| r.complaint() == Some(&words));
+    let known =
+        reports.get(&EndpointSource::State).is_some_and(|r| r.complaint() == Some(&message));
     drop(reports);
     if !known {
-        upstream.sources.failed(EndpointSource::State, &words);
+        upstream.sources.failed(EndpointSource::State, &message);
     }
 }

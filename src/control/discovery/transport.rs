@@ -1,10 +1,11 @@
-//! Carries kube's requests over our own connections: the same pool, the same health, the same
-//! failover as everybody's requests, with a credential of their own.
+//! Sends kube's requests over jackstay's own connections, with a credential of their own.
 //!
-//! kube wants a transport that can be sent between threads; our connections live on one. So its
-//! half is a channel and the other half a task on the control thread. Only GET is carried: lists
-//! and watches. What a server may send is bounded, since kube would collect it without end, and so
-//! is how often it is asked, since a watch that ends at once is asked for again at once.
+//! Discovery so uses the same connection pool, health checks and failover as clients' requests.
+//! kube requires a transport that is `Send`, but connections live on one thread: [`KubeTransport`]
+//! is a channel, and [`TransportTask`] on the control thread executes its requests.
+//!
+//! All requests are GETs: lists and watches. kube collects a response without a limit, and repeats a
+//! watch that ends at once without a pause, so the task limits sizes and the request rate.
 
 use std::cell::Cell;
 use std::fmt;
@@ -29,17 +30,18 @@ use crate::upstream::credentials::CredentialClass;
 use crate::upstream::endpoint_sources::EndpointSource;
 use crate::upstream::pool::{Pool, StreamRequirements, Unavailable};
 
-/// How long a response head may take; a list of a few objects takes milliseconds.
+/// Limit for a response head; a list of a few objects takes milliseconds.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
-/// Largest list, and largest frame of a watch. A slice with a thousand endpoints has 200 KiB.
+/// Largest list, and largest event of a watch, in bytes. A slice with 1,000 endpoints, the most that
+/// Kubernetes allows, has 200 KiB.
 const MAX_BYTES: usize = 8 << 20;
-/// Chunks on their way to kube.
-const CHUNKS: usize = 8;
-/// Requests that may go out at once, and how long one costs: after a burst, one in this time.
+/// Requests, and chunks of a response, that may wait in a channel.
+const CHANNEL_SIZE: usize = 8;
+/// Rate limit: a burst of requests, then one in each interval.
 const BURST: u32 = 6;
-const PAUSE: Duration = Duration::from_secs(1);
+const INTERVAL: Duration = Duration::from_secs(1);
 
-/// Why a request got no answer.
+/// Why a request got no response.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TransportError(String);
 
@@ -51,34 +53,37 @@ impl fmt::Display for TransportError {
 
 impl std::error::Error for TransportError {}
 
-struct Asked {
+type ResponseResult = Result<Response<TransportBody>, TransportError>;
+
+struct QueuedRequest {
     request: Request<()>,
-    answer: oneshot::Sender<Result<Response<TransportBody>, TransportError>>,
+    respond: oneshot::Sender<ResponseResult>,
 }
 
-/// kube's half.
+/// The transport for kube's client.
 #[derive(Clone)]
 pub struct KubeTransport {
-    asked: mpsc::Sender<Asked>,
+    requests: mpsc::Sender<QueuedRequest>,
 }
 
 impl tower_service::Service<Request<KubeBody>> for KubeTransport {
     type Response = Response<TransportBody>;
     type Error = TransportError;
-    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, TransportError>> + Send>>;
+    type Future = Pin<Box<dyn Future<Output = ResponseResult> + Send>>;
 
     fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), TransportError>> {
         Poll::Ready(Ok(()))
     }
 
     fn call(&mut self, request: Request<KubeBody>) -> Self::Future {
-        let asked = self.asked.clone();
+        let requests = self.requests.clone();
         let request = request.map(|_| ());
         Box::pin(async move {
-            let gone = || TransportError("discovery has ended".into());
-            let (answer, answered) = oneshot::channel();
-            asked.send(Asked { request, answer }).await.map_err(|_| gone())?;
-            answered.await.map_err(|_| gone())?
+            let ended = || TransportError("discovery has ended".into());
+            let (respond, response) = oneshot::channel();
+            let queued = QueuedRequest { request, respond };
+            requests.send(queued).await.map_err(|_| ended())?;
+            response.await.map_err(|_| ended())?
         })
     }
 }
@@ -98,61 +103,64 @@ impl Body for TransportBody {
     }
 }
 
-/// Our half: carries until kube's half is dropped, or it is itself.
+/// Executes the requests of a [`KubeTransport`].
 pub struct TransportTask {
     upstream: Arc<Upstream>,
     pool: Rc<Pool>,
     token: Token,
-    pace: Pace,
+    rate: RateLimit,
 }
 
 impl TransportTask {
-    /// A carrier and the road it goes. The road ends with the returned future.
-    pub fn open(
+    /// A transport that authenticates with `token`, and the future that executes its requests. The
+    /// future ends when the transport is dropped; its connections close with it.
+    pub fn start(
         upstream: &Arc<Upstream>,
         token: Token,
     ) -> (KubeTransport, impl Future<Output = ()> + use<>) {
-        let (asked, mut requests) = mpsc::channel::<Asked>(CHUNKS);
+        let (requests, mut queue) = mpsc::channel::<QueuedRequest>(CHANNEL_SIZE);
         let pool = Pool::for_internal_requests(Arc::clone(upstream));
         let upstream = Arc::clone(upstream);
-        let road = async move {
+        let run = async move {
             let mut tasks = tokio::task::JoinSet::new();
             tasks.spawn_local(Pool::run(Rc::clone(&pool)));
-            let closing = Closing(Rc::clone(&pool));
-            let road = Rc::new(Self { upstream, pool, token, pace: Pace::default() });
-            while let Some(Asked { request, answer }) = requests.recv().await {
-                tasks.spawn_local(Rc::clone(&road).carry(request, answer));
+            let close_pool = ClosePoolOnDrop(Rc::clone(&pool));
+            let this = Rc::new(Self { upstream, pool, token, rate: RateLimit::default() });
+            while let Some(QueuedRequest { request, respond }) = queue.recv().await {
+                tasks.spawn_local(Rc::clone(&this).execute(request, respond));
                 while tasks.try_join_next().is_some() {}
             }
-            drop(closing);
+            drop(close_pool);
         };
-        (KubeTransport { asked }, road)
+        (KubeTransport { requests }, run)
     }
 
-    async fn carry(
+    async fn execute(
         self: Rc<Self>,
         request: Request<()>,
-        answer: oneshot::Sender<Result<Response<TransportBody>, TransportError>>,
+        respond: oneshot::Sender<ResponseResult>,
     ) {
         let watch = request.uri().query().is_some_and(|query| query.contains("watch="));
-        sleep_until(self.pace.slot(Instant::now())).await;
-        match self.ask(request, watch).await {
-            Err(error) => drop(answer.send(Err(error))),
+        sleep_until(self.rate.next_slot(Instant::now())).await;
+        match self.send(request, watch).await {
+            Err(error) => drop(respond.send(Err(error))),
             Ok((mut permit, response)) => {
                 let ok = response.status().is_success();
                 if ok && watch {
                     self.upstream.sources.confirmed(EndpointSource::Slices);
                 }
                 let (parts, recv) = response.into_parts();
-                let (chunks, body) = mpsc::channel(CHUNKS);
-                if answer.send(Ok(Response::from_parts(parts, TransportBody(body)))).is_ok() {
-                    self.stream(recv, &mut permit, &chunks, ok && watch).await;
+                let (chunks, body) = mpsc::channel(CHANNEL_SIZE);
+                let response = Response::from_parts(parts, TransportBody(body));
+                if respond.send(Ok(response)).is_ok() {
+                    self.stream_body(recv, &mut permit, &chunks, ok && watch).await;
                 }
             }
         }
     }
 
-    async fn ask(
+    /// Sends a request and waits for the response head.
+    async fn send(
         &self,
         request: Request<()>,
         watch: bool,
@@ -171,7 +179,7 @@ impl TransportTask {
         let target = request.uri().path_and_query().map_or("/", |target| target.as_str());
         *head.uri_mut() = format!("https://kubernetes.default.svc{target}")
             .parse()
-            .map_err(|_| TransportError("a request that cannot be sent".into()))?;
+            .map_err(|_| TransportError("the request target is invalid".into()))?;
         let headers = head.headers_mut();
         headers.insert(header::ACCEPT, HeaderValue::from_static("application/json"));
         let agent = concat!("jackstay-discovery/", env!("CARGO_PKG_VERSION"));
@@ -187,9 +195,9 @@ impl TransportTask {
         Ok((permit, response))
     }
 
-    /// Passes the body on. A watch whose connection is lost or drains ends cleanly if it is at the
-    /// end of a frame: the watcher then goes on where it was, without asking for everything anew.
-    async fn stream(
+    /// Passes the body on. When the connection of a watch is lost or must be left, and the last event
+    /// is complete, the body ends without an error: kube's watcher then resumes and need not list.
+    async fn stream_body(
         &self,
         mut recv: RecvStream,
         permit: &mut Permit,
@@ -197,31 +205,32 @@ impl TransportTask {
         watch: bool,
     ) {
         let connection = Rc::clone(permit.connection());
-        let mut asked = connection.notification_count();
-        let mut open = 0;
+        let mut notifications = connection.notification_count();
+        // Bytes of a list, or of an event that is not complete yet.
+        let mut pending = 0;
         loop {
             let next = tokio::select! {
                 next = recv.data() => next,
-                () = connection.drain_or_notification(asked), if watch && open == 0 => {
+                () = connection.drain_or_notification(notifications), if watch && pending == 0 => {
                     if connection.should_drain() {
                         return;
                     }
-                    asked = connection.notification_count();
+                    notifications = connection.notification_count();
                     continue;
                 }
-                // kube is no longer interested.
+                // kube has dropped the body.
                 () = chunks.closed() => return,
             };
             match next {
                 Some(Ok(data)) => {
                     let size = data.len();
-                    open = match data.iter().rposition(|byte| *byte == b'\n') {
+                    pending = match data.iter().rposition(|byte| *byte == b'\n') {
                         Some(end) if watch => size - end - 1,
-                        _ => open + size,
+                        _ => pending + size,
                     };
-                    if open > MAX_BYTES {
+                    if pending > MAX_BYTES {
                         let error =
-                            TransportError(format!("an answer of more than {MAX_BYTES} bytes"));
+                            TransportError(format!("a response of more than {MAX_BYTES} bytes"));
                         let _ = chunks.send(Err(error)).await;
                         return;
                     }
@@ -233,7 +242,7 @@ impl TransportTask {
                         self.upstream.sources.confirmed(EndpointSource::Slices);
                     }
                 }
-                Some(Err(_)) if watch && open == 0 => return,
+                Some(Err(_)) if watch && pending == 0 => return,
                 Some(Err(error)) => {
                     let error = TransportError(format!("the connection was lost: {error}"));
                     let _ = chunks.send(Err(error)).await;
@@ -248,28 +257,28 @@ impl TransportTask {
     }
 }
 
-/// Closes the pool's connections with the road.
-struct Closing(Rc<Pool>);
+/// Closes the pool's connections when the task ends or is aborted.
+struct ClosePoolOnDrop(Rc<Pool>);
 
-impl Drop for Closing {
+impl Drop for ClosePoolOnDrop {
     fn drop(&mut self) {
         self.0.close();
     }
 }
 
-/// How often the apiserver is asked: a burst, then one request in each [`PAUSE`].
+/// Allows a burst of requests, then one in each [`INTERVAL`] (generic cell rate algorithm).
 #[derive(Debug, Default)]
-struct Pace {
-    /// When all that was asked is paid for.
-    paid: Cell<Option<Instant>>,
+struct RateLimit {
+    /// When the requests so far would have been sent, one in each interval.
+    theoretical: Cell<Option<Instant>>,
 }
 
-impl Pace {
-    /// When the next request may go.
-    fn slot(&self, now: Instant) -> Instant {
-        let paid = self.paid.get().map_or(now, |paid| paid.max(now)) + PAUSE;
-        self.paid.set(Some(paid));
-        paid.checked_sub(PAUSE * BURST).map_or(now, |slot| slot.max(now))
+impl RateLimit {
+    /// When the next request may be sent.
+    fn next_slot(&self, now: Instant) -> Instant {
+        let next = self.theoretical.get().map_or(now, |at| at.max(now)) + INTERVAL;
+        self.theoretical.set(Some(next));
+        next.checked_sub(INTERVAL * BURST).map_or(now, |slot| slot.max(now))
     }
 }
 
@@ -278,12 +287,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_burst_and_then_one_a_second() {
-        let (pace, start) = (Pace::default(), Instant::now());
+    fn next_slot_after_a_burst_allows_one_request_per_second() {
+        let (rate, start) = (RateLimit::default(), Instant::now());
         let at = |slot: Instant| slot.saturating_duration_since(start).as_secs();
-        let slots: Vec<_> = (0..10).map(|_| at(pace.slot(start))).collect();
+        let slots: Vec<_> = (0..10).map(|_| at(rate.next_slot(start))).collect();
         assert_eq!(slots, [0, 0, 0, 0, 0, 0, 1, 2, 3, 4]);
         let later = start + Duration::from_secs(60);
-        assert_eq!(at(pace.slot(later)), 60, "paid for");
+        assert_eq!(at(rate.next_slot(later)), 60, "a pause allows another burst");
     }
 }

@@ -1,8 +1,8 @@
-//! Where the watch after a list began: a version that kube's watcher knows and does not tell.
+//! Records the resourceVersion at which a watch started, which kube's watcher does not expose.
 //!
-//! A watch that begins at a version delivers only what came after it. So an event at or before that
-//! version is a replay, also of an object that the list no longer had, and of which nothing else
-//! could tell that it is old. The version is in the request, which passes by here.
+//! A watch delivers only events after its start version. An event at or before that version is a
+//! replay, even of an object that is no longer in the list. The version is in the query of the
+//! watch request, which [`RecordingLayer`] reads.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
@@ -10,35 +10,41 @@ use std::task::{Context, Poll};
 use http::Request;
 use tower_service::Service;
 
-/// The version that the first watch since the last list began at.
+/// The start version of the first watch after the last list.
 #[derive(Debug, Clone, Default)]
 pub struct WatchStartVersion(Arc<Mutex<Option<String>>>);
 
 impl WatchStartVersion {
-    /// The version, once a watch has begun.
-    pub fn version(&self) -> Option<String> {
+    /// The version; `None` until a watch has started.
+    pub fn get(&self) -> Option<String> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    fn note(&self, query: &str) {
+    fn record(&self, query: &str) {
         let mut pairs = query.split('&');
-        let value = |pair: &str, key: &str| pair.strip_prefix(key).map(str::to_owned);
         let mut version = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if !pairs.clone().any(|pair| pair.starts_with("watch=")) {
             *version = None;
         } else if version.is_none() {
-            *version = pairs.find_map(|pair| value(pair, "resourceVersion="));
+            *version =
+                pairs.find_map(|pair| pair.strip_prefix("resourceVersion=").map(str::to_owned));
         }
     }
 }
 
-/// A transport that notes where watches begin.
+/// A transport that records start versions and passes every request on.
 #[derive(Debug, Clone)]
 pub struct RecordingLayer<S> {
-    /// What was noted.
-    pub horizon: WatchStartVersion,
-    /// Who does the work.
-    pub inner: S,
+    inner: S,
+    version: WatchStartVersion,
+}
+
+impl<S> RecordingLayer<S> {
+    /// Wraps `inner`; returns the layer and the version that it records.
+    pub fn new(inner: S) -> (Self, WatchStartVersion) {
+        let version = WatchStartVersion::default();
+        (Self { inner, version: version.clone() }, version)
+    }
 }
 
 impl<S, B> Service<Request<B>> for RecordingLayer<S>
@@ -54,7 +60,7 @@ where
     }
 
     fn call(&mut self, request: Request<B>) -> S::Future {
-        self.horizon.note(request.uri().query().unwrap_or_default());
+        self.version.record(request.uri().query().unwrap_or_default());
         self.inner.call(request)
     }
 }
@@ -64,8 +70,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_watch_after_a_list_counts() {
-        let horizon = WatchStartVersion::default();
+    fn record_first_watch_after_list_sets_version() {
+        let version = WatchStartVersion::default();
         for (query, expected) in [
             ("limit=500", None),
             ("watch=true&resourceVersion=7&timeoutSeconds=290", Some("7")),
@@ -74,8 +80,8 @@ mod tests {
             ("watch=true", None),
             ("watch=true&resourceVersion=12", Some("12")),
         ] {
-            horizon.note(query);
-            assert_eq!(horizon.version().as_deref(), expected, "{query}");
+            version.record(query);
+            assert_eq!(version.get().as_deref(), expected, "{query}");
         }
     }
 }

@@ -1,127 +1,127 @@
-//! Endpoints that `/readyz` cannot be asked of, because there is no credential to ask with.
+//! Probes an endpoint without a credential for `/readyz`.
 //!
-//! An anonymous request makes kube-apiserver send GOAWAY on the connection it came on
-//! (`UnauthenticatedHTTP2DOSMitigation`, on by default), so a connection that is asked on cannot show
-//! at the same time that the endpoint lives. Therefore two are used in turn:
+//! After an anonymous request kube-apiserver sends GOAWAY on its connection
+//! (`UnauthenticatedHTTP2DOSMitigation`, on by default). A connection that carries a probe therefore
+//! cannot also show by PING that the endpoint lives, and two connections take turns:
 //!
 //! | connection | carries | ends |
 //! |---|---|---|
-//! | the newest | PINGs: while they are answered the endpoint is ready, its readiness is unknown | becomes the one before when its time is over |
-//! | the one before | one anonymous question, if clients' requests end here (`mode: terminate`) | at the answer; its end is no event |
+//! | the current one | PINGs: while they are answered the endpoint is ready, its readiness unknown | becomes the previous one when a new one is opened |
+//! | the previous one | one anonymous `/readyz` request, if a listener terminates TLS (`mode: terminate`) | with the response; its end is no event |
 //!
-//! They change places every 30 s at the earliest. Go's server closes a connection without requests
-//! after 90 s (kube-apiserver's `IdleTimeout`), which an older one would not survive anyway. An
-//! anonymous answer that says why the endpoint is not ready is believed; any other tells nothing.
+//! They take turns every 30 s at the earliest. An older connection would end anyway: Go's server
+//! closes a connection without requests after 90 s (kube-apiserver's `IdleTimeout`). An anonymous
+//! response that names failed checks counts; any other says nothing.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep, sleep_until};
 
-use super::connection::{ProbeConnection, connect, gone};
+use super::connection::{ProbeConnection, connect, until_unusable};
 use super::reachability::ReachabilityCheck;
-use super::request::{ReadyzResult, ask, doubt};
+use super::request::{ReadyzResult, request_proof_from_others, send_probe};
 use super::schedule::{ReadyVerdict, ResultStreak, anonymous_pause};
 use crate::upstream::Upstream;
 use crate::upstream::connection::ConnectionState;
 use crate::upstream::endpoint::Endpoint;
 
-/// How often it is looked whether there is a credential by now.
-const LOOK: Duration = Duration::from_secs(1);
+/// Interval of the check whether a credential has been loaded meanwhile.
+const CREDENTIAL_CHECK: Duration = Duration::from_secs(1);
 
-/// What is known of an endpoint whose `/readyz` is asked without a credential, if at all.
+/// Probes one endpoint without a credential.
 #[derive(Debug)]
 pub struct AnonymousProber {
     streak: ResultStreak,
     failing: Option<String>,
-    /// When the connections change places, and the next question is asked.
+    /// When the connections take turns and the next probe is sent.
     next: Instant,
 }
 
 impl AnonymousProber {
-    /// Nothing is known; the first question is asked `now`.
+    /// A prober that sends its first probe `now`.
     pub fn new(now: Instant) -> Self {
         Self { streak: ResultStreak::default(), failing: None, next: now }
     }
 
-    /// The endpoint has lost its connection: another process may be there.
-    pub fn forget(&mut self) {
+    /// Forgets all results. The connection was lost, so another process may answer.
+    pub fn reset(&mut self) {
         self.streak = ResultStreak::default();
         self.failing = None;
     }
 
-    fn show(&self, upstream: &Upstream, endpoint: &Endpoint) {
+    fn report(&self, upstream: &Upstream, endpoint: &Endpoint) {
         match &self.failing {
             Some(why) => endpoint.readyz_failing(why),
             None => endpoint.readyz_not_probed(why_unknown(upstream)),
         }
     }
 
-    /// Follows the life of an endpoint on `current` until there is a credential or `current` has
-    /// ended. Returns the connection to go on with.
-    pub async fn follow(
+    /// Probes until a credential is loaded or the current connection has ended. Starts with
+    /// `current` and returns the connection to continue with.
+    pub async fn run(
         &mut self,
         upstream: &Arc<Upstream>,
         endpoint: &Arc<Endpoint>,
-        witness: &ReachabilityCheck,
+        reachability: &ReachabilityCheck,
         mut current: ProbeConnection,
     ) -> ProbeConnection {
         loop {
-            self.show(upstream, endpoint);
+            self.report(upstream, endpoint);
             tokio::select! {
-                () = gone(&current) => return current,
-                () = sleep(LOOK) => {}
+                () = until_unusable(&current) => return current,
+                () = sleep(CREDENTIAL_CHECK) => {}
                 () = sleep_until(self.next) => {}
             }
             if upstream.has_probe_credential() {
                 return current;
             }
-            // One that is suspect stays, until it is known what it has.
+            // A suspect connection stays current until it is live again or dead.
             if Instant::now() >= self.next && current.state() == ConnectionState::Live {
                 let config = upstream.config.load_full();
                 self.next =
                     Instant::now() + anonymous_pause(&config.health.readyz, fastrand::f64());
-                let Some(fresh) = connect(upstream, endpoint, witness).await else { continue };
-                witness.listen_to(&fresh);
-                let before = std::mem::replace(&mut current, ProbeConnection(fresh));
-                before.expect_end();
+                let Some(new) = connect(upstream, endpoint, reachability).await else { continue };
+                reachability.set_connection(&new);
+                let previous = std::mem::replace(&mut current, ProbeConnection(new));
+                previous.expect_end();
                 if config.used_by.terminate {
-                    self.question(upstream, endpoint, &before).await;
+                    self.send(upstream, endpoint, &previous).await;
                 }
             }
         }
     }
 
-    /// Asks on a connection that is expected to be closed for it.
-    async fn question(
+    /// Sends a probe on a connection that the apiserver is expected to close after it.
+    async fn send(
         &mut self,
         upstream: &Upstream,
         endpoint: &Arc<Endpoint>,
-        on: &ProbeConnection,
+        connection: &ProbeConnection,
     ) {
         let config = upstream.config.load_full();
         let config = &config.health.readyz;
-        let asked_at = Instant::now();
-        let ready = match ask(on, config, None).await {
-            ReadyzResult::Lost => return,
+        let sent_at = Instant::now();
+        let failure = match send_probe(connection, config, None).await {
+            ReadyzResult::ConnectionLost => return,
             ReadyzResult::Ready => {
-                endpoint.note_probe_ok(asked_at);
+                endpoint.note_probe_ok(sent_at);
                 None
             }
             ReadyzResult::NotReady(why) => {
-                doubt(upstream, endpoint);
+                request_proof_from_others(upstream, endpoint);
                 Some(why)
             }
         };
-        match self.streak.add(ready.is_none(), config.rise, config.fall) {
+        match self.streak.add(failure.is_none(), config.rise, config.fall) {
             Some(ReadyVerdict::Ready) => self.failing = None,
-            Some(ReadyVerdict::Failing) => self.failing = ready,
+            Some(ReadyVerdict::Failing) => self.failing = failure,
             None => {}
         }
     }
 }
 
-/// Why nothing is known of the readiness of an upstream's endpoints, and what to do.
+/// Why the readiness of the endpoints is unknown, and which setting changes that.
 fn why_unknown(upstream: &Upstream) -> &'static str {
     if !upstream.config().used_by.terminate {
         "connected; /readyz is not asked without a credential"

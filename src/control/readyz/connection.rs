@@ -1,4 +1,4 @@
-//! The prober's own connections: how they are opened, and when they can be asked on.
+//! The prober's connections: how they are opened, and how long they can be used.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -13,13 +13,12 @@ use crate::upstream::credentials::CredentialClass;
 use crate::upstream::dial::dial_h2;
 use crate::upstream::endpoint::{ConnectFailure, Endpoint};
 
-/// Pause between two handshakes with a server that does not speak HTTP/2, so that there is no
-/// connection to listen to.
+/// Interval of handshakes with a server that does not speak HTTP/2, where no connection is kept.
 const HANDSHAKE_INTERVAL: Duration = Duration::from_secs(1);
-/// How often a disconnected prober looks whether it may connect.
-const RECONNECT_TICK: Duration = Duration::from_millis(50);
+/// Interval at which a disconnected prober checks whether it may connect.
+const RECONNECT_CHECK: Duration = Duration::from_millis(50);
 
-/// The prober's connection: it drains when this is dropped, since no pool closes it.
+/// A connection of the prober. It drains when this is dropped; no pool does that for it.
 pub struct ProbeConnection(pub Rc<Connection>);
 
 impl std::ops::Deref for ProbeConnection {
@@ -36,7 +35,8 @@ impl Drop for ProbeConnection {
     }
 }
 
-/// Whether a connection can be asked on, and shows the certificate that is in use now.
+/// Whether a connection can carry a probe and presents the current certificate. A connection with
+/// an older certificate starts to drain.
 pub fn is_current(upstream: &Upstream, connection: &Connection) -> bool {
     let generation = upstream.credentials.tls(CredentialClass::Probe).map(|tls| tls.generation);
     let current = generation == Some(connection.generation);
@@ -47,7 +47,7 @@ pub fn is_current(upstream: &Upstream, connection: &Connection) -> bool {
 }
 
 /// Waits until a connection takes no new streams any more.
-pub async fn gone(connection: &Connection) {
+pub async fn until_unusable(connection: &Connection) {
     while connection.state() == ConnectionState::Live
         || connection.state() == ConnectionState::Suspect
     {
@@ -55,25 +55,26 @@ pub async fn gone(connection: &Connection) {
     }
 }
 
-/// Connects; `None` after an attempt that failed, or where it is not the time for one.
+/// Makes one attempt to connect. `None` if it failed, or the endpoint's backoff allows none yet.
 pub async fn connect(
     upstream: &Arc<Upstream>,
     endpoint: &Arc<Endpoint>,
-    witness: &ReachabilityCheck,
+    reachability: &ReachabilityCheck,
 ) -> Option<Rc<Connection>> {
     let tls = upstream.credentials.tls(CredentialClass::Probe)?;
     if !endpoint.claim_connect_attempt(!upstream.is_usable(), Instant::now()) {
-        sleep(RECONNECT_TICK).await;
+        sleep(RECONNECT_CHECK).await;
         return None;
     }
     let limit = endpoint.connect_timeout(upstream.config().health.connect_timeout);
     match dial_h2(&upstream.outgoing(), endpoint, &tls.h2, limit).await {
         Ok(established) => {
             endpoint.metrics.dialled("ok");
-            Some(witness.start(established, upstream, endpoint, &tls))
+            Some(reachability.start_connection(established, upstream, endpoint, &tls))
         }
         Err(ConnectFailure::NoH2(_)) if !upstream.config().used_by.terminate => {
-            // Passthrough listeners need no HTTP/2: the TLS handshake succeeded.
+            // Only passthrough listeners use this upstream. They do not need HTTP/2, and the TLS
+            // handshake has succeeded.
             endpoint.metrics.dialled("ok");
             endpoint.connected();
             endpoint.readyz_not_probed("TLS handshake only: it does not speak HTTP/2 by ALPN");

@@ -1,14 +1,16 @@
-//! Listens to the prober's connection on behalf of those who cannot: a passed connection carries
-//! nothing of ours, so that a stopped process, whose kernel still acknowledges, looks alive to it.
+//! Detects that an apiserver's process is stopped or unreachable, on behalf of passthrough flows.
 //!
-//! | what is seen | what it means |
+//! jackstay can send no PING on a connection that it passes through. If the process is stopped, its
+//! kernel still acknowledges, and the flow looks alive. The prober's connection shows the truth:
+//!
+//! | observation | conclusion |
 //! |---|---|
-//! | PONGs | alive |
-//! | a PING is late, a fresh handshake is done | alive: that one connection was lost, and is replaced |
-//! | neither a PONG nor a fresh handshake for 2.5 s | dead for whoever passes connections through |
+//! | PONGs arrive | the process is alive |
+//! | a PING is late, and a new handshake succeeds | alive; that connection was lost and is replaced |
+//! | neither a PONG nor a new handshake for 2.5 s | dead: the endpoint is ejected |
 //!
-//! A lost packet is not enough: PINGs are sent again every 200 ms by the kernel, and a handshake is
-//! raced by a second one.
+//! A lost packet is not enough for the last row: the kernel retransmits PINGs after 200 ms, and each
+//! handshake is raced by a second one.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -25,34 +27,34 @@ use crate::upstream::credentials::{ClientTls, CredentialClass};
 use crate::upstream::dial::{Established, dial_h2};
 use crate::upstream::endpoint::{ConnectFailure, ConnectTimeout, Endpoint};
 
-/// Nothing heard for this long, while it was asked, is silence.
+/// Time without a byte from the peer, while PINGs are sent, after which it counts as silent.
 const SILENT_AFTER: Duration = Duration::from_millis(2_500);
-/// So long a fresh handshake must have been under way. With a PING each second the two together
-/// come at most 3 s after the last sign of life.
+/// Time for which a new handshake must have been tried. With a PING each second, the verdict falls at
+/// most 3 s after the last sign of life.
 const HANDSHAKE_FOR: Duration = Duration::from_millis(1_800);
-/// One fresh handshake, which is raced by a second one.
-const HANDSHAKE_LIMIT: Duration = Duration::from_secs(3);
-/// Pause after one that was refused.
-const PAUSE: Duration = Duration::from_millis(200);
-/// How often the evidence is looked at.
-const LOOK: Duration = Duration::from_millis(50);
-/// A look that is later than this says more about us.
-const LATE: Duration = Duration::from_millis(250);
-/// How long verdicts are withheld then, once for each suspicion.
+/// Limit for one handshake, including the second one that races it.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(3);
+/// Pause after a refused handshake.
+const HANDSHAKE_PAUSE: Duration = Duration::from_millis(200);
+/// Interval of the checks during an examination.
+const CHECK_INTERVAL: Duration = Duration::from_millis(50);
+/// A check that is later than this suggests that this process did not run.
+const CHECK_LATE: Duration = Duration::from_millis(250);
+/// How long the verdict is then withheld, once in an examination.
 const GRACE: Duration = Duration::from_millis(500);
 
-/// Listens to one endpoint.
+/// Checks whether one endpoint can be reached.
 #[derive(Debug, Default)]
 pub struct ReachabilityCheck {
     current: RefCell<Option<Rc<Connection>>>,
     replacement: RefCell<Option<Rc<Connection>>>,
-    /// Told of every change of the connection's state.
+    /// Notified when the connection changes its state.
     changed: Rc<Notify>,
 }
 
 impl ReachabilityCheck {
-    /// Takes a connection for the prober into use.
-    pub fn start(
+    /// Starts a connection for the prober, whose state changes this check observes.
+    pub fn start_connection(
         &self,
         established: Established,
         upstream: &Upstream,
@@ -69,30 +71,30 @@ impl ReachabilityCheck {
         )
     }
 
-    /// Listens to this connection from now on.
-    pub fn listen_to(&self, connection: &Rc<Connection>) {
+    /// Observes `connection` from now on.
+    pub fn set_connection(&self, connection: &Rc<Connection>) {
         *self.current.borrow_mut() = Some(Rc::clone(connection));
     }
 
-    /// A connection that took the place of a lost one.
-    pub fn replacement(&self) -> Option<Rc<Connection>> {
+    /// Takes the connection that has replaced a lost one, if there is one.
+    pub fn take_replacement(&self) -> Option<Rc<Connection>> {
         self.replacement.borrow_mut().take()
     }
 
-    /// Listens for ever.
-    pub async fn watch(&self, upstream: &Upstream, endpoint: &Arc<Endpoint>) {
+    /// Examines the endpoint whenever the connection becomes suspect, until the future is dropped.
+    pub async fn run(&self, upstream: &Upstream, endpoint: &Arc<Endpoint>) {
         loop {
-            let suspect = self.suspect().await;
+            let suspect = self.until_suspect().await;
             if upstream.config().used_by.passthrough {
                 self.examine(&suspect, upstream, endpoint).await;
             }
-            self.settled(&suspect).await;
+            self.until_settled(&suspect).await;
         }
     }
 
-    /// Waits until a suspect is none any more, or is listened to no longer: without this, one that
-    /// nobody examines would be looked at without an end.
-    async fn settled(&self, suspect: &Rc<Connection>) {
+    /// Waits until a suspect connection is no longer suspect, or no longer the current one. Without
+    /// this wait, [`Self::run`] would spin on a suspect connection that it does not examine.
+    async fn until_settled(&self, suspect: &Rc<Connection>) {
         loop {
             let mut changed = std::pin::pin!(self.changed.notified());
             changed.as_mut().enable();
@@ -105,10 +107,10 @@ impl ReachabilityCheck {
     }
 
     /// Waits until the current connection becomes suspect.
-    async fn suspect(&self) -> Rc<Connection> {
+    async fn until_suspect(&self) -> Rc<Connection> {
         loop {
             let mut changed = std::pin::pin!(self.changed.notified());
-            // Registered before the look, so that no change falls between look and wait.
+            // Registered before the check, so that no change is missed between check and wait.
             changed.as_mut().enable();
             let current = self.current.borrow().clone();
             if let Some(current) =
@@ -120,7 +122,7 @@ impl ReachabilityCheck {
         }
     }
 
-    /// Finds out whether anybody is still there. Returns when that is settled.
+    /// Finds out whether the process behind a suspect connection still answers.
     async fn examine(
         &self,
         suspect: &Rc<Connection>,
@@ -128,84 +130,86 @@ impl ReachabilityCheck {
         endpoint: &Arc<Endpoint>,
     ) {
         let Some(tls) = upstream.credentials.tls(CredentialClass::Probe) else { return };
-        let outgoing = upstream.outgoing();
-        let mut fresh = std::pin::pin!(handshake(&outgoing, endpoint, &tls));
-        let mut silence = Silence::new(Instant::now());
-        let mut told = false;
+        let connector = upstream.outgoing();
+        let mut handshake = std::pin::pin!(handshake(&connector, endpoint, &tls));
+        let mut detector = SilenceDetector::new(Instant::now());
+        let mut reported = false;
         loop {
             tokio::select! {
-                established = &mut fresh => {
+                established = &mut handshake => {
                     if let Some(established) = established {
-                        let connection = self.start(established, upstream, endpoint, &tls);
-                        *self.replacement.borrow_mut() = Some(connection);
+                        let new = self.start_connection(established, upstream, endpoint, &tls);
+                        *self.replacement.borrow_mut() = Some(new);
                     }
                     suspect.close(DrainReason::Superseded);
                     return;
                 }
                 () = self.changed.notified() => {}
-                () = sleep_until(silence.look_at) => {}
+                () = sleep_until(detector.check_at) => {}
             }
             let now = Instant::now();
             if suspect.state() == ConnectionState::Live {
                 return endpoint.mark_responsive();
             }
-            let moved_on =
+            let replaced =
                 self.current.borrow().as_ref().is_none_or(|now| !Rc::ptr_eq(now, suspect));
-            if moved_on || (told && suspect.state() == ConnectionState::Dead) {
-                // The prober connects anew.
+            if replaced || (reported && suspect.state() == ConnectionState::Dead) {
+                // The prober reconnects.
                 return;
             }
-            if silence.is_death(suspect.last_received(), now) && !told {
-                told = true;
+            if detector.is_dead(suspect.last_received(), now) && !reported {
+                reported = true;
                 endpoint.mark_unresponsive(
-                    "no PONG and no fresh handshake for 2.5 s: stopped, or cut off",
+                    "no PONG and no new handshake for 2.5 s: stopped or unreachable",
                 );
             }
         }
     }
 }
 
-/// Tells a process that is silent from one that was not listened to.
+/// Tells a silent process from one whose bytes this process was too late to read.
 #[derive(Debug)]
-struct Silence {
+struct SilenceDetector {
     /// No verdict before this.
     verdict_from: Instant,
-    /// When the next look is due.
-    look_at: Instant,
-    /// A look was late.
-    distrusted: bool,
+    /// When the next check is due.
+    check_at: Instant,
+    /// A check was late.
+    was_late: bool,
 }
 
-impl Silence {
-    /// Of a connection that has become suspect.
+impl SilenceDetector {
+    /// The detector for a connection that became suspect `now`.
     fn new(now: Instant) -> Self {
-        Self { verdict_from: now + HANDSHAKE_FOR, look_at: now + LOOK, distrusted: false }
+        Self { verdict_from: now + HANDSHAKE_FOR, check_at: now + CHECK_INTERVAL, was_late: false }
     }
 
-    /// Whether nothing since `heard` means death. A look that comes late withholds the verdict once:
-    /// where looks are always late, silence is noticed all the same.
-    fn is_death(&mut self, heard: Instant, now: Instant) -> bool {
-        if now > self.look_at + LATE && !std::mem::replace(&mut self.distrusted, true) {
+    /// Whether the peer is dead if its last byte arrived at `heard`. The first late check withholds
+    /// the verdict for [`GRACE`]. Later ones do not: where every check is late, silence must still
+    /// be detected.
+    fn is_dead(&mut self, heard: Instant, now: Instant) -> bool {
+        if now > self.check_at + CHECK_LATE && !std::mem::replace(&mut self.was_late, true) {
             self.verdict_from = self.verdict_from.max(now + GRACE);
         }
-        self.look_at = now + LOOK;
+        self.check_at = now + CHECK_INTERVAL;
         now >= self.verdict_from && now >= heard + SILENT_AFTER
     }
 }
 
-/// Connects anew until it works; `None` if there is an answer, but neither trust nor HTTP/2.
+/// Connects until it succeeds. `None` if a process answers but its certificate is not trusted, or it
+/// does not speak HTTP/2; the prober reports that.
 async fn handshake(
-    outgoing: &Connector,
+    connector: &Connector,
     endpoint: &Arc<Endpoint>,
     tls: &ClientTls,
 ) -> Option<Established> {
     loop {
-        match dial_h2(outgoing, endpoint, &tls.h2, ConnectTimeout::fixed(HANDSHAKE_LIMIT)).await {
+        match dial_h2(connector, endpoint, &tls.h2, ConnectTimeout::fixed(HANDSHAKE_TIMEOUT)).await
+        {
             Ok(established) => return Some(established),
-            // Somebody answers; what is wrong with the answer is the prober's business.
             Err(ConnectFailure::NoH2(_) | ConnectFailure::TlsFailed(_)) => return None,
             Err(ConnectFailure::Refused(_) | ConnectFailure::LocalShortage(_)) => {
-                sleep(PAUSE).await
+                sleep(HANDSHAKE_PAUSE).await;
             }
             Err(ConnectFailure::Timeout(_)) => {}
         }
@@ -216,16 +220,17 @@ async fn handshake(
 mod tests {
     use super::*;
 
-    /// Looks `late` after each is due, the first time after `paused`: how long after the suspicion
-    /// the connection, on which the last byte came a second before, is dead.
+    /// Runs a detector on a connection whose last byte came 1 s before the suspicion. This process
+    /// does not run for the first `paused`, and then makes each check `late`. Returns the time from
+    /// the suspicion to the verdict.
     fn dead_after(paused: Duration, late: Duration) -> Option<Duration> {
         let suspected = Instant::now() + Duration::from_secs(1);
         let heard = suspected - Duration::from_secs(1);
-        let mut silence = Silence::new(suspected);
+        let mut detector = SilenceDetector::new(suspected);
         let mut now = suspected + paused;
         while now < suspected + Duration::from_secs(60) {
-            now = now.max(silence.look_at) + late;
-            if silence.is_death(heard, now) {
+            now = now.max(detector.check_at) + late;
+            if detector.is_dead(heard, now) {
                 return Some(now - suspected);
             }
         }
@@ -233,15 +238,15 @@ mod tests {
     }
 
     #[test]
-    fn late_look_withholds_the_verdict_on_a_silent_process_once() {
+    fn is_dead_late_checks_withhold_the_verdict_once() {
         const MS: Duration = Duration::from_millis(1);
         for (paused, late, expected) in [
             (0, 0, 1_800),
             (0, 240, 2_030),
-            // Each look is late: the first one alone counts, and is forgiven by the time of the verdict.
+            // Each check is late; only the first one counts, and its grace is over by the verdict.
             (0, 260, 1_860),
             (0, 1_500, 3_100),
-            // A process that was paused reads first what has come meanwhile.
+            // A process that was paused first reads what has arrived meanwhile.
             (10_000, 0, 10_500),
             (10_000, 260, 10_880),
         ] {

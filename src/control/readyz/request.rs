@@ -1,4 +1,4 @@
-//! One question for `/readyz` on a connection, and what its answer says.
+//! One `/readyz` request and the meaning of its response.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -14,53 +14,52 @@ use crate::upstream::connection::{Connection, ConnectionState};
 use crate::upstream::endpoint::{Endpoint, ReadyzCheck};
 use crate::upstream::readyz::failed_checks;
 
-/// Bytes of an answer that are read to tell what failed.
-const MAX_ANSWER: usize = 16 * 1024;
+/// Bytes of a response body that are kept to find the failed checks in it.
+const MAX_BODY: usize = 16 * 1024;
 
-/// What a probe found.
+/// The result of a probe.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ReadyzResult {
-    /// It is ready, or will not tell us.
+    /// The endpoint is ready, or does not let this client know.
     Ready,
-    /// It is not, in these words.
+    /// The endpoint is not ready, and why.
     NotReady(String),
-    /// The connection was lost: a matter of transport, not of readiness.
-    Lost,
+    /// The connection was lost, which says nothing about readiness.
+    ConnectionLost,
 }
 
-/// Asks on `connection`, with `token` if there is one.
-pub async fn ask(
+/// Sends a probe on `connection`, authenticated by `token` if there is one, and records it for
+/// `/status`.
+pub async fn send_probe(
     connection: &Rc<Connection>,
     config: &Readyz,
     token: Option<HeaderValue>,
 ) -> ReadyzResult {
     let (at, started) = (SystemTime::now(), Instant::now());
-    let (code, finding) = match timeout(config.timeout, exchange(connection, config, token)).await {
-        Ok(Ok((status, finding))) => (Some(status.as_u16()), finding),
-        // A response that is late on a live connection says that the apiserver is not ready; on any
-        // other connection it says only that the connection is lost.
+    let (code, result) = match timeout(config.timeout, exchange(connection, config, token)).await {
+        Ok(Ok((status, result))) => (Some(status.as_u16()), result),
+        // A late response on a live connection means that the apiserver is not ready; on any other
+        // connection only that the connection is lost.
         Err(_) if connection.state() == ConnectionState::Live => {
             let limit = config.timeout.as_millis();
-            (
-                None,
-                ReadyzResult::NotReady(format!("{} not answered within {limit} ms", config.path)),
-            )
+            let why = format!("{} not answered within {limit} ms", config.path);
+            (None, ReadyzResult::NotReady(why))
         }
-        Ok(Err(_)) | Err(_) => (None, ReadyzResult::Lost),
+        Ok(Err(_)) | Err(_) => (None, ReadyzResult::ConnectionLost),
     };
-    let error = match &finding {
+    let error = match &result {
         ReadyzResult::Ready => None,
         ReadyzResult::NotReady(why) => Some(why.clone()),
-        ReadyzResult::Lost => Some("connection lost".to_owned()),
+        ReadyzResult::ConnectionLost => Some("connection lost".to_owned()),
     };
     let duration = started.elapsed();
     connection.endpoint.record_check(ReadyzCheck { at, duration, code, error });
-    finding
+    result
 }
 
-/// No verdict yet, but whether the others are any better is worth knowing now, once: watches may
-/// want to move there.
-pub fn doubt(upstream: &Upstream, endpoint: &Arc<Endpoint>) {
+/// Requests a probe of every other endpoint, once for each doubt about `endpoint`: if it turns out
+/// not to be ready, watches may move to the others.
+pub fn request_proof_from_others(upstream: &Upstream, endpoint: &Arc<Endpoint>) {
     if !endpoint.note_probe_failing(Instant::now()) {
         return;
     }
@@ -92,16 +91,17 @@ async fn exchange(
     while let Some(data) = recv.data().await {
         let data: Bytes = data?;
         let _ = recv.flow_control().release_capacity(data.len());
-        if body.len() < MAX_ANSWER {
+        if body.len() < MAX_BODY {
             body.extend_from_slice(&data);
         }
     }
     permit.finished();
-    Ok((status, judge(status, &String::from_utf8_lossy(&body), &config.path)))
+    Ok((status, interpret(status, &String::from_utf8_lossy(&body), &config.path)))
 }
 
-/// What an answer says. 401 and 403 say that we may not know, which is no reason to avoid it.
-pub fn judge(status: StatusCode, body: &str, path: &str) -> ReadyzResult {
+/// The meaning of a response. 401 and 403 mean that this client may not know, which is no reason to
+/// avoid the endpoint.
+fn interpret(status: StatusCode, body: &str, path: &str) -> ReadyzResult {
     match status {
         StatusCode::OK | StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => ReadyzResult::Ready,
         _ => {
@@ -116,16 +116,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn answers() {
-        let judge =
-            |code: u16, body: &str| judge(StatusCode::from_u16(code).unwrap(), body, "/readyz");
-        assert_eq!(judge(200, "ok"), ReadyzResult::Ready);
-        assert_eq!(judge(401, ""), ReadyzResult::Ready);
-        assert_eq!(judge(403, ""), ReadyzResult::Ready);
+    fn interpret_status_code_decides_and_failed_checks_are_named() {
+        let interpret =
+            |code: u16, body: &str| interpret(StatusCode::from_u16(code).unwrap(), body, "/readyz");
+        assert_eq!(interpret(200, "ok"), ReadyzResult::Ready);
+        assert_eq!(interpret(401, ""), ReadyzResult::Ready);
+        assert_eq!(interpret(403, ""), ReadyzResult::Ready);
         assert_eq!(
-            judge(500, "[+]ping ok\n[-]etcd failed: reason withheld\nreadyz check failed"),
+            interpret(500, "[+]ping ok\n[-]etcd failed: reason withheld\nreadyz check failed"),
             ReadyzResult::NotReady("/readyz answers 500: etcd".into())
         );
-        assert_eq!(judge(404, "no"), ReadyzResult::NotReady("/readyz answers 404".into()));
+        assert_eq!(interpret(404, "no"), ReadyzResult::NotReady("/readyz answers 404".into()));
     }
 }

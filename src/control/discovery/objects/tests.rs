@@ -20,20 +20,20 @@ fn with(addresses: &[&str]) -> Value {
     })
 }
 
-fn labels(said: &DiscoveredEndpoints) -> Vec<String> {
-    said.entries.iter().map(|entry| entry.address.to_string()).collect()
+fn labels(found: &DiscoveredEndpoints) -> Vec<String> {
+    found.candidates.iter().map(|candidate| candidate.address.to_string()).collect()
 }
 
-fn said_of(resource: Resource, data: Value) -> DiscoveredEndpoints {
-    let mut store = Store::new(resource, WatchStartVersion::default());
-    store.feed(Event::Init);
-    store.feed(Event::InitApply(object(SERVICE, "1", data)));
-    assert!(store.feed(Event::InitDone));
-    store.said()
+fn endpoints_of(resource: WatchedResource, data: Value) -> DiscoveredEndpoints {
+    let mut store = ObjectStore::new(resource, WatchStartVersion::default());
+    store.apply(Event::Init);
+    store.apply(Event::InitApply(object(SERVICE, "1", data)));
+    assert!(store.apply(Event::InitDone));
+    store.endpoints()
 }
 
 #[test]
-fn versions_are_compared_as_numbers_of_any_length() {
+fn compare_decimal_versions_of_any_length_orders_them_as_numbers() {
     let long = "340282366920938463463374607431768211456000";
     for (a, b, expected) in [
         ("9", "10", Some(Ordering::Less)),
@@ -49,80 +49,86 @@ fn versions_are_compared_as_numbers_of_any_length() {
 }
 
 #[test]
-fn replays_change_nothing() {
-    let mut store = Store::new(Resource::SlicesV1, WatchStartVersion::default());
-    assert!(!store.feed(Event::Apply(object("a", "5", with(&["10.0.0.1"])))), "not synced");
-    store.feed(Event::Init);
-    store.feed(Event::InitApply(object("a", "98", with(&["10.0.0.1"]))));
-    assert!(store.feed(Event::InitDone));
-    assert_eq!(labels(&store.said()), ["10.0.0.1:6443"]);
+fn apply_replayed_event_changes_nothing() {
+    let mut store = ObjectStore::new(WatchedResource::SlicesV1, WatchStartVersion::default());
+    assert!(!store.apply(Event::Apply(object("a", "5", with(&["10.0.0.1"])))), "not synced");
+    store.apply(Event::Init);
+    store.apply(Event::InitApply(object("a", "98", with(&["10.0.0.1"]))));
+    assert!(store.apply(Event::InitDone));
+    assert_eq!(labels(&store.endpoints()), ["10.0.0.1:6443"]);
 
-    assert!(store.feed(Event::Apply(object("a", "100", with(&["10.0.0.2"])))));
+    assert!(store.apply(Event::Apply(object("a", "100", with(&["10.0.0.2"])))));
     for (event, why) in [
         (Event::Apply(object("a", "99", with(&["10.0.0.9"]))), "an older object"),
         (Event::Apply(object("a", "100", with(&["10.0.0.2"]))), "a duplicate"),
-        (Event::Delete(object("a", "99", with(&["10.0.0.9"]))), "the end of an earlier life"),
+        (Event::Delete(object("a", "99", with(&["10.0.0.9"]))), "a deletion of an earlier object"),
     ] {
-        assert!(!store.feed(event), "{why}");
-        assert_eq!(labels(&store.said()), ["10.0.0.2:6443"], "{why}");
+        assert!(!store.apply(event), "{why}");
+        assert_eq!(labels(&store.endpoints()), ["10.0.0.2:6443"], "{why}");
     }
-    assert!(store.feed(Event::Delete(object("a", "100", with(&[])))), "with the version it ends");
-    assert!(!store.feed(Event::Delete(object("a", "100", with(&[])))));
-    assert!(!store.feed(Event::Apply(object("a", "99", with(&["10.0.0.9"])))), "after its end");
-    assert_eq!(labels(&store.said()), [""; 0]);
-    assert!(store.feed(Event::Apply(object("a", "101", with(&["10.0.0.3"])))), "another life");
+    assert!(
+        store.apply(Event::Delete(object("a", "100", with(&[])))),
+        "with the version of the deleted object"
+    );
+    assert!(!store.apply(Event::Delete(object("a", "100", with(&[])))));
+    assert!(
+        !store.apply(Event::Apply(object("a", "99", with(&["10.0.0.9"])))),
+        "after its deletion"
+    );
+    assert_eq!(labels(&store.endpoints()), [""; 0]);
+    assert!(store.apply(Event::Apply(object("a", "101", with(&["10.0.0.3"])))), "created again");
 
-    // After a restore from a backup versions start lower; a list is believed all the same.
-    store.feed(Event::Init);
-    store.feed(Event::InitApply(object("b", "7", with(&["10.0.0.4"]))));
-    assert_eq!(labels(&store.said()), ["10.0.0.3:6443"], "not before it is complete");
-    store.feed(Event::InitDone);
-    assert!(store.feed(Event::Apply(object("a", "8", with(&["10.0.0.5"])))));
-    assert_eq!(labels(&store.said()), ["10.0.0.5:6443", "10.0.0.4:6443"]);
+    // After a restore from a backup versions start lower; a list applies all the same.
+    store.apply(Event::Init);
+    store.apply(Event::InitApply(object("b", "7", with(&["10.0.0.4"]))));
+    assert_eq!(labels(&store.endpoints()), ["10.0.0.3:6443"], "not before it is complete");
+    store.apply(Event::InitDone);
+    assert!(store.apply(Event::Apply(object("a", "8", with(&["10.0.0.5"])))));
+    assert_eq!(labels(&store.endpoints()), ["10.0.0.5:6443", "10.0.0.4:6443"]);
 }
 
 #[test]
-fn versions_that_are_no_numbers_are_taken_in_order() {
-    let mut store = Store::new(Resource::SlicesV1, WatchStartVersion::default());
-    store.feed(Event::Init);
-    store.feed(Event::InitDone);
-    assert!(store.feed(Event::Apply(object("a", "x9", with(&["10.0.0.1"])))));
-    assert!(store.feed(Event::Apply(object("a", "x1", with(&["10.0.0.2"])))));
-    assert_eq!(labels(&store.said()), ["10.0.0.2:6443"]);
+fn apply_versions_not_numbers_are_applied_in_order_of_arrival() {
+    let mut store = ObjectStore::new(WatchedResource::SlicesV1, WatchStartVersion::default());
+    store.apply(Event::Init);
+    store.apply(Event::InitDone);
+    assert!(store.apply(Event::Apply(object("a", "x9", with(&["10.0.0.1"])))));
+    assert!(store.apply(Event::Apply(object("a", "x1", with(&["10.0.0.2"])))));
+    assert_eq!(labels(&store.endpoints()), ["10.0.0.2:6443"]);
 }
 
 #[test]
-fn objects_of_others_are_not_believed() {
-    let mut store = Store::new(Resource::SlicesV1, WatchStartVersion::default());
-    store.feed(Event::Init);
+fn apply_object_of_another_service_or_namespace_is_ignored() {
+    let mut store = ObjectStore::new(WatchedResource::SlicesV1, WatchStartVersion::default());
+    store.apply(Event::Init);
     let mut other = object("other-x7", "1", with(&["10.0.0.1"]));
     other.metadata.labels = Some([(SERVICE_LABEL.to_owned(), "other".to_owned())].into());
-    store.feed(Event::InitApply(other));
+    store.apply(Event::InitApply(other));
     let mut elsewhere = object("a", "1", with(&["10.0.0.2"]));
     elsewhere.metadata.namespace = Some("kube-system".into());
-    store.feed(Event::InitApply(elsewhere));
-    store.feed(Event::InitDone);
-    assert_eq!(store.said(), DiscoveredEndpoints::default());
+    store.apply(Event::InitApply(elsewhere));
+    store.apply(Event::InitDone);
+    assert_eq!(store.endpoints(), DiscoveredEndpoints::default());
 }
 
 #[test]
-fn objects_are_bounded() {
-    let mut store = Store::new(Resource::SlicesV1, WatchStartVersion::default());
-    store.feed(Event::Init);
-    store.feed(Event::InitDone);
-    for n in 0..MOST_OBJECTS + 100 {
-        store.feed(Event::Apply(object(&format!("s{n}"), "1", with(&["10.0.0.1"]))));
+fn apply_more_objects_than_the_limit_keeps_the_limit() {
+    let mut store = ObjectStore::new(WatchedResource::SlicesV1, WatchStartVersion::default());
+    store.apply(Event::Init);
+    store.apply(Event::InitDone);
+    for n in 0..MAX_OBJECTS + 100 {
+        store.apply(Event::Apply(object(&format!("s{n}"), "1", with(&["10.0.0.1"]))));
     }
-    for n in 0..MOST_OBJECTS + 100 {
-        store.feed(Event::Delete(object(&format!("t{n}"), "1", with(&["10.0.0.1"]))));
+    for n in 0..MAX_OBJECTS + 100 {
+        store.apply(Event::Delete(object(&format!("t{n}"), "1", with(&["10.0.0.1"]))));
     }
-    assert_eq!(store.known.len(), MOST_OBJECTS);
+    assert_eq!(store.objects.len(), MAX_OBJECTS);
 }
 
 #[test]
-fn what_a_slice_says() {
-    let said = said_of(
-        Resource::SlicesV1,
+fn endpoints_of_slice_are_ready_addresses_with_https_port() {
+    let found = endpoints_of(
+        WatchedResource::SlicesV1,
         json!({
             "addressType": "IPv4",
             "ports": [
@@ -140,28 +146,30 @@ fn what_a_slice_says() {
             ],
         }),
     );
-    assert_eq!(labels(&said), ["10.0.0.1:6443", "10.0.0.3:6443", "10.0.0.4:6443"]);
-    assert_eq!((said.not_ready, said.refused_count), (1, 5), "{said:?}");
-    assert!(said.entries.iter().all(|e| e.server_name.as_deref() == Some(DISCOVERED_NAME)));
+    assert_eq!(labels(&found), ["10.0.0.1:6443", "10.0.0.3:6443", "10.0.0.4:6443"]);
+    assert_eq!((found.not_ready, found.rejected_count()), (1, 5), "{found:?}");
+    assert!(
+        found.candidates.iter().all(|c| c.server_name.as_deref() == Some(DISCOVERED_SERVER_NAME))
+    );
 
     let v6 = json!({
         "addressType": "IPv6",
         "ports": [{ "port": 443 }],
         "endpoints": [{ "addresses": ["fd00:0::3"] }],
     });
-    assert_eq!(labels(&said_of(Resource::SlicesV1Beta1, v6)), ["[fd00::3]:443"]);
+    assert_eq!(labels(&endpoints_of(WatchedResource::SlicesV1Beta1, v6)), ["[fd00::3]:443"]);
     let names = json!({
         "addressType": "FQDN",
         "ports": [{ "port": 443 }],
         "endpoints": [{ "addresses": ["api.example.com"] }],
     });
-    let said = said_of(Resource::SlicesV1, names);
-    assert_eq!((said.entries.len(), said.refused_count), (0, 1));
-    assert!(said.refused[0].contains("FQDN"), "{said:?}");
+    let found = endpoints_of(WatchedResource::SlicesV1, names);
+    assert_eq!((found.candidates.len(), found.rejected_count()), (0, 1));
+    assert!(found.rejected()[0].contains("FQDN"), "{found:?}");
 }
 
 #[test]
-fn what_endpoints_say() {
+fn endpoints_of_endpoints_object_are_ready_addresses_with_https_port() {
     let data = json!({
         "subsets": [
             {
@@ -172,13 +180,13 @@ fn what_endpoints_say() {
             { "addresses": [{ "ip": "10.0.0.3" }], "ports": [{ "port": 53, "protocol": "UDP" }] },
         ],
     });
-    let said = said_of(Resource::Endpoints, data);
-    assert_eq!(labels(&said), ["10.0.0.1:6443", "[fd00::1]:6443"]);
-    assert_eq!((said.not_ready, said.refused_count), (1, 2), "{said:?}");
+    let found = endpoints_of(WatchedResource::Endpoints, data);
+    assert_eq!(labels(&found), ["10.0.0.1:6443", "[fd00::1]:6443"]);
+    assert_eq!((found.not_ready, found.rejected_count()), (1, 2), "{found:?}");
 }
 
 #[test]
-fn nonsense_says_nothing() {
+fn endpoints_of_malformed_objects_are_empty() {
     for data in [
         json!({}),
         json!({ "endpoints": 3, "ports": "x", "addressType": [] }),
@@ -186,12 +194,12 @@ fn nonsense_says_nothing() {
         json!({ "endpoints": [{}], "ports": [{ "port": 0 }, 3] }),
         json!({ "subsets": [3, { "addresses": [null], "ports": [null] }] }),
     ] {
-        for resource in Resource::ALL {
-            assert!(said_of(resource, data.clone()).entries.is_empty(), "{data}");
+        for resource in WatchedResource::ALL {
+            assert!(endpoints_of(resource, data.clone()).candidates.is_empty(), "{data}");
         }
     }
     let many: Vec<_> = (0..1000).map(|n| format!("x{n}")).collect();
     let many: Vec<_> = many.iter().map(String::as_str).collect();
-    let said = said_of(Resource::SlicesV1, with(&many));
-    assert_eq!((said.refused_count, said.refused.len()), (1000, MOST_REFUSED));
+    let found = endpoints_of(WatchedResource::SlicesV1, with(&many));
+    assert_eq!((found.rejected_count(), found.rejected().len()), (1000, 20));
 }

@@ -1,5 +1,6 @@
-//! The watch against a scripted apiserver: whatever it does between the truth, what is applied in
-//! the end is the truth. The script is random; kube's watcher, the store and the board are real.
+//! The watch against a scripted apiserver that replays, reorders, cuts and refuses events: in the end
+//! the published endpoints are the current ones. The script is random; kube's watcher, the object
+//! store and the source states are real.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
@@ -15,7 +16,7 @@ use serde_json::{Value, json};
 use tokio::sync::{Notify, mpsc};
 use tokio::task::LocalSet;
 
-use super::super::merge::OwnAddresses;
+use super::super::own_addresses::OwnAddresses;
 use super::super::transport::{TransportBody, TransportError};
 use super::*;
 use crate::config;
@@ -24,30 +25,30 @@ use crate::upstream::Upstream;
 use crate::upstream::credentials::Credentials;
 
 #[test]
-fn pauses_grow_and_stay_bounded() {
-    assert_eq!(pause(1, 1.0), RETRY_MIN);
-    assert_eq!(pause(2, 1.0), RETRY_MIN * 2);
-    assert_eq!(pause(100, 1.0), RETRY_MAX);
-    assert_eq!(pause(100, 0.0), RETRY_MAX / 2);
+fn backoff_after_failures_doubles_up_to_the_limit() {
+    assert_eq!(backoff(1, 1.0), RETRY_MIN);
+    assert_eq!(backoff(2, 1.0), RETRY_MIN * 2);
+    assert_eq!(backoff(100, 1.0), RETRY_MAX);
+    assert_eq!(backoff(100, 0.0), RETRY_MAX / 2);
 }
 
-/// A list whose end never comes, from a server that lives, holds up nothing for ever: neither the
-/// first one, with which the resource is chosen, nor the one after it.
+/// A list that stalls is abandoned after its time limit: the first one, which chooses the resource,
+/// and the one that the watcher then makes.
 #[tokio::test(start_paused = true)]
-async fn a_list_that_comes_to_a_halt_is_asked_for_again() {
+async fn watch_list_that_stalls_is_requested_again_after_timeout() {
     let script = Arc::new(Mutex::new(Script::new(Vec::new())));
-    let board = SourceStates::new(upstream(), Box::new(OwnAddresses::default));
+    let states = SourceStates::new(upstream(), Box::new(OwnAddresses::default));
     let test = async {
         for lists in 1..3 {
             script.lock().unwrap().stall = lists;
             let scripted = Scripted(Arc::clone(&script));
-            let watching = tokio::task::spawn_local(observe(scripted, Rc::clone(&board)));
-            sleep(LIST.mul_f64(0.9)).await;
-            assert!(board.with(|answers, _| answers.is_empty()), "list {lists}");
+            let watching = tokio::task::spawn_local(watch_forever(scripted, Rc::clone(&states)));
+            sleep(LIST_TIMEOUT.mul_f64(0.9)).await;
+            assert!(states.read(|answers, _| answers.is_empty()), "list {lists}");
             sleep(Duration::from_secs(20)).await;
-            assert!(board.with(|answers, _| !answers.is_empty()), "list {lists}");
+            assert!(states.read(|answers, _| !answers.is_empty()), "list {lists}");
             watching.abort();
-            board.forget(EndpointSource::Slices);
+            states.remove(EndpointSource::Slices);
         }
     };
     LocalSet::new().run_until(test).await;
@@ -56,33 +57,34 @@ async fn a_list_that_comes_to_a_halt_is_asked_for_again() {
 /// What the server does next.
 #[derive(Debug, Clone)]
 enum Op {
-    /// The truth: a slice is what it is now.
+    /// A slice is created or changed.
     Put { slice: u8, host: u8 },
-    /// The truth: a slice is gone.
+    /// A slice is deleted.
     Delete { slice: u8 },
-    /// An event of the past once more, as if it were new.
+    /// An old event is sent again.
     Replay(u8),
-    /// The end of an earlier life: DELETED with an old version.
+    /// DELETED with the version of an earlier object of that name.
     StaleDelete(u8),
-    /// The last event twice.
+    /// The last event is sent twice.
     Duplicate,
-    /// The next two events in the wrong order.
+    /// The next two events are sent in the wrong order.
     Swap,
-    /// A bookmark; an old one lies about how far the log is.
+    /// A bookmark; an old one has an earlier version than the last event.
     Bookmark { old: bool },
     /// The stream ends.
     End,
-    /// It ends in the middle of a frame.
+    /// The stream ends in the middle of an event.
     Cut,
-    /// It ends with an ERROR event: 410.
+    /// The stream ends with an ERROR event: 410.
     Gone,
-    /// History is compacted: the next watch from the past is refused in the stream, or at once.
+    /// Old versions are compacted: the next watch from one of them gets 410, as its response or in the
+    /// stream.
     Compact { at_once: bool },
     /// The next request fails.
     Fail,
-    /// The next list comes to a halt in the middle.
+    /// The next list stalls in the middle.
     Stall,
-    /// A line that is no event.
+    /// A line that is not an event.
     Garbage,
 }
 
@@ -110,16 +112,16 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
 struct Script {
     ops: VecDeque<Op>,
     version: u64,
-    /// What is true now: the address of each slice.
-    truth: BTreeMap<String, String>,
-    /// Every event there was: version and JSON.
+    /// The current address of each slice.
+    current: BTreeMap<String, String>,
+    /// All events: version and JSON.
     log: Vec<(u64, Value)>,
     compacted: u64,
     refuse_at_once: bool,
     fail: bool,
-    /// Which of the next lists comes to a halt, from 1; 0 is none.
+    /// Which of the next lists stalls, counted from 1; 0 is none.
     stall: usize,
-    /// Streams that are held open.
+    /// Streams that stay open.
     open: Vec<mpsc::Sender<Result<Bytes, TransportError>>>,
     done: Arc<Notify>,
     requests: usize,
@@ -129,8 +131,8 @@ impl Script {
     fn new(ops: Vec<Op>) -> Self {
         let mut script = Self {
             ops: ops.into(),
-            version: 96, // lengths change soon
-            truth: BTreeMap::new(),
+            version: 96, // soon versions have another length
+            current: BTreeMap::new(),
             log: Vec::new(),
             compacted: 0,
             refuse_at_once: false,
@@ -140,20 +142,20 @@ impl Script {
             done: Arc::default(),
             requests: 0,
         };
-        // One slice that is never gone, so that the answer is never empty.
+        // One slice stays, so that the answer is never empty.
         script.put("anchor", "10.9.9.9");
         script
     }
 
     fn put(&mut self, name: &str, address: &str) -> Value {
         self.version += 1;
-        let kind = if self.truth.contains_key(name) { "MODIFIED" } else { "ADDED" };
-        self.truth.insert(name.to_owned(), address.to_owned());
+        let kind = if self.current.contains_key(name) { "MODIFIED" } else { "ADDED" };
+        self.current.insert(name.to_owned(), address.to_owned());
         self.event(kind, name, address)
     }
 
     fn delete(&mut self, name: &str) -> Option<Value> {
-        let address = self.truth.remove(name)?;
+        let address = self.current.remove(name)?;
         self.version += 1;
         Some(self.event("DELETED", name, &address))
     }
@@ -183,7 +185,7 @@ impl Script {
         }
         if !query.contains("watch=true") {
             let items: Vec<_> = self
-                .truth
+                .current
                 .iter()
                 .map(|(name, address)| slice(name, self.version_of(name), address))
                 .collect();
@@ -200,7 +202,7 @@ impl Script {
             return (200, vec![list], stall);
         }
         let from = query.split('&').find_map(|pair| pair.strip_prefix("resourceVersion="));
-        let from: u64 = from.expect("a version to go on from").parse().expect("one of ours");
+        let from: u64 = from.expect("a version to resume from").parse().expect("a number");
         if from < self.compacted {
             if self.refuse_at_once {
                 return status(410, "Expired");
@@ -237,7 +239,7 @@ impl Script {
                 Op::StaleDelete(at) => {
                     let (version, event) = &self.log[usize::from(at) % self.log.len()];
                     let name = event["object"]["metadata"]["name"].as_str().unwrap();
-                    // Older than anything that is known of it, which may be nothing.
+                    // Only if the object has a newer version now.
                     let known = self.version_of(name);
                     if *version < known {
                         let mut event = event.clone();
@@ -249,7 +251,7 @@ impl Script {
                 Op::Swap => swap = true,
                 Op::Bookmark { old } => {
                     let version = if old { self.compacted } else { self.version };
-                    // One that says more than was delivered would lose what is held back.
+                    // A bookmark must not pass an event that is held back.
                     if held.is_none() {
                         let object = json!({
                             "kind": "EndpointSlice", "apiVersion": "discovery.k8s.io/v1",
@@ -317,7 +319,7 @@ fn gone() -> String {
     line(&json!({ "type": "ERROR", "object": status }))
 }
 
-/// kube's transport, which asks the script.
+/// A transport for kube that the script answers.
 #[derive(Clone)]
 struct Scripted(Arc<Mutex<Script>>);
 
@@ -363,7 +365,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
 
     #[test]
-    fn what_is_applied_in_the_end_is_the_truth(ops in ops()) {
+    fn watch_scripted_faults_ends_with_current_endpoints(ops in ops()) {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .start_paused(true)
@@ -371,27 +373,27 @@ proptest! {
             .unwrap();
         let script = Arc::new(Mutex::new(Script::new(ops)));
         let done = Arc::clone(&script.lock().unwrap().done);
-        let board = SourceStates::new(upstream(), Box::new(OwnAddresses::default));
+        let states = SourceStates::new(upstream(), Box::new(OwnAddresses::default));
         let answer = RefCell::new(Vec::new());
         LocalSet::new().block_on(&runtime, async {
             let scripted = Scripted(Arc::clone(&script));
-            let watching = tokio::task::spawn_local(observe(scripted, Rc::clone(&board)));
-            // An hour of paused time, in which nothing but the script happens.
+            let watching = tokio::task::spawn_local(watch_forever(scripted, Rc::clone(&states)));
+            // An hour of paused time for the script.
             tokio::time::timeout(Duration::from_secs(3600), done.notified()).await.expect("done");
-            // What was sent last is on its way, perhaps behind a pause after a failure.
-            sleep(LIST + Duration::from_secs(120)).await;
+            // The last events may arrive only after a backoff.
+            sleep(LIST_TIMEOUT + Duration::from_secs(120)).await;
             watching.abort();
-            *answer.borrow_mut() = board.with(|answers, _| {
-                answers[&EndpointSource::Slices].entries.iter().map(|e| e.address.host.clone()).collect()
+            *answer.borrow_mut() = states.read(|answers, _| {
+                answers[&EndpointSource::Slices].candidates.iter().map(|c| c.address.host.clone()).collect()
             });
         });
-        let mut applied = answer.into_inner();
-        applied.sort_unstable();
+        let mut published = answer.into_inner();
+        published.sort_unstable();
         let script = script.lock().unwrap();
-        let mut truth: Vec<_> = script.truth.values().cloned().collect();
-        truth.sort_unstable();
-        truth.dedup();
-        prop_assert_eq!(applied, truth);
+        let mut current: Vec<_> = script.current.values().cloned().collect();
+        current.sort_unstable();
+        current.dedup();
+        prop_assert_eq!(published, current);
         prop_assert!(script.requests < 300, "{} requests", script.requests);
     }
 }

@@ -1,16 +1,18 @@
-//! Real sockets on port 0; no HTTP client but bytes, since garbage is among the inputs.
+//! Requests over real sockets on port 0, as raw bytes, since some are malformed.
 
 use super::*;
+use crate::admin::connections::MAX_CONNECTIONS;
+use crate::admin::status_provider::{Readiness, ReadinessCheck};
 use crate::net::sockets::listening;
 use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-struct Fake {
+struct FakeStatus {
     alive: bool,
     ready: bool,
 }
 
-impl StatusProvider for Fake {
+impl StatusProvider for FakeStatus {
     fn liveness(&self) -> Result<(), String> {
         if self.alive { Ok(()) } else { Err("worker 0 has not turned for 7 s".into()) }
     }
@@ -49,7 +51,7 @@ impl StatusProvider for Fake {
     }
 
     fn metrics(&self) -> String {
-        assert!(self.alive, "a bug, on purpose");
+        assert!(self.alive, "a panic, on purpose");
         "jackstay_build_info 1\n".into()
     }
 }
@@ -58,7 +60,7 @@ fn start(alive: bool, ready: bool) -> SocketAddr {
     let socket = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
     let admin = Admin::from_std(socket).expect("a socket");
     let address = admin.local_addr().expect("an address");
-    tokio::spawn(admin.serve(Arc::new(Fake { alive, ready }), std::future::pending()));
+    tokio::spawn(admin.serve(Arc::new(FakeStatus { alive, ready }), std::future::pending()));
     address
 }
 
@@ -70,7 +72,7 @@ async fn send(address: SocketAddr, bytes: &[u8]) -> String {
 
 async fn answer_on(mut stream: TcpStream) -> String {
     let mut answer = Vec::new();
-    // Until the end: the server closes after one answer. It may do so with a reset.
+    // The server closes after one response, possibly with a reset.
     let _ = stream.read_to_end(&mut answer).await;
     String::from_utf8_lossy(&answer).into_owned()
 }
@@ -85,7 +87,7 @@ async fn ask(address: SocketAddr, method: &str, path: &str) -> (u16, String, Str
 }
 
 #[tokio::test]
-async fn every_route_answers() {
+async fn serve_each_route_returns_type_headers_and_body() {
     let address = start(true, true);
     for (path, kind, part) in [
         ("/livez", "text/plain; charset=utf-8", "ok\n"),
@@ -112,7 +114,7 @@ async fn every_route_answers() {
 }
 
 #[tokio::test]
-async fn readiness_says_what_is_missing_on_one_line_each() {
+async fn readyz_failed_check_is_one_line_with_its_detail() {
     let (code, _, body) = ask(start(true, false), "GET", "/readyz").await;
     let expected = "[+]listener apiserver ok\n[+]identity 0 ok: awaited\n\
         [-]upstream control-plane: no endpoint usable: refused\nreadyz check failed\n";
@@ -123,7 +125,7 @@ async fn readiness_says_what_is_missing_on_one_line_each() {
 }
 
 #[tokio::test]
-async fn other_methods_and_paths_are_refused() {
+async fn serve_other_methods_and_paths_are_refused() {
     let address = start(true, true);
     for method in ["POST", "PUT", "DELETE", "OPTIONS", "BREW"] {
         let (code, head, _) = ask(address, method, "/status").await;
@@ -138,7 +140,7 @@ async fn other_methods_and_paths_are_refused() {
 }
 
 #[tokio::test]
-async fn a_foreign_host_on_loopback_is_refused() {
+async fn serve_foreign_host_on_loopback_is_refused() {
     let address = start(true, true);
     let answer = send(address, b"GET /config HTTP/1.1\r\nHost: evil.example\r\n\r\n").await;
     assert!(answer.starts_with("HTTP/1.1 421 "), "{answer}");
@@ -150,7 +152,7 @@ async fn a_foreign_host_on_loopback_is_refused() {
 }
 
 #[tokio::test]
-async fn garbage_and_a_bug_disturb_nobody() {
+async fn serve_malformed_request_and_panic_affect_only_their_connection() {
     let address = start(true, true);
     let long = [b"GET /".as_slice(), &vec![b'a'; 100_000], b" HTTP/1.1\r\n\r\n"].concat();
     let garbage: [&[u8]; 5] = [
@@ -172,18 +174,18 @@ async fn garbage_and_a_bug_disturb_nobody() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn silent_connections_give_their_slots_back() {
+async fn serve_all_slots_silent_answers_next_request() {
     let address = start(true, true);
     let mut silent = Vec::new();
     for _ in 0..MAX_CONNECTIONS + 10 {
         silent.push(TcpStream::connect(address).await.expect("the backlog takes it"));
     }
-    // Time is paused: it jumps whenever nothing else can run, so this ends at the head timeouts.
+    // The paused clock advances whenever no task can run, here to the head timeouts.
     assert_eq!(ask(address, "GET", "/livez").await.0, 200);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_silent_connection_gives_way_before_its_head_timeout() {
+async fn serve_all_slots_silent_evicts_oldest_before_head_timeout() {
     let address = start(true, true);
     let mut silent = Vec::new();
     for _ in 0..MAX_CONNECTIONS + 100 {
@@ -192,7 +194,7 @@ async fn a_silent_connection_gives_way_before_its_head_timeout() {
     let begun = Instant::now();
     assert_eq!(ask(address, "GET", "/livez").await.0, 200);
     assert!(begun.elapsed() < Duration::from_secs(1), "{:?}", begun.elapsed());
-    // The oldest is evicted, the newest stay.
+    // The oldest connection is evicted, the newest one stays.
     let mut byte = [0];
     assert_eq!(silent[0].read(&mut byte).await.unwrap_or(0), 0);
     let newest = silent.last_mut().expect("many");
@@ -204,12 +206,12 @@ async fn a_silent_connection_gives_way_before_its_head_timeout() {
 }
 
 #[tokio::test]
-async fn a_unix_socket_answers_as_the_port_does() {
+async fn serve_unix_returns_same_responses_as_tcp() {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("admin.sock");
     let listener = crate::net::sockets::unix_listener::listen(&path).expect("a socket");
     let listener = UnixListener::from_std(listener).expect("a runtime");
-    tokio::spawn(serve_unix(listener, Arc::new(Fake { alive: true, ready: false })));
+    tokio::spawn(serve_unix(listener, Arc::new(FakeStatus { alive: true, ready: false })));
     for (route, code) in [("/livez", "200"), ("/readyz", "503")] {
         let mut stream = tokio::net::UnixStream::connect(&path).await.expect("it listens");
         let request = format!("GET {route} HTTP/1.0\r\n\r\n");
@@ -220,9 +222,11 @@ async fn a_unix_socket_answers_as_the_port_does() {
     }
 }
 
-/// A socket that is left with more in its queue than are answered at once: nobody has accepted.
-async fn left_with_a_queue(why: StopReason) -> (SocketAddr, Vec<TcpStream>, std::net::TcpListener) {
-    // The standard library's queue has room for 128.
+/// A socket that stops before its first accept, with more connections in its queue than slots.
+async fn stopped_with_queue(
+    why: StopReason,
+) -> (SocketAddr, Vec<TcpStream>, std::net::TcpListener) {
+    // The standard library's listener has a backlog of 128.
     let any = "127.0.0.1:0".parse().expect("an address");
     let socket = listening::listen(any, false).expect("a free port");
     let copy = socket.try_clone().expect("a descriptor");
@@ -235,14 +239,16 @@ async fn left_with_a_queue(why: StopReason) -> (SocketAddr, Vec<TcpStream>, std:
         stream.write_all(request).await.expect("the kernel takes it");
         queue.push(stream);
     }
-    tokio::spawn(admin.serve(Arc::new(Fake { alive: true, ready: true }), async move { why }));
+    tokio::spawn(
+        admin.serve(Arc::new(FakeStatus { alive: true, ready: true }), async move { why }),
+    );
     (address, queue, copy)
 }
 
 #[tokio::test]
-async fn who_waits_in_the_queue_of_a_socket_that_moves_is_answered() {
-    let (address, queue, copy) = left_with_a_queue(StopReason::Moved).await;
-    // As the caller does: the last copy is the one that is served.
+async fn serve_socket_moved_answers_its_accept_queue() {
+    let (address, queue, copy) = stopped_with_queue(StopReason::Moved).await;
+    // As the caller does, so that the served copy is the last one.
     drop(copy);
     for stream in queue {
         let answer = answer_on(stream).await;
@@ -253,13 +259,13 @@ async fn who_waits_in_the_queue_of_a_socket_that_moves_is_answered() {
 }
 
 #[tokio::test]
-async fn the_queue_of_a_socket_that_is_taken_over_is_left_to_the_next() {
-    let (_, queue, copy) = left_with_a_queue(StopReason::TakenOver).await;
+async fn serve_socket_taken_over_leaves_its_accept_queue() {
+    let (_, queue, copy) = stopped_with_queue(StopReason::TakenOver).await;
     let next = Admin::from_std(copy).expect("a socket");
-    let facts = Arc::new(Fake { alive: false, ready: true });
-    tokio::spawn(next.serve(facts, std::future::pending()));
+    let status = Arc::new(FakeStatus { alive: false, ready: true });
+    tokio::spawn(next.serve(status, std::future::pending()));
     for stream in queue {
         let answer = answer_on(stream).await;
-        assert!(answer.starts_with("HTTP/1.1 503 "), "by the next one: {answer:?}");
+        assert!(answer.starts_with("HTTP/1.1 503 "), "served by the next process: {answer:?}");
     }
 }

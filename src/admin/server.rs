@@ -1,0 +1,124 @@
+//! Serves the admin endpoint on its TCP and Unix sockets.
+
+use std::io;
+use std::net::SocketAddr;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::net::{TcpListener, TcpStream, UnixListener};
+use tokio::time::Instant;
+
+use super::connections::Connections;
+use super::status_provider::StatusProvider;
+use crate::net::sockets::listening;
+
+/// Pause after a failed accept, so that the loop does not spin while no descriptor is free.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// Failed accepts are logged at most once in this time.
+const LOG_INTERVAL: Duration = Duration::from_secs(5);
+
+/// Why serving a socket stops.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StopReason {
+    /// The endpoint has another address now. Connections in the accept queue are served first, since
+    /// closing the socket would reset them.
+    Moved,
+    /// Another process serves the socket and its accept queue.
+    TakenOver,
+}
+
+/// A bound admin endpoint.
+#[derive(Debug)]
+pub struct Admin {
+    listener: TcpListener,
+}
+
+impl Admin {
+    /// Uses a bound socket. Must be called within a tokio runtime.
+    ///
+    /// # Errors
+    /// The socket cannot be registered with the runtime.
+    pub fn from_std(listener: std::net::TcpListener) -> io::Result<Self> {
+        listener.set_nonblocking(true)?;
+        Ok(Self { listener: TcpListener::from_std(listener)? })
+    }
+
+    /// The bound address.
+    pub fn local_addr(&self) -> io::Result<SocketAddr> {
+        self.listener.local_addr()
+    }
+
+    /// Serves connections until `stop` resolves, then finishes open ones. If the future is dropped,
+    /// open connections are closed.
+    pub async fn serve(
+        self,
+        provider: Arc<dyn StatusProvider>,
+        stop: impl Future<Output = StopReason>,
+    ) {
+        let mut stop = pin!(stop);
+        let mut connections = Connections::new(&provider);
+        let mut failures = AcceptFailures::default();
+        let reason = loop {
+            let accepted = tokio::select! {
+                biased;
+                reason = &mut stop => break reason,
+                accepted = self.listener.accept() => accepted,
+            };
+            match accepted {
+                Ok((stream, _)) => {
+                    let on_loopback = is_on_loopback(&stream);
+                    connections.add(stream, on_loopback).await;
+                }
+                Err(error) => failures.pause(&error).await,
+            }
+        };
+        if reason == StopReason::Moved {
+            for (stream, _) in listening::close_and_accept_queued(self.listener) {
+                let on_loopback = is_on_loopback(&stream);
+                connections.add(stream, on_loopback).await;
+            }
+        } else {
+            drop(self.listener);
+        }
+        connections.finish().await;
+    }
+}
+
+/// Serves connections of a Unix socket until the future is dropped.
+pub async fn serve_unix(listener: UnixListener, provider: Arc<dyn StatusProvider>) {
+    let mut connections = Connections::new(&provider);
+    let mut failures = AcceptFailures::default();
+    loop {
+        match listener.accept().await {
+            // Browsers cannot connect to Unix sockets.
+            Ok((stream, _)) => connections.add(stream, false).await,
+            Err(error) => failures.pause(&error).await,
+        }
+    }
+}
+
+fn is_on_loopback(stream: &TcpStream) -> bool {
+    stream.local_addr().is_ok_and(|address| address.ip().to_canonical().is_loopback())
+}
+
+/// Logs failed accepts.
+#[derive(Default)]
+struct AcceptFailures {
+    logged_at: Option<Instant>,
+}
+
+impl AcceptFailures {
+    async fn pause(&mut self, error: &io::Error) {
+        let now = Instant::now();
+        if self.logged_at.is_none_or(|at| now >= at + LOG_INTERVAL) {
+            self.logged_at = Some(now);
+            tracing::warn!(%error, "admin endpoint cannot accept a connection");
+        }
+        tokio::time::sleep(ACCEPT_PAUSE).await;
+    }
+}
+
+#[cfg(test)]
+mod tests;

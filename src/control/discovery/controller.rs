@@ -1,0 +1,318 @@
+//! Runs discovery for one upstream: starts its sources, merges their answers, applies the result.
+
+use std::collections::{BTreeMap, HashSet};
+use std::path::PathBuf;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use arc_swap::ArcSwap;
+use tokio::task::{AbortHandle, JoinError, JoinSet};
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
+
+use super::candidates::{Candidate, DiscoveredEndpoints};
+use super::debounce::{CurrentEndpoint, Debouncer};
+use super::merge::{self, MergedEndpoints};
+use super::own_addresses::OwnAddresses;
+use super::source_states::SourceStates;
+use super::state_writer::StateWriter;
+use super::{dns, file, slices, state_file};
+use crate::config::{self, EndpointAddress};
+use crate::control::endpoint_set::{self, EndpointSetWriter, EndpointSpec};
+use crate::observe::{Liveness, LivenessMonitor};
+use crate::upstream::Upstream;
+use crate::upstream::endpoint_sources::EndpointSource;
+
+/// Longest time between two steps of the controller.
+pub(super) const TICK: Duration = Duration::from_secs(1);
+/// If there are too many candidates, time after which others are selected.
+const ROTATION_INTERVAL: Duration = Duration::from_secs(30);
+
+/// What the controllers of all upstreams share. A reload may replace the swappable parts.
+#[derive(Debug)]
+pub struct SharedContext {
+    /// Addresses that this process's listeners are bound to.
+    pub bound: ArcSwap<Vec<std::net::SocketAddr>>,
+    /// Directory of the state files.
+    pub state_dir: ArcSwap<Option<PathBuf>>,
+    /// Reports stalled controllers.
+    pub liveness: LivenessMonitor,
+    /// The system files that DNS lookups read.
+    pub system: dns::ResolverFiles,
+}
+
+/// Keeps the endpoint set of `upstream` up to date until the future is dropped.
+pub async fn run(upstream: Arc<Upstream>, shared: Arc<SharedContext>) {
+    let own_addresses = {
+        let shared = Arc::clone(&shared);
+        Box::new(move || OwnAddresses::of_listeners(&shared.bound.load()))
+    };
+    let writer = EndpointSetWriter::new(Arc::clone(&upstream));
+    let mut controller = DiscoveryController {
+        liveness: shared.liveness.register(&format!("discovery of {}", upstream.name)),
+        states: SourceStates::new(upstream, own_addresses),
+        running: BTreeMap::new(),
+        tasks: JoinSet::new(),
+        // The set that was built from the configuration at the start; the configuration may have
+        // changed since.
+        current: writer.current(),
+        writer,
+        debouncer: Debouncer::default(),
+        rotation: fastrand::u64(..),
+        rotated_at: Instant::now(),
+        logged: LoggedState::default(),
+        state_writer: StateWriter::default(),
+        shared,
+    };
+    controller.restore_saved();
+    controller.configure();
+    controller.run().await;
+}
+
+/// Removes all endpoints of an upstream that is no longer configured; their connections drain.
+pub fn retire(upstream: &Upstream) {
+    endpoint_set::replace_endpoints(upstream, &[]);
+}
+
+/// The settings of a source that runs in a task. A source with other settings is restarted.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum SourceConfig {
+    File(PathBuf),
+    Dns(Vec<EndpointAddress>),
+    Slices(PathBuf),
+}
+
+/// Conditions that are logged when they begin.
+#[derive(Debug, Default)]
+struct LoggedState {
+    excess: usize,
+    held: usize,
+}
+
+struct DiscoveryController {
+    states: Rc<SourceStates>,
+    shared: Arc<SharedContext>,
+    liveness: Liveness,
+    running: BTreeMap<EndpointSource, (SourceConfig, AbortHandle)>,
+    tasks: JoinSet<()>,
+    writer: EndpointSetWriter,
+    debouncer: Debouncer,
+    /// The set that was applied last.
+    current: Vec<EndpointSpec>,
+    /// Selects among too many candidates; see [`merge::merge`].
+    rotation: u64,
+    rotated_at: Instant,
+    logged: LoggedState,
+    state_writer: StateWriter,
+}
+
+impl DiscoveryController {
+    fn upstream(&self) -> &Arc<Upstream> {
+        self.states.upstream()
+    }
+
+    /// Reads the state file of an earlier run, on another thread: a disk may hang.
+    fn restore_saved(&mut self) {
+        let Some(dir) = self.shared.state_dir.load().as_ref().clone() else { return };
+        let (states, upstream) = (Rc::clone(&self.states), Arc::clone(self.upstream()));
+        self.tasks.spawn_local(async move {
+            let name = Arc::clone(&upstream.name);
+            let path = state_file::path(&dir, &name);
+            let read = move || state_file::read(&dir, &name, SystemTime::now());
+            match tokio::task::spawn_blocking(read).await {
+                Ok(Ok(mut saved)) => {
+                    // No source would ever correct the endpoints of one that is not configured.
+                    let reports = upstream.sources.reports();
+                    saved.endpoints.retain(|(source, _)| reports.contains_key(source));
+                    drop(reports);
+                    let count = saved.endpoints.len();
+                    upstream.sources.succeeded(EndpointSource::State, count, None);
+                    let age = config::format_duration(Duration::from_secs(saved.age.as_secs()));
+                    upstream.sources.note(EndpointSource::State, format!("{age} old"));
+                    tracing::info!(
+                        upstream = &*upstream.name,
+                        file = %path.display(),
+                        endpoints = count,
+                        age,
+                        "saved endpoints restored"
+                    );
+                    states.restore(saved.endpoints, SystemTime::now() - saved.age);
+                }
+                Ok(Err(state_file::StateError::Missing)) => {}
+                Ok(Err(error)) => {
+                    upstream
+                        .sources
+                        .failed(EndpointSource::State, &format!("{}: {error}", path.display()));
+                }
+                Err(error) => upstream.sources.failed(EndpointSource::State, &error.to_string()),
+            }
+        });
+    }
+
+    /// Starts, restarts and stops sources as the configuration says.
+    fn configure(&mut self) {
+        let config = self.upstream().config.load_full();
+        let (names, fixed): (Vec<_>, Vec<_>) =
+            config.endpoints.iter().cloned().partition(EndpointAddress::is_name);
+        if fixed.is_empty() {
+            self.states.remove(EndpointSource::Static);
+        } else {
+            let candidate = |address| Candidate { address, server_name: None };
+            let fixed = fixed.into_iter().map(candidate).collect();
+            self.states.update(EndpointSource::Static, DiscoveredEndpoints::of(fixed), true);
+        }
+        let names = (!names.is_empty()).then_some(SourceConfig::Dns(names));
+        let slices = config.discovery.kubeconfig.clone().map(SourceConfig::Slices);
+        self.start_source(
+            EndpointSource::File,
+            config.endpoints_file.clone().map(SourceConfig::File),
+        );
+        self.start_source(EndpointSource::Dns, names);
+        self.start_source(EndpointSource::Slices, slices);
+        // `tls.server_name` may have changed, which the sources do not see.
+        self.states.notify();
+    }
+
+    /// Starts a source, or restarts it if its settings have changed; `None` removes it.
+    fn start_source(&mut self, source: EndpointSource, config: Option<SourceConfig>) {
+        if self.running.get(&source).map(|(config, _)| config) == config.as_ref() {
+            return;
+        }
+        if let Some((_, task)) = self.running.remove(&source) {
+            task.abort();
+        }
+        let Some(config) = config else { return self.states.remove(source) };
+        self.upstream().sources.expect(source);
+        let states = Rc::clone(&self.states);
+        let task = match config.clone() {
+            SourceConfig::File(path) => self.tasks.spawn_local(file::follow(path, states)),
+            SourceConfig::Dns(names) => {
+                let system = self.shared.system.clone();
+                self.tasks.spawn_local(dns::follow(names, system, states))
+            }
+            SourceConfig::Slices(path) => self.tasks.spawn_local(slices::follow(path, states)),
+        };
+        self.running.insert(source, (config, task));
+    }
+
+    async fn run(&mut self) {
+        let upstream = Arc::clone(self.upstream());
+        let mut ticks = interval(TICK);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut step_at = None;
+        loop {
+            tokio::select! {
+                () = self.states.changed() => {}
+                () = upstream.reconfigured.notified() => self.configure(),
+                () = sleep_until(step_at.unwrap_or_else(Instant::now)), if step_at.is_some() => {}
+                _ = ticks.tick() => {}
+            }
+            self.liveness.record_turn();
+            step_at = self.step(Instant::now());
+            while let Some(ended) = self.tasks.try_join_next() {
+                self.restart_ended(ended.err());
+            }
+        }
+    }
+
+    /// Restarts sources whose task has ended, which happens only by a panic. The task that reads
+    /// the state file ends by itself and is not restarted.
+    fn restart_ended(&mut self, error: Option<JoinError>) {
+        if let Some(error) = error.filter(JoinError::is_panic) {
+            tracing::error!(upstream = &*self.upstream().name, %error, "discovery source panicked");
+        }
+        let ended: Vec<_> = self
+            .running
+            .iter()
+            .filter(|(_, (_, task))| task.is_finished())
+            .map(|(source, (config, _))| (*source, config.clone()))
+            .collect();
+        for (source, config) in ended {
+            self.running.remove(&source);
+            self.start_source(source, Some(config));
+        }
+    }
+
+    /// Merges, applies what is due, and saves. Returns when to step again.
+    fn step(&mut self, now: Instant) -> Option<Instant> {
+        let usable = self.usable_addresses();
+        let merged = self.merge(&usable, now);
+        self.log_excess(merged.excess);
+        if merged.endpoints.is_empty() {
+            // Nothing is known, or only this process's own addresses: the current set stays.
+            self.save(&usable, now);
+            return None;
+        }
+        let current: Vec<_> = self
+            .current
+            .iter()
+            .map(|spec| CurrentEndpoint {
+                usable: usable.contains(&spec.address),
+                spec: spec.clone(),
+            })
+            .collect();
+        let step = self.debouncer.step(&merged.endpoints, &current, now);
+        if let Some(set) = step.apply {
+            self.writer.apply(&set);
+            self.current = set;
+        }
+        self.log_held(step.held);
+        self.save(&self.usable_addresses(), now);
+        step.step_at
+    }
+
+    fn usable_addresses(&self) -> HashSet<EndpointAddress> {
+        let endpoints = self.upstream().endpoints();
+        let usable = endpoints.iter().filter(|endpoint| endpoint.is_usable());
+        usable.map(|endpoint| endpoint.address.clone()).collect()
+    }
+
+    fn merge(&mut self, usable: &HashSet<EndpointAddress>, now: Instant) -> MergedEndpoints {
+        if self.logged.excess > 0 && now >= self.rotated_at + ROTATION_INTERVAL {
+            (self.rotation, self.rotated_at) = (fastrand::u64(..), now);
+        }
+        let config = self.upstream().config();
+        let (own, name) = (self.states.own_addresses(), config.tls.server_name.as_deref());
+        self.states
+            .read(|answers, saved| merge::merge(answers, saved, &own, name, usable, self.rotation))
+    }
+
+    fn log_excess(&mut self, excess: usize) {
+        let before = std::mem::replace(&mut self.logged.excess, excess);
+        if excess == 0 || before > 0 {
+            return;
+        }
+        let message = format!(
+            "more than {} endpoints: {excess} are left out; usable ones stay, the others take turns",
+            merge::MAX_ENDPOINTS
+        );
+        let longest = self.states.read(|answers, _| {
+            let longest = answers.iter().max_by_key(|(_, answer)| answer.candidates.len());
+            longest.map(|(source, _)| *source)
+        });
+        if let Some(source) = longest {
+            self.upstream().sources.refused(source, "too_many", excess, Some(&message));
+        }
+    }
+
+    fn log_held(&mut self, held: usize) {
+        let before = std::mem::replace(&mut self.logged.held, held);
+        if held > 0 && before == 0 {
+            tracing::warn!(
+                upstream = &*self.upstream().name,
+                endpoints = held,
+                "no new endpoint is usable yet; the old endpoints stay until one is"
+            );
+        }
+    }
+
+    /// Writes the state file if one of the endpoints to save is usable.
+    fn save(&mut self, usable: &HashSet<EndpointAddress>, now: Instant) {
+        let Some(dir) = self.shared.state_dir.load().as_ref().clone() else { return };
+        let (endpoints, saved_at) = self.states.to_save();
+        let good = endpoints.iter().any(|(_, candidate)| usable.contains(&candidate.address));
+        let saved_at = saved_at.unwrap_or_else(SystemTime::now);
+        let upstream = Arc::clone(self.upstream());
+        self.state_writer.step(&upstream, dir, good.then_some((endpoints, saved_at)), now);
+    }
+}

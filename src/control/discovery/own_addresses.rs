@@ -1,0 +1,102 @@
+//! Addresses that lead back to this process. They are never endpoints: requests would loop.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+
+use super::candidates::Candidate;
+use crate::config::EndpointAddress;
+use crate::net::sockets::interfaces;
+
+/// The addresses of this process's listeners.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct OwnAddresses {
+    bound: Vec<SocketAddr>,
+    /// Addresses of this host, for listeners that are bound to the unspecified address.
+    host: Vec<IpAddr>,
+}
+
+impl OwnAddresses {
+    /// The addresses of listeners that are bound to `bound`. Reads the addresses of this host's
+    /// interfaces only if a listener is bound to the unspecified address.
+    pub fn of_listeners(bound: &[SocketAddr]) -> Self {
+        let unspecified = bound.iter().any(|address| address.ip().is_unspecified());
+        let host =
+            if unspecified { interfaces::addresses().unwrap_or_default() } else { Vec::new() };
+        Self { bound: bound.to_vec(), host }
+    }
+
+    /// Whether a connection to `address` would arrive at a listener of this process.
+    pub fn contains(&self, address: &EndpointAddress) -> bool {
+        targets(address)
+            .iter()
+            .any(|target| self.bound.iter().any(|bind| self.reaches(*target, *bind)))
+    }
+
+    /// Splits `candidates` into those of other hosts and those of this process.
+    pub fn split(&self, candidates: Vec<Candidate>) -> (Vec<Candidate>, Vec<Candidate>) {
+        candidates.into_iter().partition(|candidate| !self.contains(&candidate.address))
+    }
+
+    fn reaches(&self, target: SocketAddr, bind: SocketAddr) -> bool {
+        let ip = target.ip();
+        target.port() == bind.port()
+            && target.is_ipv4() == bind.is_ipv4()
+            && (ip == bind.ip()
+                || (bind.ip().is_unspecified() && (ip.is_loopback() || self.host.contains(&ip))))
+    }
+}
+
+/// The socket addresses of an endpoint address. The only name that a candidate may have is
+/// `localhost`.
+fn targets(address: &EndpointAddress) -> Vec<SocketAddr> {
+    let ips = match address.host.parse::<IpAddr>() {
+        Ok(ip) => vec![ip.to_canonical()],
+        Err(_) => vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()],
+    };
+    ips.into_iter().map(|ip| SocketAddr::new(ip, address.port)).collect()
+}
+
+#[cfg(test)]
+impl OwnAddresses {
+    /// One listener that is bound to `address`.
+    pub(super) fn bound_to(address: &str) -> Self {
+        Self { bound: vec![address.parse().unwrap()], host: Vec::new() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn address(text: &str) -> EndpointAddress {
+        EndpointAddress::parse(text).unwrap()
+    }
+
+    #[test]
+    fn contains_matches_bound_loopback_and_host_addresses() {
+        let own = |bound: &[&str], host: &[&str]| OwnAddresses {
+            bound: bound.iter().map(|b| b.parse().unwrap()).collect(),
+            host: host.iter().map(|h| h.parse().unwrap()).collect(),
+        };
+        let loopback = own(&["127.0.0.1:6443", "[::1]:6443"], &["10.0.0.5", "fd00::5"]);
+        let wildcard = own(&["0.0.0.0:6443"], &["10.0.0.5", "fd00::5"]);
+        let both = own(&["0.0.0.0:6443", "[::]:6443"], &["10.0.0.5", "fd00::5"]);
+        for (text, expected) in [
+            ("127.0.0.1:6443", [true, true, true]),
+            ("127.0.0.2:6443", [false, true, true]),
+            ("localhost:6443", [true, true, true]),
+            ("10.0.0.5:6443", [false, true, true]),
+            ("10.0.0.5:6444", [false, false, false]),
+            ("10.0.0.6:6443", [false, false, false]),
+            ("[fd00::5]:6443", [false, false, true]),
+            ("[::1]:6443", [true, false, true]),
+            ("[::ffff:10.0.0.5]:6443", [false, true, true]),
+        ] {
+            let contained = [&loopback, &wildcard, &both].map(|own| own.contains(&address(text)));
+            assert_eq!(contained, expected, "{text}");
+        }
+        let candidate = |text| Candidate { address: address(text), server_name: None };
+        let (others, own) =
+            loopback.split(vec![candidate("127.0.0.1:6443"), candidate("10.0.0.1:6443")]);
+        assert_eq!((others.len(), own.len()), (1, 1));
+    }
+}

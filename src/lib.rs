@@ -39,8 +39,7 @@
 //!   [`upstream::rebalance`], slowly, to one that has come back.
 //! * [`control`] finds the endpoints ([`control::discovery`]), asks each for its `/readyz` and
 //!   re-reads certificates.
-//! * [`kubeconfig`] moves a user's kubeconfig to the local endpoint, and makes the configuration
-//!   for it.
+//! * [`kubeconfig`] reads a user's kubeconfig, points it at jackstay, and plans the configuration for it.
 //! * [`doctor`] examines the way to the apiservers and says what is wrong with it.
 //! * [`admin`] answers operators; [`observe`] counts and logs.
 //! * [`app`] binds all sockets, starts the workers and the control thread, applies configuration

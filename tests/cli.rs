@@ -10,7 +10,6 @@ use std::net::SocketAddr;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
-use jackstay::config;
 use jackstay::demo::client::Client;
 use serde_json::Value;
 use support::child::Killed;
@@ -455,7 +454,7 @@ async fn the_table_is_full_of_what_a_running_jackstay_knows() {
     let readyz = &mut config.upstreams[0].health.readyz;
     (readyz.interval, readyz.timeout) = (Duration::from_secs(10), Duration::from_secs(5));
     let file = world.certs.path().join("jackstay.yaml");
-    std::fs::write(&file, config::effective(&config).to_string()).unwrap();
+    std::fs::write(&file, config.to_json().to_string()).unwrap();
     let running = Running::start(&["--config", file.to_str().unwrap()]);
     running.until("ready", |status| states(status) == ["ready", "ready"]);
 

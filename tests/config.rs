@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use jackstay::config::{ConfigErrors, EndpointAddress, Loaded, Overrides, from_flags, load};
+use jackstay::config::{ConfigErrors, EndpointAddress, LoadedConfig, Overrides, from_flags, load};
 use proptest::prelude::*;
 
 struct File(tempfile::TempDir);
@@ -18,14 +18,14 @@ impl File {
         self.0.path().join("f")
     }
 
-    fn load(&self, env: &[(&str, &str)], flags: &Overrides) -> Result<Loaded, ConfigErrors> {
+    fn load(&self, env: &[(&str, &str)], flags: &Overrides) -> Result<LoadedConfig, ConfigErrors> {
         let env = env.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
         load(&self.path(), env, flags)
     }
 }
 
 /// Error lines, with the directory taken out of them.
-fn lines(file: &Path, result: Result<Loaded, ConfigErrors>) -> Vec<String> {
+fn lines(file: &Path, result: Result<LoadedConfig, ConfigErrors>) -> Vec<String> {
     let dir = format!("{}/", file.parent().unwrap().display());
     match result {
         Ok(_) => vec![],
@@ -222,8 +222,8 @@ fn each_mistake_in_its_own_words() {
         one(
             "1s",
             "2s",
-            "upstreams[0].health.ping_interval: must be shorter than dead_after, or no PING is out \
-             when it counts",
+            "upstreams[0].health.ping_interval: must be shorter than dead_after, or no PING is \
+             pending when it ends",
         ),
         one(
             "1s",
@@ -316,7 +316,8 @@ fn each_mistake_in_its_own_words() {
         one(
             "  client_ca_file: /ca\n",
             "",
-            "listeners[0].client_ca_file: is required beside identities: without it no client can prove who it is",
+            "listeners[0].client_ca_file: is required beside identities: without it no client \
+             certificate can be verified",
         ),
         one(
             "{cert_file: /i, key_file: /i}",
@@ -353,7 +354,7 @@ fn each_mistake_in_its_own_words() {
             "https://10.0.0.1:6443",
             &format!("\"https://10.0.0.1:6443\" is a URL, not an address and a port: {endpoint}"),
         ),
-        e("10.0.0.1:0", "\"10.0.0.1:0\" has port 0: nobody can connect to it"),
+        e("10.0.0.1:0", "\"10.0.0.1:0\" has port 0, which accepts no connections"),
         e("0.0.0.0:6443", "\"0.0.0.0:6443\" is no address of an apiserver"),
         e("10.0.0:6443", "\"10.0.0\" is neither an IP address nor a DNS name"),
         e("what is this:6443", "\"what is this\" is neither an IP address nor a DNS name"),
@@ -407,7 +408,8 @@ fn each_mistake_in_its_own_words() {
         one(
             "upstream: u",
             "upstream: u\n  transparent: true",
-            "listeners[0].transparent: needs mode passthrough: there is no certificate to show here",
+            "listeners[0].transparent: needs mode passthrough: jackstay has no certificate for \
+             the original destination",
         ),
         one(
             "['10.0.0.1:6443']",
@@ -515,7 +517,8 @@ fn a_transparent_listener_may_choose_by_destination() {
     for (more, expected) in [
         (
             "destinations: [{to: [10.0.0.1], upstream: u}]",
-            "destinations: needs `transparent: true`: only a redirected connection has one",
+            "destinations: needs `transparent: true`: only a redirected connection has an \
+             original destination",
         ),
         (
             "transparent: true, destinations: [{to: [10.0.0.1/24], upstream: u}]",
@@ -548,7 +551,7 @@ fn keys_of_the_other_mode_say_why_they_mean_nothing() {
         (
             "routes: [{server_names: [A.b, a.B], upstream: u}]",
             vec![
-                "routes[0].server_names[1]: \"a.b\" already stands at \
+                "routes[0].server_names[1]: \"a.b\" is already at \
                   listeners[0].routes[0].server_names[0]"
                     .into(),
             ],
@@ -558,7 +561,7 @@ fn keys_of_the_other_mode_say_why_they_mean_nothing() {
             vec![
                 "routes[0].server_names: is required: at least one name".into(),
                 "routes[1].server_names[0]: \"10.0.0.1\" is an IP address: no client sends one as \
-                 server name (RFC 6066); what asks for none goes to the listener's own upstream"
+                 server name (RFC 6066); connections without one use the listener's upstream"
                     .into(),
                 "routes[1].server_names[1]: \"a.*\" is not a name such as a.example.com or \
                  *.example.com"
@@ -575,7 +578,7 @@ fn keys_of_the_other_mode_say_why_they_mean_nothing() {
             expected.into_iter().map(|line| format!("f: listeners[0].{line}")).collect();
         assert_eq!(errors(passthrough(&format!(", {more}"))), expected, "{more}");
     }
-    let flows = "has no meaning in mode terminate: each request finds its own way";
+    let flows = "has no meaning in mode terminate: it forwards requests, not connections";
     for key in ["routes: []", "idle_timeout: 1h", "leave_timeout: 1h", "rebalance: true"] {
         let name = key.split(':').next().unwrap();
         assert_eq!(
@@ -595,8 +598,8 @@ fn who_is_sent_a_credential_or_a_request_is_verified() {
     assert_eq!(
         errors(passthrough("").replace("{path: /readyz}", "{token_file: /t}")),
         [format!(
-            "{missing} beside a credential for readyz or discovery: without it nobody verifies \
-             whom that is shown to"
+            "{missing} with a credential for readyz or discovery: an unverified server must not \
+             receive it"
         )]
     );
 }
@@ -628,9 +631,9 @@ fn a_file_that_is_no_configuration() {
         ("---\n", "f: the file must be a map of keys (listeners: …, upstreams: …)"),
         ("- a\n", "f: the file must be a map of keys (listeners: …, upstreams: …)"),
         ("hello", "f: the file must be a map of keys (listeners: …, upstreams: …)"),
-        ("a: 1\n---\nb: 2\n", "f: line 2: a second YAML document; one is expected"),
+        ("a: 1\n---\nb: 2\n", "f: line 3: a second YAML document; one is expected"),
         (bomb, "f: line 2: YAML aliases (*name) are not supported"),
-        ("a: !!str 5\n", "f: line 1: YAML tags (!name) are not supported"),
+        ("a: !size 5\n", "f: line 1: YAML tags (!name) are not supported"),
         ("? [a]\n: b\n", "f: line 1: a key must be a word, not a list or a map"),
         (&deep, "f: line 1: nested more than 32 deep"),
         (&brackets, "f: line 1: not valid YAML: recursion limit exceeded"),
@@ -716,8 +719,8 @@ listeners:
             "f: listeners[0].identities[0].cert_file: is required: the path of a file",
             "f: listeners[0].identities[0].key_file: is required: the path of a file",
             "f: listeners[0].identities[0].cert: unknown key \"cert\"",
-            "f: listeners[0].client_ca_file: is required beside identities: without it no client can \
-             prove who it is",
+            "f: listeners[0].client_ca_file: is required beside identities: without it no client \
+             certificate can be verified",
             "f: listeners[0].bind[1]: 127.0.0.1:1 is already bound at listeners[0].bind[0]",
             "f: upstreams[0].endpoints[2]: 10.0.0.1:1 is already an endpoint at \
              upstreams[0].endpoints[1]",
@@ -797,8 +800,8 @@ fn warnings() {
         warnings,
         [
             format!(
-                "{path}: admin.bind: not a loopback address: whoever reaches it can read status and \
-                 metrics"
+                "{path}: admin.bind: not a loopback address: everyone who reaches it can read status \
+                 and metrics"
             ),
             format!("{path}: upstreams[0].name: no listener uses the upstream \"v\""),
         ]

@@ -13,7 +13,7 @@ use super::active::ActiveConfig;
 use super::listener::{BoundListener, ListenerMode};
 use super::reload::ReloadResult;
 use crate::admin::{self, Readiness, ReadinessCheck};
-use crate::config::{self, Config};
+use crate::config::Config;
 use crate::control::discovery::SharedContext;
 use crate::net::tls::serving::ServingTls;
 use crate::observe::build;
@@ -352,7 +352,7 @@ impl admin::StatusProvider for ProcessStatus {
     }
 
     fn config(&self) -> Value {
-        config::effective(&self.active.load().config)
+        self.active.load().config.to_json()
     }
 
     fn metrics(&self) -> String {

@@ -164,9 +164,10 @@ fn plan(args: &DoctorArgs) -> Result<ExaminationPlan, String> {
 }
 
 fn kubeconfig_context(args: &DoctorArgs) -> Result<ResolvedContext, String> {
-    let files = KubeconfigFiles::load(&KubeconfigPaths::from_env(args.kubeconfig.clone()));
-    let tree = files.map_err(|e| e.to_string())?.merged(None);
-    ResolvedContext::resolve(&tree, args.context.as_deref()).map_err(|e| e.to_string())
+    KubeconfigFiles::load(&KubeconfigPaths::from_env(args.kubeconfig.clone()))
+        .and_then(|files| files.merged(None))
+        .and_then(|config| ResolvedContext::resolve(&config, args.context.as_deref()))
+        .map_err(|error| error.to_string())
 }
 
 /// The addresses of the jackstay with this admin endpoint; none if there is none.

@@ -1,105 +1,43 @@
-//! `jackstay kubeconfig`: moves the user's kubeconfig to the local endpoint, or back, and writes the
-//! configuration of a jackstay that serves it.
+//! `jackstay kubeconfig`: writes a kubeconfig that points at jackstay, and the configuration of a
+//! jackstay for it; or restores the original kubeconfig.
 //!
-//! Reads everything, decides everything, refuses what is in the way; then writes, the kubeconfig
-//! last, so that it never points at something that is not there. It connects to the apiservers to see
-//! what their certificates name ([`apiservers`]); without a connection it says what it assumes.
+//! The command reads everything, decides, and refuses before it writes. It writes the kubeconfig
+//! last, so that the kubeconfig never points at a missing configuration. It connects to the
+//! apiservers to read the names in their certificates (`apiservers`); without a connection it
+//! prints its assumptions.
 
 mod apiservers;
+mod args;
+mod output;
 mod revert;
 
-use std::io::{self, Write};
+use std::fmt::Write as _;
+use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::SystemTime;
 
-use clap::{Args, ValueEnum};
-
 use self::apiservers::Apiservers;
-use super::check;
-use crate::config::{self, Overrides};
-use crate::kubeconfig::moved::{self, ClientTrust, KeyChange, LocalEndpoint};
-use crate::kubeconfig::setup::{self, Mode, OutputFile, SetupPlan, SetupRequest};
-use crate::kubeconfig::tree::{Node, emit};
-use crate::kubeconfig::{Error, KubeconfigFiles, KubeconfigPaths, entry_mut};
-use crate::kubeconfig::{ResolvedContext, ServerUrl};
-use crate::net::files::atomic_write::{self, PRIVATE};
+pub(super) use self::args::KubeconfigArgs;
+use self::args::{Failure, ModeArg};
+use self::output::{Destinations, check_configuration, refuse_to_overwrite, write_file};
+use crate::config;
+use crate::kubeconfig::rewrite::{ClientTrust, KeyChange, LocalEndpoint, point_at};
+use crate::kubeconfig::setup::{self, OutputFile, SetupMode, SetupPlan, SetupRequest};
+use crate::kubeconfig::{
+    KubeconfigFiles, KubeconfigPaths, ResolvedContext, ServerUrl, find_cluster_mut, kubeconfig_yaml,
+};
+use crate::net::files::atomic_write::PRIVATE;
 
-/// Bad usage, or a kubeconfig that cannot be used.
+/// Exit code for wrong usage, and for a kubeconfig that cannot be used.
 const BAD_INPUT: u8 = 2;
-
-#[derive(Debug, Args)]
-#[allow(clippy::struct_excessive_bools)] // each one is a flag of its own
-pub(super) struct KubeconfigArgs {
-    /// The local endpoint that clients are to use.
-    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:7443")]
-    server: String,
-    /// The kubeconfig to start from; default $KUBECONFIG (a list is merged), else ~/.kube/config.
-    #[arg(long = "in", value_name = "FILE")]
-    input: Option<PathBuf>,
-    /// The context whose cluster moves; default the current one.
-    #[arg(long, value_name = "NAME")]
-    context: Option<String>,
-    /// Where the moved kubeconfig goes; default `jackstay.kubeconfig` beside the input.
-    #[arg(long, value_name = "FILE")]
-    out: Option<PathBuf>,
-    /// Change the input itself.
-    #[arg(long, conflicts_with = "out")]
-    in_place: bool,
-    /// Replace files that exist and say something else.
-    #[arg(long)]
-    force: bool,
-    /// Move back what was moved, in the input file.
-    #[arg(long, conflicts_with_all = ["out", "in_place", "mode", "config_out", "local_ca"])]
-    revert: bool,
-    /// Write the configuration of jackstay as well: L4 (passthrough, needs nothing else) or L7
-    /// (terminate, with a CA of this machine).
-    #[arg(long, value_name = "MODE")]
-    mode: Option<ModeArg>,
-    /// Where that configuration goes, other files beside it; default `jackstay/jackstay.yaml`
-    /// beside the moved kubeconfig.
-    #[arg(long, value_name = "FILE")]
-    config_out: Option<PathBuf>,
-    /// Another apiserver of the cluster, beside the one in the kubeconfig. Repeatable; default those
-    /// of the configuration that is there.
-    #[arg(long = "upstream", value_name = "ADDR")]
-    upstreams: Vec<String>,
-    /// Also take the apiservers that the cluster names, which is asked for its `EndpointSlices` with
-    /// the user's credential; an exec plugin is run for it.
-    #[arg(long, conflicts_with_all = ["offline", "revert", "local_ca"])]
-    discover: bool,
-    /// Connect to nothing: certificates are not looked at, the cluster is not asked.
-    #[arg(long)]
-    offline: bool,
-    /// The cluster's CA, where the kubeconfig names none.
-    #[arg(long, value_name = "FILE")]
-    ca_file: Option<PathBuf>,
-    /// The CA that signs client certificates, where it is not the cluster's (terminate).
-    #[arg(long, value_name = "FILE")]
-    client_ca_file: Option<PathBuf>,
-    /// The CA of a listener that exists already and terminates TLS.
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["mode", "config_out"])]
-    local_ca: Option<PathBuf>,
-    /// The name that every apiserver's certificate holds; default one that they share (passthrough).
-    #[arg(long, value_name = "NAME")]
-    tls_server_name: Option<String>,
-    /// Name of this machine in the serving certificate; default its host name (terminate).
-    #[arg(long, value_name = "NAME")]
-    node_name: Option<String>,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum ModeArg {
-    Passthrough,
-    Terminate,
-}
 
 /// Runs the command.
 pub(super) fn run(args: &KubeconfigArgs) -> ExitCode {
-    let places = KubeconfigPaths::from_env(args.input.clone());
-    let mut text = Vec::new();
-    let result = perform(args, &places, &mut text);
-    let _ = io::stdout().lock().write_all(&text);
+    let paths = KubeconfigPaths::from_env(args.input.clone());
+    let mut out = String::new();
+    let result = perform(args, &paths, &mut out);
+    let _ = io::stdout().lock().write_all(out.as_bytes());
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(Failure::Input(error)) => {
@@ -113,129 +51,76 @@ pub(super) fn run(args: &KubeconfigArgs) -> ExitCode {
     }
 }
 
-enum Failure {
-    /// What was given cannot be used.
-    Input(String),
-    /// A file could not be written.
-    Write(String),
-}
-
-impl From<Error> for Failure {
-    fn from(error: Error) -> Self {
-        Self::Input(error.to_string())
-    }
-}
-
 fn perform(
     args: &KubeconfigArgs,
-    places: &KubeconfigPaths,
-    out: &mut Vec<u8>,
+    paths: &KubeconfigPaths,
+    out: &mut String,
 ) -> Result<(), Failure> {
-    let sources = KubeconfigFiles::load(places)?;
+    let files = KubeconfigFiles::load(paths)?;
     if args.revert {
-        return revert::run(args, &sources, out);
+        return revert::run(args, &files, out);
     }
-    let access = ResolvedContext::resolve(&sources.merged(None), args.context.as_deref())?;
-    let place = places_to_write(args, &sources, &access)?;
-    let address = ServerUrl::parse(&args.server).map_err(|e| Failure::Input(format!("--{e}")))?;
-    if !address.path.is_empty() || !args.server.contains(&format!(":{}", address.port)) {
-        let text = format!("--server {}: write it as 127.0.0.1:7443", args.server);
-        return Err(Failure::Input(text));
+    let context = ResolvedContext::resolve(&files.merged(None)?, args.context.as_deref())?;
+    let destinations = Destinations::new(args, &files, &context)?;
+    let address = local_address(args, &context)?;
+    if args.discover && destinations.config.is_none() {
+        return Err(Failure::input("--discover finds apiservers for a configuration: add --mode"));
     }
-    if args.local_ca.is_none()
-        && address == (ServerUrl { path: String::new(), ..access.server.clone() })
-    {
-        let text = format!(
-            "cluster {:?} is at {} already, and was not moved there by jackstay: requests would go \
-             round in a circle; --server names the local endpoint",
-            access.cluster, access.server
-        );
-        return Err(Failure::Input(text));
-    }
-    if args.discover && place.config.is_none() {
-        let text = "--discover finds apiservers for a configuration: add --mode";
-        return Err(Failure::Input(text.to_owned()));
-    }
-    let apiservers = apiservers::find(args, &access, place.config.as_deref())?;
-    let plan = match &place.config {
+    let apiservers = apiservers::find(args, &context, destinations.config.as_deref())?;
+    let plan = match &destinations.config {
         None => None,
-        Some(file) => Some(setup::plan(&access, &request(args, &address, file, &apiservers)?)?),
+        Some(file) => Some(setup::plan(&context, &request(args, &address, file, &apiservers)?)?),
     };
-    let trust = trust(args, &access, &address, plan.as_ref(), &apiservers.names.client)?;
-    let target = LocalEndpoint { address: address.address(), trust };
+    let trust = trust(args, &context, &address, plan.as_ref(), &apiservers.names.client)?;
+    let endpoint = LocalEndpoint { address: address.address(), trust };
 
-    let (text, changes) = moved_text(args, &sources, &access, &place, &target)?;
+    let (text, changes) = rewritten(args, &files, &context, &destinations, &endpoint)?;
     let kubeconfig = OutputFile {
-        path: place.kubeconfig.clone(),
+        path: destinations.kubeconfig.clone(),
         bytes: text.into_bytes(),
         mode: PRIVATE,
         what: "the kubeconfig",
     };
-    let files: Vec<&OutputFile> =
-        plan.iter().flat_map(|plan| &plan.files).chain([&kubeconfig]).collect();
-    if let Some(config) = plan.iter().flat_map(|plan| &plan.files).last() {
+    let planned = plan.as_ref().map_or(&[][..], |plan| &plan.files);
+    if let Some(config) = planned.last() {
         config::validate_text(&config.path, &String::from_utf8_lossy(&config.bytes))
             .map_err(|errors| Failure::Input(format!("nothing written:\n{errors}")))?;
     }
-    refuse_to_overwrite(&files, args, &place)?;
-    for file in files {
-        if file.path == kubeconfig.path {
-            // It must not lead to something that does not start.
-            if let Some(config) = &place.config {
-                check_config(config)?;
-            }
-        }
-        write(file, out)?;
+    let outputs: Vec<&OutputFile> = planned.iter().chain([&kubeconfig]).collect();
+    refuse_to_overwrite(&outputs, args, &destinations)?;
+    for file in planned {
+        write_file(file, out)?;
     }
-    let notes = notes(&apiservers, plan.as_ref(), &target.trust);
-    tell(&access, &place, &changes, &notes, out);
-    if place.is_input && sources.iter().any(|s| s.path == place.kubeconfig && s.has_comments) {
-        say(out, "note: its comments are gone, as after `kubectl config`");
+    if let Some(config) = &destinations.config {
+        check_configuration(config)?;
+    }
+    write_file(&kubeconfig, out)?;
+    let notes = notes(&apiservers, plan.as_ref(), &endpoint.trust);
+    print_result(&context, &destinations, &changes, &notes, out);
+    let had_comments = files.iter().any(|file| file.path == kubeconfig.path && file.has_comments);
+    if args.in_place && had_comments {
+        let _ = writeln!(out, "note: its comments are gone, as after `kubectl config`");
     }
     Ok(())
 }
 
-/// Where everything goes.
-struct Place {
-    kubeconfig: PathBuf,
-    config: Option<PathBuf>,
-    /// The kubeconfig is the input itself.
-    is_input: bool,
-    /// kubectl finds it without being told.
-    is_found: bool,
-}
-
-fn places_to_write(
-    args: &KubeconfigArgs,
-    sources: &KubeconfigFiles,
-    access: &ResolvedContext,
-) -> Result<Place, Failure> {
-    let absolute = |path: &Path| {
-        std::path::absolute(path).map_err(|e| Failure::Input(format!("{}: {e}", path.display())))
-    };
-    let kubeconfig = if args.in_place {
-        let file = sources.file_of_cluster(&access.cluster).unwrap_or(sources.first());
-        file.path.clone()
-    } else {
-        match &args.out {
-            Some(file) => absolute(file)?,
-            None => sources.first().path.with_file_name("jackstay.kubeconfig"),
-        }
-    };
-    let config = match (&args.config_out, args.mode) {
-        (Some(file), _) => Some(absolute(file)?),
-        (None, Some(_)) => Some(directory_beside(&kubeconfig).join("jackstay.yaml")),
-        (None, None) => None,
-    };
-    let is_found = args.in_place && args.input.is_none();
-    Ok(Place { kubeconfig, config, is_input: args.in_place, is_found })
-}
-
-/// `jackstay` beside the kubeconfig; `jackstay.d` where a file has that name, as this program has.
-fn directory_beside(kubeconfig: &Path) -> PathBuf {
-    let directory = kubeconfig.with_file_name("jackstay");
-    let is_file = std::fs::metadata(&directory).is_ok_and(|found| !found.is_dir());
-    if is_file || directory == kubeconfig { directory.with_extension("d") } else { directory }
+/// The local endpoint, which must differ from the apiserver of the context.
+fn local_address(args: &KubeconfigArgs, context: &ResolvedContext) -> Result<ServerUrl, Failure> {
+    let address =
+        ServerUrl::parse(&args.server).map_err(|error| Failure::Input(format!("--{error}")))?;
+    if !address.path.is_empty() || !args.server.contains(&format!(":{}", address.port)) {
+        let text = format!("--server {}: write it as 127.0.0.1:7443", args.server);
+        return Err(Failure::Input(text));
+    }
+    let apiserver = ServerUrl { path: String::new(), ..context.server.clone() };
+    if args.local_ca.is_none() && address == apiserver {
+        return Err(Failure::Input(format!(
+            "cluster {:?} is at {} already, and the kubeconfig does not say where it was before: \
+             requests would loop; --server names the local endpoint",
+            context.cluster, context.server
+        )));
+    }
+    Ok(address)
 }
 
 fn request(
@@ -245,10 +130,7 @@ fn request(
     apiservers: &Apiservers,
 ) -> Result<SetupRequest, Failure> {
     let absolute = |file: &Option<PathBuf>| {
-        file.as_deref()
-            .map(std::path::absolute)
-            .transpose()
-            .map_err(|e| Failure::Input(e.to_string()))
+        file.as_deref().map(std::path::absolute).transpose().map_err(Failure::input)
     };
     let host_name = || {
         let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
@@ -256,8 +138,8 @@ fn request(
     };
     Ok(SetupRequest {
         mode: match args.mode {
-            Some(ModeArg::Terminate) => Mode::Terminate,
-            Some(ModeArg::Passthrough) | None => Mode::Passthrough,
+            Some(ModeArg::Terminate) => SetupMode::Terminate,
+            Some(ModeArg::Passthrough) | None => SetupMode::Passthrough,
         },
         host: address.host.clone(),
         port: address.port,
@@ -271,10 +153,11 @@ fn request(
     })
 }
 
-/// What clients verify at the local endpoint.
+/// How clients verify the certificate at the local endpoint; `name` is in the apiservers'
+/// certificates.
 fn trust(
     args: &KubeconfigArgs,
-    access: &ResolvedContext,
+    context: &ResolvedContext,
     address: &ServerUrl,
     plan: Option<&SetupPlan>,
     name: &str,
@@ -287,113 +170,34 @@ fn trust(
             .map_err(|e| Failure::Input(format!("cannot read {}: {e}", file.display())))?;
         return Ok(ClientTrust::Local(ca));
     }
-    // Nothing is verified, or the URL holds the name already.
-    let needless = access.insecure || name == address.host;
-    Ok(ClientTrust::Apiserver((!needless).then(|| name.to_owned())))
+    let needs_name = !context.insecure && name != address.host;
+    Ok(ClientTrust::Apiserver(needs_name.then(|| name.to_owned())))
 }
 
-/// The kubeconfig as it will be written, and what is different in its cluster.
-fn moved_text(
+/// The text of the new kubeconfig, and the changes to its cluster.
+fn rewritten(
     args: &KubeconfigArgs,
-    sources: &KubeconfigFiles,
-    access: &ResolvedContext,
-    place: &Place,
-    target: &LocalEndpoint,
+    files: &KubeconfigFiles,
+    context: &ResolvedContext,
+    destinations: &Destinations,
+    endpoint: &LocalEndpoint,
 ) -> Result<(String, Vec<KeyChange>), Failure> {
-    let of_cluster = sources.file_of_cluster(&access.cluster).filter(|_| place.is_input);
-    let mut tree = match of_cluster {
-        // kubectl, too, writes to the file that an entry came from.
-        Some(source) => source.tree.clone(),
-        None => sources.merged(place.kubeconfig.parent()),
+    let file = files.file_of_cluster(&context.cluster).filter(|_| args.in_place);
+    let mut config = match file {
+        // As kubectl: an entry is written to the file that it comes from.
+        Some(file) => file.config.clone(),
+        None => files.merged(destinations.kubeconfig.parent())?,
     };
-    if !place.is_input || args.context.is_some() {
-        tree.set("current-context", Node::text(&access.context));
+    if !args.in_place || args.context.is_some() {
+        config.current_context = Some(context.context.clone());
     }
-    let cluster = entry_mut(&mut tree, "clusters", &access.cluster)
-        .ok_or_else(|| Failure::Input(format!("no cluster {:?}", access.cluster)))?;
-    let changes = moved::apply(cluster, &access.server, target);
-    Ok((emit(&tree), changes))
+    let cluster = find_cluster_mut(&mut config, &context.cluster)
+        .ok_or_else(|| Failure::Input(format!("no cluster {:?}", context.cluster)))?;
+    let changes = point_at(cluster, &context.server, endpoint);
+    Ok((kubeconfig_yaml(&config)?, changes))
 }
 
-/// A file that is there and says something else is somebody's, unless the user says otherwise.
-fn refuse_to_overwrite(
-    files: &[&OutputFile],
-    args: &KubeconfigArgs,
-    place: &Place,
-) -> Result<(), Failure> {
-    if let Some(obstacle) = files.iter().find_map(|file| obstacle(&file.path)) {
-        return Err(Failure::Input(format!(
-            "nothing written: {obstacle}; --out and --config-out name other places"
-        )));
-    }
-    let mut in_the_way = Vec::new();
-    for file in files {
-        let allowed = args.force || (place.is_input && file.path == place.kubeconfig);
-        match std::fs::read(&file.path) {
-            Ok(bytes) if bytes != file.bytes && !allowed => {
-                in_the_way.push(file.path.display().to_string());
-            }
-            _ => {}
-        }
-    }
-    if in_the_way.is_empty() {
-        return Ok(());
-    }
-    Err(Failure::Input(format!(
-        "nothing written: {} there already and would change; --force replaces what is in the way{}",
-        match in_the_way.as_slice() {
-            [one] => format!("{one} is"),
-            all => format!("{} are", all.join(", ")),
-        },
-        if args.out.is_none() { ", --out names another kubeconfig" } else { "" },
-    )))
-}
-
-/// Why no file can be written at `path`, whatever `--force` says.
-fn obstacle(path: &Path) -> Option<String> {
-    if path.is_dir() {
-        return Some(format!("{} is a directory", path.display()));
-    }
-    let nearest = path.ancestors().skip(1).find(|parent| parent.exists())?;
-    let place = path.display();
-    (!nearest.is_dir())
-        .then(|| format!("{} is a file, so that {place} cannot be written", nearest.display()))
-}
-
-fn write(file: &OutputFile, out: &mut Vec<u8>) -> Result<(), Failure> {
-    let shown = file.path.display();
-    if std::fs::read(&file.path).is_ok_and(|bytes| bytes == file.bytes) {
-        say(out, &format!("unchanged {shown}: {}", file.what));
-        return Ok(());
-    }
-    let fail = |error: io::Error| {
-        let reason = error.to_string();
-        let reason = reason.split(" (os error").next().unwrap_or_default();
-        Failure::Write(format!("cannot write {shown}: {reason}"))
-    };
-    if let Some(directory) = file.path.parent() {
-        std::fs::create_dir_all(directory).map_err(fail)?;
-    }
-    atomic_write::replace(&file.path, &file.bytes, file.mode).map_err(fail)?;
-    say(out, &format!("wrote {shown}: {}", file.what));
-    Ok(())
-}
-
-/// What was written must start.
-fn check_config(file: &Path) -> Result<(), Failure> {
-    let fail = |errors: &config::ConfigErrors| {
-        Failure::Input(format!("this configuration cannot run, the kubeconfig stays:\n{errors}"))
-    };
-    let loaded = config::load(file, [], &Overrides::default()).map_err(|e| fail(&e))?;
-    let found = check::check_files(file, &loaded.config, SystemTime::now());
-    if found.errors.is_empty() { Ok(()) } else { Err(fail(&config::ConfigErrors(found.errors))) }
-}
-
-fn say(out: &mut Vec<u8>, line: &str) {
-    let _ = writeln!(out, "{line}");
-}
-
-/// What the user should know: of the files, of the endpoints, and of the name that clients verify.
+/// The notes about the planned files, the apiservers, and the name that clients verify.
 fn notes(apiservers: &Apiservers, plan: Option<&SetupPlan>, trust: &ClientTrust) -> Vec<String> {
     let mut notes: Vec<String> = plan.iter().flat_map(|plan| plan.notes.clone()).collect();
     notes.extend(apiservers.notes.iter().chain(&apiservers.names.notes).cloned());
@@ -403,34 +207,43 @@ fn notes(apiservers: &Apiservers, plan: Option<&SetupPlan>, trust: &ClientTrust)
     notes
 }
 
-fn tell(
-    access: &ResolvedContext,
-    place: &Place,
+/// Prints the changes, the notes and the next commands.
+fn print_result(
+    context: &ResolvedContext,
+    destinations: &Destinations,
     changes: &[KeyChange],
     notes: &[String],
-    out: &mut Vec<u8>,
+    out: &mut String,
 ) {
-    say(out, &format!("cluster {:?} of context {:?}:", access.cluster, access.context));
+    let mut line = |text: String| {
+        let _ = writeln!(out, "{text}");
+    };
+    line(format!("cluster {:?} of context {:?}:", context.cluster, context.context));
     for change in changes {
-        say(out, &format!("  {change}"));
+        line(format!("  {change}"));
     }
     if changes.is_empty() {
-        say(out, "  as before");
+        line("  as before".to_owned());
     }
-    say(out, &format!("user {:?} stays as it is ({})", access.user, access.credential.describe()));
+    let credential = context.credential.describe();
+    line(format!("user {:?} stays as it is ({credential})", context.user));
     for note in notes {
-        say(out, &format!("note: {note}"));
+        line(format!("note: {note}"));
     }
-    if let Some(proxy) = &access.proxy_url {
-        say(out, &format!("note: jackstay connects directly, not through the proxy {proxy}"));
+    if let Some(proxy) = &context.proxy_url {
+        line(format!("note: jackstay connects directly, not through the proxy {proxy}"));
     }
-    say(out, "next:");
-    if let Some(config) = &place.config {
-        say(out, &format!("  jackstay run --config {} &", config.display()));
-        say(out, "  jackstay status --wait");
+    line("next:".to_owned());
+    if let Some(config) = &destinations.config {
+        line(format!("  jackstay run --config {} &", config.display()));
+        line("  jackstay status --wait".to_owned());
     }
-    let kubeconfig = place.kubeconfig.display();
-    let option = if place.is_found { String::new() } else { format!(" --kubeconfig {kubeconfig}") };
-    say(out, &format!("  kubectl{option} get nodes"));
-    say(out, &format!("to go back: jackstay kubeconfig --revert --in {kubeconfig}"));
+    let kubeconfig = destinations.kubeconfig.display();
+    let option = if destinations.is_default_for_kubectl {
+        String::new()
+    } else {
+        format!(" --kubeconfig {kubeconfig}")
+    };
+    line(format!("  kubectl{option} get nodes"));
+    line(format!("to go back: jackstay kubeconfig --revert --in {kubeconfig}"));
 }

@@ -15,7 +15,7 @@ use super::config_args::{ConfigArgs, OverrideArgs, missing_default_hint};
 use super::{EXIT_USAGE, check, upgrade};
 use crate::app::reload::{ConfigSource, LoadedConfig};
 use crate::app::{App, Running, StartError};
-use crate::config::{self, Draft};
+use crate::config::{self, ConfigDraft};
 use crate::net::process::inherited_sockets::{self, InheritedSockets};
 use crate::net::process::service_manager::ServiceManager;
 use crate::observe::log;
@@ -63,7 +63,7 @@ struct ConfigInput {
     /// Whether it is a file, which may change while the process runs.
     is_file: bool,
     /// Reads it, with the environment and the overrides of the command line.
-    read: Box<dyn Fn() -> Draft + Send>,
+    read: Box<dyn Fn() -> ConfigDraft + Send>,
 }
 
 impl ConfigInput {

@@ -1,9 +1,31 @@
-//! Addresses as people write them, and which of them collide.
+//! Addresses of listeners and apiservers in their written form, and which of them collide.
 
+use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use super::errors::quote;
-use super::model::EndpointAddress;
+
+/// The name that stands for both loopback addresses (RFC 6761 section 6.3).
+const LOCALHOST: &str = "localhost";
+
+/// Address of an apiserver.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct EndpointAddress {
+    /// IP address without brackets, `localhost`, or a DNS name in lower case.
+    pub host: String,
+    /// TCP port.
+    pub port: u16,
+}
+
+impl fmt::Display for EndpointAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.host.contains(':') {
+            write!(f, "[{}]:{}", self.host, self.port)
+        } else {
+            write!(f, "{}:{}", self.host, self.port)
+        }
+    }
+}
 
 /// Reads an address to listen on: an IP address and a port, 0 for any free one.
 pub(super) fn parse_bind(text: &str) -> Result<SocketAddr, String> {
@@ -27,20 +49,17 @@ impl EndpointAddress {
         parse_endpoint(text)
     }
 
-    /// Whether its host must be looked up before anybody can connect: neither an IP address nor
-    /// `localhost`, which is the loopback addresses without asking anyone (RFC 6761 section 6.3).
+    /// Whether the host needs a DNS lookup: it is neither an IP address nor `localhost`.
     pub fn is_name(&self) -> bool {
         self.host != LOCALHOST && self.host.parse::<IpAddr>().is_err()
     }
 }
 
-const LOCALHOST: &str = "localhost";
-
 /// Reads the address of an apiserver: an IP address, `localhost` or a DNS name, and a port.
 pub(super) fn parse_endpoint(text: &str) -> Result<EndpointAddress, String> {
     let (host, port) = split(text, "10.0.0.11:6443 or \"[fd00::13]:6443\"")?;
     if port == 0 {
-        return Err(format!("{} has port 0: nobody can connect to it", quote(text)));
+        return Err(format!("{} has port 0, which accepts no connections", quote(text)));
     }
     let host = match ip(host) {
         Some(ip) if ip.is_unspecified() || ip.is_multicast() => {
@@ -63,8 +82,8 @@ fn is_localhost(host: &str) -> bool {
     host.strip_suffix('.').unwrap_or(host).eq_ignore_ascii_case(LOCALHOST)
 }
 
-/// The addresses an endpoint stands for as far as nobody must be asked: `localhost` is both
-/// loopbacks, a name is none.
+/// The addresses of an endpoint that are known without a DNS lookup: both loopback addresses for
+/// `localhost`, none for a DNS name.
 pub(super) fn addresses_of(endpoint: &EndpointAddress) -> Vec<SocketAddr> {
     let ips = match endpoint.host.parse::<IpAddr>() {
         Ok(ip) => vec![ip],
@@ -84,12 +103,12 @@ pub fn collide(a: SocketAddr, b: SocketAddr) -> bool {
         && (a.ip() == b.ip() || wildcard)
 }
 
-/// Whether a connection to `target` surely ends at the socket bound to `bind`.
+/// Whether the socket bound to `bind` certainly receives connections to `target`.
 pub(super) fn reaches(target: SocketAddr, bind: SocketAddr) -> bool {
     collide(target, bind) && (target.ip() == bind.ip() || target.ip().is_loopback())
 }
 
-/// Whether `name` is a name DNS could know: letters, digits and dashes in labels.
+/// Whether `name` is a DNS name: labels of letters, digits, dashes and underscores.
 pub(super) fn is_dns_name(name: &str) -> bool {
     let name = name.strip_suffix('.').unwrap_or(name);
     let label = |label: &str| {
@@ -103,7 +122,7 @@ pub(super) fn is_dns_name(name: &str) -> bool {
     name.len() <= 253 && name.split('.').all(label) && !all_digits
 }
 
-/// Host, without the brackets of IPv6, and port.
+/// Splits a text into the host, without the brackets of IPv6, and the port.
 pub(super) fn split<'a>(text: &'a str, example: &str) -> Result<(&'a str, u16), String> {
     let fail = |why: &str| Err(format!("{} {why}: write it as {example}", quote(text)));
     if text.contains("//") {
@@ -128,7 +147,7 @@ pub(super) fn split<'a>(text: &'a str, example: &str) -> Result<(&'a str, u16), 
     }
 }
 
-/// An IP address; one of IPv4 in IPv6 clothes counts as what it is.
+/// An IP address; an IPv4-mapped IPv6 address (RFC 4291 section 2.5.5.2) becomes the IPv4 address.
 fn ip(host: &str) -> Option<IpAddr> {
     host.parse::<IpAddr>().ok().map(|ip| ip.to_canonical())
 }

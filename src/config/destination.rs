@@ -1,4 +1,5 @@
-//! Where a redirected connection was meant to go: an address or a network, and a port or any.
+//! Matches the original destination of a redirected connection: an address or a network, and
+//! optionally a port.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
@@ -6,25 +7,29 @@ use std::net::{IpAddr, SocketAddr};
 use super::address::split;
 use super::errors::quote;
 
-/// Some addresses that a redirected connection may have been meant for.
+/// A set of original destinations of redirected connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Destination {
-    /// The network's address, or the only one; no bits are set beyond the prefix.
+    /// The address of the network, or a single address; the bits beyond the prefix are 0.
     network: IpAddr,
-    /// Leading bits that count.
+    /// Prefix length in bits.
     prefix: u8,
-    /// `None`: any.
+    /// `None` matches any port.
     port: Option<u16>,
 }
 
 impl Destination {
-    /// Whether the address is one of them.
+    /// Whether the set contains the address.
     pub fn contains(&self, address: SocketAddr) -> bool {
         masked(address.ip().to_canonical(), self.prefix) == Some(self.network)
             && self.port.is_none_or(|port| port == address.port())
     }
 
-    /// Reads `10.96.0.1:443`, `[fd00::5]:6443`, `10.0.0.5`, `10.0.0.0/24` or `fd00::/64`.
+    /// Reads a text such as `10.96.0.1:443`, `[fd00::5]:6443`, `10.0.0.5`, `10.0.0.0/24` or
+    /// `fd00::/64`.
+    ///
+    /// # Errors
+    /// What is wrong, and how to write it.
     pub fn parse(text: &str) -> Result<Self, String> {
         let fail = |why: &str| {
             Err(format!(
@@ -51,7 +56,7 @@ impl Destination {
             Some(network) if network != ip => {
                 Err(format!("{} has bits beyond its prefix: {network}/{prefix}?", quote(text)))
             }
-            Some(_) if port == Some(0) => fail("has port 0, where nothing goes"),
+            Some(_) if port == Some(0) => fail("has port 0, which accepts no connections"),
             Some(network) => Ok(Self { network, prefix, port }),
         }
     }
@@ -71,7 +76,7 @@ fn bits(ip: IpAddr) -> u8 {
     if ip.is_ipv4() { 32 } else { 128 }
 }
 
-/// The address with all bits beyond the prefix cleared; `None` if it has fewer bits than that.
+/// The address with the bits beyond the prefix cleared; `None` if the prefix is too long.
 fn masked(ip: IpAddr, prefix: u8) -> Option<IpAddr> {
     let beyond = u32::from(bits(ip).checked_sub(prefix)?);
     Some(match ip {
@@ -89,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_in_and_what_is_not() {
+    fn destination_contains_its_addresses_only() {
         for (text, inside, outside) in [
             ("10.96.0.1:443", "10.96.0.1:443", "10.96.0.1:444"),
             ("10.96.0.1:443", "10.96.0.1:443", "10.96.0.2:443"),
@@ -108,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read() {
+    fn destination_refuses_malformed_text() {
         for (text, why) in [
             ("10.0.0.1/24", "bits beyond its prefix: 10.0.0.0/24?"),
             ("10.0.0.0/33", "a prefix that is too long"),

@@ -2,14 +2,14 @@
 
 use std::fmt;
 
-/// One mistake.
+/// One mistake in a configuration.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct ConfigError {
     /// The file, or `environment`, or `command line`.
     pub file: String,
-    /// Where in it, as `listeners[0].tls.cert_file`; empty if it is about the whole.
+    /// The key path, such as `listeners[0].tls.cert_file`; empty for the file as a whole.
     pub path: String,
-    /// What is wrong.
+    /// What is wrong, and how to write it.
     pub message: String,
 }
 
@@ -42,10 +42,10 @@ impl fmt::Display for ConfigErrors {
 
 impl std::error::Error for ConfigErrors {}
 
-/// Longest piece of the user's text that a message repeats.
+/// Longest text of the file that a message repeats, in characters.
 const MAX_QUOTE: usize = 80;
 
-/// The user's text in a message: on one line, escaped, of bounded length.
+/// Text of the file in a message: on one line, escaped, of bounded length.
 pub(super) fn quote(text: &str) -> String {
     if text.chars().count() <= MAX_QUOTE {
         return format!("{text:?}");
@@ -54,7 +54,7 @@ pub(super) fn quote(text: &str) -> String {
     format!("{start:?}…")
 }
 
-/// A key as part of a path: as it is, or quoted if it is not a plain word.
+/// A key as part of a path, quoted if it is not a plain word.
 pub(super) fn quote_key(key: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '-';
     if !key.is_empty() && key.len() <= MAX_QUOTE && key.chars().all(plain) {
@@ -70,35 +70,16 @@ pub(super) fn join(path: &str, key: &str) -> String {
     if path.is_empty() { key } else { format!("{path}.{key}") }
 }
 
-/// The known key that an unknown one was probably meant to be.
+/// The known key that is most similar to an unknown one, if any is similar enough.
 pub(super) fn nearest<'a>(key: &str, known: &[&'a str]) -> Option<&'a str> {
-    // Longer than any key with every mistake we forgive.
+    // The distance takes quadratic time, and no known key with 3 mistakes is longer.
     if key.len() > 40 {
         return None;
     }
     let key = key.to_lowercase().replace('-', "_");
-    let distance = |k: &&str| edit_distance(&key, k);
+    let distance = |k: &&str| strsim::osa_distance(&key, k);
     let best = known.iter().copied().min_by_key(distance)?;
-    (edit_distance(&key, best) <= (best.len() / 3).clamp(1, 3)).then_some(best)
-}
-
-/// Insertions, deletions, replacements and swaps of neighbours between two short texts.
-fn edit_distance(a: &str, b: &str) -> usize {
-    let (a, b): (Vec<char>, Vec<char>) = (a.chars().collect(), b.chars().collect());
-    let mut rows = vec![vec![0; b.len() + 1]; a.len() + 1];
-    for i in 0..=a.len() {
-        for j in 0..=b.len() {
-            if i == 0 || j == 0 {
-                rows[i][j] = i + j;
-                continue;
-            }
-            let same = usize::from(a[i - 1] != b[j - 1]);
-            let step = (rows[i - 1][j] + 1).min(rows[i][j - 1] + 1).min(rows[i - 1][j - 1] + same);
-            let swapped = i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1];
-            rows[i][j] = if swapped { step.min(rows[i - 2][j - 2] + 1) } else { step };
-        }
-    }
-    rows[a.len()][b.len()]
+    (strsim::osa_distance(&key, best) <= (best.len() / 3).clamp(1, 3)).then_some(best)
 }
 
 #[cfg(test)]
@@ -106,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn near_misses_are_recognised() {
+    fn nearest_finds_a_misspelt_key() {
         let known = ["listeners", "upstreams", "log", "ping_interval"];
         for (key, expected) in [
             ("listner", Some("listeners")),

@@ -1,312 +1,234 @@
-//! The schema of a listener: what both modes share, and what each has of its own.
-//!
-//! A key of the other mode is an error that says why it has no meaning here: a client CA on a
-//! listener that never sees a certificate would only look like protection.
+//! The validated configuration of a listener.
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::address::{is_dns_name, parse_bind};
+use serde::{Serialize, Serializer};
+
+use super::cert_paths::CertPaths;
 use super::destination::Destination;
-use super::errors::quote;
-use super::model::{
-    CertPaths, Intended, Limits, Listener, Mode, Passthrough, RequestLimits, Route, Terminate,
-};
-use super::node::{Fields, Node, Report};
-use super::rules::{Placed, Seen};
-use super::validate::{HOUR, MINUTE, MS, SECOND, cert_pair, name, required_items};
+use super::serialize as as_in_file;
 
-/// Why a key of `terminate` means nothing in passthrough.
-const NOT_OURS: &str =
-    "has no meaning in mode passthrough: TLS is between the client and the apiserver";
-/// Why a limit of requests means nothing in passthrough.
-const NO_REQUESTS: &str = "has no meaning in mode passthrough: no request is seen here";
-/// Why a key of passthrough means nothing in `terminate`.
-const NO_FLOWS: &str = "has no meaning in mode terminate: each request finds its own way";
+/// A set of addresses where clients connect.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Listener {
+    /// Unique name; a label in metrics.
+    pub name: String,
+    /// Listening addresses.
+    pub bind: Vec<SocketAddr>,
+    /// Whether it listens on addresses that this host does not have yet (`IP_FREEBIND`).
+    pub freebind: bool,
+    /// Name of the default upstream of its requests or connections.
+    pub upstream: String,
+    /// What happens to a connection.
+    pub mode: Mode,
+    /// Bounds on client connections, in either mode.
+    pub limits: Limits,
+}
 
-pub(super) fn listener(node: &Node<'_>, seen: &mut Seen, report: &mut Report) -> Listener {
-    let mut fields = node.fields(report);
-    let name = name(&mut fields, &mut seen.listener_names, report);
-
-    let list = fields.get(report, "bind");
-    let items =
-        if fields.broken { vec![] } else { required_items(&list, "at least one address", report) };
-    let mut bind = Vec::new();
-    for item in items {
-        let wanted = "text: an address such as 127.0.0.1:7443";
-        if let Some(address) = item.require(report, wanted, parse_bind) {
-            bind.push(address);
-            seen.binds.push((item.path, address));
+impl Listener {
+    /// The settings of mode `terminate`.
+    pub fn terminate(&self) -> Option<&Terminate> {
+        match &self.mode {
+            Mode::Terminate(terminate) => Some(terminate),
+            Mode::Passthrough(_) => None,
         }
     }
 
-    let freebind = fields.get(report, "freebind").flag(report, false);
-    let given = fields.get(report, "mode");
-    let mode = given.parse(report, "text: terminate or passthrough", |text| match text {
-        "terminate" => Ok(true),
-        "passthrough" => Ok(false),
-        _ => Err(format!("{} is not one of terminate, passthrough", quote(text))),
-    });
-    // `None`: not readable, so that nobody knows what the other keys should be.
-    let terminate = if given.is_given() { mode } else { Some(true) };
-
-    let upstream = if fields.broken {
-        None
-    } else {
-        reference(&fields.get(report, "upstream"), terminate, seen, report)
-    };
-    let mut nested = fields.section(report, "limits");
-    let limits = limits(&mut nested, report);
-    let mode = if terminate == Some(false) {
-        Mode::Passthrough(passthrough(&mut fields, &mut nested, seen, report))
-    } else {
-        Mode::Terminate(self::terminate(&mut fields, &mut nested, terminate.is_some(), report))
-    };
-    nested.finish(report);
-    fields.finish(report);
-    Listener { name, bind, freebind, upstream: upstream.unwrap_or_default(), mode, limits }
-}
-
-/// The name of an upstream.
-fn reference(
-    node: &Node<'_>,
-    terminate: Option<bool>,
-    seen: &mut Seen,
-    report: &mut Report,
-) -> Option<String> {
-    let wanted = "text: the name of an upstream";
-    let upstream = node.require(report, wanted, |text| Ok(text.to_owned()))?;
-    seen.references.push((node.path.clone(), upstream.clone()));
-    if terminate != Some(false) {
-        seen.terminated.push(upstream.clone());
-    }
-    Some(upstream)
-}
-
-fn limits(fields: &mut Fields<'_>, report: &mut Report) -> Limits {
-    let most = fields.get(report, "max_connections").number(report, 4096, 1..=1_000_000);
-    let handshake = fields.get(report, "handshake_timeout");
-    Limits {
-        max_connections: most as usize,
-        handshake_timeout: handshake.duration(report, 10 * SECOND, 100 * MS..=MINUTE),
-    }
-}
-
-/// `known` says that the mode is readable: then what it needs is missed.
-fn terminate(
-    fields: &mut Fields<'_>,
-    limits: &mut Fields<'_>,
-    known: bool,
-    report: &mut Report,
-) -> Terminate {
-    let transparent = fields.get(report, "transparent");
-    if transparent.flag(report, false) && known {
-        transparent.error(report, "needs mode passthrough: there is no certificate to show here");
-    }
-    for key in ["destinations", "routes", "idle_timeout", "leave_timeout", "rebalance"] {
-        if known {
-            fields.foreign(report, key, NO_FLOWS);
-        } else {
-            let _ = fields.get(report, key);
+    /// The settings of mode `passthrough`.
+    pub fn passthrough(&self) -> Option<&Passthrough> {
+        match &self.mode {
+            Mode::Terminate(_) => None,
+            Mode::Passthrough(passthrough) => Some(passthrough),
         }
     }
 
-    let mut tls = fields.section(report, "tls");
-    let required = known && !tls.broken;
-    let (_, tls_paths) = cert_paths(&mut tls, required, report);
-    let issuer = issuer(&mut tls, &tls_paths, report);
-    tls.finish(report);
+    /// Every upstream that it uses, the default first. A name may appear twice.
+    pub fn upstreams(&self) -> impl Iterator<Item = &str> {
+        let mode = self.passthrough();
+        let routes = mode.map_or(&[][..], |mode| &mode.routes).iter().map(|r| &r.upstream);
+        let destinations =
+            mode.map_or(&[][..], |mode| &mode.destinations).iter().map(|d| &d.upstream);
+        std::iter::once(&self.upstream).chain(routes).chain(destinations).map(String::as_str)
+    }
 
-    let ca_node = fields.get(report, "client_ca_file");
-    let client_ca_file = ca_node.file(report);
-    let identities = identities(&fields.get(report, "identities"), report);
-    if !identities.is_empty() && !ca_node.is_given() && known {
-        let message = "is required beside identities: without it no client can prove who it is";
-        ca_node.error(report, message);
-    }
-    let resume_groups = resume_groups(&fields.get(report, "resume_groups"), report);
-    let limits = request_limits(limits, report);
-    Terminate { tls: tls_paths, issuer, client_ca_file, identities, resume_groups, limits }
-}
-
-fn passthrough(
-    fields: &mut Fields<'_>,
-    limits: &mut Fields<'_>,
-    seen: &mut Seen,
-    report: &mut Report,
-) -> Passthrough {
-    for key in ["tls", "client_ca_file", "identities", "resume_groups"] {
-        fields.foreign(report, key, NOT_OURS);
-    }
-    for key in ["max_streams", "max_header_bytes", "header_timeout", "stall_timeout"] {
-        limits.foreign(report, key, NO_REQUESTS);
-    }
-    let node = fields.get(report, "transparent");
-    let transparent = node.flag(report, false);
-    let meant = fields.get(report, "destinations");
-    let destinations = destinations(&meant, seen, report);
-    if !transparent && !destinations.is_empty() {
-        meant.error(report, "needs `transparent: true`: only a redirected connection has one");
-    }
-    let routes = routes(&fields.get(report, "routes"), seen, report);
-    let idle = fields.get(report, "idle_timeout");
-    let idle_timeout = idle.duration(report, Duration::ZERO, Duration::ZERO..=30 * 24 * HOUR);
-    if !idle_timeout.is_zero() && idle_timeout < SECOND {
-        idle.error(report, "is shorter than 1s; 0s is never");
-    }
-    let leave = fields.get(report, "leave_timeout");
-    Passthrough {
-        transparent,
-        destinations,
-        routes,
-        idle_timeout: Some(idle_timeout).filter(|timeout| !timeout.is_zero()),
-        leave_timeout: leave.duration(report, HOUR, Duration::ZERO..=30 * 24 * HOUR),
-        rebalance: fields.get(report, "rebalance").flag(report, false),
+    /// Whether it accepts redirected connections.
+    pub fn is_transparent(&self) -> bool {
+        self.passthrough().is_some_and(|mode| mode.transparent)
     }
 }
 
-fn destinations(node: &Node<'_>, seen: &mut Seen, report: &mut Report) -> Vec<Intended> {
-    let mut destinations = Vec::new();
-    for item in node.items(report) {
-        let mut fields = item.fields(report);
-        let list = fields.get(report, "to");
-        let broken = fields.broken;
-        let items =
-            if broken { vec![] } else { required_items(&list, "at least one address", report) };
-        let wanted = "text: an address or a network such as 10.0.0.5:6443 or 10.0.0.0/24";
-        let read = |item: &Node<'_>| item.require(report, wanted, Destination::parse);
-        let to = items.iter().filter_map(read).collect();
-        let upstream = fields.get(report, "upstream");
-        let upstream = if broken { None } else { reference(&upstream, Some(false), seen, report) };
-        fields.finish(report);
-        destinations.push(Intended { to, upstream: upstream.unwrap_or_default() });
-    }
-    destinations
-}
-
-fn routes(node: &Node<'_>, seen: &mut Seen, report: &mut Report) -> Vec<Route> {
-    let mut known: Vec<Placed<String>> = Vec::new();
-    let mut routes = Vec::new();
-    for item in node.items(report) {
-        let mut fields = item.fields(report);
-        let list = fields.get(report, "server_names");
-        let broken = fields.broken;
-        let items =
-            if broken { vec![] } else { required_items(&list, "at least one name", report) };
-        let mut server_names = Vec::new();
-        for item in items {
-            let wanted = "text: a name such as a.example.com or *.example.com";
-            let Some(name) = item.require(report, wanted, route_name) else { continue };
-            if let Some((first, _)) = known.iter().find(|(_, other)| *other == name) {
-                item.error(report, format!("{} already stands at {first}", quote(&name)));
-            }
-            known.push((item.path, name.clone()));
-            server_names.push(name);
+/// The keys of a listener in the file: `limits` holds those of both modes and those of one.
+impl Serialize for Listener {
+    fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
+        #[derive(Serialize)]
+        struct AllLimits<'a> {
+            #[serde(flatten)]
+            connections: &'a Limits,
+            #[serde(flatten)]
+            requests: Option<&'a RequestLimits>,
         }
-        let upstream = fields.get(report, "upstream");
-        let upstream = if broken { None } else { reference(&upstream, Some(false), seen, report) };
-        fields.finish(report);
-        routes.push(Route { server_names, upstream: upstream.unwrap_or_default() });
-    }
-    routes
-}
 
-/// A name that a client can ask for (RFC 6066 section 3: DNS names only), or all names one label
-/// below another.
-fn route_name(text: &str) -> Result<String, String> {
-    let name = text.strip_prefix("*.").unwrap_or(text);
-    if text.parse::<std::net::IpAddr>().is_ok() {
-        return Err(format!(
-            "{} is an IP address: no client sends one as server name (RFC 6066); what asks for \
-             none goes to the listener's own upstream",
-            quote(text)
-        ));
-    }
-    if !is_dns_name(name) {
-        return Err(format!(
-            "{} is not a name such as a.example.com or *.example.com",
-            quote(text)
-        ));
-    }
-    Ok(text.to_ascii_lowercase())
-}
-
-fn identities(node: &Node<'_>, report: &mut Report) -> Vec<CertPaths> {
-    let mut seen: Vec<Placed<PathBuf>> = Vec::new();
-    let mut identities = Vec::new();
-    for item in node.items(report) {
-        let mut fields = item.fields(report);
-        let required = !fields.broken;
-        let (path, paths) = cert_paths(&mut fields, required, report);
-        fields.finish(report);
-        let known = seen.iter().find(|(_, cert)| *cert == paths.cert_file);
-        if let Some((first, _)) = known.filter(|_| !paths.cert_file.as_os_str().is_empty()) {
-            report.error(&path, format!("the same certificate as {first}"));
+        #[derive(Serialize)]
+        struct InFile<'a> {
+            name: &'a str,
+            #[serde(serialize_with = "as_in_file::display_all")]
+            bind: &'a [SocketAddr],
+            freebind: bool,
+            upstream: &'a str,
+            #[serde(flatten)]
+            mode: &'a Mode,
+            limits: AllLimits<'a>,
         }
-        seen.push((path, paths.cert_file.clone()));
-        identities.push(paths);
+
+        let requests = self.terminate().map(|terminate| &terminate.limits);
+        InFile {
+            name: &self.name,
+            bind: &self.bind,
+            freebind: self.freebind,
+            upstream: &self.upstream,
+            mode: &self.mode,
+            limits: AllLimits { connections: &self.limits, requests },
+        }
+        .serialize(s)
     }
-    identities
 }
 
-/// The CA that the serving certificate is renewed from.
-fn issuer(tls: &mut Fields<'_>, serving: &CertPaths, report: &mut Report) -> Option<CertPaths> {
-    let mut fields = tls.section(report, "issuer");
-    let (cert, issuer) = cert_pair(&mut fields, report);
-    if issuer.is_some() && serving.cert_file != serving.key_file {
-        let message = "needs tls.cert_file and tls.key_file to be one file: it is replaced in one \
-                       step when it is renewed";
-        cert.error(report, message);
-    }
-    fields.finish(report);
-    issuer
+/// What a listener does with a connection.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(tag = "mode", rename_all = "lowercase")]
+pub enum Mode {
+    /// L7: the listener terminates TLS and forwards each request on its own.
+    Terminate(Terminate),
+    /// L4: the listener passes the connection through; TLS is between client and apiserver.
+    Passthrough(Passthrough),
 }
 
-/// The two files of a certificate, and the path of `cert_file`.
-fn cert_paths(fields: &mut Fields<'_>, required: bool, report: &mut Report) -> Placed<CertPaths> {
-    let (cert, key) = (fields.get(report, "cert_file"), fields.get(report, "key_file"));
-    let mut file = |node: &Node<'_>| {
-        let file = if required { node.required_file(report) } else { node.file(report) };
-        file.unwrap_or_default()
-    };
-    let paths = CertPaths { cert_file: file(&cert), key_file: file(&key) };
-    (cert.path, paths)
+impl Mode {
+    /// The name in the configuration.
+    pub fn as_str(&self) -> &'static str {
+        match self {
+            Self::Terminate(_) => "terminate",
+            Self::Passthrough(_) => "passthrough",
+        }
+    }
 }
 
-fn resume_groups(node: &Node<'_>, report: &mut Report) -> Vec<String> {
-    let mut groups: Vec<String> = Vec::new();
-    for item in node.items(report) {
-        let group = item.require(report, "text: an API group such as example.com", |text| {
-            if !is_dns_name(text) || text.chars().any(|c| c.is_ascii_uppercase()) {
-                return Err(format!("{} is not an API group such as example.com", quote(text)));
-            }
-            if groups.iter().any(|known| known == text) {
-                return Err(format!("{} appears twice", quote(text)));
-            }
-            Ok(text.to_owned())
-        });
-        groups.extend(group);
-    }
-    groups
+/// The settings of mode `terminate`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Terminate {
+    /// Serving certificate.
+    pub tls: CertPaths,
+    /// A local CA that renews the serving certificate; certificate and key are then one file.
+    pub issuer: Option<CertPaths>,
+    /// CA bundle that verifies client certificates; `None` refuses client certificates.
+    pub client_ca_file: Option<PathBuf>,
+    /// The credentials to use upstream for clients that have proven the same identity.
+    pub identities: Vec<CertPaths>,
+    /// API groups beyond the built-in ones whose watches may be resumed.
+    pub resume_groups: Vec<String>,
+    /// Bounds on requests.
+    pub limits: RequestLimits,
 }
 
-fn request_limits(fields: &mut Fields<'_>, report: &mut Report) -> RequestLimits {
-    RequestLimits {
-        max_streams: fields.get(report, "max_streams").number(report, 1000, 1..=100_000),
-        max_header_bytes: fields.get(report, "max_header_bytes").size(
-            report,
-            64 << 10,
-            4 << 10..=1 << 20,
-        ),
-        header_timeout: fields.get(report, "header_timeout").duration(
-            report,
-            10 * SECOND,
-            100 * MS..=MINUTE,
-        ),
-        stall_timeout: fields.get(report, "stall_timeout").duration(
-            report,
-            5 * MINUTE,
-            SECOND..=24 * HOUR,
-        ),
+/// The keys of the file. [`Listener`] prints the limits.
+impl Serialize for Terminate {
+    fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
+        #[derive(Serialize)]
+        struct ServingCertificate<'a> {
+            #[serde(flatten)]
+            paths: &'a CertPaths,
+            #[serde(serialize_with = "as_in_file::optional_pair")]
+            issuer: &'a Option<CertPaths>,
+        }
+
+        #[derive(Serialize)]
+        struct InFile<'a> {
+            transparent: bool,
+            tls: ServingCertificate<'a>,
+            #[serde(serialize_with = "as_in_file::optional_path")]
+            client_ca_file: &'a Option<PathBuf>,
+            identities: &'a [CertPaths],
+            resume_groups: &'a [String],
+        }
+
+        InFile {
+            transparent: false,
+            tls: ServingCertificate { paths: &self.tls, issuer: &self.issuer },
+            client_ca_file: &self.client_ca_file,
+            identities: &self.identities,
+            resume_groups: &self.resume_groups,
+        }
+        .serialize(s)
     }
+}
+
+/// The settings of mode `passthrough`.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Passthrough {
+    /// Connections are redirected to this listener; their original destination selects the
+    /// upstream.
+    pub transparent: bool,
+    /// Upstreams by original destination. The first match applies, and precedes `routes`.
+    pub destinations: Vec<DestinationRoute>,
+    /// Upstreams by the server name in the ClientHello. The first match applies.
+    pub routes: Vec<Route>,
+    /// A connection without traffic for this long is closed; `None` closes none.
+    #[serde(serialize_with = "as_in_file::duration_or_zero")]
+    pub idle_timeout: Option<Duration>,
+    /// How long connections to an endpoint that was removed may continue.
+    #[serde(serialize_with = "as_in_file::duration")]
+    pub leave_timeout: Duration,
+    /// Whether long-lived connections are closed gradually, so that an endpoint that has become
+    /// ready again gets its share when the clients reconnect.
+    pub rebalance: bool,
+}
+
+/// Original destinations with an upstream of their own.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct DestinationRoute {
+    /// Original destinations.
+    #[serde(serialize_with = "as_in_file::display_all")]
+    pub to: Vec<Destination>,
+    /// Name of the upstream.
+    pub upstream: String,
+}
+
+/// Server names with an upstream of their own.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Route {
+    /// Names in lower case; `*.example.com` matches names one label below `example.com`.
+    pub server_names: Vec<String>,
+    /// Name of the upstream.
+    pub upstream: String,
+}
+
+/// Bounds on the connections of one listener, in either mode.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Limits {
+    /// Open client connections; each worker has an equal share.
+    pub max_connections: usize,
+    /// Bound on the TLS handshake; in mode `passthrough`, on the time until the server's first
+    /// byte.
+    #[serde(serialize_with = "as_in_file::duration")]
+    pub handshake_timeout: Duration,
+}
+
+/// Bounds on the requests of one listener.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct RequestLimits {
+    /// Concurrent HTTP/2 streams of one client connection.
+    pub max_streams: u32,
+    /// Bytes of request headers.
+    #[serde(serialize_with = "as_in_file::size")]
+    pub max_header_bytes: u32,
+    /// HTTP/1.1: bound on the arrival of a whole request head. HTTP/2: bound on the time without
+    /// any frame, PINGs included, before the first request.
+    #[serde(serialize_with = "as_in_file::duration")]
+    pub header_timeout: Duration,
+    /// A client that accepts none of the waiting bytes for this long is disconnected; a client that
+    /// opens no window for one HTTP/2 stream loses that stream.
+    #[serde(serialize_with = "as_in_file::duration")]
+    pub stall_timeout: Duration,
 }

@@ -1,244 +1,175 @@
-//! The layers a configuration is read from: built-in defaults < file < environment < flags.
+//! Reads and validates a configuration.
 //!
-//! A layer is brought into shape before the `config` crate merges it: unknown keys and sections
-//! that are no sections are reported and left out, so that nothing in one layer can hide a mistake
-//! in another. The merged tree then goes to `validate`.
+//! A load merges the layers (`layers`), walks the merged tree (`schema`) and checks the rules that
+//! concern more than one value (`rules`).
 
-use std::collections::HashMap;
-use std::fmt::Write as _;
 use std::io::Read;
 use std::path::Path;
 
-use config::{Map, Source, Value, ValueKind};
-
-use super::errors::{ConfigError, ConfigErrors, join, nearest, quote};
+use super::errors::{ConfigError, ConfigErrors};
+use super::layers::{
+    Layer, Overrides, env_layer, file_layer, flag_layer, layer_from_addresses, merge,
+};
 use super::model::Config;
-use super::node::{COMMAND_LINE, DEFAULT, ENVIRONMENT, Node, PREFIX, Report};
-use super::yaml::{self, describe};
-use super::{rules, validate};
+use super::node::Node;
+use super::report::{COMMAND_LINE, ENV_PREFIX, Report};
+use super::{rules, schema};
 
-/// Largest configuration file read.
+/// Largest configuration file in bytes. The shipped file has 10 KiB.
 const MAX_FILE: u64 = 1 << 20;
 
-/// Every value outside of lists, with its default as a variable would give it.
-const SCALARS: [(&str, &str); 9] = [
-    ("admin.bind", "127.0.0.1:9643"),
-    ("admin.socket", ""),
-    ("state_dir", "/var/lib/jackstay"),
-    ("workers", "1"),
-    // Clear of the bits that kube-proxy (0x4000, 0x8000), Cilium (0x0f00), the AWS CNI
-    // (0x80) and Calico (0xffff0000) give a meaning to; deploy/nftables has the same.
-    ("mark", "0x306a"),
-    ("log.level", "info"),
-    ("log.format", "text"),
-    ("log.access", "errors"),
-    ("shutdown.drain_timeout", "20s"),
-];
-
-/// The lists, which only the file can fill.
-const LISTS: [&str; 2] = ["upstreams", "listeners"];
-
-/// A configuration that met every rule.
+/// A valid configuration.
 #[derive(Debug, Clone)]
-pub struct Loaded {
+pub struct LoadedConfig {
     /// The configuration.
     pub config: Config,
-    /// What is allowed and probably not meant, one line each.
+    /// Settings that are allowed and probably a mistake, one line each.
     pub warnings: Vec<String>,
 }
 
-/// A configuration as far as it could be read, with every mistake that was found on the way.
+/// A configuration that may have mistakes.
 #[derive(Debug)]
-pub struct Draft {
-    /// What was read, with stand-ins (empty paths, defaults) in the place of values that are wrong.
-    /// `None`: the file cannot be read to its end.
+pub struct ConfigDraft {
+    /// The values, with a stand-in (an empty path, a default) for each wrong one. `None` if the
+    /// file cannot be read to its end.
     pub config: Option<Config>,
-    /// Every mistake; none: the configuration can be used.
+    /// Every mistake. The configuration is valid if there is none.
     pub errors: Vec<ConfigError>,
-    /// What is allowed and probably not meant, one line each.
+    /// Settings that are allowed and probably a mistake, one line each.
     pub warnings: Vec<String>,
 }
 
-impl Draft {
+impl ConfigDraft {
     fn new(config: Option<Config>, report: Report) -> Self {
         Self { config, errors: report.errors, warnings: report.warnings }
     }
 
-    /// The configuration, if nothing is wrong with it.
+    /// The configuration, if it is valid.
     ///
     /// # Errors
     /// Every mistake.
-    pub fn finish(self) -> Result<Loaded, ConfigErrors> {
+    pub fn finish(self) -> Result<LoadedConfig, ConfigErrors> {
         match self.config {
             Some(config) if self.errors.is_empty() => {
-                Ok(Loaded { config, warnings: self.warnings })
+                Ok(LoadedConfig { config, warnings: self.warnings })
             }
             _ => Err(ConfigErrors(self.errors)),
         }
     }
 }
 
-/// Values given as flags, as text; they win over every other layer.
-#[derive(Debug, Clone, Default)]
-pub struct Overrides {
-    /// `admin.bind`
-    pub admin_bind: Option<String>,
-    /// `state_dir`
-    pub state_dir: Option<String>,
-    /// `workers`
-    pub workers: Option<String>,
-    /// `log.level`
-    pub log_level: Option<String>,
-    /// `log.format`
-    pub log_format: Option<String>,
-    /// `log.access`
-    pub log_access: Option<String>,
-    /// `shutdown.drain_timeout`
-    pub drain_timeout: Option<String>,
-}
-
-/// The variables of this process that are ours. Unlike `std::env::vars` it does not panic when
-/// another program's variable is not UTF-8.
+/// The variables of this process that set configuration keys (`JACKSTAY__…`).
+///
+/// Other variables need not be UTF-8; `std::env::vars` would panic on them.
 pub fn environment() -> Vec<(String, String)> {
     let text = |value: std::ffi::OsString| value.to_string_lossy().into_owned();
     let all = std::env::vars_os().map(|(name, value)| (text(name), text(value)));
-    all.filter(|(name, _)| name.starts_with(PREFIX)).collect()
+    all.filter(|(name, _)| name.starts_with(ENV_PREFIX)).collect()
 }
 
-/// Reads and validates a configuration; on failure every mistake is reported.
+/// Reads and validates a configuration.
+///
+/// # Errors
+/// Every mistake.
 pub fn load(
     path: &Path,
     env: impl IntoIterator<Item = (String, String)>,
     overrides: &Overrides,
-) -> Result<Loaded, ConfigErrors> {
+) -> Result<LoadedConfig, ConfigErrors> {
     draft(path, env, overrides).finish()
 }
 
-/// Reads a configuration as far as it goes, for callers that look at the files it names whatever
-/// else is wrong with it.
+/// Reads a configuration with its mistakes, for callers that examine it even if it is not valid.
 pub fn draft(
     path: &Path,
     env: impl IntoIterator<Item = (String, String)>,
     overrides: &Overrides,
-) -> Draft {
-    let mut report = Report { file: path.display().to_string(), ..Report::default() };
-    let config = read_all(path, env, overrides, &mut report);
-    Draft::new(config, report)
+) -> ConfigDraft {
+    let mut report = Report::about(path.display().to_string());
+    let config = read_file(path, env, overrides, &mut report);
+    ConfigDraft::new(config, report)
 }
 
-/// Validates the text of a file that is still to be written at `path`.
-pub fn validate_text(path: &Path, text: &str) -> Result<Loaded, ConfigErrors> {
-    let mut report = Report { file: path.display().to_string(), ..Report::default() };
-    let config = assemble(Some(text), [], &Overrides::default(), &mut report);
-    Draft::new(config, report).finish()
+/// Validates a text before it is written to `path`.
+///
+/// # Errors
+/// Every mistake.
+pub fn validate_text(path: &Path, text: &str) -> Result<LoadedConfig, ConfigErrors> {
+    let mut report = Report::about(path.display().to_string());
+    let file = file_layer(text, &mut report);
+    let config = validate_layers(file, [], &Overrides::default(), &mut report);
+    ConfigDraft::new(config, report).finish()
 }
 
 /// A configuration without a file: connections to any of `listen` are passed through to the
-/// `upstream` apiservers. Everything else has its default, but nothing is kept on disk; the
-/// environment and `overrides` count as ever.
+/// `upstream` apiservers. The environment and `overrides` apply; every other key has its default,
+/// except that `state_dir` is empty.
 ///
 /// # Errors
-/// Every mistake, each with the flag that it is about.
+/// Every mistake, each with its flag.
 pub fn from_flags(
     listen: &[String],
     upstream: &[String],
     env: impl IntoIterator<Item = (String, String)>,
     overrides: &Overrides,
-) -> Result<Loaded, ConfigErrors> {
+) -> Result<LoadedConfig, ConfigErrors> {
     draft_from_flags(listen, upstream, env, overrides).finish()
 }
 
-/// What [`from_flags`] makes, as far as it goes.
+/// The configuration of [`from_flags`] with its mistakes.
 pub fn draft_from_flags(
     listen: &[String],
     upstream: &[String],
     env: impl IntoIterator<Item = (String, String)>,
     overrides: &Overrides,
-) -> Draft {
-    let mut report = Report { file: COMMAND_LINE.to_owned(), ..Report::default() };
-    let layer = flags_as_file(listen, upstream);
-    let config = read_layers(Some(&layer), env, overrides, &mut report);
-    // Nobody has written the paths of a file.
-    let flags = |text: &str| {
+) -> ConfigDraft {
+    let mut report = Report::about(COMMAND_LINE);
+    let layer = layer_from_addresses(listen, upstream);
+    let config = validate_layers(Some(layer), env, overrides, &mut report);
+    // The user gave flags, so errors name them instead of the keys of a file.
+    let with_flags = |text: &str| {
         text.replace("listeners[0].bind[", "--listen[")
             .replace("upstreams[0].endpoints[", "--upstream[")
     };
     for error in &mut report.errors {
-        error.path = flags(&error.path);
-        error.message = flags(&error.message);
+        error.path = with_flags(&error.path);
+        error.message = with_flags(&error.message);
     }
-    Draft::new(config, report)
+    ConfigDraft::new(config, report)
 }
 
-fn flags_as_file(listen: &[String], upstream: &[String]) -> Layer {
-    let origin = COMMAND_LINE.to_owned();
-    let value = |kind: ValueKind| Value::new(Some(&origin), kind);
-    let text = |text: &str| value(ValueKind::String(text.to_owned()));
-    let list =
-        |items: &[String]| value(ValueKind::Array(items.iter().map(|item| text(item)).collect()));
-    let one = |entries: Vec<(&str, Value)>| {
-        let map = entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
-        value(ValueKind::Array(vec![value(ValueKind::Table(map))]))
-    };
-    let mut layer = Layer::default();
-    layer.set("state_dir", "", COMMAND_LINE);
-    let upstreams = one(vec![("name", text("apiservers")), ("endpoints", list(upstream))]);
-    let listeners = one(vec![
-        ("name", text("passthrough")),
-        ("mode", text("passthrough")),
-        ("bind", list(listen)),
-        ("upstream", text("apiservers")),
-    ]);
-    layer.0.insert("upstreams".to_owned(), upstreams);
-    layer.0.insert("listeners".to_owned(), listeners);
-    layer
-}
-
-fn read_all(
+fn read_file(
     path: &Path,
     env: impl IntoIterator<Item = (String, String)>,
     overrides: &Overrides,
     report: &mut Report,
 ) -> Option<Config> {
-    let text = match read(path) {
-        Ok(text) => text,
+    let file = match read_text(path) {
+        Ok(text) => file_layer(&text, report),
         Err(message) => {
             report.error("", message);
-            String::new()
+            None
         }
     };
-    let text = report.errors.is_empty().then_some(text);
-    assemble(text.as_deref(), env, overrides, report)
+    validate_layers(file, env, overrides, report)
 }
 
-/// Puts the layers together; `text` is the file, if it could be read.
-fn assemble(
-    text: Option<&str>,
-    env: impl IntoIterator<Item = (String, String)>,
-    overrides: &Overrides,
-    report: &mut Report,
-) -> Option<Config> {
-    let file = text.and_then(|text| file_layer(text, report));
-    read_layers(file.as_ref(), env, overrides, report)
-}
-
-fn read_layers(
-    file: Option<&Layer>,
+/// Merges the layers and validates the result. Without a `file` it reports the mistakes of the
+/// other layers, and no missing key.
+fn validate_layers(
+    file: Option<Layer>,
     env: impl IntoIterator<Item = (String, String)>,
     overrides: &Overrides,
     report: &mut Report,
 ) -> Option<Config> {
     let env = env_layer(env, report);
-    let flags = flag_layer(overrides);
-    let root = merge([file.cloned().unwrap_or_default(), env, flags], report)?;
-    // Without the file's lists there is no sense in saying what they lack.
-    file?;
-    let (config, seen) = validate::walk(&Node::root(&root), report);
-    rules::check(&seen, report);
+    let root = merge([file?, env, flag_layer(overrides)], report)?;
+    let (config, references) = schema::read(&Node::root(&root), report);
+    rules::check(&references, report);
     Some(config)
 }
 
-fn read(path: &Path) -> Result<String, String> {
+fn read_text(path: &Path) -> Result<String, String> {
     let mut bytes = Vec::new();
     let file = std::fs::File::open(path);
     if let Err(error) = file.and_then(|file| file.take(MAX_FILE + 1).read_to_end(&mut bytes)) {
@@ -255,162 +186,6 @@ fn read(path: &Path) -> Result<String, String> {
     }
 }
 
-/// One layer for the `config` crate. All its keys are in the schema, which matters: that crate
-/// reads top-level keys as path expressions (`a[99999999]` allocates).
-#[derive(Debug, Clone, Default)]
-struct Layer(Map<String, Value>);
-
-impl Source for Layer {
-    fn clone_into_box(&self) -> Box<dyn Source + Send + Sync> {
-        Box::new(self.clone())
-    }
-
-    fn collect(&self) -> Result<Map<String, Value>, config::ConfigError> {
-        Ok(self.0.clone())
-    }
-}
-
-impl Layer {
-    fn set(&mut self, key: &str, text: &str, origin: &str) {
-        let value = Value::new(Some(&origin.to_owned()), ValueKind::String(text.to_owned()));
-        self.0.insert(key.to_owned(), value);
-    }
-}
-
-fn merge(layers: [Layer; 3], report: &mut Report) -> Option<Value> {
-    let mut defaults = Layer::default();
-    for (key, text) in SCALARS {
-        defaults.set(key, text, DEFAULT);
-    }
-    let mut builder = config::Config::builder().add_source(defaults);
-    for layer in layers {
-        builder = builder.add_source(layer);
-    }
-    match builder.build() {
-        Ok(merged) => Some(merged.cache),
-        Err(error) => {
-            report.error("", format!("cannot be merged: {error}"));
-            None
-        }
-    }
-}
-
-/// The known keys of the file; `None` if it is not readable to its end.
-fn file_layer(text: &str, report: &mut Report) -> Option<Layer> {
-    let origin = report.file.clone();
-    let parsed = yaml::parse(text, &origin);
-    for (path, message) in parsed.errors {
-        report.error(&path, message);
-    }
-    if !parsed.complete {
-        return None;
-    }
-    let known: Vec<&str> = sections().chain(LISTS).collect();
-    let mut layer = Layer::default();
-    let mut entries: Vec<(String, Value)> = parsed.tree.into_iter().collect();
-    entries.sort_by(|a, b| a.0.cmp(&b.0));
-    for (key, value) in entries {
-        let keys = keys_of(&key);
-        if !known.contains(&key.as_str()) {
-            report.unknown("", &key, &known);
-        } else if value.kind == ValueKind::Nil {
-            // A key with nothing behind it, as when all below it is commented out.
-        } else if keys.is_empty() {
-            layer.0.insert(key, value);
-        } else if let ValueKind::Table(mut table) = value.kind {
-            let mut unknown: Vec<String> = table.keys().cloned().collect();
-            unknown.retain(|k| !keys.contains(&k.as_str()));
-            unknown.sort();
-            for k in unknown {
-                report.unknown(&key, &k, &keys);
-            }
-            table.retain(|k, value| keys.contains(&k.as_str()) && value.kind != ValueKind::Nil);
-            layer.0.insert(key, Value::new(Some(&origin), ValueKind::Table(table)));
-        } else {
-            let found = describe(&value.kind);
-            report.error(&key, format!("expected a map of keys, found {found}"));
-        }
-    }
-    Some(layer)
-}
-
-/// The top-level keys that are no lists.
-fn sections() -> impl Iterator<Item = &'static str> {
-    let mut last = "";
-    SCALARS.iter().filter_map(move |(key, _)| {
-        let section = key.split('.').next().unwrap_or(key);
-        (section != std::mem::replace(&mut last, section)).then_some(section)
-    })
-}
-
-/// The keys of a section; none for what is no section.
-fn keys_of(section: &str) -> Vec<&'static str> {
-    let split = SCALARS.iter().filter_map(|(key, _)| key.split_once('.'));
-    split.filter(|(name, _)| *name == section).map(|(_, key)| key).collect()
-}
-
-fn env_layer(env: impl IntoIterator<Item = (String, String)>, report: &mut Report) -> Layer {
-    let mut layer = Layer::default();
-    let ours = env.into_iter().filter(|(name, _)| name.starts_with(PREFIX));
-    let variables: HashMap<String, String> = ours.collect();
-    let mut variables: Vec<(String, String)> = variables.into_iter().collect();
-    variables.sort();
-    for (name, value) in variables {
-        let key = name[PREFIX.len()..].to_lowercase().replace("__", ".");
-        match env_fault(&key) {
-            None => layer.set(&key, &value, ENVIRONMENT),
-            Some(message) => {
-                let path =
-                    if name.chars().all(|c| c.is_ascii_graphic()) { name } else { quote(&name) };
-                report.errors.push(ConfigError { file: ENVIRONMENT.to_owned(), path, message });
-            }
-        }
-    }
-    layer
-}
-
-/// Why a variable cannot set `key`.
-fn env_fault(key: &str) -> Option<String> {
-    let scalars: Vec<&str> = SCALARS.iter().map(|(key, _)| *key).collect();
-    if scalars.contains(&key) {
-        return None;
-    }
-    let first = key.split(['.', '[']).next().unwrap_or_default();
-    if LISTS.contains(&first) {
-        return Some(format!(
-            "{first} is a list: a variable can only set a value outside of lists"
-        ));
-    }
-    let keys = keys_of(key);
-    if !keys.is_empty() {
-        return Some(format!("{key} is a section; set one of its keys: {}", keys.join(", ")));
-    }
-    let mut message = format!("there is no configuration key {}", join("", key));
-    if let Some(near) = nearest(key, &scalars) {
-        let name = near.replace('.', "__").to_uppercase();
-        let _ = write!(message, "; did you mean {PREFIX}{name}?");
-    }
-    Some(message)
-}
-
-fn flag_layer(overrides: &Overrides) -> Layer {
-    let mut layer = Layer::default();
-    for (key, value) in [
-        ("admin.bind", &overrides.admin_bind),
-        ("state_dir", &overrides.state_dir),
-        ("workers", &overrides.workers),
-        ("log.level", &overrides.log_level),
-        ("log.format", &overrides.log_format),
-        ("log.access", &overrides.log_access),
-        ("shutdown.drain_timeout", &overrides.drain_timeout),
-    ] {
-        if let Some(value) = value {
-            layer.set(key, value, COMMAND_LINE);
-        }
-    }
-    layer
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -421,7 +196,7 @@ mod tests {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("config/jackstay.yaml")
     }
 
-    /// The shipped file with nothing but what has no default.
+    /// The shipped file reduced to the keys that have no default.
     const BARE: &str = "
 upstreams:
   - name: control-plane
@@ -443,37 +218,37 @@ listeners:
     routes: [{server_names: [kubernetes.default.svc], upstream: control-plane}]
 ";
 
-    fn load_text(text: &str) -> Result<Loaded, ConfigErrors> {
+    fn load_text(text: &str) -> Result<LoadedConfig, ConfigErrors> {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), text).unwrap();
         load(file.path(), [], &Overrides::default())
     }
 
     #[test]
-    fn the_shipped_file_says_the_defaults() {
+    fn shipped_file_holds_the_defaults() {
         let shipped = load(&shipped(), [], &Overrides::default()).unwrap();
         assert_eq!(shipped.warnings, [""; 0]);
         assert_eq!(shipped.config, load_text(BARE).unwrap().config);
     }
 
     #[test]
-    fn the_shipped_file_has_every_key() {
-        let mut report = Report { file: "f".into(), ..Report::default() };
-        read_all(&shipped(), [], &Overrides::default(), &mut report).unwrap();
+    fn shipped_file_has_and_explains_every_key() {
+        let mut report = Report::about("f");
+        read_file(&shipped(), [], &Overrides::default(), &mut report).unwrap();
         assert_eq!(report.defaulted, [""; 0]);
         let text = std::fs::read_to_string(shipped()).unwrap();
         for line in text.lines().filter(|line| !line.trim_start().starts_with('#')) {
             let section = line.trim_end().ends_with(':');
             let item = line.trim_start().starts_with("- \"");
-            let said = line.contains(" # ") || section || item || line.trim().is_empty();
-            assert!(said, "no word about {line}");
+            let explained = line.contains(" # ") || section || item || line.trim().is_empty();
+            assert!(explained, "no comment beside {line}");
         }
     }
 
     #[test]
-    fn what_is_effective_can_be_loaded() {
+    fn printed_configuration_loads_to_the_same_values() {
         let config = load_text(BARE).unwrap().config;
-        let text = super::super::effective(&config).to_string();
+        let text = config.to_json().to_string();
         assert_eq!(load_text(&text).unwrap().config, config);
         let mut other = config;
         other.state_dir = None;
@@ -488,7 +263,7 @@ listeners:
             passthrough.routes.clear();
             passthrough.rebalance = true;
         }
-        let text = super::super::effective(&other).to_string();
+        let text = other.to_json().to_string();
         assert_eq!(load_text(&text).unwrap().config, other);
     }
 }

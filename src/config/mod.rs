@@ -1,30 +1,37 @@
-//! What the user asked for: the schema, the layers it is read from, and every rule it must meet.
+//! The configuration: its schema, the layers it is read from, and the rules it must meet.
 //!
-//! `model` holds the validated configuration that the rest of the program is built from, `load`
-//! merges the layers (defaults < file < environment < flags) and `validate` walks the merged tree
-//! so that all errors are reported together, each with its key path. Nothing below this module
-//! reads a file or a variable that says how to behave.
+//! `load` merges the layers (defaults < file < environment < flags), `schema` reads the merged tree
+//! into typed values, and `rules` compares them. All mistakes are reported together, each with its
+//! key path. The rest of the program gets its settings from the [`Config`] alone.
 
 mod address;
+mod cert_paths;
 mod destination;
-mod effective;
 mod errors;
+mod layers;
 mod listener;
 mod load;
-pub mod model;
+mod logging;
+mod model;
 mod node;
+mod report;
 mod rules;
+mod schema;
+mod serialize;
 mod units;
-mod validate;
 mod yaml;
 
-pub use address::collide;
+pub use address::{EndpointAddress, collide};
+pub use cert_paths::CertPaths;
 pub use destination::Destination;
-pub use effective::effective;
 pub use errors::{ConfigError, ConfigErrors};
+pub use layers::Overrides;
+pub use listener::*;
 pub use load::{
-    Draft, Loaded, Overrides, draft, draft_from_flags, environment, from_flags, load, validate_text,
+    ConfigDraft, LoadedConfig, draft, draft_from_flags, environment, from_flags, load,
+    validate_text,
 };
+pub use logging::{AccessLog, Level, Log, LogFormat};
 pub use model::*;
 pub use units::{format_duration, format_size, parse_duration, parse_size};
-pub use yaml::syntax_error;
+pub use yaml::describe_yaml_error;

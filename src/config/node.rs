@@ -1,62 +1,20 @@
-//! A value of the merged tree with its path, and the readers that turn it into typed values.
+//! The readers that turn a value of the merged tree into a typed value.
 //!
-//! Every reader reports what is wrong and goes on with a stand-in, so that one pass finds all
-//! mistakes; nobody sees a stand-in, since a report with errors never becomes a configuration.
+//! Each reader reports a wrong value and continues with a stand-in, so one pass finds all mistakes.
+//! A stand-in never reaches the caller: a report with errors does not become a configuration.
 
-use std::fmt::{Display, Write as _};
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use config::{Map, Value, ValueKind};
 
-use super::errors::{ConfigError, join, nearest, quote};
+use super::cert_paths::CertPaths;
+use super::errors::{ConfigError, join, quote, quote_key};
+use super::report::{COMMAND_LINE, DEFAULT, ENV_PREFIX, ENVIRONMENT, Located, Report};
 use super::units::{format_duration, format_size, parse_duration, parse_size};
-use super::yaml::describe;
 
-/// Origin of values from environment variables, and the `file` of errors about them.
-pub(super) const ENVIRONMENT: &str = "environment";
-/// The same for flags.
-pub(super) const COMMAND_LINE: &str = "command line";
-/// Origin of built-in defaults.
-pub(super) const DEFAULT: &str = "default";
-/// What every variable of ours starts with.
-pub(super) const PREFIX: &str = "JACKSTAY__";
-
-/// What one pass over a configuration found.
-#[derive(Debug, Default)]
-pub(super) struct Report {
-    /// The configuration file.
-    pub(super) file: String,
-    pub(super) errors: Vec<ConfigError>,
-    pub(super) warnings: Vec<String>,
-    /// Paths of the keys that were looked for and left to their defaults.
-    pub(super) defaulted: Vec<String>,
-}
-
-impl Report {
-    /// An error at a path of the file.
-    pub(super) fn error(&mut self, path: &str, message: impl Into<String>) {
-        let (file, path) = (self.file.clone(), path.to_owned());
-        self.errors.push(ConfigError { file, path, message: message.into() });
-    }
-
-    /// A remark about a path of the file.
-    pub(super) fn warn(&mut self, path: &str, message: impl Display) {
-        self.warnings.push(format!("{}: {path}: {message}", self.file));
-    }
-
-    /// An error about a key that nobody knows.
-    pub(super) fn unknown(&mut self, path: &str, key: &str, known: &[&str]) {
-        let mut message = format!("unknown key {}", quote(key));
-        if let Some(near) = nearest(key, known) {
-            let _ = write!(message, "; did you mean {near}?");
-        }
-        self.error(&join(path, key), message);
-    }
-}
-
-/// One place of the tree; there may be no value.
+/// A key path of the tree, with its value if there is one.
 #[derive(Debug, Clone)]
 pub(super) struct Node<'a> {
     value: Option<&'a Value>,
@@ -69,12 +27,12 @@ impl<'a> Node<'a> {
         Self { value: Some(value), path: String::new() }
     }
 
-    /// What is there; a null is nothing.
+    /// The value; `None` for a missing one and for null.
     fn kind(&self) -> Option<&'a ValueKind> {
         self.value.map(|value| &value.kind).filter(|kind| **kind != ValueKind::Nil)
     }
 
-    /// Whether the user said anything here.
+    /// Whether the configuration sets this key.
     pub(super) fn is_given(&self) -> bool {
         self.kind().is_some()
     }
@@ -83,12 +41,12 @@ impl<'a> Node<'a> {
         self.value.and_then(Value::origin)
     }
 
-    /// Reports an error here, in the words of the layer the value came from.
+    /// Reports an error about this key, named as in the layer that the value comes from.
     pub(super) fn error(&self, report: &mut Report, message: impl Into<String>) {
         let message = message.into();
         let (file, path) = match self.origin() {
             Some(ENVIRONMENT) => {
-                let name = format!("{PREFIX}{}", self.path.replace('.', "__").to_uppercase());
+                let name = format!("{ENV_PREFIX}{}", self.path.replace('.', "__").to_uppercase());
                 (ENVIRONMENT.to_owned(), name)
             }
             Some(COMMAND_LINE) => (COMMAND_LINE.to_owned(), self.path.clone()),
@@ -110,7 +68,7 @@ impl<'a> Node<'a> {
         None
     }
 
-    /// A text as `parse` understands it; `None` if there is none or it is wrong (and reported).
+    /// A text that `parse` reads; `None` if there is none, or if it is wrong and reported.
     pub(super) fn parse<T>(
         &self,
         report: &mut Report,
@@ -139,13 +97,13 @@ impl<'a> Node<'a> {
         self.parse(report, wanted, parse)
     }
 
-    /// A file or directory, where an empty text means none.
+    /// The path of a file or directory; an empty text means none.
     pub(super) fn file(&self, report: &mut Report) -> Option<PathBuf> {
         let path = self.parse(report, "text: a path", path_of)?;
         Some(path).filter(|path| !path.as_os_str().is_empty())
     }
 
-    /// A file that must be named.
+    /// The path of a file that must be set.
     pub(super) fn required_file(&self, report: &mut Report) -> Option<PathBuf> {
         self.require(report, "text: the path of a file", |text| match text {
             "" => Err("is required: the path of a file".to_owned()),
@@ -153,7 +111,7 @@ impl<'a> Node<'a> {
         })
     }
 
-    /// One of some words.
+    /// One of `words`.
     pub(super) fn word<T: Copy>(&self, report: &mut Report, words: &[(&str, T)], default: T) -> T {
         let all: Vec<&str> = words.iter().map(|(word, _)| *word).collect();
         let wanted = format!("text: one of {}", all.join(", "));
@@ -175,7 +133,7 @@ impl<'a> Node<'a> {
         self.number_as(report, "a whole number", default, range)
     }
 
-    /// A whole number that may be something else as well, which `wanted` says.
+    /// A whole number; `wanted` describes it in messages.
     pub(super) fn number_as(
         &self,
         report: &mut Report,
@@ -186,7 +144,7 @@ impl<'a> Node<'a> {
         let number = match self.kind() {
             None => return default,
             Some(ValueKind::I64(number)) => Some(*number),
-            // Variables and flags have no types.
+            // Values of variables and flags are always text.
             Some(ValueKind::String(text)) if self.origin() != Some(report.file.as_str()) => {
                 let number = text.parse().ok();
                 if number.is_none() {
@@ -205,7 +163,7 @@ impl<'a> Node<'a> {
         number
     }
 
-    /// A duration within bounds.
+    /// A duration within `range`.
     pub(super) fn duration(
         &self,
         report: &mut Report,
@@ -223,7 +181,7 @@ impl<'a> Node<'a> {
         self.quantity(report, "a duration such as 250ms, 2s or 1h", read).unwrap_or(default)
     }
 
-    /// A size in bytes within bounds.
+    /// A size in bytes within `range`.
     pub(super) fn size(
         &self,
         report: &mut Report,
@@ -242,7 +200,8 @@ impl<'a> Node<'a> {
         self.quantity(report, "a size such as 64KiB", read).unwrap_or(default)
     }
 
-    /// A number with a unit; a bare number gets the reader's own complaint.
+    /// A number with a unit. `read` also gets a number without one, and says that its unit is
+    /// missing.
     fn quantity<T>(
         &self,
         report: &mut Report,
@@ -257,7 +216,7 @@ impl<'a> Node<'a> {
         }
     }
 
-    /// A switch.
+    /// `true` or `false`.
     pub(super) fn flag(&self, report: &mut Report, default: bool) -> bool {
         match self.kind() {
             None => default,
@@ -282,7 +241,17 @@ impl<'a> Node<'a> {
         }
     }
 
-    /// The fields of a map; reports it if this is something else.
+    /// The items of a list that must not be empty; `what` describes them in the message.
+    pub(super) fn required_items(&self, report: &mut Report, what: &str) -> Vec<Node<'a>> {
+        let before = report.errors.len();
+        let items = self.items(report);
+        if items.is_empty() && report.errors.len() == before {
+            self.error(report, format!("is required: {what}"));
+        }
+        items
+    }
+
+    /// The fields of a map; reports any other value.
     pub(super) fn fields(&self, report: &mut Report) -> Fields<'a> {
         let map = match self.kind() {
             Some(ValueKind::Table(map)) => Some(map),
@@ -294,18 +263,18 @@ impl<'a> Node<'a> {
     }
 }
 
-/// The keys of one map: those asked for are known, whatever is left is a mistake.
+/// The keys of one map. A key that a reader asks for is in the schema; the others are unknown.
 #[derive(Debug)]
 pub(super) struct Fields<'a> {
     map: Option<&'a Map<String, Value>>,
-    /// Something that is no map is here: it has been reported, and missing keys mean nothing.
+    /// The value is reported as not a map, so that its keys are not reported as missing.
     pub(super) broken: bool,
     path: String,
     asked: Vec<&'static str>,
 }
 
 impl<'a> Fields<'a> {
-    /// The value of a key, which is thereby part of the schema.
+    /// The value of a key of the schema.
     pub(super) fn get(&mut self, report: &mut Report, key: &'static str) -> Node<'a> {
         self.asked.push(key);
         let node =
@@ -316,7 +285,7 @@ impl<'a> Fields<'a> {
         node
     }
 
-    /// A key that has no meaning here: reports that it is given, in the words of `why`.
+    /// Reports a key that has no meaning here with the message `why`, if it is set.
     pub(super) fn foreign(&mut self, report: &mut Report, key: &'static str, why: &str) {
         self.asked.push(key);
         let node =
@@ -334,7 +303,60 @@ impl<'a> Fields<'a> {
         fields
     }
 
-    /// Reports the keys nobody asked for.
+    /// The items of a list that must not be empty; none if this is not a map.
+    pub(super) fn required_items(
+        &mut self,
+        report: &mut Report,
+        key: &'static str,
+        what: &str,
+    ) -> Vec<Node<'a>> {
+        let list = self.get(report, key);
+        if self.broken { Vec::new() } else { list.required_items(report, what) }
+    }
+
+    /// An optional certificate with its key, and the node of `cert_file`.
+    pub(super) fn cert_pair(&mut self, report: &mut Report) -> (Node<'a>, Option<CertPaths>) {
+        let (cert, key) = (self.get(report, "cert_file"), self.get(report, "key_file"));
+        let paths = match (cert.file(report), key.file(report)) {
+            (Some(cert_file), Some(key_file)) => Some(CertPaths { cert_file, key_file }),
+            (Some(_), None) => {
+                key.error(report, "is required beside cert_file");
+                None
+            }
+            (None, Some(_)) => {
+                cert.error(report, "is required beside key_file");
+                None
+            }
+            (None, None) => None,
+        };
+        (cert, paths)
+    }
+
+    /// A required name that can be a metric label, by the rule for a Kubernetes object (RFC 1123).
+    /// Adds it to `names`.
+    pub(super) fn name(&mut self, report: &mut Report, names: &mut Vec<Located<String>>) -> String {
+        let node = self.get(report, "name");
+        if self.broken {
+            return String::new();
+        }
+        let name = node.require(report, "text: a name of its own", |text| {
+            let alphanumeric = |b: &u8| b.is_ascii_lowercase() || b.is_ascii_digit();
+            let bytes = text.as_bytes();
+            let ends =
+                bytes.first().is_some_and(alphanumeric) && bytes.last().is_some_and(alphanumeric);
+            if ends && bytes.len() <= 63 && bytes.iter().all(|b| alphanumeric(b) || *b == b'-') {
+                return Ok(text.to_owned());
+            }
+            Err(format!(
+                "{} is not a name: up to 63 of a-z, 0-9 and -, not starting or ending with -",
+                quote(text)
+            ))
+        });
+        names.extend(name.clone().map(|name| (node.path, name)));
+        name.unwrap_or_default()
+    }
+
+    /// Reports the unknown keys.
     pub(super) fn finish(self, report: &mut Report) {
         let mut unknown: Vec<&String> =
             self.map.map(|map| map.keys().collect()).unwrap_or_default();
@@ -351,4 +373,21 @@ fn path_of(text: &str) -> Result<PathBuf, String> {
         return Err(format!("{} cannot be a path", quote(text)));
     }
     Ok(PathBuf::from(text))
+}
+
+/// The kind of a value, for messages.
+pub(super) fn describe(kind: &ValueKind) -> String {
+    match kind {
+        ValueKind::Nil => "nothing".to_owned(),
+        ValueKind::Boolean(value) => format!("the truth value {value}"),
+        ValueKind::I64(value) => format!("the number {value}"),
+        ValueKind::Float(value) => format!("the number {value}"),
+        ValueKind::String(value) => format!("the text {}", quote(value)),
+        ValueKind::Table(map) => match map.keys().min() {
+            Some(key) => format!("a map ({}: …)", quote_key(key)),
+            None => "an empty map".to_owned(),
+        },
+        ValueKind::Array(_) => "a list".to_owned(),
+        ValueKind::I128(_) | ValueKind::U64(_) | ValueKind::U128(_) => "a number".to_owned(),
+    }
 }

@@ -1,74 +1,69 @@
-//! Rules that look at more than one value: names and addresses that must be unique or must exist.
+//! The rules between values: names and addresses that must be unique, and names that must exist.
 
 use std::net::SocketAddr;
 
-use super::address::{addresses_of, collide, reaches};
+use super::address::{EndpointAddress, addresses_of, collide, reaches};
 use super::errors::quote;
-use super::model::EndpointAddress;
-use super::node::Report;
+use super::report::{Located, Report};
 
-/// A valid value and where it stands.
-pub(super) type Placed<T> = (String, T);
-
-/// What the walk met, valid values only.
+/// The valid values that the rules compare.
 #[derive(Debug, Default)]
-pub(super) struct Seen {
-    /// Where upstreams are expected, if any were found; false keeps us from saying that all are
-    /// missing when what is there is broken.
-    pub(super) upstreams_readable: bool,
-    pub(super) upstream_names: Vec<Placed<String>>,
-    pub(super) listener_names: Vec<Placed<String>>,
-    /// The admin endpoint first.
-    pub(super) binds: Vec<Placed<SocketAddr>>,
-    /// Of each upstream.
-    pub(super) endpoints: Vec<Vec<Placed<EndpointAddress>>>,
+pub(super) struct References {
+    /// Whether the list of upstreams has items, valid or not. If it has none, that is the only
+    /// error about it.
+    pub(super) has_upstreams: bool,
+    pub(super) upstream_names: Vec<Located<String>>,
+    pub(super) listener_names: Vec<Located<String>>,
+    /// The listening addresses, that of the admin endpoint first.
+    pub(super) binds: Vec<Located<SocketAddr>>,
+    /// The endpoints of each upstream.
+    pub(super) endpoints: Vec<Vec<Located<EndpointAddress>>>,
     /// The upstreams that listeners name.
-    pub(super) references: Vec<Placed<String>>,
-    /// The upstreams among them that a listener names that terminates TLS.
+    pub(super) upstreams: Vec<Located<String>>,
+    /// Those of them that a listener in mode `terminate` names.
     pub(super) terminated: Vec<String>,
-    /// The upstreams without a CA bundle.
-    pub(super) without_ca: Vec<Needs>,
+    pub(super) without_ca: Vec<UpstreamWithoutCa>,
 }
 
-/// An upstream that may need a CA bundle.
+/// An upstream without a CA bundle.
 #[derive(Debug)]
-pub(super) struct Needs {
+pub(super) struct UpstreamWithoutCa {
     pub(super) upstream: String,
-    /// Where the bundle would stand.
+    /// The path of its `ca_file` key.
     pub(super) path: String,
-    /// Its `/readyz` is asked with a credential.
+    /// Whether its probes or its discovery send a credential.
     pub(super) credential: bool,
 }
 
-/// Reports every rule that is broken.
-pub(super) fn check(seen: &Seen, report: &mut Report) {
-    unique_names(&seen.upstream_names, "upstream", report);
-    unique_names(&seen.listener_names, "listener", report);
-    unique_binds(&seen.binds, report);
-    for endpoints in &seen.endpoints {
+/// Reports every violation.
+pub(super) fn check(references: &References, report: &mut Report) {
+    unique_names(&references.upstream_names, "upstream", report);
+    unique_names(&references.listener_names, "listener", report);
+    unique_binds(&references.binds, report);
+    for endpoints in &references.endpoints {
         unique_endpoints(endpoints, report);
-        no_loops(endpoints, &seen.binds, report);
+        no_loops(endpoints, &references.binds, report);
     }
-    references_exist(seen, report);
-    servers_are_verified(seen, report);
+    upstreams_exist(references, report);
+    servers_are_verified(references, report);
 }
 
-/// Requests and credentials go to servers that were verified, and to no others. A passthrough
-/// listener sends neither: its clients verify for themselves.
-fn servers_are_verified(seen: &Seen, report: &mut Report) {
-    for needs in &seen.without_ca {
-        let passed = seen.references.iter().any(|(_, name)| *name == needs.upstream);
-        if seen.terminated.contains(&needs.upstream) || !passed {
-            report.error(&needs.path, "is required: the path of a file");
-        } else if needs.credential {
-            let message = "is required beside a credential for readyz or discovery: without it \
-                           nobody verifies whom that is shown to";
-            report.error(&needs.path, message);
+/// Requests and credentials go to verified servers only. A listener in mode `passthrough` sends
+/// neither; its clients verify the server themselves.
+fn servers_are_verified(references: &References, report: &mut Report) {
+    for without in &references.without_ca {
+        let is_used = references.upstreams.iter().any(|(_, name)| *name == without.upstream);
+        if references.terminated.contains(&without.upstream) || !is_used {
+            report.error(&without.path, "is required: the path of a file");
+        } else if without.credential {
+            let message = "is required with a credential for readyz or discovery: an \
+                           unverified server must not receive it";
+            report.error(&without.path, message);
         }
     }
 }
 
-fn unique_names(names: &[Placed<String>], what: &str, report: &mut Report) {
+fn unique_names(names: &[Located<String>], what: &str, report: &mut Report) {
     for (i, (path, name)) in names.iter().enumerate() {
         if let Some((first, _)) = names[..i].iter().find(|(_, other)| other == name) {
             report
@@ -77,7 +72,7 @@ fn unique_names(names: &[Placed<String>], what: &str, report: &mut Report) {
     }
 }
 
-fn unique_binds(binds: &[Placed<SocketAddr>], report: &mut Report) {
+fn unique_binds(binds: &[Located<SocketAddr>], report: &mut Report) {
     for (i, (path, bind)) in binds.iter().enumerate() {
         if let Some((first, other)) = binds[..i].iter().find(|(_, other)| collide(*other, *bind)) {
             let message = if other == bind {
@@ -90,7 +85,7 @@ fn unique_binds(binds: &[Placed<SocketAddr>], report: &mut Report) {
     }
 }
 
-fn unique_endpoints(endpoints: &[Placed<EndpointAddress>], report: &mut Report) {
+fn unique_endpoints(endpoints: &[Located<EndpointAddress>], report: &mut Report) {
     for (i, (path, endpoint)) in endpoints.iter().enumerate() {
         let mine = addresses_of(endpoint);
         let same = |other: &EndpointAddress| {
@@ -108,8 +103,8 @@ fn unique_endpoints(endpoints: &[Placed<EndpointAddress>], report: &mut Report) 
 }
 
 fn no_loops(
-    endpoints: &[Placed<EndpointAddress>],
-    binds: &[Placed<SocketAddr>],
+    endpoints: &[Located<EndpointAddress>],
+    binds: &[Located<SocketAddr>],
     report: &mut Report,
 ) {
     for (path, endpoint) in endpoints {
@@ -123,10 +118,11 @@ fn no_loops(
     }
 }
 
-fn references_exist(seen: &Seen, report: &mut Report) {
-    let known: Vec<&str> = seen.upstream_names.iter().map(|(_, name)| name.as_str()).collect();
-    for (path, name) in &seen.references {
-        if !known.contains(&name.as_str()) && seen.upstreams_readable {
+fn upstreams_exist(references: &References, report: &mut Report) {
+    let known: Vec<&str> =
+        references.upstream_names.iter().map(|(_, name)| name.as_str()).collect();
+    for (path, name) in &references.upstreams {
+        if !known.contains(&name.as_str()) && references.has_upstreams {
             let message = match known.as_slice() {
                 [] => format!("there is no upstream {}", quote(name)),
                 known => {
@@ -136,8 +132,8 @@ fn references_exist(seen: &Seen, report: &mut Report) {
             report.error(path, message);
         }
     }
-    for (path, name) in &seen.upstream_names {
-        if !seen.references.iter().any(|(_, used)| used == name) {
+    for (path, name) in &references.upstream_names {
+        if !references.upstreams.iter().any(|(_, used)| used == name) {
             report.warn(path, format!("no listener uses the upstream {}", quote(name)));
         }
     }

@@ -1,10 +1,15 @@
-//! Durations and sizes as people write them: `250ms`, `1m30s`, `64KiB`. A number without a unit is
-//! refused, since whoever wrote it and whoever reads it may think of different ones.
+//! Durations and sizes with units: `250ms`, `1m30s`, `64KiB`. A number without a unit is refused,
+//! because its writer and its reader may assume different units.
 
 use std::fmt::Write as _;
 use std::time::Duration;
 
 use super::errors::quote;
+
+pub(super) const MS: Duration = Duration::from_millis(1);
+pub(super) const SECOND: Duration = Duration::from_secs(1);
+pub(super) const MINUTE: Duration = Duration::from_secs(60);
+pub(super) const HOUR: Duration = Duration::from_secs(3600);
 
 /// Units of time in nanoseconds, largest first.
 const TIME: [(&str, u64); 5] = [
@@ -21,10 +26,10 @@ const SIZE: [(&str, u64); 4] = [("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 <<
 /// Reads `250ms`, `2s`, `1h` or `1m30s`.
 pub fn parse_duration(text: &str) -> Result<Duration, String> {
     let hint = "write it as 250ms, 2s, 1m30s or 1h";
-    let nanos = parse(text, &TIME).map_err(|fault| match fault {
-        Fault::NoUnit => format!("the duration {} has no unit: {hint}", quote(text)),
-        Fault::TooLarge => format!("the duration {} is too large", quote(text)),
-        Fault::Malformed => format!("{} is not a duration: {hint}", quote(text)),
+    let nanos = parse(text, &TIME).map_err(|error| match error {
+        UnitError::NoUnit => format!("the duration {} has no unit: {hint}", quote(text)),
+        UnitError::TooLarge => format!("the duration {} is too large", quote(text)),
+        UnitError::Malformed => format!("{} is not a duration: {hint}", quote(text)),
     })?;
     Ok(Duration::from_nanos(nanos))
 }
@@ -32,50 +37,50 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
 /// Reads `64KiB`, `1MiB` or `512B`.
 pub fn parse_size(text: &str) -> Result<u64, String> {
     let hint = "write it as 512B, 64KiB or 1MiB";
-    parse(text, &SIZE).map_err(|fault| match fault {
-        Fault::NoUnit => format!("the size {} has no unit: {hint}", quote(text)),
-        Fault::TooLarge => format!("the size {} is too large", quote(text)),
-        Fault::Malformed => format!("{} is not a size: {hint}", quote(text)),
+    parse(text, &SIZE).map_err(|error| match error {
+        UnitError::NoUnit => format!("the size {} has no unit: {hint}", quote(text)),
+        UnitError::TooLarge => format!("the size {} is too large", quote(text)),
+        UnitError::Malformed => format!("{} is not a size: {hint}", quote(text)),
     })
 }
 
-/// A duration as [`parse_duration`] reads it; what is below a microsecond is dropped.
+/// A duration in the form that [`parse_duration`] reads, rounded down to microseconds.
 pub fn format_duration(duration: Duration) -> String {
     format(u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX), &TIME, "0s")
 }
 
-/// A size as [`parse_size`] reads it, in the largest unit that divides it.
+/// A size in the form that [`parse_size`] reads, in the largest unit that divides it.
 pub fn format_size(bytes: u64) -> String {
     let unit = SIZE.iter().find(|(_, factor)| bytes >= *factor && bytes.is_multiple_of(*factor));
     let (name, factor) = unit.unwrap_or(&("B", 1));
     format!("{}{name}", bytes / factor)
 }
 
-enum Fault {
+enum UnitError {
     NoUnit,
     TooLarge,
     Malformed,
 }
 
-/// Numbers with units, largest unit first, each unit at most once.
-fn parse(text: &str, units: &[(&str, u64)]) -> Result<u64, Fault> {
+/// Reads numbers with units: the largest unit first, each unit at most once.
+fn parse(text: &str, units: &[(&str, u64)]) -> Result<u64, UnitError> {
     let mut rest = text;
-    let mut left = units;
+    let mut allowed = units;
     let mut total = 0_u64;
     while total == 0 && rest.len() == text.len() || !rest.is_empty() {
         let (digits, after) = rest.split_at(run(rest, |c| c.is_ascii_digit()));
         let (unit, after) = after.split_at(run(after, |c| c.is_ascii_alphabetic()));
         if digits.is_empty() {
-            return Err(Fault::Malformed);
+            return Err(UnitError::Malformed);
         }
         if unit.is_empty() {
-            return Err(if after.is_empty() { Fault::NoUnit } else { Fault::Malformed });
+            return Err(if after.is_empty() { UnitError::NoUnit } else { UnitError::Malformed });
         }
-        let at = left.iter().position(|(name, _)| *name == unit).ok_or(Fault::Malformed)?;
-        let number: u64 = digits.parse().map_err(|_| Fault::TooLarge)?;
-        let value = number.checked_mul(left[at].1).ok_or(Fault::TooLarge)?;
-        total = total.checked_add(value).ok_or(Fault::TooLarge)?;
-        left = &left[at + 1..];
+        let at = allowed.iter().position(|(name, _)| *name == unit).ok_or(UnitError::Malformed)?;
+        let number: u64 = digits.parse().map_err(|_| UnitError::TooLarge)?;
+        let value = number.checked_mul(allowed[at].1).ok_or(UnitError::TooLarge)?;
+        total = total.checked_add(value).ok_or(UnitError::TooLarge)?;
+        allowed = &allowed[at + 1..];
         rest = after;
     }
     Ok(total)
@@ -102,7 +107,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn durations() {
+    fn duration_parses_units_in_order_and_explains_mistakes() {
         for (text, millis) in [
             ("0s", 0),
             ("250ms", 250),
@@ -136,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes() {
+    fn size_parses_units_and_formats_the_largest() {
         for (text, bytes) in [("512B", 512), ("64KiB", 65_536), ("1MiB", 1 << 20), ("1KiB1B", 1025)]
         {
             assert_eq!(parse_size(text), Ok(bytes), "{text}");
@@ -151,7 +156,7 @@ mod tests {
 
     proptest::proptest! {
         #[test]
-        fn what_is_written_is_read(micros in 0_u64..u64::MAX / 1000, bytes: u64, text: String) {
+        fn formatted_values_parse_back(micros in 0_u64..u64::MAX / 1000, bytes: u64, text: String) {
             let duration = Duration::from_micros(micros);
             assert_eq!(parse_duration(&format_duration(duration)), Ok(duration));
             assert_eq!(parse_size(&format_size(bytes)), Ok(bytes));

@@ -1,225 +1,227 @@
-//! A YAML file as a tree for the `config` crate, or all that is wrong with its form.
+//! Reads a YAML file into a tree for the `config` crate, and reports every mistake of form.
 //!
-//! The tree is built from the parser's events, not by its loader: so a file that would explode
-//! (aliases of aliases) or overflow the stack (depth) is refused on the way, and every duplicate
-//! key is reported. The schema needs no anchors, tags or several documents, so there are none.
+//! `serde-saphyr` bounds the depth and counts aliases while it parses, so a hostile file is refused
+//! before it becomes a tree. The visitor below sees each entry of a map, so it reports every
+//! duplicate key. The schema needs no aliases, no tags of its own and one document only, so the
+//! reader refuses the rest.
 
-use std::fmt::Write as _;
+use std::cell::RefCell;
+use std::fmt;
 
 use config::{Map, Value, ValueKind};
-use yaml_rust2::Event;
-use yaml_rust2::parser::Parser;
-use yaml_rust2::scanner::{ScanError, TScalarStyle};
+use serde::de::{DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
+use serde_saphyr::budget::BudgetBreach;
+use serde_saphyr::{DuplicateKeyPolicy, Error, MergeKeyPolicy, NonFiniteFloatPolicy, Options};
 
-use super::errors::{join, quote, quote_key};
+use super::errors::{join, quote};
 
-/// The schema is 6 deep; this only has to stop what would overflow a stack.
+/// The schema has 6 levels; the bound protects the stack.
 const MAX_DEPTH: usize = 32;
 
-/// A tree, and what is wrong with the file beside it.
+/// A parsed file.
 pub(super) struct Parsed {
-    /// The top-level keys; as much of them as could be read.
-    pub(super) tree: Map<String, Value>,
+    /// The top-level keys; `None` if the file cannot be read to its end or is not a map.
+    pub(super) tree: Option<Map<String, Value>>,
     /// (path or line, message) of each mistake of form.
     pub(super) errors: Vec<(String, String)>,
-    /// Whether the text could be read to its end: if not, missing keys mean nothing.
-    pub(super) complete: bool,
 }
 
 /// Parses `text`; every value carries `origin`.
 pub(super) fn parse(text: &str, origin: &str) -> Parsed {
     let origin = origin.to_owned();
-    let mut builder = Builder { origin: &origin, stack: Vec::new(), root: None, errors: vec![] };
-    let complete = builder.run(text);
-    let mut errors = builder.errors;
-    let tree = match builder.root.map(|root| root.kind) {
-        Some(ValueKind::Table(tree)) => tree,
-        // A broken document has said so already.
-        _ if !complete => Map::new(),
-        None => {
+    let duplicates = RefCell::new(Vec::new());
+    let reader = ValueReader { origin: &origin, path: String::new(), duplicates: &duplicates };
+    let root = serde_saphyr::with_deserializer_from_str_with_options(text, options(), |document| {
+        reader.deserialize(document)
+    });
+    let mut errors = duplicates.into_inner();
+    let is_blank = |line: &str| line.trim().is_empty() || line.trim_start().starts_with('#');
+    let tree = match root.map(|root| root.kind) {
+        Ok(ValueKind::Table(tree)) => Some(tree),
+        Ok(ValueKind::Nil) if text.lines().all(is_blank) => {
             errors.push((String::new(), "the file is empty".to_owned()));
-            return Parsed { tree: Map::new(), errors, complete: false };
+            None
         }
-        Some(_) => {
+        Ok(_) => {
             let message = "the file must be a map of keys (listeners: …, upstreams: …)";
             errors.push((String::new(), message.to_owned()));
-            return Parsed { tree: Map::new(), errors, complete: false };
+            None
+        }
+        Err(error) => {
+            let (line, message) = match &error {
+                // The reader accepts any value, so only a key can have the wrong type.
+                Error::Unexpected { location, .. } | Error::NullIntoString { location } => {
+                    (location.line(), "a key must be a word, not a list or a map".to_owned())
+                }
+                other => describe_yaml_error(text, other),
+            };
+            errors.push((format!("line {line}"), message));
+            None
         }
     };
-    Parsed { tree, errors, complete }
+    Parsed { tree, errors }
 }
 
-/// A collection whose end has not come yet.
-enum Open {
-    Map { entries: Map<String, Value>, key: Option<String>, skip: bool },
-    List(Vec<Value>),
-}
-
-struct Builder<'a> {
-    origin: &'a String,
-    stack: Vec<Open>,
-    root: Option<Value>,
-    errors: Vec<(String, String)>,
-}
-
-impl Builder<'_> {
-    /// Consumes all events; false if the text is not readable to its end.
-    fn run(&mut self, text: &str) -> bool {
-        let mut parser = Parser::new_from_str(text.strip_prefix('\u{feff}').unwrap_or(text));
-        let mut documents = 0;
-        loop {
-            let (event, mark) = match parser.next_token() {
-                Ok(next) => next,
-                Err(error) => {
-                    let (line, message) = syntax_error(text, &error);
-                    return self.stop(format!("line {line}"), message);
-                }
-            };
-            let line = || format!("line {}", mark.line());
-            match event {
-                Event::StreamEnd => return true,
-                Event::Nothing | Event::StreamStart | Event::DocumentEnd => {}
-                Event::DocumentStart => {
-                    documents += 1;
-                    if documents > 1 {
-                        return self.stop(line(), "a second YAML document; one is expected");
-                    }
-                }
-                Event::Alias(_) => {
-                    return self.stop(line(), "YAML aliases (*name) are not supported");
-                }
-                Event::Scalar(_, _, _, Some(_))
-                | Event::SequenceStart(_, Some(_))
-                | Event::MappingStart(_, Some(_)) => {
-                    return self.stop(line(), "YAML tags (!name) are not supported");
-                }
-                Event::SequenceStart(..) | Event::MappingStart(..)
-                    if self.stack.len() >= MAX_DEPTH =>
-                {
-                    return self.stop(line(), format!("nested more than {MAX_DEPTH} deep"));
-                }
-                Event::SequenceStart(..) | Event::MappingStart(..) if self.awaits_key() => {
-                    return self.stop(line(), "a key must be a word, not a list or a map");
-                }
-                Event::SequenceStart(..) => self.stack.push(Open::List(Vec::new())),
-                Event::MappingStart(..) => {
-                    self.stack.push(Open::Map { entries: Map::new(), key: None, skip: false });
-                }
-                Event::SequenceEnd | Event::MappingEnd => match self.stack.pop() {
-                    Some(Open::List(items)) => self.put(ValueKind::Array(items)),
-                    Some(Open::Map { entries, .. }) => self.put(ValueKind::Table(entries)),
-                    None => return self.stop(line(), "not valid YAML: unexpected end of a block"),
-                },
-                Event::Scalar(text, ..) if self.awaits_key() => self.key(text),
-                Event::Scalar(text, TScalarStyle::Plain, ..) => self.put(plain(text)),
-                Event::Scalar(text, ..) => self.put(ValueKind::String(text)),
-            }
-        }
-    }
-
-    /// Reports what makes reading on pointless.
-    fn stop(&mut self, at: String, message: impl Into<String>) -> bool {
-        self.errors.push((at, message.into()));
-        false
-    }
-
-    fn awaits_key(&self) -> bool {
-        matches!(self.stack.last(), Some(Open::Map { key: None, .. }))
-    }
-
-    fn key(&mut self, text: String) {
-        let path = self.path();
-        if let Some(Open::Map { entries, key, skip }) = self.stack.last_mut() {
-            *skip = entries.contains_key(&text);
-            if *skip {
-                let message = format!("the key {} appears twice here", quote(&text));
-                self.errors.push((join(&path, &text), message));
-            }
-            *key = Some(text);
-        }
-    }
-
-    /// Adds a finished value to what is open; of a duplicate key the first value stays.
-    fn put(&mut self, kind: ValueKind) {
-        let value = Value::new(Some(self.origin), kind);
-        match self.stack.last_mut() {
-            None => self.root = Some(value),
-            Some(Open::List(items)) => items.push(value),
-            Some(Open::Map { entries, key, skip }) => {
-                if let (Some(key), false) = (key.take(), *skip) {
-                    entries.insert(key, value);
-                }
-            }
-        }
-    }
-
-    /// Path of the innermost open collection.
-    fn path(&self) -> String {
-        let mut path = String::new();
-        for open in &self.stack {
-            match open {
-                Open::Map { key: Some(key), .. } => path = join(&path, key),
-                Open::Map { key: None, .. } => {}
-                Open::List(items) => {
-                    let _ = write!(path, "[{}]", items.len());
-                }
-            }
-        }
-        path
+fn options() -> Options {
+    serde_saphyr::options! {
+        budget: serde_saphyr::budget! { max_depth: MAX_DEPTH, max_aliases: 0 },
+        // Passes each duplicate on to the visitor. After a key that is a number, and therefore
+        // unknown, it keeps only the last one.
+        duplicate_keys: DuplicateKeyPolicy::LastWins,
+        merge_keys: MergeKeyPolicy::AsOrdinary,
+        // YAML 1.2: `off` and `yes` are text.
+        strict_booleans: true,
+        reject_unsupported_tags: true,
+        non_finite_float_policy: NonFiniteFloatPolicy::PassThrough,
+        with_snippet: false,
     }
 }
 
-/// The line and the message of an error of the parser.
+/// The line and the message of a YAML error. The message quotes no value of the file, since a value
+/// may be a secret.
+pub fn describe_yaml_error(text: &str, error: &Error) -> (u64, String) {
+    let line = error.location().map_or(1, |location| location.line());
+    let message = match error {
+        Error::WithSnippet { error, .. } | Error::AliasError { error, .. } => {
+            return describe_yaml_error(text, error);
+        }
+        Error::ExternalMessage { msg, .. } => return describe_syntax_error(text, line, msg),
+        Error::Eof { .. } => "not valid YAML: it ends too early".to_owned(),
+        Error::MultipleDocuments { .. } => "a second YAML document; one is expected".to_owned(),
+        Error::DuplicateMappingKey { key: Some(key), .. } => {
+            format!("the key {} appears twice", quote(key))
+        }
+        Error::DuplicateMappingKey { key: None, .. } => "a key appears twice in one map".to_owned(),
+        Error::UnsupportedTag { .. } => "YAML tags (!name) are not supported".to_owned(),
+        Error::UnknownAnchor { .. } => "a YAML alias (*name) without its anchor".to_owned(),
+        Error::Budget { breach, .. } => match breach {
+            BudgetBreach::Depth { depth } => format!("nested more than {} deep", depth - 1),
+            // The budget of a configuration is 0.
+            BudgetBreach::Aliases { aliases: 1 } => {
+                "YAML aliases (*name) are not supported".to_owned()
+            }
+            _ => "too large".to_owned(),
+        },
+        Error::AliasReplayLimitExceeded { .. }
+        | Error::AliasExpansionLimitExceeded { .. }
+        | Error::AliasReplayStackDepthExceeded { .. } => "too many YAML aliases (*name)".to_owned(),
+        Error::SerdeMissingField { field, .. } => format!("has no {field}"),
+        Error::SerdeUnknownVariant { expected, .. } => {
+            format!("expected one of {}", expected.join(", "))
+        }
+        Error::Unexpected { expected: "mapping start", .. } => "expected a map of keys".to_owned(),
+        Error::Unexpected { expected: "sequence start", .. } => "expected a list".to_owned(),
+        Error::Unexpected { expected: "string scalar", .. } => "expected text".to_owned(),
+        Error::Unexpected { expected, .. } => format!("expected {expected}"),
+        Error::NullIntoString { .. } => "expected text, found nothing".to_owned(),
+        Error::InvalidScalar { ty, .. } => format!("expected {ty}"),
+        Error::SerdeInvalidType { expected, .. } | Error::SerdeInvalidValue { expected, .. } => {
+            format!("expected {expected}")
+        }
+        _ => "not valid YAML".to_owned(),
+    };
+    (line, message)
+}
+
+/// The line and the message of an error of the parser, which reports `message` on line `reported`.
 ///
-/// Of a tab in the indentation the parser reports where the value before it begins, which is the
-/// line above or one further up; here it is the line with the tab.
-pub fn syntax_error(text: &str, error: &ScanError) -> (usize, String) {
-    let (reported, info) = (error.marker().line(), error.info());
+/// For a tab in the indentation the parser reports the beginning of the value before it, which is
+/// one of the lines above. This function finds the line with the tab.
+fn describe_syntax_error(text: &str, reported: u64, message: &str) -> (u64, String) {
     let starts_with_tab = |line: &str| {
         let rest = line.trim_start_matches(' ');
         rest.starts_with('\t') && !matches!(rest.trim_start().chars().next(), None | Some('#'))
     };
-    let lines = text.lines().zip(1..).skip(reported.saturating_sub(1));
-    // After a flow collection or a comment it misses a key instead, on the right line.
-    let is_key_missing = info.contains("did not find expected key");
-    match lines.filter(|(line, _)| starts_with_tab(line)).map(|(_, number)| number).next() {
-        Some(number) if info.contains("tab") || is_key_missing && number == reported => {
+    let mut lines = text.lines().zip(1..).filter(|(_, number)| *number >= reported);
+    // After a flow collection or a comment the parser misses a key instead, on the right line.
+    let is_key_missing = message.contains("did not find expected key");
+    match lines.find(|(line, _)| starts_with_tab(line)) {
+        Some((_, number)) if message.contains("tab") || is_key_missing && number == reported => {
             let message = "not valid YAML: a tab in the indentation; indent with spaces";
             (number, message.to_owned())
         }
-        _ => (reported, format!("not valid YAML: {info}")),
+        _ => (reported, format!("not valid YAML: {message}")),
     }
 }
 
-/// A scalar without quotes, by the rules of YAML 1.2 (`off` and `yes` are words).
-fn plain(text: String) -> ValueKind {
-    match text.as_str() {
-        "" | "~" | "null" | "Null" | "NULL" => return ValueKind::Nil,
-        "true" | "True" | "TRUE" => return ValueKind::Boolean(true),
-        "false" | "False" | "FALSE" => return ValueKind::Boolean(false),
-        _ => {}
+/// Reads one value with everything below it.
+struct ValueReader<'a> {
+    origin: &'a String,
+    path: String,
+    duplicates: &'a RefCell<Vec<(String, String)>>,
+}
+
+impl ValueReader<'_> {
+    fn below(&self, path: String) -> Self {
+        Self { path, ..*self }
     }
-    let number = text.bytes().all(|b| b.is_ascii_digit() || b"+-.eE".contains(&b));
-    match (number, text.parse::<i64>(), text.parse::<f64>()) {
-        (true, Ok(integer), _) => ValueKind::I64(integer),
-        (true, _, Ok(float)) => ValueKind::Float(float),
-        _ => ValueKind::String(text),
+
+    fn value<E>(&self, kind: ValueKind) -> Result<Value, E> {
+        Ok(Value::new(Some(self.origin), kind))
     }
 }
 
-/// What a value is, for messages.
-pub(super) fn describe(kind: &ValueKind) -> String {
-    match kind {
-        ValueKind::Nil => "nothing".to_owned(),
-        ValueKind::Boolean(value) => format!("the truth value {value}"),
-        ValueKind::I64(value) => format!("the number {value}"),
-        ValueKind::Float(value) => format!("the number {value}"),
-        ValueKind::String(value) => format!("the text {}", quote(value)),
-        ValueKind::Table(map) => match map.keys().min() {
-            Some(key) => format!("a map ({}: …)", quote_key(key)),
-            None => "an empty map".to_owned(),
-        },
-        ValueKind::Array(_) => "a list".to_owned(),
-        ValueKind::I128(_) | ValueKind::U64(_) | ValueKind::U128(_) => "a number".to_owned(),
+impl<'de> DeserializeSeed<'de> for ValueReader<'_> {
+    type Value = Value;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Value, D::Error> {
+        deserializer.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for ValueReader<'_> {
+    type Value = Value;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a value")
+    }
+
+    fn visit_unit<E>(self) -> Result<Value, E> {
+        self.value(ValueKind::Nil)
+    }
+
+    fn visit_bool<E>(self, value: bool) -> Result<Value, E> {
+        self.value(ValueKind::Boolean(value))
+    }
+
+    fn visit_i64<E>(self, value: i64) -> Result<Value, E> {
+        self.value(ValueKind::I64(value))
+    }
+
+    fn visit_u64<E>(self, value: u64) -> Result<Value, E> {
+        self.value(i64::try_from(value).map_or(ValueKind::U64(value), ValueKind::I64))
+    }
+
+    fn visit_f64<E>(self, value: f64) -> Result<Value, E> {
+        self.value(ValueKind::Float(value))
+    }
+
+    fn visit_str<E>(self, value: &str) -> Result<Value, E> {
+        self.value(ValueKind::String(value.to_owned()))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Value, A::Error> {
+        let mut items = Vec::new();
+        while let Some(item) =
+            list.next_element_seed(self.below(format!("{}[{}]", self.path, items.len())))?
+        {
+            items.push(item);
+        }
+        self.value(ValueKind::Array(items))
+    }
+
+    /// The first value of a duplicate key stays.
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Value, A::Error> {
+        let mut entries = Map::new();
+        while let Some(key) = map.next_key::<String>()? {
+            let path = join(&self.path, &key);
+            if entries.contains_key(&key) {
+                let message = format!("the key {} appears twice here", quote(&key));
+                self.duplicates.borrow_mut().push((path.clone(), message));
+            }
+            let value = map.next_value_seed(self.below(path))?;
+            entries.entry(key).or_insert(value);
+        }
+        self.value(ValueKind::Table(entries))
     }
 }

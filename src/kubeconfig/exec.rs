@@ -1,35 +1,38 @@
-//! Exec plugins: a command that prints a credential (client-go credential plugins,
-//! `client.authentication.k8s.io`). kubectl runs them for itself; `jackstay doctor` has to run them
-//! to ask what needs a credential.
+//! Exec plugins: commands that print a credential (`client.authentication.k8s.io`, the credential
+//! plugins of client-go). kubectl runs them itself; `jackstay doctor` runs them for requests that
+//! need a credential.
 
 use std::fmt;
+use std::io::IsTerminal;
 use std::process::{Command, Stdio};
 
+use kube::config::{Cluster, ExecAuthCluster, ExecConfig, ExecInteractiveMode};
 use serde_json::{Value, json};
 
-use super::tree::Node;
-
-/// Most of an answer that is read: a certificate, its key and a token.
+/// Most bytes of an answer: room for a certificate chain, its key and a token.
 const MAX_ANSWER: usize = 1 << 20;
 
-/// The `exec` of a user.
-#[derive(Clone, PartialEq, Eq)]
+/// An exec plugin of a user.
+#[derive(Clone)]
 pub struct ExecPlugin {
-    /// What is run.
+    /// The command.
     pub command: String,
     args: Vec<String>,
     env: Vec<(String, String)>,
     api_version: String,
+    interactive_mode: ExecInteractiveMode,
+    /// The cluster to describe to the plugin, if it asks for it (`provideClusterInfo`).
+    cluster: Option<Box<Cluster>>,
 }
 
 impl fmt::Debug for ExecPlugin {
-    /// Without arguments and variables: people put secrets there.
+    /// Prints the command only; arguments and variables may hold secrets.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "ExecPlugin({:?})", self.command)
     }
 }
 
-/// What a plugin yielded; either part, or both.
+/// The answer of a plugin: a token, a certificate, or both.
 #[derive(Clone, PartialEq, Eq, Default)]
 pub struct ExecCredential {
     /// A bearer token.
@@ -39,42 +42,52 @@ pub struct ExecCredential {
 }
 
 impl ExecPlugin {
-    /// Reads the `exec` of a user.
+    /// Reads the `exec` of a user; `cluster` is the cluster of the context.
     ///
     /// # Errors
     /// It names no command.
-    pub fn of(exec: &Node) -> Result<Self, String> {
-        let text = |node: &Node| node.as_str().unwrap_or_default().to_owned();
-        let pair = |node: &Node| {
-            let value = node.str("value").unwrap_or_default().to_owned();
-            node.str("name").map(|name| (name.to_owned(), value))
+    pub(super) fn new(exec: &ExecConfig, cluster: &Cluster) -> Result<Self, String> {
+        let command = exec.command.clone().filter(|command| !command.is_empty());
+        let variable = |entry: &std::collections::HashMap<String, String>| {
+            Some((entry.get("name")?.clone(), entry.get("value").cloned().unwrap_or_default()))
         };
+        let api_version = exec.api_version.as_deref().unwrap_or("client.authentication.k8s.io/v1");
         Ok(Self {
-            command: exec.str("command").ok_or("exec names no command")?.to_owned(),
-            args: exec.items("args").iter().map(text).collect(),
-            env: exec.items("env").iter().filter_map(pair).collect(),
-            api_version: exec
-                .str("apiVersion")
-                .unwrap_or("client.authentication.k8s.io/v1")
-                .to_owned(),
+            command: command.ok_or("exec names no command")?,
+            args: exec.args.clone().unwrap_or_default(),
+            env: exec.env.iter().flatten().filter_map(variable).collect(),
+            api_version: api_version.to_owned(),
+            interactive_mode: exec
+                .interactive_mode
+                .clone()
+                .unwrap_or(ExecInteractiveMode::IfAvailable),
+            cluster: exec.provide_cluster_info.then(|| Box::new(cluster.clone())),
         })
     }
 
-    /// Runs it. What it says on stderr is for the user.
+    /// Runs the plugin. Its stderr is that of this process, for its messages to the user.
     ///
     /// # Errors
-    /// It cannot be run, it fails, or it yields no credential.
+    /// The plugin cannot run, fails, or returns no credential.
     pub fn run(&self) -> Result<ExecCredential, String> {
         let fail = |why: String| format!("the exec plugin {:?} {why}", self.command);
-        let info = json!({
+        let interactive = is_interactive(&self.interactive_mode, std::io::stdin().is_terminal())
+            .map_err(|why| fail(why.to_owned()))?;
+        let mut info = json!({
             "apiVersion": self.api_version, "kind": "ExecCredential",
-            "spec": { "interactive": false },
+            "spec": { "interactive": interactive },
         });
+        if let Some(cluster) = &self.cluster {
+            let described = ExecAuthCluster::try_from(&**cluster);
+            let described = described
+                .map_err(|_| fail("needs the cluster's CA, which cannot be read".to_owned()))?;
+            info["spec"]["cluster"] = json!(described);
+        }
         let output = Command::new(&self.command)
             .args(&self.args)
             .envs(self.env.iter().cloned())
             .env("KUBERNETES_EXEC_INFO", info.to_string())
-            .stdin(Stdio::null())
+            .stdin(if interactive { Stdio::inherit() } else { Stdio::null() })
             .stderr(Stdio::inherit())
             .output()
             .map_err(|error| fail(format!("cannot be run: {error}")))?;
@@ -84,49 +97,98 @@ impl ExecPlugin {
         if output.stdout.len() > MAX_ANSWER {
             return Err(fail("answered more than 1 MiB".to_owned()));
         }
-        // Nothing of the answer goes into an error: it is a secret.
+        // The answer is a secret, so no error quotes it.
         let answer: Value = serde_json::from_slice(&output.stdout)
             .map_err(|_| fail("did not answer with an ExecCredential".to_owned()))?;
         let text = |key: &str| answer["status"][key].as_str().map(ToOwned::to_owned);
-        let pair = text("clientCertificateData").zip(text("clientKeyData"));
-        let yielded =
-            ExecCredential { token: text("token").filter(|t| !t.is_empty()), certificate: pair };
-        if yielded == ExecCredential::default() {
-            return Err(fail("yielded neither a token nor a certificate".to_owned()));
+        let certificate = text("clientCertificateData").zip(text("clientKeyData"));
+        let credential =
+            ExecCredential { token: text("token").filter(|token| !token.is_empty()), certificate };
+        if credential == ExecCredential::default() {
+            return Err(fail("returned neither a token nor a certificate".to_owned()));
         }
-        Ok(yielded)
+        Ok(credential)
+    }
+}
+
+/// Whether the plugin gets stdin, by its mode and by whether stdin is a `terminal` (client-go,
+/// `plugin/pkg/client/auth/exec`).
+fn is_interactive(mode: &ExecInteractiveMode, terminal: bool) -> Result<bool, &'static str> {
+    match mode {
+        ExecInteractiveMode::Never => Ok(false),
+        ExecInteractiveMode::IfAvailable => Ok(terminal),
+        ExecInteractiveMode::Always if terminal => Ok(true),
+        ExecInteractiveMode::Always => {
+            Err("needs a terminal on standard input (interactiveMode: Always)")
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kubeconfig::tree::parse;
 
     fn plugin(script: &str) -> ExecPlugin {
-        let exec = Node::Map(vec![
-            ("apiVersion".into(), Node::text("client.authentication.k8s.io/v1beta1")),
-            ("command".into(), Node::text("/bin/sh")),
-            ("args".into(), Node::List(vec![Node::text("-c"), Node::text(script)])),
-            ("env".into(), parse("[{name: WHO, value: me}]").unwrap().unwrap()),
-        ]);
-        ExecPlugin::of(&exec).unwrap()
+        let exec = json!({
+            "apiVersion": "client.authentication.k8s.io/v1beta1", "command": "/bin/sh",
+            "args": ["-c", script], "env": [{ "name": "WHO", "value": "me" }],
+            "interactiveMode": "Never",
+        });
+        ExecPlugin::new(&serde_json::from_value(exec).unwrap(), &Cluster::default()).unwrap()
     }
 
     #[test]
-    fn tokens_and_certificates() {
+    fn run_returns_tokens_and_certificates() {
         let token = plugin(r#"echo "{\"status\": {\"token\": \"of-$WHO\"}}""#).run().unwrap();
         assert_eq!((token.token.as_deref(), token.certificate), (Some("of-me"), None));
         let both = r#"echo '{"status": {"clientCertificateData": "c", "clientKeyData": "k"}}'"#;
         assert_eq!(plugin(both).run().unwrap().certificate, Some(("c".into(), "k".into())));
-        let asked = plugin(
+        let versioned = plugin(
             r#"case $KUBERNETES_EXEC_INFO in *v1beta1*) echo '{"status": {"token": "t"}}';; esac"#,
         );
-        assert!(asked.run().is_ok());
+        assert!(versioned.run().is_ok());
     }
 
     #[test]
-    fn failures_say_why_and_nothing_secret() {
+    fn run_describes_the_cluster_to_a_plugin_that_asks_for_it() {
+        let cluster: Cluster = serde_json::from_value(json!({
+            "server": "https://10.0.0.1:6443", "certificate-authority-data": "Y2E=",
+            "extensions": [{ "name": "client.authentication.k8s.io/exec",
+                             "extension": { "audience": "a" } }],
+        }))
+        .unwrap();
+        // It returns what it was given as its token.
+        let script = r#"printf '{"status": {"token": "%s"}}' \
+                        "$(printf %s "$KUBERNETES_EXEC_INFO" | sed 's/"/\\"/g')""#;
+        let given = |asks: bool| -> Value {
+            let exec = json!({ "command": "/bin/sh", "args": ["-c", script],
+                               "provideClusterInfo": asks, "interactiveMode": "Never" });
+            let exec: ExecConfig = serde_json::from_value(exec).unwrap();
+            let answer = ExecPlugin::new(&exec, &cluster).unwrap().run().unwrap();
+            serde_json::from_str(&answer.token.unwrap()).unwrap()
+        };
+        let spec = &given(true)["spec"];
+        assert_eq!(spec["cluster"]["server"], "https://10.0.0.1:6443");
+        assert_eq!(
+            spec["cluster"]["certificate-authority-data"], "Y2EK",
+            "PEM ends with a newline"
+        );
+        assert_eq!(spec["cluster"]["config"]["audience"], "a");
+        assert_eq!(spec["interactive"], false);
+        assert!(given(false)["spec"].get("cluster").is_none());
+    }
+
+    #[test]
+    fn interactive_mode_decides_about_stdin() {
+        assert_eq!(is_interactive(&ExecInteractiveMode::Never, true), Ok(false));
+        assert_eq!(is_interactive(&ExecInteractiveMode::IfAvailable, true), Ok(true));
+        assert_eq!(is_interactive(&ExecInteractiveMode::IfAvailable, false), Ok(false));
+        assert_eq!(is_interactive(&ExecInteractiveMode::Always, true), Ok(true));
+        assert!(is_interactive(&ExecInteractiveMode::Always, false).is_err());
+    }
+
+    #[test]
+    fn failure_gives_a_reason_and_no_secret() {
         for (script, expected) in [
             ("exit 3", "failed: exit status: 3"),
             ("echo hush", "did not answer with an ExecCredential"),
@@ -135,9 +197,8 @@ mod tests {
             let error = plugin(script).run().err().unwrap();
             assert!(error.contains(expected) && !error.contains("hush"), "{error}");
         }
-        let gone = ExecPlugin { command: "/none/such".into(), ..plugin("") };
-        assert!(gone.run().err().unwrap().contains("cannot be run"));
+        let missing = ExecPlugin { command: "/none/such".into(), ..plugin("") };
+        assert!(missing.run().err().unwrap().contains("cannot be run"));
         assert!(!format!("{:?}", plugin("--token hush")).contains("hush"));
-        assert!(ExecPlugin::of(&Node::map()).is_err());
     }
 }

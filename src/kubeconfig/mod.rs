@@ -1,23 +1,31 @@
-//! The user's kubeconfig: read as kubectl reads it, moved to the local endpoint, moved back.
+//! Reads the kubeconfig of a user by the rules of kubectl, points it at jackstay, and reverts it.
 //!
-//! * [`tree`] keeps what it does not know.
-//! * [`load`] finds the files and merges them.
-//! * [`access`] says what one context stands for: a server, how to verify it, who the user is.
-//! * [`exec`] runs a credential plugin.
-//! * [`moved`] changes one cluster, and remembers in it what it was.
-//! * [`names`] chooses the name that is verified in the apiservers' certificates.
-//! * [`setup`] makes the files that a jackstay between the two needs.
+//! * `files` finds and merges the files, and `file` reads and writes one.
+//! * `context` resolves a context to a server, its verification and a `credential`.
+//! * `exec` runs a credential plugin.
+//! * [`rewrite`] changes one cluster; `original` records in it what it was.
+//! * [`verified_names`] selects the name to verify in the apiservers' certificates.
+//! * [`setup`] plans the files of a jackstay between clients and cluster.
 
-mod access;
+mod context;
+mod credential;
+mod error;
 mod exec;
-mod load;
-pub mod moved;
-pub mod names;
+mod file;
+mod files;
+mod original;
+pub mod rewrite;
+mod server_url;
 pub mod setup;
-pub mod tree;
+pub mod verified_names;
 
-pub use access::{Credential, PemSource, ResolvedContext, ServerUrl, decode};
+pub use context::ResolvedContext;
+pub use credential::{Credential, PemSource, TokenSource, UserCredentials};
+pub use error::KubeconfigError;
 pub use exec::{ExecCredential, ExecPlugin};
-pub use load::{Error, KubeconfigFiles, KubeconfigPaths, entry, entry_mut, names};
-pub use names::CertificateNames;
+pub use file::{KubeconfigFile, MAX_KUBECONFIG, find_cluster, find_cluster_mut, kubeconfig_yaml};
+pub use files::{KubeconfigFiles, KubeconfigPaths};
+pub use original::original;
+pub use server_url::ServerUrl;
 pub use setup::system_cas;
+pub use verified_names::CertificateNames;

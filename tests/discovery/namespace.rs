@@ -194,7 +194,7 @@ fn with_nothing_at_all_it_listens_at_once() {
     upstream.endpoints_file = Some(certs.path().join("endpoints"));
     upstream.discovery.kubeconfig = Some(certs.path().join("kubeconfig"));
     let file = certs.path().join("jackstay.yaml");
-    std::fs::write(&file, jackstay::config::effective(&config).to_string()).unwrap();
+    std::fs::write(&file, config.to_json().to_string()).unwrap();
 
     let release = std::env::var_os("JACKSTAY_BIN");
     let program = release.clone().unwrap_or_else(|| env!("CARGO_BIN_EXE_jackstay").into());

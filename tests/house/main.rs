@@ -15,7 +15,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("upstream", &["net", "observe", "config"]),
     ("admin", &["upstream", "net", "observe", "config"]),
     ("proxy", &["upstream", "net", "observe", "config"]),
-    ("control", &["upstream", "net", "observe", "config"]),
+    ("control", &["kubeconfig", "upstream", "net", "observe", "config"]),
     ("app", &["admin", "proxy", "control", "upstream", "net", "observe", "config"]),
     ("kubeconfig", &["net", "config"]),
     ("doctor", &["kubeconfig", "upstream", "net", "observe", "config"]),

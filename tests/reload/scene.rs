@@ -112,7 +112,7 @@ pub fn follow(file: &Path) -> Proxy {
 /// Writes a configuration as editors do: beside, and then over the old one.
 pub fn write(file: &Path, config: &Config) {
     let new = file.with_extension("new");
-    std::fs::write(&new, config::effective(config).to_string()).unwrap();
+    std::fs::write(&new, config.to_json().to_string()).unwrap();
     std::fs::rename(&new, file).unwrap();
 }
 

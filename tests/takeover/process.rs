@@ -1,7 +1,7 @@
 //! The binary as a process, what it says, and what it is replaced by.
 
 use crate::support::{World, until, wait};
-use jackstay::config::{self, Config};
+use jackstay::config::Config;
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
@@ -243,7 +243,7 @@ impl Scene {
 
 fn write(file: &Path, config: &Config) {
     let new = file.with_extension("new");
-    std::fs::write(&new, config::effective(config).to_string()).unwrap();
+    std::fs::write(&new, config.to_json().to_string()).unwrap();
     std::fs::rename(&new, file).unwrap();
 }
 

@@ -9,7 +9,7 @@ use std::fmt::Display;
 use std::path::Path;
 use std::time::SystemTime;
 
-use crate::config::{CertPaths, Config, ConfigError, Draft, Terminate};
+use crate::config::{CertPaths, Config, ConfigDraft, ConfigError, Terminate};
 use crate::control::discovery::{file as endpoints_file, kubeconfig};
 use crate::net::files::bearer_token;
 use crate::net::tls::certificate::{CertInfo, Subject, Validity};
@@ -36,7 +36,7 @@ pub struct FileReport {
 }
 
 /// Reports the errors of a draft, and then those of the files that it names.
-pub fn check_draft(file: &Path, draft: &Draft, now: SystemTime) -> FileReport {
+pub fn check_draft(file: &Path, draft: &ConfigDraft, now: SystemTime) -> FileReport {
     let mut report = match &draft.config {
         Some(config) => check_files(file, config, now),
         None => FileReport::default(),

@@ -1,40 +1,40 @@
-//! What `jackstay kubeconfig` finds out before it decides: which apiservers there are, and which name
-//! their certificates share. Whatever cannot be found out becomes a note.
+//! Finds the apiservers of a cluster and the name that their certificates share, for `jackstay
+//! kubeconfig`. Each failure becomes a note.
 
 use std::net::SocketAddr;
 use std::path::Path;
 
-use super::{Failure, KubeconfigArgs};
+use super::args::{Failure, KubeconfigArgs};
+use crate::config::{self, Overrides};
 use crate::doctor::dns::Resolver;
 use crate::doctor::survey::{self, Survey, SurveyRequest};
 use crate::doctor::target::{ExecPlugins, Trust};
-use crate::kubeconfig::names::{self, NameInputs, VerifiedNames};
-use crate::kubeconfig::tree::{Node, parse};
+use crate::kubeconfig::verified_names::{NameInputs, VerifiedNames, select};
 use crate::kubeconfig::{Credential, PemSource, ResolvedContext, ServerUrl};
 use crate::observe::counted;
 
-/// The apiservers of the cluster as far as they are known.
+/// The known apiservers of the cluster.
 #[derive(Debug, Default)]
 pub(super) struct Apiservers {
     /// Apiservers besides the one in the kubeconfig.
     pub(super) upstreams: Vec<String>,
     /// The names to verify.
     pub(super) names: VerifiedNames,
-    /// What the user should know.
+    /// Messages to the user.
     pub(super) notes: Vec<String>,
 }
 
-/// Finds the apiservers; `config` is where a configuration goes, if one is asked for.
+/// Finds the apiservers. `config` is the configuration to write, if one is asked for.
 pub(super) fn find(
     args: &KubeconfigArgs,
-    access: &ResolvedContext,
+    context: &ResolvedContext,
     config: Option<&Path>,
 ) -> Result<Apiservers, Failure> {
-    let own = access.server.address();
+    let own = context.server.address();
     let mut found = Apiservers::default();
-    let before = config.map(|file| endpoints_in(file, &own)).unwrap_or_default();
+    let previous = config.map(|file| endpoints_in(file, &own)).unwrap_or_default();
     if args.upstreams.is_empty() {
-        found.upstreams = before;
+        found.upstreams = previous;
     } else {
         for upstream in args.upstreams.iter().filter(|upstream| **upstream != own) {
             if !found.upstreams.contains(upstream) {
@@ -42,7 +42,7 @@ pub(super) fn find(
             }
         }
         let dropped: Vec<String> =
-            before.into_iter().filter(|known| !found.upstreams.contains(known)).collect();
+            previous.into_iter().filter(|known| !found.upstreams.contains(known)).collect();
         if !dropped.is_empty() {
             found.notes.push(format!(
                 "no longer an endpoint: {}; --upstream names all besides the kubeconfig's",
@@ -50,103 +50,103 @@ pub(super) fn find(
             ));
         }
     }
-    let mut seen = survey_apiservers(args, access, &found.upstreams, config.is_some());
+    let mut survey = survey_apiservers(args, context, &found.upstreams, config.is_some());
     if args.discover {
-        let members = seen.members.map_err(|why| {
+        let members = survey.members.map_err(|why| {
             Failure::Input(format!("--discover: the cluster's apiservers are not known: {why}"))
         })?;
         let all = members.iter().map(SocketAddr::to_string);
         let all: Vec<String> = found.upstreams.iter().cloned().chain(all).collect();
-        seen = survey_apiservers(args, access, &all, false);
-        let is_dead = |address: &String| seen.unseen.iter().any(|(unseen, _)| unseen == address);
+        survey = survey_apiservers(args, context, &all, false);
+        let is_dead = |address: &String| survey.unseen.iter().any(|(unseen, _)| unseen == address);
         found.upstreams =
             all.into_iter().filter(|a| found.upstreams.contains(a) || !is_dead(a)).collect();
-        // Nothing else is to be offered.
-        seen.members = Ok(Vec::new());
+        // All members are used, so the note offers none.
+        survey.members = Ok(Vec::new());
     }
-    for (address, why) in &seen.unseen {
+    for (address, why) in &survey.unseen {
         found.notes.push(if *address == own || found.upstreams.contains(address) {
             format!("the certificate of {address} was not looked at: {why}")
         } else {
             format!("{address} is an apiserver of the cluster and was left out: {why}")
         });
     }
-    found.names = names::choose(&NameInputs {
-        host: &access.server.host,
-        given: args.tls_server_name.as_deref().or(access.tls_server_name.as_deref()),
+    found.names = select(&NameInputs {
+        host: &context.server.host,
+        given: args.tls_server_name.as_deref().or(context.tls_server_name.as_deref()),
         endpoints: 1 + found.upstreams.len(),
-        certificates: &seen.certificates,
+        certificates: &survey.certificates,
     });
     if let Some(name) = &args.tls_server_name {
         found.names.client.clone_from(name);
     }
     if config.is_some() {
-        let offer = redundancy(&own, &found.upstreams, seen.members.as_deref());
-        found.notes.extend(offer);
+        let note = redundancy(&own, &found.upstreams, survey.members.as_deref());
+        found.notes.extend(note);
     }
     Ok(found)
 }
 
-/// Looks at the certificates, and asks the cluster for its apiservers where `asks`.
+/// Reads the certificates, and with `lists_members` the `EndpointSlices` of the cluster.
 fn survey_apiservers(
     args: &KubeconfigArgs,
-    access: &ResolvedContext,
+    context: &ResolvedContext,
     upstreams: &[String],
-    asks: bool,
+    lists_members: bool,
 ) -> Survey {
-    let nothing = |why: &str| Survey {
+    let without_survey = |why: &str| Survey {
         certificates: Vec::new(),
         unseen: Vec::new(),
         members: Err(why.to_owned()),
     };
     if args.offline {
-        return nothing("--offline");
+        return without_survey("--offline");
     }
-    // TLS ends at a listener that exists: nothing of the apiservers is written down.
+    // An existing listener terminates TLS, so the kubeconfig needs nothing about the apiservers.
     if args.local_ca.is_some() {
-        return nothing("the listener knows them");
+        return without_survey("the listener knows them");
     }
-    let mut access = access.clone();
+    let mut context = context.clone();
     if let Some(file) = &args.ca_file {
-        (access.ca, access.insecure) = (Some(PemSource::File(file.clone())), false);
+        (context.ca, context.insecure) = (Some(PemSource::File(file.clone())), false);
     }
-    if access.insecure {
-        return nothing("the cluster's server is not verified, no credential is sent to it");
+    if context.insecure {
+        return without_survey("the cluster's server is not verified, no credential is sent to it");
     }
-    // Once: the certificates alone need no credential.
-    let runs = args.discover && asks;
+    // Certificates need no credential, so the plugin runs once.
+    let runs = args.discover && lists_members;
     let plugins = if runs { ExecPlugins::Run } else { ExecPlugins::Leave };
-    // An upstream that is no address is reported with the configuration.
+    // The validation of the configuration reports an upstream that is not an address.
     let others: Vec<ServerUrl> =
         upstreams.iter().filter_map(|u| ServerUrl::parse(u).ok()).collect();
     let mut notes = Vec::new();
-    let survey = Trust::of_access(&access, plugins, &mut notes).and_then(|trust| {
+    let survey = Trust::of_access(&context, plugins, &mut notes).and_then(|trust| {
         let request = SurveyRequest {
-            own: &access.server,
-            verified_name: access.verified_name(),
+            own: &context.server,
+            verified_name: context.verified_name(),
             others: &others,
             trust: &trust,
-            asks,
+            asks: lists_members,
         };
         survey::look(&request, Resolver::of_system())
     });
     let mut survey = match survey {
         Ok(survey) => survey,
-        Err(why) => return nothing(&why),
+        Err(why) => return without_survey(&why),
     };
-    match &access.credential {
+    match &context.credential {
         Credential::Exec(plugin) if !args.discover => {
             let command = &plugin.command;
             survey.members = Err(format!("the exec plugin {command:?} is run by --discover only"));
         }
-        // Why it yielded nothing.
+        // The notes say why the plugin returned nothing.
         Credential::Exec(_) if !notes.is_empty() => survey.members = Err(notes.join("; ")),
         _ => {}
     }
     survey
 }
 
-/// What there is to go to when an apiserver fails, and what there could be.
+/// A note about the other apiservers to use when one fails.
 fn redundancy(
     own: &str,
     upstreams: &[String],
@@ -162,7 +162,7 @@ fn redundancy(
         Ok(members) => {
             let beside =
                 if only { format!("only one endpoint is known, {own}; ") } else { String::new() };
-            // With --upstream those that are known have to be named as well.
+            // --upstream replaces the known endpoints, so the note names them too.
             let all = upstreams.iter().cloned().chain(members.iter().map(SocketAddr::to_string));
             let options: Vec<String> = all.map(|address| format!("--upstream {address}")).collect();
             Some(format!(
@@ -181,18 +181,16 @@ fn redundancy(
     }
 }
 
-/// The endpoints besides `own` in a configuration that was written for it before; none if there is
-/// no such file.
+/// The other endpoints of the upstream with `own` in an existing configuration; empty if there is
+/// none.
 fn endpoints_in(file: &Path, own: &str) -> Vec<String> {
-    let text = std::fs::read_to_string(file).unwrap_or_default();
-    let Ok(Some(config)) = parse(&text) else { return Vec::new() };
-    let upstreams = config.items("upstreams").iter();
-    let endpoints = upstreams.map(|upstream| {
-        let all = upstream.items("endpoints").iter().filter_map(Node::as_str);
-        all.map(ToOwned::to_owned).collect::<Vec<String>>()
+    let draft = config::draft(file, [], &Overrides::default());
+    let upstreams = draft.config.map(|config| config.upstreams).unwrap_or_default();
+    let mut endpoints = upstreams.into_iter().map(|upstream| {
+        upstream.endpoints.iter().map(ToString::to_string).collect::<Vec<String>>()
     });
     let mut of_cluster =
-        endpoints.into_iter().find(|all| all.iter().any(|e| e == own)).unwrap_or_default();
+        endpoints.find(|all| all.iter().any(|endpoint| endpoint == own)).unwrap_or_default();
     of_cluster.retain(|endpoint| endpoint != own);
     of_cluster
 }
@@ -202,7 +200,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn redundancy_offers_what_the_cluster_names() {
+    fn redundancy_note_offers_the_other_apiservers_of_the_cluster() {
         let members: Vec<SocketAddr> =
             ["10.0.0.2:6443", "[fd00::3]:6443"].map(|a| a.parse().unwrap()).to_vec();
         let own = "10.0.0.1:6443";
@@ -211,7 +209,7 @@ mod tests {
             offer.starts_with("only one endpoint is known, 10.0.0.1:6443; the cluster names 2")
         );
         assert!(offer.contains("with --upstream 10.0.0.2:6443 --upstream [fd00::3]:6443 --force"));
-        // Without those that are known they would be dropped.
+        // The offer includes the known endpoints, which --upstream would drop.
         let known = ["10.0.0.9:6443".to_owned()];
         let offer = redundancy(own, &known, Ok(&members[..1])).unwrap();
         assert!(offer.starts_with("the cluster names 1 apiserver more"), "{offer}");

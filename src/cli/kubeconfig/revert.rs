@@ -1,56 +1,55 @@
-//! `jackstay kubeconfig --revert`: the clusters of the input go back to where they were.
+//! `jackstay kubeconfig --revert`: restores the original clusters in the input files.
 
-use super::{Failure, KubeconfigArgs, say, write};
-use crate::kubeconfig::ResolvedContext;
-use crate::kubeconfig::moved;
+use std::fmt::Write as _;
+
+use super::args::{Failure, KubeconfigArgs};
+use super::output::write_file;
+use crate::kubeconfig::rewrite::revert;
 use crate::kubeconfig::setup::OutputFile;
-use crate::kubeconfig::tree::emit;
-use crate::kubeconfig::{KubeconfigFiles, entry_mut, names};
+use crate::kubeconfig::{KubeconfigFiles, ResolvedContext, kubeconfig_yaml, original};
 use crate::net::files::atomic_write::PRIVATE;
 
-/// Moves every moved cluster back, or that of one context.
+/// Reverts every cluster that points at jackstay, or only that of `--context`.
 pub(super) fn run(
     args: &KubeconfigArgs,
-    sources: &KubeconfigFiles,
-    out: &mut Vec<u8>,
+    files: &KubeconfigFiles,
+    out: &mut String,
 ) -> Result<(), Failure> {
     let only = match &args.context {
         None => None,
-        Some(context) => {
-            Some(ResolvedContext::resolve(&sources.merged(None), Some(context))?.cluster)
-        }
+        Some(name) => Some(ResolvedContext::resolve(&files.merged(None)?, Some(name))?.cluster),
     };
-    let mut moved = 0;
-    for source in sources.iter() {
-        let mut tree = source.tree.clone();
-        let all: Vec<String> = names(&tree, "clusters").into_iter().map(Into::into).collect();
-        let mut lines = Vec::new();
-        for name in all.iter().filter(|name| only.as_ref().is_none_or(|only| only == *name)) {
-            let Some(cluster) = entry_mut(&mut tree, "clusters", name) else { continue };
-            if moved::original(cluster).is_none() {
+    let mut nothing_changed = true;
+    for file in files.iter() {
+        let mut config = file.config.clone();
+        let mut changes = String::new();
+        for named in &mut config.clusters {
+            let selected = only.as_ref().is_none_or(|only| *only == named.name);
+            let Some(cluster) = named.cluster.as_mut().filter(|_| selected) else { continue };
+            if original(cluster).is_none() {
                 continue;
             }
-            lines.push(format!("cluster {name:?}:"));
-            lines.extend(moved::revert(cluster).iter().map(|change| format!("  {change}")));
-            moved += 1;
+            let _ = writeln!(changes, "cluster {:?}:", named.name);
+            for change in revert(cluster) {
+                let _ = writeln!(changes, "  {change}");
+            }
         }
-        if lines.is_empty() {
+        if changes.is_empty() {
             continue;
         }
-        let file = OutputFile {
-            path: source.path.clone(),
-            bytes: emit(&tree).into_bytes(),
+        nothing_changed = false;
+        let output = OutputFile {
+            path: file.path.clone(),
+            bytes: kubeconfig_yaml(&config)?.into_bytes(),
             mode: PRIVATE,
             what: "the kubeconfig",
         };
-        write(&file, out)?;
-        for line in lines {
-            say(out, &line);
-        }
+        write_file(&output, out)?;
+        out.push_str(&changes);
     }
-    if moved == 0 {
-        let files: Vec<_> = sources.iter().map(|s| s.path.display().to_string()).collect();
-        say(out, &format!("nothing to move back in {}", files.join(", ")));
+    if nothing_changed {
+        let paths: Vec<_> = files.iter().map(|file| file.path.display().to_string()).collect();
+        let _ = writeln!(out, "nothing to revert in {}", paths.join(", "));
     }
     Ok(())
 }

@@ -1,47 +1,42 @@
-//! The credential for discovery: the user of a kubeconfig's current context.
+//! The credential for discovery: the user of the current context of a kubeconfig.
 //!
-//! Its server and its CA are not used: what is asked are the upstream's own endpoints, verified as
-//! everywhere. A client certificate, a token and a token file are understood, in the precedence of
-//! client-go. What would have to start a program or hold a password is refused in words.
+//! Discovery connects to the endpoints of the upstream and verifies them with its CA, so the cluster
+//! of the context is not used. A client certificate, a token and a token file are supported. A user that
+//! needs an exec plugin, a password or impersonation is refused with a message.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use base64::Engine as _;
-use base64::engine::general_purpose::STANDARD;
 use http::HeaderValue;
-use kube::config::Kubeconfig;
-use serde_json::Value;
+use kube::config::{AuthInfo, Cluster, Kubeconfig};
 
+use crate::kubeconfig::{KubeconfigFile, MAX_KUBECONFIG, PemSource, TokenSource, UserCredentials};
 use crate::net::files::{bearer_token, bounded_read};
 use crate::net::tls::pem_files::{self, LoadedCert};
 
-/// Largest file read, a kubeconfig with the certificates of many clusters.
-const MAX_FILE: u64 = 16 << 20;
-
-/// What is shown to an apiserver.
+/// The credential for discovery.
 #[derive(Debug)]
-pub struct User {
+pub struct DiscoveryUser {
     /// The client certificate.
     pub certificate: Option<LoadedCert>,
     /// The bearer token.
-    pub token: Token,
-    /// The files it is made of, the kubeconfig first: when one changes, it is read again.
+    pub token: DiscoveryToken,
+    /// The files that it comes from, the kubeconfig first. A change to one of them requires a reload.
     pub files: Vec<PathBuf>,
 }
 
 /// A bearer token.
 #[derive(Clone, PartialEq, Eq)]
-pub enum Token {
+pub enum DiscoveryToken {
     /// None.
     None,
-    /// One that is written in the kubeconfig.
+    /// A token in the kubeconfig.
     Fixed(HeaderValue),
-    /// One in a file, which rotates: it is read for every request.
+    /// A file, which is read for every request because the token rotates.
     File(PathBuf),
 }
 
-impl fmt::Debug for Token {
+impl fmt::Debug for DiscoveryToken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::None => f.write_str("None"),
@@ -51,11 +46,11 @@ impl fmt::Debug for Token {
     }
 }
 
-impl Token {
-    /// The value of the `authorization` header now, if there is a token.
+impl DiscoveryToken {
+    /// The current value of the `authorization` header, if there is a token.
     ///
     /// # Errors
-    /// The file cannot be read, or what is in it is no token.
+    /// The file cannot be read or holds no token.
     pub fn header(&self) -> Result<Option<HeaderValue>, String> {
         match self {
             Self::None => Ok(None),
@@ -67,129 +62,107 @@ impl Token {
     }
 }
 
-/// Reads the kubeconfig and everything that its user refers to.
+/// Reads the kubeconfig and the files that its user names.
 ///
 /// # Errors
-/// What is wrong, in words for whoever wrote the file; never a part of a secret.
-pub fn load(path: &Path) -> Result<User, String> {
+/// What is wrong, with the path of the kubeconfig and without a secret.
+pub fn load(path: &Path) -> Result<DiscoveryUser, String> {
     let fail = |why: String| format!("{}: {why}", path.display());
-    let text = bounded_read::read_text(path, MAX_FILE).map_err(|error| fail(error.to_string()))?;
-    // The parser's own words may quote what stands beside a mistake.
-    let config = Kubeconfig::from_yaml(&text)
-        .map_err(|_| fail("not a kubeconfig: it cannot be parsed".into()))?;
-    let named = current_user(&config).map_err(&fail)?;
-    let name = named.0;
-    let user = Fields { user: &named.1, dir: path.parent().unwrap_or(Path::new("")) };
-    user.refuse(name).map_err(&fail)?;
+    let text =
+        bounded_read::read_text(path, MAX_KUBECONFIG).map_err(|error| fail(error.to_string()))?;
+    let file = KubeconfigFile::parse(path, &text).map_err(|error| error.to_string())?;
+    let config = file.with_absolute_paths();
+    let (name, user) = current_user(&config).map_err(&fail)?;
+    refuse_unsupported(name, user).map_err(&fail)?;
+    let credentials = UserCredentials::new(user, &Cluster::default())
+        .map_err(|why| fail(format!("the user {name:?} {why}")))?;
     let mut files = vec![path.to_owned()];
-    let certificate = user.certificate(path, &mut files).map_err(&fail)?;
-    let token = user.token(&mut files).map_err(&fail)?;
-    if certificate.is_none() && token == Token::None {
+    let certificate = match &credentials.certificate {
+        Some((certificate, key)) => {
+            let certificate = read_pem("client-certificate", certificate, path, &mut files);
+            let (cert_file, cert_pem) = certificate.map_err(&fail)?;
+            let key = read_pem("client-key", key, path, &mut files);
+            let (key_file, key_pem) = key.map_err(&fail)?;
+            let loaded = pem_files::cert_from_pem((&cert_file, &cert_pem), (&key_file, &key_pem));
+            Some(loaded.map_err(|error| fail(error.to_string()))?)
+        }
+        None => None,
+    };
+    let token = match credentials.token {
+        Some(TokenSource::File(file)) => {
+            files.push(file.clone());
+            DiscoveryToken::File(file)
+        }
+        Some(TokenSource::Inline(token)) => bearer_token::authorization(&token)
+            .map(DiscoveryToken::Fixed)
+            .map_err(|why| fail(format!("token: {why}")))?,
+        None => DiscoveryToken::None,
+    };
+    if certificate.is_none() && token == DiscoveryToken::None {
         return Err(fail(format!(
             "the user {name:?} has no credential: it needs a client certificate, a token or a \
              tokenFile"
         )));
     }
-    Ok(User { certificate, token, files })
+    Ok(DiscoveryUser { certificate, token, files })
 }
 
-/// The user of the current context, its name first.
-fn current_user(config: &Kubeconfig) -> Result<(&str, Value), String> {
-    let wanted = config.current_context.as_deref().unwrap_or_default();
-    if wanted.is_empty() {
+/// The user of the current context, with its name.
+fn current_user(config: &Kubeconfig) -> Result<(&str, &AuthInfo), String> {
+    let current = config.current_context.as_deref().unwrap_or_default();
+    if current.is_empty() {
         return Err("there is no current-context".into());
     }
-    let context = config.contexts.iter().find(|context| context.name == wanted);
+    let context = config.contexts.iter().find(|context| context.name == current);
     let user = context
         .and_then(|context| context.context.as_ref()?.user.as_deref())
-        .ok_or_else(|| format!("the current context {wanted:?} names no user"))?;
-    let found = config.auth_infos.iter().find(|named| named.name == user);
-    let info = found
+        .ok_or_else(|| format!("the current context {current:?} names no user"))?;
+    let named = config.auth_infos.iter().find(|named| named.name == user);
+    let info = named
         .and_then(|named| named.auth_info.as_ref())
         .ok_or_else(|| format!("there is no user {user:?}"))?;
-    // As JSON, since kube hides tokens in a type of another crate.
-    let value = serde_json::to_value(info).map_err(|_| format!("user {user:?} is unreadable"))?;
-    Ok((user, value))
+    Ok((user, info))
 }
 
-/// A user entry, with paths relative to the kubeconfig.
-struct Fields<'a> {
-    user: &'a Value,
-    dir: &'a Path,
+/// Refuses a user that discovery cannot act as.
+fn refuse_unsupported(name: &str, user: &AuthInfo) -> Result<(), String> {
+    let unsupported = [
+        (user.exec.is_some(), "an exec plugin: jackstay starts no programs"),
+        (user.auth_provider.is_some(), "an auth provider, which Kubernetes no longer has"),
+        (user.username.is_some(), "a user name and password, which Kubernetes no longer takes"),
+        (user.impersonate.is_some(), "impersonation: give discovery a user of its own"),
+    ];
+    match unsupported.iter().find(|(is_set, _)| *is_set) {
+        Some((_, what)) => Err(format!(
+            "the user {name:?} has {what}; use a client certificate, a token or a tokenFile"
+        )),
+        None => Ok(()),
+    }
 }
 
-impl Fields<'_> {
-    fn text(&self, key: &str) -> Option<&str> {
-        self.user[key].as_str().filter(|text| !text.is_empty())
-    }
-
-    fn path(&self, key: &str) -> Option<PathBuf> {
-        self.text(key).map(|text| self.dir.join(text))
-    }
-
-    /// What we cannot or will not do.
-    fn refuse(&self, name: &str) -> Result<(), String> {
-        let refused = [
-            ("exec", "an exec plugin: jackstay starts no programs"),
-            ("auth-provider", "an auth provider, which Kubernetes no longer has"),
-            ("username", "a user name and password, which Kubernetes no longer takes"),
-            ("as", "impersonation: give discovery a user of its own"),
-        ];
-        match refused.iter().find(|(key, _)| !self.user[*key].is_null()) {
-            Some((_, what)) => Err(format!(
-                "the user {name:?} has {what}; use a client certificate, a token or a tokenFile"
-            )),
-            None => Ok(()),
-        }
-    }
-
-    fn certificate(
-        &self,
-        kubeconfig: &Path,
-        files: &mut Vec<PathBuf>,
-    ) -> Result<Option<LoadedCert>, String> {
-        let mut part = |kind: &str| -> Result<Option<(PathBuf, Vec<u8>)>, String> {
-            if let Some(data) = self.text(&format!("{kind}-data")) {
-                let decoded = STANDARD.decode(data.trim());
-                return decoded
-                    .map(|pem| Some((kubeconfig.to_owned(), pem)))
-                    .map_err(|_| format!("{kind}-data is not base64"));
-            }
-            let Some(path) = self.path(kind) else { return Ok(None) };
-            let pem = bounded_read::read(&path, MAX_FILE)
-                .map_err(|error| format!("{kind}: {}: {error}", path.display()))?;
+/// The PEM of `key` and the file that holds it, which it adds to `files`.
+fn read_pem(
+    key: &str,
+    pem: &PemSource,
+    kubeconfig: &Path,
+    files: &mut Vec<PathBuf>,
+) -> Result<(PathBuf, Vec<u8>), String> {
+    match pem {
+        PemSource::Inline(bytes) => Ok((kubeconfig.to_owned(), bytes.clone())),
+        PemSource::File(path) => {
+            let bytes = bounded_read::read(path, MAX_KUBECONFIG)
+                .map_err(|error| format!("{key}: {}: {error}", path.display()))?;
             files.push(path.clone());
-            Ok(Some((path, pem)))
-        };
-        match (part("client-certificate")?, part("client-key")?) {
-            (None, None) => Ok(None),
-            (Some(_), None) => Err("there is a client-certificate and no client-key".into()),
-            (None, Some(_)) => Err("there is a client-key and no client-certificate".into()),
-            (Some(cert), Some(key)) => {
-                pem_files::cert_from_pem((&cert.0, &cert.1), (&key.0, &key.1))
-                    .map(Some)
-                    .map_err(|error| error.to_string())
-            }
-        }
-    }
-
-    /// Where there are both, the file wins, as in client-go: it is the one that rotates.
-    fn token(&self, files: &mut Vec<PathBuf>) -> Result<Token, String> {
-        if let Some(path) = self.path("tokenFile") {
-            files.push(path.clone());
-            return Ok(Token::File(path));
-        }
-        match self.text("token") {
-            Some(token) => bearer_token::authorization(token)
-                .map(Token::Fixed)
-                .map_err(|why| format!("token: {why}")),
-            None => Ok(Token::None),
+            Ok((path.clone(), bytes))
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use base64::Engine as _;
+    use base64::engine::general_purpose::STANDARD;
+
     use super::*;
 
     fn write(dir: &Path, user: &str) -> PathBuf {
@@ -204,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn a_certificate_in_files_or_inside() {
+    fn load_reads_a_certificate_from_files_or_inline_data() {
         let dir = tempfile::tempdir().unwrap();
         let key = rcgen::KeyPair::generate().unwrap();
         let params = rcgen::CertificateParams::new(vec!["x".into()]).unwrap();
@@ -216,14 +189,14 @@ mod tests {
         assert!(user.certificate.is_some());
         assert_eq!(user.files.len(), 3, "relative to the kubeconfig: {:?}", user.files);
         let (cert, key) = (STANDARD.encode(cert), STANDARD.encode(key));
-        let inside = format!("{{client-certificate-data: {cert}, client-key-data: {key}}}");
-        let user = load(&write(dir.path(), &inside)).unwrap();
+        let inline = format!("{{client-certificate-data: {cert}, client-key-data: {key}}}");
+        let user = load(&write(dir.path(), &inline)).unwrap();
         assert!(user.certificate.is_some());
         assert_eq!(user.files.len(), 1);
     }
 
     #[test]
-    fn a_token_file_rotates_and_wins_over_a_token() {
+    fn token_file_is_read_again_and_overrides_a_token() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("token");
         std::fs::write(&file, "one\n").unwrap();
@@ -242,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_refused_says_what_to_do_and_no_secret() {
+    fn load_refuses_unsupported_users_with_advice_and_without_secrets() {
         let dir = tempfile::tempdir().unwrap();
         for (user, expected) in [
             ("{exec: {command: aws, apiVersion: client.authentication.k8s.io/v1}}", "exec plugin"),
@@ -251,11 +224,11 @@ mod tests {
             ("{auth-provider: {name: gcp, config: {}}}", "auth provider"),
             ("{}", "has no credential"),
             ("{token: \"s3cret\\n\\x01\"}", "token: it holds a line break"),
-            ("{client-certificate: nowhere.pem}", "nowhere.pem"),
+            ("{client-certificate: nowhere.pem, client-key: k}", "nowhere.pem"),
             ("{client-certificate-data: 's3cret%'}", "not base64"),
-            ("{client-key-data: czNjcmV0}", "no client-certificate"),
-            ("{token: s3cret", "cannot be parsed"),
-            ("[s3cret]", "cannot be parsed"),
+            ("{client-key-data: czNjcmV0}", "without a client-certificate"),
+            ("{token: s3cret", "not valid YAML"),
+            ("[s3cret]", "users[0].user: expected a map of keys"),
         ] {
             let error = load(&write(dir.path(), user)).unwrap_err();
             assert!(error.contains(expected), "{user}: {error}");

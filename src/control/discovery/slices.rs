@@ -25,7 +25,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tower_service::Service;
 
-use super::kubeconfig::{self, User};
+use super::kubeconfig::{self, DiscoveryUser};
 use super::objects::{ObjectStore, SERVICE, SERVICE_LABEL, WatchedResource};
 use super::source_states::SourceStates;
 use super::transport::TransportTask;
@@ -49,7 +49,7 @@ const STABLE_AFTER: Duration = Duration::from_secs(60);
 pub async fn follow(path: PathBuf, states: Rc<SourceStates>) {
     let upstream = Arc::clone(states.upstream());
     let mut files = FileWatch::unread(vec![path.clone()]);
-    let mut user: Option<User> = None;
+    let mut user: Option<DiscoveryUser> = None;
     // The transport and the watch, which are replaced when the token changes.
     let mut tasks = JoinSet::new();
     let mut ticks = poll_ticks();

@@ -23,7 +23,7 @@ use kube::client::Body as KubeBody;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, sleep_until, timeout};
 
-use super::kubeconfig::Token;
+use super::kubeconfig::DiscoveryToken;
 use crate::upstream::Upstream;
 use crate::upstream::connection::Permit;
 use crate::upstream::credentials::CredentialClass;
@@ -107,7 +107,7 @@ impl Body for TransportBody {
 pub struct TransportTask {
     upstream: Arc<Upstream>,
     pool: Rc<Pool>,
-    token: Token,
+    token: DiscoveryToken,
     rate: RateLimit,
 }
 
@@ -116,7 +116,7 @@ impl TransportTask {
     /// future ends when the transport is dropped; its connections close with it.
     pub fn start(
         upstream: &Arc<Upstream>,
-        token: Token,
+        token: DiscoveryToken,
     ) -> (KubeTransport, impl Future<Output = ()> + use<>) {
         let (requests, mut queue) = mpsc::channel::<QueuedRequest>(CHANNEL_SIZE);
         let pool = Pool::for_internal_requests(Arc::clone(upstream));

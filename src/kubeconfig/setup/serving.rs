@@ -1,52 +1,55 @@
-//! What clients are shown at a local endpoint that terminates TLS: a CA of this machine, and a serving
-//! certificate that it has signed. Those that are there stay as long as they serve.
+//! The local CA and the serving certificate of a listener in mode `terminate`. Existing ones stay
+//! as long as they are valid.
 
 use std::path::Path;
 use std::time::SystemTime;
 
-use super::{OutputFile, SetupPlan, SetupRequest, path};
+use super::config_file::ListenerTlsSection;
+use super::plan::{OutputFile, SetupPlan, SetupRequest};
 use crate::config::CertPaths;
-use crate::kubeconfig::Error;
-use crate::kubeconfig::tree::Node;
+use crate::kubeconfig::error::KubeconfigError;
 use crate::net::files::atomic_write::{PRIVATE, PUBLIC};
 use crate::net::tls::local_ca::{self, LocalCa};
 use crate::net::tls::pem_files;
 
-/// The local CA and the serving certificate: those that are there, if they serve, else new ones.
-/// Returns the `tls` of the listener.
-pub(super) fn files(
+/// Plans a local CA and a serving certificate, unless valid ones exist. Returns the `tls` section
+/// of the listener.
+pub(super) fn plan(
     request: &SetupRequest,
-    dir: &Path,
+    directory: &Path,
     plan: &mut SetupPlan,
-) -> Result<Node, Error> {
-    let ca = CertPaths { cert_file: dir.join("local-ca.crt"), key_file: dir.join("local-ca.key") };
-    let serving = dir.join("serving.pem");
+) -> Result<ListenerTlsSection, KubeconfigError> {
+    let issuer = CertPaths {
+        cert_file: directory.join("local-ca.crt"),
+        key_file: directory.join("local-ca.key"),
+    };
+    let serving = directory.join("serving.pem");
     let mut names: Vec<String> = ["127.0.0.1", "::1", "localhost"].map(ToOwned::to_owned).to_vec();
     for name in [&request.host, &request.node_name] {
         if !name.is_empty() && !names.contains(name) {
             names.push(name.clone());
         }
     }
-    let known = ca.cert_file.exists() || ca.key_file.exists();
-    if known {
-        let authority = LocalCa::load(&ca).map_err(|error| {
-            format!("{error}; remove {} to have a new local CA", ca.cert_file.display())
+    if issuer.cert_file.exists() || issuer.key_file.exists() {
+        let authority = LocalCa::load(&issuer).map_err(|error| {
+            format!("{error}; remove {} to have a new local CA", issuer.cert_file.display())
         })?;
-        let bytes =
-            std::fs::read(&ca.cert_file).map_err(|error| Error::at(&ca.cert_file, error))?;
-        if !is_served(&serving, &authority, &names, request.now) {
+        let certificate = std::fs::read(&issuer.cert_file)
+            .map_err(|error| KubeconfigError::at(&issuer.cert_file, error))?;
+        if !is_valid(&serving, &authority, &names, request.now) {
             let issued = authority.issue(&names, request.now)?;
             plan.files.push(serving_file(&serving, &issued));
         }
-        plan.local_ca = Some(bytes);
+        plan.local_ca = Some(certificate);
     } else {
-        let made = local_ca::create_ca(&format!("jackstay on {}", request.node_name), request.now)?;
-        let authority = authority_of(&made)?;
+        let created =
+            local_ca::create_ca(&format!("jackstay on {}", request.node_name), request.now)?;
+        let authority = authority_of(&created)?;
         let issued = authority.issue(&names, request.now)?;
-        plan.local_ca = Some(made.certificate.clone().into_bytes());
+        plan.local_ca = Some(created.certificate.clone().into_bytes());
         for (path, bytes, mode, what) in [
-            (&ca.cert_file, made.certificate, PUBLIC, "the local CA, which clients trust"),
-            (&ca.key_file, made.key, PRIVATE, "its key, which never leaves this machine"),
+            (&issuer.cert_file, created.certificate, PUBLIC, "the local CA, which clients trust"),
+            (&issuer.key_file, created.key, PRIVATE, "its key, which never leaves this machine"),
         ] {
             plan.files.push(OutputFile {
                 path: path.clone(),
@@ -57,17 +60,8 @@ pub(super) fn files(
         }
         plan.files.push(serving_file(&serving, &issued));
     }
-    Ok(Node::Map(vec![
-        ("cert_file".into(), path(&serving)),
-        ("key_file".into(), path(&serving)),
-        (
-            "issuer".into(),
-            Node::Map(vec![
-                ("cert_file".into(), path(&ca.cert_file)),
-                ("key_file".into(), path(&ca.key_file)),
-            ]),
-        ),
-    ]))
+    let serving = CertPaths { cert_file: serving.clone(), key_file: serving };
+    Ok(ListenerTlsSection { serving, issuer })
 }
 
 fn serving_file(serving: &Path, issued: &local_ca::IssuedCertificate) -> OutputFile {
@@ -79,12 +73,13 @@ fn serving_file(serving: &Path, issued: &local_ca::IssuedCertificate) -> OutputF
     }
 }
 
-fn authority_of(made: &local_ca::IssuedCertificate) -> Result<LocalCa, Error> {
-    LocalCa::from_pem(&made.certificate, &made.key).map_err(Error::from)
+fn authority_of(made: &local_ca::IssuedCertificate) -> Result<LocalCa, KubeconfigError> {
+    LocalCa::from_pem(&made.certificate, &made.key).map_err(KubeconfigError::from)
 }
 
-/// Whether the serving certificate that is there is good: of this CA, for all names, not old.
-fn is_served(file: &Path, authority: &LocalCa, names: &[String], now: SystemTime) -> bool {
+/// Whether the existing serving certificate is signed by this CA, holds all names and is not due
+/// for renewal.
+fn is_valid(file: &Path, authority: &LocalCa, names: &[String], now: SystemTime) -> bool {
     let paths = CertPaths { cert_file: file.to_owned(), key_file: file.to_owned() };
     let Ok(loaded) = pem_files::load_cert(&paths) else { return false };
     let has = local_ca::subject_alt_names(&loaded.chain[0]).unwrap_or_default();

@@ -1,0 +1,93 @@
+//! The flags of `jackstay kubeconfig`, and why the command fails.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+
+use crate::kubeconfig::KubeconfigError;
+
+#[derive(Debug, Args)]
+#[allow(clippy::struct_excessive_bools)] // each one is a flag of its own
+pub(in crate::cli) struct KubeconfigArgs {
+    /// The address of jackstay for local clients.
+    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:7443")]
+    pub(super) server: String,
+    /// The kubeconfig to read; default $KUBECONFIG (a list is merged), else ~/.kube/config.
+    #[arg(long = "in", value_name = "FILE")]
+    pub(super) input: Option<PathBuf>,
+    /// The context whose cluster changes; default the current one.
+    #[arg(long, value_name = "NAME")]
+    pub(super) context: Option<String>,
+    /// The kubeconfig to write; default `jackstay.kubeconfig` beside the input.
+    #[arg(long, value_name = "FILE")]
+    pub(super) out: Option<PathBuf>,
+    /// Change the input itself.
+    #[arg(long, conflicts_with = "out")]
+    pub(super) in_place: bool,
+    /// Replace existing files with a different content.
+    #[arg(long)]
+    pub(super) force: bool,
+    /// Restore the original clusters in the input file.
+    #[arg(long, conflicts_with_all = ["out", "in_place", "mode", "config_out", "local_ca"])]
+    pub(super) revert: bool,
+    /// Write a configuration of jackstay as well: L4 (passthrough) or L7 (terminate, with a local
+    /// CA).
+    #[arg(long, value_name = "MODE")]
+    pub(super) mode: Option<ModeArg>,
+    /// The configuration to write, with its other files beside it; default `jackstay/jackstay.yaml`
+    /// beside the written kubeconfig.
+    #[arg(long, value_name = "FILE")]
+    pub(super) config_out: Option<PathBuf>,
+    /// Another apiserver of the cluster, besides the one in the kubeconfig. Repeatable; default
+    /// those in the existing configuration.
+    #[arg(long = "upstream", value_name = "ADDR")]
+    pub(super) upstreams: Vec<String>,
+    /// Also use the apiservers in the `EndpointSlices` of the cluster, read with the user's
+    /// credential; an exec plugin is run for it.
+    #[arg(long, conflicts_with_all = ["offline", "revert", "local_ca"])]
+    pub(super) discover: bool,
+    /// Make no connections: neither certificates nor `EndpointSlices` are read.
+    #[arg(long)]
+    pub(super) offline: bool,
+    /// The cluster's CA, if the kubeconfig names none.
+    #[arg(long, value_name = "FILE")]
+    pub(super) ca_file: Option<PathBuf>,
+    /// The CA that signs client certificates, if it is not the cluster's (terminate).
+    #[arg(long, value_name = "FILE")]
+    pub(super) client_ca_file: Option<PathBuf>,
+    /// The CA of an existing listener that terminates TLS.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["mode", "config_out"])]
+    pub(super) local_ca: Option<PathBuf>,
+    /// The name in every apiserver's certificate; default one that they share (passthrough).
+    #[arg(long, value_name = "NAME")]
+    pub(super) tls_server_name: Option<String>,
+    /// Name of this machine in the serving certificate; default its host name (terminate).
+    #[arg(long, value_name = "NAME")]
+    pub(super) node_name: Option<String>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum ModeArg {
+    Passthrough,
+    Terminate,
+}
+
+/// Why the command fails.
+pub(super) enum Failure {
+    /// The input cannot be used.
+    Input(String),
+    /// A file cannot be written.
+    Write(String),
+}
+
+impl Failure {
+    pub(super) fn input(error: impl std::fmt::Display) -> Self {
+        Self::Input(error.to_string())
+    }
+}
+
+impl From<KubeconfigError> for Failure {
+    fn from(error: KubeconfigError) -> Self {
+        Self::input(error)
+    }
+}

@@ -1,0 +1,134 @@
+//! The files that `jackstay kubeconfig` writes: their paths, what must not be replaced, and the
+//! check of the written configuration.
+
+use std::fmt::Write as _;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use super::args::{Failure, KubeconfigArgs};
+use crate::cli::check;
+use crate::config::{self, ConfigErrors, Overrides};
+use crate::kubeconfig::setup::OutputFile;
+use crate::kubeconfig::{KubeconfigFiles, ResolvedContext};
+use crate::net::files::atomic_write;
+
+/// The paths of the output.
+pub(super) struct Destinations {
+    /// The kubeconfig.
+    pub(super) kubeconfig: PathBuf,
+    /// The configuration of jackstay, if one is asked for.
+    pub(super) config: Option<PathBuf>,
+    /// Whether kubectl reads this kubeconfig without an option.
+    pub(super) is_default_for_kubectl: bool,
+}
+
+impl Destinations {
+    pub(super) fn new(
+        args: &KubeconfigArgs,
+        files: &KubeconfigFiles,
+        context: &ResolvedContext,
+    ) -> Result<Self, Failure> {
+        let absolute = |path: &Path| {
+            std::path::absolute(path)
+                .map_err(|error| Failure::Input(format!("{}: {error}", path.display())))
+        };
+        let kubeconfig = if args.in_place {
+            let file = files.file_of_cluster(&context.cluster).unwrap_or(files.first());
+            file.path.clone()
+        } else {
+            match &args.out {
+                Some(file) => absolute(file)?,
+                None => files.first().path.with_file_name("jackstay.kubeconfig"),
+            }
+        };
+        let config = match (&args.config_out, args.mode) {
+            (Some(file), _) => Some(absolute(file)?),
+            (None, Some(_)) => Some(directory_beside(&kubeconfig).join("jackstay.yaml")),
+            (None, None) => None,
+        };
+        let is_default_for_kubectl = args.in_place && args.input.is_none();
+        Ok(Self { kubeconfig, config, is_default_for_kubectl })
+    }
+}
+
+/// The directory `jackstay` beside the kubeconfig, or `jackstay.d` if `jackstay` is a file, such as
+/// this program.
+fn directory_beside(kubeconfig: &Path) -> PathBuf {
+    let directory = kubeconfig.with_file_name("jackstay");
+    let is_file = std::fs::metadata(&directory).is_ok_and(|found| !found.is_dir());
+    if is_file || directory == kubeconfig { directory.with_extension("d") } else { directory }
+}
+
+/// Refuses to replace a file with a different content, except with `--force` and for the input of
+/// `--in-place`.
+pub(super) fn refuse_to_overwrite(
+    files: &[&OutputFile],
+    args: &KubeconfigArgs,
+    destinations: &Destinations,
+) -> Result<(), Failure> {
+    if let Some(obstacle) = files.iter().find_map(|file| obstacle(&file.path)) {
+        return Err(Failure::Input(format!(
+            "nothing written: {obstacle}; --out and --config-out name other places"
+        )));
+    }
+    let differs = |file: &&&OutputFile| {
+        let is_input = args.in_place && file.path == destinations.kubeconfig;
+        let existing = std::fs::read(&file.path);
+        !args.force && !is_input && existing.is_ok_and(|bytes| bytes != file.bytes)
+    };
+    let differing: Vec<String> =
+        files.iter().filter(differs).map(|file| file.path.display().to_string()).collect();
+    let subject = match differing.as_slice() {
+        [] => return Ok(()),
+        [one] => format!("{one} is"),
+        all => format!("{} are", all.join(", ")),
+    };
+    let hint = if args.out.is_none() { ", --out names another kubeconfig" } else { "" };
+    Err(Failure::Input(format!(
+        "nothing written: {subject} there already and would change; --force replaces existing \
+         files{hint}"
+    )))
+}
+
+/// Why no file can be written at `path`, even with `--force`.
+fn obstacle(path: &Path) -> Option<String> {
+    if path.is_dir() {
+        return Some(format!("{} is a directory", path.display()));
+    }
+    let nearest = path.ancestors().skip(1).find(|parent| parent.exists())?;
+    (!nearest.is_dir()).then(|| {
+        let (file, path) = (nearest.display(), path.display());
+        format!("{file} is a file, so that {path} cannot be written")
+    })
+}
+
+/// Writes a file unless it has this content already, and reports it.
+pub(super) fn write_file(file: &OutputFile, out: &mut String) -> Result<(), Failure> {
+    let path = file.path.display();
+    if std::fs::read(&file.path).is_ok_and(|bytes| bytes == file.bytes) {
+        let _ = writeln!(out, "unchanged {path}: {}", file.what);
+        return Ok(());
+    }
+    let fail = |error: io::Error| {
+        let reason = error.to_string();
+        let reason = reason.split(" (os error").next().unwrap_or_default();
+        Failure::Write(format!("cannot write {path}: {reason}"))
+    };
+    if let Some(directory) = file.path.parent() {
+        std::fs::create_dir_all(directory).map_err(fail)?;
+    }
+    atomic_write::replace(&file.path, &file.bytes, file.mode).map_err(fail)?;
+    let _ = writeln!(out, "wrote {path}: {}", file.what);
+    Ok(())
+}
+
+/// Checks that jackstay starts with the written configuration.
+pub(super) fn check_configuration(file: &Path) -> Result<(), Failure> {
+    let fail = |errors: &ConfigErrors| {
+        Failure::Input(format!("this configuration cannot run, the kubeconfig stays:\n{errors}"))
+    };
+    let loaded = config::load(file, [], &Overrides::default()).map_err(|errors| fail(&errors))?;
+    let findings = check::check_files(file, &loaded.config, SystemTime::now());
+    if findings.errors.is_empty() { Ok(()) } else { Err(fail(&ConfigErrors(findings.errors))) }
+}

@@ -1,0 +1,236 @@
+//! The layers of a configuration: built-in defaults < file < environment < flags.
+//!
+//! Each layer is checked before the `config` crate merges it: unknown keys and sections that are
+//! not maps are reported and left out, so no layer can hide a mistake in another one.
+
+use std::collections::HashMap;
+use std::fmt::Write as _;
+
+use config::{Map, Source, Value, ValueKind};
+
+use super::errors::{ConfigError, join, nearest, quote};
+use super::node::describe;
+use super::report::{COMMAND_LINE, DEFAULT, ENV_PREFIX, ENVIRONMENT, Report};
+use super::yaml;
+
+/// Every key outside of lists, with its default in the form of a variable.
+const SCALARS: [(&str, &str); 9] = [
+    ("admin.bind", "127.0.0.1:9643"),
+    ("admin.socket", ""),
+    ("state_dir", "/var/lib/jackstay"),
+    ("workers", "1"),
+    // No bit of it has a meaning to kube-proxy (0x4000, 0x8000), Cilium (0x0f00), the AWS CNI
+    // (0x80) or Calico (0xffff0000). deploy/nftables has the same value.
+    ("mark", "0x306a"),
+    ("log.level", "info"),
+    ("log.format", "text"),
+    ("log.access", "errors"),
+    ("shutdown.drain_timeout", "20s"),
+];
+
+/// The lists, which only the file can set.
+const LISTS: [&str; 2] = ["upstreams", "listeners"];
+
+/// Values of flags, as text. They override every other layer.
+#[derive(Debug, Clone, Default)]
+pub struct Overrides {
+    /// `admin.bind`
+    pub admin_bind: Option<String>,
+    /// `state_dir`
+    pub state_dir: Option<String>,
+    /// `workers`
+    pub workers: Option<String>,
+    /// `log.level`
+    pub log_level: Option<String>,
+    /// `log.format`
+    pub log_format: Option<String>,
+    /// `log.access`
+    pub log_access: Option<String>,
+    /// `shutdown.drain_timeout`
+    pub drain_timeout: Option<String>,
+}
+
+/// One layer. It holds keys of the schema only, because the `config` crate reads top-level keys as
+/// path expressions: `a[99999999]` allocates a list of that length.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Layer(Map<String, Value>);
+
+impl Source for Layer {
+    fn clone_into_box(&self) -> Box<dyn Source + Send + Sync> {
+        Box::new(self.clone())
+    }
+
+    fn collect(&self) -> Result<Map<String, Value>, config::ConfigError> {
+        Ok(self.0.clone())
+    }
+}
+
+impl Layer {
+    fn set(&mut self, key: &str, text: &str, origin: &str) {
+        let value = Value::new(Some(&origin.to_owned()), ValueKind::String(text.to_owned()));
+        self.0.insert(key.to_owned(), value);
+    }
+}
+
+/// Merges the layers over the defaults; the last one wins.
+pub(super) fn merge(layers: [Layer; 3], report: &mut Report) -> Option<Value> {
+    let mut defaults = Layer::default();
+    for (key, text) in SCALARS {
+        defaults.set(key, text, DEFAULT);
+    }
+    let mut builder = config::Config::builder().add_source(defaults);
+    for layer in layers {
+        builder = builder.add_source(layer);
+    }
+    match builder.build() {
+        Ok(merged) => Some(merged.cache),
+        Err(error) => {
+            report.error("", format!("cannot be merged: {error}"));
+            None
+        }
+    }
+}
+
+/// The layer that takes the place of a file: connections to any of `listen` go to the `upstream`
+/// apiservers.
+pub(super) fn layer_from_addresses(listen: &[String], upstream: &[String]) -> Layer {
+    let origin = COMMAND_LINE.to_owned();
+    let value = |kind: ValueKind| Value::new(Some(&origin), kind);
+    let text = |text: &str| value(ValueKind::String(text.to_owned()));
+    let list =
+        |items: &[String]| value(ValueKind::Array(items.iter().map(|item| text(item)).collect()));
+    let list_of_one = |entries: Vec<(&str, Value)>| {
+        let map = entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
+        value(ValueKind::Array(vec![value(ValueKind::Table(map))]))
+    };
+    let mut layer = Layer::default();
+    layer.set("state_dir", "", COMMAND_LINE);
+    let upstreams = list_of_one(vec![("name", text("apiservers")), ("endpoints", list(upstream))]);
+    let listeners = list_of_one(vec![
+        ("name", text("passthrough")),
+        ("mode", text("passthrough")),
+        ("bind", list(listen)),
+        ("upstream", text("apiservers")),
+    ]);
+    layer.0.insert("upstreams".to_owned(), upstreams);
+    layer.0.insert("listeners".to_owned(), listeners);
+    layer
+}
+
+/// The known keys of the file; `None` if it cannot be read to its end.
+pub(super) fn file_layer(text: &str, report: &mut Report) -> Option<Layer> {
+    let origin = report.file.clone();
+    let parsed = yaml::parse(text, &origin);
+    for (path, message) in parsed.errors {
+        report.error(&path, message);
+    }
+    let known: Vec<&str> = sections().chain(LISTS).collect();
+    let mut layer = Layer::default();
+    let mut entries: Vec<(String, Value)> = parsed.tree?.into_iter().collect();
+    entries.sort_by(|a, b| a.0.cmp(&b.0));
+    for (key, value) in entries {
+        let keys = keys_of(&key);
+        if !known.contains(&key.as_str()) {
+            report.unknown("", &key, &known);
+        } else if value.kind == ValueKind::Nil {
+            // A key without a value, for example because all keys below it are commented out.
+        } else if keys.is_empty() {
+            layer.0.insert(key, value);
+        } else if let ValueKind::Table(mut table) = value.kind {
+            let mut unknown: Vec<String> = table.keys().cloned().collect();
+            unknown.retain(|k| !keys.contains(&k.as_str()));
+            unknown.sort();
+            for k in unknown {
+                report.unknown(&key, &k, &keys);
+            }
+            table.retain(|k, value| keys.contains(&k.as_str()) && value.kind != ValueKind::Nil);
+            layer.0.insert(key, Value::new(Some(&origin), ValueKind::Table(table)));
+        } else {
+            let found = describe(&value.kind);
+            report.error(&key, format!("expected a map of keys, found {found}"));
+        }
+    }
+    Some(layer)
+}
+
+/// The top-level keys that are not lists.
+fn sections() -> impl Iterator<Item = &'static str> {
+    let mut last = "";
+    SCALARS.iter().filter_map(move |(key, _)| {
+        let section = key.split('.').next().unwrap_or(key);
+        (section != std::mem::replace(&mut last, section)).then_some(section)
+    })
+}
+
+/// The keys of a section; empty if there is no such section.
+fn keys_of(section: &str) -> Vec<&'static str> {
+    let split = SCALARS.iter().filter_map(|(key, _)| key.split_once('.'));
+    split.filter(|(name, _)| *name == section).map(|(_, key)| key).collect()
+}
+
+/// The values of environment variables.
+pub(super) fn env_layer(
+    env: impl IntoIterator<Item = (String, String)>,
+    report: &mut Report,
+) -> Layer {
+    let mut layer = Layer::default();
+    let own = env.into_iter().filter(|(name, _)| name.starts_with(ENV_PREFIX));
+    let variables: HashMap<String, String> = own.collect();
+    let mut variables: Vec<(String, String)> = variables.into_iter().collect();
+    variables.sort();
+    for (name, value) in variables {
+        let key = name[ENV_PREFIX.len()..].to_lowercase().replace("__", ".");
+        match env_error(&key) {
+            None => layer.set(&key, &value, ENVIRONMENT),
+            Some(message) => {
+                let path =
+                    if name.chars().all(|c| c.is_ascii_graphic()) { name } else { quote(&name) };
+                report.errors.push(ConfigError { file: ENVIRONMENT.to_owned(), path, message });
+            }
+        }
+    }
+    layer
+}
+
+/// Why a variable cannot set `key`.
+fn env_error(key: &str) -> Option<String> {
+    let scalars: Vec<&str> = SCALARS.iter().map(|(key, _)| *key).collect();
+    if scalars.contains(&key) {
+        return None;
+    }
+    let first = key.split(['.', '[']).next().unwrap_or_default();
+    if LISTS.contains(&first) {
+        return Some(format!(
+            "{first} is a list: a variable can only set a value outside of lists"
+        ));
+    }
+    let keys = keys_of(key);
+    if !keys.is_empty() {
+        return Some(format!("{key} is a section; set one of its keys: {}", keys.join(", ")));
+    }
+    let mut message = format!("there is no configuration key {}", join("", key));
+    if let Some(near) = nearest(key, &scalars) {
+        let name = near.replace('.', "__").to_uppercase();
+        let _ = write!(message, "; did you mean {ENV_PREFIX}{name}?");
+    }
+    Some(message)
+}
+
+/// The values of flags.
+pub(super) fn flag_layer(overrides: &Overrides) -> Layer {
+    let mut layer = Layer::default();
+    for (key, value) in [
+        ("admin.bind", &overrides.admin_bind),
+        ("state_dir", &overrides.state_dir),
+        ("workers", &overrides.workers),
+        ("log.level", &overrides.log_level),
+        ("log.format", &overrides.log_format),
+        ("log.access", &overrides.log_access),
+        ("shutdown.drain_timeout", &overrides.drain_timeout),
+    ] {
+        if let Some(value) = value {
+            layer.set(key, value, COMMAND_LINE);
+        }
+    }
+    layer
+}

@@ -1,0 +1,55 @@
+//! The mistakes and warnings that one pass over a configuration collects.
+
+use std::fmt::{Display, Write as _};
+
+use super::errors::{ConfigError, join, nearest, quote};
+
+/// Origin of values from environment variables, and the `file` of errors about them.
+pub(super) const ENVIRONMENT: &str = "environment";
+/// Origin of values from flags, and the `file` of errors about them.
+pub(super) const COMMAND_LINE: &str = "command line";
+/// Origin of built-in defaults.
+pub(super) const DEFAULT: &str = "default";
+/// Prefix of the environment variables that set configuration keys.
+pub(super) const ENV_PREFIX: &str = "JACKSTAY__";
+
+/// A valid value with its key path.
+pub(super) type Located<T> = (String, T);
+
+/// The result of one pass over a configuration.
+#[derive(Debug, Default)]
+pub(super) struct Report {
+    /// The configuration file.
+    pub(super) file: String,
+    pub(super) errors: Vec<ConfigError>,
+    pub(super) warnings: Vec<String>,
+    /// Paths of the keys that the configuration leaves to their defaults.
+    pub(super) defaulted: Vec<String>,
+}
+
+impl Report {
+    /// An empty report about `file`.
+    pub(super) fn about(file: impl Into<String>) -> Self {
+        Self { file: file.into(), ..Self::default() }
+    }
+
+    /// Adds an error about a key path of the file.
+    pub(super) fn error(&mut self, path: &str, message: impl Into<String>) {
+        let (file, path) = (self.file.clone(), path.to_owned());
+        self.errors.push(ConfigError { file, path, message: message.into() });
+    }
+
+    /// Adds a warning about a key path of the file.
+    pub(super) fn warn(&mut self, path: &str, message: impl Display) {
+        self.warnings.push(format!("{}: {path}: {message}", self.file));
+    }
+
+    /// Adds an error about a key that is not in the schema.
+    pub(super) fn unknown(&mut self, path: &str, key: &str, known: &[&str]) {
+        let mut message = format!("unknown key {}", quote(key));
+        if let Some(near) = nearest(key, known) {
+            let _ = write!(message, "; did you mean {near}?");
+        }
+        self.error(&join(path, key), message);
+    }
+}

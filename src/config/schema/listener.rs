@@ -1,0 +1,325 @@
+//! The schema of a listener.
+//!
+//! A key of the other mode is an error with a reason: a client CA on a listener that sees no
+//! certificate would suggest a protection that does not exist.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use crate::config::address::{is_dns_name, parse_bind};
+use crate::config::cert_paths::CertPaths;
+use crate::config::destination::Destination;
+use crate::config::errors::quote;
+use crate::config::listener::{
+    DestinationRoute, Limits, Listener, Mode, Passthrough, RequestLimits, Route, Terminate,
+};
+use crate::config::node::{Fields, Node};
+use crate::config::report::{Located, Report};
+use crate::config::rules::References;
+use crate::config::units::{HOUR, MINUTE, MS, SECOND};
+
+/// The error for a TLS key in mode `passthrough`.
+const NO_TLS: &str =
+    "has no meaning in mode passthrough: TLS is between the client and the apiserver";
+/// The error for a limit of requests in mode `passthrough`.
+const NO_REQUESTS: &str = "has no meaning in mode passthrough: no request is seen here";
+/// The error for a key of mode `passthrough` in mode `terminate`.
+const NO_FLOWS: &str = "has no meaning in mode terminate: it forwards requests, not connections";
+
+pub(super) fn read(node: &Node<'_>, references: &mut References, report: &mut Report) -> Listener {
+    let mut fields = node.fields(report);
+    let name = fields.name(report, &mut references.listener_names);
+
+    let mut bind = Vec::new();
+    for item in fields.required_items(report, "bind", "at least one address") {
+        let wanted = "text: an address such as 127.0.0.1:7443";
+        if let Some(address) = item.require(report, wanted, parse_bind) {
+            bind.push(address);
+            references.binds.push((item.path, address));
+        }
+    }
+
+    let freebind = fields.get(report, "freebind").flag(report, false);
+    let given = fields.get(report, "mode");
+    let mode = given.parse(report, "text: terminate or passthrough", |text| match text {
+        "terminate" => Ok(true),
+        "passthrough" => Ok(false),
+        _ => Err(format!("{} is not one of terminate, passthrough", quote(text))),
+    });
+    // `None`: the mode is wrong, so it is unknown which other keys are allowed.
+    let terminate = if given.is_given() { mode } else { Some(true) };
+
+    let upstream = if fields.broken {
+        None
+    } else {
+        reference(&fields.get(report, "upstream"), terminate, references, report)
+    };
+    let mut nested = fields.section(report, "limits");
+    let limits = limits(&mut nested, report);
+    let mode = if terminate == Some(false) {
+        Mode::Passthrough(passthrough(&mut fields, &mut nested, references, report))
+    } else {
+        Mode::Terminate(self::terminate(&mut fields, &mut nested, terminate.is_some(), report))
+    };
+    nested.finish(report);
+    fields.finish(report);
+    Listener { name, bind, freebind, upstream: upstream.unwrap_or_default(), mode, limits }
+}
+
+/// The name of an upstream; `terminate` is the mode of the listener.
+fn reference(
+    node: &Node<'_>,
+    terminate: Option<bool>,
+    references: &mut References,
+    report: &mut Report,
+) -> Option<String> {
+    let wanted = "text: the name of an upstream";
+    let upstream = node.require(report, wanted, |text| Ok(text.to_owned()))?;
+    references.upstreams.push((node.path.clone(), upstream.clone()));
+    if terminate != Some(false) {
+        references.terminated.push(upstream.clone());
+    }
+    Some(upstream)
+}
+
+/// The upstream of a route of mode `passthrough`; empty if it is wrong.
+fn route_upstream(
+    fields: &mut Fields<'_>,
+    references: &mut References,
+    report: &mut Report,
+) -> String {
+    let node = fields.get(report, "upstream");
+    let name = if fields.broken { None } else { reference(&node, Some(false), references, report) };
+    name.unwrap_or_default()
+}
+
+fn limits(fields: &mut Fields<'_>, report: &mut Report) -> Limits {
+    let max_connections = fields.get(report, "max_connections").number(report, 4096, 1..=1_000_000);
+    let handshake = fields.get(report, "handshake_timeout");
+    Limits {
+        max_connections: max_connections as usize,
+        handshake_timeout: handshake.duration(report, 10 * SECOND, 100 * MS..=MINUTE),
+    }
+}
+
+/// Reads the keys of mode `terminate`. Reports missing keys and keys of the other mode only if the
+/// mode is `known`.
+fn terminate(
+    fields: &mut Fields<'_>,
+    limits: &mut Fields<'_>,
+    known: bool,
+    report: &mut Report,
+) -> Terminate {
+    let transparent = fields.get(report, "transparent");
+    if transparent.flag(report, false) && known {
+        transparent.error(
+            report,
+            "needs mode passthrough: jackstay has no certificate for the original destination",
+        );
+    }
+    for key in ["destinations", "routes", "idle_timeout", "leave_timeout", "rebalance"] {
+        if known {
+            fields.foreign(report, key, NO_FLOWS);
+        } else {
+            let _ = fields.get(report, key);
+        }
+    }
+
+    let mut tls = fields.section(report, "tls");
+    let required = known && !tls.broken;
+    let (_, tls_paths) = cert_paths(&mut tls, required, report);
+    let issuer = issuer(&mut tls, &tls_paths, report);
+    tls.finish(report);
+
+    let ca_node = fields.get(report, "client_ca_file");
+    let client_ca_file = ca_node.file(report);
+    let identities = identities(&fields.get(report, "identities"), report);
+    if !identities.is_empty() && !ca_node.is_given() && known {
+        let message =
+            "is required beside identities: without it no client certificate can be verified";
+        ca_node.error(report, message);
+    }
+    let resume_groups = resume_groups(&fields.get(report, "resume_groups"), report);
+    let limits = request_limits(limits, report);
+    Terminate { tls: tls_paths, issuer, client_ca_file, identities, resume_groups, limits }
+}
+
+fn passthrough(
+    fields: &mut Fields<'_>,
+    limits: &mut Fields<'_>,
+    references: &mut References,
+    report: &mut Report,
+) -> Passthrough {
+    for key in ["tls", "client_ca_file", "identities", "resume_groups"] {
+        fields.foreign(report, key, NO_TLS);
+    }
+    for key in ["max_streams", "max_header_bytes", "header_timeout", "stall_timeout"] {
+        limits.foreign(report, key, NO_REQUESTS);
+    }
+    let node = fields.get(report, "transparent");
+    let transparent = node.flag(report, false);
+    let list = fields.get(report, "destinations");
+    let destinations = destinations(&list, references, report);
+    if !transparent && !destinations.is_empty() {
+        list.error(
+            report,
+            "needs `transparent: true`: only a redirected connection has an original destination",
+        );
+    }
+    let routes = routes(&fields.get(report, "routes"), references, report);
+    let idle = fields.get(report, "idle_timeout");
+    let idle_timeout = idle.duration(report, Duration::ZERO, Duration::ZERO..=30 * 24 * HOUR);
+    if !idle_timeout.is_zero() && idle_timeout < SECOND {
+        idle.error(report, "is shorter than 1s; 0s is never");
+    }
+    let leave = fields.get(report, "leave_timeout");
+    Passthrough {
+        transparent,
+        destinations,
+        routes,
+        idle_timeout: Some(idle_timeout).filter(|timeout| !timeout.is_zero()),
+        leave_timeout: leave.duration(report, HOUR, Duration::ZERO..=30 * 24 * HOUR),
+        rebalance: fields.get(report, "rebalance").flag(report, false),
+    }
+}
+
+fn destinations(
+    node: &Node<'_>,
+    references: &mut References,
+    report: &mut Report,
+) -> Vec<DestinationRoute> {
+    let mut destinations = Vec::new();
+    for item in node.items(report) {
+        let mut fields = item.fields(report);
+        let items = fields.required_items(report, "to", "at least one address");
+        let wanted = "text: an address or a network such as 10.0.0.5:6443 or 10.0.0.0/24";
+        let read = |item: &Node<'_>| item.require(report, wanted, Destination::parse);
+        let to = items.iter().filter_map(read).collect();
+        let upstream = route_upstream(&mut fields, references, report);
+        fields.finish(report);
+        destinations.push(DestinationRoute { to, upstream });
+    }
+    destinations
+}
+
+fn routes(node: &Node<'_>, references: &mut References, report: &mut Report) -> Vec<Route> {
+    let mut known: Vec<Located<String>> = Vec::new();
+    let mut routes = Vec::new();
+    for item in node.items(report) {
+        let mut fields = item.fields(report);
+        let mut server_names = Vec::new();
+        for item in fields.required_items(report, "server_names", "at least one name") {
+            let wanted = "text: a name such as a.example.com or *.example.com";
+            let Some(name) = item.require(report, wanted, route_name) else { continue };
+            if let Some((first, _)) = known.iter().find(|(_, other)| *other == name) {
+                item.error(report, format!("{} is already at {first}", quote(&name)));
+            }
+            known.push((item.path, name.clone()));
+            server_names.push(name);
+        }
+        let upstream = route_upstream(&mut fields, references, report);
+        fields.finish(report);
+        routes.push(Route { server_names, upstream });
+    }
+    routes
+}
+
+/// A server name (RFC 6066 section 3: a DNS name), or `*.` and a name for all names one label
+/// below.
+fn route_name(text: &str) -> Result<String, String> {
+    let name = text.strip_prefix("*.").unwrap_or(text);
+    if text.parse::<std::net::IpAddr>().is_ok() {
+        return Err(format!(
+            "{} is an IP address: no client sends one as server name (RFC 6066); \
+             connections without one use the listener's upstream",
+            quote(text)
+        ));
+    }
+    if !is_dns_name(name) {
+        return Err(format!(
+            "{} is not a name such as a.example.com or *.example.com",
+            quote(text)
+        ));
+    }
+    Ok(text.to_ascii_lowercase())
+}
+
+fn identities(node: &Node<'_>, report: &mut Report) -> Vec<CertPaths> {
+    let mut known: Vec<Located<PathBuf>> = Vec::new();
+    let mut identities = Vec::new();
+    for item in node.items(report) {
+        let mut fields = item.fields(report);
+        let required = !fields.broken;
+        let (path, paths) = cert_paths(&mut fields, required, report);
+        fields.finish(report);
+        let same = known.iter().find(|(_, cert)| *cert == paths.cert_file);
+        if let Some((first, _)) = same.filter(|_| !paths.cert_file.as_os_str().is_empty()) {
+            report.error(&path, format!("the same certificate as {first}"));
+        }
+        known.push((path, paths.cert_file.clone()));
+        identities.push(paths);
+    }
+    identities
+}
+
+/// The local CA that renews the serving certificate.
+fn issuer(tls: &mut Fields<'_>, serving: &CertPaths, report: &mut Report) -> Option<CertPaths> {
+    let mut fields = tls.section(report, "issuer");
+    let (cert, issuer) = fields.cert_pair(report);
+    if issuer.is_some() && serving.cert_file != serving.key_file {
+        let message = "needs tls.cert_file and tls.key_file to be one file: it is replaced in one \
+                       step when it is renewed";
+        cert.error(report, message);
+    }
+    fields.finish(report);
+    issuer
+}
+
+/// A certificate with its key, and the key path of `cert_file`.
+fn cert_paths(fields: &mut Fields<'_>, required: bool, report: &mut Report) -> Located<CertPaths> {
+    let (cert, key) = (fields.get(report, "cert_file"), fields.get(report, "key_file"));
+    let mut file = |node: &Node<'_>| {
+        let file = if required { node.required_file(report) } else { node.file(report) };
+        file.unwrap_or_default()
+    };
+    let paths = CertPaths { cert_file: file(&cert), key_file: file(&key) };
+    (cert.path, paths)
+}
+
+fn resume_groups(node: &Node<'_>, report: &mut Report) -> Vec<String> {
+    let mut groups: Vec<String> = Vec::new();
+    for item in node.items(report) {
+        let group = item.require(report, "text: an API group such as example.com", |text| {
+            if !is_dns_name(text) || text.chars().any(|c| c.is_ascii_uppercase()) {
+                return Err(format!("{} is not an API group such as example.com", quote(text)));
+            }
+            if groups.iter().any(|known| known == text) {
+                return Err(format!("{} appears twice", quote(text)));
+            }
+            Ok(text.to_owned())
+        });
+        groups.extend(group);
+    }
+    groups
+}
+
+fn request_limits(fields: &mut Fields<'_>, report: &mut Report) -> RequestLimits {
+    RequestLimits {
+        max_streams: fields.get(report, "max_streams").number(report, 1000, 1..=100_000),
+        max_header_bytes: fields.get(report, "max_header_bytes").size(
+            report,
+            64 << 10,
+            4 << 10..=1 << 20,
+        ),
+        header_timeout: fields.get(report, "header_timeout").duration(
+            report,
+            10 * SECOND,
+            100 * MS..=MINUTE,
+        ),
+        stall_timeout: fields.get(report, "stall_timeout").duration(
+            report,
+            5 * MINUTE,
+            SECOND..=24 * HOUR,
+        ),
+    }
+}

@@ -1,0 +1,76 @@
+//! How values of the configuration are printed, for `#[serde(serialize_with)]`: in the form in
+//! which the file holds them, so that a printed configuration can be loaded again.
+
+use std::fmt::Display;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde::{Serialize, Serializer};
+
+use super::cert_paths::CertPaths;
+use super::units::{format_duration, format_size};
+
+/// The text of a value.
+pub(super) fn display<S: Serializer>(value: &impl Display, s: S) -> Result<S::Ok, S::Error> {
+    s.collect_str(value)
+}
+
+/// The texts of a list of values.
+pub(super) fn display_all<S: Serializer>(values: &[impl Display], s: S) -> Result<S::Ok, S::Error> {
+    s.collect_seq(values.iter().map(ToString::to_string))
+}
+
+/// A path, or an empty text for none.
+pub(super) fn optional_path<S: Serializer>(
+    path: &Option<PathBuf>,
+    s: S,
+) -> Result<S::Ok, S::Error> {
+    s.serialize_str(&path.as_deref().unwrap_or(Path::new("")).to_string_lossy())
+}
+
+/// A text, or an empty one for none.
+pub(super) fn optional_text<S: Serializer>(text: &Option<String>, s: S) -> Result<S::Ok, S::Error> {
+    s.serialize_str(text.as_deref().unwrap_or_default())
+}
+
+/// A certificate and its key, or empty paths for none.
+pub(super) fn optional_pair<S: Serializer>(
+    paths: &Option<CertPaths>,
+    s: S,
+) -> Result<S::Ok, S::Error> {
+    match paths {
+        Some(paths) => paths.serialize(s),
+        None => CertPaths { cert_file: PathBuf::new(), key_file: PathBuf::new() }.serialize(s),
+    }
+}
+
+/// A number in hexadecimal.
+pub(super) fn hex<S: Serializer>(number: &u32, s: S) -> Result<S::Ok, S::Error> {
+    s.collect_str(&format_args!("{number:#x}"))
+}
+
+/// A size in bytes with its unit.
+pub(super) fn size<S: Serializer>(bytes: &u32, s: S) -> Result<S::Ok, S::Error> {
+    s.serialize_str(&format_size(u64::from(*bytes)))
+}
+
+/// A duration with its unit.
+pub(super) fn duration<S: Serializer>(duration: &Duration, s: S) -> Result<S::Ok, S::Error> {
+    s.serialize_str(&format_duration(*duration))
+}
+
+/// A duration with its unit, or `0s` for none.
+pub(super) fn duration_or_zero<S: Serializer>(
+    duration: &Option<Duration>,
+    s: S,
+) -> Result<S::Ok, S::Error> {
+    s.serialize_str(&format_duration(duration.unwrap_or_default()))
+}
+
+/// A duration with its unit, or `adaptive` for none.
+pub(super) fn duration_or_adaptive<S: Serializer>(
+    duration: &Option<Duration>,
+    s: S,
+) -> Result<S::Ok, S::Error> {
+    s.serialize_str(&duration.map_or("adaptive".to_owned(), format_duration))
+}

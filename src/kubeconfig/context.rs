@@ -1,0 +1,144 @@
+//! The cluster and the user of one context.
+
+use kube::config::{AuthInfo, Cluster, Kubeconfig};
+
+use super::credential::{Credential, PemSource, UserCredentials};
+use super::error::KubeconfigError;
+use super::file::{context_names, find_cluster};
+use super::original::{original, set_changed_fields};
+use super::server_url::ServerUrl;
+
+/// A context with its cluster and its user.
+#[derive(Debug, Clone)]
+pub struct ResolvedContext {
+    /// Name of the context.
+    pub context: String,
+    /// Name of its cluster.
+    pub cluster: String,
+    /// Name of its user.
+    pub user: String,
+    /// The apiserver; the original one, if jackstay has changed the cluster.
+    pub server: ServerUrl,
+    /// CAs of the apiserver's certificate; `None` is the CAs of this system.
+    pub ca: Option<PemSource>,
+    /// Name in the apiserver's certificate; `None` is the host of the server.
+    pub tls_server_name: Option<String>,
+    /// `insecure-skip-tls-verify`: clients do not verify the apiserver.
+    pub insecure: bool,
+    /// `proxy-url`: clients connect through a proxy.
+    pub proxy_url: Option<String>,
+    /// The credential of the user.
+    pub credential: Credential,
+}
+
+impl ResolvedContext {
+    /// Resolves a context of a kubeconfig with absolute paths; `None` is the current context.
+    ///
+    /// # Errors
+    /// An entry is missing or wrong.
+    pub fn resolve(config: &Kubeconfig, context: Option<&str>) -> Result<Self, KubeconfigError> {
+        let contexts = match context_names(config).as_slice() {
+            [] => "there is none".to_owned(),
+            names => format!("there is {}", names.join(", ")),
+        };
+        let context = context
+            .or(set(config.current_context.as_ref()))
+            .ok_or_else(|| format!("no current-context: choose one with --context ({contexts})"))?;
+        let named = config.contexts.iter().find(|named| named.name == context);
+        let entry = named
+            .and_then(|named| named.context.as_ref())
+            .ok_or_else(|| format!("no context {context:?}: {contexts}"))?;
+        let name = set(Some(&entry.cluster))
+            .ok_or_else(|| format!("context {context:?} names no cluster"))?;
+        let in_cluster =
+            |error: String| KubeconfigError::from(format!("cluster {name:?}: {error}"));
+        let mut cluster = find_cluster(config, name)
+            .ok_or_else(|| format!("context {context:?}: no cluster {name:?}"))?
+            .clone();
+        if let Some(before) = original(&cluster) {
+            set_changed_fields(&mut cluster, before);
+        }
+        let server =
+            set(cluster.server.as_ref()).ok_or_else(|| in_cluster("has no server".into()))?;
+        let user = entry.user.as_deref().unwrap_or_default();
+        let credential = UserCredentials::new(find_user(config, context, user)?, &cluster)
+            .map_err(|error| format!("user {user:?}: {error}"))?
+            .preferred();
+        Ok(Self {
+            context: context.to_owned(),
+            cluster: name.to_owned(),
+            user: user.to_owned(),
+            server: ServerUrl::parse(server).map_err(in_cluster)?,
+            ca: certificate_authority(&cluster).map_err(in_cluster)?,
+            tls_server_name: set(cluster.tls_server_name.as_ref()).map(ToOwned::to_owned),
+            insecure: cluster.insecure_skip_tls_verify == Some(true),
+            proxy_url: set(cluster.proxy_url.as_ref()).map(ToOwned::to_owned),
+            credential,
+        })
+    }
+
+    /// The name that clients verify in the apiserver's certificate.
+    pub fn verified_name(&self) -> &str {
+        self.tls_server_name.as_deref().unwrap_or(&self.server.host)
+    }
+}
+
+/// A text that is set; an empty one counts as missing, as in client-go.
+fn set(text: Option<&String>) -> Option<&str> {
+    text.map(String::as_str).filter(|text| !text.is_empty())
+}
+
+fn certificate_authority(cluster: &Cluster) -> Result<Option<PemSource>, String> {
+    PemSource::new(
+        "certificate-authority",
+        cluster.certificate_authority_data.as_deref(),
+        cluster.certificate_authority.as_deref(),
+    )
+}
+
+/// The user of that name; an anonymous one if the context names none.
+fn find_user<'a>(
+    config: &'a Kubeconfig,
+    context: &str,
+    name: &str,
+) -> Result<&'a AuthInfo, KubeconfigError> {
+    static ANONYMOUS: std::sync::LazyLock<AuthInfo> = std::sync::LazyLock::new(AuthInfo::default);
+    if name.is_empty() {
+        return Ok(&ANONYMOUS);
+    }
+    let named = config.auth_infos.iter().find(|named| named.name == name);
+    match named {
+        Some(named) => Ok(named.auth_info.as_ref().unwrap_or(&ANONYMOUS)),
+        None => Err(format!("context {context:?}: no user {name:?}").into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn resolve_names_what_is_missing() {
+        let text = "contexts: [{name: a, context: {cluster: c, user: u}}, \
+                    {name: b, context: {cluster: ''}}]\n\
+                    clusters: [{name: c, cluster: {server: 'https://h:1', \
+                    insecure-skip-tls-verify: true}}]\n";
+        let parse = |text: &str| serde_saphyr::from_str::<Kubeconfig>(text).unwrap();
+        let resolve = |config: &Kubeconfig, context| {
+            ResolvedContext::resolve(config, context).map_err(|error| error.to_string())
+        };
+        let config = parse(text);
+        assert_eq!(
+            resolve(&config, None).unwrap_err(),
+            "no current-context: choose one with --context (there is a, b)"
+        );
+        assert_eq!(resolve(&config, Some("x")).unwrap_err(), "no context \"x\": there is a, b");
+        assert_eq!(resolve(&config, Some("b")).unwrap_err(), "context \"b\" names no cluster");
+        assert_eq!(resolve(&config, Some("a")).unwrap_err(), "context \"a\": no user \"u\"");
+        let config = parse(&format!("{text}users: [{{name: u, user: {{token: s3cret}}}}]\n"));
+        let resolved = resolve(&config, Some("a")).unwrap();
+        assert!(resolved.insecure && resolved.ca.is_none());
+        assert_eq!(resolved.verified_name(), "h");
+        assert!(!format!("{resolved:?}").contains("s3cret"), "a secret in {resolved:?}");
+    }
+}

@@ -1,0 +1,222 @@
+//! The credential of a user: a client certificate, a bearer token, or a plugin that returns one.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use kube::config::{AuthInfo, Cluster};
+use secrecy::{ExposeSecret, SecretString};
+
+use super::error::KubeconfigError;
+use super::exec::ExecPlugin;
+
+/// PEM data, or the file that holds it.
+#[derive(Clone, PartialEq, Eq)]
+pub enum PemSource {
+    /// Data in the kubeconfig.
+    Inline(Vec<u8>),
+    /// A file.
+    File(PathBuf),
+}
+
+impl fmt::Debug for PemSource {
+    /// Prints the length of inline data only; it may be a key.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Inline(bytes) => write!(f, "Inline({} bytes)", bytes.len()),
+            Self::File(path) => write!(f, "File({})", path.display()),
+        }
+    }
+}
+
+impl PemSource {
+    /// The value of `KEY-data`, or else of `KEY`, which is a path. Data overrides the file, as in
+    /// client-go.
+    pub(super) fn new(
+        key: &str,
+        data: Option<&str>,
+        file: Option<&str>,
+    ) -> Result<Option<Self>, String> {
+        if let Some(data) = data.filter(|data| !data.is_empty()) {
+            let data: String = data.split_ascii_whitespace().collect();
+            return STANDARD
+                .decode(data)
+                .map(|bytes| Some(Self::Inline(bytes)))
+                .map_err(|_| format!("{key}-data is not base64"));
+        }
+        let file = file.filter(|file| !file.is_empty());
+        Ok(file.map(|file| Self::File(PathBuf::from(file))))
+    }
+
+    /// The PEM bytes.
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    pub fn read(&self) -> Result<Vec<u8>, KubeconfigError> {
+        match self {
+            Self::Inline(bytes) => Ok(bytes.clone()),
+            Self::File(path) => {
+                std::fs::read(path).map_err(|error| KubeconfigError::unreadable(path, &error))
+            }
+        }
+    }
+}
+
+/// A bearer token, or the file that holds it.
+#[derive(Clone, PartialEq, Eq)]
+pub enum TokenSource {
+    /// A token in the kubeconfig.
+    Inline(String),
+    /// A file, whose content may change.
+    File(PathBuf),
+}
+
+/// Every credential of a user. Paths are as in the kubeconfig.
+#[derive(Clone)]
+pub struct UserCredentials {
+    /// Client certificate and key.
+    pub certificate: Option<(PemSource, PemSource)>,
+    /// Bearer token.
+    pub token: Option<TokenSource>,
+    exec: Option<ExecPlugin>,
+    /// A credential that jackstay does not use (password, auth-provider).
+    other: Option<&'static str>,
+}
+
+impl UserCredentials {
+    /// Reads a user; `cluster` is for an exec plugin that asks for it.
+    ///
+    /// # Errors
+    /// A certificate without its key, data that is not base64, or a plugin without a command.
+    pub fn new(user: &AuthInfo, cluster: &Cluster) -> Result<Self, String> {
+        let certificate = PemSource::new(
+            "client-certificate",
+            user.client_certificate_data.as_deref(),
+            user.client_certificate.as_deref(),
+        )?;
+        let key_data = user.client_key_data.as_ref().map(SecretString::expose_secret);
+        let key = PemSource::new("client-key", key_data, user.client_key.as_deref())?;
+        let certificate = match (certificate, key) {
+            (Some(certificate), Some(key)) => Some((certificate, key)),
+            (Some(_), None) => return Err("has a client-certificate without a client-key".into()),
+            (None, Some(_)) => return Err("has a client-key without a client-certificate".into()),
+            (None, None) => None,
+        };
+        // The file overrides the token in the kubeconfig, as in client-go: the file may change.
+        let file = user.token_file.as_deref().filter(|file| !file.is_empty());
+        let inline = user.token.as_ref().map(SecretString::expose_secret);
+        let token = match (file, inline.filter(|token| !token.is_empty())) {
+            (Some(file), _) => Some(TokenSource::File(PathBuf::from(file))),
+            (None, Some(token)) => Some(TokenSource::Inline(token.to_owned())),
+            (None, None) => None,
+        };
+        let other = if user.username.as_ref().is_some_and(|name| !name.is_empty()) {
+            Some("a password")
+        } else {
+            user.auth_provider.as_ref().map(|_| "an auth-provider")
+        };
+        // A plugin that is not used may be incomplete.
+        let uses_plugin = certificate.is_none() && token.is_none();
+        let exec = user.exec.as_ref().filter(|_| uses_plugin);
+        let exec = exec.map(|exec| ExecPlugin::new(exec, cluster)).transpose()?;
+        Ok(Self { certificate, token, exec, other })
+    }
+
+    /// The credential that decides who the user is. A client certificate precedes a token, because
+    /// kube-apiserver authenticates by the certificate first.
+    pub fn preferred(self) -> Credential {
+        match (self.certificate, self.token, self.exec, self.other) {
+            (Some((certificate, key)), ..) => Credential::Certificate(certificate, key),
+            (None, Some(TokenSource::File(file)), ..) => Credential::TokenFile(file),
+            (None, Some(TokenSource::Inline(token)), ..) => Credential::Token(token),
+            (None, None, Some(plugin), _) => Credential::Exec(plugin),
+            (None, None, None, Some(other)) => Credential::Other(other),
+            (None, None, None, None) => Credential::Anonymous,
+        }
+    }
+}
+
+/// The credential of a user.
+#[derive(Clone)]
+pub enum Credential {
+    /// None.
+    Anonymous,
+    /// A client certificate and its key.
+    Certificate(PemSource, PemSource),
+    /// A bearer token in the kubeconfig.
+    Token(String),
+    /// A bearer token in a file.
+    TokenFile(PathBuf),
+    /// A plugin that returns a token or a certificate.
+    Exec(ExecPlugin),
+    /// A password or an auth-provider, which jackstay does not use.
+    Other(&'static str),
+}
+
+impl fmt::Debug for Credential {
+    /// Prints the kind only.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.describe())
+    }
+}
+
+impl Credential {
+    /// The kind of credential, for messages.
+    pub fn describe(&self) -> &'static str {
+        match self {
+            Self::Anonymous => "no credential",
+            Self::Certificate(..) => "a client certificate",
+            Self::Token(_) => "a token",
+            Self::TokenFile(_) => "a token file",
+            Self::Exec(_) => "an exec plugin",
+            Self::Other(kind) => kind,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn credential(user: &str) -> Result<Credential, String> {
+        let user: AuthInfo = serde_saphyr::from_str(user).unwrap();
+        UserCredentials::new(&user, &Cluster::default()).map(UserCredentials::preferred)
+    }
+
+    #[test]
+    fn preferred_follows_the_precedence_of_client_go() {
+        for (user, expected) in [
+            ("{}", "no credential"),
+            ("{token: a, tokenFile: b}", "a token file"),
+            ("{token: a, exec: {command: aws}}", "a token"),
+            ("{token: '', exec: {command: aws}}", "an exec plugin"),
+            ("{client-certificate: a, client-key: b, token: c}", "a client certificate"),
+            ("{exec: {command: aws}}", "an exec plugin"),
+            ("{username: a, password: b}", "a password"),
+            ("{auth-provider: {name: oidc}}", "an auth-provider"),
+        ] {
+            assert_eq!(credential(user).unwrap().describe(), expected, "{user}");
+        }
+    }
+
+    #[test]
+    fn incomplete_credential_is_refused_without_its_value() {
+        for (user, expected) in [
+            ("{client-certificate: a}", "has a client-certificate without a client-key"),
+            ("{client-key-data: YQ==}", "has a client-key without a client-certificate"),
+            ("{client-certificate-data: 's3cret%', client-key: b}", "is not base64"),
+            ("{client-certificate-data: 'aG=sbG8=', client-key: b}", "is not base64"),
+            ("{exec: {args: [a]}}", "exec names no command"),
+        ] {
+            let error = credential(user).unwrap_err();
+            assert!(error.contains(expected) && !error.contains("s3cret"), "{user}: {error}");
+        }
+    }
+
+    #[test]
+    fn inline_pem_may_be_wrapped() {
+        let pem = PemSource::new("k", Some("aGVs\n bG8=\n"), Some("file")).unwrap();
+        assert_eq!(pem, Some(PemSource::Inline(b"hello".to_vec())));
+    }
+}

@@ -1,0 +1,192 @@
+//! One kubeconfig file: read with bounds, written as kubectl writes it.
+//!
+//! [`Kubeconfig`] keeps keys that it does not know, and extensions. Comments and layout are lost,
+//! as with `kubectl config`. A file that kubectl would refuse, such as one with a context that
+//! names no cluster, is refused as a whole.
+
+use std::fmt;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use kube::config::{Cluster, Kubeconfig};
+use serde::{Deserialize, Serialize};
+use serde_path_to_error::{Deserializer, Track};
+use serde_saphyr::{Error as YamlError, Options};
+
+use super::error::KubeconfigError;
+use super::original::{original, record};
+use crate::config::describe_yaml_error;
+
+/// Largest kubeconfig in bytes: room for the certificates of a few thousand clusters.
+pub const MAX_KUBECONFIG: u64 = 16 << 20;
+
+/// Most YAML events that all aliases of a file expand to, against aliases of aliases.
+const MAX_ALIAS_EVENTS: usize = 200_000;
+
+/// A kubeconfig file.
+#[derive(Clone)]
+pub struct KubeconfigFile {
+    /// Absolute path. A link is not resolved: relative paths in the file are relative to the
+    /// directory of the link, and a write replaces the link.
+    pub path: PathBuf,
+    /// The content.
+    pub config: Kubeconfig,
+    /// Whether the file has comments, which a write loses.
+    pub has_comments: bool,
+}
+
+impl fmt::Debug for KubeconfigFile {
+    /// Prints the path only; the content holds secrets.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("KubeconfigFile").field("path", &self.path).finish_non_exhaustive()
+    }
+}
+
+impl KubeconfigFile {
+    /// Reads a file, a pipe included. `None` if it does not exist.
+    pub(super) fn read(path: &Path) -> Result<Option<Self>, KubeconfigError> {
+        let unreadable = |error: &std::io::Error| KubeconfigError::unreadable(path, error);
+        match std::fs::metadata(path) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(unreadable(&error)),
+            Ok(metadata) if metadata.is_dir() => {
+                return Err(KubeconfigError::at(path, "is a directory, not a kubeconfig"));
+            }
+            Ok(_) => {}
+        }
+        let mut bytes = Vec::new();
+        std::fs::File::open(path)
+            .and_then(|file| file.take(MAX_KUBECONFIG + 1).read_to_end(&mut bytes))
+            .map_err(|error| unreadable(&error))?;
+        if bytes.len() as u64 > MAX_KUBECONFIG {
+            return Err(KubeconfigError::at(path, "larger than 16 MiB: not a kubeconfig"));
+        }
+        let text = String::from_utf8(bytes).ok().filter(|text| !text.contains('\0'));
+        let text = text.ok_or_else(|| KubeconfigError::at(path, "not a text file in UTF-8"))?;
+        Self::parse(path, &text).map(Some)
+    }
+
+    /// Parses `text`, the content of the file at `path`.
+    ///
+    /// # Errors
+    /// The first mistake with its line and key path, without a value of the file.
+    pub fn parse(path: &Path, text: &str) -> Result<Self, KubeconfigError> {
+        let config = parse_yaml(text).map_err(|error| KubeconfigError::at(path, error))?;
+        check(&config).map_err(|error| KubeconfigError::at(path, error))?;
+        let has_comments = text.lines().any(|line| line.trim_start().starts_with('#'));
+        let path =
+            std::path::absolute(path).map_err(|error| KubeconfigError::unreadable(path, &error))?;
+        Ok(Self { path, config, has_comments })
+    }
+
+    /// The content with absolute paths.
+    pub fn with_absolute_paths(&self) -> Kubeconfig {
+        let mut config = self.config.clone();
+        let directory = self.path.parent().unwrap_or(Path::new("/"));
+        for cluster in config.clusters.iter_mut().filter_map(|named| named.cluster.as_mut()) {
+            make_absolute(&mut cluster.certificate_authority, directory);
+            if let Some(mut before) = original(cluster) {
+                make_absolute(&mut before.certificate_authority, directory);
+                record(cluster, &before);
+            }
+        }
+        for user in config.auth_infos.iter_mut().filter_map(|named| named.auth_info.as_mut()) {
+            make_absolute(&mut user.client_certificate, directory);
+            make_absolute(&mut user.client_key, directory);
+            make_absolute(&mut user.token_file, directory);
+            // A command without a slash is looked up in $PATH.
+            if let Some(exec) = &mut user.exec
+                && exec.command.as_ref().is_some_and(|command| command.contains('/'))
+            {
+                make_absolute(&mut exec.command, directory);
+            }
+        }
+        config
+    }
+}
+
+fn make_absolute(path: &mut Option<String>, directory: &Path) {
+    if let Some(path) = path.as_mut().filter(|path| !path.is_empty()) {
+        *path = directory.join(&*path).to_string_lossy().into_owned();
+    }
+}
+
+fn parse_yaml(text: &str) -> Result<Kubeconfig, String> {
+    let mut track = Track::new();
+    let parsed = serde_saphyr::with_deserializer_from_str_with_options(text, options(), |yaml| {
+        Kubeconfig::deserialize(Deserializer::new(yaml, &mut track))
+    });
+    parsed.map_err(|error| {
+        let path = track.path().to_string();
+        // The path of an unknown key ends with a question mark.
+        let path = path.trim_end_matches('?').trim_end_matches('.');
+        if path.is_empty() && matches!(error, YamlError::Unexpected { .. }) {
+            return "not a kubeconfig: it must be a map of keys (clusters: …, users: …)".to_owned();
+        }
+        let (line, message) = describe_yaml_error(text, &error);
+        let separator = if path.is_empty() { "" } else { ": " };
+        format!("line {line}: {path}{separator}{message}")
+    })
+}
+
+/// kubectl reads YAML 1.1, so extensions do as well: `yes` is true and `017` is 15.
+fn options() -> Options {
+    serde_saphyr::options! {
+        alias_limits: serde_saphyr::alias_limits! { max_total_replayed_events: MAX_ALIAS_EVENTS },
+        legacy_octal_numbers: true,
+        with_snippet: false,
+    }
+}
+
+/// Checks what the type does not.
+fn check(config: &Kubeconfig) -> Result<(), String> {
+    match config.kind.as_deref() {
+        None | Some("" | "Config") => {}
+        Some(other) => return Err(format!("not a kubeconfig: its kind is {other:?}")),
+    }
+    let clusters = config.clusters.iter().map(|named| named.name.as_str());
+    unique_names("clusters", &clusters.collect::<Vec<_>>())?;
+    let users = config.auth_infos.iter().map(|named| named.name.as_str());
+    unique_names("users", &users.collect::<Vec<_>>())?;
+    unique_names("contexts", &context_names(config))
+}
+
+fn unique_names(list: &str, names: &[&str]) -> Result<(), String> {
+    let repeated = (0..names.len()).find(|index| names[..*index].contains(&names[*index]));
+    repeated.map_or(Ok(()), |index| {
+        Err(format!("{list}[{index}]: the name {:?} appears twice", names[index]))
+    })
+}
+
+/// The names of the contexts.
+pub(super) fn context_names(config: &Kubeconfig) -> Vec<&str> {
+    config.contexts.iter().map(|named| named.name.as_str()).collect()
+}
+
+/// The cluster of that name.
+pub fn find_cluster<'a>(config: &'a Kubeconfig, name: &str) -> Option<&'a Cluster> {
+    config.clusters.iter().find(|named| named.name == name)?.cluster.as_ref()
+}
+
+/// The cluster of that name.
+pub fn find_cluster_mut<'a>(config: &'a mut Kubeconfig, name: &str) -> Option<&'a mut Cluster> {
+    config.clusters.iter_mut().find(|named| named.name == name)?.cluster.as_mut()
+}
+
+/// The text of a kubeconfig, with sorted keys as kubectl writes them.
+///
+/// # Errors
+/// A value cannot be written as YAML.
+pub fn kubeconfig_yaml(config: &Kubeconfig) -> Result<String, KubeconfigError> {
+    // A JSON object sorts its keys; the maps of this type do not.
+    let tree = serde_json::to_value(config)
+        .map_err(|_| KubeconfigError::from("the kubeconfig cannot be written".to_owned()))?;
+    to_yaml(&tree)
+}
+
+/// A value as YAML that readers of YAML 1.1 and 1.2 understand alike.
+pub(super) fn to_yaml(value: &impl Serialize) -> Result<String, KubeconfigError> {
+    let options = serde_saphyr::ser_options! { prefer_block_scalars: false };
+    serde_saphyr::to_string_with_options(value, options)
+        .map_err(|_| KubeconfigError::from("a value cannot be written as YAML".to_owned()))
+}

@@ -1,0 +1,245 @@
+//! Finds and merges the kubeconfig files of a user, by the rules of kubectl.
+//!
+//! | source | files | a missing file |
+//! |---|---|---|
+//! | the file on the command line | that file | is an error |
+//! | `$KUBECONFIG` | its list, separated by colons | is skipped |
+//! | neither | `~/.kube/config` | is an error |
+//!
+//! The first file that sets a value wins: each cluster, user and context by its name, and
+//! `current-context` and the other keys as a whole. Relative paths in a file are relative to its
+//! directory (client-go, `tools/clientcmd/loader.go`).
+
+use std::path::{Path, PathBuf};
+
+use kube::config::Kubeconfig;
+
+use super::error::KubeconfigError;
+use super::file::{KubeconfigFile, find_cluster};
+
+/// Where kubeconfig files may be.
+#[derive(Debug, Clone, Default)]
+pub struct KubeconfigPaths {
+    /// The file on the command line.
+    pub file: Option<PathBuf>,
+    /// `$KUBECONFIG`.
+    pub variable: Option<String>,
+    /// The home directory.
+    pub home: Option<PathBuf>,
+}
+
+impl KubeconfigPaths {
+    /// The paths in the environment of this process; `file` is the one on the command line.
+    pub fn from_env(file: Option<PathBuf>) -> Self {
+        let variable = std::env::var_os("KUBECONFIG");
+        Self {
+            file,
+            variable: variable.map(|value| value.to_string_lossy().into_owned()),
+            home: std::env::var_os("HOME").map(PathBuf::from),
+        }
+    }
+}
+
+/// The kubeconfig files of a user, in the order of precedence. There is at least one.
+#[derive(Debug, Clone)]
+pub struct KubeconfigFiles(Vec<KubeconfigFile>);
+
+impl KubeconfigFiles {
+    /// Reads the files.
+    ///
+    /// # Errors
+    /// A required file does not exist, or a file cannot be read or parsed.
+    pub fn load(paths: &KubeconfigPaths) -> Result<Self, KubeconfigError> {
+        let listed: Vec<PathBuf> = match (&paths.file, &paths.variable) {
+            (None, Some(variable)) => {
+                variable.split(':').filter(|part| !part.is_empty()).map(PathBuf::from).collect()
+            }
+            _ => Vec::new(),
+        };
+        if listed.is_empty() {
+            let default = paths.home.as_ref().map(|home| home.join(".kube/config"));
+            let path = paths.file.clone().or(default).ok_or_else(|| {
+                "no kubeconfig: name one with --in, or set $KUBECONFIG or $HOME".to_owned()
+            })?;
+            let file = KubeconfigFile::read(&path)?
+                .ok_or_else(|| format!("cannot read {}: no such file", path.display()))?;
+            return Ok(Self(vec![file]));
+        }
+        let mut files: Vec<KubeconfigFile> = Vec::new();
+        for path in &listed {
+            if let Some(file) = KubeconfigFile::read(path)?
+                && !files.iter().any(|known| known.path == file.path)
+            {
+                files.push(file);
+            }
+        }
+        if files.is_empty() {
+            let listed: Vec<_> = listed.iter().map(|path| path.display().to_string()).collect();
+            return Err(format!("$KUBECONFIG: none of {} exists", listed.join(", ")).into());
+        }
+        Ok(Self(files))
+    }
+
+    /// The first file, to which kubectl writes new entries.
+    pub fn first(&self) -> &KubeconfigFile {
+        &self.0[0]
+    }
+
+    /// Every file.
+    pub fn iter(&self) -> impl Iterator<Item = &KubeconfigFile> {
+        self.0.iter()
+    }
+
+    /// The file that the cluster of that name comes from.
+    pub fn file_of_cluster(&self, name: &str) -> Option<&KubeconfigFile> {
+        self.0.iter().find(|file| find_cluster(&file.config, name).is_some())
+    }
+
+    /// The merged content, for a file in `directory`: relative paths of files in other directories
+    /// become absolute.
+    ///
+    /// # Errors
+    /// The files have different `apiVersion`s.
+    pub fn merged(&self, directory: Option<&Path>) -> Result<Kubeconfig, KubeconfigError> {
+        let mut merged = Kubeconfig::default();
+        for file in &self.0 {
+            let mut config = if directory.is_some() && directory == file.path.parent() {
+                file.config.clone()
+            } else {
+                file.with_absolute_paths()
+            };
+            // An empty context counts as none.
+            config.current_context = config.current_context.filter(|name| !name.is_empty());
+            merged = merged.merge(config).map_err(|_| {
+                KubeconfigError::at(&file.path, "its apiVersion differs from the other files'")
+            })?;
+        }
+        Ok(merged)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn write(dir: &Path, name: &str, text: &str) -> PathBuf {
+        let path = dir.join(name);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(&path, text).unwrap();
+        path
+    }
+
+    fn load(
+        file: Option<PathBuf>,
+        variable: Option<&str>,
+        home: &Path,
+    ) -> Result<KubeconfigFiles, KubeconfigError> {
+        let variable = variable.map(ToOwned::to_owned);
+        KubeconfigFiles::load(&KubeconfigPaths { file, variable, home: Some(home.to_owned()) })
+    }
+
+    #[test]
+    fn load_finds_files_by_the_rules_of_kubectl() {
+        let dir = tempfile::tempdir().unwrap();
+        let home = dir.path();
+        let error = load(None, None, home).unwrap_err().to_string();
+        assert!(error.ends_with(".kube/config: no such file"), "{error}");
+        let default = write(home, ".kube/config", "current-context: default\n");
+        let other = write(home, "other", "current-context: other\n");
+        let current_context = |file: Option<PathBuf>, variable: Option<&str>| {
+            load(file, variable, home).unwrap().merged(None).unwrap().current_context
+        };
+        assert_eq!(current_context(None, None).as_deref(), Some("default"));
+        assert_eq!(current_context(None, Some("")).as_deref(), Some("default"));
+        let list = format!("{}/none::{}", home.display(), other.display());
+        assert_eq!(current_context(None, Some(&list)).as_deref(), Some("other"));
+        assert_eq!(current_context(Some(default), Some(&list)).as_deref(), Some("default"));
+        let error = load(None, Some("/none/a:/none/b"), home).unwrap_err().to_string();
+        assert_eq!(error, "$KUBECONFIG: none of /none/a, /none/b exists");
+        assert!(load(Some("/none".into()), None, home).is_err());
+    }
+
+    #[test]
+    fn merge_prefers_the_first_file_and_keeps_paths_valid() {
+        let dir = tempfile::tempdir().unwrap();
+        let home = dir.path();
+        write(
+            home,
+            "a/config",
+            "clusters:\n- name: one\n  cluster: {server: https://a, certificate-authority: ca.crt}\n\
+             users:\n- name: u\n  user: {client-certificate: ../u.crt, client-key: /k, \
+             exec: {command: ./plugin, args: [x]}, odd: 1}\ncurrent-context: ''\n",
+        );
+        write(
+            home,
+            "b/config",
+            "clusters:\n- name: one\n  cluster: {server: https://b}\n- name: two\n  cluster: \
+             {server: https://b2}\nusers:\n- name: v\n  user: {tokenFile: t, exec: {command: aws}}\n\
+             current-context: c\n",
+        );
+        let list = format!("{0}/a/config:{0}/b/config", home.display());
+        let files = load(None, Some(&list), home).unwrap();
+        let merged = files.merged(Some(&home.join("a"))).unwrap();
+        assert_eq!(merged.current_context.as_deref(), Some("c"));
+        let one = find_cluster(&merged, "one").unwrap();
+        assert_eq!(one.server.as_deref(), Some("https://a"));
+        assert_eq!(one.certificate_authority.as_deref(), Some("ca.crt"));
+        assert!(find_cluster(&merged, "two").is_some() && merged.clusters.len() == 2);
+        let absolute = |name: &str| home.join(name).display().to_string();
+        let user = |config: &Kubeconfig, name: &str| {
+            let named = config.auth_infos.iter().find(|named| named.name == name).unwrap();
+            named.auth_info.clone().unwrap()
+        };
+        let v = user(&merged, "v");
+        assert_eq!(v.token_file, Some(absolute("b/t")));
+        assert_eq!(v.exec.unwrap().command.as_deref(), Some("aws"));
+        let u = user(&files.merged(None).unwrap(), "u");
+        assert_eq!(u.client_certificate, Some(absolute("a/../u.crt")));
+        assert_eq!(u.client_key.as_deref(), Some("/k"));
+        assert_eq!(u.exec.unwrap().command, Some(absolute("a/./plugin")));
+        assert_eq!(u.other["odd"], 1);
+        assert_eq!(files.file_of_cluster("two").unwrap().path, home.join("b/config"));
+    }
+
+    #[test]
+    fn load_reports_the_place_of_a_mistake_without_a_secret() {
+        let dir = tempfile::tempdir().unwrap();
+        let bomb = (1..9).fold("a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n".to_owned(), |text, i| {
+            let aliases = vec![format!("*a{}", i - 1); 10].join(", ");
+            format!("{text}a{i}: &a{i} [{aliases}]\n")
+        });
+        for (text, expected) in [
+            ("s3cret", "it must be a map of keys"),
+            ("kind: Pod\n", "its kind is \"Pod\""),
+            ("clusters: []\nusers: s3cret\n", "line 2: users: expected a list"),
+            ("clusters: [{cluster: {}}]\n", "clusters[0]: has no name"),
+            ("users: [{name: a}, {name: a}]\n", "users[1]: the name \"a\" appears twice"),
+            ("users: [{name: a, user: []}]\n", "line 1: users[0].user: expected a map of keys"),
+            ("users: [{name: a, user: {token: [s3cret]}}]\n", "users[0].user.token: expected text"),
+            (
+                "users:\n- name: u\n  user:\n    token: s3cret\n    token: s3cret\n",
+                "line 5: users[0].user: the key \"token\" appears twice",
+            ),
+            (
+                "users: [{name: u, user: {exec: {interactiveMode: s3cret}}}]\n",
+                "interactiveMode: expected one of Never, IfAvailable, Always",
+            ),
+            ("users: [{name: u, user: {token: s3cret", "not valid YAML"),
+            ("a: 1\n\tb: s3cret\n", "line 2: not valid YAML: a tab in the indentation"),
+            ("a: 1\n---\nb: s3cret\n", "a second YAML document"),
+            ("a: *s3cret\n", "a YAML alias (*name) without its anchor"),
+            (&bomb, "too many YAML aliases"),
+            (&format!("a: {}{}", "[".repeat(100), "]".repeat(100)), "nested more than 64 deep"),
+            ("a: \u{0}", "not a text file"),
+        ] {
+            let path = write(dir.path(), "c", text);
+            let error = load(Some(path.clone()), None, dir.path()).unwrap_err().to_string();
+            assert!(error.starts_with(&path.display().to_string()), "{error}");
+            assert!(error.contains(expected), "{text:.60}: {error}");
+            assert!(!error.contains("s3cret"), "{error}");
+        }
+        assert!(load(Some(dir.path().to_owned()), None, dir.path()).is_err());
+        let large = write(dir.path(), "large", &"#".repeat((16 << 20) + 1));
+        assert!(load(Some(large), None, dir.path()).unwrap_err().to_string().contains("16 MiB"));
+    }
+}

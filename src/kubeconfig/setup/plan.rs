@@ -1,0 +1,86 @@
+//! The input and the output of a plan.
+
+use std::path::PathBuf;
+use std::time::SystemTime;
+
+use serde::Serialize;
+
+use crate::kubeconfig::credential::PemSource;
+
+/// The mode of the planned listener.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum SetupMode {
+    /// L4: TLS is between client and apiserver.
+    Passthrough,
+    /// L7: jackstay terminates TLS with a certificate of a local CA.
+    Terminate,
+}
+
+/// The input of a plan.
+#[derive(Debug, Clone)]
+pub struct SetupRequest {
+    /// The mode of the listener.
+    pub mode: SetupMode,
+    /// Host of the local endpoint, as in the URL of clients.
+    pub host: String,
+    /// Port of the local endpoint.
+    pub port: u16,
+    /// Path of the configuration. The other files are in the same directory.
+    pub config: PathBuf,
+    /// Apiservers besides the one in the kubeconfig.
+    pub upstreams: Vec<String>,
+    /// Name in the certificates of all apiservers; `None` is the host of each one.
+    pub server_name: Option<String>,
+    /// The cluster's CA; replaces the one in the kubeconfig.
+    pub ca_file: Option<PathBuf>,
+    /// The CA of client certificates; `None` is the cluster's CA.
+    pub client_ca_file: Option<PathBuf>,
+    /// Name of this machine, for the serving certificate.
+    pub node_name: String,
+    /// The current time.
+    pub now: SystemTime,
+}
+
+/// A file to write.
+#[derive(Clone, PartialEq, Eq)]
+pub struct OutputFile {
+    /// Absolute path.
+    pub path: PathBuf,
+    /// Content.
+    pub bytes: Vec<u8>,
+    /// Permissions.
+    pub mode: u32,
+    /// Description for messages.
+    pub what: &'static str,
+}
+
+/// The files of a jackstay for one context.
+pub struct SetupPlan {
+    /// The files to write, the configuration last.
+    pub files: Vec<OutputFile>,
+    /// The local CA, PEM, for clients to trust (mode `terminate` only).
+    pub local_ca: Option<Vec<u8>>,
+    /// Messages to the user.
+    pub notes: Vec<String>,
+}
+
+impl SetupPlan {
+    /// The file that holds the PEM; inline data is written to `path`.
+    pub(super) fn file_of(
+        &mut self,
+        pem: &PemSource,
+        path: PathBuf,
+        mode: u32,
+        what: &'static str,
+    ) -> PathBuf {
+        match pem {
+            PemSource::File(file) => file.clone(),
+            PemSource::Inline(bytes) => {
+                let bytes = bytes.clone();
+                self.files.push(OutputFile { path: path.clone(), bytes, mode, what });
+                path
+            }
+        }
+    }
+}

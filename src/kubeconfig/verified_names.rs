@@ -1,0 +1,261 @@
+//! Selects the name that is verified in the apiservers' certificates.
+//!
+//! Two settings need one: `tls.server_name` of the upstream, whose default is the host of each
+//! endpoint, and `tls-server-name` of a kubeconfig in mode `passthrough`, which is one name for all
+//! apiservers. kubeadm puts the address of its own apiserver and `kubernetes` into each certificate
+//! (`cmd/kubeadm/app/util/pkiutil`, `GetAPIServerAltNames`).
+
+use std::net::IpAddr;
+
+/// Names that kubeadm and most installers put into every apiserver's certificate.
+const COMMON: [&str; 2] = ["kubernetes", "kubernetes.default.svc"];
+
+/// The names in an apiserver's certificate.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CertificateNames {
+    /// Host and port of the apiserver, as an endpoint of a configuration.
+    pub address: String,
+    /// Its host.
+    pub host: String,
+    /// The names and addresses in the certificate.
+    pub names: Vec<String>,
+}
+
+/// The input of a selection.
+#[derive(Debug, Clone, Copy)]
+pub struct NameInputs<'a> {
+    /// The host in the kubeconfig.
+    pub host: &'a str,
+    /// The name on the command line, or else the name that the kubeconfig verifies.
+    pub given: Option<&'a str>,
+    /// Number of endpoints.
+    pub endpoints: usize,
+    /// The certificates that were read; empty without a connection.
+    pub certificates: &'a [CertificateNames],
+}
+
+/// The names to verify.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct VerifiedNames {
+    /// `tls.server_name`; `None` is the host of each endpoint.
+    pub upstream: Option<String>,
+    /// `tls-server-name` for clients that verify the apiservers themselves.
+    pub client: String,
+    /// Messages to the user.
+    pub notes: Vec<String>,
+    /// Messages to the user if clients verify the apiservers themselves.
+    pub client_notes: Vec<String>,
+}
+
+impl CertificateNames {
+    /// Whether the certificate holds a name (RFC 6125: a wildcard matches one label) or an address.
+    fn holds(&self, wanted: &str) -> bool {
+        if let Ok(ip) = wanted.parse::<IpAddr>() {
+            return self.names.iter().any(|name| name.parse() == Ok(ip));
+        }
+        let rest = wanted.split_once('.').map(|(_, rest)| rest);
+        self.names.iter().any(|name| match (name.strip_prefix("*."), rest) {
+            (Some(parent), Some(rest)) => parent.eq_ignore_ascii_case(rest),
+            _ => name.eq_ignore_ascii_case(wanted),
+        })
+    }
+}
+
+/// Selects the names.
+pub fn select(inputs: &NameInputs<'_>) -> VerifiedNames {
+    if inputs.certificates.is_empty() {
+        select_without_certificates(inputs)
+    } else {
+        select_from_certificates(inputs)
+    }
+}
+
+/// Assumes that an address is in one certificate only, and that a name that clients verify already
+/// is in all of them.
+fn select_without_certificates(inputs: &NameInputs<'_>) -> VerifiedNames {
+    let mut selected = VerifiedNames::default();
+    let several = inputs.endpoints > 1;
+    let is_address = inputs.host.parse::<IpAddr>().is_ok();
+    let own_name = (several && !is_address).then_some(inputs.host);
+    selected.upstream = inputs.given.or(own_name).map(ToOwned::to_owned);
+    let client = match inputs.given {
+        Some(given) => given,
+        None if several && is_address => {
+            selected.client_notes.push(format!(
+                "tls-server-name is {0:?}, which kubeadm and most installers put into every \
+                 apiserver's certificate; they were not read, --tls-server-name names another",
+                COMMON[0]
+            ));
+            COMMON[0]
+        }
+        None => inputs.host,
+    };
+    client.clone_into(&mut selected.client);
+    selected
+}
+
+fn select_from_certificates(inputs: &NameInputs<'_>) -> VerifiedNames {
+    let mut selected = VerifiedNames::default();
+    let certificates = inputs.certificates;
+    let is_shared = |name: &str| certificates.iter().all(|certificate| certificate.holds(name));
+    let is_address = inputs.host.parse::<IpAddr>().is_ok();
+    let own_name = Some(inputs.host).filter(|_| !is_address);
+    let given = inputs.given.filter(|given| {
+        let lacks = certificates.iter().find(|certificate| !certificate.holds(given));
+        if let Some(certificate) = lacks {
+            selected.notes.push(format!(
+                "the certificate of {} is not for {given:?}; it is for {}",
+                certificate.address,
+                certificate.names.join(", ")
+            ));
+        }
+        lacks.is_none()
+    });
+    // An address can be shared too: of a single certificate, or if each certificate holds them all.
+    let names = certificates[0].names.iter().map(String::as_str);
+    let shared_name = || {
+        let preferred = [given, own_name].into_iter().flatten().chain(COMMON).chain([inputs.host]);
+        let without_wildcards = names.clone().filter(|name| !name.contains('*'));
+        preferred.chain(without_wildcards).find(|name| is_shared(name))
+    };
+    let lack_own_host: Vec<&CertificateNames> =
+        certificates.iter().filter(|certificate| !certificate.holds(&certificate.host)).collect();
+    selected.upstream = match given {
+        Some(given) => Some(given),
+        None if lack_own_host.is_empty() => None,
+        None => shared_name(),
+    }
+    .map(ToOwned::to_owned);
+    if selected.upstream.is_none() {
+        for certificate in lack_own_host {
+            selected.notes.push(format!(
+                "the certificate of {} is not for its own address, it is for {}: jackstay will not \
+                 use it; name it by what its certificate is for, or add the address (certSANs of \
+                 kubeadm)",
+                certificate.address,
+                certificate.names.join(", ")
+            ));
+        }
+    }
+    if let Some(name) = shared_name() {
+        name.clone_into(&mut selected.client);
+        return selected;
+    }
+    inputs.given.unwrap_or(inputs.host).clone_into(&mut selected.client);
+    let listed: Vec<String> = certificates
+        .iter()
+        .map(|certificate| {
+            format!("{} names {}", certificate.address, certificate.names.join(", "))
+        })
+        .collect();
+    selected.client_notes.push(format!(
+        "no name is in every apiserver's certificate ({}): clients whose connections are passed \
+         through reach only those with {:?}; add one name to all (certSANs of kubeadm), or use \
+         --mode terminate",
+        listed.join("; "),
+        selected.client
+    ));
+    selected
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn certificate(host: &str, names: &[&str]) -> CertificateNames {
+        let names = names.iter().map(ToString::to_string).collect();
+        CertificateNames { address: format!("{host}:6443"), host: host.to_owned(), names }
+    }
+
+    /// A certificate with the names of kubeadm.
+    fn kubeadm(host: &str) -> CertificateNames {
+        certificate(host, &["n1", "kubernetes", "kubernetes.default.svc", "10.96.0.1", host])
+    }
+
+    fn selected(
+        host: &str,
+        given: Option<&str>,
+        endpoints: usize,
+        certificates: &[CertificateNames],
+    ) -> (Option<String>, String, usize) {
+        let names = select(&NameInputs { host, given, endpoints, certificates });
+        (names.upstream, names.client, names.notes.len() + names.client_notes.len())
+    }
+
+    fn expected(
+        upstream: Option<&str>,
+        client: &str,
+        notes: usize,
+    ) -> (Option<String>, String, usize) {
+        (upstream.map(ToOwned::to_owned), client.to_owned(), notes)
+    }
+
+    #[test]
+    fn select_uses_each_host_upstream_and_kubernetes_for_clients_of_kubeadm() {
+        let three: Vec<CertificateNames> =
+            ["10.0.0.1", "10.0.0.2", "10.0.0.3"].map(kubeadm).to_vec();
+        assert_eq!(selected("10.0.0.1", None, 3, &three), expected(None, "kubernetes", 0));
+        assert_eq!(selected("10.0.0.1", None, 1, &three[..1]), expected(None, "kubernetes", 0));
+        // An apiserver whose certificate could not be read makes no difference.
+        assert_eq!(selected("10.0.0.1", None, 3, &three[..2]), expected(None, "kubernetes", 0));
+        // The name that kubectl verified is only in the first certificate.
+        let given = Some("10.0.0.1");
+        assert_eq!(selected("10.0.0.1", given, 3, &three), expected(None, "kubernetes", 1));
+        let given = Some("kubernetes.default.svc");
+        let name = "kubernetes.default.svc";
+        assert_eq!(selected("10.0.0.1", given, 3, &three), expected(Some(name), name, 0));
+    }
+
+    #[test]
+    fn select_prefers_a_name_in_all_certificates() {
+        let lb = |host| certificate(host, &["*.example.com", "10.0.0.1"]);
+        let behind = [lb("lb.example.com"), lb("10.0.0.1"), lb("10.0.0.2")];
+        let name = "lb.example.com";
+        assert_eq!(selected(name, None, 3, &behind), expected(Some(name), name, 0));
+        assert_eq!(selected(name, None, 1, &behind[..1]), expected(None, name, 0));
+        let private =
+            [certificate("10.0.0.1", &["api", "10.0.0.1"]), certificate("10.0.0.2", &["API"])];
+        assert_eq!(selected("10.0.0.1", None, 2, &private), expected(Some("api"), "api", 0));
+        let both = [
+            certificate("10.0.0.1", &["10.0.0.1", "10.0.0.2"]),
+            certificate("10.0.0.2", &["10.0.0.2"]),
+        ];
+        assert_eq!(selected("10.0.0.1", None, 2, &both), expected(None, "10.0.0.2", 0));
+    }
+
+    #[test]
+    fn select_notes_that_no_name_is_shared() {
+        let apart =
+            [certificate("10.0.0.1", &["10.0.0.1"]), certificate("10.0.0.2", &["10.0.0.2"])];
+        assert_eq!(selected("10.0.0.1", None, 2, &apart), expected(None, "10.0.0.1", 1));
+        let known =
+            NameInputs { host: "10.0.0.1", given: None, endpoints: 2, certificates: &apart };
+        let names = select(&known);
+        assert!(names.client_notes[0].contains("10.0.0.2:6443 names 10.0.0.2"), "{names:?}");
+        let stray =
+            [certificate("10.0.0.1", &["10.0.0.1"]), certificate("10.0.0.2", &["10.9.9.9"])];
+        let names = select(&NameInputs { certificates: &stray, ..known });
+        assert!(names.notes[0].starts_with("the certificate of 10.0.0.2:6443 is not for its own"));
+    }
+
+    #[test]
+    fn select_without_certificates_never_shares_an_address() {
+        assert_eq!(selected("10.0.0.1", None, 1, &[]), expected(None, "10.0.0.1", 0));
+        assert_eq!(selected("10.0.0.1", None, 3, &[]), expected(None, "kubernetes", 1));
+        assert_eq!(selected("fd00::1", None, 2, &[]), expected(None, "kubernetes", 1));
+        assert_eq!(selected("lb.example", None, 1, &[]), expected(None, "lb.example", 0));
+        assert_eq!(
+            selected("lb.example", None, 3, &[]),
+            expected(Some("lb.example"), "lb.example", 0)
+        );
+        assert_eq!(selected("10.0.0.1", Some("api"), 3, &[]), expected(Some("api"), "api", 0));
+    }
+
+    #[test]
+    fn wildcard_matches_one_label() {
+        let wild = certificate("x", &["*.example.com"]);
+        assert!(wild.holds("a.Example.com") && !wild.holds("a.b.example.com"));
+        assert!(!wild.holds("example.com") && !wild.holds("*"));
+        assert!(certificate("x", &["fd00:0::1"]).holds("fd00::1"));
+    }
+}

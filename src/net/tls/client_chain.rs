@@ -1,19 +1,17 @@
-//! Verifies the certificate chains of clients: within bounds, away from the worker, and each no more
-//! often than needed.
+//! Verifies the certificate chains of clients, within limits, off the worker threads, and with a cache.
 //!
-//! Path building is the expensive part of TLS that an unproven client can ask for: webpki tries CA
-//! certificates of one name in every order, and gives up after 200,000 steps or 100 signatures
-//! (0.1 to 0.3 s for 12 certificates). So:
+//! Path building is the most expensive part of TLS that an unauthenticated client can request: webpki tries
+//! CA certificates of one name in every order, and gives up after 200,000 steps or 100 signatures (0.1 to
+//! 0.3 s for 12 certificates). So:
 //!
-//! * A chain of more than [`MAX_CERTIFICATES`] certificates or [`MAX_BYTES`] never gets here: the
-//!   handshake refuses it.
+//! * The handshake refuses a chain of more than [`MAX_CERTIFICATES`] certificates or [`MAX_BYTES`].
 //! * Verification runs on a blocking thread, one chain at a time in each of two [`Lane`]s. A chain of
-//!   up to two certificates, which leaves nothing to search, never waits behind a longer one. The lane
-//!   of the longer ones rests after each for [`REST`] times what it took, so that they take at most a
-//!   fifth of a core, and both have bounded queues.
+//!   up to two certificates, which needs no search, never waits behind a longer one. The lane of longer
+//!   chains pauses after each for [`REST`] times its duration, so it uses at most a fifth of a core. Both
+//!   queues are bounded.
 //! * A [`ChainVerdict`], good or bad, holds until a certificate of the chain begins or ceases to be valid,
-//!   or the CA changes. Chains that were found good are also remembered with their CA, so that a client
-//!   that connects again does not queue.
+//!   or the CA changes. Valid chains are also cached with their CA, so a client that reconnects does not
+//!   queue.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -30,30 +28,30 @@ use tokio::time::{Instant, sleep};
 
 use super::certificate;
 
-/// Certificates of one chain: a leaf and five CAs. Chains in use have one to three.
+/// Maximum of certificates in a chain: a leaf and five CAs. Usual chains have one to three.
 pub const MAX_CERTIFICATES: usize = 6;
-/// Bytes of one chain in DER. A certificate has 1 to 2 KiB.
+/// Maximum of DER bytes in a chain. A certificate has 1 to 2 KiB.
 pub const MAX_BYTES: usize = 32 << 10;
 
-/// Certificates of a chain that leaves nothing to search: a leaf and the CA that signed it.
+/// Certificates of a chain that needs no search: a leaf and the CA that signed it.
 const SHORT: usize = 2;
-/// Chains that wait in the lane of the short ones: 0.1 to 1 ms each.
+/// Queue of short chains: 0.1 to 1 ms each.
 const SHORT_QUEUE: usize = 1_024;
-/// Chains that wait in the lane of the longer ones: up to 50 ms each, and a rest.
+/// Queue of longer chains: up to 50 ms each, and a pause.
 const LONG_QUEUE: usize = 16;
-/// The lane of the longer chains rests for so many times what a verification took.
+/// Pause of the lane of longer chains, as a multiple of the verification before.
 const REST: u32 = 4;
-/// Good chains that are remembered, and their bytes.
+/// Maximum of cached chains, and of their bytes.
 const KNOWN: usize = 1_024;
 const KNOWN_BYTES: usize = 2 << 20;
 
-/// Why a chain is refused by the handshake, for the log; `None` if it is within bounds.
+/// Why the handshake refuses a chain, for the log; `None` if it is within the limits.
 pub fn exceeded_limit(leaf: &CertificateDer<'_>, others: &[CertificateDer<'_>]) -> Option<String> {
     let count = 1 + others.len();
     let bytes = leaf.len() + others.iter().map(|certificate| certificate.len()).sum::<usize>();
     (count > MAX_CERTIFICATES || bytes > MAX_BYTES).then(|| {
         format!(
-            "a client certificate chain of {count} certificates and {bytes} bytes is above the bound \
+            "a client certificate chain of {count} certificates and {bytes} bytes exceeds the limit \
              of {MAX_CERTIFICATES} certificates and {} KiB",
             MAX_BYTES >> 10
         )
@@ -63,9 +61,9 @@ pub fn exceeded_limit(leaf: &CertificateDer<'_>, others: &[CertificateDer<'_>]) 
 /// The client CA in force.
 pub struct ClientCa {
     verifier: Arc<dyn ClientCertVerifier>,
-    /// Grows with every change of the bundle: a proof made under another one is void.
+    /// Differs for every bundle: a verdict under another bundle does not hold.
     generation: u64,
-    /// Chains that were found good under it.
+    /// Chains that are valid under this CA.
     known: KnownChains,
 }
 
@@ -78,23 +76,22 @@ impl fmt::Debug for ClientCa {
 static GENERATION: AtomicU64 = AtomicU64::new(1);
 
 impl ClientCa {
-    /// A CA that verifies by `verifier`.
+    /// A CA whose chains `verifier` verifies.
     pub fn new(verifier: Arc<dyn ClientCertVerifier>) -> Self {
         let generation = GENERATION.fetch_add(1, Ordering::Relaxed);
         Self { verifier, generation, known: KnownChains::default() }
     }
 
-    /// The verdict on this very chain, if another connection has shown it, it was good, and that holds
-    /// at `now`.
+    /// The cached verdict on a chain that another connection has presented, if it still holds at `now`.
     pub fn cached_verdict(&self, chain: &ClientChain, now: SystemTime) -> Option<ChainVerdict> {
         self.known.get(chain).filter(|verdict| verdict.holds(self, now))
     }
 
-    /// Whether a chain, leaf first, ends in this CA, is within its dates at `now` and may be a client.
-    /// Takes up to 50 ms.
+    /// Verifies that a chain, leaf first, leads to this CA, is valid at `now` and allows client
+    /// authentication. Takes up to 50 ms.
     ///
     /// # Errors
-    /// Why not, in rustls' words.
+    /// The error of rustls.
     fn verify(&self, chain: &[CertificateDer<'_>], now: UnixTime) -> Result<(), String> {
         let (leaf, intermediates) = chain.split_first().ok_or("no certificate")?;
         match self.verifier.verify_client_cert(leaf, intermediates, now) {
@@ -105,42 +102,42 @@ impl ClientCa {
     }
 }
 
-/// The certificates that a client has shown.
+/// The certificates that a client has presented.
 #[derive(Debug)]
 pub struct ClientChain {
     /// Leaf first; never empty.
     certificates: Vec<CertificateDer<'static>>,
-    /// Seconds since 1970 at which one of them begins or ceases to be valid.
-    steps: Vec<u64>,
-    /// One of them cannot be read.
+    /// Seconds since 1970 at which a certificate begins or ceases to be valid.
+    changes: Vec<u64>,
+    /// Why a certificate cannot be parsed.
     unreadable: Option<String>,
 }
 
 impl ClientChain {
     /// A chain, leaf first; `None` without a certificate.
     pub fn new(certificates: Vec<CertificateDer<'static>>) -> Option<Self> {
-        let (mut steps, mut unreadable) = (Vec::new(), None);
+        let (mut changes, mut unreadable) = (Vec::new(), None);
         for (at, certificate) in certificates.iter().enumerate() {
             match certificate::validity(certificate) {
-                // Both are part of the validity (RFC 5280, section 4.1.2.5).
-                Ok((first, last)) => steps.extend([seconds(first), seconds(last) + 1]),
+                // The validity includes both (RFC 5280 section 4.1.2.5).
+                Ok((first, last)) => changes.extend([seconds(first), seconds(last) + 1]),
                 Err(why) => {
                     unreadable = Some(format!("certificate {} of its chain: {why}", at + 1));
                 }
             }
         }
-        (!certificates.is_empty()).then_some(Self { certificates, steps, unreadable })
+        (!certificates.is_empty()).then_some(Self { certificates, changes, unreadable })
     }
 
-    /// The client's own certificate.
+    /// The leaf certificate.
     pub fn leaf(&self) -> &CertificateDer<'static> {
         &self.certificates[0]
     }
 
-    /// The seconds around `now` in which no certificate of the chain begins or ceases to be valid.
+    /// The interval around `now` in which the validity of no certificate changes.
     fn span(&self, now: u64) -> (u64, u64) {
-        let before = self.steps.iter().copied().filter(|step| *step <= now).max();
-        let after = self.steps.iter().copied().filter(|step| *step > now).min();
+        let before = self.changes.iter().copied().filter(|change| *change <= now).max();
+        let after = self.changes.iter().copied().filter(|change| *change > now).min();
         (before.unwrap_or(0), after.unwrap_or(u64::MAX))
     }
 
@@ -148,7 +145,7 @@ impl ClientChain {
         self.certificates.iter().map(|certificate| certificate.len()).sum()
     }
 
-    /// Verifies it; this takes up to 50 ms.
+    /// Verifies the chain. Takes up to 50 ms.
     fn verify(&self, ca: &ClientCa, now: u64) -> ChainVerdict {
         let (from, until) = self.span(now);
         let at = UnixTime::since_unix_epoch(Duration::from_secs(now));
@@ -160,23 +157,23 @@ impl ClientChain {
     }
 }
 
-/// Whether a chain is valid under one CA, for a span of time.
+/// Whether a chain is valid under one CA, for an interval of time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChainVerdict {
     generation: u64,
     from: u64,
     until: u64,
-    /// Why it is not valid, if it is not.
+    /// The reason if the chain is not valid.
     pub result: Result<(), String>,
 }
 
 impl ChainVerdict {
-    /// Whether it is about this CA and this moment.
+    /// Whether the verdict applies to this CA and this time.
     pub fn holds(&self, ca: &ClientCa, now: SystemTime) -> bool {
         self.generation == ca.generation && (self.from..self.until).contains(&seconds(now))
     }
 
-    /// When it ceases to hold, unless the CA changes before.
+    /// When the verdict ceases to hold, unless the CA changes before.
     pub fn until(&self) -> Option<SystemTime> {
         UNIX_EPOCH.checked_add(Duration::from_secs(self.until))
     }
@@ -186,7 +183,7 @@ fn seconds(time: SystemTime) -> u64 {
     time.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
 }
 
-/// Good chains of one CA; oldest out first.
+/// Cache of valid chains of one CA. The oldest is dropped first.
 #[derive(Debug, Default)]
 struct KnownChains(Mutex<Known>);
 
@@ -220,7 +217,7 @@ impl KnownChains {
     }
 }
 
-/// Where chains of one kind are verified, one at a time in the whole process.
+/// Verifies one chain at a time, for the whole process.
 #[derive(Debug)]
 struct Lane {
     permits: Semaphore,
@@ -241,37 +238,37 @@ impl Lane {
         if chain.certificates.len() <= SHORT { &SHORT_LANE } else { &LONG_LANE }
     }
 
-    /// Waits for a turn; `None` if too many wait already.
+    /// Waits for the lane; `None` if its queue is full.
     async fn acquire_slot(&'static self) -> Option<VerificationSlot> {
-        let place = Place::take(self)?;
+        let place = QueuePlace::take(self)?;
         let turn = self.permits.acquire().await.ok()?;
         drop(place);
         Some(VerificationSlot { lane: self, _permit: turn, took: Duration::ZERO })
     }
 }
 
-/// One place in the queue of a lane.
-struct Place(&'static Lane);
+/// A place in the queue of a lane.
+struct QueuePlace(&'static Lane);
 
-impl Place {
+impl QueuePlace {
     fn take(lane: &'static Lane) -> Option<Self> {
         let place = Self(lane);
         (lane.waiting.fetch_add(1, Ordering::Relaxed) < lane.queue).then_some(place)
     }
 }
 
-impl Drop for Place {
+impl Drop for QueuePlace {
     fn drop(&mut self) {
         self.0.waiting.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
-/// Waits until a chain may be verified; `None` if too many wait already.
+/// Waits until a chain may be verified; `None` if the queue is full.
 pub async fn acquire_slot(chain: &ClientChain) -> Option<VerificationSlot> {
     Lane::of(chain).acquire_slot().await
 }
 
-/// The right to verify one chain. The next one's turn comes when it is dropped.
+/// The permission to verify one chain. Dropping it admits the next.
 #[derive(Debug)]
 pub struct VerificationSlot {
     lane: &'static Lane,
@@ -280,7 +277,7 @@ pub struct VerificationSlot {
 }
 
 impl VerificationSlot {
-    /// Verifies a chain on a blocking thread, and remembers it if it is good.
+    /// Verifies a chain on a blocking thread and caches it if it is valid.
     pub async fn verify(&mut self, chain: &Arc<ClientChain>, ca: &Arc<ClientCa>) -> ChainVerdict {
         let now = seconds(SystemTime::now());
         let started = Instant::now();
@@ -297,7 +294,7 @@ impl VerificationSlot {
         verdict
     }
 
-    /// Lets the lane rest before the next one's turn.
+    /// Pauses the lane before the next chain.
     pub async fn rest(self) {
         sleep(self.took * self.lane.rest).await;
     }

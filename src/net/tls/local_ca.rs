@@ -1,8 +1,8 @@
-//! A certificate authority of this machine alone, for the serving certificate of a local listener.
+//! A certificate authority of this host, for the serving certificate of a local listener.
 //!
-//! `jackstay kubeconfig --mode terminate` makes it, clients on this machine trust it, and a running
-//! jackstay renews the serving certificate from it at two thirds of its life. The new certificate
-//! replaces the old file in one step: whoever watches the file sees one or the other.
+//! `jackstay kubeconfig --mode terminate` creates it, clients on the host trust it, and a running jackstay
+//! renews the serving certificate at two thirds of its lifetime. The new certificate replaces the file in
+//! one step.
 
 use std::net::IpAddr;
 use std::path::Path;
@@ -23,12 +23,12 @@ use crate::config::CertPaths;
 use crate::net::files::atomic_write;
 
 const DAY: Duration = Duration::from_secs(24 * 3600);
-/// Clients hold the CA in their kubeconfig; nobody renews it, so it lives as long as kubeadm's.
+/// Lifetime of the CA, as kubeadm's: kubeconfigs contain it, and it is not renewed.
 const CA_LIFE: Duration = Duration::from_secs(3650 * 24 * 3600);
 /// ConnectionState of a serving certificate: a year, as kubeadm's.
 const SERVING_LIFE: Duration = Duration::from_secs(365 * 24 * 3600);
 
-/// A new certificate or authority, and its key.
+/// A new certificate and its key.
 pub struct IssuedCertificate {
     /// The certificate, PEM.
     pub certificate: String,
@@ -36,17 +36,17 @@ pub struct IssuedCertificate {
     pub key: String,
 }
 
-/// An authority that can sign.
+/// A CA with its key.
 pub struct LocalCa {
     issuer: Issuer<'static, KeyPair>,
     info: CertInfo,
     der: CertificateDer<'static>,
 }
 
-/// Makes an authority whose common name is `name`.
+/// Creates a CA whose common name is `name`.
 ///
 /// # Errors
-/// The system has no randomness, or the name cannot stand in a certificate.
+/// Random numbers are not available, or the name is not valid in a certificate.
 pub fn create_ca(name: &str, now: SystemTime) -> Result<IssuedCertificate, String> {
     let mut params = params(name, now - DAY, now + CA_LIFE);
     params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
@@ -57,7 +57,7 @@ pub fn create_ca(name: &str, now: SystemTime) -> Result<IssuedCertificate, Strin
 }
 
 impl LocalCa {
-    /// Reads an authority and its key.
+    /// Reads a CA and its key.
     ///
     /// # Errors
     /// Which file cannot be used, and why.
@@ -76,10 +76,10 @@ impl LocalCa {
         Ok(Self { issuer, info: loaded.info, der: loaded.chain[0].clone() })
     }
 
-    /// An authority that has just been made.
+    /// Parses a CA and its key.
     ///
     /// # Errors
-    /// It is none.
+    /// The text is not a CA and its key.
     pub fn from_pem(certificate: &str, key: &str) -> Result<Self, String> {
         let der = CertificateDer::from_pem_slice(certificate.as_bytes())
             .map_err(|e| format!("not a certificate: {e}"))?;
@@ -89,7 +89,7 @@ impl LocalCa {
         Ok(Self { issuer, info, der })
     }
 
-    /// Whether a certificate carries its signature.
+    /// Whether this CA has signed a certificate.
     pub fn has_signed(&self, der: &CertificateDer<'_>) -> bool {
         let Ok((_, ca)) = X509Certificate::from_der(&self.der) else { return false };
         X509Certificate::from_der(der).is_ok_and(|(_, certificate)| {
@@ -98,16 +98,15 @@ impl LocalCa {
         })
     }
 
-    /// What it says of itself.
+    /// Subject and validity of the CA.
     pub fn info(&self) -> &CertInfo {
         &self.info
     }
 
-    /// Signs a serving certificate for these names and addresses. It ends with its CA at the
-    /// latest.
+    /// Issues a serving certificate for these names and addresses. It expires with the CA at the latest.
     ///
     /// # Errors
-    /// The CA has expired, or a name cannot stand in a certificate.
+    /// The CA has expired, or a name is not valid in a certificate.
     pub fn issue(&self, names: &[String], now: SystemTime) -> Result<IssuedCertificate, String> {
         let not_after = (now + SERVING_LIFE).min(self.info.not_after);
         if not_after <= now {
@@ -144,12 +143,12 @@ fn params(name: &str, not_before: SystemTime, not_after: SystemTime) -> Certific
     };
     params.not_before = at(not_before);
     params.not_after = at(not_after);
-    // Not guessable matters to nobody here, different from its predecessor does (RFC 5280, 4.1.2.2).
+    // The serial must be unique; it need not be unpredictable (RFC 5280 section 4.1.2.2).
     params.serial_number = Some(SerialNumber::from(fastrand::u64(1..u64::MAX >> 1)));
     params
 }
 
-/// The names and addresses that a certificate is for.
+/// The names and addresses of a certificate.
 ///
 /// # Errors
 /// It is not an X.509 certificate.
@@ -175,26 +174,26 @@ pub fn subject_alt_names(der: &CertificateDer<'_>) -> Result<Vec<String>, String
         .collect())
 }
 
-/// Who signed a certificate, as text: `CN=kubernetes`.
+/// The issuer of a certificate: `CN=kubernetes`.
 pub fn issuer_name(der: &CertificateDer<'_>) -> String {
     let issuer = X509Certificate::from_der(der).map(|(_, c)| c.issuer().to_string());
     issuer.unwrap_or_else(|_| "?".to_owned())
 }
 
-/// When a certificate is to be renewed: two thirds into its life.
+/// When a certificate is due for renewal: after two thirds of its lifetime.
 pub fn renewal_time(info: &CertInfo) -> SystemTime {
     let life = info.not_after.duration_since(info.not_before).unwrap_or_default();
     info.not_before + life * 2 / 3
 }
 
-/// Renews the serving certificate in `serving` from the CA in `from` if its time has come, with
-/// the same names and a new key. Returns what is in use from now on, or `None` if it was not due,
-/// or if the CA itself ends so soon that a new one would live no longer.
+/// Renews the serving certificate in `serving` from the CA in `from` if it is due, with the same names and
+/// a new key. Returns the new certificate, or `None` if it is not due or could not outlive the present one
+/// because the CA expires.
 ///
-/// Certificate and key must be in one file: two files cannot be replaced in one step.
+/// Certificate and key must be in one file, because two files cannot be replaced in one step.
 ///
 /// # Errors
-/// Which file cannot be used, and why. The old certificate is then untouched.
+/// Which file cannot be used, and why. The certificate is then unchanged.
 pub fn renew_if_due(
     serving: &CertPaths,
     from: &CertPaths,
@@ -223,7 +222,7 @@ pub fn renew_if_due(
 }
 
 impl IssuedCertificate {
-    /// Certificate and key in one PEM, which can be replaced in one step.
+    /// Certificate and key in one PEM.
     pub fn pair(&self) -> String {
         format!("{}{}", self.certificate, self.key)
     }
@@ -257,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn a_certificate_is_renewed_at_two_thirds_of_its_life_and_not_before() {
+    fn renew_if_due_renews_after_two_thirds_of_the_lifetime() {
         let dir = tempfile::tempdir().unwrap();
         let start = UNIX_EPOCH + 20_000 * DAY;
         let ca = ca(dir.path(), start);
@@ -282,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn a_certificate_ends_with_its_ca() {
+    fn issue_limits_the_validity_to_that_of_the_ca() {
         let dir = tempfile::tempdir().unwrap();
         let start = UNIX_EPOCH + 20_000 * DAY;
         let ca = ca(dir.path(), start);
@@ -294,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_used_is_told_and_nothing_is_touched() {
+    fn renew_if_due_with_unusable_files_changes_nothing() {
         let dir = tempfile::tempdir().unwrap();
         let start = UNIX_EPOCH + 20_000 * DAY;
         let ca = ca(dir.path(), start);

@@ -1,9 +1,9 @@
 //! The TLS side of a listener: the serving certificate, the client CA, and how both are re-read.
 //!
-//! A client certificate does not fail the handshake: possession of its key is proven there, but
-//! whether it is valid is decided for each request, as the apiserver does, so that an expired one
-//! gets a 401 that says so instead of an alert that says nothing. The exception is a chain above the
-//! bounds of [`client_chain`], which is never verified: it gets the alert `certificate_unknown`.
+//! An invalid client certificate does not fail the handshake. The handshake proves possession of the key;
+//! validity is checked for each request, as in kube-apiserver, so that an expired certificate gets a 401
+//! with a reason. Only a chain above the limits of [`client_chain`] fails the handshake, with the alert
+//! `certificate_unknown`.
 
 use std::error;
 use std::fmt;
@@ -31,20 +31,20 @@ use crate::config::Terminate;
 use crate::net::tls::client_chain::{self, ClientCa};
 use crate::net::tls::local_ca;
 
-/// TLS of one listener. Readers never wait; [`Self::refresh`] and [`Self::install`] are called on
-/// one thread.
+/// TLS of one listener. Readers never block; [`Self::refresh`] and [`Self::install`] must be called on one
+/// thread.
 #[derive(Debug)]
 pub struct ServingTls {
     files: ArcSwap<Terminate>,
     config: ArcSwap<ServerConfig>,
     client_ca: ArcSwapOption<ClientCa>,
-    /// Told after each change of the client CA.
+    /// Notified after each change of the client CA.
     ca_changed: watch::Sender<()>,
     certificate: ArcSwap<LoadedCert>,
     ca_fingerprint: AtomicU64,
 }
 
-/// What the files of a listener hold, not yet in use.
+/// The loaded files of a listener, not yet in use.
 #[derive(Debug)]
 pub struct LoadedServingTls {
     files: Terminate,
@@ -53,7 +53,7 @@ pub struct LoadedServingTls {
 }
 
 impl LoadedServingTls {
-    /// Loads everything.
+    /// Loads the files.
     ///
     /// # Errors
     /// Which file cannot be used, and why.
@@ -68,7 +68,7 @@ impl LoadedServingTls {
 }
 
 impl ServingTls {
-    /// Begins with what was loaded.
+    /// TLS with the loaded files.
     pub fn new(prepared: LoadedServingTls) -> Self {
         let LoadedServingTls { files, certificate, ca } = prepared;
         Self {
@@ -81,17 +81,17 @@ impl ServingTls {
         }
     }
 
-    /// The configuration for the next handshake.
+    /// The rustls configuration for the next handshake.
     pub fn config(&self) -> Arc<ServerConfig> {
         self.config.load_full()
     }
 
-    /// The client CA, if client certificates are asked for.
+    /// The client CA, if client certificates are requested.
     pub fn client_ca(&self) -> arc_swap::Guard<Option<Arc<ClientCa>>> {
         self.client_ca.load()
     }
 
-    /// Tells of changes of the client CA.
+    /// Notifies of changes of the client CA.
     pub fn client_ca_changes(&self) -> watch::Receiver<()> {
         self.ca_changed.subscribe()
     }
@@ -101,15 +101,15 @@ impl ServingTls {
         self.certificate.load_full()
     }
 
-    /// The files it is made of.
+    /// Paths of the files.
     pub fn paths(&self) -> Vec<PathBuf> {
         let files = self.files.load();
         let pair = [&files.tls.cert_file, &files.tls.key_file].into_iter();
         pair.chain(&files.client_ca_file).cloned().collect()
     }
 
-    /// Renews the serving certificate from its issuer, if it has one and its time has come.
-    /// [`Self::refresh`] then puts it into use. Touches the disk only if it is due.
+    /// Renews the serving certificate if it has an issuer and is due; [`Self::refresh`] then puts it into use.
+    /// Accesses the disk only if it is due.
     ///
     /// # Errors
     /// Why it could not be renewed, naming the file.
@@ -123,14 +123,13 @@ impl ServingTls {
         }
     }
 
-    /// Reads the files again and puts what has changed into use; established connections stay.
-    /// Touches the disk: call it off the data plane.
+    /// Reads the files again and puts changes into use; established connections stay. Accesses the disk: must
+    /// not be called on a worker.
     ///
     /// # Errors
-    /// Which file cannot be used; what was good stays in use.
+    /// Which file cannot be used. Its last good version stays in use.
     pub fn refresh(&self) -> Result<bool, TlsFileError> {
-        // Each by itself: a CA that was withdrawn must not stay trusted because the serving pair is
-        // in the middle of a change.
+        // Independently: a withdrawn CA must not stay trusted because the serving pair is being replaced.
         let files = self.files.load();
         let loaded = pem_files::load_cert(&files.tls);
         let (certificate, broken) = match loaded {
@@ -138,19 +137,19 @@ impl ServingTls {
             Err(error) => (self.certificate.load_full(), Some(error)),
         };
         let ca = files.client_ca_file.as_deref().map(pem_files::load_ca).transpose()?;
-        let changed = self.put(certificate, ca.as_ref());
+        let changed = self.apply(certificate, ca.as_ref());
         broken.map_or(Ok(changed), Err)
     }
 
-    /// Puts what another configuration names into use; established connections stay, and a client
-    /// certificate shown on one of them is verified against the new client CA.
+    /// Puts the files of another configuration into use. Established connections stay; their client
+    /// certificates are verified against the new client CA.
     pub fn install(&self, prepared: LoadedServingTls) {
         let LoadedServingTls { files, certificate, ca } = prepared;
         self.files.store(Arc::new(files));
-        self.put(certificate, ca.as_ref());
+        self.apply(certificate, ca.as_ref());
     }
 
-    fn put(&self, certificate: Arc<LoadedCert>, ca: Option<&LoadedCa>) -> bool {
+    fn apply(&self, certificate: Arc<LoadedCert>, ca: Option<&LoadedCa>) -> bool {
         let now = fingerprint(ca);
         let ca_changed = self.ca_fingerprint.swap(now, Ordering::Relaxed) != now;
         if !ca_changed && certificate.fingerprint == self.certificate.load().fingerprint {
@@ -199,7 +198,7 @@ fn server_config(certificate: &LoadedCert, ca: Option<&LoadedCa>) -> ServerConfi
     config
 }
 
-/// A client's chain is above the bounds of [`client_chain`].
+/// A client's chain exceeds a limit of [`client_chain`].
 #[derive(Debug)]
 struct ChainOutOfBounds(String);
 
@@ -211,7 +210,7 @@ impl fmt::Display for ChainOutOfBounds {
 
 impl error::Error for ChainOutOfBounds {}
 
-/// Why the handshake refused a chain that is above the bounds, if that is what `error` says.
+/// The limit that a chain exceeded, if `error` is the handshake's refusal of such a chain.
 pub fn chain_limit_error(error: &std::io::Error) -> Option<String> {
     match error.get_ref()?.downcast_ref::<Error>()? {
         Error::InvalidCertificate(CertificateError::Other(OtherError(why))) => {
@@ -221,8 +220,8 @@ pub fn chain_limit_error(error: &std::io::Error) -> Option<String> {
     }
 }
 
-/// Takes any client certificate whose key is proven; see the module. It verifies signatures as the
-/// verifier inside does, and asks for the same CAs.
+/// Accepts any client certificate whose key is proven. Signatures are verified and CAs requested as by the
+/// inner verifier.
 #[derive(Debug)]
 pub struct DeferredClientVerification(pub Arc<dyn ClientCertVerifier>);
 

@@ -68,7 +68,7 @@ fn chain(certificates: usize, bytes: usize) -> Arc<ClientChain> {
     let mut first = vec![0; bytes];
     first[..8].copy_from_slice(&NEXT.fetch_add(1, Ordering::Relaxed).to_be_bytes());
     let certificates = (0..certificates).map(|_| CertificateDer::from(first.clone())).collect();
-    Arc::new(ClientChain { certificates, steps: Vec::new(), unreadable: None })
+    Arc::new(ClientChain { certificates, changes: Vec::new(), unreadable: None })
 }
 
 fn lane(queue: usize, rest: u32) -> &'static Lane {
@@ -83,7 +83,7 @@ fn chain_is_out_of_bounds_above_6_certificates_or_32_kib() {
     };
     assert_eq!(of(1, MAX_BYTES), None);
     assert_eq!(of(6, MAX_BYTES / 6), None);
-    let why = "a client certificate chain of 7 certificates and 70 bytes is above the bound of 6 \
+    let why = "a client certificate chain of 7 certificates and 70 bytes exceeds the limit of 6 \
                certificates and 32 KiB";
     assert_eq!(of(7, 10).as_deref(), Some(why));
     assert!(of(1, MAX_BYTES + 1).is_some());
@@ -136,7 +136,7 @@ async fn verification_runs_on_another_thread_and_a_good_chain_is_remembered() {
     }
     let asked = verifier.asked.lock().unwrap().clone();
     assert_eq!(asked.len(), 2);
-    assert!(!asked.contains(&thread::current().id()), "the worker's thread");
+    assert!(!asked.contains(&thread::current().id()), "not on the worker thread");
     assert!(ca.cached_verdict(&good, SystemTime::now()).is_some());
     assert!(ca.cached_verdict(&bad, SystemTime::now()).is_none());
     let other = ClientCa::new(verifier);
@@ -184,7 +184,7 @@ async fn lane_refuses_a_chain_when_its_queue_is_full() {
     for turn in waiting {
         assert!(turn.await.unwrap().is_some());
     }
-    assert!(lane.acquire_slot().await.is_some(), "those who left have left their places");
+    assert!(lane.acquire_slot().await.is_some(), "finished chains have left the queue");
 }
 
 #[tokio::test(start_paused = true)]

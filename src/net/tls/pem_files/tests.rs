@@ -1,4 +1,4 @@
-//! What a file of certificates says of itself, and what is wrong with it.
+//! Certificate, key and CA files: what is read from them, and the errors of bad ones.
 
 use super::*;
 use crate::net::tls::certificate::{Subject, Validity};
@@ -59,7 +59,7 @@ impl Files {
 }
 
 #[test]
-fn a_subject_is_what_kubernetes_sees() {
+fn subjects_are_equal_if_kubernetes_treats_them_as_the_same_user() {
     let node = subject(&[(O, "system:nodes".into()), (CN, "system:node:n1".into())]).unwrap();
     assert_eq!(node.to_string(), "CN=system:node:n1, O=system:nodes");
     assert_eq!(node.common_name(), Some("system:node:n1"));
@@ -101,7 +101,7 @@ fn subject_with_kubernetes_uid_differs_from_subject_with_rfc4519_uid() {
 }
 
 #[test]
-fn a_certificate_tells_its_serial_and_its_time() {
+fn cert_info_has_serial_and_validity() {
     let (pem, _) = node();
     let info = cert_info(&CertificateDer::from_pem_slice(pem.as_bytes()).unwrap()).unwrap();
     assert_eq!(info.serial, "0AFF");
@@ -118,7 +118,7 @@ fn a_certificate_tells_its_serial_and_its_time() {
 }
 
 #[test]
-fn loads_a_pair_from_two_files_or_from_one() {
+fn load_cert_reads_a_pair_from_two_files_or_one() {
     let files = Files::new();
     let (pem, key) = node();
     files.write("c", &pem);
@@ -137,7 +137,7 @@ fn loads_a_pair_from_two_files_or_from_one() {
 }
 
 #[test]
-fn says_what_is_wrong_with_a_file() {
+fn load_cert_names_the_file_and_the_problem() {
     let files = Files::new();
     let (pem, key) = node();
     files.write("c", &pem);
@@ -188,7 +188,7 @@ fn says_what_is_wrong_with_a_file() {
 }
 
 #[test]
-fn loads_a_ca_bundle() {
+fn load_ca_reads_every_certificate_of_a_bundle() {
     let files = Files::new();
     let bundle = format!("{}{}{}", node().0, node().0, node().1.serialize_pem());
     let ca = load_ca(&files.write("ca", bundle)).unwrap();
@@ -204,7 +204,7 @@ fn loads_a_ca_bundle() {
 
 proptest::proptest! {
     #[test]
-    fn garbage_never_panics(bytes: Vec<u8>, cut in 0_usize..400, flip in 0_usize..400) {
+    fn cert_info_of_garbage_does_not_panic(bytes: Vec<u8>, cut in 0_usize..400, flip in 0_usize..400) {
         let _ = cert_info(&CertificateDer::from(bytes));
         let (pem, _) = node();
         let mut der = CertificateDer::from_pem_slice(pem.as_bytes()).unwrap().to_vec();

@@ -16,7 +16,7 @@
 //!    [`proxy::upgrade`] instead.
 //! 6. [`proxy::response_body`] streams the answer; [`proxy::watch::body`] that of a watch, by the rules of
 //!    [`proxy::watch`]; while no apiserver can be reached watches are held ([`proxy::watch::outage`]);
-//!    [`proxy::respond`] makes jackstay's own answers. A client that reads nothing of what is queued for
+//!    [`proxy::status_error`] makes jackstay's own answers. A client that reads nothing of what is queued for
 //!    it is cut off ([`proxy::stall_timeout`], [`proxy::body_progress`]).
 //!
 //! The path of a flow (L4), all of it in [`proxy::passthrough`]:

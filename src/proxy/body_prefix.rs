@@ -29,7 +29,7 @@ const LOG_HEAD: Duration = Duration::from_secs(1);
 
 /// Whether the beginning of such an answer is awaited like its head: then silence on the connection is
 /// as suspicious as before the head. A log or a watch may be silent.
-pub fn is_awaited(kind: RequestKind) -> bool {
+pub fn waits_for_prefix(kind: RequestKind) -> bool {
     matches!(kind, RequestKind::Read | RequestKind::SafeCreate)
 }
 
@@ -37,14 +37,14 @@ pub fn is_awaited(kind: RequestKind) -> bool {
 ///
 /// # Errors
 /// The stream ended before, by a reset or with its connection.
-pub async fn beginning(
+pub async fn body_prefix(
     kind: RequestKind,
     recv: &mut RecvStream,
     connection: &Connection,
 ) -> Result<Option<Bytes>, h2::Error> {
     match kind {
         _ if recv.is_end_stream() => Ok(None),
-        _ if is_awaited(kind) => {
+        _ if waits_for_prefix(kind) => {
             let Some(first) = recv.data().await.transpose()? else { return Ok(None) };
             if recv.is_end_stream() || first.len() >= BEGINNING {
                 return Ok(Some(first));

@@ -23,7 +23,7 @@ use std::time::SystemTime;
 use http::{HeaderMap, StatusCode, header};
 
 use super::client_certificate::ClientCertificate;
-use super::respond::StatusError;
+use super::status_error::StatusError;
 use crate::net::tls::certificate::CertInfo;
 use crate::upstream::credentials::{CredentialClass, IdentitySlot};
 
@@ -45,7 +45,7 @@ impl CredentialSelector {
     ///
     /// # Errors
     /// 401 with a reason that says what to do; 429 if the certificate could not be verified now.
-    pub fn identify(
+    pub fn select(
         &self,
         peer: Option<&ClientCertificate>,
         last: &LastToken,
@@ -252,7 +252,7 @@ mod tests {
         let socket = with(header::SEC_WEBSOCKET_PROTOCOL, hidden);
         let bearer = with(header::AUTHORIZATION, "Bearer QUJD");
         let last = LastToken::default();
-        let class = |headers, upgrade| identifier.identify(None, &last, headers, upgrade).ok();
+        let class = |headers, upgrade| identifier.select(None, &last, headers, upgrade).ok();
         assert_eq!(class(&socket, true), Some(CredentialClass::UnprovenToken));
         tokens.insert(hidden.as_bytes());
         assert_eq!(class(&socket, true), Some(CredentialClass::Token));

@@ -26,11 +26,12 @@ use tokio_rustls::TlsAcceptor;
 use super::accept;
 use super::body_progress::{BodyProgress, StallBoundStream, TrackedBody};
 use super::client_certificate::ClientCertificate;
-use super::client_connection::{ClientConnection, CurrentService, ListenerService};
-use super::client_stream::ClientStream;
+use super::client_connection::ClientConnection;
+use super::client_stream::{ClientStream, PlainStream};
 use super::credential_selector::LastToken;
 use super::drain::DrainWatcher;
 use super::hygiene::ForwardedFor;
+use super::listener_service::{CurrentService, ListenerService};
 use super::plain_http;
 use super::stall_timeout::StallTimeout;
 use crate::config::RequestLimits;
@@ -159,8 +160,8 @@ impl HttpsServer {
         let h2 = session.alpn_protocol() == Some(b"h2");
         let peer = ClientCertificate::new(session.peer_certificates(), &self.tls, &service.metrics);
         let client = Rc::new(ClientConnection {
-            serving: self.service.clone(),
-            peer: peer.clone(),
+            service: self.service.clone(),
+            certificate: peer.clone(),
             address: from.ip().to_canonical(),
             forwarded_for: ForwardedFor::new(from.ip()),
             token: LastToken::default(),
@@ -185,10 +186,7 @@ impl HttpsServer {
         }
     }
 
-    async fn handshake(
-        &self,
-        mut stream: ReadAhead<StallTimeout<Linger>>,
-    ) -> io::Result<ClientStream> {
+    async fn handshake(&self, mut stream: PlainStream) -> io::Result<ClientStream> {
         if plain_http::is_request(stream.peek().await?) {
             stream.write_all(plain_http::ANSWER).await?;
             stream.flush().await?;
@@ -208,7 +206,7 @@ impl HttpsServer {
         let begun = Rc::clone(&streams);
         let service = service_fn(move |request| {
             let progress = begun.begin();
-            let answer = Rc::clone(&client).handle(request);
+            let answer = Rc::clone(&client).serve(request);
             async move {
                 answer.await.map(|response| response.map(|body| TrackedBody::new(body, progress)))
             }
@@ -251,7 +249,7 @@ impl HttpsServer {
         client: Rc<ClientConnection>,
         limits: &RequestLimits,
     ) -> hyper::Result<()> {
-        let service = service_fn(move |request| Rc::clone(&client).handle(request));
+        let service = service_fn(move |request| Rc::clone(&client).serve(request));
         let mut builder = http1::Builder::new();
         let connection = builder
             .timer(TokioTimer::new())

@@ -20,7 +20,7 @@
 mod tests;
 
 use super::request_info::has_token;
-use super::respond::StatusError;
+use super::status_error::StatusError;
 use http::header::{
     CONNECTION, CONTENT_LENGTH, Entry, HOST, HeaderMap, HeaderName, HeaderValue, TE,
     TRANSFER_ENCODING, UPGRADE,

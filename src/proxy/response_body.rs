@@ -11,9 +11,9 @@ use h2::RecvStream;
 use http_body::{Body as _, Frame, SizeHint};
 use hyper::body::Incoming;
 
+use super::body_error::BodyError;
 use super::client_certificate::ProofExpiry;
 use super::request_body::UploadTask;
-use super::respond::BodyError;
 use super::upstream_client::release;
 use super::watch::body::WatchBody;
 use crate::observe::{Outcome, Side};

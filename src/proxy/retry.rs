@@ -1,214 +1,304 @@
-//! What may be sent again, and when.
+//! Which requests are sent again after a failed attempt.
 //!
-//! | request | not sent | unprocessed | sent | head | body |
+//! | request | not sent | unprocessed | no head | head held | forwarded |
 //! |---|---|---|---|---|---|
-//! | get, list, discovery | again | again | again | again | reset |
-//! | watch | again | again | again | again | resume |
-//! | log, log -f | again | again | again | again | reset |
-//! | create, update, patch, delete, … | again | again | **fail** | forward | reset |
-//! | create of *Review types, dryRun=All | again | again | again | again | reset |
-//! | exec, attach, port-forward, proxy | again | fail | fail | forward | reset |
+//! | get, list, discovery | retry | retry | retry | retry | reset |
+//! | watch | retry | retry | retry | retry | resume |
+//! | log, log -f | retry | retry | retry | retry | reset |
+//! | create, update, patch, delete | retry | retry | **fail** | fail | reset |
+//! | create of the \*Review types, dryRun=All | retry | retry | retry | retry | reset |
+//! | exec, attach, port-forward, proxy | retry | fail | fail | fail | reset |
 //!
-//! *Again*: if what has come of its body is held; what has none always is. Where the body is not held,
-//! the client gets a Retry-After, but only for a request that was not sent or unprocessed. *Not sent*: connect or
-//! TLS failed, or the stream was never opened. *Unprocessed*: the server says so, by
-//! `REFUSED_STREAM`, by a GOAWAY whose last stream is below this one, or by one of the two answers
-//! that kube-apiserver gives before any handler runs while it shuts down. *Sent*: no response head.
-//! *Head*: a head, and nothing of it forwarded; what may be sent again is held back until its
-//! beginning is there ([`super::body_prefix`]). *Body*: part of the answer is out.
+//! The columns are the [`Stage`] that the attempt had reached; *forwarded* means that the client has
+//! part of the response ([`after_forwarding`]). The actions are:
 //!
-//! A watch that is answered with 410 is asked for at the other ready endpoints, once each: history
-//! is per server, and one that has just started knows none. That has a [`RetryBudget`]: a client that asks
-//! with an old version again and again would otherwise ask all of them each time. Beyond it the
-//! client gets the 410 of the first.
+//! * *retry*: the request is sent on another connection, up to [`ATTEMPTS`] times, if jackstay still
+//!   holds the part of its body that it has read.
+//! * *fail*: the client gets an error ([`client_error`]).
+//! * *reset*: the client's stream is reset, so that a truncated response does not look complete.
+//! * *resume*: the watch continues on another connection ([`super::watch`]).
 //!
-//! A write whose fate is unknown is never sent again, and its failure carries no Retry-After:
-//! client-go re-sends every verb on a 429 or 5xx that does.
+//! A watch that is answered with 410 is in the stage *too old*. It is sent to each other ready endpoint
+//! once: history is per server, and a server that has just started has none. This has a
+//! [`RetryBudget`](super::retry_budget::RetryBudget), because a client that sends the same old version
+//! again and again would otherwise cause one request to each endpoint each time. Without budget the
+//! client gets the first 410.
+//!
+//! A write that may have been executed is never sent again, and its error carries no Retry-After:
+//! client-go re-sends every verb after a 429 or 5xx with that header.
 
 use super::request_info::RequestKind;
 
-/// How far a request got.
+/// Attempts at one request, the first included. Each failure means another lost connection. More of
+/// them during one request are an outage, which the client should know about.
+pub const ATTEMPTS: u32 = 5;
+
+/// How far an attempt got before it failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stage {
-    /// Connect or TLS failed, or the stream was never opened.
+    /// Connect or TLS failed, or the stream was not opened.
     NotSent,
-    /// The server says that it did nothing.
+    /// The server says that it did not process the request: by `REFUSED_STREAM`, by a GOAWAY with a
+    /// lower last stream id, or by one of the two responses that kube-apiserver sends before any
+    /// handler runs while it shuts down ([`super::shutdown_rejection`]).
     Unprocessed,
-    /// No response head.
-    Sent,
-    /// A head, nothing of it forwarded.
-    Head,
-    /// Part of the answer is forwarded.
-    Body,
+    /// The server answered a watch with 410: its history does not reach back to the requested version.
+    TooOld,
+    /// The request was sent, and no response head came.
+    NoHead,
+    /// A response head came and was held back: until its body was complete or long enough
+    /// ([`super::body_prefix`]), or to look for a rejection in its body.
+    HeadHeld,
 }
 
-/// What to do about it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum RetryDecision {
-    /// Send it again, on another connection, if the whole body so far is still held, else fail. Any
-    /// method may have a body, a GET too.
-    Again,
-    /// Answer with an error of ours.
-    Fail,
-    /// Forward what came.
-    Forward,
-    /// Reset the client's stream: truncation must not look complete.
-    Reset,
-    /// Go on with the watch elsewhere.
-    Resume,
-}
-
-/// The table above.
-pub fn decide(kind: RequestKind, stage: Stage) -> RetryDecision {
-    match (kind, stage) {
-        (RequestKind::Watch, Stage::Body) => RetryDecision::Resume,
-        (_, Stage::Body) => RetryDecision::Reset,
-        (
-            RequestKind::Read | RequestKind::Watch | RequestKind::Log | RequestKind::SafeCreate,
-            _,
-        )
-        | (RequestKind::Write, Stage::NotSent | Stage::Unprocessed)
-        | (RequestKind::Tunnel, Stage::NotSent) => RetryDecision::Again,
-        (RequestKind::Write | RequestKind::Tunnel, Stage::Head) => RetryDecision::Forward,
-        (RequestKind::Write, Stage::Sent)
-        | (RequestKind::Tunnel, Stage::Unprocessed | Stage::Sent) => RetryDecision::Fail,
+impl Stage {
+    /// The label of the metric that counts retries.
+    pub const fn retry_reason(self) -> &'static str {
+        match self {
+            Self::NotSent => "not_sent",
+            Self::Unprocessed => "unprocessed",
+            Self::TooOld => "too_old",
+            Self::NoHead | Self::HeadHeld => "lost",
+        }
     }
 }
 
-/// Whether a second attempt may run beside the first: only what may be sent again while the first
-/// may still reach its handler.
-pub fn may_hedge(kind: RequestKind) -> bool {
-    decide(kind, Stage::Sent) == RetryDecision::Again
+/// What happens after a failed attempt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RetryDecision {
+    /// Send the request on another connection.
+    Retry,
+    /// Send the request to another ready endpoint, if there is one and the budget allows it.
+    RetryAtOtherEndpoint,
+    /// Do not send the request again.
+    Refuse(Refusal),
 }
 
-/// How far a stream got that ended with this error before its response head (h2's terms: since
-/// 0.4.20 a GOAWAY is the error only of streams above its last stream id).
+/// Why a request is not sent again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Refusal {
+    /// The request may have been executed, or may not be executed twice.
+    Unsafe,
+    /// Part of its body is no longer held.
+    BodyNotHeld,
+    /// The request has been sent [`ATTEMPTS`] times.
+    AttemptsExhausted,
+}
+
+impl Refusal {
+    /// The label of the metric that counts refused retries.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Unsafe => "unsafe",
+            Self::BodyNotHeld => "not_held",
+            Self::AttemptsExhausted => "attempts",
+        }
+    }
+}
+
+/// Decides whether a request is sent again after its attempt number `attempt` failed.
+pub fn decide(kind: RequestKind, stage: Stage, body_is_held: bool, attempt: u32) -> RetryDecision {
+    if !may_repeat(kind, stage) {
+        RetryDecision::Refuse(Refusal::Unsafe)
+    } else if !body_is_held {
+        RetryDecision::Refuse(Refusal::BodyNotHeld)
+    } else if attempt >= ATTEMPTS {
+        RetryDecision::Refuse(Refusal::AttemptsExhausted)
+    } else if stage == Stage::TooOld {
+        RetryDecision::RetryAtOtherEndpoint
+    } else {
+        RetryDecision::Retry
+    }
+}
+
+/// The columns before *forwarded*: whether the request may reach a handler a second time.
+const fn may_repeat(kind: RequestKind, stage: Stage) -> bool {
+    match (kind, stage) {
+        (RequestKind::Watch, _)
+        | (
+            RequestKind::Read | RequestKind::Log | RequestKind::SafeCreate,
+            Stage::NotSent | Stage::Unprocessed | Stage::NoHead | Stage::HeadHeld,
+        )
+        | (RequestKind::Write, Stage::NotSent | Stage::Unprocessed)
+        | (RequestKind::Tunnel, Stage::NotSent) => true,
+        (RequestKind::Read | RequestKind::Log | RequestKind::SafeCreate, Stage::TooOld)
+        | (RequestKind::Write, Stage::TooOld | Stage::NoHead | Stage::HeadHeld)
+        | (
+            RequestKind::Tunnel,
+            Stage::Unprocessed | Stage::TooOld | Stage::NoHead | Stage::HeadHeld,
+        ) => false,
+    }
+}
+
+/// Whether a second attempt may run beside the first one, which may still reach its handler.
+pub const fn may_hedge(kind: RequestKind) -> bool {
+    may_repeat(kind, Stage::NoHead)
+}
+
+/// Whether a 410 is held back so that other endpoints can be asked.
+pub const fn may_ask_other_endpoints(kind: RequestKind) -> bool {
+    may_repeat(kind, Stage::TooOld)
+}
+
+/// What happens when a response breaks off of which the client has a part.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AfterForwarding {
+    /// Reset the client's stream: a truncated response must not look complete.
+    Reset,
+    /// Continue the watch on another connection, if its frames can be followed; else reset.
+    Resume,
+}
+
+/// The column *forwarded*.
+pub const fn after_forwarding(kind: RequestKind) -> AfterForwarding {
+    match kind {
+        RequestKind::Watch => AfterForwarding::Resume,
+        RequestKind::Read
+        | RequestKind::Log
+        | RequestKind::Write
+        | RequestKind::SafeCreate
+        | RequestKind::Tunnel => AfterForwarding::Reset,
+    }
+}
+
+/// The error that a client gets for a request that is not sent again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ClientError {
+    /// 429 without Retry-After: the client may continue its watch without a list.
+    WatchUnavailable,
+    /// 502 with Retry-After: only the client still has the whole body.
+    UnprocessedBodyNotHeld,
+    /// 502: the request was not processed.
+    Unprocessed,
+    /// 502: a request that changes nothing failed.
+    SafeRequestFailed,
+    /// 502: the request may or may not have been executed.
+    UnknownOutcome,
+}
+
+/// Chooses the error for a refused retry; `is_connection_dead`: the connection of the last attempt is.
+///
+/// A watch that a live apiserver breaks off again and again gets an error after which its client lists:
+/// sending the same watch again would never end.
+pub fn client_error(
+    kind: RequestKind,
+    stage: Stage,
+    body_is_held: bool,
+    is_connection_dead: bool,
+) -> ClientError {
+    let unprocessed = matches!(stage, Stage::NotSent | Stage::Unprocessed | Stage::TooOld);
+    if kind == RequestKind::Watch && (unprocessed || is_connection_dead) {
+        ClientError::WatchUnavailable
+    } else if unprocessed && !body_is_held {
+        ClientError::UnprocessedBodyNotHeld
+    } else if unprocessed {
+        ClientError::Unprocessed
+    } else if may_hedge(kind) {
+        ClientError::SafeRequestFailed
+    } else {
+        ClientError::UnknownOutcome
+    }
+}
+
+/// The stage of an attempt whose stream ended with `error` before its response head. Since version
+/// 0.4.20 h2 reports a GOAWAY only on streams above its last stream id.
 pub fn stage_of(error: &h2::Error) -> Stage {
     let refused = error.reason() == Some(h2::Reason::REFUSED_STREAM);
     if error.is_remote() && (error.is_go_away() || refused) {
         Stage::Unprocessed
     } else {
-        Stage::Sent
-    }
-}
-
-/// What we ask beyond what clients ask, limited to a tenth of their requests over time, so that an
-/// overloaded apiserver is not asked for more and no client multiplies what it asks; with a burst
-/// for what may come at once.
-///
-/// It belongs to a worker's line to an upstream, not to a listener: it is the apiservers that are
-/// spared, and listeners that share them share what they can bear.
-#[derive(Debug)]
-pub struct RetryBudget {
-    most: f64,
-    tokens: std::cell::Cell<f64>,
-}
-
-/// Least number of hedges at once: a switch that forgets flows forgets them all, and kube-apiserver
-/// allows 100 streams on each.
-const HEDGES: usize = 128;
-/// Largest number of second opinions at once: two for each watch of a client that watches
-/// everything (kube-controller-manager: about 200 kinds, all at once when it starts).
-const OPINIONS: usize = 512;
-/// What one request earns.
-const SHARE: f64 = 0.1;
-
-impl RetryBudget {
-    /// For attempts beside one that waits; what waits on a connection of so many streams may be
-    /// hedged at once.
-    pub fn hedges(streams: usize) -> Self {
-        Self::of(streams.max(HEDGES))
-    }
-
-    /// For asking others where one has answered a client's watch with 410.
-    pub fn opinions() -> Self {
-        Self::of(OPINIONS)
-    }
-
-    fn of(most: usize) -> Self {
-        Self { most: most as f64, tokens: std::cell::Cell::new(most as f64) }
-    }
-
-    /// A request was made.
-    pub fn earn(&self) {
-        self.tokens.set((self.tokens.get() + SHARE).min(self.most));
-    }
-
-    /// Takes one, if there is one.
-    pub fn take(&self) -> bool {
-        let left = self.tokens.get() - 1.0;
-        if left < 0.0 {
-            return false;
-        }
-        self.tokens.set(left);
-        true
-    }
-
-    /// What was taken is not spent: nothing was sent.
-    pub fn give_back(&self) {
-        self.tokens.set((self.tokens.get() + 1.0).min(self.most));
+        Stage::NoHead
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use RequestKind::{Log, Read, SafeCreate, Tunnel, Watch, Write};
+    use Stage::{HeadHeld, NoHead, NotSent, TooOld, Unprocessed};
+
+    const STAGES: [Stage; 5] = [NotSent, Unprocessed, TooOld, NoHead, HeadHeld];
+
+    /// The rows of the table, with the column *too old* in its place.
+    const TABLE: [(RequestKind, [bool; 5], AfterForwarding); 6] = [
+        (Read, [true, true, false, true, true], AfterForwarding::Reset),
+        (Watch, [true, true, true, true, true], AfterForwarding::Resume),
+        (Log, [true, true, false, true, true], AfterForwarding::Reset),
+        (Write, [true, true, false, false, false], AfterForwarding::Reset),
+        (SafeCreate, [true, true, false, true, true], AfterForwarding::Reset),
+        (Tunnel, [true, false, false, false, false], AfterForwarding::Reset),
+    ];
 
     #[test]
-    fn every_cell() {
-        use RetryDecision::{Again, Fail, Forward, Reset, Resume};
-        use Stage::{Body, Head, NotSent, Sent, Unprocessed};
-        let stages = [NotSent, Unprocessed, Sent, Head, Body];
-        for (kind, row) in [
-            (RequestKind::Read, [Again, Again, Again, Again, Reset]),
-            (RequestKind::Watch, [Again, Again, Again, Again, Resume]),
-            (RequestKind::Log, [Again, Again, Again, Again, Reset]),
-            (RequestKind::Write, [Again, Again, Fail, Forward, Reset]),
-            (RequestKind::SafeCreate, [Again, Again, Again, Again, Reset]),
-            (RequestKind::Tunnel, [Again, Fail, Fail, Forward, Reset]),
-        ] {
-            for (stage, expected) in stages.into_iter().zip(row) {
-                assert_eq!(decide(kind, stage), expected, "{kind:?} {stage:?}");
+    fn decide_every_kind_and_stage_follows_the_table() {
+        for (kind, row, forwarded) in TABLE {
+            assert_eq!(after_forwarding(kind), forwarded, "{kind:?}");
+            for (stage, repeat) in STAGES.into_iter().zip(row) {
+                let at = format!("{kind:?} {stage:?}");
+                let expected = match (repeat, stage) {
+                    (false, _) => RetryDecision::Refuse(Refusal::Unsafe),
+                    (true, TooOld) => RetryDecision::RetryAtOtherEndpoint,
+                    (true, _) => RetryDecision::Retry,
+                };
+                assert_eq!(decide(kind, stage, true, 1), expected, "{at}");
+                assert_eq!(decide(kind, stage, true, ATTEMPTS - 1), expected, "{at}");
+                for (held, attempt, refusal) in [
+                    (false, 1, Refusal::BodyNotHeld),
+                    (false, ATTEMPTS, Refusal::BodyNotHeld),
+                    (true, ATTEMPTS, Refusal::AttemptsExhausted),
+                ] {
+                    let refusal = if repeat { refusal } else { Refusal::Unsafe };
+                    let decision = decide(kind, stage, held, attempt);
+                    assert_eq!(decision, RetryDecision::Refuse(refusal), "{at} {held} {attempt}");
+                }
             }
         }
     }
 
     #[test]
-    fn only_what_is_safe_is_hedged() {
-        assert!(
-            may_hedge(RequestKind::Read)
-                && may_hedge(RequestKind::Watch)
-                && may_hedge(RequestKind::Log)
-        );
-        assert!(may_hedge(RequestKind::SafeCreate));
-        assert!(!may_hedge(RequestKind::Write) && !may_hedge(RequestKind::Tunnel));
-    }
-
-    #[test]
-    fn reasons_of_our_own_are_not_proof() {
-        assert_eq!(stage_of(&h2::Reason::REFUSED_STREAM.into()), Stage::Sent);
-        assert_eq!(stage_of(&h2::Reason::INTERNAL_ERROR.into()), Stage::Sent);
-    }
-
-    #[test]
-    fn a_budget_is_a_tenth_with_a_burst() {
-        for (budget, burst) in [
-            (RetryBudget::hedges(1), 128),
-            (RetryBudget::hedges(1_000), 1_000),
-            (RetryBudget::opinions(), 512),
+    fn client_error_every_kind_and_stage_follows_its_table() {
+        use ClientError::{
+            SafeRequestFailed as Safe, UnknownOutcome as Unknown, Unprocessed as Not,
+            UnprocessedBodyNotHeld as NotHeld, WatchUnavailable as Watching,
+        };
+        // The body is held and the connection alive; not held; held and the connection dead.
+        for (kind, stage, alive, not_held, dead) in [
+            (Read, NotSent, Not, NotHeld, Not),
+            (Read, Unprocessed, Not, NotHeld, Not),
+            (Read, NoHead, Safe, Safe, Safe),
+            (Read, HeadHeld, Safe, Safe, Safe),
+            (Log, NoHead, Safe, Safe, Safe),
+            (SafeCreate, Unprocessed, Not, NotHeld, Not),
+            (SafeCreate, NoHead, Safe, Safe, Safe),
+            (Watch, NotSent, Watching, Watching, Watching),
+            (Watch, Unprocessed, Watching, Watching, Watching),
+            (Watch, TooOld, Watching, Watching, Watching),
+            (Watch, NoHead, Safe, Safe, Watching),
+            (Watch, HeadHeld, Safe, Safe, Watching),
+            (Write, NotSent, Not, NotHeld, Not),
+            (Write, Unprocessed, Not, NotHeld, Not),
+            (Write, NoHead, Unknown, Unknown, Unknown),
+            (Write, HeadHeld, Unknown, Unknown, Unknown),
+            (Tunnel, NotSent, Not, NotHeld, Not),
+            (Tunnel, Unprocessed, Not, NotHeld, Not),
+            (Tunnel, NoHead, Unknown, Unknown, Unknown),
+            (Tunnel, HeadHeld, Unknown, Unknown, Unknown),
         ] {
-            let taken = |times: u32| (0..times).filter(|_| budget.take()).count();
-            assert_eq!(taken(2_000), burst);
-            assert!(!budget.take());
-            (0..1_000).for_each(|_| budget.earn());
-            let tenth = taken(1_000);
-            assert!((99..=101).contains(&tenth), "{tenth}");
-            (0..100_000).for_each(|_| budget.earn());
-            assert_eq!(taken(2_000), burst, "what is not used is not saved up");
-            budget.give_back();
-            assert_eq!(taken(2_000), 1);
-            (0..2_000).for_each(|_| budget.give_back());
-            assert_eq!(taken(2_000), burst, "nor is what comes back");
+            let error = |held, dead| client_error(kind, stage, held, dead);
+            let errors = [error(true, false), error(false, false), error(true, true)];
+            assert_eq!(errors, [alive, not_held, dead], "{kind:?} {stage:?}");
         }
+    }
+
+    #[test]
+    fn may_hedge_allows_only_requests_that_change_nothing() {
+        assert!([Read, Watch, Log, SafeCreate].into_iter().all(may_hedge));
+        assert!(![Write, Tunnel].into_iter().any(may_hedge));
+    }
+
+    #[test]
+    fn stage_of_local_reset_is_no_proof_that_nothing_ran() {
+        assert_eq!(stage_of(&h2::Reason::REFUSED_STREAM.into()), NoHead);
+        assert_eq!(stage_of(&h2::Reason::INTERNAL_ERROR.into()), NoHead);
     }
 }

@@ -26,7 +26,7 @@ impl<T> StallTimeout<T> {
     }
 
     /// Bounds them no longer: from now on the bytes are somebody's terminal.
-    pub fn forgive(&mut self) {
+    pub fn disable(&mut self) {
         self.limit = None;
         self.timer = None;
     }
@@ -112,7 +112,7 @@ mod tests {
     async fn unless_it_is_forgiven() {
         let (ours, _theirs) = tokio::io::duplex(16);
         let mut stalled = StallTimeout::new(ours, Duration::from_secs(60));
-        stalled.forgive();
+        stalled.disable();
         let day = Duration::from_secs(86_400);
         assert!(tokio::time::timeout(day, stalled.write_all(&[0; 64])).await.is_err());
     }

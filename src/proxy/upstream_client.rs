@@ -15,22 +15,22 @@ use tokio::task::{AbortHandle, spawn_local};
 use tokio::time::sleep;
 
 use super::request_body::UploadTask;
-use super::respond::StatusError;
-use super::retry::RetryBudget;
+use super::retry_budget::RetryBudget;
 use super::watch::limits::WatchLimits;
-use crate::observe::{ByteBudget, Metrics};
+use crate::observe::ByteBudget;
+use crate::observe::Metrics;
 use crate::upstream::Upstream;
 use crate::upstream::connection::ConnectionState;
 use crate::upstream::connection::{Connection, Permit};
 use crate::upstream::endpoint::{Endpoint, EndpointState};
-use crate::upstream::pool::{Pool, Unavailable};
+use crate::upstream::pool::Pool;
 
 /// Pause before a second attempt is tried again that found no connection, or failed. Within a second
 /// of the return of an apiserver traffic flows.
 const HEDGE_AGAIN: Duration = Duration::from_secs(1);
 
 /// Pause between two looks at a client that drains.
-const DRAIN_TICK: Duration = Duration::from_millis(50);
+const DRAIN_TICK: Duration = Duration::from_millis(10);
 
 /// A worker's client of one upstream. All listeners of the worker that lead to the upstream share it.
 pub struct UpstreamClient {
@@ -108,7 +108,7 @@ impl UpstreamClient {
 }
 
 /// The head of an answer, and what comes after it.
-pub struct Answer {
+pub struct UpstreamResponse {
     /// The head.
     pub head: response::Parts,
     /// The body.
@@ -150,20 +150,6 @@ fn is_troubled(connection: &Connection, line: &UpstreamClient) -> bool {
 /// them makes none of them better.
 pub fn is_better_elsewhere(connection: &Connection, line: &UpstreamClient) -> bool {
     connection.endpoint.state() == EndpointState::Degraded && line.has_ready_besides(&[])
-}
-
-/// What a client is told when there is no stream for its request.
-pub fn problem(unavailable: &Unavailable) -> StatusError {
-    match unavailable {
-        Unavailable::Unreachable(reasons) => StatusError::no_upstream(reasons),
-        Unavailable::Exhausted => StatusError::too_many_requests(
-            "every stream to the apiservers is taken: see connections.max and \
-             connections.max_streams",
-        ),
-        Unavailable::NoCredential => {
-            StatusError::unauthorized("the credential for this identity is not loaded yet")
-        }
-    }
 }
 
 /// Gives back the window of what the client has taken.

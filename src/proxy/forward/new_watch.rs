@@ -1,36 +1,37 @@
-//! A new watch in a total outage: it is held, and then answered with the one error after which its
-//! client need not list.
+//! A new watch while no apiserver can be reached: jackstay holds it for a while.
+//!
+//! If the outage lasts longer, the client gets a 429, after which client-go does not list.
 
 use std::rc::Rc;
 
 use tokio::time::{Instant, sleep, sleep_until};
 
-use super::ForwardedRequest;
-use crate::proxy::respond::StatusError;
-use crate::proxy::upstream_client::problem;
+use super::request::ForwardedRequest;
+use crate::proxy::status_error::StatusError;
 use crate::proxy::watch::outage::{NEW_WATCH, hold};
 use crate::proxy::watch::session::return_jitter;
 use crate::upstream::connection::Permit;
 use crate::upstream::pool::Unavailable;
 
 impl ForwardedRequest {
-    /// A new watch that has got no stream, `none`, waits for the end of an outage, and then for its
-    /// turn. Its time counts from `asked_at`.
+    /// Holds a new watch until the outage is over, until its time since `asked_at` has passed, or until
+    /// its listener drains. `unavailable` is the result of the last try, and is returned if there is no
+    /// permit in time.
     pub(super) async fn hold(
         &self,
-        none: Result<Permit, Unavailable>,
+        unavailable: Result<Permit, Unavailable>,
         asked_at: Instant,
     ) -> Result<Permit, Unavailable> {
         if !self.upstream.watches.held().has_room() {
-            return none;
+            return unavailable;
         }
-        let timeout = self.watch.as_ref().and_then(|asked| asked.timeout);
-        let end = asked_at + timeout.map_or(NEW_WATCH, |own| own.min(NEW_WATCH));
-        let stream = async {
+        let timeout = self.watch.as_ref().and_then(|watch| watch.timeout);
+        let deadline = asked_at + timeout.map_or(NEW_WATCH, |timeout| timeout.min(NEW_WATCH));
+        let permit = async {
             loop {
                 let held = hold(Rc::clone(&self.upstream), Rc::clone(&self.class)).await;
                 sleep(return_jitter(held, false, fastrand::u64(..))).await;
-                // If the proof has ended meanwhile, the client's next request gets the 401.
+                // If the certificate has expired meanwhile, the client's next request gets the 401.
                 self.proof.confirmed().await;
                 match self.upstream.pool.acquire(&self.class, self.need(None, &[])).await {
                     Err(Unavailable::Unreachable(_)) => {}
@@ -45,19 +46,19 @@ impl ForwardedRequest {
             }
         };
         tokio::select! {
-            permit = stream => permit,
-            () = sleep_until(end) => none,
-            () = drained => none,
+            permit = permit => permit,
+            () = sleep_until(deadline) => unavailable,
+            () = drained => unavailable,
         }
     }
 
-    /// The answer to the client when there is no stream.
+    /// The error for the client if the request gets no permit.
     pub(super) fn unavailable(&self, unavailable: &Unavailable) -> StatusError {
         match unavailable {
             Unavailable::Unreachable(reasons) if self.is_watch() => {
                 StatusError::no_upstream_for_watch(reasons)
             }
-            _ => problem(unavailable),
+            _ => StatusError::unavailable(unavailable),
         }
     }
 }

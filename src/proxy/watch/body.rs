@@ -28,10 +28,10 @@ use super::codec::Encoding;
 use super::relay::Relay;
 use super::session::{Answer, Effect, Ending, Input, NotResumable, Peers};
 use crate::observe::{Outcome, Side};
+use crate::proxy::body_error::BodyError;
 use crate::proxy::body_progress::PIECE;
 use crate::proxy::client_certificate::ProofExpiry;
-use crate::proxy::respond::BodyError;
-use crate::proxy::upstream_client::{Answer as Response, release};
+use crate::proxy::upstream_client::{UpstreamResponse as Response, release};
 use crate::upstream::connection::Permit;
 
 pub use self::context::AcceptedWatch;

@@ -7,7 +7,7 @@ use metrics::Gauge;
 
 use crate::observe::ByteBudget;
 use crate::observe::Metrics;
-use crate::proxy::retry::RetryBudget;
+use crate::proxy::retry_budget::RetryBudget;
 
 /// Most bytes of incomplete frames that one worker may buffer for one upstream.
 const PARTIAL_FRAMES: usize = 32 << 20;
@@ -27,7 +27,7 @@ impl WatchLimits {
     /// Limits that nothing has used yet.
     pub fn new(metrics: &Metrics) -> Self {
         Self {
-            too_old_retries: RetryBudget::opinions(),
+            too_old_retries: RetryBudget::too_old(),
             held: HeldWatches::new(metrics.held_watches()),
             partial_frames: ByteBudget::new(PARTIAL_FRAMES, metrics.held_frame_bytes()),
         }

@@ -11,7 +11,8 @@ use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 
 use super::context::ResumeContext;
 use crate::proxy::client_certificate::IdentityProof;
-use crate::proxy::upstream_client::{Answer as Response, UpstreamClient, problem, troubled};
+use crate::proxy::status_error::StatusError;
+use crate::proxy::upstream_client::{UpstreamClient, UpstreamResponse as Response, troubled};
 use crate::proxy::watch::outage;
 use crate::upstream::connection::{Connection, Permit, describe_h2_error};
 use crate::upstream::endpoint::Endpoint;
@@ -116,7 +117,7 @@ async fn send_on_new_stream(
         Ok(Ok(permit)) => permit,
         Ok(Err(unavailable)) => {
             let outage = matches!(unavailable, Unavailable::Unreachable(_));
-            return Err(no_stream(problem(&unavailable).to_string(), outage));
+            return Err(no_stream(StatusError::unavailable(&unavailable).to_string(), outage));
         }
         Err(_) => return Err(no_stream("no stream in time".to_owned(), false)),
     };

@@ -18,7 +18,7 @@ use super::attempt::{AttemptError, MoveAttempt, send};
 use super::context::ResumeContext;
 use super::stream::{Deferred, UpstreamStream};
 use super::{Source, WatchBody};
-use crate::proxy::upstream_client::Answer as Response;
+use crate::proxy::upstream_client::UpstreamResponse as Response;
 use crate::proxy::watch::relay::Relay;
 use crate::proxy::watch::session::{Input, MoveReason, Session};
 use crate::upstream::connection::{Permit, describe_h2_error};

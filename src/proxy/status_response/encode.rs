@@ -1,24 +1,24 @@
-//! `metav1.Status` written by hand, as JSON and as Kubernetes' protobuf: two dozen bytes of format
-//! need no code generator.
+//! Encodes `metav1.Status` as JSON and as Kubernetes' protobuf. The format has eight fields, so a code
+//! generator would be more code than this.
 
-use super::StatusError;
+use crate::proxy::status_error::StatusError;
 
 const FAILURE: &str = "Failure";
 
-pub(super) fn json(problem: &StatusError) -> Vec<u8> {
+pub(super) fn json(error: &StatusError) -> Vec<u8> {
     let mut status = serde_json::json!({
         "kind": "Status",
         "apiVersion": "v1",
         "metadata": {},
         "status": FAILURE,
-        "message": problem.message,
-        "code": problem.code.as_u16(),
+        "message": error.message,
+        "code": error.code.as_u16(),
     });
     // Kubernetes omits both when they are empty.
-    if !problem.reason.as_str().is_empty() {
-        status["reason"] = problem.reason.as_str().into();
+    if !error.reason.as_str().is_empty() {
+        status["reason"] = error.reason.as_str().into();
     }
-    if let Some(seconds) = problem.retry_after {
+    if let Some(seconds) = error.retry_after {
         status["details"] = serde_json::json!({ "retryAfterSeconds": seconds });
     }
     let mut text = status.to_string().into_bytes();
@@ -29,18 +29,18 @@ pub(super) fn json(problem: &StatusError) -> Vec<u8> {
 /// `k8s\0`, then `runtime.Unknown`
 /// (`k8s.io/apimachinery/pkg/runtime/generated.proto`) around `Status`
 /// (`k8s.io/apimachinery/pkg/apis/meta/v1/generated.proto`).
-pub(super) fn protobuf(problem: &StatusError) -> Vec<u8> {
-    let mut status = Vec::with_capacity(problem.message.len() + 64);
+pub(super) fn protobuf(error: &StatusError) -> Vec<u8> {
+    let mut status = Vec::with_capacity(error.message.len() + 64);
     field(&mut status, 1, b""); // metadata, an empty ListMeta
     field(&mut status, 2, FAILURE.as_bytes());
-    field(&mut status, 3, problem.message.as_bytes());
-    field(&mut status, 4, problem.reason.as_str().as_bytes());
-    if let Some(seconds) = problem.retry_after {
+    field(&mut status, 3, error.message.as_bytes());
+    field(&mut status, 4, error.reason.as_str().as_bytes());
+    if let Some(seconds) = error.retry_after {
         let mut details = Vec::new();
         number(&mut details, 5, seconds.into()); // retryAfterSeconds
         field(&mut status, 5, &details);
     }
-    number(&mut status, 6, problem.code.as_u16().into());
+    number(&mut status, 6, error.code.as_u16().into());
 
     let mut type_meta = Vec::new();
     field(&mut type_meta, 1, b"v1");

@@ -1,6 +1,8 @@
-//! A decoder of its own for what `encode` writes, the Accept table, and the shutdown answers.
+//! Both encodings, read by an independent decoder, and the Accept table.
 
 use super::*;
+use crate::proxy::status_error::StatusReason;
+use http::StatusCode;
 use proptest::prelude::*;
 
 /// One protobuf field: number, and bytes or a varint.
@@ -41,12 +43,7 @@ fn fields(mut input: &[u8]) -> Vec<Field<'_>> {
     out
 }
 
-fn problem(
-    message: &str,
-    code: u16,
-    reason: StatusReason,
-    retry_after: Option<u32>,
-) -> StatusError {
+fn error(message: &str, code: u16, reason: StatusReason, retry_after: Option<u32>) -> StatusError {
     let code = StatusCode::from_u16(code).unwrap();
     StatusError { code, reason, cause: "other", message: message.to_owned(), retry_after }
 }
@@ -62,14 +59,14 @@ fn any_reason() -> impl Strategy<Value = StatusReason> {
 
 proptest! {
     #[test]
-    fn both_encodings_say_the_same(
+    fn json_and_protobuf_contain_the_same_fields(
         message in any::<String>(),
         code in 100u16..1000,
         reason in any_reason(),
         retry_after in proptest::option::of(any::<u32>()),
     ) {
-        let problem = problem(&message, code, reason, retry_after);
-        let bytes = encode::protobuf(&problem);
+        let error = error(&message, code, reason, retry_after);
+        let bytes = encode::protobuf(&error);
         let unknown = fields(bytes.strip_prefix(b"k8s\0").unwrap());
         let [Field::Bytes(1, meta), Field::Bytes(2, raw), Field::Bytes(3, b""), Field::Bytes(4, b"")] =
             unknown[..] else { panic!("{unknown:?}") };
@@ -94,7 +91,7 @@ proptest! {
         wanted.push(Field::Number(6, code.into()));
         prop_assert_eq!(fields(raw), wanted);
 
-        let json: serde_json::Value = serde_json::from_slice(&encode::json(&problem)).unwrap();
+        let json: serde_json::Value = serde_json::from_slice(&encode::json(&error)).unwrap();
         prop_assert_eq!(&json["message"], &message);
         prop_assert_eq!(&json["code"], code);
         prop_assert_eq!(json["reason"].as_str().unwrap_or(""), reason.as_str());
@@ -102,15 +99,15 @@ proptest! {
     }
 
     #[test]
-    fn any_accept_header_is_survived(accept in "[a-z/*;,=. q0-9\"]{0,60}") {
-        let (headers, body) = StatusError::internal("x").render(HeaderValue::from_str(&accept).ok().as_ref());
+    fn render_any_accept_header_has_correct_length(accept in "[a-z/*;,=. q0-9\"]{0,60}") {
+        let (headers, body) = render(&StatusError::internal("x"), HeaderValue::from_str(&accept).ok().as_ref());
         prop_assert_eq!(headers[header::CONTENT_LENGTH].to_str().unwrap(), body.len().to_string());
     }
 }
 
 #[test]
-fn the_json_is_what_kubectl_reads() {
-    let (headers, body) = StatusError::no_upstream("3 endpoints, all refused").render(None);
+fn render_without_accept_is_the_json_that_kubectl_reads() {
+    let (headers, body) = render(&StatusError::no_upstream("3 endpoints, all refused"), None);
     let json: serde_json::Value = serde_json::from_slice(&body).unwrap();
     assert_eq!(
         json,
@@ -124,8 +121,8 @@ fn the_json_is_what_kubectl_reads() {
 }
 
 #[test]
-fn only_what_was_never_sent_may_be_sent_again() {
-    for (problem, code, reason, retry_after) in [
+fn retry_after_only_on_errors_of_unprocessed_requests() {
+    for (error, code, reason, retry_after) in [
         (StatusError::no_upstream("x"), 503, "ServiceUnavailable", None),
         (StatusError::unknown_fate("x"), 502, "InternalError", None),
         (StatusError::bad_gateway("x"), 502, "InternalError", None),
@@ -137,9 +134,9 @@ fn only_what_was_never_sent_may_be_sent_again() {
         (StatusError::gateway_timeout("x"), 504, "Timeout", None),
         (StatusError::internal("x"), 500, "InternalError", None),
     ] {
-        assert!(problem.to_string().starts_with("jackstay: "), "{problem:?}");
-        assert_eq!(problem.reason.as_str(), reason);
-        let response = problem.into_response(None);
+        assert!(error.to_string().starts_with("jackstay: "), "{error:?}");
+        assert_eq!(error.reason.as_str(), reason);
+        let response = super::response(&error, None);
         assert_eq!(response.status(), code);
         let header = response.headers().get(header::RETRY_AFTER).map(|v| v.to_str().unwrap());
         assert_eq!(header, retry_after);
@@ -147,7 +144,7 @@ fn only_what_was_never_sent_may_be_sent_again() {
 }
 
 #[test]
-fn accept_is_negotiated_as_the_apiserver_does() {
+fn negotiate_accept_as_the_apiserver_does() {
     const P: &str = PROTOBUF;
     for (accept, want) in [
         ("", Encoding::Json),
@@ -176,60 +173,7 @@ fn accept_is_negotiated_as_the_apiserver_does() {
     }
     assert_eq!(Encoding::negotiate(None), Encoding::Json);
     let header = HeaderValue::from_static(P);
-    let response = StatusError::internal("x").into_response(Some(&header));
+    let response = super::response(&StatusError::internal("x"), Some(&header));
     assert_eq!(response.headers()[header::CONTENT_TYPE], P);
     assert!(response.body().starts_with(b"k8s\0"));
-}
-
-#[test]
-fn exactly_the_shutdown_answers_are_recognised() {
-    const TEXT: &str = "The apiserver is shutting down, please try again later.\n";
-    let status = |message: &str, reason: &str| {
-        format!(
-            r#"{{"kind":"Status","apiVersion":"v1","metadata":{{}},"status":"Failure","message":"{message}","reason":"{reason}","code":503}}"#
-        ) + "\n"
-    };
-    let down = status("apiserver is shutting down", "ServiceUnavailable");
-    let other =
-        status("the server is currently unable to handle the request", "ServiceUnavailable");
-    let internal = status("apiserver is shutting down", "InternalError");
-    let long = format!("{}{TEXT}", " ".repeat(REJECTION_MAX_BODY));
-    let after: &[(&'static str, &str)] = &[("retry-after", "5")];
-    let fair = &[("retry-after", "1"), ("x-kubernetes-pf-flowschema-uid", "u")];
-    for (code, headers, body, want) in [
-        (429, after, TEXT, true),
-        (429, after, TEXT.trim_end(), true),
-        (503, after, &*down, true),
-        (
-            503,
-            &[("retry-after", "1"), ("content-type", "text/plain"), ("content-length", "160")],
-            &*down,
-            true,
-        ),
-        (429, &[], TEXT, false),
-        (429, fair, TEXT, false),
-        (503, fair, &*down, false),
-        (429, after, "Too many requests, please try again later.\n", false),
-        (429, after, &*format!("x {TEXT}"), false),
-        (429, after, &*long, false),
-        (429, &[("retry-after", "5"), ("content-length", "5000")], TEXT, false),
-        (429, after, &*down, false),
-        (503, after, TEXT, false),
-        (503, after, &*other, false),
-        (503, after, &*internal, false),
-        (503, after, "", false),
-        (500, after, &*down, false),
-        (200, after, TEXT, false),
-    ] {
-        let mut map = HeaderMap::new();
-        for &(name, value) in headers {
-            map.insert(name, value.parse().unwrap());
-        }
-        let code = StatusCode::from_u16(code).unwrap();
-        assert_eq!(
-            shutting_down_rejection(code, &map, body.as_bytes()),
-            want,
-            "{code} {headers:?} {body}"
-        );
-    }
 }

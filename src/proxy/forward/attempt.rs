@@ -1,0 +1,145 @@
+//! One attempt at a request: one stream on one connection.
+
+use std::rc::Rc;
+
+use bytes::{Bytes, BytesMut};
+use h2::RecvStream;
+use h2::client::ResponseFuture;
+use http::{Request, StatusCode, response};
+use tokio::time::Instant;
+
+use crate::proxy::body_prefix::{body_prefix, waits_for_prefix};
+use crate::proxy::request_body::{RequestBody, UploadTask};
+use crate::proxy::request_info::RequestKind;
+use crate::proxy::retry::{self, Stage};
+use crate::proxy::shutdown_rejection::{
+    REJECTION_MAX_BODY, is_rejection, is_short, may_be_rejection,
+};
+use crate::proxy::upstream_client::UpstreamResponse;
+use crate::upstream::connection::{Connection, Permit, describe_h2_error};
+use crate::upstream::pool::PreviousFailure;
+
+/// A stream that is open.
+pub(super) struct Attempt {
+    permit: Permit,
+    response: ResponseFuture,
+    upload: Option<UploadTask>,
+}
+
+/// A failed attempt.
+pub(super) struct FailedAttempt {
+    /// How far the attempt got.
+    pub(super) stage: Stage,
+    /// Why it failed, for logs and errors.
+    pub(super) reason: String,
+    pub(super) connection: Rc<Connection>,
+    /// The response that says that the request was not processed. The client gets it if no other
+    /// endpoint takes the request.
+    pub(super) response: Option<Box<HeldResponse>>,
+}
+
+/// A short response that is held back.
+pub(super) type HeldResponse = (response::Parts, Bytes);
+
+impl FailedAttempt {
+    /// A failure on the way, without a response.
+    pub(super) fn new(stage: Stage, reason: &str, connection: &Rc<Connection>) -> Self {
+        let reason = format!("{reason} on the connection to {}", connection.endpoint.label);
+        Self { stage, reason, connection: Rc::clone(connection), response: None }
+    }
+
+    /// What the pool should know when it chooses the connection of the next attempt.
+    pub(super) fn after(&self) -> PreviousFailure<'_> {
+        match self.stage {
+            Stage::Unprocessed | Stage::TooOld => PreviousFailure::Refusal(&self.connection),
+            Stage::NotSent | Stage::NoHead | Stage::HeadHeld => {
+                PreviousFailure::Silence(&self.connection)
+            }
+        }
+    }
+}
+
+impl Attempt {
+    /// Opens the stream and starts to send the body.
+    pub(super) fn start(
+        mut permit: Permit,
+        head: Request<()>,
+        body: Option<&Rc<RequestBody>>,
+    ) -> Result<Self, FailedAttempt> {
+        match permit.open(head, body.is_none()) {
+            Ok((response, stream)) => {
+                let upload = body.map(|body| body.send(stream));
+                Ok(Self { permit, response, upload })
+            }
+            Err(error) => Err(FailedAttempt {
+                stage: Stage::NotSent,
+                reason: error.to_string(),
+                connection: Rc::clone(permit.connection()),
+                response: None,
+            }),
+        }
+    }
+
+    /// Waits for the response head, and for the beginning of the body if the request may be sent again.
+    /// Nothing is forwarded before that, so a connection that is lost meanwhile does no harm.
+    pub(super) async fn response(
+        self,
+        kind: RequestKind,
+    ) -> Result<UpstreamResponse, FailedAttempt> {
+        let Self { mut permit, response, upload } = self;
+        let connection = Rc::clone(permit.connection());
+        let failed = |stage, reason: &str| FailedAttempt::new(stage, reason, &connection);
+        let (head, mut recv) = match response.await {
+            Ok(response) => response.into_parts(),
+            Err(error) => return Err(failed(retry::stage_of(&error), &describe_h2_error(&error))),
+        };
+        let arrived = Instant::now();
+        if !waits_for_prefix(kind) {
+            permit.head_arrived(arrived);
+        }
+        connection.endpoint.response_received(head.status.as_u16());
+        let may_be_too_old = retry::may_ask_other_endpoints(kind)
+            && head.status == StatusCode::GONE
+            && is_short(&head.headers);
+        if may_be_too_old || may_be_rejection(head.status, &head.headers) {
+            // Boxed, so that no other response carries room for it.
+            let body = Box::pin(read_short(&mut recv))
+                .await
+                .map_err(|reason| failed(Stage::HeadHeld, &reason))?;
+            let refused = if may_be_too_old && body.len() <= REJECTION_MAX_BODY {
+                Some((Stage::TooOld, "its history is too short"))
+            } else if is_rejection(head.status, &head.headers, &body) {
+                Some((Stage::Unprocessed, "the apiserver is shutting down"))
+            } else {
+                None
+            };
+            if let Some((stage, reason)) = refused {
+                permit.finished();
+                let response = Some(Box::new((head, body)));
+                return Err(FailedAttempt { response, ..failed(stage, reason) });
+            }
+            permit.head_arrived(arrived);
+            return Ok(UpstreamResponse { head, recv, first: Some(body), permit, upload });
+        }
+        let first = body_prefix(kind, &mut recv, &connection)
+            .await
+            .map_err(|error| failed(Stage::HeadHeld, &describe_h2_error(&error)))?;
+        permit.head_arrived(arrived);
+        Ok(UpstreamResponse { head, recv, first, permit, upload })
+    }
+}
+
+/// Reads a body that is short according to its head, up to [`REJECTION_MAX_BODY`] bytes and the rest
+/// of the frame in which they end.
+async fn read_short(recv: &mut RecvStream) -> Result<Bytes, String> {
+    let mut body = BytesMut::new();
+    while let Some(data) = recv.data().await {
+        let data = data.map_err(|error| describe_h2_error(&error))?;
+        let _ = recv.flow_control().release_capacity(data.len());
+        body.extend_from_slice(&data);
+        if body.len() > REJECTION_MAX_BODY {
+            break;
+        }
+    }
+    Ok(body.freeze())
+}

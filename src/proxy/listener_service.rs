@@ -1,0 +1,56 @@
+//! What the connections of one listener share on one worker, and how a reload replaces it.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use super::credential_selector::CredentialSelector;
+use super::drain::DrainWatcher;
+use super::tunnels::Tunnels;
+use super::upstream_client::UpstreamClient;
+use crate::config::{AccessLog, Limits, RequestLimits};
+use crate::observe::ListenerMetrics;
+
+/// What serves the requests of one listener on one worker. It is immutable: a reload replaces all of
+/// it, and a request that has begun keeps the one it started with.
+pub struct ListenerService {
+    /// The client of the upstream that gets the requests.
+    pub upstream: Rc<UpstreamClient>,
+    /// Selects the credential with which a request goes upstream.
+    pub credentials: CredentialSelector,
+    /// Counts connections and requests.
+    pub metrics: Arc<ListenerMetrics>,
+    /// Selects the requests that are logged.
+    pub access_log: AccessLog,
+    /// API groups beyond the built-in ones whose watches may be resumed.
+    pub resume_groups: Vec<String>,
+    /// Limits of connections.
+    pub limits: Limits,
+    /// Limits of requests. A connection keeps the limits of the service that accepted it.
+    pub request_limits: RequestLimits,
+    /// The open tunnels. They count as connections, and a drain waits for them.
+    pub tunnels: Tunnels,
+    /// The drain that the listener's watches follow.
+    pub drain: DrainWatcher,
+}
+
+/// The service of a listener, which a reload may replace.
+#[derive(Clone)]
+pub struct CurrentService(Rc<RefCell<Rc<ListenerService>>>);
+
+impl CurrentService {
+    /// A listener that starts with `service`.
+    pub fn new(service: Rc<ListenerService>) -> Self {
+        Self(Rc::new(RefCell::new(service)))
+    }
+
+    /// The service for a request that begins now.
+    pub fn now(&self) -> Rc<ListenerService> {
+        Rc::clone(&self.0.borrow())
+    }
+
+    /// Serves all later requests with `service`, and returns the previous one.
+    pub fn replace(&self, service: Rc<ListenerService>) -> Rc<ListenerService> {
+        self.0.replace(service)
+    }
+}

@@ -1,0 +1,92 @@
+//! Limits the requests that jackstay sends in addition to those of its clients.
+
+use std::cell::Cell;
+
+/// Tokens for additional requests: a request of a client earns [`TOKENS_PER_REQUEST`], an additional
+/// request costs 1. So they stay below a tenth of the clients' requests over time, beyond a burst, and
+/// neither load an overloaded apiserver nor multiply what one client asks.
+///
+/// A budget belongs to a worker's client of an upstream and not to a listener, because it protects the
+/// apiservers, which listeners share.
+#[derive(Debug)]
+pub struct RetryBudget {
+    burst: f64,
+    tokens: Cell<f64>,
+}
+
+/// Least burst of hedges. A switch that loses its flow table breaks all connections at once, and
+/// kube-apiserver allows 100 streams on each.
+const HEDGE_BURST: usize = 128;
+/// Burst of requests to other endpoints after a 410: two for each watch of kube-controller-manager,
+/// which starts watches of about 200 resources at once.
+const TOO_OLD_BURST: usize = 512;
+/// Tokens that one request of a client earns.
+const TOKENS_PER_REQUEST: f64 = 0.1;
+
+impl RetryBudget {
+    /// A budget for attempts beside another attempt. All requests on one connection, which carries up
+    /// to `streams_per_connection`, may be hedged at once.
+    pub fn hedges(streams_per_connection: usize) -> Self {
+        Self::full(streams_per_connection.max(HEDGE_BURST))
+    }
+
+    /// A budget for sending a watch to other endpoints after a 410.
+    pub fn too_old() -> Self {
+        Self::full(TOO_OLD_BURST)
+    }
+
+    fn full(burst: usize) -> Self {
+        Self { burst: burst as f64, tokens: Cell::new(burst as f64) }
+    }
+
+    /// Adds what one request of a client earns.
+    pub fn earn(&self) {
+        self.add(TOKENS_PER_REQUEST);
+    }
+
+    /// Takes one token; false if none is left.
+    pub fn take(&self) -> bool {
+        let left = self.tokens.get() - 1.0;
+        let taken = left >= 0.0;
+        if taken {
+            self.tokens.set(left);
+        }
+        taken
+    }
+
+    /// Returns a token whose request was not sent.
+    pub fn give_back(&self) {
+        self.add(1.0);
+    }
+
+    fn add(&self, tokens: f64) {
+        self.tokens.set((self.tokens.get() + tokens).min(self.burst));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn retry_budget_refills_by_a_tenth_and_never_exceeds_its_burst() {
+        for (budget, burst) in [
+            (RetryBudget::hedges(1), 128),
+            (RetryBudget::hedges(1_000), 1_000),
+            (RetryBudget::too_old(), 512),
+        ] {
+            let taken = |times: u32| (0..times).filter(|_| budget.take()).count();
+            assert_eq!(taken(2_000), burst);
+            assert!(!budget.take());
+            (0..1_000).for_each(|_| budget.earn());
+            let tenth = taken(1_000);
+            assert!((99..=101).contains(&tenth), "{tenth}");
+            (0..100_000).for_each(|_| budget.earn());
+            assert_eq!(taken(2_000), burst, "unused tokens do not accumulate beyond the burst");
+            budget.give_back();
+            assert_eq!(taken(2_000), 1);
+            (0..2_000).for_each(|_| budget.give_back());
+            assert_eq!(taken(2_000), burst, "neither do returned tokens");
+        }
+    }
+}

@@ -1,9 +1,9 @@
-//! How much of an answer is waited for before any of it is forwarded: until then it may be asked for
-//! elsewhere, and the loss of its connection is no loss to the client.
+//! Waits for the beginning of a response before any of it is forwarded. Until then the request can be
+//! sent again, and the loss of its connection does the client no harm.
 //!
-//! An apiserver writes most answers at once, in a few frames. They are waited for whole, so that a
-//! connection that is lost between two of those frames breaks none. What is longer, or slow while its
-//! connection is well, is forwarded as it comes.
+//! An apiserver writes most responses at once, in a few frames. jackstay waits for all of such a
+//! response, so that a connection lost between two of its frames breaks none. A response that is longer,
+//! or slow on a connection that works, is forwarded as it comes.
 
 use std::time::Duration;
 
@@ -15,28 +15,29 @@ use super::request_info::RequestKind;
 use crate::upstream::connection::Connection;
 use crate::upstream::connection::ConnectionState;
 
-/// What is waited for of an answer in bytes: discovery, an object, a short list. It stays within the
-/// stream's window, so nothing is held that a client could not make us hold by not reading.
-const BEGINNING: usize = 64 * 1024;
+/// Longest prefix, in bytes: discovery, an object or a short list. It is within the stream's window, so
+/// it needs no more memory than a client that does not read.
+const PREFIX: usize = 64 * 1024;
 
-/// How long it may take from its first frame on. A lost connection is suspected sooner where our own
-/// timers run on time, and then waited for until it answers or is dead.
-const PROMPT: Duration = Duration::from_secs(1);
+/// How long the prefix may take after its first frame. Usually a lost connection is suspected sooner;
+/// then jackstay waits until it responds or is dead.
+const PREFIX_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How long the head of a log waits for the first line. One that is followed may be silent for as
-/// long as its container is, and its client wants to know that it listens.
-const LOG_HEAD: Duration = Duration::from_secs(1);
+/// How long the head of a log is held back for the first line. The container of a followed log may
+/// write nothing for hours, and the client wants the head.
+const LOG_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Whether the beginning of such an answer is awaited like its head: then silence on the connection is
-/// as suspicious as before the head. A log or a watch may be silent.
+/// Whether the response's prefix is awaited like its head, so that silence on the connection is as
+/// suspicious as before the head. A log or a watch may be silent.
 pub fn waits_for_prefix(kind: RequestKind) -> bool {
     matches!(kind, RequestKind::Read | RequestKind::SafeCreate)
 }
 
-/// Waits for the beginning of an answer whose head is there, where it may be sent again.
+/// Waits for the prefix of a response whose head has arrived; `None` for a request that may not be sent
+/// again, for a watch, and for an empty body.
 ///
 /// # Errors
-/// The stream ended before, by a reset or with its connection.
+/// The stream was reset, or its connection was lost.
 pub async fn body_prefix(
     kind: RequestKind,
     recv: &mut RecvStream,
@@ -46,14 +47,14 @@ pub async fn body_prefix(
         _ if recv.is_end_stream() => Ok(None),
         _ if waits_for_prefix(kind) => {
             let Some(first) = recv.data().await.transpose()? else { return Ok(None) };
-            if recv.is_end_stream() || first.len() >= BEGINNING {
+            if recv.is_end_stream() || first.len() >= PREFIX {
                 return Ok(Some(first));
             }
-            // Boxed, so that no other answer carries room for it.
+            // Boxed, so that no other response carries room for it.
             Box::pin(rest(first, recv, connection)).await.map(Some)
         }
         RequestKind::Log => {
-            Box::pin(timeout(LOG_HEAD, recv.data())).await.unwrap_or_default().transpose()
+            Box::pin(timeout(LOG_TIMEOUT, recv.data())).await.unwrap_or_default().transpose()
         }
         _ => Ok(None),
     }
@@ -66,20 +67,20 @@ async fn rest(
 ) -> Result<Bytes, h2::Error> {
     let mut held = BytesMut::from(first);
     let mut latest = Instant::now();
-    let mut end = latest + PROMPT;
-    while held.len() < BEGINNING && !recv.is_end_stream() {
+    let mut end = latest + PREFIX_TIMEOUT;
+    while held.len() < PREFIX && !recv.is_end_stream() {
         match timeout_at(end, recv.data()).await {
             Ok(Some(data)) => {
                 held.extend_from_slice(&data?);
                 latest = Instant::now();
             }
-            // While a request waits a PING goes out soon: where nothing has come since, not even its
-            // answer, there is only no verdict yet.
+            // A PING is sent while a request waits. If nothing arrived since, not even its
+            // acknowledgement, the connection is not judged yet.
             Err(_)
                 if connection.state() == ConnectionState::Suspect
                     || connection.last_received() <= latest =>
             {
-                end = Instant::now() + PROMPT;
+                end = Instant::now() + PREFIX_TIMEOUT;
             }
             Ok(None) | Err(_) => break,
         }

@@ -1,10 +1,11 @@
-//! Bounds how long an HTTP/2 client may take nothing of one answer.
+//! Resets HTTP/2 streams whose client stopped reading the response.
 //!
-//! A client that reads its socket but opens no window on a stream looks well to [`super::stall_timeout`].
-//! Meanwhile hyper asks the answer's body for nothing, so that it holds an upstream stream, and
-//! does not even leave a connection that ends. hyper hands a piece to h2 whole, and asks for the
-//! next one when there is window: a stream whose piece is out for the limit is reset, and the
-//! others of its connection go on. One that takes a piece now and then is only slow.
+//! A client that reads its socket but opens no window on one stream does not trip
+//! [`super::stall_timeout`]. hyper then does not poll the response's body, so the body keeps its
+//! upstream stream, even on a connection that drains. hyper hands each piece of a body to h2 and polls
+//! for the next one when the stream has window. So a stream whose last piece has been with h2 for the
+//! limit is reset; the other streams of the connection are not affected. A client that takes a piece
+//! within each limit is only slow.
 
 use std::cell::Cell;
 use std::pin::Pin;
@@ -15,31 +16,31 @@ use std::time::Duration;
 use http_body::{Body, Frame, SizeHint};
 use tokio::time::{Sleep, sleep};
 
-/// Largest piece that a body should hand over, so that a slow client is seen to take something:
-/// with the default limit, 220 bytes a second.
+/// Largest piece that a body should return, in bytes, so that the progress of a slow client is visible:
+/// 220 bytes a second with the default limit.
 pub const PIECE: usize = 64 * 1024;
 
-/// What one answer waits for.
+/// The progress of one response.
 #[derive(Debug, Default)]
 struct Progress {
-    /// Pieces handed over.
+    /// Pieces that the body has returned.
     pieces: Cell<u64>,
-    /// The last of them is out: no more was asked for.
-    out: Cell<bool>,
+    /// Whether hyper has not polled again since the last piece.
+    waiting: Cell<bool>,
 }
 
-/// Follows one answer, for those who look at it from both sides.
+/// The progress of one response, shared by its body and its stream.
 #[derive(Debug, Clone, Default)]
 pub struct BodyProgress(Rc<Progress>);
 
 impl BodyProgress {
-    /// Number of the piece that waits for the client, if one does.
+    /// The number of the piece that waits for window, if one does.
     fn waiting(&self) -> Option<u64> {
-        self.0.out.get().then(|| self.0.pieces.get())
+        self.0.waiting.get().then(|| self.0.pieces.get())
     }
 }
 
-/// A body that tells when a piece of it is out.
+/// A body that records its progress.
 #[derive(Debug)]
 pub struct TrackedBody<B> {
     body: B,
@@ -47,7 +48,7 @@ pub struct TrackedBody<B> {
 }
 
 impl<B> TrackedBody<B> {
-    /// Tells `progress` about `body`.
+    /// Records the progress of `body` in `progress`.
     pub fn new(body: B, progress: BodyProgress) -> Self {
         Self { body, progress }
     }
@@ -63,9 +64,9 @@ impl<B: Body + Unpin> Body for TrackedBody<B> {
     ) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
         let result = Pin::new(&mut self.body).poll_frame(cx);
         let progress = &self.progress.0;
-        let out = matches!(result, Poll::Ready(Some(Ok(_))));
-        progress.out.set(out);
-        if out {
+        let returned = matches!(result, Poll::Ready(Some(Ok(_))));
+        progress.waiting.set(returned);
+        if returned {
             progress.pieces.set(progress.pieces.get() + 1);
         }
         result
@@ -80,18 +81,18 @@ impl<B: Body + Unpin> Body for TrackedBody<B> {
     }
 }
 
-/// What serves one stream, until it is done or its client has taken nothing for too long; dropping
-/// it resets the stream.
+/// The task that serves one stream. It ends when the stream is done, or when its client has read
+/// nothing for the limit; the drop of the inner future then resets the stream.
 pub struct StallBoundStream {
     serving: Pin<Box<dyn Future<Output = ()>>>,
     progress: BodyProgress,
     limit: Duration,
-    /// Runs while a piece is out: which, and until when it may be.
+    /// The number of the piece that waits, and the timer that it started.
     timer: Option<(u64, Pin<Box<Sleep>>)>,
 }
 
 impl StallBoundStream {
-    /// Bounds `serving` by what `progress` tells.
+    /// Limits `serving`, whose progress is recorded in `progress`.
     pub fn new(
         serving: impl Future<Output = ()> + 'static,
         progress: BodyProgress,
@@ -150,7 +151,7 @@ mod tests {
         }
     }
 
-    /// As hyper serves a stream: a piece is asked for where there is window.
+    /// Serves a stream as hyper does: polls for the next piece when there is window.
     async fn serve(mut body: TrackedBody<Pieces>, mut window: mpsc::UnboundedReceiver<()>) {
         loop {
             if poll_fn(|cx| Pin::new(&mut body).poll_frame(cx)).await.is_none() {
@@ -161,15 +162,15 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn who_takes_nothing_of_what_waits_is_cut_off() {
+    async fn stream_whose_piece_is_not_taken_ends_after_limit() {
         let (pieces, body) = mpsc::unbounded_channel();
         let (window, opened) = mpsc::unbounded_channel();
         let progress = BodyProgress::default();
         let serving = serve(TrackedBody::new(Pieces(body), progress.clone()), opened);
         let mut bounded = StallBoundStream::new(serving, progress, LIMIT);
-        // Nothing waits for it: it may be silent for as long as it likes.
+        // No piece waits, so no limit applies.
         assert!(timeout(DAY, &mut bounded).await.is_err());
-        // It takes a piece now and then, and more are always there.
+        // The client takes each piece just within the limit.
         for _ in 0..10 {
             pieces.send(Bytes::from_static(b"x")).unwrap();
             pieces.send(Bytes::from_static(b"x")).unwrap();
@@ -186,7 +187,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_end_is_the_end() {
+    async fn stream_that_is_done_ends_at_once() {
         let (pieces, body) = mpsc::unbounded_channel();
         let (_window, opened) = mpsc::unbounded_channel();
         let progress = BodyProgress::default();

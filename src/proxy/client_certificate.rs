@@ -1,24 +1,25 @@
-//! What a client has proven by its certificate, and for how long.
+//! A client's certificate: whether it is valid, and until when.
 //!
 //! kube-apiserver authenticates a request once, when it begins: its x509 authenticator verifies the
-//! chain against the client CA and the clock of that moment
-//! (`apiserver/pkg/authentication/request/x509/x509.go`, called by `WithAuthentication`). What runs is
-//! not looked at again. A watch ends by the timeout that its client gave (client-go's reflectors: 5 to
-//! 10 minutes), or after 30 to 60 minutes (`--min-request-timeout`, doubled at random in
-//! `handlers/get.go`); its client then needs a valid certificate to go on. An exec, attach or
-//! port-forward ends when it has been idle for 4 h (kubelet's `streamingConnectionIdleTimeout`).
+//! chain against the client CA at that time
+//! (`apiserver/pkg/authentication/request/x509/x509.go`, called by `WithAuthentication`). It does not
+//! check a running request again. A watch ends after the timeout that its client set (client-go's
+//! reflectors: 5 to 10 minutes) or after 30 to 60 minutes (`--min-request-timeout`, doubled at random in
+//! `handlers/get.go`); the client's next watch needs a valid certificate. An exec, attach or port-forward
+//! ends after 4 h without traffic (kubelet's `streamingConnectionIdleTimeout`).
 //!
-//! jackstay keeps watches alive and carries both on connections with a credential of its own, so
-//! here a proof is more than a check at the beginning:
+//! jackstay resumes watches, and carries watches and tunnels on connections with its own credential. So
+//! it checks the client's certificate more than once:
 //!
-//! * Each request, each resume and each move of a watch needs a proof that holds at that moment, under
-//!   the CA and the clock of that moment.
-//! * A watch or tunnel ends when the proof that it began with does: a watch cleanly where its client
-//!   can go on from there, as by the apiserver's own timeout; its next request gets the 401.
-//! * Any other request runs to its end, as it does directly.
+//! * Each request, and each resume or move of a watch, needs a certificate that is valid at that time
+//!   under the client CA of that time.
+//! * A watch or tunnel ends when the certificate with which it began is no longer valid. A watch ends
+//!   cleanly where its client can continue, as after a timeout of the apiserver. The client's next
+//!   request gets a 401.
+//! * Any other request runs to its end, as it does without jackstay.
 //!
-//! The verdict on the chain is kept for the connection ([`client_chain`]); this file asks for it,
-//! follows its end, and wakes what depends on it.
+//! [`client_chain`] verifies chains and keeps the result for a connection. This file starts the
+//! verification, follows the end of its validity, and wakes the requests that depend on it.
 
 use std::cell::{Cell, RefCell};
 use std::convert::Infallible;
@@ -40,12 +41,12 @@ use crate::observe::ListenerMetrics;
 use crate::observe::utc::Utc;
 use crate::upstream::credentials::CredentialClass;
 
-/// How often the clock is looked at: it may be set.
+/// How often validity is compared with the clock, which may be set.
 const CLOCK_LOOK: Duration = Duration::from_secs(60);
-/// When a verification is tried again that found the queue full.
+/// Pause before a verification that found the queue full is tried again.
 const BUSY_PAUSE: Duration = Duration::from_secs(1);
 
-/// What a client has shown in its TLS handshake.
+/// The certificate that a client sent in its TLS handshake.
 pub struct ClientCertificate {
     chain: Arc<ClientChain>,
     info: Result<CertInfo, String>,
@@ -53,14 +54,14 @@ pub struct ClientCertificate {
     metrics: Arc<ListenerMetrics>,
     verdict: RefCell<Option<ChainVerdict>>,
     verifying: Cell<bool>,
-    /// The last verification did not happen: too many waited.
+    /// Whether the last verification was refused because the queue was full.
     busy: Cell<bool>,
-    /// Told when a verdict has come, or failed to, and when a proof has ended.
+    /// Notified after each verification, and when the certificate is no longer valid.
     changed: Notify,
 }
 
 impl ClientCertificate {
-    /// The peer of a finished handshake; `None` without a certificate.
+    /// The certificate of a finished handshake, if the client sent one.
     pub fn new(
         chain: Option<&[CertificateDer<'_>]>,
         tls: &Arc<ServingTls>,
@@ -80,13 +81,13 @@ impl ClientCertificate {
         }))
     }
 
-    /// Its certificate, whether it proves anything or not.
+    /// What the certificate says, valid or not; `None` if it cannot be parsed.
     pub fn certificate(&self) -> Option<&CertInfo> {
         self.info.as_ref().ok()
     }
 
-    /// Its certificate, if that is valid at `now` under the client CA in force, or why it is not.
-    /// `None`: the chain has still to be verified ([`Self::verified`]).
+    /// The certificate if it is valid at `now` under the current client CA, or why it is not. `None`: the
+    /// chain has not been verified yet ([`Self::verified`]).
     pub fn proven(&self, now: SystemTime) -> Option<Result<&CertInfo, String>> {
         let info = match &self.info {
             Ok(info) => info,
@@ -111,11 +112,11 @@ impl ClientCertificate {
         Some(verdict.result.as_ref().map(|()| info).map_err(Clone::clone))
     }
 
-    /// Waits until [`Self::proven`] has an answer; false if too many chains wait to be verified.
+    /// Waits until [`Self::proven`] has a result; false if the verification queue is full.
     pub async fn verified(self: &Rc<Self>) -> bool {
         self.busy.set(false);
         loop {
-            // Registered before the look, so that no verdict falls between look and wait.
+            // Registered before the check, so that a result between the check and the wait wakes it.
             let mut changed = pin!(self.changed.notified());
             changed.as_mut().enable();
             if self.proven(SystemTime::now()).is_some() {
@@ -129,7 +130,8 @@ impl ClientCertificate {
         }
     }
 
-    /// Has the chain verified, once at a time: of a client that opens and cancels requests, too.
+    /// Starts a verification of the chain unless one is running, so that a client that opens and cancels
+    /// requests causes only one.
     fn verify(self: &Rc<Self>) {
         if self.verifying.replace(true) {
             return;
@@ -138,7 +140,7 @@ impl ClientCertificate {
         spawn_local(async move {
             let mut turn = client_chain::acquire_slot(&this.chain).await;
             let ca = this.tls.client_ca().clone();
-            // No other reference: the connection is closed and needs no verdict.
+            // Without another reference the connection is closed and needs no result.
             let wanted = Rc::strong_count(&this) > 1;
             if let (Some(turn), Some(ca), true) = (&mut turn, ca, wanted) {
                 let verdict = turn.verify(&this.chain, &ca).await;
@@ -158,8 +160,8 @@ impl ClientCertificate {
         });
     }
 
-    /// Follows the proof for as long as something depends on it: has it verified when the client CA
-    /// changes or a certificate begins or ceases to be valid, and tells of its end.
+    /// Verifies the certificate again when the client CA changes and when a validity period begins or
+    /// ends, and notifies when the certificate is no longer valid. Runs as long as the connection.
     pub async fn follow(self: &Rc<Self>) -> Infallible {
         let mut changes = self.tls.client_ca_changes();
         loop {
@@ -177,7 +179,7 @@ impl ClientCertificate {
         }
     }
 
-    /// How long what is known at `now` holds by the clock.
+    /// How long the result at `now` can last according to the clock, at most [`CLOCK_LOOK`].
     fn until_next(&self, now: SystemTime) -> Duration {
         let verdict = self.verdict.borrow();
         let ends = [
@@ -191,10 +193,10 @@ impl ClientCertificate {
     }
 }
 
-/// Ready when a proof does not hold any more: why.
+/// Ready with the reason when an [`IdentityProof`] is no longer valid.
 pub type ProofExpiry = Pin<Box<dyn Future<Output = String>>>;
 
-/// What entitles a request to the connections of its class.
+/// Proves that a request may use the connections of its class.
 #[derive(Clone)]
 pub struct IdentityProof(Option<Rc<ClientCertificate>>);
 
@@ -205,19 +207,19 @@ impl IdentityProof {
         Self(peer.filter(|_| matches!(class, CredentialClass::Identity(_))).cloned())
     }
 
-    /// The subject that is proven.
+    /// The subject of the certificate, if the class needs one.
     pub fn subject(&self) -> Option<&Subject> {
         self.0.as_ref()?.certificate().map(|info| &info.subject)
     }
 
-    /// Whether it is known to hold at `now`.
+    /// Whether the proof is known to be valid at `now`.
     pub fn is_current(&self, now: SystemTime) -> bool {
         self.0.as_ref().is_none_or(|peer| matches!(peer.proven(now), Some(Ok(_))))
     }
 
-    /// Waits until it is known to hold; for ever, if it does not. [`Self::end`] is ready then, also
-    /// where [`ClientCertificate::follow`] has not noticed yet: its timers stand still while a machine is suspended,
-    /// and the clock does not.
+    /// Waits until the proof is known to be valid, forever if it is not. In that case [`Self::end`] becomes
+    /// ready, even if [`ClientCertificate::follow`] has not noticed yet: its timers stop while the machine
+    /// is suspended, and the clock does not.
     pub async fn confirmed(&self) {
         let Some(peer) = &self.0 else { return };
         while !peer.verified().await {
@@ -229,8 +231,8 @@ impl IdentityProof {
         }
     }
 
-    /// Ready at its end: why it does not hold any more. `None` where no proof is needed. [`ClientCertificate::follow`]
-    /// has to run meanwhile, as it does for each connection.
+    /// A future that is ready with the reason when the proof is no longer valid. `None` if the class needs
+    /// no proof. [`ClientCertificate::follow`] must run meanwhile, as it does for each connection.
     pub fn end(&self) -> Option<ProofExpiry> {
         let peer = Rc::clone(self.0.as_ref()?);
         Some(Box::pin(Self::ended(peer)))
@@ -249,7 +251,8 @@ impl IdentityProof {
         }
     }
 
-    /// The same for what outlives the client's HTTP connection, and follows the proof by itself.
+    /// Like [`Self::end`], for a tunnel: it outlives the HTTP connection, so it runs
+    /// [`ClientCertificate::follow`] itself.
     pub async fn followed_to_its_end(&self) -> String {
         let Some(peer) = &self.0 else { pending().await };
         tokio::select! {

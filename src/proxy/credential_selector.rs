@@ -1,7 +1,7 @@
-//! Decides whose credential a request goes upstream with.
+//! Selects the credential with which a request goes upstream.
 //!
-//! TLS ends here, so the apiserver no longer sees the client's certificate. The rule is: the same
-//! in, the same out. Nobody gets a credential that they have not proven to be theirs.
+//! jackstay terminates TLS, so the apiserver does not see the client's certificate. A request goes
+//! upstream with the identity that its client has proven, and with no other:
 //!
 //! | client certificate | bearer token | goes upstream on |
 //! |---|---|---|
@@ -11,7 +11,7 @@
 //! | expired or unverifiable | no | nothing: 401 |
 //! | none | yes | connections without a certificate |
 //! | none | no | connections without a certificate, of their own |
-//! | not verified yet, and too many others wait for that | any | nothing: 429 |
+//! | not verified yet, and too many others are being verified | any | nothing: 429 |
 
 use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, VecDeque};
@@ -27,24 +27,25 @@ use super::status_error::StatusError;
 use crate::net::tls::certificate::CertInfo;
 use crate::upstream::credentials::{CredentialClass, IdentitySlot};
 
-/// Tokens that are remembered as proven. A node has some hundred pods.
+/// Most tokens that are remembered as accepted. A node has some hundred pods.
 const PROVEN_TOKENS: usize = 4096;
 
-/// Decides for one listener; see the module.
+/// Selects the credentials for the requests of one listener.
 pub struct CredentialSelector {
     /// The identities that this listener may use.
     pub slots: Vec<Arc<IdentitySlot>>,
-    /// Name of the listener, for the text of a refusal.
+    /// Name of the listener, for error messages.
     pub listener: String,
-    /// Tokens seen to work.
+    /// Tokens that the apiserver has accepted.
     pub tokens: Rc<ProvenTokens>,
 }
 
 impl CredentialSelector {
-    /// Whose connections the request may take; `upgrade`: it wants to leave HTTP.
+    /// The class of connections that a request with these headers may use; `upgrade`: it asks for an
+    /// upgrade.
     ///
     /// # Errors
-    /// 401 with a reason that says what to do; 429 if the certificate could not be verified now.
+    /// 401 with a reason that says what to do; 429 if the certificate is not verified yet.
     pub fn select(
         &self,
         peer: Option<&ClientCertificate>,
@@ -94,7 +95,7 @@ impl CredentialSelector {
         )))
     }
 
-    /// Learns from the answer to a request with a token whether the token is good.
+    /// Learns from the response to a request whether the apiserver accepts its token.
     pub fn learn(&self, token: &[u8], class: CredentialClass, status: StatusCode) {
         let token = token.trim_ascii();
         if status == StatusCode::UNAUTHORIZED {
@@ -104,17 +105,16 @@ impl CredentialSelector {
                 || status == StatusCode::FORBIDDEN
                 || status == StatusCode::SWITCHING_PROTOCOLS)
         {
-            // Authorization comes after authentication; a 400 or 404 may come before it.
+            // A 403 is sent after authentication; a 400 or 404 may be sent before it.
             self.tokens.insert(token);
         }
     }
 }
 
-/// The credential in the request's headers: a bearer token, or the one that WebSocket clients hide
-/// in a subprotocol (`base64url.bearer.authorization.k8s.io.<token>`). To the apiserver, any other
-/// scheme in `Authorization` is no credential (`bearertoken.go`), and a subprotocol is none where
-/// nothing is upgraded (`websocket/protocol.go`): it answers such a request as nobody's, and GOAWAYs
-/// the connection.
+/// The bearer token in a request's headers, or the one that WebSocket clients put into a subprotocol
+/// (`base64url.bearer.authorization.k8s.io.<token>`). For the apiserver, any other scheme in
+/// `Authorization` is no credential (`bearertoken.go`), and neither is the subprotocol without an upgrade
+/// (`websocket/protocol.go`): it treats such a request as anonymous, and sends a GOAWAY.
 pub fn bearer(headers: &HeaderMap, upgrade: bool) -> Option<&[u8]> {
     if let Some(value) = headers.get(header::AUTHORIZATION) {
         let value = value.as_bytes().trim_ascii();
@@ -133,23 +133,24 @@ pub fn bearer(headers: &HeaderMap, upgrade: bool) -> Option<&[u8]> {
         .find(|protocol| protocol.starts_with(b"base64url.bearer.authorization.k8s.io."))
 }
 
-/// Tokens that have had an authenticated answer, as keyed hashes; bounded, oldest out first.
+/// Keyed hashes of the tokens that the apiserver has accepted. Beyond [`PROVEN_TOKENS`] the oldest is
+/// forgotten.
 #[derive(Debug, Default)]
 pub struct ProvenTokens {
     keys: [RandomState; 2],
     known: RefCell<HashMap<[u64; 2], u64>>,
     order: RefCell<VecDeque<([u64; 2], u64)>>,
     serial: Cell<u64>,
-    /// Changes whenever a token is forgotten.
+    /// How many tokens have been forgotten.
     forgotten: Cell<u64>,
 }
 
-/// The last token of one client that was found among the proven ones. Nearly every client has only
-/// one, and comparing it costs less than two keyed hashes.
+/// The last accepted token of one client connection. Nearly every client has only one, and a comparison
+/// is cheaper than two keyed hashes.
 #[derive(Debug, Default)]
 pub struct LastToken {
     token: RefCell<Vec<u8>>,
-    /// [`ProvenTokens::forgotten`] then, plus one; 0 while there is none.
+    /// [`ProvenTokens::forgotten`] at that time, plus 1; 0 if there is no token.
     valid_at: Cell<u64>,
 }
 
@@ -171,8 +172,8 @@ impl LastToken {
 }
 
 impl ProvenTokens {
-    /// Two independent keyed 64-bit hashes: the keys are random for each process, so that nobody
-    /// can look for a second token with the same ones.
+    /// Two independent keyed 64-bit hashes. The keys are random for each process, so a client cannot
+    /// search for a token with the same hashes.
     fn hash(&self, token: &[u8]) -> [u64; 2] {
         [self.keys[0].hash_one(token), self.keys[1].hash_one(token)]
     }
@@ -211,7 +212,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_answer_that_comes_after_authentication_proves_a_token() {
+    fn learn_accepts_tokens_by_responses_sent_after_authentication() {
         let tokens = Rc::<ProvenTokens>::default();
         let identifier = CredentialSelector {
             slots: Vec::new(),
@@ -238,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn a_subprotocol_is_a_credential_only_of_what_upgrades() {
+    fn select_uses_subprotocol_token_only_for_upgrades() {
         let tokens = Rc::<ProvenTokens>::default();
         let identifier = CredentialSelector {
             slots: Vec::new(),
@@ -263,21 +264,21 @@ mod tests {
     }
 
     #[test]
-    fn a_remembered_token_is_forgotten_with_the_others() {
+    fn last_token_is_forgotten_when_proven_tokens_are() {
         let (tokens, last) = (ProvenTokens::default(), LastToken::default());
         assert!(!last.is_proven(b"bearer a", &tokens));
         tokens.insert(b"bearer a");
         assert!(last.is_proven(b"bearer a", &tokens));
-        assert!(last.is_proven(b"bearer a", &tokens), "now from memory");
+        assert!(last.is_proven(b"bearer a", &tokens), "from the last token");
         assert!(!last.is_proven(b"bearer b", &tokens));
         assert!(last.is_proven(b"bearer a", &tokens));
         tokens.remove(b"bearer a");
-        assert!(!last.is_proven(b"bearer a", &tokens), "a 401 for anybody counts for everybody");
+        assert!(!last.is_proven(b"bearer a", &tokens), "a 401 on any connection counts for all");
         tokens.insert(b"bearer a");
         assert!(last.is_proven(b"bearer a", &tokens));
         for n in 0..PROVEN_TOKENS {
             tokens.insert(format!("bearer {n}").as_bytes());
         }
-        assert!(!last.is_proven(b"bearer a", &tokens), "too many others since");
+        assert!(!last.is_proven(b"bearer a", &tokens), "too many other tokens since");
     }
 }

@@ -1,20 +1,19 @@
-//! Which heads are refused, and which headers may cross from one connection to the other.
+//! Refuses ambiguous request heads, and removes the headers that belong to one connection only.
 //!
-//! Two parties that read one message differently are how requests are smuggled and identities
-//! forged, so what is ambiguous is refused ([`check_request`]) and what belongs to one connection
-//! never reaches the next ([`upstream_request_headers`], [`downstream_response_headers`]). Heads
-//! are always serialised anew; values and paths are not changed.
+//! Requests are smuggled and identities are forged where two parties read one message differently. So
+//! an ambiguous head is refused ([`check_request`]), and headers of one connection never reach the next
+//! one ([`upstream_request_headers`], [`downstream_response_headers`]). Heads are always serialised
+//! anew; values and paths are not changed.
 //!
-//! * Hop-by-hop headers go (RFC 9110, section 7.6.1), those that `Connection` names first.
-//!   `Trailer` stays: trailers pass, and hyper's HTTP/1.1 side sends only those it announces.
-//! * `X-Remote-*` always goes: on a connection that carries a front-proxy certificate it would
-//!   *be* the identity. `X_Remote_User` is another header to the apiserver, since Go does not map
-//!   underscores, and is left alone.
-//! * `Expect` always goes: the body is asked for here, not by the apiserver. On HTTP/1.1, hyper sends
-//!   the 100 with the first read of the body, which is as soon as the upstream stream is open
-//!   ([`super::forward`]); on HTTP/2 it has no way to send one (hyper 1.12).
-//! * hyper has already refused obs-fold, whitespace in names and bad chunks, and h2 most of what
-//!   HTTP/2 forbids; what is checked here again costs nothing and does not depend on them.
+//! * Hop-by-hop headers are removed (RFC 9110, section 7.6.1), and so are those that `Connection` names.
+//!   `Trailer` stays: trailers are forwarded, and hyper sends only announced ones on HTTP/1.1.
+//! * `X-Remote-*` is removed from every request: on a connection with a front-proxy certificate it sets
+//!   the identity. `X_Remote_User` stays, because it is a different header to Go.
+//! * `Expect` is removed from every request, because jackstay itself asks for the body. On HTTP/1.1, hyper
+//!   sends the 100 with the first read of the body, as soon as the upstream stream is open
+//!   ([`super::forward`]). On HTTP/2 hyper 1.12 cannot send one.
+//! * hyper has already refused obs-fold, whitespace in names and bad chunks, and h2 most of what HTTP/2
+//!   forbids. The checks here do not depend on that.
 
 #[cfg(test)]
 mod tests;
@@ -31,9 +30,10 @@ use std::net::IpAddr;
 
 const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 
-/// Refuses a head that could be read in two ways, or that would be forwarded as something else.
+/// Refuses a head that could be read in two ways, or that would not be forwarded as it is.
 ///
-/// Returns a 400 that says what is wrong.
+/// # Errors
+/// 400 with the reason.
 pub fn check_request(parts: &Parts) -> Result<(), StatusError> {
     let refuse = |what: &str| Err(StatusError::bad_request(what));
     if parts.method == Method::CONNECT {
@@ -52,10 +52,13 @@ pub fn check_request(parts: &Parts) -> Result<(), StatusError> {
     check_content_length(&parts.headers)
 }
 
-/// Refuses a head above `most` bytes, its fields counted as they were written.
+/// Refuses a head above `most` bytes. The fields count as they are written in HTTP/1.1.
+///
+/// # Errors
+/// 431.
 pub fn check_size(parts: &Parts, most: usize) -> Result<(), StatusError> {
     let target = parts.uri.path_and_query().map_or(0, |target| target.as_str().len());
-    // `: ` and the end of the line.
+    // 4 bytes: `: ` and the end of the line.
     let fields = parts.headers.iter().map(|(name, value)| name.as_str().len() + value.len() + 4);
     if target + fields.sum::<usize>() > most {
         let message = format!("the request's headers are larger than {most} bytes");
@@ -109,7 +112,7 @@ fn check_http1(parts: &Parts) -> Result<(), StatusError> {
     }
     for token in connection_tokens(headers) {
         if is_protected(token) {
-            // The token is the client's own and short; it was a header's value, so it prints.
+            // The token is part of a header value, so it is short and printable.
             let token = String::from_utf8_lossy(token);
             return refuse(&format!("Connection names {token}, which is not a header of one hop"));
         }
@@ -117,7 +120,7 @@ fn check_http1(parts: &Parts) -> Result<(), StatusError> {
     Ok(())
 }
 
-/// RFC 9110, section 8.6: repeated lengths must agree, and be numbers.
+/// RFC 9110, section 8.6: repeated lengths must be equal numbers.
 fn check_content_length(headers: &HeaderMap) -> Result<(), StatusError> {
     let mut lengths = headers.get_all(CONTENT_LENGTH).iter();
     let Some(first) = lengths.next() else { return Ok(()) };
@@ -128,27 +131,27 @@ fn check_content_length(headers: &HeaderMap) -> Result<(), StatusError> {
     Ok(())
 }
 
-/// Makes a request's headers fit for the upstream: nothing of this hop, no forged identity, and
-/// the client's address at the end of `X-Forwarded-For`, which is what audit logs record.
+/// Prepares a request's headers for the upstream: removes those of this hop and forged identities, and
+/// appends the client's address to `X-Forwarded-For`, which audit logs record.
 pub fn upstream_request_headers(headers: &mut HeaderMap, client: &ForwardedFor) {
     strip(headers, Direction::Request);
     client.append_to(headers);
 }
 
-/// The same for a request that upgrades: `Connection` becomes exactly `Upgrade`, and the protocol
-/// stays as the client wrote it. `Sec-WebSocket-*` and `X-Stream-Protocol-Version` are end-to-end
-/// and stay anyway.
+/// Like [`upstream_request_headers`], for a request that asks for an upgrade: `Connection` becomes
+/// exactly `Upgrade`, and `Upgrade` stays as the client wrote it. `Sec-WebSocket-*` and
+/// `X-Stream-Protocol-Version` are end-to-end headers and stay.
 pub fn upstream_upgrade_headers(headers: &mut HeaderMap, client: &ForwardedFor) {
     keeping_upgrade(headers, Direction::Request);
     client.append_to(headers);
 }
 
-/// Makes an answer's headers fit for the client: nothing of the upstream hop.
+/// Removes the headers of the upstream hop from a response.
 pub fn downstream_response_headers(headers: &mut HeaderMap) {
     strip(headers, Direction::Response);
 }
 
-/// The same for a 101, whose `Connection` and `Upgrade` are the point.
+/// Like [`downstream_response_headers`], for a 101: `Connection` and `Upgrade` stay.
 pub fn downstream_upgrade_headers(headers: &mut HeaderMap) {
     keeping_upgrade(headers, Direction::Response);
 }
@@ -176,8 +179,8 @@ pub(super) fn is_hop_by_hop(name: &str) -> bool {
     )
 }
 
-/// Whether `Connection` must not name this header: it says who speaks, whom they speak for, what
-/// they want or where the message ends, and dropping it would change that.
+/// Whether `Connection` must not name this header. Removing it would change the identity, the meaning or
+/// the length of the request.
 fn is_protected(token: &[u8]) -> bool {
     const PREFIXES: [&str; 4] = ["x-remote-", "impersonate-", "x-forwarded-", "content-"];
     const NAMES: [&str; 9] = [
@@ -206,26 +209,26 @@ fn connection_tokens(headers: &HeaderMap) -> impl Iterator<Item = &[u8]> {
         .filter(|token| !token.is_empty())
 }
 
-/// Removes what must not cross. One pass over the names finds out whether there is anything to do;
-/// on HTTP/2 there nearly never is.
+/// Removes the headers that must not be forwarded. On HTTP/2 there are nearly never any, so one pass
+/// over the names first checks that.
 fn strip(headers: &mut HeaderMap, direction: Direction) {
-    let goes = |name: &HeaderName| {
+    let is_removed = |name: &HeaderName| {
         let name = name.as_str();
         is_hop_by_hop(name)
             || direction == Direction::Request
                 && (name == "expect" || name.starts_with("x-remote-"))
     };
-    if !headers.keys().any(goes) {
+    if !headers.keys().any(is_removed) {
         return;
     }
-    // `check_request` refused a `Connection` that names a protected header; should one come here
-    // all the same, dropping an identity would be the worse outcome.
+    // `check_request` has refused a `Connection` that names a protected header. Responses are not
+    // checked, and a protected header stays in both.
     let mut names: Vec<HeaderName> = connection_tokens(headers)
         .filter(|token| !is_protected(token))
         .filter_map(|token| HeaderName::from_bytes(token).ok())
         .collect();
-    names.extend(headers.keys().filter(|name| goes(name)).cloned());
-    // The one value of TE that may be passed on, and that gRPC needs (as Go's ReverseProxy does).
+    names.extend(headers.keys().filter(|name| is_removed(name)).cloned());
+    // The only value of TE that may be forwarded. gRPC needs it, and Go's ReverseProxy forwards it too.
     let trailers = direction == Direction::Request && has_token(headers, TE, "trailers");
     for name in names {
         headers.remove(name);
@@ -247,20 +250,19 @@ fn keeping_upgrade(headers: &mut HeaderMap, direction: Direction) {
     }
 }
 
-/// What a client's requests get in `X-Forwarded-For`; written once for all requests of its
-/// connection.
+/// The address that is appended to `X-Forwarded-For`, formatted once for all requests of a connection.
 #[derive(Debug, Clone)]
 pub struct ForwardedFor(HeaderValue);
 
 impl ForwardedFor {
-    /// For a client at this address.
+    /// The address of a client.
     pub fn new(client: IpAddr) -> Self {
-        // An IPv4 client of a dual-stack socket is an IPv4 client.
+        // A dual-stack socket reports IPv4 clients as IPv4-mapped IPv6 addresses.
         let address = client.to_canonical().to_string();
         Self(HeaderValue::from_str(&address).expect("an address is a header value"))
     }
 
-    /// Appends as Go's `httputil.ReverseProxy`: one header, one list.
+    /// Appends the address as Go's `httputil.ReverseProxy` does: one header with one list.
     fn append_to(&self, headers: &mut HeaderMap) {
         match headers.entry(X_FORWARDED_FOR) {
             Entry::Vacant(entry) => {
@@ -273,7 +275,7 @@ impl ForwardedFor {
                     list.extend_from_slice(b", ");
                 }
                 list.extend_from_slice(self.0.as_bytes());
-                // Header values joined by a comma are a header value.
+                // Valid header values joined by commas are a valid value.
                 if let Ok(value) = HeaderValue::from_bytes(&list) {
                     entry.insert(value);
                 }

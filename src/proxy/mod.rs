@@ -1,5 +1,5 @@
-//! The data plane: from an accepted connection to an answered request (L7), or to another
-//! connection that its bytes are passed to (L4, [`passthrough`]).
+//! The data plane: serves the requests of accepted connections (L7), or passes their bytes to an
+//! upstream connection (L4, [`passthrough`]).
 
 pub mod accept;
 pub mod body_error;

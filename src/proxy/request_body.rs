@@ -1,8 +1,8 @@
-//! A request's body on its way upstream, held so that it can be sent again while nothing is known
-//! to have processed it.
+//! Sends a request's body upstream, and holds it until the response, so that the request can be sent
+//! again.
 //!
-//! What is held is bounded per request and per process; a body above that is streamed all the
-//! same, and then cannot be sent a second time.
+//! The held bytes are limited per request and per process. A body beyond the limit is streamed too, but
+//! cannot be sent a second time.
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
@@ -21,28 +21,21 @@ use tokio::task::JoinHandle;
 use super::hygiene::is_hop_by_hop;
 use crate::observe::{ByteBudget, Metrics};
 
-/// Most bytes of one body that are held.
+/// Most bytes held of one body.
 const HOLD_MAX: usize = 3 << 20;
-/// Most bytes of all bodies together that are held.
+/// Most bytes held of all bodies together.
 const HOLD_TOTAL: usize = 32 << 20;
 
-/// What a held piece costs beside its bytes: its handle, and its share of a read buffer.
+/// What a held piece costs beside its bytes: its handle and its share of a read buffer.
 const PIECE_COST: usize = 64;
 
-/// ByteBudget for what all workers hold together.
+/// The budget that the bodies of all workers share.
 pub fn budget(metrics: &Metrics) -> Arc<ByteBudget> {
     ByteBudget::new(HOLD_TOTAL, metrics.held_body_bytes())
 }
 
-/// Stops the task that sends a request's body when nobody waits for the answer any more.
+/// The task that sends a request's body. Dropping it aborts the task.
 pub struct UploadTask(JoinHandle<()>);
-
-impl UploadTask {
-    /// Guards a task.
-    pub fn new(task: JoinHandle<()>) -> Self {
-        Self(task)
-    }
-}
 
 impl Drop for UploadTask {
     fn drop(&mut self) {
@@ -50,33 +43,33 @@ impl Drop for UploadTask {
     }
 }
 
-/// What is held of one body.
+/// The held part of one body.
 struct HeldBody {
     pieces: RefCell<Vec<Bytes>>,
     bytes: Cell<usize>,
-    /// Everything read so far is there.
+    /// Whether it contains all that was read so far.
     whole: Cell<bool>,
-    room: Arc<ByteBudget>,
+    budget: Arc<ByteBudget>,
 }
 
 impl HeldBody {
-    fn new(room: &Arc<ByteBudget>) -> Self {
+    fn new(budget: &Arc<ByteBudget>) -> Self {
         Self {
             pieces: RefCell::default(),
             bytes: Cell::new(0),
             whole: Cell::new(true),
-            room: Arc::clone(room),
+            budget: Arc::clone(budget),
         }
     }
 
-    /// Holds the next piece, or from here on none.
+    /// Holds the next piece. Beyond the limits it holds neither this piece nor a later one.
     fn push(&self, data: &Bytes) {
         if !self.whole.get() {
             return;
         }
         let cost = data.len() + PIECE_COST;
         let bytes = self.bytes.get() + cost;
-        let fits = self.room.take(cost);
+        let fits = self.budget.take(cost);
         self.bytes.set(bytes);
         if bytes > HOLD_MAX || !fits {
             self.whole.set(false);
@@ -89,7 +82,7 @@ impl HeldBody {
         self.pieces.borrow_mut().clear();
         let bytes = self.bytes.replace(0);
         if bytes > 0 {
-            self.room.give_back(bytes);
+            self.budget.give_back(bytes);
         }
     }
 }
@@ -108,52 +101,52 @@ pub struct RequestBody {
     end: RefCell<Option<End>>,
 }
 
-/// How the client's body ended.
+/// How the client ended the body.
 #[derive(Debug, Clone)]
 enum End {
     Done(Option<HeaderMap>),
-    /// The client broke it off.
+    /// The client broke off.
     Broken,
 }
 
 impl RequestBody {
-    /// Wraps what comes from the client by this version of HTTP; what is held takes of `room`.
-    pub fn new(incoming: Incoming, version: Version, room: &Arc<ByteBudget>) -> Rc<Self> {
+    /// The body of a request of this version of HTTP; held bytes count in `budget`.
+    pub fn new(incoming: Incoming, version: Version, budget: &Arc<ByteBudget>) -> Rc<Self> {
         Rc::new(Self {
             incoming: RefCell::new(incoming),
             version,
-            held: HeldBody::new(room),
+            held: HeldBody::new(budget),
             end: RefCell::default(),
         })
     }
 
-    /// Whether it can be sent from its beginning again.
+    /// Whether the body can be sent again from its beginning.
     pub fn is_held(&self) -> bool {
         self.held.whole.get() && !self.is_broken()
     }
 
-    /// Whether the client broke it off.
+    /// Whether the client broke off.
     pub fn is_broken(&self) -> bool {
         matches!(*self.end.borrow(), Some(End::Broken))
     }
 
-    /// Whether all of it is here and held, so that two attempts can run side by side.
+    /// Whether the body has arrived completely and is held, so that two attempts can send it side by side.
     pub fn is_complete(&self) -> bool {
         self.held.whole.get() && matches!(*self.end.borrow(), Some(End::Done(_)))
     }
 
-    /// Nothing will be sent again: holds nothing more from here on. What is held goes when it has
-    /// been sent, for a second attempt may be in the middle of it.
+    /// Holds no further pieces: the request will not be sent again. Held pieces stay until they have been
+    /// sent, because another attempt may still be sending them.
     pub fn forget(&self) {
         self.held.whole.set(false);
     }
 
-    /// Sends it from the beginning on `stream`, in a task of its own.
+    /// Sends the body from its beginning on `stream`, in a task of its own.
     pub fn send(self: &Rc<Self>, stream: SendStream<Bytes>) -> UploadTask {
-        UploadTask::new(tokio::task::spawn_local(pump(Rc::clone(self), stream)))
+        UploadTask(tokio::task::spawn_local(send(Rc::clone(self), stream)))
     }
 
-    /// The piece at `index`: a held one, or the next from the client.
+    /// The piece at `index`: a held one, or else the next one from the client.
     fn poll_piece(&self, index: usize, cx: &mut Context<'_>) -> Poll<Result<Bytes, End>> {
         if let Some(data) = self.held.pieces.borrow().get(index) {
             return Poll::Ready(Ok(data.clone()));
@@ -176,10 +169,10 @@ impl RequestBody {
                     Err(frame) => End::Done(frame.into_trailers().ok().map(clean_trailers)),
                 },
                 Some(Err(_)) => End::Broken,
-                // On HTTP/2, hyper turns a reset with NO_ERROR into an end; only END_STREAM is one.
-                // On HTTP/1.1, hyper reports truncation as an error, and `is_end_stream` is never
-                // true after a chunked body. A connection that is dropped ends the body without an
-                // error, but drops the request, and with it this upload, at the same moment.
+                // On HTTP/2, hyper turns a reset with NO_ERROR into an end; only END_STREAM is a real
+                // one. On HTTP/1.1, hyper reports truncation as an error, and `is_end_stream` is never
+                // true after a chunked body. A dropped connection ends the body without an error, but
+                // drops the request, and with it this task, at the same moment.
                 None if self.version == Version::HTTP_2 && !incoming.is_end_stream() => End::Broken,
                 None => End::Done(None),
             };
@@ -189,7 +182,7 @@ impl RequestBody {
     }
 }
 
-async fn pump(source: Rc<RequestBody>, mut stream: SendStream<Bytes>) {
+async fn send(body: Rc<RequestBody>, mut stream: SendStream<Bytes>) {
     let mut index = 0;
     loop {
         let piece = poll_fn(|cx| {
@@ -197,10 +190,10 @@ async fn pump(source: Rc<RequestBody>, mut stream: SendStream<Bytes>) {
             if stream.poll_reset(cx).is_ready() {
                 return Poll::Ready(None);
             }
-            source.poll_piece(index, cx).map(Some)
+            body.poll_piece(index, cx).map(Some)
         })
         .await;
-        // Errors: the stream is gone, and whoever waits for its answer hears of it there.
+        // An error means that the stream is gone; the attempt that waits for its response sees that.
         match piece {
             Some(Ok(data)) => {
                 index += 1;
@@ -214,7 +207,7 @@ async fn pump(source: Rc<RequestBody>, mut stream: SendStream<Bytes>) {
                     Some(trailers) => stream.send_trailers(trailers),
                 };
                 if ended.is_err() {
-                    // Neither ended nor reset, the stream would wait for ever.
+                    // Without an end or a reset the stream would stay open forever.
                     stream.send_reset(Reason::CANCEL);
                 }
                 return;
@@ -228,8 +221,8 @@ async fn pump(source: Rc<RequestBody>, mut stream: SendStream<Bytes>) {
     }
 }
 
-/// Sends one piece as the apiserver gives window for it. Window is reserved only with the data in
-/// hand: what is reserved is taken from the other streams of the connection.
+/// Sends one piece as the apiserver opens window. Window is reserved only when there is data, because
+/// the other streams of the connection cannot use reserved window.
 async fn send_piece(stream: &mut SendStream<Bytes>, mut data: Bytes) -> Result<(), h2::Error> {
     while !data.is_empty() {
         stream.reserve_capacity(data.len());
@@ -247,10 +240,10 @@ async fn send_piece(stream: &mut SendStream<Bytes>, mut data: Bytes) -> Result<(
     Ok(())
 }
 
-/// Trailers that a request may carry upstream: none that belongs to the connection (h2 refuses to
-/// send those), and none that could change who the caller is.
+/// Removes the trailers that must not go upstream: those of the connection, which h2 refuses to send,
+/// and those that could change the identity of the caller.
 fn clean_trailers(mut trailers: HeaderMap) -> HeaderMap {
-    let bad: Vec<_> = trailers
+    let removed: Vec<_> = trailers
         .keys()
         .filter(|name| {
             let name = name.as_str();
@@ -261,7 +254,7 @@ fn clean_trailers(mut trailers: HeaderMap) -> HeaderMap {
         })
         .cloned()
         .collect();
-    for name in bad {
+    for name in removed {
         trailers.remove(name);
     }
     trailers
@@ -273,7 +266,7 @@ mod tests {
 
     static PIECE: Bytes = Bytes::from_static(&[0; 64 * 1024]);
 
-    /// Pushes until nothing more is held; how many pieces are.
+    /// Pushes pieces until a limit is reached; returns how many are held.
     fn fill(body: &HeldBody) -> usize {
         while body.whole.get() {
             body.push(&PIECE);
@@ -282,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn bodies_are_held_up_to_their_bounds() {
+    fn held_body_stops_at_its_own_and_the_shared_limit() {
         let metrics = Metrics::new();
         let all = budget(&metrics);
         let shown = || {
@@ -291,10 +284,10 @@ mod tests {
             line.expect("it is there").rsplit_once(' ').expect("a value").1.to_owned()
         };
         let one = HeldBody::new(&all);
-        assert_eq!(fill(&one), 47, "3 MiB, and what pieces cost");
+        assert_eq!(fill(&one), 47, "3 MiB, including the cost of each piece");
         one.clear();
         assert_eq!(shown(), "0");
-        // Bodies just below their own bound, until there is no room for another one.
+        // Bodies just below their own limit, until the shared budget is nearly used up.
         let bodies: Vec<_> = (0..11)
             .map(|_| {
                 let body = HeldBody::new(&all);
@@ -304,12 +297,12 @@ mod tests {
             })
             .collect();
         let last = HeldBody::new(&all);
-        assert_eq!(fill(&last), 5, "what is left of 32 MiB");
+        assert_eq!(fill(&last), 5, "the rest of 32 MiB");
         assert_eq!(shown(), all.held().to_string());
         drop(last);
         drop(bodies);
         assert_eq!((shown().as_str(), all.held()), ("0", 0));
-        assert_eq!(fill(&one), 0, "what was given up stays so");
+        assert_eq!(fill(&one), 0, "a body beyond its limit is never held again");
         assert_eq!(fill(&HeldBody::new(&all)), 47);
     }
 }

@@ -1,12 +1,12 @@
-//! What a request is in Kubernetes terms: verb, resource, name, and what may be done with it.
+//! A request in Kubernetes terms: verb, resource, name, and whether it may be sent again.
 //!
-//! Retrying by HTTP method would be wrong: a WebSocket exec is a GET, a `TokenReview` is a POST.
-//! So a request is read as the apiserver itself reads it, after `RequestInfoFactory` in
-//! `k8s.io/apiserver/pkg/endpoints/request/requestinfo.go` with the prefixes of kube-apiserver
-//! (`api`, `apis`; `api` has no group), and [`RequestKind`] follows from that.
+//! The HTTP method does not show whether a retry is safe: a WebSocket exec is a GET, a `TokenReview` is
+//! a POST. So jackstay reads a request as the apiserver does, after `RequestInfoFactory` in
+//! `k8s.io/apiserver/pkg/endpoints/request/requestinfo.go` with the prefixes of kube-apiserver (`api`
+//! without a group, `apis`), and derives the [`RequestKind`] from that.
 //!
-//! It runs for every request: it keeps a reference-counted handle on the request target and
-//! offsets into it, and allocates only for percent-encoded paths and for `metadata.name` selectors.
+//! This runs for every request. A [`RequestInfo`] keeps a reference-counted handle of the request target
+//! and offsets into it; it allocates only for percent-encoded paths and `metadata.name` selectors.
 
 mod query;
 #[cfg(test)]
@@ -20,33 +20,33 @@ use http::request::Parts;
 use http::uri::PathAndQuery;
 use http::{HeaderMap, Method, Uri, Version, header};
 
-/// What decides whether a request may be sent again.
+/// The kind of a request, which decides whether it may be sent again ([`super::retry`]).
 ///
 /// | kind | what it is |
 /// |---|---|
 /// | `Read` | get, list, discovery, any other GET, HEAD or OPTIONS |
 /// | `Watch` | a watch over plain HTTP |
-/// | `Log` | a container's log, followed or not |
+/// | `Log` | the log of a container, followed or not |
 /// | `SafeCreate` | a create that stores nothing: the review types, `dryRun=All` |
 /// | `Tunnel` | exec, attach, port-forward, proxy by any method; whatever upgrades |
 /// | `Write` | everything else |
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RequestKind {
-    /// Safe, and answered once.
+    /// Safe, with one response.
     Read,
-    /// Safe, and resumable.
+    /// Safe and resumable.
     Watch,
-    /// Safe until its first byte was forwarded.
+    /// Safe until part of its response was forwarded.
     Log,
-    /// May have happened once it was sent; never sent twice.
+    /// May have been executed once it was sent; never sent twice.
     Write,
     /// A POST that changes nothing.
     SafeCreate,
-    /// Bytes of somebody else's protocol.
+    /// Carries bytes of another protocol.
     Tunnel,
 }
 
-/// A slice of the path, by offsets: the path may be shared or owned.
+/// A slice of the path, as offsets, because the path may be shared or owned.
 #[derive(Clone, Copy, Debug, Default)]
 struct Span {
     start: u32,
@@ -59,18 +59,18 @@ impl Span {
     }
 }
 
-/// prefix, group, version, verb, `namespaces`, namespace, resource, name, subresource: nothing
-/// beyond the ninth part of a path is ever looked at.
+/// Most parts of a path that have a meaning: prefix, group, version, verb, `namespaces`, namespace,
+/// resource, name, subresource.
 const PARTS: usize = 9;
 
-/// The parts of `path` as Go's `strings.Split(strings.Trim(path, "/"), "/")`, and how many.
+/// The parts of `path` as of Go's `strings.Split(strings.Trim(path, "/"), "/")`, and their number.
 fn split(path: &str) -> ([Span; PARTS], usize) {
     let trimmed_start = path.trim_start_matches('/');
     let mut at = path.len() - trimmed_start.len();
     let trimmed = trimmed_start.trim_end_matches('/');
     let (mut parts, mut count) = ([Span::default(); PARTS], 0);
     if !trimmed.is_empty() {
-        // By bytes: these parts are short, and a search for a character is made for long ones.
+        // Split by bytes, which is faster for short parts than a search for a character.
         for (slot, part) in parts.iter_mut().zip(trimmed.as_bytes().split(|&byte| byte == b'/')) {
             *slot = Span { start: at as u32, end: (at + part.len()) as u32 };
             at += part.len() + 1;
@@ -83,13 +83,13 @@ fn split(path: &str) -> ([Span; PARTS], usize) {
 /// A request as the apiserver understands it.
 #[derive(Clone, Debug)]
 pub struct RequestInfo {
-    /// The verb.
+    /// The Kubernetes verb.
     pub verb: Verb,
-    /// How it may be treated when something goes wrong.
+    /// Decides whether the request may be sent again.
     pub kind: RequestKind,
-    /// Whether it is for an API resource; discovery, health and metrics are not.
+    /// Whether the path is that of an API resource; discovery, health and metrics are not.
     pub is_resource: bool,
-    /// Whether it wants to leave HTTP ([`is_upgrade`]).
+    /// Whether the request asks for an upgrade ([`is_upgrade`]).
     pub upgrade: bool,
     target: Option<PathAndQuery>,
     decoded_path: Option<Box<str>>,
@@ -112,8 +112,8 @@ impl RequestInfo {
     pub fn new(method: &Method, uri: &Uri, version: Version, headers: &HeaderMap) -> Self {
         let target = uri.path_and_query().cloned();
         let raw = target.as_ref().map_or("", PathAndQuery::path);
-        // Go splits the decoded path: `a%2Fb` is two parts. A broken escape gets the apiserver's
-        // 400, so it may stay as it is.
+        // Go splits the decoded path: `a%2Fb` is two parts. The apiserver answers a broken escape with
+        // a 400, so jackstay leaves it as it is.
         let decoded_path = match query::unescape_path(raw) {
             Some(std::borrow::Cow::Owned(path)) => Some(path.into_boxed_str()),
             _ => None,
@@ -148,7 +148,7 @@ impl RequestInfo {
         }
     }
 
-    /// The query as it was sent, without its `?`.
+    /// The query as the client sent it, without `?`.
     pub fn query(&self) -> &str {
         self.target.as_ref().and_then(PathAndQuery::query).unwrap_or("")
     }
@@ -163,17 +163,17 @@ impl RequestInfo {
         self.version.of(self.path())
     }
 
-    /// The resource, in its plural: `pods`.
+    /// The resource in its plural, for example `pods`.
     pub fn resource(&self) -> &str {
         self.resource.of(self.path())
     }
 
-    /// The subresource: `status`, `log`, `exec`.
+    /// The subresource, for example `status`, `log` or `exec`.
     pub fn subresource(&self) -> &str {
         self.subresource.of(self.path())
     }
 
-    /// The namespace; for a namespace object, itself.
+    /// The namespace; for a namespace object, its own name.
     pub fn namespace(&self) -> &str {
         self.namespace.of(self.path())
     }
@@ -183,8 +183,8 @@ impl RequestInfo {
         self.selected_name.as_deref().unwrap_or_else(|| self.name.of(self.path()))
     }
 
-    /// Whether Kubernetes calls it long-running, so that no duration is recorded and no timeout
-    /// applies: kube-apiserver's `BasicLongRunningRequestCheck`, and every tunnel.
+    /// Whether the request is long-running, so that no duration is recorded and no timeout applies:
+    /// kube-apiserver's `BasicLongRunningRequestCheck`, and every tunnel.
     pub fn long_running(&self) -> bool {
         matches!(self.verb, Verb::Watch | Verb::Proxy)
             || self.kind == RequestKind::Tunnel
@@ -212,7 +212,7 @@ impl RequestInfo {
             "proxy" => Some(Verb::Proxy),
             _ => None,
         };
-        // `/api/v1/watch` and nothing after it is an error to Go, which keeps the method as verb.
+        // `/api/v1/watch` with nothing after it is an error in Go, which then keeps the method as verb.
         let lone = special.is_some() && count - at < 2;
         at += usize::from(special.is_some());
         let verb = special.unwrap_or_else(|| Verb::of_resource(method));
@@ -240,9 +240,10 @@ impl RequestInfo {
         }
     }
 
-    /// Without a name a get is a list or a watch, and a delete is that of a collection.
+    /// Changes the verb of a request without a name: a get is a list or a watch, and a delete is a
+    /// deletecollection.
     fn refine_verb(&mut self) {
-        // A resource is missing only after the error above.
+        // The resource is empty only after the error in `read_path`.
         if !self.is_resource || self.resource.end == 0 || self.name.start != self.name.end {
             return;
         }
@@ -271,8 +272,8 @@ impl RequestInfo {
             Method::GET if subresource == "log" => RequestKind::Log,
             Method::GET | Method::HEAD | Method::OPTIONS => RequestKind::Read,
             Method::POST if self.is_review() => RequestKind::SafeCreate,
-            // Not DELETE: options in its body override those in the query, and the body is not
-            // ours to read (`DeleteResource` in k8s.io/apiserver).
+            // Not DELETE: options in its body override those in the query (`DeleteResource` in
+            // k8s.io/apiserver), and jackstay does not read bodies.
             Method::POST | Method::PUT | Method::PATCH if self.is_dry_run() => {
                 RequestKind::SafeCreate
             }
@@ -280,8 +281,8 @@ impl RequestInfo {
         }
     }
 
-    /// The resources that compute an answer and store nothing. A service account's `token` is not
-    /// one of them: it mints a credential.
+    /// Whether this creates one of the resources that only compute a result and store nothing. The
+    /// `token` of a service account is none: it issues a credential.
     fn is_review(&self) -> bool {
         self.verb == Verb::Create
             && self.subresource().is_empty()
@@ -301,8 +302,8 @@ impl RequestInfo {
             }
     }
 
-    /// `dryRun=All`, as the only value, where kube-apiserver itself honours it: an aggregated
-    /// server may have never heard of it.
+    /// Whether the query has `dryRun=All` as the only value, in a group that kube-apiserver serves: an
+    /// aggregated server may not support it.
     fn is_dry_run(&self) -> bool {
         if !self.is_resource
             || !matches!(self.verb, Verb::Create | Verb::Update | Verb::Patch)
@@ -317,7 +318,7 @@ impl RequestInfo {
     }
 }
 
-/// Whether a list header (repeated or comma-separated) holds `token`, in any case.
+/// Whether a list header (repeated or comma-separated) contains `token`; case is ignored.
 pub(super) fn has_token(headers: &HeaderMap, name: header::HeaderName, token: &str) -> bool {
     headers.get_all(name).iter().any(|value| {
         value
@@ -327,9 +328,8 @@ pub(super) fn has_token(headers: &HeaderMap, name: header::HeaderName, token: &s
     })
 }
 
-/// Whether a request wants its connection to stop being HTTP: an HTTP/1.1 upgrade (RFC 9110,
-/// section 7.8) or CONNECT. An upgrade to `h2c` is not honoured, as that would be a tunnel for
-/// requests nobody looks at; it is answered as if it had not been asked for.
+/// Whether a request asks for an HTTP/1.1 upgrade (RFC 9110, section 7.8) or for CONNECT. An upgrade to
+/// `h2c` is ignored, because it would be a tunnel for requests that jackstay does not check.
 pub fn is_upgrade(method: &Method, headers: &HeaderMap, version: Version) -> bool {
     if *method == Method::CONNECT {
         return true;
@@ -340,8 +340,8 @@ pub fn is_upgrade(method: &Method, headers: &HeaderMap, version: Version) -> boo
         && !has_token(headers, header::UPGRADE, "h2c")
 }
 
-/// Whether kube-apiserver itself serves the group, so that its resource versions are etcd's. Any
-/// other group may be a custom resource or somebody else's server behind an `APIService`.
+/// Whether kube-apiserver itself serves the group, so that its resource versions are those of etcd. Any
+/// other group may be that of a custom resource, or of an aggregated server behind an `APIService`.
 pub fn is_built_in_group(group: &str) -> bool {
     matches!(
         group,

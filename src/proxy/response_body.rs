@@ -1,7 +1,7 @@
-//! Bodies in both directions: the answer as hyper takes it, and the request as h2 takes it.
+//! The body of a response, as hyper polls it.
 //!
-//! Backpressure ends at the slow client and nowhere else: window is released upstream only when
-//! the client's connection asks for more, and what is not released stays in one stream's window.
+//! A slow client slows down only its own stream: jackstay releases upstream window when hyper polls for
+//! more, so at most one stream's window of bytes waits for the client.
 
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -20,17 +20,17 @@ use crate::observe::{Outcome, Side};
 use crate::upstream::connection::{Permit, describe_h2_error};
 use crate::upstream::http1::Http1Driver;
 
-/// An answer's body.
+/// The body of a response.
 pub enum ResponseBody {
-    /// None: the head of an upgrade.
+    /// No body: the response to an upgrade.
     Empty,
-    /// Ours, or short and held already.
+    /// A body that is complete: an error of jackstay, or a short body of an apiserver.
     Full(FullBody),
-    /// An apiserver's, as it comes.
+    /// The body of an apiserver, as it comes.
     Stream(Box<StreamedBody>),
-    /// A watch: whole frames, and resumed when its connection dies.
+    /// The body of a watch, in whole frames. It is resumed when its connection is lost.
     Watch(Box<WatchBody>),
-    /// Of an upstream HTTP/1.1 connection that declined an upgrade.
+    /// The body of an HTTP/1.1 response that declines an upgrade.
     Http1(Box<Http1Body>),
 }
 
@@ -76,7 +76,7 @@ impl http_body::Body for ResponseBody {
     }
 }
 
-/// A body that is all there.
+/// A body that is complete.
 pub struct FullBody {
     data: Option<Bytes>,
     outcome: Box<Outcome>,
@@ -93,23 +93,23 @@ impl FullBody {
     }
 }
 
-/// An apiserver's answer on its way to the client.
+/// The body of an apiserver's response, as it comes. It is reset if it breaks off.
 pub struct StreamedBody {
     recv: RecvStream,
-    /// Read ahead: the head was held back until it came.
+    /// The part for which the head was held back.
     first: Option<Bytes>,
-    /// Bytes handed over whose window is not released yet.
+    /// Bytes that hyper has taken and whose window is not released yet.
     unreleased: usize,
     done: bool,
-    /// A watch that cannot be followed ends with the proof of its client.
-    proof_end: Option<ProofExpiry>,
+    /// Ends a watch that cannot be followed when its client's certificate is no longer valid.
+    proof_expiry: Option<ProofExpiry>,
     permit: Permit,
     outcome: Box<Outcome>,
     _upload: Option<UploadTask>,
 }
 
 impl StreamedBody {
-    /// The rest of an answer whose head has arrived.
+    /// The body of a response whose head has arrived.
     pub fn new(
         recv: RecvStream,
         first: Option<Bytes>,
@@ -118,20 +118,20 @@ impl StreamedBody {
         upload: Option<UploadTask>,
     ) -> Self {
         let done = first.is_none() && recv.is_end_stream();
-        // Part of it is forwarded, so it cannot come from elsewhere.
+        // Part of it is forwarded, so no other connection can continue it.
         permit.pin(true);
         if done {
             permit.finished();
             outcome.complete();
         }
-        let proof_end = None;
-        Self { recv, first, unreleased: 0, done, proof_end, permit, outcome, _upload: upload }
+        let proof_expiry = None;
+        Self { recv, first, unreleased: 0, done, proof_expiry, permit, outcome, _upload: upload }
     }
 
-    /// The same, broken off at the end of a proof.
+    /// Ends the body when `proof_expiry` is ready.
     #[must_use]
-    pub fn until(mut self, proof_end: Option<ProofExpiry>) -> Self {
-        self.proof_end = proof_end;
+    pub fn until(mut self, proof_expiry: Option<ProofExpiry>) -> Self {
+        self.proof_expiry = proof_expiry;
         self
     }
 
@@ -143,23 +143,23 @@ impl StreamedBody {
             return Poll::Ready(None);
         }
         if let Some(data) = self.first.take() {
-            return Poll::Ready(Some(Ok(self.hand_over(data))));
+            return Poll::Ready(Some(Ok(self.frame_of(data))));
         }
-        if let Some(end) = &mut self.proof_end
-            && let Poll::Ready(why) = end.as_mut().poll(cx)
+        if let Some(expiry) = &mut self.proof_expiry
+            && let Poll::Ready(why) = expiry.as_mut().poll(cx)
         {
             return Poll::Ready(Some(Err(self.cut(&why))));
         }
         release(&mut self.recv, &mut self.unreleased);
         match ready!(self.recv.poll_data(cx)) {
-            Some(Ok(data)) => Poll::Ready(Some(Ok(self.hand_over(data)))),
+            Some(Ok(data)) => Poll::Ready(Some(Ok(self.frame_of(data)))),
             Some(Err(error)) => Poll::Ready(Some(Err(self.cut(&describe_h2_error(&error))))),
             None => match ready!(self.recv.poll_trailers(cx)) {
                 Ok(Some(trailers)) => {
                     self.end();
                     Poll::Ready(Some(Ok(Frame::trailers(trailers))))
                 }
-                // A reset with NO_ERROR looks like an end; truncation must not look complete.
+                // h2 reports a reset with NO_ERROR as an end, but the body is truncated.
                 Ok(None) if !self.recv.is_end_stream() => {
                     Poll::Ready(Some(Err(self.cut("the stream was reset"))))
                 }
@@ -172,7 +172,7 @@ impl StreamedBody {
         }
     }
 
-    fn hand_over(&mut self, data: Bytes) -> Frame<Bytes> {
+    fn frame_of(&mut self, data: Bytes) -> Frame<Bytes> {
         self.unreleased += data.len();
         self.outcome.add_bytes(data.len());
         if self.recv.is_end_stream() {
@@ -194,15 +194,15 @@ impl StreamedBody {
     }
 }
 
-/// An answer from an HTTP/1.1 connection.
+/// The body of a response on an HTTP/1.1 connection.
 pub struct Http1Body {
     incoming: Incoming,
     outcome: Box<Outcome>,
-    _driver: Http1Driver,
+    _driver: Driver,
 }
 
 impl Http1Body {
-    /// The body of such an answer.
+    /// The body, and the driver of its connection.
     pub fn new(incoming: Incoming, driver: Http1Driver, mut outcome: Box<Outcome>) -> Self {
         if incoming.is_end_stream() {
             outcome.complete();

@@ -1,7 +1,6 @@
-//! Bounds how long a client may take none of the bytes that wait for it.
+//! Closes connections whose client stopped reading: it would keep memory and an upstream stream.
 //!
-//! A client that stopped reading holds memory and an upstream stream. As long as it takes a byte
-//! now and then it is only slow, and slow is not dead.
+//! A client that reads a byte within each limit is only slow, and keeps its connection.
 
 use std::io;
 use std::pin::Pin;
@@ -11,27 +10,27 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Sleep, sleep};
 
-/// A connection whose writes fail once none has made progress for `limit`.
+/// A connection whose writes fail once they have made no progress for `limit`.
 pub struct StallTimeout<T> {
     inner: T,
     limit: Option<Duration>,
-    /// Runs while a write waits.
+    /// Runs while a write is blocked.
     timer: Option<Pin<Box<Sleep>>>,
 }
 
 impl<T> StallTimeout<T> {
-    /// Bounds the writes of `inner`.
+    /// Limits the writes of `inner`.
     pub fn new(inner: T, limit: Duration) -> Self {
         Self { inner, limit: Some(limit), timer: None }
     }
 
-    /// Bounds them no longer: from now on the bytes are somebody's terminal.
+    /// Removes the limit. A tunnel may carry a terminal whose user reads nothing for hours.
     pub fn disable(&mut self) {
         self.limit = None;
         self.timer = None;
     }
 
-    fn bound<R>(
+    fn limit_pending<R>(
         &mut self,
         cx: &mut Context<'_>,
         result: Poll<io::Result<R>>,
@@ -66,7 +65,7 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for StallTimeout<T> {
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
         let result = Pin::new(&mut self.inner).poll_write(cx, buf);
-        self.bound(cx, result)
+        self.limit_pending(cx, result)
     }
 
     fn poll_write_vectored(
@@ -75,7 +74,7 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for StallTimeout<T> {
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let result = Pin::new(&mut self.inner).poll_write_vectored(cx, bufs);
-        self.bound(cx, result)
+        self.limit_pending(cx, result)
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -84,12 +83,12 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for StallTimeout<T> {
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let result = Pin::new(&mut self.inner).poll_flush(cx);
-        self.bound(cx, result)
+        self.limit_pending(cx, result)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let result = Pin::new(&mut self.inner).poll_shutdown(cx);
-        self.bound(cx, result)
+        self.limit_pending(cx, result)
     }
 }
 
@@ -99,7 +98,7 @@ mod tests {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
     #[tokio::test(start_paused = true)]
-    async fn a_reader_that_takes_nothing_is_cut_off() {
+    async fn write_without_progress_fails_after_limit() {
         let (ours, _theirs) = tokio::io::duplex(16);
         let mut stalled = StallTimeout::new(ours, Duration::from_secs(60));
         let start = tokio::time::Instant::now();
@@ -109,7 +108,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn unless_it_is_forgiven() {
+    async fn write_after_disable_waits_without_limit() {
         let (ours, _theirs) = tokio::io::duplex(16);
         let mut stalled = StallTimeout::new(ours, Duration::from_secs(60));
         stalled.disable();
@@ -118,7 +117,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_slow_reader_is_not() {
+    async fn write_to_slow_reader_succeeds() {
         let (ours, mut theirs) = tokio::io::duplex(16);
         let mut stalled = StallTimeout::new(ours, Duration::from_secs(60));
         let reader = tokio::spawn(async move {

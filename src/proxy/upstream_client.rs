@@ -1,8 +1,8 @@
-//! A worker's line to one upstream, and what crosses it: requests are opened here, their heads
-//! awaited, and trouble noticed while they wait.
+//! A worker's client of one upstream: its connections, its limits, and the trouble that a waiting
+//! request should react to.
 //!
-//! What is sent again, and when, is decided by those who use it: [`super::forward`] for requests,
-//! [`super::watch::body`] for watches that go on elsewhere.
+//! [`super::forward`] decides which requests are sent again, [`super::watch::body`] which watches are
+//! resumed.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -25,8 +25,8 @@ use crate::upstream::connection::{Connection, Permit};
 use crate::upstream::endpoint::{Endpoint, EndpointState};
 use crate::upstream::pool::Pool;
 
-/// Pause before a second attempt is tried again that found no connection, or failed. Within a second
-/// of the return of an apiserver traffic flows.
+/// Pause before the next hedge, after one that found no connection or failed. It keeps the time from the
+/// return of an apiserver to the first request within a second.
 const HEDGE_AGAIN: Duration = Duration::from_secs(1);
 
 /// Pause between two looks at a client that drains.
@@ -92,13 +92,13 @@ impl UpstreamClient {
         self.pool.close();
     }
 
-    /// A request was made.
+    /// Adds what one request of a client earns for the budgets.
     pub fn earn(&self) {
         self.hedges.earn();
         self.watches.earn();
     }
 
-    /// Whether there is a ready endpoint other than these.
+    /// Whether an endpoint other than these is ready.
     pub fn has_ready_besides(&self, others: &[Arc<Endpoint>]) -> bool {
         self.pool.upstream().endpoints().iter().any(|endpoint| {
             endpoint.state() == EndpointState::Ready
@@ -107,55 +107,56 @@ impl UpstreamClient {
     }
 }
 
-/// The head of an answer, and what comes after it.
+/// A response from an apiserver: its head, and the stream of its body.
 pub struct UpstreamResponse {
     /// The head.
     pub head: response::Parts,
-    /// The body.
+    /// The stream of the body.
     pub recv: RecvStream,
-    /// The first piece of the body, where the head was held back for it.
+    /// The part of the body for which the head was held back.
     pub first: Option<Bytes>,
-    /// The place of its stream.
+    /// The permit of the stream.
     pub permit: Permit,
-    /// What is still sent of its request's body.
+    /// The task that still sends the request's body.
     pub upload: Option<UploadTask>,
 }
 
-/// Waits until the request should not rely on this connection alone: it is suspected, its path is
-/// lost, or it drains because its process is stopped, or its endpoint is unwell.
-pub async fn troubled(connection: &Rc<Connection>, line: &UpstreamClient) {
+/// Waits until a request should not rely on this connection alone: the connection is suspect, its path
+/// is lost, it drains because the apiserver is stopped, or its endpoint is degraded and another one is
+/// ready.
+pub async fn troubled(connection: &Rc<Connection>, client: &UpstreamClient) {
     loop {
         connection.changed().await;
-        if is_troubled(connection, line) {
+        if is_troubled(connection, client) {
             return;
         }
     }
 }
 
-/// Waits a while, and then until the request should still not rely on this connection alone.
-pub async fn still_troubled(connection: &Rc<Connection>, line: &UpstreamClient) {
+/// Waits for [`HEDGE_AGAIN`], and then until the connection is in trouble.
+pub async fn still_troubled(connection: &Rc<Connection>, client: &UpstreamClient) {
     sleep(HEDGE_AGAIN).await;
-    while !is_troubled(connection, line) {
+    while !is_troubled(connection, client) {
         connection.changed().await;
     }
 }
 
-fn is_troubled(connection: &Connection, line: &UpstreamClient) -> bool {
+fn is_troubled(connection: &Connection, client: &UpstreamClient) -> bool {
     connection.state() == ConnectionState::Suspect
         || connection.should_drain()
-        || is_better_elsewhere(connection, line)
+        || is_better_elsewhere(connection, client)
 }
 
-/// Whether its endpoint is unwell while another one is well. Where all are unwell, asking more of
-/// them makes none of them better.
-pub fn is_better_elsewhere(connection: &Connection, line: &UpstreamClient) -> bool {
-    connection.endpoint.state() == EndpointState::Degraded && line.has_ready_besides(&[])
+/// Whether the endpoint is degraded while another one is ready. If all are degraded, more requests make
+/// none of them better.
+pub fn is_better_elsewhere(connection: &Connection, client: &UpstreamClient) -> bool {
+    connection.endpoint.state() == EndpointState::Degraded && client.has_ready_besides(&[])
 }
 
-/// Gives back the window of what the client has taken.
+/// Releases the window of bytes that the client has read.
 pub fn release(recv: &mut RecvStream, unreleased: &mut usize) {
     if *unreleased > 0 {
-        // It fails only for more than was received, which cannot be.
+        // It fails only for more bytes than were received.
         let _ = recv.flow_control().release_capacity(std::mem::take(unreleased));
     }
 }

@@ -1,8 +1,9 @@
 //! Query strings read exactly as Go's `net/url` reads them, because the apiserver does.
 //!
-//! `url.URL.Query()` splits on `&`, drops a pair that holds a `;` or a broken escape, unescapes
-//! keys as well as values, and turns `+` into a space. A reader with other rules would classify a
-//! request differently from the server that will run it.
+//! `url.URL.Query()` splits at `&`, drops a pair with a `;` or a broken escape, unescapes keys and
+//! values, and turns `+` into a space. A reader with other rules could classify a request differently
+//! from the apiserver that executes it. That is why this is not percent-encoding or form_urlencoded:
+//! both keep a broken escape as text, and keep a pair with a `;`.
 
 use std::borrow::Cow;
 
@@ -16,8 +17,8 @@ fn hex(digit: u8) -> Option<u8> {
     }
 }
 
-/// Percent-decodes; `None` for a broken escape, as Go's `url.PathUnescape` and `QueryUnescape`
-/// fail. Borrows when there is nothing to decode.
+/// Percent-decodes `text`; `None` for a broken escape, for which Go's `url.PathUnescape` and
+/// `QueryUnescape` return an error. Borrows if there is nothing to decode.
 fn unescape(text: &str, plus_is_space: bool) -> Option<Cow<'_, str>> {
     if !text.bytes().any(|b| b == b'%' || (plus_is_space && b == b'+')) {
         return Some(Cow::Borrowed(text));
@@ -31,7 +32,7 @@ fn unescape(text: &str, plus_is_space: bool) -> Option<Cow<'_, str>> {
             other => other,
         });
     }
-    // Go keeps arbitrary bytes; for naming things a replacement character is as good.
+    // Go keeps invalid UTF-8. No name contains it, so a replacement character is equivalent.
     Some(Cow::Owned(match String::from_utf8(decoded) {
         Ok(text) => text,
         Err(error) => String::from_utf8_lossy(error.as_bytes()).into_owned(),
@@ -48,7 +49,7 @@ pub fn unescape_query(text: &str) -> Option<Cow<'_, str>> {
     unescape(text, true)
 }
 
-/// The pairs of a query, decoded, in order; malformed ones are left out as Go leaves them out.
+/// The decoded pairs of a query, in order, without malformed ones.
 #[derive(Clone, Debug)]
 pub struct Pairs<'a>(&'a str);
 
@@ -87,16 +88,17 @@ pub fn truth(value: Option<&str>) -> bool {
     value.is_some_and(|v| v != "0" && !v.eq_ignore_ascii_case("false"))
 }
 
-/// The name in `fieldSelector=metadata.name=x`, by which the apiserver authorises a list or watch
-/// of one object (`fields.ParseSelector`, `RequiresExactMatch`, `IsValidPathSegmentName`).
+/// The name in `fieldSelector=metadata.name=x`. The apiserver authorises a list or watch with this
+/// selector as one of that object (`fields.ParseSelector`, `RequiresExactMatch`,
+/// `IsValidPathSegmentName`).
 pub fn selected_name(selector: &str) -> Option<&str> {
-    // Escapes occur in no valid name; whoever writes one is not asking for an object by name.
+    // No valid name contains an escape.
     if selector.contains('\\') {
         return None;
     }
     let mut name = None;
     for term in selector.split(',').filter(|term| !term.is_empty()) {
-        // A term without an operator makes the whole selector invalid.
+        // A term without an operator makes the selector invalid.
         let at = term.find('=')?;
         if at > 0 && term.as_bytes()[at - 1] == b'!' {
             continue;

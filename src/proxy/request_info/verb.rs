@@ -1,9 +1,9 @@
-//! The verbs, a bounded set: they label metrics and decide what may be done.
+//! The Kubernetes verb of a request.
 
 use http::Method;
 
-/// The Kubernetes verb; for a non-resource request the method in lower case. A bounded set, so
-/// that it can be a metric's label.
+/// The Kubernetes verb; for a non-resource request the method in lower case. The set is bounded, because
+/// the verb is the label of a metric.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Verb {
     /// One object, or a non-resource GET.
@@ -16,7 +16,7 @@ pub enum Verb {
     Create,
     /// PUT on a resource.
     Update,
-    /// PATCH, on whatever.
+    /// PATCH on any path.
     Patch,
     /// DELETE of one object, or of a non-resource path.
     Delete,
@@ -32,12 +32,12 @@ pub enum Verb {
     Put,
     /// OPTIONS on a non-resource path.
     Options,
-    /// Any other method, and what is no verb on a resource.
+    /// Any other method, or a method without a verb for resources.
     Other,
 }
 
 impl Verb {
-    /// Every verb, for whoever registers its metrics beforehand.
+    /// All verbs, in the order of their metrics.
     pub const ALL: [Verb; 14] = [
         Verb::Get,
         Verb::List,

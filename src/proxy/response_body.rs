@@ -198,7 +198,7 @@ impl StreamedBody {
 pub struct Http1Body {
     incoming: Incoming,
     outcome: Box<Outcome>,
-    _driver: Driver,
+    _driver: Http1Driver,
 }
 
 impl Http1Body {

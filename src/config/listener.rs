@@ -172,7 +172,7 @@ pub struct Passthrough {
     pub transparent: bool,
     /// Upstreams by original destination. The first match applies, and precedes `routes`.
     pub destinations: Vec<DestinationRoute>,
-    /// Upstreams by the server name in the ClientHello. The first match applies.
+    /// Upstreams by the server name in the `ClientHello`. The first match applies.
     pub routes: Vec<Route>,
     /// A connection without traffic for this long is closed; `None` closes none.
     #[serde(serialize_with = "as_in_file::duration_or_zero")]

@@ -1,6 +1,9 @@
 //! How values of the configuration are printed, for `#[serde(serialize_with)]`: in the form in
 //! which the file holds them, so that a printed configuration can be loaded again.
 
+// serde passes every field by reference.
+#![allow(clippy::ref_option, clippy::trivially_copy_pass_by_ref)]
+
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::time::Duration;

@@ -156,8 +156,8 @@ impl ValueReader<'_> {
         Self { path, ..*self }
     }
 
-    fn value<E>(&self, kind: ValueKind) -> Result<Value, E> {
-        Ok(Value::new(Some(self.origin), kind))
+    fn value(&self, kind: ValueKind) -> Value {
+        Value::new(Some(self.origin), kind)
     }
 }
 
@@ -177,27 +177,27 @@ impl<'de> Visitor<'de> for ValueReader<'_> {
     }
 
     fn visit_unit<E>(self) -> Result<Value, E> {
-        self.value(ValueKind::Nil)
+        Ok(self.value(ValueKind::Nil))
     }
 
     fn visit_bool<E>(self, value: bool) -> Result<Value, E> {
-        self.value(ValueKind::Boolean(value))
+        Ok(self.value(ValueKind::Boolean(value)))
     }
 
     fn visit_i64<E>(self, value: i64) -> Result<Value, E> {
-        self.value(ValueKind::I64(value))
+        Ok(self.value(ValueKind::I64(value)))
     }
 
     fn visit_u64<E>(self, value: u64) -> Result<Value, E> {
-        self.value(i64::try_from(value).map_or(ValueKind::U64(value), ValueKind::I64))
+        Ok(self.value(i64::try_from(value).map_or(ValueKind::U64(value), ValueKind::I64)))
     }
 
     fn visit_f64<E>(self, value: f64) -> Result<Value, E> {
-        self.value(ValueKind::Float(value))
+        Ok(self.value(ValueKind::Float(value)))
     }
 
     fn visit_str<E>(self, value: &str) -> Result<Value, E> {
-        self.value(ValueKind::String(value.to_owned()))
+        Ok(self.value(ValueKind::String(value.to_owned())))
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Value, A::Error> {
@@ -207,7 +207,7 @@ impl<'de> Visitor<'de> for ValueReader<'_> {
         {
             items.push(item);
         }
-        self.value(ValueKind::Array(items))
+        Ok(self.value(ValueKind::Array(items)))
     }
 
     /// The first value of a duplicate key stays.
@@ -222,6 +222,6 @@ impl<'de> Visitor<'de> for ValueReader<'_> {
             let value = map.next_value_seed(self.below(path))?;
             entries.entry(key).or_insert(value);
         }
-        self.value(ValueKind::Table(entries))
+        Ok(self.value(ValueKind::Table(entries)))
     }
 }

@@ -40,6 +40,7 @@ pub struct MergedEndpoints {
 /// Merges `answers` and `saved`. A `server_name` from the configuration applies to every endpoint.
 /// If there are more than [`MAX_ENDPOINTS`], usable endpoints stay first, then seeds; `rotation`
 /// selects among the others, and a new value selects other ones.
+#[allow(clippy::implicit_hasher)] // one caller, one set
 pub fn merge(
     answers: &BTreeMap<EndpointSource, SourceAnswer>,
     saved: &SavedEndpoints,

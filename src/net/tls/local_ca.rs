@@ -25,7 +25,7 @@ use crate::net::files::atomic_write;
 const DAY: Duration = Duration::from_secs(24 * 3600);
 /// Lifetime of the CA, as kubeadm's: kubeconfigs contain it, and it is not renewed.
 const CA_LIFE: Duration = Duration::from_secs(3650 * 24 * 3600);
-/// ConnectionState of a serving certificate: a year, as kubeadm's.
+/// Lifetime of a serving certificate: one year, as kubeadm's.
 const SERVING_LIFE: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// A new certificate and its key.

@@ -2,7 +2,7 @@
 //!
 //! `url.URL.Query()` splits at `&`, drops a pair with a `;` or a broken escape, unescapes keys and
 //! values, and turns `+` into a space. A reader with other rules could classify a request differently
-//! from the apiserver that executes it. That is why this is not percent-encoding or form_urlencoded:
+//! from the apiserver that executes it. That is why this is not percent-encoding or `form_urlencoded`:
 //! both keep a broken escape as text, and keep a pair with a `;`.
 
 use std::borrow::Cow;

@@ -13,8 +13,8 @@ use std::time::SystemTime;
 use clap::Args;
 use serde::Serialize;
 
-use super::EXIT_USAGE;
 use super::config_args::{ConfigArgs, OverrideArgs, missing_default_hint};
+use super::exit_code::EXIT_USAGE;
 use super::output::{OutputArgs, OutputFormat};
 use crate::config::{self, ConfigError, Overrides};
 use crate::observe::counted;

@@ -10,8 +10,9 @@ use clap::Args;
 
 use super::admin_client::DEFAULT_ADMIN;
 use super::config_args::DEFAULT_CONFIG;
+use super::exit_code::EXIT_USAGE;
 use super::output::{OutputArgs, OutputFormat};
-use super::{EXIT_USAGE, status};
+use super::status;
 use crate::config::{self, CertPaths, Overrides, parse_duration};
 use crate::doctor::dns::Resolver;
 use crate::doctor::observations::EndpointSource;

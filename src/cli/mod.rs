@@ -12,6 +12,7 @@ mod config_args;
 mod demo;
 #[cfg(feature = "doctor")]
 mod doctor;
+mod exit_code;
 mod kubeconfig;
 mod manual;
 mod output;
@@ -24,10 +25,8 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
 
+use self::exit_code::EXIT_USAGE;
 use crate::observe::build;
-
-/// Exit code for bad usage, a bad configuration or an input that cannot be used.
-const EXIT_USAGE: u8 = 2;
 
 const HELP: &str = "\
 Exit codes: 0 success, 1 failure, 2 bad usage or bad configuration.

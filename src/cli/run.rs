@@ -12,7 +12,8 @@ use clap::Args;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use super::config_args::{ConfigArgs, OverrideArgs, missing_default_hint};
-use super::{EXIT_USAGE, check, upgrade};
+use super::exit_code::EXIT_USAGE;
+use super::{check, upgrade};
 use crate::app::reload::{ConfigSource, LoadedConfig};
 use crate::app::{App, Running, StartError};
 use crate::config::{self, ConfigDraft};

@@ -7,8 +7,10 @@
 //! endpoint ([`serving`]). `--wait` asks until they can.
 
 mod live;
+mod request;
 mod serving;
 mod table;
+mod terminal;
 mod view;
 
 use std::io::{self, Write};
@@ -19,14 +21,13 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use serde_json::Value;
 
-use self::table::Style;
+use self::request::{TIMEOUT, explain};
+use self::terminal::style;
 use super::admin_client::{self, AdminAddress, DEFAULT_ADMIN};
-use super::output::{OutputArgs, OutputFormat, has_colour, has_cursor};
+use super::output::{OutputArgs, OutputFormat, has_cursor};
 use crate::config::{format_duration, parse_duration};
 use crate::observe::utc::Utc;
 
-/// Limit of one request to a local process.
-const TIMEOUT: Duration = Duration::from_secs(5);
 /// Shortest interval of `--watch`, and the interval of `--wait`.
 const MIN_INTERVAL: Duration = Duration::from_millis(100);
 
@@ -134,17 +135,6 @@ fn print(args: &StatusArgs, status: &Value) {
     let _ = io::stdout().lock().write_all(text.as_bytes());
 }
 
-/// What stdout can show.
-fn style() -> Style {
-    Style { colour: has_colour(), width: terminal_size().map(|(width, _)| width) }
-}
-
-/// Columns and rows of the terminal that stdout is.
-fn terminal_size() -> Option<(usize, usize)> {
-    let (width, height) = terminal_size::terminal_size_of(io::stdout())?;
-    Some((usize::from(width.0), usize::from(height.0)))
-}
-
 /// Prints one status after the other: a blank line after each table, one line for each JSON object,
 /// `---` before each YAML document.
 fn follow(args: &StatusArgs, interval: Duration) -> io::Result<()> {
@@ -166,25 +156,6 @@ fn follow(args: &StatusArgs, interval: Duration) -> io::Result<()> {
         }
         std::thread::sleep(interval);
     }
-}
-
-/// What failed and what to do, in one line.
-fn explain(admin: SocketAddr, error: &io::Error) -> String {
-    let what = match error.kind() {
-        io::ErrorKind::ConnectionRefused => format!(
-            "nothing listens on {admin}: jackstay does not run there, or its admin.bind is another \
-             address (--admin ADDR; `ss -ltnp` lists the listening sockets)"
-        ),
-        io::ErrorKind::TimedOut => format!(
-            "{admin} does not answer in time: the process is stopped or overloaded, or a firewall \
-             drops packets"
-        ),
-        io::ErrorKind::InvalidData => {
-            format!("{admin} is not the admin endpoint of jackstay: {error}")
-        }
-        _ => format!("cannot ask {admin}: {error}"),
-    };
-    format!("no status: {what}")
 }
 
 /// Reads `/status` of a running jackstay.

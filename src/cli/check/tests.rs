@@ -266,8 +266,8 @@ fn check_files_broken_endpoint_source_is_a_source_error() {
         errors,
         [
             "c.yaml: upstreams[0].endpoints_file: endpoints: names no endpoint",
-            "c.yaml: upstreams[0].discovery.kubeconfig: kubeconfig: not a kubeconfig: it cannot \
-             be parsed",
+            "c.yaml: upstreams[0].discovery.kubeconfig: kubeconfig: not a kubeconfig: it must \
+             be a map of keys (clusters: …, users: …)",
         ]
     );
     dir.write("endpoints", "10.0.0.1:6443\nnonsense\n");

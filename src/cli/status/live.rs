@@ -8,7 +8,9 @@ use std::time::Duration;
 
 use tokio::signal::unix::{SignalKind, signal};
 
-use super::{TIMEOUT, explain, style, table, terminal_size, view};
+use super::request::{TIMEOUT, explain};
+use super::terminal::{style, terminal_size};
+use super::{table, view};
 use crate::cli::admin_client::{self, AdminAddress};
 use crate::config::format_duration;
 use crate::observe::utc::Utc;

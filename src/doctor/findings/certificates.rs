@@ -1,6 +1,6 @@
 //! Causes in the certificates of the servers and in the client certificate.
 
-use super::{Cause, Finding, note, problem};
+use super::finding::{Cause, Finding, note, problem};
 use crate::doctor::observations::{Failure, FailureKind, Observations, Step};
 use crate::observe::counted;
 

@@ -1,6 +1,6 @@
 //! Causes on this machine: configuration, listen addresses, name servers, clock, limits.
 
-use super::{Cause, Finding, note, problem};
+use super::finding::{Cause, Finding, note, problem};
 use crate::doctor::observations::{EndpointObservation, ListenState, Observations, Resolution};
 
 /// Smallest skew in seconds that is reported: leases and tokens tolerate less than certificates.

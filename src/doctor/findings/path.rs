@@ -3,7 +3,7 @@
 
 use std::net::IpAddr;
 
-use super::{Cause, Finding, note, problem};
+use super::finding::{Cause, Finding, note, problem};
 use crate::doctor::observations::{
     ConnectAttempt, EndpointObservation, EndpointSource, Failure, FailureKind, LongLived,
     Observations, Resolution, Step, percentile,

@@ -1,5 +1,5 @@
 //! Rules of the source tree that the compiler does not check: which module may import which, no import
-//! circle between files, the length of files, where `unsafe` may stand, a module comment in each file, no
+//! circle between files, the links of the architecture page, the length of files, where `unsafe` may stand, a module comment in each file, no
 //! fixed waits in tests, no duplicate key in a JSON literal.
 
 mod imports;
@@ -135,6 +135,29 @@ fn files_import_each_other_in_no_circle() {
     let files = sources.map(|(_, path, text)| (path.strip_prefix(&root).unwrap(), text.as_str()));
     let circles = imports::Imports::read(files).circles();
     assert!(circles.is_empty(), "{circles:#?}");
+}
+
+#[test]
+fn architecture_page_links_to_existing_files_within_its_limits_of_hops() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let page = fs::read_to_string(root.join("README.md")).unwrap();
+    for (at, _) in page.match_indices("](") {
+        let link = page[at + 2..].split(')').next().unwrap();
+        assert!(root.join(link).is_file(), "src/README.md links to {link}");
+    }
+    for (heading, limit) in [
+        ("## The path of a request\n", 9),
+        ("## The path of a resumed watch\n", 8),
+        ("## The path of a flow (L4)\n", 6),
+        ("## The path of an endpoint update\n", 9),
+    ] {
+        let section = page.split(heading).nth(1).unwrap_or_else(|| panic!("no {heading}"));
+        let section = section.split("\n## ").next().unwrap();
+        let numbered =
+            |line: &&str| line.split_once(". ").is_some_and(|(n, _)| n.parse::<u8>().is_ok());
+        let hops = section.lines().filter(numbered).count();
+        assert!((1..=limit).contains(&hops), "{heading} has {hops} hops");
+    }
 }
 
 /// The test code of a source file.

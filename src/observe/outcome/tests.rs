@@ -260,6 +260,7 @@ fn outcome_is_at_most_360_bytes() {
     assert!(size_of::<Outcome>() <= 360, "{}", size_of::<Outcome>());
 }
 
+#[allow(clippy::disallowed_methods)] // measures real time
 #[test]
 #[ignore = "a measurement: cargo test --release -- --ignored --nocapture healthy_path"]
 fn cost_of_the_healthy_path() {

@@ -561,10 +561,10 @@ class Transparent(WithRig, unittest.TestCase):
         self.assertLess(len(os.listdir(f"/proc/{self.jackstay.pid}/fd")), 200)
 
     def test_direct_connection(self):
-        """Nobody redirected it: refused at once, and the log says why."""
+        """A direct connection to a transparent listener is refused at once, and the log has the reason."""
         with self.assertRaises(OSError):
             self.rig.api(self.jackstay.server, cert=self.rig.admin_cert, timeout=5).get("/readyz")
-        self.assertIn("it takes only what nftables redirects", self.logged())
+        self.assertIn("accepts only connections that nftables redirects", self.logged())
 
     def test_without_the_capability(self):
         """One clear error, at the start."""

@@ -33,5 +33,6 @@ pub mod proxy;
 pub mod upstream;
 
 #[cfg(test)]
+#[allow(clippy::disallowed_methods)] // tests with real sockets wait in real time
 #[path = "../tests/support/wait.rs"]
 pub(crate) mod wait;

@@ -1,4 +1,4 @@
-//! The `jackstay` command; see the library for how it is made.
+//! The `jackstay` command; the library contains the implementation.
 
 use std::process::ExitCode;
 

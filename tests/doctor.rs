@@ -479,7 +479,7 @@ fn a_firewall_that_forgets_idle_flows_is_found() {
     nft(&[]);
     assert_first(&found, Cause::ForgottenFlows);
     assert_eq!(found.len(), 1, "{found:#?}");
-    assert!(found[0].what.starts_with("IdleConnection connections to "), "{found:#?}\n{seen:#?}");
+    assert!(found[0].what.starts_with("Idle connections to "), "{found:#?}\n{seen:#?}");
 }
 
 #[test]

@@ -18,9 +18,9 @@ use crate::proxy::request_body;
 pub struct WorkerThreads {
     /// Sends commands to them.
     pub commands: CommandSender,
-    /// To be joined at the end.
+    /// Joined at shutdown.
     pub threads: Vec<JoinHandle<()>>,
-    /// Whether their event loops turn.
+    /// Whether the event loop of each runs.
     pub liveness: Vec<Liveness>,
 }
 
@@ -72,7 +72,7 @@ impl CommandSender {
     }
 
     /// Makes every worker serve `active`; `new_sockets` are the sockets that each does not have
-    /// yet. The returned future ends when all workers have applied it.
+    /// yet. The returned future completes when all workers have applied it.
     pub fn apply(
         &self,
         active: &ActiveConfig,
@@ -92,7 +92,7 @@ impl CommandSender {
         })
     }
 
-    /// Makes every worker stop accepting. The returned future ends when all have.
+    /// Makes every worker stop accepting. The returned future completes when all have.
     pub fn release_sockets(&self) -> impl Future<Output = ()> + use<> {
         self.send(&mut Command::ReleaseSockets)
     }

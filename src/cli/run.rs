@@ -90,8 +90,8 @@ impl ConfigInput {
         }
     }
 
-    /// Reads the configuration and checks every file that it names. The second value lists what is
-    /// in order, for the log.
+    /// Reads the configuration and checks every file that it names. The second value lists
+    /// the check's findings that are not problems, for the log.
     fn load(&self) -> Result<(LoadedConfig, Vec<String>), Vec<String>> {
         let draft = (self.read)();
         let report = check::check_draft(&self.name, &draft, SystemTime::now());
@@ -116,7 +116,7 @@ enum EndReason {
 
 /// Runs the command: until SIGTERM or SIGINT, or until a new process has taken over; then drains.
 pub(super) fn run(args: RunArgs) -> ExitCode {
-    // First of all: descriptors that are opened later must not be mistaken for given ones.
+    // Before any other descriptor is opened, which could be mistaken for an inherited one.
     let given = inherited_sockets::from_service_manager();
     let ready = args.ready_fd.map(|number| {
         inherited_sockets::take_descriptor(number, &given)
@@ -207,7 +207,7 @@ async fn serve(
     start: impl FnOnce() -> Result<Running, StartError> + Send + 'static,
     manager: &ServiceManager,
 ) -> io::Result<ExitCode> {
-    // Before clients can connect: from then on a signal must drain and not kill.
+    // Before clients can connect: from then on a signal must drain the process, not kill it.
     let mut signals = Signals::new()?;
     let starting = tokio::task::spawn_blocking(start);
     let running = tokio::select! {

@@ -17,8 +17,8 @@ use crate::observe::{CertificateExpiry, ListenerMetrics, Metrics};
 use crate::upstream::Upstream;
 use crate::upstream::credentials::CredentialChange;
 
-/// Interval of the check whether a certificate is due for renewal, which it is months before its
-/// expiry.
+/// Interval between two checks whether a certificate is due for renewal. It is due after two thirds of
+/// its lifetime, so a delay of one interval does not matter.
 const RENEWAL_CHECK: Duration = Duration::from_secs(60);
 
 /// Reloads the credentials of one upstream until the future is dropped.
@@ -66,8 +66,9 @@ fn credential_expiries(upstream: &Upstream) -> Vec<Arc<CertificateExpiry>> {
     expiries
 }
 
-/// Whether the error may be half of a rotation, so that the files must be read again although they
-/// do not change any more. A missing file is not: it is read when it appears.
+/// Whether the files may have been read in the middle of a rotation, so that they must be read again
+/// even if they do not change. This does not hold for an identity that was never loaded because its
+/// file is missing: that file is read when it appears.
 fn may_settle(error: &str) -> bool {
     !error.starts_with("awaited")
 }

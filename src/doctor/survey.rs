@@ -1,8 +1,8 @@
 //! A short examination for `jackstay kubeconfig`: the names in the certificates of some apiservers,
 //! and which other apiservers the cluster has.
 //!
-//! Only the apiserver of the kubeconfig gets the user's credential, verified as kubectl verifies it;
-//! the others only show their certificates.
+//! Only the apiserver of the kubeconfig gets the user's credential, after it was verified as kubectl
+//! verifies it. Of the others only the certificates are read.
 
 use std::net::SocketAddr;
 use std::rc::Rc;
@@ -33,9 +33,9 @@ pub struct SurveyRequest<'a> {
     pub verified_name: &'a str,
     /// Other apiservers of the cluster.
     pub others: &'a [ServerUrl],
-    /// The CA of all and the credential for `own`.
+    /// The CA of all apiservers, and the credential for `own`.
     pub trust: &'a Trust,
-    /// Whether `own` is asked for the apiservers of the cluster.
+    /// Whether `own` gets the credential and is asked for the apiservers of the cluster.
     pub asks: bool,
 }
 

@@ -1,4 +1,4 @@
-//! The error of this module.
+//! The error type for kubeconfig files.
 
 use std::fmt;
 use std::path::Path;

@@ -1,7 +1,7 @@
-//! Plans the files of a jackstay between the local endpoint and the cluster of a context: its
-//! configuration, and the certificates that the configuration names.
+//! Plans the files of a jackstay that forwards local clients to the cluster of a kubeconfig context:
+//! its configuration, and the certificates that the configuration names.
 //!
-//! The plan is complete before anything is written, so a refusal changes nothing, and a second run
+//! The plan is complete before anything is written, so an error changes nothing, and a second run
 //! finds the files unchanged.
 
 mod config_file;
@@ -28,7 +28,7 @@ use crate::config::CertPaths;
 use crate::net::files::atomic_write::{PRIVATE, PUBLIC};
 
 /// The CA bundles of Linux distributions, in the order of Go (`crypto/x509/root_linux.go`). kubectl
-/// uses the first one if a kubeconfig names no CA.
+/// uses the first one that exists if a kubeconfig names no CA.
 const SYSTEM_CAS: [&str; 5] = [
     "/etc/ssl/certs/ca-certificates.crt",
     "/etc/pki/tls/certs/ca-bundle.crt",

@@ -1,7 +1,7 @@
-//! Errors that jackstay itself answered, by status code and reason.
+//! Counts the error responses that jackstay itself generated, by status code and reason.
 //!
-//! A count by code alone does not tell an apiserver's 503 from one of jackstay, which means that no
-//! apiserver was reached.
+//! A count by code alone does not distinguish a 503 from an apiserver from a 503 from jackstay. The
+//! latter means that no apiserver was reached.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -14,7 +14,7 @@ use super::names::{self, OWN_ERROR_REASONS};
 use super::registry::Registry;
 use super::utc::Utc;
 
-/// Errors that one listener answered itself.
+/// The error responses that jackstay generated on one listener.
 pub struct OwnErrors {
     listener: String,
     registry: Arc<Registry>,
@@ -27,7 +27,7 @@ struct Entry {
     last: SystemTime,
 }
 
-/// One line of `own_errors` in `/status`.
+/// One entry of `own_errors` in `/status`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct OwnError {
     /// Status code; `null` for a passthrough connection that was reset.
@@ -53,7 +53,7 @@ impl OwnErrors {
     }
 
     /// Counts an error with this status code, or a passthrough connection that was reset (`None`). A reason
-    /// that is not one of [`OWN_ERROR_REASONS`] counts as the last.
+    /// that is not one of [`OWN_ERROR_REASONS`] counts as `other`.
     pub fn count(&self, code: Option<u16>, reason: &'static str) {
         let last = OWN_ERROR_REASONS.len() - 1;
         let known = OWN_ERROR_REASONS.iter().find(|known| **known == reason);

@@ -9,7 +9,7 @@ use std::borrow::Cow;
 /// Maximum length of a path in a log line, in bytes.
 const MAX_PATH: usize = 1024;
 
-/// Replaces a value.
+/// Replaces a secret.
 const MASK: &str = "***";
 
 /// Query keys whose values are logged, as Kubernetes spells them.
@@ -53,7 +53,7 @@ const SHOWN: &[&str] = &[
     "watch",
 ];
 
-/// Path and query without secret values and bearer tokens, at most [`MAX_PATH`] bytes long. Borrows if
+/// Path and query without secret values and bearer tokens, cut after [`MAX_PATH`] bytes. Borrows if
 /// nothing is removed, which is the usual case.
 pub fn redact_path(path_and_query: &str) -> Cow<'_, str> {
     let (path, query) = match path_and_query.split_once('?') {
@@ -82,14 +82,15 @@ pub fn redact_path(path_and_query: &str) -> Cow<'_, str> {
             out.push('=');
             out.push_str(MASK);
         } else {
-            // No `=`: the whole may be the secret.
+            // No `=`, or a key that looks like a secret: mask the whole pair.
             out.push_str(MASK);
         }
     }
     Cow::Owned(shorten(&out, MAX_PATH).into_owned())
 }
 
-/// Whether a pair may be logged: its key is in the list and not percent-encoded, its value is no token.
+/// Whether a pair may be logged: its key is in the list, literally, and its value is no token; or its
+/// value is empty and its key is no token.
 fn pair_is_clean(pair: &str) -> bool {
     match pair.split_once('=') {
         Some((key, value)) => {

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// Maximum of distinct lines remembered. The oldest is dropped first, and may then be logged again.
+/// Maximum number of distinct lines remembered. The oldest is dropped first, and may then be logged again.
 const MAX_LINES: usize = 256;
 
 #[derive(Debug, Clone, Copy)]

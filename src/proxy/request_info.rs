@@ -27,8 +27,8 @@ use http::{HeaderMap, Method, Uri, Version, header};
 /// | `Read` | get, list, discovery, any other GET, HEAD or OPTIONS |
 /// | `Watch` | a watch over plain HTTP |
 /// | `Log` | the log of a container, followed or not |
-/// | `SafeCreate` | a create that stores nothing: the review types, `dryRun=All` |
-/// | `Tunnel` | exec, attach, port-forward, proxy by any method; whatever upgrades |
+/// | `SafeCreate` | a create of a review type, or a POST, PUT or PATCH with `dryRun=All`: stores nothing |
+/// | `Tunnel` | exec, attach, port-forward, proxy by any method; any request for an upgrade |
 /// | `Write` | everything else |
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RequestKind {
@@ -38,9 +38,9 @@ pub enum RequestKind {
     Watch,
     /// Safe until part of its response was forwarded.
     Log,
-    /// May have been executed once it was sent; never sent twice.
+    /// Changes something. Never sent again once the apiserver may have executed it.
     Write,
-    /// A POST that changes nothing.
+    /// A POST, PUT or PATCH that changes nothing.
     SafeCreate,
     /// Carries bytes of another protocol.
     Tunnel,
@@ -59,11 +59,11 @@ impl Span {
     }
 }
 
-/// Most parts of a path that have a meaning: prefix, group, version, verb, `namespaces`, namespace,
+/// Maximum number of path parts that have a meaning: prefix, group, version, verb, `namespaces`, namespace,
 /// resource, name, subresource.
 const PARTS: usize = 9;
 
-/// The parts of `path` as of Go's `strings.Split(strings.Trim(path, "/"), "/")`, and their number.
+/// The parts of `path` as in Go's `strings.Split(strings.Trim(path, "/"), "/")`, and their number.
 fn split(path: &str) -> ([Span; PARTS], usize) {
     let trimmed_start = path.trim_start_matches('/');
     let mut at = path.len() - trimmed_start.len();
@@ -108,7 +108,7 @@ impl RequestInfo {
         Self::new(&parts.method, &parts.uri, parts.version, &parts.headers)
     }
 
-    /// Reads a request from what makes up its head.
+    /// Reads a request from the parts of its head.
     pub fn new(method: &Method, uri: &Uri, version: Version, headers: &HeaderMap) -> Self {
         let target = uri.path_and_query().cloned();
         let raw = target.as_ref().map_or("", PathAndQuery::path);
@@ -183,8 +183,8 @@ impl RequestInfo {
         self.selected_name.as_deref().unwrap_or_else(|| self.name.of(self.path()))
     }
 
-    /// Whether the request is long-running, so that no duration is recorded and no timeout applies:
-    /// kube-apiserver's `BasicLongRunningRequestCheck`, and every tunnel.
+    /// Whether the request is long-running, so that no duration is recorded and no timeout applies. This
+    /// is kube-apiserver's `BasicLongRunningRequestCheck`, extended to every tunnel.
     pub fn long_running(&self) -> bool {
         matches!(self.verb, Verb::Watch | Verb::Proxy)
             || self.kind == RequestKind::Tunnel
@@ -282,7 +282,7 @@ impl RequestInfo {
     }
 
     /// Whether this creates one of the resources that only compute a result and store nothing. The
-    /// `token` of a service account is none: it issues a credential.
+    /// subresource `token` of a service account is not one of them: it issues a credential.
     fn is_review(&self) -> bool {
         self.verb == Verb::Create
             && self.subresource().is_empty()

@@ -6,7 +6,7 @@
 //! | watch | retry | retry | retry | retry | resume |
 //! | log, log -f | retry | retry | retry | retry | reset |
 //! | create, update, patch, delete | retry | retry | **fail** | fail | reset |
-//! | create of the \*Review types, dryRun=All | retry | retry | retry | retry | reset |
+//! | create of the \*Review types; POST, PUT, PATCH with dryRun=All | retry | retry | retry | retry | reset |
 //! | exec, attach, port-forward, proxy | retry | fail | fail | fail | reset |
 //!
 //! The columns are the [`Stage`] that the attempt had reached; *forwarded* means that the client has
@@ -19,7 +19,7 @@
 //! * *resume*: the watch continues on another connection ([`super::watch`]).
 //!
 //! A watch that is answered with 410 is in the stage *too old*. It is sent to each other ready endpoint
-//! once: history is per server, and a server that has just started has none. This has a
+//! once, within [`ATTEMPTS`]: history is per server, and a server that has just started has none. This has a
 //! [`RetryBudget`](super::retry_budget::RetryBudget), because a client that sends the same old version
 //! again and again would otherwise cause one request to each endpoint each time. Without budget the
 //! client gets the first 410.
@@ -111,7 +111,7 @@ pub fn decide(kind: RequestKind, stage: Stage, body_is_held: bool, attempt: u32)
     }
 }
 
-/// The columns before *forwarded*: whether the request may reach a handler a second time.
+/// The columns before *forwarded*: whether the request may be sent again.
 const fn may_repeat(kind: RequestKind, stage: Stage) -> bool {
     match (kind, stage) {
         (RequestKind::Watch, _)
@@ -140,7 +140,7 @@ pub const fn may_ask_other_endpoints(kind: RequestKind) -> bool {
     may_repeat(kind, Stage::TooOld)
 }
 
-/// What happens when a response breaks off of which the client has a part.
+/// What happens when a response breaks off after the client has received a part of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AfterForwarding {
     /// Reset the client's stream: a truncated response must not look complete.
@@ -176,7 +176,7 @@ pub enum ClientError {
     UnknownOutcome,
 }
 
-/// Chooses the error for a refused retry; `is_connection_dead`: the connection of the last attempt is.
+/// Chooses the error for a refused retry. `is_connection_dead` is that of the last attempt.
 ///
 /// A watch that a live apiserver breaks off again and again gets an error after which its client lists:
 /// sending the same watch again would never end.

@@ -1,7 +1,7 @@
 //! The schema: every key with its type, its bounds and its default.
 //!
-//! The readers walk the merged tree once. They report a wrong value, continue with a stand-in, and
-//! collect what the rules between values need.
+//! The `read` functions walk the merged tree once. They report a wrong value, continue with a
+//! placeholder, and collect the values that the rules between keys compare (`References`).
 
 mod listener;
 mod upstream;

@@ -49,7 +49,7 @@ pub fn merge(
     usable: &HashSet<EndpointAddress>,
     rotation: u64,
 ) -> MergedEndpoints {
-    // Trust in the server name, the source that discovered the candidate, and the candidate.
+    // The source that ranks the candidate's server name, the source that offered it, the candidate.
     let mut offers: Vec<(EndpointSource, EndpointSource, &Candidate)> = Vec::new();
     for (source, answer) in answers {
         offers.extend(answer.candidates.iter().map(|candidate| (*source, *source, candidate)));
@@ -90,7 +90,7 @@ pub fn merge(
     MergedEndpoints { endpoints, excess }
 }
 
-/// Keeps [`MAX_ENDPOINTS`] of `endpoints`, each given with whether it is a seed.
+/// Keeps [`MAX_ENDPOINTS`] of `endpoints`. The flag of each says whether it is a seed.
 fn keep_most_useful(
     endpoints: &mut Vec<(bool, EndpointSpec)>,
     usable: &HashSet<EndpointAddress>,

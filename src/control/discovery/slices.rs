@@ -36,8 +36,8 @@ use crate::upstream::endpoint_sources::EndpointSource;
 /// Bounds of the pause after a failure.
 const RETRY_MIN: Duration = Duration::from_millis(250);
 const RETRY_MAX: Duration = Duration::from_secs(15);
-/// Limit for a list with its whole body. An apiserver may send the head, which has a limit of 30 s,
-/// and then stop.
+/// Limit for a list with its whole body. The limit of 30 s for the response head is not enough: an
+/// apiserver may send the head and then stop.
 const LIST_TIMEOUT: Duration = Duration::from_secs(60);
 /// Failures in a row after which the watch lists again.
 const RELIST_AFTER: u32 = 3;

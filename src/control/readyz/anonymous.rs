@@ -1,17 +1,17 @@
 //! Probes an endpoint without a credential for `/readyz`.
 //!
 //! After an anonymous request kube-apiserver sends GOAWAY on its connection
-//! (`UnauthenticatedHTTP2DOSMitigation`, on by default). A connection that carries a probe therefore
-//! cannot also show by PING that the endpoint lives, and two connections take turns:
+//! (`UnauthenticatedHTTP2DOSMitigation`, on by default). A connection that has carried a probe can
+//! therefore not show by PING any longer that the endpoint lives. A new one replaces it before the probe:
 //!
 //! | connection | carries | ends |
 //! |---|---|---|
-//! | the current one | PINGs: while they are answered the endpoint is ready, its readiness unknown | becomes the previous one when a new one is opened |
-//! | the previous one | one anonymous `/readyz` request, if a listener terminates TLS (`mode: terminate`) | with the response; its end is no event |
+//! | the current one | PINGs: while they are answered the endpoint counts as ready | becomes the previous one when a new one is opened |
+//! | the previous one | one anonymous `/readyz` request, if a listener terminates TLS (`mode: terminate`) | with the response; its end is not reported |
 //!
 //! They take turns every 30 s at the earliest. An older connection would end anyway: Go's server
 //! closes a connection without requests after 90 s (kube-apiserver's `IdleTimeout`). An anonymous
-//! response that names failed checks counts; any other says nothing.
+//! probe fails if its status is not 200, 401 or 403, or if its response is late on a live connection.
 
 use std::sync::Arc;
 use std::time::Duration;

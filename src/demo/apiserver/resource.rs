@@ -66,7 +66,7 @@ pub fn prepare_for_create(
     Ok(name)
 }
 
-/// Checks that the fields which are written below are objects.
+/// Checks that the fields into which this module writes are objects.
 fn check_shape(value: &Value) -> Result<(), StatusError> {
     let parts = [value, &value["metadata"], &value["metadata"]["labels"], &value["data"]];
     if parts.iter().all(|part| part.is_object() || part.is_null()) {
@@ -148,7 +148,8 @@ pub fn fields_of_subresource(
     next
 }
 
-/// Sets the status that controllers and kubelets would set; none run here.
+/// Sets the defaults of namespaces and Secrets, and the status that controllers and kubelets would set:
+/// none run here.
 fn default(kind: &Kind, value: &mut Value, name: &str) {
     if *kind == kinds::NAMESPACES {
         value["status"] = json!({ "phase": "Active" });

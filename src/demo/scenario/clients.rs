@@ -33,11 +33,11 @@ const REQUEST_INTERVAL: Duration = Duration::from_millis(100);
 const BUSY_INTERVAL: Duration = Duration::from_millis(50);
 /// Interval between two events of quiet watches.
 const QUIET_INTERVAL: Duration = Duration::from_secs(2);
-/// Interval of the stall detector, and the delay that is not a stall yet.
+/// Interval of the stall detector. A longer delay than this counts as a stall.
 const STALL_CHECK_INTERVAL: Duration = Duration::from_millis(20);
 /// A request without a response after this time counts as failed.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(15);
-/// How long the end waits for requests in flight and events under way.
+/// How long [`Clients::finish`] waits for outstanding responses and undelivered events.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(3);
 
 const READ: &str = "/api/v1/namespaces/default/pods";

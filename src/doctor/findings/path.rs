@@ -36,8 +36,8 @@ fn is_ipv6(endpoint: &EndpointObservation) -> bool {
     matches!(&endpoint.resolved, Resolution::Addresses(ips) if ips.iter().all(IpAddr::is_ipv6))
 }
 
-/// Failed fresh connections in a row, two seconds, from which an endpoint counts as failed during the
-/// examination.
+/// An endpoint counts as failed during the examination if at least this many of its last fresh
+/// connections failed: two seconds of them.
 const MIN_FAILED_TAIL: usize = 4;
 
 /// How many of the last fresh connections failed, if all before them worked.
@@ -48,8 +48,8 @@ fn failed_tail(endpoint: &EndpointObservation) -> Option<usize> {
     (tail >= MIN_FAILED_TAIL && worked).then_some(tail)
 }
 
-/// Advice for an endpoint whose fresh connections fail, by the last failure: while a process is being
-/// killed, its kernel still accepts connections and resets them.
+/// Advice for an endpoint whose fresh connections fail. The last failure decides, because earlier ones
+/// may differ: while a process is being killed, its kernel still accepts connections and resets them.
 fn advice(endpoint: &EndpointObservation, failure: &Failure, seen: &Observations) -> &'static str {
     match (failure.step, failure.kind) {
         (Step::Connect, FailureKind::Refused) => {
@@ -212,7 +212,7 @@ pub(super) fn forgotten_flows(
         let finding = problem(
             64,
             Cause::ForgottenFlows,
-            format!("IdleConnection connections to {} are forgotten.", endpoint.address),
+            format!("Idle connections to {} are forgotten.", endpoint.address),
             format!(
                 "a connection that was idle for {:.0} s does not respond; busy and fresh ones do",
                 idle.for_ms.0 / 1000.0
@@ -242,7 +242,8 @@ pub(super) fn readiness(endpoint: &EndpointObservation, found: &mut Vec<Finding>
     }
 }
 
-/// Connects with a retransmitted SYN: the first retransmission is sent after 1 s (RFC 6298 section 2).
+/// Number of connects that took 900 ms or more, so that their SYN was retransmitted: the first
+/// retransmission is sent after 1 s (RFC 6298 section 2).
 fn late_connects(endpoint: &EndpointObservation) -> usize {
     let slow = |a: &&ConnectAttempt| a.time(Step::Connect).is_some_and(|ms| ms.0 >= 900.0);
     endpoint.fresh.iter().filter(slow).count()
@@ -255,8 +256,8 @@ pub(super) fn loss(seen: &Observations, found: &mut Vec<Finding>) {
         let (pongs, late) = (sum(|l| l.pongs), sum(|l| l.late));
         let retransmitted = sum(|l| l.retransmitted as usize);
         let connects = late_connects(endpoint);
-        // A slow server answers late too. Loss shows in retransmissions of this machine's kernel: of
-        // the PING, or because its acknowledgement, which the PONG carries, is lost.
+        // A slow server answers late too. Loss in either direction makes this machine's kernel
+        // retransmit the PING: the PING is lost, or the PONG, which carries its acknowledgement.
         let lost = late + connects;
         let share = late as f64 / pongs.max(1) as f64;
         let retransmissions = retransmitted + connects;
@@ -324,7 +325,7 @@ fn median(endpoint: &EndpointObservation, step: Step) -> Option<f64> {
     percentile(&times, 0.5)
 }
 
-/// Compares endpoints of the user with the direct paths to the apiservers.
+/// Compares the endpoints that the user named with the direct paths to the apiservers.
 pub(super) fn slow_balancers(seen: &Observations, found: &mut Vec<Finding>) {
     let direct: Vec<f64> = seen
         .endpoints

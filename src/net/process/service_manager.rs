@@ -2,12 +2,12 @@
 //!
 //! Each message is one datagram to the socket that `NOTIFY_SOCKET` names (`sd_notify(3)`). Without that
 //! variable, as in a container or a terminal, messages are discarded. The socket is non-blocking: a
-//! message that the manager's queue has no room for is lost, and the next one says the same. The crate
+//! message is lost if the manager's queue has no room for it. A lost `WATCHDOG=1` is repeated. The crate
 //! sd-notify is not used because it sends on a blocking socket, which would stall the control loop when
 //! the manager does not read.
 //!
 //! Other parents (a shell, s6) pass a descriptor: a newline is written to it when the process is ready,
-//! and then it is closed. If the process ends before, the reader sees the end of the file.
+//! and then it is closed. If the process ends earlier, the reader sees the end of the file.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -37,7 +37,7 @@ impl ServiceManager {
         let address = std::env::var_os("NOTIFY_SOCKET").unwrap_or_default();
         let watchdog = std::env::var("WATCHDOG_USEC").unwrap_or_default();
         let pid = std::env::var("WATCHDOG_PID").unwrap_or_default();
-        // The variables may be meant for a parent process.
+        // `WATCHDOG_USEC` may be meant for a parent process.
         let is_ours = pid.is_empty() || pid.parse() == Ok(std::process::id());
         Self::at(&address, if is_ours { watchdog.parse().ok() } else { None })
     }
@@ -77,7 +77,7 @@ impl ServiceManager {
         }
     }
 
-    /// Sends assignments, one a line, as `READY=1` or `STOPPING=1`.
+    /// Sends assignments, one per line, such as `READY=1` or `STOPPING=1`.
     pub fn notify(&self, message: &str) {
         if let Some(socket) = &self.socket
             && let Err(error) = socket.send(message.as_bytes())

@@ -129,7 +129,7 @@ mod tests {
         }
     }
 
-    /// What a client receives that continues to write, and how the copy ended.
+    /// What a client that continues to write receives, and how the copy ended.
     async fn copy_through(
         how: ErrorKind,
         end: Option<ErrorKind>,

@@ -29,8 +29,8 @@ pub fn configure_accepted(stream: &TcpStream) -> io::Result<()> {
 }
 
 /// Idle time before the first keepalive probe on an upstream connection, and the time between probes.
-/// A stopped process does not answer PING, but its kernel answers probes: that tells it from a dead
-/// path.
+/// Probes distinguish a stopped process from a dead path: the process does not answer PING, but its
+/// kernel answers probes.
 const PROBE_IDLE: Duration = Duration::from_secs(1);
 
 /// Unanswered probes before the kernel closes an upstream connection: the maximum, so that the health
@@ -87,8 +87,8 @@ pub fn bound_retransmission_timeout(stream: &TcpStream) {
     let _ = set_tcp_option(stream, TCP_RTO_MAX_MS, 1000);
 }
 
-/// Sets an integer option that socket2 lacks, or that it would set with further ones: its keepalive
-/// parameters come with `SO_KEEPALIVE`, a second system call.
+/// Sets an integer option that socket2 lacks or cannot set alone: socket2 sets keepalive parameters
+/// together with `SO_KEEPALIVE`, which costs a second system call.
 fn set_tcp_option(
     socket: &impl AsRawFd,
     option: libc::c_int,

@@ -129,7 +129,7 @@ impl ServingTls {
     /// # Errors
     /// Which file cannot be used. Its last good version stays in use.
     pub fn refresh(&self) -> Result<bool, TlsFileError> {
-        // Independently: a withdrawn CA must not stay trusted because the serving pair is being replaced.
+        // An unusable serving pair does not delay the CA: a withdrawn CA must not stay trusted meanwhile.
         let files = self.files.load();
         let loaded = pem_files::load_cert(&files.tls);
         let (certificate, broken) = match loaded {
@@ -220,8 +220,8 @@ pub fn chain_limit_error(error: &std::io::Error) -> Option<String> {
     }
 }
 
-/// Accepts any client certificate whose key is proven. Signatures are verified and CAs requested as by the
-/// inner verifier.
+/// Accepts any client certificate whose key is proven. The inner verifier verifies the signatures and
+/// supplies the CA names of the certificate request.
 #[derive(Debug)]
 pub struct DeferredClientVerification(pub Arc<dyn ClientCertVerifier>);
 

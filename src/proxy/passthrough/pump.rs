@@ -77,7 +77,7 @@ pub struct HalfFlow {
     pipe: Option<SplicePipe>,
     /// Reads of at least half the buffer, in a row.
     large_reads: u8,
-    /// Whether the end of stream was not sent by the peer: it is not passed on then.
+    /// Whether the sender reset the connection before its end of stream. The end is then not passed on.
     truncated: bool,
     state: HalfState,
 }
@@ -140,7 +140,7 @@ impl Pump {
             {
                 to_server.refuse(kind);
                 // EPIPE means that the endpoint had ended its direction before (`tcp_reset`). A reset
-                // without an end of stream truncates it, which the client must not take for an end.
+                // without an end of stream truncates that direction; the client must not see an end.
                 to_client.truncated = kind == io::ErrorKind::ConnectionReset;
                 up = Poll::Pending;
             }

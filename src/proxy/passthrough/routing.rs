@@ -32,7 +32,7 @@ impl ListenerRouting {
         &self.name
     }
 
-    /// The current routing. A connection is routed by the one that it has found.
+    /// The current routing. A connection is routed by the one that is current when it is accepted.
     pub fn current(&self) -> Rc<Routing> {
         Rc::clone(&self.current.borrow())
     }
@@ -91,7 +91,7 @@ impl fmt::Display for RouteError {
 
 impl Routing {
     /// The upstream of a connection, and the bytes that were read to find it. The original
-    /// destination counts first, then the server name. A connection without either, or without TLS,
+    /// destination takes precedence over the server name. A connection without either, or without TLS,
     /// goes to the upstream of the listener.
     ///
     /// # Errors

@@ -5,8 +5,8 @@ use super::Connection;
 use crate::upstream::health::{ConnectionState, Outlook, Reason};
 
 impl Connection {
-    /// Whether a request sent on it now would most likely be lost: its PING is late, and the peer's
-    /// kernel does not answer either.
+    /// Whether a request sent on this connection now would most likely be lost: its PING is late, and
+    /// the peer's kernel does not answer either.
     pub fn path_unresponsive(&self) -> bool {
         self.lifecycle.path_unresponsive.get()
     }
@@ -26,7 +26,8 @@ impl Connection {
         }
     }
 
-    /// Whether its path is lost, and it stays open only for streams that cannot move.
+    /// Whether its path is lost. It then stays open only for streams that cannot continue on another
+    /// connection.
     pub fn is_unresponsive(&self) -> bool {
         self.state() == ConnectionState::Unresponsive
     }
@@ -46,7 +47,7 @@ impl Connection {
         self.enter(state, reason.as_str());
     }
 
-    /// Publishes what the health knows beside the state.
+    /// Publishes what [`crate::upstream::health`] has derived besides the state.
     pub(super) fn set_outlook(&self, outlook: Outlook) {
         self.lifecycle.path_unresponsive.set(outlook.path_unresponsive);
         let responds = !outlook.ping_unanswered;

@@ -320,8 +320,8 @@ impl<'a> SocketBinder<'a> {
         }
     }
 
-    /// The sockets of this process that prevent `address` from being bound: validation has refused
-    /// configurations whose own addresses collide, so no listener uses these any more.
+    /// The sockets of this process that prevent `address` from being bound. They belong to addresses that
+    /// the new configuration removes: validation refuses a configuration whose own addresses collide.
     fn conflicting(&self, address: SocketAddr) -> Vec<&'a TcpListener> {
         let current = self.current.iter().map(|(_, socket)| *socket);
         let conflicting = current

@@ -1,7 +1,7 @@
-//! `jackstay demo`: a control plane, clients and faults in one process, and jackstay between them.
+//! `jackstay demo`: runs a control plane, jackstay, clients and faults in one process.
 //!
-//! Needs no root, no cluster and no file; what it writes is in a directory of its own, which goes
-//! with it. Exit code 0 if every promise held, 1 if not.
+//! Needs no root, no cluster and no file. All files are in a temporary directory, which is removed at the
+//! end. Exit code 0 if every promise was kept, 1 if not.
 
 use std::fs::{self, DirBuilder, File};
 use std::io;
@@ -33,9 +33,9 @@ use crate::demo::seed;
 use crate::observe::counted;
 use crate::observe::log;
 
-/// The apiservers.
+/// Names of the apiservers.
 const NAMES: [&str; 3] = ["a", "b", "c"];
-/// How long everything may take to come up.
+/// Time within which all apiservers must be ready.
 const START: Duration = Duration::from_secs(10);
 
 const HELP: &str = "\
@@ -85,7 +85,7 @@ pub fn run(args: &DemoArgs) -> ExitCode {
 fn demo(args: &DemoArgs) -> io::Result<bool> {
     let interrupted = Arc::new(AtomicBool::new(false));
     raise_on_signal(&interrupted)?;
-    // Dropped last.
+    // Declared first, so that it is dropped last.
     let home = DemoDirectory::new()?;
     let display = Arc::new(ProgressDisplay::new(style(args)));
 
@@ -138,7 +138,7 @@ fn demo(args: &DemoArgs) -> io::Result<bool> {
         std::thread::sleep(Duration::from_millis(20));
         well = schedule.all_ready();
     }
-    // What clients felt while nobody was ready breaks no promise.
+    // Failures before the apiservers were ready do not count.
     clients.ledger.start_period();
 
     let faults = &FAULTS[..=args.faults.unwrap_or(FAULTS.len()).min(FAULTS.len() - 1)];
@@ -209,12 +209,12 @@ fn relayed_server(cluster: &Cluster, pki: &Pki, name: &str) -> io::Result<Relaye
     Ok(RelayedServer { server, relay })
 }
 
-/// jackstay itself, as `run` would start it.
+/// jackstay, started as `jackstay run` starts it.
 struct Proxy {
     running: Running,
     listener: SocketAddr,
     admin: SocketAddr,
-    /// Its last lines are written before the directory goes.
+    /// Writes the last log lines before the directory is removed.
     _log: log::LogGuard,
 }
 
@@ -229,7 +229,7 @@ impl Proxy {
         let ca = pki.write_ca(home)?;
         let (cert, key) = pki.server()?.write_to(home, "serving")?;
         let pair = user.write_pair(home, "user")?;
-        // JSON is YAML, and quotes what a path may contain.
+        // Every JSON document is YAML, and JSON escapes the paths.
         let endpoints: Vec<_> =
             servers.iter().map(|server| server.relay.addr.to_string()).collect();
         let text = serde_json::json!({
@@ -240,7 +240,7 @@ impl Proxy {
                 "name": "control-plane",
                 "endpoints": endpoints,
                 "tls": { "ca_file": ca },
-                // Ten seconds of waiting would make a dull demo.
+                // Shorter than the default of 10 s, so that the demo stays short.
                 "health": { "readyz": { "interval": "1s" } },
             }],
             "listeners": [{
@@ -254,7 +254,7 @@ impl Proxy {
         });
         let file = home.join("jackstay.yaml");
         fs::write(&file, text.to_string())?;
-        // The demo is the same whatever this machine's jackstay is told.
+        // Ignores the environment variables of this machine's jackstay.
         let config =
             config::load(&file, [], &Overrides::default()).map_err(io::Error::other)?.config;
         let log = File::create(log_file.map_or(home.join("jackstay.log"), Path::to_owned))?;
@@ -268,7 +268,7 @@ impl Proxy {
     }
 }
 
-/// A directory that nobody else can read, and that goes when this is dropped.
+/// A temporary directory with mode 0700, removed on drop.
 struct DemoDirectory(PathBuf);
 
 impl DemoDirectory {
@@ -303,7 +303,7 @@ fn write_private(path: &Path, text: &str) -> io::Result<()> {
     options.open(path)?.write_all(text.as_bytes())
 }
 
-/// Raises the flag at SIGINT, SIGTERM or SIGHUP; the demo then ends at its next step.
+/// Sets the flag on SIGINT, SIGTERM or SIGHUP; the demo ends at its next step.
 fn raise_on_signal(flag: &Arc<AtomicBool>) -> io::Result<()> {
     use tokio::signal::unix::{SignalKind, signal};
     let flag = flag.clone();

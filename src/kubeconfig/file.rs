@@ -1,8 +1,8 @@
 //! One kubeconfig file: read with bounds, written as kubectl writes it.
 //!
 //! [`Kubeconfig`] keeps keys that it does not know, and extensions. Comments and layout are lost,
-//! as with `kubectl config`. A file that kubectl would refuse, such as one with a context that
-//! names no cluster, is refused as a whole.
+//! as with `kubectl config`. A file that does not fit the type is refused as a whole; the type is
+//! stricter than kubectl in one point: each context must name a cluster.
 
 use std::fmt;
 use std::io::Read;

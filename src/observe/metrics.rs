@@ -180,8 +180,9 @@ impl Metrics {
         self.registry.counter(&names::RETRIES_REFUSED, &[reason]).increment(1);
     }
 
-    /// Counts a hedge: won by the `original` or the `hedge`, `failed` with it, or not sent because it would
-    /// be `over_budget` or because no other endpoint was usable (`nobody`).
+    /// Counts a hedge by its outcome: the attempt that answered first (`original`, `hedge`), both attempts
+    /// failed (`failed`), or no hedge was sent: the budget was used up (`over_budget`), or the pool had no
+    /// other connection (`nobody`).
     pub fn hedged(&self, outcome: &'static str) {
         self.registry.counter(&names::HEDGES, &[outcome]).increment(1);
     }

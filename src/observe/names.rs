@@ -100,7 +100,7 @@ table! {
     RETRIES_REFUSED = Counter "jackstay_retries_refused_total" ["reason"] "requests",
         "Failed requests that were not retried: they may have been executed (unsafe), their body was too large to hold (not_held), or the attempts were used up (attempts).";
     HEDGES = Counter "jackstay_hedges_total" ["outcome"] "requests",
-        "Hedged requests by the attempt that answered: original, hedge or neither (failed); over_budget and nobody: no second attempt was sent.";
+        "Hedges by outcome: original or hedge is the attempt that answered first, failed means that both failed; no hedge was sent because the budget was used up (over_budget) or no other connection was available (nobody).";
     WATCH_RESUMES = Counter "jackstay_watch_resumes_total" ["outcome"] "watches",
         "Watches that lost their apiserver or got 410, by outcome; withheld: the 410 was not forwarded; barred and oversized: still open, but not resumable after what they received; unproven: ended with the proof of their client.";
     STALE_WATCHES = Counter "jackstay_stale_watches_total" ["upstream", "endpoint"] "watches",

@@ -289,8 +289,8 @@ fn ceased_bookmarks_are_reported_once() {
     assert_eq!(checks(&mut session), [false, false, false, true, false, false]);
 }
 
-/// A 410 is withheld if the watch can continue elsewhere, whoever sent the request; otherwise, and with
-/// any other code, the client gets the error.
+/// The session withholds a 410 if the watch can continue elsewhere, for every kind of request. In all other
+/// cases, and for every other code, the client gets the error.
 #[test]
 fn error_410_is_withheld_while_other_endpoints_are_asked() {
     use EventType::{Added, Modified};

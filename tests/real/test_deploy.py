@@ -99,6 +99,7 @@ class StaticPod(WithRig, unittest.TestCase):
         self.assertEqual({path: mounts[path] for path in ("/", "/etc/jackstay", "/var/lib/kubelet/pki", "/etc/kubernetes/pki/ca.crt", "/var/lib/jackstay")},
                          {"/": "ro", "/etc/jackstay": "ro", "/var/lib/kubelet/pki": "ro", "/etc/kubernetes/pki/ca.crt": "ro", "/var/lib/jackstay": "rw"})
         self.assertNotIn("/var/run/secrets/kubernetes.io/serviceaccount", mounts)
+        self.assertEqual(status()["node"], self.node.NAME, "NODE_NAME of the manifest")
         listeners = sh("ss", "-Htlnp").stdout
         for line in listeners.splitlines():
             if f"pid={pid}," in line:

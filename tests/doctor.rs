@@ -115,7 +115,7 @@ fn a_well_server_and_every_step() {
     assert_eq!(found, []);
     let endpoint = &seen.endpoints[0];
     assert!(endpoint.authenticated && endpoint.max_streams == Some(100), "{endpoint:#?}");
-    assert!(endpoint.lasting[0].pongs > 0, "{endpoint:#?}");
+    assert!(endpoint.long_lived[0].pongs > 0, "{endpoint:#?}");
     // Idle on the wire, too: a firewall would take a keepalive for life.
     assert!(
         endpoint.idle.as_ref().is_some_and(|idle| idle.alive && idle.sent == 0),
@@ -152,7 +152,7 @@ fn a_load_balancer_that_forgets_its_flows() {
     let (seen, found) = examine(world.plan(&[hole.addr]), 6);
     assert!(fault.join().unwrap() >= 2);
     assert_first(&found, Cause::ForgottenFlows);
-    assert!(seen.endpoints[0].lasting[0].silent_ms.is_some(), "{seen:#?}");
+    assert!(seen.endpoints[0].long_lived[0].silent_ms.is_some(), "{seen:#?}");
 }
 
 #[test]
@@ -208,11 +208,11 @@ fn a_stopped_server_is_dead_too() {
 }
 
 #[test]
-fn a_sick_endpoint() {
+fn an_endpoint_that_is_not_ready() {
     let world = World::new();
     world.server.set_ready(false);
     let (_, found) = world.examine(2);
-    assert_first(&found, Cause::SickEndpoint);
+    assert_first(&found, Cause::NotReadyEndpoint);
 }
 
 #[test]

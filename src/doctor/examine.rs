@@ -129,7 +129,7 @@ async fn examine_endpoint(
         resolved: addresses,
         loops_to,
         fresh: Vec::new(),
-        lasting: Vec::new(),
+        long_lived: Vec::new(),
         idle: None,
         certificate: None,
         clock_skew_s: None,
@@ -167,7 +167,7 @@ async fn examine_endpoint(
         };
     }
     if let Some((busy, idle)) = long_lived {
-        endpoint.lasting = busy.await.unwrap_or_default();
+        endpoint.long_lived = busy.await.unwrap_or_default();
         endpoint.idle = idle.await.ok().flatten();
     }
     endpoint.certificate =

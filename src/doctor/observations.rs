@@ -114,7 +114,8 @@ pub struct EndpointObservation {
     /// Fresh connections in the order of their start.
     pub fresh: Vec<ConnectAttempt>,
     /// Connections that were pinged continuously, one after the other.
-    pub lasting: Vec<LongLived>,
+    #[serde(rename = "lasting")]
+    pub long_lived: Vec<LongLived>,
     /// A connection that was idle until one PING at the end.
     pub idle: Option<IdleConnection>,
     /// Its certificate.

@@ -119,17 +119,21 @@ fn table(endpoint: &EndpointObservation, out: &mut String) {
         let ok = format!("{}/{}", row.ok, row.tried);
         let _ = writeln!(out, "  {:<14} {ok:>9} {:>10} {:>10}", row.step, ms(row.p50), ms(row.p99));
     }
-    for lasting in &endpoint.lasting {
-        let ok = lasting.pongs.to_string();
-        let (p50, p99) = (lasting.p50_ms.map(|m| m.0), lasting.p99_ms.map(|m| m.0));
+    for long_lived in &endpoint.long_lived {
+        let ok = long_lived.pongs.to_string();
+        let (p50, p99) = (long_lived.p50_ms.map(|m| m.0), long_lived.p99_ms.map(|m| m.0));
         let _ = write!(out, "  {:<14} {ok:>9} {:>10} {:>10}", "long-lived", ms(p50), ms(p99));
-        if lasting.late + lasting.retransmitted as usize > 0 {
-            let _ = write!(out, "  {} late, {} retransmitted", lasting.late, lasting.retransmitted);
+        if long_lived.late + long_lived.retransmitted as usize > 0 {
+            let _ = write!(
+                out,
+                "  {} late, {} retransmitted",
+                long_lived.late, long_lived.retransmitted
+            );
         }
-        if let Some(silent) = lasting.silent_ms {
+        if let Some(silent) = long_lived.silent_ms {
             let _ = write!(out, "  then silent for {:.1} s", silent.0 / 1000.0);
         }
-        if let Some(ended) = &lasting.ended {
+        if let Some(ended) = &long_lived.ended {
             let _ = write!(out, "  ended: {ended}");
         }
         out.push('\n');

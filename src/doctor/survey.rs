@@ -36,7 +36,7 @@ pub struct SurveyRequest<'a> {
     /// The CA of all apiservers, and the credential for `own`.
     pub trust: &'a Trust,
     /// Whether `own` gets the credential and is asked for the apiservers of the cluster.
-    pub asks: bool,
+    pub query_members: bool,
 }
 
 /// The result of a survey.
@@ -45,7 +45,7 @@ pub struct Survey {
     /// The names in the certificates, in the order of the request.
     pub certificates: Vec<CertificateNames>,
     /// The addresses without a certificate, and why.
-    pub unseen: Vec<(String, String)>,
+    pub without_certificate: Vec<(String, String)>,
     /// The apiservers that the cluster names and the request does not, or why they are unknown.
     pub members: Result<Vec<SocketAddr>, String>,
 }
@@ -63,9 +63,9 @@ struct EndpointSurvey {
 ///
 /// # Errors
 /// A host is not a DNS name or IP address, or the tokio runtime cannot be created.
-pub fn look(request: &SurveyRequest<'_>, resolver: Resolver) -> Result<Survey, String> {
+pub fn survey(request: &SurveyRequest<'_>, resolver: Resolver) -> Result<Survey, String> {
     let anonymous = request.trust.without_credential();
-    let trust = if request.asks { request.trust } else { &anonymous };
+    let trust = if request.query_members { request.trust } else { &anonymous };
     let mut targets = vec![(
         Target::new(request.own, EndpointSource::Given, Some(request.verified_name), trust)?,
         request.own.path.clone(),
@@ -76,19 +76,19 @@ pub fn look(request: &SurveyRequest<'_>, resolver: Resolver) -> Result<Survey, S
     }
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|error| error.to_string())?;
-    Ok(LocalSet::new().block_on(&runtime, survey(targets, resolver)))
+    Ok(LocalSet::new().block_on(&runtime, survey_all(targets, resolver)))
 }
 
-async fn survey(targets: Vec<(Target, String)>, resolver: Resolver) -> Survey {
+async fn survey_all(targets: Vec<(Target, String)>, resolver: Resolver) -> Survey {
     let resolver = Rc::new(Mutex::new(resolver));
     let tasks: Vec<_> = targets
         .into_iter()
         .enumerate()
         .map(|(index, (target, prefix))| {
             let resolver = Rc::clone(&resolver);
-            let asks = index == 0;
+            let query_members = index == 0;
             tokio::task::spawn_local(async move {
-                survey_endpoint(&target, &prefix, asks, &resolver).await
+                survey_endpoint(&target, &prefix, query_members, &resolver).await
             })
         })
         .collect();
@@ -101,7 +101,7 @@ async fn survey(targets: Vec<(Target, String)>, resolver: Resolver) -> Survey {
         results.iter().flat_map(|result| result.addresses.clone()).collect();
     let mut survey = Survey {
         certificates: Vec::new(),
-        unseen: Vec::new(),
+        without_certificate: Vec::new(),
         members: Err("it was not asked".into()),
     };
     for (index, result) in results.into_iter().enumerate() {
@@ -113,7 +113,7 @@ async fn survey(targets: Vec<(Target, String)>, resolver: Resolver) -> Survey {
         }
         match result.names {
             Ok(names) => survey.certificates.push(names),
-            Err(why) => survey.unseen.push((result.address, why)),
+            Err(why) => survey.without_certificate.push((result.address, why)),
         }
     }
     survey
@@ -122,7 +122,7 @@ async fn survey(targets: Vec<(Target, String)>, resolver: Resolver) -> Survey {
 async fn survey_endpoint(
     target: &Target,
     prefix: &str,
-    asks: bool,
+    query_members: bool,
     resolver: &Mutex<Resolver>,
 ) -> EndpointSurvey {
     let mut result = EndpointSurvey {
@@ -144,7 +144,7 @@ async fn survey_endpoint(
         let opened = open(&mut StepTimer::start(Instant::now()), *address, &target.peer).await;
         result.names = certificate_names(target, &opened);
         result.members = match opened {
-            Ok(mut opened) if asks && target.peer.authenticated => {
+            Ok(mut opened) if query_members && target.peer.authenticated => {
                 members::ask(&mut opened, &target.peer, prefix).await
             }
             Ok(_) => Err("there is no credential to send".to_owned()),

@@ -58,13 +58,15 @@ pub(super) fn find(
         let all = members.iter().map(SocketAddr::to_string);
         let all: Vec<String> = found.upstreams.iter().cloned().chain(all).collect();
         survey = survey_apiservers(args, context, &all, false);
-        let is_dead = |address: &String| survey.unseen.iter().any(|(unseen, _)| unseen == address);
+        let is_dead = |address: &String| {
+            survey.without_certificate.iter().any(|(missing, _)| missing == address)
+        };
         found.upstreams =
             all.into_iter().filter(|a| found.upstreams.contains(a) || !is_dead(a)).collect();
         // All members are used, so the note offers none.
         survey.members = Ok(Vec::new());
     }
-    for (address, why) in &survey.unseen {
+    for (address, why) in &survey.without_certificate {
         found.notes.push(if *address == own || found.upstreams.contains(address) {
             format!("the certificate of {address} was not looked at: {why}")
         } else {
@@ -96,7 +98,7 @@ fn survey_apiservers(
 ) -> Survey {
     let without_survey = |why: &str| Survey {
         certificates: Vec::new(),
-        unseen: Vec::new(),
+        without_certificate: Vec::new(),
         members: Err(why.to_owned()),
     };
     if args.offline {
@@ -126,9 +128,9 @@ fn survey_apiservers(
             verified_name: context.verified_name(),
             others: &others,
             trust: &trust,
-            asks: lists_members,
+            query_members: lists_members,
         };
-        survey::look(&request, Resolver::of_system())
+        survey::survey(&request, Resolver::of_system())
     });
     let mut survey = match survey {
         Ok(survey) => survey,

@@ -55,11 +55,13 @@ pub enum Cause {
     /// A device on the path forgets established connections.
     ForgottenFlows,
     /// The apiserver is not ready.
-    SickEndpoint,
+    #[serde(rename = "sick_endpoint")]
+    NotReadyEndpoint,
     /// Packets are lost.
     PacketLoss,
     /// Some connections fail.
-    Unsteady,
+    #[serde(rename = "unsteady")]
+    IntermittentEndpoint,
     /// The certificate will expire soon.
     ExpiresSoon,
     /// Too few open files are allowed.

@@ -165,8 +165,8 @@ pub(super) fn forgotten_flows(
 ) {
     let lasts = |other: &&EndpointObservation| {
         other.source == EndpointSource::Cluster
-            && !other.lasting.is_empty()
-            && other.lasting.iter().all(|lasting| lasting.silent_ms.is_none())
+            && !other.long_lived.is_empty()
+            && other.long_lived.iter().all(|long_lived| long_lived.silent_ms.is_none())
     };
     let direct = if seen.endpoints.iter().any(|other| lasts(&other)) {
         "; on direct paths connections last"
@@ -177,11 +177,11 @@ pub(super) fn forgotten_flows(
         let later = endpoint.fresh.iter().filter(|a| a.at_ms.0 >= from);
         later.filter(|a| a.time(Step::Http2).is_some()).count()
     };
-    for lasting in &endpoint.lasting {
-        let Some(silent) = lasting.silent_ms.filter(|silent| silent.0 >= SILENT_MS) else {
+    for long_lived in &endpoint.long_lived {
+        let Some(silent) = long_lived.silent_ms.filter(|silent| silent.0 >= SILENT_MS) else {
             continue;
         };
-        let since = lasting.silent_at_ms.unwrap_or(lasting.at_ms);
+        let since = long_lived.silent_at_ms.unwrap_or(long_lived.at_ms);
         let fresh = connected_since(since.0);
         if fresh < 2 {
             continue;
@@ -196,7 +196,7 @@ pub(super) fn forgotten_flows(
             format!(
                 "a connection answered {} and then was silent for {:.1} s, while {fresh} fresh \
                  connections succeeded{direct}",
-                counted(lasting.pongs, "PING"),
+                counted(long_lived.pongs, "PING"),
                 silent.0 / 1000.0
             ),
             "A load balancer, firewall or NAT on the path forgets established flows. jackstay hides \
@@ -207,7 +207,7 @@ pub(super) fn forgotten_flows(
     }
     if let Some(idle) = endpoint.idle.as_ref().filter(|idle| !idle.alive)
         && connected_since(0.0) >= 2
-        && endpoint.lasting.iter().all(|l| l.silent_ms.is_none())
+        && endpoint.long_lived.iter().all(|l| l.silent_ms.is_none())
     {
         let finding = problem(
             64,
@@ -232,7 +232,7 @@ pub(super) fn readiness(endpoint: &EndpointObservation, found: &mut Vec<Finding>
     if connected > 0 && failed.len() * 2 >= connected {
         let finding = problem(
             60,
-            Cause::SickEndpoint,
+            Cause::NotReadyEndpoint,
             format!("{} responds but is not ready.", endpoint.address),
             format!("{} of {}: {}", failed.len(), counted(connected, "time"), failed[0].text),
             "Check the log of the apiserver and its etcd; `kubectl get --raw '/readyz?verbose'` lists \
@@ -252,7 +252,7 @@ fn late_connects(endpoint: &EndpointObservation) -> usize {
 pub(super) fn loss(seen: &Observations, found: &mut Vec<Finding>) {
     let mut paths = Vec::new();
     for endpoint in &seen.endpoints {
-        let sum = |f: fn(&LongLived) -> usize| endpoint.lasting.iter().map(f).sum::<usize>();
+        let sum = |f: fn(&LongLived) -> usize| endpoint.long_lived.iter().map(f).sum::<usize>();
         let (pongs, late) = (sum(|l| l.pongs), sum(|l| l.late));
         let retransmitted = sum(|l| l.retransmitted as usize);
         let connects = late_connects(endpoint);
@@ -303,7 +303,7 @@ pub(super) fn intermittent(endpoint: &EndpointObservation, found: &mut Vec<Findi
     {
         found.push(problem(
             45,
-            Cause::Unsteady,
+            Cause::IntermittentEndpoint,
             format!(
                 "{} of {} fresh connections to {} failed.",
                 failed.len(),

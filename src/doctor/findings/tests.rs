@@ -35,7 +35,7 @@ fn certificate() -> ServerCertificate {
     }
 }
 
-fn lasting() -> LongLived {
+fn long_lived() -> LongLived {
     LongLived {
         at_ms: Ms(5.0),
         pongs: 180,
@@ -58,7 +58,7 @@ fn endpoint(address: &str) -> EndpointObservation {
         resolved: Resolution::Addresses(vec!["10.0.0.1".parse().unwrap()]),
         loops_to: None,
         fresh: (0..20).map(|i| good(f64::from(i) * 500.0)).collect(),
-        lasting: vec![lasting()],
+        long_lived: vec![long_lived()],
         idle: Some(IdleConnection { for_ms: Ms(10_000.0), alive: true, sent: 0 }),
         certificate: Some(certificate()),
         clock_skew_s: Some(0.2),
@@ -79,8 +79,8 @@ fn seen(endpoints: Vec<EndpointObservation>) -> Observations {
 /// An endpoint all of whose fresh connections fail alike.
 fn failing(step: Step, kind: FailureKind) -> EndpointObservation {
     let fresh = (0..20).map(|i| bad(f64::from(i) * 500.0, step, kind)).collect();
-    let lasting = if step > Step::Http2 { vec![lasting()] } else { Vec::new() };
-    EndpointObservation { fresh, lasting, idle: None, ..endpoint("10.0.0.1:6443") }
+    let long_lived = if step > Step::Http2 { vec![long_lived()] } else { Vec::new() };
+    EndpointObservation { fresh, long_lived, idle: None, ..endpoint("10.0.0.1:6443") }
 }
 
 fn first(observations: &Observations) -> Option<Cause> {
@@ -97,10 +97,10 @@ fn diagnose_healthy_endpoints_has_no_finding() {
 #[test]
 fn diagnose_each_cause_from_its_observations() {
     let forgotten = EndpointObservation {
-        lasting: vec![LongLived {
+        long_lived: vec![LongLived {
             silent_ms: Some(Ms(7000.0)),
             silent_at_ms: Some(Ms(3000.0)),
-            ..lasting()
+            ..long_lived()
         }],
         ..endpoint("lb:6443")
     };
@@ -109,7 +109,7 @@ fn diagnose_each_cause_from_its_observations() {
         ..endpoint("lb:6443")
     };
     let lossy = EndpointObservation {
-        lasting: vec![LongLived { late: 17, retransmitted: 20, ..lasting() }],
+        long_lived: vec![LongLived { late: 17, retransmitted: 20, ..long_lived() }],
         ..endpoint("10.0.0.1:6443")
     };
     let looping = EndpointObservation {
@@ -142,8 +142,8 @@ fn diagnose_each_cause_from_its_observations() {
         (failing(Step::Tls, FailureKind::UnknownIssuer), Cause::WrongCa),
         (failing(Step::Tls, FailureKind::Tls), Cause::Tls),
         (failing(Step::Http2, FailureKind::NoHttp2), Cause::NoHttp2),
-        (failing(Step::Readyz, FailureKind::Status(500)), Cause::SickEndpoint),
-        (failing(Step::Readyz, FailureKind::Timeout), Cause::SickEndpoint),
+        (failing(Step::Readyz, FailureKind::Status(500)), Cause::NotReadyEndpoint),
+        (failing(Step::Readyz, FailureKind::Timeout), Cause::NotReadyEndpoint),
         (failing(Step::Readyz, FailureKind::Unauthorized), Cause::Unauthorized),
         (failing(Step::Request, FailureKind::Unauthorized), Cause::Unauthorized),
         (forgotten, Cause::ForgottenFlows),
@@ -153,7 +153,7 @@ fn diagnose_each_cause_from_its_observations() {
         (skewed, Cause::ClockSkew),
         (unresolved, Cause::DnsBlackHole),
         (unknown, Cause::NoSuchName),
-        (half_dead, Cause::Unsteady),
+        (half_dead, Cause::IntermittentEndpoint),
     ] {
         let said = format!("{:?}", endpoint.address);
         let found = diagnose(&seen(vec![endpoint]));
@@ -237,10 +237,10 @@ fn diagnose_cause_precedes_its_consequences() {
 
     // A silent connection without working fresh ones is a dead endpoint, not a forgotten flow.
     let mut gone = endpoint("10.0.0.1:6443");
-    gone.lasting = vec![LongLived {
+    gone.long_lived = vec![LongLived {
         silent_ms: Some(Ms(6000.0)),
         silent_at_ms: Some(Ms(4000.0)),
-        ..lasting()
+        ..long_lived()
     }];
     for attempt in &mut gone.fresh {
         if attempt.at_ms.0 > 4000.0 {
@@ -265,8 +265,8 @@ fn diagnose_cause_precedes_its_consequences() {
 
     // Late responses with few retransmissions come from a slow server.
     for retransmitted in [0, 3] {
-        let lasting = vec![LongLived { late: 20, retransmitted, ..lasting() }];
-        let slow = EndpointObservation { lasting, ..endpoint("10.0.0.1:6443") };
+        let long_lived = vec![LongLived { late: 20, retransmitted, ..long_lived() }];
+        let slow = EndpointObservation { long_lived, ..endpoint("10.0.0.1:6443") };
         assert_eq!(first(&seen(vec![slow])), None);
     }
 }

@@ -11,7 +11,7 @@ use crate::config::{Config, Log, Upstream};
 use crate::control::file_watch::{FileVersion, file_version};
 use crate::observe::events::{Change, EventKind, Events};
 use crate::observe::log::LogControl;
-use crate::observe::utc::Utc;
+use crate::observe::utc::{Utc, wall_clock};
 
 /// Where the configuration comes from, so that it can be read again.
 pub struct ConfigSource {
@@ -76,7 +76,7 @@ pub enum ReloadOutcome {
 impl ReloadResult {
     /// A reload that ends now.
     pub fn new(trigger: &'static str, outcome: ReloadOutcome) -> Self {
-        Self { at: SystemTime::now(), trigger, outcome }
+        Self { at: wall_clock(), trigger, outcome }
     }
 
     /// The outcome.

@@ -19,7 +19,7 @@ use crate::net::tls::serving::ServingTls;
 use crate::observe::build;
 use crate::observe::counted;
 use crate::observe::history::STEP;
-use crate::observe::utc::Utc;
+use crate::observe::utc::{Utc, wall_clock};
 use crate::observe::{ListenerMetrics, Liveness, Metrics, PassthroughMetrics};
 use crate::upstream::Upstream;
 use crate::upstream::credentials::IdentitySlot;
@@ -114,7 +114,7 @@ impl ProcessStatus {
             active: ArcSwap::from_pointee(Shown::new(active, metrics)),
             metrics: Arc::clone(metrics),
             workers,
-            started: SystemTime::now(),
+            started: wall_clock(),
             draining,
             context: Arc::clone(context),
             file,
@@ -195,7 +195,7 @@ impl ListenerStatus {
 /// The last result of each endpoint source. A failed source does not make the process unready: its
 /// last endpoints stay in use.
 fn source_checks(upstream: &Upstream) -> Vec<ReadinessCheck> {
-    let now = SystemTime::now();
+    let now = wall_clock();
     let reports = upstream.sources.reports();
     let check = |(source, report): (&EndpointSource, &SourceReport)| {
         let state = match report.last_success {
@@ -310,7 +310,7 @@ impl admin::StatusProvider for ProcessStatus {
                 json!({
                     "name": *upstream.name,
                     "endpoints": endpoints,
-                    "sources": upstream.sources.status(SystemTime::now()),
+                    "sources": upstream.sources.status(wall_clock()),
                 })
             })
             .collect();
@@ -319,7 +319,7 @@ impl admin::StatusProvider for ProcessStatus {
             "version": build::VERSION,
             "commit": build::COMMIT,
             "node": admin::node_name(),
-            "now": Utc(SystemTime::now()).seconds(),
+            "now": Utc(wall_clock()).seconds(),
             "started_at": Utc(self.started).seconds(),
             "draining": *self.draining.borrow(),
             "config": self.reload_status(),

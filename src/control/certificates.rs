@@ -5,14 +5,14 @@
 //! change and each failure is reported once, in the log and in `/events`.
 
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use tokio::time::Instant;
 
 use super::file_watch::{FileWatch, poll_ticks};
 use crate::net::tls::serving::ServingTls;
 use crate::observe::events::{Change, EventKind, Events};
-use crate::observe::utc::Utc;
+use crate::observe::utc::{Utc, wall_clock};
 use crate::observe::{CertificateExpiry, ListenerMetrics, Metrics};
 use crate::upstream::Upstream;
 use crate::upstream::credentials::CredentialChange;
@@ -35,8 +35,7 @@ pub async fn watch_credentials(upstream: Arc<Upstream>) {
             let changes = credentials.refresh();
             expiries.clear();
             expiries.extend(credential_expiries(&upstream));
-            let identity_failed =
-                credentials.slots().iter().filter_map(|slot| slot.error()).any(|e| may_settle(&e));
+            let identity_failed = credentials.slots().iter().any(|slot| slot.is_invalid());
             let token_failed =
                 credentials.probe_token().is_some_and(|token| token.error().is_some());
             files.set_settled(!identity_failed && !token_failed);
@@ -64,13 +63,6 @@ fn credential_expiries(upstream: &Upstream) -> Vec<Arc<CertificateExpiry>> {
         report("upstream_ca", &upstream.name, not_after);
     }
     expiries
-}
-
-/// Whether the files may have been read in the middle of a rotation, so that they must be read again
-/// even if they do not change. This does not hold for an identity that was never loaded because its
-/// file is missing: that file is read when it appears.
-fn may_settle(error: &str) -> bool {
-    !error.starts_with("awaited")
 }
 
 fn report(upstream: &Upstream, change: &CredentialChange) {
@@ -198,7 +190,7 @@ impl Renewal {
             return;
         }
         self.checked = Some(Instant::now());
-        match tls.renew_if_due(SystemTime::now()) {
+        match tls.renew_if_due(wall_clock()) {
             Ok(None) => {}
             Ok(Some(info)) => {
                 self.last_error = None;

@@ -21,7 +21,7 @@ use super::probe::{self, FreshResult, STEP_LIMIT, StepTimer};
 use super::target::{ExaminationPlan, PlannedListener, Target};
 use crate::net::tls::certificate::{CertInfo, Validity, cert_info};
 use crate::net::tls::local_ca::subject_alt_names;
-use crate::observe::utc::Utc;
+use crate::observe::utc::{Utc, wall_clock};
 
 /// Interval between fresh connections to one endpoint: 20 in 10 s are enough for a median, and far
 /// fewer than a kubelet opens after a restart.
@@ -274,7 +274,7 @@ fn describe_certificate(der: &CertificateDer<'_>) -> Option<ServerCertificate> {
 
 /// Seconds until a certificate expires; negative if it has.
 fn expires_in(info: &CertInfo) -> i64 {
-    let now = SystemTime::now();
+    let now = wall_clock();
     let seconds = |time: SystemTime| time.duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
     let left = seconds(info.not_after).cast_signed() - seconds(now).cast_signed();
     if info.validity(now) == Validity::Expired { left.min(-1) } else { left }

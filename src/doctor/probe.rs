@@ -22,6 +22,7 @@ use super::observations::{ConnectAttempt, Failure, FailureKind, Ms, Step};
 use super::verify;
 use crate::net::sockets::connector::Connector;
 use crate::net::sockets::tracked_stream::{self, StreamObserver, TrackedStream};
+use crate::observe::utc::wall_clock;
 use crate::upstream::readyz::failed_checks;
 
 /// Limit of each step. A connect with two lost SYNs takes 3 s (RFC 6298 section 2) and still counts.
@@ -221,11 +222,11 @@ pub(super) async fn get(
     if let Some(token) = &peer.token {
         headers.insert(header::AUTHORIZATION, token.clone());
     }
-    let asked = SystemTime::now();
+    let asked = wall_clock();
     poll_fn(|cx| send.poll_ready(cx)).await?;
     let (response, _) = send.send_request(request, true)?;
     let response = response.await?;
-    let now = SystemTime::now();
+    let now = wall_clock();
     // Both clocks are compared in the middle: of the exchange, and of the second of `Date`.
     let middle = asked + now.duration_since(asked).unwrap_or_default() / 2;
     let skew = response.headers().get(header::DATE).and_then(|date| {

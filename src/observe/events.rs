@@ -15,6 +15,7 @@ use tokio::time::Instant;
 
 use super::repeat_filter::RepeatFilter;
 use super::utc::Utc;
+use crate::observe::utc::wall_clock;
 
 /// Events remembered: at a few hundred bytes each, about 100 KiB.
 pub const KEPT: usize = 256;
@@ -134,7 +135,7 @@ impl Default for Events {
 impl Events {
     /// Logs and remembers a change. Does not block.
     pub fn changed(&self, change: &Change<'_>) {
-        let left_out = self.keep(change, Instant::now(), SystemTime::now());
+        let left_out = self.keep(change, Instant::now(), wall_clock());
         if let Some(left_out) = left_out {
             write(change, if change.bad { Level::Bad } else { Level::Notice }, left_out);
         }
@@ -147,7 +148,7 @@ impl Events {
 
     /// Remembers a change that the caller logs itself.
     pub fn remember(&self, change: &Change<'_>) {
-        self.keep(change, Instant::now(), SystemTime::now());
+        self.keep(change, Instant::now(), wall_clock());
     }
 
     /// Logs the suppressed repetitions of bursts that are over. Call it about once a second.

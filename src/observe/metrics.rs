@@ -20,6 +20,7 @@ use super::names;
 use super::passthrough_metrics::PassthroughMetrics;
 use super::registry::Registry;
 use super::scrape_metrics::{self, CertificateExpiries, CertificateExpiry};
+use crate::observe::utc::wall_clock;
 
 /// Maximum of endpoints with their own series. The recorder cannot remove a series, and addresses that
 /// change every day must not grow memory without limit; further endpoints share `other`.
@@ -59,7 +60,7 @@ impl Metrics {
             endpoints: Mutex::default(),
             certificates: CertificateExpiries::default(),
             events: Arc::default(),
-            started: SystemTime::now(),
+            started: wall_clock(),
             stepped: Mutex::new(Instant::now()),
         });
         metrics.registry.gauge(&names::BUILD_INFO, &[build::VERSION, build::COMMIT]).set(1);
@@ -305,7 +306,7 @@ mod tests {
         passthrough.closed("done");
         metrics.config_reloaded(true);
         let expiry = metrics.certificate_expiry("serving", "apiserver");
-        expiry.set(SystemTime::now());
+        expiry.set(wall_clock());
         metrics.retried("refused_stream");
         metrics.retry_refused("unsafe");
         metrics.hedged("won");

@@ -13,6 +13,7 @@ use serde::Serialize;
 use super::names::{self, OWN_ERROR_REASONS};
 use super::registry::Registry;
 use super::utc::Utc;
+use crate::observe::utc::wall_clock;
 
 /// The error responses that jackstay generated on one listener.
 pub struct OwnErrors {
@@ -67,7 +68,7 @@ impl OwnErrors {
         });
         entry.exported.increment(1);
         entry.count += 1;
-        entry.last = SystemTime::now();
+        entry.last = wall_clock();
     }
 
     /// The errors that occurred, by code and reason.

@@ -106,10 +106,11 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::observe::utc::wall_clock;
 
     #[test]
     fn render_process_reports_every_metric_of_this_process() {
-        let text = render_process(SystemTime::now());
+        let text = render_process(wall_clock());
         let value = |spec: &MetricSpec| -> f64 {
             let line = text.lines().find(|line| line.starts_with(&format!("{} ", spec.name)));
             line.and_then(|line| line.split_once(' ')?.1.parse().ok()).expect(spec.name)

@@ -13,7 +13,7 @@ pub struct Utc(pub SystemTime);
 impl Utc {
     /// The current time of the system clock.
     pub fn now() -> Self {
-        Self(SystemTime::now())
+        Self(wall_clock())
     }
 
     /// Reads RFC 3339 in UTC (`Z`), with or without a fraction; `None` for anything else and for times
@@ -35,6 +35,13 @@ impl Utc {
         let seconds = i64::try_from(since_1970.as_secs()).unwrap_or(i64::MAX);
         Timestamp::new(seconds, since_1970.subsec_nanos().cast_signed()).unwrap_or(Timestamp::MAX)
     }
+}
+
+/// The current time of the system clock, which may jump: for certificates, for people and for what
+/// survives a restart. Durations are measured with tokio's `Instant`.
+#[allow(clippy::disallowed_methods)] // the one reader of the clock
+pub fn wall_clock() -> SystemTime {
+    SystemTime::now()
 }
 
 impl fmt::Display for Utc {

@@ -38,7 +38,7 @@ use crate::net::tls::certificate::{self, CertInfo, Subject};
 use crate::net::tls::client_chain::{self, ChainVerdict, ClientChain};
 use crate::net::tls::serving::ServingTls;
 use crate::observe::ListenerMetrics;
-use crate::observe::utc::Utc;
+use crate::observe::utc::{Utc, wall_clock};
 use crate::upstream::credentials::CredentialClass;
 
 /// How often validity is compared with the clock, which may be set.
@@ -119,7 +119,7 @@ impl ClientCertificate {
             // Registered before the check, so that a result between the check and the wait wakes it.
             let mut changed = pin!(self.changed.notified());
             changed.as_mut().enable();
-            if self.proven(SystemTime::now()).is_some() {
+            if self.proven(wall_clock()).is_some() {
                 return true;
             }
             if self.busy.get() {
@@ -167,7 +167,7 @@ impl ClientCertificate {
         loop {
             changes.mark_unchanged();
             let known = self.verified().await;
-            let now = SystemTime::now();
+            let now = wall_clock();
             if self.proven(now).is_some_and(|proven| proven.is_err()) {
                 self.changed.notify_waiters();
             }
@@ -225,7 +225,7 @@ impl IdentityProof {
         while !peer.verified().await {
             sleep(BUSY_PAUSE).await;
         }
-        if !self.is_current(SystemTime::now()) {
+        if !self.is_current(wall_clock()) {
             peer.changed.notify_waiters();
             pending::<()>().await;
         }
@@ -242,7 +242,7 @@ impl IdentityProof {
         loop {
             let mut changed = pin!(peer.changed.notified());
             changed.as_mut().enable();
-            if let Some(Err(why)) = peer.proven(SystemTime::now()) {
+            if let Some(Err(why)) = peer.proven(wall_clock()) {
                 let subject = peer.certificate().map(|info| info.subject.to_string());
                 let subject = subject.unwrap_or_default();
                 return format!("the client certificate of {subject} is no longer valid: {why}");

@@ -12,7 +12,6 @@ use std::convert::Infallible;
 use std::net::IpAddr;
 use std::pin::Pin;
 use std::rc::Rc;
-use std::time::SystemTime;
 
 use http::request::Parts;
 use http::uri::{Authority, Scheme};
@@ -31,6 +30,7 @@ use super::status_error::StatusError;
 use super::status_response;
 use super::upgrade::Upgrade;
 use super::watch::request::{self as watch_request, WatchRequest, with_query};
+use crate::observe::utc::wall_clock;
 use crate::observe::{Outcome, UserClass};
 use crate::upstream::credentials::CredentialClass;
 
@@ -73,7 +73,7 @@ impl ClientConnection {
             let accept = request.headers().get(header::ACCEPT).cloned();
             let service = self.service.now();
             if let Some(certificate) = &self.certificate
-                && certificate.proven(SystemTime::now()).is_none()
+                && certificate.proven(wall_clock()).is_none()
             {
                 // Boxed, so that no other request carries room for it. `prepare` reads the result.
                 Box::pin(certificate.verified()).await;

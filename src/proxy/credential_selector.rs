@@ -18,13 +18,13 @@ use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasher, RandomState};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::SystemTime;
 
 use http::{HeaderMap, StatusCode, header};
 
 use super::client_certificate::ClientCertificate;
 use super::status_error::StatusError;
 use crate::net::tls::certificate::CertInfo;
+use crate::observe::utc::wall_clock;
 use crate::upstream::credentials::{CredentialClass, IdentitySlot};
 
 /// Most tokens that are remembered as accepted. A node has some hundred pods.
@@ -55,7 +55,7 @@ impl CredentialSelector {
     ) -> Result<CredentialClass, StatusError> {
         let token = bearer(headers, upgrade);
         let Some(peer) = peer else { return Ok(self.without_certificate(token, last)) };
-        match peer.proven(SystemTime::now()) {
+        match peer.proven(wall_clock()) {
             Some(Ok(certificate)) => self.slot_of(certificate),
             Some(Err(_)) if token.is_some() => Ok(self.without_certificate(token, last)),
             Some(Err(why)) => Err(StatusError::unauthorized(&format!(

@@ -30,6 +30,7 @@ use crate::config::{CertPaths, Upstream};
 use crate::net::tls::certificate::Subject;
 use crate::net::tls::file_error::TlsFileError;
 use crate::net::tls::pem_files::{self, LoadedCa, LoadedCert};
+use crate::observe::utc::wall_clock;
 use crate::upstream::probe_token::ProbeToken;
 
 /// All credentials for one upstream. Readers never wait; [`Self::refresh`], [`Self::install`] and
@@ -232,7 +233,7 @@ impl Credentials {
     /// Sets the certificate that discovery shows, or none beside a token. Connections with another
     /// one drain. To be called again when the CA bundle may have changed; an unchanged result is
     /// kept.
-    pub fn show_for_discovery(&self, certificate: Option<&LoadedCert>) {
+    pub fn set_discovery_certificate(&self, certificate: Option<&LoadedCert>) {
         // No credential is shown to a server that is not verified.
         let Some(ca) = self.ca.load_full() else { return };
         let fingerprints = (ca.fingerprint, certificate.map(|loaded| loaded.fingerprint));
@@ -292,7 +293,7 @@ impl Credentials {
 
     /// Puts a certificate into use; returns whether it has changed.
     fn set_certificate(&self, slot: &IdentitySlot, certificate: LoadedCert) -> bool {
-        slot.set_error(None);
+        slot.clear_error();
         let known = slot.current.load().as_ref().map(|i| i.certificate.fingerprint);
         let another = known != Some(certificate.fingerprint);
         if another {
@@ -358,6 +359,6 @@ fn prepare(
 /// Loads a certificate; an expired one is an error, so that it does not replace a valid one.
 fn load_valid(paths: &CertPaths) -> Result<LoadedCert, TlsFileError> {
     let certificate = pem_files::load_cert(paths)?;
-    certificate.info.check_time(&paths.cert_file, SystemTime::now())?;
+    certificate.info.check_time(&paths.cert_file, wall_clock())?;
     Ok(certificate)
 }

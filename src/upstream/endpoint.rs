@@ -49,7 +49,7 @@ pub use self::statistics::HandshakeGuard;
 use super::stats::{Ejection, EndpointStatus, ReadyzCheckStatus};
 use crate::config::EndpointAddress;
 use crate::observe::events::{Change, EventKind};
-use crate::observe::utc::Utc;
+use crate::observe::utc::{Utc, wall_clock};
 use crate::observe::{EndpointMetrics, EndpointStateGauge};
 
 /// An endpoint, shared by the workers, the prober and the admin page.
@@ -115,7 +115,7 @@ impl Endpoint {
             guarded: Mutex::new(Guarded {
                 health: EndpointHealth::new(),
                 backoff: ConnectBackoff::new(fastrand::f64()),
-                since: SystemTime::now(),
+                since: wall_clock(),
                 last_ejection: None,
                 downtime: Downtime::default(),
                 last_check: None,
@@ -251,7 +251,7 @@ impl Endpoint {
     fn step(&self, mut guarded: MutexGuard<'_, Guarded>, observation: Observation<'_>) {
         let Some(transition) = guarded.health.step(observation) else { return };
         let Transition { from, to, reason, died, slow_start } = &transition;
-        guarded.since = SystemTime::now();
+        guarded.since = wall_clock();
         let ejected = matches!(to, EndpointState::Ejected | EndpointState::NoH2);
         guarded.downtime.record(ejected, Instant::now());
         if ejected {

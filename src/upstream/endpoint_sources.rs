@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use crate::observe::Metrics;
 use crate::observe::events::{Change, EventKind};
-use crate::observe::utc::Utc;
+use crate::observe::utc::{Utc, wall_clock};
 
 /// Where endpoints come from. The order is that of trust in the name to verify: configured names win
 /// over discovered ones.
@@ -117,7 +117,7 @@ impl Sources {
         }
         self.lives(source);
         self.report(source, |report| {
-            report.last_success = Some(SystemTime::now());
+            report.last_success = Some(wall_clock());
             report.endpoints = endpoints;
             report.unusable = None;
             report.error = partial_error.map(str::to_owned);
@@ -131,7 +131,7 @@ impl Sources {
         }
         self.lives(source);
         self.report(source, |report| {
-            report.last_success = Some(SystemTime::now());
+            report.last_success = Some(wall_clock());
             report.error = None;
         });
     }
@@ -246,7 +246,7 @@ impl Sources {
 
     /// A source gave a usable answer.
     fn lives(&self, source: EndpointSource) {
-        let at = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64();
+        let at = wall_clock().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64();
         self.metrics.discovered(&self.upstream, source.as_str(), at);
     }
 
@@ -326,7 +326,7 @@ mod tests {
         );
         assert!(text.contains("timestamp_seconds{upstream=\"u\",source=\"static\"} 1"), "{text}");
         sources.forget(EndpointSource::Dns);
-        assert_eq!(sources.status(SystemTime::now()).len(), 1);
+        assert_eq!(sources.status(wall_clock()).len(), 1);
     }
     #[test]
     fn unusable_answer_stays_an_error_while_the_source_confirms_it() {

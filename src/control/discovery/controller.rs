@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use tokio::task::{AbortHandle, JoinError, JoinSet};
@@ -19,6 +19,7 @@ use super::state_writer::StateWriter;
 use super::{dns, file, slices, state_file};
 use crate::config::{self, EndpointAddress};
 use crate::control::endpoint_set::{self, EndpointSetWriter, EndpointSpec};
+use crate::observe::utc::wall_clock;
 use crate::observe::{Liveness, LivenessMonitor};
 use crate::upstream::Upstream;
 use crate::upstream::endpoint_sources::EndpointSource;
@@ -118,7 +119,7 @@ impl DiscoveryController {
         self.tasks.spawn_local(async move {
             let name = Arc::clone(&upstream.name);
             let path = state_file::path(&dir, &name);
-            let read = move || state_file::read(&dir, &name, SystemTime::now());
+            let read = move || state_file::read(&dir, &name, wall_clock());
             match tokio::task::spawn_blocking(read).await {
                 Ok(Ok(mut saved)) => {
                     // No source would ever correct the endpoints of one that is not configured.
@@ -136,7 +137,7 @@ impl DiscoveryController {
                         age,
                         "saved endpoints restored"
                     );
-                    states.restore(saved.endpoints, SystemTime::now() - saved.age);
+                    states.restore(saved.endpoints, wall_clock() - saved.age);
                 }
                 Ok(Err(state_file::StateError::Missing)) => {}
                 Ok(Err(error)) => {
@@ -311,7 +312,7 @@ impl DiscoveryController {
         let Some(dir) = self.shared.state_dir.load().as_ref().clone() else { return };
         let (endpoints, saved_at) = self.states.to_save();
         let good = endpoints.iter().any(|(_, candidate)| usable.contains(&candidate.address));
-        let saved_at = saved_at.unwrap_or_else(SystemTime::now);
+        let saved_at = saved_at.unwrap_or_else(wall_clock);
         let upstream = Arc::clone(self.upstream());
         self.state_writer.step(&upstream, dir, good.then_some((endpoints, saved_at)), now);
     }

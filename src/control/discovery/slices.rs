@@ -62,7 +62,7 @@ pub async fn follow(path: PathBuf, states: Rc<SourceStates>) {
                     // Files that are new here count as unread: they may have changed meanwhile.
                     files.follow(new.files.clone());
                     let same_token = user.as_ref().is_some_and(|old| old.token == new.token);
-                    upstream.credentials.show_for_discovery(new.certificate.as_ref());
+                    upstream.credentials.set_discovery_certificate(new.certificate.as_ref());
                     if !same_token || tasks.is_empty() {
                         tasks.abort_all();
                         let (transport, task) = TransportTask::start(&upstream, new.token.clone());
@@ -79,7 +79,7 @@ pub async fn follow(path: PathBuf, states: Rc<SourceStates>) {
         }
         if let Some(user) = &user {
             // Rebuilds the TLS configuration if the CA bundle has changed.
-            upstream.credentials.show_for_discovery(user.certificate.as_ref());
+            upstream.credentials.set_discovery_certificate(user.certificate.as_ref());
         }
         while tasks.try_join_next().is_some() {}
     }

@@ -165,6 +165,7 @@ pub fn write(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::observe::utc::wall_clock;
 
     fn endpoints() -> SavedEndpoints {
         let candidate = |host: &str, name: Option<&str>| Candidate {
@@ -181,7 +182,7 @@ mod tests {
     fn read_written_file_returns_endpoints_and_age() {
         let dir = tempfile::tempdir().unwrap();
         let dir = dir.path().join("deep/er");
-        let then = SystemTime::now();
+        let then = wall_clock();
         assert!(matches!(read(&dir, "u", then), Err(StateError::Missing)));
         write(&dir, "u", &endpoints(), then).unwrap();
         write(&dir, "u", &endpoints(), then).unwrap();
@@ -196,7 +197,7 @@ mod tests {
     #[test]
     fn read_foreign_or_corrupt_file_says_why_it_is_ignored() {
         let dir = tempfile::tempdir().unwrap();
-        let now = SystemTime::now();
+        let now = wall_clock();
         write(dir.path(), "other", &endpoints(), now).unwrap();
         let other = fs::read_to_string(path(dir.path(), "other")).unwrap();
         let big = format!("{}{}", " ".repeat(MAX_FILE as usize), other);
@@ -227,7 +228,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("file");
         fs::write(&file, "").unwrap();
-        assert!(write(&file, "u", &endpoints(), SystemTime::now()).is_err());
-        assert!(matches!(read(&file, "u", SystemTime::now()), Err(StateError::Io(_))));
+        assert!(write(&file, "u", &endpoints(), wall_clock()).is_err());
+        assert!(matches!(read(&file, "u", wall_clock()), Err(StateError::Io(_))));
     }
 }

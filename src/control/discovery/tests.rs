@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use tokio::task::{LocalSet, spawn_local};
@@ -13,6 +13,7 @@ use super::controller::TICK;
 use super::{SharedContext, dns, run, state_file};
 use crate::config::{Discovery, EndpointAddress, Upstream, validate_text};
 use crate::control::endpoint_set;
+use crate::observe::utc::wall_clock;
 use crate::observe::{LivenessMonitor, Metrics};
 use crate::upstream;
 use crate::upstream::credentials::{CredentialClass, Credentials};
@@ -87,7 +88,7 @@ async fn run_saved_endpoints_count_until_their_source_answers_or_is_removed() {
     let dir = tempfile::tempdir().unwrap();
     let address = |last: u8| EndpointAddress { host: format!("127.2.1.{last}"), port: 9 };
     let saved = |source, last| (source, Candidate { address: address(last), server_name: None });
-    let old = SystemTime::now() - Duration::from_secs(3600);
+    let old = wall_clock() - Duration::from_secs(3600);
     let before = vec![saved(EndpointSource::Slices, 3), saved(EndpointSource::Dns, 4)];
     state_file::write(dir.path(), "u", &before, old).unwrap();
     let file = dir.path().join("endpoints");
@@ -111,7 +112,7 @@ async fn run_saved_endpoints_count_until_their_source_answers_or_is_removed() {
             sleep(Duration::from_millis(20)).await;
         }
     };
-    let on_disk = || state_file::read(dir.path(), "u", SystemTime::now()).unwrap();
+    let on_disk = || state_file::read(dir.path(), "u", wall_clock()).unwrap();
     let is_saved = async |expected: &SavedEndpoints| {
         let patience = Instant::now() + Duration::from_secs(60);
         while on_disk().endpoints != *expected {
@@ -139,7 +140,7 @@ async fn run_saved_endpoints_count_until_their_source_answers_or_is_removed() {
         let other = dir.path().join("other");
         shared.state_dir.store(Arc::new(Some(other.clone())));
         let patience = Instant::now() + Duration::from_secs(60);
-        while state_file::read(&other, "u", SystemTime::now()).is_err() {
+        while state_file::read(&other, "u", wall_clock()).is_err() {
             assert!(Instant::now() < patience);
             sleep(Duration::from_millis(20)).await;
         }

@@ -2,13 +2,13 @@
 
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::SystemTime;
 
 use bytes::{Bytes, BytesMut};
 use http::{HeaderValue, Request, StatusCode, header};
 use tokio::time::{Instant, timeout};
 
 use crate::config::Readyz;
+use crate::observe::utc::wall_clock;
 use crate::upstream::Upstream;
 use crate::upstream::connection::{Connection, ConnectionState};
 use crate::upstream::endpoint::{Endpoint, ReadyzCheck};
@@ -35,7 +35,7 @@ pub async fn send_probe(
     config: &Readyz,
     token: Option<HeaderValue>,
 ) -> ReadyzResult {
-    let (at, started) = (SystemTime::now(), Instant::now());
+    let (at, started) = (wall_clock(), Instant::now());
     let (code, result) = match timeout(config.timeout, exchange(connection, config, token)).await {
         Ok(Ok((status, result))) => (Some(status.as_u16()), result),
         // A late response on a live connection means that the apiserver is not ready; on any other

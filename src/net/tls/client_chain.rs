@@ -279,6 +279,7 @@ pub struct VerificationSlot {
 impl VerificationSlot {
     /// Verifies a chain on a blocking thread and caches it if it is valid.
     pub async fn verify(&mut self, chain: &Arc<ClientChain>, ca: &Arc<ClientCa>) -> ChainVerdict {
+        #[allow(clippy::disallowed_methods)] // below `observe`, which has the wall clock
         let now = seconds(SystemTime::now());
         let started = Instant::now();
         let (job_chain, job_ca) = (Arc::clone(chain), Arc::clone(ca));

@@ -1,6 +1,6 @@
 //! One configured identity and the credential that its files held last.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use arc_swap::ArcSwapOption;
 
@@ -16,7 +16,15 @@ pub struct IdentitySlot {
     /// The files.
     pub paths: CertPaths,
     pub(super) current: ArcSwapOption<Identity>,
-    error: Mutex<Option<String>>,
+    error: Mutex<Option<SlotError>>,
+}
+
+/// Why the content of the files is not in use.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct SlotError {
+    text: String,
+    /// No credential was loaded so far, and the files do not exist.
+    is_awaited: bool,
 }
 
 /// The credential in a slot.
@@ -51,24 +59,28 @@ impl IdentitySlot {
 
     /// Why the content of the files is not in use.
     pub fn error(&self) -> Option<String> {
-        self.error.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.last_error().as_ref().map(|error| error.text.clone())
     }
 
-    /// Sets the error; returns whether it has changed.
-    pub(super) fn set_error(&self, error: Option<String>) -> bool {
-        let mut slot = self.error.lock().unwrap_or_else(PoisonError::into_inner);
-        let changed = *slot != error;
-        *slot = error;
-        changed
+    /// Whether the files exist and cannot be used. They may have been read in the middle of a
+    /// rotation, and must be read again even if they do not change.
+    pub fn is_invalid(&self) -> bool {
+        self.last_error().as_ref().is_some_and(|error| !error.is_awaited)
+    }
+
+    pub(super) fn clear_error(&self) {
+        *self.last_error() = None;
+    }
+
+    fn last_error(&self) -> MutexGuard<'_, Option<SlotError>> {
+        self.error.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The files cannot be used. Returns the error, unless it is the same as before.
     pub(super) fn failed(&self, error: &TlsFileError) -> Option<String> {
-        let text = if error.is_missing() && self.current.load().is_none() {
-            format!("awaited: {error}")
-        } else {
-            error.to_string()
-        };
-        self.set_error(Some(text.clone())).then_some(text)
+        let is_awaited = error.is_missing() && self.current.load().is_none();
+        let text = if is_awaited { format!("awaited: {error}") } else { error.to_string() };
+        let previous = self.last_error().replace(SlotError { text: text.clone(), is_awaited });
+        previous.is_none_or(|previous| previous.text != text).then_some(text)
     }
 }

@@ -1,5 +1,7 @@
 //! What verification costs, whom it holds up, and how long its verdict is good for.
 
+#![allow(clippy::disallowed_methods)] // below `observe`, which has the wall clock
+
 use std::sync::mpsc;
 use std::thread::{self, ThreadId};
 

@@ -9,7 +9,7 @@
 
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use http::Request;
 use tokio::time::{Instant, timeout};
@@ -18,6 +18,7 @@ use super::attempt::{AttemptError, MoveAttempt, send};
 use super::context::ResumeContext;
 use super::stream::{Deferred, UpstreamStream};
 use super::{Source, WatchBody};
+use crate::observe::utc::wall_clock;
 use crate::proxy::upstream_client::UpstreamResponse as Response;
 use crate::proxy::watch::relay::Relay;
 use crate::proxy::watch::session::{Input, MoveReason, Session};
@@ -58,7 +59,7 @@ impl WatchBody {
             return stream.defer(Deferred::Drain, &self.context.drain);
         }
         if permit.is_none()
-            || !self.context.proof.is_current(SystemTime::now())
+            || !self.context.proof.is_current(wall_clock())
             || !session.can_move(MoveReason::Drain, Instant::now())
         {
             return stream.find_permit_later(&self.context);
@@ -127,7 +128,7 @@ fn accept_offer(
         MoveEligibility::Settled => MoveReason::Rebalance,
         MoveEligibility::Silent | MoveEligibility::All => MoveReason::Evacuate,
     };
-    if !session.can_move(reason, now) || !context.proof.is_current(SystemTime::now()) {
+    if !session.can_move(reason, now) || !context.proof.is_current(wall_clock()) {
         return None;
     }
     let targets = connection.take_move()?;

@@ -131,7 +131,7 @@ impl App {
 
     /// Reloads the configuration when its source changes.
     #[must_use]
-    pub fn following(mut self, source: ConfigSource) -> Self {
+    pub fn with_config_source(mut self, source: ConfigSource) -> Self {
         self.follower = Some(ConfigFollower::new(source, &self.active.config));
         self
     }

@@ -110,7 +110,7 @@ fn check(
         ok: errors.is_empty() && draft.config.is_some(),
         errors,
         warnings: draft.warnings,
-        notes: [report.facts, report.notes].concat(),
+        notes: [report.passed_checks, report.notes].concat(),
         counts: draft.config.map(|config| Counts {
             listeners: config.listeners.len(),
             upstreams: config.upstreams.len(),

@@ -102,7 +102,7 @@ impl ConfigInput {
         // The proxy starts with a broken source of endpoints and reads it again until it is valid.
         warnings.extend(report.sources.iter().map(ToString::to_string));
         warnings.extend(report.notes);
-        Ok((LoadedConfig { config, warnings }, report.facts))
+        Ok((LoadedConfig { config, warnings }, report.passed_checks))
     }
 }
 
@@ -130,7 +130,7 @@ pub(super) fn run(args: RunArgs) -> ExitCode {
         }
     };
     let source = ConfigInput::new(args.config, args.listen, args.upstream, &args.overrides);
-    let (LoadedConfig { config, warnings }, facts) = match source.load() {
+    let (LoadedConfig { config, warnings }, passed_checks) = match source.load() {
         Ok(loaded) => loaded,
         Err(errors) => {
             eprintln!("{}", errors.join("\n"));
@@ -150,8 +150,8 @@ pub(super) fn run(args: RunArgs) -> ExitCode {
     for warning in warnings {
         tracing::warn!("{warning}");
     }
-    for fact in facts {
-        tracing::info!("{fact}");
+    for check in passed_checks {
+        tracing::info!("{check}");
     }
     let origin = source.is_file.then(|| ConfigSource {
         file: source.name.clone(),
@@ -173,7 +173,7 @@ pub(super) fn run(args: RunArgs) -> ExitCode {
             App::bind_with(config, inherited)?
         };
         let app = match origin {
-            Some(origin) => app.following(origin),
+            Some(origin) => app.with_config_source(origin),
             None => app,
         };
         app.start_under(app_manager)

@@ -13,7 +13,7 @@ mod query;
 mod tests;
 mod verb;
 
-pub use query::{first, pairs, truth, unescape_query};
+pub use query::{first, pairs, parse_bool, unescape_query};
 pub use verb::Verb;
 
 use http::request::Parts;
@@ -213,11 +213,11 @@ impl RequestInfo {
             _ => None,
         };
         // `/api/v1/watch` with nothing after it is an error in Go, which then keeps the method as verb.
-        let lone = special.is_some() && count - at < 2;
+        let is_prefix_alone = special.is_some() && count - at < 2;
         at += usize::from(special.is_some());
         let verb = special.unwrap_or_else(|| Verb::of_resource(method));
         let mut namespace = Span::default();
-        if !lone && part(at) == "namespaces" && count - at > 1 {
+        if !is_prefix_alone && part(at) == "namespaces" && count - at > 1 {
             namespace = parts[at + 1];
             // `namespaces/x/pods` is about pods, `namespaces/x/status` about the namespace.
             if count - at > 2 && !matches!(part(at + 2), "status" | "finalize") {
@@ -226,7 +226,7 @@ impl RequestInfo {
         }
         self.is_resource = true;
         (self.group, self.version) = (group, version);
-        if lone {
+        if is_prefix_alone {
             return;
         }
         self.verb = verb;
@@ -251,7 +251,7 @@ impl RequestInfo {
             self.verb = Verb::DeleteCollection;
         } else if self.verb == Verb::Get {
             let query = self.query();
-            let watch = query::truth(query::first(query, "watch").as_deref());
+            let watch = query::parse_bool(query::first(query, "watch").as_deref());
             let name = query::first(query, "fieldSelector")
                 .and_then(|selector| query::selected_name(&selector).map(Box::from));
             self.verb = if watch { Verb::Watch } else { Verb::List };

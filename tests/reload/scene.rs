@@ -103,7 +103,7 @@ pub fn follow(file: &Path) -> Proxy {
     };
     let config = read().unwrap().config;
     let origin = ConfigSource { file: file.to_owned(), read: Box::new(read), log: None };
-    let app = App::bind(config).unwrap().following(origin);
+    let app = App::bind(config).unwrap().with_config_source(origin);
     let addr = app.listener_addresses("apiserver")[0];
     let admin = app.admin_address().unwrap();
     Proxy { addr, admin, running: app.start().unwrap() }

@@ -32,7 +32,7 @@ pub struct FileReport {
     /// Warnings: awaited files, clocks, certificates that expire soon.
     pub notes: Vec<String>,
     /// What is in order: the subject and the expiry of each certificate.
-    pub facts: Vec<String>,
+    pub passed_checks: Vec<String>,
 }
 
 /// Reports the errors of a draft, and then those of the files that it names.
@@ -115,8 +115,8 @@ impl FileChecker {
         self.report.notes.push(format!("{}: {path}: {message}", self.file));
     }
 
-    fn fact(&mut self, path: &str, message: impl Display) {
-        self.report.facts.push(format!("{}: {path}: {message}", self.file));
+    fn passed(&mut self, path: &str, message: impl Display) {
+        self.report.passed_checks.push(format!("{}: {path}: {message}", self.file));
     }
 
     /// An error of a certificate, at the key that names the file.
@@ -293,7 +293,7 @@ impl FileChecker {
                 if is_renewal_overdue(info, self.now) {
                     self.note(at, format!("{text}: less than a tenth of its lifetime is left"));
                 } else {
-                    self.fact(at, text);
+                    self.passed(at, text);
                 }
             }
         }

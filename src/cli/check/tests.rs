@@ -54,7 +54,7 @@ impl Dir {
         let found = check_files(&file, &config, now);
         let clean = |text: String| text.replace(&format!("{dir}/"), "");
         let errors = found.errors.iter().map(|e| clean(e.to_string())).collect();
-        (errors, found.facts.into_iter().chain(found.notes).map(clean).collect())
+        (errors, found.passed_checks.into_iter().chain(found.notes).map(clean).collect())
     }
 }
 
@@ -67,7 +67,7 @@ fn dir() -> Dir {
 }
 
 #[test]
-fn check_files_valid_files_yield_facts_and_no_errors() {
+fn check_files_valid_files_list_passed_checks_and_no_errors() {
     let dir = dir();
     dir.write("token", "abc\n");
     let (errors, notes) = dir.check("token_file: DIR/token", "ok", &["node", "later"]);

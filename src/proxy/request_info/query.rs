@@ -84,7 +84,7 @@ pub fn first<'a>(query: &'a str, key: &str) -> Option<Cow<'a, str>> {
 
 /// A boolean parameter as `apimachinery` converts it (`Convert_Slice_string_To_bool`): only
 /// absence, `0` and `false` in any case are false; a bare `watch` is true.
-pub fn truth(value: Option<&str>) -> bool {
+pub fn parse_bool(value: Option<&str>) -> bool {
     value.is_some_and(|v| v != "0" && !v.eq_ignore_ascii_case("false"))
 }
 

@@ -9,7 +9,7 @@
 //! passed on byte for byte, in their order.
 
 use super::codec::version::ResourceVersion;
-use crate::proxy::request_info::{first, is_built_in_group, truth, unescape_query};
+use crate::proxy::request_info::{first, is_built_in_group, parse_bool, unescape_query};
 use http::{HeaderMap, HeaderValue, Uri, header, uri};
 use std::borrow::Cow;
 use std::fmt::Write as _;
@@ -69,9 +69,9 @@ impl WatchRequest {
         let mut request = Self {
             version: first(query, "resourceVersion")
                 .and_then(|version| ResourceVersion::parse(version.as_bytes())),
-            send_initial_events: truth(first(query, "sendInitialEvents").as_deref()),
+            send_initial_events: parse_bool(first(query, "sendInitialEvents").as_deref()),
             from_present: false,
-            bookmarks: truth(first(query, "allowWatchBookmarks").as_deref()),
+            bookmarks: parse_bool(first(query, "allowWatchBookmarks").as_deref()),
             timeout: first(query, "timeoutSeconds")
                 .and_then(|seconds| seconds.parse().ok())
                 .filter(|&seconds| seconds > 0)

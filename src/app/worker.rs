@@ -297,7 +297,7 @@ impl Worker {
 
     /// The client of an upstream, which all listeners with that upstream share.
     fn client(&mut self, upstream: &Arc<Upstream>) -> Rc<UpstreamClient> {
-        if let Some(client) = self.clients.iter().find(|client| client.leads_to(upstream)) {
+        if let Some(client) = self.clients.iter().find(|client| client.is_client_of(upstream)) {
             return Rc::clone(client);
         }
         let client = UpstreamClient::start(upstream, &self.metrics, &self.bodies);

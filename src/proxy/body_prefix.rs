@@ -30,7 +30,7 @@ const LOG_TIMEOUT: Duration = Duration::from_secs(1);
 /// Whether the response's prefix is awaited like its head, so that silence on the connection is as
 /// suspicious as before the head. A log or a watch may be silent.
 pub fn waits_for_prefix(kind: RequestKind) -> bool {
-    matches!(kind, RequestKind::Read | RequestKind::SafeCreate)
+    matches!(kind, RequestKind::Read | RequestKind::NonMutating)
 }
 
 /// Waits for the prefix of a response whose head has arrived; `None` for a request that may not be sent

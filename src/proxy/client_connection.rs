@@ -221,7 +221,7 @@ fn upstream_head(parts: Parts, watch: Option<&WatchRequest>) -> Result<Request<(
     }
     target.scheme = Some(Scheme::HTTPS);
     let mut uri = Uri::from_parts(target).map_err(|error| {
-        StatusError::bad_request(&format!("the request target is not one: {error}"))
+        StatusError::bad_request(format_args!("the request target is invalid: {error}"))
     })?;
     if let Some(watch) = watch {
         watch_request::upstream_headers(&mut headers);
@@ -242,8 +242,8 @@ fn error_response(
     (error, mut outcome): Failed,
     accept: Option<&HeaderValue>,
 ) -> Response<ResponseBody> {
-    outcome.own_error(error.code.as_u16(), error.cause, error.to_string());
     let response = status_response::response(&error, accept);
+    outcome.own_error(error.code.as_u16(), error.label, error.message);
     response.map(|body| ResponseBody::Full(FullBody::new(body, outcome)))
 }
 

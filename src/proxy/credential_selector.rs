@@ -56,9 +56,9 @@ impl CredentialSelector {
         let token = bearer(headers, upgrade);
         let Some(peer) = peer else { return Ok(self.without_certificate(token, last)) };
         match peer.proven(wall_clock()) {
-            Some(Ok(certificate)) => self.slot_of(certificate),
+            Some(Ok(certificate)) => self.identity_class(certificate),
             Some(Err(_)) if token.is_some() => Ok(self.without_certificate(token, last)),
-            Some(Err(why)) => Err(StatusError::unauthorized(&format!(
+            Some(Err(why)) => Err(StatusError::unauthorized(format_args!(
                 "the client certificate {}cannot be verified: {why}",
                 peer.certificate().map_or(String::new(), |info| format!("of {} ", info.subject)),
             ))),
@@ -76,7 +76,7 @@ impl CredentialSelector {
         }
     }
 
-    fn slot_of(&self, client: &CertInfo) -> Result<CredentialClass, StatusError> {
+    fn identity_class(&self, client: &CertInfo) -> Result<CredentialClass, StatusError> {
         if let Some(number) = self.slots.iter().find_map(|slot| slot.number_of(&client.subject)) {
             return Ok(CredentialClass::Identity(number));
         }
@@ -88,7 +88,7 @@ impl CredentialSelector {
         } else {
             format!(" (still waiting for {})", awaited.join(", "))
         };
-        Err(StatusError::unauthorized(&format!(
+        Err(StatusError::unauthorized(format_args!(
             "the client certificate of {} is valid, but jackstay has no credential for that \
              subject: add its cert_file and key_file to `identities` of listener `{}`{hint}",
             client.subject, self.listener

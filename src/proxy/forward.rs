@@ -127,11 +127,11 @@ impl ForwardedRequest {
         match retry::client_error(self.info.kind, failure.stage, body_is_held, is_dead) {
             ClientError::WatchUnavailable => StatusError::no_upstream_for_watch(reason),
             ClientError::UnprocessedBodyNotHeld => StatusError::unprocessed(reason),
-            ClientError::Unprocessed => StatusError::bad_gateway(&format!(
+            ClientError::Unprocessed => StatusError::bad_gateway(format_args!(
                 "the request was not processed and cannot be sent again: {reason}"
             )),
             ClientError::SafeRequestFailed => StatusError::bad_gateway(reason),
-            ClientError::UnknownOutcome => StatusError::unknown_fate(reason),
+            ClientError::UnknownOutcome => StatusError::unknown_outcome(reason),
         }
     }
 
@@ -143,7 +143,7 @@ impl ForwardedRequest {
         asked_at: Instant,
     ) -> Response<ResponseBody> {
         if let Some(body) = &self.body {
-            body.forget();
+            body.stop_holding();
         }
         let UpstreamResponse { mut head, recv, first, mut permit, upload } = response;
         if self.hedges.get() > 0 {

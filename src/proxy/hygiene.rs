@@ -61,8 +61,8 @@ pub fn check_size(parts: &Parts, most: usize) -> Result<(), StatusError> {
     // 4 bytes: `: ` and the end of the line.
     let fields = parts.headers.iter().map(|(name, value)| name.as_str().len() + value.len() + 4);
     if target + fields.sum::<usize>() > most {
-        let message = format!("the request's headers are larger than {most} bytes");
-        return Err(StatusError::header_too_large(&message));
+        let message = format_args!("the request's headers are larger than {most} bytes");
+        return Err(StatusError::header_too_large(message));
     }
     Ok(())
 }
@@ -71,8 +71,8 @@ pub fn check_size(parts: &Parts, most: usize) -> Result<(), StatusError> {
 fn check_http2(parts: &Parts) -> Result<(), StatusError> {
     for name in parts.headers.keys() {
         if *name != TE && is_hop_by_hop(name.as_str()) && !name.as_str().starts_with("proxy-auth") {
-            let message = format!("the header {name} does not exist in HTTP/2");
-            return Err(StatusError::bad_request(&message));
+            let message = format_args!("the header {name} does not exist in HTTP/2");
+            return Err(StatusError::bad_request(message));
         }
     }
     if parts.headers.get_all(TE).iter().any(|te| te != "trailers") {

@@ -137,7 +137,7 @@ impl RequestBody {
 
     /// Holds no further pieces: the request will not be sent again. Held pieces stay until they have been
     /// sent, because another attempt may still be sending them.
-    pub fn forget(&self) {
+    pub fn stop_holding(&self) {
         self.held.whole.set(false);
     }
 

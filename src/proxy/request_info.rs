@@ -27,7 +27,7 @@ use http::{HeaderMap, Method, Uri, Version, header};
 /// | `Read` | get, list, discovery, any other GET, HEAD or OPTIONS |
 /// | `Watch` | a watch over plain HTTP |
 /// | `Log` | the log of a container, followed or not |
-/// | `SafeCreate` | a create of a review type, or a POST, PUT or PATCH with `dryRun=All`: stores nothing |
+/// | `NonMutating` | a create of a review type, or a POST, PUT or PATCH with `dryRun=All`: stores nothing |
 /// | `Tunnel` | exec, attach, port-forward, proxy by any method; any request for an upgrade |
 /// | `Write` | everything else |
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -41,7 +41,7 @@ pub enum RequestKind {
     /// Changes something. Never sent again once the apiserver may have executed it.
     Write,
     /// A POST, PUT or PATCH that changes nothing.
-    SafeCreate,
+    NonMutating,
     /// Carries bytes of another protocol.
     Tunnel,
 }
@@ -271,11 +271,11 @@ impl RequestInfo {
             Method::GET if self.verb == Verb::Watch => RequestKind::Watch,
             Method::GET if subresource == "log" => RequestKind::Log,
             Method::GET | Method::HEAD | Method::OPTIONS => RequestKind::Read,
-            Method::POST if self.is_review() => RequestKind::SafeCreate,
+            Method::POST if self.is_review() => RequestKind::NonMutating,
             // Not DELETE: options in its body override those in the query (`DeleteResource` in
             // k8s.io/apiserver), and jackstay does not read bodies.
             Method::POST | Method::PUT | Method::PATCH if self.is_dry_run() => {
-                RequestKind::SafeCreate
+                RequestKind::NonMutating
             }
             _ => RequestKind::Write,
         }

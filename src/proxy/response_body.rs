@@ -2,6 +2,9 @@
 //!
 //! A slow client slows down only its own stream: jackstay releases upstream window when hyper polls for
 //! more, so at most one stream's window of bytes waits for the client.
+//!
+//! The error with which a body breaks off is text and contains no h2 error: hyper would reset the client's
+//! stream with the reason of that error, and Go repeats a POST whose stream was reset with `REFUSED_STREAM`.
 
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -11,7 +14,6 @@ use h2::RecvStream;
 use http_body::{Body as _, Frame, SizeHint};
 use hyper::body::Incoming;
 
-use super::body_error::BodyError;
 use super::client_certificate::ProofExpiry;
 use super::request_body::UploadTask;
 use super::upstream_client::release;
@@ -36,12 +38,12 @@ pub enum ResponseBody {
 
 impl http_body::Body for ResponseBody {
     type Data = Bytes;
-    type Error = BodyError;
+    type Error = String;
 
     fn poll_frame(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+    ) -> Poll<Option<Result<Frame<Bytes>, String>>> {
         match self.get_mut() {
             Self::Empty => Poll::Ready(None),
             Self::Full(full) => Poll::Ready(full.data.take().map(|data| {
@@ -135,10 +137,7 @@ impl StreamedBody {
         self
     }
 
-    fn poll_frame(
-        &mut self,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+    fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, String>>> {
         if self.done {
             return Poll::Ready(None);
         }
@@ -187,10 +186,10 @@ impl StreamedBody {
         self.outcome.complete();
     }
 
-    fn cut(&mut self, why: &str) -> BodyError {
+    fn cut(&mut self, why: &str) -> String {
         self.done = true;
         self.outcome.cut(Side::Upstream, why.to_owned());
-        BodyError(format!("the apiserver's answer was cut off: {why}"))
+        format!("the apiserver's answer was cut off: {why}")
     }
 }
 
@@ -210,10 +209,7 @@ impl Http1Body {
         Self { incoming, outcome, _driver: driver }
     }
 
-    fn poll_frame(
-        &mut self,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+    fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, String>>> {
         match ready!(Pin::new(&mut self.incoming).poll_frame(cx)) {
             Some(Ok(frame)) => {
                 if let Some(data) = frame.data_ref() {
@@ -226,7 +222,7 @@ impl Http1Body {
             }
             Some(Err(error)) => {
                 self.outcome.cut(Side::Upstream, error.to_string());
-                Poll::Ready(Some(Err(BodyError(error.to_string()))))
+                Poll::Ready(Some(Err(error.to_string())))
             }
             None => {
                 self.outcome.complete();

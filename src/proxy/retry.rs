@@ -116,12 +116,12 @@ const fn may_repeat(kind: RequestKind, stage: Stage) -> bool {
     match (kind, stage) {
         (RequestKind::Watch, _)
         | (
-            RequestKind::Read | RequestKind::Log | RequestKind::SafeCreate,
+            RequestKind::Read | RequestKind::Log | RequestKind::NonMutating,
             Stage::NotSent | Stage::Unprocessed | Stage::NoHead | Stage::HeadHeld,
         )
         | (RequestKind::Write, Stage::NotSent | Stage::Unprocessed)
         | (RequestKind::Tunnel, Stage::NotSent) => true,
-        (RequestKind::Read | RequestKind::Log | RequestKind::SafeCreate, Stage::TooOld)
+        (RequestKind::Read | RequestKind::Log | RequestKind::NonMutating, Stage::TooOld)
         | (RequestKind::Write, Stage::TooOld | Stage::NoHead | Stage::HeadHeld)
         | (
             RequestKind::Tunnel,
@@ -156,7 +156,7 @@ pub const fn after_forwarding(kind: RequestKind) -> AfterForwarding {
         RequestKind::Read
         | RequestKind::Log
         | RequestKind::Write
-        | RequestKind::SafeCreate
+        | RequestKind::NonMutating
         | RequestKind::Tunnel => AfterForwarding::Reset,
     }
 }
@@ -214,7 +214,7 @@ pub fn stage_of(error: &h2::Error) -> Stage {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use RequestKind::{Log, Read, SafeCreate, Tunnel, Watch, Write};
+    use RequestKind::{Log, NonMutating, Read, Tunnel, Watch, Write};
     use Stage::{HeadHeld, NoHead, NotSent, TooOld, Unprocessed};
 
     const STAGES: [Stage; 5] = [NotSent, Unprocessed, TooOld, NoHead, HeadHeld];
@@ -225,7 +225,7 @@ mod tests {
         (Watch, [true, true, true, true, true], AfterForwarding::Resume),
         (Log, [true, true, false, true, true], AfterForwarding::Reset),
         (Write, [true, true, false, false, false], AfterForwarding::Reset),
-        (SafeCreate, [true, true, false, true, true], AfterForwarding::Reset),
+        (NonMutating, [true, true, false, true, true], AfterForwarding::Reset),
         (Tunnel, [true, false, false, false, false], AfterForwarding::Reset),
     ];
 
@@ -268,8 +268,8 @@ mod tests {
             (Read, NoHead, Safe, Safe, Safe),
             (Read, HeadHeld, Safe, Safe, Safe),
             (Log, NoHead, Safe, Safe, Safe),
-            (SafeCreate, Unprocessed, Not, NotHeld, Not),
-            (SafeCreate, NoHead, Safe, Safe, Safe),
+            (NonMutating, Unprocessed, Not, NotHeld, Not),
+            (NonMutating, NoHead, Safe, Safe, Safe),
             (Watch, NotSent, Watching, Watching, Watching),
             (Watch, Unprocessed, Watching, Watching, Watching),
             (Watch, TooOld, Watching, Watching, Watching),
@@ -292,7 +292,7 @@ mod tests {
 
     #[test]
     fn may_hedge_allows_only_requests_that_change_nothing() {
-        assert!([Read, Watch, Log, SafeCreate].into_iter().all(may_hedge));
+        assert!([Read, Watch, Log, NonMutating].into_iter().all(may_hedge));
         assert!(![Write, Tunnel].into_iter().any(may_hedge));
     }
 

@@ -10,65 +10,34 @@
 //!
 //! [`super::status_response`] renders an error as a `metav1.Status`.
 
-use std::fmt;
+use std::fmt::Display;
 
 use http::StatusCode;
 
 use crate::upstream::pool::Unavailable;
 
-/// `metav1.StatusReason`, which programs read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum StatusReason {
-    /// 400.
-    BadRequest,
-    /// 401.
-    Unauthorized,
-    /// 429.
-    TooManyRequests,
-    /// Its documentation says: "it is unexpected and the outcome of the call is unknown".
-    InternalError,
-    /// 503: the request was valid, but no server can process it.
-    ServiceUnavailable,
-    /// 504.
-    Timeout,
-    /// Kubernetes has no name for the reason (`StatusReasonUnknown`).
-    Unknown,
-}
-
-impl StatusReason {
-    /// The reason as Kubernetes spells it; empty for [`StatusReason::Unknown`].
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            StatusReason::BadRequest => "BadRequest",
-            StatusReason::Unauthorized => "Unauthorized",
-            StatusReason::TooManyRequests => "TooManyRequests",
-            StatusReason::InternalError => "InternalError",
-            StatusReason::ServiceUnavailable => "ServiceUnavailable",
-            StatusReason::Timeout => "Timeout",
-            StatusReason::Unknown => "",
-        }
-    }
-}
-
 /// An error of jackstay for a client.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StatusError {
-    /// The HTTP status.
     pub code: StatusCode,
-    /// The machine-readable reason.
-    pub reason: StatusReason,
+    /// `metav1.StatusReason`, which programs read; empty if Kubernetes has no name for the reason.
+    pub reason: &'static str,
     /// The metric label: one of [`crate::observe::names::OWN_ERROR_REASONS`].
-    pub cause: &'static str,
-    /// The message for people; starts with `jackstay: `.
+    pub label: &'static str,
     pub message: String,
     /// Seconds after which the client may send the request again.
     pub retry_after: Option<u32>,
 }
 
 impl StatusError {
-    fn new(code: StatusCode, reason: StatusReason, cause: &'static str, message: &str) -> Self {
+    fn new(
+        code: StatusCode,
+        reason: &'static str,
+        label: &'static str,
+        message: impl Display,
+    ) -> Self {
         let message = format!("jackstay: {message}");
-        StatusError { code, reason, cause, message, retry_after: None }
+        StatusError { code, reason, label, message, retry_after: None }
     }
 
     /// The error for a request for which the pool has no connection.
@@ -87,94 +56,71 @@ impl StatusError {
 
     /// 503: no apiserver can be reached. Without Retry-After: clients have a backoff of their own, and
     /// ten repeats of each request would load a control plane that has just come back.
-    pub fn no_upstream(detail: &str) -> Self {
-        Self::new(
-            StatusCode::SERVICE_UNAVAILABLE,
-            StatusReason::ServiceUnavailable,
-            "no_upstream",
-            &format!("no apiserver is reachable: {detail}"),
-        )
+    pub fn no_upstream(detail: impl Display) -> Self {
+        let message = format_args!("no apiserver is reachable: {detail}");
+        let code = StatusCode::SERVICE_UNAVAILABLE;
+        Self::new(code, "ServiceUnavailable", "no_upstream", message)
     }
 
     /// 429 without Retry-After: no apiserver can serve a watch now. client-go lists again after every
     /// error of a watch but this one and a refused connection (`reflector.go`,
     /// `isWatchErrorRetriable`). With Retry-After it would not use its backoff.
-    pub fn no_upstream_for_watch(detail: &str) -> Self {
-        Self::new(
-            StatusCode::TOO_MANY_REQUESTS,
-            StatusReason::TooManyRequests,
-            "no_upstream",
-            &format!("no apiserver can serve this watch: {detail}"),
-        )
+    pub fn no_upstream_for_watch(detail: impl Display) -> Self {
+        let message = format_args!("no apiserver can serve this watch: {detail}");
+        Self::new(StatusCode::TOO_MANY_REQUESTS, "TooManyRequests", "no_upstream", message)
     }
 
-    /// 502: a write was sent, and its connection was lost before the response. The reason is
-    /// `InternalError`, which is documented as "the outcome of the call is unknown".
-    /// `ServiceUnavailable` and `ServerTimeout` both tell the client to send the request again.
-    pub fn unknown_fate(detail: &str) -> Self {
-        let message = format!(
+    /// 502: the outcome of a write is unknown, because its connection was lost after the write was sent and
+    /// before the response. The reason is `InternalError`, which Kubernetes documents as "the outcome of
+    /// the call is unknown": `ServiceUnavailable` and `ServerTimeout` both tell the client to send the
+    /// request again. The metric label of this error is `unknown_fate`.
+    pub fn unknown_outcome(detail: impl Display) -> Self {
+        let message = format_args!(
             "the connection to the apiserver was lost before it answered, and the request may or \
              may not have been carried out: {detail}"
         );
-        Self::new(StatusCode::BAD_GATEWAY, StatusReason::InternalError, "unknown_fate", &message)
+        Self::new(StatusCode::BAD_GATEWAY, "InternalError", "unknown_fate", message)
     }
 
     /// 502: the apiserver broke off or sent an invalid response to a request that changes nothing.
-    pub fn bad_gateway(detail: &str) -> Self {
-        Self::new(StatusCode::BAD_GATEWAY, StatusReason::InternalError, "bad_gateway", detail)
+    pub fn bad_gateway(detail: impl Display) -> Self {
+        Self::new(StatusCode::BAD_GATEWAY, "InternalError", "bad_gateway", detail)
     }
 
     /// 502 with `Retry-After: 1`: the apiserver did not process the request, and jackstay no longer
     /// holds its whole body, so that only the client can send it again.
-    pub fn unprocessed(detail: &str) -> Self {
-        let message = format!(
+    pub fn unprocessed(detail: impl Display) -> Self {
+        let message = format_args!(
             "the request was not processed, and its body is too large to be sent again from here: \
              {detail}"
         );
-        let (code, reason) = (StatusCode::BAD_GATEWAY, StatusReason::ServiceUnavailable);
-        let error = Self::new(code, reason, "unprocessed", &message);
-        StatusError { retry_after: Some(1), ..error }
+        Self::new(StatusCode::BAD_GATEWAY, "ServiceUnavailable", "unprocessed", message)
+            .with_retry_after()
     }
 
     /// 401: jackstay has no credential for the client.
-    pub fn unauthorized(message: &str) -> Self {
-        Self::new(StatusCode::UNAUTHORIZED, StatusReason::Unauthorized, "unauthorized", message)
+    pub fn unauthorized(message: impl Display) -> Self {
+        Self::new(StatusCode::UNAUTHORIZED, "Unauthorized", "unauthorized", message)
     }
 
     /// 400: the request must not be forwarded.
-    pub fn bad_request(message: &str) -> Self {
-        Self::new(StatusCode::BAD_REQUEST, StatusReason::BadRequest, "bad_request", message)
+    pub fn bad_request(message: impl Display) -> Self {
+        Self::new(StatusCode::BAD_REQUEST, "BadRequest", "bad_request", message)
     }
 
     /// 429 with `Retry-After: 1`: the request exceeded a limit of jackstay **before** it was sent.
-    pub fn too_many_requests(message: &str) -> Self {
-        let (code, reason) = (StatusCode::TOO_MANY_REQUESTS, StatusReason::TooManyRequests);
-        let error = Self::new(code, reason, "limit", message);
-        StatusError { retry_after: Some(1), ..error }
+    pub fn too_many_requests(message: impl Display) -> Self {
+        Self::new(StatusCode::TOO_MANY_REQUESTS, "TooManyRequests", "limit", message)
+            .with_retry_after()
     }
 
     /// 431: the request's head is larger than the limit.
-    pub fn header_too_large(message: &str) -> Self {
+    pub fn header_too_large(message: impl Display) -> Self {
         let code = StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE;
-        Self::new(code, StatusReason::Unknown, "header_too_large", message)
+        Self::new(code, "", "header_too_large", message)
     }
 
-    /// 504: nothing came in time.
-    pub fn gateway_timeout(message: &str) -> Self {
-        Self::new(StatusCode::GATEWAY_TIMEOUT, StatusReason::Timeout, "timeout", message)
-    }
-
-    /// 500: jackstay failed.
-    pub fn internal(message: &str) -> Self {
-        let code = StatusCode::INTERNAL_SERVER_ERROR;
-        Self::new(code, StatusReason::InternalError, "internal", message)
+    fn with_retry_after(self) -> Self {
+        StatusError { retry_after: Some(1), ..self }
     }
 }
-
-impl fmt::Display for StatusError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.message)
-    }
-}
-
-impl std::error::Error for StatusError {}

@@ -1,43 +1,38 @@
 //! Renders a [`StatusError`] as the `metav1.Status` that Kubernetes clients read.
 //!
-//! The encoding is the one that the client asked for, negotiated as the apiserver negotiates it.
+//! The encoding is the one that the client asked for, negotiated as the apiserver negotiates it. `Status`
+//! has eight fields, so a generator of protobuf code would be more code than the encoder here.
 
-mod encode;
 #[cfg(test)]
 mod tests;
 
 use bytes::Bytes;
-use http::{HeaderMap, HeaderValue, Response, header};
+use http::{HeaderValue, Response, header};
 
 use super::status_error::StatusError;
 
-/// The headers and the body, in the encoding that `accept` prefers.
-fn render(error: &StatusError, accept: Option<&HeaderValue>) -> (HeaderMap, Bytes) {
-    let (content_type, body) = match Encoding::negotiate(accept) {
-        Encoding::Json => ("application/json", encode::json(error)),
-        Encoding::Protobuf => (PROTOBUF, encode::protobuf(error)),
-    };
-    let mut headers = HeaderMap::with_capacity(4);
-    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(content_type));
-    // The apiserver sets it on every response (`WithCacheControl`).
-    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache, private"));
-    headers.insert(header::CONTENT_LENGTH, HeaderValue::from(body.len()));
-    if let Some(seconds) = error.retry_after {
-        headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
-    }
-    (headers, Bytes::from(body))
-}
+const PROTOBUF: &str = "application/vnd.kubernetes.protobuf";
+const FAILURE: &str = "Failure";
 
 /// The response to a client that sent this `Accept` header.
 pub fn response(error: &StatusError, accept: Option<&HeaderValue>) -> Response<Bytes> {
-    let (headers, body) = render(error, accept);
-    let mut response = Response::new(body);
+    let (content_type, body) = match Encoding::negotiate(accept) {
+        Encoding::Json => ("application/json", json(error)),
+        Encoding::Protobuf => (PROTOBUF, protobuf(error)),
+    };
+    let length = HeaderValue::from(body.len());
+    let mut response = Response::new(Bytes::from(body));
     *response.status_mut() = error.code;
-    *response.headers_mut() = headers;
+    let headers = response.headers_mut();
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(content_type));
+    // The apiserver sets it on every response (`WithCacheControl`).
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache, private"));
+    headers.insert(header::CONTENT_LENGTH, length);
+    if let Some(seconds) = error.retry_after {
+        headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+    }
     response
 }
-
-const PROTOBUF: &str = "application/vnd.kubernetes.protobuf";
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Encoding {
@@ -88,4 +83,74 @@ fn thousandths(value: &str) -> u32 {
         Ok(q) if (0.0..=1.0).contains(&q) => (q * 1000.0).round() as u32,
         _ => 1000,
     }
+}
+
+fn json(error: &StatusError) -> Vec<u8> {
+    let mut status = serde_json::json!({
+        "kind": "Status",
+        "apiVersion": "v1",
+        "metadata": {},
+        "status": FAILURE,
+        "message": error.message,
+        "code": error.code.as_u16(),
+    });
+    // Kubernetes omits both when they are empty.
+    if !error.reason.is_empty() {
+        status["reason"] = error.reason.into();
+    }
+    if let Some(seconds) = error.retry_after {
+        status["details"] = serde_json::json!({ "retryAfterSeconds": seconds });
+    }
+    let mut text = status.to_string().into_bytes();
+    text.push(b'\n');
+    text
+}
+
+/// `k8s\0`, then `runtime.Unknown`
+/// (`k8s.io/apimachinery/pkg/runtime/generated.proto`) around `Status`
+/// (`k8s.io/apimachinery/pkg/apis/meta/v1/generated.proto`).
+fn protobuf(error: &StatusError) -> Vec<u8> {
+    let mut status = Vec::with_capacity(error.message.len() + 64);
+    field(&mut status, 1, b""); // metadata, an empty ListMeta
+    field(&mut status, 2, FAILURE.as_bytes());
+    field(&mut status, 3, error.message.as_bytes());
+    field(&mut status, 4, error.reason.as_bytes());
+    if let Some(seconds) = error.retry_after {
+        let mut details = Vec::new();
+        number(&mut details, 5, seconds.into()); // retryAfterSeconds
+        field(&mut status, 5, &details);
+    }
+    number(&mut status, 6, error.code.as_u16().into());
+
+    let mut type_meta = Vec::new();
+    field(&mut type_meta, 1, b"v1");
+    field(&mut type_meta, 2, b"Status");
+
+    let mut out = b"k8s\0".to_vec();
+    field(&mut out, 1, &type_meta);
+    field(&mut out, 2, &status);
+    field(&mut out, 3, b""); // contentEncoding
+    field(&mut out, 4, b""); // contentType
+    out
+}
+
+fn varint(out: &mut Vec<u8>, mut value: u64) {
+    while value >= 0x80 {
+        out.push(value as u8 | 0x80);
+        value >>= 7;
+    }
+    out.push(value as u8);
+}
+
+/// A length-delimited field (wire type 2).
+fn field(out: &mut Vec<u8>, tag: u64, bytes: &[u8]) {
+    varint(out, tag << 3 | 2);
+    varint(out, bytes.len() as u64);
+    out.extend_from_slice(bytes);
+}
+
+/// A varint field (wire type 0).
+fn number(out: &mut Vec<u8>, tag: u64, value: u64) {
+    varint(out, tag << 3);
+    varint(out, value);
 }

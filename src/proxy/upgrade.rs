@@ -129,7 +129,7 @@ async fn send(
     let (response, driver) = connection.send(request).await.map_err(|why| {
         // `retry::decide` refuses to repeat a tunnel in every stage but `NotSent`.
         client.metrics.retry_refused(Refusal::Unsafe.as_str());
-        StatusError::unknown_fate(&format!("{why} on the connection to {}", endpoint.label))
+        StatusError::unknown_outcome(format_args!("{why} on the connection to {}", endpoint.label))
     })?;
     let (head, body) = response.into_parts();
     endpoint.response_received(head.status.as_u16());

@@ -74,7 +74,7 @@ impl UpstreamClient {
     }
 
     /// Whether this is a client of `upstream`.
-    pub fn leads_to(&self, upstream: &Arc<Upstream>) -> bool {
+    pub fn is_client_of(&self, upstream: &Arc<Upstream>) -> bool {
         Arc::ptr_eq(self.pool.upstream(), upstream)
     }
 

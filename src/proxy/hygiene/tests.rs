@@ -115,7 +115,7 @@ fn check(method: &str, uri: &str, version: Version, headers: &[(&str, &str)], wa
         (Ok(()), None) => {}
         (Err(problem), Some(want)) => {
             assert_eq!(problem.code, 400);
-            assert!(problem.message.contains(want), "{problem} for {want}");
+            assert!(problem.message.contains(want), "{problem:?} for {want}");
         }
         (got, want) => panic!("{method} {uri} {headers:?}: {got:?}, not {want:?}"),
     }

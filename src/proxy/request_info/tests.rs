@@ -144,7 +144,7 @@ fn what_is_not_a_resource() {
 
 #[test]
 fn kinds_follow_the_retry_table() {
-    use RequestKind::{Log, Read, SafeCreate, Tunnel, Watch, Write};
+    use RequestKind::{Log, NonMutating, Read, Tunnel, Watch, Write};
     const AUTHN: &str = "/apis/authentication.k8s.io/v1/";
     const AUTHZ: &str = "/apis/authorization.k8s.io/v1/";
     const NS: &str = "/api/v1/namespaces/x/";
@@ -174,21 +174,21 @@ fn kinds_follow_the_retry_table() {
         ("POST", NS, "serviceaccounts/sa/token?dryRun=All", Write),
         ("POST", "/foo", "", Write),
         ("TRACE", "/foo", "", Write),
-        ("POST", AUTHN, "tokenreviews", SafeCreate),
-        ("POST", AUTHN, "selfsubjectreviews", SafeCreate),
-        ("POST", AUTHZ, "subjectaccessreviews", SafeCreate),
-        ("POST", AUTHZ, "selfsubjectaccessreviews", SafeCreate),
-        ("POST", AUTHZ, "selfsubjectrulesreviews", SafeCreate),
-        ("POST", AUTHZ, "namespaces/x/localsubjectaccessreviews", SafeCreate),
+        ("POST", AUTHN, "tokenreviews", NonMutating),
+        ("POST", AUTHN, "selfsubjectreviews", NonMutating),
+        ("POST", AUTHZ, "subjectaccessreviews", NonMutating),
+        ("POST", AUTHZ, "selfsubjectaccessreviews", NonMutating),
+        ("POST", AUTHZ, "selfsubjectrulesreviews", NonMutating),
+        ("POST", AUTHZ, "namespaces/x/localsubjectaccessreviews", NonMutating),
         ("POST", AUTHZ, "tokenreviews", Write),
         ("POST", AUTHN, "subjectaccessreviews", Write),
         ("POST", "/apis/evil.example.com/v1/", "tokenreviews", Write),
         ("POST", NS, "tokenreviews", Write),
         ("PUT", AUTHN, "tokenreviews/x", Write),
         ("POST", AUTHN, "tokenreviews/x", Write),
-        ("POST", NS, "pods?dryRun=All", SafeCreate),
-        ("PUT", NS, "pods/p?dryRun=All&fieldManager=x", SafeCreate),
-        ("PATCH", "/apis/apps/v1/namespaces/x/deployments/d", "?dry%52un=%41ll", SafeCreate),
+        ("POST", NS, "pods?dryRun=All", NonMutating),
+        ("PUT", NS, "pods/p?dryRun=All&fieldManager=x", NonMutating),
+        ("PATCH", "/apis/apps/v1/namespaces/x/deployments/d", "?dry%52un=%41ll", NonMutating),
         ("POST", NS, "pods?dryRun=all", Write),
         ("POST", NS, "pods?dryRun", Write),
         ("POST", NS, "pods?dryRun=All&dryRun=", Write),

@@ -28,7 +28,6 @@ use super::codec::Encoding;
 use super::relay::Relay;
 use super::session::{Answer, Effect, Ending, Input, NotResumable, Peers};
 use crate::observe::{Outcome, Side};
-use crate::proxy::body_error::BodyError;
 use crate::proxy::body_progress::PIECE;
 use crate::proxy::client_certificate::ProofExpiry;
 use crate::proxy::upstream_client::{UpstreamResponse as Response, release};
@@ -59,7 +58,7 @@ enum Source {
     /// The old stream, and the attempt to replace it.
     Moving(Box<(UpstreamStream, MoveAttempt)>),
     /// The body has ended; with an error, if the client must see that it is incomplete.
-    Ended(Option<BodyError>),
+    Ended(Option<String>),
 }
 
 /// The encoding of a response, or `None` if its events cannot be parsed.
@@ -96,7 +95,7 @@ impl WatchBody {
     pub fn poll_frame(
         &mut self,
         cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+    ) -> Poll<Option<Result<Frame<Bytes>, String>>> {
         loop {
             if let Some(data) = next_piece(&mut self.out) {
                 self.outcome.add_bytes(data.len());
@@ -379,7 +378,7 @@ impl WatchBody {
         self.outcome.cut(Side::Upstream, why.to_owned());
         if ending == Ending::Reset {
             let why = format!("the watch was lost and cannot be resumed: {why}");
-            self.source = Source::Ended(Some(BodyError(why)));
+            self.source = Source::Ended(Some(why));
         }
     }
 }

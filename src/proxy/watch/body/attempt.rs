@@ -117,7 +117,7 @@ async fn send_on_new_stream(
         Ok(Ok(permit)) => permit,
         Ok(Err(unavailable)) => {
             let outage = matches!(unavailable, Unavailable::Unreachable(_));
-            return Err(no_stream(StatusError::unavailable(&unavailable).to_string(), outage));
+            return Err(no_stream(StatusError::unavailable(&unavailable).message, outage));
         }
         Err(_) => return Err(no_stream("no stream in time".to_owned(), false)),
     };

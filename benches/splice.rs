@@ -1,13 +1,11 @@
-//! From which size on `splice(2)` is cheaper than copying: what the switch from one to the other in
-//! `proxy::passthrough::pump` rests on.
+//! The message size from which `splice(2)` is cheaper than copying; `proxy::passthrough::pump` switches there.
 //!
 //! ```text
 //! cargo bench --bench splice
 //! ```
 //!
-//! One thread moves messages from one loopback connection to another, as a passthrough does, either
-//! through a buffer of 64 KiB or through a pipe; its own CPU time is what counts. Rounds are
-//! interleaved, and the median is printed.
+//! One thread moves messages between two loopback connections, as a passthrough does, either through a 64 KiB
+//! buffer or through a pipe. Its CPU time is measured. Rounds are interleaved; the medians are printed.
 
 use std::{
     io::{Read, Result, Write},
@@ -17,11 +15,11 @@ use std::{
 
 use jackstay::net::sockets::splice::SplicePipe;
 
-/// As `proxy::passthrough::pump` has it.
+/// The same size as in `proxy::passthrough::pump`.
 const BUFFER: usize = 64 * 1024;
-/// Bytes of a message.
+/// Message sizes in bytes.
 const SIZES: [usize; 8] = [256, 1 << 10, 4 << 10, 16 << 10, 32 << 10, 64 << 10, 256 << 10, 4 << 20];
-/// Bytes of a sample, but no more messages than that.
+/// Bytes of a sample, unless [`MESSAGES`] are fewer.
 const BYTES: usize = 128 << 20;
 const MESSAGES: usize = 40_000;
 const ROUNDS: usize = 5;
@@ -48,16 +46,16 @@ fn median(mut samples: Vec<f64>) -> f64 {
     samples[samples.len() / 2]
 }
 
-/// Milliseconds of CPU for each megabyte.
+/// Milliseconds of CPU per megabyte.
 fn sample(size: usize, splice: bool) -> Result<f64> {
     let ((mut client, from), (to, mut server)) = (pair()?, pair()?);
     let messages = (BYTES / size).clamp(8, MESSAGES);
-    let mover = thread::spawn(move || moved(from, to, splice));
+    let mover = thread::spawn(move || move_messages(from, to, splice));
     let sink = thread::spawn(move || -> Result<()> {
         let mut message = vec![0; size];
         for _ in 0..messages {
             server.read_exact(&mut message)?;
-            // One message at a time: the next one comes when this one has arrived.
+            // The client waits for this byte before it sends the next message.
             server.write_all(&[1])?;
         }
         Ok(())
@@ -73,8 +71,8 @@ fn sample(size: usize, splice: bool) -> Result<f64> {
     Ok(used / 1e6 / ((messages * size) as f64 / 1e6))
 }
 
-/// Moves what comes until it ends, and an acknowledgement back for each message; nanoseconds of CPU.
-fn moved(mut from: TcpStream, mut to: TcpStream, splice: bool) -> Result<f64> {
+/// Moves messages in one direction and acknowledgements in the other until the end; returns nanoseconds of CPU.
+fn move_messages(mut from: TcpStream, mut to: TcpStream, splice: bool) -> Result<f64> {
     let (mut back_from, mut back_to) = (to.try_clone()?, from.try_clone()?);
     let back = thread::spawn(move || {
         let mut byte = [0];
@@ -105,7 +103,7 @@ fn moved(mut from: TcpStream, mut to: TcpStream, splice: bool) -> Result<f64> {
     Ok(used)
 }
 
-/// What this thread has used, in nanoseconds (the kernel's documentation, scheduler/sched-stats).
+/// CPU time of this thread in nanoseconds (kernel documentation, scheduler/sched-stats).
 fn cpu() -> Result<f64> {
     let text = std::fs::read_to_string("/proc/thread-self/schedstat")?;
     let first = text.split(' ').next().and_then(|number| number.parse().ok());

@@ -1,6 +1,5 @@
-//! Memory of idle watches that were all opened at once, as after the restart of a client or of an
-//! apiserver. Opening them takes more memory than holding them, and the proxy must return the
-//! difference to the kernel.
+//! Memory of idle watches that were opened at the same time, as after a restart of a client or an apiserver. Opening
+//! them needs more memory than keeping them, and the proxy must return the difference to the kernel.
 
 use std::time::Duration;
 
@@ -9,25 +8,25 @@ use tokio::{task::JoinSet, time::sleep};
 use crate::{
     Result,
     client::Client,
-    proxies::{Layer, Setting, Target},
+    proxies::{Environment, Layer, Target},
 };
 
-/// Watches, and the client connections that they are opened over.
+/// Number of watches and of their client connections.
 const WATCHES: usize = 2000;
 const CONNECTIONS: usize = 25;
 
-/// Time for a proxy to return what its start, and then the burst, needed for a moment: mimalloc
-/// keeps free memory for a second.
+/// Time for a proxy to return the temporary memory of its start and of the burst: mimalloc keeps free memory for a
+/// second.
 const SETTLE: Duration = Duration::from_secs(5);
 
-/// KiB for each idle watch of a new process after one burst.
-pub async fn run(setting: &Setting<'_>, target: Target) -> Result<f64> {
-    let proxy = setting.start(target, Layer::L7).await?;
+/// KiB per idle watch of a new process after one burst.
+pub async fn run(environment: &Environment<'_>, target: Target) -> Result<f64> {
+    let proxy = environment.start(target, Layer::L7).await?;
     sleep(SETTLE).await;
     let before = proxy.process.pss_kib()?;
     let mut clients = Vec::new();
     for _ in 0..CONNECTIONS {
-        clients.push(Client::connect(proxy.address, setting.tls).await?);
+        clients.push(Client::connect(proxy.address, environment.tls).await?);
     }
     let mut opening = JoinSet::new();
     for mut client in clients {
@@ -39,6 +38,6 @@ pub async fn run(setting: &Setting<'_>, target: Target) -> Result<f64> {
     }
     sleep(SETTLE).await;
     let each = (proxy.process.pss_kib()? - before) / WATCHES as f64;
-    drop(watches); // all of them were open until here
+    drop(watches); // all watches were open until here
     Ok(each)
 }

@@ -1,5 +1,4 @@
-//! Our own HTTP/2 client, for what h2load cannot do: present a certificate, hold watches open,
-//! and time single requests.
+//! An HTTP/2 client for what h2load cannot do: present a certificate, keep watches open, and time single requests.
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
@@ -18,15 +17,14 @@ use tokio_rustls::TlsConnector;
 
 use crate::{Result, origin};
 
-/// Windows as Go's HTTP/2 transport (so kubelet and kubectl) sets them: 4 MiB a stream, 1 GiB a
-/// connection.
+/// Windows of Go's HTTP/2 transport, and so of kubelet and kubectl: 4 MiB for a stream, 1 GiB for a connection.
 const STREAM_WINDOW: u32 = 4 << 20;
 const CONNECTION_WINDOW: u32 = 1 << 30;
 
-/// No single answer takes longer than this, however busy the machine.
-const ANSWER: Duration = Duration::from_secs(60);
+/// Timeout of a response, long enough for a busy machine.
+const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// When a request that was answered with 429 is sent again: the `Retry-After` that jackstay gives.
+/// Delay before a request is repeated after a 429: the `Retry-After` of jackstay.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
 
 /// One connection.
@@ -36,7 +34,7 @@ pub struct Client {
 }
 
 impl Client {
-    /// TCP, TLS and HTTP/2.
+    /// Connects with TCP, TLS and HTTP/2.
     pub async fn connect(address: SocketAddr, tls: &Arc<ClientConfig>) -> Result<Self> {
         let tcp = TcpStream::connect(address).await?;
         tcp.set_nodelay(true)?;
@@ -48,7 +46,7 @@ impl Client {
             .enable_push(false)
             .handshake(stream)
             .await?;
-        // It ends with the last handle to it; its errors arrive at the requests.
+        // The task ends with the last `SendRequest`; requests return its errors.
         tokio::spawn(connection);
         Ok(Self { send, base: format!("https://{address}") })
     }
@@ -64,7 +62,7 @@ impl Client {
         body_of(path, response)
     }
 
-    /// GET to the end of the body; returns its length.
+    /// Sends a GET, reads the whole body and returns its length.
     pub async fn get(&mut self, path: &str) -> Result<u64> {
         let whole = async {
             let mut body = self.head(path).await?;
@@ -76,13 +74,13 @@ impl Client {
             }
             Ok(len)
         };
-        tokio::time::timeout(ANSWER, whole)
+        tokio::time::timeout(TIMEOUT, whole)
             .await
-            .map_err(|_| format!("{path}: no end in {ANSWER:?}"))?
+            .map_err(|_| format!("{path}: not complete within {TIMEOUT:?}"))?
     }
 
-    /// Requests one after another for `time`; returns the duration of each.
-    pub async fn one_by_one(&mut self, time: Duration) -> Result<Vec<Duration>> {
+    /// Sends requests one after another for `time`; returns the duration of each.
+    pub async fn sequential_requests(&mut self, time: Duration) -> Result<Vec<Duration>> {
         let mut took = Vec::with_capacity(1 << 16);
         let end = Instant::now() + time;
         loop {
@@ -98,8 +96,8 @@ impl Client {
         }
     }
 
-    /// Opens `count` watches, one after another, and reads the first event of each; they stay open
-    /// while the returned streams live.
+    /// Opens `count` watches, one after another, and reads the first event of each. They stay open until the returned
+    /// streams are dropped.
     pub async fn watch(&mut self, count: usize) -> Result<Vec<RecvStream>> {
         let open = async {
             let mut streams = Vec::with_capacity(count);
@@ -109,11 +107,11 @@ impl Client {
             }
             Ok(streams)
         };
-        tokio::time::timeout(ANSWER, open).await.map_err(|_| "watches did not open")?
+        tokio::time::timeout(TIMEOUT, open).await.map_err(|_| "watches did not open")?
     }
 
-    /// The same, with every request sent before the first answer is read. Requests that are answered
-    /// with 429 are sent again, as client-go does: a proxy may need time to open connections.
+    /// Like [`Self::watch`], but sends all requests before it reads the first response. Requests with response 429 are
+    /// repeated, as client-go does, because a proxy may need time to open connections.
     pub async fn watch_at_once(&mut self, count: usize) -> Result<Vec<RecvStream>> {
         let open = async {
             let mut streams = Vec::with_capacity(count);
@@ -134,7 +132,7 @@ impl Client {
                 sleep(RETRY_AFTER).await;
             }
         };
-        tokio::time::timeout(ANSWER, open).await.map_err(|_| "watches did not open")?
+        tokio::time::timeout(TIMEOUT, open).await.map_err(|_| "watches did not open")?
     }
 }
 
@@ -145,11 +143,11 @@ fn body_of(path: &str, response: Response<RecvStream>) -> Result<RecvStream> {
     Ok(response.into_body())
 }
 
-/// A watch whose first event has been read.
+/// Reads the first event of a watch.
 async fn first_event(mut body: RecvStream) -> Result<RecvStream> {
-    let event = body.data().await.ok_or("a watch ended")??;
+    let event = body.data().await.ok_or("a watch ended without an event")??;
     if event.last() != Some(&b'\n') {
-        return Err("a watch's first frame is not one whole event".into());
+        return Err("the first frame of a watch is not a complete event".into());
     }
     body.flow_control().release_capacity(event.len())?;
     Ok(body)

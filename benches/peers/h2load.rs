@@ -1,5 +1,4 @@
-//! The request load: `h2load` at 8 connections × 16 streams. It is a program that nobody here
-//! wrote, and cheap enough to leave the machine to the proxies.
+//! The request load: `h2load` with 8 connections × 16 streams. It is an independent program and uses little CPU.
 
 use std::{net::SocketAddr, path::Path, process::Command, time::Duration};
 
@@ -8,18 +7,18 @@ use crate::{Result, origin, process::Process};
 const CONNECTIONS: u32 = 8;
 const STREAMS: u32 = 16;
 
-/// What one run did.
+/// The result of one run.
 pub struct Load {
-    /// Answered with 2xx.
+    /// Responses with 2xx.
     pub requests: f64,
-    /// Answered otherwise, or not at all.
+    /// Other responses, and requests without a response.
     pub failed: f64,
-    /// As h2load sees it.
+    /// Requests per second, by h2load.
     pub per_second: f64,
 }
 
-/// Loads `address` for `time` (whole seconds). h2load has no option for a client certificate, so
-/// it comes with a bearer token, as pods do.
+/// Loads `address` for `time` (whole seconds). h2load has no option for a client certificate, so it sends a bearer token,
+/// as pods do.
 pub async fn run(program: &Path, address: SocketAddr, time: Duration, log: &Path) -> Result<Load> {
     let mut command = Command::new(program);
     command
@@ -33,10 +32,10 @@ pub async fn run(program: &Path, address: SocketAddr, time: Duration, log: &Path
     if !status.map_err(|error| format!("h2load {error}"))?.success() {
         return Err(format!("h2load failed:\n{out}").into());
     }
-    parse(&out).ok_or_else(|| format!("h2load saw no answer at all:\n{out}").into())
+    parse(&out).ok_or_else(|| format!("h2load received no response:\n{out}").into())
 }
 
-/// Reads the summary; `None` when nothing was answered.
+/// Parses the summary; `None` without any response.
 fn parse(out: &str) -> Option<Load> {
     let line = |start: &str| out.lines().find(|line| line.starts_with(start));
     let number = |line: &str, label: &str| -> Option<f64> {
@@ -46,7 +45,7 @@ fn parse(out: &str) -> Option<Load> {
     let requests = line("requests:")?;
     let load = Load {
         requests: number(line("status codes:")?, "2xx")?,
-        // Those that broke and those that took too long are among them.
+        // Includes broken requests and timeouts.
         failed: number(requests, "failed")?,
         per_second: number(line("finished in")?, "req/s")?,
     };

@@ -1,8 +1,7 @@
-//! The origin: an apiserver's answers at the lowest cost, in a process of its own so that its CPU
-//! is nobody else's.
+//! The origin: an apiserver's responses at the lowest cost, in a separate process, so that its CPU time is not counted.
 //!
-//! It is this same program, started with `origin`; it prints its address and serves until its
-//! standard input closes, so it cannot outlive the run.
+//! It is this program, started with `origin`. It prints its address and serves until its standard input closes, so it
+//! cannot outlive the run.
 
 use std::{
     convert::Infallible,
@@ -28,22 +27,22 @@ use crate::{Result, pki::Pki, raw};
 pub const OBJECT: &str = "/api/v1/namespaces/default/configmaps/x";
 /// A LIST of [`BULK_BYTES`].
 pub const BULK: &str = "/api/v1/pods";
-/// A watch that delivers its head and one event, then nothing.
+/// A watch whose response is the head and one event.
 pub const WATCH: &str = "/api/v1/namespaces/default/configmaps?watch=1&resourceVersion=100";
 
-/// Size of the object's answer.
+/// Size of the object's response.
 pub const OBJECT_BYTES: usize = 2048;
-/// Size of the LIST's answer.
+/// Size of the LIST's response.
 pub const BULK_BYTES: u64 = 200_000_000;
 
-/// What DESIGN assumes of an apiserver (`--http2-max-streams-per-connection=100`).
+/// An apiserver with `--http2-max-streams-per-connection=100`.
 const MAX_STREAMS: u32 = 100;
-/// Bytes handed to hyper at once; Go's server writes a large LIST in pieces of this order.
+/// Size of the body's frames, similar to those of Go's server for a large LIST.
 const CHUNK: usize = 32 * 1024;
 
 /// Serves until standard input ends.
 pub fn run(dir: &Path) -> Result<()> {
-    // The parent holds the other end of standard input: when it dies, however it dies, so do we.
+    // The parent holds the other end of standard input, which closes when the parent exits for any reason.
     thread::spawn(|| {
         let _ = std::io::stdin().read(&mut [0]);
         std::process::exit(0);
@@ -66,19 +65,19 @@ async fn serve(dir: &Path) -> Result<()> {
         tokio::spawn(async move {
             let mut first = [0];
             match tcp.peek(&mut first).await {
-                Ok(1) if raw::is_ours(first[0]) => {
-                    let _ = raw::serve(tcp).await; // its other end sees how it ended
+                Ok(1) if raw::is_raw(first[0]) => {
+                    let _ = raw::serve(tcp).await; // the client reports errors
                     return;
                 }
                 Ok(1) => {}
-                _ => return, // a check that only connects
+                _ => return, // a health check that only connects
             }
             let Ok(stream) = tls.accept(tcp).await else { return };
             let service = service_fn(move |request: Request<Incoming>| {
-                let answer = answer(&request, &object, &chunk);
-                async move { Ok::<_, Infallible>(answer) }
+                let response = respond(&request, &object, &chunk);
+                async move { Ok::<_, Infallible>(response) }
             });
-            // A connection that ends badly is seen, and reported, by its other end.
+            // The client reports errors of the connection.
             let _ = hyper::server::conn::http2::Builder::new(TokioExecutor::new())
                 .max_concurrent_streams(MAX_STREAMS)
                 .serve_connection(TokioIo::new(stream), service)
@@ -87,7 +86,7 @@ async fn serve(dir: &Path) -> Result<()> {
     }
 }
 
-fn answer(request: &Request<Incoming>, object: &Bytes, chunk: &Bytes) -> Response<Body> {
+fn respond(request: &Request<Incoming>, object: &Bytes, chunk: &Bytes) -> Response<Body> {
     let watch = request.uri().query().is_some_and(|query| query.contains("watch=1"));
     let body = match request.uri().path() {
         _ if watch => Body::Watch(Some(event())),
@@ -113,7 +112,7 @@ fn event() -> Bytes {
     Bytes::from_static(b"{\"type\":\"ADDED\",\"object\":{\"kind\":\"ConfigMap\",\"apiVersion\":\"v1\",\"metadata\":{\"name\":\"x\",\"namespace\":\"default\",\"resourceVersion\":\"101\"}}}\n")
 }
 
-/// The three shapes of an answer.
+/// The three kinds of response body.
 enum Body {
     Whole(Option<Bytes>),
     Bulk { chunk: Bytes, left: u64 },
@@ -136,8 +135,7 @@ impl http_body::Body for Body {
                 *left -= len;
                 Poll::Ready(Some(Ok(Frame::data(chunk.slice(..len as usize)))))
             }
-            // After its event a watch is pending for good: nothing will ever wake it, and a
-            // cancelled stream is dropped by hyper.
+            // After its event a watch stays pending without a waker; hyper drops the body of a cancelled stream.
             Self::Watch(event) => match event.take() {
                 Some(event) => Poll::Ready(Some(Ok(Frame::data(event)))),
                 None => Poll::Pending,

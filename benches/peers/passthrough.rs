@@ -1,6 +1,4 @@
-//! The measurements at L4: what an idle flow costs, bytes in bulk, and new connections.
-//!
-//! Rounds are interleaved as those of L7 are.
+//! The measurements at L4: idle flows, bulk transfers and new connections. Rounds are interleaved as at L7.
 
 use std::{mem, process::Command, time::Duration};
 
@@ -14,22 +12,22 @@ use crate::{
     report::{Metric, Samples},
 };
 
-/// Idle flows through each proxy, if this machine lets a process have the descriptors.
+/// Idle flows through each proxy, if the limit of descriptors allows them.
 const FLOWS: u64 = 10_000;
-/// Descriptors that a proxy needs beside the two of each flow.
+/// Descriptors of a proxy besides two for each flow.
 const OTHER_DESCRIPTORS: u64 = 500;
-/// Flows that are being opened at once.
+/// Flows that are opened concurrently.
 const OPENING: usize = 64;
-/// Connections at once while they are counted.
+/// Concurrent connections in the measurement of new connections.
 const CONNECTING: usize = 16;
-/// Time for a proxy to finish what it does after its last new flow.
+/// Time for a proxy to become idle after its last new flow.
 const SETTLE: Duration = Duration::from_secs(2);
 
-/// Lets this process, and those it will start, have as many descriptors as it may, and says for how
-/// many idle flows they suffice.
+/// Raises the descriptor limit of this process and its children as far as allowed; returns for how many idle flows it
+/// suffices.
 ///
 /// # Errors
-/// There is no `prlimit`.
+/// `prlimit` is not installed.
 pub fn allow_descriptors() -> Result<usize> {
     let prlimit = |args: &[&str]| -> Result<String> {
         let pid = std::process::id().to_string();
@@ -38,7 +36,7 @@ pub fn allow_descriptors() -> Result<usize> {
         Ok(String::from_utf8_lossy(&out.stdout).trim().to_owned())
     };
     let wanted = 2 * FLOWS + OTHER_DESCRIPTORS;
-    // Only root may raise the hard limit, and not everywhere; anybody may use all of it.
+    // Raising the hard limit needs privileges; raising the soft limit up to it does not.
     prlimit(&[&format!("--nofile={wanted}:{wanted}")])?;
     let hard = prlimit(&["--nofile", "--output=HARD", "--noheadings"])?;
     prlimit(&[&format!("--nofile={hard}:{hard}")])?;
@@ -47,19 +45,19 @@ pub fn allow_descriptors() -> Result<usize> {
 }
 
 impl Bench<'_> {
-    /// Memory and CPU of idle flows. The proxies must be fresh: an allocator keeps what a load made
-    /// it take. One proxy at a time has its flows.
+    /// Memory and CPU of idle flows, one proxy after another. The proxies must be new processes, because allocators keep
+    /// memory from earlier load.
     pub async fn idle_flows(&self, proxies: &[Proxy], samples: &mut Samples) -> Result<()> {
         for proxy in proxies {
             let measured = self.idle_flows_of(proxy).await;
-            let Some((memory, cpu)) = proxy.target.unless_left_out(measured)? else { continue };
+            let Some((memory, cpu)) = proxy.target.skip_failed_peer(measured)? else { continue };
             samples.add(Metric::FlowMemory, proxy.target, memory);
             samples.add(Metric::FlowsCpu, proxy.target, cpu);
         }
         Ok(())
     }
 
-    /// KiB for each idle flow, and the percentage of a core that they need.
+    /// KiB per idle flow, and the CPU of all of them in percent of a core.
     async fn idle_flows_of(&self, proxy: &Proxy) -> Result<(f64, f64)> {
         tokio::time::sleep(SETTLE).await;
         let before = proxy.process.rss_kib()?;
@@ -72,7 +70,7 @@ impl Bench<'_> {
         tokio::time::sleep(self.plan.idle).await;
         let used = proxy.process.cpu_seconds(self.ticks_per_second)? - cpu;
         let percent = 100.0 * used / start.elapsed().as_secs_f64();
-        // They were all alive to the end.
+        // All flows are still open.
         for flow in &flows {
             match flow.try_read(&mut [0]) {
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
@@ -88,12 +86,12 @@ impl Bench<'_> {
         for round in 0..self.plan.rounds {
             eprintln!("L4, round {} of {}", round + 1, self.plan.rounds);
             for proxy in mem::take(&mut order) {
-                let moved = self.bytes(proxy, samples).await;
-                order.extend(proxy.target.unless_left_out(moved)?.map(|()| proxy));
+                let moved = self.transfer(proxy, samples).await;
+                order.extend(proxy.target.skip_failed_peer(moved)?.map(|()| proxy));
             }
             for proxy in mem::take(&mut order) {
                 let connected = self.connect(proxy, samples).await;
-                order.extend(proxy.target.unless_left_out(connected)?.map(|()| proxy));
+                order.extend(proxy.target.skip_failed_peer(connected)?.map(|()| proxy));
             }
             if order.is_empty() {
                 break;
@@ -103,7 +101,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    async fn bytes(&self, proxy: &Proxy, samples: &mut Samples) -> Result<()> {
+    async fn transfer(&self, proxy: &Proxy, samples: &mut Samples) -> Result<()> {
         let bytes = self.plan.flow_bytes;
         let gigabytes = bytes as f64 / 1e9;
         let cpu = || proxy.process.cpu_seconds(self.ticks_per_second);
@@ -144,7 +142,7 @@ impl Bench<'_> {
     }
 }
 
-/// Opens all idle flows through one proxy.
+/// Opens `count` idle flows through one proxy.
 async fn open(proxy: &Proxy, count: usize) -> Result<Vec<TcpStream>> {
     let mut flows = Vec::with_capacity(count);
     let mut opening = JoinSet::new();

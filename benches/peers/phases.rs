@@ -1,7 +1,7 @@
-//! The measurements, in the order in which they are made.
+//! The measurements at L7, in their order.
 //!
-//! Rounds are interleaved (A B C, B C A, …): what drifts while they run, drifts for everyone, and
-//! the medians over rounds and over per-round ratios cancel it.
+//! Rounds are interleaved (A B C, B C A, …), so that drift of the machine affects all proxies, and medians over rounds
+//! and over the ratios of each round cancel it.
 
 use std::{mem, path::Path, sync::Arc, time::Duration};
 
@@ -17,19 +17,19 @@ use crate::{
     report::{Metric, Samples},
 };
 
-/// Watches opened on each proxy, and over how many client connections: a component like kubelet
-/// holds all of its watches on one.
+/// Watches through each proxy, and their client connections: a component such as kubelet has all its watches on one
+/// connection.
 const WATCHES: usize = 1000;
 const WATCH_CONNECTIONS: usize = 10;
 
-/// Then watches that are alone on a connection, whose buffers and TLS state they pay for: many
-/// small clients. Few enough for the usual limit of 1,024 descriptors.
+/// Watches that are alone on a connection, as of many small clients; their memory includes the connection's buffers and
+/// TLS state. The number fits into the usual limit of 1,024 descriptors.
 const LONE_WATCHES: usize = 250;
 
-/// Time for a proxy to finish what it does after starting or after its last new stream.
+/// Time for a proxy to become idle after its start or its last new stream.
 const SETTLE: Duration = Duration::from_secs(2);
 
-/// How long everything runs.
+/// Number of rounds, and durations.
 pub struct Plan {
     pub rounds: usize,
     pub load: Duration,
@@ -38,7 +38,7 @@ pub struct Plan {
     /// At L4, in each direction.
     pub flow_bytes: u64,
     pub idle: Duration,
-    /// New processes of jackstay that get a burst of watches.
+    /// jackstay processes whose memory after a burst of watches is measured.
     pub bursts: usize,
 }
 
@@ -65,7 +65,7 @@ impl Plan {
     };
 }
 
-/// What every phase needs.
+/// Everything that the phases share.
 pub struct Bench<'a> {
     pub plan: Plan,
     pub dir: &'a Path,
@@ -79,8 +79,8 @@ pub struct Bench<'a> {
 }
 
 impl Bench<'_> {
-    /// Memory and CPU of proxies that do nothing, then memory with idle watches. The proxies must
-    /// be fresh: an allocator keeps what a load made it take.
+    /// Memory and CPU of idle proxies, then memory with idle watches. The proxies must be new processes, because
+    /// allocators keep memory from earlier load.
     pub async fn idle(&self, proxies: &[Proxy], samples: &mut Samples) -> Result<()> {
         tokio::time::sleep(SETTLE).await;
         let mut before = Vec::new();
@@ -98,16 +98,16 @@ impl Bench<'_> {
         }
         for (proxy, (rss, _)) in proxies.iter().zip(&before) {
             let watches = self.watch(proxy, WATCH_CONNECTIONS, WATCHES / WATCH_CONNECTIONS).await;
-            let Some(watches) = proxy.target.unless_left_out(watches)? else { continue };
+            let Some(watches) = proxy.target.skip_failed_peer(watches)? else { continue };
             let with_shared = proxy.process.rss_kib()?;
             let each = (with_shared - rss) / WATCHES as f64;
             samples.add(Metric::WatchMemory, proxy.target, each);
 
             let lone = self.watch(proxy, LONE_WATCHES, 1).await;
-            let Some(lone) = proxy.target.unless_left_out(lone)? else { continue };
+            let Some(lone) = proxy.target.skip_failed_peer(lone)? else { continue };
             let each = (proxy.process.rss_kib()? - with_shared) / LONE_WATCHES as f64;
             samples.add(Metric::LoneWatchMemory, proxy.target, each);
-            drop((watches, lone)); // all of them were open until here
+            drop((watches, lone)); // all watches were open until here
         }
         Ok(())
     }
@@ -139,12 +139,16 @@ impl Bench<'_> {
             eprintln!("round {} of {}", round + 1, self.plan.rounds);
             for proxy in mem::take(&mut order) {
                 let loaded = self.load(proxy, samples).await;
-                order.extend(self.place(proxy).0.unless_left_out(loaded)?.map(|()| proxy));
+                order.extend(
+                    self.target_and_address(proxy).0.skip_failed_peer(loaded)?.map(|()| proxy),
+                );
             }
             order = self.latency(&order, samples).await?;
             for proxy in mem::take(&mut order) {
                 let moved = self.bulk(proxy, samples).await;
-                order.extend(self.place(proxy).0.unless_left_out(moved)?.map(|()| proxy));
+                order.extend(
+                    self.target_and_address(proxy).0.skip_failed_peer(moved)?.map(|()| proxy),
+                );
             }
             order.rotate_left(1);
         }
@@ -152,7 +156,7 @@ impl Bench<'_> {
     }
 
     async fn load(&self, proxy: Option<&Proxy>, samples: &mut Samples) -> Result<()> {
-        let (target, address) = self.place(proxy);
+        let (target, address) = self.target_and_address(proxy);
         let cpu = self.cpu(proxy)?;
         let load =
             h2load::run(self.h2load, address, self.plan.load, &self.dir.join("h2load.log")).await?;
@@ -177,7 +181,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Returns those that answered.
+    /// Returns the proxies that responded.
     async fn latency<'p>(
         &self,
         order: &[Option<&'p Proxy>],
@@ -185,14 +189,14 @@ impl Bench<'_> {
     ) -> Result<Vec<Option<&'p Proxy>>> {
         let proxies = order.iter().flatten().map(|proxy| proxy.process.id());
         let _one_core = OneCore::hold(proxies.chain([self.origin_process.id()]))?;
-        let (mut answered, mut measured) = (Vec::new(), Vec::new());
+        let (mut responding, mut measured) = (Vec::new(), Vec::new());
         for &proxy in order {
-            let (target, address) = self.place(proxy);
-            let one_by_one = self.latencies(address).await;
-            let Some(took) = target.unless_left_out(one_by_one)? else { continue };
+            let (target, address) = self.target_and_address(proxy);
+            let sequential_requests = self.latencies(address).await;
+            let Some(took) = target.skip_failed_peer(sequential_requests)? else { continue };
             let at =
                 |part: f64| took[((took.len() - 1) as f64 * part) as usize].as_secs_f64() * 1e6;
-            answered.push(proxy);
+            responding.push(proxy);
             measured.push((target, at(0.5), at(0.99)));
         }
         let direct = measured.iter().find(|(target, ..)| *target == Target::Direct);
@@ -205,20 +209,20 @@ impl Bench<'_> {
                 samples.add(Metric::LatencyP99, target, its_p99 - p99);
             }
         }
-        Ok(answered)
+        Ok(responding)
     }
 
-    /// Of requests one after another, sorted.
+    /// Latencies of sequential requests, sorted.
     async fn latencies(&self, address: std::net::SocketAddr) -> Result<Vec<Duration>> {
         let mut client = Client::connect(address, self.tls).await?;
         client.get(origin::OBJECT).await?;
-        let mut took = client.one_by_one(self.plan.latency).await?;
+        let mut took = client.sequential_requests(self.plan.latency).await?;
         took.sort_unstable();
         Ok(took)
     }
 
     async fn bulk(&self, proxy: Option<&Proxy>, samples: &mut Samples) -> Result<()> {
-        let (target, address) = self.place(proxy);
+        let (target, address) = self.target_and_address(proxy);
         let mut client = Client::connect(address, self.tls).await?;
         client.get(origin::OBJECT).await?;
         let cpu = self.cpu(proxy)?;
@@ -238,7 +242,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    fn place(&self, proxy: Option<&Proxy>) -> (Target, std::net::SocketAddr) {
+    fn target_and_address(&self, proxy: Option<&Proxy>) -> (Target, std::net::SocketAddr) {
         proxy.map_or((Target::Direct, self.origin), |proxy| (proxy.target, proxy.address))
     }
 

@@ -1,20 +1,18 @@
-//! One core for everyone while single requests are timed. With several, the scheduler's choice
-//! outweighs every proxy: a direct request took 13 µs where client and origin happened to share a
-//! core and 75 µs where a sleeping core had to be woken.
+//! Pins all processes to one core while single requests are timed. With several cores, scheduling outweighs every proxy:
+//! a direct request took 13 µs when client and origin shared a core, and 75 µs when an idle core had to wake up.
 
 use std::{fs, process::Command};
 
 use crate::Result;
 
-/// Processes held on one core until this is dropped.
+/// Pins processes to one core until it is dropped.
 pub struct OneCore {
     pids: Vec<u32>,
     allowed: String,
 }
 
 impl OneCore {
-    /// Moves this process and `others` to the last core that we may use (the first one serves
-    /// most interrupts).
+    /// Moves this process and `others` to the last allowed core (the first one serves most interrupts).
     pub fn hold(others: impl Iterator<Item = u32>) -> Result<Self> {
         let status = fs::read_to_string("/proc/self/status")?;
         let allowed = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
@@ -41,7 +39,7 @@ impl OneCore {
 impl Drop for OneCore {
     fn drop(&mut self) {
         if let Err(error) = self.move_to(&self.allowed) {
-            eprintln!("peers: the processes stay on one core: {error}");
+            eprintln!("peers: the processes stay pinned to one core: {error}");
         }
     }
 }

@@ -1,7 +1,5 @@
-//! The throw-away certificates of one run, because everything here speaks TLS on both sides.
-//!
-//! One authority signs a server certificate (origin and proxies alike) and a client certificate
-//! with the subject of a kubelet.
+//! The certificates of one run: a CA, a server certificate for the origin and the proxies, and a client certificate with
+//! a kubelet's subject.
 
 use std::{
     fs,
@@ -27,9 +25,9 @@ pub const SERVER_NAME: &str = "kubernetes.default.svc";
 
 /// Paths of the PEM files of one run.
 pub struct Pki {
-    /// The authority's certificate.
+    /// The CA's certificate.
     pub ca: PathBuf,
-    /// Server certificate and key, apart and (for `HAProxy`) in one file.
+    /// Server certificate and key in two files, and in one for `HAProxy`.
     pub server_cert: PathBuf,
     pub server_key: PathBuf,
     pub server_both: PathBuf,
@@ -39,7 +37,7 @@ pub struct Pki {
 }
 
 impl Pki {
-    /// Where the files of a run in `dir` are.
+    /// The paths of the files in `dir`.
     pub fn in_dir(dir: &Path) -> Self {
         Self {
             ca: dir.join("ca.crt"),
@@ -51,12 +49,12 @@ impl Pki {
         }
     }
 
-    /// Makes and writes them.
+    /// Creates the certificates and writes the files.
     pub fn create(dir: &Path) -> Result<Self> {
         let paths = Self::in_dir(dir);
 
         let mut ca = CertificateParams::default();
-        ca.distinguished_name.push(DnType::CommonName, "bench authority");
+        ca.distinguished_name.push(DnType::CommonName, "bench CA");
         ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         ca.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::DigitalSignature];
         let ca_key = KeyPair::generate()?;
@@ -89,9 +87,9 @@ impl Pki {
         Ok(roots)
     }
 
-    /// The client of latency, bulk and watches: it presents the kubelet's certificate.
+    /// TLS configuration of [`crate::client`], with the kubelet's certificate.
     pub fn client_config(&self) -> Result<Arc<ClientConfig>> {
-        let mut config = ClientConfig::builder_with_provider(one_suite())
+        let mut config = ClientConfig::builder_with_provider(single_cipher_suite())
             .with_protocol_versions(&[&rustls::version::TLS13])?
             .with_root_certificates(self.roots()?)
             .with_client_auth_cert(
@@ -102,13 +100,15 @@ impl Pki {
         Ok(Arc::new(config))
     }
 
-    /// The origin: like an apiserver it asks for a client certificate and does not insist.
+    /// TLS configuration of the origin: as in an apiserver, the client certificate is optional.
     pub fn server_config(&self) -> Result<Arc<ServerConfig>> {
-        let verifier =
-            WebPkiClientVerifier::builder_with_provider(Arc::new(self.roots()?), one_suite())
-                .allow_unauthenticated()
-                .build()?;
-        let mut config = ServerConfig::builder_with_provider(one_suite())
+        let verifier = WebPkiClientVerifier::builder_with_provider(
+            Arc::new(self.roots()?),
+            single_cipher_suite(),
+        )
+        .allow_unauthenticated()
+        .build()?;
+        let mut config = ServerConfig::builder_with_provider(single_cipher_suite())
             .with_protocol_versions(&[&rustls::version::TLS13])?
             .with_client_cert_verifier(verifier)
             .with_single_cert(
@@ -120,10 +120,9 @@ impl Pki {
     }
 }
 
-/// Origin and clients speak AES-128-GCM alone, which Go chooses on every machine with AES
-/// instructions: left alone, each proxy would pick another cipher and the bulk figures would
-/// compare ciphers.
-fn one_suite() -> Arc<CryptoProvider> {
+/// Origin and clients offer only AES-128-GCM, which Go chooses on machines with AES instructions. Otherwise the proxies
+/// would choose different ciphers, and the bulk figures would compare ciphers.
+fn single_cipher_suite() -> Arc<CryptoProvider> {
     let mut provider = aws_lc_rs::default_provider();
     provider.cipher_suites = vec![aws_lc_rs::cipher_suite::TLS13_AES_128_GCM_SHA256];
     Arc::new(provider)

@@ -1,5 +1,4 @@
-//! A child process that cannot be forgotten: killed by its pid when dropped, and asked for its
-//! CPU time and memory while it lives.
+//! A child process that is killed when dropped, with its CPU time and memory.
 
 use std::{
     fs::{self, File},
@@ -10,14 +9,14 @@ use std::{
 
 use crate::Result;
 
-/// One running child; its output goes to a log file that is quoted when it fails.
+/// A running child. Errors quote its output, which goes to a log file.
 pub struct Process {
     child: Child,
     log: PathBuf,
 }
 
 impl Process {
-    /// Starts `command` with its output in `log`. Standard input is a pipe that closes with us.
+    /// Starts `command` with its output in `log`. Standard input is a pipe that closes when this process exits.
     pub fn start(mut command: Command, log: &Path) -> Result<Self> {
         let out = File::create(log)?;
         command.stdin(Stdio::piped()).stdout(out.try_clone()?).stderr(out);
@@ -27,30 +26,30 @@ impl Process {
         Ok(Self { child, log: log.to_owned() })
     }
 
-    /// Its pid.
+    /// The pid.
     pub fn id(&self) -> u32 {
         self.child.id()
     }
 
-    /// Whether it has ended, and how.
-    pub fn ended(&mut self) -> Result<Option<ExitStatus>> {
+    /// The exit status, or `None` while the process runs.
+    pub fn try_wait(&mut self) -> Result<Option<ExitStatus>> {
         Ok(self.child.try_wait()?)
     }
 
-    /// Waits for the end of a child that ends by itself.
+    /// Waits until the child exits by itself.
     pub async fn wait(&mut self, limit: Duration) -> Result<ExitStatus> {
         let poll = async {
             loop {
-                if let Some(status) = self.ended()? {
+                if let Some(status) = self.try_wait()? {
                     return Ok(status);
                 }
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
         };
-        tokio::time::timeout(limit, poll).await.map_err(|_| "did not end in time")?
+        tokio::time::timeout(limit, poll).await.map_err(|_| "did not exit in time")?
     }
 
-    /// What it has printed so far.
+    /// The output so far.
     pub fn output(&self) -> String {
         fs::read(&self.log)
             .map(|log| String::from_utf8_lossy(&log).into_owned())
@@ -60,8 +59,8 @@ impl Process {
     /// CPU seconds of the whole process since its start, user and system.
     pub fn cpu_seconds(&self, ticks_per_second: f64) -> Result<f64> {
         let stat = fs::read_to_string(format!("/proc/{}/stat", self.child.id()))?;
-        // The command name is the second field and may hold anything; after its closing
-        // parenthesis comes field 3, so utime (14) and stime (15) are 11 and 12 from there.
+        // The command name, field 2, may contain any character. Field 3 follows its closing parenthesis, so utime
+        // (field 14) and stime (field 15) have the indexes 11 and 12 from there.
         let rest = stat.rsplit_once(')').ok_or("no command in /proc/PID/stat")?.1;
         let ticks: Vec<u64> = rest
             .split_whitespace()
@@ -77,8 +76,8 @@ impl Process {
         self.kib("status", "VmRSS:")
     }
 
-    /// The same, with what it shares with other processes divided among them. The kernel counts it
-    /// when it is read, page by page; the resident memory is a sum that may lag behind.
+    /// Proportional set size in KiB: shared pages are divided among the processes. The kernel counts it page by page at
+    /// each read, while `VmRSS` is a counter that may lag.
     pub fn pss_kib(&self) -> Result<f64> {
         self.kib("smaps_rollup", "Pss:")
     }
@@ -98,14 +97,14 @@ impl Drop for Process {
     }
 }
 
-/// Ticks a second of the figures in `/proc/PID/stat`.
+/// Clock ticks per second in `/proc/PID/stat`.
 pub fn ticks_per_second() -> Result<f64> {
     let out = Command::new("getconf").arg("CLK_TCK").output()?;
     Ok(String::from_utf8_lossy(&out.stdout).trim().parse()?)
 }
 
-/// The first of `names` that is an executable: a path as it is, a bare name through `PATH` and
-/// `/usr/sbin`, where Debian keeps daemons and many users' `PATH` does not look.
+/// The first of `names` that exists: a path is used unchanged, a bare name is searched in `PATH` and in `/usr/sbin`,
+/// which Debian uses for daemons and users' `PATH` often lacks.
 pub fn find_program<'a>(names: impl IntoIterator<Item = &'a Path>) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let dirs: Vec<_> = std::env::split_paths(&path).chain([PathBuf::from("/usr/sbin")]).collect();

@@ -1,5 +1,5 @@
-//! The proxies under test: where each is found, and how it starts. The configuration that it gets is
-//! that of its layer ([`l4`], [`l7`]); one worker thread each, since one is jackstay's default.
+//! The proxies: their programs and how they start. The configurations are in [`l4`] and [`l7`]; each proxy has one
+//! worker thread, jackstay's default.
 
 mod l4;
 mod l7;
@@ -25,32 +25,32 @@ use crate::{
     raw,
 };
 
-/// How long a proxy may take until it answers its first request.
+/// Time until the first response of a new proxy.
 const START: Duration = Duration::from_secs(15);
 
-/// What stands, or does not stand, between client and origin.
+/// The proxy between client and origin, or none.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, clap::ValueEnum)]
 pub enum Target {
     /// No proxy.
     Direct,
-    /// The yardstick of every ratio.
+    /// The base of every ratio.
     Haproxy,
-    /// At L4 alone.
+    /// Only at L4.
     Nginx,
     /// Envoy.
     Envoy,
-    /// Another binary of jackstay, to see what a change costs.
+    /// Another jackstay binary, to measure the cost of a change.
     Before,
     /// This crate's binary.
     Jackstay,
 }
 
-/// What is done with the bytes.
+/// The proxy mode.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
 pub enum Layer {
-    /// TLS ends in the proxy, and each request is one.
+    /// The proxy terminates TLS and forwards requests.
     L7,
-    /// Bytes pass.
+    /// The proxy forwards bytes.
     L4,
 }
 
@@ -58,30 +58,30 @@ impl Target {
     /// The proxies, in the order of the table.
     pub const PROXIES: [Self; 4] = [Self::Haproxy, Self::Nginx, Self::Envoy, Self::Jackstay];
 
-    /// Whether it is a peer at that layer: nginx speaks no HTTP/2 to its upstreams.
+    /// Whether the proxy supports the layer: nginx does not speak HTTP/2 to upstreams.
     pub fn works_at(self, layer: Layer) -> bool {
         layer == Layer::L4 || self != Self::Nginx
     }
 
-    /// Whether it is what jackstay is compared with.
+    /// Whether jackstay is compared with this proxy.
     fn is_peer(self) -> bool {
         matches!(self, Self::Haproxy | Self::Nginx | Self::Envoy)
     }
 
-    /// What was measured of it. A peer that fails is left out from there on, and the run goes on; a
-    /// failure of ours ends it.
-    pub fn unless_left_out<T>(self, measured: Result<T>) -> Result<Option<T>> {
+    /// Turns a failure of another proxy into `None`: it is skipped for the rest of the run. A failure of jackstay or of
+    /// the direct connection is an error.
+    pub fn skip_failed_peer<T>(self, measured: Result<T>) -> Result<Option<T>> {
         match measured {
             Ok(measured) => Ok(Some(measured)),
             Err(error) if self.is_peer() => {
-                println!("{} is left out from here on: {error}", self.name());
+                println!("{} is skipped from now on: {error}", self.name());
                 Ok(None)
             }
             Err(error) => Err(format!("{}: {error}", self.name()).into()),
         }
     }
 
-    /// As printed, and as the key in the JSON.
+    /// Name in the table and key in the JSON.
     pub fn name(self) -> &'static str {
         match self {
             Self::Direct => "direct",
@@ -93,7 +93,7 @@ impl Target {
         }
     }
 
-    /// Its program, or the reason why it is left out.
+    /// The program, or the reason why the proxy is skipped.
     pub fn program(self) -> std::result::Result<PathBuf, &'static str> {
         let found = |variable: &str, default: PathBuf| {
             let file = std::env::var_os(variable).map_or(default, PathBuf::from);
@@ -102,20 +102,20 @@ impl Target {
         match self {
             Self::Direct => Err("not a program"),
             Self::Haproxy => found("HAPROXY_BIN", "haproxy".into())
-                .ok_or("no haproxy: run benches/setup or set HAPROXY_BIN"),
+                .ok_or("not installed: run benches/setup or set HAPROXY_BIN"),
             Self::Nginx => found("NGINX_BIN", "nginx".into())
-                .ok_or("no nginx: run benches/setup or set NGINX_BIN"),
+                .ok_or("not installed: run benches/setup or set NGINX_BIN"),
             Self::Envoy => found("ENVOY_BIN", cache_dir().join("envoy"))
-                .ok_or("no envoy: run benches/setup or set ENVOY_BIN"),
+                .ok_or("not installed: run benches/setup or set ENVOY_BIN"),
             Self::Before => found("JACKSTAY_BENCH_BEFORE", PathBuf::new())
-                .ok_or("JACKSTAY_BENCH_BEFORE names no file"),
+                .ok_or("JACKSTAY_BENCH_BEFORE is not a file"),
             Self::Jackstay => found("JACKSTAY_BIN", env!("CARGO_BIN_EXE_jackstay").into())
-                .ok_or("no jackstay binary: JACKSTAY_BIN names no file"),
+                .ok_or("JACKSTAY_BIN is not a file"),
         }
     }
 }
 
-/// Where `benches/setup` puts Envoy.
+/// Directory in which `benches/setup` installs Envoy.
 fn cache_dir() -> PathBuf {
     let home = || PathBuf::from(std::env::var_os("HOME").unwrap_or_default()).join(".cache");
     std::env::var_os("XDG_CACHE_HOME").map_or_else(home, PathBuf::from).join("jackstay/bench")
@@ -123,30 +123,26 @@ fn cache_dir() -> PathBuf {
 
 /// A running proxy.
 pub struct Proxy {
-    /// Which one.
     pub target: Target,
-    /// Where it listens.
     pub address: SocketAddr,
-    /// To ask for CPU and memory.
     pub process: Process,
 }
 
-/// Everything a proxy is started from.
-pub struct Setting<'a> {
+/// What a proxy needs to start.
+pub struct Environment<'a> {
     /// Directory of the run: certificates, configurations, logs.
     pub dir: &'a Path,
-    /// The certificates in it.
     pub pki: &'a Pki,
     /// Where the origin listens.
     pub origin: SocketAddr,
-    /// Flows that it must be able to hold at L4.
+    /// Number of flows that the proxy must support at L4.
     pub flows: usize,
-    /// The client that asks whether it is up.
+    /// TLS configuration of the client that waits for the first response.
     pub tls: &'a Arc<ClientConfig>,
 }
 
-impl Setting<'_> {
-    /// Starts `target` and waits for its first answer.
+impl Environment<'_> {
+    /// Starts `target` and waits for its first response.
     pub async fn start(&self, target: Target, layer: Layer) -> Result<Proxy> {
         let program = target.program()?;
         let address = free_address()?;
@@ -169,7 +165,7 @@ impl Setting<'_> {
 
         let mut command = Command::new(program);
         match target {
-            // One process in the foreground, so that its pid is the one we measure and kill.
+            // A single process in the foreground, whose pid is measured and killed.
             Target::Haproxy => command.arg("-db").arg("-f").arg(&config),
             Target::Nginx => command.arg("-c").arg(&config),
             Target::Envoy => command
@@ -181,33 +177,33 @@ impl Setting<'_> {
 
         let end = Instant::now() + START;
         loop {
-            let answer = match layer {
-                Layer::L7 => self.ask(address).await,
+            let response = match layer {
+                Layer::L7 => self.request(address).await,
                 Layer::L4 => raw::once(address).await,
             };
-            let error = match answer {
+            let error = match response {
                 Ok(()) => return Ok(Proxy { target, address, process }),
                 Err(error) => error,
             };
-            if let Some(status) = process.ended()? {
+            if let Some(status) = process.try_wait()? {
                 let log = process.output();
-                return Err(format!("ended before it answered ({status}) {log}").into());
+                return Err(format!("exited before its first response ({status}) {log}").into());
             }
             if Instant::now() > end {
                 let log = process.output();
-                return Err(format!("no answer in {START:?}: {error}\n{log}").into());
+                return Err(format!("no response within {START:?}: {error}\n{log}").into());
             }
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     }
 
-    async fn ask(&self, address: SocketAddr) -> Result<()> {
+    async fn request(&self, address: SocketAddr) -> Result<()> {
         Client::connect(address, self.tls).await?.get(origin::OBJECT).await?;
         Ok(())
     }
 }
 
-/// A port that was free a moment ago; a proxy that loses the race for it fails to start, loudly.
+/// A free port. If another process takes it first, the proxy fails to start with an error.
 fn free_address() -> Result<SocketAddr> {
     Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?)
 }

@@ -1,7 +1,7 @@
-//! The smallest protocol that tells passthroughs apart: bytes and nothing else. A proxy at L4 does
-//! not care what it passes, so neither end spends its time on TLS here.
+//! A minimal byte protocol for the measurements at L4, where proxies do not interpret the bytes. Client and origin do
+//! not use TLS, to save their CPU.
 //!
-//! The first byte says what a connection is for; TLS (a proxy's health check) begins with another.
+//! The first byte selects the operation. It differs from the first byte of TLS, which health checks send.
 
 use std::{net::SocketAddr, time::Duration};
 
@@ -12,25 +12,25 @@ use tokio::{
 
 use crate::Result;
 
-/// Answered with the same byte, then closed.
+/// The origin returns the same byte and closes.
 const ONCE: u8 = b'E';
-/// Answered with the same byte, then open until the client closes.
+/// The origin returns the same byte and waits until the client closes.
 const IDLE: u8 = b'I';
-/// Followed by a length: answered with so many bytes, then closed.
+/// Followed by a length: the origin sends so many bytes and closes.
 const DOWN: u8 = b'D';
-/// Followed by bytes to the end; answered with one, then closed.
+/// Followed by bytes to the end: the origin returns one byte and closes.
 const UP: u8 = b'U';
 
-/// Bytes written at once. Go's server writes a large LIST in pieces of this order.
+/// Bytes per write, similar to Go's server for a large LIST.
 const CHUNK: usize = 32 * 1024;
-/// Bytes read at once.
+/// Bytes per read.
 const BUFFER: usize = 256 * 1024;
 
-/// No single exchange takes longer than this, however busy the machine.
-const ANSWER: Duration = Duration::from_secs(60);
+/// Timeout of an exchange, long enough for a busy machine.
+const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Whether a connection that begins with this byte is ours.
-pub fn is_ours(first: u8) -> bool {
+/// Whether this first byte belongs to the protocol.
+pub fn is_raw(first: u8) -> bool {
     [ONCE, IDLE, DOWN, UP].contains(&first)
 }
 
@@ -60,30 +60,30 @@ pub async fn serve(mut stream: TcpStream) -> std::io::Result<()> {
     Ok(())
 }
 
-/// One connection, one byte there and back.
+/// Opens a connection and exchanges one byte.
 pub async fn once(address: SocketAddr) -> Result<()> {
     let exchange = async {
         let mut stream = begin(address, ONCE).await?;
-        let mut answer = Vec::new();
-        stream.read_to_end(&mut answer).await?;
-        if answer != [ONCE] {
-            return Err(format!("{} bytes instead of one", answer.len()).into());
+        let mut response = Vec::new();
+        stream.read_to_end(&mut response).await?;
+        if response != [ONCE] {
+            return Err(format!("{} bytes instead of one", response.len()).into());
         }
         Ok(())
     };
-    tokio::time::timeout(ANSWER, exchange).await.map_err(|_| "one byte did not come back")?
+    tokio::time::timeout(TIMEOUT, exchange).await.map_err(|_| "timeout: one byte")?
 }
 
-/// A connection that has proven to reach the origin, and then idles.
+/// Opens a connection, checks that it reaches the origin, and leaves it idle.
 pub async fn idle(address: SocketAddr) -> Result<TcpStream> {
     let exchange = async {
         let mut stream = begin(address, IDLE).await?;
         match stream.read_u8().await? {
             IDLE => Ok(stream),
-            other => Err(format!("an idle flow was answered with {other}").into()),
+            other => Err(format!("unexpected byte {other} on an idle flow").into()),
         }
     };
-    tokio::time::timeout(ANSWER, exchange).await.map_err(|_| "an idle flow did not open")?
+    tokio::time::timeout(TIMEOUT, exchange).await.map_err(|_| "timeout: opening an idle flow")?
 }
 
 /// Reads `bytes` from the origin.
@@ -100,7 +100,7 @@ pub async fn down(address: SocketAddr, bytes: u64) -> Result<()> {
             }
         }
     };
-    tokio::time::timeout(ANSWER, exchange).await.map_err(|_| "the bytes did not come")?
+    tokio::time::timeout(TIMEOUT, exchange).await.map_err(|_| "timeout: download")?
 }
 
 /// Writes `bytes` to the origin.
@@ -117,10 +117,10 @@ pub async fn up(address: SocketAddr, bytes: u64) -> Result<()> {
         stream.shutdown().await?;
         match stream.read_u8().await? {
             UP => Ok(()),
-            other => Err(format!("an upload was answered with {other}").into()),
+            other => Err(format!("unexpected byte {other} after an upload").into()),
         }
     };
-    tokio::time::timeout(ANSWER, exchange).await.map_err(|_| "the bytes did not go")?
+    tokio::time::timeout(TIMEOUT, exchange).await.map_err(|_| "timeout: upload")?
 }
 
 async fn begin(address: SocketAddr, first: u8) -> Result<TcpStream> {

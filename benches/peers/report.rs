@@ -1,5 +1,4 @@
-//! What the samples say: medians, ratios to `HAProxy`, and the bar of promise 10, as a table for
-//! people and as JSON for machines.
+//! The results: medians, ratios to `HAProxy` and the limits for jackstay, as a table and as JSON.
 
 use std::{collections::BTreeMap, fmt::Write};
 
@@ -30,15 +29,15 @@ pub enum Metric {
     ConnectionRate,
 }
 
-/// The most jackstay may need.
-enum Bar {
-    /// Times what `HAProxy` needs in the same run.
+/// The largest value that is allowed for jackstay.
+enum Limit {
+    /// A multiple of `HAProxy`'s value in the same run.
     Ratio(f64),
-    /// What each of these needs in the same run.
+    /// The value of each of these in the same run.
     AtMost(&'static [Target]),
-    /// In the metric's own unit.
+    /// A value in the metric's unit.
     Value(f64),
-    /// The same for each sample, not for their median.
+    /// A value that every sample must meet, not only the median.
     Each(f64),
 }
 
@@ -68,7 +67,7 @@ impl Metric {
         if self >= Self::FlowMemory { Layer::L4 } else { Layer::L7 }
     }
 
-    /// Key in the JSON, label in the table, decimals.
+    /// Key in the JSON, label in the table, decimal places.
     fn names(self) -> (&'static str, &'static str, usize) {
         match self {
             Self::CpuPerRequest => ("cpu_us_per_request", "CPU per request, µs", 2),
@@ -98,18 +97,18 @@ impl Metric {
         }
     }
 
-    /// Promise 10.
-    fn bar(self) -> Option<Bar> {
+    /// The limit, for metrics that have one; the README lists them.
+    fn limit(self) -> Option<Limit> {
         match self {
-            Self::CpuPerRequest | Self::LatencyMedian => Some(Bar::Ratio(1.0)),
-            Self::BulkCpu => Some(Bar::Ratio(0.5)),
-            Self::WatchMemory => Some(Bar::Value(10.0)),
-            Self::BurstMemory => Some(Bar::Each(10.0)),
-            Self::IdleRss => Some(Bar::Value(12.0)),
-            Self::IdleCpu => Some(Bar::Value(0.5)),
-            Self::FlowMemory => Some(Bar::AtMost(&[Target::Haproxy])),
+            Self::CpuPerRequest | Self::LatencyMedian => Some(Limit::Ratio(1.0)),
+            Self::BulkCpu => Some(Limit::Ratio(0.5)),
+            Self::WatchMemory => Some(Limit::Value(10.0)),
+            Self::BurstMemory => Some(Limit::Each(10.0)),
+            Self::IdleRss => Some(Limit::Value(12.0)),
+            Self::IdleCpu => Some(Limit::Value(0.5)),
+            Self::FlowMemory => Some(Limit::AtMost(&[Target::Haproxy])),
             Self::FlowDownCpu | Self::FlowUpCpu => {
-                Some(Bar::AtMost(&[Target::Haproxy, Target::Nginx]))
+                Some(Limit::AtMost(&[Target::Haproxy, Target::Nginx]))
             }
             Self::Requests
             | Self::LatencyP99
@@ -123,12 +122,12 @@ impl Metric {
     }
 }
 
-/// All samples of a run; one a round, in the order of the rounds.
+/// All samples of a run: one per round, in the order of the rounds.
 #[derive(Default)]
 pub struct Samples(BTreeMap<(Metric, Target), Vec<f64>>);
 
 impl Samples {
-    /// Records one.
+    /// Adds a sample.
     pub fn add(&mut self, metric: Metric, target: Target, value: f64) {
         self.0.entry((metric, target)).or_default().push(value);
     }
@@ -141,7 +140,7 @@ impl Samples {
     fn ratio(&self, metric: Metric, target: Target) -> Option<f64> {
         if matches!(metric, Metric::LatencyMedian | Metric::LatencyP99) && target == Target::Direct
         {
-            return None; // its latency is the base, not an addition to it
+            return None; // the other values are relative to this one
         }
         self.ratio_to(Target::Haproxy, metric, target)
     }
@@ -153,35 +152,35 @@ impl Samples {
         median(&pairs.map(|(mine, base)| mine / base).collect::<Vec<_>>())
     }
 
-    /// Whether jackstay meets the bar; `None` where there is no bar or nothing to compare.
+    /// Whether jackstay meets the limit; `None` without a limit or without samples.
     pub fn meets(&self, metric: Metric) -> Option<bool> {
-        Some(match metric.bar()? {
-            Bar::Ratio(most) => self.ratio(metric, Target::Jackstay)? <= most,
-            Bar::AtMost(peers) => {
+        Some(match metric.limit()? {
+            Limit::Ratio(most) => self.ratio(metric, Target::Jackstay)? <= most,
+            Limit::AtMost(peers) => {
                 let ratios =
                     peers.iter().map(|&peer| self.ratio_to(peer, metric, Target::Jackstay));
                 ratios.collect::<Option<Vec<_>>>()?.into_iter().all(|ratio| ratio <= 1.0)
             }
-            Bar::Value(most) => self.median(metric, Target::Jackstay)? <= most,
-            Bar::Each(most) => {
+            Limit::Value(most) => self.median(metric, Target::Jackstay)? <= most,
+            Limit::Each(most) => {
                 self.0.get(&(metric, Target::Jackstay))?.iter().all(|&value| value <= most)
             }
         })
     }
 
-    /// What jackstay needs and the most that it may need, for each bar of a layer that was measured.
+    /// Label, jackstay's value and limit of each measured metric of a layer.
     pub fn figures(&self, layer: Layer) -> Vec<(&'static str, f64, f64)> {
         let metrics = Metric::ALL.into_iter().filter(|metric| metric.layer() == layer);
         let figure = |metric: Metric| {
-            let (measured, most) = match metric.bar()? {
-                Bar::Ratio(most) => (self.ratio(metric, Target::Jackstay)?, most),
-                Bar::AtMost(peers) => {
+            let (measured, most) = match metric.limit()? {
+                Limit::Ratio(most) => (self.ratio(metric, Target::Jackstay)?, most),
+                Limit::AtMost(peers) => {
                     let ratios =
                         peers.iter().map(|&peer| self.ratio_to(peer, metric, Target::Jackstay));
                     (ratios.flatten().reduce(f64::max)?, 1.0)
                 }
-                Bar::Value(most) => (self.median(metric, Target::Jackstay)?, most),
-                Bar::Each(most) => {
+                Limit::Value(most) => (self.median(metric, Target::Jackstay)?, most),
+                Limit::Each(most) => {
                     let samples = self.0.get(&(metric, Target::Jackstay))?;
                     (samples.iter().copied().reduce(f64::max)?, most)
                 }
@@ -191,12 +190,12 @@ impl Samples {
         metrics.filter_map(figure).collect()
     }
 
-    /// Whether every bar of a layer was measured and met.
+    /// Whether every limit of a layer was measured and met.
     pub fn meets_all(&self, layer: Layer) -> bool {
         Metric::ALL
             .iter()
             .filter(|metric| metric.layer() == layer)
-            .all(|&metric| metric.bar().is_none() || self.meets(metric) == Some(true))
+            .all(|&metric| metric.limit().is_none() || self.meets(metric) == Some(true))
     }
 
     /// The table of a layer.
@@ -213,7 +212,7 @@ impl Samples {
         for column in &columns {
             let _ = write!(out, "{:>18}", column.name());
         }
-        let _ = writeln!(out, "   bar for jackstay");
+        let _ = writeln!(out, "   limit for jackstay");
         for metric in Metric::ALL.into_iter().filter(|metric| metric.layer() == layer) {
             let (_, label, decimals) = metric.names();
             let _ = write!(out, "{label:<34}");
@@ -225,28 +224,32 @@ impl Samples {
                 });
                 let _ = write!(out, "{value:>18}");
             }
-            let bar = match metric.bar() {
+            let limit = match metric.limit() {
                 None => String::new(),
-                Some(Bar::Ratio(most)) => format!("≤ ×{most:.2}"),
-                Some(Bar::AtMost(peers)) => {
+                Some(Limit::Ratio(most)) => format!("≤ ×{most:.2}"),
+                Some(Limit::AtMost(peers)) => {
                     let names: Vec<_> = peers.iter().map(|peer| peer.name()).collect();
                     format!("≤ {}", names.join(", "))
                 }
-                Some(Bar::Value(most)) => format!("≤ {most}"),
-                Some(Bar::Each(most)) => format!("each ≤ {most}"),
+                Some(Limit::Value(most)) => format!("≤ {most}"),
+                Some(Limit::Each(most)) => format!("each ≤ {most}"),
             };
             let verdict = match self.meets(metric) {
                 None => "",
                 Some(true) => "met",
                 Some(false) => "MISSED",
             };
-            let _ = writeln!(out, "{}", format!("   {bar:<17}{verdict}").trim_end());
+            let _ = writeln!(out, "{}", format!("   {limit:<17}{verdict}").trim_end());
         }
-        out += "× is the median over rounds of the ratio to haproxy.";
-        out + if layer == Layer::L7 { " * direct: the whole, not added.\n" } else { "\n" }
+        out += "×: median over all rounds of the ratio to haproxy.";
+        out + if layer == Layer::L7 {
+            " *: absolute for direct, added for the others.\n"
+        } else {
+            "\n"
+        }
     }
 
-    /// Medians, ratios and the samples themselves.
+    /// Medians, ratios and all samples.
     pub fn json(&self) -> Value {
         let mut metrics = serde_json::Map::new();
         for metric in Metric::ALL {
@@ -260,7 +263,7 @@ impl Samples {
                 row.insert(target.name().into(), cell);
             }
             if let Some(met) = self.meets(metric) {
-                row.insert("bar_met".into(), met.into());
+                row.insert("limit_met".into(), met.into());
             }
             metrics.insert(metric.names().0.into(), row.into());
         }

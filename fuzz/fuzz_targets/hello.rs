@@ -1,18 +1,17 @@
-//! Any bytes as the beginning of a connection: no panic, and an answer that is given before all bytes
-//! are there is not taken back.
+//! Arbitrary bytes as the start of a connection: the parser does not panic, and a result from a prefix does not change
+//! when more bytes arrive.
 //!
-//! How to run it is in `fuzz/README.md`; what it finds goes to `tests/corpus/hello`, which the ordinary
-//! tests run.
+//! `fuzz/README.md` says how to run it. Findings go to `tests/corpus/hello`, which the ordinary tests replay.
 #![no_main]
 
 use jackstay::proxy::passthrough::client_hello::{ClientHello, MAX, read};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|bytes: &[u8]| {
-    let mut answer = ClientHello::Incomplete;
+    let mut result = ClientHello::Incomplete;
     for end in 0..=bytes.len().min(MAX) {
         let now = read(&bytes[..end]);
-        assert!(answer == ClientHello::Incomplete || answer == now, "{answer:?}, then {now:?} at {end}");
-        answer = now;
+        assert!(result == ClientHello::Incomplete || result == now, "{result:?}, then {now:?} at {end}");
+        result = now;
     }
 });

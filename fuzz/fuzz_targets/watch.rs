@@ -1,7 +1,7 @@
-//! Any bytes as a watch: no panic, nothing kept above the cap, and every byte out in its order.
+//! Arbitrary bytes as a watch: the splitter does not panic, buffers no more than its cap, and returns every byte in
+//! order.
 //!
-//! How to run it is in `fuzz/README.md`; what it finds goes to `tests/corpus/watch`, which the ordinary
-//! tests run.
+//! `fuzz/README.md` says how to run it. Findings go to `tests/corpus/watch`, which the ordinary tests replay.
 #![no_main]
 
 use bytes::Bytes;
@@ -12,14 +12,14 @@ use jackstay::proxy::watch::codec::frame::{Piece, FrameSplitter};
 use libfuzzer_sys::fuzz_target;
 
 const CAP: usize = 64;
-/// Less than that: both bounds are met.
-const ROOM: usize = 48;
+/// Less than [`CAP`], so that both limits are reached.
+const BUDGET: usize = 48;
 
 fuzz_target!(|bytes: &[u8]| {
     for encoding in [Encoding::Json, Encoding::Protobuf] {
         let _ = parse(encoding, bytes);
         for step in [1, 7, bytes.len().max(1)] {
-            let mut splitter = FrameSplitter::with_cap(encoding, CAP, &ByteBudget::unmetered(ROOM));
+            let mut splitter = FrameSplitter::with_cap(encoding, CAP, &ByteBudget::unmetered(BUDGET));
             let mut out = Vec::new();
             for chunk in bytes.chunks(step) {
                 let mut rest = chunk;

@@ -1,4 +1,4 @@
-"""A node as `deploy/` describes it: paths, manifests and units are used as they are in there."""
+"""A node set up from `deploy/`: its manifests, units and paths are used unchanged."""
 
 import calendar
 import json
@@ -21,8 +21,8 @@ SERVER = "https://127.0.0.1:7443"
 ADMIN = "http://127.0.0.1:9643"
 
 
-def built(name):
-    """What `deploy/release` makes: `jackstay` or `jackstay-image.tar`."""
+def dist_file(name):
+    """A file that `deploy/release` builds: `jackstay` or `jackstay-image.tar`."""
     path = DIST / name
     if not path.exists():
         raise AssertionError(f"{path} is missing: run deploy/release (JACKSTAY_DIST names another directory)")
@@ -30,7 +30,7 @@ def built(name):
 
 
 def admin(path, timeout=10):
-    """Body of an answer of the admin endpoint; raises unless it is a 200."""
+    """The body of an admin endpoint's response; raises unless the status is 200."""
     with urllib.request.urlopen(ADMIN + path, timeout=timeout) as answer:
         return answer.read().decode()
 
@@ -44,8 +44,8 @@ UPSTREAM = {"name": "control-plane", "endpoints": [f"{address}:{PORT}" for addre
 
 
 def write_config(rig, mode, identities=(), listener=None, **more):
-    """/etc/jackstay and the cluster's CA, as the comments of the manifests say. Identities that lie
-    elsewhere than on a node are copied there."""
+    """Writes /etc/jackstay and the cluster's CA as the manifests' comments say. Identities from the rig's directory are
+    copied to /etc/jackstay."""
     Path("/etc/jackstay").mkdir(parents=True, exist_ok=True)
     kept = []
     for crt, key in identities:
@@ -72,16 +72,16 @@ def write_config(rig, mode, identities=(), listener=None, **more):
     fresh.replace(CONFIG)
 
 
-def place(manifest):
-    """A static pod manifest into kubelet's directory, under a name that it skips until it is whole."""
+def install_manifest(manifest):
+    """Copies a static pod manifest into kubelet's directory by rename, so that kubelet reads a complete file."""
     MANIFESTS.mkdir(parents=True, exist_ok=True)
     fresh = MANIFESTS / ".jackstay.new"
     shutil.copy(DEPLOY / "static-pod" / manifest, fresh)
     fresh.replace(MANIFESTS / "jackstay.yaml")
 
 
-def process_of(executable="jackstay", word=b"run"):
-    """Pids of the processes, in whatever container or unit, with this name and argument."""
+def pids_of(executable="jackstay", word=b"run"):
+    """Pids of the processes with this name and argument, in any container or unit."""
     pids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -94,8 +94,8 @@ def process_of(executable="jackstay", word=b"run"):
     return pids
 
 
-class FreshNode(RealNode):
-    """A node that has never been one: kubelet has a bootstrap token, and jackstay to reach anyone."""
+class NewNode(RealNode):
+    """A node that joins the cluster: kubelet has only a bootstrap token and reaches the apiservers through jackstay."""
 
     NAME = "fresh-1"
 
@@ -107,12 +107,12 @@ class FreshNode(RealNode):
         return [f"--kubeconfig={KUBELET_CONF}", f"--bootstrap-kubeconfig={BOOTSTRAP_CONF}"]
 
     def kubelet_config(self):
-        # What kubeadm writes, and quicker to notice changes of files and to show a static pod.
+        # kubeadm's settings, with shorter intervals for file changes and for mirror pods.
         return {**super().kubelet_config(), "staticPodPath": str(MANIFESTS), "rotateCertificates": True,
                 "fileCheckFrequency": "2s", "syncFrequency": "10s"}
 
     def bootstrap(self):
-        """A bootstrap token, the rights that kubeadm gives it, and the kubeconfig that carries it."""
+        """Creates a bootstrap token with the permissions that kubeadm grants, and the kubeconfig with this token."""
         ident, secret = os.urandom(3).hex(), os.urandom(8).hex()
         control = self.rig.control
         control.must("POST", "/api/v1/namespaces/kube-system/secrets", {
@@ -133,19 +133,19 @@ class FreshNode(RealNode):
         for path in (MANIFESTS, KUBELET_PEM.parent):
             path.mkdir(parents=True, exist_ok=True)
         super().start()
-        self.ctr("images", "import", built("jackstay-image.tar"))
+        self.ctr("images", "import", dist_file("jackstay-image.tar"))
         return self
 
     def stop(self):
         super().stop()
         for path in MANIFESTS.iterdir():
             path.unlink()
-        for pid in [*process_of("containerd-shim-runc-v2", None), *process_of()]:
+        for pid in [*pids_of("containerd-shim-runc-v2", None), *pids_of()]:
             os.kill(pid, signal.SIGKILL)
-        wait_for("jackstay's end", lambda: not process_of(), 10)
+        wait_for("jackstay to exit", lambda: not pids_of(), 10)
 
-    def renewed(self):
-        """When it last said that it lives, in seconds since the epoch."""
+    def lease_renewed_at(self):
+        """The renewal time of the node's lease, in seconds since the epoch."""
         lease = self.rig.control.get(f"/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases/{self.NAME}")
         if lease.code != 200:
             return 0
@@ -154,11 +154,11 @@ class FreshNode(RealNode):
         return calendar.timegm(time.strptime(whole, "%Y-%m-%dT%H:%M:%S")) + float(f"0.{fraction or 0}")
 
 
-class Booted:
-    """systemd as the first process of namespaces of its own, with the rig's network and files, and of
-    units only its own, the one under test and others beside it. It keeps out of the host's cgroups."""
+class Systemd:
+    """systemd as the first process of its own namespaces, with the rig's network and files. It knows only the unit under
+    test and the templates, and its cgroups are below the rig's."""
 
-    def __init__(self, rig, unit, drop_in="", beside=()):
+    def __init__(self, rig, unit, drop_in="", templates=()):
         self.rig, self.unit = rig, Path(unit)
         self.dir = rig.dir / "booted"
         units = self.dir / "units"
@@ -166,17 +166,17 @@ class Booted:
         self.units = units
         for name in ("rig", "sysinit", "basic", "shutdown", "network-pre", "network", "multi-user"):
             (units / f"{name}.target").write_text(f"[Unit]\nDescription={name}\nDefaultDependencies=no\nAllowIsolate=yes\n")
-        for file in (unit, *beside):
+        for file in (unit, *templates):
             shutil.copy(file, units)
         self.log = self.dir / "service.log"
         self.log.touch()
         (units / f"{self.unit.name}.d/rig.conf").write_text(f"[Service]\nStandardOutput=append:{self.log}\nStandardError=inherit\n{drop_in}\n")
         self.process = Process("systemd", [
-            HERE / "boot", os.environ.get("JACKSTAY_RIG_CGROUP", "jackstay-rig"), units, built("jackstay"), DEPLOY], rig.dir / "systemd.log")
+            HERE / "boot", os.environ.get("JACKSTAY_RIG_CGROUP", "jackstay-rig"), units, dist_file("jackstay"), DEPLOY], rig.dir / "systemd.log")
 
     def start(self):
         self.process.start()
-        wait_for("systemd", lambda: self.process.must_run() or self.ctl("is-active", "rig.target").stdout.strip() == "active", 30)
+        wait_for("systemd", lambda: self.process.require_running() or self.ctl("is-active", "rig.target").stdout.strip() == "active", 30)
         return self
 
     @property
@@ -195,22 +195,22 @@ class Booted:
         return self.ctl("show", "--property", name, "--value", unit or self.unit.name).stdout.strip()
 
     def drop_in(self, name, text):
-        """A file beside the unit, read from now on; it replaces one of that name."""
+        """Writes a drop-in of the unit, replacing one of the same name, and reloads systemd."""
         file = self.units / f"{self.unit.name}.d/{name}.conf"
         file.write_text(f"[Service]\n{text}\n")
         self.ctl("daemon-reload", check=True)
 
     def main_pid(self):
-        """Of the unit, in the rig's namespace; fails unless there is exactly one."""
-        pid, = process_of()
+        """The unit's pid in the rig's namespace; fails unless there is exactly one process."""
+        pid, = pids_of()
         return pid
 
     def stop(self):
         self.process.stop(signal.SIGKILL)
 
 
-def quiet(rig):
-    """Ends what other tests left running: the ports of a node are one node's."""
+def stop_everything(rig):
+    """Stops the nodes and the jackstay of other tests, which would occupy the ports of a node."""
     rig.stop_hollow()
     if rig.jackstay:
         rig.jackstay.stop()
@@ -218,4 +218,4 @@ def quiet(rig):
     if rig.node:
         rig.node.stop()
         rig.node = None
-    rig.heal()
+    rig.recover()

@@ -1,8 +1,8 @@
-"""Figures and what is promised of them.
+"""Measured figures and their promised values.
 
-A figure is compared with four times the promise, since the machines of a CI are noisy, and with
-JACKSTAY_STRICT=1 with the promise itself. Either way it goes to the report, the file that
-JACKSTAY_REPORT names. Counts are no figures: tests assert them exactly.
+A figure is compared with four times the promise, because CI machines are noisy; with JACKSTAY_STRICT=1 it is
+compared with the promise itself. Every figure is appended to the report, the file that JACKSTAY_REPORT names.
+Counts are not figures: tests assert them exactly.
 """
 
 import os
@@ -16,7 +16,7 @@ TOLERANCE = 1 if STRICT else 4
 
 
 def bound(promise):
-    """The most that a test lets pass."""
+    """The largest value that passes a test."""
     return promise * TOLERANCE
 
 
@@ -31,6 +31,6 @@ def record(name, value, unit, promise=None):
 
 
 def within(case, name, value, unit, promise):
-    """Records a figure and fails the test where it is beyond the bound."""
+    """Records a figure and fails the test if it exceeds the bound."""
     record(name, value, unit, promise)
     case.assertLessEqual(value, bound(promise), f"{name}, {unit}; promised {promise:g}")

@@ -1,4 +1,4 @@
-"""The release of Kubernetes under test, and kubectl: what differs between 1.20 and today is here."""
+"""The Kubernetes release under test and the kubectl variants: every difference between 1.20 and current releases."""
 
 import os
 import re
@@ -14,23 +14,23 @@ CONTAINER_RUNTIME = f"unix://{CONTAINERD_SOCKET}"
 
 @dataclass(frozen=True)
 class Kubectl:
-    """One way to run kubectl."""
+    """A kubectl binary and its environment."""
 
     label: str
     binary: Path
     env: dict = field(default_factory=dict)
 
 
-TODAY = Kubectl("today", CACHE / "bin/kubectl")
-# exec, attach, port-forward and cp use WebSocket first; without it they fall back to SPDY.
-SPDY = Kubectl("today by SPDY", CACHE / "bin/kubectl", {
+CURRENT_KUBECTL = Kubectl("current", CACHE / "bin/kubectl")
+# exec, attach, port-forward and cp use WebSocket, unless it is disabled; then they use SPDY.
+SPDY_KUBECTL = Kubectl("current, SPDY", CACHE / "bin/kubectl", {
     "KUBECTL_REMOTE_COMMAND_WEBSOCKETS": "false", "KUBECTL_PORT_FORWARD_WEBSOCKETS": "false"})
 OLD_KUBECTL = Kubectl("1.20", PROGRAMS / "kubectl")
 
 
 @dataclass(frozen=True)
 class Release:
-    """The flags and API versions that one release has and another has not."""
+    """The flags and API versions of a release."""
 
     version: str
     apiserver: tuple
@@ -39,29 +39,29 @@ class Release:
     kubelet_config: dict
     kubemark: tuple
     discovery_api: str
-    etcd_check: str  # the path that fails in an apiserver without its etcd
-    kubectls: tuple  # that differ in what they ask for
-    transports: tuple  # that differ in how they reach into a pod
+    etcd_check: str  # the path that fails when the apiserver has lost etcd
+    kubectls: tuple  # variants that differ in their requests
+    transports: tuple  # variants that differ in the protocol of exec
 
     def program(self, name):
         return PROGRAMS / name
 
 
 def old(version):
-    """1.20, and others before 1.22."""
+    """Releases before 1.22; the tests use 1.20."""
     return Release(
         version,
         apiserver=("--insecure-port=0",),
-        # Its CronJob controller has no watch: it lists jobs and cron jobs every 10 s, and a test that counts
-        # lists could not tell them from those of a cache.
+        # Its CronJob controller lists jobs and cron jobs every 10 s. Tests that count lists could not tell
+        # these from the lists of a watch cache.
         controller_manager=("--port=0", "--controllers=*,-cronjob"),
         kubelet=("--container-runtime=remote", f"--container-runtime-endpoint={CONTAINER_RUNTIME}"),
         kubelet_config={"evictionHard": {"memory.available": "1Mi", "nodefs.available": "0.1%", "imagefs.available": "0.1%"}},
         kubemark=("--logtostderr=true",),
         discovery_api="discovery.k8s.io/v1beta1",
         etcd_check="/readyz",
-        kubectls=(TODAY, OLD_KUBECTL),
-        transports=(TODAY, OLD_KUBECTL))
+        kubectls=(CURRENT_KUBECTL, OLD_KUBECTL),
+        transports=(CURRENT_KUBECTL, OLD_KUBECTL))
 
 
 def current(version):
@@ -72,22 +72,22 @@ def current(version):
         kubelet=(),
         kubelet_config={
             "containerRuntimeEndpoint": CONTAINER_RUNTIME, "failCgroupV1": False,
-            # The file system below a container has no device that cAdvisor could measure.
+            # cAdvisor cannot measure the file system below a container.
             "localStorageCapacityIsolation": False, "evictionHard": {"memory.available": "0%", "nodefs.available": "0%"}},
         kubemark=("--use-host-image-service=false",),
         discovery_api="discovery.k8s.io/v1",
-        # Measured with 1.36.2: without etcd /livez fails at once, and /readyz still answers 200 after a minute.
+        # Measured with 1.36.2 without etcd: /livez fails at once, /readyz still returns 200 after a minute.
         etcd_check="/livez",
-        kubectls=(TODAY,),
-        transports=(TODAY, SPDY))
+        kubectls=(CURRENT_KUBECTL,),
+        transports=(CURRENT_KUBECTL, SPDY_KUBECTL))
 
 
 def release_of(programs):
-    """Reads the version from kube-apiserver itself."""
-    said = subprocess.run([programs / "kube-apiserver", "--version"], check=True, capture_output=True, text=True).stdout
-    match = re.search(r"v(\d+)\.(\d+)\.\d+", said)
+    """The release, by `kube-apiserver --version`."""
+    output = subprocess.run([programs / "kube-apiserver", "--version"], check=True, capture_output=True, text=True).stdout
+    match = re.search(r"v(\d+)\.(\d+)\.\d+", output)
     if not match:
-        raise SystemExit(f"{programs}/kube-apiserver --version: no version in {said!r}")
+        raise SystemExit(f"{programs}/kube-apiserver --version: no version in {output!r}")
     return (old if (int(match[1]), int(match[2])) < (1, 22) else current)(match[0][1:])
 
 

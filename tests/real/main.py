@@ -1,4 +1,4 @@
-"""Runs the tests named on the command line, or all, and prints `N passed, N failed` as its last line."""
+"""Runs the named tests, or all of them; the last line is `N passed, N failed`."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ MODULES = ["test_direct", "test_jackstay", "test_l4", "test_deploy", "test_setup
 
 
 class Result(unittest.TextTestResult):
-    """With the wall time of every test."""
+    """A test result that prints the wall time of every test."""
 
     def startTest(self, test):
         self.begun = time.monotonic()
@@ -29,7 +29,7 @@ class Result(unittest.TextTestResult):
 def shell():
     rig = rig_module.shared()
     config = rig.kubeconfig("admin", rig.server("a"), cert=rig.admin_cert)
-    print(f"directory {rig.dir}\nKUBECONFIG={config} (admin, apiserver a); leave the shell to end everything", file=sys.stderr)
+    print(f"directory {rig.dir}\nKUBECONFIG={config} (admin, apiserver a); exit the shell to stop everything", file=sys.stderr)
     path = f"{kubernetes.CACHE}/bin:{kubernetes.PROGRAMS}:{os.environ['PATH']}"
     return subprocess.run(["bash"], env={**os.environ, "KUBECONFIG": str(config), "PATH": path}).returncode
 
@@ -50,7 +50,7 @@ def main(arguments):
 
 
 if __name__ == "__main__":
-    # A shell's background job ignores it, and so would our children.
+    # Shells start background jobs with SIGINT ignored, and child processes would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     code = main(sys.argv[1:])
     rig_module._rig.stop()

@@ -1,12 +1,12 @@
-"""Real Kubernetes peers around a server under test: etcd, three kube-apiservers, a controller
-manager, hollow and real kubelets, kubectl, faults on the wire, and the audit log as the judge.
+"""The rig: etcd, three kube-apiservers, a controller manager, hollow and real kubelets, kubectl, packet faults, and
+the audit logs, which show what the apiservers received.
 
-Everything runs inside the network, mount and process namespaces that `tests/real/run` made, so
-nothing outlives it and no packet leaves it. Only the standard library is used.
+Everything runs inside the network, mount and process namespaces that `tests/real/run` creates, so no process
+outlives them and no packet leaves them. Only the standard library is used.
 
-    apiservers   a, b, c on 10.99.0.11 .. 13, port 6443, one etcd behind them, which each reaches by an
-                 address of its own, so that each can lose it alone
-    control      the controller manager and the rig's own questions go to c; faults hit a or b
+    apiservers   a, b, c on 10.99.0.11 to 13, port 6443, with one etcd; each reaches etcd by an address of its
+                 own, so that a fault can cut off one of them
+    control      the controller manager and the rig's own requests use c; faults affect a or b
     jackstay     127.0.0.1:7443, admin 127.0.0.1:9643
 """
 
@@ -27,16 +27,16 @@ import time
 import uuid
 from pathlib import Path
 
-from kubernetes import CACHE, CONTAINERD_SOCKET, RELEASE, TODAY
+from kubernetes import CACHE, CONTAINERD_SOCKET, RELEASE, CURRENT_KUBECTL
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
 NODE_IP = "10.99.0.1"
 PORT = 6443
 ADDRESSES = {"a": "10.99.0.11", "b": "10.99.0.12", "c": "10.99.0.13"}
-# What clients take for a load balancer's address: the apiservers' certificates name it.
-LB, LB6 = "10.99.2.5", "fd00:99::5"
-ETCD = {"a": "127.0.0.11", "b": "127.0.0.12", "c": "127.0.0.13"}
+# A load balancer's addresses, which the apiservers' certificates contain.
+LOAD_BALANCER, LOAD_BALANCER6 = "10.99.2.5", "fd00:99::5"
+ETCD_ADDRESSES = {"a": "127.0.0.11", "b": "127.0.0.12", "c": "127.0.0.13"}
 TOKEN = "a-token-of-the-rig"
 TOKEN_USER = ("alice", ["developers", "on-call"])
 IMAGE = "jackstay.test/busybox:1"
@@ -46,24 +46,24 @@ def log(message):
     print(f"[{time.strftime('%H:%M:%S')}] {message}", file=sys.stderr, flush=True)
 
 
-class Gone(AssertionError):
-    """What is waited for cannot come any more."""
+class NeverFulfilled(AssertionError):
+    """The condition of a wait can no longer become true."""
 
 
 def wait_for(what, condition, timeout, pause=0.1):
-    """Polls until `condition` returns something true; its last exception or value explains a failure."""
+    """Polls until `condition` returns a true value; a failure reports its last value or exception."""
     deadline, last = time.monotonic() + timeout, None
     while True:
         try:
             last = condition()
             if last:
                 return last
-        except Gone:
+        except NeverFulfilled:
             raise
-        except Exception as error:  # Whatever it is, it may be over the next time.
+        except Exception as error:  # The next attempt may succeed.
             last = error
         if time.monotonic() > deadline:
-            raise AssertionError(f"waited {timeout} s for {what}: {last!r}")
+            raise AssertionError(f"timed out after {timeout} s: {what}: {last!r}")
         time.sleep(pause)
 
 
@@ -81,7 +81,7 @@ def sh(*argv, **options):
 
 
 class Process:
-    """A child with a log file, ended when the rig ends."""
+    """A child process with a log file."""
 
     def __init__(self, name, argv, logfile, env=None, cwd=None):
         self.name, self.argv, self.logfile = name, [str(a) for a in argv], Path(logfile)
@@ -107,7 +107,7 @@ class Process:
             self.child.send_signal(number)
 
     def stop(self, number=signal.SIGTERM, timeout=20):
-        """Sends a signal, waits, and returns the exit code; kills what does not go."""
+        """Sends a signal, waits, and returns the exit code; kills the process after the timeout."""
         if self.child is None:
             return None
         if self.running:
@@ -122,29 +122,29 @@ class Process:
     def tail(self, lines=15):
         return "\n".join(self.logfile.read_text(errors="replace").splitlines()[-lines:])
 
-    def must_run(self):
+    def require_running(self):
         if not self.running:
-            raise Gone(f"{self.name} ended with {self.child.returncode}:\n{self.tail()}")
+            raise NeverFulfilled(f"{self.name} exited with {self.child.returncode}:\n{self.tail()}")
 
 
 class Pki:
-    """One CA, and what it signs. EC keys: quick to make, and what kubelets use."""
+    """A CA and its certificates, with EC keys as kubelets use them."""
 
     def __init__(self, directory):
         self.dir = Path(directory)
         self.dir.mkdir(parents=True)
         self.serial = 1000
-        self.ca, self.ca_key = self.authority("ca")
-        self.stranger_ca, self.stranger_ca_key = self.authority("stranger-ca")
+        self.ca, self.ca_key = self.create_ca("ca")
+        self.untrusted_ca, self.untrusted_ca_key = self.create_ca("untrusted-ca")
 
-    def authority(self, name):
+    def create_ca(self, name):
         crt, key = self.dir / f"{name}.crt", self.dir / f"{name}.key"
         sh("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
            "-subj", f"/CN={name}", "-days", "30", "-keyout", key, "-out", crt)
         return crt, key
 
     def issue(self, name, subject, hosts=(), days=30, ca=None):
-        """Returns (certificate, key). `subject` is openssl's: /O=group/O=other/CN=user."""
+        """Returns (certificate, key). `subject` has openssl's form: /O=group/O=other/CN=user."""
         ca_crt, ca_key = ca or (self.ca, self.ca_key)
         crt, key, csr, ext = (self.dir / f"{name}.{kind}" for kind in ("crt", "key", "csr", "ext"))
         self.serial += 1
@@ -159,11 +159,11 @@ class Pki:
 
     @staticmethod
     def serial_of(crt):
-        """As upper-case hex without leading zeros."""
+        """The serial number as upper-case hex without leading zeros."""
         return sh("openssl", "x509", "-in", crt, "-noout", "-serial").stdout.strip().split("=")[1].lstrip("0").upper()
 
 
-class Answer:
+class Response:
     def __init__(self, code, headers, body):
         self.code, self.headers, self.body = code, headers, body
 
@@ -176,7 +176,7 @@ class Answer:
 
 
 class Api:
-    """A small client of one server, over HTTP/1.1: a connection for every request, unless kept."""
+    """An HTTP/1.1 client of one server. Each request has its own connection, except with `keep`."""
 
     def __init__(self, server, ca, cert=None, token=None, timeout=30):
         self.server, self.ca, self.cert, self.token, self.timeout = server, ca, cert, token, timeout
@@ -201,7 +201,7 @@ class Api:
         try:
             connection.request(method, path, body, all_headers)
             response = connection.getresponse()
-            answer = Answer(response.status, response.headers, response.read())
+            answer = Response(response.status, response.headers, response.read())
         except BaseException:
             connection.close()
             self.kept = None
@@ -225,17 +225,17 @@ class Api:
 
 class Apiserver:
     def __init__(self, rig, name, address=None):
-        """`address` is for one that is not of the usual three."""
+        """`address` is required for an apiserver other than a, b and c."""
         self.rig, self.name, self.address = rig, name, address or ADDRESSES[name]
         self.server = f"https://{self.address}:{PORT}"
         self.audit = rig.dir / f"audit-{name}.log"
         pki, d = rig.pki, rig.dir
         crt, key = pki.issue(f"apiserver-{name}", "/CN=kube-apiserver", [
-            self.address, LB, LB6, "10.96.0.1", "127.0.0.1", "::1", "localhost", "kubernetes", "kubernetes.default",
+            self.address, LOAD_BALANCER, LOAD_BALANCER6, "10.96.0.1", "127.0.0.1", "::1", "localhost", "kubernetes", "kubernetes.default",
             "kubernetes.default.svc", "kubernetes.default.svc.cluster.local"])
         self.process = Process(f"apiserver-{name}", [
             RELEASE.program("kube-apiserver"), *RELEASE.apiserver,
-            f"--etcd-servers=http://{ETCD.get(name, '127.0.0.1')}:2379", f"--bind-address={self.address}", f"--advertise-address={self.address}",
+            f"--etcd-servers=http://{ETCD_ADDRESSES.get(name, '127.0.0.1')}:2379", f"--bind-address={self.address}", f"--advertise-address={self.address}",
             f"--secure-port={PORT}", f"--tls-cert-file={crt}", f"--tls-private-key-file={key}",
             f"--cert-dir={d}", f"--client-ca-file={pki.ca}", "--authorization-mode=Node,RBAC",
             "--enable-admission-plugins=NodeRestriction", f"--token-auth-file={rig.token_table}",
@@ -246,7 +246,7 @@ class Apiserver:
             "--kubelet-preferred-address-types=InternalIP", "--http2-max-streams-per-connection=100",
             "--enable-bootstrap-token-auth=true",
             f"--audit-policy-file={rig.audit_policy}", f"--audit-log-path={self.audit}", "--audit-log-mode=blocking",
-            # A graceful end waits this long for watches, which never end by themselves.
+            # A graceful shutdown waits so long for watches.
             "--shutdown-delay-duration=1s", "--request-timeout=8s", "--v=1",
         ], d / f"apiserver-{name}.log")
 
@@ -258,7 +258,7 @@ class Apiserver:
 
     def wait_ready(self, timeout=120):
         def ready():
-            self.process.must_run()
+            self.process.require_running()
             return Api(self.server, self.rig.pki.ca, self.rig.admin_cert, timeout=2).get("/readyz").code == 200
         wait_for(f"apiserver {self.name}", ready, timeout)
 
@@ -280,8 +280,8 @@ class Apiserver:
         time.sleep(down)
         self.start()
 
-    def ensure_well(self):
-        """Whatever a test did to it."""
+    def ensure_ready(self):
+        """Resumes or starts the apiserver, and waits until it is ready."""
         if self.process.running:
             self.resume()
         else:
@@ -290,11 +290,11 @@ class Apiserver:
 
 
 class Faults:
-    """Packet drops by nftables, in a table of our own inside the rig's network namespace.
+    """Packet faults: an nftables table in the rig's network namespace.
 
-    `hook` says where the packet dies: in output our own kernel knows that it was not sent, in input
-    it was lost in the network. Both ends of a flow live in this namespace, so each direction passes
-    both hooks. `to` is towards the apiserver, `from` is back.
+    `hook` is where the packet is dropped. In `output` the sender's kernel knows that it was not sent; `input`
+    simulates a loss in the network. Both ends of a flow are in this namespace, so each direction passes both
+    hooks. Direction `to` is towards the apiserver, `from` is the reverse.
     """
 
     def __init__(self, rig):
@@ -314,7 +314,7 @@ table inet jackstay_rig {
 """)
 
     def flows(self, pid, address=None):
-        """Local ports of the established connections of a process to the apiservers, by address."""
+        """Local ports of a process's established connections to the apiservers, by address."""
         ports = {}
         for line in sh("ss", "-Htnp", "state", "established", f"( dport = :{PORT} )").stdout.splitlines():
             match = re.search(r"(\S+):(\d+)\s+\[?(?:::ffff:)?([0-9.]+)\]?:(\d+)\s+users:\(\((.*)\)\)", line)
@@ -323,7 +323,7 @@ table inet jackstay_rig {
         return ports.get(address, []) if address else ports
 
     def drop_flows(self, pid, address=None, hooks=("output", "input"), directions=("to", "from")):
-        """Drops every packet of the flows that exist now; new ones work. Returns the ports."""
+        """Drops all packets of the existing flows; new flows work. Returns the ports."""
         flows = {address: self.flows(pid, address)} if address else self.flows(pid)
         script = ""
         for peer, ports in flows.items():
@@ -341,15 +341,15 @@ table inet jackstay_rig {
         return flows
 
     def drop_address(self, address, hooks=("output", "input"), directions=("to", "from")):
-        """Drops all packets of one apiserver, new connections included."""
+        """Drops all packets of one apiserver, including those of new connections."""
         self.address_rule(address, hooks, directions, "")
 
     def drop_etcd(self, name):
-        """One apiserver loses its etcd: it answers PINGs, its etcd check fails, and what its cache does not answer hangs."""
-        self.nft(f"add rule inet jackstay_rig input ip daddr {ETCD[name]} tcp dport 2379 counter drop\n"
-                 f"add rule inet jackstay_rig input ip saddr {ETCD[name]} tcp sport 2379 counter drop\n")
+        """Cuts one apiserver off from etcd: it answers PINGs, its etcd check fails, and uncached requests hang."""
+        self.nft(f"add rule inet jackstay_rig input ip daddr {ETCD_ADDRESSES[name]} tcp dport 2379 counter drop\n"
+                 f"add rule inet jackstay_rig input ip saddr {ETCD_ADDRESSES[name]} tcp sport 2379 counter drop\n")
 
-    def lose(self, percent, addresses=tuple(ADDRESSES.values()), hooks=("input",), directions=("to", "from")):
+    def drop_randomly(self, percent, addresses=tuple(ADDRESSES.values()), hooks=("input",), directions=("to", "from")):
         """Drops packets at random."""
         for address in addresses:
             self.address_rule(address, hooks, directions, f"numgen random mod 1000 < {int(percent * 10)} ")
@@ -364,18 +364,19 @@ table inet jackstay_rig {
         self.nft(script)
 
     def dropped(self):
-        """Packets dropped so far: a fault that hit nothing proves nothing."""
+        """Number of packets dropped so far. Tests check it, because a fault without effect proves nothing."""
         return sum(map(int, re.findall(r"counter packets (\d+)", sh("nft", "list", "table", "inet", "jackstay_rig").stdout)))
 
 
-# Of 1.20 ("watch of *v1.Pod closed with: …") and of today ("watch ended with error", "falling back to regular list").
-WATCHES = (r"client connection lost|watch (of .* )?(ended|closed) with|Failed to watch|Unable to watch|unable to decode"
-           r"|failed to list|falling back to (?!slow path)")  # that is a write of a lease
-WRITES = r"Error updating node status|failed to (update|ensure).*lease"
+# Messages of client-go in 1.20 ("watch of *v1.Pod closed with: …") and in current releases ("watch ended with error",
+# "falling back to regular list").
+WATCH_ERRORS = (r"client connection lost|watch (of .* )?(ended|closed) with|Failed to watch|Unable to watch|unable to decode"
+           r"|failed to list|falling back to (?!slow path)")  # "slow path" belongs to lease updates
+WRITE_ERRORS = r"Error updating node status|failed to (update|ensure).*lease"
 
 
-def complaints(process, what=f"{WATCHES}|{WRITES}", since=0):
-    """Lines of a log, from a byte on, in which client-go tells of a broken watch or connection."""
+def client_errors(process, what=f"{WATCH_ERRORS}|{WRITE_ERRORS}", since=0):
+    """Log lines after byte `since` in which client-go reports a broken watch or connection."""
     with open(process.logfile, "rb") as file:
         file.seek(since)
         text = file.read().decode(errors="replace")
@@ -383,12 +384,12 @@ def complaints(process, what=f"{WATCHES}|{WRITES}", since=0):
 
 
 class HollowNode:
-    """Real kubelet code without containers (kubemark)."""
+    """A kubemark node: kubelet's code without containers."""
 
     def __init__(self, rig, index, server):
         self.name = f"hollow-{index}"
         self.cert = rig.node_cert(self.name)
-        # It insists on /tmp, so it gets one of its own, with its credential inside.
+        # kubemark writes to /tmp, so each node has a private /tmp, which also holds its kubeconfig.
         tmp = rig.dir / self.name
         shutil.rmtree(tmp, ignore_errors=True)
         tmp.mkdir()
@@ -413,7 +414,7 @@ class RealNode:
         d.mkdir(exist_ok=True)
         for path in ("cni-conf", "kubelet", "manifests", "containerd", "pki"):
             (d / path).mkdir(exist_ok=True)
-        # The credential as kubelet keeps it: one file for both, behind a symlink that is renamed over.
+        # The credential as kubelet stores it: one file, behind a symlink that is replaced by rename.
         self.current = d / "pki" / "kubelet-client-current.pem"
         self.rotate(self.cert)
         (d / "cni-conf" / "10-loopback.conflist").write_text(json.dumps(
@@ -457,7 +458,7 @@ conf_dir = "{d}/cni-conf"
         return self.rig.kubeconfig("real-node", self.server, cert=(self.current, self.current))
 
     def rotate(self, cert):
-        """Puts another credential in place, as kubelet does."""
+        """Replaces the credential as kubelet does."""
         crt, key = cert
         pem = self.current.parent / f"kubelet-client-{uuid.uuid4().hex[:8]}.pem"
         pem.write_text(Path(crt).read_text() + Path(key).read_text())
@@ -480,11 +481,11 @@ conf_dir = "{d}/cni-conf"
         return self
 
     def ctr(self, *argv):
-        self.containerd.must_run()
+        self.containerd.require_running()
         return sh("ctr", "--address", CONTAINERD_SOCKET, "-n", "k8s.io", *argv)
 
     def image(self):
-        """A tar that `ctr images import` takes: one layer with busybox under its many names."""
+        """An image archive for `ctr images import`: one layer with busybox and its links."""
         root = self.dir / "image"
         shutil.rmtree(root, ignore_errors=True)
         for path in ("bin", "tmp", "www", "etc"):
@@ -511,7 +512,7 @@ conf_dir = "{d}/cni-conf"
 
 
 def swap_symlink(link, target):
-    """Renames a new symlink over the old one: at no moment is there none."""
+    """Replaces a symlink by rename, so that it exists at every moment."""
     fresh = link.with_name(link.name + ".new")
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(target)
@@ -519,7 +520,7 @@ def swap_symlink(link, target):
 
 
 def yaml(value, indent=0):
-    """Enough YAML for a configuration file that a person can read."""
+    """Writes a value as YAML, as far as configuration files need it."""
     pad = "  " * indent
     if isinstance(value, dict):
         if not value:
@@ -532,7 +533,7 @@ def yaml(value, indent=0):
 
 class Jackstay:
     def __init__(self, rig, identities, endpoints=None, adapt=None, log_name="jackstay", port=7443, admin=9643):
-        """`adapt` may change the configuration, a dict, before it is written."""
+        """`adapt` may modify the configuration, a dict, before it is written."""
         self.rig, self.dir = rig, rig.dir
         self.server, self.admin_address = f"https://127.0.0.1:{port}", f"127.0.0.1:{admin}"
         self.binary = Path(os.environ.get("JACKSTAY_BIN") or REPOSITORY / "target/release/jackstay")
@@ -563,7 +564,7 @@ class Jackstay:
         self.process.start()
 
         def ready():
-            self.process.must_run()
+            self.process.require_running()
             return self.admin("/readyz").code == 200
         wait_for("jackstay to be ready", ready, timeout)
         return self
@@ -578,7 +579,7 @@ class Jackstay:
         try:
             connection.request("GET", path)
             response = connection.getresponse()
-            return Answer(response.status, response.headers, response.read())
+            return Response(response.status, response.headers, response.read())
         finally:
             connection.close()
 
@@ -599,7 +600,7 @@ class Jackstay:
 
 
 class Rig:
-    """The control plane, started once and shared by all tests."""
+    """The control plane, which all tests of a run share."""
 
     def __init__(self):
         self.dir = Path(os.environ["JACKSTAY_RIG_DIR"])
@@ -634,9 +635,9 @@ class Rig:
         self.audit_policy.write_text(json.dumps({
             "apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived"], "rules": [{"level": "Metadata"}]}))
         self.etcd = self.run("etcd", [
-            CACHE / "bin/etcd", "--data-dir", self.dir / "memory/etcd", f"--listen-client-urls={','.join(f'http://{ip}:2379' for ip in ('127.0.0.1', *ETCD.values()))}",
+            CACHE / "bin/etcd", "--data-dir", self.dir / "memory/etcd", f"--listen-client-urls={','.join(f'http://{ip}:2379' for ip in ('127.0.0.1', *ETCD_ADDRESSES.values()))}",
             "--advertise-client-urls=http://127.0.0.1:2379", "--listen-peer-urls=http://127.0.0.1:2380"])
-        wait_for("etcd", lambda: self.etcd.must_run() or socket.create_connection(("127.0.0.1", 2379), 1).close() or True, 30)
+        wait_for("etcd", lambda: self.etcd.require_running() or socket.create_connection(("127.0.0.1", 2379), 1).close() or True, 30)
         self.apiservers = {name: Apiserver(self, name) for name in ADDRESSES}
         for apiserver in self.apiservers.values():
             apiserver.start(wait=False)
@@ -649,7 +650,7 @@ class Rig:
             f"--kubeconfig={self.kubeconfig('controller-manager', self.server('c'), cert=self.pki.issue('kcm', '/O=system:masters/CN=system:kube-controller-manager'))}",
             f"--service-account-private-key-file={self.sa_key}", f"--root-ca-file={self.pki.ca}",
             f"--cluster-signing-cert-file={self.pki.ca}", f"--cluster-signing-key-file={self.pki.ca_key}",
-            "--allocate-node-cidrs", "--cluster-cidr=10.97.0.0/16",  # A kubelet with a CIDR is Ready sooner.
+            "--allocate-node-cidrs", "--cluster-cidr=10.97.0.0/16",  # A kubelet with a CIDR becomes Ready sooner.
             "--leader-elect=false", "--bind-address=127.0.0.1", "--v=1"])
         self.faults = Faults(self)
         for group, role in (("developers", "view"), ("jackstay:load", "edit")):
@@ -657,15 +658,15 @@ class Rig:
                 "metadata": {"name": group.replace(":", "-")},
                 "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role},
                 "subjects": [{"apiGroup": "rbac.authorization.k8s.io", "kind": "Group", "name": group}]})
-        # Each apiserver learns of bindings by itself, and the controller manager fills in what `edit` may do.
+        # Each apiserver has its own cache of bindings, and the controller manager aggregates the role `edit`.
         for name in ADDRESSES:
-            wait_for(f"the load's rights on {name}", lambda: self.api(name, cert=self.load_cert).get("/api/v1/configmaps?limit=1").code == 200, 60)
+            wait_for(f"the load generator's permissions on {name}", lambda: self.api(name, cert=self.load_cert).get("/api/v1/configmaps?limit=1").code == 200, 60)
         wait_for("the default service account", lambda: self.control.get("/api/v1/namespaces/default/serviceaccounts/default").code == 200, 60)
         log(f"control plane of Kubernetes {RELEASE.version} up in {time.monotonic() - begun:.1f} s")
         return self
 
     def network(self):
-        """One veth pair, both ends here: an address that is not loopback, and nowhere to go."""
+        """A veth pair with both ends in this namespace: addresses that are not loopback, and no way out."""
         sh("ip", "link", "set", "lo", "up")
         sh("ip", "link", "add", "rig0", "type", "veth", "peer", "name", "rig1")
         sh("ip", "addr", "add", f"{NODE_IP}/24", "dev", "rig0")
@@ -673,7 +674,7 @@ class Rig:
             sh("ip", "addr", "add", f"{address}/32", "dev", "rig0")
         sh("ip", "link", "set", "rig0", "up")
         sh("ip", "link", "set", "rig1", "up")
-        # kubelet wants to see a default route; what it asks of clouds and name servers fails at once.
+        # kubelet requires a default route; its requests to cloud metadata and name servers fail at once.
         sh("ip", "route", "add", "default", "via", "10.99.0.2", "dev", "rig0")
         sh("ip", "route", "add", "unreachable", "0.0.0.0/1")
         sh("ip", "route", "add", "unreachable", "128.0.0.0/1")
@@ -722,21 +723,21 @@ class Rig:
             "contexts": [{"name": "rig", "context": {"cluster": "rig", "user": "rig"}}]}, indent=1))
         return path
 
-    def kubectl_argv(self, config, *argv, by=TODAY):
-        return [str(by.binary), f"--kubeconfig={config}", *map(str, argv)]
+    def kubectl_argv(self, config, *argv, variant=CURRENT_KUBECTL):
+        return [str(variant.binary), f"--kubeconfig={config}", *map(str, argv)]
 
-    def kubectl_env(self, by=TODAY):
-        return {**os.environ, **by.env, "HOME": str(self.dir / "home")}
+    def kubectl_env(self, variant=CURRENT_KUBECTL):
+        return {**os.environ, **variant.env, "HOME": str(self.dir / "home")}
 
-    def kubectl(self, config, *argv, by=TODAY, **options):
+    def kubectl(self, config, *argv, variant=CURRENT_KUBECTL, **options):
         options.setdefault("timeout", 60)
         options.setdefault("check", False)
-        return sh(*self.kubectl_argv(config, *argv, by=by), env=self.kubectl_env(by), **options)
+        return sh(*self.kubectl_argv(config, *argv, variant=variant), env=self.kubectl_env(variant), **options)
 
-    def kubectl_start(self, config, *argv, by=TODAY, **options):
+    def kubectl_start(self, config, *argv, variant=CURRENT_KUBECTL, **options):
         options.setdefault("stdin", subprocess.DEVNULL)
-        return subprocess.Popen(self.kubectl_argv(config, *argv, by=by), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                text=True, env=self.kubectl_env(by), **options)
+        return subprocess.Popen(self.kubectl_argv(config, *argv, variant=variant), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                text=True, env=self.kubectl_env(variant), **options)
 
     # ---- nodes ----
 
@@ -755,23 +756,23 @@ class Rig:
         self.hollow = []
 
     def start_node(self, server):
-        """The real node with its pod; the one that runs already is kept if it has this server."""
+        """The real node; a running one is reused, with a new kubeconfig if its server differs."""
         if self.node and self.node.server == server:
             return self.node
-        if self.node:  # Only kubelet's way to the apiserver changes.
+        if self.node:
             self.node.server = server
             self.node.kubelet.stop()
             self.node.kubeconfig()
             self.node.kubelet.start()
         else:
             self.node = RealNode(self, server).start()
-        # A node stays Ready for a while without its kubelet; its port does not.
+        # The condition Ready persists while kubelet is down; its port does not.
         wait_for("kubelet to listen", lambda: socket.create_connection((NODE_IP, 10250), 1).close() or True, 60)
         wait_for("the real node to be Ready", lambda: self.ready(RealNode.NAME), 90)
         return self.node
 
     def start_pod(self, name="tool"):
-        """Its containers: web (httpd on 8099), ticker (a line a second), echo (cat on stdin)."""
+        """A pod with the containers web (httpd on 8099), ticker (a line every second) and echo (repeats stdin)."""
         path = f"/api/v1/namespaces/default/pods/{name}"
         if self.control.get(path).code == 404:
             def container(cname, *command, **more):
@@ -805,9 +806,9 @@ class Rig:
     # ---- jackstay ----
 
     def start_jackstay(self):
-        """One jackstay for the whole run: nothing of what happens to it may need a restart."""
+        """The jackstay of the whole run; no fault may make a restart necessary."""
         if self.jackstay is None:
-            # The identity that is rotated lies behind a symlink, as kubelet keeps its own.
+            # The identity that tests rotate is behind a symlink, as kubelet's.
             self.rotating = self.dir / "rotating.pem"
             self.rotate(self.load_cert)
             nodes = [self.node_cert(name) for name in ("restricted", RealNode.NAME, "hollow-1", "hollow-2", "hollow-3")]
@@ -824,7 +825,7 @@ class Rig:
     # ---- the audit log ----
 
     def audit(self, match, servers=None):
-        """Events of the audit logs for which match(event) holds, with `server` added."""
+        """Audit events for which match(event) is true, with `server` added."""
         found = []
         for name in servers or ADDRESSES:
             with open(self.apiservers[name].audit, errors="replace") as lines:
@@ -832,31 +833,31 @@ class Rig:
                     try:
                         event = json.loads(line)
                     except ValueError:
-                        continue  # The last line of a killed process.
+                        continue  # An incomplete last line of a killed process.
                     if match(event):
                         event["server"] = name
                         found.append(event)
         return found
 
-    def who(self, needle, timeout=5):
-        """The user whom an apiserver saw for the request with `needle` in its URI or as Audit-ID."""
+    def audited_user(self, needle, timeout=5):
+        """Name, groups and audit event of the request with `needle` in its URI or as its Audit-ID."""
         def seen():
             return self.audit(lambda e: e["auditID"] == needle or needle in e["requestURI"])
         event = wait_for(f"{needle} in an audit log", seen, timeout)[0]
         user = event["user"]
         return user.get("username"), sorted(user.get("groups", [])), event
 
-    def trail(self, ident):
-        """Which apiservers saw a request, from when until when and with what end: one line for people."""
+    def audit_summary(self, ident):
+        """One line that says which apiservers received a request, when, and with which result."""
         seen = self.audit(lambda e: e["auditID"] == ident)
         return "; ".join(f"{e['server']} {e['requestReceivedTimestamp'][11:23]} to {e['stageTimestamp'][11:23]} {e['stage']} "
-                         f"{e.get('responseStatus', {}).get('code', '')}" for e in seen) or "none has it in its log"
+                         f"{e.get('responseStatus', {}).get('code', '')}" for e in seen) or "no audit log contains it"
 
-    def rows(self, server):
+    def audit_lines(self, server):
         return sum(1 for _ in open(self.apiservers[server].audit, errors="replace"))
 
-    def answered(self, server, agent, seconds=2):
-        """How many requests of a user agent, watches not counted, an apiserver has answered lately."""
+    def requests_answered(self, server, agent, seconds=2):
+        """Number of requests of a user agent, without watches, that an apiserver completed in the last seconds."""
         since = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(time.time() - seconds))
         with open(self.apiservers[server].audit, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 20)))
@@ -866,27 +867,27 @@ class Rig:
 
     # ---- recovery between tests ----
 
-    def heal(self):
+    def recover(self):
         self.faults.clear()
         for apiserver in self.apiservers.values():
-            apiserver.ensure_well()
-        # An apiserver has a connection to etcd for each kind of object, and /readyz asks on one of its
-        # own: after packets were lost the others wait for their next retransmission, for seconds.
-        wait_for("etcd's connections to go on", lambda: "backoff:" not in sh("ss", "-Htni", "( sport = :2379 or dport = :2379 )").stdout, 60)
+            apiserver.ensure_ready()
+        # An apiserver has a connection to etcd for each resource, and /readyz uses one of its own. After packet
+        # loss, the other connections wait seconds for their next retransmission.
+        wait_for("the connections to etcd to recover", lambda: "backoff:" not in sh("ss", "-Htni", "( sport = :2379 or dport = :2379 )").stdout, 60)
 
 
-class NodeWatch(threading.Thread):
-    """Follows the nodes' leases and conditions on the control apiserver: how long between two
-    heartbeats, and whether any node was ever not Ready."""
+class NodeMonitor(threading.Thread):
+    """Polls the nodes' leases and conditions: the longest time between two heartbeats, and each time that a node
+    was not Ready."""
 
     def __init__(self, rig, names):
         super().__init__(daemon=True)
-        self.rig, self.names, self.halt = rig, list(names), threading.Event()
+        self.rig, self.names, self.stopped = rig, list(names), threading.Event()
         self.renewed, self.changed_at, self.longest, self.not_ready, self.polls = {}, {}, {}, [], 0
 
     def run(self):
-        while not self.halt.wait(0.5):
-            for server in "cab":  # Some of them are down or dark in some tests.
+        while not self.stopped.wait(0.5):
+            for server in "cab":  # Some tests make one or two of them unreachable.
                 try:
                     self.poll(self.rig.api(server, cert=self.rig.admin_cert, timeout=1))
                     break
@@ -912,7 +913,7 @@ class NodeWatch(threading.Thread):
         self.polls += 1
 
     def stop(self):
-        self.halt.set()
+        self.stopped.set()
         self.join(10)
         return self
 
@@ -925,7 +926,7 @@ class NodeWatch(threading.Thread):
 
 
 class Load:
-    """The Go client (tests/real/go) in front of a server; `report` is what it says at the end."""
+    """The load generator (tests/real/go) against a server; `report` holds its results."""
 
     def __init__(self, rig, server, seconds, cert=None, token=None, direct="c", **flags):
         self.rig = rig
@@ -948,11 +949,11 @@ class Load:
         line = self.child.stdout.readline()
         if line.strip() != "ready":
             self.child.kill()
-            raise AssertionError(f"load did not get ready: {line!r} {self.child.communicate()[1]}")
+            raise AssertionError(f"the load generator did not become ready: {line!r} {self.child.communicate()[1]}")
         self.begun = time.monotonic()
 
     def until(self, seconds):
-        """Sleeps until so many seconds after the start."""
+        """Sleeps until the given number of seconds after the start."""
         time.sleep(max(0, self.begun + seconds - time.monotonic()))
 
     def finish(self, timeout=120, early=False):
@@ -962,14 +963,14 @@ class Load:
             _, err = self.child.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             self.child.kill()
-            raise AssertionError(f"load did not end: {self.child.communicate()[1]}")
+            raise AssertionError(f"the load generator did not exit: {self.child.communicate()[1]}")
         if self.child.returncode:
-            raise AssertionError(f"load: exit {self.child.returncode}: {err}")
+            raise AssertionError(f"load generator: exit {self.child.returncode}: {err}")
         self.report = json.loads(self.file.read_text())
         return self.report
 
     def kill(self):
-        """Whatever happened in the test, it ends now."""
+        """Stops the load generator, in whatever state it is."""
         if self.child.poll() is None:
             self.child.kill()
         self.child.wait(10)
@@ -977,7 +978,7 @@ class Load:
         self.child.stderr.close()
 
     def sent_twice(self):
-        """Audit IDs of writes that succeeded more than once."""
+        """Audit IDs of writes that apiservers completed successfully more than once."""
         ids, count = set(self.report["write_ids"]), {}
         for event in self.rig.audit(lambda e: e["stage"] == "ResponseComplete" and e["auditID"] in ids
                                     and e.get("responseStatus", {}).get("code", 0) < 300):
@@ -986,46 +987,46 @@ class Load:
 
 
 class Reader(threading.Thread):
-    """Reads a small list without a pause to speak of, each time on a new connection; whatever is not its answer
-    is kept in `failed`."""
+    """Reads a small list every 50 ms, each time on a new connection, and collects unexpected results in
+    `failed`."""
 
     def __init__(self, rig, server):
         super().__init__(daemon=True)
-        self.api, self.halt = rig.api(server, cert=rig.admin_cert), threading.Event()
-        self.asked, self.failed = 0, []
+        self.api, self.stopped = rig.api(server, cert=rig.admin_cert), threading.Event()
+        self.requests, self.failed = 0, []
 
     def run(self):
-        while not self.halt.wait(0.05):
+        while not self.stopped.wait(0.05):
             try:
                 answer = self.api.get("/api/v1/namespaces/default/configmaps?limit=1")
             except (OSError, http.client.HTTPException) as error:
                 answer = error
-            self.asked += 1
+            self.requests += 1
             if getattr(answer, "code", None) != 200:
                 self.failed.append(answer)
 
-    def goes_on(self):
-        """Waits for some more answers."""
-        enough = self.asked + 5
-        wait_for("more reads", lambda: self.asked >= enough, 30)
+    def wait_for_more(self):
+        """Waits until five more reads have completed."""
+        enough = self.requests + 5
+        wait_for("more reads", lambda: self.requests >= enough, 30)
 
     def __enter__(self):
         self.start()
         return self
 
     def __exit__(self, *_):
-        self.halt.set()
+        self.stopped.set()
         self.join(40)
 
 
 def summary(report):
-    """One line for people."""
+    """The results of the load generator in one line."""
     r, w = report["requests"], report["watches"]
     return (f"reads {r['read']['total']} failed {r['read']['failed']} slowest {r['read']['slowest_ms']:.0f} ms gap {r['read']['max_gap_ms']:.0f} ms | "
             f"writes {r['write']['total']} failed {r['write']['failed']} slowest {r['write']['slowest_ms']:.0f} ms | "
             f"watches {w['count']} events {w['events']} broken {w['broken']} refused {w['refused']} ended {w['ended_cleanly']} relists {w['relists']} "
             f"lost {w['lost']} dup {w['duplicated']} back {w['backwards']} silence {w['busy_silence_ms']:.0f} ms quiet {w['quiet_delay_ms']:.0f} ms | "
-            f"applied twice {len(report['applied_twice'])} | past the server: writes slowest {r['direct']['slowest_ms']:.0f} ms")
+            f"applied twice {len(report['applied_twice'])} | direct to an apiserver: writes slowest {r['direct']['slowest_ms']:.0f} ms")
 
 
 _rig = Rig() if "JACKSTAY_RIG_DIR" in os.environ else None
@@ -1034,5 +1035,5 @@ _rig = Rig() if "JACKSTAY_RIG_DIR" in os.environ else None
 def shared():
     """The rig of this run."""
     if _rig is None:
-        raise SystemExit("start the tests with tests/real/run")
+        raise SystemExit("run the tests with tests/real/run")
     return _rig.start()

@@ -1,5 +1,5 @@
-"""What the tests of passthrough need beside the rig: jackstay at L4, an apiserver's address that can
-lose its power, a load balancer's address, and the peers that a user would pick instead."""
+"""The rig's parts for passthrough tests: jackstay at L4, hosts in namespaces that can lose power, a load balancer, and
+HAProxy, nginx and Envoy for comparison."""
 
 import os
 import re
@@ -10,14 +10,14 @@ import time
 from pathlib import Path
 
 from kubernetes import RELEASE
-from rig import ADDRESSES, LB, LB6, PORT, REPOSITORY, Gone, Jackstay, Process, log, sh, wait_for
+from rig import ADDRESSES, LOAD_BALANCER, PORT, REPOSITORY, NeverFulfilled, Jackstay, Process, log, sh, wait_for
 
-AWAY = "10.99.1.21"  # forwards to apiserver c, from a namespace of its own
+REMOTE_ADDRESS = "10.99.1.21"  # of a forwarder to apiserver c, in its own namespace
 DEPLOY = REPOSITORY / "deploy"
 
 
 def passthrough(rig, endpoints=None, port=7450, admin=9650, log_name="jackstay-l4", adapt=None, **listener):
-    """jackstay with one passthrough listener; it has a credential for /readyz alone."""
+    """jackstay with one passthrough listener; its only credential is for /readyz."""
     crt, key = rig.admin_cert
 
     def l4(config):
@@ -30,19 +30,19 @@ def passthrough(rig, endpoints=None, port=7450, admin=9650, log_name="jackstay-l
 
 
 class Host:
-    """A host behind a cable, or a pod: a namespace with one address."""
+    """A host or a pod: a network namespace with one address, connected by a veth pair."""
 
     def __init__(self, rig, address, gateway, name):
         self.rig, self.address, self.gateway, self.name = rig, address, gateway, name
-        self.keeper = None
+        self.namespace_process = None
 
     def start(self):
         number = f"{time.monotonic_ns():x}"[-8:]
-        self.keeper = Process(f"{self.name}-keeper", ["unshare", "--net", "sleep", "infinity"], self.rig.dir / f"{self.name}-keeper.log").start()
+        self.namespace_process = Process(f"{self.name}-keeper", ["unshare", "--net", "sleep", "infinity"], self.rig.dir / f"{self.name}-keeper.log").start()
         host = os.readlink("/proc/self/ns/net")
-        wait_for("a namespace", lambda: os.readlink(f"/proc/{self.keeper.pid}/ns/net") != host, 10, pause=0.01)
+        wait_for("a namespace", lambda: os.readlink(f"/proc/{self.namespace_process.pid}/ns/net") != host, 10, pause=0.01)
         self.link = f"v{number}"
-        sh("ip", "link", "add", self.link, "type", "veth", "peer", "name", "eth0", "netns", self.keeper.pid)
+        sh("ip", "link", "add", self.link, "type", "veth", "peer", "name", "eth0", "netns", self.namespace_process.pid)
         sh("ip", "addr", "add", f"{self.gateway}/24", "dev", self.link)
         sh("ip", "link", "set", self.link, "up")
         for command in (f"addr add {self.address}/24 dev eth0", "link set lo up", "link set eth0 up", f"route add default via {self.gateway}"):
@@ -50,29 +50,29 @@ class Host:
         return self
 
     def inside(self):
-        return ["nsenter", f"--net=/proc/{self.keeper.pid}/ns/net"]
+        return ["nsenter", f"--net=/proc/{self.namespace_process.pid}/ns/net"]
 
     def stop(self):
-        """Whatever runs there ends. The namespace may live on for as long as a connection is not closed; the cable
-        does not, or the next namespace with this address would not be reached."""
-        if self.keeper is None:
+        """Deletes the link and kills all processes in the namespace. The namespace itself can outlive them while a
+        connection is open, so the link must go, or the next namespace with this address would not be reachable."""
+        if self.namespace_process is None:
             return
         sh("ip", "link", "del", self.link, check=False)
-        space = os.readlink(f"/proc/{self.keeper.pid}/ns/net")
+        namespace = os.readlink(f"/proc/{self.namespace_process.pid}/ns/net")
         for pid in filter(str.isdigit, os.listdir("/proc")):
             try:
-                if os.readlink(f"/proc/{pid}/ns/net") == space:
+                if os.readlink(f"/proc/{pid}/ns/net") == namespace:
                     os.kill(int(pid), signal.SIGKILL)
             except OSError:
-                pass  # It has just ended.
-        self.keeper.child.wait(10)
-        self.keeper = None
+                pass  # The process has exited.
+        self.namespace_process.child.wait(10)
+        self.namespace_process = None
 
 
-class Away(Host):
-    """A forwarder there stands for apiserver c. Only bytes pass it, TLS is between the ends."""
+class RemoteApiserver(Host):
+    """A host that forwards bytes to apiserver c; TLS is end to end."""
 
-    def __init__(self, rig, address=AWAY, gateway="10.99.1.1", target=ADDRESSES["c"], name="away"):
+    def __init__(self, rig, address=REMOTE_ADDRESS, gateway="10.99.1.1", target=ADDRESSES["c"], name="away"):
         super().__init__(rig, address, gateway, name)
         self.target, self.forwarder = target, None
 
@@ -86,31 +86,30 @@ class Away(Host):
 
     def listens(self):
         if not self.forwarder.running:
-            raise Gone(f"{self.name} has ended: {self.forwarder.tail()}")
+            raise NeverFulfilled(f"{self.name} exited: {self.forwarder.tail()}")
         socket.create_connection((self.address, PORT), 1).close()
         return True
 
     def power_off(self):
-        """No FIN, no RST: the cable is gone before anything else is."""
+        """Simulates a power loss: the link is deleted first, so that no FIN or RST is sent."""
         self.stop()
 
     def stop(self):
-        """Children of a forwarder are a connection each; with the namespace's processes it ends."""
-        if self.keeper is None:
+        if self.namespace_process is None:
             return
         super().stop()
         self.forwarder.child.wait(10)
 
 
-class Forwarder(Away):
-    """A load balancer as simple as can be, here: its address takes connections for apiserver c."""
+class LoadBalancer(RemoteApiserver):
+    """A load balancer: its address forwards connections to apiserver c."""
 
     def __init__(self, rig):
-        super().__init__(rig, address=LB, gateway="10.99.2.1", name="lb")
+        super().__init__(rig, address=LOAD_BALANCER, gateway="10.99.2.1", name="lb")
 
 
-def client_ports(pid, port):
-    """Local ports of a process' established connections to `port`, by address."""
+def connection_ports(pid, port):
+    """Local ports of a process's established connections to `port`, by remote address."""
     found = {}
     for line in sh("ss", "-Htnp", "state", "established", f"( dport = :{port} )").stdout.splitlines():
         match = re.search(r"\s\S+:(\d+)\s+\[?(?:::ffff:)?([0-9a-f.:]+)\]?:\d+\s+users:\(\((.*)\)\)", line)
@@ -127,10 +126,10 @@ def remove(variant):
     sh(DEPLOY / "nftables/remove.sh", variant)
 
 
-# ---- the peers -----------------------------------------------------------------------------------
+# ---- other proxies --------------------------------------------------------------------------------
 
-def find(name, variable):
-    """A peer's program, or None."""
+def find_peer(name, variable):
+    """The path of another proxy's program, or None."""
     given = os.environ.get(variable)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jackstay/bench" / name
     return given or shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") or (str(cache) if cache.exists() else None)
@@ -141,7 +140,7 @@ def haproxy(rig, port):
     config = rig.dir / "haproxy.cfg"
     config.write_text(f"global\n    maxconn 4000\ndefaults\n    mode tcp\n    timeout connect 3s\n    timeout client 1h\n    timeout server 1h\n"
                       f"frontend f\n    bind 127.0.0.1:{port}\n    default_backend b\nbackend b\n    balance leastconn\n{servers}")
-    return [find("haproxy", "HAPROXY_BIN"), "-db", "-f", config]
+    return [find_peer("haproxy", "HAPROXY_BIN"), "-db", "-f", config]
 
 
 def nginx(rig, port):
@@ -150,7 +149,7 @@ def nginx(rig, port):
     load = f"load_module {module};\n" if module.exists() else ""
     config.write_text(f"{load}daemon off; master_process off; pid {rig.dir}/nginx.pid; error_log stderr;\nevents {{ worker_connections 4096; }}\n"
                       f"stream {{ upstream u {{ least_conn; {servers} }} server {{ listen 127.0.0.1:{port}; proxy_pass u; proxy_connect_timeout 3s; proxy_timeout 1h; }} }}\n")
-    return [find("nginx", "NGINX_BIN"), "-c", config]
+    return [find_peer("nginx", "NGINX_BIN"), "-c", config]
 
 
 def envoy(rig, port):
@@ -171,22 +170,22 @@ def envoy(rig, port):
     health_checks: [{{ timeout: 1s, interval: 1s, unhealthy_threshold: 2, healthy_threshold: 1, tcp_health_check: {{}} }}]
     load_assignment: {{ cluster_name: u, endpoints: [{{ lb_endpoints: [{endpoints}] }}] }}
 """)
-    return [find("envoy", "ENVOY_BIN"), "--concurrency", "1", "--disable-hot-restart", "-l", "warn", "-c", config]
+    return [find_peer("envoy", "ENVOY_BIN"), "--concurrency", "1", "--disable-hot-restart", "-l", "warn", "-c", config]
 
 
 PEERS = {"haproxy": (haproxy, "HAPROXY_BIN"), "nginx": (nginx, "NGINX_BIN"), "envoy": (envoy, "ENVOY_BIN")}
 
 
 def start_peer(rig, name, port):
-    """A running peer at L4 in front of the three apiservers, or None where it is not installed."""
+    """Starts another proxy at L4 for the three apiservers; None if it is not installed."""
     make, variable = PEERS[name]
-    if not find(name, variable):
-        log(f"    {name} is left out: benches/setup installs it")
+    if not find_peer(name, variable):
+        log(f"    {name} is not installed and is skipped; benches/setup installs it")
         return None
     process = Process(name, make(rig, port), rig.dir / f"{name}.log").start()
 
     def listens():
-        process.must_run()
+        process.require_running()
         return socket.create_connection(("127.0.0.1", port), 1).close() or True
     wait_for(f"{name} to listen", listens, 15)
     return process

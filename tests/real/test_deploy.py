@@ -1,6 +1,6 @@
-"""deploy/ for real: a node that has never been one, its static pods, the unit, and the controllers.
+"""deploy/ on a real node: static pods, systemd units, and the Kubernetes controllers through jackstay.
 
-Promised is that a node is Ready again within 30 s, whatever was killed (figures.py).
+Promise: whatever was killed, the node is Ready again within 30 s (see figures.py).
 """
 
 import itertools
@@ -14,17 +14,17 @@ import unittest
 import uuid
 from pathlib import Path
 
-from cases import WithRig
-from deployed import DEPLOY, KUBELET_CONF, KUBELET_PEM, SERVER, UPSTREAM, Booted, FreshNode, admin, place, process_of, quiet, status, write_config
+from cases import RigCase
+from deployed import DEPLOY, KUBELET_CONF, KUBELET_PEM, SERVER, UPSTREAM, Systemd, NewNode, admin, install_manifest, pids_of, stop_everything, status, write_config
 from figures import LONG, bound, record, within
 from kubernetes import RELEASE
-from rig import ADDRESSES, IMAGE, LB, LB6, NODE_IP, PORT, WATCHES, Jackstay, complaints, log, sh, wait_for, yaml
+from rig import ADDRESSES, IMAGE, LOAD_BALANCER, LOAD_BALANCER6, NODE_IP, PORT, WATCH_ERRORS, Jackstay, client_errors, log, sh, wait_for, yaml
 from rig_l4 import install, remove
 
 
-class Manifests(WithRig, unittest.TestCase):
-    def test_server_side_dry_run(self):
-        """A real apiserver admits every object of deploy/."""
+class Manifests(RigCase, unittest.TestCase):
+    def test_apiserver_accepts_every_object(self):
+        """A real apiserver accepts every object of deploy/ (server-side dry run)."""
         config = self.rig.kubeconfig("manifests", self.rig.server("a"), cert=self.rig.admin_cert)
         wait_for("kube-system's service account",
                  lambda: self.rig.control.get("/api/v1/namespaces/kube-system/serviceaccounts/default").code == 200, 60)
@@ -39,62 +39,62 @@ class Manifests(WithRig, unittest.TestCase):
                 self.assertIn("(server dry run)", done.stdout)
 
 
-class StaticPod(WithRig, unittest.TestCase):
-    """The real node: kubelet reaches its apiserver through a static pod and in no other way."""
+class StaticPod(RigCase, unittest.TestCase):
+    """A real node whose kubelet reaches the apiservers only through the static pod."""
 
     @classmethod
     def prepare(cls):
-        quiet(cls.rig)
+        stop_everything(cls.rig)
         write_config(cls.rig, "terminate", [(KUBELET_PEM, KUBELET_PEM)])
-        cls.node = cls.rig.node = FreshNode(cls.rig)
-        place("jackstay.yaml")
+        cls.node = cls.rig.node = NewNode(cls.rig)
+        install_manifest("jackstay.yaml")
         cls.token_user = cls.node.bootstrap()
-        cls.begun = time.time()
+        cls.started_at = time.time()
         cls.node.start()
 
     @classmethod
     def tearDownClass(cls):
-        quiet(cls.rig)
+        stop_everything(cls.rig)
 
     def setUp(self):
-        self.rig.heal()
+        self.rig.recover()
 
     def tearDown(self):
-        self.rig.heal()
-        self.assertEqual(self.rig.faults.flows(self.node.kubelet.pid), {}, "kubelet goes past jackstay")
+        self.rig.recover()
+        self.assertEqual(self.rig.faults.flows(self.node.kubelet.pid), {}, "kubelet has a connection that bypasses jackstay")
         self.assertNotIn("panicked", self.logs())
 
     def logs(self):
-        """Of every container of the pod that has been."""
+        """The logs of all containers of the pod, including earlier ones."""
         return "\n".join(path.read_text(errors="replace") for path in Path("/var/log/pods").glob("kube-system_jackstay-*/jackstay/*.log"))
 
     def ready_since(self, moment):
-        """The node is Ready, and has said so after this moment."""
-        return self.rig.ready(self.node.NAME) and self.node.renewed() > moment
+        """Whether the node is Ready and has renewed its lease after this time."""
+        return self.rig.ready(self.node.NAME) and self.node.lease_renewed_at() > moment
 
-    def test_1_from_bootstrap_to_ready(self):
-        wait_for("the node to be Ready", lambda: self.ready_since(self.begun), 120)
-        record("a new node, from nothing to Ready", time.time() - self.begun, "s")
+    def test_1_new_node_bootstraps_to_ready(self):
+        wait_for("the node to be Ready", lambda: self.ready_since(self.started_at), 120)
+        record("new node: from the start to Ready", time.time() - self.started_at, "s")
         requests = self.rig.control.get("/apis/certificates.k8s.io/v1/certificatesigningrequests").json["items"]
         mine = [r for r in requests if r["spec"]["username"] == self.token_user]
         self.assertEqual(len(mine), 1, requests)
         self.assertEqual([c["type"] for c in mine[0]["status"]["conditions"]], ["Approved"])
         self.assertIn(f"server: {SERVER}", KUBELET_CONF.read_text())
-        # The identity was awaited, and then it came alive.
+        # jackstay waited for the identity's file and then used it.
         self.assertRegex(self.logs(), rf"{KUBELET_PEM} does not exist yet; it is awaited(.|\n)*identity is in use")
         identity, = status()["listeners"][0]["identities"]
         self.assertEqual((identity["state"], identity["error"]), ("loaded", None))
         self.assertIn(f"system:node:{self.node.NAME}", identity["subject"])
-        said = self.rig.audit(lambda e: e["verb"] == "patch" and f"/nodes/{self.node.NAME}/status" in e["requestURI"])
-        self.assertEqual({e["user"]["username"] for e in said}, {f"system:node:{self.node.NAME}"})
+        patches = self.rig.audit(lambda e: e["verb"] == "patch" and f"/nodes/{self.node.NAME}/status" in e["requestURI"])
+        self.assertEqual({e["user"]["username"] for e in patches}, {f"system:node:{self.node.NAME}"})
 
-    def test_2_confined(self):
-        """What the manifest asks for is what the process has."""
-        pid, = process_of()
-        said = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\t" in line)
-        self.assertEqual({k: said[k] for k in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")},
+    def test_2_process_is_confined_as_the_manifest_says(self):
+        """The process has the manifest's capabilities, user, mounts and listeners."""
+        pid, = pids_of()
+        process_status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\t" in line)
+        self.assertEqual({k: process_status[k] for k in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")},
                          {k: "0" * 16 for k in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")})
-        self.assertEqual((said["NoNewPrivs"], said["Seccomp"], said["Uid"].split()), ("1", "2", ["0"] * 4))
+        self.assertEqual((process_status["NoNewPrivs"], process_status["Seccomp"], process_status["Uid"].split()), ("1", "2", ["0"] * 4))
         mounts = {fields[4]: fields[5].split(",")[0] for fields in map(str.split, Path(f"/proc/{pid}/mountinfo").read_text().splitlines())}
         self.assertEqual({path: mounts[path] for path in ("/", "/etc/jackstay", "/var/lib/kubelet/pki", "/etc/kubernetes/pki/ca.crt", "/var/lib/jackstay")},
                          {"/": "ro", "/etc/jackstay": "ro", "/var/lib/kubelet/pki": "ro", "/etc/kubernetes/pki/ca.crt": "ro", "/var/lib/jackstay": "rw"})
@@ -105,9 +105,9 @@ class StaticPod(WithRig, unittest.TestCase):
             if f"pid={pid}," in line:
                 self.assertRegex(line, r"127\.0\.0\.1:|\[::1\]:")
 
-    def test_3_pods_run(self):
-        """A pod is created, runs, says its words and is gone: all of it through jackstay. A container of
-        jackstay's own image that says nothing of a user is not root: kubelet would refuse to run it."""
+    def test_3_pods_run_and_are_removed(self):
+        """A pod is created, runs and is removed through jackstay. One of its containers uses jackstay's image with
+        runAsNonRoot and no user: kubelet refuses to start it if the image runs as root."""
         own = re.search(r"image: (\S+)", (DEPLOY / "static-pod/jackstay.yaml").read_text())[1]
         name = f"fresh-{uuid.uuid4().hex[:6]}"
         path = f"/api/v1/namespaces/default/pods/{name}"
@@ -117,12 +117,12 @@ class StaticPod(WithRig, unittest.TestCase):
                 "restartPolicy": "Never", "containers": [
                     {"name": "c", "image": IMAGE, "imagePullPolicy": "Never", "command": ["echo", "done"]},
                     {"name": "own", "image": own, "imagePullPolicy": "Never", "args": ["--version"], "securityContext": {"runAsNonRoot": True}}]}})
-        wait_for("the pod's end", lambda: self.rig.control.get(path).json["status"]["phase"] == "Succeeded", 60)
+        wait_for("the pod to succeed", lambda: self.rig.control.get(path).json["status"]["phase"] == "Succeeded", 60)
         self.rig.control.must("DELETE", path)
         wait_for("the pod's removal", lambda: self.rig.control.get(path).code == 404, 60)
 
-    def test_4_load_balancer(self):
-        """The DaemonSet on a node of the control plane; the address of the load balancer leads to it."""
+    def test_4_daemonset_serves_the_load_balancer_address(self):
+        """The DaemonSet on a control-plane node serves the load balancer's address."""
         rig, address, port = self.rig, "10.99.0.100", 8443
         sh("ip", "addr", "replace", f"{address}/32", "dev", "lo")
         self.addCleanup(sh, "ip", "addr", "del", f"{address}/32", "dev", "lo")
@@ -139,18 +139,18 @@ class StaticPod(WithRig, unittest.TestCase):
         admin_config = rig.kubeconfig("load-balancer-admin", rig.server("c"), cert=rig.admin_cert)
         applied = rig.kubectl(admin_config, "apply", "-k", overlay)
         self.assertEqual(applied.returncode, 0, applied.stderr)
-        self.addCleanup(wait_for, "the end of its pod", lambda: len(process_of()) == 1, 60)
+        self.addCleanup(wait_for, "its pod to exit", lambda: len(pids_of()) == 1, 60)
         self.addCleanup(rig.kubectl, admin_config, "delete", "-k", overlay, "--wait=false")
         pods = "/api/v1/namespaces/kube-system/pods?labelSelector=app.kubernetes.io%2Fcomponent%3Dload-balancer"
 
         def pod():
             return next(iter(rig.control.get(pods).json["items"]), None)
         name = wait_for("the controller's pod", pod, 30)["metadata"]["name"]
-        # There is no scheduler in the rig.
+        # The rig has no scheduler.
         rig.control.must("POST", f"/api/v1/namespaces/kube-system/pods/{name}/binding", {
             "apiVersion": "v1", "kind": "Binding", "metadata": {"name": name}, "target": {"kind": "Node", "name": self.node.NAME}})
         wait_for("the pod to be Ready", lambda: any(c["type"] == "Ready" and c["status"] == "True" for c in pod()["status"].get("conditions", [])), 60)
-        # In the apiserver's certificate is the name that the load balancer has; here, another one.
+        # The apiservers' certificates do not contain this address.
         client = rig.kubeconfig("load-balancer-client", f"https://{address}:{port}", cert=rig.admin_cert)
 
         def nodes():
@@ -158,16 +158,16 @@ class StaticPod(WithRig, unittest.TestCase):
         self.assertTrue(nodes())
         for apiserver in "ab":
             rig.apiservers[apiserver].kill()
-        wait_for("an answer by the last apiserver", nodes, 10)
+        wait_for("a response of the last apiserver", nodes, 10)
 
-    def test_5_pod(self):
-        """The cluster sees a pod that is Ready, and what it has needed is what the manifest asks for."""
-        def ready():  # kubelet shows a static pod when it next looks at it.
+    def test_5_pod_is_ready_within_its_requests(self):
+        """The mirror pod is Ready, and the process used no more memory than the manifest requests."""
+        def ready():  # kubelet updates mirror pods periodically.
             pod = self.rig.control.get(f"/api/v1/namespaces/kube-system/pods/jackstay-{self.node.NAME}").json
             return any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", [])) and pod
         pod = wait_for("the mirror pod to be Ready", ready, 120)
         self.assertEqual((pod["spec"]["priorityClassName"], pod["status"]["containerStatuses"][0]["restartCount"]), ("system-node-critical", 0))
-        pid, = process_of()
+        pid, = pids_of()
         peak = int(re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())[1])
         used = sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13])) / os.sysconf("SC_CLK_TCK")
         log(f"peak of memory {peak / 1024:.1f} MiB, {used:.2f} s of CPU in {time.time() - Path(f'/proc/{pid}').stat().st_ctime:.0f} s")
@@ -181,20 +181,20 @@ class StaticPod(WithRig, unittest.TestCase):
             self.node.kubelet.send(signal.SIGKILL)
             self.node.kubelet.child.wait(10)
         elif what == "jackstay":
-            for pid in process_of():
+            for pid in pids_of():
                 os.kill(pid, signal.SIGKILL)
         else:
             for apiserver in self.rig.apiservers.values():
                 apiserver.kill()
 
     def kill_in_order(self, order):
-        """kubelet is started again as systemd would, the apiservers as their own kubelet would, jackstay
-        by the kubelet of its node."""
+        """Kills the components in this order. The test restarts kubelet and the apiservers, as systemd and their kubelets
+        would; this node's kubelet restarts jackstay."""
         wait_for("the node to be Ready", lambda: self.ready_since(0), 60)
         for what in order:
             self.kill(what)
             killed = time.time()
-            time.sleep(0.5)  # It is an order only if what follows finds it done.
+            time.sleep(0.5)  # The next component sees this one dead.
         if "kubelet" in order:
             self.node.kubelet.start()
         if "apiservers" in order:
@@ -202,63 +202,63 @@ class StaticPod(WithRig, unittest.TestCase):
                 apiserver.start(wait=False)
         wait_for(f"the node to be Ready after {order}", lambda: self.ready_since(killed), bound(30))
         within(self, f"killed {', then '.join(order)}: node Ready again", time.time() - killed, "s", 30)
-        self.assertEqual(len(process_of()), 1)
+        self.assertEqual(len(pids_of()), 1)
 
-    def test_6_killed_in_any_order(self):
-        """The short form has two orders of six: each of them once before and once after jackstay."""
+    def test_6_killed_in_any_order_recovers(self):
+        """The short form has two of the six orders: each other component once before and once after jackstay."""
         orders = list(itertools.permutations(("kubelet", "jackstay", "apiservers")))
         for order in orders if LONG else [orders[0], orders[5]]:
             self.kill_in_order(order)
         for one in ("kubelet", "jackstay", "apiservers") if LONG else ():
             self.kill_in_order((one,))
 
-    def test_7_passthrough(self):
-        """The other manifest takes its place: not root, no key, and kubelet's TLS is the apiserver's."""
-        before = process_of()
+    def test_7_passthrough_manifest_replaces_the_first(self):
+        """The L4 manifest replaces the L7 one: no root, no key, and kubelet verifies the apiserver's certificate."""
+        before = pids_of()
         sh("install", "-d", "-m", "0755", "-o", "65532", "-g", "65532", "/var/lib/jackstay")
         write_config(self.rig, "passthrough")
-        place("jackstay-l4.yaml")
+        install_manifest("jackstay-l4.yaml")
         began = time.time()
-        wait_for("the other pod", lambda: process_of() and process_of() != before, 60)
+        wait_for("the other pod", lambda: pids_of() and pids_of() != before, 60)
         wait_for("the node to be Ready", lambda: self.ready_since(began), 60)
-        log(f"static pod replaced: kubelet's next sign of life after {time.time() - began:.1f} s")
-        pid, = process_of()
-        said = Path(f"/proc/{pid}/status").read_text()
-        self.assertRegex(said, r"Uid:\t65532\t65532\t65532\t65532\nGid:\t65532")
-        self.assertRegex(said, r"CapPrm:\t0{16}\n(.*\n)*CapBnd:\t0{16}\n")
-        # The sign of life may have come through the other one, while it was being ended.
+        log(f"static pod replaced: next lease renewal after {time.time() - began:.1f} s")
+        pid, = pids_of()
+        process_status = Path(f"/proc/{pid}/status").read_text()
+        self.assertRegex(process_status, r"Uid:\t65532\t65532\t65532\t65532\nGid:\t65532")
+        self.assertRegex(process_status, r"CapPrm:\t0{16}\n(.*\n)*CapBnd:\t0{16}\n")
+        # The lease may have been renewed through the old pod while it was ending.
         wait_for("it to serve", lambda: status()["listeners"][0]["mode"] == "passthrough", 20)
         for order in itertools.permutations(("kubelet", "jackstay", "apiservers")) if LONG else [("apiservers", "jackstay", "kubelet")]:
             self.kill_in_order(order)
 
 
-class Service(WithRig, unittest.TestCase):
-    """The systemd units, under systemd."""
+class Service(RigCase, unittest.TestCase):
+    """The systemd units under a real systemd."""
 
     UNIT = DEPLOY / "systemd/jackstay.service"
     TEMPLATES = sorted((DEPLOY / "systemd").glob("*@.service"))
 
     @classmethod
     def prepare(cls):
-        quiet(cls.rig)
+        stop_everything(cls.rig)
         write_config(cls.rig, "terminate", [cls.rig.admin_cert])
-        # Shorter than in the unit, so that a test need not wait for long.
-        cls.systemd = Booted(cls.rig, cls.UNIT, "WatchdogSec=3", beside=cls.TEMPLATES).start()
+        # Shorter than in the unit, to shorten the tests.
+        cls.systemd = Systemd(cls.rig, cls.UNIT, "WatchdogSec=3", templates=cls.TEMPLATES).start()
 
     @classmethod
     def tearDownClass(cls):
         cls.systemd.stop()
 
     def setUp(self):
-        self.rig.heal()
+        self.rig.recover()
         self.api = self.rig.api(SERVER, cert=self.rig.admin_cert, timeout=5)
 
     def tearDown(self):
-        self.rig.heal()
+        self.rig.recover()
         self.assertNotIn("panicked", self.systemd.log.read_text())
 
     def start(self):
-        """Once systemd says that it is started, it is: nothing waits here."""
+        """Starts the unit; when systemd reports it as started, its listeners must accept connections at once."""
         begun = time.monotonic()
         done = self.systemd.ctl("restart", self.UNIT.name)
         took = time.monotonic() - begun
@@ -270,32 +270,32 @@ class Service(WithRig, unittest.TestCase):
     def served(self):
         return self.api.get("/api/v1/nodes?limit=1").code == 200
 
-    def test_1_unit_file(self):
-        """systemd knows every setting, and calls the exposure low."""
+    def test_1_unit_files_are_valid_and_confined(self):
+        """systemd-analyze accepts every setting and rates the exposure as low."""
         for unit in (self.UNIT, *self.TEMPLATES):
             verified = self.systemd.inside("systemd-analyze", "verify", "--man=no", self.systemd.units / unit.name)
             self.assertEqual((verified.returncode, verified.stderr), (0, ""), unit.name)
-        judged = self.systemd.inside("systemd-analyze", "--no-pager", "security", self.UNIT.name)
-        log(judged.stdout.strip().splitlines()[-1])
-        exposure = float(re.search(r"Overall exposure level for \S+: ([0-9.]+)", judged.stdout)[1])
+        analysis = self.systemd.inside("systemd-analyze", "--no-pager", "security", self.UNIT.name)
+        log(analysis.stdout.strip().splitlines()[-1])
+        exposure = float(re.search(r"Overall exposure level for \S+: ([0-9.]+)", analysis.stdout)[1])
         self.assertLess(exposure, 2.0)
 
-    def test_2_started_when_it_serves(self):
+    def test_2_unit_is_active_when_it_serves(self):
         log(f"started in {self.start():.1f} s")
         wait_for("a request through it", self.served, 10)
-        said = Path(f"/proc/{self.systemd.main_pid()}/status").read_text()
-        self.assertRegex(said, r"CapPrm:\t0{16}\n(.*\n)*CapBnd:\t0{16}\n")
-        self.assertRegex(said, r"NoNewPrivs:\t1\nSeccomp:\t2\n")
+        process_status = Path(f"/proc/{self.systemd.main_pid()}/status").read_text()
+        self.assertRegex(process_status, r"CapPrm:\t0{16}\n(.*\n)*CapBnd:\t0{16}\n")
+        self.assertRegex(process_status, r"NoNewPrivs:\t1\nSeccomp:\t2\n")
 
-    def test_3_started_without_apiservers(self):
-        """What is ordered after it, kubelet for one, starts all the same."""
+    def test_3_unit_starts_without_apiservers(self):
+        """Units that are ordered after jackstay, such as kubelet, start although no apiserver is reachable."""
         for address in ADDRESSES.values():
             self.rig.faults.drop_address(address)
         log(f"started in {self.start():.1f} s without an apiserver")
-        self.rig.heal()
+        self.rig.recover()
         wait_for("a request through it", self.served, 20)
 
-    def test_4_killed(self):
+    def test_4_killed_process_is_restarted(self):
         self.start()
         before = self.systemd.main_pid()
         os.kill(before, signal.SIGKILL)
@@ -303,24 +303,24 @@ class Service(WithRig, unittest.TestCase):
         wait_for("another process", lambda: self.systemd.main_pid() != before and self.served(), 20)
         record("unit killed: served again", time.monotonic() - begun, "s")
 
-    def test_5_hung(self):
-        """The watchdog ends what no longer turns: nobody else would."""
+    def test_5_watchdog_restarts_a_stopped_process(self):
+        """The watchdog kills a process whose event loops stopped."""
         self.start()
         before = self.systemd.main_pid()
         os.kill(before, signal.SIGSTOP)
         begun = time.monotonic()
         wait_for("another process", lambda: self.systemd.main_pid() != before and self.served(), 30)
         self.assertEqual(self.systemd.show("NRestarts"), "1")
-        log(f"hung; served again after {time.monotonic() - begun:.1f} s, of which 3 s are the watchdog's patience here")
+        log(f"stopped process: served again after {time.monotonic() - begun:.1f} s, including the watchdog timeout of 3 s")
 
-    def test_6_stopped(self):
+    def test_6_stop_exits_successfully(self):
         self.start()
         done = self.systemd.ctl("stop", self.UNIT.name)
         self.assertEqual(done.returncode, 0, done.stderr)
-        self.assertEqual((self.systemd.show("Result"), self.systemd.show("ExecMainStatus"), process_of()), ("success", "0", []))
+        self.assertEqual((self.systemd.show("Result"), self.systemd.show("ExecMainStatus"), pids_of()), ("success", "0", []))
 
-    def test_7_reloaded_and_replaced(self):
-        """The two commands of the unit's head: neither is a restart, and nobody has to wait."""
+    def test_7_reload_and_takeover_without_restart(self):
+        """The two commands in the unit's comment: neither restarts the unit, and every request is served."""
         self.start()
         wait_for("a request through it", self.served, 10)
         before = self.systemd.main_pid()
@@ -333,58 +333,58 @@ class Service(WithRig, unittest.TestCase):
             nonlocal requests
             self.assertTrue(self.served())
             requests += 1
-            now = process_of()
+            now = pids_of()
             return len(now) == 1 and now != [before]
 
         wait_for("the new process alone", replaced, 40)
-        log(f"replaced; {requests} requests meanwhile")
+        log(f"takeover: {requests} requests during it")
         after = self.systemd.main_pid()
-        # It is the one that the watchdog looks at, and is well.
+        # The new process feeds the watchdog.
         fed = self.systemd.show("WatchdogTimestampMonotonic")
-        wait_for("a sign of life", lambda: self.systemd.show("WatchdogTimestampMonotonic") != fed, 10)
+        wait_for("a watchdog notification", lambda: self.systemd.show("WatchdogTimestampMonotonic") != fed, 10)
         self.assertEqual((self.systemd.show("ActiveState"), self.systemd.show("NRestarts")), ("active", "0"))
         self.assertEqual(self.systemd.main_pid(), after)
         self.assertTrue(self.served())
 
-    def test_8_not_root(self):
-        """As the unit says for a configuration without identities."""
+    def test_8_passthrough_runs_with_dynamic_user(self):
+        """DynamicUser=yes, as the unit's comment says for a configuration without identities."""
         write_config(self.rig, "passthrough")
         self.systemd.drop_in("user", "DynamicUser=yes")
         self.addCleanup(self.systemd.drop_in, "user", "")
         self.start()
         wait_for("a request through it", self.served, 10)
-        said = Path(f"/proc/{self.systemd.main_pid()}/status").read_text()
-        self.assertNotRegex(said, r"Uid:.*\t0\b")
+        process_status = Path(f"/proc/{self.systemd.main_pid()}/status").read_text()
+        self.assertNotRegex(process_status, r"Uid:.*\t0\b")
 
-    def test_9_address(self):
-        """The unit of an address puts it on the node, and takes it away."""
-        units = [f"jackstay-address@{address}.service" for address in (LB, LB6)]
+    def test_9_address_unit_adds_and_removes_addresses(self):
+        """The address unit adds an address to the node and removes it."""
+        units = [f"jackstay-address@{address}.service" for address in (LOAD_BALANCER, LOAD_BALANCER6)]
         self.addCleanup(self.systemd.ctl, "stop", *units)
 
         def here():
-            return [address for address in (LB, LB6) if f" {address}/" in sh("ip", "-o", "addr", "show", "dev", "jackstay0", check=False).stdout]
-        for _ in range(4):  # At once, as at boot: they share an interface.
+            return [address for address in (LOAD_BALANCER, LOAD_BALANCER6) if f" {address}/" in sh("ip", "-o", "addr", "show", "dev", "jackstay0", check=False).stdout]
+        for _ in range(4):  # Both at the same time, as at boot: they share an interface.
             self.systemd.ctl("start", *units, check=True)
-            self.assertEqual(here(), [LB, LB6])
+            self.assertEqual(here(), [LOAD_BALANCER, LOAD_BALANCER6])
             self.systemd.ctl("stop", *units, check=True)
             self.assertEqual(here(), [])
         self.systemd.ctl("start", *units, check=True)
         self.systemd.ctl("stop", units[0], check=True)
-        self.assertEqual(here(), [LB6])
+        self.assertEqual(here(), [LOAD_BALANCER6])
         self.systemd.ctl("stop", units[1], check=True)
-        self.assertNotEqual(sh("ip", "link", "show", "jackstay0", check=False).returncode, 0, "its interface is left behind")
+        self.assertNotEqual(sh("ip", "link", "show", "jackstay0", check=False).returncode, 0, "the interface was not removed")
 
-    def test_9_intercepted(self):
-        """An interception stands while jackstay does: it comes and goes with it, and a new binary is no end of it."""
+    def test_9_intercept_unit_follows_jackstay(self):
+        """The interception starts and stops with jackstay, and a takeover does not interrupt it."""
         unit, divert_mark, table = "jackstay-intercept@lb-tproxy.service", "0x3070", 777
         write_config(self.rig, "passthrough", listener={"transparent": True})
         Path("/etc/jackstay/intercept-lb-tproxy").write_text(
-            f"VALUES=lb4={LB} lb6={LB6} lb_port={PORT} listener_port=7443 divert_mark={divert_mark} table={table}\n")
-        # A way out, as on any node: nobody has these addresses.
-        for family, kind, what in (("-4", "route", f"{LB}/32"), ("-6", "addr", "fd00:98::1/64"), ("-6", "route", f"{LB6}/128")):
+            f"VALUES=lb4={LOAD_BALANCER} lb6={LOAD_BALANCER6} lb_port={PORT} listener_port=7443 divert_mark={divert_mark} table={table}\n")
+        # Routes to the addresses, as on any node; no host has them.
+        for family, kind, what in (("-4", "route", f"{LOAD_BALANCER}/32"), ("-6", "addr", "fd00:98::1/64"), ("-6", "route", f"{LOAD_BALANCER6}/128")):
             sh("ip", family, kind, "replace", what, "dev", "rig0", *["nodad"] * (kind == "addr"))
             self.addCleanup(sh, "ip", family, kind, "del", what, "dev", "rig0")
-        # `systemctl enable`, and the drop-in that the head of the unit asks for.
+        # `systemctl enable`, and the drop-in from the unit's comment.
         wants = self.systemd.units / f"{self.UNIT.name}.wants"
         wants.mkdir()
         (wants / unit).symlink_to("../jackstay-intercept@.service")
@@ -395,49 +395,49 @@ class Service(WithRig, unittest.TestCase):
         def answered(address):
             return self.rig.api(f"https://{address}:{PORT}", cert=self.rig.admin_cert, timeout=3).get("/readyz").code == 200
 
-        def stands():
-            return self.systemd.show("ActiveState", unit) == "active" and answered(LB) and answered(f"[{LB6}]")
+        def is_intercepted():
+            return self.systemd.show("ActiveState", unit) == "active" and answered(LOAD_BALANCER) and answered(f"[{LOAD_BALANCER6}]")
 
-        def left():
+        def leftovers():
             rules = [line for family in ("-4", "-6") for line in sh("ip", family, "rule").stdout.splitlines() if divert_mark in line]
             routes = [sh("ip", family, "route", "show", "table", table, check=False).stdout for family in ("-4", "-6")]
             return rules, "".join(routes), "jackstay_lb" in sh("nft", "list", "tables").stdout
 
         self.systemd.ctl("restart", self.UNIT.name, check=True)
-        wait_for("the interception", stands, 20)
-        # Replaced by another process: nothing happens to it.
+        wait_for("the interception", is_intercepted, 20)
+        # A takeover does not restart the unit.
         before, since = self.systemd.main_pid(), self.systemd.show("ActiveEnterTimestampMonotonic", unit)
         self.systemd.ctl("kill", "--kill-whom=main", "--signal=SIGUSR2", self.UNIT.name, check=True)
-        wait_for("the new process alone", lambda: len(now := process_of()) == 1 and now != [before], 40)
-        self.assertTrue(stands())
+        wait_for("the new process alone", lambda: len(now := pids_of()) == 1 and now != [before], 40)
+        self.assertTrue(is_intercepted())
         self.assertEqual(self.systemd.show("ActiveEnterTimestampMonotonic", unit), since)
-        # Killed: it goes, and is back as soon as jackstay is.
+        # When jackstay is killed, the unit stops, and starts again with jackstay.
         before = self.systemd.main_pid()
         os.kill(before, signal.SIGKILL)
-        wait_for("another process", lambda: len(now := process_of()) == 1 and now != [before], 20)
-        wait_for("the interception once more", stands, 20)
-        self.assertNotEqual(self.systemd.show("ActiveEnterTimestampMonotonic", unit), since, "it did not go with jackstay")
-        # Stopped: nothing of it is left, whatever it was made with.
-        self.assertEqual([len(part) > 0 for part in left()[:2]], [True, True])
+        wait_for("another process", lambda: len(now := pids_of()) == 1 and now != [before], 20)
+        wait_for("the interception again", is_intercepted, 20)
+        self.assertNotEqual(self.systemd.show("ActiveEnterTimestampMonotonic", unit), since, "the unit was not restarted with jackstay")
+        # When jackstay is stopped, no rule and no route remains, whatever values it was installed with.
+        self.assertEqual([len(part) > 0 for part in leftovers()[:2]], [True, True])
         self.systemd.ctl("stop", self.UNIT.name, check=True)
         self.assertEqual((self.systemd.show("ActiveState", unit), self.systemd.show("Result", unit)), ("inactive", "success"))
-        self.assertEqual(left(), ([], "", False))
-        # The two variants for one address are one: the other takes the place of this one whole.
-        install("lb-tproxy", lb4=LB, divert_mark=divert_mark, table=table)
-        install("lb-redirect", lb4=LB)
-        rules, routes, rest = left()
+        self.assertEqual(leftovers(), ([], "", False))
+        # Installing the other variant for an address replaces this one completely.
+        install("lb-tproxy", lb4=LOAD_BALANCER, divert_mark=divert_mark, table=table)
+        install("lb-redirect", lb4=LOAD_BALANCER)
+        rules, routes, rest = leftovers()
         remove("lb-redirect")
         self.assertEqual((rules, routes, rest), ([], "", True))
 
 
-class Controllers(WithRig, unittest.TestCase):
-    """kube-controller-manager and kube-proxy, whose caches are made of watches, see none of the faults."""
+class Controllers(RigCase, unittest.TestCase):
+    """kube-controller-manager and kube-proxy, whose caches depend on watches, notice none of the faults."""
 
     SECONDS = 600 if LONG else 30  # The short form has at least four faults: one of each kind.
 
     @classmethod
     def prepare(cls):
-        quiet(cls.rig)
+        stop_everything(cls.rig)
         rig = cls.rig
         kcm = rig.pki.issue("controllers-kcm", "/CN=system:kube-controller-manager")
         proxy = rig.pki.issue("controllers-proxy", "/CN=system:kube-proxy")
@@ -448,8 +448,8 @@ class Controllers(WithRig, unittest.TestCase):
         cls.kcm = rig.run("kube-controller-manager", [
             RELEASE.program("kube-controller-manager"), *RELEASE.controller_manager, f"--kubeconfig={rig.kubeconfig('controllers-kcm', cls.jackstay.server, cert=kcm)}",
             f"--service-account-private-key-file={rig.sa_key}", f"--root-ca-file={rig.pki.ca}",
-            # As kubeadm has it: every controller with a token of its own, and a lease that must not be lost.
-            # Renewing it is a write, and one that is under way to a stopped process waits for it.
+            # As with kubeadm: every controller has its own token, and the manager must not lose its lease. Its
+            # renewal is a write: in flight to a stopped apiserver, it waits.
             "--use-service-account-credentials", "--leader-elect=true", "--leader-elect-lease-duration=40s",
             "--leader-elect-renew-deadline=30s", "--bind-address=127.0.0.1",
             "--v=2", "--vmodule=reflector=4"])
@@ -465,11 +465,11 @@ class Controllers(WithRig, unittest.TestCase):
         cls.kcm.stop(signal.SIGKILL)
         cls.proxy.stop(signal.SIGKILL)
         cls.jackstay.process.stop(signal.SIGKILL)
-        cls.rig.heal()
+        cls.rig.recover()
         cls.rig.controller.start()
 
-    def give_work(self, number):
-        """A service, which wants rules, and a deployment, which wants pods."""
+    def create_objects(self, number):
+        """Creates a service, for which kube-proxy writes rules, and a deployment, for which controllers create pods."""
         control, namespace, labels = self.rig.control, self.namespace, {"app": f"app-{number}"}
         control.must("POST", f"/api/v1/namespaces/{namespace}/services", {
             "metadata": {"name": f"service-{number}"},
@@ -479,25 +479,25 @@ class Controllers(WithRig, unittest.TestCase):
                 "replicas": 2, "selector": {"matchLabels": labels}, "template": {"metadata": {"labels": labels}, "spec": {
                     "containers": [{"name": "c", "image": "jackstay.test/none"}]}}}})
 
-    def see_it_done(self, number):
+    def wait_for_objects(self, number):
         pods = f"/api/v1/namespaces/{self.namespace}/pods?labelSelector=app%3Dapp-{number}"
         wait_for(f"the pods of deployment {number}", lambda: len(self.rig.control.get(pods).json["items"]) == 2, 60)
         wait_for(f"the rules of service {number}", lambda: f" 10.96.0.{10 + number}/32 " in sh("iptables-save").stdout, 60)
 
     @staticmethod
-    def relists(process):
+    def lists(process):
         return re.findall(r'reflector\.go:\d+\] "?Listing and watching"? (?:type=)?(\S+)', process.logfile.read_text(errors="replace"))
 
-    def test_watches_through_faults(self):
+    def test_faults_break_no_watch_and_cause_no_list(self):
         both = (self.kcm, self.proxy)
-        wait_for("the controller manager to lead", lambda: self.kcm.must_run() or "uccessfully acquired lease" in self.kcm.logfile.read_text(), 60)
-        self.give_work(0)
-        self.see_it_done(0)
-        # Every cache is filled; from here on nothing is listed again.
+        wait_for("the controller manager to lead", lambda: self.kcm.require_running() or "uccessfully acquired lease" in self.kcm.logfile.read_text(), 60)
+        self.create_objects(0)
+        self.wait_for_objects(0)
+        # When all caches are filled, no further list is expected.
         last = {}
 
         def settled():
-            now = {p.name: len(self.relists(p)) for p in both}
+            now = {p.name: len(self.lists(p)) for p in both}
             same = now == last
             last.update(now)
             return same
@@ -508,11 +508,11 @@ class Controllers(WithRig, unittest.TestCase):
         kinds = itertools.cycle([
             ("flows dropped in input", lambda: faults.drop_flows(jackstay.pid, hooks=("input",))),
             ("SIGKILL of a", lambda: rig.apiservers["a"].kill()),
-            ("b dark", lambda: faults.drop_address(ADDRESSES["b"])),
+            ("b unreachable", lambda: faults.drop_address(ADDRESSES["b"])),
             ("SIGSTOP of b", lambda: rig.apiservers["b"].pause()),
             ("flows dropped in output", lambda: faults.drop_flows(jackstay.pid, hooks=("output",))),
             ("SIGKILL of b", lambda: rig.apiservers["b"].kill()),
-            ("a dark", lambda: faults.drop_address(ADDRESSES["a"])),
+            ("a unreachable", lambda: faults.drop_address(ADDRESSES["a"])),
             ("SIGSTOP of a", lambda: rig.apiservers["a"].pause()),
         ])
         begun, number = time.monotonic(), 0
@@ -521,15 +521,15 @@ class Controllers(WithRig, unittest.TestCase):
             log(f"    {name}")
             fault()
             number += 1
-            self.give_work(number)
-            time.sleep(7 if "SIGSTOP" in name else 3)  # A stopped process is one after 5 s.
-            rig.heal()
-            self.see_it_done(number)
-        wrong = [line for p in both for line in complaints(p, WATCHES, since=offsets[p.name])]
-        log(f"{number} faults in {time.monotonic() - begun:.0f} s: {len(wrong)} complaints about watches; "
-            + ", ".join(f"{p.name}: {last[p.name]} caches, {len(self.relists(p)) - last[p.name]} listed again" for p in both))
-        self.assertEqual(wrong, [])
-        self.assertEqual({p.name: self.relists(p)[last[p.name]:] for p in both}, {p.name: [] for p in both})
+            self.create_objects(number)
+            time.sleep(7 if "SIGSTOP" in name else 3)  # A stopped process is detected after 5 s.
+            rig.recover()
+            self.wait_for_objects(number)
+        errors = [line for p in both for line in client_errors(p, WATCH_ERRORS, since=offsets[p.name])]
+        log(f"{number} faults in {time.monotonic() - begun:.0f} s: {len(errors)} watch errors; "
+            + ", ".join(f"{p.name}: {last[p.name]} caches, {len(self.lists(p)) - last[p.name]} lists after that" for p in both))
+        self.assertEqual(errors, [])
+        self.assertEqual({p.name: self.lists(p)[last[p.name]:] for p in both}, {p.name: [] for p in both})
         self.assertEqual([p.running for p in both], [True, True])
         self.assertNotIn("panicked", jackstay.process.logfile.read_text(errors="replace"))
 

@@ -1,53 +1,53 @@
-"""The rig itself, with nothing in between: what fails here is no fault of jackstay."""
+"""The rig without jackstay: a failure here is not caused by jackstay."""
 
 import time
 import unittest
 
-from cases import Kubectl, Pods, WithRig, long_form
+from cases import KubectlCases, PodCases, RigCase, long_form
 from figures import within
-from rig import Load, NodeWatch, log, summary, wait_for
+from rig import Load, NodeMonitor, log, summary, wait_for
 
 
-@long_form("the same cases run through jackstay; here they show whether a failure is the rig's")
-class Reference(Pods, Kubectl, unittest.TestCase):
-    reference = "b"
+@long_form("the same cases run through jackstay; here they show whether the rig causes a failure")
+class Reference(PodCases, KubectlCases, unittest.TestCase):
+    reference_apiserver = "b"
 
     @classmethod
     def prepare(cls):
         cls.server = cls.rig.server("a")
 
-    def test_hollow_nodes(self):
+    def test_hollow_nodes_become_and_stay_ready(self):
         nodes = self.rig.start_hollow(self.server)
         try:
             for node in nodes:
                 wait_for(f"{node.name} to be Ready", lambda: self.rig.ready(node.name), 60)
-            with NodeWatch(self.rig, [n.name for n in nodes]) as watch:
+            with NodeMonitor(self.rig, [n.name for n in nodes]) as watch:
                 time.sleep(25)
             self.assertEqual(watch.not_ready, [])
             self.assertEqual(set(watch.renewed), {n.name for n in nodes})
-            within(self, "without jackstay: between two heartbeats", max(watch.longest.values()), "s", 15)
+            within(self, "without jackstay: longest time between two heartbeats", max(watch.longest.values()), "s", 15)
             users = {e["user"]["username"] for e in self.rig.audit(lambda e: e["user"]["username"].startswith("system:node:hollow"))}
             self.assertEqual(users, {f"system:node:{n.name}" for n in nodes})
         finally:
             self.rig.stop_hollow()
 
-    def test_restarts(self):
+    def test_apiserver_restarts_and_resumes(self):
         for graceful in (True, False):
             self.rig.apiservers["b"].restart(graceful)
         self.rig.apiservers["b"].pause()
         time.sleep(1)
-        self.rig.heal()
+        self.rig.recover()
 
 
-class Direct(WithRig, unittest.TestCase):
-    """The judge: what the load generator reports without and with a fault."""
+class Direct(RigCase, unittest.TestCase):
+    """The load generator's accounting, without and with a fault."""
 
     @classmethod
     def prepare(cls):
         cls.server = cls.rig.server("a")
 
-    def test_load(self):
-        """The accounting is exact where nothing happens."""
+    def test_load_without_fault_reports_none(self):
+        """Without a fault the report has no failure."""
         load = Load(self.rig, self.server, 8, quiet_every="2s")
         self.addCleanup(load.kill)
         report = load.finish()
@@ -61,8 +61,8 @@ class Direct(WithRig, unittest.TestCase):
         self.assertEqual(report["requests"]["read"].get("http1", 0), 0)
         self.assertEqual((report["applied_twice"], load.sent_twice()), ([], []))
 
-    def test_load_sees_a_fault(self):
-        """... and where something does: established flows dropped, which only a proxy can hide."""
+    def test_load_with_dropped_flows_reports_them(self):
+        """Dropped flows break every watch, because no proxy hides them."""
         load = Load(self.rig, self.server, 12, read_idle="2s", ping_timeout="2s", quiet_every="2s")
         self.addCleanup(load.kill)
         load.until(3)
@@ -71,7 +71,7 @@ class Direct(WithRig, unittest.TestCase):
             load.until(8)
             self.assertGreater(self.rig.faults.dropped(), 0)
         finally:
-            self.rig.heal()
+            self.rig.recover()
         report = load.finish()
         log(summary(report))
         self.assertGreater(report["requests"]["read"]["slowest_ms"], 2000)

@@ -1,19 +1,19 @@
-"""Apiservers that join, leave and move, with one seed configured: kubectl and a hollow kubelet see nothing."""
+"""Apiservers join, leave and move while one endpoint is configured; kubectl and a hollow kubelet notice nothing."""
 
 import json
 import time
 import unittest
 import uuid
 
-from cases import Ended, WithRig, lines_of
+from cases import StoppedOnExit, RigCase, collect_lines
 from kubernetes import RELEASE
-from rig import ADDRESSES, NODE_IP, PORT, REPOSITORY, Apiserver, Jackstay, Reader, complaints, log, sh, wait_for
+from rig import ADDRESSES, NODE_IP, PORT, REPOSITORY, Apiserver, Jackstay, Reader, client_errors, log, sh, wait_for
 
 FOURTH, MOVED = "10.99.0.14", "10.99.0.15"
-OWN = f"{NODE_IP}:7450"
+OWN_ADDRESS = f"{NODE_IP}:7450"
 SLICES = f"/apis/{RELEASE.discovery_api}/namespaces/default/endpointslices"
-# Two of the three once more, at addresses that no apiserver says it has.
-ELSEWHERE = f"""table ip jackstay_elsewhere {{
+# Second addresses of two apiservers, which no apiserver advertises.
+DNAT_RULES = f"""table ip jackstay_elsewhere {{
     chain output {{
         type nat hook output priority -100;
         ip daddr {FOURTH} dnat to {ADDRESSES['a']}
@@ -23,7 +23,7 @@ ELSEWHERE = f"""table ip jackstay_elsewhere {{
 """
 
 
-class Discovery(WithRig, unittest.TestCase):
+class Discovery(RigCase, unittest.TestCase):
     @classmethod
     def prepare(cls):
         rig = cls.rig
@@ -34,15 +34,15 @@ class Discovery(WithRig, unittest.TestCase):
         done = rig.kubectl(admin, "apply", "-f", REPOSITORY / "deploy/rbac/discovery.yaml")
         assert done.returncode == 0, done.stderr
         cert = rig.pki.issue("jackstay-discovery", "/CN=jackstay-discovery")
-        # Its server is nowhere: of a kubeconfig only the user counts.
+        # The server does not exist: jackstay uses only the user of this kubeconfig.
         kubeconfig = rig.kubeconfig("jackstay-discovery", "https://192.0.2.1:6443", cert=cert)
         cls.state = rig.dir / "discovery-state"
 
         def adapt(config):
             config["state_dir"] = cls.state
             config["upstreams"][0]["discovery"] = {"kubeconfig": kubeconfig}
-            # Slices cannot name loopback addresses.
-            config["listeners"][0]["bind"].append(OWN)
+            # EndpointSlices cannot contain loopback addresses.
+            config["listeners"][0]["bind"].append(OWN_ADDRESS)
 
         cls.jackstay = Jackstay(rig, [rig.admin_cert, rig.node_cert("hollow-1")], [f"{ADDRESSES['a']}:{PORT}"], adapt,
                                 log_name="jackstay-discovery", port=7450, admin=9650)
@@ -54,14 +54,14 @@ class Discovery(WithRig, unittest.TestCase):
         endpoints = self.jackstay.status()["upstreams"][0]["endpoints"]
         return {e["address"].rpartition(":")[0] for e in endpoints if not e["fallback"]}
 
-    def becomes(self, what, *addresses):
+    def wait_for_members(self, what, *addresses):
         begun = time.monotonic()
         wait_for(f"{what}: {sorted(addresses)}, not {sorted(self.members())}", lambda: self.members() == set(addresses), 90)
         log(f"{what}: the set is {sorted(addresses)} after {time.monotonic() - begun:.1f} s")
 
-    def test_they_come_and_go(self):
+    def test_apiservers_join_leave_and_move(self):
         rig, a, b, c = self.rig, *ADDRESSES.values()
-        self.becomes("one seed finds them all", a, b, c)
+        self.wait_for_members("discovery finds all from one endpoint", a, b, c)
         hollow = rig.start_hollow(self.server, 1)[0]
         self.addCleanup(rig.stop_hollow)
         wait_for("the hollow node to be Ready", lambda: rig.ready(hollow.name), 90)
@@ -76,11 +76,11 @@ class Discovery(WithRig, unittest.TestCase):
             wait_for(f"the watch to show {name}", lambda: any(name in line for _, line in list(seen)), 20)
 
         watch = rig.kubectl_start(admin, "get", "configmaps", "--watch-only", "--no-headers")
-        with Reader(rig, self.server) as reads, Ended(watch) as kubectl:
-            lines_of(kubectl, seen)
+        with Reader(rig, self.server) as reads, StoppedOnExit(watch) as kubectl:
+            collect_lines(kubectl, seen)
 
             def runs():
-                # kubectl does not say when its watch begins: it shows what is made from then on.
+                # kubectl does not report when its watch begins, so objects are created until it shows one.
                 rig.control.must("POST", "/api/v1/namespaces/default/configmaps", {"metadata": {"generateName": "first-"}})
                 return bool(seen)
             wait_for("kubectl's watch to run", runs, 60)
@@ -88,32 +88,32 @@ class Discovery(WithRig, unittest.TestCase):
             fourth = Apiserver(rig, "d", FOURTH)
             self.addCleanup(lambda: fourth.process.stop(timeout=70))
             fourth.start()
-            self.becomes("a fourth joins", a, b, c, FOURTH)
+            self.wait_for_members("a fourth apiserver joins", a, b, c, FOURTH)
             make()
             rig.apiservers["b"].process.stop(timeout=70)
-            self.addCleanup(rig.apiservers["b"].ensure_well)
-            self.becomes("one leaves", a, c, FOURTH)
+            self.addCleanup(rig.apiservers["b"].ensure_ready)
+            self.wait_for_members("one apiserver leaves", a, c, FOURTH)
             make()
             fourth.process.stop(timeout=70)
             moved = Apiserver(rig, "d", MOVED)
             self.addCleanup(lambda: moved.process.stop(timeout=70))
             moved.start()
-            self.becomes("one moves", a, c, MOVED)
+            self.wait_for_members("one apiserver moves", a, c, MOVED)
             make()
-            self.assertIsNone(kubectl.poll(), "kubectl has ended")
+            self.assertIsNone(kubectl.poll(), "kubectl exited")
             time.sleep(1)
-            reads.goes_on()
-        log(f"{reads.asked} reads, {len(reads.failed)} failed; kubectl saw {len(seen)} lines for {len(made)} config maps")
+            reads.wait_for_more()
+        log(f"{reads.requests} reads, {len(reads.failed)} failed; kubectl saw {len(seen)} lines for {len(made)} config maps")
         self.assertEqual(reads.failed, [])
         self.assertEqual([sum(name in line for _, line in seen) for name in made], [1] * len(made))
-        self.assertEqual(complaints(hollow.process, since=began), [])
+        self.assertEqual(client_errors(hollow.process, since=began), [])
         state = json.loads((self.state / "control-plane.json").read_text())
         self.assertIn(f"{MOVED}:{PORT}", [endpoint["address"] for endpoint in state["endpoints"]])
         sources = {s["source"]: s for s in self.jackstay.status()["upstreams"][0]["sources"]}
         self.assertIsNone(sources["slices"]["error"])
 
     def slice(self, name, addresses, kind="IPv4", ready=True, port=PORT):
-        """Somebody's EndpointSlice of the service, beside those of the apiservers themselves."""
+        """Creates an EndpointSlice of the Service beside that of the apiservers; returns a function that deletes it."""
         self.rig.control.must("POST", SLICES, {
             "metadata": {"name": name, "labels": {"kubernetes.io/service-name": "kubernetes"}},
             "addressType": kind, "ports": [{"name": "https", "protocol": "TCP", "port": port}],
@@ -121,58 +121,58 @@ class Discovery(WithRig, unittest.TestCase):
         self.addCleanup(self.rig.control.request, "DELETE", f"{SLICES}/{name}")
         return lambda: self.rig.control.must("DELETE", f"{SLICES}/{name}")
 
-    def test_all_are_replaced_at_once(self):
-        """The slice of the apiservers comes to name others only; soon they put themselves back: all replaced, twice."""
+    def test_all_endpoints_replaced_at_once_fails_no_read(self):
+        """All addresses of the slice are replaced; then the apiservers restore it, so that all are replaced again."""
         servers, others = set(ADDRESSES.values()), {FOURTH, MOVED}
-        sh("nft", "-f", "-", input=ELSEWHERE)
+        sh("nft", "-f", "-", input=DNAT_RULES)
         self.addCleanup(sh, "nft", "delete", "table", "ip", "jackstay_elsewhere")
-        wait_for("the three alone", lambda: self.members() == servers, 90)
+        wait_for("only the three apiservers", lambda: self.members() == servers, 90)
 
         def replaced():
-            # An apiserver may put itself back within the second in which a change waits for others.
+            # An apiserver may restore its address within the second for which jackstay collects changes.
             now = self.rig.control.must("GET", f"{SLICES}/kubernetes")
             if {e["addresses"][0] for e in now["endpoints"]} != others:
                 now["endpoints"] = [{"addresses": [address], "conditions": {"ready": True}} for address in sorted(others)]
                 self.rig.control.must("PUT", f"{SLICES}/kubernetes", now)
             return self.members() == others
         with Reader(self.rig, self.server) as reads:
-            reads.goes_on()
+            reads.wait_for_more()
             begun = time.monotonic()
             wait_for("all three to be replaced", replaced, 60)
             log(f"all three are replaced after {time.monotonic() - begun:.1f} s")
-            reads.goes_on()
-            self.becomes("they put themselves back", *servers)
-            reads.goes_on()
-        log(f"{reads.asked} reads while all are replaced at once, {len(reads.failed)} failed")
+            reads.wait_for_more()
+            self.wait_for_members("the apiservers restore the slice", *servers)
+            reads.wait_for_more()
+        log(f"{reads.requests} reads while all are replaced at once, {len(reads.failed)} failed")
         self.assertEqual(reads.failed, [])
 
-    def test_they_lie(self):
-        """Slices that are empty, not ready, full of names or of ourselves, flapping, too long: nothing that serves is lost."""
+    def test_misleading_slices_remove_no_serving_endpoint(self):
+        """Slices that are empty, not ready, flapping, too long, or contain names or jackstay itself: no serving endpoint is lost."""
         servers = set(ADDRESSES.values())
-        wait_for("the three alone", lambda: self.members() == servers, 90)
+        wait_for("only the three apiservers", lambda: self.members() == servers, 90)
         with Reader(self.rig, self.server) as reads:
-            self.slice("lie-empty", [])
-            self.slice("lie-not-ready", ["198.51.100.1"], ready=False)
-            self.slice("lie-names", ["apiserver.example.com"], kind="FQDN")
-            self.slice("lie-ourselves", [NODE_IP], port=int(OWN.rpartition(":")[2]))
+            self.slice("misleading-empty", [])
+            self.slice("misleading-not-ready", ["198.51.100.1"], ready=False)
+            self.slice("misleading-names", ["apiserver.example.com"], kind="FQDN")
+            self.slice("misleading-own-address", [NODE_IP], port=int(OWN_ADDRESS.rpartition(":")[2]))
             for turn in range(10):
-                gone = self.slice(f"lie-flaps-{turn}", ["198.51.100.2"])
+                gone = self.slice(f"misleading-flaps-{turn}", ["198.51.100.2"])
                 time.sleep(0.2)
                 gone()
                 time.sleep(0.2)
             self.assertLessEqual(servers, self.members())
-            wait_for("the three alone again", lambda: self.members() == servers, 30)
+            wait_for("only the three apiservers again", lambda: self.members() == servers, 30)
             begun = time.monotonic()
-            gone = self.slice("lie-long", [f"198.18.{n // 250}.{n % 250 + 1}" for n in range(1000)])
-            wait_for("as many as there is room for", lambda: len(self.members()) == 64, 30)
+            gone = self.slice("misleading-long", [f"198.18.{n // 250}.{n % 250 + 1}" for n in range(1000)])
+            wait_for("the set to be full", lambda: len(self.members()) == 64, 30)
             log(f"of 1,003 endpoints, 64 are in the set after {time.monotonic() - begun:.1f} s")
             time.sleep(3)
             self.assertLessEqual(servers, self.members())
             gone()
-            wait_for("the three alone at last", lambda: self.members() == servers, 30)
-            reads.goes_on()
-        log(f"{reads.asked} reads beside slices that lie, {len(reads.failed)} failed")
+            wait_for("only the three apiservers after the long slice", lambda: self.members() == servers, 30)
+            reads.wait_for_more()
+        log(f"{reads.requests} reads beside misleading slices, {len(reads.failed)} failed")
         self.assertEqual(reads.failed, [])
-        said = self.jackstay.process.logfile.read_text(errors="replace")
-        for words in ("more than 64 endpoints", "of address type FQDN", f"{OWN}: our own address, requests would loop"):
-            self.assertIn(words, said)
+        log_text = self.jackstay.process.logfile.read_text(errors="replace")
+        for words in ("more than 64 endpoints", "of address type FQDN", f"{OWN_ADDRESS}: our own address, requests would loop"):
+            self.assertIn(words, log_text)

@@ -1,7 +1,7 @@
-"""A new user: a kubeconfig, the binary, two commands, and kubectl works through jackstay.
+"""First use: with a kubeconfig, the binary and two commands, kubectl works through jackstay.
 
-With a client certificate, a token and an exec plugin; L4 and L7; moved back afterwards; and what
-`jackstay doctor` says of the same cluster, well and not.
+With a client certificate, a token and an exec plugin, at L4 and L7, and reverted afterwards; and the findings of
+`jackstay doctor` with healthy and faulty apiservers.
 """
 
 import base64
@@ -12,7 +12,7 @@ import stat
 import unittest
 from pathlib import Path
 
-from cases import WithRig
+from cases import RigCase
 from kubernetes import RELEASE
 from rig import ADDRESSES, PORT, REPOSITORY, TOKEN, Api, Process, log, sh, wait_for
 
@@ -21,16 +21,16 @@ ADMIN = "127.0.0.1:9743"
 BINARY = Path(os.environ.get("JACKSTAY_BIN") or REPOSITORY / "target/release/jackstay")
 
 
-class NewUser(WithRig, unittest.TestCase):
+class NewUser(RigCase, unittest.TestCase):
     @classmethod
     def prepare(cls):
         cls.home = cls.rig.dir / "new-user"
         cls.home.mkdir()
         cls.process = None
-        wait_for("alice may look at nodes", cls.may_look, 20)
+        wait_for("alice to be allowed to list nodes", cls.can_list_nodes, 20)
 
     @classmethod
-    def may_look(cls):
+    def can_list_nodes(cls):
         cls.rig.control.request("POST", "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings", {
             "metadata": {"name": "new-user"},
             "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "system:node-proxier"},
@@ -42,7 +42,7 @@ class NewUser(WithRig, unittest.TestCase):
         cls.rig.control.request("DELETE", "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings/new-user")
 
     def setUp(self):
-        self.rig.heal()
+        self.rig.recover()
         self.number = getattr(type(self), "number", 0) + 1
         type(self).number = self.number
         self.dir = self.home / f"{self.number}"
@@ -55,7 +55,7 @@ class NewUser(WithRig, unittest.TestCase):
             type(self).process = self.process = None
 
     def kubeconfig(self, user, inline=True):
-        """The kubeconfig that the user was given."""
+        """Writes the kubeconfig that the user starts with."""
         def file(key, path):
             return {f"{key}-data": base64.b64encode(Path(path).read_bytes()).decode()} if inline else {key: str(path)}
         path = self.dir / "config"
@@ -69,7 +69,7 @@ class NewUser(WithRig, unittest.TestCase):
         return path
 
     def plugin(self, status):
-        """An exec plugin that yields this."""
+        """A kubeconfig user with an exec plugin that returns this status."""
         script = self.dir / "plugin"
         answer = {"apiVersion": "client.authentication.k8s.io/v1beta1", "kind": "ExecCredential", "status": status}
         script.write_text(f"#!/bin/sh\ncat <<'END'\n{json.dumps(answer)}\nEND\n")
@@ -87,8 +87,8 @@ class NewUser(WithRig, unittest.TestCase):
         self.assertEqual(done.returncode, code, f"{argv}: {done.stdout}{done.stderr}")
         return done.stdout
 
-    def run_it(self):
-        """The second command."""
+    def start_jackstay(self):
+        """Runs the second command, `jackstay run`, and waits until it is ready."""
         config = self.dir / "jackstay/jackstay.yaml"
         process = Process(f"new-user-{self.number}", [BINARY, "run", "--config", config, "--admin", ADMIN],
                           self.dir / "jackstay.log")
@@ -96,70 +96,70 @@ class NewUser(WithRig, unittest.TestCase):
         host, port = ADMIN.split(":")
 
         def ready():
-            process.must_run()
+            process.require_running()
             with socket.create_connection((host, int(port)), timeout=5) as connection:
                 connection.sendall(b"GET /readyz HTTP/1.0\r\n\r\n")
                 return b" 200 " in connection.makefile("rb").readline()
         wait_for("jackstay to be ready", ready, 20)
 
-    def through(self, mode, user, *options):
-        """Two commands, then kubectl; afterwards the way back."""
-        given = self.kubeconfig(user)
-        before = given.read_bytes()
-        said = self.jackstay("kubeconfig", "--in", given, "--server", SERVER, "--mode", mode, *options)
-        self.assertEqual(given.read_bytes(), before)
-        moved = self.dir / "jackstay.kubeconfig"
-        self.assertEqual(stat.S_IMODE(moved.stat().st_mode), 0o600)
-        self.assertIn(f"https://{SERVER}", moved.read_text())
-        self.run_it()
-        nodes = self.rig.kubectl(moved, "get", "nodes")
+    def set_up_and_revert(self, mode, user, *options):
+        """Runs the two commands and kubectl, then reverts the kubeconfig and runs kubectl again."""
+        kubeconfig_in = self.kubeconfig(user)
+        before = kubeconfig_in.read_bytes()
+        output = self.jackstay("kubeconfig", "--in", kubeconfig_in, "--server", SERVER, "--mode", mode, *options)
+        self.assertEqual(kubeconfig_in.read_bytes(), before)
+        local_kubeconfig = self.dir / "jackstay.kubeconfig"
+        self.assertEqual(stat.S_IMODE(local_kubeconfig.stat().st_mode), 0o600)
+        self.assertIn(f"https://{SERVER}", local_kubeconfig.read_text())
+        self.start_jackstay()
+        nodes = self.rig.kubectl(local_kubeconfig, "get", "nodes")
         self.assertEqual(nodes.returncode, 0, nodes.stderr + self.process.tail())
-        # It was jackstay that answered: with it stopped, nobody does.
-        config = self.rig.kubectl(moved, "config", "view", "--minify", "-o", "jsonpath={.clusters[0].cluster.server}")
+        # The responses come from jackstay: without it, kubectl fails.
+        config = self.rig.kubectl(local_kubeconfig, "config", "view", "--minify", "-o", "jsonpath={.clusters[0].cluster.server}")
         self.assertEqual(config.stdout, f"https://{SERVER}")
-        for by in RELEASE.kubectls:
-            again = self.rig.kubectl(moved, "get", "nodes", by=by)
-            self.assertEqual(again.returncode, 0, f"kubectl {by.label}: {again.stderr}")
+        for variant in RELEASE.kubectls:
+            again = self.rig.kubectl(local_kubeconfig, "get", "nodes", variant=variant)
+            self.assertEqual(again.returncode, 0, f"kubectl {variant.label}: {again.stderr}")
         self.process.stop()
-        dead = self.rig.kubectl(moved, "get", "nodes", "--request-timeout=2s")
-        self.assertNotEqual(dead.returncode, 0, dead.stdout)
-        self.jackstay("kubeconfig", "--revert", "--in", moved)
-        direct = self.rig.kubectl(moved, "get", "nodes")
+        failed = self.rig.kubectl(local_kubeconfig, "get", "nodes", "--request-timeout=2s")
+        self.assertNotEqual(failed.returncode, 0, failed.stdout)
+        self.jackstay("kubeconfig", "--revert", "--in", local_kubeconfig)
+        direct = self.rig.kubectl(local_kubeconfig, "get", "nodes")
         self.assertEqual(direct.returncode, 0, direct.stderr)
-        self.assertIn(self.rig.server("a"), moved.read_text())
-        self.assertNotIn(SERVER, moved.read_text())
-        return said
+        self.assertIn(self.rig.server("a"), local_kubeconfig.read_text())
+        self.assertNotIn(SERVER, local_kubeconfig.read_text())
+        return output
 
-    def test_certificate_passthrough(self):
-        self.through("passthrough", self.certificate_user())
+    def test_certificate_user_passthrough(self):
+        self.set_up_and_revert("passthrough", self.certificate_user())
 
-    def test_certificate_terminate(self):
-        self.through("terminate", self.certificate_user(), "--upstream", f"{ADDRESSES['b']}:{PORT}")
+    def test_certificate_user_terminate(self):
+        self.set_up_and_revert("terminate", self.certificate_user(), "--upstream", f"{ADDRESSES['b']}:{PORT}")
 
-    def test_token_passthrough(self):
-        self.through("passthrough", {"token": TOKEN})
+    def test_token_user_passthrough(self):
+        self.set_up_and_revert("passthrough", {"token": TOKEN})
 
-    def test_token_terminate(self):
-        self.through("terminate", {"token": TOKEN})
+    def test_token_user_terminate(self):
+        self.set_up_and_revert("terminate", {"token": TOKEN})
 
     def test_plugin_with_token(self):
         for mode in ("passthrough", "terminate"):
             with self.subTest(mode=mode):
                 self.setUp()
-                said = self.through(mode, self.plugin({"token": TOKEN}))
-                self.assertIn("an exec plugin", said)
+                output = self.set_up_and_revert(mode, self.plugin({"token": TOKEN}))
+                self.assertIn("an exec plugin", output)
 
     def test_plugin_with_certificate(self):
         crt, key = self.rig.developer_cert
-        self.through("passthrough", self.plugin({
+        self.set_up_and_revert("passthrough", self.plugin({
             "clientCertificateData": Path(crt).read_text(), "clientKeyData": Path(key).read_text()}))
 
-    def discover(self, mode):
-        given = self.kubeconfig(self.certificate_user())
-        self.all_listed(given)
-        said = self.jackstay("kubeconfig", "--in", given, "--server", SERVER, "--mode", mode, "--discover")
-        self.assertNotIn("only one endpoint", said)
-        self.run_it()
+    def check_discovery(self, mode):
+        kubeconfig_in = self.kubeconfig(self.certificate_user())
+        self.wait_for_endpoints(kubeconfig_in)
+        output = self.jackstay("kubeconfig", "--in", kubeconfig_in, "--server", SERVER, "--mode", mode, "--discover")
+        self.assertNotIn("only one endpoint", output)
+        self.start_jackstay()
         self.jackstay("status", "--wait", "--timeout", "20s", "--admin", ADMIN)
 
         def all_ready():
@@ -171,31 +171,31 @@ class NewUser(WithRig, unittest.TestCase):
         nodes = self.rig.kubectl(self.dir / "jackstay.kubeconfig", "get", "nodes")
         self.assertEqual(nodes.returncode, 0, nodes.stderr + self.process.tail())
 
-    def test_discover_passthrough(self):
-        """Each apiserver is verified by a certificate that does not name the address of another."""
-        self.discover("passthrough")
+    def test_discover_passthrough_finds_all(self):
+        """Each apiserver's certificate contains only its own address, and every one is verified."""
+        self.check_discovery("passthrough")
 
-    def test_discover_terminate(self):
-        self.discover("terminate")
+    def test_discover_terminate_finds_all(self):
+        self.check_discovery("terminate")
 
-    def test_in_place_and_back(self):
-        given = self.kubeconfig(self.certificate_user())
-        before = json.loads(given.read_text())
-        self.jackstay("kubeconfig", "--in", given, "--server", SERVER, "--mode", "terminate", "--in-place")
-        self.run_it()
-        nodes = self.rig.kubectl(given, "get", "nodes")
+    def test_in_place_is_reverted(self):
+        kubeconfig_in = self.kubeconfig(self.certificate_user())
+        before = json.loads(kubeconfig_in.read_text())
+        self.jackstay("kubeconfig", "--in", kubeconfig_in, "--server", SERVER, "--mode", "terminate", "--in-place")
+        self.start_jackstay()
+        nodes = self.rig.kubectl(kubeconfig_in, "get", "nodes")
         self.assertEqual(nodes.returncode, 0, nodes.stderr + self.process.tail())
-        self.jackstay("kubeconfig", "--revert", "--in", given)
-        after = self.rig.kubectl(given, "config", "view", "--raw", "-o", "json")
+        self.jackstay("kubeconfig", "--revert", "--in", kubeconfig_in)
+        after = self.rig.kubectl(kubeconfig_in, "config", "view", "--raw", "-o", "json")
         after = json.loads(after.stdout)
         for cluster in before["clusters"]:
             self.assertIn(cluster, after["clusters"])
         self.assertEqual(before["users"], after["users"])
 
-    def test_certificate_is_renewed(self):
-        """A serving certificate that has expired is renewed at the start, before anyone is served."""
-        given = self.kubeconfig({"token": TOKEN})
-        self.jackstay("kubeconfig", "--in", given, "--server", SERVER, "--mode", "terminate")
+    def test_expired_serving_certificate_is_renewed_at_start(self):
+        """An expired serving certificate is renewed at the start, before the first connection."""
+        kubeconfig_in = self.kubeconfig({"token": TOKEN})
+        self.jackstay("kubeconfig", "--in", kubeconfig_in, "--server", SERVER, "--mode", "terminate")
         serving, ca = self.dir / "jackstay/serving.pem", self.dir / "jackstay/local-ca"
         sh("openssl", "req", "-new", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", "/CN=old",
            "-keyout", self.dir / "old.key", "-out", self.dir / "old.csr")
@@ -203,7 +203,7 @@ class NewUser(WithRig, unittest.TestCase):
         sh("openssl", "x509", "-req", "-in", self.dir / "old.csr", "-CA", f"{ca}.crt", "-CAkey", f"{ca}.key",
            "-set_serial", "7", "-days", "0", "-extfile", self.dir / "old.ext", "-out", self.dir / "old.crt")
         serving.write_text((self.dir / "old.crt").read_text() + (self.dir / "old.key").read_text())
-        self.run_it()
+        self.start_jackstay()
 
         def served():
             nodes = self.rig.kubectl(self.dir / "jackstay.kubeconfig", "get", "nodes")
@@ -214,33 +214,33 @@ class NewUser(WithRig, unittest.TestCase):
     def doctor(self, *argv, code):
         return json.loads(self.jackstay("doctor", "--output", "json", *argv, code=code))
 
-    def all_listed(self, given):
-        """Waits until the cluster names every apiserver: doctor asks it for them, and one that has just
-        started or had no etcd for a while is not an endpoint of it."""
+    def wait_for_endpoints(self, kubeconfig_in):
+        """Waits until the Service lists every apiserver, because doctor reads them there; an apiserver that has just
+        started or was without etcd is missing for a while."""
         def listed():
-            found = self.rig.kubectl(given, "get", "endpoints", "kubernetes", "-o", "jsonpath={.subsets[*].addresses[*].ip}")
+            found = self.rig.kubectl(kubeconfig_in, "get", "endpoints", "kubernetes", "-o", "jsonpath={.subsets[*].addresses[*].ip}")
             return set(found.stdout.split()) == set(ADDRESSES.values())
         wait_for("every apiserver to be an endpoint of the cluster", listed, 60)
 
-    def without_etcd(self):
-        """Doctor asks /readyz, which not every release lets fail then."""
-        given = self.kubeconfig(self.certificate_user())
+    def check_doctor_without_etcd(self):
+        """doctor requests /readyz, which fails without etcd only in some releases."""
+        kubeconfig_in = self.kubeconfig(self.certificate_user())
         self.rig.faults.drop_etcd("b")
         try:
-            report = self.doctor("--kubeconfig", given, "--duration", "10s", code=1)
+            report = self.doctor("--kubeconfig", kubeconfig_in, "--duration", "10s", code=1)
         finally:
             self.rig.faults.clear()
         first = report["findings"][0]
         self.assertEqual(first["cause"], "sick_endpoint", report["findings"])
         self.assertIn(ADDRESSES["b"], first["what"])
-        self.all_listed(given)
+        self.wait_for_endpoints(kubeconfig_in)
 
-    def test_doctor(self):
-        given = self.kubeconfig(self.certificate_user())
-        self.all_listed(given)
-        report = self.doctor("--kubeconfig", given, "--duration", "5s", code=0)
+    def test_doctor_names_the_faulty_apiserver(self):
+        kubeconfig_in = self.kubeconfig(self.certificate_user())
+        self.wait_for_endpoints(kubeconfig_in)
+        report = self.doctor("--kubeconfig", kubeconfig_in, "--duration", "5s", code=0)
         endpoints = {e["address"]: e for e in report["observations"]["endpoints"]}
-        # The kubeconfig names one apiserver, the cluster the others.
+        # The kubeconfig contains one apiserver, the cluster lists the others.
         self.assertEqual(set(endpoints), {f"{a}:{PORT}" for a in ADDRESSES.values()}, report)
         for row in report["summary"]:
             log(f"doctor: {row['address']} " + ", ".join(f"{s['step']} {s['p50_ms']:.1f}" for s in row["steps"]))
@@ -248,15 +248,15 @@ class NewUser(WithRig, unittest.TestCase):
         self.assertTrue(all(e["authenticated"] for e in plugin["observations"]["endpoints"]), plugin)
         self.assertNotIn(TOKEN, json.dumps(plugin))
         if RELEASE.etcd_check == "/readyz":
-            self.without_etcd()
-        given = self.kubeconfig(self.certificate_user())
+            self.check_doctor_without_etcd()
+        kubeconfig_in = self.kubeconfig(self.certificate_user())
         apiserver = self.rig.apiservers["b"]
         apiserver.pause()
         try:
-            report = self.doctor("--kubeconfig", given, "--duration", "5s", code=1)
+            report = self.doctor("--kubeconfig", kubeconfig_in, "--duration", "5s", code=1)
         finally:
             apiserver.resume()
         first = report["findings"][0]
         self.assertEqual(first["cause"], "dead_endpoint", report["findings"])
         self.assertIn(ADDRESSES["b"], first["what"])
-        self.rig.heal()
+        self.rig.recover()

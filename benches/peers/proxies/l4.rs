@@ -1,12 +1,11 @@
-//! The same proxies at L4: a listener, an endpoint, and what each does by itself to know whether
-//! that endpoint lives.
+//! The configurations at L4: a listener, an endpoint, and the health checks that each proxy offers.
 
 use std::net::SocketAddr;
 
-use super::Setting;
+use super::Environment;
 use crate::{pki::SERVER_NAME, process::find_program};
 
-impl Setting<'_> {
+impl Environment<'_> {
     pub(super) fn haproxy_l4(&self, listen: SocketAddr) -> String {
         let (origin, most) = (self.origin, self.flows + 100);
         format!(
@@ -28,7 +27,7 @@ backend control-plane
         )
     }
 
-    /// `nginx` wants its module by path, and writes its files where it is told.
+    /// nginx needs the path of its stream module and of its pid file.
     pub(super) fn nginx_l4(&self, listen: SocketAddr) -> String {
         let (dir, origin) = (self.dir.display(), self.origin);
         let most = 2 * self.flows + 300;

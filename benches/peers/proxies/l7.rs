@@ -1,13 +1,13 @@
-//! The proxies at L7: TLS 1.3 and HTTP/2 on both sides; the origin's certificate verified, a client
-//! certificate asked for; `/readyz` checked every 10 s; no access log; no timeout that an idle watch
-//! could reach. Beyond that each keeps its defaults.
+//! The configurations at L7: TLS 1.3 and HTTP/2 on both sides, the origin's certificate verified, a client certificate
+//! requested, `/readyz` checked every 10 s, no access log, and no timeout that ends an idle watch. Everything else has
+//! the proxy's default.
 
 use std::net::SocketAddr;
 
-use super::Setting;
+use super::Environment;
 use crate::pki::{Pki, SERVER_NAME};
 
-impl Setting<'_> {
+impl Environment<'_> {
     pub(super) fn haproxy_l7(&self, listen: SocketAddr) -> String {
         let (ca, both, origin) =
             (self.pki.ca.display(), self.pki.server_both.display(), self.origin);
@@ -69,7 +69,7 @@ static_resources:
   clusters:
   - name: control-plane
     connect_timeout: 3s
-    # The default of 1,024 requests at once is too near to 1,000 watches.
+    # The default of 1,024 concurrent requests is too close to 1,000 watches.
     circuit_breakers: {{ thresholds: [{{ max_connections: 10000, max_requests: 10000, max_pending_requests: 10000 }}] }}
     health_checks:
     - timeout: 1s
@@ -87,7 +87,7 @@ static_resources:
         "@type": type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext
         sni: {SERVER_NAME}
         common_tls_context:
-          # Envoy's client stops at TLS 1.2 unless told otherwise.
+          # Envoy's client uses at most TLS 1.2 by default.
           tls_params: {{ tls_maximum_protocol_version: TLSv1_3 }}
           alpn_protocols: [h2]
           validation_context:

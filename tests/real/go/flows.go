@@ -15,34 +15,34 @@ import (
 	"time"
 )
 
-// flow is one client with one connection of its own, as seen from outside: when it worked, and every
-// outage with its cause. It repeats what failed at once, as client-go does, every 50 ms.
+// flow is a client with its own connection: when it worked, and every outage with its errors. After a failure it
+// retries every 50 ms.
 //
-//	idle-watch   a watch on which nothing ever happens: it only waits
-//	busy-watch   a watch with events: it only reads
+//	idle-watch   a watch without events
+//	busy-watch   a watch with events
 //	read         a GET every 100 ms
 //	write        a PUT every 100 ms
 //	fresh        a GET every 200 ms, each on a new connection
 type flow struct {
 	Kind string `json:"kind"`
 	ID   int    `json:"id"`
-	// Requests answered, events read, watches opened.
+	// Completed requests, received events and opened watches.
 	Successes int `json:"successes"`
-	// From its start to its success, of any single request; of `fresh` with TCP and TLS.
+	// The slowest successful request; for `fresh` including TCP and TLS.
 	SlowestMs float64 `json:"slowest_ms"`
-	// The longest time between two successes; it means nothing for an idle watch.
+	// The longest time between two successes; without meaning for an idle watch.
 	MaxGapMs float64  `json:"max_gap_ms"`
 	Outages  []outage `json:"outages"`
-	// The apiserver itself ended a watch, or answered with a failure.
+	// Watches that the server ended cleanly, and responses with an error status.
 	Ends []string `json:"ends"`
 
 	client *client
 	last   time.Time
 }
 
-// outage is the time in which something failed.
+// outage is a period in which every attempt failed.
 type outage struct {
-	// When the first error came, and when it worked again; Unix seconds. To is 0 if it never did.
+	// Times of the first error and of the next success, in Unix seconds; To is 0 if there was none.
 	From   float64  `json:"from"`
 	To     float64  `json:"to"`
 	Errors []string `json:"errors"`
@@ -74,7 +74,7 @@ func (f *flow) failed(err error) {
 	}
 }
 
-// runFlows opens `spec` ("read=4,idle-watch=10"), works until time is up or SIGTERM, and reports.
+// runFlows runs the flows of `spec` ("read=4,idle-watch=10") until -duration or SIGTERM, and writes the report.
 func runFlows(spec string) error {
 	direct, err := newClient(*direct)
 	if err != nil {
@@ -124,10 +124,10 @@ func runFlows(spec string) error {
 	}
 	opened.Wait()
 	fmt.Println("ready")
-	go pace(ctx, 100*time.Millisecond, 0, func(turn int) {
-		bounded, cancel := bounded()
+	go repeat(ctx, 100*time.Millisecond, 0, func(turn int) {
+		request, cancel := requestContext()
 		defer cancel()
-		direct.do(bounded, "PUT", path+"/busy", object("busy", "busy", "direct", turn))
+		direct.do(request, "PUT", path+"/busy", object("busy", "busy", "direct", turn))
 	})
 	time.AfterFunc(*duration, stop)
 	done.Wait()
@@ -143,7 +143,7 @@ func (f *flow) run(ctx context.Context, path string, opened func()) {
 	if f.Kind == "fresh" {
 		every = 200 * time.Millisecond
 	}
-	// What is under way when time is up counts until here and no longer.
+	// Requests in flight at the end count only if they took a whole interval.
 	over := func(start time.Time, err error) bool {
 		return ctx.Err() != nil && (err != nil || time.Since(start) < every)
 	}
@@ -182,7 +182,7 @@ func (f *flow) once(ctx context.Context, path string, turn int, opened func()) e
 		name := fmt.Sprintf("write-%d", f.ID)
 		return f.request(ctx, start, "PUT", path+"/"+name, object(name, "write", "write", turn), opened)
 	}
-	return fmt.Errorf("no such kind of flow: %s", f.Kind)
+	return fmt.Errorf("unknown kind of flow: %s", f.Kind)
 }
 
 func (f *flow) request(ctx context.Context, start time.Time, method, path, body string, opened func()) error {
@@ -191,13 +191,13 @@ func (f *flow) request(ctx context.Context, start time.Time, method, path, body 
 		f.Ends = append(f.Ends, fmt.Sprintf("%d %s", a.code, a.body))
 	}
 	if a.err == nil {
-		f.worked(time.Since(start) - a.stood)
+		f.worked(time.Since(start) - a.paused)
 		opened()
 	}
 	return a.err
 }
 
-// watch opens one and reads it to its end; nil is an end by the server.
+// watch opens a watch and reads it to its end; nil is a clean end by the server.
 func (f *flow) watch(ctx context.Context, path string, opened func()) error {
 	start := time.Now()
 	request, err := f.client.request(ctx, "GET", path, "application/json", "", uuid())
@@ -216,12 +216,12 @@ func (f *flow) watch(ctx context.Context, path string, opened func()) error {
 	}
 	f.worked(time.Since(start))
 	opened()
-	// The first event tells of the object as it is; more come to the busy one alone.
+	// The first event contains the current object; only the busy watch receives more.
 	buffer := make([]byte, 64<<10)
 	for {
 		_, err := response.Body.Read(buffer)
 		if err == io.EOF {
-			f.Ends = append(f.Ends, "the watch ended")
+			f.Ends = append(f.Ends, "watch ended cleanly")
 			return nil
 		}
 		if err != nil {

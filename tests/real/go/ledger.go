@@ -10,33 +10,33 @@ import (
 	"time"
 )
 
-// ledger is everything that happened.
+// ledger records every request, write and watch, and makes the report.
 type ledger struct {
 	mu       sync.Mutex
 	started  time.Time
 	finished time.Time // writers stopped
 	closed   time.Time // watches stopped
-	kinds    map[string]*tally
+	kinds    map[string]*requestStats
 	failures []failure
-	writes   []written
+	writes   []writeRecord
 	watchers []*watcher
 }
 
-type tally struct {
-	Total     int     `json:"total"`
-	Failed    int     `json:"failed"`
-	NoStatus  int     `json:"failed_without_status"`
-	SlowestMs float64 `json:"slowest_ms"`
-	SlowestAt float64 `json:"slowest_at"`
-	Slowest   string  `json:"slowest"` // what was asked
-	SlowestID string  `json:"slowest_audit_id"`
-	MaxGapMs  float64 `json:"max_gap_ms"` // the longest time in which none succeeded
-	MaxGapAt  float64 `json:"max_gap_at"`
-	HTTP1     int     `json:"http1,omitempty"`
-	latencies []float64
-	P50Ms     float64 `json:"p50_ms"`
-	P99Ms     float64 `json:"p99_ms"`
-	lastGood  time.Time
+type requestStats struct {
+	Total       int     `json:"total"`
+	Failed      int     `json:"failed"`
+	NoStatus    int     `json:"failed_without_status"`
+	SlowestMs   float64 `json:"slowest_ms"`
+	SlowestAt   float64 `json:"slowest_at"`
+	Slowest     string  `json:"slowest"` // method and path
+	SlowestID   string  `json:"slowest_audit_id"`
+	MaxGapMs    float64 `json:"max_gap_ms"` // the longest time without a success
+	MaxGapAt    float64 `json:"max_gap_at"`
+	HTTP1       int     `json:"http1,omitempty"`
+	latencies   []float64
+	P50Ms       float64 `json:"p50_ms"`
+	P99Ms       float64 `json:"p99_ms"`
+	lastSuccess time.Time
 }
 
 type failure struct {
@@ -55,23 +55,23 @@ type failure struct {
 	RetryAfter string  `json:"retry_after,omitempty"`
 }
 
-type written struct {
+type writeRecord struct {
 	set, writer, op string
 	seq             int
-	version         uint64 // 0: not acknowledged, or a delete
+	version         uint64 // 0 for deletes and for writes without a successful response
 	acked           time.Time
 	ok              bool
 	auditID         string
 }
 
-func newLedger() *ledger { return &ledger{kinds: map[string]*tally{}} }
+func newLedger() *ledger { return &ledger{kinds: map[string]*requestStats{}} }
 
 func (l *ledger) begin() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.started = time.Now()
 	for _, kind := range []string{"read", "write", "direct"} {
-		l.kinds[kind] = &tally{lastGood: l.started}
+		l.kinds[kind] = &requestStats{lastSuccess: l.started}
 	}
 }
 
@@ -94,14 +94,14 @@ func (l *ledger) close() {
 
 func ms(d time.Duration) float64 { return float64(d.Microseconds()) / 1000 }
 
-func (t *tally) gap(now, started time.Time) {
-	if g := ms(now.Sub(t.lastGood)); g > t.MaxGapMs {
-		t.MaxGapMs, t.MaxGapAt = g, t.lastGood.Sub(started).Seconds()
+func (t *requestStats) gap(now, started time.Time) {
+	if g := ms(now.Sub(t.lastSuccess)); g > t.MaxGapMs {
+		t.MaxGapMs, t.MaxGapAt = g, t.lastSuccess.Sub(started).Seconds()
 	}
-	t.lastGood = now
+	t.lastSuccess = now
 }
 
-func (l *ledger) request(kind, op, path string, a answer) {
+func (l *ledger) request(kind, op, path string, a result) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	t := l.kinds[kind]
@@ -145,9 +145,9 @@ func min(a, b int) int {
 	return b
 }
 
-func (l *ledger) write(kind, op, path, writer string, seq int, set string, a answer) {
+func (l *ledger) write(kind, op, path, writer string, seq int, set string, a result) {
 	l.request(kind, op, path, a)
-	w := written{set: set, writer: writer, op: op, seq: seq, acked: a.end, ok: a.ok(), auditID: a.auditID}
+	w := writeRecord{set: set, writer: writer, op: op, seq: seq, acked: a.end, ok: a.ok(), auditID: a.auditID}
 	if a.ok() && op != "DELETE" {
 		var o struct{ Metadata meta }
 		json.Unmarshal(a.body, &o)
@@ -175,9 +175,8 @@ func (l *ledger) watchFailed(w *watcher, err error) {
 	l.failures = append(l.failures, f)
 }
 
-// universe is every event that exists, by set: those acknowledged to a writer and those that any
-// watch saw.
-func (l *ledger) universe() map[string]map[uint64]time.Time {
+// knownEvents is every event that exists, by set: acknowledged writes, and events that any watch received.
+func (l *ledger) knownEvents() map[string]map[uint64]time.Time {
 	sets := map[string]map[uint64]time.Time{}
 	of := func(set string) map[uint64]time.Time {
 		if sets[set] == nil {
@@ -204,9 +203,9 @@ func (l *ledger) universe() map[string]map[uint64]time.Time {
 	return sets
 }
 
-// lag counts the events that some watch has yet to see.
+// lag counts the events that a watch has not received yet.
 func (l *ledger) lag() int {
-	sets, lag := l.universe(), 0
+	sets, lag := l.knownEvents(), 0
 	for _, w := range l.watchers {
 		w.mu.Lock()
 		have := map[uint64]bool{}
@@ -238,21 +237,21 @@ type watchReport struct {
 	Lost        int      `json:"lost"`
 	Duplicated  int      `json:"duplicated"`
 	Backwards   int      `json:"backwards"`
-	MaxGapMs    float64  `json:"max_gap_ms"`   // between two events, busy watches only
+	MaxGapMs    float64  `json:"max_gap_ms"`   // between two events of a busy watch
 	MaxDelayMs  float64  `json:"max_delay_ms"` // from the acknowledged write to the event
 	MaxDelayAt  float64  `json:"max_delay_at"`
 	LostSamples []uint64 `json:"lost_samples,omitempty"`
 }
 
 type report struct {
-	Started      float64           `json:"started"`
-	Seconds      float64           `json:"seconds"`
-	Requests     map[string]*tally `json:"requests"`
-	Watches      watchTotals       `json:"watches"`
-	AppliedTwice []string          `json:"applied_twice"`
-	WriteIDs     []string          `json:"write_ids"`
-	Failures     []failure         `json:"failures"`
-	Each         []watchReport     `json:"each_watch"`
+	Started      float64                  `json:"started"`
+	Seconds      float64                  `json:"seconds"`
+	Requests     map[string]*requestStats `json:"requests"`
+	Watches      watchTotals              `json:"watches"`
+	AppliedTwice []string                 `json:"applied_twice"`
+	WriteIDs     []string                 `json:"write_ids"`
+	Failures     []failure                `json:"failures"`
+	Each         []watchReport            `json:"each_watch"`
 }
 
 type watchTotals struct {
@@ -288,9 +287,9 @@ func (l *ledger) report() report {
 			r.WriteIDs = append(r.WriteIDs, w.auditID)
 		}
 	}
-	sets := l.universe()
+	sets := l.knownEvents()
 	for _, w := range l.watchers {
-		e := l.judge(w, sets[w.set])
+		e := l.evaluate(w, sets[w.set])
 		r.Each = append(r.Each, e)
 		t := &r.Watches
 		if w.reference {
@@ -324,8 +323,8 @@ func max(a, b float64) float64 {
 	return b
 }
 
-func (l *ledger) judge(w *watcher, all map[uint64]time.Time) watchReport {
-	e := watchReport{ID: w.id, Reference: w.reference, Set: w.set, Format: w.format, Events: len(w.events), Bookmarks: w.marks,
+func (l *ledger) evaluate(w *watcher, all map[uint64]time.Time) watchReport {
+	e := watchReport{ID: w.id, Reference: w.reference, Set: w.set, Format: w.format, Events: len(w.events), Bookmarks: w.bookmarksReceived,
 		Ended: w.ended, Broken: w.broken, Refused: w.refused, Relists: w.relists}
 	have, last, highest := map[uint64]bool{}, l.started, uint64(0)
 	for _, s := range w.events {
@@ -356,7 +355,7 @@ func (l *ledger) judge(w *watcher, all map[uint64]time.Time) watchReport {
 			if len(e.LostSamples) < 5 {
 				e.LostSamples = append(e.LostSamples, version)
 			}
-			if !acked.IsZero() { // Never seen: at least as late as the end.
+			if !acked.IsZero() { // Never received: its delay lasts at least until the end.
 				e.MaxDelayMs = max(e.MaxDelayMs, ms(l.closed.Sub(acked)))
 			}
 		}
@@ -364,8 +363,8 @@ func (l *ledger) judge(w *watcher, all map[uint64]time.Time) watchReport {
 	return e
 }
 
-// appliedTwice names every write that the store shows twice. (A repeated identical update leaves no
-// trace there; the audit log has the rest of the truth, by the write_ids.)
+// appliedTwice lists every write that appears in the store twice. The store does not show a repeated identical
+// update; for those the audit logs are searched for the write_ids.
 func (l *ledger) appliedTwice() []string {
 	versions := map[string]map[uint64]bool{}
 	for _, w := range l.watchers {

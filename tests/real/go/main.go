@@ -1,13 +1,13 @@
-// Load is a Kubernetes client on Go's net/http, the HTTP/2 stack of kubelet and client-go, with the
-// same keepalive (PING after 30 s of silence, given up after 15 s). It reads, writes and watches
-// through one connection and accounts for everything exactly: what failed and how, the slowest
-// request, watches broken, events lost, duplicated or out of order, and the longest silence.
+// Load is a load generator on Go's net/http, the HTTP/2 stack of kubelet and client-go, with the same keepalive (PING
+// after 30 s of silence, connection closed 15 s later). It reads, writes and watches through one connection and
+// accounts for everything exactly: every failure, the slowest request, broken watches, lost, duplicated and unordered
+// events, and the longest silence.
 //
-// A few writers may bypass the server under test (-direct), so that events keep coming while it is
-// in trouble, and a reference watch there says which events exist.
+// With -direct, some writers bypass the server under test, so that events exist during every fault, and reference
+// watches record which events exist.
 //
-// It prints "ready" when every watch is open, and ends after -duration or on SIGTERM with a JSON
-// report on -report.
+// It prints "ready" when every watch is open. After -duration or on SIGTERM it writes a JSON report to -report and
+// exits.
 package main
 
 import (
@@ -38,21 +38,21 @@ var (
 	keyFile    = flag.String("key", "", "its key")
 	tokenFile  = flag.String("token-file", "", "bearer token")
 	namespace  = flag.String("namespace", "load", "namespace to work in; it must exist")
-	duration   = flag.Duration("duration", 30*time.Second, "how long")
-	interval   = flag.Duration("interval", 100*time.Millisecond, "pause of each reader and writer from start to start")
+	duration   = flag.Duration("duration", 30*time.Second, "duration of the load")
+	interval   = flag.Duration("interval", 100*time.Millisecond, "interval between the starts of two requests of a reader or writer")
 	readers    = flag.Int("readers", 4, "readers")
 	writers    = flag.Int("writers", 2, "writers through the server under test")
-	directs    = flag.Int("direct-writers", 1, "writers that bypass it, when -direct is given")
-	watches    = flag.Int("watches", 20, "watches, every second one quiet")
-	quietEvery = flag.Duration("quiet-every", 5*time.Second, "how often the object of each quiet watch changes")
-	formats    = flag.String("formats", "json,table,protobuf", "formats of the watches, in turn")
+	directs    = flag.Int("direct-writers", 1, "writers that bypass it, with -direct")
+	watches    = flag.Int("watches", 20, "number of watches; every second one is quiet")
+	quietEvery = flag.Duration("quiet-every", 5*time.Second, "interval between changes of each quiet watch's object")
+	formats    = flag.String("formats", "json,table,protobuf", "formats of the watches, used in turn")
 	timeout    = flag.Duration("watch-timeout", 10*time.Minute, "timeoutSeconds of the watches")
-	readIdle   = flag.Duration("read-idle", 30*time.Second, "PING after this much silence")
-	pingWait   = flag.Duration("ping-timeout", 15*time.Second, "a PING unanswered for so long ends the connection")
+	readIdle   = flag.Duration("read-idle", 30*time.Second, "send a PING after this silence")
+	pingWait   = flag.Duration("ping-timeout", 15*time.Second, "close the connection when a PING is unanswered for this long")
 	agent      = flag.String("user-agent", "jackstay-load", "User-Agent")
-	settle     = flag.Duration("settle", 15*time.Second, "how long the last events may take to arrive")
-	reportFile = flag.String("report", "", "where the report goes; default standard output")
-	flowSpec   = flag.String("flows", "", "single connections instead of all that, by kind: read=4,idle-watch=10 (see flows.go)")
+	settle     = flag.Duration("settle", 15*time.Second, "maximum time to wait for the last events")
+	reportFile = flag.String("report", "", "path of the report; default: standard output")
+	flowSpec   = flag.String("flows", "", "single connections instead, by kind: read=4,idle-watch=10 (see flows.go)")
 )
 
 // client is one HTTP/2 connection pool to one server.
@@ -97,8 +97,8 @@ func newClient(base string) (*client, error) {
 	return c, nil
 }
 
-// answer is a whole response, or why there is none.
-type answer struct {
+// result is a complete response, or the error.
+type result struct {
 	code       int
 	body       []byte
 	auditID    string
@@ -106,11 +106,11 @@ type answer struct {
 	proto      string
 	err        error
 	start, end time.Time
-	stood      time.Duration // of that, this process stood still for so long
+	paused     time.Duration // time during which this process did not run
 }
 
-// took is how long the server took, as far as this process can tell.
-func (a answer) took() time.Duration { return a.end.Sub(a.start) - a.stood }
+// took is the server's response time: without pauses of this process.
+func (a result) took() time.Duration { return a.end.Sub(a.start) - a.paused }
 
 func uuid() string {
 	var b [16]byte
@@ -140,9 +140,9 @@ func (c *client) request(ctx context.Context, method, path, accept, body, auditI
 	return request, nil
 }
 
-func (c *client) do(ctx context.Context, method, path, body string) answer {
-	before := clock.soFar()
-	a := answer{auditID: uuid(), start: time.Now()}
+func (c *client) do(ctx context.Context, method, path, body string) result {
+	before := pauses.total()
+	a := result{auditID: uuid(), start: time.Now()}
 	request, err := c.request(ctx, method, path, "application/json", body, a.auditID)
 	if err == nil {
 		var response *http.Response
@@ -151,16 +151,16 @@ func (c *client) do(ctx context.Context, method, path, body string) answer {
 			a.body, err = io.ReadAll(response.Body)
 			response.Body.Close()
 			if err == nil && a.code < 300 && !json.Valid(a.body) {
-				err = fmt.Errorf("the answer is no JSON: %d bytes", len(a.body))
+				err = fmt.Errorf("the response is not JSON: %d bytes", len(a.body))
 			}
 		}
 	}
 	a.end, a.err = time.Now(), err
-	a.stood = clock.soFar() - before
+	a.paused = pauses.total() - before
 	return a
 }
 
-func (a answer) ok() bool { return a.err == nil && a.code >= 200 && a.code < 300 }
+func (a result) ok() bool { return a.err == nil && a.code >= 200 && a.code < 300 }
 
 type meta struct {
 	Name            string            `json:"name"`
@@ -246,7 +246,7 @@ func run(l *ledger) error {
 			w.set, w.path = quietName(i/2), path+"?fieldSelector=metadata.name%3D"+quietName(i/2)
 		} else if w.set = "busy"; i%4 == 0 {
 			w.path = path + "?labelSelector=set%3Dbusy"
-		} else { // Cluster-wide: the label carries the namespace, so only this run's objects match.
+		} else { // Cluster-wide; the label contains the namespace, so that only objects of this run match.
 			w.path = "/api/v1/configmaps?labelSelector=set%3Dbusy,run%3D" + *namespace
 		}
 		start(w)
@@ -280,7 +280,7 @@ func run(l *ledger) error {
 	}
 	for i := 0; i < quiet; i++ {
 		i := i
-		spawn(func() { disturb(working, bypass, l, path, i, quiet) })
+		spawn(func() { updateQuiet(working, bypass, l, path, i, quiet) })
 	}
 	workers.Wait()
 	l.finish()
@@ -313,8 +313,8 @@ func ensure(c *client, path, name, set string) error {
 	return fmt.Errorf("create %s: %d %v %s", name, a.code, a.err, a.body)
 }
 
-// pace calls f at every interval until ctx ends; a call that takes longer skips its turns.
-func pace(ctx context.Context, every, offset time.Duration, f func(turn int)) {
+// repeat calls f at every interval until ctx ends; a call that takes longer skips intervals.
+func repeat(ctx context.Context, every, offset time.Duration, f func(turn int)) {
 	select {
 	case <-ctx.Done():
 		return
@@ -332,16 +332,16 @@ func pace(ctx context.Context, every, offset time.Duration, f func(turn int)) {
 	}
 }
 
-// Requests run to their end even when time is up, so that none is cut by ourselves; a minute is far
-// beyond what client-go's keepalive needs to give up.
-func bounded() (context.Context, context.CancelFunc) {
+// requestContext lets requests complete after the end of the load, so that the load generator cancels none. A minute
+// is longer than client-go's keepalive needs to close a connection.
+func requestContext() (context.Context, context.CancelFunc) {
 	return context.WithTimeout(context.Background(), time.Minute)
 }
 
 func read(ctx context.Context, c *client, l *ledger, path string, id int) {
 	paths := []string{path + "/" + busyName(0), path + "?labelSelector=set%3Dbusy", path + "/" + quietName(0), "/api/v1"}
-	pace(ctx, *interval, *interval*time.Duration(id)/time.Duration(*readers), func(turn int) {
-		ctx, cancel := bounded()
+	repeat(ctx, *interval, *interval*time.Duration(id)/time.Duration(*readers), func(turn int) {
+		ctx, cancel := requestContext()
 		defer cancel()
 		p := paths[(turn+id)%len(paths)]
 		if *watches < 2 && p == path+"/"+quietName(0) {
@@ -351,16 +351,16 @@ func read(ctx context.Context, c *client, l *ledger, path string, id int) {
 	})
 }
 
-// write updates its own object again and again; now and then it creates one and deletes it later,
-// since a repeated create shows in the store and a repeated identical update does not.
+// write updates its own object repeatedly. Sometimes it creates an object and deletes it later, because the store
+// shows a repeated create but not a repeated identical update.
 func write(ctx context.Context, c *client, l *ledger, path string, id int, bypass bool) {
 	kind := "write"
 	if bypass {
 		kind = "direct"
 	}
 	writer, made := fmt.Sprintf("%s-%d", kind, id), ""
-	pace(ctx, *interval, *interval*time.Duration(id)/time.Duration(*writers+*directs), func(seq int) {
-		ctx, cancel := bounded()
+	repeat(ctx, *interval, *interval*time.Duration(id)/time.Duration(*writers+*directs), func(seq int) {
+		ctx, cancel := requestContext()
 		defer cancel()
 		switch {
 		case seq%10 == 5:
@@ -381,11 +381,11 @@ func write(ctx context.Context, c *client, l *ledger, path string, id int, bypas
 	})
 }
 
-// disturb changes the object of one quiet watch, each one at its own moment.
-func disturb(ctx context.Context, c *client, l *ledger, path string, id, of int) {
+// updateQuiet changes the object of one quiet watch; the watches' changes are spread over the interval.
+func updateQuiet(ctx context.Context, c *client, l *ledger, path string, id, of int) {
 	name := quietName(id)
-	pace(ctx, *quietEvery, *quietEvery*time.Duration(id)/time.Duration(of), func(seq int) {
-		ctx, cancel := bounded()
+	repeat(ctx, *quietEvery, *quietEvery*time.Duration(id)/time.Duration(of), func(seq int) {
+		ctx, cancel := requestContext()
 		defer cancel()
 		l.write("direct", "PUT", path+"/"+name, "quiet", seq, name, c.do(ctx, "PUT", path+"/"+name, object(name, "quiet", "quiet", seq)))
 	})

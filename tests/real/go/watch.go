@@ -14,28 +14,27 @@ import (
 	"time"
 )
 
-// watcher is one watch that goes on as a reflector would: from its last version after an end, from
-// a fresh list when the version has expired.
+// watcher is a watch that continues as client-go's reflector does: after an end from its last version, after an
+// expired version from a new list.
 type watcher struct {
 	client    *client
 	id        int
-	reference bool   // bypasses the server under test; its ends and errors do not count
-	set       string // which events it must see
+	reference bool   // bypasses the server under test; its failures are not counted
+	set       string // the set of events that it must receive
 	path      string
 	format    string // json, table or protobuf
 	bookmarks bool   // asked for
 	cursor    string
 
 	mu     sync.Mutex
-	events []seen
-	// Ends by the server at a frame boundary; ends by an error or in mid-frame; opens that failed;
-	// expired versions.
+	events []watchEvent
+	// Clean ends at a frame boundary; errors and ends within a frame; watches that did not open; expired versions.
 	ended, broken, refused, relists int
-	marks                           int    // bookmarks received
-	listed                          uint64 // a list has told of everything up to here
+	bookmarksReceived               int
+	listed                          uint64 // the version of the last list, which covers all earlier events
 }
 
-type seen struct {
+type watchEvent struct {
 	version uint64
 	kind    string
 	name    string
@@ -44,7 +43,7 @@ type seen struct {
 	at      time.Time
 }
 
-// frame is what any format says about an event.
+// frame is an event, decoded from any format.
 type frame struct {
 	kind, name, version, writer, seq string
 	code                             int
@@ -122,7 +121,7 @@ func (w *watcher) once(ctx context.Context, l *ledger, opened *func()) error {
 	return w.follow(response.Body)
 }
 
-// follow reads frames until the end; nil is a clean end.
+// follow reads frames to the end of the watch; nil is a clean end.
 func (w *watcher) follow(body io.Reader) error {
 	reader := bufio.NewReaderSize(body, 64<<10)
 	for {
@@ -150,14 +149,14 @@ func (w *watcher) follow(body io.Reader) error {
 		}
 		if f.kind == "BOOKMARK" {
 			if !w.bookmarks {
-				return errors.New("a bookmark that was not asked for")
+				return errors.New("a bookmark that was not requested")
 			}
 			w.mu.Lock()
-			w.marks++
+			w.bookmarksReceived++
 			w.mu.Unlock()
 		} else {
 			w.mu.Lock()
-			w.events = append(w.events, seen{version, f.kind, f.name, f.writer, f.seq, time.Now()})
+			w.events = append(w.events, watchEvent{version, f.kind, f.name, f.writer, f.seq, time.Now()})
 			w.mu.Unlock()
 		}
 		w.cursor = f.version
@@ -194,13 +193,13 @@ func jsonFrame(reader *bufio.Reader, table bool) (frame, error) {
 		}
 	}
 	if err := json.Unmarshal(line, &event); err != nil {
-		return frame{}, fmt.Errorf("a frame that is no JSON: %v", err)
+		return frame{}, fmt.Errorf("a frame that is not JSON: %v", err)
 	}
 	o := event.Object
 	m := o.Metadata
 	if table && event.Type != "ERROR" {
 		if o.Kind != "Table" {
-			return frame{}, fmt.Errorf("a %s in a watch for tables", o.Kind)
+			return frame{}, fmt.Errorf("a %s in a table watch", o.Kind)
 		}
 		if len(o.Rows) > 0 {
 			m = o.Rows[0].Object.Metadata
@@ -212,7 +211,7 @@ func jsonFrame(reader *bufio.Reader, table bool) (frame, error) {
 func protobufFrame(reader *bufio.Reader) (frame, error) {
 	var length [4]byte
 	if _, err := io.ReadFull(reader, length[:]); err != nil {
-		return frame{}, err // io.EOF at a boundary, io.ErrUnexpectedEOF within
+		return frame{}, err // io.EOF at a frame boundary, io.ErrUnexpectedEOF within a frame
 	}
 	data := make([]byte, binary.BigEndian.Uint32(length[:]))
 	if _, err := io.ReadFull(reader, data); err != nil {

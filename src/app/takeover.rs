@@ -36,7 +36,7 @@ use tokio::time::{sleep, timeout};
 
 use crate::net::process::descriptor_passing;
 use crate::net::process::inherited_sockets::InheritedSockets;
-use crate::net::sockets::unix_listener;
+use crate::net::sockets::listening;
 
 /// The first message of the new process; the number is the version of the protocol.
 const REQUEST: &str = "jackstay take-over 1";
@@ -216,7 +216,7 @@ impl TakeoverServer {
         if !replace && BlockingStream::connect(path).is_ok() {
             return Err(io::Error::other("another process with this state_dir serves it"));
         }
-        UnixListener::from_std(unix_listener::listen(path)?).map(Self)
+        UnixListener::from_std(listening::listen_unix(path)?).map(Self)
     }
 
     /// Serves one new process after the other, until one has taken over.
@@ -321,7 +321,7 @@ fn push(line: &mut Vec<u8>, byte: u8) -> io::Result<bool> {
 
 /// Whether a process of this user may give or receive sockets: the own user, and root.
 fn is_trusted(user: u32) -> bool {
-    user == 0 || user == descriptor_passing::effective_user()
+    user == 0 || user == rustix::process::geteuid().as_raw()
 }
 
 #[cfg(test)]

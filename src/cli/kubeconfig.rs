@@ -27,7 +27,7 @@ use crate::kubeconfig::setup::{self, OutputFile, SetupMode, SetupPlan, SetupRequ
 use crate::kubeconfig::{
     KubeconfigFiles, KubeconfigPaths, ResolvedContext, ServerUrl, find_cluster_mut, kubeconfig_yaml,
 };
-use crate::net::files::atomic_write::PRIVATE;
+use crate::net::files::PRIVATE;
 
 /// Exit code for wrong usage, and for a kubeconfig that cannot be used.
 const BAD_INPUT: u8 = 2;

@@ -5,12 +5,12 @@
 //! change and each failure is reported once, in the log and in `/events`.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use tokio::time::Instant;
 
 use super::file_watch::{FileWatch, poll_ticks};
-use crate::net::tls::serving::ServingTls;
+use crate::net::tls::serving::{ServingRefresh, ServingTls};
 use crate::observe::events::{Change, EventKind, Events};
 use crate::observe::utc::{Utc, wall_clock};
 use crate::observe::{CertificateExpiry, ListenerMetrics, Metrics};
@@ -26,15 +26,16 @@ pub async fn watch_credentials(upstream: Arc<Upstream>) {
     let credentials = &upstream.credentials;
     // A file may have changed since the start loaded it.
     let mut files = FileWatch::unread(credentials.paths());
-    let mut expiries = credential_expiries(&upstream);
+    let mut expiries = CredentialExpiries::default();
     let mut ticks = poll_ticks();
     loop {
         ticks.tick().await;
+        // A reload of the configuration may have replaced the credentials.
+        expiries.update(&upstream);
         files.follow(credentials.paths());
         if files.changed() {
             let changes = credentials.refresh();
-            expiries.clear();
-            expiries.extend(credential_expiries(&upstream));
+            expiries.update(&upstream);
             let identity_failed = credentials.slots().iter().any(|slot| slot.is_invalid());
             let token_failed =
                 credentials.probe_token().is_some_and(|token| token.error().is_some());
@@ -46,23 +47,36 @@ pub async fn watch_credentials(upstream: Arc<Upstream>) {
     }
 }
 
-/// Metric handles for the expiry of the identities and of the CA bundle of an upstream.
-fn credential_expiries(upstream: &Upstream) -> Vec<Arc<CertificateExpiry>> {
-    let mut expiries = Vec::new();
-    let mut report = |kind, name: &str, not_after| {
-        let expiry = upstream.metrics.certificate_expiry(kind, name);
-        expiry.set(not_after);
-        expiries.push(expiry);
-    };
-    for slot in upstream.credentials.slots() {
-        if let Some(info) = slot.certificate() {
-            report("identity", &slot.paths.cert_file.display().to_string(), info.not_after);
+/// The metrics of when the identities and the CA bundle of an upstream expire.
+#[derive(Default)]
+struct CredentialExpiries {
+    /// Kind, name and end of validity of each certificate.
+    certificates: Vec<(&'static str, String, SystemTime)>,
+    metrics: Vec<Arc<CertificateExpiry>>,
+}
+
+impl CredentialExpiries {
+    /// Takes in the certificates that are in use now.
+    fn update(&mut self, upstream: &Upstream) {
+        let slots = upstream.credentials.slots();
+        let identities = slots.iter().filter_map(|slot| {
+            let name = slot.paths.cert_file.display().to_string();
+            Some(("identity", name, slot.certificate()?.not_after))
+        });
+        let ca = upstream.credentials.ca_not_after();
+        let ca = ca.map(|not_after| ("upstream_ca", upstream.name.to_string(), not_after));
+        let certificates: Vec<_> = identities.chain(ca).collect();
+        if certificates == self.certificates {
+            return;
         }
+        let metric = |(kind, name, not_after): &(&'static str, String, SystemTime)| {
+            let expiry = upstream.metrics.certificate_expiry(kind, name);
+            expiry.set(*not_after);
+            expiry
+        };
+        self.metrics = certificates.iter().map(metric).collect();
+        self.certificates = certificates;
     }
-    if let Some(not_after) = upstream.credentials.ca_not_after() {
-        report("upstream_ca", &upstream.name, not_after);
-    }
-    expiries
 }
 
 fn report(upstream: &Upstream, change: &CredentialChange) {
@@ -152,27 +166,22 @@ pub async fn watch_serving(
         if !files.changed() {
             continue;
         }
-        let result = tls.refresh();
-        files.set_settled(result.is_ok());
-        match result {
-            Ok(true) => {
-                last_error = None;
-                listener.certificate_reloaded("ok");
-                let to = format!("serial {}", tls.certificate().info.serial);
-                let reason = "its file, or that of the client CA, has changed";
-                let effect = "new connections get it; clients are verified anew";
-                events.loaded(&name, &to, reason, effect);
-            }
-            Ok(false) => last_error = None,
-            Err(error) => {
-                let error = error.to_string();
-                if last_error.as_ref() != Some(&error) {
-                    listener.certificate_reloaded("failed");
-                    events.failed(&name, &error);
-                    last_error = Some(error);
-                }
-            }
+        let ServingRefresh { changed, error } = tls.refresh();
+        files.set_settled(error.is_none());
+        if changed {
+            listener.certificate_reloaded("ok");
+            let to = format!("serial {}", tls.certificate().info.serial);
+            let reason = "its file, or that of the client CA, has changed";
+            let effect = "new connections get it; clients are verified anew";
+            events.loaded(&name, &to, reason, effect);
         }
+        if let Some(error) = &error
+            && last_error.as_ref() != Some(error)
+        {
+            listener.certificate_reloaded("failed");
+            events.failed(&name, error);
+        }
+        last_error = error;
     }
 }
 

@@ -19,7 +19,7 @@ use hickory_resolver::{Hosts, TokioResolver};
 use tokio::time::{Instant, timeout};
 
 use super::observations::{Dns, Ms, NameServer, Resolution, percentile};
-use crate::net::files::bounded_read;
+use crate::net::files;
 
 /// Limit of one query, with all search domains. The default of resolv.conf(5) is 5 s; a request that
 /// waits so long has failed for its client.
@@ -64,7 +64,7 @@ impl Resolver {
     /// With `/etc/hosts` and `/etc/resolv.conf`.
     pub fn of_system() -> Self {
         let read = |path: &str| {
-            bounded_read::read(Path::new(path), MAX_FILE)
+            files::read(Path::new(path), MAX_FILE)
                 .map_err(|error| format!("cannot read {path}: {error}"))
         };
         Self::from_files(read("/etc/resolv.conf"), &read("/etc/hosts").unwrap_or_default())

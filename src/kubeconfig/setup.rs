@@ -25,7 +25,7 @@ use super::credential::{Credential, PemSource};
 use super::error::KubeconfigError;
 use super::file::to_yaml;
 use crate::config::CertPaths;
-use crate::net::files::atomic_write::{PRIVATE, PUBLIC};
+use crate::net::files::{PRIVATE, PUBLIC};
 
 /// The CA bundles of Linux distributions, in the order of Go (`crypto/x509/root_linux.go`). kubectl
 /// uses the first one that exists if a kubeconfig names no CA.

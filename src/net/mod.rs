@@ -4,7 +4,7 @@
 //!
 //! * [`sockets`]: listening and connecting, TCP options and `TCP_INFO`, stream adapters.
 //! * [`tls`]: certificates and keys from PEM files, the serving side of a listener, verification.
-//! * [`files`]: bounded reads, atomic replacement, bearer tokens.
+//! * [`files`]: bounded reads, replacement in one step, bearer tokens.
 //! * [`process`]: inherited descriptors, the service manager, resource limits, memory.
 
 pub mod files;

@@ -6,8 +6,9 @@ use tokio_rustls::server::TlsStream;
 
 use super::stall_timeout::StallTimeout;
 use crate::net::sockets::linger::Linger;
-use crate::net::sockets::prefixed_stream::PrefixedStream;
 use crate::net::sockets::read_ahead::ReadAhead;
+use crate::net::sockets::tunnel_stream::TunnelStream;
+
 /// A connection before its TLS handshake.
 pub type PlainStream = ReadAhead<StallTimeout<Linger>>;
 
@@ -18,11 +19,11 @@ pub type ClientStream = TlsStream<PlainStream>;
 ///
 /// # Errors
 /// The connection is not one of a listener.
-pub fn of_tunnel(upgraded: Upgraded) -> Result<PrefixedStream<ClientStream>, &'static str> {
+pub fn of_tunnel(upgraded: Upgraded) -> Result<TunnelStream<ClientStream>, &'static str> {
     let parts = upgraded
         .downcast::<TokioIo<ClientStream>>()
         .map_err(|_| "not a connection of a listener")?;
     let mut stream = parts.io.into_inner();
     stream.get_mut().0.get_mut().disable();
-    Ok(PrefixedStream::new(parts.read_buf, stream))
+    Ok(TunnelStream::new(parts.read_buf, stream))
 }

@@ -16,7 +16,6 @@
 //!
 //! `Sec-WebSocket-Protocol` may contain a bearer token, so this file logs no headers.
 
-use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -26,7 +25,7 @@ use http_body::Body as _;
 use hyper::body::Incoming;
 use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::TokioIo;
-use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, copy_bidirectional_with_sizes};
+use tokio::io::{AsyncWriteExt, copy_bidirectional_with_sizes};
 use tokio::task::spawn_local;
 
 use super::client_certificate::IdentityProof;
@@ -37,7 +36,6 @@ use super::retry::Refusal;
 use super::status_error::StatusError;
 use super::tunnels::{OpenTunnel, Tunnels};
 use super::upstream_client::UpstreamClient;
-use crate::net::sockets::drain_reads::DrainReads;
 use crate::observe::{Outcome, Side};
 use crate::upstream::credentials::CredentialClass;
 use crate::upstream::endpoint::Endpoint;
@@ -205,7 +203,9 @@ async fn carry(
         async { driver.reclaim().await.map_err(|why| (Side::Upstream, why)) },
     )?;
     let result = tokio::select! {
-        result = both_ways(&mut client, &mut upstream) => {
+        // When a write to the upstream fails, what the upstream has sent is read to its end first: the
+        // last bytes are the exit status of the command.
+        result = copy_bidirectional_with_sizes(&mut client, &mut upstream, BUFFER, BUFFER) => {
             result.map(drop).map_err(|error| match upstream.error() {
                 Some(why) => (Side::Upstream, why.to_owned()),
                 None => (Side::Client, error.to_string()),
@@ -215,15 +215,6 @@ async fn carry(
     };
     *received = usize::try_from(upstream.bytes_read()).unwrap_or(usize::MAX);
     result
-}
-
-/// Copies both ways. When a write to the upstream fails, what the upstream has sent is read to its end
-/// first: the last bytes are the exit status of the command.
-async fn both_ways(
-    client: &mut (impl AsyncRead + AsyncWrite + Unpin),
-    upstream: &mut (impl AsyncRead + AsyncWrite + Unpin),
-) -> io::Result<(u64, u64)> {
-    copy_bidirectional_with_sizes(client, &mut DrainReads::new(upstream), BUFFER, BUFFER).await
 }
 
 #[cfg(test)]

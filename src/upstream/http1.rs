@@ -21,9 +21,9 @@ use super::endpoint::{ConnectFailure, Endpoint, EndpointState};
 use super::flow_health;
 use super::pool::{UNAVAILABLE_AFTER, Unavailable};
 use super::shared::Upstream;
-use crate::net::sockets::prefixed_stream::PrefixedStream;
 use crate::net::sockets::read_ahead::ReadAhead;
 use crate::net::sockets::tracked_stream::{StreamObserver, TrackedStream};
+use crate::net::sockets::tunnel_stream::TunnelStream;
 use crate::net::tls::certificate::Subject;
 
 /// When the next endpoint is tried in parallel to one that has not answered: twice the time after
@@ -33,7 +33,7 @@ const NEXT_AFTER: Duration = Duration::from_millis(500);
 const REASONS: usize = 5;
 
 /// The stream of a connection after its 101.
-pub type Tunnelled = PrefixedStream<TlsStream<ReadAhead<TrackedStream>>>;
+pub type Tunnelled = TunnelStream<TlsStream<ReadAhead<TrackedStream>>>;
 
 /// An open connection on which no request was sent yet.
 pub struct Http1Connection {
@@ -205,7 +205,8 @@ async fn drive(connection: Connection, flow: Flow) -> Result<Tunnelled, String> 
     tokio::select! {
         parts = connection.without_shutdown() => {
             let parts = parts.map_err(|error| described(&error))?;
-            Ok(PrefixedStream::new(parts.read_buf, parts.io.into_inner()))
+            let stream = TunnelStream::new(parts.read_buf, parts.io.into_inner());
+            Ok(stream.discard_writes_after_close())
         }
         why = flow.died() => Err(why.to_owned()),
     }

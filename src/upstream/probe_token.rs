@@ -8,7 +8,7 @@ use std::sync::{Mutex, PoisonError};
 use arc_swap::ArcSwapOption;
 use http::HeaderValue;
 
-use crate::net::files::bearer_token;
+use crate::net::files;
 
 /// A configured token file and its last valid token.
 #[derive(Debug)]
@@ -23,7 +23,7 @@ impl ProbeToken {
     pub fn load(file: &Path) -> Self {
         Self {
             file: file.to_owned(),
-            good: ArcSwapOption::from_pointee(bearer_token::authorization_from_file(file).ok()),
+            good: ArcSwapOption::from_pointee(files::authorization_from_file(file).ok()),
             error: Mutex::default(),
         }
     }
@@ -48,7 +48,7 @@ impl ProbeToken {
     /// # Errors
     /// Why it cannot be used, with its path.
     pub fn refresh(&self) -> Result<(), String> {
-        let read = bearer_token::authorization_from_file(&self.file);
+        let read = files::authorization_from_file(&self.file);
         let error = read.as_ref().err().cloned();
         if let Ok(good) = read {
             self.good.store(Some(good.into()));

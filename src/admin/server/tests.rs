@@ -209,7 +209,7 @@ async fn serve_all_slots_silent_evicts_oldest_before_head_timeout() {
 async fn serve_unix_returns_same_responses_as_tcp() {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("admin.sock");
-    let listener = crate::net::sockets::unix_listener::listen(&path).expect("a socket");
+    let listener = crate::net::sockets::listening::listen_unix(&path).expect("a socket");
     let listener = UnixListener::from_std(listener).expect("a runtime");
     tokio::spawn(serve_unix(listener, Arc::new(FakeStatus { alive: true, ready: false })));
     for (route, code) in [("/livez", "200"), ("/readyz", "503")] {

@@ -18,7 +18,7 @@ use crate::app::status::ProcessStatus;
 use crate::app::takeover::{self, TakeoverRequest, TakeoverServer};
 use crate::control::certificates;
 use crate::control::discovery::{self, SharedContext};
-use crate::net::sockets::unix_listener;
+use crate::net::sockets::listening;
 use crate::net::tls::serving::ServingTls;
 use crate::upstream::Upstream;
 
@@ -168,7 +168,7 @@ impl Tasks {
         let at = path.clone();
         let task = spawn_local(async move {
             let file = at.clone();
-            let opened = spawn_blocking(move || unix_listener::listen(&file)).await;
+            let opened = spawn_blocking(move || listening::listen_unix(&file)).await;
             let listener = opened.unwrap_or_else(|error| Err(error.into()));
             match listener.and_then(UnixListener::from_std) {
                 Ok(listener) => {

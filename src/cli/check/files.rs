@@ -11,7 +11,7 @@ use std::time::SystemTime;
 
 use crate::config::{CertPaths, Config, ConfigDraft, ConfigError, Terminate};
 use crate::control::discovery::{file as endpoints_file, kubeconfig};
-use crate::net::files::bearer_token;
+use crate::net::files;
 use crate::net::tls::certificate::{CertInfo, Subject, Validity};
 use crate::net::tls::file_error::{TlsFileError, TlsFileProblem};
 use crate::net::tls::local_ca::LocalCa;
@@ -300,7 +300,7 @@ impl FileChecker {
     }
 
     fn token(&mut self, at: &str, path: &Path) {
-        match bearer_token::authorization_from_file(path) {
+        match files::authorization_from_file(path) {
             Err(why) => self.error(at, why),
             // An apiserver takes "Bearer a b" for the token "a".
             Ok(value) if value.as_bytes().splitn(3, |byte| *byte == b' ').nth(2).is_some() => {

@@ -9,6 +9,7 @@ use super::files::is_renewal_overdue;
 use super::*;
 use crate::config::load;
 use crate::net::tls::certificate::CertInfo;
+use crate::net::tls::local_ca::LocalCa;
 use crate::net::tls::pem_files::load_ca;
 
 struct Dir(tempfile::TempDir);
@@ -213,7 +214,7 @@ fn check_files_expired_certificate_with_issuer_is_only_noted() {
         check_files(&file, &config, now)
     };
     assert_eq!(check("").errors.len(), 1);
-    let made = crate::net::tls::local_ca::create_ca("local", SystemTime::now()).unwrap();
+    let (_, made) = LocalCa::create("local", SystemTime::now()).unwrap();
     dir.write("local.crt", &made.certificate);
     dir.write("local.key", &made.key);
     let found = check("cert_file: DIR/local.crt, key_file: DIR/local.key");

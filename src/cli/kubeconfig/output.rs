@@ -11,7 +11,7 @@ use crate::cli::check;
 use crate::config::{self, ConfigErrors, Overrides};
 use crate::kubeconfig::setup::OutputFile;
 use crate::kubeconfig::{KubeconfigFiles, ResolvedContext};
-use crate::net::files::atomic_write;
+use crate::net::files;
 
 /// The paths of the output.
 pub(super) struct Destinations {
@@ -118,7 +118,7 @@ pub(super) fn write_file(file: &OutputFile, out: &mut String) -> Result<(), Fail
     if let Some(directory) = file.path.parent() {
         std::fs::create_dir_all(directory).map_err(fail)?;
     }
-    atomic_write::replace(&file.path, &file.bytes, file.mode).map_err(fail)?;
+    files::replace(&file.path, &file.bytes, file.mode).map_err(fail)?;
     let _ = writeln!(out, "wrote {path}: {}", file.what);
     Ok(())
 }

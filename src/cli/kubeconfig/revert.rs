@@ -7,7 +7,7 @@ use super::output::write_file;
 use crate::kubeconfig::rewrite::revert;
 use crate::kubeconfig::setup::OutputFile;
 use crate::kubeconfig::{KubeconfigFiles, ResolvedContext, kubeconfig_yaml, original};
-use crate::net::files::atomic_write::PRIVATE;
+use crate::net::files::PRIVATE;
 
 /// Reverts every cluster that points at jackstay, or only that of `--context`.
 pub(super) fn run(

@@ -11,7 +11,7 @@ use super::candidates::{Candidate, DiscoveredEndpoints};
 use super::source_states::SourceStates;
 use crate::config::EndpointAddress;
 use crate::control::file_watch::{FileWatch, poll_ticks};
-use crate::net::files::bounded_read;
+use crate::net::files;
 use crate::upstream::endpoint_sources::EndpointSource;
 
 /// Largest file that is read, in bytes.
@@ -41,7 +41,7 @@ pub async fn follow(path: PathBuf, states: Rc<SourceStates>) {
 /// # Errors
 /// The file cannot be read or is larger than 1 MiB; the message names its path.
 pub fn read(path: &Path) -> Result<String, String> {
-    let text = bounded_read::read_text(path, MAX_FILE);
+    let text = files::read_text(path, MAX_FILE);
     text.map_err(|error| format!("{}: {error}", path.display()))
 }
 

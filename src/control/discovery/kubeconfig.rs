@@ -11,7 +11,7 @@ use http::HeaderValue;
 use kube::config::{AuthInfo, Cluster, Kubeconfig};
 
 use crate::kubeconfig::{KubeconfigFile, MAX_KUBECONFIG, PemSource, TokenSource, UserCredentials};
-use crate::net::files::{bearer_token, bounded_read};
+use crate::net::files;
 use crate::net::tls::pem_files::{self, LoadedCert};
 
 /// The credential for discovery.
@@ -55,7 +55,7 @@ impl DiscoveryToken {
         match self {
             Self::None => Ok(None),
             Self::Fixed(value) => Ok(Some(value.clone())),
-            Self::File(path) => bearer_token::authorization_from_file(path)
+            Self::File(path) => files::authorization_from_file(path)
                 .map(Some)
                 .map_err(|why| format!("token file {why}")),
         }
@@ -68,8 +68,7 @@ impl DiscoveryToken {
 /// What is wrong, with the path of the kubeconfig and without a secret.
 pub fn load(path: &Path) -> Result<DiscoveryUser, String> {
     let fail = |why: String| format!("{}: {why}", path.display());
-    let text =
-        bounded_read::read_text(path, MAX_KUBECONFIG).map_err(|error| fail(error.to_string()))?;
+    let text = files::read_text(path, MAX_KUBECONFIG).map_err(|error| fail(error.to_string()))?;
     let file = KubeconfigFile::parse(path, &text).map_err(|error| error.to_string())?;
     let config = file.with_absolute_paths();
     let (name, user) = current_user(&config).map_err(&fail)?;
@@ -93,7 +92,7 @@ pub fn load(path: &Path) -> Result<DiscoveryUser, String> {
             files.push(file.clone());
             DiscoveryToken::File(file)
         }
-        Some(TokenSource::Inline(token)) => bearer_token::authorization(&token)
+        Some(TokenSource::Inline(token)) => files::authorization(&token)
             .map(DiscoveryToken::Fixed)
             .map_err(|why| fail(format!("token: {why}")))?,
         None => DiscoveryToken::None,
@@ -150,7 +149,7 @@ fn read_pem(
     match pem {
         PemSource::Inline(bytes) => Ok((kubeconfig.to_owned(), bytes.clone())),
         PemSource::File(path) => {
-            let bytes = bounded_read::read(path, MAX_KUBECONFIG)
+            let bytes = files::read(path, MAX_KUBECONFIG)
                 .map_err(|error| format!("{key}: {}: {error}", path.display()))?;
             files.push(path.clone());
             Ok((path.clone(), bytes))

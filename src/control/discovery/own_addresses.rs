@@ -4,7 +4,6 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use super::candidates::Candidate;
 use crate::config::EndpointAddress;
-use crate::net::sockets::interfaces;
 
 /// The addresses of this process's listeners.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -19,8 +18,9 @@ impl OwnAddresses {
     /// interfaces only if a listener is bound to the unspecified address.
     pub fn of_listeners(bound: &[SocketAddr]) -> Self {
         let unspecified = bound.iter().any(|address| address.ip().is_unspecified());
-        let host =
-            if unspecified { interfaces::addresses().unwrap_or_default() } else { Vec::new() };
+        let interfaces =
+            if unspecified { if_addrs::get_if_addrs().unwrap_or_default() } else { Vec::new() };
+        let host = interfaces.iter().map(if_addrs::Interface::ip).collect();
         Self { bound: bound.to_vec(), host }
     }
 

@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 
 use super::candidates::{Candidate, SavedEndpoints};
 use crate::config::EndpointAddress;
-use crate::net::files::bounded_read;
+use crate::net::files;
 use crate::observe::utc::Utc;
 use crate::upstream::endpoint_sources::EndpointSource;
 
@@ -73,13 +73,11 @@ pub fn path(dir: &Path, upstream: &str) -> PathBuf {
 /// Why the file is not used.
 pub fn read(dir: &Path, upstream: &str, now: SystemTime) -> Result<SavedState, StateError> {
     let text =
-        bounded_read::read_text(&path(dir, upstream), MAX_FILE).map_err(|error| {
-            match error.kind() {
-                io::ErrorKind::NotFound => StateError::Missing,
-                io::ErrorKind::FileTooLarge => StateError::Corrupt(error.to_string()),
-                io::ErrorKind::InvalidData => StateError::Corrupt("not text".into()),
-                _ => StateError::Io(error),
-            }
+        files::read_text(&path(dir, upstream), MAX_FILE).map_err(|error| match error.kind() {
+            io::ErrorKind::NotFound => StateError::Missing,
+            io::ErrorKind::FileTooLarge => StateError::Corrupt(error.to_string()),
+            io::ErrorKind::InvalidData => StateError::Corrupt("not text".into()),
+            _ => StateError::Io(error),
         })?;
     parse(&text, upstream, now)
 }

@@ -8,7 +8,7 @@ use super::config_file::ListenerTlsSection;
 use super::plan::{OutputFile, SetupPlan, SetupRequest};
 use crate::config::CertPaths;
 use crate::kubeconfig::error::KubeconfigError;
-use crate::net::files::atomic_write::{PRIVATE, PUBLIC};
+use crate::net::files::{PRIVATE, PUBLIC};
 use crate::net::tls::local_ca::{self, LocalCa};
 use crate::net::tls::pem_files;
 
@@ -42,9 +42,8 @@ pub(super) fn plan(
         }
         plan.local_ca = Some(certificate);
     } else {
-        let created =
-            local_ca::create_ca(&format!("jackstay on {}", request.node_name), request.now)?;
-        let authority = authority_of(&created)?;
+        let (authority, created) =
+            LocalCa::create(&format!("jackstay on {}", request.node_name), request.now)?;
         let issued = authority.issue(&names, request.now)?;
         plan.local_ca = Some(created.certificate.clone().into_bytes());
         for (path, bytes, mode, what) in [
@@ -71,10 +70,6 @@ fn serving_file(serving: &Path, issued: &local_ca::IssuedCertificate) -> OutputF
         mode: PRIVATE,
         what: "the serving certificate and its key, renewed by jackstay",
     }
-}
-
-fn authority_of(made: &local_ca::IssuedCertificate) -> Result<LocalCa, KubeconfigError> {
-    LocalCa::from_pem(&made.certificate, &made.key).map_err(KubeconfigError::from)
 }
 
 /// Whether the existing serving certificate is signed by this CA, holds all names and is not due

@@ -81,11 +81,6 @@ pub fn peer_credentials(socket: BorrowedFd<'_>) -> io::Result<libc::ucred> {
     if result == 0 { Ok(peer) } else { Err(io::Error::last_os_error()) }
 }
 
-/// The effective user ID of this process.
-pub fn effective_user() -> u32 {
-    rustix::process::geteuid().as_raw()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

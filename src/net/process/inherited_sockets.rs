@@ -5,7 +5,6 @@
 //! keeps the connections of its queue.
 
 use std::env;
-use std::fmt;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,34 +22,24 @@ pub struct InheritedSockets {
     sockets: Vec<(SocketAddr, TcpListener)>,
 }
 
-/// Why an inherited descriptor cannot be used.
-#[derive(Debug)]
-pub struct UnusableDescriptor(String);
-
-impl fmt::Display for UnusableDescriptor {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
 impl InheritedSockets {
     /// Adds a descriptor.
     ///
     /// # Errors
     /// It is not a listening TCP socket. It is closed.
-    pub fn add(&mut self, descriptor: OwnedFd) -> Result<(), UnusableDescriptor> {
+    pub fn add(&mut self, descriptor: OwnedFd) -> Result<(), String> {
         let socket = SockRef::from(&descriptor);
         let is_tcp = socket.domain().is_ok_and(|d| [Domain::IPV4, Domain::IPV6].contains(&d))
             && socket.r#type().is_ok_and(|kind| kind == Type::STREAM);
         if !is_tcp || !socket.is_listener().unwrap_or(false) {
-            return Err(UnusableDescriptor("not a listening TCP socket".into()));
+            return Err("not a listening TCP socket".into());
         }
         // The service manager passes blocking sockets.
         let ready = socket.set_nonblocking(true).and_then(|()| {
             let listener = TcpListener::from(descriptor);
             Ok((listener.local_addr()?, listener))
         });
-        self.sockets.push(ready.map_err(|error| UnusableDescriptor(error.to_string()))?);
+        self.sockets.push(ready.map_err(|error| error.to_string())?);
         Ok(())
     }
 
@@ -126,18 +115,14 @@ pub fn from_service_manager() -> Vec<OwnedFd> {
 ///
 /// # Errors
 /// No such descriptor is open, or it is one of `given` or of the standard streams.
-pub fn take_descriptor(number: RawFd, given: &[OwnedFd]) -> Result<OwnedFd, UnusableDescriptor> {
+pub fn take_descriptor(number: RawFd, given: &[OwnedFd]) -> Result<OwnedFd, String> {
     if number < FIRST {
-        return Err(UnusableDescriptor(format!(
-            "descriptors below {FIRST} are the standard streams"
-        )));
+        return Err(format!("descriptors below {FIRST} are the standard streams"));
     }
     if given.iter().any(|other| other.as_raw_fd() == number) {
-        return Err(UnusableDescriptor(
-            "it is a socket of the service manager (LISTEN_FDS)".into(),
-        ));
+        return Err("it is a socket of the service manager (LISTEN_FDS)".into());
     }
-    take(number).ok_or_else(|| UnusableDescriptor("no such descriptor is open".into()))
+    take(number).ok_or_else(|| "no such descriptor is open".into())
 }
 
 /// How many descriptors the environment announces to the process with PID `own`.

@@ -7,11 +7,13 @@
 
 use std::cell::Cell;
 use std::io;
+use std::net::Shutdown;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf};
+use socket2::SockRef;
+use tokio::io::{AsyncRead, AsyncReadExt, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::task::spawn_local;
 use tokio::time::timeout;
@@ -33,35 +35,39 @@ pub fn lingering_connections() -> usize {
 pub struct Linger {
     /// Taken on drop.
     stream: Option<TcpStream>,
-    /// The client has closed, or the connection has failed.
-    finished: bool,
 }
 
 impl Linger {
     /// Wraps `stream`.
     pub fn new(stream: TcpStream) -> Self {
-        Self { stream: Some(stream), finished: false }
+        Self { stream: Some(stream) }
     }
 
-    fn stream(&mut self) -> io::Result<Pin<&mut TcpStream>> {
-        self.stream.as_mut().map(Pin::new).ok_or_else(|| io::ErrorKind::NotConnected.into())
-    }
-
-    fn record_error<T>(&mut self, result: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
-        if matches!(result, Poll::Ready(Err(_))) {
-            self.finished = true;
-        }
-        result
+    fn stream(&mut self) -> &mut TcpStream {
+        self.stream.as_mut().expect("the stream is taken on drop only")
     }
 }
 
+impl AsyncRead for Linger {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(self.stream()).poll_read(cx, buf)
+    }
+}
+
+write_to_stream_below!(Linger, |this| this.stream());
+
 impl Drop for Linger {
     fn drop(&mut self) {
-        let Some(mut stream) = self.stream.take().filter(|_| !self.finished) else { return };
-        if socket2::SockRef::from(&stream).shutdown(std::net::Shutdown::Write).is_err() {
+        let Some(mut stream) = self.stream.take() else { return };
+        // An error means that the client has reset the connection.
+        if SockRef::from(&stream).shutdown(Shutdown::Write).is_err() || is_at_end(&stream) {
             return;
         }
-        let lingering = Lingering::new();
+        let lingering = LingeringCount::new();
         spawn_local(async move {
             let _lingering = lingering;
             let mut rest = [0; 4096];
@@ -73,65 +79,27 @@ impl Drop for Linger {
     }
 }
 
-struct Lingering;
+/// Whether the client has closed or the connection has failed.
+fn is_at_end(stream: &TcpStream) -> bool {
+    match stream.try_read(&mut [0; 4096]) {
+        Ok(n) => n == 0,
+        Err(error) => error.kind() != io::ErrorKind::WouldBlock,
+    }
+}
 
-impl Lingering {
+/// Counts one connection until it is dropped.
+struct LingeringCount;
+
+impl LingeringCount {
     fn new() -> Self {
         LINGERING.set(LINGERING.get() + 1);
         Self
     }
 }
 
-impl Drop for Lingering {
+impl Drop for LingeringCount {
     fn drop(&mut self) {
         LINGERING.set(LINGERING.get() - 1);
-    }
-}
-
-impl AsyncRead for Linger {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        let before = buf.filled().len();
-        let result = self.stream()?.poll_read(cx, buf);
-        if matches!(result, Poll::Ready(Ok(()))) && buf.filled().len() == before {
-            self.finished = true;
-        }
-        self.record_error(result)
-    }
-}
-
-impl AsyncWrite for Linger {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        let result = self.stream()?.poll_write(cx, buf);
-        self.record_error(result)
-    }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bufs: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        let result = self.stream()?.poll_write_vectored(cx, bufs);
-        self.record_error(result)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        true
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.stream()?.poll_flush(cx)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.stream()?.poll_shutdown(cx)
     }
 }
 

@@ -1,25 +1,61 @@
 //! TCP and Unix sockets, and the stream adapters between a socket and TLS or HTTP/2.
 //!
 //! * [`listening`] opens listening sockets, [`connector`] opens upstream connections,
-//!   [`tcp_options`] sets the options of both; [`unix_listener`] is for the admin and takeover sockets.
-//! * [`interception`] reads the original destination of a redirected connection; [`interfaces`] lists
-//!   the addresses of this host.
+//!   [`tcp_options`] sets the options of both.
+//! * [`interception`] reads the original destination of a redirected connection.
 //! * [`tcp_info`] is the kernel's evidence about a connection; [`tracked_stream`] makes it readable
 //!   while TLS owns the stream.
 //! * [`read_ahead`] and [`cork`] batch reads and writes; [`splice`] moves bytes inside the kernel.
-//! * [`prefixed_stream`], [`drain_reads`] and [`linger`] handle the begin and the end of a stream.
+//! * [`tunnel_stream`] is one side of a tunnel; [`linger`] closes a connection so that its last frames
+//!   arrive.
+
+/// Implements `AsyncWrite` for a stream that writes to the stream below it without changes.
+macro_rules! write_to_stream_below {
+    ($stream:ident$(<$T:ident>)?, |$this:ident| $below:expr) => {
+        impl$(<$T: tokio::io::AsyncWrite + Unpin>)? tokio::io::AsyncWrite for $stream$(<$T>)? {
+            fn poll_write(
+                self: Pin<&mut Self>,
+                cx: &mut Context<'_>,
+                buf: &[u8],
+            ) -> Poll<io::Result<usize>> {
+                let $this = self.get_mut();
+                Pin::new($below).poll_write(cx, buf)
+            }
+
+            fn poll_write_vectored(
+                self: Pin<&mut Self>,
+                cx: &mut Context<'_>,
+                bufs: &[io::IoSlice<'_>],
+            ) -> Poll<io::Result<usize>> {
+                let $this = self.get_mut();
+                Pin::new($below).poll_write_vectored(cx, bufs)
+            }
+
+            fn is_write_vectored(&self) -> bool {
+                true
+            }
+
+            fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+                let $this = self.get_mut();
+                Pin::new($below).poll_flush(cx)
+            }
+
+            fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+                let $this = self.get_mut();
+                Pin::new($below).poll_shutdown(cx)
+            }
+        }
+    };
+}
 
 pub mod connector;
 pub mod cork;
-pub mod drain_reads;
 pub mod interception;
-pub mod interfaces;
 pub mod linger;
 pub mod listening;
-pub mod prefixed_stream;
 pub mod read_ahead;
 pub mod splice;
 pub mod tcp_info;
 pub mod tcp_options;
 pub mod tracked_stream;
-pub mod unix_listener;
+pub mod tunnel_stream;

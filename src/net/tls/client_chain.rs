@@ -14,19 +14,21 @@
 //!   queue.
 
 use std::collections::{HashMap, VecDeque};
-use std::fmt;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use rustls::Error;
+use rustls::crypto::aws_lc_rs;
 use rustls::pki_types::{CertificateDer, UnixTime};
+use rustls::server::WebPkiClientVerifier;
 use rustls::server::danger::ClientCertVerifier;
 use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep};
 
 use super::certificate;
+use super::pem_files::LoadedCa;
 
 /// Maximum of certificates in a chain: a leaf and five CAs. Usual chains have one to three.
 pub const MAX_CERTIFICATES: usize = 6;
@@ -42,8 +44,8 @@ const LONG_QUEUE: usize = 16;
 /// Pause of the lane of longer chains, as a multiple of the verification before.
 const REST: u32 = 4;
 /// Maximum of cached chains, and of their bytes.
-const KNOWN: usize = 1_024;
-const KNOWN_BYTES: usize = 2 << 20;
+const MAX_CACHED: usize = 1_024;
+const MAX_CACHED_BYTES: usize = 2 << 20;
 
 /// Why the handshake refuses a chain, for the log; `None` if it is within the limits.
 pub fn exceeded_limit(leaf: &CertificateDer<'_>, others: &[CertificateDer<'_>]) -> Option<String> {
@@ -59,18 +61,13 @@ pub fn exceeded_limit(leaf: &CertificateDer<'_>, others: &[CertificateDer<'_>]) 
 }
 
 /// The client CA in force.
+#[derive(Debug)]
 pub struct ClientCa {
     verifier: Arc<dyn ClientCertVerifier>,
     /// Differs for every bundle: a verdict under another bundle does not hold.
     generation: u64,
     /// Chains that are valid under this CA.
-    known: KnownChains,
-}
-
-impl fmt::Debug for ClientCa {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ClientCa").field("generation", &self.generation).finish_non_exhaustive()
-    }
+    cache: Mutex<ChainCache>,
 }
 
 static GENERATION: AtomicU64 = AtomicU64::new(1);
@@ -79,19 +76,33 @@ impl ClientCa {
     /// A CA whose chains `verifier` verifies.
     pub fn new(verifier: Arc<dyn ClientCertVerifier>) -> Self {
         let generation = GENERATION.fetch_add(1, Ordering::Relaxed);
-        Self { verifier, generation, known: KnownChains::default() }
+        Self { verifier, generation, cache: Mutex::default() }
+    }
+
+    /// The CA of a loaded bundle.
+    pub(super) fn from_bundle(bundle: &LoadedCa) -> Self {
+        let provider = Arc::new(aws_lc_rs::default_provider());
+        let verifier =
+            WebPkiClientVerifier::builder_with_provider(Arc::clone(&bundle.roots), provider);
+        Self::new(verifier.build().expect("a loaded CA bundle has at least one root"))
+    }
+
+    /// Verifies chains, without the limits of this module.
+    pub(super) fn verifier(&self) -> Arc<dyn ClientCertVerifier> {
+        Arc::clone(&self.verifier)
     }
 
     /// The cached verdict on a chain that another connection has presented, if it still holds at `now`.
     pub fn cached_verdict(&self, chain: &ClientChain, now: SystemTime) -> Option<ChainVerdict> {
-        self.known.get(chain).filter(|verdict| verdict.holds(self, now))
+        self.cache().get(chain).filter(|verdict| verdict.holds(self, now))
+    }
+
+    fn cache(&self) -> MutexGuard<'_, ChainCache> {
+        self.cache.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Verifies that a chain, leaf first, leads to this CA, is valid at `now` and allows client
-    /// authentication. Takes up to 50 ms.
-    ///
-    /// # Errors
-    /// The error of rustls.
+    /// authentication.
     fn verify(&self, chain: &[CertificateDer<'_>], now: UnixTime) -> Result<(), String> {
         let (leaf, intermediates) = chain.split_first().ok_or("no certificate")?;
         match self.verifier.verify_client_cert(leaf, intermediates, now) {
@@ -185,34 +196,26 @@ fn seconds(time: SystemTime) -> u64 {
 
 /// Cache of valid chains of one CA. The oldest is dropped first.
 #[derive(Debug, Default)]
-struct KnownChains(Mutex<Known>);
-
-#[derive(Debug, Default)]
-struct Known {
+struct ChainCache {
     verdicts: HashMap<Vec<CertificateDer<'static>>, ChainVerdict>,
     order: VecDeque<Arc<ClientChain>>,
     bytes: usize,
 }
 
-impl KnownChains {
+impl ChainCache {
     fn get(&self, chain: &ClientChain) -> Option<ChainVerdict> {
-        let known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        known.verdicts.get(&chain.certificates).cloned()
+        self.verdicts.get(&chain.certificates).cloned()
     }
 
-    fn remember(&self, chain: &Arc<ClientChain>, verdict: &ChainVerdict) {
-        if verdict.result.is_err() {
-            return;
+    fn insert(&mut self, chain: &Arc<ClientChain>, verdict: &ChainVerdict) {
+        if self.verdicts.insert(chain.certificates.clone(), verdict.clone()).is_none() {
+            self.bytes += chain.bytes();
+            self.order.push_back(Arc::clone(chain));
         }
-        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if known.verdicts.insert(chain.certificates.clone(), verdict.clone()).is_none() {
-            known.bytes += chain.bytes();
-            known.order.push_back(Arc::clone(chain));
-        }
-        while known.order.len() > KNOWN || known.bytes > KNOWN_BYTES {
-            let Some(oldest) = known.order.pop_front() else { return };
-            known.verdicts.remove(&oldest.certificates);
-            known.bytes -= oldest.bytes();
+        while self.order.len() > MAX_CACHED || self.bytes > MAX_CACHED_BYTES {
+            let Some(oldest) = self.order.pop_front() else { return };
+            self.verdicts.remove(&oldest.certificates);
+            self.bytes -= oldest.bytes();
         }
     }
 }
@@ -220,9 +223,10 @@ impl KnownChains {
 /// Verifies one chain at a time, for the whole process.
 #[derive(Debug)]
 struct Lane {
-    permits: Semaphore,
-    waiting: AtomicUsize,
-    queue: usize,
+    /// The permit to verify.
+    turn: Semaphore,
+    /// The places of waiting chains.
+    queue: Semaphore,
     rest: u32,
 }
 
@@ -231,7 +235,7 @@ static LONG_LANE: Lane = Lane::new(LONG_QUEUE, REST);
 
 impl Lane {
     const fn new(queue: usize, rest: u32) -> Self {
-        Self { permits: Semaphore::const_new(1), waiting: AtomicUsize::new(0), queue, rest }
+        Self { turn: Semaphore::const_new(1), queue: Semaphore::const_new(queue), rest }
     }
 
     fn of(chain: &ClientChain) -> &'static Self {
@@ -240,26 +244,10 @@ impl Lane {
 
     /// Waits for the lane; `None` if its queue is full.
     async fn acquire_slot(&'static self) -> Option<VerificationSlot> {
-        let place = QueuePlace::take(self)?;
-        let turn = self.permits.acquire().await.ok()?;
+        let place = self.queue.try_acquire().ok()?;
+        let turn = self.turn.acquire().await.ok()?;
         drop(place);
         Some(VerificationSlot { lane: self, _permit: turn, took: Duration::ZERO })
-    }
-}
-
-/// A place in the queue of a lane.
-struct QueuePlace(&'static Lane);
-
-impl QueuePlace {
-    fn take(lane: &'static Lane) -> Option<Self> {
-        let place = Self(lane);
-        (lane.waiting.fetch_add(1, Ordering::Relaxed) < lane.queue).then_some(place)
-    }
-}
-
-impl Drop for QueuePlace {
-    fn drop(&mut self) {
-        self.0.waiting.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -291,7 +279,9 @@ impl VerificationSlot {
             until: now + 1,
             result: Err(format!("its verification failed: {error}")),
         });
-        ca.known.remember(chain, &verdict);
+        if verdict.result.is_ok() {
+            ca.cache().insert(chain, &verdict);
+        }
         verdict
     }
 

@@ -18,9 +18,9 @@ use x509_parser::extensions::GeneralName;
 use x509_parser::prelude::{FromDer, X509Certificate};
 
 use super::certificate::{self, CertInfo};
-use super::pem_files;
+use super::pem_files::{self, LoadedCert};
 use crate::config::CertPaths;
-use crate::net::files::atomic_write;
+use crate::net::files;
 
 const DAY: Duration = Duration::from_secs(24 * 3600);
 /// Lifetime of the CA, as kubeadm's: kubeconfigs contain it, and it is not renewed.
@@ -43,19 +43,6 @@ pub struct LocalCa {
     der: CertificateDer<'static>,
 }
 
-/// Creates a CA whose common name is `name`.
-///
-/// # Errors
-/// Random numbers are not available, or the name is not valid in a certificate.
-pub fn create_ca(name: &str, now: SystemTime) -> Result<IssuedCertificate, String> {
-    let mut params = params(name, now - DAY, now + CA_LIFE);
-    params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
-    params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
-    let key = KeyPair::generate().map_err(|e| e.to_string())?;
-    let certificate = params.self_signed(&key).map_err(|e| e.to_string())?;
-    Ok(IssuedCertificate { certificate: certificate.pem(), key: key.serialize_pem() })
-}
-
 impl LocalCa {
     /// Reads a CA and its key.
     ///
@@ -63,30 +50,39 @@ impl LocalCa {
     /// Which file cannot be used, and why.
     pub fn load(paths: &CertPaths) -> Result<Self, String> {
         let loaded = pem_files::load_cert(paths).map_err(|e| e.to_string())?;
-        let wrong = |path: &Path, why: &str| format!("{}: {why}", path.display());
-        let is_ca = X509Certificate::from_der(&loaded.chain[0])
-            .is_ok_and(|(_, certificate)| certificate.is_ca());
-        if !is_ca {
-            return Err(wrong(&paths.cert_file, "is not the certificate of a CA"));
-        }
-        let key = KeyPair::try_from(&loaded.key())
-            .map_err(|e| wrong(&paths.key_file, &format!("cannot sign with this key: {e}")))?;
-        let issuer = Issuer::from_ca_cert_der(&loaded.chain[0], key)
-            .map_err(|e| wrong(&paths.cert_file, &e.to_string()))?;
-        Ok(Self { issuer, info: loaded.info, der: loaded.chain[0].clone() })
+        Self::new(&loaded, &paths.cert_file, &paths.key_file)
     }
 
-    /// Parses a CA and its key.
+    /// Creates a CA whose common name is `name`. Returns it with its certificate and key.
     ///
     /// # Errors
-    /// The text is not a CA and its key.
-    pub fn from_pem(certificate: &str, key: &str) -> Result<Self, String> {
-        let der = CertificateDer::from_pem_slice(certificate.as_bytes())
-            .map_err(|e| format!("not a certificate: {e}"))?;
-        let info = certificate::cert_info(&der)?;
-        let key = KeyPair::from_pem(key).map_err(|e| e.to_string())?;
-        let issuer = Issuer::from_ca_cert_der(&der, key).map_err(|e| e.to_string())?;
-        Ok(Self { issuer, info, der })
+    /// Random numbers are not available, or the name is not valid in a certificate.
+    pub fn create(name: &str, now: SystemTime) -> Result<(Self, IssuedCertificate), String> {
+        let mut params = params(name, now - DAY, now + CA_LIFE);
+        params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+        let key = KeyPair::generate().map_err(|e| e.to_string())?;
+        let certificate = params.self_signed(&key).map_err(|e| e.to_string())?;
+        let issued = IssuedCertificate { certificate: certificate.pem(), key: key.serialize_pem() };
+        let new = Path::new("the new local CA");
+        let loaded = pem_files::cert_from_pem(
+            (new, issued.certificate.as_bytes()),
+            (new, issued.key.as_bytes()),
+        );
+        Ok((Self::new(&loaded.map_err(|e| e.to_string())?, new, new)?, issued))
+    }
+
+    fn new(loaded: &LoadedCert, cert_file: &Path, key_file: &Path) -> Result<Self, String> {
+        let wrong = |path: &Path, why: &str| format!("{}: {why}", path.display());
+        let der = loaded.chain[0].clone();
+        if !X509Certificate::from_der(&der).is_ok_and(|(_, certificate)| certificate.is_ca()) {
+            return Err(wrong(cert_file, "is not the certificate of a CA"));
+        }
+        let key = KeyPair::try_from(&loaded.key())
+            .map_err(|e| wrong(key_file, &format!("cannot sign with this key: {e}")))?;
+        let issuer =
+            Issuer::from_ca_cert_der(&der, key).map_err(|e| wrong(cert_file, &e.to_string()))?;
+        Ok(Self { issuer, info: loaded.info.clone(), der })
     }
 
     /// Whether this CA has signed a certificate.
@@ -159,19 +155,16 @@ pub fn subject_alt_names(der: &CertificateDer<'_>) -> Result<Vec<String>, String
         .subject_alternative_name()
         .map_err(|_| "its subject alternative names cannot be read".to_owned())?;
     let names = names.map(|extension| extension.value.general_names.as_slice());
-    Ok(names
-        .unwrap_or_default()
-        .iter()
-        .filter_map(|name| match name {
-            GeneralName::DNSName(name) => Some((*name).to_owned()),
-            GeneralName::IPAddress(bytes) => match bytes.len() {
-                4 => <[u8; 4]>::try_from(*bytes).ok().map(|b| IpAddr::from(b).to_string()),
-                16 => <[u8; 16]>::try_from(*bytes).ok().map(|b| IpAddr::from(b).to_string()),
-                _ => None,
-            },
-            _ => None,
-        })
-        .collect())
+    let name = |name: &GeneralName<'_>| match name {
+        GeneralName::DNSName(name) => Some((*name).to_owned()),
+        GeneralName::IPAddress(bytes) => {
+            let v4 = <[u8; 4]>::try_from(*bytes).map(IpAddr::from);
+            let address = v4.or_else(|_| <[u8; 16]>::try_from(*bytes).map(IpAddr::from));
+            address.ok().map(|address| address.to_string())
+        }
+        _ => None,
+    };
+    Ok(names.unwrap_or_default().iter().filter_map(name).collect())
 }
 
 /// The issuer of a certificate: `CN=kubernetes`.
@@ -216,7 +209,7 @@ pub fn renew_if_due(
     let der =
         CertificateDer::from_pem_slice(issued.certificate.as_bytes()).map_err(|e| e.to_string())?;
     let info = certificate::cert_info(&der)?;
-    atomic_write::replace(&serving.cert_file, issued.pair().as_bytes(), atomic_write::PRIVATE)
+    files::replace(&serving.cert_file, issued.pair().as_bytes(), files::PRIVATE)
         .map_err(|e| format!("cannot replace {file}: {e}"))?;
     Ok(Some(info))
 }
@@ -241,7 +234,7 @@ mod tests {
     }
 
     fn ca(dir: &Path, now: SystemTime) -> CertPaths {
-        let made = create_ca("test", now).unwrap();
+        let (_, made) = LocalCa::create("test", now).unwrap();
         CertPaths {
             cert_file: write(dir, "ca.crt", &made.certificate),
             key_file: write(dir, "ca.key", &made.key),

@@ -17,7 +17,7 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::sign::CertifiedKey;
 
 use crate::config::CertPaths;
-use crate::net::files::bounded_read;
+use crate::net::files;
 
 use super::certificate::{CertInfo, cert_info};
 use super::file_error::{TlsFileError, TlsFileProblem};
@@ -148,7 +148,7 @@ fn no_key(path: &Path, pem: &[u8], error: &rustls::pki_types::pem::Error) -> Tls
 }
 
 fn read(path: &Path) -> Result<Vec<u8>, TlsFileError> {
-    bounded_read::read(path, MAX_FILE).map_err(|error| match error.kind() {
+    files::read(path, MAX_FILE).map_err(|error| match error.kind() {
         io::ErrorKind::FileTooLarge => {
             TlsFileError::broken(path, "larger than 4 MiB: not a certificate or key")
         }

@@ -14,22 +14,21 @@ use std::time::SystemTime;
 
 use arc_swap::{ArcSwap, ArcSwapOption};
 use rustls::client::danger::HandshakeSignatureValid;
-use rustls::crypto::{CryptoProvider, aws_lc_rs};
+use rustls::crypto::aws_lc_rs;
 use rustls::pki_types::{CertificateDer, UnixTime};
-use rustls::server::WebPkiClientVerifier;
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::{
-    CertificateError, DigitallySignedStruct, DistinguishedName, Error, OtherError, RootCertStore,
-    ServerConfig, SignatureScheme,
+    CertificateError, DigitallySignedStruct, DistinguishedName, Error, OtherError, ServerConfig,
+    SignatureScheme,
 };
 use tokio::sync::watch;
 
 use super::certificate::CertInfo;
+use super::client_chain::{self, ClientCa};
 use super::file_error::TlsFileError;
+use super::local_ca;
 use super::pem_files::{self, LoadedCa, LoadedCert};
 use crate::config::Terminate;
-use crate::net::tls::client_chain::{self, ClientCa};
-use crate::net::tls::local_ca;
 
 /// TLS of one listener. Readers never block; [`Self::refresh`] and [`Self::install`] must be called on one
 /// thread.
@@ -37,11 +36,21 @@ use crate::net::tls::local_ca;
 pub struct ServingTls {
     files: ArcSwap<Terminate>,
     config: ArcSwap<ServerConfig>,
+    certificate: ArcSwap<LoadedCert>,
     client_ca: ArcSwapOption<ClientCa>,
+    /// Fingerprint of the client CA; 0 without one.
+    ca_fingerprint: AtomicU64,
     /// Notified after each change of the client CA.
     ca_changed: watch::Sender<()>,
-    certificate: ArcSwap<LoadedCert>,
-    ca_fingerprint: AtomicU64,
+}
+
+/// Result of [`ServingTls::refresh`].
+#[derive(Debug)]
+pub struct ServingRefresh {
+    /// Whether a changed file was put into use.
+    pub changed: bool,
+    /// The files that cannot be used, and why. Their last good versions stay in use.
+    pub error: Option<String>,
 }
 
 /// The loaded files of a listener, not yet in use.
@@ -71,13 +80,14 @@ impl ServingTls {
     /// TLS with the loaded files.
     pub fn new(prepared: LoadedServingTls) -> Self {
         let LoadedServingTls { files, certificate, ca } = prepared;
+        let client_ca = ca.as_ref().map(ClientCa::from_bundle);
         Self {
             files: ArcSwap::from_pointee(files),
-            config: ArcSwap::from_pointee(server_config(&certificate, ca.as_ref())),
-            client_ca: ArcSwapOption::from_pointee(ca.as_ref().map(client_ca)),
-            ca_changed: watch::Sender::new(()),
+            config: ArcSwap::from_pointee(server_config(&certificate, client_ca.as_ref())),
             certificate: ArcSwap::from(certificate),
-            ca_fingerprint: AtomicU64::new(fingerprint(ca.as_ref())),
+            client_ca: ArcSwapOption::from_pointee(client_ca),
+            ca_fingerprint: AtomicU64::new(ca.map_or(0, |ca| ca.fingerprint)),
+            ca_changed: watch::Sender::new(()),
         }
     }
 
@@ -125,20 +135,16 @@ impl ServingTls {
 
     /// Reads the files again and puts changes into use; established connections stay. Accesses the disk: must
     /// not be called on a worker.
-    ///
-    /// # Errors
-    /// Which file cannot be used. Its last good version stays in use.
-    pub fn refresh(&self) -> Result<bool, TlsFileError> {
-        // An unusable serving pair does not delay the CA: a withdrawn CA must not stay trusted meanwhile.
+    pub fn refresh(&self) -> ServingRefresh {
         let files = self.files.load();
-        let loaded = pem_files::load_cert(&files.tls);
-        let (certificate, broken) = match loaded {
-            Ok(certificate) => (Arc::new(certificate), None),
-            Err(error) => (self.certificate.load_full(), Some(error)),
-        };
-        let ca = files.client_ca_file.as_deref().map(pem_files::load_ca).transpose()?;
-        let changed = self.apply(certificate, ca.as_ref());
-        broken.map_or(Ok(changed), Err)
+        let certificate = pem_files::load_cert(&files.tls).map(Arc::new);
+        let ca = files.client_ca_file.as_deref().map(pem_files::load_ca).transpose();
+        let errors = [certificate.as_ref().err(), ca.as_ref().err()];
+        let errors: Vec<_> = errors.into_iter().flatten().map(ToString::to_string).collect();
+        // Each is put into use without the other: a withdrawn CA must not stay trusted because the serving
+        // pair cannot be used, and a renewed certificate must not wait for a usable CA.
+        let changed = self.apply(certificate.ok(), ca.ok());
+        ServingRefresh { changed, error: (!errors.is_empty()).then(|| errors.join("; ")) }
     }
 
     /// Puts the files of another configuration into use. Established connections stay; their client
@@ -146,50 +152,44 @@ impl ServingTls {
     pub fn install(&self, prepared: LoadedServingTls) {
         let LoadedServingTls { files, certificate, ca } = prepared;
         self.files.store(Arc::new(files));
-        self.apply(certificate, ca.as_ref());
+        self.apply(Some(certificate), Some(ca));
     }
 
-    fn apply(&self, certificate: Arc<LoadedCert>, ca: Option<&LoadedCa>) -> bool {
-        let now = fingerprint(ca);
-        let ca_changed = self.ca_fingerprint.swap(now, Ordering::Relaxed) != now;
-        if !ca_changed && certificate.fingerprint == self.certificate.load().fingerprint {
-            return false;
+    /// Puts a certificate and a client CA (or, with `Some(None)`, no client CA) into use; `None` keeps the
+    /// present one. Returns whether anything has changed.
+    fn apply(&self, certificate: Option<Arc<LoadedCert>>, ca: Option<Option<LoadedCa>>) -> bool {
+        let known = self.certificate.load().fingerprint;
+        let certificate = certificate.filter(|certificate| certificate.fingerprint != known);
+        let ca = ca.filter(|ca| {
+            let now = ca.as_ref().map_or(0, |ca| ca.fingerprint);
+            self.ca_fingerprint.swap(now, Ordering::Relaxed) != now
+        });
+        let (certificate_changed, ca_changed) = (certificate.is_some(), ca.is_some());
+        if let Some(certificate) = certificate {
+            self.certificate.store(certificate);
         }
-        self.config.store(Arc::new(server_config(&certificate, ca)));
-        self.certificate.store(certificate);
+        if let Some(ca) = ca {
+            self.client_ca.store(ca.as_ref().map(ClientCa::from_bundle).map(Arc::new));
+        }
+        if certificate_changed || ca_changed {
+            let config = server_config(&self.certificate.load(), self.client_ca.load().as_deref());
+            self.config.store(Arc::new(config));
+        }
         if ca_changed {
-            self.client_ca.store(ca.map(client_ca).map(Arc::new));
             self.ca_changed.send_replace(());
         }
-        true
+        certificate_changed || ca_changed
     }
 }
 
-fn fingerprint(ca: Option<&LoadedCa>) -> u64 {
-    ca.map_or(0, |ca| ca.fingerprint)
-}
-
-fn client_ca(ca: &LoadedCa) -> ClientCa {
-    ClientCa::new(web_pki(&ca.roots))
-}
-
-fn web_pki(roots: &Arc<RootCertStore>) -> Arc<dyn ClientCertVerifier> {
-    WebPkiClientVerifier::builder_with_provider(Arc::clone(roots), provider())
-        .build()
-        .expect("a loaded CA bundle has at least one root")
-}
-
-fn provider() -> Arc<CryptoProvider> {
-    Arc::new(aws_lc_rs::default_provider())
-}
-
-fn server_config(certificate: &LoadedCert, ca: Option<&LoadedCa>) -> ServerConfig {
-    let builder = ServerConfig::builder_with_provider(provider())
+fn server_config(certificate: &LoadedCert, ca: Option<&ClientCa>) -> ServerConfig {
+    let builder = ServerConfig::builder_with_provider(Arc::new(aws_lc_rs::default_provider()))
         .with_safe_default_protocol_versions()
         .expect("aws-lc-rs has cipher suites for TLS 1.2 and 1.3");
     let builder = match ca {
-        Some(ca) => builder
-            .with_client_cert_verifier(Arc::new(DeferredClientVerification(web_pki(&ca.roots)))),
+        Some(ca) => {
+            builder.with_client_cert_verifier(Arc::new(DeferredClientVerification(ca.verifier())))
+        }
         None => builder.with_no_client_auth(),
     };
     let resolver = rustls::sign::SingleCertAndKey::from(Arc::clone(&certificate.certified));
@@ -272,5 +272,71 @@ impl ClientCertVerifier for DeferredClientVerification {
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
         self.0.supported_verify_schemes()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+    use std::time::Duration;
+
+    use rcgen::{CertificateParams, KeyPair};
+
+    use super::*;
+    use crate::config::{CertPaths, RequestLimits};
+
+    /// Writes a self-signed certificate with its key; returns its serial number.
+    fn write_pair(path: &Path) -> String {
+        let key = KeyPair::generate().unwrap();
+        let certificate = CertificateParams::default().self_signed(&key).unwrap();
+        std::fs::write(path, certificate.pem() + &key.serialize_pem()).unwrap();
+        super::super::certificate::cert_info(certificate.der()).unwrap().serial
+    }
+
+    #[test]
+    fn refresh_applies_certificate_and_client_ca_independently() {
+        let dir = tempfile::tempdir().unwrap();
+        let (pair, ca) = (dir.path().join("pair.pem"), dir.path().join("ca.pem"));
+        write_pair(&pair);
+        write_pair(&ca);
+        let tls = ServingTls::new(
+            LoadedServingTls::load(&Terminate {
+                tls: CertPaths { cert_file: pair.clone(), key_file: pair.clone() },
+                issuer: None,
+                client_ca_file: Some(ca.clone()),
+                identities: Vec::new(),
+                resume_groups: Vec::new(),
+                limits: RequestLimits {
+                    max_streams: 1,
+                    max_header_bytes: 1,
+                    header_timeout: Duration::ZERO,
+                    stall_timeout: Duration::ZERO,
+                },
+            })
+            .unwrap(),
+        );
+        let mut ca_changes = tls.client_ca_changes();
+        ca_changes.mark_unchanged();
+        let refresh = tls.refresh();
+        assert!(!refresh.changed && refresh.error.is_none(), "{refresh:?}");
+
+        std::fs::write(&ca, "").unwrap();
+        let serial = write_pair(&pair);
+        let refresh = tls.refresh();
+        assert!(refresh.changed && refresh.error.unwrap().contains("ca.pem: contains no"));
+        assert_eq!(tls.certificate().info.serial, serial);
+        assert!(tls.client_ca().is_some() && !ca_changes.has_changed().unwrap());
+
+        std::fs::write(&pair, "").unwrap();
+        write_pair(&ca);
+        let refresh = tls.refresh();
+        assert!(refresh.changed && refresh.error.unwrap().contains("pair.pem: contains no"));
+        assert_eq!(tls.certificate().info.serial, serial);
+        assert!(ca_changes.has_changed().unwrap());
+
+        std::fs::write(&ca, "").unwrap();
+        let refresh = tls.refresh();
+        let error = refresh.error.unwrap();
+        assert!(!refresh.changed && error.contains("pair.pem") && error.contains("ca.pem"));
     }
 }

@@ -17,7 +17,7 @@ use hickory_resolver::system_conf::parse_resolv_conf;
 use hickory_resolver::{Hosts, TokioResolver};
 use tokio::time::{Instant, timeout};
 
-use crate::net::files::bounded_read;
+use crate::net::files;
 
 /// Bounds of the time between two lookups of a name: a TTL of 0 must not cause a flood of queries,
 /// and a TTL of a day must not hide a change for a day.
@@ -114,7 +114,7 @@ fn describe(error: &NetError) -> String {
 
 /// The addresses of `host` in `/etc/hosts`; `None` if it has none, or the file does not exist.
 fn in_hosts_file(host: &str, system: &ResolverFiles) -> Option<(Vec<IpAddr>, Vec<IpAddr>)> {
-    let file = bounded_read::read(&system.hosts, MAX_FILE).ok()?;
+    let file = files::read(&system.hosts, MAX_FILE).ok()?;
     let mut hosts = Hosts::default();
     // Names are ASCII; comments may have any encoding.
     hosts.read_hosts_conf(String::from_utf8_lossy(&file).as_bytes()).ok()?;
@@ -132,7 +132,7 @@ fn in_hosts_file(host: &str, system: &ResolverFiles) -> Option<(Vec<IpAddr>, Vec
 /// and no configuration or cache can be stale.
 fn resolver(system: &ResolverFiles) -> Result<TokioResolver, String> {
     let file = system.resolv_conf.display();
-    let text = bounded_read::read(&system.resolv_conf, MAX_FILE);
+    let text = files::read(&system.resolv_conf, MAX_FILE);
     let text = text.map_err(|error| format!("{file}: {error}"))?;
     let (config, mut options) =
         parse_resolv_conf(text).map_err(|error| format!("{file}: {error}"))?;

@@ -1,7 +1,8 @@
-//! What verification costs, whom it holds up, and how long its verdict is good for.
+//! Tests of client chains: limits, lanes, cache, and how long a verdict holds.
 
 #![allow(clippy::disallowed_methods)] // below `observe`, which has the wall clock
 
+use std::sync::atomic::AtomicUsize;
 use std::sync::mpsc;
 use std::thread::{self, ThreadId};
 
@@ -158,12 +159,12 @@ async fn long_chain_holds_up_neither_a_short_one_nor_a_known_one() {
     assert!(!std::ptr::eq(Lane::of(&long), Lane::of(&short)));
     assert!(std::ptr::eq(Lane::of(&long), Lane::of(&known)));
     let good = ChainVerdict { generation: ca.generation, from: 0, until: u64::MAX, result: Ok(()) };
-    ca.known.remember(&known, &good);
+    ca.cache().insert(&known, &good);
     let (slow, fast) = (lane(1, 0), lane(1, 0));
     let verifying = tokio::spawn(async move {
         slow.acquire_slot().await.unwrap().verify(&long, &stuck).await.result.is_ok()
     });
-    while slow.permits.available_permits() > 0 {
+    while slow.turn.available_permits() > 0 {
         tokio::task::yield_now().await;
     }
     assert!(fast.acquire_slot().await.unwrap().verify(&short, &ca).await.result.is_ok());
@@ -178,7 +179,7 @@ async fn lane_refuses_a_chain_when_its_queue_is_full() {
     let lane = lane(2, 0);
     let running = lane.acquire_slot().await.unwrap();
     let waiting: Vec<_> = (0..2).map(|_| tokio::spawn(lane.acquire_slot())).collect();
-    while lane.waiting.load(Ordering::Relaxed) < 2 {
+    while lane.queue.available_permits() > 0 {
         tokio::task::yield_now().await;
     }
     assert!(lane.acquire_slot().await.is_none());
@@ -207,18 +208,18 @@ async fn lane_of_long_chains_rests_four_times_as_long_as_it_works() {
 }
 
 #[test]
-fn known_chains_are_bounded_by_count_and_bytes() {
+fn cached_chains_are_bounded_by_count_and_bytes() {
     let good = ChainVerdict { generation: 1, from: 0, until: u64::MAX, result: Ok(()) };
-    for (bytes, most) in [(10, KNOWN), (MAX_BYTES, KNOWN_BYTES / MAX_BYTES)] {
-        let known = KnownChains::default();
+    for (bytes, most) in [(10, MAX_CACHED), (MAX_BYTES, MAX_CACHED_BYTES / MAX_BYTES)] {
+        let mut cache = ChainCache::default();
         let chains: Vec<_> = (0..=most).map(|_| chain(1, bytes)).collect();
         for chain in &chains {
-            known.remember(chain, &good);
-            known.remember(chain, &good);
+            cache.insert(chain, &good);
+            cache.insert(chain, &good);
         }
-        assert_eq!(known.0.lock().unwrap().verdicts.len(), most);
-        assert_eq!(known.0.lock().unwrap().bytes, most * bytes);
-        assert!(known.get(&chains[0]).is_none());
-        assert!(known.get(&chains[1]).is_some() && known.get(&chains[most]).is_some());
+        assert_eq!(cache.verdicts.len(), most);
+        assert_eq!(cache.bytes, most * bytes);
+        assert!(cache.get(&chains[0]).is_none());
+        assert!(cache.get(&chains[1]).is_some() && cache.get(&chains[most]).is_some());
     }
 }

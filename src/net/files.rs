@@ -1,0 +1,193 @@
+//! Configured files: bounded reads, replacement in one step, and the bearer tokens in them.
+//!
+//! Control tasks re-read files, so only regular files of limited size are read: a pipe would block the
+//! task until a process writes to it, and a device may never end.
+
+use std::fs::{self, File, OpenOptions, Permissions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::path::Path;
+
+use http::HeaderValue;
+
+/// Mode of files that only the owner may read: keys, kubeconfigs.
+pub const PRIVATE: u32 = 0o600;
+/// Mode of files that every user may read: certificates, configuration.
+pub const PUBLIC: u32 = 0o644;
+
+/// Maximum length of a bearer token in bytes: the apiserver accepts no headers above 1 MiB.
+const MAX_TOKEN: u64 = 64 << 10;
+
+/// Reads a file of at most `max` bytes. Symbolic links are followed.
+///
+/// # Errors
+/// What the file system returns, "not a regular file", or [`io::ErrorKind::FileTooLarge`].
+pub fn read(path: &Path, max: u64) -> io::Result<Vec<u8>> {
+    // Without O_NONBLOCK, open(2) of a pipe waits for a writer. It has no effect on files.
+    let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
+    if !file.metadata()?.is_file() {
+        return Err(io::Error::other("not a regular file"));
+    }
+    let mut bytes = Vec::new();
+    file.take(max + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > max {
+        let message = format!("larger than {max} bytes");
+        return Err(io::Error::new(io::ErrorKind::FileTooLarge, message));
+    }
+    Ok(bytes)
+}
+
+/// Reads a text file of at most `max` bytes.
+///
+/// # Errors
+/// Those of [`read`], or [`io::ErrorKind::InvalidData`] if it is not UTF-8.
+pub fn read_text(path: &Path, max: u64) -> io::Result<String> {
+    let bytes = read(path, max)?;
+    let not_text = |_| io::Error::new(io::ErrorKind::InvalidData, "not a text file in UTF-8");
+    String::from_utf8(bytes).map_err(not_text)
+}
+
+/// Replaces `path` with `bytes`, with this mode less the umask. A symbolic link is followed: its target
+/// is replaced.
+///
+/// # Errors
+/// What the file system returns. The old file is then unchanged.
+pub fn replace(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
+    let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    let directory = match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    };
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let mut temporary = tempfile::Builder::new()
+        .prefix(&format!(".{name}."))
+        .permissions(Permissions::from_mode(mode))
+        .tempfile_in(directory)?;
+    temporary.write_all(bytes)?;
+    // The content before the name: after a power failure the old file or the new one exists.
+    temporary.as_file().sync_all()?;
+    temporary.persist(&path).map_err(|failed| failed.error)?;
+    File::open(directory)?.sync_all()
+}
+
+/// The value of the `authorization` header for the token in a file. Callers read it again as it rotates.
+///
+/// # Errors
+/// The file cannot be read, or its content is not a token. The message names the path and shows no content.
+pub fn authorization_from_file(path: &Path) -> Result<HeaderValue, String> {
+    let text = read_text(path, MAX_TOKEN).map_err(|error| error.to_string());
+    text.and_then(|text| authorization(&text)).map_err(|why| format!("{}: {why}", path.display()))
+}
+
+/// The value of the `authorization` header for a token, as client-go sends it: without surrounding white
+/// space. A header cannot contain control characters (RFC 9110 section 5.5).
+///
+/// # Errors
+/// The text is not a token. The message shows no content.
+pub fn authorization(text: &str) -> Result<HeaderValue, String> {
+    let token = text.trim();
+    if token.is_empty() {
+        return Err("it is empty".into());
+    }
+    if token.len() as u64 > MAX_TOKEN {
+        return Err(format!("a token of more than {MAX_TOKEN} bytes"));
+    }
+    let mut value = HeaderValue::from_str(&format!("Bearer {token}")).map_err(|_| {
+        "it holds a line break or another character that no header may hold".to_owned()
+    })?;
+    value.set_sensitive(true);
+    Ok(value)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn read_accepts_only_regular_files_within_the_limit() {
+        let dir = tempfile::tempdir().unwrap();
+        let (file, pipe) = (dir.path().join("file"), dir.path().join("pipe"));
+        std::fs::write(&file, "12345").unwrap();
+        assert_eq!(read_text(&file, 5).unwrap(), "12345");
+        assert_eq!(read(&file, 4).unwrap_err().kind(), io::ErrorKind::FileTooLarge);
+        std::fs::write(&file, b"\xff").unwrap();
+        assert_eq!(read_text(&file, 5).unwrap_err().kind(), io::ErrorKind::InvalidData);
+        assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+        for path in [&pipe, dir.path(), Path::new("/dev/zero")] {
+            assert_eq!(read(path, 5).unwrap_err().to_string(), "not a regular file", "{path:?}");
+        }
+        let missing = read(&dir.path().join("missing"), 5).unwrap_err();
+        assert_eq!(missing.kind(), io::ErrorKind::NotFound);
+    }
+
+    fn names(dir: &Path) -> Vec<String> {
+        let entries = fs::read_dir(dir).unwrap();
+        entries.map(|e| e.unwrap().file_name().into_string().unwrap()).collect()
+    }
+
+    #[test]
+    fn replace_writes_content_and_mode() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("f");
+        fs::write(&path, "old and longer").unwrap();
+        replace(&path, b"new", PRIVATE).unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"new");
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        assert_eq!(names(dir.path()), ["f"]);
+    }
+
+    #[test]
+    fn replace_of_a_symlink_replaces_its_target() {
+        let dir = tempfile::tempdir().unwrap();
+        let (target, link) = (dir.path().join("t"), dir.path().join("l"));
+        fs::write(&target, "old").unwrap();
+        std::os::unix::fs::symlink(&target, &link).unwrap();
+        replace(&link, b"new", PRIVATE).unwrap();
+        assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
+        assert_eq!(fs::read(&target).unwrap(), b"new");
+    }
+
+    #[test]
+    fn replace_that_fails_leaves_no_temporary_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("d");
+        fs::create_dir(&path).unwrap();
+        assert!(replace(&path, b"new", PUBLIC).is_err());
+        assert_eq!(names(dir.path()), ["d"]);
+        assert!(replace(&dir.path().join("none/f"), b"x", PUBLIC).is_err());
+    }
+
+    #[test]
+    fn authorization_accepts_tokens_and_refuses_other_text() {
+        let long = "x".repeat(MAX_TOKEN as usize + 1);
+        let whole = &long[1..];
+        for (text, expected) in [
+            ("abc", Ok("Bearer abc")),
+            (" abc\r\n\n", Ok("Bearer abc")),
+            ("a b\tc", Ok("Bearer a b\tc")),
+            ("a.b-c_~+/==", Ok("Bearer a.b-c_~+/==")),
+            ("a\u{e9}b", Ok("Bearer a\u{e9}b")),
+            (whole, Ok(whole)),
+            ("", Err("it is empty")),
+            (" \n", Err("it is empty")),
+            ("abc\ndef", Err("a line break")),
+            ("a\u{0}b", Err("no header may hold")),
+            ("a\u{7f}b", Err("no header may hold")),
+            (&long, Err("more than 65536 bytes")),
+        ] {
+            let value = authorization(text);
+            let shown = value.as_ref().map(HeaderValue::as_bytes);
+            match (shown, expected) {
+                (Ok(shown), Ok(expected)) => {
+                    assert!(shown.ends_with(expected.as_bytes()), "{text:?}");
+                }
+                (Err(error), Err(expected)) => {
+                    assert!(error.contains(expected), "{text:?}: {error}");
+                    assert!(!error.contains("abc"), "{error}");
+                }
+                _ => panic!("{text:?}: {value:?}"),
+            }
+            assert!(value.is_ok_and(|value| value.is_sensitive()) == expected.is_ok());
+        }
+    }
+}

@@ -12,8 +12,8 @@ use std::time::Duration;
 
 use jackstay::demo::client::Client;
 use serde_json::Value;
-use support::child::Killed;
-use support::{MAPS, World, passing, refusing, soon, wait};
+use support::child::KillOnDrop;
+use support::{CONFIGMAPS, TestCluster, passthrough_config, refusing_address, soon, wait};
 
 /// Long enough for a process on a slow machine to start and to notice things.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -125,7 +125,7 @@ fn probe_asks_the_unix_socket_and_its_exit_code_is_the_answer() {
     let why = text(&out.stderr);
     assert!(why.contains(socket) && why.lines().count() == 1, "{why}");
 
-    let upstream = refusing().to_string();
+    let upstream = refusing_address().to_string();
     let args = ["--listen", "127.0.0.1:0", "--upstream", &upstream];
     let running = Running::start_with("127.0.0.1:0", &args, &[("JACKSTAY__ADMIN__SOCKET", socket)]);
     let alive = || probe("livez").status.success();
@@ -178,7 +178,7 @@ fn run_takes_a_file_or_two_flags() {
 
 #[test]
 fn status_of_nothing_says_what_to_do() {
-    let port = refusing().to_string();
+    let port = refusing_address().to_string();
     let out = jackstay(&["status", "--admin", &port]);
     assert_eq!(out.status.code(), Some(1));
     let error = text(&out.stderr);
@@ -190,7 +190,7 @@ fn status_of_nothing_says_what_to_do() {
 
 /// A jackstay that runs, with an admin endpoint on a port of its own.
 struct Running {
-    child: Killed,
+    child: KillOnDrop,
     admin: String,
 }
 
@@ -223,7 +223,7 @@ impl Running {
         let admin = said[at..].chars().take_while(part).collect();
         // It must not wait for a reader.
         std::thread::spawn(move || lines.for_each(drop));
-        Self { child: Killed(child), admin }
+        Self { child: KillOnDrop(child), admin }
     }
 
     /// What it prints; the exit code says whether requests can be served.
@@ -319,7 +319,7 @@ fn status_fails_with_every_endpoint_down_and_still_prints_the_table() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn status_wait_returns_when_the_process_and_an_apiserver_are_there() {
-    let world = World::new(1);
+    let world = TestCluster::new(1);
     world.servers[0].kill();
     let (held, admin) = silent_port();
     let waiting = Command::new(env!("CARGO_BIN_EXE_jackstay"))
@@ -399,7 +399,7 @@ fn help_is_no_wider_than_the_terminal_and_100_columns() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn two_flags_are_enough_to_pass_connections_through() {
-    let world = World::new(2);
+    let world = TestCluster::new(2);
     let upstreams: Vec<String> = world.addresses().iter().map(ToString::to_string).collect();
     let running = Running::start(&[
         "--listen",
@@ -413,7 +413,7 @@ async fn two_flags_are_enough_to_pass_connections_through() {
     let listener = running.addresses()[0];
     // The client verifies the apiserver, and the apiserver the client: nobody stands between them.
     let client = soon("TLS", Client::connect(listener, &world.certs.credentials())).await.unwrap();
-    let reply = soon("an answer", client.get(MAPS)).await.unwrap();
+    let reply = soon("an answer", client.get(CONFIGMAPS)).await.unwrap();
     assert_eq!((reply.status.as_u16(), &reply.json()["kind"]), (200, &"ConfigMapList".into()));
     let status = running.json();
     assert_eq!(
@@ -440,10 +440,10 @@ fn row(shown: &str, table: &str, row: &str) -> HashMap<String, String> {
 /// Every key that the table reads is one that a running jackstay writes.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_table_is_full_of_what_a_running_jackstay_knows() {
-    let world = World::new(2);
+    let world = TestCluster::new(2);
     let (up, down) = (world.servers[0].addr.to_string(), world.servers[1].addr.to_string());
     let mut config = world.config();
-    let mut lb = passing(config.clone()).listeners.remove(0);
+    let mut lb = passthrough_config(config.clone()).listeners.remove(0);
     lb.name = "lb".into();
     config.listeners.push(lb);
     let list = world.certs.path().join("endpoints");
@@ -467,10 +467,10 @@ async fn the_table_is_full_of_what_a_running_jackstay_knows() {
     let [terminated, passed] = running.addresses()[..] else { panic!("not two listeners") };
     let who = world.certs.credentials();
     let one = soon("TLS", Client::connect(terminated, &who)).await.unwrap();
-    assert_eq!(soon("an answer", one.get(MAPS)).await.unwrap().status.as_u16(), 200);
-    let _watch = soon("a watch", one.watch(&format!("{MAPS}?watch=1"))).await.unwrap();
+    assert_eq!(soon("an answer", one.get(CONFIGMAPS)).await.unwrap().status.as_u16(), 200);
+    let _watch = soon("a watch", one.watch(&format!("{CONFIGMAPS}?watch=1"))).await.unwrap();
     let other = soon("TLS", Client::connect(passed, &who)).await.unwrap();
-    assert_eq!(soon("an answer", other.get(MAPS)).await.unwrap().status.as_u16(), 200);
+    assert_eq!(soon("an answer", other.get(CONFIGMAPS)).await.unwrap().status.as_u16(), 200);
     std::fs::write(&file, "workers: many\n").unwrap();
     let hup = Command::new("kill").args(["-HUP", &running.child.id().to_string()]).status();
     assert!(hup.unwrap().success());

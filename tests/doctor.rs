@@ -18,7 +18,7 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use child::Killed;
+use child::KillOnDrop;
 use jackstay::config::CertPaths;
 use jackstay::demo::apiserver::cluster::Cluster;
 use jackstay::demo::apiserver::{self, ApiServerHandle, Options};
@@ -346,7 +346,7 @@ fn a_jackstay_that_runs_is_not_in_its_own_way() {
         .env("JACKSTAY__STATE_DIR", "")
         .stderr(Stdio::piped())
         .spawn();
-    let mut running = Killed(child.unwrap());
+    let mut running = KillOnDrop(child.unwrap());
     let mut said = BufReader::new(running.0.stderr.take().unwrap()).lines().map(Result::unwrap);
     let mut address = |words: &str| -> SocketAddr {
         let line = said.find(|line| line.contains(words)).expect("it says where it listens");

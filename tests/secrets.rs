@@ -18,8 +18,8 @@ use http::Method;
 use jackstay::demo::apiserver::identity::User;
 use jackstay::demo::client::Client;
 use serde_json::json;
-use support::child::Killed;
-use support::{MAPS, PATIENCE, World, until};
+use support::child::KillOnDrop;
+use support::{CONFIGMAPS, PATIENCE, TestCluster, until};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
@@ -52,7 +52,7 @@ const PLANTED: &[&str] = &[
 
 /// A running jackstay and what it says on stderr.
 struct Running {
-    child: Killed,
+    child: KillOnDrop,
     lines: Receiver<String>,
     said: String,
 }
@@ -72,7 +72,7 @@ impl Running {
                 let _ = send.send(line);
             }
         });
-        Self { child: Killed(child), lines, said: String::new() }
+        Self { child: KillOnDrop(child), lines, said: String::new() }
     }
 
     /// The address in the first line that has `word`.
@@ -128,9 +128,9 @@ async fn head(client: &Client, path: &str, headers: &[(&str, &str)]) {
 }
 
 /// One request for each place where a secret can stand.
-async fn plant(world: &World, listener: SocketAddr) {
+async fn plant(world: &TestCluster, listener: SocketAddr) {
     let certs = &world.certs;
-    let nobody = certs.nobody();
+    let nobody = certs.anonymous();
     let client = Client::connect(listener, &nobody).await.expect("HTTP/2");
     let basic = format!("Basic {}", STANDARD.encode(format!("root:{BASIC}")));
     let bearer = format!("Bearer {BEARER}");
@@ -139,18 +139,18 @@ async fn plant(world: &World, listener: SocketAddr) {
     let encoded = URL_SAFE_NO_PAD.encode(SUBPROTOCOL);
     let subprotocol = format!("base64url.bearer.authorization.k8s.io.{encoded}, v5.channel.k8s.io");
     let exec = format!("/api/v1/namespaces/default/pods/p/exec?command=mysql&command=-p{COMMAND}");
-    let query = format!("{MAPS}?access_token={QUERY}&token={QUERY}&limit=1");
+    let query = format!("{CONFIGMAPS}?access_token={QUERY}&token={QUERY}&limit=1");
     let requests: &[(&str, &[(&str, &str)])] = &[
-        (MAPS, &[("authorization", &bearer)]),
-        (MAPS, &[("authorization", &wrong)]),
-        (MAPS, &[("authorization", &basic)]),
-        (MAPS, &[("authorization", &bearer), ("cookie", &cookie)]),
-        (MAPS, &[("authorization", &bearer), ("impersonate-user", IMPERSONATED)]),
-        (MAPS, &[("authorization", &bearer), ("impersonate-extra-x", IMPERSONATED)]),
-        (MAPS, &[("x-remote-user", REMOTE), ("x-remote-extra-token", REMOTE)]),
+        (CONFIGMAPS, &[("authorization", &bearer)]),
+        (CONFIGMAPS, &[("authorization", &wrong)]),
+        (CONFIGMAPS, &[("authorization", &basic)]),
+        (CONFIGMAPS, &[("authorization", &bearer), ("cookie", &cookie)]),
+        (CONFIGMAPS, &[("authorization", &bearer), ("impersonate-user", IMPERSONATED)]),
+        (CONFIGMAPS, &[("authorization", &bearer), ("impersonate-extra-x", IMPERSONATED)]),
+        (CONFIGMAPS, &[("x-remote-user", REMOTE), ("x-remote-extra-token", REMOTE)]),
         (&query, &[("authorization", &bearer)]),
         (&exec, &[("authorization", &bearer)]),
-        (MAPS, &[("sec-websocket-protocol", &subprotocol)]),
+        (CONFIGMAPS, &[("sec-websocket-protocol", &subprotocol)]),
     ];
     for (path, headers) in requests {
         // Refused or not: what is said about it is what matters.
@@ -170,7 +170,7 @@ async fn plant(world: &World, listener: SocketAddr) {
         let http1 = Client::connect_http1(listener, &nobody).await.expect("HTTP/1.1");
         let headers =
             [("connection", odd), ("authorization", bearer.as_str()), ("cookie", &cookie)];
-        head(&http1, MAPS, &headers).await;
+        head(&http1, CONFIGMAPS, &headers).await;
     }
 
     // A secret that goes up, comes back, and stands in a watch.
@@ -179,21 +179,21 @@ async fn plant(world: &World, listener: SocketAddr) {
         json!({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name},
             "data": {"password": BODY, "encoded": STANDARD.encode(BODY)}})
     };
-    let mut watch = admin.watch(&format!("{MAPS}?watch=1")).await.expect("a watch");
-    assert_eq!(admin.post(MAPS, &secret("s")).await.expect("an answer").status, 201);
+    let mut watch = admin.watch(&format!("{CONFIGMAPS}?watch=1")).await.expect("a watch");
+    assert_eq!(admin.post(CONFIGMAPS, &secret("s")).await.expect("an answer").status, 201);
     let seen = tokio::time::timeout(PATIENCE, watch.next()).await.expect("an event");
     assert!(format!("{:?}", seen.expect("no error")).contains(BODY), "the watch carries it");
-    let back = admin.get(&format!("{MAPS}/s")).await.expect("an answer");
+    let back = admin.get(&format!("{CONFIGMAPS}/s")).await.expect("an answer");
     assert!(String::from_utf8_lossy(&back.body).contains(BODY));
     // An apiserver that dies in the middle has reasons of its own to be quoted.
     world.servers[0].kill();
-    let _ = tokio::time::timeout(PATIENCE, admin.post(MAPS, &secret("t"))).await;
+    let _ = tokio::time::timeout(PATIENCE, admin.post(CONFIGMAPS, &secret("t"))).await;
 }
 
 async fn nothing_leaks(format: &str) {
-    let world = World::new(1);
-    world.cluster.add_token(BEARER, User::new("alice", &["system:masters"]));
-    world.cluster.add_token(PROBE_TOKEN, User::new("probe", &[]));
+    let world = TestCluster::new(1);
+    world.state.add_token(BEARER, User::new("alice", &["system:masters"]));
+    world.state.add_token(PROBE_TOKEN, User::new("probe", &[]));
     let dir = world.certs.path();
     let file = |name: &str| dir.join(name).to_str().expect("UTF-8").to_owned();
     std::fs::write(dir.join("probe.token"), PROBE_TOKEN).expect("written");

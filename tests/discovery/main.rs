@@ -2,16 +2,16 @@
 
 #![cfg(feature = "demo")]
 
-#[path = "../reload/scene.rs"]
-mod scene;
+#[path = "../reload/setup.rs"]
+mod setup;
 #[path = "../support/mod.rs"]
 mod support;
 
 mod bootstrap;
-mod file;
-mod members;
-mod namespace;
-mod probing;
-mod slices;
+mod endpoint_set;
+mod endpoint_slices;
+mod endpoints_file;
+mod host_faults;
+mod readyz_token;
 mod stress;
 mod traffic;

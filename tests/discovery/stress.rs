@@ -13,61 +13,58 @@
 //! check a copy of the code. So the code itself runs here, on its own threads. The one place where a
 //! count and a state of several threads must agree, an endpoint's, has both under one mutex.
 
-use crate::scene::{self, Scene};
+use crate::setup::Setup;
 use crate::support::stopwatch::Stopwatch;
-use crate::support::{MAPS, PATIENCE, long, pass, replace, soon, until};
+use crate::support::{
+    CONFIGMAPS, PATIENCE, long_form, pause, soon, until, write_config, write_lines,
+};
 use crate::traffic::{set, set_is};
 use jackstay::app::reload::ReloadOutcome;
 use jackstay::config::{AccessLog, Config, EndpointAddress};
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// What an update may take: half a second beside the one in which others may join it.
 const UPDATE: Duration = Duration::from_millis(1500);
 
-fn write(path: &Path, lines: &[String]) {
-    replace(path, &lines.join("\n"));
-}
-
 /// A hundred watches that can neither be moved nor end hang on an endpoint that leaves. A thousand
 /// updates are made on a paused clock beside the loop itself; here it is a few, with real watches.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn updates_are_made_while_a_drain_is_stuck() {
-    let mut scene = Scene::new(2).await;
-    let endpoints = scene.config.upstreams[0].endpoints.clone();
-    scene.change(|config| config.upstreams[0].endpoints.truncate(1)).await;
-    set_is(&scene.proxy, &[endpoints[0].to_string()]).await;
+    let mut setup = Setup::new(2).await;
+    let endpoints = setup.config.upstreams[0].endpoints.clone();
+    setup.change(|config| config.upstreams[0].endpoints.truncate(1)).await;
+    set_is(&setup.proxy, &[endpoints[0].to_string()]).await;
     // Without a version and with something sent they are in their first phase: never resumed.
     let kind = &jackstay::demo::apiserver::kinds::CONFIG_MAPS;
     let create = |name: &str| {
-        let map = crate::support::map(name, "1");
-        scene.world.cluster.create(kind, "default", map, false).unwrap();
+        let map = crate::support::config_map(name, "1");
+        setup.cluster.state.create(kind, "default", map, false).unwrap();
     };
     create("a");
-    let client = scene.client().await;
+    let client = setup.client().await;
     let mut watches = Vec::new();
     for _ in 0..100 {
-        let mut watch = client.watch(&format!("{MAPS}?watch=1")).await.unwrap();
+        let mut watch = client.watch(&format!("{CONFIGMAPS}?watch=1")).await.unwrap();
         assert_eq!(watch.next().await.unwrap().unwrap()["type"], "ADDED");
         watches.push(watch);
     }
-    let mut config = scene.config.clone();
+    let mut config = setup.config.clone();
     config.upstreams[0].endpoints = endpoints[1..].to_vec();
-    scene::write(&scene.file, &config);
-    assert!(matches!(scene.hup().await, ReloadOutcome::Ok { .. }));
-    set_is(&scene.proxy, &[endpoints[1].to_string()]).await;
+    write_config(&setup.file, &config);
+    assert!(matches!(setup.reload_file().await, ReloadOutcome::Ok { .. }));
+    set_is(&setup.proxy, &[endpoints[1].to_string()]).await;
 
-    let updates = if long() { 1000 } else { 12 };
+    let updates = if long_form() { 1000 } else { 12 };
     let mut took = Vec::new();
     for update in 0..updates {
         let there = EndpointAddress { host: format!("127.2.0.{}", update % 200 + 1), port: 9 };
         config.upstreams[0].endpoints = vec![endpoints[1].clone(), there.clone()];
-        scene::write(&scene.file, &config);
+        write_config(&setup.file, &config);
         let start = Stopwatch::start();
-        assert!(matches!(scene.hup().await, ReloadOutcome::Ok { .. }));
+        assert!(matches!(setup.reload_file().await, ReloadOutcome::Ok { .. }));
         let there = there.to_string();
         until("the update is made", async || {
-            let set = set(&scene.proxy).await;
+            let set = set(&setup.proxy).await;
             set.len() == 2 && set.contains(&there)
         })
         .await;
@@ -79,7 +76,7 @@ async fn updates_are_made_while_a_drain_is_stuck() {
         "{updates} updates, half within {half:?}, the slowest after {slowest:?} (promised {UPDATE:?})"
     );
     assert!(slowest < 2 * UPDATE, "{slowest:?}");
-    let running = scene.proxy.metric("jackstay_watches").await;
+    let running = setup.proxy.metric("jackstay_watches").await;
     assert!((99.5..100.5).contains(&running), "the drain is still stuck: {running}");
     create("b");
     for mut watch in watches {
@@ -123,27 +120,27 @@ fn nth(n: usize, base: &Config) -> Config {
 async fn everything_at_once() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("endpoints");
-    let scene = Scene::with(3, |config| {
+    let setup = Setup::with(3, |config| {
         config.workers = 2;
         config.upstreams[0].endpoints_file = Some(path.clone());
         config.state_dir = Some(dir.path().join("state"));
     })
     .await;
-    let (world, proxy) = (&scene.world, &scene.proxy);
-    let addresses: Vec<_> = world.addresses().iter().map(ToString::to_string).collect();
-    write(&path, &addresses);
-    proxy.ready(3).await;
-    let time = Duration::from_secs(if long() { 60 } else { 5 });
+    let (cluster, proxy) = (&setup.cluster, &setup.proxy);
+    let addresses: Vec<_> = cluster.addresses().iter().map(ToString::to_string).collect();
+    write_lines(&path, &addresses);
+    proxy.wait_connected(3).await;
+    let time = Duration::from_secs(if long_form() { 60 } else { 5 });
     let mut clients = Vec::new();
     for _ in 0..4 {
-        let client = proxy.client(&world.certs.credentials()).await;
+        let client = proxy.client().await;
         clients.push(tokio::spawn(async move {
             let (start, mut served) = (Instant::now(), 0);
             while start.elapsed() < time {
                 // Some fail: servers are killed. None may hang.
-                let reply = soon("an answer", client.get(MAPS)).await;
+                let reply = soon("an answer", client.get(CONFIGMAPS)).await;
                 served += usize::from(reply.is_ok_and(|reply| reply.status == 200));
-                pass(Duration::from_millis(2)).await;
+                pause(Duration::from_millis(2)).await;
             }
             served
         }));
@@ -152,31 +149,34 @@ async fn everything_at_once() {
     let disturb = async {
         let mut step = 0_usize;
         while start.elapsed() < time {
-            let server = &world.servers[step % 3];
+            let server = &cluster.servers[step % 3];
             match step % 7 {
                 0 => server.kill(),
-                1 => world.servers[(step - 1) % 3].restart().unwrap(),
+                1 => cluster.servers[(step - 1) % 3].restart().unwrap(),
                 2 => server.reset_connections(),
                 3 => server.goaway(),
-                4 => write(&path, &addresses[step % 3..]),
-                5 => write(&path, &[format!("127.3.0.{}:9", step % 250 + 1), addresses[0].clone()]),
+                4 => write_lines(&path, &addresses[step % 3..]),
+                5 => write_lines(
+                    &path,
+                    &[format!("127.3.0.{}:9", step % 250 + 1), addresses[0].clone()],
+                ),
                 _ => {
                     proxy.status().await;
                 }
             }
             step += 1;
-            pass(Duration::from_millis(30)).await;
+            pause(Duration::from_millis(30)).await;
         }
         step
     };
     let reload = async {
         let mut reloads = 0;
         while start.elapsed() < time {
-            scene::write(&scene.file, &nth(reloads, &scene.config));
-            let outcome = scene.hup().await;
+            write_config(&setup.file, &nth(reloads, &setup.config));
+            let outcome = setup.reload_file().await;
             assert!(matches!(outcome, ReloadOutcome::Ok { .. }), "{outcome:?}");
             reloads += 1;
-            pass(Duration::from_millis(70)).await;
+            pause(Duration::from_millis(70)).await;
         }
         reloads
     };
@@ -187,14 +187,14 @@ async fn everything_at_once() {
         assert!(served > 0);
         answers += served;
     }
-    for server in world.servers.iter().filter(|server| !server.is_running()) {
+    for server in cluster.servers.iter().filter(|server| !server.is_running()) {
         server.restart().unwrap();
     }
-    write(&path, &addresses);
-    scene::write(&scene.file, &scene.config);
-    assert!(matches!(scene.hup().await, ReloadOutcome::Ok { .. }));
+    write_lines(&path, &addresses);
+    write_config(&setup.file, &setup.config);
+    assert!(matches!(setup.reload_file().await, ReloadOutcome::Ok { .. }));
     set_is(proxy, &addresses).await;
-    proxy.ready(3).await;
+    proxy.wait_connected(3).await;
     println!("{steps} disturbances, {reloads} reloads, {answers} answers in {:?}", start.elapsed());
     let ready = proxy.page("/readyz").await;
     assert!(
@@ -204,7 +204,7 @@ async fn everything_at_once() {
     let live = proxy.page("/livez").await;
     assert!(live.starts_with("HTTP/1.1 200"), "{live}");
     // And every thread comes to its end.
-    let running = scene.proxy.running;
+    let running = setup.proxy.running;
     let end = tokio::task::spawn_blocking(move || running.stop());
     let healthy = tokio::time::timeout(PATIENCE, end).await.expect("no thread hangs").unwrap();
     assert!(healthy, "no worker panicked");

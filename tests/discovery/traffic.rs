@@ -1,6 +1,6 @@
 //! Requests that never stop while endpoints come and go, and what became of them.
 
-use crate::support::{MAPS, Proxy, World, pass};
+use crate::support::{CONFIGMAPS, Proxy, TestCluster, pause};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
@@ -16,30 +16,29 @@ pub struct Traffic {
 }
 
 impl Traffic {
-    pub async fn start(world: &World, proxy: &Proxy) -> Self {
+    pub async fn start(cluster: &TestCluster, proxy: &Proxy) -> Self {
         let (over, done) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
         let mut readers = Vec::new();
         for reader in 0..2 {
-            let client = proxy.client(&world.certs.credentials()).await;
+            let client = proxy.client().await;
             let (over, done) = (Arc::clone(&over), Arc::clone(&done));
             readers.push(tokio::spawn(async move {
                 let (mut asked, mut slowest) = (0, Duration::ZERO);
                 while !over.load(Relaxed) {
                     let start = Instant::now();
-                    let reply = client.get(MAPS).await;
+                    let reply = client.get(CONFIGMAPS).await;
                     let reply = reply.unwrap_or_else(|e| panic!("reader {reader}: {e}"));
                     assert_eq!(reply.status, 200, "reader {reader}: {:?}", reply.body);
                     slowest = slowest.max(start.elapsed());
                     asked += 1;
                     done.fetch_add(1, Relaxed);
-                    pass(Duration::from_millis(20)).await;
+                    pause(Duration::from_millis(20)).await;
                 }
                 (asked, slowest)
             }));
         }
-        let client = proxy.client(&world.certs.credentials()).await;
-        let version = world.cluster.version();
-        let path = format!("{MAPS}?watch=1&resourceVersion={version}");
+        let client = proxy.client().await;
+        let (version, path) = (cluster.state.version(), cluster.watch_path());
         let mut watch = client.watch(&path).await.unwrap();
         let watch = tokio::spawn(async move {
             let mut events = 0;
@@ -63,7 +62,7 @@ impl Traffic {
     }
 
     /// Ends it: no request failed, no watch ended, no event was lost.
-    pub async fn end(self, world: &World) {
+    pub async fn end(self, cluster: &TestCluster) {
         self.over.store(true, Relaxed);
         let mut asked = 0;
         for reader in self.readers {
@@ -73,10 +72,10 @@ impl Traffic {
         }
         assert!(asked > 0);
         let kind = &jackstay::demo::apiserver::kinds::CONFIG_MAPS;
-        let map = crate::support::map("the-end", "1");
-        world.cluster.create(kind, "default", map, false).unwrap();
+        let map = crate::support::config_map("the-end", "1");
+        cluster.state.create(kind, "default", map, false).unwrap();
         let events = crate::support::soon("the watch delivers", self.watch).await.unwrap();
-        assert!(events as u64 <= world.cluster.version() - self.world_version);
+        assert!(events as u64 <= cluster.state.version() - self.world_version);
     }
 }
 

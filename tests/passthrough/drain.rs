@@ -3,7 +3,7 @@
 
 use crate::prober::Probed;
 use crate::rebalance::{FIRST, place_all, upstream};
-use crate::support::{Certs, pass, passing, passthrough};
+use crate::support::{Certs, passthrough_config, passthrough_mode, pause};
 use jackstay::config::{Config, Mode};
 use jackstay::observe::Metrics;
 use jackstay::proxy::passthrough::flow_entry::Progress;
@@ -26,7 +26,7 @@ const TIME: Duration = Duration::from_secs(100);
 /// A listener that nobody connects to.
 fn listener(mut config: Config, table: &Rc<FlowTable>, metrics: &Arc<Metrics>) -> Rc<TcpForwarder> {
     let upstream = Arc::new(upstream(&Certs::new(), &[FIRST]));
-    passthrough(&mut config).leave_timeout = TIME;
+    passthrough_mode(&mut config).leave_timeout = TIME;
     let listener = config.listeners.remove(0);
     let Mode::Passthrough(config) = listener.mode else { unreachable!() };
     let (routes, limits) = (Vec::new(), listener.limits);
@@ -54,7 +54,7 @@ async fn flows_that_are_left_are_ended_a_few_at_a_time() {
             let certs = Certs::new();
             let (table, metrics) = (FlowTable::new(), Metrics::new());
             spawn_local(Rc::clone(&table).run());
-            let listener = listener(passing(certs.config(&[])), &table, &metrics);
+            let listener = listener(passthrough_config(certs.config(&[])), &table, &metrics);
             for reason in ["shutdown", "endpoint_left"] {
                 let upstream = Arc::new(upstream(&certs, &[FIRST, "10.0.0.2", "10.0.0.3"]));
                 let endpoint = Arc::clone(&upstream.endpoints()[1]);
@@ -65,14 +65,14 @@ async fn flows_that_are_left_are_ended_a_few_at_a_time() {
                     ticket
                 };
                 let mut left: Vec<_> = (0..FLOWS).map(enter).collect();
-                pass(Duration::from_secs(1)).await;
+                pause(Duration::from_secs(1)).await;
                 if reason == "endpoint_left" {
                     place_all(&upstream, &[FIRST]);
                 }
                 let start = tokio::time::Instant::now();
                 let mut each_second = vec![0; 102];
                 while !left.is_empty() && start.elapsed() < TIME + Duration::from_secs(1) {
-                    pass(Duration::from_millis(250)).await;
+                    pause(Duration::from_millis(250)).await;
                     if reason == "shutdown" {
                         table.end_due(listener.routing(), start.elapsed(), TIME);
                     }
@@ -95,10 +95,10 @@ async fn clients_of_a_drain_that_ends_are_reset_one_after_the_other() {
     const DRAIN: Duration = Duration::from_secs(10);
     let certs = Certs::new();
     let mut server = Probed::start(&certs, &["h2"]).await;
-    let mut config = passing(certs.config(&[server.address]));
+    let mut config = passthrough_config(certs.config(&[server.address]));
     config.shutdown.drain_timeout = DRAIN;
     let proxy = certs.start(config);
-    proxy.usable(1).await;
+    proxy.wait_ready(1).await;
     let mut servers = Vec::new();
     let mut clients = JoinSet::new();
     let mut flows = Vec::new();

@@ -9,10 +9,10 @@
 //! minutes and each closed window five.
 
 use crate::peer::Peer;
-use crate::support::figures::within;
+use crate::support::figures::check_figure;
 use crate::support::netns::nft;
 use crate::support::stopwatch::Stopwatch;
-use crate::support::{Certs, Proxy, pass, passing, until};
+use crate::support::{Certs, Proxy, passthrough_config, pause, until};
 use std::cell::Cell;
 use std::future::pending;
 use std::io::ErrorKind;
@@ -49,16 +49,16 @@ impl Drop for Rule {
     }
 }
 
-struct World {
+struct TestCluster {
     _certs: Certs,
     peer: Peer,
     proxy: Proxy,
 }
 
-impl World {
+impl TestCluster {
     async fn new() -> Self {
         let (certs, peer) = (Certs::new(), Peer::start().await);
-        let mut config = passing(certs.config(&[peer.address]));
+        let mut config = passthrough_config(certs.config(&[peer.address]));
         config.listeners[0].limits.handshake_timeout = Duration::from_secs(60);
         let proxy = certs.start(config);
         Self { _certs: certs, peer, proxy }
@@ -91,7 +91,7 @@ impl World {
     async fn stuck(&self, direction: &str, start: u64) {
         let mut before = start;
         loop {
-            pass(Duration::from_secs(1)).await;
+            pause(Duration::from_secs(1)).await;
             let moved = self.moved(direction).await;
             if moved == std::mem::replace(&mut before, moved) && moved > start {
                 return;
@@ -117,10 +117,10 @@ async fn a_dropped_flow_is_reset_whoever_talks_and_new_ones_work() {
         let every = hook == "input" || std::env::var_os("JACKSTAY_LONG").is_some();
         for lost in &["both", "to the server", "from the server"][..if every { 3 } else { 1 }] {
             for talks in [Talks::Nobody, Talks::Client, Talks::Server, Talks::Both] {
-                let world = World::new().await;
-                let (client, server) = world.flow().await;
+                let cluster = TestCluster::new().await;
+                let (client, server) = cluster.flow().await;
                 let ours = server.peer_addr().unwrap().port();
-                let theirs = world.peer.address.port();
+                let theirs = cluster.peer.address.port();
                 let up = format!("tcp sport {ours} tcp dport {theirs} drop");
                 let down = format!("tcp sport {theirs} tcp dport {ours} drop");
                 let rule = match *lost {
@@ -134,7 +134,7 @@ async fn a_dropped_flow_is_reset_whoever_talks_and_new_ones_work() {
                 let told = Cell::new(None);
                 let talk = async {
                     loop {
-                        pass(Duration::from_millis(300)).await;
+                        pause(Duration::from_millis(300)).await;
                         if matches!(talks, Talks::Client | Talks::Both) {
                             let written = client_writes.write_all(b"question").await;
                             told.set(told.get().or(written.err().map(|error| error.kind())));
@@ -169,8 +169,12 @@ async fn a_dropped_flow_is_reset_whoever_talks_and_new_ones_work() {
                 assert_eq!(kind, ErrorKind::ConnectionReset);
                 // While the server's bytes arrive nobody is hurt.
                 let took = last.elapsed();
-                within(&format!("dropped in {hook}, lost {lost}, {talks:?} talks"), took, RESET);
-                let (mut client, mut server) = world.flow().await;
+                check_figure(
+                    &format!("dropped in {hook}, lost {lost}, {talks:?} talks"),
+                    took,
+                    RESET,
+                );
+                let (mut client, mut server) = cluster.flow().await;
                 client.write_all(b"y").await.unwrap();
                 assert_eq!(server.read_u8().await.unwrap(), b'y');
                 drop(rule);
@@ -184,15 +188,15 @@ async fn a_dropped_flow_is_reset_whoever_talks_and_new_ones_work() {
 #[tokio::test]
 #[ignore = "needs root and a network namespace of its own"]
 async fn many_flows_that_are_dropped_together_are_reset_together() {
-    let world = World::new().await;
-    let theirs = world.peer.address.port();
+    let cluster = TestCluster::new().await;
+    let theirs = cluster.peer.address.port();
     let both = format!("tcp dport {theirs} {{}};tcp sport {theirs} {{}}");
     let mut flows = Vec::new();
     for _ in 0..12 {
-        flows.push(world.flow().await);
+        flows.push(cluster.flow().await);
     }
     let lossy = Rule::new("input", &both.replace("{}", "numgen random mod 100 < 10 drop"));
-    pass(Duration::from_secs(8)).await;
+    pause(Duration::from_secs(8)).await;
     drop(lossy);
     let rule = Rule::new("input", &both.replace("{}", "drop"));
     let start = Stopwatch::start();
@@ -202,7 +206,7 @@ async fn many_flows_that_are_dropped_together_are_reset_together() {
         assert_eq!(error.unwrap_err().kind(), ErrorKind::ConnectionReset);
         told.push(start.elapsed());
     }
-    within("the last of twelve quiet flows is reset", told[11], RESET);
+    check_figure("the last of twelve quiet flows is reset", told[11], RESET);
     drop(rule);
 }
 
@@ -226,7 +230,7 @@ async fn with_nobody_answering_the_client_is_reset_in_a_second() {
         silent.iter().map(to).collect::<Vec<_>>()
     };
     let certs = Certs::new();
-    let mut config = passing(certs.config(&silent));
+    let mut config = passthrough_config(certs.config(&silent));
     config.upstreams[0].health.connect_timeout = Duration::from_secs(30);
     let proxy = certs.start(config);
     // The prober's: two that race, for as long as that.
@@ -238,7 +242,7 @@ async fn with_nobody_answering_the_client_is_reset_in_a_second() {
     let took = start.elapsed();
     assert_eq!(error.kind(), ErrorKind::ConnectionReset);
     println!("connections begun: {before:?}, then {:?}", begun());
-    within("no endpoint answers: the client is reset", took, Duration::from_secs(1));
+    check_figure("no endpoint answers: the client is reset", took, Duration::from_secs(1));
     assert!(begun().iter().zip(&before).all(|(now, before)| now > before), "one was not tried");
     drop(rule);
 }
@@ -247,10 +251,10 @@ async fn with_nobody_answering_the_client_is_reset_in_a_second() {
 #[ignore = "needs root and a network namespace of its own"]
 async fn a_transfer_that_is_dropped_is_reset() {
     for hook in ["input", "output"] {
-        let world = World::new().await;
-        let (client, mut server) = world.flow().await;
+        let cluster = TestCluster::new().await;
+        let (client, mut server) = cluster.flow().await;
         let ours = server.peer_addr().unwrap().port();
-        let theirs = world.peer.address.port();
+        let theirs = cluster.peer.address.port();
         let (mut client_reads, mut client_writes) = client.into_split();
         let upload = tokio::spawn(async move {
             let much = vec![1; 1 << 20];
@@ -270,7 +274,7 @@ async fn a_transfer_that_is_dropped_is_reset() {
         // A socket tells its error once: to whoever asks first.
         let kinds = [read.unwrap_err().kind(), upload.await.unwrap()];
         assert!(kinds.contains(&ErrorKind::ConnectionReset), "{kinds:?}");
-        within(&format!("an upload dropped in {hook} is reset"), took, RESET);
+        check_figure(&format!("an upload dropped in {hook} is reset"), took, RESET);
         drop(rule);
         hear.abort();
     }
@@ -280,29 +284,29 @@ async fn a_transfer_that_is_dropped_is_reset() {
 #[tokio::test]
 #[ignore = "needs root and a network namespace of its own, and takes half a minute"]
 async fn a_closed_window_is_left_alone_and_its_loss_is_noticed() {
-    let world = World::new().await;
+    let cluster = TestCluster::new().await;
     let seconds = std::env::var("JACKSTAY_LONG").map_or(15, |_| 300);
     for (direction, to_server) in [("to_server", true), ("to_client", false)] {
-        let (mut client, mut server) = world.flow().await;
+        let (mut client, mut server) = cluster.flow().await;
         let (from, to) =
             if to_server { (&mut client, &mut server) } else { (&mut server, &mut client) };
         let much: Vec<u8> = (0..32_000_000_u32).map(|i| (i >> 8) as u8).collect();
         let mut got = vec![0; much.len()];
-        let before = world.moved(direction).await;
+        let before = cluster.moved(direction).await;
         let (written, read) = tokio::join!(from.write_all(&much), async {
-            world.stuck(direction, before).await;
-            pass(Duration::from_secs(seconds)).await;
-            let moved = world.moved(direction).await - before;
+            cluster.stuck(direction, before).await;
+            pause(Duration::from_secs(seconds)).await;
+            let moved = cluster.moved(direction).await - before;
             assert!(moved < much.len() as u64, "it fits into the buffers: no window was closed");
             to.read_exact(&mut got).await
         });
         written.unwrap();
         read.unwrap();
         assert!(got == much);
-        assert_eq!(world.moved(direction).await - before, much.len() as u64);
+        assert_eq!(cluster.moved(direction).await - before, much.len() as u64);
     }
-    let (mut client, server) = world.flow().await;
-    let before = world.moved("to_server").await;
+    let (mut client, server) = cluster.flow().await;
+    let before = cluster.moved("to_server").await;
     let ours = server.peer_addr().unwrap().port();
     let (mut reads, mut writes) = client.split();
     let much = vec![1; 1 << 20];
@@ -314,8 +318,8 @@ async fn a_closed_window_is_left_alone_and_its_loss_is_noticed() {
         }
     };
     let lost = async {
-        world.stuck("to_server", before).await;
-        pass(Duration::from_secs(6)).await;
+        cluster.stuck("to_server", before).await;
+        pause(Duration::from_secs(6)).await;
         let rule = Rule::new("input", &format!("tcp sport {ours} drop;tcp dport {ours} drop"));
         let start = Stopwatch::start();
         let error = reads.read_u8().await.unwrap_err();
@@ -327,11 +331,11 @@ async fn a_closed_window_is_left_alone_and_its_loss_is_noticed() {
         timeout(Duration::from_secs(60), both).await.expect("never noticed");
     // A socket tells its error once: to whoever asks first.
     assert!([wrote, read].contains(&ErrorKind::ConnectionReset), "{wrote:?}, {read:?}");
-    within("a flow lost behind a closed window is reset", took, CLOSED_RESET);
+    check_figure("a flow lost behind a closed window is reset", took, CLOSED_RESET);
     // It was our verdict, and the only one: neither side has broken a flow.
-    until("it is counted", async || world.ended("unacknowledged").await == 1).await;
+    until("it is counted", async || cluster.ended("unacknowledged").await == 1).await;
     for reason in ["client_reset", "server_reset", "client_dead", "endpoint_dead", "unanswered"] {
-        assert_eq!(world.ended(reason).await, 0, "{reason}");
+        assert_eq!(cluster.ended(reason).await, 0, "{reason}");
     }
     drop(server);
 }
@@ -341,13 +345,13 @@ async fn a_closed_window_is_left_alone_and_its_loss_is_noticed() {
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs root and a network namespace of its own, and takes half a minute"]
 async fn loss_is_not_death() {
-    let world = World::new().await;
+    let cluster = TestCluster::new().await;
     let length = Duration::from_secs(std::env::var("JACKSTAY_LONG").map_or(30, |_| 600));
     let mut flows = Vec::new();
     for _ in 0..100 {
-        flows.push(world.flow().await);
+        flows.push(cluster.flow().await);
     }
-    let theirs = world.peer.address.port();
+    let theirs = cluster.peer.address.port();
     let lossy = "numgen random mod 100 < 5 drop";
     let rule =
         Rule::new("input", &format!("tcp dport {theirs} {lossy};tcp sport {theirs} {lossy}"));
@@ -367,7 +371,7 @@ async fn loss_is_not_death() {
                     moved += 2 * much.len();
                 }
                 if index >= 2 {
-                    pass(Duration::from_millis(50 * index as u64)).await;
+                    pause(Duration::from_millis(50 * index as u64)).await;
                 }
             }
             client.write_all(b"z").await.unwrap();
@@ -386,8 +390,8 @@ async fn loss_is_not_death() {
 #[tokio::test]
 #[ignore = "needs root and a network namespace of its own, and takes half a minute"]
 async fn a_client_that_has_vanished_does_not_stay() {
-    let world = World::new().await;
-    let (client, mut server) = world.flow().await;
+    let cluster = TestCluster::new().await;
+    let (client, mut server) = cluster.flow().await;
     let port = client.local_addr().unwrap().port();
     let rule = Rule::new("input", &format!("tcp sport {port} drop;tcp dport {port} drop"));
     server.write_all(b"x").await.unwrap();
@@ -396,5 +400,5 @@ async fn a_client_that_has_vanished_does_not_stay() {
     assert_eq!(error.unwrap_err().kind(), ErrorKind::ConnectionReset);
     println!("a vanished client: {:?}", start.elapsed());
     drop((rule, client));
-    until("it is over", async || world.proxy.status().await["listeners"][0]["flows"] == 0).await;
+    until("it is over", async || cluster.proxy.status().await["listeners"][0]["flows"] == 0).await;
 }

@@ -2,7 +2,10 @@
 
 use crate::peer::Peer;
 use crate::support::stopwatch::Stopwatch;
-use crate::support::{Certs, MAPS, World, passing, passthrough, refusing, soon, until};
+use crate::support::{
+    CONFIGMAPS, Certs, TestCluster, passthrough_config, passthrough_mode, refusing_address, soon,
+    until,
+};
 use jackstay::config::Route;
 use jackstay::net::sockets::tcp_options;
 use jackstay::net::tls::pem_files;
@@ -23,11 +26,11 @@ async fn reset_of(addr: SocketAddr) -> ErrorKind {
 
 #[tokio::test]
 async fn a_client_verifies_the_apiserver_itself_and_is_who_it_was() {
-    let world = World::new(2);
-    let proxy = world.certs.start(passing(world.config()));
-    proxy.usable(2).await;
-    let client = proxy.client(&world.certs.credentials()).await;
-    assert_eq!(client.get(MAPS).await.unwrap().status, 200);
+    let cluster = TestCluster::new(2);
+    let proxy = cluster.certs.start(passthrough_config(cluster.config()));
+    proxy.wait_ready(2).await;
+    let client = proxy.client().await;
+    assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200);
     let status = proxy.status().await;
     assert_eq!(status["listeners"][0]["mode"], "passthrough");
     assert_eq!(status["listeners"][0]["flows"], 1);
@@ -35,14 +38,14 @@ async fn a_client_verifies_the_apiserver_itself_and_is_who_it_was() {
     let flows: u64 =
         proxy.endpoints().await.iter().map(|endpoint| endpoint["flows"].as_u64().unwrap()).sum();
     assert_eq!(flows, 1);
-    let nobody = proxy.client(&world.certs.nobody()).await;
-    assert_eq!(nobody.get(MAPS).await.unwrap().status, 403);
+    let nobody = proxy.client_with(&cluster.certs.anonymous()).await;
+    assert_eq!(nobody.get(CONFIGMAPS).await.unwrap().status, 403);
 }
 
 #[tokio::test]
 async fn bytes_arrive_unchanged_both_ways_however_many() {
     let (certs, peer) = (Certs::new(), Peer::start().await);
-    let proxy = certs.start(passing(certs.config(&[peer.address])));
+    let proxy = certs.start(passthrough_config(certs.config(&[peer.address])));
     let (mut client, mut server) = peer.join(&proxy).await;
     // Small ones first, then enough for every way of moving them, then small ones again.
     for size in [1, 100, 70_000, 3_000_000, 20_000_000, 5] {
@@ -81,7 +84,7 @@ async fn bytes_arrive_unchanged_both_ways_however_many() {
 #[tokio::test]
 async fn each_direction_ends_on_its_own() {
     let (certs, peer) = (Certs::new(), Peer::start().await);
-    let proxy = certs.start(passing(certs.config(&[peer.address])));
+    let proxy = certs.start(passthrough_config(certs.config(&[peer.address])));
     let (mut client, mut server) = peer.join(&proxy).await;
     client.write_all(b"question").await.unwrap();
     client.shutdown().await.unwrap();
@@ -112,7 +115,7 @@ async fn each_direction_ends_on_its_own() {
 #[tokio::test]
 async fn what_breaks_on_one_side_breaks_on_the_other() {
     let (certs, peer) = (Certs::new(), Peer::start().await);
-    let proxy = certs.start(passing(certs.config(&[peer.address])));
+    let proxy = certs.start(passthrough_config(certs.config(&[peer.address])));
     let reset = |stream: TcpStream| {
         socket2::SockRef::from(&stream).set_linger(Some(Duration::ZERO)).unwrap();
         drop(stream);
@@ -139,7 +142,7 @@ async fn what_breaks_on_one_side_breaks_on_the_other() {
 #[tokio::test]
 async fn a_client_that_is_gone_does_not_stay_because_its_upload_is_stuck() {
     let (certs, peer) = (Certs::new(), Peer::start().await);
-    let proxy = certs.start(passing(certs.config(&[peer.address])));
+    let proxy = certs.start(passthrough_config(certs.config(&[peer.address])));
     let (mut client, mut server) = peer.join(&proxy).await;
     server.write_all(b"x").await.unwrap();
     soon("a byte", client.read_u8()).await.unwrap();
@@ -165,7 +168,8 @@ async fn a_client_that_is_gone_does_not_stay_because_its_upload_is_stuck() {
 #[tokio::test]
 async fn with_nobody_there_the_client_is_reset_at_once() {
     let certs = Certs::new();
-    let proxy = certs.start(passing(certs.config(&[refusing(), refusing()])));
+    let proxy =
+        certs.start(passthrough_config(certs.config(&[refusing_address(), refusing_address()])));
     let begun = Stopwatch::start();
     assert_eq!(reset_of(proxy.addr).await, ErrorKind::ConnectionReset);
     assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
@@ -182,7 +186,7 @@ async fn with_nobody_there_the_client_is_reset_at_once() {
 #[tokio::test]
 async fn who_comes_after_the_cap_is_reset_and_the_others_go_on() {
     let (certs, peer) = (Certs::new(), Peer::start().await);
-    let mut config = passing(certs.config(&[peer.address]));
+    let mut config = passthrough_config(certs.config(&[peer.address]));
     config.listeners[0].limits.max_connections = 2;
     let proxy = certs.start(config);
     let (mut first, mut server) = peer.join(&proxy).await;
@@ -197,7 +201,7 @@ async fn who_comes_after_the_cap_is_reset_and_the_others_go_on() {
 #[tokio::test]
 async fn a_client_that_says_nothing_and_a_server_that_answers_nothing_are_bounded() {
     let (certs, peer) = (Certs::new(), Peer::start().await);
-    let mut config = passing(certs.config(&[peer.address]));
+    let mut config = passthrough_config(certs.config(&[peer.address]));
     // Long enough for the way to the first "hello" on a slow machine.
     config.listeners[0].limits.handshake_timeout = Duration::from_secs(2);
     let proxy = certs.start(config);
@@ -218,8 +222,8 @@ async fn a_client_that_says_nothing_and_a_server_that_answers_nothing_are_bounde
 #[tokio::test]
 async fn a_flow_is_idle_for_as_long_as_the_configuration_says() {
     let (certs, peer) = (Certs::new(), Peer::start().await);
-    let mut config = passing(certs.config(&[peer.address]));
-    passthrough(&mut config).idle_timeout = Some(Duration::from_secs(2));
+    let mut config = passthrough_config(certs.config(&[peer.address]));
+    passthrough_mode(&mut config).idle_timeout = Some(Duration::from_secs(2));
     let proxy = certs.start(config);
     let (mut client, mut server) = peer.join(&proxy).await;
     server.write_all(b"x").await.unwrap();
@@ -235,7 +239,7 @@ async fn a_flow_is_idle_for_as_long_as_the_configuration_says() {
 #[tokio::test]
 async fn a_drain_waits_for_flows_and_resets_what_is_left() {
     let (certs, peer) = (Certs::new(), Peer::start().await);
-    let mut config = passing(certs.config(&[peer.address]));
+    let mut config = passthrough_config(certs.config(&[peer.address]));
     config.shutdown.drain_timeout = Duration::from_secs(4);
     let proxy = certs.start(config);
     let (mut client, mut server) = peer.join(&proxy).await;
@@ -261,17 +265,17 @@ async fn a_drain_waits_for_flows_and_resets_what_is_left() {
 /// Another name, another upstream; what asks for none of them goes where the listener goes.
 #[tokio::test]
 async fn the_name_that_is_asked_for_picks_the_upstream() {
-    let world = World::new(2);
-    let mut config = passing(world.config());
+    let cluster = TestCluster::new(2);
+    let mut config = passthrough_config(cluster.config());
     let mut other = config.upstreams[0].clone();
     other.name = "other".into();
     other.endpoints = vec![other.endpoints.remove(1)];
     config.upstreams[0].endpoints.truncate(1);
     config.upstreams.push(other);
-    passthrough(&mut config).routes =
+    passthrough_mode(&mut config).routes =
         vec![Route { server_names: vec!["localhost".into()], upstream: "other".into() }];
     config.listeners[0].limits.handshake_timeout = Duration::from_secs(2);
-    let proxy = world.certs.start(config);
+    let proxy = cluster.certs.start(config);
     let ready = async || {
         let status = proxy.status().await;
         let upstreams = status["upstreams"].as_array().unwrap().clone();
@@ -283,10 +287,10 @@ async fn the_name_that_is_asked_for_picks_the_upstream() {
         [0, 1].map(|i| status["upstreams"][i]["endpoints"][0]["flows"].as_u64().unwrap())
     };
     // An address is no server name.
-    let client = proxy.client(&world.certs.credentials()).await;
-    assert_eq!(client.get(MAPS).await.unwrap().status, 200);
+    let client = proxy.client().await;
+    assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200);
     assert_eq!(flows().await, [1, 0]);
-    let roots = pem_files::load_ca(&world.certs.path().join("ca.crt")).unwrap();
+    let roots = pem_files::load_ca(&cluster.certs.path().join("ca.crt")).unwrap();
     let connector = TlsConnector::from(client_tls(&roots, None).h2);
     let stream = TcpStream::connect(proxy.addr).await.unwrap();
     let _named = connector.connect("localhost".try_into().unwrap(), stream).await.unwrap();

@@ -5,12 +5,12 @@
 #[path = "../support/mod.rs"]
 mod support;
 
-mod bounds;
+mod client_limits;
 mod drain;
-mod endpoints;
+mod endpoint_health;
 mod faults;
 mod flows;
-mod last_words;
 mod peer;
 mod prober;
 mod rebalance;
+mod unread_data;

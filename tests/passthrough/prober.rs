@@ -1,6 +1,6 @@
 //! What the prober learns of a server, and what becomes of the flows that lead there.
 
-use crate::support::{Certs, Proxy, pass, passing, soon, until};
+use crate::support::{Certs, Proxy, passthrough_config, pause, soon, until};
 use http::Response;
 use jackstay::config::CertPaths;
 use jackstay::demo::pki::{Pki, Subject};
@@ -155,8 +155,8 @@ async fn who_said_goodbye_keeps_its_flows_and_who_did_not_loses_them() {
     for order in [Order::Leave, Order::Vanish] {
         let certs = Certs::new();
         let mut server = Probed::start(&certs, &["h2"]).await;
-        let proxy = certs.start(passing(certs.config(&[server.address])));
-        proxy.usable(1).await;
+        let proxy = certs.start(passthrough_config(certs.config(&[server.address])));
+        proxy.wait_ready(1).await;
         let (mut client, mut end) = server.flow(&proxy).await;
         server.order(order);
         is(&proxy, "ejected").await;
@@ -171,7 +171,7 @@ async fn who_said_goodbye_keeps_its_flows_and_who_did_not_loses_them() {
         }
         // Longer than the table takes to end the flows of a dead endpoint.
         for _ in 0..10 {
-            pass(Duration::from_millis(50)).await;
+            pause(Duration::from_millis(50)).await;
             client.write_all(b"x").await.unwrap();
             assert_eq!(soon("a byte up", end.read_u8()).await.unwrap(), b'x');
             end.write_all(b"y").await.unwrap();
@@ -187,8 +187,8 @@ async fn a_server_without_http2_is_known_by_its_handshakes() {
     for alpn in [&[][..], &["http/1.1"][..]] {
         let certs = Certs::new();
         let mut server = Probed::start(&certs, alpn).await;
-        let proxy = certs.start(passing(certs.config(&[server.address])));
-        proxy.usable(1).await;
+        let proxy = certs.start(passthrough_config(certs.config(&[server.address])));
+        proxy.wait_ready(1).await;
         let reason = proxy.endpoints().await[0]["reason"].as_str().unwrap().to_owned();
         assert!(reason.starts_with("TLS handshake only"), "{reason}");
         let (mut client, _end) = server.flow(&proxy).await;
@@ -197,7 +197,7 @@ async fn a_server_without_http2_is_known_by_its_handshakes() {
         let error = soon("the reset", client.read_u8()).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::ConnectionReset, "dead, and its flows with it");
         let again = Probed::start_at(server.address, &certs, alpn).await;
-        proxy.usable(1).await;
+        proxy.wait_ready(1).await;
         drop(again);
     }
 }
@@ -208,8 +208,8 @@ async fn a_server_without_http2_is_known_by_its_handshakes() {
 async fn who_cannot_be_verified_is_no_first_choice_and_keeps_its_flows() {
     let certs = Certs::new();
     let mut server = Probed::start(&certs, &["h2"]).await;
-    let proxy = certs.start(passing(certs.config(&[server.address])));
-    proxy.usable(1).await;
+    let proxy = certs.start(passthrough_config(certs.config(&[server.address])));
+    proxy.wait_ready(1).await;
     let (mut client, mut end) = server.flow(&proxy).await;
     let ca_file = certs.path().join("ca.crt");
     let trust = |pem: &str| {
@@ -222,7 +222,7 @@ async fn who_cannot_be_verified_is_no_first_choice_and_keeps_its_flows() {
     assert!(reason.contains("UnknownIssuer"), "{reason}");
     // Longer than the table takes to end the flows of a dead endpoint.
     for _ in 0..10 {
-        pass(Duration::from_millis(50)).await;
+        pause(Duration::from_millis(50)).await;
         client.write_all(b"x").await.unwrap();
         assert_eq!(soon("a byte up", end.read_u8()).await.unwrap(), b'x');
     }
@@ -251,11 +251,11 @@ async fn who_refuses_our_certificate_is_no_first_choice_and_keeps_its_flows() {
         std::fs::rename(file.with_extension("new"), &file).unwrap();
     };
     rotate(certs.probe.pair_pem());
-    let mut config = passing(certs.config(&[server.address]));
+    let mut config = passthrough_config(certs.config(&[server.address]));
     config.upstreams[0].health.readyz.cert =
         Some(CertPaths { cert_file: file.clone(), key_file: file.clone() });
     let proxy = certs.start(config);
-    proxy.usable(1).await;
+    proxy.wait_ready(1).await;
     let (mut client, mut end) = server.flow(&proxy).await;
     let strange = Pki::new("another").unwrap();
     rotate(strange.client(&Subject::new("probe", &[])).unwrap().pair_pem());
@@ -264,7 +264,7 @@ async fn who_refuses_our_certificate_is_no_first_choice_and_keeps_its_flows() {
     assert!(reason.contains("received fatal alert"), "{reason}");
     // Longer than the table takes to end the flows of a dead endpoint.
     for _ in 0..10 {
-        pass(Duration::from_millis(50)).await;
+        pause(Duration::from_millis(50)).await;
         client.write_all(b"x").await.unwrap();
         assert_eq!(soon("a byte up", end.read_u8()).await.unwrap(), b'x');
     }

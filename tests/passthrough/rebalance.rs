@@ -2,7 +2,10 @@
 //! has been removed.
 
 use crate::prober::Probed;
-use crate::support::{Certs, MAPS, World, pass, passing, passthrough, refusing, until};
+use crate::support::{
+    CONFIGMAPS, Certs, TestCluster, passthrough_config, passthrough_mode, pause, refusing_address,
+    until,
+};
 use jackstay::config::EndpointAddress;
 use jackstay::control::endpoint_set::{EndpointSpec, replace_endpoints};
 use jackstay::observe::Metrics;
@@ -56,7 +59,7 @@ async fn a_few_go_each_second_until_all_have_their_part() {
     let start = Instant::now();
     let mut last = start;
     while start.elapsed() < Duration::from_secs(2000) {
-        pass(Duration::from_millis(50)).await;
+        pause(Duration::from_millis(50)).await;
         let now = Instant::now();
         let Some(elapsed) = pace.is_due(now) else { continue };
         let index =
@@ -89,24 +92,24 @@ async fn a_few_go_each_second_until_all_have_their_part() {
 async fn an_endpoint_that_comes_back_gets_quiet_flows_where_that_is_asked_for() {
     let certs = Certs::new();
     let mut first = Probed::start(&certs, &["h2"]).await;
-    let absent = refusing();
-    let mut config = passing(certs.config(&[first.address, absent]));
-    passthrough(&mut config).rebalance = true;
+    let absent = refusing_address();
+    let mut config = passthrough_config(certs.config(&[first.address, absent]));
+    passthrough_mode(&mut config).rebalance = true;
     let proxy = certs.start(config);
-    proxy.usable(1).await;
+    proxy.wait_ready(1).await;
     let mut quiet = Vec::new();
     for _ in 0..60 {
         quiet.push(first.flow(&proxy).await);
     }
     let (mut busy, mut end) = first.flow(&proxy).await;
     let second = Probed::start_at(absent, &certs, &["h2"]).await;
-    proxy.usable(2).await;
+    proxy.wait_ready(2).await;
     let moved = r#"jackstay_passthrough_closed_total{listener="apiserver",reason="rebalance"}"#;
     let moving = async {
         while proxy.metric(moved).await < 3.0 {
             busy.write_all(b"x").await.unwrap();
             end.read_u8().await.unwrap();
-            pass(Duration::from_millis(100)).await;
+            pause(Duration::from_millis(100)).await;
         }
     };
     timeout(Duration::from_secs(60), moving).await.expect("three were moved");
@@ -137,30 +140,30 @@ async fn flows_to_an_endpoint_that_was_removed_have_their_time() {
     for (leave_timeout, stay) in
         [(Duration::from_secs(3600), true), (Duration::from_secs(1), false)]
     {
-        let world = World::new(2);
-        let file = world.certs.path().join("endpoints");
+        let cluster = TestCluster::new(2);
+        let file = cluster.certs.path().join("endpoints");
         let write = |addresses: &[std::net::SocketAddr]| {
             let lines: Vec<_> = addresses.iter().map(ToString::to_string).collect();
             std::fs::write(file.with_extension("new"), lines.join("\n")).unwrap();
             std::fs::rename(file.with_extension("new"), &file).unwrap();
         };
-        write(&world.addresses());
-        let mut config = passing(world.config());
+        write(&cluster.addresses());
+        let mut config = passthrough_config(cluster.config());
         config.upstreams[0].endpoints.clear();
         config.upstreams[0].endpoints_file = Some(file.clone());
-        passthrough(&mut config).leave_timeout = leave_timeout;
-        let proxy = world.certs.start(config);
-        proxy.usable(2).await;
+        passthrough_mode(&mut config).leave_timeout = leave_timeout;
+        let proxy = cluster.certs.start(config);
+        proxy.wait_ready(2).await;
         let mut clients = Vec::new();
         for _ in 0..6 {
-            clients.push(proxy.client(&world.certs.credentials()).await);
+            clients.push(proxy.client().await);
         }
         let endpoints = proxy.endpoints().await;
         let flows = |of: &str| {
             let of = endpoints.iter().find(|endpoint| endpoint["address"] == of).unwrap();
             of["flows"].as_u64().unwrap() as usize
         };
-        let (kept, removed) = (world.addresses()[0], world.addresses()[1]);
+        let (kept, removed) = (cluster.addresses()[0], cluster.addresses()[1]);
         let leaving = flows(&removed.to_string());
         assert_eq!(leaving + flows(&kept.to_string()), 6);
         assert!(leaving > 0, "nothing to see: {endpoints:?}");
@@ -173,10 +176,10 @@ async fn flows_to_an_endpoint_that_was_removed_have_their_time() {
             until("it is counted", async || proxy.page("/metrics").await.contains(&counted)).await;
         }
         for client in clients.iter().filter(|client| !client.is_closed()) {
-            assert_eq!(client.get(MAPS).await.unwrap().status, 200);
+            assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200);
         }
         assert_eq!(open(), if stay { 6 } else { 6 - leaving });
-        let new = proxy.client(&world.certs.credentials()).await;
-        assert_eq!(new.get(MAPS).await.unwrap().status, 200);
+        let new = proxy.client().await;
+        assert_eq!(new.get(CONFIGMAPS).await.unwrap().status, 200);
     }
 }

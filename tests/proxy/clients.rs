@@ -1,10 +1,10 @@
-//! Clients that people have and that are not Go's, through jackstay to the demo apiserver: curl, and
-//! Python's requests. `tests/clients/setup` installs both.
+//! curl and Python's requests, two common clients that are not written in Go, through jackstay to
+//! the demo apiserver. `tests/clients/setup` installs both.
 
-use crate::support::{MAPS, World, map};
+use crate::support::{CONFIGMAPS, TestCluster, config_map};
 use std::process::Command;
 
-/// A body of unknown length: requests sends what a generator yields in chunks.
+/// A body of undeclared length: requests sends a generator in chunks.
 const PYTHON: &str = r#"
 import os, requests
 e = os.environ
@@ -19,24 +19,24 @@ assert answer.request.headers["Transfer-Encoding"] == "chunked"
 print(answer.status_code, end="")
 "#;
 
-/// curl would wait a minute for a 100 that does not come.
+/// A missing 100 would make curl wait for a minute.
 const CURL: &str = r#"sed "s/NAME/$name/" $object | curl --silent --show-error --max-time 50 \
     --expect100-timeout 60 --cacert $ca --cert $cert --key $key --output /dev/null \
     --write-out '%{http_code}' -H 'Content-Type: application/json'"#;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 #[ignore = "needs curl and Python's requests (tests/clients/setup)"]
-async fn clients_that_send_bodies_in_chunks() {
-    let world = World::new(2);
-    let proxy = world.start().await;
+async fn curl_and_requests_send_chunked_and_expecting_bodies() {
+    let cluster = TestCluster::new(2);
+    let proxy = cluster.start().await;
     let dir = tempfile::tempdir().unwrap();
-    let ca = world.certs.pki.write_ca(dir.path()).unwrap();
-    let (cert, key) = world.certs.admin.write_to(dir.path(), "client").unwrap();
+    let ca = cluster.certs.pki.write_ca(dir.path()).unwrap();
+    let (cert, key) = cluster.certs.admin.write_to(dir.path(), "client").unwrap();
     let object = dir.path().join("object.json");
-    std::fs::write(&object, map("NAME", "1").to_string()).unwrap();
+    std::fs::write(&object, config_map("NAME", "1").to_string()).unwrap();
     let python = std::env::var("JACKSTAY_PYTHON").unwrap_or_else(|_| "python3".to_owned());
     let run = |script: &str, name: &str, method: &str, path: &str| -> String {
-        let output = Command::new("sh")
+        let result = Command::new("sh")
             .args(["-c", &format!("({script}) 2>&1; echo \" exit=$?\"")])
             .env("url", format!("https://{}", proxy.addr))
             .envs([("ca", &ca), ("cert", &cert), ("key", &key), ("object", &object)])
@@ -44,7 +44,7 @@ async fn clients_that_send_bodies_in_chunks() {
             .envs([("name", name), ("method", method), ("path", path)])
             .output()
             .unwrap();
-        String::from_utf8(output.stdout).unwrap()
+        String::from_utf8(result.stdout).unwrap()
     };
     let chunked = format!("{CURL} -H 'Transfer-Encoding: chunked' --data-binary @- -X $method");
     let http1 = format!("{chunked} --http1.1 $url$path");
@@ -52,22 +52,22 @@ async fn clients_that_send_bodies_in_chunks() {
     let expecting =
         format!("{CURL} -H 'Expect: 100-continue' --data-binary @- --http1.1 $url$path");
     let python = "$python -c \"$script\"";
-    let item = |name: &str| format!("{MAPS}/{name}");
+    let item = |name: &str| format!("{CONFIGMAPS}/{name}");
     let mut wrong = Vec::new();
     for (script, name, method, path, code) in [
-        (http1.as_str(), "a", "POST", MAPS.to_owned(), "201"),
+        (http1.as_str(), "a", "POST", CONFIGMAPS.to_owned(), "201"),
         (&http1, "a", "PUT", item("a"), "200"),
         (&http1, "a", "GET", item("a"), "200"),
-        (&http2, "b", "POST", MAPS.to_owned(), "201"),
-        (&expecting, "c", "POST", MAPS.to_owned(), "201"),
-        (python, "d", "post", MAPS.to_owned(), "201"),
+        (&http2, "b", "POST", CONFIGMAPS.to_owned(), "201"),
+        (&expecting, "c", "POST", CONFIGMAPS.to_owned(), "201"),
+        (python, "d", "post", CONFIGMAPS.to_owned(), "201"),
         (python, "d", "put", item("d"), "200"),
         (python, "d", "get", item("d"), "200"),
     ] {
-        let said = run(script, name, method, &path);
-        println!("{name} {method} {path}: {said}");
-        if said.trim() != format!("{code} exit=0") {
-            wrong.push(format!("{script}: {method} {path}: {said}"));
+        let output = run(script, name, method, &path);
+        println!("{name} {method} {path}: {output}");
+        if output.trim() != format!("{code} exit=0") {
+            wrong.push(format!("{script}: {method} {path}: {output}"));
         }
     }
     assert!(wrong.is_empty(), "{wrong:#?}");

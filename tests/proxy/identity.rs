@@ -1,9 +1,11 @@
-//! Who a client is upstream, by the audit of the servers: the same as without jackstay, and nobody
-//! else, whatever its headers say.
+//! The identity of a client at the apiservers, by their audit: the same as without jackstay,
+//! whatever headers it sends.
 
-use crate::hostile::join_all;
-use crate::peer::{Act, Peers};
-use crate::support::{Certs, MAPS, PATIENCE, Proxy, World, patient, soon, terminate, until};
+use crate::scripted_peer::{Action, Peers};
+use crate::support::{
+    CONFIGMAPS, PATIENCE, Proxy, TestCluster, config_map, join_all, long_form, replace_symlink,
+    soon, terminate_mode, until, without_suspicion,
+};
 use http::Method;
 use jackstay::config::CertPaths;
 use jackstay::demo::apiserver::audit::Record;
@@ -22,108 +24,119 @@ fn serial(issued: &Issued) -> String {
     certificate.raw_serial_as_string().replace(':', "")
 }
 
-/// What the servers saw of a request with this Audit-ID.
-fn seen(world: &World, id: &str) -> Vec<Record> {
-    world.cluster.audit().select(|record| record.audit_id.as_deref() == Some(id))
+/// The audit records of the request with this Audit-ID.
+fn audit_records(cluster: &TestCluster, id: &str) -> Vec<Record> {
+    cluster.state.audit().select(|record| record.audit_id.as_deref() == Some(id))
 }
 
-/// Asks, and returns the status, the message of a Status, and what the server saw.
-async fn ask(
-    world: &World,
+/// Sends a request. Returns the status, the message of a Status, and the audit record.
+async fn send(
+    cluster: &TestCluster,
     proxy: &Proxy,
     who: &Credentials,
     headers: &[(&str, &str)],
 ) -> (u16, String, Option<Record>) {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     let id = format!("ask-{}", NEXT.fetch_add(1, Relaxed));
-    let client = proxy.client(who).await;
+    let client = proxy.client_with(who).await;
     let mut all = vec![("audit-id", id.as_str())];
     all.extend(headers);
-    let reply = soon("an answer", client.request(Method::GET, MAPS, &all, "")).await.unwrap();
-    let mut records = seen(world, &id);
+    let reply =
+        soon("a response", client.request(Method::GET, CONFIGMAPS, &all, "")).await.unwrap();
+    let mut records = audit_records(cluster, &id);
     assert!(records.len() <= 1, "{records:?}");
     let message = reply.json()["message"].as_str().unwrap_or_default().to_owned();
     (reply.status.as_u16(), message, records.pop())
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn same_in_same_out() {
-    let world = World::new(1);
-    // One request, one record.
-    let proxy = world.start_with(|config| *config = patient(config.clone())).await;
-    let certs = &world.certs;
-    world.cluster.add_token("alice", User::new("alice", &["devs"]));
+async fn caller_has_the_same_identity_upstream() {
+    let cluster = TestCluster::new(1);
+    // Without hedges, so that each request has one record.
+    let proxy = cluster.start_with(without_suspicion).await;
+    let certs = &cluster.certs;
+    cluster.state.add_token("alice", User::new("alice", &["devs"]));
     let admin = serial(&certs.admin);
 
-    let (status, _, record) = ask(&world, &proxy, &certs.credentials(), &[]).await;
+    let (status, _, record) = send(&cluster, &proxy, &certs.credentials(), &[]).await;
     let record = record.unwrap();
     assert_eq!((status, record.user.as_str()), (200, "kubernetes-admin"));
     assert_eq!(record.certificate_serial, Some(admin.clone()));
     assert!(record.groups.iter().any(|group| group == "system:masters"));
     assert_eq!(record.forwarded_for.as_deref(), Some("127.0.0.1"));
 
-    // Another subject of the same authority: refused, never mapped.
+    // Another subject of the same CA is rejected.
     let other = certs.pki.client(&Subject::node("other")).unwrap();
     let (status, message, record) =
-        ask(&world, &proxy, &certs.nobody().certificate(&other), &[]).await;
+        send(&cluster, &proxy, &certs.anonymous().certificate(&other), &[]).await;
     assert_eq!((status, record.is_none()), (401, true));
     assert!(message.contains("identities") && message.contains("system:node:other"), "{message}");
     // The same name with other groups is another subject.
     let fewer = certs.pki.client(&Subject::new("kubernetes-admin", &[])).unwrap();
-    let (status, _, record) = ask(&world, &proxy, &certs.nobody().certificate(&fewer), &[]).await;
+    let (status, _, record) =
+        send(&cluster, &proxy, &certs.anonymous().certificate(&fewer), &[]).await;
     assert_eq!((status, record.is_none()), (401, true));
 
-    // Expired, and of another authority: an answer, not a TLS alert.
+    // Expired, or of another CA: the client gets a response, not a TLS alert.
     let expired = certs.pki.client_valid(&Subject::admin(), Validity::expired()).unwrap();
     let (status, message, record) =
-        ask(&world, &proxy, &certs.nobody().certificate(&expired), &[]).await;
+        send(&cluster, &proxy, &certs.anonymous().certificate(&expired), &[]).await;
     assert_eq!((status, record.is_none()), (401, true));
     assert!(message.contains("expired"), "{message}");
     let stranger = Pki::new("other").unwrap().client(&Subject::admin()).unwrap();
-    let stranger = certs.nobody().certificate(&stranger);
-    let (status, message, record) = ask(&world, &proxy, &stranger, &[]).await;
+    let stranger = certs.anonymous().certificate(&stranger);
+    let (status, message, record) = send(&cluster, &proxy, &stranger, &[]).await;
     assert_eq!((status, record.is_none()), (401, true), "{message}");
 
-    // Nobody.
-    let (status, _, record) = ask(&world, &proxy, &certs.nobody(), &[]).await;
+    // No credentials.
+    let (status, _, record) = send(&cluster, &proxy, &certs.anonymous(), &[]).await;
     let record = record.unwrap();
     assert_eq!((status, record.user.as_str()), (403, "system:anonymous"));
     assert_eq!(record.certificate_serial, None);
 
-    // Tokens: good and bad, never on a connection with a certificate.
+    // Valid and invalid tokens are never sent on a connection with a client certificate.
     for _ in 0..3 {
-        let (status, _, record) = ask(&world, &proxy, &certs.nobody().token("alice"), &[]).await;
+        let (status, _, record) =
+            send(&cluster, &proxy, &certs.anonymous().token("alice"), &[]).await;
         let record = record.unwrap();
         assert_eq!((status, record.user.as_str()), (200, "alice"));
         assert_eq!(record.certificate_serial, None);
-        let (status, _, record) = ask(&world, &proxy, &certs.nobody().token("mallory"), &[]).await;
+        let (status, _, record) =
+            send(&cluster, &proxy, &certs.anonymous().token("mallory"), &[]).await;
         let record = record.unwrap();
         assert_eq!((status, record.user.as_str()), (401, ""));
         assert_eq!(record.certificate_serial, None);
     }
-    // Beside a certificate the certificate wins, as in the apiserver.
-    let (status, _, record) = ask(&world, &proxy, &certs.credentials().token("alice"), &[]).await;
+    // A certificate takes precedence over a token, as in the apiserver.
+    let (status, _, record) =
+        send(&cluster, &proxy, &certs.credentials().token("alice"), &[]).await;
     assert_eq!((status, record.unwrap().user.as_str()), (200, "kubernetes-admin"));
-    // An unverifiable certificate and a good token: the token, without any certificate.
-    let (status, _, record) = ask(&world, &proxy, &stranger.token("alice"), &[]).await;
+    // An unverifiable certificate and a valid token: the token is sent, without a certificate.
+    let (status, _, record) = send(&cluster, &proxy, &stranger.token("alice"), &[]).await;
     let record = record.unwrap();
     assert_eq!((status, record.user.as_str()), (200, "alice"));
     assert_eq!(record.certificate_serial, None);
 
-    // Headers that say who one is.
+    // Headers that claim an identity.
     let forged = [("x-remote-user", "root"), ("x-remote-group", "system:masters")];
-    let (status, _, record) = ask(&world, &proxy, &certs.nobody().token("alice"), &forged).await;
+    let (status, _, record) =
+        send(&cluster, &proxy, &certs.anonymous().token("alice"), &forged).await;
     let record = record.unwrap();
     assert_eq!((status, record.user.as_str()), (200, "alice"));
     assert!(!record.header_names.iter().any(|name| name.starts_with("x-remote")), "{record:?}");
     let impersonating = [("impersonate-user", "bob")];
-    let (status, _, record) = ask(&world, &proxy, &certs.credentials(), &impersonating).await;
-    assert_eq!((status, record.unwrap().user.as_str()), (200, "bob"), "an administrator may");
-    let (status, _, _) = ask(&world, &proxy, &certs.nobody().token("alice"), &impersonating).await;
-    assert_eq!(status, 403, "the server decides, and alice may not");
+    let (status, _, record) = send(&cluster, &proxy, &certs.credentials(), &impersonating).await;
+    assert_eq!(
+        (status, record.unwrap().user.as_str()),
+        (200, "bob"),
+        "the administrator may impersonate"
+    );
+    let (status, _, _) =
+        send(&cluster, &proxy, &certs.anonymous().token("alice"), &impersonating).await;
+    assert_eq!(status, 403, "alice may not impersonate, as the server decides");
 
-    // Whatever the order of all this, no connection has carried two kinds of callers.
-    let records = world.cluster.audit().records();
+    // No connection has carried two kinds of callers.
+    let records = cluster.state.audit().records();
     for record in &records {
         let same = records.iter().filter(|r| r.connection == record.connection);
         assert!(same.clone().all(|r| r.certificate_serial == record.certificate_serial));
@@ -132,18 +145,18 @@ async fn same_in_same_out() {
     }
 }
 
-/// No combination of headers changes who a client is upstream.
+/// For random combinations of headers.
 #[test]
-fn headers_do_not_change_who_one_is() {
+fn headers_do_not_change_the_identity() {
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
-    let world = World::new(1);
-    let node = world.certs.pki.client(&Subject::node("n1")).unwrap();
-    let (cert_file, key_file) = node.write_to(world.certs.path(), "node").unwrap();
-    let proxy = runtime.block_on(world.start_with(|config| {
-        terminate(config).identities.push(CertPaths { cert_file, key_file });
+    let cluster = TestCluster::new(1);
+    let node = cluster.certs.pki.client(&Subject::node("n1")).unwrap();
+    let (cert_file, key_file) = node.write_to(cluster.certs.path(), "node").unwrap();
+    let proxy = runtime.block_on(cluster.start_with(|config| {
+        terminate_mode(config).identities.push(CertPaths { cert_file, key_file });
     }));
-    world.cluster.add_token("alice", User::new("alice", &[]));
+    cluster.state.add_token("alice", User::new("alice", &[]));
     let names = vec![
         "x-remote-user",
         "x-remote-group",
@@ -187,7 +200,7 @@ fn headers_do_not_change_who_one_is() {
     let header = (prop::sample::select(names), prop::sample::select(values));
     let combination = (prop::collection::vec(header, 0..8), any::<bool>());
     let node_serial = serial(&node);
-    let cases = if crate::support::long() { 2_000 } else { 150 };
+    let cases = if long_form() { 2_000 } else { 150 };
     let mut runner =
         TestRunner::new(Cases { cases, failure_persistence: None, ..Cases::default() });
     let counter = AtomicUsize::new(0);
@@ -196,8 +209,8 @@ fn headers_do_not_change_who_one_is() {
         let id = format!("case-{}", counter.fetch_add(1, Relaxed));
         runtime.block_on(async {
             for (who, user) in [
-                (world.certs.nobody().certificate(&node), "system:node:n1"),
-                (world.certs.nobody(), ""),
+                (cluster.certs.anonymous().certificate(&node), "system:node:n1"),
+                (cluster.certs.anonymous(), ""),
             ] {
                 let client = if http2 {
                     Client::connect(proxy.addr, &who).await.unwrap()
@@ -207,13 +220,13 @@ fn headers_do_not_change_who_one_is() {
                 let id = format!("{id}-{user}");
                 let mut all = headers.clone();
                 all.push(("audit-id", &id));
-                // Refused by our own HTTP library, by the proxy or by the server: all is well.
-                let reply = client.request(Method::GET, MAPS, &all, "");
+                // The HTTP client, jackstay or the server may reject it.
+                let reply = client.request(Method::GET, CONFIGMAPS, &all, "");
                 let reply = tokio::time::timeout(crate::support::PATIENCE, reply).await;
                 if reply.expect("an answer").is_ok_and(|reply| reply.status == 200) {
                     answered.fetch_add(1, Relaxed);
                 }
-                for record in seen(&world, &id) {
+                for record in audit_records(&cluster, &id) {
                     if user.is_empty() {
                         prop_assert_eq!(&record.certificate_serial, &None);
                         let known = ["", "system:anonymous", "alice"];
@@ -235,35 +248,31 @@ fn headers_do_not_change_who_one_is() {
     assert!(answered.load(Relaxed) > 0);
 }
 
-/// A file that is renamed over, as kubelet does, and requests all the time.
+/// kubelet renames a symlink over the old one; requests run all the time.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn rotation_by_symlink_under_load() {
-    let world = World::new(2);
-    let dir = world.certs.path();
-    let second = world.certs.pki.client(&Subject::admin()).unwrap();
-    world.certs.admin.write_pair(dir, "first").unwrap();
+async fn certificate_rotation_by_symlink_fails_no_request() {
+    let cluster = TestCluster::new(2);
+    let dir = cluster.certs.path();
+    let second = cluster.certs.pki.client(&Subject::admin()).unwrap();
+    cluster.certs.admin.write_pair(dir, "first").unwrap();
     second.write_pair(dir, "second").unwrap();
     let current = dir.join("current.pem");
-    std::os::unix::fs::symlink(dir.join("first.pem"), &current).unwrap();
-    let proxy = world
-        .start_with(|config| {
-            terminate(config).identities =
-                vec![CertPaths { cert_file: current.clone(), key_file: current.clone() }];
-        })
-        .await;
+    replace_symlink(&current, &dir.join("first.pem"));
+    let pair = CertPaths { cert_file: current.clone(), key_file: current.clone() };
+    let proxy = cluster.start_with(|config| terminate_mode(config).identities = vec![pair]).await;
     let over = Arc::new(AtomicBool::new(false));
     let mut clients = Vec::new();
     for n in 0..4 {
-        let client = proxy.client(&world.certs.credentials()).await;
+        let client = proxy.client().await;
         let over = over.clone();
         clients.push(tokio::spawn(async move {
             let mut count = 0;
             while !over.load(Relaxed) {
-                let body = crate::support::map(&format!("r-{n}-{count}"), "1");
+                let body = config_map(&format!("r-{n}-{count}"), "1");
                 let reply = if n % 2 == 0 {
-                    client.get(&format!("{MAPS}?limit=1")).await
+                    client.get(&format!("{CONFIGMAPS}?limit=1")).await
                 } else {
-                    client.post(MAPS, &body).await
+                    client.post(CONFIGMAPS, &body).await
                 };
                 let reply = reply.unwrap();
                 assert!(reply.status.is_success(), "{}: {:?}", reply.status, reply.body);
@@ -272,33 +281,34 @@ async fn rotation_by_symlink_under_load() {
             count
         }));
     }
-    let mut watch = clients_watch(&proxy, &world).await;
+    let mut watch = start_watch(&proxy, &cluster).await;
     let with = |wanted: &str| {
-        world.cluster.audit().select(|r| {
+        cluster.state.audit().select(|r| {
             r.user == "kubernetes-admin" && r.certificate_serial.as_deref() == Some(wanted)
         })
     };
-    until("the first is in use", async || with(&serial(&world.certs.admin)).len() > 50).await;
-    std::os::unix::fs::symlink(dir.join("second.pem"), dir.join("next")).unwrap();
-    std::fs::rename(dir.join("next"), &current).unwrap();
-    until("the second is in use", async || with(&serial(&second)).len() > 50).await;
-    world.cluster.audit().clear();
-    until("requests go on", async || world.cluster.audit().records().len() > 50).await;
+    until("the first certificate is in use", async || {
+        with(&serial(&cluster.certs.admin)).len() > 50
+    })
+    .await;
+    replace_symlink(&current, &dir.join("second.pem"));
+    until("the second certificate is in use", async || with(&serial(&second)).len() > 50).await;
+    cluster.state.audit().clear();
+    until("requests go on", async || cluster.state.audit().records().len() > 50).await;
     over.store(true, Relaxed);
     let mut total = 0;
     for client in clients {
         total += client.await.unwrap();
     }
     println!("{total} requests around a rotation, none failed");
-    let old = world.cluster.audit().select(|r| {
+    let old = cluster.state.audit().select(|r| {
         r.user == "kubernetes-admin"
             && r.verb != "watch"
-            && r.certificate_serial == Some(serial(&world.certs.admin))
+            && r.certificate_serial == Some(serial(&cluster.certs.admin))
     });
     assert!(old.is_empty(), "new requests carry the new certificate: {old:?}");
-    // A watch that began under the old certificate goes on.
-    let kind = jackstay::demo::apiserver::kinds::find("", "v1", "configmaps").unwrap();
-    world.cluster.create(kind, "default", crate::support::map("last", "1"), false).unwrap();
+    // A watch that started with the old certificate continues.
+    cluster.create_config_map("last");
     loop {
         let event = soon("an event", watch.next()).await.unwrap().expect("the watch goes on");
         if event["object"]["metadata"]["name"] == "last" {
@@ -307,84 +317,87 @@ async fn rotation_by_symlink_under_load() {
     }
 }
 
-async fn clients_watch(proxy: &Proxy, world: &World) -> jackstay::demo::client::Watch {
-    // The driver of a client ends with it: this one is kept for as long as the test runs.
-    let client = Box::leak(Box::new(proxy.client(&world.certs.credentials()).await));
-    let path = format!("{MAPS}?watch=1&resourceVersion={}", world.cluster.version());
+async fn start_watch(proxy: &Proxy, cluster: &TestCluster) -> jackstay::demo::client::Watch {
+    // The client closes its connection when it is dropped: this one lives as long as the test.
+    let client = Box::leak(Box::new(proxy.client().await));
+    let path = cluster.watch_path();
     client.watch(&path).await.unwrap()
 }
 
-/// kubelet has still to bootstrap: its file is not there yet.
+/// As before kubelet has bootstrapped.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn an_identity_that_appears_later() {
-    let world = World::new(1);
-    world.cluster.add_token("bootstrap", User::new("system:bootstrap:a", &[]));
-    let late = world.certs.path().join("late.pem");
-    let mut config = world.config();
-    terminate(&mut config).identities =
+async fn identity_file_is_used_when_it_appears() {
+    let cluster = TestCluster::new(1);
+    cluster.state.add_token("bootstrap", User::new("system:bootstrap:a", &[]));
+    let late = cluster.certs.path().join("late.pem");
+    let mut config = cluster.config();
+    terminate_mode(&mut config).identities =
         vec![CertPaths { cert_file: late.clone(), key_file: late.clone() }];
-    let proxy = world.certs.start(config);
+    let proxy = cluster.certs.start(config);
     until("the endpoint is usable", async || {
         proxy.endpoints().await.iter().all(|e| e["state"] == "ready")
     })
     .await;
     assert!(proxy.page("/readyz").await.contains("late.pem"));
-    let token = proxy.client(&world.certs.nobody().token("bootstrap")).await;
-    assert_eq!(token.get(MAPS).await.unwrap().status, 200);
-    let client = proxy.client(&world.certs.credentials()).await;
-    let refused = client.get(MAPS).await.unwrap();
+    let token_client = proxy.client_with(&cluster.certs.anonymous().token("bootstrap")).await;
+    assert_eq!(token_client.get(CONFIGMAPS).await.unwrap().status, 200);
+    let client = proxy.client().await;
+    let refused = client.get(CONFIGMAPS).await.unwrap();
     assert_eq!(refused.status, 401);
     assert!(refused.json()["message"].as_str().unwrap().contains("late.pem"));
-    world.certs.admin.write_pair(world.certs.path(), "late").unwrap();
-    until("it is alive", async || client.get(MAPS).await.unwrap().status == 200).await;
+    cluster.certs.admin.write_pair(cluster.certs.path(), "late").unwrap();
+    until("the identity is used", async || client.get(CONFIGMAPS).await.unwrap().status == 200)
+        .await;
 }
 
-/// Tokens that nobody has vouched for share two connections: random ones must not buy more.
+/// Tokens that no apiserver has accepted share two connections, so that random tokens do not open
+/// more.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn random_tokens_buy_no_connections() {
-    let certs = Certs::new();
-    let peers = Peers::start(&certs, 1);
-    let mut config = patient(certs.config(&peers.addresses));
-    config.upstreams[0].connections.max_streams = 5;
-    let proxy = certs.start(config);
-    proxy.ready(1).await;
-    let client = proxy.client(&certs.nobody()).await;
-    peers.script.play(std::iter::repeat_n(Act::Hang, 30));
+async fn random_tokens_share_two_connections() {
+    let peers = Peers::start(1);
+    let proxy = peers
+        .start_proxy(|config| {
+            without_suspicion(config);
+            config.upstreams[0].connections.max_streams = 5;
+        })
+        .await;
+    let client = proxy.client_with(&peers.certs.anonymous()).await;
+    peers.set_actions(std::iter::repeat_n(Action::Hang, 30));
     let tokens: Vec<_> = (0..30).map(|n| format!("Bearer random-{n}")).collect();
     let headers: Vec<_> = tokens.iter().map(|token| [("authorization", token.as_str())]).collect();
-    let asking = join_all(headers.iter().map(|headers| async {
-        let reply = client.request(Method::GET, MAPS, headers, "").await.unwrap();
-        assert_eq!(reply.status, 429, "whoever is answered is told to come again");
+    let sending = join_all(headers.iter().map(|headers| async {
+        let reply = client.request(Method::GET, CONFIGMAPS, headers, "").await.unwrap();
+        assert_eq!(reply.status, 429, "a rejected request gets 429");
     }));
-    let looking = until("ten wait and the others were told", async || {
-        let told = proxy.metric("jackstay_streams_exhausted_total").await;
-        peers.script.seen().len() == 10 && told >= 20.0
+    let checking = until("ten requests wait and the others were rejected", async || {
+        let rejected = proxy.metric("jackstay_streams_exhausted_total").await;
+        peers.requests().len() == 10 && rejected >= 20.0
     });
     tokio::select! {
         biased;
-        _ = asking => panic!("ten of them wait for ever"),
-        () = looking => {}
+        _ = sending => panic!("ten requests must wait"),
+        () = checking => {}
     }
-    let mut connections: Vec<_> = peers.script.seen().iter().map(|seen| seen.1).collect();
+    let mut connections: Vec<_> =
+        peers.requests().iter().map(|request| request.connection).collect();
     connections.sort_unstable();
     connections.dedup();
     assert_eq!(connections.len(), 2, "{connections:?}");
 }
 
-/// A certificate is looked at with every request: one that expires stops being anybody while its
-/// connection goes on.
+/// The certificate is checked with every request.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn a_certificate_expires_on_a_connection() {
-    let world = World::new(1);
-    let proxy = world.start().await;
+async fn client_certificate_that_expires_gets_401_on_its_connection() {
+    let cluster = TestCluster::new(1);
+    let proxy = cluster.start().await;
     let validity = Validity { not_after: SystemTime::now() + PATIENCE / 2, ..Validity::usual() };
-    let brief = world.certs.pki.client_valid(&Subject::admin(), validity).unwrap();
-    let client = proxy.client(&world.certs.nobody().certificate(&brief)).await;
-    let first = soon("an answer", client.get(MAPS)).await.unwrap();
-    assert_eq!(first.status, 200, "the machine took all its life to say hello");
+    let brief = cluster.certs.pki.client_valid(&Subject::admin(), validity).unwrap();
+    let client = proxy.client_with(&cluster.certs.anonymous().certificate(&brief)).await;
+    let first = soon("a response", client.get(CONFIGMAPS)).await.unwrap();
+    assert_eq!(first.status, 200, "the certificate expired before the first request");
     let mut last = first;
-    until("it has expired", async || {
-        last = client.get(MAPS).await.unwrap();
+    until("the certificate has expired", async || {
+        last = client.get(CONFIGMAPS).await.unwrap();
         last.status != 200
     })
     .await;

@@ -1,23 +1,23 @@
-//! What the real kubectl (1.31 or newer, on the path or in `KUBECTL`) makes of the demo apiserver,
-//! through jackstay: every command, and its sessions by WebSocket.
+//! The real kubectl (1.31 or newer, on the path or in `KUBECTL`) against the demo apiserver through
+//! jackstay: every command, and sessions by WebSocket.
 
-use crate::support::World;
+use crate::support::TestCluster;
 use jackstay::demo::pki;
 use serde_json::json;
 use std::process::Command;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 #[ignore = "needs kubectl"]
-async fn kubectl_through_jackstay() {
-    let world = World::new(2);
-    let proxy = world.start().await;
+async fn kubectl_commands_work_through_jackstay() {
+    let cluster = TestCluster::new(2);
+    let proxy = cluster.start().await;
     let dir = tempfile::tempdir().unwrap();
     let url = format!("https://{}", proxy.addr);
-    let certs = &world.certs;
+    let certs = &cluster.certs;
     let config = pki::kubeconfig(&url, &certs.pki.ca_pem(), Some(&certs.admin), None);
     std::fs::write(dir.path().join("config"), config).unwrap();
     let kubectl = std::env::var("KUBECTL").unwrap_or_else(|_| "kubectl".to_owned());
-    // Its exit is part of what it says.
+    // The output ends with the exit status.
     let run = |script: &str| -> String {
         let output = Command::new("sh")
             .args(["-c", &format!("({script}) 2>&1; echo \"exit=$?\"")])
@@ -94,7 +94,7 @@ async fn kubectl_through_jackstay() {
         }
     }
     assert!(wrong.is_empty(), "{wrong:#?}");
-    // The demo apiserver only echoes what comes by SPDY: what was said above came by WebSocket.
+    // The demo apiserver only echoes SPDY sessions, so those above used WebSocket.
     let metrics = proxy.page("/metrics").await;
     let tunnels = metrics
         .lines()

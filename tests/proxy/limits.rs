@@ -1,23 +1,24 @@
-//! Limits, malformed requests, and the end of the program: whoever breaks a rule is told so, and
-//! nobody else notices.
+//! Limits, malformed requests and drains: a client that breaks a rule gets an error, and other
+//! clients are not affected.
 
-use crate::hostile::{before, join_all};
-use crate::peer::{
-    Act, DATA, END_HEADERS, END_STREAM, GOAWAY, HEADERS, INITIAL_WINDOW_SIZE, PING, Peers,
-    RST_STREAM, Reply, SETTINGS, WINDOW_UPDATE, fields, frame, settings,
+use crate::scripted_peer::{
+    Action, DATA, END_HEADERS, END_STREAM, GOAWAY, HEADERS, INITIAL_WINDOW_SIZE, PING, RST_STREAM,
+    Reply, SETTINGS, WINDOW_UPDATE, fields, frame, settings, setup,
 };
 use crate::support::wire::{self, Wire};
-use crate::support::{Certs, MAPS, PATIENCE, Proxy, World, map, pass, soon, terminate, until};
+use crate::support::{
+    CONFIGMAPS, Certs, PATIENCE, Proxy, TestCluster, config_map, join_all, pause, soon,
+    terminate_mode, until,
+};
 use http::Method;
 use jackstay::demo::client::Client;
 use std::io;
 use std::pin::Pin;
-use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-/// Reads frames until one is wanted; its flags and payload. `None` at the end of the connection.
+/// Reads frames until one matches, and returns its payload; `None` at the end of the connection.
 async fn read_until(
     stream: &mut Wire,
     mut wanted: impl FnMut(u8, u32, &[u8]) -> bool,
@@ -45,42 +46,37 @@ fn request(id: u32, method: &str, path: &str, end: bool, more: &[(&str, &str)]) 
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn headers_above_the_limit() {
-    let world = World::new(1);
-    let proxy = world.start().await;
-    let bystander = proxy.client(&world.certs.credentials()).await;
+async fn request_with_headers_above_the_limit_gets_431() {
+    let cluster = TestCluster::new(1);
+    let proxy = cluster.start().await;
+    let other_client = proxy.client().await;
     let value = "x".repeat(80 << 10);
     for http2 in [true, false] {
-        let who = world.certs.credentials();
-        let client = if http2 {
-            Client::connect(proxy.addr, &who).await.unwrap()
-        } else {
-            Client::connect_http1(proxy.addr, &who).await.unwrap()
-        };
+        let client = proxy.client_over(http2).await;
         let headers = [("x-big", value.as_str())];
-        let reply = client.request(Method::GET, MAPS, &headers, "");
-        let reply = soon("an answer", reply).await.unwrap();
+        let reply = client.request(Method::GET, CONFIGMAPS, &headers, "");
+        let reply = soon("a response", reply).await.unwrap();
         assert_eq!(reply.status, 431, "http2: {http2}");
         if http2 {
-            assert_eq!(client.get(MAPS).await.unwrap().status, 200, "its connection lives");
+            assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200, "the connection lives");
         }
     }
-    assert_eq!(bystander.get(MAPS).await.unwrap().status, 200);
+    assert_eq!(other_client.get(CONFIGMAPS).await.unwrap().status, 200);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn too_many_streams_are_refused() {
-    let world = World::new(1);
-    let proxy = world.start_with(|config| terminate(config).limits.max_streams = 5).await;
-    let mut stream = wire::connect(&proxy, &world.certs, "h2").await;
+async fn streams_above_the_limit_get_refused_stream() {
+    let cluster = TestCluster::new(1);
+    let proxy = cluster.start_with(|config| terminate_mode(config).limits.max_streams = 5).await;
+    let mut stream = wire::connect(&proxy, &cluster.certs, "h2").await;
     let mut bytes = [PREFACE, &settings(&[])].concat();
     for n in 0..8 {
-        bytes.extend(request(2 * n + 1, "GET", &format!("{MAPS}?watch=1"), true, &[]));
+        bytes.extend(request(2 * n + 1, "GET", &format!("{CONFIGMAPS}?watch=1"), true, &[]));
     }
     stream.write_all(&bytes).await.unwrap();
     let mut refused = Vec::new();
     let all = read_until(&mut stream, |kind, id, payload| {
-        assert_ne!(kind, GOAWAY, "the connection goes on");
+        assert_ne!(kind, GOAWAY, "the connection continues");
         if kind == RST_STREAM {
             assert_eq!(payload, 7u32.to_be_bytes(), "REFUSED_STREAM");
             refused.push(id);
@@ -89,25 +85,24 @@ async fn too_many_streams_are_refused() {
     });
     soon("three refusals", all).await.unwrap();
     assert_eq!(refused, [11, 13, 15]);
-    until("five watches run", async || world.servers[0].counters().watches.load(Relaxed) == 5)
-        .await;
+    until("five watches run", async || cluster.watches(0) == 5).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn a_body_that_is_not_as_long_as_it_says() {
-    let world = World::new(1);
-    let proxy = world.start().await;
-    let object = map("too-long", "1").to_string();
+async fn request_whose_body_contradicts_content_length_is_reset() {
+    let cluster = TestCluster::new(1);
+    let proxy = cluster.start().await;
+    let object = config_map("too-long", "1").to_string();
     for (n, declared) in [object.len() - 5, object.len() + 5].into_iter().enumerate() {
-        let mut stream = wire::connect(&proxy, &world.certs, "h2").await;
+        let mut stream = wire::connect(&proxy, &cluster.certs, "h2").await;
         let length = declared.to_string();
         let more = [("content-type", "application/json"), ("content-length", length.as_str())];
         let bytes = [
             PREFACE.to_vec(),
             settings(&[]),
-            request(1, "POST", MAPS, false, &more),
+            request(1, "POST", CONFIGMAPS, false, &more),
             frame(DATA, END_STREAM, 1, object.as_bytes()),
-            request(3, "GET", MAPS, true, &[]),
+            request(3, "GET", CONFIGMAPS, true, &[]),
         ]
         .concat();
         stream.write_all(&bytes).await.unwrap();
@@ -117,36 +112,35 @@ async fn a_body_that_is_not_as_long_as_it_says() {
         });
         soon("a stream error", reset).await.unwrap_or_else(|| panic!("{n}: closed"));
     }
-    let there = world.certs.credentials();
-    let client = proxy.client(&there).await;
-    let reply = client.get(&format!("{MAPS}/too-long")).await.unwrap();
-    assert_eq!(reply.status, 404, "half a body was carried out");
+    let client = proxy.client().await;
+    let reply = client.get(&format!("{CONFIGMAPS}/too-long")).await.unwrap();
+    assert_eq!(reply.status, 404, "half a body was processed");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn garbage_costs_its_own_connection_only() {
-    let world = World::new(1);
-    let proxy = world.start().await;
-    let bystander = proxy.client(&world.certs.credentials()).await;
-    let mut watch = bystander.watch(&format!("{MAPS}?watch=1")).await.unwrap();
+async fn malformed_request_ends_only_its_own_connection() {
+    let cluster = TestCluster::new(1);
+    let proxy = cluster.start().await;
+    let other_client = proxy.client().await;
+    let mut watch = other_client.watch(&format!("{CONFIGMAPS}?watch=1")).await.unwrap();
     for garbage in
         [&b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"[..], &[0; 4096], &[0xff; 4096], b"\x16\x03"]
     {
         let mut stream = TcpStream::connect(proxy.addr).await.unwrap();
-        // It may be closed before all is written.
+        // The connection may be closed before everything is written.
         let _ = stream.write_all(garbage).await;
         let _ = stream.shutdown().await;
         let mut rest = Vec::new();
-        let _ = soon("its end", stream.read_to_end(&mut rest)).await;
+        let _ = soon("the end of the connection", stream.read_to_end(&mut rest)).await;
         assert!(rest.len() < 100, "an alert at most");
     }
     for garbage in [&b"no preface at all, but long enough to be taken for one\r\n\r\n"[..], PREFACE]
     {
-        let mut stream = wire::connect(&proxy, &world.certs, "h2").await;
+        let mut stream = wire::connect(&proxy, &cluster.certs, "h2").await;
         let bytes = [garbage, &frame(DATA, 0, 0, b"x"), &frame(SETTINGS, 0, 1, b"x")].concat();
         let _ = stream.write_all(&bytes).await;
         let end = read_until(&mut stream, |_, _, _| false);
-        assert!(soon("its end", end).await.is_none());
+        assert!(soon("the end of the connection", end).await.is_none());
     }
     for garbage in [
         "GET http://elsewhere/ HTTP/1.1\r\nHost: a\r\n\r\n",
@@ -158,26 +152,26 @@ async fn garbage_costs_its_own_connection_only() {
         "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
         "\0\r\n\r\n",
     ] {
-        let mut stream = wire::connect(&proxy, &world.certs, "http/1.1").await;
+        let mut stream = wire::connect(&proxy, &cluster.certs, "http/1.1").await;
         stream.write_all(garbage.as_bytes()).await.unwrap();
         let mut answer = vec![0; 4096];
         let size = soon(garbage, stream.read(&mut answer)).await.unwrap_or(0);
         let answer = String::from_utf8_lossy(&answer[..size]);
         assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 4"), "{garbage:?}: {answer}");
     }
-    assert_eq!(bystander.get(MAPS).await.unwrap().status, 200);
-    bystander.post(MAPS, &map("a", "1")).await.unwrap();
+    assert_eq!(other_client.get(CONFIGMAPS).await.unwrap().status, 200);
+    other_client.post(CONFIGMAPS, &config_map("a", "1")).await.unwrap();
     assert!(soon("an event", watch.next()).await.unwrap().is_some());
 }
 
-/// As kube-apiserver answers it (`net/http`, `conn.serve`), however the request is cut into segments
-/// and whatever follows it.
+/// As kube-apiserver responds (`net/http`, `conn.serve`), whatever the segments of the request and
+/// whatever follows it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn plain_http_on_a_tls_port_is_answered_with_400() {
+async fn plain_http_on_a_tls_port_gets_400() {
     const ANSWER: &str =
         "HTTP/1.0 400 Bad Request\r\n\r\nClient sent an HTTP request to an HTTPS server.\n";
-    let world = World::new(1);
-    let proxy = world.start().await;
+    let cluster = TestCluster::new(1);
+    let proxy = cluster.start().await;
     let large = format!("POST / HTTP/1.1\r\nHost: a\r\n\r\n{}", "x".repeat(1 << 20));
     for request in [
         "GET / HTTP/1.1\r\nHost: a\r\n\r\n",
@@ -194,20 +188,15 @@ async fn plain_http_on_a_tls_port_is_answered_with_400() {
         assert_eq!(answer, ANSWER, "{name}");
     }
     let refused = "jackstay_downstream_refused_total{listener=\"apiserver\",reason=\"handshake\"}";
-    until("they are counted", async || proxy.metric(refused).await > 4.5).await;
+    until("the refusals are counted", async || proxy.metric(refused).await > 4.5).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn http1_and_answers_without_a_body() {
-    let certs = Certs::new();
-    let peers = Peers::start(&certs, 1);
-    // Each act is for one request: none is to be sent twice because a PONG takes its time.
-    let proxy = before(&peers, &certs).await;
-    let who = certs.credentials();
-    let http1 = Client::connect_http1(proxy.addr, &who).await.unwrap();
-    let http2 = Client::connect(proxy.addr, &who).await.unwrap();
+async fn responses_without_a_body_keep_http1_and_http2_connections() {
+    let (peers, proxy, http2) = setup(1).await;
+    let http1 = proxy.client_over(false).await;
     let bare = |status: &'static str, length: Option<&'static str>| {
-        Act::raw(move |id| {
+        Action::raw(move |id| {
             let mut list = vec![(":status", status), ("content-type", "application/json")];
             list.extend(length.map(|length| ("content-length", length)));
             frame(HEADERS, END_HEADERS | END_STREAM, id, &fields(&list))
@@ -215,28 +204,29 @@ async fn http1_and_answers_without_a_body() {
     };
     for _ in 0..3 {
         for client in [&http1, &http2] {
-            peers.script.play([bare("204", None)]);
-            let reply = soon("204", client.request(Method::DELETE, MAPS, &[], "")).await.unwrap();
+            peers.set_actions([bare("204", None)]);
+            let reply =
+                soon("204", client.request(Method::DELETE, CONFIGMAPS, &[], "")).await.unwrap();
             assert_eq!((reply.status.as_u16(), reply.body.len()), (204, 0));
-            peers.script.play([bare("304", None)]);
-            assert_eq!(soon("304", client.get(MAPS)).await.unwrap().status, 304);
-            peers.script.play([bare("200", Some("1234"))]);
+            peers.set_actions([bare("304", None)]);
+            assert_eq!(soon("304", client.get(CONFIGMAPS)).await.unwrap().status, 304);
+            peers.set_actions([bare("200", Some("1234"))]);
             let reply = soon("HEAD", client.request(Method::HEAD, "/version", &[], "")).await;
             let reply = reply.unwrap();
             assert_eq!((reply.status.as_u16(), reply.body.len()), (200, 0));
             assert_eq!(reply.headers["content-length"], "1234");
-            peers.script.play([Act::Answer(Reply::ok("{}"))]);
-            assert_eq!(soon("GET", client.get(MAPS)).await.unwrap().body, "{}");
+            peers.set_actions([Action::Answer(Reply::ok("{}"))]);
+            assert_eq!(soon("GET", client.get(CONFIGMAPS)).await.unwrap().body, "{}");
         }
     }
-    assert!(!http1.is_closed() && !http2.is_closed(), "kept alive");
+    assert!(!http1.is_closed() && !http2.is_closed(), "the connections stay open");
 
     // Trailers.
-    let trailers = Act::partly(Reply::ok("{}"), |id| {
+    let trailers = Action::partial(Reply::ok("{}"), |id| {
         frame(HEADERS, END_HEADERS | END_STREAM, id, &fields(&[("x-checksum", "abc")]))
     });
-    peers.script.play([trailers]);
-    let response = http2.send(Method::GET, MAPS, &[], "").await.unwrap();
+    peers.set_actions([trailers]);
+    let response = http2.send(Method::GET, CONFIGMAPS, &[], "").await.unwrap();
     let mut body = response.into_body();
     let mut found = None;
     while let Some(frame) = soon("a frame", next(&mut body)).await {
@@ -254,71 +244,63 @@ async fn next(
     std::future::poll_fn(|cx| Pin::new(&mut *body).poll_frame(cx)).await
 }
 
-/// SIGTERM: what runs is finished, watches end cleanly, nobody new is let in.
+/// SIGTERM: new connections are refused.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn drain() {
-    let world = World::new(2);
-    // What waits for more than is running waits for all of this.
-    let proxy = world.start_with(|config| config.shutdown.drain_timeout = 2 * PATIENCE).await;
-    let mut clients = Vec::new();
-    for http2 in [true, true, false] {
-        let who = world.certs.credentials();
-        clients.push(if http2 {
-            Client::connect(proxy.addr, &who).await.unwrap()
-        } else {
-            Client::connect_http1(proxy.addr, &who).await.unwrap()
-        });
-    }
-    let path = format!("{MAPS}?watch=1&resourceVersion={}", world.cluster.version());
-    let watcher = proxy.client(&world.certs.credentials()).await;
-    let mut watch = watcher.watch(&path).await.unwrap();
-    clients[0].post(MAPS, &map("a", "1")).await.unwrap();
+async fn drain_finishes_requests_and_ends_watches_cleanly() {
+    let cluster = TestCluster::new(2);
+    // Long enough for everything that still runs.
+    let proxy = cluster.start_with(|config| config.shutdown.drain_timeout = 2 * PATIENCE).await;
+    let clients = join_all([true, true, false].map(|http2| proxy.client_over(http2))).await;
+    let watcher = proxy.client().await;
+    let mut watch = watcher.watch(&cluster.watch_path()).await.unwrap();
+    clients[0].post(CONFIGMAPS, &config_map("a", "1")).await.unwrap();
     soon("an event", watch.next()).await.unwrap().unwrap();
-    world.servers.iter().for_each(|server| server.delay(Duration::from_millis(700)));
-    world.cluster.audit().clear();
+    cluster.servers.iter().for_each(|server| server.delay(Duration::from_millis(700)));
+    cluster.state.audit().clear();
     let running: Vec<_> = clients
         .into_iter()
         .enumerate()
         .map(|(n, client)| {
-            tokio::spawn(async move { client.post(MAPS, &map(&format!("d{n}"), "1")).await })
+            tokio::spawn(async move {
+                client.post(CONFIGMAPS, &config_map(&format!("d{n}"), "1")).await
+            })
         })
         .collect();
-    let begun = || world.cluster.audit().select(|r| r.verb == "create").len();
-    until("three writes run", async || begun() == 3).await;
+    let started = || cluster.state.audit().select(|r| r.verb == "create").len();
+    until("three writes run", async || started() == 3).await;
     let addr = proxy.addr;
     let start = Instant::now();
     proxy.running.drain();
     let stopped = tokio::task::spawn_blocking(move || proxy.running.stop());
-    until("nobody is let in", async || {
+    until("new connections are refused", async || {
         let refused = TcpStream::connect(addr).await;
         refused.is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
     })
     .await;
     for request in running {
-        assert_eq!(soon("an answer", request).await.unwrap().unwrap().status, 201);
+        assert_eq!(soon("a response", request).await.unwrap().unwrap().status, 201);
     }
-    // What is written meanwhile still comes; an error would be no clean end.
+    // Events still arrive; an error would be no clean end.
     while soon("the watch's end", watch.next()).await.unwrap().is_some() {}
     drop(watcher);
-    assert!(soon("the end", stopped).await.unwrap(), "no worker panicked");
+    assert!(soon("the end of jackstay", stopped).await.unwrap(), "no worker panicked");
     println!("drained in {:?}", start.elapsed());
 }
 
-/// Connections that never get to a request hold a place for a bounded time; one that has had a
-/// request may be idle for as long as it likes, as kubelet's is.
+/// A connection that has had a request may stay idle, as kubelet's does.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn who_asks_for_nothing_is_let_go() {
-    let world = World::new(1);
+async fn connection_without_a_request_is_closed_at_the_header_timeout() {
+    let cluster = TestCluster::new(1);
     // Long enough for a handshake on a slow machine.
     let limit = Duration::from_secs(2);
-    let proxy = world
+    let proxy = cluster
         .start_with(|config| {
-            terminate(config).limits.header_timeout = limit;
+            terminate_mode(config).limits.header_timeout = limit;
             config.listeners[0].limits.handshake_timeout = limit;
         })
         .await;
-    let kubelet = proxy.client(&world.certs.credentials()).await;
-    assert_eq!(kubelet.get(MAPS).await.unwrap().status, 200);
+    let kubelet = proxy.client().await;
+    assert_eq!(kubelet.get(CONFIGMAPS).await.unwrap().status, 200);
     let refused = async || {
         proxy
             .metric("jackstay_downstream_refused_total{listener=\"apiserver\",reason=\"timeout\"")
@@ -327,12 +309,12 @@ async fn who_asks_for_nothing_is_let_go() {
     let before = refused().await;
 
     let silent = async {
-        let mut silent = TcpStream::connect(proxy.addr).await.unwrap();
+        let mut stream = TcpStream::connect(proxy.addr).await.unwrap();
         let mut rest = Vec::new();
-        let _ = soon("no handshake", silent.read_to_end(&mut rest)).await;
+        let _ = soon("no handshake", stream.read_to_end(&mut rest)).await;
         assert!(rest.is_empty());
     };
-    let half = request(1, "GET", MAPS, true, &[]);
+    let half = request(1, "GET", CONFIGMAPS, true, &[]);
     let half = frame(HEADERS, END_STREAM, 1, &half[9..20]);
     let others = [
         ("half an HTTP/1.1 head", "http/1.1", b"GET / HTTP/1.1\r\nHost:".to_vec()),
@@ -341,49 +323,52 @@ async fn who_asks_for_nothing_is_let_go() {
         ("half a header block", "h2", [PREFACE, &settings(&[]), &half].concat()),
     ];
     let others = others.map(async |(what, alpn, bytes)| {
-        let mut stream = wire::connect(&proxy, &world.certs, alpn).await;
+        let mut stream = wire::connect(&proxy, &cluster.certs, alpn).await;
         stream.write_all(&bytes).await.unwrap();
         let mut rest = Vec::new();
         let _ = soon(what, stream.read_to_end(&mut rest)).await;
     });
     tokio::join!(silent, join_all(others));
-    // The HTTP/1.1 one is hyper's, which does not tell.
+    // hyper closes the HTTP/1.1 connection, which is not counted.
     assert!(refused().await >= before + 4.0, "{} {before}", refused().await);
     assert!(!kubelet.is_closed());
-    assert_eq!(soon("an answer", kubelet.get(MAPS)).await.unwrap().status, 200);
-    assert!(!kubelet.is_closed(), "it was told to go away");
+    assert_eq!(soon("a response", kubelet.get(CONFIGMAPS)).await.unwrap().status, 200);
+    assert!(!kubelet.is_closed(), "the connection was closed");
 }
 
-/// Whoever keeps a connection ready for a first request, and says so by PINGs, keeps its place.
+/// PINGs keep a connection without a request open.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn who_pings_may_ask_later() {
-    let world = World::new(1);
+async fn connection_that_sends_pings_may_send_its_first_request_late() {
+    let cluster = TestCluster::new(1);
     let limit = Duration::from_secs(1);
-    let proxy = world.start_with(|config| terminate(config).limits.header_timeout = limit).await;
+    let proxy =
+        cluster.start_with(|config| terminate_mode(config).limits.header_timeout = limit).await;
     let start = Instant::now();
-    // A test that was itself held up, so that too few PINGs came, has shown nothing.
-    while let Err(pause) = ask_later(&proxy, &world.certs, limit * 3).await {
-        assert!(pause >= limit / 2, "let go, with a PING answered every {pause:?}");
+    // If the test itself was delayed, so that too few PINGs were sent, the attempt is repeated.
+    while let Err(pause) = request_after_pings(&proxy, &cluster.certs, limit * 3).await {
+        assert!(pause >= limit / 2, "closed, although a PING was answered every {pause:?}");
         assert!(start.elapsed() < PATIENCE * 4, "this machine is too slow");
     }
 }
 
-/// Sends PINGs for so long and then a request.
-///
-/// # Errors
-/// The connection was ended. The longest pause between two answers.
-async fn ask_later(proxy: &Proxy, certs: &Certs, after: Duration) -> Result<(), Duration> {
+/// Sends PINGs for this time, and then a request. If the connection was closed, returns the longest time
+/// between two PONGs.
+async fn request_after_pings(
+    proxy: &Proxy,
+    certs: &Certs,
+    after: Duration,
+) -> Result<(), Duration> {
     let mut stream = wire::connect(proxy, certs, "h2").await;
     let start = Instant::now();
     stream.write_all(&[PREFACE, &settings(&[])].concat()).await.unwrap();
     let (mut last, mut longest) = (start, Duration::ZERO);
     while start.elapsed() < after {
-        // It fails where the connection was ended, which the read tells.
-        let _ = stream.write_all(&frame(PING, 0, 0, b"anybody?")).await;
+        // The write fails when the connection was closed, which the read reports.
+        let _ = stream.write_all(&frame(PING, 0, 0, b"opaque00")).await;
         let mut ended = false;
         let answer = read_until(&mut stream, |kind, _, payload| {
             ended |= kind == GOAWAY;
-            ended || (kind == PING && payload == b"anybody?")
+            ended || (kind == PING && payload == b"opaque00")
         });
         let answer = soon("a PONG", answer).await;
         longest = longest.max(last.elapsed());
@@ -391,58 +376,64 @@ async fn ask_later(proxy: &Proxy, certs: &Certs, after: Duration) -> Result<(), 
         if ended || answer.is_none() {
             return Err(longest);
         }
-        pass(Duration::from_millis(20)).await;
+        pause(Duration::from_millis(20)).await;
     }
-    stream.write_all(&request(1, "GET", MAPS, true, &[])).await.unwrap();
+    stream.write_all(&request(1, "GET", CONFIGMAPS, true, &[])).await.unwrap();
     let answer = read_until(&mut stream, |kind, id, _| kind == HEADERS && id == 1);
-    assert!(soon("an answer", answer).await.is_some());
+    assert!(soon("a response", answer).await.is_some());
     Ok(())
 }
 
-/// Above the cap nobody is let in, and a place that is given back is taken again.
+/// A closed connection makes room for another.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn connections_have_a_cap() {
-    let world = World::new(1);
-    let proxy = world.start_with(|config| config.listeners[0].limits.max_connections = 2).await;
-    let who = world.certs.credentials();
-    let one = proxy.client(&who).await;
-    let two = proxy.client(&who).await;
+async fn connections_above_the_limit_are_refused() {
+    let cluster = TestCluster::new(1);
+    let proxy = cluster.start_with(|config| config.listeners[0].limits.max_connections = 2).await;
+    let who = cluster.certs.credentials();
+    let one = proxy.client_with(&who).await;
+    let two = proxy.client_with(&who).await;
     assert!(soon("a refusal", Client::connect(proxy.addr, &who)).await.is_err());
     assert!(proxy.metric("jackstay_downstream_refused_total").await >= 1.0);
-    assert_eq!(one.get(MAPS).await.unwrap().status, 200);
-    assert_eq!(two.get(MAPS).await.unwrap().status, 200);
+    assert_eq!(one.get(CONFIGMAPS).await.unwrap().status, 200);
+    assert_eq!(two.get(CONFIGMAPS).await.unwrap().status, 200);
     drop(one);
-    until("its place is free", async || Client::connect(proxy.addr, &who).await.is_ok()).await;
+    until("there is room for a connection", async || {
+        Client::connect(proxy.addr, &who).await.is_ok()
+    })
+    .await;
 }
 
-/// A client that reads nothing at all is cut off; the apiserver's stream is free again.
+/// The apiserver's stream becomes free again.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn who_reads_nothing_is_cut_off() {
-    let world = World::new(1);
-    let proxy = world
-        .start_with(|config| terminate(config).limits.stall_timeout = Duration::from_millis(500))
+async fn client_that_reads_nothing_is_disconnected() {
+    let cluster = TestCluster::new(1);
+    let proxy = cluster
+        .start_with(|config| {
+            terminate_mode(config).limits.stall_timeout = Duration::from_millis(500)
+        })
         .await;
-    let mut stream = wire::connect(&proxy, &world.certs, "http/1.1").await;
-    // More than all buffers on the way hold.
-    let ask = b"GET /bytes?size=100000000 HTTP/1.1\r\nHost: a\r\n\r\n";
-    stream.write_all(ask).await.unwrap();
+    let mut stream = wire::connect(&proxy, &cluster.certs, "http/1.1").await;
+    // More than all buffers on the path hold.
+    let request = b"GET /bytes?size=100000000 HTTP/1.1\r\nHost: a\r\n\r\n";
+    stream.write_all(request).await.unwrap();
     let open = "jackstay_downstream_connections";
-    let asked = || world.cluster.audit().select(|r| r.path.starts_with("/bytes"));
-    until("it is open", async || !asked().is_empty()).await;
-    until("it is cut off", async || proxy.metric(open).await < 1.0).await;
+    let requests = || cluster.state.audit().select(|r| r.path.starts_with("/bytes"));
+    until("the request is open", async || !requests().is_empty()).await;
+    until("the client is disconnected", async || proxy.metric(open).await < 1.0).await;
     assert!(proxy.metric("jackstay_requests_in_flight").await < 1.0);
 }
 
-/// A client that reads, and gives one stream no window: that stream is cut off and its watch with
-/// it; its other streams go on.
+/// The client reads, and gives one stream no window: that watch is reset.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn who_gives_a_stream_no_window_loses_it() {
-    let world = World::new(1);
-    let proxy = world
-        .start_with(|config| terminate(config).limits.stall_timeout = Duration::from_millis(500))
+async fn stream_without_a_window_is_reset_and_others_continue() {
+    let cluster = TestCluster::new(1);
+    let proxy = cluster
+        .start_with(|config| {
+            terminate_mode(config).limits.stall_timeout = Duration::from_millis(500)
+        })
         .await;
-    let mut stream = wire::connect(&proxy, &world.certs, "h2").await;
-    let path = format!("{MAPS}?watch=1&resourceVersion={}", world.cluster.version());
+    let mut stream = wire::connect(&proxy, &cluster.certs, "h2").await;
+    let path = cluster.watch_path();
     let window = |id: u32| frame(WINDOW_UPDATE, 0, id, &(1u32 << 20).to_be_bytes());
     let bytes = [
         PREFACE.to_vec(),
@@ -451,22 +442,18 @@ async fn who_gives_a_stream_no_window_loses_it() {
         request(1, "GET", &path, true, &[]),
         request(3, "GET", &path, true, &[]),
         window(3),
-        // Nothing waits for this one.
+        // Nothing is sent on this one.
         request(5, "GET", &format!("{path}&labelSelector=v%3Dnone"), true, &[]),
     ]
     .concat();
     stream.write_all(&bytes).await.unwrap();
-    let watches = || world.servers[0].counters().watches.load(Relaxed);
+    let watches = || cluster.watches(0);
     until("three watches run", async || watches() == 3).await;
-    let kind = jackstay::demo::apiserver::kinds::find("", "v1", "configmaps").unwrap();
-    let write = |n: usize| {
-        world.cluster.create(kind, "default", map(&format!("m{n}"), "1"), false).unwrap();
-    };
-    write(0);
-    // The event of the other one may come behind the end of this one.
+    cluster.create_config_map("m0");
+    // The event of the other watch may arrive after the reset of this one.
     let (mut events, mut is_cut) = (0, false);
     let cut = read_until(&mut stream, |kind, id, payload| {
-        assert_ne!(kind, GOAWAY, "its connection goes on");
+        assert_ne!(kind, GOAWAY, "the connection continues");
         events += usize::from(kind == DATA && id == 3 && !payload.is_empty());
         if kind == RST_STREAM {
             assert_eq!((id, payload), (1, &8u32.to_be_bytes()[..]), "CANCEL");
@@ -474,10 +461,10 @@ async fn who_gives_a_stream_no_window_loses_it() {
         }
         is_cut && events > 0
     });
-    soon("its end", cut).await.unwrap();
+    soon("the end of the connection", cut).await.unwrap();
     until("the watch has ended upstream too", async || watches() == 2).await;
     assert_eq!(events, 1);
-    write(1);
+    cluster.create_config_map("m1");
     let more = read_until(&mut stream, |kind, id, _| {
         assert_ne!(kind, RST_STREAM);
         kind == DATA && id == 3
@@ -486,28 +473,28 @@ async fn who_gives_a_stream_no_window_loses_it() {
     assert_eq!(watches(), 2);
 }
 
-/// Streams that we have to reset because of the client's errors are counted, and a client that
-/// makes nothing else is told to calm down.
+/// Streams that jackstay resets because of the client's errors are counted; too many end the
+/// connection with ENHANCE_YOUR_CALM.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn errors_without_end_end_the_connection() {
-    let world = World::new(1);
-    let proxy = world.start().await;
-    let bystander = proxy.client(&world.certs.credentials()).await;
-    let mut stream = wire::connect(&proxy, &world.certs, "h2").await;
+async fn endless_stream_errors_end_the_connection() {
+    let cluster = TestCluster::new(1);
+    let proxy = cluster.start().await;
+    let other_client = proxy.client().await;
+    let mut stream = wire::connect(&proxy, &cluster.certs, "h2").await;
     let mut bytes = [PREFACE, &settings(&[])].concat();
     for n in 0..1_200 {
-        bytes.extend(request(2 * n + 1, "GET", MAPS, true, &[("connection", "close")]));
+        bytes.extend(request(2 * n + 1, "GET", CONFIGMAPS, true, &[("connection", "close")]));
     }
-    // It may be closed before all is written.
+    // The connection may be closed before everything is written.
     let _ = stream.write_all(&bytes).await;
     let mut resets = 0;
     let calm = read_until(&mut stream, |kind, _, payload| {
         resets += usize::from(kind == RST_STREAM);
         kind == GOAWAY && payload[4..8] == 11u32.to_be_bytes()
     });
-    // What is closed while more arrives may lose its last words.
-    let told = soon("ENHANCE_YOUR_CALM, or the end", calm).await;
-    println!("{resets} resets, then the end; told: {}", told.is_some());
+    // A connection that is closed while data arrives may lose the GOAWAY.
+    let received = soon("ENHANCE_YOUR_CALM, or the end", calm).await;
+    println!("{resets} resets, then the end; GOAWAY received: {}", received.is_some());
     assert!(resets <= 1_024, "{resets}");
-    assert_eq!(bystander.get(MAPS).await.unwrap().status, 200);
+    assert_eq!(other_client.get(CONFIGMAPS).await.unwrap().status, 200);
 }

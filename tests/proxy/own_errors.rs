@@ -1,6 +1,6 @@
-//! Errors that jackstay answers itself are counted apart from those of the apiservers.
+//! Errors that jackstay itself returns are counted apart from those of the apiservers.
 
-use crate::support::{Certs, MAPS, World, refusing};
+use crate::support::{CONFIGMAPS, Certs, TestCluster, refusing_address};
 use http::Method;
 use serde_json::Value;
 
@@ -16,14 +16,15 @@ fn lines(status: &Value) -> Vec<(Option<u64>, String, u64)> {
 }
 
 #[tokio::test]
-async fn status_and_metrics_count_errors_of_jackstay_when_no_endpoint_is_reachable() {
+async fn own_errors_are_counted_when_no_endpoint_is_reachable() {
     let certs = Certs::new();
-    let proxy = certs.start(certs.config(&[refusing(), refusing()]));
-    let client = proxy.client(&certs.credentials()).await;
+    let proxy = certs.start(certs.config(&[refusing_address(), refusing_address()]));
+    let client = proxy.client().await;
     for _ in 0..3 {
-        assert_eq!(client.get(MAPS).await.unwrap().status, 503);
+        assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 503);
     }
-    let odd = client.request(Method::GET, MAPS, &[("x-remote-user", "a\tb")], "").await.unwrap();
+    let odd =
+        client.request(Method::GET, CONFIGMAPS, &[("x-remote-user", "a\tb")], "").await.unwrap();
     assert_eq!(odd.status, 503, "the header is stripped");
     let status = proxy.status().await;
     assert_eq!(lines(&status), [(Some(503), "no_upstream".into(), 4)]);
@@ -34,10 +35,10 @@ async fn status_and_metrics_count_errors_of_jackstay_when_no_endpoint_is_reachab
 }
 
 #[tokio::test]
-async fn an_error_of_the_apiserver_is_not_an_own_error() {
-    let world = World::new(1);
-    let proxy = world.start().await;
-    let client = proxy.client(&world.certs.credentials()).await;
-    assert_eq!(client.get(&format!("{MAPS}/missing")).await.unwrap().status, 404);
+async fn own_errors_do_not_include_errors_of_the_apiserver() {
+    let cluster = TestCluster::new(1);
+    let proxy = cluster.start().await;
+    let client = proxy.client().await;
+    assert_eq!(client.get(&format!("{CONFIGMAPS}/missing")).await.unwrap().status, 404);
     assert_eq!(lines(&proxy.status().await), []);
 }

@@ -1,12 +1,11 @@
-//! A write happens at most once, whatever happens to the servers meanwhile: every write carries an
-//! Audit-ID, and the servers count them.
+//! A write is carried out at most once, whatever fails: every write has an Audit-ID, and the
+//! servers count them.
 
-use crate::hostile::before;
-use crate::peer::{
-    Act, DATA, END_HEADERS, END_STREAM, HEADERS, NO_ERROR, Peers, REFUSED_STREAM, Reply, fields,
-    frame, reset,
+use crate::scripted_peer::{
+    Action, DATA, END_HEADERS, END_STREAM, HEADERS, NO_ERROR, REFUSED_STREAM, Reply, fields, frame,
+    reset, setup,
 };
-use crate::support::{Certs, MAPS, World, long, map, soon, until, wait};
+use crate::support::{CONFIGMAPS, TestCluster, config_map, h2_error, long_form, soon, until, wait};
 use http::Method;
 use jackstay::demo::client::Client;
 use jackstay::demo::faulty_relay::Direction;
@@ -18,15 +17,15 @@ use std::time::{Duration, Instant};
 
 const WORKERS: usize = 16;
 
-/// No write ends for so long: they hang.
+/// If no write ends for this long, the writes hang.
 const STUCK: Duration = Duration::from_secs(30);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn at_most_once() {
-    let writes = if long() { 10_000 } else { 2_000 };
-    let world = World::new(3);
-    let (holes, proxy) = world.start_behind_holes().await;
-    world.cluster.audit().clear();
+async fn writes_are_carried_out_at_most_once_under_faults() {
+    let writes = if long_form() { 10_000 } else { 2_000 };
+    let cluster = TestCluster::new(3);
+    let (relays, proxy) = cluster.start_behind_relays(|_| {}).await;
+    cluster.state.audit().clear();
 
     let next = Arc::new(AtomicUsize::new(0));
     let done = Arc::new(AtomicUsize::new(0));
@@ -36,7 +35,7 @@ async fn at_most_once() {
     let workers: Vec<_> = (0..WORKERS)
         .map(|worker| {
             let (next, done, outcomes) = (next.clone(), done.clone(), outcomes.clone());
-            let (addr, who) = (proxy.addr, world.certs.credentials());
+            let (addr, who) = (proxy.addr, cluster.certs.credentials());
             tokio::spawn(async move {
                 let client = if worker % 4 == 0 {
                     Client::connect_http1(addr, &who).await.unwrap()
@@ -50,8 +49,8 @@ async fn at_most_once() {
                     }
                     let id = format!("write-{n}");
                     let headers = [("content-type", "application/json"), ("audit-id", id.as_str())];
-                    let object = map(&format!("w{n}"), "1").to_string();
-                    let reply = client.request(Method::POST, MAPS, &headers, object).await;
+                    let object = config_map(&format!("w{n}"), "1").to_string();
+                    let reply = client.request(Method::POST, CONFIGMAPS, &headers, object).await;
                     let outcome = match reply {
                         Ok(reply) if reply.status == 502 || reply.status == 503 => {
                             assert!(!reply.headers.contains_key("retry-after"));
@@ -60,11 +59,11 @@ async fn at_most_once() {
                         }
                         Ok(reply) => reply.status.as_u16().to_string(),
                         Err(error) => {
-                            if let Some(h2) = crate::support::h2_error(&error) {
+                            if let Some(h2) = h2_error(&error) {
                                 assert_ne!(h2.reason(), Some(h2::Reason::REFUSED_STREAM));
                                 assert!(!h2.is_go_away());
                             }
-                            // Mid-answer; an HTTP/1.1 client has lost its connection with it.
+                            // During the response; an HTTP/1.1 client has lost its connection too.
                             format!("error: {error}")
                         }
                     };
@@ -76,39 +75,39 @@ async fn at_most_once() {
         })
         .collect();
 
-    let chaos = async {
+    let inject_faults = async {
         let mut step = 0;
         while !over.load(Relaxed) {
             let at = (step / 8) % 3;
-            let (server, hole) = (&world.servers[at], &holes[at]);
+            let (server, relay) = (&cluster.servers[at], &relays[at]);
             match step % 8 {
                 0 => server.kill(),
                 1 => server.restart().unwrap(),
                 2 => server.reset_connections(),
                 3 => {
-                    hole.silence_all(Direction::Both);
+                    relay.silence_all(Direction::Both);
                 }
                 4 => {
-                    hole.heal();
-                    hole.reset_all();
+                    relay.heal();
+                    relay.reset_all();
                 }
                 5 => server.stop(),
                 6 => server.cont(),
                 _ => server.goaway(),
             }
             step += 1;
-            // The next fault after so many writes, or after a while if all of them are stuck.
+            // The next fault follows after 25 writes, or after a while if all writes hang.
             let from = done.load(Relaxed);
             let enough = async || done.load(Relaxed) >= from + 25 || over.load(Relaxed);
             wait::within(Duration::from_millis(250), enough).await;
         }
-        // Nothing stays broken: whatever is stuck comes to its end.
+        // All faults end, so that every write ends.
         if step % 8 == 1 {
-            world.servers[(step - 1) / 8 % 3].restart().unwrap();
+            cluster.servers[(step - 1) / 8 % 3].restart().unwrap();
         }
-        for (server, hole) in world.servers.iter().zip(&holes) {
+        for (server, relay) in cluster.servers.iter().zip(&relays) {
             server.cont();
-            hole.heal();
+            relay.heal();
         }
         step
     };
@@ -118,7 +117,7 @@ async fn at_most_once() {
         }
         over.store(true, Relaxed);
     };
-    // However slow the machine is, some write ends all the time.
+    // Also on a slow machine writes end all the time.
     let stuck = async {
         let mut last = 0;
         while wait::within(STUCK, async || done.load(Relaxed) != last).await {
@@ -127,12 +126,12 @@ async fn at_most_once() {
         last
     };
     let steps = tokio::select! {
-        (steps, ()) = async { tokio::join!(chaos, all) } => steps,
+        (steps, ()) = async { tokio::join!(inject_faults, all) } => steps,
         count = stuck => panic!("no write has ended for {STUCK:?}, after {count} of {writes}"),
     };
 
     let mut counted = HashMap::<String, usize>::new();
-    for record in world.cluster.audit().records() {
+    for record in cluster.state.audit().records() {
         if let Some(id) = record.audit_id {
             *counted.entry(id).or_default() += 1;
         }
@@ -144,7 +143,8 @@ async fn at_most_once() {
         assert!(count <= 1, "{id} ({outcome}) was seen {count} times");
         match outcome.as_str() {
             "201" => assert_eq!(count, 1, "{id}"),
-            // No stream for it, or no server: it was never sent. Rare, and none on a quick machine.
+            // No stream or no server, so the write was never sent. Rare, and none on a fast
+            // machine.
             "429" | "503" => assert_eq!(count, 0, "{id}"),
             _ => {}
         }
@@ -154,72 +154,67 @@ async fn at_most_once() {
     assert_eq!(outcomes.len(), writes);
     let known = |o: &str| matches!(o, "201" | "502" | "429" | "503") || o.starts_with("error");
     assert!(summary.keys().all(|outcome| known(outcome)), "{summary:?}");
-    until("all is well again", async || {
-        proxy.endpoints().await.iter().all(|e| e["state"] == "ready")
-    })
-    .await;
+    proxy.wait_all("ready").await;
 }
 
-/// Refused by the server as soon as it has read all of it: proven unprocessed.
-fn refused() -> Act {
-    Act::Late(Box::new(Act::raw(|id| reset(id, REFUSED_STREAM))))
+/// The server refuses the request when it has read all of it: it is unprocessed.
+fn refused() -> Action {
+    Action::after_body(Action::raw(|id| reset(id, REFUSED_STREAM)))
 }
 
-/// A body is held up to a bound, so that it can be sent again; above it is sent all the same, once.
+/// A body is buffered up to a limit, so that the request can be sent again. A larger one is sent
+/// once.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn a_body_is_held_up_to_its_bound() {
-    let certs = Certs::new();
-    let peers = Peers::start(&certs, 2);
-    let proxy = before(&peers, &certs).await;
-    let client = proxy.client(&certs.credentials()).await;
-    let send = async |size: usize, act: Act| {
-        peers.script.play([act]);
+async fn write_is_retried_only_when_its_body_is_buffered() {
+    let (peers, proxy, client) = setup(2).await;
+    let send = async |size: usize, act: Action| {
+        peers.set_actions([act]);
         let headers = [("content-type", "application/json")];
-        let sent = client.request(Method::POST, MAPS, &headers, "x".repeat(size));
-        let reply = soon("an answer", sent).await.unwrap();
-        let again =
+        let sent = client.request(Method::POST, CONFIGMAPS, &headers, "x".repeat(size));
+        let reply = soon("a response", sent).await.unwrap();
+        let retry_after =
             reply.headers.get("retry-after").map(|value| value.to_str().unwrap().to_owned());
-        (reply.status.as_u16(), peers.script.seen().len(), again)
+        (reply.status.as_u16(), peers.requests().len(), retry_after)
     };
-    let (held, too_large) = (2 << 20, (3 << 20) + 1);
-    assert_eq!(send(held, refused()).await, (200, 2, None), "sent again");
-    // Its beginning is gone, and the client may send it again: the server has done nothing.
+    let (buffered, too_large) = (2 << 20, (3 << 20) + 1);
+    assert_eq!(send(buffered, refused()).await, (200, 2, None), "sent again");
+    // The start of the body is no longer buffered; the client may retry, since the server has done
+    // nothing.
     assert_eq!(send(too_large, refused()).await, (502, 1, Some("1".to_owned())));
-    let lost = Act::Late(Box::new(Act::Cut));
+    let lost = Action::after_body(Action::Close);
     assert_eq!(send(too_large, lost).await, (502, 1, None), "it may have been carried out");
     let refused = proxy.metric("jackstay_retries_refused_total{reason=\"not_held\"}").await;
     assert!((refused - 1.0).abs() < 0.5, "{refused}");
-    let taken = Act::Late(Box::new(Act::Answer(Reply::ok("{}"))));
+    let taken = Action::after_body(Action::Answer(Reply::ok("{}")));
     assert_eq!(
         send(too_large, taken).await,
         (200, 1, None),
-        "too large to hold is not too large to send"
+        "too large to buffer, and sent all the same"
     );
-    until("nothing is held", async || proxy.metric("jackstay_held_body_bytes").await == 0.0).await;
+    until("nothing is buffered", async || proxy.metric("jackstay_held_body_bytes").await == 0.0)
+        .await;
 }
 
-/// The apiserver has read enough to say no: it answers in the middle of the upload, and gives the rest
-/// of it up with `NO_ERROR`, as Go does. The client gets the whole answer, and nothing is sent twice.
+/// The apiserver responds during the upload, and resets the rest with `NO_ERROR`, as Go does. The
+/// client gets the complete response, and nothing is sent twice.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn an_answer_in_the_middle_of_an_upload_is_whole() {
+async fn response_during_an_upload_is_complete() {
     const NO: &str = r#"{"kind":"Status","code":413,"reason":"RequestEntityTooLarge"}"#;
-    let certs = Certs::new();
-    let peers = Peers::start(&certs, 2);
-    let proxy = before(&peers, &certs).await;
-    let client = proxy.client(&certs.credentials()).await;
-    peers.script.stingy.store(true, Relaxed);
+    let (peers, proxy, client) = setup(2).await;
+    peers.withhold_window.store(true, Relaxed);
     for size in [100 << 10, 4 << 20] {
-        peers.script.play([Act::raw(|id| {
+        peers.set_actions([Action::raw(|id| {
             let head = fields(&[(":status", "413"), ("content-type", "application/json")]);
-            let answer = frame(DATA, END_STREAM, id, NO.as_bytes());
-            [frame(HEADERS, END_HEADERS, id, &head), answer, reset(id, NO_ERROR)].concat()
+            let body = frame(DATA, END_STREAM, id, NO.as_bytes());
+            [frame(HEADERS, END_HEADERS, id, &head), body, reset(id, NO_ERROR)].concat()
         })]);
         let headers = [("content-type", "application/json")];
-        let sent = client.request(Method::POST, MAPS, &headers, "x".repeat(size));
-        let reply = soon("an answer", sent).await.unwrap();
+        let sent = client.request(Method::POST, CONFIGMAPS, &headers, "x".repeat(size));
+        let reply = soon("a response", sent).await.unwrap();
         assert_eq!((reply.status.as_u16(), &reply.body[..]), (413, NO.as_bytes()), "{size}");
-        assert_eq!(peers.script.seen().len(), 1, "{size}");
+        assert_eq!(peers.requests().len(), 1, "{size}");
     }
-    until("nothing is held", async || proxy.metric("jackstay_held_body_bytes").await == 0.0).await;
+    until("nothing is buffered", async || proxy.metric("jackstay_held_body_bytes").await == 0.0)
+        .await;
     assert_eq!(proxy.lost_connections().await, [""; 0]);
 }

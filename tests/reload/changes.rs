@@ -1,7 +1,7 @@
 //! A change at a time: who notices, and whose connections are touched.
 
-use crate::scene::{Scene, Traffic, Watching};
-use crate::support::{World, refusing, terminate, until};
+use crate::setup::{Setup, Traffic};
+use crate::support::{TestCluster, refusing_address, terminate_mode, until, write_config};
 use jackstay::app::reload::ReloadOutcome;
 use jackstay::config::{AccessLog, CertPaths, Config, Level};
 use jackstay::demo::pki::{Pki, Subject};
@@ -21,7 +21,7 @@ enum Connections {
 }
 use Connections::{AllNew, FirstIsBack, FirstLeaves, Stay};
 
-type Change = (&'static str, fn(&mut Config, &World), Connections, &'static [&'static str]);
+type Change = (&'static str, fn(&mut Config, &TestCluster), Connections, &'static [&'static str]);
 
 /// One after the other, each on top of those before.
 const CHANGES: &[Change] = &[
@@ -35,8 +35,8 @@ const CHANGES: &[Change] = &[
         &["shutdown changed"],
     ),
     ("a limit of connections", |c, _| c.listeners[0].limits.max_connections = 50, Stay, LISTENER),
-    ("limits of requests", |c, _| terminate(c).limits.max_streams = 77, Stay, LISTENER),
-    ("groups", |c, _| terminate(c).resume_groups = vec!["example.com".into()], Stay, LISTENER),
+    ("limits of requests", |c, _| terminate_mode(c).limits.max_streams = 77, Stay, LISTENER),
+    ("groups", |c, _| terminate_mode(c).resume_groups = vec!["example.com".into()], Stay, LISTENER),
     ("health", |c, _| c.upstreams[0].health.dead_after = Duration::from_secs(4), Stay, UPSTREAM),
     ("pool", |c, _| c.upstreams[0].connections.max = 32, Stay, UPSTREAM),
     ("rebalance", |c, _| c.upstreams[0].rebalance = false, Stay, UPSTREAM),
@@ -48,7 +48,7 @@ const CHANGES: &[Change] = &[
     ),
     ("another identity", add_node, Stay, LISTENER),
     ("the same files by other names", other_names, Stay, LISTENER),
-    ("an identity less", |c, _| drop(terminate(c).identities.pop()), Stay, LISTENER),
+    ("an identity less", |c, _| drop(terminate_mode(c).identities.pop()), Stay, LISTENER),
     ("an endpoint less", |c, _| drop(c.upstreams[0].endpoints.remove(0)), FirstLeaves, UPSTREAM),
     ("an endpoint more", first_endpoint, FirstIsBack, UPSTREAM),
     ("another CA bundle", ca_bundle, AllNew, UPSTREAM),
@@ -68,29 +68,30 @@ const CHANGES: &[Change] = &[
 const LISTENER: &[&str] = &["listener `apiserver` changed"];
 const UPSTREAM: &[&str] = &["upstream `control-plane` changed"];
 
-fn add_node(config: &mut Config, world: &World) {
-    let node = world.certs.pki.client(&Subject::node("n1")).unwrap();
-    let (cert_file, key_file) = node.write_to(world.certs.path(), "node").unwrap();
-    terminate(config).identities.push(CertPaths { cert_file, key_file });
+fn add_node(config: &mut Config, cluster: &TestCluster) {
+    let node = cluster.certs.pki.client(&Subject::node("n1")).unwrap();
+    let (cert_file, key_file) = node.write_to(cluster.certs.path(), "node").unwrap();
+    terminate_mode(config).identities.push(CertPaths { cert_file, key_file });
 }
 
 /// The serving pair under another path: the certificate shown is the same.
-fn other_names(config: &mut Config, world: &World) {
-    let tls = &mut terminate(config).tls;
+fn other_names(config: &mut Config, cluster: &TestCluster) {
+    let tls = &mut terminate_mode(config).tls;
     for path in [&mut tls.cert_file, &mut tls.key_file] {
-        let copy = world.certs.path().join(format!("copy-{}", path.file_name().unwrap().display()));
+        let copy =
+            cluster.certs.path().join(format!("copy-{}", path.file_name().unwrap().display()));
         std::fs::copy(&path, &copy).unwrap();
         *path = copy;
     }
 }
 
-fn first_endpoint(config: &mut Config, world: &World) {
-    config.upstreams[0].endpoints.insert(0, world.config().upstreams[0].endpoints[0].clone());
+fn first_endpoint(config: &mut Config, cluster: &TestCluster) {
+    config.upstreams[0].endpoints.insert(0, cluster.config().upstreams[0].endpoints[0].clone());
 }
 
-fn ca_bundle(config: &mut Config, world: &World) {
-    let path = world.certs.path().join("bundle.crt");
-    let both = format!("{}{}", world.certs.pki.ca_pem(), Pki::new("next").unwrap().ca_pem());
+fn ca_bundle(config: &mut Config, cluster: &TestCluster) {
+    let path = cluster.certs.path().join("bundle.crt");
+    let both = format!("{}{}", cluster.certs.pki.ca_pem(), Pki::new("next").unwrap().ca_pem());
     std::fs::write(&path, both).unwrap();
     config.upstreams[0].tls.ca_file = Some(path);
 }
@@ -99,13 +100,13 @@ fn server_name(config: &mut Config, name: &str) {
     config.upstreams[0].tls.server_name = Some(name.into());
 }
 
-fn add_upstream(config: &mut Config, _: &World) {
+fn add_upstream(config: &mut Config, _: &TestCluster) {
     let mut spare = config.upstreams[0].clone();
     spare.name = "spare".into();
     config.upstreams.push(spare);
 }
 
-fn add_listener(config: &mut Config, _: &World) {
+fn add_listener(config: &mut Config, _: &TestCluster) {
     let mut spare = config.listeners[0].clone();
     spare.name = "spare".into();
     config.listeners.push(spare);
@@ -113,21 +114,21 @@ fn add_listener(config: &mut Config, _: &World) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn a_change_touches_what_it_names() {
-    let mut scene = Scene::new(3).await;
-    scene.proxy.ready(3).await;
-    let traffic = Traffic::start(&scene, 200).await;
-    let client = scene.client().await;
-    let watch = Watching::start(&client, scene.world.cluster.version()).await;
+    let mut setup = Setup::new(3).await;
+    setup.proxy.wait_connected(3).await;
+    let traffic = Traffic::start(&setup, 200).await;
+    let client = setup.client().await;
+    let watch = setup.watch(&client).await;
     let of_admin = "identity-0";
     for (name, change, connections, said) in CHANGES {
         println!("{name}");
-        let before = scene.proxy.connections(of_admin).await;
-        change(&mut scene.config, &scene.world);
-        assert_eq!(scene.change(|_| {}).await, *said, "{name}");
+        let before = setup.proxy.connections(of_admin).await;
+        change(&mut setup.config, &setup.cluster);
+        assert_eq!(setup.change(|_| {}).await, *said, "{name}");
         traffic.goes_on().await;
-        watch.is_whole(&scene).await;
+        watch.is_complete(&setup).await;
         until(name, async || {
-            let after = scene.proxy.connections(of_admin).await;
+            let after = setup.proxy.connections(of_admin).await;
             let kept = after.iter().filter(|local| before.contains(local)).count();
             match connections {
                 Stay => after == before,
@@ -140,69 +141,69 @@ async fn a_change_touches_what_it_names() {
         assert!(!client.is_closed(), "{name}");
     }
     traffic.end().await;
-    let status = scene.proxy.status().await;
+    let status = setup.proxy.status().await;
     assert_eq!(status["config"]["reloads"]["ok"], CHANGES.len());
     assert_eq!(status["config"]["reloads"]["failed"], 0);
     assert_eq!(status["config"]["last_reload"]["outcome"], "ok");
     let outcome = r#"jackstay_config_reloads_total{outcome="ok"}"#;
-    assert!((scene.proxy.metric(outcome).await - CHANGES.len() as f64).abs() < 0.1);
+    assert!((setup.proxy.metric(outcome).await - CHANGES.len() as f64).abs() < 0.1);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn an_identity_comes_and_goes_under_its_clients() {
-    let mut scene = Scene::new(1).await;
-    let node = scene.world.certs.pki.client(&Subject::node("n1")).unwrap();
-    let who = scene.world.certs.nobody().certificate(&node);
-    let client = scene.proxy.client(&who).await;
+    let mut setup = Setup::new(1).await;
+    let node = setup.cluster.certs.pki.client(&Subject::node("n1")).unwrap();
+    let who = setup.cluster.certs.anonymous().certificate(&node);
+    let client = setup.proxy.client_with(&who).await;
     let ask = async || client.get("/api/v1/namespaces/default").await.unwrap();
     let reply = ask().await;
     assert_eq!(reply.status, 401);
 
-    let (cert_file, key_file) = node.write_to(scene.world.certs.path(), "node").unwrap();
+    let (cert_file, key_file) = node.write_to(setup.cluster.certs.path(), "node").unwrap();
     let paths = CertPaths { cert_file, key_file };
-    scene.change(|config| terminate(config).identities.push(paths.clone())).await;
+    setup.change(|config| terminate_mode(config).identities.push(paths.clone())).await;
     assert_eq!(ask().await.status, 200, "on the connection that was refused");
-    let watch = Watching::start(&client, scene.world.cluster.version()).await;
+    let watch = setup.watch(&client).await;
 
     // Gone: nobody is it any more, and what runs goes on.
-    scene.change(|config| drop(terminate(config).identities.pop())).await;
+    setup.change(|config| drop(terminate_mode(config).identities.pop())).await;
     let reply = ask().await;
     assert_eq!(reply.status, 401);
     assert!(reply.json()["message"].as_str().unwrap().contains("system:node:n1"), "{reply:?}");
-    watch.is_whole(&scene).await;
+    watch.is_complete(&setup).await;
     drop((watch, client));
     until("its connections are gone", async || {
-        !scene.proxy.page("/status").await.contains("\"identity-2\"")
+        !setup.proxy.page("/status").await.contains("\"identity-2\"")
     })
     .await;
 
     // Back: another slot, so that nobody finds the old one.
-    scene.change(|config| terminate(config).identities.push(paths)).await;
-    let client = scene.proxy.client(&who).await;
+    setup.change(|config| terminate_mode(config).identities.push(paths)).await;
+    let client = setup.proxy.client_with(&who).await;
     assert_eq!(client.get("/api/v1/namespaces/default").await.unwrap().status, 200);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn proofs_of_a_client_ca_that_is_replaced_are_void() {
-    let mut scene = Scene::new(1).await;
-    let client = scene.client().await;
+    let mut setup = Setup::new(1).await;
+    let client = setup.client().await;
     let path = "/api/v1/namespaces/default";
     assert_eq!(client.get(path).await.unwrap().status, 200);
     let other = Pki::new("other").unwrap();
-    let dir = scene.world.certs.path().join("other");
+    let dir = setup.cluster.certs.path().join("other");
     std::fs::create_dir(&dir).unwrap();
     let ca = other.write_ca(&dir).unwrap();
-    let before = terminate(&mut scene.config).client_ca_file.clone();
-    scene.change(|config| terminate(config).client_ca_file = Some(ca)).await;
+    let before = terminate_mode(&mut setup.config).client_ca_file.clone();
+    setup.change(|config| terminate_mode(config).client_ca_file = Some(ca)).await;
     assert_eq!(client.get(path).await.unwrap().status, 401);
-    scene.change(|config| terminate(config).client_ca_file = before).await;
+    setup.change(|config| terminate_mode(config).client_ca_file = before).await;
     assert_eq!(client.get(path).await.unwrap().status, 200);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn what_needs_a_restart_is_said() {
-    let mut scene = Scene::new(1).await;
-    let outcome = scene
+    let mut setup = Setup::new(1).await;
+    let outcome = setup
         .reload(|config| {
             config.workers = 2;
             config.log.level = Level::Warn;
@@ -211,32 +212,32 @@ async fn what_needs_a_restart_is_said() {
     let ReloadOutcome::Ok { changed, needs_restart } = outcome else { panic!("{outcome:?}") };
     assert_eq!(changed, ["log changed"], "the rest is followed");
     assert_eq!(needs_restart, ["workers 1 → 2"]);
-    let status = scene.proxy.status().await;
+    let status = setup.proxy.status().await;
     assert_eq!(status["config"]["last_reload"]["needs_restart"][0], needs_restart[0]);
-    assert_eq!(scene.change(|config| config.workers = 1).await, [""; 0]);
+    assert_eq!(setup.change(|config| config.workers = 1).await, [""; 0]);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn the_admin_endpoint_moves() {
-    let mut scene = Scene::new(1).await;
-    let mut second = refusing();
+    let mut setup = Setup::new(1).await;
+    let mut second = refusing_address();
     second.set_ip("127.0.0.2".parse().unwrap());
-    scene.change(|config| config.admin.bind = second).await;
-    scene.proxy.admin = second;
-    assert!(scene.proxy.page("/readyz").await.starts_with("HTTP/1.1 200"));
+    setup.change(|config| config.admin.bind = second).await;
+    setup.proxy.admin = second;
+    assert!(setup.proxy.page("/readyz").await.starts_with("HTTP/1.1 200"));
 }
 
 /// Nobody sends a signal: a change of the file is enough.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn a_changed_file_is_followed() {
-    let mut scene = Scene::new(1).await;
-    scene.config.log.access = AccessLog::Off;
-    crate::scene::write(&scene.file, &scene.config);
+    let mut setup = Setup::new(1).await;
+    setup.config.log.access = AccessLog::Off;
+    write_config(&setup.file, &setup.config);
     until("the file is read", async || {
-        scene.proxy.status().await["config"]["last_reload"]["trigger"] == "file changed"
+        setup.proxy.status().await["config"]["last_reload"]["trigger"] == "file changed"
     })
     .await;
-    assert!(scene.proxy.page("/config").await.contains("\"access\": \"off\""));
+    assert!(setup.proxy.page("/config").await.contains("\"access\": \"off\""));
     // And only then.
-    assert_eq!(scene.proxy.status().await["config"]["reloads"]["ok"], 1);
+    assert_eq!(setup.proxy.status().await["config"]["reloads"]["ok"], 1);
 }

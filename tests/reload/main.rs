@@ -7,5 +7,5 @@ mod support;
 
 mod changes;
 mod listeners;
-mod refused;
-mod scene;
+mod rejected;
+mod setup;

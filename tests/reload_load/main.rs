@@ -3,13 +3,13 @@
 
 #![cfg(feature = "demo")]
 
-#[path = "../reload/scene.rs"]
-mod scene;
+#[path = "../reload/setup.rs"]
+mod setup;
 #[path = "../support/mod.rs"]
 mod support;
 
-use crate::scene::{Scene, Traffic, Watching};
-use crate::support::{PATIENCE, World, map, pass, terminate, wait};
+use crate::setup::{Setup, Traffic, Watching};
+use crate::support::{PATIENCE, TestCluster, config_map, pause, terminate_mode, wait};
 use jackstay::config::{AccessLog, CertPaths, Config};
 use jackstay::demo::apiserver::kinds::ObjectRef;
 use jackstay::demo::client::Client;
@@ -77,15 +77,15 @@ const HISTORY: usize = 2000;
 
 /// The configuration of the `n`th reload: everything that a reload can change comes and goes, at
 /// different paces.
-fn nth(n: usize, base: &Config, world: &World) -> Config {
+fn nth(n: usize, base: &Config, cluster: &TestCluster) -> Config {
     let mut config = base.clone();
-    let path = |name: &str| world.certs.path().join(name);
+    let path = |name: &str| cluster.certs.path().join(name);
     config.log.access = if n.is_multiple_of(2) { AccessLog::Off } else { AccessLog::Errors };
     config.listeners[0].limits.max_connections = 500 + n % 3;
     config.upstreams[0].health.dead_after = Duration::from_millis(2000 + 100 * (n as u64 % 3));
     if n % 3 == 1 {
         let pair = CertPaths { cert_file: path("node.crt"), key_file: path("node.key") };
-        terminate(&mut config).identities.push(pair);
+        terminate_mode(&mut config).identities.push(pair);
     }
     if n % 8 == 2 {
         config.upstreams[0].endpoints.pop();
@@ -148,93 +148,94 @@ fn held() -> Held {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn two_hundred_reloads_under_load() {
-    let mut scene = Scene::new(3).await;
-    let node = scene.world.certs.pki.client(&jackstay::demo::pki::Subject::node("n1")).unwrap();
-    node.write_to(scene.world.certs.path(), "node").unwrap();
-    let both = format!("{}{}", scene.world.certs.pki.ca_pem(), Pki::new("next").unwrap().ca_pem());
-    std::fs::write(scene.world.certs.path().join("bundle.crt"), both).unwrap();
+    let mut setup = Setup::new(3).await;
+    let node = setup.cluster.certs.pki.client(&jackstay::demo::pki::Subject::node("n1")).unwrap();
+    node.write_to(setup.cluster.certs.path(), "node").unwrap();
+    let both =
+        format!("{}{}", setup.cluster.certs.pki.ca_pem(), Pki::new("next").unwrap().ca_pem());
+    std::fs::write(setup.cluster.certs.path().join("bundle.crt"), both).unwrap();
     // What the servers remember is bounded and full before anything is counted.
-    scene.world.cluster.audit().set_enabled(false);
-    scene.world.cluster.set_bookmark_interval(Duration::from_millis(500));
-    scene.world.cluster.set_history(HISTORY);
-    scene.write_map();
+    setup.cluster.state.audit().set_enabled(false);
+    setup.cluster.state.set_bookmark_interval(Duration::from_millis(500));
+    setup.cluster.state.set_history(HISTORY);
+    setup.write_config_map();
     let kind = jackstay::demo::apiserver::kinds::find("", "v1", "configmaps").unwrap();
     let place = ObjectRef { kind, namespace: "default", name: "m0" };
     for number in 0..HISTORY + 10 {
-        let next = map("m0", &number.to_string());
-        scene.world.cluster.modify(place, false, |_| Ok(next)).unwrap();
+        let next = config_map("m0", &number.to_string());
+        setup.cluster.state.modify(place, false, |_| Ok(next)).unwrap();
     }
-    let base = scene.config.clone();
-    let client = scene.client().await;
+    let base = setup.config.clone();
+    let client = setup.client().await;
     // Everything has been there, and most of what is bounded is full, before it is counted.
-    round(&mut scene, &base, &client).await;
-    let before = (settled(&scene, None).await, events(&scene).await);
-    let (rate, took) = round(&mut scene, &base, &client).await;
-    let after = settled(&scene, Some(before)).await;
+    round(&mut setup, &base, &client).await;
+    let before = (settled(&setup, None).await, events(&setup).await);
+    let (rate, took) = round(&mut setup, &base, &client).await;
+    let after = settled(&setup, Some(before)).await;
     println!(
         "{RELOADS} reloads in {took:?} under {rate:.0} requests a second and {WATCHES} watches: \
          {} -> {after}",
         before.0
     );
-    assert_eq!(scene.proxy.status().await["config"]["reloads"]["failed"], 0);
+    assert_eq!(setup.proxy.status().await["config"]["reloads"]["failed"], 0);
     let resumes = async |outcome: &str| {
-        scene.proxy.metric(&format!("jackstay_watch_resumes_total{{outcome=\"{outcome}\"}}")).await
+        setup.proxy.metric(&format!("jackstay_watch_resumes_total{{outcome=\"{outcome}\"}}")).await
     };
     println!("{} resumes", resumes("resumed").await);
     assert!(resumes("gave_up").await < 0.5);
 }
 
 /// Reloads in a row under load. The last configuration is the base.
-async fn round(scene: &mut Scene, base: &Config, client: &Client) -> (f64, Duration) {
-    let traffic = Traffic::start(scene, 500).await;
-    let mut watches = watch(scene, client).await;
+async fn round(setup: &mut Setup, base: &Config, client: &Client) -> (f64, Duration) {
+    let traffic = Traffic::start(setup, 500).await;
+    let mut watches = watch(setup, client).await;
     let began = Instant::now();
     for n in 1..RELOADS {
-        scene.config = nth(n, base, &scene.world);
-        scene.change(|_| {}).await;
+        setup.config = nth(n, base, &setup.cluster);
+        setup.change(|_| {}).await;
         if n.is_multiple_of(WATCHED) {
-            are_whole(scene, &watches).await;
-            watches = watch(scene, client).await;
+            are_whole(setup, &watches).await;
+            watches = watch(setup, client).await;
         }
     }
-    scene.config = base.clone();
-    scene.change(|_| {}).await;
+    setup.config = base.clone();
+    setup.change(|_| {}).await;
     let took = began.elapsed();
     traffic.goes_on().await;
-    are_whole(scene, &watches).await;
+    are_whole(setup, &watches).await;
     (traffic.end().await, took)
 }
 
-async fn watch(scene: &Scene, client: &Client) -> Vec<Watching> {
+async fn watch(setup: &Setup, client: &Client) -> Vec<Watching> {
     let mut watches = Vec::new();
     for _ in 0..WATCHES {
-        watches.push(Watching::start(client, scene.world.cluster.version()).await);
+        watches.push(setup.watch(client).await);
     }
     watches
 }
 
-async fn are_whole(scene: &Scene, watches: &[Watching]) {
+async fn are_whole(setup: &Setup, watches: &[Watching]) {
     for watch in watches {
-        watch.is_whole(scene).await;
+        watch.is_complete(setup).await;
     }
 }
 
 /// How many of the last events are kept.
-async fn events(scene: &Scene) -> isize {
-    let page = scene.proxy.page("/events").await;
+async fn events(setup: &Setup) -> isize {
+    let page = setup.proxy.page("/events").await;
     let body = page.split_once("\r\n\r\n").map_or(page.as_str(), |(_, body)| body);
     let all: serde_json::Value = serde_json::from_str(body).expect("JSON");
     all["events"].as_array().expect("events").len().cast_signed()
 }
 
 /// Waits until what goes is gone: about as many descriptors and as much memory as before.
-async fn settled(scene: &Scene, before: Option<(Held, isize)>) -> Held {
-    scene.proxy.ready(3).await;
+async fn settled(setup: &Setup, before: Option<(Held, isize)>) -> Held {
+    setup.proxy.wait_connected(3).await;
     let Some((before, told)) = before else {
         // Drains take two seconds at most here; what is counted is compared later, not now.
         let mut last = held();
         loop {
-            pass(Duration::from_secs(3)).await;
+            pause(Duration::from_secs(3)).await;
             let now = held();
             if now.descriptors >= last.descriptors && now.allocations >= last.allocations - 50 {
                 return now;
@@ -243,7 +244,7 @@ async fn settled(scene: &Scene, before: Option<(Held, isize)>) -> Held {
         }
     };
     // The last events are bounded, and may not have been full before: like ones are one.
-    let more = (events(scene).await - told).max(0);
+    let more = (events(setup).await - told).max(0);
     wait::until_ok(PATIENCE * 2, "all is as it was", async || {
         let now = held();
         if now.descriptors <= before.descriptors + DESCRIPTORS_UNDER_WAY

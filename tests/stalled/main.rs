@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use http::Method;
 
-use support::{MAPS, World, map, soon};
+use support::{CONFIGMAPS, TestCluster, config_map, soon};
 
 /// Resident memory of this process, servers and clients of the test included.
 fn resident() -> usize {
@@ -21,24 +21,24 @@ fn resident() -> usize {
 /// All on one upstream connection.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn a_reader_that_stops_slows_nobody() {
-    let world = World::new(1);
-    let proxy = world.start_with(|config| config.upstreams[0].connections.max = 1).await;
+    let cluster = TestCluster::new(1);
+    let proxy = cluster.start_with(|config| config.upstreams[0].connections.max = 1).await;
     let kind = jackstay::demo::apiserver::kinds::find("", "v1", "configmaps").unwrap();
     let big = |name: &str| {
-        let mut object = map(name, "1");
+        let mut object = config_map(name, "1");
         object["data"]["big"] = "x".repeat(10_000).into();
         object
     };
     for n in 0..20 {
-        world.cluster.create(kind, "default", big(&format!("m{n}")), false).unwrap();
+        cluster.state.create(kind, "default", big(&format!("m{n}")), false).unwrap();
     }
-    let lister = proxy.client(&world.certs.credentials()).await;
+    let lister = proxy.client().await;
     // The median: a machine that stands still for a moment makes one or two of them late.
     let lists = async || {
         let mut times = Vec::new();
         for _ in 0..100 {
             let start = Instant::now();
-            let reply = soon("a list", lister.get(MAPS)).await.unwrap();
+            let reply = soon("a list", lister.get(CONFIGMAPS)).await.unwrap();
             assert_eq!(reply.status, 200);
             times.push(start.elapsed());
         }
@@ -48,11 +48,11 @@ async fn a_reader_that_stops_slows_nobody() {
     lists().await;
     let alone = lists().await;
     // Watches of all that is and will be, downloads without end: nobody reads them.
-    let idler = proxy.client(&world.certs.credentials()).await;
+    let idler = proxy.client().await;
     let mut stalled = Vec::new();
     let memory = resident();
     for _ in 0..10 {
-        for path in [&format!("{MAPS}?watch=1"), "/bytes?size=1000000000"] {
+        for path in [&format!("{CONFIGMAPS}?watch=1"), "/bytes?size=1000000000"] {
             stalled.push(idler.send(Method::GET, path, &[], "").await.unwrap());
         }
     }
@@ -68,7 +68,7 @@ async fn a_reader_that_stops_slows_nobody() {
                 next["data"]["round"] = round.to_string().into();
                 Ok(next)
             };
-            world.cluster.modify(place, false, change).unwrap();
+            cluster.state.modify(place, false, change).unwrap();
         }
     }
     let beside = lists().await;
@@ -81,5 +81,5 @@ async fn a_reader_that_stops_slows_nobody() {
     // 20 streams × (256 KiB here + 256 KiB there + the server's), and 20 MB of history.
     assert!(grown < 100, "{grown} MiB");
     drop(stalled);
-    assert_eq!(idler.get(MAPS).await.unwrap().status, 200);
+    assert_eq!(idler.get(CONFIGMAPS).await.unwrap().status, 200);
 }

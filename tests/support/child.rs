@@ -6,9 +6,9 @@ use std::ops::{Deref, DerefMut};
 use std::process::Child;
 
 /// A process that ends with its test, whatever becomes of the test.
-pub struct Killed(pub Child);
+pub struct KillOnDrop(pub Child);
 
-impl Deref for Killed {
+impl Deref for KillOnDrop {
     type Target = Child;
 
     fn deref(&self) -> &Child {
@@ -16,13 +16,13 @@ impl Deref for Killed {
     }
 }
 
-impl DerefMut for Killed {
+impl DerefMut for KillOnDrop {
     fn deref_mut(&mut self) -> &mut Child {
         &mut self.0
     }
 }
 
-impl Drop for Killed {
+impl Drop for KillOnDrop {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();

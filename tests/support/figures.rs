@@ -13,7 +13,7 @@ pub fn bound(promise: Duration) -> Duration {
 
 /// Records a time and fails the test where it is beyond the bound.
 #[track_caller]
-pub fn within(name: &str, took: Duration, promise: Duration) {
+pub fn check_figure(name: &str, took: Duration, promise: Duration) {
     let (bound, crate_name) = (bound(promise), env!("CARGO_CRATE_NAME"));
     let ratio = took.as_secs_f64() / promise.as_secs_f64();
     println!("{name}: {took:.1?} (promised {promise:?})");

@@ -1,16 +1,19 @@
-//! The real data plane in this process, in front of whatever a test gives it.
+//! The real data plane in this process, in front of demo apiservers or of other upstreams.
 
-#![allow(dead_code)] // each test crate uses its part
+#![allow(dead_code)] // each test crate uses a part
 
 pub mod child;
 pub mod figures;
 pub mod netns;
 pub mod stopwatch;
 pub mod wait;
+pub mod watch_recorder;
 pub mod wire;
 
-#[allow(unused_imports)] // each test crate uses its part
-pub use wait::{PATIENCE, pass, soon, until};
+#[allow(unused_imports)] // each test crate uses a part
+pub use futures_util::future::join_all;
+#[allow(unused_imports)] // each test crate uses a part
+pub use wait::{PATIENCE, pause, soon, until};
 
 use jackstay::app::{App, Running};
 use jackstay::config::{
@@ -19,6 +22,7 @@ use jackstay::config::{
     Terminate, Upstream, UpstreamTls, UsedBy,
 };
 use jackstay::demo::apiserver::cluster::Cluster;
+use jackstay::demo::apiserver::kinds::CONFIG_MAPS;
 use jackstay::demo::apiserver::{self, ApiServerHandle, Options};
 use jackstay::demo::client::{Client, Credentials};
 use jackstay::demo::faulty_relay::FaultyRelay;
@@ -26,19 +30,21 @@ use jackstay::demo::pki::{Issued, Pki, Subject};
 use serde_json::{Value, json};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-pub const MAPS: &str = "/api/v1/namespaces/default/configmaps";
+/// The path of the config maps of the namespace `default`.
+pub const CONFIGMAPS: &str = "/api/v1/namespaces/default/configmaps";
 
-/// Certificates for everybody, on disk where jackstay reads them.
+/// Certificates of clients, servers and jackstay, in files that jackstay reads.
 pub struct Certs {
     pub pki: Pki,
     pub dir: tempfile::TempDir,
-    /// The client's certificate, and the identity that is configured for it.
+    /// The certificate of clients, and of the identity that the configuration names.
     pub admin: Issued,
-    /// What jackstay asks for `/readyz` with, so that a peer can tell its probes from requests.
+    /// The certificate for `/readyz`: a peer distinguishes probes from requests by it.
     pub probe: Issued,
     ca_file: PathBuf,
     serving: CertPaths,
@@ -66,14 +72,15 @@ impl Certs {
 
     /// A client with the certificate of the configured identity.
     pub fn credentials(&self) -> Credentials {
-        self.nobody().certificate(&self.admin)
+        self.anonymous().certificate(&self.admin)
     }
 
-    pub fn nobody(&self) -> Credentials {
+    /// A client without credentials.
+    pub fn anonymous(&self) -> Credentials {
         Credentials::anonymous(&self.pki.ca_pem())
     }
 
-    /// The defaults of jackstay, with readiness asked every second.
+    /// The defaults of jackstay, with a readiness probe every second.
     pub fn config(&self, endpoints: &[SocketAddr]) -> Config {
         Config {
             admin: Admin { bind: (Ipv4Addr::LOCALHOST, 0).into(), socket: None },
@@ -134,31 +141,35 @@ impl Certs {
         }
     }
 
-    /// Starts the data plane.
-    #[allow(clippy::unused_self)] // its files must live: they are read again when they change
+    /// Starts the data plane. The files of `self` must outlive it, since jackstay reads them again.
     pub fn start(&self, config: Config) -> Proxy {
         if std::env::var_os("JACKSTAY_TEST_LOG").is_some() {
             let _ = tracing_subscriber::fmt()
                 .with_max_level(tracing_subscriber::filter::LevelFilter::DEBUG)
                 .try_init();
         }
-        let app = App::bind(config).unwrap();
-        let addr = app.listener_addresses("apiserver")[0];
-        let admin = app.admin_address().unwrap();
-        Proxy { addr, admin, running: app.start().unwrap() }
+        Proxy::start(App::bind(config).unwrap(), self)
     }
 }
 
-/// What the first listener of a configuration terminates with.
-pub fn terminate(config: &mut Config) -> &mut Terminate {
+/// The settings of the first listener, which terminates TLS.
+pub fn terminate_mode(config: &mut Config) -> &mut Terminate {
     match &mut config.listeners[0].mode {
         Mode::Terminate(terminate) => terminate,
-        Mode::Passthrough(_) => panic!("the first listener passes through"),
+        Mode::Passthrough(_) => panic!("the first listener is a passthrough listener"),
     }
 }
 
-/// A configuration whose listener passes connections through.
-pub fn passing(mut config: Config) -> Config {
+/// The settings of the first listener, which is a passthrough listener.
+pub fn passthrough_mode(config: &mut Config) -> &mut Passthrough {
+    match &mut config.listeners[0].mode {
+        Mode::Passthrough(passthrough) => passthrough,
+        Mode::Terminate(_) => panic!("the first listener terminates TLS"),
+    }
+}
+
+/// Makes the first listener a passthrough listener.
+pub fn passthrough_config(mut config: Config) -> Config {
     config.listeners[0].mode = Mode::Passthrough(Passthrough {
         destinations: vec![],
         transparent: false,
@@ -171,22 +182,13 @@ pub fn passing(mut config: Config) -> Config {
     config
 }
 
-/// A configuration that suspects nobody soon: for tests that count what each server was asked. On a
-/// busy machine a PONG takes longer than 100 ms, and a read is hedged then, rightly.
-pub fn patient(mut config: Config) -> Config {
+/// Suspects connections late, for tests that count requests per server. On a busy machine a PONG takes
+/// longer than 100 ms, and jackstay then hedges reads.
+pub fn without_suspicion(config: &mut Config) {
     let health = &mut config.upstreams[0].health;
     health.suspect_after = Some(PATIENCE / 2);
     health.dead_after = PATIENCE;
     health.readyz.timeout = PATIENCE / 2;
-    config
-}
-
-/// How the first listener of a configuration passes connections through.
-pub fn passthrough(config: &mut Config) -> &mut Passthrough {
-    match &mut config.listeners[0].mode {
-        Mode::Passthrough(passthrough) => passthrough,
-        Mode::Terminate(_) => panic!("the first listener terminates TLS"),
-    }
 }
 
 /// A running data plane.
@@ -194,26 +196,44 @@ pub struct Proxy {
     pub addr: SocketAddr,
     pub admin: SocketAddr,
     pub running: Running,
+    /// Of the configured identity.
+    credentials: Credentials,
 }
 
 impl Proxy {
-    pub async fn client(&self, who: &Credentials) -> Client {
-        Client::connect(self.addr, who).await.unwrap()
+    pub fn start(app: App, certs: &Certs) -> Self {
+        let addr = app.listener_addresses("apiserver")[0];
+        let admin = app.admin_address().unwrap();
+        Self { addr, admin, running: app.start().unwrap(), credentials: certs.credentials() }
     }
 
-    /// A page of the admin endpoint.
+    /// An HTTP/2 client with the certificate of the configured identity.
+    pub async fn client(&self) -> Client {
+        self.client_over(true).await
+    }
+
+    /// The same over HTTP/2 or HTTP/1.1.
+    pub async fn client_over(&self, http2: bool) -> Client {
+        if http2 {
+            return self.client_with(&self.credentials).await;
+        }
+        Client::connect_http1(self.addr, &self.credentials).await.unwrap()
+    }
+
+    /// An HTTP/2 client with these credentials.
+    pub async fn client_with(&self, credentials: &Credentials) -> Client {
+        Client::connect(self.addr, credentials).await.unwrap()
+    }
+
+    /// Head and body of a page of the admin endpoint.
     pub async fn page(&self, path: &str) -> String {
         let mut stream = TcpStream::connect(self.admin).await.unwrap();
         let request =
             format!("GET {path} HTTP/1.1\r\nHost: {}\r\nConnection: close\r\n\r\n", self.admin);
         stream.write_all(request.as_bytes()).await.unwrap();
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).await.unwrap();
-        answer
-    }
-
-    pub async fn status(&self) -> Value {
-        self.json("/status").await
+        let mut page = String::new();
+        stream.read_to_string(&mut page).await.unwrap();
+        page
     }
 
     pub async fn json(&self, path: &str) -> Value {
@@ -222,21 +242,27 @@ impl Proxy {
         serde_json::from_str(json).unwrap_or_else(|e| panic!("{e}: {page}"))
     }
 
-    /// The connections of clients that were ever lost and why, as `/events` tells it: also those that
-    /// came and went between two looks at `/status`.
+    pub async fn status(&self) -> Value {
+        self.json("/status").await
+    }
+
+    pub async fn events(&self) -> Vec<Value> {
+        self.json("/events").await["events"].as_array().unwrap().clone()
+    }
+
+    /// The upstream connections for clients that were lost, with the reasons, from `/events`, which has
+    /// also those that existed only between two reads of `/status`.
     pub async fn lost_connections(&self) -> Vec<String> {
         let lost = |event: &&Value| {
             event["kind"] == "connection"
                 && (event["to"] == "dead" || event["to"] == "draining")
                 && !event["detail"].as_str().unwrap().starts_with("class probe")
         };
-        let tell = |event: &Value| {
+        let describe = |event: &Value| {
             let (to, why, detail) = (&event["to"], &event["reason"], &event["detail"]);
             format!("{} to {to}: {why}, {} times ({detail})", event["name"], event["times"])
         };
-        let events = self.json("/events").await;
-        let events = events["events"].as_array().unwrap();
-        events.iter().filter(lost).map(tell).collect()
+        self.events().await.iter().filter(lost).map(describe).collect()
     }
 
     /// The endpoints in `/status`.
@@ -244,46 +270,62 @@ impl Proxy {
         self.status().await["upstreams"][0]["endpoints"].as_array().unwrap().clone()
     }
 
+    /// The endpoint with this address in `/status`.
+    pub async fn endpoint(&self, address: SocketAddr) -> Value {
+        let mut endpoints = self.endpoints().await.into_iter();
+        endpoints.find(|endpoint| endpoint["address"] == address.to_string()).unwrap()
+    }
+
+    /// Waits until an endpoint has this state.
+    pub async fn wait_state(&self, address: SocketAddr, state: &str) {
+        let what = format!("{address} is {state}");
+        until(&what, async || self.endpoint(address).await["state"] == state).await;
+    }
+
+    /// Waits until all endpoints have this state.
+    pub async fn wait_all(&self, state: &str) {
+        let what = format!("all endpoints are {state}");
+        until(&what, async || self.endpoints().await.iter().all(|e| e["state"] == state)).await;
+    }
+
     /// The live connections of an identity, by local address.
     pub async fn connections(&self, class: &str) -> Vec<String> {
         let mut found = Vec::new();
         for endpoint in self.endpoints().await {
-            for connection in endpoint["connections"].as_array().unwrap() {
-                if connection["class"].as_str().unwrap().starts_with(class)
+            let live = endpoint["connections"].as_array().unwrap().iter().filter(|connection| {
+                connection["class"].as_str().unwrap().starts_with(class)
                     && connection["state"] == "live"
-                {
-                    found.push(connection["local"].as_str().unwrap().to_owned());
-                }
-            }
+            });
+            found.extend(live.map(|live| live["local"].as_str().unwrap().to_owned()));
         }
         found.sort();
         found
     }
 
     /// Waits until that many endpoints are ready.
-    pub async fn usable(&self, count: usize) {
+    pub async fn wait_ready(&self, count: usize) {
         until("endpoints are ready", async || {
             self.endpoints().await.iter().filter(|e| e["state"] == "ready").count() >= count
         })
         .await;
     }
 
-    /// Waits until that many endpoints are ready and carry a connection for the identity.
-    pub async fn ready(&self, count: usize) {
-        until("endpoints are ready", async || {
+    /// Waits until that many endpoints are ready and have a connection for an identity.
+    pub async fn wait_connected(&self, count: usize) {
+        until("endpoints are connected", async || {
             let endpoints = self.endpoints().await;
-            let ready = |e: &&Value| {
+            let connected = |e: &&Value| {
                 e["state"] == "ready"
                     && e["connections"].as_array().unwrap().iter().any(|c| {
                         c["state"] == "live" && c["class"].as_str().unwrap().starts_with("identity")
                     })
             };
-            endpoints.iter().filter(ready).count() >= count
+            endpoints.iter().filter(connected).count() >= count
         })
         .await;
     }
 
-    /// The value of a metric, all its series added up.
+    /// The sum of all series of a metric whose lines start with `name`.
     pub async fn metric(&self, name: &str) -> f64 {
         let page = self.page("/metrics").await;
         page.lines()
@@ -291,24 +333,39 @@ impl Proxy {
             .filter_map(|line| line.rsplit_once(' ')?.1.parse::<f64>().ok())
             .sum()
     }
+
+    /// Watch resumes with this outcome.
+    pub async fn resumes(&self, outcome: &str) -> f64 {
+        self.metric(&format!("jackstay_watch_resumes_total{{outcome=\"{outcome}\"")).await
+    }
+
+    /// Hedges with this outcome.
+    pub async fn hedges(&self, outcome: &str) -> f64 {
+        self.metric(&format!("jackstay_hedges_total{{outcome=\"{outcome}\"")).await
+    }
+
+    /// Waits until `/metrics` contains this text.
+    pub async fn wait_metrics(&self, text: &str) {
+        until(text, async || self.page("/metrics").await.contains(text)).await;
+    }
 }
 
-/// A demo cluster with servers, and the data plane in front of them.
-pub struct World {
+/// Demo apiservers that share one state, and the certificates for a data plane in front of them.
+pub struct TestCluster {
     pub certs: Certs,
-    pub cluster: Cluster,
+    pub state: Cluster,
     pub servers: Vec<ApiServerHandle>,
 }
 
-impl World {
+impl TestCluster {
     pub fn new(servers: usize) -> Self {
-        let (certs, cluster) = (Certs::new(), Cluster::new());
+        let (certs, state) = (Certs::new(), Cluster::new());
         let start = |index| {
             let options = Options::named(&format!("server-{index}"));
-            apiserver::start(&cluster, &certs.pki, options).unwrap()
+            apiserver::start(&state, &certs.pki, options).unwrap()
         };
         let servers = (0..servers).map(start).collect();
-        Self { certs, cluster, servers }
+        Self { certs, state, servers }
     }
 
     pub fn addresses(&self) -> Vec<SocketAddr> {
@@ -327,26 +384,53 @@ impl World {
         let mut config = self.config();
         change(&mut config);
         let proxy = self.certs.start(config);
-        proxy.ready(self.servers.len()).await;
+        proxy.wait_connected(self.servers.len()).await;
         proxy
     }
-}
 
-impl World {
-    /// The data plane, and a relay before each server whose flows can fall silent.
-    pub async fn start_behind_holes(&self) -> (Vec<FaultyRelay>, Proxy) {
-        let hole = |server: &ApiServerHandle| FaultyRelay::start(server.addr).unwrap();
-        let holes: Vec<_> = self.servers.iter().map(hole).collect();
-        let addresses: Vec<_> = holes.iter().map(|hole| hole.addr).collect();
-        let proxy = self.certs.start(self.certs.config(&addresses));
-        proxy.ready(holes.len()).await;
-        (holes, proxy)
+    /// The data plane, and a relay in front of each server whose flows a test can interrupt.
+    pub async fn start_behind_relays(
+        &self,
+        change: impl FnOnce(&mut Config),
+    ) -> (Vec<FaultyRelay>, Proxy) {
+        let relays = start_relays(&self.addresses());
+        let addresses: Vec<_> = relays.iter().map(|relay| relay.addr).collect();
+        let mut config = self.certs.config(&addresses);
+        change(&mut config);
+        let proxy = self.certs.start(config);
+        proxy.wait_connected(relays.len()).await;
+        (relays, proxy)
+    }
+
+    /// Creates a config map in the namespace `default`, past jackstay. Returns its version.
+    pub fn create_config_map(&self, name: &str) -> u64 {
+        let object = config_map(name, "1");
+        self.state.create(&CONFIG_MAPS, "default", object, false).unwrap().version
+    }
+
+    /// The path of a watch of the config maps from now on.
+    pub fn watch_path(&self) -> String {
+        format!("{CONFIGMAPS}?watch=1&resourceVersion={}", self.state.version())
+    }
+
+    /// The number of watches that run on a server.
+    pub fn watches(&self, server: usize) -> u64 {
+        self.servers[server].counters().watches.load(Relaxed)
+    }
+
+    pub fn kill_all(&self) {
+        self.servers.iter().for_each(ApiServerHandle::kill);
     }
 }
 
-/// An address that refuses connections. It stays bound, so that nobody else is given it; whoever
-/// knows it may listen there.
-pub fn refusing() -> SocketAddr {
+/// A relay in front of each address.
+pub fn start_relays(targets: &[SocketAddr]) -> Vec<FaultyRelay> {
+    targets.iter().map(|target| FaultyRelay::start(*target).unwrap()).collect()
+}
+
+/// An address that refuses connections. A socket stays bound to it, so that no other process gets it; a
+/// test may listen there all the same.
+pub fn refusing_address() -> SocketAddr {
     let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
     socket.set_reuse_address(true).unwrap();
     socket.bind(&SocketAddr::from((Ipv4Addr::LOCALHOST, 0)).into()).unwrap();
@@ -355,8 +439,8 @@ pub fn refusing() -> SocketAddr {
     address
 }
 
-/// A config map.
-pub fn map(name: &str, value: &str) -> Value {
+/// A config map with this value as its data and its label.
+pub fn config_map(name: &str, value: &str) -> Value {
     json!({
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -365,12 +449,12 @@ pub fn map(name: &str, value: &str) -> Value {
     })
 }
 
-/// Whether the long form of the tests is asked for.
-pub fn long() -> bool {
+/// Whether `JACKSTAY_LONG` asks for the long form of the tests.
+pub fn long_form() -> bool {
     std::env::var_os("JACKSTAY_LONG").is_some()
 }
 
-/// The HTTP/2 error at the bottom of an error of the client, if there is one.
+/// The HTTP/2 error that caused an error of the client.
 pub fn h2_error(error: &std::io::Error) -> Option<&h2::Error> {
     let mut source: Option<&(dyn std::error::Error + 'static)> = Some(error.get_ref()?);
     while let Some(inner) = source {
@@ -382,33 +466,31 @@ pub fn h2_error(error: &std::io::Error) -> Option<&h2::Error> {
     None
 }
 
-/// Addresses as a file of endpoints has them.
-pub fn strings(addresses: &[SocketAddr]) -> Vec<String> {
+/// Addresses as lines of an endpoints file.
+pub fn to_strings(addresses: &[SocketAddr]) -> Vec<String> {
     addresses.iter().map(ToString::to_string).collect()
 }
 
-/// Writes a file as operators' tools do: a new one, renamed over the old.
-pub fn replace(path: &Path, text: &str) {
+/// Writes a new file and renames it over the old one, as deployment tools do.
+pub fn replace_file(path: &Path, text: &str) {
     let new = path.with_extension("new");
     std::fs::write(&new, text).unwrap();
     std::fs::rename(&new, path).unwrap();
 }
 
-/// Runs futures side by side; the crate has no dependency that does.
-pub async fn join_all<F: Future>(futures: impl IntoIterator<Item = F>) -> Vec<F::Output> {
-    let mut all: Vec<_> = futures.into_iter().map(|f| (Box::pin(f), None)).collect();
-    std::future::poll_fn(|cx| {
-        let mut done = true;
-        for (future, output) in &mut all {
-            if output.is_none() {
-                match future.as_mut().poll(cx) {
-                    std::task::Poll::Ready(value) => *output = Some(value),
-                    std::task::Poll::Pending => done = false,
-                }
-            }
-        }
-        if done { std::task::Poll::Ready(()) } else { std::task::Poll::Pending }
-    })
-    .await;
-    all.into_iter().map(|(_, output)| output.expect("polled to its end")).collect()
+/// Writes an endpoints file.
+pub fn write_lines(path: &Path, lines: &[String]) {
+    replace_file(path, &lines.join("\n"));
+}
+
+/// Writes a configuration over the old file.
+pub fn write_config(path: &Path, config: &Config) {
+    replace_file(path, &config.to_json().to_string());
+}
+
+/// Points a symlink at another file by a rename, as kubelet does.
+pub fn replace_symlink(link: &Path, target: &Path) {
+    let next = link.with_extension("next");
+    std::os::unix::fs::symlink(target, &next).unwrap();
+    std::fs::rename(next, link).unwrap();
 }

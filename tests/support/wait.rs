@@ -2,8 +2,8 @@
 //!
 //! A test waits for a condition, with a limit that is generous because nothing uses it up where
 //! things work. It never waits for a time by which something should have happened. Time that belongs
-//! to the scene (the pace of a client, the length of a fault, a window in which nothing may happen)
-//! passes in [`pass`]. `tests/house.rs` keeps `sleep` out of all other test code.
+//! to the setup (the pace of a client, the length of a fault, a window in which nothing may happen)
+//! passes in [`pause`]. `tests/house.rs` keeps `sleep` out of all other test code.
 
 #![allow(dead_code)] // each test crate uses its part
 
@@ -86,7 +86,7 @@ pub async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
     bounded.unwrap_or_else(|_| panic!("{what}: nothing for {PATIENCE:?}"))
 }
 
-/// Lets time pass that belongs to the scene, never time for something to happen in.
-pub async fn pass(time: Duration) {
+/// Lets time pass that belongs to the setup, never time for something to happen in.
+pub async fn pause(time: Duration) {
     tokio::time::sleep(time).await;
 }

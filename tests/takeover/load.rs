@@ -1,9 +1,9 @@
 //! Clients that behave as Go's do: a connection that says GOAWAY is left for a new one, a request
 //! that was not taken goes there, and anything else that goes wrong is kept.
 
-use crate::process::{PATIENCE, Scene};
+use crate::setup::{PATIENCE, Setup};
 use crate::support::wait;
-use crate::support::{MAPS, h2_error, map};
+use crate::support::{CONFIGMAPS, config_map, h2_error};
 use jackstay::demo::apiserver::cluster::Cluster;
 use jackstay::demo::apiserver::kinds;
 use jackstay::demo::client::{Client, Credentials, Reply, Watch};
@@ -78,10 +78,10 @@ struct Session {
 }
 
 impl Session {
-    fn new(scene: &Scene, seen: &Arc<Seen>) -> Arc<Self> {
+    fn new(setup: &Setup, seen: &Arc<Seen>) -> Arc<Self> {
         Arc::new(Self {
-            address: scene.address,
-            who: scene.world.certs.credentials(),
+            address: setup.address,
+            who: setup.cluster.certs.credentials(),
             client: tokio::sync::Mutex::default(),
             seen: Arc::clone(seen),
         })
@@ -143,16 +143,16 @@ fn was_not_taken(error: &io::Error) -> bool {
 }
 
 impl Load {
-    pub async fn start(scene: &Scene) -> Self {
+    pub async fn start(setup: &Setup) -> Self {
         let seen = Arc::<Seen>::default();
-        let cluster = scene.world.cluster.clone();
+        let cluster = setup.cluster.state.clone();
         let from = cluster.version();
         let mut versions = Vec::new();
         let mut watches = Vec::new();
-        let mut session = Session::new(scene, &seen);
+        let mut session = Session::new(setup, &seen);
         for number in 0..WATCHES {
             if number % 2 == 0 {
-                session = Session::new(scene, &seen);
+                session = Session::new(setup, &seen);
             }
             let into = Arc::<Mutex<Vec<u64>>>::default();
             versions.push(Arc::clone(&into));
@@ -162,11 +162,11 @@ impl Load {
         let kind = kinds::find("", "v1", "configmaps").unwrap();
         for number in 0..READERS + WRITERS {
             let name = format!("t{number}");
-            let mut object = map(&name, "0");
+            let mut object = config_map(&name, "0");
             object["metadata"]["namespace"] = "kube-system".into();
             // It is there already if there was load before.
             let _ = cluster.create(kind, "kube-system", object, false);
-            let session = Session::new(scene, &seen);
+            let session = Session::new(setup, &seen);
             requests.push(tokio::spawn(request(session, name, number < WRITERS)));
         }
         let load = Self { seen, versions, requests, watches };
@@ -230,8 +230,12 @@ async fn write(cluster: Cluster, seen: Arc<Seen>) {
     let mut ticks = pace();
     while !seen.stop.load(Relaxed) {
         ticks.tick().await;
-        let made =
-            cluster.create(kind, "default", map(&format!("m{}", cluster.version()), "1"), false);
+        let made = cluster.create(
+            kind,
+            "default",
+            config_map(&format!("m{}", cluster.version()), "1"),
+            false,
+        );
         seen.written.lock().unwrap().push(made.unwrap().version);
     }
 }
@@ -246,7 +250,7 @@ async fn request(session: Arc<Session>, name: String, writes: bool) {
         if seen.stop.load(Relaxed) {
             return;
         }
-        let mut object = map(&name, &number.to_string());
+        let mut object = config_map(&name, &number.to_string());
         object["metadata"]["namespace"] = "kube-system".into();
         match session.request(&path, writes.then_some(&object)).await {
             Ok(reply) if reply.status.is_success() => drop(seen.requests.fetch_add(1, Relaxed)),
@@ -264,7 +268,7 @@ async fn request(session: Arc<Session>, name: String, writes: bool) {
 async fn watch(session: Arc<Session>, mut from: u64, into: Arc<Mutex<Vec<u64>>>) {
     let seen = Arc::clone(&session.seen);
     loop {
-        let path = format!("{MAPS}?watch=1&resourceVersion={from}");
+        let path = format!("{CONFIGMAPS}?watch=1&resourceVersion={from}");
         let (mut watch, _connection) = match session.watch(&path).await {
             Ok(begun) => begun,
             Err(error) => return seen.failed("a watch cannot begin", error),

@@ -3,17 +3,17 @@
 
 #![cfg(feature = "demo")]
 
-mod harness;
 #[path = "../support/netns.rs"]
 mod netns;
+mod setup;
 #[path = "../support/wait.rs"]
 mod wait;
 
 use std::time::{Duration, SystemTime};
 
-use harness::{Ca, Peer, Proxy, nobody, run, scene};
 use jackstay::demo::faulty_relay::FaultyRelay;
 use netns::nft;
+use setup::{Ca, Peer, Proxy, nobody, run, scene};
 
 const EXEC: &str = "POST /api/v1/namespaces/d/pods/p/exec?command=sh&stdin=true HTTP/1.1\r\n\
     Host: api.example:6443\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\nContent-Length: 0\r\n";
@@ -21,11 +21,11 @@ const SWITCH: &str =
     "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n";
 
 /// An exec that has just been granted: the client's end and the apiserver's.
-async fn granted(ca: &Ca, peer: &Peer, proxy: &Proxy) -> (harness::Talk, harness::Talk) {
+async fn granted(ca: &Ca, peer: &Peer, proxy: &Proxy) -> (setup::Talk, setup::Talk) {
     granted_to(proxy.client(ca).await, peer).await
 }
 
-async fn granted_to(mut client: harness::Talk, peer: &Peer) -> (harness::Talk, harness::Talk) {
+async fn granted_to(mut client: setup::Talk, peer: &Peer) -> (setup::Talk, setup::Talk) {
     client.say(&format!("{EXEC}\r\n")).await;
     let mut server = peer.accept().await;
     server.head().await;
@@ -475,7 +475,7 @@ fn a_peer_that_reads_nothing_is_left_alone() {
         let (mut client, mut server) = granted(&ca, &peer, &proxy).await;
         let much = "0123456789abcdef".repeat(2_000_000);
         tokio::join!(client.say(&much), async {
-            wait::pass(Duration::from_secs(14)).await;
+            wait::pause(Duration::from_secs(14)).await;
             server.hear(&much).await;
         });
     });
@@ -495,7 +495,7 @@ fn tunnel_survives_a_blackout_shorter_than_tunnel_dead_after() {
         assert_eq!(hole.lose_all().unwrap(), 2);
         tokio::join!(busy.say("typed"), busy_server.say("shown"));
         // The length of the fault: a flow at L4 dies after 2.7 s at most.
-        wait::pass(Duration::from_secs(4)).await;
+        wait::pause(Duration::from_secs(4)).await;
         assert_eq!(proxy.tunnels.open(), 2);
         hole.heal();
         tokio::join!(client.say("ls"), server.hear("ls"));

@@ -1,34 +1,30 @@
 //! A list of endpoints that lies in every way, and a change of it in the middle of traffic.
 
-use crate::support::{Proxy, World, pass, refusing, replace, strings, until};
+use crate::support::{Proxy, TestCluster, pause, refusing_address, to_strings, until, write_lines};
 use crate::traffic::{Traffic, set, set_is, source, told};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-fn write(path: &Path, lines: &[String]) {
-    replace(path, &lines.join("\n"));
-}
-
 /// Endpoints from a file alone.
-async fn start(world: &World, lines: &[String]) -> (Proxy, PathBuf) {
-    let path = world.certs.path().join("endpoints");
-    write(&path, lines);
-    let mut config = world.config();
+async fn start(cluster: &TestCluster, lines: &[String]) -> (Proxy, PathBuf) {
+    let path = cluster.certs.path().join("endpoints");
+    write_lines(&path, lines);
+    let mut config = cluster.config();
     config.upstreams[0].endpoints.clear();
     config.upstreams[0].endpoints_file = Some(path.clone());
-    let proxy = world.certs.start(config);
-    proxy.ready(1).await;
+    let proxy = cluster.certs.start(config);
+    proxy.wait_connected(1).await;
     (proxy, path)
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn what_cannot_be_changes_nothing_and_is_told() {
-    let world = World::new(2);
-    let addresses = strings(&world.addresses());
-    let (proxy, path) = start(&world, &addresses).await;
-    proxy.ready(2).await;
-    let traffic = Traffic::start(&world, &proxy).await;
+    let cluster = TestCluster::new(2);
+    let addresses = to_strings(&cluster.addresses());
+    let (proxy, path) = start(&cluster, &addresses).await;
+    proxy.wait_connected(2).await;
+    let traffic = Traffic::start(&cluster, &proxy).await;
 
     let last_success = async || source(&proxy, "file").await["last_success"].clone();
     let first = last_success().await;
@@ -42,7 +38,7 @@ async fn what_cannot_be_changes_nothing_and_is_told() {
         (vec!["apiserver.example".to_owned(), "what?".into()], "can be an endpoint"),
         (vec![own.clone()], "requests would loop"),
     ] {
-        write(&path, &lines);
+        write_lines(&path, &lines);
         until(words, async || told(&proxy, "file", words).await).await;
         assert_eq!(set(&proxy).await.len(), 2, "{words}");
         let after = source(&proxy, "file").await;
@@ -66,10 +62,10 @@ async fn what_cannot_be_changes_nothing_and_is_told() {
 
     // Ourselves and nonsense among what is good: those are left out, and the rest is taken.
     let mixed = vec![own, addresses[0].clone(), "x".into()];
-    write(&path, &mixed);
+    write_lines(&path, &mixed);
     set_is(&proxy, &addresses[..1]).await;
     assert_eq!(source(&proxy, "file").await["error"], serde_json::Value::Null);
-    traffic.end(&world).await;
+    traffic.end(&cluster).await;
     let metric = async |name: &str| proxy.metric(name).await;
     assert!(metric("jackstay_discovery_refused_total").await >= 7.0);
     let at = metric("jackstay_discovery_last_success_timestamp_seconds").await;
@@ -78,68 +74,68 @@ async fn what_cannot_be_changes_nothing_and_is_told() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn all_replaced_at_once() {
-    let world = World::new(4);
-    let addresses = strings(&world.addresses());
-    let (proxy, path) = start(&world, &addresses[..2]).await;
-    proxy.ready(2).await;
-    let traffic = Traffic::start(&world, &proxy).await;
-    write(&path, &addresses[2..]);
+    let cluster = TestCluster::new(4);
+    let addresses = to_strings(&cluster.addresses());
+    let (proxy, path) = start(&cluster, &addresses[..2]).await;
+    proxy.wait_connected(2).await;
+    let traffic = Traffic::start(&cluster, &proxy).await;
+    write_lines(&path, &addresses[2..]);
     set_is(&proxy, &addresses[2..]).await;
-    proxy.ready(2).await;
+    proxy.wait_connected(2).await;
     traffic.goes_on().await;
 
     // By what does not work: nothing that serves is taken away.
-    let dead: Vec<String> = (0..2).map(|_| refusing().to_string()).collect();
-    write(&path, &dead);
+    let dead: Vec<String> = (0..2).map(|_| refusing_address().to_string()).collect();
+    write_lines(&path, &dead);
     let all = [&dead[..], &addresses[2..]].concat();
     set_is(&proxy, &all).await;
     for _ in 0..10 {
         traffic.goes_on().await;
     }
     assert_eq!(set(&proxy).await.len(), 4, "they stay for as long as nothing else serves");
-    write(&path, &[&dead[..], &addresses[..1]].concat());
+    write_lines(&path, &[&dead[..], &addresses[..1]].concat());
     set_is(&proxy, &[&dead[..], &addresses[..1]].concat()).await;
-    traffic.end(&world).await;
+    traffic.end(&cluster).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn a_member_that_flaps() {
-    let world = World::new(2);
-    let addresses = strings(&world.addresses());
-    let (proxy, path) = start(&world, &addresses).await;
-    proxy.ready(2).await;
-    let traffic = Traffic::start(&world, &proxy).await;
+    let cluster = TestCluster::new(2);
+    let addresses = to_strings(&cluster.addresses());
+    let (proxy, path) = start(&cluster, &addresses).await;
+    proxy.wait_connected(2).await;
+    let traffic = Traffic::start(&cluster, &proxy).await;
     let start = Instant::now();
     let mut turn = 0;
     while start.elapsed() < Duration::from_secs(4) {
-        write(&path, &addresses[..=turn % 2]);
+        write_lines(&path, &addresses[..=turn % 2]);
         turn += 1;
-        pass(Duration::from_millis(200)).await;
+        pause(Duration::from_millis(200)).await;
     }
     traffic.goes_on().await;
-    write(&path, &addresses);
+    write_lines(&path, &addresses);
     set_is(&proxy, &addresses).await;
-    traffic.end(&world).await;
+    traffic.end(&cluster).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn a_thousand_entries() {
-    let world = World::new(2);
-    let addresses = strings(&world.addresses());
-    let (proxy, path) = start(&world, &addresses).await;
-    proxy.ready(2).await;
-    let traffic = Traffic::start(&world, &proxy).await;
+    let cluster = TestCluster::new(2);
+    let addresses = to_strings(&cluster.addresses());
+    let (proxy, path) = start(&cluster, &addresses).await;
+    proxy.wait_connected(2).await;
+    let traffic = Traffic::start(&cluster, &proxy).await;
     // Nobody is there: 127.0.0.0/8 refuses at once.
     let mut lines: Vec<String> =
         (0..1000).map(|n| format!("127.1.{}.{}:9", n / 250, n % 250 + 1)).collect();
     lines.extend(addresses.iter().cloned());
-    write(&path, &lines);
+    write_lines(&path, &lines);
     until("it is told", async || told(&proxy, "file", "more than 64 endpoints").await).await;
     until("there is a bound", async || set(&proxy).await.len() == 64).await;
     let set = set(&proxy).await;
     assert!(addresses.iter().all(|address| set.contains(address)), "what serves stays");
     traffic.goes_on().await;
-    write(&path, &addresses);
+    write_lines(&path, &addresses);
     set_is(&proxy, &addresses).await;
-    traffic.end(&world).await;
+    traffic.end(&cluster).await;
 }

@@ -1,20 +1,20 @@
 //! The token with which every endpoint is asked for its `/readyz`, from a file that others write.
 
-use crate::support::{World, until};
+use crate::support::{TestCluster, until};
 use jackstay::demo::apiserver::identity::User;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn the_token_is_lost_and_comes_back_as_another_one() {
-    let world = World::new(1);
-    let (token, audit) = (world.certs.path().join("probe-token"), world.cluster.audit());
-    world.cluster.add_token("probe-1", User::new("prober-1", &[]));
-    world.cluster.add_token("probe-2", User::new("prober-2", &[]));
+    let cluster = TestCluster::new(1);
+    let (token, audit) = (cluster.certs.path().join("probe-token"), cluster.state.audit());
+    cluster.state.add_token("probe-1", User::new("prober-1", &[]));
+    cluster.state.add_token("probe-2", User::new("prober-2", &[]));
     std::fs::write(&token, "probe-1\n").unwrap();
-    let mut config = world.config();
+    let mut config = cluster.config();
     let readyz = &mut config.upstreams[0].health.readyz;
     (readyz.cert, readyz.token_file) = (None, Some(token.clone()));
-    let proxy = world.certs.start(config);
-    proxy.ready(1).await;
+    let proxy = cluster.certs.start(config);
+    proxy.wait_connected(1).await;
     let asked = |by: &str| audit.select(|r| r.path == "/readyz" && r.user == by).len();
     until("it is asked", async || asked("prober-1") > 0).await;
 

@@ -1,6 +1,6 @@
 //! The binary as a process, what it says, and what it is replaced by.
 
-use crate::support::{World, until, wait};
+use crate::support::{TestCluster, until, wait};
 use jackstay::config::Config;
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
@@ -148,9 +148,9 @@ impl Managed {
 }
 
 /// Apiservers, and the process before them.
-pub struct Scene {
+pub struct Setup {
     pub process: Process,
-    pub world: World,
+    pub cluster: TestCluster,
     pub config: Config,
     pub address: SocketAddr,
     admin: SocketAddr,
@@ -159,18 +159,18 @@ pub struct Scene {
     changes: usize,
 }
 
-impl Scene {
+impl Setup {
     pub async fn new(servers: usize, workers: usize) -> Self {
         Self::with(servers, |config| config.workers = workers).await
     }
 
     pub async fn with(servers: usize, change: impl FnOnce(&mut Config)) -> Self {
-        let world = World::new(servers);
-        let mut config = world.config();
+        let cluster = TestCluster::new(servers);
+        let mut config = cluster.config();
         change(&mut config);
         config.shutdown.drain_timeout = DRAIN;
-        config.state_dir = Some(world.certs.path().join("state"));
-        let file = world.certs.path().join("jackstay.yaml");
+        config.state_dir = Some(cluster.certs.path().join("state"));
+        let file = cluster.certs.path().join("jackstay.yaml");
         write(&file, &config);
         let binary = Path::new(env!("CARGO_BIN_EXE_jackstay"));
         let mut process = Process::spawn(Process::command(binary, &file, &[]));
@@ -180,13 +180,13 @@ impl Scene {
         config.admin.bind = admin;
         config.listeners[0].bind = vec![address];
         write(&file, &config);
-        let scene = Self { process, world, config, address, admin, file, changes: 0 };
-        scene.is_ready().await;
-        scene
+        let setup = Self { process, cluster, config, address, admin, file, changes: 0 };
+        setup.is_ready().await;
+        setup
     }
 
     pub fn state(&self) -> PathBuf {
-        self.world.certs.path().join("state")
+        self.cluster.certs.path().join("state")
     }
 
     /// Writes what the next process will read, and the one that runs will not: it would follow the

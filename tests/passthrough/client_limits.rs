@@ -3,7 +3,7 @@
 
 use crate::peer::Peer;
 use crate::prober::Probed;
-use crate::support::{Certs, pass, passing, passthrough, soon, until};
+use crate::support::{Certs, passthrough_config, passthrough_mode, pause, soon, until};
 use jackstay::config::Route;
 use std::io::{BufRead, BufReader, ErrorKind};
 use std::net::SocketAddr;
@@ -27,7 +27,7 @@ async fn echo((client, server): &mut (TcpStream, TcpStream)) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn readers_that_do_not_read_stop_their_own_writer_alone() {
     let (certs, peer) = (Certs::new(), Peer::start().await);
-    let proxy = certs.start(passing(certs.config(&[peer.address])));
+    let proxy = certs.start(passthrough_config(certs.config(&[peer.address])));
     let mut other = peer.join(&proxy).await;
     let mut slow = Vec::new();
     for _ in 0..4 {
@@ -46,7 +46,7 @@ async fn readers_that_do_not_read_stop_their_own_writer_alone() {
     }
     while slow.iter().any(|(_, writer)| !writer.is_finished()) {
         echo(&mut other).await;
-        pass(Duration::from_millis(20)).await;
+        pause(Duration::from_millis(20)).await;
     }
     for (mut client, writer) in slow {
         let (server, written) = writer.await.unwrap();
@@ -64,9 +64,9 @@ async fn readers_that_do_not_read_stop_their_own_writer_alone() {
 #[tokio::test]
 async fn a_flood_of_halves_and_garbage_is_bounded_and_ends() {
     let (certs, peer) = (Certs::new(), Peer::start().await);
-    let mut config = passing(certs.config(&[peer.address]));
+    let mut config = passthrough_config(certs.config(&[peer.address]));
     let upstream = config.upstreams[0].name.clone();
-    passthrough(&mut config).routes =
+    passthrough_mode(&mut config).routes =
         vec![Route { server_names: vec!["elsewhere.example".into()], upstream }];
     config.listeners[0].limits.max_connections = 40;
     config.listeners[0].limits.handshake_timeout = Duration::from_secs(2);

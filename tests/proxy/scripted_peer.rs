@@ -1,9 +1,9 @@
-//! A scripted HTTP/2 server: TLS, and then frames written and read by hand (RFC 9113), so that
-//! what no HTTP/2 library would say can be said.
+//! A scripted HTTP/2 server: TLS, and frames that are written and read one by one (RFC 9113), so that a
+//! test can send what no HTTP/2 library sends.
 //!
-//! Several peers share one [`Script`]: the first request that reaches any of them meets the first
-//! act, the second one the second, and all that follow get a usual answer. Requests are counted as
-//! HEADERS frames, so nothing needs to decode HPACK.
+//! Several peers share one [`Script`]: the first request that reaches any of them gets the first action,
+//! the second request the second one, and all later requests the default reply. Requests are counted as
+//! HEADERS frames, so nothing has to decode HPACK.
 
 use bytes::BytesMut;
 use jackstay::demo::apiserver::identity::Certificate;
@@ -12,6 +12,7 @@ use rustls::server::WebPkiClientVerifier;
 use std::collections::{HashSet, VecDeque};
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
+use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -19,7 +20,9 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 
-use crate::support::Certs;
+use crate::support::{Certs, Proxy, without_suspicion};
+use jackstay::config::Config;
+use jackstay::demo::client::Client;
 
 pub const DATA: u8 = 0;
 pub const HEADERS: u8 = 1;
@@ -42,7 +45,16 @@ pub const CANCEL: u32 = 8;
 pub const MAX_CONCURRENT_STREAMS: u16 = 3;
 pub const INITIAL_WINDOW_SIZE: u16 = 4;
 
-/// A frame as bytes.
+/// Events of watches, without the line feed that ends them.
+pub const FIRST: &str = r#"{"type":"ADDED","object":{"kind":"ConfigMap","apiVersion":"v1","metadata":{"name":"a","resourceVersion":"6"}}}"#;
+pub const SECOND: &str = r#"{"type":"ADDED","object":{"kind":"ConfigMap","apiVersion":"v1","metadata":{"name":"b","resourceVersion":"7"}}}"#;
+pub const BOOKMARK: &str = r#"{"type":"BOOKMARK","object":{"kind":"ConfigMap","apiVersion":"v1","metadata":{"resourceVersion":"6"}}}"#;
+
+/// Events as a watch sends them.
+pub fn lines(events: &[&str]) -> String {
+    events.iter().flat_map(|event| [*event, "\n"]).collect()
+}
+
 pub fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     let length = u32::try_from(payload.len()).unwrap().to_be_bytes();
     let mut frame = length[1..].to_vec();
@@ -95,7 +107,7 @@ pub fn goaway(last: u32, code: u32) -> Vec<u8> {
     frame(GOAWAY, 0, 0, &[last.to_be_bytes(), code.to_be_bytes()].concat())
 }
 
-/// What a peer answers.
+/// A reply of a peer.
 #[derive(Debug, Clone)]
 pub struct Reply {
     pub status: &'static str,
@@ -125,36 +137,37 @@ impl Reply {
     }
 }
 
-/// What happens to a request.
+type MakeBytes = Arc<dyn Fn(u32) -> Vec<u8> + Send + Sync>;
+
+/// What a peer does with a request.
 #[derive(Clone)]
-pub enum Act {
-    /// Nothing, for ever; PINGs are answered.
+pub enum Action {
+    /// Never replies, and answers PINGs.
     Hang,
-    /// Nothing, for ever, and PINGs are not answered either.
-    Mute,
-    /// An answer.
+    /// Never replies, and does not answer PINGs from now on.
+    Unresponsive,
     Answer(Reply),
-    /// Whatever bytes this makes of the stream's id.
-    Raw(Arc<dyn Fn(u32) -> Vec<u8> + Send + Sync>),
-    /// The same bytes again and again until the connection is closed.
-    Flood(Arc<dyn Fn(u32) -> Vec<u8> + Send + Sync>),
-    /// The whole request is read, and then this happens, unless the client gives the request up.
-    Late(Box<Act>),
-    /// Head and body of an answer, but not its end, and then these bytes.
-    Partly(Reply, Arc<dyn Fn(u32) -> Vec<u8> + Send + Sync>),
-    /// The same, and then the connection is cut.
-    PartlyCut(Reply),
-    /// The same, and from then on PINGs have no answer.
-    PartlyMute(Reply),
-    /// The same, but one PING has its answer yet.
-    PartlyFade(Reply),
-    /// The connection is cut.
-    Cut,
-    /// GOAWAY that says that this request was seen, then the connection is cut.
-    GoAwaySeen,
+    /// Sends the bytes made from the stream's id.
+    Raw(MakeBytes),
+    /// Sends these bytes again and again until the connection is closed.
+    Flood(MakeBytes),
+    /// Acts when the whole request has been read, unless the client resets the request before.
+    AfterBody(Box<Action>),
+    /// Sends head and body of a reply without its end, and then these bytes.
+    Partial(Reply, MakeBytes),
+    /// Sends a reply without its end, and closes the connection.
+    PartialThenClose(Reply),
+    /// Sends a reply without its end, and does not answer PINGs from now on.
+    PartialThenUnresponsive(Reply),
+    /// Sends a reply without its end, and answers only one more PING.
+    PartialThenOnePong(Reply),
+    /// Closes the connection.
+    Close,
+    /// Sends a GOAWAY whose last stream is this request, and closes the connection.
+    GoAwayThenClose,
 }
 
-impl Act {
+impl Action {
     pub fn raw(bytes: impl Fn(u32) -> Vec<u8> + Send + Sync + 'static) -> Self {
         Self::Raw(Arc::new(bytes))
     }
@@ -163,82 +176,95 @@ impl Act {
         Self::Flood(Arc::new(bytes))
     }
 
-    pub fn partly(reply: Reply, then: impl Fn(u32) -> Vec<u8> + Send + Sync + 'static) -> Self {
-        Self::Partly(reply, Arc::new(then))
+    pub fn partial(reply: Reply, then: impl Fn(u32) -> Vec<u8> + Send + Sync + 'static) -> Self {
+        Self::Partial(reply, Arc::new(then))
+    }
+
+    pub fn after_body(action: Self) -> Self {
+        Self::AfterBody(Box::new(action))
     }
 }
 
-/// What all peers of a test play.
+/// A request that a peer has seen.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Request {
+    pub peer: usize,
+    pub connection: usize,
+    pub stream: u32,
+}
+
+/// The actions of all peers of a test, and a record of what they have seen.
 #[derive(Default)]
 pub struct Script {
-    acts: Mutex<VecDeque<Act>>,
-    usual: Mutex<Option<Reply>>,
-    /// Requests that were seen: peer, connection, stream.
-    seen: Mutex<Vec<(usize, usize, u32)>>,
-    /// Requests that were given up by `RST_STREAM`, with the reason.
-    given_up: Mutex<Vec<(usize, u32, u32)>>,
-    /// Requests that arrived up to their `END_STREAM`: connection, stream.
-    whole: Mutex<Vec<(usize, u32)>>,
+    actions: Mutex<VecDeque<Action>>,
+    default: Mutex<Option<Reply>>,
+    requests: Mutex<Vec<Request>>,
+    resets: Mutex<Vec<(usize, u32, u32)>>,
+    completed: Mutex<Vec<(usize, u32)>>,
     /// Connections for requests that were accepted, and those that ended.
     pub accepted: AtomicUsize,
     pub ended: AtomicUsize,
-    /// GOAWAYs that jackstay sent.
+    /// GOAWAY frames from jackstay.
     pub goaways: AtomicUsize,
-    /// The next PING of an idle connection is met by GOAWAY and the end, once.
-    pub leave: AtomicBool,
-    /// Send no window for uploads.
-    pub stingy: AtomicBool,
+    /// Answers the next PING of an idle connection with GOAWAY and the end of the connection, once.
+    pub goaway_on_ping: AtomicBool,
+    /// Sends no WINDOW_UPDATE for uploads.
+    pub withhold_window: AtomicBool,
     /// SETTINGS of new connections.
     pub settings: Mutex<Vec<(u16, u32)>>,
     connections: AtomicUsize,
 }
 
 impl Script {
-    /// What the next requests meet; forgets what was seen.
-    pub fn play(&self, acts: impl IntoIterator<Item = Act>) {
-        *self.acts.lock().unwrap() = acts.into_iter().collect();
-        self.seen.lock().unwrap().clear();
-        self.given_up.lock().unwrap().clear();
-        self.whole.lock().unwrap().clear();
+    /// Sets the actions for the next requests, and clears the record of requests.
+    pub fn set_actions(&self, actions: impl IntoIterator<Item = Action>) {
+        *self.actions.lock().unwrap() = actions.into_iter().collect();
+        self.requests.lock().unwrap().clear();
+        self.resets.lock().unwrap().clear();
+        self.completed.lock().unwrap().clear();
     }
 
-    /// What all other requests get.
-    pub fn usually(&self, reply: Reply) {
-        *self.usual.lock().unwrap() = Some(reply);
+    /// Sets the reply to requests for which there is no action.
+    pub fn set_default(&self, reply: Reply) {
+        *self.default.lock().unwrap() = Some(reply);
     }
 
-    pub fn seen(&self) -> Vec<(usize, usize, u32)> {
-        self.seen.lock().unwrap().clone()
+    pub fn requests(&self) -> Vec<Request> {
+        self.requests.lock().unwrap().clone()
     }
 
-    pub fn given_up(&self) -> Vec<(usize, u32, u32)> {
-        self.given_up.lock().unwrap().clone()
+    /// Requests that jackstay has reset: connection, stream, error code.
+    pub fn resets(&self) -> Vec<(usize, u32, u32)> {
+        self.resets.lock().unwrap().clone()
     }
 
-    pub fn whole(&self) -> Vec<(usize, u32)> {
-        self.whole.lock().unwrap().clone()
+    /// Requests that arrived up to their `END_STREAM`: connection, stream.
+    pub fn completed(&self) -> Vec<(usize, u32)> {
+        self.completed.lock().unwrap().clone()
     }
 
-    fn next(&self, peer: usize, connection: usize, stream: u32) -> Act {
-        self.seen.lock().unwrap().push((peer, connection, stream));
-        let act = self.acts.lock().unwrap().pop_front();
-        act.unwrap_or_else(|| {
-            let usual = self.usual.lock().unwrap().clone();
-            Act::Answer(usual.unwrap_or_else(|| Reply::ok("{\"kind\":\"ConfigMapList\"}\n")))
+    fn next(&self, peer: usize, connection: usize, stream: u32) -> Action {
+        self.requests.lock().unwrap().push(Request { peer, connection, stream });
+        let action = self.actions.lock().unwrap().pop_front();
+        action.unwrap_or_else(|| {
+            let default = self.default.lock().unwrap().clone();
+            Action::Answer(default.unwrap_or_else(|| Reply::ok("{\"kind\":\"ConfigMapList\"}\n")))
         })
     }
 }
 
-/// Peers that share a script, on a thread of their own.
+/// Peers that share a script, on their own thread.
 pub struct Peers {
     pub addresses: Vec<SocketAddr>,
-    pub script: Arc<Script>,
+    pub certs: Certs,
+    script: Arc<Script>,
     stop: Option<tokio::sync::oneshot::Sender<()>>,
     thread: Option<std::thread::JoinHandle<()>>,
 }
 
 impl Peers {
-    pub fn start(certs: &Certs, count: usize) -> Self {
+    pub fn start(count: usize) -> Self {
+        let certs = Certs::new();
         let mut roots = rustls::RootCertStore::empty();
         roots.add(certs.pki.ca_der()).unwrap();
         let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
@@ -286,9 +312,11 @@ impl Peers {
                                 );
                                 let connection = script.connections.fetch_add(1, Relaxed);
                                 let mut wire = Wire::new(stream, script, peer, connection, probe);
-                                // Errors are the end of the connection, and often the point.
+                                // An error ends the connection; many tests cause one.
                                 let _ = wire.serve().await;
-                                wire.bye();
+                                if !probe {
+                                    wire.script.ended.fetch_add(1, Relaxed);
+                                }
                             });
                         }
                     });
@@ -296,8 +324,39 @@ impl Peers {
                 let _ = stopped.await;
             });
         });
-        Self { addresses, script, stop: Some(stop), thread: Some(thread) }
+        Self { addresses, certs, script, stop: Some(stop), thread: Some(thread) }
     }
+
+    /// jackstay in front of these peers.
+    pub async fn start_proxy(&self, change: impl FnOnce(&mut Config)) -> Proxy {
+        let mut config = self.certs.config(&self.addresses);
+        change(&mut config);
+        let proxy = self.certs.start(config);
+        proxy.wait_connected(self.addresses.len()).await;
+        proxy
+    }
+}
+
+impl Deref for Peers {
+    type Target = Script;
+
+    fn deref(&self) -> &Script {
+        &self.script
+    }
+}
+
+/// Peers, jackstay in front of them, and a client. jackstay suspects no peer soon, so that a test can
+/// count the requests of each peer.
+pub async fn setup(count: usize) -> (Peers, Proxy, Client) {
+    setup_with(count, without_suspicion).await
+}
+
+/// The same with another change of the configuration.
+pub async fn setup_with(count: usize, change: impl FnOnce(&mut Config)) -> (Peers, Proxy, Client) {
+    let peers = Peers::start(count);
+    let proxy = peers.start_proxy(change).await;
+    let client = proxy.client().await;
+    (peers, proxy, client)
 }
 
 impl Drop for Peers {
@@ -315,15 +374,15 @@ struct Wire {
     peer: usize,
     connection: usize,
     probe: bool,
-    /// So many PINGs are still answered; all, if none.
-    answers: Option<u32>,
-    /// A PING of ours was answered.
-    ponged: bool,
-    /// Requests that have arrived whole.
-    whole: HashSet<u32>,
+    /// How many more PINGs are answered; `None` for all.
+    pongs_left: Option<u32>,
+    /// A PING of the peer was answered.
+    pong_received: bool,
+    /// Requests that have arrived up to their `END_STREAM`.
+    completed: HashSet<u32>,
     /// Requests that were reset.
-    given_up: HashSet<u32>,
-    /// Requests that arrived while another one was waited for.
+    reset: HashSet<u32>,
+    /// Requests that arrived while the peer waited for a frame of another one.
     queue: VecDeque<u32>,
 }
 
@@ -345,17 +404,11 @@ impl Wire {
             peer,
             connection,
             probe,
-            answers: None,
-            ponged: false,
-            whole: HashSet::new(),
-            given_up: HashSet::new(),
+            pongs_left: None,
+            pong_received: false,
+            completed: HashSet::new(),
+            reset: HashSet::new(),
             queue: VecDeque::new(),
-        }
-    }
-
-    fn bye(&self) {
-        if !self.probe {
-            self.script.ended.fetch_add(1, Relaxed);
         }
     }
 
@@ -372,71 +425,71 @@ impl Wire {
                     None => continue,
                 },
             };
-            let act = if self.probe {
-                Act::Answer(Reply::ok("ok"))
+            let action = if self.probe {
+                Action::Answer(Reply::ok("ok"))
             } else {
                 self.script.next(self.peer, self.connection, stream)
             };
-            if !self.act(act, stream).await? {
+            if !self.perform(action, stream).await? {
                 return Ok(());
             }
         }
     }
 
-    /// Plays; false when the connection is to end.
-    async fn act(&mut self, act: Act, stream: u32) -> io::Result<bool> {
-        match act {
-            Act::Hang => {}
-            Act::Mute => self.answers = Some(0),
-            Act::Answer(reply) => {
+    /// Performs an action. Returns false when the connection must end.
+    async fn perform(&mut self, action: Action, stream: u32) -> io::Result<bool> {
+        match action {
+            Action::Hang => {}
+            Action::Unresponsive => self.pongs_left = Some(0),
+            Action::Answer(reply) => {
                 let head = reply.head(stream, END_HEADERS);
                 let body = frame(DATA, END_STREAM, stream, &reply.body);
                 self.write(&[head, body].concat()).await?;
             }
-            Act::Raw(bytes) => self.write(&bytes(stream)).await?,
-            Act::Flood(bytes) => {
+            Action::Raw(bytes) => self.write(&bytes(stream)).await?,
+            Action::Flood(bytes) => {
                 let bytes = bytes(stream);
                 self.write(&bytes).await?;
                 loop {
                     self.write(&bytes).await?;
                 }
             }
-            Act::Late(act) => {
-                while !self.whole.contains(&stream) {
-                    if self.given_up.contains(&stream) {
+            Action::AfterBody(action) => {
+                while !self.completed.contains(&stream) {
+                    if self.reset.contains(&stream) {
                         return Ok(true);
                     }
                     if let Some(other) = self.frame().await? {
                         self.queue.push_back(other);
                     }
                 }
-                return Box::pin(self.act(*act, stream)).await;
+                return Box::pin(self.perform(*action, stream)).await;
             }
-            Act::Partly(reply, then) => {
-                self.partly(&reply, stream).await?;
+            Action::Partial(reply, then) => {
+                self.send_partial(&reply, stream).await?;
                 self.write(&then(stream)).await?;
             }
-            Act::PartlyCut(reply) => {
-                self.partly(&reply, stream).await?;
-                // A cut takes away what has not been read.
+            Action::PartialThenClose(reply) => {
+                self.send_partial(&reply, stream).await?;
+                // A close discards what jackstay has not read yet.
                 self.write(&frame(PING, 0, 0, b"read all")).await?;
-                while !std::mem::take(&mut self.ponged) {
+                while !std::mem::take(&mut self.pong_received) {
                     if let Some(other) = self.frame().await? {
                         self.queue.push_back(other);
                     }
                 }
                 return Ok(false);
             }
-            Act::PartlyMute(reply) => {
-                self.partly(&reply, stream).await?;
-                self.answers = Some(0);
+            Action::PartialThenUnresponsive(reply) => {
+                self.send_partial(&reply, stream).await?;
+                self.pongs_left = Some(0);
             }
-            Act::PartlyFade(reply) => {
-                self.partly(&reply, stream).await?;
-                self.answers = Some(1);
+            Action::PartialThenOnePong(reply) => {
+                self.send_partial(&reply, stream).await?;
+                self.pongs_left = Some(1);
             }
-            Act::Cut => return Ok(false),
-            Act::GoAwaySeen => {
+            Action::Close => return Ok(false),
+            Action::GoAwayThenClose => {
                 self.write(&goaway(stream, NO_ERROR)).await?;
                 return Ok(false);
             }
@@ -444,7 +497,7 @@ impl Wire {
         Ok(true)
     }
 
-    async fn partly(&mut self, reply: &Reply, stream: u32) -> io::Result<()> {
+    async fn send_partial(&mut self, reply: &Reply, stream: u32) -> io::Result<()> {
         let mut bytes = reply.head(stream, END_HEADERS);
         if !reply.body.is_empty() {
             bytes.extend(frame(DATA, 0, stream, &reply.body));
@@ -452,33 +505,36 @@ impl Wire {
         self.write(&bytes).await
     }
 
-    /// Reads a frame and does what the protocol asks for; a request's stream when one began.
+    /// Reads a frame and handles it. Returns the stream if the frame begins a request.
     async fn frame(&mut self) -> io::Result<Option<u32>> {
         let (kind, flags, stream, payload) = self.read().await?;
         match kind {
             SETTINGS if flags & ACK == 0 => self.write(&frame(SETTINGS, ACK, 0, &[])).await?,
-            PING if flags & ACK == 0 && !self.probe && self.script.leave.swap(false, Relaxed) => {
+            PING if flags & ACK == 0
+                && !self.probe
+                && self.script.goaway_on_ping.swap(false, Relaxed) =>
+            {
                 self.write(&goaway(0, NO_ERROR)).await?;
                 self.stream.shutdown().await?;
                 return Err(io::ErrorKind::ConnectionAborted.into());
             }
-            PING if flags & ACK == 0 && self.answers != Some(0) => {
+            PING if flags & ACK == 0 && self.pongs_left != Some(0) => {
                 self.write(&frame(PING, ACK, 0, &payload)).await?;
-                self.answers = self.answers.map(|left| left - 1);
+                self.pongs_left = self.pongs_left.map(|left| left - 1);
             }
-            PING => self.ponged |= flags & ACK != 0,
+            PING => self.pong_received |= flags & ACK != 0,
             GOAWAY if !self.probe => {
                 self.script.goaways.fetch_add(1, Relaxed);
             }
             RST_STREAM if !self.probe => {
                 let code = u32::from_be_bytes(payload[..4].try_into().unwrap());
-                self.script.given_up.lock().unwrap().push((self.connection, stream, code));
-                self.given_up.insert(stream);
+                self.script.resets.lock().unwrap().push((self.connection, stream, code));
+                self.reset.insert(stream);
             }
             DATA => {
                 if flags & END_STREAM != 0 {
-                    self.arrived_whole(stream);
-                } else if !payload.is_empty() && !self.script.stingy.load(Relaxed) {
+                    self.request_completed(stream);
+                } else if !payload.is_empty() && !self.script.withhold_window.load(Relaxed) {
                     let size = u32::try_from(payload.len()).unwrap().to_be_bytes();
                     self.write(&frame(WINDOW_UPDATE, 0, 0, &size)).await?;
                     self.write(&frame(WINDOW_UPDATE, 0, stream, &size)).await?;
@@ -490,7 +546,7 @@ impl Wire {
                     last = self.read().await?.1;
                 }
                 if flags & END_STREAM != 0 {
-                    self.arrived_whole(stream);
+                    self.request_completed(stream);
                 }
                 return Ok(Some(stream));
             }
@@ -499,10 +555,10 @@ impl Wire {
         Ok(None)
     }
 
-    fn arrived_whole(&mut self, stream: u32) {
-        self.whole.insert(stream);
+    fn request_completed(&mut self, stream: u32) {
+        self.completed.insert(stream);
         if !self.probe {
-            self.script.whole.lock().unwrap().push((self.connection, stream));
+            self.script.completed.lock().unwrap().push((self.connection, stream));
         }
     }
 
@@ -532,7 +588,7 @@ impl Wire {
     }
 }
 
-/// A port that accepts TCP by its backlog and never says a word.
-pub fn black_hole() -> std::net::TcpListener {
+/// A port whose backlog accepts TCP connections, on which nothing is ever sent.
+pub fn silent_listener() -> std::net::TcpListener {
     std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap()
 }

@@ -1,7 +1,7 @@
-//! A watch whose bookmarks stay away, by a clock of our own: the real one would take minutes.
+//! A watch without bookmarks, with a clock of the test: in real time it would take minutes.
 
-use crate::peer::{Act, Peers, Reply};
-use crate::support::{Certs, MAPS, patient, soon, terminate};
+use crate::scripted_peer::{Action, BOOKMARK, FIRST, Peers, Reply, lines};
+use crate::support::{CONFIGMAPS, soon, terminate_mode, without_suspicion};
 use http::{HeaderMap, Method, Request, Version};
 use jackstay::config::AccessLog;
 use jackstay::observe::{Metrics, Outcome};
@@ -28,26 +28,19 @@ use std::time::Duration;
 use tokio::task::LocalSet;
 use tokio::time::Instant;
 
-const EVENTS: &str = concat!(
-    r#"{"type":"ADDED","object":{"kind":"ConfigMap","apiVersion":"v1","metadata":{"name":"a","resourceVersion":"6"}}}"#,
-    "\n",
-    r#"{"type":"BOOKMARK","object":{"kind":"ConfigMap","apiVersion":"v1","metadata":{"resourceVersion":"7"}}}"#,
-    "\n"
-);
-
-/// The mover's tick asks the watches of a connection to look after themselves once a minute: at the
-/// third look without a bookmark the endpoint's counter says so, once.
+/// The rebalancer's tick makes each watch check its bookmarks once a minute. The third check
+/// without a bookmark is counted in the endpoint's metric, once.
 #[tokio::test]
-async fn bookmarks_that_stay_away_are_counted_where_the_watch_is() {
-    LocalSet::new().run_until(counted()).await;
+async fn watch_without_bookmarks_is_counted_as_stale_once() {
+    LocalSet::new().run_until(count_stale_watches()).await;
 }
 
-async fn counted() {
-    let certs = Certs::new();
-    let peers = Peers::start(&certs, 1);
-    peers.script.play([Act::partly(Reply::ok(EVENTS), |_| Vec::new())]);
-    let mut config = patient(certs.config(&peers.addresses));
-    let identities = terminate(&mut config).identities.clone();
+async fn count_stale_watches() {
+    let peers = Peers::start(1);
+    peers.set_actions([Action::partial(Reply::ok(&lines(&[FIRST, BOOKMARK])), |_| Vec::new())]);
+    let mut config = peers.certs.config(&peers.addresses);
+    without_suspicion(&mut config);
+    let identities = terminate_mode(&mut config).identities.clone();
     let config = config.upstreams.remove(0);
     let metrics = Metrics::new();
     let credentials = Credentials::load(&config, &identities).unwrap();
@@ -63,11 +56,11 @@ async fn counted() {
         request_body::budget(&metrics),
     ));
 
-    let uri = format!("https://kubernetes.default.svc{MAPS}?watch=1&resourceVersion=5");
+    let uri = format!("https://kubernetes.default.svc{CONFIGMAPS}?watch=1&resourceVersion=5");
     let (parts, ()) = Request::get(uri).body(()).unwrap().into_parts();
     let headers = HeaderMap::new();
     let info = RequestInfo::new(&Method::GET, &parts.uri, Version::HTTP_2, &headers);
-    let asked = WatchRequest::new("watch", info.path(), info.query(), &headers, &[]).unwrap();
+    let watch = WatchRequest::new("watch", info.path(), info.query(), &headers, &[]).unwrap();
     let of_listener = metrics.listener("apiserver");
     let outcome = Outcome::begin(&of_listener, AccessLog::Off, Ipv4Addr::LOCALHOST.into(), &parts);
     let (_trigger, drain) = drain::channel();
@@ -78,20 +71,20 @@ async fn counted() {
         head: Request::from_parts(parts, ()),
         body: None,
         info,
-        watch: Some(asked),
+        watch: Some(watch),
         drain: Some(drain),
         hedges: Cell::new(0),
     });
-    // A watch is held until its pool has a connection; afterwards only this test asks for looks.
+    // A watch is held until its pool has a connection; afterwards only this test runs the checks.
     let run = tokio::task::spawn_local(Pool::run(Rc::clone(&pool)));
-    let answer = soon("an answer", outgoing.forward(Box::new(outcome))).await;
+    let response = soon("a response", outgoing.forward(Box::new(outcome))).await;
     run.abort();
-    let Ok(answer) = answer else { panic!("no answer") };
-    let mut body = answer.into_body();
+    let Ok(response) = response else { panic!("no response") };
+    let mut body = response.into_body();
     let permit = pool.acquire(&class, StreamRequirements::for_client(None)).await.unwrap();
     let connections = [Rc::clone(permit.connection())];
 
-    // The event, which lies before the bookmark in the same piece, so that both have been seen.
+    // The event precedes the bookmark in the same DATA frame, so both have been seen.
     let mut next =
         async || poll_fn(|cx| http_body::Body::poll_frame(Pin::new(&mut body), cx)).await;
     let event = soon("the event", next()).await.unwrap().unwrap().into_data().unwrap();
@@ -100,11 +93,11 @@ async fn counted() {
     );
 
     let mut now = Instant::now();
-    let mut mover = Rebalancer::new(now);
+    let mut rebalancer = Rebalancer::new(now);
     let mut counted = Vec::new();
     for _minute in 0..8 {
         now += Duration::from_secs(70);
-        mover.tick(&connections, false, now);
+        rebalancer.tick(&connections, false, now);
         poll_fn(|cx| {
             let more = http_body::Body::poll_frame(Pin::new(&mut body), cx);
             assert!(more.is_pending(), "{more:?}");
@@ -115,5 +108,5 @@ async fn counted() {
         let line = page.lines().find(|line| line.starts_with("jackstay_stale_watches_total{"));
         counted.push(line.map_or(0, |line| line.rsplit(' ').next().unwrap().parse().unwrap()));
     }
-    assert_eq!(counted, [0, 0, 0, 1, 1, 1, 1, 1], "the first look has seen a bookmark");
+    assert_eq!(counted, [0, 0, 0, 1, 1, 1, 1, 1], "the first check has seen a bookmark");
 }

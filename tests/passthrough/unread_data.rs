@@ -2,7 +2,7 @@
 //! it, however late it reads.
 
 use crate::prober::{Order, Probed, is};
-use crate::support::{Certs, PATIENCE, Proxy, pass, passing, soon, until};
+use crate::support::{Certs, PATIENCE, Proxy, passthrough_config, pause, soon, until};
 use jackstay::net::sockets::{tcp_info, tcp_options};
 use std::io::{self, ErrorKind};
 use std::time::{Duration, Instant};
@@ -16,8 +16,8 @@ const FULL: u64 = 200_000;
 async fn slow() -> (Probed, Proxy, TcpStream, TcpStream) {
     let certs = Certs::new();
     let mut server = Probed::start(&certs, &["h2"]).await;
-    let proxy = certs.start(passing(certs.config(&[server.address])));
-    proxy.usable(1).await;
+    let proxy = certs.start(passthrough_config(certs.config(&[server.address])));
+    proxy.wait_ready(1).await;
     let (client, end) = server.flow(&proxy).await;
     socket2::SockRef::from(&client).set_recv_buffer_size(32 << 10).unwrap();
     (server, proxy, client, end)
@@ -38,7 +38,7 @@ async fn fill(end: &TcpStream, most: usize) -> (usize, usize) {
         {
             written += n;
         }
-        pass(Duration::from_millis(10)).await;
+        pause(Duration::from_millis(10)).await;
         stuck = if acked() == progress { stuck + 1 } else { 0 };
     }
     (written, (acked() - before) as usize)
@@ -79,7 +79,7 @@ async fn a_client_that_goes_on_talking_reads_them() {
         for _ in 0..20 {
             // The reset may be there already, where all was read.
             let _ = client.write_all(b"x").await;
-            pass(Duration::from_millis(5)).await;
+            pause(Duration::from_millis(5)).await;
         }
         let (got, end) = rest(&mut client).await;
         assert!(got >= acked, "{got} of {acked}, {written} written");
@@ -97,7 +97,7 @@ async fn the_death_of_its_endpoint_does_not_take_them_away() {
     server.order(Order::Vanish);
     is(&proxy, "ejected").await;
     // Longer than the table takes to end the flows of a dead endpoint.
-    pass(Duration::from_millis(500)).await;
+    pause(Duration::from_millis(500)).await;
     let (got, end) = rest(&mut client).await;
     assert_eq!((got, end.unwrap()), (written, written));
     drop(client);

@@ -1,7 +1,7 @@
 //! A configuration that cannot be followed: what ran before runs on, and the reason is told.
 
-use crate::scene::{Scene, Traffic, Watching, write};
-use crate::support::{World, terminate, until};
+use crate::setup::{Setup, Traffic};
+use crate::support::{TestCluster, terminate_mode, until, write_config};
 use jackstay::app::reload::ReloadOutcome;
 use jackstay::config::{CertPaths, Config};
 use jackstay::demo::pki::Pki;
@@ -12,24 +12,24 @@ use std::process::Command;
 use std::sync::LazyLock;
 
 /// Breaks a configuration; where, in the message.
-type Break = (&'static str, fn(&mut Config, &World), &'static str);
+type Break = (&'static str, fn(&mut Config, &TestCluster), &'static str);
 
 const BREAKS: &[Break] = &[
     (
         "a serving certificate that is not there",
-        |c, _| terminate(c).tls.cert_file = "/nowhere/tls.crt".into(),
+        |c, _| terminate_mode(c).tls.cert_file = "/nowhere/tls.crt".into(),
         "cannot read /nowhere/tls.crt: No such file or directory",
     ),
     (
         "a key of another certificate",
-        |c, w| terminate(c).tls.key_file = w.certs.path().join("admin.key"),
+        |c, w| terminate_mode(c).tls.key_file = w.certs.path().join("admin.key"),
         "does not belong to the certificate",
     ),
     (
         "an identity that is no certificate",
         |c, w| {
             let cert_file = file(w, "hello");
-            terminate(c).identities.push(CertPaths { key_file: cert_file.clone(), cert_file });
+            terminate_mode(c).identities.push(CertPaths { key_file: cert_file.clone(), cert_file });
         },
         "contains no certificate",
     ),
@@ -40,7 +40,7 @@ const BREAKS: &[Break] = &[
     ),
     (
         "a client CA that is not there",
-        |c, _| terminate(c).client_ca_file = Some("/nowhere/ca.crt".into()),
+        |c, _| terminate_mode(c).client_ca_file = Some("/nowhere/ca.crt".into()),
         "cannot read /nowhere/ca.crt",
     ),
     (
@@ -69,32 +69,32 @@ fn held() -> SocketAddr {
     HELD.local_addr().unwrap()
 }
 
-fn file(world: &World, text: &str) -> std::path::PathBuf {
-    let path = world.certs.path().join("broken.pem");
+fn file(cluster: &TestCluster, text: &str) -> std::path::PathBuf {
+    let path = cluster.certs.path().join("broken.pem");
     std::fs::write(&path, text).unwrap();
     path
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn every_error_keeps_what_runs() {
-    let mut scene = Scene::new(2).await;
-    let traffic = Traffic::start(&scene, 200).await;
-    let client = scene.client().await;
-    let watch = Watching::start(&client, scene.world.cluster.version()).await;
-    scene.proxy.ready(2).await;
-    let connections = scene.proxy.connections("identity-0").await;
-    let effective = body(&scene.proxy.page("/config").await);
-    let good = scene.config.clone();
+    let mut setup = Setup::new(2).await;
+    let traffic = Traffic::start(&setup, 200).await;
+    let client = setup.client().await;
+    let watch = setup.watch(&client).await;
+    setup.proxy.wait_connected(2).await;
+    let connections = setup.proxy.connections("identity-0").await;
+    let effective = body(&setup.proxy.page("/config").await);
+    let good = setup.config.clone();
     for (name, change, message) in BREAKS {
         println!("{name}");
-        scene.config = good.clone();
-        change(&mut scene.config, &scene.world);
+        setup.config = good.clone();
+        change(&mut setup.config, &setup.cluster);
         // Something good beside it, which must not be followed either.
-        scene.config.listeners[0].limits.max_connections = 7;
-        scene.config.upstreams[0].connections.max = 7;
-        is_refused(&mut scene, message).await;
+        setup.config.listeners[0].limits.max_connections = 7;
+        setup.config.upstreams[0].connections.max = 7;
+        is_refused(&mut setup, message).await;
         traffic.goes_on().await;
-        watch.is_whole(&scene).await;
+        watch.is_complete(&setup).await;
     }
     println!("text that is no configuration");
     for (text, message) in [
@@ -103,23 +103,23 @@ async fn every_error_keeps_what_runs() {
         ("upstreams: 3\nlisteners: x\nnonsense: 1\n", "nonsense"),
         ("\0", "not a text file"),
     ] {
-        std::fs::write(&scene.file, text).unwrap();
-        expect_refusal(&scene, message).await;
+        std::fs::write(&setup.file, text).unwrap();
+        expect_refusal(&setup, message).await;
     }
-    std::fs::remove_file(&scene.file).unwrap();
-    expect_refusal(&scene, "cannot read the configuration: No such file").await;
-    assert!(Command::new("mkfifo").arg(&scene.file).status().unwrap().success());
-    expect_refusal(&scene, "not a regular file: it cannot be read again").await;
+    std::fs::remove_file(&setup.file).unwrap();
+    expect_refusal(&setup, "cannot read the configuration: No such file").await;
+    assert!(Command::new("mkfifo").arg(&setup.file).status().unwrap().success());
+    expect_refusal(&setup, "not a regular file: it cannot be read again").await;
     traffic.goes_on().await;
-    watch.is_whole(&scene).await;
-    assert_eq!(scene.proxy.connections("identity-0").await, connections);
-    assert_eq!(body(&scene.proxy.page("/config").await), effective);
+    watch.is_complete(&setup).await;
+    assert_eq!(setup.proxy.connections("identity-0").await, connections);
+    assert_eq!(body(&setup.proxy.page("/config").await), effective);
 
     let failed = BREAKS.len() + 6;
-    let counted = scene.proxy.metric(r#"jackstay_config_reloads_total{outcome="failed"}"#).await;
+    let counted = setup.proxy.metric(r#"jackstay_config_reloads_total{outcome="failed"}"#).await;
     assert!((counted - failed as f64).abs() < 0.1, "{counted} of {failed}");
-    assert!(scene.proxy.metric("jackstay_config_last_reload_successful").await < 0.5);
-    let told = attempts(&scene).await;
+    assert!(setup.proxy.metric("jackstay_config_last_reload_successful").await < 0.5);
+    let told = attempts(&setup).await;
     let last = told.last().unwrap();
     assert_eq!(last["to"], "refused");
     assert_eq!(last["effect"], "the old configuration stays");
@@ -127,19 +127,19 @@ async fn every_error_keeps_what_runs() {
     assert!(why.contains("not a regular file"), "{told:?}");
 
     // And the next good one is followed.
-    scene.config = good;
-    assert_eq!(scene.change(|_| {}).await, [""; 0]);
-    assert!(scene.proxy.metric("jackstay_config_last_reload_successful").await > 0.5);
-    let told = attempts(&scene).await;
+    setup.config = good;
+    assert_eq!(setup.change(|_| {}).await, [""; 0]);
+    assert!(setup.proxy.metric("jackstay_config_last_reload_successful").await > 0.5);
+    let told = attempts(&setup).await;
     assert_eq!(told.last().unwrap()["to"], "reloaded");
     assert!(told.last().unwrap()["reason"].as_str().unwrap().starts_with("changed: "), "{told:?}");
-    assert!(!scene.proxy.page("/readyz").await.contains("configuration"));
+    assert!(!setup.proxy.page("/readyz").await.contains("configuration"));
     traffic.end().await;
 }
 
 /// The reloads that `/events` tells of.
-async fn attempts(scene: &Scene) -> Vec<Value> {
-    let events: Value = serde_json::from_str(&body(&scene.proxy.page("/events").await)).unwrap();
+async fn attempts(setup: &Setup) -> Vec<Value> {
+    let events: Value = serde_json::from_str(&body(&setup.proxy.page("/events").await)).unwrap();
     let events = events["events"].as_array().unwrap().iter();
     events.filter(|event| event["kind"] == "configuration").cloned().collect()
 }
@@ -148,20 +148,20 @@ fn body(page: &str) -> String {
     page.split_once("\r\n\r\n").unwrap().1.to_owned()
 }
 
-async fn is_refused(scene: &mut Scene, message: &str) {
-    write(&scene.file, &scene.config);
-    expect_refusal(scene, message).await;
+async fn is_refused(setup: &mut Setup, message: &str) {
+    write_config(&setup.file, &setup.config);
+    expect_refusal(setup, message).await;
 }
 
-async fn expect_refusal(scene: &Scene, message: &str) {
-    let outcome = scene.hup().await;
+async fn expect_refusal(setup: &Setup, message: &str) {
+    let outcome = setup.reload_file().await;
     let ReloadOutcome::Failed { errors } = outcome else { panic!("{message}: {outcome:?}") };
     assert!(errors.iter().any(|error| error.contains(message)), "{message}: {errors:?}");
-    let status = scene.proxy.status().await;
+    let status = setup.proxy.status().await;
     let last = &status["config"]["last_reload"];
     assert_eq!(last["outcome"], "failed");
     assert_eq!(last["errors"].as_array().unwrap().len(), errors.len());
-    let readyz = scene.proxy.page("/readyz").await;
+    let readyz = setup.proxy.page("/readyz").await;
     assert!(readyz.starts_with("HTTP/1.1 200"), "{readyz}");
     assert!(readyz.contains("configuration"), "{readyz}");
 }
@@ -169,75 +169,75 @@ async fn expect_refusal(scene: &Scene, message: &str) {
 /// What was bound for a configuration that fails is free again.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn a_refused_configuration_leaves_nothing_behind() {
-    let mut scene = Scene::new(1).await;
-    let mut free = scene.proxy.addr;
+    let mut setup = Setup::new(1).await;
+    let mut free = setup.proxy.addr;
     free.set_ip("127.0.0.3".parse().unwrap());
-    let good = scene.config.clone();
+    let good = setup.config.clone();
     let mut first = good.listeners[0].clone();
     first.name = "first".into();
     first.bind = vec![free];
     let mut second = first.clone();
     second.name = "second".into();
     second.bind = vec![held()];
-    scene.config.listeners.extend([first, second]);
-    is_refused(&mut scene, "listener `second`").await;
+    setup.config.listeners.extend([first, second]);
+    is_refused(&mut setup, "listener `second`").await;
     drop(TcpListener::bind(free).unwrap());
-    scene.config = good;
+    setup.config = good;
 }
 
 /// Somebody has the port on another address, so that ours cannot become every address: ours stays,
 /// and nobody can come beside it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn a_refused_move_to_every_address_leaves_the_old_one() {
-    let mut scene = Scene::new(1).await;
-    let ours = scene.proxy.addr;
+    let mut setup = Setup::new(1).await;
+    let ours = setup.proxy.addr;
     let mut theirs = ours;
     theirs.set_ip("127.0.0.3".parse().unwrap());
     let held = TcpListener::bind(theirs).unwrap();
-    let good = scene.config.clone();
-    scene.config.listeners[0].bind = vec![SocketAddr::new([0, 0, 0, 0].into(), ours.port())];
-    is_refused(&mut scene, "listener `apiserver` cannot listen on 0.0.0.0").await;
+    let good = setup.config.clone();
+    setup.config.listeners[0].bind = vec![SocketAddr::new([0, 0, 0, 0].into(), ours.port())];
+    is_refused(&mut setup, "listener `apiserver` cannot listen on 0.0.0.0").await;
     drop(held);
     TcpListener::bind(ours).unwrap_err();
-    let client = scene.client().await;
+    let client = setup.client().await;
     assert_eq!(client.get("/api/v1/namespaces/default").await.unwrap().status, 200);
-    scene.config = good;
+    setup.config = good;
 }
 
 /// A file that is written bit by bit is read when it is whole, or again when it is.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn half_a_file_is_no_harm() {
-    let mut scene = Scene::new(1).await;
-    let traffic = Traffic::start(&scene, 50).await;
-    scene.config.listeners[0].limits.max_connections = 77;
-    write(&scene.file, &scene.config);
-    let whole = std::fs::read(&scene.file).unwrap();
-    std::fs::write(&scene.file, &whole[..whole.len() / 2]).unwrap();
+    let mut setup = Setup::new(1).await;
+    let traffic = Traffic::start(&setup, 50).await;
+    setup.config.listeners[0].limits.max_connections = 77;
+    write_config(&setup.file, &setup.config);
+    let whole = std::fs::read(&setup.file).unwrap();
+    std::fs::write(&setup.file, &whole[..whole.len() / 2]).unwrap();
     until("half of it is refused", async || {
-        scene.proxy.status().await["config"]["reloads"]["failed"] == 1
+        setup.proxy.status().await["config"]["reloads"]["failed"] == 1
     })
     .await;
-    std::fs::write(&scene.file, &whole).unwrap();
+    std::fs::write(&setup.file, &whole).unwrap();
     until("all of it is followed", async || {
-        scene.proxy.status().await["config"]["last_reload"]["outcome"] == "ok"
+        setup.proxy.status().await["config"]["last_reload"]["outcome"] == "ok"
     })
     .await;
-    assert!(scene.proxy.page("/config").await.contains("\"max_connections\": 77"));
+    assert!(setup.proxy.page("/config").await.contains("\"max_connections\": 77"));
     traffic.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn the_wrong_ca_is_followed_and_its_harm_is_bounded_by_a_way_back() {
-    let mut scene = Scene::new(1).await;
-    let dir = scene.world.certs.path().join("wrong");
+    let mut setup = Setup::new(1).await;
+    let dir = setup.cluster.certs.path().join("wrong");
     std::fs::create_dir(&dir).unwrap();
     let wrong = Pki::new("wrong").unwrap().write_ca(Path::new(&dir)).unwrap();
-    scene.proxy.ready(1).await;
-    let right = scene.config.upstreams[0].tls.ca_file.replace(wrong);
-    scene.change(|_| {}).await;
-    let client = scene.client().await;
+    setup.proxy.wait_connected(1).await;
+    let right = setup.config.upstreams[0].tls.ca_file.replace(wrong);
+    setup.change(|_| {}).await;
+    let client = setup.client().await;
     // While nothing else comes up, what is up is used for a moment.
     assert_eq!(client.get("/api/v1/namespaces/default").await.unwrap().status, 200);
-    scene.change(|config| config.upstreams[0].tls.ca_file = right).await;
+    setup.change(|config| config.upstreams[0].tls.ca_file = right).await;
     assert_eq!(client.get("/api/v1/namespaces/default").await.unwrap().status, 200);
 }

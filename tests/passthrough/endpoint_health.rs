@@ -1,7 +1,7 @@
 //! What becomes of flows when the endpoint that they lead to dies, falls ill or falls silent.
 
-use crate::support::figures::within;
-use crate::support::{MAPS, World, passing, patient, soon, until};
+use crate::support::figures::check_figure;
+use crate::support::{CONFIGMAPS, TestCluster, passthrough_config, soon, until, without_suspicion};
 use std::time::{Duration, Instant};
 
 /// The address that most flows lead to, and how many.
@@ -16,71 +16,73 @@ async fn busiest(proxy: &crate::support::Proxy) -> (String, u64) {
 
 #[tokio::test]
 async fn nobody_asks_anonymously() {
-    let world = World::new(2);
-    let mut config = passing(world.config());
+    let cluster = TestCluster::new(2);
+    let mut config = passthrough_config(cluster.config());
     config.upstreams[0].health.readyz.cert = None;
-    let proxy = world.certs.start(config);
-    proxy.usable(2).await;
+    let proxy = cluster.certs.start(config);
+    proxy.wait_ready(2).await;
     for endpoint in proxy.endpoints().await {
         assert_eq!(endpoint["reason"], "connected; /readyz is not asked without a credential");
     }
-    world.servers[0].set_ready(false);
-    let client = proxy.client(&world.certs.credentials()).await;
-    assert_eq!(client.get(MAPS).await.unwrap().status, 200);
-    assert!(world.cluster.audit().records().iter().all(|r| r.path != "/readyz"));
+    cluster.servers[0].set_ready(false);
+    let client = proxy.client().await;
+    assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200);
+    assert!(cluster.state.audit().records().iter().all(|r| r.path != "/readyz"));
 }
 
 #[tokio::test]
 async fn without_a_ca_health_is_probed_all_the_same() {
-    let world = World::new(2);
-    let mut config = passing(world.config());
+    let cluster = TestCluster::new(2);
+    let mut config = passthrough_config(cluster.config());
     config.upstreams[0].health.readyz.cert = None;
     config.upstreams[0].tls.ca_file = None;
-    let proxy = world.certs.start(config);
-    proxy.usable(2).await;
-    let client = proxy.client(&world.certs.credentials()).await;
-    assert_eq!(client.get(MAPS).await.unwrap().status, 200);
+    let proxy = cluster.certs.start(config);
+    proxy.wait_ready(2).await;
+    let client = proxy.client().await;
+    assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200);
 }
 
 #[tokio::test]
 async fn a_stopped_process_takes_its_flows_with_it() {
-    let world = World::new(2);
-    let proxy = world.certs.start(passing(world.config()));
-    proxy.usable(2).await;
+    let cluster = TestCluster::new(2);
+    let proxy = cluster.certs.start(passthrough_config(cluster.config()));
+    proxy.wait_ready(2).await;
     let mut clients = Vec::new();
     let mut watches = Vec::new();
     for _ in 0..6 {
-        let client = proxy.client(&world.certs.credentials()).await;
-        watches.push(client.watch(&format!("{MAPS}?watch=1")).await.unwrap());
+        let client = proxy.client().await;
+        watches.push(client.watch(&format!("{CONFIGMAPS}?watch=1")).await.unwrap());
         clients.push(client);
     }
     let (address, flows) = busiest(&proxy).await;
-    let server = world.servers.iter().find(|s| s.addr.to_string() == address).unwrap();
+    let server = cluster.servers.iter().find(|s| s.addr.to_string() == address).unwrap();
     let stopped = Instant::now();
     server.stop();
     let gone = || clients.iter().filter(|client| client.is_closed()).count() as u64;
     until("its flows are reset", async || gone() >= flows).await;
     let took = stopped.elapsed();
-    within("flows of a stopped process are reset", took, Duration::from_secs(3));
+    check_figure("flows of a stopped process are reset", took, Duration::from_secs(3));
     assert_eq!(gone(), flows, "the others go on");
-    let again = proxy.client(&world.certs.credentials()).await;
-    assert_eq!(soon("an answer", again.get(MAPS)).await.unwrap().status, 200);
+    let again = proxy.client().await;
+    assert_eq!(soon("an answer", again.get(CONFIGMAPS)).await.unwrap().status, 200);
     server.cont();
-    proxy.usable(2).await;
+    proxy.wait_ready(2).await;
 }
 
 #[tokio::test]
 async fn an_endpoint_that_is_ill_keeps_its_flows_and_gets_no_new_ones() {
-    let world = World::new(2);
+    let cluster = TestCluster::new(2);
     // The other one is not ill because its answer takes its time.
-    let proxy = world.certs.start(passing(patient(world.config())));
-    proxy.usable(2).await;
+    let mut config = passthrough_config(cluster.config());
+    without_suspicion(&mut config);
+    let proxy = cluster.certs.start(config);
+    proxy.wait_ready(2).await;
     let mut old = Vec::new();
     for _ in 0..4 {
-        old.push(proxy.client(&world.certs.credentials()).await);
+        old.push(proxy.client().await);
     }
     let (address, flows) = busiest(&proxy).await;
-    let ill = world.servers.iter().find(|s| s.addr.to_string() == address).unwrap();
+    let ill = cluster.servers.iter().find(|s| s.addr.to_string() == address).unwrap();
     ill.set_ready(false);
     until("it is degraded", async || {
         let endpoints = proxy.endpoints().await;
@@ -88,18 +90,18 @@ async fn an_endpoint_that_is_ill_keeps_its_flows_and_gets_no_new_ones() {
     })
     .await;
     for _ in 0..6 {
-        old.push(proxy.client(&world.certs.credentials()).await);
+        old.push(proxy.client().await);
     }
     let endpoints = proxy.endpoints().await;
     let now = endpoints.iter().find(|e| e["address"] == address.as_str()).unwrap();
     assert_eq!(now["flows"], flows);
     for client in &old {
-        assert_eq!(client.get(MAPS).await.unwrap().status, 200);
+        assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200);
     }
     // With nobody else left it is better than nothing.
-    for server in world.servers.iter().filter(|s| s.addr.to_string() != address) {
+    for server in cluster.servers.iter().filter(|s| s.addr.to_string() != address) {
         server.kill();
     }
-    let client = proxy.client(&world.certs.credentials()).await;
-    assert_eq!(client.get(MAPS).await.unwrap().status, 200);
+    let client = proxy.client().await;
+    assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200);
 }

@@ -7,9 +7,9 @@
 //!
 //! With `JACKSTAY_BIN` the program that is started is a release build, and held to its promise.
 
-use crate::support::child::Killed;
-use crate::support::figures::within;
-use crate::support::{Certs, MAPS, PATIENCE, pass, until, wait};
+use crate::support::child::KillOnDrop;
+use crate::support::figures::check_figure;
+use crate::support::{CONFIGMAPS, Certs, PATIENCE, pause, until, wait};
 use jackstay::config::{Config, EndpointAddress};
 use jackstay::demo::apiserver::cluster::Cluster;
 use jackstay::demo::apiserver::{self, ApiServerHandle, Options};
@@ -76,8 +76,9 @@ impl One {
     async fn first_answer(&self, config: Config) -> Duration {
         let start = Instant::now();
         let proxy = self.certs.start(config);
-        let client = proxy.client(&self.certs.credentials()).await;
-        until("there is an answer", async || client.get(MAPS).await.unwrap().status == 200).await;
+        let client = proxy.client().await;
+        until("there is an answer", async || client.get(CONFIGMAPS).await.unwrap().status == 200)
+            .await;
         start.elapsed()
     }
 }
@@ -97,8 +98,8 @@ async fn dns_that_never_answers_delays_nothing() {
     let mut beside = one.config();
     beside.upstreams[0].endpoints.push(one.named("lb.example.com"));
     let beside = one.first_answer(beside).await;
-    within("no DNS: first answer", alone, FIRST_ANSWER);
-    within("no DNS, a name beside the address: first answer", beside, FIRST_ANSWER);
+    check_figure("no DNS: first answer", alone, FIRST_ANSWER);
+    check_figure("no DNS, a name beside the address: first answer", beside, FIRST_ANSWER);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
@@ -117,11 +118,11 @@ async fn static_addresses_ask_nobody() {
     let mut config = one.config();
     config.upstreams[0].endpoints.push(one.named("localhost"));
     let proxy = one.certs.start(config.clone());
-    proxy.ready(2).await;
-    let client = proxy.client(&one.certs.credentials()).await;
+    proxy.wait_connected(2).await;
+    let client = proxy.client().await;
     for _ in 0..100 {
-        assert_eq!(client.get(MAPS).await.unwrap().status, 200);
-        pass(Duration::from_millis(20)).await;
+        assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200);
+        pause(Duration::from_millis(20)).await;
     }
     assert_eq!(asked.load(Relaxed), 0, "somebody was asked");
     drop(proxy);
@@ -146,7 +147,7 @@ async fn without_ipv6_and_without_any_file_of_the_system() {
     config.upstreams[0].endpoints = vec![one.named("localhost"), one.named("lb.example.com")];
     config.listeners[0].bind.push((Ipv6Addr::LOCALHOST, 0).into());
     let took = one.first_answer(config).await;
-    within("no IPv6 and no /etc: first answer", took, FIRST_ANSWER);
+    check_figure("no IPv6 and no /etc: first answer", took, FIRST_ANSWER);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
@@ -160,7 +161,7 @@ async fn with_the_ipv6_loopback_alone() {
     config.listeners[0].bind = vec![(Ipv6Addr::LOCALHOST, 0).into()];
     config.admin.bind = (Ipv6Addr::LOCALHOST, 0).into();
     let took = one.first_answer(config).await;
-    within("IPv6 alone: first answer", took, FIRST_ANSWER);
+    check_figure("IPv6 alone: first answer", took, FIRST_ANSWER);
 }
 
 /// An address on which nobody listens.
@@ -204,7 +205,7 @@ fn with_nothing_at_all_it_listens_at_once() {
         let mut command = Command::new(&program);
         command.args(["run", "--config"]).arg(&file);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        let mut process = Killed(command.spawn().unwrap());
+        let mut process = KillOnDrop(command.spawn().unwrap());
         wait::until_blocking(PATIENCE, "it listens", || {
             assert_eq!(process.try_wait().unwrap(), None, "it ended");
             TcpStream::connect(listener).is_ok()
@@ -228,5 +229,5 @@ fn with_nothing_at_all_it_listens_at_once() {
     println!("listening after {times:?}");
     // The best of them: other processes of the machine are not what is measured.
     let promise = Duration::from_millis(if release.is_some() { 100 } else { 1_000 });
-    within("start with nothing at all: listening", times[0], promise);
+    check_figure("start with nothing at all: listening", times[0], promise);
 }

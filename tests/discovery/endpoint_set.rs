@@ -1,6 +1,6 @@
 //! The one writer of the set: what is unchanged stays, what is new comes first, what is gone drains.
 
-use crate::support::{Certs, World, until};
+use crate::support::{Certs, TestCluster, until};
 use jackstay::config::EndpointAddress;
 use jackstay::control::endpoint_set::{EndpointSpec, replace_endpoints, static_endpoints};
 use jackstay::observe::Metrics;
@@ -80,8 +80,8 @@ fn seeds_are_what_the_configuration_says() {
 
 #[tokio::test(flavor = "current_thread")]
 async fn a_prober_ends_when_its_endpoint_leaves() {
-    let world = World::new(1);
-    let mut config = world.config();
+    let cluster = TestCluster::new(1);
+    let mut config = cluster.config();
     // It would sleep for an hour.
     config.upstreams[0].health.readyz.interval = Duration::from_secs(3600);
     let config = config.upstreams.remove(0);

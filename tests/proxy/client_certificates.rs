@@ -1,12 +1,10 @@
-//! What a client's certificate proves: nothing for another subject, nothing after its end, and not at
-//! the cost of others.
+//! Verification of client certificates: a certificate authenticates only its own subject, only
+//! until it expires, and an expensive chain does not delay other clients.
 
 use std::collections::BTreeMap;
 use std::future::{Future, poll_fn};
 use std::io;
 use std::net::SocketAddr;
-use std::os::unix::fs::symlink;
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::task::Poll;
@@ -36,42 +34,36 @@ use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
 use crate::support::{
-    Certs, MAPS, PATIENCE, Proxy, World, long, map, pass, patient, soon, terminate, until,
+    CONFIGMAPS, Certs, PATIENCE, Proxy, TestCluster, config_map, long_form, pause, replace_symlink,
+    soon, terminate_mode, until, without_suspicion,
 };
 
-/// Replaces a symlink as kubelet does: renamed over.
-fn point(link: &Path, target: &str) {
-    let next = link.with_extension("next");
-    symlink(link.with_file_name(target), &next).unwrap();
-    std::fs::rename(next, link).unwrap();
-}
-
-/// The identity file alternates between two subjects, whose clients ask all the time. Each request
-/// names its client in its Audit-ID, so the server's audit says whose it was.
+/// The identity file alternates between two subjects, whose clients send requests all the time. The
+/// Audit-ID of each request names its client, so the audit shows the owner.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn identity_file_that_changes_its_subject_crosses_no_request_and_no_watch() {
-    let world = World::new(2);
-    let dir = world.certs.path();
+async fn identity_file_that_changes_its_subject_mixes_no_requests_and_no_watches() {
+    let cluster = TestCluster::new(2);
+    let dir = cluster.certs.path();
     let current = dir.join("current.pem");
-    let people = ["alice", "bob"].map(|name| {
-        let issued = world.certs.pki.client(&Subject::new(name, &[])).unwrap();
+    let subjects = ["alice", "bob"].map(|name| {
+        let issued = cluster.certs.pki.client(&Subject::new(name, &[])).unwrap();
         issued.write_pair(dir, name).unwrap();
         (name, issued)
     });
-    point(&current, "alice.pem");
-    let proxy = world
+    replace_symlink(&current, &dir.join("alice.pem"));
+    let proxy = cluster
         .start_with(|config| {
-            *config = patient(config.clone());
-            let paths = CertPaths { cert_file: current.clone(), key_file: current.clone() };
-            terminate(config).identities = vec![paths];
+            without_suspicion(config);
+            let pair = CertPaths { cert_file: current.clone(), key_file: current.clone() };
+            terminate_mode(config).identities = vec![pair];
         })
         .await;
     let over = Arc::new(AtomicBool::new(false));
     let served: [Arc<AtomicUsize>; 2] = Default::default();
     let mut tasks = Vec::new();
-    for (at, (name, issued)) in people.iter().enumerate() {
+    for (at, (name, issued)) in subjects.iter().enumerate() {
         for task in 0..3 {
-            let client = proxy.client(&world.certs.nobody().certificate(issued)).await;
+            let client = proxy.client_with(&cluster.certs.anonymous().certificate(issued)).await;
             let (over, served, name) = (over.clone(), served[at].clone(), *name);
             tasks.push(tokio::spawn(async move {
                 for count in 0.. {
@@ -79,7 +71,7 @@ async fn identity_file_that_changes_its_subject_crosses_no_request_and_no_watch(
                         break;
                     }
                     let id = format!("{name}-{task}-{count}");
-                    let path = format!("{MAPS}?limit=1");
+                    let path = format!("{CONFIGMAPS}?limit=1");
                     let headers = [("audit-id", id.as_str())];
                     let reply = client.request(Method::GET, &path, &headers, "").await.unwrap();
                     match reply.status.as_u16() {
@@ -87,64 +79,70 @@ async fn identity_file_that_changes_its_subject_crosses_no_request_and_no_watch(
                         401 => {}
                         other => panic!("{other}: {:?}", reply.body),
                     }
-                    pass(Duration::from_millis(1)).await;
+                    pause(Duration::from_millis(1)).await;
                 }
             }));
         }
     }
-    let owner = proxy.client(&world.certs.nobody().certificate(&people[0].1)).await;
+    let owner = proxy.client_with(&cluster.certs.anonymous().certificate(&subjects[0].1)).await;
     let mut watches = Vec::new();
     for n in 0..4 {
-        let path = format!("{MAPS}?watch=1&resourceVersion={}", world.cluster.version());
         let id = format!("alice-watch-{n}");
-        let answer = owner.send(Method::GET, &path, &[("audit-id", id.as_str())], "").await;
-        let body = answer.unwrap().into_body();
+        let path = cluster.watch_path();
+        let response = owner.send(Method::GET, &path, &[("audit-id", id.as_str())], "").await;
+        let body = response.unwrap().into_body();
         watches.push(tokio::spawn(ends_cleanly(body)));
     }
     for round in 0..4 {
-        let (at, (name, _)) = (round % 2, &people[round % 2]);
-        point(&current, &format!("{name}.pem"));
+        let (at, (name, _)) = (round % 2, &subjects[round % 2]);
+        replace_symlink(&current, &dir.join(format!("{name}.pem")));
         let before = served[at].load(Relaxed);
-        until("its subject is served", async || served[at].load(Relaxed) >= before + 15).await;
-        // What ran on these connections looks for others.
-        world.servers[round % 2].reset_connections();
+        until("the new subject is served", async || served[at].load(Relaxed) >= before + 15).await;
+        // Requests on these connections need new ones.
+        cluster.servers[round % 2].reset_connections();
         let before = served[at].load(Relaxed);
-        until("it goes on", async || served[at].load(Relaxed) >= before + 10).await;
+        until("requests continue", async || served[at].load(Relaxed) >= before + 10).await;
     }
     over.store(true, Relaxed);
     for task in tasks {
         task.await.unwrap();
     }
     for watch in watches {
-        assert!(soon("an end", watch).await.unwrap(), "alice's slot is gone: it ends cleanly");
+        assert!(
+            soon("an end", watch).await.unwrap(),
+            "alice's identity is gone: the watch ends cleanly"
+        );
     }
     let mut seen = [0_usize; 2];
-    for record in world.cluster.audit().records() {
+    for record in cluster.state.audit().records() {
         let id = record.audit_id.as_deref().unwrap_or_default();
-        for (at, (name, _)) in people.iter().enumerate() {
+        for (at, (name, _)) in subjects.iter().enumerate() {
             if id.starts_with(name) {
                 seen[at] += 1;
                 assert_eq!(record.user, *name, "{id} reached the server as {}", record.user);
             }
         }
     }
-    println!("{seen:?} requests of alice and bob, each as who they are");
+    println!("{seen:?} requests of alice and bob, each with the right identity");
     assert!(seen.iter().all(|count| *count >= 50), "{seen:?}");
 }
 
-/// A watch of a client whose certificate expires in a while, and how often it was asked for.
-async fn brief_watch(world: &World, proxy: &Proxy) -> (Client, hyper::body::Incoming) {
+/// A watch of a client whose certificate expires soon.
+async fn watch_with_a_short_lived_certificate(
+    cluster: &TestCluster,
+    proxy: &Proxy,
+) -> (Client, hyper::body::Incoming) {
     let validity = Validity { not_after: SystemTime::now() + PATIENCE / 2, ..Validity::usual() };
-    let brief = world.certs.pki.client_valid(&Subject::admin(), validity).unwrap();
-    let client = proxy.client(&world.certs.nobody().certificate(&brief)).await;
-    let path = format!("{MAPS}?watch=1&resourceVersion={}", world.cluster.version());
+    let brief = cluster.certs.pki.client_valid(&Subject::admin(), validity).unwrap();
+    let client = proxy.client_with(&cluster.certs.anonymous().certificate(&brief)).await;
+    let path = cluster.watch_path();
     let headers = [("audit-id", "brief")];
-    let answer = soon("a watch", client.send(Method::GET, &path, &headers, "")).await.unwrap();
-    assert_eq!(answer.status(), 200, "the machine took all its life to say hello");
-    (client, answer.into_body())
+    let response = soon("a watch", client.send(Method::GET, &path, &headers, "")).await.unwrap();
+    assert_eq!(response.status(), 200, "the certificate expired before the first request");
+    (client, response.into_body())
 }
 
-/// Reads to the end: whether that is clean.
+/// Reads to the end of the body. Returns whether it is clean.
 async fn ends_cleanly(mut body: hyper::body::Incoming) -> bool {
     loop {
         match next_data(&mut body).await {
@@ -156,86 +154,90 @@ async fn ends_cleanly(mut body: hyper::body::Incoming) -> bool {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn watch_whose_client_certificate_expires_ends_cleanly() {
-    let world = World::new(2);
-    let proxy = world.start_with(|config| *config = patient(config.clone())).await;
-    let (client, body) = brief_watch(&world, &proxy).await;
-    assert!(soon("its end", ends_cleanly(body)).await);
-    let after = client.get(MAPS).await.unwrap();
-    assert_eq!(after.status, 401, "no sooner than its proof");
-    assert_eq!(world.cluster.audit().count_id("brief"), 1);
-    let ended = proxy.metric("jackstay_watch_resumes_total{outcome=\"unproven\"").await;
+async fn watch_ends_cleanly_when_its_client_certificate_expires() {
+    let cluster = TestCluster::new(2);
+    let proxy = cluster.start_with(without_suspicion).await;
+    let (client, body) = watch_with_a_short_lived_certificate(&cluster, &proxy).await;
+    assert!(soon("the end of the watch", ends_cleanly(body)).await);
+    let after = client.get(CONFIGMAPS).await.unwrap();
+    assert_eq!(after.status, 401, "the watch ends only when the certificate expires");
+    assert_eq!(cluster.state.audit().count_id("brief"), 1);
+    let ended = proxy.resumes("unproven").await;
     assert_eq!(ended as u64, 1);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn watch_whose_client_ca_is_withdrawn_ends_cleanly() {
-    let world = World::new(2);
-    let file = world.certs.path().join("client-ca.crt");
-    std::fs::write(&file, world.certs.pki.ca_pem()).unwrap();
-    let proxy = world
+async fn watch_ends_cleanly_when_its_client_ca_is_withdrawn() {
+    let cluster = TestCluster::new(2);
+    let file = cluster.certs.path().join("client-ca.crt");
+    std::fs::write(&file, cluster.certs.pki.ca_pem()).unwrap();
+    let proxy = cluster
         .start_with(|config| {
-            *config = patient(config.clone());
-            terminate(config).client_ca_file = Some(file.clone());
+            without_suspicion(config);
+            terminate_mode(config).client_ca_file = Some(file.clone());
         })
         .await;
-    let client = proxy.client(&world.certs.credentials()).await;
-    let path = format!("{MAPS}?watch=1&resourceVersion={}", world.cluster.version());
+    let client = proxy.client().await;
+    let path = cluster.watch_path();
     let body = client.send(Method::GET, &path, &[], "").await.unwrap().into_body();
     std::fs::write(&file, Pki::new("another").unwrap().ca_pem()).unwrap();
-    assert!(soon("its end", ends_cleanly(body)).await);
-    assert_eq!(client.get(MAPS).await.unwrap().status, 401);
+    assert!(soon("the end of the watch", ends_cleanly(body)).await);
+    assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 401);
 }
 
-/// The clock has gone on and timers have not, as on a machine that was suspended: the resume is the
-/// first to notice that the certificate has expired.
+/// As on a machine that was suspended: the clock has advanced and timers have not, so that the
+/// resume is the first to notice that the certificate has expired.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn resume_with_an_expired_certificate_ends_the_watch() {
+async fn resume_fails_when_the_client_certificate_has_expired() {
     let certs = Certs::new();
     let mut config = certs.config(&[]);
-    let tls = Arc::new(ServingTls::new(LoadedServingTls::load(terminate(&mut config)).unwrap()));
+    let tls =
+        Arc::new(ServingTls::new(LoadedServingTls::load(terminate_mode(&mut config)).unwrap()));
     let not_after = SystemTime::now() + PATIENCE / 2;
     let validity = Validity { not_after, ..Validity::usual() };
     let brief = certs.pki.client_valid(&Subject::admin(), validity).unwrap();
     let metrics = Metrics::new().listener("l");
-    // Nothing follows its certificate.
+    // No task renews or checks the certificate.
     let peer = ClientCertificate::new(Some(&[brief.cert_der()]), &tls, &metrics).unwrap();
     let proof = IdentityProof::new(CredentialClass::Identity(0), Some(&peer));
-    let resume_late = async {
+    let resume = async {
         soon("a proof", proof.confirmed()).await;
         let mut end = proof.end().unwrap();
         let ended = poll_fn(|cx| Poll::Ready(end.as_mut().poll(cx).is_ready())).await;
-        assert!(!ended, "the machine took all its life to verify it");
-        until("it has expired", async || SystemTime::now() > not_after).await;
+        assert!(!ended, "the certificate expired before it was verified");
+        until("the certificate has expired", async || SystemTime::now() > not_after).await;
         tokio::select! {
             why = &mut end => why,
-            () = proof.confirmed() => panic!("it has expired"),
+            () = proof.confirmed() => panic!("an expired certificate was confirmed"),
         }
     };
-    let why = soon("its end", LocalSet::new().run_until(resume_late)).await;
+    let why = soon("the end of the watch", LocalSet::new().run_until(resume)).await;
     assert!(why.contains("expired"), "{why}");
 }
 
-/// A certificate with its key, as rcgen makes them.
-struct Made {
+/// A generated certificate with its key.
+struct GeneratedCert {
     der: CertificateDer<'static>,
     params: CertificateParams,
     key: KeyPair,
 }
 
 /// A self-signed CA certificate with this name.
-fn authority(name: &str) -> Made {
+fn authority(name: &str) -> GeneratedCert {
     let mut params = CertificateParams::default();
     params.distinguished_name = DistinguishedName::new();
     params.distinguished_name.push(DnType::CommonName, name);
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     let key = KeyPair::generate().unwrap();
-    Made { der: params.self_signed(&key).unwrap().der().clone(), params, key }
+    GeneratedCert { der: params.self_signed(&key).unwrap().der().clone(), params, key }
 }
 
-/// A chain that leads nowhere: a leaf, and so many CA certificates of one name, each of which might
-/// have signed each other.
-fn maze(name: &str, authorities: usize) -> (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>) {
+/// A chain without a trust anchor: a leaf, and CA certificates that all have one name, each of
+/// which might have signed each other.
+fn unverifiable_chain(
+    name: &str,
+    authorities: usize,
+) -> (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>) {
     let made: Vec<_> = (0..authorities).map(|_| authority(name)).collect();
     let mut params = CertificateParams::default();
     params.distinguished_name.push(DnType::CommonName, "mallory");
@@ -246,27 +248,26 @@ fn maze(name: &str, authorities: usize) -> (Vec<CertificateDer<'static>>, Privat
     (chain.collect(), PrivatePkcs8KeyDer::from(key.serialize_der()).into())
 }
 
-/// The client CA changes while a watch runs, and then the watch loses its stream. Whether its proof
-/// holds under the new CA is not known as long as its chain waits to be verified, so nothing but the
-/// check at the resume keeps it from going upstream meanwhile.
+/// The client CA changes while a watch runs, and then the watch loses its stream. As long as its
+/// chain waits for verification, only the check at the resume keeps the watch from the new stream.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn watch_is_resumed_only_with_a_proof_that_holds_then() {
-    /// Watches that were quiet are resumed within a second.
+async fn watch_is_resumed_only_when_its_certificate_is_verified_again() {
+    /// Quiet watches are resumed within a second.
     const RESUMED: Duration = Duration::from_millis(1_500);
-    for (withdrawn, asked) in [(true, 1), (false, 2)] {
-        let world = World::new(2);
-        let file = world.certs.path().join("client-ca.crt");
-        let ca = world.certs.pki.ca_pem();
+    for (withdrawn, requests) in [(true, 1), (false, 2)] {
+        let cluster = TestCluster::new(2);
+        let file = cluster.certs.path().join("client-ca.crt");
+        let ca = cluster.certs.pki.ca_pem();
         std::fs::write(&file, &ca).unwrap();
-        let proxy = world
+        let proxy = cluster
             .start_with(|config| {
-                *config = patient(config.clone());
-                terminate(config).client_ca_file = Some(file.clone());
+                without_suspicion(config);
+                terminate_mode(config).client_ca_file = Some(file.clone());
             })
             .await;
-        let path = format!("{MAPS}?watch=1&resourceVersion={}", world.cluster.version());
-        // Longer chains have a lane of their own.
-        let (leaf, key) = der_of(&world.certs.admin);
+        let path = cluster.watch_path();
+        // Longer chains have their own queue.
+        let (leaf, key) = der_of(&cluster.certs.admin);
         let chain = vec![leaf, authority("one").der, authority("other").der];
         let mut watch = connect(proxy.addr, &connector(&ca, chain.clone(), key)).await.unwrap();
         let request = format!(
@@ -276,34 +277,35 @@ async fn watch_is_resumed_only_with_a_proof_that_holds_then() {
         let mut head = [0; 12];
         soon("a watch", watch.read_exact(&mut head)).await.unwrap();
         assert_eq!(&head, b"HTTP/1.1 200");
-        let turn = client_chain::acquire_slot(&ClientChain::new(chain).unwrap()).await.unwrap();
+        let slot = client_chain::acquire_slot(&ClientChain::new(chain).unwrap()).await.unwrap();
 
         let next = Pki::new("next").unwrap();
         let bundle = if withdrawn { next.ca_pem() } else { ca + &next.ca_pem() };
         std::fs::write(&file, bundle).unwrap();
         let issued = next.client(&Subject::admin()).unwrap();
-        let client = proxy.client(&world.certs.nobody().certificate(&issued)).await;
-        until("the new CA is in use", async || client.get(MAPS).await.unwrap().status == 200).await;
+        let client = proxy.client_with(&cluster.certs.anonymous().certificate(&issued)).await;
+        until("the new CA is in use", async || client.get(CONFIGMAPS).await.unwrap().status == 200)
+            .await;
         let headers = [("audit-id", "short")];
         let _other = client.send(Method::GET, &path, &headers, "").await.unwrap();
-        let count = |id| world.cluster.audit().count_id(id);
-        world.servers.iter().for_each(ApiServerHandle::reset_connections);
+        let count = |id| cluster.state.audit().count_id(id);
+        cluster.servers.iter().for_each(ApiServerHandle::reset_connections);
         until("watches are resumed", async || count("short") >= 2).await;
-        pass(RESUMED).await;
-        assert_eq!(count("long"), 1, "resumed without a proof");
-        drop(turn);
+        pause(RESUMED).await;
+        assert_eq!(count("long"), 1, "resumed without a verified certificate");
+        drop(slot);
         if withdrawn {
             let mut rest = Vec::new();
-            soon("its end", watch.read_to_end(&mut rest)).await.unwrap();
+            soon("the end of the watch", watch.read_to_end(&mut rest)).await.unwrap();
             assert!(rest.ends_with(b"\r\n0\r\n\r\n"), "not a clean end");
         } else {
-            until("it is resumed", async || count("long") >= asked).await;
+            until("the watch is resumed", async || count("long") >= requests).await;
         }
-        assert_eq!(count("long"), asked);
+        assert_eq!(count("long"), requests);
     }
 }
 
-/// How a client with a chain of its own connects.
+/// A connector of a client with this chain.
 fn connector(
     ca_pem: &str,
     chain: Vec<CertificateDer<'static>>,
@@ -328,9 +330,9 @@ async fn connect(addr: SocketAddr, connector: &TlsConnector) -> io::Result<TlsSt
     connector.connect(ServerName::from(addr.ip()), stream).await
 }
 
-/// Asks on an HTTP/1.1 connection: the status of the answer.
-async fn ask(stream: &mut TlsStream<TcpStream>) -> io::Result<u16> {
-    let request = format!("GET {MAPS}?limit=1 HTTP/1.1\r\nHost: api\r\n\r\n");
+/// Sends a request on an HTTP/1.1 connection. Returns the status.
+async fn get(stream: &mut TlsStream<TcpStream>) -> io::Result<u16> {
+    let request = format!("GET {CONFIGMAPS}?limit=1 HTTP/1.1\r\nHost: api\r\n\r\n");
     stream.write_all(request.as_bytes()).await?;
     let mut head = Vec::new();
     while !head.ends_with(b"\r\n\r\n") {
@@ -349,54 +351,53 @@ fn der_of(issued: &Issued) -> (CertificateDer<'static>, PrivateKeyDer<'static>) 
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn handshake_refuses_chains_of_more_than_6_certificates_or_32_kib() {
-    let world = World::new(1);
-    let proxy = world.start().await;
-    let ca = world.certs.pki.ca_pem();
+    let cluster = TestCluster::new(1);
+    let proxy = cluster.start().await;
+    let ca = cluster.certs.pki.ca_pem();
     let large = || {
-        let Made { mut params, key, .. } = authority("large");
+        let GeneratedCert { mut params, key, .. } = authority("large");
         let oid = [1, 3, 6, 1, 4, 1, 57683, 99];
         let filling = CustomExtension::from_oid_content(&oid, vec![4; 32 << 10]);
         params.custom_extensions.push(filling);
         params.self_signed(&key).unwrap().der().clone()
     };
-    for (name, others, taken) in [
-        ("alone", vec![], true),
+    for (name, others, accepted) in [
+        ("the leaf alone", vec![], true),
         ("6 in all", (0..5).map(|n| authority(&format!("ca {n}")).der).collect(), true),
         ("7 in all", (0..6).map(|n| authority(&format!("ca {n}")).der).collect(), false),
         ("33 KiB", vec![large()], false),
     ] {
-        let (leaf, key) = der_of(&world.certs.admin);
+        let (leaf, key) = der_of(&cluster.certs.admin);
         let chain = std::iter::once(leaf).chain(others).collect();
         let connector = connector(&ca, chain, key);
-        let answer =
-            soon("an answer", async { ask(&mut connect(proxy.addr, &connector).await?).await })
+        let result =
+            soon("a response", async { get(&mut connect(proxy.addr, &connector).await?).await })
                 .await;
-        match answer {
-            Ok(status) => assert!(taken && status == 200, "{name}: {status}"),
+        match result {
+            Ok(status) => assert!(accepted && status == 200, "{name}: {status}"),
             Err(error) => {
-                // "Some other (unspecified) issue" (RFC 8446, 6.2): no other alert says less that
-                // is untrue.
+                // "Some other (unspecified) issue" (RFC 8446, section 6.2): no other alert fits.
                 let alert = error.get_ref().and_then(|e| e.downcast_ref::<rustls::Error>());
                 let unknown = rustls::Error::AlertReceived(AlertDescription::CertificateUnknown);
-                assert_eq!((taken, alert), (false, Some(&unknown)), "{name}: {error}");
+                assert_eq!((accepted, alert), (false, Some(&unknown)), "{name}: {error}");
             }
         }
     }
-    // Counted after the alert has gone out.
+    // Refusals are counted after the alert is sent.
     let refused = async || proxy.metric("jackstay_downstream_refused_total{").await as u64;
-    until("both are counted", async || refused().await >= 2).await;
+    until("both refusals are counted", async || refused().await >= 2).await;
     assert_eq!(refused().await, 2);
 }
 
-/// Good or bad, a chain is verified once for each connection.
+/// Valid or not, a chain is verified once per connection.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn chain_is_verified_once_per_connection() {
-    let world = World::new(1);
-    let proxy = world.start().await;
-    let ca = world.certs.pki.ca_pem();
-    let (leaf, key) = der_of(&world.certs.admin);
+    let cluster = TestCluster::new(1);
+    let proxy = cluster.start().await;
+    let ca = cluster.certs.pki.ca_pem();
+    let (leaf, key) = der_of(&cluster.certs.admin);
     let good = connector(&ca, vec![leaf], key);
-    let (chain, key) = maze("demo", 5);
+    let (chain, key) = unverifiable_chain("demo", 5);
     let bad = connector(&ca, chain, key);
     let verified = async |outcome: &str| {
         let name = format!(
@@ -407,27 +408,27 @@ async fn chain_is_verified_once_per_connection() {
     for (connector, status) in [(&good, 200), (&bad, 401)] {
         let mut stream = connect(proxy.addr, connector).await.unwrap();
         for _ in 0..20 {
-            assert_eq!(soon("an answer", ask(&mut stream)).await.unwrap(), status);
+            assert_eq!(soon("a response", get(&mut stream)).await.unwrap(), status);
         }
     }
     assert_eq!((verified("ok").await, verified("failed").await), (1.0, 1.0));
-    // The same chain on another connection is known; only what is good is remembered.
+    // The same chain on another connection is cached; only valid chains are.
     for connector in [&good, &bad] {
         let mut stream = connect(proxy.addr, connector).await.unwrap();
-        soon("an answer", ask(&mut stream)).await.unwrap();
+        soon("a response", get(&mut stream)).await.unwrap();
     }
     let counts = (verified("ok").await, verified("failed").await, verified("known").await);
     assert_eq!(counts, (1.0, 2.0, 1.0));
 }
 
-/// What clients that ask regularly have seen, by what they ask.
+/// Durations and failures of requests of one kind.
 #[derive(Default)]
-struct Seen {
+struct Results {
     took: Vec<Duration>,
     failed: Vec<String>,
 }
 
-impl Seen {
+impl Results {
     fn line(&mut self, name: &str) -> String {
         self.took.sort();
         let quantile = |q: f64| {
@@ -445,7 +446,7 @@ impl Seen {
     }
 }
 
-/// How long it took to ask, or why that failed; `limit` is how long an answer is waited for.
+/// The duration of a request, or why it failed; `limit` is its timeout.
 async fn timed(
     limit: Duration,
     request: impl Future<Output = Result<(), String>>,
@@ -453,11 +454,11 @@ async fn timed(
     let start = Instant::now();
     match tokio::time::timeout(limit, request).await {
         Ok(done) => done.map(|()| start.elapsed()),
-        Err(_) => Err(format!("nothing for {limit:?}")),
+        Err(_) => Err(format!("no response within {limit:?}")),
     }
 }
 
-fn right(reply: io::Result<jackstay::demo::client::Reply>) -> Result<(), String> {
+fn expect_200(reply: io::Result<jackstay::demo::client::Reply>) -> Result<(), String> {
     match reply {
         Ok(reply) if reply.status == 200 => Ok(()),
         Ok(reply) => Err(format!("{}: {:?}", reply.status, reply.body)),
@@ -465,7 +466,7 @@ fn right(reply: io::Result<jackstay::demo::client::Reply>) -> Result<(), String>
     }
 }
 
-/// Connects with a chain again and again, and asks twice on each connection.
+/// Connects with a chain again and again, and sends two requests per connection.
 fn attack(
     addr: SocketAddr,
     ca: &str,
@@ -478,7 +479,7 @@ fn attack(
         while !over.load(Relaxed) {
             if let Ok(mut stream) = connect(addr, &connector).await {
                 for _ in 0..2 {
-                    let _ = tokio::time::timeout(PATIENCE, ask(&mut stream)).await;
+                    let _ = tokio::time::timeout(PATIENCE, get(&mut stream)).await;
                 }
             }
             count += 1;
@@ -487,45 +488,46 @@ fn attack(
     })
 }
 
-/// A neighbour whose chains are as expensive to verify as they can be: 12 CA certificates of one name,
-/// and what passes the handshake, 5 of the name of the cluster's own CA.
+/// A client whose chains are as expensive to verify as possible: 12 CA certificates of one name,
+/// and, within the limit of the handshake, 5 with the name of the cluster's own CA.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn neighbour_with_expensive_chains_fails_no_request_of_a_proven_client() {
+async fn expensive_chains_fail_no_request_of_a_verified_client() {
     let limit = PATIENCE / 2;
-    let world = World::new(2);
-    let proxy = Arc::new(world.start_with(|config| *config = patient(config.clone())).await);
-    let ca = world.certs.pki.ca_pem();
-    let who = world.certs.credentials();
-    let client = Arc::new(proxy.client(&who).await);
-    client.post(MAPS, &map("lease", "0")).await.unwrap();
+    let cluster = TestCluster::new(2);
+    let proxy = Arc::new(cluster.start_with(without_suspicion).await);
+    let ca = cluster.certs.pki.ca_pem();
+    let who = cluster.certs.credentials();
+    let client = Arc::new(proxy.client_with(&who).await);
+    client.post(CONFIGMAPS, &config_map("lease", "0")).await.unwrap();
     let over = Arc::new(AtomicBool::new(false));
-    let attackers =
-        [maze("nobody", 12), maze("demo", 5)].map(|chain| attack(proxy.addr, &ca, chain, &over));
-    let mut asked = JoinSet::new();
+    let attackers = [unverifiable_chain("nobody", 12), unverifiable_chain("demo", 5)]
+        .map(|chain| attack(proxy.addr, &ca, chain, &over));
+    let mut requests = JoinSet::new();
     let mut tick = tokio::time::interval(Duration::from_millis(100));
-    let list = format!("{MAPS}?limit=1");
-    for round in 0..if long() { 600 } else { 100 } {
+    let list = format!("{CONFIGMAPS}?limit=1");
+    for round in 0..if long_form() { 600 } else { 100 } {
         tick.tick().await;
         let (here, path) = (Arc::clone(&client), list.clone());
-        asked.spawn(
-            async move { ("GET", timed(limit, async { right(here.get(&path).await) }).await) },
-        );
+        requests.spawn(async move {
+            ("GET", timed(limit, async { expect_200(here.get(&path).await) }).await)
+        });
         let here = Arc::clone(&client);
-        asked.spawn(async move {
-            let (path, lease) = (format!("{MAPS}/lease"), map("lease", &round.to_string()));
-            ("PUT", timed(limit, async { right(here.put(&path, &lease).await) }).await)
+        requests.spawn(async move {
+            let (path, lease) =
+                (format!("{CONFIGMAPS}/lease"), config_map("lease", &round.to_string()));
+            ("PUT", timed(limit, async { expect_200(here.put(&path, &lease).await) }).await)
         });
         if round % 10 == 0 {
             let (path, who, addr) = (list.clone(), who.clone(), proxy.addr);
-            asked.spawn(async move {
+            requests.spawn(async move {
                 let connecting = async {
                     let client = Client::connect(addr, &who).await.map_err(|e| e.to_string())?;
-                    right(client.get(&path).await)
+                    expect_200(client.get(&path).await)
                 };
                 ("fresh connection", timed(limit, connecting).await)
             });
             let here = Arc::clone(&proxy);
-            asked.spawn(async move {
+            requests.spawn(async move {
                 let alive = async {
                     let page = here.page("/livez").await;
                     if page.starts_with("HTTP/1.1 200 ") { Ok(()) } else { Err(page) }
@@ -534,8 +536,8 @@ async fn neighbour_with_expensive_chains_fails_no_request_of_a_proven_client() {
             });
         }
     }
-    let mut seen = BTreeMap::<&str, Seen>::new();
-    while let Some(done) = asked.join_next().await {
+    let mut seen = BTreeMap::<&str, Results>::new();
+    while let Some(done) = requests.join_next().await {
         let (what, result) = done.unwrap();
         let seen = seen.entry(what).or_default();
         match result {

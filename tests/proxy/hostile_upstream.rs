@@ -1,0 +1,568 @@
+//! Upstreams that violate the protocol: requests go to the other endpoint, nothing hangs, and no
+//! truncated response looks complete.
+
+use crate::scripted_peer::{
+    Action, CANCEL, CONTINUATION, DATA, END_HEADERS, END_STREAM, GOAWAY, HEADERS,
+    INITIAL_WINDOW_SIZE, INTERNAL_ERROR, MAX_CONCURRENT_STREAMS, NO_ERROR, PING, Peers, RST_STREAM,
+    Reply, Request, SETTINGS, WINDOW_UPDATE, fields, frame, goaway, reset, settings, setup,
+    setup_with,
+};
+use crate::support::figures::check_figure;
+use crate::support::stopwatch::Stopwatch;
+use crate::support::{CONFIGMAPS, PATIENCE, join_all, soon, until, without_suspicion};
+use http::Method;
+use jackstay::demo::client::{Client, next_data};
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+
+fn head(list: &[(&str, &str)]) -> Vec<u8> {
+    let mut all = vec![(":status", "200"), ("content-type", "application/json")];
+    all.extend(list);
+    fields(&all)
+}
+
+/// Protocol violations: each of them ends its stream or its connection.
+fn violations() -> Vec<(&'static str, Action)> {
+    let raw = |name, bytes: fn(u32) -> Vec<u8>| (name, Action::raw(bytes));
+    vec![
+        raw("a frame longer than allowed", |id| {
+            let mut bytes = frame(DATA, 0, id, &[]);
+            bytes[..3].copy_from_slice(&[0xff, 0xff, 0xff]);
+            bytes
+        }),
+        raw("DATA on stream 0", |_| frame(DATA, 0, 0, b"x")),
+        raw("DATA before HEADERS", |id| frame(DATA, 0, id, b"x")),
+        raw("DATA on a stream that was never opened", |id| frame(DATA, 0, id + 1000, b"x")),
+        raw("HEADERS on a pushed stream", |_| frame(HEADERS, END_HEADERS, 2, &head(&[]))),
+        raw("PUSH_PROMISE", |id| {
+            frame(5, END_HEADERS, id, &[&[0, 0, 0, 2][..], &fields(&[(":method", "GET")])].concat())
+        }),
+        raw("CONTINUATION without HEADERS", |id| frame(CONTINUATION, END_HEADERS, id, &[])),
+        raw("a broken header block", |id| frame(HEADERS, END_HEADERS, id, &[0xff; 40])),
+        raw("an index that does not exist", |id| frame(HEADERS, END_HEADERS, id, &[0xfe])),
+        raw("no :status", |id| frame(HEADERS, END_HEADERS, id, &fields(&[("a", "b")]))),
+        raw("an invalid status", |id| {
+            frame(HEADERS, END_HEADERS, id, &fields(&[(":status", "x")]))
+        }),
+        raw("capital letters in a name", |id| {
+            frame(HEADERS, END_HEADERS, id, &head(&[("Aa", "b")]))
+        }),
+        raw("padding longer than the frame", |id| frame(DATA, 8, id, &[200, 1])),
+        raw("SETTINGS of a bad length", |_| frame(SETTINGS, 0, 0, &[1, 2, 3])),
+        raw("SETTINGS on a stream", |id| frame(SETTINGS, 0, id, &[])),
+        raw("an initial window that is too large", |_| {
+            settings(&[(INITIAL_WINDOW_SIZE, u32::MAX)])
+        }),
+        raw("WINDOW_UPDATE of zero", |id| frame(WINDOW_UPDATE, 0, id, &[0; 4])),
+        raw("WINDOW_UPDATE above the maximum", |_| {
+            let most = frame(WINDOW_UPDATE, 0, 0, &[0x7f, 0xff, 0xff, 0xff]);
+            [most.clone(), most].concat()
+        }),
+        raw("PING of a bad length", |_| frame(PING, 0, 0, &[0; 7])),
+        raw("RST_STREAM of a bad length", |id| frame(RST_STREAM, 0, id, &[0; 3])),
+        raw("GOAWAY of a bad length", |_| frame(GOAWAY, 0, 0, &[0; 3])),
+        raw("GOAWAY with a growing last stream", |_| {
+            [goaway(1, NO_ERROR), goaway(99, INTERNAL_ERROR)].concat()
+        }),
+        raw("not HTTP/2 at all", |_| b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok".to_vec()),
+        ("a closed connection", Action::Close),
+        (
+            "endless CONTINUATION",
+            Action::flood(|id| {
+                let block = fields(&[("x-filler", &"x".repeat(4000))]);
+                frame(CONTINUATION, 0, id, &block)
+            }),
+        ),
+        (
+            "endless CONTINUATION after HEADERS",
+            Action::raw(|id| {
+                let block = fields(&[("x-filler", &"x".repeat(4000))]);
+                let mut bytes = frame(HEADERS, 0, id, &head(&[]));
+                for _ in 0..1000 {
+                    bytes.extend(frame(CONTINUATION, 0, id, &block));
+                }
+                bytes
+            }),
+        ),
+        (
+            "endless empty CONTINUATION",
+            Action::raw(|id| {
+                let mut bytes = frame(HEADERS, 0, id, &head(&[]));
+                for _ in 0..10_000 {
+                    bytes.extend(frame(CONTINUATION, 0, id, &[]));
+                }
+                bytes
+            }),
+        ),
+        (
+            "headers above the limit",
+            Action::raw(|id| {
+                let value = "x".repeat(15_000);
+                let mut bytes = frame(HEADERS, 0, id, &head(&[]));
+                for _ in 0..5 {
+                    bytes.extend(frame(CONTINUATION, 0, id, &fields(&[("x-filler", &value)])));
+                }
+                bytes.extend(frame(CONTINUATION, END_HEADERS, id, &[]));
+                bytes
+            }),
+        ),
+    ]
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn protocol_violation_costs_a_read_at_most_a_retry() {
+    let (peers, _proxy, client) = setup(2).await;
+    let mut slowest = (Duration::ZERO, "");
+    for (name, act) in violations() {
+        peers.set_actions([act]);
+        let start = Instant::now();
+        let reply =
+            soon(name, client.get(CONFIGMAPS)).await.unwrap_or_else(|e| panic!("{name}: {e}"));
+        slowest = slowest.max((start.elapsed(), name));
+        assert!(matches!(reply.status.as_u16(), 200 | 502), "{name}: {}", reply.status);
+        // A write that met the violation is carried out at most once.
+        peers.set_actions([violations().into_iter().find(|(n, _)| *n == name).unwrap().1]);
+        let reply = soon(name, client.post(CONFIGMAPS, &"{}".into())).await.unwrap();
+        let seen = peers.requests().len();
+        let once = reply.status == 502 && seen == 1;
+        assert!(once || (reply.status == 200 && seen <= 2), "{name}: {} {seen}", reply.status);
+        // Later requests are not affected.
+        let reply = soon(name, client.get(CONFIGMAPS)).await.unwrap();
+        assert_eq!(reply.status, 200, "{name}");
+    }
+    println!("slowest read: {:?} ({})", slowest.0, slowest.1);
+    assert!(!client.is_closed());
+}
+
+/// Responses that break off or contradict themselves, over HTTP/2 and HTTP/1.1.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn truncated_response_never_looks_complete() {
+    let (peers, proxy, _) = setup(2).await;
+    let body = |length: &'static str, end: u8| {
+        move |id| {
+            let head = frame(HEADERS, END_HEADERS, id, &head(&[("content-length", length)]));
+            let first = frame(DATA, 0, id, b"{\"first\":1,");
+            [head, first, frame(DATA, end, id, b"\"second\":2}")].concat()
+        }
+    };
+    let truncations: Vec<(&str, Action)> = vec![
+        ("content-length too long", Action::raw(body("100", END_STREAM))),
+        ("content-length too short", Action::raw(body("5", END_STREAM))),
+        (
+            "content-length too long, then NO_ERROR",
+            Action::raw(move |id| [body("100", 0)(id), reset(id, NO_ERROR)].concat()),
+        ),
+        (
+            "complete by content-length, then NO_ERROR instead of END_STREAM",
+            Action::raw(move |id| [body("23", 0)(id), reset(id, NO_ERROR)].concat()),
+        ),
+        (
+            "no content-length, then NO_ERROR",
+            Action::partial(Reply::ok("{\"first\":1,"), |id| reset(id, NO_ERROR)),
+        ),
+        (
+            "no content-length, then CANCEL",
+            Action::partial(Reply::ok("{\"first\":1,"), |id| reset(id, 8)),
+        ),
+        (
+            "no content-length, then GOAWAY and the end of the connection",
+            Action::PartialThenClose(Reply::ok("{\"first\":1,")),
+        ),
+    ];
+    for http2 in [true, false] {
+        for path in [CONFIGMAPS.to_owned(), "/api/v1/namespaces/default/pods/p/log".to_owned()] {
+            for (name, action) in &truncations {
+                // All attempts are truncated, so that no retry can hide it.
+                peers.set_actions(std::iter::repeat_n(action.clone(), 8));
+                let client = proxy.client_over(http2).await;
+                let response = soon(name, client.request(Method::GET, &path, &[], "")).await;
+                let failed = match &response {
+                    Err(_) => true,
+                    Ok(reply) => reply.status == 502,
+                };
+                assert!(failed, "{name} {path} (http2: {http2}): {response:?}");
+            }
+        }
+    }
+}
+
+/// HTTP/2 has no hop-by-hop headers, and they must not reach an HTTP/1.1 client.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn hop_by_hop_response_header_is_never_forwarded() {
+    let (peers, proxy, _) = setup(2).await;
+    for http2 in [true, false] {
+        for (name, value) in [
+            ("connection", "close"),
+            ("transfer-encoding", "chunked"),
+            ("keep-alive", "timeout=1"),
+            ("upgrade", "h2c"),
+            ("proxy-connection", "close"),
+            ("proxy-authenticate", "Basic"),
+        ] {
+            peers.set_actions([Action::Answer(Reply::ok("{}").header(name, value))]);
+            let client = proxy.client_over(http2).await;
+            let reply = soon(name, client.get(CONFIGMAPS)).await.unwrap();
+            // jackstay rejects the response as malformed and retries, or strips the header.
+            assert_eq!(reply.status, 200, "{name}");
+            let forwarded = reply.headers.get(name).is_some_and(|v| v == value);
+            assert!(!forwarded, "{name} (http2: {http2}): {:?}", reply.headers);
+            assert_eq!(soon(name, client.get(CONFIGMAPS)).await.unwrap().status, 200, "{name}");
+        }
+    }
+    let custom = Reply::ok("{}").header("x-remote-user", "root").header("x-anything", "1");
+    peers.set_actions([Action::Answer(custom)]);
+    let client = proxy.client().await;
+    let reply = client.get(CONFIGMAPS).await.unwrap();
+    assert_eq!(reply.headers["x-anything"], "1", "other headers of the server stay");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn request_above_a_goaway_finishes_on_its_connection() {
+    let (peers, _proxy, client) = setup(2).await;
+    peers.set_default(Reply::ok("{}"));
+    // The last stream covers the request, which finishes on its connection.
+    for round in 0..20 {
+        let response = |id: u32| {
+            let head = frame(HEADERS, END_HEADERS, id, &head(&[]));
+            (head, frame(DATA, END_STREAM, id, b"{}"))
+        };
+        let action = match round % 4 {
+            0 => Action::raw(move |id| {
+                [goaway(id, NO_ERROR), response(id).0, response(id).1].concat()
+            }),
+            1 => Action::raw(move |id| {
+                [response(id).0, goaway(id, NO_ERROR), response(id).1].concat()
+            }),
+            2 => Action::raw(move |id| {
+                [response(id).0, response(id).1, goaway(id, NO_ERROR)].concat()
+            }),
+            // As Go does: first a GOAWAY with the maximal stream id, then the last stream.
+            _ => Action::raw(move |id| {
+                [
+                    goaway(0x7fff_ffff, NO_ERROR),
+                    response(id).0,
+                    goaway(id, NO_ERROR),
+                    response(id).1,
+                ]
+                .concat()
+            }),
+        };
+        for write in [false, true] {
+            peers.set_actions([action.clone()]);
+            let reply = if write {
+                soon("a write", client.post(CONFIGMAPS, &"{}".into())).await
+            } else {
+                soon("a read", client.get(CONFIGMAPS)).await
+            };
+            assert_eq!(reply.unwrap().status, 200, "round {round}, write: {write}");
+            assert_eq!(peers.requests().len(), 1, "round {round}, write: {write}");
+        }
+    }
+}
+
+/// Repeats a request that gets 429: a slow machine does not finish enough handshakes in a second to
+/// have a stream for every request.
+async fn get_until_admitted(client: &Client) -> u16 {
+    loop {
+        let reply = client.get(CONFIGMAPS).await.unwrap();
+        if reply.status != 429 {
+            return reply.status.as_u16();
+        }
+        assert_eq!(reply.headers["retry-after"], "1");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn requests_succeed_when_max_concurrent_streams_changes() {
+    let (peers, _proxy, client) = setup(1).await;
+    peers.set_default(Reply::ok("{}"));
+    // The response follows the SETTINGS immediately.
+    peers.set_actions([Action::raw(|id| {
+        [
+            settings(&[(MAX_CONCURRENT_STREAMS, 1), (INITIAL_WINDOW_SIZE, 1 << 20)]),
+            frame(HEADERS, END_HEADERS, id, &head(&[])),
+            frame(DATA, END_STREAM, id, b"{}"),
+        ]
+        .concat()
+    })]);
+    assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200);
+    *peers.settings.lock().unwrap() = vec![(MAX_CONCURRENT_STREAMS, 1)];
+    peers.set_actions([]);
+    let all = (0..40).map(|_| {
+        let client = &client;
+        async move { get_until_admitted(client).await }
+    });
+    let start = Instant::now();
+    let statuses = soon("40 requests", join_all(all)).await;
+    println!("40 requests, one stream each connection: {:?}", start.elapsed());
+    assert!(statuses.iter().all(|status| *status == 200), "{statuses:?}");
+    assert_eq!(peers.requests().len(), 40);
+    assert_eq!(peers.goaways.load(Relaxed), 0, "jackstay broke no rule on its connections");
+
+    // Lowered and raised again while requests run.
+    peers.set_actions([]);
+    *peers.settings.lock().unwrap() = vec![];
+    let all = (0..40).map(|n| {
+        let (client, peers) = (&client, &peers);
+        async move {
+            if n % 5 == 0 {
+                let streams = if n % 2 == 0 { 1 } else { 100 };
+                let change = Action::raw(move |id| {
+                    [
+                        settings(&[(MAX_CONCURRENT_STREAMS, streams)]),
+                        frame(HEADERS, END_HEADERS, id, &head(&[])),
+                        frame(DATA, END_STREAM, id, b"{}"),
+                    ]
+                    .concat()
+                });
+                peers.set_actions([change]);
+            }
+            get_until_admitted(client).await
+        }
+    });
+    let statuses = soon("40 requests", join_all(all)).await;
+    assert!(statuses.iter().all(|status| *status == 200), "{statuses:?}");
+}
+
+/// The read goes to the other endpoint, and the connection is left.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn read_is_hedged_when_pings_are_unanswered() {
+    let (peers, proxy, client) = setup_with(2, |_| {}).await;
+    peers.set_default(Reply::ok("{}"));
+    let mut slowest = Duration::ZERO;
+    let mut silent_connections = Vec::new();
+    for _ in 0..3 {
+        peers.set_actions([Action::Unresponsive]);
+        let start = Stopwatch::start();
+        let reply = soon("a read", client.get(CONFIGMAPS)).await.unwrap();
+        slowest = slowest.max(start.elapsed());
+        assert_eq!(reply.status, 200);
+        let seen = peers.requests();
+        assert!(seen.len() >= 2, "{seen:?}");
+        let Request { connection, stream, .. } = seen[0];
+        until("the losing attempt is cancelled", async || {
+            peers.resets().contains(&(connection, stream, CANCEL))
+        })
+        .await;
+        silent_connections.push(connection);
+    }
+    assert!(proxy.hedges("hedge").await >= 3.0);
+    let promise = Duration::from_millis(600);
+    check_figure("slowest read on a connection that fell silent", slowest, promise);
+    // New requests avoid these connections.
+    peers.set_actions([]);
+    for _ in 0..20 {
+        assert_eq!(soon("a read", client.get(CONFIGMAPS)).await.unwrap().status, 200);
+    }
+    let seen = peers.requests();
+    assert!(
+        !seen.iter().any(|request| silent_connections.contains(&request.connection)),
+        "{seen:?}"
+    );
+}
+
+/// Hedges are limited to a share of the requests: above the budget a read waits for the end of its
+/// connection.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn hedges_have_a_budget() {
+    const READS: usize = 400;
+    let (peers, proxy, client) = setup_with(2, |_| {}).await;
+    // All connections fall silent with their first reads.
+    peers.set_actions(std::iter::repeat_n(Action::Unresponsive, READS));
+    let all = (0..READS).map(|_| client.get(CONFIGMAPS));
+    let replies = tokio::time::timeout(3 * PATIENCE, join_all(all)).await.unwrap();
+    let failed = replies.iter().filter(|reply| reply.as_ref().is_err()).count();
+    assert_eq!(failed, 0, "each read has a response");
+    let (over, won) = (proxy.hedges("over_budget").await, proxy.hedges("hedge").await);
+    let made = won + proxy.hedges("original").await + proxy.hedges("failed").await;
+    println!("{READS} reads: {made} hedges, {won} of them won, {over} were not made");
+    assert!(over >= 1.0, "{over}");
+    // The burst, about the streams of one connection, and a tenth of the reads.
+    assert!((1.0..=READS as f64 / 2.0).contains(&made), "{made}");
+}
+
+/// The handler takes long, and the connection answers PINGs.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn slow_read_is_not_hedged_while_its_connection_lives() {
+    // On a busy machine a PONG takes 100 ms, and jackstay suspects the connection.
+    let suspect_after = Some(Duration::from_secs(1));
+    let (peers, _proxy, client) = setup_with(2, |config| {
+        config.upstreams[0].health.suspect_after = suspect_after;
+    })
+    .await;
+    peers.set_actions([Action::Hang]);
+    let hanging = tokio::time::timeout(Duration::from_millis(1500), client.get(CONFIGMAPS)).await;
+    assert!(hanging.is_err(), "the client gives up");
+    assert_eq!(peers.requests().len(), 1, "the request was hedged");
+    until("the stream is reset", async || peers.resets().len() == 1).await;
+}
+
+/// A server gives no window: the upload waits, and the client's cancellation reaches the server.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn upload_without_a_window_blocks_no_other_request() {
+    let peers = Peers::start(2);
+    *peers.settings.lock().unwrap() = vec![(INITIAL_WINDOW_SIZE, 0)];
+    peers.withhold_window.store(true, Relaxed);
+    let proxy = peers.start_proxy(without_suspicion).await;
+    let client = proxy.client().await;
+    peers.set_default(Reply::ok("{}"));
+    peers.set_actions(std::iter::repeat_n(Action::Hang, 8));
+    let big = "x".repeat(200_000);
+    let headers = [("content-type", "application/json")];
+    let uploads = (0..8).map(|_| client.request(Method::POST, CONFIGMAPS, &headers, big.clone()));
+    let uploading = join_all(uploads);
+    let reading = async {
+        until("all uploads have started", async || peers.requests().len() == 8).await;
+        let start = Instant::now();
+        for _ in 0..20 {
+            assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200);
+        }
+        println!("20 reads beside 8 stuck uploads: {:?}", start.elapsed());
+    };
+    tokio::select! {
+        biased;
+        _ = uploading => panic!("an upload ended"),
+        () = soon("reads beside stuck uploads", reading) => {}
+    }
+    until("the uploads are reset", async || peers.resets().len() == 8).await;
+}
+
+/// 1-byte frames, empty frames, floods of PINGs and of SETTINGS: jackstay tolerates them or closes
+/// the connection; it neither hangs nor buffers without bound.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn flood_of_odd_frames_ends_or_is_tolerated() {
+    let (peers, _proxy, client) = setup(2).await;
+    let response = |id, noise: Vec<u8>| {
+        let head = frame(HEADERS, END_HEADERS, id, &head(&[]));
+        [head, noise, frame(DATA, END_STREAM, id, b"}")].concat()
+    };
+    let ones = Action::raw(move |id| response(id, frame(DATA, 0, id, b"{").repeat(5000)));
+    peers.set_actions([ones]);
+    let reply = soon("small frames", client.get(CONFIGMAPS)).await.unwrap();
+    assert_eq!((reply.status.as_u16(), reply.body.len()), (200, 5001));
+    for (name, noise) in [
+        ("empty DATA", frame(DATA, 0, 1, b"")),
+        ("PING", frame(PING, 0, 0, &[7; 8])),
+        ("SETTINGS", settings(&[])),
+        ("unknown frames", frame(0x42, 0, 0, b"hello")),
+        ("PRIORITY", frame(2, 0, 1, &[0, 0, 0, 3, 1])),
+    ] {
+        let action = Action::raw(move |id| {
+            let mut noise = noise.clone();
+            if noise[8] == 1 {
+                noise[5..9].copy_from_slice(&id.to_be_bytes());
+            }
+            response(id, noise.repeat(3000))
+        });
+        peers.set_actions([action]);
+        let reply = soon(name, client.get(CONFIGMAPS)).await;
+        // The connection was closed, or the response is complete.
+        if let Ok(reply) = reply {
+            assert!(matches!(reply.status.as_u16(), 200 | 502), "{name}: {}", reply.status);
+        }
+        peers.set_actions([]);
+        assert_eq!(soon(name, client.get(CONFIGMAPS)).await.unwrap().status, 200, "{name}");
+    }
+}
+
+/// Frames that cannot be parsed are forwarded.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn malformed_watch_is_forwarded_and_never_resumed() {
+    let (peers, _proxy, client) = setup(2).await;
+    let path = format!("{CONFIGMAPS}?watch=1&resourceVersion=5");
+    let event = |version: &str| {
+        format!(
+            r#"{{"type":"ADDED","object":{{"kind":"ConfigMap","apiVersion":"v1","metadata":{{"name":"a","resourceVersion":"{version}"}}}}}}"#
+        ) + "\n"
+    };
+    for (name, text) in [
+        ("no JSON", "not JSON\n".to_owned()),
+        ("no version", "{\"type\":\"ADDED\",\"object\":{}}\n".to_owned()),
+        ("backwards", event("9") + &event("8")),
+        ("the same version for ever", event("9").repeat(100)),
+        ("a version of 10,000 digits", event(&"9".repeat(10_000))),
+        ("not a number", event("abc")),
+        ("deep", "[".repeat(25_000) + &"]".repeat(25_000) + "\n"),
+    ] {
+        peers.set_actions([Action::partial(Reply::ok(&text), |id| reset(id, INTERNAL_ERROR))]);
+        let mut got = Vec::new();
+        // A reset that follows the head immediately may discard it.
+        let Ok(response) = soon(name, client.send(Method::GET, &path, &[], "")).await else {
+            continue;
+        };
+        let mut body = response.into_body();
+        let end = loop {
+            match soon(name, next_data(&mut body)).await {
+                Ok(Some(data)) => got.extend_from_slice(&data),
+                Ok(None) => break "clean",
+                Err(_) => break "reset",
+            }
+        };
+        assert!(text.as_bytes().starts_with(&got), "{name}: changed");
+        let (size, seen) = (got.len(), peers.requests());
+        assert_eq!(seen.len(), 1, "{name}: resumed ({end}, {size} of {})", text.len());
+        println!("a watch with {name} is forwarded and ends: {end}");
+    }
+    assert!(!client.is_closed());
+}
+
+/// The obstacle is counted when it occurs, not only when the watch is lost.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn watch_that_cannot_be_resumed_is_counted_once() {
+    let (peers, proxy, client) = setup(1).await;
+    let path = format!("{CONFIGMAPS}?watch=1&resourceVersion=5");
+    let event = |version: &str| {
+        let object = format!("{{\"metadata\":{{\"resourceVersion\":\"{version}\"}}}}");
+        format!("{{\"type\":\"ADDED\",\"object\":{object}}}\n")
+    };
+    let texts = [
+        "not JSON\nnor this\n".to_owned(),
+        event("9") + &event("8") + &event("7"),
+        event("abc"),
+        event("6") + &event("7"),
+    ];
+    let mut watches = Vec::new();
+    for text in &texts {
+        peers.set_actions([Action::partial(Reply::ok(text), |_| Vec::new())]);
+        let response = soon("a head", client.send(Method::GET, &path, &[], "")).await.unwrap();
+        let mut body = response.into_body();
+        let mut got = Vec::new();
+        while got.len() < text.len() {
+            let data = soon(text, next_data(&mut body)).await.unwrap();
+            got.extend_from_slice(&data.expect("no end"));
+        }
+        assert_eq!(got, text.as_bytes());
+        watches.push(body);
+    }
+    let barred = proxy.resumes("barred").await;
+    assert_eq!(barred as usize, texts.len() - 1, "all but the last");
+}
+
+/// A late frame costs a RST_STREAM and no more, however many there are during a connection.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn late_frames_on_closed_streams_do_not_end_the_connection() {
+    // A suspected connection would be replaced.
+    let suspect_after = Some(Duration::from_secs(1));
+    let (peers, proxy, client) = setup_with(1, |config| {
+        config.upstreams[0].health.suspect_after = suspect_after;
+    })
+    .await;
+    // More streams than the 1,024 late frames that h2 lets pass by default.
+    for _ in 0..22 {
+        let replies = join_all((0..50).map(|_| client.get(CONFIGMAPS)));
+        for reply in soon("responses", replies).await {
+            assert_eq!(reply.unwrap().status, 200);
+        }
+    }
+    let late = |id| {
+        let late = (1..id).step_by(2).flat_map(|earlier| frame(DATA, 0, earlier, b"late"));
+        let response = frame(HEADERS, END_HEADERS, id, &head(&[]));
+        late.chain(response).chain(frame(DATA, END_STREAM, id, b"{}")).collect()
+    };
+    peers.set_actions([Action::raw(late)]);
+    let reply = soon("a response", client.get(CONFIGMAPS)).await.unwrap();
+    assert_eq!(reply.status, 200);
+    assert!(proxy.metric("jackstay_retries_total").await < 0.5, "the connection was lost");
+    until("the late frames are reset", async || !peers.resets().is_empty()).await;
+    assert_eq!(peers.goaways.load(Relaxed), 0);
+}

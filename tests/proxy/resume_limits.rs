@@ -1,0 +1,315 @@
+//! Upstreams that misbehave while a watch is resumed: each mechanism has a limit, after which the
+//! watch ends in a way from which the client continues.
+
+use crate::scripted_peer::{
+    Action, BOOKMARK, END_HEADERS, FIRST, HEADERS, INTERNAL_ERROR, NO_ERROR, Peers, Reply, SECOND,
+    fields, frame, goaway, lines, reset, setup_with,
+};
+use crate::support::{
+    CONFIGMAPS, Proxy, replace_file, replace_symlink, soon, terminate_mode, to_strings, until,
+    without_suspicion,
+};
+use http::Method;
+use hyper::body::Incoming;
+use jackstay::config::{CertPaths, Config};
+use jackstay::demo::client::{Client, next_data};
+use jackstay::demo::pki::Subject;
+use std::time::{Duration, Instant};
+
+/// On a busy machine a PONG may take long; no connection must be suspected for it.
+fn tolerate_late_pongs(config: &mut Config) {
+    config.upstreams[0].health.suspect_after = Some(Duration::from_secs(5));
+    config.upstreams[0].health.dead_after = Duration::from_secs(10);
+}
+
+/// Peers, jackstay in front of them, and a client.
+async fn setup(count: usize) -> (Peers, Proxy, Client) {
+    setup_with(count, tolerate_late_pongs).await
+}
+
+async fn watch(client: &Client) -> Incoming {
+    watch_with(client, "resourceVersion=5").await
+}
+
+async fn watch_with(client: &Client, query: &str) -> Incoming {
+    let path = format!("{CONFIGMAPS}?watch=1&{query}");
+    let response = soon("a watch", client.send(Method::GET, &path, &[], "")).await.unwrap();
+    assert_eq!(response.status(), 200);
+    response.into_body()
+}
+
+/// The rest of a body, and whether it ends cleanly.
+async fn rest(mut body: Incoming, limit: Duration) -> (String, bool) {
+    let mut got = Vec::new();
+    let reading = async {
+        loop {
+            match next_data(&mut body).await {
+                Ok(Some(data)) => got.extend_from_slice(&data),
+                Ok(None) => break true,
+                Err(_) => break false,
+            }
+        }
+    };
+    let clean = tokio::time::timeout(limit, reading).await.expect("the body ends");
+    (String::from_utf8(got).unwrap(), clean)
+}
+
+/// Events on a stream that is then reset.
+fn then_reset(events: &[&str]) -> Action {
+    Action::partial(Reply::ok(&lines(events)), |id| reset(id, INTERNAL_ERROR))
+}
+
+/// Every stream that takes the watch over is lost immediately. After twelve resumes in a minute the
+/// watch ends cleanly, so that the client watches repeated without a list.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn watch_ends_cleanly_after_12_resumes_a_minute() {
+    let (peers, proxy, client) = setup(2).await;
+    peers.set_actions(
+        std::iter::once(then_reset(&[FIRST])).chain((0..100).map(|_| then_reset(&[]))),
+    );
+    // The pauses between them grow to about 8 s in all.
+    let received = rest(watch(&client).await, Duration::from_secs(60)).await;
+    assert_eq!(received, (lines(&[FIRST]), true));
+    let seen = peers.requests().len();
+    println!("{seen} requests");
+    assert!((6..=13).contains(&seen), "{seen}");
+    let resumed = proxy.resumes("resumed").await;
+    assert!(resumed <= 12.0, "{resumed}");
+}
+
+/// The server's own end is forwarded also on a stream that has just taken the watch over.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn end_of_a_resumed_stream_is_forwarded() {
+    let (peers, _proxy, client) = setup(2).await;
+    peers.set_default(Reply::ok(""));
+    peers.set_actions([then_reset(&[FIRST])]);
+    let received = rest(watch(&client).await, Duration::from_secs(30)).await;
+    assert_eq!(received, (lines(&[FIRST]), true));
+    assert_eq!(peers.requests().len(), 2);
+}
+
+/// The resumed stream repeats an event that the client has already, so its history cannot be
+/// trusted.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn repeated_event_after_a_resume_ends_the_watch_cleanly() {
+    let (peers, _proxy, client) = setup(2).await;
+    let repeated = [FIRST; 100];
+    peers.set_actions([
+        then_reset(&[FIRST]),
+        Action::partial(Reply::ok(&lines(&repeated)), |_| Vec::new()),
+    ]);
+    let received = rest(watch(&client).await, Duration::from_secs(30)).await;
+    assert_eq!(received, (lines(&[FIRST]), true));
+    until("the stream is reset", async || !peers.resets().is_empty()).await;
+}
+
+/// The client has not asked for bookmarks: they are dropped, nothing stays buffered, and later
+/// events are forwarded.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn repeated_bookmarks_after_a_resume_are_dropped() {
+    let (peers, proxy, client) = setup(2).await;
+    let mut bookmarks = vec![BOOKMARK; 100];
+    bookmarks.push(SECOND);
+    let second = Reply::ok(&lines(&bookmarks));
+    peers.set_actions([then_reset(&[FIRST]), Action::Answer(second)]);
+    let received = rest(watch(&client).await, Duration::from_secs(30)).await;
+    assert_eq!(received, (lines(&[FIRST, SECOND]), true));
+    let buffered = proxy.metric("jackstay_held_frame_bytes").await;
+    assert!(buffered.abs() < 1.0, "{buffered}");
+}
+
+/// Both endpoints send Retry-After; jackstay asks the one with the shorter time again, when that
+/// time has passed.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn resume_waits_for_retry_after() {
+    let (peers, _proxy, client) = setup(2).await;
+    let busy = |time| Action::Answer(Reply::status("429", "{}").header("retry-after", time));
+    peers.set_default(Reply::ok(&lines(&[SECOND])));
+    peers.set_actions([then_reset(&[FIRST]), busy("25"), busy("2")]);
+    let start = Instant::now();
+    let received = rest(watch(&client).await, Duration::from_secs(30)).await;
+    assert_eq!(received, (lines(&[FIRST, SECOND]), true));
+    let seen = peers.requests();
+    let peers: Vec<_> = seen.iter().map(|request| request.peer).collect();
+    assert_eq!(seen.len(), 4, "{peers:?}");
+    assert_ne!(peers[1], peers[2], "each endpoint once");
+    assert_eq!(peers[3], peers[2], "the other Retry-After is far away");
+    assert!(start.elapsed() >= Duration::from_secs(2), "{:?}", start.elapsed());
+}
+
+/// The server answers PINGs and not the request: after 10 s the watch goes to another endpoint. The
+/// client has no time limit of its own.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn resume_attempt_without_a_response_goes_to_another_endpoint() {
+    let (peers, _proxy, client) = setup(2).await;
+    peers.set_default(Reply::ok(&lines(&[SECOND])));
+    peers.set_actions([then_reset(&[FIRST]), Action::Hang]);
+    let received = rest(watch(&client).await, Duration::from_secs(60)).await;
+    assert_eq!(received, (lines(&[FIRST, SECOND]), true));
+    let seen = peers.requests();
+    assert!(seen.len() == 3 && seen[1].peer != seen[2].peer, "another endpoint: {seen:?}");
+    until("the attempt is reset", async || !peers.resets().is_empty()).await;
+}
+
+/// Half a frame is buffered, counted in a metric, and released when the client disconnects.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn buffered_part_of_a_frame_is_counted() {
+    let (peers, proxy, client) = setup(1).await;
+    let half = format!("{FIRST}\n{}", &SECOND[..50]);
+    peers.set_actions([Action::raw(move |id| {
+        let head = fields(&[(":status", "200"), ("content-type", "application/json")]);
+        [frame(HEADERS, END_HEADERS, id, &head), frame(0, 0, id, half.as_bytes())].concat()
+    })]);
+    let mut body = watch(&client).await;
+    let first = soon("the first event", next_data(&mut body)).await.unwrap().unwrap();
+    assert_eq!(first, lines(&[FIRST]));
+    let buffered = async || proxy.metric("jackstay_held_frame_bytes").await as usize;
+    until("the other half is buffered", async || buffered().await >= 50).await;
+    drop(body);
+    until("nothing is buffered", async || buffered().await == 0).await;
+}
+
+/// client-go repeats a `WatchList` that ends before the bookmark it waits for, and falls back to a
+/// LIST if the stream is reset. A watch that waits for no bookmark would look complete after a
+/// clean end.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn watch_list_lost_in_its_initial_events_ends_cleanly() {
+    let (peers, _proxy, client) = setup(2).await;
+    let list = "sendInitialEvents=true&resourceVersionMatch=NotOlderThan";
+    for (query, clean) in [
+        (format!("{list}&allowWatchBookmarks=true"), true),
+        (list.to_owned(), false),
+        ("allowWatchBookmarks=true".to_owned(), false),
+    ] {
+        // Closed when the client has the first event: a reset overtakes data that waits to be sent.
+        peers.set_actions([Action::PartialThenClose(Reply::ok(&lines(&[FIRST])))]);
+        let received = rest(watch_with(&client, &query).await, Duration::from_secs(30)).await;
+        assert_eq!(received, (lines(&[FIRST]), clean), "{query}");
+        assert_eq!(peers.requests().len(), 1, "{query}: not sent again");
+    }
+}
+
+/// A watch that starts at the server's present version would start later when repeated. After a
+/// bookmark its version is known.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn watch_without_a_version_resumes_only_after_a_bookmark() {
+    let (peers, _proxy, client) = setup(2).await;
+    peers.set_default(Reply::ok(&lines(&[SECOND])));
+    let query = "sendInitialEvents=false&resourceVersionMatch=NotOlderThan";
+    peers.set_actions([then_reset(&[])]);
+    let received = rest(watch_with(&client, query).await, Duration::from_secs(30)).await;
+    assert_eq!(received, (String::new(), true));
+    assert_eq!(peers.requests().len(), 1);
+    peers.set_actions([then_reset(&[BOOKMARK])]);
+    let received = rest(watch_with(&client, query).await, Duration::from_secs(30)).await;
+    assert_eq!(received, (lines(&[SECOND]), true));
+    assert_eq!(peers.requests().len(), 2);
+}
+
+/// jackstay in front of one peer, with a credential that a test can replace.
+struct Rotation {
+    peers: Peers,
+    proxy: Proxy,
+}
+
+impl Rotation {
+    async fn start() -> Self {
+        let peers = Peers::start(1);
+        let (certs, dir) = (&peers.certs, peers.certs.path());
+        certs.admin.write_pair(dir, "first").unwrap();
+        certs.pki.client(&Subject::admin()).unwrap().write_pair(dir, "second").unwrap();
+        let current = dir.join("current.pem");
+        replace_symlink(&current, &dir.join("first.pem"));
+        let pair = CertPaths { cert_file: current.clone(), key_file: current };
+        let proxy = peers
+            .start_proxy(|config| {
+                tolerate_late_pongs(config);
+                terminate_mode(config).identities = vec![pair];
+            })
+            .await;
+        Self { peers, proxy }
+    }
+
+    fn replace_credential(&self) {
+        let dir = self.peers.certs.path();
+        replace_symlink(&dir.join("current.pem"), &dir.join("second.pem"));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn watch_keeps_a_replaced_certificate_until_another_stream_accepts_it() {
+    let rotation = Rotation::start().await;
+    let Rotation { peers, proxy } = &rotation;
+    let client = proxy.client().await;
+    expect_move_after_two_refusals(peers, &client, |_| rotation.replace_credential()).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn watch_keeps_a_removed_endpoint_until_another_stream_accepts_it() {
+    let peers = Peers::start(2);
+    let file = peers.certs.path().join("endpoints");
+    replace_file(&file, &to_strings(&peers.addresses).join("\n"));
+    let proxy = peers
+        .start_proxy(|config| {
+            without_suspicion(config);
+            config.upstreams[0].endpoints.clear();
+            config.upstreams[0].endpoints_file = Some(file.clone());
+        })
+        .await;
+    let client = proxy.client().await;
+    let remove = |peer: usize| replace_file(&file, &peers.addresses[1 - peer].to_string());
+    expect_move_after_two_refusals(&peers, &client, remove).await;
+}
+
+/// Expects that a watch moves away from its connection after `give_reason` has been called with its
+/// peer. It stays on its stream while the other connection refuses it, by a status and by an ERROR
+/// event, and moves to a stream that accepts it.
+async fn expect_move_after_two_refusals(
+    peers: &Peers,
+    client: &Client,
+    give_reason: impl FnOnce(usize),
+) {
+    const TOO_OLD: &str =
+        r#"{"type":"ERROR","object":{"kind":"Status","apiVersion":"v1","code":410}}"#;
+    peers.set_actions([
+        Action::partial(Reply::ok(&lines(&[FIRST])), |_| Vec::new()),
+        Action::Answer(Reply::status("503", "{}")),
+        Action::Answer(Reply::ok(&lines(&[TOO_OLD]))),
+        Action::Answer(Reply::ok(&lines(&[SECOND]))),
+    ]);
+    let mut body = watch(client).await;
+    let first = soon("an event", next_data(&mut body)).await.unwrap().unwrap();
+    assert_eq!(first, lines(&[FIRST]));
+    give_reason(peers.requests()[0].peer);
+    until("another connection is tried", async || peers.requests().len() >= 2).await;
+    // The next attempt is at least 2 s later, and fails too.
+    assert_eq!(peers.resets(), [], "the old stream was reset too early");
+    let received = rest(body, Duration::from_secs(60)).await;
+    assert_eq!(received, (lines(&[SECOND]), true));
+    let seen = peers.requests();
+    assert_eq!(seen.len(), 4, "{seen:?}");
+    let old = (seen[0].connection, seen[0].stream);
+    until("only the old stream is reset", async || {
+        let resets = peers.resets();
+        resets.iter().map(|(at, stream, _)| (*at, *stream)).eq([old])
+    })
+    .await;
+}
+
+/// A GOAWAY alone does not move a watch.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn watch_moves_from_a_draining_connection_when_its_certificate_is_replaced() {
+    let rotation = Rotation::start().await;
+    let Rotation { peers, proxy } = &rotation;
+    let client = proxy.client().await;
+    peers.set_actions([
+        Action::partial(Reply::ok(&lines(&[FIRST])), |id| goaway(id, NO_ERROR)),
+        Action::Answer(Reply::ok(&lines(&[SECOND]))),
+    ]);
+    let mut body = watch(&client).await;
+    let first = soon("an event", next_data(&mut body)).await.unwrap().unwrap();
+    assert_eq!(first, lines(&[FIRST]));
+    rotation.replace_credential();
+    assert_eq!(rest(body, Duration::from_secs(60)).await, (lines(&[SECOND]), true));
+    assert_eq!(peers.requests().len(), 2);
+}

@@ -1,0 +1,95 @@
+//! Load that jackstay keeps from apiservers: a slow start after a failure, and few anonymous
+//! probes, each of which costs a connection.
+
+use crate::scripted_peer::{Action, Peers};
+use crate::support::{CONFIGMAPS, TestCluster, pause, terminate_mode, until, without_suspicion};
+use jackstay::demo::faulty_relay::FaultyRelay;
+use jackstay::upstream::balance::slow_start;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+
+/// Long enough for a second probe, if it were sent after a second.
+const WINDOW: Duration = Duration::from_millis(2_500);
+
+/// The caches of an endpoint that has recovered are cold: it takes part in one pick of ten at
+/// first, and in all of them after 30 s.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn recovered_endpoint_gets_few_requests_at_first() {
+    const REQUESTS: u16 = 400;
+    let cluster = TestCluster::new(2);
+    let proxy = cluster.start_with(without_suspicion).await;
+    let client = proxy.client().await;
+    let server = cluster.servers[0].name();
+    cluster.servers[0].kill();
+    proxy.wait_state(cluster.servers[0].addr, "ejected").await;
+    cluster.servers[0].restart().unwrap();
+    let mut back = Instant::now();
+    until("the endpoint is ready", async || {
+        let now = Instant::now();
+        let ready = proxy.endpoints().await.iter().all(|endpoint| endpoint["state"] == "ready");
+        if !ready {
+            back = now;
+        }
+        ready
+    })
+    .await;
+    proxy.wait_connected(2).await;
+    cluster.state.audit().clear();
+    for _ in 0..REQUESTS {
+        assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200);
+    }
+    let share = slow_start(back.elapsed());
+    let requests =
+        cluster.state.audit().select(|r| r.server == server && r.path == CONFIGMAPS).len();
+    println!(
+        "{requests} of {REQUESTS} requests went to the recovered endpoint, its share is {share:.2}"
+    );
+    // Five standard deviations above its share, if the other endpoint is always the slower of the
+    // two.
+    let most = f64::from(REQUESTS) * share + 2.5 * f64::from(REQUESTS).sqrt();
+    assert!((requests as f64) < most, "{requests} of {REQUESTS}, {share:.2} of them at most");
+}
+
+/// An anonymous probe makes an apiserver end the connection. A prober without a credential probes
+/// every 30 s, whatever happens to its connections.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn anonymous_probes_are_rare_however_connections_end() {
+    tokio::join!(expect_rare_probes(None), expect_rare_probes(Some(Action::Close)));
+}
+
+/// `first` is the action on the first probe: a response, if `None`.
+async fn expect_rare_probes(first: Option<Action>) {
+    let peers = Peers::start(1);
+    let relay = FaultyRelay::start(peers.addresses[0]).unwrap();
+    let mut config = peers.certs.config(&[relay.addr]);
+    without_suspicion(&mut config);
+    config.upstreams[0].health.readyz.cert = None;
+    terminate_mode(&mut config).identities.clear();
+    let responds = first.is_none();
+    peers.set_actions(first);
+    let start = Instant::now();
+    let proxy = peers.certs.start(config);
+    until("the first probe is sent", async || !peers.requests().is_empty()).await;
+    if responds {
+        until("the response is known", async || {
+            proxy.endpoints().await.iter().all(|endpoint| endpoint["state"] != "connecting")
+        })
+        .await;
+    }
+    let mut connected = peers.accepted.load(Relaxed);
+    // With a credential the next probe would come after a second at most.
+    while start.elapsed() < WINDOW || connected < 2 {
+        relay.reset_all();
+        until("jackstay has connected again", async || {
+            let accepted = peers.accepted.load(Relaxed);
+            accepted > connected || (start.elapsed() >= WINDOW && connected > 1)
+        })
+        .await;
+        connected = peers.accepted.load(Relaxed);
+        pause(Duration::from_millis(100)).await;
+    }
+    let probes = peers.requests().len();
+    println!("{probes} probes in {:?}, {connected} connections", start.elapsed());
+    let most = 1 + start.elapsed().as_secs() / 24;
+    assert!(probes as u64 <= most);
+}

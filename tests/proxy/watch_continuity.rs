@@ -1,0 +1,402 @@
+//! Watches survive failures: every event of a watch client jackstay is compared with those of a
+//! watch on a server without failures.
+
+use crate::scripted_peer::{Action, Reply, setup_with};
+use crate::support::watch_recorder::WatchRecorder;
+use crate::support::{
+    CONFIGMAPS, Proxy, TestCluster, config_map, long_form, soon, terminate_mode, until, wait,
+    without_suspicion,
+};
+use http::Method;
+use jackstay::demo::apiserver::{self, ApiServerHandle, Options};
+use jackstay::demo::client::{Client, next_data};
+use jackstay::demo::faulty_relay::{Direction, FaultyRelay};
+use std::time::{Duration, Instant};
+
+/// The longest silence of a watch that was delivering.
+const WATCH_SILENCE: Duration = Duration::from_millis(2_500);
+
+/// The kinds of watches that are compared: name, path, query, `Accept`.
+const KINDS: [(&str, &str, &str, &str); 8] = [
+    ("json", "/api/v1/configmaps", "", "application/json"),
+    ("namespaced", CONFIGMAPS, "", "application/json"),
+    ("selected", CONFIGMAPS, "&labelSelector=v%20in%20(1,3,5,7)", "application/json"),
+    ("bookmarks", CONFIGMAPS, "&allowWatchBookmarks=true", "application/json"),
+    ("table", CONFIGMAPS, "", "application/json;as=Table;v=v1;g=meta.k8s.io,application/json"),
+    ("protobuf", CONFIGMAPS, "", "application/vnd.kubernetes.protobuf"),
+    ("cbor beside json", CONFIGMAPS, "", "application/cbor, application/json;q=0.9"),
+    (
+        "initial",
+        CONFIGMAPS,
+        "&sendInitialEvents=true&resourceVersionMatch=NotOlderThan&allowWatchBookmarks=true",
+        "application/json",
+    ),
+];
+
+/// A kind of watch, and such a watch through jackstay and on the reference server.
+type Pair = (&'static str, WatchRecorder, WatchRecorder);
+
+/// Three servers behind jackstay, and a reference server without failures, with a client of each.
+struct Setup {
+    cluster: TestCluster,
+    _reference: ApiServerHandle,
+    proxy: Proxy,
+    client: Client,
+    reference_client: Client,
+    written: usize,
+}
+
+impl Setup {
+    async fn new() -> Self {
+        let cluster = TestCluster::new(3);
+        cluster.state.set_bookmark_interval(Duration::from_millis(200));
+        let options = Options::named("reference");
+        let reference = apiserver::start(&cluster.state, &cluster.certs.pki, options).unwrap();
+        let proxy = cluster.start().await;
+        let client = proxy.client().await;
+        let reference_client =
+            Client::connect(reference.addr, &cluster.certs.credentials()).await.unwrap();
+        Self { cluster, _reference: reference, proxy, client, reference_client, written: 0 }
+    }
+
+    /// Creates, updates and deletes objects.
+    async fn write(&mut self, count: usize) {
+        for _ in 0..count {
+            let n = self.written;
+            self.written += 1;
+            let name = format!("m{}", n / 4);
+            let path = format!("{CONFIGMAPS}/{name}");
+            let label = (n % 9).to_string();
+            let reply = match n % 4 {
+                0 => self.reference_client.post(CONFIGMAPS, &config_map(&name, &label)).await,
+                3 if n % 8 == 3 => {
+                    self.reference_client.request(Method::DELETE, &path, &[], "").await
+                }
+                _ => self.reference_client.put(&path, &config_map(&name, &label)).await,
+            };
+            let reply = reply.unwrap();
+            assert!(reply.status.is_success(), "{n}: {:?}", reply.body);
+        }
+    }
+
+    async fn follow(&self, from: u64) -> Vec<Pair> {
+        let mut pairs = Vec::new();
+        for (name, path, query, accept) in KINDS {
+            let version =
+                if name == "initial" { String::new() } else { format!("&resourceVersion={from}") };
+            let path = format!("{path}?watch=1{version}{query}");
+            let ours = WatchRecorder::accepting(&self.client, &path, accept).await;
+            let theirs = WatchRecorder::accepting(&self.reference_client, &path, accept).await;
+            pairs.push((name, ours, theirs));
+        }
+        pairs
+    }
+}
+
+/// Waits until the watch through jackstay has the events of the reference, and compares them.
+async fn expect_equal_events(pairs: &[Pair], limit: Duration, after: &str) {
+    for (name, ours, theirs) in pairs {
+        wait::until_ok(limit, "both have seen the same", async || {
+            let (got, wanted) = (ours.events(), theirs.events());
+            assert_eq!(ours.end(), None, "{name} after {after}: the stream ended");
+            let common = got.len().min(wanted.len());
+            assert_eq!(got[..common], wanted[..common], "{name} after {after}");
+            if got.len() == wanted.len() {
+                return Ok(());
+            }
+            Err(format!("{name} after {after}: {} of {} events", got.len(), wanted.len()))
+        })
+        .await;
+    }
+}
+
+/// Waits until the reference has seen the object that was written last.
+async fn reference_has_seen(pairs: &[Pair], last: &str) {
+    until("the reference has seen the last change", async || {
+        let seen = |(name, _, theirs): &Pair| *name == "selected" || theirs.has_seen(last);
+        pairs.iter().all(seen)
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn watches_lose_no_event_under_many_faults() {
+    let mut setup = Setup::new().await;
+    let faults = if long_form() { 240 } else { 60 };
+    let mut slowest = (Duration::ZERO, "");
+    // A watch is resumed at most twelve times a minute. The test starts new watches long before
+    // that, since a busy machine causes additional losses.
+    for first in (0..faults).step_by(6) {
+        setup.write(8).await;
+        let pairs = setup.follow(setup.cluster.state.version()).await;
+        for fault in first..first + 6 {
+            setup.write(5).await;
+            let server = &setup.cluster.servers[fault % 3];
+            let name = match fault % 5 {
+                0 => {
+                    server.kill();
+                    "a kill"
+                }
+                1 | 2 => {
+                    server.reset_connections();
+                    "reset connections"
+                }
+                3 => {
+                    server.hold_watches(true);
+                    "a cache that lags, then reset connections"
+                }
+                _ => {
+                    server.goaway();
+                    "GOAWAY"
+                }
+            };
+            setup.write(5).await;
+            if fault % 5 == 3 {
+                setup.cluster.servers[fault % 3].reset_connections();
+            }
+            let start = Instant::now();
+            let marker = format!("end-{fault}");
+            let reply =
+                setup.reference_client.post(CONFIGMAPS, &config_map(&marker, "1")).await.unwrap();
+            assert!(reply.status.is_success());
+            reference_has_seen(&pairs, &marker).await;
+            let server = &setup.cluster.servers[fault % 3];
+            server.hold_watches(false);
+            expect_equal_events(&pairs, Duration::from_secs(6), name).await;
+            slowest = slowest.max((start.elapsed(), name));
+            if !server.is_running() {
+                server.restart().unwrap();
+                setup.proxy.wait_connected(3).await;
+            }
+        }
+    }
+    let resumed = setup.proxy.resumes("resumed").await;
+    println!(
+        "{faults} faults, {} kinds of watches, {resumed} resumes, 0 lost, 0 duplicated; caught up after {:?} \
+         at most ({})",
+        KINDS.len(),
+        slowest.0,
+        slowest.1
+    );
+    assert!(resumed >= faults as f64, "{resumed} resumes");
+}
+
+/// The time from a fault to the next event, on a watch that was delivering.
+async fn measure_silence(
+    what: &str,
+    promised: Duration,
+    fault: impl FnOnce(&TestCluster, &[FaultyRelay], usize),
+) {
+    let cluster = TestCluster::new(3);
+    let (relays, proxy) = cluster.start_behind_relays(|_| {}).await;
+    let version = cluster.state.version();
+    let client = proxy.client().await;
+    let watch = WatchRecorder::start(&client, &cluster.watch_path()).await;
+    until("the watch delivers", async || {
+        cluster.create_config_map(&format!("before-{}", cluster.state.version()));
+        watch.events().len() > 5
+    })
+    .await;
+    let carrier = (0..3).find(|&at| cluster.watches(at) > 0).unwrap();
+    let start = Instant::now();
+    fault(&cluster, &relays, carrier);
+    cluster.create_config_map("after");
+    let seen = wait::within(2 * promised, async || {
+        assert_eq!(watch.end(), None, "{what}: the stream ended");
+        watch.has_seen("after")
+    });
+    let seen = seen.await;
+    println!("{what}: silent for {:?} (promised {promised:?})", start.elapsed());
+    assert!(seen, "{what}: silent for more than twice the promise");
+    cluster.servers[carrier].cont();
+    relays[carrier].heal();
+    // Delayed events of the old stream arrive now; none of them may reach the client.
+    cluster.create_config_map("last");
+    let expected: Vec<_> = (version + 1..=cluster.state.version()).collect();
+    watch.expect_versions(&expected).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn watch_resumes_soon_after_its_apiserver_is_killed() {
+    measure_silence("a killed apiserver", WATCH_SILENCE, |cluster, _, at| {
+        cluster.servers[at].kill()
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn watch_resumes_soon_after_its_flow_is_reset() {
+    measure_silence("a reset flow", WATCH_SILENCE, |_, relays, at| {
+        relays[at].reset_all();
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn watch_resumes_soon_after_its_apiserver_is_stopped() {
+    measure_silence("a stopped apiserver", Duration::from_secs(6), |cluster, _, at| {
+        cluster.servers[at].stop();
+    })
+    .await;
+}
+
+/// The relay's kernel continues to acknowledge, so the flow looks like a stopped process.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn watch_resumes_soon_after_its_flow_falls_silent() {
+    measure_silence("a flow that falls silent", Duration::from_secs(6), |_, relays, at| {
+        relays[at].silence_all(Direction::Both);
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn too_old_version_ends_the_watch_only_when_every_apiserver_returns_it() {
+    let mut setup = Setup::new().await;
+    setup.write(4).await;
+    for round in 0..4 {
+        let version = setup.cluster.state.version();
+        let path = format!("{CONFIGMAPS}?watch=1&resourceVersion={version}");
+        let pairs = vec![(
+            "json",
+            WatchRecorder::start(&setup.client, &path).await,
+            WatchRecorder::start(&setup.reference_client, &path).await,
+        )];
+        setup.write(4).await;
+        expect_equal_events(&pairs, Duration::from_secs(5), "the start").await;
+        let carrier = (0..3).find(|&at| setup.cluster.watches(at) > 0).unwrap();
+        setup.cluster.servers[carrier].hold_watches(true);
+        setup.write(4).await;
+        // The version of the watch is older than the history of these servers.
+        let everywhere = round == 3;
+        for (index, server) in setup.cluster.servers.iter().enumerate() {
+            if index == (carrier + 1) % 3 || everywhere {
+                server.compact();
+            }
+        }
+        setup.cluster.servers[carrier].reset_connections();
+        if !everywhere {
+            // The carrier may take the watch again, since its history is long enough.
+            setup.cluster.servers[carrier].hold_watches(false);
+        }
+        if everywhere {
+            until("the watch ends", async || pairs[0].1.end().is_some()).await;
+            assert_eq!(pairs[0].1.end(), Some(Ok(())), "410 from every server: one clean end");
+            let events = pairs[0].1.events();
+            assert!(events.iter().all(|event| event.kind != "ERROR"), "{events:?}");
+        } else {
+            if round % 2 == 0 {
+                // Only the other two can take the watch.
+                setup.cluster.servers[carrier].kill();
+            }
+            expect_equal_events(&pairs, Duration::from_secs(5), "410 from one server").await;
+            if !setup.cluster.servers[carrier].is_running() {
+                setup.cluster.servers[carrier].restart().unwrap();
+                setup.proxy.wait_connected(3).await;
+            }
+        }
+        setup.cluster.servers[carrier].hold_watches(false);
+        drop(pairs);
+        let none = || (0..3).all(|at| setup.cluster.watches(at) == 0);
+        until("the watches have ended", async || none()).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn end_by_the_server_is_forwarded() {
+    let mut setup = Setup::new().await;
+    setup.write(4).await;
+    let pairs = setup.follow(setup.cluster.state.version()).await;
+    setup.write(4).await;
+    reference_has_seen(&pairs, "m1").await;
+    expect_equal_events(&pairs, Duration::from_secs(5), "the start").await;
+    setup.cluster.servers.iter().for_each(ApiServerHandle::end_watches);
+    for (name, ours, _) in &pairs {
+        until("the watch ends", async || ours.end().is_some()).await;
+        assert_eq!(ours.end(), Some(Ok(())), "{name}");
+    }
+    assert!(setup.proxy.resumes("resumed").await < 1.0);
+}
+
+/// A partial state must not look complete.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn watch_is_reset_when_it_is_lost_during_its_initial_list() {
+    let mut setup = Setup::new().await;
+    setup.write(6).await;
+    let path = format!("{CONFIGMAPS}?watch=1");
+    let watch = WatchRecorder::start(&setup.client, &path).await;
+    until("an event arrives", async || !watch.events().is_empty()).await;
+    setup.cluster.servers.iter().for_each(ApiServerHandle::reset_connections);
+    until("the watch ends", async || watch.end().is_some()).await;
+    assert!(matches!(watch.end(), Some(Err(_))), "{:?}", watch.end());
+}
+
+/// GOAWAY only refuses new streams: running watches continue.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn goaway_of_a_healthy_server_moves_no_watch() {
+    let cluster = TestCluster::new(2);
+    let proxy = cluster
+        .start_with(|config| {
+            without_suspicion(config);
+            config.upstreams[0].rebalance = false;
+        })
+        .await;
+    let client = proxy.client().await;
+    let watch = WatchRecorder::start(&client, &cluster.watch_path()).await;
+    let carrier = || (0..2).find(|&at| cluster.watches(at) == 1);
+    until("the watch runs", async || carrier().is_some()).await;
+    let carrier = carrier().unwrap();
+    cluster.servers[carrier].goaway();
+    until("its connection drains", async || {
+        let endpoints = proxy.endpoints().await;
+        endpoints
+            .iter()
+            .flat_map(|e| e["connections"].as_array().unwrap())
+            .any(|connection| connection["state"] == "draining" && connection["watches"] == 1)
+    })
+    .await;
+    for n in 0..20 {
+        cluster.create_config_map(&format!("after-{n}"));
+        until("an event comes", async || watch.events().len() == n + 1).await;
+    }
+    assert_eq!(cluster.watches(carrier), 1, "the watch has moved");
+    assert!(proxy.metric("jackstay_watch_resumes_total").await < 1.0);
+}
+
+/// API groups that are not built in are resumed only if the configuration lists them.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn configured_resume_group_is_resumed() {
+    let event = |name: &str, version: u32| {
+        format!(
+            "{{\"type\":\"ADDED\",\"object\":{{\"kind\":\"Thing\",\"apiVersion\":\"example.com/v1\",\
+             \"metadata\":{{\"name\":\"{name}\",\"resourceVersion\":\"{version}\"}}}}}}\n"
+        )
+    };
+    for listed in [true, false] {
+        let (peers, _proxy, client) = setup_with(2, |config| {
+            without_suspicion(config);
+            if listed {
+                terminate_mode(config).resume_groups = vec!["example.com".into()];
+            }
+        })
+        .await;
+        peers.set_default(Reply::ok(&event("b", 7)));
+        peers.set_actions([Action::PartialThenClose(Reply::ok(&event("a", 6)))]);
+        let path = "/apis/example.com/v1/namespaces/default/things?watch=1&resourceVersion=5";
+        let mut got = Vec::new();
+        // A reset that follows the head immediately may discard it.
+        let sent = soon("a head", client.send(Method::GET, path, &[], "")).await;
+        if let Ok(response) = sent {
+            let mut body = response.into_body();
+            while let Ok(Some(data)) = soon("the end", next_data(&mut body)).await {
+                got.extend_from_slice(&data);
+            }
+        }
+        let (first, second) = (event("a", 6).into_bytes(), event("b", 7).into_bytes());
+        if listed {
+            assert_eq!(got, [first, second].concat());
+        } else {
+            assert!(first.starts_with(&got), "{:?}", String::from_utf8_lossy(&got));
+        }
+        assert_eq!(peers.requests().len(), if listed { 2 } else { 1 });
+    }
+}

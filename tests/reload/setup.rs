@@ -1,0 +1,224 @@
+//! A jackstay that follows a configuration file, and clients that record every failure.
+
+#![allow(dead_code)] // each test crate uses a part
+
+use crate::support::watch_recorder::WatchRecorder;
+use crate::support::{
+    CONFIGMAPS, Certs, PATIENCE, Proxy, TestCluster, config_map, soon, until, write_config,
+};
+use jackstay::app::App;
+use jackstay::app::reload::{ConfigSource, LoadedConfig, ReloadOutcome};
+use jackstay::config::{self, Config, Overrides};
+use jackstay::demo::apiserver::kinds::{CONFIG_MAPS, ObjectRef};
+use jackstay::demo::client::Client;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+use tokio::task::JoinHandle;
+
+pub struct Setup {
+    pub cluster: TestCluster,
+    pub proxy: Proxy,
+    pub file: PathBuf,
+    /// The content of the file.
+    pub config: Config,
+    /// Versions that watches must see.
+    written: Mutex<Vec<u64>>,
+}
+
+impl Setup {
+    pub async fn new(servers: usize) -> Self {
+        Self::with(servers, |_| {}).await
+    }
+
+    pub async fn with(servers: usize, change: impl FnOnce(&mut Config)) -> Self {
+        let cluster = TestCluster::new(servers);
+        let mut config = cluster.config();
+        change(&mut config);
+        let file = cluster.certs.path().join("jackstay.yaml");
+        write_config(&file, &config);
+        let proxy = follow(&file, &cluster.certs);
+        let setup = Self { cluster, proxy, file, config, written: Mutex::default() };
+        setup.proxy.wait_ready(setup.config.upstreams[0].endpoints.len()).await;
+        setup
+    }
+
+    /// Writes a changed configuration and reloads it.
+    pub async fn reload(&mut self, change: impl FnOnce(&mut Config)) -> ReloadOutcome {
+        change(&mut self.config);
+        write_config(&self.file, &self.config);
+        self.reload_file().await
+    }
+
+    /// Writes a changed configuration and reloads it, which must succeed. Returns the reported changes.
+    pub async fn change(&mut self, change: impl FnOnce(&mut Config)) -> Vec<String> {
+        match self.reload(change).await {
+            ReloadOutcome::Ok { changed, needs_restart } => {
+                assert_eq!(needs_restart, [""; 0]);
+                changed
+            }
+            ReloadOutcome::Failed { errors } => panic!("{errors:?}"),
+        }
+    }
+
+    /// Reloads the file as it is.
+    pub async fn reload_file(&self) -> ReloadOutcome {
+        let attempt = soon("a reload", self.proxy.running.reload("test")).await.unwrap();
+        attempt.outcome().clone()
+    }
+
+    pub async fn client(&self) -> Client {
+        self.proxy.client().await
+    }
+
+    /// The address of a listener.
+    pub async fn listener(&self, name: &str) -> Option<SocketAddr> {
+        let status = self.proxy.status().await;
+        let listeners = status["listeners"].as_array().unwrap();
+        let listener = listeners.iter().find(|listener| listener["name"] == name)?;
+        listener["bind"][0].as_str()?.parse().ok()
+    }
+
+    /// Starts a watch from now on.
+    pub async fn watch(&self, client: &Client) -> Watching {
+        Watching::start(client, self.cluster.state.version()).await
+    }
+
+    /// Writes an object that watches must see.
+    pub fn write_config_map(&self) {
+        let mut written = self.written.lock().unwrap();
+        // A single object, so that the state of the servers does not grow.
+        let next = config_map("m0", &written.len().to_string());
+        let map = if written.is_empty() {
+            self.cluster.state.create(&CONFIG_MAPS, "default", next, false).unwrap()
+        } else {
+            let place = ObjectRef { kind: &CONFIG_MAPS, namespace: "default", name: "m0" };
+            self.cluster.state.modify(place, false, |_| Ok(next)).unwrap()
+        };
+        written.push(map.version);
+    }
+}
+
+/// Starts jackstay with a configuration file that it follows, as `jackstay run` does.
+fn follow(file: &Path, certs: &Certs) -> Proxy {
+    let path = file.to_owned();
+    let read = move || {
+        let loaded = config::load(&path, [], &Overrides::default());
+        let loaded = loaded.map_err(|e| e.0.iter().map(ToString::to_string).collect::<Vec<_>>())?;
+        Ok(LoadedConfig { config: loaded.config, warnings: loaded.warnings })
+    };
+    let config = read().unwrap().config;
+    let origin = ConfigSource { file: file.to_owned(), read: Box::new(read), log: None };
+    Proxy::start(App::bind(config).unwrap().with_config_source(origin), certs)
+}
+
+/// A watch that must see every object that [`Setup::write_config_map`] writes.
+pub struct Watching {
+    pub recorder: WatchRecorder,
+    from: u64,
+}
+
+impl Watching {
+    pub async fn start(client: &Client, from: u64) -> Self {
+        let path = format!("{CONFIGMAPS}?watch=1&resourceVersion={from}");
+        Self { recorder: WatchRecorder::start(client, &path).await, from }
+    }
+
+    /// Writes, and waits for every event up to now: each once, in order, and no end.
+    pub async fn is_complete(&self, setup: &Setup) {
+        setup.write_config_map();
+        let written = setup.written.lock().unwrap().clone();
+        let expected: Vec<_> = written.into_iter().filter(|version| *version > self.from).collect();
+        self.recorder.expect_versions(&expected).await;
+    }
+}
+
+/// Requests at a steady rate on one connection: reads, and a few writes. Failures are recorded.
+pub struct Traffic {
+    failures: Arc<Mutex<Vec<String>>>,
+    done: Arc<AtomicUsize>,
+    stop: Arc<AtomicBool>,
+    tasks: Vec<JoinHandle<()>>,
+    began: Instant,
+}
+
+/// Requests that may run at the same time.
+const CONCURRENCY: u32 = 8;
+
+impl Traffic {
+    /// At most `rate` requests a second; fewer on a slow machine.
+    pub async fn start(setup: &Setup, rate: u32) -> Self {
+        let client = Arc::new(setup.client().await);
+        let failures = Arc::<Mutex<Vec<String>>>::default();
+        let done = Arc::<AtomicUsize>::default();
+        let stop = Arc::<AtomicBool>::default();
+        let one = |index: u32| {
+            let name = format!("t{index}");
+            // It exists if there was traffic before.
+            let _ = setup.cluster.state.create(
+                &CONFIG_MAPS,
+                "kube-system",
+                kube_system_config_map(&name),
+                false,
+            );
+            let (client, failures) = (Arc::clone(&client), Arc::clone(&failures));
+            let (done, stop) = (Arc::clone(&done), Arc::clone(&stop));
+            tokio::spawn(async move {
+                let mut ticks = tokio::time::interval(Duration::from_secs(1) * CONCURRENCY / rate);
+                ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+                let path = format!("/api/v1/namespaces/kube-system/configmaps/t{index}");
+                for number in 0.. {
+                    ticks.tick().await;
+                    if stop.load(Relaxed) {
+                        return;
+                    }
+                    // One in ten is a write, which jackstay must not repeat.
+                    let reply = if number % 10 == 9 {
+                        client.put(&path, &kube_system_config_map(&name)).await
+                    } else {
+                        client.get("/api/v1/namespaces/default").await
+                    };
+                    match reply {
+                        Ok(reply) if reply.status.is_success() => {}
+                        Ok(reply) => {
+                            let why = String::from_utf8_lossy(&reply.body).into_owned();
+                            failures.lock().unwrap().push(format!("{}: {why}", reply.status));
+                        }
+                        Err(error) => failures.lock().unwrap().push(error.to_string()),
+                    }
+                    done.fetch_add(1, Relaxed);
+                }
+            })
+        };
+        let tasks = (0..CONCURRENCY).map(one).collect();
+        Self { failures, done, stop, tasks, began: Instant::now() }
+    }
+
+    /// Waits for ten more responses, and expects no failure so far.
+    pub async fn goes_on(&self) {
+        let before = self.done.load(Relaxed);
+        until("traffic goes on", async || self.done.load(Relaxed) >= before + 10).await;
+        assert_eq!(*self.failures.lock().unwrap(), [""; 0]);
+    }
+
+    /// Stops the requests, and expects no failure. Returns the rate in requests a second.
+    pub async fn end(mut self) -> f64 {
+        self.stop.store(true, Relaxed);
+        for task in std::mem::take(&mut self.tasks) {
+            tokio::time::timeout(PATIENCE, task).await.expect("requests end").unwrap();
+        }
+        assert_eq!(*self.failures.lock().unwrap(), [""; 0]);
+        self.done.load(Relaxed) as f64 / self.began.elapsed().as_secs_f64()
+    }
+}
+
+static NEXT: AtomicUsize = AtomicUsize::new(0);
+
+fn kube_system_config_map(name: &str) -> serde_json::Value {
+    // Each update differs from the one before.
+    let mut object = config_map(name, &NEXT.fetch_add(1, Relaxed).to_string());
+    object["metadata"]["namespace"] = "kube-system".into();
+    object
+}

@@ -8,6 +8,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::Path;
 use std::time::Duration;
 
+use futures_util::future::join_all;
 use hickory_resolver::config::{NameServerConfig, ResolveHosts, ResolverConfig, ResolverOpts};
 use hickory_resolver::lookup::Lookup;
 use hickory_resolver::net::runtime::TokioRuntimeProvider;
@@ -148,22 +149,15 @@ impl Resolver {
     /// Asks all servers at once: the addresses, an empty list if the name does not exist, `None` if
     /// no server answered.
     async fn ask_all(&mut self, name: &str) -> Option<Vec<IpAddr>> {
-        let mut tasks = Vec::new();
-        for server in &self.servers {
-            let (config, options) = (server.config.clone(), server.options.clone());
-            let name = name.to_owned();
-            tasks
-                .push(tokio::task::spawn_local(async move { query(config, options, &name).await }));
-        }
+        let queries =
+            self.servers.iter().map(|server| query(&server.config, &server.options, name));
+        let outcomes = join_all(queries).await;
         let mut found: Option<Vec<IpAddr>> = None;
-        for (server, task) in self.servers.iter_mut().zip(tasks) {
-            let Ok(outcome) = task.await else { continue };
+        for (server, outcome) in self.servers.iter_mut().zip(outcomes) {
             server.stats.asked += outcome.asked;
             server.stats.answered += outcome.answered;
             server.times.extend(outcome.times);
-            if outcome.error.is_some() {
-                server.stats.error = outcome.error;
-            }
+            server.stats.error = outcome.error.or(server.stats.error.take());
             if let Some(addresses) = outcome.addresses {
                 let all = found.get_or_insert_default();
                 for address in addresses {
@@ -203,7 +197,7 @@ struct QueryOutcome {
     error: Option<String>,
 }
 
-async fn query(config: ResolverConfig, options: ResolverOpts, name: &str) -> QueryOutcome {
+async fn query(config: &ResolverConfig, options: &ResolverOpts, name: &str) -> QueryOutcome {
     let mut outcome = QueryOutcome::default();
     for record_type in [RecordType::A, RecordType::AAAA] {
         for _ in 0..TRIES {

@@ -1,13 +1,12 @@
 //! Runs every probe concurrently for the duration of an examination and collects the observations.
 
-use std::cell::RefCell;
 use std::net::{IpAddr, SocketAddr};
-use std::rc::Rc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use futures_util::future::join_all;
 use rustls::pki_types::CertificateDer;
 use tokio::sync::Mutex;
-use tokio::task::{JoinHandle, LocalSet};
+use tokio::task::LocalSet;
 use tokio::time::{Instant, sleep_until, timeout};
 
 use super::dns::Resolver;
@@ -43,8 +42,8 @@ pub fn run(
 }
 
 async fn examine(plan: ExaminationPlan, resolver: Resolver, duration: Duration) -> Observations {
-    let resolver = Rc::new(Mutex::new(resolver));
     let host = host::check(&plan.listeners, &plan.running, plan.wanted_connections);
+    let resolver = Mutex::new(resolver);
     let mut lookups = Vec::new();
     for target in plan.targets {
         let addresses = resolver.lock().await.resolve(&target.host).await;
@@ -56,23 +55,11 @@ async fn examine(plan: ExaminationPlan, resolver: Resolver, duration: Duration) 
     }
     let began = Instant::now();
     let until = began + duration;
-    let tasks: Vec<_> = lookups
-        .into_iter()
-        .map(|(target, addresses)| {
-            let resolver = Rc::clone(&resolver);
-            let listeners = plan.listeners.clone();
-            tokio::task::spawn_local(async move {
-                examine_endpoint(target, addresses, &listeners, resolver, began, until).await
-            })
-        })
-        .collect();
-    let mut endpoints = Vec::new();
-    for task in tasks {
-        if let Ok(endpoint) = task.await {
-            endpoints.push(endpoint);
-        }
-    }
-    let dns = resolver.lock().await.observed();
+    let endpoints = join_all(lookups.into_iter().map(|(target, addresses)| {
+        examine_endpoint(target, addresses, &plan.listeners, &resolver, began, until)
+    }))
+    .await;
+    let dns = resolver.into_inner().observed();
     Observations { configuration: plan.configuration_errors, host, dns, endpoints }
 }
 
@@ -82,8 +69,9 @@ async fn siblings(resolved: &[(Target, Resolution)]) -> Vec<Target> {
     for (target, addresses) in resolved.iter().filter(|(target, _)| target.peer.authenticated) {
         let Resolution::Addresses(ips) = addresses else { continue };
         let Some(ip) = ips.first() else { continue };
-        let asked = members(target, SocketAddr::new(*ip, target.port));
-        let Ok(Some(members)) = timeout(STEP_LIMIT, asked).await else { continue };
+        let address = SocketAddr::new(*ip, target.port);
+        let members = timeout(STEP_LIMIT, members(target, address)).await;
+        let Ok(Some(members)) = members else { continue };
         let known = |address: &SocketAddr| {
             resolved.iter().any(|(target, addresses)| {
                 target.port == address.port()
@@ -112,7 +100,7 @@ async fn examine_endpoint(
     target: Target,
     addresses: Resolution,
     listeners: &[PlannedListener],
-    resolver: Rc<Mutex<Resolver>>,
+    resolver: &Mutex<Resolver>,
     began: Instant,
     until: Instant,
 ) -> EndpointObservation {
@@ -121,7 +109,6 @@ async fn examine_endpoint(
         Resolution::NoSuchName | Resolution::NoAnswer(_) => Vec::new(),
     };
     let loops_to = find_loop(&ips, target.port, listeners);
-    let target = Rc::new(target);
     let mut endpoint = EndpointObservation {
         address: target.address.clone(),
         source: target.source,
@@ -141,34 +128,24 @@ async fn examine_endpoint(
             expires_in_s: expires_in(info),
         }),
     };
+    let Some(ip) = ips.first() else { return endpoint };
     // A loop is not probed: jackstay itself would answer.
-    if loops_to.is_some() || ips.is_empty() {
+    if loops_to.is_some() {
         return endpoint;
     }
-    let long_lived = ips.first().map(|ip| {
-        let address = SocketAddr::new(*ip, target.port);
-        let (busy, idle) = (Rc::clone(&target), Rc::clone(&target));
-        (
-            tokio::task::spawn_local(async move {
-                long_lived::ping_until(address, &busy.peer, began, until).await
-            }),
-            tokio::task::spawn_local(async move {
-                long_lived::ping_after_idle(address, &idle.peer, began, until).await
-            }),
-        )
-    });
-    for learned in fresh(&target, &resolver, began, until).await {
-        endpoint.fresh.extend(learned.attempt);
-        endpoint.max_streams = learned.max_streams.or(endpoint.max_streams);
+    let address = SocketAddr::new(*ip, target.port);
+    let fresh;
+    (fresh, endpoint.long_lived, endpoint.idle) = tokio::join!(
+        fresh_connections(&target, resolver, began, until),
+        long_lived::ping_until(address, &target.peer, began, until),
+        long_lived::ping_after_idle(address, &target.peer, began, until),
+    );
+    for result in fresh {
+        endpoint.fresh.push(result.attempt);
+        endpoint.max_streams = result.max_streams.or(endpoint.max_streams);
         // The smallest skew has the least delay in it.
-        endpoint.clock_skew_s = match (endpoint.clock_skew_s, learned.skew) {
-            (Some(known), Some(new)) if new.abs() < known.abs() => Some(new),
-            (known, new) => known.or(new),
-        };
-    }
-    if let Some((busy, idle)) = long_lived {
-        endpoint.long_lived = busy.await.unwrap_or_default();
-        endpoint.idle = idle.await.ok().flatten();
+        let skews = [endpoint.clock_skew_s, result.skew].into_iter().flatten();
+        endpoint.clock_skew_s = skews.min_by(|a, b| a.abs().total_cmp(&b.abs()));
     }
     endpoint.certificate =
         target.verifier.last_certificate().and_then(|der| describe_certificate(&der));
@@ -176,39 +153,23 @@ async fn examine_endpoint(
 }
 
 /// Opens a fresh connection at each interval, also while earlier ones are still open.
-async fn fresh(
-    target: &Rc<Target>,
-    resolver: &Rc<Mutex<Resolver>>,
+async fn fresh_connections(
+    target: &Target,
+    resolver: &Mutex<Resolver>,
     began: Instant,
     until: Instant,
 ) -> Vec<FreshResult> {
-    let learned = Rc::new(RefCell::new(Vec::new()));
-    let mut tasks: Vec<JoinHandle<()>> = Vec::new();
-    let mut round = 0;
-    loop {
-        let (target, resolver) = (Rc::clone(target), Rc::clone(resolver));
-        let results = Rc::clone(&learned);
-        tasks.push(tokio::task::spawn_local(async move {
-            let result = connect_once(&target, &resolver, began, round).await;
-            results.borrow_mut().push(result);
-        }));
-        round += 1;
-        // Jitter spreads the load of several endpoints and several doctors.
-        let next = began + FRESH_INTERVAL * round + FRESH_INTERVAL.mul_f64(fastrand::f64() / 4.0);
-        if next >= until {
-            break;
-        }
-        sleep_until(next).await;
-    }
-    for task in tasks {
-        // The panic hook has printed a panic; the other results count.
-        let _ = task.await;
-    }
-    let mut all = learned.take();
-    let at =
-        |learned: &FreshResult| learned.attempt.as_ref().map_or(0.0, |attempt| attempt.at_ms.0);
-    all.sort_by(|a, b| at(a).total_cmp(&at(b)));
-    all
+    // Jitter spreads the load of several endpoints and several doctors.
+    let start = |round| match round {
+        0 => began,
+        _ => began + FRESH_INTERVAL * round + FRESH_INTERVAL.mul_f64(fastrand::f64() / 4.0),
+    };
+    let starts = (0..).map(|round| (round, start(round))).take_while(|(_, start)| *start < until);
+    join_all(starts.map(|(round, start)| async move {
+        sleep_until(start).await;
+        connect_once(target, resolver, began, round).await
+    }))
+    .await
 }
 
 async fn connect_once(
@@ -223,26 +184,20 @@ async fn connect_once(
     let answer = answer.await.unwrap_or_else(|_| {
         Resolution::NoAnswer(format!("no answer within {} ms", STEP_LIMIT.as_millis()))
     });
-    let is_name = target.host.parse::<IpAddr>().is_err();
-    if is_name && matches!(answer, Resolution::Addresses(_)) {
-        timer.done(Step::Resolve);
-    }
-    match answer {
-        Resolution::Addresses(ips) if !ips.is_empty() => {
+    let text = match answer {
+        Resolution::Addresses(ips) => {
+            if target.host.parse::<IpAddr>().is_err() {
+                timer.done(Step::Resolve);
+            }
             // The addresses of a name take turns.
             let ip = ips[round as usize % ips.len()];
-            probe::fresh(timer, SocketAddr::new(ip, target.port), &target.peer).await
+            return probe::fresh(timer, SocketAddr::new(ip, target.port), &target.peer).await;
         }
-        other => {
-            let text = match other {
-                Resolution::NoAnswer(text) => text,
-                _ => "no such name".to_owned(),
-            };
-            let failure = Failure { step: Step::Resolve, kind: FailureKind::Other, text };
-            let attempt = timer.finish(Some(failure));
-            FreshResult { attempt: Some(attempt), ..FreshResult::default() }
-        }
-    }
+        Resolution::NoSuchName => "no such name".to_owned(),
+        Resolution::NoAnswer(text) => text,
+    };
+    let failure = Failure { step: Step::Resolve, kind: FailureKind::Other, text };
+    FreshResult { attempt: timer.finish(Some(failure)), skew: None, max_streams: None }
 }
 
 /// The listen address of jackstay that a connection to one of `ips` would reach.

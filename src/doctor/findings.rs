@@ -1,27 +1,5 @@
-//! Diagnoses causes from observations by pure rules; the most likely cause comes first.
-//!
-//! Each rule detects one cause and gives it a weight. A cause weighs more than its consequences: a
-//! name that does not resolve more than the endpoint that is not reached, a certificate more than the
-//! request that is never sent, a dead endpoint more than lost packets. Findings that differ only in
-//! their endpoint are merged.
-//!
-//! | weight | cause |
-//! |---|---|
-//! | 100 | an invalid configuration; an endpoint that is jackstay itself |
-//! | 95 | a port that another process holds; an address or port that cannot be bound (94) |
-//! | 90 | name servers that do not answer; a name that does not exist |
-//! | 85 | a clock that is off by enough to invalidate certificates |
-//! | 80 | the server's certificate: expired, not yet valid, another CA, other names |
-//! | 75 | a dead endpoint (84 if all are) |
-//! | 74 | an expired client certificate |
-//! | 72 | no HTTP/2 |
-//! | 70 | a credential that is not accepted |
-//! | 65 | established connections that fall silent while fresh ones work |
-//! | 60 | an apiserver that is not ready |
-//! | 50 | packet loss |
-//! | 45 | some fresh connections that fail |
-//! | 30 | one silent name server of several; a clock that is slightly off |
-//! | 10 | notes: limits, IPv6, certificates that expire soon |
+//! Diagnoses causes from observations by pure rules. Each rule detects one cause; findings that differ
+//! only in their endpoint are merged, and the most likely [`Cause`] comes first.
 
 mod certificates;
 mod finding;
@@ -38,6 +16,36 @@ pub use self::finding::{Cause, Finding, Level};
 
 /// Largest number of different observations in a merged finding.
 const MAX_REASONS: usize = 5;
+
+/// Applies every rule. Problems come before notes, and the most likely cause comes first.
+pub fn diagnose(seen: &Observations) -> Vec<Finding> {
+    let mut found = Vec::new();
+    machine::configuration(seen, &mut found);
+    machine::listen(seen, &mut found);
+    machine::name_servers(seen, &mut found);
+    found.extend(machine::clocks(seen));
+    certificates::server(seen, &mut found);
+    certificates::client(seen, &mut found);
+    path::reachability(seen, &mut found);
+    for endpoint in &seen.endpoints {
+        found.extend(path::http2(endpoint));
+        found.extend(path::credential(endpoint));
+        found.extend(path::forgotten_flows(endpoint, seen));
+        found.extend(path::readiness(endpoint));
+        found.extend(path::intermittent(endpoint));
+    }
+    found.extend(path::loss(seen));
+    path::slow_balancers(seen, &mut found);
+    found.extend(machine::limits(seen));
+    let mut found = group(found);
+    found.sort_by_key(|finding| (finding.level, finding.cause));
+    found
+}
+
+/// Whether a finding is a problem.
+pub fn has_problems(findings: &[Finding]) -> bool {
+    findings.iter().any(|finding| finding.level == Level::Problem)
+}
 
 /// Merges findings that are alike into one that names every endpoint.
 fn group(found: Vec<Finding>) -> Vec<Finding> {
@@ -68,41 +76,12 @@ fn merge(group: &[Finding]) -> Finding {
     }
     let endpoints: Vec<String> = group.iter().flat_map(|f| f.endpoints.clone()).collect();
     let mut what = group[0].what.clone();
-    if let [_, others @ .., last] = endpoints.as_slice() {
-        let others = match others {
-            [] => last.clone(),
-            others => format!("{} and {last}", others.join(", ")),
-        };
-        what = format!("{what} The same holds for {others}.");
+    match endpoints.as_slice() {
+        [] | [_] => {}
+        [_, other] => what = format!("{what} The same holds for {other}."),
+        [_, others @ .., last] => {
+            what = format!("{what} The same holds for {} and {last}.", others.join(", "));
+        }
     }
     Finding { what, because, endpoints, ..group[0].clone() }
-}
-
-/// Applies every rule. Problems come before notes, and the most likely cause comes first.
-pub fn diagnose(seen: &Observations) -> Vec<Finding> {
-    let mut found = Vec::new();
-    machine::configuration(seen, &mut found);
-    machine::listen(seen, &mut found);
-    machine::name_servers(seen, &mut found);
-    machine::clocks(seen, &mut found);
-    certificates::server(seen, &mut found);
-    certificates::client(seen, &mut found);
-    path::reachability(seen, &mut found);
-    for endpoint in &seen.endpoints {
-        path::credential(endpoint, &mut found);
-        path::forgotten_flows(endpoint, seen, &mut found);
-        path::readiness(endpoint, &mut found);
-        path::intermittent(endpoint, &mut found);
-    }
-    path::loss(seen, &mut found);
-    path::slow_balancers(seen, &mut found);
-    machine::limits(seen, &mut found);
-    let mut found = group(found);
-    found.sort_by_key(|f| (f.level == Level::Note, std::cmp::Reverse(f.weight)));
-    found
-}
-
-/// Whether a finding is a problem.
-pub fn has_problems(findings: &[Finding]) -> bool {
-    findings.iter().any(|finding| finding.level == Level::Problem)
 }

@@ -1,10 +1,12 @@
 //! Checks of this machine: whether the listen addresses can be bound and which process holds them,
 //! IPv6, the limit of open files.
 
+use std::ffi::OsString;
 use std::fs;
 use std::io;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, UdpSocket};
-use std::path::Path;
+
+use rustix::process::{Resource, getrlimit};
 
 use super::observations::{Host, ListenAddress, ListenState};
 use super::target::PlannedListener;
@@ -29,7 +31,7 @@ pub fn check(
     Host {
         listen,
         ipv6: is_local(Ipv6Addr::LOCALHOST.into()),
-        open_files: fs::read_to_string("/proc/self/limits").ok().and_then(|t| open_files(&t)),
+        open_files: getrlimit(Resource::Nofile).current,
         wanted_connections,
     }
 }
@@ -49,10 +51,9 @@ fn try_bind(listener: &PlannedListener, running: &[SocketAddr]) -> ListenState {
             if running.iter().any(|theirs| conflict(*theirs, address)) {
                 return ListenState::Jackstay;
             }
-            let owner = owner_of(address);
-            match &owner {
+            match owner_of(address) {
                 Some(owner) if owner.starts_with("jackstay ") => ListenState::Jackstay,
-                _ => ListenState::Taken(owner),
+                owner => ListenState::Taken(owner),
             }
         }
         Err(error)
@@ -75,29 +76,23 @@ fn conflict(one: SocketAddr, other: SocketAddr) -> bool {
 
 /// Name and id of the process that listens on an address, as far as this user may see it.
 fn owner_of(address: SocketAddr) -> Option<String> {
-    let tables = ["/proc/net/tcp", "/proc/net/tcp6"];
-    let inodes: Vec<u64> = tables
-        .iter()
-        .filter_map(|path| fs::read_to_string(path).ok())
+    let sockets: Vec<OsString> = ["/proc/net/tcp", "/proc/net/tcp6"]
+        .into_iter()
+        .filter_map(|table| fs::read_to_string(table).ok())
         .flat_map(|table| listening_inodes(&table, address.port()))
+        .map(|inode| format!("socket:[{inode}]").into())
         .collect();
-    let links: Vec<String> = inodes.iter().map(|inode| format!("socket:[{inode}]")).collect();
-    for process in fs::read_dir("/proc").ok()?.flatten() {
-        let pid = process.file_name().to_string_lossy().into_owned();
-        if !pid.bytes().all(|b| b.is_ascii_digit()) {
-            continue;
-        }
-        let Ok(descriptors) = fs::read_dir(process.path().join("fd")) else { continue };
-        let holds = |path: &Path| {
-            fs::read_link(path)
-                .is_ok_and(|link| links.iter().any(|l| link.as_os_str() == l.as_str()))
+    fs::read_dir("/proc").ok()?.flatten().find_map(|process| {
+        let pid: u32 = process.file_name().to_str()?.parse().ok()?;
+        let mut descriptors = fs::read_dir(process.path().join("fd")).ok()?.flatten();
+        let holds = |descriptor: fs::DirEntry| {
+            fs::read_link(descriptor.path()).is_ok_and(|link| sockets.contains(&link.into()))
         };
-        if descriptors.flatten().any(|entry| holds(&entry.path())) {
+        descriptors.any(holds).then(|| {
             let name = fs::read_to_string(process.path().join("comm")).unwrap_or_default();
-            return Some(format!("{} (pid {pid})", name.trim()));
-        }
-    }
-    None
+            format!("{} (pid {pid})", name.trim())
+        })
+    })
 }
 
 /// Inodes of the sockets that listen on a port, from `/proc/net/tcp` or `tcp6` (proc(5)).
@@ -111,12 +106,6 @@ fn listening_inodes(table: &str, port: u16) -> Vec<u64> {
         here.then(|| words.get(9)?.parse().ok()).flatten()
     };
     table.lines().skip(1).filter_map(row).collect()
-}
-
-/// The soft limit of open files in `/proc/self/limits`.
-fn open_files(limits: &str) -> Option<u64> {
-    let line = limits.lines().find_map(|line| line.strip_prefix("Max open files"))?;
-    line.split_whitespace().next()?.parse().ok()
 }
 
 #[cfg(test)]
@@ -158,14 +147,11 @@ mod tests {
     }
 
     #[test]
-    fn listening_inodes_and_open_files_parse_kernel_tables() {
+    fn listening_inodes_are_those_of_the_port() {
         let table = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n   \
                      0: 0100007F:1D13 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4711 1 0 100 0 0 10 0\n   \
                      1: 0100007F:1D13 0100007F:9999 01 00000000:00000000 00:00000000 00000000     0        0 4712 1 0 100 0 0 10 0\n";
         assert_eq!(listening_inodes(table, 7443), [4711]);
         assert_eq!(listening_inodes(table, 7444), [] as [u64; 0]);
-        let limits = "Limit  Soft  Hard  Units\nMax open files            1024                 524288               files     \n";
-        assert_eq!(open_files(limits), Some(1024));
-        assert_eq!(open_files("Max open files unlimited unlimited files"), None);
     }
 }

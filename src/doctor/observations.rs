@@ -321,6 +321,14 @@ impl EndpointObservation {
         self.fresh.iter().filter(|a| a.time(Step::Http2).is_some()).count()
     }
 
+    /// The durations of a completed step over all fresh connections in milliseconds, sorted.
+    pub fn times(&self, step: Step) -> Vec<f64> {
+        let mut times: Vec<f64> =
+            self.fresh.iter().filter_map(|a| a.time(step)).map(|ms| ms.0).collect();
+        times.sort_by(f64::total_cmp);
+        times
+    }
+
     /// The failures of a step.
     pub fn failures(&self, step: Step) -> impl Iterator<Item = &Failure> {
         self.fresh.iter().filter_map(|a| a.failure.as_ref()).filter(move |f| f.step == step)

@@ -52,9 +52,9 @@ pub(super) struct PeerConfig {
 }
 
 /// The result of a fresh connection.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct FreshResult {
-    pub(super) attempt: Option<ConnectAttempt>,
+    pub(super) attempt: ConnectAttempt,
     /// The server's clock minus this machine's, in seconds.
     pub(super) skew: Option<f64>,
     /// `SETTINGS_MAX_CONCURRENT_STREAMS` of the server.
@@ -92,9 +92,23 @@ fn failure(step: Step, kind: FailureKind, text: impl Into<String>) -> Failure {
     Failure { step, kind, text: text.into() }
 }
 
-fn timed_out(step: Step) -> Failure {
-    let text = format!("{}: no response within {} ms", step.as_str(), STEP_LIMIT.as_millis());
-    failure(step, FailureKind::Timeout, text)
+/// The result of a step, which fails if it takes longer than [`STEP_LIMIT`].
+async fn limited<T, E>(
+    step: Step,
+    action: impl Future<Output = Result<T, E>>,
+    describe: impl FnOnce(E) -> (FailureKind, String),
+) -> Result<T, Failure> {
+    match timeout(STEP_LIMIT, action).await {
+        Ok(result) => result.map_err(|error| {
+            let (kind, text) = describe(error);
+            failure(step, kind, text)
+        }),
+        Err(_) => {
+            let limit = STEP_LIMIT.as_millis();
+            let text = format!("{}: no response within {limit} ms", step.as_str());
+            Err(failure(step, FailureKind::Timeout, text))
+        }
+    }
 }
 
 /// Runs every step after the resolution of the name.
@@ -103,38 +117,34 @@ pub(super) async fn fresh(
     address: SocketAddr,
     peer: &PeerConfig,
 ) -> FreshResult {
-    let mut learned = FreshResult::default();
-    let result = steps(&mut timer, address, peer, &mut learned).await;
-    learned.attempt = Some(timer.finish(result.err()));
-    learned
+    let (mut skew, mut max_streams) = (None, None);
+    let steps = async {
+        let mut opened = open(&mut timer, address, peer).await?;
+        max_streams = Some(opened.send.current_max_send_streams());
+        let (status, body, measured) =
+            get_step(Step::Readyz, &mut opened.send, "/readyz", peer).await?;
+        skew = measured;
+        check_readyz(status, &body, peer.authenticated)?;
+        timer.done(Step::Readyz);
+        if peer.authenticated {
+            let (status, body, _) = get_step(Step::Request, &mut opened.send, "/api", peer).await?;
+            check_authenticated(status, &body)?;
+            timer.done(Step::Request);
+        }
+        Ok(())
+    };
+    let failure = steps.await.err();
+    FreshResult { attempt: timer.finish(failure), skew, max_streams }
 }
 
-async fn steps(
-    timer: &mut StepTimer,
-    address: SocketAddr,
+async fn get_step(
+    step: Step,
+    send: &mut SendRequest<Bytes>,
+    path: &str,
     peer: &PeerConfig,
-    learned: &mut FreshResult,
-) -> Result<(), Failure> {
-    let mut opened = open(timer, address, peer).await?;
-    learned.max_streams = Some(opened.send.current_max_send_streams());
-    let ready = get(&mut opened.send, "/readyz", peer);
-    let (status, body, skew) = timeout(STEP_LIMIT, ready)
-        .await
-        .map_err(|_| timed_out(Step::Readyz))?
-        .map_err(|error| failure(Step::Readyz, FailureKind::Reset, format!("/readyz: {error}")))?;
-    learned.skew = skew;
-    check_readyz(status, &body, peer.authenticated)?;
-    timer.done(Step::Readyz);
-    if peer.authenticated {
-        let listing = get(&mut opened.send, "/api", peer);
-        let (status, body, _) =
-            timeout(STEP_LIMIT, listing).await.map_err(|_| timed_out(Step::Request))?.map_err(
-                |error| failure(Step::Request, FailureKind::Reset, format!("/api: {error}")),
-            )?;
-        check_authenticated(status, &body)?;
-        timer.done(Step::Request);
-    }
-    Ok(())
+) -> Result<GetResult, Failure> {
+    let reset = |error| (FailureKind::Reset, format!("{path}: {error}"));
+    limited(step, get(send, path, peer), reset).await
 }
 
 /// Opens a connection up to its first PONG.
@@ -143,49 +153,41 @@ pub(super) async fn open(
     address: SocketAddr,
     peer: &PeerConfig,
 ) -> Result<ProbeConnection, Failure> {
-    let stream = timeout(STEP_LIMIT, Connector::unmarked().connect(address))
-        .await
-        .map_err(|_| timed_out(Step::Connect))?
-        .map_err(|error| {
-            let kind = match error.kind() {
-                io::ErrorKind::ConnectionRefused => FailureKind::Refused,
-                io::ErrorKind::TimedOut => FailureKind::Timeout,
-                io::ErrorKind::ConnectionReset => FailureKind::Reset,
-                io::ErrorKind::NetworkUnreachable => FailureKind::NoRoute,
-                _ => FailureKind::Unreachable,
-            };
-            let reason = error.to_string();
-            let reason = reason.split(" (os error").next().unwrap_or_default();
-            failure(Step::Connect, kind, format!("connect to {address}: {reason}"))
-        })?;
+    let connector = Connector::unmarked();
+    let stream = limited(Step::Connect, connector.connect(address), |error| {
+        let kind = match error.kind() {
+            io::ErrorKind::ConnectionRefused => FailureKind::Refused,
+            io::ErrorKind::TimedOut => FailureKind::Timeout,
+            io::ErrorKind::ConnectionReset => FailureKind::Reset,
+            io::ErrorKind::NetworkUnreachable => FailureKind::NoRoute,
+            _ => FailureKind::Unreachable,
+        };
+        let reason = error.to_string();
+        let reason = reason.split(" (os error").next().unwrap_or_default();
+        (kind, format!("connect to {address}: {reason}"))
+    })
+    .await?;
     timer.done(Step::Connect);
     let (stream, observer) = tracked_stream::track(stream);
     let connector = TlsConnector::from(Arc::clone(&peer.tls));
-    let stream = timeout(STEP_LIMIT, connector.connect(peer.server_name.clone(), stream))
-        .await
-        .map_err(|_| timed_out(Step::Tls))?
-        .map_err(|error| {
-            failure(
-                Step::Tls,
-                verify::kind_of(&error),
-                format!("TLS: {}", verify::describe(&error)),
-            )
-        })?;
+    let handshake = connector.connect(peer.server_name.clone(), stream);
+    let stream = limited(Step::Tls, handshake, |error| {
+        (verify::kind_of(&error), format!("TLS: {}", verify::describe(&error)))
+    })
+    .await?;
     timer.done(Step::Tls);
     if stream.get_ref().1.alpn_protocol() != Some(b"h2") {
         let text = "the server does not select h2 by ALPN";
         return Err(failure(Step::Http2, FailureKind::NoHttp2, text));
     }
-    let opened = timeout(STEP_LIMIT, handshake(stream, observer))
-        .await
-        .map_err(|_| timed_out(Step::Http2))?
-        .map_err(|error| failure(Step::Http2, FailureKind::Reset, format!("HTTP/2: {error}")))?;
+    let reset = |error| (FailureKind::Reset, format!("HTTP/2: {error}"));
+    let opened = limited(Step::Http2, start_http2(stream, observer), reset).await?;
     timer.done(Step::Http2);
     Ok(opened)
 }
 
 /// The HTTP/2 preface up to the first PONG, which the server's SETTINGS precede (RFC 9113 section 3.4).
-async fn handshake(
+async fn start_http2(
     stream: TlsStream<TrackedStream>,
     observer: StreamObserver,
 ) -> Result<ProbeConnection, h2::Error> {
@@ -206,13 +208,15 @@ impl Drop for ProbeConnection {
     }
 }
 
-/// Sends a GET with the credential: status, body, and the server's clock minus this machine's in
-/// seconds.
+/// Status, body, and the server's clock minus this machine's in seconds.
+type GetResult = (StatusCode, String, Option<f64>);
+
+/// Sends a GET with the credential.
 pub(super) async fn get(
     send: &mut SendRequest<Bytes>,
     path: &str,
     peer: &PeerConfig,
-) -> Result<(StatusCode, String, Option<f64>), h2::Error> {
+) -> Result<GetResult, h2::Error> {
     let mut request = Request::new(());
     let target = format!("https://kubernetes.default.svc{path}");
     *request.uri_mut() = target.parse().unwrap_or_default();
@@ -252,42 +256,34 @@ pub(super) async fn get(
 /// Judges the response of `/readyz`. Without a credential 401 and 403 do not count as failures: they
 /// do not depend on the health of the server.
 fn check_readyz(status: StatusCode, body: &str, authenticated: bool) -> Result<(), Failure> {
-    match status {
-        StatusCode::UNAUTHORIZED if authenticated => Err(failure(
-            Step::Readyz,
+    let (kind, text) = match status {
+        StatusCode::UNAUTHORIZED if authenticated => (
             FailureKind::Unauthorized,
-            "/readyz responds with 401: the server does not accept the credential",
-        )),
-        StatusCode::OK | StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => Ok(()),
+            "/readyz responds with 401: the server does not accept the credential".to_owned(),
+        ),
+        StatusCode::OK | StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => return Ok(()),
         other => {
-            let detail = failed_checks(body);
             let code = other.as_u16();
-            let text = format!("/readyz responds with {code}{detail}");
-            Err(failure(Step::Readyz, FailureKind::Status(code), text))
+            let text = format!("/readyz responds with {code}{}", failed_checks(body));
+            (FailureKind::Status(code), text)
         }
-    }
+    };
+    Err(failure(Step::Readyz, kind, text))
 }
 
 /// Judges the response of `/api`. A user who may not read it is authenticated all the same.
 fn check_authenticated(status: StatusCode, body: &str) -> Result<(), Failure> {
-    let anonymous = body.contains("system:anonymous");
-    match status {
-        StatusCode::FORBIDDEN if !anonymous => Ok(()),
-        status if status.is_success() => Ok(()),
-        StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => Err(failure(
-            Step::Request,
+    let code = status.as_u16();
+    let (kind, text) = match status {
+        StatusCode::FORBIDDEN if !body.contains("system:anonymous") => return Ok(()),
+        status if status.is_success() => return Ok(()),
+        StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => (
             FailureKind::Unauthorized,
-            format!(
-                "/api responds with {}: the server does not accept the credential",
-                status.as_u16()
-            ),
-        )),
-        other => Err(failure(
-            Step::Request,
-            FailureKind::Status(other.as_u16()),
-            format!("/api responds with {}", other.as_u16()),
-        )),
-    }
+            format!("/api responds with {code}: the server does not accept the credential"),
+        ),
+        _ => (FailureKind::Status(code), format!("/api responds with {code}")),
+    };
+    Err(failure(Step::Request, kind, text))
 }
 
 #[cfg(test)]

@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 
+use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::findings::{Finding, Level, has_problems};
@@ -11,25 +12,13 @@ use super::observations::{
 
 /// Findings, a summary of the steps and all observations.
 pub fn json(seen: &Observations, findings: &[Finding], notes: &[String]) -> Value {
-    let steps: Vec<Value> = seen
-        .endpoints
-        .iter()
-        .map(|endpoint| {
-            let rows: Vec<Value> = rows(endpoint)
-                .into_iter()
-                .map(|row| {
-                    json!({ "step": row.step, "ok": row.ok, "tried": row.tried,
-                            "p50_ms": row.p50, "p99_ms": row.p99 })
-                })
-                .collect();
-            json!({ "address": endpoint.address, "steps": rows })
-        })
-        .collect();
+    let summary = |endpoint: &EndpointObservation| json!({ "address": endpoint.address, "steps": rows(endpoint) });
+    let summary: Vec<Value> = seen.endpoints.iter().map(summary).collect();
     json!({
         "ok": !has_problems(findings),
         "findings": findings,
         "notes": notes,
-        "summary": steps,
+        "summary": summary,
         "observations": seen,
     })
 }
@@ -42,12 +31,9 @@ pub fn text(seen: &Observations, findings: &[Finding], notes: &[String]) -> Stri
     }
     if let Some(dns) = seen.dns.as_ref().filter(|dns| dns.servers.iter().any(|s| s.asked > 0)) {
         for server in &dns.servers {
-            let _ = write!(out, "name server {}", server.address.ip());
-            let _ = write!(out, "  answered {} of {}", server.answered, server.asked);
-            if let Some(ms) = server.p50_ms {
-                let _ = write!(out, ", {:.1} ms", ms.0);
-            }
-            out.push('\n');
+            let (ip, answered, asked) = (server.address.ip(), server.answered, server.asked);
+            let time = server.p50_ms.map(|ms| format!(", {:.1} ms", ms.0)).unwrap_or_default();
+            let _ = writeln!(out, "name server {ip}  answered {answered} of {asked}{time}");
         }
         out.push('\n');
     }
@@ -55,13 +41,11 @@ pub fn text(seen: &Observations, findings: &[Finding], notes: &[String]) -> Stri
         let _ = writeln!(out, "note: {note}");
     }
     let problems = findings.iter().filter(|f| f.level == Level::Problem).count();
-    match problems {
-        0 => out.push_str("No problem found.\n"),
-        1 => out.push_str("1 problem found.\n"),
-        n => {
-            let _ = writeln!(out, "{n} problems found, the most likely cause first.");
-        }
-    }
+    let _ = match problems {
+        0 => writeln!(out, "No problem found."),
+        1 => writeln!(out, "1 problem found."),
+        n => writeln!(out, "{n} problems found, the most likely cause first."),
+    };
     for (i, finding) in findings.iter().enumerate() {
         let mark = if finding.level == Level::Problem { "" } else { "(note) " };
         let _ = writeln!(out, "\n{}. {mark}{}", i + 1, finding.what);
@@ -73,25 +57,25 @@ pub fn text(seen: &Observations, findings: &[Finding], notes: &[String]) -> Stri
     out
 }
 
+/// One step over all fresh connections.
+#[derive(Serialize)]
 struct Row {
     step: &'static str,
     ok: usize,
     tried: usize,
-    p50: Option<f64>,
-    p99: Option<f64>,
+    p50_ms: Option<f64>,
+    p99_ms: Option<f64>,
 }
 
 /// One row for each step that was tried.
 fn rows(endpoint: &EndpointObservation) -> Vec<Row> {
     let mut rows = Vec::new();
     for step in Step::ALL {
-        let mut times: Vec<f64> =
-            endpoint.fresh.iter().filter_map(|a| a.time(step)).map(|ms| ms.0).collect();
-        times.sort_by(f64::total_cmp);
+        let times = endpoint.times(step);
         let (ok, failed) = (times.len(), endpoint.failures(step).count());
         if ok + failed > 0 {
-            let (p50, p99) = (percentile(&times, 0.5), percentile(&times, 0.99));
-            rows.push(Row { step: step.as_str(), ok, tried: ok + failed, p50, p99 });
+            let (p50_ms, p99_ms) = (percentile(&times, 0.5), percentile(&times, 0.99));
+            rows.push(Row { step: step.as_str(), ok, tried: ok + failed, p50_ms, p99_ms });
         }
     }
     rows
@@ -99,12 +83,11 @@ fn rows(endpoint: &EndpointObservation) -> Vec<Row> {
 
 fn table(endpoint: &EndpointObservation, out: &mut String) {
     let _ = write!(out, "{}", endpoint.address);
-    match &endpoint.resolved {
-        Resolution::Addresses(ips) if !endpoint.address.contains(&ips[0].to_string()) => {
-            let ips: Vec<_> = ips.iter().map(ToString::to_string).collect();
-            let _ = write!(out, " ({})", ips.join(", "));
-        }
-        _ => {}
+    if let Resolution::Addresses(ips) = &endpoint.resolved
+        && !endpoint.address.contains(&ips[0].to_string())
+    {
+        let ips: Vec<_> = ips.iter().map(ToString::to_string).collect();
+        let _ = write!(out, " ({})", ips.join(", "));
     }
     if endpoint.source == EndpointSource::Cluster {
         out.push_str(" (direct, named by the cluster)");
@@ -115,25 +98,22 @@ fn table(endpoint: &EndpointObservation, out: &mut String) {
         let _ = writeln!(out, "  {:<14} {:>9} {:>10} {:>10}", "", "ok", "p50 ms", "p99 ms");
     }
     let ms = |value: Option<f64>| value.map_or("-".to_owned(), |ms| format!("{ms:.1}"));
-    for row in rows {
-        let ok = format!("{}/{}", row.ok, row.tried);
-        let _ = writeln!(out, "  {:<14} {ok:>9} {:>10} {:>10}", row.step, ms(row.p50), ms(row.p99));
+    for Row { step, ok, tried, p50_ms, p99_ms } in rows {
+        let ok = format!("{ok}/{tried}");
+        let _ = writeln!(out, "  {step:<14} {ok:>9} {:>10} {:>10}", ms(p50_ms), ms(p99_ms));
     }
-    for long_lived in &endpoint.long_lived {
-        let ok = long_lived.pongs.to_string();
-        let (p50, p99) = (long_lived.p50_ms.map(|m| m.0), long_lived.p99_ms.map(|m| m.0));
+    for connection in &endpoint.long_lived {
+        let ok = connection.pongs;
+        let (p50, p99) = (connection.p50_ms.map(|m| m.0), connection.p99_ms.map(|m| m.0));
         let _ = write!(out, "  {:<14} {ok:>9} {:>10} {:>10}", "long-lived", ms(p50), ms(p99));
-        if long_lived.late + long_lived.retransmitted as usize > 0 {
-            let _ = write!(
-                out,
-                "  {} late, {} retransmitted",
-                long_lived.late, long_lived.retransmitted
-            );
+        let (late, retransmitted) = (connection.late, connection.retransmitted);
+        if late > 0 || retransmitted > 0 {
+            let _ = write!(out, "  {late} late, {retransmitted} retransmitted");
         }
-        if let Some(silent) = long_lived.silent_ms {
+        if let Some(silent) = connection.silent_ms {
             let _ = write!(out, "  then silent for {:.1} s", silent.0 / 1000.0);
         }
-        if let Some(ended) = &long_lived.ended {
+        if let Some(ended) = &connection.ended {
             let _ = write!(out, "  ended: {ended}");
         }
         out.push('\n');

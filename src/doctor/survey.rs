@@ -5,9 +5,9 @@
 //! verifies it. Of the others only the certificates are read.
 
 use std::net::SocketAddr;
-use std::rc::Rc;
 use std::time::Duration;
 
+use futures_util::future::join_all;
 use tokio::sync::Mutex;
 use tokio::task::LocalSet;
 use tokio::time::{Instant, timeout};
@@ -66,63 +66,40 @@ struct EndpointSurvey {
 pub fn survey(request: &SurveyRequest<'_>, resolver: Resolver) -> Result<Survey, String> {
     let anonymous = request.trust.without_credential();
     let trust = if request.query_members { request.trust } else { &anonymous };
-    let mut targets = vec![(
-        Target::new(request.own, EndpointSource::Given, Some(request.verified_name), trust)?,
-        request.own.path.clone(),
-    )];
-    for server in request.others {
-        targets
-            .push((Target::new(server, EndpointSource::Given, None, &anonymous)?, String::new()));
-    }
+    let name = Some(request.verified_name);
+    let own = Target::new(request.own, EndpointSource::Given, name, trust)?;
+    let others = request.others.iter();
+    let others: Vec<Target> = others
+        .map(|server| Target::new(server, EndpointSource::Given, None, &anonymous))
+        .collect::<Result<_, _>>()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|error| error.to_string())?;
-    Ok(LocalSet::new().block_on(&runtime, survey_all(targets, resolver)))
-}
-
-async fn survey_all(targets: Vec<(Target, String)>, resolver: Resolver) -> Survey {
-    let resolver = Rc::new(Mutex::new(resolver));
-    let tasks: Vec<_> = targets
-        .into_iter()
-        .enumerate()
-        .map(|(index, (target, prefix))| {
-            let resolver = Rc::clone(&resolver);
-            let query_members = index == 0;
-            tokio::task::spawn_local(async move {
-                survey_endpoint(&target, &prefix, query_members, &resolver).await
-            })
-        })
-        .collect();
-    let mut results = Vec::new();
-    for task in tasks {
-        // The panic hook has printed a panic; the other results count.
-        results.extend(task.await);
-    }
+    let resolver = Mutex::new(resolver);
+    let (own, others) = LocalSet::new().block_on(&runtime, async {
+        let others = others.iter().map(|target| survey_endpoint(target, None, &resolver));
+        tokio::join!(survey_endpoint(&own, Some(&request.own.path), &resolver), join_all(others))
+    });
     let known: Vec<SocketAddr> =
-        results.iter().flat_map(|result| result.addresses.clone()).collect();
-    let mut survey = Survey {
-        certificates: Vec::new(),
-        without_certificate: Vec::new(),
-        members: Err("it was not asked".into()),
-    };
-    for (index, result) in results.into_iter().enumerate() {
-        if index == 0 {
-            survey.members = result.members.map(|mut members| {
-                members.retain(|member| !known.contains(member));
-                members
-            });
-        }
+        [&own].into_iter().chain(&others).flat_map(|result| result.addresses.clone()).collect();
+    let members = own.members.clone().map(|mut members| {
+        members.retain(|member| !known.contains(member));
+        members
+    });
+    let mut survey = Survey { certificates: Vec::new(), without_certificate: Vec::new(), members };
+    for result in [own].into_iter().chain(others) {
         match result.names {
             Ok(names) => survey.certificates.push(names),
             Err(why) => survey.without_certificate.push((result.address, why)),
         }
     }
-    survey
+    Ok(survey)
 }
 
+/// Surveys one apiserver. It is asked for the members of the cluster if the path of the cluster's URL
+/// is given.
 async fn survey_endpoint(
     target: &Target,
-    prefix: &str,
-    query_members: bool,
+    cluster_path: Option<&str>,
     resolver: &Mutex<Resolver>,
 ) -> EndpointSurvey {
     let mut result = EndpointSurvey {
@@ -143,12 +120,12 @@ async fn survey_endpoint(
         let Some(address) = result.addresses.first() else { return };
         let opened = open(&mut StepTimer::start(Instant::now()), *address, &target.peer).await;
         result.names = certificate_names(target, &opened);
-        result.members = match opened {
-            Ok(mut opened) if query_members && target.peer.authenticated => {
-                members::ask(&mut opened, &target.peer, prefix).await
+        result.members = match (opened, cluster_path) {
+            (Ok(mut opened), Some(path)) if target.peer.authenticated => {
+                members::ask(&mut opened, &target.peer, path).await
             }
-            Ok(_) => Err("there is no credential to send".to_owned()),
-            Err(failure) => Err(failure.text),
+            (Ok(_), _) => Err("there is no credential to send".to_owned()),
+            (Err(failure), _) => Err(failure.text),
         };
     })
     .await;

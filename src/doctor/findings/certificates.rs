@@ -62,7 +62,7 @@ pub(super) fn server(seen: &Observations, found: &mut Vec<Finding>) {
                 ),
             };
             let because = format!("{} (certificate of {subject})", failure.text);
-            found.push(problem(80, cause, what, because, advice).about(address));
+            found.push(problem(cause, what, because, advice).about(address));
         } else if let Some(certificate) = shown.filter(|c| c.expires_in_s < SOON_S) {
             let finding = note(
                 Cause::ExpiresSoon,
@@ -90,7 +90,6 @@ pub(super) fn client(seen: &Observations, found: &mut Vec<Finding>) {
                       clock is right.";
         found.push(if shown.expires_in_s < 0 {
             problem(
-                74,
                 Cause::ClientCertificateExpired,
                 format!("The client certificate of {} has expired.", shown.subject),
                 format!("valid until {}", shown.not_after),

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use serde::Serialize;
 
 /// The severity of a finding.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Level {
     /// Needs a fix; exit code 1.
@@ -15,7 +15,11 @@ pub enum Level {
 }
 
 /// The cause of a finding: a stable name for programs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+///
+/// The order is that of the report: a cause precedes its consequences. A name that does not resolve
+/// precedes the endpoint that is not reached, a certificate the request that is never sent, a dead
+/// endpoint lost packets. The last four are notes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Cause {
     /// The configuration cannot be used.
@@ -28,11 +32,9 @@ pub enum Cause {
     AddressNotOurs,
     /// No name server answers.
     DnsBlackHole,
-    /// Some name servers do not answer.
-    DnsPartly,
     /// The name does not exist.
     NoSuchName,
-    /// The clocks of server and machine differ.
+    /// The clocks of server and machine differ by enough to invalidate certificates.
     ClockSkew,
     /// The certificate has expired.
     CertificateExpired,
@@ -46,10 +48,10 @@ pub enum Cause {
     Tls,
     /// The endpoint cannot be reached.
     DeadEndpoint,
-    /// The endpoint does not speak HTTP/2.
-    NoHttp2,
     /// The client certificate has expired.
     ClientCertificateExpired,
+    /// The endpoint does not speak HTTP/2.
+    NoHttp2,
     /// The credential is not accepted.
     Unauthorized,
     /// A device on the path forgets established connections.
@@ -62,14 +64,19 @@ pub enum Cause {
     /// Some connections fail.
     #[serde(rename = "unsteady")]
     IntermittentEndpoint,
-    /// The certificate will expire soon.
-    ExpiresSoon,
-    /// Too few open files are allowed.
-    OpenFiles,
+    /// The clocks of server and machine differ by a little.
+    #[serde(rename = "clock_skew")]
+    SmallClockSkew,
+    /// Some name servers do not answer.
+    DnsPartly,
     /// A listener has an IPv6 address and this machine has no IPv6.
     NoIpv6,
+    /// The certificate will expire soon.
+    ExpiresSoon,
     /// A path is much slower than another.
     SlowPath,
+    /// Too few open files are allowed.
+    OpenFiles,
 }
 
 /// A diagnosed cause.
@@ -87,8 +94,6 @@ pub struct Finding {
     pub advice: String,
     /// The endpoints concerned; empty if it concerns this machine.
     pub endpoints: Vec<String>,
-    #[serde(skip)]
-    pub(super) weight: u32,
 }
 
 impl Finding {
@@ -107,14 +112,13 @@ impl Finding {
 
     /// Whether two findings differ at most in their endpoint and observation.
     pub(super) fn is_alike(&self, other: &Self) -> bool {
-        (self.level, self.cause, self.weight) == (other.level, other.cause, other.weight)
+        (self.level, self.cause) == (other.level, other.cause)
             && self.without_address(&self.what) == other.without_address(&other.what)
             && self.without_address(&self.advice) == other.without_address(&other.advice)
     }
 }
 
 pub(super) fn problem(
-    weight: u32,
     cause: Cause,
     what: impl Into<String>,
     because: impl Into<String>,
@@ -127,7 +131,6 @@ pub(super) fn problem(
         because: because.into(),
         advice: advice.into(),
         endpoints: Vec::new(),
-        weight,
     }
 }
 
@@ -137,5 +140,5 @@ pub(super) fn note(
     because: impl Into<String>,
     advice: impl Into<String>,
 ) -> Finding {
-    Finding { level: Level::Note, ..problem(10, cause, what, because, advice) }
+    Finding { level: Level::Note, ..problem(cause, what, because, advice) }
 }

@@ -15,18 +15,11 @@ pub(super) fn configuration(seen: &Observations, found: &mut Vec<Finding>) {
         } else {
             (Cause::Configuration, "The configuration is invalid.")
         };
-        found.push(problem(
-            100,
-            cause,
-            what,
-            error,
-            "Correct it; `jackstay check` lists every error.",
-        ));
+        found.push(problem(cause, what, error, "Correct it; `jackstay check` lists every error."));
     }
     for endpoint in &seen.endpoints {
         if let Some(own) = endpoint.loops_to {
             let finding = problem(
-                100,
                 Cause::Loop,
                 format!("{} leads back to jackstay itself: requests would loop.", endpoint.address),
                 format!("the endpoint resolves to {own}, where jackstay listens"),
@@ -40,52 +33,45 @@ pub(super) fn configuration(seen: &Observations, found: &mut Vec<Finding>) {
 pub(super) fn listen(seen: &Observations, found: &mut Vec<Finding>) {
     for listener in &seen.host.listen {
         let (what, address) = (&listener.what, listener.address);
-        let port = address.port();
-        match &listener.state {
-            ListenState::Free | ListenState::Jackstay => {}
-            ListenState::Taken(owner) => {
-                let owner = owner.as_deref().unwrap_or("another process");
-                found.push(problem(
-                    95,
-                    Cause::PortTaken,
-                    format!("{what} cannot listen on {address}: {owner} listens there."),
-                    "bind: address already in use",
-                    format!(
-                        "Stop it or choose another port; `ss -ltnp 'sport = :{port}'` shows the process."
-                    ),
-                ));
-            }
-            ListenState::NotLocal if address.is_ipv6() && !seen.host.ipv6 => found.push(note(
+        let cannot = format!("{what} cannot listen on {address}");
+        let unusable = |what: String, because: String, advice: &str| {
+            problem(Cause::AddressNotOurs, what, because, advice)
+        };
+        found.push(match &listener.state {
+            ListenState::Free | ListenState::Jackstay => continue,
+            ListenState::Taken(owner) => problem(
+                Cause::PortTaken,
+                format!(
+                    "{cannot}: {} listens there.",
+                    owner.as_deref().unwrap_or("another process")
+                ),
+                "bind: address already in use",
+                format!(
+                    "Stop it or choose another port; `ss -ltnp 'sport = :{}'` shows the process.",
+                    address.port()
+                ),
+            ),
+            ListenState::NotLocal if address.is_ipv6() && !seen.host.ipv6 => note(
                 Cause::NoIpv6,
                 format!("{what} does not listen on {address}: this machine has no IPv6."),
                 "bind: no such address",
                 "Harmless if the listener has an IPv4 address too.",
-            )),
-            ListenState::NotLocal => found.push(problem(
-                94,
-                Cause::AddressNotOurs,
-                format!(
-                    "{what} cannot listen on {address}: this machine does not have the address."
-                ),
-                "bind: no such address",
-                "Add the address to an interface (a dummy interface suffices), or set freebind, or listen \
-                 on another address.",
-            )),
-            ListenState::Denied => found.push(problem(
-                94,
-                Cause::AddressNotOurs,
-                format!("{what} cannot listen on {address}: permission denied."),
-                "bind: permission denied; the port is privileged",
+            ),
+            ListenState::NotLocal => unusable(
+                format!("{cannot}: this machine does not have the address."),
+                "bind: no such address".to_owned(),
+                "Add the address to an interface (a dummy interface suffices), or set freebind, or \
+                 listen on another address.",
+            ),
+            ListenState::Denied => unusable(
+                format!("{cannot}: permission denied."),
+                "bind: permission denied; the port is privileged".to_owned(),
                 "Run jackstay with CAP_NET_BIND_SERVICE, or choose a port from 1024 on.",
-            )),
-            ListenState::Failed(error) => found.push(problem(
-                94,
-                Cause::AddressNotOurs,
-                format!("{what} cannot listen on {address}."),
-                format!("bind: {error}"),
-                "Choose another address.",
-            )),
-        }
+            ),
+            ListenState::Failed(error) => {
+                unusable(cannot + ".", format!("bind: {error}"), "Choose another address.")
+            }
+        });
     }
 }
 
@@ -99,24 +85,19 @@ pub(super) fn name_servers(seen: &Observations, found: &mut Vec<Finding>) {
     let silent: Vec<String> =
         servers.iter().filter(|s| s.answered == 0).map(|s| s.address.ip().to_string()).collect();
     if !unanswered.is_empty() {
-        let because = match seen.dns.as_ref().and_then(|dns| dns.resolv_conf.clone()) {
-            Some(error) => error,
-            None => format!(
-                "none of the name servers in /etc/resolv.conf answers ({})",
-                silent.join(", ")
-            ),
+        let none_answers = || {
+            format!("none of the name servers in /etc/resolv.conf answers ({})", silent.join(", "))
         };
+        let unreadable = seen.dns.as_ref().and_then(|dns| dns.resolv_conf.clone());
         found.push(problem(
-            90,
             Cause::DnsBlackHole,
             format!("Names cannot be resolved, for example {}.", unanswered[0].address),
-            because,
+            unreadable.unwrap_or_else(none_answers),
             "Name the apiservers by IP address, so that nothing depends on DNS, or repair the name \
              servers.",
         ));
     } else if !silent.is_empty() {
         found.push(problem(
-            30,
             Cause::DnsPartly,
             format!("The name server {} does not answer; another one does.", silent.join(" and ")),
             "every query timed out or failed",
@@ -126,7 +107,6 @@ pub(super) fn name_servers(seen: &Observations, found: &mut Vec<Finding>) {
     for endpoint in &seen.endpoints {
         if endpoint.resolved == Resolution::NoSuchName {
             let finding = problem(
-                89,
                 Cause::NoSuchName,
                 format!("The name in {} does not exist.", endpoint.address),
                 "the name servers answer that it has no address",
@@ -137,20 +117,19 @@ pub(super) fn name_servers(seen: &Observations, found: &mut Vec<Finding>) {
     }
 }
 
-pub(super) fn clocks(seen: &Observations, found: &mut Vec<Finding>) {
+pub(super) fn clocks(seen: &Observations) -> Option<Finding> {
     let skewed =
         |e: &&EndpointObservation| e.clock_skew_s.is_some_and(|skew| skew.abs() > MIN_SKEW);
     let off: Vec<&EndpointObservation> = seen.endpoints.iter().filter(skewed).collect();
     let known = seen.endpoints.iter().filter(|e| e.clock_skew_s.is_some()).count();
-    let Some(first) = off.first() else { return };
+    let first = off.first()?;
     let skew = first.clock_skew_s.unwrap_or_default();
     let direction = if skew > 0.0 { "ahead of" } else { "behind" };
     // If all servers differ, the clock of this machine is wrong.
     let whose = if off.len() == known { "this machine's" } else { "its" };
-    let weight = if skew.abs() > CERTIFICATE_SKEW { 85 } else { 30 };
-    found.push(problem(
-        weight,
-        Cause::ClockSkew,
+    let invalidates = skew.abs() > CERTIFICATE_SKEW;
+    Some(problem(
+        if invalidates { Cause::ClockSkew } else { Cause::SmallClockSkew },
         format!(
             "The clock of {} is {:.0} s {direction} this machine's.",
             first.address,
@@ -158,18 +137,20 @@ pub(super) fn clocks(seen: &Observations, found: &mut Vec<Finding>) {
         ),
         format!("Date header of its responses ({} of {known} endpoints)", off.len()),
         format!("Set {whose} clock: certificates, tokens and leases depend on it."),
-    ));
+    ))
 }
 
-pub(super) fn limits(seen: &Observations, found: &mut Vec<Finding>) {
+pub(super) fn limits(seen: &Observations) -> Option<Finding> {
     // A client socket and an upstream socket for each connection, and 64 for the process itself.
     let wanted = seen.host.wanted_connections * 2 + 64;
-    if let Some(limit) = seen.host.open_files.filter(|limit| *limit < wanted) {
-        found.push(note(
-            Cause::OpenFiles,
-            format!("The limit of open files is {limit}; the connections that the configuration allows need {wanted}."),
-            "soft limit of this shell (`ulimit -n`)",
-            "Raise LimitNOFILE in the unit, or lower limits.max_connections.",
-        ));
-    }
+    let limit = seen.host.open_files.filter(|limit| *limit < wanted)?;
+    Some(note(
+        Cause::OpenFiles,
+        format!(
+            "The limit of open files is {limit}; the connections that the configuration allows \
+             need {wanted}."
+        ),
+        "soft limit of this shell (`ulimit -n`)",
+        "Raise LimitNOFILE in the unit, or lower limits.max_connections.",
+    ))
 }

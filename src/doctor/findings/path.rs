@@ -11,8 +11,12 @@ use crate::doctor::observations::{
 use crate::observe::counted;
 
 /// A connection that is silent for this many milliseconds while fresh ones work was forgotten by a
-/// device on the path. Packet loss is no explanation: at 5 % loss, more than ten retransmissions in a
-/// row would have to be lost.
+/// device on the path.
+///
+/// Packet loss is no explanation. Linux retransmits a segment after the RTO, which is at least 200 ms
+/// (`TCP_RTO_MIN`) and doubles each time (RFC 6298 section 5.5): a PING is sent at 0, 0.2, 0.6, 1.4 and
+/// 3.0 s. With 5 % loss in each direction, 1 - 0.95² = 9.75 % of the attempts fail, and all five with a
+/// probability of 0.0975⁵, about 1 in 100,000.
 const SILENT_MS: f64 = 3500.0;
 /// Smallest share of late round trips that is reported as loss.
 const MIN_LOSS: f64 = 0.01;
@@ -79,115 +83,101 @@ fn advice(endpoint: &EndpointObservation, failure: &Failure, seen: &Observations
     }
 }
 
-fn last_failure(endpoint: &EndpointObservation) -> Option<&Failure> {
-    endpoint.fresh.iter().rev().find_map(|attempt| attempt.failure.as_ref())
-}
-
 pub(super) fn reachability(seen: &Observations, found: &mut Vec<Finding>) {
-    let dead: Vec<(&EndpointObservation, &Failure)> = seen
-        .endpoints
-        .iter()
-        .filter(|endpoint| is_dead(endpoint))
-        .filter_map(|endpoint| Some((endpoint, last_failure(endpoint)?)))
-        .collect();
-    let all = dead.len() == seen.endpoints.len() && dead.len() > 1;
-    if all {
-        let addresses: Vec<&str> = dead.iter().map(|(e, _)| e.address.as_str()).collect();
+    let (mut dead, mut failed) = (Vec::new(), Vec::new());
+    for endpoint in &seen.endpoints {
+        let last = endpoint.fresh.iter().rev().find_map(|attempt| attempt.failure.as_ref());
+        let Some(failure) = last else { continue };
+        let of = endpoint.fresh.len();
+        let finding = |what: &str, failed: String| {
+            problem(
+                Cause::DeadEndpoint,
+                format!("{} {what}", endpoint.address),
+                format!("{failed} of {of} fresh connections failed: {}", failure.text),
+                advice(endpoint, failure, seen),
+            )
+            .about(&endpoint.address)
+        };
+        if is_dead(endpoint) {
+            dead.push((endpoint, failure, finding("is dead.", of.to_string())));
+        } else if let Some(tail) = failed_tail(endpoint) {
+            failed.push(finding("has failed during the examination.", format!("the last {tail}")));
+        }
+    }
+    let mut alike = false;
+    if dead.len() == seen.endpoints.len() && dead.len() > 1 {
+        let addresses: Vec<String> = dead.iter().map(|(e, ..)| e.address.clone()).collect();
+        let first = dead[0].1;
+        alike = dead.iter().all(|(_, f, _)| (f.step, f.kind) == (first.step, first.kind));
         let summary = problem(
-            84,
             Cause::DeadEndpoint,
             format!("None of the {} endpoints can be reached.", dead.len()),
-            format!("{} ({})", dead[0].1.text, addresses.join(", ")),
+            format!("{} ({})", first.text, addresses.join(", ")),
             "All fail at once: check the network of this machine, its routes and its firewall.",
         );
-        let endpoints = addresses.iter().map(ToString::to_string).collect();
-        found.push(Finding { endpoints, ..summary });
+        found.push(Finding { endpoints: addresses, ..summary });
     }
     // If all fail in the same way, the summary is enough.
-    let alike = dead.iter().all(|(_, f)| (f.step, f.kind) == (dead[0].1.step, dead[0].1.kind));
-    let finding = |endpoint: &EndpointObservation, failure: &Failure, what: &str, failed: &str| {
-        let of = endpoint.fresh.len();
-        let finding = problem(
-            75,
-            Cause::DeadEndpoint,
-            format!("{} {what}", endpoint.address),
-            format!("{failed} of {of} fresh connections failed: {}", failure.text),
-            advice(endpoint, failure, seen),
-        );
-        finding.about(&endpoint.address)
-    };
-    for (endpoint, failure) in dead.into_iter().filter(|_| !(all && alike)) {
-        let all = endpoint.fresh.len().to_string();
-        found.push(finding(endpoint, failure, "is dead.", &all));
+    if !alike {
+        found.extend(dead.into_iter().map(|(.., finding)| finding));
     }
-    for endpoint in &seen.endpoints {
-        if let (Some(tail), Some(failure)) = (failed_tail(endpoint), last_failure(endpoint)) {
-            let last = format!("the last {tail}");
-            found.push(finding(endpoint, failure, "has failed during the examination.", &last));
-        }
-    }
-    for endpoint in &seen.endpoints {
-        if let Some(failure) =
-            endpoint.failures(Step::Http2).find(|f| f.kind == FailureKind::NoHttp2)
-        {
-            let finding = problem(
-                72,
-                Cause::NoHttp2,
-                format!("{} does not speak HTTP/2.", endpoint.address),
-                failure.text.clone(),
-                "If a proxy in front of the apiserver terminates TLS, use mode passthrough there.",
-            );
-            found.push(finding.about(&endpoint.address));
-        }
-    }
+    found.append(&mut failed);
 }
 
-pub(super) fn credential(endpoint: &EndpointObservation, found: &mut Vec<Finding>) {
-    let refused = endpoint.fresh.iter().filter_map(|a| a.failure.as_ref());
-    if let Some(failure) = refused.clone().find(|f| f.kind == FailureKind::Unauthorized)
-        && endpoint.authenticated
-    {
-        let finding = problem(
-            70,
-            Cause::Unauthorized,
-            format!("{} does not accept the credential.", endpoint.address),
-            failure.text.clone(),
-            "Check that the client certificate or token has not expired and belongs to this cluster.",
-        );
-        found.push(finding.about(&endpoint.address));
-    }
+pub(super) fn http2(endpoint: &EndpointObservation) -> Option<Finding> {
+    let failure = endpoint.failures(Step::Http2).find(|f| f.kind == FailureKind::NoHttp2)?;
+    let finding = problem(
+        Cause::NoHttp2,
+        format!("{} does not speak HTTP/2.", endpoint.address),
+        failure.text.clone(),
+        "If a proxy in front of the apiserver terminates TLS, use mode passthrough there.",
+    );
+    Some(finding.about(&endpoint.address))
+}
+
+pub(super) fn credential(endpoint: &EndpointObservation) -> Option<Finding> {
+    let mut failures = endpoint.fresh.iter().filter_map(|a| a.failure.as_ref());
+    let failure =
+        failures.find(|f| f.kind == FailureKind::Unauthorized && endpoint.authenticated)?;
+    let finding = problem(
+        Cause::Unauthorized,
+        format!("{} does not accept the credential.", endpoint.address),
+        failure.text.clone(),
+        "Check that the client certificate or token has not expired and belongs to this cluster.",
+    );
+    Some(finding.about(&endpoint.address))
+}
+
+/// Whether a connection that stayed open fell silent.
+fn fell_silent(endpoint: &EndpointObservation) -> bool {
+    endpoint.long_lived.iter().any(|connection| connection.silent_ms.is_some())
 }
 
 pub(super) fn forgotten_flows(
     endpoint: &EndpointObservation,
     seen: &Observations,
-    found: &mut Vec<Finding>,
-) {
-    let lasts = |other: &&EndpointObservation| {
-        other.source == EndpointSource::Cluster
-            && !other.long_lived.is_empty()
-            && other.long_lived.iter().all(|long_lived| long_lived.silent_ms.is_none())
-    };
-    let direct = if seen.endpoints.iter().any(|other| lasts(&other)) {
-        "; on direct paths connections last"
-    } else {
-        ""
-    };
+) -> Option<Finding> {
     let connected_since = |from: f64| {
         let later = endpoint.fresh.iter().filter(|a| a.at_ms.0 >= from);
         later.filter(|a| a.time(Step::Http2).is_some()).count()
     };
-    for long_lived in &endpoint.long_lived {
-        let Some(silent) = long_lived.silent_ms.filter(|silent| silent.0 >= SILENT_MS) else {
-            continue;
+    let forgotten = endpoint.long_lived.iter().find_map(|connection| {
+        let silent = connection.silent_ms.filter(|silent| silent.0 >= SILENT_MS)?;
+        let fresh = connected_since(connection.silent_at_ms.unwrap_or(connection.at_ms).0);
+        (fresh >= 2).then_some((connection.pongs, silent, fresh))
+    });
+    let finding = if let Some((pongs, silent, fresh)) = forgotten {
+        let lasts = |other: &EndpointObservation| {
+            other.source == EndpointSource::Cluster
+                && !other.long_lived.is_empty()
+                && !fell_silent(other)
         };
-        let since = long_lived.silent_at_ms.unwrap_or(long_lived.at_ms);
-        let fresh = connected_since(since.0);
-        if fresh < 2 {
-            continue;
-        }
-        let finding = problem(
-            65,
+        let direct = if seen.endpoints.iter().any(lasts) {
+            "; on direct paths connections last"
+        } else {
+            ""
+        };
+        problem(
             Cause::ForgottenFlows,
             format!(
                 "Established connections to {} fall silent while fresh ones work.",
@@ -196,21 +186,18 @@ pub(super) fn forgotten_flows(
             format!(
                 "a connection answered {} and then was silent for {:.1} s, while {fresh} fresh \
                  connections succeeded{direct}",
-                counted(long_lived.pongs, "PING"),
+                counted(pongs, "PING"),
                 silent.0 / 1000.0
             ),
             "A load balancer, firewall or NAT on the path forgets established flows. jackstay hides \
              this from clients; if you can, name the apiservers themselves.",
-        );
-        found.push(finding.about(&endpoint.address));
-        return;
-    }
-    if let Some(idle) = endpoint.idle.as_ref().filter(|idle| !idle.alive)
-        && connected_since(0.0) >= 2
-        && endpoint.long_lived.iter().all(|l| l.silent_ms.is_none())
-    {
-        let finding = problem(
-            64,
+        )
+    } else {
+        let idle = endpoint.idle.as_ref().filter(|idle| !idle.alive)?;
+        if connected_since(0.0) < 2 || fell_silent(endpoint) {
+            return None;
+        }
+        problem(
             Cause::ForgottenFlows,
             format!("Idle connections to {} are forgotten.", endpoint.address),
             format!(
@@ -219,27 +206,27 @@ pub(super) fn forgotten_flows(
             ),
             "A device on the path drops idle flows silently: raise its idle timeout. jackstay keeps \
              its own connections busy.",
-        );
-        found.push(finding.about(&endpoint.address));
-    }
+        )
+    };
+    Some(finding.about(&endpoint.address))
 }
 
-pub(super) fn readiness(endpoint: &EndpointObservation, found: &mut Vec<Finding>) {
+pub(super) fn readiness(endpoint: &EndpointObservation) -> Option<Finding> {
     let connected = endpoint.connected();
     let is_not_ready =
-        |kind: FailureKind| matches!(kind, FailureKind::Status(_) | FailureKind::Timeout);
-    let failed: Vec<_> = endpoint.failures(Step::Readyz).filter(|f| is_not_ready(f.kind)).collect();
-    if connected > 0 && failed.len() * 2 >= connected {
-        let finding = problem(
-            60,
-            Cause::NotReadyEndpoint,
-            format!("{} responds but is not ready.", endpoint.address),
-            format!("{} of {}: {}", failed.len(), counted(connected, "time"), failed[0].text),
-            "Check the log of the apiserver and its etcd; `kubectl get --raw '/readyz?verbose'` lists \
-             the checks.",
-        );
-        found.push(finding.about(&endpoint.address));
+        |f: &&Failure| matches!(f.kind, FailureKind::Status(_) | FailureKind::Timeout);
+    let failed: Vec<_> = endpoint.failures(Step::Readyz).filter(is_not_ready).collect();
+    if connected == 0 || failed.len() * 2 < connected {
+        return None;
     }
+    let finding = problem(
+        Cause::NotReadyEndpoint,
+        format!("{} responds but is not ready.", endpoint.address),
+        format!("{} of {}: {}", failed.len(), counted(connected, "time"), failed[0].text),
+        "Check the log of the apiserver and its etcd; `kubectl get --raw '/readyz?verbose'` lists \
+         the checks.",
+    );
+    Some(finding.about(&endpoint.address))
 }
 
 /// Number of connects that took 900 ms or more, so that their SYN was retransmitted: the first
@@ -249,7 +236,7 @@ fn late_connects(endpoint: &EndpointObservation) -> usize {
     endpoint.fresh.iter().filter(slow).count()
 }
 
-pub(super) fn loss(seen: &Observations, found: &mut Vec<Finding>) {
+pub(super) fn loss(seen: &Observations) -> Option<Finding> {
     let mut paths = Vec::new();
     for endpoint in &seen.endpoints {
         let sum = |f: fn(&LongLived) -> usize| endpoint.long_lived.iter().map(f).sum::<usize>();
@@ -270,13 +257,12 @@ pub(super) fn loss(seen: &Observations, found: &mut Vec<Finding>) {
             paths.push((endpoint, share, late, pongs, retransmitted));
         }
     }
-    let Some((first, share, late, pongs, retransmitted)) = paths.first() else { return };
+    let (first, share, late, pongs, retransmitted) = paths.first()?;
     // A round trip is late if a packet is lost in either direction.
     let each_way = (1.0 - (1.0 - share.min(0.99)).sqrt()) * 100.0;
     let all = paths.len() == seen.endpoints.len() && paths.len() > 1;
-    let place = if all { "every endpoint".to_owned() } else { first.address.clone() };
-    found.push(problem(
-        50,
+    let place = if all { "every endpoint" } else { &first.address };
+    Some(problem(
         Cause::PacketLoss,
         format!("Packets to {place} are lost: about {each_way:.0} % in each direction."),
         format!(
@@ -288,56 +274,36 @@ pub(super) fn loss(seen: &Observations, found: &mut Vec<Finding>) {
         } else {
             "Check the path to that endpoint: switches, links, an overloaded load balancer."
         },
-    ));
+    ))
 }
 
-pub(super) fn intermittent(endpoint: &EndpointObservation, found: &mut Vec<Finding>) {
+pub(super) fn intermittent(endpoint: &EndpointObservation) -> Option<Finding> {
     if is_dead(endpoint) || failed_tail(endpoint).is_some() {
-        return;
+        return None;
     }
     let failed: Vec<_> = endpoint.fresh.iter().filter(|a| is_unreachable(a)).collect();
     // A single failure of many is no pattern.
-    if failed.len() >= 2
-        && failed.len() * 10 >= endpoint.fresh.len()
-        && let Some(failure) = &failed[0].failure
-    {
-        found.push(problem(
-            45,
-            Cause::IntermittentEndpoint,
-            format!(
-                "{} of {} fresh connections to {} failed.",
-                failed.len(),
-                endpoint.fresh.len(),
-                endpoint.address
-            ),
-            failure.text.clone(),
-            "A load balancer with one dead server fails like this: examine the apiservers one by \
-             one.",
-        ));
+    if failed.len() < 2 || failed.len() * 10 < endpoint.fresh.len() {
+        return None;
     }
-}
-
-/// The median duration of a step over all fresh connections, in milliseconds.
-fn median(endpoint: &EndpointObservation, step: Step) -> Option<f64> {
-    let mut times: Vec<f64> =
-        endpoint.fresh.iter().filter_map(|a| a.time(step)).map(|ms| ms.0).collect();
-    times.sort_by(f64::total_cmp);
-    percentile(&times, 0.5)
+    let (failures, of) = (failed.len(), endpoint.fresh.len());
+    Some(problem(
+        Cause::IntermittentEndpoint,
+        format!("{failures} of {of} fresh connections to {} failed.", endpoint.address),
+        failed[0].failure.as_ref()?.text.clone(),
+        "A load balancer with one dead server fails like this: examine the apiservers one by one.",
+    ))
 }
 
 /// Compares the endpoints that the user named with the direct paths to the apiservers.
 pub(super) fn slow_balancers(seen: &Observations, found: &mut Vec<Finding>) {
-    let direct: Vec<f64> = seen
-        .endpoints
-        .iter()
-        .filter(|e| e.source == EndpointSource::Cluster)
-        .filter_map(|e| median(e, Step::Http2))
-        .collect();
-    let Some(best) = direct.iter().copied().min_by(f64::total_cmp) else { return };
-    for endpoint in seen.endpoints.iter().filter(|e| e.source == EndpointSource::Given) {
-        if let Some(time) = median(endpoint, Step::Http2)
-            && time > 3.0 * best
-            && time > best + 20.0
+    let from = |source| seen.endpoints.iter().filter(move |e| e.source == source);
+    let median = |e: &EndpointObservation| percentile(&e.times(Step::Http2), 0.5);
+    let direct = from(EndpointSource::Cluster).filter_map(median).min_by(f64::total_cmp);
+    let Some(best) = direct else { return };
+    for endpoint in from(EndpointSource::Given) {
+        if let Some(time) =
+            median(endpoint).filter(|time| *time > 3.0 * best && *time > best + 20.0)
         {
             found.push(note(
                 Cause::SlowPath,

@@ -8,15 +8,10 @@ use std::sync::atomic::{AtomicI64, Ordering};
 use metrics::Gauge;
 
 /// How many of something exist now.
+#[derive(Debug)]
 pub struct CountGauge {
     value: AtomicI64,
     gauge: Gauge,
-}
-
-impl std::fmt::Debug for CountGauge {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_tuple("CountGauge").field(&self.get()).finish()
-    }
 }
 
 impl CountGauge {

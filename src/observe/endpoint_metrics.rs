@@ -14,23 +14,18 @@ use super::names::{self, CONNECTION_STATES, ENDPOINT_STATES};
 use super::registry::Registry;
 
 /// The metrics of one endpoint of an upstream.
+#[derive(Debug)]
 pub struct EndpointMetrics {
     upstream: String,
     endpoint: Arc<str>,
     registry: Arc<Registry>,
-    states: [Gauge; ENDPOINT_STATES.len()],
-    connections: [Gauge; CONNECTION_STATES.len()],
+    states: Arc<[Gauge]>,
+    connections: Arc<[Gauge]>,
     rtt: Histogram,
     answers: [Counter; 2],
     history: History,
     events: Arc<Events>,
     flows: Gauge,
-}
-
-impl std::fmt::Debug for EndpointMetrics {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("EndpointMetrics").field("endpoint", &self.endpoint).finish_non_exhaustive()
-    }
 }
 
 impl EndpointMetrics {
@@ -45,8 +40,8 @@ impl EndpointMetrics {
             upstream: upstream.to_owned(),
             endpoint: Arc::from(endpoint),
             registry: Arc::clone(registry),
-            states: ENDPOINT_STATES.map(|state| gauge(&names::ENDPOINT_STATE, state)),
-            connections: CONNECTION_STATES.map(|state| gauge(&names::CONNECTIONS, state)),
+            states: ENDPOINT_STATES.map(|state| gauge(&names::ENDPOINT_STATE, state)).into(),
+            connections: CONNECTION_STATES.map(|state| gauge(&names::CONNECTIONS, state)).into(),
             rtt: registry.histogram(&names::PING_RTT, &[upstream, endpoint]),
             answers: ["ok", "error"]
                 .map(|outcome| registry.counter(&names::ANSWERS, &[upstream, endpoint, outcome])),
@@ -62,13 +57,13 @@ impl EndpointMetrics {
     }
 
     /// The state of the endpoint as the calling worker sees it; none until `set`.
-    pub fn state_gauge(self: &Arc<Self>) -> EndpointStateGauge {
-        EndpointStateGauge { metrics: Arc::clone(self), state: None }
+    pub fn state_gauge(&self) -> StateGauge {
+        StateGauge { names: &ENDPOINT_STATES, gauges: Arc::clone(&self.states), state: None }
     }
 
     /// The state of one connection to the endpoint; none until `set`.
-    pub fn connection_gauge(self: &Arc<Self>) -> ConnectionGauge {
-        ConnectionGauge { metrics: Arc::clone(self), state: None }
+    pub fn connection_gauge(&self) -> StateGauge {
+        StateGauge { names: &CONNECTION_STATES, gauges: Arc::clone(&self.connections), state: None }
     }
 
     /// Counts an ejection.
@@ -136,54 +131,43 @@ impl EndpointMetrics {
     }
 }
 
-macro_rules! state_guard {
-    ($(#[$doc:meta])* $name:ident over $field:ident of $states:ident) => {
-        $(#[$doc])*
-        ///
-        /// Counts in at most one state, and in none once it is dropped.
-        #[derive(Debug)]
-        pub struct $name {
-            metrics: Arc<EndpointMetrics>,
-            state: Option<usize>,
-        }
-
-        impl $name {
-            /// Moves to `state`. A state that is not in the list is a bug and counts nowhere.
-            pub fn set(&mut self, state: &str) {
-                let next = $states.iter().position(|known| *known == state);
-                debug_assert!(next.is_some(), "no such state: {state}");
-                self.move_to(next);
-            }
-
-            fn move_to(&mut self, next: Option<usize>) {
-                if next == self.state {
-                    return;
-                }
-                // The new state first: a scrape in between sees one too many rather than a gap.
-                if let Some(index) = next {
-                    self.metrics.$field[index].increment(1);
-                }
-                if let Some(index) = std::mem::replace(&mut self.state, next) {
-                    self.metrics.$field[index].decrement(1);
-                }
-            }
-        }
-
-        impl Drop for $name {
-            fn drop(&mut self) {
-                self.move_to(None);
-            }
-        }
-    };
+/// The state of one endpoint or one connection in a gauge that has a series for each state.
+///
+/// Counts in at most one state, and in none once it is dropped.
+#[derive(Debug)]
+pub struct StateGauge {
+    names: &'static [&'static str],
+    /// One for each name.
+    gauges: Arc<[Gauge]>,
+    state: Option<usize>,
 }
 
-state_guard! {
-    /// The state of an endpoint, in `jackstay_endpoint_state`.
-    EndpointStateGauge over states of ENDPOINT_STATES
+impl StateGauge {
+    /// Moves to `state`. A state that has no series is a bug and counts nowhere.
+    pub fn set(&mut self, state: &str) {
+        let next = self.names.iter().position(|known| *known == state);
+        debug_assert!(next.is_some(), "no such state: {state}");
+        self.move_to(next);
+    }
+
+    fn move_to(&mut self, next: Option<usize>) {
+        if next == self.state {
+            return;
+        }
+        // The new state first: a scrape in between sees one too many rather than a gap.
+        if let Some(index) = next {
+            self.gauges[index].increment(1);
+        }
+        if let Some(index) = std::mem::replace(&mut self.state, next) {
+            self.gauges[index].decrement(1);
+        }
+    }
 }
-state_guard! {
-    /// The state of a connection, in `jackstay_connections`.
-    ConnectionGauge over connections of CONNECTION_STATES
+
+impl Drop for StateGauge {
+    fn drop(&mut self) {
+        self.move_to(None);
+    }
 }
 
 #[cfg(test)]

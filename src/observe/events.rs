@@ -121,14 +121,12 @@ struct Kept {
 
 /// The latest state changes.
 #[derive(Debug)]
-pub struct Events {
-    kept: Mutex<Kept>,
-}
+pub struct Events(Mutex<Kept>);
 
 impl Default for Events {
     fn default() -> Self {
         let repeats = RepeatFilter::new(WINDOW);
-        Self { kept: Mutex::new(Kept { ring: VecDeque::new(), seq: 0, repeats }) }
+        Self(Mutex::new(Kept { ring: VecDeque::new(), seq: 0, repeats }))
     }
 }
 
@@ -137,13 +135,14 @@ impl Events {
     pub fn changed(&self, change: &Change<'_>) {
         let left_out = self.keep(change, Instant::now(), wall_clock());
         if let Some(left_out) = left_out {
-            write(change, if change.bad { Level::Bad } else { Level::Notice }, left_out);
+            let level = if change.bad { tracing::Level::WARN } else { tracing::Level::INFO };
+            write(change, level, left_out);
         }
     }
 
     /// Logs a routine change at debug level and does not remember it.
     pub fn routine(&self, change: &Change<'_>) {
-        write(change, Level::Routine, 0);
+        write(change, tracing::Level::DEBUG, 0);
     }
 
     /// Remembers a change that the caller logs itself.
@@ -202,7 +201,7 @@ impl Events {
     }
 
     fn kept(&self) -> MutexGuard<'_, Kept> {
-        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -217,16 +216,8 @@ fn key(change: &Change<'_>) -> String {
     format!("{kind} {upstream} {}: {} to {}: {reason}", change.name, change.from, change.to)
 }
 
-/// The log level of a change.
-#[derive(Debug, Clone, Copy)]
-enum Level {
-    Routine,
-    Notice,
-    Bad,
-}
-
 /// Writes the line. The field of the object is named as in metrics and other lines.
-fn write(change: &Change<'_>, level: Level, left_out: u64) {
+fn write(change: &Change<'_>, level: tracing::Level, left_out: u64) {
     let (mut endpoint, mut source, mut name) = (None, None, None);
     match change.kind {
         EventKind::Endpoint | EventKind::Connection => endpoint = Some(change.name),
@@ -254,9 +245,9 @@ fn write(change: &Change<'_>, level: Level, left_out: u64) {
         };
     }
     match level {
-        Level::Routine => line!(debug),
-        Level::Notice => line!(info),
-        Level::Bad => line!(warn),
+        tracing::Level::DEBUG => line!(debug),
+        tracing::Level::INFO => line!(info),
+        _ => line!(warn),
     }
 }
 

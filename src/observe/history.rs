@@ -5,7 +5,7 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use serde::Serialize;
@@ -76,7 +76,7 @@ impl History {
     /// Records the round trip of a PING. Called about once a second per connection, so it may lock.
     pub fn rtt(&self, round_trip: Duration) {
         let micros = u32::try_from(round_trip.as_micros()).unwrap_or(u32::MAX);
-        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = self.kept();
         let place = (kept.seen % SAMPLES as u64) as usize;
         if place < kept.samples.len() {
             kept.samples[place] = micros;
@@ -103,10 +103,7 @@ impl History {
 
     /// Quantiles of the round trips kept; `None` before the first.
     pub fn quantiles(&self) -> Option<RttQuantiles> {
-        let mut samples = {
-            let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-            kept.samples.clone()
-        };
+        let mut samples = self.kept().samples.clone();
         let (p50, p99) = quantiles(&mut samples)?;
         Some(RttQuantiles { p50_ms: p50.into(), p99_ms: p99.into(), samples: samples.len() })
     }
@@ -114,7 +111,7 @@ impl History {
     /// Ends a step.
     pub fn step(&self) {
         let (answers, errors) = self.totals();
-        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = self.kept();
         let fresh = (kept.seen - kept.seen_before).min(kept.samples.len() as u64);
         let mut samples: Vec<u32> = (kept.seen - fresh..kept.seen)
             .map(|at| kept.samples[(at % SAMPLES as u64) as usize])
@@ -133,13 +130,17 @@ impl History {
 
     /// The steps kept.
     pub fn columns(&self) -> Columns {
-        let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let kept = self.kept();
         Columns {
             rtt_p50_ms: kept.steps.iter().map(|step| step.rtt.map(|rtt| rtt.0)).collect(),
             rtt_p99_ms: kept.steps.iter().map(|step| step.rtt.map(|rtt| rtt.1)).collect(),
             answers: kept.steps.iter().map(|step| step.answers).collect(),
             errors: kept.steps.iter().map(|step| step.errors).collect(),
         }
+    }
+
+    fn kept(&self) -> MutexGuard<'_, Kept> {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -30,6 +30,7 @@ const CODES: [u16; 30] = [
 pub const CLIENT_GONE: u16 = 499;
 
 /// The metrics of one listener.
+#[derive(Debug)]
 pub struct ListenerMetrics {
     name: String,
     registry: Arc<Registry>,
@@ -47,12 +48,6 @@ pub struct ListenerMetrics {
     pub own_errors: OwnErrors,
     /// Limits access log lines about clients that left early.
     pub client_gone_lines: LineQuota,
-}
-
-impl std::fmt::Debug for ListenerMetrics {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("ListenerMetrics").field("name", &self.name).finish_non_exhaustive()
-    }
 }
 
 impl ListenerMetrics {
@@ -145,26 +140,9 @@ impl ListenerMetrics {
     }
 }
 
-/// Index of a verb in [`VERBS`]. A `match` compares lengths first, which is faster than a search.
+/// Index of a verb in [`VERBS`].
 fn verb_index(verb: &str) -> usize {
-    match verb {
-        "get" => 0,
-        "list" => 1,
-        "watch" => 2,
-        "create" => 3,
-        "update" => 4,
-        "patch" => 5,
-        "delete" => 6,
-        "deletecollection" => 7,
-        "connect" => 8,
-        "proxy" => 9,
-        "post" => 10,
-        "put" => 11,
-        "head" => 12,
-        "options" => 13,
-        "log" => 14,
-        _ => VERBS.len() - 1,
-    }
+    VERBS.iter().position(|known| *known == verb).unwrap_or(VERBS.len() - 1)
 }
 
 #[cfg(test)]
@@ -175,14 +153,6 @@ mod tests {
     fn has(metrics: &Metrics, line: &str) {
         let text = metrics.render();
         assert!(text.lines().any(|l| l == line), "no {line} in\n{text}");
-    }
-
-    #[test]
-    fn verb_index_is_the_position_in_the_table() {
-        for (index, verb) in VERBS.iter().enumerate() {
-            assert_eq!(verb_index(verb), index, "{verb}");
-        }
-        assert_eq!(VERBS[verb_index("no such verb")], "other");
     }
 
     #[test]

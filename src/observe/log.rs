@@ -12,7 +12,7 @@
 
 use std::io::{self, Write};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -31,7 +31,7 @@ use crate::config::{Level, Log, LogFormat};
 /// Target of access log lines. `log.access` controls them, `log.level` does not.
 pub const ACCESS_TARGET: &str = "jackstay::access";
 
-/// Capacity of the queue: at about 300 bytes per line, some 600 KiB.
+/// Largest number of lines that wait: at about 300 bytes per line, some 600 KiB.
 const QUEUE_LINES: usize = 2048;
 
 /// How long the end of the process waits until queued lines are written.
@@ -159,7 +159,7 @@ impl FormatTime for Rfc3339 {
 /// The queue between callers and the writer thread.
 #[derive(Debug, Clone)]
 struct Lines {
-    queue: SyncSender<Box<[u8]>>,
+    queue: Sender<Box<[u8]>>,
     shared: Arc<Shared>,
 }
 
@@ -174,7 +174,8 @@ struct Shared {
 
 impl Lines {
     fn start(sink: impl Write + Send + 'static) -> io::Result<(Self, LogGuard)> {
-        let (queue, lines) = sync_channel(QUEUE_LINES);
+        // Unbounded, because a bounded channel allocates all its places at once; `write` keeps the bound.
+        let (queue, lines) = channel();
         let shared = Arc::new(Shared::default());
         let writer = Arc::clone(&shared);
         std::thread::Builder::new()
@@ -208,9 +209,10 @@ fn write_lines(lines: &Receiver<Box<[u8]>>, mut sink: impl Write, shared: &Share
 impl Write for Lines {
     /// Queues one line: the formatter writes each line in one call.
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
-        *self.shared.pending.lock().unwrap_or_else(PoisonError::into_inner) += 1;
-        if self.queue.try_send(line.into()).is_err() {
-            *self.shared.pending.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        let mut pending = self.shared.pending.lock().unwrap_or_else(PoisonError::into_inner);
+        if *pending < QUEUE_LINES && self.queue.send(line.into()).is_ok() {
+            *pending += 1;
+        } else {
             self.shared.dropped.fetch_add(1, Ordering::Relaxed);
         }
         Ok(line.len())

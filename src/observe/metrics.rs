@@ -4,7 +4,8 @@
 //! it by reference.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::hash::Hash;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
 use metrics::{Counter, Gauge};
@@ -70,10 +71,10 @@ impl Metrics {
 
     /// All metrics as Prometheus text (format 0.0.4), families in alphabetical order.
     pub fn render(&self) -> String {
-        for listener in self.listeners.lock().unwrap_or_else(PoisonError::into_inner).values() {
+        for listener in lock(&self.listeners).values() {
             listener.publish();
         }
-        for endpoint in self.endpoints.lock().unwrap_or_else(PoisonError::into_inner).values() {
+        for endpoint in lock(&self.endpoints).values() {
             endpoint.publish();
         }
         let mut text = self.handle.render();
@@ -96,7 +97,7 @@ impl Metrics {
         self.handle.run_upkeep();
         self.events.flush();
         let now = Instant::now();
-        for listener in self.listeners.lock().unwrap_or_else(PoisonError::into_inner).values() {
+        for listener in lock(&self.listeners).values() {
             listener.log_suppressed(now);
         }
         self.step(now);
@@ -104,13 +105,13 @@ impl Metrics {
 
     /// Ends the steps of every endpoint's history that are over at `now`.
     fn step(&self, now: Instant) {
-        let mut stepped = self.stepped.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut stepped = lock(&self.stepped);
         let over = now.saturating_duration_since(*stepped).as_millis() / STEP.as_millis();
         if over == 0 {
             return;
         }
         *stepped += STEP * u32::try_from(over).unwrap_or(u32::MAX);
-        let endpoints = self.endpoints.lock().unwrap_or_else(PoisonError::into_inner);
+        let endpoints = lock(&self.endpoints);
         for endpoint in endpoints.values() {
             // After a suspend of the host the missing steps are empty.
             for _ in 0..over.min(STEPS as u128) {
@@ -121,41 +122,28 @@ impl Metrics {
 
     /// The metrics of a listener; the same for every caller with the same name.
     pub fn listener(&self, name: &str) -> Arc<ListenerMetrics> {
-        let mut all = self.listeners.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = lock(&self.listeners);
         let known = all.len() < MAX_LISTENERS || all.contains_key(name);
         let name = if known { name } else { "other" };
-        if let Some(found) = all.get(name) {
-            return Arc::clone(found);
-        }
-        let new = Arc::new(ListenerMetrics::register(&self.registry, name));
-        all.insert(name.to_owned(), Arc::clone(&new));
-        new
+        shared(&mut all, name.to_owned(), |name| ListenerMetrics::register(&self.registry, name))
     }
 
     /// The metrics of a passthrough listener; the same for every caller with the same name.
     pub fn passthrough(&self, name: &str) -> Arc<PassthroughMetrics> {
-        let mut all = self.passthrough.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(found) = all.get(name) {
-            return Arc::clone(found);
-        }
-        let new = Arc::new(PassthroughMetrics::register(&self.registry, name));
-        all.insert(name.to_owned(), Arc::clone(&new));
-        new
+        let mut all = lock(&self.passthrough);
+        shared(&mut all, name.to_owned(), |name| PassthroughMetrics::register(&self.registry, name))
     }
 
     /// The metrics of an endpoint; an endpoint that returns continues its old series.
     pub fn endpoint(&self, upstream: &str, endpoint: &str) -> Arc<EndpointMetrics> {
-        let mut all = self.endpoints.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = lock(&self.endpoints);
         let mut key = (upstream.to_owned(), endpoint.to_owned());
         if all.len() >= MAX_ENDPOINTS && !all.contains_key(&key) {
             "other".clone_into(&mut key.1);
         }
-        if let Some(found) = all.get(&key) {
-            return Arc::clone(found);
-        }
-        let new = Arc::new(EndpointMetrics::register(&self.registry, &self.events, &key.0, &key.1));
-        all.insert(key, Arc::clone(&new));
-        new
+        shared(&mut all, key, |(upstream, endpoint)| {
+            EndpointMetrics::register(&self.registry, &self.events, upstream, endpoint)
+        })
     }
 
     /// Counts a reload of the configuration, applied or not.
@@ -251,6 +239,19 @@ impl Metrics {
             .counter(&names::DISCOVERY_CHANGES, &[upstream, change])
             .increment(count as u64);
     }
+}
+
+/// The metrics of `key`, which are registered for its first caller.
+fn shared<K: Eq + Hash, M>(
+    all: &mut HashMap<K, Arc<M>>,
+    key: K,
+    register: impl FnOnce(&K) -> M,
+) -> Arc<M> {
+    Arc::clone(all.entry(key).or_insert_with_key(|key| Arc::new(register(key))))
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Sorts families and series: the recorder renders from hash maps, in another order every time.

@@ -35,7 +35,7 @@ pub mod utc;
 
 pub use byte_budget::ByteBudget;
 pub use counted::counted;
-pub use endpoint_metrics::{ConnectionGauge, EndpointMetrics, EndpointStateGauge};
+pub use endpoint_metrics::{EndpointMetrics, StateGauge};
 pub use events::{Change, Events};
 pub use listener_metrics::ListenerMetrics;
 pub use liveness::{Liveness, LivenessMonitor};

@@ -16,12 +16,17 @@ use super::utc::Utc;
 use crate::observe::utc::wall_clock;
 
 /// The error responses that jackstay generated on one listener.
+#[derive(Debug)]
 pub struct OwnErrors {
     listener: String,
     registry: Arc<Registry>,
-    entries: Mutex<BTreeMap<(Option<u16>, &'static str), Entry>>,
+    /// By status code and reason.
+    entries: Mutex<Entries>,
 }
 
+type Entries = BTreeMap<(Option<u16>, &'static str), Entry>;
+
+#[derive(Debug)]
 struct Entry {
     exported: Counter,
     count: u64,
@@ -39,12 +44,6 @@ pub struct OwnError {
     pub count: u64,
     /// Time of the latest, RFC 3339.
     pub last: String,
-}
-
-impl std::fmt::Debug for OwnErrors {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_tuple("OwnErrors").field(&self.list()).finish()
-    }
 }
 
 impl OwnErrors {
@@ -73,16 +72,17 @@ impl OwnErrors {
 
     /// The errors that occurred, by code and reason.
     pub fn list(&self) -> Vec<OwnError> {
-        let line = |(&(code, reason), entry): (&(Option<u16>, &'static str), &Entry)| OwnError {
+        let entries = self.entries();
+        let list = entries.iter().map(|(&(code, reason), entry)| OwnError {
             code,
             reason,
             count: entry.count,
             last: Utc(entry.last).seconds(),
-        };
-        self.entries().iter().map(line).collect()
+        });
+        list.collect()
     }
 
-    fn entries(&self) -> MutexGuard<'_, BTreeMap<(Option<u16>, &'static str), Entry>> {
+    fn entries(&self) -> MutexGuard<'_, Entries> {
         self.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -18,6 +18,7 @@ pub enum Direction {
 }
 
 /// The metrics of one passthrough listener.
+#[derive(Debug)]
 pub struct PassthroughMetrics {
     name: String,
     registry: Arc<Registry>,
@@ -26,12 +27,6 @@ pub struct PassthroughMetrics {
     to_server: Counter,
     to_client: Counter,
     closed: [OnceLock<Counter>; CLOSE_REASONS.len()],
-}
-
-impl std::fmt::Debug for PassthroughMetrics {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("PassthroughMetrics").field("name", &self.name).finish_non_exhaustive()
-    }
 }
 
 impl PassthroughMetrics {

@@ -6,6 +6,8 @@
 
 use std::borrow::Cow;
 
+use percent_encoding::percent_decode_str;
+
 /// Maximum length of a path in a log line, in bytes.
 const MAX_PATH: usize = 1024;
 
@@ -56,35 +58,27 @@ const SHOWN: &[&str] = &[
 /// Path and query without secret values and bearer tokens, cut after [`MAX_PATH`] bytes. Borrows if
 /// nothing is removed, which is the usual case.
 pub fn redact_path(path_and_query: &str) -> Cow<'_, str> {
-    let (path, query) = match path_and_query.split_once('?') {
-        Some((path, query)) => (path, Some(query)),
-        None => (path_and_query, None),
-    };
+    let (path, query) = path_and_query
+        .split_once('?')
+        .map_or((path_and_query, None), |(path, query)| (path, Some(query)));
     let path_is_clean = !path.split('/').any(looks_secret);
     let query_is_clean = query.is_none_or(|query| query.split('&').all(pair_is_clean));
     if path_is_clean && query_is_clean {
         return shorten(path_and_query, MAX_PATH);
     }
 
-    let mut out = String::with_capacity(path_and_query.len());
-    for (index, segment) in path.split('/').enumerate() {
-        if index > 0 {
-            out.push('/');
-        }
-        out.push_str(if looks_secret(segment) { MASK } else { segment });
-    }
-    for (index, pair) in query.into_iter().flat_map(|query| query.split('&')).enumerate() {
+    let segments = path.split('/').map(|part| if looks_secret(part) { MASK } else { part });
+    let mut out = segments.collect::<Vec<_>>().join("/");
+    let pairs = query.into_iter().flat_map(|query| query.split('&'));
+    let pairs = pairs.map(|pair| match pair.split_once('=') {
+        _ if pair_is_clean(pair) => Cow::Borrowed(pair),
+        Some((key, _)) if !looks_secret(key) => Cow::Owned(format!("{key}={MASK}")),
+        // No `=`, or a key that looks like a secret: mask the whole pair.
+        _ => Cow::Borrowed(MASK),
+    });
+    for (index, pair) in pairs.enumerate() {
         out.push(if index == 0 { '?' } else { '&' });
-        if pair_is_clean(pair) {
-            out.push_str(pair);
-        } else if let Some((key, _)) = pair.split_once('=').filter(|(key, _)| !looks_secret(key)) {
-            out.push_str(key);
-            out.push('=');
-            out.push_str(MASK);
-        } else {
-            // No `=`, or a key that looks like a secret: mask the whole pair.
-            out.push_str(MASK);
-        }
+        out.push_str(&pair);
     }
     Cow::Owned(shorten(&out, MAX_PATH).into_owned())
 }
@@ -106,27 +100,11 @@ fn looks_secret(text: &str) -> bool {
     let contains =
         |text: &[u8]| text.windows(BEARER.len()).any(|window| window.eq_ignore_ascii_case(BEARER));
     if text.contains('%') {
-        let decoded = percent_decoded(text);
+        let decoded: Vec<u8> = percent_decode_str(text).collect();
         return contains(&decoded) || decoded.starts_with(b"eyJ");
     }
     // Every JWT begins with base64url of `{"`.
     text.starts_with("eyJ") || contains(text.as_bytes())
-}
-
-fn percent_decoded(text: &str) -> Vec<u8> {
-    let mut out = Vec::with_capacity(text.len());
-    let mut rest = text.as_bytes();
-    while let Some((&byte, tail)) = rest.split_first() {
-        let hex = |at: usize| tail.get(at).and_then(|b| char::from(*b).to_digit(16));
-        if let (b'%', Some(high), Some(low)) = (byte, hex(0), hex(1)) {
-            out.push((high * 16 + low) as u8);
-            rest = &tail[2..];
-        } else {
-            out.push(byte);
-            rest = tail;
-        }
-    }
-    out
 }
 
 /// At most `max` bytes of `text`, cut at a character boundary and then followed by `…`.

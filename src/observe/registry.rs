@@ -29,6 +29,12 @@ pub(super) struct Registry {
     recorder: PrometheusRecorder,
 }
 
+impl std::fmt::Debug for Registry {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Registry")
+    }
+}
+
 impl Registry {
     /// A registry in which every metric of the table is described, and none has a series yet.
     pub(super) fn new() -> Self {

@@ -50,7 +50,7 @@ use super::stats::{Ejection, EndpointStatus, ReadyzCheckStatus};
 use crate::config::EndpointAddress;
 use crate::observe::events::{Change, EventKind};
 use crate::observe::utc::{Utc, wall_clock};
-use crate::observe::{EndpointMetrics, EndpointStateGauge};
+use crate::observe::{EndpointMetrics, StateGauge};
 
 /// An endpoint, shared by the workers, the prober and the admin page.
 #[derive(Debug)]
@@ -86,7 +86,7 @@ struct Guarded {
     last_ejection: Option<(SystemTime, String)>,
     downtime: Downtime,
     last_check: Option<ReadyzCheck>,
-    gauge: EndpointStateGauge,
+    gauge: StateGauge,
 }
 
 impl Endpoint {

@@ -3,7 +3,7 @@
 use super::*;
 use crate::config::{Level, Log, LogFormat};
 use crate::observe::log::tests::Captured;
-use crate::observe::{ConnectionGauge, EndpointMetrics, Metrics};
+use crate::observe::{EndpointMetrics, Metrics, StateGauge};
 use std::time::Duration;
 
 fn parts(path: &str) -> request::Parts {
@@ -143,7 +143,7 @@ fn access_line_has_every_field_and_no_secret() {
     let captured = Captured::default();
     let endpoint: Arc<EndpointMetrics> = metrics.endpoint("u", "10.0.0.11:6443");
     let other = metrics.endpoint("u", "10.0.0.12:6443");
-    let _gauge: ConnectionGauge = endpoint.connection_gauge();
+    let _gauge: StateGauge = endpoint.connection_gauge();
     captured.during(LogFormat::Json, || {
         let mut outcome = begin(&metrics, AccessLog::All);
         outcome.classified("list", false);

@@ -5,7 +5,7 @@ use std::cell::{Cell, RefCell};
 use tokio::time::Instant;
 
 use super::drain::{DrainReason, DrainUrgency};
-use crate::observe::ConnectionGauge;
+use crate::observe::StateGauge;
 use crate::upstream::health::ConnectionState;
 
 pub(super) struct ConnectionLifecycle {
@@ -13,7 +13,7 @@ pub(super) struct ConnectionLifecycle {
     /// Since when its PING has been late; draining and death keep it.
     suspect_since: Cell<Option<Instant>>,
     /// The gauge of its state, until it is dead.
-    gauge: RefCell<Option<ConnectionGauge>>,
+    gauge: RefCell<Option<StateGauge>>,
     /// Whether the endpoint counts it as live.
     pub(super) counted: Cell<bool>,
     /// Whether its PINGs are answered, as reported to the endpoint.
@@ -31,7 +31,7 @@ pub(super) struct ConnectionLifecycle {
 
 impl ConnectionLifecycle {
     /// A live connection.
-    pub(super) fn new(mut gauge: ConnectionGauge) -> Self {
+    pub(super) fn new(mut gauge: StateGauge) -> Self {
         gauge.set(ConnectionState::Live.as_str());
         Self {
             state: Cell::new(ConnectionState::Live),

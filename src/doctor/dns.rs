@@ -171,17 +171,16 @@ impl Resolver {
     }
 
     /// The answers of the name servers; `None` if no name had to be asked for.
-    pub fn observed(&self) -> Option<Dns> {
+    pub fn into_observed(self) -> Option<Dns> {
         if !self.used {
             return None;
         }
-        let stats = |server: &ServerRecord| {
-            let mut times = server.times.clone();
-            times.sort_by(f64::total_cmp);
-            NameServer { p50_ms: percentile(&times, 0.5).map(Ms), ..server.stats.clone() }
+        let stats = |mut server: ServerRecord| {
+            server.times.sort_by(f64::total_cmp);
+            NameServer { p50_ms: percentile(&server.times, 0.5).map(Ms), ..server.stats }
         };
-        let servers = self.servers.iter().map(stats).collect();
-        Some(Dns { resolv_conf: self.problem.clone(), servers })
+        let servers = self.servers.into_iter().map(stats).collect();
+        Some(Dns { resolv_conf: self.problem, servers })
     }
 }
 
@@ -308,7 +307,7 @@ mod tests {
             let found = resolver.resolve("lb.example").await;
             assert_eq!(found, Resolution::Addresses(vec!["10.0.0.7".parse().unwrap()]));
             assert_eq!(resolver.resolve("none.example").await, Resolution::NoSuchName);
-            let servers = resolver.observed().unwrap().servers;
+            let servers = resolver.into_observed().unwrap().servers;
             assert_eq!((servers[0].answered, servers[0].asked), (0, 4), "{servers:#?}");
             assert_eq!((servers[1].answered, servers[1].asked), (4, 4), "{servers:#?}");
             assert!(servers[0].error.is_some() && servers[1].p50_ms.is_some());
@@ -322,7 +321,7 @@ mod tests {
         for name in ["10.0.0.1", "localhost", "lb"] {
             assert!(matches!(resolver.resolve(name).await, Resolution::Addresses(_)), "{name}");
         }
-        assert!(resolver.observed().is_none());
+        assert!(!resolver.used);
         assert_eq!(resolver.resolve("other").await, Resolution::NoAnswer("gone".into()));
         let mut resolver = Resolver::from_files(Ok(b"options ndots:1\n".to_vec()), b"");
         let answer = resolver.resolve("other").await;

@@ -59,7 +59,7 @@ async fn examine(plan: ExaminationPlan, resolver: Resolver, duration: Duration) 
         examine_endpoint(target, addresses, &plan.listeners, &resolver, began, until)
     }))
     .await;
-    let dns = resolver.into_inner().observed();
+    let dns = resolver.into_inner().into_observed();
     Observations { configuration: plan.configuration_errors, host, dns, endpoints }
 }
 

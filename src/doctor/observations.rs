@@ -103,7 +103,7 @@ pub struct NameServer {
 pub struct EndpointObservation {
     /// Address as the user or the cluster gave it.
     pub address: String,
-    /// Who named it.
+    /// Whether the user or the cluster named it.
     pub source: EndpointSource,
     /// The name its certificate must hold.
     pub server_name: String,
@@ -141,7 +141,7 @@ pub struct ClientCertificate {
     pub expires_in_s: i64,
 }
 
-/// Who named an endpoint.
+/// Where the name of an endpoint comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EndpointSource {

@@ -22,15 +22,14 @@ use crate::net::tls::pem_files::{LoadedCert, ca_from_pem, cert_from_pem, load_ca
 /// An endpoint to examine.
 pub struct Target {
     /// Address as the user or the cluster gave it.
-    pub address: String,
+    pub(super) address: String,
     /// Host of the address, without brackets.
-    pub host: String,
-    /// Port of the address.
-    pub port: u16,
-    /// Who named the endpoint.
-    pub source: EndpointSource,
+    pub(super) host: String,
+    pub(super) port: u16,
+    /// Whether the user or the cluster named the endpoint.
+    pub(super) source: EndpointSource,
     /// The name its certificate must hold.
-    pub server_name: String,
+    pub(super) server_name: String,
     trust: Trust,
     pub(super) verifier: Arc<RecordingVerifier>,
     pub(super) peer: PeerConfig,
@@ -108,11 +107,11 @@ impl Trust {
     /// # Errors
     /// A file cannot be used: its path and the reason.
     pub fn of_files(files: &CredentialFiles) -> Result<Self, String> {
-        let roots = files.ca.as_deref().map(load_ca).transpose().map_err(|e| e.to_string())?;
-        let certificate = files.certificate.as_ref().map(load_cert).transpose();
+        let roots = files.ca.as_deref().map(load_ca).transpose().map_err(text)?;
+        let certificate = files.certificate.as_ref().map(load_cert).transpose().map_err(text)?;
         Ok(Self {
             roots: roots.map(|ca| ca.roots),
-            certificate: certificate.map_err(|e| e.to_string())?.map(Arc::new),
+            certificate: certificate.map(Arc::new),
             token: files.token.as_deref().map(token_of_file).transpose()?,
         })
     }
@@ -128,19 +127,18 @@ impl Trust {
         notes: &mut Vec<String>,
     ) -> Result<Self, String> {
         let mut trust = Self::default();
-        let place = PathBuf::from(format!("cluster {:?} of the kubeconfig", access.cluster));
         match &access.ca {
             Some(ca) => {
-                let pem = ca.read().map_err(|e| e.to_string())?;
-                let origin = if let PemSource::File(file) = ca { file } else { &place };
-                trust.roots = Some(ca_from_pem(origin, &pem).map_err(|e| e.to_string())?.roots);
+                let origin = origin(ca, format!("cluster {:?} of the kubeconfig", access.cluster));
+                let pem = ca.read().map_err(text)?;
+                trust.roots = Some(ca_from_pem(&origin, &pem).map_err(text)?.roots);
             }
             None if access.insecure => notes.push(
                 "insecure-skip-tls-verify is set: nothing is verified, no credential is sent"
                     .to_owned(),
             ),
             None => match system_cas() {
-                Some(file) => trust.roots = Some(load_ca(&file).map_err(|e| e.to_string())?.roots),
+                Some(file) => trust.roots = Some(load_ca(&file).map_err(text)?.roots),
                 None => notes.push(
                     "the cluster names no CA and this system has none: nothing is verified, no \
                      credential is sent"
@@ -150,16 +148,13 @@ impl Trust {
         }
         match &access.credential {
             Credential::Certificate(certificate, key) => {
-                let user = PathBuf::from(format!("user {:?} of the kubeconfig", access.user));
-                let origin = |pem: &PemSource| match pem {
-                    PemSource::File(file) => file.clone(),
-                    PemSource::Inline(_) => user.clone(),
+                let read = |pem: &PemSource| {
+                    let user = format!("user {:?} of the kubeconfig", access.user);
+                    Ok::<_, String>((origin(pem, user), pem.read().map_err(text)?))
                 };
-                let read = |pem: &PemSource| pem.read().map_err(|e| e.to_string());
-                let (cert_pem, key_pem) = (read(certificate)?, read(key)?);
-                let loaded =
-                    cert_from_pem((&origin(certificate), &cert_pem), (&origin(key), &key_pem));
-                trust.certificate = Some(Arc::new(loaded.map_err(|e| e.to_string())?));
+                let (certificate, key) = (read(certificate)?, read(key)?);
+                let loaded = cert_from_pem((&certificate.0, &certificate.1), (&key.0, &key.1));
+                trust.certificate = Some(Arc::new(loaded.map_err(text)?));
             }
             Credential::Token(token) => trust.token = Some(token_header(token)?),
             Credential::TokenFile(file) => trust.token = Some(token_of_file(file)?),
@@ -171,11 +166,9 @@ impl Trust {
                     trust.token = yielded.token.as_deref().map(token_header).transpose()?;
                     if let Some((cert_pem, key_pem)) = yielded.certificate {
                         let origin = PathBuf::from(format!("credential of {:?}", plugin.command));
-                        let loaded = cert_from_pem(
-                            (&origin, cert_pem.as_bytes()),
-                            (&origin, key_pem.as_bytes()),
-                        );
-                        trust.certificate = Some(Arc::new(loaded.map_err(|e| e.to_string())?));
+                        let (certificate, key) = (cert_pem.as_bytes(), key_pem.as_bytes());
+                        let loaded = cert_from_pem((&origin, certificate), (&origin, key));
+                        trust.certificate = Some(Arc::new(loaded.map_err(text)?));
                     }
                 }
                 Err(error) => {
@@ -204,13 +197,24 @@ impl Trust {
             .filter(|listener| listener.upstream == upstream.name)
             .filter_map(|listener| listener.terminate())
             .flat_map(|terminate| &terminate.identities);
-        let ca = upstream.tls.ca_file.clone();
         let token = readyz.token_file.clone();
         // The first that exists: kubelet writes its certificate when it has joined the cluster.
         let mut certificates = readyz.cert.iter().chain(identities.filter(|_| token.is_none()));
         let certificate = certificates.find(|paths| paths.cert_file.exists()).cloned();
-        Self::of_files(&CredentialFiles { ca, certificate, token })
+        Self::of_files(&CredentialFiles { ca: upstream.tls.ca_file.clone(), certificate, token })
     }
+}
+
+/// Where a PEM comes from, for errors: its file, or the entry that holds it.
+fn origin(pem: &PemSource, entry: String) -> PathBuf {
+    match pem {
+        PemSource::File(file) => file.clone(),
+        PemSource::Inline(_) => entry.into(),
+    }
+}
+
+fn text(error: impl fmt::Display) -> String {
+    error.to_string()
 }
 
 fn token_of_file(file: &Path) -> Result<HeaderValue, String> {

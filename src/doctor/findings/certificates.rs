@@ -1,7 +1,7 @@
 //! Causes in the certificates of the servers and in the client certificate.
 
 use super::finding::{Cause, Finding, note, problem};
-use crate::doctor::observations::{Failure, FailureKind, Observations, Step};
+use crate::doctor::observations::{Failure, FailureKind, Observations, ServerCertificate, Step};
 use crate::observe::counted;
 
 /// Certificates that expire within 14 days are reported.
@@ -15,39 +15,31 @@ pub(super) fn server(seen: &Observations, found: &mut Vec<Finding>) {
         let concerns_certificate =
             |failure: &&Failure| !matches!(failure.kind, FailureKind::Timeout | FailureKind::Reset);
         if let Some(failure) = endpoint.failures(Step::Tls).find(concerns_certificate) {
-            let subject = shown.map_or("?", |c| c.subject.as_str());
+            let field = |text: fn(&ServerCertificate) -> &str| shown.map_or("?", text);
+            let of = format!("The certificate of {address}");
             let (cause, what, advice) = match failure.kind {
                 FailureKind::Expired => (
                     Cause::CertificateExpired,
-                    format!(
-                        "The certificate of {address} expired on {}.",
-                        shown.map_or("?", |c| c.not_after.as_str())
-                    ),
+                    format!("{of} expired on {}.", field(|c| &c.not_after)),
                     "Renew it (`kubeadm certs renew apiserver`) and restart the apiserver.".into(),
                 ),
                 FailureKind::NotYetValid => (
                     Cause::CertificateNotYetValid,
-                    format!(
-                        "The certificate of {address} is valid only from {}.",
-                        shown.map_or("?", |c| c.not_before.as_str())
-                    ),
+                    format!("{of} is valid only from {}.", field(|c| &c.not_before)),
                     "Check the clock of this machine.".into(),
                 ),
                 FailureKind::UnknownIssuer => (
                     Cause::WrongCa,
-                    format!("The certificate of {address} is signed by another CA."),
+                    format!("{of} is signed by another CA."),
                     format!(
                         "It is signed by {}: check that the CA file and the endpoint belong to the \
                          same cluster.",
-                        shown.map_or("?", |c| c.issuer.as_str())
+                        field(|c| &c.issuer)
                     ),
                 ),
                 FailureKind::WrongName => (
                     Cause::SanMissing,
-                    format!(
-                        "The certificate of {address} does not hold the name {:?}.",
-                        endpoint.server_name
-                    ),
+                    format!("{of} does not hold the name {:?}.", endpoint.server_name),
                     format!(
                         "It holds {}: set server_name to one of these, or add the name to the \
                          certificate.",
@@ -61,15 +53,13 @@ pub(super) fn server(seen: &Observations, found: &mut Vec<Finding>) {
                         .into(),
                 ),
             };
-            let because = format!("{} (certificate of {subject})", failure.text);
+            let because = format!("{} (certificate of {})", failure.text, field(|c| &c.subject));
             found.push(problem(cause, what, because, advice).about(address));
         } else if let Some(certificate) = shown.filter(|c| c.expires_in_s < SOON_S) {
+            let span = format_span(certificate.expires_in_s);
             let finding = note(
                 Cause::ExpiresSoon,
-                format!(
-                    "The certificate of {address} expires in {}.",
-                    format_span(certificate.expires_in_s)
-                ),
+                format!("The certificate of {address} expires in {span}."),
                 format!("valid until {}", certificate.not_after),
                 "Renew it before then.",
             );
@@ -86,23 +76,15 @@ pub(super) fn client(seen: &Observations, found: &mut Vec<Finding>) {
             continue;
         }
         reported.push(shown);
+        let of = format!("The client certificate of {}", shown.subject);
+        let because = format!("valid until {}", shown.not_after);
         let advice = "Renew it (`kubeadm certs renew admin.conf`); kubelet renews its own if the \
                       clock is right.";
         found.push(if shown.expires_in_s < 0 {
-            problem(
-                Cause::ClientCertificateExpired,
-                format!("The client certificate of {} has expired.", shown.subject),
-                format!("valid until {}", shown.not_after),
-                advice,
-            )
+            problem(Cause::ClientCertificateExpired, of + " has expired.", because, advice)
         } else {
-            let (subject, span) = (&shown.subject, format_span(shown.expires_in_s));
-            note(
-                Cause::ExpiresSoon,
-                format!("The client certificate of {subject} expires in {span}."),
-                format!("valid until {}", shown.not_after),
-                advice,
-            )
+            let span = format_span(shown.expires_in_s);
+            note(Cause::ExpiresSoon, format!("{of} expires in {span}."), because, advice)
         });
     }
 }

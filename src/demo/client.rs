@@ -5,29 +5,29 @@ use crate::demo::apiserver::ResponseBody;
 use crate::demo::pki::Issued;
 use bytes::{Bytes, BytesMut};
 use http::{HeaderMap, Method, Request, Response, StatusCode};
-use http_body::Body;
+use http_body_util::BodyExt;
 use hyper::body::Incoming;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
-use rustls::pki_types::ServerName;
 use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, ServerName};
 use serde_json::Value;
 use std::io;
 use std::net::SocketAddr;
-use std::pin::Pin;
 use std::sync::Arc;
 use tokio::net::TcpStream;
+
+const JSON: [(&str, &str); 1] = [("content-type", "application/json")];
 
 /// Trust and credentials of a client.
 #[derive(Debug, Clone, Default)]
 pub struct Credentials {
-    /// Trusted CA certificates, PEM.
-    pub ca_pem: String,
-    /// Client certificate.
-    pub certificate: Option<Issued>,
+    /// Trusted CA certificates.
+    ca_pem: String,
+    certificate: Option<Issued>,
     /// Bearer token, sent with each request.
-    pub token: Option<String>,
+    token: Option<String>,
     /// Name that the serving certificate must contain; default: the address.
-    pub server_name: Option<String>,
+    server_name: Option<String>,
 }
 
 impl Credentials {
@@ -184,12 +184,9 @@ impl Client {
         headers: &[(&str, &str)],
         body: impl Into<Bytes>,
     ) -> io::Result<Reply> {
-        let (head, mut body) = self.send(method, path, headers, body).await?.into_parts();
-        let mut whole = BytesMut::new();
-        while let Some(data) = next_data(&mut body).await? {
-            whole.extend_from_slice(&data);
-        }
-        Ok(Reply { status: head.status, headers: head.headers, body: whole.freeze() })
+        let (head, body) = self.send(method, path, headers, body).await?.into_parts();
+        let body = body.collect().await.map_err(io::Error::other)?.to_bytes();
+        Ok(Reply { status: head.status, headers: head.headers, body })
     }
 
     /// Sends GET with `Accept: application/json`.
@@ -199,14 +196,12 @@ impl Client {
 
     /// Sends POST with a JSON body.
     pub async fn post(&self, path: &str, object: &Value) -> io::Result<Reply> {
-        let headers = [("content-type", "application/json")];
-        self.request(Method::POST, path, &headers, object.to_string()).await
+        self.request(Method::POST, path, &JSON, object.to_string()).await
     }
 
     /// Sends PUT with a JSON body.
     pub async fn put(&self, path: &str, object: &Value) -> io::Result<Reply> {
-        let headers = [("content-type", "application/json")];
-        self.request(Method::PUT, path, &headers, object.to_string()).await
+        self.request(Method::PUT, path, &JSON, object.to_string()).await
     }
 
     /// Starts a watch; the path must contain `watch=1`.
@@ -257,7 +252,7 @@ impl Watch {
 
 /// The next data of a body; `None` at its clean end.
 pub async fn next_data(body: &mut Incoming) -> io::Result<Option<Bytes>> {
-    while let Some(frame) = std::future::poll_fn(|cx| Pin::new(&mut *body).poll_frame(cx)).await {
+    while let Some(frame) = body.frame().await {
         if let Ok(data) = frame.map_err(io::Error::other)?.into_data() {
             return Ok(Some(data));
         }
@@ -267,9 +262,7 @@ pub async fn next_data(body: &mut Incoming) -> io::Result<Option<Bytes>> {
 
 fn tls(credentials: &Credentials, http2: bool) -> io::Result<rustls::ClientConfig> {
     let mut roots = rustls::RootCertStore::empty();
-    for certificate in
-        rustls::pki_types::CertificateDer::pem_slice_iter(credentials.ca_pem.as_bytes())
-    {
+    for certificate in CertificateDer::pem_slice_iter(credentials.ca_pem.as_bytes()) {
         roots.add(certificate.map_err(io::Error::other)?).map_err(io::Error::other)?;
     }
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());

@@ -7,11 +7,12 @@
 //!
 //! Bytes are delayed, not lost: a healed flow continues where it stopped.
 
+use crate::demo::lock;
 use socket2::{SockFilter, SockRef, Socket};
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -287,8 +288,4 @@ fn reset_on_drop(stream: &TcpStream, reset: bool) {
     let linger = reset.then_some(Duration::ZERO);
     // It fails only on a closed socket.
     let _ = SockRef::from(stream).set_linger(linger);
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -16,3 +16,10 @@ pub mod faulty_relay;
 pub mod pki;
 pub mod scenario;
 pub mod seed;
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Locks a mutex. A panic of another thread was printed by that thread.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

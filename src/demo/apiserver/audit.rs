@@ -1,6 +1,7 @@
 //! Every request that the servers of a cluster received, so that tests can assert "at most once" and the
 //! identity of each request.
 
+use crate::demo::lock;
 use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::sync::Mutex;
@@ -60,22 +61,22 @@ struct Records {
 impl Audit {
     /// A copy of all records, oldest first.
     pub fn records(&self) -> Vec<Record> {
-        self.lock().kept.iter().cloned().collect()
+        self.select(|_| true)
     }
 
     /// A copy of the records that match.
     pub fn select(&self, wanted: impl Fn(&Record) -> bool) -> Vec<Record> {
-        self.lock().kept.iter().filter(|r| wanted(r)).cloned().collect()
+        lock(&self.records).kept.iter().filter(|r| wanted(r)).cloned().collect()
     }
 
     /// Number of requests with this `Audit-ID`.
     pub fn count_id(&self, id: &str) -> usize {
-        self.lock().kept.iter().filter(|r| r.audit_id.as_deref() == Some(id)).count()
+        lock(&self.records).kept.iter().filter(|r| r.audit_id.as_deref() == Some(id)).count()
     }
 
     /// Removes all records.
     pub fn clear(&self) {
-        let mut records = self.lock();
+        let mut records = lock(&self.records);
         records.first += records.kept.len() as u64;
         records.kept.clear();
     }
@@ -90,7 +91,7 @@ impl Audit {
     }
 
     pub(super) fn push(&self, record: Record) -> u64 {
-        let mut records = self.lock();
+        let mut records = lock(&self.records);
         if records.kept.len() == KEPT {
             records.kept.pop_front();
             records.first += 1;
@@ -100,14 +101,10 @@ impl Audit {
     }
 
     pub(super) fn amend(&self, number: u64, change: impl FnOnce(&mut Record)) {
-        let mut records = self.lock();
+        let mut records = lock(&self.records);
         let at = number.checked_sub(records.first).and_then(|at| usize::try_from(at).ok());
         if let Some(record) = at.and_then(|at| records.kept.get_mut(at)) {
             change(record);
         }
-    }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, Records> {
-        self.records.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 }

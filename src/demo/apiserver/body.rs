@@ -1,8 +1,9 @@
 //! Response bodies, and reading of request bodies.
 
 use crate::demo::apiserver::status_error::StatusError;
-use bytes::{Buf, Bytes, BytesMut};
+use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
+use http_body_util::{BodyExt, LengthLimitError, Limited};
 use hyper::body::Incoming;
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -76,9 +77,7 @@ impl Body for ResponseBody {
 
     fn size_hint(&self) -> SizeHint {
         match self {
-            Self::Full(bytes) => {
-                SizeHint::with_exact(bytes.as_ref().map_or(0, Buf::remaining) as u64)
-            }
+            Self::Full(bytes) => SizeHint::with_exact(bytes.as_ref().map_or(0, Bytes::len) as u64),
             Self::Filler(left) => SizeHint::with_exact(*left),
             Self::Stream(_) | Self::Echo(_) => SizeHint::default(),
         }
@@ -89,21 +88,13 @@ impl Body for ResponseBody {
 ///
 /// # Errors
 /// 413 for more than 3 MiB, 400 when the client resets the stream.
-pub async fn read(mut body: Incoming) -> Result<Bytes, StatusError> {
-    let mut whole = BytesMut::new();
-    while let Some(frame) = std::future::poll_fn(|cx| Pin::new(&mut body).poll_frame(cx)).await {
-        let frame =
-            frame.map_err(|e| StatusError::bad_request(format!("reading the body: {e}")))?;
-        if let Ok(data) = frame.into_data() {
-            whole.extend_from_slice(&data);
+pub async fn read(body: Incoming) -> Result<Bytes, StatusError> {
+    match Limited::new(body, LIMIT).collect().await {
+        Ok(whole) => Ok(whole.to_bytes()),
+        Err(error) if error.is::<LengthLimitError>() => {
+            let message = format!("Request entity too large: limit is {LIMIT}");
+            Err(StatusError::new(413, "RequestEntityTooLarge", message))
         }
-        if whole.len() > LIMIT {
-            return Err(StatusError::new(
-                413,
-                "RequestEntityTooLarge",
-                format!("Request entity too large: limit is {LIMIT}"),
-            ));
-        }
+        Err(error) => Err(StatusError::bad_request(format!("reading the body: {error}"))),
     }
-    Ok(whole.freeze())
 }

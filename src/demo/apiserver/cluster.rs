@@ -10,11 +10,12 @@ use crate::demo::apiserver::kinds::{self, Kind, ObjectRef};
 use crate::demo::apiserver::resource;
 use crate::demo::apiserver::selector::Selector;
 use crate::demo::apiserver::status_error::StatusError;
+use crate::demo::lock;
 use bytes::Bytes;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::ops::Bound;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::sync::watch;
 
@@ -118,37 +119,38 @@ impl Cluster {
 
     /// The version of the last change.
     pub fn version(&self) -> u64 {
-        self.lock().version
+        lock(&self.shared.state).version
     }
 
     /// Accepts a bearer token for a user.
     pub fn add_token(&self, token: &str, user: User) {
-        self.lock().tokens.insert(token.to_owned(), user);
+        lock(&self.shared.state).tokens.insert(token.to_owned(), user);
     }
 
-    pub(super) fn with_tokens<T>(&self, look: impl FnOnce(&HashMap<String, User>) -> T) -> T {
-        look(&self.lock().tokens)
+    /// The user of a bearer token.
+    pub(super) fn user_of(&self, token: &str) -> Option<User> {
+        lock(&self.shared.state).tokens.get(token).cloned()
     }
 
     /// Sets the interval of bookmarks for watches that allow them.
     pub fn set_bookmark_interval(&self, interval: Duration) {
-        self.lock().bookmark_interval = interval;
+        lock(&self.shared.state).bookmark_interval = interval;
     }
 
     pub(super) fn bookmark_interval(&self) -> Duration {
-        self.lock().bookmark_interval
+        lock(&self.shared.state).bookmark_interval
     }
 
     /// Sets the length of the history, in changes.
     pub fn set_history(&self, limit: usize) {
-        let mut state = self.lock();
+        let mut state = lock(&self.shared.state);
         state.limit = limit;
         state.trim();
     }
 
     /// Drops the history as etcd's compaction does, and returns the last version dropped.
     pub fn compact(&self) -> u64 {
-        let mut state = self.lock();
+        let mut state = lock(&self.shared.state);
         while state.evict_oldest() {}
         state.compacted = state.version;
         state.version
@@ -159,8 +161,7 @@ impl Cluster {
     /// # Errors
     /// 404 if it does not exist.
     pub fn get(&self, object_ref: ObjectRef<'_>) -> Result<Arc<Object>, StatusError> {
-        let state = self.lock();
-        state.objects.get(&key(object_ref)).cloned().ok_or_else(|| not_found(object_ref))
+        lock(&self.shared.state).get(object_ref)
     }
 
     /// The objects of a resource type (in a namespace, or in all if it is empty), and the version of the
@@ -171,7 +172,7 @@ impl Cluster {
         namespace: &str,
         selector: &Selector,
     ) -> (Vec<Arc<Object>>, u64) {
-        let state = self.lock();
+        let state = lock(&self.shared.state);
         let objects =
             state.range(kind, namespace).filter(|o| selector.matches(&o.value)).cloned().collect();
         (objects, state.version)
@@ -190,15 +191,12 @@ impl Cluster {
     ) -> Result<Arc<Object>, StatusError> {
         let name = resource::prepare_for_create(kind, namespace, &mut value)?;
         let object_ref = ObjectRef { kind, namespace, name: &name };
-        let mut state = self.lock();
+        let mut state = lock(&self.shared.state);
         if state.objects.contains_key(&key(object_ref)) {
             return Err(StatusError::already_exists(kind, &name));
         }
         if kind.namespaced {
-            let home = ObjectRef { kind: &kinds::NAMESPACES, namespace: "", name: namespace };
-            if !state.objects.contains_key(&key(home)) {
-                return Err(not_found(home));
-            }
+            state.get(ObjectRef { kind: &kinds::NAMESPACES, namespace: "", name: namespace })?;
         }
         if dry_run {
             return Ok(Arc::new(Object::new(value, 0)));
@@ -216,9 +214,8 @@ impl Cluster {
         dry_run: bool,
         change: impl FnOnce(&Value) -> Result<Value, StatusError>,
     ) -> Result<Arc<Object>, StatusError> {
-        let mut state = self.lock();
-        let current =
-            state.objects.get(&key(object_ref)).cloned().ok_or_else(|| not_found(object_ref))?;
+        let mut state = lock(&self.shared.state);
+        let current = state.get(object_ref)?;
         let mut next = change(&current.value)?;
         resource::prepare_for_update(object_ref, &current.value, &mut next)?;
         if next == current.value {
@@ -240,9 +237,8 @@ impl Cluster {
         preconditions: &Value,
         dry_run: bool,
     ) -> Result<Arc<Object>, StatusError> {
-        let mut state = self.lock();
-        let current =
-            state.objects.get(&key(object_ref)).cloned().ok_or_else(|| not_found(object_ref))?;
+        let mut state = lock(&self.shared.state);
+        let current = state.get(object_ref)?;
         for field in ["uid", "resourceVersion"] {
             let (wanted, is) = (&preconditions[field], &current.value["metadata"][field]);
             if !wanted.is_null() && wanted != is {
@@ -276,7 +272,7 @@ impl Cluster {
         cursor: u64,
         running: bool,
     ) -> Result<(Vec<Arc<Event>>, u64), StatusError> {
-        let state = self.lock();
+        let state = lock(&self.shared.state);
         let evicted = state.evicted.get(kind.plural).copied().unwrap_or(0);
         let oldest = if running { evicted } else { state.compacted };
         if cursor < oldest {
@@ -292,7 +288,7 @@ impl Cluster {
 
     /// Checks that history since `version` is complete.
     pub(super) fn check_not_compacted(&self, version: u64) -> Result<(), StatusError> {
-        let state = self.lock();
+        let state = lock(&self.shared.state);
         if version < state.compacted {
             return Err(StatusError::expired(version, state.compacted));
         }
@@ -334,13 +330,14 @@ impl Cluster {
         self.shared.last_changes[object_ref.kind.plural].send_replace(version);
         after
     }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.shared.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl State {
+    fn get(&self, object_ref: ObjectRef<'_>) -> Result<Arc<Object>, StatusError> {
+        let missing = || StatusError::not_found(object_ref.kind, object_ref.name);
+        self.objects.get(&key(object_ref)).cloned().ok_or_else(missing)
+    }
+
     fn trim(&mut self) {
         while self.history.len() > self.limit && self.evict_oldest() {}
     }
@@ -367,14 +364,10 @@ impl State {
 }
 
 impl Object {
-    fn new(value: Value, version: u64) -> Self {
+    pub(super) fn new(value: Value, version: u64) -> Self {
         let json = Bytes::from(value.to_string());
         Self { value, json, version }
     }
-}
-
-fn not_found(object_ref: ObjectRef<'_>) -> StatusError {
-    StatusError::not_found(object_ref.kind, object_ref.name)
 }
 
 #[cfg(test)]

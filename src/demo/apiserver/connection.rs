@@ -2,7 +2,7 @@
 
 use crate::demo::apiserver::handler;
 use crate::demo::apiserver::identity::Certificate;
-use crate::demo::apiserver::state::{ConnectionInfo, ServerState};
+use crate::demo::apiserver::state::{ConnectionInfo, Counted, ServerState};
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
@@ -95,21 +95,21 @@ struct Socket {
     stream: TcpStream,
     server: Arc<ServerState>,
     reset: Arc<AtomicBool>,
+    _open: Counted,
 }
 
 impl Socket {
     fn new(stream: TcpStream, server: Arc<ServerState>) -> Self {
         server.counters.accepted.fetch_add(1, Relaxed);
-        server.counters.open.fetch_add(1, Relaxed);
+        let open = Counted::new(&server, |counters| &counters.open);
         // A failure only delays small frames.
         let _ = stream.set_nodelay(true);
-        Self { stream, server, reset: Arc::default() }
+        Self { stream, server, reset: Arc::default(), _open: open }
     }
 }
 
 impl Drop for Socket {
     fn drop(&mut self) {
-        self.server.counters.open.fetch_sub(1, Relaxed);
         if self.server.killed.load(Relaxed) || self.reset.load(Relaxed) {
             let socket = socket2::SockRef::from(&self.stream);
             let _ = socket.set_linger(Some(Duration::ZERO));

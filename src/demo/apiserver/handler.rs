@@ -8,7 +8,7 @@ use crate::demo::apiserver::body::{Abort, ResponseBody};
 use crate::demo::apiserver::discovery;
 use crate::demo::apiserver::identity::{self, User};
 use crate::demo::apiserver::route::{Query, Target};
-use crate::demo::apiserver::state::{ConnectionInfo, ScriptedResponse, ServerState};
+use crate::demo::apiserver::state::{ConnectionInfo, Counted, ScriptedResponse, ServerState};
 use crate::demo::apiserver::status_error::StatusError;
 use bytes::Bytes;
 use http::header::{CONTENT_LENGTH, CONTENT_TYPE};
@@ -21,7 +21,16 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, SystemTime};
 
-const JSON: &str = "application/json";
+pub(super) const JSON: &str = "application/json";
+
+/// Encoding of a response.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Format {
+    Json,
+    /// `Table` objects in JSON, which kubectl prints.
+    Table,
+    Protobuf,
+}
 
 /// Responds to one request.
 pub(super) async fn handle(
@@ -32,7 +41,7 @@ pub(super) async fn handle(
     let (parts, body) = request.into_parts();
     let context = RequestContext::new(server, connection, parts);
     let number = context.record();
-    let in_flight = InFlight::new(&context.server);
+    let in_flight = Counted::new(&context.server, |counters| &counters.in_flight);
     context.apply_delays().await;
     let scripted = if context.is_health() { None } else { context.server.scripted(&context.parts) };
     let mut response = match scripted {
@@ -97,13 +106,9 @@ impl RequestContext {
         if !audit.enabled() {
             return None;
         }
-        let forwarded: Vec<_> = self
-            .parts
-            .headers
-            .get_all("x-forwarded-for")
-            .iter()
-            .map(|v| String::from_utf8_lossy(v.as_bytes()).into_owned())
-            .collect();
+        let forwarded = self.parts.headers.get_all("x-forwarded-for").iter();
+        let forwarded: Vec<_> =
+            forwarded.map(|value| String::from_utf8_lossy(value.as_bytes())).collect();
         Some(audit.push(Record {
             time: SystemTime::now(),
             server: self.server.name.clone(),
@@ -188,17 +193,16 @@ impl RequestContext {
 
     /// The user, or 401. An unauthenticated request on HTTP/2 also triggers GOAWAY, see `set_mitigation`.
     fn authenticate(&self) -> Result<User, StatusError> {
-        let found = self.server.cluster.with_tokens(|tokens| {
-            identity::authenticate(&self.connection.certificate, &self.parts.headers, tokens)
-        });
-        let unauthenticated = found.as_ref().map_or(true, User::is_anonymous);
-        if unauthenticated
+        let user_of = |token: &str| self.server.cluster.user_of(token);
+        let certificate = &self.connection.certificate;
+        let found = identity::authenticate(certificate, &self.parts.headers, user_of);
+        if found.as_ref().is_none_or(User::is_anonymous)
             && self.parts.version == Version::HTTP_2
             && self.server.mitigation.load(Relaxed)
         {
             self.connection.goaway.notify_one();
         }
-        found.map_err(|_| StatusError::new(401, "Unauthorized", "Unauthorized"))
+        found.ok_or_else(|| StatusError::new(401, "Unauthorized", "Unauthorized"))
     }
 
     fn authorize(&self, user: &User) -> Result<(), StatusError> {
@@ -247,21 +251,6 @@ impl RequestContext {
             response.headers_mut().insert(CONTENT_LENGTH, size.into());
             *response.body_mut() = ResponseBody::Full(None);
         }
-    }
-}
-
-struct InFlight(Arc<ServerState>);
-
-impl InFlight {
-    fn new(server: &Arc<ServerState>) -> Self {
-        server.counters.in_flight.fetch_add(1, Relaxed);
-        Self(server.clone())
-    }
-}
-
-impl Drop for InFlight {
-    fn drop(&mut self) {
-        self.0.counters.in_flight.fetch_sub(1, Relaxed);
     }
 }
 

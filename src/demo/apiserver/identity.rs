@@ -7,7 +7,6 @@ use base64::prelude::{BASE64_URL_SAFE_NO_PAD, Engine as _};
 use rustls::pki_types::{CertificateDer, UnixTime};
 use rustls::server::danger::ClientCertVerifier;
 use serde_json::{Value, json};
-use std::collections::HashMap;
 
 /// An authenticated user.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -64,8 +63,6 @@ pub enum Certificate {
     None,
     /// It cannot be verified.
     Invalid {
-        /// The verification error.
-        reason: String,
         /// The serial number (hex), if the certificate can be parsed.
         serial: Option<String>,
     },
@@ -85,11 +82,11 @@ impl Certificate {
             return Self::None;
         };
         let Some((user, serial)) = read(leaf) else {
-            return Self::Invalid { reason: "unreadable certificate".into(), serial: None };
+            return Self::Invalid { serial: None };
         };
         match verifier.verify_client_cert(leaf, intermediates, UnixTime::now()) {
             Ok(_) => Self::User { user: Box::new(user), serial },
-            Err(error) => Self::Invalid { reason: error.to_string(), serial: Some(serial) },
+            Err(_) => Self::Invalid { serial: Some(serial) },
         }
     }
 
@@ -131,25 +128,17 @@ fn hex(bytes: &[u8]) -> String {
     })
 }
 
-/// Authenticates one request.
-///
-/// # Errors
-/// The reason for a 401.
-#[allow(clippy::implicit_hasher)] // one caller, one map
-pub fn authenticate(
+/// Authenticates one request; `user_of` knows the users of tokens. `None` leads to a 401.
+pub(super) fn authenticate(
     certificate: &Certificate,
     headers: &http::HeaderMap,
-    tokens: &HashMap<String, User>,
-) -> Result<User, String> {
-    if let Certificate::User { user, .. } = certificate {
-        return Ok((**user).clone());
-    }
-    if let Some(token) = bearer(headers) {
-        return tokens.get(&token).cloned().ok_or_else(|| "invalid bearer token".to_owned());
-    }
-    match certificate {
-        Certificate::Invalid { reason, .. } => Err(format!("verifying certificate: {reason}")),
-        _ => Ok(User::anonymous()),
+    user_of: impl FnOnce(&str) -> Option<User>,
+) -> Option<User> {
+    match (certificate, bearer(headers)) {
+        (Certificate::User { user, .. }, _) => Some((**user).clone()),
+        (_, Some(token)) => user_of(&token),
+        (Certificate::Invalid { .. }, None) => None,
+        (Certificate::None, None) => Some(User::anonymous()),
     }
 }
 

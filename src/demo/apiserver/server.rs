@@ -7,8 +7,9 @@
 use crate::demo::apiserver::cluster::Cluster;
 use crate::demo::apiserver::connection;
 use crate::demo::apiserver::state::{
-    Counters, Freeze, Phase, RequestHook, ScriptedResponse, ServerState, lock,
+    Counters, Freeze, Phase, RequestHook, ScriptedResponse, ServerState,
 };
+use crate::demo::lock;
 use crate::demo::pki::{Issued, Pki};
 use crate::net::tls::serving::DeferredClientVerification;
 use rustls::RootCertStore;

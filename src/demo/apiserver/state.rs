@@ -4,11 +4,12 @@
 use crate::demo::apiserver::cluster::Cluster;
 use crate::demo::apiserver::identity::Certificate;
 use crate::demo::apiserver::status_error::StatusError;
+use crate::demo::lock;
 use bytes::Bytes;
 use rustls::server::danger::ClientCertVerifier;
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::{Notify, watch};
 use tokio_rustls::TlsAcceptor;
@@ -72,6 +73,25 @@ pub struct Counters {
     pub watches: AtomicU64,
     /// Upgraded connections that are open.
     pub tunnels: AtomicU64,
+}
+
+/// One more in a counter, until it is dropped: also when the server is killed.
+pub(super) struct Counted {
+    server: Arc<ServerState>,
+    counter: fn(&Counters) -> &AtomicU64,
+}
+
+impl Counted {
+    pub fn new(server: &Arc<ServerState>, counter: fn(&Counters) -> &AtomicU64) -> Self {
+        counter(&server.counters).fetch_add(1, Relaxed);
+        Self { server: server.clone(), counter }
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        (self.counter)(&self.server.counters).fetch_sub(1, Relaxed);
+    }
 }
 
 /// The connection that a request arrived on.
@@ -196,8 +216,4 @@ impl ServerState {
         script.lose = left.saturating_sub(1);
         left > 0
     }
-}
-
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -22,12 +22,8 @@ pub fn rfc3339_micros(seconds: u64, nanos: u32) -> String {
 
 /// Seconds since the epoch, and nanoseconds, of an RFC 3339 time in UTC.
 pub fn parse_rfc3339(text: &str) -> Option<(u64, u32)> {
-    let part = |range: std::ops::Range<usize>| text.get(range)?.parse::<u64>().ok();
-    let (year, month, day) = (part(0..4)?, part(5..7)?, part(8..10)?);
-    let (hour, minute, second) = (part(11..13)?, part(14..16)?, part(17..19)?);
-    let fraction = text.get(19..)?.trim_end_matches('Z').trim_start_matches('.');
-    let nanos = format!("{fraction:0<9}").get(..9)?.parse().ok()?;
-    Some((days(year, month, day)? * 86_400 + hour * 3600 + minute * 60 + second, nanos))
+    let since_1970 = Utc::parse(text)?.0.duration_since(UNIX_EPOCH).ok()?;
+    Some((since_1970.as_secs(), since_1970.subsec_nanos()))
 }
 
 /// A random UUID (version 4). Not from a cryptographic generator.
@@ -43,15 +39,6 @@ pub fn uid() -> String {
 pub fn suffix() -> String {
     const ALPHABET: &[u8] = b"bcdfghjklmnpqrstvwxz2456789";
     (0..5).map(|_| char::from(ALPHABET[fastrand::usize(..ALPHABET.len())])).collect()
-}
-
-/// The day since the epoch of a date (Howard Hinnant's `days_from_civil`); `None` before 1970.
-fn days(year: u64, month: u64, day: u64) -> Option<u64> {
-    let year = year - u64::from(month <= 2);
-    let (era, of_era) = (year / 400, year % 400);
-    let shifted = (month + 9) % 12;
-    let of_year = (153 * shifted + 2) / 5 + day.checked_sub(1)?;
-    (era * 146_097 + of_era * 365 + of_era / 4 - of_era / 100 + of_year).checked_sub(719_468)
 }
 
 #[cfg(test)]

@@ -6,7 +6,9 @@
 use crate::demo::apiserver::body::ResponseBody;
 use crate::demo::apiserver::handler::{RequestContext, respond};
 use crate::demo::apiserver::kinds::ObjectRef;
+use crate::demo::apiserver::state::Counted;
 use crate::demo::apiserver::status_error::StatusError;
+use crate::demo::apiserver::timestamps;
 use bytes::Bytes;
 use futures_util::{SinkExt, StreamExt};
 use http::header::{CONNECTION, HeaderName, SEC_WEBSOCKET_ACCEPT, SEC_WEBSOCKET_PROTOCOL, UPGRADE};
@@ -15,9 +17,8 @@ use hyper::body::Incoming;
 use hyper_util::rt::TokioIo;
 use serde_json::json;
 use std::io;
-use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, SystemTime};
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tokio::sync::mpsc;
 use tokio_tungstenite::WebSocketStream;
 use tokio_tungstenite::tungstenite::handshake::derive_accept_key;
@@ -73,14 +74,10 @@ pub(super) fn upgrade(
     let mut response = Response::new(ResponseBody::Full(None));
     *response.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
     response.headers_mut().insert(CONNECTION, HeaderValue::from_static("Upgrade"));
-    let offered = |name: &HeaderName| -> Vec<String> {
-        let values = call.parts.headers.get_all(name);
-        let values = values.iter().filter_map(|v| v.to_str().ok());
-        values.flat_map(|v| v.split(',')).map(|v| v.trim().to_owned()).collect()
-    };
     let choose = |name: &HeaderName, known: &[&'static str]| {
-        let offered = offered(name);
-        known.iter().copied().find(|k| offered.iter().any(|o| o == k))
+        let values = call.parts.headers.get_all(name).iter().filter_map(|v| v.to_str().ok());
+        let offered: Vec<&str> = values.flat_map(|v| v.split(',')).map(str::trim).collect();
+        known.iter().copied().find(|known| offered.contains(known))
     };
     let session = match protocol.as_str() {
         "websocket" => {
@@ -129,14 +126,13 @@ pub(super) fn upgrade(
     let server = call.server.clone();
     tokio::spawn(async move {
         let Ok(upgraded) = upgraded.await else { return };
-        server.counters.tunnels.fetch_add(1, Relaxed);
+        let _counted = Counted::new(&server, |counters| &counters.tunnels);
         let mut reset = server.reset.subscribe();
         tokio::select! {
             // The outcome is the client's to report.
             _ = session.run(TokioIo::new(upgraded)) => {}
             _ = reset.changed() => {}
         }
-        server.counters.tunnels.fetch_sub(1, Relaxed);
     });
     Ok(response)
 }
@@ -169,10 +165,7 @@ fn command(words: &[&str]) -> Command {
             command(&script.split_whitespace().collect::<Vec<_>>())
         }
         ["echo", words @ ..] => Command::Print(format!("{}\n", words.join(" "))),
-        ["date"] => Command::Print(format!(
-            "{}\n",
-            crate::demo::apiserver::timestamps::rfc3339(SystemTime::now())
-        )),
+        ["date"] => Command::Print(format!("{}\n", timestamps::rfc3339(SystemTime::now()))),
         ["exit", code] => Command::Exit(code.parse().unwrap_or(1)),
         ["sleep", seconds] => Command::Sleep(Duration::from_secs(seconds.parse().unwrap_or(1))),
         ["true"] => Command::Exit(0),
@@ -183,18 +176,12 @@ fn command(words: &[&str]) -> Command {
 }
 
 impl Session {
-    async fn run<T: AsyncRead + AsyncWrite + Unpin>(self, mut io: T) -> io::Result<()> {
+    async fn run<T: AsyncRead + AsyncWrite + Unpin>(self, io: T) -> io::Result<()> {
         match self {
             Self::Bytes => {
-                let mut buffer = vec![0; 16 << 10];
-                loop {
-                    let size = io.read(&mut buffer).await?;
-                    if size == 0 {
-                        return io.shutdown().await;
-                    }
-                    io.write_all(&buffer[..size]).await?;
-                    io.flush().await?;
-                }
+                let (mut from, mut to) = tokio::io::split(io);
+                tokio::io::copy(&mut from, &mut to).await?;
+                to.shutdown().await
             }
             Self::Channels { command, stdin, greeting } => {
                 let config = WebSocketConfig::default().max_message_size(Some(MAX_MESSAGE));

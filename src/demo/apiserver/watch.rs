@@ -2,11 +2,11 @@
 
 use crate::demo::apiserver::body::{Abort, ResponseBody};
 use crate::demo::apiserver::cluster::{Event, Object};
-use crate::demo::apiserver::handler::respond;
+use crate::demo::apiserver::handler::{Format, JSON, respond};
 use crate::demo::apiserver::kinds::Kind;
 use crate::demo::apiserver::route::{Query, Target};
 use crate::demo::apiserver::selector::Selector;
-use crate::demo::apiserver::state::ServerState;
+use crate::demo::apiserver::state::{Counted, ServerState};
 use crate::demo::apiserver::status_error::StatusError;
 use crate::demo::apiserver::{protobuf, table};
 use bytes::Bytes;
@@ -20,14 +20,6 @@ use tokio::time::{Instant, MissedTickBehavior};
 
 /// Events that are buffered for a slow client.
 const AHEAD: usize = 64;
-
-/// Encoding of events.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Format {
-    Json,
-    Table,
-    Protobuf,
-}
 
 struct Watch {
     server: Arc<ServerState>,
@@ -45,22 +37,6 @@ struct Watch {
 /// The client closed the stream.
 struct Disconnected;
 
-/// Counts a watch until it is dropped, also when the server is killed.
-struct WatchCounter(Arc<ServerState>);
-
-impl WatchCounter {
-    fn new(server: &Arc<ServerState>) -> Self {
-        server.counters.watches.fetch_add(1, Relaxed);
-        Self(server.clone())
-    }
-}
-
-impl Drop for WatchCounter {
-    fn drop(&mut self) {
-        self.0.counters.watches.fetch_sub(1, Relaxed);
-    }
-}
-
 /// Starts a watch and returns the response that carries it.
 pub(super) fn start(
     server: &Arc<ServerState>,
@@ -69,8 +45,7 @@ pub(super) fn start(
     selector: Selector,
     format: Format,
 ) -> Result<Response<ResponseBody>, StatusError> {
-    let asked = query.get("resourceVersion");
-    let asked: u64 = match asked {
+    let asked: u64 = match query.get("resourceVersion") {
         "" => 0,
         text => text.parse().map_err(|_| {
             StatusError::invalid(format!("resourceVersion: Invalid value: \"{text}\""))
@@ -89,7 +64,7 @@ pub(super) fn start(
         _ => Duration::from_secs(fastrand::u64(1800..3600)),
     };
     let (sender, receiver) = mpsc::channel(AHEAD);
-    let watch = Watch {
+    let mut watch = Watch {
         server: server.clone(),
         kind: target.kind,
         namespace: target.namespace.clone(),
@@ -109,10 +84,14 @@ pub(super) fn start(
     } else {
         StartAt::Version
     };
-    tokio::spawn(watch.run(start_at, Instant::now() + timeout));
+    let deadline = Instant::now() + timeout;
+    tokio::spawn(async move {
+        // A client that disconnects is not an error.
+        let _ = watch.deliver_until(start_at, deadline).await;
+    });
     let content_type = match format {
         Format::Protobuf => protobuf::WATCH,
-        Format::Json | Format::Table => "application/json",
+        Format::Json | Format::Table => JSON,
     };
     Ok(respond(200, content_type, ResponseBody::Stream(receiver)))
 }
@@ -127,11 +106,6 @@ enum StartAt {
 }
 
 impl Watch {
-    async fn run(mut self, start_at: StartAt, deadline: Instant) {
-        // A client that disconnects is not an error.
-        let _ = self.deliver_until(start_at, deadline).await;
-    }
-
     async fn deliver_until(
         &mut self,
         start_at: StartAt,
@@ -143,17 +117,16 @@ impl Watch {
         let mut hold = self.server.hold_watches.subscribe();
         let mut end = self.server.end_watches.subscribe();
         // Counted only now, when `end_watches` reaches it.
-        let _counter = WatchCounter::new(&self.server);
+        let _counter = Counted::new(&self.server, |counters| &counters.watches);
         match start_at {
             StartAt::CurrentState { announce_end } => self.send_current_state(announce_end).await?,
             StartAt::Now => self.cursor = self.server.cluster.version(),
             StartAt::Version => {
                 let compacted_here = self.server.compacted.load(Relaxed);
-                let complete = self.server.cluster.check_not_compacted(self.cursor);
                 if self.cursor < compacted_here {
                     return self.fail(&StatusError::expired(self.cursor, compacted_here)).await;
                 }
-                if let Err(expired) = complete {
+                if let Err(expired) = self.server.cluster.check_not_compacted(self.cursor) {
                     return self.fail(&expired).await;
                 }
             }
@@ -172,7 +145,7 @@ impl Watch {
                 _ = bookmark.tick(), if self.bookmarks => {
                     if !*hold.borrow() {
                         self.send_changes().await?;
-                        self.bookmark(json!({})).await?;
+                        self.bookmark(None).await?;
                     }
                 }
             }
@@ -191,7 +164,7 @@ impl Watch {
         }
         self.cursor = self.cursor.max(version);
         if announce_end && self.bookmarks {
-            self.bookmark(json!({ "k8s.io/initial-events-end": "true" })).await?;
+            self.bookmark(Some(json!({ "k8s.io/initial-events-end": "true" }))).await?;
         }
         Ok(())
     }
@@ -220,17 +193,16 @@ impl Watch {
         Ok(())
     }
 
-    async fn bookmark(&mut self, annotations: Value) -> Result<(), Disconnected> {
+    async fn bookmark(&mut self, annotations: Option<Value>) -> Result<(), Disconnected> {
         let mut object = json!({
             "kind": self.kind.kind,
             "apiVersion": self.kind.api_version(),
             "metadata": { "resourceVersion": self.cursor.to_string(), "creationTimestamp": null },
         });
-        if annotations.as_object().is_some_and(|a| !a.is_empty()) {
+        if let Some(annotations) = annotations {
             object["metadata"]["annotations"] = annotations;
         }
-        let json = Bytes::from(object.to_string());
-        self.send("BOOKMARK", &Object { value: object, json, version: self.cursor }).await
+        self.send("BOOKMARK", &Object::new(object, self.cursor)).await
     }
 
     /// Sends an ERROR event.
@@ -278,8 +250,7 @@ fn last_seen(event: &Event) -> Arc<Object> {
         Some(before) if !event.deleted => {
             let mut value = before.value.clone();
             value["metadata"]["resourceVersion"] = event.version.to_string().into();
-            let json = Bytes::from(value.to_string());
-            Arc::new(Object { value, json, version: event.version })
+            Arc::new(Object::new(value, event.version))
         }
         _ => event.after.clone(),
     }

@@ -1,10 +1,11 @@
 //! Output of the demo: a table that is redrawn on a terminal, else a line for each change.
 
+use crate::demo::lock;
 use crate::demo::scenario::ledger::Counts;
 use std::collections::VecDeque;
 use std::fmt::Write as _;
 use std::io::{self, Write as _};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 /// Longest line: a terminal has 80 columns.
@@ -35,8 +36,6 @@ pub struct Row {
     pub address: String,
     /// Endpoint state.
     pub state: String,
-    /// Reason of the state.
-    pub reason: String,
     /// Connections.
     pub connections: u64,
     /// Streams on all connections.
@@ -108,10 +107,10 @@ impl ProgressDisplay {
             Style::Quiet => {}
             Style::Plain => print(&format!("{line}\n")),
             Style::Live { .. } => {
-                let mut screen = self.lock();
-                screen.log.push_back(line);
-                if screen.log.len() > LOG_LINES {
-                    screen.log.pop_front();
+                let log = &mut lock(&self.screen).log;
+                log.push_back(line);
+                if log.len() > LOG_LINES {
+                    log.pop_front();
                 }
             }
         }
@@ -119,13 +118,13 @@ impl ProgressDisplay {
 
     /// Replaces the steps.
     pub fn set_steps(&self, steps: &[Step]) {
-        steps.clone_into(&mut self.lock().steps);
+        steps.clone_into(&mut lock(&self.screen).steps);
     }
 
     /// Redraws the table.
     pub fn draw(&self, rows: &[Row]) {
         let Style::Live { colour } = self.style else { return };
-        let mut screen = self.lock();
+        let mut screen = lock(&self.screen);
         let mut lines = servers(rows);
         lines.push(String::new());
         lines.extend(results(&screen.steps));
@@ -149,10 +148,6 @@ impl ProgressDisplay {
         }
         let _ = writeln!(out, "\n{}", verdict.join("\n"));
         print(&out);
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Screen> {
-        self.screen.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -293,7 +288,6 @@ mod tests {
             name: "a".into(),
             address: "127.0.0.1:40123".into(),
             state: "connecting".into(),
-            reason: String::new(),
             connections: 12,
             streams: 1000,
             watches: 1000,

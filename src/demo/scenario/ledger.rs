@@ -1,8 +1,9 @@
 //! What the demo's clients observed: counts for a period of the schedule, and the numbered events that
 //! tell lost from late ones.
 
+use crate::demo::lock;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Number of watches on the busy object, and as many on the quiet one.
@@ -157,10 +158,6 @@ impl Ledger {
             counts.silence = counts.silence.max(late);
         });
     }
-}
-
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

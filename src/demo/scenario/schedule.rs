@@ -317,12 +317,10 @@ impl Schedule<'_> {
 
     fn lose(&self, servers: &[RelayedServer], whose: &str) {
         let lost: io::Result<usize> = servers.iter().map(|server| server.relay.lose_all()).sum();
+        let flows = |lost| counted(lost, "established flow");
         self.display.log(&match lost {
             Ok(lost) => {
-                format!(
-                    "every packet of {} of {whose} is dropped; new flows work",
-                    counted(lost, "established flow")
-                )
+                format!("every packet of {} of {whose} is dropped; new flows work", flows(lost))
             }
             // Clients see the same; jackstay classifies it as a stopped process.
             Err(error) => format!("the flows of {whose} are silent, but acknowledged ({error})"),

@@ -1,14 +1,15 @@
 //! Polls the proxy's `/status`, as an operator would, and reports changes: what the proxy detected, and
 //! when.
 
+use crate::demo::lock;
 use crate::demo::scenario::display::{ProgressDisplay, Row};
 use crate::observe::counted;
 use serde_json::Value;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -62,8 +63,8 @@ impl StatusMonitor {
         let shared = Arc::<Shared>::default();
         let ours = shared.clone();
         let thread = std::thread::Builder::new().name("status".to_owned()).spawn(move || {
-            let mut known: Vec<EndpointSnapshot> =
-                servers.iter().map(|_| EndpointSnapshot::default()).collect();
+            let mut known = Vec::new();
+            known.resize_with(servers.len(), EndpointSnapshot::default);
             let mut drawn = Instant::now();
             while !ours.stop.load(Relaxed) {
                 // A failed poll is repeated after the interval.
@@ -116,10 +117,9 @@ impl Shared {
         display: &ProgressDisplay,
     ) {
         let at = Instant::now();
-        let none = Vec::new();
-        let upstreams = status["upstreams"].as_array().unwrap_or(&none);
+        let upstreams = status["upstreams"].as_array().into_iter().flatten();
         let endpoints: Vec<&Value> =
-            upstreams.iter().filter_map(|u| u["endpoints"].as_array()).flatten().collect();
+            upstreams.filter_map(|upstream| upstream["endpoints"].as_array()).flatten().collect();
         let mut rows = Vec::new();
         for (server, ((name, addr), known)) in servers.iter().zip(known).enumerate() {
             let address = addr.to_string();
@@ -146,29 +146,23 @@ impl EndpointSnapshot {
         let list = endpoint["connections"].as_array().unwrap_or(&none);
         let connections: HashMap<_, _> =
             list.iter().map(|c| (text(&c["local"]), text(&c["state"]))).collect();
-        let mut changes: Vec<(&str, usize)> = Vec::new();
+        let mut changes: BTreeMap<&str, usize> = BTreeMap::new();
         for (local, before) in &self.connections {
             let now = connections.get(local).map_or("closed", String::as_str);
             if now != before {
-                match changes.iter_mut().find(|(state, _)| *state == now) {
-                    Some((_, count)) => *count += 1,
-                    None => changes.push((now, 1)),
-                }
+                *changes.entry(now).or_default() += 1;
             }
         }
         for (now, count) in changes {
-            news.push((
-                now.to_owned(),
-                format!("  jackstay: {} to {name} {now}", counted(count, "connection")),
-            ));
+            let line = format!("  jackstay: {} to {name} {now}", counted(count, "connection"));
+            news.push((now.to_owned(), line));
         }
-        let (state, reason) = (text(&endpoint["state"]), text(&endpoint["reason"]));
-        if state != self.state {
-            if !self.state.is_empty() {
-                news.push((state.clone(), format!("  jackstay: {name} is {state}: {reason}")));
-            }
-            self.state.clone_from(&state);
+        let state = text(&endpoint["state"]);
+        if state != self.state && !self.state.is_empty() {
+            let reason = text(&endpoint["reason"]);
+            news.push((state.clone(), format!("  jackstay: {name} is {state}: {reason}")));
         }
+        self.state.clone_from(&state);
         self.connections = connections;
         let sum = |key: &str| list.iter().filter_map(|c| c[key].as_u64()).sum();
         let rtt = list.iter().filter_map(|c| c["rtt_ms"].as_f64()).reduce(f64::min);
@@ -176,7 +170,6 @@ impl EndpointSnapshot {
             name: name.to_owned(),
             address: text(&endpoint["address"]),
             state,
-            reason,
             connections: list.len() as u64,
             streams: sum("streams"),
             watches: sum("watches"),
@@ -184,10 +177,6 @@ impl EndpointSnapshot {
         };
         (news, row)
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

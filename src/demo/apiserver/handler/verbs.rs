@@ -1,17 +1,16 @@
 //! Requests for resources, by verb, and responses as JSON or as a table.
 
-use super::{JSON, RequestContext, respond};
+use super::{Format, JSON, RequestContext, respond};
 use crate::demo::apiserver::body::{self, ResponseBody};
 use crate::demo::apiserver::cluster::Object;
-use crate::demo::apiserver::kinds;
-use crate::demo::apiserver::kinds::ObjectRef;
+use crate::demo::apiserver::kinds::{self, Kind, ObjectRef};
 use crate::demo::apiserver::route::Target;
 use crate::demo::apiserver::selector::Selector;
 use crate::demo::apiserver::status_error::StatusError;
 use crate::demo::apiserver::{patch, protobuf, resource, table, tunnel, watch};
 use bytes::BytesMut;
+use http::Response;
 use http::header::{ACCEPT, CONTENT_TYPE};
-use http::{HeaderMap, Response};
 use hyper::body::Incoming;
 use serde_json::{Value, json};
 
@@ -47,13 +46,9 @@ impl RequestContext {
             }
             "update" => {
                 let value = self.json_body(body).await?;
+                let (kind, subresource) = (target.kind, &target.subresource);
                 let object = cluster.modify(place, dry_run, |now| {
-                    Ok(resource::fields_of_subresource(
-                        target.kind,
-                        &target.subresource,
-                        now,
-                        value,
-                    ))
+                    Ok(resource::fields_of_subresource(kind, subresource, now, value))
                 })?;
                 self.object(200, place, &object)
             }
@@ -72,12 +67,9 @@ impl RequestContext {
                     let meta = &object.value["metadata"];
                     let name = meta["name"].as_str().unwrap_or_default();
                     let namespace = meta["namespace"].as_str().unwrap_or_default();
+                    let place = ObjectRef { kind: target.kind, namespace, name };
                     // Another request may have deleted it meanwhile.
-                    let _ = cluster.delete(
-                        ObjectRef { kind: target.kind, namespace, name },
-                        &Value::Null,
-                        dry_run,
-                    );
+                    let _ = cluster.delete(place, &Value::Null, dry_run);
                 }
                 self.negotiate(200, &success(&json!({ "kind": target.kind.plural })))
             }
@@ -137,16 +129,7 @@ impl RequestContext {
     }
 
     fn watch(&self, target: &Target) -> Result<Response<ResponseBody>, StatusError> {
-        let accepted = self.accepted();
-        let format = if accepted.table {
-            watch::Format::Table
-        } else if accepted.protobuf {
-            watch::Format::Protobuf
-        } else if accepted.json {
-            watch::Format::Json
-        } else {
-            return Err(not_acceptable());
-        };
+        let format = self.format(&[Format::Json, Format::Table, Format::Protobuf])?;
         let selector = self.selector(target)?;
         watch::start(&self.server, target, &self.query, selector, format)
     }
@@ -187,16 +170,9 @@ impl RequestContext {
             let last = objects.last().map(|o| object_key(o)).unwrap_or_default();
             meta["continue"] = format!("{version}:{last}").into();
         }
-        let accepted = self.accepted();
-        if accepted.table {
+        if self.format(&[Format::Json, Format::Table])? == Format::Table {
             let objects: Vec<_> = objects.iter().map(AsRef::as_ref).collect();
-            let columns = table::definitions(target.kind);
-            let include = self.query.get("includeObject");
-            let table = table::table(target.kind, &objects, &columns, include, &meta);
-            return Ok(respond(200, JSON, ResponseBody::full(table.to_string())));
-        }
-        if !accepted.json {
-            return Err(not_acceptable());
+            return Ok(self.table(200, target.kind, &objects, &meta));
         }
         let head = format!(
             "{{\"kind\":\"{}List\",\"apiVersion\":\"{}\",\"metadata\":{meta},\"items\":[",
@@ -223,18 +199,23 @@ impl RequestContext {
         place: ObjectRef<'_>,
         object: &Object,
     ) -> Result<Response<ResponseBody>, StatusError> {
-        let accepted = self.accepted();
-        if accepted.table {
-            let columns = table::definitions(place.kind);
+        if self.format(&[Format::Json, Format::Table])? == Format::Table {
             let meta = json!({ "resourceVersion": object.version.to_string() });
-            let include = self.query.get("includeObject");
-            let table = table::table(place.kind, &[object], &columns, include, &meta);
-            return Ok(respond(code, JSON, ResponseBody::full(table.to_string())));
-        }
-        if !accepted.json {
-            return Err(not_acceptable());
+            return Ok(self.table(code, place.kind, &[object], &meta));
         }
         Ok(respond(code, JSON, ResponseBody::full(object.json.clone())))
+    }
+
+    fn table(
+        &self,
+        code: u16,
+        kind: &Kind,
+        objects: &[&Object],
+        meta: &Value,
+    ) -> Response<ResponseBody> {
+        let include = self.query.get("includeObject");
+        let table = table::table(kind, objects, &table::definitions(kind), include, meta);
+        respond(code, JSON, ResponseBody::full(table.to_string()))
     }
 
     pub(super) fn negotiate(
@@ -242,14 +223,28 @@ impl RequestContext {
         code: u16,
         value: &Value,
     ) -> Result<Response<ResponseBody>, StatusError> {
-        if !self.accepted().json {
-            return Err(not_acceptable());
-        }
+        self.format(&[Format::Json])?;
         Ok(respond(code, JSON, ResponseBody::full(value.to_string())))
     }
 
-    fn accepted(&self) -> Accepted {
-        Accepted::parse(&self.parts.headers)
+    /// The first format of the Accept header that is supported.
+    fn format(&self, supported: &[Format]) -> Result<Format, StatusError> {
+        let values = self.parts.headers.get_all(ACCEPT).iter().filter_map(|v| v.to_str().ok());
+        let mut items = values.flat_map(|v| v.split(',')).map(str::trim).peekable();
+        if items.peek().is_none() {
+            return Ok(Format::Json);
+        }
+        let formats = items.filter_map(|item| match item.split(';').next()? {
+            "application/json" if item.contains("as=Table") => Some(Format::Table),
+            "application/json" if item.contains("as=") => None,
+            "application/json" | "application/*" | "*/*" => Some(Format::Json),
+            "application/vnd.kubernetes.protobuf" => Some(Format::Protobuf),
+            _ => None,
+        });
+        formats.into_iter().find(|format| supported.contains(format)).ok_or_else(|| {
+            let message = "only the following media types are accepted: application/json";
+            StatusError::new(406, "NotAcceptable", message)
+        })
     }
 
     /// The body as JSON; an empty body is an empty object.
@@ -266,34 +261,6 @@ impl RequestContext {
         }
         serde_json::from_slice(&bytes)
             .map_err(|error| StatusError::bad_request(format!("cannot parse the body: {error}")))
-    }
-}
-
-/// Media types that the client accepts.
-struct Accepted {
-    json: bool,
-    table: bool,
-    protobuf: bool,
-}
-
-impl Accepted {
-    /// `table` and `protobuf` are set only if they precede plain JSON.
-    fn parse(headers: &HeaderMap) -> Self {
-        let mut found = Self { json: false, table: false, protobuf: false };
-        let values = headers.get_all(ACCEPT);
-        let values: Vec<_> = values.iter().filter_map(|v| v.to_str().ok()).collect();
-        for item in values.iter().flat_map(|v| v.split(',')).map(str::trim) {
-            let kind = item.split(';').next().unwrap_or_default();
-            match kind {
-                "application/json" if item.contains("as=Table") => found.table |= !found.json,
-                "application/json" if item.contains("as=") => {}
-                "application/json" | "application/*" | "*/*" => found.json = true,
-                "application/vnd.kubernetes.protobuf" => found.protobuf |= !found.json,
-                _ => {}
-            }
-        }
-        found.json |= values.is_empty();
-        found
     }
 }
 
@@ -316,12 +283,4 @@ fn success(details: &Value) -> Value {
         "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success",
         "details": details,
     })
-}
-
-fn not_acceptable() -> StatusError {
-    StatusError::new(
-        406,
-        "NotAcceptable",
-        "only the following media types are accepted: application/json",
-    )
 }

@@ -144,9 +144,12 @@ pub struct Environment<'a> {
 impl Environment<'_> {
     /// Starts `target` and waits for its first response.
     pub async fn start(&self, target: Target, layer: Layer) -> Result<Proxy> {
-        let program = target.program()?;
         let address = free_address()?;
         let file = |name: &str| self.dir.join(format!("{}.{name}", target.name()));
+        // A fresh copy is wholly in the page cache. Of a file that the kernel has partly evicted, it maps fewer pages
+        // around each page fault: the same binary then differs by 1.4 MiB of resident memory.
+        let program = file("program");
+        fs::copy(target.program()?, &program)?;
         let (config, text) = match (target, layer) {
             (Target::Direct, _) | (Target::Nginx, Layer::L7) => return Err("no such proxy".into()),
             (Target::Haproxy, Layer::L7) => (file("cfg"), self.haproxy_l7(address)),

@@ -64,6 +64,14 @@ fn help_has_exit_codes_and_examples_for_every_command() {
 }
 
 #[test]
+fn commands_with_a_result_take_an_output_format() {
+    for command in ["check", "demo", "doctor", "kubeconfig", "probe", "status", "version"] {
+        let help = text(&jackstay(&[command, "--help"]).stdout);
+        assert!(help.contains("-o, --output <FORMAT>"), "{command}: {help}");
+    }
+}
+
+#[test]
 fn unknown_command_or_flag_is_answered_with_a_suggestion() {
     for (args, suggestion) in [(&["stauts"][..], "'status'"), (&["run", "--confg=f"], "'--config'")]
     {

@@ -2,7 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
-use jackstay::config::{ConfigErrors, EndpointAddress, LoadedConfig, Overrides, from_flags, load};
+use jackstay::config::{
+    AccessLog, ConfigErrors, EndpointAddress, Level, LoadedConfig, Log, LogFormat, Overrides,
+    draft_from_flags, load,
+};
 use proptest::prelude::*;
 
 struct File(tempfile::TempDir);
@@ -459,7 +462,7 @@ fn where_endpoints_come_from() {
 fn two_flags_are_a_configuration() {
     let flags = |listen: &[&str], upstream: &[&str]| {
         let own = |texts: &[&str]| texts.iter().map(|text| (*text).to_owned()).collect::<Vec<_>>();
-        from_flags(&own(listen), &own(upstream), [], &Overrides::default())
+        draft_from_flags(&own(listen), &own(upstream), [], &Overrides::default()).finish()
     };
     let loaded = flags(&["127.0.0.1:7443"], &["10.0.0.1:6443", "10.0.0.2:6443"]).unwrap();
     assert_eq!(loaded.warnings, [""; 0]);
@@ -743,9 +746,8 @@ fn flags_win_over_the_environment_over_the_file_over_the_defaults() {
     ];
     let flags = Overrides { log_level: Some("trace".into()), ..Overrides::default() };
     let config = file.load(&env, &flags).unwrap().config;
-    assert_eq!(config.log.level.as_str(), "trace");
-    assert_eq!(config.log.format.as_str(), "text");
-    assert_eq!(config.log.access.as_str(), "all");
+    let log = Log { level: Level::Trace, format: LogFormat::Text, access: AccessLog::All };
+    assert_eq!(config.log, log);
     assert_eq!(config.workers, 4);
     assert_eq!(config.state_dir, None);
     assert_eq!(config.shutdown.drain_timeout.as_secs(), 20);

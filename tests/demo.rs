@@ -47,6 +47,26 @@ fn promises_hold_and_nothing_stays() {
 }
 
 #[test]
+fn demo_output_json_is_the_result_with_the_figures_of_each_scenario() {
+    let home = tempfile::tempdir().unwrap();
+    let args = ["--faults", "1", "--seconds", "1", "-o", "json"];
+    let output = demo(home.path(), &args).output().unwrap();
+    let result: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert!(output.status.success() && result["ok"] == true, "{result:#}");
+    let scenarios = result["scenarios"].as_array().unwrap();
+    let faults: Vec<_> = scenarios.iter().map(|scenario| &scenario["fault"]).collect();
+    assert_eq!(faults[0], "no fault");
+    assert_eq!(faults.len(), 2, "{result:#}");
+    for scenario in scenarios {
+        assert!(scenario["ok"] == true && scenario["reads"].as_u64() > Some(0), "{scenario:#}");
+        assert!(scenario["slowest_read_ms"].is_u64(), "{scenario:#}");
+        for figure in ["failed_reads", "broken_watches", "lost_events", "duplicated_events"] {
+            assert_eq!(scenario[figure], 0, "{figure}: {scenario:#}");
+        }
+    }
+}
+
+#[test]
 fn an_interrupt_ends_it_cleanly() {
     let home = tempfile::tempdir().unwrap();
     let args = ["--forever", "--quiet"];

@@ -153,6 +153,56 @@ fn only_a_kubeconfig() {
 }
 
 #[test]
+fn kubeconfig_output_json_and_yaml_list_files_changes_and_commands() {
+    let home = Home::new();
+    home.with_certificate();
+    let args = ["--mode", "passthrough", "-o"];
+    let json = home.good(&[&args[..], &["json"]].concat());
+    let report: Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(report["ok"], true);
+    assert_eq!((&report["context"], &report["user"]), (&json!("demo"), &json!("demo")));
+    let files = report["files"].as_array().unwrap();
+    let kubeconfig = home.path(".kube/jackstay.kubeconfig").display().to_string();
+    let last = files.last().unwrap();
+    assert_eq!((&last["path"], &last["written"]), (&json!(kubeconfig), &json!(true)));
+    assert!(files.iter().any(|file| file["what"] == "the configuration of jackstay"), "{json}");
+    let change = &report["clusters"][0]["changes"][0];
+    assert_eq!(change, &json!({"key": "server", "from": SERVER, "to": "https://127.0.0.1:7443"}));
+    assert!(report["next"][0].as_str().unwrap().starts_with("jackstay run --config "), "{json}");
+    assert!(report["revert"].is_string() && report.get("error").is_none(), "{json}");
+    assert!(!json.contains("PRIVATE KEY"), "{json}");
+    let yaml = home.good(&[&args[..], &["yaml"]].concat());
+    let again: Value = serde_saphyr::from_str(&yaml).unwrap();
+    assert!(again["files"].as_array().unwrap().iter().all(|file| file["written"] == false));
+
+    let output = home.run(&["kubeconfig", "--offline", "--in", "none", "-o", "json"]);
+    assert_eq!(output.status.code(), Some(2));
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&report["ok"], &report["files"]), (&json!(false), &json!([])));
+    assert_eq!(report["error"], "cannot read none: no such file");
+}
+
+#[test]
+fn context_without_cluster_is_accepted_until_it_is_used() {
+    let home = Home::new();
+    let input = home.with_certificate();
+    let mut tree = home.tree(".kube/config");
+    let contexts = tree["contexts"].as_array_mut().unwrap();
+    contexts.insert(0, json!({"name": "unused", "context": {"user": "demo"}}));
+    contexts.push(json!({"name": "null", "context": {"cluster": null}}));
+    fs::write(&input, tree.to_string()).unwrap();
+    home.good(&[]);
+    let error = home.refused(&["--context", "unused"]);
+    assert!(error.contains("context \"unused\" names no cluster"), "{error}");
+    // The unused contexts stay, as kubectl writes them.
+    let written = home.tree(".kube/jackstay.kubeconfig");
+    assert_eq!(
+        written["contexts"][0],
+        json!({"name": "unused", "context": {"cluster": "", "user": "demo"}})
+    );
+}
+
+#[test]
 fn nothing_is_overwritten_unless_told() {
     let home = Home::new();
     home.with_certificate();

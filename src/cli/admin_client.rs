@@ -48,25 +48,17 @@ pub(super) struct AdminResponse {
     pub(super) body: Bytes,
 }
 
+/// Runs a request to its end, for callers without a tokio runtime.
+pub(super) fn block_on<T>(request: impl Future<Output = io::Result<T>>) -> io::Result<T> {
+    tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(request)
+}
+
 /// Sends a GET request and reads the response, all within `limit`.
 ///
 /// # Errors
 /// `InvalidData` if the peer does not speak HTTP, `TimedOut` after `limit`, else the error of the
 /// socket.
-pub(super) fn get(
-    address: &AdminAddress,
-    path: &str,
-    limit: Duration,
-) -> io::Result<AdminResponse> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(get_async(address, path, limit))
-}
-
-/// [`get`] for callers that run on a tokio runtime.
-///
-/// # Errors
-/// Those of [`get`].
-pub(super) async fn get_async(
+pub(super) async fn get(
     address: &AdminAddress,
     path: &str,
     limit: Duration,
@@ -90,23 +82,12 @@ pub(super) async fn get_async(
 ///
 /// # Errors
 /// Those of [`get`]; `InvalidData` for another status or a body that is not JSON.
-pub(super) fn get_json(address: &AdminAddress, path: &str, limit: Duration) -> io::Result<Value> {
-    parse_json(path, &get(address, path, limit)?)
-}
-
-/// [`get_json`] for callers that run on a tokio runtime.
-///
-/// # Errors
-/// Those of [`get_json`].
-pub(super) async fn get_json_async(
+pub(super) async fn get_json(
     address: &AdminAddress,
     path: &str,
     limit: Duration,
 ) -> io::Result<Value> {
-    parse_json(path, &get_async(address, path, limit).await?)
-}
-
-fn parse_json(path: &str, response: &AdminResponse) -> io::Result<Value> {
+    let response = get(address, path, limit).await?;
     if response.status != StatusCode::OK {
         return Err(invalid_data(format!("{path} is answered with {}", response.status)));
     }
@@ -199,7 +180,7 @@ mod tests {
     #[test]
     fn get_json_ok_response_is_parsed() {
         let server = tcp_server("HTTP/1.0 200 OK\r\n\r\n{\"version\": \"1\"}");
-        assert_eq!(get_json(&server, "/status", LIMIT).unwrap()["version"], "1");
+        assert_eq!(block_on(get_json(&server, "/status", LIMIT)).unwrap()["version"], "1");
     }
 
     #[test]
@@ -210,7 +191,7 @@ mod tests {
             ("SSH-2.0-OpenSSH_9.2\r\n", "not HTTP"),
             ("", "not HTTP"),
         ] {
-            let error = get_json(&tcp_server(answer), "/status", LIMIT).unwrap_err();
+            let error = block_on(get_json(&tcp_server(answer), "/status", LIMIT)).unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{answer:?}: {error}");
             assert!(error.to_string().contains(part), "{answer:?}: {error}");
         }
@@ -221,7 +202,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("admin.sock");
         let address = AdminAddress::Unix(path.clone());
-        let ask = || get(&address, "/livez", LIMIT);
+        let ask = || block_on(get(&address, "/livez", LIMIT));
         assert_eq!(ask().unwrap_err().kind(), io::ErrorKind::NotFound);
         let serve = |answer| {
             let listener = listening::listen_unix(&path).unwrap();
@@ -241,7 +222,7 @@ mod tests {
         let path = dir.path().join("admin.sock");
         let _listener = listening::listen_unix(&path).unwrap();
         let limit = Duration::from_millis(50);
-        let error = get(&AdminAddress::Unix(path), "/livez", limit).unwrap_err();
+        let error = block_on(get(&AdminAddress::Unix(path), "/livez", limit)).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
     }
 }

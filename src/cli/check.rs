@@ -5,7 +5,6 @@ mod files;
 mod tests;
 
 use std::fmt::Write as _;
-use std::io::{self, Write as _};
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::SystemTime;
@@ -13,9 +12,8 @@ use std::time::SystemTime;
 use clap::Args;
 use serde::Serialize;
 
-use super::config_args::{ConfigArgs, OverrideArgs, missing_default_hint};
-use super::exit_code::EXIT_USAGE;
-use super::output::{OutputArgs, OutputFormat};
+use super::config_args::{ConfigArgs, missing_default_hint};
+use super::output::{EXIT_USAGE, OutputArgs, OutputFormat};
 use crate::config::{self, ConfigError, Overrides};
 use crate::observe::counted;
 
@@ -35,7 +33,7 @@ pub(super) struct CheckArgs {
     #[command(flatten)]
     config: ConfigArgs,
     #[command(flatten)]
-    overrides: OverrideArgs,
+    overrides: Overrides,
     #[command(flatten)]
     output: OutputArgs,
 }
@@ -81,10 +79,8 @@ impl From<ConfigError> for CheckError {
 
 /// Runs the command.
 pub(super) fn run(args: &CheckArgs) -> ExitCode {
-    let overrides = args.overrides.overrides();
-    let result = check(&args.config.config, config::environment(), &overrides);
-    let text = args.output.format.render(&result, || text(&result));
-    let _ = io::stdout().lock().write_all(text.as_bytes());
+    let result = check(&args.config.config, config::environment(), &args.overrides);
+    args.output.format.print(&result, || text(&result));
     if args.output.format == OutputFormat::Text {
         for error in &result.errors {
             eprintln!("{}", error.line);

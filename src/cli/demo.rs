@@ -3,10 +3,10 @@
 //! Needs no root, no cluster and no file. All files are in a temporary directory, which is removed at the
 //! end. Exit code 0 if every promise was kept, 1 if not.
 
-use std::fs::{self, DirBuilder, File};
+use std::fs::{self, File};
 use std::io;
 use std::net::SocketAddr;
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -14,8 +14,10 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use serde_json::{Value, json};
+use tokio::signal::unix::{SignalKind, signal};
 
-use super::output::{has_colour, has_cursor};
+use super::output::{OutputArgs, OutputFormat, has_colour, has_cursor};
 use super::status;
 use crate::app::{App, Running};
 use crate::config::{self, Overrides};
@@ -25,18 +27,19 @@ use crate::demo::client::Credentials;
 use crate::demo::faulty_relay::FaultyRelay;
 use crate::demo::pki::{self, Issued, Pki, Subject};
 use crate::demo::scenario::clients::{self, Clients};
-use crate::demo::scenario::display::{ProgressDisplay, Style, seconds};
-use crate::demo::scenario::ledger;
+use crate::demo::scenario::display::{ProgressDisplay, Stage, Step, Style, seconds};
+use crate::demo::scenario::ledger::{self, Counts};
 use crate::demo::scenario::schedule::{self, FAULTS, RelayedServer, Results, Schedule};
 use crate::demo::scenario::status_monitor::StatusMonitor;
 use crate::demo::seed;
+use crate::net::files::{self, PRIVATE};
 use crate::observe::counted;
 use crate::observe::log;
 
 /// Names of the apiservers.
 const NAMES: [&str; 3] = ["a", "b", "c"];
 /// Time within which all apiservers must be ready.
-const START: Duration = Duration::from_secs(10);
+const START_TIMEOUT: Duration = Duration::from_secs(10);
 
 const HELP: &str = "\
 Exit codes: 0 every promise held, 1 one was broken or the demo cannot run,
@@ -44,7 +47,8 @@ Exit codes: 0 every promise held, 1 one was broken or the demo cannot run,
 
 Examples:
   jackstay demo
-  jackstay demo --faults 2 --seconds 15 --plain";
+  jackstay demo --faults 2 --seconds 15 --plain
+  jackstay demo --faults 2 -o json";
 
 /// Arguments of `jackstay demo`.
 #[derive(Debug, Args)]
@@ -56,7 +60,7 @@ pub struct DemoArgs {
     /// How long all faults together may take, about [default: 60; at least 40 for all].
     #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=3600))]
     seconds: Option<u64>,
-    /// Print only the result.
+    /// Print only the result, as `-o json` and `-o yaml` do.
     #[arg(long)]
     quiet: bool,
     /// Print lines, not a table, on a terminal too.
@@ -68,6 +72,8 @@ pub struct DemoArgs {
     /// Write jackstay's log there and keep it.
     #[arg(long, value_name = "FILE")]
     log: Option<PathBuf>,
+    #[command(flatten)]
+    output: OutputArgs,
 }
 
 /// Runs the demo.
@@ -85,8 +91,17 @@ pub fn run(args: &DemoArgs) -> ExitCode {
 fn demo(args: &DemoArgs) -> io::Result<bool> {
     let interrupted = Arc::new(AtomicBool::new(false));
     raise_on_signal(&interrupted)?;
-    // Declared first, so that it is dropped last.
-    let home = DemoDirectory::new()?;
+    let private = fs::Permissions::from_mode(0o700);
+    let home = tempfile::Builder::new().prefix("jackstay-demo-").permissions(private).tempdir()?;
+    let result = demo_in(home.path(), args, &interrupted);
+    if let Err(error) = home.close() {
+        eprintln!("cannot remove the files of the demo: {error}");
+    }
+    result
+}
+
+/// Runs the demo with its files in `home`, and returns whether every promise was kept.
+fn demo_in(home: &Path, args: &DemoArgs, interrupted: &Arc<AtomicBool>) -> io::Result<bool> {
     let display = Arc::new(ProgressDisplay::new(style(args)));
 
     let (cluster, pki) = (Cluster::new(), Pki::new("jackstay demo")?);
@@ -96,10 +111,11 @@ fn demo(args: &DemoArgs) -> io::Result<bool> {
         .iter()
         .map(|name| relayed_server(&cluster, &pki, name))
         .collect::<io::Result<Vec<_>>>()?;
-    let proxy = Proxy::start(&home.0, &pki, &user, &servers, args.log.as_deref())?;
-    let kubeconfig = home.0.join("kubeconfig");
+    let proxy = Proxy::start(home, &pki, &user, &servers, args.log.as_deref())?;
+    let kubeconfig = home.join("kubeconfig");
     let server = format!("https://{}", proxy.listener);
-    write_private(&kubeconfig, &pki::kubeconfig(&server, &pki.ca_pem(), Some(&user), None))?;
+    let text = pki::kubeconfig(&server, &pki.ca_pem(), Some(&user), None);
+    files::replace(&kubeconfig, text.as_bytes(), PRIVATE)?;
     display.header(&[
         format!(
             "{} apiservers, jackstay before them, {} readers, {} writers and {} watches.",
@@ -113,30 +129,30 @@ fn demo(args: &DemoArgs) -> io::Result<bool> {
         format!("  http://{}/", proxy.admin),
     ]);
 
-    let who = Credentials::anonymous(&pki.ca_pem()).certificate(&user);
-    let settled = schedule::READ_PROMISE * schedule::TOLERANCE;
+    let credentials = Credentials::anonymous(&pki.ca_pem()).certificate(&user);
+    let settling_time = schedule::READ_PROMISE * schedule::TOLERANCE;
     let endpoints =
         servers.iter().map(|server| (server.server.name().to_owned(), server.relay.addr)).collect();
     let admin = proxy.admin;
     let fetch = move || status::fetch(admin);
     let monitor = StatusMonitor::start(endpoints, display.clone(), fetch)?;
-    let clients = Clients::start(proxy.listener, &who, &cluster, settled)?;
+    let clients = Clients::start(proxy.listener, &credentials, &cluster, settling_time)?;
     let schedule = Schedule {
         servers: &servers,
         ledger: &clients.ledger.clone(),
         monitor: &monitor,
         display: &display,
-        interrupted: &interrupted,
+        interrupted,
         scale: args.seconds.map_or(1.0, |s| s as f64 / schedule::USUAL_DURATION.as_secs_f64()),
     };
-    let began = Instant::now();
-    let mut well = schedule.all_ready();
-    while !well && !interrupted.load(Relaxed) {
-        if began.elapsed() > START {
+    let started_at = Instant::now();
+    let mut ready = schedule.all_ready();
+    while !ready && !interrupted.load(Relaxed) {
+        if started_at.elapsed() > START_TIMEOUT {
             return Err(io::Error::other("the apiservers did not become ready"));
         }
         std::thread::sleep(Duration::from_millis(20));
-        well = schedule.all_ready();
+        ready = schedule.all_ready();
     }
     // Failures before the apiservers were ready do not count.
     clients.ledger.start_period();
@@ -149,13 +165,12 @@ fn demo(args: &DemoArgs) -> io::Result<bool> {
             break;
         }
     }
-    let rest = clients.finish();
-    if well && (rest.lost > 0 || rest.failed_reads > 0 || rest.broken > 0) {
-        let (lost, reads, broken) = (rest.lost, rest.failed_reads, rest.broken);
+    let Counts { lost, failed_reads, broken, .. } = clients.finish();
+    if ready && (lost > 0 || failed_reads > 0 || broken > 0) {
         results.broken.push(format!(
             "at the end: {} never arrived, {}, {}",
             counted(lost, "event"),
-            counted(reads, "failed read"),
+            counted(failed_reads, "failed read"),
             counted(broken, "broken watch")
         ));
     }
@@ -163,7 +178,10 @@ fn demo(args: &DemoArgs) -> io::Result<bool> {
     if !proxy.running.stop() {
         results.broken.push("a thread of jackstay panicked".to_owned());
     }
-    display.end(&results.steps, &verdict(&results));
+    match args.output.format {
+        OutputFormat::Text => display.end(&results.steps, &verdict(&results)),
+        format => format.print(&summary(&results), String::new),
+    }
     Ok(results.broken.is_empty())
 }
 
@@ -193,8 +211,46 @@ fn verdict(results: &Results) -> Vec<String> {
     lines
 }
 
+/// The result in JSON and YAML.
+fn summary(results: &Results) -> Value {
+    let millis = |time: Duration| time.as_millis() as u64;
+    let scenario = |step: &Step| {
+        let counts = &step.counts;
+        json!({
+            "fault": step.title,
+            // Null for a scenario that an interruption prevented.
+            "ok": match step.stage {
+                Stage::Passed => Some(true),
+                Stage::Failed => Some(false),
+                Stage::Waiting | Stage::Running => None,
+            },
+            "detected": step.detected,
+            "reads": counts.reads,
+            "failed_reads": counts.failed_reads,
+            "slowest_read_ms": millis(counts.slowest_read),
+            "writes": counts.writes,
+            "failed_writes": counts.failed_writes,
+            "broken_watches": counts.broken,
+            "events": counts.events,
+            "lost_events": counts.lost,
+            "duplicated_events": counts.duplicated,
+            "latest_event_ms": millis(counts.silence),
+        })
+    };
+    json!({
+        "ok": results.broken.is_empty(),
+        "broken_promises": results.broken,
+        "reads": results.reads,
+        "slowest_read_ms": millis(results.slowest_read),
+        "promised_read_ms": millis(schedule::READ_PROMISE),
+        "events": results.events,
+        "machine_stalled_ms": millis(results.stalled),
+        "scenarios": results.steps.iter().map(scenario).collect::<Vec<_>>(),
+    })
+}
+
 fn style(args: &DemoArgs) -> Style {
-    if args.quiet {
+    if args.quiet || args.output.format != OutputFormat::Text {
         Style::Quiet
     } else if args.plain || !has_cursor() {
         Style::Plain
@@ -232,7 +288,7 @@ impl Proxy {
         // Every JSON document is YAML, and JSON escapes the paths.
         let endpoints: Vec<_> =
             servers.iter().map(|server| server.relay.addr.to_string()).collect();
-        let text = serde_json::json!({
+        let text = json!({
             "admin": { "bind": "127.0.0.1:0" },
             "state_dir": "",
             "shutdown": { "drain_timeout": "1s" },
@@ -268,55 +324,15 @@ impl Proxy {
     }
 }
 
-/// A temporary directory with mode 0700, removed on drop.
-struct DemoDirectory(PathBuf);
-
-impl DemoDirectory {
-    fn new() -> io::Result<Self> {
-        let parent = std::env::temp_dir();
-        loop {
-            let path = parent.join(format!("jackstay-demo-{:06x}", fastrand::u32(..1 << 24)));
-            match DirBuilder::new().mode(0o700).create(&path) {
-                Ok(()) => return Ok(Self(path)),
-                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-                Err(error) => {
-                    let text = format!("{}: {error}", path.display());
-                    return Err(io::Error::new(error.kind(), text));
-                }
-            }
-        }
-    }
-}
-
-impl Drop for DemoDirectory {
-    fn drop(&mut self) {
-        if let Err(error) = fs::remove_dir_all(&self.0) {
-            eprintln!("cannot remove {}: {error}", self.0.display());
-        }
-    }
-}
-
-fn write_private(path: &Path, text: &str) -> io::Result<()> {
-    use io::Write;
-    let mut options = fs::OpenOptions::new();
-    options.write(true).create_new(true).mode(0o600);
-    options.open(path)?.write_all(text.as_bytes())
-}
-
 /// Sets the flag on SIGINT, SIGTERM or SIGHUP; the demo ends at its next step.
 fn raise_on_signal(flag: &Arc<AtomicBool>) -> io::Result<()> {
-    use tokio::signal::unix::{SignalKind, signal};
     let flag = flag.clone();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let (mut interrupt, mut terminate, mut hangup) = {
-        let _inside = runtime.enter();
-        let heard = |kind| signal(kind);
-        (
-            heard(SignalKind::interrupt())?,
-            heard(SignalKind::terminate())?,
-            heard(SignalKind::hangup())?,
-        )
-    };
+    let entered = runtime.enter();
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut hangup = signal(SignalKind::hangup())?;
+    drop(entered);
     let wait = async move {
         loop {
             tokio::select! {

@@ -1,6 +1,5 @@
 //! `jackstay doctor`: diagnoses the path to the apiservers.
 
-use std::io::{self, Write};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -10,8 +9,7 @@ use clap::Args;
 
 use super::admin_client::DEFAULT_ADMIN;
 use super::config_args::DEFAULT_CONFIG;
-use super::exit_code::EXIT_USAGE;
-use super::output::{OutputArgs, OutputFormat};
+use super::output::{EXIT_USAGE, OutputArgs, OutputFormat};
 use super::status;
 use crate::config::{self, CertPaths, Overrides, parse_duration};
 use crate::doctor::dns::Resolver;
@@ -110,8 +108,7 @@ pub(super) fn run(args: &DoctorArgs) -> ExitCode {
     };
     let findings = findings::diagnose(&observations);
     let value = report::json(&observations, &findings, &notes);
-    let text = format.render(&value, || report::text(&observations, &findings, &notes));
-    let _ = io::stdout().lock().write_all(text.as_bytes());
+    format.print(&value, || report::text(&observations, &findings, &notes));
     if findings::has_problems(&findings) { ExitCode::FAILURE } else { ExitCode::SUCCESS }
 }
 
@@ -121,17 +118,12 @@ fn plan(args: &DoctorArgs) -> Result<ExaminationPlan, String> {
         return plan_of_config(file);
     }
     let mut plan = ExaminationPlan::default();
-    let files = CredentialFiles {
+    let pair = args.cert_file.clone().zip(args.key_file.clone());
+    let mut trust = Trust::of_files(&CredentialFiles {
         ca: args.ca_file.clone(),
-        certificate: match (&args.cert_file, &args.key_file) {
-            (Some(cert), Some(key)) => {
-                Some(CertPaths { cert_file: cert.clone(), key_file: key.clone() })
-            }
-            _ => None,
-        },
+        certificate: pair.map(|(cert_file, key_file)| CertPaths { cert_file, key_file }),
         token: args.token_file.clone(),
-    };
-    let mut trust = Trust::of_files(&files)?;
+    })?;
     if args.kubeconfig.is_some() || args.endpoints.is_empty() {
         let context = kubeconfig_context(args)?;
         let of_context = Trust::of_access(&context, ExecPlugins::Run, &mut plan.notes)?;
@@ -165,10 +157,8 @@ fn plan(args: &DoctorArgs) -> Result<ExaminationPlan, String> {
 }
 
 fn kubeconfig_context(args: &DoctorArgs) -> Result<ResolvedContext, String> {
-    KubeconfigFiles::load(&KubeconfigPaths::from_env(args.kubeconfig.clone()))
-        .and_then(|files| files.merged(None))
-        .and_then(|config| ResolvedContext::resolve(&config, args.context.as_deref()))
-        .map_err(|error| error.to_string())
+    let files = KubeconfigFiles::load(&KubeconfigPaths::from_env(args.kubeconfig.clone()))?;
+    ResolvedContext::resolve(&files.merged(None)?, args.context.as_deref())
 }
 
 /// The addresses of the jackstay with this admin endpoint; none if there is none.

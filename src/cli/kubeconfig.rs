@@ -1,5 +1,5 @@
 //! `jackstay kubeconfig`: writes a kubeconfig that points at jackstay, and the configuration of a
-//! jackstay for it; or restores the original kubeconfig.
+//! jackstay for it; or restores the original kubeconfig (`--revert`).
 //!
 //! The command reads everything, decides, and refuses before it writes. It writes the kubeconfig
 //! last, so that the kubeconfig never points at a missing configuration. It connects to the
@@ -9,62 +9,73 @@
 mod apiservers;
 mod args;
 mod output;
-mod revert;
+mod report;
 
-use std::fmt::Write as _;
-use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::SystemTime;
 
 use self::apiservers::Apiservers;
 pub(super) use self::args::KubeconfigArgs;
-use self::args::{Failure, ModeArg};
 use self::output::{Destinations, check_configuration, refuse_to_overwrite, write_file};
+use self::report::{KubeconfigReport, ReportedCluster, ReportedContext, ReportedFile};
+use super::output::EXIT_USAGE;
 use crate::config;
-use crate::kubeconfig::rewrite::{ClientTrust, KeyChange, LocalEndpoint, point_at};
+use crate::kubeconfig::rewrite::{ClientTrust, KeyChange, LocalEndpoint, point_at, revert};
 use crate::kubeconfig::setup::{self, OutputFile, SetupMode, SetupPlan, SetupRequest};
 use crate::kubeconfig::{
-    KubeconfigFiles, KubeconfigPaths, ResolvedContext, ServerUrl, find_cluster_mut, kubeconfig_yaml,
+    KubeconfigFiles, KubeconfigPaths, ResolvedContext, ServerUrl, find_cluster_mut,
+    kubeconfig_yaml, original,
 };
 use crate::net::files::PRIVATE;
 
-/// Exit code for wrong usage, and for a kubeconfig that cannot be used.
-const BAD_INPUT: u8 = 2;
+/// Why the command fails.
+enum Failure {
+    /// The input cannot be used.
+    Input(String),
+    /// A file cannot be written.
+    Write(String),
+}
 
-/// Runs the command.
-pub(super) fn run(args: &KubeconfigArgs) -> ExitCode {
-    let paths = KubeconfigPaths::from_env(args.input.clone());
-    let mut out = String::new();
-    let result = perform(args, &paths, &mut out);
-    let _ = io::stdout().lock().write_all(out.as_bytes());
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(Failure::Input(error)) => {
-            eprintln!("{error}");
-            ExitCode::from(BAD_INPUT)
-        }
-        Err(Failure::Write(error)) => {
-            eprintln!("{error}");
-            ExitCode::FAILURE
-        }
+impl From<String> for Failure {
+    fn from(error: String) -> Self {
+        Self::Input(error)
     }
 }
 
-fn perform(
-    args: &KubeconfigArgs,
-    paths: &KubeconfigPaths,
-    out: &mut String,
-) -> Result<(), Failure> {
-    let files = KubeconfigFiles::load(paths)?;
+/// Runs the command.
+pub(super) fn run(args: &KubeconfigArgs) -> ExitCode {
+    let mut report = KubeconfigReport::default();
+    let code = match perform(args, &mut report) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(Failure::Input(error)) => {
+            report.error = Some(error);
+            ExitCode::from(EXIT_USAGE)
+        }
+        Err(Failure::Write(error)) => {
+            report.error = Some(error);
+            ExitCode::FAILURE
+        }
+    };
+    report.ok = report.error.is_none();
+    args.output.format.print(&report, || report.text());
+    if let Some(error) = &report.error {
+        eprintln!("{error}");
+    }
+    code
+}
+
+fn perform(args: &KubeconfigArgs, report: &mut KubeconfigReport) -> Result<(), Failure> {
+    let files = KubeconfigFiles::load(&KubeconfigPaths::from_env(args.input.clone()))?;
     if args.revert {
-        return revert::run(args, &files, out);
+        return revert_files(args, &files, report);
     }
     let context = ResolvedContext::resolve(&files.merged(None)?, args.context.as_deref())?;
     let destinations = Destinations::new(args, &files, &context)?;
     let address = local_address(args, &context)?;
     if args.discover && destinations.config.is_none() {
-        return Err(Failure::input("--discover finds apiservers for a configuration: add --mode"));
+        let text = "--discover finds apiservers for a configuration: add --mode";
+        return Err(Failure::Input(text.to_owned()));
     }
     let apiservers = apiservers::find(args, &context, destinations.config.as_deref())?;
     let plan = match &destinations.config {
@@ -74,51 +85,93 @@ fn perform(
     let trust = trust(args, &context, &address, plan.as_ref(), &apiservers.names.client)?;
     let endpoint = LocalEndpoint { address: address.address(), trust };
 
-    let (text, changes) = rewritten(args, &files, &context, &destinations, &endpoint)?;
-    let kubeconfig = OutputFile {
-        path: destinations.kubeconfig.clone(),
-        bytes: text.into_bytes(),
-        mode: PRIVATE,
-        what: "the kubeconfig",
-    };
+    let (kubeconfig, changes) = rewritten(args, &files, &context, &destinations, &endpoint)?;
     let planned = plan.as_ref().map_or(&[][..], |plan| &plan.files);
     if let Some(config) = planned.last() {
         config::validate_text(&config.path, &String::from_utf8_lossy(&config.bytes))
-            .map_err(|errors| Failure::Input(format!("nothing written:\n{errors}")))?;
+            .map_err(|errors| format!("nothing written:\n{errors}"))?;
     }
     let outputs: Vec<&OutputFile> = planned.iter().chain([&kubeconfig]).collect();
     refuse_to_overwrite(&outputs, args, &destinations)?;
     for file in planned {
-        write_file(file, out)?;
+        write(file, report)?;
     }
     if let Some(config) = &destinations.config {
         check_configuration(config)?;
     }
-    write_file(&kubeconfig, out)?;
-    let notes = notes(&apiservers, plan.as_ref(), &endpoint.trust);
-    print_result(&context, &destinations, &changes, &notes, out);
+    write(&kubeconfig, report)?;
+
+    report.notes = notes(&context, &apiservers, plan.as_ref(), &endpoint.trust);
     let had_comments = files.iter().any(|file| file.path == kubeconfig.path && file.has_comments);
     if args.in_place && had_comments {
-        let _ = writeln!(out, "note: its comments are gone, as after `kubectl config`");
+        report.notes.push("its comments are gone, as after `kubectl config`".to_owned());
+    }
+    report.clusters.push(ReportedCluster { name: context.cluster, changes });
+    report.context = Some(ReportedContext {
+        credential: context.credential.describe(),
+        context: context.context,
+        user: context.user,
+    });
+    report_commands(&destinations, report);
+    Ok(())
+}
+
+/// Reverts every cluster that points at jackstay, or only that of `--context`.
+fn revert_files(
+    args: &KubeconfigArgs,
+    files: &KubeconfigFiles,
+    report: &mut KubeconfigReport,
+) -> Result<(), Failure> {
+    let only = match &args.context {
+        None => None,
+        Some(name) => Some(ResolvedContext::resolve(&files.merged(None)?, Some(name))?.cluster),
+    };
+    for file in files.iter() {
+        let mut config = file.config.clone();
+        let before = report.clusters.len();
+        for named in &mut config.clusters {
+            let selected = only.as_ref().is_none_or(|only| *only == named.name);
+            let Some(cluster) = named.cluster.as_mut().filter(|_| selected) else { continue };
+            if original(cluster).is_some() {
+                let (name, changes) = (named.name.clone(), revert(cluster));
+                report.clusters.push(ReportedCluster { name, changes });
+            }
+        }
+        if report.clusters.len() > before {
+            write(&kubeconfig_file(file.path.clone(), kubeconfig_yaml(&config)?), report)?;
+        }
+    }
+    if report.clusters.is_empty() {
+        let paths: Vec<_> = files.iter().map(|file| file.path.display().to_string()).collect();
+        report.notes.push(format!("nothing to revert in {}", paths.join(", ")));
     }
     Ok(())
 }
 
+fn kubeconfig_file(path: PathBuf, text: String) -> OutputFile {
+    OutputFile { path, bytes: text.into_bytes(), mode: PRIVATE, what: "the kubeconfig" }
+}
+
+fn write(file: &OutputFile, report: &mut KubeconfigReport) -> Result<(), Failure> {
+    let written = write_file(file).map_err(Failure::Write)?;
+    let path = file.path.display().to_string();
+    report.files.push(ReportedFile { path, what: file.what, written });
+    Ok(())
+}
+
 /// The local endpoint, which must differ from the apiserver of the context.
-fn local_address(args: &KubeconfigArgs, context: &ResolvedContext) -> Result<ServerUrl, Failure> {
-    let address =
-        ServerUrl::parse(&args.server).map_err(|error| Failure::Input(format!("--{error}")))?;
+fn local_address(args: &KubeconfigArgs, context: &ResolvedContext) -> Result<ServerUrl, String> {
+    let address = ServerUrl::parse(&args.server).map_err(|error| format!("--{error}"))?;
     if !address.path.is_empty() || !args.server.contains(&format!(":{}", address.port)) {
-        let text = format!("--server {}: write it as 127.0.0.1:7443", args.server);
-        return Err(Failure::Input(text));
+        return Err(format!("--server {}: write it as 127.0.0.1:7443", args.server));
     }
     let apiserver = ServerUrl { path: String::new(), ..context.server.clone() };
     if args.local_ca.is_none() && address == apiserver {
-        return Err(Failure::Input(format!(
+        return Err(format!(
             "cluster {:?} is at {} already, and the kubeconfig does not say where it was before: \
              requests would loop; --server names the local endpoint",
             context.cluster, context.server
-        )));
+        ));
     }
     Ok(address)
 }
@@ -128,19 +181,17 @@ fn request(
     address: &ServerUrl,
     config: &Path,
     apiservers: &Apiservers,
-) -> Result<SetupRequest, Failure> {
+) -> Result<SetupRequest, String> {
     let absolute = |file: &Option<PathBuf>| {
-        file.as_deref().map(std::path::absolute).transpose().map_err(Failure::input)
+        let absolute = file.as_deref().map(std::path::absolute).transpose();
+        absolute.map_err(|error| error.to_string())
     };
     let host_name = || {
         let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
         name.trim().to_lowercase()
     };
     Ok(SetupRequest {
-        mode: match args.mode {
-            Some(ModeArg::Terminate) => SetupMode::Terminate,
-            Some(ModeArg::Passthrough) | None => SetupMode::Passthrough,
-        },
+        mode: args.mode.unwrap_or(SetupMode::Passthrough),
         host: address.host.clone(),
         port: address.port,
         config: config.to_owned(),
@@ -161,27 +212,27 @@ fn trust(
     address: &ServerUrl,
     plan: Option<&SetupPlan>,
     name: &str,
-) -> Result<ClientTrust, Failure> {
+) -> Result<ClientTrust, String> {
     if let Some(ca) = plan.and_then(|plan| plan.local_ca.clone()) {
         return Ok(ClientTrust::Local(ca));
     }
     if let Some(file) = &args.local_ca {
         let ca = std::fs::read(file)
-            .map_err(|e| Failure::Input(format!("cannot read {}: {e}", file.display())))?;
+            .map_err(|error| format!("cannot read {}: {error}", file.display()))?;
         return Ok(ClientTrust::Local(ca));
     }
     let needs_name = !context.insecure && name != address.host;
     Ok(ClientTrust::Apiserver(needs_name.then(|| name.to_owned())))
 }
 
-/// The text of the new kubeconfig, and the changes to its cluster.
+/// The new kubeconfig, and the changes to its cluster.
 fn rewritten(
     args: &KubeconfigArgs,
     files: &KubeconfigFiles,
     context: &ResolvedContext,
     destinations: &Destinations,
     endpoint: &LocalEndpoint,
-) -> Result<(String, Vec<KeyChange>), Failure> {
+) -> Result<(OutputFile, Vec<KeyChange>), String> {
     let file = files.file_of_cluster(&context.cluster).filter(|_| args.in_place);
     let mut config = match file {
         // As kubectl: an entry is written to the file that it comes from.
@@ -192,58 +243,41 @@ fn rewritten(
         config.current_context = Some(context.context.clone());
     }
     let cluster = find_cluster_mut(&mut config, &context.cluster)
-        .ok_or_else(|| Failure::Input(format!("no cluster {:?}", context.cluster)))?;
+        .ok_or_else(|| format!("no cluster {:?}", context.cluster))?;
     let changes = point_at(cluster, &context.server, endpoint);
-    Ok((kubeconfig_yaml(&config)?, changes))
+    Ok((kubeconfig_file(destinations.kubeconfig.clone(), kubeconfig_yaml(&config)?), changes))
 }
 
-/// The notes about the planned files, the apiservers, and the name that clients verify.
-fn notes(apiservers: &Apiservers, plan: Option<&SetupPlan>, trust: &ClientTrust) -> Vec<String> {
+/// The notes about the planned files, the apiservers, the name that clients verify, and a proxy.
+fn notes(
+    context: &ResolvedContext,
+    apiservers: &Apiservers,
+    plan: Option<&SetupPlan>,
+    trust: &ClientTrust,
+) -> Vec<String> {
     let mut notes: Vec<String> = plan.iter().flat_map(|plan| plan.notes.clone()).collect();
     notes.extend(apiservers.notes.iter().chain(&apiservers.names.notes).cloned());
     if matches!(trust, ClientTrust::Apiserver(Some(_))) {
         notes.extend(apiservers.names.client_notes.iter().cloned());
     }
+    let proxy = context.proxy_url.iter();
+    notes.extend(
+        proxy.map(|url| format!("jackstay connects directly, not through the proxy {url}")),
+    );
     notes
 }
 
-/// Prints the changes, the notes and the next commands.
-fn print_result(
-    context: &ResolvedContext,
-    destinations: &Destinations,
-    changes: &[KeyChange],
-    notes: &[String],
-    out: &mut String,
-) {
-    let mut line = |text: String| {
-        let _ = writeln!(out, "{text}");
-    };
-    line(format!("cluster {:?} of context {:?}:", context.cluster, context.context));
-    for change in changes {
-        line(format!("  {change}"));
-    }
-    if changes.is_empty() {
-        line("  as before".to_owned());
-    }
-    let credential = context.credential.describe();
-    line(format!("user {:?} stays as it is ({credential})", context.user));
-    for note in notes {
-        line(format!("note: {note}"));
-    }
-    if let Some(proxy) = &context.proxy_url {
-        line(format!("note: jackstay connects directly, not through the proxy {proxy}"));
-    }
-    line("next:".to_owned());
+/// Adds the next commands, and the one that restores the kubeconfig.
+fn report_commands(destinations: &Destinations, report: &mut KubeconfigReport) {
     if let Some(config) = &destinations.config {
-        line(format!("  jackstay run --config {} &", config.display()));
-        line("  jackstay status --wait".to_owned());
+        report.next.push(format!("jackstay run --config {} &", config.display()));
+        report.next.push("jackstay status --wait".to_owned());
     }
     let kubeconfig = destinations.kubeconfig.display();
-    let option = if destinations.is_default_for_kubectl {
-        String::new()
+    report.next.push(if destinations.is_default_for_kubectl {
+        "kubectl get nodes".to_owned()
     } else {
-        format!(" --kubeconfig {kubeconfig}")
-    };
-    line(format!("  kubectl{option} get nodes"));
-    line(format!("to go back: jackstay kubeconfig --revert --in {kubeconfig}"));
+        format!("kubectl --kubeconfig {kubeconfig} get nodes")
+    });
+    report.revert = Some(format!("jackstay kubeconfig --revert --in {kubeconfig}"));
 }

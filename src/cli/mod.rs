@@ -12,7 +12,6 @@ mod config_args;
 mod demo;
 #[cfg(feature = "doctor")]
 mod doctor;
-mod exit_code;
 mod kubeconfig;
 mod manual;
 mod output;
@@ -25,7 +24,7 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
 
-use self::exit_code::EXIT_USAGE;
+use self::output::EXIT_USAGE;
 use crate::observe::build;
 
 const HELP: &str = "\
@@ -91,7 +90,7 @@ enum Command {
 }
 
 /// Arguments of a command that is not in this build: any.
-#[cfg(not(all(feature = "demo", feature = "doctor")))]
+#[cfg(any(test, not(all(feature = "demo", feature = "doctor"))))]
 #[derive(Debug, clap::Args)]
 #[command(disable_help_flag = true)]
 struct MissingArgs {
@@ -99,9 +98,11 @@ struct MissingArgs {
     _arguments: Vec<std::ffi::OsString>,
 }
 
-#[cfg(not(all(feature = "demo", feature = "doctor")))]
-fn missing(command: &str) -> ExitCode {
-    eprintln!("jackstay {command}: this build is without the cargo feature `{command}`");
+/// Runs a command that is not in this build: reports that on `stderr`.
+#[cfg(any(test, not(all(feature = "demo", feature = "doctor"))))]
+fn missing(command: &str, mut stderr: impl std::io::Write) -> ExitCode {
+    let text = "not in this build, which was made without the cargo feature";
+    let _ = writeln!(stderr, "jackstay {command}: {text} `{command}`");
     ExitCode::from(EXIT_USAGE)
 }
 
@@ -120,16 +121,42 @@ pub fn main() -> ExitCode {
         #[cfg(feature = "demo")]
         Command::Demo(args) => demo::run(&args),
         #[cfg(not(feature = "demo"))]
-        Command::Demo(_) => missing("demo"),
+        Command::Demo(_) => missing("demo", std::io::stderr()),
         Command::Kubeconfig(args) => kubeconfig::run(&args),
         #[cfg(feature = "doctor")]
         Command::Doctor(args) => doctor::run(&args),
         #[cfg(not(feature = "doctor"))]
-        Command::Doctor(_) => missing("doctor"),
+        Command::Doctor(_) => missing("doctor", std::io::stderr()),
         Command::Status(args) => status::run(&args),
         Command::Probe(args) => probe::run(&args),
         Command::Completion(args) => manual::completion(&args, Cli::command()),
         Command::Man(args) => manual::man(&args, Cli::command()),
         Command::Version(args) => manual::version(&args),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug, Parser)]
+    struct BuildWithoutDemo {
+        #[command(flatten)]
+        _arguments: MissingArgs,
+    }
+
+    #[test]
+    fn missing_command_takes_any_arguments_and_exits_with_2() {
+        for arguments in [&["demo"][..], &["demo", "--help"], &["demo", "--faults", "2", "x"]] {
+            let parsed = BuildWithoutDemo::try_parse_from(arguments);
+            assert!(parsed.is_ok(), "{arguments:?}: {parsed:?}");
+        }
+        let mut stderr = Vec::new();
+        let code = missing("demo", &mut stderr);
+        assert_eq!(code, ExitCode::from(2));
+        assert_eq!(
+            String::from_utf8(stderr).unwrap(),
+            "jackstay demo: not in this build, which was made without the cargo feature `demo`\n"
+        );
     }
 }

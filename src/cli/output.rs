@@ -1,10 +1,15 @@
-//! Output formats (`-o`) and what the terminal can show.
+//! What all commands share of their output: its format (`-o`), its exit codes, and what the terminal
+//! can show.
 
 use std::ffi::OsStr;
-use std::io::{self, IsTerminal};
+use std::io::{self, IsTerminal, Write};
 
 use clap::{Args, ValueEnum};
 use serde::Serialize;
+
+/// Exit code for bad usage, a bad configuration or an input that cannot be used. 0 is success and 1 a
+/// failure at run time.
+pub(super) const EXIT_USAGE: u8 = 2;
 
 /// The `-o` option of commands that print a result.
 #[derive(Debug, Clone, Copy, Args)]
@@ -29,17 +34,21 @@ pub(super) enum OutputFormat {
 impl OutputFormat {
     /// `value` as indented JSON or as YAML, with a newline at its end; `text` makes the text.
     pub(super) fn render(self, value: &impl Serialize, text: impl FnOnce() -> String) -> String {
-        let rendered = match self {
-            Self::Text => return text(),
-            Self::Json => serde_json::to_string_pretty(value).map_err(|error| error.to_string()),
-            Self::Yaml => serde_saphyr::to_string(value).map_err(|error| error.to_string()),
-        };
         // What the commands print has string keys and finite numbers: both encoders take it.
-        let mut out = rendered.unwrap_or_else(|error| format!("cannot be encoded: {error}"));
+        let mut out = match self {
+            Self::Text => return text(),
+            Self::Json => serde_json::to_string_pretty(value).unwrap_or_default(),
+            Self::Yaml => serde_saphyr::to_string(value).unwrap_or_default(),
+        };
         if !out.ends_with('\n') {
             out.push('\n');
         }
         out
+    }
+
+    /// Prints what [`OutputFormat::render`] makes. A reader that has closed the pipe is no error.
+    pub(super) fn print(self, value: &impl Serialize, text: impl FnOnce() -> String) {
+        let _ = io::stdout().lock().write_all(self.render(value, text).as_bytes());
     }
 }
 

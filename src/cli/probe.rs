@@ -4,7 +4,7 @@
 //! For kubelet's `exec` probes. They use the Unix socket of `admin.socket`: another process can fill
 //! a port of the host network, but not that socket.
 
-use std::io::{self, Write};
+use std::io;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -14,7 +14,7 @@ use clap::{Args, ValueEnum};
 use http::StatusCode;
 use serde::Serialize;
 
-use super::admin_client::{self, AdminAddress, DEFAULT_ADMIN};
+use super::admin_client::{AdminAddress, DEFAULT_ADMIN, block_on, get};
 use super::output::OutputArgs;
 use crate::config::{format_duration, parse_duration};
 
@@ -81,32 +81,24 @@ pub fn run(args: &ProbeArgs) -> ExitCode {
         Some(socket) => AdminAddress::Unix(socket.clone()),
         None => AdminAddress::Tcp(args.admin),
     };
-    let result = match admin_client::get(&address, path, args.timeout) {
-        Ok(response) => ProbeResult {
-            check: path,
-            address: address.to_string(),
-            ok: response.status == StatusCode::OK,
-            status: Some(response.status.as_u16()),
-            message: String::from_utf8_lossy(&response.body).into_owned(),
-        },
-        Err(error) => ProbeResult {
-            check: path,
-            address: address.to_string(),
-            ok: false,
-            status: None,
-            message: match error.kind() {
-                io::ErrorKind::TimedOut => {
-                    format!("no answer within {}", format_duration(args.timeout))
-                }
-                _ => error.to_string(),
-            },
-        },
+    let (status, message) = match block_on(get(&address, path, args.timeout)) {
+        Ok(response) => {
+            (Some(response.status), String::from_utf8_lossy(&response.body).into_owned())
+        }
+        Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+            (None, format!("no answer within {}", format_duration(args.timeout)))
+        }
+        Err(error) => (None, error.to_string()),
     };
-    let text = args
-        .output
-        .format
-        .render(&result, || if result.ok { result.message.clone() } else { String::new() });
-    let _ = io::stdout().lock().write_all(text.as_bytes());
+    let result = ProbeResult {
+        check: path,
+        address: address.to_string(),
+        ok: status == Some(StatusCode::OK),
+        status: status.map(|status| status.as_u16()),
+        message,
+    };
+    let text = || if result.ok { result.message.clone() } else { String::new() };
+    args.output.format.print(&result, text);
     if result.ok {
         return ExitCode::SUCCESS;
     }

@@ -11,12 +11,12 @@ use std::time::SystemTime;
 use clap::Args;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-use super::config_args::{ConfigArgs, OverrideArgs, missing_default_hint};
-use super::exit_code::EXIT_USAGE;
+use super::config_args::{ConfigArgs, missing_default_hint};
+use super::output::EXIT_USAGE;
 use super::{check, upgrade};
 use crate::app::reload::{ConfigSource, LoadedConfig};
 use crate::app::{App, Running, StartError};
-use crate::config::{self, ConfigDraft};
+use crate::config::{self, ConfigDraft, Overrides};
 use crate::net::process::inherited_sockets::{self, InheritedSockets};
 use crate::net::process::service_manager::ServiceManager;
 use crate::observe::log;
@@ -54,7 +54,7 @@ pub(super) struct RunArgs {
     #[arg(long, value_name = "FD", value_parser = clap::value_parser!(i32).range(3..))]
     ready_fd: Option<i32>,
     #[command(flatten)]
-    overrides: OverrideArgs,
+    overrides: Overrides,
 }
 
 /// Where the configuration comes from.
@@ -68,26 +68,16 @@ struct ConfigInput {
 }
 
 impl ConfigInput {
-    fn new(
-        config: ConfigArgs,
-        listen: Vec<String>,
-        upstream: Vec<String>,
-        overrides: &OverrideArgs,
-    ) -> Self {
-        let overrides = overrides.overrides();
+    fn new(args: RunArgs) -> Self {
+        let RunArgs { config: ConfigArgs { config: file }, listen, upstream, overrides, .. } = args;
         if listen.is_empty() {
-            let file = config.config;
-            Self {
-                name: file.clone(),
-                is_file: true,
-                read: Box::new(move || config::draft(&file, config::environment(), &overrides)),
-            }
-        } else {
-            let read = move || {
-                config::draft_from_flags(&listen, &upstream, config::environment(), &overrides)
-            };
-            Self { name: PathBuf::from("command line"), is_file: false, read: Box::new(read) }
+            let name = file.clone();
+            let read = move || config::draft(&file, config::environment(), &overrides);
+            return Self { name, is_file: true, read: Box::new(read) };
         }
+        let read =
+            move || config::draft_from_flags(&listen, &upstream, config::environment(), &overrides);
+        Self { name: PathBuf::from("command line"), is_file: false, read: Box::new(read) }
     }
 
     /// Reads the configuration and checks every file that it names. The second value lists
@@ -129,7 +119,8 @@ pub(super) fn run(args: RunArgs) -> ExitCode {
             return ExitCode::from(EXIT_USAGE);
         }
     };
-    let source = ConfigInput::new(args.config, args.listen, args.upstream, &args.overrides);
+    let take_over = args.take_over;
+    let source = ConfigInput::new(args);
     let (LoadedConfig { config, warnings }, passed_checks) = match source.load() {
         Ok(loaded) => loaded,
         Err(errors) => {
@@ -164,7 +155,6 @@ pub(super) fn run(args: RunArgs) -> ExitCode {
     });
     let manager = Arc::new(manager.with_ready_descriptor(ready));
     let app_manager = Arc::clone(&manager);
-    let take_over = args.take_over;
     let start = move || {
         let inherited = inherit(given);
         let app = if take_over {

@@ -10,7 +10,6 @@ mod live;
 mod request;
 mod serving;
 mod table;
-mod terminal;
 mod view;
 
 use std::io::{self, Write};
@@ -21,9 +20,10 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use serde_json::Value;
 
-use self::request::{TIMEOUT, explain};
-use self::terminal::style;
-use super::admin_client::{self, AdminAddress, DEFAULT_ADMIN};
+pub(super) use self::request::fetch;
+use self::request::{TIMEOUT, explain, fetch_within};
+use self::table::Style;
+use super::admin_client::{DEFAULT_ADMIN, block_on};
 use super::output::{OutputArgs, OutputFormat, has_cursor};
 use crate::config::{format_duration, parse_duration};
 use crate::observe::utc::Utc;
@@ -98,13 +98,12 @@ pub fn run(args: &StatusArgs) -> ExitCode {
 
 /// Asks until requests can be served, and prints the last status.
 fn wait(args: &StatusArgs) -> ExitCode {
-    let address = AdminAddress::Tcp(args.admin);
     let deadline = Instant::now() + args.timeout;
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         // A request that starts just before the deadline still gets MIN_INTERVAL.
         let limit = left.clamp(MIN_INTERVAL, TIMEOUT);
-        let result = admin_client::get_json(&address, "/status", limit);
+        let result = block_on(fetch_within(args.admin, limit));
         let failure = match &result {
             Ok(status) => serving::failure_for_new_clients(status),
             Err(error) => Some(explain(args.admin, error)),
@@ -131,8 +130,7 @@ fn wait(args: &StatusArgs) -> ExitCode {
 }
 
 fn print(args: &StatusArgs, status: &Value) {
-    let text = args.output.format.render(status, || view::text(status, style()));
-    let _ = io::stdout().lock().write_all(text.as_bytes());
+    args.output.format.print(status, || view::text(status, Style::of_stdout()));
 }
 
 /// Prints one status after the other: a blank line after each table, one line for each JSON object,
@@ -142,7 +140,7 @@ fn follow(args: &StatusArgs, interval: Duration) -> io::Result<()> {
         match fetch(args.admin) {
             Ok(status) => {
                 let text = match args.output.format {
-                    OutputFormat::Text => format!("{}\n", view::text(&status, style())),
+                    OutputFormat::Text => format!("{}\n", view::text(&status, Style::of_stdout())),
                     OutputFormat::Json => format!("{status}\n"),
                     OutputFormat::Yaml => {
                         format!("---\n{}", OutputFormat::Yaml.render(&status, String::new))
@@ -156,14 +154,6 @@ fn follow(args: &StatusArgs, interval: Duration) -> io::Result<()> {
         }
         std::thread::sleep(interval);
     }
-}
-
-/// Reads `/status` of a running jackstay.
-///
-/// # Errors
-/// Those of [`admin_client::get_json`].
-pub(super) fn fetch(admin: SocketAddr) -> io::Result<Value> {
-    admin_client::get_json(&AdminAddress::Tcp(admin), "/status", TIMEOUT)
 }
 
 #[cfg(test)]

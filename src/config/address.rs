@@ -46,36 +46,28 @@ impl EndpointAddress {
     /// # Errors
     /// What is wrong with it, and how to write it.
     pub fn parse(text: &str) -> Result<Self, String> {
-        parse_endpoint(text)
+        let (host, port) = split(text, "10.0.0.11:6443 or \"[fd00::13]:6443\"")?;
+        if port == 0 {
+            return Err(format!("{} has port 0, which accepts no connections", quote(text)));
+        }
+        let host = match ip(host) {
+            Some(ip) if ip.is_unspecified() || ip.is_multicast() || ip == Ipv4Addr::BROADCAST => {
+                return Err(format!("{} is no address of an apiserver", quote(text)));
+            }
+            Some(ip) => ip.to_string(),
+            None if is_localhost(host) => LOCALHOST.to_owned(),
+            None if is_dns_name(host) => host.trim_end_matches('.').to_ascii_lowercase(),
+            None => {
+                return Err(format!("{} is neither an IP address nor a DNS name", quote(host)));
+            }
+        };
+        Ok(Self { host, port })
     }
 
     /// Whether the host needs a DNS lookup: it is neither an IP address nor `localhost`.
     pub fn is_name(&self) -> bool {
         self.host != LOCALHOST && self.host.parse::<IpAddr>().is_err()
     }
-}
-
-/// Reads the address of an apiserver: an IP address, `localhost` or a DNS name, and a port.
-pub(super) fn parse_endpoint(text: &str) -> Result<EndpointAddress, String> {
-    let (host, port) = split(text, "10.0.0.11:6443 or \"[fd00::13]:6443\"")?;
-    if port == 0 {
-        return Err(format!("{} has port 0, which accepts no connections", quote(text)));
-    }
-    let host = match ip(host) {
-        Some(ip) if ip.is_unspecified() || ip.is_multicast() => {
-            return Err(format!("{} is no address of an apiserver", quote(text)));
-        }
-        Some(IpAddr::V4(Ipv4Addr::BROADCAST)) => {
-            return Err(format!("{} is no address of an apiserver", quote(text)));
-        }
-        Some(ip) => ip.to_string(),
-        None if is_localhost(host) => LOCALHOST.to_owned(),
-        None if is_dns_name(host) => host.trim_end_matches('.').to_ascii_lowercase(),
-        None => {
-            return Err(format!("{} is neither an IP address nor a DNS name", quote(host)));
-        }
-    };
-    Ok(EndpointAddress { host, port })
 }
 
 fn is_localhost(host: &str) -> bool {
@@ -150,4 +142,23 @@ pub(super) fn split<'a>(text: &'a str, example: &str) -> Result<(&'a str, u16), 
 /// An IP address; an IPv4-mapped IPv6 address (RFC 4291 section 2.5.5.2) becomes the IPv4 address.
 fn ip(host: &str) -> Option<IpAddr> {
     host.parse::<IpAddr>().ok().map(|ip| ip.to_canonical())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hickory_resolver::proto::rr::Name;
+
+    #[test]
+    fn dns_name_is_ascii_and_known_to_the_resolver() {
+        for host in
+            ["lb.example.com", "LB.Example.com.", "n-1", "1.example", "xn--bcher-kva.example"]
+        {
+            let endpoint = EndpointAddress::parse(&format!("{host}:6443")).unwrap();
+            let name = Name::from_utf8(&endpoint.host).unwrap();
+            assert_eq!(name.to_ascii(), endpoint.host, "{host}");
+        }
+        let error = EndpointAddress::parse("bücher.example:6443").unwrap_err();
+        assert_eq!(error, "\"bücher.example\" is neither an IP address nor a DNS name");
+    }
 }

@@ -3,9 +3,10 @@
 //! Each layer is checked before the `config` crate merges it: unknown keys and sections that are
 //! not maps are reported and left out, so no layer can hide a mistake in another one.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
+use clap::Args;
 use config::{Map, Source, Value, ValueKind};
 
 use super::errors::{ConfigError, join, nearest, quote};
@@ -31,23 +32,24 @@ const SCALARS: [(&str, &str); 9] = [
 /// The lists, which only the file can set.
 const LISTS: [&str; 2] = ["upstreams", "listeners"];
 
-/// Values of flags, as text. They override every other layer.
-#[derive(Debug, Clone, Default)]
+/// Scalar values of flags, as text. They override every other layer.
+#[derive(Debug, Clone, Default, Args)]
 pub struct Overrides {
-    /// `admin.bind`
+    /// Replaces admin.bind.
+    #[arg(long = "admin", value_name = "ADDR")]
     pub admin_bind: Option<String>,
-    /// `state_dir`
-    pub state_dir: Option<String>,
-    /// `workers`
+    /// Replaces workers: a number, or `auto`.
+    #[arg(long, value_name = "N")]
     pub workers: Option<String>,
-    /// `log.level`
+    /// Replaces log.level.
+    #[arg(long, value_name = "LEVEL")]
     pub log_level: Option<String>,
-    /// `log.format`
+    /// Replaces log.format.
+    #[arg(long, value_name = "FORMAT")]
     pub log_format: Option<String>,
-    /// `log.access`
+    /// Replaces log.access.
+    #[arg(long = "access-log", value_name = "WHICH")]
     pub log_access: Option<String>,
-    /// `shutdown.drain_timeout`
-    pub drain_timeout: Option<String>,
 }
 
 /// One layer. It holds keys of the schema only, because the `config` crate reads top-level keys as
@@ -73,7 +75,7 @@ impl Layer {
 }
 
 /// Merges the layers over the defaults; the last one wins.
-pub(super) fn merge(layers: [Layer; 3], report: &mut Report) -> Option<Value> {
+pub(super) fn merge(layers: [Layer; 3], report: &Report) -> Option<Value> {
     let mut defaults = Layer::default();
     for (key, text) in SCALARS {
         defaults.set(key, text, DEFAULT);
@@ -91,34 +93,8 @@ pub(super) fn merge(layers: [Layer; 3], report: &mut Report) -> Option<Value> {
     }
 }
 
-/// The layer that takes the place of a file: connections to any of `listen` go to the `upstream`
-/// apiservers.
-pub(super) fn layer_from_addresses(listen: &[String], upstream: &[String]) -> Layer {
-    let origin = COMMAND_LINE.to_owned();
-    let value = |kind: ValueKind| Value::new(Some(&origin), kind);
-    let text = |text: &str| value(ValueKind::String(text.to_owned()));
-    let list =
-        |items: &[String]| value(ValueKind::Array(items.iter().map(|item| text(item)).collect()));
-    let list_of_one = |entries: Vec<(&str, Value)>| {
-        let map = entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
-        value(ValueKind::Array(vec![value(ValueKind::Table(map))]))
-    };
-    let mut layer = Layer::default();
-    layer.set("state_dir", "", COMMAND_LINE);
-    let upstreams = list_of_one(vec![("name", text("apiservers")), ("endpoints", list(upstream))]);
-    let listeners = list_of_one(vec![
-        ("name", text("passthrough")),
-        ("mode", text("passthrough")),
-        ("bind", list(listen)),
-        ("upstream", text("apiservers")),
-    ]);
-    layer.0.insert("upstreams".to_owned(), upstreams);
-    layer.0.insert("listeners".to_owned(), listeners);
-    layer
-}
-
 /// The known keys of the file; `None` if it cannot be read to its end.
-pub(super) fn file_layer(text: &str, report: &mut Report) -> Option<Layer> {
+pub(super) fn file_layer(text: &str, report: &Report) -> Option<Layer> {
     let origin = report.file.clone();
     let parsed = yaml::parse(text, &origin);
     for (path, message) in parsed.errors {
@@ -126,9 +102,7 @@ pub(super) fn file_layer(text: &str, report: &mut Report) -> Option<Layer> {
     }
     let known: Vec<&str> = sections().chain(LISTS).collect();
     let mut layer = Layer::default();
-    let mut entries: Vec<(String, Value)> = parsed.tree?.into_iter().collect();
-    entries.sort_by(|a, b| a.0.cmp(&b.0));
-    for (key, value) in entries {
+    for (key, value) in parsed.tree?.into_iter().collect::<BTreeMap<_, _>>() {
         let keys = keys_of(&key);
         if !known.contains(&key.as_str()) {
             report.unknown("", &key, &known);
@@ -169,15 +143,10 @@ fn keys_of(section: &str) -> Vec<&'static str> {
 }
 
 /// The values of environment variables.
-pub(super) fn env_layer(
-    env: impl IntoIterator<Item = (String, String)>,
-    report: &mut Report,
-) -> Layer {
+pub(super) fn env_layer(env: impl IntoIterator<Item = (String, String)>, report: &Report) -> Layer {
     let mut layer = Layer::default();
     let own = env.into_iter().filter(|(name, _)| name.starts_with(ENV_PREFIX));
-    let variables: HashMap<String, String> = own.collect();
-    let mut variables: Vec<(String, String)> = variables.into_iter().collect();
-    variables.sort();
+    let variables: BTreeMap<String, String> = own.collect();
     for (name, value) in variables {
         let key = name[ENV_PREFIX.len()..].to_lowercase().replace("__", ".");
         match env_error(&key) {
@@ -185,7 +154,7 @@ pub(super) fn env_layer(
             Some(message) => {
                 let path =
                     if name.chars().all(|c| c.is_ascii_graphic()) { name } else { quote(&name) };
-                report.errors.push(ConfigError { file: ENVIRONMENT.to_owned(), path, message });
+                report.add(ConfigError { file: ENVIRONMENT.to_owned(), path, message });
             }
         }
     }
@@ -221,12 +190,10 @@ pub(super) fn flag_layer(overrides: &Overrides) -> Layer {
     let mut layer = Layer::default();
     for (key, value) in [
         ("admin.bind", &overrides.admin_bind),
-        ("state_dir", &overrides.state_dir),
         ("workers", &overrides.workers),
         ("log.level", &overrides.log_level),
         ("log.format", &overrides.log_format),
         ("log.access", &overrides.log_access),
-        ("shutdown.drain_timeout", &overrides.drain_timeout),
     ] {
         if let Some(value) = value {
             layer.set(key, value, COMMAND_LINE);

@@ -6,10 +6,10 @@
 use std::io::Read;
 use std::path::Path;
 
-use super::errors::{ConfigError, ConfigErrors};
-use super::layers::{
-    Layer, Overrides, env_layer, file_layer, flag_layer, layer_from_addresses, merge,
-};
+use serde_json::json;
+
+use super::errors::{ConfigError, ConfigErrors, describe_io_error};
+use super::layers::{Layer, Overrides, env_layer, file_layer, flag_layer, merge};
 use super::model::Config;
 use super::node::Node;
 use super::report::{COMMAND_LINE, ENV_PREFIX, Report};
@@ -41,7 +41,8 @@ pub struct ConfigDraft {
 
 impl ConfigDraft {
     fn new(config: Option<Config>, report: Report) -> Self {
-        Self { config, errors: report.errors, warnings: report.warnings }
+        let (errors, warnings) = report.finish();
+        Self { config, errors, warnings }
     }
 
     /// The configuration, if it is valid.
@@ -85,8 +86,8 @@ pub fn draft(
     env: impl IntoIterator<Item = (String, String)>,
     overrides: &Overrides,
 ) -> ConfigDraft {
-    let mut report = Report::about(path.display().to_string());
-    let config = read_file(path, env, overrides, &mut report);
+    let report = Report::about(path.display().to_string());
+    let config = read_file(path, env, overrides, &report);
     ConfigDraft::new(config, report)
 }
 
@@ -95,54 +96,52 @@ pub fn draft(
 /// # Errors
 /// Every mistake.
 pub fn validate_text(path: &Path, text: &str) -> Result<LoadedConfig, ConfigErrors> {
-    let mut report = Report::about(path.display().to_string());
-    let file = file_layer(text, &mut report);
-    let config = validate_layers(file, [], &Overrides::default(), &mut report);
+    let report = Report::about(path.display().to_string());
+    let file = file_layer(text, &report);
+    let config = validate_layers(file, [], &Overrides::default(), &report);
     ConfigDraft::new(config, report).finish()
 }
 
 /// A configuration without a file: connections to any of `listen` are passed through to the
 /// `upstream` apiservers. The environment and `overrides` apply; every other key has its default,
-/// except that `state_dir` is empty.
-///
-/// # Errors
-/// Every mistake, each with its flag.
-pub fn from_flags(
-    listen: &[String],
-    upstream: &[String],
-    env: impl IntoIterator<Item = (String, String)>,
-    overrides: &Overrides,
-) -> Result<LoadedConfig, ConfigErrors> {
-    draft_from_flags(listen, upstream, env, overrides).finish()
-}
-
-/// The configuration of [`from_flags`] with its mistakes.
+/// except that `state_dir` is empty. Each mistake is reported with its flag.
 pub fn draft_from_flags(
     listen: &[String],
     upstream: &[String],
     env: impl IntoIterator<Item = (String, String)>,
     overrides: &Overrides,
 ) -> ConfigDraft {
-    let mut report = Report::about(COMMAND_LINE);
-    let layer = layer_from_addresses(listen, upstream);
-    let config = validate_layers(Some(layer), env, overrides, &mut report);
-    // The user gave flags, so errors name them instead of the keys of a file.
+    // In the place of a file. Every JSON document is YAML.
+    let file = json!({
+        "state_dir": "",
+        "upstreams": [{ "name": "apiservers", "endpoints": upstream }],
+        "listeners": [{
+            "name": "passthrough",
+            "mode": "passthrough",
+            "bind": listen,
+            "upstream": "apiservers",
+        }],
+    });
+    let report = Report::about(COMMAND_LINE);
+    let layer = file_layer(&file.to_string(), &report);
+    let config = validate_layers(layer, env, overrides, &report);
+    let mut draft = ConfigDraft::new(config, report);
     let with_flags = |text: &str| {
         text.replace("listeners[0].bind[", "--listen[")
             .replace("upstreams[0].endpoints[", "--upstream[")
     };
-    for error in &mut report.errors {
+    for error in &mut draft.errors {
         error.path = with_flags(&error.path);
         error.message = with_flags(&error.message);
     }
-    ConfigDraft::new(config, report)
+    draft
 }
 
 fn read_file(
     path: &Path,
     env: impl IntoIterator<Item = (String, String)>,
     overrides: &Overrides,
-    report: &mut Report,
+    report: &Report,
 ) -> Option<Config> {
     let file = match read_text(path) {
         Ok(text) => file_layer(&text, report),
@@ -160,11 +159,11 @@ fn validate_layers(
     file: Option<Layer>,
     env: impl IntoIterator<Item = (String, String)>,
     overrides: &Overrides,
-    report: &mut Report,
+    report: &Report,
 ) -> Option<Config> {
     let env = env_layer(env, report);
     let root = merge([file?, env, flag_layer(overrides)], report)?;
-    let (config, references) = schema::read(&Node::root(&root), report);
+    let (config, references) = schema::read(&Node::root(&root, report), report);
     rules::check(&references, report);
     Some(config)
 }
@@ -173,9 +172,7 @@ fn read_text(path: &Path) -> Result<String, String> {
     let mut bytes = Vec::new();
     let file = std::fs::File::open(path);
     if let Err(error) = file.and_then(|file| file.take(MAX_FILE + 1).read_to_end(&mut bytes)) {
-        let reason = error.to_string();
-        let reason = reason.split(" (os error").next().unwrap_or_default();
-        return Err(format!("cannot read the configuration: {reason}"));
+        return Err(format!("cannot read the configuration: {}", describe_io_error(&error)));
     }
     if bytes.len() as u64 > MAX_FILE {
         return Err("larger than 1 MiB: this is not a configuration file".to_owned());
@@ -233,9 +230,9 @@ listeners:
 
     #[test]
     fn shipped_file_has_and_explains_every_key() {
-        let mut report = Report::about("f");
-        read_file(&shipped(), [], &Overrides::default(), &mut report).unwrap();
-        assert_eq!(report.defaulted, [""; 0]);
+        let report = Report::about("f");
+        read_file(&shipped(), [], &Overrides::default(), &report).unwrap();
+        assert_eq!(report.defaulted.into_inner(), [""; 0]);
         let text = std::fs::read_to_string(shipped()).unwrap();
         for line in text.lines().filter(|line| !line.trim_start().starts_with('#')) {
             let section = line.trim_end().ends_with(':');

@@ -40,11 +40,6 @@ impl Level {
         ("debug", Self::Debug),
         ("trace", Self::Trace),
     ];
-
-    /// The name in the configuration.
-    pub fn as_str(self) -> &'static str {
-        name_of(&Self::NAMES, self)
-    }
 }
 
 /// Format of a log line.
@@ -60,11 +55,6 @@ pub enum LogFormat {
 impl LogFormat {
     /// Each format with its name in the configuration.
     pub const NAMES: [(&'static str, Self); 2] = [("text", Self::Text), ("json", Self::Json)];
-
-    /// The name in the configuration.
-    pub fn as_str(self) -> &'static str {
-        name_of(&Self::NAMES, self)
-    }
 }
 
 /// Which requests are logged.
@@ -83,13 +73,4 @@ impl AccessLog {
     /// Each choice with its name in the configuration.
     pub const NAMES: [(&'static str, Self); 3] =
         [("off", Self::Off), ("errors", Self::Errors), ("all", Self::All)];
-
-    /// The name in the configuration.
-    pub fn as_str(self) -> &'static str {
-        name_of(&Self::NAMES, self)
-    }
-}
-
-fn name_of<T: PartialEq + Copy>(names: &[(&'static str, T)], value: T) -> &'static str {
-    names.iter().find(|(_, known)| *known == value).map_or("", |(name, _)| name)
 }

@@ -24,12 +24,11 @@ mod yaml;
 pub use address::{EndpointAddress, collide};
 pub use cert_paths::CertPaths;
 pub use destination::Destination;
-pub use errors::{ConfigError, ConfigErrors};
+pub use errors::{ConfigError, ConfigErrors, describe_io_error};
 pub use layers::Overrides;
 pub use listener::*;
 pub use load::{
-    ConfigDraft, LoadedConfig, draft, draft_from_flags, environment, from_flags, load,
-    validate_text,
+    ConfigDraft, LoadedConfig, draft, draft_from_flags, environment, load, validate_text,
 };
 pub use logging::{AccessLog, Level, Log, LogFormat};
 pub use model::*;

@@ -19,12 +19,13 @@ use super::units::{format_duration, format_size, parse_duration, parse_size};
 pub(super) struct Node<'a> {
     value: Option<&'a Value>,
     pub(super) path: String,
+    report: &'a Report,
 }
 
 impl<'a> Node<'a> {
-    /// The root of a tree.
-    pub(super) fn root(value: &'a Value) -> Self {
-        Self { value: Some(value), path: String::new() }
+    /// The root of a tree; its mistakes go to `report`.
+    pub(super) fn root(value: &'a Value, report: &'a Report) -> Self {
+        Self { value: Some(value), path: String::new(), report }
     }
 
     /// The value; `None` for a missing one and for null.
@@ -42,20 +43,19 @@ impl<'a> Node<'a> {
     }
 
     /// Reports an error about this key, named as in the layer that the value comes from.
-    pub(super) fn error(&self, report: &mut Report, message: impl Into<String>) {
-        let message = message.into();
+    pub(super) fn error(&self, message: impl Into<String>) {
         let (file, path) = match self.origin() {
             Some(ENVIRONMENT) => {
                 let name = format!("{ENV_PREFIX}{}", self.path.replace('.', "__").to_uppercase());
                 (ENVIRONMENT.to_owned(), name)
             }
             Some(COMMAND_LINE) => (COMMAND_LINE.to_owned(), self.path.clone()),
-            _ => (report.file.clone(), self.path.clone()),
+            _ => (self.report.file.clone(), self.path.clone()),
         };
-        report.errors.push(ConfigError { file, path, message });
+        self.report.add(ConfigError { file, path, message: message.into() });
     }
 
-    fn mismatch<T>(&self, report: &mut Report, wanted: &str, found: &ValueKind) -> Option<T> {
+    fn mismatch<T>(&self, wanted: &str, found: &ValueKind) -> Option<T> {
         let quotes = match found {
             ValueKind::I64(_) | ValueKind::Float(_) | ValueKind::Boolean(_)
                 if wanted.starts_with("text") =>
@@ -64,202 +64,155 @@ impl<'a> Node<'a> {
             }
             _ => "",
         };
-        self.error(report, format!("expected {wanted}, found {}{quotes}", describe(found)));
+        self.error(format!("expected {wanted}, found {}{quotes}", describe(found)));
         None
+    }
+
+    /// The value of a result; reports its error.
+    fn valid<T>(&self, result: Result<T, String>) -> Option<T> {
+        result.map_err(|message| self.error(message)).ok()
+    }
+
+    /// The text, if the value is one. Reports nothing.
+    pub(super) fn text(&self) -> Option<&'a str> {
+        match self.kind()? {
+            ValueKind::String(text) => Some(text),
+            _ => None,
+        }
     }
 
     /// A text that `parse` reads; `None` if there is none, or if it is wrong and reported.
     pub(super) fn parse<T>(
         &self,
-        report: &mut Report,
         wanted: &str,
         parse: impl FnOnce(&str) -> Result<T, String>,
     ) -> Option<T> {
         match self.kind()? {
-            ValueKind::String(text) => {
-                parse(text).map_err(|message| self.error(report, message)).ok()
-            }
-            other => self.mismatch(report, wanted, other),
+            ValueKind::String(text) => self.valid(parse(text)),
+            other => self.mismatch(wanted, other),
         }
     }
 
     /// Like [`Node::parse`], and reports that a value is missing.
     pub(super) fn require<T>(
         &self,
-        report: &mut Report,
         wanted: &str,
         parse: impl FnOnce(&str) -> Result<T, String>,
     ) -> Option<T> {
         if !self.is_given() {
-            let wanted = wanted.trim_start_matches("text: ");
-            self.error(report, format!("is required: {wanted}"));
+            self.error(format!("is required: {}", wanted.trim_start_matches("text: ")));
         }
-        self.parse(report, wanted, parse)
+        self.parse(wanted, parse)
     }
 
     /// The path of a file or directory; an empty text means none.
-    pub(super) fn file(&self, report: &mut Report) -> Option<PathBuf> {
-        let path = self.parse(report, "text: a path", path_of)?;
+    pub(super) fn file(&self) -> Option<PathBuf> {
+        let path = self.parse("text: a path", path_of)?;
         Some(path).filter(|path| !path.as_os_str().is_empty())
     }
 
     /// The path of a file that must be set.
-    pub(super) fn required_file(&self, report: &mut Report) -> Option<PathBuf> {
-        self.require(report, "text: the path of a file", |text| match text {
+    pub(super) fn required_file(&self) -> Option<PathBuf> {
+        self.require("text: the path of a file", |text| match text {
             "" => Err("is required: the path of a file".to_owned()),
             text => path_of(text),
         })
     }
 
     /// One of `words`.
-    pub(super) fn word<T: Copy>(&self, report: &mut Report, words: &[(&str, T)], default: T) -> T {
-        let all: Vec<&str> = words.iter().map(|(word, _)| *word).collect();
-        let wanted = format!("text: one of {}", all.join(", "));
-        let found = self.parse(report, &wanted, |text| {
+    pub(super) fn one_of<T: Copy>(&self, words: &[(&str, T)], default: T) -> T {
+        let all = words.iter().map(|(word, _)| *word).collect::<Vec<_>>().join(", ");
+        let found = self.parse(&format!("text: one of {all}"), |text| {
             let word = words.iter().find(|(word, _)| *word == text);
             word.map(|(_, value)| *value)
-                .ok_or_else(|| format!("{} is not one of {}", quote(text), all.join(", ")))
+                .ok_or_else(|| format!("{} is not one of {all}", quote(text)))
         });
         found.unwrap_or(default)
     }
 
     /// A whole number.
-    pub(super) fn number(
-        &self,
-        report: &mut Report,
-        default: u32,
-        range: RangeInclusive<u32>,
-    ) -> u32 {
-        self.number_as(report, "a whole number", default, range)
+    pub(super) fn number(&self, default: u32, range: RangeInclusive<u32>) -> u32 {
+        self.number_as("a whole number", default, range)
     }
 
     /// A whole number; `wanted` describes it in messages.
-    pub(super) fn number_as(
-        &self,
-        report: &mut Report,
-        wanted: &str,
-        default: u32,
-        range: RangeInclusive<u32>,
-    ) -> u32 {
+    pub(super) fn number_as(&self, wanted: &str, default: u32, range: RangeInclusive<u32>) -> u32 {
         let number = match self.kind() {
             None => return default,
             Some(ValueKind::I64(number)) => Some(*number),
             // Values of variables and flags are always text.
-            Some(ValueKind::String(text)) if self.origin() != Some(report.file.as_str()) => {
+            Some(ValueKind::String(text)) if self.origin() != Some(&self.report.file) => {
                 let number = text.parse().ok();
                 if number.is_none() {
-                    self.error(report, format!("{} is not {wanted}", quote(text)));
+                    self.error(format!("{} is not {wanted}", quote(text)));
                 }
                 number
             }
-            Some(other) => self.mismatch(report, wanted, other),
+            Some(other) => self.mismatch(wanted, other),
         };
         let Some(number) = number else { return default };
-        let (low, high) = range.into_inner();
-        let Some(number) = u32::try_from(number).ok().filter(|n| (low..=high).contains(n)) else {
-            self.error(report, format!("{number} is out of range: {low} to {high}"));
-            return default;
-        };
-        number
+        let range = i64::from(*range.start())..=i64::from(*range.end());
+        let number = within(range, number, &number.to_string(), i64::to_string);
+        self.valid(number).map_or(default, |number| number as u32)
     }
 
     /// A duration within `range`.
-    pub(super) fn duration(
-        &self,
-        report: &mut Report,
-        default: Duration,
-        range: RangeInclusive<Duration>,
-    ) -> Duration {
+    pub(super) fn duration(&self, default: Duration, range: RangeInclusive<Duration>) -> Duration {
         let read = |text: &str| {
-            let duration = parse_duration(text)?;
-            if range.contains(&duration) {
-                return Ok(duration);
-            }
-            let (low, high) = (format_duration(*range.start()), format_duration(*range.end()));
-            Err(format!("{text} is out of range: {low} to {high}"))
+            within(range, parse_duration(text)?, text, |limit| format_duration(*limit))
         };
-        self.quantity(report, "a duration such as 250ms, 2s or 1h", read).unwrap_or(default)
+        self.quantity("a duration such as 250ms, 2s or 1h", read).unwrap_or(default)
     }
 
     /// A size in bytes within `range`.
-    pub(super) fn size(
-        &self,
-        report: &mut Report,
-        default: u32,
-        range: RangeInclusive<u32>,
-    ) -> u32 {
-        let read = |text: &str| {
-            let size = parse_size(text)?;
-            if let Some(size) = u32::try_from(size).ok().filter(|size| range.contains(size)) {
-                return Ok(size);
-            }
-            let (low, high) = (*range.start(), *range.end());
-            let (low, high) = (format_size(low.into()), format_size(high.into()));
-            Err(format!("{text} is out of range: {low} to {high}"))
-        };
-        self.quantity(report, "a size such as 64KiB", read).unwrap_or(default)
+    pub(super) fn size(&self, default: u32, range: RangeInclusive<u32>) -> u32 {
+        let range = u64::from(*range.start())..=u64::from(*range.end());
+        let read = |text: &str| within(range, parse_size(text)?, text, |limit| format_size(*limit));
+        self.quantity("a size such as 64KiB", read).map_or(default, |size| size as u32)
     }
 
     /// A number with a unit. `read` also gets a number without one, and says that its unit is
     /// missing.
-    fn quantity<T>(
-        &self,
-        report: &mut Report,
-        wanted: &str,
-        read: impl FnOnce(&str) -> Result<T, String>,
-    ) -> Option<T> {
+    fn quantity<T>(&self, wanted: &str, read: impl FnOnce(&str) -> Result<T, String>) -> Option<T> {
         match self.kind()? {
-            ValueKind::I64(number) => {
-                read(&number.to_string()).map_err(|message| self.error(report, message)).ok()
-            }
-            _ => self.parse(report, wanted, read),
+            ValueKind::I64(number) => self.valid(read(&number.to_string())),
+            _ => self.parse(wanted, read),
         }
     }
 
     /// `true` or `false`.
-    pub(super) fn flag(&self, report: &mut Report, default: bool) -> bool {
+    pub(super) fn flag(&self, default: bool) -> bool {
         match self.kind() {
             None => default,
             Some(ValueKind::Boolean(value)) => *value,
-            Some(other) => self.mismatch(report, "true or false", other).unwrap_or(default),
+            Some(other) => self.mismatch("true or false", other).unwrap_or(default),
         }
     }
 
     /// The items of a list; none if there is no list.
-    pub(super) fn items(&self, report: &mut Report) -> Vec<Node<'a>> {
-        match self.kind() {
-            None => Vec::new(),
-            Some(ValueKind::Array(items)) => {
-                let item =
-                    |(i, value)| Node { value: Some(value), path: format!("{}[{i}]", self.path) };
-                items.iter().enumerate().map(item).collect()
-            }
-            Some(other) => {
-                self.mismatch::<()>(report, "a list", other);
-                Vec::new()
-            }
-        }
-    }
-
-    /// The items of a list that must not be empty; `what` describes them in the message.
-    pub(super) fn required_items(&self, report: &mut Report, what: &str) -> Vec<Node<'a>> {
-        let before = report.errors.len();
-        let items = self.items(report);
-        if items.is_empty() && report.errors.len() == before {
-            self.error(report, format!("is required: {what}"));
-        }
-        items
+    pub(super) fn items(&self) -> Vec<Node<'a>> {
+        let items = match self.kind() {
+            None => None,
+            Some(ValueKind::Array(items)) => Some(items),
+            Some(other) => self.mismatch("a list", other),
+        };
+        let item = |(i, value)| {
+            let path = format!("{}[{i}]", self.path);
+            Node { value: Some(value), path, report: self.report }
+        };
+        items.into_iter().flatten().enumerate().map(item).collect()
     }
 
     /// The fields of a map; reports any other value.
-    pub(super) fn fields(&self, report: &mut Report) -> Fields<'a> {
+    pub(super) fn fields(&self) -> Fields<'a> {
         let map = match self.kind() {
             Some(ValueKind::Table(map)) => Some(map),
             None => None,
-            Some(other) => self.mismatch(report, "a map of keys", other),
+            Some(other) => self.mismatch("a map of keys", other),
         };
-        let broken = map.is_none() && self.is_given();
-        Fields { map, broken, path: self.path.clone(), asked: Vec::new() }
+        let is_malformed = map.is_none() && self.is_given();
+        let (path, report) = (self.path.clone(), self.report);
+        Fields { map, is_malformed, path, known_keys: Vec::new(), report }
     }
 }
 
@@ -267,64 +220,71 @@ impl<'a> Node<'a> {
 #[derive(Debug)]
 pub(super) struct Fields<'a> {
     map: Option<&'a Map<String, Value>>,
-    /// The value is reported as not a map, so that its keys are not reported as missing.
-    pub(super) broken: bool,
+    /// The value, or one that it is in, is not a map. That is reported, so its keys are not reported
+    /// as missing.
+    pub(super) is_malformed: bool,
     path: String,
-    asked: Vec<&'static str>,
+    known_keys: Vec<&'static str>,
+    report: &'a Report,
 }
 
 impl<'a> Fields<'a> {
+    fn node(&mut self, key: &'static str) -> Node<'a> {
+        self.known_keys.push(key);
+        let value = self.map.and_then(|map| map.get(key));
+        Node { value, path: join(&self.path, key), report: self.report }
+    }
+
     /// The value of a key of the schema.
-    pub(super) fn get(&mut self, report: &mut Report, key: &'static str) -> Node<'a> {
-        self.asked.push(key);
-        let node =
-            Node { value: self.map.and_then(|map| map.get(key)), path: join(&self.path, key) };
+    pub(super) fn get(&mut self, key: &'static str) -> Node<'a> {
+        let node = self.node(key);
         if node.value.is_none() || node.origin() == Some(DEFAULT) {
-            report.defaulted.push(node.path.clone());
+            self.report.defaulted.borrow_mut().push(node.path.clone());
         }
         node
     }
 
     /// Reports a key that has no meaning here with the message `why`, if it is set.
-    pub(super) fn foreign(&mut self, report: &mut Report, key: &'static str, why: &str) {
-        self.asked.push(key);
-        let node =
-            Node { value: self.map.and_then(|map| map.get(key)), path: join(&self.path, key) };
+    pub(super) fn refuse(&mut self, key: &'static str, why: &str) {
+        let node = self.node(key);
         if node.is_given() {
-            node.error(report, why);
+            node.error(why);
         }
     }
 
     /// The map below a key.
-    pub(super) fn section(&mut self, report: &mut Report, key: &'static str) -> Fields<'a> {
-        let node = self.get(report, key);
-        let mut fields = node.fields(report);
-        fields.broken |= self.broken;
+    pub(super) fn section(&mut self, key: &'static str) -> Fields<'a> {
+        let mut fields = self.get(key).fields();
+        fields.is_malformed |= self.is_malformed;
         fields
     }
 
-    /// The items of a list that must not be empty; none if this is not a map.
-    pub(super) fn required_items(
-        &mut self,
-        report: &mut Report,
-        key: &'static str,
-        what: &str,
-    ) -> Vec<Node<'a>> {
-        let list = self.get(report, key);
-        if self.broken { Vec::new() } else { list.required_items(report, what) }
+    /// The items of a list that must not be empty, which `what` describes; none if this is not a
+    /// map.
+    pub(super) fn required_items(&mut self, key: &'static str, what: &str) -> Vec<Node<'a>> {
+        let list = self.get(key);
+        if self.is_malformed {
+            return Vec::new();
+        }
+        let before = self.report.error_count();
+        let items = list.items();
+        if items.is_empty() && self.report.error_count() == before {
+            list.error(format!("is required: {what}"));
+        }
+        items
     }
 
     /// An optional certificate with its key, and the node of `cert_file`.
-    pub(super) fn cert_pair(&mut self, report: &mut Report) -> (Node<'a>, Option<CertPaths>) {
-        let (cert, key) = (self.get(report, "cert_file"), self.get(report, "key_file"));
-        let paths = match (cert.file(report), key.file(report)) {
+    pub(super) fn cert_pair(&mut self) -> (Node<'a>, Option<CertPaths>) {
+        let (cert, key) = (self.get("cert_file"), self.get("key_file"));
+        let paths = match (cert.file(), key.file()) {
             (Some(cert_file), Some(key_file)) => Some(CertPaths { cert_file, key_file }),
             (Some(_), None) => {
-                key.error(report, "is required beside cert_file");
+                key.error("is required beside cert_file");
                 None
             }
             (None, Some(_)) => {
-                cert.error(report, "is required beside key_file");
+                cert.error("is required beside key_file");
                 None
             }
             (None, None) => None,
@@ -334,12 +294,12 @@ impl<'a> Fields<'a> {
 
     /// A required name that can be a metric label, by the rule for a Kubernetes object (RFC 1123).
     /// Adds it to `names`.
-    pub(super) fn name(&mut self, report: &mut Report, names: &mut Vec<Located<String>>) -> String {
-        let node = self.get(report, "name");
-        if self.broken {
+    pub(super) fn name(&mut self, names: &mut Vec<Located<String>>) -> String {
+        let node = self.get("name");
+        if self.is_malformed {
             return String::new();
         }
-        let name = node.require(report, "text: a name of its own", |text| {
+        let name = node.require("text: a name of its own", |text| {
             let alphanumeric = |b: &u8| b.is_ascii_lowercase() || b.is_ascii_digit();
             let bytes = text.as_bytes();
             let ends =
@@ -357,15 +317,29 @@ impl<'a> Fields<'a> {
     }
 
     /// Reports the unknown keys.
-    pub(super) fn finish(self, report: &mut Report) {
-        let mut unknown: Vec<&String> =
-            self.map.map(|map| map.keys().collect()).unwrap_or_default();
-        unknown.retain(|key| !self.asked.contains(&key.as_str()));
+    pub(super) fn finish(self) {
+        let keys = self.map.into_iter().flat_map(Map::keys);
+        let mut unknown: Vec<_> =
+            keys.filter(|key| !self.known_keys.contains(&key.as_str())).collect();
         unknown.sort();
         for key in unknown {
-            report.unknown(&self.path, key, &self.asked);
+            self.report.unknown(&self.path, key, &self.known_keys);
         }
     }
+}
+
+/// The value if it is within `range`, whose limits `format` writes; `text` is the value as given.
+fn within<T: PartialOrd>(
+    range: RangeInclusive<T>,
+    value: T,
+    text: &str,
+    format: impl Fn(&T) -> String,
+) -> Result<T, String> {
+    if range.contains(&value) {
+        return Ok(value);
+    }
+    let (low, high) = (format(range.start()), format(range.end()));
+    Err(format!("{text} is out of range: {low} to {high}"))
 }
 
 fn path_of(text: &str) -> Result<PathBuf, String> {

@@ -1,5 +1,6 @@
 //! The mistakes and warnings that one pass over a configuration collects.
 
+use std::cell::RefCell;
 use std::fmt::{Display, Write as _};
 
 use super::errors::{ConfigError, join, nearest, quote};
@@ -16,15 +17,15 @@ pub(super) const ENV_PREFIX: &str = "JACKSTAY__";
 /// A valid value with its key path.
 pub(super) type Located<T> = (String, T);
 
-/// The result of one pass over a configuration.
+/// The result of one pass over a configuration. All readers of the pass share it.
 #[derive(Debug, Default)]
 pub(super) struct Report {
     /// The configuration file.
     pub(super) file: String,
-    pub(super) errors: Vec<ConfigError>,
-    pub(super) warnings: Vec<String>,
+    errors: RefCell<Vec<ConfigError>>,
+    warnings: RefCell<Vec<String>>,
     /// Paths of the keys that the configuration leaves to their defaults.
-    pub(super) defaulted: Vec<String>,
+    pub(super) defaulted: RefCell<Vec<String>>,
 }
 
 impl Report {
@@ -33,23 +34,38 @@ impl Report {
         Self { file: file.into(), ..Self::default() }
     }
 
+    /// Adds an error.
+    pub(super) fn add(&self, error: ConfigError) {
+        self.errors.borrow_mut().push(error);
+    }
+
     /// Adds an error about a key path of the file.
-    pub(super) fn error(&mut self, path: &str, message: impl Into<String>) {
+    pub(super) fn error(&self, path: &str, message: impl Into<String>) {
         let (file, path) = (self.file.clone(), path.to_owned());
-        self.errors.push(ConfigError { file, path, message: message.into() });
+        self.add(ConfigError { file, path, message: message.into() });
     }
 
     /// Adds a warning about a key path of the file.
-    pub(super) fn warn(&mut self, path: &str, message: impl Display) {
-        self.warnings.push(format!("{}: {path}: {message}", self.file));
+    pub(super) fn warn(&self, path: &str, message: impl Display) {
+        self.warnings.borrow_mut().push(format!("{}: {path}: {message}", self.file));
     }
 
     /// Adds an error about a key that is not in the schema.
-    pub(super) fn unknown(&mut self, path: &str, key: &str, known: &[&str]) {
+    pub(super) fn unknown(&self, path: &str, key: &str, known: &[&str]) {
         let mut message = format!("unknown key {}", quote(key));
         if let Some(near) = nearest(key, known) {
             let _ = write!(message, "; did you mean {near}?");
         }
         self.error(&join(path, key), message);
+    }
+
+    /// The number of errors so far.
+    pub(super) fn error_count(&self) -> usize {
+        self.errors.borrow().len()
+    }
+
+    /// The errors and the warnings.
+    pub(super) fn finish(self) -> (Vec<ConfigError>, Vec<String>) {
+        (self.errors.into_inner(), self.warnings.into_inner())
     }
 }

@@ -36,7 +36,7 @@ pub(super) struct UpstreamWithoutCa {
 }
 
 /// Reports every violation.
-pub(super) fn check(references: &References, report: &mut Report) {
+pub(super) fn check(references: &References, report: &Report) {
     unique_names(&references.upstream_names, "upstream", report);
     unique_names(&references.listener_names, "listener", report);
     unique_binds(&references.binds, report);
@@ -50,7 +50,7 @@ pub(super) fn check(references: &References, report: &mut Report) {
 
 /// Requests and credentials go to verified servers only. A listener in mode `passthrough` sends
 /// neither; its clients verify the server themselves.
-fn servers_are_verified(references: &References, report: &mut Report) {
+fn servers_are_verified(references: &References, report: &Report) {
     for without in &references.without_ca {
         let is_used = references.upstreams.iter().any(|(_, name)| *name == without.upstream);
         if references.terminated.contains(&without.upstream) || !is_used {
@@ -63,49 +63,52 @@ fn servers_are_verified(references: &References, report: &mut Report) {
     }
 }
 
-fn unique_names(names: &[Located<String>], what: &str, report: &mut Report) {
-    for (i, (path, name)) in names.iter().enumerate() {
-        if let Some((first, _)) = names[..i].iter().find(|(_, other)| other == name) {
-            report
-                .error(path, format!("the {what} name {} is already used at {first}", quote(name)));
-        }
+/// Each item that is the same as an earlier one, with the first of those.
+fn repeated<T>(
+    items: &[Located<T>],
+    is_same: impl Fn(&T, &T) -> bool,
+) -> impl Iterator<Item = (&Located<T>, &Located<T>)> {
+    items.iter().enumerate().filter_map(move |(i, item)| {
+        let first = items[..i].iter().find(|earlier| is_same(&earlier.1, &item.1))?;
+        Some((item, first))
+    })
+}
+
+fn unique_names(names: &[Located<String>], what: &str, report: &Report) {
+    for ((path, name), (first, _)) in repeated(names, |a, b| a == b) {
+        report.error(path, format!("the {what} name {} is already used at {first}", quote(name)));
     }
 }
 
-fn unique_binds(binds: &[Located<SocketAddr>], report: &mut Report) {
-    for (i, (path, bind)) in binds.iter().enumerate() {
-        if let Some((first, other)) = binds[..i].iter().find(|(_, other)| collide(*other, *bind)) {
-            let message = if other == bind {
-                format!("{bind} is already bound at {first}")
-            } else {
-                format!("{bind} collides with {other}, bound at {first}")
-            };
-            report.error(path, message);
-        }
-    }
-}
-
-fn unique_endpoints(endpoints: &[Located<EndpointAddress>], report: &mut Report) {
-    for (i, (path, endpoint)) in endpoints.iter().enumerate() {
-        let mine = addresses_of(endpoint);
-        let same = |other: &EndpointAddress| {
-            other == endpoint || addresses_of(other).iter().any(|a| mine.contains(a))
+fn unique_binds(binds: &[Located<SocketAddr>], report: &Report) {
+    for ((path, bind), (first, other)) in repeated(binds, |a, b| collide(*a, *b)) {
+        let message = if other == bind {
+            format!("{bind} is already bound at {first}")
+        } else {
+            format!("{bind} collides with {other}, bound at {first}")
         };
-        if let Some((first, other)) = endpoints[..i].iter().find(|(_, other)| same(other)) {
-            let message = if other == endpoint {
-                format!("{endpoint} is already an endpoint at {first}")
-            } else {
-                format!("{endpoint} is the same as {other} at {first}")
-            };
-            report.error(path, message);
-        }
+        report.error(path, message);
+    }
+}
+
+fn unique_endpoints(endpoints: &[Located<EndpointAddress>], report: &Report) {
+    let is_same = |a: &EndpointAddress, b: &EndpointAddress| {
+        a == b || addresses_of(a).iter().any(|address| addresses_of(b).contains(address))
+    };
+    for ((path, endpoint), (first, other)) in repeated(endpoints, is_same) {
+        let message = if other == endpoint {
+            format!("{endpoint} is already an endpoint at {first}")
+        } else {
+            format!("{endpoint} is the same as {other} at {first}")
+        };
+        report.error(path, message);
     }
 }
 
 fn no_loops(
     endpoints: &[Located<EndpointAddress>],
     binds: &[Located<SocketAddr>],
-    report: &mut Report,
+    report: &Report,
 ) {
     for (path, endpoint) in endpoints {
         let targets = addresses_of(endpoint);
@@ -118,7 +121,7 @@ fn no_loops(
     }
 }
 
-fn upstreams_exist(references: &References, report: &mut Report) {
+fn upstreams_exist(references: &References, report: &Report) {
     let known: Vec<&str> =
         references.upstream_names.iter().map(|(_, name)| name.as_str()).collect();
     for (path, name) in &references.upstreams {

@@ -25,23 +25,12 @@ const SIZE: [(&str, u64); 4] = [("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 <<
 
 /// Reads `250ms`, `2s`, `1h` or `1m30s`.
 pub fn parse_duration(text: &str) -> Result<Duration, String> {
-    let hint = "write it as 250ms, 2s, 1m30s or 1h";
-    let nanos = parse(text, &TIME).map_err(|error| match error {
-        UnitError::NoUnit => format!("the duration {} has no unit: {hint}", quote(text)),
-        UnitError::TooLarge => format!("the duration {} is too large", quote(text)),
-        UnitError::Malformed => format!("{} is not a duration: {hint}", quote(text)),
-    })?;
-    Ok(Duration::from_nanos(nanos))
+    parse(text, &TIME, "duration", "250ms, 2s, 1m30s or 1h").map(Duration::from_nanos)
 }
 
 /// Reads `64KiB`, `1MiB` or `512B`.
 pub fn parse_size(text: &str) -> Result<u64, String> {
-    let hint = "write it as 512B, 64KiB or 1MiB";
-    parse(text, &SIZE).map_err(|error| match error {
-        UnitError::NoUnit => format!("the size {} has no unit: {hint}", quote(text)),
-        UnitError::TooLarge => format!("the size {} is too large", quote(text)),
-        UnitError::Malformed => format!("{} is not a size: {hint}", quote(text)),
-    })
+    parse(text, &SIZE, "size", "512B, 64KiB or 1MiB")
 }
 
 /// A duration in the form that [`parse_duration`] reads, rounded down to microseconds.
@@ -56,14 +45,11 @@ pub fn format_size(bytes: u64) -> String {
     format!("{}{name}", bytes / factor)
 }
 
-enum UnitError {
-    NoUnit,
-    TooLarge,
-    Malformed,
-}
-
-/// Reads numbers with units: the largest unit first, each unit at most once.
-fn parse(text: &str, units: &[(&str, u64)]) -> Result<u64, UnitError> {
+/// Reads numbers with units: the largest unit first, each unit at most once. Errors call the text a
+/// `what` and name `examples`.
+fn parse(text: &str, units: &[(&str, u64)], what: &str, examples: &str) -> Result<u64, String> {
+    let malformed = || format!("{} is not a {what}: write it as {examples}", quote(text));
+    let too_large = || format!("the {what} {} is too large", quote(text));
     let mut rest = text;
     let mut allowed = units;
     let mut total = 0_u64;
@@ -71,15 +57,15 @@ fn parse(text: &str, units: &[(&str, u64)]) -> Result<u64, UnitError> {
         let (digits, after) = rest.split_at(run(rest, |c| c.is_ascii_digit()));
         let (unit, after) = after.split_at(run(after, |c| c.is_ascii_alphabetic()));
         if digits.is_empty() {
-            return Err(UnitError::Malformed);
+            return Err(malformed());
         }
-        if unit.is_empty() {
-            return Err(if after.is_empty() { UnitError::NoUnit } else { UnitError::Malformed });
+        if unit.is_empty() && after.is_empty() {
+            return Err(format!("the {what} {} has no unit: write it as {examples}", quote(text)));
         }
-        let at = allowed.iter().position(|(name, _)| *name == unit).ok_or(UnitError::Malformed)?;
-        let number: u64 = digits.parse().map_err(|_| UnitError::TooLarge)?;
-        let value = number.checked_mul(allowed[at].1).ok_or(UnitError::TooLarge)?;
-        total = total.checked_add(value).ok_or(UnitError::TooLarge)?;
+        let at = allowed.iter().position(|(name, _)| *name == unit).ok_or_else(malformed)?;
+        let number: u64 = digits.parse().map_err(|_| too_large())?;
+        let value = number.checked_mul(allowed[at].1).ok_or_else(too_large)?;
+        total = total.checked_add(value).ok_or_else(too_large)?;
         allowed = &allowed[at + 1..];
         rest = after;
     }

@@ -19,7 +19,7 @@ use super::errors::{join, quote};
 const MAX_DEPTH: usize = 32;
 
 /// A parsed file.
-pub(super) struct Parsed {
+pub(super) struct ParsedYaml {
     /// The top-level keys; `None` if the file cannot be read to its end or is not a map.
     pub(super) tree: Option<Map<String, Value>>,
     /// (path or line, message) of each mistake of form.
@@ -27,7 +27,7 @@ pub(super) struct Parsed {
 }
 
 /// Parses `text`; every value carries `origin`.
-pub(super) fn parse(text: &str, origin: &str) -> Parsed {
+pub(super) fn parse(text: &str, origin: &str) -> ParsedYaml {
     let origin = origin.to_owned();
     let duplicates = RefCell::new(Vec::new());
     let reader = ValueReader { origin: &origin, path: String::new(), duplicates: &duplicates };
@@ -59,7 +59,7 @@ pub(super) fn parse(text: &str, origin: &str) -> Parsed {
             None
         }
     };
-    Parsed { tree, errors }
+    ParsedYaml { tree, errors }
 }
 
 fn options() -> Options {

@@ -3,7 +3,6 @@
 use kube::config::{AuthInfo, Cluster, Kubeconfig};
 
 use super::credential::{Credential, PemSource, UserCredentials};
-use super::error::KubeconfigError;
 use super::file::{context_names, find_cluster};
 use super::original::{original, set_changed_fields};
 use super::server_url::ServerUrl;
@@ -36,7 +35,7 @@ impl ResolvedContext {
     ///
     /// # Errors
     /// An entry is missing or wrong.
-    pub fn resolve(config: &Kubeconfig, context: Option<&str>) -> Result<Self, KubeconfigError> {
+    pub fn resolve(config: &Kubeconfig, context: Option<&str>) -> Result<Self, String> {
         let contexts = match context_names(config).as_slice() {
             [] => "there is none".to_owned(),
             names => format!("there is {}", names.join(", ")),
@@ -50,8 +49,7 @@ impl ResolvedContext {
             .ok_or_else(|| format!("no context {context:?}: {contexts}"))?;
         let name = set(Some(&entry.cluster))
             .ok_or_else(|| format!("context {context:?} names no cluster"))?;
-        let in_cluster =
-            |error: String| KubeconfigError::from(format!("cluster {name:?}: {error}"));
+        let in_cluster = |error: String| format!("cluster {name:?}: {error}");
         let mut cluster = find_cluster(config, name)
             .ok_or_else(|| format!("context {context:?}: no cluster {name:?}"))?
             .clone();
@@ -101,16 +99,14 @@ fn find_user<'a>(
     config: &'a Kubeconfig,
     context: &str,
     name: &str,
-) -> Result<&'a AuthInfo, KubeconfigError> {
+) -> Result<&'a AuthInfo, String> {
     static ANONYMOUS: std::sync::LazyLock<AuthInfo> = std::sync::LazyLock::new(AuthInfo::default);
     if name.is_empty() {
         return Ok(&ANONYMOUS);
     }
     let named = config.auth_infos.iter().find(|named| named.name == name);
-    match named {
-        Some(named) => Ok(named.auth_info.as_ref().unwrap_or(&ANONYMOUS)),
-        None => Err(format!("context {context:?}: no user {name:?}").into()),
-    }
+    let named = named.ok_or_else(|| format!("context {context:?}: no user {name:?}"))?;
+    Ok(named.auth_info.as_ref().unwrap_or(&ANONYMOUS))
 }
 
 #[cfg(test)]
@@ -124,9 +120,7 @@ mod tests {
                     clusters: [{name: c, cluster: {server: 'https://h:1', \
                     insecure-skip-tls-verify: true}}]\n";
         let parse = |text: &str| serde_saphyr::from_str::<Kubeconfig>(text).unwrap();
-        let resolve = |config: &Kubeconfig, context| {
-            ResolvedContext::resolve(config, context).map_err(|error| error.to_string())
-        };
+        let resolve = ResolvedContext::resolve;
         let config = parse(text);
         assert_eq!(
             resolve(&config, None).unwrap_err(),

@@ -8,8 +8,8 @@ use base64::engine::general_purpose::STANDARD;
 use kube::config::{AuthInfo, Cluster};
 use secrecy::{ExposeSecret, SecretString};
 
-use super::error::KubeconfigError;
 use super::exec::ExecPlugin;
+use super::file::unreadable;
 
 /// PEM data, or the file that holds it.
 #[derive(Clone, PartialEq, Eq)]
@@ -53,12 +53,10 @@ impl PemSource {
     ///
     /// # Errors
     /// The file cannot be read.
-    pub fn read(&self) -> Result<Vec<u8>, KubeconfigError> {
+    pub fn read(&self) -> Result<Vec<u8>, String> {
         match self {
             Self::Inline(bytes) => Ok(bytes.clone()),
-            Self::File(path) => {
-                std::fs::read(path).map_err(|error| KubeconfigError::unreadable(path, &error))
-            }
+            Self::File(path) => std::fs::read(path).map_err(|error| unreadable(path, &error)),
         }
     }
 }

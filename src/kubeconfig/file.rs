@@ -1,21 +1,20 @@
 //! One kubeconfig file: read with bounds, written as kubectl writes it.
 //!
 //! [`Kubeconfig`] keeps keys that it does not know, and extensions. Comments and layout are lost,
-//! as with `kubectl config`. A file that does not fit the type is refused as a whole; the type is
-//! stricter than kubectl in one point: each context must name a cluster.
+//! as with `kubectl config`. A file that does not fit the type is refused as a whole.
 
 use std::fmt;
-use std::io::Read;
+use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
 use kube::config::{Cluster, Kubeconfig};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use serde_path_to_error::{Deserializer, Track};
 use serde_saphyr::{Error as YamlError, Options};
 
-use super::error::KubeconfigError;
 use super::original::{original, record};
-use crate::config::describe_yaml_error;
+use crate::config::{describe_io_error, describe_yaml_error};
 
 /// Largest kubeconfig in bytes: room for the certificates of a few thousand clusters.
 pub const MAX_KUBECONFIG: u64 = 16 << 20;
@@ -44,38 +43,38 @@ impl fmt::Debug for KubeconfigFile {
 
 impl KubeconfigFile {
     /// Reads a file, a pipe included. `None` if it does not exist.
-    pub(super) fn read(path: &Path) -> Result<Option<Self>, KubeconfigError> {
-        let unreadable = |error: &std::io::Error| KubeconfigError::unreadable(path, error);
+    pub(super) fn read(path: &Path) -> Result<Option<Self>, String> {
+        let fail = |why: &str| Err(format!("{}: {why}", path.display()));
         match std::fs::metadata(path) {
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(unreadable(&error)),
-            Ok(metadata) if metadata.is_dir() => {
-                return Err(KubeconfigError::at(path, "is a directory, not a kubeconfig"));
-            }
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(unreadable(path, &error)),
+            Ok(metadata) if metadata.is_dir() => return fail("is a directory, not a kubeconfig"),
             Ok(_) => {}
         }
         let mut bytes = Vec::new();
         std::fs::File::open(path)
             .and_then(|file| file.take(MAX_KUBECONFIG + 1).read_to_end(&mut bytes))
-            .map_err(|error| unreadable(&error))?;
+            .map_err(|error| unreadable(path, &error))?;
         if bytes.len() as u64 > MAX_KUBECONFIG {
-            return Err(KubeconfigError::at(path, "larger than 16 MiB: not a kubeconfig"));
+            return fail("larger than 16 MiB: not a kubeconfig");
         }
-        let text = String::from_utf8(bytes).ok().filter(|text| !text.contains('\0'));
-        let text = text.ok_or_else(|| KubeconfigError::at(path, "not a text file in UTF-8"))?;
-        Self::parse(path, &text).map(Some)
+        match String::from_utf8(bytes) {
+            Ok(text) if !text.contains('\0') => Self::parse(path, &text).map(Some),
+            _ => fail("not a text file in UTF-8"),
+        }
     }
 
     /// Parses `text`, the content of the file at `path`.
     ///
     /// # Errors
     /// The first mistake with its line and key path, without a value of the file.
-    pub fn parse(path: &Path, text: &str) -> Result<Self, KubeconfigError> {
-        let config = parse_yaml(text).map_err(|error| KubeconfigError::at(path, error))?;
-        check(&config).map_err(|error| KubeconfigError::at(path, error))?;
+    pub fn parse(path: &Path, text: &str) -> Result<Self, String> {
+        let parsed = parse_yaml(text)
+            .or_else(|error| with_unnamed_clusters(text).ok_or(error))
+            .and_then(|config| check(&config).map(|()| config));
+        let config = parsed.map_err(|error| format!("{}: {error}", path.display()))?;
         let has_comments = text.lines().any(|line| line.trim_start().starts_with('#'));
-        let path =
-            std::path::absolute(path).map_err(|error| KubeconfigError::unreadable(path, &error))?;
+        let path = std::path::absolute(path).map_err(|error| unreadable(path, &error))?;
         Ok(Self { path, config, has_comments })
     }
 
@@ -129,6 +128,22 @@ fn parse_yaml(text: &str) -> Result<Kubeconfig, String> {
     })
 }
 
+/// A kubeconfig with contexts that name no cluster, each with an empty name instead. kubectl accepts
+/// such a file as long as the context is not used; the type requires the key. The tree has no line
+/// numbers, so the error of [`parse_yaml`] is the better one if this fails too.
+fn with_unnamed_clusters(text: &str) -> Option<Kubeconfig> {
+    let mut tree: Value = serde_saphyr::from_str_with_options(text, options()).ok()?;
+    for named in tree.get_mut("contexts")?.as_array_mut()? {
+        if let Some(context) = named.get_mut("context").and_then(Value::as_object_mut) {
+            let cluster = context.entry("cluster").or_insert(Value::Null);
+            if cluster.is_null() {
+                *cluster = Value::String(String::new());
+            }
+        }
+    }
+    serde_json::from_value(tree).ok()
+}
+
 /// kubectl reads YAML 1.1, so extensions do as well: `yes` is true and `017` is 15.
 fn options() -> Options {
     serde_saphyr::options! {
@@ -177,16 +192,20 @@ pub fn find_cluster_mut<'a>(config: &'a mut Kubeconfig, name: &str) -> Option<&'
 ///
 /// # Errors
 /// A value cannot be written as YAML.
-pub fn kubeconfig_yaml(config: &Kubeconfig) -> Result<String, KubeconfigError> {
+pub fn kubeconfig_yaml(config: &Kubeconfig) -> Result<String, String> {
     // A JSON object sorts its keys; the maps of this type do not.
-    let tree = serde_json::to_value(config)
-        .map_err(|_| KubeconfigError::from("the kubeconfig cannot be written".to_owned()))?;
+    let tree = serde_json::to_value(config).map_err(|_| "the kubeconfig cannot be written")?;
     to_yaml(&tree)
 }
 
 /// A value as YAML that readers of YAML 1.1 and 1.2 understand alike.
-pub(super) fn to_yaml(value: &impl Serialize) -> Result<String, KubeconfigError> {
+pub(super) fn to_yaml(value: &impl Serialize) -> Result<String, String> {
     let options = serde_saphyr::ser_options! { prefer_block_scalars: false };
     serde_saphyr::to_string_with_options(value, options)
-        .map_err(|_| KubeconfigError::from("a value cannot be written as YAML".to_owned()))
+        .map_err(|_| "a value cannot be written as YAML".to_owned())
+}
+
+/// The error for a file that cannot be read.
+pub(super) fn unreadable(path: &Path, error: &std::io::Error) -> String {
+    format!("cannot read {}: {}", path.display(), describe_io_error(error))
 }

@@ -14,7 +14,6 @@ use std::path::{Path, PathBuf};
 
 use kube::config::Kubeconfig;
 
-use super::error::KubeconfigError;
 use super::file::{KubeconfigFile, find_cluster};
 
 /// Where kubeconfig files may be.
@@ -49,7 +48,7 @@ impl KubeconfigFiles {
     ///
     /// # Errors
     /// A required file does not exist, or a file cannot be read or parsed.
-    pub fn load(paths: &KubeconfigPaths) -> Result<Self, KubeconfigError> {
+    pub fn load(paths: &KubeconfigPaths) -> Result<Self, String> {
         let listed: Vec<PathBuf> = match (&paths.file, &paths.variable) {
             (None, Some(variable)) => {
                 variable.split(':').filter(|part| !part.is_empty()).map(PathBuf::from).collect()
@@ -58,9 +57,9 @@ impl KubeconfigFiles {
         };
         if listed.is_empty() {
             let default = paths.home.as_ref().map(|home| home.join(".kube/config"));
-            let path = paths.file.clone().or(default).ok_or_else(|| {
-                "no kubeconfig: name one with --in, or set $KUBECONFIG or $HOME".to_owned()
-            })?;
+            let path = paths.file.clone().or(default);
+            let path =
+                path.ok_or("no kubeconfig: name one with --in, or set $KUBECONFIG or $HOME")?;
             let file = KubeconfigFile::read(&path)?
                 .ok_or_else(|| format!("cannot read {}: no such file", path.display()))?;
             return Ok(Self(vec![file]));
@@ -75,7 +74,7 @@ impl KubeconfigFiles {
         }
         if files.is_empty() {
             let listed: Vec<_> = listed.iter().map(|path| path.display().to_string()).collect();
-            return Err(format!("$KUBECONFIG: none of {} exists", listed.join(", ")).into());
+            return Err(format!("$KUBECONFIG: none of {} exists", listed.join(", ")));
         }
         Ok(Self(files))
     }
@@ -100,7 +99,7 @@ impl KubeconfigFiles {
     ///
     /// # Errors
     /// The files have different `apiVersion`s.
-    pub fn merged(&self, directory: Option<&Path>) -> Result<Kubeconfig, KubeconfigError> {
+    pub fn merged(&self, directory: Option<&Path>) -> Result<Kubeconfig, String> {
         let mut merged = Kubeconfig::default();
         for file in &self.0 {
             let mut config = if directory.is_some() && directory == file.path.parent() {
@@ -111,7 +110,8 @@ impl KubeconfigFiles {
             // An empty context counts as none.
             config.current_context = config.current_context.filter(|name| !name.is_empty());
             merged = merged.merge(config).map_err(|_| {
-                KubeconfigError::at(&file.path, "its apiVersion differs from the other files'")
+                let path = file.path.display();
+                format!("{path}: its apiVersion differs from the other files'")
             })?;
         }
         Ok(merged)
@@ -133,7 +133,7 @@ mod tests {
         file: Option<PathBuf>,
         variable: Option<&str>,
         home: &Path,
-    ) -> Result<KubeconfigFiles, KubeconfigError> {
+    ) -> Result<KubeconfigFiles, String> {
         let variable = variable.map(ToOwned::to_owned);
         KubeconfigFiles::load(&KubeconfigPaths { file, variable, home: Some(home.to_owned()) })
     }
@@ -142,7 +142,7 @@ mod tests {
     fn load_finds_files_by_the_rules_of_kubectl() {
         let dir = tempfile::tempdir().unwrap();
         let home = dir.path();
-        let error = load(None, None, home).unwrap_err().to_string();
+        let error = load(None, None, home).unwrap_err();
         assert!(error.ends_with(".kube/config: no such file"), "{error}");
         let default = write(home, ".kube/config", "current-context: default\n");
         let other = write(home, "other", "current-context: other\n");
@@ -154,7 +154,7 @@ mod tests {
         let list = format!("{}/none::{}", home.display(), other.display());
         assert_eq!(current_context(None, Some(&list)).as_deref(), Some("other"));
         assert_eq!(current_context(Some(default), Some(&list)).as_deref(), Some("default"));
-        let error = load(None, Some("/none/a:/none/b"), home).unwrap_err().to_string();
+        let error = load(None, Some("/none/a:/none/b"), home).unwrap_err();
         assert_eq!(error, "$KUBECONFIG: none of /none/a, /none/b exists");
         assert!(load(Some("/none".into()), None, home).is_err());
     }
@@ -233,13 +233,13 @@ mod tests {
             ("a: \u{0}", "not a text file"),
         ] {
             let path = write(dir.path(), "c", text);
-            let error = load(Some(path.clone()), None, dir.path()).unwrap_err().to_string();
+            let error = load(Some(path.clone()), None, dir.path()).unwrap_err();
             assert!(error.starts_with(&path.display().to_string()), "{error}");
             assert!(error.contains(expected), "{text:.60}: {error}");
             assert!(!error.contains("s3cret"), "{error}");
         }
         assert!(load(Some(dir.path().to_owned()), None, dir.path()).is_err());
         let large = write(dir.path(), "large", &"#".repeat((16 << 20) + 1));
-        assert!(load(Some(large), None, dir.path()).unwrap_err().to_string().contains("16 MiB"));
+        assert!(load(Some(large), None, dir.path()).unwrap_err().contains("16 MiB"));
     }
 }

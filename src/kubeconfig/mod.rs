@@ -6,10 +6,11 @@
 //! * [`rewrite`] changes one cluster; `original` records in it what it was.
 //! * [`verified_names`] selects the name to verify in the apiservers' certificates.
 //! * [`setup`] plans the files of a jackstay between clients and cluster.
+//!
+//! Every error is a text that names the file or the entry, and holds no secret.
 
 mod context;
 mod credential;
-mod error;
 mod exec;
 mod file;
 mod files;
@@ -21,7 +22,6 @@ pub mod verified_names;
 
 pub use context::ResolvedContext;
 pub use credential::{Credential, PemSource, TokenSource, UserCredentials};
-pub use error::KubeconfigError;
 pub use exec::{ExecCredential, ExecPlugin};
 pub use file::{KubeconfigFile, MAX_KUBECONFIG, find_cluster, find_cluster_mut, kubeconfig_yaml};
 pub use files::{KubeconfigFiles, KubeconfigPaths};

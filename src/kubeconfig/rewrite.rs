@@ -5,6 +5,7 @@ use std::fmt;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use kube::config::Cluster;
+use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::original::{changed_fields, forget, original, record, set_changed_fields};
@@ -40,7 +41,7 @@ pub enum ClientTrust {
 }
 
 /// A changed key.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct KeyChange {
     /// The key.
     pub key: &'static str,

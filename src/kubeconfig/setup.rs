@@ -22,7 +22,6 @@ use self::config_file::{
 pub use self::plan::{OutputFile, SetupMode, SetupPlan, SetupRequest};
 use super::context::ResolvedContext;
 use super::credential::{Credential, PemSource};
-use super::error::KubeconfigError;
 use super::file::to_yaml;
 use crate::config::CertPaths;
 use crate::net::files::{PRIVATE, PUBLIC};
@@ -46,10 +45,7 @@ pub fn system_cas() -> Option<PathBuf> {
 ///
 /// # Errors
 /// Why the context cannot be served this way, and what to do.
-pub fn plan(
-    context: &ResolvedContext,
-    request: &SetupRequest,
-) -> Result<SetupPlan, KubeconfigError> {
+pub fn plan(context: &ResolvedContext, request: &SetupRequest) -> Result<SetupPlan, String> {
     let directory = request.config.parent().unwrap_or(Path::new("/"));
     let mut plan = SetupPlan { files: Vec::new(), local_ca: None, notes: Vec::new() };
     let bind = binds(&request.host, request.port)?;
@@ -102,16 +98,16 @@ pub fn plan(
 
 /// The listening addresses for clients that connect to `host`. Other names than `localhost` resolve
 /// to addresses that jackstay does not know.
-fn binds(host: &str, port: u16) -> Result<Vec<SocketAddr>, KubeconfigError> {
+fn binds(host: &str, port: u16) -> Result<Vec<SocketAddr>, String> {
     match host.parse::<IpAddr>() {
         Ok(ip) => Ok(vec![SocketAddr::new(ip, port)]),
         Err(_) if host == "localhost" => {
             let both = [IpAddr::from(Ipv4Addr::LOCALHOST), Ipv6Addr::LOCALHOST.into()];
             Ok(both.map(|ip| SocketAddr::new(ip, port)).to_vec())
         }
-        Err(_) => Err(KubeconfigError::from(format!(
+        Err(_) => Err(format!(
             "--server {host}:{port}: a configuration needs an IP address to listen on, or localhost"
-        ))),
+        )),
     }
 }
 
@@ -121,7 +117,7 @@ fn cluster_ca(
     request: &SetupRequest,
     directory: &Path,
     plan: &mut SetupPlan,
-) -> Result<Option<PathBuf>, KubeconfigError> {
+) -> Result<Option<PathBuf>, String> {
     if let Some(file) = &request.ca_file {
         return Ok(Some(file.clone()));
     }
@@ -131,11 +127,11 @@ fn cluster_ca(
     }
     if context.insecure {
         if request.mode == SetupMode::Terminate {
-            return Err(KubeconfigError::from(format!(
+            return Err(format!(
                 "cluster {:?} does not verify its server (insecure-skip-tls-verify), and jackstay \
                  always does: name the cluster's CA with --ca-file",
                 context.cluster
-            )));
+            ));
         }
         plan.notes.push(
             "the cluster names no CA: health checks of jackstay verify nothing and send no \
@@ -145,10 +141,10 @@ fn cluster_ca(
         return Ok(None);
     }
     system_cas().map(Some).ok_or_else(|| {
-        KubeconfigError::from(format!(
+        format!(
             "cluster {:?} names no CA and this system has none: name one with --ca-file",
             context.cluster
-        ))
+        )
     })
 }
 
@@ -181,7 +177,7 @@ fn identity(
     ca_file: Option<&Path>,
     listener: &mut ListenerSection,
     plan: &mut SetupPlan,
-) -> Result<(), KubeconfigError> {
+) -> Result<(), String> {
     let (certificate, key) = match &context.credential {
         Credential::Certificate(certificate, key) => (certificate, key),
         Credential::Exec(plugin) => {
@@ -213,7 +209,7 @@ fn verify_with_cluster_ca(
     context: &ResolvedContext,
     certificate: &PemSource,
     ca_file: Option<&Path>,
-) -> Result<PathBuf, KubeconfigError> {
+) -> Result<PathBuf, String> {
     let ca = match (&context.ca, ca_file) {
         (Some(ca), _) => ca.read()?,
         (None, Some(file)) => PemSource::File(file.to_owned()).read()?,
@@ -238,13 +234,13 @@ fn verify_with_cluster_ca(
     };
     match (verified, ca_file) {
         (Ok(()), Some(file)) => Ok(file.to_owned()),
-        (verified, _) => Err(KubeconfigError::from(format!(
+        (verified, _) => Err(format!(
             "user {:?}: the client certificate does not chain to the cluster's CA ({}); if the \
              cluster signs clients with a CA of its own, name it with --client-ca-file, or use \
              --mode passthrough",
             context.user,
             verified.err().unwrap_or_default()
-        ))),
+        )),
     }
 }
 

@@ -9,7 +9,7 @@ use std::fmt::Display;
 use std::path::Path;
 use std::time::SystemTime;
 
-use crate::config::{CertPaths, Config, ConfigDraft, ConfigError, Terminate};
+use crate::config::{CertPaths, Config, ConfigDraft, ConfigError, Terminate, describe_io_error};
 use crate::control::discovery::{file as endpoints_file, kubeconfig};
 use crate::net::files;
 use crate::net::tls::certificate::{CertInfo, Subject, Validity};
@@ -156,10 +156,8 @@ impl FileChecker {
         for (key, file) in [("cert_file", &paths.cert_file), ("key_file", &paths.key_file)] {
             let is_new = !file.as_os_str().is_empty() && reported != Some(file.as_path());
             if let Some(Err(error)) = is_new.then(|| std::fs::metadata(file)) {
-                let reason = error.to_string();
-                let reason = reason.split(" (os error").next().unwrap_or_default();
-                let message = format!("cannot read {}: {reason}", file.display());
-                self.error(&format!("{at}.{key}"), message);
+                let (file, reason) = (file.display(), describe_io_error(&error));
+                self.error(&format!("{at}.{key}"), format!("cannot read {file}: {reason}"));
             }
         }
     }

@@ -4,7 +4,7 @@
 use std::net::SocketAddr;
 use std::path::Path;
 
-use super::args::{Failure, KubeconfigArgs};
+use super::args::KubeconfigArgs;
 use crate::config::{self, Overrides};
 use crate::doctor::dns::Resolver;
 use crate::doctor::survey::{self, Survey, SurveyRequest};
@@ -29,7 +29,7 @@ pub(super) fn find(
     args: &KubeconfigArgs,
     context: &ResolvedContext,
     config: Option<&Path>,
-) -> Result<Apiservers, Failure> {
+) -> Result<Apiservers, String> {
     let own = context.server.address();
     let mut found = Apiservers::default();
     let previous = config.map(|file| endpoints_in(file, &own)).unwrap_or_default();
@@ -52,9 +52,9 @@ pub(super) fn find(
     }
     let mut survey = survey_apiservers(args, context, &found.upstreams, config.is_some());
     if args.discover {
-        let members = survey.members.map_err(|why| {
-            Failure::Input(format!("--discover: the cluster's apiservers are not known: {why}"))
-        })?;
+        let members = survey
+            .members
+            .map_err(|why| format!("--discover: the cluster's apiservers are not known: {why}"))?;
         let all = members.iter().map(SocketAddr::to_string);
         let all: Vec<String> = found.upstreams.iter().cloned().chain(all).collect();
         survey = survey_apiservers(args, context, &all, false);
@@ -83,7 +83,7 @@ pub(super) fn find(
         found.names.client.clone_from(name);
     }
     if config.is_some() {
-        let note = redundancy(&own, &found.upstreams, survey.members.as_deref());
+        let note = redundancy_note(&own, &found.upstreams, survey.members.as_deref());
         found.notes.extend(note);
     }
     Ok(found)
@@ -149,7 +149,7 @@ fn survey_apiservers(
 }
 
 /// A note about the other apiservers to use when one fails.
-fn redundancy(
+fn redundancy_note(
     own: &str,
     upstreams: &[String],
     members: Result<&[SocketAddr], &String>,
@@ -206,21 +206,21 @@ mod tests {
         let members: Vec<SocketAddr> =
             ["10.0.0.2:6443", "[fd00::3]:6443"].map(|a| a.parse().unwrap()).to_vec();
         let own = "10.0.0.1:6443";
-        let offer = redundancy(own, &[], Ok(&members)).unwrap();
+        let offer = redundancy_note(own, &[], Ok(&members)).unwrap();
         assert!(
             offer.starts_with("only one endpoint is known, 10.0.0.1:6443; the cluster names 2")
         );
         assert!(offer.contains("with --upstream 10.0.0.2:6443 --upstream [fd00::3]:6443 --force"));
         // The offer includes the known endpoints, which --upstream would drop.
         let known = ["10.0.0.9:6443".to_owned()];
-        let offer = redundancy(own, &known, Ok(&members[..1])).unwrap();
+        let offer = redundancy_note(own, &known, Ok(&members[..1])).unwrap();
         assert!(offer.starts_with("the cluster names 1 apiserver more"), "{offer}");
         assert!(offer.contains("with --upstream 10.0.0.9:6443 --upstream 10.0.0.2:6443 --force"));
-        assert!(redundancy(own, &[], Ok(&[])).unwrap().contains("names no other"));
+        assert!(redundancy_note(own, &[], Ok(&[])).unwrap().contains("names no other"));
         let refused = "403".to_owned();
-        let note = redundancy(own, &[], Err(&refused)).unwrap();
+        let note = redundancy_note(own, &[], Err(&refused)).unwrap();
         assert!(note.contains("not asked for them: 403"), "{note}");
-        assert_eq!(redundancy(own, &known, Ok(&[])), None);
-        assert_eq!(redundancy(own, &known, Err(&refused)), None);
+        assert_eq!(redundancy_note(own, &known, Ok(&[])), None);
+        assert_eq!(redundancy_note(own, &known, Err(&refused)), None);
     }
 }

@@ -1,10 +1,11 @@
-//! The flags of `jackstay kubeconfig`, and why the command fails.
+//! The flags of `jackstay kubeconfig`.
 
 use std::path::PathBuf;
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 
-use crate::kubeconfig::KubeconfigError;
+use crate::cli::output::OutputArgs;
+use crate::kubeconfig::setup::SetupMode;
 
 #[derive(Debug, Args)]
 #[allow(clippy::struct_excessive_bools)] // each one is a flag of its own
@@ -33,7 +34,7 @@ pub(in crate::cli) struct KubeconfigArgs {
     /// Write a configuration of jackstay as well: L4 (passthrough) or L7 (terminate, with a local
     /// CA).
     #[arg(long, value_name = "MODE")]
-    pub(super) mode: Option<ModeArg>,
+    pub(super) mode: Option<SetupMode>,
     /// The configuration to write, with its other files beside it; default `jackstay/jackstay.yaml`
     /// beside the written kubeconfig.
     #[arg(long, value_name = "FILE")]
@@ -64,30 +65,6 @@ pub(in crate::cli) struct KubeconfigArgs {
     /// Name of this machine in the serving certificate; default its host name (terminate).
     #[arg(long, value_name = "NAME")]
     pub(super) node_name: Option<String>,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(super) enum ModeArg {
-    Passthrough,
-    Terminate,
-}
-
-/// Why the command fails.
-pub(super) enum Failure {
-    /// The input cannot be used.
-    Input(String),
-    /// A file cannot be written.
-    Write(String),
-}
-
-impl Failure {
-    pub(super) fn input(error: impl std::fmt::Display) -> Self {
-        Self::Input(error.to_string())
-    }
-}
-
-impl From<KubeconfigError> for Failure {
-    fn from(error: KubeconfigError) -> Self {
-        Self::input(error)
-    }
+    #[command(flatten)]
+    pub(super) output: OutputArgs,
 }

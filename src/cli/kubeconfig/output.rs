@@ -1,14 +1,12 @@
 //! The files that `jackstay kubeconfig` writes: their paths, what must not be replaced, and the
 //! check of the written configuration.
 
-use std::fmt::Write as _;
-use std::io;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use super::args::{Failure, KubeconfigArgs};
+use super::args::KubeconfigArgs;
 use crate::cli::check;
-use crate::config::{self, ConfigErrors, Overrides};
+use crate::config::{self, ConfigErrors, Overrides, describe_io_error};
 use crate::kubeconfig::setup::OutputFile;
 use crate::kubeconfig::{KubeconfigFiles, ResolvedContext};
 use crate::net::files;
@@ -28,10 +26,9 @@ impl Destinations {
         args: &KubeconfigArgs,
         files: &KubeconfigFiles,
         context: &ResolvedContext,
-    ) -> Result<Self, Failure> {
+    ) -> Result<Self, String> {
         let absolute = |path: &Path| {
-            std::path::absolute(path)
-                .map_err(|error| Failure::Input(format!("{}: {error}", path.display())))
+            std::path::absolute(path).map_err(|error| format!("{}: {error}", path.display()))
         };
         let kubeconfig = if args.in_place {
             let file = files.file_of_cluster(&context.cluster).unwrap_or(files.first());
@@ -66,11 +63,11 @@ pub(super) fn refuse_to_overwrite(
     files: &[&OutputFile],
     args: &KubeconfigArgs,
     destinations: &Destinations,
-) -> Result<(), Failure> {
+) -> Result<(), String> {
     if let Some(obstacle) = files.iter().find_map(|file| obstacle(&file.path)) {
-        return Err(Failure::Input(format!(
+        return Err(format!(
             "nothing written: {obstacle}; --out and --config-out name other places"
-        )));
+        ));
     }
     let differs = |file: &&&OutputFile| {
         let is_input = args.in_place && file.path == destinations.kubeconfig;
@@ -85,10 +82,10 @@ pub(super) fn refuse_to_overwrite(
         all => format!("{} are", all.join(", ")),
     };
     let hint = if args.out.is_none() { ", --out names another kubeconfig" } else { "" };
-    Err(Failure::Input(format!(
+    Err(format!(
         "nothing written: {subject} there already and would change; --force replaces existing \
          files{hint}"
-    )))
+    ))
 }
 
 /// Why no file can be written at `path`, even with `--force`.
@@ -103,30 +100,22 @@ fn obstacle(path: &Path) -> Option<String> {
     })
 }
 
-/// Writes a file unless it has this content already, and reports it.
-pub(super) fn write_file(file: &OutputFile, out: &mut String) -> Result<(), Failure> {
-    let path = file.path.display();
+/// Writes a file, unless it has this content already, and returns whether it did.
+pub(super) fn write_file(file: &OutputFile) -> Result<bool, String> {
     if std::fs::read(&file.path).is_ok_and(|bytes| bytes == file.bytes) {
-        let _ = writeln!(out, "unchanged {path}: {}", file.what);
-        return Ok(());
+        return Ok(false);
     }
-    let fail = |error: io::Error| {
-        let reason = error.to_string();
-        let reason = reason.split(" (os error").next().unwrap_or_default();
-        Failure::Write(format!("cannot write {path}: {reason}"))
-    };
-    if let Some(directory) = file.path.parent() {
-        std::fs::create_dir_all(directory).map_err(fail)?;
-    }
-    files::replace(&file.path, &file.bytes, file.mode).map_err(fail)?;
-    let _ = writeln!(out, "wrote {path}: {}", file.what);
-    Ok(())
+    let directory = file.path.parent().map_or(Ok(()), std::fs::create_dir_all);
+    directory
+        .and_then(|()| files::replace(&file.path, &file.bytes, file.mode))
+        .map_err(|e| format!("cannot write {}: {}", file.path.display(), describe_io_error(&e)))?;
+    Ok(true)
 }
 
 /// Checks that jackstay starts with the written configuration.
-pub(super) fn check_configuration(file: &Path) -> Result<(), Failure> {
+pub(super) fn check_configuration(file: &Path) -> Result<(), String> {
     let fail = |errors: &ConfigErrors| {
-        Failure::Input(format!("this configuration cannot run, the kubeconfig stays:\n{errors}"))
+        format!("this configuration cannot run, the kubeconfig stays:\n{errors}")
     };
     let loaded = config::load(file, [], &Overrides::default()).map_err(|errors| fail(&errors))?;
     let findings = check::check_files(file, &loaded.config, SystemTime::now());

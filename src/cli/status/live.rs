@@ -8,45 +8,63 @@ use std::time::Duration;
 
 use tokio::signal::unix::{SignalKind, signal};
 
-use super::request::{TIMEOUT, explain};
-use super::terminal::{style, terminal_size};
-use super::{table, view};
-use crate::cli::admin_client::{self, AdminAddress};
+use super::request::{TIMEOUT, explain, fetch_within};
+use super::table::{self, Style};
+use super::view;
 use crate::config::format_duration;
 use crate::observe::utc::Utc;
 
 /// Columns and rows where the terminal does not tell its size.
 const DEFAULT_SIZE: (usize, usize) = (80, 24);
 
-/// Draws a frame at each interval and after each change of the window's size.
+/// Draws a frame at each interval and after each change of the window's size, until SIGINT or
+/// SIGTERM.
 pub(super) fn run(admin: SocketAddr, interval: Duration) -> io::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         let mut interrupt = signal(SignalKind::interrupt())?;
         let mut terminate = signal(SignalKind::terminate())?;
-        let mut resized = signal(SignalKind::window_change())?;
-        let address = AdminAddress::Tcp(admin);
-        let _screen = AlternateScreen::enter()?;
-        let mut ticks = tokio::time::interval(interval);
-        loop {
+        let end = async {
             tokio::select! {
-                _ = ticks.tick() => {}
-                _ = resized.recv() => {}
-                _ = interrupt.recv() => return Ok(()),
-                _ = terminate.recv() => return Ok(()),
+                _ = interrupt.recv() => {}
+                _ = terminate.recv() => {}
             }
-            let text = match admin_client::get_json_async(&address, "/status", TIMEOUT).await {
-                Ok(status) => view::text(&status, style()),
-                Err(error) => format!("{}\n", explain(admin, &error)),
-            };
-            let footer =
-                format!("{}  every {}, Ctrl-C ends", Utc::now(), format_duration(interval));
-            let mut out = io::stdout().lock();
-            let size = terminal_size().unwrap_or(DEFAULT_SIZE);
-            out.write_all(frame(&text, &footer, size).as_bytes())?;
-            out.flush()?;
-        }
+        };
+        let _screen = AlternateScreen::enter()?;
+        draw_until(end, admin, interval).await
     })
+}
+
+/// Draws until `end`, which also ends a request that waits for its response.
+async fn draw_until(
+    end: impl Future<Output = ()>,
+    admin: SocketAddr,
+    interval: Duration,
+) -> io::Result<()> {
+    tokio::select! {
+        result = draw_frames(admin, interval) => result,
+        () = end => Ok(()),
+    }
+}
+
+async fn draw_frames(admin: SocketAddr, interval: Duration) -> io::Result<()> {
+    let mut resized = signal(SignalKind::window_change())?;
+    let mut ticks = tokio::time::interval(interval);
+    loop {
+        tokio::select! {
+            _ = ticks.tick() => {}
+            _ = resized.recv() => {}
+        }
+        let text = match fetch_within(admin, TIMEOUT).await {
+            Ok(status) => view::text(&status, Style::of_stdout()),
+            Err(error) => format!("{}\n", explain(admin, &error)),
+        };
+        let footer = format!("{}  every {}, Ctrl-C ends", Utc::now(), format_duration(interval));
+        let mut out = io::stdout().lock();
+        let size = table::terminal_size().unwrap_or(DEFAULT_SIZE);
+        out.write_all(frame(&text, &footer, size).as_bytes())?;
+        out.flush()?;
+    }
 }
 
 /// The alternate screen of a terminal without a cursor. Dropping it restores the screen.
@@ -100,5 +118,17 @@ mod tests {
         assert_eq!(drawn, "\x1b[Hfirst…\x1b[K\r\nsecond\x1b[K\r\nfoot …\x1b[K\x1b[J");
         assert!(!frame(text, "foot", (80, 24)).contains("more"));
         frame(text, "foot", (0, 0));
+    }
+
+    #[tokio::test]
+    async fn draw_until_ends_while_a_request_waits_for_its_response() {
+        let silent = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let admin = silent.local_addr().unwrap();
+        let mut connection = None;
+        let end = async { connection = silent.accept().await.ok() };
+        let drawing = draw_until(end, admin, Duration::from_secs(1));
+        let result = tokio::time::timeout(TIMEOUT / 2, drawing).await;
+        result.expect("ends before the request times out").unwrap();
+        assert!(connection.is_some());
     }
 }

@@ -1,8 +1,12 @@
-//! Limits and errors of requests to the admin endpoint.
+//! Reads `/status` of a running jackstay.
 
 use std::io;
 use std::net::SocketAddr;
 use std::time::Duration;
+
+use serde_json::Value;
+
+use crate::cli::admin_client::{self, AdminAddress};
 
 /// Limit of one request to a local process.
 pub(super) const TIMEOUT: Duration = Duration::from_secs(5);
@@ -24,4 +28,20 @@ pub(super) fn explain(admin: SocketAddr, error: &io::Error) -> String {
         _ => format!("cannot ask {admin}: {error}"),
     };
     format!("no status: {what}")
+}
+
+/// Reads `/status` within `limit`.
+///
+/// # Errors
+/// Those of [`admin_client::get_json`].
+pub(super) async fn fetch_within(admin: SocketAddr, limit: Duration) -> io::Result<Value> {
+    admin_client::get_json(&AdminAddress::Tcp(admin), "/status", limit).await
+}
+
+/// Reads `/status`, for callers without a tokio runtime.
+///
+/// # Errors
+/// Those of [`admin_client::get_json`].
+pub(in crate::cli) fn fetch(admin: SocketAddr) -> io::Result<Value> {
+    admin_client::block_on(fetch_within(admin, TIMEOUT))
 }

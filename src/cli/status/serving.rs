@@ -5,7 +5,7 @@
 
 use serde_json::Value;
 
-use super::view::{list, word};
+use super::view::{list_at, text_at};
 
 /// Largest number of endpoints that a reason lists.
 const MAX_LISTED: usize = 3;
@@ -13,22 +13,22 @@ const MAX_LISTED: usize = 3;
 /// Why requests cannot be served: a listener is not bound, or an upstream has no usable endpoint.
 /// `None` if they can.
 pub(super) fn failure(status: &Value) -> Option<String> {
-    let upstreams = list(status, "upstreams");
+    let upstreams = list_at(status, "upstreams");
     if upstreams.is_empty() {
         return Some("no upstream is shown".to_owned());
     }
     let unbound =
-        list(status, "listeners").iter().find(|listener| list(listener, "bind").is_empty());
+        list_at(status, "listeners").iter().find(|listener| list_at(listener, "bind").is_empty());
     if let Some(listener) = unbound {
-        return Some(format!("listener {} is not bound", word(listener, "name")));
+        return Some(format!("listener {} is not bound", text_at(listener, "name")));
     }
-    let dead = upstreams.iter().find(|u| !list(u, "endpoints").iter().any(is_usable))?;
-    let endpoints = list(dead, "endpoints");
+    let dead = upstreams.iter().find(|u| !list_at(u, "endpoints").iter().any(is_usable))?;
+    let endpoints = list_at(dead, "endpoints");
     let mut text =
-        format!("0 of {} endpoints of {} are usable", endpoints.len(), word(dead, "name"));
+        format!("0 of {} endpoints of {} are usable", endpoints.len(), text_at(dead, "name"));
     for endpoint in endpoints.iter().take(MAX_LISTED) {
-        let (address, state) = (word(endpoint, "address"), word(endpoint, "state"));
-        text = format!("{text}; {address} is {state} ({})", word(endpoint, "reason"));
+        let (address, state) = (text_at(endpoint, "address"), text_at(endpoint, "state"));
+        text = format!("{text}; {address} is {state} ({})", text_at(endpoint, "reason"));
     }
     // A reason may quote bytes that a peer has sent.
     Some(text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect())
@@ -42,8 +42,8 @@ pub(super) fn failure_for_new_clients(status: &Value) -> Option<String> {
 
 fn is_usable(endpoint: &Value) -> bool {
     endpoint["usable"].as_bool().unwrap_or_else(|| {
-        let connected = || list(endpoint, "connections").iter().any(|c| c["state"] == "live");
-        match word(endpoint, "state") {
+        let connected = || list_at(endpoint, "connections").iter().any(|c| c["state"] == "live");
+        match text_at(endpoint, "state") {
             "ready" | "degraded" => true,
             "connecting" => connected(),
             _ => false,

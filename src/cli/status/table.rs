@@ -3,6 +3,10 @@
 //! Each character counts as one column: names, addresses and reasons are ASCII. Control characters
 //! become spaces, because a reason may quote bytes that a peer has sent.
 
+use std::io;
+
+use crate::cli::output::has_colour;
+
 /// What the output can show.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Style {
@@ -45,6 +49,11 @@ impl Tone {
 }
 
 impl Style {
+    /// What stdout can show.
+    pub(super) fn of_stdout() -> Self {
+        Self { colour: has_colour(), width: terminal_size().map(|(width, _)| width) }
+    }
+
     /// `text` in the colour of `tone`, if colours are on.
     pub(super) fn paint(self, text: &str, tone: Tone) -> String {
         match tone.code() {
@@ -54,23 +63,23 @@ impl Style {
     }
 }
 
+/// Columns and rows of the terminal that stdout is.
+pub(super) fn terminal_size() -> Option<(usize, usize)> {
+    let (width, height) = terminal_size::terminal_size_of(io::stdout())?;
+    Some((usize::from(width.0), usize::from(height.0)))
+}
+
 /// One cell of a table, or a note below a row.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Cell {
     text: String,
     tone: Tone,
-    align_right: bool,
 }
 
 impl Cell {
-    /// A cell that is aligned left.
+    /// A cell in the default tone.
     pub(super) fn text(text: impl AsRef<str>) -> Self {
-        Self { text: clean(text.as_ref()), ..Self::default() }
-    }
-
-    /// A cell that is aligned right.
-    pub(super) fn number(text: impl AsRef<str>) -> Self {
-        Self { align_right: true, ..Self::text(text) }
+        Self { text: clean(text.as_ref()), tone: Tone::Plain }
     }
 
     /// The cell in another tone.
@@ -80,38 +89,42 @@ impl Cell {
 }
 
 /// A table.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Table {
+    /// Whether each column is aligned right.
+    align_right: Vec<bool>,
     rows: Vec<(Vec<Cell>, Vec<Cell>)>,
 }
 
 impl Table {
-    /// A table with these column headings.
-    pub(super) fn new(headings: &[Cell]) -> Self {
-        let headings = headings.iter().map(|cell| cell.clone().tone(Tone::Dim)).collect();
-        Self { rows: vec![(headings, Vec::new())] }
+    /// A table with these column headings. A column whose heading begins with `>` is aligned right.
+    pub(super) fn new(headings: &[&str]) -> Self {
+        let cell = |heading: &&str| Cell::text(heading.trim_start_matches('>')).tone(Tone::Dim);
+        Self {
+            align_right: headings.iter().map(|heading| heading.starts_with('>')).collect(),
+            rows: vec![(headings.iter().map(cell).collect(), Vec::new())],
+        }
     }
 
-    /// Adds a row and the notes below it.
+    /// Adds a row with a cell for each column, and the notes below it.
     pub(super) fn row(&mut self, cells: Vec<Cell>, notes: Vec<Cell>) {
         self.rows.push((cells, notes));
     }
 
     /// Appends the lines, indented by two columns, without trailing spaces.
     pub(super) fn draw(&self, style: Style, out: &mut String) {
-        let columns = self.rows.iter().map(|(cells, _)| cells.len()).max().unwrap_or(0);
         let width = |column: usize| {
             let cells = self.rows.iter().filter_map(|(cells, _)| cells.get(column));
             cells.map(|cell| cell.text.chars().count()).max().unwrap_or(0)
         };
-        let widths: Vec<usize> = (0..columns).map(width).collect();
+        let widths: Vec<usize> = (0..self.align_right.len()).map(width).collect();
         for (cells, notes) in &self.rows {
             let mut line = String::new();
             for (column, cell) in cells.iter().enumerate() {
                 let pad = " ".repeat(widths[column] - cell.text.chars().count());
                 let text = style.paint(&cell.text, cell.tone);
                 line.push_str("  ");
-                line.push_str(&if cell.align_right { pad + &text } else { text + &pad });
+                line.push_str(&if self.align_right[column] { pad + &text } else { text + &pad });
             }
             out.push_str(line.trim_end());
             out.push('\n');
@@ -175,10 +188,10 @@ mod tests {
 
     #[test]
     fn draw_columns_are_as_wide_as_their_widest_cell() {
-        let mut table = Table::new(&[Cell::text("NAME"), Cell::number("N"), Cell::text("WHY")]);
-        table.row(vec![Cell::text("a"), Cell::number("100"), Cell::text("")], vec![]);
+        let mut table = Table::new(&["NAME", ">N", "WHY"]);
+        table.row(vec![Cell::text("a"), Cell::text("100"), Cell::text("")], vec![]);
         let note = Cell::text("two\nlines");
-        table.row(vec![Cell::text("longer"), Cell::number("1"), Cell::text("x")], vec![note]);
+        table.row(vec![Cell::text("longer"), Cell::text("1"), Cell::text("x")], vec![note]);
         let mut out = String::new();
         table.draw(Style::default(), &mut out);
         assert_eq!(out, "  NAME      N  WHY\n  a       100\n  longer    1  x\n      two lines\n");

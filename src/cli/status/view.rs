@@ -28,7 +28,7 @@ pub(super) fn text(status: &Value, style: Style) -> String {
     let mut out = String::new();
     view.summary(status, &mut out);
     view.listeners(status, &mut out);
-    for upstream in list(status, "upstreams") {
+    for upstream in list_at(status, "upstreams") {
         view.endpoints(upstream, &mut out);
         view.sources(upstream, &mut out);
     }
@@ -46,7 +46,7 @@ impl View {
     /// The summary line, and the last reload if it failed.
     fn summary(&self, status: &Value, out: &mut String) {
         let endpoints: Vec<&Value> =
-            list(status, "upstreams").iter().flat_map(|u| list(u, "endpoints")).collect();
+            list_at(status, "upstreams").iter().flat_map(|u| list_at(u, "endpoints")).collect();
         let ready = endpoints.iter().filter(|e| e["state"] == "ready").count();
         let tone = match ready {
             0 => Tone::Bad,
@@ -56,7 +56,7 @@ impl View {
         let sum = |key: &str| endpoints.iter().filter_map(|e| e[key].as_u64()).sum::<u64>();
         let mut parts = vec![
             self.style.paint(
-                &format!("jackstay {} ({})", word(status, "version"), word(status, "commit")),
+                &format!("jackstay {} ({})", text_at(status, "version"), text_at(status, "commit")),
                 Tone::Strong,
             ),
             format!("up {}", self.ago(&status["started_at"])),
@@ -65,7 +65,7 @@ impl View {
             format!("{}, {} of them 5xx", counted(sum("answers"), "answer"), sum("errors")),
         ];
         let own: Vec<&Value> =
-            list(status, "listeners").iter().flat_map(|l| list(l, "own_errors")).collect();
+            list_at(status, "listeners").iter().flat_map(|l| list_at(l, "own_errors")).collect();
         let count: u64 = own.iter().filter_map(|error| error["count"].as_u64()).sum();
         if count > 0 {
             let recent = own.iter().any(|error| self.own_error_tone(error) == Tone::Bad);
@@ -80,7 +80,8 @@ impl View {
         out.push('\n');
         let reload = &status["config"]["last_reload"];
         if reload["outcome"] == "failed" {
-            let why = list(reload, "errors").iter().filter_map(Value::as_str).collect::<Vec<_>>();
+            let why =
+                list_at(reload, "errors").iter().filter_map(Value::as_str).collect::<Vec<_>>();
             let text = format!(
                 "last reload {} ago failed, the old configuration stays: {}",
                 self.ago(&reload["at"]),
@@ -93,37 +94,37 @@ impl View {
 
     fn listeners(&self, status: &Value, out: &mut String) {
         let mut table = Table::new(&[
-            Cell::text("LISTENER"),
-            Cell::text("MODE"),
-            Cell::text("ADDRESS"),
-            Cell::text("UPSTREAM"),
-            Cell::number("CLIENTS"),
-            Cell::number("REQUESTS"),
-            Cell::number("WATCHES"),
-            Cell::number("TUNNELS"),
-            Cell::number("FLOWS"),
+            "LISTENER",
+            "MODE",
+            "ADDRESS",
+            "UPSTREAM",
+            ">CLIENTS",
+            ">REQUESTS",
+            ">WATCHES",
+            ">TUNNELS",
+            ">FLOWS",
         ]);
-        for listener in list(status, "listeners") {
-            let bind: Vec<_> = list(listener, "bind").iter().filter_map(Value::as_str).collect();
+        for listener in list_at(status, "listeners") {
+            let bind: Vec<_> = list_at(listener, "bind").iter().filter_map(Value::as_str).collect();
             let address = if bind.is_empty() {
                 Cell::text("not bound").tone(Tone::Bad)
             } else {
                 Cell::text(bind.join(", "))
             };
             let mut notes = Vec::new();
-            for identity in list(listener, "identities") {
+            for identity in list_at(listener, "identities") {
                 let name =
-                    identity["subject"].as_str().unwrap_or_else(|| word(identity, "cert_file"));
+                    identity["subject"].as_str().unwrap_or_else(|| text_at(identity, "cert_file"));
                 let error = identity["error"].as_str().map(|e| format!(": {e}"));
                 let tone = if error.is_some() { Tone::Warn } else { Tone::Dim };
-                let state = word(identity, "state");
+                let state = text_at(identity, "state");
                 let error = error.unwrap_or_default();
                 notes.push(Cell::text(format!("identity {state} {name}{error}")).tone(tone));
             }
-            for error in list(listener, "own_errors") {
+            for error in list_at(listener, "own_errors") {
                 let answer = match error["code"].as_u64() {
-                    Some(code) => format!("{code} {}", word(error, "reason")),
-                    None => format!("reset, {}", word(error, "reason")),
+                    Some(code) => format!("{code} {}", text_at(error, "reason")),
+                    None => format!("reset, {}", text_at(error, "reason")),
                 };
                 let times = error["count"].as_u64().unwrap_or_default();
                 let ago = self.ago(&error["last"]);
@@ -132,10 +133,10 @@ impl View {
                 notes.push(Cell::text(text).tone(self.own_error_tone(error)));
             }
             let row = vec![
-                Cell::text(word(listener, "name")),
-                Cell::text(word(listener, "mode")),
+                Cell::text(text_at(listener, "name")),
+                Cell::text(text_at(listener, "mode")),
                 address,
-                Cell::text(word(listener, "upstream")),
+                Cell::text(text_at(listener, "upstream")),
                 count(listener, "connections"),
                 count(listener, "requests_in_flight"),
                 count(listener, "watches"),
@@ -144,46 +145,38 @@ impl View {
             ];
             table.row(row, notes);
         }
-        out.push('\n');
-        table.draw(self.style, out);
+        self.draw(&table, out);
     }
 
     fn endpoints(&self, upstream: &Value, out: &mut String) {
+        let name = text_at(upstream, "name").to_uppercase();
         let mut headings = vec![
-            Cell::text(word(upstream, "name").to_uppercase()),
-            Cell::text("STATE"),
-            Cell::text("SINCE"),
-            Cell::number("RTT p50"),
-            Cell::number("p99"),
-            Cell::number("CONNS"),
-            Cell::number("STREAMS"),
-            Cell::number("WATCHES"),
-            Cell::number("FLOWS"),
-            Cell::number("5xx"),
+            &name, "STATE", "SINCE", ">RTT p50", ">p99", ">CONNS", ">STREAMS", ">WATCHES",
+            ">FLOWS", ">5xx",
         ];
         if self.wide {
-            headings.extend([Cell::text("REASON"), Cell::text("LAST EJECTION")]);
+            headings.extend(["REASON", "LAST EJECTION"]);
         }
         let mut table = Table::new(&headings);
-        for endpoint in list(upstream, "endpoints") {
-            let state = word(endpoint, "state");
+        for endpoint in list_at(upstream, "endpoints") {
+            let state = text_at(endpoint, "state");
             let tone = state_tone(state);
             let mut row = vec![
-                Cell::text(word(endpoint, "address")),
+                Cell::text(text_at(endpoint, "address")),
                 Cell::text(state).tone(tone),
                 Cell::text(self.ago(&endpoint["since"])),
-                Cell::number(format_ms(&endpoint["rtt"]["p50_ms"])),
-                Cell::number(format_ms(&endpoint["rtt"]["p99_ms"])),
+                Cell::text(format_ms(&endpoint["rtt"]["p50_ms"])),
+                Cell::text(format_ms(&endpoint["rtt"]["p99_ms"])),
                 connections(endpoint),
                 count(endpoint, "streams"),
                 count(endpoint, "watches"),
                 count(endpoint, "flows"),
                 count(endpoint, "errors"),
             ];
-            let reason = word(endpoint, "reason");
+            let reason = text_at(endpoint, "reason");
             let ejection = &endpoint["last_ejection"];
             let ejected = ejection["at"].is_string().then(|| {
-                format!("{} ago: {}", self.ago(&ejection["at"]), word(ejection, "reason"))
+                format!("{} ago: {}", self.ago(&ejection["at"]), text_at(ejection, "reason"))
             });
             let mut notes = Vec::new();
             if self.wide {
@@ -204,22 +197,16 @@ impl View {
             }
             table.row(row, notes);
         }
-        out.push('\n');
-        table.draw(self.style, out);
+        self.draw(&table, out);
     }
 
     /// The sources of endpoints; none if all are in the configuration.
     fn sources(&self, upstream: &Value, out: &mut String) {
-        let sources = list(upstream, "sources");
+        let sources = list_at(upstream, "sources");
         if sources.is_empty() {
             return;
         }
-        let mut table = Table::new(&[
-            Cell::text("SOURCE"),
-            Cell::text("LAST SUCCESS"),
-            Cell::number("ENDPOINTS"),
-            Cell::text("DETAIL"),
-        ]);
+        let mut table = Table::new(&["SOURCE", "LAST SUCCESS", ">ENDPOINTS", "DETAIL"]);
         for source in sources {
             let age = match &source["last_success"] {
                 Value::String(_) => format!("{} ago", self.ago(&source["last_success"])),
@@ -230,42 +217,45 @@ impl View {
                 (None, note) => Cell::text(note.unwrap_or("")).tone(Tone::Dim),
             };
             let row = vec![
-                Cell::text(word(source, "source")),
+                Cell::text(text_at(source, "source")),
                 Cell::text(age),
                 count(source, "endpoints"),
                 detail,
             ];
             table.row(row, Vec::new());
         }
-        out.push('\n');
-        table.draw(self.style, out);
+        self.draw(&table, out);
     }
 
     fn events(&self, status: &Value, out: &mut String) {
-        let events = list(status, "events");
+        let events = list_at(status, "events");
         if events.is_empty() {
             return;
         }
-        let mut table =
-            Table::new(&[Cell::text("LAST CHANGES"), Cell::text("OBJECT"), Cell::text("CHANGE")]);
+        let mut table = Table::new(&["LAST CHANGES", "OBJECT", "CHANGE"]);
         for event in events.iter().rev() {
             let times = event["times"].as_u64().filter(|times| *times > 1);
             let text = format!(
                 "{} -> {}: {}{}",
-                word(event, "from"),
-                word(event, "to"),
-                word(event, "reason"),
+                text_at(event, "from"),
+                text_at(event, "to"),
+                text_at(event, "reason"),
                 times.map_or(String::new(), |times| format!(" ({times} times)"))
             );
             let tone =
-                if event["bad"] == true { state_tone(word(event, "to")) } else { Tone::Plain };
+                if event["bad"] == true { state_tone(text_at(event, "to")) } else { Tone::Plain };
             let row = vec![
                 Cell::text(format!("{} ago", self.ago(&event["at"]))),
-                Cell::text(format!("{} {}", word(event, "kind"), word(event, "name"))),
+                Cell::text(format!("{} {}", text_at(event, "kind"), text_at(event, "name"))),
                 Cell::text(text).tone(tone),
             ];
             table.row(row, Vec::new());
         }
+        self.draw(&table, out);
+    }
+
+    /// Appends a table after a blank line.
+    fn draw(&self, table: &Table, out: &mut String) {
         out.push('\n');
         table.draw(self.style, out);
     }
@@ -310,18 +300,18 @@ fn state_tone(state: &str) -> Tone {
 
 /// The number of connections, and how many of them are not live.
 fn connections(endpoint: &Value) -> Cell {
-    let Some(all) = endpoint["connections"].as_array() else { return Cell::number("-") };
+    let Some(all) = endpoint["connections"].as_array() else { return Cell::text("-") };
     let not_live = all.iter().filter(|c| c["state"] != "live").count();
     if not_live == 0 {
-        return Cell::number(all.len().to_string());
+        return Cell::text(all.len().to_string());
     }
-    Cell::number(format!("{} ({not_live} not live)", all.len())).tone(Tone::Warn)
+    Cell::text(format!("{} ({not_live} not live)", all.len())).tone(Tone::Warn)
 }
 
 fn count(value: &Value, key: &str) -> Cell {
     match value[key].as_u64() {
-        Some(number) => Cell::number(number.to_string()),
-        None => Cell::number("-").tone(Tone::Dim),
+        Some(number) => Cell::text(number.to_string()),
+        None => Cell::text("-").tone(Tone::Dim),
     }
 }
 
@@ -335,12 +325,12 @@ fn format_ms(value: &Value) -> String {
 }
 
 /// The text under a key; a dash if there is none.
-pub(super) fn word<'a>(value: &'a Value, key: &str) -> &'a str {
+pub(super) fn text_at<'a>(value: &'a Value, key: &str) -> &'a str {
     value[key].as_str().unwrap_or("-")
 }
 
 /// The list under a key; empty if there is none.
-pub(super) fn list<'a>(value: &'a Value, key: &str) -> &'a [Value] {
+pub(super) fn list_at<'a>(value: &'a Value, key: &str) -> &'a [Value] {
     value[key].as_array().map_or(&[], Vec::as_slice)
 }
 

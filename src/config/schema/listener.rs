@@ -14,7 +14,7 @@ use crate::config::listener::{
     DestinationRoute, Limits, Listener, Mode, Passthrough, RequestLimits, Route, Terminate,
 };
 use crate::config::node::{Fields, Node};
-use crate::config::report::{Located, Report};
+use crate::config::report::Located;
 use crate::config::rules::References;
 use crate::config::units::{HOUR, MINUTE, MS, SECOND};
 
@@ -26,22 +26,22 @@ const NO_REQUESTS: &str = "has no meaning in mode passthrough: no request is see
 /// The error for a key of mode `passthrough` in mode `terminate`.
 const NO_FLOWS: &str = "has no meaning in mode terminate: it forwards requests, not connections";
 
-pub(super) fn read(node: &Node<'_>, references: &mut References, report: &mut Report) -> Listener {
-    let mut fields = node.fields(report);
-    let name = fields.name(report, &mut references.listener_names);
+pub(super) fn read(node: &Node<'_>, references: &mut References) -> Listener {
+    let mut fields = node.fields();
+    let name = fields.name(&mut references.listener_names);
 
     let mut bind = Vec::new();
-    for item in fields.required_items(report, "bind", "at least one address") {
+    for item in fields.required_items("bind", "at least one address") {
         let wanted = "text: an address such as 127.0.0.1:7443";
-        if let Some(address) = item.require(report, wanted, parse_bind) {
+        if let Some(address) = item.require(wanted, parse_bind) {
             bind.push(address);
             references.binds.push((item.path, address));
         }
     }
 
-    let freebind = fields.get(report, "freebind").flag(report, false);
-    let given = fields.get(report, "mode");
-    let mode = given.parse(report, "text: terminate or passthrough", |text| match text {
+    let freebind = fields.get("freebind").flag(false);
+    let given = fields.get("mode");
+    let mode = given.parse("text: terminate or passthrough", |text| match text {
         "terminate" => Ok(true),
         "passthrough" => Ok(false),
         _ => Err(format!("{} is not one of terminate, passthrough", quote(text))),
@@ -49,20 +49,20 @@ pub(super) fn read(node: &Node<'_>, references: &mut References, report: &mut Re
     // `None`: the mode is wrong, so it is unknown which other keys are allowed.
     let terminate = if given.is_given() { mode } else { Some(true) };
 
-    let upstream = if fields.broken {
+    let upstream = if fields.is_malformed {
         None
     } else {
-        reference(&fields.get(report, "upstream"), terminate, references, report)
+        reference(&fields.get("upstream"), terminate, references)
     };
-    let mut nested = fields.section(report, "limits");
-    let limits = limits(&mut nested, report);
+    let mut nested = fields.section("limits");
+    let limits = limits(&mut nested);
     let mode = if terminate == Some(false) {
-        Mode::Passthrough(passthrough(&mut fields, &mut nested, references, report))
+        Mode::Passthrough(passthrough(&mut fields, &mut nested, references))
     } else {
-        Mode::Terminate(self::terminate(&mut fields, &mut nested, terminate.is_some(), report))
+        Mode::Terminate(self::terminate(&mut fields, &mut nested, terminate.is_some()))
     };
-    nested.finish(report);
-    fields.finish(report);
+    nested.finish();
+    fields.finish();
     Listener { name, bind, freebind, upstream: upstream.unwrap_or_default(), mode, limits }
 }
 
@@ -71,10 +71,9 @@ fn reference(
     node: &Node<'_>,
     terminate: Option<bool>,
     references: &mut References,
-    report: &mut Report,
 ) -> Option<String> {
     let wanted = "text: the name of an upstream";
-    let upstream = node.require(report, wanted, |text| Ok(text.to_owned()))?;
+    let upstream = node.require(wanted, |text| Ok(text.to_owned()))?;
     references.upstreams.push((node.path.clone(), upstream.clone()));
     if terminate != Some(false) {
         references.terminated.push(upstream.clone());
@@ -83,64 +82,54 @@ fn reference(
 }
 
 /// The upstream of a route of mode `passthrough`; empty if it is wrong.
-fn route_upstream(
-    fields: &mut Fields<'_>,
-    references: &mut References,
-    report: &mut Report,
-) -> String {
-    let node = fields.get(report, "upstream");
-    let name = if fields.broken { None } else { reference(&node, Some(false), references, report) };
+fn route_upstream(fields: &mut Fields<'_>, references: &mut References) -> String {
+    let node = fields.get("upstream");
+    let name = if fields.is_malformed { None } else { reference(&node, Some(false), references) };
     name.unwrap_or_default()
 }
 
-fn limits(fields: &mut Fields<'_>, report: &mut Report) -> Limits {
-    let max_connections = fields.get(report, "max_connections").number(report, 4096, 1..=1_000_000);
-    let handshake = fields.get(report, "handshake_timeout");
+fn limits(fields: &mut Fields<'_>) -> Limits {
+    let max_connections = fields.get("max_connections").number(4096, 1..=1_000_000);
+    let handshake = fields.get("handshake_timeout");
     Limits {
         max_connections: max_connections as usize,
-        handshake_timeout: handshake.duration(report, 10 * SECOND, 100 * MS..=MINUTE),
+        handshake_timeout: handshake.duration(10 * SECOND, 100 * MS..=MINUTE),
     }
 }
 
 /// Reads the keys of mode `terminate`. Reports missing keys and keys of the other mode only if the
 /// mode is `known`.
-fn terminate(
-    fields: &mut Fields<'_>,
-    limits: &mut Fields<'_>,
-    known: bool,
-    report: &mut Report,
-) -> Terminate {
-    let transparent = fields.get(report, "transparent");
-    if transparent.flag(report, false) && known {
+fn terminate(fields: &mut Fields<'_>, limits: &mut Fields<'_>, known: bool) -> Terminate {
+    let transparent = fields.get("transparent");
+    if transparent.flag(false) && known {
         transparent.error(
-            report,
             "needs mode passthrough: jackstay has no certificate for the original destination",
         );
     }
     for key in ["destinations", "routes", "idle_timeout", "leave_timeout", "rebalance"] {
         if known {
-            fields.foreign(report, key, NO_FLOWS);
+            fields.refuse(key, NO_FLOWS);
         } else {
-            let _ = fields.get(report, key);
+            let _ = fields.get(key);
         }
     }
 
-    let mut tls = fields.section(report, "tls");
-    let required = known && !tls.broken;
-    let (_, tls_paths) = cert_paths(&mut tls, required, report);
-    let issuer = issuer(&mut tls, &tls_paths, report);
-    tls.finish(report);
+    let mut tls = fields.section("tls");
+    let required = known && !tls.is_malformed;
+    let (_, tls_paths) = cert_paths(&mut tls, required);
+    let issuer = issuer(&mut tls, &tls_paths);
+    tls.finish();
 
-    let ca_node = fields.get(report, "client_ca_file");
-    let client_ca_file = ca_node.file(report);
-    let identities = identities(&fields.get(report, "identities"), report);
+    let ca_node = fields.get("client_ca_file");
+    let client_ca_file = ca_node.file();
+    let identities = identities(&fields.get("identities"));
     if !identities.is_empty() && !ca_node.is_given() && known {
         let message =
             "is required beside identities: without it no client certificate can be verified";
-        ca_node.error(report, message);
+        ca_node.error(message);
     }
-    let resume_groups = resume_groups(&fields.get(report, "resume_groups"), report);
-    let limits = request_limits(limits, report);
+    let resume_groups = resume_groups(&fields.get("resume_groups"));
+    let limits = request_limits(limits);
     Terminate { tls: tls_paths, issuer, client_ca_file, identities, resume_groups, limits }
 }
 
@@ -148,77 +137,71 @@ fn passthrough(
     fields: &mut Fields<'_>,
     limits: &mut Fields<'_>,
     references: &mut References,
-    report: &mut Report,
 ) -> Passthrough {
     for key in ["tls", "client_ca_file", "identities", "resume_groups"] {
-        fields.foreign(report, key, NO_TLS);
+        fields.refuse(key, NO_TLS);
     }
     for key in ["max_streams", "max_header_bytes", "header_timeout", "stall_timeout"] {
-        limits.foreign(report, key, NO_REQUESTS);
+        limits.refuse(key, NO_REQUESTS);
     }
-    let node = fields.get(report, "transparent");
-    let transparent = node.flag(report, false);
-    let list = fields.get(report, "destinations");
-    let destinations = destinations(&list, references, report);
+    let node = fields.get("transparent");
+    let transparent = node.flag(false);
+    let list = fields.get("destinations");
+    let destinations = destinations(&list, references);
     if !transparent && !destinations.is_empty() {
         list.error(
-            report,
             "needs `transparent: true`: only a redirected connection has an original destination",
         );
     }
-    let routes = routes(&fields.get(report, "routes"), references, report);
-    let idle = fields.get(report, "idle_timeout");
-    let idle_timeout = idle.duration(report, Duration::ZERO, Duration::ZERO..=30 * 24 * HOUR);
+    let routes = routes(&fields.get("routes"), references);
+    let idle = fields.get("idle_timeout");
+    let idle_timeout = idle.duration(Duration::ZERO, Duration::ZERO..=30 * 24 * HOUR);
     if !idle_timeout.is_zero() && idle_timeout < SECOND {
-        idle.error(report, "is shorter than 1s; 0s is never");
+        idle.error("is shorter than 1s; 0s is never");
     }
-    let leave = fields.get(report, "leave_timeout");
+    let leave = fields.get("leave_timeout");
     Passthrough {
         transparent,
         destinations,
         routes,
         idle_timeout: Some(idle_timeout).filter(|timeout| !timeout.is_zero()),
-        leave_timeout: leave.duration(report, HOUR, Duration::ZERO..=30 * 24 * HOUR),
-        rebalance: fields.get(report, "rebalance").flag(report, false),
+        leave_timeout: leave.duration(HOUR, Duration::ZERO..=30 * 24 * HOUR),
+        rebalance: fields.get("rebalance").flag(false),
     }
 }
 
-fn destinations(
-    node: &Node<'_>,
-    references: &mut References,
-    report: &mut Report,
-) -> Vec<DestinationRoute> {
+fn destinations(node: &Node<'_>, references: &mut References) -> Vec<DestinationRoute> {
     let mut destinations = Vec::new();
-    for item in node.items(report) {
-        let mut fields = item.fields(report);
-        let items = fields.required_items(report, "to", "at least one address");
+    for item in node.items() {
+        let mut fields = item.fields();
+        let items = fields.required_items("to", "at least one address");
         let wanted = "text: an address or a network such as 10.0.0.5:6443 or 10.0.0.0/24";
-        let read = |item: &Node<'_>| item.require(report, wanted, Destination::parse);
+        let read = |item: &Node<'_>| item.require(wanted, Destination::parse);
         let to = items.iter().filter_map(read).collect();
-        let upstream = route_upstream(&mut fields, references, report);
-        fields.finish(report);
+        let upstream = route_upstream(&mut fields, references);
+        fields.finish();
         destinations.push(DestinationRoute { to, upstream });
     }
     destinations
 }
 
-fn routes(node: &Node<'_>, references: &mut References, report: &mut Report) -> Vec<Route> {
+fn routes(node: &Node<'_>, references: &mut References) -> Vec<Route> {
     let mut known: Vec<Located<String>> = Vec::new();
     let mut routes = Vec::new();
-    for item in node.items(report) {
-        let mut fields = item.fields(report);
+    for item in node.items() {
+        let mut fields = item.fields();
         let mut server_names = Vec::new();
-        for item in fields.required_items(report, "server_names", "at least one name") {
+        for item in fields.required_items("server_names", "at least one name") {
             let wanted = "text: a name such as a.example.com or *.example.com";
-            let Some(name) = item.require(report, wanted, route_name) else { continue };
+            let Some(name) = item.require(wanted, route_name) else { continue };
             if let Some((first, _)) = known.iter().find(|(_, other)| *other == name) {
-                item.error(report, format!("{} is already at {first}", quote(&name)));
+                item.error(format!("{} is already at {first}", quote(&name)));
             }
             known.push((item.path, name.clone()));
             server_names.push(name);
         }
-        let upstream = route_upstream(&mut fields, references, report);
-        fields.finish(report);
+        let upstream = route_upstream(&mut fields, references);
+        fields.finish();
         routes.push(Route { server_names, upstream });
     }
     routes
@@ -244,52 +227,52 @@ fn route_name(text: &str) -> Result<String, String> {
     Ok(text.to_ascii_lowercase())
 }
 
-fn identities(node: &Node<'_>, report: &mut Report) -> Vec<CertPaths> {
+fn identities(node: &Node<'_>) -> Vec<CertPaths> {
     let mut known: Vec<Located<PathBuf>> = Vec::new();
     let mut identities = Vec::new();
-    for item in node.items(report) {
-        let mut fields = item.fields(report);
-        let required = !fields.broken;
-        let (path, paths) = cert_paths(&mut fields, required, report);
-        fields.finish(report);
+    for item in node.items() {
+        let mut fields = item.fields();
+        let required = !fields.is_malformed;
+        let (cert, paths) = cert_paths(&mut fields, required);
+        fields.finish();
         let same = known.iter().find(|(_, cert)| *cert == paths.cert_file);
         if let Some((first, _)) = same.filter(|_| !paths.cert_file.as_os_str().is_empty()) {
-            report.error(&path, format!("the same certificate as {first}"));
+            cert.error(format!("the same certificate as {first}"));
         }
-        known.push((path, paths.cert_file.clone()));
+        known.push((cert.path, paths.cert_file.clone()));
         identities.push(paths);
     }
     identities
 }
 
 /// The local CA that renews the serving certificate.
-fn issuer(tls: &mut Fields<'_>, serving: &CertPaths, report: &mut Report) -> Option<CertPaths> {
-    let mut fields = tls.section(report, "issuer");
-    let (cert, issuer) = fields.cert_pair(report);
+fn issuer(tls: &mut Fields<'_>, serving: &CertPaths) -> Option<CertPaths> {
+    let mut fields = tls.section("issuer");
+    let (cert, issuer) = fields.cert_pair();
     if issuer.is_some() && serving.cert_file != serving.key_file {
         let message = "needs tls.cert_file and tls.key_file to be one file: it is replaced in one \
                        step when it is renewed";
-        cert.error(report, message);
+        cert.error(message);
     }
-    fields.finish(report);
+    fields.finish();
     issuer
 }
 
-/// A certificate with its key, and the key path of `cert_file`.
-fn cert_paths(fields: &mut Fields<'_>, required: bool, report: &mut Report) -> Located<CertPaths> {
-    let (cert, key) = (fields.get(report, "cert_file"), fields.get(report, "key_file"));
-    let mut file = |node: &Node<'_>| {
-        let file = if required { node.required_file(report) } else { node.file(report) };
+/// A certificate with its key, and the node of `cert_file`.
+fn cert_paths<'a>(fields: &mut Fields<'a>, required: bool) -> (Node<'a>, CertPaths) {
+    let (cert, key) = (fields.get("cert_file"), fields.get("key_file"));
+    let file = |node: &Node<'_>| {
+        let file = if required { node.required_file() } else { node.file() };
         file.unwrap_or_default()
     };
     let paths = CertPaths { cert_file: file(&cert), key_file: file(&key) };
-    (cert.path, paths)
+    (cert, paths)
 }
 
-fn resume_groups(node: &Node<'_>, report: &mut Report) -> Vec<String> {
+fn resume_groups(node: &Node<'_>) -> Vec<String> {
     let mut groups: Vec<String> = Vec::new();
-    for item in node.items(report) {
-        let group = item.require(report, "text: an API group such as example.com", |text| {
+    for item in node.items() {
+        let group = item.require("text: an API group such as example.com", |text| {
             if !is_dns_name(text) || text.chars().any(|c| c.is_ascii_uppercase()) {
                 return Err(format!("{} is not an API group such as example.com", quote(text)));
             }
@@ -303,23 +286,11 @@ fn resume_groups(node: &Node<'_>, report: &mut Report) -> Vec<String> {
     groups
 }
 
-fn request_limits(fields: &mut Fields<'_>, report: &mut Report) -> RequestLimits {
+fn request_limits(fields: &mut Fields<'_>) -> RequestLimits {
     RequestLimits {
-        max_streams: fields.get(report, "max_streams").number(report, 1000, 1..=100_000),
-        max_header_bytes: fields.get(report, "max_header_bytes").size(
-            report,
-            64 << 10,
-            4 << 10..=1 << 20,
-        ),
-        header_timeout: fields.get(report, "header_timeout").duration(
-            report,
-            10 * SECOND,
-            100 * MS..=MINUTE,
-        ),
-        stall_timeout: fields.get(report, "stall_timeout").duration(
-            report,
-            5 * MINUTE,
-            SECOND..=24 * HOUR,
-        ),
+        max_streams: fields.get("max_streams").number(1000, 1..=100_000),
+        max_header_bytes: fields.get("max_header_bytes").size(64 << 10, 4 << 10..=1 << 20),
+        header_timeout: fields.get("header_timeout").duration(10 * SECOND, 100 * MS..=MINUTE),
+        stall_timeout: fields.get("stall_timeout").duration(5 * MINUTE, SECOND..=24 * HOUR),
     }
 }

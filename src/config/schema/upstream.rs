@@ -1,43 +1,42 @@
 //! The schema of an upstream.
 
-use crate::config::address::{EndpointAddress, parse_endpoint};
+use crate::config::address::EndpointAddress;
 use crate::config::errors::quote;
 use crate::config::model::{Connections, Discovery, Health, Readyz, Upstream, UpstreamTls, UsedBy};
 use crate::config::node::{Fields, Node};
-use crate::config::report::{Located, Report};
+use crate::config::report::Located;
 use crate::config::rules::{References, UpstreamWithoutCa};
 use crate::config::units::{HOUR, MINUTE, MS, SECOND};
 
-pub(super) fn read(node: &Node<'_>, references: &mut References, report: &mut Report) -> Upstream {
-    let mut fields = node.fields(report);
-    let name = fields.name(report, &mut references.upstream_names);
-    let endpoints_file = fields.get(report, "endpoints_file").file(report);
-    let endpoints = endpoints(&mut fields, endpoints_file.is_none(), references, report);
-    let mut section = fields.section(report, "discovery");
-    let discovery = Discovery { kubeconfig: section.get(report, "kubeconfig").file(report) };
-    section.finish(report);
+pub(super) fn read(node: &Node<'_>, references: &mut References) -> Upstream {
+    let mut fields = node.fields();
+    let name = fields.name(&mut references.upstream_names);
+    let endpoints_file = fields.get("endpoints_file").file();
+    let endpoints = endpoints(&mut fields, endpoints_file.is_none(), references);
+    let mut section = fields.section("discovery");
+    let discovery = Discovery { kubeconfig: section.get("kubeconfig").file() };
+    section.finish();
 
-    let mut tls = fields.section(report, "tls");
-    let ca = tls.get(report, "ca_file");
-    let before = report.errors.len();
-    let ca_file = ca.file(report);
-    let ca_missing = ca_file.is_none() && !tls.broken && report.errors.len() == before;
-    let server_name = tls.get(report, "server_name").parse(report, "text: a name", server_name);
-    tls.finish(report);
+    let mut tls = fields.section("tls");
+    let ca = tls.get("ca_file");
+    let ca_file = ca.file();
+    let ca_missing = !tls.is_malformed && (!ca.is_given() || ca.text() == Some(""));
+    let server_name = tls.get("server_name").parse("text: a name", server_name);
+    tls.finish();
 
-    let mut limits = fields.section(report, "connections");
-    let (min_node, max_node) = (limits.get(report, "min"), limits.get(report, "max"));
-    let (min, max) = (min_node.number(report, 1, 0..=1024), max_node.number(report, 64, 1..=1024));
+    let mut limits = fields.section("connections");
+    let (min_node, max_node) = (limits.get("min"), limits.get("max"));
+    let (min, max) = (min_node.number(1, 0..=1024), max_node.number(64, 1..=1024));
     if min > max {
-        min_node.error(report, format!("{min} is more than max, which is {max}"));
+        min_node.error(format!("{min} is more than max, which is {max}"));
     }
-    let max_streams = limits.get(report, "max_streams").number(report, 100, 1..=10_000) as usize;
-    limits.finish(report);
+    let max_streams = limits.get("max_streams").number(100, 1..=10_000) as usize;
+    limits.finish();
     let connections = Connections { min: min as usize, max: max as usize, max_streams };
 
-    let rebalance = fields.get(report, "rebalance").flag(report, true);
-    let health = health(fields.section(report, "health"), report);
-    fields.finish(report);
+    let rebalance = fields.get("rebalance").flag(true);
+    let health = health(fields.section("health"));
+    fields.finish();
     if ca_missing {
         let readyz = &health.readyz;
         let credential =
@@ -45,15 +44,13 @@ pub(super) fn read(node: &Node<'_>, references: &mut References, report: &mut Re
         let upstream = name.clone();
         references.without_ca.push(UpstreamWithoutCa { upstream, path: ca.path, credential });
     }
-    let tls = UpstreamTls { ca_file, server_name: server_name.flatten() };
-    let used_by = UsedBy::default();
     Upstream {
         name,
         endpoints,
         endpoints_file,
         discovery,
-        tls,
-        used_by,
+        tls: UpstreamTls { ca_file, server_name: server_name.flatten() },
+        used_by: UsedBy::default(),
         connections,
         rebalance,
         health,
@@ -66,58 +63,51 @@ fn endpoints(
     fields: &mut Fields<'_>,
     required: bool,
     references: &mut References,
-    report: &mut Report,
 ) -> Vec<EndpointAddress> {
     let items = if required {
-        fields.required_items(report, "endpoints", "at least one address")
+        fields.required_items("endpoints", "at least one address")
     } else {
-        fields.get(report, "endpoints").items(report)
+        fields.get("endpoints").items()
     };
-    let mut located: Vec<Located<EndpointAddress>> = Vec::new();
-    for item in items {
-        let wanted = "text: an address such as 10.0.0.11:6443";
-        if let Some(endpoint) = item.require(report, wanted, parse_endpoint) {
-            located.push((item.path, endpoint));
-        }
-    }
+    let wanted = "text: an address such as 10.0.0.11:6443";
+    let parse = |item: Node<'_>| Some((item.require(wanted, EndpointAddress::parse)?, item.path));
+    let located: Vec<Located<EndpointAddress>> =
+        items.into_iter().filter_map(parse).map(|(endpoint, path)| (path, endpoint)).collect();
     let endpoints = located.iter().map(|(_, endpoint)| endpoint.clone()).collect();
     references.endpoints.push(located);
     endpoints
 }
 
-fn health(mut fields: Fields<'_>, report: &mut Report) -> Health {
-    let ping = fields.get(report, "ping_interval");
-    let ping_interval = ping.duration(report, SECOND, 100 * MS..=MINUTE);
-    let suspect = fields.get(report, "suspect_after");
-    let adaptive = suspect.parse(&mut Report::default(), "", |text| Ok(text == "adaptive"));
-    let suspect_after = match adaptive {
-        Some(true) => None,
+fn health(mut fields: Fields<'_>) -> Health {
+    let ping = fields.get("ping_interval");
+    let ping_interval = ping.duration(SECOND, 100 * MS..=MINUTE);
+    let suspect = fields.get("suspect_after");
+    let suspect_after = match suspect.text() {
+        Some("adaptive") => None,
         _ if !suspect.is_given() => None,
-        _ => Some(suspect.duration(report, MS, MS..=MINUTE)),
+        _ => Some(suspect.duration(MS, MS..=MINUTE)),
     };
-    let dead_after =
-        fields.get(report, "dead_after").duration(report, 2 * SECOND, 200 * MS..=MINUTE);
+    let dead_after = fields.get("dead_after").duration(2 * SECOND, 200 * MS..=MINUTE);
     if ping_interval >= dead_after {
-        ping.error(report, "must be shorter than dead_after, or no PING is pending when it ends");
+        ping.error("must be shorter than dead_after, or no PING is pending when it ends");
     }
-    let tunnel = fields.get(report, "tunnel_dead_after");
+    let tunnel = fields.get("tunnel_dead_after");
     let default = dead_after.max(20 * SECOND);
-    let tunnel_dead_after = tunnel.duration(report, default, 200 * MS..=MINUTE);
+    let tunnel_dead_after = tunnel.duration(default, 200 * MS..=MINUTE);
     if tunnel_dead_after < dead_after {
-        tunnel.error(report, "must not be shorter than dead_after");
+        tunnel.error("must not be shorter than dead_after");
     }
     if suspect_after.is_some_and(|suspect_after| suspect_after >= dead_after) {
-        suspect.error(report, "must be shorter than dead_after");
+        suspect.error("must be shorter than dead_after");
     }
-    let connect_timeout =
-        fields.get(report, "connect_timeout").duration(report, 3 * SECOND, 100 * MS..=MINUTE);
-    let readyz = readyz(fields.section(report, "readyz"), report);
-    fields.finish(report);
+    let connect_timeout = fields.get("connect_timeout").duration(3 * SECOND, 100 * MS..=MINUTE);
+    let readyz = readyz(fields.section("readyz"));
+    fields.finish();
     Health { ping_interval, suspect_after, dead_after, tunnel_dead_after, connect_timeout, readyz }
 }
 
-fn readyz(mut fields: Fields<'_>, report: &mut Report) -> Readyz {
-    let path = fields.get(report, "path").parse(report, "text: a path such as /readyz", |text| {
+fn readyz(mut fields: Fields<'_>) -> Readyz {
+    let path = fields.get("path").parse("text: a path such as /readyz", |text| {
         let visible = text.bytes().all(|b| b.is_ascii_graphic() && b != b'#');
         if text.starts_with('/') && visible {
             Ok(text.to_owned())
@@ -125,21 +115,21 @@ fn readyz(mut fields: Fields<'_>, report: &mut Report) -> Readyz {
             Err(format!("{} is not a path such as /readyz", quote(text)))
         }
     });
-    let interval = fields.get(report, "interval").duration(report, 10 * SECOND, SECOND..=HOUR);
-    let node = fields.get(report, "timeout");
-    let timeout = node.duration(report, SECOND, 10 * MS..=MINUTE);
+    let interval = fields.get("interval").duration(10 * SECOND, SECOND..=HOUR);
+    let node = fields.get("timeout");
+    let timeout = node.duration(SECOND, 10 * MS..=MINUTE);
     if timeout > interval {
-        node.error(report, "must not be longer than interval");
+        node.error("must not be longer than interval");
     }
-    let rise = fields.get(report, "rise").number(report, 2, 1..=100);
-    let fall = fields.get(report, "fall").number(report, 2, 1..=100);
-    let (_, cert) = fields.cert_pair(report);
-    let token = fields.get(report, "token_file");
-    let token_file = token.file(report);
+    let rise = fields.get("rise").number(2, 1..=100);
+    let fall = fields.get("fall").number(2, 1..=100);
+    let (_, cert) = fields.cert_pair();
+    let token = fields.get("token_file");
+    let token_file = token.file();
     if cert.is_some() && token_file.is_some() {
-        token.error(report, "has no effect beside cert_file: an apiserver prefers the certificate");
+        token.error("has no effect beside cert_file: an apiserver prefers the certificate");
     }
-    fields.finish(report);
+    fields.finish();
     let path = path.unwrap_or_else(|| "/readyz".to_owned());
     Readyz { path, interval, timeout, rise, fall, cert, token_file }
 }

@@ -3,12 +3,13 @@
 use std::path::PathBuf;
 use std::time::SystemTime;
 
+use clap::ValueEnum;
 use serde::Serialize;
 
 use crate::kubeconfig::credential::PemSource;
 
 /// The mode of the planned listener.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum SetupMode {
     /// L4: TLS is between client and apiserver.

@@ -7,7 +7,7 @@ use std::time::SystemTime;
 use super::config_file::ListenerTlsSection;
 use super::plan::{OutputFile, SetupPlan, SetupRequest};
 use crate::config::CertPaths;
-use crate::kubeconfig::error::KubeconfigError;
+use crate::kubeconfig::credential::PemSource;
 use crate::net::files::{PRIVATE, PUBLIC};
 use crate::net::tls::local_ca::{self, LocalCa};
 use crate::net::tls::pem_files;
@@ -18,7 +18,7 @@ pub(super) fn plan(
     request: &SetupRequest,
     directory: &Path,
     plan: &mut SetupPlan,
-) -> Result<ListenerTlsSection, KubeconfigError> {
+) -> Result<ListenerTlsSection, String> {
     let issuer = CertPaths {
         cert_file: directory.join("local-ca.crt"),
         key_file: directory.join("local-ca.key"),
@@ -30,46 +30,41 @@ pub(super) fn plan(
             names.push(name.clone());
         }
     }
-    if issuer.cert_file.exists() || issuer.key_file.exists() {
+    let (authority, certificate) = if issuer.cert_file.exists() || issuer.key_file.exists() {
         let authority = LocalCa::load(&issuer).map_err(|error| {
             format!("{error}; remove {} to have a new local CA", issuer.cert_file.display())
         })?;
-        let certificate = std::fs::read(&issuer.cert_file)
-            .map_err(|error| KubeconfigError::at(&issuer.cert_file, error))?;
-        if !is_valid(&serving, &authority, &names, request.now) {
-            let issued = authority.issue(&names, request.now)?;
-            plan.files.push(serving_file(&serving, &issued));
-        }
-        plan.local_ca = Some(certificate);
+        (authority, PemSource::File(issuer.cert_file.clone()).read()?)
     } else {
-        let (authority, created) =
-            LocalCa::create(&format!("jackstay on {}", request.node_name), request.now)?;
-        let issued = authority.issue(&names, request.now)?;
-        plan.local_ca = Some(created.certificate.clone().into_bytes());
-        for (path, bytes, mode, what) in [
-            (&issuer.cert_file, created.certificate, PUBLIC, "the local CA, which clients trust"),
-            (&issuer.key_file, created.key, PRIVATE, "its key, which never leaves this machine"),
-        ] {
-            plan.files.push(OutputFile {
-                path: path.clone(),
-                bytes: bytes.into_bytes(),
-                mode,
-                what,
-            });
-        }
-        plan.files.push(serving_file(&serving, &issued));
+        let name = format!("jackstay on {}", request.node_name);
+        let (authority, created) = LocalCa::create(&name, request.now)?;
+        let certificate = created.certificate.into_bytes();
+        plan.files.push(OutputFile {
+            path: issuer.cert_file.clone(),
+            bytes: certificate.clone(),
+            mode: PUBLIC,
+            what: "the local CA, which clients trust",
+        });
+        plan.files.push(OutputFile {
+            path: issuer.key_file.clone(),
+            bytes: created.key.into_bytes(),
+            mode: PRIVATE,
+            what: "its key, which never leaves this machine",
+        });
+        (authority, certificate)
+    };
+    plan.local_ca = Some(certificate);
+    // No existing certificate is signed by a new CA.
+    if !is_valid(&serving, &authority, &names, request.now) {
+        plan.files.push(OutputFile {
+            path: serving.clone(),
+            bytes: authority.issue(&names, request.now)?.pair().into_bytes(),
+            mode: PRIVATE,
+            what: "the serving certificate and its key, renewed by jackstay",
+        });
     }
     let serving = CertPaths { cert_file: serving.clone(), key_file: serving };
     Ok(ListenerTlsSection { serving, issuer })
-}
-
-fn serving_file(serving: &Path, issued: &local_ca::IssuedCertificate) -> OutputFile {
-    OutputFile {
-        path: serving.to_owned(),
-        bytes: issued.pair().into_bytes(),
-        mode: PRIVATE,
-        what: "the serving certificate and its key, renewed by jackstay",
-    }
 }
 
 /// Whether the existing serving certificate is signed by this CA, holds all names and is not due

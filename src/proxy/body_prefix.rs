@@ -12,8 +12,7 @@ use h2::RecvStream;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::request_info::RequestKind;
-use crate::upstream::connection::Connection;
-use crate::upstream::connection::ConnectionState;
+use crate::upstream::connection::{Connection, ConnectionState};
 
 /// Longest prefix, in bytes: discovery, an object or a short list. It is within the stream's window, so
 /// it needs no more memory than a client that does not read.

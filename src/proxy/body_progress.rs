@@ -1,7 +1,7 @@
 //! Resets HTTP/2 streams whose client stopped reading the response.
 //!
 //! A client that reads its socket but opens no window on one stream does not trip
-//! [`super::stall_timeout`]. hyper then does not poll the response's body, so the body keeps its
+//! [`super::client_stream::StallTimeout`]. hyper then does not poll the response's body, so the body keeps its
 //! upstream stream, even on a connection that drains. hyper hands each piece of a body to h2 and polls
 //! for the next one when the stream has window. So a stream whose last piece has been with h2 for the
 //! limit is reset; the other streams of the connection are not affected. A client that takes a piece
@@ -20,36 +20,25 @@ use tokio::time::{Sleep, sleep};
 /// 220 bytes a second with the default limit.
 pub const PIECE: usize = 64 * 1024;
 
-/// The progress of one response.
+/// The progress of one response, shared by its body and its stream.
 #[derive(Debug, Default)]
-struct Progress {
+pub struct BodyProgress {
     /// Pieces that the body has returned.
     pieces: Cell<u64>,
-    /// Whether hyper has not polled again since the last piece.
+    /// Whether the last piece waits for window: hyper has not polled again since.
     waiting: Cell<bool>,
-}
-
-/// The progress of one response, shared by its body and its stream.
-#[derive(Debug, Clone, Default)]
-pub struct BodyProgress(Rc<Progress>);
-
-impl BodyProgress {
-    /// The number of the piece that waits for window, if one does.
-    fn waiting(&self) -> Option<u64> {
-        self.0.waiting.get().then(|| self.0.pieces.get())
-    }
 }
 
 /// A body that records its progress.
 #[derive(Debug)]
 pub struct TrackedBody<B> {
     body: B,
-    progress: BodyProgress,
+    progress: Rc<BodyProgress>,
 }
 
 impl<B> TrackedBody<B> {
     /// Records the progress of `body` in `progress`.
-    pub fn new(body: B, progress: BodyProgress) -> Self {
+    pub fn new(body: B, progress: Rc<BodyProgress>) -> Self {
         Self { body, progress }
     }
 }
@@ -63,7 +52,7 @@ impl<B: Body + Unpin> Body for TrackedBody<B> {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
         let result = Pin::new(&mut self.body).poll_frame(cx);
-        let progress = &self.progress.0;
+        let progress = &self.progress;
         let returned = matches!(result, Poll::Ready(Some(Ok(_))));
         progress.waiting.set(returned);
         if returned {
@@ -85,7 +74,7 @@ impl<B: Body + Unpin> Body for TrackedBody<B> {
 /// nothing for the limit; the drop of the inner future then resets the stream.
 pub struct StallBoundStream {
     serving: Pin<Box<dyn Future<Output = ()>>>,
-    progress: BodyProgress,
+    progress: Rc<BodyProgress>,
     limit: Duration,
     /// The number of the piece that waits, and the timer that it started.
     timer: Option<(u64, Pin<Box<Sleep>>)>,
@@ -95,7 +84,7 @@ impl StallBoundStream {
     /// Limits `serving`, whose progress is recorded in `progress`.
     pub fn new(
         serving: impl Future<Output = ()> + 'static,
-        progress: BodyProgress,
+        progress: Rc<BodyProgress>,
         limit: Duration,
     ) -> Self {
         Self { serving: Box::pin(serving), progress, limit, timer: None }
@@ -109,18 +98,16 @@ impl Future for StallBoundStream {
         if self.serving.as_mut().poll(cx).is_ready() {
             return Poll::Ready(());
         }
-        let Some(piece) = self.progress.waiting() else {
+        if !self.progress.waiting.get() {
             self.timer = None;
             return Poll::Pending;
-        };
-        let limit = self.limit;
-        match &mut self.timer {
-            Some((of, timer)) if *of == piece => timer.as_mut().poll(cx),
-            timer => {
-                let (_, timer) = timer.insert((piece, Box::pin(sleep(limit))));
-                timer.as_mut().poll(cx)
-            }
         }
+        let (piece, limit) = (self.progress.pieces.get(), self.limit);
+        let (_, timer) = match &mut self.timer {
+            Some(timer) if timer.0 == piece => timer,
+            timer => timer.insert((piece, Box::pin(sleep(limit)))),
+        };
+        timer.as_mut().poll(cx)
     }
 }
 
@@ -165,7 +152,7 @@ mod tests {
     async fn stream_whose_piece_is_not_taken_ends_after_limit() {
         let (pieces, body) = mpsc::unbounded_channel();
         let (window, opened) = mpsc::unbounded_channel();
-        let progress = BodyProgress::default();
+        let progress = Rc::<BodyProgress>::default();
         let serving = serve(TrackedBody::new(Pieces(body), progress.clone()), opened);
         let mut bounded = StallBoundStream::new(serving, progress, LIMIT);
         // No piece waits, so no limit applies.
@@ -190,7 +177,7 @@ mod tests {
     async fn stream_that_is_done_ends_at_once() {
         let (pieces, body) = mpsc::unbounded_channel();
         let (_window, opened) = mpsc::unbounded_channel();
-        let progress = BodyProgress::default();
+        let progress = Rc::<BodyProgress>::default();
         drop(pieces);
         let serving = serve(TrackedBody::new(Pieces(body), progress.clone()), opened);
         let start = Instant::now();

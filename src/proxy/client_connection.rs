@@ -36,13 +36,11 @@ use crate::upstream::credentials::CredentialClass;
 
 /// A client connection.
 pub struct ClientConnection {
-    /// Serves its requests.
     pub service: CurrentService,
     /// The client certificate of the TLS handshake.
     pub certificate: Option<Rc<ClientCertificate>>,
     /// The client's address, for the access log.
     pub address: IpAddr,
-    /// The client's address, for `X-Forwarded-For`.
     pub forwarded_for: ForwardedFor,
     /// The last token of the client that the apiserver has accepted.
     pub token: LastToken,
@@ -111,7 +109,7 @@ impl ClientConnection {
         body: Incoming,
         outcome: &mut Outcome,
     ) -> Result<(Prepared, Option<Token>), StatusError> {
-        let info = RequestInfo::from_parts(&parts);
+        let info = RequestInfo::new(&parts);
         outcome.classified(info.verb.as_str(), info.long_running());
 
         hygiene::check_request(&parts)?;
@@ -132,8 +130,8 @@ impl ClientConnection {
         let proof = IdentityProof::new(class, certificate);
         let token = Token::of(class, &parts, info.upgrade);
 
+        hygiene::upstream_headers(&mut parts.headers, &self.forwarded_for, info.upgrade);
         if info.upgrade {
-            hygiene::upstream_upgrade_headers(&mut parts.headers, &self.forwarded_for);
             let upgrade = Upgrade {
                 upstream: Rc::clone(&service.upstream),
                 class,
@@ -143,7 +141,6 @@ impl ClientConnection {
             };
             return Ok((Prepared::Upgrade(Box::new(upgrade)), token));
         }
-        hygiene::upstream_request_headers(&mut parts.headers, &self.forwarded_for);
         let is_watch = info.kind == RequestKind::Watch;
         let watch = is_watch.then(|| watch_parameters(&info, &parts, service)).flatten();
         let version = parts.version;

@@ -14,7 +14,7 @@
 //! | not verified yet, and too many others are being verified | any | nothing: 429 |
 
 use std::cell::{Cell, RefCell};
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashSet, VecDeque};
 use std::hash::{BuildHasher, RandomState};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -22,6 +22,7 @@ use std::sync::Arc;
 use http::{HeaderMap, StatusCode, header};
 
 use super::client_certificate::ClientCertificate;
+use super::hygiene::list_items;
 use super::status_error::StatusError;
 use crate::net::tls::certificate::CertInfo;
 use crate::observe::utc::wall_clock;
@@ -41,8 +42,8 @@ pub struct CredentialSelector {
 }
 
 impl CredentialSelector {
-    /// The class of connections that a request with these headers may use; `upgrade`: it asks for an
-    /// upgrade.
+    /// The class of connections that a request with these headers may use. `upgrade` is whether it asks for
+    /// an upgrade.
     ///
     /// # Errors
     /// 401 with a reason that says what to do; 429 if the certificate is not verified yet.
@@ -80,13 +81,12 @@ impl CredentialSelector {
         if let Some(number) = self.slots.iter().find_map(|slot| slot.number_of(&client.subject)) {
             return Ok(CredentialClass::Identity(number));
         }
-        let awaited = self.slots.iter().filter(|slot| slot.certificate().is_none());
-        let awaited: Vec<_> =
-            awaited.map(|slot| slot.paths.cert_file.display().to_string()).collect();
-        let hint = if awaited.is_empty() {
-            String::new()
-        } else {
-            format!(" (still waiting for {})", awaited.join(", "))
+        let missing = self.slots.iter().filter(|slot| slot.certificate().is_none());
+        let missing: Vec<_> =
+            missing.map(|slot| slot.paths.cert_file.display().to_string()).collect();
+        let hint = match &*missing {
+            [] => String::new(),
+            missing => format!(" (still waiting for {})", missing.join(", ")),
         };
         Err(StatusError::unauthorized(format_args!(
             "the client certificate of {} is valid, but jackstay has no credential for that \
@@ -125,11 +125,7 @@ pub fn bearer(headers: &HeaderMap, upgrade: bool) -> Option<&[u8]> {
     if !upgrade {
         return None;
     }
-    headers
-        .get_all(header::SEC_WEBSOCKET_PROTOCOL)
-        .iter()
-        .flat_map(|value| value.as_bytes().split(|&byte| byte == b','))
-        .map(<[u8]>::trim_ascii)
+    list_items(headers.get_all(header::SEC_WEBSOCKET_PROTOCOL))
         .find(|protocol| protocol.starts_with(b"base64url.bearer.authorization.k8s.io."))
 }
 
@@ -138,9 +134,9 @@ pub fn bearer(headers: &HeaderMap, upgrade: bool) -> Option<&[u8]> {
 #[derive(Debug, Default)]
 pub struct ProvenTokens {
     keys: [RandomState; 2],
-    known: RefCell<HashMap<[u64; 2], u64>>,
-    order: RefCell<VecDeque<([u64; 2], u64)>>,
-    serial: Cell<u64>,
+    known: RefCell<HashSet<[u64; 2]>>,
+    /// The known hashes in the order in which they were added.
+    order: RefCell<VecDeque<[u64; 2]>>,
     /// How many tokens have been forgotten.
     forgotten: Cell<u64>,
 }
@@ -179,29 +175,28 @@ impl ProvenTokens {
     }
 
     fn contains(&self, token: &[u8]) -> bool {
-        self.known.borrow().contains_key(&self.hash(token))
+        self.known.borrow().contains(&self.hash(token))
     }
 
     fn insert(&self, token: &[u8]) {
         let hash = self.hash(token);
-        let serial = self.serial.get() + 1;
-        self.serial.set(serial);
-        let mut known = self.known.borrow_mut();
-        let mut order = self.order.borrow_mut();
-        known.insert(hash, serial);
-        order.push_back((hash, serial));
-        while order.len() > PROVEN_TOKENS {
-            if let Some((oldest, serial)) = order.pop_front()
-                && known.get(&oldest) == Some(&serial)
-            {
-                known.remove(&oldest);
-                self.forgotten.set(self.forgotten.get() + 1);
-            }
+        let (mut known, mut order) = (self.known.borrow_mut(), self.order.borrow_mut());
+        if !known.insert(hash) {
+            return;
+        }
+        order.push_back(hash);
+        if order.len() > PROVEN_TOKENS
+            && let Some(oldest) = order.pop_front()
+        {
+            known.remove(&oldest);
+            self.forgotten.set(self.forgotten.get() + 1);
         }
     }
 
     fn remove(&self, token: &[u8]) {
-        if self.known.borrow_mut().remove(&self.hash(token)).is_some() {
+        let hash = self.hash(token);
+        if self.known.borrow_mut().remove(&hash) {
+            self.order.borrow_mut().retain(|known| *known != hash);
             self.forgotten.set(self.forgotten.get() + 1);
         }
     }
@@ -214,7 +209,7 @@ mod tests {
     #[test]
     fn learn_accepts_tokens_by_responses_sent_after_authentication() {
         let tokens = Rc::<ProvenTokens>::default();
-        let identifier = CredentialSelector {
+        let selector = CredentialSelector {
             slots: Vec::new(),
             listener: "l".to_owned(),
             tokens: Rc::clone(&tokens),
@@ -231,17 +226,17 @@ mod tests {
         ] {
             let token = format!("bearer {status}");
             let status = StatusCode::from_u16(status).unwrap();
-            identifier.learn(token.as_bytes(), CredentialClass::UnprovenToken, status);
+            selector.learn(token.as_bytes(), CredentialClass::UnprovenToken, status);
             assert_eq!(tokens.contains(token.as_bytes()), proven, "{status}");
         }
-        identifier.learn(b"bearer 101", CredentialClass::Token, StatusCode::UNAUTHORIZED);
+        selector.learn(b"bearer 101", CredentialClass::Token, StatusCode::UNAUTHORIZED);
         assert!(!tokens.contains(b"bearer 101"));
     }
 
     #[test]
     fn select_uses_subprotocol_token_only_for_upgrades() {
         let tokens = Rc::<ProvenTokens>::default();
-        let identifier = CredentialSelector {
+        let selector = CredentialSelector {
             slots: Vec::new(),
             listener: "l".to_owned(),
             tokens: Rc::clone(&tokens),
@@ -253,7 +248,7 @@ mod tests {
         let socket = with(header::SEC_WEBSOCKET_PROTOCOL, hidden);
         let bearer = with(header::AUTHORIZATION, "Bearer QUJD");
         let last = LastToken::default();
-        let class = |headers, upgrade| identifier.select(None, &last, headers, upgrade).ok();
+        let class = |headers, upgrade| selector.select(None, &last, headers, upgrade).ok();
         assert_eq!(class(&socket, true), Some(CredentialClass::UnprovenToken));
         tokens.insert(hidden.as_bytes());
         assert_eq!(class(&socket, true), Some(CredentialClass::Token));

@@ -23,7 +23,7 @@ pub use self::request::ForwardedRequest;
 use super::hygiene;
 use super::request_info::RequestKind;
 use super::response_body::{FullBody, ResponseBody, StreamedBody};
-use super::retry::{self, ATTEMPTS, AfterForwarding, ClientError, RetryDecision, Stage};
+use super::retry::{self, ATTEMPTS, ClientError, RetryDecision, Stage};
 use super::status_error::StatusError;
 use super::upstream_client::UpstreamResponse;
 use super::watch::body::{self, AcceptedWatch, WatchBody};
@@ -151,7 +151,7 @@ impl ForwardedRequest {
             let reused = connection.stats.was_open(asked_at);
             outcome.answered_by(&connection.endpoint.label, reused);
         }
-        hygiene::downstream_response_headers(&mut head.headers);
+        hygiene::downstream_headers(&mut head.headers, false);
         outcome.answered(head.status.as_u16());
         if let Some(data) = first.as_ref().filter(|_| recv.is_end_stream()) {
             let data = data.clone();
@@ -160,10 +160,8 @@ impl ForwardedRequest {
             return into_response(head, ResponseBody::Full(FullBody::new(data, outcome)));
         }
         let Self { upstream, class, proof, head: request, watch, drain, info, .. } = *self;
-        let followed = match retry::after_forwarding(info.kind) {
-            AfterForwarding::Resume => watch.zip(drain).zip(body::encoding(&head)),
-            AfterForwarding::Reset => None,
-        };
+        let followed = watch.zip(drain).zip(body::encoding(&head));
+        let followed = followed.filter(|_| retry::is_resumed(info.kind));
         let body = if let Some(((watch, drain), encoding)) = followed {
             let watch = AcceptedWatch {
                 upstream,
@@ -177,9 +175,9 @@ impl ForwardedRequest {
             };
             ResponseBody::Watch(Box::new(WatchBody::new(watch, &head, recv, permit, outcome)))
         } else {
-            let end = proof.end().filter(|_| info.kind == RequestKind::Watch);
-            let body = StreamedBody::new(recv, first, permit, outcome, upload);
-            ResponseBody::Stream(Box::new(body.until(end)))
+            let expiry = proof.end().filter(|_| info.kind == RequestKind::Watch);
+            let body = StreamedBody::new(recv, first, permit, outcome, upload, expiry);
+            ResponseBody::Stream(Box::new(body))
         };
         into_response(head, body)
     }
@@ -187,7 +185,7 @@ impl ForwardedRequest {
 
 /// Forwards a response that was held back.
 fn pass_on((mut head, body): HeldResponse, mut outcome: Box<Outcome>) -> Response<ResponseBody> {
-    hygiene::downstream_response_headers(&mut head.headers);
+    hygiene::downstream_headers(&mut head.headers, false);
     outcome.answered(head.status.as_u16());
     into_response(head, ResponseBody::Full(FullBody::new(body, outcome)))
 }

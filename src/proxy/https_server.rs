@@ -5,7 +5,6 @@
 use std::cell::Cell;
 use std::error::Error;
 use std::future::{pending, poll_fn};
-use std::io;
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::rc::Rc;
@@ -17,23 +16,20 @@ use hyper::rt::Executor;
 use hyper::server::conn::{http1, http2};
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use tokio::io::{AsyncWrite, AsyncWriteExt};
+use tokio::io::AsyncWrite;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::spawn_local;
 use tokio::time::{sleep, timeout};
-use tokio_rustls::TlsAcceptor;
 
 use super::accept;
 use super::body_progress::{BodyProgress, StallBoundStream, TrackedBody};
 use super::client_certificate::ClientCertificate;
 use super::client_connection::ClientConnection;
-use super::client_stream::{ClientStream, PlainStream};
+use super::client_stream::{ClientStream, StallTimeout, accept_tls};
 use super::credential_selector::LastToken;
 use super::drain::DrainWatcher;
 use super::hygiene::ForwardedFor;
 use super::listener_service::{CurrentService, ListenerService};
-use super::plain_http;
-use super::stall_timeout::StallTimeout;
 use crate::config::RequestLimits;
 use crate::net::sockets::cork::{Uncork, cork};
 use crate::net::sockets::linger::Linger;
@@ -138,7 +134,7 @@ impl HttpsServer {
         // A reload changes these limits for later connections only.
         let limits = &service.request_limits;
         let stream = ReadAhead::new(StallTimeout::new(Linger::new(stream), limits.stall_timeout));
-        let handshake = self.handshake(stream);
+        let handshake = accept_tls(stream, &self.tls);
         let stream = match timeout(service.limits.handshake_timeout, handshake).await {
             Ok(Ok(stream)) => stream,
             Ok(Err(error)) => {
@@ -184,15 +180,6 @@ impl HttpsServer {
         if let Err(error) = result {
             tracing::debug!(listener = self.listener, client = %from, %error, "connection ended");
         }
-    }
-
-    async fn handshake(&self, mut stream: PlainStream) -> io::Result<ClientStream> {
-        if plain_http::is_request(stream.peek().await?) {
-            stream.write_all(plain_http::ANSWER).await?;
-            stream.flush().await?;
-            return Err(io::Error::new(io::ErrorKind::InvalidData, "HTTP without TLS"));
-        }
-        TlsAcceptor::from(self.tls.config()).accept(stream).await
     }
 
     async fn http2(
@@ -313,7 +300,7 @@ struct Streams {
     /// Whether the client has opened a stream.
     any: Cell<bool>,
     /// The progress of the stream whose task hyper starts next.
-    next: Cell<Option<BodyProgress>>,
+    next: Cell<Option<Rc<BodyProgress>>>,
 }
 
 impl Streams {
@@ -322,10 +309,10 @@ impl Streams {
     }
 
     /// Registers a request; hyper starts its task as soon as it has the future of its response.
-    fn begin(&self) -> BodyProgress {
-        let progress = BodyProgress::default();
+    fn begin(&self) -> Rc<BodyProgress> {
+        let progress = Rc::<BodyProgress>::default();
         self.any.set(true);
-        self.next.set(Some(progress.clone()));
+        self.next.set(Some(Rc::clone(&progress)));
         progress
     }
 

@@ -2,7 +2,7 @@
 //!
 //! Requests are smuggled and identities are forged where two parties read one message differently. So
 //! an ambiguous head is refused ([`check_request`]), and headers of one connection never reach the next
-//! one ([`upstream_request_headers`], [`downstream_response_headers`]). Heads are always serialised
+//! one ([`upstream_headers`], [`downstream_headers`]). Heads are always serialised
 //! anew; values and paths are not changed.
 //!
 //! * Hop-by-hop headers are removed (RFC 9110, section 7.6.1), and so are those that `Connection` names.
@@ -18,15 +18,17 @@
 #[cfg(test)]
 mod tests;
 
-use super::request_info::has_token;
-use super::status_error::StatusError;
+use std::fmt::Display;
+use std::net::IpAddr;
+
 use http::header::{
     CONNECTION, CONTENT_LENGTH, Entry, HOST, HeaderMap, HeaderName, HeaderValue, TE,
     TRANSFER_ENCODING, UPGRADE,
 };
 use http::request::Parts;
 use http::{Method, Version};
-use std::net::IpAddr;
+
+use super::status_error::StatusError;
 
 const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 
@@ -35,7 +37,6 @@ const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 /// # Errors
 /// 400 with the reason.
 pub fn check_request(parts: &Parts) -> Result<(), StatusError> {
-    let refuse = |what: &str| Err(StatusError::bad_request(what));
     if parts.method == Method::CONNECT {
         return refuse("CONNECT is not served here");
     }
@@ -67,28 +68,31 @@ pub fn check_size(parts: &Parts, most: usize) -> Result<(), StatusError> {
     Ok(())
 }
 
+fn refuse(reason: impl Display) -> Result<(), StatusError> {
+    Err(StatusError::bad_request(reason))
+}
+
 /// RFC 9113, sections 8.2.2 and 8.3.1.
 fn check_http2(parts: &Parts) -> Result<(), StatusError> {
     for name in parts.headers.keys() {
         if *name != TE && is_hop_by_hop(name.as_str()) && !name.as_str().starts_with("proxy-auth") {
-            let message = format_args!("the header {name} does not exist in HTTP/2");
-            return Err(StatusError::bad_request(message));
+            return refuse(format_args!("the header {name} does not exist in HTTP/2"));
         }
     }
     if parts.headers.get_all(TE).iter().any(|te| te != "trailers") {
-        return Err(StatusError::bad_request("TE in HTTP/2 may only say trailers"));
+        return refuse("TE in HTTP/2 may only say trailers");
     }
     let authority = parts.uri.authority().map(http::uri::Authority::as_str);
     if authority.is_some_and(|authority| authority.contains('@')) {
-        return Err(StatusError::bad_request(":authority holds user information"));
+        return refuse(":authority holds user information");
     }
     let mut hosts = parts.headers.get_all(HOST).iter();
     match (hosts.next(), hosts.next(), authority) {
-        (_, Some(_), _) => Err(StatusError::bad_request("more than one Host header")),
+        (_, Some(_), _) => refuse("more than one Host header"),
         (Some(host), None, Some(authority))
             if !host.as_bytes().eq_ignore_ascii_case(authority.as_bytes()) =>
         {
-            Err(StatusError::bad_request("Host and :authority differ"))
+            refuse("Host and :authority differ")
         }
         _ => Ok(()),
     }
@@ -96,7 +100,6 @@ fn check_http2(parts: &Parts) -> Result<(), StatusError> {
 
 /// RFC 9112, sections 3.2 and 6.1.
 fn check_http1(parts: &Parts) -> Result<(), StatusError> {
-    let refuse = |what: &str| Err(StatusError::bad_request(what));
     let headers = &parts.headers;
     if parts.uri.scheme().is_some() || parts.uri.authority().is_some() {
         return refuse("the request target must be a path, not an absolute URI");
@@ -110,11 +113,13 @@ fn check_http1(parts: &Parts) -> Result<(), StatusError> {
     if headers.contains_key(TRANSFER_ENCODING) && headers.contains_key(CONTENT_LENGTH) {
         return refuse("both Transfer-Encoding and Content-Length");
     }
-    for token in connection_tokens(headers) {
+    for token in list_items(headers.get_all(CONNECTION)) {
         if is_protected(token) {
             // The token is part of a header value, so it is short and printable.
             let token = String::from_utf8_lossy(token);
-            return refuse(&format!("Connection names {token}, which is not a header of one hop"));
+            return refuse(format_args!(
+                "Connection names {token}, which is not a header of one hop"
+            ));
         }
     }
     Ok(())
@@ -126,34 +131,25 @@ fn check_content_length(headers: &HeaderMap) -> Result<(), StatusError> {
     let Some(first) = lengths.next() else { return Ok(()) };
     let digits = !first.is_empty() && first.as_bytes().iter().all(u8::is_ascii_digit);
     if !digits || lengths.any(|other| other != first) {
-        return Err(StatusError::bad_request("the Content-Length is malformed or ambiguous"));
+        return refuse("the Content-Length is malformed or ambiguous");
     }
     Ok(())
 }
 
 /// Prepares a request's headers for the upstream: removes those of this hop and forged identities, and
 /// appends the client's address to `X-Forwarded-For`, which audit logs record.
-pub fn upstream_request_headers(headers: &mut HeaderMap, client: &ForwardedFor) {
-    strip(headers, Direction::Request);
+///
+/// If the request asks for an upgrade, `Connection` becomes exactly `Upgrade`, and `Upgrade` stays as the
+/// client wrote it. `Sec-WebSocket-*` and `X-Stream-Protocol-Version` are end-to-end headers and stay.
+pub fn upstream_headers(headers: &mut HeaderMap, client: &ForwardedFor, asks_for_upgrade: bool) {
+    strip(headers, Direction::Request, asks_for_upgrade);
     client.append_to(headers);
 }
 
-/// Like [`upstream_request_headers`], for a request that asks for an upgrade: `Connection` becomes
-/// exactly `Upgrade`, and `Upgrade` stays as the client wrote it. `Sec-WebSocket-*` and
-/// `X-Stream-Protocol-Version` are end-to-end headers and stay.
-pub fn upstream_upgrade_headers(headers: &mut HeaderMap, client: &ForwardedFor) {
-    keeping_upgrade(headers, Direction::Request);
-    client.append_to(headers);
-}
-
-/// Removes the headers of the upstream hop from a response.
-pub fn downstream_response_headers(headers: &mut HeaderMap) {
-    strip(headers, Direction::Response);
-}
-
-/// Like [`downstream_response_headers`], for a 101: `Connection` and `Upgrade` stay.
-pub fn downstream_upgrade_headers(headers: &mut HeaderMap) {
-    keeping_upgrade(headers, Direction::Response);
+/// Removes the headers of the upstream hop from a response. In the response to an upgrade, a 101,
+/// `Connection` and `Upgrade` stay.
+pub fn downstream_headers(headers: &mut HeaderMap, is_upgrade: bool) {
+    strip(headers, Direction::Response, is_upgrade);
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -164,7 +160,7 @@ enum Direction {
 
 /// Headers that belong to one connection. `HTTP2-Settings` is part of an h2c upgrade (RFC 7540,
 /// section 3.2.1).
-pub(super) fn is_hop_by_hop(name: &str) -> bool {
+pub fn is_hop_by_hop(name: &str) -> bool {
     matches!(
         name,
         "connection"
@@ -200,18 +196,22 @@ fn is_protected(token: &[u8]) -> bool {
         })
 }
 
-fn connection_tokens(headers: &HeaderMap) -> impl Iterator<Item = &[u8]> {
-    headers
-        .get_all(CONNECTION)
-        .iter()
-        .flat_map(|value| value.as_bytes().split(|&byte| byte == b','))
-        .map(<[u8]>::trim_ascii)
-        .filter(|token| !token.is_empty())
+/// The items of a header that is a comma-separated list, repeated or not (RFC 9110, section 5.6.1).
+pub fn list_items<'a>(
+    values: impl IntoIterator<Item = &'a HeaderValue>,
+) -> impl Iterator<Item = &'a [u8]> {
+    let items = |value: &'a HeaderValue| value.as_bytes().split(|&byte| byte == b',');
+    values.into_iter().flat_map(items).map(<[u8]>::trim_ascii)
+}
+
+/// Whether a list header contains `token`; case is ignored.
+pub fn has_token(headers: &HeaderMap, name: HeaderName, token: &str) -> bool {
+    list_items(headers.get_all(name)).any(|item| item.eq_ignore_ascii_case(token.as_bytes()))
 }
 
 /// Removes the headers that must not be forwarded. On HTTP/2 there are nearly never any, so one pass
 /// over the names first checks that.
-fn strip(headers: &mut HeaderMap, direction: Direction) {
+fn strip(headers: &mut HeaderMap, direction: Direction, keeps_upgrade: bool) {
     let is_removed = |name: &HeaderName| {
         let name = name.as_str();
         is_hop_by_hop(name)
@@ -221,9 +221,11 @@ fn strip(headers: &mut HeaderMap, direction: Direction) {
     if !headers.keys().any(is_removed) {
         return;
     }
+    let protocols = headers.get_all(UPGRADE).iter().filter(|_| keeps_upgrade);
+    let protocols: Vec<HeaderValue> = protocols.cloned().collect();
     // `check_request` has refused a `Connection` that names a protected header. Responses are not
     // checked, and a protected header stays in both.
-    let mut names: Vec<HeaderName> = connection_tokens(headers)
+    let mut names: Vec<HeaderName> = list_items(headers.get_all(CONNECTION))
         .filter(|token| !is_protected(token))
         .filter_map(|token| HeaderName::from_bytes(token).ok())
         .collect();
@@ -236,15 +238,9 @@ fn strip(headers: &mut HeaderMap, direction: Direction) {
     if trailers {
         headers.insert(TE, HeaderValue::from_static("trailers"));
     }
-}
-
-fn keeping_upgrade(headers: &mut HeaderMap, direction: Direction) {
-    let protocols: Vec<HeaderValue> = headers.get_all(UPGRADE).iter().cloned().collect();
-    strip(headers, direction);
-    if protocols.is_empty() {
-        return;
+    if !protocols.is_empty() {
+        headers.insert(CONNECTION, HeaderValue::from_static("Upgrade"));
     }
-    headers.insert(CONNECTION, HeaderValue::from_static("Upgrade"));
     for protocol in protocols {
         headers.append(UPGRADE, protocol);
     }

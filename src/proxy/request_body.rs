@@ -193,31 +193,25 @@ async fn send(body: Rc<RequestBody>, mut stream: SendStream<Bytes>) {
             body.poll_piece(index, cx).map(Some)
         })
         .await;
-        // An error means that the stream is gone; the attempt that waits for its response sees that.
-        match piece {
+        let ended = match piece {
+            None => return,
             Some(Ok(data)) => {
                 index += 1;
                 if send_piece(&mut stream, data).await.is_err() {
+                    // The stream is gone, as the attempt that waits for its response sees.
                     return;
                 }
+                continue;
             }
-            Some(Err(End::Done(trailers))) => {
-                let ended = match trailers {
-                    None => stream.send_data(Bytes::new(), true),
-                    Some(trailers) => stream.send_trailers(trailers),
-                };
-                if ended.is_err() {
-                    // Without an end or a reset the stream would stay open forever.
-                    stream.send_reset(Reason::CANCEL);
-                }
-                return;
-            }
-            Some(Err(End::Broken)) => {
-                stream.send_reset(Reason::CANCEL);
-                return;
-            }
-            None => return,
+            Some(Err(End::Done(None))) => stream.send_data(Bytes::new(), true),
+            Some(Err(End::Done(Some(trailers)))) => stream.send_trailers(trailers),
+            Some(Err(End::Broken)) => Err(Reason::CANCEL.into()),
+        };
+        if ended.is_err() {
+            // Without an end or a reset the stream would stay open forever.
+            stream.send_reset(Reason::CANCEL);
         }
+        return;
     }
 }
 

@@ -6,44 +6,103 @@
 //! without a group, `apis`), and derives the [`RequestKind`] from that.
 //!
 //! This runs for every request. A [`RequestInfo`] keeps a reference-counted handle of the request target
-//! and offsets into it; it allocates only for percent-encoded paths and `metadata.name` selectors.
+//! and offsets into it; it allocates only for percent-encoded paths.
 
 mod query;
 #[cfg(test)]
 mod tests;
-mod verb;
 
-pub use query::{first, pairs, parse_bool, unescape_query};
-pub use verb::Verb;
+pub(super) use query::{first, parse_bool, unescape_query};
 
 use http::request::Parts;
 use http::uri::PathAndQuery;
-use http::{HeaderMap, Method, Uri, Version, header};
+use http::{HeaderMap, Method, Version, header};
+
+use super::hygiene::has_token;
 
 /// The kind of a request, which decides whether it may be sent again ([`super::retry`]).
-///
-/// | kind | what it is |
-/// |---|---|
-/// | `Read` | get, list, discovery, any other GET, HEAD or OPTIONS |
-/// | `Watch` | a watch over plain HTTP |
-/// | `Log` | the log of a container, followed or not |
-/// | `NonMutating` | a create of a review type, or a POST, PUT or PATCH with `dryRun=All`: stores nothing |
-/// | `Tunnel` | exec, attach, port-forward, proxy by any method; any request for an upgrade |
-/// | `Write` | everything else |
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum RequestKind {
-    /// Safe, with one response.
+pub(crate) enum RequestKind {
+    /// Get, list, discovery, any other GET, HEAD or OPTIONS.
     Read,
-    /// Safe and resumable.
+    /// A watch over plain HTTP.
     Watch,
-    /// Safe until part of its response was forwarded.
+    /// The log of a container, followed or not.
     Log,
-    /// Changes something. Never sent again once the apiserver may have executed it.
-    Write,
-    /// A POST, PUT or PATCH that changes nothing.
+    /// A create of a review type, or a POST, PUT or PATCH with `dryRun=All`: stores nothing.
     NonMutating,
-    /// Carries bytes of another protocol.
+    /// Exec, attach, port-forward, proxy by any method; any request for an upgrade.
     Tunnel,
+    /// Everything else.
+    Write,
+}
+
+/// The Kubernetes verb; for a non-resource request the method in lower case. The set is bounded, because
+/// the verb is the label of a metric.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Verb {
+    Get,
+    List,
+    Watch,
+    Create,
+    Update,
+    Patch,
+    Delete,
+    DeleteCollection,
+    /// The old `/proxy/` path prefix.
+    Proxy,
+    Head,
+    Post,
+    Put,
+    Options,
+    /// Any other method, or a method without a verb for resources.
+    Other,
+}
+
+impl Verb {
+    /// The name as Kubernetes writes it.
+    pub(crate) const fn as_str(self) -> &'static str {
+        match self {
+            Verb::Get => "get",
+            Verb::List => "list",
+            Verb::Watch => "watch",
+            Verb::Create => "create",
+            Verb::Update => "update",
+            Verb::Patch => "patch",
+            Verb::Delete => "delete",
+            Verb::DeleteCollection => "deletecollection",
+            Verb::Proxy => "proxy",
+            Verb::Head => "head",
+            Verb::Post => "post",
+            Verb::Put => "put",
+            Verb::Options => "options",
+            Verb::Other => "other",
+        }
+    }
+
+    fn of_non_resource(method: &Method) -> Self {
+        match *method {
+            Method::GET => Verb::Get,
+            Method::HEAD => Verb::Head,
+            Method::POST => Verb::Post,
+            Method::PUT => Verb::Put,
+            Method::PATCH => Verb::Patch,
+            Method::DELETE => Verb::Delete,
+            Method::OPTIONS => Verb::Options,
+            _ => Verb::Other,
+        }
+    }
+
+    fn of_resource(method: &Method) -> Self {
+        match *method {
+            Method::GET | Method::HEAD => Verb::Get,
+            Method::POST => Verb::Create,
+            Method::PUT => Verb::Update,
+            Method::PATCH => Verb::Patch,
+            Method::DELETE => Verb::Delete,
+            _ => Verb::Other,
+        }
+    }
 }
 
 /// A slice of the path, as offsets, because the path may be shared or owned.
@@ -83,33 +142,24 @@ fn split(path: &str) -> ([Span; PARTS], usize) {
 /// A request as the apiserver understands it.
 #[derive(Clone, Debug)]
 pub struct RequestInfo {
-    /// The Kubernetes verb.
-    pub verb: Verb,
-    /// Decides whether the request may be sent again.
-    pub kind: RequestKind,
+    pub(super) verb: Verb,
+    pub(super) kind: RequestKind,
     /// Whether the path is that of an API resource; discovery, health and metrics are not.
-    pub is_resource: bool,
+    is_resource: bool,
     /// Whether the request asks for an upgrade ([`is_upgrade`]).
-    pub upgrade: bool,
+    pub(super) upgrade: bool,
     target: Option<PathAndQuery>,
     decoded_path: Option<Box<str>>,
     group: Span,
-    version: Span,
-    namespace: Span,
     resource: Span,
     name: Span,
     subresource: Span,
-    selected_name: Option<Box<str>>,
 }
 
 impl RequestInfo {
     /// Reads a request's head.
-    pub fn from_parts(parts: &Parts) -> Self {
-        Self::new(&parts.method, &parts.uri, parts.version, &parts.headers)
-    }
-
-    /// Reads a request from the parts of its head.
-    pub fn new(method: &Method, uri: &Uri, version: Version, headers: &HeaderMap) -> Self {
+    pub fn new(parts: &Parts) -> Self {
+        let Parts { method, uri, headers, version, .. } = parts;
         let target = uri.path_and_query().cloned();
         let raw = target.as_ref().map_or("", PathAndQuery::path);
         // Go splits the decoded path: `a%2Fb` is two parts. The apiserver answers a broken escape with
@@ -122,16 +172,13 @@ impl RequestInfo {
             verb: Verb::of_non_resource(method),
             kind: RequestKind::Write,
             is_resource: false,
-            upgrade: is_upgrade(method, headers, version),
+            upgrade: is_upgrade(method, headers, *version),
             target,
             decoded_path,
             group: Span::default(),
-            version: Span::default(),
-            namespace: Span::default(),
             resource: Span::default(),
             name: Span::default(),
             subresource: Span::default(),
-            selected_name: None,
         };
         info.read_path(method);
         info.refine_verb();
@@ -154,33 +201,23 @@ impl RequestInfo {
     }
 
     /// The API group; empty for the core group and for non-resource requests.
-    pub fn group(&self) -> &str {
+    fn group(&self) -> &str {
         self.group.of(self.path())
     }
 
-    /// The API version.
-    pub fn version(&self) -> &str {
-        self.version.of(self.path())
-    }
-
     /// The resource in its plural, for example `pods`.
-    pub fn resource(&self) -> &str {
+    fn resource(&self) -> &str {
         self.resource.of(self.path())
     }
 
     /// The subresource, for example `status`, `log` or `exec`.
-    pub fn subresource(&self) -> &str {
+    fn subresource(&self) -> &str {
         self.subresource.of(self.path())
     }
 
-    /// The namespace; for a namespace object, its own name.
-    pub fn namespace(&self) -> &str {
-        self.namespace.of(self.path())
-    }
-
-    /// The object's name, from the path or from a `metadata.name` field selector.
-    pub fn name(&self) -> &str {
-        self.selected_name.as_deref().unwrap_or_else(|| self.name.of(self.path()))
+    /// The object's name; empty for a collection.
+    fn name(&self) -> &str {
+        self.name.of(self.path())
     }
 
     /// Whether the request is long-running, so that no duration is recorded and no timeout applies. This
@@ -199,43 +236,34 @@ impl RequestInfo {
         if count < 3 {
             return;
         }
-        let mut at = match part(0) {
-            "api" => 1,
-            "apis" if count >= 4 => 2,
+        let (mut at, group) = match part(0) {
+            "api" => (1, Span::default()),
+            "apis" if count >= 4 => (2, parts[1]),
             _ => return,
         };
-        let group = if at == 2 { parts[1] } else { Span::default() };
-        let version = parts[at];
-        at += 1;
-        let special = match part(at) {
+        at += 1; // the version
+        let prefix = match part(at) {
             "watch" => Some(Verb::Watch),
             "proxy" => Some(Verb::Proxy),
             _ => None,
         };
-        // `/api/v1/watch` with nothing after it is an error in Go, which then keeps the method as verb.
-        let is_prefix_alone = special.is_some() && count - at < 2;
-        at += usize::from(special.is_some());
-        let verb = special.unwrap_or_else(|| Verb::of_resource(method));
-        let mut namespace = Span::default();
-        if !is_prefix_alone && part(at) == "namespaces" && count - at > 1 {
-            namespace = parts[at + 1];
-            // `namespaces/x/pods` is about pods, `namespaces/x/status` about the namespace.
-            if count - at > 2 && !matches!(part(at + 2), "status" | "finalize") {
-                at += 2;
-            }
+        at += usize::from(prefix.is_some());
+        // `namespaces/x/pods` is about pods, `namespaces/x/status` about the namespace.
+        if count - at > 2
+            && part(at) == "namespaces"
+            && !matches!(part(at + 2), "status" | "finalize")
+        {
+            at += 2;
         }
-        self.is_resource = true;
-        (self.group, self.version) = (group, version);
-        if is_prefix_alone {
+        (self.is_resource, self.group) = (true, group);
+        // `/api/v1/watch` with nothing after it is an error in Go, which then keeps the method as verb.
+        if at == count {
             return;
         }
-        self.verb = verb;
-        self.namespace = namespace;
-        self.resource = parts[at];
-        if count - at >= 2 {
-            self.name = parts[at + 1];
-        }
-        if count - at >= 3 && verb != Verb::Proxy {
+        self.verb = prefix.unwrap_or_else(|| Verb::of_resource(method));
+        // The parts beyond `count` are empty.
+        (self.resource, self.name) = (parts[at], parts[at + 1]);
+        if self.verb != Verb::Proxy {
             self.subresource = parts[at + 2];
         }
     }
@@ -251,11 +279,8 @@ impl RequestInfo {
             self.verb = Verb::DeleteCollection;
         } else if self.verb == Verb::Get {
             let query = self.query();
-            let watch = query::parse_bool(query::first(query, "watch").as_deref());
-            let name = query::first(query, "fieldSelector")
-                .and_then(|selector| query::selected_name(&selector).map(Box::from));
+            let watch = parse_bool(first(query, "watch").as_deref());
             self.verb = if watch { Verb::Watch } else { Verb::List };
-            self.selected_name = name;
         }
     }
 
@@ -316,16 +341,6 @@ impl RequestInfo {
         let mut values = query::pairs(self.query()).filter(|(key, _)| key == "dryRun");
         matches!((values.next(), values.next()), (Some((_, value)), None) if value == "All")
     }
-}
-
-/// Whether a list header (repeated or comma-separated) contains `token`; case is ignored.
-pub(super) fn has_token(headers: &HeaderMap, name: header::HeaderName, token: &str) -> bool {
-    headers.get_all(name).iter().any(|value| {
-        value
-            .as_bytes()
-            .split(|&b| b == b',')
-            .any(|t| t.trim_ascii().eq_ignore_ascii_case(token.as_bytes()))
-    })
 }
 
 /// Whether a request asks for an HTTP/1.1 upgrade (RFC 9110, section 7.8) or for CONNECT. An upgrade to

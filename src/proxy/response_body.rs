@@ -111,13 +111,14 @@ pub struct StreamedBody {
 }
 
 impl StreamedBody {
-    /// The body of a response whose head has arrived.
+    /// The body of a response whose head has arrived. It ends when `proof_expiry` is ready.
     pub fn new(
         recv: RecvStream,
         first: Option<Bytes>,
         mut permit: Permit,
         mut outcome: Box<Outcome>,
         upload: Option<UploadTask>,
+        proof_expiry: Option<ProofExpiry>,
     ) -> Self {
         let done = first.is_none() && recv.is_end_stream();
         // Part of it is forwarded, so no other connection can continue it.
@@ -126,15 +127,7 @@ impl StreamedBody {
             permit.finished();
             outcome.complete();
         }
-        let proof_expiry = None;
         Self { recv, first, unreleased: 0, done, proof_expiry, permit, outcome, _upload: upload }
-    }
-
-    /// Ends the body when `proof_expiry` is ready.
-    #[must_use]
-    pub fn until(mut self, proof_expiry: Option<ProofExpiry>) -> Self {
-        self.proof_expiry = proof_expiry;
-        self
     }
 
     fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, String>>> {

@@ -10,7 +10,7 @@
 //! | exec, attach, port-forward, proxy | retry | fail | fail | fail | reset |
 //!
 //! The columns are the [`Stage`] that the attempt had reached; *forwarded* means that the client has
-//! part of the response ([`after_forwarding`]). The actions are:
+//! part of the response ([`is_resumed`]). The actions are:
 //!
 //! * *retry*: the request is sent on another connection, up to [`ATTEMPTS`] times, if jackstay still
 //!   holds the part of its body that it has read.
@@ -113,20 +113,13 @@ pub fn decide(kind: RequestKind, stage: Stage, body_is_held: bool, attempt: u32)
 
 /// The columns before *forwarded*: whether the request may be sent again.
 const fn may_repeat(kind: RequestKind, stage: Stage) -> bool {
-    match (kind, stage) {
-        (RequestKind::Watch, _)
-        | (
-            RequestKind::Read | RequestKind::Log | RequestKind::NonMutating,
-            Stage::NotSent | Stage::Unprocessed | Stage::NoHead | Stage::HeadHeld,
-        )
-        | (RequestKind::Write, Stage::NotSent | Stage::Unprocessed)
-        | (RequestKind::Tunnel, Stage::NotSent) => true,
-        (RequestKind::Read | RequestKind::Log | RequestKind::NonMutating, Stage::TooOld)
-        | (RequestKind::Write, Stage::TooOld | Stage::NoHead | Stage::HeadHeld)
-        | (
-            RequestKind::Tunnel,
-            Stage::Unprocessed | Stage::TooOld | Stage::NoHead | Stage::HeadHeld,
-        ) => false,
+    match kind {
+        RequestKind::Watch => true,
+        RequestKind::Read | RequestKind::Log | RequestKind::NonMutating => {
+            !matches!(stage, Stage::TooOld)
+        }
+        RequestKind::Write => matches!(stage, Stage::NotSent | Stage::Unprocessed),
+        RequestKind::Tunnel => matches!(stage, Stage::NotSent),
     }
 }
 
@@ -140,25 +133,10 @@ pub const fn may_ask_other_endpoints(kind: RequestKind) -> bool {
     may_repeat(kind, Stage::TooOld)
 }
 
-/// What happens when a response breaks off after the client has received a part of it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum AfterForwarding {
-    /// Reset the client's stream: a truncated response must not look complete.
-    Reset,
-    /// Continue the watch on another connection, if its frames can be followed; else reset.
-    Resume,
-}
-
-/// The column *forwarded*.
-pub const fn after_forwarding(kind: RequestKind) -> AfterForwarding {
-    match kind {
-        RequestKind::Watch => AfterForwarding::Resume,
-        RequestKind::Read
-        | RequestKind::Log
-        | RequestKind::Write
-        | RequestKind::NonMutating
-        | RequestKind::Tunnel => AfterForwarding::Reset,
-    }
+/// The column *forwarded*: whether a response that breaks off after the client has received a part of it is
+/// resumed. Any other is reset, because a truncated response must not look complete.
+pub const fn is_resumed(kind: RequestKind) -> bool {
+    matches!(kind, RequestKind::Watch)
 }
 
 /// The error that a client gets for a request that is not sent again.
@@ -219,20 +197,20 @@ mod tests {
 
     const STAGES: [Stage; 5] = [NotSent, Unprocessed, TooOld, NoHead, HeadHeld];
 
-    /// The rows of the table, with the column *too old* in its place.
-    const TABLE: [(RequestKind, [bool; 5], AfterForwarding); 6] = [
-        (Read, [true, true, false, true, true], AfterForwarding::Reset),
-        (Watch, [true, true, true, true, true], AfterForwarding::Resume),
-        (Log, [true, true, false, true, true], AfterForwarding::Reset),
-        (Write, [true, true, false, false, false], AfterForwarding::Reset),
-        (NonMutating, [true, true, false, true, true], AfterForwarding::Reset),
-        (Tunnel, [true, false, false, false, false], AfterForwarding::Reset),
+    /// The rows of the table, with the column *too old* in its place, and *forwarded* as whether it is resumed.
+    const TABLE: [(RequestKind, [bool; 5], bool); 6] = [
+        (Read, [true, true, false, true, true], false),
+        (Watch, [true, true, true, true, true], true),
+        (Log, [true, true, false, true, true], false),
+        (Write, [true, true, false, false, false], false),
+        (NonMutating, [true, true, false, true, true], false),
+        (Tunnel, [true, false, false, false, false], false),
     ];
 
     #[test]
     fn decide_every_kind_and_stage_follows_the_table() {
         for (kind, row, forwarded) in TABLE {
-            assert_eq!(after_forwarding(kind), forwarded, "{kind:?}");
+            assert_eq!(is_resumed(kind), forwarded, "{kind:?}");
             for (stage, repeat) in STAGES.into_iter().zip(row) {
                 let at = format!("{kind:?} {stage:?}");
                 let expected = match (repeat, stage) {

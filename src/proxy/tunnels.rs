@@ -1,71 +1,56 @@
 //! The open tunnels of one listener on one worker. A drain counts them, waits for them and, at its
 //! deadline, closes them.
 
-use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
-use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use tokio::sync::Notify;
+use tokio::sync::watch;
 
 /// The open tunnels.
 #[derive(Debug, Clone, Default)]
-pub struct Tunnels(Rc<Registry>);
+pub struct Tunnels(Rc<watch::Sender<Registry>>);
 
 #[derive(Debug, Default)]
 struct Registry {
-    /// How many tunnels lead to each endpoint.
-    open: RefCell<HashMap<Arc<str>, usize>>,
-    closing: Cell<bool>,
-    changed: Notify,
+    /// How many tunnels lead to each endpoint; no entry is zero.
+    open: HashMap<Arc<str>, usize>,
+    closing: bool,
 }
 
 impl Tunnels {
     /// How many tunnels are open.
     pub fn open(&self) -> usize {
-        self.0.open.borrow().values().sum()
+        self.0.borrow().open.values().sum()
     }
 
     /// Waits until no tunnel is open.
     pub async fn closed(&self) {
-        self.0.wait(|| self.open() == 0).await;
+        self.wait(|registry| registry.open.is_empty()).await;
     }
 
     /// Closes the open tunnels, and each that opens from now on.
     pub fn end(&self) {
-        self.0.closing.set(true);
-        self.0.changed.notify_waiters();
+        self.0.send_modify(|registry| registry.closing = true);
     }
 
     /// How many tunnels lead to `endpoint`.
     pub(super) fn to(&self, endpoint: &Arc<str>) -> usize {
-        self.0.open.borrow().get(endpoint).copied().unwrap_or(0)
+        self.0.borrow().open.get(endpoint).copied().unwrap_or(0)
     }
 
     /// Counts a tunnel to `endpoint` as open until the guard is dropped.
     pub(super) fn enter(&self, endpoint: &Arc<str>) -> OpenTunnel {
-        *self.0.open.borrow_mut().entry(Arc::clone(endpoint)).or_default() += 1;
+        self.0.send_if_modified(|registry| {
+            *registry.open.entry(Arc::clone(endpoint)).or_default() += 1;
+            false // no task waits for more tunnels
+        });
         OpenTunnel { tunnels: self.clone(), endpoint: Arc::clone(endpoint) }
     }
 
-    /// Waits until [`Self::end`] is called.
-    async fn ended(&self) {
-        self.0.wait(|| self.0.closing.get()).await;
-    }
-}
-
-impl Registry {
-    async fn wait(&self, done: impl Fn() -> bool) {
-        loop {
-            // Registered before the check, so that a change between the check and the wait wakes it.
-            let mut changed = pin!(self.changed.notified());
-            changed.as_mut().enable();
-            if done() {
-                return;
-            }
-            changed.await;
-        }
+    async fn wait(&self, done: impl Fn(&Registry) -> bool) {
+        // An error means that the sender was dropped, and `self` holds it.
+        let _ = self.0.subscribe().wait_for(|registry| done(registry)).await;
     }
 }
 
@@ -78,30 +63,28 @@ pub(super) struct OpenTunnel {
 impl OpenTunnel {
     /// Waits until the tunnel has to close.
     pub(super) async fn ended(&self) {
-        self.tunnels.ended().await;
+        self.tunnels.wait(|registry| registry.closing).await;
     }
 }
 
 impl Drop for OpenTunnel {
     fn drop(&mut self) {
-        let registry = &self.tunnels.0;
-        let mut open = registry.open.borrow_mut();
-        if let Some(count) = open.get_mut(&self.endpoint) {
-            *count -= 1;
-            if *count == 0 {
-                open.remove(&self.endpoint);
+        self.tunnels.0.send_if_modified(|Registry { open, .. }| {
+            if let Some(count) = open.get_mut(&self.endpoint) {
+                *count -= 1;
+                if *count == 0 {
+                    open.remove(&self.endpoint);
+                }
             }
-        }
-        // Only a drain waits for the number of tunnels, and it waits for zero.
-        if open.is_empty() {
-            registry.changed.notify_waiters();
-        }
+            open.is_empty() // only `closed` waits for the number of tunnels
+        });
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::pin::pin;
     use std::task::{Context, Poll, Waker};
 
     #[test]
@@ -112,11 +95,13 @@ mod tests {
         assert_eq!((tunnels.open(), tunnels.to(&here), tunnels.to(&there)), (3, 2, 1));
         let mut cx = Context::from_waker(Waker::noop());
         let mut closed = pin!(tunnels.closed());
-        let mut ended = pin!(tunnels.ended());
         assert_eq!(closed.as_mut().poll(&mut cx), Poll::Pending);
-        assert_eq!(ended.as_mut().poll(&mut cx), Poll::Pending);
-        tunnels.end();
-        assert_eq!(ended.as_mut().poll(&mut cx), Poll::Ready(()));
+        {
+            let mut ended = pin!(open[0].ended());
+            assert_eq!(ended.as_mut().poll(&mut cx), Poll::Pending);
+            tunnels.end();
+            assert_eq!(ended.as_mut().poll(&mut cx), Poll::Ready(()));
+        }
         assert_eq!(closed.as_mut().poll(&mut cx), Poll::Pending);
         drop(open);
         assert_eq!(closed.as_mut().poll(&mut cx), Poll::Ready(()));

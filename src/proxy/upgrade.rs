@@ -46,15 +46,11 @@ const BUFFER: usize = 16 * 1024;
 
 /// A request that asks for an upgrade. Its headers are clean already.
 pub struct Upgrade {
-    /// The client of the upstream that gets the request.
     pub upstream: Rc<UpstreamClient>,
-    /// Selects the credential of the upstream connection.
     pub class: CredentialClass,
-    /// Proves that the request may use this credential. The tunnel ends with it.
+    /// Proves that the request may use the credential of the class. The tunnel ends with it.
     pub proof: IdentityProof,
-    /// The request.
     pub request: Request<Incoming>,
-    /// Counts the tunnel.
     pub tunnels: Tunnels,
 }
 
@@ -87,15 +83,15 @@ impl Upgrade {
             }
         };
         outcome.answered(head.status.as_u16());
-        let body = if head.status == StatusCode::SWITCHING_PROTOCOLS {
-            hygiene::downstream_upgrade_headers(&mut head.headers);
+        let is_upgrade = head.status == StatusCode::SWITCHING_PROTOCOLS;
+        hygiene::downstream_headers(&mut head.headers, is_upgrade);
+        let body = if is_upgrade {
             outcome.upgraded();
             // Counted before the listener stops counting the client's connection.
             let open = tunnels.enter(&endpoint.label);
             spawn_local(tunnel(client, driver, (open, proof), outcome));
             ResponseBody::Empty
         } else {
-            hygiene::downstream_response_headers(&mut head.headers);
             head.headers.insert(CONNECTION, HeaderValue::from_static("close"));
             spawn_local(close(client));
             ResponseBody::Http1(Box::new(Http1Body::new(body, driver, outcome)))
@@ -162,10 +158,8 @@ fn frame(request: &mut Request<Incoming>) {
 /// Whether a 101 with these headers switches to one of the requested protocols.
 fn is_requested(requested: &[HeaderValue], headers: &HeaderMap) -> bool {
     let Some(got) = headers.get(UPGRADE) else { return false };
-    requested
-        .iter()
-        .flat_map(|value| value.as_bytes().split(|&byte| byte == b','))
-        .any(|protocol| protocol.trim_ascii().eq_ignore_ascii_case(got.as_bytes().trim_ascii()))
+    let got = got.as_bytes().trim_ascii();
+    hygiene::list_items(requested).any(|protocol| protocol.eq_ignore_ascii_case(got))
 }
 
 /// Runs one tunnel to its end and records which side ended it.

@@ -17,11 +17,9 @@ use tokio::time::sleep;
 use super::request_body::UploadTask;
 use super::retry_budget::RetryBudget;
 use super::watch::limits::WatchLimits;
-use crate::observe::ByteBudget;
-use crate::observe::Metrics;
+use crate::observe::{ByteBudget, Metrics};
 use crate::upstream::Upstream;
-use crate::upstream::connection::ConnectionState;
-use crate::upstream::connection::{Connection, Permit};
+use crate::upstream::connection::{Connection, ConnectionState, Permit};
 use crate::upstream::endpoint::{Endpoint, EndpointState};
 use crate::upstream::pool::Pool;
 
@@ -108,17 +106,14 @@ impl UpstreamClient {
 }
 
 /// A response from an apiserver: its head, and the stream of its body.
-pub struct UpstreamResponse {
-    /// The head.
-    pub head: response::Parts,
-    /// The stream of the body.
-    pub recv: RecvStream,
+pub(super) struct UpstreamResponse {
+    pub(super) head: response::Parts,
+    pub(super) recv: RecvStream,
     /// The part of the body for which the head was held back.
-    pub first: Option<Bytes>,
-    /// The permit of the stream.
-    pub permit: Permit,
+    pub(super) first: Option<Bytes>,
+    pub(super) permit: Permit,
     /// The task that still sends the request's body.
-    pub upload: Option<UploadTask>,
+    pub(super) upload: Option<UploadTask>,
 }
 
 /// Waits until a request should not rely on this connection alone: the connection is suspect, its path

@@ -2,7 +2,7 @@
 
 use crate::scripted_peer::{Action, BOOKMARK, FIRST, Peers, Reply, lines};
 use crate::support::{CONFIGMAPS, soon, terminate_mode, without_suspicion};
-use http::{HeaderMap, Method, Request, Version};
+use http::{HeaderMap, Request};
 use jackstay::config::AccessLog;
 use jackstay::observe::{Metrics, Outcome};
 use jackstay::proxy::client_certificate::IdentityProof;
@@ -59,7 +59,7 @@ async fn count_stale_watches() {
     let uri = format!("https://kubernetes.default.svc{CONFIGMAPS}?watch=1&resourceVersion=5");
     let (parts, ()) = Request::get(uri).body(()).unwrap().into_parts();
     let headers = HeaderMap::new();
-    let info = RequestInfo::new(&Method::GET, &parts.uri, Version::HTTP_2, &headers);
+    let info = RequestInfo::new(&parts);
     let watch = WatchRequest::new("watch", info.path(), info.query(), &headers, &[]).unwrap();
     let of_listener = metrics.listener("apiserver");
     let outcome = Outcome::begin(&of_listener, AccessLog::Off, Ipv4Addr::LOCALHOST.into(), &parts);

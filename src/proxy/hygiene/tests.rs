@@ -1,4 +1,5 @@
-//! What is refused, what crosses, and that no mix of client headers changes who somebody is.
+//! Tests of which heads are refused, which headers are forwarded, and that no combination of headers changes
+//! the identity of a request.
 
 use super::*;
 use http::Request;
@@ -16,7 +17,7 @@ fn map(headers: &[(&str, &str)]) -> HeaderMap {
     parts("GET", "/", Version::HTTP_11, headers).headers
 }
 
-/// Every header in order, as text.
+/// All headers as text, sorted.
 fn dump(headers: &HeaderMap) -> Vec<(String, String)> {
     let mut all: Vec<_> = headers
         .iter()
@@ -33,7 +34,7 @@ fn ip() -> IpAddr {
 }
 
 #[test]
-fn http1_heads() {
+fn check_request_refuses_ambiguous_http1_heads() {
     const HOST: (&str, &str) = ("Host", "a");
     for (method, uri, headers, want) in [
         ("GET", "/api/v1/pods?x=y", &[HOST][..], None),
@@ -80,7 +81,7 @@ fn http1_heads() {
 }
 
 #[test]
-fn http2_heads() {
+fn check_request_refuses_ambiguous_http2_heads() {
     for (method, uri, headers, want) in [
         ("GET", "https://a/api", &[][..], None),
         ("GET", "https://A:6443/api", &[("host", "a:6443")], None),
@@ -122,16 +123,16 @@ fn check(method: &str, uri: &str, version: Version, headers: &[(&str, &str)], wa
 }
 
 #[test]
-fn the_common_request_gains_one_header() {
+fn upstream_headers_add_only_x_forwarded_for_to_common_request() {
     let mut headers = map(&[("authorization", "Bearer t"), ("accept", "*/*"), ("te", "trailers")]);
     let mut wanted = headers.clone();
     wanted.insert(X_FORWARDED_FOR, HeaderValue::from_static("10.1.2.3"));
-    upstream_request_headers(&mut headers, &ForwardedFor::new(ip()));
+    upstream_headers(&mut headers, &ForwardedFor::new(ip()), false);
     assert_eq!(dump(&headers), dump(&wanted));
 }
 
 #[test]
-fn one_hop_stays_one_hop() {
+fn upstream_headers_remove_hop_by_hop_and_identity_headers() {
     let mut headers = map(&[
         ("Connection", "close, X-Mine ,TE, bad name"),
         ("X-Mine", "1"),
@@ -153,7 +154,7 @@ fn one_hop_stays_one_hop() {
         ("X-Forwarded-For", "2.2.2.2, 3.3.3.3"),
         ("Trailer", "x-checksum"),
     ]);
-    upstream_request_headers(&mut headers, &ForwardedFor::new("::ffff:10.1.2.3".parse().unwrap()));
+    upstream_headers(&mut headers, &ForwardedFor::new("::ffff:10.1.2.3".parse().unwrap()), false);
     let wanted = map(&[
         ("te", "trailers"),
         ("x_remote_user", "stays"),
@@ -165,7 +166,7 @@ fn one_hop_stays_one_hop() {
 }
 
 #[test]
-fn an_upgrade_keeps_what_makes_it_one() {
+fn upgrade_headers_keep_upgrade_and_end_to_end_headers() {
     let sent = [
         ("Connection", "keep-alive, upgrade, X-Mine"),
         ("Upgrade", "SPDY/3.1"),
@@ -177,17 +178,17 @@ fn an_upgrade_keeps_what_makes_it_one() {
         ("Sec-WebSocket-Key", "k"),
     ];
     let mut headers = map(&sent);
-    upstream_upgrade_headers(&mut headers, &ForwardedFor::new(ip()));
+    upstream_headers(&mut headers, &ForwardedFor::new(ip()), true);
     let mut wanted = map(&[("Connection", "Upgrade"), sent[1], sent[5], sent[6], sent[7]]);
-    let mut answer = wanted.clone();
-    downstream_upgrade_headers(&mut answer);
-    assert_eq!(dump(&answer), dump(&wanted));
+    let mut response = wanted.clone();
+    downstream_headers(&mut response, true);
+    assert_eq!(dump(&response), dump(&wanted));
     wanted.insert(X_FORWARDED_FOR, HeaderValue::from_static("10.1.2.3"));
     assert_eq!(dump(&headers), dump(&wanted));
 }
 
 #[test]
-fn answers_lose_their_hop_too() {
+fn downstream_headers_remove_hop_by_hop_headers() {
     let mut headers = map(&[
         ("Connection", "close, X-Hop"),
         ("X-Hop", "1"),
@@ -195,14 +196,14 @@ fn answers_lose_their_hop_too() {
         ("Proxy-Authenticate", "Basic"),
         ("Audit-Id", "a"),
         ("Trailer", "x"),
-        ("X-Remote-User", "is an answer's own"),
+        ("X-Remote-User", "stays in a response"),
         ("Expect", "100-continue"),
     ]);
-    downstream_response_headers(&mut headers);
+    downstream_headers(&mut headers, false);
     let wanted = map(&[
         ("Audit-Id", "a"),
         ("Trailer", "x"),
-        ("X-Remote-User", "is an answer's own"),
+        ("X-Remote-User", "stays in a response"),
         ("Expect", "100-continue"),
     ]);
     assert_eq!(dump(&headers), dump(&wanted));
@@ -258,7 +259,7 @@ fn any_header() -> impl Strategy<Value = (String, String)> {
 
 proptest! {
     #[test]
-    fn no_mix_of_headers_changes_who_somebody_is(
+    fn upstream_headers_keep_identity_for_any_client_headers(
         sent in proptest::collection::vec(any_header(), 0..12),
         upgrade in any::<bool>(),
     ) {
@@ -266,15 +267,11 @@ proptest! {
         for (name, value) in &sent {
             headers.append(HeaderName::from_bytes(name.as_bytes()).unwrap(), value.parse().unwrap());
         }
-        let named: Vec<String> = connection_tokens(&headers)
+        let named: Vec<String> = list_items(headers.get_all(CONNECTION))
             .map(|token| String::from_utf8_lossy(token).to_lowercase())
             .collect();
         let before = headers.clone();
-        if upgrade {
-            upstream_upgrade_headers(&mut headers, &ForwardedFor::new(ip()));
-        } else {
-            upstream_request_headers(&mut headers, &ForwardedFor::new(ip()));
-        }
+        upstream_headers(&mut headers, &ForwardedFor::new(ip()), upgrade);
         let upgrades = upgrade && before.contains_key(UPGRADE);
         for name in headers.keys().map(HeaderName::as_str) {
             prop_assert!(!name.starts_with("x-remote-"), "{name}");
@@ -286,7 +283,7 @@ proptest! {
         if upgrades {
             prop_assert_eq!(headers.get_all(CONNECTION).iter().collect::<Vec<_>>(), ["Upgrade"]);
         }
-        // Who speaks, for whom, and everything else that is end to end: unchanged, in order.
+        // Identity, impersonation and all other end-to-end headers are unchanged and in order.
         for name in before.keys() {
             let text = name.as_str();
             let stays = !is_hop_by_hop(text)
@@ -302,7 +299,7 @@ proptest! {
     }
 
     #[test]
-    fn a_connection_that_names_an_identity_is_refused(
+    fn check_request_refuses_connection_that_names_protected_header(
         prefix in "[a-z, ]{0,8}",
         name in proptest::sample::select(
             &["Authorization", "X-Remote-User", "Impersonate-Uid", "X-Forwarded-For", "Cookie"][..],

@@ -87,26 +87,3 @@ pub fn first<'a>(query: &'a str, key: &str) -> Option<Cow<'a, str>> {
 pub fn parse_bool(value: Option<&str>) -> bool {
     value.is_some_and(|v| v != "0" && !v.eq_ignore_ascii_case("false"))
 }
-
-/// The name in `fieldSelector=metadata.name=x`. The apiserver authorises a list or watch with this
-/// selector as one of that object (`fields.ParseSelector`, `RequiresExactMatch`,
-/// `IsValidPathSegmentName`).
-pub fn selected_name(selector: &str) -> Option<&str> {
-    // No valid name contains an escape.
-    if selector.contains('\\') {
-        return None;
-    }
-    let mut name = None;
-    for term in selector.split(',').filter(|term| !term.is_empty()) {
-        // A term without an operator makes the selector invalid.
-        let at = term.find('=')?;
-        if at > 0 && term.as_bytes()[at - 1] == b'!' {
-            continue;
-        }
-        let value = term[at + 1..].strip_prefix('=').unwrap_or(&term[at + 1..]);
-        if name.is_none() && &term[..at] == "metadata.name" {
-            name = Some(value);
-        }
-    }
-    name.filter(|n| !n.is_empty() && *n != "." && *n != ".." && !n.contains(['/', '%']))
-}

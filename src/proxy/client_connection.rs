@@ -15,7 +15,7 @@ use std::rc::Rc;
 
 use http::request::Parts;
 use http::uri::{Authority, Scheme};
-use http::{HeaderValue, Request, Response, StatusCode, Uri, header};
+use http::{HeaderValue, Request, Response, Uri, header};
 use hyper::body::Incoming;
 
 use super::client_certificate::{ClientCertificate, IdentityProof};
@@ -55,8 +55,11 @@ enum Prepared {
     Upgrade(Box<Upgrade>),
 }
 
-/// A bearer token whose response shows whether the apiserver accepts it.
-struct Token(HeaderValue, CredentialClass);
+/// The bearer token of a request, and its class before the response. The response shows whether the apiserver
+/// accepts the token.
+type SentToken = (HeaderValue, CredentialClass);
+
+type Begun = (Box<Outcome>, Result<(Prepared, Option<SentToken>), StatusError>);
 
 impl ClientConnection {
     /// Serves one request. The result is always a response, if only one with an error of jackstay.
@@ -85,8 +88,8 @@ impl ClientConnection {
                 }
                 Err(error) => (Err((error, outcome)), None),
             };
-            if let (Ok(response), Some(token)) = (&result, &token) {
-                token.learn(&service, response.status());
+            if let (Ok(response), Some((token, class))) = (&result, &token) {
+                service.credentials.learn(token.as_bytes(), *class, response.status());
             }
             Ok(result.unwrap_or_else(|failed| error_response(failed, accept.as_ref())))
         })
@@ -108,7 +111,7 @@ impl ClientConnection {
         mut parts: Parts,
         body: Incoming,
         outcome: &mut Outcome,
-    ) -> Result<(Prepared, Option<Token>), StatusError> {
+    ) -> Result<(Prepared, Option<SentToken>), StatusError> {
         let info = RequestInfo::new(&parts);
         outcome.classified(info.verb.as_str(), info.long_running());
 
@@ -128,7 +131,7 @@ impl ClientConnection {
         )?;
         outcome.user(user_class(class));
         let proof = IdentityProof::new(class, certificate);
-        let token = Token::of(class, &parts, info.upgrade);
+        let token = sent_token(class, &parts, info.upgrade);
 
         hygiene::upstream_headers(&mut parts.headers, &self.forwarded_for, info.upgrade);
         if info.upgrade {
@@ -160,26 +163,18 @@ impl ClientConnection {
     }
 }
 
-type Begun = (Box<Outcome>, Result<(Prepared, Option<Token>), StatusError>);
-
-impl Token {
-    /// The token of a request that goes upstream with it.
-    fn of(class: CredentialClass, parts: &Parts, upgrade: bool) -> Option<Self> {
-        if !matches!(class, CredentialClass::Token | CredentialClass::UnprovenToken) {
-            return None;
-        }
-        // The header itself, so that the token is not copied; a WebSocket client may have another one.
-        let header = parts.headers.get(header::AUTHORIZATION).cloned();
-        let token = header.or_else(|| {
-            let token = bearer(&parts.headers, upgrade)?;
-            HeaderValue::from_bytes(token).ok()
-        });
-        token.map(|token| Self(token, class))
+/// The token of a request that goes upstream with it.
+fn sent_token(class: CredentialClass, parts: &Parts, upgrade: bool) -> Option<SentToken> {
+    if !matches!(class, CredentialClass::Token | CredentialClass::UnprovenToken) {
+        return None;
     }
-
-    fn learn(&self, service: &ListenerService, status: StatusCode) {
-        service.credentials.learn(self.0.as_bytes(), self.1, status);
-    }
+    // The header itself, so that the token is not copied; a WebSocket client may have another one.
+    let header = parts.headers.get(header::AUTHORIZATION).cloned();
+    let token = header.or_else(|| {
+        let token = bearer(&parts.headers, upgrade)?;
+        HeaderValue::from_bytes(token).ok()
+    });
+    token.map(|token| (token, class))
 }
 
 fn user_class(class: CredentialClass) -> UserClass {

@@ -9,28 +9,54 @@
 
 mod attempt;
 mod hedge;
-mod new_watch;
-mod request;
 
+use std::cell::Cell;
+use std::rc::Rc;
 use std::sync::Arc;
 
-use h2::RecvStream;
-use http::{Response, response};
-use tokio::time::Instant;
+use http::{Request, Response};
+use tokio::time::{Instant, sleep, sleep_until};
 
 use self::attempt::{FailedAttempt, HeldResponse};
-pub use self::request::ForwardedRequest;
+use super::client_certificate::IdentityProof;
+use super::drain::DrainWatcher;
 use super::hygiene;
-use super::request_info::RequestKind;
+use super::request_body::RequestBody;
+use super::request_info::{RequestInfo, RequestKind};
 use super::response_body::{FullBody, ResponseBody, StreamedBody};
-use super::retry::{self, ATTEMPTS, ClientError, RetryDecision, Stage};
+use super::retry::{self, ATTEMPTS, RetryDecision, Stage};
 use super::status_error::StatusError;
-use super::upstream_client::UpstreamResponse;
+use super::upstream_client::{UpstreamClient, UpstreamResponse, release};
 use super::watch::body::{self, AcceptedWatch, WatchBody};
+use super::watch::outage::{NEW_WATCH, hold};
+use super::watch::request::WatchRequest;
+use super::watch::session::return_jitter;
 use crate::observe::Outcome;
-use crate::upstream::connection::ConnectionState;
+use crate::upstream::connection::{ConnectionState, Permit};
 use crate::upstream::endpoint::Endpoint;
-use crate::upstream::pool::Unavailable;
+use crate::upstream::pool::{ClassPool, PreviousFailure, StreamRequirements, Unavailable};
+
+/// A request that is forwarded.
+pub struct ForwardedRequest {
+    /// The client of the upstream that gets the request.
+    pub upstream: Rc<UpstreamClient>,
+    /// The connections that the request may use.
+    pub class: Rc<ClassPool>,
+    /// Proves that the request may use these connections.
+    pub proof: IdentityProof,
+    /// The head as it goes upstream.
+    pub head: Request<()>,
+    /// The body; `None` if the head ends the request.
+    pub body: Option<Rc<RequestBody>>,
+    /// The request in Kubernetes terms.
+    pub info: RequestInfo,
+    /// The parameters of a watch whose frames can be followed.
+    pub watch: Option<WatchRequest>,
+    /// The drain of the listener; `Some` for every watch.
+    pub drain: Option<DrainWatcher>,
+    /// How many hedges were sent so far.
+    pub hedges: Cell<u32>,
+}
 
 impl ForwardedRequest {
     /// Forwards the request until there is a response or [`retry::decide`] refuses another attempt.
@@ -106,6 +132,83 @@ impl ForwardedRequest {
         }
         unreachable!("the last attempt returns")
     }
+
+    fn is_watch(&self) -> bool {
+        self.info.kind == RequestKind::Watch
+    }
+
+    /// Whether the body can be sent again from its beginning.
+    fn body_is_held(&self) -> bool {
+        self.body.as_ref().is_none_or(|body| body.is_held())
+    }
+
+    /// What the pool needs to know to choose a connection: the attempt that failed before, and the
+    /// endpoints that must not get this one.
+    fn need<'a>(
+        &'a self,
+        after: Option<PreviousFailure<'a>>,
+        excluded: &'a [Arc<Endpoint>],
+    ) -> StreamRequirements<'a> {
+        let without = after.as_ref().and_then(PreviousFailure::suspect_since);
+        StreamRequirements {
+            watch: self.info.long_running(),
+            held: self.is_watch(),
+            previous_failure: after,
+            excluded_endpoints: excluded,
+            without_connection_since: without,
+            live_only: false,
+            client_subject: self.proof.subject(),
+        }
+    }
+
+    /// Holds a new watch while no apiserver can be reached: until the outage is over, until its time since
+    /// `asked_at` has passed, or until its listener drains. `unavailable` is the result of the last try, and
+    /// is returned if there is no permit in time: the client gets a 429, after which client-go does not list.
+    async fn hold(
+        &self,
+        unavailable: Result<Permit, Unavailable>,
+        asked_at: Instant,
+    ) -> Result<Permit, Unavailable> {
+        if !self.upstream.watches.held().has_room() {
+            return unavailable;
+        }
+        let timeout = self.watch.as_ref().and_then(|watch| watch.timeout);
+        let deadline = asked_at + timeout.map_or(NEW_WATCH, |timeout| timeout.min(NEW_WATCH));
+        let permit = async {
+            loop {
+                let held = hold(Rc::clone(&self.upstream), Rc::clone(&self.class)).await;
+                sleep(return_jitter(held, false, fastrand::u64(..))).await;
+                // If the certificate has expired meanwhile, the client's next request gets the 401.
+                self.proof.confirmed().await;
+                match self.upstream.pool.acquire(&self.class, self.need(None, &[])).await {
+                    Err(Unavailable::Unreachable(_)) => {}
+                    permit => return permit,
+                }
+            }
+        };
+        let drained = async {
+            match self.drain.clone() {
+                Some(mut drain) => drain.staggered_end().await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            permit = permit => permit,
+            () = sleep_until(deadline) => unavailable,
+            () = drained => unavailable,
+        }
+    }
+
+    /// The error for the client if the request gets no permit.
+    fn unavailable(&self, unavailable: &Unavailable) -> StatusError {
+        match unavailable {
+            Unavailable::Unreachable(reasons) if self.is_watch() => {
+                StatusError::no_upstream_for_watch(reasons)
+            }
+            _ => StatusError::unavailable(unavailable),
+        }
+    }
+
     /// Whether a watch may be sent to another endpoint than these, which answered 410.
     fn may_ask_besides(&self, too_old: &[Arc<Endpoint>]) -> bool {
         self.upstream.has_ready_besides(too_old)
@@ -122,17 +225,8 @@ impl ForwardedRequest {
             self.upstream.metrics.retry_refused(refusal.as_str());
         }
         let is_dead = failure.connection.state() == ConnectionState::Dead;
-        let body_is_held = self.body_is_held();
-        let reason = &*failure.reason;
-        match retry::client_error(self.info.kind, failure.stage, body_is_held, is_dead) {
-            ClientError::WatchUnavailable => StatusError::no_upstream_for_watch(reason),
-            ClientError::UnprocessedBodyNotHeld => StatusError::unprocessed(reason),
-            ClientError::Unprocessed => StatusError::bad_gateway(format_args!(
-                "the request was not processed and cannot be sent again: {reason}"
-            )),
-            ClientError::SafeRequestFailed => StatusError::bad_gateway(reason),
-            ClientError::UnknownOutcome => StatusError::unknown_outcome(reason),
-        }
+        let (kind, held) = (self.info.kind, self.body_is_held());
+        retry::client_error(kind, failure.stage, held, is_dead, &failure.reason)
     }
 
     /// The response for the client, whose body streams what is still to come.
@@ -145,7 +239,7 @@ impl ForwardedRequest {
         if let Some(body) = &self.body {
             body.stop_holding();
         }
-        let UpstreamResponse { mut head, recv, first, mut permit, upload } = response;
+        let UpstreamResponse { mut head, mut recv, first, mut permit, upload } = response;
         if self.hedges.get() > 0 {
             let connection = permit.connection();
             let reused = connection.stats.was_open(asked_at);
@@ -156,13 +250,15 @@ impl ForwardedRequest {
         if let Some(data) = first.as_ref().filter(|_| recv.is_end_stream()) {
             let data = data.clone();
             permit.finished();
-            release_all(recv, data.len());
-            return into_response(head, ResponseBody::Full(FullBody::new(data, outcome)));
+            // The stream needs no more window, but the connection does.
+            release(&mut recv, &mut data.len());
+            return ResponseBody::Full(FullBody::new(data, outcome)).with_head(head);
         }
         let Self { upstream, class, proof, head: request, watch, drain, info, .. } = *self;
-        let followed = watch.zip(drain).zip(body::encoding(&head));
-        let followed = followed.filter(|_| retry::is_resumed(info.kind));
-        let body = if let Some(((watch, drain), encoding)) = followed {
+        let body = if retry::is_resumed(info.kind)
+            && let Some((watch, drain)) = watch.zip(drain)
+            && let Some(encoding) = body::encoding(&head)
+        {
             let watch = AcceptedWatch {
                 upstream,
                 class,
@@ -179,7 +275,7 @@ impl ForwardedRequest {
             let body = StreamedBody::new(recv, first, permit, outcome, upload, expiry);
             ResponseBody::Stream(Box::new(body))
         };
-        into_response(head, body)
+        body.with_head(head)
     }
 }
 
@@ -187,18 +283,5 @@ impl ForwardedRequest {
 fn pass_on((mut head, body): HeldResponse, mut outcome: Box<Outcome>) -> Response<ResponseBody> {
     hygiene::downstream_headers(&mut head.headers, false);
     outcome.answered(head.status.as_u16());
-    into_response(head, ResponseBody::Full(FullBody::new(body, outcome)))
-}
-
-fn into_response(head: response::Parts, body: ResponseBody) -> Response<ResponseBody> {
-    let mut response = Response::new(body);
-    *response.status_mut() = head.status;
-    *response.headers_mut() = head.headers;
-    response
-}
-
-/// Releases the window of a response that has arrived completely. Its stream needs no more window, but
-/// the connection does.
-fn release_all(mut recv: RecvStream, bytes: usize) {
-    let _ = recv.flow_control().release_capacity(bytes);
+    ResponseBody::Full(FullBody::new(body, outcome)).with_head(head)
 }

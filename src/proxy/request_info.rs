@@ -150,8 +150,11 @@ pub struct RequestInfo {
     pub(super) upgrade: bool,
     target: Option<PathAndQuery>,
     decoded_path: Option<Box<str>>,
+    /// The API group; empty for the core group and for non-resource requests.
     group: Span,
+    /// The resource in its plural, for example `pods`.
     resource: Span,
+    /// The object's name; empty for a collection.
     name: Span,
     subresource: Span,
 }
@@ -200,24 +203,8 @@ impl RequestInfo {
         self.target.as_ref().and_then(PathAndQuery::query).unwrap_or("")
     }
 
-    /// The API group; empty for the core group and for non-resource requests.
-    fn group(&self) -> &str {
-        self.group.of(self.path())
-    }
-
-    /// The resource in its plural, for example `pods`.
-    fn resource(&self) -> &str {
-        self.resource.of(self.path())
-    }
-
-    /// The subresource, for example `status`, `log` or `exec`.
-    fn subresource(&self) -> &str {
-        self.subresource.of(self.path())
-    }
-
-    /// The object's name; empty for a collection.
-    fn name(&self) -> &str {
-        self.name.of(self.path())
+    fn part(&self, part: Span) -> &str {
+        part.of(self.path())
     }
 
     /// Whether the request is long-running, so that no duration is recorded and no timeout applies. This
@@ -226,7 +213,10 @@ impl RequestInfo {
         matches!(self.verb, Verb::Watch | Verb::Proxy)
             || self.kind == RequestKind::Tunnel
             || self.is_resource
-                && matches!(self.subresource(), "attach" | "exec" | "proxy" | "log" | "portforward")
+                && matches!(
+                    self.part(self.subresource),
+                    "attach" | "exec" | "proxy" | "log" | "portforward"
+                )
             || !self.is_resource && self.path().starts_with("/debug/pprof/")
     }
 
@@ -288,7 +278,7 @@ impl RequestInfo {
         if self.upgrade || self.verb == Verb::Proxy {
             return RequestKind::Tunnel;
         }
-        let subresource = self.subresource();
+        let subresource = self.part(self.subresource);
         if matches!(subresource, "exec" | "attach" | "portforward" | "proxy") {
             return RequestKind::Tunnel;
         }
@@ -310,14 +300,14 @@ impl RequestInfo {
     /// subresource `token` of a service account is not one of them: it issues a credential.
     fn is_review(&self) -> bool {
         self.verb == Verb::Create
-            && self.subresource().is_empty()
-            && self.name().is_empty()
-            && match self.group() {
+            && self.part(self.subresource).is_empty()
+            && self.part(self.name).is_empty()
+            && match self.part(self.group) {
                 "authentication.k8s.io" => {
-                    matches!(self.resource(), "tokenreviews" | "selfsubjectreviews")
+                    matches!(self.part(self.resource), "tokenreviews" | "selfsubjectreviews")
                 }
                 "authorization.k8s.io" => matches!(
-                    self.resource(),
+                    self.part(self.resource),
                     "subjectaccessreviews"
                         | "selfsubjectaccessreviews"
                         | "localsubjectaccessreviews"
@@ -332,9 +322,9 @@ impl RequestInfo {
     fn is_dry_run(&self) -> bool {
         if !self.is_resource
             || !matches!(self.verb, Verb::Create | Verb::Update | Verb::Patch)
-            || self.subresource() == "token"
+            || self.part(self.subresource) == "token"
             || !self.query().contains('=')
-            || !is_built_in_group(self.group())
+            || !is_built_in_group(self.part(self.group))
         {
             return false;
         }

@@ -11,6 +11,7 @@ use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
 use h2::RecvStream;
+use http::{Response, response};
 use http_body::{Body as _, Frame, SizeHint};
 use hyper::body::Incoming;
 
@@ -34,6 +35,17 @@ pub enum ResponseBody {
     Watch(Box<WatchBody>),
     /// The body of an HTTP/1.1 response that declines an upgrade.
     Http1(Box<Http1Body>),
+}
+
+impl ResponseBody {
+    /// The response with the status and the headers of `head`. Its version and its extensions are those of
+    /// the upstream connection.
+    pub fn with_head(self, head: response::Parts) -> Response<Self> {
+        let mut response = Response::new(self);
+        *response.status_mut() = head.status;
+        *response.headers_mut() = head.headers;
+        response
+    }
 }
 
 impl http_body::Body for ResponseBody {

@@ -28,6 +28,7 @@
 //! client-go re-sends every verb after a 429 or 5xx with that header.
 
 use super::request_info::RequestKind;
+use super::status_error::StatusError;
 
 /// Attempts at one request, the first included. Each failure means another lost connection. More of
 /// them during one request are an outage, which the client should know about.
@@ -139,22 +140,8 @@ pub const fn is_resumed(kind: RequestKind) -> bool {
     matches!(kind, RequestKind::Watch)
 }
 
-/// The error that a client gets for a request that is not sent again.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ClientError {
-    /// 429 without Retry-After: the client may continue its watch without a list.
-    WatchUnavailable,
-    /// 502 with Retry-After: only the client still has the whole body.
-    UnprocessedBodyNotHeld,
-    /// 502: the request was not processed.
-    Unprocessed,
-    /// 502: a request that changes nothing failed.
-    SafeRequestFailed,
-    /// 502: the request may or may not have been executed.
-    UnknownOutcome,
-}
-
-/// Chooses the error for a refused retry. `is_connection_dead` is that of the last attempt.
+/// The error that a client gets for a request that is not sent again. `is_connection_dead` is that of the last
+/// attempt, and `why` its failure.
 ///
 /// A watch that a live apiserver breaks off again and again gets an error after which its client lists:
 /// sending the same watch again would never end.
@@ -163,18 +150,21 @@ pub fn client_error(
     stage: Stage,
     body_is_held: bool,
     is_connection_dead: bool,
-) -> ClientError {
+    why: &str,
+) -> StatusError {
     let unprocessed = matches!(stage, Stage::NotSent | Stage::Unprocessed | Stage::TooOld);
     if kind == RequestKind::Watch && (unprocessed || is_connection_dead) {
-        ClientError::WatchUnavailable
+        StatusError::no_upstream_for_watch(why)
     } else if unprocessed && !body_is_held {
-        ClientError::UnprocessedBodyNotHeld
+        StatusError::unprocessed(why)
     } else if unprocessed {
-        ClientError::Unprocessed
+        StatusError::bad_gateway(format_args!(
+            "the request was not processed and cannot be sent again: {why}"
+        ))
     } else if may_hedge(kind) {
-        ClientError::SafeRequestFailed
+        StatusError::bad_gateway(why)
     } else {
-        ClientError::UnknownOutcome
+        StatusError::unknown_outcome(why)
     }
 }
 
@@ -235,34 +225,40 @@ mod tests {
 
     #[test]
     fn client_error_every_kind_and_stage_follows_its_table() {
-        use ClientError::{
-            SafeRequestFailed as Safe, UnknownOutcome as Unknown, Unprocessed as Not,
-            UnprocessedBodyNotHeld as NotHeld, WatchUnavailable as Watching,
-        };
+        /// The metric label of an error, and whether it says that the request was not processed.
+        type Error = (&'static str, bool);
+        const WATCHING: Error = ("no_upstream", false);
+        const NOT_HELD: Error = ("unprocessed", true);
+        const UNPROCESSED: Error = ("bad_gateway", true);
+        const SAFE: Error = ("bad_gateway", false);
+        const UNKNOWN: Error = ("unknown_fate", false);
         // The body is held and the connection alive; not held; held and the connection dead.
         for (kind, stage, alive, not_held, dead) in [
-            (Read, NotSent, Not, NotHeld, Not),
-            (Read, Unprocessed, Not, NotHeld, Not),
-            (Read, NoHead, Safe, Safe, Safe),
-            (Read, HeadHeld, Safe, Safe, Safe),
-            (Log, NoHead, Safe, Safe, Safe),
-            (NonMutating, Unprocessed, Not, NotHeld, Not),
-            (NonMutating, NoHead, Safe, Safe, Safe),
-            (Watch, NotSent, Watching, Watching, Watching),
-            (Watch, Unprocessed, Watching, Watching, Watching),
-            (Watch, TooOld, Watching, Watching, Watching),
-            (Watch, NoHead, Safe, Safe, Watching),
-            (Watch, HeadHeld, Safe, Safe, Watching),
-            (Write, NotSent, Not, NotHeld, Not),
-            (Write, Unprocessed, Not, NotHeld, Not),
-            (Write, NoHead, Unknown, Unknown, Unknown),
-            (Write, HeadHeld, Unknown, Unknown, Unknown),
-            (Tunnel, NotSent, Not, NotHeld, Not),
-            (Tunnel, Unprocessed, Not, NotHeld, Not),
-            (Tunnel, NoHead, Unknown, Unknown, Unknown),
-            (Tunnel, HeadHeld, Unknown, Unknown, Unknown),
+            (Read, NotSent, UNPROCESSED, NOT_HELD, UNPROCESSED),
+            (Read, Unprocessed, UNPROCESSED, NOT_HELD, UNPROCESSED),
+            (Read, NoHead, SAFE, SAFE, SAFE),
+            (Read, HeadHeld, SAFE, SAFE, SAFE),
+            (Log, NoHead, SAFE, SAFE, SAFE),
+            (NonMutating, Unprocessed, UNPROCESSED, NOT_HELD, UNPROCESSED),
+            (NonMutating, NoHead, SAFE, SAFE, SAFE),
+            (Watch, NotSent, WATCHING, WATCHING, WATCHING),
+            (Watch, Unprocessed, WATCHING, WATCHING, WATCHING),
+            (Watch, TooOld, WATCHING, WATCHING, WATCHING),
+            (Watch, NoHead, SAFE, SAFE, WATCHING),
+            (Watch, HeadHeld, SAFE, SAFE, WATCHING),
+            (Write, NotSent, UNPROCESSED, NOT_HELD, UNPROCESSED),
+            (Write, Unprocessed, UNPROCESSED, NOT_HELD, UNPROCESSED),
+            (Write, NoHead, UNKNOWN, UNKNOWN, UNKNOWN),
+            (Write, HeadHeld, UNKNOWN, UNKNOWN, UNKNOWN),
+            (Tunnel, NotSent, UNPROCESSED, NOT_HELD, UNPROCESSED),
+            (Tunnel, Unprocessed, UNPROCESSED, NOT_HELD, UNPROCESSED),
+            (Tunnel, NoHead, UNKNOWN, UNKNOWN, UNKNOWN),
+            (Tunnel, HeadHeld, UNKNOWN, UNKNOWN, UNKNOWN),
         ] {
-            let error = |held, dead| client_error(kind, stage, held, dead);
+            let error = |held, dead| {
+                let error = client_error(kind, stage, held, dead, "lost");
+                (error.label, error.message.contains("was not processed"))
+            };
             let errors = [error(true, false), error(false, false), error(true, true)];
             assert_eq!(errors, [alive, not_held, dead], "{kind:?} {stage:?}");
         }

@@ -96,10 +96,7 @@ impl Upgrade {
             spawn_local(close(client));
             ResponseBody::Http1(Box::new(Http1Body::new(body, driver, outcome)))
         };
-        let mut response = Response::new(body);
-        *response.status_mut() = head.status;
-        *response.headers_mut() = head.headers;
-        Ok(response)
+        Ok(body.with_head(head))
     }
 }
 

@@ -9,8 +9,8 @@ use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::Arc;
 
+use super::ForwardedRequest;
 use super::attempt::{Attempt, FailedAttempt};
-use super::request::ForwardedRequest;
 use crate::proxy::retry::{self, Stage};
 use crate::proxy::upstream_client::{
     UpstreamResponse, is_better_elsewhere, still_troubled, troubled,

@@ -9,12 +9,7 @@ use std::borrow::Cow;
 
 /// The value of one hexadecimal digit.
 fn hex(digit: u8) -> Option<u8> {
-    match digit {
-        b'0'..=b'9' => Some(digit - b'0'),
-        b'a'..=b'f' => Some(digit - b'a' + 10),
-        b'A'..=b'F' => Some(digit - b'A' + 10),
-        _ => None,
-    }
+    char::from(digit).to_digit(16).map(|value| value as u8)
 }
 
 /// Percent-decodes `text`; `None` for a broken escape, for which Go's `url.PathUnescape` and
@@ -49,32 +44,12 @@ pub fn unescape_query(text: &str) -> Option<Cow<'_, str>> {
     unescape(text, true)
 }
 
-/// The decoded pairs of a query, in order, without malformed ones.
-#[derive(Clone, Debug)]
-pub struct Pairs<'a>(&'a str);
-
-/// Reads a query string (without its `?`).
-pub fn pairs(query: &str) -> Pairs<'_> {
-    Pairs(query)
-}
-
-impl<'a> Iterator for Pairs<'a> {
-    type Item = (Cow<'a, str>, Cow<'a, str>);
-
-    fn next(&mut self) -> Option<Self::Item> {
-        while !self.0.is_empty() {
-            let (pair, rest) = self.0.split_once('&').unwrap_or((self.0, ""));
-            self.0 = rest;
-            if pair.is_empty() || pair.contains(';') {
-                continue;
-            }
-            let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
-            if let (Some(key), Some(value)) = (unescape_query(key), unescape_query(value)) {
-                return Some((key, value));
-            }
-        }
-        None
-    }
+/// The decoded pairs of a query (without its `?`), in order, without malformed ones.
+pub fn pairs(query: &str) -> impl Iterator<Item = (Cow<'_, str>, Cow<'_, str>)> {
+    query.split('&').filter(|pair| !pair.is_empty() && !pair.contains(';')).filter_map(|pair| {
+        let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
+        Some((unescape_query(key)?, unescape_query(value)?))
+    })
 }
 
 /// The first value of `key`, as Go's `url.Values.Get`; `Some("")` when it is there without one.

@@ -23,7 +23,7 @@ pub const WARNING_INTERVAL: Duration = Duration::from_secs(5);
 /// the drain is forced, they are left: another process has the same socket.
 ///
 /// If the process is out of descriptors, waiting connections are reset, so that clients do not
-/// wait for an answer.
+/// wait for a response.
 pub async fn until_drain(
     socket: TcpListener,
     mut drain: DrainWatcher,

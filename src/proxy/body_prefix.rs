@@ -26,8 +26,8 @@ const PREFIX_TIMEOUT: Duration = Duration::from_secs(1);
 /// write nothing for hours, and the client wants the head.
 const LOG_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Whether the response's prefix is awaited like its head, so that silence on the connection is as
-/// suspicious as before the head. A log or a watch may be silent.
+/// Whether a request waits for the prefix of its response as for the head, so that a silent connection is
+/// suspected as before the head. A log or a watch may be silent.
 pub fn waits_for_prefix(kind: RequestKind) -> bool {
     matches!(kind, RequestKind::Read | RequestKind::NonMutating)
 }

@@ -42,7 +42,7 @@ use crate::observe::utc::{Utc, wall_clock};
 use crate::upstream::credentials::CredentialClass;
 
 /// How often validity is compared with the clock, which may be set.
-const CLOCK_LOOK: Duration = Duration::from_secs(60);
+const CLOCK_INTERVAL: Duration = Duration::from_secs(60);
 /// Pause before a verification that found the queue full is tried again.
 const BUSY_PAUSE: Duration = Duration::from_secs(1);
 
@@ -138,24 +138,24 @@ impl ClientCertificate {
         }
         let this = Rc::clone(self);
         spawn_local(async move {
-            let mut turn = client_chain::acquire_slot(&this.chain).await;
+            let mut slot = client_chain::acquire_slot(&this.chain).await;
             let ca = this.tls.client_ca().clone();
             // Without another reference the connection is closed and needs no result.
             let wanted = Rc::strong_count(&this) > 1;
-            if let (Some(turn), Some(ca), true) = (&mut turn, ca, wanted) {
-                let verdict = turn.verify(&this.chain, &ca).await;
+            if let (Some(slot), Some(ca), true) = (&mut slot, ca, wanted) {
+                let verdict = slot.verify(&this.chain, &ca).await;
                 let outcome = if verdict.result.is_ok() { "ok" } else { "failed" };
                 this.metrics.client_verified(outcome);
                 *this.verdict.borrow_mut() = Some(verdict);
-            } else if turn.is_none() {
+            } else if slot.is_none() {
                 this.metrics.client_verified("busy");
                 this.busy.set(true);
             }
             this.verifying.set(false);
             this.changed.notify_waiters();
             drop(this);
-            if let Some(turn) = turn {
-                turn.rest().await;
+            if let Some(slot) = slot {
+                slot.rest().await;
             }
         });
     }
@@ -179,7 +179,7 @@ impl ClientCertificate {
         }
     }
 
-    /// How long the result at `now` can last according to the clock, at most [`CLOCK_LOOK`].
+    /// How long the result at `now` can last according to the clock, at most [`CLOCK_INTERVAL`].
     fn until_next(&self, now: SystemTime) -> Duration {
         let verdict = self.verdict.borrow();
         let ends = [
@@ -189,7 +189,7 @@ impl ClientCertificate {
         ];
         let ahead = ends.into_iter().flatten().filter_map(|end| end.duration_since(now).ok());
         let ahead = ahead.filter(|pause| !pause.is_zero());
-        ahead.fold(CLOCK_LOOK, Duration::min)
+        ahead.fold(CLOCK_INTERVAL, Duration::min)
     }
 }
 

@@ -190,12 +190,12 @@ impl HttpsServer {
     ) -> Result<(), Box<dyn Error>> {
         let limits = &found.request_limits;
         let streams = Rc::new(Streams::new(limits.stall_timeout));
-        let begun = Rc::clone(&streams);
+        let opened = Rc::clone(&streams);
         let service = service_fn(move |request| {
-            let progress = begun.begin();
-            let answer = Rc::clone(&client).serve(request);
+            let progress = opened.begin();
+            let response = Rc::clone(&client).serve(request);
             async move {
-                answer.await.map(|response| response.map(|body| TrackedBody::new(body, progress)))
+                response.await.map(|response| response.map(|body| TrackedBody::new(body, progress)))
             }
         });
         let (stream, uncork) = cork(stream);
@@ -321,10 +321,10 @@ impl Streams {
     /// of its own does: if it were closed, the client would reconnect with another handshake each
     /// time. `limits.max_connections` still bounds such connections. (kube-apiserver closes every
     /// connection that has no stream for 90 s.)
-    async fn idle_without_stream(&self, limit: Duration, heard: impl Fn() -> bool) {
+    async fn idle_without_stream(&self, limit: Duration, has_received: impl Fn() -> bool) {
         loop {
             self.no_stream_within(limit).await;
-            if !heard() {
+            if !has_received() {
                 return;
             }
         }

@@ -265,12 +265,8 @@ impl ForwardedFor {
                 entry.insert(self.0.clone());
             }
             Entry::Occupied(mut entry) => {
-                let mut list = Vec::new();
-                for value in entry.iter().filter(|value| !value.is_empty()) {
-                    list.extend_from_slice(value.as_bytes());
-                    list.extend_from_slice(b", ");
-                }
-                list.extend_from_slice(self.0.as_bytes());
+                let values = entry.iter().chain([&self.0]).filter(|value| !value.is_empty());
+                let list = values.map(HeaderValue::as_bytes).collect::<Vec<_>>().join(&b", "[..]);
                 // Valid header values joined by commas are a valid value.
                 if let Ok(value) = HeaderValue::from_bytes(&list) {
                     entry.insert(value);

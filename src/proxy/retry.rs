@@ -18,7 +18,7 @@
 //! * *reset*: the client's stream is reset, so that a truncated response does not look complete.
 //! * *resume*: the watch continues on another connection ([`super::watch`]).
 //!
-//! A watch that is answered with 410 is in the stage *too old*. It is sent to each other ready endpoint
+//! A watch whose response is a 410 is in the stage *too old*. It is sent to each other ready endpoint
 //! once, within [`ATTEMPTS`]: history is per server, and a server that has just started has none. This has a
 //! [`RetryBudget`](super::retry_budget::RetryBudget), because a client that sends the same old version
 //! again and again would otherwise cause one request to each endpoint each time. Without budget the
@@ -43,7 +43,7 @@ pub enum Stage {
     /// lower last stream id, or by one of the two responses that kube-apiserver sends before any
     /// handler runs while it shuts down ([`super::shutdown_rejection`]).
     Unprocessed,
-    /// The server answered a watch with 410: its history does not reach back to the requested version.
+    /// The response to a watch is a 410: its history does not reach back to the requested version.
     TooOld,
     /// The request was sent, and no response head came.
     NoHead,

@@ -4,7 +4,7 @@ use std::cell::Cell;
 
 /// Tokens for additional requests: a request of a client earns [`TOKENS_PER_REQUEST`], an additional
 /// request costs 1. So they stay below a tenth of the clients' requests over time, beyond a burst, and
-/// neither load an overloaded apiserver nor multiply what one client asks.
+/// neither load an overloaded apiserver nor multiply the requests of one client.
 ///
 /// A budget belongs to a worker's client of an upstream and not to a listener, because it protects the
 /// apiservers, which listeners share.

@@ -4,7 +4,7 @@
 
 use http::{HeaderMap, StatusCode, header};
 
-/// Longest body that [`is_rejection`] looks at, in bytes. Both real ones are far below.
+/// Longest body that [`is_rejection`] reads, in bytes. Both real ones are far below.
 pub const REJECTION_MAX_BODY: usize = 1024;
 
 /// Whether a response with this head may be a rejection, so that its short body is worth holding back.
@@ -38,11 +38,11 @@ pub fn is_rejection(status: StatusCode, headers: &HeaderMap, body: &[u8]) -> boo
         let text = body.strip_suffix(b"\n").unwrap_or(body);
         return text == b"The apiserver is shutting down, please try again later.";
     }
-    serde_json::from_slice::<serde_json::Value>(body).is_ok_and(|answer| {
-        answer["kind"] == "Status"
-            && answer["code"] == 503
-            && answer["reason"] == "ServiceUnavailable"
-            && answer["message"] == "apiserver is shutting down"
+    serde_json::from_slice::<serde_json::Value>(body).is_ok_and(|body| {
+        body["kind"] == "Status"
+            && body["code"] == 503
+            && body["reason"] == "ServiceUnavailable"
+            && body["message"] == "apiserver is shutting down"
     })
 }
 

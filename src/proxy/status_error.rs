@@ -1,8 +1,9 @@
-//! The errors that jackstay itself answers requests with.
+//! The errors with which jackstay itself responds to requests.
 //!
 //! All of them are made here, so that these rules hold in one place:
 //!
-//! * The message is for people and starts with `jackstay: `, so that it is clear who answered.
+//! * The message is for people and starts with `jackstay: `, so that it is not taken for one
+//!   of the apiserver.
 //! * **Retry-After makes clients send the request again.** client-go repeats every verb, POST included,
 //!   up to ten times after a 429 or 5xx with that header (`with_retry.go`). So only an error for a
 //!   request that was not sent, or that the apiserver says it did not process, may carry it. The error

@@ -215,12 +215,12 @@ mod tests {
     #[test]
     fn is_requested_accepts_only_requested_protocols() {
         let value = HeaderValue::from_static;
-        let answer = |protocol| HeaderMap::from_iter([(UPGRADE, value(protocol))]);
+        let response = |protocol| HeaderMap::from_iter([(UPGRADE, value(protocol))]);
         let spdy = [value("SPDY/3.1")];
-        assert!(is_requested(&spdy, &answer("SPDY/3.1")));
-        assert!(is_requested(&spdy, &answer("spdy/3.1")));
-        assert!(is_requested(&[value("foo, websocket")], &answer("websocket")));
-        assert!(!is_requested(&spdy, &answer("websocket")));
+        assert!(is_requested(&spdy, &response("SPDY/3.1")));
+        assert!(is_requested(&spdy, &response("spdy/3.1")));
+        assert!(is_requested(&[value("foo, websocket")], &response("websocket")));
+        assert!(!is_requested(&spdy, &response("websocket")));
         assert!(!is_requested(&spdy, &HeaderMap::new()));
     }
 }

@@ -42,7 +42,7 @@ pub(super) struct FailedAttempt {
 pub(super) type HeldResponse = (response::Parts, Bytes);
 
 impl FailedAttempt {
-    /// A failure on the way, without a response.
+    /// A failure of the stream or its connection, without a response.
     pub(super) fn new(stage: Stage, reason: &str, connection: &Rc<Connection>) -> Self {
         let reason = format!("{reason} on the connection to {}", connection.endpoint.label);
         Self { stage, reason, connection: Rc::clone(connection), response: None }

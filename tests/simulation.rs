@@ -5,7 +5,7 @@
 //! resumed watches); the network is perfect and takes no time.
 
 use jackstay::proxy::watch::session::Round;
-use jackstay::upstream::balance::{cost, handicap, pick, slow_start};
+use jackstay::upstream::balance::{cost, pick, slow_start, slow_start_factor};
 use jackstay::upstream::endpoint::{EndpointReadiness, EndpointState, backoff};
 use jackstay::upstream::evacuation::{START_JITTER, decide as who_leaves, due_moves};
 use jackstay::upstream::rebalance::{EndpointLoad, RebalanceMove, decide};
@@ -50,7 +50,7 @@ impl Fleet {
         let lot = self.rng.f64();
         let candidates = (0..SERVERS).filter(|&server| Some(server) != dead);
         pick(candidates, &mut self.rng, |&server| {
-            cost(watches[server], LATENCY) * handicap(shares[server], lot)
+            cost(watches[server], LATENCY) * slow_start_factor(shares[server], lot)
         })
         .unwrap()
     }

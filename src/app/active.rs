@@ -198,7 +198,7 @@ impl PreparedConfig {
     pub fn activate(self) -> ActiveConfig {
         for (upstream, config, prepared) in self.upstreams {
             upstream.credentials.install(prepared);
-            upstream.outgoing.store(Arc::clone(&self.next.outgoing));
+            upstream.set_outgoing(Arc::clone(&self.next.outgoing));
             if **upstream.config() != config {
                 upstream.reconfigure(config);
             }
@@ -231,7 +231,7 @@ impl PreparedConfig {
             let credentials = Credentials::load(config, &identities).map_err(StartError::Tls)?;
             let slots = credentials.slots();
             let new = Upstream::new(config.clone(), credentials, metrics);
-            new.outgoing.store(Arc::clone(&self.next.outgoing));
+            new.set_outgoing(Arc::clone(&self.next.outgoing));
             let endpoints = endpoint_set::static_endpoints(config);
             let mut placed = endpoint_set::replace_endpoints(&new, &endpoints);
             if let Some(why) = placed.refused.pop() {

@@ -49,7 +49,7 @@ async fn probe_repeatedly(
     let mut wanted = None;
     let mut schedule = ProbeSchedule::default();
     while endpoint.state() != EndpointState::Leaving {
-        let config = upstream.config.load_full();
+        let config = Arc::clone(&upstream.config());
         let config = &config.health.readyz;
         let replacement = || reachability.take_replacement().map(ProbeConnection);
         let kept = connection.take().or_else(replacement).filter(|c| is_current(upstream, c));

@@ -95,7 +95,7 @@ impl ForwardedRequest {
                 }
             };
             let connection = permit.connection();
-            let reused = connection.stats.was_open(asked_at);
+            let reused = connection.was_open(asked_at);
             outcome.sent_to(&connection.endpoint.label, reused);
             let result = self.attempt(permit, 1).await;
             if self.hedges.get() > 0 {
@@ -242,7 +242,7 @@ impl ForwardedRequest {
         let UpstreamResponse { mut head, mut recv, first, mut permit, upload } = response;
         if self.hedges.get() > 0 {
             let connection = permit.connection();
-            let reused = connection.stats.was_open(asked_at);
+            let reused = connection.was_open(asked_at);
             outcome.answered_by(&connection.endpoint.label, reused);
         }
         hygiene::downstream_headers(&mut head.headers, false);

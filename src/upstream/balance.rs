@@ -84,7 +84,7 @@ pub fn slow_start(since: Duration) -> f64 {
 
 /// Factor on [`cost`] for an endpoint with this share; `lot` is in 0..1, the same for all candidates
 /// of a pick.
-pub fn handicap(share: f64, lot: f64) -> f64 {
+pub fn slow_start_factor(share: f64, lot: f64) -> f64 {
     if lot < share { 1.0 } else { EXCLUDED_COST_FACTOR }
 }
 
@@ -169,8 +169,9 @@ mod tests {
             let mut hits = 0_u32;
             for _ in 0..10_000 {
                 let lot = rng.f64();
-                let cost =
-                    |&s: &usize| cost(0, INITIAL) * handicap(if s == 0 { share } else { 1.0 }, lot);
+                let cost = |&s: &usize| {
+                    cost(0, INITIAL) * slow_start_factor(if s == 0 { share } else { 1.0 }, lot)
+                };
                 hits += u32::from(pick(0..3_usize, &mut rng, cost) == Some(0));
             }
             let part = f64::from(hits) / 10_000.0;
@@ -179,7 +180,7 @@ mod tests {
             before = part;
         }
         // A single endpoint takes every request.
-        assert_eq!(pick([5].into_iter(), &mut rng, |_| handicap(0.1, 0.9)), Some(5));
+        assert_eq!(pick([5].into_iter(), &mut rng, |_| slow_start_factor(0.1, 0.9)), Some(5));
     }
 
     #[test]

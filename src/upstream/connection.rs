@@ -5,7 +5,6 @@
 //! [`Connection::reserve`], which counts them: h2 queues a stream above the peer's limit without an
 //! error, and the apiserver allows 100.
 
-mod drain;
 mod driver;
 mod error_text;
 mod lifecycle;
@@ -27,9 +26,9 @@ use h2::client::SendRequest;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
-pub use self::drain::{DrainReason, DrainUrgency};
 pub use self::error_text::describe_h2_error;
 use self::lifecycle::ConnectionLifecycle;
+pub use self::lifecycle::{DrainReason, DrainUrgency};
 pub use self::permit::Permit;
 use self::response_waits::ResponseWaits;
 use self::stream_slots::StreamSlots;
@@ -63,8 +62,7 @@ pub struct Connection {
     pub class: CredentialClass,
     /// The generation of its credential: connections of older generations drain.
     pub generation: u64,
-    /// Its row of `/status`.
-    pub stats: Arc<ConnectionStats>,
+    stats: Arc<ConnectionStats>,
     /// The client certificate that it shows, if it shows one.
     certificate: Option<Arc<CertInfo>>,
     send: SendRequest<Bytes>,
@@ -129,6 +127,11 @@ impl Connection {
     /// Its state.
     pub fn state(&self) -> ConnectionState {
         self.lifecycle.state()
+    }
+
+    /// Whether it was open at that time.
+    pub fn was_open(&self, then: Instant) -> bool {
+        self.stats.was_open(then)
     }
 
     /// Since when its PING has been late, also after it has died of that. `None` while it is live,
@@ -201,10 +204,10 @@ impl Connection {
         (self.streams() == 0).then(|| self.slots.idle_since())
     }
 
-    /// Load for the picker: lower is better. `lot` is for [`balance::handicap`].
+    /// Load for the picker: lower is better. `lot` is for [`balance::slow_start_factor`].
     pub fn cost(&self, now: Instant, lot: f64) -> f64 {
         balance::cost(self.streams(), self.waits.latency(now))
-            * balance::handicap(self.endpoint.slow_start_share(now), lot)
+            * balance::slow_start_factor(self.endpoint.slow_start_share(now), lot)
     }
 
     /// When bytes last arrived on it.

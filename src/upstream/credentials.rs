@@ -10,7 +10,6 @@
 //! number and connections of the old number drain; so a request in progress can never reach another
 //! identity under its number.
 
-mod class;
 mod client_tls;
 mod slot;
 
@@ -21,7 +20,6 @@ use std::time::SystemTime;
 
 use arc_swap::{ArcSwap, ArcSwapOption};
 
-pub use self::class::CredentialClass;
 use self::client_tls::plain_tls;
 pub use self::client_tls::{ClientTls, client_tls, unverified_tls};
 use self::slot::Identity;
@@ -32,6 +30,39 @@ use crate::net::tls::file_error::TlsFileError;
 use crate::net::tls::pem_files::{self, LoadedCa, LoadedCert};
 use crate::observe::utc::wall_clock;
 use crate::upstream::probe_token::ProbeToken;
+
+/// The class of a request and of a connection: requests of one class share connections.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum CredentialClass {
+    /// The certificate of one configured subject, by the number of its credential
+    /// ([`IdentitySlot::number_of`]).
+    Identity(usize),
+    /// Bearer tokens that have had an authenticated response; no certificate.
+    Token,
+    /// Bearer tokens that have had none yet. The apiserver sends GOAWAY on a connection with an
+    /// invalid token, so these have connections of their own.
+    UnprovenToken,
+    /// No credential.
+    Anonymous,
+    /// jackstay's own `/readyz` requests.
+    Probe,
+    /// jackstay's own watch of `EndpointSlices`, with a credential of its own.
+    Discovery,
+}
+
+impl CredentialClass {
+    /// Name in logs and status.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Identity(_) => "identity",
+            Self::Token => "token",
+            Self::UnprovenToken => "unproven-token",
+            Self::Anonymous => "anonymous",
+            Self::Probe => "probe",
+            Self::Discovery => "discovery",
+        }
+    }
+}
 
 /// All credentials for one upstream. Readers never wait; [`Self::refresh`], [`Self::install`] and
 /// [`Self::retire`] are called on one thread.
@@ -48,7 +79,7 @@ pub struct Credentials {
 }
 
 /// The configured files.
-#[derive(Debug)]
+#[derive(Debug, Clone, Default)]
 struct Setup {
     ca_file: Option<PathBuf>,
     slots: Vec<Arc<IdentitySlot>>,
@@ -111,12 +142,7 @@ impl Credentials {
             without_certificate: ArcSwap::from_pointee(plain_tls(ca.as_ref())),
             ca: ArcSwapOption::from_pointee(ca),
             discovery: ArcSwapOption::empty(),
-            setup: ArcSwap::from_pointee(Setup {
-                ca_file: upstream.tls.ca_file.clone(),
-                slots: Vec::new(),
-                probe: None,
-                token: None,
-            }),
+            setup: ArcSwap::default(),
             next_number: AtomicUsize::new(0),
         };
         credentials.install(prepared);
@@ -142,7 +168,9 @@ impl Credentials {
         let PreparedCredentials { mut setup, ca, loaded } = prepared;
         let slots = setup.slots.clone();
         let known = self.slots();
-        setup.slots.extend(known.iter().filter(|old| !has(&slots, old)).cloned());
+        let is_retired =
+            |old: &&Arc<IdentitySlot>| !slots.iter().any(|slot| Arc::ptr_eq(slot, old));
+        setup.slots.extend(known.iter().filter(is_retired).cloned());
         self.setup.store(Arc::new(setup));
         self.set_ca(ca);
         for (slot, certificate) in slots.iter().zip(loaded) {
@@ -156,17 +184,9 @@ impl Credentials {
     /// drain.
     pub fn retire(&self, keep: &[CertPaths]) {
         let setup = self.setup.load();
-        let (kept, gone): (Vec<_>, Vec<_>) =
-            setup.slots.iter().cloned().partition(|slot| keep.contains(&slot.paths));
-        if gone.is_empty() {
-            return;
-        }
-        self.setup.store(Arc::new(Setup {
-            ca_file: setup.ca_file.clone(),
-            slots: kept,
-            probe: setup.probe.clone(),
-            token: setup.token.clone(),
-        }));
+        let mut kept = Setup::clone(&setup);
+        kept.slots.retain(|slot| keep.contains(&slot.paths));
+        self.setup.store(Arc::new(kept));
     }
 
     /// When the last certificate of the CA bundle expires; `None` without a bundle.
@@ -312,10 +332,6 @@ impl Credentials {
             Arc::new(Identity { number, certificate, tls })
         }));
     }
-}
-
-fn has(slots: &[Arc<IdentitySlot>], slot: &Arc<IdentitySlot>) -> bool {
-    slots.iter().any(|known| Arc::ptr_eq(known, slot))
 }
 
 fn prepare(

@@ -4,7 +4,6 @@
 //! that are gone. One time limit covers all steps. A second attempt starts after 250 ms, since one lost
 //! SYN costs a second (RFC 6298 section 2, initial RTO).
 
-use std::fmt;
 use std::future::poll_fn;
 use std::io;
 use std::net::SocketAddr;
@@ -58,7 +57,7 @@ const ERROR_RESETS: usize = 64 * 1024;
 const DATA_FRAME_BUDGET: usize = CONNECTION_WINDOW as usize;
 
 /// A connection that has answered its first PING.
-pub struct Established {
+pub struct DialedConnection {
     /// Opens streams.
     pub send: SendRequest<Bytes>,
     /// Must be polled for anything to happen.
@@ -80,7 +79,7 @@ pub async fn dial_h2(
     endpoint: &Endpoint,
     tls: &Arc<ClientConfig>,
     limit: ConnectTimeout,
-) -> Result<Established, ConnectFailure> {
+) -> Result<DialedConnection, ConnectFailure> {
     // Boxed: the handshakes of rustls and h2 keep 30 KiB of state while they wait.
     Box::pin(race(endpoint, limit, |address| async move {
         let tcp = connect(outgoing, address).await?;
@@ -92,12 +91,12 @@ pub async fn dial_h2(
             )));
         }
         first_pong(stream, observer).await.map_err(|error| {
-            match refused(address, "HTTP/2", &error) {
-                ConnectFailure::Refused(why) if is_late_alert(&error) => {
-                    ConnectFailure::TlsFailed(why)
-                }
-                failure => failure,
-            }
+            let kind = if is_late_alert(&error) {
+                ConnectFailure::TlsFailed
+            } else {
+                ConnectFailure::Refused
+            };
+            kind(format!("HTTP/2 to {address} failed: {error}"))
         })
     }))
     .await
@@ -165,11 +164,13 @@ where
 }
 
 async fn connect(outgoing: &Connector, address: SocketAddr) -> Result<TcpStream, ConnectFailure> {
-    outgoing.connect(address).await.map_err(|error| match refused(address, "TCP", &error) {
-        ConnectFailure::Refused(why) if resource_limits::is_local_shortage(&error, address) => {
-            ConnectFailure::LocalShortage(why)
-        }
-        failure => failure,
+    outgoing.connect(address).await.map_err(|error| {
+        let kind = if resource_limits::is_local_shortage(&error, address) {
+            ConnectFailure::LocalShortage
+        } else {
+            ConnectFailure::Refused
+        };
+        kind(format!("TCP to {address} failed: {error}"))
     })
 }
 
@@ -190,12 +191,11 @@ async fn secure(
                      a proxy before it?"
                 ));
             }
-            match refused(address, "TLS", &tls_error_text(&error)) {
-                ConnectFailure::Refused(why) if of_tls(&error).is_some() => {
-                    ConnectFailure::TlsFailed(why)
-                }
-                failure => failure,
-            }
+            let kind = match of_tls(&error) {
+                Some(_) => ConnectFailure::TlsFailed,
+                None => ConnectFailure::Refused,
+            };
+            kind(format!("TLS to {address} failed: {}", tls_error_text(&error)))
         })?;
     Ok((stream, observer))
 }
@@ -246,14 +246,10 @@ fn bare_name(name: &str) -> &str {
     inner.unwrap_or(name).trim_matches('"')
 }
 
-fn refused(address: SocketAddr, step: &str, error: &dyn fmt::Display) -> ConnectFailure {
-    ConnectFailure::Refused(format!("{step} to {address} failed: {error}"))
-}
-
 async fn first_pong(
     stream: TlsStream<ReadAhead<TrackedStream>>,
     observer: StreamObserver,
-) -> Result<Established, io::Error> {
+) -> Result<DialedConnection, io::Error> {
     let (send, mut connection) = h2::client::Builder::new()
         .initial_window_size(STREAM_WINDOW)
         .initial_connection_window_size(CONNECTION_WINDOW)
@@ -284,7 +280,7 @@ async fn first_pong(
     })
     .await?;
     let rtt = pinged_at.elapsed();
-    Ok(Established { send, connection, ping, observer, rtt })
+    Ok(DialedConnection { send, connection, ping, observer, rtt })
 }
 
 #[cfg(test)]

@@ -13,10 +13,9 @@
 //! Workers and the prober report what they observe. [`health`] derives the state, a pure state
 //! machine; [`Endpoint`] publishes each transition once: in metrics, in the log and as an event.
 
-mod availability;
 mod connect;
-mod connecting;
 mod connections;
+mod downtime;
 mod health;
 mod probe_signals;
 mod probing;
@@ -33,11 +32,10 @@ use rustls::pki_types::ServerName;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
-use self::availability::Downtime;
-pub use self::availability::ReadyzCheck;
 use self::connect::ConnectBackoff;
 pub use self::connect::{ConnectFailure, ConnectTimeout, backoff};
 pub use self::connections::FlowGuard;
+use self::downtime::Downtime;
 pub use self::health::EndpointReadiness;
 use self::health::{EndpointHealth, Observation, Transition};
 use self::probe_signals::ProbeSignals;
@@ -46,7 +44,8 @@ use self::slow_start::SlowStart;
 pub use self::state::EndpointState;
 use self::statistics::EndpointStatistics;
 pub use self::statistics::HandshakeGuard;
-use super::stats::{Ejection, EndpointStatus, ReadyzCheckStatus};
+use super::readyz::ReadyzCheck;
+use super::stats::{Ejection, EndpointStatus};
 use crate::config::EndpointAddress;
 use crate::observe::events::{Change, EventKind};
 use crate::observe::utc::{Utc, wall_clock};
@@ -72,6 +71,8 @@ pub struct Endpoint {
     statistics: EndpointStatistics,
     probe: ProbeSignals,
     fallback: AtomicBool,
+    /// Notified when a connection was opened or closed.
+    connections_changed: Notify,
     /// Notified when it is removed from the set.
     removal: Notify,
 }
@@ -83,7 +84,7 @@ struct Guarded {
     backoff: ConnectBackoff,
     /// When the state was entered.
     since: SystemTime,
-    last_ejection: Option<(SystemTime, String)>,
+    last_ejection: Option<Ejection>,
     downtime: Downtime,
     last_check: Option<ReadyzCheck>,
     gauge: StateGauge,
@@ -113,7 +114,7 @@ impl Endpoint {
             server_name,
             metrics,
             guarded: Mutex::new(Guarded {
-                health: EndpointHealth::new(),
+                health: EndpointHealth::default(),
                 backoff: ConnectBackoff::new(fastrand::f64()),
                 since: wall_clock(),
                 last_ejection: None,
@@ -126,6 +127,7 @@ impl Endpoint {
             statistics: EndpointStatistics::default(),
             probe: ProbeSignals::default(),
             fallback: AtomicBool::new(false),
+            connections_changed: Notify::new(),
             removal: Notify::new(),
         }))
     }
@@ -208,10 +210,6 @@ impl Endpoint {
         let connections = self.statistics.connections();
         let (answers, errors) = self.metrics.history().totals();
         let guarded = self.guarded();
-        let ejection = |(at, reason): &(SystemTime, String)| Ejection {
-            at: Utc(*at).seconds(),
-            reason: reason.clone(),
-        };
         EndpointStatus {
             rtt: self.metrics.history().quantiles(),
             streams: connections.iter().map(|connection| connection.streams).sum(),
@@ -226,10 +224,10 @@ impl Endpoint {
             readiness: guarded.health.readyz_result(),
             reason: guarded.health.state().1.to_owned(),
             since: Utc(guarded.since).seconds(),
-            last_ejection: guarded.last_ejection.as_ref().map(ejection),
+            last_ejection: guarded.last_ejection.clone(),
             downtime_seconds: guarded.downtime.total(Instant::now()).as_secs_f64(),
             ejections: guarded.downtime.ejections(),
-            last_check: guarded.last_check.as_ref().map(ReadyzCheckStatus::from),
+            last_check: guarded.last_check.clone(),
             connections,
             flows: self.flows(),
         }
@@ -241,10 +239,16 @@ impl Endpoint {
 
     fn observe(&self, observation: Observation<'_>) {
         let mut guarded = self.guarded();
-        if matches!(observation, Observation::Connected | Observation::ConnectionOpened) {
+        let connected =
+            matches!(observation, Observation::Connected | Observation::ConnectionOpened);
+        let closed = matches!(observation, Observation::ConnectionClosed { .. });
+        if connected {
             guarded.backoff.succeeded();
         }
         self.step(guarded, observation);
+        if connected || closed {
+            self.connections_changed.notify_waiters();
+        }
     }
 
     /// Steps the health and publishes the transition, if there is one.
@@ -255,7 +259,8 @@ impl Endpoint {
         let ejected = matches!(to, EndpointState::Ejected | EndpointState::NoH2);
         guarded.downtime.record(ejected, Instant::now());
         if ejected {
-            guarded.last_ejection = Some((guarded.since, reason.clone()));
+            let at = Utc(guarded.since).seconds();
+            guarded.last_ejection = Some(Ejection { at, reason: reason.clone() });
             self.metrics.ejected(guarded.ejection_label(*to));
         }
         if *died {

@@ -40,7 +40,6 @@
 //!
 //! Except for [`died`], this module sends nothing and reads no clock.
 
-mod correlated_loss;
 mod thresholds;
 
 use std::cell::Cell;
@@ -48,7 +47,6 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 
-pub use self::correlated_loss::CorrelatedLoss;
 pub use self::thresholds::{
     CLIENT, CORRELATED_LOSS_SERVER, FlowThresholds, LOSSY_AFTER, LOSSY_SERVER, SERVER,
 };
@@ -66,16 +64,16 @@ const BLIND_PROBES: u8 = 4;
 /// Retransmitted data resets the kernel's count of unanswered keepalives. Then this many segments
 /// must have been sent since new data arrived (acknowledgements of the retransmissions, each of which
 /// was lost as well, and keepalives), and [`LATEST_PROBES`] keepalives since the last retransmission.
-const REPEATED: u32 = 5;
+const RETRANSMISSION_SEGMENTS: u32 = 5;
 const LATEST_PROBES: u8 = 2;
 /// The kernel sends a keepalive after a second of silence; its answer is late after this.
 const LATE_ANSWER: Duration = Duration::from_millis(1_200);
 /// From then on a new keepalive is requested this often.
-const ASK_AGAIN: Duration = Duration::from_millis(100);
+const PROBE_INTERVAL: Duration = Duration::from_millis(100);
 /// A flow is stalled after this: two answers are missing, or seven retransmissions unanswered.
-const STALLED: Duration = Duration::from_millis(1_900);
+const STALLED_AFTER: Duration = Duration::from_millis(1_900);
 /// Pause between two checks of a flow on which bytes wait.
-const WAITING: Duration = Duration::from_millis(100);
+const PENDING_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// A check later than this may show that this process was not scheduled.
 const LATE: Duration = Duration::from_millis(250);
 /// How long verdicts are withheld after that, so that received segments are counted first.
@@ -83,9 +81,9 @@ const GRACE: Duration = Duration::from_millis(150);
 /// The kernel's times are whole ticks of its clock, at most 10 ms long.
 const ROUNDING: Duration = Duration::from_millis(20);
 /// Pause between two checks of an idle client.
-const SELDOM: Duration = Duration::from_secs(5);
+const IDLE_CHECK_INTERVAL: Duration = Duration::from_secs(5);
 /// The longest pause between two checks.
-pub const MAX_CHECK_INTERVAL: Duration = SELDOM;
+pub const MAX_CHECK_INTERVAL: Duration = IDLE_CHECK_INTERVAL;
 
 /// Why a flow is dead.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -128,7 +126,7 @@ pub struct FlowHealth {
     segments: u32,
     waiting_since: Option<Instant>,
     /// When the last segment arrived that was no retransmission.
-    heard: Instant,
+    last_segment: Instant,
     /// [`TcpInfo::fresh_segments`], and segments sent, at that time.
     fresh: u32,
     sent: u32,
@@ -142,7 +140,7 @@ pub struct FlowHealth {
     /// When the next check is due.
     due: Instant,
     /// The start of the silence in which a check was late.
-    distrusted: Option<Instant>,
+    late_check_in: Option<Instant>,
 }
 
 impl FlowHealth {
@@ -152,7 +150,7 @@ impl FlowHealth {
             acked: 0,
             segments: 0,
             waiting_since: None,
-            heard: now,
+            last_segment: now,
             fresh: 0,
             sent: 0,
             probes: (0, now),
@@ -160,7 +158,7 @@ impl FlowHealth {
             refuted: false,
             stalled: false,
             due: now,
-            distrusted: None,
+            late_check_in: None,
         }
     }
 
@@ -168,15 +166,15 @@ impl FlowHealth {
     pub fn wrote(&mut self, now: Instant) -> Instant {
         if self.waiting_since.is_none() {
             self.waiting_since = Some(now);
-            self.due = self.due.min(now + WAITING);
+            self.due = self.due.min(now + PENDING_CHECK_INTERVAL);
         }
         self.due
     }
 
     /// Weighs the kernel's statistics.
-    pub fn look(&mut self, info: &TcpInfo, rules: &FlowThresholds, now: Instant) -> FlowDecision {
+    pub fn check(&mut self, info: &TcpInfo, rules: &FlowThresholds, now: Instant) -> FlowDecision {
         let late = now.saturating_duration_since(self.due) > LATE;
-        self.hear(info, now);
+        self.note_segment(info, now);
         if info.probes != self.probes.0 {
             self.probes = (info.probes, now);
         }
@@ -187,41 +185,44 @@ impl FlowHealth {
             self.segments = info.data_segments_sent;
         }
         self.acked = info.bytes_acked;
-        let silent = now.saturating_duration_since(self.heard);
+        let silent = now.saturating_duration_since(self.last_segment);
         let stuck = self.waiting_since.map(|since| now.saturating_duration_since(since));
-        let silence = self.waiting_since.or(Some(self.heard));
-        let look = if late && std::mem::replace(&mut self.distrusted, silence) != silence {
+        let silence = self.waiting_since.or(Some(self.last_segment));
+        let decision = if late && std::mem::replace(&mut self.late_check_in, silence) != silence {
             FlowDecision::Again { after: GRACE, probe: false }
         } else if let Some(stuck) = stuck {
             let segments = info.data_segments_sent.wrapping_sub(self.segments);
-            waiting(info, rules, stuck, segments, now.saturating_duration_since(self.probes.1))
+            let probed = now.saturating_duration_since(self.probes.1);
+            decide_pending(info, rules, stuck, segments, probed)
         } else {
-            idle(info, rules, silent, info.segments_out.wrapping_sub(self.sent))
+            decide_idle(info, rules, silent, info.segments_out.wrapping_sub(self.sent))
         };
         self.stalled = match stuck {
-            Some(stuck) => stuck >= STALLED && info.is_window_closed() == Some(false),
-            None => silent >= STALLED,
+            Some(stuck) => stuck >= STALLED_AFTER && info.is_window_closed() == Some(false),
+            None => silent >= STALLED_AFTER,
         };
         if self.suspects && silent < LATE_ANSWER {
             self.suspects = false;
             self.refuted = true;
         }
-        if let FlowDecision::Again { after, probe } = look {
+        if let FlowDecision::Again { after, probe } = decision {
             let late = silent >= LATE_ANSWER && info.probes > 1;
             self.suspects |= probe || (late && info.is_window_closed() == Some(true));
             self.due = now + after;
         }
-        look
+        decision
     }
 
     /// Notes when a segment arrived that was no retransmission.
-    fn hear(&mut self, info: &TcpInfo, now: Instant) {
+    fn note_segment(&mut self, info: &TcpInfo, now: Instant) {
         let fresh = info.fresh_segments();
         let silent = if fresh == self.fresh { info.last_data_recv } else { info.silent() };
         self.fresh = fresh;
         // The kernel rounds its times: the same segment may seem to be 20 ms newer.
-        if let Some(heard) = now.checked_sub(silent).filter(|at| *at > self.heard + ROUNDING) {
-            self.heard = heard;
+        if let Some(arrived) =
+            now.checked_sub(silent).filter(|at| *at > self.last_segment + ROUNDING)
+        {
+            self.last_segment = arrived;
             self.sent = info.segments_out;
         }
     }
@@ -240,7 +241,7 @@ impl FlowHealth {
 
 /// Bytes wait, none was acknowledged for `stuck` while `segments` were sent, and the last probe was
 /// sent `probed` ago.
-fn waiting(
+fn decide_pending(
     info: &TcpInfo,
     rules: &FlowThresholds,
     stuck: Duration,
@@ -270,27 +271,32 @@ fn waiting(
         return FlowDecision::Dead(FlowDeath::Unacknowledged);
     }
     FlowDecision::Again {
-        after: soon(rules.stuck_after.saturating_sub(stuck), WAITING),
+        after: next_check(rules.stuck_after.saturating_sub(stuck), PENDING_CHECK_INTERVAL),
         probe: false,
     }
 }
 
 /// No bytes wait, nothing new was received for `silent`, and `sent` segments were sent since.
-fn idle(info: &TcpInfo, rules: &FlowThresholds, silent: Duration, sent: u32) -> FlowDecision {
+fn decide_idle(
+    info: &TcpInfo,
+    rules: &FlowThresholds,
+    silent: Duration,
+    sent: u32,
+) -> FlowDecision {
     let Some(idle_after) = rules.idle_after else {
-        return FlowDecision::Again { after: SELDOM, probe: false };
+        return FlowDecision::Again { after: IDLE_CHECK_INTERVAL, probe: false };
     };
     if silent >= idle_after {
         let again = sent > info.probes.into();
         if info.probes >= rules.unanswered
-            || (again && sent >= REPEATED && info.probes >= LATEST_PROBES)
+            || (again && sent >= RETRANSMISSION_SEGMENTS && info.probes >= LATEST_PROBES)
         {
             return FlowDecision::Dead(FlowDeath::Unanswered);
         }
     }
     if silent >= LATE_ANSWER {
-        let after = soon(idle_after.saturating_sub(silent), ASK_AGAIN);
-        return FlowDecision::Again { after, probe: rules.hurries };
+        let after = next_check(idle_after.saturating_sub(silent), PROBE_INTERVAL);
+        return FlowDecision::Again { after, probe: rules.requests_probes };
     }
     // Just after the answer to the next keepalive is late.
     let after = LATE_ANSWER.saturating_sub(silent) + Duration::from_millis(20);
@@ -298,8 +304,39 @@ fn idle(info: &TcpInfo, rules: &FlowThresholds, silent: Duration, sent: u32) -> 
 }
 
 /// Pause until the next check: a verdict is due when its time is over, not at the first check after.
-fn soon(rest: Duration, pause: Duration) -> Duration {
+fn next_check(rest: Duration, pause: Duration) -> Duration {
     if rest.is_zero() { pause } else { rest.min(pause).max(Duration::from_millis(20)) }
+}
+
+/// Whether so many flows of an endpoint are stalled at once that its path is broken, rather than each
+/// of them unlucky. At 5 % packet loss each way, one flow in a hundred is stalled at any time.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct CorrelatedLoss {
+    /// Flows that are stalled now.
+    stalled: usize,
+    broken_until: Option<Instant>,
+}
+
+impl CorrelatedLoss {
+    /// The least number of stalled flows.
+    const FLOWS: usize = 3;
+    /// One flow in this many must be stalled.
+    const ONE_IN: usize = 4;
+    /// The first flows to die do not count as stalled any more, so the finding holds for this long.
+    const HOLDS: Duration = Duration::from_secs(1);
+
+    /// A flow became stalled, or recovered.
+    pub fn changed(&mut self, was: bool, is: bool) {
+        self.stalled = (self.stalled + usize::from(is)).saturating_sub(usize::from(was));
+    }
+
+    /// Whether the path to an endpoint with so many flows is broken.
+    pub fn is_path_broken(&mut self, flows: usize, now: Instant) -> bool {
+        if self.stalled >= Self::FLOWS && self.stalled * Self::ONE_IN >= flows {
+            self.broken_until = Some(now + Self::HOLDS);
+        }
+        self.broken_until.is_some_and(|until| now < until)
+    }
 }
 
 /// Waits until the flow of an upgrade is dead; returns why. Once `answered` it is a tunnel and has
@@ -320,8 +357,8 @@ pub async fn died(
         };
         let pause = match observer.tcp_info() {
             // Without evidence (a kernel before 4.6) there is no verdict.
-            Err(_) => SELDOM,
-            Ok(info) => match health.look(&info, &rules, Instant::now()) {
+            Err(_) => IDLE_CHECK_INTERVAL,
+            Ok(info) => match health.check(&info, &rules, Instant::now()) {
                 FlowDecision::Dead(death) => return death.as_str(),
                 FlowDecision::Again { after, probe } => {
                     if probe {

@@ -24,10 +24,10 @@ fn death_of(
         if info.segments_in == 0 {
             info.segments_in = segments_in;
         }
-        match health.look(&info, rules, start + at) {
+        match health.check(&info, rules, start + at) {
             FlowDecision::Dead(death) => return Some((at, death)),
             FlowDecision::Again { after, probe } => {
-                assert!(after >= 20 * MS, "a look every {after:?} is a busy loop");
+                assert!(after >= 20 * MS, "a check every {after:?} is a busy loop");
                 probes += u32::from(probe);
                 at += after;
                 if let Some(written) = wrote.take_if(|written| *written <= at) {
@@ -216,7 +216,7 @@ fn closed_window_tolerates_three_lost_probes_and_counts_refuted_suspicions() {
     let mut health = FlowHealth::new(start);
     let (mut at, mut refuted) = (Duration::ZERO, 0);
     while at < 4001 * MS * 10 {
-        let FlowDecision::Again { after, probe } = health.look(&lossy(at), &SERVER, start + at)
+        let FlowDecision::Again { after, probe } = health.check(&lossy(at), &SERVER, start + at)
         else {
             panic!("dead at {at:?}");
         };
@@ -229,7 +229,7 @@ fn closed_window_tolerates_three_lost_probes_and_counts_refuted_suspicions() {
     let mut health = FlowHealth::new(start);
     for step in 0..600 {
         let at = step * 100 * MS;
-        health.look(&answered(1, at), &SERVER, start + at);
+        health.check(&answered(1, at), &SERVER, start + at);
         assert!(!health.was_refuted(), "{at:?}");
     }
 }
@@ -254,16 +254,16 @@ fn late_check_gives_no_verdict() {
     let mut health = FlowHealth::new(start);
     let lost = TcpInfo { probes: 30, ..quiet(30 * SECOND) };
     assert!(matches!(
-        health.look(&quiet(Duration::ZERO), &SERVER, start),
+        health.check(&quiet(Duration::ZERO), &SERVER, start),
         FlowDecision::Again { .. }
     ));
     let late = start + 30 * SECOND;
     assert_eq!(
-        health.look(&lost, &SERVER, late),
+        health.check(&lost, &SERVER, late),
         FlowDecision::Again { after: GRACE, probe: false }
     );
     assert_eq!(
-        health.look(&lost, &SERVER, late + GRACE),
+        health.check(&lost, &SERVER, late + GRACE),
         FlowDecision::Dead(FlowDeath::Unanswered)
     );
 }
@@ -292,7 +292,7 @@ fn flow_whose_checks_are_always_late_is_dead_in_the_end() {
         let mut health = FlowHealth::new(start);
         let mut at = Duration::ZERO;
         loop {
-            match health.look(&kernel(at), &SERVER, start + at) {
+            match health.check(&kernel(at), &SERVER, start + at) {
                 FlowDecision::Dead(found) => break assert_eq!(found, death, "case {case}"),
                 FlowDecision::Again { after, .. } => at += after + late,
             }
@@ -308,12 +308,12 @@ fn late_check_withholds_verdicts_once_for_each_silence() {
     let mut health = FlowHealth::new(start);
     let mut at = Duration::ZERO;
     for _ in 0..3 {
-        let heard = TcpInfo { segments_in: 1 + at.as_secs() as u32, ..quiet(Duration::ZERO) };
-        assert!(matches!(health.look(&heard, &SERVER, start + at), FlowDecision::Again { .. }));
+        let answered = TcpInfo { segments_in: 1 + at.as_secs() as u32, ..quiet(Duration::ZERO) };
+        assert!(matches!(health.check(&answered, &SERVER, start + at), FlowDecision::Again { .. }));
         at += 30 * SECOND;
         let lost = TcpInfo { probes: 30, ..quiet(30 * SECOND) };
-        let look = health.look(&lost, &SERVER, start + at);
-        assert_eq!(look, FlowDecision::Again { after: GRACE, probe: false }, "at {at:?}");
+        let decision = health.check(&lost, &SERVER, start + at);
+        assert_eq!(decision, FlowDecision::Again { after: GRACE, probe: false }, "at {at:?}");
         at += GRACE;
     }
 }
@@ -348,30 +348,30 @@ fn tunnel_survives_silence_shorter_than_its_limit() {
 fn late_answer_refutes_a_suspicion_once() {
     let start = Instant::now();
     let mut health = FlowHealth::new(start);
-    let mut look = |silent: Duration, at: Duration| {
+    let mut is_refuted_after = |silent: Duration, at: Duration| {
         let segments_in = at.saturating_sub(silent).as_millis() as u32;
-        let _ = health.look(&TcpInfo { segments_in, ..quiet(silent) }, &SERVER, start + at);
+        let _ = health.check(&TcpInfo { segments_in, ..quiet(silent) }, &SERVER, start + at);
         health.was_refuted()
     };
-    assert!(!look(Duration::ZERO, Duration::ZERO));
-    assert!(!look(1220 * MS, 1220 * MS));
-    assert!(look(10 * MS, 1380 * MS));
-    assert!(!look(900 * MS, 2000 * MS));
+    assert!(!is_refuted_after(Duration::ZERO, Duration::ZERO));
+    assert!(!is_refuted_after(1220 * MS, 1220 * MS));
+    assert!(is_refuted_after(10 * MS, 1380 * MS));
+    assert!(!is_refuted_after(900 * MS, 2000 * MS));
 }
 
 #[test]
 fn active_flow_is_checked_at_most_every_100_ms() {
     let start = Instant::now();
     let mut health = FlowHealth::new(start);
-    let FlowDecision::Again { after, .. } = health.look(&quiet(Duration::ZERO), &SERVER, start)
+    let FlowDecision::Again { after, .. } = health.check(&quiet(Duration::ZERO), &SERVER, start)
     else {
         panic!("dead at once");
     };
     assert!(after > SECOND);
     let now = start + 10 * MS;
-    assert_eq!(health.wrote(now), now + WAITING);
+    assert_eq!(health.wrote(now), now + PENDING_CHECK_INTERVAL);
     // A thousand more writes do not change that.
-    assert_eq!(health.wrote(now + 100 * MS), now + WAITING);
+    assert_eq!(health.wrote(now + 100 * MS), now + PENDING_CHECK_INTERVAL);
 }
 
 /// A server whose segments arrive, but which gets none, retransmits at growing intervals.
@@ -458,7 +458,7 @@ fn idle_flows_on_a_lossy_path_stay_alive() {
                 // The flow table checks at multiples of its tick.
                 at = 50 * MS * at.as_millis().div_ceil(50) as u32;
                 let info = peer.until(at);
-                match health.look(&info, rules, start + at) {
+                match health.check(&info, rules, start + at) {
                     FlowDecision::Dead(_) => {
                         deaths += 1;
                         break;
@@ -488,7 +488,7 @@ fn idle_flows_on_a_lossy_path_stay_alive() {
 #[derive(Default)]
 struct Lossy {
     rng: fastrand::Rng,
-    heard: Duration,
+    last_segment: Duration,
     answered: Option<Duration>,
     probed: Duration,
     probes: u8,
@@ -508,20 +508,20 @@ impl Lossy {
         }
         self.answered = Some(at);
         if !self.is_lost() {
-            (self.heard, self.probes, self.segments) = (at, 0, self.segments + 1);
+            (self.last_segment, self.probes, self.segments) = (at, 0, self.segments + 1);
         }
     }
 
     /// Sends the kernel's keepalives until then; returns its statistics.
     fn until(&mut self, at: Duration) -> TcpInfo {
-        while self.heard.max(self.probed) + SECOND <= at {
-            let next = self.heard.max(self.probed) + SECOND;
+        while self.last_segment.max(self.probed) + SECOND <= at {
+            let next = self.last_segment.max(self.probed) + SECOND;
             self.keepalive(next);
         }
         TcpInfo {
             probes: self.probes,
             segments_in: self.segments,
-            ..quiet(at.saturating_sub(self.heard))
+            ..quiet(at.saturating_sub(self.last_segment))
         }
     }
 }

@@ -120,7 +120,7 @@ impl Pool {
             let tick = Instant::now() + TICK.mul_f64(0.75 + fastrand::f64() / 2.0);
             tokio::select! {
                 () = changed.notified() => {}
-                () = this.upstream.endpoints_changed.notified() => {}
+                () = this.upstream.endpoints_changed() => {}
                 () = sleep_until(tick) => {}
             }
             this.maintain();
@@ -130,11 +130,7 @@ impl Pool {
     /// Closes every connection for good; their streams fail.
     pub fn close(&self) {
         self.closed.set(true);
-        for class in self.classes.borrow().values() {
-            for connection in class.connections.borrow().iter() {
-                connection.close(DrainReason::ConfigurationRemoved);
-            }
-        }
+        self.for_each_connection(|connection| connection.close(DrainReason::ConfigurationRemoved));
         self.changed.notify_waiters();
     }
 
@@ -248,20 +244,20 @@ impl Pool {
 
     /// The upstream was removed from the configuration: open streams may finish.
     pub fn retire(&self) {
-        for class in self.classes.borrow().values() {
-            for connection in class.connections.borrow().iter() {
-                connection.drain(DrainReason::ConfigurationRemoved);
-            }
-        }
+        self.for_each_connection(|connection| connection.drain(DrainReason::ConfigurationRemoved));
     }
 
     /// Open streams on all connections.
     pub fn streams(&self) -> usize {
-        let classes = self.classes.borrow();
-        let streams = |class: &Rc<ClassPool>| -> usize {
-            class.connections.borrow().iter().map(|connection| connection.streams()).sum()
-        };
-        classes.values().map(streams).sum()
+        let mut streams = 0;
+        self.for_each_connection(|connection| streams += connection.streams());
+        streams
+    }
+
+    fn for_each_connection(&self, mut act: impl FnMut(&Connection)) {
+        for class in self.classes.borrow().values() {
+            class.connections.borrow().iter().for_each(|connection| act(connection));
+        }
     }
 
     /// The endpoints to which a class keeps connections: all of them for a configured identity, else

@@ -54,10 +54,10 @@ impl ProbeToken {
             self.good.store(Some(good.into()));
         }
         let mut known = self.error.lock().unwrap_or_else(PoisonError::into_inner);
-        let news = *known != error;
+        let is_new = *known != error;
         known.clone_from(&error);
         match error {
-            Some(error) if news => Err(error),
+            Some(error) if is_new => Err(error),
             _ => Ok(()),
         }
     }

@@ -25,24 +25,18 @@ pub struct Upstream {
     endpoints: ArcSwap<Vec<Arc<Endpoint>>>,
     /// The credentials that it is shown.
     pub credentials: Credentials,
-    /// Limits and thresholds. A reload replaces it as a whole; see [`Self::config`].
-    pub config: ArcSwap<config::Upstream>,
+    config: ArcSwap<config::Upstream>,
     /// The results of its sources of endpoints.
     pub sources: Sources,
     /// The metrics of the process.
     pub metrics: Arc<Metrics>,
-    /// How connections to its endpoints are opened.
-    pub outgoing: ArcSwap<Connector>,
-    /// Notified when [`Self::config`] was replaced; the control plane, which decides on the set of
-    /// endpoints, listens.
-    pub reconfigured: Notify,
-    /// Notified when the set of endpoints was replaced; pools and probers listen.
-    pub endpoints_changed: Notify,
+    outgoing: ArcSwap<Connector>,
+    reconfigured: Notify,
+    endpoints_changed: Notify,
 }
 
 impl Upstream {
-    /// An upstream without endpoints. Its connections are not intercepted on this host, unless
-    /// [`Self::outgoing`] says so.
+    /// An upstream without endpoints, whose connections are not intercepted on this host.
     pub fn new(config: config::Upstream, credentials: Credentials, metrics: &Arc<Metrics>) -> Self {
         let name: Arc<str> = config.name.as_str().into();
         Self {
@@ -58,8 +52,8 @@ impl Upstream {
         }
     }
 
-    /// Replaces the set of endpoints and notifies pools and probers. The control plane is the only
-    /// caller: it also removes the endpoints that leave the set.
+    /// Replaces the set of endpoints and notifies pools. The control plane is the only caller: it also
+    /// removes the endpoints that leave the set.
     pub fn set_endpoints(&self, endpoints: Vec<Arc<Endpoint>>) {
         self.endpoints.store(Arc::new(endpoints));
         self.endpoints_changed.notify_waiters();
@@ -77,9 +71,24 @@ impl Upstream {
         self.endpoints.load()
     }
 
+    /// Waits until the set of endpoints is replaced.
+    pub async fn endpoints_changed(&self) {
+        self.endpoints_changed.notified().await;
+    }
+
+    /// Waits until [`Self::reconfigure`] is called. Only the control plane waits.
+    pub async fn reconfigured(&self) {
+        self.reconfigured.notified().await;
+    }
+
     /// How a connection is opened now.
     pub fn outgoing(&self) -> Arc<Connector> {
         self.outgoing.load_full()
+    }
+
+    /// Changes how connections are opened from now on.
+    pub fn set_outgoing(&self, outgoing: Arc<Connector>) {
+        self.outgoing.store(outgoing);
     }
 
     /// Limits and thresholds now. Load it once for each decision: a reload may swap it in between.

@@ -11,6 +11,7 @@ use tokio::time::Instant;
 
 use super::credentials::CredentialClass;
 use super::health::ConnectionState;
+use super::readyz::ReadyzCheck;
 use crate::observe::history::RttQuantiles;
 
 /// Statistics of a connection, written by its worker and read by `/status`.
@@ -86,19 +87,6 @@ impl ConnectionStats {
     }
 }
 
-/// The latest `/readyz` check of an endpoint in `/status`.
-#[derive(Debug, Clone, Serialize)]
-pub struct ReadyzCheckStatus {
-    /// When the request was sent, RFC 3339.
-    pub at: String,
-    /// Time to the end of the response, or to the failure, in milliseconds.
-    pub duration_ms: f64,
-    /// Status code; `null` if no response arrived.
-    pub code: Option<u16>,
-    /// Why the check failed; `null` if it succeeded.
-    pub error: Option<String>,
-}
-
 /// An endpoint in `/status`.
 #[derive(Debug, Clone, Serialize)]
 pub struct EndpointStatus {
@@ -125,7 +113,7 @@ pub struct EndpointStatus {
     /// Number of ejections since the endpoint joined the set.
     pub ejections: u64,
     /// The latest `/readyz` check.
-    pub last_check: Option<ReadyzCheckStatus>,
+    pub last_check: Option<ReadyzCheck>,
     /// PING round trips of the last minutes, over all connections.
     pub rtt: Option<RttQuantiles>,
     /// Open streams, on all connections.

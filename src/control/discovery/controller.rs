@@ -152,7 +152,7 @@ impl DiscoveryController {
 
     /// Starts, restarts and stops sources as the configuration says.
     fn configure(&mut self) {
-        let config = self.upstream().config.load_full();
+        let config = Arc::clone(&self.upstream().config());
         let (names, fixed): (Vec<_>, Vec<_>) =
             config.endpoints.iter().cloned().partition(EndpointAddress::is_name);
         if fixed.is_empty() {
@@ -204,7 +204,7 @@ impl DiscoveryController {
         loop {
             tokio::select! {
                 () = self.states.changed() => {}
-                () = upstream.reconfigured.notified() => self.configure(),
+                () = upstream.reconfigured() => self.configure(),
                 () = sleep_until(step_at.unwrap_or_else(Instant::now)), if step_at.is_some() => {}
                 _ = ticks.tick() => {}
             }

@@ -78,7 +78,7 @@ impl AnonymousProber {
             }
             // A suspect connection stays current until it is live again or dead.
             if Instant::now() >= self.next && current.state() == ConnectionState::Live {
-                let config = upstream.config.load_full();
+                let config = Arc::clone(&upstream.config());
                 self.next =
                     Instant::now() + anonymous_pause(&config.health.readyz, fastrand::f64());
                 let Some(new) = connect(upstream, endpoint, reachability).await else { continue };
@@ -99,7 +99,7 @@ impl AnonymousProber {
         endpoint: &Arc<Endpoint>,
         connection: &ProbeConnection,
     ) {
-        let config = upstream.config.load_full();
+        let config = Arc::clone(&upstream.config());
         let config = &config.health.readyz;
         let sent_at = Instant::now();
         let failure = match send_probe(connection, config, None).await {

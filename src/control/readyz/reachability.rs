@@ -24,7 +24,7 @@ use crate::net::sockets::connector::Connector;
 use crate::upstream::Upstream;
 use crate::upstream::connection::{Connection, ConnectionState, DrainReason};
 use crate::upstream::credentials::{ClientTls, CredentialClass};
-use crate::upstream::dial::{Established, dial_h2};
+use crate::upstream::dial::{DialedConnection, dial_h2};
 use crate::upstream::endpoint::{ConnectFailure, ConnectTimeout, Endpoint};
 
 /// Time without a byte from the peer, while PINGs are sent, after which it counts as silent.
@@ -56,7 +56,7 @@ impl ReachabilityCheck {
     /// Starts a connection for the prober, whose state changes this check observes.
     pub fn start_connection(
         &self,
-        established: Established,
+        established: DialedConnection,
         upstream: &Upstream,
         endpoint: &Arc<Endpoint>,
         tls: &ClientTls,
@@ -202,7 +202,7 @@ async fn handshake(
     connector: &Connector,
     endpoint: &Arc<Endpoint>,
     tls: &ClientTls,
-) -> Option<Established> {
+) -> Option<DialedConnection> {
     loop {
         match dial_h2(connector, endpoint, &tls.h2, ConnectTimeout::fixed(HANDSHAKE_TIMEOUT)).await
         {

@@ -8,11 +8,11 @@ use http::{HeaderValue, Request, StatusCode, header};
 use tokio::time::{Instant, timeout};
 
 use crate::config::Readyz;
-use crate::observe::utc::wall_clock;
+use crate::observe::utc::{Utc, wall_clock};
 use crate::upstream::Upstream;
 use crate::upstream::connection::{Connection, ConnectionState};
-use crate::upstream::endpoint::{Endpoint, ReadyzCheck};
-use crate::upstream::readyz::failed_checks;
+use crate::upstream::endpoint::Endpoint;
+use crate::upstream::readyz::{ReadyzCheck, failed_checks};
 
 /// Bytes of a response body that are kept to find the failed checks in it.
 const MAX_BODY: usize = 16 * 1024;
@@ -35,7 +35,7 @@ pub async fn send_probe(
     config: &Readyz,
     token: Option<HeaderValue>,
 ) -> ReadyzResult {
-    let (at, started) = (wall_clock(), Instant::now());
+    let (at, started) = (Utc(wall_clock()).seconds(), Instant::now());
     let (code, result) = match timeout(config.timeout, exchange(connection, config, token)).await {
         Ok(Ok((status, result))) => (Some(status.as_u16()), result),
         // A late response on a live connection means that the apiserver is not ready; on any other
@@ -52,8 +52,8 @@ pub async fn send_probe(
         ReadyzResult::NotReady(why) => Some(why.clone()),
         ReadyzResult::ConnectionLost => Some("connection lost".to_owned()),
     };
-    let duration = started.elapsed();
-    connection.endpoint.record_check(ReadyzCheck { at, duration, code, error });
+    let duration_ms = started.elapsed().as_micros() as f64 / 1000.0;
+    connection.endpoint.record_check(ReadyzCheck { at, duration_ms, code, error });
     result
 }
 

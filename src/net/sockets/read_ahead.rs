@@ -39,7 +39,7 @@ impl<T> ReadAhead<T> {
         &mut self.inner
     }
 
-    fn hand_out(&mut self, buf: &mut ReadBuf<'_>) {
+    fn fill_from_buffer(&mut self, buf: &mut ReadBuf<'_>) {
         if self.ahead.is_empty() {
             return;
         }
@@ -89,7 +89,7 @@ impl<T: AsyncRead + Unpin> AsyncRead for ReadAhead<T> {
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         ready!(self.poll_fill(cx))?;
-        self.hand_out(buf);
+        self.fill_from_buffer(buf);
         Poll::Ready(Ok(()))
     }
 }

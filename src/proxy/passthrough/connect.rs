@@ -145,7 +145,7 @@ fn order<T: Clone>(mut known: Vec<Candidate<T>>, rng: &mut fastrand::Rng) -> Vec
     let lot = rng.f64();
     let cost = |index: &usize| {
         let candidate = &known[*index];
-        balance::cost(candidate.flows, 1.0) * balance::handicap(candidate.share, lot)
+        balance::cost(candidate.flows, 1.0) * balance::slow_start_factor(candidate.share, lot)
     };
     if let Some(first) = balance::pick(0..good, rng, cost) {
         known.swap(0, first);

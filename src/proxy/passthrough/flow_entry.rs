@@ -176,7 +176,7 @@ impl FlowEntry {
         if info.has_pending() {
             self.client_check.get_or_insert(now + MAX_CHECK_INTERVAL);
         }
-        match self.server_health.look(&info, thresholds, now) {
+        match self.server_health.check(&info, thresholds, now) {
             FlowDecision::Dead(_) if self.is_delivering_last_bytes() => Ok(next),
             FlowDecision::Dead(FlowDeath::Unacknowledged) => Err(UNACKNOWLEDGED),
             FlowDecision::Dead(FlowDeath::Unanswered) => Err(UNANSWERED),
@@ -199,7 +199,7 @@ impl FlowEntry {
             // not see that the client has closed.
             return Err(CLIENT_RESET);
         }
-        match self.client_health.look(&info, &flow_health::CLIENT, now) {
+        match self.client_health.check(&info, &flow_health::CLIENT, now) {
             FlowDecision::Dead(_) => Err(CLIENT_DEAD),
             FlowDecision::Again { after, .. } => {
                 self.client_check = info.has_pending().then(|| now + after);

@@ -13,12 +13,12 @@ use h2::client::SendRequest;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until};
 
-use super::drain::DrainUrgency;
 use super::error_text::{describe_end, describe_h2_error};
+use super::lifecycle::DrainUrgency;
 use super::{Connection, ConnectionSettings};
 use crate::net::sockets::tracked_stream::StreamObserver;
 use crate::upstream::credentials::{ClientTls, CredentialClass};
-use crate::upstream::dial::Established;
+use crate::upstream::dial::DialedConnection;
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::health::{self, ConnectionHealth, ConnectionState, Evidence};
 use crate::upstream::stats::ConnectionStats;
@@ -26,7 +26,7 @@ use crate::upstream::stats::ConnectionStats;
 impl Connection {
     /// Takes an established connection into use and spawns its driver on the current `LocalSet`.
     pub fn start(
-        established: Established,
+        established: DialedConnection,
         endpoint: &Arc<Endpoint>,
         class: CredentialClass,
         shown: &ClientTls,
@@ -34,7 +34,7 @@ impl Connection {
         pool: Rc<Notify>,
     ) -> Rc<Self> {
         let now = Instant::now();
-        let Established { send, connection, ping, observer, rtt } = established;
+        let DialedConnection { send, connection, ping, observer, rtt } = established;
         let serial = shown.certificate.as_ref().map(|info| info.serial.clone());
         let stats = ConnectionStats::new(class, serial, observer.local_addr().ok(), now);
         stats.set_rtt(rtt);

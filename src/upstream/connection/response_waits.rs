@@ -23,7 +23,7 @@ pub(super) struct ResponseWaits {
     /// Number of the current round of [`Self::has_slow_heads`].
     round: Cell<u32>,
     /// Waiting requests other than watches, by the parity of the round in which they were sent.
-    by_round: Cell<[usize; 2]>,
+    by_round: [Cell<usize>; 2],
 }
 
 impl ResponseWaits {
@@ -34,7 +34,7 @@ impl ResponseWaits {
             waiting_since: Cell::new(None),
             last_received: Cell::new(now),
             round: Cell::new(0),
-            by_round: Cell::default(),
+            by_round: Default::default(),
         }
     }
 
@@ -86,21 +86,23 @@ impl ResponseWaits {
         since.is_some_and(|since| now >= since.max(self.last_received.get()) + WARNING_AFTER)
     }
 
+    fn in_round(&self, round: u32) -> &Cell<usize> {
+        &self.by_round[round as usize % 2]
+    }
+
     /// Counts a request in the current round; returns the round.
     pub(super) fn enter_round(&self) -> u32 {
         let round = self.round.get();
-        let mut counts = self.by_round.get();
-        counts[round as usize % 2] += 1;
-        self.by_round.set(counts);
+        let count = self.in_round(round);
+        count.set(count.get() + 1);
         round
     }
 
     /// Takes a request out of the round in which it was sent.
     pub(super) fn leave_round(&self, round: u32) {
         if self.round.get().wrapping_sub(round) < 2 {
-            let mut counts = self.by_round.get();
-            counts[round as usize % 2] = counts[round as usize % 2].saturating_sub(1);
-            self.by_round.set(counts);
+            let count = self.in_round(round);
+            count.set(count.get().saturating_sub(1));
         }
     }
 
@@ -110,9 +112,7 @@ impl ResponseWaits {
     pub(super) fn has_slow_heads(&self, pause: Duration, now: Instant) -> bool {
         let round = self.round.get().wrapping_add(1);
         self.round.set(round);
-        let mut counts = self.by_round.get();
-        let overdue = std::mem::take(&mut counts[round as usize % 2]);
-        self.by_round.set(counts);
+        let overdue = self.in_round(round).take();
         overdue > 0 && self.latency(now) * 4.0 < pause.as_secs_f64()
     }
 }

@@ -46,8 +46,9 @@ pub(super) fn plain_tls(ca: Option<&LoadedCa>) -> ClientTls {
 /// endpoint answers.
 pub fn unverified_tls() -> ClientTls {
     let builder = builder();
-    let anyone = Arc::new(NoServerVerification::new(builder.crypto_provider()));
-    let config = builder.dangerous().with_custom_certificate_verifier(anyone).with_no_client_auth();
+    let verifier = Arc::new(NoServerVerification::new(builder.crypto_provider()));
+    let config =
+        builder.dangerous().with_custom_certificate_verifier(verifier).with_no_client_auth();
     by_protocol(config, None)
 }
 

@@ -20,7 +20,7 @@ pub enum ConnectFailure {
     /// The peer answered, but TLS failed, mostly because its certificate is not trusted. The
     /// endpoint takes no requests, but its process is running.
     TlsFailed(String),
-    /// A resource of this host is exhausted ([`crate::net::shortage`]). Says nothing about the
+    /// A resource of this host is exhausted ([`crate::net::process::resource_limits::is_local_shortage`]). Says nothing about the
     /// endpoint.
     LocalShortage(String),
     /// Not completed within the connect timeout.

@@ -1,20 +1,67 @@
-//! What the connections and flows to an endpoint report.
+//! Connects, connections and flows to an endpoint: who may start a connect, and what they report.
 
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, timeout_at};
 
 use super::Endpoint;
+use super::connect::{ConnectFailure, ConnectTimeout};
 use super::health::Observation;
+use super::state::EndpointState;
+use super::statistics::HandshakeGuard;
 use crate::upstream::health::WRITE_PATIENCE;
 use crate::upstream::stats::ConnectionStats;
 
-/// Pause between two looks of [`Endpoint::no_response_expected`].
-const NO_RESPONSE_POLL: Duration = Duration::from_millis(100);
-
 impl Endpoint {
+    /// Claims the right to connect now: after a failure one attempt at a time, each after its
+    /// backoff. `none_usable` says that no endpoint of the upstream is usable; then the pause is
+    /// shorter, and no second handshake starts before the first has ended.
+    pub fn claim_connect_attempt(&self, none_usable: bool, now: Instant) -> bool {
+        if self.state() == EndpointState::Leaving {
+            return false;
+        }
+        let handshakes = self.statistics.handshakes.load(Ordering::Relaxed);
+        self.guarded().backoff.claim(none_usable, handshakes, now)
+    }
+
+    /// The time limit of the next connect: `configured`, doubled for each timeout in a row.
+    pub fn connect_timeout(&self, configured: Duration) -> ConnectTimeout {
+        self.guarded().backoff.timeout(configured)
+    }
+
+    /// When the last connect failed, unless one has succeeded since.
+    pub fn last_failure(&self) -> Option<Instant> {
+        self.guarded().backoff.last_failure()
+    }
+
+    /// A fresh connection is established: TCP, TLS and the first PONG.
+    pub fn connected(&self) {
+        self.observe(Observation::Connected);
+    }
+
+    /// A fresh connect failed. Without a live connection the endpoint is ejected, unless a resource
+    /// of this host was exhausted.
+    pub fn connect_failed(&self, failure: ConnectFailure, now: Instant) {
+        let mut guarded = self.guarded();
+        guarded.backoff.failed(&failure, fastrand::f64(), now);
+        self.step(guarded, Observation::ConnectFailed(failure));
+    }
+
+    /// Counts and logs a failed connect. A repeated failure is logged at debug level only: the
+    /// first one is an ejection, which is logged.
+    pub fn record_connect_failure(&self, failure: &ConnectFailure) {
+        self.metrics.dialled(failure.metric_label());
+        tracing::debug!(endpoint = &*self.label, reason = failure.reason(), "connect failed");
+    }
+
+    /// Counts a handshake in progress until the guard is dropped.
+    pub fn track_handshake(&self) -> HandshakeGuard<'_> {
+        HandshakeGuard::new(&self.statistics.handshakes)
+    }
+
     /// A connection became live. `/status` shows its statistics as long as they live.
     pub fn connection_opened(&self, stats: &Arc<ConnectionStats>) {
         self.statistics.add_connection(stats);
@@ -74,13 +121,18 @@ impl Endpoint {
     /// at least [`WRITE_PATIENCE`] ago, and none was opened since.
     pub async fn no_response_expected(&self, sent: Instant) -> String {
         loop {
-            if let Some((at, reason)) = self.guarded().health.unanswered_loss()
-                && *at >= sent
-                && at.elapsed() >= WRITE_PATIENCE
-            {
-                return reason.clone();
+            let mut changed = pin!(self.connections_changed.notified());
+            // Registered before the loss is read, so that no change falls in between.
+            changed.as_mut().enable();
+            let loss = self.guarded().health.unanswered_loss().cloned();
+            match loss.filter(|(at, _)| *at >= sent) {
+                Some((at, reason)) => {
+                    if timeout_at(at + WRITE_PATIENCE, changed).await.is_err() {
+                        return reason;
+                    }
+                }
+                None => changed.await,
             }
-            sleep(NO_RESPONSE_POLL).await;
         }
     }
 }

@@ -80,8 +80,8 @@ pub struct EndpointReadiness {
     pub last_ready_probe: Option<Instant>,
 }
 
-/// What is known about an endpoint.
-#[derive(Debug)]
+/// What is known about an endpoint. By default nothing is known: the state is connecting.
+#[derive(Debug, Default)]
 pub(super) struct EndpointHealth {
     transport: Transport,
     connections: LiveConnections,
@@ -113,16 +113,18 @@ struct LiveConnections {
     unanswered_loss: Option<(Instant, String)>,
 }
 
-#[derive(Debug, PartialEq)]
+#[derive(Debug, Default, PartialEq)]
 enum Transport {
+    #[default]
     Unknown,
     Up,
     Down(String),
     NoH2(String),
 }
 
-#[derive(Debug, PartialEq)]
+#[derive(Debug, Default, PartialEq)]
 enum Readyz {
+    #[default]
     Unknown,
     Ok,
     Failing(String),
@@ -131,9 +133,10 @@ enum Readyz {
 }
 
 /// The life of the apiserver process, as far as connections show it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 enum Lifecycle {
     /// No connection since it last died.
+    #[default]
     New,
     /// Was connected.
     Alive,
@@ -142,22 +145,6 @@ enum Lifecycle {
 }
 
 impl EndpointHealth {
-    /// Nothing is known yet: the state is connecting.
-    pub(super) fn new() -> Self {
-        Self {
-            transport: Transport::Unknown,
-            connections: LiveConnections::default(),
-            readyz: Readyz::Unknown,
-            probe_failing_since: None,
-            last_ready_probe: None,
-            lifecycle: Lifecycle::New,
-            unresponsive: None,
-            shortage: None,
-            lost_load: false,
-            removed: false,
-        }
-    }
-
     /// Takes in an observation; returns the change of state that follows, if one does.
     pub(super) fn step(&mut self, observation: Observation<'_>) -> Option<Transition> {
         let (from, _) = self.state();
@@ -377,7 +364,7 @@ mod tests {
 
     /// Steps through observations; returns the states entered and whether the process died there.
     fn transitions(observations: Vec<Observation<'_>>) -> Vec<(EndpointState, bool)> {
-        let mut health = EndpointHealth::new();
+        let mut health = EndpointHealth::default();
         assert_eq!(health.state(), (Connecting, "no connection yet"));
         let steps = observations.into_iter().filter_map(|observation| health.step(observation));
         steps.map(|transition| (transition.to, transition.died)).collect()
@@ -433,7 +420,7 @@ mod tests {
 
     #[test]
     fn endpoint_health_ready_after_degraded_starts_slowly() {
-        let mut health = EndpointHealth::new();
+        let mut health = EndpointHealth::default();
         let mut slow_start = |observation| health.step(observation).and_then(|t| t.slow_start);
         assert_eq!(slow_start(ConnectionOpened), None);
         assert_eq!(slow_start(ReadyzOk), Some(false), "first start");

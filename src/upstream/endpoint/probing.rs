@@ -3,9 +3,9 @@
 use tokio::time::Instant;
 
 use super::Endpoint;
-use super::availability::ReadyzCheck;
 use super::health::{EndpointReadiness, Observation};
 use super::probe_signals::ProbeTrigger;
+use crate::upstream::readyz::ReadyzCheck;
 
 impl Endpoint {
     /// `/readyz` was ok often enough.

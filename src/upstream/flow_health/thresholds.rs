@@ -19,7 +19,7 @@ pub struct FlowThresholds {
     /// Linux answers at most two of them a second.
     pub(super) window_probes: u8,
     /// Whether the kernel is asked for more keepalives than its own one a second.
-    pub(super) hurries: bool,
+    pub(super) requests_probes: bool,
 }
 
 impl FlowThresholds {
@@ -29,7 +29,7 @@ impl FlowThresholds {
         Self {
             stuck_after: dead_after.max(SERVER.stuck_after),
             idle_after: SERVER.idle_after.max(Some(dead_after)),
-            hurries: dead_after < HURRIED,
+            requests_probes: dead_after < EXTRA_PROBES_BELOW,
             ..SERVER
         }
     }
@@ -44,7 +44,7 @@ pub const SERVER: FlowThresholds = FlowThresholds {
     idle_after: Some(Duration::from_millis(2_700)),
     unanswered: 8,
     window_probes: 4,
-    hurries: true,
+    requests_probes: true,
 };
 
 /// The same after [`LOSSY_AFTER`] recently refuted suspicions.
@@ -59,11 +59,11 @@ pub const CORRELATED_LOSS_SERVER: FlowThresholds = FlowThresholds {
     idle_after: Some(Duration::from_millis(2_150)),
     unanswered: 5,
     window_probes: 2,
-    hurries: true,
+    requests_probes: true,
 };
 
 /// Silence long enough for eight of the kernel's keepalives, one a second.
-const HURRIED: Duration = Duration::from_secs(10);
+const EXTRA_PROBES_BELOW: Duration = Duration::from_secs(10);
 
 /// Refuted suspicions within two minutes that show packet loss.
 pub const LOSSY_AFTER: u32 = 3;
@@ -76,5 +76,5 @@ pub const CLIENT: FlowThresholds = FlowThresholds {
     idle_after: None,
     unanswered: u8::MAX,
     window_probes: 6,
-    hurries: false,
+    requests_probes: false,
 };

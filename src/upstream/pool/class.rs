@@ -289,10 +289,6 @@ impl ClassPool {
         let counts = Counts {
             live: mine().filter(|c| c.state() == ConnectionState::Live).count(),
             suspect: mine().filter(|c| c.state() == ConnectionState::Suspect).count(),
-            // Draining connections do not count, so that they cannot block their replacements.
-            total: mine()
-                .filter(|c| matches!(c.state(), ConnectionState::Live | ConnectionState::Suspect))
-                .count(),
             dialing,
             free: mine()
                 .filter(|c| c.state() == ConnectionState::Live)
@@ -311,7 +307,6 @@ impl ClassPool {
 struct Counts {
     live: usize,
     suspect: usize,
-    total: usize,
     dialing: usize,
     free: usize,
     cap: usize,
@@ -322,13 +317,15 @@ impl Counts {
     /// How many more to open: up to the minimum, one if all are suspect, and enough streams for the
     /// waiting requests, plus a tenth of a connection in reserve.
     fn missing(&self, min: usize, max: usize) -> usize {
+        // Draining connections do not count, so that they cannot block their replacements.
+        let total = self.live + self.suspect;
         let mut want = min.saturating_sub(self.live);
         // More than half are suspect: the endpoint is in trouble, not one connection, so it gets one
         // connect at a time.
         if self.suspect > 0 && self.live == 0 {
             want = want.max(1);
         }
-        if self.suspect * 2 > self.total {
+        if self.suspect * 2 > total {
             want = want.min(1);
         }
         if self.live > 0 && self.free * 10 < self.cap {
@@ -339,7 +336,7 @@ impl Counts {
         }
         want.saturating_sub(self.dialing)
             .min(PARALLEL_DIALS.saturating_sub(self.dialing))
-            .min(max.saturating_sub(self.total + self.dialing))
+            .min(max.saturating_sub(total + self.dialing))
     }
 }
 

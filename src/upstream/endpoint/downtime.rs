@@ -1,11 +1,8 @@
-//! Availability figures of an endpoint for `/status`: its downtime and its last `/readyz` check.
+//! How long an endpoint was out of service, for `/status`.
 
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use tokio::time::Instant;
-
-use crate::observe::utc::Utc;
-use crate::upstream::stats::ReadyzCheckStatus;
 
 /// Time that an endpoint has spent out of service since it joined the set.
 #[derive(Debug, Default)]
@@ -34,30 +31,6 @@ impl Downtime {
     /// Number of downtimes.
     pub(super) fn ejections(&self) -> u64 {
         self.ejections
-    }
-}
-
-/// The outcome of one `/readyz` check.
-#[derive(Debug, Clone, PartialEq)]
-pub struct ReadyzCheck {
-    /// When the request was sent.
-    pub at: SystemTime,
-    /// Time from the request to the end of the response, or to the failure.
-    pub duration: Duration,
-    /// Status code; `None` if no response arrived.
-    pub code: Option<u16>,
-    /// Why the check failed.
-    pub error: Option<String>,
-}
-
-impl From<&ReadyzCheck> for ReadyzCheckStatus {
-    fn from(check: &ReadyzCheck) -> Self {
-        Self {
-            at: Utc(check.at).seconds(),
-            duration_ms: check.duration.as_micros() as f64 / 1000.0,
-            code: check.code,
-            error: check.error.clone(),
-        }
     }
 }
 

@@ -1,4 +1,4 @@
-//! What the built binary says of itself: version, completions, manual, and useful errors.
+//! The commands of the binary: version, help, completions, manual, probe, run and status, with their errors.
 
 #![cfg(feature = "demo")]
 
@@ -15,8 +15,8 @@ use serde_json::Value;
 use support::child::KillOnDrop;
 use support::{CONFIGMAPS, TestCluster, passthrough_config, refusing_address, soon, wait};
 
-/// Long enough for a process on a slow machine to start and to notice things.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// Timeout of waits, long enough for a slow machine.
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 fn jackstay(args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_jackstay")).args(args).output().expect("it starts")
@@ -36,7 +36,7 @@ fn commands() -> Vec<String> {
 }
 
 #[test]
-fn the_version_says_which_build_it_is() {
+fn version_contains_the_commit_or_build_kind() {
     let out = text(&jackstay(&["--version"]).stdout);
     let rest = out.strip_prefix(concat!("jackstay ", env!("CARGO_PKG_VERSION"), " ("));
     let build = rest.and_then(|rest| rest.strip_suffix(")\n")).expect(&out);
@@ -72,7 +72,7 @@ fn commands_with_a_result_take_an_output_format() {
 }
 
 #[test]
-fn unknown_command_or_flag_is_answered_with_a_suggestion() {
+fn unknown_command_or_flag_gets_a_suggestion() {
     for (args, suggestion) in [(&["stauts"][..], "'status'"), (&["run", "--confg=f"], "'--config'")]
     {
         let out = jackstay(args);
@@ -95,13 +95,17 @@ fn check_output_json_has_every_error_with_its_path() {
 }
 
 #[test]
-fn completions_and_manual_know_every_command() {
+fn completions_and_manual_contain_every_command() {
     let commands = commands();
     assert!(commands.contains(&"run".to_owned()) && commands.len() >= 6, "{commands:?}");
     for shell in ["bash", "zsh", "fish"] {
         let out = jackstay(&["completion", shell]);
         assert!(out.status.success());
-        assert_eq!(out.stdout, jackstay(&["completions", shell]).stdout, "the old name");
+        assert_eq!(
+            out.stdout,
+            jackstay(&["completions", shell]).stdout,
+            "`completions` is an alias of `completion`"
+        );
         let script = text(&out.stdout);
         for command in &commands {
             assert!(script.contains(command.as_str()), "{shell} does not know {command}");
@@ -123,7 +127,7 @@ fn completions_and_manual_know_every_command() {
 }
 
 #[test]
-fn probe_asks_the_unix_socket_and_its_exit_code_is_the_answer() {
+fn probe_over_unix_socket_returns_the_check_as_exit_code() {
     let dir = tempfile::tempdir().expect("a directory");
     let socket = dir.path().join("run").join("admin.sock");
     let socket = socket.to_str().expect("UTF-8");
@@ -137,7 +141,7 @@ fn probe_asks_the_unix_socket_and_its_exit_code_is_the_answer() {
     let args = ["--listen", "127.0.0.1:0", "--upstream", &upstream];
     let running = Running::start_with("127.0.0.1:0", &args, &[("JACKSTAY__ADMIN__SOCKET", socket)]);
     let alive = || probe("livez").status.success();
-    wait::until_blocking(PATIENCE, "it answers there", alive);
+    wait::until_blocking(TIMEOUT, "the probe succeeds", alive);
     assert_eq!(text(&probe("livez").stdout), "ok\n");
     let out = probe("readyz");
     assert_eq!(out.status.code(), Some(1));
@@ -145,7 +149,7 @@ fn probe_asks_the_unix_socket_and_its_exit_code_is_the_answer() {
     let out = jackstay(&["probe", "livez", "--admin", &running.admin]);
     assert!(out.status.success(), "{}", text(&out.stderr));
     drop(running);
-    assert_eq!(probe("livez").status.code(), Some(1), "nothing runs there any more");
+    assert_eq!(probe("livez").status.code(), Some(1), "the process has exited");
 }
 
 #[test]
@@ -168,7 +172,7 @@ fn config_defaults_to_the_file_in_etc() {
 }
 
 #[test]
-fn run_takes_a_file_or_two_flags() {
+fn run_without_file_or_both_flags_is_refused() {
     for args in [
         &["run", "--listen", "127.0.0.1:0"][..],
         &["run", "--upstream", "10.0.0.1:6443"],
@@ -180,12 +184,12 @@ fn run_takes_a_file_or_two_flags() {
     }
     let out = jackstay(&["run", "--listen", "nowhere", "--upstream", "10.0.0.1:6443"]);
     assert_eq!(out.status.code(), Some(2));
-    let said = text(&out.stderr);
-    assert!(said.starts_with("command line: --listen[0]: \"nowhere\" has no port"), "{said}");
+    let output = text(&out.stderr);
+    assert!(output.starts_with("command line: --listen[0]: \"nowhere\" has no port"), "{output}");
 }
 
 #[test]
-fn status_of_nothing_says_what_to_do() {
+fn status_without_jackstay_names_the_address() {
     let port = refusing_address().to_string();
     let out = jackstay(&["status", "--admin", &port]);
     assert_eq!(out.status.code(), Some(1));
@@ -196,7 +200,7 @@ fn status_of_nothing_says_what_to_do() {
     assert_eq!(jackstay(&["status", "--output", "xml"]).status.code(), Some(2));
 }
 
-/// A jackstay that runs, with an admin endpoint on a port of its own.
+/// A running jackstay with its own admin endpoint.
 struct Running {
     child: KillOnDrop,
     admin: String,
@@ -207,7 +211,7 @@ impl Running {
         Self::start_with("127.0.0.1:0", args, &[])
     }
 
-    /// With its admin endpoint there.
+    /// Starts with the admin endpoint at this address.
     fn start_at(admin: &str, args: &[&str]) -> Self {
         Self::start_with(admin, args, &[])
     }
@@ -224,23 +228,23 @@ impl Running {
             .expect("it starts");
         let stderr = BufReader::new(child.stderr.take().expect("a pipe"));
         let mut lines = stderr.lines().map_while(Result::ok);
-        let said = lines.find(|line| line.contains("the admin endpoint listens"));
-        let said = said.expect("it says where its admin endpoint is");
-        let at = said.find("127.0.0.").expect("an address");
+        let output = lines.find(|line| line.contains("the admin endpoint listens"));
+        let output = output.expect("the log has the address of the admin endpoint");
+        let at = output.find("127.0.0.").expect("an address");
         let part = |c: &char| c.is_ascii_digit() || ".:".contains(*c);
-        let admin = said[at..].chars().take_while(part).collect();
-        // It must not wait for a reader.
+        let admin = output[at..].chars().take_while(part).collect();
+        // Reads the rest, so that the process does not block on a full pipe.
         std::thread::spawn(move || lines.for_each(drop));
         Self { child: KillOnDrop(child), admin }
     }
 
-    /// What it prints; the exit code says whether requests can be served.
-    fn asked(&self, args: &[&str]) -> Output {
+    /// Runs `jackstay status`; its exit code says whether requests can be served.
+    fn status_output(&self, args: &[&str]) -> Output {
         jackstay(&[&["status", "--admin", &self.admin], args].concat())
     }
 
     fn status(&self, args: &[&str]) -> String {
-        let out = self.asked(args);
+        let out = self.status_output(args);
         assert!(!out.stdout.is_empty(), "{}", text(&out.stderr));
         text(&out.stdout)
     }
@@ -249,15 +253,15 @@ impl Running {
         serde_json::from_str(&self.status(&["--output", "json"])).expect("JSON")
     }
 
-    /// Waits until that holds of its status.
+    /// Waits until the condition holds for the status.
     fn until(&self, what: &str, holds: impl Fn(&Value) -> bool) {
-        wait::until_ok_blocking(PATIENCE, what, || {
+        wait::until_ok_blocking(TIMEOUT, what, || {
             let status = self.json();
             if holds(&status) { Ok(()) } else { Err(format!("{status:#}")) }
         });
     }
 
-    /// Where its listeners are.
+    /// The addresses of the listeners.
     fn addresses(&self) -> Vec<SocketAddr> {
         let status = self.json();
         let listeners = status["listeners"].as_array().expect("listeners");
@@ -266,20 +270,19 @@ impl Running {
     }
 }
 
-/// Once it has started it holds less than the start took: the kernel keeps the peak, so that nothing
-/// has to be looked at in time.
+/// After the start, resident memory falls below its peak, which the kernel records.
 #[test]
-fn what_the_start_took_is_given_back() {
+fn memory_of_the_start_is_returned_to_the_kernel() {
     let running = Running::start(&["--listen", "127.0.0.1:0", "--upstream", "127.0.0.1:9"]);
     let file = format!("/proc/{}/status", running.child.id());
-    wait::until_ok_blocking(PATIENCE, "what the start took is given back", || {
+    wait::until_ok_blocking(TIMEOUT, "resident memory below the peak", || {
         let status = std::fs::read_to_string(&file).expect("a process");
         let kib = |key: &str| -> u64 {
             let line = status.lines().find_map(|line| line.strip_prefix(key)).expect("a figure");
             line.trim_matches(|c: char| !c.is_ascii_digit()).parse().expect("a number")
         };
         let (now, peak) = (kib("VmRSS:"), kib("VmHWM:"));
-        // In a debug build it is a fifth to a fourth; what runs again comes back with its neighbours.
+        // In a debug build a fifth to a fourth is returned.
         if now * 10 < peak * 9 { Ok(()) } else { Err(format!("{now} of {peak} KiB")) }
     });
 }
@@ -289,22 +292,21 @@ fn states(status: &Value) -> Vec<&str> {
     endpoints.iter().map(|e| e["state"].as_str().expect("a state")).collect()
 }
 
-/// A port where nothing listens, held until the socket is dropped. On an address of loopback that no
-/// other test takes ports of.
-fn silent_port() -> (socket2::Socket, String) {
-    let held = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None);
-    let held = held.expect("a socket");
-    held.bind(&SocketAddr::from(([127, 0, 0, 77], 0)).into()).expect("a port");
-    let at = held.local_addr().expect("an address").as_socket().expect("of IPv4").to_string();
-    (held, at)
+/// Reserves a port on which nothing listens until the socket is dropped, on a loopback address that no other test uses.
+fn reserve_unused_port() -> (socket2::Socket, String) {
+    let reserved = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None);
+    let reserved = reserved.expect("a socket");
+    reserved.bind(&SocketAddr::from(([127, 0, 0, 77], 0)).into()).expect("a port");
+    let at = reserved.local_addr().expect("an address").as_socket().expect("of IPv4").to_string();
+    (reserved, at)
 }
 
 #[test]
 fn status_fails_with_every_endpoint_down_and_still_prints_the_table() {
-    let (_held, dead) = silent_port();
-    let running = Running::start(&["--listen", "127.0.0.1:0", "--upstream", &dead]);
+    let (_reserved, unused) = reserve_unused_port();
+    let running = Running::start(&["--listen", "127.0.0.1:0", "--upstream", &unused]);
     running.until("ejected", |status| states(status) == ["ejected"]);
-    // A client is reset, and that is counted and shown as jackstay's own doing.
+    // The client is reset; this is counted and shown as an error of jackstay itself.
     let mut client = std::net::TcpStream::connect(running.addresses()[0]).expect("it listens");
     let _ = std::io::Read::read(&mut client, &mut [0]);
     let count = |status: &Value| status["listeners"][0]["own_errors"][0]["count"] == 1;
@@ -313,12 +315,12 @@ fn status_fails_with_every_endpoint_down_and_still_prints_the_table() {
     assert!(shown.contains("  ·  1 error answered by jackstay itself"), "{shown}");
     assert!(shown.contains("own error reset, unreachable: 1 time, last "), "{shown}");
     for args in [&[][..], &["--output", "json"], &["--wait", "--timeout", "200ms"]] {
-        let out = running.asked(args);
+        let out = running.status_output(args);
         let error = text(&out.stderr);
         assert_eq!(out.status.code(), Some(1), "{args:?} {error}");
-        assert!(text(&out.stdout).contains(&dead), "{args:?}");
+        assert!(text(&out.stdout).contains(&unused), "{args:?}");
         assert!(error.starts_with("requests cannot be served"), "{args:?} {error}");
-        assert!(error.contains(&format!("{dead} is ejected (")), "{args:?} {error}");
+        assert!(error.contains(&format!("{unused} is ejected (")), "{args:?} {error}");
         assert_eq!(error.lines().count(), 1, "{error}");
     }
     assert_eq!(jackstay(&["status", "--wait", "--watch"]).status.code(), Some(2));
@@ -326,10 +328,10 @@ fn status_fails_with_every_endpoint_down_and_still_prints_the_table() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn status_wait_returns_when_the_process_and_an_apiserver_are_there() {
+async fn status_wait_returns_when_process_and_apiserver_are_up() {
     let world = TestCluster::new(1);
     world.servers[0].kill();
-    let (held, admin) = silent_port();
+    let (reserved, admin) = reserve_unused_port();
     let waiting = Command::new(env!("CARGO_BIN_EXE_jackstay"))
         .args(["status", "--wait", "--timeout", "60s", "--admin", &admin])
         .stdout(Stdio::piped())
@@ -337,7 +339,7 @@ async fn status_wait_returns_when_the_process_and_an_apiserver_are_there() {
         .spawn()
         .expect("it starts");
     let upstream = world.servers[0].addr.to_string();
-    drop(held);
+    drop(reserved);
     let args = ["--listen", "127.0.0.1:0", "--upstream", &upstream];
     let running = Running::start_at(&admin, &args);
     running.until("ejected", |status| states(status) == ["ejected"]);
@@ -345,11 +347,11 @@ async fn status_wait_returns_when_the_process_and_an_apiserver_are_there() {
     let out = waiting.wait_with_output().expect("it ends");
     assert_eq!((out.status.code(), text(&out.stderr).as_str()), (Some(0), ""));
     assert!(text(&out.stdout).contains(&upstream), "{}", text(&out.stdout));
-    let out = running.asked(&[]);
+    let out = running.status_output(&[]);
     assert_eq!(out.status.code(), Some(0), "{}", text(&out.stderr));
 }
 
-/// A shell opens the descriptor: this process cannot hand one down by number without unsafe code.
+/// A shell opens the descriptor, because passing a descriptor by number needs unsafe code.
 fn run_with_descriptor_9(args: &str) -> Child {
     let command =
         format!("exec {} run --ready-fd 9 {args} 9>&1 >&2", env!("CARGO_BIN_EXE_jackstay"));
@@ -364,21 +366,22 @@ fn run_with_descriptor_9(args: &str) -> Child {
 
 #[test]
 fn run_writes_to_the_ready_descriptor_once_clients_can_connect() {
-    let (held, listener) = silent_port();
-    let (_dead, upstream) = silent_port();
-    drop(held);
+    let (reserved, listener) = reserve_unused_port();
+    let (_reserved, upstream) = reserve_unused_port();
+    drop(reserved);
     let args = format!("--listen {listener} --upstream {upstream} --admin 127.0.0.1:0");
     let mut child = run_with_descriptor_9(&args);
-    let mut said = Vec::new();
-    // To its end: the descriptor is closed, although the process goes on.
-    std::io::Read::read_to_end(&mut child.stdout.take().expect("a pipe"), &mut said).expect("read");
-    assert_eq!(said, b"\n");
+    let mut output = Vec::new();
+    // To the end of the file: the process closes the descriptor and keeps running.
+    std::io::Read::read_to_end(&mut child.stdout.take().expect("a pipe"), &mut output)
+        .expect("read");
+    assert_eq!(output, b"\n");
     std::net::TcpStream::connect(&listener).expect("it listens");
-    assert!(child.try_wait().expect("its state").is_none(), "it goes on");
+    assert!(child.try_wait().expect("its state").is_none(), "it keeps running");
     child.kill().expect("killed");
     child.wait().expect("waited for");
 
-    // A start that fails is the end of the file, without a newline.
+    // A failed start closes the descriptor without a newline.
     let child = run_with_descriptor_9("--config /does/not/exist");
     let out = child.wait_with_output().expect("it ends");
     assert_eq!((out.status.code(), out.stdout), (Some(2), Vec::new()));
@@ -406,7 +409,7 @@ fn help_is_no_wider_than_the_terminal_and_100_columns() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn two_flags_are_enough_to_pass_connections_through() {
+async fn run_with_two_flags_passes_connections_through() {
     let world = TestCluster::new(2);
     let upstreams: Vec<String> = world.addresses().iter().map(ToString::to_string).collect();
     let running = Running::start(&[
@@ -419,7 +422,7 @@ async fn two_flags_are_enough_to_pass_connections_through() {
     ]);
     running.until("ready", |status| states(status) == ["ready", "ready"]);
     let listener = running.addresses()[0];
-    // The client verifies the apiserver, and the apiserver the client: nobody stands between them.
+    // TLS is end to end: the client verifies the apiserver, and the apiserver verifies the client.
     let client = soon("TLS", Client::connect(listener, &world.certs.credentials())).await.unwrap();
     let reply = soon("an answer", client.get(CONFIGMAPS)).await.unwrap();
     assert_eq!((reply.status.as_u16(), &reply.json()["kind"]), (200, &"ConfigMapList".into()));
@@ -430,8 +433,7 @@ async fn two_flags_are_enough_to_pass_connections_through() {
     );
 }
 
-/// The cells of the row that begins with `row` in the table that begins with `table`, by the heads of
-/// their columns.
+/// The cells of the row that begins with `row` in the table that begins with `table`, by column title.
 fn row(shown: &str, table: &str, row: &str) -> HashMap<String, String> {
     let cells = |line: &str| -> Vec<String> {
         line.split("  ").map(str::trim).filter(|c| !c.is_empty()).map(str::to_owned).collect()
@@ -445,9 +447,9 @@ fn row(shown: &str, table: &str, row: &str) -> HashMap<String, String> {
     heads.into_iter().zip(found).collect()
 }
 
-/// Every key that the table reads is one that a running jackstay writes.
+/// Every key that the table shows exists in the status of a running jackstay.
 #[tokio::test(flavor = "multi_thread")]
-async fn the_table_is_full_of_what_a_running_jackstay_knows() {
+async fn status_table_of_a_running_jackstay_has_no_empty_cell() {
     let world = TestCluster::new(2);
     let (up, down) = (world.servers[0].addr.to_string(), world.servers[1].addr.to_string());
     let mut config = world.config();
@@ -458,7 +460,7 @@ async fn the_table_is_full_of_what_a_running_jackstay_knows() {
     std::fs::write(&list, format!("{up}\n{down}\n")).unwrap();
     config.upstreams[0].endpoints_file = Some(list);
     config.upstreams[0].used_by.passthrough = true;
-    // Slow is not unready, on a busy machine either.
+    // A slow response on a busy machine must not make the endpoint unready.
     let readyz = &mut config.upstreams[0].health.readyz;
     (readyz.interval, readyz.timeout) = (Duration::from_secs(10), Duration::from_secs(5));
     let file = world.certs.path().join("jackstay.yaml");
@@ -473,16 +475,20 @@ async fn the_table_is_full_of_what_a_running_jackstay_knows() {
         states == ["ejected", "ready"]
     });
     let [terminated, passed] = running.addresses()[..] else { panic!("not two listeners") };
-    let who = world.certs.credentials();
-    let one = soon("TLS", Client::connect(terminated, &who)).await.unwrap();
-    assert_eq!(soon("an answer", one.get(CONFIGMAPS)).await.unwrap().status.as_u16(), 200);
-    let _watch = soon("a watch", one.watch(&format!("{CONFIGMAPS}?watch=1"))).await.unwrap();
-    let other = soon("TLS", Client::connect(passed, &who)).await.unwrap();
-    assert_eq!(soon("an answer", other.get(CONFIGMAPS)).await.unwrap().status.as_u16(), 200);
+    let credentials = world.certs.credentials();
+    let first_client = soon("TLS", Client::connect(terminated, &credentials)).await.unwrap();
+    assert_eq!(soon("an answer", first_client.get(CONFIGMAPS)).await.unwrap().status.as_u16(), 200);
+    let _watch =
+        soon("a watch", first_client.watch(&format!("{CONFIGMAPS}?watch=1"))).await.unwrap();
+    let second_client = soon("TLS", Client::connect(passed, &credentials)).await.unwrap();
+    assert_eq!(
+        soon("an answer", second_client.get(CONFIGMAPS)).await.unwrap().status.as_u16(),
+        200
+    );
     std::fs::write(&file, "workers: many\n").unwrap();
     let hup = Command::new("kill").args(["-HUP", &running.child.id().to_string()]).status();
     assert!(hup.unwrap().success());
-    running.until("all of it known", |status| {
+    running.until("all values known", |status| {
         let endpoints = status["upstreams"][0]["endpoints"].as_array().unwrap();
         let alive = endpoints.iter().find(|e| e["address"] == up.as_str()).unwrap();
         alive["rtt"]["p99_ms"].is_number()

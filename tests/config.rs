@@ -1,4 +1,4 @@
-//! Configurations as users get them wrong, and the exact words they read then.
+//! Loading of configurations: every mistake and its exact error message.
 
 use std::path::{Path, PathBuf};
 
@@ -27,7 +27,7 @@ impl File {
     }
 }
 
-/// Error lines, with the directory taken out of them.
+/// Error lines without the directory of the file.
 fn lines(file: &Path, result: Result<LoadedConfig, ConfigErrors>) -> Vec<String> {
     let dir = format!("{}/", file.parent().unwrap().display());
     match result {
@@ -70,15 +70,15 @@ listeners:
   limits: {max_streams: 100}
 ";
 
-/// GOOD with one piece replaced.
+/// [`GOOD`] with one piece replaced.
 fn with(from: &str, to: &str) -> String {
     assert_eq!(GOOD.matches(from).count(), 1, "{from}");
     GOOD.replace(from, to)
 }
 
 #[test]
-fn a_good_file_is_good() {
-    // An anchor nobody refers to is harmless.
+fn valid_file_loads_without_warnings() {
+    // An unused anchor is allowed.
     assert_eq!(errors(with("- name: u", "- &a\n  name: u")), [""; 0]);
     let file = File::new(GOOD);
     let loaded = file.load(&[], &Overrides::default()).unwrap();
@@ -100,14 +100,14 @@ fn yaml_tab_is_reported_on_its_own_line() {
     ] {
         assert_eq!(errors(text), [format!("f: line {line}: {tab}")], "{text:?}");
     }
-    // Other mistakes keep their own words, whatever the next line begins with.
+    // Other errors keep their message, even if the next line begins with a tab.
     let other = errors("log: ]\n\tformat: text\n");
     assert!(!other[0].contains("tab"), "{other:?}");
 }
 
-/// One replacement in a good file, and the lines that it earns.
+/// Each case is a replacement in [`GOOD`] and the expected error lines.
 #[test]
-fn each_mistake_in_its_own_words() {
+fn invalid_value_is_reported_with_path_and_remedy() {
     let duration = "write it as 250ms, 2s, 1m30s or 1h";
     let bind = "write it as 127.0.0.1:7443 or \"[::1]:7443\"";
     let endpoint = "write it as 10.0.0.11:6443 or \"[fd00::13]:6443\"";
@@ -402,7 +402,7 @@ fn each_mistake_in_its_own_words() {
             "upstream: v",
             "listeners[0].upstream: there is no upstream \"v\"; there is u",
         ),
-        // Of later versions.
+        // Modes and names.
         one(
             "upstream: u",
             "upstream: u\n  mode: l7\n  routes: []",
@@ -425,7 +425,7 @@ fn each_mistake_in_its_own_words() {
             "- name: u\n  discovery: {kubeconfg: /k}",
             "upstreams[0].discovery.kubeconfg: unknown key \"kubeconfg\"; did you mean kubeconfig?",
         ),
-        // Form.
+        // Duplicate keys.
         one("admin:", "log: {level: warn}\nadmin:", "log: the key \"log\" appears twice here"),
         one(
             "min: 1",
@@ -439,7 +439,7 @@ fn each_mistake_in_its_own_words() {
 }
 
 #[test]
-fn where_endpoints_come_from() {
+fn upstream_accepts_addresses_names_file_and_discovery() {
     let load = |text: String| File::new(text).load(&[], &Overrides::default()).unwrap().config;
     let config = load(with(
         "  endpoints: ['10.0.0.1:6443']",
@@ -455,11 +455,11 @@ fn where_endpoints_come_from() {
     assert_eq!(upstream.discovery.kubeconfig.as_deref(), Some(Path::new("/k")));
 
     let config = load(with("  endpoints: ['10.0.0.1:6443']", "  endpoints_file: /e"));
-    assert!(config.upstreams[0].endpoints.is_empty(), "a file that names them is enough");
+    assert!(config.upstreams[0].endpoints.is_empty(), "endpoints_file alone is sufficient");
 }
 
 #[test]
-fn two_flags_are_a_configuration() {
+fn listen_and_upstream_flags_make_a_configuration() {
     let flags = |listen: &[&str], upstream: &[&str]| {
         let own = |texts: &[&str]| texts.iter().map(|text| (*text).to_owned()).collect::<Vec<_>>();
         draft_from_flags(&own(listen), &own(upstream), [], &Overrides::default()).finish()
@@ -483,7 +483,7 @@ fn two_flags_are_a_configuration() {
     );
 }
 
-/// GOOD with a listener that passes connections through instead.
+/// [`GOOD`] with a passthrough listener.
 fn passthrough(more: &str) -> String {
     let (head, _) = GOOD.split_once("listeners:").unwrap();
     let head = head.replace("  tls: {ca_file: /ca}\n", "");
@@ -493,7 +493,7 @@ fn passthrough(more: &str) -> String {
 }
 
 #[test]
-fn passthrough_needs_an_upstream_and_nothing_else() {
+fn passthrough_listener_needs_only_an_upstream() {
     let file = File::new(passthrough(""));
     let loaded = file.load(&[], &Overrides::default()).unwrap();
     assert_eq!(loaded.warnings, [""; 0]);
@@ -505,15 +505,15 @@ fn passthrough_needs_an_upstream_and_nothing_else() {
 }
 
 #[test]
-fn a_transparent_listener_may_choose_by_destination() {
+fn transparent_listener_selects_upstream_by_destination() {
     let to = "['10.96.0.1:443', '[fd00::1]:443', 10.0.0.0/24]";
     let more =
         format!(", transparent: true, freebind: true, destinations: [{{to: {to}, upstream: u}}]");
     let loaded = File::new(passthrough(&more)).load(&[], &Overrides::default()).unwrap();
     let listener = &loaded.config.listeners[0];
     assert!(listener.is_transparent() && listener.freebind);
-    let meant = &listener.passthrough().unwrap().destinations[0];
-    let shown: Vec<_> = meant.to.iter().map(ToString::to_string).collect();
+    let destination = &listener.passthrough().unwrap().destinations[0];
+    let shown: Vec<_> = destination.to.iter().map(ToString::to_string).collect();
     assert_eq!(shown, ["10.96.0.1:443", "[fd00::1]:443", "10.0.0.0/24"]);
     assert_eq!(loaded.config.mark, 0x306a);
 
@@ -538,7 +538,7 @@ fn a_transparent_listener_may_choose_by_destination() {
 }
 
 #[test]
-fn keys_of_the_other_mode_say_why_they_mean_nothing() {
+fn key_of_the_other_mode_is_refused_with_the_reason() {
     let tls = "has no meaning in mode passthrough: TLS is between the client and the apiserver";
     let requests = "has no meaning in mode passthrough: no request is seen here";
     for (more, expected) in [
@@ -592,7 +592,7 @@ fn keys_of_the_other_mode_say_why_they_mean_nothing() {
 }
 
 #[test]
-fn who_is_sent_a_credential_or_a_request_is_verified() {
+fn upstream_with_requests_or_credentials_requires_a_ca() {
     let missing = "f: upstreams[0].tls.ca_file: is required";
     assert_eq!(
         errors(with("  tls: {ca_file: /ca}\n", "")),
@@ -608,7 +608,7 @@ fn who_is_sent_a_credential_or_a_request_is_verified() {
 }
 
 #[test]
-fn a_second_listener_and_upstream_must_differ() {
+fn duplicate_names_and_addresses_are_refused() {
     let text = format!(
         "{}- {{name: l, bind: ['[::]:1', '[::1]:1'], upstream: u, tls: {{cert_file: c, key_file: k}}}}\n",
         with("- name: u", "- {name: u, endpoints: ['10.0.0.2:1'], tls: {ca_file: c}}\n- name: u")
@@ -624,7 +624,7 @@ fn a_second_listener_and_upstream_must_differ() {
 }
 
 #[test]
-fn a_file_that_is_no_configuration() {
+fn file_that_is_not_a_configuration_is_refused() {
     let bomb = "a: &a [x,x,x,x,x,x,x,x,x]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a]\n";
     let deep = "- ".repeat(200_000);
     let brackets = format!("a: {}", "[".repeat(100_000));
@@ -665,7 +665,7 @@ fn a_file_that_is_no_configuration() {
 }
 
 #[test]
-fn sections_with_nothing_in_them_are_defaults() {
+fn empty_sections_have_the_defaults() {
     let text = with("{level: info}", "").replace("admin: {bind: '127.0.0.1:9643'}", "admin: {}");
     let file = File::new(text.replace("  connections: {min: 1}", "  connections:"));
     let loaded = file.load(&[], &Overrides::default()).unwrap();
@@ -674,7 +674,7 @@ fn sections_with_nothing_in_them_are_defaults() {
 }
 
 #[test]
-fn every_mistake_of_a_file_is_reported_at_once() {
+fn all_errors_of_a_file_are_reported_together() {
     let text = "
 admin: {bind: nowhere, colour: red}
 log: 7
@@ -734,7 +734,7 @@ listeners:
 }
 
 #[test]
-fn flags_win_over_the_environment_over_the_file_over_the_defaults() {
+fn flags_override_environment_override_file_override_defaults() {
     let file = File::new(with("{level: info}", "{level: warn, format: json, access: all}"));
     let env = [
         ("JACKSTAY__LOG__LEVEL", "debug"),
@@ -756,7 +756,7 @@ fn flags_win_over_the_environment_over_the_file_over_the_defaults() {
 }
 
 #[test]
-fn variables_that_cannot_be_set() {
+fn invalid_environment_variable_is_refused() {
     let list = "is a list: a variable can only set a value outside of lists";
     for (name, value, expected) in [
         ("JACKSTAY__UPSTREAMS", "x", format!("upstreams {list}")),
@@ -789,7 +789,7 @@ fn variables_that_cannot_be_set() {
 }
 
 #[test]
-fn warnings() {
+fn exposed_admin_endpoint_and_unused_upstream_are_warnings() {
     let text = with("'127.0.0.1:9643'", "'0.0.0.0:9643'").replace(
         "upstreams:\n",
         "upstreams:\n- {name: v, endpoints: ['10.0.0.2:1'], tls: {ca_file: c}}\n",
@@ -810,7 +810,7 @@ fn warnings() {
     );
 }
 
-/// Pieces that YAML and the schema find interesting.
+/// Random sequences of tokens of [`GOOD`] and of special YAML tokens.
 fn pieces() -> impl Strategy<Value = String> {
     let words: Vec<&str> = GOOD.split_inclusive([' ', '\n', ':', '{', '}', '[', ']']).collect();
     let odd = [
@@ -848,7 +848,7 @@ fn pieces() -> impl Strategy<Value = String> {
     proptest::collection::vec(proptest::sample::select(all), 0..60).prop_map(|all| all.concat())
 }
 
-/// Whatever comes in, each error is one line with the name of its file.
+/// Each error is one line that begins with the file name.
 fn check_lines(found: &[String]) {
     for line in found {
         assert!(line.starts_with("f: "), "{line:?}");
@@ -860,28 +860,28 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 512, ..ProptestConfig::default() })]
 
     #[test]
-    fn bytes_never_panic(bytes: Vec<u8>) {
+    fn load_arbitrary_bytes_does_not_panic(bytes: Vec<u8>) {
         check_lines(&errors(bytes));
     }
 
     #[test]
-    fn text_never_panics(text in "\\PC{0,80}") {
+    fn load_arbitrary_text_does_not_panic(text in "\\PC{0,80}") {
         check_lines(&errors(text));
     }
 
     #[test]
-    fn almost_yaml_never_panics(text in pieces()) {
+    fn load_similar_yaml_does_not_panic(text in pieces()) {
         check_lines(&errors(text));
     }
 
     #[test]
-    fn a_mutated_file_never_panics(at in 0..GOOD.len(), until in 0..GOOD.len(), piece in pieces()) {
+    fn load_mutated_file_does_not_panic(at in 0..GOOD.len(), until in 0..GOOD.len(), piece in pieces()) {
         let (from, to) = (at.min(until), at.max(until).min(at + 8).max(at.min(until)));
         check_lines(&errors(format!("{}{piece}{}", &GOOD[..from], &GOOD[to..])));
     }
 
     #[test]
-    fn variables_never_panic(name in "JACKSTAY__[A-Z_.\\[\\]0-9é]{0,20}", value: String) {
+    fn load_arbitrary_variables_does_not_panic(name in "JACKSTAY__[A-Z_.\\[\\]0-9é]{0,20}", value: String) {
         let _ = errors_with(&[(&name, &value)], &Overrides::default());
     }
 }

@@ -1,4 +1,4 @@
-//! `jackstay demo` as a newcomer runs it: it ends by itself, says how it went, and leaves nothing.
+//! `jackstay demo`: it ends by itself, reports its results, and removes its files.
 
 #![cfg(feature = "demo")]
 
@@ -10,37 +10,37 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-/// A demo that writes into a directory of its own.
+/// The demo command, with its own temporary directory.
 fn demo(home: &Path, args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_jackstay"));
     command.arg("demo").args(args).env("TMPDIR", home);
     command
 }
 
-fn left_in(home: &Path) -> Vec<PathBuf> {
+fn files_in(home: &Path) -> Vec<PathBuf> {
     home.read_dir().unwrap().map(|entry| entry.unwrap().path()).collect()
 }
 
 #[test]
-fn promises_hold_and_nothing_stays() {
+fn demo_with_faults_succeeds_and_removes_its_files() {
     let home = tempfile::tempdir().unwrap();
     let log = tempfile::NamedTempFile::new().unwrap();
     let log_path = log.path().to_str().unwrap();
     let args = ["--faults", "2", "--seconds", "1", "--log", log_path];
     let output = demo(home.path(), &args).output().unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
-    let complaints = String::from_utf8(output.stderr).unwrap();
+    let errors = String::from_utf8(output.stderr).unwrap();
     println!("{text}");
-    assert!(output.status.success(), "{text}\n{complaints}");
-    assert_eq!(complaints, "", "nothing but the demo speaks");
+    assert!(output.status.success(), "{text}\n{errors}");
+    assert_eq!(errors, "", "standard error is empty");
     assert!(text.contains("Every promise held"), "{text}");
-    assert!(!text.contains('\x1b'), "no terminal, no escape codes");
+    assert!(!text.contains('\x1b'), "no escape codes without a terminal");
     assert_eq!(text.lines().filter(|line| line.starts_with("ok ")).count(), 3, "{text}");
     assert!(text.lines().all(|line| line.chars().count() < 80 || line.contains("kubeconfig")));
-    assert!(text.contains("jackstay: 1 connection to"), "what jackstay noticed is told");
+    assert!(text.contains("jackstay: 1 connection to"), "the report has jackstay's events");
     assert!(std::fs::read_to_string(log.path()).unwrap().contains("listening"), "its log is kept");
 
-    assert_eq!(left_in(home.path()), [] as [PathBuf; 0]);
+    assert_eq!(files_in(home.path()), [] as [PathBuf; 0]);
     let admin = text.split("http://").nth(1).and_then(|rest| rest.split('/').next()).unwrap();
     let admin: SocketAddr = admin.parse().unwrap();
     assert!(TcpStream::connect(admin).is_err(), "its ports are closed");
@@ -67,26 +67,26 @@ fn demo_output_json_is_the_result_with_the_figures_of_each_scenario() {
 }
 
 #[test]
-fn an_interrupt_ends_it_cleanly() {
+fn demo_interrupted_reports_and_removes_its_files() {
     let home = tempfile::tempdir().unwrap();
     let args = ["--forever", "--quiet"];
     let child = demo(home.path(), &args).stdout(Stdio::piped()).spawn().unwrap();
-    let written = || left_in(home.path()).iter().any(|path| path.join("kubeconfig").exists());
-    wait::until_blocking(Duration::from_secs(20), "it has come up", written);
+    let written = || files_in(home.path()).iter().any(|path| path.join("kubeconfig").exists());
+    wait::until_blocking(Duration::from_secs(20), "the demo is running", written);
     let kill = Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
     assert!(kill.success());
     let output = child.wait_with_output().unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(output.status.success(), "{text}");
     assert!(text.contains("reads, the slowest took"), "{text}");
-    assert_eq!(left_in(home.path()), [] as [PathBuf; 0]);
+    assert_eq!(files_in(home.path()), [] as [PathBuf; 0]);
 }
 
 #[test]
-fn bad_usage_is_told_at_once() {
+fn demo_with_invalid_argument_exits_with_2() {
     let home = tempfile::tempdir().unwrap();
     let output = demo(home.path(), &["--seconds", "soon"]).output().unwrap();
     assert_eq!(output.status.code(), Some(2));
     assert!(!output.stderr.is_empty());
-    assert_eq!(left_in(home.path()), [] as [PathBuf; 0]);
+    assert_eq!(files_in(home.path()), [] as [PathBuf; 0]);
 }

@@ -1,4 +1,4 @@
-//! The demo apiserver keeps the rules that the other tests judge the proxy by.
+//! The demo apiserver follows the Kubernetes API rules on which other tests rely.
 
 #![cfg(feature = "demo")]
 
@@ -21,8 +21,8 @@ use tokio::time::timeout;
 use wait::{PATIENCE, until};
 
 const MAPS: &str = "/api/v1/namespaces/default/configmaps";
-/// Short, for what must not happen.
-const MOMENT: Duration = Duration::from_millis(200);
+/// Time in which something must not happen.
+const SHORT_WAIT: Duration = Duration::from_millis(200);
 
 struct World {
     cluster: Cluster,
@@ -57,7 +57,7 @@ async fn next(watch: &mut Watch) -> (String, String, String) {
 }
 
 #[tokio::test]
-async fn create_read_update_delete() {
+async fn configmap_create_update_patch_delete() {
     let world = World::new();
     let client = world.client().await;
     let created = client.post(MAPS, &map("a", "1")).await.unwrap();
@@ -78,7 +78,7 @@ async fn create_read_update_delete() {
 
     let dry = client.request(Method::DELETE, &format!("{path}?dryRun=All"), &[], "").await.unwrap();
     assert_eq!(dry.status, 200);
-    assert_eq!(client.get(&path).await.unwrap().status, 200, "a dry run deletes nothing");
+    assert_eq!(client.get(&path).await.unwrap().status, 200, "a dry run must not delete");
     client.request(Method::DELETE, &path, &[], "").await.unwrap();
     assert_eq!(client.get(&path).await.unwrap().json()["reason"], "NotFound");
 
@@ -94,7 +94,7 @@ async fn create_read_update_delete() {
 }
 
 #[tokio::test]
-async fn lists_come_in_pages() {
+async fn list_with_limit_returns_pages_until_compacted() {
     let world = World::new();
     let client = world.client().await;
     for name in ["a", "b", "c", "d", "e"] {
@@ -125,11 +125,11 @@ async fn lists_come_in_pages() {
 }
 
 #[tokio::test]
-async fn a_watch_follows_and_resumes_on_another_server() {
+async fn watch_resumes_on_another_server_until_compacted() {
     let world = World::new();
     let other = apiserver::start(&world.cluster, &world.pki, Options::named("b")).unwrap();
     let client = world.client().await;
-    let elsewhere = Client::connect(other.addr, &world.admin).await.unwrap();
+    let other_client = Client::connect(other.addr, &world.admin).await.unwrap();
 
     client.post(MAPS, &map("a", "1")).await.unwrap();
     let mut all = client.watch(&format!("{MAPS}?watch=1")).await.unwrap();
@@ -143,12 +143,12 @@ async fn a_watch_follows_and_resumes_on_another_server() {
     assert_eq!(next(&mut all).await.0, "DELETED");
 
     let resume = format!("{MAPS}?watch=1&resourceVersion={version}");
-    let mut resumed = elsewhere.watch(&resume).await.unwrap();
+    let mut resumed = other_client.watch(&resume).await.unwrap();
     assert_eq!(next(&mut resumed).await.1, "b");
     assert_eq!(next(&mut resumed).await.0, "DELETED");
-    assert!(timeout(MOMENT, resumed.next()).await.is_err(), "no event twice, none invented");
+    assert!(timeout(SHORT_WAIT, resumed.next()).await.is_err(), "no further event");
 
-    // An object that leaves a selector is gone for its watchers.
+    // An object that no longer matches the selector is DELETED for the watch.
     let mut selected = client.watch(&format!("{MAPS}?watch=1&labelSelector=v%3D2")).await.unwrap();
     assert_eq!(next(&mut selected).await.0, "ADDED");
     let changed = client.get(&format!("{MAPS}/b")).await.unwrap().json();
@@ -158,18 +158,18 @@ async fn a_watch_follows_and_resumes_on_another_server() {
     assert_eq!(next(&mut selected).await.0, "DELETED");
     assert_eq!(next(&mut resumed).await.0, "MODIFIED");
 
-    // History is each server's own: gone here, still there.
+    // Each server has its own history: compacted on this one, available on the other.
     world.server.compact();
     let mut gone = client.watch(&resume).await.unwrap();
     let error = timeout(PATIENCE, gone.next()).await.unwrap().unwrap().unwrap();
     assert_eq!((&error["type"], &error["object"]["code"]), (&json!("ERROR"), &json!(410)));
     assert_eq!(gone.next().await.unwrap(), None);
-    assert_eq!(next(&mut elsewhere.watch(&resume).await.unwrap()).await.1, "b");
+    assert_eq!(next(&mut other_client.watch(&resume).await.unwrap()).await.1, "b");
     world.cluster.compact();
-    let mut gone = elsewhere.watch(&resume).await.unwrap();
+    let mut gone = other_client.watch(&resume).await.unwrap();
     assert_eq!(next(&mut gone).await.0, "ERROR");
 
-    // Running watches survive a compaction; a server may end them cleanly.
+    // Open watches survive a compaction; the server can end them cleanly.
     client.post(MAPS, &map("z", "9")).await.unwrap();
     assert_eq!(next(&mut resumed).await.1, "z");
     other.end_watches();
@@ -177,7 +177,7 @@ async fn a_watch_follows_and_resumes_on_another_server() {
 }
 
 #[tokio::test]
-async fn bookmarks() {
+async fn watch_with_bookmarks_advances_without_events() {
     let world = World::new();
     world.cluster.set_bookmark_interval(Duration::from_millis(50));
     let client = world.client().await;
@@ -191,7 +191,7 @@ async fn bookmarks() {
     let end = timeout(PATIENCE, watch.next()).await.unwrap().unwrap().unwrap();
     assert_eq!(end["type"], "BOOKMARK");
     assert_eq!(end["object"]["metadata"]["annotations"]["k8s.io/initial-events-end"], "true");
-    // Changes to other kinds move the bookmark of a quiet watch.
+    // Changes of other kinds advance the bookmark of a quiet watch.
     let lease = json!({ "metadata": { "name": "l" } });
     let leases = "/apis/coordination.k8s.io/v1/namespaces/default/leases";
     assert_eq!(client.post(leases, &lease).await.unwrap().status, 201);
@@ -204,11 +204,14 @@ async fn bookmarks() {
         }
     }
     let mut silent = client.watch(&format!("{MAPS}?watch=1&resourceVersion=1000")).await.unwrap();
-    assert!(timeout(MOMENT, silent.next()).await.is_err(), "a version ahead is waited for");
+    assert!(
+        timeout(SHORT_WAIT, silent.next()).await.is_err(),
+        "the watch waits for a future version"
+    );
 }
 
 #[tokio::test]
-async fn a_protobuf_watch_has_frames() {
+async fn protobuf_watch_has_length_prefixed_frames() {
     let world = World::new();
     let client = world.client().await;
     client.post(MAPS, &map("a", "1")).await.unwrap();
@@ -225,7 +228,7 @@ async fn a_protobuf_watch_has_frames() {
 }
 
 #[tokio::test]
-async fn who_one_is() {
+async fn credentials_map_to_users_and_unauthenticated_clients_get_goaway() {
     let world = World::new();
     let ca = world.pki.ca_pem();
     world.cluster.add_token("t1", User::new("system:serviceaccount:a:b", &["x"]));
@@ -233,7 +236,7 @@ async fn who_one_is() {
     let expired = world.pki.client_valid(&Subject::node("n1"), Validity::expired()).unwrap();
     let foreign = Pki::new("other").unwrap().client(&Subject::admin()).unwrap();
     let nobody = Credentials::anonymous(&ca);
-    for (who, code, user, group) in [
+    for (credentials, code, user, group) in [
         (nobody.clone().certificate(&node), 201, "system:node:n1", "system:nodes"),
         (nobody.clone().token("t1"), 201, "system:serviceaccount:a:b", "x"),
         (nobody.clone().certificate(&node).token("t1"), 201, "system:node:n1", "system:nodes"),
@@ -243,7 +246,7 @@ async fn who_one_is() {
         (nobody.clone().certificate(&foreign), 401, "", ""),
         (nobody.clone(), 403, "", ""),
     ] {
-        let client = Client::connect(world.server.addr, &who).await.unwrap();
+        let client = Client::connect(world.server.addr, &credentials).await.unwrap();
         let path = "/apis/authentication.k8s.io/v1/selfsubjectreviews";
         let reply = client.post(path, &json!({})).await.unwrap();
         assert_eq!(reply.status.as_u16(), code);
@@ -255,26 +258,32 @@ async fn who_one_is() {
                 groups.contains(&json!(group)) && groups.contains(&json!("system:authenticated"))
             );
         } else {
-            // Its connection takes requests until the client has read the GOAWAY.
+            // The connection accepts requests until the client has read the GOAWAY.
             let gone =
                 async { while client.request(Method::GET, "/version", &[], "").await.is_ok() {} };
-            timeout(PATIENCE, gone).await.expect("sent away");
+            timeout(PATIENCE, gone).await.expect("a GOAWAY");
         }
         drop(client);
     }
     let records = world.cluster.audit().select(|r| r.user == "system:node:n1");
     assert_eq!(records.len(), 2);
     assert!(records.iter().all(|r| r.status == Some(201) && r.certificate_serial.is_some()));
-    assert!(world.server.counters().goaways.load(Relaxed) >= 4, "nobodies are sent away");
+    assert!(
+        world.server.counters().goaways.load(Relaxed) >= 4,
+        "unauthenticated clients get GOAWAY"
+    );
 }
 
 #[tokio::test]
-async fn killed_and_back() {
+async fn killed_server_breaks_watches_and_restarts() {
     let world = World::new();
     let client = world.client().await;
     let mut watch = client.watch(&format!("{MAPS}?watch=1")).await.unwrap();
     world.server.kill();
-    assert!(timeout(PATIENCE, watch.next()).await.unwrap().is_err(), "broken, not ended");
+    assert!(
+        timeout(PATIENCE, watch.next()).await.unwrap().is_err(),
+        "the watch breaks without a clean end"
+    );
     assert!(Client::connect(world.server.addr, &world.admin).await.is_err());
     world.server.restart().unwrap();
     assert_eq!(world.client().await.get("/readyz").await.unwrap().body, "ok");
@@ -282,13 +291,13 @@ async fn killed_and_back() {
 }
 
 #[tokio::test]
-async fn stopped_and_on() {
+async fn stopped_server_accepts_connections_without_responding() {
     let world = World::new();
     let client = world.client().await;
     client.get("/readyz").await.unwrap();
     world.server.stop();
-    assert!(timeout(MOMENT, client.get("/readyz")).await.is_err());
-    // The kernel still takes connections.
+    assert!(timeout(SHORT_WAIT, client.get("/readyz")).await.is_err());
+    // The kernel still accepts connections.
     tokio::net::TcpStream::connect(world.server.addr).await.unwrap();
     world.server.cont();
     assert_eq!(client.get("/readyz").await.unwrap().status, 200);
@@ -298,7 +307,7 @@ async fn stopped_and_on() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn leaves_gracefully() {
+async fn shutdown_completes_requests_and_ends_watches() {
     let world = World::new();
     let client = world.client().await;
     let mut watch = client.watch(&format!("{MAPS}?watch=1")).await.unwrap();
@@ -306,18 +315,18 @@ async fn leaves_gracefully() {
     let ((), reply) = tokio::join!(
         async {
             let asked = &world.server.counters().in_flight;
-            until("it is asked", async || asked.load(Relaxed) > 0).await;
+            until("a request in flight", async || asked.load(Relaxed) > 0).await;
             tokio::task::block_in_place(|| world.server.shutdown(PATIENCE));
         },
         client.get(MAPS)
     );
-    assert_eq!(reply.unwrap().status, 200, "what runs may finish");
+    assert_eq!(reply.unwrap().status, 200, "a request in flight completes");
     assert_eq!(watch.next().await.unwrap(), None, "watches end cleanly");
     assert!(Client::connect(world.server.addr, &world.admin).await.is_err());
 }
 
 #[tokio::test]
-async fn obstructions() {
+async fn scripted_faults_affect_only_their_requests() {
     let world = World::new();
     let client = world.client().await;
     world.server.set_ready(false);
@@ -327,7 +336,7 @@ async fn obstructions() {
 
     let busy = ScriptedResponse::status(429, "TooManyRequests", "later").header("retry-after", "1");
     world.server.fail_next(1, busy);
-    assert_eq!(client.get("/readyz").await.unwrap().status, 200, "health is left alone");
+    assert_eq!(client.get("/readyz").await.unwrap().status, 200, "health checks are not affected");
     let failed = client.get(MAPS).await.unwrap();
     assert_eq!(
         (failed.status, &failed.headers["retry-after"]),
@@ -338,21 +347,22 @@ async fn obstructions() {
     let mut half = ScriptedResponse::status(200, "", "");
     half.body = Bytes::from_static(b"{\"ha");
     world.server.fail_next(1, half.cut());
-    assert!(client.get(MAPS).await.is_err(), "a body that is cut never looks complete");
+    assert!(client.get(MAPS).await.is_err(), "a truncated body is an error");
 
     world.server.lose_next(1);
     {
-        // It is handled, sooner or later, and never answered.
-        let lost = map("lost", "1");
-        let mut lost = pin!(client.post(MAPS, &lost));
-        assert!(timeout(MOMENT, lost.as_mut()).await.is_err());
+        // The request is handled but gets no response.
+        let unanswered = map("lost", "1");
+        let mut unanswered = pin!(client.post(MAPS, &unanswered));
+        assert!(timeout(SHORT_WAIT, unanswered.as_mut()).await.is_err());
         let path = format!("{MAPS}/lost");
-        until("it is handled", async || client.get(&path).await.unwrap().status == 200).await;
-        assert!(timeout(MOMENT, lost).await.is_err());
+        until("the request is handled", async || client.get(&path).await.unwrap().status == 200)
+            .await;
+        assert!(timeout(SHORT_WAIT, unanswered).await.is_err());
     }
 
     world.server.hang(true);
-    assert!(timeout(MOMENT, client.get("/livez")).await.is_err());
+    assert!(timeout(SHORT_WAIT, client.get("/livez")).await.is_err());
     world.server.hang(false);
     assert_eq!(client.get("/livez").await.unwrap().status, 200);
 
@@ -362,7 +372,7 @@ async fn obstructions() {
     assert_eq!(echo.body, "hello");
 
     world.server.goaway();
-    until("it is sent away", async || client.is_closed()).await;
+    until("the connection is closed", async || client.is_closed()).await;
     let client = world.client().await;
     client.get("/livez").await.unwrap();
     world.server.reset_connections();
@@ -370,32 +380,32 @@ async fn obstructions() {
 }
 
 #[tokio::test]
-async fn flows_fall_silent() {
+async fn faulty_relay_silences_and_resets_flows() {
     let world = World::new();
-    let hole = FaultyRelay::start(world.server.addr).unwrap();
-    let old = Client::connect(hole.addr, &world.admin).await.unwrap();
+    let relay = FaultyRelay::start(world.server.addr).unwrap();
+    let old = Client::connect(relay.addr, &world.admin).await.unwrap();
     old.get("/readyz").await.unwrap();
-    assert_eq!(hole.silence_all(Direction::Both), 1);
+    assert_eq!(relay.silence_all(Direction::Both), 1);
     {
         let mut waiting = pin!(old.get("/readyz"));
-        assert!(timeout(MOMENT, waiting.as_mut()).await.is_err());
-        let new = Client::connect(hole.addr, &world.admin).await.unwrap();
+        assert!(timeout(SHORT_WAIT, waiting.as_mut()).await.is_err());
+        let new = Client::connect(relay.addr, &world.admin).await.unwrap();
         assert_eq!(new.get("/readyz").await.unwrap().status, 200);
-        assert_eq!(hole.flows().iter().map(|f| f.silent).collect::<Vec<_>>(), [true, false]);
-        hole.heal();
+        assert_eq!(relay.flows().iter().map(|f| f.silent).collect::<Vec<_>>(), [true, false]);
+        relay.heal();
         assert_eq!(timeout(PATIENCE, waiting).await.unwrap().unwrap().status, 200);
     }
-    hole.silence_all(Direction::ToClient);
+    relay.silence_all(Direction::ToClient);
     {
         let requests = &world.server.counters().requests;
         let before = requests.load(Relaxed);
         let mut waiting = pin!(old.get("/readyz"));
-        assert!(timeout(MOMENT, waiting.as_mut()).await.is_err());
-        until("it arrives", async || requests.load(Relaxed) == before + 1).await;
-        assert!(timeout(MOMENT, waiting).await.is_err());
+        assert!(timeout(SHORT_WAIT, waiting.as_mut()).await.is_err());
+        until("the request arrives", async || requests.load(Relaxed) == before + 1).await;
+        assert!(timeout(SHORT_WAIT, waiting).await.is_err());
     }
-    hole.reset_all();
+    relay.reset_all();
     assert!(timeout(PATIENCE, old.get("/readyz")).await.unwrap().is_err());
-    hole.refuse_new(true);
-    assert!(Client::connect(hole.addr, &world.admin).await.is_err());
+    relay.refuse_new(true);
+    assert!(Client::connect(relay.addr, &world.admin).await.is_err());
 }

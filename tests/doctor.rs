@@ -1,7 +1,6 @@
-//! `jackstay doctor` with real sockets: the right cause comes first.
+//! `jackstay doctor` with real sockets: the first finding is the right cause.
 //!
-//! What needs root (packets that are really lost, name servers that are really silent) is ignored
-//! here and run by `.ci/run` in a network namespace of its own.
+//! Tests that drop packets need root and are ignored; `.ci/run` runs them in a network namespace.
 
 #![cfg(all(feature = "demo", feature = "doctor"))]
 
@@ -33,8 +32,8 @@ use jackstay::doctor::target::{CredentialFiles, ExaminationPlan, PlannedListener
 use jackstay::kubeconfig::ServerUrl;
 use socket2::{Domain, Socket, Type};
 
-/// Long enough for a slow machine; nothing waits for it to pass where things work.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// Timeout of waits, long enough for a slow machine.
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 struct World {
     dir: tempfile::TempDir,
@@ -47,7 +46,7 @@ impl World {
         Self::with(|_| None)
     }
 
-    /// With another serving certificate.
+    /// Starts the server with this serving certificate.
     fn with(certificate: impl FnOnce(&Pki) -> Option<Issued>) -> Self {
         let pki = Pki::new("kubernetes").unwrap();
         let certificate = certificate(&pki);
@@ -80,7 +79,7 @@ impl World {
         }
     }
 
-    /// Examines the server itself.
+    /// Examines the server.
     fn examine(&self, seconds: u64) -> (Observations, Vec<Finding>) {
         examine(self.plan(&[self.server.addr]), seconds)
     }
@@ -88,35 +87,35 @@ impl World {
 
 fn examine(plan: ExaminationPlan, seconds: u64) -> (Observations, Vec<Finding>) {
     let nobody = Resolver::of_servers(Vec::new());
-    let seen = examine::run(plan, nobody, Duration::from_secs(seconds)).unwrap();
-    let found = problems(&seen);
-    (seen, found)
+    let observations = examine::run(plan, nobody, Duration::from_secs(seconds)).unwrap();
+    let findings = problems(&observations);
+    (observations, findings)
 }
 
-/// What is wrong; that a certificate of a test lives a day only is a note.
-fn problems(seen: &Observations) -> Vec<Finding> {
-    diagnose(seen).into_iter().filter(|finding| finding.level == Level::Problem).collect()
+/// The problems, without notes such as the short validity of the tests' certificates.
+fn problems(observations: &Observations) -> Vec<Finding> {
+    diagnose(observations).into_iter().filter(|finding| finding.level == Level::Problem).collect()
 }
 
 #[track_caller]
-fn assert_first(found: &[Finding], cause: Cause) {
-    assert_eq!(found.first().map(|f| f.cause), Some(cause), "{found:#?}");
+fn assert_first(findings: &[Finding], cause: Cause) {
+    assert_eq!(findings.first().map(|f| f.cause), Some(cause), "{findings:#?}");
 }
 
-/// Waits for what another thread brings about.
+/// Waits for a condition that another thread makes true.
 fn until(what: &str, condition: impl FnMut() -> bool) {
-    wait::until_blocking(PATIENCE, what, condition);
+    wait::until_blocking(TIMEOUT, what, condition);
 }
 
 #[test]
-fn a_well_server_and_every_step() {
+fn doctor_healthy_server_measures_every_step() {
     let world = World::new();
-    let (seen, found) = world.examine(3);
-    assert_eq!(found, []);
-    let endpoint = &seen.endpoints[0];
+    let (observations, findings) = world.examine(3);
+    assert_eq!(findings, []);
+    let endpoint = &observations.endpoints[0];
     assert!(endpoint.authenticated && endpoint.max_streams == Some(100), "{endpoint:#?}");
     assert!(endpoint.long_lived[0].pongs > 0, "{endpoint:#?}");
-    // Idle on the wire, too: a firewall would take a keepalive for life.
+    // The idle connection sends nothing, not even keepalives, which would keep a firewall's state alive.
     assert!(
         endpoint.idle.as_ref().is_some_and(|idle| idle.alive && idle.sent == 0),
         "{endpoint:#?}"
@@ -130,13 +129,13 @@ fn a_well_server_and_every_step() {
 }
 
 #[test]
-fn a_load_balancer_that_forgets_its_flows() {
+fn doctor_load_balancer_dropping_flows_is_forgotten_flows() {
     let world = World::new();
-    let hole = Arc::new(FaultyRelay::start(world.server.addr).unwrap());
-    let forget = Arc::clone(&hole);
+    let relay = Arc::new(FaultyRelay::start(world.server.addr).unwrap());
+    let forget = Arc::clone(&relay);
     let fault = std::thread::spawn(move || {
-        // The busy connection has had a few PONGs, which come one by one: whatever else there is asks
-        // two things and is closed, or is left alone.
+        // The busy connection is recognized by its PONGs, which arrive one by one. All other connections send two
+        // requests and close, or stay idle.
         let mut grown = HashMap::<u64, HashSet<u64>>::new();
         until("connections last", || {
             let flows = forget.flows();
@@ -149,74 +148,77 @@ fn a_load_balancer_that_forgets_its_flows() {
         });
         forget.lose_all().unwrap()
     });
-    let (seen, found) = examine(world.plan(&[hole.addr]), 6);
+    let (observations, findings) = examine(world.plan(&[relay.addr]), 6);
     assert!(fault.join().unwrap() >= 2);
-    assert_first(&found, Cause::ForgottenFlows);
-    assert!(seen.endpoints[0].long_lived[0].silent_ms.is_some(), "{seen:#?}");
+    assert_first(&findings, Cause::ForgottenFlows);
+    assert!(observations.endpoints[0].long_lived[0].silent_ms.is_some(), "{observations:#?}");
 }
 
 #[test]
-fn certificates_that_are_wrong() {
+fn doctor_wrong_server_certificates_are_named() {
     let loopback = ["127.0.0.1", "localhost"];
     let expired = World::with(|pki| pki.server_for(&loopback, Validity::expired()).ok());
-    let elsewhere =
+    let other_names =
         World::with(|pki| pki.server_for(&["lb.example", "10.9.9.9"], Validity::usual()).ok());
-    let stranger = World::new();
-    let mut other = stranger.files();
-    other.ca = Some(Pki::new("kubernetes").unwrap().write_ca(expired.dir.path()).unwrap());
-    let trust = Trust::of_files(&other).unwrap();
-    // The file has been read; put the right one back for the others.
+    let wrong_ca_world = World::new();
+    let mut files = wrong_ca_world.files();
+    files.ca = Some(Pki::new("kubernetes").unwrap().write_ca(expired.dir.path()).unwrap());
+    let trust = Trust::of_files(&files).unwrap();
+    // The file has been read; restore it for the other examination.
     expired.pki.write_ca(expired.dir.path()).unwrap();
-    let server = ServerUrl::parse(&stranger.server.addr.to_string()).unwrap();
+    let server = ServerUrl::parse(&wrong_ca_world.server.addr.to_string()).unwrap();
     let wrong_ca = ExaminationPlan {
         targets: vec![Target::new(&server, EndpointSource::Given, None, &trust).unwrap()],
         ..ExaminationPlan::default()
     };
     std::thread::scope(|scope| {
         let expired = scope.spawn(|| expired.examine(2).1);
-        let elsewhere = scope.spawn(|| elsewhere.examine(2).1);
+        let other_names = scope.spawn(|| other_names.examine(2).1);
         let wrong_ca = scope.spawn(|| examine(wrong_ca, 2).1);
         assert_first(&expired.join().unwrap(), Cause::CertificateExpired);
-        let found = elsewhere.join().unwrap();
-        assert_first(&found, Cause::SanMissing);
-        assert!(found[0].advice.contains("lb.example, 10.9.9.9"), "{found:#?}");
+        let findings = other_names.join().unwrap();
+        assert_first(&findings, Cause::SanMissing);
+        assert!(findings[0].advice.contains("lb.example, 10.9.9.9"), "{findings:#?}");
         assert_first(&wrong_ca.join().unwrap(), Cause::WrongCa);
     });
-    // Nobody unverified was shown the credential.
-    assert_eq!(stranger.server.counters().requests.load(std::sync::atomic::Ordering::Relaxed), 0);
+    // The credential was not sent to the unverified server.
+    assert_eq!(
+        wrong_ca_world.server.counters().requests.load(std::sync::atomic::Ordering::Relaxed),
+        0
+    );
 }
 
 #[test]
-fn a_dead_endpoint_beside_a_live_one() {
+fn doctor_refusing_endpoint_is_dead_endpoint() {
     let world = World::new();
-    // Bound, so that nobody else is given it, and not listening.
+    // Bound, so that no other process gets the port, but not listening.
     let held = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
     held.bind(&SocketAddr::from((Ipv4Addr::LOCALHOST, 0)).into()).unwrap();
     let gone = held.local_addr().unwrap().as_socket().unwrap();
-    let (_, found) = examine(world.plan(&[world.server.addr, gone]), 2);
-    assert_first(&found, Cause::DeadEndpoint);
-    assert!(found[0].what.starts_with(&gone.to_string()), "{found:#?}");
+    let (_, findings) = examine(world.plan(&[world.server.addr, gone]), 2);
+    assert_first(&findings, Cause::DeadEndpoint);
+    assert!(findings[0].what.starts_with(&gone.to_string()), "{findings:#?}");
 }
 
 #[test]
-fn a_stopped_server_is_dead_too() {
+fn doctor_stopped_server_is_dead_endpoint() {
     let world = World::new();
     world.server.stop();
-    let (_, found) = world.examine(2);
+    let (_, findings) = world.examine(2);
     world.server.cont();
-    assert_first(&found, Cause::DeadEndpoint);
+    assert_first(&findings, Cause::DeadEndpoint);
 }
 
 #[test]
-fn an_endpoint_that_is_not_ready() {
+fn doctor_failing_readyz_is_not_ready_endpoint() {
     let world = World::new();
     world.server.set_ready(false);
-    let (_, found) = world.examine(2);
-    assert_first(&found, Cause::NotReadyEndpoint);
+    let (_, findings) = world.examine(2);
+    assert_first(&findings, Cause::NotReadyEndpoint);
 }
 
 #[test]
-fn a_token_that_nobody_knows() {
+fn doctor_unknown_token_is_unauthorized_and_not_printed() {
     let world = World::new();
     let token = world.dir.path().join("token");
     std::fs::write(&token, "planted-and-unknown\n").unwrap();
@@ -227,15 +229,16 @@ fn a_token_that_nobody_knows() {
     });
     let server = ServerUrl::parse(&world.server.addr.to_string()).unwrap();
     let target = Target::new(&server, EndpointSource::Given, None, &trust.unwrap()).unwrap();
-    let (seen, found) =
+    let (observations, findings) =
         examine(ExaminationPlan { targets: vec![target], ..ExaminationPlan::default() }, 2);
-    assert_first(&found, Cause::Unauthorized);
-    let all = report::json(&seen, &found, &[]).to_string() + &report::text(&seen, &found, &[]);
+    assert_first(&findings, Cause::Unauthorized);
+    let all = report::json(&observations, &findings, &[]).to_string()
+        + &report::text(&observations, &findings, &[]);
     assert!(!all.contains("planted"), "{all}");
 }
 
 #[test]
-fn a_client_certificate_that_is_over() {
+fn doctor_expired_client_certificate_is_named() {
     let world = World::new();
     let old = world.pki.client_valid(&Subject::admin(), Validity::expired()).unwrap();
     let (cert_file, key_file) = old.write_to(world.dir.path(), "old").unwrap();
@@ -243,43 +246,46 @@ fn a_client_certificate_that_is_over() {
     let trust = Trust::of_files(&CredentialFiles { certificate, ..world.files() }).unwrap();
     let server = ServerUrl::parse(&world.server.addr.to_string()).unwrap();
     let target = Target::new(&server, EndpointSource::Given, None, &trust).unwrap();
-    let (_, found) =
+    let (_, findings) =
         examine(ExaminationPlan { targets: vec![target], ..ExaminationPlan::default() }, 2);
-    assert_first(&found, Cause::ClientCertificateExpired);
+    assert_first(&findings, Cause::ClientCertificateExpired);
 }
 
 #[test]
-fn name_servers_that_are_silent() {
+fn doctor_silent_name_server_is_dns_black_hole() {
     let world = World::new();
     let trust = Trust::of_files(&world.files()).unwrap();
     let server = ServerUrl::parse("https://lb.example:6443").unwrap();
     let named = Target::new(&server, EndpointSource::Given, None, &trust).unwrap();
     let mut plan = world.plan(&[world.server.addr]);
     plan.targets.push(named);
-    // A socket that nobody reads.
+    // A socket that never responds.
     let silent = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let resolver = Resolver::of_servers(vec![silent.local_addr().unwrap()]);
-    let seen = examine::run(plan, resolver, Duration::from_secs(2)).unwrap();
-    let found = diagnose(&seen);
-    assert_first(&found, Cause::DnsBlackHole);
-    assert!(seen.dns.as_ref().is_some_and(|dns| dns.servers[0].answered == 0), "{seen:#?}");
+    let observations = examine::run(plan, resolver, Duration::from_secs(2)).unwrap();
+    let findings = diagnose(&observations);
+    assert_first(&findings, Cause::DnsBlackHole);
+    assert!(
+        observations.dns.as_ref().is_some_and(|dns| dns.servers[0].answered == 0),
+        "{observations:#?}"
+    );
 }
 
 #[test]
-fn a_port_that_is_taken_and_a_loop() {
+fn doctor_taken_port_and_loop_are_named() {
     let world = World::new();
     let taken = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let bind = taken.local_addr().unwrap();
     let place = PlannedListener { name: "listener apiserver".into(), bind, freebind: false };
     let mut plan = world.plan(&[world.server.addr]);
     plan.listeners = vec![place.clone()];
-    let (_, found) = examine(plan, 2);
-    assert_first(&found, Cause::PortTaken);
+    let (_, findings) = examine(plan, 2);
+    assert_first(&findings, Cause::PortTaken);
 
     let mut plan = world.plan(&[bind]);
     plan.listeners = vec![place];
-    let (_, found) = examine(plan, 2);
-    assert_first(&found, Cause::Loop);
+    let (_, findings) = examine(plan, 2);
+    assert_first(&findings, Cause::Loop);
 }
 
 fn jackstay(args: &[&str]) -> (Option<i32>, String, String) {
@@ -293,7 +299,7 @@ fn jackstay(args: &[&str]) -> (Option<i32>, String, String) {
 }
 
 #[test]
-fn the_command_reads_a_configuration() {
+fn doctor_command_reads_a_configuration() {
     let world = World::new();
     let files = world.files();
     let certificate = files.certificate.unwrap();
@@ -332,12 +338,12 @@ fn the_command_reads_a_configuration() {
     assert!(err.contains("/none/such.yaml"), "{err}");
 }
 
-/// Who has a socket may not be known, or not say much: whether it is a jackstay, it says itself. And
-/// an address that is to come is none that is missing.
+/// The owner of a port may be unknown, so doctor asks the admin endpoint whether it is jackstay. With `freebind` an
+/// address may be missing.
 #[test]
-fn a_jackstay_that_runs_is_not_in_its_own_way() {
+fn doctor_running_jackstay_is_not_a_port_conflict() {
     let world = World::new();
-    // By another name, as by another user, it cannot be told by its process.
+    // Under another name, as under another user, its process does not identify it.
     let binary = world.dir.path().join("another-name");
     std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_jackstay"), &binary).unwrap();
     let upstream = world.server.addr.to_string();
@@ -349,7 +355,7 @@ fn a_jackstay_that_runs_is_not_in_its_own_way() {
     let mut running = KillOnDrop(child.unwrap());
     let mut said = BufReader::new(running.0.stderr.take().unwrap()).lines().map(Result::unwrap);
     let mut address = |words: &str| -> SocketAddr {
-        let line = said.find(|line| line.contains(words)).expect("it says where it listens");
+        let line = said.find(|line| line.contains(words)).expect("the log has the address");
         let part = |c: &char| c.is_ascii_digit() || ".:".contains(*c);
         let text: String =
             line[line.find("127.0.0.1:").unwrap()..].chars().take_while(part).collect();
@@ -369,7 +375,7 @@ fn a_jackstay_that_runs_is_not_in_its_own_way() {
     std::fs::write(&file, text).unwrap();
     let (code, out, err) = jackstay(&["--config", file.to_str().unwrap(), "--duration", "1s"]);
     assert_eq!(code, Some(0), "{out}{err}");
-    // Something else is in the way as ever.
+    // Another program on the port is a conflict.
     drop(running);
     let _taken = TcpListener::bind(bind).unwrap();
     let (code, out, err) = jackstay(&["--config", file.to_str().unwrap(), "--duration", "1s"]);
@@ -377,13 +383,12 @@ fn a_jackstay_that_runs_is_not_in_its_own_way() {
     assert!(out.contains(&format!("cannot listen on {bind}")), "{out}");
 }
 
-/// Rules for the network namespace that this process was started in; they replace earlier ones and
-/// are gone with it.
+/// Installs rules in the network namespace of this process; they replace earlier ones.
 fn nft(rules: &[String]) {
     nft_with("", rules);
 }
 
-/// The same with sets that the rules use.
+/// Like [`nft`], with sets for the rules.
 fn nft_with(sets: &str, rules: &[String]) {
     let rules = rules.join("\n");
     let script = format!(
@@ -398,21 +403,21 @@ fn nft_with(sets: &str, rules: &[String]) {
 
 #[test]
 #[ignore = "needs a network namespace of its own: unshare --net"]
-fn five_percent_loss_is_named_and_nothing_else() {
+fn doctor_5_percent_loss_is_packet_loss() {
     let world = World::new();
     let port = world.server.addr.port();
     nft(&["dport", "sport"]
         .map(|way| format!("tcp {way} {port} numgen random mod 100 < 5 counter drop")));
-    let (seen, found) = world.examine(20);
+    let (observations, findings) = world.examine(20);
     nft(&[]);
-    assert_first(&found, Cause::PacketLoss);
-    assert_eq!(found.len(), 1, "{found:#?}\n{seen:#?}");
+    assert_first(&findings, Cause::PacketLoss);
+    assert_eq!(findings.len(), 1, "{findings:#?}\n{observations:#?}");
 }
 
-/// A connection that is opened for one question ends within milliseconds.
-const LASTING: Duration = Duration::from_millis(1500);
+/// Connections for single requests end within milliseconds; older ones are the two lasting connections.
+const LASTING_AFTER: Duration = Duration::from_millis(1500);
 
-/// The local ports of the connections to a port of this host.
+/// The local ports of the established connections to a port of this host.
 fn ports_connected_to(server: u16) -> Vec<u16> {
     let table = std::fs::read_to_string("/proc/net/tcp").unwrap();
     let of_flow = |line: &str| {
@@ -426,13 +431,13 @@ fn ports_connected_to(server: u16) -> Vec<u16> {
 
 #[test]
 #[ignore = "needs a network namespace of its own: unshare --net"]
-fn packets_of_established_flows_are_dropped() {
+fn doctor_dropped_established_flows_are_forgotten_flows() {
     let world = World::new();
     let port = world.server.addr.port();
     let server = world.server.addr;
     std::thread::scope(|scope| {
         let examined = scope.spawn(|| world.examine(8));
-        // The two that last, by their ports: new ones work.
+        // Drops the packets of the two lasting connections; new ones work.
         let mut since: HashMap<u16, Instant> = HashMap::new();
         let mut flows: Vec<String> = Vec::new();
         until("two connections last", || {
@@ -441,7 +446,7 @@ fn packets_of_established_flows_are_dropped() {
             for port in ports {
                 since.entry(port).or_insert_with(Instant::now);
             }
-            let lasting = since.iter().filter(|(_, since)| since.elapsed() > LASTING);
+            let lasting = since.iter().filter(|(_, since)| since.elapsed() > LASTING_AFTER);
             flows = lasting.map(|(port, _)| port.to_string()).collect();
             flows.len() >= 2
         });
@@ -450,17 +455,17 @@ fn packets_of_established_flows_are_dropped() {
             format!("tcp dport {port} tcp sport {{ {flows} }} counter drop"),
             format!("tcp sport {port} tcp dport {{ {flows} }} counter drop"),
         ]);
-        let (_, found) = examined.join().unwrap();
+        let (_, findings) = examined.join().unwrap();
         nft(&[]);
-        assert_first(&found, Cause::ForgottenFlows);
+        assert_first(&findings, Cause::ForgottenFlows);
     });
 }
 
-/// A flow is known by its client's port for three seconds after each packet; what belongs to no known
-/// flow is dropped, as by a firewall that forgets idle flows without a word.
+/// The rules know a flow by its client's port for three seconds after each packet and drop packets of unknown flows, as a
+/// firewall does that forgets idle flows silently.
 #[test]
 #[ignore = "needs a network namespace of its own: unshare --net"]
-fn a_firewall_that_forgets_idle_flows_is_found() {
+fn doctor_firewall_dropping_idle_flows_is_forgotten_flows() {
     let world = World::new();
     let port = world.server.addr.port();
     nft_with(
@@ -475,16 +480,19 @@ fn a_firewall_that_forgets_idle_flows_is_found() {
             format!("tcp sport {port} counter drop"),
         ],
     );
-    let (seen, found) = world.examine(8);
+    let (observations, findings) = world.examine(8);
     nft(&[]);
-    assert_first(&found, Cause::ForgottenFlows);
-    assert_eq!(found.len(), 1, "{found:#?}");
-    assert!(found[0].what.starts_with("Idle connections to "), "{found:#?}\n{seen:#?}");
+    assert_first(&findings, Cause::ForgottenFlows);
+    assert_eq!(findings.len(), 1, "{findings:#?}");
+    assert!(
+        findings[0].what.starts_with("Idle connections to "),
+        "{findings:#?}\n{observations:#?}"
+    );
 }
 
 #[test]
 #[ignore = "needs a network namespace of its own: unshare --net"]
-fn questions_to_name_servers_are_dropped() {
+fn doctor_dropped_dns_queries_are_dns_black_hole() {
     let world = World::new();
     nft(&["udp", "tcp"].map(|protocol| format!("{protocol} dport 53 counter drop")));
     let trust = Trust::of_files(&world.files()).unwrap();
@@ -493,7 +501,7 @@ fn questions_to_name_servers_are_dropped() {
     let server = SocketAddr::from((Ipv4Addr::LOCALHOST, 53));
     let resolver = Resolver::of_servers(vec![server]);
     let plan = ExaminationPlan { targets, ..ExaminationPlan::default() };
-    let seen = examine::run(plan, resolver, Duration::from_secs(2)).unwrap();
+    let observations = examine::run(plan, resolver, Duration::from_secs(2)).unwrap();
     nft(&[]);
-    assert_first(&diagnose(&seen), Cause::DnsBlackHole);
+    assert_first(&diagnose(&observations), Cause::DnsBlackHole);
 }

@@ -1,4 +1,4 @@
-//! `jackstay kubeconfig` as a user meets it: files in, files out, and what it says.
+//! `jackstay kubeconfig`: the files that it reads and writes, and its output.
 
 #![cfg(feature = "demo")]
 
@@ -71,13 +71,13 @@ impl Home {
             .unwrap()
     }
 
-    /// Runs `jackstay kubeconfig --offline`, which must succeed, and returns what it said.
-    fn good(&self, args: &[&str]) -> String {
-        self.online(&[&["--offline"], args].concat())
+    /// Runs `jackstay kubeconfig --offline`, which must succeed, and returns its output.
+    fn run_offline(&self, args: &[&str]) -> String {
+        self.run_online(&[&["--offline"], args].concat())
     }
 
-    /// The same with a look at the apiservers.
-    fn online(&self, args: &[&str]) -> String {
+    /// Runs `jackstay kubeconfig`, which may connect to the apiservers, must succeed, and returns its output.
+    fn run_online(&self, args: &[&str]) -> String {
         let output = self.run(&[&["kubeconfig"], args].concat());
         let text = String::from_utf8(output.stdout).unwrap();
         let error = String::from_utf8(output.stderr).unwrap();
@@ -85,7 +85,7 @@ impl Home {
         text
     }
 
-    /// The same, which must be refused with exit code 2.
+    /// Runs `jackstay kubeconfig --offline`, which must fail with exit code 2, and returns its error output.
     fn refused(&self, args: &[&str]) -> String {
         let output = self.run(&[&["kubeconfig", "--offline"], args].concat());
         assert_eq!(output.status.code(), Some(2), "{output:?}");
@@ -102,7 +102,7 @@ fn mode(path: &Path) -> u32 {
     fs::metadata(path).unwrap().permissions().mode() & 0o777
 }
 
-/// The entry `demo` of a list of a kubeconfig: what stands below `body`.
+/// The value `body` of the entry `demo` in a list of a kubeconfig.
 fn demo(tree: &Value, list: &str, body: &str) -> Value {
     let named = tree[list].as_array().unwrap().iter().find(|entry| entry["name"] == "demo");
     named.unwrap()[body].clone()
@@ -116,40 +116,40 @@ fn decode(data: &Value) -> Vec<u8> {
     STANDARD.decode(data.as_str().unwrap()).unwrap()
 }
 
-/// Everything that a kubeconfig says, without regard to the order of its keys.
+/// The content of a kubeconfig, regardless of the order of its keys.
 fn content(text: &str) -> Value {
     json!(Kubeconfig::from_yaml(text).unwrap())
 }
 
 #[test]
-fn only_a_kubeconfig() {
+fn kubeconfig_without_mode_writes_only_a_kubeconfig() {
     let home = Home::new();
     let input = home.with_certificate();
     let before = fs::read(&input).unwrap();
-    let said = home.good(&["--server", "127.0.0.1:7443"]);
-    assert_eq!(fs::read(&input).unwrap(), before, "the input stays");
+    let output = home.run_offline(&["--server", "127.0.0.1:7443"]);
+    assert_eq!(fs::read(&input).unwrap(), before, "the input is unchanged");
     let out = home.path(".kube/jackstay.kubeconfig");
     assert_eq!(mode(&out), 0o600);
     let tree = home.tree(".kube/jackstay.kubeconfig");
-    let moved = cluster(&tree);
-    assert_eq!(moved["server"], "https://127.0.0.1:7443");
-    assert_eq!(moved["tls-server-name"], "10.0.0.1");
+    let written = cluster(&tree);
+    assert_eq!(written["server"], "https://127.0.0.1:7443");
+    assert_eq!(written["tls-server-name"], "10.0.0.1");
     let old = home.tree(".kube/config");
     for key in ["client-certificate-data", "client-key-data"] {
         let of = |tree| demo(tree, "users", "user")[key].clone();
         assert!(of(&tree).is_string() && of(&tree) == of(&old), "{key}");
     }
     let ca = "certificate-authority-data";
-    assert_eq!(moved[ca], cluster(&old)[ca], "the CA stays: L4");
+    assert_eq!(written[ca], cluster(&old)[ca], "L4 keeps the CA");
     for part in [
         "server: https://10.0.0.1:6443 -> https://127.0.0.1:7443",
         "tls-server-name: set to 10.0.0.1",
         "stays as it is (a client certificate)",
         "kubectl --kubeconfig",
     ] {
-        assert!(said.contains(part), "no {part:?} in\n{said}");
+        assert!(output.contains(part), "no {part:?} in\n{output}");
     }
-    assert!(!said.contains("PRIVATE KEY") && !said.contains("LS0tLS1CRUdJTiBQ"), "{said}");
+    assert!(!output.contains("PRIVATE KEY") && !output.contains("LS0tLS1CRUdJTiBQ"), "{output}");
 }
 
 #[test]
@@ -157,7 +157,7 @@ fn kubeconfig_output_json_and_yaml_list_files_changes_and_commands() {
     let home = Home::new();
     home.with_certificate();
     let args = ["--mode", "passthrough", "-o"];
-    let json = home.good(&[&args[..], &["json"]].concat());
+    let json = home.run_offline(&[&args[..], &["json"]].concat());
     let report: Value = serde_json::from_str(&json).unwrap();
     assert_eq!(report["ok"], true);
     assert_eq!((&report["context"], &report["user"]), (&json!("demo"), &json!("demo")));
@@ -171,7 +171,7 @@ fn kubeconfig_output_json_and_yaml_list_files_changes_and_commands() {
     assert!(report["next"][0].as_str().unwrap().starts_with("jackstay run --config "), "{json}");
     assert!(report["revert"].is_string() && report.get("error").is_none(), "{json}");
     assert!(!json.contains("PRIVATE KEY"), "{json}");
-    let yaml = home.good(&[&args[..], &["yaml"]].concat());
+    let yaml = home.run_offline(&[&args[..], &["yaml"]].concat());
     let again: Value = serde_saphyr::from_str(&yaml).unwrap();
     assert!(again["files"].as_array().unwrap().iter().all(|file| file["written"] == false));
 
@@ -191,7 +191,7 @@ fn context_without_cluster_is_accepted_until_it_is_used() {
     contexts.insert(0, json!({"name": "unused", "context": {"user": "demo"}}));
     contexts.push(json!({"name": "null", "context": {"cluster": null}}));
     fs::write(&input, tree.to_string()).unwrap();
-    home.good(&[]);
+    home.run_offline(&[]);
     let error = home.refused(&["--context", "unused"]);
     assert!(error.contains("context \"unused\" names no cluster"), "{error}");
     // The unused contexts stay, as kubectl writes them.
@@ -203,22 +203,22 @@ fn context_without_cluster_is_accepted_until_it_is_used() {
 }
 
 #[test]
-fn nothing_is_overwritten_unless_told() {
+fn kubeconfig_overwrites_only_with_force() {
     let home = Home::new();
     home.with_certificate();
     let out = home.write("mine", "precious\n");
     let error = home.refused(&["--out", "mine"]);
     assert!(error.contains("nothing written"), "{error}");
     assert_eq!(fs::read_to_string(&out).unwrap(), "precious\n");
-    home.good(&["--out", "mine", "--force"]);
-    let again = home.good(&["--out", "mine"]);
+    home.run_offline(&["--out", "mine", "--force"]);
+    let again = home.run_offline(&["--out", "mine"]);
     assert!(again.contains("unchanged"), "{again}");
     let error = home.refused(&["--out", ".kube/config"]);
     assert!(error.contains(".kube/config is there already"), "{error}");
 }
 
 #[test]
-fn in_place_and_back() {
+fn kubeconfig_in_place_is_reverted() {
     let home = Home::new();
     let text = "\
 apiVersion: v1
@@ -250,28 +250,31 @@ users:
     unknown-to-us: [1, 2]
 ";
     let input = home.write(".kube/config", text);
-    let said = home.good(&["--in-place", "--server", "localhost:7443"]);
-    assert!(said.contains("\n  kubectl get nodes\n"), "kubectl finds it by itself: {said}");
-    let moved = home.tree(".kube/config");
-    let cluster = cluster(&moved);
+    let output = home.run_offline(&["--in-place", "--server", "localhost:7443"]);
+    assert!(output.contains("\n  kubectl get nodes\n"), "kubectl finds the default file: {output}");
+    let written = home.tree(".kube/config");
+    let cluster = cluster(&written);
     assert_eq!(cluster["server"], "https://localhost:7443");
     assert_eq!(cluster["tls-server-name"], "lb.example");
     assert_eq!(cluster["certificate-authority"], "pki/ca.crt", "still relative");
     assert_eq!(mode(&input), 0o600);
-    // Moving again starts from what it was.
+    // A second run starts from the original server.
     let named = input.to_str().unwrap();
-    let said = home.good(&["--in", named, "--in-place", "--server", "127.0.0.1:8443"]);
-    assert!(said.contains(&format!("\n  kubectl --kubeconfig {named} get nodes\n")), "{said}");
-    let said = home.good(&["--revert"]);
-    assert!(said.contains("server: https://127.0.0.1:8443 -> https://lb.example:6443"), "{said}");
+    let output = home.run_offline(&["--in", named, "--in-place", "--server", "127.0.0.1:8443"]);
+    assert!(output.contains(&format!("\n  kubectl --kubeconfig {named} get nodes\n")), "{output}");
+    let output = home.run_offline(&["--revert"]);
+    assert!(
+        output.contains("server: https://127.0.0.1:8443 -> https://lb.example:6443"),
+        "{output}"
+    );
     let reverted = fs::read_to_string(home.path(".kube/config")).unwrap();
     assert_eq!(content(&reverted), content(text));
-    let said = home.good(&["--revert"]);
-    assert!(said.contains("nothing to revert"), "{said}");
+    let output = home.run_offline(&["--revert"]);
+    assert!(output.contains("nothing to revert"), "{output}");
 }
 
 #[test]
-fn several_files_are_merged_and_paths_stay_right() {
+fn kubeconfig_merges_files_and_keeps_paths_valid() {
     let home = Home::new();
     home.write(
         "a/config",
@@ -298,7 +301,7 @@ fn several_files_are_merged_and_paths_stay_right() {
     let absolute = |name: &str| home.path(name).display().to_string();
     assert_eq!(cluster(&tree)["certificate-authority"], absolute("a/ca.crt"));
     assert_eq!(tree["users"][0]["user"]["tokenFile"], absolute("b/token"));
-    // In place: the file that the cluster came from, and no other.
+    // In place changes only the file that contains the cluster.
     let other = fs::read(home.path("b/config")).unwrap();
     run(&["--in-place"]);
     assert_eq!(cluster(&home.tree("a/config"))["certificate-authority"], "ca.crt");
@@ -306,22 +309,22 @@ fn several_files_are_merged_and_paths_stay_right() {
 }
 
 #[test]
-fn passthrough_needs_nothing_else() {
+fn kubeconfig_passthrough_writes_a_complete_configuration() {
     let home = Home::new();
     home.with_certificate();
-    let said = home.good(&["--mode", "passthrough", "--upstream", "10.0.0.2:6443"]);
+    let output = home.run_offline(&["--mode", "passthrough", "--upstream", "10.0.0.2:6443"]);
     let config = home.path(".kube/jackstay/jackstay.yaml");
-    assert!(said.contains(&format!("jackstay run --config {}", config.display())), "{said}");
+    assert!(output.contains(&format!("jackstay run --config {}", config.display())), "{output}");
     let check = home.run(&["check", "--config", config.to_str().unwrap()]);
     assert!(check.status.success(), "{check:?}");
     assert!(String::from_utf8_lossy(&check.stdout).contains("1 upstream, 2 endpoints"));
     let tree = home.tree(".kube/jackstay/jackstay.yaml");
     let tls = &tree["upstreams"][0]["tls"];
     assert!(tls.is_object() && tls.get("server_name").is_none(), "each has its own address");
-    let moved = cluster(&home.tree(".kube/jackstay.kubeconfig"));
-    assert_eq!(moved["tls-server-name"], "kubernetes", "the address is one server's alone");
-    assert!(said.contains("note: tls-server-name is \"kubernetes\""), "{said}");
-    // No secret left the kubeconfig.
+    let written = cluster(&home.tree(".kube/jackstay.kubeconfig"));
+    assert_eq!(written["tls-server-name"], "kubernetes", "the address belongs to one server");
+    assert!(output.contains("note: tls-server-name is \"kubernetes\""), "{output}");
+    // No secret was copied out of the kubeconfig.
     for entry in fs::read_dir(home.path(".kube/jackstay")).unwrap() {
         let text = fs::read_to_string(entry.unwrap().path()).unwrap_or_default();
         assert!(!text.contains("PRIVATE KEY"), "{text}");
@@ -329,11 +332,11 @@ fn passthrough_needs_nothing_else() {
 }
 
 #[test]
-fn terminate_makes_a_local_ca_once() {
+fn kubeconfig_terminate_creates_a_local_ca_once() {
     let home = Home::new();
     home.with_certificate();
     let args = ["--mode", "terminate", "--node-name", "node-1"];
-    home.good(&args);
+    home.run_offline(&args);
     let dir = home.path(".kube/jackstay");
     for (name, expected) in [
         ("local-ca.crt", 0o644),
@@ -347,37 +350,37 @@ fn terminate_makes_a_local_ca_once() {
     }
     let config = dir.join("jackstay.yaml");
     let check = home.run(&["check", "--config", config.to_str().unwrap()]);
-    let said = String::from_utf8_lossy(&check.stdout).into_owned();
+    let output = String::from_utf8_lossy(&check.stdout).into_owned();
     assert!(check.status.success(), "{check:?}");
-    assert!(said.contains("CN=kubernetes-admin"), "{said}");
-    let moved = cluster(&home.tree(".kube/jackstay.kubeconfig"));
-    assert!(moved.get("tls-server-name").is_none(), "{moved}");
-    let ca = decode(&moved["certificate-authority-data"]);
+    assert!(output.contains("CN=kubernetes-admin"), "{output}");
+    let written = cluster(&home.tree(".kube/jackstay.kubeconfig"));
+    assert!(written.get("tls-server-name").is_none(), "{written}");
+    let ca = decode(&written["certificate-authority-data"]);
     assert_eq!(ca, fs::read(dir.join("local-ca.crt")).unwrap());
-    // The second run finds everything as it is.
+    // The second run changes nothing.
     let before = fs::read(dir.join("serving.pem")).unwrap();
-    let again = home.good(&args);
+    let again = home.run_offline(&args);
     assert!(!again.contains("wrote "), "{again}");
     assert_eq!(fs::read(dir.join("serving.pem")).unwrap(), before);
     // Another name needs another certificate of the same CA.
     let other = ["--mode", "terminate", "--node-name", "node-2"];
     let refused = home.refused(&other);
     assert!(refused.contains("serving.pem is there already"), "{refused}");
-    home.good(&[&other[..], &["--force"]].concat());
+    home.run_offline(&[&other[..], &["--force"]].concat());
     assert_ne!(fs::read(dir.join("serving.pem")).unwrap(), before);
-    assert_eq!(cluster(&home.tree(".kube/jackstay.kubeconfig")), moved);
+    assert_eq!(cluster(&home.tree(".kube/jackstay.kubeconfig")), written);
 }
 
 #[test]
-fn what_cannot_be_is_refused_with_what_to_do() {
+fn kubeconfig_invalid_input_is_refused_with_remedy() {
     let home = Home::new();
     let ca = home.pki.ca_pem();
-    let stranger = Pki::new("stranger").unwrap().client(&Subject::admin()).unwrap();
+    let other_ca = Pki::new("stranger").unwrap().client(&Subject::admin()).unwrap();
     let cases: [(&str, String, &[&str], &str); 7] = [
         ("none", String::new(), &[], "no current-context"),
         (
             "stranger",
-            kubeconfig(SERVER, &ca, Some(&stranger), None),
+            kubeconfig(SERVER, &ca, Some(&other_ca), None),
             &["--mode", "terminate"],
             "name it with --client-ca-file",
         ),
@@ -418,15 +421,14 @@ fn what_cannot_be_is_refused_with_what_to_do() {
     }
 }
 
-/// Three apiservers on addresses of their own, each with a certificate for its own address, as kubeadm
-/// makes them, and a kubeconfig for the first.
-struct Three {
+/// Three apiservers, each with a certificate for its own address as with kubeadm, and a kubeconfig for the first.
+struct ThreeServers {
     home: Home,
     cluster: Cluster,
     servers: Vec<ApiServerHandle>,
 }
 
-impl Three {
+impl ThreeServers {
     fn start(common: &[&str]) -> Self {
         let home = Home::new();
         let cluster = Cluster::new();
@@ -449,8 +451,8 @@ impl Three {
         self.servers[index].addr.to_string()
     }
 
-    /// The cluster names these of its servers, each with its port.
-    fn name_in_slices(&self, servers: &[usize]) {
+    /// Creates `EndpointSlice`s with these servers and their ports.
+    fn create_slices(&self, servers: &[usize]) {
         let slices: Vec<_> = servers
             .iter()
             .map(|index| {
@@ -467,10 +469,12 @@ impl Three {
             })
             .collect();
         let path = "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices";
-        let who = Credentials::anonymous(&self.home.pki.ca_pem()).certificate(&self.home.admin);
+        let credentials =
+            Credentials::anonymous(&self.home.pki.ca_pem()).certificate(&self.home.admin);
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
-            let client = Client::connect(self.servers[0].addr, &who.expecting("127.0.0.11")).await;
+            let client =
+                Client::connect(self.servers[0].addr, &credentials.expecting("127.0.0.11")).await;
             let client = client.unwrap();
             for slice in slices {
                 let reply = client.post(path, &slice).await.unwrap();
@@ -490,64 +494,71 @@ impl Three {
 }
 
 #[test]
-fn kubeconfig_verifies_a_name_that_each_certificate_holds() {
-    let three = Three::start(&["kubernetes", "kubernetes.default.svc"]);
+fn kubeconfig_chooses_a_name_in_every_certificate() {
+    let three = ThreeServers::start(&["kubernetes", "kubernetes.default.svc"]);
     let (b, c) = (three.address(1), three.address(2));
-    let said = three.home.online(&["--mode", "passthrough", "--upstream", &b, "--upstream", &c]);
+    let output =
+        three.home.run_online(&["--mode", "passthrough", "--upstream", &b, "--upstream", &c]);
     let server_name = three.config()["tls"].get("server_name").cloned();
-    assert_eq!(server_name, None, "each endpoint's own address: {said}");
-    let moved = cluster(&three.home.tree(".kube/jackstay.kubeconfig"));
-    assert_eq!(moved["tls-server-name"], "kubernetes", "{said}");
-    assert!(!said.contains("was not looked at"), "{said}");
+    assert_eq!(server_name, None, "each endpoint's own address: {output}");
+    let written = cluster(&three.home.tree(".kube/jackstay.kubeconfig"));
+    assert_eq!(written["tls-server-name"], "kubernetes", "{output}");
+    assert!(!output.contains("was not looked at"), "{output}");
 
-    // One that does not answer is said to be unknown, and changes nothing.
+    // An apiserver that does not respond is reported and changes nothing.
     three.servers[2].kill();
     let more = ["--out", "again/k", "--upstream", &b, "--upstream", &c];
-    let said = three.home.online(&[&["--mode", "passthrough"][..], &more].concat());
-    assert!(said.contains(&format!("note: the certificate of {c} was not looked at: ")), "{said}");
-    let moved = cluster(&three.home.tree("again/k"));
-    assert_eq!(moved["tls-server-name"], "kubernetes", "{said}");
+    let output = three.home.run_online(&[&["--mode", "passthrough"][..], &more].concat());
+    assert!(
+        output.contains(&format!("note: the certificate of {c} was not looked at: ")),
+        "{output}"
+    );
+    let written = cluster(&three.home.tree("again/k"));
+    assert_eq!(written["tls-server-name"], "kubernetes", "{output}");
 
-    // Without an address in the certificates, what they share.
-    let named = Three::start(&["kubernetes"]);
+    // Without addresses in the certificates, a common name is used.
+    let named = ThreeServers::start(&["kubernetes"]);
     let other = named.home.pki.server_for(&["kubernetes"], PkiValidity::usual()).unwrap();
     let bind = SocketAddr::from(([127, 0, 0, 14], 0));
     let options = Options { bind, certificate: Some(other), ..Options::named("d") };
     let fourth = apiserver::start(&named.cluster, &named.home.pki, options).unwrap();
     let d = fourth.addr.to_string();
-    named.home.online(&["--mode", "terminate", "--node-name", "n", "--upstream", &d]);
+    named.home.run_online(&["--mode", "terminate", "--node-name", "n", "--upstream", &d]);
     assert_eq!(named.config()["tls"]["server_name"], "kubernetes");
 
-    // Without anything that they share it says so.
-    let apart = Three::start(&[]);
+    // Without a common name, the output says so.
+    let apart = ThreeServers::start(&[]);
     let b = apart.address(1);
-    let said = apart.home.online(&["--mode", "passthrough", "--upstream", &b]);
-    assert!(said.contains("no name is in every apiserver's certificate"), "{said}");
+    let output = apart.home.run_online(&["--mode", "passthrough", "--upstream", &b]);
+    assert!(output.contains("no name is in every apiserver's certificate"), "{output}");
 }
 
 #[test]
-fn kubeconfig_offers_the_apiservers_that_the_cluster_names() {
-    let three = Three::start(&["kubernetes"]);
+fn kubeconfig_suggests_endpoints_of_the_cluster() {
+    let three = ThreeServers::start(&["kubernetes"]);
     let mode = ["--mode", "passthrough"];
-    let said = three.home.online(&mode);
-    assert!(said.contains("only one endpoint is known"), "{said}");
-    three.name_in_slices(&[0, 1, 2]);
-    let said = three.home.online(&mode);
+    let output = three.home.run_online(&mode);
+    assert!(output.contains("only one endpoint is known"), "{output}");
+    three.create_slices(&[0, 1, 2]);
+    let output = three.home.run_online(&mode);
     let (a, b, c) = (three.address(0), three.address(1), three.address(2));
     assert!(
-        said.contains(&format!(
+        output.contains(&format!(
             "only one endpoint is known, {a}; the cluster names 2 apiservers more"
         )),
-        "{said}"
+        "{output}"
     );
-    assert!(said.contains("--discover") && said.contains(&format!("--upstream {b}")), "{said}");
-    assert_eq!(three.endpoints(), [a.as_str()], "it is an offer");
-    let said = three.home.online(&[&mode[..], &["--discover", "--force"]].concat());
-    assert_eq!(three.endpoints(), [a.as_str(), &b, &c], "{said}");
-    assert!(!said.contains("only one endpoint"), "{said}");
+    assert!(
+        output.contains("--discover") && output.contains(&format!("--upstream {b}")),
+        "{output}"
+    );
+    assert_eq!(three.endpoints(), [a.as_str()], "a suggestion only");
+    let output = three.home.run_online(&[&mode[..], &["--discover", "--force"]].concat());
+    assert_eq!(three.endpoints(), [a.as_str(), &b, &c], "{output}");
+    assert!(!output.contains("only one endpoint"), "{output}");
 
     // A user who may not list them gets a note, and so does --offline. Neither is a failure.
-    let other = Three::start(&["kubernetes"]);
+    let other = ThreeServers::start(&["kubernetes"]);
     let refuse: RequestHook = Arc::new(|head: &http::request::Parts| {
         head.uri
             .path()
@@ -555,16 +566,16 @@ fn kubeconfig_offers_the_apiservers_that_the_cluster_names() {
             .then(|| ScriptedResponse::status(403, "Forbidden", "no"))
     });
     other.servers[0].on_request(Some(refuse));
-    let said = other.home.online(&mode);
-    assert!(said.contains("only one endpoint is known") && said.contains("(403)"), "{said}");
-    let said = other.home.good(&[&mode[..], &["--out", "offline/k"]].concat());
-    assert!(said.contains("was not asked for them: --offline"), "{said}");
+    let output = other.home.run_online(&mode);
+    assert!(output.contains("only one endpoint is known") && output.contains("(403)"), "{output}");
+    let output = other.home.run_offline(&[&mode[..], &["--out", "offline/k"]].concat());
+    assert!(output.contains("was not asked for them: --offline"), "{output}");
 }
 
 #[test]
 fn kubeconfig_runs_an_exec_plugin_only_for_discover() {
-    let three = Three::start(&["kubernetes"]);
-    three.name_in_slices(&[0, 1]);
+    let three = ThreeServers::start(&["kubernetes"]);
+    three.create_slices(&[0, 1]);
     let traces = three.home.path("plugin-ran");
     let plugin = three.home.write(
         "plugin",
@@ -584,20 +595,20 @@ fn kubeconfig_runs_an_exec_plugin_only_for_discover() {
         "apiVersion": "client.authentication.k8s.io/v1", "command": plugin,
         "interactiveMode": "Never" } });
     three.home.write(".kube/config", &config.to_string());
-    let said = three.home.online(&["--mode", "passthrough"]);
-    assert!(!traces.exists(), "it ran unasked: {said}");
-    assert!(said.contains("is run by --discover only"), "{said}");
-    three.home.online(&["--mode", "passthrough", "--discover", "--force"]);
-    assert_eq!(fs::read_to_string(&traces).unwrap(), "ran\n", "once");
+    let output = three.home.run_online(&["--mode", "passthrough"]);
+    assert!(!traces.exists(), "the plugin ran without --discover: {output}");
+    assert!(output.contains("is run by --discover only"), "{output}");
+    three.home.run_online(&["--mode", "passthrough", "--discover", "--force"]);
+    assert_eq!(fs::read_to_string(&traces).unwrap(), "ran\n", "the plugin runs once");
     assert_eq!(three.endpoints(), [three.address(0), three.address(1)]);
 }
 
 #[test]
-fn kubeconfig_keeps_the_endpoints_of_the_configuration_that_is_there() {
+fn kubeconfig_keeps_endpoints_of_an_existing_configuration() {
     let home = Home::new();
     home.with_certificate();
     let mode = ["--mode", "terminate", "--node-name", "n"];
-    let with = |more: &[&str]| home.good(&[&mode[..], more].concat());
+    let with = |more: &[&str]| home.run_offline(&[&mode[..], more].concat());
     let endpoints = || {
         let config = home.tree(".kube/jackstay/jackstay.yaml");
         let items = config["upstreams"][0]["endpoints"].as_array().unwrap().clone();
@@ -605,14 +616,14 @@ fn kubeconfig_keeps_the_endpoints_of_the_configuration_that_is_there() {
     };
     with(&["--upstream", "10.0.0.2:6443", "--upstream", "10.0.0.3:6443"]);
     let three = ["10.0.0.1:6443", "10.0.0.2:6443", "10.0.0.3:6443"];
-    assert!(!with(&[]).contains("wrote "), "a second run finds everything as it is");
-    home.good(&["--mode", "terminate", "--node-name", "other", "--force"]);
+    assert!(!with(&[]).contains("wrote "), "a second run changes nothing");
+    home.run_offline(&["--mode", "terminate", "--node-name", "other", "--force"]);
     assert_eq!(endpoints(), three);
-    // Those that are named are all there are, and it says what is gone.
-    let said = with(&["--upstream", "10.0.0.3:6443", "--force"]);
+    // The given endpoints replace the existing ones, and the output names removed ones.
+    let output = with(&["--upstream", "10.0.0.3:6443", "--force"]);
     assert_eq!(endpoints(), [three[0], three[2]]);
-    assert!(said.contains("no longer an endpoint: 10.0.0.2:6443;"), "{said}");
-    // Another cluster's configuration is no reason to use its endpoints.
+    assert!(output.contains("no longer an endpoint: 10.0.0.2:6443;"), "{output}");
+    // Endpoints of another cluster's configuration are not used.
     let text = kubeconfig("https://10.9.9.9:6443", &home.pki.ca_pem(), Some(&home.admin), None);
     home.write(".kube/config", &text);
     with(&["--force"]);
@@ -620,16 +631,16 @@ fn kubeconfig_keeps_the_endpoints_of_the_configuration_that_is_there() {
 }
 
 #[test]
-fn kubeconfig_finds_a_place_beside_a_file_called_jackstay() {
+fn kubeconfig_beside_a_file_named_jackstay_uses_another_directory() {
     let home = Home::new();
     home.with_certificate();
     home.write("bin/jackstay", "the program\n");
     let out = home.path("bin/x");
     let args = ["--mode", "passthrough", "--out", out.to_str().unwrap()];
-    let said = home.good(&args);
+    let output = home.run_offline(&args);
     let config = home.path("bin/jackstay.d/jackstay.yaml");
-    assert!(config.is_file() && out.is_file(), "{said}");
-    assert!(said.contains(&format!("jackstay run --config {}", config.display())), "{said}");
+    assert!(config.is_file() && out.is_file(), "{output}");
+    assert!(output.contains(&format!("jackstay run --config {}", config.display())), "{output}");
     assert_eq!(fs::read_to_string(home.path("bin/jackstay")).unwrap(), "the program\n");
 
     let below = home.path("bin/jackstay/jackstay.yaml");
@@ -641,7 +652,7 @@ fn kubeconfig_finds_a_place_beside_a_file_called_jackstay() {
     assert!(!error.contains("os error"), "{error}");
 }
 
-/// What the command wrote, running in this process in front of a demo apiserver, on a free port.
+/// The written configuration, running in this process in front of a demo apiserver, on a free port.
 struct Started {
     home: Home,
     _server: ApiServerHandle,
@@ -650,19 +661,19 @@ struct Started {
 }
 
 impl Started {
-    fn start(mode: &str, meddle: impl FnOnce(&Path)) -> Self {
-        Self::start_at("127.0.0.1:7443", mode, meddle)
+    fn start(mode: &str, prepare: impl FnOnce(&Path)) -> Self {
+        Self::start_at("127.0.0.1:7443", mode, prepare)
     }
 
-    fn start_at(at: &str, mode: &str, meddle: impl FnOnce(&Path)) -> Self {
+    fn start_at(at: &str, mode: &str, prepare: impl FnOnce(&Path)) -> Self {
         let home = Home::new();
         let server = apiserver::start(&Cluster::new(), &home.pki, Options::named("a")).unwrap();
         let url = format!("https://{}", server.addr);
         let text = kubeconfig(&url, &home.pki.ca_pem(), Some(&home.admin), None);
         home.write(".kube/config", &text);
-        home.online(&["--server", at, "--mode", mode, "--node-name", "node-1"]);
+        home.run_online(&["--server", at, "--mode", mode, "--node-name", "node-1"]);
         let dir = home.path(".kube/jackstay");
-        meddle(&dir);
+        prepare(&dir);
         let file = dir.join("jackstay.yaml");
         let mut config = load(&file, [], &Overrides::default()).unwrap().config;
         let errors = check_files(&file, &config, SystemTime::now()).errors;
@@ -674,22 +685,22 @@ impl Started {
         Self { home, _server: server, addr, proxy: app.start().unwrap() }
     }
 
-    /// Asks as the user of the moved kubeconfig would, until it is answered: with its CA, its name
-    /// and its certificate.
-    fn ask(&self) {
-        let moved = cluster(&self.home.tree(".kube/jackstay.kubeconfig"));
-        let ca = String::from_utf8(decode(&moved["certificate-authority-data"])).unwrap();
-        let url = moved["server"].as_str().unwrap();
+    /// Sends requests as a client of the written kubeconfig, with its CA, server name and certificate, until one
+    /// succeeds.
+    fn wait_for_response(&self) {
+        let written = cluster(&self.home.tree(".kube/jackstay.kubeconfig"));
+        let ca = String::from_utf8(decode(&written["certificate-authority-data"])).unwrap();
+        let url = written["server"].as_str().unwrap();
         let host = url.strip_prefix("https://").unwrap().rsplit_once(':').unwrap().0;
-        let name = moved["tls-server-name"].as_str().unwrap_or(host);
-        let who = Credentials::anonymous(&ca).certificate(&self.home.admin).expecting(name);
+        let name = written["tls-server-name"].as_str().unwrap_or(host);
+        let credentials = Credentials::anonymous(&ca).certificate(&self.home.admin).expecting(name);
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-        wait::until_ok_blocking(Duration::from_secs(30), "the endpoint answers", || {
-            let asked = runtime.block_on(async {
-                let client = Client::connect(self.addr, &who).await?;
+        wait::until_ok_blocking(Duration::from_secs(30), "a response through jackstay", || {
+            let response = runtime.block_on(async {
+                let client = Client::connect(self.addr, &credentials).await?;
                 client.get("/api/v1/namespaces").await
             });
-            match asked {
+            match response {
                 Ok(reply) if reply.status == 200 => Ok(()),
                 other => Err(format!("{other:?}")),
             }
@@ -698,17 +709,17 @@ impl Started {
 }
 
 #[test]
-fn what_it_writes_serves_its_user() {
+fn kubeconfig_output_serves_its_user() {
     for mode in ["passthrough", "terminate"] {
         let running = Started::start(mode, |_| {});
-        running.ask();
+        running.wait_for_response();
         assert!(running.proxy.stop());
     }
 }
 
-/// `localhost` is both loopbacks, and the name that the client verifies where TLS ends here.
+/// `localhost` stands for both loopback addresses; in mode terminate the client verifies this name.
 #[test]
-fn a_name_of_the_local_endpoint() {
+fn kubeconfig_server_localhost_binds_both_loopbacks() {
     let shared = Some("kubernetes.default.svc");
     for (mode, verified) in [("passthrough", shared), ("terminate", None)] {
         let running = Started::start_at("localhost:7443", mode, |dir| {
@@ -717,27 +728,27 @@ fn a_name_of_the_local_endpoint() {
             let bind = &config["listeners"][0]["bind"];
             assert_eq!(*bind, json!(["127.0.0.1:7443", "[::1]:7443"]), "{mode}");
         });
-        let moved = cluster(&running.home.tree(".kube/jackstay.kubeconfig"));
-        assert_eq!(moved["server"], "https://localhost:7443");
-        assert_eq!(moved.get("tls-server-name").and_then(Value::as_str), verified, "{mode}");
-        running.ask();
+        let written = cluster(&running.home.tree(".kube/jackstay.kubeconfig"));
+        assert_eq!(written["server"], "https://localhost:7443");
+        assert_eq!(written.get("tls-server-name").and_then(Value::as_str), verified, "{mode}");
+        running.wait_for_response();
         assert!(running.proxy.stop());
     }
 }
 
-/// Any other name is for whoever resolves it: the kubeconfig can have it, a listener cannot.
+/// Other names are allowed in a kubeconfig, but not in a listener.
 #[test]
-fn a_name_of_somebody_else() {
+fn kubeconfig_server_with_other_name_needs_no_listener() {
     let home = Home::new();
     home.with_certificate();
-    home.good(&["--server", "vip.example:7443"]);
-    let moved = cluster(&home.tree(".kube/jackstay.kubeconfig"));
-    assert_eq!(moved["server"], "https://vip.example:7443");
-    assert_eq!(moved["tls-server-name"], "10.0.0.1", "the apiserver's own");
+    home.run_offline(&["--server", "vip.example:7443"]);
+    let written = cluster(&home.tree(".kube/jackstay.kubeconfig"));
+    assert_eq!(written["server"], "https://vip.example:7443");
+    assert_eq!(written["tls-server-name"], "10.0.0.1", "the apiserver's address");
 }
 
 #[test]
-fn an_expired_serving_certificate_is_renewed_at_the_start() {
+fn expired_serving_certificate_is_renewed_at_start() {
     let expire = |dir: &Path| {
         let ca = LocalCa::load(&CertPaths {
             cert_file: dir.join("local-ca.crt"),
@@ -748,7 +759,7 @@ fn an_expired_serving_certificate_is_renewed_at_the_start() {
         fs::write(dir.join("serving.pem"), issued.pair()).unwrap();
     };
     let running = Started::start("terminate", expire);
-    running.ask();
+    running.wait_for_response();
     let serving = running.home.path(".kube/jackstay/serving.pem");
     let paths = CertPaths { cert_file: serving.clone(), key_file: serving.clone() };
     let renewed = load_cert(&paths).unwrap().info;

@@ -148,7 +148,7 @@ fn configuration_table_equals_the_example_file() {
     check_table("config/README.md", "configuration", &configuration());
 }
 
-/// Hosts render the README at the top in full: it stays a page to start from.
+/// The top README stays a short starting page.
 #[test]
 fn top_readme_has_fewer_than_200_lines() {
     let lines = read("README.md").lines().count();

@@ -1,7 +1,7 @@
-//! No secret ever leaves by the log or the admin endpoint: secrets are planted wherever a client, an
-//! operator or an apiserver can put one, everything that jackstay says is kept, and searched.
+//! No secret appears in the log or on the admin endpoint. The tests put secrets wherever a client, an operator or an
+//! apiserver can, and search all output for them.
 //!
-//! The real binary with the loudest log there is: trace, every request, in both formats.
+//! The binary runs with level `trace` and `access: all`, in both log formats.
 
 #![cfg(feature = "demo")]
 
@@ -50,11 +50,11 @@ const PLANTED: &[&str] = &[
     BODY,
 ];
 
-/// A running jackstay and what it says on stderr.
+/// A running jackstay and its standard error.
 struct Running {
     child: KillOnDrop,
     lines: Receiver<String>,
-    said: String,
+    output: String,
 }
 
 impl Running {
@@ -72,15 +72,15 @@ impl Running {
                 let _ = send.send(line);
             }
         });
-        Self { child: KillOnDrop(child), lines, said: String::new() }
+        Self { child: KillOnDrop(child), lines, output: String::new() }
     }
 
-    /// The address in the first line that has `word`.
+    /// The address in the first line that contains `word`.
     fn address(&mut self, word: &str) -> SocketAddr {
         loop {
-            let line = self.lines.recv_timeout(PATIENCE).expect("it says where it listens");
-            self.said.push_str(&line);
-            self.said.push('\n');
+            let line = self.lines.recv_timeout(PATIENCE).expect("the log has the address");
+            self.output.push_str(&line);
+            self.output.push('\n');
             if line.contains(word) {
                 let at = line.find("127.0.0.1:").expect("an address");
                 let port = |c: char| c.is_ascii_digit() || c == '.' || c == ':';
@@ -90,17 +90,17 @@ impl Running {
         }
     }
 
-    /// Ends it, and returns everything it has said.
+    /// Stops it and returns all its output.
     fn end(mut self) -> String {
         let id = self.child.id().to_string();
         assert!(Command::new("kill").args(["-TERM", &id]).status().expect("kill").success());
         // Until the pipe is closed.
         for line in &self.lines {
-            self.said.push_str(&line);
-            self.said.push('\n');
+            self.output.push_str(&line);
+            self.output.push('\n');
         }
         self.child.wait().expect("it ends");
-        std::mem::take(&mut self.said)
+        std::mem::take(&mut self.output)
     }
 }
 
@@ -121,14 +121,14 @@ fn forms(secret: &str) -> Vec<String> {
     vec![secret.to_owned(), bare, URL_SAFE_NO_PAD.encode(secret), hex, list.join(", ")]
 }
 
-/// Sends a GET and waits for the head of the answer; what it is does not matter here.
+/// Sends a GET and waits for the response head; every response is accepted.
 async fn head(client: &Client, path: &str, headers: &[(&str, &str)]) {
     let answer = client.send(Method::GET, path, headers, "");
     drop(tokio::time::timeout(PATIENCE, answer).await.expect("an answer, or the connection ends"));
 }
 
-/// One request for each place where a secret can stand.
-async fn plant(world: &TestCluster, listener: SocketAddr) {
+/// Sends a request for each place where a client can put a secret.
+async fn send_secrets(world: &TestCluster, listener: SocketAddr) {
     let certs = &world.certs;
     let nobody = certs.anonymous();
     let client = Client::connect(listener, &nobody).await.expect("HTTP/2");
@@ -153,7 +153,7 @@ async fn plant(world: &TestCluster, listener: SocketAddr) {
         (CONFIGMAPS, &[("sec-websocket-protocol", &subprotocol)]),
     ];
     for (path, headers) in requests {
-        // Refused or not: what is said about it is what matters.
+        // Refused or not: only the output matters.
         head(&client, path, headers).await;
     }
 
@@ -173,7 +173,7 @@ async fn plant(world: &TestCluster, listener: SocketAddr) {
         head(&http1, CONFIGMAPS, &headers).await;
     }
 
-    // A secret that goes up, comes back, and stands in a watch.
+    // A secret in a request body, a response and a watch event.
     let admin = Client::connect(listener, &certs.credentials()).await.expect("HTTP/2");
     let secret = |name: &str| {
         json!({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name},
@@ -185,19 +185,19 @@ async fn plant(world: &TestCluster, listener: SocketAddr) {
     assert!(format!("{:?}", seen.expect("no error")).contains(BODY), "the watch carries it");
     let back = admin.get(&format!("{CONFIGMAPS}/s")).await.expect("an answer");
     assert!(String::from_utf8_lossy(&back.body).contains(BODY));
-    // An apiserver that dies in the middle has reasons of its own to be quoted.
+    // The errors of a killed apiserver are logged too.
     world.servers[0].kill();
     let _ = tokio::time::timeout(PATIENCE, admin.post(CONFIGMAPS, &secret("t"))).await;
 }
 
-async fn nothing_leaks(format: &str) {
+async fn assert_no_secret_leaks(format: &str) {
     let world = TestCluster::new(1);
     world.state.add_token(BEARER, User::new("alice", &["system:masters"]));
     world.state.add_token(PROBE_TOKEN, User::new("probe", &[]));
     let dir = world.certs.path();
     let file = |name: &str| dir.join(name).to_str().expect("UTF-8").to_owned();
     std::fs::write(dir.join("probe.token"), PROBE_TOKEN).expect("written");
-    // Discovery asks with it, and is refused: what it may not do is said with its reasons.
+    // Discovery uses this token and is refused, which is logged with the reason.
     let kubeconfig = json!({
         "apiVersion": "v1", "kind": "Config", "current-context": "c",
         "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
@@ -236,14 +236,14 @@ async fn nothing_leaks(format: &str) {
     let shows = async |path, words: &str| page(admin, path).await.contains(words);
     until("it is ready", async || shows("/readyz", "readyz check passed").await).await;
     until("discovery is refused", async || shows("/events", "401").await).await;
-    plant(&world, listener).await;
+    send_secrets(&world, listener).await;
 
-    let mut said = String::new();
+    let mut output = String::new();
     for path in ["/", "/status", "/config", "/metrics", "/events", "/history", "/readyz", "/livez"]
     {
         let text = page(admin, path).await;
         assert!(text.len() > 100 || path == "/livez", "{path}: {text}");
-        said.push_str(&text);
+        output.push_str(&text);
     }
     let log = running.end();
     let refused = |line: &&str| line.contains("slices") && line.contains("401");
@@ -251,17 +251,17 @@ async fn nothing_leaks(format: &str) {
     let lines = |part: &str| log.lines().filter(|line| line.contains(part)).count();
     assert!(lines("/configmaps") >= 10, "every request has its line:\n{log}");
     let warm = lines("reused=true") + lines("\"reused\":true");
-    assert!(warm > 0, "requests go on connections that are open already");
-    assert!(lines("TRACE") > 100, "the log is as loud as it can be");
-    assert!(lines("?access_token=***") == 1, "and the query is there, masked");
-    said.push_str(&log);
+    assert!(warm > 0, "some requests use an open connection");
+    assert!(lines("TRACE") > 100, "the log has level trace");
+    assert!(lines("?access_token=***") == 1, "the query is logged masked");
+    output.push_str(&log);
 
     let mut secrets: Vec<String> = PLANTED.iter().flat_map(|secret| forms(secret)).collect();
     for key in ["serving.key", "admin.key"] {
         let pem = std::fs::read_to_string(dir.join(key)).expect("a key");
         secrets.extend(pem.lines().filter(|line| !line.starts_with("---")).map(str::to_owned));
     }
-    let leaked: Vec<_> = said
+    let leaked: Vec<_> = output
         .lines()
         .filter(|line| secrets.iter().any(|secret| line.contains(secret.as_str())))
         .map(|line| &line[..line.len().min(600)])
@@ -270,17 +270,17 @@ async fn nothing_leaks(format: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn nothing_leaks_in_text() {
-    nothing_leaks("text").await;
+async fn text_log_and_admin_pages_contain_no_secret() {
+    assert_no_secret_leaks("text").await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn nothing_leaks_in_json() {
-    nothing_leaks("json").await;
+async fn json_log_and_admin_pages_contain_no_secret() {
+    assert_no_secret_leaks("json").await;
 }
 
 #[test]
-fn the_search_would_find_a_secret() {
+fn forms_of_a_secret_match_its_encodings() {
     let forms = forms(BEARER);
     assert!(forms.iter().all(|form| form.len() >= BEARER.len()));
     assert!(format!("authorization: Bearer {BEARER}").contains(&forms[0]));

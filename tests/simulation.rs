@@ -1,22 +1,22 @@
-//! Five thousand nodes before three apiservers, in simulated time: what every node decides for
-//! itself must add up to something that a control plane can bear.
+//! Simulates 5,000 nodes and three apiservers: the independent decisions of all nodes must not overload the control
+//! plane.
 //!
-//! Only the pure parts run here (the picker, slow start, the mover, flights, backoff and the jitter of
-//! resumed watches); the network is perfect and takes no time.
+//! Only pure functions run (picking, slow start, rebalancing, evacuation, backoff and the jitter of resumed watches).
+//! The simulated network has no delay and no loss.
 
 use jackstay::proxy::watch::session::Round;
 use jackstay::upstream::balance::{cost, pick, slow_start, slow_start_factor};
 use jackstay::upstream::endpoint::{EndpointReadiness, EndpointState, backoff};
-use jackstay::upstream::evacuation::{START_JITTER, decide as who_leaves, due_moves};
+use jackstay::upstream::evacuation::{START_JITTER, decide as decide_evacuation, due_moves};
 use jackstay::upstream::rebalance::{EndpointLoad, RebalanceMove, decide};
 use jackstay::upstream::watch_moves::MoveEligibility;
 use std::time::Duration;
 
 const NODES: usize = 5_000;
-/// A kubelet's: nodes, pods, services, classes, and some for secrets and config maps.
+/// Watches of a kubelet: nodes, pods, services, classes, and some for secrets and config maps.
 const WATCHES: usize = 8;
 const SERVERS: usize = 3;
-/// Latency of an apiserver that has nothing to do.
+/// Latency of an idle apiserver, in seconds.
 const LATENCY: f64 = 0.001;
 
 #[derive(Clone, Debug)]
@@ -31,7 +31,7 @@ struct Fleet {
 }
 
 impl Fleet {
-    /// Nodes that have placed their watches.
+    /// Nodes whose watches are distributed.
     fn new(seed: u64) -> Self {
         let mut rng = fastrand::Rng::with_seed(seed);
         let nodes = (0..NODES).map(|_| Node { watches: [0; SERVERS], lot: rng.f64() }).collect();
@@ -55,7 +55,7 @@ impl Fleet {
         .unwrap()
     }
 
-    /// The server is gone; what it carried goes on elsewhere. When each watch asks, and whom.
+    /// Moves the watches of a lost server. Returns for each its delay and its new server.
     fn lose(&mut self, dead: usize) -> Vec<(Duration, usize)> {
         let start = tokio::time::Instant::now();
         let mut moves = Vec::new();
@@ -75,14 +75,14 @@ impl Fleet {
     }
 }
 
-/// How far the load furthest from the mean is from it.
+/// The largest relative deviation from the mean.
 fn spread(totals: [usize; SERVERS]) -> f64 {
     let mean = totals.iter().sum::<usize>() as f64 / SERVERS as f64;
     totals.iter().map(|&total| (total as f64 / mean - 1.0).abs()).fold(0.0, f64::max)
 }
 
 #[test]
-fn after_the_loss_of_one_the_survivors_share_evenly() {
+fn watches_of_a_lost_server_spread_evenly() {
     for seed in 0..3 {
         let mut fleet = Fleet::new(seed);
         let before = fleet.totals();
@@ -100,19 +100,19 @@ fn after_the_loss_of_one_the_survivors_share_evenly() {
             let part = count as f64 / moves.len() as f64;
             assert!(part <= 0.6, "{to:?}");
         }
-        // No thundering herd: the jitter spreads them over its whole width.
+        // The jitter spreads the requests evenly over its range.
         assert!(bins.iter().all(|&bin| bin * 4 < moves.len()), "{bins:?}");
         println!("{} watches move to {to:?}, per 200 ms {bins:?}", moves.len());
     }
 }
 
 #[test]
-fn after_its_return_loads_even_out_slowly() {
+fn loads_after_a_return_even_out_slowly() {
     let mut fleet = Fleet::new(7);
     fleet.lose(0);
     let mut worst_second = 0;
     let mut even_after = None;
-    // Its /readyz is asked every second and must be right twice.
+    // /readyz is probed every second and must succeed twice.
     let ready_at: Vec<f64> = (0..NODES).map(|_| 1.0 + fleet.rng.f64()).collect();
     for second in 0..600_u32 {
         let mut moves = 0;
@@ -148,11 +148,11 @@ fn after_its_return_loads_even_out_slowly() {
     }
     let end = fleet.totals();
     println!("within 10 % after {even_after:?} s; at most {worst_second} moves a second");
-    assert_eq!(end.iter().sum::<usize>(), NODES * WATCHES, "none is lost");
+    assert_eq!(end.iter().sum::<usize>(), NODES * WATCHES, "no watch is lost");
     assert!(spread(end) <= 0.1, "{end:?}");
-    // A server that has just come back sees the moves of 5,000 nodes as a trickle.
+    // The moves of 5,000 nodes to a returned server are spread over time.
     assert!(worst_second < NODES * WATCHES / 100, "{worst_second} moves in one second");
-    // And there it ends.
+    // Balanced nodes move nothing.
     let churn: usize = (0..NODES)
         .filter(|&index| {
             let loads = fleet.nodes[index].watches.map(|watches| EndpointLoad {
@@ -164,18 +164,18 @@ fn after_its_return_loads_even_out_slowly() {
             decide(&loads, lot, Duration::from_secs(1), &mut fleet.rng).is_some()
         })
         .count();
-    assert_eq!(churn, 0, "in quiet times nothing moves");
+    assert_eq!(churn, 0, "no moves after balancing");
 }
 
-/// What a node knows of the readiness of one server whose etcd is gone since `lost`, if ever. It is
-/// probed at `probes`, each one second after the other while it fails; times are in seconds.
+/// A node's view of the readiness of a server that loses etcd at `lost`, or never. Its first probe afterwards is at
+/// `probe`; while probes fail, they follow each other after one second. Times are in seconds.
 struct Probed {
     lost: f64,
     probe: f64,
 }
 
 impl Probed {
-    /// With the timeout of one second: in doubt after half of it, degraded after the second failure.
+    /// With a probe timeout of one second: failing after half of it, degraded after the second failure.
     fn readiness(
         &self,
         zero: tokio::time::Instant,
@@ -197,9 +197,9 @@ impl Probed {
     }
 }
 
-/// Moves that one node makes after the etcd of each server is `gone` at these times: when, and whom to.
-/// Of its watches on each server the first three were delivering.
-fn flee(
+/// Calls `each` with time and target of each watch that one node moves when the servers lose etcd at the times `gone`. On
+/// each server, three of the node's watches were delivering events.
+fn evacuate(
     fleet: &mut Fleet,
     node: usize,
     gone: [f64; SERVERS],
@@ -212,7 +212,7 @@ fn flee(
         lost: gone[server],
         probe: gone[server] + first_probe,
     });
-    // The others are asked as soon as the first is in doubt; who hangs by then has nothing to show.
+    // The other servers are probed as soon as the first probe fails; servers that hang by then are not proven ready.
     let proof = (0..SERVERS).map(|at| known[at].probe.max(gone[at])).fold(f64::MAX, f64::min) + 0.5;
     let proof = proof + 0.2 * fleet.rng.f64();
     let mut last = [None::<f64>; SERVERS];
@@ -221,7 +221,7 @@ fn flee(
     while now < 20.0 {
         let readiness: [EndpointReadiness; SERVERS] =
             std::array::from_fn(|at| known[at].readiness(zero, Some(proof), now));
-        for (from, who, targets) in who_leaves(&readiness).collect::<Vec<_>>() {
+        for (from, who, targets) in decide_evacuation(&readiness).collect::<Vec<_>>() {
             let Some(before) = last[from] else {
                 last[from] = Some(now + START_JITTER.as_secs_f64() * fleet.rng.f64());
                 continue;
@@ -249,19 +249,19 @@ fn flee(
 }
 
 #[test]
-fn nodes_leave_an_apiserver_without_etcd_and_stampede_nobody() {
-    // Probes of every 10 s, and all of them at the same moment: the worst that can be.
-    for (spread, what) in [(10.0, "probed every 10 s"), (0.0, "all probe at the same moment")] {
+fn nodes_leave_a_server_without_etcd_without_a_stampede() {
+    // Probes every 10 s, and as the worst case all probes at the same time.
+    for (spread, what) in [(10.0, "probed every 10 s"), (0.0, "all probe at the same time")] {
         let mut fleet = Fleet::new(11);
         let before = fleet.totals();
         let mut moves = Vec::new();
         for node in 0..NODES {
             let first_probe = fleet.rng.f64() * spread;
             let lost = [0.0, f64::MAX, f64::MAX];
-            flee(&mut fleet, node, lost, first_probe, |at, there| moves.push((at, there)));
+            evacuate(&mut fleet, node, lost, first_probe, |at, there| moves.push((at, there)));
         }
-        assert_eq!(fleet.totals()[0], 0, "all have left");
-        assert_eq!(moves.len(), before[0], "and none more than once");
+        assert_eq!(fleet.totals()[0], 0, "every watch has left");
+        assert_eq!(moves.len(), before[0], "no watch moved twice");
         let first = moves.iter().map(|(at, _)| *at).fold(f64::MAX, f64::min);
         for window in [1.0, 20.0] {
             let within = moves.iter().filter(|(at, _)| *at < first + window);
@@ -285,14 +285,14 @@ fn nodes_leave_an_apiserver_without_etcd_and_stampede_nobody() {
 }
 
 #[test]
-fn an_etcd_that_all_lose_moves_nothing() {
+fn etcd_lost_by_all_servers_moves_nothing() {
     for apart in [0.0, 0.1, 0.4] {
         let mut fleet = Fleet::new(12);
         let before = fleet.totals();
         for node in 0..NODES {
             let first_probe = fleet.rng.f64() * 10.0;
             let lost = [0.0, apart, apart / 2.0];
-            flee(&mut fleet, node, lost, first_probe, |at, there| {
+            evacuate(&mut fleet, node, lost, first_probe, |at, there| {
                 panic!("a move to {there} at {at}, {apart} s apart");
             });
         }
@@ -301,13 +301,13 @@ fn an_etcd_that_all_lose_moves_nothing() {
 }
 
 #[test]
-fn heartbeats_come_back_gradually() {
+fn heartbeats_return_gradually_after_a_restart() {
     let mut fleet = Fleet::new(9);
     fleet.lose(0);
     let mut before = 0.0;
     for step in 0..=6_u32 {
         let share = slow_start(Duration::from_secs(u64::from(step) * 5));
-        // A heartbeat finds the streams of watches and nothing else: the emptiest is preferred.
+        // A heartbeat prefers the server with the fewest streams.
         let taken = (0..NODES).filter(|&node| fleet.pick(node, None, [share, 1.0, 1.0]) == 0);
         let part = taken.count() as f64 / NODES as f64;
         println!("{:>2} s: {:.1} % of all heartbeats", step * 5, part * 100.0);
@@ -317,7 +317,7 @@ fn heartbeats_come_back_gradually() {
     }
 }
 
-/// When a node tries to reach a server that refuses, until `end`.
+/// Calls `each` with the times at which a node connects to a refusing server, until `end`.
 fn attempts(rng: &mut fastrand::Rng, alone: bool, end: f64, mut each: impl FnMut(f64)) {
     let mut now = rng.f64() * 0.05;
     for failures in 1.. {
@@ -330,7 +330,7 @@ fn attempts(rng: &mut fastrand::Rng, alone: bool, end: f64, mut each: impl FnMut
 }
 
 #[test]
-fn a_dead_apiserver_is_not_stormed() {
+fn connects_to_a_dead_server_are_spread_by_backoff() {
     let mut rng = fastrand::Rng::with_seed(3);
     for (alone, steady_limit) in [(false, 0.5), (true, 2.5)] {
         let mut seconds = [0_usize; 60];
@@ -349,7 +349,7 @@ fn a_dead_apiserver_is_not_stormed() {
         );
         assert!(seconds[0] <= NODES * 6, "{seconds:?}");
         assert!(most as f64 <= NODES as f64 * steady_limit, "{most} connects a second");
-        // Nodes that lost it at the same moment do not come back at the same moment.
+        // Nodes that lost the server at the same time do not retry at the same time.
         let mean = tenths[200..].iter().sum::<usize>() / tenths[200..].len();
         let peak = *tenths[200..].iter().max().unwrap();
         assert!(peak < 2 * mean, "{peak} within 100 ms, {mean} on average");

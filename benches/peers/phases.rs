@@ -167,7 +167,7 @@ impl Bench<'_> {
                 load.requests,
                 target.name()
             );
-            // With HAProxy and Envoy alone in a run a few of tens of thousands were 5xx. Ours may be none.
+            // HAProxy and Envoy return 5xx for a few of tens of thousands of requests; jackstay must not.
             let few = load.failed < load.requests / 100.0;
             if !few || !matches!(target, Target::Haproxy | Target::Envoy) {
                 return Err(what.into());

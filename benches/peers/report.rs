@@ -63,8 +63,10 @@ impl Metric {
         Self::ConnectionRate,
     ];
 
-    fn layer(self) -> Layer {
-        if self >= Self::FlowMemory { Layer::L4 } else { Layer::L7 }
+    /// The metrics of a layer.
+    fn of(layer: Layer) -> impl Iterator<Item = Self> {
+        let is_l4 = |metric: &Self| *metric >= Self::FlowMemory;
+        Self::ALL.into_iter().filter(move |metric| is_l4(metric) == (layer == Layer::L4))
     }
 
     /// Key in the JSON, label in the table, decimal places.
@@ -152,50 +154,40 @@ impl Samples {
         median(&pairs.map(|(mine, base)| mine / base).collect::<Vec<_>>())
     }
 
-    /// Whether jackstay meets the limit; `None` without a limit or without samples.
-    pub fn meets(&self, metric: Metric) -> Option<bool> {
+    /// jackstay's value and its limit; `None` without a limit or without samples.
+    fn value_and_limit(&self, metric: Metric) -> Option<(f64, f64)> {
+        let ours = self.0.get(&(metric, Target::Jackstay))?;
         Some(match metric.limit()? {
-            Limit::Ratio(most) => self.ratio(metric, Target::Jackstay)? <= most,
+            Limit::Ratio(most) => (self.ratio(metric, Target::Jackstay)?, most),
             Limit::AtMost(peers) => {
-                let ratios =
-                    peers.iter().map(|&peer| self.ratio_to(peer, metric, Target::Jackstay));
-                ratios.collect::<Option<Vec<_>>>()?.into_iter().all(|ratio| ratio <= 1.0)
+                let ratio = |&peer| self.ratio_to(peer, metric, Target::Jackstay);
+                (peers.iter().filter_map(ratio).reduce(f64::max)?, 1.0)
             }
-            Limit::Value(most) => self.median(metric, Target::Jackstay)? <= most,
-            Limit::Each(most) => {
-                self.0.get(&(metric, Target::Jackstay))?.iter().all(|&value| value <= most)
-            }
+            Limit::Value(most) => (median(ours)?, most),
+            Limit::Each(most) => (ours.iter().copied().reduce(f64::max)?, most),
         })
+    }
+
+    /// Whether jackstay meets the limit; `None` without a limit or if a proxy to compare with was
+    /// not measured.
+    pub fn meets(&self, metric: Metric) -> Option<bool> {
+        if let Some(Limit::AtMost(peers)) = metric.limit() {
+            peers.iter().try_for_each(|&peer| self.0.get(&(metric, peer)).map(drop))?;
+        }
+        self.value_and_limit(metric).map(|(value, limit)| value <= limit)
     }
 
     /// Label, jackstay's value and limit of each measured metric of a layer.
     pub fn figures(&self, layer: Layer) -> Vec<(&'static str, f64, f64)> {
-        let metrics = Metric::ALL.into_iter().filter(|metric| metric.layer() == layer);
         let figure = |metric: Metric| {
-            let (measured, most) = match metric.limit()? {
-                Limit::Ratio(most) => (self.ratio(metric, Target::Jackstay)?, most),
-                Limit::AtMost(peers) => {
-                    let ratios =
-                        peers.iter().map(|&peer| self.ratio_to(peer, metric, Target::Jackstay));
-                    (ratios.flatten().reduce(f64::max)?, 1.0)
-                }
-                Limit::Value(most) => (self.median(metric, Target::Jackstay)?, most),
-                Limit::Each(most) => {
-                    let samples = self.0.get(&(metric, Target::Jackstay))?;
-                    (samples.iter().copied().reduce(f64::max)?, most)
-                }
-            };
-            Some((metric.names().1, measured, most))
+            self.value_and_limit(metric).map(|(value, limit)| (metric.names().1, value, limit))
         };
-        metrics.filter_map(figure).collect()
+        Metric::of(layer).filter_map(figure).collect()
     }
 
     /// Whether every limit of a layer was measured and met.
     pub fn meets_all(&self, layer: Layer) -> bool {
-        Metric::ALL
-            .iter()
-            .filter(|metric| metric.layer() == layer)
-            .all(|&metric| metric.limit().is_none() || self.meets(metric) == Some(true))
+        Metric::of(layer).all(|metric| metric.limit().is_none() || self.meets(metric) == Some(true))
     }
 
     /// The table of a layer.
@@ -213,7 +205,7 @@ impl Samples {
             let _ = write!(out, "{:>18}", column.name());
         }
         let _ = writeln!(out, "   limit for jackstay");
-        for metric in Metric::ALL.into_iter().filter(|metric| metric.layer() == layer) {
+        for metric in Metric::of(layer) {
             let (_, label, decimals) = metric.names();
             let _ = write!(out, "{label:<34}");
             for &column in &columns {

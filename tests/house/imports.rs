@@ -1,7 +1,7 @@
-//! Which source file uses names of which other file, read from the syntax trees.
+//! Reads from syntax trees which source file uses names of which other file.
 //!
-//! A path counts where it is used: `use super::pool; pool::Pool::new()` uses `pool.rs`. A name that a
-//! file re-exports (`pub use`) counts as a use of the file that defines it. Test code is left out.
+//! A path counts where it is used: `use super::pool; pool::Pool::new()` uses `pool.rs`. A use of a re-exported name
+//! (`pub use`) counts as a use of the file that defines it. Test code is ignored.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -13,12 +13,12 @@ use syn::{Attribute, Item, ItemMod, ItemUse, Macro, UseTree, Visibility};
 /// A module path from the crate root: `["proxy", "watch"]`.
 type Module = Vec<String>;
 
-/// Paths that one file mentions, and the names that it binds to other paths.
+/// The paths in one file, and the names that it binds to paths.
 #[derive(Default)]
 struct Scan {
-    /// Every path with its segments, as written.
+    /// Segments of every path as written.
     paths: BTreeSet<Vec<String>>,
-    /// Names bound by `use`, with the path of each as written; public ones are re-exports.
+    /// Names bound by `use`, with their paths as written; `true` for re-exports.
     bound: Vec<(String, Vec<String>, bool)>,
     /// Child modules.
     children: BTreeSet<String>,
@@ -61,7 +61,7 @@ impl Scan {
         }
     }
 
-    /// Paths in the arguments of a macro, which are not parsed.
+    /// Finds paths in the arguments of a macro, which syn does not parse.
     fn tokens(&mut self, tokens: TokenStream) {
         let mut path: Vec<String> = Vec::new();
         let mut colons = 0;
@@ -119,13 +119,13 @@ impl<'ast> Visit<'ast> for Scan {
     }
 }
 
-/// The uses between the files of a source tree.
+/// The imports between the files of a source tree.
 pub struct Imports {
     files: BTreeMap<Module, (String, Scan)>,
 }
 
 impl Imports {
-    /// Reads files, each given by its path below the root of the crate and its text.
+    /// Reads files, given by their path below the crate root and their text.
     pub fn read<'a>(files: impl Iterator<Item = (&'a Path, &'a str)>) -> Self {
         let files = files.map(|(path, text)| {
             let name = path.to_str().unwrap().to_owned();
@@ -137,7 +137,7 @@ impl Imports {
         Self { files: files.collect() }
     }
 
-    /// The path from the crate root of a path written in `module`; `None` outside the crate.
+    /// Resolves a path written in `module` to a path from the crate root; `None` outside the crate.
     fn absolute(&self, module: &[String], path: &[String], depth: usize) -> Option<Vec<String>> {
         let (first, rest) = path.split_first()?;
         let scan = &self.files.get(module)?.1;
@@ -164,7 +164,7 @@ impl Imports {
         }
     }
 
-    /// The module that defines what an absolute path names, behind re-exports.
+    /// The module that defines an absolute path, after following re-exports.
     fn definition(&self, path: &[String], depth: usize) -> Option<Module> {
         let module =
             (0..=path.len()).rev().map(|n| &path[..n]).find(|m| self.files.contains_key(*m))?;
@@ -192,7 +192,7 @@ impl Imports {
         used
     }
 
-    /// The circles: sets of files of which each uses, directly or not, all others of its set.
+    /// The import circles: sets of files in which each file uses all others, directly or indirectly.
     pub fn circles(&self) -> Vec<Vec<String>> {
         let uses: BTreeMap<_, _> = self.files.keys().map(|m| (m, self.used_by(m))).collect();
         let reach: BTreeMap<_, BTreeSet<&Module>> = uses
@@ -215,7 +215,7 @@ impl Imports {
     }
 }
 
-/// `src/a/b.rs` and `src/a/b/mod.rs` hold module `a::b`.
+/// The module of a file: `src/a/b.rs` and `src/a/b/mod.rs` are `a::b`.
 fn module_of(path: &Path) -> Module {
     let mut module: Module = path.iter().map(|part| part.to_str().unwrap().to_owned()).collect();
     let file = module.pop().expect("a file has a name");

@@ -1,13 +1,13 @@
-//! Rules of the source tree that the compiler does not check: which module may import which, no import
-//! circle between files, the links of the architecture page, the length of files, where `unsafe` may stand, a module comment in each file, no
-//! fixed waits in tests, no duplicate key in a JSON literal.
+//! Rules of the source tree that the compiler does not check: allowed imports between modules, no import circle between
+//! files, links of the architecture page, length of files, `unsafe` only in `net`, a module comment in each file, no
+//! fixed waits in tests, no duplicate keys in JSON literals.
 
 mod imports;
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// What each top-level module may import of the others.
+/// The other modules that each top-level module may import.
 const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("config", &[]),
     ("observe", &["config"]),
@@ -19,12 +19,12 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("app", &["admin", "proxy", "control", "upstream", "net", "observe", "config"]),
     ("kubeconfig", &["net", "config"]),
     ("doctor", &["kubeconfig", "upstream", "net", "observe", "config"]),
-    // The demo is a cluster of its own with a whole jackstay before it.
+    // The demo runs a whole jackstay in front of its apiservers.
     ("demo", &["app", "net", "observe", "config"]),
     ("cli", &["app", "control", "demo", "doctor", "kubeconfig", "net", "observe", "config"]),
 ];
 
-/// Lines of a file without its tests.
+/// Maximum number of lines of a file without its tests.
 const MAX_LINES: usize = 400;
 
 /// Files that may be longer, each with its reason.
@@ -65,7 +65,7 @@ fn is_test(path: &Path) -> bool {
 }
 
 #[test]
-fn imports_go_one_way() {
+fn modules_import_only_allowed_modules() {
     let mut broken = Vec::new();
     for (module, path, text) in sources() {
         let Some((_, allowed)) = MAY_IMPORT.iter().find(|(name, _)| *name == module) else {
@@ -90,7 +90,7 @@ fn imports_go_one_way() {
 }
 
 #[test]
-fn unsafe_stands_in_net_alone_and_says_why() {
+fn unsafe_appears_only_in_net_with_a_reason() {
     for (module, path, text) in sources() {
         let lines: Vec<_> = text.lines().collect();
         for (number, line) in lines.iter().enumerate() {
@@ -102,7 +102,7 @@ fn unsafe_stands_in_net_alone_and_says_why() {
             let before = &lines[number.saturating_sub(6)..number];
             assert!(
                 before.iter().any(|line| line.contains("// SAFETY:")),
-                "{}:{}: unsafe without its reason",
+                "{}:{}: unsafe without a SAFETY comment",
                 path.display(),
                 number + 1
             );
@@ -128,7 +128,7 @@ fn each_file_has_a_module_comment_and_at_most_400_lines() {
 }
 
 #[test]
-fn files_import_each_other_in_no_circle() {
+fn file_imports_have_no_circle() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let sources = sources();
     let sources = sources.iter().filter(|(module, path, _)| module != "main" && !is_test(path));
@@ -138,7 +138,7 @@ fn files_import_each_other_in_no_circle() {
 }
 
 #[test]
-fn architecture_page_links_to_existing_files_within_its_limits_of_hops() {
+fn architecture_page_links_exist_and_walks_are_short() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let page = fs::read_to_string(root.join("README.md")).unwrap();
     for (at, _) in page.match_indices("](") {
@@ -173,7 +173,7 @@ fn calls_sleep(text: &str) -> bool {
 }
 
 /// A fixed wait is too short on a slow machine and too long on a fast one. Tests wait for conditions
-/// (`tests/support/wait.rs`), or their clock is paused and waiting costs nothing.
+/// (`tests/support/wait.rs`) or run on a paused clock.
 #[test]
 fn tests_do_not_wait_for_a_fixed_time() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests");
@@ -193,7 +193,7 @@ fn tests_do_not_wait_for_a_fixed_time() {
     assert_eq!(wrong, [""; 0].map(PathBuf::from), "use tests/support/wait.rs");
 }
 
-/// Real sockets and other threads answer in real time; everything else is tested on a paused clock.
+/// Only tests with real sockets or threads may run in real time; all others pause the clock.
 #[test]
 fn unit_tests_without_sockets_and_threads_pause_the_clock() {
     const REAL: [&str; 6] =
@@ -207,12 +207,11 @@ fn unit_tests_without_sockets_and_threads_pause_the_clock() {
     }
 }
 
-/// The keys that stand twice in one object of a `json!`. `serde_json` keeps the last value and says
-/// nothing.
-fn doubled_keys(text: &str) -> Vec<String> {
+/// Keys that appear twice in one object of a `json!`; `serde_json` silently keeps the last value.
+fn duplicate_keys(text: &str) -> Vec<String> {
     let comment = |line: &&str| line.trim_start().starts_with("//");
     let code = text.lines().filter(|line| !comment(line)).collect::<Vec<_>>().join("\n");
-    let mut doubled = Vec::new();
+    let mut duplicates = Vec::new();
     for (at, name) in code.match_indices("json!(") {
         let mut rest = &code[at + name.len()..];
         let (mut open, mut objects) = (1, Vec::<Vec<&str>>::new());
@@ -232,7 +231,7 @@ fn doubled_keys(text: &str) -> Vec<String> {
                     let is_key = rest.trim_start().starts_with(':');
                     if let Some(keys) = objects.last_mut().filter(|_| is_key) {
                         if keys.contains(&text) {
-                            doubled.push(text.to_owned());
+                            duplicates.push(text.to_owned());
                         }
                         keys.push(text);
                     }
@@ -240,14 +239,14 @@ fn doubled_keys(text: &str) -> Vec<String> {
             }
         }
     }
-    doubled
+    duplicates
 }
 
 #[test]
-fn json_object_names_each_key_once() {
+fn json_literals_have_no_duplicate_key() {
     let twice = r#"f(json!({ "a": "b", "b": { "a": [{ "c": ")" }, { "c": 1 }] }, "a": 2 }), "a")"#;
-    assert_eq!(doubled_keys(twice), ["a"]);
+    assert_eq!(duplicate_keys(twice), ["a"]);
     for (_, path, text) in sources() {
-        assert_eq!(doubled_keys(&text), [""; 0], "{}", path.display());
+        assert_eq!(duplicate_keys(&text), [""; 0], "{}", path.display());
     }
 }

@@ -595,6 +595,10 @@ class Jackstay:
                 samples[name] = float(value)
         return samples
 
+    def total(self, name):
+        """The sum of all samples of a metric."""
+        return sum(value for sample, value in self.metrics().items() if sample.partition("{")[0] == name)
+
     def stop(self):
         return self.process.stop(timeout=40)
 

@@ -74,7 +74,7 @@ class x(RigCase):
         return load
 
     def ejections(self):
-        return sum(v for k, v in self.jackstay.metrics().items() if k.startswith("jackstay_ejections_total"))
+        return self.jackstay.total("jackstay_ejections_total")
 
     def by_load(self):
         """The apiservers a, b and c in ascending order of their flows."""
@@ -270,13 +270,16 @@ class Tunnels(x, unittest.TestCase):
     def exec(self, script, **options):
         return self.rig.kubectl_start(self.config, "exec", "-i", "tool", "-c", "web", "--", "sh", "-c", script, **options)
 
+    def first_line(self, child):
+        return child.stdout.readline() or self.fail(f"kubectl exited: {child.communicate()[1]}")
+
     def test_exec_in_one_direction_is_reset(self):
         """A client that only reads and one that only writes are both reset."""
         reader = self.exec("while :; do echo tick; sleep 0.1 || sleep 1; done", stdin=subprocess.DEVNULL)
         writer = self.exec("echo go; cat >/dev/null", stdin=subprocess.PIPE)
         with StoppedOnExit(reader), StoppedOnExit(writer):
-            self.assertEqual(reader.stdout.readline(), "tick\n")
-            self.assertEqual(writer.stdout.readline(), "go\n")
+            self.assertEqual(self.first_line(reader), "tick\n")
+            self.assertEqual(self.first_line(writer), "go\n")
             stopped = threading.Event()
 
             def write():
@@ -325,7 +328,7 @@ class Tunnels(x, unittest.TestCase):
             wait_for("the copy to begin", lambda: copy.exists() and copy.stat().st_size > 0, 20, pause=0.01)
             down.send_signal(signal.SIGSTOP)
             stuck = copy.stat().st_size
-            self.assertEqual(up.stdout.readline(), "pause\n")
+            self.assertEqual(self.first_line(up), "pause\n")
             log(f"zero windows for {pause} s; downwards stopped at {stuck} of {size} bytes")
             time.sleep(pause)
             down.send_signal(signal.SIGCONT)
@@ -594,7 +597,7 @@ class AddressMove(RigCase, unittest.TestCase):
         moved = time.time()
 
         def closed():
-            return sum(v for k, v in jackstay.metrics().items() if k.startswith("jackstay_passthrough_closed_total"))
+            return jackstay.total("jackstay_passthrough_closed_total")
         wait_for("connections through jackstay", lambda: closed() >= 6, 60)
         report = load.finish(early=True)
         before = closed()

@@ -25,17 +25,13 @@ class Outage(JackstayCase, unittest.TestCase):
         wait_for(f"{self.node.name} to be Ready", lambda: self.rig.ready(self.node.name), 90)
         self.watches = self.settled()
 
-    def metric(self, name):
-        return sum(float(line.rsplit(" ", 1)[1]) for line in self.jackstay.admin("/metrics").body.decode().splitlines()
-                   if re.match(name + r"[ {]", line))
-
     def settled(self):
         """The number of watches through jackstay, once it was constant for 5 s: all clients' caches are filled."""
         count, since = 0, time.monotonic()
 
         def unchanged():
             nonlocal count, since
-            now = int(self.metric("jackstay_watches"))
+            now = int(self.jackstay.total("jackstay_watches"))
             if now != count:
                 count, since = now, time.monotonic()
             return count > 30 and time.monotonic() > since + 5 and count
@@ -55,11 +51,11 @@ class Outage(JackstayCase, unittest.TestCase):
         since = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime())
         began = time.monotonic()
         take_down()
-        wait_for("every watch to be held", lambda: self.metric("jackstay_held_watches") >= self.watches, 15)
+        wait_for("every watch to be held", lambda: self.jackstay.total("jackstay_held_watches") >= self.watches, 15)
         time.sleep(max(0, began + OUTAGE - time.monotonic()))
-        self.assertEqual(self.metric("jackstay_held_watches"), self.watches, "a watch ended")
+        self.assertEqual(self.jackstay.total("jackstay_held_watches"), self.watches, "a watch ended")
         bring_back()
-        wait_for("no watch to be held", lambda: self.metric("jackstay_held_watches") == 0, 60)
+        wait_for("no watch to be held", lambda: self.jackstay.total("jackstay_held_watches") == 0, 60)
         wait_for("the apiservers", lambda: all(e["state"] == "ready" for e in self.jackstay.admin("/status").json["upstreams"][0]["endpoints"]), 60)
         wait_for(f"{self.node.name} to be Ready", lambda: self.rig.ready(self.node.name), 90)
         self.assertEqual(self.settled(), self.watches)

@@ -223,20 +223,36 @@ func (l *ledger) lag() int {
 	return lag
 }
 
+// watchCounts are the counts of one watch, or of all.
+type watchCounts struct {
+	Events     int `json:"events"`
+	Ended      int `json:"ended_cleanly"`
+	Broken     int `json:"broken"`
+	Refused    int `json:"refused"`
+	Relists    int `json:"relists"`
+	Lost       int `json:"lost"`
+	Duplicated int `json:"duplicated"`
+	Backwards  int `json:"backwards"`
+}
+
+func (c *watchCounts) add(o watchCounts) {
+	c.Events += o.Events
+	c.Ended += o.Ended
+	c.Broken += o.Broken
+	c.Refused += o.Refused
+	c.Relists += o.Relists
+	c.Lost += o.Lost
+	c.Duplicated += o.Duplicated
+	c.Backwards += o.Backwards
+}
+
 type watchReport struct {
-	ID          int      `json:"id"`
-	Reference   bool     `json:"reference,omitempty"`
-	Set         string   `json:"set"`
-	Format      string   `json:"format"`
-	Events      int      `json:"events"`
-	Bookmarks   int      `json:"bookmarks"`
-	Ended       int      `json:"ended_cleanly"`
-	Broken      int      `json:"broken"`
-	Refused     int      `json:"refused"`
-	Relists     int      `json:"relists"`
-	Lost        int      `json:"lost"`
-	Duplicated  int      `json:"duplicated"`
-	Backwards   int      `json:"backwards"`
+	ID        int    `json:"id"`
+	Reference bool   `json:"reference,omitempty"`
+	Set       string `json:"set"`
+	Format    string `json:"format"`
+	Bookmarks int    `json:"bookmarks"`
+	watchCounts
 	MaxGapMs    float64  `json:"max_gap_ms"`   // between two events of a busy watch
 	MaxDelayMs  float64  `json:"max_delay_ms"` // from the acknowledged write to the event
 	MaxDelayAt  float64  `json:"max_delay_at"`
@@ -255,15 +271,8 @@ type report struct {
 }
 
 type watchTotals struct {
-	Count        int     `json:"count"`
-	Events       int     `json:"events"`
-	Ended        int     `json:"ended_cleanly"`
-	Broken       int     `json:"broken"`
-	Refused      int     `json:"refused"`
-	Relists      int     `json:"relists"`
-	Lost         int     `json:"lost"`
-	Duplicated   int     `json:"duplicated"`
-	Backwards    int     `json:"backwards"`
+	Count int `json:"count"`
+	watchCounts
 	BusySilence  float64 `json:"busy_silence_ms"`
 	BusyDelay    float64 `json:"busy_delay_ms"`
 	QuietDelay   float64 `json:"quiet_delay_ms"`
@@ -299,14 +308,7 @@ func (l *ledger) report() report {
 			continue
 		}
 		t.Count++
-		t.Events += e.Events
-		t.Ended += e.Ended
-		t.Broken += e.Broken
-		t.Refused += e.Refused
-		t.Relists += e.Relists
-		t.Lost += e.Lost
-		t.Duplicated += e.Duplicated
-		t.Backwards += e.Backwards
+		t.add(e.watchCounts)
 		if w.set == "busy" {
 			t.BusySilence, t.BusyDelay = max(t.BusySilence, e.MaxGapMs), max(t.BusyDelay, e.MaxDelayMs)
 		} else {
@@ -324,8 +326,8 @@ func max(a, b float64) float64 {
 }
 
 func (l *ledger) evaluate(w *watcher, all map[uint64]time.Time) watchReport {
-	e := watchReport{ID: w.id, Reference: w.reference, Set: w.set, Format: w.format, Events: len(w.events), Bookmarks: w.bookmarksReceived,
-		Ended: w.ended, Broken: w.broken, Refused: w.refused, Relists: w.relists}
+	e := watchReport{ID: w.id, Reference: w.reference, Set: w.set, Format: w.format, Bookmarks: w.bookmarksReceived,
+		watchCounts: watchCounts{Events: len(w.events), Ended: w.ended, Broken: w.broken, Refused: w.refused, Relists: w.relists}}
 	have, last, highest := map[uint64]bool{}, l.started, uint64(0)
 	for _, s := range w.events {
 		if have[s.version] {

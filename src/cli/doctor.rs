@@ -126,7 +126,7 @@ fn plan(args: &DoctorArgs) -> Result<ExaminationPlan, String> {
     })?;
     if args.kubeconfig.is_some() || args.endpoints.is_empty() {
         let context = kubeconfig_context(args)?;
-        let of_context = Trust::of_access(&context, ExecPlugins::Run, &mut plan.notes)?;
+        let of_context = Trust::of_context(&context, ExecPlugins::Run, &mut plan.notes)?;
         let name = Some(context.verified_name());
         let target = Target::new(&context.server, EndpointSource::Given, name, &of_context)?;
         plan.targets.push(target);

@@ -1,8 +1,7 @@
 //! Resolves names as the discovery of endpoints does: by hickory-resolver, from the hosts file and
 //! the name servers of this system, never by libc.
 //!
-//! Each name server is asked by a resolver of its own, so that one silent server among several is
-//! seen.
+//! Each name server has a resolver of its own, so that one silent server among several is found.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::Path;
@@ -36,7 +35,7 @@ pub struct Resolver {
     servers: Vec<ServerRecord>,
     /// Why resolv.conf names no server.
     problem: Option<String>,
-    /// Whether a name had to be asked for.
+    /// Whether a name server was queried.
     used: bool,
 }
 
@@ -170,7 +169,7 @@ impl Resolver {
         found
     }
 
-    /// The answers of the name servers; `None` if no name had to be asked for.
+    /// The answers of the name servers; `None` if none was queried.
     pub fn into_observed(self) -> Option<Dns> {
         if !self.used {
             return None;
@@ -214,7 +213,7 @@ async fn query(config: &ResolverConfig, options: &ResolverOpts, name: &str) -> Q
                 Err(_) => outcome.error = Some(format!("no answer within {QUERY_LIMIT:?}")),
             }
         }
-        // A server that is silent for one record type is not asked for the other.
+        // A server that is silent for one record type is not queried for the other.
         if outcome.answered == 0 {
             break;
         }

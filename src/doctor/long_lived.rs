@@ -22,8 +22,8 @@ const RECONNECT_PAUSE: Duration = Duration::from_millis(500);
 const HANDSHAKE_TIME: Duration = Duration::from_millis(500);
 /// Limit of the PING on an idle connection.
 const IDLE_PING_LIMIT: Duration = Duration::from_secs(3);
-/// Shortest wait for a PONG, if need be beyond the end of the examination: tells a silent connection
-/// from a retransmission.
+/// Shortest wait for a PONG, also beyond the end of the examination. Linux has retransmitted a lost PING
+/// four times by then (see `SILENT_MS` in the findings), so only a silent connection exceeds it.
 const MIN_PING_WAIT: Duration = Duration::from_secs(4);
 
 /// Pings a connection to `address` until `until`, and opens another when the server ends it.
@@ -33,22 +33,17 @@ pub(super) async fn ping_until(
     began: Instant,
     until: Instant,
 ) -> Vec<LongLived> {
-    let mut all = Vec::new();
+    let mut all: Vec<LongLived> = Vec::new();
     while Instant::now() < until {
-        match open(&mut StepTimer::start(began), address, peer).await {
-            Ok(opened) => {
-                let lasting = ping(opened, began, until).await;
-                let silent = lasting.silent_ms.is_some();
-                all.push(lasting);
-                // One silent connection is enough for a finding.
-                if silent {
-                    return all;
-                }
-                sleep(RECONNECT_PAUSE).await;
-            }
-            // Fresh connections record the reason.
-            Err(_) => sleep(RECONNECT_PAUSE).await,
+        // Fresh connections record why a connection cannot be opened.
+        if let Ok(opened) = open(&mut StepTimer::start(began), address, peer).await {
+            all.push(ping(opened, began, until).await);
         }
+        // One silent connection is enough for a finding.
+        if all.last().is_some_and(|connection| connection.silent_ms.is_some()) {
+            break;
+        }
+        sleep(RECONNECT_PAUSE).await;
     }
     all
 }
@@ -63,7 +58,7 @@ async fn ping(mut opened: ProbeConnection, began: Instant, until: Instant) -> Lo
         match timeout_at(deadline, opened.ping.ping(Ping::opaque())).await {
             Ok(Ok(_)) => times.push(Ms::from(sent.elapsed()).0),
             Ok(Err(error)) => {
-                // The end of the connection says more than the error of the PING.
+                // The reason of the connection's end is more precise than the error of the PING.
                 let driver = (&mut opened.driver).await;
                 ended = Some(driver.unwrap_or_else(|_| error.to_string()));
                 break;
@@ -118,10 +113,11 @@ pub(super) async fn ping_after_idle(
     }
     let idle = since.elapsed();
     let sent = sent(&opened).wrapping_sub(before.unwrap_or_default());
-    let asked = opened.ping.ping(Ping::opaque());
-    match timeout_at(Instant::now() + IDLE_PING_LIMIT, asked).await {
-        Ok(Ok(_)) => Some(IdleConnection { for_ms: idle.into(), alive: true, sent }),
-        Ok(Err(_)) => None,
-        Err(_) => Some(IdleConnection { for_ms: idle.into(), alive: false, sent }),
-    }
+    let pong = opened.ping.ping(Ping::opaque());
+    let alive = match timeout_at(Instant::now() + IDLE_PING_LIMIT, pong).await {
+        Ok(Ok(_)) => true,
+        Ok(Err(_)) => return None,
+        Err(_) => false,
+    };
+    Some(IdleConnection { for_ms: idle.into(), alive, sent })
 }

@@ -32,16 +32,13 @@ pub(super) async fn ask(
 ) -> Result<Vec<SocketAddr>, String> {
     let mut reason = String::new();
     for (path, read) in OBJECTS {
-        let asked = get(&mut opened.send, &format!("{prefix}{path}"), peer).await;
-        let (status, body, _) = asked.map_err(|error| error.to_string())?;
+        let response = get(&mut opened.send, &format!("{prefix}{path}"), peer).await;
+        let (status, body, _) = response.map_err(|error| error.to_string())?;
         reason = match status {
-            status if status.is_success() => {
-                let found = serde_json::from_str(&body).map(|value| read(&value));
-                match found {
-                    Ok(found) if !found.is_empty() => return Ok(found),
-                    _ => "the response names none".to_owned(),
-                }
-            }
+            status if status.is_success() => match serde_json::from_str(&body).map(|v| read(&v)) {
+                Ok(found) if !found.is_empty() => return Ok(found),
+                _ => "the response names none".to_owned(),
+            },
             StatusCode::UNAUTHORIZED => "the apiserver does not accept the credential (401)".into(),
             StatusCode::FORBIDDEN => {
                 "the user may not list the EndpointSlices of the namespace default (403)".into()

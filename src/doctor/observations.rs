@@ -25,7 +25,7 @@ pub struct Observations {
     pub configuration: Vec<String>,
     /// Checks of this machine.
     pub host: Host,
-    /// The name servers; `None` if no name had to be asked for.
+    /// The name servers; `None` if none was queried.
     pub dns: Option<Dns>,
     /// The endpoints of the plan, then those that the cluster names.
     pub endpoints: Vec<EndpointObservation>,

@@ -226,13 +226,13 @@ pub(super) async fn get(
     if let Some(token) = &peer.token {
         headers.insert(header::AUTHORIZATION, token.clone());
     }
-    let asked = wall_clock();
+    let sent = wall_clock();
     poll_fn(|cx| send.poll_ready(cx)).await?;
     let (response, _) = send.send_request(request, true)?;
     let response = response.await?;
     let now = wall_clock();
     // Both clocks are compared in the middle: of the exchange, and of the second of `Date`.
-    let middle = asked + now.duration_since(asked).unwrap_or_default() / 2;
+    let middle = sent + now.duration_since(sent).unwrap_or_default() / 2;
     let skew = response.headers().get(header::DATE).and_then(|date| {
         let since_epoch = |time: SystemTime| {
             time.duration_since(SystemTime::UNIX_EPOCH).map(|since| since.as_secs_f64()).ok()
@@ -271,7 +271,7 @@ fn check_readyz(status: StatusCode, body: &str, authenticated: bool) -> Result<(
     Err(failure(Step::Readyz, kind, text))
 }
 
-/// Judges the response of `/api`. A user who may not read it is authenticated all the same.
+/// Judges the response of `/api`. A user without permission to read it is authenticated too.
 fn check_authenticated(status: StatusCode, body: &str) -> Result<(), Failure> {
     let code = status.as_u16();
     let (kind, text) = match status {

@@ -35,7 +35,7 @@ pub struct SurveyRequest<'a> {
     pub others: &'a [ServerUrl],
     /// The CA of all apiservers, and the credential for `own`.
     pub trust: &'a Trust,
-    /// Whether `own` gets the credential and is asked for the apiservers of the cluster.
+    /// Whether `own` gets the credential and is queried for the apiservers of the cluster.
     pub query_members: bool,
 }
 
@@ -95,8 +95,8 @@ pub fn survey(request: &SurveyRequest<'_>, resolver: Resolver) -> Result<Survey,
     Ok(survey)
 }
 
-/// Surveys one apiserver. It is asked for the members of the cluster if the path of the cluster's URL
-/// is given.
+/// Surveys one apiserver, and queries it for the members of the cluster if the path of the cluster's
+/// URL is given.
 async fn survey_endpoint(
     target: &Target,
     cluster_path: Option<&str>,

@@ -98,7 +98,7 @@ pub enum ExecPlugins {
     /// The user has asked for something that needs a credential.
     Run,
     /// A plugin may open a browser, ask for a second factor or take long.
-    Leave,
+    Skip,
 }
 
 impl Trust {
@@ -121,19 +121,19 @@ impl Trust {
     ///
     /// # Errors
     /// A file or inline data cannot be used.
-    pub fn of_access(
-        access: &ResolvedContext,
+    pub fn of_context(
+        context: &ResolvedContext,
         plugins: ExecPlugins,
         notes: &mut Vec<String>,
     ) -> Result<Self, String> {
         let mut trust = Self::default();
-        match &access.ca {
+        match &context.ca {
             Some(ca) => {
-                let origin = origin(ca, format!("cluster {:?} of the kubeconfig", access.cluster));
+                let origin = origin(ca, format!("cluster {:?} of the kubeconfig", context.cluster));
                 let pem = ca.read().map_err(text)?;
                 trust.roots = Some(ca_from_pem(&origin, &pem).map_err(text)?.roots);
             }
-            None if access.insecure => notes.push(
+            None if context.insecure => notes.push(
                 "insecure-skip-tls-verify is set: nothing is verified, no credential is sent"
                     .to_owned(),
             ),
@@ -146,10 +146,10 @@ impl Trust {
                 ),
             },
         }
-        match &access.credential {
+        match &context.credential {
             Credential::Certificate(certificate, key) => {
                 let read = |pem: &PemSource| {
-                    let user = format!("user {:?} of the kubeconfig", access.user);
+                    let user = format!("user {:?} of the kubeconfig", context.user);
                     Ok::<_, String>((origin(pem, user), pem.read().map_err(text)?))
                 };
                 let (certificate, key) = (read(certificate)?, read(key)?);
@@ -159,7 +159,7 @@ impl Trust {
             Credential::Token(token) => trust.token = Some(token_header(token)?),
             Credential::TokenFile(file) => trust.token = Some(token_of_file(file)?),
             Credential::Anonymous => {}
-            Credential::Exec(_) if plugins == ExecPlugins::Leave => {}
+            Credential::Exec(_) if plugins == ExecPlugins::Skip => {}
             // Run only if its credential may be sent.
             Credential::Exec(plugin) if trust.roots.is_some() => match plugin.run() {
                 Ok(yielded) => {

@@ -117,12 +117,12 @@ fn survey_apiservers(
     }
     // Certificates need no credential, so the plugin runs once.
     let runs = args.discover && lists_members;
-    let plugins = if runs { ExecPlugins::Run } else { ExecPlugins::Leave };
+    let plugins = if runs { ExecPlugins::Run } else { ExecPlugins::Skip };
     // The validation of the configuration reports an upstream that is not an address.
     let others: Vec<ServerUrl> =
         upstreams.iter().filter_map(|u| ServerUrl::parse(u).ok()).collect();
     let mut notes = Vec::new();
-    let survey = Trust::of_access(&context, plugins, &mut notes).and_then(|trust| {
+    let survey = Trust::of_context(&context, plugins, &mut notes).and_then(|trust| {
         let request = SurveyRequest {
             own: &context.server,
             verified_name: context.verified_name(),

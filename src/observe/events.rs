@@ -17,8 +17,8 @@ use super::repeat_filter::RepeatFilter;
 use super::utc::Utc;
 use crate::observe::utc::wall_clock;
 
-/// Events remembered: at a few hundred bytes each, about 100 KiB.
-pub const KEPT: usize = 256;
+/// Largest number of events remembered: at a few hundred bytes each, about 100 KiB.
+pub const MAX_EVENTS: usize = 256;
 
 /// A repeated change is logged once in this time.
 pub const WINDOW: Duration = Duration::from_secs(5);
@@ -113,7 +113,7 @@ pub struct Event {
 }
 
 #[derive(Debug)]
-struct Kept {
+struct Recent {
     ring: VecDeque<Event>,
     seq: u64,
     repeats: RepeatFilter,
@@ -121,22 +121,22 @@ struct Kept {
 
 /// The latest state changes.
 #[derive(Debug)]
-pub struct Events(Mutex<Kept>);
+pub struct Events(Mutex<Recent>);
 
 impl Default for Events {
     fn default() -> Self {
         let repeats = RepeatFilter::new(WINDOW);
-        Self(Mutex::new(Kept { ring: VecDeque::new(), seq: 0, repeats }))
+        Self(Mutex::new(Recent { ring: VecDeque::new(), seq: 0, repeats }))
     }
 }
 
 impl Events {
     /// Logs and remembers a change. Does not block.
     pub fn changed(&self, change: &Change<'_>) {
-        let left_out = self.keep(change, Instant::now(), wall_clock());
-        if let Some(left_out) = left_out {
+        let suppressed = self.keep(change, Instant::now(), wall_clock());
+        if let Some(suppressed) = suppressed {
             let level = if change.bad { tracing::Level::WARN } else { tracing::Level::INFO };
-            write(change, level, left_out);
+            write(change, level, suppressed);
         }
     }
 
@@ -152,7 +152,7 @@ impl Events {
 
     /// Logs the suppressed repetitions of bursts that are over. Call it about once a second.
     pub fn flush(&self) {
-        let ended = self.kept().repeats.flush(Instant::now());
+        let ended = self.recent().repeats.flush(Instant::now());
         for (line, times) in ended {
             tracing::info!(times, change = line, "repeated events suppressed");
         }
@@ -160,29 +160,29 @@ impl Events {
 
     /// The latest changes, oldest first, at most `most`.
     pub fn last(&self, most: usize) -> Vec<Event> {
-        let kept = self.kept();
-        let skip = kept.ring.len().saturating_sub(most);
-        kept.ring.iter().skip(skip).cloned().collect()
+        let recent = self.recent();
+        let skip = recent.ring.len().saturating_sub(most);
+        recent.ring.iter().skip(skip).cloned().collect()
     }
 
     /// Remembers a change. Returns the number of suppressed repetitions if it is to be logged.
     fn keep(&self, change: &Change<'_>, now: Instant, at: SystemTime) -> Option<u64> {
         let key = key(change);
-        let mut kept = self.kept();
-        let admitted = kept.repeats.admit(&key, now);
-        kept.seq += 1;
-        let seq = kept.seq;
+        let mut recent = self.recent();
+        let admitted = recent.repeats.admit(&key, now);
+        recent.seq += 1;
+        let seq = recent.seq;
         let mut times = 1;
         if admitted.is_none() {
             // The entry moves to the end, so that the ring stays ordered by time.
-            if let Some(at) = kept.ring.iter().rposition(|event| event.key == key) {
-                times += kept.ring.remove(at).map_or(0, |event| event.times);
+            if let Some(at) = recent.ring.iter().rposition(|event| event.key == key) {
+                times += recent.ring.remove(at).map_or(0, |event| event.times);
             }
         }
-        if kept.ring.len() >= KEPT {
-            kept.ring.pop_front();
+        if recent.ring.len() >= MAX_EVENTS {
+            recent.ring.pop_front();
         }
-        kept.ring.push_back(Event {
+        recent.ring.push_back(Event {
             seq,
             at: Utc(at).to_string(),
             kind: change.kind,
@@ -200,7 +200,7 @@ impl Events {
         admitted
     }
 
-    fn kept(&self) -> MutexGuard<'_, Kept> {
+    fn recent(&self) -> MutexGuard<'_, Recent> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -217,7 +217,7 @@ fn key(change: &Change<'_>) -> String {
 }
 
 /// Writes the line. The field of the object is named as in metrics and other lines.
-fn write(change: &Change<'_>, level: tracing::Level, left_out: u64) {
+fn write(change: &Change<'_>, level: tracing::Level, suppressed: u64) {
     let (mut endpoint, mut source, mut name) = (None, None, None);
     match change.kind {
         EventKind::Endpoint | EventKind::Connection => endpoint = Some(change.name),
@@ -238,7 +238,7 @@ fn write(change: &Change<'_>, level: tracing::Level, left_out: u64) {
                 reason = change.reason,
                 effect = change.effect,
                 detail = (!change.detail.is_empty()).then_some(change.detail),
-                left_out = (left_out > 0).then_some(left_out),
+                suppressed = (suppressed > 0).then_some(suppressed),
                 "{} changed its state",
                 change.kind.as_str()
             )
@@ -290,7 +290,7 @@ mod tests {
         ] {
             assert!(lines[0].contains(part), "no {part} in {}", lines[0]);
         }
-        let kept = events.last(KEPT);
+        let kept = events.last(MAX_EVENTS);
         assert_eq!(kept.len(), 2);
         assert_eq!((kept[0].times, kept[0].reason.as_str()), (40, "refused from port 40039"));
         assert_eq!((kept[1].seq, kept[1].times), (41, 1));
@@ -307,7 +307,7 @@ mod tests {
             assert_eq!(events.keep(&line, at(i), clock), None);
         }
         assert_eq!(events.keep(&line, at(6000), clock), Some(9));
-        let times: Vec<_> = events.last(KEPT).iter().map(|event| event.times).collect();
+        let times: Vec<_> = events.last(MAX_EVENTS).iter().map(|event| event.times).collect();
         assert_eq!(times, [10, 1], "a new burst is a new entry");
     }
 
@@ -315,11 +315,11 @@ mod tests {
     fn last_is_bounded_and_serialises_to_json() {
         let events = Events::default();
         let long = "é".repeat(10_000);
-        for i in 0..KEPT * 3 {
+        for i in 0..MAX_EVENTS * 3 {
             events.keep(&change(&i.to_string(), &long), Instant::now(), SystemTime::UNIX_EPOCH);
         }
         let kept = events.last(usize::MAX);
-        assert_eq!(kept.len(), KEPT);
+        assert_eq!(kept.len(), MAX_EVENTS);
         assert!(kept[0].reason.len() < MAX_REASON + 4);
         let json = serde_json::to_value(&kept[0]).expect("plain data");
         assert_eq!(

@@ -52,14 +52,13 @@ pub struct Columns {
 }
 
 #[derive(Debug, Default)]
-struct Kept {
-    /// The last round trips in microseconds, a ring buffer.
-    samples: Vec<u32>,
-    /// Round trips in total, which is the position of the next one in the ring.
-    seen: u64,
+struct Recent {
+    /// The last round trips in microseconds, oldest first.
+    samples: VecDeque<u32>,
+    /// Round trips since the last step.
+    new_samples: usize,
     steps: VecDeque<Step>,
     /// Totals at the end of the last step.
-    seen_before: u64,
     answers_before: u64,
     errors_before: u64,
 }
@@ -69,21 +68,16 @@ struct Kept {
 pub struct History {
     answers: AtomicU64,
     errors: AtomicU64,
-    kept: Mutex<Kept>,
+    recent: Mutex<Recent>,
 }
 
 impl History {
     /// Records the round trip of a PING. Called about once a second per connection, so it may lock.
     pub fn rtt(&self, round_trip: Duration) {
         let micros = u32::try_from(round_trip.as_micros()).unwrap_or(u32::MAX);
-        let mut kept = self.kept();
-        let place = (kept.seen % SAMPLES as u64) as usize;
-        if place < kept.samples.len() {
-            kept.samples[place] = micros;
-        } else {
-            kept.samples.push(micros);
-        }
-        kept.seen += 1;
+        let mut recent = self.recent();
+        push_bounded(&mut recent.samples, micros, SAMPLES);
+        recent.new_samples += 1;
     }
 
     /// Counts a response head.
@@ -103,7 +97,7 @@ impl History {
 
     /// Quantiles of the round trips kept; `None` before the first.
     pub fn quantiles(&self) -> Option<RttQuantiles> {
-        let mut samples = self.kept().samples.clone();
+        let mut samples: Vec<u32> = self.recent().samples.iter().copied().collect();
         let (p50, p99) = quantiles(&mut samples)?;
         Some(RttQuantiles { p50_ms: p50.into(), p99_ms: p99.into(), samples: samples.len() })
     }
@@ -111,37 +105,41 @@ impl History {
     /// Ends a step.
     pub fn step(&self) {
         let (answers, errors) = self.totals();
-        let mut kept = self.kept();
-        let fresh = (kept.seen - kept.seen_before).min(kept.samples.len() as u64);
-        let mut samples: Vec<u32> = (kept.seen - fresh..kept.seen)
-            .map(|at| kept.samples[(at % SAMPLES as u64) as usize])
-            .collect();
+        let mut recent = self.recent();
+        let new_samples = std::mem::take(&mut recent.new_samples);
+        let mut samples: Vec<u32> =
+            recent.samples.iter().rev().take(new_samples).copied().collect();
         let step = Step {
             rtt: quantiles(&mut samples),
-            answers: u32::try_from(answers - kept.answers_before).unwrap_or(u32::MAX),
-            errors: u32::try_from(errors - kept.errors_before).unwrap_or(u32::MAX),
+            answers: u32::try_from(answers - recent.answers_before).unwrap_or(u32::MAX),
+            errors: u32::try_from(errors - recent.errors_before).unwrap_or(u32::MAX),
         };
-        (kept.seen_before, kept.answers_before, kept.errors_before) = (kept.seen, answers, errors);
-        if kept.steps.len() >= STEPS {
-            kept.steps.pop_front();
-        }
-        kept.steps.push_back(step);
+        (recent.answers_before, recent.errors_before) = (answers, errors);
+        push_bounded(&mut recent.steps, step, STEPS);
     }
 
     /// The steps kept.
     pub fn columns(&self) -> Columns {
-        let kept = self.kept();
+        let steps = &self.recent().steps;
         Columns {
-            rtt_p50_ms: kept.steps.iter().map(|step| step.rtt.map(|rtt| rtt.0)).collect(),
-            rtt_p99_ms: kept.steps.iter().map(|step| step.rtt.map(|rtt| rtt.1)).collect(),
-            answers: kept.steps.iter().map(|step| step.answers).collect(),
-            errors: kept.steps.iter().map(|step| step.errors).collect(),
+            rtt_p50_ms: steps.iter().map(|step| step.rtt.map(|rtt| rtt.0)).collect(),
+            rtt_p99_ms: steps.iter().map(|step| step.rtt.map(|rtt| rtt.1)).collect(),
+            answers: steps.iter().map(|step| step.answers).collect(),
+            errors: steps.iter().map(|step| step.errors).collect(),
         }
     }
 
-    fn kept(&self) -> MutexGuard<'_, Kept> {
-        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    fn recent(&self) -> MutexGuard<'_, Recent> {
+        self.recent.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Appends a value and drops the oldest one above `max`.
+fn push_bounded<T>(values: &mut VecDeque<T>, value: T, max: usize) {
+    if values.len() >= max {
+        values.pop_front();
+    }
+    values.push_back(value);
 }
 
 /// Median and 99th percentile in milliseconds (nearest rank), of samples in microseconds.

@@ -5,8 +5,8 @@
 //! of its own, since all of them share the control thread and one that blocks stops the others. It
 //! logs once when a loop stalls and once when the loop turns again.
 //!
-//! A stall is computed from the time of the last turn whenever it is asked for, so the first query
-//! is as accurate as any later one.
+//! Each query computes a stall from the time of the last turn, so the first one is as accurate as any
+//! later one.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak, mpsc};

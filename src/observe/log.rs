@@ -363,7 +363,7 @@ pub(crate) mod tests {
         drop(unstick);
         drop(guard);
         let got = captured.lines();
-        let lost = got.iter().find(|line| line.starts_with("log: ")).expect("told");
+        let lost = got.iter().find(|line| line.starts_with("log: ")).expect("a report");
         let lost: usize = lost.split(' ').nth(1).and_then(|n| n.parse().ok()).expect("a number");
         let written = got.iter().filter(|line| *line == "line").count();
         assert!(lost >= 999, "{lost}");

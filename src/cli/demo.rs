@@ -179,8 +179,8 @@ fn demo_in(home: &Path, args: &DemoArgs, interrupted: &Arc<AtomicBool>) -> io::R
         results.broken.push("a thread of jackstay panicked".to_owned());
     }
     match args.output.format {
-        OutputFormat::Text => display.end(&results.steps, &verdict(&results)),
-        format => format.print(&summary(&results), String::new),
+        OutputFormat::Text => display.end(&verdict(&results)),
+        format => format.print(&summary(&results, &display.steps()), String::new),
     }
     Ok(results.broken.is_empty())
 }
@@ -212,7 +212,7 @@ fn verdict(results: &Results) -> Vec<String> {
 }
 
 /// The result in JSON and YAML.
-fn summary(results: &Results) -> Value {
+fn summary(results: &Results, steps: &[Step]) -> Value {
     let millis = |time: Duration| time.as_millis() as u64;
     let scenario = |step: &Step| {
         let counts = &step.counts;
@@ -245,7 +245,7 @@ fn summary(results: &Results) -> Value {
         "promised_read_ms": millis(schedule::READ_PROMISE),
         "events": results.events,
         "machine_stalled_ms": millis(results.stalled),
-        "scenarios": results.steps.iter().map(scenario).collect::<Vec<_>>(),
+        "scenarios": steps.iter().map(scenario).collect::<Vec<_>>(),
     })
 }
 

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::SystemTime;
 
 /// Records kept; the oldest is dropped for a new one.
-const KEPT: usize = 200_000;
+const MAX_RECORDS: usize = 200_000;
 
 /// One request as one server received it.
 #[derive(Debug, Clone)]
@@ -92,7 +92,7 @@ impl Audit {
 
     pub(super) fn push(&self, record: Record) -> u64 {
         let mut records = lock(&self.records);
-        if records.kept.len() == KEPT {
+        if records.kept.len() == MAX_RECORDS {
             records.kept.pop_front();
             records.first += 1;
         }

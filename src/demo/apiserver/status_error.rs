@@ -63,8 +63,8 @@ impl StatusError {
     }
 
     /// 410: the history since this version is incomplete.
-    pub fn expired(asked: u64, oldest: u64) -> Self {
-        Self::new(410, "Expired", format!("too old resource version: {asked} ({oldest})"))
+    pub fn expired(version: u64, oldest: u64) -> Self {
+        Self::new(410, "Expired", format!("too old resource version: {version} ({oldest})"))
     }
 
     /// 400.

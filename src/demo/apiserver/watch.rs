@@ -45,7 +45,7 @@ pub(super) fn start(
     selector: Selector,
     format: Format,
 ) -> Result<Response<ResponseBody>, StatusError> {
-    let asked: u64 = match query.get("resourceVersion") {
+    let version: u64 = match query.get("resourceVersion") {
         "" => 0,
         text => text.parse().map_err(|_| {
             StatusError::invalid(format!("resourceVersion: Invalid value: \"{text}\""))
@@ -72,14 +72,14 @@ pub(super) fn start(
         format,
         include: query.get("includeObject").to_owned(),
         bookmarks: query.flag("allowWatchBookmarks"),
-        cursor: asked,
+        cursor: version,
         columns_sent: false,
         sender,
     };
     let no_initial = query.get("sendInitialEvents") == "false";
-    let start_at = if initial_events || (asked == 0 && !no_initial) {
+    let start_at = if initial_events || (version == 0 && !no_initial) {
         StartAt::CurrentState { announce_end: initial_events }
-    } else if asked == 0 {
+    } else if version == 0 {
         StartAt::Now
     } else {
         StartAt::Version

@@ -59,6 +59,13 @@ pub struct Step {
     pub counts: Counts,
 }
 
+impl Step {
+    /// A step without observations.
+    pub(super) fn new(title: String, stage: Stage) -> Self {
+        Self { title, detected: String::new(), stage, counts: Counts::default() }
+    }
+}
+
 /// Progress of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stage {
@@ -116,9 +123,19 @@ impl ProgressDisplay {
         }
     }
 
-    /// Replaces the steps.
-    pub fn set_steps(&self, steps: &[Step]) {
-        steps.clone_into(&mut lock(&self.screen).steps);
+    /// Replaces all steps.
+    pub(super) fn set_steps(&self, steps: Vec<Step>) {
+        lock(&self.screen).steps = steps;
+    }
+
+    /// All steps.
+    pub fn steps(&self) -> Vec<Step> {
+        lock(&self.screen).steps.clone()
+    }
+
+    /// Replaces one step.
+    pub(super) fn set_step(&self, index: usize, step: &Step) {
+        lock(&self.screen).steps[index].clone_from(step);
     }
 
     /// Redraws the table.
@@ -136,13 +153,13 @@ impl ProgressDisplay {
     }
 
     /// Prints the results, unless the table shows them, and the verdict.
-    pub fn end(&self, steps: &[Step], verdict: &[String]) {
+    pub fn end(&self, verdict: &[String]) {
         let mut out = String::new();
         if !matches!(self.style, Style::Live { .. }) {
             if self.style == Style::Plain {
                 out.push('\n');
             }
-            for line in results(steps) {
+            for line in results(&lock(&self.screen).steps) {
                 let _ = writeln!(out, "{}", cut(&line));
             }
         }

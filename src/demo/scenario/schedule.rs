@@ -165,8 +165,6 @@ pub struct Schedule<'a> {
 /// Results of all steps.
 #[derive(Debug, Clone, Default)]
 pub struct Results {
-    /// The steps in order.
-    pub steps: Vec<Step>,
     /// Descriptions of broken promises.
     pub broken: Vec<String>,
     /// Reads that finished.
@@ -181,7 +179,7 @@ pub struct Results {
 
 impl Results {
     /// Adds the counts of a step.
-    pub fn add(&mut self, counts: &Counts) {
+    fn add(&mut self, counts: &Counts) {
         self.reads += counts.reads;
         self.events += counts.events;
         self.stalled += counts.stalled;
@@ -195,15 +193,8 @@ impl Schedule<'_> {
     /// # Errors
     /// An apiserver could not be restarted.
     pub fn run(&self, faults: &[Fault], results: &mut Results) -> io::Result<()> {
-        results.steps = faults
-            .iter()
-            .map(|fault| Step {
-                title: fault.title("one"),
-                detected: String::new(),
-                stage: Stage::Waiting,
-                counts: Counts::default(),
-            })
-            .collect();
+        let waiting = |fault: &Fault| Step::new(fault.title("one"), Stage::Waiting);
+        self.display.set_steps(faults.iter().map(waiting).collect());
         for (index, fault) in faults.iter().enumerate() {
             if self.interrupted.load(Relaxed) {
                 break;
@@ -217,31 +208,49 @@ impl Schedule<'_> {
         let target = self.busiest();
         let server = &self.servers[target];
         let name = server.server.name();
-        results.steps[index].title = fault.title(name);
-        results.steps[index].stage = Stage::Running;
+        let mut step = Step::new(fault.title(name), Stage::Running);
         self.ledger.start_period();
         let began = Instant::now();
         let (usual, least) = fault.duration_seconds();
         let hold = Duration::from_secs_f64((usual * self.scale).max(least));
-        let wait = |results: &mut Results, time, until: &dyn Fn() -> bool| {
-            self.wait_for(fault, target, began, (results, index), time, until)
+        let faulty = fault != Fault::None && fault != Fault::Rolling;
+        let detection = || self.monitor.first(target, began).filter(|_| faulty);
+        // Waits for a time, for a condition, or for an interruption, and shows progress meanwhile.
+        // Returns whether the condition became true.
+        let mut wait = |time: Duration, until: &dyn Fn() -> bool| {
+            let start = Instant::now();
+            loop {
+                step.counts = self.ledger.so_far();
+                if let Some(detection) = detection() {
+                    let after = seconds(detection.at - began);
+                    step.detected = format!("{}, {after}", detection.state);
+                }
+                self.display.set_step(index, &step);
+                if until() {
+                    return true;
+                }
+                if start.elapsed() >= time || self.interrupted.load(Relaxed) {
+                    return false;
+                }
+                std::thread::sleep(UPDATE_INTERVAL);
+            }
         };
         let never = || false;
         let mut back = true;
         match fault {
             Fault::None => {
                 self.display.log("no fault: three apiservers, reads, heartbeats and watches");
-                wait(results, hold, &never);
+                wait(hold, &never);
             }
             Fault::DroppedFlows => {
                 self.lose(std::slice::from_ref(server), name);
-                wait(results, hold, &never);
+                wait(hold, &never);
                 server.relay.heal();
                 self.display.log(&format!("the flows of {name} pass packets again"));
             }
             Fault::AllFlows => {
                 self.lose(self.servers, "all apiservers");
-                wait(results, hold, &never);
+                wait(hold, &never);
                 self.servers.iter().for_each(|server| server.relay.heal());
                 self.display.log("all flows pass packets again");
             }
@@ -249,7 +258,7 @@ impl Schedule<'_> {
                 server.server.kill();
                 self.display
                     .log(&format!("{name} is killed: its sockets are reset, its port refuses"));
-                wait(results, hold, &never);
+                wait(hold, &never);
                 server.server.restart()?;
                 self.display.log(&format!("{name} is started again"));
             }
@@ -257,14 +266,14 @@ impl Schedule<'_> {
                 server.server.stop();
                 self.display
                     .log(&format!("{name} is stopped: its kernel acknowledges, it is silent"));
-                wait(results, hold, &never);
+                wait(hold, &never);
                 server.server.cont();
                 self.display.log(&format!("{name} continues"));
             }
             Fault::Unready => {
                 server.server.set_ready(false);
                 self.display.log(&format!("/readyz of {name} fails; everything else of it works"));
-                wait(results, hold, &never);
+                wait(hold, &never);
                 server.server.set_ready(true);
                 self.display.log(&format!("/readyz of {name} is ok again"));
             }
@@ -276,22 +285,22 @@ impl Schedule<'_> {
                     let name = server.server.name();
                     self.display.log(&format!("{name} shuts down gracefully"));
                     server.server.shutdown(GRACE);
-                    wait(results, hold, &never);
+                    wait(hold, &never);
                     server.server.restart()?;
                     self.display.log(&format!("{name} is started again"));
-                    back &= wait(results, RECOVERY_TIMEOUT, &|| self.all_ready());
+                    back &= wait(RECOVERY_TIMEOUT, &|| self.all_ready());
                 }
             }
         }
         let was_out = !self.all_ready();
         let returned = Instant::now();
-        back &= wait(results, RECOVERY_TIMEOUT, &|| self.all_ready());
+        back &= wait(RECOVERY_TIMEOUT, &|| self.all_ready());
         if was_out && back {
             let after = seconds(returned.elapsed());
             self.display.log(&format!("all apiservers are in use again, {after} later"));
         }
         // Effects of the recovery on clients belong to this step.
-        wait(results, Duration::from_secs(1), &never);
+        wait(Duration::from_secs(1), &never);
         let counts = self.ledger.start_period();
         let interrupted = self.interrupted.load(Relaxed);
         let broken = fault.broken_promises(&counts, back || interrupted);
@@ -299,9 +308,7 @@ impl Schedule<'_> {
             self.display.log(&format!("BROKEN: {promise}"));
             results.broken.push(format!("{}: {promise}", fault.title(name)));
         }
-        let step = &mut results.steps[index];
         step.stage = if broken.is_empty() { Stage::Passed } else { Stage::Failed };
-        step.counts = counts.clone();
         self.display.log(&format!(
             "{}: reads <= {}, events <= {}, {} of {} heartbeats lost",
             if broken.is_empty() { "passed" } else { "failed" },
@@ -311,7 +318,8 @@ impl Schedule<'_> {
             counts.writes,
         ));
         results.add(&counts);
-        self.display.set_steps(&results.steps);
+        step.counts = counts;
+        self.display.set_step(index, &step);
         Ok(())
     }
 
@@ -325,36 +333,6 @@ impl Schedule<'_> {
             // Clients see the same; jackstay classifies it as a stopped process.
             Err(error) => format!("the flows of {whose} are silent, but acknowledged ({error})"),
         });
-    }
-
-    /// Waits for `time`, for `until`, or for an interruption, and shows progress meanwhile. Returns whether
-    /// `until` became true.
-    fn wait_for(
-        &self,
-        fault: Fault,
-        target: usize,
-        began: Instant,
-        (results, index): (&mut Results, usize),
-        time: Duration,
-        until: &dyn Fn() -> bool,
-    ) -> bool {
-        let start = Instant::now();
-        loop {
-            let step = &mut results.steps[index];
-            step.counts = self.ledger.so_far();
-            let faulty = fault != Fault::None && fault != Fault::Rolling;
-            if let Some(detection) = self.monitor.first(target, began).filter(|_| faulty) {
-                step.detected = format!("{}, {}", detection.state, seconds(detection.at - began));
-            }
-            self.display.set_steps(&results.steps);
-            if until() {
-                return true;
-            }
-            if start.elapsed() >= time || self.interrupted.load(Relaxed) {
-                return false;
-            }
-            std::thread::sleep(UPDATE_INTERVAL);
-        }
     }
 
     /// The apiserver with the most watches and streams.

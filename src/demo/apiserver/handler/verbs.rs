@@ -144,12 +144,12 @@ impl RequestContext {
         let cluster = &self.server.cluster;
         let (mut objects, mut version) =
             cluster.list(target.kind, &target.namespace, &self.selector(target)?);
-        let asked = self.query.get("resourceVersion").parse().unwrap_or(0);
-        if asked > version {
+        let minimum = self.query.get("resourceVersion").parse().unwrap_or(0);
+        if minimum > version {
             return Err(StatusError::new(
                 504,
                 "Timeout",
-                format!("Too large resource version: {asked}, current: {version}"),
+                format!("Too large resource version: {minimum}, current: {version}"),
             ));
         }
         let after = self.query.get("continue");

@@ -44,7 +44,7 @@ struct CheckResult {
     file: String,
     ok: bool,
     errors: Vec<CheckError>,
-    /// What is allowed and probably not meant.
+    /// Settings that are allowed and probably a mistake.
     warnings: Vec<String>,
     /// Subjects and expiry of certificates, awaited files.
     notes: Vec<String>,

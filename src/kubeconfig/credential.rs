@@ -121,7 +121,7 @@ impl UserCredentials {
         Ok(Self { certificate, token, exec, other })
     }
 
-    /// The credential that decides who the user is. A client certificate precedes a token, because
+    /// The credential that identifies the user. A client certificate precedes a token, because
     /// kube-apiserver authenticates by the certificate first.
     pub fn preferred(self) -> Credential {
         match (self.certificate, self.token, self.exec, self.other) {

@@ -24,7 +24,7 @@ pub(super) struct Apiservers {
     pub(super) notes: Vec<String>,
 }
 
-/// Finds the apiservers. `config` is the configuration to write, if one is asked for.
+/// Finds the apiservers. `config` is the configuration to write, if there is one.
 pub(super) fn find(
     args: &KubeconfigArgs,
     context: &ResolvedContext,

@@ -15,7 +15,7 @@ use crate::net::files;
 pub(super) struct Destinations {
     /// The kubeconfig.
     pub(super) kubeconfig: PathBuf,
-    /// The configuration of jackstay, if one is asked for.
+    /// The configuration of jackstay, if one is to be written.
     pub(super) config: Option<PathBuf>,
     /// Whether kubectl reads this kubeconfig without an option.
     pub(super) is_default_for_kubectl: bool,

@@ -7,7 +7,7 @@ use crate::kubeconfig::rewrite::KeyChange;
 /// The result in JSON and YAML.
 #[derive(Debug, Default, Serialize)]
 pub(super) struct KubeconfigReport {
-    /// Whether the command did all that was asked for.
+    /// Whether the command succeeded.
     pub(super) ok: bool,
     /// Why not.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -69,7 +69,7 @@ impl DiscoveryToken {
 pub fn load(path: &Path) -> Result<DiscoveryUser, String> {
     let fail = |why: String| format!("{}: {why}", path.display());
     let text = files::read_text(path, MAX_KUBECONFIG).map_err(|error| fail(error.to_string()))?;
-    let file = KubeconfigFile::parse(path, &text).map_err(|error| error.to_string())?;
+    let file = KubeconfigFile::parse(path, &text)?;
     let config = file.with_absolute_paths();
     let (name, user) = current_user(&config).map_err(&fail)?;
     refuse_unsupported(name, user).map_err(&fail)?;

@@ -215,7 +215,7 @@ pub const OWN_ERROR_REASONS: [&str; 12] = [
     // No apiserver was reachable (503; a passthrough connection: reset).
     "no_upstream",
     "unreachable",
-    // The connection was lost after a write was sent (502).
+    // The connection was lost after a write was sent, so the outcome of the write is unknown (502).
     "unknown_fate",
     // The apiserver did not process a write whose body is no longer held (502).
     "unprocessed",

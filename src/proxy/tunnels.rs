@@ -48,9 +48,9 @@ impl Tunnels {
         OpenTunnel { tunnels: self.clone(), endpoint: Arc::clone(endpoint) }
     }
 
-    async fn wait(&self, done: impl Fn(&Registry) -> bool) {
+    async fn wait(&self, done: impl FnMut(&Registry) -> bool) {
         // An error means that the sender was dropped, and `self` holds it.
-        let _ = self.0.subscribe().wait_for(|registry| done(registry)).await;
+        let _ = self.0.subscribe().wait_for(done).await;
     }
 }
 

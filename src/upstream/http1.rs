@@ -162,7 +162,7 @@ impl Http1Connection {
     ) -> Result<(Response<Incoming>, Http1Driver), String> {
         let (mut sender, connection) =
             http1::handshake(TokioIo::new(self.stream)).await.map_err(|error| described(&error))?;
-        let flow = Flow {
+        let flow = FlowHealthCheck {
             observer: self.observer,
             answered: Rc::default(),
             tunnel_dead_after: self.tunnel_dead_after,
@@ -186,22 +186,22 @@ impl Http1Connection {
 
 type Connection = http1::Connection<TokioIo<TlsStream<ReadAhead<TrackedStream>>>, Incoming>;
 
-/// The flow below an upgraded connection, as long as it lives.
+/// Detects that the TCP flow below an upgraded connection is dead.
 #[derive(Debug, Clone)]
-pub struct Flow {
+pub struct FlowHealthCheck {
     observer: StreamObserver,
     answered: Rc<Cell<bool>>,
     tunnel_dead_after: Duration,
 }
 
-impl Flow {
-    /// Waits until it is dead; returns why.
+impl FlowHealthCheck {
+    /// Waits until the flow is dead; returns the reason.
     pub async fn died(&self) -> &'static str {
         flow_health::died(&self.observer, &self.answered, self.tunnel_dead_after).await
     }
 }
 
-async fn drive(connection: Connection, flow: Flow) -> Result<Tunnelled, String> {
+async fn drive(connection: Connection, flow: FlowHealthCheck) -> Result<Tunnelled, String> {
     tokio::select! {
         parts = connection.without_shutdown() => {
             let parts = parts.map_err(|error| described(&error))?;
@@ -216,15 +216,15 @@ async fn drive(connection: Connection, flow: Flow) -> Result<Tunnelled, String> 
 #[derive(Debug)]
 pub struct Http1Driver {
     task: JoinHandle<Result<Tunnelled, String>>,
-    flow: Flow,
+    flow: FlowHealthCheck,
 }
 
 impl Http1Driver {
-    /// The connection without HTTP, after a 101, and its flow.
+    /// The connection without HTTP, after a 101, and the health check of its flow.
     ///
     /// # Errors
     /// It has ended.
-    pub async fn reclaim(mut self) -> Result<(Tunnelled, Flow), String> {
+    pub async fn reclaim(mut self) -> Result<(Tunnelled, FlowHealthCheck), String> {
         let stream = (&mut self.task).await.map_err(|error| error.to_string())??;
         Ok((stream, self.flow.clone()))
     }

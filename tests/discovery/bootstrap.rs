@@ -1,9 +1,11 @@
-//! Starting when nothing else does, and what an earlier run left on disk.
+//! Starts without working sources, and with the state that an earlier run has saved.
 
 use crate::support::figures::check_figure;
 use crate::support::stopwatch::Stopwatch;
-use crate::support::{CONFIGMAPS, Proxy, TestCluster, refusing_address, soon, until};
-use crate::traffic::{set, set_is, source, told};
+use crate::support::{
+    CONFIGMAPS, Proxy, TestCluster, refusing_address, soon, to_strings, until, write_lines,
+};
+use crate::traffic::{has_event, set, set_is, source};
 use jackstay::config::{Config, EndpointAddress};
 use jackstay::demo::apiserver::{self, Options};
 use serde_json::{Value, json};
@@ -14,27 +16,27 @@ use std::path::Path;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-/// Static endpoints nowhere, and a directory for the state.
-fn config(cluster: &TestCluster, seeds: &[SocketAddr]) -> Config {
-    let mut config = cluster.certs.config(seeds);
+/// Static endpoints, an endpoints file and a state directory.
+fn config(cluster: &TestCluster, static_endpoints: &[SocketAddr]) -> Config {
+    let mut config = cluster.certs.config(static_endpoints);
     config.state_dir = Some(cluster.certs.path().join("state"));
     config.upstreams[0].endpoints_file = Some(cluster.certs.path().join("endpoints"));
     config
 }
 
 fn write_endpoints(cluster: &TestCluster, addresses: &[SocketAddr]) {
-    let lines: Vec<_> = addresses.iter().map(ToString::to_string).collect();
-    std::fs::write(cluster.certs.path().join("endpoints"), lines.join("\n")).unwrap();
+    write_lines(&cluster.certs.path().join("endpoints"), &to_strings(addresses));
 }
 
 fn state_file(cluster: &TestCluster) -> std::path::PathBuf {
     cluster.certs.path().join("state/control-plane.json")
 }
 
-/// The time until the first answer, asked for again and again.
-async fn first_answer(proxy: &Proxy, since: Stopwatch) -> Duration {
+/// The time until the first response.
+async fn first_response(proxy: &Proxy, since: Stopwatch) -> Duration {
     let client = proxy.client().await;
-    until("there is an answer", async || client.get(CONFIGMAPS).await.unwrap().status == 200).await;
+    until("there is a response", async || client.get(CONFIGMAPS).await.unwrap().status == 200)
+        .await;
     since.elapsed()
 }
 
@@ -43,11 +45,11 @@ fn saved(path: &Path) -> Value {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn every_seed_is_dead_but_the_state_is_good() {
+async fn saved_endpoints_are_used_when_every_static_endpoint_is_dead() {
     let cluster = TestCluster::new(2);
     write_endpoints(&cluster, &cluster.addresses());
-    let seeds = [refusing_address(), refusing_address()];
-    let proxy = cluster.certs.start(config(&cluster, &seeds));
+    let static_endpoints = [refusing_address(), refusing_address()];
+    let proxy = cluster.certs.start(config(&cluster, &static_endpoints));
     proxy.wait_connected(2).await;
     let state = state_file(&cluster);
     until("the state is saved", async || {
@@ -58,18 +60,18 @@ async fn every_seed_is_dead_but_the_state_is_good() {
 
     std::fs::remove_file(cluster.certs.path().join("endpoints")).unwrap();
     let start = Stopwatch::start();
-    let proxy = cluster.certs.start(config(&cluster, &seeds));
-    let took = first_answer(&proxy, start).await;
-    check_figure("first answer from saved endpoints", took, Duration::from_secs(1));
+    let proxy = cluster.certs.start(config(&cluster, &static_endpoints));
+    let took = first_response(&proxy, start).await;
+    check_figure("first response from saved endpoints", took, Duration::from_secs(1));
     let report = source(&proxy, "state").await;
     assert_eq!(report["endpoints"], 2, "{report}");
     assert!(report["note"].as_str().unwrap().ends_with(" old"), "{report}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn the_state_is_stale_and_a_seed_lives() {
+async fn static_endpoint_is_used_when_the_state_is_stale() {
     let cluster = TestCluster::new(1);
-    // One refuses, at the other nobody answers.
+    // One address refuses connections, the other never responds.
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let gone = [refusing_address(), silent.local_addr().unwrap()];
     let dir = cluster.certs.path().join("state");
@@ -82,22 +84,22 @@ async fn the_state_is_stale_and_a_seed_lives() {
     std::fs::write(state_file(&cluster), state.to_string()).unwrap();
     let start = Stopwatch::start();
     let proxy = cluster.certs.start(config(&cluster, &cluster.addresses()));
-    let took = first_answer(&proxy, start).await;
-    check_figure("first answer with a stale state", took, Duration::from_secs(2));
-    // The disk is read beside the start: what it remembers may come after the first answer.
-    until("what was remembered is a candidate", async || set(&proxy).await.len() == 3).await;
-    // Its source answers: what was remembered is forgotten, and what is good is written down.
+    let took = first_response(&proxy, start).await;
+    check_figure("first response with a stale state", took, Duration::from_secs(2));
+    // The state is read in parallel with the start, perhaps after the first response.
+    until("the saved endpoints are candidates", async || set(&proxy).await.len() == 3).await;
+    // When the source responds, the saved endpoints are dropped, and the new ones saved.
     write_endpoints(&cluster, &cluster.addresses());
     let addresses: Vec<_> = cluster.addresses().iter().map(ToString::to_string).collect();
     set_is(&proxy, &addresses).await;
-    until("the state is good again", async || {
+    until("the state is up to date", async || {
         saved(&state_file(&cluster))["endpoints"][0]["address"] == addresses[0]
     })
     .await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn a_state_that_is_not_ours_is_told_and_ignored() {
+async fn invalid_state_file_is_reported_and_ignored() {
     let cluster = TestCluster::new(1);
     for (text, words) in [
         ("{ \"version\": 1, \"upstr", "not a state file"),
@@ -108,13 +110,13 @@ async fn a_state_that_is_not_ours_is_told_and_ignored() {
         std::fs::write(state_file(&cluster), text).unwrap();
         let proxy = cluster.certs.start(config(&cluster, &cluster.addresses()));
         proxy.wait_connected(1).await;
-        until(words, async || told(&proxy, "state", words).await).await;
+        until(words, async || has_event(&proxy, "state", words).await).await;
         assert_eq!(set(&proxy).await.len(), 1);
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn a_directory_that_cannot_be_written_is_a_warning() {
+async fn unwritable_state_directory_is_a_warning() {
     let cluster = TestCluster::new(1);
     let mut config = config(&cluster, &cluster.addresses());
     let file = cluster.certs.path().join("no-directory");
@@ -123,21 +125,21 @@ async fn a_directory_that_cannot_be_written_is_a_warning() {
     write_endpoints(&cluster, &cluster.addresses());
     let start = Stopwatch::start();
     let proxy = cluster.certs.start(config);
-    let took = first_answer(&proxy, start).await;
-    check_figure("first answer without a disk", took, Duration::from_secs(1));
+    let took = first_response(&proxy, start).await;
+    check_figure("first response without a disk", took, Duration::from_secs(1));
     let words = "no-directory/control-plane.json: cannot be saved";
-    until("it is told", async || told(&proxy, "state", words).await).await;
+    until("the problem is reported", async || has_event(&proxy, "state", words).await).await;
     let report = source(&proxy, "state").await;
     assert!(report["error"].as_str().unwrap().contains(words), "{report}");
     let ready = proxy.page("/readyz").await;
-    assert!(ready.starts_with("HTTP/1.1 200"), "a warning, and no more: {ready}");
+    assert!(ready.starts_with("HTTP/1.1 200"), "only a warning: {ready}");
     assert!(ready.contains("source control-plane/state"), "{ready}");
 }
 
-/// A process that hangs has the same directory, and as many have asked it as may wait: whoever asks
-/// now waits to be one of them. A disk that hangs is no other case.
+/// Another process with the same directory hangs, and the backlog of its socket is full. A disk
+/// that hangs has the same effect.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn a_directory_where_nothing_answers_holds_up_nothing() {
+async fn start_is_not_blocked_by_a_takeover_socket_without_response() {
     let cluster = TestCluster::new(1);
     let config = config(&cluster, &cluster.addresses());
     let dir = config.state_dir.clone().unwrap();
@@ -147,29 +149,29 @@ async fn a_directory_where_nothing_answers_holds_up_nothing() {
     let hanging = unix();
     hanging.bind(&at).unwrap();
     hanging.listen(0).unwrap();
-    let mut asking = Vec::new();
+    let mut connections = Vec::new();
     loop {
         let socket = unix();
         socket.set_nonblocking(true).unwrap();
         match socket.connect(&at) {
-            Ok(()) => asking.push(socket),
+            Ok(()) => connections.push(socket),
             Err(error) => break assert_eq!(error.kind(), ErrorKind::WouldBlock),
         }
     }
     let proxy = cluster.certs.start(config);
-    crate::support::soon("operators are answered", proxy.page("/readyz")).await;
+    soon("the admin endpoint responds", proxy.page("/readyz")).await;
     proxy.wait_connected(1).await;
-    first_answer(&proxy, Stopwatch::start()).await;
+    first_response(&proxy, Stopwatch::start()).await;
     write_endpoints(&cluster, &cluster.addresses());
-    until("sources are followed", async || source(&proxy, "file").await["endpoints"] == 1).await;
+    until("the file is read", async || source(&proxy, "file").await["endpoints"] == 1).await;
     drop(proxy);
     drop(hanging);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn with_nothing_at_all() {
+async fn requests_get_503_until_an_endpoint_is_known() {
     let cluster = TestCluster::new(1);
-    // No address, no file yet, a name that no server knows.
+    // No address, no file, and a name that no server knows.
     let mut config = config(&cluster, &[]);
     let name = EndpointAddress { host: "api.jackstay.invalid".into(), port: 6443 };
     config.upstreams[0].endpoints = vec![name];
@@ -178,7 +180,7 @@ async fn with_nothing_at_all() {
     println!("listening after {:?} (promised 100 ms, in a release build)", start.elapsed());
     let client = proxy.client().await;
     let start = Stopwatch::start();
-    let reply = soon("an answer", client.get(CONFIGMAPS)).await.unwrap();
+    let reply = soon("a response", client.get(CONFIGMAPS)).await.unwrap();
     let took = start.elapsed();
     check_figure("no endpoint at all: a Status", took, Duration::from_millis(1_500));
     assert_eq!(reply.status, 503, "{:?}", reply.body);
@@ -192,17 +194,17 @@ async fn with_nothing_at_all() {
     assert!(ready.contains("[-]source control-plane/file"), "{ready}");
     assert!(ready.contains("[-]source control-plane/dns"), "{ready}");
 
-    // A source appears: no restart is needed.
+    // A source appears; no restart is needed.
     write_endpoints(&cluster, &cluster.addresses());
-    first_answer(&proxy, Stopwatch::start()).await;
+    first_response(&proxy, Stopwatch::start()).await;
     let ready = proxy.page("/readyz").await;
     assert!(ready.starts_with("HTTP/1.1 200"), "{ready}");
 }
 
-/// What may be an apiserver behind a proxy that speaks HTTP/1.1: it gets no requests one by one, but
-/// is a state of its own, and no harm to the others.
+/// It may be an apiserver behind a proxy that speaks HTTP/1.1. It gets no requests, and does not
+/// affect the other endpoints.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn a_server_without_http2_is_told_from_one_that_is_down() {
+async fn server_without_http2_has_its_own_state() {
     let mut cluster = TestCluster::new(1);
     let options = Options { http2: false, ..Options::named("old") };
     let old = apiserver::start(&cluster.state, &cluster.certs.pki, options).unwrap();
@@ -210,26 +212,26 @@ async fn a_server_without_http2_is_told_from_one_that_is_down() {
     let proxy = cluster.certs.start(cluster.certs.config(&addresses));
     proxy.wait_connected(1).await;
     let client = proxy.client().await;
-    let is_told = async || {
+    let is_reported = async || {
         let endpoints = proxy.endpoints().await;
         let old = endpoints.iter().find(|e| e["address"] == old.addr.to_string()).unwrap();
         old["state"] == "no_h2" && old["reason"].as_str().unwrap().contains("(ALPN)")
     };
-    until("it is told", is_told).await;
+    until("the problem is reported", is_reported).await;
     for _ in 0..20 {
         assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200);
     }
     assert_eq!(old.counters().requests.load(Relaxed), 0);
     let ejected = "jackstay_ejections_total{upstream=\"control-plane\"";
     let page = proxy.page("/metrics").await;
-    let told = |line: &str| line.starts_with(ejected) && line.contains("reason=\"no_h2\"");
-    assert!(page.lines().any(told), "{page}");
+    let no_h2 = |line: &str| line.starts_with(ejected) && line.contains("reason=\"no_h2\"");
+    assert!(page.lines().any(no_h2), "{page}");
 
-    // Alone it is the reason that the client gets.
+    // If it is the only endpoint, the client gets this reason.
     cluster.servers.remove(0).kill();
     let why = async || {
         let reply = client.get(CONFIGMAPS).await.unwrap();
         reply.status == 503 && reply.json()["message"].as_str().unwrap().contains("(ALPN)")
     };
-    until("the client is told", why).await;
+    until("the client gets the reason", why).await;
 }

@@ -1,4 +1,4 @@
-//! The one writer of the set: what is unchanged stays, what is new comes first, what is gone drains.
+//! `replace_endpoints`: unchanged endpoints stay, new ones come first, removed ones drain.
 
 use crate::support::{Certs, TestCluster, until};
 use jackstay::config::EndpointAddress;
@@ -10,7 +10,7 @@ use jackstay::upstream::endpoint::EndpointState;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-fn member(host: &str) -> EndpointSpec {
+fn spec(host: &str) -> EndpointSpec {
     EndpointSpec {
         address: EndpointAddress { host: host.into(), port: 6443 },
         server_name: None,
@@ -30,15 +30,15 @@ fn labels(upstream: &Upstream) -> Vec<String> {
 }
 
 #[test]
-fn what_is_unchanged_keeps_its_object() {
+fn unchanged_endpoint_keeps_its_object() {
     let certs = Certs::new();
     let upstream = upstream(&certs);
-    let change = replace_endpoints(&upstream, &[member("10.0.0.1"), member("10.0.0.2")]);
+    let change = replace_endpoints(&upstream, &[spec("10.0.0.1"), spec("10.0.0.2")]);
     assert_eq!((change.joined.len(), change.left.len()), (2, 0));
     let before = Arc::clone(&upstream.endpoints());
 
-    let standby = EndpointSpec { fallback: true, ..member("10.0.0.2") };
-    let change = replace_endpoints(&upstream, &[member("fd00::3"), standby]);
+    let standby = EndpointSpec { fallback: true, ..spec("10.0.0.2") };
+    let change = replace_endpoints(&upstream, &[spec("fd00::3"), standby]);
     assert_eq!(labels(&upstream), ["[fd00::3]:6443", "10.0.0.2:6443"]);
     assert_eq!((change.joined.len(), change.left.len()), (1, 1));
     let after = Arc::clone(&upstream.endpoints());
@@ -46,43 +46,43 @@ fn what_is_unchanged_keeps_its_object() {
     assert!(after[1].is_fallback() && !after[0].is_fallback());
     assert_eq!(before[0].state(), EndpointState::Leaving);
 
-    let again = replace_endpoints(&upstream, &[member("fd00::3"), member("10.0.0.2")]);
+    let again = replace_endpoints(&upstream, &[spec("fd00::3"), spec("10.0.0.2")]);
     assert!(again.is_empty());
-    assert!(Arc::ptr_eq(&after, &Arc::clone(&upstream.endpoints())), "nothing was swapped");
+    assert!(Arc::ptr_eq(&after, &Arc::clone(&upstream.endpoints())), "the set was not replaced");
     assert!(!after[1].is_fallback());
 }
 
 #[test]
-fn another_name_to_verify_is_another_endpoint() {
+fn endpoint_with_another_server_name_is_another_endpoint() {
     let certs = Certs::new();
     let upstream = upstream(&certs);
-    replace_endpoints(&upstream, &[member("10.0.0.1")]);
+    replace_endpoints(&upstream, &[spec("10.0.0.1")]);
     let named =
-        EndpointSpec { server_name: Some("kubernetes.default.svc".into()), ..member("10.0.0.1") };
+        EndpointSpec { server_name: Some("kubernetes.default.svc".into()), ..spec("10.0.0.1") };
     let change = replace_endpoints(&upstream, &[named.clone(), named]);
-    assert_eq!((change.joined.len(), change.left.len()), (1, 1), "and each is one only once");
+    assert_eq!((change.joined.len(), change.left.len()), (1, 1), "duplicates are one endpoint");
     assert_eq!(upstream.endpoints()[0].server_name.to_str(), "kubernetes.default.svc");
-    let broken = EndpointSpec { server_name: Some("no name".into()), ..member("10.0.0.2") };
-    let change = replace_endpoints(&upstream, &[member("10.0.0.1"), broken]);
+    let broken = EndpointSpec { server_name: Some("no name".into()), ..spec("10.0.0.2") };
+    let change = replace_endpoints(&upstream, &[spec("10.0.0.1"), broken]);
     assert_eq!(change.refused.len(), 1, "{:?}", change.refused);
     assert_eq!(labels(&upstream), ["10.0.0.1:6443"]);
 }
 
 #[test]
-fn seeds_are_what_the_configuration_says() {
+fn static_endpoints_have_the_configured_server_name() {
     let certs = Certs::new();
     let mut config = certs.config(&["10.0.0.1:6443".parse().unwrap()]);
     config.upstreams[0].tls.server_name = Some("api.example.com".into());
-    let members = static_endpoints(&config.upstreams[0]);
-    assert_eq!(members.len(), 1);
-    assert_eq!(members[0].server_name.as_deref(), Some("api.example.com"));
+    let specs = static_endpoints(&config.upstreams[0]);
+    assert_eq!(specs.len(), 1);
+    assert_eq!(specs[0].server_name.as_deref(), Some("api.example.com"));
 }
 
 #[tokio::test(flavor = "current_thread")]
-async fn a_prober_ends_when_its_endpoint_leaves() {
+async fn prober_ends_when_its_endpoint_is_removed() {
     let cluster = TestCluster::new(1);
     let mut config = cluster.config();
-    // It would sleep for an hour.
+    // Otherwise the prober would sleep for an hour.
     config.upstreams[0].health.readyz.interval = Duration::from_secs(3600);
     let config = config.upstreams.remove(0);
     let credentials = Credentials::load(&config, config.health.readyz.cert.as_slice()).unwrap();
@@ -94,12 +94,13 @@ async fn a_prober_ends_when_its_endpoint_leaves() {
         .run_until(async {
             let prober = jackstay::control::readyz::probe(upstream.clone(), endpoint.clone());
             let prober = tokio::task::spawn_local(prober);
-            until("it is probed", async || endpoint.state() == EndpointState::Ready).await;
+            until("the endpoint is probed", async || endpoint.state() == EndpointState::Ready)
+                .await;
             let start = Instant::now();
             replace_endpoints(&upstream, &[]);
             crate::support::soon("the prober ends", prober).await.unwrap();
             assert!(start.elapsed() < Duration::from_secs(5));
-            until("its connection is closed", async || endpoint.status().connections.is_empty())
+            until("the connection is closed", async || endpoint.status().connections.is_empty())
                 .await;
         })
         .await;

@@ -1,7 +1,8 @@
-//! `EndpointSlices` of `default/kubernetes`, watched over the connections that they are about.
+//! `EndpointSlices` of `default/kubernetes`, watched on connections to the endpoints that they
+//! list.
 
 use crate::support::{Proxy, TestCluster, pause, to_strings, until};
-use crate::traffic::{Traffic, set, set_is, source, told};
+use crate::traffic::{Traffic, has_event, set, set_is, source};
 use jackstay::config::Config;
 use jackstay::demo::apiserver::identity::User;
 use jackstay::demo::apiserver::kinds::ObjectRef;
@@ -11,7 +12,7 @@ use std::net::SocketAddr;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
-/// A slice that names these addresses, all with the port of the first.
+/// A slice with these addresses and this port.
 fn slice(name: &str, addresses: &[&str], port: u16, ready: Option<bool>) -> Value {
     let endpoints: Vec<_> = addresses
         .iter()
@@ -27,7 +28,7 @@ fn slice(name: &str, addresses: &[&str], port: u16, ready: Option<bool>) -> Valu
     })
 }
 
-/// Makes a slice what it should be, whether it was there or not.
+/// Creates or replaces a slice.
 fn put(cluster: &TestCluster, name: &str, mut value: Value) {
     let place = ObjectRef { kind: &ENDPOINT_SLICES, namespace: "default", name };
     if cluster.state.get(place).is_ok() {
@@ -41,18 +42,18 @@ fn put(cluster: &TestCluster, name: &str, mut value: Value) {
     }
 }
 
-fn join(cluster: &TestCluster, index: usize, address: SocketAddr) {
+fn add_slice(cluster: &TestCluster, index: usize, address: SocketAddr) {
     let name = format!("kubernetes-{index}");
     put(cluster, &name, slice(&name, &["127.0.0.1"], address.port(), None));
 }
 
-fn leave(cluster: &TestCluster, index: usize) {
+fn remove_slice(cluster: &TestCluster, index: usize) {
     let name = format!("kubernetes-{index}");
     let place = ObjectRef { kind: &ENDPOINT_SLICES, namespace: "default", name: &name };
     cluster.state.delete(place, &Value::Null, false).unwrap();
 }
 
-/// A kubeconfig whose user has a token file.
+/// Configures discovery with a kubeconfig whose user has a token file.
 fn with_discovery(cluster: &TestCluster, config: &mut Config) {
     let dir = cluster.certs.path();
     std::fs::write(dir.join("discovery-token"), "watcher-1").unwrap();
@@ -65,11 +66,12 @@ fn with_discovery(cluster: &TestCluster, config: &mut Config) {
     config.upstreams[0].discovery.kubeconfig = Some(path);
 }
 
-/// jackstay with one seed, in front of `servers` of which the slices name the first `named`.
+/// jackstay with one static endpoint, in front of `servers`, of which the slices list the first
+/// `named`.
 async fn start(servers: usize, named: usize) -> (TestCluster, Proxy) {
     let cluster = TestCluster::new(servers);
     for (index, address) in cluster.addresses().into_iter().enumerate().take(named) {
-        join(&cluster, index, address);
+        add_slice(&cluster, index, address);
     }
     let mut config = cluster.config();
     config.upstreams[0].endpoints.truncate(1);
@@ -81,30 +83,24 @@ async fn start(servers: usize, named: usize) -> (TestCluster, Proxy) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn one_seed_finds_them_all_and_follows_them() {
+async fn one_static_endpoint_discovers_all_endpoints() {
     let (cluster, proxy) = start(4, 3).await;
     let addresses = cluster.addresses();
     let traffic = Traffic::start(&cluster, &proxy).await;
     for endpoint in proxy.endpoints().await {
-        let seed = endpoint["address"] == addresses[0].to_string();
-        let name = if seed { "127.0.0.1" } else { "kubernetes.default.svc" };
-        assert_eq!(endpoint["server_name"], name, "the seed keeps what the operator wrote");
+        let is_static = endpoint["address"] == addresses[0].to_string();
+        let name = if is_static { "127.0.0.1" } else { "kubernetes.default.svc" };
+        assert_eq!(endpoint["server_name"], name, "the static endpoint keeps the configured name");
     }
-    join(&cluster, 3, addresses[3]);
+    add_slice(&cluster, 3, addresses[3]);
     set_is(&proxy, &to_strings(&addresses)).await;
-    leave(&cluster, 1);
+    remove_slice(&cluster, 1);
     let left = [addresses[0], addresses[2], addresses[3]];
     set_is(&proxy, &to_strings(&left)).await;
-    // The seed is no longer discovered: it stays, for when nothing else will do.
-    leave(&cluster, 0);
-    let standby = async || {
-        proxy
-            .endpoints()
-            .await
-            .iter()
-            .any(|e| e["address"] == addresses[0].to_string() && e["fallback"] == true)
-    };
-    until("the seed is a fallback", standby).await;
+    // A static endpoint that is no longer discovered stays as a fallback.
+    remove_slice(&cluster, 0);
+    let fallback = async || proxy.endpoint(addresses[0]).await["fallback"] == true;
+    until("the static endpoint is a fallback", fallback).await;
     traffic.goes_on().await;
     let before = cluster.servers[0].counters().requests.load(Relaxed);
     traffic.goes_on().await;
@@ -115,7 +111,7 @@ async fn one_seed_finds_them_all_and_follows_them() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn what_says_nothing_changes_nothing() {
+async fn unusable_slices_are_reported_and_change_nothing() {
     let (cluster, proxy) = start(3, 3).await;
     let addresses = to_strings(&cluster.addresses());
     let traffic = Traffic::start(&cluster, &proxy).await;
@@ -124,39 +120,44 @@ async fn what_says_nothing_changes_nothing() {
         let port = cluster.addresses()[index].port();
         put(&cluster, &name, slice(&name, &["127.0.0.1"], port, Some(false)));
     }
-    until("not ready is told", async || told(&proxy, "slices", "none of its 3").await).await;
+    until("not ready is reported", async || has_event(&proxy, "slices", "none of its 3").await)
+        .await;
     assert_eq!(set(&proxy).await.len(), 3);
     for index in 0..3 {
-        leave(&cluster, index);
+        remove_slice(&cluster, index);
     }
-    until("empty is told", async || told(&proxy, "slices", "names no endpoint").await).await;
+    until("empty is reported", async || has_event(&proxy, "slices", "names no endpoint").await)
+        .await;
     assert_eq!(set(&proxy).await.len(), 3);
 
     let own = proxy.addr.port();
     put(&cluster, "own", slice("own", &["127.0.0.1"], own, Some(true)));
-    until("own is told", async || told(&proxy, "slices", "would loop").await).await;
+    until("the own address is reported", async || has_event(&proxy, "slices", "would loop").await)
+        .await;
     put(&cluster, "names", slice("names", &["node-1", "0.0.0.0"], 6443, Some(true)));
-    until("names are told", async || told(&proxy, "slices", "not an IP address").await).await;
+    until("names are reported", async || has_event(&proxy, "slices", "not an IP address").await)
+        .await;
     assert_eq!(set(&proxy).await.len(), 3);
     traffic.goes_on().await;
     for (index, address) in cluster.addresses().into_iter().enumerate() {
-        join(&cluster, index, address);
+        add_slice(&cluster, index, address);
     }
-    until("good again", async || source(&proxy, "slices").await["endpoints"] == 3).await;
+    until("the slices are used again", async || source(&proxy, "slices").await["endpoints"] == 3)
+        .await;
     set_is(&proxy, &addresses).await;
     traffic.end(&cluster).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn a_member_that_flaps_every_200_ms_stays() {
+async fn endpoint_that_flaps_every_200_ms_fails_no_request() {
     let (cluster, proxy) = start(3, 3).await;
     let traffic = Traffic::start(&cluster, &proxy).await;
     let joined = proxy.metric("jackstay_discovery_changes_total").await;
     let start = Instant::now();
     while start.elapsed() < Duration::from_secs(4) {
-        leave(&cluster, 2);
+        remove_slice(&cluster, 2);
         pause(Duration::from_millis(200)).await;
-        join(&cluster, 2, cluster.addresses()[2]);
+        add_slice(&cluster, 2, cluster.addresses()[2]);
         pause(Duration::from_millis(200)).await;
     }
     traffic.goes_on().await;
@@ -167,61 +168,62 @@ async fn a_member_that_flaps_every_200_ms_stays() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn it_survives_what_it_is_carried_by() {
+async fn watch_of_slices_survives_its_endpoint() {
     let (cluster, proxy) = start(3, 2).await;
     let addresses = cluster.addresses();
-    // Whichever carries the watch, and then the other one.
+    // First the endpoint with the watch, then the other one, in either order.
     for (dead, alive) in [(0, 1), (1, 0)] {
         cluster.servers[dead].kill();
         let traffic = proxy.client().await;
-        until("traffic flows", async || {
+        until("requests succeed", async || {
             traffic.get(crate::support::CONFIGMAPS).await.unwrap().status == 200
         })
         .await;
-        join(&cluster, 2, addresses[2]);
+        add_slice(&cluster, 2, addresses[2]);
         set_is(&proxy, &to_strings(&addresses)).await;
-        leave(&cluster, 2);
+        remove_slice(&cluster, 2);
         set_is(&proxy, &to_strings(&addresses[..2])).await;
         cluster.servers[dead].restart().unwrap();
-        until("it is back", async || proxy.endpoints().await.iter().all(|e| e["state"] == "ready"))
-            .await;
+        until("all endpoints are ready", async || {
+            proxy.endpoints().await.iter().all(|e| e["state"] == "ready")
+        })
+        .await;
         assert!(cluster.servers[alive].is_running());
     }
-    // A graceful end of the connection, and one of all watches.
+    // A graceful end of the connection, and the end of all watches.
     for server in &cluster.servers {
         server.goaway();
         server.end_watches();
     }
     cluster.state.compact();
-    join(&cluster, 2, addresses[2]);
+    add_slice(&cluster, 2, addresses[2]);
     set_is(&proxy, &to_strings(&addresses)).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn the_token_rotates() {
+async fn rotated_token_is_used() {
     let (cluster, proxy) = start(2, 1).await;
     let by = |name: &'static str| {
         let of = move |r: &jackstay::demo::apiserver::audit::Record| r.user == name;
         cluster.state.audit().select(of).len()
     };
-    // The seed is all that there is to find: the set says nothing of who asked. And what ends below is
-    // a watch that runs, not one that is on its way.
+    // The set does not change here, so the test waits for the watch that it ends below.
     let watches =
         || cluster.servers.iter().map(|s| s.counters().watches.load(Relaxed)).sum::<u64>();
-    until("it watches", async || watches() > 0).await;
-    assert!(by("jackstay-discovery") > 0, "it is who it says");
+    until("the watch runs", async || watches() > 0).await;
+    assert!(by("jackstay-discovery") > 0, "the watch uses the token");
     cluster.state.add_token("watcher-2", User::new("jackstay-discovery-2", &[]));
     std::fs::write(cluster.certs.path().join("discovery-token"), "watcher-2\n").unwrap();
     for server in &cluster.servers {
         server.end_watches();
     }
-    until("the new token is shown", async || by("jackstay-discovery-2") > 0).await;
-    join(&cluster, 1, cluster.addresses()[1]);
+    until("the new token is used", async || by("jackstay-discovery-2") > 0).await;
+    add_slice(&cluster, 1, cluster.addresses()[1]);
     set_is(&proxy, &to_strings(&cluster.addresses())).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn a_credential_that_is_refused_or_missing_takes_nothing_away() {
+async fn invalid_credential_is_reported_and_changes_nothing() {
     let cluster = TestCluster::new(2);
     let mut config = cluster.config();
     with_discovery(&cluster, &mut config);
@@ -229,28 +231,32 @@ async fn a_credential_that_is_refused_or_missing_takes_nothing_away() {
     std::fs::remove_file(&token).unwrap();
     let proxy = cluster.certs.start(config);
     proxy.wait_connected(2).await;
-    until("the file is missed", async || told(&proxy, "slices", "discovery-token").await).await;
+    until("the missing file is reported", async || {
+        has_event(&proxy, "slices", "discovery-token").await
+    })
+    .await;
     std::fs::write(&token, "nobody").unwrap();
-    until("it is refused", async || told(&proxy, "slices", "401").await).await;
+    until("the token is rejected", async || has_event(&proxy, "slices", "401").await).await;
     assert_eq!(set(&proxy).await.len(), 2);
     let ready = proxy.page("/readyz").await;
     assert!(ready.starts_with("HTTP/1.1 200") && ready.contains("[-]source"), "{ready}");
-    // The kubeconfig itself breaks, and is mended.
+    // The kubeconfig becomes invalid, and is repaired.
     let kubeconfig = cluster.certs.path().join("discovery.kubeconfig");
     let good = std::fs::read_to_string(&kubeconfig).unwrap();
     let exec = good.replace("tokenFile: discovery-token", "exec: {command: aws}");
     std::fs::write(&kubeconfig, exec).unwrap();
-    until("exec is refused", async || told(&proxy, "slices", "exec plugin").await).await;
+    until("the exec plugin is rejected", async || has_event(&proxy, "slices", "exec plugin").await)
+        .await;
     std::fs::write(&kubeconfig, good).unwrap();
     std::fs::write(&token, "watcher-1").unwrap();
-    join(&cluster, 0, cluster.addresses()[0]);
-    until("all is well", async || source(&proxy, "slices").await["endpoints"] == 1).await;
+    add_slice(&cluster, 0, cluster.addresses()[0]);
+    until("the slices are used", async || source(&proxy, "slices").await["endpoints"] == 1).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn an_old_apiserver_has_endpoints_alone() {
+async fn endpoints_are_used_without_the_discovery_api() {
     let cluster = TestCluster::new(2);
-    // No discovery.k8s.io there: its paths are not found.
+    // These apiservers do not serve discovery.k8s.io.
     for server in &cluster.servers {
         server.on_request(Some(std::sync::Arc::new(|request: &http::request::Parts| {
             request.uri.path().starts_with("/apis/discovery.k8s.io/").then(|| {

@@ -1,34 +1,33 @@
-//! A list of endpoints that lies in every way, and a change of it in the middle of traffic.
+//! An endpoints file with invalid content, and its replacement while requests run.
 
 use crate::support::{Proxy, TestCluster, pause, refusing_address, to_strings, until, write_lines};
-use crate::traffic::{Traffic, set, set_is, source, told};
+use crate::traffic::{Traffic, has_event, set, set_is, source};
 use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// Endpoints from a file alone.
-async fn start(cluster: &TestCluster, lines: &[String]) -> (Proxy, PathBuf) {
+/// Starts jackstay with endpoints from a file alone, and traffic.
+async fn start(cluster: &TestCluster, lines: &[String]) -> (Proxy, PathBuf, Traffic) {
     let path = cluster.certs.path().join("endpoints");
     write_lines(&path, lines);
     let mut config = cluster.config();
     config.upstreams[0].endpoints.clear();
     config.upstreams[0].endpoints_file = Some(path.clone());
     let proxy = cluster.certs.start(config);
-    proxy.wait_connected(1).await;
-    (proxy, path)
+    proxy.wait_connected(lines.len()).await;
+    let traffic = Traffic::start(cluster, &proxy).await;
+    (proxy, path, traffic)
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn what_cannot_be_changes_nothing_and_is_told() {
+async fn invalid_file_is_reported_and_changes_nothing() {
     let cluster = TestCluster::new(2);
     let addresses = to_strings(&cluster.addresses());
-    let (proxy, path) = start(&cluster, &addresses).await;
-    proxy.wait_connected(2).await;
-    let traffic = Traffic::start(&cluster, &proxy).await;
+    let (proxy, path, traffic) = start(&cluster, &addresses).await;
 
     let last_success = async || source(&proxy, "file").await["last_success"].clone();
     let first = last_success().await;
-    until("it is looked at again", async || last_success().await != first).await;
+    until("the file is read again", async || last_success().await != first).await;
 
     let mut last = None;
     let own = proxy.addr.to_string();
@@ -39,28 +38,30 @@ async fn what_cannot_be_changes_nothing_and_is_told() {
         (vec![own.clone()], "requests would loop"),
     ] {
         write_lines(&path, &lines);
-        until(words, async || told(&proxy, "file", words).await).await;
+        until(words, async || has_event(&proxy, "file", words).await).await;
         assert_eq!(set(&proxy).await.len(), 2, "{words}");
         let after = source(&proxy, "file").await;
         assert!(after["error"].as_str().unwrap().contains("changes nothing"), "{after}");
-        // What cannot be used is no success, however often it is looked at.
+        // An unusable file is no success, however often it is read.
         let last = last.get_or_insert_with(|| after["last_success"].clone());
         assert_eq!(after["last_success"], *last, "{words}");
         let ready = proxy.page("/readyz").await;
         assert!(ready.starts_with("HTTP/1.1 200"), "{ready}");
-        // Its last success, how long ago, and what is wrong since.
+        // The last success, its age, and the error since.
         let source = ready.lines().find(|line| line.contains("source control-plane/file"));
         let source = source.unwrap_or_else(|| panic!("{ready}"));
         assert!(source.starts_with("[-]") && source.contains(": 2 endpoints, "), "{source}");
         assert!(source.contains(" s ago; an empty answer changes nothing: "), "{source}");
     }
     std::fs::remove_file(&path).unwrap();
-    until("the file is missed", async || told(&proxy, "file", "No such file").await).await;
-    // A pipe that nobody writes to: everything beside it goes on.
+    until("the missing file is reported", async || has_event(&proxy, "file", "No such file").await)
+        .await;
+    // A pipe without a writer blocks nothing else.
     assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
-    until("the pipe is told", async || told(&proxy, "file", "not a regular file").await).await;
+    until("the pipe is reported", async || has_event(&proxy, "file", "not a regular file").await)
+        .await;
 
-    // Ourselves and nonsense among what is good: those are left out, and the rest is taken.
+    // jackstay's own address and invalid lines are left out, and the rest is used.
     let mixed = vec![own, addresses[0].clone(), "x".into()];
     write_lines(&path, &mixed);
     set_is(&proxy, &addresses[..1]).await;
@@ -73,18 +74,16 @@ async fn what_cannot_be_changes_nothing_and_is_told() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn all_replaced_at_once() {
+async fn endpoints_are_replaced_at_once_without_a_failure() {
     let cluster = TestCluster::new(4);
     let addresses = to_strings(&cluster.addresses());
-    let (proxy, path) = start(&cluster, &addresses[..2]).await;
-    proxy.wait_connected(2).await;
-    let traffic = Traffic::start(&cluster, &proxy).await;
+    let (proxy, path, traffic) = start(&cluster, &addresses[..2]).await;
     write_lines(&path, &addresses[2..]);
     set_is(&proxy, &addresses[2..]).await;
     proxy.wait_connected(2).await;
     traffic.goes_on().await;
 
-    // By what does not work: nothing that serves is taken away.
+    // Replaced by dead endpoints: the working ones stay.
     let dead: Vec<String> = (0..2).map(|_| refusing_address().to_string()).collect();
     write_lines(&path, &dead);
     let all = [&dead[..], &addresses[2..]].concat();
@@ -92,19 +91,17 @@ async fn all_replaced_at_once() {
     for _ in 0..10 {
         traffic.goes_on().await;
     }
-    assert_eq!(set(&proxy).await.len(), 4, "they stay for as long as nothing else serves");
+    assert_eq!(set(&proxy).await.len(), 4, "working endpoints stay as long as no other serves");
     write_lines(&path, &[&dead[..], &addresses[..1]].concat());
     set_is(&proxy, &[&dead[..], &addresses[..1]].concat()).await;
     traffic.end(&cluster).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn a_member_that_flaps() {
+async fn endpoint_that_flaps_fails_no_request() {
     let cluster = TestCluster::new(2);
     let addresses = to_strings(&cluster.addresses());
-    let (proxy, path) = start(&cluster, &addresses).await;
-    proxy.wait_connected(2).await;
-    let traffic = Traffic::start(&cluster, &proxy).await;
+    let (proxy, path, traffic) = start(&cluster, &addresses).await;
     let start = Instant::now();
     let mut turn = 0;
     while start.elapsed() < Duration::from_secs(4) {
@@ -119,21 +116,22 @@ async fn a_member_that_flaps() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn a_thousand_entries() {
+async fn file_with_a_thousand_entries_is_limited_to_64() {
     let cluster = TestCluster::new(2);
     let addresses = to_strings(&cluster.addresses());
-    let (proxy, path) = start(&cluster, &addresses).await;
-    proxy.wait_connected(2).await;
-    let traffic = Traffic::start(&cluster, &proxy).await;
-    // Nobody is there: 127.0.0.0/8 refuses at once.
+    let (proxy, path, traffic) = start(&cluster, &addresses).await;
+    // Addresses in 127.0.0.0/8 that refuse immediately.
     let mut lines: Vec<String> =
         (0..1000).map(|n| format!("127.1.{}.{}:9", n / 250, n % 250 + 1)).collect();
     lines.extend(addresses.iter().cloned());
     write_lines(&path, &lines);
-    until("it is told", async || told(&proxy, "file", "more than 64 endpoints").await).await;
-    until("there is a bound", async || set(&proxy).await.len() == 64).await;
+    until("the limit is reported", async || {
+        has_event(&proxy, "file", "more than 64 endpoints").await
+    })
+    .await;
+    until("the set is limited", async || set(&proxy).await.len() == 64).await;
     let set = set(&proxy).await;
-    assert!(addresses.iter().all(|address| set.contains(address)), "what serves stays");
+    assert!(addresses.iter().all(|address| set.contains(address)), "working endpoints stay");
     traffic.goes_on().await;
     write_lines(&path, &addresses);
     set_is(&proxy, &addresses).await;

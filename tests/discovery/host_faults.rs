@@ -1,11 +1,11 @@
-//! What a host may lack: names, families, files. Each test changes the whole host it runs on, so
-//! they run in namespaces of their own, as root and one after the other:
+//! Hosts without DNS, without an address family or without files. Each test changes the whole host, so the
+//! tests run as root in their own namespaces, one after the other:
 //!
 //! ```sh
 //! unshare --net --mount sh -c 'ip link set lo up && cargo test --test discovery -- --ignored --test-threads=1'
 //! ```
 //!
-//! With `JACKSTAY_BIN` the program that is started is a release build, and held to its promise.
+//! With `JACKSTAY_BIN` the tests start a release build, and compare it with the promise.
 
 use crate::support::child::KillOnDrop;
 use crate::support::figures::check_figure;
@@ -21,42 +21,42 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-/// After its start jackstay answers a request within this time.
-const FIRST_ANSWER: Duration = Duration::from_secs(1);
+/// The time from the start to the first response.
+const FIRST_RESPONSE: Duration = Duration::from_secs(1);
 
 fn run(command: &str) {
     let status = Command::new("sh").args(["-c", command]).status().unwrap();
     assert!(status.success(), "{command}");
 }
 
-/// A change of the host, and how it is undone.
-struct Changed(&'static str);
+/// A change of the host, undone by this command on drop.
+struct HostChange(&'static str);
 
-impl Drop for Changed {
+impl Drop for HostChange {
     fn drop(&mut self) {
         let _ = Command::new("sh").args(["-c", self.0]).status();
     }
 }
 
-/// Puts this in the place of `/etc/resolv.conf`.
-fn resolv_conf(dir: &Path, text: &str) -> Changed {
+/// Replaces the content of `/etc/resolv.conf`.
+fn resolv_conf(dir: &Path, text: &str) -> HostChange {
     // Mounts of this test must not spread to the host.
     run("mount --make-rprivate /");
     let file = dir.join("resolv.conf");
     std::fs::write(&file, text).unwrap();
-    // It may be a link to where nothing is in this namespace.
+    // It may be a link to a file that is missing in this namespace.
     run("[ -e /etc/resolv.conf ] || touch /etc/resolv.conf");
     run(&format!("mount --bind {} $(readlink -f /etc/resolv.conf)", file.display()));
-    Changed("umount -l $(readlink -f /etc/resolv.conf)")
+    HostChange("umount -l $(readlink -f /etc/resolv.conf)")
 }
 
-/// One apiserver on a loopback address.
-struct One {
+/// LocalServer apiserver on a loopback address.
+struct LocalServer {
     certs: Certs,
     server: ApiServerHandle,
 }
 
-impl One {
+impl LocalServer {
     fn on(ip: IpAddr) -> Self {
         let (certs, cluster) = (Certs::new(), Cluster::new());
         let options = Options { bind: (ip, 0).into(), ..Options::named("one") };
@@ -72,44 +72,44 @@ impl One {
         EndpointAddress { host: host.to_owned(), port: self.server.addr.port() }
     }
 
-    /// The time from the start to the first answered request.
-    async fn first_answer(&self, config: Config) -> Duration {
+    /// The time from the start to the first response.
+    async fn first_response(&self, config: Config) -> Duration {
         let start = Instant::now();
         let proxy = self.certs.start(config);
         let client = proxy.client().await;
-        until("there is an answer", async || client.get(CONFIGMAPS).await.unwrap().status == 200)
+        until("there is a response", async || client.get(CONFIGMAPS).await.unwrap().status == 200)
             .await;
         start.elapsed()
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-#[ignore = "drops DNS packets on the whole host; needs namespaces of its own"]
-async fn dns_that_never_answers_delays_nothing() {
-    let one = One::on(Ipv4Addr::LOCALHOST.into());
+#[ignore = "drops DNS packets on the whole host; needs its own namespaces"]
+async fn silent_dns_does_not_delay_the_first_response() {
+    let one = LocalServer::on(Ipv4Addr::LOCALHOST.into());
     let text = "nameserver 127.0.0.53\nnameserver 127.0.0.54\n";
     let _files = resolv_conf(one.certs.path(), text);
     run(
         "nft add table inet t && nft 'add chain inet t o { type filter hook output priority 0 ; }' \
          && nft add rule inet t o udp dport 53 drop && nft add rule inet t o tcp dport 53 drop",
     );
-    let _rules = Changed("nft delete table inet t");
-    let alone = one.first_answer(one.config()).await;
+    let _rules = HostChange("nft delete table inet t");
+    let alone = one.first_response(one.config()).await;
     let mut beside = one.config();
     beside.upstreams[0].endpoints.push(one.named("lb.example.com"));
-    let beside = one.first_answer(beside).await;
-    check_figure("no DNS: first answer", alone, FIRST_ANSWER);
-    check_figure("no DNS, a name beside the address: first answer", beside, FIRST_ANSWER);
+    let beside = one.first_response(beside).await;
+    check_figure("no DNS: first response", alone, FIRST_RESPONSE);
+    check_figure("no DNS, a name beside the address: first response", beside, FIRST_RESPONSE);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-#[ignore = "is the name server of the whole host; needs namespaces of its own"]
-async fn static_addresses_ask_nobody() {
-    let one = One::on(Ipv4Addr::LOCALHOST.into());
+#[ignore = "is the name server of the whole host; needs its own namespaces"]
+async fn static_addresses_cause_no_dns_query() {
+    let one = LocalServer::on(Ipv4Addr::LOCALHOST.into());
     let _files = resolv_conf(one.certs.path(), "nameserver 127.0.0.1\n");
     let socket = UdpSocket::bind("127.0.0.1:53").unwrap();
-    let asked = Arc::new(AtomicUsize::new(0));
-    let count = Arc::clone(&asked);
+    let queries = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&queries);
     std::thread::spawn(move || {
         while socket.recv_from(&mut [0; 1500]).is_ok() {
             count.fetch_add(1, Relaxed);
@@ -124,67 +124,67 @@ async fn static_addresses_ask_nobody() {
         assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200);
         pause(Duration::from_millis(20)).await;
     }
-    assert_eq!(asked.load(Relaxed), 0, "somebody was asked");
+    assert_eq!(queries.load(Relaxed), 0, "a name server was queried");
     drop(proxy);
 
-    // The same with a name asks, so that the silence above means something.
+    // With a name there are queries, so the test above would notice one.
     config.upstreams[0].endpoints.push(one.named("lb.example.com"));
     let proxy = one.certs.start(config);
-    until("a name server is asked", async || asked.load(Relaxed) > 0).await;
+    until("a name server is queried", async || queries.load(Relaxed) > 0).await;
     drop(proxy);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-#[ignore = "takes IPv6 and /etc away from the whole host; needs namespaces of its own"]
-async fn without_ipv6_and_without_any_file_of_the_system() {
-    let one = One::on(Ipv4Addr::LOCALHOST.into());
+#[ignore = "removes IPv6 and /etc from the whole host; needs its own namespaces"]
+async fn start_works_without_ipv6_and_without_etc() {
+    let one = LocalServer::on(Ipv4Addr::LOCALHOST.into());
     run("sysctl -qw net.ipv6.conf.all.disable_ipv6=1");
-    let _ipv6 = Changed("sysctl -qw net.ipv6.conf.all.disable_ipv6=0");
+    let _ipv6 = HostChange("sysctl -qw net.ipv6.conf.all.disable_ipv6=0");
     run("mount --make-rprivate / && mount -t tmpfs none /etc");
-    let _files = Changed("umount -l /etc");
+    let _files = HostChange("umount -l /etc");
     assert!(!Path::new("/etc/nsswitch.conf").exists() && !Path::new("/etc/hosts").exists());
     let mut config = one.config();
     config.upstreams[0].endpoints = vec![one.named("localhost"), one.named("lb.example.com")];
     config.listeners[0].bind.push((Ipv6Addr::LOCALHOST, 0).into());
-    let took = one.first_answer(config).await;
-    check_figure("no IPv6 and no /etc: first answer", took, FIRST_ANSWER);
+    let took = one.first_response(config).await;
+    check_figure("no IPv6 and no /etc: first response", took, FIRST_RESPONSE);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-#[ignore = "takes 127.0.0.1 away from the whole host; needs namespaces of its own"]
-async fn with_the_ipv6_loopback_alone() {
+#[ignore = "removes 127.0.0.1 from the whole host; needs its own namespaces"]
+async fn start_works_with_only_the_ipv6_loopback() {
     run("ip address delete 127.0.0.1/8 dev lo");
-    let _ipv4 = Changed("ip address add 127.0.0.1/8 dev lo");
-    let one = One::on(Ipv6Addr::LOCALHOST.into());
+    let _ipv4 = HostChange("ip address add 127.0.0.1/8 dev lo");
+    let one = LocalServer::on(Ipv6Addr::LOCALHOST.into());
     let mut config = one.config();
     config.upstreams[0].endpoints = vec![one.named("localhost")];
     config.listeners[0].bind = vec![(Ipv6Addr::LOCALHOST, 0).into()];
     config.admin.bind = (Ipv6Addr::LOCALHOST, 0).into();
-    let took = one.first_answer(config).await;
-    check_figure("IPv6 alone: first answer", took, FIRST_ANSWER);
+    let took = one.first_response(config).await;
+    check_figure("IPv6 alone: first response", took, FIRST_RESPONSE);
 }
 
-/// An address on which nobody listens.
+/// An address on which nothing listens.
 fn free() -> SocketAddr {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
 }
 
 #[test]
-#[ignore = "takes DNS, IPv6 and /etc away from the whole host; needs namespaces of its own"]
-fn with_nothing_at_all_it_listens_at_once() {
+#[ignore = "removes DNS, IPv6 and /etc from the whole host; needs its own namespaces"]
+fn start_without_dns_ipv6_and_disk_listens_immediately() {
     let certs = Certs::new();
     run("sysctl -qw net.ipv6.conf.all.disable_ipv6=1");
-    let _ipv6 = Changed("sysctl -qw net.ipv6.conf.all.disable_ipv6=0");
+    let _ipv6 = HostChange("sysctl -qw net.ipv6.conf.all.disable_ipv6=0");
     run("mount --make-rprivate / && mount -t tmpfs none /etc");
-    let _etc = Changed("umount -l /etc");
+    let _etc = HostChange("umount -l /etc");
     std::fs::write("/etc/resolv.conf", "nameserver 127.0.0.53\n").unwrap();
     run(
         "nft add table inet t && nft 'add chain inet t o { type filter hook output priority 0 ; }' \
          && nft add rule inet t o udp dport 53 drop && nft add rule inet t o tcp dport 53 drop",
     );
-    let _rules = Changed("nft delete table inet t");
+    let _rules = HostChange("nft delete table inet t");
 
-    // No DNS, no cluster, no IPv6, no disk; and no file that another source could read.
+    // No DNS, no cluster, no IPv6, no disk, and no file for another source.
     let (listener, admin) = (free(), free());
     let mut config = certs.config(&["192.0.2.1:6443".parse().unwrap()]);
     config.admin.bind = admin;
@@ -206,8 +206,8 @@ fn with_nothing_at_all_it_listens_at_once() {
         command.args(["run", "--config"]).arg(&file);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let mut process = KillOnDrop(command.spawn().unwrap());
-        wait::until_blocking(PATIENCE, "it listens", || {
-            assert_eq!(process.try_wait().unwrap(), None, "it ended");
+        wait::until_blocking(PATIENCE, "jackstay listens", || {
+            assert_eq!(process.try_wait().unwrap(), None, "jackstay ended");
             TcpStream::connect(listener).is_ok()
         });
         times.push(start.elapsed());
@@ -227,7 +227,7 @@ fn with_nothing_at_all_it_listens_at_once() {
     }
     times.sort_unstable();
     println!("listening after {times:?}");
-    // The best of them: other processes of the machine are not what is measured.
+    // The fastest start, since other processes of the machine are not measured.
     let promise = Duration::from_millis(if release.is_some() { 100 } else { 1_000 });
     check_figure("start with nothing at all: listening", times[0], promise);
 }

@@ -1,4 +1,4 @@
-//! Endpoints that come, go and lie: what the set becomes, and that traffic never notices.
+//! Discovery of endpoints: the resulting set, and that requests are not affected.
 
 #![cfg(feature = "demo")]
 

@@ -1,10 +1,10 @@
-//! The token with which every endpoint is asked for its `/readyz`, from a file that others write.
+//! The token for `/readyz` probes, from a file that other programs write.
 
 use crate::support::{TestCluster, until};
 use jackstay::demo::apiserver::identity::User;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn the_token_is_lost_and_comes_back_as_another_one() {
+async fn readyz_token_is_kept_while_its_file_is_invalid_and_replaced_afterwards() {
     let cluster = TestCluster::new(1);
     let (token, audit) = (cluster.certs.path().join("probe-token"), cluster.state.audit());
     cluster.state.add_token("probe-1", User::new("prober-1", &[]));
@@ -15,29 +15,31 @@ async fn the_token_is_lost_and_comes_back_as_another_one() {
     (readyz.cert, readyz.token_file) = (None, Some(token.clone()));
     let proxy = cluster.certs.start(config);
     proxy.wait_connected(1).await;
-    let asked = |by: &str| audit.select(|r| r.path == "/readyz" && r.user == by).len();
-    until("it is asked", async || asked("prober-1") > 0).await;
+    let probes = |by: &str| audit.select(|r| r.path == "/readyz" && r.user == by).len();
+    until("/readyz is probed", async || probes("prober-1") > 0).await;
 
-    // A pipe in its place is told, and what was good is still shown.
+    // A pipe in its place is reported, and the old token is still used.
     std::fs::remove_file(&token).unwrap();
     assert!(std::process::Command::new("mkfifo").arg(&token).status().unwrap().success());
-    let complaint = "[-]token for /readyz of control-plane";
+    let warning = "[-]token for /readyz of control-plane";
     let page = async || {
         let page = proxy.page("/readyz").await;
-        page.lines().find(|line| line.starts_with(complaint)).map(str::to_owned)
+        page.lines().find(|line| line.starts_with(warning)).map(str::to_owned)
     };
     let words = "probe-token: not a regular file";
-    until("it is told", async || page().await.is_some_and(|line| line.contains(words))).await;
-    assert!(proxy.page("/readyz").await.starts_with("HTTP/1.1 200"), "a complaint, and no more");
+    until("the pipe is reported", async || page().await.is_some_and(|line| line.contains(words)))
+        .await;
+    assert!(proxy.page("/readyz").await.starts_with("HTTP/1.1 200"), "only a warning");
     assert!(proxy.page("/events").await.contains("token for /readyz"));
-    let before = asked("prober-1");
-    until("it is asked again", async || asked("prober-1") > before + 1).await;
+    let before = probes("prober-1");
+    until("/readyz is probed again", async || probes("prober-1") > before + 1).await;
 
     std::fs::remove_file(&token).unwrap();
     std::fs::write(&token, "probe-2\n").unwrap();
-    until("the other one is shown", async || asked("prober-2") > 0).await;
-    until("all is well", async || page().await.is_none()).await;
-    let anybody = |r: &jackstay::demo::apiserver::audit::Record| !r.user.starts_with("prober-");
-    let without = audit.select(|r| r.path == "/readyz" && anybody(r)).len();
-    assert_eq!(without, 0, "nobody asked without one");
+    until("the new token is used", async || probes("prober-2") > 0).await;
+    until("the warning is gone", async || page().await.is_none()).await;
+    let without_token =
+        |r: &jackstay::demo::apiserver::audit::Record| !r.user.starts_with("prober-");
+    let without = audit.select(|r| r.path == "/readyz" && without_token(r)).len();
+    assert_eq!(without, 0, "no probe without a token");
 }

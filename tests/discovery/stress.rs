@@ -1,17 +1,16 @@
-//! The update path under everything at once: it is never stuck behind a drain, and no lock order,
-//! no wait and no drop of a task brings it to a halt.
+//! Endpoint updates under concurrent reloads and faults: a drain never blocks them, and no lock order, no
+//! wait and no dropped task stops them.
 //!
 //! ```text
 //! JACKSTAY_LONG=1 cargo test --test discovery everything_at_once -- --nocapture         60 s
-//! JACKSTAY_LONG=1 cargo test --test discovery a_drain_is_stuck -- --nocapture           20 min
+//! JACKSTAY_LONG=1 cargo test --test discovery updates_are_made -- --nocapture           20 min
 //! ```
 //!
-//! There is no model of this under loom or shuttle, since there is nothing of ours to model: what
-//! threads share are pointers of `arc-swap`, channels, `Notify` and `watch` of tokio, atomics, and
-//! mutexes that are held for a few statements, without an await and without another lock. None of
-//! those crates can be scheduled by shuttle, and tokio by loom only from within; a model would
-//! check a copy of the code. So the code itself runs here, on its own threads. The one place where a
-//! count and a state of several threads must agree, an endpoint's, has both under one mutex.
+//! There is no loom or shuttle model: threads share only `arc-swap` pointers, channels, tokio's `Notify`
+//! and `watch`, atomics, and mutexes that are held for a few statements without an await and without
+//! another lock. shuttle cannot schedule these crates, and loom can schedule tokio only from within, so a
+//! model would check a copy of the code. These tests run the code itself on its own threads. Only an
+//! endpoint's count and state must agree between threads; both are under one mutex.
 
 use crate::setup::Setup;
 use crate::support::stopwatch::Stopwatch;
@@ -23,18 +22,18 @@ use jackstay::app::reload::ReloadOutcome;
 use jackstay::config::{AccessLog, Config, EndpointAddress};
 use std::time::{Duration, Instant};
 
-/// What an update may take: half a second beside the one in which others may join it.
+/// The time of an update: half a second, after the second in which updates are collected.
 const UPDATE: Duration = Duration::from_millis(1500);
 
-/// A hundred watches that can neither be moved nor end hang on an endpoint that leaves. A thousand
-/// updates are made on a paused clock beside the loop itself; here it is a few, with real watches.
+/// A hundred watches that can neither move nor end stay on a removed endpoint. The unit tests make
+/// a thousand updates on a paused clock; this test makes a few with real watches.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn updates_are_made_while_a_drain_is_stuck() {
+async fn updates_are_made_while_a_drain_is_blocked() {
     let mut setup = Setup::new(2).await;
     let endpoints = setup.config.upstreams[0].endpoints.clone();
     setup.change(|config| config.upstreams[0].endpoints.truncate(1)).await;
     set_is(&setup.proxy, &[endpoints[0].to_string()]).await;
-    // Without a version and with something sent they are in their first phase: never resumed.
+    // A watch without a version is never resumed in its initial phase.
     let kind = &jackstay::demo::apiserver::kinds::CONFIG_MAPS;
     let create = |name: &str| {
         let map = crate::support::config_map(name, "1");
@@ -57,15 +56,15 @@ async fn updates_are_made_while_a_drain_is_stuck() {
     let updates = if long_form() { 1000 } else { 12 };
     let mut took = Vec::new();
     for update in 0..updates {
-        let there = EndpointAddress { host: format!("127.2.0.{}", update % 200 + 1), port: 9 };
-        config.upstreams[0].endpoints = vec![endpoints[1].clone(), there.clone()];
+        let added = EndpointAddress { host: format!("127.2.0.{}", update % 200 + 1), port: 9 };
+        config.upstreams[0].endpoints = vec![endpoints[1].clone(), added.clone()];
         write_config(&setup.file, &config);
         let start = Stopwatch::start();
         assert!(matches!(setup.reload_file().await, ReloadOutcome::Ok { .. }));
-        let there = there.to_string();
-        until("the update is made", async || {
+        let added = added.to_string();
+        until("the update is applied", async || {
             let set = set(&setup.proxy).await;
-            set.len() == 2 && set.contains(&there)
+            set.len() == 2 && set.contains(&added)
         })
         .await;
         took.push(start.elapsed());
@@ -77,17 +76,16 @@ async fn updates_are_made_while_a_drain_is_stuck() {
     );
     assert!(slowest < 2 * UPDATE, "{slowest:?}");
     let running = setup.proxy.metric("jackstay_watches").await;
-    assert!((99.5..100.5).contains(&running), "the drain is still stuck: {running}");
+    assert!((99.5..100.5).contains(&running), "the drain is still blocked: {running}");
     create("b");
     for mut watch in watches {
         let event = soon("an event", watch.next()).await.unwrap().unwrap();
-        assert_eq!(event["type"], "ADDED", "and they still live");
+        assert_eq!(event["type"], "ADDED", "the watches still run");
     }
 }
 
-/// The configuration of the `n`th reload: what a reload can change comes and goes, at different
-/// paces.
-fn nth(n: usize, base: &Config) -> Config {
+/// The configuration of the `n`th reload: everything that can change does, in different rhythms.
+fn nth_config(n: usize, base: &Config) -> Config {
     let mut config = base.clone();
     let upstream = &mut config.upstreams[0];
     upstream.connections.max = 32 + n % 3;
@@ -95,7 +93,7 @@ fn nth(n: usize, base: &Config) -> Config {
         upstream.endpoints.pop();
     }
     if n % 4 == 2 {
-        // Every connection is another one.
+        // This replaces every connection.
         upstream.tls.server_name = Some("localhost".into());
     }
     if n % 7 == 5 {
@@ -115,7 +113,7 @@ fn nth(n: usize, base: &Config) -> Config {
     config
 }
 
-/// Reconcile, dial, eject, close-all and reload, at once.
+/// Endpoint updates, connects, ejections, resets and reloads at once.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn everything_at_once() {
     let dir = tempfile::tempdir().unwrap();
@@ -137,7 +135,7 @@ async fn everything_at_once() {
         clients.push(tokio::spawn(async move {
             let (start, mut served) = (Instant::now(), 0);
             while start.elapsed() < time {
-                // Some fail: servers are killed. None may hang.
+                // Requests may fail, since servers are killed, but not hang.
                 let reply = soon("an answer", client.get(CONFIGMAPS)).await;
                 served += usize::from(reply.is_ok_and(|reply| reply.status == 200));
                 pause(Duration::from_millis(2)).await;
@@ -146,7 +144,7 @@ async fn everything_at_once() {
         }));
     }
     let start = Instant::now();
-    let disturb = async {
+    let inject_faults = async {
         let mut step = 0_usize;
         while start.elapsed() < time {
             let server = &cluster.servers[step % 3];
@@ -172,7 +170,7 @@ async fn everything_at_once() {
     let reload = async {
         let mut reloads = 0;
         while start.elapsed() < time {
-            write_config(&setup.file, &nth(reloads, &setup.config));
+            write_config(&setup.file, &nth_config(reloads, &setup.config));
             let outcome = setup.reload_file().await;
             assert!(matches!(outcome, ReloadOutcome::Ok { .. }), "{outcome:?}");
             reloads += 1;
@@ -180,7 +178,7 @@ async fn everything_at_once() {
         }
         reloads
     };
-    let (steps, reloads) = tokio::join!(disturb, reload);
+    let (steps, reloads) = tokio::join!(inject_faults, reload);
     let mut answers = 0;
     for client in clients {
         let served = client.await.expect("no request hangs");
@@ -195,7 +193,7 @@ async fn everything_at_once() {
     assert!(matches!(setup.reload_file().await, ReloadOutcome::Ok { .. }));
     set_is(proxy, &addresses).await;
     proxy.wait_connected(3).await;
-    println!("{steps} disturbances, {reloads} reloads, {answers} answers in {:?}", start.elapsed());
+    println!("{steps} faults, {reloads} reloads, {answers} answers in {:?}", start.elapsed());
     let ready = proxy.page("/readyz").await;
     assert!(
         ready.starts_with("HTTP/1.1 200") && !ready.contains("control loop stalled"),
@@ -203,7 +201,7 @@ async fn everything_at_once() {
     );
     let live = proxy.page("/livez").await;
     assert!(live.starts_with("HTTP/1.1 200"), "{live}");
-    // And every thread comes to its end.
+    // Every thread ends.
     let running = setup.proxy.running;
     let end = tokio::task::spawn_blocking(move || running.stop());
     let healthy = tokio::time::timeout(PATIENCE, end).await.expect("no thread hangs").unwrap();

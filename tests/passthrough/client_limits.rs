@@ -1,51 +1,42 @@
-//! What clients can do to a passthrough listener that is not meant well: each takes only what is
-//! its own, and for a while.
+//! Limits for clients of a passthrough listener that behave badly: none of them affects other
+//! flows.
 
-use crate::peer::Peer;
-use crate::prober::Probed;
-use crate::support::{Certs, passthrough_config, passthrough_mode, pause, soon, until};
+use crate::peer::{ProbedServer, exchange, setup, setup_with, wait_flows};
+use crate::support::child::{Process, first_address};
+use crate::support::{Certs, passthrough_mode, pause, soon, until};
 use jackstay::config::Route;
-use std::io::{BufRead, BufReader, ErrorKind};
+use std::io::ErrorKind;
 use std::net::SocketAddr;
-use std::process::{Child, Command, Stdio};
-use std::sync::{Arc, Mutex};
+use std::process::Command;
 use std::time::{Duration, Instant};
+use tempfile::TempDir;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-/// There and back again.
-async fn echo((client, server): &mut (TcpStream, TcpStream)) {
-    client.write_all(b"x").await.unwrap();
-    assert_eq!(soon("a byte up", server.read_u8()).await.unwrap(), b'x');
-    server.write_all(b"y").await.unwrap();
-    assert_eq!(soon("a byte down", client.read_u8()).await.unwrap(), b'y');
-}
-
-/// They hold what sockets hold and no more, and the others go on. What they did not read is there
-/// when they read at last.
+/// Slow readers hold only socket buffers, and the other flows continue. A slow reader gets all data
+/// when it reads at last.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn readers_that_do_not_read_stop_their_own_writer_alone() {
-    let (certs, peer) = (Certs::new(), Peer::start().await);
-    let proxy = certs.start(passthrough_config(certs.config(&[peer.address])));
-    let mut other = peer.join(&proxy).await;
+async fn client_that_does_not_read_stops_only_its_own_writer() {
+    let (peer, proxy) = setup().await;
+    let mut other = peer.connect(&proxy).await;
     let mut slow = Vec::new();
     for _ in 0..4 {
-        let (client, mut server) = peer.join(&proxy).await;
+        let (client, mut server) = peer.connect(&proxy).await;
         let writer = tokio::spawn(async move {
-            let (much, mut written) = (vec![7; 64 << 10], 0_usize);
-            // A writer that gets nowhere for a second is stopped.
-            while let Ok(done) = timeout(Duration::from_secs(1), server.write_all(&much)).await {
+            let (data, mut written) = (vec![7; 64 << 10], 0_usize);
+            // A writer without progress for a second is blocked.
+            while let Ok(done) = timeout(Duration::from_secs(1), server.write_all(&data)).await {
                 done.unwrap();
-                written += much.len();
-                assert!(written < 256 << 20, "nobody stops it");
+                written += data.len();
+                assert!(written < 256 << 20, "the writer is not blocked");
             }
             (server, written)
         });
         slow.push((client, writer));
     }
     while slow.iter().any(|(_, writer)| !writer.is_finished()) {
-        echo(&mut other).await;
+        exchange(&mut other).await;
         pause(Duration::from_millis(20)).await;
     }
     for (mut client, writer) in slow {
@@ -53,169 +44,128 @@ async fn readers_that_do_not_read_stop_their_own_writer_alone() {
         drop(server);
         let mut rest = Vec::new();
         soon("the rest", client.read_to_end(&mut rest)).await.unwrap();
-        // The last write was cut short by the test's own timeout.
+        // The timeout of the test interrupted the last write.
         assert!(rest.len() >= written && rest.iter().all(|byte| *byte == 7), "{written}");
     }
-    echo(&mut other).await;
+    exchange(&mut other).await;
 }
 
-/// A `ClientHello` that never ends costs a connection for `handshake_timeout`, garbage nothing; both
-/// within the cap, and who is there already does not notice.
+/// An incomplete `ClientHello` holds a connection for `handshake_timeout`, garbage holds none. Both
+/// count against the limit, and existing flows continue.
 #[tokio::test]
-async fn a_flood_of_halves_and_garbage_is_bounded_and_ends() {
-    let (certs, peer) = (Certs::new(), Peer::start().await);
-    let mut config = passthrough_config(certs.config(&[peer.address]));
-    let upstream = config.upstreams[0].name.clone();
-    passthrough_mode(&mut config).routes =
-        vec![Route { server_names: vec!["elsewhere.example".into()], upstream }];
-    config.listeners[0].limits.max_connections = 40;
-    config.listeners[0].limits.handshake_timeout = Duration::from_secs(2);
-    let proxy = certs.start(config);
-    let mut other = peer.join(&proxy).await;
-    echo(&mut other).await;
-    let begun = Instant::now();
+async fn incomplete_hellos_and_garbage_are_limited_in_number_and_time() {
+    let (peer, proxy) = setup_with(|config| {
+        let upstream = config.upstreams[0].name.clone();
+        passthrough_mode(config).routes =
+            vec![Route { server_names: vec!["elsewhere.example".into()], upstream }];
+        config.listeners[0].limits.max_connections = 40;
+        config.listeners[0].limits.handshake_timeout = Duration::from_secs(2);
+    })
+    .await;
+    let mut other = peer.connect(&proxy).await;
+    exchange(&mut other).await;
+    let start = Instant::now();
     let mut flood = Vec::new();
     for index in 0..200 {
         let Ok(mut stream) = TcpStream::connect(proxy.addr).await else { continue };
-        // A record that promises 256 bytes and brings three, byte after byte or at once; or noise.
+        // A TLS record of 256 bytes of which three arrive, or garbage.
         let bytes: &[u8] =
             if index % 4 == 3 { b"\x00\xff\x13\x37" } else { &[22, 3, 1, 1, 0, 1, 0, 0] };
         let _ = stream.write_all(bytes).await;
         flood.push(stream);
     }
-    echo(&mut other).await;
+    exchange(&mut other).await;
     for mut stream in flood {
         let mut rest = Vec::new();
-        // A reset, or the word of the server for what it did not understand.
+        // A reset, or the alert of the server.
         let end = soon("an end", stream.read_to_end(&mut rest)).await;
         assert!(end.is_ok() || end.is_err_and(|e| e.kind() == ErrorKind::ConnectionReset));
     }
-    echo(&mut other).await;
-    println!("a flood of 200 was over after {:?}", begun.elapsed());
-    until("only the other is open", async || proxy.status().await["listeners"][0]["flows"] == 1)
-        .await;
+    exchange(&mut other).await;
+    println!("a flood of 200 was over after {:?}", start.elapsed());
+    wait_flows(&proxy, 1).await;
     let metrics = proxy.page("/metrics").await;
     assert!(metrics.contains(r#"reason="handshake_timeout"}"#), "{metrics}");
     assert!(metrics.contains(r#"refused_total{listener="apiserver",reason="cap"}"#), "{metrics}");
 }
 
-/// The binary as a process with few descriptors, and what it has said so far.
-struct Poor {
-    child: Child,
-    said: Arc<Mutex<String>>,
+/// Starts jackstay with this number of descriptors, of which half is the soft limit at the start.
+fn start_with_descriptors(endpoint: SocketAddr, descriptors: u32) -> (Process, TempDir) {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("jackstay.yaml");
+    let config = format!(
+        "state_dir: ''
+admin: {{bind: '127.0.0.1:0'}}
+upstreams: [{{name: u, endpoints: \
+         ['{endpoint}']}}]
+listeners: [{{name: l, mode: passthrough, bind: ['127.0.0.1:0'], \
+         upstream: u}}]
+"
+    );
+    std::fs::write(&file, config).unwrap();
+    let limits = format!("ulimit -S -n {}; ulimit -H -n {descriptors}", descriptors / 2);
+    let mut command = Command::new("sh");
+    command.args(["-c", &format!("{limits}; exec \"$0\" run --config \"$1\"")]);
+    command.arg(env!("CARGO_BIN_EXE_jackstay")).arg(&file);
+    (Process::spawn(command), dir)
 }
 
-impl Poor {
-    /// With that many, of which a half are given at first.
-    fn start(endpoint: SocketAddr, descriptors: u32) -> Self {
-        let dir = tempfile::tempdir().unwrap();
-        let file = dir.path().join("jackstay.yaml");
-        let config = format!(
-            "state_dir: ''\nadmin: {{bind: '127.0.0.1:0'}}\nupstreams: [{{name: u, endpoints: \
-             ['{endpoint}']}}]\nlisteners: [{{name: l, mode: passthrough, bind: ['127.0.0.1:0'], \
-             upstream: u}}]\n"
-        );
-        std::fs::write(&file, config).unwrap();
-        let limits = format!("ulimit -S -n {}; ulimit -H -n {descriptors}", descriptors / 2);
-        let mut child = Command::new("sh")
-            .args(["-c", &format!("{limits}; exec \"$0\" run --config \"$1\"")])
-            .arg(env!("CARGO_BIN_EXE_jackstay"))
-            .arg(&file)
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let stderr = BufReader::new(child.stderr.take().unwrap());
-        let said = Arc::<Mutex<String>>::default();
-        let into = Arc::clone(&said);
-        std::thread::spawn(move || {
-            // The file is there for as long as it runs.
-            let _dir = dir;
-            for line in stderr.lines().map_while(Result::ok) {
-                let mut said = into.lock().unwrap();
-                said.push_str(&line);
-                said.push('\n');
-            }
-        });
-        Self { child, said }
-    }
-
-    fn said(&self) -> String {
-        self.said.lock().unwrap().clone()
-    }
-
-    /// The address in the line with those words, once it is there.
-    async fn address(&self, words: &str) -> SocketAddr {
-        until(words, async || self.said().lines().any(|line| line.contains(words))).await;
-        let said = self.said();
-        let line = said.lines().find(|line| line.contains(words)).unwrap();
-        let address = line.split(['=', ' ', '[', ']']).find(|part| part.starts_with("127.0.0.1:"));
-        address.unwrap_or_else(|| panic!("{line}")).parse().unwrap()
-    }
-}
-
-impl Drop for Poor {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-/// All descriptors that the process may have are used, not only those that it was given; whoever
-/// comes then is told so at once, and the others go on.
+/// jackstay raises its soft limit and uses all descriptors. Clients that connect afterwards are
+/// reset immediately.
 #[tokio::test]
-async fn who_comes_when_descriptors_are_used_up_is_reset_and_the_others_go_on() {
-    let mut server = Probed::start(&Certs::new(), &["h2"]).await;
-    let proxy = Poor::start(server.address, 110);
-    let admin = proxy.address("the admin endpoint listens").await;
-    let listener = proxy.address("listening").await;
+async fn connections_without_a_descriptor_are_reset_and_other_flows_continue() {
+    let mut server = ProbedServer::start(&Certs::new(), &["h2"]).await;
+    let (mut proxy, _dir) = start_with_descriptors(server.address, 110);
+    let admin = first_address(&proxy.wait_output("the admin endpoint listens").await);
+    let listener = first_address(&proxy.wait_output("listening").await);
     let page = async |path: &str| {
         let mut stream = TcpStream::connect(admin).await.unwrap();
         stream.write_all(format!("GET {path} HTTP/1.0\r\n\r\n").as_bytes()).await.unwrap();
-        let mut answer = String::new();
-        soon("an answer", stream.read_to_string(&mut answer)).await.unwrap();
-        answer
+        let mut page = String::new();
+        soon("a page", stream.read_to_string(&mut page)).await.unwrap();
+        page
     };
-    until("it is ready", async || page("/readyz").await.contains("check passed")).await;
-    assert!(proxy.said().contains("too few open files are allowed"), "{}", proxy.said());
+    until("jackstay is ready", async || page("/readyz").await.contains("check passed")).await;
+    assert!(proxy.output().contains("too few open files are allowed"), "{}", proxy.output());
     let mut flows = Vec::new();
     let refused = loop {
-        match soon("a flow, or its end", server.try_flow(listener)).await {
+        match soon("a flow, or an error", server.try_flow(listener)).await {
             Ok(flow) => flows.push(flow),
             Err(error) => break error,
         }
     };
     assert_eq!(refused.kind(), ErrorKind::ConnectionReset);
     assert!(flows.len() > 25, "{} flows", flows.len());
-    // If one was left, the client was taken in, and the connection to the endpoint was not made.
-    let mut held = Vec::new();
-    until("not even the client can be taken in", async || {
-        held.push(TcpStream::connect(admin).await.unwrap());
-        match soon("a flow, or its end", server.try_flow(listener)).await {
+    // The last descriptor may go to a client, so that the connection to the endpoint fails.
+    let mut admin_connections = Vec::new();
+    until("clients cannot be accepted", async || {
+        admin_connections.push(TcpStream::connect(admin).await.unwrap());
+        match soon("a flow, or an error", server.try_flow(listener)).await {
             Ok(flow) => flows.push(flow),
             Err(error) => assert_eq!(error.kind(), ErrorKind::ConnectionReset),
         }
-        proxy.said().contains("listener l: refused, it cannot be accepted")
+        proxy.output().contains("listener l: refused, it cannot be accepted")
     })
     .await;
     for flow in &mut flows {
-        echo(flow).await;
+        exchange(flow).await;
     }
-    // Whoever wants to know what is the matter is answered: a few are kept back for that.
+    // A few descriptors are reserved for the admin endpoint.
     for _ in 0..10 {
         let metrics = page("/metrics").await;
         assert!(metrics.contains(r#"refused_total{listener="l",reason="descriptors"}"#));
     }
     assert!(page("/readyz").await.contains("check passed"));
-    drop(held);
+    drop(admin_connections);
     flows.truncate(20);
-    until("there is room again", async || {
-        flows.extend(soon("a flow, or its end", server.try_flow(listener)).await);
+    until("a flow is accepted", async || {
+        flows.extend(soon("a flow, or an error", server.try_flow(listener)).await);
         flows.len() > 20
     })
     .await;
     let metrics = page("/metrics").await;
     assert!(metrics.contains(r#"refused_total{listener="l",reason="descriptors"}"#), "{metrics}");
-    // The endpoint had no part in it.
+    // The endpoint is not to blame.
     assert!(!metrics.contains("jackstay_ejections_total{"), "{metrics}");
     assert!(page("/readyz").await.contains("check passed"));
 }

@@ -1,7 +1,7 @@
-//! What is left when a drain or a `leave_timeout` ends: flows that live, and whose clients would all
-//! connect elsewhere in the same moment if they were ended in one.
+//! The flows that are still open near the end of a drain or of `leave_timeout`. If they all ended
+//! at once, all clients would reconnect at once.
 
-use crate::prober::Probed;
+use crate::peer::ProbedServer;
 use crate::rebalance::{FIRST, place_all, upstream};
 use crate::support::{Certs, passthrough_config, passthrough_mode, pause};
 use jackstay::config::{Config, Mode};
@@ -20,13 +20,13 @@ use tokio::task::{JoinSet, LocalSet, spawn_local};
 use tokio::time::timeout;
 
 const FLOWS: usize = 200;
-/// What all have; the last fifth is 20 s.
-const TIME: Duration = Duration::from_secs(100);
+/// The drain timeout; its last fifth is 20 s.
+const TIMEOUT: Duration = Duration::from_secs(100);
 
-/// A listener that nobody connects to.
+/// A listener without clients.
 fn listener(mut config: Config, table: &Rc<FlowTable>, metrics: &Arc<Metrics>) -> Rc<TcpForwarder> {
     let upstream = Arc::new(upstream(&Certs::new(), &[FIRST]));
-    passthrough_mode(&mut config).leave_timeout = TIME;
+    passthrough_mode(&mut config).leave_timeout = TIMEOUT;
     let listener = config.listeners.remove(0);
     let Mode::Passthrough(config) = listener.mode else { unreachable!() };
     let (routes, limits) = (Vec::new(), listener.limits);
@@ -35,19 +35,19 @@ fn listener(mut config: Config, table: &Rc<FlowTable>, metrics: &Arc<Metrics>) -
     Rc::new(TcpForwarder::new("quiet".into(), routing, metrics, Rc::clone(table)))
 }
 
-/// Lets go of the flows that were told to end, and says how many.
-fn told(tickets: &mut Vec<FlowHandle>, reason: &str) -> usize {
-    let before = tickets.len();
-    tickets.retain(|ticket| {
-        let reason_given = ticket.poll_end(&Context::from_waker(Waker::noop()));
+/// Drops the flows that have been ended, and returns their number.
+fn drop_ended(flows: &mut Vec<FlowHandle>, reason: &str) -> usize {
+    let before = flows.len();
+    flows.retain(|flow| {
+        let reason_given = flow.poll_end(&Context::from_waker(Waker::noop()));
         reason_given.inspect(|given| assert_eq!(given.label, reason)).is_none()
     });
-    before - tickets.len()
+    before - flows.len()
 }
 
-/// In the last fifth of the time, a few each second, none before and none after.
+/// A few each second in the last fifth of the time.
 #[tokio::test(start_paused = true)]
-async fn flows_that_are_left_are_ended_a_few_at_a_time() {
+async fn remaining_flows_are_ended_gradually_in_the_last_fifth() {
     LocalSet::new()
         .run_until(async {
             fastrand::seed(7);
@@ -58,27 +58,28 @@ async fn flows_that_are_left_are_ended_a_few_at_a_time() {
             for reason in ["shutdown", "endpoint_left"] {
                 let upstream = Arc::new(upstream(&certs, &[FIRST, "10.0.0.2", "10.0.0.3"]));
                 let endpoint = Arc::clone(&upstream.endpoints()[1]);
-                let enter = |_| {
-                    let ticket = table.insert(listener.routing(), &upstream, &endpoint, (-1, -1));
-                    // The server has answered: it is not the handshake that takes long.
-                    ticket.record(Progress { to_server: false, to_client: true });
-                    ticket
+                let insert = |_| {
+                    let flow = table.insert(listener.routing(), &upstream, &endpoint, (-1, -1));
+                    // The server has responded, so the handshake timeout does not apply.
+                    flow.record(Progress { to_server: false, to_client: true });
+                    flow
                 };
-                let mut left: Vec<_> = (0..FLOWS).map(enter).collect();
+                let mut left: Vec<_> = (0..FLOWS).map(insert).collect();
                 pause(Duration::from_secs(1)).await;
                 if reason == "endpoint_left" {
                     place_all(&upstream, &[FIRST]);
                 }
                 let start = tokio::time::Instant::now();
                 let mut each_second = vec![0; 102];
-                while !left.is_empty() && start.elapsed() < TIME + Duration::from_secs(1) {
+                while !left.is_empty() && start.elapsed() < TIMEOUT + Duration::from_secs(1) {
                     pause(Duration::from_millis(250)).await;
                     if reason == "shutdown" {
-                        table.end_due(listener.routing(), start.elapsed(), TIME);
+                        table.end_due(listener.routing(), start.elapsed(), TIMEOUT);
                     }
-                    each_second[start.elapsed().as_secs() as usize] += told(&mut left, reason);
+                    each_second[start.elapsed().as_secs() as usize] +=
+                        drop_ended(&mut left, reason);
                 }
-                assert!(left.is_empty(), "{reason}: {} are left", left.len());
+                assert!(left.is_empty(), "{reason}: {} flows remain", left.len());
                 let (early, late) = each_second.split_at(80);
                 assert!(early.iter().all(|n| *n == 0), "{reason}: {early:?}");
                 // Ten of two hundred in each of 20 seconds.
@@ -88,17 +89,12 @@ async fn flows_that_are_left_are_ended_a_few_at_a_time() {
         .await;
 }
 
-/// A drain through real sockets: everybody is reset, nobody before the last fifth, and not all of
-/// them in one moment.
+/// With real sockets: all clients are reset, none before the last fifth, and not all at once.
 #[tokio::test(flavor = "multi_thread")]
-async fn clients_of_a_drain_that_ends_are_reset_one_after_the_other() {
+async fn drain_resets_remaining_clients_gradually() {
     const DRAIN: Duration = Duration::from_secs(10);
-    let certs = Certs::new();
-    let mut server = Probed::start(&certs, &["h2"]).await;
-    let mut config = passthrough_config(certs.config(&[server.address]));
-    config.shutdown.drain_timeout = DRAIN;
-    let proxy = certs.start(config);
-    proxy.wait_ready(1).await;
+    let (_certs, mut server, proxy) =
+        ProbedServer::setup_with(&["h2"], |config| config.shutdown.drain_timeout = DRAIN).await;
     let mut servers = Vec::new();
     let mut clients = JoinSet::new();
     let mut flows = Vec::new();
@@ -116,9 +112,10 @@ async fn clients_of_a_drain_that_ends_are_reset_one_after_the_other() {
         });
     }
     proxy.running.drain();
-    let ends = timeout(Duration::from_secs(60), clients.join_all()).await.expect("all are reset");
+    let ends =
+        timeout(Duration::from_secs(60), clients.join_all()).await.expect("all clients are reset");
     let (first, last) = (ends.iter().min().unwrap(), ends.iter().max().unwrap());
     println!("reset after {first:?} to {last:?}");
     assert!(*first >= DRAIN * 4 / 5, "{first:?}");
-    assert!(last.saturating_sub(*first) > Duration::from_millis(100), "in one moment: {ends:?}");
+    assert!(last.saturating_sub(*first) > Duration::from_millis(100), "all at once: {ends:?}");
 }

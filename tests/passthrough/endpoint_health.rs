@@ -1,21 +1,23 @@
-//! What becomes of flows when the endpoint that they lead to dies, falls ill or falls silent.
+//! Flows whose endpoint dies, degrades or stops responding.
 
 use crate::support::figures::check_figure;
-use crate::support::{CONFIGMAPS, TestCluster, passthrough_config, soon, until, without_suspicion};
+use crate::support::{
+    CONFIGMAPS, Proxy, TestCluster, passthrough_config, soon, until, without_suspicion,
+};
+use jackstay::demo::apiserver::ApiServerHandle;
 use std::time::{Duration, Instant};
 
-/// The address that most flows lead to, and how many.
-async fn busiest(proxy: &crate::support::Proxy) -> (String, u64) {
-    let endpoints = proxy.endpoints().await;
-    endpoints
-        .iter()
-        .map(|e| (e["address"].as_str().unwrap().to_owned(), e["flows"].as_u64().unwrap()))
-        .max_by_key(|(_, flows)| *flows)
-        .unwrap()
+/// The endpoint with the most flows, and their number.
+async fn busiest<'a>(cluster: &'a TestCluster, proxy: &Proxy) -> (&'a ApiServerHandle, u64) {
+    let mut counts = Vec::new();
+    for server in &cluster.servers {
+        counts.push((server, proxy.endpoint(server.addr).await["flows"].as_u64().unwrap()));
+    }
+    counts.into_iter().max_by_key(|(_, flows)| *flows).unwrap()
 }
 
 #[tokio::test]
-async fn nobody_asks_anonymously() {
+async fn readyz_is_not_probed_without_a_credential() {
     let cluster = TestCluster::new(2);
     let mut config = passthrough_config(cluster.config());
     config.upstreams[0].health.readyz.cert = None;
@@ -31,7 +33,7 @@ async fn nobody_asks_anonymously() {
 }
 
 #[tokio::test]
-async fn without_a_ca_health_is_probed_all_the_same() {
+async fn endpoint_is_probed_without_a_ca() {
     let cluster = TestCluster::new(2);
     let mut config = passthrough_config(cluster.config());
     config.upstreams[0].health.readyz.cert = None;
@@ -43,7 +45,7 @@ async fn without_a_ca_health_is_probed_all_the_same() {
 }
 
 #[tokio::test]
-async fn a_stopped_process_takes_its_flows_with_it() {
+async fn flows_of_a_stopped_process_are_reset() {
     let cluster = TestCluster::new(2);
     let proxy = cluster.certs.start(passthrough_config(cluster.config()));
     proxy.wait_ready(2).await;
@@ -54,25 +56,24 @@ async fn a_stopped_process_takes_its_flows_with_it() {
         watches.push(client.watch(&format!("{CONFIGMAPS}?watch=1")).await.unwrap());
         clients.push(client);
     }
-    let (address, flows) = busiest(&proxy).await;
-    let server = cluster.servers.iter().find(|s| s.addr.to_string() == address).unwrap();
+    let (server, flows) = busiest(&cluster, &proxy).await;
     let stopped = Instant::now();
     server.stop();
     let gone = || clients.iter().filter(|client| client.is_closed()).count() as u64;
-    until("its flows are reset", async || gone() >= flows).await;
+    until("the flows are reset", async || gone() >= flows).await;
     let took = stopped.elapsed();
     check_figure("flows of a stopped process are reset", took, Duration::from_secs(3));
-    assert_eq!(gone(), flows, "the others go on");
+    assert_eq!(gone(), flows, "the other flows continue");
     let again = proxy.client().await;
-    assert_eq!(soon("an answer", again.get(CONFIGMAPS)).await.unwrap().status, 200);
+    assert_eq!(soon("a response", again.get(CONFIGMAPS)).await.unwrap().status, 200);
     server.cont();
     proxy.wait_ready(2).await;
 }
 
 #[tokio::test]
-async fn an_endpoint_that_is_ill_keeps_its_flows_and_gets_no_new_ones() {
+async fn degraded_endpoint_keeps_its_flows_and_gets_no_new_ones() {
     let cluster = TestCluster::new(2);
-    // The other one is not ill because its answer takes its time.
+    // A slow response must not degrade the other endpoint.
     let mut config = passthrough_config(cluster.config());
     without_suspicion(&mut config);
     let proxy = cluster.certs.start(config);
@@ -81,25 +82,18 @@ async fn an_endpoint_that_is_ill_keeps_its_flows_and_gets_no_new_ones() {
     for _ in 0..4 {
         old.push(proxy.client().await);
     }
-    let (address, flows) = busiest(&proxy).await;
-    let ill = cluster.servers.iter().find(|s| s.addr.to_string() == address).unwrap();
-    ill.set_ready(false);
-    until("it is degraded", async || {
-        let endpoints = proxy.endpoints().await;
-        endpoints.iter().any(|e| e["address"] == address.as_str() && e["state"] == "degraded")
-    })
-    .await;
+    let (degraded, flows) = busiest(&cluster, &proxy).await;
+    degraded.set_ready(false);
+    proxy.wait_state(degraded.addr, "degraded").await;
     for _ in 0..6 {
         old.push(proxy.client().await);
     }
-    let endpoints = proxy.endpoints().await;
-    let now = endpoints.iter().find(|e| e["address"] == address.as_str()).unwrap();
-    assert_eq!(now["flows"], flows);
+    assert_eq!(proxy.endpoint(degraded.addr).await["flows"], flows);
     for client in &old {
         assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200);
     }
-    // With nobody else left it is better than nothing.
-    for server in cluster.servers.iter().filter(|s| s.addr.to_string() != address) {
+    // The only endpoint left gets new flows although it is degraded.
+    for server in cluster.servers.iter().filter(|server| server.addr != degraded.addr) {
         server.kill();
     }
     let client = proxy.client().await;

@@ -1,6 +1,6 @@
-//! Bytes through a passthrough listener: both ways, half-closed, broken, refused.
+//! Flows through a passthrough listener: data in both directions, half-closes, resets and refusals.
 
-use crate::peer::Peer;
+use crate::peer::{setup, setup_with, wait_flows};
 use crate::support::stopwatch::Stopwatch;
 use crate::support::{
     CONFIGMAPS, Certs, TestCluster, passthrough_config, passthrough_mode, refusing_address, soon,
@@ -18,14 +18,14 @@ use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 
-/// How a connection that says nothing ends. The reset may be there before the connect is seen.
+/// The error of a connection that sends nothing. The reset may arrive before the connect returns.
 async fn reset_of(addr: SocketAddr) -> ErrorKind {
     let silent = async { TcpStream::connect(addr).await?.read(&mut [0; 1]).await };
     soon("the reset", silent).await.unwrap_err().kind()
 }
 
 #[tokio::test]
-async fn a_client_verifies_the_apiserver_itself_and_is_who_it_was() {
+async fn client_and_apiserver_authenticate_each_other() {
     let cluster = TestCluster::new(2);
     let proxy = cluster.certs.start(passthrough_config(cluster.config()));
     proxy.wait_ready(2).await;
@@ -38,16 +38,15 @@ async fn a_client_verifies_the_apiserver_itself_and_is_who_it_was() {
     let flows: u64 =
         proxy.endpoints().await.iter().map(|endpoint| endpoint["flows"].as_u64().unwrap()).sum();
     assert_eq!(flows, 1);
-    let nobody = proxy.client_with(&cluster.certs.anonymous()).await;
-    assert_eq!(nobody.get(CONFIGMAPS).await.unwrap().status, 403);
+    let anonymous = proxy.client_with(&cluster.certs.anonymous()).await;
+    assert_eq!(anonymous.get(CONFIGMAPS).await.unwrap().status, 403);
 }
 
 #[tokio::test]
-async fn bytes_arrive_unchanged_both_ways_however_many() {
-    let (certs, peer) = (Certs::new(), Peer::start().await);
-    let proxy = certs.start(passthrough_config(certs.config(&[peer.address])));
-    let (mut client, mut server) = peer.join(&proxy).await;
-    // Small ones first, then enough for every way of moving them, then small ones again.
+async fn data_arrives_unchanged_in_both_directions() {
+    let (peer, proxy) = setup().await;
+    let (mut client, mut server) = peer.connect(&proxy).await;
+    // Small sizes, then enough for every way of forwarding, then a small size again.
     for size in [1, 100, 70_000, 3_000_000, 20_000_000, 5] {
         let sent: Vec<u8> =
             (0..size).map(|i: u32| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
@@ -62,7 +61,7 @@ async fn bytes_arrive_unchanged_both_ways_however_many() {
         read.unwrap();
         assert!(back == sent, "{size} bytes to the client");
     }
-    // And both at once.
+    // Both directions at once.
     let sent = vec![7; 10_000_000];
     let (mut one, mut two) = (vec![0; sent.len()], vec![0; sent.len()]);
     let (mut client_reads, mut client_writes) = client.split();
@@ -82,28 +81,26 @@ async fn bytes_arrive_unchanged_both_ways_however_many() {
 }
 
 #[tokio::test]
-async fn each_direction_ends_on_its_own() {
-    let (certs, peer) = (Certs::new(), Peer::start().await);
-    let proxy = certs.start(passthrough_config(certs.config(&[peer.address])));
-    let (mut client, mut server) = peer.join(&proxy).await;
+async fn each_direction_ends_separately() {
+    let (peer, proxy) = setup().await;
+    let (mut client, mut server) = peer.connect(&proxy).await;
     client.write_all(b"question").await.unwrap();
     client.shutdown().await.unwrap();
     let mut question = String::new();
     soon("the end of the question", server.read_to_string(&mut question)).await.unwrap();
     assert_eq!(question, "question");
-    // Long after the client has ended its direction.
+    // After the client has ended its direction.
     server.write_all(b"answer").await.unwrap();
     let mut answer = [0; 6];
     soon("the answer", client.read_exact(&mut answer)).await.unwrap();
     assert_eq!(&answer, b"answer");
     server.shutdown().await.unwrap();
     assert_eq!(soon("the end", client.read(&mut answer)).await.unwrap(), 0);
-    until("it is over", async || proxy.status().await["listeners"][0]["flows"] == 0).await;
-    until("it is counted", async || proxy.page("/metrics").await.contains(r#"reason="done"} 1"#))
-        .await;
+    wait_flows(&proxy, 0).await;
+    proxy.wait_metrics(r#"reason="done"} 1"#).await;
 
-    // The other way round.
-    let (mut client, mut server) = peer.join(&proxy).await;
+    // The server ends its direction first.
+    let (mut client, mut server) = peer.connect(&proxy).await;
     server.shutdown().await.unwrap();
     assert_eq!(soon("the server's end", client.read(&mut answer)).await.unwrap(), 0);
     client.write_all(b"still").await.unwrap();
@@ -111,25 +108,24 @@ async fn each_direction_ends_on_its_own() {
     soon("more", server.read_exact(&mut still)).await.unwrap();
 }
 
-/// A reset on one side is a reset on the other, and nothing that looks like an end.
+/// A reset must not look like a clean end.
 #[tokio::test]
-async fn what_breaks_on_one_side_breaks_on_the_other() {
-    let (certs, peer) = (Certs::new(), Peer::start().await);
-    let proxy = certs.start(passthrough_config(certs.config(&[peer.address])));
+async fn reset_of_one_side_resets_the_other() {
+    let (peer, proxy) = setup().await;
     let reset = |stream: TcpStream| {
         socket2::SockRef::from(&stream).set_linger(Some(Duration::ZERO)).unwrap();
         drop(stream);
     };
     let mut byte = [0; 1];
-    let (mut client, server) = peer.join(&proxy).await;
+    let (mut client, server) = peer.connect(&proxy).await;
     reset(server);
     let error = soon("the reset", client.read(&mut byte)).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::ConnectionReset);
-    let (client, mut server) = peer.join(&proxy).await;
+    let (client, mut server) = peer.connect(&proxy).await;
     reset(client);
     let error = soon("the reset", server.read(&mut byte)).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::ConnectionReset);
-    until("both are counted", async || {
+    until("both resets are counted", async || {
         let metrics = proxy.page("/metrics").await;
         metrics.contains(r#"reason="client_reset"} 1"#)
             && metrics.contains(r#"reason="server_reset"} 1"#)
@@ -137,43 +133,42 @@ async fn what_breaks_on_one_side_breaks_on_the_other() {
     .await;
 }
 
-/// Who cannot deliver does not read, and would not hear of a reset: an upload into a server that
-/// takes nothing does not outlive its client.
+/// While jackstay cannot deliver an upload it does not read from the client; it must notice the
+/// reset all the same.
 #[tokio::test]
-async fn a_client_that_is_gone_does_not_stay_because_its_upload_is_stuck() {
-    let (certs, peer) = (Certs::new(), Peer::start().await);
-    let proxy = certs.start(passthrough_config(certs.config(&[peer.address])));
-    let (mut client, mut server) = peer.join(&proxy).await;
+async fn reset_client_is_noticed_while_its_upload_is_blocked() {
+    let (peer, proxy) = setup().await;
+    let (mut client, mut server) = peer.connect(&proxy).await;
     server.write_all(b"x").await.unwrap();
     soon("a byte", client.read_u8()).await.unwrap();
-    let much = vec![7; 1 << 20];
-    while let Ok(written) = timeout(Duration::from_secs(1), client.write(&much)).await {
+    let data = vec![7; 1 << 20];
+    while let Ok(written) = timeout(Duration::from_secs(1), client.write(&data)).await {
         written.unwrap();
     }
     tcp_options::close_with_reset(client);
-    until("it is over", async || proxy.status().await["listeners"][0]["flows"] == 0).await;
+    wait_flows(&proxy, 0).await;
     let metrics = proxy.page("/metrics").await;
     assert!(metrics.contains(r#"reason="client_reset"} 1"#), "{metrics}");
-    // Nor does one that has said all it had to say, and hears the rest later.
-    let (mut client, mut server) = peer.join(&proxy).await;
+    // A client that has ended its direction gets later data.
+    let (mut client, mut server) = peer.connect(&proxy).await;
     client.shutdown().await.unwrap();
     soon("the end", server.read_to_end(&mut Vec::new())).await.unwrap();
     server.write_all(b"late").await.unwrap();
     drop(server);
     let mut late = String::new();
-    soon("what came late", client.read_to_string(&mut late)).await.unwrap();
+    soon("the late data", client.read_to_string(&mut late)).await.unwrap();
     assert_eq!(late, "late");
 }
 
 #[tokio::test]
-async fn with_nobody_there_the_client_is_reset_at_once() {
+async fn client_is_reset_when_every_endpoint_refuses() {
     let certs = Certs::new();
     let proxy =
         certs.start(passthrough_config(certs.config(&[refusing_address(), refusing_address()])));
-    let begun = Stopwatch::start();
+    let start = Stopwatch::start();
     assert_eq!(reset_of(proxy.addr).await, ErrorKind::ConnectionReset);
-    assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
-    until("it is counted", async || {
+    assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
+    until("the error is counted", async || {
         let metrics = proxy.page("/metrics").await;
         metrics.contains(r#"passthrough_closed_total{listener="apiserver",reason="unreachable"} 1"#)
     })
@@ -184,13 +179,10 @@ async fn with_nobody_there_the_client_is_reset_at_once() {
 }
 
 #[tokio::test]
-async fn who_comes_after_the_cap_is_reset_and_the_others_go_on() {
-    let (certs, peer) = (Certs::new(), Peer::start().await);
-    let mut config = passthrough_config(certs.config(&[peer.address]));
-    config.listeners[0].limits.max_connections = 2;
-    let proxy = certs.start(config);
-    let (mut first, mut server) = peer.join(&proxy).await;
-    let _second = peer.join(&proxy).await;
+async fn connections_above_the_limit_are_reset() {
+    let (peer, proxy) = setup_with(|config| config.listeners[0].limits.max_connections = 2).await;
+    let (mut first, mut server) = peer.connect(&proxy).await;
+    let _second = peer.connect(&proxy).await;
     assert_eq!(reset_of(proxy.addr).await, ErrorKind::ConnectionReset);
     first.write_all(b"x").await.unwrap();
     assert_eq!(soon("a byte", server.read_u8()).await.unwrap(), b'x');
@@ -199,54 +191,45 @@ async fn who_comes_after_the_cap_is_reset_and_the_others_go_on() {
 }
 
 #[tokio::test]
-async fn a_client_that_says_nothing_and_a_server_that_answers_nothing_are_bounded() {
-    let (certs, peer) = (Certs::new(), Peer::start().await);
-    let mut config = passthrough_config(certs.config(&[peer.address]));
-    // Long enough for the way to the first "hello" on a slow machine.
-    config.listeners[0].limits.handshake_timeout = Duration::from_secs(2);
-    let proxy = certs.start(config);
-    let (mut answered, mut server) = peer.join(&proxy).await;
+async fn handshake_timeout_resets_flows_without_a_response() {
+    // Long enough for the first "hello" on a slow machine.
+    let (peer, proxy) =
+        setup_with(|config| config.listeners[0].limits.handshake_timeout = Duration::from_secs(2))
+            .await;
+    let (mut answered, mut server) = peer.connect(&proxy).await;
     server.write_all(b"hello").await.unwrap();
     let mut hello = [0; 5];
     soon("hello", answered.read_exact(&mut hello)).await.unwrap();
     assert_eq!(reset_of(proxy.addr).await, ErrorKind::ConnectionReset);
-    // Who was answered may be quiet for ever.
+    // A flow with a response may be idle without limit.
     server.write_all(b"again").await.unwrap();
     soon("again", answered.read_exact(&mut hello)).await.unwrap();
-    until("it is counted", async || {
-        proxy.page("/metrics").await.contains(r#"reason="handshake_timeout"} 1"#)
-    })
-    .await;
+    proxy.wait_metrics(r#"reason="handshake_timeout"} 1"#).await;
 }
 
 #[tokio::test]
-async fn a_flow_is_idle_for_as_long_as_the_configuration_says() {
-    let (certs, peer) = (Certs::new(), Peer::start().await);
-    let mut config = passthrough_config(certs.config(&[peer.address]));
-    passthrough_mode(&mut config).idle_timeout = Some(Duration::from_secs(2));
-    let proxy = certs.start(config);
-    let (mut client, mut server) = peer.join(&proxy).await;
+async fn idle_timeout_resets_idle_flows() {
+    let (peer, proxy) =
+        setup_with(|config| passthrough_mode(config).idle_timeout = Some(Duration::from_secs(2)))
+            .await;
+    let (mut client, mut server) = peer.connect(&proxy).await;
     server.write_all(b"x").await.unwrap();
     soon("a byte", client.read_u8()).await.unwrap();
     let error = soon("the reset", client.read(&mut [0; 1])).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::ConnectionReset);
-    until("it is counted", async || {
-        proxy.page("/metrics").await.contains(r#"reason="idle_timeout"} 1"#)
-    })
-    .await;
+    proxy.wait_metrics(r#"reason="idle_timeout"} 1"#).await;
 }
 
 #[tokio::test]
-async fn a_drain_waits_for_flows_and_resets_what_is_left() {
-    let (certs, peer) = (Certs::new(), Peer::start().await);
-    let mut config = passthrough_config(certs.config(&[peer.address]));
-    config.shutdown.drain_timeout = Duration::from_secs(4);
-    let proxy = certs.start(config);
-    let (mut client, mut server) = peer.join(&proxy).await;
-    let (mut short, mut short_server) = peer.join(&proxy).await;
+async fn drain_waits_for_flows_and_resets_the_rest() {
+    let (peer, proxy) =
+        setup_with(|config| config.shutdown.drain_timeout = Duration::from_secs(4)).await;
+    let (mut client, mut server) = peer.connect(&proxy).await;
+    let (mut short, mut short_server) = peer.connect(&proxy).await;
     proxy.running.drain();
-    until("no more are accepted", async || TcpStream::connect(proxy.addr).await.is_err()).await;
-    // Both go on; one ends in time.
+    until("no connection is accepted", async || TcpStream::connect(proxy.addr).await.is_err())
+        .await;
+    // Both flows continue; one ends in time.
     short_server.write_all(b"end").await.unwrap();
     short_server.shutdown().await.unwrap();
     short.shutdown().await.unwrap();
@@ -262,9 +245,9 @@ async fn a_drain_waits_for_flows_and_resets_what_is_left() {
     tokio::task::spawn_blocking(move || assert!(proxy.running.stop())).await.unwrap();
 }
 
-/// Another name, another upstream; what asks for none of them goes where the listener goes.
+/// Other names use the upstream of the listener.
 #[tokio::test]
-async fn the_name_that_is_asked_for_picks_the_upstream() {
+async fn server_name_selects_the_upstream() {
     let cluster = TestCluster::new(2);
     let mut config = passthrough_config(cluster.config());
     let mut other = config.upstreams[0].clone();
@@ -286,7 +269,7 @@ async fn the_name_that_is_asked_for_picks_the_upstream() {
         let status = proxy.status().await;
         [0, 1].map(|i| status["upstreams"][i]["endpoints"][0]["flows"].as_u64().unwrap())
     };
-    // An address is no server name.
+    // A client that connects to an address sends no server name.
     let client = proxy.client().await;
     assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200);
     assert_eq!(flows().await, [1, 0]);
@@ -295,12 +278,12 @@ async fn the_name_that_is_asked_for_picks_the_upstream() {
     let stream = TcpStream::connect(proxy.addr).await.unwrap();
     let _named = connector.connect("localhost".try_into().unwrap(), stream).await.unwrap();
     assert_eq!(flows().await, [1, 1]);
-    // No TLS: the listener's own upstream, whose business it is what to say to that.
+    // Without TLS the flow goes to the upstream of the listener, which rejects it.
     let mut odd = TcpStream::connect(proxy.addr).await.unwrap();
     odd.write_all(b"GET / HTTP/1.1\r\n\r\n").await.unwrap();
     let mut answer = Vec::new();
-    let _ = soon("an answer or an end", odd.read_to_end(&mut answer)).await;
-    // Half a ClientHello is waited for, and not for ever.
+    let _ = soon("a response or the end", odd.read_to_end(&mut answer)).await;
+    // An incomplete ClientHello times out.
     let mut half = TcpStream::connect(proxy.addr).await.unwrap();
     half.write_all(&[22, 3, 1, 2, 0, 1, 0]).await.unwrap();
     let error = soon("the reset", half.read(&mut [0; 1])).await.unwrap_err();

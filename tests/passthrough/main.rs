@@ -1,4 +1,4 @@
-//! The real L4 data plane between clients and whatever a test puts behind it.
+//! The L4 data plane between clients and servers of the test.
 
 #![cfg(feature = "demo")]
 

@@ -1,41 +1,242 @@
-//! A server that says only what a test lets it say, and that nobody verifies.
+//! Servers for flows.
 
-use crate::support::{Proxy, soon};
+use crate::support::{Certs, Proxy, passthrough_config, soon, until};
+use http::Response;
+use jackstay::config::Config;
+use rustls::ServerConfig;
+use rustls::server::WebPkiClientVerifier;
+use rustls::server::danger::ClientCertVerifier;
+use std::io;
 use std::net::SocketAddr;
-use tokio::io::AsyncReadExt;
+use std::sync::Arc;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{mpsc, watch};
+use tokio_rustls::TlsAcceptor;
 
-/// What a test's own connections begin with: the prober's begin with a TLS record (22).
+/// The first byte of a test's connections; those of the prober begin with a TLS record (22).
 const HELLO: u8 = b'!';
 
+/// A server whose flows belong to the test, and which is no TLS server.
 pub struct Peer {
     listener: TcpListener,
     pub address: SocketAddr,
+    pub certs: Certs,
 }
 
 impl Peer {
     pub async fn start() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        Self { listener, address }
+        Self { listener, address, certs: Certs::new() }
     }
 
-    /// The next connection that a test has made.
+    /// A passthrough listener in front of this server.
+    pub fn start_proxy(&self, change: impl FnOnce(&mut Config)) -> Proxy {
+        start_passthrough(&self.certs, &[self.address], change)
+    }
+
+    /// The next connection of the test. Connections of the prober are closed.
     pub async fn accept(&self) -> TcpStream {
         loop {
             let (mut stream, _) = soon("a connection", self.listener.accept()).await.unwrap();
-            // The prober's end at once: this is no TLS server.
             if soon("its first byte", stream.read_u8()).await.is_ok_and(|byte| byte == HELLO) {
                 return stream;
             }
         }
     }
 
-    /// A connection through the proxy, and both of its ends.
-    pub async fn join(&self, proxy: &Proxy) -> (TcpStream, TcpStream) {
+    /// Both ends of a connection through the proxy.
+    pub async fn connect(&self, proxy: &Proxy) -> (TcpStream, TcpStream) {
         let client = TcpStream::connect(proxy.addr).await.unwrap();
         client.writable().await.unwrap();
         client.try_write(&[HELLO]).unwrap();
         (client, self.accept().await)
+    }
+}
+
+/// A peer and a passthrough listener in front of it.
+pub async fn setup() -> (Peer, Proxy) {
+    setup_with(|_| {}).await
+}
+
+/// The same with a change of the configuration.
+pub async fn setup_with(change: impl FnOnce(&mut Config)) -> (Peer, Proxy) {
+    let peer = Peer::start().await;
+    let proxy = peer.start_proxy(change);
+    (peer, proxy)
+}
+
+/// A passthrough listener in front of these addresses.
+pub fn start_passthrough(
+    certs: &Certs,
+    addresses: &[SocketAddr],
+    change: impl FnOnce(&mut Config),
+) -> Proxy {
+    let mut config = passthrough_config(certs.config(addresses));
+    change(&mut config);
+    certs.start(config)
+}
+
+/// Waits until the first listener has this number of flows.
+pub async fn wait_flows(proxy: &Proxy, count: usize) {
+    let what = format!("{count} flows");
+    until(&what, async || proxy.status().await["listeners"][0]["flows"] == count).await;
+}
+
+/// One byte from the client to the server.
+pub async fn send_up((client, server): &mut (TcpStream, TcpStream)) {
+    client.write_all(b"x").await.unwrap();
+    assert_eq!(soon("a byte up", server.read_u8()).await.unwrap(), b'x');
+}
+
+/// One byte from the server to the client.
+pub async fn send_down((client, server): &mut (TcpStream, TcpStream)) {
+    server.write_all(b"y").await.unwrap();
+    assert_eq!(soon("a byte down", client.read_u8()).await.unwrap(), b'y');
+}
+
+/// One byte in each direction.
+pub async fn exchange(flow: &mut (TcpStream, TcpStream)) {
+    send_up(flow).await;
+    send_down(flow).await;
+}
+
+/// What a [`ProbedServer`] does.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Mode {
+    Serve,
+    /// Accepts no more connections and sends GOAWAY to the prober, as on SIGTERM; flows continue.
+    ShutDown,
+    /// Accepts no more connections, and closes that of the prober without GOAWAY.
+    Die,
+}
+
+/// On one port a TLS server for the prober, and flows for the test.
+pub struct ProbedServer {
+    pub address: SocketAddr,
+    flows: mpsc::UnboundedReceiver<TcpStream>,
+    mode: watch::Sender<Mode>,
+}
+
+impl ProbedServer {
+    /// A server with HTTP/2, and a passthrough listener in front of it.
+    pub async fn setup() -> (Certs, Self, Proxy) {
+        Self::setup_with(&["h2"], |_| {}).await
+    }
+
+    pub async fn setup_with(
+        alpn: &[&str],
+        change: impl FnOnce(&mut Config),
+    ) -> (Certs, Self, Proxy) {
+        let certs = Certs::new();
+        let server = Self::start(&certs, alpn).await;
+        let proxy = start_passthrough(&certs, &[server.address], change);
+        proxy.wait_ready(1).await;
+        (certs, server, proxy)
+    }
+
+    pub async fn start(certs: &Certs, alpn: &[&str]) -> Self {
+        Self::start_at(([127, 0, 0, 1], 0).into(), certs, alpn).await
+    }
+
+    pub async fn start_at(address: SocketAddr, certs: &Certs, alpn: &[&str]) -> Self {
+        Self::start_with(address, certs, alpn, WebPkiClientVerifier::no_client_auth()).await
+    }
+
+    pub async fn start_with(
+        address: SocketAddr,
+        certs: &Certs,
+        alpn: &[&str],
+        clients: Arc<dyn ClientCertVerifier>,
+    ) -> Self {
+        let issued = certs.pki.server().unwrap();
+        let mut tls = ServerConfig::builder()
+            .with_client_cert_verifier(clients)
+            .with_single_cert(vec![issued.cert_der()], issued.key_der())
+            .unwrap();
+        tls.alpn_protocols = alpn.iter().map(|name| name.as_bytes().to_vec()).collect();
+        let tls = TlsAcceptor::from(Arc::new(tls));
+        let listener = TcpListener::bind(address).await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (sender, flows) = mpsc::unbounded_channel();
+        let (mode, receiver) = watch::channel(Mode::Serve);
+        tokio::spawn(async move {
+            let mut listening = receiver.clone();
+            loop {
+                tokio::select! {
+                    _ = listening.changed() => return,
+                    accepted = listener.accept() => {
+                        let Ok((stream, _)) = accepted else { return };
+                        tokio::spawn(serve(stream, tls.clone(), sender.clone(), receiver.clone()));
+                    }
+                }
+            }
+        });
+        Self { address, flows, mode }
+    }
+
+    pub fn set_mode(&self, mode: Mode) {
+        self.mode.send_replace(mode);
+    }
+
+    /// Both ends of a flow through the proxy that has carried bytes both ways.
+    pub async fn flow(&mut self, proxy: &Proxy) -> (TcpStream, TcpStream) {
+        soon("a flow", self.try_flow(proxy.addr)).await.unwrap()
+    }
+
+    /// Both ends of a flow through this listener, or the error of the client.
+    pub async fn try_flow(&mut self, through: SocketAddr) -> io::Result<(TcpStream, TcpStream)> {
+        let mut client = TcpStream::connect(through).await?;
+        client.write_all(&[HELLO]).await?;
+        let mut server = tokio::select! {
+            server = self.flows.recv() => server.unwrap(),
+            end = client.read_u8() => return Err(end.expect_err("the server has sent nothing")),
+        };
+        server.write_all(&[HELLO]).await?;
+        assert_eq!(client.read_u8().await?, HELLO);
+        Ok((client, server))
+    }
+}
+
+async fn serve(
+    mut stream: TcpStream,
+    tls: TlsAcceptor,
+    flows: mpsc::UnboundedSender<TcpStream>,
+    mut mode: watch::Receiver<Mode>,
+) {
+    let mut first = [0];
+    if stream.peek(&mut first).await.is_ok_and(|n| n == 0) {
+        return;
+    }
+    if first == [HELLO] {
+        let _ = stream.read_u8().await;
+        let _ = flows.send(stream);
+        return;
+    }
+    let tls = match tls.accept(stream).into_fallible().await {
+        Ok(tls) => tls,
+        Err((_, mut stream)) => {
+            // Without reading the rest a reset would overtake the alert.
+            let _ = stream.read_to_end(&mut Vec::new()).await;
+            return;
+        }
+    };
+    if tls.get_ref().1.alpn_protocol() != Some(b"h2") {
+        return;
+    }
+    let Ok(mut connection) = h2::server::handshake(tls).await else { return };
+    loop {
+        tokio::select! {
+            request = connection.accept() => {
+                let Some(Ok((_, mut respond))) = request else { return };
+                let _ = respond.send_response(Response::new(()), true);
+            }
+            changed = mode.changed() => match changed.map(|()| *mode.borrow()) {
+                Ok(Mode::ShutDown) => connection.graceful_shutdown(),
+                Ok(Mode::Serve) => {}
+                Ok(Mode::Die) | Err(_) => return,
+            }
+        }
     }
 }

@@ -1,10 +1,10 @@
-//! Flows that are moved, by ending them: to an endpoint that has come back, and away from one that
-//! has been removed.
+//! Flows that jackstay ends so that they move: to an endpoint that has come back, and from one that
+//! was removed.
 
-use crate::prober::Probed;
+use crate::peer::{ProbedServer, start_passthrough};
 use crate::support::{
     CONFIGMAPS, Certs, TestCluster, passthrough_config, passthrough_mode, pause, refusing_address,
-    until,
+    to_strings, until, write_lines,
 };
 use jackstay::config::EndpointAddress;
 use jackstay::control::endpoint_set::{EndpointSpec, replace_endpoints};
@@ -14,6 +14,7 @@ use jackstay::upstream::Upstream;
 use jackstay::upstream::credentials::Credentials;
 use jackstay::upstream::rebalance::RebalanceSchedule;
 use std::io::ErrorKind;
+use std::net::SocketAddr;
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::{Instant, timeout};
@@ -34,7 +35,7 @@ pub fn place_all(upstream: &Upstream, hosts: &[&str]) {
     replace_endpoints(upstream, &members);
 }
 
-/// An upstream with endpoints that are ready, but for the last one.
+/// An upstream whose endpoints are ready, except for the last one.
 pub fn upstream(certs: &Certs, hosts: &[&str]) -> Upstream {
     let config = certs.config(&[]).upstreams.remove(0);
     let credentials = Credentials::load(&config, &[]).unwrap();
@@ -47,25 +48,25 @@ pub fn upstream(certs: &Certs, hosts: &[&str]) -> Upstream {
     upstream
 }
 
-/// A thousand connections on one of two endpoints, and the third comes later: a few go each second,
-/// nobody gets any while it is not settled, and it ends when all have their part.
+/// A thousand connections to one of two endpoints; the third appears later. A few move each second,
+/// none to an endpoint that has not settled, until all endpoints have equal shares.
 #[tokio::test(start_paused = true)]
-async fn a_few_go_each_second_until_all_have_their_part() {
+async fn connections_move_gradually_until_endpoints_are_balanced() {
     let certs = Certs::new();
     let upstream = upstream(&certs, &[FIRST, "10.0.0.2", "10.0.0.3"]);
     let endpoints = upstream.endpoints();
     let mut flows = [1000_usize, 0, 0];
-    let mut pace = RebalanceSchedule::new(Instant::now());
+    let mut schedule = RebalanceSchedule::new(Instant::now());
     let start = Instant::now();
     let mut last = start;
     while start.elapsed() < Duration::from_secs(2000) {
         pause(Duration::from_millis(50)).await;
         let now = Instant::now();
-        let Some(elapsed) = pace.is_due(now) else { continue };
+        let Some(elapsed) = schedule.is_due(now) else { continue };
         let index =
             |endpoint: &_| endpoints.iter().position(|e| std::sync::Arc::ptr_eq(e, endpoint));
         let count = |endpoint: &_| index(endpoint).map_or(0, |i: usize| flows[i]);
-        let found = decide(&mut pace, &upstream, count, elapsed, now);
+        let found = decide(&mut schedule, &upstream, count, elapsed, now);
         if start.elapsed() > Duration::from_secs(600) && endpoints[2].ready_for(now).is_none() {
             assert!(flows[0].abs_diff(flows[1]) <= 2 && flows[2] == 0, "{flows:?}");
             endpoints[2].connected();
@@ -78,31 +79,31 @@ async fn a_few_go_each_second_until_all_have_their_part() {
             .filter(|i| endpoints[*i].ready_for(now).is_some())
             .min_by_key(|i| flows[*i])
             .unwrap();
-        // Two in a hundred of what is too much, each second.
+        // Two in a hundred of the excess each second.
         assert!(count <= 1 + flows[from] / 25, "{count} of {flows:?} in {elapsed:?}");
         flows[from] -= count;
         flows[fewest] += count;
         last = now;
     }
     assert!(flows.iter().all(|n| (330..=337).contains(n)), "{flows:?}");
-    assert!(last - start < Duration::from_secs(1900), "it never ends");
+    assert!(last - start < Duration::from_secs(1900), "moves never end");
 }
 
 #[tokio::test]
-async fn an_endpoint_that_comes_back_gets_quiet_flows_where_that_is_asked_for() {
+async fn restarted_endpoint_gets_quiet_flows_when_rebalance_is_set() {
     let certs = Certs::new();
-    let mut first = Probed::start(&certs, &["h2"]).await;
+    let mut first = ProbedServer::start(&certs, &["h2"]).await;
     let absent = refusing_address();
-    let mut config = passthrough_config(certs.config(&[first.address, absent]));
-    passthrough_mode(&mut config).rebalance = true;
-    let proxy = certs.start(config);
+    let proxy = start_passthrough(&certs, &[first.address, absent], |config| {
+        passthrough_mode(config).rebalance = true;
+    });
     proxy.wait_ready(1).await;
     let mut quiet = Vec::new();
     for _ in 0..60 {
         quiet.push(first.flow(&proxy).await);
     }
     let (mut busy, mut end) = first.flow(&proxy).await;
-    let second = Probed::start_at(absent, &certs, &["h2"]).await;
+    let second = ProbedServer::start_at(absent, &certs, &["h2"]).await;
     proxy.wait_ready(2).await;
     let moved = r#"jackstay_passthrough_closed_total{listener="apiserver",reason="rebalance"}"#;
     let moving = async {
@@ -112,41 +113,37 @@ async fn an_endpoint_that_comes_back_gets_quiet_flows_where_that_is_asked_for() 
             pause(Duration::from_millis(100)).await;
         }
     };
-    timeout(Duration::from_secs(60), moving).await.expect("three were moved");
-    // Those that were moved were told by a reset; the one that talks is not among them.
-    let mut told = 0;
-    until("they are told", async || {
+    timeout(Duration::from_secs(60), moving).await.expect("three flows move");
+    // Moved flows are reset; the flow with traffic is not moved.
+    let mut moved_count = 0;
+    until("moved flows are reset", async || {
         quiet.retain(|(client, _)| match client.try_read(&mut [0; 1]) {
             Err(error) if error.kind() == ErrorKind::WouldBlock => true,
             Err(error) => {
                 assert_eq!(error.kind(), ErrorKind::ConnectionReset);
-                told += 1;
+                moved_count += 1;
                 false
             }
-            Ok(n) => panic!("{n} bytes from nowhere"),
+            Ok(n) => panic!("{n} unexpected bytes"),
         });
-        told >= 3
+        moved_count >= 3
     })
     .await;
-    assert!(told <= 12, "{told} of 60");
+    assert!(moved_count <= 12, "{moved_count} of 60");
     busy.write_all(b"x").await.unwrap();
     assert_eq!(end.read_u8().await.unwrap(), b'x');
     drop(second);
 }
 
-/// An endpoint that was removed gets nothing new, and its flows have until `leave_timeout`.
+/// A removed endpoint gets no new flows.
 #[tokio::test]
-async fn flows_to_an_endpoint_that_was_removed_have_their_time() {
+async fn flows_to_a_removed_endpoint_end_after_leave_timeout() {
     for (leave_timeout, stay) in
         [(Duration::from_secs(3600), true), (Duration::from_secs(1), false)]
     {
         let cluster = TestCluster::new(2);
         let file = cluster.certs.path().join("endpoints");
-        let write = |addresses: &[std::net::SocketAddr]| {
-            let lines: Vec<_> = addresses.iter().map(ToString::to_string).collect();
-            std::fs::write(file.with_extension("new"), lines.join("\n")).unwrap();
-            std::fs::rename(file.with_extension("new"), &file).unwrap();
-        };
+        let write = |addresses: &[SocketAddr]| write_lines(&file, &to_strings(addresses));
         write(&cluster.addresses());
         let mut config = passthrough_config(cluster.config());
         config.upstreams[0].endpoints.clear();
@@ -166,14 +163,13 @@ async fn flows_to_an_endpoint_that_was_removed_have_their_time() {
         let (kept, removed) = (cluster.addresses()[0], cluster.addresses()[1]);
         let leaving = flows(&removed.to_string());
         assert_eq!(leaving + flows(&kept.to_string()), 6);
-        assert!(leaving > 0, "nothing to see: {endpoints:?}");
+        assert!(leaving > 0, "the removed endpoint has no flow: {endpoints:?}");
         write(&[kept]);
-        until("it is removed", async || proxy.endpoints().await.len() == 1).await;
+        until("the endpoint is removed", async || proxy.endpoints().await.len() == 1).await;
         let open = || clients.iter().filter(|client| !client.is_closed()).count();
         if !stay {
-            until("its flows are ended", async || open() == 6 - leaving).await;
-            let counted = format!(r#"reason="endpoint_left"}} {leaving}"#);
-            until("it is counted", async || proxy.page("/metrics").await.contains(&counted)).await;
+            until("its flows end", async || open() == 6 - leaving).await;
+            proxy.wait_metrics(&format!(r#"reason="endpoint_left"}} {leaving}"#)).await;
         }
         for client in clients.iter().filter(|client| !client.is_closed()) {
             assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200);

@@ -294,7 +294,7 @@ async fn certificate_rotation_by_symlink_fails_no_request() {
     replace_symlink(&current, &dir.join("second.pem"));
     until("the second certificate is in use", async || with(&serial(&second)).len() > 50).await;
     cluster.state.audit().clear();
-    until("requests go on", async || cluster.state.audit().records().len() > 50).await;
+    until("requests continue", async || cluster.state.audit().records().len() > 50).await;
     over.store(true, Relaxed);
     let mut total = 0;
     for client in clients {
@@ -310,7 +310,7 @@ async fn certificate_rotation_by_symlink_fails_no_request() {
     // A watch that started with the old certificate continues.
     cluster.create_config_map("last");
     loop {
-        let event = soon("an event", watch.next()).await.unwrap().expect("the watch goes on");
+        let event = soon("an event", watch.next()).await.unwrap().expect("the watch continues");
         if event["object"]["metadata"]["name"] == "last" {
             break;
         }

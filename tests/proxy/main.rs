@@ -1,5 +1,5 @@
-//! The data plane as a whole, on real sockets: before demo apiservers and before peers that break
-//! the rules of HTTP/2 on purpose.
+//! The whole data plane on real sockets, in front of demo apiservers and of peers that violate
+//! HTTP/2.
 
 #![cfg(feature = "demo")]
 

@@ -375,8 +375,8 @@ async fn request_is_not_retried_when_its_body_is_not_buffered() {
         peers.set_actions([refusal]);
         let sent = client.request(Method::GET, CONFIGMAPS, &[], "x".repeat(size));
         let reply = soon("a response", sent).await.unwrap();
-        let asked = peers.requests().len();
-        assert_eq!((reply.status.as_u16(), asked), (status, seen), "{size}: {:?}", reply.body);
+        let requests = peers.requests().len();
+        assert_eq!((reply.status.as_u16(), requests), (status, seen), "{size}: {:?}", reply.body);
     }
 }
 

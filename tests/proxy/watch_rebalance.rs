@@ -69,7 +69,7 @@ impl Setup {
     async fn write_until(&self, what: &str, mut enough: impl AsyncFnMut() -> bool) -> Duration {
         let start = Instant::now();
         while !enough().await {
-            assert!(start.elapsed() < 3 * PATIENCE, "waited in vain until {what}");
+            assert!(start.elapsed() < 3 * PATIENCE, "timed out waiting until {what}");
             self.write(1);
             pause(Duration::from_millis(50)).await;
         }

@@ -1,4 +1,4 @@
-//! A change at a time: who notices, and whose connections are touched.
+//! Single changes of the configuration, and the connections that they affect.
 
 use crate::setup::{Setup, Traffic};
 use crate::support::{TestCluster, refusing_address, terminate_mode, until, write_config};
@@ -7,25 +7,25 @@ use jackstay::config::{AccessLog, CertPaths, Config, Level};
 use jackstay::demo::pki::{Pki, Subject};
 use std::time::Duration;
 
-/// What becomes of the upstream connections of the identity that has all the traffic.
+/// The effect on the upstream connections of the identity with all the traffic.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Connections {
-    /// The same ones.
+    /// The same connections.
     Stay,
-    /// Those to the first server go.
+    /// Connections to the first server end.
     FirstLeaves,
-    /// One more server.
+    /// Connections to one more server.
     FirstIsBack,
-    /// Others, to the same servers.
+    /// New connections to the same servers.
     AllNew,
 }
 use Connections::{AllNew, FirstIsBack, FirstLeaves, Stay};
 
 type Change = (&'static str, fn(&mut Config, &TestCluster), Connections, &'static [&'static str]);
 
-/// One after the other, each on top of those before.
+/// Applied in this order, each on top of those before.
 const CHANGES: &[Change] = &[
-    ("nothing", |_, _| {}, Stay, &[]),
+    ("no change", |_, _| {}, Stay, &[]),
     ("access log", |c, _| c.log.access = AccessLog::All, Stay, &["log changed"]),
     ("log level", |c, _| c.log.level = Level::Error, Stay, &["log changed"]),
     (
@@ -34,9 +34,14 @@ const CHANGES: &[Change] = &[
         Stay,
         &["shutdown changed"],
     ),
-    ("a limit of connections", |c, _| c.listeners[0].limits.max_connections = 50, Stay, LISTENER),
-    ("limits of requests", |c, _| terminate_mode(c).limits.max_streams = 77, Stay, LISTENER),
-    ("groups", |c, _| terminate_mode(c).resume_groups = vec!["example.com".into()], Stay, LISTENER),
+    ("connection limit", |c, _| c.listeners[0].limits.max_connections = 50, Stay, LISTENER),
+    ("request limits", |c, _| terminate_mode(c).limits.max_streams = 77, Stay, LISTENER),
+    (
+        "resume groups",
+        |c, _| terminate_mode(c).resume_groups = vec!["example.com".into()],
+        Stay,
+        LISTENER,
+    ),
     ("health", |c, _| c.upstreams[0].health.dead_after = Duration::from_secs(4), Stay, UPSTREAM),
     ("pool", |c, _| c.upstreams[0].connections.max = 32, Stay, UPSTREAM),
     ("rebalance", |c, _| c.upstreams[0].rebalance = false, Stay, UPSTREAM),
@@ -46,23 +51,23 @@ const CHANGES: &[Change] = &[
         Stay,
         UPSTREAM,
     ),
-    ("another identity", add_node, Stay, LISTENER),
-    ("the same files by other names", other_names, Stay, LISTENER),
-    ("an identity less", |c, _| drop(terminate_mode(c).identities.pop()), Stay, LISTENER),
-    ("an endpoint less", |c, _| drop(c.upstreams[0].endpoints.remove(0)), FirstLeaves, UPSTREAM),
-    ("an endpoint more", first_endpoint, FirstIsBack, UPSTREAM),
-    ("another CA bundle", ca_bundle, AllNew, UPSTREAM),
-    ("another server name", |c, _| server_name(c, "localhost"), AllNew, UPSTREAM),
-    ("an upstream more", add_upstream, Stay, &["upstream `spare` added"]),
-    ("a listener more", add_listener, Stay, &["listener `spare` added"]),
+    ("identity added", add_node, Stay, LISTENER),
+    ("serving pair under another path", move_serving_pair, Stay, LISTENER),
+    ("identity removed", |c, _| drop(terminate_mode(c).identities.pop()), Stay, LISTENER),
+    ("endpoint removed", |c, _| drop(c.upstreams[0].endpoints.remove(0)), FirstLeaves, UPSTREAM),
+    ("endpoint added", first_endpoint, FirstIsBack, UPSTREAM),
+    ("CA bundle changed", ca_bundle, AllNew, UPSTREAM),
+    ("server name changed", |c, _| server_name(c, "localhost"), AllNew, UPSTREAM),
+    ("upstream added", add_upstream, Stay, &["upstream `spare` added"]),
+    ("listener added", add_listener, Stay, &["listener `spare` added"]),
     (
-        "a listener elsewhere",
+        "upstream of a listener changed",
         |c, _| c.listeners[1].upstream = "spare".into(),
         Stay,
         &["listener `spare` changed"],
     ),
-    ("a listener less", |c, _| drop(c.listeners.pop()), Stay, &["listener `spare` removed"]),
-    ("an upstream less", |c, _| drop(c.upstreams.pop()), Stay, &["upstream `spare` removed"]),
+    ("listener removed", |c, _| drop(c.listeners.pop()), Stay, &["listener `spare` removed"]),
+    ("upstream removed", |c, _| drop(c.upstreams.pop()), Stay, &["upstream `spare` removed"]),
 ];
 
 const LISTENER: &[&str] = &["listener `apiserver` changed"];
@@ -74,8 +79,8 @@ fn add_node(config: &mut Config, cluster: &TestCluster) {
     terminate_mode(config).identities.push(CertPaths { cert_file, key_file });
 }
 
-/// The serving pair under another path: the certificate shown is the same.
-fn other_names(config: &mut Config, cluster: &TestCluster) {
+/// The serving pair under another path: the certificate is the same.
+fn move_serving_pair(config: &mut Config, cluster: &TestCluster) {
     let tls = &mut terminate_mode(config).tls;
     for path in [&mut tls.cert_file, &mut tls.key_file] {
         let copy =
@@ -113,18 +118,18 @@ fn add_listener(config: &mut Config, _: &TestCluster) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn a_change_touches_what_it_names() {
+async fn change_affects_only_what_it_names() {
     let mut setup = Setup::new(3).await;
     setup.proxy.wait_connected(3).await;
     let traffic = Traffic::start(&setup, 200).await;
     let client = setup.client().await;
     let watch = setup.watch(&client).await;
     let of_admin = "identity-0";
-    for (name, change, connections, said) in CHANGES {
+    for (name, change, connections, expected) in CHANGES {
         println!("{name}");
         let before = setup.proxy.connections(of_admin).await;
         change(&mut setup.config, &setup.cluster);
-        assert_eq!(setup.change(|_| {}).await, *said, "{name}");
+        assert_eq!(setup.change(|_| {}).await, *expected, "{name}");
         traffic.goes_on().await;
         watch.is_complete(&setup).await;
         until(name, async || {
@@ -150,41 +155,41 @@ async fn a_change_touches_what_it_names() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn an_identity_comes_and_goes_under_its_clients() {
+async fn identity_is_added_and_removed_while_its_client_is_connected() {
     let mut setup = Setup::new(1).await;
     let node = setup.cluster.certs.pki.client(&Subject::node("n1")).unwrap();
     let who = setup.cluster.certs.anonymous().certificate(&node);
     let client = setup.proxy.client_with(&who).await;
-    let ask = async || client.get("/api/v1/namespaces/default").await.unwrap();
-    let reply = ask().await;
+    let get = async || client.get("/api/v1/namespaces/default").await.unwrap();
+    let reply = get().await;
     assert_eq!(reply.status, 401);
 
     let (cert_file, key_file) = node.write_to(setup.cluster.certs.path(), "node").unwrap();
     let paths = CertPaths { cert_file, key_file };
     setup.change(|config| terminate_mode(config).identities.push(paths.clone())).await;
-    assert_eq!(ask().await.status, 200, "on the connection that was refused");
+    assert_eq!(get().await.status, 200, "on the connection that got 401 before");
     let watch = setup.watch(&client).await;
 
-    // Gone: nobody is it any more, and what runs goes on.
+    // Removed: new requests get 401, and the watch continues.
     setup.change(|config| drop(terminate_mode(config).identities.pop())).await;
-    let reply = ask().await;
+    let reply = get().await;
     assert_eq!(reply.status, 401);
     assert!(reply.json()["message"].as_str().unwrap().contains("system:node:n1"), "{reply:?}");
     watch.is_complete(&setup).await;
     drop((watch, client));
-    until("its connections are gone", async || {
+    until("the connections of the identity are closed", async || {
         !setup.proxy.page("/status").await.contains("\"identity-2\"")
     })
     .await;
 
-    // Back: another slot, so that nobody finds the old one.
+    // Added again: it gets another slot, so that no request uses the old one.
     setup.change(|config| terminate_mode(config).identities.push(paths)).await;
     let client = setup.proxy.client_with(&who).await;
     assert_eq!(client.get("/api/v1/namespaces/default").await.unwrap().status, 200);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn proofs_of_a_client_ca_that_is_replaced_are_void() {
+async fn client_certificates_are_verified_again_when_the_client_ca_changes() {
     let mut setup = Setup::new(1).await;
     let client = setup.client().await;
     let path = "/api/v1/namespaces/default";
@@ -201,7 +206,7 @@ async fn proofs_of_a_client_ca_that_is_replaced_are_void() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn what_needs_a_restart_is_said() {
+async fn change_that_needs_a_restart_is_reported() {
     let mut setup = Setup::new(1).await;
     let outcome = setup
         .reload(|config| {
@@ -210,7 +215,7 @@ async fn what_needs_a_restart_is_said() {
         })
         .await;
     let ReloadOutcome::Ok { changed, needs_restart } = outcome else { panic!("{outcome:?}") };
-    assert_eq!(changed, ["log changed"], "the rest is followed");
+    assert_eq!(changed, ["log changed"], "the other change is applied");
     assert_eq!(needs_restart, ["workers 1 → 2"]);
     let status = setup.proxy.status().await;
     assert_eq!(status["config"]["last_reload"]["needs_restart"][0], needs_restart[0]);
@@ -218,7 +223,7 @@ async fn what_needs_a_restart_is_said() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn the_admin_endpoint_moves() {
+async fn admin_endpoint_moves_to_another_address() {
     let mut setup = Setup::new(1).await;
     let mut second = refusing_address();
     second.set_ip("127.0.0.2".parse().unwrap());
@@ -227,17 +232,17 @@ async fn the_admin_endpoint_moves() {
     assert!(setup.proxy.page("/readyz").await.starts_with("HTTP/1.1 200"));
 }
 
-/// Nobody sends a signal: a change of the file is enough.
+/// A change of the file is enough.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn a_changed_file_is_followed() {
+async fn changed_file_is_reloaded_without_a_signal() {
     let mut setup = Setup::new(1).await;
     setup.config.log.access = AccessLog::Off;
     write_config(&setup.file, &setup.config);
-    until("the file is read", async || {
+    until("the file is reloaded", async || {
         setup.proxy.status().await["config"]["last_reload"]["trigger"] == "file changed"
     })
     .await;
     assert!(setup.proxy.page("/config").await.contains("\"access\": \"off\""));
-    // And only then.
+    // Only one reload.
     assert_eq!(setup.proxy.status().await["config"]["reloads"]["ok"], 1);
 }

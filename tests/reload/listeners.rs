@@ -1,4 +1,4 @@
-//! Listeners and upstreams that come, go and move, and what their clients see of it.
+//! Listeners and upstreams that are added, removed and moved, as their clients see it.
 
 use crate::setup::{Setup, Traffic};
 use crate::support::{TestCluster, passthrough_config, passthrough_mode, pause, soon, until};
@@ -17,17 +17,21 @@ use tokio::net::TcpStream;
 
 const PATH: &str = "/api/v1/namespaces/default";
 
+fn add_second_listener(config: &mut Config) {
+    let mut second = config.listeners[0].clone();
+    second.name = "second".into();
+    config.listeners.push(second);
+}
+
 async fn is_refused(address: SocketAddr) -> bool {
     TcpStream::connect(address).await.is_err()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn a_listener_that_goes_lets_its_clients_finish() {
+async fn removed_listener_lets_requests_finish() {
     let mut setup = Setup::with(2, |config| {
         config.shutdown.drain_timeout = Duration::from_secs(8);
-        let mut second = config.listeners[0].clone();
-        second.name = "second".into();
-        config.listeners.push(second);
+        add_second_listener(config);
     })
     .await;
     let address = setup.listener("second").await.unwrap();
@@ -38,31 +42,31 @@ async fn a_listener_that_goes_lets_its_clients_finish() {
     let other = setup.client().await;
     let steady = setup.watch(&other).await;
 
-    // An answer that is under way when the listener goes.
+    // A response is pending when the listener is removed.
     setup.cluster.servers.iter().for_each(|server| server.delay(Duration::from_millis(500)));
-    let asked: u64 = requests(&setup.cluster);
+    let before: u64 = requests(&setup.cluster);
     let slow = tokio::spawn(async move {
         let reply = client.get(PATH).await;
         (client, reply)
     });
-    until("the request is under way", async || requests(&setup.cluster) > asked).await;
-    let said = setup.change(|config| drop(config.listeners.pop())).await;
-    assert_eq!(said, ["listener `second` removed"]);
-    until("nobody listens there", async || is_refused(address).await).await;
-    let (client, reply) = soon("the answer", slow).await.unwrap();
+    until("the request is in flight", async || requests(&setup.cluster) > before).await;
+    let changes = setup.change(|config| drop(config.listeners.pop())).await;
+    assert_eq!(changes, ["listener `second` removed"]);
+    until("the address is closed", async || is_refused(address).await).await;
+    let (client, reply) = soon("the response", slow).await.unwrap();
     assert_eq!(reply.unwrap().status, 200);
     assert_eq!(
         watch.recorder.ended().await,
         Ok(()),
-        "cleanly, so that its client goes on without a list"
+        "a clean end, so that the client continues without a list"
     );
-    until("its connection ends", async || client.is_closed()).await;
+    until("the connection ends", async || client.is_closed()).await;
 
     setup.cluster.servers.iter().for_each(|server| server.delay(Duration::ZERO));
     steady.is_complete(&setup).await;
     assert!(setup.listener("second").await.is_none());
     let open = r#"jackstay_downstream_connections{listener="second"}"#;
-    until("it counts nothing", async || setup.proxy.metric(open).await < 0.5).await;
+    until("the listener counts no connection", async || setup.proxy.metric(open).await < 0.5).await;
 }
 
 fn requests(cluster: &TestCluster) -> u64 {
@@ -72,21 +76,19 @@ fn requests(cluster: &TestCluster) -> u64 {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn what_does_not_end_is_cut_when_its_time_is_over() {
+async fn removed_listener_resets_the_rest_after_the_drain_timeout() {
     let mut setup = Setup::with(1, |config| {
         config.shutdown.drain_timeout = Duration::from_secs(1);
-        let mut second = config.listeners[0].clone();
-        second.name = "second".into();
-        config.listeners.push(second);
+        add_second_listener(config);
     })
     .await;
     let address = setup.listener("second").await.unwrap();
     let client = Client::connect(address, &setup.cluster.certs.credentials()).await.unwrap();
-    // A watch from nowhere has no clean end before it has seen its initial state.
+    // A watch without a version has no clean end before its initial state is complete.
     let watch = client.send(Method::GET, &format!("{PATH}/configmaps?watch=1"), &[], "").await;
     let mut body = watch.unwrap().into_body();
     setup.change(|config| drop(config.listeners.pop())).await;
-    let end = soon("the cut", async {
+    let end = soon("the reset", async {
         loop {
             match next_data(&mut body).await {
                 Ok(Some(_)) => {}
@@ -98,11 +100,11 @@ async fn what_does_not_end_is_cut_when_its_time_is_over() {
     .await;
     assert!(end.is_err(), "a clean end would make a partial state look complete");
     let upstream = r#"jackstay_watches{listener="second"}"#;
-    until("nothing of it is left", async || setup.proxy.metric(upstream).await < 0.5).await;
+    until("the watch is gone", async || setup.proxy.metric(upstream).await < 0.5).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn a_listener_moves_and_its_connections_stay() {
+async fn moved_listener_keeps_its_connections() {
     let mut setup = Setup::new(2).await;
     let traffic = Traffic::start(&setup, 100).await;
     let client = setup.client().await;
@@ -113,7 +115,7 @@ async fn a_listener_moves_and_its_connections_stay() {
     setup.change(|config| config.listeners[0].bind = vec![new]).await;
     until("the old address is closed", async || is_refused(old).await).await;
     setup.proxy.addr = new;
-    // The certificate is not for that address; that somebody is there is enough.
+    // The certificate is not valid for that address, so the test only connects.
     assert!(!is_refused(new).await);
     traffic.goes_on().await;
     watch.is_complete(&setup).await;
@@ -121,9 +123,9 @@ async fn a_listener_moves_and_its_connections_stay() {
     traffic.end().await;
 }
 
-/// The new address holds the old one, or the other way round: both on one port for a moment.
+/// The new address includes the old one, or the reverse: for a moment both have one port.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn a_listener_moves_to_every_address_and_back() {
+async fn listener_moves_to_the_wildcard_address_and_back() {
     let mut setup = Setup::new(2).await;
     let narrow = setup.proxy.addr;
     let wide = SocketAddr::new(std::net::Ipv4Addr::UNSPECIFIED.into(), narrow.port());
@@ -133,49 +135,49 @@ async fn a_listener_moves_to_every_address_and_back() {
     let traffic = Traffic::start(&setup, 100).await;
     let client = setup.client().await;
     let watch = setup.watch(&client).await;
-    let knocking = Knocking::at(narrow);
+    let connect_loop = ConnectLoop::at(narrow);
     for _ in 0..3 {
         setup.change(|config| config.listeners[0].bind = vec![wide]).await;
         assert!(!is_refused(other).await);
         traffic.goes_on().await;
         setup.change(|config| config.listeners[0].bind = vec![narrow]).await;
-        until("the rest is closed", async || is_refused(other).await).await;
+        until("the other address is closed", async || is_refused(other).await).await;
         watch.is_complete(&setup).await;
     }
-    knocking.was_let_in();
+    connect_loop.expect_no_refusal();
     let new = setup.client().await;
     assert_eq!(new.get(PATH).await.unwrap().status, 200);
     traffic.end().await;
 }
 
-/// The same of the admin endpoint.
+/// The same for the admin endpoint.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn the_admin_endpoint_moves_to_every_address_and_back() {
+async fn admin_endpoint_moves_to_the_wildcard_address_and_back() {
     let mut setup = Setup::new(1).await;
     let narrow = setup.proxy.admin;
     let wide = SocketAddr::new(std::net::Ipv4Addr::UNSPECIFIED.into(), narrow.port());
-    let knocking = Knocking::at(narrow);
+    let connect_loop = ConnectLoop::at(narrow);
     for _ in 0..4 {
         for bind in [wide, narrow] {
             setup.change(|config| config.admin.bind = bind).await;
             assert!(setup.proxy.page("/readyz").await.starts_with("HTTP/1.1 200"));
         }
     }
-    knocking.was_let_in();
+    connect_loop.expect_no_refusal();
 }
 
-/// Connects again and again, faster than any client, and says nothing.
-struct Knocking {
+/// Connects again and again, and sends nothing.
+struct ConnectLoop {
     over: Arc<AtomicBool>,
     thread: std::thread::JoinHandle<[usize; 3]>,
 }
 
-impl Knocking {
+impl ConnectLoop {
     fn at(address: SocketAddr) -> Self {
         let over = Arc::new(AtomicBool::new(false));
         let is_over = Arc::clone(&over);
         let thread = std::thread::spawn(move || {
-            let [mut knocks, mut refused, mut reset] = [0; 3];
+            let [mut connects, mut refused, mut reset] = [0; 3];
             let is_reset = |mut stream: std::net::TcpStream| {
                 stream.set_nonblocking(true).unwrap();
                 let read = stream.read(&mut [0]);
@@ -183,34 +185,34 @@ impl Knocking {
             };
             let mut open = VecDeque::new();
             while !is_over.load(Relaxed) {
-                knocks += 1;
+                connects += 1;
                 match std::net::TcpStream::connect(address) {
                     Ok(stream) => open.push_back(stream),
                     Err(_) => refused += 1,
                 }
-                // What becomes of one is seen later.
+                // A reset may arrive later.
                 if open.len() > 50 {
                     reset += open.pop_front().map_or(0, is_reset);
                 }
             }
             reset += open.into_iter().map(is_reset).sum::<usize>();
-            [knocks, refused, reset]
+            [connects, refused, reset]
         });
         Self { over, thread }
     }
 
     #[track_caller]
-    fn was_let_in(self) {
+    fn expect_no_refusal(self) {
         self.over.store(true, Relaxed);
-        let [knocks, refused, reset] = self.thread.join().unwrap();
-        assert!(knocks > 0);
-        assert_eq!([refused, reset], [0, 0], "refused and reset, of {knocks} connections");
+        let [connects, refused, reset] = self.thread.join().unwrap();
+        assert!(connects > 0);
+        assert_eq!([refused, reset], [0, 0], "refused and reset, of {connects} connections");
     }
 }
 
-/// One that is named anew takes its socket along: whoever connects meanwhile waits in its queue.
+/// Clients that connect during the rename wait in the backlog.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn a_listener_that_is_renamed_keeps_its_socket() {
+async fn renamed_listener_keeps_its_socket() {
     let mut setup = Setup::new(1).await;
     let address = setup.proxy.addr;
     setup.change(|config| config.listeners[0].bind = vec![address]).await;
@@ -230,13 +232,13 @@ async fn a_listener_that_is_renamed_keeps_its_socket() {
         }
     });
     assert_eq!(refused, 0);
-    assert_eq!(watch.recorder.ended().await, Ok(()), "its listener is another one");
+    assert_eq!(watch.recorder.ended().await, Ok(()), "the watch ends with the old listener");
     let after = setup.client().await;
     assert_eq!(after.get(PATH).await.unwrap().status, 200);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn a_listener_turns_from_one_mode_into_the_other() {
+async fn listener_changes_its_mode() {
     let mut setup = Setup::new(1).await;
     let address = setup.proxy.addr;
     setup.change(|config| config.listeners[0].bind = vec![address]).await;
@@ -245,7 +247,7 @@ async fn a_listener_turns_from_one_mode_into_the_other() {
     let admin = setup.cluster.certs.credentials();
     for _ in 0..2 {
         setup.change(|config| *config = passed.clone()).await;
-        // End to end: the certificate of the server itself is seen, and ours is not needed.
+        // End to end: the client sees the certificate of the server.
         let client = soon("a flow", Client::connect(address, &admin)).await.unwrap();
         assert_eq!(client.get(PATH).await.unwrap().status, 200);
         assert_eq!(setup.proxy.status().await["listeners"][0]["mode"], "passthrough");
@@ -256,9 +258,9 @@ async fn a_listener_turns_from_one_mode_into_the_other() {
     }
 }
 
-/// What a socket was bound with is changed where it is: an address that stays is never let go.
+/// Socket options change on the bound socket: an address that stays is never closed.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn a_listener_is_bound_otherwise_at_the_same_address() {
+async fn socket_options_change_at_the_same_address() {
     let mut setup = Setup::new(1).await;
     let address = setup.proxy.addr;
     setup
@@ -270,8 +272,8 @@ async fn a_listener_is_bound_otherwise_at_the_same_address() {
     let admin = setup.cluster.certs.credentials();
     let steady = Client::connect(address, &admin).await.unwrap();
     for freebind in [true, false] {
-        let said = setup.change(|config| config.listeners[0].freebind = freebind).await;
-        assert_eq!(said, ["listener `apiserver` changed"]);
+        let changes = setup.change(|config| config.listeners[0].freebind = freebind).await;
+        assert_eq!(changes, ["listener `apiserver` changed"]);
         let client = soon("a flow", Client::connect(address, &admin)).await.unwrap();
         assert_eq!(client.get(PATH).await.unwrap().status, 200);
     }
@@ -279,9 +281,9 @@ async fn a_listener_is_bound_otherwise_at_the_same_address() {
     match setup.reload(transparent(true)).await {
         ReloadOutcome::Ok { .. } => {
             let direct = soon("an end", Client::connect(address, &admin)).await;
-            assert!(direct.is_err(), "nobody has redirected it");
+            assert!(direct.is_err(), "a direct connection is refused");
         }
-        // Not as root.
+        // Without root.
         ReloadOutcome::Failed { errors } => {
             assert!(errors[0].contains("CAP_NET_ADMIN"), "{errors:?}");
             let client = soon("a flow", Client::connect(address, &admin)).await.unwrap();
@@ -291,12 +293,12 @@ async fn a_listener_is_bound_otherwise_at_the_same_address() {
     setup.change(transparent(false)).await;
     let client = soon("a flow", Client::connect(address, &admin)).await.unwrap();
     assert_eq!(client.get(PATH).await.unwrap().status, 200);
-    assert_eq!(steady.get(PATH).await.unwrap().status, 200, "a flow goes the way that it found");
+    assert_eq!(steady.get(PATH).await.unwrap().status, 200, "an existing flow continues");
 }
 
-/// The listener's requests go elsewhere from one request to the next, on the same connections.
+/// The next request on an existing connection goes to the new upstream.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn a_listener_leads_elsewhere() {
+async fn listener_changes_its_upstream() {
     let mut setup = Setup::with(2, |config| {
         config.shutdown.drain_timeout = Duration::from_secs(4);
         let mut second = config.upstreams[0].clone();
@@ -315,22 +317,26 @@ async fn a_listener_leads_elsewhere() {
 
     setup.change(|config| config.listeners[0].upstream = "second".into()).await;
     traffic.goes_on().await;
-    assert_eq!(watch.recorder.ended().await, Ok(()), "what it saw there may not exist here");
+    assert_eq!(
+        watch.recorder.ended().await,
+        Ok(()),
+        "the watch ends, since the other upstream has other objects"
+    );
     assert!(!client.is_closed());
-    let again = setup.watch(&client).await;
+    let second_watch = setup.watch(&client).await;
     let on = |server: usize| setup.cluster.servers[server].counters().watches.load(Relaxed);
-    until("it is there", async || (on(0), on(1)) == (0, 1)).await;
-    again.is_complete(&setup).await;
+    until("the watch has moved", async || (on(0), on(1)) == (0, 1)).await;
+    second_watch.is_complete(&setup).await;
 
-    // The one that nobody uses goes, with all of its connections.
+    // The unused upstream is removed with all its connections.
     setup.change(|config| drop(config.upstreams.remove(0))).await;
     let open = |server: usize| setup.cluster.servers[server].counters().open.load(Relaxed);
-    until("nothing is left of it", async || open(0) == 0).await;
-    again.is_complete(&setup).await;
+    until("its connections are closed", async || open(0) == 0).await;
+    second_watch.is_complete(&setup).await;
     traffic.end().await;
 }
 
-/// Every endpoint replaced at once by a reload.
+/// Every endpoint is replaced by one reload.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn all_endpoints_are_replaced_at_once() {
     let mut setup = Setup::with(4, |config| config.upstreams[0].endpoints.truncate(2)).await;

@@ -1,4 +1,4 @@
-//! Reloads: what changes, what stays, and that nobody notices either, on real sockets.
+//! Reloads on real sockets: what changes, what stays, and that no client is disturbed.
 
 #![cfg(feature = "demo")]
 

@@ -199,7 +199,7 @@ impl Traffic {
     /// Waits for ten more responses, and expects no failure so far.
     pub async fn goes_on(&self) {
         let before = self.done.load(Relaxed);
-        until("traffic goes on", async || self.done.load(Relaxed) >= before + 10).await;
+        until("requests continue", async || self.done.load(Relaxed) >= before + 10).await;
         assert_eq!(*self.failures.lock().unwrap(), [""; 0]);
     }
 

@@ -1,5 +1,5 @@
-//! Two hundred reloads in a row under load: nothing fails, and nothing is left of them. Alone in
-//! its process, since it counts what the process holds.
+//! Two hundred reloads under load: nothing fails, and nothing leaks. The test has its own process,
+//! since it counts the resources of the process.
 
 #![cfg(feature = "demo")]
 
@@ -11,7 +11,7 @@ mod support;
 use crate::setup::{Setup, Traffic, Watching};
 use crate::support::{PATIENCE, TestCluster, config_map, pause, terminate_mode, wait};
 use jackstay::config::{AccessLog, CertPaths, Config};
-use jackstay::demo::apiserver::kinds::ObjectRef;
+use jackstay::demo::apiserver::kinds::{CONFIG_MAPS, ObjectRef};
 use jackstay::demo::client::Client;
 use jackstay::demo::pki::Pki;
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -19,8 +19,8 @@ use std::fmt;
 use std::sync::atomic::{AtomicIsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-/// Counts what is allocated and not freed. Every task, connection and socket of ours has memory of
-/// its own: what leaks, leaks some.
+/// Counts live allocations. Every task, connection and socket allocates memory, so every leak is
+/// counted.
 struct Counting;
 
 static LIVE: AtomicIsize = AtomicIsize::new(0);
@@ -57,27 +57,26 @@ static ALLOCATOR: Counting = Counting;
 
 const RELOADS: usize = 200;
 const WATCHES: usize = 20;
-/// What one of the last events holds at most: allocations, and bytes. Its reason (512 bytes) is in its
-/// key too, and that is kept once more where repeats are counted.
+/// The most that a recorded event holds: allocations and bytes. Its reason (512 bytes) is also in
+/// its key, which is stored once more where repetitions are counted.
 const EVENT: (isize, isize) = (12, 2560);
-/// Reloads that a watch lives through. It may change its apiserver twelve times a minute; the changes
-/// of so many reloads that make it do so are fewer.
-const WATCHED: usize = 25;
-/// What may come and go by itself for each reload: allocations and bytes. A task, a pool or a
-/// listener that is left behind has more.
+/// Reloads per watch. A watch may be resumed twelve times a minute; so many reloads resume it less
+/// often.
+const RELOADS_PER_WATCH: usize = 25;
+/// The variation per reload that is no leak: allocations and bytes. A leaked task, pool or listener
+/// has more.
 const SLACK: (isize, isize) = (8, 1024);
-/// What may be under way when it is counted, a probe or a dial: tasks, of which a leak would have one
-/// for each reload at least.
-const TASKS_UNDER_WAY: isize = 20;
-/// Descriptors of the same: five connections, of which both ends are here. What a reload leaves behind
-/// is left by fourteen of them at least.
-const DESCRIPTORS_UNDER_WAY: usize = 10;
-/// Changes that the servers remember: those of many seconds.
+/// Tasks that may run when the resources are counted, for example a probe. A leak would have at
+/// least one task per reload.
+const RUNNING_TASKS: isize = 20;
+/// Descriptors of such tasks: five connections with both ends in this process. A leak would have at
+/// least fourteen.
+const RUNNING_DESCRIPTORS: usize = 10;
+/// The history of the servers: changes of many seconds.
 const HISTORY: usize = 2000;
 
-/// The configuration of the `n`th reload: everything that a reload can change comes and goes, at
-/// different paces.
-fn nth(n: usize, base: &Config, cluster: &TestCluster) -> Config {
+/// The configuration of the `n`th reload: everything that can change does, in different rhythms.
+fn nth_config(n: usize, base: &Config, cluster: &TestCluster) -> Config {
     let mut config = base.clone();
     let path = |name: &str| cluster.certs.path().join(name);
     config.log.access = if n.is_multiple_of(2) { AccessLog::Off } else { AccessLog::Errors };
@@ -110,9 +109,9 @@ fn nth(n: usize, base: &Config, cluster: &TestCluster) -> Config {
     config
 }
 
-/// What the process holds when nothing is under way.
+/// Resources of the process.
 #[derive(Clone, Copy)]
-struct Held {
+struct Resources {
     allocations: isize,
     bytes: isize,
     tasks: isize,
@@ -120,7 +119,7 @@ struct Held {
     resident: usize,
 }
 
-impl fmt::Display for Held {
+impl fmt::Display for Resources {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
@@ -134,10 +133,10 @@ impl fmt::Display for Held {
     }
 }
 
-fn held() -> Held {
+fn resources() -> Resources {
     let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
     let pages: usize = statm.split(' ').nth(1).unwrap().parse().unwrap();
-    Held {
+    Resources {
         allocations: LIVE.load(Relaxed),
         bytes: BYTES.load(Relaxed),
         tasks: TASKS.load(Relaxed),
@@ -147,27 +146,26 @@ fn held() -> Held {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn two_hundred_reloads_under_load() {
+async fn two_hundred_reloads_under_load_leak_nothing() {
     let mut setup = Setup::new(3).await;
     let node = setup.cluster.certs.pki.client(&jackstay::demo::pki::Subject::node("n1")).unwrap();
     node.write_to(setup.cluster.certs.path(), "node").unwrap();
     let both =
         format!("{}{}", setup.cluster.certs.pki.ca_pem(), Pki::new("next").unwrap().ca_pem());
     std::fs::write(setup.cluster.certs.path().join("bundle.crt"), both).unwrap();
-    // What the servers remember is bounded and full before anything is counted.
+    // The history of the servers is full before the resources are counted.
     setup.cluster.state.audit().set_enabled(false);
     setup.cluster.state.set_bookmark_interval(Duration::from_millis(500));
     setup.cluster.state.set_history(HISTORY);
     setup.write_config_map();
-    let kind = jackstay::demo::apiserver::kinds::find("", "v1", "configmaps").unwrap();
-    let place = ObjectRef { kind, namespace: "default", name: "m0" };
+    let place = ObjectRef { kind: &CONFIG_MAPS, namespace: "default", name: "m0" };
     for number in 0..HISTORY + 10 {
         let next = config_map("m0", &number.to_string());
         setup.cluster.state.modify(place, false, |_| Ok(next)).unwrap();
     }
     let base = setup.config.clone();
     let client = setup.client().await;
-    // Everything has been there, and most of what is bounded is full, before it is counted.
+    // The first round fills all caches before the resources are counted.
     round(&mut setup, &base, &client).await;
     let before = (settled(&setup, None).await, events(&setup).await);
     let (rate, took) = round(&mut setup, &base, &client).await;
@@ -178,23 +176,20 @@ async fn two_hundred_reloads_under_load() {
         before.0
     );
     assert_eq!(setup.proxy.status().await["config"]["reloads"]["failed"], 0);
-    let resumes = async |outcome: &str| {
-        setup.proxy.metric(&format!("jackstay_watch_resumes_total{{outcome=\"{outcome}\"}}")).await
-    };
-    println!("{} resumes", resumes("resumed").await);
-    assert!(resumes("gave_up").await < 0.5);
+    println!("{} resumes", setup.proxy.resumes("resumed").await);
+    assert!(setup.proxy.resumes("gave_up").await < 0.5);
 }
 
-/// Reloads in a row under load. The last configuration is the base.
+/// Reloads under load. The last configuration is the base.
 async fn round(setup: &mut Setup, base: &Config, client: &Client) -> (f64, Duration) {
     let traffic = Traffic::start(setup, 500).await;
     let mut watches = watch(setup, client).await;
     let began = Instant::now();
     for n in 1..RELOADS {
-        setup.config = nth(n, base, &setup.cluster);
+        setup.config = nth_config(n, base, &setup.cluster);
         setup.change(|_| {}).await;
-        if n.is_multiple_of(WATCHED) {
-            are_whole(setup, &watches).await;
+        if n.is_multiple_of(RELOADS_PER_WATCH) {
+            are_complete(setup, &watches).await;
             watches = watch(setup, client).await;
         }
     }
@@ -202,7 +197,7 @@ async fn round(setup: &mut Setup, base: &Config, client: &Client) -> (f64, Durat
     setup.change(|_| {}).await;
     let took = began.elapsed();
     traffic.goes_on().await;
-    are_whole(setup, &watches).await;
+    are_complete(setup, &watches).await;
     (traffic.end().await, took)
 }
 
@@ -214,44 +209,41 @@ async fn watch(setup: &Setup, client: &Client) -> Vec<Watching> {
     watches
 }
 
-async fn are_whole(setup: &Setup, watches: &[Watching]) {
+async fn are_complete(setup: &Setup, watches: &[Watching]) {
     for watch in watches {
         watch.is_complete(setup).await;
     }
 }
 
-/// How many of the last events are kept.
+/// The number of recorded events.
 async fn events(setup: &Setup) -> isize {
-    let page = setup.proxy.page("/events").await;
-    let body = page.split_once("\r\n\r\n").map_or(page.as_str(), |(_, body)| body);
-    let all: serde_json::Value = serde_json::from_str(body).expect("JSON");
-    all["events"].as_array().expect("events").len().cast_signed()
+    setup.proxy.events().await.len().cast_signed()
 }
 
-/// Waits until what goes is gone: about as many descriptors and as much memory as before.
-async fn settled(setup: &Setup, before: Option<(Held, isize)>) -> Held {
+/// Waits until the process has about as many resources as before.
+async fn settled(setup: &Setup, before: Option<(Resources, isize)>) -> Resources {
     setup.proxy.wait_connected(3).await;
-    let Some((before, told)) = before else {
-        // Drains take two seconds at most here; what is counted is compared later, not now.
-        let mut last = held();
+    let Some((before, events_before)) = before else {
+        // Drains take at most two seconds here; the result is compared later.
+        let mut last = resources();
         loop {
             pause(Duration::from_secs(3)).await;
-            let now = held();
+            let now = resources();
             if now.descriptors >= last.descriptors && now.allocations >= last.allocations - 50 {
                 return now;
             }
             last = now;
         }
     };
-    // The last events are bounded, and may not have been full before: like ones are one.
-    let more = (events(setup).await - told).max(0);
-    wait::until_ok(PATIENCE * 2, "all is as it was", async || {
-        let now = held();
-        if now.descriptors <= before.descriptors + DESCRIPTORS_UNDER_WAY
+    // The list of events may not have been full before; equal events are one entry.
+    let more = (events(setup).await - events_before).max(0);
+    wait::until_ok(PATIENCE * 2, "the resources are as before", async || {
+        let now = resources();
+        if now.descriptors <= before.descriptors + RUNNING_DESCRIPTORS
             && now.allocations
                 < before.allocations + SLACK.0 * RELOADS.cast_signed() + EVENT.0 * more
             && now.bytes < before.bytes + SLACK.1 * RELOADS.cast_signed() + EVENT.1 * more
-            && now.tasks < before.tasks + TASKS_UNDER_WAY
+            && now.tasks < before.tasks + RUNNING_TASKS
         {
             return Ok(now);
         }

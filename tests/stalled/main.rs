@@ -1,5 +1,5 @@
-//! Clients that stop reading, in a process of their own: its memory and the time of the others are
-//! what is measured.
+//! Clients that stop reading. The test has its own process, since it measures memory and the time
+//! of other requests.
 
 #![cfg(feature = "demo")]
 
@@ -18,12 +18,12 @@ fn resident() -> usize {
     statm.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * 4096
 }
 
-/// All on one upstream connection.
+/// All requests use one upstream connection.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn a_reader_that_stops_slows_nobody() {
+async fn stalled_readers_do_not_slow_other_requests() {
     let cluster = TestCluster::new(1);
     let proxy = cluster.start_with(|config| config.upstreams[0].connections.max = 1).await;
-    let kind = jackstay::demo::apiserver::kinds::find("", "v1", "configmaps").unwrap();
+    let kind = &jackstay::demo::apiserver::kinds::CONFIG_MAPS;
     let big = |name: &str| {
         let mut object = config_map(name, "1");
         object["data"]["big"] = "x".repeat(10_000).into();
@@ -33,7 +33,7 @@ async fn a_reader_that_stops_slows_nobody() {
         cluster.state.create(kind, "default", big(&format!("m{n}")), false).unwrap();
     }
     let lister = proxy.client().await;
-    // The median: a machine that stands still for a moment makes one or two of them late.
+    // The median, since a pause of the machine delays only a few of them.
     let lists = async || {
         let mut times = Vec::new();
         for _ in 0..100 {
@@ -47,7 +47,7 @@ async fn a_reader_that_stops_slows_nobody() {
     };
     lists().await;
     let alone = lists().await;
-    // Watches of all that is and will be, downloads without end: nobody reads them.
+    // Watches and long downloads that are never read.
     let idler = proxy.client().await;
     let mut stalled = Vec::new();
     let memory = resident();

@@ -1,11 +1,19 @@
-//! A process of a test.
+//! Child processes of a test.
 
-#![allow(dead_code)] // each test crate uses its part
+#![allow(dead_code)] // each test crate uses a part
 
+use super::wait;
+use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
 use std::ops::{Deref, DerefMut};
-use std::process::Child;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
-/// A process that ends with its test, whatever becomes of the test.
+/// Long enough for a process on a slow machine to start, to drain and to end.
+pub const PROCESS_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// A process that is killed when this is dropped.
 pub struct KillOnDrop(pub Child);
 
 impl Deref for KillOnDrop {
@@ -27,4 +35,85 @@ impl Drop for KillOnDrop {
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
+}
+
+/// A process whose standard error is recorded.
+pub struct Process {
+    child: Option<KillOnDrop>,
+    /// The process that gets signals: the child, or its successor.
+    pid: String,
+    output: Arc<Mutex<String>>,
+}
+
+impl Process {
+    pub fn spawn(mut command: Command) -> Self {
+        let mut child = command.stderr(Stdio::piped()).spawn().expect("the process starts");
+        let stderr = BufReader::new(child.stderr.take().expect("a pipe"));
+        let output = Arc::<Mutex<String>>::default();
+        let into = Arc::clone(&output);
+        std::thread::spawn(move || {
+            for line in stderr.lines().map_while(Result::ok) {
+                let mut output = into.lock().unwrap();
+                output.push_str(&line);
+                output.push('\n');
+            }
+        });
+        Self { pid: child.id().to_string(), child: Some(KillOnDrop(child)), output }
+    }
+
+    /// The standard error up to now.
+    pub fn output(&self) -> String {
+        self.output.lock().unwrap().clone()
+    }
+
+    /// Waits for a line that contains this text, and returns it.
+    pub async fn wait_output(&mut self, text: &str) -> String {
+        wait::until_ok(PROCESS_TIMEOUT, &format!("the process writes `{text}`"), async || {
+            let output = self.output();
+            // The last line may be incomplete.
+            let complete = output.rsplit_once('\n').map_or("", |(complete, _)| complete);
+            let line = complete.lines().find(|line| line.contains(text));
+            line.map(str::to_owned).ok_or_else(|| output.clone())
+        })
+        .await
+    }
+
+    /// Waits until the process ends.
+    pub async fn wait_exit(&mut self) -> ExitStatus {
+        let child = self.child.as_mut().expect("a child");
+        wait::until_ok(PROCESS_TIMEOUT, "the process ends", async || {
+            child.try_wait().unwrap().ok_or_else(|| self.output.lock().unwrap().clone())
+        })
+        .await
+    }
+
+    pub fn is_running(&mut self) -> bool {
+        self.child.as_mut().is_some_and(|child| child.try_wait().unwrap().is_none())
+    }
+
+    /// From now on signals go to this successor, which writes to the same standard error.
+    pub fn follow_successor(&mut self, pid: &str) {
+        self.child = None;
+        pid.clone_into(&mut self.pid);
+    }
+
+    pub fn signal(&self, name: &str) {
+        let status = Command::new("kill").args([&format!("-{name}"), &self.pid]).status();
+        assert!(status.unwrap().success(), "no process {}", self.pid);
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        if self.child.is_none() {
+            let _ = Command::new("kill").args(["-KILL", &self.pid]).output();
+        }
+    }
+}
+
+/// The first address in a line.
+pub fn first_address(line: &str) -> SocketAddr {
+    let at = line.find("127.0.0.1:").expect(line);
+    let port = |c: &char| c.is_ascii_digit() || *c == '.' || *c == ':';
+    line[at..].chars().take_while(port).collect::<String>().parse().expect(line)
 }

@@ -1,17 +1,17 @@
-//! Figures and what is promised of them. A figure is compared with four times the promise, since the
-//! machines of a CI are noisy, and with `JACKSTAY_STRICT=1` with the promise itself. Either way it
-//! goes to the report, the file that `JACKSTAY_REPORT` names (`tests/report` begins it).
+//! Measured figures and their promises. A figure is compared with four times the promise, since CI
+//! machines are noisy, and with `JACKSTAY_STRICT=1` with the promise itself. It is also appended to
+//! the report, the file that `JACKSTAY_REPORT` names (`tests/report` creates it).
 
 use std::io::Write;
 use std::time::Duration;
 
-/// The most that a test lets pass.
+/// The highest figure with which a test succeeds.
 pub fn bound(promise: Duration) -> Duration {
     let strict = std::env::var("JACKSTAY_STRICT").is_ok_and(|value| value == "1");
     promise * if strict { 1 } else { 4 }
 }
 
-/// Records a time and fails the test where it is beyond the bound.
+/// Records a duration, and fails the test if it is above the bound.
 #[track_caller]
 pub fn check_figure(name: &str, took: Duration, promise: Duration) {
     let (bound, crate_name) = (bound(promise), env!("CARGO_CRATE_NAME"));

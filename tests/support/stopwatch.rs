@@ -1,62 +1,61 @@
-//! Time as a process can have noticed it: what the machine takes away from all of it at once, by
-//! stopping it or by running something else, is nobody's delay.
+//! Elapsed time without the time in which the whole process was stopped or not scheduled.
 
 use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-/// How often it is looked whether the process still runs.
+/// The interval at which the thread checks that the process runs.
 const TICK: Duration = Duration::from_millis(10);
-/// So late is any timer now and then.
-const USUAL: Duration = Duration::from_millis(20);
+/// Timers are this late at times without a pause of the process.
+const JITTER: Duration = Duration::from_millis(20);
 
-/// When the process was last seen running, and for how long it stood still before that.
+/// When the process last ran, and for how long it had been paused in all.
 #[derive(Clone, Copy)]
-struct Seen {
+struct Pauses {
     at: Instant,
-    stood: Duration,
+    total: Duration,
 }
 
-impl Seen {
+impl Pauses {
     fn now(self) -> Self {
         let late = self.at.elapsed().saturating_sub(TICK);
-        let more = if late > USUAL { late } else { Duration::ZERO };
-        Self { at: Instant::now(), stood: self.stood + more }
+        let more = if late > JITTER { late } else { Duration::ZERO };
+        Self { at: Instant::now(), total: self.total + more }
     }
 }
 
-/// For how long this process has stood still since somebody first asked.
-fn stood_still() -> Duration {
-    static SEEN: OnceLock<Mutex<Seen>> = OnceLock::new();
-    let seen = SEEN.get_or_init(|| {
+/// The time for which this process has been paused since the first call.
+fn paused() -> Duration {
+    static PAUSES: OnceLock<Mutex<Pauses>> = OnceLock::new();
+    let pauses = PAUSES.get_or_init(|| {
         std::thread::spawn(|| {
             loop {
                 std::thread::sleep(TICK);
-                let mut seen = SEEN.wait().lock().unwrap();
-                *seen = seen.now();
+                let mut pauses = PAUSES.wait().lock().unwrap();
+                *pauses = pauses.now();
             }
         });
-        Mutex::new(Seen { at: Instant::now(), stood: Duration::ZERO })
+        Mutex::new(Pauses { at: Instant::now(), total: Duration::ZERO })
     });
-    // What has just ended is not in there yet, if that thread has not had its turn.
-    seen.lock().unwrap().now().stood
+    // A pause that has just ended may not have been recorded by the thread yet.
+    pauses.lock().unwrap().now().total
 }
 
-/// Measures how long something takes, without the time in which the process stood still.
+/// Measures a duration without the pauses of the process.
 #[derive(Clone, Copy)]
 pub struct Stopwatch {
     start: Instant,
-    stood: Duration,
+    total: Duration,
 }
 
 impl Stopwatch {
     pub fn start() -> Self {
-        let stood = stood_still();
-        Self { start: Instant::now(), stood }
+        let total = paused();
+        Self { start: Instant::now(), total }
     }
 
     pub fn elapsed(&self) -> Duration {
-        // In this order: what comes between the two is time that passes.
-        let stood = stood_still().saturating_sub(self.stood);
-        self.start.elapsed().saturating_sub(stood)
+        // In this order, a pause between the two reads counts as elapsed.
+        let total = paused().saturating_sub(self.total);
+        self.start.elapsed().saturating_sub(total)
     }
 }

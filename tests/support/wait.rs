@@ -1,30 +1,29 @@
 //! Waiting in tests.
 //!
-//! A test waits for a condition, with a limit that is generous because nothing uses it up where
-//! things work. It never waits for a time by which something should have happened. Time that belongs
-//! to the setup (the pace of a client, the length of a fault, a window in which nothing may happen)
-//! passes in [`pause`]. `tests/house.rs` keeps `sleep` out of all other test code.
+//! A test waits for a condition with a generous limit, which is reached only in a failure. It never waits
+//! for a time after which something should have happened. Time that is part of the test (the rate of a
+//! client, the length of a fault, a window in which nothing may happen) passes in [`pause`]. `tests/house.rs` keeps `sleep` out of all other test code.
 
-#![allow(dead_code)] // each test crate uses its part
+#![allow(dead_code)] // each test crate uses a part
 
 use std::time::{Duration, Instant};
 
-/// Long enough for a slow machine; nothing waits for it to pass where things work.
+/// Long enough for a slow machine; reached only in a failure.
 pub const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Pause between two looks at a condition.
-const LOOK: Duration = Duration::from_millis(5);
-/// The same where each look costs nothing.
-const BLOCKING_LOOK: Duration = Duration::from_millis(1);
+/// The time between two checks of a condition.
+const INTERVAL: Duration = Duration::from_millis(5);
+/// The same for cheap checks.
+const BLOCKING_INTERVAL: Duration = Duration::from_millis(1);
 
-/// Waits for a condition that another thread brings about.
+/// Waits for a condition that other tasks or threads bring about.
 pub async fn until(what: &str, condition: impl AsyncFnMut() -> bool) {
     until_within(PATIENCE, what, condition).await;
 }
 
-/// The same, with another limit.
+/// The same with another limit.
 pub async fn until_within(limit: Duration, what: &str, condition: impl AsyncFnMut() -> bool) {
-    assert!(within(limit, condition).await, "waited in vain until {what}");
+    assert!(within(limit, condition).await, "timed out waiting until {what}");
 }
 
 /// Whether a condition holds within the limit.
@@ -34,12 +33,12 @@ pub async fn within(limit: Duration, mut condition: impl AsyncFnMut() -> bool) -
         if start.elapsed() >= limit {
             return false;
         }
-        tokio::time::sleep(LOOK).await;
+        tokio::time::sleep(INTERVAL).await;
     }
     true
 }
 
-/// Tries until it works, and returns what comes of it; the last error is shown where it does not.
+/// Repeats an attempt until it succeeds, and returns its value; a failure shows the last error.
 pub async fn until_ok<T>(
     limit: Duration,
     what: &str,
@@ -50,10 +49,10 @@ pub async fn until_ok<T>(
         match attempt().await {
             Ok(value) => return value,
             Err(error) => {
-                assert!(start.elapsed() < limit, "waited in vain until {what}: {error}");
+                assert!(start.elapsed() < limit, "timed out waiting until {what}: {error}");
             }
         }
-        tokio::time::sleep(LOOK).await;
+        tokio::time::sleep(INTERVAL).await;
     }
 }
 
@@ -73,20 +72,20 @@ pub fn until_ok_blocking<T>(
         match attempt() {
             Ok(value) => return value,
             Err(error) => {
-                assert!(start.elapsed() < limit, "waited in vain until {what}: {error}");
+                assert!(start.elapsed() < limit, "timed out waiting until {what}: {error}");
             }
         }
-        std::thread::sleep(BLOCKING_LOOK);
+        std::thread::sleep(BLOCKING_INTERVAL);
     }
 }
 
-/// Bounds what a test waits for.
+/// Waits for a future with a limit.
 pub async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
     let bounded = tokio::time::timeout(PATIENCE, future).await;
-    bounded.unwrap_or_else(|_| panic!("{what}: nothing for {PATIENCE:?}"))
+    bounded.unwrap_or_else(|_| panic!("{what}: not within {PATIENCE:?}"))
 }
 
-/// Lets time pass that belongs to the setup, never time for something to happen in.
+/// Waits for a time that is part of the test, never for something to happen.
 pub async fn pause(time: Duration) {
     tokio::time::sleep(time).await;
 }

@@ -1,7 +1,5 @@
-//! A listener with everything behind it, between a client and apiservers that say exactly what a
-//! test lets them say.
+//! A listener of jackstay between a client and scripted apiservers.
 
-use std::fmt::Write as _;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::rc::Rc;
@@ -27,7 +25,6 @@ use jackstay::upstream::pool::Pool;
 use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair};
 use rustls::ServerConfig;
 use rustls::server::WebPkiClientVerifier;
-use socket2::{Domain, Socket, Type};
 use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{TcpListener, TcpStream};
@@ -35,18 +32,18 @@ use tokio::task::{LocalSet, spawn_local};
 use tokio::time::timeout;
 use tokio_rustls::{TlsAcceptor, TlsConnector, TlsStream};
 
-/// Far beyond what anything takes here: a test that reaches it has found a hang.
+/// Far longer than any test takes.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Runs a test on one thread, as a worker runs.
+/// Runs a test on one thread, as a worker does.
 pub fn run(test: impl Future<Output = ()>) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(LocalSet::new().run_until(async {
-        timeout(PATIENCE, test).await.expect("something hangs");
+        timeout(PATIENCE, test).await.expect("the test ends");
     }));
 }
 
-/// A certificate authority and the files it has written.
+/// A certificate authority and the files that it has written.
 pub struct Ca {
     dir: TempDir,
     issuer: Issuer<'static, KeyPair>,
@@ -70,7 +67,7 @@ impl Ca {
         self.issue_until(file, name, SystemTime::now() + Duration::from_secs(3600));
     }
 
-    /// A certificate that expires then.
+    /// Issues a certificate that expires at this time.
     pub fn issue_until(&self, file: &str, name: &str, not_after: SystemTime) {
         let key = KeyPair::generate().unwrap();
         let mut params = CertificateParams::new(vec!["127.0.0.1".to_owned()]).unwrap();
@@ -95,7 +92,7 @@ impl Ca {
     }
 }
 
-/// An apiserver that does only what the test says.
+/// An apiserver whose responses the test writes.
 pub struct Peer {
     listener: TcpListener,
     acceptor: TlsAcceptor,
@@ -125,39 +122,30 @@ impl Peer {
         self.listener.local_addr().unwrap()
     }
 
-    /// The next connection on which something is said. Where a handshake takes long there is a second
-    /// one beside it, and one of the two is closed with nothing said.
-    pub async fn accept(&self) -> Talk {
+    /// The next connection on which data arrives. If a handshake takes long, jackstay opens a
+    /// second connection, and closes one of them without data.
+    pub async fn accept(&self) -> Connection {
         loop {
             let (stream, _) = self.listener.accept().await.unwrap();
             let Ok(stream) = self.acceptor.accept(stream).await else { continue };
-            let mut talk = Talk(BufReader::new(stream.into()));
-            if talk.0.fill_buf().await.is_ok_and(|said| !said.is_empty()) {
-                return talk;
+            let mut connection = Connection(BufReader::new(stream.into()));
+            if connection.0.fill_buf().await.is_ok_and(|data| !data.is_empty()) {
+                return connection;
             }
         }
     }
 
-    /// Whether anybody has said anything who was not accepted.
-    pub async fn is_visited(&self) -> bool {
+    /// Whether there is another connection with data.
+    pub async fn has_connection(&self) -> bool {
         timeout(Duration::from_millis(100), self.accept()).await.is_ok()
     }
 }
 
-/// An address that refuses connections. It stays bound, so that nobody else is given it.
-pub fn nobody() -> SocketAddr {
-    let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
-    socket.bind(&SocketAddr::from((Ipv4Addr::LOCALHOST, 0)).into()).unwrap();
-    let address = socket.local_addr().unwrap().as_socket().unwrap();
-    std::mem::forget(socket);
-    address
-}
-
 /// One end of a TLS connection.
-pub struct Talk(pub BufReader<TlsStream<TcpStream>>);
+pub struct Connection(pub BufReader<TlsStream<TcpStream>>);
 
-impl Talk {
-    pub async fn say(&mut self, text: &str) {
+impl Connection {
+    pub async fn send(&mut self, text: &str) {
         self.0.write_all(text.as_bytes()).await.unwrap();
         self.0.flush().await.unwrap();
     }
@@ -167,7 +155,7 @@ impl Talk {
         self.0.shutdown().await.unwrap();
     }
 
-    /// A head, and not one byte more.
+    /// Reads a head, and no byte more.
     pub async fn head(&mut self) -> String {
         let mut head = Vec::new();
         while !head.ends_with(b"\r\n\r\n") {
@@ -176,27 +164,27 @@ impl Talk {
         String::from_utf8(head).unwrap()
     }
 
-    pub async fn hear(&mut self, text: &str) {
-        let mut heard = vec![0; text.len()];
-        self.0.read_exact(&mut heard).await.unwrap();
-        assert_eq!(String::from_utf8(heard).unwrap(), text);
+    pub async fn expect(&mut self, text: &str) {
+        let mut received = vec![0; text.len()];
+        self.0.read_exact(&mut received).await.unwrap();
+        assert_eq!(String::from_utf8(received).unwrap(), text);
     }
 
-    /// All that comes before a clean end.
+    /// The data up to a clean end.
     pub async fn rest(&mut self) -> String {
         let mut rest = String::new();
         self.0.read_to_string(&mut rest).await.unwrap();
         rest
     }
 
-    /// Whatever comes, until the end, clean or not.
-    pub async fn gone(&mut self) -> String {
+    /// The data up to the end, clean or not.
+    pub async fn read_to_end(&mut self) -> String {
         let mut rest = Vec::new();
         let _ = self.0.read_to_end(&mut rest).await;
         String::from_utf8(rest).unwrap()
     }
 
-    /// Waits until bytes have come that nobody has read.
+    /// Waits until there is unread data.
     pub async fn has_unread(&self) {
         self.0.get_ref().get_ref().0.peek(&mut [0]).await.unwrap();
     }
@@ -219,7 +207,7 @@ impl Proxy {
         Self::start_with(ca, endpoints, "")
     }
 
-    /// With these keys of `health`.
+    /// Starts with these keys of `health`.
     pub fn start_with(ca: &Ca, endpoints: &[SocketAddr], health: &str) -> Self {
         let config = load(ca, endpoints, health);
         let (listener, upstream) = (&config.listeners[0], &config.upstreams[0]);
@@ -265,36 +253,33 @@ impl Proxy {
     }
 
     /// A client without a certificate.
-    pub async fn client(&self, ca: &Ca) -> Talk {
+    pub async fn client(&self, ca: &Ca) -> Connection {
         self.connect(ca, None).await
     }
 
     /// A client with the certificate of the configured identity.
-    pub async fn node(&self, ca: &Ca) -> Talk {
-        self.showing(ca, "node").await
+    pub async fn node(&self, ca: &Ca) -> Connection {
+        self.client_with(ca, "node").await
     }
 
     /// A client with the certificate in this file.
-    pub async fn showing(&self, ca: &Ca, file: &str) -> Talk {
+    pub async fn client_with(&self, ca: &Ca, file: &str) -> Connection {
         self.connect(ca, Some(pem_files::load_cert(&ca.paths(file)).unwrap())).await
     }
 
-    async fn connect(&self, ca: &Ca, certificate: Option<pem_files::LoadedCert>) -> Talk {
+    async fn connect(&self, ca: &Ca, certificate: Option<pem_files::LoadedCert>) -> Connection {
         let roots = pem_files::load_ca(&ca.path("ca.crt")).unwrap();
         let tls = client_tls(&roots, certificate.as_ref()).http1;
         let stream = TcpStream::connect(self.address).await.unwrap();
         let name = "127.0.0.1".try_into().unwrap();
         let stream = TlsConnector::from(tls).connect(name, stream).await.unwrap();
-        Talk(BufReader::new(stream.into()))
+        Connection(BufReader::new(stream.into()))
     }
 }
 
 fn load(ca: &Ca, endpoints: &[SocketAddr], health: &str) -> config::Config {
     let dir = ca.dir.path().display();
-    let mut list = String::new();
-    for endpoint in endpoints {
-        let _ = write!(list, "'{endpoint}', ");
-    }
+    let list: String = endpoints.iter().map(|endpoint| format!("'{endpoint}', ")).collect();
     let text = format!(
         "upstreams: [{{name: u, endpoints: [{list}], tls: {{ca_file: '{dir}/ca.crt'}}, \
          health: {{{health}}}}}]\n\
@@ -308,7 +293,7 @@ fn load(ca: &Ca, endpoints: &[SocketAddr], health: &str) -> config::Config {
     config::load(&path, [], &Overrides::default()).unwrap().config
 }
 
-/// One peer, and jackstay before it.
+/// One peer, and jackstay in front of it.
 pub async fn scene() -> (Ca, Peer, Proxy) {
     let ca = Ca::new();
     let peer = Peer::start(&ca).await;

@@ -158,7 +158,7 @@ fn receive_sockets(mut stream: BlockingStream) -> io::Result<(Predecessor, Inher
     let mut sockets = InheritedSockets::default();
     for _ in 0..count {
         let descriptor = descriptor_passing::receive(stream.as_fd())?;
-        sockets.add(descriptor).map_err(|error| io::Error::other(error.to_string()))?;
+        sockets.add(descriptor).map_err(io::Error::other)?;
     }
     // The kernel reports 0 for a process of another PID namespace.
     let pid = Some(peer.pid).filter(|pid| *pid > 0);

@@ -139,12 +139,7 @@ impl ServingTls {
         let files = self.files.load();
         let certificate = pem_files::load_cert(&files.tls).map(Arc::new);
         let ca = files.client_ca_file.as_deref().map(pem_files::load_ca).transpose();
-        let errors = [certificate.as_ref().err(), ca.as_ref().err()];
-        let errors: Vec<_> = errors.into_iter().flatten().map(ToString::to_string).collect();
-        // Each is put into use without the other: a withdrawn CA must not stay trusted because the serving
-        // pair cannot be used, and a renewed certificate must not wait for a usable CA.
-        let changed = self.apply(certificate.ok(), ca.ok());
-        ServingRefresh { changed, error: (!errors.is_empty()).then(|| errors.join("; ")) }
+        self.apply(certificate, ca)
     }
 
     /// Puts the files of another configuration into use. Established connections stay; their client
@@ -152,15 +147,22 @@ impl ServingTls {
     pub fn install(&self, prepared: LoadedServingTls) {
         let LoadedServingTls { files, certificate, ca } = prepared;
         self.files.store(Arc::new(files));
-        self.apply(Some(certificate), Some(ca));
+        self.apply(Ok(certificate), Ok(ca));
     }
 
-    /// Puts a certificate and a client CA (or, with `Some(None)`, no client CA) into use; `None` keeps the
-    /// present one. Returns whether anything has changed.
-    fn apply(&self, certificate: Option<Arc<LoadedCert>>, ca: Option<Option<LoadedCa>>) -> bool {
+    /// Puts a certificate and a client CA into use, each without the other: a withdrawn CA must not stay
+    /// trusted because the serving pair cannot be used, and a renewed certificate must not wait for a
+    /// usable CA.
+    fn apply(
+        &self,
+        certificate: Result<Arc<LoadedCert>, TlsFileError>,
+        ca: Result<Option<LoadedCa>, TlsFileError>,
+    ) -> ServingRefresh {
+        let errors = [certificate.as_ref().err(), ca.as_ref().err()];
+        let errors: Vec<_> = errors.into_iter().flatten().map(ToString::to_string).collect();
         let known = self.certificate.load().fingerprint;
-        let certificate = certificate.filter(|certificate| certificate.fingerprint != known);
-        let ca = ca.filter(|ca| {
+        let certificate = certificate.ok().filter(|certificate| certificate.fingerprint != known);
+        let ca = ca.ok().filter(|ca| {
             let now = ca.as_ref().map_or(0, |ca| ca.fingerprint);
             self.ca_fingerprint.swap(now, Ordering::Relaxed) != now
         });
@@ -178,7 +180,10 @@ impl ServingTls {
         if ca_changed {
             self.ca_changed.send_replace(());
         }
-        certificate_changed || ca_changed
+        ServingRefresh {
+            changed: certificate_changed || ca_changed,
+            error: (!errors.is_empty()).then(|| errors.join("; ")),
+        }
     }
 }
 

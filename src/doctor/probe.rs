@@ -98,17 +98,14 @@ async fn limited<T, E>(
     action: impl Future<Output = Result<T, E>>,
     describe: impl FnOnce(E) -> (FailureKind, String),
 ) -> Result<T, Failure> {
-    match timeout(STEP_LIMIT, action).await {
-        Ok(result) => result.map_err(|error| {
-            let (kind, text) = describe(error);
-            failure(step, kind, text)
-        }),
-        Err(_) => {
-            let limit = STEP_LIMIT.as_millis();
-            let text = format!("{}: no response within {limit} ms", step.as_str());
-            Err(failure(step, FailureKind::Timeout, text))
-        }
-    }
+    let Ok(result) = timeout(STEP_LIMIT, action).await else {
+        let text = format!("{}: no response within {} ms", step.as_str(), STEP_LIMIT.as_millis());
+        return Err(failure(step, FailureKind::Timeout, text));
+    };
+    result.map_err(|error| {
+        let (kind, text) = describe(error);
+        failure(step, kind, text)
+    })
 }
 
 /// Runs every step after the resolution of the name.

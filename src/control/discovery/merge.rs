@@ -49,36 +49,38 @@ pub fn merge(
     usable: &HashSet<EndpointAddress>,
     rotation: u64,
 ) -> MergedEndpoints {
-    // The source that ranks the candidate's server name, the source that offered it, the candidate.
-    let mut offers: Vec<(EndpointSource, EndpointSource, &Candidate)> = Vec::new();
+    // The rank of the candidate's server name, the source that offered it, the candidate. A saved
+    // candidate has the lowest rank.
+    let mut ranked_candidates: Vec<(EndpointSource, EndpointSource, &Candidate)> = Vec::new();
     for (source, answer) in answers {
-        offers.extend(answer.candidates.iter().map(|candidate| (*source, *source, candidate)));
+        ranked_candidates
+            .extend(answer.candidates.iter().map(|candidate| (*source, *source, candidate)));
     }
     for (source, candidate) in saved {
         if answers.get(source).is_none_or(|answer| !answer.complete) {
-            offers.push((EndpointSource::State, *source, candidate));
+            ranked_candidates.push((EndpointSource::State, *source, candidate));
         }
     }
-    offers.retain(|(.., candidate)| !own.contains(&candidate.address));
+    ranked_candidates.retain(|(.., candidate)| !own.contains(&candidate.address));
     // A stable sort keeps each source's own order.
-    offers.sort_by_key(|(trust, ..)| *trust);
-    let discovered: HashSet<&EndpointAddress> = offers
+    ranked_candidates.sort_by_key(|(rank, ..)| *rank);
+    let discovered: HashSet<&EndpointAddress> = ranked_candidates
         .iter()
         .filter(|(_, source, _)| source.discovers())
         .map(|(.., candidate)| &candidate.address)
         .collect();
     let mut seen = HashSet::new();
-    let mut endpoints: Vec<(bool, EndpointSpec)> = offers
+    let mut endpoints: Vec<(bool, EndpointSpec)> = ranked_candidates
         .iter()
         .filter(|(.., candidate)| seen.insert(&candidate.address))
-        .map(|(trust, _, candidate)| {
+        .map(|(rank, _, candidate)| {
             let server_name = server_name.map(str::to_owned);
             let spec = EndpointSpec {
                 address: candidate.address.clone(),
                 server_name: server_name.or_else(|| candidate.server_name.clone()),
                 fallback: !discovered.is_empty() && !discovered.contains(&candidate.address),
             };
-            (matches!(trust, EndpointSource::Static | EndpointSource::Dns), spec)
+            (matches!(rank, EndpointSource::Static | EndpointSource::Dns), spec)
         })
         .collect();
     let excess = endpoints.len().saturating_sub(MAX_ENDPOINTS);
@@ -239,11 +241,11 @@ mod tests {
         /// it; and a set that is not empty starts with a preferred endpoint.
         #[test]
         fn merge_any_answers_gives_a_set_with_a_preferred_endpoint(
-            offers in proptest::collection::vec((0..5_usize, 0..12_u8, any::<bool>()), 0..40),
+            candidates in proptest::collection::vec((0..5_usize, 0..12_u8, any::<bool>()), 0..40),
         ) {
             let mut answers: BTreeMap<EndpointSource, SourceAnswer> = BTreeMap::new();
             let mut saved = Vec::new();
-            for (source, host, complete) in offers {
+            for (source, host, complete) in candidates {
                 let candidate = candidate(&format!("10.0.0.{host}:6443"));
                 match EndpointSource::ALL[source] {
                     EndpointSource::State => saved.push((EndpointSource::Slices, candidate)),

@@ -35,7 +35,6 @@ pub mod source_states;
 pub mod state_file;
 pub mod state_writer;
 pub mod transport;
-pub mod watch_start;
 
 pub use controller::{SharedContext, retire, run};
 

@@ -17,6 +17,7 @@ use std::cmp::Ordering;
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use kube::api::DynamicObject;
 use kube::runtime::watcher::Event;
@@ -24,7 +25,6 @@ use serde_json::Value;
 
 use super::candidates::{Candidate, DiscoveredEndpoints};
 use super::merge::DISCOVERED_SERVER_NAME;
-use super::watch_start::WatchStartVersion;
 use crate::config::EndpointAddress;
 
 /// Most objects that are stored. The Service `kubernetes` normally has one.
@@ -60,6 +60,31 @@ impl fmt::Display for WatchedResource {
             Self::SlicesV1Beta1 => "discovery.k8s.io/v1beta1 EndpointSlices",
             Self::Endpoints => "v1 Endpoints",
         })
+    }
+}
+
+/// The resourceVersion at which the first watch after the last list started. kube's watcher does not
+/// expose it, so it is read from the watcher's requests. A watch delivers only events after this
+/// version; an event at or before it is a replay, even of an object that is no longer in the list.
+#[derive(Debug, Clone, Default)]
+pub struct WatchStartVersion(Arc<Mutex<Option<String>>>);
+
+impl WatchStartVersion {
+    /// The version; `None` until a watch has started.
+    fn get(&self) -> Option<String> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Takes the version from the query of a list or watch request.
+    pub fn record(&self, query: &str) {
+        let mut pairs = query.split('&');
+        let mut version = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if !pairs.clone().any(|pair| pair.starts_with("watch=")) {
+            *version = None;
+        } else if version.is_none() {
+            *version =
+                pairs.find_map(|pair| pair.strip_prefix("resourceVersion=").map(str::to_owned));
+        }
     }
 }
 

@@ -14,22 +14,20 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Bytes;
 use futures_util::StreamExt as _;
-use http::{Request, Response};
+use http::Request;
 use kube::api::{Api, ApiResource, DynamicObject, GroupVersionKind, ListParams};
 use kube::client::Body as KubeBody;
 use kube::runtime::watcher::{self, Event, watcher};
 use kube::{Client, Error as KubeError};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
-use tower_service::Service;
+use tower::ServiceExt as _;
 
 use super::kubeconfig::{self, DiscoveryUser};
-use super::objects::{ObjectStore, SERVICE, SERVICE_LABEL, WatchedResource};
+use super::objects::{ObjectStore, SERVICE, SERVICE_LABEL, WatchStartVersion, WatchedResource};
 use super::source_states::SourceStates;
-use super::transport::TransportTask;
-use super::watch_start::RecordingLayer;
+use super::transport::{Transport, TransportTask};
 use crate::control::file_watch::{FileWatch, poll_ticks};
 use crate::upstream::endpoint_sources::EndpointSource;
 
@@ -86,15 +84,13 @@ pub async fn follow(path: PathBuf, states: Rc<SourceStates>) {
 }
 
 /// Watches over `transport` until the future is dropped.
-async fn watch_forever<S, B>(transport: S, states: Rc<SourceStates>)
-where
-    S: Service<Request<KubeBody>, Response = Response<B>> + Send + 'static,
-    S::Future: Send + 'static,
-    S::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
-    B: http_body::Body<Data = Bytes> + Send + 'static,
-    B::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
-{
-    let (transport, watch_start) = RecordingLayer::new(transport);
+async fn watch_forever(transport: Transport, states: Rc<SourceStates>) {
+    let watch_start = WatchStartVersion::default();
+    let recorded = watch_start.clone();
+    let transport = transport.map_request(move |request: Request<KubeBody>| {
+        recorded.record(request.uri().query().unwrap_or_default());
+        request
+    });
     let client = Client::new(transport, "default");
     let mut failures: u32 = 0;
     loop {

@@ -1,14 +1,13 @@
 //! Sends kube's requests over jackstay's own connections, with a credential of their own.
 //!
 //! Discovery so uses the same connection pool, health checks and failover as clients' requests.
-//! kube requires a transport that is `Send`, but connections live on one thread: [`KubeTransport`]
-//! is a channel, and [`TransportTask`] on the control thread executes its requests.
+//! kube requires a transport that is `Send`, but connections live on one thread: the transport is a
+//! channel, and [`TransportTask`] on the control thread executes its requests.
 //!
 //! All requests are GETs: lists and watches. kube collects a response without a limit, and repeats a
 //! watch that ends at once without a pause, so the task limits sizes and the request rate.
 
 use std::cell::Cell;
-use std::fmt;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -22,6 +21,8 @@ use http_body::{Body, Frame};
 use kube::client::Body as KubeBody;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, sleep_until, timeout};
+use tower::service_fn;
+use tower::util::BoxService;
 
 use super::kubeconfig::DiscoveryToken;
 use crate::upstream::Upstream;
@@ -42,51 +43,15 @@ const BURST: u32 = 6;
 const INTERVAL: Duration = Duration::from_secs(1);
 
 /// Why a request got no response.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct TransportError(String);
-
-impl fmt::Display for TransportError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for TransportError {}
+pub type TransportError = tower::BoxError;
 
 type ResponseResult = Result<Response<TransportBody>, TransportError>;
 
-struct QueuedRequest {
-    request: Request<()>,
-    respond: oneshot::Sender<ResponseResult>,
-}
+/// A request, and where its response goes.
+type QueuedRequest = (Request<()>, oneshot::Sender<ResponseResult>);
 
-/// The transport for kube's client.
-#[derive(Clone)]
-pub struct KubeTransport {
-    requests: mpsc::Sender<QueuedRequest>,
-}
-
-impl tower_service::Service<Request<KubeBody>> for KubeTransport {
-    type Response = Response<TransportBody>;
-    type Error = TransportError;
-    type Future = Pin<Box<dyn Future<Output = ResponseResult> + Send>>;
-
-    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), TransportError>> {
-        Poll::Ready(Ok(()))
-    }
-
-    fn call(&mut self, request: Request<KubeBody>) -> Self::Future {
-        let requests = self.requests.clone();
-        let request = request.map(|_| ());
-        Box::pin(async move {
-            let ended = || TransportError("discovery has ended".into());
-            let (respond, response) = oneshot::channel();
-            let queued = QueuedRequest { request, respond };
-            requests.send(queued).await.map_err(|_| ended())?;
-            response.await.map_err(|_| ended())?
-        })
-    }
-}
+/// What kube's client sends its requests through.
+pub type Transport = BoxService<Request<KubeBody>, Response<TransportBody>, TransportError>;
 
 /// A response body on its way to kube.
 pub struct TransportBody(pub(super) mpsc::Receiver<Result<Bytes, TransportError>>);
@@ -103,7 +68,7 @@ impl Body for TransportBody {
     }
 }
 
-/// Executes the requests of a [`KubeTransport`].
+/// Executes the requests of a transport.
 pub struct TransportTask {
     upstream: Arc<Upstream>,
     pool: Rc<Pool>,
@@ -117,7 +82,7 @@ impl TransportTask {
     pub fn start(
         upstream: &Arc<Upstream>,
         token: DiscoveryToken,
-    ) -> (KubeTransport, impl Future<Output = ()> + use<>) {
+    ) -> (Transport, impl Future<Output = ()> + use<>) {
         let (requests, mut queue) = mpsc::channel::<QueuedRequest>(CHANNEL_SIZE);
         let pool = Pool::for_internal_requests(Arc::clone(upstream));
         let upstream = Arc::clone(upstream);
@@ -126,13 +91,21 @@ impl TransportTask {
             tasks.spawn_local(Pool::run(Rc::clone(&pool)));
             let close_pool = ClosePoolOnDrop(Rc::clone(&pool));
             let this = Rc::new(Self { upstream, pool, token, rate: RateLimit::default() });
-            while let Some(QueuedRequest { request, respond }) = queue.recv().await {
+            while let Some((request, respond)) = queue.recv().await {
                 tasks.spawn_local(Rc::clone(&this).execute(request, respond));
                 while tasks.try_join_next().is_some() {}
             }
             drop(close_pool);
         };
-        (KubeTransport { requests }, run)
+        let transport = service_fn(move |request: Request<KubeBody>| {
+            let (requests, (respond, response)) = (requests.clone(), oneshot::channel());
+            async move {
+                let ended = "discovery has ended";
+                requests.send((request.map(|_| ()), respond)).await.map_err(|_| ended)?;
+                response.await.map_err(|_| ended)?
+            }
+        });
+        (BoxService::new(transport), run)
     }
 
     async fn execute(
@@ -171,26 +144,26 @@ impl TransportTask {
             .acquire(&class, StreamRequirements { watch, ..StreamRequirements::for_client(None) })
             .await;
         let mut permit = permit.map_err(|unavailable| match unavailable {
-            Unavailable::Unreachable(why) => TransportError(format!("no apiserver: {why}")),
-            Unavailable::Exhausted => TransportError("no free stream to an apiserver".into()),
-            Unavailable::NoCredential => TransportError("the credential is not loaded".into()),
+            Unavailable::Unreachable(why) => format!("no apiserver: {why}"),
+            Unavailable::Exhausted => "no free stream to an apiserver".to_owned(),
+            Unavailable::NoCredential => "the credential is not loaded".to_owned(),
         })?;
         let mut head = Request::new(());
         let target = request.uri().path_and_query().map_or("/", |target| target.as_str());
         *head.uri_mut() = format!("https://kubernetes.default.svc{target}")
             .parse()
-            .map_err(|_| TransportError("the request target is invalid".into()))?;
+            .map_err(|_| "the request target is invalid")?;
         let headers = head.headers_mut();
         headers.insert(header::ACCEPT, HeaderValue::from_static("application/json"));
         let agent = concat!("jackstay-discovery/", env!("CARGO_PKG_VERSION"));
         headers.insert(header::USER_AGENT, HeaderValue::from_static(agent));
-        if let Some(token) = self.token.header().map_err(TransportError)? {
+        if let Some(token) = self.token.header()? {
             headers.insert(header::AUTHORIZATION, token);
         }
-        let lost = |error: h2::Error| TransportError(format!("the connection was lost: {error}"));
-        let (response, _) = permit.open(head, true).map_err(lost)?;
-        let late = |_| TransportError(format!("no answer within {} s", HEAD_TIMEOUT.as_secs()));
-        let response = timeout(HEAD_TIMEOUT, response).await.map_err(late)?.map_err(lost)?;
+        let (response, _) = permit.open(head, true).map_err(connection_lost)?;
+        let late = |_| format!("no answer within {} s", HEAD_TIMEOUT.as_secs());
+        let response =
+            timeout(HEAD_TIMEOUT, response).await.map_err(late)?.map_err(connection_lost)?;
         permit.head_arrived(Instant::now());
         Ok((permit, response))
     }
@@ -229,9 +202,8 @@ impl TransportTask {
                         _ => pending + size,
                     };
                     if pending > MAX_BYTES {
-                        let error =
-                            TransportError(format!("a response of more than {MAX_BYTES} bytes"));
-                        let _ = chunks.send(Err(error)).await;
+                        let error = format!("a response of more than {MAX_BYTES} bytes");
+                        let _ = chunks.send(Err(error.into())).await;
                         return;
                     }
                     if chunks.send(Ok(data)).await.is_err() {
@@ -244,8 +216,7 @@ impl TransportTask {
                 }
                 Some(Err(_)) if watch && pending == 0 => return,
                 Some(Err(error)) => {
-                    let error = TransportError(format!("the connection was lost: {error}"));
-                    let _ = chunks.send(Err(error)).await;
+                    let _ = chunks.send(Err(connection_lost(error))).await;
                     return;
                 }
                 None => {
@@ -255,6 +226,11 @@ impl TransportTask {
             }
         }
     }
+}
+
+#[allow(clippy::needless_pass_by_value)] // for `map_err`
+fn connection_lost(error: h2::Error) -> TransportError {
+    format!("the connection was lost: {error}").into()
 }
 
 /// Closes the pool's connections when the task ends or is aborted.

@@ -203,3 +203,19 @@ fn endpoints_of_malformed_objects_are_empty() {
     let found = endpoints_of(WatchedResource::SlicesV1, with(&many));
     assert_eq!((found.rejected_count(), found.rejected().len()), (1000, 20));
 }
+
+#[test]
+fn record_first_watch_after_list_sets_version() {
+    let version = WatchStartVersion::default();
+    for (query, expected) in [
+        ("limit=500", None),
+        ("watch=true&resourceVersion=7&timeoutSeconds=290", Some("7")),
+        ("watch=true&resourceVersion=9", Some("7")),
+        ("resourceVersion=0", None),
+        ("watch=true", None),
+        ("watch=true&resourceVersion=12", Some("12")),
+    ] {
+        version.record(query);
+        assert_eq!(version.get().as_deref(), expected, "{query}");
+    }
+}

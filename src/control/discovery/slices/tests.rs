@@ -4,13 +4,10 @@
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
-use std::pin::Pin;
 use std::sync::{Arc, Mutex};
-use std::task::{Context, Poll};
 
 use bytes::Bytes;
-use http::{Request, Response};
-use kube::client::Body;
+use http::Response;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use tokio::sync::{Notify, mpsc};
@@ -41,7 +38,7 @@ async fn watch_list_that_stalls_is_requested_again_after_timeout() {
     let test = async {
         for lists in 1..3 {
             script.lock().unwrap().stall = lists;
-            let scripted = Scripted(Arc::clone(&script));
+            let scripted = scripted(&script);
             let watching = tokio::task::spawn_local(watch_forever(scripted, Rc::clone(&states)));
             sleep(LIST_TIMEOUT.mul_f64(0.9)).await;
             assert!(states.read(|answers, _| answers.is_empty()), "list {lists}");
@@ -320,35 +317,22 @@ fn gone() -> String {
 }
 
 /// A transport for kube that the script answers.
-#[derive(Clone)]
-struct Scripted(Arc<Mutex<Script>>);
-
-impl tower_service::Service<Request<Body>> for Scripted {
-    type Response = Response<TransportBody>;
-    type Error = TransportError;
-    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, TransportError>> + Send>>;
-
-    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), TransportError>> {
-        Poll::Ready(Ok(()))
-    }
-
-    fn call(&mut self, request: Request<Body>) -> Self::Future {
-        let script = Arc::clone(&self.0);
-        Box::pin(async move {
-            let (send, body) = mpsc::channel(10_000);
-            let query = request.uri().query().unwrap_or_default().to_owned();
-            let mut script = script.lock().unwrap();
-            let (code, frames, hold) = script.answer(request.uri().path(), &query);
-            for frame in frames {
-                send.try_send(Ok(frame.into())).unwrap();
-            }
-            if hold {
-                script.open.push(send);
-            }
-            let response = Response::builder().status(code).body(TransportBody(body)).unwrap();
-            Ok(response)
-        })
-    }
+fn scripted(script: &Arc<Mutex<Script>>) -> Transport {
+    let script = Arc::clone(script);
+    Transport::new(tower::service_fn(move |request: Request<KubeBody>| {
+        let (send, body) = mpsc::channel(10_000);
+        let query = request.uri().query().unwrap_or_default().to_owned();
+        let mut script = script.lock().unwrap();
+        let (code, frames, hold) = script.answer(request.uri().path(), &query);
+        for frame in frames {
+            send.try_send(Ok(frame.into())).unwrap();
+        }
+        if hold {
+            script.open.push(send);
+        }
+        let response = Response::builder().status(code).body(TransportBody(body)).unwrap();
+        std::future::ready(Ok(response))
+    }))
 }
 
 fn upstream() -> Arc<Upstream> {
@@ -376,7 +360,7 @@ proptest! {
         let states = SourceStates::new(upstream(), Box::new(OwnAddresses::default));
         let answer = RefCell::new(Vec::new());
         LocalSet::new().block_on(&runtime, async {
-            let scripted = Scripted(Arc::clone(&script));
+            let scripted = scripted(&script);
             let watching = tokio::task::spawn_local(watch_forever(scripted, Rc::clone(&states)));
             // An hour of paused time for the script.
             tokio::time::timeout(Duration::from_secs(3600), done.notified()).await.expect("done");

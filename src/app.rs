@@ -25,7 +25,6 @@
 
 mod active;
 mod control;
-mod descriptor_limit;
 mod listener;
 pub mod reload;
 mod sockets;
@@ -97,7 +96,7 @@ impl App {
             tracing::warn!("state_dir is \"\": there is no socket to take over through");
             return Self::prepare(config, inherited, None);
         };
-        let taken = takeover::request_sockets(&path).map_err(StartError::Takeover)?;
+        let taken = takeover::request_sockets(&path)?;
         let Some((predecessor, sockets)) = taken else {
             tracing::info!(path = %path.display(), "no process to take over from");
             return Self::prepare(config, inherited, None);
@@ -113,7 +112,7 @@ impl App {
         mut inherited: InheritedSockets,
         predecessor: Option<Predecessor>,
     ) -> Result<Self, StartError> {
-        descriptor_limit::raise(&config);
+        active::raise_descriptor_limit(&config);
         let metrics = Metrics::new();
         let active = PreparedConfig::new(config, None, &mut inherited, &metrics)?.activate();
         if !inherited.is_empty() {
@@ -123,7 +122,7 @@ impl App {
         let context = Arc::new(SharedContext {
             bound: ArcSwap::from_pointee(active.listen_addresses().to_vec()),
             state_dir: ArcSwap::from_pointee(active.config.state_dir.clone()),
-            liveness: LivenessMonitor::start().map_err(StartError::System)?,
+            liveness: LivenessMonitor::start()?,
             system: ResolverFiles::default(),
         });
         Ok(Self { active, metrics, context, follower: None, predecessor })
@@ -172,10 +171,9 @@ impl App {
         let (reload, requests) = unbounded_channel();
         let (stop, stopped) = oneshot::channel();
         let WorkerThreads { commands, threads, liveness } =
-            workers::start(active.config.workers, &metrics, &draining, &forced)
-                .map_err(StartError::System)?;
+            workers::start(active.config.workers, &metrics, &draining, &forced)?;
 
-        let sockets = active.new_sockets(None, commands.count()).map_err(StartError::System)?;
+        let sockets = active.new_sockets(None, commands.count())?;
         let (now, predecessor) = match predecessor {
             // The old process accepts until this one can serve; only then the workers get the
             // sockets.
@@ -204,8 +202,7 @@ impl App {
         };
         let control = std::thread::Builder::new()
             .name("control".into())
-            .spawn(move || control.run(stopped))
-            .map_err(StartError::System)?;
+            .spawn(move || control.run(stopped))?;
         Ok(Running {
             drain,
             force: Arc::new(force),

@@ -18,11 +18,15 @@ use super::start_error::StartError;
 use crate::config::{self, CertPaths, Config};
 use crate::control::endpoint_set;
 use crate::net::process::inherited_sockets::InheritedSockets;
+use crate::net::process::resource_limits;
 use crate::net::sockets::connector::Connector;
 use crate::net::tls::serving::{self, ServingTls};
 use crate::observe::Metrics;
 use crate::upstream::Upstream;
 use crate::upstream::credentials::{self, Credentials, IdentitySlot};
+
+/// Descriptors for everything but client connections: endpoints, files, threads.
+const RESERVED_DESCRIPTORS: u64 = 64;
 
 /// A configuration in use, with its resources.
 #[derive(Debug)]
@@ -105,9 +109,8 @@ impl ActiveConfig {
 
     fn upstream(&self, name: &str) -> Result<Arc<Upstream>, StartError> {
         let found = self.upstreams.iter().find(|upstream| *upstream.name == *name);
-        found
-            .cloned()
-            .ok_or_else(|| StartError::ServerName(format!("upstream `{name}` does not exist")))
+        let missing = || StartError::configuration(&format!("upstream `{name}` does not exist"));
+        found.cloned().ok_or_else(missing)
     }
 
     /// The sockets, each with the name of its listener.
@@ -222,20 +225,19 @@ impl PreparedConfig {
         let mut current = current.iter().flat_map(|current| &current.upstreams);
         let current = current.find(|current| *current.name == *config.name);
         let (upstream, slots) = if let Some(current) = current {
-            let prepared = current.credentials.prepare(config, &identities);
-            let prepared = prepared.map_err(StartError::Tls)?;
+            let prepared = current.credentials.prepare(config, &identities)?;
             let slots = prepared.slots().to_vec();
             self.upstreams.push((Arc::clone(current), config.clone(), prepared));
             (Arc::clone(current), slots)
         } else {
-            let credentials = Credentials::load(config, &identities).map_err(StartError::Tls)?;
+            let credentials = Credentials::load(config, &identities)?;
             let slots = credentials.slots();
             let new = Upstream::new(config.clone(), credentials, metrics);
             new.set_outgoing(Arc::clone(&self.next.outgoing));
             let endpoints = endpoint_set::static_endpoints(config);
             let mut placed = endpoint_set::replace_endpoints(&new, &endpoints);
             if let Some(why) = placed.refused.pop() {
-                return Err(StartError::ServerName(why));
+                return Err(StartError::configuration(&why));
             }
             (Arc::new(new), slots)
         };
@@ -252,8 +254,7 @@ impl PreparedConfig {
     ) -> Result<ListenerMode, StartError> {
         match &config.mode {
             config::Mode::Terminate(terminate) => {
-                let prepared =
-                    serving::LoadedServingTls::load(terminate).map_err(StartError::Tls)?;
+                let prepared = serving::LoadedServingTls::load(terminate)?;
                 let mut current = current.iter().flat_map(|current| &current.listeners);
                 let current = current.find(|current| current.name() == config.name);
                 let tls = match current.and_then(|current| current.mode.tls()) {
@@ -280,8 +281,8 @@ impl PreparedConfig {
                     Ok((destination.to.clone(), self.next.upstream(&destination.upstream)?))
                 });
                 Ok(ListenerMode::Passthrough {
-                    routes: routes.collect::<Result<_, _>>()?,
-                    destinations: destinations.collect::<Result<_, _>>()?,
+                    routes: routes.collect::<Result<_, StartError>>()?,
+                    destinations: destinations.collect::<Result<_, StartError>>()?,
                     config: passthrough.clone(),
                 })
             }
@@ -302,11 +303,9 @@ fn outgoing(config: &Config, current: Option<&ActiveConfig>) -> Result<Arc<Conne
         return Ok(Arc::clone(&now.outgoing));
     }
     let Some((listener, mark)) = wanted else { return Ok(Arc::default()) };
-    Connector::marked(mark).map(Arc::new).map_err(|error| StartError::Capability {
-        listener,
-        what: "mark its connections (SO_MARK)",
-        error,
-    })
+    let connector = Connector::marked(mark).map(Arc::new);
+    let what = "mark its connections (SO_MARK)";
+    connector.map_err(|error| StartError::capability(&listener, what, &error))
 }
 
 /// The identities of all listeners of an upstream and of its probes, each once.
@@ -321,4 +320,24 @@ fn identities_of(upstream: &config::Upstream, config: &Config) -> Vec<CertPaths>
         }
     }
     all
+}
+
+/// Raises the limit on open files as far as the system allows, and warns if it is too low for the
+/// configuration.
+pub fn raise_descriptor_limit(config: &Config) {
+    let limit = match resource_limits::raise_descriptor_limit() {
+        Ok(limit) => limit,
+        Err(error) => return tracing::warn!(%error, "cannot raise the limit on open files"),
+    };
+    // Two for each client connection: an L4 flow has one to its endpoint as well.
+    let clients: usize = config.listeners.iter().map(|l| l.limits.max_connections).sum();
+    let needed = 2 * clients as u64 + RESERVED_DESCRIPTORS;
+    if limit < needed {
+        tracing::warn!(
+            limit,
+            needed,
+            "too few open files are allowed for limits.max_connections of all listeners: clients \
+             will be refused earlier (systemd: LimitNOFILE=; elsewhere: ulimit -Hn)"
+        );
+    }
 }

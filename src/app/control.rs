@@ -22,8 +22,7 @@ use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
 use tracing::dispatcher::{Dispatch, with_default};
 
 use self::tasks::Tasks;
-use super::active::{ActiveConfig, PreparedConfig};
-use super::descriptor_limit;
+use super::active::{ActiveConfig, PreparedConfig, raise_descriptor_limit};
 use super::reload::{ConfigFollower, ReloadOutcome, ReloadRequest, ReloadResult, changes};
 use super::sockets::NewSockets;
 use super::status::ProcessStatus;
@@ -192,23 +191,14 @@ impl ControlThread {
         if timeout(WORKER_TIMEOUT, applied).await.is_err() {
             tracing::warn!("a worker does not accept connections after 5 s");
         }
-        let from = process_name(predecessor.pid());
+        let from = predecessor.pid();
         let reason = match predecessor.replace().await {
             Ok(()) => "the old process has stopped accepting and drains".to_owned(),
             // It may have ended meanwhile. If not, both processes accept.
             Err(error) => format!("the old process has not confirmed: {error}"),
         };
-        self.metrics.events().changed(&Change {
-            kind: EventKind::Process,
-            upstream: None,
-            name: "listening sockets",
-            detail: "",
-            from: &from,
-            to: &process_name(i32::try_from(std::process::id()).ok()),
-            reason: &reason,
-            effect: "taken over: this process accepts connections",
-            bad: false,
-        });
+        let effect = "taken over: this process accepts connections";
+        self.report_takeover(from, own_pid(), &reason, effect);
         true
     }
 
@@ -221,15 +211,20 @@ impl ControlThread {
             tracing::warn!("a worker still accepts connections after 5 s");
         }
         tasks.release_admin();
+        let effect = "handed over: this process drains and ends";
+        self.report_takeover(own_pid(), pid, "a new process serves", effect);
+    }
+
+    fn report_takeover(&self, from: Option<i32>, to: Option<i32>, reason: &str, effect: &str) {
         self.metrics.events().changed(&Change {
             kind: EventKind::Process,
             upstream: None,
             name: "listening sockets",
             detail: "",
-            from: &process_name(i32::try_from(std::process::id()).ok()),
-            to: &process_name(pid),
-            reason: "a new process serves",
-            effect: "handed over: this process drains and ends",
+            from: &process_name(from),
+            to: &process_name(to),
+            reason,
+            effect,
             bad: false,
         });
     }
@@ -271,7 +266,7 @@ impl ControlThread {
         // Nothing fails from here on.
         let previous = std::mem::replace(&mut self.active, prepared.activate());
         let changed = changes(&previous.config, &self.active.config);
-        descriptor_limit::raise(&self.active.config);
+        raise_descriptor_limit(&self.active.config);
         let log = &self.active.config.log;
         if previous.config.log != *log
             && let Some(follower) = &self.follower
@@ -307,6 +302,10 @@ async fn warm_up(active: &ActiveConfig) {
     if timeout(WARM_UP, usable).await.is_err() {
         tracing::warn!("an upstream has no usable endpoint after 3 s; taking over without one");
     }
+}
+
+fn own_pid() -> Option<i32> {
+    i32::try_from(std::process::id()).ok()
 }
 
 /// The name of a process in events.

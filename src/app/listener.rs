@@ -79,6 +79,14 @@ impl ListenerMode {
             Self::Passthrough { .. } => None,
         }
     }
+
+    /// The client certificates of a listener that terminates TLS.
+    pub fn identities(&self) -> &[Arc<IdentitySlot>] {
+        match self {
+            Self::Terminate { identities, .. } => identities,
+            Self::Passthrough { .. } => &[],
+        }
+    }
 }
 
 /// Upstreams by original destination; the first match counts.

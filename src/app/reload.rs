@@ -2,16 +2,15 @@
 
 use std::fmt;
 use std::path::{Path, PathBuf};
-use std::time::SystemTime;
 
-use serde_json::{Value, json};
+use serde::Serialize;
 use tokio::sync::oneshot;
 
-use crate::config::{Config, Log, Upstream};
+use crate::config::{Config, Listener, LoadedConfig, Log, Upstream};
 use crate::control::file_watch::{FileVersion, file_version};
 use crate::observe::events::{Change, EventKind, Events};
 use crate::observe::log::LogControl;
-use crate::observe::utc::{Utc, wall_clock};
+use crate::observe::utc::Utc;
 
 /// Where the configuration comes from, so that it can be read again.
 pub struct ConfigSource {
@@ -30,15 +29,6 @@ impl fmt::Debug for ConfigSource {
     }
 }
 
-/// A configuration that was read and validated.
-#[derive(Debug)]
-pub struct LoadedConfig {
-    /// The configuration.
-    pub config: Config,
-    /// Settings that are valid and probably wrong, one line each.
-    pub warnings: Vec<String>,
-}
-
 /// A request to reload.
 #[derive(Debug)]
 pub struct ReloadRequest {
@@ -48,16 +38,18 @@ pub struct ReloadRequest {
     pub reply: Option<oneshot::Sender<ReloadResult>>,
 }
 
-/// A reload that has ended.
-#[derive(Debug, Clone)]
+/// A reload that has ended, as `/status` shows it.
+#[derive(Debug, Clone, Serialize)]
 pub struct ReloadResult {
-    at: SystemTime,
+    at: String,
     trigger: &'static str,
+    #[serde(flatten)]
     outcome: ReloadOutcome,
 }
 
 /// The outcome of a reload.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(tag = "outcome", rename_all = "lowercase")]
 pub enum ReloadOutcome {
     /// The configuration was applied.
     Ok {
@@ -76,7 +68,7 @@ pub enum ReloadOutcome {
 impl ReloadResult {
     /// A reload that ends now.
     pub fn new(trigger: &'static str, outcome: ReloadOutcome) -> Self {
-        Self { at: wall_clock(), trigger, outcome }
+        Self { at: Utc::now().seconds(), trigger, outcome }
     }
 
     /// The outcome.
@@ -152,23 +144,6 @@ impl ReloadResult {
             bad: !self.is_ok(),
         });
     }
-
-    /// The JSON of the reload in `/status`.
-    pub fn status(&self) -> Value {
-        let mut status = json!({ "at": Utc(self.at).seconds(), "trigger": self.trigger });
-        match &self.outcome {
-            ReloadOutcome::Ok { changed, needs_restart } => {
-                status["outcome"] = json!("ok");
-                status["changed"] = json!(changed);
-                status["needs_restart"] = json!(needs_restart);
-            }
-            ReloadOutcome::Failed { errors } => {
-                status["outcome"] = json!("failed");
-                status["errors"] = json!(errors);
-            }
-        }
-        status
-    }
 }
 
 /// Reads the configuration again when its file changes.
@@ -222,8 +197,8 @@ impl ConfigFollower {
 
     /// Applies the settings of the log.
     pub fn set_log(&self, log: &Log) {
-        if let Some(knobs) = &self.source.log
-            && let Err(error) = knobs.set(log)
+        if let Some(control) = &self.source.log
+            && let Err(error) = control.set(log)
         {
             tracing::error!(%error, "cannot apply the configuration of the log");
         }
@@ -241,42 +216,45 @@ impl ConfigFollower {
 /// The sections that differ between two configurations, one line each.
 pub fn changes(before: &Config, after: &Config) -> Vec<String> {
     let mut found = Vec::new();
-    let mut sections = |changed: bool, name: &str| {
-        if changed {
-            found.push(format!("{name} changed"));
+    for (is_changed, section) in [
+        (before.admin != after.admin, "admin"),
+        (before.state_dir != after.state_dir, "state_dir"),
+        (before.log != after.log, "log"),
+        (before.shutdown != after.shutdown, "shutdown"),
+    ] {
+        if is_changed {
+            found.push(format!("{section} changed"));
         }
-    };
-    sections(before.admin != after.admin, "admin");
-    sections(before.state_dir != after.state_dir, "state_dir");
-    sections(before.log != after.log, "log");
-    sections(before.shutdown != after.shutdown, "shutdown");
-    let named = |name: &str, was: bool, is: bool, same: bool| match (was, is) {
-        (false, true) => Some(format!("{name} added")),
-        (true, false) => Some(format!("{name} removed")),
-        _ => (!same).then(|| format!("{name} changed")),
-    };
-    for upstream in &after.upstreams {
-        let old = before.upstreams.iter().find(|old| old.name == upstream.name);
-        let name = format!("upstream `{}`", upstream.name);
-        // A change of `used_by` is reported with the listener.
-        let same =
-            old.is_some_and(|old| Upstream { used_by: old.used_by, ..upstream.clone() } == *old);
-        found.extend(named(&name, old.is_some(), true, same));
     }
-    for listener in &after.listeners {
-        let old = before.listeners.iter().find(|old| old.name == listener.name);
-        let name = format!("listener `{}`", listener.name);
-        found.extend(named(&name, old.is_some(), true, old == Some(listener)));
-    }
-    for old in &before.listeners {
-        let is = after.listeners.iter().any(|listener| listener.name == old.name);
-        found.extend(named(&format!("listener `{}`", old.name), true, is, true));
-    }
-    for old in &before.upstreams {
-        let is = after.upstreams.iter().any(|upstream| upstream.name == old.name);
-        found.extend(named(&format!("upstream `{}`", old.name), true, is, true));
-    }
+    // A change of `used_by` is reported with the listener.
+    let is_same = |a: &Upstream, b: &Upstream| Upstream { used_by: b.used_by, ..a.clone() } == *b;
+    let (old, new) = (&before.upstreams, &after.upstreams);
+    named_changes("upstream", old, new, |upstream| &upstream.name, is_same, &mut found);
+    let (old, new) = (&before.listeners, &after.listeners);
+    named_changes("listener", old, new, |listener| &listener.name, Listener::eq, &mut found);
     found
+}
+
+/// Appends a line for each item of a list that was added, changed or removed.
+fn named_changes<T>(
+    kind: &str,
+    before: &[T],
+    after: &[T],
+    name: impl Fn(&T) -> &str,
+    is_same: impl Fn(&T, &T) -> bool,
+    found: &mut Vec<String>,
+) {
+    let find = |list: &'_ [T], item: &T| list.iter().position(|other| name(other) == name(item));
+    for item in after {
+        let change = match find(before, item) {
+            None => "added",
+            Some(old) if !is_same(&before[old], item) => "changed",
+            Some(_) => continue,
+        };
+        found.push(format!("{kind} `{}` {change}", name(item)));
+    }
+    let removed = before.iter().filter(|old| find(after, old).is_none());
+    found.extend(removed.map(|old| format!("{kind} `{}` removed", name(old))));
 }
 
 #[cfg(test)]

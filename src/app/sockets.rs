@@ -184,9 +184,7 @@ impl AdminSocket {
         let conflicting: Vec<_> = current.filter(conflicts).into_iter().collect();
         match listening::listen_alongside(configured, &ListenOptions::default(), &conflicting) {
             Ok(socket) => Ok(Arc::new(Self { configured, socket, inherited: false })),
-            Err(error) => {
-                Err(StartError::Bind { what: "admin".into(), address: configured, error })
-            }
+            Err(error) => Err(StartError::bind("admin", configured, &error)),
         }
     }
 
@@ -263,12 +261,12 @@ impl<'a> SocketBinder<'a> {
                             );
                             skipped = Some((address, error));
                         }
-                        Err(error) => return Err(bind_error(listener, address, error)),
+                        Err(error) => return Err(bind_error(listener, address, &error)),
                     }
                 }
             }
             if let Some((address, error)) = skipped.filter(|_| found.is_empty()) {
-                return Err(bind_error(listener, address, error));
+                return Err(bind_error(listener, address, &error));
             }
             bound.push(found);
         }
@@ -276,7 +274,7 @@ impl<'a> SocketBinder<'a> {
             let listener = &listeners[index];
             let others = self.conflicting(address);
             let socket = BoundSocket::bind(address, self.options(listener), self.workers, &others);
-            let socket = socket.map_err(|error| bind_error(listener, address, error))?;
+            let socket = socket.map_err(|error| bind_error(listener, address, &error))?;
             bound[index][position] = Some(Arc::new(socket));
         }
         Ok(bound.into_iter().map(|found| found.into_iter().flatten().collect()).collect())
@@ -294,7 +292,7 @@ impl<'a> SocketBinder<'a> {
                 return Ok(Some(socket));
             }
             let changed = socket.with_options(options);
-            let changed = changed.map_err(|error| bind_error(listener, address, error))?;
+            let changed = changed.map_err(|error| bind_error(listener, address, &error))?;
             return Ok(Some(Arc::new(changed)));
         }
         let inherited = self.inherited.take(address, options.transparent);
@@ -303,11 +301,8 @@ impl<'a> SocketBinder<'a> {
         }
         if !options.shared && self.inherited.is_at(address) {
             // Binding would fail: the inherited socket has the address without SO_REUSEPORT.
-            return Err(StartError::TransparencyMismatch {
-                listener: listener.name.clone(),
-                address,
-                transparent: options.transparent,
-            });
+            let transparent = options.transparent;
+            return Err(StartError::transparency_mismatch(&listener.name, address, transparent));
         }
         Ok(None)
     }
@@ -341,14 +336,13 @@ impl<'a> SocketBinder<'a> {
     }
 }
 
-fn bind_error(listener: &config::Listener, address: SocketAddr, error: io::Error) -> StartError {
+fn bind_error(listener: &config::Listener, address: SocketAddr, error: &io::Error) -> StartError {
     // IP_TRANSPARENT without CAP_NET_ADMIN fails with EPERM (ip(7)); a port below 1024 without
     // CAP_NET_BIND_SERVICE fails with EACCES (bind(2)).
     if listener.is_transparent() && error.raw_os_error() == Some(libc::EPERM) {
-        let (listener, what) = (listener.name.clone(), "set IP_TRANSPARENT on its socket");
-        return StartError::Capability { listener, what, error };
+        return StartError::capability(&listener.name, "set IP_TRANSPARENT on its socket", error);
     }
-    StartError::Bind { what: format!("listener `{}`", listener.name), address, error }
+    StartError::bind(&format!("listener `{}`", listener.name), address, error)
 }
 
 #[cfg(test)]

@@ -1,11 +1,13 @@
 //! Answers the admin endpoint. Everything is read from its owner at the time of the query.
 
+use std::fmt::Write as _;
 use std::net::SocketAddr;
-use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
 use arc_swap::ArcSwap;
+use serde::Serialize;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 
@@ -15,15 +17,16 @@ use super::reload::ReloadResult;
 use crate::admin::{self, Readiness, ReadinessCheck};
 use crate::config::Config;
 use crate::control::discovery::SharedContext;
-use crate::net::tls::serving::ServingTls;
-use crate::observe::build;
-use crate::observe::counted;
-use crate::observe::history::STEP;
+use crate::net::tls::certificate::CertInfo;
+use crate::observe::events::Event;
+use crate::observe::history::{Columns, STEP};
+use crate::observe::own_errors::OwnError;
 use crate::observe::utc::{Utc, wall_clock};
-use crate::observe::{ListenerMetrics, Liveness, Metrics, PassthroughMetrics};
+use crate::observe::{Liveness, Metrics, build, counted};
 use crate::upstream::Upstream;
 use crate::upstream::credentials::IdentitySlot;
-use crate::upstream::endpoint_sources::{EndpointSource, SourceReport, age};
+use crate::upstream::endpoint_sources::{SourceReport, age};
+use crate::upstream::stats::EndpointStatus;
 
 /// How many of the latest events `/status` includes.
 const EVENTS_IN_STATUS: usize = 8;
@@ -36,68 +39,118 @@ pub struct ProcessStatus {
     started: SystemTime,
     draining: watch::Receiver<bool>,
     context: Arc<SharedContext>,
-    file: Option<PathBuf>,
-    reloads: Mutex<Reloads>,
+    reloads: Mutex<ConfigStatus>,
 }
 
 /// The parts of the active configuration that are shown. A reload replaces all of it.
 struct Shown {
     config: Arc<Config>,
     upstreams: Vec<Arc<Upstream>>,
-    listeners: Vec<ListenerStatus>,
-}
-
-/// The results of all reloads.
-#[derive(Default)]
-struct Reloads {
-    ok: u64,
-    failed: u64,
-    last: Option<ReloadResult>,
-}
-
-struct ListenerStatus {
-    name: String,
-    upstream: String,
-    wanted: usize,
-    addresses: Vec<SocketAddr>,
-    mode: &'static str,
-    identities: Vec<Arc<IdentitySlot>>,
-    /// L7 only.
-    tls: Option<Arc<ServingTls>>,
-    /// L4 only.
-    flows: Option<Arc<PassthroughMetrics>>,
-    metrics: Arc<ListenerMetrics>,
+    listeners: Vec<Arc<BoundListener>>,
 }
 
 impl Shown {
-    fn new(active: &ActiveConfig, metrics: &Arc<Metrics>) -> Self {
-        let of = |bound: &Arc<BoundListener>| {
-            let (tls, identities, flows) = match &bound.mode {
-                ListenerMode::Terminate { tls, identities, .. } => {
-                    (Some(Arc::clone(tls)), identities.clone(), None)
-                }
-                ListenerMode::Passthrough { .. } => {
-                    (None, Vec::new(), Some(metrics.passthrough(bound.name())))
-                }
-            };
-            ListenerStatus {
-                name: bound.config.name.clone(),
-                upstream: bound.config.upstream.clone(),
-                wanted: bound.config.bind.len(),
-                addresses: bound.addresses(),
-                mode: bound.config.mode.as_str(),
-                identities,
-                tls,
-                flows,
-                metrics: Arc::clone(&bound.metrics),
-            }
-        };
+    fn new(active: &ActiveConfig) -> Self {
         Self {
             config: Arc::clone(&active.config),
             upstreams: active.upstreams.clone(),
-            listeners: active.listeners.iter().map(of).collect(),
+            listeners: active.listeners.clone(),
         }
     }
+}
+
+/// The body of `/status`.
+#[derive(Serialize)]
+struct Status<'a> {
+    version: &'static str,
+    commit: &'static str,
+    node: Option<String>,
+    now: String,
+    started_at: String,
+    draining: bool,
+    config: &'a ConfigStatus,
+    listeners: Vec<ListenerStatus<'a>>,
+    upstreams: Vec<UpstreamStatus<'a>>,
+    events: Vec<Event>,
+}
+
+/// The configuration file and the results of all reloads.
+#[derive(Default, Serialize)]
+struct ConfigStatus {
+    file: Option<PathBuf>,
+    reloads: ReloadCounts,
+    last_reload: Option<ReloadResult>,
+}
+
+#[derive(Default, Serialize)]
+struct ReloadCounts {
+    ok: u64,
+    failed: u64,
+}
+
+#[derive(Serialize)]
+struct ListenerStatus<'a> {
+    name: &'a str,
+    mode: &'static str,
+    connections: i64,
+    bind: Vec<SocketAddr>,
+    upstream: &'a str,
+    own_errors: Vec<OwnError>,
+    #[serde(flatten)]
+    of_mode: ModeStatus<'a>,
+}
+
+#[derive(Serialize)]
+#[serde(untagged)]
+enum ModeStatus<'a> {
+    Terminate {
+        certificate: CertificateStatus,
+        identities: Vec<IdentityStatus<'a>>,
+        requests_in_flight: i64,
+        watches: i64,
+        tunnels: i64,
+    },
+    Passthrough {
+        flows: usize,
+    },
+}
+
+/// A certificate; its values are null if none is loaded.
+#[derive(Default, Serialize)]
+struct CertificateStatus {
+    subject: Option<String>,
+    serial: Option<String>,
+    not_after: Option<String>,
+}
+
+#[derive(Serialize)]
+struct IdentityStatus<'a> {
+    cert_file: &'a Path,
+    state: &'static str,
+    #[serde(flatten)]
+    certificate: CertificateStatus,
+    error: Option<String>,
+}
+
+#[derive(Serialize)]
+struct UpstreamStatus<'a> {
+    name: &'a str,
+    endpoints: Vec<EndpointStatus>,
+    sources: Vec<Value>,
+}
+
+/// The body of `/history`.
+#[derive(Serialize)]
+struct HistoryStatus {
+    step_s: u64,
+    endpoints: Vec<EndpointHistory>,
+}
+
+#[derive(Serialize)]
+struct EndpointHistory {
+    upstream: String,
+    address: String,
+    columns: Columns,
 }
 
 impl ProcessStatus {
@@ -111,108 +164,106 @@ impl ProcessStatus {
         file: Option<PathBuf>,
     ) -> Self {
         Self {
-            active: ArcSwap::from_pointee(Shown::new(active, metrics)),
+            active: ArcSwap::from_pointee(Shown::new(active)),
             metrics: Arc::clone(metrics),
             workers,
             started: wall_clock(),
             draining,
             context: Arc::clone(context),
-            file,
-            reloads: Mutex::default(),
+            reloads: Mutex::new(ConfigStatus { file, ..ConfigStatus::default() }),
         }
     }
 
     /// Shows this configuration from now on.
     pub fn show(&self, active: &ActiveConfig) {
-        self.active.store(Arc::new(Shown::new(active, &self.metrics)));
+        self.active.store(Arc::new(Shown::new(active)));
     }
 
     /// The latest reload.
     pub fn last_reload(&self) -> Option<ReloadResult> {
-        self.reloads.lock().unwrap_or_else(PoisonError::into_inner).last.clone()
+        self.reloads().last_reload.clone()
     }
 
     /// Records a reload.
     pub fn record_reload(&self, result: ReloadResult) {
-        let mut reloads = self.reloads.lock().unwrap_or_else(PoisonError::into_inner);
+        let ConfigStatus { reloads, last_reload, .. } = &mut *self.reloads();
         *if result.is_ok() { &mut reloads.ok } else { &mut reloads.failed } += 1;
-        reloads.last = Some(result);
+        *last_reload = Some(result);
     }
 
-    fn reload_status(&self) -> Value {
-        let reloads = self.reloads.lock().unwrap_or_else(PoisonError::into_inner);
-        json!({
-            "file": self.file,
-            "reloads": { "ok": reloads.ok, "failed": reloads.failed },
-            "last_reload": reloads.last.as_ref().map(ReloadResult::status),
-        })
+    fn reloads(&self) -> MutexGuard<'_, ConfigStatus> {
+        self.reloads.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
 
-impl ListenerStatus {
-    fn status(&self) -> Value {
-        let mut status = json!({
-            "name": self.name,
-            "mode": self.mode,
-            "connections": self.metrics.connections.get(),
-            "bind": self.addresses.iter().map(ToString::to_string).collect::<Vec<_>>(),
-            "upstream": self.upstream,
-            "own_errors": self.metrics.own_errors.list(),
-        });
-        if let Some(flows) = &self.flows {
-            status["flows"] = json!(flows.open());
-        }
-        let Some(tls) = &self.tls else { return status };
-        let certificate = tls.certificate();
-        let identities: Vec<Value> = self
-            .identities
-            .iter()
-            .map(|slot| {
-                let loaded = slot.certificate();
-                json!({
-                    "cert_file": slot.paths.cert_file,
-                    "state": if loaded.is_some() { "loaded" } else { "awaited" },
-                    "subject": loaded.as_ref().map(|info| info.subject.to_string()),
-                    "serial": loaded.as_ref().map(|info| info.serial.clone()),
-                    "not_after": loaded.as_ref().map(|info| Utc(info.not_after).seconds()),
-                    "error": slot.error(),
-                })
-            })
-            .collect();
-        status["certificate"] = json!({
-            "subject": certificate.info.subject.to_string(),
-            "serial": certificate.info.serial,
-            "not_after": Utc(certificate.info.not_after).seconds(),
-        });
-        status["identities"] = json!(identities);
-        status["requests_in_flight"] = json!(self.metrics.in_flight.get());
-        status["watches"] = json!(self.metrics.watches.get());
-        status["tunnels"] = json!(self.metrics.tunnels.get());
-        status
-    }
-}
-
-/// The last result of each endpoint source. A failed source does not make the process unready: its
-/// last endpoints stay in use.
-fn source_checks(upstream: &Upstream) -> Vec<ReadinessCheck> {
-    let now = wall_clock();
-    let reports = upstream.sources.reports();
-    let check = |(source, report): (&EndpointSource, &SourceReport)| {
-        let state = match report.last_success {
-            Some(at) => {
-                format!("{}, {} s ago", counted(report.endpoints, "endpoint"), age(at, now))
+    fn listener_status<'a>(&self, listener: &'a BoundListener) -> ListenerStatus<'a> {
+        let metrics = &listener.metrics;
+        let of_mode = match &listener.mode {
+            ListenerMode::Terminate { tls, identities, .. } => ModeStatus::Terminate {
+                certificate: CertificateStatus::from(&tls.certificate().info),
+                identities: identities.iter().map(|slot| identity_status(slot)).collect(),
+                requests_in_flight: metrics.in_flight.get(),
+                watches: metrics.watches.get(),
+                tunnels: metrics.tunnels.get(),
+            },
+            ListenerMode::Passthrough { .. } => {
+                ModeStatus::Passthrough { flows: self.metrics.passthrough(listener.name()).open() }
             }
-            None => "no answer yet".to_owned(),
         };
-        let detail = match (report.complaint(), &report.note) {
-            (Some(error), _) => format!("{state}; {error}"),
-            (None, Some(note)) => format!("{state}; {note}"),
-            (None, None) => state,
-        };
-        let ok = report.complaint().is_none() && report.last_success.is_some();
-        ReadinessCheck { name: format!("source {}/{}", upstream.name, source.as_str()), ok, detail }
+        ListenerStatus {
+            name: listener.name(),
+            mode: listener.config.mode.as_str(),
+            connections: metrics.connections.get(),
+            bind: listener.addresses(),
+            upstream: &listener.config.upstream,
+            own_errors: metrics.own_errors.list(),
+            of_mode,
+        }
+    }
+}
+
+impl From<&CertInfo> for CertificateStatus {
+    fn from(info: &CertInfo) -> Self {
+        Self {
+            subject: Some(info.subject.to_string()),
+            serial: Some(info.serial.clone()),
+            not_after: Some(Utc(info.not_after).seconds()),
+        }
+    }
+}
+
+impl<'a> From<&'a Arc<Upstream>> for UpstreamStatus<'a> {
+    fn from(upstream: &'a Arc<Upstream>) -> Self {
+        Self {
+            name: &upstream.name,
+            endpoints: upstream.endpoints().iter().map(|endpoint| endpoint.status()).collect(),
+            sources: upstream.sources.status(wall_clock()),
+        }
+    }
+}
+
+fn identity_status(slot: &IdentitySlot) -> IdentityStatus<'_> {
+    let loaded = slot.certificate();
+    IdentityStatus {
+        cert_file: &slot.paths.cert_file,
+        state: if loaded.is_some() { "loaded" } else { "awaited" },
+        certificate: loaded.as_ref().map(CertificateStatus::from).unwrap_or_default(),
+        error: slot.error(),
+    }
+}
+
+/// Whether the last answer of an endpoint source is usable, with details.
+fn source_check(report: &SourceReport) -> (bool, String) {
+    let mut detail = match report.last_success {
+        Some(at) => {
+            let age = age(at, wall_clock());
+            format!("{}, {age} s ago", counted(report.endpoints, "endpoint"))
+        }
+        None => "no answer yet".to_owned(),
     };
-    reports.iter().map(check).collect()
+    if let Some(more) = report.complaint().or(report.note.as_deref()) {
+        let _ = write!(detail, "; {more}");
+    }
+    (report.complaint().is_none() && report.last_success.is_some(), detail)
 }
 
 impl admin::StatusProvider for ProcessStatus {
@@ -227,105 +278,75 @@ impl admin::StatusProvider for ProcessStatus {
     }
 
     fn readiness(&self) -> Readiness {
-        let mut checks = Vec::new();
         let shown = self.active.load();
+        let mut checks = Vec::new();
+        let mut check = |name: String, ok: bool, detail: String| {
+            checks.push(ReadinessCheck { name, ok, detail });
+        };
+        let mut ready = true;
         for listener in &shown.listeners {
-            let (bound, wanted) = (listener.addresses.len(), listener.wanted);
-            checks.push(ReadinessCheck {
-                name: format!("listener {}", listener.name),
-                ok: bound > 0,
-                detail: format!("{bound} of {wanted} addresses bound"),
-            });
+            let (bound, wanted) = (listener.sockets.len(), listener.config.bind.len());
+            let detail = format!("{bound} of {wanted} addresses bound");
+            ready &= bound > 0;
+            check(format!("listener {}", listener.name()), bound > 0, detail);
         }
         for upstream in &shown.upstreams {
             let endpoints = upstream.endpoints();
             let usable = endpoints.iter().filter(|e| e.is_usable()).count();
             let mut detail = format!("{usable} of {} endpoints usable", endpoints.len());
             for endpoint in endpoints.iter().filter(|e| !e.is_usable()).take(5) {
-                detail = format!(
-                    "{detail}; {} is {} ({})",
-                    endpoint.label,
-                    endpoint.state().as_str(),
-                    endpoint.reason()
-                );
+                let (state, reason) = (endpoint.state().as_str(), endpoint.reason());
+                let _ = write!(detail, "; {} is {state} ({reason})", endpoint.label);
             }
-            checks.push(ReadinessCheck {
-                name: format!("upstream {}", upstream.name),
-                ok: usable > 0,
-                detail,
-            });
+            ready &= usable > 0;
+            check(format!("upstream {}", upstream.name), usable > 0, detail);
         }
-        let ready = checks.iter().all(|check| check.ok);
-        for listener in &shown.listeners {
-            for slot in &listener.identities {
-                if let Some(error) = slot.error() {
-                    // The process stays ready: it serves tokens and other identities.
-                    checks.push(ReadinessCheck {
-                        name: format!("identity {}", slot.paths.cert_file.display()),
-                        ok: false,
-                        detail: error,
-                    });
-                }
+        // The process stays ready when one of the following fails: it serves tokens and other
+        // identities, probes with the last valid token or none, and keeps the last endpoints and the
+        // last configuration.
+        let identities = shown.listeners.iter().flat_map(|listener| listener.mode.identities());
+        for slot in identities {
+            if let Some(error) = slot.error() {
+                check(format!("identity {}", slot.paths.cert_file.display()), false, error);
             }
         }
         for upstream in &shown.upstreams {
             let token = upstream.credentials.probe_token();
             if let Some(error) = token.as_ref().and_then(|token| token.error()) {
-                // The process stays ready: probes use the last valid token, or none.
-                let name = format!("token for /readyz of {}", upstream.name);
-                checks.push(ReadinessCheck { name, ok: false, detail: error });
+                check(format!("token for /readyz of {}", upstream.name), false, error);
             }
-            checks.extend(source_checks(upstream));
+            for (source, report) in upstream.sources.reports().iter() {
+                let (ok, detail) = source_check(report);
+                check(format!("source {}/{}", upstream.name, source.as_str()), ok, detail);
+            }
         }
         for name in self.context.liveness.stalled() {
-            let detail = "control loop stalled; its state may be stale".into();
-            checks.push(ReadinessCheck { name, ok: false, detail });
+            check(name, false, "control loop stalled; its state may be stale".into());
         }
-        let reloads = self.reloads.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(failed) = reloads.last.as_ref().filter(|last| !last.is_ok()) {
-            // The process stays ready: the old configuration is valid and serves.
+        if let Some(failed) = self.reloads().last_reload.as_ref().filter(|last| !last.is_ok()) {
             let detail = format!("the old configuration stays: {}", failed.errors().join("; "));
-            checks.push(ReadinessCheck { name: "configuration".into(), ok: false, detail });
+            check("configuration".into(), false, detail);
         }
-        drop(reloads);
         let draining = *self.draining.borrow();
         if draining {
-            checks.push(ReadinessCheck {
-                name: "shutdown".into(),
-                ok: false,
-                detail: "draining".into(),
-            });
+            check("shutdown".into(), false, "draining".into());
         }
         Readiness { ready: ready && !draining, checks }
     }
 
     fn status(&self) -> Value {
         let shown = self.active.load();
-        let upstreams: Vec<Value> = shown
-            .upstreams
-            .iter()
-            .map(|upstream| {
-                let endpoints: Vec<_> =
-                    upstream.endpoints().iter().map(|endpoint| endpoint.status()).collect();
-                json!({
-                    "name": *upstream.name,
-                    "endpoints": endpoints,
-                    "sources": upstream.sources.status(wall_clock()),
-                })
-            })
-            .collect();
-        let listeners: Vec<Value> = shown.listeners.iter().map(ListenerStatus::status).collect();
-        json!({
-            "version": build::VERSION,
-            "commit": build::COMMIT,
-            "node": admin::node_name(),
-            "now": Utc(wall_clock()).seconds(),
-            "started_at": Utc(self.started).seconds(),
-            "draining": *self.draining.borrow(),
-            "config": self.reload_status(),
-            "listeners": listeners,
-            "upstreams": upstreams,
-            "events": self.metrics.events().last(EVENTS_IN_STATUS),
+        json!(Status {
+            version: build::VERSION,
+            commit: build::COMMIT,
+            node: admin::node_name(),
+            now: Utc::now().seconds(),
+            started_at: Utc(self.started).seconds(),
+            draining: *self.draining.borrow(),
+            config: &self.reloads(),
+            listeners: shown.listeners.iter().map(|l| self.listener_status(l)).collect(),
+            upstreams: shown.upstreams.iter().map(UpstreamStatus::from).collect(),
+            events: self.metrics.events().last(EVENTS_IN_STATUS),
         })
     }
 
@@ -334,21 +355,15 @@ impl admin::StatusProvider for ProcessStatus {
     }
 
     fn history(&self) -> Value {
-        let of = |upstream: &Arc<Upstream>| -> Vec<Value> {
-            let endpoints = upstream.endpoints();
-            endpoints
-                .iter()
-                .map(|endpoint| {
-                    json!({
-                        "upstream": *upstream.name,
-                        "address": *endpoint.label,
-                        "columns": endpoint.metrics.history().columns(),
-                    })
-                })
-                .collect()
-        };
-        let endpoints: Vec<Value> = self.active.load().upstreams.iter().flat_map(of).collect();
-        json!({ "step_s": STEP.as_secs(), "endpoints": endpoints })
+        let mut endpoints = Vec::new();
+        for upstream in &self.active.load().upstreams {
+            endpoints.extend(upstream.endpoints().iter().map(|endpoint| EndpointHistory {
+                upstream: upstream.name.to_string(),
+                address: endpoint.label.to_string(),
+                columns: endpoint.metrics.history().columns(),
+            }));
+        }
+        json!(HistoryStatus { step_s: STEP.as_secs(), endpoints })
     }
 
     fn config(&self) -> Value {

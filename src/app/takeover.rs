@@ -21,7 +21,6 @@
 //! Each side accepts only a peer that runs as the same user or as root (`SO_PEERCRED`, unix(7)).
 //! The mode of the socket file is 0600 for the same reason.
 
-use std::fmt;
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream as BlockingStream;
@@ -34,6 +33,7 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{sleep, timeout};
 
+use super::start_error::StartError;
 use crate::net::process::descriptor_passing;
 use crate::net::process::inherited_sockets::InheritedSockets;
 use crate::net::sockets::listening;
@@ -61,26 +61,6 @@ const QUEUE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Pause after a failed accept, so that the loop does not spin.
 const ACCEPT_RETRY: Duration = Duration::from_secs(1);
 
-/// Why a running process does not hand over its sockets.
-#[derive(Debug)]
-pub struct TakeoverError {
-    path: PathBuf,
-    reason: String,
-}
-
-impl fmt::Display for TakeoverError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { path, reason } = self;
-        write!(
-            f,
-            "cannot take over through {}: {reason}; the running process continues to serve",
-            path.display()
-        )
-    }
-}
-
-impl std::error::Error for TakeoverError {}
-
 /// The takeover socket of a process with this state directory.
 pub fn socket_path(state_dir: &Path) -> PathBuf {
     state_dir.join("take-over.sock")
@@ -97,27 +77,29 @@ pub struct Predecessor {
 ///
 /// # Errors
 /// The process does not hand them over.
-pub fn request_sockets(
-    path: &Path,
-) -> Result<Option<(Predecessor, InheritedSockets)>, TakeoverError> {
-    let failed = |reason: String| TakeoverError { path: path.to_owned(), reason };
+pub fn request_sockets(path: &Path) -> Result<Option<(Predecessor, InheritedSockets)>, StartError> {
     let stream = match connect(path) {
         Ok(stream) => stream,
         Err(error) => match error.kind() {
             // No file, or the file of a process that has ended.
             ErrorKind::NotFound | ErrorKind::ConnectionRefused => return Ok(None),
             ErrorKind::WouldBlock => {
-                return Err(failed("it does not answer, and its queue is full".into()));
+                return Err(StartError::takeover(
+                    path,
+                    "it does not answer, and its queue is full",
+                ));
             }
-            _ => return Err(failed(error.to_string())),
+            _ => return Err(StartError::takeover(path, &error.to_string())),
         },
     };
-    receive_sockets(stream).map(Some).map_err(|error| {
-        failed(match error.kind() {
-            ErrorKind::WouldBlock | ErrorKind::TimedOut => "no answer within 30 s".into(),
-            ErrorKind::UnexpectedEof => "the other process closed the connection".into(),
-            _ => error.to_string(),
-        })
+    receive_sockets(stream).map(Some).map_err(|error| match error.kind() {
+        ErrorKind::WouldBlock | ErrorKind::TimedOut => {
+            StartError::takeover(path, "no answer within 30 s")
+        }
+        ErrorKind::UnexpectedEof => {
+            StartError::takeover(path, "the other process closed the connection")
+        }
+        _ => StartError::takeover(path, &error.to_string()),
     })
 }
 

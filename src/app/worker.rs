@@ -6,24 +6,23 @@
 //! state is applied like every later one. During a takeover it releases its sockets to the new
 //! process and keeps its open connections.
 
-pub mod command;
-mod drain_deadline;
 mod listener;
 
-use std::net::SocketAddr;
+use std::collections::HashMap;
+use std::convert::Infallible;
+use std::net::{SocketAddr, TcpListener};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender};
 use tokio::sync::watch;
 use tokio::task::{JoinSet, LocalSet, spawn_local};
 use tokio::time::sleep;
 
-use self::command::{Command, DesiredState};
-use self::drain_deadline::DrainDeadline;
-use self::listener::{DRAIN_POLL, Server, WorkerListener};
+use self::listener::{DRAIN_POLL, DrainDeadline, Server, WorkerListener};
 use super::listener::{BoundListener, Destinations, ListenerMode};
+use super::sockets::SocketId;
 use crate::config::{self, AccessLog};
 use crate::net::process::allocator;
 use crate::net::sockets::linger::lingering_connections;
@@ -42,13 +41,39 @@ use crate::proxy::upstream_client::UpstreamClient;
 use crate::upstream::Upstream;
 use crate::upstream::credentials::IdentitySlot;
 
-/// How often a worker records that its loop turns, and returns free memory to the kernel.
+/// How often a worker records that its event loop runs, and returns free memory to the kernel.
 const TICK: Duration = Duration::from_secs(1);
 
+/// Dropped by a worker when it has carried out a command. No value is ever sent.
+pub type Done = UnboundedSender<Infallible>;
+
+/// A command to a worker.
+#[derive(Debug)]
+pub enum Command {
+    /// Serve this configuration from now on.
+    Apply(DesiredState, Done),
+    /// Stop accepting at once: another process has the same sockets, and the connections in their
+    /// queues are left to it. Open connections continue.
+    ReleaseSockets(Done),
+}
+
+/// What a worker is to serve.
+#[derive(Debug)]
+pub struct DesiredState {
+    /// All listeners. A listener of the worker that is not among them drains.
+    pub listeners: Vec<Arc<BoundListener>>,
+    /// The sockets of `listeners` that the worker does not have yet.
+    pub new_sockets: HashMap<SocketId, Vec<TcpListener>>,
+    /// Which requests are logged.
+    pub access: AccessLog,
+    /// How long a drain may take.
+    pub drain_timeout: Duration,
+    /// Every address that this process listens on.
+    pub listen_addresses: Arc<[SocketAddr]>,
+}
+
 /// What a worker's thread is started with.
-pub struct WorkerThread {
-    /// Commands of the control thread.
-    pub commands: UnboundedReceiver<Command>,
+pub struct WorkerSetup {
     /// All metrics.
     pub metrics: Arc<Metrics>,
     /// Limits the memory for request bodies of all workers together.
@@ -59,13 +84,13 @@ pub struct WorkerThread {
     pub drain: watch::Receiver<bool>,
     /// Turns true to close what is still open.
     pub force: watch::Receiver<bool>,
-    /// Records the turns of the event loop.
+    /// Records that the event loop runs.
     pub liveness: Liveness,
 }
 
-impl WorkerThread {
-    /// Runs the worker until its drain has ended.
-    pub fn run(self) {
+impl WorkerSetup {
+    /// Runs a worker that carries out `commands`, until its drain has ended.
+    pub fn run(self, commands: UnboundedReceiver<Command>) {
         let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
             Ok(runtime) => runtime,
             Err(error) => {
@@ -73,11 +98,11 @@ impl WorkerThread {
                 return;
             }
         };
-        LocalSet::new().block_on(&runtime, self.serve());
+        LocalSet::new().block_on(&runtime, self.serve(commands));
     }
 
-    async fn serve(self) {
-        let Self { mut commands, metrics, bodies, workers, mut drain, force, liveness } = self;
+    async fn serve(self, mut commands: UnboundedReceiver<Command>) {
+        let (mut drain, liveness) = (self.drain.clone(), self.liveness.clone());
         let turns = liveness.clone();
         spawn_local(async move {
             loop {
@@ -87,16 +112,13 @@ impl WorkerThread {
             }
         });
         let mut worker = Worker {
-            metrics,
-            bodies,
-            workers,
+            setup: self,
             listen_addresses: Arc::default(),
             flows: FlowTable::new(),
             clients: Vec::new(),
             listeners: Vec::new(),
             draining: JoinSet::new(),
             drain_timeout: Duration::ZERO,
-            force,
         };
         spawn_local(Rc::clone(&worker.flows).run());
         loop {
@@ -118,9 +140,7 @@ impl WorkerThread {
 }
 
 struct Worker {
-    metrics: Arc<Metrics>,
-    bodies: Arc<ByteBudget>,
-    workers: usize,
+    setup: WorkerSetup,
     listen_addresses: Arc<[SocketAddr]>,
     flows: Rc<FlowTable>,
     /// One client for each upstream of an L7 listener.
@@ -129,7 +149,6 @@ struct Worker {
     /// The drains of listeners and clients that are gone.
     draining: JoinSet<()>,
     drain_timeout: Duration,
-    force: watch::Receiver<bool>,
 }
 
 impl Worker {
@@ -193,7 +212,7 @@ impl Worker {
                 )))
             }
             ListenerMode::Passthrough { config, routes, destinations } => {
-                let metrics = (Arc::clone(&bound.metrics), self.metrics.passthrough(&name));
+                let metrics = (Arc::clone(&bound.metrics), self.setup.metrics.passthrough(&name));
                 let flows = Rc::clone(&self.flows);
                 let routing = self.routing(bound, config, routes, destinations);
                 Server::Tcp(Rc::new(TcpForwarder::new(name, routing, metrics, flows)))
@@ -291,7 +310,7 @@ impl Worker {
     /// This worker's share of the listener's limits.
     fn limits(&self, bound: &BoundListener) -> config::Limits {
         let mut limits = bound.config.limits.clone();
-        limits.max_connections = limits.max_connections.div_ceil(self.workers);
+        limits.max_connections = limits.max_connections.div_ceil(self.setup.workers);
         limits
     }
 
@@ -300,14 +319,14 @@ impl Worker {
         if let Some(client) = self.clients.iter().find(|client| client.is_client_of(upstream)) {
             return Rc::clone(client);
         }
-        let client = UpstreamClient::start(upstream, &self.metrics, &self.bodies);
+        let client = UpstreamClient::start(upstream, &self.setup.metrics, &self.setup.bodies);
         self.clients.push(Rc::clone(&client));
         client
     }
 
     /// The deadline of a drain that starts now.
     fn deadline(&self) -> DrainDeadline {
-        DrainDeadline::new(self.drain_timeout, self.force.clone())
+        DrainDeadline::new(self.drain_timeout, self.setup.force.clone())
     }
 
     /// Drains everything. The clients need no drain of their own: they end with the process.

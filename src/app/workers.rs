@@ -9,8 +9,7 @@ use tokio::sync::watch;
 
 use super::active::ActiveConfig;
 use super::sockets::NewSockets;
-use super::worker::WorkerThread;
-use super::worker::command::{Command, DesiredState, Done};
+use super::worker::{Command, DesiredState, Done, WorkerSetup};
 use crate::observe::{Liveness, Metrics};
 use crate::proxy::request_body;
 
@@ -44,8 +43,7 @@ pub fn start(
     for index in 0..count {
         let (sender, commands) = unbounded_channel();
         let liveness = Liveness::new(&format!("worker {index}"));
-        let worker = WorkerThread {
-            commands,
+        let worker = WorkerSetup {
             metrics: Arc::clone(metrics),
             bodies: Arc::clone(&bodies),
             workers: count,
@@ -54,7 +52,7 @@ pub fn start(
             liveness: liveness.clone(),
         };
         let thread = std::thread::Builder::new().name(format!("worker-{index}"));
-        started.threads.push(thread.spawn(move || worker.run())?);
+        started.threads.push(thread.spawn(move || worker.run(commands))?);
         started.commands.0.push(sender);
         started.liveness.push(liveness);
     }

@@ -116,7 +116,7 @@ impl EndpointSetWriter {
     }
 
     /// Replaces the set, logs what has changed, and starts probers for new endpoints.
-    pub fn apply(&self, wanted: &[EndpointSpec]) -> EndpointSetChange {
+    pub fn apply(&self, wanted: &[EndpointSpec]) {
         let change = replace_endpoints(&self.upstream, wanted);
         for endpoint in &change.joined {
             tracing::info!(
@@ -141,7 +141,6 @@ impl EndpointSetWriter {
         for reason in &change.refused {
             tracing::warn!(upstream = &*self.upstream.name, reason, "endpoint refused");
         }
-        change
     }
 
     /// The specifications of the current set.

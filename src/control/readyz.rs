@@ -99,7 +99,7 @@ async fn probe_repeatedly(
             }
             ReadyzResult::Ready => {
                 endpoint.note_probe_ok(sent_at);
-                if streak.add(true, config.rise, config.fall).is_some() {
+                if streak.add(true, config.rise, config.fall) {
                     endpoint.readyz_ok();
                 }
                 match endpoint.state() {
@@ -109,7 +109,7 @@ async fn probe_repeatedly(
             }
             ReadyzResult::NotReady(why) => {
                 request_proof_from_others(upstream, endpoint);
-                if streak.add(false, config.rise, config.fall).is_some() {
+                if streak.add(false, config.rise, config.fall) {
                     endpoint.readyz_failing(why);
                 }
                 ProbeResult::Failing

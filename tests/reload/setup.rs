@@ -7,7 +7,7 @@ use crate::support::{
     CONFIGMAPS, Certs, PATIENCE, Proxy, TestCluster, config_map, soon, until, write_config,
 };
 use jackstay::app::App;
-use jackstay::app::reload::{ConfigSource, LoadedConfig, ReloadOutcome};
+use jackstay::app::reload::{ConfigSource, ReloadOutcome};
 use jackstay::config::{self, Config, Overrides};
 use jackstay::demo::apiserver::kinds::{CONFIG_MAPS, ObjectRef};
 use jackstay::demo::client::Client;
@@ -106,8 +106,7 @@ fn follow(file: &Path, certs: &Certs) -> Proxy {
     let path = file.to_owned();
     let read = move || {
         let loaded = config::load(&path, [], &Overrides::default());
-        let loaded = loaded.map_err(|e| e.0.iter().map(ToString::to_string).collect::<Vec<_>>())?;
-        Ok(LoadedConfig { config: loaded.config, warnings: loaded.warnings })
+        loaded.map_err(|e| e.0.iter().map(ToString::to_string).collect::<Vec<_>>())
     };
     let config = read().unwrap().config;
     let origin = ConfigSource { file: file.to_owned(), read: Box::new(read), log: None };

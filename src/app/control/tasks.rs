@@ -18,6 +18,7 @@ use crate::app::status::ProcessStatus;
 use crate::app::takeover::{self, TakeoverRequest, TakeoverServer};
 use crate::control::certificates;
 use crate::control::discovery::{self, SharedContext};
+use crate::control::endpoint_set;
 use crate::net::sockets::listening;
 use crate::net::tls::serving::ServingTls;
 use crate::upstream::Upstream;
@@ -96,7 +97,8 @@ impl Tasks {
             let stays = active.upstreams.iter().any(|upstream| Arc::ptr_eq(known, upstream));
             if !stays {
                 tasks.iter().for_each(AbortHandle::abort);
-                discovery::retire(known);
+                // The connections of its endpoints drain.
+                endpoint_set::replace_endpoints(known, &[]);
             }
             stays
         });
@@ -156,14 +158,7 @@ impl Tasks {
 
     /// The socket is opened on a blocking thread: a disk that hangs blocks nothing else.
     fn serve_admin_unix(&mut self, path: Option<&PathBuf>) {
-        let current = self.admin_unix.as_ref().filter(|(_, task)| !task.is_finished());
-        if current.map(|(path, _)| path) == path {
-            return;
-        }
-        if let Some((_, task)) = self.admin_unix.take() {
-            task.abort();
-        }
-        let Some(path) = path.cloned() else { return };
+        let Some(path) = path_to_serve(&mut self.admin_unix, path.cloned()) else { return };
         let status: Arc<dyn StatusProvider> = Arc::clone(&self.status) as _;
         let at = path.clone();
         let task = spawn_local(async move {
@@ -199,14 +194,7 @@ impl Tasks {
         replace: bool,
     ) {
         let path = active.config.state_dir.as_deref().map(takeover::socket_path);
-        let current = self.takeover.as_ref().filter(|(_, task)| !task.is_finished());
-        if current.map(|(path, _)| path) == path.as_ref() {
-            return;
-        }
-        if let Some((_, task)) = self.takeover.take() {
-            task.abort();
-        }
-        let Some(path) = path else { return };
+        let Some(path) = path_to_serve(&mut self.takeover, path) else { return };
         let (requests, replaced, at) = (requests.clone(), replaced.clone(), path.clone());
         let (opened, mut is_opened) = oneshot::channel::<()>();
         let task = spawn_local(async move {
@@ -233,4 +221,19 @@ impl Tasks {
             );
         }
     }
+}
+
+/// Returns `path` unless the `current` task serves it; a task that serves another path ends.
+fn path_to_serve(
+    current: &mut Option<(PathBuf, AbortHandle)>,
+    path: Option<PathBuf>,
+) -> Option<PathBuf> {
+    let running = current.as_ref().filter(|(_, task)| !task.is_finished());
+    if running.map(|(path, _)| path) == path.as_ref() {
+        return None;
+    }
+    if let Some((_, task)) = current.take() {
+        task.abort();
+    }
+    path
 }

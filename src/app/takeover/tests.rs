@@ -37,7 +37,7 @@ impl OldProcess {
         Self { dir, address, released, server: tokio::spawn(server.serve(sender)) }
     }
 
-    async fn request(&self) -> Result<Option<(Predecessor, InheritedSockets)>, TakeoverError> {
+    async fn request(&self) -> Result<Option<(Predecessor, InheritedSockets)>, StartError> {
         let path = socket_path(self.dir.path());
         spawn_blocking(move || request_sockets(&path)).await.unwrap()
     }

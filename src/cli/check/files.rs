@@ -253,10 +253,10 @@ impl FileChecker {
             Ok(text) => endpoints_file::parse(&text),
             Err(why) => return self.source_error(at, why),
         };
-        for why in parsed.rejected() {
+        for why in &parsed.rejected {
             self.source_error(at, format!("{file}: {why}"));
         }
-        if parsed.candidates.is_empty() && parsed.rejected_count() == 0 {
+        if parsed.candidates.is_empty() && parsed.rejected_count == 0 {
             self.source_error(at, format!("{file}: names no endpoint"));
         }
     }

@@ -10,15 +10,14 @@ use arc_swap::ArcSwap;
 use tokio::task::{AbortHandle, JoinError, JoinSet};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
 
-use super::candidates::{Candidate, DiscoveredEndpoints};
 use super::debounce::{CurrentEndpoint, Debouncer};
 use super::merge::{self, MergedEndpoints};
 use super::own_addresses::OwnAddresses;
-use super::source_states::SourceStates;
+use super::source_states::{Candidate, DiscoveredEndpoints, SourceStates};
 use super::state_writer::StateWriter;
 use super::{dns, file, slices, state_file};
 use crate::config::{self, EndpointAddress};
-use crate::control::endpoint_set::{self, EndpointSetWriter, EndpointSpec};
+use crate::control::endpoint_set::{EndpointSetWriter, EndpointSpec};
 use crate::observe::utc::wall_clock;
 use crate::observe::{Liveness, LivenessMonitor};
 use crate::upstream::Upstream;
@@ -61,7 +60,8 @@ pub async fn run(upstream: Arc<Upstream>, shared: Arc<SharedContext>) {
         debouncer: Debouncer::default(),
         rotation: fastrand::u64(..),
         rotated_at: Instant::now(),
-        logged: LoggedState::default(),
+        excess: 0,
+        held: 0,
         state_writer: StateWriter::default(),
         shared,
     };
@@ -70,24 +70,12 @@ pub async fn run(upstream: Arc<Upstream>, shared: Arc<SharedContext>) {
     controller.run().await;
 }
 
-/// Removes all endpoints of an upstream that is no longer configured; their connections drain.
-pub fn retire(upstream: &Upstream) {
-    endpoint_set::replace_endpoints(upstream, &[]);
-}
-
 /// The settings of a source that runs in a task. A source with other settings is restarted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum SourceConfig {
     File(PathBuf),
     Dns(Vec<EndpointAddress>),
     Slices(PathBuf),
-}
-
-/// Conditions that are logged when they begin.
-#[derive(Debug, Default)]
-struct LoggedState {
-    excess: usize,
-    held: usize,
 }
 
 struct DiscoveryController {
@@ -103,7 +91,9 @@ struct DiscoveryController {
     /// Selects among too many candidates; see [`merge::merge`].
     rotation: u64,
     rotated_at: Instant,
-    logged: LoggedState,
+    /// Counts of the last step; each is logged when it rises from zero.
+    excess: usize,
+    held: usize,
     state_writer: StateWriter,
 }
 
@@ -120,33 +110,31 @@ impl DiscoveryController {
             let name = Arc::clone(&upstream.name);
             let path = state_file::path(&dir, &name);
             let read = move || state_file::read(&dir, &name, wall_clock());
-            match tokio::task::spawn_blocking(read).await {
-                Ok(Ok(mut saved)) => {
-                    // No source would ever correct the endpoints of one that is not configured.
-                    let reports = upstream.sources.reports();
-                    saved.endpoints.retain(|(source, _)| reports.contains_key(source));
-                    drop(reports);
-                    let count = saved.endpoints.len();
-                    upstream.sources.succeeded(EndpointSource::State, count, None);
-                    let age = config::format_duration(Duration::from_secs(saved.age.as_secs()));
-                    upstream.sources.note(EndpointSource::State, format!("{age} old"));
-                    tracing::info!(
-                        upstream = &*upstream.name,
-                        file = %path.display(),
-                        endpoints = count,
-                        age,
-                        "saved endpoints restored"
-                    );
-                    states.restore(saved.endpoints, wall_clock() - saved.age);
+            let read = tokio::task::spawn_blocking(read).await;
+            let mut saved = match read.unwrap_or_else(|error| Err(error.to_string())) {
+                Ok(Some(saved)) => saved,
+                Ok(None) => return,
+                Err(error) => {
+                    let error = format!("{}: {error}", path.display());
+                    return upstream.sources.failed(EndpointSource::State, &error);
                 }
-                Ok(Err(state_file::StateError::Missing)) => {}
-                Ok(Err(error)) => {
-                    upstream
-                        .sources
-                        .failed(EndpointSource::State, &format!("{}: {error}", path.display()));
-                }
-                Err(error) => upstream.sources.failed(EndpointSource::State, &error.to_string()),
-            }
+            };
+            // No source would ever correct the endpoints of one that is not configured.
+            let reports = upstream.sources.reports();
+            saved.endpoints.retain(|(source, _)| reports.contains_key(source));
+            drop(reports);
+            let count = saved.endpoints.len();
+            upstream.sources.succeeded(EndpointSource::State, count, None);
+            let age = config::format_duration(Duration::from_secs(saved.age.as_secs()));
+            upstream.sources.note(EndpointSource::State, format!("{age} old"));
+            tracing::info!(
+                upstream = &*upstream.name,
+                file = %path.display(),
+                endpoints = count,
+                age,
+                "saved endpoints restored"
+            );
+            states.restore(saved.endpoints, wall_clock() - saved.age);
         });
     }
 
@@ -159,15 +147,14 @@ impl DiscoveryController {
             self.states.remove(EndpointSource::Static);
         } else {
             let candidate = |address| Candidate { address, server_name: None };
-            let fixed = fixed.into_iter().map(candidate).collect();
-            self.states.update(EndpointSource::Static, DiscoveredEndpoints::of(fixed), true);
+            let candidates = fixed.into_iter().map(candidate).collect();
+            let found = DiscoveredEndpoints { candidates, ..DiscoveredEndpoints::default() };
+            self.states.update(EndpointSource::Static, found, true);
         }
         let names = (!names.is_empty()).then_some(SourceConfig::Dns(names));
         let slices = config.discovery.kubeconfig.clone().map(SourceConfig::Slices);
-        self.start_source(
-            EndpointSource::File,
-            config.endpoints_file.clone().map(SourceConfig::File),
-        );
+        let file = config.endpoints_file.clone().map(SourceConfig::File);
+        self.start_source(EndpointSource::File, file);
         self.start_source(EndpointSource::Dns, names);
         self.start_source(EndpointSource::Slices, slices);
         // `tls.server_name` may have changed, which the sources do not see.
@@ -269,7 +256,7 @@ impl DiscoveryController {
     }
 
     fn merge(&mut self, usable: &HashSet<EndpointAddress>, now: Instant) -> MergedEndpoints {
-        if self.logged.excess > 0 && now >= self.rotated_at + ROTATION_INTERVAL {
+        if self.excess > 0 && now >= self.rotated_at + ROTATION_INTERVAL {
             (self.rotation, self.rotated_at) = (fastrand::u64(..), now);
         }
         let config = self.upstream().config();
@@ -279,7 +266,7 @@ impl DiscoveryController {
     }
 
     fn log_excess(&mut self, excess: usize) {
-        let before = std::mem::replace(&mut self.logged.excess, excess);
+        let before = std::mem::replace(&mut self.excess, excess);
         if excess == 0 || before > 0 {
             return;
         }
@@ -297,7 +284,7 @@ impl DiscoveryController {
     }
 
     fn log_held(&mut self, held: usize) {
-        let before = std::mem::replace(&mut self.logged.held, held);
+        let before = std::mem::replace(&mut self.held, held);
         if held > 0 && before == 0 {
             tracing::warn!(
                 upstream = &*self.upstream().name,

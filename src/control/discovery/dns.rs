@@ -24,8 +24,7 @@ use tokio::time::{Instant, sleep};
 
 pub use self::lookup::ResolverFiles;
 use self::lookup::{LookupResult, TTL_MAX, TTL_MIN, look_up};
-use super::candidates::{Candidate, DiscoveredEndpoints, SourceAnswer};
-use super::source_states::SourceStates;
+use super::source_states::{Candidate, DiscoveredEndpoints, SourceAnswer, SourceStates};
 use crate::config::EndpointAddress;
 use crate::control::file_watch::{FileWatch, poll_ticks};
 use crate::upstream::endpoint_sources::EndpointSource;
@@ -162,7 +161,7 @@ impl DnsSource {
             .filter_map(|(host, known)| Some(format!("{host}: {}", known.error.as_ref()?)))
             .collect();
         let error = (!errors.is_empty()).then(|| errors.join("; "));
-        if !found.candidates.is_empty() || found.rejected_count() > 0 {
+        if !found.candidates.is_empty() || found.rejected_count > 0 {
             self.states.update_partial(EndpointSource::Dns, found, complete, error.as_deref());
         } else if let Some(error) = error {
             self.states.fail(EndpointSource::Dns, &error);

@@ -7,8 +7,7 @@
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
-use super::candidates::{Candidate, DiscoveredEndpoints};
-use super::source_states::SourceStates;
+use super::source_states::{Candidate, DiscoveredEndpoints, SourceStates};
 use crate::config::EndpointAddress;
 use crate::control::file_watch::{FileWatch, poll_ticks};
 use crate::net::files;
@@ -31,7 +30,7 @@ pub async fn follow(path: PathBuf, states: Rc<SourceStates>) {
                 Err(error) => states.fail(EndpointSource::File, &error),
             }
         } else {
-            states.confirm(EndpointSource::File);
+            states.upstream().sources.confirmed(EndpointSource::File);
         }
     }
 }
@@ -82,8 +81,8 @@ mod tests {
         );
         let addresses: Vec<_> = found.candidates.iter().map(|c| c.address.to_string()).collect();
         assert_eq!(addresses, ["10.0.0.1:6443", "[fd00::3]:6443", "localhost:1"]);
-        let rejected = found.rejected();
-        assert_eq!(found.rejected_count(), 5, "{rejected:?}");
+        let rejected = &found.rejected;
+        assert_eq!(found.rejected_count, 5, "{rejected:?}");
         assert!(rejected[0].starts_with("line 6: \"10.0.0.1\" has no port"), "{rejected:?}");
         assert!(rejected[1].contains("is a name"), "{rejected:?}");
         assert_eq!(parse(""), DiscoveredEndpoints::default());

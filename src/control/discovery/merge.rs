@@ -14,8 +14,8 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use super::candidates::{Candidate, SavedEndpoints, SourceAnswer};
 use super::own_addresses::OwnAddresses;
+use super::source_states::{Candidate, SavedEndpoints, SourceAnswer};
 use crate::config::EndpointAddress;
 use crate::control::endpoint_set::EndpointSpec;
 use crate::upstream::endpoint_sources::EndpointSource;

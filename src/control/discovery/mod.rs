@@ -21,7 +21,6 @@
 //! the state file is written on another thread, and connections drain in their pool. It never
 //! applies an empty set. A changed configuration is handled like a changed source.
 
-pub mod candidates;
 pub mod controller;
 pub mod debounce;
 pub mod dns;
@@ -36,7 +35,7 @@ pub mod state_file;
 pub mod state_writer;
 pub mod transport;
 
-pub use controller::{SharedContext, retire, run};
+pub use controller::{SharedContext, run};
 
 #[cfg(test)]
 mod tests;

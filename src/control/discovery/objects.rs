@@ -23,8 +23,8 @@ use kube::api::DynamicObject;
 use kube::runtime::watcher::Event;
 use serde_json::Value;
 
-use super::candidates::{Candidate, DiscoveredEndpoints};
 use super::merge::DISCOVERED_SERVER_NAME;
+use super::source_states::{Candidate, DiscoveredEndpoints};
 use crate::config::EndpointAddress;
 
 /// Most objects that are stored. The Service `kubernetes` normally has one.

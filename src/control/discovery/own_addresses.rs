@@ -2,7 +2,6 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-use super::candidates::Candidate;
 use crate::config::EndpointAddress;
 
 /// The addresses of this process's listeners.
@@ -29,11 +28,6 @@ impl OwnAddresses {
         targets(address)
             .iter()
             .any(|target| self.bound.iter().any(|bind| self.reaches(*target, *bind)))
-    }
-
-    /// Splits `candidates` into those of other hosts and those of this process.
-    pub fn split(&self, candidates: Vec<Candidate>) -> (Vec<Candidate>, Vec<Candidate>) {
-        candidates.into_iter().partition(|candidate| !self.contains(&candidate.address))
     }
 
     fn reaches(&self, target: SocketAddr, bind: SocketAddr) -> bool {
@@ -94,9 +88,5 @@ mod tests {
             let contained = [&loopback, &wildcard, &both].map(|own| own.contains(&address(text)));
             assert_eq!(contained, expected, "{text}");
         }
-        let candidate = |text| Candidate { address: address(text), server_name: None };
-        let (others, own) =
-            loopback.split(vec![candidate("127.0.0.1:6443"), candidate("10.0.0.1:6443")]);
-        assert_eq!((others.len(), own.len()), (1, 1));
     }
 }

@@ -126,8 +126,10 @@ async fn choose_resource(client: &Client) -> Result<WatchedResource, String> {
     let mut reasons = Vec::new();
     for resource in WatchedResource::ALL {
         let params = match resource {
-            WatchedResource::Endpoints => ListParams::default().fields(&name_selector()),
-            _ => ListParams::default().labels(&service_selector()),
+            WatchedResource::Endpoints => {
+                ListParams::default().fields(&format!("metadata.name={SERVICE}"))
+            }
+            _ => ListParams::default().labels(&format!("{SERVICE_LABEL}={SERVICE}")),
         };
         match api(client, resource).list(&params.limit(1)).await {
             Ok(_) => return Ok(resource),
@@ -156,14 +158,6 @@ fn api(client: &Client, resource: WatchedResource) -> Api<DynamicObject> {
     Api::namespaced_with(client.clone(), "default", &resource)
 }
 
-fn service_selector() -> String {
-    format!("{SERVICE_LABEL}={SERVICE}")
-}
-
-fn name_selector() -> String {
-    format!("metadata.name={SERVICE}")
-}
-
 /// Watches `resource` until it must be listed again. Counts failures in a row in `failures`.
 async fn watch(
     client: &Client,
@@ -173,8 +167,10 @@ async fn watch(
     failures: &mut u32,
 ) {
     let config = match resource {
-        WatchedResource::Endpoints => watcher::Config::default().fields(&name_selector()),
-        _ => watcher::Config::default().labels(&service_selector()),
+        WatchedResource::Endpoints => {
+            watcher::Config::default().fields(&format!("metadata.name={SERVICE}"))
+        }
+        _ => watcher::Config::default().labels(&format!("{SERVICE_LABEL}={SERVICE}")),
     };
     let mut events = std::pin::pin!(watcher(api(client, resource), config));
     let mut stable_since = Instant::now();

@@ -12,13 +12,61 @@ use std::time::SystemTime;
 
 use tokio::sync::Notify;
 
-use super::candidates::{Candidate, DiscoveredEndpoints, SavedEndpoints, SourceAnswer};
 use super::own_addresses::OwnAddresses;
+use crate::config::EndpointAddress;
 use crate::upstream::Upstream;
 use crate::upstream::endpoint_sources::EndpointSource;
 
 /// Number of rejected entries that a log line names.
 const MAX_NAMED: usize = 5;
+/// Number of rejected entries whose reasons are kept; the rest are only counted.
+const MAX_REASONS: usize = 20;
+
+/// An address that a source offers as an endpoint.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Candidate {
+    /// Host and port.
+    pub address: EndpointAddress,
+    /// Name to verify in the serving certificate, unless the configuration sets `tls.server_name`.
+    /// `None` means the host of the address.
+    pub server_name: Option<String>,
+}
+
+/// The result of one reading of a source.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct DiscoveredEndpoints {
+    /// Ready endpoints, in the order of the source.
+    pub candidates: Vec<Candidate>,
+    /// Number of endpoints that the source reports as not ready.
+    pub not_ready: usize,
+    /// Why entries were rejected, at most the first 20.
+    pub rejected: Vec<String>,
+    /// Number of rejected entries.
+    pub rejected_count: usize,
+}
+
+impl DiscoveredEndpoints {
+    /// Records `count` entries that cannot be endpoints.
+    pub fn reject(&mut self, reason: String, count: usize) {
+        self.rejected_count += count;
+        if self.rejected.len() < MAX_REASONS {
+            self.rejected.push(reason);
+        }
+    }
+}
+
+/// The last usable answer of a source.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct SourceAnswer {
+    /// The endpoints that the source offers.
+    pub candidates: Vec<Candidate>,
+    /// Every part of the source has answered, so its saved endpoints are obsolete. DNS with two
+    /// names is incomplete until both are resolved.
+    pub complete: bool,
+}
+
+/// Endpoints from the state file, each with the source that offered it in an earlier run.
+pub type SavedEndpoints = Vec<(EndpointSource, Candidate)>;
 
 /// The states of one upstream's sources. Lives on the control thread.
 pub struct SourceStates {
@@ -70,11 +118,12 @@ impl SourceStates {
         complete: bool,
         error: Option<&str>,
     ) {
-        let invalid = summary(found.rejected(), found.rejected_count());
-        self.reject(source, "invalid", found.rejected_count(), &invalid);
-        let (not_ready, rejected) = (found.not_ready, found.rejected_count());
+        let (not_ready, rejected) = (found.not_ready, found.rejected_count);
+        self.reject(source, "invalid", rejected, &summary(&found.rejected, rejected));
         let offered = found.candidates.len();
-        let (candidates, own) = self.own_addresses().split(found.candidates);
+        let own_addresses = self.own_addresses();
+        let (own, candidates): (Vec<_>, Vec<_>) =
+            found.candidates.into_iter().partition(|c| own_addresses.contains(&c.address));
         let addresses: Vec<_> = own.iter().map(|own| own.address.to_string()).collect();
         let loops =
             format!("{}: our own address, requests would loop", summary(&addresses, own.len()));
@@ -105,11 +154,6 @@ impl SourceStates {
         let before = logged.insert((source, reason), message.to_owned());
         let news = (before.as_deref() != Some(message)).then_some(message);
         self.upstream.sources.refused(source, reason, count, news);
-    }
-
-    /// Records that the last answer of `source` is still current.
-    pub fn confirm(&self, source: EndpointSource) {
-        self.upstream.sources.confirmed(source);
     }
 
     /// Records that `source` could not be read. Its last answer stays.

@@ -5,15 +5,14 @@
 //! endpoints that a source offered are written, and only while one of them is usable. A file that
 //! is corrupt, of another upstream or empty is reported and ignored.
 
-use std::fmt;
-use std::fs::{self, File};
-use std::io::{self, Write};
+use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde_json::{Value, json};
 
-use super::candidates::{Candidate, SavedEndpoints};
+use super::source_states::{Candidate, SavedEndpoints};
 use crate::config::EndpointAddress;
 use crate::net::files;
 use crate::observe::utc::Utc;
@@ -35,64 +34,40 @@ pub struct SavedState {
     pub age: Duration,
 }
 
-/// Why a state file is not used.
-#[derive(Debug)]
-pub enum StateError {
-    /// The file does not exist, as before every first start.
-    Missing,
-    /// The file or its directory cannot be read.
-    Io(io::Error),
-    /// The content is not a state file.
-    Corrupt(String),
-    /// The file belongs to another upstream, or has another version.
-    Foreign(String),
-    /// The file has no usable endpoint.
-    Empty,
-}
-
-impl fmt::Display for StateError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Missing => f.write_str("no state was saved yet"),
-            Self::Io(error) => error.fmt(f),
-            Self::Corrupt(why) => write!(f, "not a state file: {why}; it is ignored"),
-            Self::Foreign(why) => write!(f, "{why}; it is ignored"),
-            Self::Empty => f.write_str("no usable endpoint in it; it is ignored"),
-        }
-    }
-}
-
 /// The path of the state file of `upstream`. Upstream names have letters, digits and dashes only.
 pub fn path(dir: &Path, upstream: &str) -> PathBuf {
     dir.join(format!("{upstream}.json"))
 }
 
-/// Reads the state file of `upstream`.
+/// Reads the state file of `upstream`; `None` if it does not exist, as before every first start.
 ///
 /// # Errors
 /// Why the file is not used.
-pub fn read(dir: &Path, upstream: &str, now: SystemTime) -> Result<SavedState, StateError> {
-    let text =
-        files::read_text(&path(dir, upstream), MAX_FILE).map_err(|error| match error.kind() {
-            io::ErrorKind::NotFound => StateError::Missing,
-            io::ErrorKind::FileTooLarge => StateError::Corrupt(error.to_string()),
-            io::ErrorKind::InvalidData => StateError::Corrupt("not text".into()),
-            _ => StateError::Io(error),
-        })?;
-    parse(&text, upstream, now)
+pub fn read(dir: &Path, upstream: &str, now: SystemTime) -> Result<Option<SavedState>, String> {
+    match files::read_text(&path(dir, upstream), MAX_FILE) {
+        Ok(text) => {
+            parse(&text, upstream, now).map(Some).map_err(|why| format!("{why}; it is ignored"))
+        }
+        Err(error) => match error.kind() {
+            io::ErrorKind::NotFound => Ok(None),
+            io::ErrorKind::FileTooLarge | io::ErrorKind::InvalidData => {
+                Err(format!("not a state file: {error}; it is ignored"))
+            }
+            _ => Err(error.to_string()),
+        },
+    }
 }
 
-fn parse(text: &str, upstream: &str, now: SystemTime) -> Result<SavedState, StateError> {
+fn parse(text: &str, upstream: &str, now: SystemTime) -> Result<SavedState, String> {
     let value: Value =
-        serde_json::from_str(text).map_err(|error| StateError::Corrupt(error.to_string()))?;
+        serde_json::from_str(text).map_err(|error| format!("not a state file: {error}"))?;
     match value["version"].as_u64() {
         Some(VERSION) => {}
-        Some(other) => return Err(StateError::Foreign(format!("version {other} of the format"))),
-        None => return Err(StateError::Corrupt("no version".into())),
+        Some(other) => return Err(format!("version {other} of the format")),
+        None => return Err("not a state file: no version".into()),
     }
     if value["upstream"] != upstream {
-        let why = format!("the endpoints of another upstream, {}", value["upstream"]);
-        return Err(StateError::Foreign(why));
+        return Err(format!("the endpoints of another upstream, {}", value["upstream"]));
     }
     let saved_at = value["saved_at_seconds"].as_u64().unwrap_or(0);
     let now = now.duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -100,7 +75,10 @@ fn parse(text: &str, upstream: &str, now: SystemTime) -> Result<SavedState, Stat
     let list = value["endpoints"].as_array().map_or(&[][..], Vec::as_slice);
     let endpoints: SavedEndpoints =
         list.iter().take(MAX_ENDPOINTS).filter_map(parse_endpoint).collect();
-    if endpoints.is_empty() { Err(StateError::Empty) } else { Ok(SavedState { endpoints, age }) }
+    if endpoints.is_empty() {
+        return Err("no usable endpoint in it".into());
+    }
+    Ok(SavedState { endpoints, age })
 }
 
 /// One endpoint; `None` if [`write`] could not have written it.
@@ -146,18 +124,7 @@ pub fn write(
         "endpoints": endpoints,
     });
     fs::create_dir_all(dir)?;
-    let (path, temporary) = (path(dir, upstream), dir.join(format!(".{upstream}.json.new")));
-    let result = File::create(&temporary).and_then(|mut file| {
-        file.write_all(format!("{text:#}\n").as_bytes())?;
-        file.sync_all()?;
-        fs::rename(&temporary, &path)?;
-        // Without this the rename may be lost with the power.
-        File::open(dir)?.sync_all()
-    });
-    if result.is_err() {
-        let _ = fs::remove_file(&temporary);
-    }
-    result
+    files::replace(&path(dir, upstream), format!("{text:#}\n").as_bytes(), files::PUBLIC)
 }
 
 #[cfg(test)]
@@ -181,13 +148,13 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let dir = dir.path().join("deep/er");
         let then = wall_clock();
-        assert!(matches!(read(&dir, "u", then), Err(StateError::Missing)));
+        assert_eq!(read(&dir, "u", then), Ok(None));
         write(&dir, "u", &endpoints(), then).unwrap();
         write(&dir, "u", &endpoints(), then).unwrap();
-        let saved = read(&dir, "u", then + Duration::from_secs(90)).unwrap();
+        let saved = read(&dir, "u", then + Duration::from_secs(90)).unwrap().unwrap();
         assert_eq!(saved.endpoints, endpoints());
         assert!((89..=91).contains(&saved.age.as_secs()), "{:?}", saved.age);
-        let back = read(&dir, "u", then - Duration::from_secs(90)).unwrap();
+        let back = read(&dir, "u", then - Duration::from_secs(90)).unwrap().unwrap();
         assert_eq!(back.age, Duration::ZERO, "a clock that went back");
         assert_eq!(fs::read_dir(&dir).unwrap().count(), 1, "no temporary file is left");
     }
@@ -216,7 +183,7 @@ mod tests {
             ),
         ] {
             fs::write(path(dir.path(), "u"), text).unwrap();
-            let error = read(dir.path(), "u", now).unwrap_err().to_string();
+            let error = read(dir.path(), "u", now).unwrap_err();
             assert!(error.starts_with(expected), "{error}");
         }
     }
@@ -227,6 +194,6 @@ mod tests {
         let file = dir.path().join("file");
         fs::write(&file, "").unwrap();
         assert!(write(&file, "u", &endpoints(), wall_clock()).is_err());
-        assert!(matches!(read(&file, "u", wall_clock()), Err(StateError::Io(_))));
+        assert!(read(&file, "u", wall_clock()).is_err());
     }
 }

@@ -11,7 +11,7 @@ use futures_util::FutureExt as _;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use super::candidates::SavedEndpoints;
+use super::source_states::SavedEndpoints;
 use super::state_file;
 use crate::upstream::Upstream;
 use crate::upstream::endpoint_sources::EndpointSource;

@@ -8,8 +8,8 @@ use arc_swap::ArcSwap;
 use tokio::task::{LocalSet, spawn_local};
 use tokio::time::{Instant, sleep};
 
-use super::candidates::{Candidate, SavedEndpoints};
 use super::controller::TICK;
+use super::source_states::{Candidate, SavedEndpoints};
 use super::{SharedContext, dns, run, state_file};
 use crate::config::{Discovery, EndpointAddress, Upstream, validate_text};
 use crate::control::endpoint_set;
@@ -112,7 +112,7 @@ async fn run_saved_endpoints_count_until_their_source_answers_or_is_removed() {
             sleep(Duration::from_millis(20)).await;
         }
     };
-    let on_disk = || state_file::read(dir.path(), "u", wall_clock()).unwrap();
+    let on_disk = || state_file::read(dir.path(), "u", wall_clock()).unwrap().unwrap();
     let is_saved = async |expected: &SavedEndpoints| {
         let patience = Instant::now() + Duration::from_secs(60);
         while on_disk().endpoints != *expected {
@@ -140,7 +140,7 @@ async fn run_saved_endpoints_count_until_their_source_answers_or_is_removed() {
         let other = dir.path().join("other");
         shared.state_dir.store(Arc::new(Some(other.clone())));
         let patience = Instant::now() + Duration::from_secs(60);
-        while state_file::read(&other, "u", wall_clock()).is_err() {
+        while state_file::read(&other, "u", wall_clock()).unwrap().is_none() {
             assert!(Instant::now() < patience);
             sleep(Duration::from_millis(20)).await;
         }

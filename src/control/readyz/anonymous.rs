@@ -21,7 +21,7 @@ use tokio::time::{Instant, sleep, sleep_until};
 use super::connection::{ProbeConnection, connect, until_unusable};
 use super::reachability::ReachabilityCheck;
 use super::request::{ReadyzResult, request_proof_from_others, send_probe};
-use super::schedule::{ReadyVerdict, ResultStreak, anonymous_pause};
+use super::schedule::{ResultStreak, anonymous_pause};
 use crate::upstream::Upstream;
 use crate::upstream::connection::ConnectionState;
 use crate::upstream::endpoint::Endpoint;
@@ -113,10 +113,8 @@ impl AnonymousProber {
                 Some(why)
             }
         };
-        match self.streak.add(failure.is_none(), config.rise, config.fall) {
-            Some(ReadyVerdict::Ready) => self.failing = None,
-            Some(ReadyVerdict::Failing) => self.failing = failure,
-            None => {}
+        if self.streak.add(failure.is_none(), config.rise, config.fall) {
+            self.failing = failure;
         }
     }
 }

@@ -20,34 +20,17 @@ const PROOF_PAUSE: Duration = Duration::from_millis(200);
 /// Counts equal probe results in a row.
 #[derive(Debug, Default)]
 pub struct ResultStreak {
-    good: u32,
-    bad: u32,
-    has_result: bool,
-}
-
-/// What a [`ResultStreak`] decides.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ReadyVerdict {
-    /// The endpoint is ready.
-    Ready,
-    /// The endpoint is not ready.
-    Failing,
+    last: Option<bool>,
+    length: u32,
 }
 
 impl ResultStreak {
-    /// Adds a result. The first one decides alone; later ones after `rise` successes or `fall`
-    /// failures in a row. `None` leaves the last verdict.
-    pub fn add(&mut self, ready: bool, rise: u32, fall: u32) -> Option<ReadyVerdict> {
-        let first = !std::mem::replace(&mut self.has_result, true);
-        if ready {
-            self.bad = 0;
-            self.good = self.good.saturating_add(1);
-            (first || self.good >= rise).then_some(ReadyVerdict::Ready)
-        } else {
-            self.good = 0;
-            self.bad = self.bad.saturating_add(1);
-            (first || self.bad >= fall).then_some(ReadyVerdict::Failing)
-        }
+    /// Adds a result; returns whether it decides if the endpoint is ready. The first one does; later
+    /// ones do after `rise` successes or `fall` failures in a row.
+    pub fn add(&mut self, ready: bool, rise: u32, fall: u32) -> bool {
+        let last = self.last.replace(ready);
+        self.length = if last == Some(ready) { self.length.saturating_add(1) } else { 1 };
+        last.is_none() || self.length >= if ready { rise } else { fall }
     }
 }
 
@@ -143,15 +126,15 @@ mod tests {
     #[test]
     fn add_first_result_decides_and_later_ones_need_a_streak() {
         let mut streak = ResultStreak::default();
-        assert_eq!(streak.add(true, 2, 2), Some(ReadyVerdict::Ready));
-        assert_eq!(streak.add(false, 2, 2), None);
-        assert_eq!(streak.add(true, 2, 2), None);
-        assert_eq!(streak.add(false, 2, 2), None);
-        assert_eq!(streak.add(false, 2, 2), Some(ReadyVerdict::Failing));
-        assert_eq!(streak.add(false, 2, 2), Some(ReadyVerdict::Failing));
-        assert_eq!(streak.add(true, 2, 2), None);
-        assert_eq!(streak.add(true, 2, 2), Some(ReadyVerdict::Ready));
-        assert_eq!(ResultStreak::default().add(false, 2, 2), Some(ReadyVerdict::Failing));
+        assert!(streak.add(true, 2, 2));
+        assert!(!streak.add(false, 2, 2));
+        assert!(!streak.add(true, 2, 2));
+        assert!(!streak.add(false, 2, 2));
+        assert!(streak.add(false, 2, 2));
+        assert!(streak.add(false, 2, 2));
+        assert!(!streak.add(true, 2, 2));
+        assert!(streak.add(true, 2, 2));
+        assert!(ResultStreak::default().add(false, 2, 2));
     }
 
     #[test]

@@ -424,7 +424,7 @@ async fn follow_ttl_over_looks_the_name_up_again() {
     let states = SourceStates::new(upstream, Box::new(OwnAddresses::default));
     let names = vec![EndpointAddress { host: "api.example.com".into(), port: 6443 }];
     let becomes = async |host: &str| {
-        let is = |answers: &BTreeMap<EndpointSource, super::super::candidates::SourceAnswer>| {
+        let is = |answers: &BTreeMap<EndpointSource, super::super::source_states::SourceAnswer>| {
             answers
                 .get(&EndpointSource::Dns)
                 .is_some_and(|answer| answer.candidates[0].address.host == host)

@@ -17,12 +17,10 @@
 //! Prometheus may use a name, and the operator has opened the address to the network.
 
 mod connections;
-mod node;
 mod routes;
 mod server;
 mod status_provider;
 
 pub use self::connections::{CONNECTION_TIME, MAX_CONNECTIONS};
-pub use self::node::node_name;
 pub use self::server::{Admin, StopReason, serve_unix};
-pub use self::status_provider::{Readiness, ReadinessCheck, StatusProvider};
+pub use self::status_provider::{Readiness, ReadinessCheck, StatusProvider, node_name};

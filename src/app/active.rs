@@ -31,7 +31,6 @@ const RESERVED_DESCRIPTORS: u64 = 64;
 /// A configuration in use, with its resources.
 #[derive(Debug)]
 pub struct ActiveConfig {
-    /// The configuration.
     pub config: Arc<Config>,
     /// The upstreams, in the order of the configuration.
     pub upstreams: Vec<Arc<Upstream>>,
@@ -41,15 +40,11 @@ pub struct ActiveConfig {
     pub sockets: Vec<Arc<BoundSocket>>,
     /// The TCP socket of the admin endpoint.
     pub admin: Arc<AdminSocket>,
-    /// Opens connections to endpoints.
     outgoing: Arc<Connector>,
 }
 
 impl ActiveConfig {
     /// Duplicates of every listening socket, for another process.
-    ///
-    /// # Errors
-    /// The process is out of descriptors.
     pub fn duplicate_sockets(&self) -> io::Result<Vec<OwnedFd>> {
         let listeners = self.sockets.iter().flat_map(|socket| socket.duplicates());
         listeners.chain([self.admin.socket().as_fd().try_clone_to_owned()]).collect()
@@ -63,9 +58,6 @@ impl ActiveConfig {
 
     /// The sockets that a worker needs to serve this configuration and does not have yet, for each
     /// worker. `current` is what the workers serve now.
-    ///
-    /// # Errors
-    /// The process is out of descriptors.
     pub fn new_sockets(&self, current: Option<&Self>, workers: usize) -> io::Result<NewSockets> {
         let mut new = Vec::new();
         for listener in &self.listeners {

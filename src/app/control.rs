@@ -57,23 +57,16 @@ const WARM_UP_POLL: Duration = Duration::from_millis(10);
 
 /// What the control thread is started with.
 pub struct ControlThread {
-    /// The configuration in use.
     pub active: ActiveConfig,
-    /// All metrics.
     pub metrics: Arc<Metrics>,
     /// Is notified of readiness and reloads, and fed while no worker is stalled.
     pub manager: Arc<ServiceManager>,
-    /// Answers the admin endpoint.
     pub status: Arc<ProcessStatus>,
-    /// What discovery shares between upstreams.
     pub context: Arc<SharedContext>,
-    /// Sends commands to the workers.
     pub workers: CommandSender,
     /// Reads the configuration again, if it comes from a file.
     pub follower: Option<ConfigFollower>,
-    /// Requests to reload.
     pub requests: UnboundedReceiver<ReloadRequest>,
-    /// Turns true when the process drains.
     pub draining: watch::Receiver<bool>,
     /// The process to take over from, and the sockets of it that the workers have not yet.
     pub predecessor: Option<(Predecessor, NewSockets)>,

@@ -18,20 +18,16 @@ use crate::upstream::credentials::IdentitySlot;
 /// [`ActiveConfig`](super::active::ActiveConfig).
 #[derive(Debug)]
 pub struct BoundListener {
-    /// The configuration of the listener.
     pub config: config::Listener,
     /// The bound addresses, with the sockets on them.
     pub sockets: Vec<(SocketId, SocketAddr)>,
-    /// The metrics of the listener.
     pub metrics: Arc<ListenerMetrics>,
     /// The default upstream.
     pub upstream: Arc<Upstream>,
-    /// What depends on the mode.
     pub mode: ListenerMode,
 }
 
 impl BoundListener {
-    /// The configured name.
     pub fn name(&self) -> &str {
         &self.config.name
     }
@@ -53,7 +49,6 @@ impl BoundListener {
 pub enum ListenerMode {
     /// L7: TLS is terminated here.
     Terminate {
-        /// The configuration of this mode.
         config: config::Terminate,
         /// The serving certificate and the client CAs.
         tls: Arc<ServingTls>,
@@ -62,7 +57,6 @@ pub enum ListenerMode {
     },
     /// L4: connections are passed through.
     Passthrough {
-        /// The configuration of this mode.
         config: config::Passthrough,
         /// The upstreams of the routes, in their order.
         routes: Vec<Arc<Upstream>>,

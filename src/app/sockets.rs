@@ -87,12 +87,10 @@ impl BoundSocket {
         Ok(Self { id, configured, address, options, previous_options, inherited, sockets })
     }
 
-    /// Identifies the socket.
     pub fn id(&self) -> SocketId {
         self.id
     }
 
-    /// The address that is bound.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
@@ -119,18 +117,12 @@ impl BoundSocket {
 
     /// Duplicates of the sockets that one worker accepts on. Every worker has at least one socket
     /// and every socket has at least one worker; a queue without a worker would never be emptied.
-    ///
-    /// # Errors
-    /// The process is out of descriptors.
     pub fn for_worker(&self, worker: usize, workers: usize) -> io::Result<Vec<TcpListener>> {
         let count = self.sockets.len();
         assigned(worker, workers, count).map(|index| self.sockets[index].try_clone()).collect()
     }
 
     /// Duplicates of all sockets, for another process.
-    ///
-    /// # Errors
-    /// The process is out of descriptors.
     pub fn duplicates(&self) -> impl Iterator<Item = io::Result<OwnedFd>> {
         self.sockets.iter().map(|socket| socket.as_fd().try_clone_to_owned())
     }
@@ -161,9 +153,6 @@ pub struct AdminSocket {
 
 impl AdminSocket {
     /// The socket for `configured`: the one in use (`current`), an inherited one, or a new one.
-    ///
-    /// # Errors
-    /// The address cannot be bound.
     pub fn bind(
         configured: SocketAddr,
         current: Option<&Arc<Self>>,
@@ -188,7 +177,6 @@ impl AdminSocket {
         }
     }
 
-    /// The socket.
     pub fn socket(&self) -> &TcpListener {
         &self.socket
     }

@@ -179,12 +179,10 @@ impl ProcessStatus {
         self.active.store(Arc::new(Shown::new(active)));
     }
 
-    /// The latest reload.
     pub fn last_reload(&self) -> Option<ReloadResult> {
         self.reloads().last_reload.clone()
     }
 
-    /// Records a reload.
     pub fn record_reload(&self, result: ReloadResult) {
         let ConfigStatus { reloads, last_reload, .. } = &mut *self.reloads();
         *if result.is_ok() { &mut reloads.ok } else { &mut reloads.failed } += 1;

@@ -64,9 +64,7 @@ pub struct DesiredState {
     pub listeners: Vec<Arc<BoundListener>>,
     /// The sockets of `listeners` that the worker does not have yet.
     pub new_sockets: HashMap<SocketId, Vec<TcpListener>>,
-    /// Which requests are logged.
     pub access: AccessLog,
-    /// How long a drain may take.
     pub drain_timeout: Duration,
     /// Every address that this process listens on.
     pub listen_addresses: Arc<[SocketAddr]>,
@@ -74,7 +72,6 @@ pub struct DesiredState {
 
 /// What a worker's thread is started with.
 pub struct WorkerSetup {
-    /// All metrics.
     pub metrics: Arc<Metrics>,
     /// Limits the memory for request bodies of all workers together.
     pub bodies: Arc<ByteBudget>,

@@ -15,7 +15,6 @@ use crate::proxy::request_body;
 
 /// Started worker threads.
 pub struct WorkerThreads {
-    /// Sends commands to them.
     pub commands: CommandSender,
     /// Joined at shutdown.
     pub threads: Vec<JoinHandle<()>>,
@@ -25,9 +24,6 @@ pub struct WorkerThreads {
 
 /// Starts `count` workers. They drain when `drain` turns true, and close what is still open when
 /// `force` does.
-///
-/// # Errors
-/// A thread cannot be created.
 pub fn start(
     count: usize,
     metrics: &Arc<Metrics>,
@@ -64,7 +60,6 @@ pub fn start(
 pub struct CommandSender(Vec<UnboundedSender<Command>>);
 
 impl CommandSender {
-    /// The number of workers.
     pub fn count(&self) -> usize {
         self.0.len()
     }

@@ -50,7 +50,6 @@ impl DrainDeadline {
         self.start.elapsed()
     }
 
-    /// How long the drain may take.
     pub fn timeout(&self) -> Duration {
         self.timeout
     }
@@ -123,7 +122,6 @@ impl Server {
 }
 
 impl WorkerListener {
-    /// A listener without sockets.
     pub fn new(
         bound: Arc<BoundListener>,
         server: Server,

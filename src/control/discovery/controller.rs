@@ -10,7 +10,7 @@ use arc_swap::ArcSwap;
 use tokio::task::{AbortHandle, JoinError, JoinSet};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
 
-use super::debounce::{CurrentEndpoint, Debouncer};
+use super::debounce::Debouncer;
 use super::merge::{self, MergedEndpoints};
 use super::own_addresses::OwnAddresses;
 use super::source_states::{Candidate, DiscoveredEndpoints, SourceStates};
@@ -231,15 +231,7 @@ impl DiscoveryController {
             self.save(&usable, now);
             return None;
         }
-        let current: Vec<_> = self
-            .current
-            .iter()
-            .map(|spec| CurrentEndpoint {
-                usable: usable.contains(&spec.address),
-                spec: spec.clone(),
-            })
-            .collect();
-        let step = self.debouncer.step(&merged.endpoints, &current, now);
+        let step = self.debouncer.step(&merged.endpoints, &self.current, &usable, now);
         if let Some(set) = step.apply {
             self.writer.apply(&set);
             self.current = set;

@@ -10,11 +10,12 @@
 //! An answer that replaces every endpoint by one that does not work therefore removes no endpoint
 //! that works. An endpoint that flaps stays. Every other change is applied within 1.5 s.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
 use tokio::time::Instant;
 
+use crate::config::EndpointAddress;
 use crate::control::endpoint_set::EndpointSpec;
 
 /// Changes within this time are applied together.
@@ -22,15 +23,6 @@ pub const WINDOW: Duration = Duration::from_secs(1);
 
 /// Interval of the checks whether a wanted endpoint is usable, while a removal waits for one.
 const USABLE_CHECK: Duration = Duration::from_millis(100);
-
-/// An endpoint of the current set.
-#[derive(Debug, Clone)]
-pub struct CurrentEndpoint {
-    /// The specification that it was applied with.
-    pub spec: EndpointSpec,
-    /// Whether the endpoint answers requests.
-    pub usable: bool,
-}
 
 /// The result of [`Debouncer::step`].
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -58,19 +50,21 @@ fn same(a: &EndpointSpec, b: &EndpointSpec) -> bool {
 }
 
 impl Debouncer {
-    /// Compares the wanted set with the current one.
+    /// Compares the wanted set with the current one, whose endpoints with `usable` addresses answer
+    /// requests.
     pub fn step(
         &mut self,
         wanted: &[EndpointSpec],
-        current: &[CurrentEndpoint],
+        current: &[EndpointSpec],
+        usable: &HashSet<EndpointAddress>,
         now: Instant,
     ) -> DebounceStep {
         let is_wanted = |spec: &EndpointSpec| wanted.iter().any(|w| same(w, spec));
-        let is_current = |spec: &EndpointSpec| current.iter().any(|c| same(&c.spec, spec));
-        self.unwanted.retain(|spec, _| is_current(spec) && !is_wanted(spec));
+        let is_usable = |spec: &EndpointSpec| usable.contains(&spec.address);
+        self.unwanted.retain(|spec, _| current.iter().any(|c| same(c, spec)) && !is_wanted(spec));
 
-        let none_usable = !current.iter().any(|c| c.usable);
-        let has_changes = wanted.iter().any(|w| !current.iter().any(|c| c.spec == *w));
+        let none_usable = !current.iter().any(is_usable);
+        let has_changes = wanted.iter().any(|w| !current.contains(w));
         if !has_changes {
             self.changed_at = None;
         }
@@ -79,16 +73,16 @@ impl Debouncer {
         let mut step =
             DebounceStep { step_at: due.filter(|_| !apply_wanted), ..DebounceStep::default() };
 
-        let wanted_usable = current.iter().any(|c| c.usable && is_wanted(&c.spec));
+        let wanted_usable = current.iter().any(|c| is_usable(c) && is_wanted(c));
         let mut set: Vec<EndpointSpec> = if apply_wanted {
             wanted.to_vec()
         } else {
-            current.iter().filter(|c| is_wanted(&c.spec)).map(|c| c.spec.clone()).collect()
+            current.iter().filter(|c| is_wanted(c)).cloned().collect()
         };
-        for CurrentEndpoint { spec, usable } in current.iter().filter(|c| !is_wanted(&c.spec)) {
+        for spec in current.iter().filter(|c| !is_wanted(c)) {
             let identity = EndpointSpec { fallback: false, ..spec.clone() };
             let due = *self.unwanted.entry(identity).or_insert(now) + WINDOW;
-            let held = now >= due && *usable && !wanted_usable;
+            let held = now >= due && is_usable(spec) && !wanted_usable;
             if now < due || held {
                 step.held += usize::from(held);
                 let at = if held { now + USABLE_CHECK } else { due };
@@ -101,8 +95,7 @@ impl Debouncer {
         if apply_wanted {
             self.changed_at = None;
         }
-        let unchanged = set.len() == current.len()
-            && set.iter().all(|spec| current.iter().any(|c| c.spec == *spec));
+        let unchanged = set.len() == current.len() && set.iter().all(|s| current.contains(s));
         step.apply = (!unchanged).then_some(set);
         step
     }
@@ -111,7 +104,6 @@ impl Debouncer {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::EndpointAddress;
 
     fn spec(host: &str) -> EndpointSpec {
         let address = EndpointAddress { host: host.into(), port: 1 };
@@ -144,16 +136,9 @@ mod tests {
 
         /// Steps at `ms`; returns when the debouncer wants the next step.
         fn step(&mut self, ms: u64, wanted: &[&str]) -> Option<u64> {
-            let current: Vec<_> = self
-                .current
-                .iter()
-                .map(|spec| CurrentEndpoint {
-                    spec: spec.clone(),
-                    usable: self.usable.contains(&&*spec.address.host),
-                })
-                .collect();
+            let usable = specs(&self.usable).into_iter().map(|spec| spec.address).collect();
             let now = self.start + Duration::from_millis(ms);
-            let step = self.debouncer.step(&specs(wanted), &current, now);
+            let step = self.debouncer.step(&specs(wanted), &self.current, &usable, now);
             if let Some(set) = step.apply {
                 assert!(!set.is_empty() || wanted.is_empty());
                 self.current = set;
@@ -254,10 +239,11 @@ mod tests {
     fn step_endpoint_becomes_fallback_is_applied_after_window() {
         let mut debouncer = Debouncer::default();
         let now = Instant::now();
-        let current = [CurrentEndpoint { spec: spec("a"), usable: true }];
+        let current = [spec("a")];
+        let usable = HashSet::from([spec("a").address]);
         let wanted = [spec("x"), EndpointSpec { fallback: true, ..spec("a") }];
-        assert_eq!(debouncer.step(&wanted, &current, now).apply, None);
-        let step = debouncer.step(&wanted, &current, now + WINDOW);
+        assert_eq!(debouncer.step(&wanted, &current, &usable, now).apply, None);
+        let step = debouncer.step(&wanted, &current, &usable, now + WINDOW);
         assert_eq!(step.apply.as_deref(), Some(&wanted[..]));
     }
 }

@@ -67,23 +67,26 @@ impl DiscoveryToken {
 /// # Errors
 /// What is wrong, with the path of the kubeconfig and without a secret.
 pub fn load(path: &Path) -> Result<DiscoveryUser, String> {
-    let fail = |why: String| format!("{}: {why}", path.display());
-    let text = files::read_text(path, MAX_KUBECONFIG).map_err(|error| fail(error.to_string()))?;
+    let at_path = |why: String| format!("{}: {why}", path.display());
+    let text = files::read_text(path, MAX_KUBECONFIG)
+        .map_err(|error| at_path(error.to_string()))?;
     let file = KubeconfigFile::parse(path, &text)?;
-    let config = file.with_absolute_paths();
-    let (name, user) = current_user(&config).map_err(&fail)?;
-    refuse_unsupported(name, user).map_err(&fail)?;
+    load_user(path, &file.with_absolute_paths()).map_err(at_path)
+}
+
+fn load_user(path: &Path, config: &Kubeconfig) -> Result<DiscoveryUser, String> {
+    let (name, user) = current_user(config)?;
+    refuse_unsupported(name, user)?;
     let credentials = UserCredentials::new(user, &Cluster::default())
-        .map_err(|why| fail(format!("the user {name:?} {why}")))?;
+        .map_err(|why| format!("the user {name:?} {why}"))?;
     let mut files = vec![path.to_owned()];
     let certificate = match &credentials.certificate {
         Some((certificate, key)) => {
-            let certificate = read_pem("client-certificate", certificate, path, &mut files);
-            let (cert_file, cert_pem) = certificate.map_err(&fail)?;
-            let key = read_pem("client-key", key, path, &mut files);
-            let (key_file, key_pem) = key.map_err(&fail)?;
+            let (cert_file, cert_pem) =
+                read_pem("client-certificate", certificate, path, &mut files)?;
+            let (key_file, key_pem) = read_pem("client-key", key, path, &mut files)?;
             let loaded = pem_files::cert_from_pem((&cert_file, &cert_pem), (&key_file, &key_pem));
-            Some(loaded.map_err(|error| fail(error.to_string()))?)
+            Some(loaded.map_err(|error| error.to_string())?)
         }
         None => None,
     };
@@ -92,17 +95,17 @@ pub fn load(path: &Path) -> Result<DiscoveryUser, String> {
             files.push(file.clone());
             DiscoveryToken::File(file)
         }
-        Some(TokenSource::Inline(token)) => files::authorization(&token)
-            .map(DiscoveryToken::Fixed)
-            .map_err(|why| fail(format!("token: {why}")))?,
+        Some(TokenSource::Inline(token)) => DiscoveryToken::Fixed(
+            files::authorization(&token).map_err(|why| format!("token: {why}"))?,
+        ),
+        None if certificate.is_none() => {
+            return Err(format!(
+                "the user {name:?} has no credential: it needs a client certificate, a token or a \
+                 tokenFile"
+            ));
+        }
         None => DiscoveryToken::None,
     };
-    if certificate.is_none() && token == DiscoveryToken::None {
-        return Err(fail(format!(
-            "the user {name:?} has no credential: it needs a client certificate, a token or a \
-             tokenFile"
-        )));
-    }
     Ok(DiscoveryUser { certificate, token, files })
 }
 

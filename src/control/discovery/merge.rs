@@ -206,7 +206,7 @@ mod tests {
             EndpointSource::Static,
             answer(&["127.0.0.1:6443", "10.0.0.1:6443"]),
         )]);
-        let own = OwnAddresses::bound_to("127.0.0.1:6443");
+        let own = OwnAddresses::of_listeners(&["127.0.0.1:6443".parse().unwrap()]);
         let merged = merge(&answers, &vec![], &own, None, &HashSet::new(), 0);
         assert_eq!(merged.endpoints.len(), 1);
     }
@@ -256,7 +256,7 @@ mod tests {
                     }
                 }
             }
-            let own = OwnAddresses::bound_to("10.0.0.3:6443");
+            let own = OwnAddresses::of_listeners(&["10.0.0.3:6443".parse().unwrap()]);
             let merged = merge(&answers, &saved, &own, None, &HashSet::new(), 0);
             let addresses: HashSet<_> = merged.endpoints.iter().map(|s| &s.address).collect();
             prop_assert_eq!(addresses.len(), merged.endpoints.len());

@@ -50,14 +50,6 @@ fn targets(address: &EndpointAddress) -> Vec<SocketAddr> {
 }
 
 #[cfg(test)]
-impl OwnAddresses {
-    /// One listener that is bound to `address`.
-    pub(super) fn bound_to(address: &str) -> Self {
-        Self { bound: vec![address.parse().unwrap()], host: Vec::new() }
-    }
-}
-
-#[cfg(test)]
 mod tests {
     use super::*;
 

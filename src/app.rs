@@ -80,8 +80,21 @@ impl App {
     ///
     /// # Errors
     /// The first file that cannot be loaded or address that cannot be bound.
-    pub fn bind_with(config: Config, inherited: InheritedSockets) -> Result<Self, StartError> {
-        Self::prepare(config, inherited, None)
+    pub fn bind_with(config: Config, mut inherited: InheritedSockets) -> Result<Self, StartError> {
+        active::raise_descriptor_limit(&config);
+        let metrics = Metrics::new();
+        let active = PreparedConfig::new(config, None, &mut inherited, &metrics)?.activate();
+        if !inherited.is_empty() {
+            let addresses = inherited.addresses();
+            tracing::warn!(?addresses, "sockets that no listener uses are closed");
+        }
+        let context = Arc::new(SharedContext {
+            bound: ArcSwap::from_pointee(active.listen_addresses().to_vec()),
+            state_dir: ArcSwap::from_pointee(active.config.state_dir.clone()),
+            liveness: LivenessMonitor::start()?,
+            system: ResolverFiles::default(),
+        });
+        Ok(Self { active, metrics, context, follower: None, predecessor: None })
     }
 
     /// As [`App::bind_with`], with the sockets of the process that runs with the same `state_dir`.
@@ -94,38 +107,16 @@ impl App {
     pub fn take_over(config: Config, mut inherited: InheritedSockets) -> Result<Self, StartError> {
         let Some(path) = config.state_dir.as_deref().map(takeover::socket_path) else {
             tracing::warn!("state_dir is \"\": there is no socket to take over through");
-            return Self::prepare(config, inherited, None);
+            return Self::bind_with(config, inherited);
         };
-        let taken = takeover::request_sockets(&path)?;
-        let Some((predecessor, sockets)) = taken else {
+        let Some((predecessor, sockets)) = takeover::request_sockets(&path)? else {
             tracing::info!(path = %path.display(), "no process to take over from");
-            return Self::prepare(config, inherited, None);
+            return Self::bind_with(config, inherited);
         };
         let pid = predecessor.pid();
         tracing::info!(pid, sockets = sockets.len(), "taking over from a running process");
         inherited.append(sockets);
-        Self::prepare(config, inherited, Some(predecessor))
-    }
-
-    fn prepare(
-        config: Config,
-        mut inherited: InheritedSockets,
-        predecessor: Option<Predecessor>,
-    ) -> Result<Self, StartError> {
-        active::raise_descriptor_limit(&config);
-        let metrics = Metrics::new();
-        let active = PreparedConfig::new(config, None, &mut inherited, &metrics)?.activate();
-        if !inherited.is_empty() {
-            let addresses = inherited.addresses();
-            tracing::warn!(?addresses, "sockets that no listener wants are closed");
-        }
-        let context = Arc::new(SharedContext {
-            bound: ArcSwap::from_pointee(active.listen_addresses().to_vec()),
-            state_dir: ArcSwap::from_pointee(active.config.state_dir.clone()),
-            liveness: LivenessMonitor::start()?,
-            system: ResolverFiles::default(),
-        });
-        Ok(Self { active, metrics, context, follower: None, predecessor })
+        Ok(Self { predecessor: Some(predecessor), ..Self::bind_with(config, inherited)? })
     }
 
     /// Reloads the configuration when its source changes.

@@ -1,6 +1,6 @@
 //! A configured listener with everything it needs resolved: upstreams, TLS, identities, metrics.
 //!
-//! A listener goes through three types: [`config::Listener`] is what the file says,
+//! A listener goes through three types: [`config::Listener`] is the configuration,
 //! [`BoundListener`] is the same with its resources and its bound sockets, and each worker runs a
 //! `WorkerListener` that follows it.
 

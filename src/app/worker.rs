@@ -1,9 +1,9 @@
 //! A worker: a thread with its own event loop, its own sockets and its own connections to
 //! endpoints.
 //!
-//! The control thread sends it the [`DesiredState`]. The worker starts what is new, updates what has
-//! changed under the open connections, and drains what is gone while the rest continues. The first
-//! state is applied like every later one. During a takeover it releases its sockets to the new
+//! The control thread sends it the [`DesiredState`]. The worker starts new listeners, updates
+//! changed ones under their open connections, and drains removed ones while the others continue. The
+//! first state is applied like every later one. During a takeover it releases its sockets to the new
 //! process and keeps its open connections.
 
 mod listener;
@@ -79,7 +79,7 @@ pub struct WorkerSetup {
     pub workers: usize,
     /// Turns true to drain the worker.
     pub drain: watch::Receiver<bool>,
-    /// Turns true to close what is still open.
+    /// Turns true to close all open connections.
     pub force: watch::Receiver<bool>,
     /// Records that the event loop runs.
     pub liveness: Liveness,

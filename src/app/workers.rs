@@ -22,8 +22,8 @@ pub struct WorkerThreads {
     pub liveness: Vec<Liveness>,
 }
 
-/// Starts `count` workers. They drain when `drain` turns true, and close what is still open when
-/// `force` does.
+/// Starts `count` workers. They drain when `drain` turns true, and close all open connections
+/// when `force` does.
 pub fn start(
     count: usize,
     metrics: &Arc<Metrics>,

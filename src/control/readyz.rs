@@ -63,7 +63,7 @@ async fn probe_repeatedly(
             streak = ResultStreak::default();
             anonymous.reset();
             let Some(new) = connect(upstream, endpoint, reachability).await else { continue };
-            ProbeConnection(new)
+            new
         };
         reachability.set_connection(&current);
         if !upstream.has_probe_credential() {

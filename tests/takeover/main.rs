@@ -226,7 +226,7 @@ async fn new_configuration_may_change_addresses() {
     let mut old = setup.replace(new);
     assert!(old.wait_exit().await.success());
     assert!(is_refused(first) && !is_refused(second));
-    setup.process.wait_output("sockets that no listener wants are closed").await;
+    setup.process.wait_output("sockets that no listener uses are closed").await;
     load.wait_progress().await;
     load.end().await;
 }

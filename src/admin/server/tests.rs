@@ -14,7 +14,7 @@ struct FakeStatus {
 
 impl StatusProvider for FakeStatus {
     fn liveness(&self) -> Result<(), String> {
-        if self.alive { Ok(()) } else { Err("worker 0 has not turned for 7 s".into()) }
+        if self.alive { Ok(()) } else { Err("worker 0: event loop stalled".into()) }
     }
 
     fn readiness(&self) -> Readiness {
@@ -121,7 +121,7 @@ async fn readyz_failed_check_is_one_line_with_its_detail() {
     assert_eq!((code, body.as_str()), (503, expected));
 
     let (code, _, body) = ask(start(false, true), "GET", "/livez").await;
-    assert_eq!((code, body.as_str()), (503, "not alive: worker 0 has not turned for 7 s\n"));
+    assert_eq!((code, body.as_str()), (503, "not alive: worker 0: event loop stalled\n"));
 }
 
 #[tokio::test]

@@ -1,7 +1,7 @@
 //! A listener as one worker runs it: its accept loops, its server, and its drain.
 //!
 //! A drain stops accepting, announces the end to clients, ends watches at staggered moments and
-//! waits for the rest until its [`DrainDeadline`]. Then what is still open is closed. L4 flows
+//! waits for the rest until its [`DrainDeadline`]. Then it closes all open connections. L4 flows
 //! cannot be announced their end, so they are reset one by one towards the deadline.
 
 use std::collections::HashMap;
@@ -207,8 +207,8 @@ impl WorkerListener {
         });
     }
 
-    /// Stops accepting, announces the end to clients, waits for them, and closes what is still open
-    /// at the deadline.
+    /// Stops accepting, announces the end to clients, waits for them, and closes all open
+    /// connections at the deadline.
     pub async fn drain(mut self, deadline: DrainDeadline) {
         let spread = deadline.spread();
         self.listen(&[], &mut HashMap::new());

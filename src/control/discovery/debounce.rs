@@ -134,7 +134,7 @@ mod tests {
             }
         }
 
-        /// Steps at `ms`; returns when the debouncer wants the next step.
+        /// Steps at `ms`; returns when the next step is due.
         fn step(&mut self, ms: u64, wanted: &[&str]) -> Option<u64> {
             let usable = specs(&self.usable).into_iter().map(|spec| spec.address).collect();
             let now = self.start + Duration::from_millis(ms);

@@ -236,7 +236,9 @@ fn needs_list(error: &watcher::Error) -> bool {
 /// An error in one line, with its causes.
 fn describe(error: &KubeError) -> String {
     match error {
-        KubeError::Api(status) => format!("the apiserver says {}: {}", status.code, status.message),
+        KubeError::Api(status) => {
+            format!("the apiserver answers {}: {}", status.code, status.message)
+        }
         other => with_causes(other),
     }
 }

@@ -169,7 +169,7 @@ mod tests {
         for (text, expected) in [
             (other.as_bytes(), "the endpoints of another upstream, \"other\"; it is ignored"),
             (b"", "not a state file: EOF"),
-            (b"\xff\xfe", "not a state file: not text"),
+            (b"\xff\xfe", "not a state file: not a text file"),
             (b"[]", "not a state file: no version"),
             (&other.as_bytes()[..40], "not a state file: "),
             (big.as_bytes(), "not a state file: larger than"),

@@ -83,7 +83,7 @@ impl AnonymousProber {
                     Instant::now() + anonymous_pause(&config.health.readyz, fastrand::f64());
                 let Some(new) = connect(upstream, endpoint, reachability).await else { continue };
                 reachability.set_connection(&new);
-                let previous = std::mem::replace(&mut current, ProbeConnection(new));
+                let previous = std::mem::replace(&mut current, new);
                 previous.expect_end();
                 if config.used_by.terminate {
                     self.send(upstream, endpoint, &previous).await;

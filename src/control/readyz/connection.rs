@@ -60,7 +60,7 @@ pub async fn connect(
     upstream: &Arc<Upstream>,
     endpoint: &Arc<Endpoint>,
     reachability: &ReachabilityCheck,
-) -> Option<Rc<Connection>> {
+) -> Option<ProbeConnection> {
     let tls = upstream.credentials.tls(CredentialClass::Probe)?;
     if !endpoint.claim_connect_attempt(!upstream.is_usable(), Instant::now()) {
         sleep(RECONNECT_CHECK).await;
@@ -70,7 +70,8 @@ pub async fn connect(
     match dial_h2(&upstream.outgoing(), endpoint, &tls.h2, limit).await {
         Ok(established) => {
             endpoint.metrics.dialled("ok");
-            Some(reachability.start_connection(established, upstream, endpoint, &tls))
+            let new = reachability.start_connection(established, upstream, endpoint, &tls);
+            Some(ProbeConnection(new))
         }
         Err(ConnectFailure::NoH2(_)) if !upstream.config().used_by.terminate => {
             // Only passthrough listeners use this upstream. They do not need HTTP/2, and the TLS

@@ -95,31 +95,31 @@ impl ReachabilityCheck {
     /// Waits until a suspect connection is no longer suspect, or no longer the current one. Without
     /// this wait, [`Self::run`] would spin on a suspect connection that it does not examine.
     async fn until_settled(&self, suspect: &Rc<Connection>) {
+        let is_suspect = || suspect.state() == ConnectionState::Suspect;
+        self.until(|| (!self.is_current(suspect) || !is_suspect()).then_some(())).await;
+    }
+
+    /// Waits until the current connection becomes suspect.
+    async fn until_suspect(&self) -> Rc<Connection> {
+        let is_suspect = |current: &Rc<Connection>| current.state() == ConnectionState::Suspect;
+        self.until(|| self.current.borrow().clone().filter(is_suspect)).await
+    }
+
+    /// Checks after each change of a connection until `check` returns a value.
+    async fn until<T>(&self, check: impl Fn() -> Option<T>) -> T {
         loop {
             let mut changed = std::pin::pin!(self.changed.notified());
+            // Registered before the check, so that no change is missed between check and wait.
             changed.as_mut().enable();
-            let current = self.current.borrow().as_ref().is_some_and(|c| Rc::ptr_eq(c, suspect));
-            if !current || suspect.state() != ConnectionState::Suspect {
-                return;
+            if let Some(value) = check() {
+                return value;
             }
             changed.await;
         }
     }
 
-    /// Waits until the current connection becomes suspect.
-    async fn until_suspect(&self) -> Rc<Connection> {
-        loop {
-            let mut changed = std::pin::pin!(self.changed.notified());
-            // Registered before the check, so that no change is missed between check and wait.
-            changed.as_mut().enable();
-            let current = self.current.borrow().clone();
-            if let Some(current) =
-                current.filter(|current| current.state() == ConnectionState::Suspect)
-            {
-                return current;
-            }
-            changed.await;
-        }
+    fn is_current(&self, connection: &Rc<Connection>) -> bool {
+        self.current.borrow().as_ref().is_some_and(|current| Rc::ptr_eq(current, connection))
     }
 
     /// Finds out whether the process behind a suspect connection still answers.
@@ -151,9 +151,7 @@ impl ReachabilityCheck {
             if suspect.state() == ConnectionState::Live {
                 return endpoint.mark_responsive();
             }
-            let replaced =
-                self.current.borrow().as_ref().is_none_or(|now| !Rc::ptr_eq(now, suspect));
-            if replaced || (reported && suspect.state() == ConnectionState::Dead) {
+            if !self.is_current(suspect) || (reported && suspect.state() == ConnectionState::Dead) {
                 // The prober reconnects.
                 return;
             }

@@ -20,7 +20,7 @@ const MAX_BODY: usize = 16 * 1024;
 /// The result of a probe.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ReadyzResult {
-    /// The endpoint is ready, or does not let this client know.
+    /// The endpoint is ready, or refuses to answer this client.
     Ready,
     /// The endpoint is not ready, and why.
     NotReady(String),
@@ -99,8 +99,8 @@ async fn exchange(
     Ok((status, interpret(status, &String::from_utf8_lossy(&body), &config.path)))
 }
 
-/// The meaning of a response. 401 and 403 mean that this client may not know, which is no reason to
-/// avoid the endpoint.
+/// The meaning of a response. With 401 and 403 the apiserver works and only refuses to answer this
+/// client, so the endpoint is not avoided.
 fn interpret(status: StatusCode, body: &str, path: &str) -> ReadyzResult {
     match status {
         StatusCode::OK | StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => ReadyzResult::Ready,

@@ -26,7 +26,7 @@ pub(super) const TTL_MAX: Duration = Duration::from_secs(300);
 /// Longest time for one attempt of one query. The resolver's own default, 5 s, makes a lost packet
 /// expensive.
 const ATTEMPT_MAX: Duration = Duration::from_secs(2);
-/// Shortest time for one attempt, whatever `options timeout:` says: glibc takes 0 for 1 s too.
+/// Shortest time for one attempt, even if `options timeout:` is shorter. glibc takes 0 for 1 s too.
 const ATTEMPT_MIN: Duration = Duration::from_secs(1);
 /// Limit for all attempts at all name servers with every search domain.
 pub(super) const LOOKUP_TIMEOUT: Duration = Duration::from_secs(20);

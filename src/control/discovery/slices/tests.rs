@@ -51,7 +51,7 @@ async fn watch_list_that_stalls_is_requested_again_after_timeout() {
     LocalSet::new().run_until(test).await;
 }
 
-/// What the server does next.
+/// The next action of the server.
 #[derive(Debug, Clone)]
 enum Op {
     /// A slice is created or changed.

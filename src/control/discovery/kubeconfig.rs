@@ -68,15 +68,9 @@ impl DiscoveryToken {
 /// The mistake, with the path of the kubeconfig and without a secret.
 pub fn load(path: &Path) -> Result<DiscoveryUser, String> {
     let at_path = |why: String| format!("{}: {why}", path.display());
-<<<<<<< HEAD
-    let text = files::read_text(path, MAX_KUBECONFIG)
-        .map_err(|error| at_path(error.to_string()))?;
-    let file = KubeconfigFile::parse(path, &text)?;
-=======
     let text =
         files::read_text(path, MAX_KUBECONFIG).map_err(|error| at_path(error.to_string()))?;
-    let file = KubeconfigFile::parse(path, &text).map_err(|error| error.to_string())?;
->>>>>>> b59b3fc (control: wait for connection changes in one place; name components in comments)
+    let file = KubeconfigFile::parse(path, &text)?;
     load_user(path, &file.with_absolute_paths()).map_err(at_path)
 }
 

@@ -34,8 +34,7 @@ use crate::proxy::https_server::HttpsServer;
 use crate::proxy::listener_service::ListenerService;
 use crate::proxy::passthrough::flow_table::FlowTable;
 use crate::proxy::passthrough::forwarder::TcpForwarder;
-use crate::proxy::passthrough::routing::Routing;
-use crate::proxy::passthrough::transparent::Transparent;
+use crate::proxy::passthrough::routing::{Routing, Transparent};
 use crate::proxy::tunnels::Tunnels;
 use crate::proxy::upstream_client::UpstreamClient;
 use crate::upstream::Upstream;
@@ -293,8 +292,10 @@ impl Worker {
         routes: &[Arc<Upstream>],
         destinations: &Destinations,
     ) -> Routing {
-        let transparent =
-            || Transparent::new(Arc::clone(&self.listen_addresses), destinations.clone());
+        let transparent = || Transparent {
+            listening: Arc::clone(&self.listen_addresses),
+            destinations: destinations.clone(),
+        };
         Routing {
             upstream: Arc::clone(&bound.upstream),
             routes: routes.to_vec(),

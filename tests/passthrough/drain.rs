@@ -61,7 +61,7 @@ async fn remaining_flows_are_ended_gradually_in_the_last_fifth() {
                 let insert = |_| {
                     let flow = table.insert(listener.routing(), &upstream, &endpoint, (-1, -1));
                     // The server has responded, so the handshake timeout does not apply.
-                    flow.record(Progress { to_server: false, to_client: true });
+                    flow.record(Progress { to_endpoint: 0, to_client: 1 });
                     flow
                 };
                 let mut left: Vec<_> = (0..FLOWS).map(insert).collect();

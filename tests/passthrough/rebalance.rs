@@ -9,7 +9,7 @@ use crate::support::{
 use jackstay::config::EndpointAddress;
 use jackstay::control::endpoint_set::{EndpointSpec, replace_endpoints};
 use jackstay::observe::Metrics;
-use jackstay::proxy::passthrough::rebalance::decide;
+use jackstay::proxy::passthrough::flow_table::surplus;
 use jackstay::upstream::Upstream;
 use jackstay::upstream::credentials::Credentials;
 use jackstay::upstream::rebalance::RebalanceSchedule;
@@ -66,7 +66,7 @@ async fn connections_move_gradually_until_endpoints_are_balanced() {
         let index =
             |endpoint: &_| endpoints.iter().position(|e| std::sync::Arc::ptr_eq(e, endpoint));
         let count = |endpoint: &_| index(endpoint).map_or(0, |i: usize| flows[i]);
-        let found = decide(&mut schedule, &upstream, count, elapsed, now);
+        let found = surplus(&mut schedule, &upstream, count, elapsed, now);
         if start.elapsed() > Duration::from_secs(600) && endpoints[2].ready_for(now).is_none() {
             assert!(flows[0].abs_diff(flows[1]) <= 2 && flows[2] == 0, "{flows:?}");
             endpoints[2].connected();

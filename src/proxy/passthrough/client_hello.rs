@@ -27,11 +27,11 @@ const HANDSHAKE: u8 = 22;
 /// Most bytes of a record (RFC 8446 section 5.1).
 const MAX_RECORD: usize = 1 << 14;
 /// Type of the message (RFC 8446 section 4).
-const CLIENT_HELLO: u8 = 1;
+const CLIENT_HELLO: usize = 1;
 /// Type of the extension (RFC 6066 section 1.1).
-const SERVER_NAME: u16 = 0;
+const SERVER_NAME: usize = 0;
 /// The only kind of name there is (RFC 6066 section 3).
-const HOST_NAME: u8 = 0;
+const HOST_NAME: usize = 0;
 
 /// Reads all bytes that have arrived.
 pub fn read(bytes: &[u8]) -> ClientHello {
@@ -49,6 +49,7 @@ pub fn read(bytes: &[u8]) -> ClientHello {
 }
 
 /// Why a message cannot be parsed.
+#[derive(Clone, Copy)]
 enum ParseError {
     /// More bytes are needed.
     Short,
@@ -86,85 +87,83 @@ fn handshake_bytes(mut bytes: &[u8]) -> Result<(Vec<u8>, bool), ParseError> {
 
 /// The server name of a `ClientHello`; `None` if it has none.
 fn parse(message: &[u8]) -> Result<Option<String>, ParseError> {
-    let mut at = Reader(message);
-    if at.u8()? != CLIENT_HELLO {
+    let mut header = Reader { bytes: message, at_end: ParseError::Short };
+    if header.number(1)? != CLIENT_HELLO {
         return Err(ParseError::Invalid);
     }
-    let length = at.u24()?;
+    let length = header.number(3)?;
     // Bytes after the message belong to another one.
-    let mut at = Reader(&at.0[..at.0.len().min(length)]);
-    let whole = message.len() - 4 >= length;
-    let invalid_if_whole = |error| if whole { ParseError::Invalid } else { error };
-    // Version and random.
-    at.take(2 + 32).map_err(invalid_if_whole)?;
-    let session = at.u8().map_err(invalid_if_whole)?;
-    at.take(session.into()).map_err(invalid_if_whole)?;
-    let suites = at.u16().map_err(invalid_if_whole)?;
-    at.take(suites.into()).map_err(invalid_if_whole)?;
-    let compressions = at.u8().map_err(invalid_if_whole)?;
-    at.take(compressions.into()).map_err(invalid_if_whole)?;
-    if whole && at.0.is_empty() {
+    let mut body = header.up_to(length);
+    body.take(2 + 32)?; // version and random
+    body.vector(1)?; // session ID
+    body.vector(2)?; // cipher suites
+    body.vector(1)?; // compression methods
+    if body.bytes.is_empty() && message.len() - 4 >= length {
         // A TLS 1.2 message may have no extensions.
         return Ok(None);
     }
-    let extensions = usize::from(at.u16().map_err(invalid_if_whole)?);
-    let all = at.0.len() >= extensions;
-    let mut at = Reader(&at.0[..at.0.len().min(extensions)]);
-    let invalid_if_whole = |error| if all || whole { ParseError::Invalid } else { error };
-    while !at.0.is_empty() {
-        let kind = at.u16().map_err(invalid_if_whole)?;
-        let length = at.u16().map_err(invalid_if_whole)?;
-        let body = at.take(length.into()).map_err(invalid_if_whole)?;
+    let length = body.number(2)?;
+    let mut extensions = body.up_to(length);
+    while !extensions.bytes.is_empty() {
+        let kind = extensions.number(2)?;
+        let data = extensions.vector(2)?;
         if kind == SERVER_NAME {
-            return server_name(body).map_err(|_| ParseError::Invalid);
+            return server_name(data);
         }
     }
-    if all { Ok(None) } else { Err(invalid_if_whole(ParseError::Short)) }
+    body.take(length)?;
+    Ok(None)
 }
 
 /// The first host name of the extension.
-fn server_name(body: &[u8]) -> Result<Option<String>, ParseError> {
-    let mut at = Reader(body);
-    let length = at.u16()?;
-    let mut names = Reader(at.take(length.into())?);
-    while !names.0.is_empty() {
-        let kind = names.u8()?;
-        let length = names.u16()?;
-        let name = names.take(length.into())?;
+fn server_name(data: &[u8]) -> Result<Option<String>, ParseError> {
+    let bytes = Reader { bytes: data, at_end: ParseError::Invalid }.vector(2)?;
+    let mut names = Reader { bytes, at_end: ParseError::Invalid };
+    while !names.bytes.is_empty() {
+        let kind = names.number(1)?;
+        let name = names.vector(2)?;
         if kind == HOST_NAME {
             // Some clients send a trailing dot, which RFC 6066 forbids.
             let name = name.strip_suffix(b".").unwrap_or(name);
             let is_valid = !name.is_empty() && name.iter().all(u8::is_ascii_graphic);
-            let text =
-                std::str::from_utf8(name).ok().filter(|_| is_valid).ok_or(ParseError::Invalid)?;
-            return Ok(Some(text.to_ascii_lowercase()));
+            let text = std::str::from_utf8(name).ok().filter(|_| is_valid);
+            return text.map(|text| Some(text.to_ascii_lowercase())).ok_or(ParseError::Invalid);
         }
     }
     Ok(None)
 }
 
 /// Reads from the front of a slice.
-struct Reader<'a>(&'a [u8]);
+struct Reader<'a> {
+    bytes: &'a [u8],
+    /// The error of a read beyond the end.
+    at_end: ParseError,
+}
 
 impl<'a> Reader<'a> {
     fn take(&mut self, n: usize) -> Result<&'a [u8], ParseError> {
-        let (front, rest) = self.0.split_at_checked(n).ok_or(ParseError::Short)?;
-        self.0 = rest;
+        let (front, rest) = self.bytes.split_at_checked(n).ok_or(self.at_end)?;
+        self.bytes = rest;
         Ok(front)
     }
 
-    fn u8(&mut self) -> Result<u8, ParseError> {
-        Ok(self.take(1)?[0])
+    /// A big-endian number of so many bytes.
+    fn number(&mut self, bytes: usize) -> Result<usize, ParseError> {
+        Ok(self.take(bytes)?.iter().fold(0, |sum, &byte| sum << 8 | usize::from(byte)))
     }
 
-    fn u16(&mut self) -> Result<u16, ParseError> {
-        let bytes = self.take(2)?;
-        Ok(u16::from_be_bytes([bytes[0], bytes[1]]))
+    /// A vector after its length, which is a number of so many bytes (RFC 8446 section 3.4).
+    fn vector(&mut self, length_bytes: usize) -> Result<&'a [u8], ParseError> {
+        let length = self.number(length_bytes)?;
+        self.take(length)
     }
 
-    fn u24(&mut self) -> Result<usize, ParseError> {
-        let bytes = self.take(3)?;
-        Ok(usize::from(bytes[0]) << 16 | usize::from(bytes[1]) << 8 | usize::from(bytes[2]))
+    /// Reads at most `length` bytes. If all of them have arrived, no more can follow.
+    fn up_to(&self, length: usize) -> Self {
+        match self.bytes.get(..length) {
+            Some(bytes) => Self { bytes, at_end: ParseError::Invalid },
+            None => Self { ..*self },
+        }
     }
 }
 

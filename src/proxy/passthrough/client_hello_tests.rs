@@ -125,7 +125,7 @@ fn check_every_prefix(bytes: &[u8]) {
 #[test]
 fn read_rejects_a_message_that_is_too_large() {
     // A message of 100,000 bytes that is never complete.
-    let mut bytes = vec![22, 3, 1, 0x40, 0, CLIENT_HELLO, 1, 0x86, 0xa0];
+    let mut bytes = vec![22, 3, 1, 0x40, 0, CLIENT_HELLO as u8, 1, 0x86, 0xa0];
     bytes.extend_from_slice(&[3, 3]);
     bytes.extend_from_slice(&[0; 32]);
     bytes.extend_from_slice(&[0, 0xff, 0xfe]);

@@ -8,9 +8,6 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::end_reason::{
-    CLIENT_DEAD, CLIENT_RESET, EndReason, HANDSHAKE, IDLE, UNACKNOWLEDGED, UNANSWERED,
-};
 use super::routing::ListenerRouting;
 use crate::net::sockets::{tcp_info, tcp_options};
 use crate::upstream::Upstream;
@@ -18,6 +15,42 @@ use crate::upstream::endpoint::Endpoint;
 use crate::upstream::flow_health::{
     self, FlowDeath, FlowDecision, FlowHealth, FlowThresholds, MAX_CHECK_INTERVAL,
 };
+
+/// Why a flow is ended, as a metric label and in words.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct EndReason {
+    /// One of [`crate::observe::names::CLOSE_REASONS`].
+    pub label: &'static str,
+    /// For the log.
+    pub description: &'static str,
+}
+
+pub(super) const ENDPOINT_DEAD: EndReason =
+    EndReason { label: "endpoint_dead", description: "the endpoint does not respond" };
+pub(super) const ENDPOINT_LEFT: EndReason = EndReason {
+    label: "endpoint_left",
+    description: "the endpoint was removed and leave_timeout has passed",
+};
+const HANDSHAKE: EndReason = EndReason {
+    label: "handshake_timeout",
+    description: "the endpoint sent nothing within handshake_timeout",
+};
+const IDLE: EndReason =
+    EndReason { label: "idle_timeout", description: "no bytes were moved for idle_timeout" };
+const UNACKNOWLEDGED: EndReason = EndReason {
+    label: "unacknowledged",
+    description: "the endpoint does not acknowledge sent bytes",
+};
+const UNANSWERED: EndReason =
+    EndReason { label: "unanswered", description: "the endpoint does not answer keepalives" };
+const CLIENT_DEAD: EndReason =
+    EndReason { label: "client_dead", description: "the client does not acknowledge sent bytes" };
+pub(super) const CLIENT_RESET: EndReason =
+    EndReason { label: "client_reset", description: "reset by the client" };
+pub(super) const REBALANCE: EndReason =
+    EndReason { label: "rebalance", description: "moved off an overloaded endpoint (rebalance)" };
+pub(super) const SHUTDOWN: EndReason =
+    EndReason { label: "shutdown", description: "the drain timeout has passed" };
 
 /// The final part of a time limit, over which the remaining flows are ended one by one. Ended all at
 /// once, their clients would all reconnect in the same moment.
@@ -29,13 +62,13 @@ pub(super) fn end_time(lot: f32, limit: Duration) -> Duration {
     limit.saturating_sub(limit.mul_f32(FINAL_PART * lot))
 }
 
-/// Which directions moved bytes.
+/// How many bytes were written.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Progress {
-    /// Bytes were written to the endpoint.
-    pub to_server: bool,
-    /// Bytes were written to the client.
-    pub to_client: bool,
+    /// To the endpoint.
+    pub to_endpoint: usize,
+    /// To the client.
+    pub to_client: usize,
 }
 
 /// A flow in the table.
@@ -45,9 +78,9 @@ pub(super) struct FlowEntry {
     endpoint: Arc<Endpoint>,
     /// The death count of the endpoint up to which its deaths do not concern this flow.
     endpoint_deaths: u64,
-    client: RawFd,
-    server: RawFd,
-    server_health: FlowHealth,
+    client_socket: RawFd,
+    endpoint_socket: RawFd,
+    endpoint_health: FlowHealth,
     client_health: FlowHealth,
     /// When the client's side is checked: only while bytes wait to be acknowledged by the client, or
     /// while the endpoint accepts none and so nothing is read from the client.
@@ -59,7 +92,7 @@ pub(super) struct FlowEntry {
     /// A random number in 0..1 for [`end_time`].
     lot: f32,
     /// Whether the end of the endpoint's direction was passed on: the client may close its socket.
-    server_end_forwarded: bool,
+    endpoint_end_forwarded: bool,
     end: Option<EndReason>,
     waker: Option<Waker>,
 }
@@ -70,7 +103,7 @@ impl FlowEntry {
         routing: Rc<ListenerRouting>,
         upstream: Arc<Upstream>,
         endpoint: Arc<Endpoint>,
-        (client, server): (RawFd, RawFd),
+        (client_socket, endpoint_socket): (RawFd, RawFd),
         now: Instant,
     ) -> Self {
         Self {
@@ -78,16 +111,16 @@ impl FlowEntry {
             routing,
             upstream,
             endpoint,
-            client,
-            server,
-            server_health: FlowHealth::new(now),
+            client_socket,
+            endpoint_socket,
+            endpoint_health: FlowHealth::new(now),
             client_health: FlowHealth::new(now),
             client_check: None,
             started: now,
             last_progress: now,
             answered: false,
             lot: fastrand::f32(),
-            server_end_forwarded: false,
+            endpoint_end_forwarded: false,
             end: None,
             waker: None,
         }
@@ -109,19 +142,24 @@ impl FlowEntry {
         self.last_progress
     }
 
+    /// Whether the flow was not ended.
+    pub(super) fn is_open(&self) -> bool {
+        self.end.is_none()
+    }
+
     /// Whether rebalancing may end the flow.
     pub(super) fn is_movable(&self) -> bool {
-        self.end.is_none() && self.routing.current().config.rebalance
+        self.is_open() && self.routing.current().config.rebalance
     }
 
     /// Whether the endpoint's side has made no progress for so long that its path may be broken.
     pub(super) fn is_stalled(&self) -> bool {
-        self.server_health.is_stalled()
+        self.endpoint_health.is_stalled()
     }
 
     /// Whether an answer has refuted a suspicion since the last call.
     pub(super) fn was_refuted(&mut self) -> bool {
-        self.server_health.was_refuted()
+        self.endpoint_health.was_refuted()
     }
 
     /// When the flow is ended of a time `limit` that all flows have.
@@ -157,32 +195,32 @@ impl FlowEntry {
         if idle_timeout.is_some_and(|timeout| now >= self.last_progress + timeout) {
             return Err(IDLE);
         }
-        let next = self.check_server(thresholds, now)?;
+        let next = self.check_endpoint(thresholds, now)?;
         self.check_client(now)?;
         Ok(self.client_check.map_or(next, |check| next.min(check.max(now))))
     }
 
-    fn check_server(
+    fn check_endpoint(
         &mut self,
         thresholds: &FlowThresholds,
         now: Instant,
     ) -> Result<Instant, EndReason> {
         let next = now + MAX_CHECK_INTERVAL;
         // Without TCP_INFO (a kernel before 4.6) there is no evidence and so no decision.
-        let Ok(info) = tcp_info::read(&self.server) else { return Ok(next) };
+        let Ok(info) = tcp_info::read(&self.endpoint_socket) else { return Ok(next) };
         if info.closed {
             return Ok(next);
         }
         if info.has_pending() {
             self.client_check.get_or_insert(now + MAX_CHECK_INTERVAL);
         }
-        match self.server_health.check(&info, thresholds, now) {
+        match self.endpoint_health.check(&info, thresholds, now) {
             FlowDecision::Dead(_) if self.is_delivering_last_bytes() => Ok(next),
             FlowDecision::Dead(FlowDeath::Unacknowledged) => Err(UNACKNOWLEDGED),
             FlowDecision::Dead(FlowDeath::Unanswered) => Err(UNANSWERED),
             FlowDecision::Again { after, probe } => {
                 if probe {
-                    let _ = tcp_options::send_keepalive_probe(&self.server);
+                    let _ = tcp_options::send_keepalive_probe(&self.endpoint_socket);
                 }
                 Ok(next.min(now + after))
             }
@@ -193,8 +231,8 @@ impl FlowEntry {
         if self.client_check.is_none_or(|check| now < check) {
             return Ok(());
         }
-        let Ok(info) = tcp_info::read(&self.client) else { return Ok(()) };
-        if info.closed && !self.server_end_forwarded {
+        let Ok(info) = tcp_info::read(&self.client_socket) else { return Ok(()) };
+        if info.closed && !self.endpoint_end_forwarded {
             // Nothing is read from the client while the endpoint accepts no bytes, so the pump does
             // not see that the client has closed.
             return Err(CLIENT_RESET);
@@ -211,22 +249,23 @@ impl FlowEntry {
     /// Whether the endpoint has ended its direction and the client has not received all of it. What
     /// happens to the endpoint meanwhile does not matter.
     fn is_delivering_last_bytes(&self) -> bool {
-        tcp_info::read(&self.server).is_ok_and(|server| server.ended || server.closed)
-            && tcp_info::read(&self.client).is_ok_and(|client| client.has_pending())
+        tcp_info::read(&self.endpoint_socket)
+            .is_ok_and(|endpoint| endpoint.ended || endpoint.closed)
+            && tcp_info::read(&self.client_socket).is_ok_and(|client| client.has_pending())
     }
 
     /// Records moved bytes. Returns when the endpoint's side is to be checked at the latest.
     pub(super) fn record(&mut self, progress: Progress, now: Instant) -> Option<Instant> {
         self.last_progress = now;
-        if progress.to_client {
+        if progress.to_client > 0 {
             self.answered = true;
             self.client_check.get_or_insert(now + MAX_CHECK_INTERVAL);
         }
-        (progress.to_server && self.end.is_none()).then(|| self.server_health.wrote(now))
+        (progress.to_endpoint > 0 && self.is_open()).then(|| self.endpoint_health.wrote(now))
     }
 
-    pub(super) fn record_server_end(&mut self) {
-        self.server_end_forwarded = true;
+    pub(super) fn record_endpoint_end(&mut self) {
+        self.endpoint_end_forwarded = true;
     }
 
     /// Ends the flow: wakes its task, which resets both sides.

@@ -22,21 +22,21 @@ use std::sync::Arc;
 use std::task::Context;
 use std::time::Duration;
 
+use slab::Slab;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep};
 
 use super::super::accept::WARNING_INTERVAL;
-use super::end_reason::{
-    CLIENT_RESET, ENDPOINT_DEAD, ENDPOINT_LEFT, EndReason, REBALANCE, SHUTDOWN,
+use super::flow_entry::{
+    CLIENT_RESET, ENDPOINT_DEAD, ENDPOINT_LEFT, EndReason, FlowEntry, Progress, REBALANCE,
+    SHUTDOWN, end_time,
 };
-use super::flow_entry::{FlowEntry, Progress, end_time};
-use super::rebalance::{self, IDLE_FOR};
 use super::routing::ListenerRouting;
 use crate::observe::RateLimitedWarnings;
 use crate::upstream::Upstream;
 use crate::upstream::endpoint::{Endpoint, EndpointState};
 use crate::upstream::flow_health::{self, CorrelatedLoss, FlowThresholds};
-use crate::upstream::rebalance::RebalanceSchedule;
+use crate::upstream::rebalance::{EndpointLoad, RebalanceSchedule};
 
 /// How often the array is scanned.
 const TICK: Duration = Duration::from_millis(50);
@@ -44,6 +44,8 @@ const TICK: Duration = Duration::from_millis(50);
 const REFUTED_FOR: Duration = Duration::from_secs(60);
 /// The check time of a free slot, and of a flow that was ended.
 const NEVER: u32 = u32::MAX;
+/// Rebalancing ends only flows on which no bytes have moved for this long.
+const IDLE_FOR: Duration = Duration::from_secs(2);
 
 /// The flows of one worker.
 pub struct FlowTable {
@@ -66,10 +68,9 @@ struct RefutedSuspicions {
 
 #[derive(Default)]
 struct Slots {
-    /// When to check the flow of each slot, in milliseconds since the start of the table.
+    flows: Slab<FlowEntry>,
+    /// When to check the flow with the same key, in milliseconds since the start of the table.
     checks: Vec<u32>,
-    flows: Vec<Option<FlowEntry>>,
-    free: Vec<u32>,
     endpoints: Vec<EndpointFlows>,
 }
 
@@ -117,11 +118,11 @@ impl FlowTable {
         routing: &Rc<ListenerRouting>,
         upstream: &Arc<Upstream>,
         endpoint: &Arc<Endpoint>,
-        descriptors: (RawFd, RawFd),
+        sockets: (RawFd, RawFd),
     ) -> FlowHandle {
         let now = Instant::now();
         let mut slots = self.slots.borrow_mut();
-        match slots.endpoints.iter_mut().find(|known| Arc::ptr_eq(&known.endpoint, endpoint)) {
+        match slots.endpoints.iter_mut().find(|known| known.is_of(endpoint)) {
             Some(known) => known.flows += 1,
             None => slots.endpoints.push(EndpointFlows {
                 endpoint: Arc::clone(endpoint),
@@ -131,31 +132,24 @@ impl FlowTable {
                 correlated_loss: CorrelatedLoss::default(),
             }),
         }
-        let flow = FlowEntry::new(
+        let key = slots.flows.insert(FlowEntry::new(
             Rc::clone(routing),
             Arc::clone(upstream),
             Arc::clone(endpoint),
-            descriptors,
+            sockets,
             now,
-        );
-        let check = self.millis(now);
-        let index = if let Some(index) = slots.free.pop() {
-            slots.flows[index as usize] = Some(flow);
-            slots.checks[index as usize] = check;
-            index
-        } else {
-            slots.flows.push(Some(flow));
-            slots.checks.push(check);
-            slots.flows.len() as u32 - 1
-        };
+        ));
+        if key == slots.checks.len() {
+            slots.checks.push(NEVER);
+        }
+        slots.checks[key] = self.millis(now);
         self.occupied.notify_one();
-        FlowHandle { table: Rc::clone(self), index }
+        FlowHandle { table: Rc::clone(self), key }
     }
 
     /// Whether the table has no flow.
     pub fn is_empty(&self) -> bool {
-        let slots = self.slots.borrow();
-        slots.free.len() == slots.flows.len()
+        self.slots.borrow().flows.is_empty()
     }
 
     /// Ends the flows of a listener that are due, `elapsed` after the start of a drain that may take
@@ -164,18 +158,17 @@ impl FlowTable {
         if elapsed < end_time(1.0, timeout) {
             return;
         }
-        let mut slots = self.slots.borrow_mut();
-        for (check, flow) in slots.open_flows() {
+        let Slots { checks, flows, .. } = &mut *self.slots.borrow_mut();
+        for (key, flow) in flows.iter_mut().filter(|(_, flow)| flow.is_open()) {
             if Rc::ptr_eq(flow.routing(), routing) && elapsed >= flow.end_time(timeout) {
-                self.end(check, flow, SHUTDOWN);
+                self.end(&mut checks[key], flow, SHUTDOWN);
             }
         }
     }
 
     /// Ends the flows of dead endpoints, and those of removed endpoints in time.
     fn check_endpoints(&self, now: Instant) {
-        let mut slots = self.slots.borrow_mut();
-        let Slots { checks, flows, endpoints, .. } = &mut *slots;
+        let Slots { checks, flows, endpoints } = &mut *self.slots.borrow_mut();
         for known in endpoints {
             let deaths = known.endpoint.deaths();
             let died = std::mem::replace(&mut known.deaths, deaths) != deaths;
@@ -186,40 +179,42 @@ impl FlowTable {
                 continue;
             }
             let leaving = known.leaving_since.map(|since| now.saturating_duration_since(since));
-            for (check, flow) in open_flows(checks, flows) {
-                if !Arc::ptr_eq(flow.endpoint(), &known.endpoint) {
-                    continue;
-                }
+            let open = flows.iter_mut().filter(|(_, flow)| flow.is_open());
+            for (key, flow) in open.filter(|(_, flow)| known.is_of(flow.endpoint())) {
                 if flow.has_endpoint_died(deaths) {
-                    self.end(check, flow, ENDPOINT_DEAD);
+                    self.end(&mut checks[key], flow, ENDPOINT_DEAD);
                 } else if leaving.is_some_and(|leaving| leaving >= flow.leave_time()) {
-                    self.end(check, flow, ENDPOINT_LEFT);
+                    self.end(&mut checks[key], flow, ENDPOINT_LEFT);
                 }
             }
         }
     }
 
-    /// Ends idle flows of an endpoint that has too many, for listeners with `rebalance`.
+    /// After an endpoint has recovered, ends idle flows of the others, those that have been idle longest
+    /// first, so that their clients reconnect and reach the endpoint that has fewer.
+    ///
+    /// A flow cannot be moved, only reset, and requests on it then fail. So this happens only for
+    /// listeners with `rebalance: true`, and slowly: each second it ends 2 % of the surplus, as for
+    /// watches.
     fn rebalance(&self, now: Instant) {
-        let Some(elapsed) = self.rebalancing.borrow_mut().is_due(now) else { return };
-        let mut slots = self.slots.borrow_mut();
-        let Slots { checks, flows, .. } = &mut *slots;
+        let mut schedule = self.rebalancing.borrow_mut();
+        let Some(elapsed) = schedule.is_due(now) else { return };
+        let Slots { checks, flows, .. } = &mut *self.slots.borrow_mut();
         let mut upstreams: Vec<Arc<Upstream>> = Vec::new();
-        for flow in flows.iter().flatten().filter(|flow| flow.is_movable()) {
+        for (_, flow) in flows.iter().filter(|(_, flow)| flow.is_movable()) {
             if !upstreams.iter().any(|known| Arc::ptr_eq(known, flow.upstream())) {
                 upstreams.push(Arc::clone(flow.upstream()));
             }
         }
         for upstream in upstreams {
             let count = |endpoint: &Arc<Endpoint>| {
-                let movable = flows.iter().flatten().filter(|flow| flow.is_movable());
-                movable.filter(|flow| Arc::ptr_eq(flow.endpoint(), endpoint)).count()
+                let movable = flows.iter().filter(|(_, flow)| flow.is_movable());
+                movable.filter(|(_, flow)| Arc::ptr_eq(flow.endpoint(), endpoint)).count()
             };
-            let mut schedule = self.rebalancing.borrow_mut();
-            let decision = rebalance::decide(&mut schedule, &upstream, count, elapsed, now);
-            drop(schedule);
-            let Some((from, count)) = decision else { continue };
-            let mut idle: Vec<_> = open_flows(checks, flows)
+            let surplus = surplus(&mut schedule, &upstream, count, elapsed, now);
+            let Some((from, count)) = surplus else { continue };
+            let mut idle: Vec<_> = flows
+                .iter_mut()
                 .filter(|(_, flow)| {
                     flow.is_movable()
                         && Arc::ptr_eq(flow.endpoint(), &from)
@@ -227,8 +222,8 @@ impl FlowTable {
                 })
                 .collect();
             idle.sort_by_key(|(_, flow)| flow.last_progress());
-            for (check, flow) in idle.into_iter().take(count) {
-                self.end(check, flow, REBALANCE);
+            for (key, flow) in idle.into_iter().take(count) {
+                self.end(&mut checks[key], flow, REBALANCE);
             }
         }
     }
@@ -237,15 +232,11 @@ impl FlowTable {
     fn check_flows(&self, now: Instant) {
         let thresholds = self.thresholds(now);
         let now_millis = self.millis(now);
-        let mut slots = self.slots.borrow_mut();
-        let Slots { checks, flows, endpoints, .. } = &mut *slots;
-        for (check, flow) in checks.iter_mut().zip(flows) {
-            if *check > now_millis {
-                continue;
-            }
-            let Some(flow) = flow else { continue };
-            let known =
-                endpoints.iter_mut().find(|known| Arc::ptr_eq(&known.endpoint, flow.endpoint()));
+        let Slots { checks, flows, endpoints } = &mut *self.slots.borrow_mut();
+        for (key, check) in checks.iter_mut().enumerate().filter(|(_, check)| **check <= now_millis)
+        {
+            let Some(flow) = flows.get_mut(key) else { continue };
+            let known = endpoints.iter_mut().find(|known| known.is_of(flow.endpoint()));
             let Some(known) = known else { continue };
             let thresholds = if known.correlated_loss.is_path_broken(known.flows, now) {
                 &flow_health::CORRELATED_LOSS_SERVER
@@ -304,50 +295,56 @@ impl FlowTable {
     }
 }
 
-impl Slots {
-    fn open_flows(&mut self) -> impl Iterator<Item = (&mut u32, &mut FlowEntry)> {
-        open_flows(&mut self.checks, &mut self.flows)
+impl EndpointFlows {
+    fn is_of(&self, endpoint: &Arc<Endpoint>) -> bool {
+        Arc::ptr_eq(&self.endpoint, endpoint)
     }
 }
 
-/// The flows that were not ended, each with its check time.
-fn open_flows<'a>(
-    checks: &'a mut [u32],
-    flows: &'a mut [Option<FlowEntry>],
-) -> impl Iterator<Item = (&'a mut u32, &'a mut FlowEntry)> {
-    let slots = checks.iter_mut().zip(flows).filter(|(check, _)| **check != NEVER);
-    slots.filter_map(|(check, flow)| Some((check, flow.as_mut()?)))
+/// The endpoint that has too many flows, and how many of them are to be ended. `count` returns the flows
+/// of an endpoint, `elapsed` is the time since the last round.
+pub fn surplus(
+    schedule: &mut RebalanceSchedule,
+    upstream: &Upstream,
+    count: impl Fn(&Arc<Endpoint>) -> usize,
+    elapsed: Duration,
+    now: Instant,
+) -> Option<(Arc<Endpoint>, usize)> {
+    let endpoints = upstream.endpoints();
+    let (settled, loads): (Vec<_>, Vec<_>) = endpoints
+        .iter()
+        .filter_map(|endpoint| Some((endpoint, EndpointLoad::of(endpoint, count(endpoint), now)?)))
+        .unzip();
+    if settled.len() < 2 {
+        return None;
+    }
+    let found = schedule.decide(&loads, elapsed)?;
+    Some((Arc::clone(settled[found.from]), found.count))
 }
 
 /// A flow in the table. Dropping it removes the flow.
 pub struct FlowHandle {
     table: Rc<FlowTable>,
-    index: u32,
+    key: usize,
 }
 
 impl FlowHandle {
     /// Why the flow was ended, if it was. Otherwise the task of `cx` is woken when it is; the first
     /// task that has called this is remembered.
     pub fn poll_end(&self, cx: &Context<'_>) -> Option<EndReason> {
-        let mut slots = self.table.slots.borrow_mut();
-        slots.flows[self.index as usize].as_mut()?.poll_end(cx.waker())
+        self.table.slots.borrow_mut().flows[self.key].poll_end(cx.waker())
     }
 
     /// Records that the end of the endpoint's direction was passed on to the client.
-    pub fn record_server_end(&self) {
-        let mut slots = self.table.slots.borrow_mut();
-        if let Some(flow) = slots.flows[self.index as usize].as_mut() {
-            flow.record_server_end();
-        }
+    pub fn record_endpoint_end(&self) {
+        self.table.slots.borrow_mut().flows[self.key].record_endpoint_end();
     }
 
-    /// Records moved bytes.
+    /// Records written bytes.
     pub fn record(&self, progress: Progress) {
-        let mut slots = self.table.slots.borrow_mut();
-        let Slots { checks, flows, .. } = &mut *slots;
-        let Some(flow) = flows[self.index as usize].as_mut() else { return };
-        if let Some(check) = flow.record(progress, Instant::now()) {
-            let next = &mut checks[self.index as usize];
+        let Slots { checks, flows, .. } = &mut *self.table.slots.borrow_mut();
+        if let Some(check) = flows[self.key].record(progress, Instant::now()) {
+            let next = &mut checks[self.key];
             *next = self.table.millis(check).min(*next);
         }
     }
@@ -355,16 +352,14 @@ impl FlowHandle {
 
 impl Drop for FlowHandle {
     fn drop(&mut self) {
-        let mut slots = self.table.slots.borrow_mut();
-        slots.checks[self.index as usize] = NEVER;
-        let Some(flow) = slots.flows[self.index as usize].take() else { return };
-        slots.free.push(self.index);
-        let is_its = |known: &EndpointFlows| Arc::ptr_eq(&known.endpoint, flow.endpoint());
-        if let Some(at) = slots.endpoints.iter().position(is_its) {
-            slots.endpoints[at].flows -= 1;
-            slots.endpoints[at].correlated_loss.changed(flow.is_stalled(), false);
-            if slots.endpoints[at].flows == 0 {
-                slots.endpoints.swap_remove(at);
+        let Slots { checks, flows, endpoints } = &mut *self.table.slots.borrow_mut();
+        checks[self.key] = NEVER;
+        let flow = flows.remove(self.key);
+        if let Some(at) = endpoints.iter().position(|known| known.is_of(flow.endpoint())) {
+            endpoints[at].flows -= 1;
+            endpoints[at].correlated_loss.changed(flow.is_stalled(), false);
+            if endpoints[at].flows == 0 {
+                endpoints.swap_remove(at);
             }
         }
     }

@@ -14,8 +14,8 @@ use super::super::accept;
 use super::super::drain::DrainWatcher;
 use super::connect;
 use super::flow_table::FlowTable;
-use super::pump::{FlowError, HalfFlow, Pump, Side};
-use super::routing::{ListenerRouting, RouteError, Routing};
+use super::pump::{FlowError, Peer, Pump};
+use super::routing::{ListenerRouting, Routing};
 use crate::net::sockets::tcp_options;
 use crate::observe::{ListenerMetrics, PassthroughMetrics, RateLimitedWarnings};
 
@@ -114,16 +114,16 @@ impl OpenConnection {
             Err(error) => {
                 let label = error.label();
                 self.end.set(label);
-                if let RouteError::Refused(refusal) = error {
+                if error.is_misconfiguration() {
                     let line = format!("listener {listener}: refused ({label})");
-                    forwarder.warnings.warn(&line, format_args!("client {from}: {refusal}"));
+                    forwarder.warnings.warn(&line, format_args!("client {from}: {error}"));
                 }
                 tracing::debug!(listener, client = %from, reason = %error, "connection not routed");
                 tcp_options::close_with_reset(client);
                 return;
             }
         };
-        let (server, endpoint) = match Box::pin(connect::connect(&upstream)).await {
+        let (stream, endpoint) = match Box::pin(connect::connect(&upstream)).await {
             Ok(connected) => connected,
             Err(why) => {
                 self.end.set("unreachable");
@@ -133,38 +133,27 @@ impl OpenConnection {
                 return;
             }
         };
-        tcp_options::bound_retransmission_timeout(&server);
+        tcp_options::bound_retransmission_timeout(&stream);
         let _tracked = endpoint.track_flow();
-        let descriptors = (client.as_raw_fd(), server.as_raw_fd());
-        let mut pump = Pump {
-            client,
-            server,
-            to_server: HalfFlow::with(first),
-            to_client: HalfFlow::default(),
-        };
+        let sockets = (client.as_raw_fd(), stream.as_raw_fd());
+        let mut pump = Pump::new(client, stream, first);
         // Declared after the sockets, so that it is dropped before they are closed.
-        let handle = forwarder.flows.insert(&forwarder.routing, &upstream, &endpoint, descriptors);
-        let failed_side = match pump.run(&handle, &forwarder.flow_metrics).await {
+        let handle = forwarder.flows.insert(&forwarder.routing, &upstream, &endpoint, sockets);
+        match pump.run(&handle, &forwarder.flow_metrics).await {
             Ok(()) => return self.end.set("done"),
-            Err(FlowError::Ended(reason)) => {
-                self.end.set(reason.label);
-                None
+            Err(FlowError::Ended(reason)) => self.end.set(reason.label),
+            Err(FlowError::Failed(peer, error)) => {
+                tracing::debug!(listener, client = %from, ?peer, %error, "flow failed");
+                if peer == Peer::Endpoint {
+                    self.end.set("server_reset");
+                    Box::pin(pump.delivered(&handle)).await;
+                } else {
+                    self.end.set("client_reset");
+                }
             }
-            Err(FlowError::Failed(side, error)) => {
-                tracing::debug!(listener, client = %from, ?side, %error, "flow failed");
-                self.end.set(match side {
-                    Side::Client => "client_reset",
-                    Side::Server => "server_reset",
-                });
-                Some(side)
-            }
-        };
-        if failed_side == Some(Side::Server) {
-            Box::pin(pump.delivered(&handle)).await;
         }
         drop(handle);
-        tcp_options::close_with_reset(pump.client);
-        tcp_options::close_with_reset(pump.server);
+        pump.reset();
     }
 }
 

@@ -21,11 +21,10 @@ use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::time::sleep;
 
-use super::end_reason::EndReason;
-use super::flow_entry::Progress;
+use super::flow_entry::{EndReason, Progress};
 use super::flow_table::FlowHandle;
 use crate::net::sockets::splice::SplicePipe;
-use crate::net::sockets::tcp_info;
+use crate::net::sockets::{tcp_info, tcp_options};
 use crate::observe::PassthroughMetrics;
 use crate::observe::passthrough_metrics::Direction;
 
@@ -48,27 +47,28 @@ thread_local! {
     static SCRATCH: RefCell<Box<[u8]>> = RefCell::new(vec![0; BUFFER].into_boxed_slice());
 }
 
-/// A side of a flow.
+/// One of the two sockets of a flow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Side {
-    /// The client.
+pub enum Peer {
+    /// Of the connection that the client has opened.
     Client,
-    /// The endpoint.
-    Server,
+    /// Of the connection to the endpoint.
+    Endpoint,
 }
 
 /// Why a flow ended abnormally.
 #[derive(Debug)]
 pub enum FlowError {
-    /// A side failed.
-    Failed(Side, io::Error),
-    /// The flow table ended it.
+    /// A socket failed.
+    Failed(Peer, io::Error),
+    /// The flow table ended the flow.
     Ended(EndReason),
 }
 
 /// One direction of a flow.
-#[derive(Debug, Default)]
-pub struct HalfFlow {
+#[derive(Debug)]
+struct HalfFlow {
+    sender: Peer,
     /// Bytes that were read and not yet written.
     pending: Box<[u8]>,
     /// How many of them were written.
@@ -82,9 +82,8 @@ pub struct HalfFlow {
     state: HalfState,
 }
 
-#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy)]
 enum HalfState {
-    #[default]
     Open,
     /// The end of stream was read. It is passed on once all bytes are written.
     Ending,
@@ -94,27 +93,31 @@ enum HalfState {
     Refused(io::ErrorKind),
 }
 
-impl HalfFlow {
-    /// A direction that starts with these bytes.
-    pub fn with(first: Vec<u8>) -> Self {
-        Self { pending: first.into(), ..Self::default() }
-    }
-}
-
 /// A flow between two sockets.
 #[derive(Debug)]
 pub struct Pump {
-    /// The socket of the client.
-    pub client: TcpStream,
-    /// The socket of the endpoint.
-    pub server: TcpStream,
-    /// From the client to the endpoint.
-    pub to_server: HalfFlow,
-    /// From the endpoint to the client.
-    pub to_client: HalfFlow,
+    client: TcpStream,
+    endpoint: TcpStream,
+    to_endpoint: HalfFlow,
+    to_client: HalfFlow,
 }
 
 impl Pump {
+    /// A flow of which `first` was read from the client already.
+    pub fn new(client: TcpStream, endpoint: TcpStream, first: Vec<u8>) -> Self {
+        let half = |sender, pending: Vec<u8>| HalfFlow {
+            sender,
+            pending: pending.into(),
+            written: 0,
+            pipe: None,
+            large_reads: 0,
+            truncated: false,
+            state: HalfState::Open,
+        };
+        let (to_endpoint, to_client) = (half(Peer::Client, first), half(Peer::Endpoint, vec![]));
+        Self { client, endpoint, to_endpoint, to_client }
+    }
+
     /// Moves bytes until both directions have ended.
     ///
     /// # Errors
@@ -128,40 +131,34 @@ impl Pump {
             if let Some(reason) = handle.poll_end(cx) {
                 return Poll::Ready(Err(FlowError::Ended(reason)));
             }
-            let Self { client, server, to_server, to_client } = self;
-            let (mut sent, mut received) = (0, 0);
-            let mut up =
-                to_server.step(cx, client, server, &mut sent).map_err(|(reading, error)| {
-                    FlowError::Failed(if reading { Side::Client } else { Side::Server }, error)
-                });
-            if let Poll::Ready(Err(FlowError::Failed(Side::Server, error))) = &up
+            let Self { client, endpoint, to_endpoint, to_client } = self;
+            let mut progress = Progress::default();
+            let mut up = to_endpoint.poll(cx, client, endpoint, &mut progress.to_endpoint);
+            if let Poll::Ready(Err(FlowError::Failed(Peer::Endpoint, error))) = &up
                 && let kind @ (io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe) =
                     error.kind()
             {
-                to_server.refuse(kind);
+                to_endpoint.refuse(kind);
                 // EPIPE means that the endpoint had ended its direction before (`tcp_reset`). A reset
                 // without an end of stream truncates that direction; the client must not see an end.
                 to_client.truncated = kind == io::ErrorKind::ConnectionReset;
                 up = Poll::Pending;
             }
-            let mut down =
-                to_client.step(cx, server, client, &mut received).map_err(|(reading, error)| {
-                    FlowError::Failed(if reading { Side::Server } else { Side::Client }, error)
-                });
-            if let (HalfState::Refused(kind), Poll::Ready(Ok(()))) = (to_server.state, &down) {
-                down = Poll::Ready(Err(FlowError::Failed(Side::Server, kind.into())));
+            let mut down = to_client.poll(cx, endpoint, client, &mut progress.to_client);
+            if let (HalfState::Refused(kind), Poll::Ready(Ok(()))) = (to_endpoint.state, &down) {
+                down = Poll::Ready(Err(FlowError::Failed(Peer::Endpoint, kind.into())));
             }
-            if sent > 0 {
-                metrics.moved(Direction::ToServer, sent);
+            if progress.to_endpoint > 0 {
+                metrics.moved(Direction::ToServer, progress.to_endpoint);
             }
-            if received > 0 {
-                metrics.moved(Direction::ToClient, received);
+            if progress.to_client > 0 {
+                metrics.moved(Direction::ToClient, progress.to_client);
             }
-            if sent + received > 0 {
-                handle.record(Progress { to_server: sent > 0, to_client: received > 0 });
+            if progress.to_endpoint + progress.to_client > 0 {
+                handle.record(progress);
             }
             if down.is_ready() && up.is_pending() {
-                handle.record_server_end();
+                handle.record_endpoint_end();
             }
             match (up, down) {
                 (Poll::Ready(Err(end)), _) | (_, Poll::Ready(Err(end))) => Poll::Ready(Err(end)),
@@ -187,52 +184,61 @@ impl Pump {
             }
         }
     }
-}
 
-/// The error of a step, and whether it came from reading.
-type StepError = (bool, io::Error);
+    /// Closes both sockets with a reset.
+    pub fn reset(self) {
+        tcp_options::close_with_reset(self.client);
+        tcp_options::close_with_reset(self.endpoint);
+    }
+}
 
 impl HalfFlow {
     /// Moves what can be moved now. Ready once the end of stream was passed on.
-    fn step(
+    fn poll(
         &mut self,
         cx: &mut Context<'_>,
         from: &mut TcpStream,
         to: &mut TcpStream,
         moved: &mut usize,
-    ) -> Poll<Result<(), StepError>> {
+    ) -> Poll<Result<(), FlowError>> {
         for _ in 0..READS_PER_POLL {
-            ready!(self.deliver(cx, to, moved)).map_err(|error| (false, error))?;
+            ready!(self.deliver(cx, to, moved)).map_err(|error| self.write_error(error))?;
             match self.state {
                 HalfState::Open => {}
-                HalfState::Ending if self.truncated => {
-                    self.state = HalfState::Ended;
-                    return Poll::Ready(Ok(()));
-                }
                 HalfState::Ending => {
-                    // An error means that the receiver has gone, which the other direction reports.
-                    let _ = ready!(Pin::new(&mut *to).poll_shutdown(cx));
+                    if !self.truncated {
+                        // An error means that the receiver has gone, which the other direction reports.
+                        let _ = ready!(Pin::new(&mut *to).poll_shutdown(cx));
+                    }
                     self.state = HalfState::Ended;
                     return Poll::Ready(Ok(()));
                 }
                 HalfState::Ended => return Poll::Ready(Ok(())),
                 HalfState::Refused(_) => return Poll::Pending,
             }
-            let taken = if self.pipe.is_some() {
-                self.splice(cx, from).map_err(|error| (true, error))
+            let read = if self.pipe.is_some() {
+                self.splice(cx, from).map_err(|error| FlowError::Failed(self.sender, error))
             } else {
                 self.copy(cx, from, to, moved)
             };
-            if taken.is_pending() {
+            if read.is_pending() {
                 // The transfer pauses: another flow may use the pipe.
                 self.pipe = None;
                 return Poll::Pending;
             }
-            ready!(taken)?;
+            ready!(read)?;
         }
         // Lets the other flows of the worker run.
         cx.waker().wake_by_ref();
         Poll::Pending
+    }
+
+    fn write_error(&self, error: io::Error) -> FlowError {
+        let receiver = match self.sender {
+            Peer::Client => Peer::Endpoint,
+            Peer::Endpoint => Peer::Client,
+        };
+        FlowError::Failed(receiver, error)
     }
 
     /// Drops all pending bytes and writes nothing more.
@@ -290,10 +296,11 @@ impl HalfFlow {
         from: &mut TcpStream,
         to: &mut TcpStream,
         moved: &mut usize,
-    ) -> Poll<Result<(), StepError>> {
+    ) -> Poll<Result<(), FlowError>> {
         SCRATCH.with_borrow_mut(|scratch| {
             let mut buf = ReadBuf::new(scratch);
-            ready!(Pin::new(from).poll_read(cx, &mut buf)).map_err(|error| (true, error))?;
+            ready!(Pin::new(from).poll_read(cx, &mut buf))
+                .map_err(|error| FlowError::Failed(self.sender, error))?;
             let mut read = buf.filled();
             if read.is_empty() {
                 self.state = HalfState::Ending;
@@ -303,7 +310,7 @@ impl HalfFlow {
             while !read.is_empty() {
                 match Pin::new(&mut *to).poll_write(cx, read) {
                     Poll::Ready(written) => {
-                        let n = written.map_err(|error| (false, error))?;
+                        let n = written.map_err(|error| self.write_error(error))?;
                         *moved += n;
                         read = &read[n..];
                     }

@@ -1,4 +1,9 @@
-//! Chooses the upstream of a connection.
+//! Chooses the upstream of a connection: by original destination, by server name, or the listener's own.
+//!
+//! nftables redirects connections to a transparent listener, and the original destination chooses the
+//! upstream. A direct connection is refused: a client that is configured with the listener's address does
+//! not use the interception, so an error in the rules would stay unnoticed. A connection that this
+//! process has opened is refused: forwarding it would loop.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -11,8 +16,8 @@ use tokio::net::TcpStream;
 use tokio::time::timeout;
 
 use super::client_hello::{self, ClientHello};
-use super::transparent::{Refusal, Transparent};
-use crate::config::{Limits, Passthrough, Route};
+use crate::config::{Destination, Limits, Passthrough, Route};
+use crate::net::sockets::interception::{self, Interception};
 use crate::upstream::Upstream;
 
 /// The name of a listener, and its routing, which a reload replaces.
@@ -57,11 +62,21 @@ pub struct Routing {
     pub limits: Limits,
 }
 
+/// The routing of a transparent listener by original destination.
+pub struct Transparent {
+    /// Every address that this process listens on.
+    pub listening: Arc<[SocketAddr]>,
+    /// The first match counts.
+    pub destinations: Vec<(Vec<Destination>, Arc<Upstream>)>,
+}
+
 /// Why a connection is closed before it has an upstream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RouteError {
-    /// A transparent listener refuses it.
-    Refused(Refusal),
+    /// Its listener is transparent, and it was not redirected.
+    NotRedirected(SocketAddr),
+    /// Its listener is transparent, and this process has opened it.
+    Loop(SocketAddr),
     /// The client closed it.
     ClientClosed,
     /// The client did not send its `ClientHello` within `handshake_timeout`.
@@ -72,17 +87,34 @@ impl RouteError {
     /// The metric label.
     pub fn label(self) -> &'static str {
         match self {
-            Self::Refused(refusal) => refusal.label(),
+            Self::NotRedirected(_) => "not_redirected",
+            Self::Loop(_) => "loop",
             Self::ClientClosed => "client_reset",
             Self::Timeout => "handshake_timeout",
         }
+    }
+
+    /// Whether the client or the nftables rules are configured wrongly.
+    pub fn is_misconfiguration(self) -> bool {
+        matches!(self, Self::NotRedirected(_) | Self::Loop(_))
     }
 }
 
 impl fmt::Display for RouteError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Refused(refusal) => refusal.fmt(f),
+            Self::NotRedirected(to) => write!(
+                f,
+                "direct connection to {to}; this transparent listener accepts only connections that \
+                 nftables redirects (deploy/nftables); use a listener without `transparent` for \
+                 direct connections"
+            ),
+            Self::Loop(to) => write!(
+                f,
+                "our own connection to {to} was redirected back; the nftables rules must not \
+                 redirect packets with the mark of this process (`mark` in the configuration, \
+                 own_mark in deploy/nftables)"
+            ),
             Self::ClientClosed => f.write_str("closed by the client"),
             Self::Timeout => f.write_str("no ClientHello within handshake_timeout"),
         }
@@ -102,16 +134,13 @@ impl Routing {
         from: SocketAddr,
     ) -> Result<(Arc<Upstream>, Vec<u8>), RouteError> {
         let mut read = Vec::new();
-        if let Some(transparent) = &self.transparent {
-            let found = transparent.upstream_for(client, from, &self.upstream);
-            if let Some(upstream) = found.map_err(RouteError::Refused)? {
-                return Ok((Arc::clone(upstream), read));
-            }
+        if let Some(upstream) = self.by_original_destination(client, from)? {
+            return Ok((Arc::clone(upstream), read));
         }
         if self.routes.is_empty() {
             return Ok((Arc::clone(&self.upstream), read));
         }
-        let by_server_name = async {
+        let server_name = async {
             loop {
                 match client.read_buf(&mut read).await {
                     Ok(n) if n > 0 => {}
@@ -119,16 +148,34 @@ impl Routing {
                 }
                 match client_hello::read(&read) {
                     ClientHello::Incomplete => {}
-                    ClientHello::ServerName(name) => return Ok(self.by_server_name(&name)),
-                    ClientHello::NoServerName | ClientHello::Unreadable => {
-                        return Ok(&self.upstream);
-                    }
+                    ClientHello::ServerName(name) => return Ok(Some(name)),
+                    ClientHello::NoServerName | ClientHello::Unreadable => return Ok(None),
                 }
             }
         };
-        match timeout(self.limits.handshake_timeout, by_server_name).await {
-            Ok(upstream) => upstream.map(|upstream| (Arc::clone(upstream), read)),
-            Err(_) => Err(RouteError::Timeout),
+        let server_name = timeout(self.limits.handshake_timeout, server_name).await;
+        let server_name = server_name.unwrap_or(Err(RouteError::Timeout))?;
+        let upstream = server_name.map_or(&self.upstream, |name| self.by_server_name(&name));
+        Ok((Arc::clone(upstream), read))
+    }
+
+    /// The upstream of the original destination; `None` if none is configured for it. The connector of
+    /// the listener's own upstream knows the connections that this process has opened.
+    fn by_original_destination(
+        &self,
+        client: &TcpStream,
+        from: SocketAddr,
+    ) -> Result<Option<&Arc<Upstream>>, RouteError> {
+        let Some(Transparent { listening, destinations }) = &self.transparent else {
+            return Ok(None);
+        };
+        match interception::classify(client, from, listening, &self.upstream.outgoing()) {
+            Err(_) => Err(RouteError::ClientClosed),
+            Ok(Interception::Direct(to)) => Err(RouteError::NotRedirected(to)),
+            Ok(Interception::Loop(to) | Interception::RedirectedToSelf(to)) => {
+                Err(RouteError::Loop(to))
+            }
+            Ok(Interception::Redirected(to)) => Ok(first_match(destinations, to)),
         }
     }
 
@@ -137,5 +184,41 @@ impl Routing {
             |route: &Route| route.server_names.iter().any(|p| client_hello::matches(p, name));
         let index = self.config.routes.iter().position(matches);
         index.and_then(|index| self.routes.get(index)).unwrap_or(&self.upstream)
+    }
+}
+
+/// The upstream of the first entry that contains the destination.
+fn first_match<T>(destinations: &[(Vec<Destination>, T)], to: SocketAddr) -> Option<&T> {
+    let matches = |list: &[Destination]| list.iter().any(|destination| destination.contains(to));
+    destinations.iter().find(|(list, _)| matches(list)).map(|(_, upstream)| upstream)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn first_match_returns_the_first_entry_that_contains_the_destination() {
+        let some = |texts: &[&str]| -> Vec<Destination> {
+            texts.iter().map(|text| Destination::parse(text).unwrap()).collect()
+        };
+        let destinations = [
+            (some(&["10.96.0.1:443", "[fd00::1]:443"]), "service"),
+            (some(&["10.96.0.0/16", "10.0.0.5"]), "network"),
+            (some(&["10.0.0.5:6443"]), "never"),
+        ];
+        for (to, upstream) in [
+            ("10.96.0.1:443", Some("service")),
+            ("[fd00::1]:443", Some("service")),
+            ("[::ffff:10.96.0.1]:443", Some("service")),
+            ("10.96.0.1:444", Some("network")),
+            ("10.96.7.7:80", Some("network")),
+            ("10.0.0.5:6443", Some("network")),
+            ("10.97.0.1:443", None),
+            ("[fd00::2]:443", None),
+        ] {
+            let found = first_match(&destinations, to.parse().unwrap());
+            assert_eq!(found, upstream.as_ref(), "{to}");
+        }
     }
 }

@@ -13,6 +13,7 @@ mod hedge;
 use std::cell::Cell;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
 use http::{Request, Response};
 use tokio::time::{Instant, sleep, sleep_until};
@@ -27,14 +28,18 @@ use super::response_body::{FullBody, ResponseBody, StreamedBody};
 use super::retry::{self, ATTEMPTS, RetryDecision, Stage};
 use super::status_error::StatusError;
 use super::upstream_client::{UpstreamClient, UpstreamResponse, release};
-use super::watch::body::{self, AcceptedWatch, WatchBody};
-use super::watch::outage::{NEW_WATCH, hold};
+use super::watch::body::{ResumeContext, WatchBody, outage_ended};
+use super::watch::codec::Encoding;
+use super::watch::relay::Relay;
 use super::watch::request::WatchRequest;
-use super::watch::session::return_jitter;
+use super::watch::session::max_outage_jitter;
 use crate::observe::Outcome;
 use crate::upstream::connection::{ConnectionState, Permit};
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::pool::{ClassPool, PreviousFailure, StreamRequirements, Unavailable};
+
+/// How long a new watch is held before it is answered with 429.
+const NEW_WATCH: Duration = Duration::from_secs(30);
 
 /// A request that is forwarded.
 pub struct ForwardedRequest {
@@ -169,15 +174,15 @@ impl ForwardedRequest {
         unavailable: Result<Permit, Unavailable>,
         asked_at: Instant,
     ) -> Result<Permit, Unavailable> {
-        if !self.upstream.watches.held().has_room() {
+        if !self.upstream.watches.may_hold_new() {
             return unavailable;
         }
         let timeout = self.watch.as_ref().and_then(|watch| watch.timeout);
         let deadline = asked_at + timeout.map_or(NEW_WATCH, |timeout| timeout.min(NEW_WATCH));
         let permit = async {
             loop {
-                let held = hold(Rc::clone(&self.upstream), Rc::clone(&self.class)).await;
-                sleep(return_jitter(held, false, fastrand::u64(..))).await;
+                let held = outage_ended(&self.upstream, &self.class).await;
+                sleep(max_outage_jitter(held, false).mul_f64(fastrand::f64())).await;
                 // If the certificate has expired meanwhile, the client's next request gets the 401.
                 self.proof.confirmed().await;
                 match self.upstream.pool.acquire(&self.class, self.need(None, &[])).await {
@@ -257,19 +262,11 @@ impl ForwardedRequest {
         let Self { upstream, class, proof, head: request, watch, drain, info, .. } = *self;
         let body = if retry::is_resumed(info.kind)
             && let Some((watch, drain)) = watch.zip(drain)
-            && let Some(encoding) = body::encoding(&head)
+            && let Some(encoding) = Encoding::of_response(&head)
         {
-            let watch = AcceptedWatch {
-                upstream,
-                class,
-                proof,
-                head: request,
-                request: watch,
-                encoding,
-                requested_at: asked_at,
-                drain,
-            };
-            ResponseBody::Watch(Box::new(WatchBody::new(watch, &head, recv, permit, outcome)))
+            let relay = Relay::new(encoding, watch, asked_at, upstream.watches.partial_frames());
+            let context = ResumeContext::new((upstream, class), proof, drain, request, &head);
+            ResponseBody::Watch(Box::new(WatchBody::new(context, relay, recv, permit, outcome)))
         } else {
             let expiry = proof.end().filter(|_| info.kind == RequestKind::Watch);
             let body = StreamedBody::new(recv, first, permit, outcome, upload, expiry);

@@ -100,17 +100,17 @@ pub(super) struct FlowEntry {
 impl FlowEntry {
     /// A flow that starts now, between two sockets that stay open as long as the entry.
     pub(super) fn new(
-        routing: Rc<ListenerRouting>,
-        upstream: Arc<Upstream>,
-        endpoint: Arc<Endpoint>,
+        routing: &Rc<ListenerRouting>,
+        upstream: &Arc<Upstream>,
+        endpoint: &Arc<Endpoint>,
         (client_socket, endpoint_socket): (RawFd, RawFd),
         now: Instant,
     ) -> Self {
         Self {
             endpoint_deaths: endpoint.deaths(),
-            routing,
-            upstream,
-            endpoint,
+            routing: Rc::clone(routing),
+            upstream: Arc::clone(upstream),
+            endpoint: Arc::clone(endpoint),
             client_socket,
             endpoint_socket,
             endpoint_health: FlowHealth::new(now),

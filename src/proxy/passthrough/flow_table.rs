@@ -132,13 +132,8 @@ impl FlowTable {
                 correlated_loss: CorrelatedLoss::default(),
             }),
         }
-        let key = slots.flows.insert(FlowEntry::new(
-            Rc::clone(routing),
-            Arc::clone(upstream),
-            Arc::clone(endpoint),
-            sockets,
-            now,
-        ));
+        let flow = FlowEntry::new(routing, upstream, endpoint, sockets, now);
+        let key = slots.flows.insert(flow);
         if key == slots.checks.len() {
             slots.checks.push(NEVER);
         }

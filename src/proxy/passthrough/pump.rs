@@ -12,11 +12,12 @@
 
 use std::cell::RefCell;
 use std::future::poll_fn;
-use std::io;
+use std::io::{self, Cursor};
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
+use bytes::Buf;
 use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::time::sleep;
@@ -69,10 +70,8 @@ pub enum FlowError {
 #[derive(Debug)]
 struct HalfFlow {
     sender: Peer,
-    /// Bytes that were read and not yet written.
-    pending: Box<[u8]>,
-    /// How many of them were written.
-    written: usize,
+    /// Bytes that were read; the position is the first one that was not written.
+    pending: Cursor<Box<[u8]>>,
     /// Present during a bulk transfer.
     pipe: Option<SplicePipe>,
     /// Reads of at least half the buffer, in a row.
@@ -107,8 +106,7 @@ impl Pump {
     pub fn new(client: TcpStream, endpoint: TcpStream, first: Vec<u8>) -> Self {
         let half = |sender, pending: Vec<u8>| HalfFlow {
             sender,
-            pending: pending.into(),
-            written: 0,
+            pending: Cursor::new(pending.into()),
             pipe: None,
             large_reads: 0,
             truncated: false,
@@ -243,7 +241,7 @@ impl HalfFlow {
 
     /// Drops all pending bytes and writes nothing more.
     fn refuse(&mut self, kind: io::ErrorKind) {
-        (self.pending, self.written, self.pipe) = (Box::default(), 0, None);
+        (self.pending, self.pipe) = (Cursor::default(), None);
         self.state = HalfState::Refused(kind);
     }
 
@@ -254,15 +252,12 @@ impl HalfFlow {
         to: &mut TcpStream,
         moved: &mut usize,
     ) -> Poll<io::Result<()>> {
-        while self.written < self.pending.len() {
-            let n = ready!(Pin::new(&mut *to).poll_write(cx, &self.pending[self.written..]))?;
+        while self.pending.has_remaining() {
+            let n = ready!(Pin::new(&mut *to).poll_write(cx, self.pending.chunk()))?;
             *moved += n;
-            self.written += n;
+            self.pending.advance(n);
         }
-        if !self.pending.is_empty() {
-            self.pending = Box::default();
-            self.written = 0;
-        }
+        self.pending = Cursor::default();
         while let Some(pipe) = self.pipe.as_mut().filter(|pipe| pipe.buffered() > 0) {
             ready!(to.poll_write_ready(cx))?;
             match to.try_io(Interest::WRITABLE, || pipe.drain(to)) {
@@ -315,7 +310,7 @@ impl HalfFlow {
                         read = &read[n..];
                     }
                     Poll::Pending => {
-                        self.pending = read.into();
+                        self.pending = Cursor::new(read.into());
                         break;
                     }
                 }

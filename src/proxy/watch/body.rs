@@ -2,8 +2,9 @@
 //! upstream.
 //!
 //! [`super::session`] decides; the body executes its effects. [`stream`] reads an upstream stream and
-//! waits for a reason to leave it, [`attempt`] opens the next one, [`moving`] opens one while the current
-//! one works, and [`context`] knows the request and the endpoints that are not to be asked.
+//! waits for a reason to leave it, [`attempt`] opens the next one or waits for the end of an outage,
+//! [`moving`] opens a stream while the current one works, and [`context`] knows the request and the
+//! endpoints that are not to be asked.
 
 mod attempt;
 mod context;
@@ -17,23 +18,21 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use h2::RecvStream;
-use http::{StatusCode, header, response};
 use http_body::Frame;
 use tokio::time::Instant;
 
-use self::attempt::{Attempt, AttemptError, Hold, HoldEnd, MoveAttempt};
-use self::context::ResumeContext;
-use self::stream::{Deferred, Departure, StreamEvent, UpstreamStream};
-use super::codec::Encoding;
+use self::attempt::{Attempt, AttemptError, Hold, MoveAttempt};
+use self::stream::{LeaveReason, StreamEvent, UpstreamStream};
 use super::relay::Relay;
-use super::session::{Answer, Effect, Ending, Input, NotResumable, Peers};
+use super::session::{AttemptResult, Candidates, Effect, Ending, Input, NotResumable};
 use crate::observe::{Outcome, Side};
 use crate::proxy::body_progress::PIECE;
 use crate::proxy::client_certificate::ProofExpiry;
 use crate::proxy::upstream_client::{UpstreamResponse as Response, release};
 use crate::upstream::connection::Permit;
 
-pub use self::context::AcceptedWatch;
+pub use self::attempt::outage_ended;
+pub use self::context::ResumeContext;
 
 /// The body of a watch.
 pub struct WatchBody {
@@ -45,7 +44,7 @@ pub struct WatchBody {
     /// When the client's identity is no longer proven; only for requests with a client certificate.
     proof_expiry: Option<ProofExpiry>,
     outcome: Box<Outcome>,
-    /// A log line has said that the watch cannot be resumed.
+    /// It was logged that the watch cannot be resumed.
     warned: bool,
 }
 
@@ -61,27 +60,17 @@ enum Source {
     Ended(Option<String>),
 }
 
-/// The encoding of a response, or `None` if its events cannot be parsed.
-pub fn encoding(head: &response::Parts) -> Option<Encoding> {
-    let plain = !head.headers.contains_key(header::CONTENT_ENCODING);
-    Encoding::from_header(head.headers.get(header::CONTENT_TYPE))
-        .filter(|_| plain && head.status == StatusCode::OK)
-}
-
 impl WatchBody {
-    /// Creates the body for a response whose head has arrived.
+    /// The body for a response whose head has arrived.
     pub fn new(
-        watch: AcceptedWatch,
-        head: &response::Parts,
+        context: ResumeContext,
+        relay: Relay,
         recv: RecvStream,
         permit: Permit,
         outcome: Box<Outcome>,
     ) -> Self {
-        let (encoding, requested_at) = (watch.encoding, watch.requested_at);
-        let (context, request) = ResumeContext::new(watch, head);
-        let budget = context.upstream.watches.partial_frames();
         Self {
-            relay: Relay::new(encoding, request, requested_at, budget),
+            relay,
             out: VecDeque::new(),
             source: Source::Stream(UpstreamStream::new(recv, permit, &context.drain)),
             proof_expiry: context.proof.end(),
@@ -114,23 +103,21 @@ impl WatchBody {
                     StreamEvent::Data(data) => self.receive(&data),
                     StreamEvent::End => self.finish(),
                     StreamEvent::Lost(why) => self.lost(&why),
-                    StreamEvent::Departure(departure) => self.depart(departure),
+                    StreamEvent::Leave(reason) => {
+                        stream.defer(reason, &self.context.drain);
+                        self.follow_deferred();
+                    }
+                    StreamEvent::Found(permit) => self.leave_draining(permit),
+                    StreamEvent::Notified => self.notified(),
                 },
                 Source::Requesting(attempt) => match ready!(attempt.as_mut().poll(cx)) {
-                    Some(result) => self.answered(result),
+                    Some(result) => self.attempt_ended(result),
                     None => self.stop(NotResumable::Shutdown, "shutdown"),
                 },
-                Source::Held(wait) => match ready!(wait.as_mut().poll(cx)) {
-                    HoldEnd::Returned(held) => {
-                        let random = fastrand::u64(..);
-                        self.step(Input::Returned { held, random }, "an apiserver is back");
-                    }
-                    HoldEnd::Deadline => self.stop(
-                        NotResumable::Expired,
-                        "its deadline passed while no apiserver could be reached",
-                    ),
-                    HoldEnd::Shutdown => self.stop(NotResumable::Shutdown, "shutdown"),
-                },
+                Source::Held(hold) => {
+                    let (input, why) = ready!(hold.as_mut().poll(cx));
+                    self.step(input, why);
+                }
                 Source::Moving(moving) => {
                     let result = ready!(moving.1.as_mut().poll(cx));
                     self.moved(result);
@@ -159,10 +146,10 @@ impl WatchBody {
         }
         match pushed.effect {
             Effect::None => {
-                if self.relay.session().has_settled() {
-                    self.context.note_settled();
+                if self.relay.session().is_confirmed() {
+                    self.context.note_confirmed();
                 }
-                self.retry_deferred();
+                self.follow_deferred();
             }
             Effect::NextEndpoint | Effect::Withhold => self.rejected(pushed.error_event),
             effect => {
@@ -196,7 +183,7 @@ impl WatchBody {
         };
         self.detach();
         self.context.begin_round();
-        let effect = self.relay.lost(quiet, fastrand::u64(..), now);
+        let effect = self.relay.lost(quiet, now);
         self.execute(effect, why);
     }
 
@@ -207,63 +194,48 @@ impl WatchBody {
         }
         self.detach();
         self.context.exclude_lost();
-        let peers = self.context.peers(Instant::now());
-        let random = fastrand::u64(..);
-        self.step(Input::Rejected { error_event, peers, random }, "its history is too short");
+        let candidates = self.context.candidates(Instant::now());
+        self.step(Input::Rejected { error_event, candidates }, "its history is too short");
     }
 
     /// An attempt to resume is over.
-    fn answered(&mut self, result: Result<Response, AttemptError>) {
+    fn attempt_ended(&mut self, result: Result<Response, AttemptError>) {
         let now = Instant::now();
-        let (answer, why) = match result {
+        let (result, why) = match result {
             Ok(response) => {
-                let answer = self.context.answer(&response.head);
-                if answer.is_accepted() {
+                let result = self.context.result(&response.head);
+                if result.is_accepted() {
                     self.context.note_resumed();
                     self.switch_to(response, "resumed");
-                    let (peers, random) = (Peers::default(), 0);
-                    return self.step(Input::Answered { answer, peers, random }, "");
+                    let candidates = Candidates::default();
+                    return self.step(Input::AttemptEnded { result, candidates }, "");
                 }
                 // While an ERROR event is withheld, every other endpoint is asked once.
                 let once = self.relay.session().withholds();
-                self.context.note_refusal(response.permit.connection(), answer, once, now);
-                (answer, format!("{} there", response.head.status))
+                self.context.note_refusal(response.permit.connection(), result, once, now);
+                (result, format!("{} there", response.head.status))
             }
             Err(AttemptError { reason, connection, outage }) => {
                 if let Some(connection) = &connection {
                     self.context.note_lost(connection);
                 }
-                (Answer::None { outage }, reason)
+                (AttemptResult::NoHead { outage }, reason)
             }
         };
-        let (peers, random) = (self.context.peers(now), fastrand::u64(..));
-        self.step(Input::Answered { answer, peers, random }, &why);
-    }
-
-    /// Reacts to a reason to leave a stream that works.
-    fn depart(&mut self, departure: Departure) {
-        let Source::Stream(stream) = &mut self.source else { return };
-        let deferred = match departure {
-            Departure::Notified => return self.notified(),
-            Departure::Permit(permit) => return self.leave_draining(permit),
-            Departure::Drain => Deferred::Drain,
-            Departure::Unresponsive => Deferred::Unresponsive,
-            Departure::Shutdown => Deferred::Shutdown,
-        };
-        stream.defer(deferred, &self.context.drain);
-        self.retry_deferred();
+        let candidates = self.context.candidates(now);
+        self.step(Input::AttemptEnded { result, candidates }, &why);
     }
 
     /// Follows a reason to leave the stream as soon as the client does not notice.
-    fn retry_deferred(&mut self) {
+    fn follow_deferred(&mut self) {
         let Source::Stream(stream) = &mut self.source else { return };
         let session = self.relay.session();
         match stream.deferred {
-            Some(Deferred::Drain) if session.is_resumable() => stream.find_permit(&self.context),
-            Some(Deferred::Unresponsive) if session.can_lose_stream() => {
+            Some(LeaveReason::Drain) if session.is_resumable() => stream.find_permit(&self.context),
+            Some(LeaveReason::Unresponsive) if session.can_lose_stream() => {
                 self.lost("its connection does not respond");
             }
-            Some(Deferred::Shutdown) if session.ending() == Ending::Clean => {
+            Some(LeaveReason::Shutdown) if session.ending() == Ending::Clean => {
                 self.stop(NotResumable::Shutdown, "shutdown");
             }
             _ => {}
@@ -294,23 +266,24 @@ impl WatchBody {
 
     fn execute(&mut self, effect: Effect, why: &str) {
         match effect {
-            Effect::Request(delay) => self.request(delay, why),
+            Effect::Request { max_jitter, pause } => {
+                self.request(max_jitter.mul_f64(fastrand::f64()).max(pause), why);
+            }
             Effect::Hold => {
                 self.context.upstream.metrics.watch_resumed("held");
                 self.context.begin_outage();
-                self.source = Source::Held(attempt::hold(&self.context, self.deadline(), true));
+                self.hold(true);
             }
-            Effect::HoldUntilDeadline => {
-                self.source = Source::Held(attempt::hold(&self.context, self.deadline(), false));
-            }
+            Effect::HoldUntilDeadline => self.hold(false),
             Effect::End(ending, reason) => self.end(ending, reason, why),
             // The relay executes the effects of frames.
             _ => {}
         }
     }
 
-    fn deadline(&self) -> Option<Instant> {
-        self.relay.session().deadline()
+    fn hold(&mut self, until_return: bool) {
+        let deadline = self.relay.session().deadline();
+        self.source = Source::Held(attempt::hold(&self.context, deadline, until_return));
     }
 
     /// Asks an endpoint to continue the watch.
@@ -325,8 +298,7 @@ impl WatchBody {
             return self.stop(NotResumable::GaveUp, why);
         }
         tracing::debug!(reason = why, "watch requested again");
-        let now = Instant::now();
-        let head = self.context.head(session.request(), &session.resume_point(now));
+        let head = self.context.head(session, Instant::now());
         let timeout = session.attempt_timeout();
         self.source = Source::Requesting(attempt::resume(&self.context, head, delay, timeout));
     }

@@ -5,8 +5,7 @@ use std::sync::Arc;
 
 use metrics::Gauge;
 
-use crate::observe::ByteBudget;
-use crate::observe::Metrics;
+use crate::observe::{ByteBudget, Metrics};
 use crate::proxy::retry_budget::RetryBudget;
 
 /// Most bytes of incomplete frames that one worker may buffer for one upstream.
@@ -19,16 +18,17 @@ const MAX_HELD: usize = 10_000;
 pub struct WatchLimits {
     /// Bounds the requests to other endpoints after a 410.
     too_old_retries: RetryBudget,
-    held: HeldWatches,
+    held: Cell<usize>,
+    held_gauge: Gauge,
     partial_frames: Arc<ByteBudget>,
 }
 
 impl WatchLimits {
-    /// Limits that nothing has used yet.
     pub fn new(metrics: &Metrics) -> Self {
         Self {
             too_old_retries: RetryBudget::too_old(),
-            held: HeldWatches::new(metrics.held_watches()),
+            held: Cell::new(0),
+            held_gauge: metrics.held_watches(),
             partial_frames: ByteBudget::new(PARTIAL_FRAMES, metrics.held_frame_bytes()),
         }
     }
@@ -48,9 +48,16 @@ impl WatchLimits {
         may
     }
 
-    /// The watches that are held while no apiserver can be reached.
-    pub fn held(&self) -> &HeldWatches {
-        &self.held
+    /// Counts one more watch as held until the guard is dropped.
+    pub fn hold(&self) -> HeldWatch<'_> {
+        self.held.set(self.held.get() + 1);
+        self.held_gauge.increment(1);
+        HeldWatch(self)
+    }
+
+    /// Whether a new watch may be held too. Running watches are always held.
+    pub fn may_hold_new(&self) -> bool {
+        self.held.get() < MAX_HELD
     }
 
     /// The budget of the bytes of frames that have not arrived whole.
@@ -59,39 +66,12 @@ impl WatchLimits {
     }
 }
 
-/// Counts the watches that one worker holds for one upstream.
-#[derive(Debug)]
-pub struct HeldWatches {
-    count: Cell<usize>,
-    gauge: Gauge,
-}
-
-impl HeldWatches {
-    /// Starts at zero. Several workers may share the gauge.
-    pub fn new(gauge: Gauge) -> Self {
-        Self { count: Cell::new(0), gauge }
-    }
-
-    /// Counts one more watch until the guard is dropped.
-    pub fn add(&self) -> HeldWatch<'_> {
-        self.count.set(self.count.get() + 1);
-        self.gauge.increment(1);
-        HeldWatch(self)
-    }
-
-    /// Whether a new watch may be held too. Running watches are always held.
-    pub fn has_room(&self) -> bool {
-        self.count.get() < MAX_HELD
-    }
-}
-
 /// Keeps one watch counted as held.
-#[derive(Debug)]
-pub struct HeldWatch<'a>(&'a HeldWatches);
+pub struct HeldWatch<'a>(&'a WatchLimits);
 
 impl Drop for HeldWatch<'_> {
     fn drop(&mut self) {
-        self.0.count.set(self.0.count.get() - 1);
-        self.0.gauge.decrement(1);
+        self.0.held.set(self.0.held.get() - 1);
+        self.0.held_gauge.decrement(1);
     }
 }

@@ -9,17 +9,17 @@
 //! | [`request`] | decides which requests are followed, and rewrites them | codec |
 //! | [`session`] | the state machine: pure, no I/O, no clock | codec, request |
 //! | [`relay`] | passes chunks through codec and session | codec, session |
-//! | [`body`] | executes the effects: streams, attempts, timers | all of them |
-//! | [`outage`] | holds watches while no apiserver can be reached | |
+//! | [`body`] | executes the effects: streams, attempts, holds in an outage, timers | all of them |
 //! | [`limits`] | what bounds all watches of a worker and an upstream | |
 
-pub mod body;
+pub(super) mod body;
 pub mod codec;
-pub mod limits;
-pub mod outage;
-pub mod relay;
+pub(super) mod limits;
+pub(super) mod relay;
 pub mod request;
-pub mod session;
+pub(super) mod session;
+
+pub use self::session::Round;
 
 #[cfg(test)]
 mod tests;

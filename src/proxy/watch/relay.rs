@@ -51,12 +51,10 @@ impl Relay {
         }
     }
 
-    /// The session.
     pub fn session(&self) -> &Session {
         &self.session
     }
 
-    /// The session, to ask it for what it gives once.
     pub fn session_mut(&mut self) -> &mut Session {
         &mut self.session
     }
@@ -133,9 +131,9 @@ impl Relay {
     }
 
     /// The stream was lost. An incomplete frame that the client has nothing of is dropped.
-    pub fn lost(&mut self, quiet: bool, random: u64, now: Instant) -> Effect {
+    pub fn lost(&mut self, quiet: bool, now: Instant) -> Effect {
         self.splitter.reset();
-        self.session.step(Input::StreamLost { quiet, random }, now)
+        self.session.step(Input::StreamLost { quiet }, now)
     }
 
     /// Another stream has taken the watch at the cursor. An incomplete frame is dropped: it comes again
@@ -150,7 +148,8 @@ impl Relay {
     pub fn begins_with_error(&self, first: &[u8]) -> bool {
         let mut splitter = FrameSplitter::new(self.encoding, self.splitter.budget());
         let Piece::Whole(len) = splitter.split(first) else { return false };
-        parse(self.encoding, &first[..len]).is_ok_and(|event| event.event_type == EventType::Error)
+        parse(self.encoding, &first[..len])
+            .is_some_and(|event| event.event_type == EventType::Error)
     }
 }
 

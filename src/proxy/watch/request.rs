@@ -12,17 +12,7 @@ use super::codec::version::ResourceVersion;
 use crate::proxy::request_info::{first, is_built_in_group, parse_bool, unescape_query};
 use http::{HeaderMap, HeaderValue, Uri, header, uri};
 use std::borrow::Cow;
-use std::fmt::Write as _;
 use std::time::Duration;
-
-/// Where to continue a watch.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ResumePoint<'a> {
-    /// The cursor; `None` for the request as the client made it.
-    pub cursor: Option<&'a ResourceVersion>,
-    /// What is left of the client's `timeoutSeconds`, if it gave any.
-    pub remaining: Option<Duration>,
-}
 
 /// A watch that can be followed, and what its client asked for.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -32,9 +22,9 @@ pub struct WatchRequest {
     pub version: Option<ResourceVersion>,
     /// The existing objects come first, and then a bookmark that marks their end.
     pub send_initial_events: bool,
-    /// The watch begins at the server's present (`sendInitialEvents=false` without a version). The
-    /// same request later would begin later.
-    pub from_present: bool,
+    /// `sendInitialEvents=false` without a version: the watch starts at the most recent version. The same
+    /// request sent later would start later.
+    pub starts_at_most_recent: bool,
     /// The client wants bookmarks.
     pub bookmarks: bool,
     /// How long the watch lasts; `None`: the server decides.
@@ -70,7 +60,7 @@ impl WatchRequest {
             version: first(query, "resourceVersion")
                 .and_then(|version| ResourceVersion::parse(version.as_bytes())),
             send_initial_events: parse_bool(first(query, "sendInitialEvents").as_deref()),
-            from_present: false,
+            starts_at_most_recent: false,
             bookmarks: parse_bool(first(query, "allowWatchBookmarks").as_deref()),
             timeout: first(query, "timeoutSeconds")
                 .and_then(|seconds| seconds.parse().ok())
@@ -79,7 +69,7 @@ impl WatchRequest {
             resumable_group,
             upstream_bookmarks: false,
         };
-        request.from_present = request.version.is_none()
+        request.starts_at_most_recent = request.version.is_none()
             && !request.send_initial_events
             && first(query, "sendInitialEvents").is_some();
         request.upstream_bookmarks = request.bookmarks || resumable_group && !table;
@@ -125,7 +115,7 @@ impl<'a> MediaRange<'a> {
 /// Whether the client accepts tables; `None` if it accepts nothing that the codec reads.
 ///
 /// The Content-Type of the response decides in the end
-/// ([`super::codec::Encoding::from_content_type`]). But bookmarks are requested before it is known, and
+/// ([`super::codec::Encoding::of_response`]). But bookmarks are requested before it is known, and
 /// they cannot be swallowed in CBOR. So the upstream request offers only what the codec reads
 /// ([`upstream_headers`]).
 fn accepts_table(headers: &HeaderMap) -> Option<bool> {
@@ -155,24 +145,26 @@ pub fn upstream_query<'a>(query: &'a str, request: &WatchRequest) -> Cow<'a, str
     if request.bookmarks || !request.upstream_bookmarks {
         return Cow::Borrowed(query);
     }
-    Cow::Owned(rewrite(query, &[("allowWatchBookmarks", Set::To("true"))]))
+    Cow::Owned(rewrite(query, &[("allowWatchBookmarks", Some("true"))]))
 }
 
-/// The query of a request that continues a watch, or starts it again.
-pub fn reissued_query(query: &str, request: &WatchRequest, point: &ResumePoint<'_>) -> String {
-    let seconds = point.remaining.map(|remaining| remaining.as_secs().max(1).to_string());
-    let mut changes = Vec::with_capacity(5);
-    if !request.bookmarks && request.upstream_bookmarks {
-        changes.push(("allowWatchBookmarks", Set::To("true")));
-    }
-    if let Some(cursor) = point.cursor {
-        changes.push(("resourceVersion", Set::To(cursor.as_str())));
-        changes.push(("sendInitialEvents", Set::Drop));
-        changes.push(("resourceVersionMatch", Set::Drop));
+/// The query of a request that continues a watch at the cursor, or, without one, starts it again. `query`
+/// is that of the first request upstream, `remaining` is what is left of the client's `timeoutSeconds`.
+pub fn resume_query(
+    query: &str,
+    cursor: Option<&ResourceVersion>,
+    remaining: Option<Duration>,
+) -> String {
+    let seconds = remaining.map(|remaining| remaining.as_secs().max(1).to_string());
+    let mut changes = Vec::with_capacity(4);
+    if let Some(cursor) = cursor {
+        changes.push(("resourceVersion", Some(cursor.as_str())));
+        changes.push(("sendInitialEvents", None));
+        changes.push(("resourceVersionMatch", None));
     }
     // Without timeoutSeconds the server picks a time, 1 to 2 times --min-request-timeout.
     if let Some(seconds) = &seconds {
-        changes.push(("timeoutSeconds", Set::To(seconds)));
+        changes.push(("timeoutSeconds", Some(seconds)));
     }
     rewrite(query, &changes)
 }
@@ -211,44 +203,30 @@ pub fn with_query(target: &Uri, query: &str) -> Uri {
     Uri::from_parts(parts).unwrap_or_else(|_| target.clone())
 }
 
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Set<'a> {
-    To(&'a str),
-    Drop,
-}
-
-/// Sets and drops parameters; the others keep their bytes and their order.
-fn rewrite(query: &str, changes: &[(&str, Set<'_>)]) -> String {
-    let mut done = vec![false; changes.len()];
+/// Sets parameters, or drops those without a value; the others keep their bytes and their order.
+fn rewrite(query: &str, changes: &[(&str, Option<&str>)]) -> String {
     let mut new = String::with_capacity(query.len() + 64);
-    let push = |new: &mut String| {
+    let mut push = |parts: &[&str]| {
         if !new.is_empty() {
             new.push('&');
         }
+        new.extend(parts.iter().copied());
     };
+    let mut pending: Vec<_> = changes.iter().collect();
     for pair in query.split('&').filter(|pair| !pair.is_empty()) {
         let key = unescape_query(pair.split_once('=').map_or(pair, |(key, _)| key));
-        match changes.iter().position(|(name, _)| key.as_deref() == Some(*name)) {
-            None => {
-                push(&mut new);
-                new.push_str(pair);
-            }
-            Some(at) => {
-                if let (name, Set::To(value)) = changes[at]
-                    && !std::mem::replace(&mut done[at], true)
-                {
-                    push(&mut new);
-                    let _ = write!(new, "{name}={value}");
-                }
-            }
+        let is_named = |(name, _): &(&str, _)| key.as_deref() == Some(*name);
+        if !changes.iter().any(is_named) {
+            push(&[pair]);
+        } else if let Some(at) = pending.iter().position(|change| is_named(change))
+            && let (name, Some(value)) = pending.remove(at)
+        {
+            push(&[name, "=", value]);
         }
     }
-    for ((name, set), done) in changes.iter().zip(done) {
-        if let Set::To(value) = set
-            && !done
-        {
-            push(&mut new);
-            let _ = write!(new, "{name}={value}");
+    for (name, value) in pending {
+        if let Some(value) = value {
+            push(&[name, "=", value]);
         }
     }
     new

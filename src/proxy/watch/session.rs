@@ -1,7 +1,7 @@
 //! The state machine of one watch: what happens to each frame, and to the watch when its stream is lost.
 //!
 //! The session is pure: no I/O, no clock, no randomness. [`Session::step`] takes an [`Input`] and the
-//! time, and returns the [`Effect`] that [`super::body`] executes.
+//! time, and returns the [`Effect`] that the body of the response executes.
 //!
 //! The *cursor* is the resource version of the last event that the client has, or of a bookmark after
 //! it. The initial events of a watch come in no order, so their versions are no cursor.
@@ -16,12 +16,12 @@
 //! | state | input | next state | effect |
 //! |---|---|---|---|
 //! | Initial | `sendInitialEvents`: the bookmark annotated `k8s.io/initial-events-end`; otherwise: the first event that is not ADDED | Ordered | as in the table of frames |
-//! | Initial, nothing forwarded, and not begun at the server's present | `StreamLost` | Resuming (the original request) | `Request` |
+//! | Initial, nothing forwarded, and not started at the most recent version | `StreamLost` | Resuming (the original request) | `Request` |
 //! | Ordered, no oversized frame since the cursor | `StreamLost` | Resuming (at the cursor) | `Request` |
 //! | Ordered | `MoveStarted` | Moving | |
-//! | Moving | `MoveEnded`, moved | Ordered, on trial | |
+//! | Moving | `MoveEnded`, moved | Ordered, unconfirmed | |
 //! | Moving | `MoveEnded`, not moved | Ordered, as before | |
-//! | Resuming | `Answered`: 200 with the client's Content-Type | Ordered, on trial (the original request: the first state) | `Accept` |
+//! | Resuming | `AttemptEnded`: 200 with the client's Content-Type | Ordered, unconfirmed (the original request: the first state) | `Accept` |
 //! | Resuming | 410, or an ERROR event as the first event | Resuming; not this endpoint again: history is per server | `Request` |
 //! | Resuming | 429, 5xx | Resuming; this endpoint not before its Retry-After | `Request` |
 //! | Resuming | no head within 10 s, or none at all | Resuming | `Request` |
@@ -37,13 +37,13 @@
 //!
 //! # Frames
 //!
-//! A stream that continues a watch is *on trial* until its first event above the cursor.
+//! A stream that continues a watch is *unconfirmed* until its first event above the cursor.
 //!
 //! | frame | first stream | later stream |
 //! |---|---|---|
 //! | not readable | forward; Passthrough | end: the client may have it already |
-//! | ERROR 410 in Ordered, resumable | withhold, ask other endpoints | on trial: next endpoint; later: withhold, ask other endpoints |
-//! | any other ERROR | forward; Passthrough | on trial: next endpoint; later: forward, Passthrough |
+//! | ERROR 410 in Ordered, resumable | withhold, ask other endpoints | unconfirmed: next endpoint; later: withhold, ask other endpoints |
+//! | any other ERROR | forward; Passthrough | unconfirmed: next endpoint; later: forward, Passthrough |
 //! | Initial, any event | forward | (Initial is never resumed) |
 //! | Ordered, above the cursor (bookmark: or at it) | forward; becomes the cursor | forward; becomes the cursor |
 //! | Ordered, not above the cursor | forward; Passthrough | discard the first one, then end |
@@ -60,29 +60,32 @@
 //! | a frame is unreadable, or an oversized frame is incomplete | reset |
 //! | Ordered | clean: a reflector watches again without a list |
 //! | Initial with `sendInitialEvents` and bookmarks for the client | clean: the client misses the bookmark that ends the initial events, and a reflector requests them again |
-//! | Initial from the server's present, nothing forwarded | clean: nothing is incomplete, and a repeated request would begin later |
+//! | Initial from the most recent version, nothing forwarded | clean: nothing is incomplete, and a repeated request would begin later |
 //! | Initial, otherwise | reset: a clean end would make incomplete initial events look complete |
 
-mod bookmarks;
 mod input;
 mod limiter;
-mod ordered;
 mod round;
 mod state;
 
-use self::bookmarks::BookmarkMonitor;
 use self::limiter::{MIN_REMAINING, MIN_REMAINING_TO_REBALANCE, ResumeLimiter};
-use self::ordered::Ordered;
-use self::state::{Resuming, State};
-use super::codec::event::{Event, EventType, Unreadable};
-use super::request::{ResumePoint, WatchRequest};
+use self::state::{Ordered, State};
+use super::codec::event::{Event, EventType};
+use super::request::{WatchRequest, resume_query};
 use bytes::Bytes;
 use std::time::Duration;
 use tokio::time::Instant;
 
-pub use self::input::{Answer, Effect, Ending, Exclusion, Input, MoveReason, NotResumable, Peers};
+pub use self::input::{
+    AttemptResult, Candidates, Effect, Ending, Exclusion, Input, MoveReason, NotResumable,
+};
+#[cfg(test)]
 pub use self::limiter::RESUMES_PER_MINUTE;
-pub use self::round::{Round, return_jitter};
+pub use self::round::{Round, max_outage_jitter};
+
+/// Checks in a row, one a minute, without a bookmark after which a watch counts as stale. An apiserver
+/// sends one bookmark a minute (`cacher.go`, `bookmarkFrequency`).
+const MISSED_BOOKMARKS: u8 = 3;
 
 /// One watch.
 #[derive(Debug)]
@@ -93,7 +96,9 @@ pub struct Session {
     /// The client has part of an oversized frame whose end has not arrived.
     mid_frame: bool,
     limiter: ResumeLimiter,
-    bookmarks: BookmarkMonitor,
+    /// Checks in a row that found no new bookmark; `None` until the first bookmark.
+    missed_bookmarks: Option<u8>,
+    bookmark_since_check: bool,
 }
 
 impl Session {
@@ -101,11 +106,12 @@ impl Session {
     pub fn new(request: WatchRequest, requested_at: Instant) -> Self {
         Self {
             deadline: request.timeout.and_then(|timeout| requested_at.checked_add(timeout)),
-            state: State::first(&request),
+            state: State::first(&request, None),
             request,
             mid_frame: false,
             limiter: ResumeLimiter::default(),
-            bookmarks: BookmarkMonitor::default(),
+            missed_bookmarks: None,
+            bookmark_since_check: false,
         }
     }
 
@@ -121,18 +127,21 @@ impl Session {
                 self.state = State::Ended { error_event: None };
                 Effect::None
             }
-            Input::StreamLost { quiet, random } => {
-                self.bookmarks.restart();
+            Input::StreamLost { quiet } => {
+                // The next server has the whole time to send a bookmark.
+                self.missed_bookmarks = self.missed_bookmarks.map(|_| 0);
                 match self.begin_round(now, |recent| Round::begin(now, recent, quiet)) {
-                    Ok(()) => self.request_after(now, random, Duration::ZERO),
+                    Ok(()) => self.next_attempt(now, Duration::ZERO),
                     Err(reason) => self.end(reason),
                 }
             }
-            Input::Rejected { error_event, peers, random } => {
-                self.on_rejected(error_event, peers, now, random)
+            Input::Rejected { error_event, candidates } => {
+                self.on_rejected(error_event, candidates, now)
             }
-            Input::Answered { answer, peers, random } => self.on_answer(answer, peers, now, random),
-            Input::Returned { held, random } => self.on_return(held, now, random),
+            Input::AttemptEnded { result, candidates } => {
+                self.on_attempt_ended(result, candidates, now)
+            }
+            Input::OutageEnded { held } => self.on_outage_ended(held, now),
             Input::MoveStarted(reason) => self.on_move_started(reason, now),
             Input::MoveEnded { moved } => self.on_move_ended(moved, now),
             Input::Stop(reason) => self.stop(reason),
@@ -145,16 +154,17 @@ impl Session {
         effect
     }
 
-    fn on_frame(&mut self, frame: Result<Event<'_>, Unreadable>) -> Effect {
-        let is_bookmark = frame.is_ok_and(|event| event.event_type == EventType::Bookmark);
+    fn on_frame(&mut self, frame: Option<Event<'_>>) -> Effect {
+        let is_bookmark = frame.is_some_and(|event| event.event_type == EventType::Bookmark);
         let effect = self.state.on_frame(frame, &self.request);
         if is_bookmark && matches!(effect, Effect::Forward | Effect::Swallow) {
-            self.bookmarks.seen();
+            self.missed_bookmarks = Some(0);
+            self.bookmark_since_check = true;
         }
         effect
     }
 
-    /// Enters Resuming, if the watch can be resumed.
+    /// Enters Resuming, if the watch can be resumed. `begin` gets the number of recent rounds.
     fn begin_round(
         &mut self,
         now: Instant,
@@ -165,16 +175,15 @@ impl Session {
             return Err(NotResumable::Late);
         }
         let recent = self.limiter.resume(now).ok_or(NotResumable::TooOften)?;
-        self.state = State::Resuming(Resuming { cursor, round: begin(recent) });
+        self.state = State::Resuming { cursor, round: begin(recent) };
         Ok(())
     }
 
     fn on_rejected(
         &mut self,
         error_event: Option<Bytes>,
-        peers: Peers,
+        candidates: Candidates,
         now: Instant,
-        random: u64,
     ) -> Effect {
         if let Some(error_event) = error_event {
             let withheld = error_event.clone();
@@ -183,102 +192,98 @@ impl Session {
                 return self.end_withheld(NotResumable::TooOld, Some(error_event));
             }
         } else if let State::Ordered(watch) = &mut self.state
-            && let Some(round) = watch.take_trial()
+            && let Some(round) = watch.unconfirmed.take()
         {
-            let cursor = self.request.resumable_group.then(|| watch.cursor().clone());
-            self.state = State::Resuming(Resuming { cursor, round });
+            let cursor = self.request.resumable_group.then(|| watch.cursor.clone());
+            self.state = State::Resuming { cursor, round };
         }
-        self.on_answer(Answer::ErrorEvent, peers, now, random)
+        self.on_attempt_ended(AttemptResult::ErrorEvent, candidates, now)
     }
 
-    fn on_answer(&mut self, answer: Answer, peers: Peers, now: Instant, random: u64) -> Effect {
-        if answer.is_accepted() {
-            return self.accept();
+    fn on_attempt_ended(
+        &mut self,
+        result: AttemptResult,
+        candidates: Candidates,
+        now: Instant,
+    ) -> Effect {
+        if result.is_accepted() {
+            self.state.update(|state| match state {
+                State::Resuming { cursor: Some(cursor), round } => {
+                    State::Ordered(Ordered::new(cursor, true, Some(round)))
+                }
+                State::Resuming { cursor: None, round } => State::first(&self.request, Some(round)),
+                other => other,
+            });
+            return Effect::Accept;
         }
-        let late = self.is_late(now);
-        let State::Resuming(Resuming { round, .. }) = &self.state else {
+        let State::Resuming { round, .. } = &self.state else {
             return self.end(NotResumable::GaveUp);
         };
-        if answer == (Answer::None { outage: true }) && !round.withholds() {
+        if result == (AttemptResult::NoHead { outage: true }) && !round.withholds() {
             return Effect::Hold;
         }
-        let peers_left = if round.withholds() {
-            peers.ready
-        } else if matches!(answer, Answer::Head { status: 410, .. }) {
+        let endpoints_left = if round.withholds() {
+            candidates.ready
+        } else if matches!(result, AttemptResult::Head { status: 410, .. }) {
             // A history that is too short stays too short: another endpoint must be usable now.
-            peers.usable
+            candidates.usable
         } else {
-            peers.any
+            candidates.any
         };
-        if answer.exclusion().is_none() || !peers_left || late {
+        if result.exclusion().is_none() || !endpoints_left || self.is_late(now) {
             return self.stop(NotResumable::GaveUp);
         }
-        self.request_after(now, random, peers.retry_after)
+        self.next_attempt(now, candidates.retry_after)
     }
 
-    fn accept(&mut self) -> Effect {
-        self.state = match self.take_state() {
-            State::Resuming(Resuming { cursor: Some(cursor), round }) => {
-                State::Ordered(Ordered::later(cursor, round))
-            }
-            State::Resuming(Resuming { cursor: None, round }) => {
-                State::first(&self.request).on_trial(round)
-            }
-            other => other,
-        };
-        Effect::Accept
-    }
-
-    /// The next attempt of the round, after the jitter and not before `pause`.
-    fn request_after(&mut self, now: Instant, random: u64, pause: Duration) -> Effect {
-        if let State::Resuming(Resuming { round, .. }) = &mut self.state
-            && let Some(jitter) = round.next(now, random)
-            && jitter.max(pause) <= round.max_pause()
+    /// The next attempt of the round, not before `pause` has passed.
+    fn next_attempt(&mut self, now: Instant, pause: Duration) -> Effect {
+        if let State::Resuming { round, .. } = &mut self.state
+            && let Some(max_jitter) = round.next_jitter(now)
+            && pause <= round.max_pause()
         {
-            return Effect::Request(jitter.max(pause));
+            return Effect::Request { max_jitter, pause };
         }
         self.stop(NotResumable::GaveUp)
     }
 
-    fn on_return(&mut self, held: Duration, now: Instant, random: u64) -> Effect {
+    fn on_outage_ended(&mut self, held: Duration, now: Instant) -> Effect {
         if self.is_late(now) {
             return Effect::HoldUntilDeadline;
         }
-        let State::Resuming(Resuming { round, .. }) = &mut self.state else { return Effect::None };
+        let State::Resuming { round, .. } = &mut self.state else { return Effect::None };
         let quiet = round.is_quiet();
         *round = Round::begin(now, 0, quiet);
-        Effect::Request(return_jitter(held, quiet, random))
+        Effect::Request { max_jitter: max_outage_jitter(held, quiet), pause: Duration::ZERO }
     }
 
     fn on_move_started(&mut self, reason: MoveReason, now: Instant) -> Effect {
-        self.limiter.note_move(now);
-        if reason != MoveReason::Rebalance {
-            self.limiter.resume(now);
-        }
-        self.state = match self.take_state() {
+        self.limiter.note_move(reason, now);
+        self.state.update(|state| match state {
             State::Ordered(watch) => State::Moving(watch),
             other => other,
-        };
+        });
         Effect::None
     }
 
     fn on_move_ended(&mut self, moved: bool, now: Instant) -> Effect {
         if moved {
-            self.bookmarks.restart();
+            self.missed_bookmarks = self.missed_bookmarks.map(|_| 0);
         }
-        self.state = match self.take_state() {
+        self.state.update(|state| match state {
             State::Moving(watch) if moved => {
-                State::Ordered(Ordered::later(watch.into_cursor(), Round::begin(now, 0, false)))
+                let round = Round::begin(now, 0, false);
+                State::Ordered(Ordered::new(watch.cursor, true, Some(round)))
             }
             State::Moving(watch) => State::Ordered(watch),
             other => other,
-        };
+        });
         Effect::None
     }
 
     fn stop(&mut self, reason: NotResumable) -> Effect {
         let withheld = match &mut self.state {
-            State::Resuming(resuming) => resuming.round.take_error_event(),
+            State::Resuming { round, .. } => round.take_error_event(),
             _ => None,
         };
         match reason {
@@ -298,33 +303,21 @@ impl Session {
         Effect::End(Ending::Withheld, reason)
     }
 
-    fn take_state(&mut self) -> State {
-        std::mem::replace(&mut self.state, State::Ended { error_event: None })
-    }
-
-    /// What the client asked for.
-    pub fn request(&self) -> &WatchRequest {
-        &self.request
-    }
-
-    /// Where the next request continues the watch.
-    pub fn resume_point(&self, now: Instant) -> ResumePoint<'_> {
-        ResumePoint { cursor: self.state.cursor(), remaining: self.remaining(now) }
+    /// The query of the request that continues the watch, or starts it again. `query` is that of the first
+    /// request upstream.
+    pub fn resume_query(&self, query: &str, now: Instant) -> String {
+        resume_query(query, self.state.cursor(), self.remaining(now))
     }
 
     /// Whether the watch may be moved for this reason now.
     pub fn can_move(&self, reason: MoveReason, now: Instant) -> bool {
+        let min_remaining = match reason {
+            MoveReason::Rebalance => MIN_REMAINING_TO_REBALANCE,
+            MoveReason::Evacuate | MoveReason::Drain => MIN_REMAINING,
+        };
         self.is_resumable()
-            && !self.is_late(now)
-            && match reason {
-                MoveReason::Rebalance => {
-                    let remaining = self.remaining(now);
-                    remaining.is_none_or(|left| left >= MIN_REMAINING_TO_REBALANCE)
-                        && self.limiter.may_rebalance(now)
-                }
-                MoveReason::Evacuate => self.limiter.may_evacuate(now),
-                MoveReason::Drain => self.limiter.may_leave_draining(now),
-            }
+            && self.remaining(now).is_none_or(|remaining| remaining >= min_remaining)
+            && self.limiter.may_move(reason, now)
     }
 
     /// Whether the watch would continue at its cursor if it lost its stream now.
@@ -343,8 +336,8 @@ impl Session {
     }
 
     /// Whether the current stream has proven that it continues the watch.
-    pub fn has_settled(&self) -> bool {
-        self.state.has_settled()
+    pub fn is_confirmed(&self) -> bool {
+        self.state.is_confirmed()
     }
 
     /// What the server has sent that prevents resuming the watch, for good or until the next frame.
@@ -354,13 +347,13 @@ impl Session {
 
     /// How the watch would end if it ended now and its server had not ended it.
     pub fn ending(&self) -> Ending {
-        let complete = self.state.is_complete(&self.request) && !self.mid_frame;
-        if complete { Ending::Clean } else { Ending::Reset }
+        let is_clean = self.state.may_end_cleanly(&self.request) && !self.mid_frame;
+        if is_clean { Ending::Clean } else { Ending::Reset }
     }
 
     /// Whether an ERROR event is withheld while other endpoints are asked.
     pub fn withholds(&self) -> bool {
-        matches!(&self.state, State::Resuming(resuming) if resuming.round.withholds())
+        matches!(&self.state, State::Resuming { round, .. } if round.withholds())
     }
 
     /// The withheld ERROR event, after [`Ending::Withheld`].
@@ -374,7 +367,7 @@ impl Session {
     /// How long the next attempt may take.
     pub fn attempt_timeout(&self) -> Duration {
         match &self.state {
-            State::Resuming(resuming) => resuming.round.attempt_timeout(),
+            State::Resuming { round, .. } => round.attempt_timeout(),
             _ => Duration::ZERO,
         }
     }
@@ -384,9 +377,14 @@ impl Session {
         self.deadline
     }
 
-    /// Called once a minute. Returns true, once, if the bookmarks of the watch have ceased.
+    /// Called once a minute. Returns true, once, after the third check in a row without a bookmark on a
+    /// watch that had bookmarks: the watch cache of its apiserver may be stale. The proxy counts that for
+    /// operators and does nothing else about it.
     pub fn has_gone_stale(&mut self) -> bool {
-        self.bookmarks.check()
+        let seen = std::mem::take(&mut self.bookmark_since_check);
+        let Some(missed) = self.missed_bookmarks.as_mut().filter(|_| !seen) else { return false };
+        *missed = missed.saturating_add(1);
+        *missed == MISSED_BOOKMARKS
     }
 
     fn remaining(&self, now: Instant) -> Option<Duration> {

@@ -1,50 +1,46 @@
 //! Attempts to open another upstream stream for a watch, and the wait for an apiserver that can be
 //! reached. All of them are futures that the body polls.
+//!
+//! If watches ended or failed in a total outage, all clients of all nodes would list again at the moment
+//! when the control plane returns and can bear it least. So a running watch waits for an apiserver until
+//! its own deadline. It has no stream and no timer but its deadline, and it dials nothing: the pool dials
+//! once for all watches, and notifies them.
 
-use std::pin::Pin;
 use std::rc::Rc;
-use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::future::{LocalBoxFuture, OptionFuture};
 use http::Request;
 use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 
 use super::context::ResumeContext;
-use crate::proxy::client_certificate::IdentityProof;
 use crate::proxy::status_error::StatusError;
 use crate::proxy::upstream_client::{UpstreamClient, UpstreamResponse as Response, troubled};
-use crate::proxy::watch::outage;
+use crate::proxy::watch::session::{Input, NotResumable};
 use crate::upstream::connection::{Connection, Permit, describe_h2_error};
-use crate::upstream::endpoint::Endpoint;
 use crate::upstream::pool::{ClassPool, PreviousFailure, StreamRequirements, Unavailable};
 
-/// An attempt to resume; `None`: the listener drains.
-pub(super) type Attempt = Pin<Box<dyn Future<Output = Option<Result<Response, AttemptError>>>>>;
+/// Pause of a watch that gets no connection although an apiserver can be reached, ±50 %.
+const PAUSE: Duration = Duration::from_secs(1);
 
-/// An attempt to move a watch while its stream works.
-pub(super) type MoveAttempt = Pin<Box<dyn Future<Output = Result<Response, AttemptError>>>>;
+/// An attempt to resume a watch; `None`: the listener drains.
+pub(super) type Attempt = LocalBoxFuture<'static, Option<Result<Response, AttemptError>>>;
 
-/// Waits while no apiserver can be reached.
-pub(super) type Hold = Pin<Box<dyn Future<Output = HoldEnd>>>;
+/// An attempt to move a watch; the error is the reason for the log.
+pub(super) type MoveAttempt = LocalBoxFuture<'static, Result<Response, String>>;
+
+/// Waits while no apiserver can be reached. It ends with the input for the session, and the reason for
+/// the log.
+pub(super) type Hold = LocalBoxFuture<'static, (Input<'static>, &'static str)>;
 
 /// Why an attempt got no response head.
 pub(super) struct AttemptError {
-    /// The reason, for the log.
+    /// For the log.
     pub(super) reason: String,
     /// The connection that did not answer, if a stream was opened.
     pub(super) connection: Option<Rc<Connection>>,
     /// Whether no apiserver can be reached at all.
     pub(super) outage: bool,
-}
-
-/// Why a watch is no longer held.
-pub(super) enum HoldEnd {
-    /// An apiserver can be reached; the watch was held for this time.
-    Returned(Duration),
-    /// The deadline of the watch has passed.
-    Deadline,
-    /// The listener drains.
-    Shutdown,
 }
 
 /// After `delay`, takes a stream from the pool and sends the request on it. The stream and the response
@@ -61,14 +57,31 @@ pub(super) fn resume(
     let refused = context.was_refused();
     let excluded = context.excluded_at(Instant::now() + delay);
     let mut drain = context.drain.clone();
+    let no_stream = |reason, outage| AttemptError { reason, connection: None, outage };
     Box::pin(async move {
         let attempt = async {
             sleep(delay).await;
             // If the identity is no longer proven, the body ends the watch.
             proof.confirmed().await;
             let failure = if refused { PreviousFailure::Refusal } else { PreviousFailure::Silence };
-            let previous = lost.as_ref().map(failure);
-            send_on_new_stream(&upstream, (&class, &proof), head, previous, &excluded, limit).await
+            let requirements = StreamRequirements {
+                watch: true,
+                held: true,
+                previous_failure: lost.as_ref().map(failure),
+                excluded_endpoints: &excluded,
+                ..StreamRequirements::for_client(proof.subject())
+            };
+            let deadline = Instant::now() + limit;
+            let permit = upstream.pool.acquire(&class, requirements);
+            match timeout_at(deadline, permit).await {
+                Ok(Ok(permit)) => send(&upstream, permit, head, deadline).await,
+                Ok(Err(unavailable)) => {
+                    let outage = matches!(unavailable, Unavailable::Unreachable(_));
+                    let reason = StatusError::unavailable(&unavailable).message;
+                    Err(no_stream(reason, outage))
+                }
+                Err(_) => Err(no_stream("no stream in time".to_owned(), false)),
+            }
         };
         tokio::select! {
             result = attempt => Some(result),
@@ -82,46 +95,32 @@ pub(super) fn hold(context: &ResumeContext, deadline: Option<Instant>, until_ret
     let (upstream, class) = (Rc::clone(&context.upstream), Rc::clone(&context.class));
     let mut drain = context.drain.clone();
     Box::pin(async move {
-        let expired = async {
-            match deadline {
-                Some(deadline) => sleep_until(deadline).await,
-                None => std::future::pending().await,
-            }
-        };
         tokio::select! {
-            held = outage::hold(upstream, class), if until_return => HoldEnd::Returned(held),
-            () = expired => HoldEnd::Deadline,
-            () = drain.staggered_end() => HoldEnd::Shutdown,
+            held = outage_ended(&upstream, &class), if until_return => {
+                (Input::OutageEnded { held }, "an apiserver is back")
+            }
+            Some(()) = OptionFuture::from(deadline.map(sleep_until)) => {
+                let why = "its deadline passed while no apiserver could be reached";
+                (Input::Stop(NotResumable::Expired), why)
+            }
+            () = drain.staggered_end() => (Input::Stop(NotResumable::Shutdown), "shutdown"),
         }
     })
 }
 
-async fn send_on_new_stream(
-    upstream: &UpstreamClient,
-    (class, proof): (&Rc<ClassPool>, &IdentityProof),
-    head: Request<()>,
-    previous_failure: Option<PreviousFailure<'_>>,
-    excluded: &[Arc<Endpoint>],
-    limit: Duration,
-) -> Result<Response, AttemptError> {
-    let requirements = StreamRequirements {
-        watch: true,
-        held: true,
-        previous_failure,
-        excluded_endpoints: excluded,
-        ..StreamRequirements::for_client(proof.subject())
-    };
-    let deadline = Instant::now() + limit;
-    let no_stream = |reason, outage| AttemptError { reason, connection: None, outage };
-    let permit = match timeout_at(deadline, upstream.pool.acquire(class, requirements)).await {
-        Ok(Ok(permit)) => permit,
-        Ok(Err(unavailable)) => {
-            let outage = matches!(unavailable, Unavailable::Unreachable(_));
-            return Err(no_stream(StatusError::unavailable(&unavailable).message, outage));
-        }
-        Err(_) => return Err(no_stream("no stream in time".to_owned(), false)),
-    };
-    send(upstream, permit, head, deadline).await
+/// Waits until a watch should ask for a stream again, and returns how long that took.
+///
+/// In an outage it waits for the end of the outage. Without one the class has no connection although
+/// an apiserver can be reached; then it waits for about [`PAUSE`].
+pub async fn outage_ended(client: &UpstreamClient, class: &Rc<ClassPool>) -> Duration {
+    let began = Instant::now();
+    let _held = client.watches.hold();
+    if client.pool.is_total_outage() {
+        client.pool.outage_ended(class).await;
+    } else {
+        sleep(PAUSE.mul_f64(0.5 + fastrand::f64())).await;
+    }
+    began.elapsed()
 }
 
 /// Sends the request and waits for the response head until `deadline`, or until the connection is

@@ -10,9 +10,8 @@ use tokio::time::Instant;
 use crate::proxy::client_certificate::IdentityProof;
 use crate::proxy::drain::DrainWatcher;
 use crate::proxy::upstream_client::UpstreamClient;
-use crate::proxy::watch::codec::Encoding;
-use crate::proxy::watch::request::{ResumePoint, WatchRequest, reissued_query, with_query};
-use crate::proxy::watch::session::{Answer, Exclusion, Peers};
+use crate::proxy::watch::request::with_query;
+use crate::proxy::watch::session::{AttemptResult, Candidates, Exclusion, Session};
 use crate::upstream::connection::Connection;
 use crate::upstream::endpoint::{Endpoint, EndpointState};
 use crate::upstream::pool::ClassPool;
@@ -20,28 +19,8 @@ use crate::upstream::pool::ClassPool;
 /// Bounds a Retry-After, so that it can be added to the time; no watch waits for so long.
 const MAX_RETRY_AFTER: Duration = Duration::from_secs(3600);
 
-/// A watch that an apiserver has accepted, and what is needed to request it again.
-pub struct AcceptedWatch {
-    /// The client of its upstream.
-    pub upstream: Rc<UpstreamClient>,
-    /// The connections that it may use.
-    pub class: Rc<ClassPool>,
-    /// The proof of its client's identity.
-    pub proof: IdentityProof,
-    /// The head of the request as it was sent upstream.
-    pub head: Request<()>,
-    /// What the client asked for.
-    pub request: WatchRequest,
-    /// The encoding of its events.
-    pub encoding: Encoding,
-    /// When it was requested.
-    pub requested_at: Instant,
-    /// Tells when its listener drains.
-    pub drain: DrainWatcher,
-}
-
 /// What is needed to request a watch again.
-pub(super) struct ResumeContext {
+pub struct ResumeContext {
     pub(super) upstream: Rc<UpstreamClient>,
     pub(super) class: Rc<ClassPool>,
     pub(super) proof: IdentityProof,
@@ -62,35 +41,40 @@ pub(super) struct ResumeContext {
 }
 
 impl ResumeContext {
-    pub(super) fn new(watch: AcceptedWatch, head: &response::Parts) -> (Self, WatchRequest) {
-        let context = Self {
-            upstream: watch.upstream,
-            class: watch.class,
-            proof: watch.proof,
-            drain: watch.drain,
-            head: watch.head,
-            content_type: content_type(&head.headers).to_owned(),
+    /// The context of a watch whose request had this head, and whose response has `response`.
+    pub fn new(
+        (upstream, class): (Rc<UpstreamClient>, Rc<ClassPool>),
+        proof: IdentityProof,
+        drain: DrainWatcher,
+        head: Request<()>,
+        response: &response::Parts,
+    ) -> Self {
+        Self {
+            upstream,
+            class,
+            proof,
+            drain,
+            head,
+            content_type: content_type(&response.headers).to_owned(),
             lost: None,
             refused: false,
             excluded: Vec::new(),
             paused: Vec::new(),
-        };
-        (context, watch.request)
+        }
     }
 
     /// The head of the request that continues the watch.
-    pub(super) fn head(&self, request: &WatchRequest, point: &ResumePoint<'_>) -> Request<()> {
-        let query = self.head.uri().query().unwrap_or_default();
-        let query = reissued_query(query, request, point);
+    pub(super) fn head(&self, session: &Session, now: Instant) -> Request<()> {
+        let query = session.resume_query(self.head.uri().query().unwrap_or_default(), now);
         let mut head = self.head.clone();
         *head.uri_mut() = with_query(self.head.uri(), &query);
         head
     }
 
     /// What a response head means for the watch.
-    pub(super) fn answer(&self, head: &response::Parts) -> Answer {
+    pub(super) fn result(&self, head: &response::Parts) -> AttemptResult {
         let content_type = content_type(&head.headers).trim();
-        Answer::Head {
+        AttemptResult::Head {
             status: head.status.as_u16(),
             same_content_type: head.headers.contains_key(header::CONTENT_TYPE)
                 && content_type.eq_ignore_ascii_case(self.content_type.trim()),
@@ -136,13 +120,13 @@ impl ResumeContext {
     pub(super) fn note_refusal(
         &mut self,
         connection: &Rc<Connection>,
-        answer: Answer,
+        result: AttemptResult,
         once: bool,
         now: Instant,
     ) {
         self.note_lost(connection);
         self.refused = true;
-        let exclusion = answer.exclusion();
+        let exclusion = result.exclusion();
         if once || exclusion == Some(Exclusion::Round) {
             self.exclude_lost();
         }
@@ -166,12 +150,12 @@ impl ResumeContext {
     }
 
     /// The current stream has proven that it continues the watch.
-    pub(super) fn note_settled(&mut self) {
+    pub(super) fn note_confirmed(&mut self) {
         self.excluded.clear();
     }
 
     /// The endpoints that are left to ask.
-    pub(super) fn peers(&self, now: Instant) -> Peers {
+    pub(super) fn candidates(&self, now: Instant) -> Candidates {
         let endpoints = self.upstream.pool.upstream().endpoints();
         let usable = || endpoints.iter().filter(|endpoint| self.is_usable(endpoint));
         let is_last =
@@ -180,7 +164,7 @@ impl ResumeContext {
             let paused = self.paused.iter().find(|(paused, _)| Arc::ptr_eq(paused, endpoint));
             paused.map_or(Duration::ZERO, |(_, until)| until.saturating_duration_since(now))
         };
-        Peers {
+        Candidates {
             any: endpoints.iter().any(|endpoint| !self.is_excluded(endpoint)),
             usable: usable().any(|endpoint| !is_last(endpoint)),
             ready: self.upstream.has_ready_besides(&self.excluded),

@@ -14,9 +14,9 @@ use std::time::Duration;
 use http::Request;
 use tokio::time::{Instant, timeout};
 
-use super::attempt::{AttemptError, MoveAttempt, send};
+use super::attempt::{MoveAttempt, send};
 use super::context::ResumeContext;
-use super::stream::{Deferred, UpstreamStream};
+use super::stream::{LeaveReason, UpstreamStream};
 use super::{Source, WatchBody};
 use crate::observe::utc::wall_clock;
 use crate::proxy::upstream_client::UpstreamResponse as Response;
@@ -30,7 +30,7 @@ use crate::upstream::watch_moves::MoveEligibility;
 const TIMEOUT: Duration = Duration::from_millis(250);
 /// The same if the old endpoint is degraded or the connection drains: the old stream is likely to be
 /// silent.
-const TIMEOUT_UNWELL: Duration = Duration::from_secs(1);
+const TIMEOUT_UNRESPONSIVE: Duration = Duration::from_secs(1);
 /// How long a move waits for the first frame of the new stream. An apiserver whose history does not reach
 /// back to the cursor answers 200 and sends an ERROR event at once.
 const FIRST_FRAME: Duration = Duration::from_millis(50);
@@ -40,7 +40,7 @@ impl WatchBody {
     /// be asked to move.
     pub(super) fn notified(&mut self) {
         let Source::Stream(stream) = &mut self.source else { return };
-        stream.await_departure(&self.context.drain);
+        stream.await_event(&self.context.drain);
         let connection = Rc::clone(stream.permit.connection());
         if stream.is_check_due() && self.relay.session_mut().has_gone_stale() {
             connection.endpoint.metrics.watch_stale();
@@ -56,7 +56,7 @@ impl WatchBody {
         let Source::Stream(stream) = &mut self.source else { return };
         let session = self.relay.session();
         if !session.is_resumable() {
-            return stream.defer(Deferred::Drain, &self.context.drain);
+            return stream.defer(LeaveReason::Drain, &self.context.drain);
         }
         if permit.is_none()
             || !self.context.proof.is_current(wall_clock())
@@ -76,7 +76,7 @@ impl WatchBody {
             return;
         };
         let session = self.relay.session();
-        let head = self.context.head(session.request(), &session.resume_point(now));
+        let head = self.context.head(session, now);
         let attempt = start(&self.context, permit, head, reason);
         self.source = match std::mem::replace(&mut self.source, Source::Ended(None)) {
             Source::Stream(stream) => Source::Moving(Box::new((stream, attempt))),
@@ -85,14 +85,14 @@ impl WatchBody {
     }
 
     /// An attempt to move is over.
-    pub(super) fn moved(&mut self, result: Result<Response, AttemptError>) {
+    pub(super) fn moved(&mut self, result: Result<Response, String>) {
         let ended = Source::Ended(None);
         let Source::Moving(moving) = std::mem::replace(&mut self.source, ended) else { return };
         let (mut old, _) = *moving;
         match check(result, &self.relay, &self.context) {
             Ok(mut response) => {
                 self.relay.moved(Instant::now());
-                self.context.note_settled();
+                self.context.note_confirmed();
                 let first = response.first.take();
                 // Dropping the old stream resets it.
                 self.switch_to(response, "moved");
@@ -152,33 +152,30 @@ fn start(
     reason: MoveReason,
 ) -> MoveAttempt {
     let upstream = Rc::clone(&context.upstream);
-    let limit = if reason == MoveReason::Rebalance { TIMEOUT } else { TIMEOUT_UNWELL };
+    let limit = if reason == MoveReason::Rebalance { TIMEOUT } else { TIMEOUT_UNRESPONSIVE };
     Box::pin(async move {
-        let mut response = send(&upstream, permit, head, Instant::now() + limit).await?;
-        let Ok(first) = timeout(FIRST_FRAME, response.recv.data()).await else {
-            return Ok(response);
-        };
-        let reason = match first {
-            Some(Ok(first)) => {
+        let sent = send(&upstream, permit, head, Instant::now() + limit).await;
+        let mut response = sent.map_err(|error| error.reason)?;
+        match timeout(FIRST_FRAME, response.recv.data()).await {
+            Err(_) => Ok(response),
+            Ok(Some(Ok(first))) => {
                 response.first = Some(first);
-                return Ok(response);
+                Ok(response)
             }
-            Some(Err(error)) => describe_h2_error(&error),
-            None => "it ended at once".to_owned(),
-        };
-        let connection = Some(Rc::clone(response.permit.connection()));
-        Err(AttemptError { reason, connection, outage: false })
+            Ok(Some(Err(error))) => Err(describe_h2_error(&error)),
+            Ok(None) => Err("it ended at once".to_owned()),
+        }
     })
 }
 
 /// Returns the response if the new endpoint takes the watch, and otherwise the reason for the log.
 fn check(
-    result: Result<Response, AttemptError>,
+    result: Result<Response, String>,
     relay: &Relay,
     context: &ResumeContext,
 ) -> Result<Response, String> {
-    let response = result.map_err(|error| error.reason)?;
-    if !context.answer(&response.head).is_accepted() {
+    let response = result?;
+    if !context.result(&response.head).is_accepted() {
         return Err(format!("{} there", response.head.status.as_u16()));
     }
     match &response.first {

@@ -14,42 +14,42 @@ const DELIVERING: Duration = Duration::from_secs(2);
 const LOSS_UNNOTICED: Duration = Duration::from_secs(8);
 /// Least silence of a watch that was delivering before it counts as silent.
 const SILENT: Duration = Duration::from_millis(800);
-/// The silence must also last so many times the pause between the last two chunks.
-const PAUSES: u32 = 3;
+/// The silence must also last so many times the interval between the last two chunks.
+const INTERVALS: u32 = 3;
 
 /// When the last chunks came.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct DeliveryPace {
     last: Instant,
     /// The time between the last two chunks.
-    pause: Option<Duration>,
+    interval: Option<Duration>,
 }
 
 impl DeliveryPace {
     /// The pace of a stream that begins now.
     pub(super) fn new(now: Instant) -> Self {
-        Self { last: now, pause: None }
+        Self { last: now, interval: None }
     }
 
     /// A chunk has arrived.
     pub(super) fn delivered(&mut self, now: Instant) {
-        self.pause = Some(now.saturating_duration_since(self.last));
+        self.interval = Some(now.saturating_duration_since(self.last));
         self.last = now;
     }
 
     /// Whether the client would hardly notice one more second of silence: the watch is not delivering,
     /// or its silence is longer than the loss of a connection explains.
     pub(super) fn is_quiet(&self, now: Instant) -> bool {
-        let delivers = self.pause.is_some_and(|pause| pause <= DELIVERING)
+        let delivers = self.interval.is_some_and(|interval| interval <= DELIVERING)
             && now.saturating_duration_since(self.last) <= LOSS_UNNOTICED;
         !delivers
     }
 
     /// Whether the watch was delivering and is silent now.
     pub(super) fn has_fallen_silent(&self, now: Instant) -> bool {
-        self.pause.is_some_and(|pause| {
+        self.interval.is_some_and(|interval| {
             let silence = now.saturating_duration_since(self.last);
-            pause <= DELIVERING && silence >= SILENT.max(pause * PAUSES)
+            interval <= DELIVERING && silence >= SILENT.max(interval * INTERVALS)
         })
     }
 }

@@ -4,12 +4,12 @@
 //! drains, the watch looks for a stream on another connection beside it
 //! ([`UpstreamStream::find_permit`]).
 
-use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::Bytes;
+use futures_util::future::LocalBoxFuture;
 use h2::RecvStream;
 use tokio::time::{Instant, sleep, timeout};
 
@@ -43,40 +43,14 @@ pub(super) struct UpstreamStream {
     /// The number of the connection's last self-check that the watch has seen.
     self_checks: u32,
     /// A reason to leave that the watch cannot follow yet.
-    pub(super) deferred: Option<Deferred>,
+    pub(super) deferred: Option<LeaveReason>,
     /// Searches for another stream that failed.
     failed_searches: u32,
-    /// Ready when there is a reason to leave the stream.
-    departure: Pin<Box<dyn Future<Output = Departure>>>,
+    /// Everything that happens but for what arrives on the stream.
+    next_event: LocalBoxFuture<'static, StreamEvent>,
 }
 
-/// A reason to leave a stream that works.
-#[derive(Debug)]
-pub(super) enum Departure {
-    /// The connection drains.
-    Drain,
-    /// The connection does not respond; it is kept only for watches that cannot leave it.
-    Unresponsive,
-    /// The search for a stream on another connection is over; `None`: it found none.
-    Permit(Option<Permit>),
-    /// The connection has notified its watches.
-    Notified,
-    /// The listener drains.
-    Shutdown,
-}
-
-/// A reason to leave a stream that the watch follows after a later event.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Deferred {
-    /// The connection drains, and the watch cannot be resumed now.
-    Drain,
-    /// The connection does not respond, and the loss of the stream would do harm.
-    Unresponsive,
-    /// The listener drains, and a clean end would look complete.
-    Shutdown,
-}
-
-/// What has happened on a stream.
+/// What has happened on a stream, or to its connection.
 pub(super) enum StreamEvent {
     /// A chunk has arrived.
     Data(Bytes),
@@ -84,8 +58,23 @@ pub(super) enum StreamEvent {
     End,
     /// The stream was lost, for this reason.
     Lost(String),
-    /// There is a reason to leave the stream.
-    Departure(Departure),
+    /// There is a reason to leave the stream, which works.
+    Leave(LeaveReason),
+    /// The search for a stream on another connection is over; `None`: it found none.
+    Found(Option<Permit>),
+    /// The connection has notified its watches.
+    Notified,
+}
+
+/// Why a watch should leave a stream that works. It does so once its client does not notice.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum LeaveReason {
+    /// The connection drains.
+    Drain,
+    /// The connection does not respond; it is kept only for watches that cannot leave it.
+    Unresponsive,
+    /// The listener drains.
+    Shutdown,
 }
 
 impl UpstreamStream {
@@ -94,7 +83,7 @@ impl UpstreamStream {
         Self {
             pace: DeliveryPace::new(connection.last_received()),
             self_checks: connection.self_check_count(),
-            departure: departure(&permit, drain),
+            next_event: next_event(&permit, drain),
             recv,
             unreleased: 0,
             permit,
@@ -116,7 +105,7 @@ impl UpstreamStream {
                 None => StreamEvent::Lost("the stream was reset".to_owned()),
             });
         }
-        self.departure.as_mut().poll(cx).map(StreamEvent::Departure)
+        self.next_event.as_mut().poll(cx)
     }
 
     /// When the connection last read from its socket. It costs no system call, and for a chunk that
@@ -131,26 +120,26 @@ impl UpstreamStream {
         std::mem::replace(&mut self.self_checks, checks) != checks
     }
 
-    /// Waits for the next reason to leave.
-    pub(super) fn await_departure(&mut self, drain: &DrainWatcher) {
-        self.departure = departure(&self.permit, drain);
+    /// Waits for the next notification or reason to leave.
+    pub(super) fn await_event(&mut self, drain: &DrainWatcher) {
+        self.next_event = next_event(&self.permit, drain);
     }
 
     /// The watch cannot leave yet. The body tries again after each chunk; until then only a more urgent
     /// reason counts.
-    pub(super) fn defer(&mut self, reason: Deferred, drain: &DrainWatcher) {
+    pub(super) fn defer(&mut self, reason: LeaveReason, drain: &DrainWatcher) {
         self.deferred = Some(reason);
         let mut drain = drain.clone();
         let connection = Rc::clone(self.permit.connection());
-        self.departure = Box::pin(async move {
-            if reason == Deferred::Shutdown {
+        self.next_event = Box::pin(async move {
+            if reason == LeaveReason::Shutdown {
                 return std::future::pending().await;
             }
             tokio::select! {
-                () = connection.became_unresponsive(), if reason == Deferred::Drain => {
-                    Departure::Unresponsive
+                () = connection.became_unresponsive(), if reason == LeaveReason::Drain => {
+                    StreamEvent::Leave(LeaveReason::Unresponsive)
                 }
-                () = drain.staggered_end() => Departure::Shutdown,
+                () = drain.staggered_end() => StreamEvent::Leave(LeaveReason::Shutdown),
             }
         });
     }
@@ -171,7 +160,7 @@ impl UpstreamStream {
         let (upstream, class) = (Rc::clone(&context.upstream), Rc::clone(&context.class));
         let proof = context.proof.clone();
         let mut drain = context.drain.clone();
-        self.departure = Box::pin(async move {
+        self.next_event = Box::pin(async move {
             let search = async {
                 sleep(pause).await;
                 // If the identity is no longer proven, the body ends the watch.
@@ -187,9 +176,9 @@ impl UpstreamStream {
                 timeout(SEARCH_TIMEOUT, acquired).await.ok()?.ok()
             };
             tokio::select! {
-                permit = search => Departure::Permit(permit),
-                () = connection.became_unresponsive() => Departure::Unresponsive,
-                () = drain.staggered_end() => Departure::Shutdown,
+                permit = search => StreamEvent::Found(permit),
+                () = connection.became_unresponsive() => StreamEvent::Leave(LeaveReason::Unresponsive),
+                () = drain.staggered_end() => StreamEvent::Leave(LeaveReason::Shutdown),
             }
         });
     }
@@ -201,8 +190,8 @@ impl UpstreamStream {
     }
 }
 
-/// Waits for a reason to leave the stream.
-fn departure(permit: &Permit, drain: &DrainWatcher) -> Pin<Box<dyn Future<Output = Departure>>> {
+/// Waits for a notification or a reason to leave the stream.
+fn next_event(permit: &Permit, drain: &DrainWatcher) -> LocalBoxFuture<'static, StreamEvent> {
     let connection = Rc::clone(permit.connection());
     let mut drain = drain.clone();
     let notifications = connection.notification_count();
@@ -210,14 +199,14 @@ fn departure(permit: &Permit, drain: &DrainWatcher) -> Pin<Box<dyn Future<Output
         tokio::select! {
             () = connection.drain_or_notification(notifications) => {
                 if connection.is_unresponsive() {
-                    Departure::Unresponsive
+                    StreamEvent::Leave(LeaveReason::Unresponsive)
                 } else if connection.should_drain() {
-                    Departure::Drain
+                    StreamEvent::Leave(LeaveReason::Drain)
                 } else {
-                    Departure::Notified
+                    StreamEvent::Notified
                 }
             }
-            () = drain.staggered_end() => Departure::Shutdown,
+            () = drain.staggered_end() => StreamEvent::Leave(LeaveReason::Shutdown),
         }
     })
 }

@@ -17,7 +17,6 @@
 //! [`super::parse`] cannot read. A watch with such a frame is never resumed.
 
 use super::Encoding;
-use super::partial_frame::PartialFrame;
 use crate::observe::ByteBudget;
 use bytes::Bytes;
 use std::sync::Arc;
@@ -46,7 +45,7 @@ pub struct FrameSplitter {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Boundary {
     /// JSON: at the next newline.
-    UpstreamClient,
+    Newline,
     /// JSON: where the braces are balanced.
     Braces(Braces),
     /// Protobuf: after so many more bytes; `None` while the size prefix is incomplete.
@@ -103,18 +102,18 @@ impl FrameSplitter {
             }
         }
         // The size prefix is buffered even without budget: without it the end of the frame is unknown.
-        let budget = self.partial.len() + self.partial.budget().left();
+        let budget = self.buffered() + self.partial.budget.left();
         let cap = self.cap.min(budget.max(PREFIX));
         let end = match self.boundary {
             Boundary::Length(_) => self.length_end(chunk),
-            Boundary::UpstreamClient => self.line_end(chunk, cap),
+            Boundary::Newline => self.line_end(chunk, cap),
             Boundary::Braces(_) => self.braces_end(chunk),
         };
         let len = end.unwrap_or(chunk.len());
         let missing = if let Boundary::Length(Some(missing)) = self.boundary { missing } else { 0 };
-        let is_whole = end.is_some() && self.partial.is_empty();
+        let is_whole = end.is_some() && self.partial.bytes.is_empty();
         let cap = if is_whole { self.cap } else { cap };
-        if self.oversized || self.partial.len() + len + missing > cap {
+        if self.oversized || self.buffered() + len + missing > cap {
             return self.pass_through(&chunk[..len], end.is_some());
         }
         let Some(len) = end else {
@@ -131,17 +130,17 @@ impl FrameSplitter {
 
     /// Whether the splitter is between two frames.
     pub fn at_boundary(&self) -> bool {
-        self.partial.is_empty() && !self.oversized
+        self.partial.bytes.is_empty() && !self.oversized
     }
 
     /// The shared budget.
     pub fn budget(&self) -> &Arc<ByteBudget> {
-        self.partial.budget()
+        &self.partial.budget
     }
 
     /// How many bytes of the current frame are buffered.
     pub fn buffered(&self) -> usize {
-        self.partial.len()
+        self.partial.bytes.len()
     }
 
     /// Starts anew and returns what was buffered. If the server ended the response, the caller passes
@@ -154,10 +153,10 @@ impl FrameSplitter {
 
     /// Takes the buffer. It counts in the budget until the returned bytes are dropped.
     fn take_buffered(&mut self) -> Bytes {
-        if self.partial.is_empty() {
+        if self.partial.bytes.is_empty() {
             return Bytes::new();
         }
-        let empty = PartialFrame::new(self.partial.budget());
+        let empty = PartialFrame::new(&self.partial.budget);
         Bytes::from_owner(std::mem::replace(&mut self.partial, empty))
     }
 
@@ -187,12 +186,12 @@ impl FrameSplitter {
             missing
         } else {
             let mut prefix = [0; PREFIX];
-            let buffered = self.partial.len();
+            let buffered = self.buffered();
             let fresh = chunk.len().min(PREFIX - buffered);
             if buffered + fresh < PREFIX {
                 return None;
             }
-            prefix[..buffered].copy_from_slice(&self.partial);
+            prefix[..buffered].copy_from_slice(&self.partial.bytes);
             prefix[buffered..].copy_from_slice(&chunk[..fresh]);
             fresh + u32::from_be_bytes(prefix) as usize
         };
@@ -208,12 +207,12 @@ impl FrameSplitter {
         if closed && end.is_some() {
             return end;
         }
-        let above_cap = self.partial.len() + line.len() > cap;
+        let above_cap = self.buffered() + line.len() > cap;
         if closed || end.is_some() || above_cap {
             // This is a newline inside an object, or an object without a newline, or one that will
             // not be buffered to be examined again: count its braces from its beginning.
             let mut braces = Braces::default();
-            let buffered_end = braces.find_end(&self.partial);
+            let buffered_end = braces.find_end(&self.partial.bytes);
             self.boundary = Boundary::Braces(braces);
             // More than one object is buffered. They cannot be split any more, only passed on.
             return if buffered_end.is_some() { Some(line.len()) } else { self.braces_end(chunk) };
@@ -235,8 +234,53 @@ impl FrameSplitter {
 impl Boundary {
     fn start(encoding: Encoding) -> Self {
         match encoding {
-            Encoding::Json => Self::UpstreamClient,
+            Encoding::Json => Self::Newline,
             Encoding::Protobuf => Self::Length(None),
+        }
+    }
+}
+
+/// The buffered bytes of a frame that has not arrived whole.
+///
+/// Their capacity counts in a shared budget until the last owner drops it: a frame that has become whole
+/// may still wait for its client. Without a shared budget, an upstream that begins a frame on each of a
+/// thousand watches and ends none of them could make the proxy buffer a thousand times [`FRAME_CAP`].
+#[derive(Debug)]
+struct PartialFrame {
+    bytes: Vec<u8>,
+    budget: Arc<ByteBudget>,
+}
+
+impl PartialFrame {
+    /// An empty buffer, which allocates nothing.
+    fn new(budget: &Arc<ByteBudget>) -> Self {
+        Self { bytes: Vec::new(), budget: Arc::clone(budget) }
+    }
+
+    /// Appends bytes. The capacity doubles when it must grow, up to `cap`, or up to the length of the
+    /// bytes if they are longer than `cap`.
+    fn append(&mut self, more: &[u8], cap: usize) {
+        let needed = self.bytes.len() + more.len();
+        let before = self.bytes.capacity();
+        if needed > before {
+            let grown = (before * 2).clamp(needed, cap.max(needed));
+            self.bytes.reserve_exact(grown - self.bytes.len());
+            self.budget.take(self.bytes.capacity() - before);
+        }
+        self.bytes.extend_from_slice(more);
+    }
+}
+
+impl AsRef<[u8]> for PartialFrame {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+impl Drop for PartialFrame {
+    fn drop(&mut self) {
+        if self.bytes.capacity() > 0 {
+            self.budget.give_back(self.bytes.capacity());
         }
     }
 }

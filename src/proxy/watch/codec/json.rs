@@ -1,6 +1,6 @@
 //! Parses one JSON event; skips every value that the event does not need.
 
-use super::event::{EVENT_TYPES, Event, EventType, INITIAL_EVENTS_END};
+use super::event::{Event, EventType, INITIAL_EVENTS_END};
 
 /// The deepest nesting that is parsed. Go's decoder stops at 10,000; real objects have some dozens.
 const MAX_DEPTH: u32 = 512;
@@ -27,9 +27,7 @@ pub(super) fn event(frame: &[u8]) -> Option<Event<'_>> {
         if text_is(key, b"type") {
             once(found.event_type.is_some())?;
             let text = scan.string()?;
-            let known = EVENT_TYPES.iter().find(|(name, _)| text_is(text, name));
-            found.event_type =
-                Some(known.map_or(EventType::Unknown, |(_, event_type)| *event_type));
+            found.event_type = Some(EventType::with_name(|name| text_is(text, name)));
             Some(())
         } else if text_is(key, b"object") {
             once(std::mem::replace(&mut found.has_object, true))?;
@@ -55,10 +53,7 @@ pub(super) fn event(frame: &[u8]) -> Option<Event<'_>> {
 }
 
 fn object<'a>(scan: &mut Scan<'a>, found: &mut Found<'a>) -> Option<()> {
-    if scan.token() != Some(b'{') {
-        return scan.skip();
-    }
-    scan.members(|scan, key| {
+    scan.members_if_object(|scan, key| {
         if text_is(key, b"metadata") {
             once(std::mem::replace(&mut found.has_metadata, true))?;
             metadata(scan, found)
@@ -74,10 +69,7 @@ fn object<'a>(scan: &mut Scan<'a>, found: &mut Found<'a>) -> Option<()> {
 }
 
 fn metadata<'a>(scan: &mut Scan<'a>, found: &mut Found<'a>) -> Option<()> {
-    if scan.token() != Some(b'{') {
-        return scan.skip();
-    }
-    scan.members(|scan, key| {
+    scan.members_if_object(|scan, key| {
         if text_is(key, b"resourceVersion") {
             once(std::mem::replace(&mut found.has_version, true))?;
             if scan.token() == Some(b'"') {
@@ -94,15 +86,13 @@ fn metadata<'a>(scan: &mut Scan<'a>, found: &mut Found<'a>) -> Option<()> {
 
 fn ends_initial_events(mut scan: Scan<'_>) -> Option<bool> {
     let mut ends = false;
-    if scan.token() == Some(b'{') {
-        scan.members(|scan, key| {
-            if text_is(key, INITIAL_EVENTS_END) && scan.token() == Some(b'"') {
-                ends = text_is(scan.string()?, b"true");
-                return Some(());
-            }
-            scan.skip()
-        })?;
-    }
+    scan.members_if_object(|scan, key| {
+        if text_is(key, INITIAL_EVENTS_END) && scan.token() == Some(b'"') {
+            ends = text_is(scan.string()?, b"true");
+            return Some(());
+        }
+        scan.skip()
+    })?;
     Some(ends)
 }
 
@@ -166,6 +156,14 @@ impl<'a> Scan<'a> {
                 _ => return None,
             }
         }
+    }
+
+    /// [`Self::members`] of an object; a value of another type is skipped.
+    fn members_if_object(
+        &mut self,
+        each: impl FnMut(&mut Self, &'a [u8]) -> Option<()>,
+    ) -> Option<()> {
+        if self.token() == Some(b'{') { self.members(each) } else { self.skip() }
     }
 
     /// Consumes a string and returns the text between its quotes, with its escapes.
@@ -239,34 +237,13 @@ fn string_end(bytes: &[u8], mut at: usize) -> Option<usize> {
     }
 }
 
-/// Whether a string with escapes stands for the ASCII text `wanted`.
+/// Whether a string, as it is written between its quotes, stands for the ASCII text `wanted`.
 fn text_is(written: &[u8], wanted: &[u8]) -> bool {
-    // An escape is longer than the character it stands for.
+    // An escape is longer than the character it stands for, and has at most six bytes.
+    let may_be_escaped = (wanted.len() + 1..=6 * wanted.len()).contains(&written.len());
     written == wanted
-        || written.len() > wanted.len() && written.contains(&b'\\') && unescaped_is(written, wanted)
-}
-
-fn unescaped_is(mut written: &[u8], mut wanted: &[u8]) -> bool {
-    while let Some((&byte, rest)) = written.split_first() {
-        let (meant, rest) = match (byte, rest) {
-            (b'\\', [b'u', a, b, c, d, rest @ ..]) => {
-                let hex = [a, b, c, d].iter().try_fold(0, |sum, digit| {
-                    char::from(**digit).to_digit(16).map(|digit| sum * 16 + digit)
-                });
-                match hex.map(u8::try_from) {
-                    Some(Ok(meant)) => (meant, rest),
-                    _ => return false,
-                }
-            }
-            (b'\\', [escaped @ (b'"' | b'\\' | b'/'), rest @ ..]) => (*escaped, rest),
-            (b'\\', _) => return false,
-            (byte, rest) => (byte, rest),
-        };
-        match wanted.split_first() {
-            Some((&first, more)) if first == meant => wanted = more,
-            _ => return false,
-        }
-        written = rest;
-    }
-    wanted.is_empty()
+        || may_be_escaped
+            && written.contains(&b'\\')
+            && serde_json::from_slice::<String>(&[b"\"", written, b"\""].concat())
+                .is_ok_and(|text| text.as_bytes() == wanted)
 }

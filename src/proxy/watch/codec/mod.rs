@@ -6,13 +6,12 @@
 //!
 //! The codec has no I/O and no clock, and it uses nothing else of the proxy.
 
-use self::event::{Event, Unreadable};
-use http::HeaderValue;
+use self::event::Event;
+use http::{StatusCode, header, response};
 
 pub mod event;
 pub mod frame;
 mod json;
-mod partial_frame;
 mod protobuf;
 pub mod version;
 
@@ -26,13 +25,21 @@ pub enum Encoding {
 }
 
 impl Encoding {
-    /// Returns the encoding of a watch response with this Content-Type, or `None` if the codec cannot
-    /// read it (`application/cbor-seq`, for example).
+    /// The encoding of a response; `None` if its events cannot be parsed.
+    pub fn of_response(head: &response::Parts) -> Option<Self> {
+        if head.status != StatusCode::OK || head.headers.contains_key(header::CONTENT_ENCODING) {
+            return None;
+        }
+        Self::from_content_type(head.headers.get(header::CONTENT_TYPE)?.to_str().ok()?)
+    }
+
+    /// The encoding of a watch response with this Content-Type; `None` if the codec cannot read it
+    /// (`application/cbor-seq`, for example).
     ///
     /// kube-apiserver sends `application/json` or
     /// `application/vnd.kubernetes.protobuf;stream=watch` (apiserver, `endpoints/handlers/watch.go`);
     /// other servers send `application/json;stream=watch`.
-    pub fn from_content_type(content_type: &str) -> Option<Self> {
+    fn from_content_type(content_type: &str) -> Option<Self> {
         let mut parts = content_type.split(';').map(str::trim);
         let essence = parts.next()?;
         let stream = parts
@@ -42,33 +49,20 @@ impl Encoding {
         if stream.is_some_and(|value| !value.eq_ignore_ascii_case("watch")) {
             return None;
         }
+        let is_protobuf = essence.eq_ignore_ascii_case("application/vnd.kubernetes.protobuf");
         if essence.eq_ignore_ascii_case("application/json") {
-            Some(Self::Json)
-        } else if essence.eq_ignore_ascii_case("application/vnd.kubernetes.protobuf")
-            && stream.is_some()
-        {
-            Some(Self::Protobuf)
-        } else {
-            None
+            return Some(Self::Json);
         }
-    }
-
-    /// [`Self::from_content_type`] for a header value. A value that is not text has no encoding.
-    pub fn from_header(content_type: Option<&HeaderValue>) -> Option<Self> {
-        Self::from_content_type(content_type?.to_str().ok()?)
+        (is_protobuf && stream.is_some()).then_some(Self::Protobuf)
     }
 }
 
-/// Parses one whole frame.
-///
-/// # Errors
-/// The frame is not an event in this encoding.
-pub fn parse(encoding: Encoding, frame: &[u8]) -> Result<Event<'_>, Unreadable> {
-    let event = match encoding {
+/// Parses one whole frame; `None` if it is not an event in this encoding.
+pub fn parse(encoding: Encoding, frame: &[u8]) -> Option<Event<'_>> {
+    match encoding {
         Encoding::Json => json::event(frame),
         Encoding::Protobuf => protobuf::event(frame),
-    };
-    event.ok_or(Unreadable)
+    }
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! Parses one protobuf event; skips every field that the event does not need.
 
-use super::event::{EVENT_TYPES, Event, EventType, INITIAL_EVENTS_END};
+use super::event::{Event, EventType, INITIAL_EVENTS_END};
 
 /// The prefix of an object in a `runtime.Unknown` envelope (apimachinery,
 /// `runtime/serializer/protobuf`).
@@ -14,8 +14,7 @@ pub(super) fn event(frame: &[u8]) -> Option<Event<'_>> {
     }
     let [type_name, extension] = bytes_fields(message, [1, 2])?;
     let type_name = type_name?;
-    let known = EVENT_TYPES.iter().find(|(name, _)| *name == type_name);
-    let event_type = known.map_or(EventType::Unknown, |(_, event_type)| *event_type);
+    let event_type = EventType::with_name(|name| name == type_name);
     let [raw] = bytes_fields(extension?, [1])?;
     let [_type_meta, object, content_encoding, content_type] =
         bytes_fields(raw?.strip_prefix(MAGIC)?, [1, 2, 3, 4])?;

@@ -17,11 +17,12 @@ const MAX_DIGITS: usize = 1024;
 /// A position in the history of a resource: a decimal integer greater than zero.
 ///
 /// Zero is not a position: as a parameter it means "any version", and no object has it.
-#[derive(Clone)]
+#[derive(Clone, PartialEq, Eq)]
 pub struct ResourceVersion(Digits);
 
-/// The digits, most significant first, without leading zeros.
-#[derive(Clone)]
+/// The digits, most significant first, without leading zeros. Unused places of `digits` are zero, and
+/// up to [`INLINE`] digits are always inline, so that equal versions have equal representations.
+#[derive(Clone, PartialEq, Eq)]
 enum Digits {
     Inline { len: u8, digits: [u8; INLINE] },
     Heap(Box<[u8]>),
@@ -50,8 +51,7 @@ impl ResourceVersion {
         }))
     }
 
-    /// The digits without leading zeros.
-    pub fn as_bytes(&self) -> &[u8] {
+    fn as_bytes(&self) -> &[u8] {
         match &self.0 {
             Digits::Inline { len, digits } => &digits[..usize::from(*len)],
             Digits::Heap(digits) => digits,
@@ -64,14 +64,6 @@ impl ResourceVersion {
         std::str::from_utf8(self.as_bytes()).unwrap_or_default()
     }
 }
-
-impl PartialEq for ResourceVersion {
-    fn eq(&self, other: &Self) -> bool {
-        self.as_bytes() == other.as_bytes()
-    }
-}
-
-impl Eq for ResourceVersion {}
 
 impl Ord for ResourceVersion {
     fn cmp(&self, other: &Self) -> Ordering {
@@ -87,12 +79,6 @@ impl PartialOrd for ResourceVersion {
 }
 
 impl fmt::Debug for ResourceVersion {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
-    }
-}
-
-impl fmt::Display for ResourceVersion {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.as_str())
     }

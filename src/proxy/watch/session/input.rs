@@ -4,61 +4,32 @@
 use bytes::Bytes;
 use std::time::Duration;
 
-use crate::proxy::watch::codec::event::{Event, Unreadable};
+use crate::proxy::watch::codec::event::Event;
 
 /// Something that happened to a watch.
 #[derive(Debug)]
 pub enum Input<'a> {
-    /// A whole frame has arrived.
-    Frame(Result<Event<'a>, Unreadable>),
-    /// A piece of a frame above the cap has arrived.
-    OversizedPiece {
-        /// Whether it contains the first byte of the frame.
-        begins: bool,
-        /// Whether it contains the last byte of the frame.
-        ends: bool,
-    },
+    /// A whole frame has arrived; `None` if it cannot be read.
+    Frame(Option<Event<'a>>),
+    /// A piece of a frame above the cap has arrived. `begins`: with the first byte of the frame; `ends`:
+    /// with its last byte.
+    OversizedPiece { begins: bool, ends: bool },
     /// The server has ended the response.
     ServerEnded,
-    /// The stream was lost without an end by the server.
-    StreamLost {
-        /// The watch was not delivering events shortly before.
-        quiet: bool,
-        /// A random number for the jitter.
-        random: u64,
-    },
-    /// The body has reset the stream after [`Effect::Withhold`] or [`Effect::NextEndpoint`].
-    Rejected {
-        /// The frame to withhold; `None` after [`Effect::NextEndpoint`].
-        error_event: Option<Bytes>,
-        /// The endpoints that are left.
-        peers: Peers,
-        /// A random number for the jitter.
-        random: u64,
-    },
-    /// An attempt to resume has got an answer, or none.
-    Answered {
-        /// The answer.
-        answer: Answer,
-        /// The endpoints that are left.
-        peers: Peers,
-        /// A random number for the jitter.
-        random: u64,
-    },
-    /// A total outage is over, or its end is worth a check ([`Effect::Hold`]).
-    Returned {
-        /// How long the watch was held.
-        held: Duration,
-        /// A random number for the jitter.
-        random: u64,
-    },
+    /// The stream was lost without an end by the server. `quiet`: the watch was not delivering events
+    /// shortly before.
+    StreamLost { quiet: bool },
+    /// The body has reset the stream after [`Effect::Withhold`], which has the ERROR event to withhold, or
+    /// after [`Effect::NextEndpoint`].
+    Rejected { error_event: Option<Bytes>, candidates: Candidates },
+    /// An attempt to resume is over.
+    AttemptEnded { result: AttemptResult, candidates: Candidates },
+    /// The watch was held for this time, and an attempt may succeed again ([`Effect::Hold`]).
+    OutageEnded { held: Duration },
     /// The body tries to move the watch while its stream works; [`super::Session::can_move`] was true.
     MoveStarted(MoveReason),
-    /// The attempt to move is over: another stream has taken the watch, or it stays on its stream.
-    MoveEnded {
-        /// Whether another stream has taken the watch.
-        moved: bool,
-    },
+    /// The attempt to move is over. `moved`: another stream has taken the watch; otherwise it stays.
+    MoveEnded { moved: bool },
     /// The watch must end now, for this reason.
     Stop(NotResumable),
 }
@@ -78,8 +49,9 @@ pub enum Effect {
     NextEndpoint,
     /// The same, and keep the frame: the client gets it if no other endpoint takes the watch.
     Withhold,
-    /// After this delay, ask an endpoint to continue the watch ([`super::Session::resume_point`]).
-    Request(Duration),
+    /// Ask an endpoint to continue the watch ([`super::Session::resume_query`]): after a random part of
+    /// `max_jitter`, and not before `pause` has passed.
+    Request { max_jitter: Duration, pause: Duration },
     /// The new stream has taken the watch: read from it.
     Accept,
     /// Hold the watch until an apiserver can be reached.
@@ -120,7 +92,7 @@ pub enum NotResumable {
     Oversized,
     /// The client has part of the initial events, which have no order.
     Initial,
-    /// The watch began at the server's present, and no event or bookmark has told its version.
+    /// The watch started at the most recent version, and no event or bookmark has shown which one that is.
     NoVersion,
     /// Less time is left until its deadline than a resume is worth.
     Late,
@@ -197,7 +169,7 @@ pub enum MoveReason {
 
 /// The endpoints that are left to ask, without those excluded for this round.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Peers {
+pub struct Candidates {
     /// There is one, in whatever state.
     pub any: bool,
     /// There is one other than the last one asked, and its state allows requests.
@@ -210,51 +182,40 @@ pub struct Peers {
 
 /// The result of one attempt to resume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Answer {
-    /// A response head.
-    Head {
-        /// The status code.
-        status: u16,
-        /// Whether the Content-Type is that of the client's response.
-        same_content_type: bool,
-        /// The Retry-After, if it is a number of seconds.
-        retry_after: Option<Duration>,
-    },
+pub enum AttemptResult {
+    /// A response head. `same_content_type`: its Content-Type is that of the client's response.
+    Head { status: u16, same_content_type: bool, retry_after: Option<Duration> },
     /// The head was accepted, and the first event was an ERROR.
     ErrorEvent,
-    /// No head: connecting failed, or the connection was lost, or none came in time.
-    None {
-        /// Whether no apiserver can be reached at all.
-        outage: bool,
-    },
+    /// No head: connecting failed, or the connection was lost, or none came in time. `outage`: no
+    /// apiserver can be reached at all.
+    NoHead { outage: bool },
 }
 
-/// For how long an endpoint is not asked again after its answer.
+/// For how long an endpoint is not asked again after an attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Exclusion {
-    /// It may be asked again at once; other endpoints are preferred.
-    None,
-    /// For this time.
+    /// For this time; other endpoints are preferred after it.
     For(Duration),
     /// Until the end of this round.
     Round,
 }
 
-impl Answer {
-    /// Whether the watch continues with this answer.
+impl AttemptResult {
+    /// Whether the watch continues on this stream.
     pub fn is_accepted(self) -> bool {
         matches!(self, Self::Head { status: 200, same_content_type: true, .. })
     }
 
-    /// For how long the endpoint is not asked again; `None` if no other endpoint would give a better
-    /// answer either. The table is in [`super`].
+    /// For how long the endpoint is not asked again; `None` if no other endpoint would answer otherwise.
+    /// The table is in [`super`].
     pub fn exclusion(self) -> Option<Exclusion> {
         match self {
             Self::Head { status: 410, .. } | Self::ErrorEvent => Some(Exclusion::Round),
             Self::Head { status: 429 | 500..=599, retry_after, .. } => {
-                Some(retry_after.map_or(Exclusion::None, Exclusion::For))
+                Some(Exclusion::For(retry_after.unwrap_or_default()))
             }
-            Self::None { .. } => Some(Exclusion::None),
+            Self::NoHead { .. } => Some(Exclusion::For(Duration::ZERO)),
             Self::Head { .. } => None,
         }
     }
@@ -265,14 +226,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn answer_decides_whether_and_when_its_endpoint_is_asked_again() {
+    fn attempt_result_decides_when_its_endpoint_is_asked_again() {
         let pause = Duration::from_secs(3);
-        let head =
-            |status| Answer::Head { status, same_content_type: true, retry_after: Some(pause) };
-        let other_type = Answer::Head { status: 200, same_content_type: false, retry_after: None };
-        let bare = Answer::Head { status: 504, same_content_type: false, retry_after: None };
+        let at_once = Exclusion::For(Duration::ZERO);
+        let head = |status| AttemptResult::Head {
+            status,
+            same_content_type: true,
+            retry_after: Some(pause),
+        };
+        let other_type =
+            AttemptResult::Head { status: 200, same_content_type: false, retry_after: None };
+        let bare = AttemptResult::Head { status: 504, same_content_type: false, retry_after: None };
         assert!(head(200).is_accepted());
-        for (answer, exclusion) in [
+        for (result, exclusion) in [
             (other_type, None),
             (head(201), None),
             (head(301), None),
@@ -285,12 +251,12 @@ mod tests {
             (head(429), Some(Exclusion::For(pause))),
             (head(500), Some(Exclusion::For(pause))),
             (head(503), Some(Exclusion::For(pause))),
-            (bare, Some(Exclusion::None)),
-            (Answer::ErrorEvent, Some(Exclusion::Round)),
-            (Answer::None { outage: false }, Some(Exclusion::None)),
+            (bare, Some(at_once)),
+            (AttemptResult::ErrorEvent, Some(Exclusion::Round)),
+            (AttemptResult::NoHead { outage: false }, Some(at_once)),
         ] {
-            assert!(!answer.is_accepted(), "{answer:?}");
-            assert_eq!(answer.exclusion(), exclusion, "{answer:?}");
+            assert!(!result.is_accepted(), "{result:?}");
+            assert_eq!(result.exclusion(), exclusion, "{result:?}");
         }
     }
 }

@@ -7,6 +7,8 @@
 use std::time::Duration;
 use tokio::time::Instant;
 
+use super::input::MoveReason;
+
 /// Resumes within a minute before a watch ends instead.
 pub const RESUMES_PER_MINUTE: u32 = 12;
 const MINUTE: Duration = Duration::from_secs(60);
@@ -39,33 +41,31 @@ impl ResumeLimiter {
     }
 
     /// Notes an attempt to leave a stream that works.
-    pub(super) fn note_move(&mut self, now: Instant) {
+    pub(super) fn note_move(&mut self, reason: MoveReason, now: Instant) {
         self.last_move = Some(now);
+        if reason != MoveReason::Rebalance {
+            self.resume(now);
+        }
     }
 
-    /// Whether the watch may leave a healthy endpoint: once a minute.
-    pub(super) fn may_rebalance(&self, now: Instant) -> bool {
-        !self.moved_within(MINUTE, now)
-    }
-
-    /// Whether the watch may leave a degraded or suspected endpoint: every 2 s, and for half of the
-    /// resumes of a minute.
-    pub(super) fn may_evacuate(&self, now: Instant) -> bool {
-        !self.moved_within(EVACUATION_PAUSE, now) && self.resumes(now) < RESUMES_PER_MINUTE / 2
-    }
-
-    /// Whether the watch may leave a connection that drains: as often as it may be resumed.
-    pub(super) fn may_leave_draining(&self, now: Instant) -> bool {
-        self.resumes(now) < RESUMES_PER_MINUTE
+    /// Whether the watch may leave a stream that works: a healthy endpoint once a minute; a degraded or
+    /// suspected one every 2 s, and for half of the resumes of a minute; a connection that drains as often
+    /// as it may be resumed.
+    pub(super) fn may_move(&self, reason: MoveReason, now: Instant) -> bool {
+        let has_rested =
+            |time| self.last_move.is_none_or(|moved| now.saturating_duration_since(moved) >= time);
+        match reason {
+            MoveReason::Rebalance => has_rested(MINUTE),
+            MoveReason::Evacuate => {
+                has_rested(EVACUATION_PAUSE) && self.resumes(now) < RESUMES_PER_MINUTE / 2
+            }
+            MoveReason::Drain => self.resumes(now) < RESUMES_PER_MINUTE,
+        }
     }
 
     fn resumes(&self, now: Instant) -> u32 {
         self.minute
             .filter(|(began, _)| now.saturating_duration_since(*began) < MINUTE)
             .map_or(0, |(_, count)| count)
-    }
-
-    fn moved_within(&self, time: Duration, now: Instant) -> bool {
-        self.last_move.is_some_and(|moved| now.saturating_duration_since(moved) < time)
     }
 }

@@ -11,7 +11,7 @@ use tokio::time::Instant;
 /// How long a watch looks for an endpoint that takes it.
 const ROUND: Duration = Duration::from_secs(30);
 /// How long it looks for one if an ERROR event is withheld from its client.
-pub(super) const ROUND_WITHHELD: Duration = Duration::from_secs(3);
+const ROUND_WITHHELD: Duration = Duration::from_secs(3);
 /// How long one attempt may take. A server that answers PINGs and nothing else would otherwise hold the
 /// watch up for ever, and the client of a watch has no timeout of its own.
 const ATTEMPT: Duration = Duration::from_secs(10);
@@ -26,25 +26,18 @@ const FIRST_JITTER_QUIET: Duration = Duration::from_secs(1);
 /// The largest jitter of any attempt: 5,000 nodes may make one at the same moment.
 const MAX_JITTER: Duration = Duration::from_secs(2);
 /// The largest jitter after a total outage.
-const MAX_RETURN_JITTER: Duration = Duration::from_secs(5);
+const MAX_OUTAGE_JITTER: Duration = Duration::from_secs(5);
 /// The jitter after a total outage is at most its length divided by this: the longer the outage, the
 /// more nodes return from it.
-const RETURN_JITTER_DIVISOR: u32 = 8;
+const OUTAGE_JITTER_DIVISOR: u32 = 8;
 
-/// How long a watch that was held for `held` in a total outage waits before its first attempt.
-/// `random` is evenly distributed.
-pub fn return_jitter(held: Duration, quiet: bool, random: u64) -> Duration {
-    let largest = (held / RETURN_JITTER_DIVISOR).clamp(first_jitter(quiet), MAX_RETURN_JITTER);
-    largest.mul_f64(fraction(random))
+/// The largest jitter of a watch that was held for `held` in a total outage.
+pub fn max_outage_jitter(held: Duration, quiet: bool) -> Duration {
+    (held / OUTAGE_JITTER_DIVISOR).clamp(first_jitter(quiet), MAX_OUTAGE_JITTER)
 }
 
 fn first_jitter(quiet: bool) -> Duration {
     if quiet { FIRST_JITTER_QUIET } else { FIRST_JITTER }
-}
-
-/// A random number as a fraction of its range.
-fn fraction(random: u64) -> f64 {
-    random as f64 / u64::MAX as f64
 }
 
 /// The attempts that follow one loss.
@@ -66,22 +59,18 @@ impl Round {
 
     /// Begins a short round that looks for a better answer than this ERROR event.
     pub fn withholding(now: Instant, recent: u32, error_event: Bytes) -> Self {
-        Self {
-            end: now + ROUND_WITHHELD,
-            error_event: Some(error_event),
-            ..Self::begin(now, recent, false)
-        }
+        let end = now + ROUND_WITHHELD;
+        Self { end, attempts: recent, quiet: false, error_event: Some(error_event) }
     }
 
-    /// How long to wait before the next attempt; `None` if the round is over. `random` is evenly
-    /// distributed.
-    pub fn next(&mut self, now: Instant, random: u64) -> Option<Duration> {
+    /// The largest jitter of the next attempt; `None` if the round is over.
+    pub fn next_jitter(&mut self, now: Instant) -> Option<Duration> {
         if now >= self.end {
             return None;
         }
         let doubled = first_jitter(self.quiet).saturating_mul(1 << self.attempts.min(10));
         self.attempts += 1;
-        Some(doubled.min(MAX_JITTER).mul_f64(fraction(random)))
+        Some(doubled.min(MAX_JITTER))
     }
 
     pub(super) fn is_quiet(&self) -> bool {
@@ -112,8 +101,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn return_jitter_grows_with_the_outage() {
-        let largest = |held, quiet| return_jitter(Duration::from_secs(held), quiet, u64::MAX);
+    fn outage_jitter_grows_with_the_outage() {
         for (held, quiet, expected) in [
             (0, false, 50),
             (0, true, 1_000),
@@ -121,26 +109,26 @@ mod tests {
             (16, false, 2_000),
             (600, false, 5_000),
         ] {
-            assert_eq!(largest(held, quiet), Duration::from_millis(expected), "{held} s");
+            let jitter = max_outage_jitter(Duration::from_secs(held), quiet);
+            assert_eq!(jitter, Duration::from_millis(expected), "{held} s");
         }
-        assert_eq!(return_jitter(Duration::from_secs(600), true, 0), Duration::ZERO);
     }
 
     #[test]
     fn round_jitters_its_attempts_and_ends() {
         let start = Instant::now();
         let mut round = Round::begin(start, 0, false);
-        assert_eq!(round.next(start, 0), Some(Duration::ZERO));
-        assert_eq!(round.next(start, u64::MAX), Some(Duration::from_millis(100)));
+        assert_eq!(round.next_jitter(start), Some(Duration::from_millis(50)));
+        assert_eq!(round.next_jitter(start), Some(Duration::from_millis(100)));
         for _ in 0..40 {
-            assert!(round.next(start, u64::MAX).unwrap() <= MAX_JITTER);
+            assert!(round.next_jitter(start).unwrap() <= MAX_JITTER);
         }
-        assert_eq!(round.next(start + ROUND, 0), None);
+        assert_eq!(round.next_jitter(start + ROUND), None);
         let mut quiet = Round::begin(start, 0, true);
-        assert_eq!(quiet.next(start, u64::MAX), Some(Duration::from_secs(1)));
-        assert_eq!(quiet.next(start, u64::MAX / 2).map(|d| d.as_millis()), Some(1_000));
+        assert_eq!(quiet.next_jitter(start), Some(Duration::from_secs(1)));
+        assert_eq!(quiet.next_jitter(start), Some(MAX_JITTER));
         let short = || Round::withholding(start, 0, Bytes::new());
-        assert!(short().next(start + ROUND_WITHHELD / 2, 0).is_some());
-        assert_eq!(short().next(start + ROUND_WITHHELD, 0), None);
+        assert!(short().next_jitter(start + ROUND_WITHHELD / 2).is_some());
+        assert_eq!(short().next_jitter(start + ROUND_WITHHELD), None);
     }
 }

@@ -1,13 +1,15 @@
 //! The states of a watch, and what follows from each: the decision on a frame, whether the watch can be
 //! resumed, and how it ends.
 
-use super::input::{Effect, NotResumable};
-use super::ordered::Ordered;
+use super::input::{Effect, Ending, NotResumable};
 use super::round::Round;
-use crate::proxy::watch::codec::event::{Event, EventType, Unreadable};
+use crate::proxy::watch::codec::event::{Event, EventType};
 use crate::proxy::watch::codec::version::ResourceVersion;
 use crate::proxy::watch::request::WatchRequest;
 use bytes::Bytes;
+
+/// Status code of "too old resource version": the server's history does not reach back that far.
+const TOO_OLD: u16 = 410;
 
 /// The states of the tables in [`super`].
 #[derive(Debug)]
@@ -18,19 +20,13 @@ pub(super) enum State {
     Ordered(Ordered),
     /// Another stream is tried while the current one works.
     Moving(Ordered),
-    /// There is no stream; endpoints are asked to continue the watch.
-    Resuming(Resuming),
-    /// Everything is forwarded, and nothing is resumed.
-    Passthrough {
-        reason: NotResumable,
-        /// The initial events are over.
-        ordered: bool,
-    },
-    /// Nothing more follows.
-    Ended {
-        /// The withheld ERROR event that the client gets.
-        error_event: Option<Bytes>,
-    },
+    /// There is no stream; endpoints are asked to continue the watch at the cursor, or, without a cursor,
+    /// to answer its original request.
+    Resuming { cursor: Option<ResourceVersion>, round: Round },
+    /// Everything is forwarded, and nothing is resumed. `ordered`: the initial events are over.
+    Passthrough { reason: NotResumable, ordered: bool },
+    /// Nothing more follows but the ERROR event that was withheld.
+    Ended { error_event: Option<Bytes> },
 }
 
 /// What the client has of the initial events.
@@ -42,42 +38,42 @@ pub(super) enum Delivered {
     OversizedFrame,
 }
 
-/// A watch that looks for an endpoint to continue it.
+/// A watch whose events come in the order of their versions.
 #[derive(Debug)]
-pub(super) struct Resuming {
-    /// Where to continue; `None`: with the original request.
-    pub(super) cursor: Option<ResourceVersion>,
-    pub(super) round: Round,
+pub(super) struct Ordered {
+    pub(super) cursor: ResourceVersion,
+    /// The stream answers a request that continues at the cursor, not the client's own request.
+    resumed: bool,
+    /// An event at or below the cursor was discarded on this stream.
+    discarded: bool,
+    /// The round that found the stream, until the stream is confirmed.
+    pub(super) unconfirmed: Option<Round>,
+    /// [`NotResumable::Oversized`] until the next frame, or [`NotResumable::UnknownEvent`] for good.
+    not_resumable: Option<NotResumable>,
 }
 
 impl State {
-    /// The state of a watch whose original request has been answered.
-    pub(super) fn first(request: &WatchRequest) -> Self {
+    /// The state of a watch whose original request has been answered; in `round`, if it was sent again.
+    pub(super) fn first(request: &WatchRequest, round: Option<Round>) -> Self {
         match &request.version {
             Some(version) if !request.send_initial_events => {
-                Self::Ordered(Ordered::first(version.clone()))
+                Self::Ordered(Ordered::new(version.clone(), false, round))
             }
             _ => Self::Initial(Delivered::Nothing),
         }
     }
 
-    /// The same state with its stream on trial. Only Ordered knows a trial.
-    pub(super) fn on_trial(self, trial: Round) -> Self {
-        match self {
-            Self::Ordered(watch) => Self::Ordered(watch.on_trial(trial)),
-            other => other,
-        }
+    /// Replaces the state by one that is made from it.
+    pub(super) fn update(&mut self, next: impl FnOnce(Self) -> Self) {
+        *self = next(std::mem::replace(self, Self::Ended { error_event: None }));
     }
 
-    pub(super) fn on_frame(
-        &mut self,
-        frame: Result<Event<'_>, Unreadable>,
-        request: &WatchRequest,
-    ) -> Effect {
+    /// Decides on one frame; `None` is a frame that cannot be read.
+    pub(super) fn on_frame(&mut self, frame: Option<Event<'_>>, request: &WatchRequest) -> Effect {
         let decided = match self {
             Self::Ordered(watch) => watch.on_frame(frame),
             Self::Initial(_) | Self::Passthrough { .. } => self.on_unordered_frame(frame, request),
-            Self::Moving(_) | Self::Resuming(_) | Self::Ended { .. } => return Effect::None,
+            Self::Moving(_) | Self::Resuming { .. } | Self::Ended { .. } => return Effect::None,
         };
         let effect = decided.unwrap_or_else(|reason| {
             self.pass_through(reason);
@@ -86,7 +82,7 @@ impl State {
         if effect != Effect::Forward {
             return effect;
         }
-        let is_bookmark = frame.is_ok_and(|event| event.event_type == EventType::Bookmark);
+        let is_bookmark = frame.is_some_and(|event| event.event_type == EventType::Bookmark);
         if is_bookmark && !request.bookmarks {
             return Effect::Swallow;
         }
@@ -101,10 +97,10 @@ impl State {
 
     fn on_unordered_frame(
         &mut self,
-        frame: Result<Event<'_>, Unreadable>,
+        frame: Option<Event<'_>>,
         request: &WatchRequest,
     ) -> Result<Effect, NotResumable> {
-        let event = frame.map_err(|Unreadable| NotResumable::Unreadable)?;
+        let event = frame.ok_or(NotResumable::Unreadable)?;
         let ends_initial = match event.event_type {
             EventType::Error => return Err(NotResumable::ServerError),
             EventType::Unknown => return Err(NotResumable::UnknownEvent),
@@ -112,10 +108,9 @@ impl State {
             event_type => event_type != EventType::Added,
         };
         if ends_initial {
-            let version = event.version.and_then(ResourceVersion::parse);
-            match (&mut *self, version) {
+            match (&mut *self, event.version.and_then(ResourceVersion::parse)) {
                 (Self::Passthrough { ordered, .. }, _) => *ordered = true,
-                (_, Some(version)) => *self = Self::Ordered(Ordered::first(version)),
+                (_, Some(version)) => *self = Self::Ordered(Ordered::new(version, false, None)),
                 (_, None) => {
                     let reason = NotResumable::VersionNotNumeric;
                     *self = Self::Passthrough { reason, ordered: true };
@@ -126,18 +121,21 @@ impl State {
     }
 
     pub(super) fn on_oversized_piece(&mut self, begins: bool, request: &WatchRequest) -> Effect {
-        let effect = match self {
-            Self::Ordered(watch) => watch.on_oversized_piece(begins),
-            Self::Initial(delivered) => {
-                *delivered = Delivered::OversizedFrame;
-                Effect::Forward
+        match self {
+            // On an unconfirmed stream the client may have the frame already.
+            Self::Ordered(watch) if begins && watch.resumed && watch.unconfirmed.is_some() => {
+                return Effect::End(Ending::Clean, NotResumable::Diverged);
             }
-            _ => Effect::Forward,
-        };
-        if effect == Effect::Forward && !request.resumable_group {
+            Self::Ordered(watch) => {
+                watch.not_resumable.get_or_insert(NotResumable::Oversized);
+            }
+            Self::Initial(delivered) => *delivered = Delivered::OversizedFrame,
+            _ => {}
+        }
+        if !request.resumable_group {
             self.pass_through(NotResumable::Group);
         }
-        effect
+        Effect::Forward
     }
 
     /// Enters Passthrough. The first reason stays, unless frames cannot be parsed from now on.
@@ -159,28 +157,28 @@ impl State {
         request: &WatchRequest,
     ) -> Result<Option<&ResourceVersion>, NotResumable> {
         match self {
-            Self::Ordered(watch) | Self::Moving(watch) => match watch.obstacle() {
+            Self::Ordered(watch) | Self::Moving(watch) => match watch.not_resumable {
                 Some(reason) => Err(reason),
                 // Nothing was forwarded: the first forwarded frame enters Passthrough.
                 None if !request.resumable_group => Ok(None),
-                None => Ok(Some(watch.cursor())),
+                None => Ok(Some(&watch.cursor)),
             },
-            Self::Initial(Delivered::Nothing) if !request.from_present => Ok(None),
+            Self::Initial(Delivered::Nothing) if !request.starts_at_most_recent => Ok(None),
             Self::Initial(delivered) => Err(match (self.not_resumable(request), delivered) {
                 (Some(reason), _) => reason,
                 (None, Delivered::Nothing) => NotResumable::NoVersion,
                 (None, _) => NotResumable::Initial,
             }),
             Self::Passthrough { reason, .. } => Err(*reason),
-            Self::Resuming(_) | Self::Ended { .. } => Err(NotResumable::GaveUp),
+            Self::Resuming { .. } | Self::Ended { .. } => Err(NotResumable::GaveUp),
         }
     }
 
     /// The cursor, or the one at which the watch looks for a new stream.
     pub(super) fn cursor(&self) -> Option<&ResourceVersion> {
         match self {
-            Self::Ordered(watch) | Self::Moving(watch) => Some(watch.cursor()),
-            Self::Resuming(resuming) => resuming.cursor.as_ref(),
+            Self::Ordered(watch) | Self::Moving(watch) => Some(&watch.cursor),
+            Self::Resuming { cursor, .. } => cursor.as_ref(),
             _ => None,
         }
     }
@@ -191,7 +189,7 @@ impl State {
         }
         match self {
             Self::Initial(Delivered::OversizedFrame) => Some(NotResumable::Oversized),
-            Self::Ordered(watch) | Self::Moving(watch) => watch.obstacle(),
+            Self::Ordered(watch) | Self::Moving(watch) => watch.not_resumable,
             Self::Passthrough { reason, .. } => Some(*reason),
             _ => None,
         }
@@ -205,32 +203,83 @@ impl State {
         }
     }
 
-    pub(super) fn has_settled(&self) -> bool {
+    pub(super) fn is_confirmed(&self) -> bool {
         match self {
             Self::Initial(delivered) => *delivered != Delivered::Nothing,
-            Self::Ordered(watch) => !watch.is_on_trial(),
+            Self::Ordered(watch) => watch.unconfirmed.is_none(),
             Self::Passthrough { .. } => true,
-            Self::Moving(_) | Self::Resuming(_) | Self::Ended { .. } => false,
+            Self::Moving(_) | Self::Resuming { .. } | Self::Ended { .. } => false,
         }
     }
 
-    /// Whether a clean end tells the client the truth.
-    pub(super) fn is_complete(&self, request: &WatchRequest) -> bool {
+    /// Whether the client takes a clean end for what it is: nothing is missing, or it notices what is.
+    pub(super) fn may_end_cleanly(&self, request: &WatchRequest) -> bool {
         // The client notices that the bookmark which ends the initial events is missing.
         let client_notices = request.send_initial_events && request.bookmarks;
         match self {
             Self::Ordered(_)
             | Self::Moving(_)
-            | Self::Resuming(Resuming { cursor: Some(_), .. })
+            | Self::Resuming { cursor: Some(_), .. }
             | Self::Ended { .. } => true,
             Self::Initial(delivered) => {
-                client_notices || request.from_present && *delivered == Delivered::Nothing
+                client_notices || request.starts_at_most_recent && *delivered == Delivered::Nothing
             }
-            Self::Resuming(Resuming { cursor: None, .. }) => {
-                Self::first(request).is_ordered() || client_notices
+            Self::Resuming { cursor: None, .. } => {
+                Self::first(request, None).is_ordered() || client_notices
             }
             Self::Passthrough { reason: NotResumable::Unreadable, .. } => false,
             Self::Passthrough { ordered, .. } => *ordered || client_notices,
         }
+    }
+}
+
+impl Ordered {
+    pub(super) fn new(cursor: ResourceVersion, resumed: bool, unconfirmed: Option<Round>) -> Self {
+        Self { cursor, resumed, discarded: false, unconfirmed, not_resumable: None }
+    }
+
+    /// Decides on one frame. `Err`: the frame is forwarded, and the watch can never be resumed from
+    /// then on.
+    fn on_frame(&mut self, frame: Option<Event<'_>>) -> Result<Effect, NotResumable> {
+        const DIVERGED: Effect = Effect::End(Ending::Clean, NotResumable::Diverged);
+        let Some(event) = frame else {
+            return if self.resumed { Ok(DIVERGED) } else { Err(NotResumable::Unreadable) };
+        };
+        if event.event_type == EventType::Error {
+            return self.on_error(event.status_code == Some(TOO_OLD));
+        }
+        let version = event.version.and_then(ResourceVersion::parse);
+        let is_bookmark = event.event_type == EventType::Bookmark;
+        let is_next = version.as_ref().is_some_and(|version| {
+            *version > self.cursor || is_bookmark && *version == self.cursor
+        });
+        if self.resumed && !is_next {
+            let discards = version.is_some() && !std::mem::replace(&mut self.discarded, true);
+            return Ok(if discards { Effect::Discard } else { DIVERGED });
+        }
+        let version = version.ok_or(NotResumable::VersionNotNumeric)?;
+        if !is_next {
+            return Err(NotResumable::VersionNotGrowing);
+        }
+        self.unconfirmed = None;
+        self.cursor = version;
+        if event.event_type == EventType::Unknown {
+            self.not_resumable = Some(NotResumable::UnknownEvent);
+        } else if self.not_resumable == Some(NotResumable::Oversized) {
+            self.not_resumable = None;
+        }
+        Ok(Effect::Forward)
+    }
+
+    fn on_error(&self, too_old: bool) -> Result<Effect, NotResumable> {
+        if let Some(round) = &self.unconfirmed
+            && (self.resumed || too_old && round.withholds())
+        {
+            return Ok(Effect::NextEndpoint);
+        }
+        if too_old && self.not_resumable.is_none() {
+            return Ok(Effect::Withhold);
+        }
+        Err(NotResumable::ServerError)
     }
 }

@@ -5,21 +5,30 @@ use super::super::codec::frame::{FrameSplitter, Piece};
 use super::super::codec::parse;
 use super::super::codec::version::ResourceVersion;
 use super::super::request::WatchRequest;
+use super::super::session::Session;
 use crate::observe::ByteBudget;
+use crate::proxy::request_info::first;
 use bytes::Bytes;
 use std::time::Duration;
+use tokio::time::Instant;
 
 /// A request for a watch that can be resumed.
 pub(crate) fn request(version: &str) -> WatchRequest {
     WatchRequest {
         version: ResourceVersion::parse(version.as_bytes()),
         send_initial_events: false,
-        from_present: false,
+        starts_at_most_recent: false,
         bookmarks: false,
         timeout: Some(Duration::from_secs(300)),
         resumable_group: true,
         upstream_bookmarks: true,
     }
+}
+
+/// The version at which a session would continue its watch.
+pub(crate) fn cursor(session: &Session, now: Instant) -> Option<String> {
+    let query = session.resume_query("", now);
+    first(&query, "resourceVersion").map(Into::into)
 }
 
 pub(crate) fn json_event(kind: &str, version: u64, padding: &str) -> Vec<u8> {
@@ -112,8 +121,8 @@ pub(crate) fn split(splitter: &mut FrameSplitter, chunks: &[Bytes], cap: usize) 
                     assert!(len > 0 || splitter.at_boundary());
                     continue;
                 }
-                Piece::Oversized { buffered: kept, len, .. } => {
-                    out.push(kept);
+                Piece::Oversized { buffered, len, .. } => {
+                    out.push(buffered);
                     out.push(chunk.slice(at..at + len));
                     at += len;
                 }

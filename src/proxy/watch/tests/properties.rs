@@ -3,15 +3,17 @@
 use super::super::codec::Encoding::{self, Json, Protobuf};
 use super::super::codec::frame::{FRAME_CAP, FrameSplitter, Piece};
 use super::super::relay::Relay;
-use super::super::session::{Answer, Effect, Ending, Input, Peers};
-use super::model::{digest, encode, json_event, request, split};
+use super::super::session::{AttemptResult, Candidates, Effect, Ending, Input};
+use super::model::{cursor, digest, encode, json_event, request, split};
 use crate::observe::ByteBudget;
 use bytes::Bytes;
 use proptest::prelude::*;
 use std::time::Duration;
 use tokio::time::Instant;
 
-const AT_ONCE: Effect = Effect::Request(Duration::ZERO);
+/// The first attempt of a watch that was delivering events.
+const REQUEST: Effect =
+    Effect::Request { max_jitter: Duration::from_millis(50), pause: Duration::ZERO };
 
 fn encodings() -> impl Strategy<Value = Encoding> {
     prop_oneof![Just(Json), Just(Protobuf)]
@@ -94,23 +96,25 @@ proptest! {
         let start = Instant::now();
         let mut relay = Relay::new(encoding, request("100"), start, &ByteBudget::unmetered(usize::MAX));
         let mut client = Vec::new();
-        let mut cursor = 100;
+        let mut from = 100;
         let mut repeat_next = false;
         for (place, cuts, repeat) in &losses {
-            let stream = serve(cursor, repeat_next);
+            let stream = serve(from, repeat_next);
             for chunk in chunks(&stream[..place.index(stream.len() + 1)], cuts) {
                 let step = relay.push(&chunk, start, |bytes| client.push(bytes));
                 prop_assert_eq!(step.effect, Effect::None);
             }
-            prop_assert_eq!(relay.lost(false, 0, start), AT_ONCE);
+            let requests = matches!(relay.lost(false, start), Effect::Request { .. });
+            prop_assert!(requests);
             let session = relay.session_mut();
-            cursor = session.resume_point(start).cursor.unwrap().as_str().parse().unwrap();
-            let answer = Answer::Head { status: 200, same_content_type: true, retry_after: None };
-            let accepted = Input::Answered { answer, peers: Peers::default(), random: 0 };
+            from = cursor(session, start).unwrap().parse().unwrap();
+            let result =
+                AttemptResult::Head { status: 200, same_content_type: true, retry_after: None };
+            let accepted = Input::AttemptEnded { result, candidates: Candidates::default() };
             prop_assert_eq!(session.step(accepted, start), Effect::Accept);
             repeat_next = *repeat;
         }
-        let step = relay.push(&Bytes::from(serve(cursor, repeat_next)), start, |bytes| client.push(bytes));
+        let step = relay.push(&Bytes::from(serve(from, repeat_next)), start, |bytes| client.push(bytes));
         prop_assert_eq!(step.effect, Effect::None);
         let wanted: Vec<u8> =
             events.iter().filter(|(.., b)| !b).flat_map(|(_, bytes, _)| bytes.clone()).collect();
@@ -170,7 +174,7 @@ fn relay_forwards_a_burst_as_one_slice_of_its_chunk() {
     assert_eq!((step.absorbed, step.effect), (0, Effect::None));
     assert_eq!(out.len(), 1);
     assert_eq!(out[0].as_ptr(), chunk.as_ptr());
-    assert_eq!(relay.session().resume_point(start).cursor.unwrap().as_str(), "49");
+    assert_eq!(cursor(relay.session(), start).as_deref(), Some("49"));
 }
 
 /// A frame above the cap leaves in pieces, whatever its chunks were. A watch that is lost in its middle
@@ -195,7 +199,7 @@ fn relay_passes_a_frame_above_the_cap_in_pieces() {
             assert!(out == came, "{encoding:?}: {} of {} bytes", out.len(), came.len());
             assert_eq!(budget.held(), 0, "nothing of it is needed any more");
             let ending = if whole { Ending::Clean } else { Ending::Reset };
-            let loss = relay.lost(false, 0, start);
+            let loss = relay.lost(false, start);
             assert!(
                 matches!(loss, Effect::End(how, _) if how == ending),
                 "{encoding:?} {whole}: {loss:?}"
@@ -207,7 +211,7 @@ fn relay_passes_a_frame_above_the_cap_in_pieces() {
             relay.push(&Bytes::copy_from_slice(piece), start, drop);
         }
         relay.push(&Bytes::from(encode(encoding, "ADDED", 7, "")), start, drop);
-        assert_eq!(relay.lost(false, 0, start), AT_ONCE);
+        assert_eq!(relay.lost(false, start), REQUEST);
     }
 }
 

@@ -1,9 +1,7 @@
 //! Which watches are followed, and how their requests are rewritten.
 
 use super::super::codec::version::ResourceVersion;
-use super::super::request::{
-    ResumePoint, WatchRequest, reissued_query, upstream_headers, upstream_query,
-};
+use super::super::request::{WatchRequest, resume_query, upstream_headers, upstream_query};
 use http::HeaderMap;
 use std::time::Duration;
 
@@ -50,7 +48,7 @@ fn request_is_followed_if_the_codec_reads_an_accepted_type() {
 
 #[test]
 fn request_parameters_are_read_as_apiserver_reads_them() {
-    let version = |query| request(query).version.map(|v| v.to_string());
+    let version = |query| request(query).version.map(|v| v.as_str().to_owned());
     assert_eq!(version("watch=1&resourceVersion=12&resourceVersion=13").as_deref(), Some("12"));
     assert_eq!(version("resource%56ersion=%31").as_deref(), Some("1"));
     for none in ["", "resourceVersion=", "resourceVersion=0", "resourceVersion=abc"] {
@@ -70,14 +68,14 @@ fn request_parameters_are_read_as_apiserver_reads_them() {
     assert_eq!(request("timeoutSeconds=0").timeout, None);
     assert!(request("sendInitialEvents=true").send_initial_events);
     assert!(!request("sendInitialEvents=false").send_initial_events);
-    for (query, from_present) in [
+    for (query, expected) in [
         ("sendInitialEvents=false", true),
         ("sendInitialEvents=0&resourceVersion=0", true),
         ("sendInitialEvents=false&resourceVersion=5", false),
         ("sendInitialEvents=true", false),
         ("watch=1", false),
     ] {
-        assert_eq!(request(query).from_present, from_present, "{query}");
+        assert_eq!(request(query).starts_at_most_recent, expected, "{query}");
     }
 }
 
@@ -109,11 +107,8 @@ fn query_rewrite_changes_only_the_parameters_of_resuming() {
         let watch = request(query);
         assert_eq!(upstream_query(query, &watch), first);
         let remaining = watch.timeout.map(|_| Duration::from_millis(41_900));
-        assert_eq!(
-            reissued_query(query, &watch, &ResumePoint { cursor: Some(&cursor), remaining }),
-            resumed
-        );
-        let restarted = reissued_query(query, &watch, &ResumePoint { cursor: None, remaining });
+        assert_eq!(resume_query(first, Some(&cursor), remaining), resumed);
+        let restarted = resume_query(first, None, remaining);
         assert_eq!(restarted, first.replace("timeoutSeconds=300", "timeoutSeconds=41"));
     }
 }

@@ -1,35 +1,38 @@
 //! The tables of the session: states, frames on a first and on a later stream, losses, attempts.
 
-use super::super::codec::event::{Event, EventType, Unreadable};
+use super::super::codec::event::{Event, EventType};
 use super::super::codec::version::ResourceVersion;
 use super::super::request::WatchRequest;
 use super::super::session::{
-    Answer, Effect, Ending, Input, MoveReason, NotResumable, Peers, RESUMES_PER_MINUTE, Session,
+    AttemptResult, Candidates, Effect, Ending, Input, MoveReason, NotResumable, RESUMES_PER_MINUTE,
+    Session,
 };
-use super::model::request;
+use super::model::{cursor, request};
 use bytes::Bytes;
 use std::time::Duration;
 use tokio::time::{Instant, sleep};
 
-const AT_ONCE: Effect = Effect::Request(Duration::ZERO);
+/// Another attempt. The tests of rounds check its jitter.
+const REQUEST: Effect = Effect::Request { max_jitter: Duration::ZERO, pause: Duration::ZERO };
 const DIVERGED: Effect = Effect::End(Ending::Clean, NotResumable::Diverged);
 const TOO_OLD: Effect = Effect::End(Ending::Withheld, NotResumable::TooOld);
 const GAVE_UP: Effect = Effect::End(Ending::Clean, NotResumable::GaveUp);
-const ALL_LEFT: Peers = Peers { any: true, usable: true, ready: true, retry_after: Duration::ZERO };
-const NONE_LEFT: Peers =
-    Peers { any: false, usable: false, ready: false, retry_after: Duration::ZERO };
+const ALL_LEFT: Candidates =
+    Candidates { any: true, usable: true, ready: true, retry_after: Duration::ZERO };
+const NONE_LEFT: Candidates =
+    Candidates { any: false, usable: false, ready: false, retry_after: Duration::ZERO };
 
-type Frame = Result<Event<'static>, Unreadable>;
+type Frame = Option<Event<'static>>;
 
 #[allow(clippy::unnecessary_wraps)] // a frame, as the session takes it
 fn event(event_type: EventType, version: &'static str) -> Frame {
     let version = Some(version.as_bytes());
-    Ok(Event { event_type, version, initial_events_end: false, status_code: None })
+    Some(Event { event_type, version, initial_events_end: false, status_code: None })
 }
 
 #[allow(clippy::unnecessary_wraps)] // likewise
 fn error(code: u16) -> Frame {
-    Ok(Event {
+    Some(Event {
         event_type: EventType::Error,
         version: None,
         initial_events_end: false,
@@ -54,32 +57,40 @@ fn frame(session: &mut Session, frame: Frame) -> Effect {
     session.step(Input::Frame(frame), Instant::now())
 }
 
+fn step(session: &mut Session, input: Input<'_>, now: Instant) -> Effect {
+    match session.step(input, now) {
+        Effect::Request { pause, .. } => Effect::Request { max_jitter: Duration::ZERO, pause },
+        effect => effect,
+    }
+}
+
 fn lose(session: &mut Session, now: Instant) -> Effect {
-    session.step(Input::StreamLost { quiet: false, random: 0 }, now)
+    step(session, Input::StreamLost { quiet: false }, now)
 }
 
-fn answer(session: &mut Session, answer: Answer, peers: Peers, now: Instant) -> Effect {
-    session.step(Input::Answered { answer, peers, random: 0 }, now)
+fn attempt(
+    session: &mut Session,
+    result: AttemptResult,
+    candidates: Candidates,
+    now: Instant,
+) -> Effect {
+    step(session, Input::AttemptEnded { result, candidates }, now)
 }
 
-fn head(status: u16) -> Answer {
-    Answer::Head { status, same_content_type: true, retry_after: None }
+fn head(status: u16) -> AttemptResult {
+    AttemptResult::Head { status, same_content_type: true, retry_after: None }
 }
 
 /// The stream is lost, and another one takes the watch.
 fn resume(session: &mut Session, now: Instant) {
-    assert_eq!(lose(session, now), AT_ONCE);
-    assert_eq!(answer(session, head(200), NONE_LEFT, now), Effect::Accept);
+    assert_eq!(lose(session, now), REQUEST);
+    assert_eq!(attempt(session, head(200), NONE_LEFT, now), Effect::Accept);
 }
 
 /// The frame is withheld, or the endpoint refuses the watch; the body reports it.
-fn reject(session: &mut Session, withheld: bool, peers: Peers, now: Instant) -> Effect {
+fn reject(session: &mut Session, withheld: bool, candidates: Candidates, now: Instant) -> Effect {
     let error_event = withheld.then(|| Bytes::from_static(b"410"));
-    session.step(Input::Rejected { error_event, peers, random: 0 }, now)
-}
-
-fn cursor(session: &Session, now: Instant) -> Option<String> {
-    session.resume_point(now).cursor.map(ToString::to_string)
+    step(session, Input::Rejected { error_event, candidates }, now)
 }
 
 #[test]
@@ -90,7 +101,7 @@ fn session_after_frames_resumes_or_ends_as_documented() {
     let fresh = || request("");
     let listed = || WatchRequest { send_initial_events: true, ..request("5") };
     let watch_list = || WatchRequest { bookmarks: true, ..listed() };
-    let from_present = || WatchRequest { from_present: true, ..request("") };
+    let at_most_recent = || WatchRequest { starts_at_most_recent: true, ..request("") };
     let foreign = |version| WatchRequest { resumable_group: false, ..request(version) };
     let clean = |why| Effect::End(Ending::Clean, why);
     let reset = |why| Effect::End(Ending::Reset, why);
@@ -98,40 +109,40 @@ fn session_after_frames_resumes_or_ends_as_documented() {
     // Whether the initial events are over, the effect of a loss, and where the watch continues.
     #[rustfmt::skip]
     let table: Vec<(&str, WatchRequest, Vec<Frame>, bool, Effect, Option<&str>)> = vec![
-        ("ordered, nothing yet", request("5"), vec![], true, AT_ONCE, Some("5")),
-        ("ordered", request("5"), vec![event(Added, "9"), event(Deleted, "10")], true, AT_ONCE, Some("10")),
-        ("quiet with a bookmark", request("5"), vec![event(Bookmark, "9")], true, AT_ONCE, Some("9")),
-        ("bookmark at the cursor", request("5"), vec![event(Added, "9"), event(Bookmark, "9")], true, AT_ONCE, Some("9")),
+        ("ordered, nothing yet", request("5"), vec![], true, REQUEST, Some("5")),
+        ("ordered", request("5"), vec![event(Added, "9"), event(Deleted, "10")], true, REQUEST, Some("10")),
+        ("quiet with a bookmark", request("5"), vec![event(Bookmark, "9")], true, REQUEST, Some("9")),
+        ("bookmark at the cursor", request("5"), vec![event(Added, "9"), event(Bookmark, "9")], true, REQUEST, Some("9")),
         ("event at the cursor", request("5"), vec![event(Added, "9"), event(Modified, "9")], true, clean(Why::VersionNotGrowing), None),
         ("event below the cursor", request("5"), vec![event(Added, "4")], true, clean(Why::VersionNotGrowing), None),
         ("bookmark below the cursor", request("5"), vec![event(Added, "8"), event(Bookmark, "7")], true, clean(Why::VersionNotGrowing), None),
         ("version is not a number", request("5"), vec![event(Added, "abc")], true, clean(Why::VersionNotNumeric), None),
         ("unknown type", request("5"), vec![event(Unknown, "7")], true, clean(Why::UnknownEvent), None),
         ("unknown type, then an event", request("5"), vec![event(Unknown, "7"), event(Added, "8")], true, clean(Why::UnknownEvent), None),
-        ("too old", request("5"), vec![error(410)], true, AT_ONCE, Some("5")),
+        ("too old", request("5"), vec![error(410)], true, REQUEST, Some("5")),
         ("another error", request("5"), vec![error(500)], true, clean(Why::ServerError), None),
-        ("unreadable", request("5"), vec![Err(Unreadable)], true, reset(Why::Unreadable), None),
-        ("initial, nothing yet", fresh(), vec![], false, AT_ONCE, None),
-        ("resourceVersion=0", request("0"), vec![], false, AT_ONCE, None),
+        ("unreadable", request("5"), vec![None], true, reset(Why::Unreadable), None),
+        ("initial, nothing yet", fresh(), vec![], false, REQUEST, None),
+        ("resourceVersion=0", request("0"), vec![], false, REQUEST, None),
         ("initial", fresh(), vec![event(Added, "90"), event(Added, "8")], false, reset(Why::Initial), None),
-        ("initial, complete", fresh(), vec![event(Added, "90"), event(Added, "8"), event(Modified, "91")], true, AT_ONCE, Some("91")),
-        ("initial, empty", fresh(), vec![event(Bookmark, "50")], true, AT_ONCE, Some("50")),
+        ("initial, complete", fresh(), vec![event(Added, "90"), event(Added, "8"), event(Modified, "91")], true, REQUEST, Some("91")),
+        ("initial, empty", fresh(), vec![event(Bookmark, "50")], true, REQUEST, Some("50")),
         ("initial, error", fresh(), vec![error(410)], false, reset(Why::ServerError), None),
-        ("initial, unreadable", fresh(), vec![Err(Unreadable)], false, reset(Why::Unreadable), None),
+        ("initial, unreadable", fresh(), vec![None], false, reset(Why::Unreadable), None),
         ("initial, complete without a version", fresh(), vec![event(Modified, "x")], true, clean(Why::VersionNotNumeric), None),
-        ("list, nothing yet", listed(), vec![], false, AT_ONCE, None),
+        ("list, nothing yet", listed(), vec![], false, REQUEST, None),
         ("list", listed(), vec![event(Added, "9"), event(Bookmark, "10"), event(Modified, "11")], false, reset(Why::Initial), None),
-        ("list, complete", listed(), vec![event(Added, "9"), initial_events_end("10")], true, AT_ONCE, Some("10")),
-        ("WatchList, nothing yet", watch_list(), vec![], false, AT_ONCE, None),
+        ("list, complete", listed(), vec![event(Added, "9"), initial_events_end("10")], true, REQUEST, Some("10")),
+        ("WatchList, nothing yet", watch_list(), vec![], false, REQUEST, None),
         ("WatchList", watch_list(), vec![event(Added, "9"), event(Bookmark, "10")], false, clean(Why::Initial), None),
-        ("WatchList, unreadable", watch_list(), vec![event(Added, "9"), Err(Unreadable)], false, reset(Why::Unreadable), None),
-        ("WatchList, complete", watch_list(), vec![event(Added, "9"), initial_events_end("10")], true, AT_ONCE, Some("10")),
-        ("from the present, nothing yet", from_present(), vec![], false, clean(Why::NoVersion), None),
-        ("from the present, a bookmark", from_present(), vec![event(Bookmark, "9")], true, AT_ONCE, Some("9")),
-        ("from the present, an event", from_present(), vec![event(Added, "9")], false, reset(Why::Initial), None),
-        ("foreign, nothing yet", foreign("5"), vec![], true, AT_ONCE, None),
+        ("WatchList, unreadable", watch_list(), vec![event(Added, "9"), None], false, reset(Why::Unreadable), None),
+        ("WatchList, complete", watch_list(), vec![event(Added, "9"), initial_events_end("10")], true, REQUEST, Some("10")),
+        ("at most recent, nothing yet", at_most_recent(), vec![], false, clean(Why::NoVersion), None),
+        ("at most recent, a bookmark", at_most_recent(), vec![event(Bookmark, "9")], true, REQUEST, Some("9")),
+        ("at most recent, an event", at_most_recent(), vec![event(Added, "9")], false, reset(Why::Initial), None),
+        ("foreign, nothing yet", foreign("5"), vec![], true, REQUEST, None),
         ("foreign, ordered", foreign("5"), vec![event(Added, "6")], true, clean(Why::Group), None),
-        ("foreign, unreadable", foreign("5"), vec![Err(Unreadable)], true, reset(Why::Unreadable), None),
+        ("foreign, unreadable", foreign("5"), vec![None], true, reset(Why::Unreadable), None),
         ("foreign, initial", foreign(""), vec![event(Added, "6")], false, reset(Why::Group), None),
         ("foreign, initial complete", foreign(""), vec![event(Added, "6"), event(Modified, "7")], true, clean(Why::Group), None),
     ];
@@ -169,7 +180,7 @@ fn frame_on_a_later_stream_must_continue_the_history() {
         ("a repeated event, then 410", vec![(event(Added, "10"), Effect::Discard), (error(410), Effect::NextEndpoint)]),
         ("410 later", vec![(event(Added, "11"), Effect::Forward), (error(410), Effect::Withhold)]),
         ("another error later", vec![(event(Added, "11"), Effect::Forward), (error(500), Effect::Forward)]),
-        ("unreadable", vec![(Err(Unreadable), DIVERGED)]),
+        ("unreadable", vec![(None, DIVERGED)]),
         ("version is not a number", vec![(event(Added, "x"), DIVERGED)]),
     ];
     let start = Instant::now();
@@ -213,10 +224,11 @@ fn resuming_is_limited_by_time_left_and_by_rate() {
     let too_often = Effect::End(Ending::Clean, NotResumable::TooOften);
     let mut session = after(&request("5"), vec![event(EventType::Added, "6")], start);
     resume(&mut session, at(298_000));
-    assert_eq!(session.resume_point(at(298_000)).remaining, Some(Duration::from_secs(2)));
+    let query = session.resume_query("timeoutSeconds=300", at(298_000));
+    assert!(query.starts_with("timeoutSeconds=2&"), "{query}");
     assert_eq!(lose(&mut session, at(298_001)), late, "less than 2 s left");
 
-    for (loss, effect) in [(20, too_often), (60_020, AT_ONCE)] {
+    for (loss, effect) in [(20, too_often), (60_020, REQUEST)] {
         let mut session = Session::new(WatchRequest { timeout: None, ..request("5") }, start);
         for _ in 0..RESUMES_PER_MINUTE {
             resume(&mut session, at(10));
@@ -251,7 +263,7 @@ fn move_needs_a_cursor_and_continues_there() {
     session.step(Input::MoveStarted(MoveReason::Rebalance), at(1));
     session.step(Input::MoveEnded { moved: true }, at(1));
     assert_eq!(frame(&mut session, error(410)), Effect::NextEndpoint);
-    assert_eq!(reject(&mut session, false, ALL_LEFT, at(2)), AT_ONCE);
+    assert_eq!(reject(&mut session, false, ALL_LEFT, at(2)), REQUEST);
     assert_eq!(cursor(&session, at(2)).as_deref(), Some("6"));
 
     let session = after(&request("5"), vec![event(EventType::Unknown, "6")], start);
@@ -320,20 +332,20 @@ fn error_410_is_withheld_while_other_endpoints_are_asked() {
             assert!(matches!(loss, Effect::End(how, _) if how == ending), "{name}: {loss:?}");
             continue;
         }
-        assert_eq!(reject(&mut session, true, ALL_LEFT, start), AT_ONCE, "{name}");
+        assert_eq!(reject(&mut session, true, ALL_LEFT, start), REQUEST, "{name}");
         assert!(session.withholds(), "{name}");
         assert_eq!(cursor(&session, start).as_deref(), continues_at, "{name}");
         // The next endpoint has no more of the history, and it was the last one.
-        assert_eq!(answer(&mut session, head(200), ALL_LEFT, start), Effect::Accept, "{name}");
+        assert_eq!(attempt(&mut session, head(200), ALL_LEFT, start), Effect::Accept, "{name}");
         assert_eq!(frame(&mut session, error(410)), Effect::NextEndpoint, "{name}");
         assert_eq!(reject(&mut session, false, NONE_LEFT, start), TOO_OLD, "{name}: none left");
         assert_eq!(session.take_error_event().as_deref(), Some(&b"410"[..]), "{name}");
         // Or it does not answer in time, or the budget is used up, or the listener shuts down.
         let late = start + Duration::from_secs(3);
-        let no_answer = Answer::None { outage: true };
+        let no_answer = AttemptResult::NoHead { outage: true };
         let mut session = withholding();
         reject(&mut session, true, ALL_LEFT, start);
-        assert_eq!(answer(&mut session, no_answer, ALL_LEFT, late), TOO_OLD, "{name}: too late");
+        assert_eq!(attempt(&mut session, no_answer, ALL_LEFT, late), TOO_OLD, "{name}: too late");
         let over_budget = Effect::End(Ending::Withheld, NotResumable::OverBudget);
         for (reason, end) in [
             (NotResumable::OverBudget, over_budget),
@@ -353,67 +365,68 @@ fn error_410_is_withheld_while_other_endpoints_are_asked() {
         frame(&mut session, event(Added, version));
         assert_eq!(frame(&mut session, error(410)), Effect::Withhold);
         let next = reject(&mut session, true, ALL_LEFT, start);
-        assert_eq!(next, if n < RESUMES_PER_MINUTE { AT_ONCE } else { TOO_OLD });
-        answer(&mut session, head(200), NONE_LEFT, start);
+        assert_eq!(next, if n < RESUMES_PER_MINUTE { REQUEST } else { TOO_OLD });
+        attempt(&mut session, head(200), NONE_LEFT, start);
     }
 }
 
 #[test]
-fn answer_leads_to_another_attempt_or_to_the_end() {
+fn attempt_result_leads_to_another_attempt_or_to_the_end() {
     let start = Instant::now();
     let later = start + Duration::from_secs(30);
-    let unreachable = Answer::None { outage: false };
-    let ejected = Peers { usable: false, ..ALL_LEFT };
-    let busy = Peers { retry_after: Duration::from_secs(31), ..ALL_LEFT };
-    for (given, peers, now, effect) in [
+    let unreachable = AttemptResult::NoHead { outage: false };
+    let ejected = Candidates { usable: false, ..ALL_LEFT };
+    let busy = Candidates { retry_after: Duration::from_secs(31), ..ALL_LEFT };
+    for (result, candidates, now, effect) in [
         (head(200), NONE_LEFT, later, Effect::Accept),
-        (head(503), ALL_LEFT, start, AT_ONCE),
-        (head(503), ejected, start, AT_ONCE),
+        (head(503), ALL_LEFT, start, REQUEST),
+        (head(503), ejected, start, REQUEST),
         (head(503), ALL_LEFT, later, GAVE_UP),
         (head(503), busy, start, GAVE_UP),
-        (head(410), ALL_LEFT, start, AT_ONCE),
+        (head(410), ALL_LEFT, start, REQUEST),
         (head(410), ejected, start, GAVE_UP),
         (head(410), NONE_LEFT, start, GAVE_UP),
-        (Answer::ErrorEvent, ALL_LEFT, start, AT_ONCE),
-        (Answer::ErrorEvent, NONE_LEFT, start, GAVE_UP),
-        (unreachable, ALL_LEFT, start, AT_ONCE),
-        (Answer::None { outage: true }, NONE_LEFT, start, Effect::Hold),
+        (AttemptResult::ErrorEvent, ALL_LEFT, start, REQUEST),
+        (AttemptResult::ErrorEvent, NONE_LEFT, start, GAVE_UP),
+        (unreachable, ALL_LEFT, start, REQUEST),
+        (AttemptResult::NoHead { outage: true }, NONE_LEFT, start, Effect::Hold),
         (head(403), ALL_LEFT, start, GAVE_UP),
     ] {
         let mut session = after(&request("5"), vec![event(EventType::Added, "6")], start);
-        assert_eq!(lose(&mut session, start), AT_ONCE);
-        assert_eq!(answer(&mut session, given, peers, now), effect, "{given:?} {peers:?}");
+        assert_eq!(lose(&mut session, start), REQUEST);
+        let next = attempt(&mut session, result, candidates, now);
+        assert_eq!(next, effect, "{result:?} {candidates:?}");
     }
 
     // A restart without an answer cannot end cleanly while initial events are owed.
     let mut session = Session::new(request(""), start);
-    assert_eq!(lose(&mut session, start), AT_ONCE);
+    assert_eq!(lose(&mut session, start), REQUEST);
     let reset = Effect::End(Ending::Reset, NotResumable::GaveUp);
-    assert_eq!(answer(&mut session, head(403), ALL_LEFT, start), reset);
+    assert_eq!(attempt(&mut session, head(403), ALL_LEFT, start), reset);
 }
 
-/// A session against apiservers that give these answers, one after another, in simulated time. Returns
-/// what the watch came to and how long it took.
+/// Runs a session against apiservers that give these results, in simulated time. Returns the last effect,
+/// the time it took, and the number of attempts.
 async fn run(
     session: &mut Session,
     mut effect: Effect,
-    mut answers: impl Iterator<Item = Answer>,
+    mut results: impl Iterator<Item = AttemptResult>,
 ) -> (Effect, Duration, u32) {
     let start = Instant::now();
     let mut attempts = 0;
     loop {
         effect = match effect {
-            Effect::Request(delay) => {
-                sleep(delay).await;
+            Effect::Request { max_jitter, pause } => {
+                sleep(pause.max(max_jitter / 2)).await;
                 attempts += 1;
-                let answer = answers.next().expect("an answer");
-                let input = Input::Answered { answer, peers: ALL_LEFT, random: u64::MAX / 2 };
+                let result = results.next().expect("a result");
+                let input = Input::AttemptEnded { result, candidates: ALL_LEFT };
                 session.step(input, Instant::now())
             }
             Effect::Hold => {
                 let held = Duration::from_secs(60);
                 sleep(held).await;
-                session.step(Input::Returned { held, random: u64::MAX }, Instant::now())
+                session.step(Input::OutageEnded { held }, Instant::now())
             }
             Effect::HoldUntilDeadline => {
                 tokio::time::sleep_until(session.deadline().expect("a deadline")).await;
@@ -427,15 +440,15 @@ async fn run(
 #[tokio::test(start_paused = true)]
 async fn round_of_attempts_ends_after_30_seconds() {
     let mut session = Session::new(request("5"), Instant::now());
-    let lost = Input::StreamLost { quiet: true, random: u64::MAX };
+    let lost = Input::StreamLost { quiet: true };
     let effect = session.step(lost, Instant::now());
-    assert_eq!(
-        effect,
-        Effect::Request(Duration::from_secs(1)),
-        "a quiet watch waits for up to 1 s"
-    );
-    let busy =
-        Answer::Head { status: 429, same_content_type: true, retry_after: Some(Duration::ZERO) };
+    let up_to_1_s = Effect::Request { max_jitter: Duration::from_secs(1), pause: Duration::ZERO };
+    assert_eq!(effect, up_to_1_s, "a quiet watch");
+    let busy = AttemptResult::Head {
+        status: 429,
+        same_content_type: true,
+        retry_after: Some(Duration::ZERO),
+    };
     let (end, took, attempts) = run(&mut session, effect, std::iter::repeat(busy)).await;
     assert_eq!(end, GAVE_UP);
     assert!((30..32).contains(&took.as_secs()), "{took:?}");
@@ -445,12 +458,13 @@ async fn round_of_attempts_ends_after_30_seconds() {
 #[tokio::test(start_paused = true)]
 async fn outage_holds_the_watch_and_then_begins_a_new_round() {
     let mut session = Session::new(request("5"), Instant::now());
-    let effect = lose(&mut session, Instant::now());
-    let answers = [Answer::None { outage: true }, head(503), head(200)];
+    let lost = Input::StreamLost { quiet: false };
+    let effect = session.step(lost, Instant::now());
+    let answers = [AttemptResult::NoHead { outage: true }, head(503), head(200)];
     let (end, took, attempts) = run(&mut session, effect, answers.into_iter()).await;
     assert_eq!((end, attempts), (Effect::Accept, 3));
-    // 60 s of outage, 5 s of jitter, and the jitter after the 503.
-    assert!((65_000..65_100).contains(&took.as_millis()), "{took:?}");
+    // 60 s of outage, half of 5 s of jitter, and the jitter of the other two attempts.
+    assert!((62_500..62_600).contains(&took.as_millis()), "{took:?}");
 }
 
 #[tokio::test(start_paused = true)]
@@ -459,7 +473,7 @@ async fn outage_holds_the_watch_until_its_deadline() {
     let asked = WatchRequest { timeout: Some(Duration::from_secs(61)), ..request("5") };
     let mut session = Session::new(asked, start);
     let effect = lose(&mut session, Instant::now());
-    let answers = std::iter::once(Answer::None { outage: true });
+    let answers = std::iter::once(AttemptResult::NoHead { outage: true });
     let (end, ..) = run(&mut session, effect, answers).await;
     assert_eq!(end, Effect::End(Ending::Clean, NotResumable::Expired));
     assert_eq!(start.elapsed(), Duration::from_secs(61));

@@ -5,12 +5,12 @@
 //! |---|---|
 //! | an attempt fails | the next candidate is tried at once |
 //! | no answer after 250 ms | the next candidate is tried as well; the first connection wins |
-//! | no endpoint is ready | the same, with shorter pauses if there are many, so that every one is tried |
+//! | no endpoint is ready | the same, with shorter pauses if there are many candidates, so that each is tried |
 //! | every candidate has failed | the client is reset at once |
 //! | no answer within 900 ms, and no endpoint is ready | the client is reset |
 //! | no answer within 900 ms, and an endpoint is ready | a SYN was lost; attempts continue until `connect_timeout` |
 //!
-//! A lost SYN costs 1.02 s on Linux. So an endpoint that is the only one in the best state is tried
+//! Linux repeats a lost SYN after 1.02 s. So an endpoint that is the only one in the best state is tried
 //! a second time before the others.
 
 use std::sync::Arc;
@@ -30,7 +30,8 @@ use crate::upstream::endpoint::{Endpoint, EndpointState};
 const RACE_AFTER: Duration = Duration::from_millis(250);
 /// How long a client waits while no endpoint is ready: it is reset within a second.
 const GIVE_UP_AFTER: Duration = Duration::from_millis(900);
-/// Within this time every candidate is tried then; the last one has the rest to answer.
+/// While no endpoint is ready, every candidate is tried within this time; the last one has the rest of
+/// [`GIVE_UP_AFTER`] to answer.
 const TRY_ALL_WITHIN: Duration = Duration::from_millis(800);
 /// How often endpoint states are checked once all candidates were tried.
 const STATE_CHECK: Duration = Duration::from_millis(50);
@@ -52,7 +53,7 @@ pub async fn connect(upstream: &Upstream) -> Result<Connected, String> {
         .map(|endpoint| Candidate {
             state: endpoint.state(),
             flows: endpoint.flows(),
-            share: endpoint.slow_start_share(start),
+            slow_start_share: endpoint.slow_start_share(start),
             endpoint: Arc::clone(endpoint),
         })
         .collect();
@@ -80,7 +81,7 @@ pub async fn connect(upstream: &Upstream) -> Result<Connected, String> {
             reasons.push(format!("no connection within {} ms", (now - start).as_millis()));
             break;
         }
-        let look = if candidates.len() > 0 { next } else { now + STATE_CHECK };
+        let wake_at = if candidates.len() > 0 { next } else { now + STATE_CHECK };
         tokio::select! {
             Some(done) = attempts.join_next() => match done {
                 Ok(Ok(connected)) => return Ok(connected),
@@ -90,7 +91,7 @@ pub async fn connect(upstream: &Upstream) -> Result<Connected, String> {
                 }
                 Err(error) => reasons.push(error.to_string()),
             },
-            () = sleep_until(look.min(limit)) => {}
+            () = sleep_until(wake_at.min(limit)) => {}
         }
     }
     if reasons.is_empty() {
@@ -103,7 +104,7 @@ pub async fn connect(upstream: &Upstream) -> Result<Connected, String> {
 
 async fn attempt(outgoing: Arc<Connector>, endpoint: Arc<Endpoint>) -> Result<Connected, String> {
     let mut why = String::new();
-    let mut local = false;
+    let mut is_local = false;
     for address in endpoint.socket_addresses() {
         match outgoing.connect(address).await {
             Ok(stream) => {
@@ -111,13 +112,13 @@ async fn attempt(outgoing: Arc<Connector>, endpoint: Arc<Endpoint>) -> Result<Co
                 return Ok((stream, endpoint));
             }
             Err(error) => {
-                local |= resource_limits::is_local_shortage(&error, address);
+                is_local |= resource_limits::is_local_shortage(&error, address);
                 why = format!("TCP to {address} failed: {error}");
             }
         }
     }
-    endpoint.metrics.dialled(if local { "local" } else { "failed" });
-    if !local {
+    endpoint.metrics.dialled(if is_local { "local" } else { "failed" });
+    if !is_local {
         // The prober decides whether the endpoint is down.
         endpoint.request_probe();
     }
@@ -130,7 +131,7 @@ struct Candidate<T = Arc<Endpoint>> {
     state: EndpointState,
     flows: usize,
     /// Less than 1 during slow start.
-    share: f64,
+    slow_start_share: f64,
     endpoint: T,
 }
 
@@ -141,17 +142,18 @@ fn order<T: Clone>(mut known: Vec<Candidate<T>>, rng: &mut fastrand::Rng) -> Vec
     rng.shuffle(&mut known);
     known.sort_by_key(|candidate| candidate.state);
     let Some(best) = known.first().map(|candidate| candidate.state) else { return Vec::new() };
-    let good = known.iter().filter(|candidate| candidate.state == best).count();
-    let lot = rng.f64();
+    let best_count = known.iter().filter(|candidate| candidate.state == best).count();
+    let random = rng.f64();
     let cost = |index: &usize| {
         let candidate = &known[*index];
-        balance::cost(candidate.flows, 1.0) * balance::slow_start_factor(candidate.share, lot)
+        balance::cost(candidate.flows, 1.0)
+            * balance::slow_start_factor(candidate.slow_start_share, random)
     };
-    if let Some(first) = balance::pick(0..good, rng, cost) {
+    if let Some(first) = balance::pick(0..best_count, rng, cost) {
         known.swap(0, first);
     }
     let mut order: Vec<T> = known.iter().map(|candidate| candidate.endpoint.clone()).collect();
-    if good == 1 {
+    if best_count == 1 {
         order.insert(1, order[0].clone());
     }
     order
@@ -166,7 +168,7 @@ mod tests {
         flows: usize,
         name: &'static str,
     ) -> Candidate<&'static str> {
-        Candidate { state, flows, share: 1.0, endpoint: name }
+        Candidate { state, flows, slow_start_share: 1.0, endpoint: name }
     }
 
     #[test]
@@ -209,7 +211,7 @@ mod tests {
                 .map(|i| Candidate {
                     state: EndpointState::Ready,
                     flows: flows[i],
-                    share: 1.0,
+                    slow_start_share: 1.0,
                     endpoint: i,
                 })
                 .collect();
@@ -222,7 +224,7 @@ mod tests {
                 .map(|i| Candidate {
                     state: EndpointState::Ready,
                     flows: flows[i],
-                    share: if i == 2 { 0.1 } else { 1.0 },
+                    slow_start_share: if i == 2 { 0.1 } else { 1.0 },
                     endpoint: i,
                 })
                 .collect();

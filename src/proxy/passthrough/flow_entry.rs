@@ -1,4 +1,4 @@
-//! One flow as the table knows it, and the check of both its sides.
+//! A flow in the flow table, the check of both its sides, and the reasons to end it.
 
 use std::os::fd::RawFd;
 use std::rc::Rc;
@@ -25,41 +25,38 @@ pub struct EndReason {
     pub description: &'static str,
 }
 
+impl EndReason {
+    const fn new(label: &'static str, description: &'static str) -> Self {
+        Self { label, description }
+    }
+}
+
 pub(super) const ENDPOINT_DEAD: EndReason =
-    EndReason { label: "endpoint_dead", description: "the endpoint does not respond" };
-pub(super) const ENDPOINT_LEFT: EndReason = EndReason {
-    label: "endpoint_left",
-    description: "the endpoint was removed and leave_timeout has passed",
-};
-const HANDSHAKE: EndReason = EndReason {
-    label: "handshake_timeout",
-    description: "the endpoint sent nothing within handshake_timeout",
-};
-const IDLE: EndReason =
-    EndReason { label: "idle_timeout", description: "no bytes were moved for idle_timeout" };
-const UNACKNOWLEDGED: EndReason = EndReason {
-    label: "unacknowledged",
-    description: "the endpoint does not acknowledge sent bytes",
-};
+    EndReason::new("endpoint_dead", "the endpoint does not respond");
+pub(super) const ENDPOINT_LEFT: EndReason =
+    EndReason::new("endpoint_left", "the endpoint was removed and leave_timeout has passed");
+const HANDSHAKE: EndReason =
+    EndReason::new("handshake_timeout", "the endpoint sent nothing within handshake_timeout");
+const IDLE: EndReason = EndReason::new("idle_timeout", "no bytes were moved for idle_timeout");
+const UNACKNOWLEDGED: EndReason =
+    EndReason::new("unacknowledged", "the endpoint does not acknowledge sent bytes");
 const UNANSWERED: EndReason =
-    EndReason { label: "unanswered", description: "the endpoint does not answer keepalives" };
+    EndReason::new("unanswered", "the endpoint does not answer keepalives");
 const CLIENT_DEAD: EndReason =
-    EndReason { label: "client_dead", description: "the client does not acknowledge sent bytes" };
-pub(super) const CLIENT_RESET: EndReason =
-    EndReason { label: "client_reset", description: "reset by the client" };
+    EndReason::new("client_dead", "the client does not acknowledge sent bytes");
+pub(super) const CLIENT_RESET: EndReason = EndReason::new("client_reset", "reset by the client");
 pub(super) const REBALANCE: EndReason =
-    EndReason { label: "rebalance", description: "moved off an overloaded endpoint (rebalance)" };
-pub(super) const SHUTDOWN: EndReason =
-    EndReason { label: "shutdown", description: "the drain timeout has passed" };
+    EndReason::new("rebalance", "moved off an overloaded endpoint (rebalance)");
+pub(super) const SHUTDOWN: EndReason = EndReason::new("shutdown", "the drain timeout has passed");
 
 /// The final part of a time limit, over which the remaining flows are ended one by one. Ended all at
 /// once, their clients would all reconnect in the same moment.
 const FINAL_PART: f32 = 0.2;
 
-/// When a flow that is still open is ended, of the time that all flows have: at its `lot` (0 to 1)
-/// within the final part of `limit`.
-pub(super) fn end_time(lot: f32, limit: Duration) -> Duration {
-    limit.saturating_sub(limit.mul_f32(FINAL_PART * lot))
+/// After what time a flow that is still open is ended, if all flows have the time `limit`: at a random
+/// point, given by `random` in 0..1, of its final part.
+pub(super) fn end_time(random: f32, limit: Duration) -> Duration {
+    limit.saturating_sub(limit.mul_f32(FINAL_PART * random))
 }
 
 /// How many bytes were written.
@@ -76,7 +73,7 @@ pub(super) struct FlowEntry {
     routing: Rc<ListenerRouting>,
     upstream: Arc<Upstream>,
     endpoint: Arc<Endpoint>,
-    /// The death count of the endpoint up to which its deaths do not concern this flow.
+    /// The death count of the endpoint when the flow started, or at a death that the flow survived.
     endpoint_deaths: u64,
     client_socket: RawFd,
     endpoint_socket: RawFd,
@@ -90,7 +87,7 @@ pub(super) struct FlowEntry {
     /// Whether the endpoint has sent anything.
     answered: bool,
     /// A random number in 0..1 for [`end_time`].
-    lot: f32,
+    random: f32,
     /// Whether the end of the endpoint's direction was passed on: the client may close its socket.
     endpoint_end_forwarded: bool,
     end: Option<EndReason>,
@@ -119,7 +116,7 @@ impl FlowEntry {
             started: now,
             last_progress: now,
             answered: false,
-            lot: fastrand::f32(),
+            random: fastrand::f32(),
             endpoint_end_forwarded: false,
             end: None,
             waker: None,
@@ -162,12 +159,12 @@ impl FlowEntry {
         self.endpoint_health.was_refuted()
     }
 
-    /// When the flow is ended of a time `limit` that all flows have.
+    /// After what time the flow is ended, if all flows have the time `limit`.
     pub(super) fn end_time(&self, limit: Duration) -> Duration {
-        end_time(self.lot, limit)
+        end_time(self.random, limit)
     }
 
-    /// When the flow is ended after its endpoint was removed.
+    /// How long after the removal of its endpoint the flow is ended.
     pub(super) fn leave_time(&self) -> Duration {
         self.end_time(self.routing.current().config.leave_timeout)
     }

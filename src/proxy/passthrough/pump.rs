@@ -29,7 +29,7 @@ use crate::net::sockets::{tcp_info, tcp_options};
 use crate::observe::PassthroughMetrics;
 use crate::observe::passthrough_metrics::Direction;
 
-/// Bytes of one read.
+/// Most bytes of one read.
 const BUFFER: usize = 64 * 1024;
 /// Reads in a row before the task yields to the other flows of the worker.
 const READS_PER_POLL: usize = 16;

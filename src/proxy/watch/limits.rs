@@ -1,4 +1,4 @@
-//! What bounds all watches of one worker to one upstream together.
+//! The limits that all watches of one worker to one upstream share.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -14,7 +14,6 @@ const PARTIAL_FRAMES: usize = 32 << 20;
 /// request costs some KiB.
 const MAX_HELD: usize = 10_000;
 
-/// The shared limits of the watches of one worker to one upstream.
 pub struct WatchLimits {
     /// Bounds the requests to other endpoints after a 410.
     too_old_retries: RetryBudget,

@@ -1,7 +1,7 @@
 //! Watches that survive the loss of their apiserver.
 //!
-//! The client sees one stream: whole frames, each event once, in the order of their resource versions;
-//! or an end after which a client starts again, where nothing else would be true.
+//! The client sees one stream: whole frames, each event once, in the order of their resource versions. If
+//! that cannot be kept up, the stream ends in a way after which clients start again.
 //!
 //! | file | what it does | depends on |
 //! |---|---|---|
@@ -10,7 +10,7 @@
 //! | [`session`] | the state machine: pure, no I/O, no clock | codec, request |
 //! | [`relay`] | passes chunks through codec and session | codec, session |
 //! | [`body`] | executes the effects: streams, attempts, holds in an outage, timers | all of them |
-//! | [`limits`] | what bounds all watches of a worker and an upstream | |
+//! | [`limits`] | the limits that the watches of a worker to an upstream share | |
 
 pub(super) mod body;
 pub mod codec;

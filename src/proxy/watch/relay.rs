@@ -25,7 +25,7 @@ pub struct Relay {
 
 /// What the body does after a chunk.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Pushed {
+pub struct PushResult {
     /// Bytes of the chunk that do not go to the client now: release their flow-control window at
     /// once, or a frame larger than the window could never arrive.
     pub absorbed: usize,
@@ -60,7 +60,7 @@ impl Relay {
     }
 
     /// Passes a chunk through the session and what the client gets of it to `out`, in order.
-    pub fn push(&mut self, chunk: &Bytes, now: Instant, mut out: impl FnMut(Bytes)) -> Pushed {
+    pub fn push(&mut self, chunk: &Bytes, now: Instant, mut out: impl FnMut(Bytes)) -> PushResult {
         // The bytes of the chunk that leave as one slice.
         let mut run = 0..0;
         let mut at = 0;
@@ -115,13 +115,17 @@ impl Relay {
                         if buffered.is_empty() { chunk.slice(at..at + len) } else { buffered }
                     });
                     self.splitter.reset();
-                    return Pushed { absorbed: absorbed + chunk.len() - at, effect, error_event };
+                    return PushResult {
+                        absorbed: absorbed + chunk.len() - at,
+                        effect,
+                        error_event,
+                    };
                 }
             }
             at += len;
         }
         flush(chunk, &mut run, &mut out);
-        Pushed { absorbed, effect: Effect::None, error_event: None }
+        PushResult { absorbed, effect: Effect::None, error_event: None }
     }
 
     /// The server has ended the stream. Returns the rest of an incomplete frame, which is passed on.

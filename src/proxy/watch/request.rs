@@ -78,14 +78,14 @@ impl WatchRequest {
 }
 
 /// Media types whose frames the codec reads, and ranges that the apiserver answers with one of them.
-const FOLLOWED: [&str; 4] =
+const READABLE: [&str; 4] =
     ["application/json", "application/vnd.kubernetes.protobuf", "*/*", "application/*"];
 
 /// One media range of an `Accept` header.
 struct MediaRange<'a> {
     text: &'a str,
     /// The codec reads it, and the client does not refuse it.
-    followed: bool,
+    readable: bool,
     table: bool,
 }
 
@@ -103,8 +103,8 @@ impl<'a> MediaRange<'a> {
                 .filter(|(name, _)| name.trim().eq_ignore_ascii_case("q"))
                 .is_some_and(|(_, value)| value.trim().parse().is_ok_and(|q: f32| q <= 0.0));
         }
-        let known = FOLLOWED.iter().any(|known| essence.eq_ignore_ascii_case(known));
-        Self { text, followed: known && !refused, table }
+        let known = READABLE.iter().any(|known| essence.eq_ignore_ascii_case(known));
+        Self { text, readable: known && !refused, table }
     }
 
     fn all(value: &'a str) -> impl Iterator<Item = Self> {
@@ -119,15 +119,15 @@ impl<'a> MediaRange<'a> {
 /// they cannot be swallowed in CBOR. So the upstream request offers only what the codec reads
 /// ([`upstream_headers`]).
 fn accepts_table(headers: &HeaderMap) -> Option<bool> {
-    let (mut any, mut followed, mut table) = (false, false, false);
+    let (mut any, mut readable, mut table) = (false, false, false);
     for value in headers.get_all(header::ACCEPT) {
         for range in MediaRange::all(value.to_str().ok()?) {
             any = true;
-            followed |= range.followed;
-            table |= range.followed && range.table;
+            readable |= range.readable;
+            table |= range.readable && range.table;
         }
     }
-    (followed || !any).then_some(table)
+    (readable || !any).then_some(table)
 }
 
 /// The API group of a resource's path; empty for the core group.
@@ -174,16 +174,16 @@ pub fn resume_query(
 pub fn upstream_headers(headers: &mut HeaderMap) {
     headers.remove(header::ACCEPT_ENCODING);
     let values = || headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
-    if values().flat_map(MediaRange::all).all(|range| range.followed) {
+    if values().flat_map(MediaRange::all).all(|range| range.readable) {
         return;
     }
-    let followed: Vec<_> = values()
+    let readable: Vec<_> = values()
         .flat_map(MediaRange::all)
-        .filter(|range| range.followed)
+        .filter(|range| range.readable)
         .map(|range| range.text)
         .collect();
     // A list of parts of a valid value is a valid value.
-    if let Ok(value) = HeaderValue::try_from(followed.join(", ")) {
+    if let Ok(value) = HeaderValue::try_from(readable.join(", ")) {
         headers.insert(header::ACCEPT, value);
     }
 }

@@ -1,8 +1,7 @@
 //! The upstream stream of a watch: what arrives on it, and the reasons to leave it.
 //!
-//! A stream that works is not given up before another one has taken the watch. While its connection
-//! drains, the watch looks for a stream on another connection beside it
-//! ([`UpstreamStream::find_permit`]).
+//! A watch keeps a stream that works until another one has taken the watch. While the connection drains,
+//! the watch looks for a stream on another connection and reads on ([`UpstreamStream::find_permit`]).
 
 use std::rc::Rc;
 use std::task::{Context, Poll};
@@ -20,8 +19,8 @@ use crate::proxy::upstream_client::release;
 use crate::upstream::connection::{DrainUrgency, Permit, describe_h2_error};
 use crate::upstream::pool::{PreviousFailure, StreamRequirements};
 
-/// Largest jitter before the watch looks for a stream on another connection if the connection drains at
-/// once: other watches do the same at the same moment.
+/// Largest jitter before the watch looks for a stream on another connection, if the connection must be
+/// left at once: other watches do the same at the same moment.
 const JITTER_IMMEDIATE: Duration = Duration::from_millis(200);
 /// The same if the stream works and nothing is lost by waiting.
 const JITTER_GRACEFUL: Duration = Duration::from_secs(1);

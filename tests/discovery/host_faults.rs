@@ -50,7 +50,7 @@ fn resolv_conf(dir: &Path, text: &str) -> HostChange {
     HostChange("umount -l $(readlink -f /etc/resolv.conf)")
 }
 
-/// LocalServer apiserver on a loopback address.
+/// An apiserver on a loopback address.
 struct LocalServer {
     certs: Certs,
     server: ApiServerHandle,

@@ -538,7 +538,7 @@ async fn watch_that_cannot_be_resumed_is_counted_once() {
     assert_eq!(barred as usize, texts.len() - 1, "all but the last");
 }
 
-/// A late frame costs a RST_STREAM and no more, however many there are during a connection.
+/// A late frame costs a `RST_STREAM` and no more, however many there are during a connection.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn late_frames_on_closed_streams_do_not_end_the_connection() {
     // A suspected connection would be replaced.

@@ -409,7 +409,7 @@ async fn client_that_reads_nothing_is_disconnected() {
     let cluster = TestCluster::new(1);
     let proxy = cluster
         .start_with(|config| {
-            terminate_mode(config).limits.stall_timeout = Duration::from_millis(500)
+            terminate_mode(config).limits.stall_timeout = Duration::from_millis(500);
         })
         .await;
     let mut stream = wire::connect(&proxy, &cluster.certs, "http/1.1").await;
@@ -429,7 +429,7 @@ async fn stream_without_a_window_is_reset_and_others_continue() {
     let cluster = TestCluster::new(1);
     let proxy = cluster
         .start_with(|config| {
-            terminate_mode(config).limits.stall_timeout = Duration::from_millis(500)
+            terminate_mode(config).limits.stall_timeout = Duration::from_millis(500);
         })
         .await;
     let mut stream = wire::connect(&proxy, &cluster.certs, "h2").await;
@@ -474,7 +474,7 @@ async fn stream_without_a_window_is_reset_and_others_continue() {
 }
 
 /// Streams that jackstay resets because of the client's errors are counted; too many end the
-/// connection with ENHANCE_YOUR_CALM.
+/// connection with `ENHANCE_YOUR_CALM`.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn endless_stream_errors_end_the_connection() {
     let cluster = TestCluster::new(1);

@@ -208,7 +208,7 @@ pub struct Script {
     pub goaways: AtomicUsize,
     /// Answers the next PING of an idle connection with GOAWAY and the end of the connection, once.
     pub goaway_on_ping: AtomicBool,
-    /// Sends no WINDOW_UPDATE for uploads.
+    /// Sends no `WINDOW_UPDATE` for uploads.
     pub withhold_window: AtomicBool,
     /// SETTINGS of new connections.
     pub settings: Mutex<Vec<(u16, u32)>>,

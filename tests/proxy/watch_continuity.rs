@@ -219,7 +219,7 @@ async fn measure_silence(
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn watch_resumes_soon_after_its_apiserver_is_killed() {
     measure_silence("a killed apiserver", WATCH_SILENCE, |cluster, _, at| {
-        cluster.servers[at].kill()
+        cluster.servers[at].kill();
     })
     .await;
 }

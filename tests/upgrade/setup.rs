@@ -279,7 +279,8 @@ impl Proxy {
 
 fn load(ca: &Ca, endpoints: &[SocketAddr], health: &str) -> config::Config {
     let dir = ca.dir.path().display();
-    let list: String = endpoints.iter().map(|endpoint| format!("'{endpoint}', ")).collect();
+    let list: Vec<_> = endpoints.iter().map(|endpoint| format!("'{endpoint}'")).collect();
+    let list = list.join(", ");
     let text = format!(
         "upstreams: [{{name: u, endpoints: [{list}], tls: {{ca_file: '{dir}/ca.crt'}}, \
          health: {{{health}}}}}]\n\

@@ -99,10 +99,10 @@ impl WorkerSetup {
 
     async fn serve(self, mut commands: UnboundedReceiver<Command>) {
         let (mut drain, liveness) = (self.drain.clone(), self.liveness.clone());
-        let turns = liveness.clone();
+        let iterations = liveness.clone();
         spawn_local(async move {
             loop {
-                turns.record_turn();
+                iterations.record_iteration();
                 allocator::release_free_memory();
                 sleep(TICK).await;
             }

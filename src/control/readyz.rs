@@ -19,7 +19,7 @@ use tokio::time::{Instant, sleep, sleep_until};
 use self::anonymous::AnonymousProber;
 use self::connection::{ProbeConnection, connect, is_current, until_unusable};
 use self::reachability::ReachabilityCheck;
-use self::request::{ReadyzResult, request_proof_from_others, send_probe};
+use self::request::{ReadyzResult, request_probes_of_others, send_probe};
 use self::schedule::{FAILING_INTERVAL, ProbeResult, ProbeSchedule, ResultStreak};
 use crate::upstream::Upstream;
 use crate::upstream::connection::{ConnectionState, DrainReason};
@@ -84,7 +84,7 @@ async fn probe_repeatedly(
                 biased;
                 result = &mut response => result,
                 () = sleep(config.timeout / 2) => {
-                    request_proof_from_others(upstream, endpoint);
+                    request_probes_of_others(upstream, endpoint);
                     response.await
                 }
             }
@@ -108,7 +108,7 @@ async fn probe_repeatedly(
                 }
             }
             ReadyzResult::NotReady(why) => {
-                request_proof_from_others(upstream, endpoint);
+                request_probes_of_others(upstream, endpoint);
                 if streak.add(false, config.rise, config.fall) {
                     endpoint.readyz_failing(why);
                 }

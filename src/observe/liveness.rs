@@ -1,12 +1,12 @@
-//! Detects event loops that have stopped turning.
+//! Detects event loops that no longer complete iterations.
 //!
-//! Each loop records its turns on a [`Liveness`]; workers and discovery loops turn at least once a
-//! second. `/livez` queries the workers. [`LivenessMonitor`] checks the discovery loops on a thread
+//! Each loop records its iterations on a [`Liveness`]. Workers and discovery loops complete at least
+//! one iteration a second. `/livez` queries the workers. [`LivenessMonitor`] checks the discovery loops on a thread
 //! of its own, since all of them share the control thread and one that blocks stops the others. It
-//! logs once when a loop stalls and once when the loop turns again.
+//! logs once when a loop stalls and once when the loop resumes.
 //!
-//! Each query computes a stall from the time of the last turn, so the first one is as accurate as any
-//! later one.
+//! Each query compares the time of the last iteration with the current time, so that a stall is
+//! visible without an earlier query.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak, mpsc};
@@ -15,34 +15,34 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// A loop that has not turned for this long is stalled.
+/// A loop that has not completed an iteration for this long is stalled.
 pub const STALLED_AFTER: Duration = Duration::from_secs(5);
 /// How often the monitor checks every loop.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
-/// Stored instead of the time of the last turn once a loop has ended as intended.
+/// Stored instead of the time of the last iteration once a loop has ended as intended.
 const FINISHED: u64 = u64::MAX;
 
-/// The turns of one loop. All clones report the same loop.
+/// Records the iterations of one loop. All clones belong to the same loop.
 #[derive(Debug, Clone)]
-pub struct Liveness(Arc<Turns>);
+pub struct Liveness(Arc<Iterations>);
 
 #[derive(Debug)]
-struct Turns {
+struct Iterations {
     name: String,
     created: Instant,
-    /// Milliseconds from `created` to the last turn, or [`FINISHED`].
-    last_turn: AtomicU64,
+    /// Milliseconds from `created` to the last iteration, or [`FINISHED`].
+    last_iteration: AtomicU64,
 }
 
 impl Liveness {
-    /// A loop that starts now; its first turn is due within [`STALLED_AFTER`].
+    /// A loop that starts now; its first iteration is due within [`STALLED_AFTER`].
     pub fn new(name: &str) -> Self {
         Self::created_at(name, Instant::now())
     }
 
     fn created_at(name: &str, created: Instant) -> Self {
-        let last_turn = AtomicU64::new(0);
-        Self(Arc::new(Turns { name: name.to_owned(), created, last_turn }))
+        let last_iteration = AtomicU64::new(0);
+        Self(Arc::new(Iterations { name: name.to_owned(), created, last_iteration }))
     }
 
     /// The name of the loop.
@@ -50,32 +50,32 @@ impl Liveness {
         &self.0.name
     }
 
-    /// Records a turn.
-    pub fn record_turn(&self) {
-        self.0.record_turn(Instant::now());
+    /// Records that the loop has completed an iteration.
+    pub fn record_iteration(&self) {
+        self.0.record_iteration(Instant::now());
     }
 
     /// Records that the loop has ended as intended: it is never stalled from now on. A loop that
-    /// panics does not get here, so its other clones report it as stalled.
+    /// panics does not call this function, so the other clones report it as stalled.
     pub fn finish(&self) {
-        self.0.last_turn.store(FINISHED, Ordering::Relaxed);
+        self.0.last_iteration.store(FINISHED, Ordering::Relaxed);
     }
 
-    /// Whether the loop has not turned for [`STALLED_AFTER`].
+    /// Whether the loop has not completed an iteration for [`STALLED_AFTER`].
     pub fn is_stalled(&self) -> bool {
         self.0.is_stalled(Instant::now())
     }
 }
 
-impl Turns {
-    fn record_turn(&self, now: Instant) {
+impl Iterations {
+    fn record_iteration(&self, now: Instant) {
         let since = now.saturating_duration_since(self.created);
-        self.last_turn.store(since.as_millis() as u64, Ordering::Relaxed);
+        self.last_iteration.store(since.as_millis() as u64, Ordering::Relaxed);
     }
 
-    /// The time since the last turn; zero for a loop that has finished.
+    /// The time since the last iteration; zero for a loop that has finished.
     fn idle(&self, now: Instant) -> Duration {
-        match self.last_turn.load(Ordering::Relaxed) {
+        match self.last_iteration.load(Ordering::Relaxed) {
             FINISHED => Duration::ZERO,
             last => now.saturating_duration_since(self.created + Duration::from_millis(last)),
         }
@@ -89,7 +89,7 @@ impl Turns {
 /// A registered loop. It is removed when the last clone of its [`Liveness`] is dropped.
 #[derive(Debug)]
 struct Registered {
-    turns: Weak<Turns>,
+    iterations: Weak<Iterations>,
     stall_logged: bool,
 }
 
@@ -133,11 +133,13 @@ impl LivenessMonitor {
 
 #[cfg(test)]
 impl LivenessMonitor {
-    /// The registered loops, each with the time since its last turn.
+    /// The registered loops, each with the time since its last iteration.
     pub(crate) fn idle_times(&self) -> Vec<(String, Duration)> {
         let registry = self.registry.lock().expect("no thread has panicked");
-        let turns = registry.iter().filter_map(|registered| registered.turns.upgrade());
-        turns.map(|turns| (turns.name.clone(), turns.idle(Instant::now()))).collect()
+        let iterations = registry.iter().filter_map(|registered| registered.iterations.upgrade());
+        iterations
+            .map(|iterations| (iterations.name.clone(), iterations.idle(Instant::now())))
+            .collect()
     }
 }
 
@@ -152,32 +154,35 @@ impl Drop for LivenessMonitor {
 
 fn register(registry: &Registry, name: &str, now: Instant) -> Liveness {
     let liveness = Liveness::created_at(name, now);
-    let registered = Registered { turns: Arc::downgrade(&liveness.0), stall_logged: false };
+    let registered = Registered { iterations: Arc::downgrade(&liveness.0), stall_logged: false };
     registry.lock().unwrap_or_else(PoisonError::into_inner).push(registered);
     liveness
 }
 
 fn stalled(registry: &Registry, now: Instant) -> Vec<String> {
     let registry = registry.lock().unwrap_or_else(PoisonError::into_inner);
-    let turns = registry.iter().filter_map(|registered| registered.turns.upgrade());
-    turns.filter(|turns| turns.is_stalled(now)).map(|turns| turns.name.clone()).collect()
+    let iterations = registry.iter().filter_map(|registered| registered.iterations.upgrade());
+    iterations
+        .filter(|iterations| iterations.is_stalled(now))
+        .map(|iterations| iterations.name.clone())
+        .collect()
 }
 
 /// Logs each loop that has stalled or resumed since the last check, and forgets dropped loops.
 fn check(registry: &Registry, now: Instant) {
     let mut registry = registry.lock().unwrap_or_else(PoisonError::into_inner);
     registry.retain_mut(|registered| {
-        let Some(turns) = registered.turns.upgrade() else { return false };
-        let is_stalled = turns.is_stalled(now);
+        let Some(iterations) = registered.iterations.upgrade() else { return false };
+        let is_stalled = iterations.is_stalled(now);
         if is_stalled && !registered.stall_logged {
-            let stalled_for = turns.idle(now);
+            let stalled_for = iterations.idle(now);
             tracing::error!(
-                name = turns.name,
+                name = iterations.name,
                 ?stalled_for,
                 "control loop stalled; its state may be stale"
             );
         } else if !is_stalled && registered.stall_logged {
-            tracing::warn!(name = turns.name, "control loop resumed");
+            tracing::warn!(name = iterations.name, "control loop resumed");
         }
         registered.stall_logged = is_stalled;
         true
@@ -191,17 +196,17 @@ mod tests {
     use crate::observe::log::tests::Captured;
 
     #[test]
-    fn liveness_without_turns_stalls_after_the_limit() {
+    fn liveness_without_iterations_stalls_after_the_limit() {
         let start = Instant::now();
         let at = |seconds| start + Duration::from_secs(seconds);
         let liveness = Liveness::created_at("loop", start);
         assert!(!liveness.0.is_stalled(at(4)), "the loop may still be starting");
-        assert!(liveness.0.is_stalled(at(5)), "the loop has never turned");
-        liveness.0.record_turn(at(100));
+        assert!(liveness.0.is_stalled(at(5)), "the loop has never completed an iteration");
+        liveness.0.record_iteration(at(100));
         assert!(!liveness.0.is_stalled(at(104)));
-        assert!(liveness.0.is_stalled(at(3_600)), "the first query after the stall sees it");
-        liveness.0.record_turn(at(3_601));
-        assert!(!liveness.0.is_stalled(at(3_602)), "the loop turns again");
+        assert!(liveness.0.is_stalled(at(3_600)), "the first query during a stall reports it");
+        liveness.0.record_iteration(at(3_601));
+        assert!(!liveness.0.is_stalled(at(3_602)), "the loop has resumed");
         liveness.finish();
         assert!(!liveness.0.is_stalled(at(10_000)), "the loop ended as intended");
     }
@@ -211,11 +216,11 @@ mod tests {
         let (registry, captured) = (Registry::default(), Captured::default());
         let check = |now| captured.during(LogFormat::Text, || check(&registry, now));
         let start = Instant::now();
-        let turning = register(&registry, "turning", start);
+        let running = register(&registry, "running", start);
         let blocked = register(&registry, "blocked", start);
         for second in 1..10 {
             let now = start + Duration::from_secs(second);
-            turning.0.record_turn(now);
+            running.0.record_iteration(now);
             check(now);
             let expected: &[&str] = if second >= 5 { &["blocked"] } else { &[] };
             assert_eq!(stalled(&registry, now), expected, "after {second} s");
@@ -224,7 +229,7 @@ mod tests {
         assert_eq!(lines.len(), 1, "{lines:?}");
         assert!(lines[0].contains("ERROR control loop stalled") && lines[0].contains("blocked"));
         let now = start + Duration::from_secs(10);
-        blocked.0.record_turn(now);
+        blocked.0.record_iteration(now);
         check(now);
         assert!(stalled(&registry, now).is_empty());
         let lines = captured.lines();

@@ -136,12 +136,12 @@ pub struct ConnectionHealth {
     withhold_until: Instant,
     /// A check was late since the outstanding PING was sent.
     withheld: bool,
-    outlook: Outlook,
+    findings: ConnectionFindings,
 }
 
 /// Findings beside the state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Outlook {
+pub struct ConnectionFindings {
     /// No evidence of life in one of the two directions for so long that a request sent now would
     /// most likely be lost.
     pub path_unresponsive: bool,
@@ -172,7 +172,7 @@ impl ConnectionHealth {
             wake_at: now + limits.ping_interval,
             withhold_until: now,
             withheld: false,
-            outlook: Outlook::default(),
+            findings: ConnectionFindings::default(),
         }
     }
 
@@ -187,8 +187,8 @@ impl ConnectionHealth {
     }
 
     /// Findings beside the state.
-    pub fn outlook(&self) -> Outlook {
-        self.outlook
+    pub fn findings(&self) -> ConnectionFindings {
+        self.findings
     }
 
     /// The smoothed round-trip time.
@@ -213,7 +213,7 @@ impl ConnectionHealth {
             self.rtt.sample(rtt.min(self.suspect_after() * 2));
         }
         self.last_received = now;
-        self.outlook = Outlook::default();
+        self.findings = ConnectionFindings::default();
         self.delivering = false;
         self.next_ping = now + self.limits.ping_interval;
         let change = match self.state {
@@ -262,7 +262,7 @@ impl ConnectionHealth {
                 let silence = self.weigh(sent, evidence.tcp.as_ref(), now);
                 if now >= self.withhold_until {
                     decision.change = self.derive(&silence, evidence.pinned);
-                    self.outlook = self.find_outlook(&silence);
+                    self.findings = self.derive_findings(&silence);
                     decision.leave = match self.state {
                         ConnectionState::Draining => self.is_late(&silence),
                         state => state == ConnectionState::Unresponsive,
@@ -367,10 +367,10 @@ impl ConnectionHealth {
         silence.unanswered_for(self.suspect_after())
     }
 
-    fn find_outlook(&self, silence: &Silence) -> Outlook {
+    fn derive_findings(&self, silence: &Silence) -> ConnectionFindings {
         let quiet = silence.age.min(silence.inbound.max(silence.outbound));
         let unresponsive_after = PATH_UNRESPONSIVE_AFTER.min(self.limits.dead_after / 2);
-        Outlook {
+        ConnectionFindings {
             path_unresponsive: !silence.window_answers && quiet >= unresponsive_after,
             ping_unanswered: silence.unanswered_for(PROBE_AFTER),
             fails_unsafe_requests: self.state == ConnectionState::Unresponsive

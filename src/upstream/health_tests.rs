@@ -130,9 +130,9 @@ impl Scene {
                     list.push((at, is));
                 }
             };
-            note(&mut self.path_unresponsive, self.health.outlook().path_unresponsive);
-            note(&mut self.unanswered, self.health.outlook().ping_unanswered);
-            note(&mut self.fails_unsafe_requests, self.health.outlook().fails_unsafe_requests);
+            note(&mut self.path_unresponsive, self.health.findings().path_unresponsive);
+            note(&mut self.unanswered, self.health.findings().ping_unanswered);
+            note(&mut self.fails_unsafe_requests, self.health.findings().fails_unsafe_requests);
             self.next = decision.wake_at;
             if decision.ping {
                 self.pings.push(self.at());
@@ -477,7 +477,7 @@ fn stopped_process_fails_unsafe_requests_two_seconds_after_it_drains() {
         assert!((7000..=7110).contains(&(at - ping)), "{} after the PING", at - ping);
         assert_eq!(scene.health.state(), ConnectionState::Draining);
         scene.health.pong(scene.now);
-        assert!(!scene.health.outlook().fails_unsafe_requests, "it goes on");
+        assert!(!scene.health.findings().fails_unsafe_requests, "it goes on");
     }
 }
 
@@ -523,7 +523,7 @@ fn unresponsive_connection_drains_on_a_pong_and_is_dead_without_pinned_streams()
     let mut scene = lost();
     (scene.inbound, scene.outbound) = (true, true);
     assert_eq!(scene.health.pong(scene.now).1, Some((ConnectionState::Draining, Reason::Pong)));
-    assert_eq!(scene.health.outlook(), Outlook::default());
+    assert_eq!(scene.health.findings(), ConnectionFindings::default());
     scene.next = scene.now;
     scene.run(ms(60_000));
     assert_eq!(
@@ -579,7 +579,7 @@ fn ping_outstanding_for_500_ms_is_unanswered() {
     let [(at, true)] = scene.unanswered[..] else { panic!("{:?}", scene.unanswered) };
     assert!((500..=610).contains(&(at - ping)), "{}", at - ping);
     scene.health.pong(scene.now);
-    assert!(!scene.health.outlook().ping_unanswered);
+    assert!(!scene.health.findings().ping_unanswered);
 }
 
 #[test]
@@ -625,7 +625,7 @@ fn late_check_withholds_verdicts_once_for_each_ping() {
             pinned: false,
         };
         let decision = scene.health.check(evidence, scene.now);
-        assert_eq!((decision.change, scene.health.outlook().path_unresponsive), (None, false));
+        assert_eq!((decision.change, scene.health.findings().path_unresponsive), (None, false));
         // Packets that waited in the network arrive.
         scene.health.pong(scene.now + ms(200));
         assert_eq!(scene.health.state(), ConnectionState::Live);

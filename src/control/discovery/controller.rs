@@ -195,7 +195,7 @@ impl DiscoveryController {
                 () = sleep_until(step_at.unwrap_or_else(Instant::now)), if step_at.is_some() => {}
                 _ = ticks.tick() => {}
             }
-            self.liveness.record_turn();
+            self.liveness.record_iteration();
             step_at = self.step(Instant::now());
             while let Some(ended) = self.tasks.try_join_next() {
                 self.restart_ended(ended.err());

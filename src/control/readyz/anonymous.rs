@@ -20,7 +20,7 @@ use tokio::time::{Instant, sleep, sleep_until};
 
 use super::connection::{ProbeConnection, connect, until_unusable};
 use super::reachability::ReachabilityCheck;
-use super::request::{ReadyzResult, request_proof_from_others, send_probe};
+use super::request::{ReadyzResult, request_probes_of_others, send_probe};
 use super::schedule::{ResultStreak, anonymous_pause};
 use crate::upstream::Upstream;
 use crate::upstream::connection::ConnectionState;
@@ -109,7 +109,7 @@ impl AnonymousProber {
                 None
             }
             ReadyzResult::NotReady(why) => {
-                request_proof_from_others(upstream, endpoint);
+                request_probes_of_others(upstream, endpoint);
                 Some(why)
             }
         };

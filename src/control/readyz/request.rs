@@ -59,7 +59,7 @@ pub async fn send_probe(
 
 /// Requests a probe of every other endpoint, once for each doubt about `endpoint`: if it turns out
 /// not to be ready, watches may move to the others.
-pub fn request_proof_from_others(upstream: &Upstream, endpoint: &Arc<Endpoint>) {
+pub fn request_probes_of_others(upstream: &Upstream, endpoint: &Arc<Endpoint>) {
     if !endpoint.note_probe_failing(Instant::now()) {
         return;
     }

@@ -80,41 +80,41 @@ fn check_shape(value: &Value) -> Result<(), StatusError> {
 /// # Errors
 /// 400 for another name, 409 for a stale version or another UID.
 pub fn prepare_for_update(
-    place: ObjectRef<'_>,
+    object: ObjectRef<'_>,
     current: &Value,
     next: &mut Value,
 ) -> Result<(), StatusError> {
     check_shape(next)?;
-    let (was, is) = (&current["metadata"], &next["metadata"]);
-    let claims = |field: &str| is[field].as_str().filter(|v| !v.is_empty());
-    if claims("resourceVersion").is_some_and(|v| was["resourceVersion"] != v) {
+    let (stored, sent) = (&current["metadata"], &next["metadata"]);
+    let precondition = |field: &str| sent[field].as_str().filter(|v| !v.is_empty());
+    if precondition("resourceVersion").is_some_and(|v| stored["resourceVersion"] != v) {
         let why = "the object has been modified; please apply your changes to the latest version \
                    and try again";
-        return Err(StatusError::conflict(place.kind, place.name, why));
+        return Err(StatusError::conflict(object.kind, object.name, why));
     }
-    if let Some(uid) = claims("uid").filter(|uid| was["uid"] != *uid) {
+    if let Some(uid) = precondition("uid").filter(|uid| stored["uid"] != *uid) {
         let why = format!(
             "Precondition failed: UID in precondition: {uid}, UID in object meta: {}",
-            was["uid"].as_str().unwrap_or_default()
+            stored["uid"].as_str().unwrap_or_default()
         );
-        return Err(StatusError::conflict(place.kind, place.name, &why));
+        return Err(StatusError::conflict(object.kind, object.name, &why));
     }
-    if claims("name").is_some_and(|name| name != place.name) {
+    if precondition("name").is_some_and(|name| name != object.name) {
         return Err(StatusError::bad_request(
             "the name of the object does not match the name on the URL",
         ));
     }
-    let was = was.clone();
+    let stored = stored.clone();
     for field in ["name", "namespace", "uid", "creationTimestamp", "resourceVersion", "generation"]
     {
-        if !was[field].is_null() {
-            next["metadata"][field] = was[field].clone();
+        if !stored[field].is_null() {
+            next["metadata"][field] = stored[field].clone();
         }
     }
-    next["kind"] = place.kind.kind.into();
-    next["apiVersion"] = place.kind.api_version().into();
-    if place.kind.status && current["spec"] != next["spec"] {
-        next["metadata"]["generation"] = (was["generation"].as_u64().unwrap_or(0) + 1).into();
+    next["kind"] = object.kind.kind.into();
+    next["apiVersion"] = object.kind.api_version().into();
+    if object.kind.status && current["spec"] != next["spec"] {
+        next["metadata"]["generation"] = (stored["generation"].as_u64().unwrap_or(0) + 1).into();
     }
     Ok(())
 }

@@ -37,8 +37,8 @@ const ERROR: u8 = 3;
 const CLOSE: u8 = 255;
 
 /// The log of a pod: three lines, and with `follow` one more line every `log_interval`.
-pub(super) fn log(call: &RequestContext, place: ObjectRef<'_>) -> Response<ResponseBody> {
-    let name = format!("{}/{}", place.namespace, place.name);
+pub(super) fn log(call: &RequestContext, object: ObjectRef<'_>) -> Response<ResponseBody> {
+    let name = format!("{}/{}", object.namespace, object.name);
     let line = move |number: u64| format!("line {number} of {name}\n");
     let past = call.query.get("tailLines").parse().unwrap_or(3).min(3);
     let first: String = (3 - past + 1..=3).map(&line).collect();
@@ -66,7 +66,7 @@ pub(super) fn log(call: &RequestContext, place: ObjectRef<'_>) -> Response<Respo
 /// 400 if the client offers no protocol that is served here.
 pub(super) fn upgrade(
     call: &RequestContext,
-    place: ObjectRef<'_>,
+    object: ObjectRef<'_>,
     subresource: &str,
     body: Incoming,
 ) -> Result<Response<ResponseBody>, StatusError> {
@@ -99,7 +99,7 @@ pub(super) fn upgrade(
                 },
                 stdin: call.query.flag("stdin"),
                 greeting: match subresource {
-                    "attach" => format!("attached to {}\n", place.name),
+                    "attach" => format!("attached to {}\n", object.name),
                     _ => String::new(),
                 },
             }

@@ -161,8 +161,8 @@ async fn write_events(mut shared: Shared, cluster: Cluster, topic: usize, every:
             written.len() - 1
         };
         let set = |kind, name: &str, at: &[&str]| {
-            let place = ObjectRef { kind, namespace: "default", name };
-            let changed = cluster.modify(place, false, |now| {
+            let object = ObjectRef { kind, namespace: "default", name };
+            let changed = cluster.modify(object, false, |now| {
                 let mut next = now.clone();
                 let field = at.iter().fold(&mut next, |value, key| &mut value[*key]);
                 *field = number.to_string().into();

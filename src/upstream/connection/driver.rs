@@ -213,7 +213,7 @@ where
 
     fn note_pong(&mut self) {
         let (rtt, change) = self.health.pong(Instant::now());
-        self.this.set_outlook(self.health.outlook());
+        self.this.set_findings(self.health.findings());
         if let Some(rtt) = rtt {
             self.this.endpoint.metrics.rtt(rtt);
             self.this.stats.set_rtt(self.health.rtt());
@@ -260,7 +260,7 @@ where
             return Poll::Ready(End::abrupt("connection failed while sending a PING"));
         }
         timer.reset(decision.wake_at);
-        self.this.set_outlook(self.health.outlook());
+        self.this.set_findings(self.health.findings());
         let immediate = Some(DrainUrgency::Immediate);
         if decision.leave && self.this.lifecycle.drain_urgency.replace(immediate) != immediate {
             self.this.changed.notify_waiters();

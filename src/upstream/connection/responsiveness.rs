@@ -2,7 +2,7 @@
 //! endpoint.
 
 use super::Connection;
-use crate::upstream::health::{ConnectionState, Outlook, Reason};
+use crate::upstream::health::{ConnectionFindings, ConnectionState, Reason};
 
 impl Connection {
     /// Whether a request sent on this connection now would most likely be lost: its PING is late, and
@@ -48,13 +48,13 @@ impl Connection {
     }
 
     /// Publishes what [`crate::upstream::health`] has derived besides the state.
-    pub(super) fn set_outlook(&self, outlook: Outlook) {
-        self.lifecycle.path_unresponsive.set(outlook.path_unresponsive);
-        let responds = !outlook.ping_unanswered;
+    pub(super) fn set_findings(&self, findings: ConnectionFindings) {
+        self.lifecycle.path_unresponsive.set(findings.path_unresponsive);
+        let responds = !findings.ping_unanswered;
         if self.lifecycle.responds.replace(responds) != responds && self.lifecycle.counted.get() {
             self.endpoint.connection_responds(responds);
         }
-        let fails = outlook.fails_unsafe_requests;
+        let fails = findings.fails_unsafe_requests;
         if self.lifecycle.fails_unsafe_requests.replace(fails) != fails {
             self.changed.notify_waiters();
         }

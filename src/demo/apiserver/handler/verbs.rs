@@ -20,7 +20,7 @@ impl RequestContext {
         target: &Target,
         body: Incoming,
     ) -> Result<Response<ResponseBody>, StatusError> {
-        let place =
+        let object =
             ObjectRef { kind: target.kind, namespace: &target.namespace, name: &target.name };
         let cluster = &self.server.cluster;
         let dry_run = self.query.all("dryRun").any(|v| v == "All");
@@ -28,48 +28,48 @@ impl RequestContext {
             "" => {}
             "status" if target.kind.status => {}
             name if *target.kind == kinds::PODS => {
-                cluster.get(place)?;
-                return self.pod_subresource(place, name, body).await;
+                cluster.get(object)?;
+                return self.pod_subresource(object, name, body).await;
             }
             "finalize" => {}
             _ => return Err(StatusError::no_such_path()),
         }
         match self.verb() {
             "watch" => self.watch(target),
-            "get" => self.object(200, place, &*cluster.get(place)?),
+            "get" => self.object_response(200, object, &*cluster.get(object)?),
             "list" => self.list(target),
             "create" if target.name.is_empty() => {
                 let value = self.json_body(body).await?;
                 let namespace = namespace_of(target, &value);
-                let object = cluster.create(target.kind, &namespace, value, dry_run)?;
-                self.object(201, place, &object)
+                let stored = cluster.create(target.kind, &namespace, value, dry_run)?;
+                self.object_response(201, object, &stored)
             }
             "update" => {
                 let value = self.json_body(body).await?;
                 let (kind, subresource) = (target.kind, &target.subresource);
-                let object = cluster.modify(place, dry_run, |now| {
+                let stored = cluster.modify(object, dry_run, |now| {
                     Ok(resource::fields_of_subresource(kind, subresource, now, value))
                 })?;
-                self.object(200, place, &object)
+                self.object_response(200, object, &stored)
             }
-            "patch" => self.patch(target, place, body, dry_run).await,
+            "patch" => self.patch(target, object, body, dry_run).await,
             "delete" => {
                 let options = self.json_body(body).await?;
-                let object = cluster.delete(place, &options["preconditions"], dry_run)?;
-                let uid = &object.value["metadata"]["uid"];
-                let details = json!({ "name": place.name, "kind": place.kind.plural, "group": place.kind.group, "uid": uid });
+                let deleted = cluster.delete(object, &options["preconditions"], dry_run)?;
+                let uid = &deleted.value["metadata"]["uid"];
+                let details = json!({ "name": object.name, "kind": object.kind.plural, "group": object.kind.group, "uid": uid });
                 self.negotiate(200, &success(&details))
             }
             "deletecollection" => {
                 let (objects, _) =
                     cluster.list(target.kind, &target.namespace, &self.selector(target)?);
-                for object in &objects {
-                    let meta = &object.value["metadata"];
+                for listed in &objects {
+                    let meta = &listed.value["metadata"];
                     let name = meta["name"].as_str().unwrap_or_default();
                     let namespace = meta["namespace"].as_str().unwrap_or_default();
-                    let place = ObjectRef { kind: target.kind, namespace, name };
+                    let object = ObjectRef { kind: target.kind, namespace, name };
                     // Another request may have deleted it meanwhile.
-                    let _ = cluster.delete(place, &Value::Null, dry_run);
+                    let _ = cluster.delete(object, &Value::Null, dry_run);
                 }
                 self.negotiate(200, &success(&json!({ "kind": target.kind.plural })))
             }
@@ -80,7 +80,7 @@ impl RequestContext {
     async fn patch(
         &self,
         target: &Target,
-        place: ObjectRef<'_>,
+        object: ObjectRef<'_>,
         body: Incoming,
         dry_run: bool,
     ) -> Result<Response<ResponseBody>, StatusError> {
@@ -88,36 +88,36 @@ impl RequestContext {
         let changes = self.json_body(body).await?;
         let cluster = &self.server.cluster;
         let apply = content_type.starts_with("application/apply-patch");
-        let patched = cluster.modify(place, dry_run, |now| {
+        let patched = cluster.modify(object, dry_run, |now| {
             let next = patch::apply(now, &content_type, &changes)?;
             Ok(resource::fields_of_subresource(target.kind, &target.subresource, now, next))
         });
         match patched {
             Err(failure) if apply && failure.code == 404 && target.subresource.is_empty() => {
-                let object = cluster.create(target.kind, &target.namespace, changes, dry_run)?;
-                self.object(201, place, &object)
+                let stored = cluster.create(target.kind, &target.namespace, changes, dry_run)?;
+                self.object_response(201, object, &stored)
             }
-            other => self.object(200, place, &*other?),
+            other => self.object_response(200, object, &*other?),
         }
     }
 
     async fn pod_subresource(
         &self,
-        place: ObjectRef<'_>,
+        object: ObjectRef<'_>,
         name: &str,
         body: Incoming,
     ) -> Result<Response<ResponseBody>, StatusError> {
         match name {
-            "log" => Ok(tunnel::log(self, place)),
-            "exec" | "attach" | "portforward" => tunnel::upgrade(self, place, name, body),
+            "log" => Ok(tunnel::log(self, object)),
+            "exec" | "attach" | "portforward" => tunnel::upgrade(self, object, name, body),
             "eviction" => {
                 self.json_body(body).await?;
-                self.server.cluster.delete(place, &Value::Null, false)?;
+                self.server.cluster.delete(object, &Value::Null, false)?;
                 self.negotiate(201, &success(&Value::Null))
             }
             "binding" => {
                 let binding = self.json_body(body).await?;
-                self.server.cluster.modify(place, false, |now| {
+                self.server.cluster.modify(object, false, |now| {
                     let mut next = now.clone();
                     next["spec"]["nodeName"] = binding["target"]["name"].clone();
                     Ok(next)
@@ -193,17 +193,17 @@ impl RequestContext {
     }
 
     /// A response with one object, as JSON or as a table with one row.
-    fn object(
+    fn object_response(
         &self,
         code: u16,
-        place: ObjectRef<'_>,
-        object: &Object,
+        object: ObjectRef<'_>,
+        stored: &Object,
     ) -> Result<Response<ResponseBody>, StatusError> {
         if self.format(&[Format::Json, Format::Table])? == Format::Table {
-            let meta = json!({ "resourceVersion": object.version.to_string() });
-            return Ok(self.table(code, place.kind, &[object], &meta));
+            let meta = json!({ "resourceVersion": stored.version.to_string() });
+            return Ok(self.table(code, object.kind, &[stored], &meta));
         }
-        Ok(respond(code, JSON, ResponseBody::full(object.json.clone())))
+        Ok(respond(code, JSON, ResponseBody::full(stored.json.clone())))
     }
 
     fn table(

@@ -33,9 +33,10 @@ use super::shared::Upstream;
 
 /// A class without a configured identity keeps its connections for this long after its last use.
 const IDLE_CLASS: Duration = Duration::from_secs(300);
-/// Endpoints to which such a class keeps connections: enough to survive the loss of two.
+/// Number of endpoints to which a class without a configured identity keeps connections: enough to
+/// survive the loss of two.
 const FANOUT: usize = 3;
-/// Longest pause between two maintenances.
+/// Mean interval of maintenance when nothing changes.
 const TICK: Duration = Duration::from_millis(200);
 
 /// The pool of one worker for one upstream. Lives on its thread.
@@ -47,11 +48,11 @@ pub struct Pool {
     /// Notified when a total outage ends.
     outage_over: Notify,
     this: Weak<Self>,
-    /// Orders the endpoints differently on every node, so that nodes spread.
+    /// Makes the order of endpoints differ between nodes, so that nodes use different ones.
     seed: u64,
-    /// It serves jackstay's own requests: it keeps no connections for configured identities.
+    /// The pool serves jackstay's own requests and keeps no connections for configured identities.
     internal: bool,
-    /// No connection is opened any more.
+    /// Set by [`Self::close`]: no connection is opened any more.
     closed: Cell<bool>,
 }
 
@@ -80,7 +81,7 @@ impl Pool {
         })
     }
 
-    /// The upstream it serves.
+    /// The upstream of the connections.
     pub fn upstream(&self) -> &Arc<Upstream> {
         &self.upstream
     }
@@ -93,15 +94,15 @@ impl Pool {
         )
     }
 
-    /// Whether a total outage lasts. Cheap.
+    /// Whether a total outage is in progress. Reads one cell.
     pub fn is_total_outage(&self) -> bool {
         self.outage.get().is_active()
     }
 
-    /// Waits until a total outage is over. Meanwhile connections of the class are tried: one attempt
-    /// for each endpoint, however many requests wait ([`Endpoint::claim_connect_attempt`]).
+    /// Waits until a total outage is over. Meanwhile the pool makes one connect attempt for each
+    /// endpoint, however many requests wait ([`Endpoint::claim_connect_attempt`]).
     pub async fn outage_ended(&self, class: &ClassPool) {
-        let _held = class.hold();
+        let _held = class.count_held_watch();
         loop {
             let mut outage_over = std::pin::pin!(self.outage_over.notified());
             // Registered before the check, so that the end cannot fall in between.
@@ -127,14 +128,14 @@ impl Pool {
         }
     }
 
-    /// Closes every connection for good; their streams fail.
+    /// Closes every connection and opens none any more. Open streams fail.
     pub fn close(&self) {
         self.closed.set(true);
         self.for_each_connection(|connection| connection.close(DrainReason::ConfigurationRemoved));
         self.changed.notify_waiters();
     }
 
-    /// Drains old connections, forgets dead ones and opens missing ones. Does not wait.
+    /// Drains old connections, removes dead ones and starts connects. Does not wait for them.
     pub fn maintain(&self) {
         if self.closed.get() {
             return;
@@ -169,7 +170,7 @@ impl Pool {
         let ended_after = outage.observe(reachable, now);
         self.outage.set(outage);
         let Some(lasted) = ended_after else { return };
-        let held: usize = self.classes.borrow().values().map(|class| class.held()).sum();
+        let held: usize = self.classes.borrow().values().map(|class| class.held_watches()).sum();
         if held > 0 {
             tracing::info!(
                 upstream = &*self.upstream.name,
@@ -190,7 +191,7 @@ impl Pool {
         now: Instant,
     ) {
         class.connections.borrow_mut().retain(|c| c.state() != ConnectionState::Dead);
-        let Some(tls) = self.upstream.credentials.tls(class.class) else {
+        let Some(tls) = self.upstream.credentials.tls(class.class()) else {
             self.retire_class(class);
             return;
         };
@@ -198,7 +199,7 @@ impl Pool {
         class.rebalancer.borrow_mut().tick(&class.connections.borrow(), rebalance, now);
         class.evacuations.borrow_mut().tick(&class.connections.borrow(), wanted_evacuations, now);
         class.probe_slow_endpoints(now);
-        let configured = matches!(class.class, CredentialClass::Identity(_));
+        let configured = matches!(class.class(), CredentialClass::Identity(_));
         let drain_old = class.may_drain_old(tls.generation, now);
         for connection in class.connections.borrow().iter() {
             if drain_old && connection.generation != tls.generation {
@@ -213,7 +214,7 @@ impl Pool {
                 connection.drain(DrainReason::Idle);
             }
         }
-        let in_use = class.used_since(now, IDLE_CLASS);
+        let in_use = class.used_within(IDLE_CLASS, now);
         if !configured && !in_use {
             return;
         }
@@ -221,8 +222,8 @@ impl Pool {
         let targets = chosen.len().max(1);
         for endpoint in chosen {
             let limits = &self.upstream.config().connections;
-            let missing = class.missing(endpoint, tls.generation, limits, targets, now);
-            for _ in 0..missing {
+            let to_open = class.connections_to_open(endpoint, tls.generation, limits, targets, now);
+            for _ in 0..to_open {
                 if !endpoint.claim_connect_attempt(none_usable, now) {
                     break;
                 }
@@ -238,7 +239,7 @@ impl Pool {
         }
         // Other references are held by requests and connects in progress.
         if class.connections.borrow().is_empty() && Rc::strong_count(class) <= 2 {
-            self.classes.borrow_mut().remove(&class.class);
+            self.classes.borrow_mut().remove(&class.class());
         }
     }
 
@@ -293,7 +294,7 @@ impl Pool {
     ) {
         let Some(pool) = self.this.upgrade() else { return };
         let (class, endpoint, tls) = (Rc::clone(class), Arc::clone(endpoint), Arc::clone(tls));
-        *class.dialing.borrow_mut().entry(Arc::clone(&endpoint.label)).or_default() += 1;
+        class.connect_started(&endpoint.label);
         tokio::task::spawn_local(async move {
             let limit = endpoint.connect_timeout(pool.upstream.config().health.connect_timeout);
             let result = dial_h2(&pool.upstream.outgoing(), &endpoint, &tls.h2, limit).await;
@@ -304,7 +305,7 @@ impl Pool {
                     let connection = Connection::start(
                         established,
                         &endpoint,
-                        class.class,
+                        class.class(),
                         &tls,
                         &pool.upstream.settings(),
                         Rc::clone(&pool.changed),

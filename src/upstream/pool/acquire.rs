@@ -1,4 +1,4 @@
-//! Gives requests their streams, and says why a request gets none.
+//! Reserves a stream for each request, or reports why none is available.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -12,11 +12,12 @@ use super::{Pool, TICK};
 use crate::upstream::connection::Permit;
 use crate::upstream::endpoint::Endpoint;
 
-/// How long a request waits for a usable connection while every endpoint is down, from the moment
-/// when it lost its own. Its client has an answer within 1.5 s.
+/// How long a request waits for a usable connection while every endpoint is down, from the moment at
+/// which its own connection failed. The client receives a response within 1.5 s.
 pub(in crate::upstream) const UNAVAILABLE_AFTER: Duration = Duration::from_millis(1_200);
 /// How long a request waits for a free stream while connections are up but full.
 const EXHAUSTED_AFTER: Duration = Duration::from_secs(1);
+
 /// Why a request got no stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Unavailable {
@@ -29,37 +30,37 @@ pub enum Unavailable {
 }
 
 impl Pool {
-    /// Takes a stream on the best connection, or waits until one is opened.
+    /// Reserves a stream on the best connection, or waits until one is opened.
     ///
     /// # Errors
-    /// Why there is none, after every endpoint was tried or the time limit is over.
+    /// Why there is none, once every endpoint has failed or the time limit is over.
     pub async fn acquire(
         &self,
         class: &Rc<ClassPool>,
         required: StreamRequirements<'_>,
     ) -> Result<Permit, Unavailable> {
         let now = Instant::now();
-        class.used.set(now);
+        class.mark_used(now);
         if required.held && self.is_total_outage() {
             return Err(Unavailable::Unreachable(self.reasons(class)));
         }
-        if let Some(permit) = class.take(required, &self.upstream, now, false) {
-            if class.is_tight(&permit, now) {
+        if let Some(permit) = class.reserve_stream(required, &self.upstream, now, false) {
+            if class.is_nearly_full(&permit, now) {
                 self.maintain();
             }
             return Ok(permit);
         }
-        // Boxed, so that requests that need not wait carry no state for it.
+        // Boxed, so that the future of a request that need not wait is small.
         Box::pin(self.wait(class, required, now)).await
     }
 
-    /// Takes a stream on a live connection, if there is one now.
+    /// Reserves a stream on a live connection, if one has a free stream now.
     pub fn try_acquire(
         &self,
         class: &Rc<ClassPool>,
         required: StreamRequirements<'_>,
     ) -> Option<Permit> {
-        class.take(required, &self.upstream, Instant::now(), false)
+        class.reserve_stream(required, &self.upstream, Instant::now(), false)
     }
 
     #[cold]
@@ -69,11 +70,11 @@ impl Pool {
         required: StreamRequirements<'_>,
         start: Instant,
     ) -> Result<Permit, Unavailable> {
-        if self.upstream.credentials.tls(class.class).is_none() {
+        if self.upstream.credentials.tls(class.class()).is_none() {
             return Err(Unavailable::NoCredential);
         }
         self.upstream.metrics.stream_waits(&self.upstream.name).increment(1);
-        let _waiting = class.wait();
+        let _waiting = class.count_waiter();
         let without = required.without_connection_since.map_or(start, |since| since.min(start));
         loop {
             // Registered before the check, so that no change falls in between.
@@ -84,7 +85,7 @@ impl Pool {
             if required.held && self.is_total_outage() {
                 return Err(Unavailable::Unreachable(self.reasons(class)));
             }
-            if let Some(permit) = class.take(required, &self.upstream, now, false) {
+            if let Some(permit) = class.reserve_stream(required, &self.upstream, now, false) {
                 return Ok(permit);
             }
             if self.closed.get() {
@@ -96,9 +97,9 @@ impl Pool {
                 if connected { start + EXHAUSTED_AFTER } else { without + UNAVAILABLE_AFTER };
             let given_up = !connected && self.all_failed_since(class, without);
             if given_up || now >= until {
-                // Health must not make things worse than no health: take a suspect connection.
+                // The health check may be wrong, so a suspect connection is better than an error.
                 if !required.live_only
-                    && let Some(permit) = class.take(required, &self.upstream, now, true)
+                    && let Some(permit) = class.reserve_stream(required, &self.upstream, now, true)
                 {
                     return Ok(permit);
                 }
@@ -116,7 +117,7 @@ impl Pool {
     /// without endpoints: discovery may find one at any moment.
     fn all_failed_since(&self, class: &ClassPool, start: Instant) -> bool {
         let endpoints = self.upstream.endpoints();
-        class.dialing.borrow().is_empty()
+        !class.is_connecting()
             && !endpoints.is_empty()
             && endpoints
                 .iter()
@@ -130,7 +131,7 @@ impl Pool {
             return format!("no endpoint is known yet; {errors}");
         }
         let reason = |endpoint: &Arc<Endpoint>| {
-            if class.is_silent(endpoint) {
+            if class.only_suspect_to(endpoint) {
                 return format!("{} does not answer: PING unanswered", endpoint.label);
             }
             format!("{} is {} ({})", endpoint.label, endpoint.state().as_str(), endpoint.reason())

@@ -1,7 +1,5 @@
-//! The connections of one credential class: which of them a request gets, and how many more are
-//! needed.
-//!
-//! Opens and closes no connection: the pool does, as [`ClassPool::missing`] says.
+//! The connections of one credential class: selects a connection for each request and computes how
+//! many connections to open. The pool opens and drains them.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -22,33 +20,38 @@ use crate::upstream::health::ConnectionState;
 use crate::upstream::rebalance::Rebalancer;
 use crate::upstream::shared::Upstream;
 
-/// Connections to each endpoint, of each worker, for requests whose credential is not proven: random
-/// tokens must not open more.
+/// Limit of connections of one worker to one endpoint for each class whose credential is not proven,
+/// so that clients with random tokens cannot open many.
 const UNPROVEN_CONNECTIONS: usize = 2;
-/// Connections with an old certificate or to a removed endpoint are used for this long if no
-/// replacement becomes live.
-const KEEP_OLD_FOR: Duration = Duration::from_secs(5);
-/// Most connects at once for one class and endpoint.
-const PARALLEL_DIALS: usize = 4;
-/// Connections that received bytes within this time of the most recent one are equally trusted.
-const RECEIVED_LATELY: Duration = Duration::from_millis(100);
-/// Pause between two searches for slow response heads: a request that has waited for a whole pause,
-/// where a response usually takes a fraction of it, is evidence of trouble.
-const SLOW_HEAD_PAUSE: Duration = Duration::from_millis(200);
+/// Without a live replacement, connections with an old certificate or to a removed endpoint stay in
+/// use for this long.
+const OLD_CONNECTION_GRACE: Duration = Duration::from_secs(5);
+/// Limit of concurrent connects of one class to one endpoint.
+const MAX_PARALLEL_DIALS: usize = 4;
+/// After a connection did not respond, a retry uses only connections whose last received byte is at
+/// most this much older than the newest one.
+const RECENT_RECEIVE_WINDOW: Duration = Duration::from_millis(100);
+/// Interval of the search for slow response heads. A request that has waited for a whole interval is
+/// a sign of a failing endpoint if responses usually take a fraction of it.
+const SLOW_HEAD_INTERVAL: Duration = Duration::from_millis(200);
 /// Share of an endpoint's streams that watches may take: the rest is for short requests, such as
 /// lease updates.
 const WATCH_SHARE: f64 = 0.9;
 
 /// The connections of one class.
 pub struct ClassPool {
-    pub(super) class: CredentialClass,
+    class: CredentialClass,
     pub(super) connections: RefCell<Vec<Rc<Connection>>>,
-    pub(super) dialing: RefCell<HashMap<Arc<str>, usize>>,
+    /// Number of connects in progress by endpoint label. Other endpoints have no entry.
+    dialing: RefCell<HashMap<Arc<str>, usize>>,
+    /// Number of requests that wait for a stream.
     waiters: Cell<usize>,
-    /// Watches that are held until an endpoint is usable.
-    held: Cell<usize>,
-    pub(super) used: Cell<Instant>,
-    /// Since when no connection is live that has the current certificate and is in the set.
+    /// Number of watches that are held until an endpoint is usable.
+    held_watches: Cell<usize>,
+    /// When a request last asked for a stream.
+    last_used: Cell<Instant>,
+    /// Since when there has been no live connection with the current certificate to an endpoint that
+    /// is still in the set.
     without_current_since: Cell<Option<Instant>>,
     rng: RefCell<fastrand::Rng>,
     pub(super) rebalancer: RefCell<Rebalancer>,
@@ -57,15 +60,15 @@ pub struct ClassPool {
 }
 
 impl ClassPool {
-    /// No connections yet.
+    /// A pool without connections.
     pub(super) fn new(class: CredentialClass, now: Instant) -> Self {
         Self {
             class,
             connections: RefCell::default(),
             dialing: RefCell::default(),
             waiters: Cell::new(0),
-            held: Cell::new(0),
-            used: Cell::new(now),
+            held_watches: Cell::new(0),
+            last_used: Cell::new(now),
             without_current_since: Cell::new(None),
             rng: RefCell::default(),
             rebalancer: RefCell::new(Rebalancer::new(now)),
@@ -74,36 +77,41 @@ impl ClassPool {
         }
     }
 
-    /// Its class.
+    /// The credential class that the connections serve.
     pub fn class(&self) -> CredentialClass {
         self.class
     }
 
     /// Counts a request that waits for a stream, until the guard is dropped.
-    pub(super) fn wait(&self) -> Waiting<'_> {
-        Waiting::new(&self.waiters)
+    pub(super) fn count_waiter(&self) -> CountGuard<'_> {
+        CountGuard::new(&self.waiters)
     }
 
-    /// Counts a held watch, until the guard is dropped. It asks for a stream once an endpoint is
-    /// usable, each at its own moment; until then one connection is enough for all.
-    pub(super) fn hold(&self) -> Waiting<'_> {
-        Waiting::new(&self.held)
+    /// Counts a held watch, until the guard is dropped. Held watches are not waiters: they open no
+    /// connections. They ask for streams, spread over time, when an endpoint becomes usable.
+    pub(super) fn count_held_watch(&self) -> CountGuard<'_> {
+        CountGuard::new(&self.held_watches)
     }
 
-    /// Held watches.
-    pub(super) fn held(&self) -> usize {
-        self.held.get()
+    /// Number of held watches.
+    pub(super) fn held_watches(&self) -> usize {
+        self.held_watches.get()
     }
 
-    /// Whether a request waits, a watch is held, or a stream was asked for within `window`.
-    pub(super) fn used_since(&self, now: Instant, window: Duration) -> bool {
-        self.waiters.get() > 0 || self.held.get() > 0 || now < self.used.get() + window
+    /// Records that a request asks for a stream.
+    pub(super) fn mark_used(&self, now: Instant) {
+        self.last_used.set(now);
     }
 
-    /// Takes a stream on the better of two random connections of the best rank. With
-    /// `allow_suspect` suspect connections count too, unless their path is unresponsive: a write sent
-    /// there would have an unknown result, and a read would only fail later.
-    pub(super) fn take(
+    /// Whether a request waits, a watch is held, or a request asked for a stream within `window`.
+    pub(super) fn used_within(&self, window: Duration, now: Instant) -> bool {
+        self.waiters.get() > 0 || self.held_watches.get() > 0 || now < self.last_used.get() + window
+    }
+
+    /// Reserves a stream on the better of two random connections of the best rank. `allow_suspect`
+    /// includes suspect connections, unless their path is unresponsive: a write sent on such a path
+    /// would have an unknown outcome, and a read would fail later.
+    pub(super) fn reserve_stream(
         &self,
         required: StreamRequirements<'_>,
         upstream: &Upstream,
@@ -124,22 +132,23 @@ impl ClassPool {
                 && !required
                     .excluded_endpoints
                     .iter()
-                    .any(|shunned| Arc::ptr_eq(shunned, &connection.endpoint))
+                    .any(|excluded| Arc::ptr_eq(excluded, &connection.endpoint))
                 && (!required.watch
                     || self.leaves_streams_for_requests(connection, &connections, upstream))
         };
-        let refused = match required.previous_failure {
+        let refusing_endpoint = match required.previous_failure {
             Some(PreviousFailure::Refusal(connection)) => Some(&connection.endpoint),
             _ => None,
         };
+        // Lower is better.
         let rank = |connection: &Rc<Connection>| {
-            let refused = refused.is_some_and(|there| Arc::ptr_eq(there, &connection.endpoint));
-            // The same connection only where there is no other: one of its streams has just failed.
-            let same =
-                required.previous_failure.is_some_and(|a| Rc::ptr_eq(connection, a.connection()));
             let endpoint = &connection.endpoint;
+            let has_refused = refusing_endpoint.is_some_and(|other| Arc::ptr_eq(other, endpoint));
+            let has_failed = required
+                .previous_failure
+                .is_some_and(|failure| Rc::ptr_eq(connection, failure.connection()));
             let has_warning = connection.has_warning_signs(now);
-            (endpoint.state(), same, refused, endpoint.is_fallback(), has_warning)
+            (endpoint.state(), has_failed, has_refused, endpoint.is_fallback(), has_warning)
         };
         let best = connections.iter().filter(eligible).map(rank).min()?;
         let ranked = || connections.iter().filter(eligible).filter(|c| rank(c) == best);
@@ -147,7 +156,7 @@ impl ClassPool {
             Some(PreviousFailure::Silence(_)) => ranked()
                 .map(|connection| connection.last_received())
                 .max()
-                .and_then(|last| last.checked_sub(RECEIVED_LATELY)),
+                .and_then(|last| last.checked_sub(RECENT_RECEIVE_WINDOW)),
             _ => None,
         };
         let candidates =
@@ -156,11 +165,12 @@ impl ClassPool {
         let lot = rng.f64();
         let chosen = balance::pick(candidates, &mut rng, |c| c.cost(now, lot))?;
         if !chosen.may_carry(required.client_subject) {
-            // A class has one subject, so this cannot happen; if it does, the request must not be sent.
+            // All connections of a class have one subject. If a defect breaks that rule, the request
+            // must not be sent with the identity of another client.
             tracing::error!(
                 class = ?self.class,
                 endpoint = &*chosen.endpoint.label,
-                "connection refused to a request: it shows another subject than the client has proven"
+                "connection not used: its certificate has another subject than the client"
             );
             debug_assert!(false, "a connection of another subject in {:?}", self.class);
             return None;
@@ -168,21 +178,21 @@ impl ClassPool {
         Some(chosen.reserve(required.watch, now))
     }
 
-    /// Passive evidence: requests a probe of each endpoint whose response heads are slow.
+    /// Requests a probe of each endpoint that is slow to send response heads.
     pub(super) fn probe_slow_endpoints(&self, now: Instant) {
-        if now < self.slow_heads_checked.get() + SLOW_HEAD_PAUSE {
+        if now < self.slow_heads_checked.get() + SLOW_HEAD_INTERVAL {
             return;
         }
         self.slow_heads_checked.set(now);
         for connection in self.connections.borrow().iter() {
-            if connection.has_slow_response_heads(SLOW_HEAD_PAUSE, now) {
+            if connection.has_slow_response_heads(SLOW_HEAD_INTERVAL, now) {
                 connection.endpoint.request_probe();
             }
         }
     }
 
-    /// Whether a watch may take a stream of this endpoint: a tenth of them is reserved for other
-    /// requests.
+    /// Whether a watch may take a stream of the candidate's endpoint. A tenth of the streams that the
+    /// maximum number of connections offers is reserved for other requests.
     fn leaves_streams_for_requests(
         &self,
         candidate: &Rc<Connection>,
@@ -199,8 +209,12 @@ impl ClassPool {
         (watches as f64) < (capacity as f64 * WATCH_SHARE).max(1.0)
     }
 
-    /// A connect has ended. Endpoints without connects in progress have no entry, since endpoints come
-    /// and go.
+    /// Counts a connect to the endpoint, until [`Self::connect_ended`].
+    pub(super) fn connect_started(&self, label: &Arc<str>) {
+        *self.dialing.borrow_mut().entry(Arc::clone(label)).or_default() += 1;
+    }
+
+    /// Removes the entry of the last connect, so that the map does not grow as endpoints change.
     pub(super) fn connect_ended(&self, label: &str) {
         let mut dialing = self.dialing.borrow_mut();
         if let Some(count) = dialing.get_mut(label) {
@@ -211,6 +225,11 @@ impl ClassPool {
         }
     }
 
+    pub(super) fn is_connecting(&self) -> bool {
+        !self.dialing.borrow().is_empty()
+    }
+
+    /// Limit of connections to one endpoint.
     fn max_connections(&self, limits: &config::Connections) -> usize {
         match self.class {
             CredentialClass::Identity(_) | CredentialClass::Token => limits.max,
@@ -221,29 +240,30 @@ impl ClassPool {
         }
     }
 
-    /// Whether old connections (another generation of the credential, a removed endpoint) drain now:
-    /// once a replacement is live, so that no request waits for one, or after [`KEEP_OLD_FOR`].
+    /// Whether old connections (another generation of the credential, a removed endpoint) drain now.
+    /// They drain once a replacement is live, so that no request waits for one, or after
+    /// [`OLD_CONNECTION_GRACE`].
     pub(super) fn may_drain_old(&self, generation: u64, now: Instant) -> bool {
-        let new = |connection: &Rc<Connection>| {
+        let is_current = |connection: &Rc<Connection>| {
             connection.generation == generation
                 && connection.state() == ConnectionState::Live
                 && connection.endpoint.state() != EndpointState::Leaving
         };
-        if self.connections.borrow().iter().any(new) {
+        if self.connections.borrow().iter().any(is_current) {
             self.without_current_since.set(None);
             return true;
         }
         let since = self.without_current_since.get().unwrap_or(now);
         self.without_current_since.set(Some(since));
-        now >= since + KEEP_OLD_FOR
+        now >= since + OLD_CONNECTION_GRACE
     }
 
     pub(super) fn has_live(&self) -> bool {
         self.connections.borrow().iter().any(|c| c.state() == ConnectionState::Live)
     }
 
-    /// Whether it has connections to this endpoint and all of them are suspect.
-    pub(super) fn is_silent(&self, endpoint: &Arc<Endpoint>) -> bool {
+    /// Whether connections to this endpoint are suspect and none is live.
+    pub(super) fn only_suspect_to(&self, endpoint: &Arc<Endpoint>) -> bool {
         let connections = self.connections.borrow();
         let mut states = connections
             .iter()
@@ -254,15 +274,17 @@ impl ClassPool {
         states.peek().is_some() && states.all(|state| state == ConnectionState::Suspect)
     }
 
-    /// Whether less than a tenth of the endpoint's streams is free after this one, so that another
-    /// connection should be opened before a request waits for it.
-    pub(super) fn is_tight(&self, permit: &Permit, now: Instant) -> bool {
+    /// Whether the endpoint's live connections have fewer free streams than a tenth of one
+    /// connection's limit. Another connection should then be opened before a request has to wait.
+    pub(super) fn is_nearly_full(&self, permit: &Permit, now: Instant) -> bool {
         let connection = permit.connection();
+        // The first comparison is implied by the second and avoids the search in most cases.
         connection.free_streams(now) * 10 < connection.stream_limit()
-            && self.free_on(&connection.endpoint, now) * 10 < connection.stream_limit()
+            && self.free_streams_to(&connection.endpoint, now) * 10 < connection.stream_limit()
     }
 
-    fn free_on(&self, endpoint: &Arc<Endpoint>, now: Instant) -> usize {
+    /// Free streams on all live connections to the endpoint.
+    fn free_streams_to(&self, endpoint: &Arc<Endpoint>, now: Instant) -> usize {
         self.connections
             .borrow()
             .iter()
@@ -271,8 +293,9 @@ impl ClassPool {
             .sum()
     }
 
-    /// How many connections to open now.
-    pub(super) fn missing(
+    /// Number of connections with the credential of this `generation` to open to `endpoint` now. The
+    /// class keeps connections to `targets` endpoints, which share the waiting requests.
+    pub(super) fn connections_to_open(
         &self,
         endpoint: &Arc<Endpoint>,
         generation: u64,
@@ -282,75 +305,83 @@ impl ClassPool {
     ) -> usize {
         let dialing = self.dialing.borrow().get(&endpoint.label).copied().unwrap_or(0);
         let connections = self.connections.borrow();
-        let mine = || {
-            let ours = connections.iter().filter(|c| c.generation == generation);
-            ours.filter(|c| Arc::ptr_eq(&c.endpoint, endpoint))
+        let current = || {
+            let current = connections.iter().filter(|c| c.generation == generation);
+            current.filter(|c| Arc::ptr_eq(&c.endpoint, endpoint))
         };
-        let counts = Counts {
-            live: mine().filter(|c| c.state() == ConnectionState::Live).count(),
-            suspect: mine().filter(|c| c.state() == ConnectionState::Suspect).count(),
+        let counts = ConnectionCounts {
+            live: current().filter(|c| c.state() == ConnectionState::Live).count(),
+            suspect: current().filter(|c| c.state() == ConnectionState::Suspect).count(),
             dialing,
-            free: mine()
+            free_streams: current()
                 .filter(|c| c.state() == ConnectionState::Live)
                 .map(|c| c.free_streams(now))
                 .sum(),
-            cap: mine().map(|c| c.stream_limit()).max().unwrap_or(limits.max_streams).max(1),
+            stream_limit: current()
+                .map(|c| c.stream_limit())
+                .max()
+                .unwrap_or(limits.max_streams)
+                .max(1),
             waiters: self.waiters.get().div_ceil(targets),
         };
         let min = if matches!(self.class, CredentialClass::Identity(_)) { limits.min } else { 1 };
-        counts.missing(min, self.max_connections(limits))
+        counts.to_open(min, self.max_connections(limits))
     }
 }
 
-/// Counts of the connections of one class to one endpoint.
+/// Counts of the connections of one class to one endpoint. Draining connections are not included, so
+/// that they cannot block their replacements.
 #[derive(Debug, Clone, Copy)]
-struct Counts {
+struct ConnectionCounts {
     live: usize,
     suspect: usize,
     dialing: usize,
-    free: usize,
-    cap: usize,
+    /// Free streams on live connections.
+    free_streams: usize,
+    /// Streams that one connection may carry.
+    stream_limit: usize,
+    /// Requests that wait for a stream of this endpoint.
     waiters: usize,
 }
 
-impl Counts {
-    /// How many more to open: up to the minimum, one if all are suspect, and enough streams for the
-    /// waiting requests, plus a tenth of a connection in reserve.
-    fn missing(&self, min: usize, max: usize) -> usize {
-        // Draining connections do not count, so that they cannot block their replacements.
+impl ConnectionCounts {
+    /// Number of connections to open. The wanted number is the greatest of: those that are missing to
+    /// `min`; one if none is live but some are suspect; one if less than a tenth of a connection's
+    /// streams is free; and those that the waiting requests need.
+    fn to_open(&self, min: usize, max: usize) -> usize {
         let total = self.live + self.suspect;
         let mut want = min.saturating_sub(self.live);
-        // More than half are suspect: the endpoint is in trouble, not one connection, so it gets one
-        // connect at a time.
         if self.suspect > 0 && self.live == 0 {
             want = want.max(1);
         }
+        // If more than half are suspect, the cause is the endpoint rather than a single connection. One
+        // connect at a time then tests whether the endpoint is reachable.
         if self.suspect * 2 > total {
             want = want.min(1);
         }
-        if self.live > 0 && self.free * 10 < self.cap {
+        if self.live > 0 && self.free_streams * 10 < self.stream_limit {
             want = want.max(1);
         }
-        if self.waiters > self.free {
-            want = want.max((self.waiters - self.free).div_ceil(self.cap));
+        if self.waiters > self.free_streams {
+            want = want.max((self.waiters - self.free_streams).div_ceil(self.stream_limit));
         }
         want.saturating_sub(self.dialing)
-            .min(PARALLEL_DIALS.saturating_sub(self.dialing))
+            .min(MAX_PARALLEL_DIALS.saturating_sub(self.dialing))
             .min(max.saturating_sub(total + self.dialing))
     }
 }
 
-/// Counts a waiting request for as long as it waits.
-pub(super) struct Waiting<'a>(&'a Cell<usize>);
+/// Adds one to a counter until it is dropped.
+pub(super) struct CountGuard<'a>(&'a Cell<usize>);
 
-impl<'a> Waiting<'a> {
+impl<'a> CountGuard<'a> {
     fn new(count: &'a Cell<usize>) -> Self {
         count.set(count.get() + 1);
         Self(count)
     }
 }
 
-impl Drop for Waiting<'_> {
+impl Drop for CountGuard<'_> {
     fn drop(&mut self) {
         self.0.set(self.0.get() - 1);
     }

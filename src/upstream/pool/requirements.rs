@@ -1,4 +1,4 @@
-//! What a request requires of the connection that it gets.
+//! The requirements of a request on the connection that the pool selects.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -9,28 +9,28 @@ use crate::net::tls::certificate::Subject;
 use crate::upstream::connection::Connection;
 use crate::upstream::endpoint::Endpoint;
 
-/// What a request requires of the connection that it gets.
+/// The requirements of a request on the connection that the pool selects.
 #[derive(Debug, Clone, Copy)]
 pub struct StreamRequirements<'a> {
-    /// It is a watch: it keeps its stream for minutes.
+    /// The request is a watch, which keeps its stream for minutes.
     pub watch: bool,
-    /// The connection on which it has just failed.
+    /// The connection on which the request has just failed.
     pub previous_failure: Option<PreviousFailure<'a>>,
     /// Endpoints that must not be used.
     pub excluded_endpoints: &'a [Arc<Endpoint>],
-    /// Since when it has had no working connection, if that is before it asks for a stream.
+    /// When the request lost its previous connection, if it had one.
     pub without_connection_since: Option<Instant>,
-    /// The caller holds it during a total outage, so it does not wait here for the end of one.
+    /// The caller holds the watch during a total outage, so the pool returns an error at once.
     pub held: bool,
-    /// A suspect connection does not help: it waits on one already.
+    /// Suspect connections are excluded, because the request already waits on one.
     pub live_only: bool,
-    /// The subject that its client has proven, if it goes upstream with a certificate.
+    /// The subject that the client has proven, if the request is sent with a client certificate.
     pub client_subject: Option<&'a Subject>,
 }
 
 impl<'a> StreamRequirements<'a> {
-    /// Those of a request whose client has proven this subject, and no others. There is no default,
-    /// so that every caller names the client.
+    /// No requirement but that the connection has the subject that the client has proven. There is no
+    /// `Default`, so that every caller must state the subject.
     pub fn for_client(client_subject: Option<&'a Subject>) -> Self {
         Self {
             watch: false,
@@ -47,15 +47,15 @@ impl<'a> StreamRequirements<'a> {
 /// The connection on which a request has just failed.
 #[derive(Debug, Clone, Copy)]
 pub enum PreviousFailure<'a> {
-    /// It did not respond or was lost. Other connections may have failed with it, so connections
-    /// that received bytes lately are preferred, to whichever endpoint.
+    /// The connection did not respond or was lost. Other connections may have failed with it, so
+    /// connections to any endpoint that received bytes recently are preferred.
     Silence(&'a Rc<Connection>),
-    /// Its endpoint refused the request: another endpoint is preferred.
+    /// The endpoint of the connection refused the request, so another endpoint is preferred.
     Refusal(&'a Rc<Connection>),
 }
 
 impl PreviousFailure<'_> {
-    /// Since when that connection has been suspect.
+    /// Since when the failed connection has been suspect.
     pub fn suspect_since(&self) -> Option<Instant> {
         self.connection().suspect_since()
     }

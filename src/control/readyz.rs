@@ -23,7 +23,7 @@ use self::request::{ReadyzResult, request_probes_of_others, send_probe};
 use self::schedule::{FAILING_INTERVAL, ProbeResult, ProbeSchedule, ResultStreak};
 use crate::upstream::Upstream;
 use crate::upstream::connection::{ConnectionState, DrainReason};
-use crate::upstream::endpoint::{Endpoint, EndpointState, ProbeTrigger};
+use crate::upstream::endpoint::{Endpoint, EndpointState, Observation, ProbeTrigger};
 
 /// Probes `endpoint` until it leaves the set.
 pub async fn probe(upstream: Arc<Upstream>, endpoint: Arc<Endpoint>) {
@@ -100,7 +100,7 @@ async fn probe_repeatedly(
             ReadyzResult::Ready => {
                 endpoint.note_probe_ok(sent_at);
                 if streak.add(true, config.rise, config.fall) {
-                    endpoint.readyz_ok();
+                    endpoint.observe(Observation::ReadyzOk);
                 }
                 match endpoint.state() {
                     EndpointState::Ready => ProbeResult::Ready,
@@ -110,7 +110,7 @@ async fn probe_repeatedly(
             ReadyzResult::NotReady(why) => {
                 request_probes_of_others(upstream, endpoint);
                 if streak.add(false, config.rise, config.fall) {
-                    endpoint.readyz_failing(why);
+                    endpoint.observe(Observation::ReadyzFailing(why));
                 }
                 ProbeResult::Failing
             }

@@ -36,9 +36,9 @@ use super::balance;
 use super::credentials::{ClientTls, CredentialClass};
 use super::endpoint::Endpoint;
 pub use super::health::ConnectionState;
-use super::health::Thresholds;
 use super::stats::ConnectionStats;
 use super::watch_moves::{MoveEligibility, WatchMoves};
+use crate::config;
 use crate::net::tls::certificate::{CertInfo, Subject};
 use crate::observe::events::{Change, EventKind};
 
@@ -56,9 +56,7 @@ fn may_carry(class: CredentialClass, shown: Option<&Subject>, proven: Option<&Su
 
 /// A connection, shared inside one worker.
 pub struct Connection {
-    /// The endpoint it is connected to.
     pub endpoint: Arc<Endpoint>,
-    /// The class of requests that it carries.
     pub class: CredentialClass,
     /// The generation of its credential: connections of older generations drain.
     pub generation: u64,
@@ -69,7 +67,8 @@ pub struct Connection {
     lifecycle: ConnectionLifecycle,
     slots: StreamSlots,
     waits: ResponseWaits,
-    moves: WatchMoves,
+    /// The moves offered to its watches.
+    pub moves: WatchMoves,
     driver: RefCell<Option<Waker>>,
     /// Notified on every change of state: requests that wait on it listen.
     changed: Notify,
@@ -87,15 +86,6 @@ impl fmt::Debug for Connection {
     }
 }
 
-/// Configuration of a connection.
-#[derive(Debug, Clone)]
-pub struct ConnectionSettings {
-    /// When it is suspect and when dead.
-    pub thresholds: Thresholds,
-    /// Limit of streams, beside the peer's own.
-    pub max_streams: usize,
-}
-
 impl Connection {
     /// A live connection whose driver has not started yet.
     fn new(
@@ -103,7 +93,7 @@ impl Connection {
         stats: Arc<ConnectionStats>,
         endpoint: &Arc<Endpoint>,
         shown: &ClientTls,
-        settings: &ConnectionSettings,
+        config: &config::Upstream,
         pool: Rc<Notify>,
     ) -> Rc<Self> {
         let now = Instant::now();
@@ -114,7 +104,11 @@ impl Connection {
             certificate: shown.certificate.clone(),
             stats,
             lifecycle: ConnectionLifecycle::new(endpoint.metrics.connection_gauge()),
-            slots: StreamSlots::new(settings.max_streams, send.current_max_send_streams(), now),
+            slots: StreamSlots::new(
+                config.connections.max_streams,
+                send.current_max_send_streams(),
+                now,
+            ),
             send,
             waits: ResponseWaits::new(now),
             moves: WatchMoves::default(),
@@ -124,12 +118,10 @@ impl Connection {
         })
     }
 
-    /// Its state.
     pub fn state(&self) -> ConnectionState {
-        self.lifecycle.state()
+        self.lifecycle.state.get()
     }
 
-    /// Whether it was open at that time.
     pub fn was_open(&self, then: Instant) -> bool {
         self.stats.was_open(then)
     }
@@ -137,7 +129,7 @@ impl Connection {
     /// Since when its PING has been late, also after it has died of that. `None` while it is live,
     /// and where it ended without being suspect before.
     pub fn suspect_since(&self) -> Option<Instant> {
-        self.lifecycle.suspect_since()
+        self.lifecycle.suspect_since.get()
     }
 
     /// Waits for the next change of its state.
@@ -157,9 +149,10 @@ impl Connection {
         self.lifecycle.drain_urgency.get()
     }
 
-    /// Waits until [`Self::should_drain`], or until [`Self::notification_count`] differs from `seen`.
+    /// Waits until [`Self::should_drain`], or until [`WatchMoves::notification_count`] differs from
+    /// `seen`.
     pub async fn drain_or_notification(&self, seen: u32) {
-        while !self.should_drain() && self.notification_count() == seen {
+        while !self.should_drain() && self.moves.notification_count() == seen {
             self.changed.notified().await;
         }
     }
@@ -184,12 +177,10 @@ impl Connection {
         self.slots.free(self.streams(), now)
     }
 
-    /// Streams that it carries at most.
     pub fn stream_limit(&self) -> usize {
-        self.slots.limit()
+        self.slots.limit.get()
     }
 
-    /// Open streams.
     pub fn streams(&self) -> usize {
         self.stats.streams.load(Ordering::Relaxed)
     }
@@ -201,7 +192,7 @@ impl Connection {
 
     /// Since when it has had no open stream, if it has none.
     pub fn idle_since(&self) -> Option<Instant> {
-        (self.streams() == 0).then(|| self.slots.idle_since())
+        (self.streams() == 0).then(|| self.slots.idle_since.get())
     }
 
     /// Load for the picker: lower is better. `lot` is for [`balance::slow_start_factor`].
@@ -210,9 +201,8 @@ impl Connection {
             * balance::slow_start_factor(self.endpoint.slow_start_share(now), lot)
     }
 
-    /// When bytes last arrived on it.
     pub fn last_received(&self) -> Instant {
-        self.waits.last_received()
+        self.waits.last_received.get()
     }
 
     /// Whether new requests should prefer another connection: a request has waited here for a while
@@ -258,26 +248,6 @@ impl Connection {
         self.wake_driver();
     }
 
-    /// Counts offers of moves and requests for self-checks, for [`Self::drain_or_notification`].
-    pub fn notification_count(&self) -> u32 {
-        self.moves.notification_count()
-    }
-
-    /// Counts requests for self-checks of its watches, one a minute.
-    pub fn self_check_count(&self) -> u32 {
-        self.moves.self_check_count()
-    }
-
-    /// Which watches may take a move now, if one is left.
-    pub fn offered_move(&self) -> Option<MoveEligibility> {
-        self.moves.eligibility()
-    }
-
-    /// Takes one of the offered moves; returns its possible targets.
-    pub fn take_move(&self) -> Option<Rc<[Arc<Endpoint>]>> {
-        self.moves.take()
-    }
-
     /// Offers `count` moves to one of `targets`, instead of those offered before.
     pub(super) fn offer_moves(
         &self,
@@ -287,11 +257,6 @@ impl Connection {
     ) {
         self.moves.offer(eligible, targets, count);
         self.changed.notify_waiters();
-    }
-
-    /// Withdraws the offered moves; returns whether any was left.
-    pub(super) fn withdraw_moves(&self) -> bool {
-        self.moves.withdraw()
     }
 
     /// Requests a self-check of every watch.

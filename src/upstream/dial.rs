@@ -58,11 +58,9 @@ const DATA_FRAME_BUDGET: usize = CONNECTION_WINDOW as usize;
 
 /// A connection that has answered its first PING.
 pub struct DialedConnection {
-    /// Opens streams.
     pub send: SendRequest<Bytes>,
     /// Must be polled for anything to happen.
     pub connection: H2Connection<TlsStream<ReadAhead<TrackedStream>>, Bytes>,
-    /// Sends PINGs.
     pub ping: PingPong,
     /// Evidence of life.
     pub observer: StreamObserver,
@@ -71,9 +69,6 @@ pub struct DialedConnection {
 }
 
 /// Opens an HTTP/2 connection within `limit`.
-///
-/// # Errors
-/// Why it failed; the text names the step.
 pub async fn dial_h2(
     outgoing: &Connector,
     endpoint: &Endpoint,
@@ -103,9 +98,6 @@ pub async fn dial_h2(
 }
 
 /// Opens a TLS connection with ALPN `http/1.1` for one upgrade, within `limit`.
-///
-/// # Errors
-/// Why it failed; the text names the step.
 pub async fn dial_http1(
     outgoing: &Connector,
     endpoint: &Endpoint,

@@ -15,10 +15,8 @@
 
 mod connect;
 mod connections;
-mod downtime;
 mod health;
 mod probe_signals;
-mod probing;
 mod slow_start;
 mod state;
 mod statistics;
@@ -35,9 +33,8 @@ use tokio::time::Instant;
 use self::connect::ConnectBackoff;
 pub use self::connect::{ConnectFailure, ConnectTimeout, backoff};
 pub use self::connections::FlowGuard;
-use self::downtime::Downtime;
-pub use self::health::EndpointReadiness;
-use self::health::{EndpointHealth, Observation, Transition};
+use self::health::{EndpointHealth, Transition};
+pub use self::health::{EndpointReadiness, Observation};
 use self::probe_signals::ProbeSignals;
 pub use self::probe_signals::ProbeTrigger;
 use self::slow_start::SlowStart;
@@ -203,6 +200,58 @@ impl Endpoint {
     }
 }
 
+/// What the prober reports of `/readyz`, and what requests report as passive evidence.
+impl Endpoint {
+    /// One `/readyz` failed or is overdue. Returns whether the one before was ok.
+    pub fn note_probe_failing(&self, now: Instant) -> bool {
+        self.guarded().health.note_probe_failing(now);
+        !self.probe.set_failing(true)
+    }
+
+    /// One `/readyz`, asked at `asked_at`, was ok.
+    pub fn note_probe_ok(&self, asked_at: Instant) {
+        self.guarded().health.note_probe_ok(asked_at);
+        self.probe.set_failing(false);
+    }
+
+    /// Records the latest `/readyz` check, for `/status`.
+    pub fn record_check(&self, check: ReadyzCheck) {
+        self.guarded().last_check = Some(check);
+    }
+
+    /// Whether the latest `/readyz` failed or is overdue. One atomic load.
+    pub fn is_probe_failing(&self) -> bool {
+        self.probe.is_failing()
+    }
+
+    /// Its readiness, for evacuations.
+    pub fn readiness(&self) -> EndpointReadiness {
+        self.guarded().health.readiness()
+    }
+
+    /// Passive evidence: a response with this status arrived.
+    pub fn response_received(&self, status: u16) {
+        self.metrics.answered(status);
+        self.probe.response_received(status);
+    }
+
+    /// Passive evidence: response heads are slow. Requests a `/readyz` at once.
+    pub fn request_probe(&self) {
+        self.probe.request(ProbeTrigger::PassiveEvidence);
+    }
+
+    /// The probe of another endpoint fails. Requests a `/readyz` at once, which shows whether
+    /// watches may move here.
+    pub fn request_confirmation_probe(&self) {
+        self.probe.request(ProbeTrigger::Confirmation);
+    }
+
+    /// Waits until a probe is requested; returns why.
+    pub async fn probe_requested(&self) -> ProbeTrigger {
+        self.probe.requested().await
+    }
+}
+
 impl Endpoint {
     /// The row of `/status`.
     pub fn status(&self) -> EndpointStatus {
@@ -237,7 +286,9 @@ impl Endpoint {
         self.guarded.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn observe(&self, observation: Observation<'_>) {
+    /// Takes in an observation: steps the health, publishes the transition, and resets the backoff of
+    /// connects once one has succeeded.
+    pub fn observe(&self, observation: Observation<'_>) {
         let mut guarded = self.guarded();
         let connected =
             matches!(observation, Observation::Connected | Observation::ConnectionOpened);
@@ -284,6 +335,36 @@ impl Endpoint {
             effect: to.effect(),
             bad: to.is_fault(),
         });
+    }
+}
+
+/// Time that an endpoint has spent out of service since it joined the set.
+#[derive(Debug, Default)]
+struct Downtime {
+    total: Duration,
+    since: Option<Instant>,
+    ejections: u64,
+}
+
+impl Downtime {
+    /// Records whether the endpoint is ejected at `now`.
+    fn record(&mut self, ejected: bool, now: Instant) {
+        if ejected && self.since.is_none() {
+            self.since = Some(now);
+            self.ejections += 1;
+        } else if !ejected && let Some(since) = self.since.take() {
+            self.total += now.saturating_duration_since(since);
+        }
+    }
+
+    /// The total at `now`, including a downtime that has not ended.
+    fn total(&self, now: Instant) -> Duration {
+        self.total + self.since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
+    }
+
+    /// Number of downtimes.
+    fn ejections(&self) -> u64 {
+        self.ejections
     }
 }
 

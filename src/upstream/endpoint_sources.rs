@@ -31,7 +31,6 @@ pub enum EndpointSource {
 }
 
 impl EndpointSource {
-    /// Every source.
     pub const ALL: [Self; 5] = [Self::Static, Self::File, Self::Dns, Self::Slices, Self::State];
 
     /// Its name in logs, metrics, status and on disk.
@@ -45,7 +44,6 @@ impl EndpointSource {
         }
     }
 
-    /// The source of that name.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|source| source.as_str() == name)
     }
@@ -56,7 +54,6 @@ impl EndpointSource {
     }
 }
 
-/// The result of one source.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct SourceReport {
     /// When it last gave a usable answer.
@@ -87,7 +84,6 @@ pub struct Sources {
 }
 
 impl Sources {
-    /// No source yet.
     pub fn new(upstream: &Arc<str>, metrics: &Arc<Metrics>) -> Self {
         Self {
             upstream: Arc::clone(upstream),
@@ -175,7 +171,6 @@ impl Sources {
         self.metrics.events().changed(&Change { effect: reason, bad: true, ..change });
     }
 
-    /// The result of each source.
     pub fn reports(&self) -> MutexGuard<'_, BTreeMap<EndpointSource, SourceReport>> {
         self.reports.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -195,7 +190,6 @@ impl Sources {
         text
     }
 
-    /// For `/status`.
     pub fn status(&self, now: SystemTime) -> Vec<Value> {
         let reports = self.reports();
         let status = reports.iter().map(|(source, report)| {

@@ -130,7 +130,7 @@ impl ActiveEvacuations {
         for ended in self.active.extract_if(.., |active| !continues(active)) {
             for connection in connections.iter().filter(|c| Arc::ptr_eq(&c.endpoint, &ended.source))
             {
-                connection.withdraw_moves();
+                connection.moves.withdraw();
             }
         }
         for evacuation in wanted {

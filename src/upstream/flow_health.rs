@@ -38,11 +38,12 @@
 //! copy cannot, and has `tunnel_dead_after` ([`FlowThresholds::tunnel`]). It is recognised only where TLS
 //! ends at jackstay (`terminate`); in passthrough a tunnel is like any other flow.
 //!
-//! Except for [`died`], this module sends nothing and reads no clock.
+//! Except for [`FlowHealthCheck::died`], this module sends nothing and reads no clock.
 
 mod thresholds;
 
 use std::cell::Cell;
+use std::rc::Rc;
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
@@ -85,7 +86,6 @@ const IDLE_CHECK_INTERVAL: Duration = Duration::from_secs(5);
 /// The longest pause between two checks.
 pub const MAX_CHECK_INTERVAL: Duration = IDLE_CHECK_INTERVAL;
 
-/// Why a flow is dead.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FlowDeath {
     /// Sent bytes are not acknowledged.
@@ -104,14 +104,12 @@ impl FlowDeath {
     }
 }
 
-/// Result of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FlowDecision {
     /// The flow is dead.
     Dead(FlowDeath),
     /// Check again later; with `probe`, ask the kernel for a keepalive now.
     Again {
-        /// After this time.
         after: Duration,
         /// [`crate::net::sockets::tcp_options::send_keepalive_probe`].
         probe: bool,
@@ -339,36 +337,43 @@ impl CorrelatedLoss {
     }
 }
 
-/// Waits until the flow of an upgrade is dead; returns why. Once `answered` it is a tunnel and has
-/// `tunnel_dead_after`; before, it has the thresholds of other requests.
-pub async fn died(
-    observer: &StreamObserver,
-    answered: &Cell<bool>,
-    tunnel_dead_after: Duration,
-) -> &'static str {
-    let mut health = FlowHealth::new(Instant::now());
-    let mut refuted = 0;
-    loop {
-        refuted += u32::from(health.was_refuted());
-        let rules = match answered.get() {
-            true => FlowThresholds::tunnel(tunnel_dead_after),
-            false if refuted >= LOSSY_AFTER => LOSSY_SERVER,
-            false => SERVER,
-        };
-        let pause = match observer.tcp_info() {
-            // Without evidence (a kernel before 4.6) there is no verdict.
-            Err(_) => IDLE_CHECK_INTERVAL,
-            Ok(info) => match health.check(&info, &rules, Instant::now()) {
-                FlowDecision::Dead(death) => return death.as_str(),
-                FlowDecision::Again { after, probe } => {
-                    if probe {
-                        let _ = observer.send_keepalive_probe();
+/// Detects that the TCP flow of an upgrade is dead.
+#[derive(Debug, Clone)]
+pub struct FlowHealthCheck {
+    pub(super) observer: StreamObserver,
+    /// Once the request is answered the flow is a tunnel and has `tunnel_dead_after`; before, it has
+    /// the thresholds of other requests.
+    pub(super) answered: Rc<Cell<bool>>,
+    pub(super) tunnel_dead_after: Duration,
+}
+
+impl FlowHealthCheck {
+    /// Waits until the flow is dead; returns the reason.
+    pub async fn died(&self) -> &'static str {
+        let mut health = FlowHealth::new(Instant::now());
+        let mut refuted = 0;
+        loop {
+            refuted += u32::from(health.was_refuted());
+            let rules = match self.answered.get() {
+                true => FlowThresholds::tunnel(self.tunnel_dead_after),
+                false if refuted >= LOSSY_AFTER => LOSSY_SERVER,
+                false => SERVER,
+            };
+            let pause = match self.observer.tcp_info() {
+                // Without evidence (a kernel before 4.6) there is no verdict.
+                Err(_) => IDLE_CHECK_INTERVAL,
+                Ok(info) => match health.check(&info, &rules, Instant::now()) {
+                    FlowDecision::Dead(death) => return death.as_str(),
+                    FlowDecision::Again { after, probe } => {
+                        if probe {
+                            let _ = self.observer.send_keepalive_probe();
+                        }
+                        after
                     }
-                    after
-                }
-            },
-        };
-        sleep(pause).await;
+                },
+            };
+            sleep(pause).await;
+        }
     }
 }
 

@@ -42,6 +42,7 @@ use tokio::time::Instant;
 pub use self::rtt::Rtt;
 use self::silence::{Silence, window_answers_probes};
 pub use self::state::{ConnectionState, Reason};
+use crate::config;
 use crate::net::sockets::tcp_info::TcpInfo;
 
 /// A request that waits this long without a byte arriving on its connection triggers a PING.
@@ -83,6 +84,18 @@ pub struct Thresholds {
     pub tunnel_dead_after: Duration,
 }
 
+impl Thresholds {
+    /// Those of a configuration.
+    pub fn of(config: &config::Health) -> Self {
+        Self {
+            ping_interval: config.ping_interval,
+            suspect_after: config.suspect_after,
+            dead_after: config.dead_after,
+            tunnel_dead_after: config.tunnel_dead_after,
+        }
+    }
+}
+
 /// Input of a check.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Evidence {
@@ -94,7 +107,6 @@ pub struct Evidence {
     pub pinned: bool,
 }
 
-/// Result of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Decision {
     /// Send a PING now.
@@ -110,7 +122,6 @@ pub struct Decision {
     pub wake_at: Instant,
 }
 
-/// The health of one connection.
 #[derive(Debug)]
 pub struct ConnectionHealth {
     limits: Thresholds,
@@ -176,17 +187,11 @@ impl ConnectionHealth {
         }
     }
 
-    /// The state.
-    pub fn state(&self) -> ConnectionState {
-        self.state
-    }
-
     /// Whether a PING is outstanding; h2 allows one at a time.
     pub fn ping_outstanding(&self) -> bool {
         self.ping_sent.is_some()
     }
 
-    /// Findings beside the state.
     pub fn findings(&self) -> ConnectionFindings {
         self.findings
     }

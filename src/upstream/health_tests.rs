@@ -151,7 +151,7 @@ impl Scene {
                     }
                 }
             }
-            if self.health.state() == ConnectionState::Dead {
+            if self.health.state == ConnectionState::Dead {
                 return self;
             }
         }
@@ -202,7 +202,7 @@ fn lost_outbound_packets_are_detected_while_the_peer_sends() {
         scene.run(ms(20));
         scene.last_segment = scene.now;
         scene.next = scene.next.min(scene.health.received(scene.now));
-        if scene.health.state() == ConnectionState::Dead {
+        if scene.health.state == ConnectionState::Dead {
             break;
         }
     }
@@ -282,7 +282,7 @@ fn pong_makes_a_suspect_connection_live() {
     scene.run(ms(1500));
     scene.answers = false;
     scene.run(ms(900));
-    assert_eq!(scene.health.state(), ConnectionState::Suspect);
+    assert_eq!(scene.health.state, ConnectionState::Suspect);
     let (rtt, change) = scene.health.pong(scene.now);
     assert!(rtt.unwrap() > ms(100));
     assert_eq!(change, Some((ConnectionState::Live, Reason::Pong)));
@@ -348,7 +348,7 @@ fn late_check_withholds_verdicts() {
     assert_eq!(scene.seen, [], "the first look after a pause decides nothing");
     scene.lag = Duration::ZERO;
     scene.run(ms(3000));
-    assert_eq!(scene.health.state(), ConnectionState::Dead, "and the next ones do");
+    assert_eq!(scene.health.state, ConnectionState::Dead, "and the next ones do");
 }
 
 /// Runs until just after the next PING; returns its time.
@@ -389,7 +389,7 @@ fn closed_window_with_answered_probes_is_suspect_then_draining_then_dead_after_2
 fn closed_window_is_live_again_when_the_process_continues() {
     let (mut scene, _) = closed_window();
     scene.run(ms(3000));
-    assert_eq!(scene.health.state(), ConnectionState::Suspect);
+    assert_eq!(scene.health.state, ConnectionState::Suspect);
     (scene.answers, scene.window_closed) = (true, false);
     assert_eq!(scene.health.pong(scene.now).1, Some((ConnectionState::Live, Reason::Pong)));
 }
@@ -403,7 +403,7 @@ fn window_that_opens_gives_the_peer_time_to_acknowledge() {
     let opened = scene.at();
     scene.last_segment = scene.now; // the window update
     scene.run(ms(10_000));
-    assert_eq!(scene.health.state(), ConnectionState::Dead);
+    assert_eq!(scene.health.state, ConnectionState::Dead);
     let (at, _, reason) = *scene.seen.last().unwrap();
     assert_eq!(reason, Reason::NothingAcknowledged);
     assert!((1900..=2110).contains(&(at - opened)), "{}", at - opened);
@@ -415,7 +415,7 @@ fn window_that_opens_gives_the_peer_time_to_acknowledge() {
 #[test]
 fn window_that_stays_closed_is_dead_after_20_s_although_frames_come() {
     let (mut scene, ping) = closed_window();
-    while scene.health.state() != ConnectionState::Dead {
+    while scene.health.state != ConnectionState::Dead {
         scene.run(ms(20));
         scene.last_segment = scene.now;
         scene.next = scene.next.min(scene.health.received(scene.now));
@@ -475,7 +475,7 @@ fn stopped_process_fails_unsafe_requests_two_seconds_after_it_drains() {
             panic!("{:?}", scene.fails_unsafe_requests)
         };
         assert!((7000..=7110).contains(&(at - ping)), "{} after the PING", at - ping);
-        assert_eq!(scene.health.state(), ConnectionState::Draining);
+        assert_eq!(scene.health.state, ConnectionState::Draining);
         scene.health.pong(scene.now);
         assert!(!scene.health.findings().fails_unsafe_requests, "it goes on");
     }
@@ -517,7 +517,7 @@ fn unresponsive_connection_drains_on_a_pong_and_is_dead_without_pinned_streams()
         (scene.inbound, scene.outbound) = (false, false);
         pinged(&mut scene);
         scene.run(ms(10_000));
-        assert_eq!(scene.health.state(), ConnectionState::Unresponsive);
+        assert_eq!(scene.health.state, ConnectionState::Unresponsive);
         scene
     };
     let mut scene = lost();
@@ -527,7 +527,7 @@ fn unresponsive_connection_drains_on_a_pong_and_is_dead_without_pinned_streams()
     scene.next = scene.now;
     scene.run(ms(60_000));
     assert_eq!(
-        scene.health.state(),
+        scene.health.state,
         ConnectionState::Draining,
         "it takes nothing new, and what is left goes on"
     );
@@ -591,7 +591,7 @@ fn checks_that_are_always_late_delay_verdicts_once() {
         scene.run(ms(1500));
         (scene.inbound, scene.outbound) = (false, false);
         let ping = pinged(&mut scene);
-        while scene.at() < ping + 10_000 && scene.health.state() != ConnectionState::Dead {
+        while scene.at() < ping + 10_000 && scene.health.state != ConnectionState::Dead {
             scene.run(ms(20));
             if talks {
                 scene.last_segment = scene.now;
@@ -628,7 +628,7 @@ fn late_check_withholds_verdicts_once_for_each_ping() {
         assert_eq!((decision.change, scene.health.findings().path_unresponsive), (None, false));
         // Packets that waited in the network arrive.
         scene.health.pong(scene.now + ms(200));
-        assert_eq!(scene.health.state(), ConnectionState::Live);
+        assert_eq!(scene.health.state, ConnectionState::Live);
         scene.answers = true;
         scene.now += ms(200);
         scene.next = scene.now;
@@ -640,6 +640,6 @@ fn drain_takes_precedence_over_a_pong() {
     let mut scene = Scene::new();
     scene.health.drain();
     scene.run(ms(5000));
-    assert_eq!(scene.health.state(), ConnectionState::Draining);
+    assert_eq!(scene.health.state, ConnectionState::Draining);
     assert_eq!(scene.seen, []);
 }

@@ -1,7 +1,6 @@
 //! Dedicated HTTP/1.1 connections for upgrades. Each is opened for one request and then becomes a
 //! tunnel or is closed.
 
-use std::cell::Cell;
 use std::error::Error as _;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -18,7 +17,7 @@ use tokio_rustls::client::TlsStream;
 use super::credentials::CredentialClass;
 use super::dial::dial_http1;
 use super::endpoint::{ConnectFailure, Endpoint, EndpointState};
-use super::flow_health;
+use super::flow_health::FlowHealthCheck;
 use super::pool::{UNAVAILABLE_AFTER, Unavailable};
 use super::shared::Upstream;
 use crate::net::sockets::read_ahead::ReadAhead;
@@ -37,7 +36,6 @@ pub type Tunnelled = TunnelStream<TlsStream<ReadAhead<TrackedStream>>>;
 
 /// An open connection on which no request was sent yet.
 pub struct Http1Connection {
-    /// The endpoint it is connected to.
     pub endpoint: Arc<Endpoint>,
     stream: TlsStream<ReadAhead<TrackedStream>>,
     observer: StreamObserver,
@@ -185,21 +183,6 @@ impl Http1Connection {
 }
 
 type Connection = http1::Connection<TokioIo<TlsStream<ReadAhead<TrackedStream>>>, Incoming>;
-
-/// Detects that the TCP flow below an upgraded connection is dead.
-#[derive(Debug, Clone)]
-pub struct FlowHealthCheck {
-    observer: StreamObserver,
-    answered: Rc<Cell<bool>>,
-    tunnel_dead_after: Duration,
-}
-
-impl FlowHealthCheck {
-    /// Waits until the flow is dead; returns the reason.
-    pub async fn died(&self) -> &'static str {
-        flow_health::died(&self.observer, &self.answered, self.tunnel_dead_after).await
-    }
-}
 
 async fn drive(connection: Connection, flow: FlowHealthCheck) -> Result<Tunnelled, String> {
     tokio::select! {

@@ -12,22 +12,22 @@
 //! * An upgrade has a connection of its own ([`http1`]).
 
 pub mod balance;
-pub mod connection;
+pub(crate) mod connection;
 pub mod credentials;
-pub mod dial;
+pub(crate) mod dial;
 pub mod endpoint;
-pub mod endpoint_sources;
+pub(crate) mod endpoint_sources;
 pub mod evacuation;
-pub mod flow_health;
-pub mod health;
-pub mod http1;
-pub mod outage;
+pub(crate) mod flow_health;
+pub(crate) mod health;
+pub(crate) mod http1;
+pub(crate) mod outage;
 pub mod pool;
-pub mod probe_token;
-pub mod readyz;
+pub(crate) mod probe_token;
+pub(crate) mod readyz;
 pub mod rebalance;
 mod shared;
-pub mod stats;
+pub(crate) mod stats;
 pub mod watch_moves;
 
 pub use shared::Upstream;

@@ -42,7 +42,6 @@ pub struct Outage {
 }
 
 impl Outage {
-    /// Whether an outage lasts.
     pub fn is_active(&self) -> bool {
         self.began.is_some()
     }

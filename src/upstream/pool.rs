@@ -307,7 +307,7 @@ impl Pool {
                         &endpoint,
                         class.class(),
                         &tls,
-                        &pool.upstream.settings(),
+                        &pool.upstream.config(),
                         Rc::clone(&pool.changed),
                     );
                     if pool.closed.get() {

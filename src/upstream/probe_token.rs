@@ -28,7 +28,6 @@ impl ProbeToken {
         }
     }
 
-    /// The file.
     pub fn file(&self) -> &Path {
         &self.file
     }

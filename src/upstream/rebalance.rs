@@ -18,7 +18,7 @@
 //! | later than 15 minutes after the last endpoint became ready: only from endpoints with over 10 % plus one too many | clients come and go, and following each would be churn |
 //!
 //! Once a minute the rebalancer also requests a self-check of every watch, which finds missing
-//! bookmarks ([`Connection::self_check_count`]) without a timer for each watch.
+//! bookmarks without a timer for each watch ([`super::watch_moves`]).
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -194,7 +194,7 @@ impl Rebalancer {
             }
         }
         if let Some(offered) = self.offered.take() {
-            self.pause = if offered.withdraw_moves() { (self.pause * 2).min(MAX_PAUSE) } else { 1 };
+            self.pause = if offered.moves.withdraw() { (self.pause * 2).min(MAX_PAUSE) } else { 1 };
         }
         self.schedule.rest(self.pause, now);
         if enabled {

@@ -8,11 +8,9 @@ use std::sync::Arc;
 use arc_swap::{ArcSwap, Guard};
 use tokio::sync::Notify;
 
-use super::connection::ConnectionSettings;
 use super::credentials::{CredentialClass, Credentials};
 use super::endpoint::Endpoint;
 use super::endpoint_sources::Sources;
-use super::health::Thresholds;
 use crate::config;
 use crate::net::sockets::connector::Connector;
 use crate::observe::Metrics;
@@ -94,20 +92,6 @@ impl Upstream {
     /// Limits and thresholds now. Load it once for each decision: a reload may swap it in between.
     pub fn config(&self) -> Guard<Arc<config::Upstream>> {
         self.config.load()
-    }
-
-    /// Thresholds of its connections.
-    pub fn settings(&self) -> ConnectionSettings {
-        let config = self.config();
-        ConnectionSettings {
-            thresholds: Thresholds {
-                ping_interval: config.health.ping_interval,
-                suspect_after: config.health.suspect_after,
-                dead_after: config.health.dead_after,
-                tunnel_dead_after: config.health.tunnel_dead_after,
-            },
-            max_streams: config.connections.max_streams,
-        }
     }
 
     /// Whether `/readyz` is asked with a credential.

@@ -17,7 +17,6 @@ use crate::observe::history::RttQuantiles;
 /// Statistics of a connection, written by its worker and read by `/status`.
 #[derive(Debug)]
 pub struct ConnectionStats {
-    /// Its class.
     pub class: CredentialClass,
     /// Serial number of the client certificate it carries, as hex.
     pub serial: Option<String>,
@@ -25,9 +24,7 @@ pub struct ConnectionStats {
     pub local: Option<SocketAddr>,
     opened: Instant,
     state: AtomicU8,
-    /// Streams that are open.
     pub streams: AtomicUsize,
-    /// Of those, watches.
     pub watches: AtomicUsize,
     rtt_micros: AtomicU64,
 }
@@ -52,22 +49,18 @@ impl ConnectionStats {
         })
     }
 
-    /// Whether it was open at that time.
     pub fn was_open(&self, then: Instant) -> bool {
         self.opened <= then
     }
 
-    /// Sets the state.
     pub fn set_state(&self, state: ConnectionState) {
         self.state.store(state as u8, Ordering::Relaxed);
     }
 
-    /// Sets the smoothed round-trip time.
     pub fn set_rtt(&self, rtt: Duration) {
         self.rtt_micros.store(rtt.as_micros() as u64, Ordering::Relaxed);
     }
 
-    /// Its row of `/status`.
     pub fn status(&self) -> ConnectionStatus {
         let state = ConnectionState::ALL[usize::from(self.state.load(Ordering::Relaxed)).min(4)];
         let mut class = String::from(self.class.as_str());
@@ -90,13 +83,11 @@ impl ConnectionStats {
 /// An endpoint in `/status`.
 #[derive(Debug, Clone, Serialize)]
 pub struct EndpointStatus {
-    /// Host and port.
     pub address: String,
     /// Name verified in its certificate.
     pub server_name: String,
     /// Whether it is picked only where no other endpoint of its state is there.
     pub fallback: bool,
-    /// State by name.
     pub state: &'static str,
     /// Whether requests are answered there.
     pub usable: bool,
@@ -106,25 +97,20 @@ pub struct EndpointStatus {
     pub reason: String,
     /// Since when, RFC 3339.
     pub since: String,
-    /// The last ejection.
     pub last_ejection: Option<Ejection>,
     /// Seconds spent ejected (states `ejected` and `no_h2`) since the endpoint joined the set.
     pub downtime_seconds: f64,
     /// Number of ejections since the endpoint joined the set.
     pub ejections: u64,
-    /// The latest `/readyz` check.
     pub last_check: Option<ReadyzCheck>,
     /// PING round trips of the last minutes, over all connections.
     pub rtt: Option<RttQuantiles>,
-    /// Open streams, on all connections.
     pub streams: usize,
-    /// Of those, watches.
     pub watches: usize,
     /// Responses received.
     pub answers: u64,
     /// Of those, responses of 500 and above.
     pub errors: u64,
-    /// Its connections.
     pub connections: Vec<ConnectionStatus>,
     /// Passed connections to it.
     pub flows: usize,
@@ -142,19 +128,13 @@ pub struct Ejection {
 /// A connection in `/status`.
 #[derive(Debug, Clone, Serialize)]
 pub struct ConnectionStatus {
-    /// Identity class.
     pub class: String,
-    /// State by name.
     pub state: &'static str,
-    /// The local address.
     pub local: Option<String>,
-    /// Age in seconds.
     pub age_s: u64,
     /// Smoothed PING round-trip time in milliseconds.
     pub rtt_ms: f64,
-    /// Open streams.
     pub streams: usize,
-    /// Of those, watches.
     pub watches: usize,
     /// Serial number of the client certificate, as hex.
     pub serial: Option<String>,

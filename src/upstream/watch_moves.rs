@@ -31,30 +31,30 @@ struct Offer {
 
 /// The moves offered on one connection.
 #[derive(Debug, Default)]
-pub(super) struct WatchMoves {
+pub struct WatchMoves {
     offer: RefCell<Option<Offer>>,
-    /// Offers and requests for self-checks so far.
     notifications: Cell<u32>,
-    /// Requests for self-checks so far, one a minute.
     self_checks: Cell<u32>,
 }
 
 impl WatchMoves {
-    pub(super) fn notification_count(&self) -> u32 {
+    /// Counts offers of moves and requests for self-checks.
+    pub fn notification_count(&self) -> u32 {
         self.notifications.get()
     }
 
-    pub(super) fn self_check_count(&self) -> u32 {
+    /// Counts requests for self-checks, one a minute.
+    pub fn self_check_count(&self) -> u32 {
         self.self_checks.get()
     }
 
     /// Which watches may take a move now, if one is left.
-    pub(super) fn eligibility(&self) -> Option<MoveEligibility> {
+    pub fn eligibility(&self) -> Option<MoveEligibility> {
         self.offer.borrow().as_ref().map(|offer| offer.eligible)
     }
 
     /// Takes a move; returns its possible targets.
-    pub(super) fn take(&self) -> Option<Rc<[Arc<Endpoint>]>> {
+    pub fn take(&self) -> Option<Rc<[Arc<Endpoint>]>> {
         let mut slot = self.offer.borrow_mut();
         let offer = slot.as_mut()?;
         let targets = Rc::clone(&offer.targets);

@@ -12,6 +12,7 @@ use jackstay::observe::Metrics;
 use jackstay::proxy::passthrough::flow_table::surplus;
 use jackstay::upstream::Upstream;
 use jackstay::upstream::credentials::Credentials;
+use jackstay::upstream::endpoint::Observation;
 use jackstay::upstream::rebalance::RebalanceSchedule;
 use std::io::ErrorKind;
 use std::net::SocketAddr;
@@ -42,8 +43,8 @@ pub fn upstream(certs: &Certs, hosts: &[&str]) -> Upstream {
     let upstream = Upstream::new(config, credentials, &Metrics::new());
     place_all(&upstream, hosts);
     for endpoint in upstream.endpoints().iter().take(hosts.len() - 1) {
-        endpoint.connected();
-        endpoint.readyz_ok();
+        endpoint.observe(Observation::Connected);
+        endpoint.observe(Observation::ReadyzOk);
     }
     upstream
 }
@@ -69,8 +70,8 @@ async fn connections_move_gradually_until_endpoints_are_balanced() {
         let found = surplus(&mut schedule, &upstream, count, elapsed, now);
         if start.elapsed() > Duration::from_secs(600) && endpoints[2].ready_for(now).is_none() {
             assert!(flows[0].abs_diff(flows[1]) <= 2 && flows[2] == 0, "{flows:?}");
-            endpoints[2].connected();
-            endpoints[2].readyz_ok();
+            endpoints[2].observe(Observation::Connected);
+            endpoints[2].observe(Observation::ReadyzOk);
         }
         let Some((from, count)) = found else { continue };
         assert!(start.elapsed() >= Duration::from_secs(5), "not settled");

@@ -178,7 +178,7 @@ impl TransportTask {
         watch: bool,
     ) {
         let connection = Rc::clone(permit.connection());
-        let mut notifications = connection.notification_count();
+        let mut notifications = connection.moves.notification_count();
         // Bytes of a list, or of an event that is not complete yet.
         let mut pending = 0;
         loop {
@@ -188,7 +188,7 @@ impl TransportTask {
                     if connection.should_drain() {
                         return;
                     }
-                    notifications = connection.notification_count();
+                    notifications = connection.moves.notification_count();
                     continue;
                 }
                 // kube has dropped the body.

@@ -24,7 +24,7 @@ use super::request::{ReadyzResult, request_probes_of_others, send_probe};
 use super::schedule::{ResultStreak, anonymous_pause};
 use crate::upstream::Upstream;
 use crate::upstream::connection::ConnectionState;
-use crate::upstream::endpoint::Endpoint;
+use crate::upstream::endpoint::{Endpoint, Observation};
 
 /// Interval of the check whether a credential has been loaded meanwhile.
 const CREDENTIAL_CHECK: Duration = Duration::from_secs(1);
@@ -52,8 +52,8 @@ impl AnonymousProber {
 
     fn report(&self, upstream: &Upstream, endpoint: &Endpoint) {
         match &self.failing {
-            Some(why) => endpoint.readyz_failing(why),
-            None => endpoint.readyz_not_probed(why_unknown(upstream)),
+            Some(why) => endpoint.observe(Observation::ReadyzFailing(why)),
+            None => endpoint.observe(Observation::ReadyzNotProbed(why_unknown(upstream))),
         }
     }
 

@@ -11,7 +11,7 @@ use crate::upstream::Upstream;
 use crate::upstream::connection::{Connection, ConnectionState, DrainReason};
 use crate::upstream::credentials::CredentialClass;
 use crate::upstream::dial::dial_h2;
-use crate::upstream::endpoint::{ConnectFailure, Endpoint};
+use crate::upstream::endpoint::{ConnectFailure, Endpoint, Observation};
 
 /// Interval of handshakes with a server that does not speak HTTP/2, where no connection is kept.
 const HANDSHAKE_INTERVAL: Duration = Duration::from_secs(1);
@@ -77,8 +77,10 @@ pub async fn connect(
             // Only passthrough listeners use this upstream. They do not need HTTP/2, and the TLS
             // handshake has succeeded.
             endpoint.metrics.dialled("ok");
-            endpoint.connected();
-            endpoint.readyz_not_probed("TLS handshake only: it does not speak HTTP/2 by ALPN");
+            endpoint.observe(Observation::Connected);
+            endpoint.observe(Observation::ReadyzNotProbed(
+                "TLS handshake only: it does not speak HTTP/2 by ALPN",
+            ));
             sleep(HANDSHAKE_INTERVAL).await;
             None
         }

@@ -25,7 +25,7 @@ use crate::upstream::Upstream;
 use crate::upstream::connection::{Connection, ConnectionState, DrainReason};
 use crate::upstream::credentials::{ClientTls, CredentialClass};
 use crate::upstream::dial::{DialedConnection, dial_h2};
-use crate::upstream::endpoint::{ConnectFailure, ConnectTimeout, Endpoint};
+use crate::upstream::endpoint::{ConnectFailure, ConnectTimeout, Endpoint, Observation};
 
 /// Time without a byte from the peer, while PINGs are sent, after which it counts as silent.
 const SILENT_AFTER: Duration = Duration::from_millis(2_500);
@@ -66,7 +66,7 @@ impl ReachabilityCheck {
             endpoint,
             CredentialClass::Probe,
             tls,
-            &upstream.settings(),
+            &upstream.config(),
             Rc::clone(&self.changed),
         )
     }
@@ -149,7 +149,7 @@ impl ReachabilityCheck {
             }
             let now = Instant::now();
             if suspect.state() == ConnectionState::Live {
-                return endpoint.mark_responsive();
+                return endpoint.observe(Observation::Responsive);
             }
             if !self.is_current(suspect) || (reported && suspect.state() == ConnectionState::Dead) {
                 // The prober reconnects.
@@ -157,9 +157,9 @@ impl ReachabilityCheck {
             }
             if detector.is_dead(suspect.last_received(), now) && !reported {
                 reported = true;
-                endpoint.mark_unresponsive(
+                endpoint.observe(Observation::Unresponsive(
                     "no PONG and no new handshake for 2.5 s: stopped or unreachable",
-                );
+                ));
             }
         }
     }

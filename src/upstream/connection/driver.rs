@@ -13,14 +13,15 @@ use h2::client::SendRequest;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until};
 
+use super::Connection;
 use super::error_text::{describe_end, describe_h2_error};
 use super::lifecycle::DrainUrgency;
-use super::{Connection, ConnectionSettings};
+use crate::config;
 use crate::net::sockets::tracked_stream::StreamObserver;
 use crate::upstream::credentials::{ClientTls, CredentialClass};
 use crate::upstream::dial::DialedConnection;
-use crate::upstream::endpoint::Endpoint;
-use crate::upstream::health::{self, ConnectionHealth, ConnectionState, Evidence};
+use crate::upstream::endpoint::{Endpoint, Observation};
+use crate::upstream::health::{self, ConnectionHealth, ConnectionState, Evidence, Thresholds};
 use crate::upstream::stats::ConnectionStats;
 
 impl Connection {
@@ -30,7 +31,7 @@ impl Connection {
         endpoint: &Arc<Endpoint>,
         class: CredentialClass,
         shown: &ClientTls,
-        settings: &ConnectionSettings,
+        config: &config::Upstream,
         pool: Rc<Notify>,
     ) -> Rc<Self> {
         let now = Instant::now();
@@ -48,8 +49,8 @@ impl Connection {
             rtt_us = rtt.as_micros() as u64,
             "connection is live"
         );
-        let this = Self::new(send, stats, endpoint, shown, settings, pool);
-        let health = ConnectionHealth::new(settings.thresholds, rtt, now);
+        let this = Self::new(send, stats, endpoint, shown, config, pool);
+        let health = ConnectionHealth::new(Thresholds::of(&config.health), rtt, now);
         let driver =
             Driver { this: Rc::clone(&this), connection, ping, observer, health, bytes_read: 0 };
         tokio::task::spawn_local(driver.run());
@@ -173,7 +174,7 @@ where
             this.pool.notify_waiters();
         }
         let now = Instant::now();
-        this.waits.received(now);
+        this.waits.last_received.set(now);
         let check_at = self.health.received(now);
         if check_at < timer.deadline() {
             timer.reset(check_at);
@@ -187,7 +188,7 @@ where
         {
             self.health.drain();
             if self.goaway_means_shutdown() {
-                self.this.endpoint.goaway_received();
+                self.this.endpoint.observe(Observation::GoawayReceived);
             }
             self.this.enter(ConnectionState::Draining, &describe_h2_error(&error));
         }
@@ -202,7 +203,7 @@ where
             && error.is_go_away()
             && error.is_remote()
         {
-            self.this.endpoint.goaway_received();
+            self.this.endpoint.observe(Observation::GoawayReceived);
         }
     }
 
@@ -230,10 +231,10 @@ where
     /// load it fires ten times a second, not once for each request.
     fn arm_timer_for_waiting_request(&self, timer: Pin<&mut tokio::time::Sleep>) {
         if !self.health.ping_outstanding()
-            && let Some(since) = self.this.waits.waiting_since()
+            && let Some(since) = self.this.waits.waiting_since.get()
         {
             // From the last byte, as the health counts, or an old request would fire it at once.
-            let check_at = since.max(self.this.waits.last_received()) + health::HEAD_WAIT;
+            let check_at = since.max(self.this.waits.last_received.get()) + health::HEAD_WAIT;
             if check_at < timer.deadline() {
                 timer.reset(check_at);
             }
@@ -249,7 +250,7 @@ where
         }
         let evidence = Evidence {
             tcp: self.observer.tcp_info().ok(),
-            waiting_since: self.this.waits.waiting_since(),
+            waiting_since: self.this.waits.waiting_since.get(),
             pinned: self.this.slots.has_pinned(),
         };
         let decision = self.health.check(evidence, now);

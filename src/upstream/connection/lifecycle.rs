@@ -65,9 +65,9 @@ impl DrainReason {
 
 /// The state of a connection and what goes with it.
 pub(super) struct ConnectionLifecycle {
-    state: Cell<ConnectionState>,
+    pub(super) state: Cell<ConnectionState>,
     /// Since when its PING has been late; draining and death keep it.
-    suspect_since: Cell<Option<Instant>>,
+    pub(super) suspect_since: Cell<Option<Instant>>,
     /// The gauge of its state, until it is dead.
     gauge: RefCell<Option<StateGauge>>,
     /// Whether the endpoint counts it as live.
@@ -102,14 +102,6 @@ impl ConnectionLifecycle {
             close_requested: Cell::new(None),
             end_expected: Cell::new(false),
         }
-    }
-
-    pub(super) fn state(&self) -> ConnectionState {
-        self.state.get()
-    }
-
-    pub(super) fn suspect_since(&self) -> Option<Instant> {
-        self.suspect_since.get()
     }
 
     /// Enters a state; returns the one before, unless it is the same.

@@ -56,7 +56,6 @@ enum StreamState {
 }
 
 impl Permit {
-    /// The connection it belongs to.
     pub fn connection(&self) -> &Rc<Connection> {
         &self.connection
     }
@@ -134,12 +133,12 @@ impl Drop for Permit {
             connection.slots.cancelled(Instant::now());
         }
         if open_before == 1 {
-            connection.slots.became_idle(Instant::now());
+            connection.slots.idle_since.set(Instant::now());
             if matches!(state, ConnectionState::Draining | ConnectionState::Unresponsive) {
                 connection.wake_driver();
             }
         }
-        if open_before >= connection.slots.limit() {
+        if open_before >= connection.slots.limit.get() {
             // It was full: requests may wait for this slot.
             connection.pool.notify_waiters();
         }

@@ -17,9 +17,9 @@ pub(super) struct ResponseWaits {
     latency: Cell<PeakEwma>,
     waiting: Cell<usize>,
     /// Since when at least one request waits.
-    waiting_since: Cell<Option<Instant>>,
+    pub(super) waiting_since: Cell<Option<Instant>>,
     /// When bytes last arrived.
-    last_received: Cell<Instant>,
+    pub(super) last_received: Cell<Instant>,
     /// Number of the current round of [`Self::has_slow_heads`].
     round: Cell<u32>,
     /// Waiting requests other than watches, by the parity of the round in which they were sent.
@@ -66,18 +66,6 @@ impl ResponseWaits {
     /// Smoothed latency in seconds.
     pub(super) fn latency(&self, now: Instant) -> f64 {
         self.latency.get().value(now)
-    }
-
-    pub(super) fn received(&self, now: Instant) {
-        self.last_received.set(now);
-    }
-
-    pub(super) fn last_received(&self) -> Instant {
-        self.last_received.get()
-    }
-
-    pub(super) fn waiting_since(&self) -> Option<Instant> {
-        self.waiting_since.get()
     }
 
     /// Whether a request has waited for a while without a byte arriving.

@@ -2,6 +2,7 @@
 //! endpoint.
 
 use super::Connection;
+use crate::upstream::endpoint::Observation;
 use crate::upstream::health::{ConnectionFindings, ConnectionState, Reason};
 
 impl Connection {
@@ -52,7 +53,7 @@ impl Connection {
         self.lifecycle.path_unresponsive.set(findings.path_unresponsive);
         let responds = !findings.ping_unanswered;
         if self.lifecycle.responds.replace(responds) != responds && self.lifecycle.counted.get() {
-            self.endpoint.connection_responds(responds);
+            self.endpoint.observe(Observation::ConnectionResponds(responds));
         }
         let fails = findings.fails_unsafe_requests;
         if self.lifecycle.fails_unsafe_requests.replace(fails) != fails {

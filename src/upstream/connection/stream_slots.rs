@@ -16,13 +16,13 @@ pub(super) struct StreamSlots {
     /// The configured limit.
     configured: usize,
     /// The lesser of the configured limit and the peer's.
-    limit: Cell<usize>,
+    pub(super) limit: Cell<usize>,
     /// Streams that cannot move to another connection.
     pinned: Cell<usize>,
     /// When the slots of cancelled streams become free, in order.
     cancelled: RefCell<VecDeque<Instant>>,
     /// When the last stream ended.
-    idle_since: Cell<Instant>,
+    pub(super) idle_since: Cell<Instant>,
 }
 
 impl StreamSlots {
@@ -34,10 +34,6 @@ impl StreamSlots {
             cancelled: RefCell::default(),
             idle_since: Cell::new(now),
         }
-    }
-
-    pub(super) fn limit(&self) -> usize {
-        self.limit.get()
     }
 
     /// Takes in the peer's limit; returns whether the limit grew.
@@ -66,13 +62,5 @@ impl StreamSlots {
 
     pub(super) fn has_pinned(&self) -> bool {
         self.pinned.get() > 0
-    }
-
-    pub(super) fn idle_since(&self) -> Instant {
-        self.idle_since.get()
-    }
-
-    pub(super) fn became_idle(&self, now: Instant) {
-        self.idle_since.set(now);
     }
 }

@@ -37,11 +37,6 @@ impl Endpoint {
         self.guarded().backoff.last_failure()
     }
 
-    /// A fresh connection is established: TCP, TLS and the first PONG.
-    pub fn connected(&self) {
-        self.observe(Observation::Connected);
-    }
-
     /// A fresh connect failed. Without a live connection the endpoint is ejected, unless a resource
     /// of this host was exhausted.
     pub fn connect_failed(&self, failure: ConnectFailure, now: Instant) {
@@ -73,28 +68,6 @@ impl Endpoint {
     /// result of `/readyz` is forgotten: the next process may not be ready yet.
     pub fn connection_closed(&self, responded: bool, reason: &str) {
         self.observe(Observation::ConnectionClosed { responded, reason, at: Instant::now() });
-    }
-
-    /// PINGs on a connection that [`Self::connection_opened`] counted are answered again, or no
-    /// longer. The endpoint is suspect while no connection has its PINGs answered.
-    pub fn connection_responds(&self, responds: bool) {
-        self.observe(Observation::ConnectionResponds(responds));
-    }
-
-    /// The prober's connection received a GOAWAY: the apiserver shuts down. New connections will be
-    /// refused, but what runs there may finish.
-    pub fn goaway_received(&self) {
-        self.observe(Observation::GoawayReceived);
-    }
-
-    /// Neither a PONG nor a fresh handshake for too long, although its kernel may answer.
-    pub fn mark_unresponsive(&self, reason: &str) {
-        self.observe(Observation::Unresponsive(reason));
-    }
-
-    /// It answers on a connection that was open all the time.
-    pub fn mark_responsive(&self) {
-        self.observe(Observation::Responsive);
     }
 
     /// How often it was ejected after its process died. Flows opened before the last time are dead;

@@ -24,33 +24,38 @@ use super::state::EndpointState;
 
 /// What a worker or the prober has observed.
 #[derive(Debug)]
-pub(super) enum Observation<'a> {
+pub enum Observation<'a> {
     /// A fresh connection is established: TCP, TLS and the first PONG.
     Connected,
     /// A fresh connect failed.
     ConnectFailed(ConnectFailure),
-    /// A connection became live and counts until [`Self::ConnectionClosed`].
+    /// A connection became live and counts until [`Self::ConnectionClosed`]. Use
+    /// [`Endpoint::connection_opened`](super::Endpoint::connection_opened), which also lists it.
     ConnectionOpened,
     /// A counted connection takes no new streams any more.
     ConnectionClosed {
         /// Whether its last PING was answered in time.
         responded: bool,
+        /// Why it ended.
         reason: &'a str,
+        /// When it ended.
         at: Instant,
     },
-    /// PINGs on a counted connection are answered again, or no longer.
+    /// PINGs on a counted connection are answered again, or no longer. The endpoint is suspect while
+    /// no connection has its PINGs answered.
     ConnectionResponds(bool),
     /// `/readyz` was ok often enough.
     ReadyzOk,
     /// `/readyz` failed often enough; why.
     ReadyzFailing(&'a str),
-    /// `/readyz` cannot be asked; why.
+    /// `/readyz` cannot be asked; why. A live connection makes the endpoint ready.
     ReadyzNotProbed(&'static str),
-    /// Neither a PONG nor a fresh handshake for too long; why this is a verdict.
+    /// Neither a PONG nor a fresh handshake for too long, although its kernel may answer; why.
     Unresponsive(&'a str),
     /// A connection that was open all the time answers.
     Responsive,
-    /// The prober's connection received a GOAWAY: the apiserver shuts down.
+    /// The prober's connection received a GOAWAY: the apiserver shuts down. New
+    /// connections will be refused, but what runs there may finish.
     GoawayReceived,
     /// The endpoint was removed from the set.
     Removed,

@@ -21,7 +21,7 @@ pub enum EndpointState {
 }
 
 impl EndpointState {
-    /// Every state, for metrics that show one series each.
+    /// Every state, in the order of their numbers.
     pub const ALL: [Self; 7] = [
         Self::Ready,
         Self::Connecting,
@@ -64,14 +64,6 @@ impl EndpointState {
 
     /// The state of that discriminant; [`Self::Connecting`] for an unknown one.
     pub(super) fn from_u8(value: u8) -> Self {
-        match value {
-            0 => Self::Ready,
-            2 => Self::Degraded,
-            3 => Self::Suspect,
-            4 => Self::Ejected,
-            5 => Self::NoH2,
-            6 => Self::Leaving,
-            _ => Self::Connecting,
-        }
+        Self::ALL.get(usize::from(value)).copied().unwrap_or(Self::Connecting)
     }
 }

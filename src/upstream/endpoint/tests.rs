@@ -10,6 +10,26 @@ use crate::upstream::credentials::CredentialClass;
 use crate::upstream::stats::ConnectionStats;
 
 #[test]
+fn downtime_sums_ejected_periods_including_the_current_one() {
+    let (mut downtime, start) = (Downtime::default(), Instant::now());
+    let at = |seconds| start + Duration::from_secs(seconds);
+    for (second, ejected, total, ejections) in [
+        (0, false, 0, 0),
+        (10, true, 0, 1),
+        (12, true, 2, 1),
+        (15, false, 5, 1),
+        (20, false, 5, 1),
+        (30, true, 5, 2),
+        (31, true, 6, 2),
+    ] {
+        downtime.record(ejected, at(second));
+        let known = (downtime.total(at(second)).as_secs(), downtime.ejections());
+        assert_eq!(known, (total, ejections), "at {second} s");
+    }
+    assert_eq!(downtime.total(at(40)).as_secs(), 15);
+}
+
+#[test]
 fn endpoint_state_round_trips_through_its_discriminant() {
     for state in EndpointState::ALL {
         assert_eq!(EndpointState::from_u8(state as u8), state);
@@ -22,14 +42,14 @@ fn slow_start_share_is_below_one_only_after_a_recovery() {
     let later = Instant::now() + Duration::from_secs(15);
     let whole = |endpoint: &Endpoint| endpoint.slow_start_share(later) >= 1.0;
     assert!(whole(&endpoint) && endpoint.ready_for(later).is_none());
-    endpoint.connected();
-    endpoint.readyz_ok();
+    endpoint.observe(Observation::Connected);
+    endpoint.observe(Observation::ReadyzOk);
     assert!(whole(&endpoint), "the first start");
     assert!(endpoint.ready_for(later).is_some_and(|since| since.as_secs() >= 14));
 
-    endpoint.readyz_failing("etcd");
+    endpoint.observe(Observation::ReadyzFailing("etcd"));
     assert!(endpoint.ready_for(later).is_none());
-    endpoint.readyz_ok();
+    endpoint.observe(Observation::ReadyzOk);
     assert!(
         (0.5..0.6).contains(&endpoint.slow_start_share(later)),
         "{}",
@@ -39,9 +59,9 @@ fn slow_start_share_is_below_one_only_after_a_recovery() {
     assert!(whole(&endpoint), "the slow start is over");
 
     endpoint.connect_failed(ConnectFailure::Refused("no".into()), Instant::now());
-    endpoint.connected();
+    endpoint.observe(Observation::Connected);
     assert_eq!(endpoint.state(), EndpointState::Connecting);
-    endpoint.readyz_ok();
+    endpoint.observe(Observation::ReadyzOk);
     assert!(!whole(&endpoint), "back from an ejection");
 }
 
@@ -57,7 +77,7 @@ fn endpoint_with_one_live_connection_is_not_ejected_by_a_failed_connect() {
         endpoint.connect_failed(ConnectFailure::Refused("no".into()), Instant::now());
     };
     opened();
-    endpoint.readyz_ok();
+    endpoint.observe(Observation::ReadyzOk);
     opened();
     endpoint.connection_closed(true, "lost");
     failed();
@@ -86,10 +106,10 @@ fn endpoint_is_suspect_while_no_connection_has_its_ping_answered() {
     let known = || (endpoint.state(), endpoint.reason());
     opened();
     opened();
-    endpoint.readyz_ok();
-    endpoint.connection_responds(false);
+    endpoint.observe(Observation::ReadyzOk);
+    endpoint.observe(Observation::ConnectionResponds(false));
     assert_eq!(endpoint.state(), Ready, "one answers");
-    endpoint.connection_responds(false);
+    endpoint.observe(Observation::ConnectionResponds(false));
     assert_eq!(known(), (Suspect, "PING unanswered on every connection (2)".into()));
     assert!(endpoint.is_usable() && endpoint.deaths() == 0, "suspect endpoints are usable");
     // A fresh connection works.
@@ -97,12 +117,12 @@ fn endpoint_is_suspect_while_no_connection_has_its_ping_answered() {
     assert_eq!(known(), (Ready, "/readyz is ok".into()));
     endpoint.connection_closed(true, "closed by the apiserver");
     assert_eq!(endpoint.state(), Suspect);
-    endpoint.connection_responds(true);
+    endpoint.observe(Observation::ConnectionResponds(true));
     assert_eq!(endpoint.state(), Ready);
     let later = Instant::now() + Duration::from_secs(1);
     assert!(endpoint.slow_start_share(later) >= 1.0, "no load moved away, so no slow start");
     // Both are closed.
-    endpoint.connection_responds(false);
+    endpoint.observe(Observation::ConnectionResponds(false));
     endpoint.connection_closed(false, "the process is stopped");
     assert_eq!(known(), (Suspect, "PING unanswered on every connection (1)".into()));
     endpoint.connection_closed(false, "the process is stopped");
@@ -196,12 +216,12 @@ fn connect_failed_counts_a_death_only_if_the_endpoint_does_not_answer() {
     let lacks = fails(ConnectFailure::LocalShortage, "too many open files");
     assert_eq!(lacks, (EndpointState::Connecting, "too many open files".into(), 0));
     assert!(!endpoint.claim_connect_attempt(true, now), "the backoff applies");
-    endpoint.connected();
-    endpoint.readyz_ok();
+    endpoint.observe(Observation::Connected);
+    endpoint.observe(Observation::ReadyzOk);
     assert_eq!(fails(ConnectFailure::LocalShortage, "no memory").0, EndpointState::Ready);
     let another = fails(ConnectFailure::TlsFailed, "unknown issuer");
     assert_eq!(another, (EndpointState::Ejected, "unknown issuer".into(), 0));
-    endpoint.connected();
+    endpoint.observe(Observation::Connected);
     let gone = fails(ConnectFailure::Refused, "refused");
     assert_eq!(gone, (EndpointState::Ejected, "refused".into(), 1));
 }
@@ -229,7 +249,7 @@ async fn no_response_expected_returns_2_s_after_the_last_unanswered_connection_i
         endpoint.connection_opened(&stats);
     };
     let lose = |why| {
-        endpoint.connection_responds(false);
+        endpoint.observe(Observation::ConnectionResponds(false));
         endpoint.connection_closed(false, why);
     };
     let no_response_expected = async |sent: Instant| {

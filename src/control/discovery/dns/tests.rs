@@ -17,6 +17,7 @@ use crate::control::discovery::own_addresses::OwnAddresses;
 use crate::observe::Metrics;
 use crate::upstream::Upstream;
 use crate::upstream::credentials::Credentials;
+use crate::upstream::endpoint::Observation;
 use crate::wait::until;
 
 /// The addresses of each name, and their TTL in seconds.
@@ -305,8 +306,8 @@ async fn follow_omitted_address_stays_while_its_endpoint_is_usable() {
         crate::control::endpoint_set::replace_endpoints(&upstream, &members);
         for endpoint in upstream.endpoints().iter() {
             if endpoint.address.host != "10.0.0.3" {
-                endpoint.connected();
-                endpoint.readyz_ok();
+                endpoint.observe(Observation::Connected);
+                endpoint.observe(Observation::ReadyzOk);
             }
         }
         server.set("api.example.com", &["10.0.0.1"], 60);

@@ -123,7 +123,7 @@ fn accept_offer(
 ) -> Option<(MoveReason, Option<Permit>)> {
     let now = Instant::now();
     let connection = stream.permit.connection();
-    let reason = match connection.offered_move()? {
+    let reason = match connection.moves.eligibility()? {
         MoveEligibility::Silent if !stream.pace.has_fallen_silent(now) => return None,
         MoveEligibility::Settled => MoveReason::Rebalance,
         MoveEligibility::Silent | MoveEligibility::All => MoveReason::Evacuate,
@@ -131,7 +131,7 @@ fn accept_offer(
     if !session.can_move(reason, now) || !context.proof.is_current(wall_clock()) {
         return None;
     }
-    let targets = connection.take_move()?;
+    let targets = connection.moves.take()?;
     let pool = &context.upstream.pool;
     let mut others = pool.upstream().endpoints().to_vec();
     others.retain(|other| !targets.iter().any(|target| Arc::ptr_eq(other, target)));

@@ -81,7 +81,7 @@ impl UpstreamStream {
         let connection = permit.connection();
         Self {
             pace: DeliveryPace::new(connection.last_received()),
-            self_checks: connection.self_check_count(),
+            self_checks: connection.moves.self_check_count(),
             next_event: next_event(&permit, drain),
             recv,
             unreleased: 0,
@@ -115,7 +115,7 @@ impl UpstreamStream {
 
     /// Whether the connection has done its self-check, once a minute, since the last call.
     pub(super) fn is_check_due(&mut self) -> bool {
-        let checks = self.permit.connection().self_check_count();
+        let checks = self.permit.connection().moves.self_check_count();
         std::mem::replace(&mut self.self_checks, checks) != checks
     }
 
@@ -193,7 +193,7 @@ impl UpstreamStream {
 fn next_event(permit: &Permit, drain: &DrainWatcher) -> LocalBoxFuture<'static, StreamEvent> {
     let connection = Rc::clone(permit.connection());
     let mut drain = drain.clone();
-    let notifications = connection.notification_count();
+    let notifications = connection.moves.notification_count();
     Box::pin(async move {
         tokio::select! {
             () = connection.drain_or_notification(notifications) => {

@@ -120,7 +120,7 @@ async fn probe_repeatedly(
         loop {
             tokio::select! {
                 () = sleep_until(next) => break,
-                why = endpoint.probe_requested() => {
+                why = endpoint.probe.requested() => {
                     let early = sent_at + schedule.early_pause(why, config);
                     if early < next {
                         (next, wanted) = (early, Some(why));

@@ -33,12 +33,11 @@ pub use self::permit::Permit;
 use self::response_waits::ResponseWaits;
 use self::stream_slots::StreamSlots;
 use super::balance;
-use super::credentials::{ClientTls, CredentialClass};
+use super::credentials::CredentialClass;
 use super::endpoint::Endpoint;
 pub use super::health::ConnectionState;
 use super::stats::ConnectionStats;
 use super::watch_moves::{MoveEligibility, WatchMoves};
-use crate::config;
 use crate::net::tls::certificate::{CertInfo, Subject};
 use crate::observe::events::{Change, EventKind};
 
@@ -87,37 +86,6 @@ impl fmt::Debug for Connection {
 }
 
 impl Connection {
-    /// A live connection whose driver has not started yet.
-    fn new(
-        send: SendRequest<Bytes>,
-        stats: Arc<ConnectionStats>,
-        endpoint: &Arc<Endpoint>,
-        shown: &ClientTls,
-        config: &config::Upstream,
-        pool: Rc<Notify>,
-    ) -> Rc<Self> {
-        let now = Instant::now();
-        Rc::new(Self {
-            endpoint: Arc::clone(endpoint),
-            class: stats.class,
-            generation: shown.generation,
-            certificate: shown.certificate.clone(),
-            stats,
-            lifecycle: ConnectionLifecycle::new(endpoint.metrics.connection_gauge()),
-            slots: StreamSlots::new(
-                config.connections.max_streams,
-                send.current_max_send_streams(),
-                now,
-            ),
-            send,
-            waits: ResponseWaits::new(now),
-            moves: WatchMoves::default(),
-            driver: RefCell::new(None),
-            changed: Notify::new(),
-            pool,
-        })
-    }
-
     pub fn state(&self) -> ConnectionState {
         self.lifecycle.state.get()
     }
@@ -208,7 +176,7 @@ impl Connection {
     /// Whether new requests should prefer another connection: a request has waited here for a while
     /// without a byte arriving, or the latest `/readyz` failed or is overdue.
     pub fn has_warning_signs(&self, now: Instant) -> bool {
-        self.endpoint.is_probe_failing() || self.waits.has_warning(now)
+        self.endpoint.probe.is_failing() || self.waits.has_warning(now)
     }
 
     /// Whether a request has waited for its response head for a whole `pause`, where a response

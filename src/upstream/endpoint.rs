@@ -35,8 +35,7 @@ pub use self::connect::{ConnectFailure, ConnectTimeout, backoff};
 pub use self::connections::FlowGuard;
 use self::health::{EndpointHealth, Transition};
 pub use self::health::{EndpointReadiness, Observation};
-use self::probe_signals::ProbeSignals;
-pub use self::probe_signals::ProbeTrigger;
+pub use self::probe_signals::{ProbeSignals, ProbeTrigger};
 use self::slow_start::SlowStart;
 pub use self::state::EndpointState;
 use self::statistics::EndpointStatistics;
@@ -66,7 +65,8 @@ pub struct Endpoint {
     state: AtomicU8,
     slow_start: SlowStart,
     statistics: EndpointStatistics,
-    probe: ProbeSignals,
+    /// What requests report to its prober.
+    pub probe: ProbeSignals,
     fallback: AtomicBool,
     /// Notified when a connection was opened or closed.
     connections_changed: Notify,
@@ -156,7 +156,7 @@ impl Endpoint {
     pub fn is_usable(&self) -> bool {
         match self.state() {
             EndpointState::Ready | EndpointState::Degraded | EndpointState::Suspect => true,
-            EndpointState::Connecting => self.guarded().health.live_connections() > 0,
+            EndpointState::Connecting => self.guarded().health.connections.open > 0,
             EndpointState::Ejected | EndpointState::NoH2 | EndpointState::Leaving => false,
         }
     }
@@ -198,10 +198,7 @@ impl Endpoint {
             removal.await;
         }
     }
-}
 
-/// What the prober reports of `/readyz`, and what requests report as passive evidence.
-impl Endpoint {
     /// One `/readyz` failed or is overdue. Returns whether the one before was ok.
     pub fn note_probe_failing(&self, now: Instant) -> bool {
         self.guarded().health.note_probe_failing(now);
@@ -219,11 +216,6 @@ impl Endpoint {
         self.guarded().last_check = Some(check);
     }
 
-    /// Whether the latest `/readyz` failed or is overdue. One atomic load.
-    pub fn is_probe_failing(&self) -> bool {
-        self.probe.is_failing()
-    }
-
     /// Its readiness, for evacuations.
     pub fn readiness(&self) -> EndpointReadiness {
         self.guarded().health.readiness()
@@ -235,24 +227,6 @@ impl Endpoint {
         self.probe.response_received(status);
     }
 
-    /// Passive evidence: response heads are slow. Requests a `/readyz` at once.
-    pub fn request_probe(&self) {
-        self.probe.request(ProbeTrigger::PassiveEvidence);
-    }
-
-    /// The probe of another endpoint fails. Requests a `/readyz` at once, which shows whether
-    /// watches may move here.
-    pub fn request_confirmation_probe(&self) {
-        self.probe.request(ProbeTrigger::Confirmation);
-    }
-
-    /// Waits until a probe is requested; returns why.
-    pub async fn probe_requested(&self) -> ProbeTrigger {
-        self.probe.requested().await
-    }
-}
-
-impl Endpoint {
     /// The row of `/status`.
     pub fn status(&self) -> EndpointStatus {
         let usable = self.is_usable();
@@ -275,7 +249,7 @@ impl Endpoint {
             since: Utc(guarded.since).seconds(),
             last_ejection: guarded.last_ejection.clone(),
             downtime_seconds: guarded.downtime.total(Instant::now()).as_secs_f64(),
-            ejections: guarded.downtime.ejections(),
+            ejections: guarded.downtime.ejections,
             last_check: guarded.last_check.clone(),
             connections,
             flows: self.flows(),
@@ -361,11 +335,6 @@ impl Downtime {
     fn total(&self, now: Instant) -> Duration {
         self.total + self.since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
     }
-
-    /// Number of downtimes.
-    fn ejections(&self) -> u64 {
-        self.ejections
-    }
 }
 
 impl Guarded {
@@ -373,7 +342,7 @@ impl Guarded {
     fn ejection_label(&self, to: EndpointState) -> &'static str {
         if to == EndpointState::NoH2 {
             "no_h2"
-        } else if self.health.is_unresponsive() {
+        } else if self.health.unresponsive.is_some() {
             "silent"
         } else if self.backoff.has_timed_out() {
             "connect_timeout"

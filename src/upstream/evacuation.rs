@@ -68,7 +68,7 @@ pub struct Evacuation {
 
 /// The endpoints to evacuate now. Allocates nothing while every probe is ok.
 pub fn evacuations(endpoints: &[Arc<Endpoint>]) -> Vec<Evacuation> {
-    if !endpoints.iter().any(|endpoint| endpoint.is_probe_failing()) {
+    if !endpoints.iter().any(|endpoint| endpoint.probe.is_failing()) {
         return Vec::new();
     }
     let readiness: Vec<_> = endpoints.iter().map(|endpoint| endpoint.readiness()).collect();

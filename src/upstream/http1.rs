@@ -204,9 +204,6 @@ pub struct Http1Driver {
 
 impl Http1Driver {
     /// The connection without HTTP, after a 101, and the health check of its flow.
-    ///
-    /// # Errors
-    /// It has ended.
     pub async fn reclaim(mut self) -> Result<(Tunnelled, FlowHealthCheck), String> {
         let stream = (&mut self.task).await.map_err(|error| error.to_string())??;
         Ok((stream, self.flow.clone()))

@@ -11,7 +11,7 @@ use crate::config::Readyz;
 use crate::observe::utc::{Utc, wall_clock};
 use crate::upstream::Upstream;
 use crate::upstream::connection::{Connection, ConnectionState};
-use crate::upstream::endpoint::Endpoint;
+use crate::upstream::endpoint::{Endpoint, ProbeTrigger};
 use crate::upstream::readyz::{ReadyzCheck, failed_checks};
 
 /// Bytes of a response body that are kept to find the failed checks in it.
@@ -64,7 +64,7 @@ pub fn request_probes_of_others(upstream: &Upstream, endpoint: &Arc<Endpoint>) {
         return;
     }
     for other in upstream.endpoints().iter().filter(|other| !Arc::ptr_eq(other, endpoint)) {
-        other.request_confirmation_probe();
+        other.probe.request(ProbeTrigger::Confirmation);
     }
 }
 

@@ -16,6 +16,7 @@ use crate::proxy::upstream_client::{
     UpstreamResponse, is_better_elsewhere, still_troubled, troubled,
 };
 use crate::upstream::connection::{Connection, Permit};
+use crate::upstream::endpoint::ProbeTrigger;
 use crate::upstream::pool::{PreviousFailure, StreamRequirements};
 
 /// Attempts side by side, the first included. The connection of a hedge may get into trouble too: a
@@ -55,7 +56,7 @@ impl ForwardedRequest {
         if depth == MAX_PARALLEL || !safe || !is_sent {
             return first.await;
         }
-        connection.endpoint.request_probe();
+        connection.endpoint.probe.request(ProbeTrigger::PassiveEvidence);
         let hedges_before = self.hedges.get();
         let (result, winner) = loop {
             if !self.upstream.hedges.take() {

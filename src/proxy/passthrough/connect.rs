@@ -24,7 +24,7 @@ use crate::net::process::resource_limits;
 use crate::net::sockets::connector::Connector;
 use crate::upstream::Upstream;
 use crate::upstream::balance;
-use crate::upstream::endpoint::{Endpoint, EndpointState};
+use crate::upstream::endpoint::{Endpoint, EndpointState, ProbeTrigger};
 
 /// When the next candidate is tried beside one that has not answered.
 const RACE_AFTER: Duration = Duration::from_millis(250);
@@ -120,7 +120,7 @@ async fn attempt(outgoing: Arc<Connector>, endpoint: Arc<Endpoint>) -> Result<Co
     endpoint.metrics.dialled(if is_local { "local" } else { "failed" });
     if !is_local {
         // The prober decides whether the endpoint is down.
-        endpoint.request_probe();
+        endpoint.probe.request(ProbeTrigger::PassiveEvidence);
     }
     Err(why)
 }

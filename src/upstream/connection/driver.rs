@@ -1,6 +1,7 @@
 //! The task that owns a connection's socket: it polls h2, sends PINGs, and executes what
 //! [`health`] decides.
 
+use std::cell::RefCell;
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
 use std::rc::Rc;
@@ -15,7 +16,9 @@ use tokio::time::{Instant, sleep_until};
 
 use super::Connection;
 use super::error_text::{describe_end, describe_h2_error};
-use super::lifecycle::DrainUrgency;
+use super::lifecycle::{ConnectionLifecycle, DrainUrgency};
+use super::response_waits::ResponseWaits;
+use super::stream_slots::StreamSlots;
 use crate::config;
 use crate::net::sockets::tracked_stream::StreamObserver;
 use crate::upstream::credentials::{ClientTls, CredentialClass};
@@ -23,6 +26,7 @@ use crate::upstream::dial::DialedConnection;
 use crate::upstream::endpoint::{Endpoint, Observation};
 use crate::upstream::health::{self, ConnectionHealth, ConnectionState, Evidence, Thresholds};
 use crate::upstream::stats::ConnectionStats;
+use crate::upstream::watch_moves::WatchMoves;
 
 impl Connection {
     /// Takes an established connection into use and spawns its driver on the current `LocalSet`.
@@ -49,7 +53,25 @@ impl Connection {
             rtt_us = rtt.as_micros() as u64,
             "connection is live"
         );
-        let this = Self::new(send, stats, endpoint, shown, config, pool);
+        let this = Rc::new(Self {
+            endpoint: Arc::clone(endpoint),
+            class,
+            generation: shown.generation,
+            certificate: shown.certificate.clone(),
+            stats,
+            lifecycle: ConnectionLifecycle::new(endpoint.metrics.connection_gauge()),
+            slots: StreamSlots::new(
+                config.connections.max_streams,
+                send.current_max_send_streams(),
+                now,
+            ),
+            send,
+            waits: ResponseWaits::new(now),
+            moves: WatchMoves::default(),
+            driver: RefCell::new(None),
+            changed: Notify::new(),
+            pool,
+        });
         let health = ConnectionHealth::new(Thresholds::of(&config.health), rtt, now);
         let driver =
             Driver { this: Rc::clone(&this), connection, ping, observer, health, bytes_read: 0 };

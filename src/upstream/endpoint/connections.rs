@@ -97,7 +97,7 @@ impl Endpoint {
             let mut changed = pin!(self.connections_changed.notified());
             // Registered before the loss is read, so that no change falls in between.
             changed.as_mut().enable();
-            let loss = self.guarded().health.unanswered_loss().cloned();
+            let loss = self.guarded().health.connections.unanswered_loss.clone();
             match loss.filter(|(at, _)| *at >= sent) {
                 Some((at, reason)) => {
                     if timeout_at(at + WRITE_PATIENCE, changed).await.is_err() {

@@ -89,13 +89,13 @@ pub struct EndpointReadiness {
 #[derive(Debug, Default)]
 pub(super) struct EndpointHealth {
     transport: Transport,
-    connections: LiveConnections,
+    pub(super) connections: LiveConnections,
     readyz: Readyz,
     probe_failing_since: Option<Instant>,
     last_ready_probe: Option<Instant>,
     lifecycle: Lifecycle,
     /// Why it counts as unresponsive although its kernel may answer.
-    unresponsive: Option<String>,
+    pub(super) unresponsive: Option<String>,
     /// The resource of this host that the latest connect lacked.
     shortage: Option<String>,
     /// The state was worse than suspect since it was last ready.
@@ -106,8 +106,8 @@ pub(super) struct EndpointHealth {
 /// Counted connections of all workers and of the prober. Counted here, so that the end of the last
 /// one and its consequence are one step.
 #[derive(Debug, Default)]
-struct LiveConnections {
-    open: usize,
+pub(super) struct LiveConnections {
+    pub(super) open: usize,
     /// Those of them whose PING is not answered.
     unresponsive: usize,
     /// No PING is answered on any; as text.
@@ -115,7 +115,7 @@ struct LiveConnections {
     /// Why the last one was lost, while there is none.
     lost_reason: Option<String>,
     /// When and why the last one was lost, if its PING was not answered.
-    unanswered_loss: Option<(Instant, String)>,
+    pub(super) unanswered_loss: Option<(Instant, String)>,
 }
 
 #[derive(Debug, Default, PartialEq)]
@@ -185,22 +185,6 @@ impl EndpointHealth {
                 (EndpointState::Connecting, "connected, /readyz not answered yet")
             }
         }
-    }
-
-    /// Live connections, of all workers and of the prober.
-    pub(super) fn live_connections(&self) -> usize {
-        self.connections.open
-    }
-
-    /// Whether it counts as unresponsive although its kernel may answer.
-    pub(super) fn is_unresponsive(&self) -> bool {
-        self.unresponsive.is_some()
-    }
-
-    /// When and why the last connection was lost, if its PING was not answered and none has been
-    /// opened since.
-    pub(super) fn unanswered_loss(&self) -> Option<&(Instant, String)> {
-        self.connections.unanswered_loss.as_ref()
     }
 
     /// `/readyz` failed once or is overdue.

@@ -11,17 +11,17 @@ const ERROR_STREAK: u64 = 5;
 /// Why `/readyz` is asked before its time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ProbeTrigger {
-    /// Requests met a streak of errors or slow response heads here.
+    /// Passive evidence: requests met a streak of errors or slow response heads here.
     PassiveEvidence,
     /// Another endpoint's probe fails; watches may move here only once this one's is ok.
     Confirmation,
 }
 
+/// Requests for a probe, and whether the latest one failed.
 #[derive(Debug, Default)]
-pub(super) struct ProbeSignals {
+pub struct ProbeSignals {
     requested: Notify,
     confirmation_requested: AtomicBool,
-    /// The latest `/readyz` failed or is overdue.
     failing: AtomicBool,
     errors_in_row: AtomicU64,
 }
@@ -37,14 +37,16 @@ impl ProbeSignals {
         }
     }
 
-    pub(super) fn request(&self, trigger: ProbeTrigger) {
+    /// Requests a `/readyz` at once.
+    pub fn request(&self, trigger: ProbeTrigger) {
         if trigger == ProbeTrigger::Confirmation {
             self.confirmation_requested.store(true, Ordering::Relaxed);
         }
         self.requested.notify_one();
     }
 
-    pub(super) async fn requested(&self) -> ProbeTrigger {
+    /// Waits until a probe is requested; returns why.
+    pub async fn requested(&self) -> ProbeTrigger {
         self.requested.notified().await;
         if self.confirmation_requested.swap(false, Ordering::Relaxed) {
             ProbeTrigger::Confirmation
@@ -53,7 +55,8 @@ impl ProbeSignals {
         }
     }
 
-    pub(super) fn is_failing(&self) -> bool {
+    /// Whether the latest `/readyz` failed or is overdue. One atomic load.
+    pub fn is_failing(&self) -> bool {
         self.failing.load(Ordering::Relaxed)
     }
 

@@ -23,7 +23,7 @@ fn downtime_sums_ejected_periods_including_the_current_one() {
         (31, true, 6, 2),
     ] {
         downtime.record(ejected, at(second));
-        let known = (downtime.total(at(second)).as_secs(), downtime.ejections());
+        let known = (downtime.total(at(second)).as_secs(), downtime.ejections);
         assert_eq!(known, (total, ejections), "at {second} s");
     }
     assert_eq!(downtime.total(at(40)).as_secs(), 15);

@@ -14,7 +14,7 @@ use crate::config;
 use crate::upstream::balance;
 use crate::upstream::connection::{Connection, Permit};
 use crate::upstream::credentials::CredentialClass;
-use crate::upstream::endpoint::{Endpoint, EndpointState};
+use crate::upstream::endpoint::{Endpoint, EndpointState, ProbeTrigger};
 use crate::upstream::evacuation::ActiveEvacuations;
 use crate::upstream::health::ConnectionState;
 use crate::upstream::rebalance::Rebalancer;
@@ -186,7 +186,7 @@ impl ClassPool {
         self.slow_heads_checked.set(now);
         for connection in self.connections.borrow().iter() {
             if connection.has_slow_response_heads(SLOW_HEAD_INTERVAL, now) {
-                connection.endpoint.request_probe();
+                connection.endpoint.probe.request(ProbeTrigger::PassiveEvidence);
             }
         }
     }

@@ -149,13 +149,13 @@ fn revert_files(
 }
 
 fn kubeconfig_file(path: PathBuf, text: String) -> OutputFile {
-    OutputFile { path, bytes: text.into_bytes(), mode: PRIVATE, what: "the kubeconfig" }
+    OutputFile { path, bytes: text.into_bytes(), mode: PRIVATE, description: "the kubeconfig" }
 }
 
 fn write(file: &OutputFile, report: &mut KubeconfigReport) -> Result<(), Failure> {
     let written = write_file(file).map_err(Failure::Write)?;
     let path = file.path.display().to_string();
-    report.files.push(ReportedFile { path, what: file.what, written });
+    report.files.push(ReportedFile { path, what: file.description, written });
     Ok(())
 }
 

@@ -1,7 +1,8 @@
-//! The control plane: discovers endpoints, probes them and reloads certificates. It runs on a thread
-//! of its own; requests never wait for it.
+//! The control plane: discovers endpoints, probes them, and reloads and renews certificates. It runs on
+//! a thread of its own, and requests never wait for it.
 //!
-//! * [`discovery`] decides which endpoints an upstream has; [`endpoint_set`] alone writes the set.
+//! * [`discovery`] finds the endpoints of an upstream. Only [`endpoint_set`] writes the set that the
+//!   upstream uses.
 //! * [`readyz`] probes the endpoints.
 //! * [`certificates`] reloads and renews certificates; [`file_watch`] detects changed files.
 //! * [`watchdog`] reports liveness to the service manager.

@@ -1,28 +1,27 @@
 //! `jackstay doctor`: diagnoses the path between this machine and its apiservers.
 //!
-//! Data flows one way, and only the examination touches the network:
+//! Each stage uses only the result of the stage before it:
 //!
 //! ```text
 //! target ──> examine ──> observations ──> findings ──> report
-//!            (host, dns, probe, long_lived, members)
+//!               └ host, dns, probe, long_lived, members
 //! ```
 //!
 //! 1. [`target`] makes an [`ExaminationPlan`](target::ExaminationPlan) from a configuration, a
 //!    kubeconfig or addresses.
-//! 2. [`examine`] carries it out: [`host`] checks this machine, [`dns`] each name server, [`probe`]
-//!    fresh connections step by step, [`long_lived`] connections that stay open; [`members`] asks the
-//!    cluster for its apiservers.
-//! 3. [`observations`] holds the results, plain data.
-//! 4. [`findings`] is a pure function from observations to causes, the most likely first.
-//! 5. [`report`] prints both.
+//! 2. [`examine`] executes the plan. [`host`] checks this machine and [`dns`] checks each name server.
+//!    [`probe`] opens connections and measures each step; [`long_lived`] checks connections that stay
+//!    open. [`members`] requests the addresses of the apiservers from the cluster.
+//! 3. [`observations`] holds the results as plain data.
+//! 4. [`findings`] derives causes from the observations, the most likely first. It is a pure function.
+//! 5. [`report`] prints the observations and the findings.
 //!
-//! [`survey`] is a shorter examination with the same probes, for `jackstay kubeconfig`: what the
-//! certificates name, and which apiservers the cluster has.
+//! `jackstay kubeconfig` uses [`survey`] instead of [`examine`]: it reads the names in the certificates
+//! of the apiservers and the addresses of all apiservers of the cluster, with the same probes.
 //!
-//! The doctor changes nothing, and sends a credential only to a server whose certificate it has
-//! verified.
+//! The doctor changes nothing. It sends a credential only to a server whose certificate it has verified.
 
-// Without the feature only `survey` is used, which needs a part of the probes.
+// Without the feature only `survey` is built, which does not use all of the probes.
 #![cfg_attr(not(feature = "doctor"), allow(dead_code))]
 
 pub mod dns;

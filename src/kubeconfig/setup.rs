@@ -91,7 +91,7 @@ pub fn plan(context: &ResolvedContext, request: &SetupRequest) -> Result<SetupPl
         path: request.config.clone(),
         bytes: text.into_bytes(),
         mode: PUBLIC,
-        what: "the configuration of jackstay",
+        description: "the configuration of jackstay",
     });
     Ok(plan)
 }

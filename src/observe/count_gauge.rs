@@ -1,13 +1,14 @@
-//! A gauge of a number of things: changed by one atomic addition, exported at a scrape.
+//! A gauge with an integer value.
 //!
-//! A gauge of the registry is a float behind a compare-and-swap and cannot be read back. This one is an
-//! integer that `/status` reads too; [`CountGauge::publish`] copies it into the registry's gauge.
+//! The registry's gauge is a float that is changed with a compare-and-swap loop and cannot be read back.
+//! A [`CountGauge`] is changed with one atomic addition, and `/status` reads it too.
+//! [`CountGauge::publish`] copies its value into the registry's gauge before each scrape.
 
 use std::sync::atomic::{AtomicI64, Ordering};
 
 use metrics::Gauge;
 
-/// How many of something exist now.
+/// Counts the objects of one kind that exist now, such as open connections.
 #[derive(Debug)]
 pub struct CountGauge {
     value: AtomicI64,
@@ -15,7 +16,7 @@ pub struct CountGauge {
 }
 
 impl CountGauge {
-    /// Zero, exported as `gauge`.
+    /// A count of zero, which is exported as `gauge`.
     pub(super) fn new(gauge: Gauge) -> Self {
         gauge.set(0);
         Self { value: AtomicI64::new(0), gauge }
@@ -31,12 +32,12 @@ impl CountGauge {
         self.value.fetch_sub(count, Ordering::Relaxed);
     }
 
-    /// The present number.
+    /// The current count.
     pub fn get(&self) -> i64 {
         self.value.load(Ordering::Relaxed)
     }
 
-    /// Copies the number into the registry's gauge.
+    /// Copies the count into the registry's gauge.
     pub(super) fn publish(&self) {
         self.gauge.set(self.get() as f64);
     }

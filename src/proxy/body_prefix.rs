@@ -1,9 +1,9 @@
-//! Waits for the beginning of a response before any of it is forwarded. Until then the request can be
-//! sent again, and the loss of its connection does the client no harm.
+//! Holds a response until the first part of its body, the prefix, has arrived. Until jackstay forwards
+//! the first byte, it can send the request again, so the client does not notice a lost connection.
 //!
-//! An apiserver writes most responses at once, in a few frames. jackstay waits for all of such a
-//! response, so that a connection lost between two of its frames breaks none. A response that is longer,
-//! or slow on a connection that works, is forwarded as it comes.
+//! An apiserver writes most responses at once, in a few frames. The prefix holds such a response
+//! completely, so a connection that is lost between two of its frames truncates no response. Longer
+//! responses, and slow responses on a working connection, are forwarded frame by frame after the prefix.
 
 use std::time::Duration;
 
@@ -14,26 +14,29 @@ use tokio::time::{Instant, timeout, timeout_at};
 use super::request_info::RequestKind;
 use crate::upstream::connection::{Connection, ConnectionState};
 
-/// Longest prefix, in bytes: discovery, an object or a short list. It is within the stream's window, so
-/// it needs no more memory than a client that does not read.
-const PREFIX: usize = 64 * 1024;
+/// A prefix of at least this many bytes is forwarded: enough for discovery, an object or a short list.
+/// It fits into the receive window of the stream, so it needs no more memory than a client that reads
+/// nothing.
+const PREFIX_SIZE: usize = 64 * 1024;
 
-/// How long the prefix may take after its first frame. Usually a lost connection is suspected sooner;
-/// then jackstay waits until it responds or is dead.
+/// Time until a prefix is forwarded, from its first frame. If the connection is suspected before that,
+/// as a lost one usually is, jackstay waits until the connection responds or is dead.
 const PREFIX_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How long the head of a log is held back for the first line. The container of a followed log may
-/// write nothing for hours, and the client wants the head.
+/// Time for which the head of a log is held until the first line arrives. The container of a followed
+/// log may write nothing for hours, and the client needs the head before that.
 const LOG_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Whether a request waits for the prefix of its response as for the head, so that a silent connection is
-/// suspected as before the head. A log or a watch may be silent.
+/// Whether a response is held until its prefix has arrived. During that time the request counts as
+/// waiting for the response head, so the connection is suspected if nothing arrives. Logs and watches do
+/// not count, because they may be silent.
 pub fn waits_for_prefix(kind: RequestKind) -> bool {
     matches!(kind, RequestKind::Read | RequestKind::NonMutating)
 }
 
-/// Waits for the prefix of a response whose head has arrived; `None` for a request that may not be sent
-/// again, for a watch, and for an empty body.
+/// Returns the prefix of a response whose head has arrived, or of a log its first frame. Returns `None`
+/// for an empty body, for a log without a line in [`LOG_TIMEOUT`], and at once for watches, writes and
+/// tunnels.
 ///
 /// # Errors
 /// The stream was reset, or its connection was lost.
@@ -46,11 +49,11 @@ pub async fn body_prefix(
         _ if recv.is_end_stream() => Ok(None),
         _ if waits_for_prefix(kind) => {
             let Some(first) = recv.data().await.transpose()? else { return Ok(None) };
-            if recv.is_end_stream() || first.len() >= PREFIX {
+            if recv.is_end_stream() || first.len() >= PREFIX_SIZE {
                 return Ok(Some(first));
             }
-            // Boxed, so that no other response carries room for it.
-            Box::pin(rest(first, recv, connection)).await.map(Some)
+            // Boxed, so that the futures of other responses do not grow by its size.
+            Box::pin(read_prefix(first, recv, connection)).await.map(Some)
         }
         RequestKind::Log => {
             Box::pin(timeout(LOG_TIMEOUT, recv.data())).await.unwrap_or_default().transpose()
@@ -59,30 +62,31 @@ pub async fn body_prefix(
     }
 }
 
-async fn rest(
+/// Reads the frames that follow `first`.
+async fn read_prefix(
     first: Bytes,
     recv: &mut RecvStream,
     connection: &Connection,
 ) -> Result<Bytes, h2::Error> {
-    let mut held = BytesMut::from(first);
-    let mut latest = Instant::now();
-    let mut end = latest + PREFIX_TIMEOUT;
-    while held.len() < PREFIX && !recv.is_end_stream() {
-        match timeout_at(end, recv.data()).await {
+    let mut prefix = BytesMut::from(first);
+    let mut last_frame = Instant::now();
+    let mut deadline = last_frame + PREFIX_TIMEOUT;
+    while prefix.len() < PREFIX_SIZE && !recv.is_end_stream() {
+        match timeout_at(deadline, recv.data()).await {
             Ok(Some(data)) => {
-                held.extend_from_slice(&data?);
-                latest = Instant::now();
+                prefix.extend_from_slice(&data?);
+                last_frame = Instant::now();
             }
-            // A PING is sent while a request waits. If nothing arrived since, not even its
-            // acknowledgement, the connection is not judged yet.
+            // The connection sends a PING while a request waits. If not even the PONG has arrived since
+            // the last frame, the connection may be lost.
             Err(_)
                 if connection.state() == ConnectionState::Suspect
-                    || connection.last_received() <= latest =>
+                    || connection.last_received() <= last_frame =>
             {
-                end = Instant::now() + PREFIX_TIMEOUT;
+                deadline = Instant::now() + PREFIX_TIMEOUT;
             }
             Ok(None) | Err(_) => break,
         }
     }
-    Ok(held.freeze())
+    Ok(prefix.freeze())
 }

@@ -1,14 +1,14 @@
-//! The drain of a listener, or of its client to an upstream: one [`DrainTrigger`] starts it, and
-//! any number of [`DrainWatcher`]s follow it.
+//! The drain of a listener, of one of its sockets, or of its watches on one upstream. One
+//! [`DrainTrigger`] starts the drain, and any number of [`DrainWatcher`]s wait for it.
 //!
 //! | stage | connections | watches |
 //! |---|---|---|
 //! | open | are accepted and served | continue |
-//! | draining | none is accepted; each open one gets a GOAWAY and ends with its last request | end cleanly, each at its own moment, if the client resumes them without a list |
-//! | forced | are closed, with everything that runs on them | are closed with their connection |
+//! | draining | are accepted only from the socket's queue; open ones get a GOAWAY and are closed after their last request | end cleanly at a random moment within the spread; a watch that its client could not resume without a new list continues |
+//! | forced | are closed at once, with their requests | are closed with their connection |
 //!
-//! Watches end at random moments within the spread. If thousands of nodes, or a thousand watches of
-//! one node, ended at once, all their clients would reconnect at the same time.
+//! The spread keeps the clients of thousands of nodes, or of a thousand watches on one node, from
+//! reconnecting at the same time.
 
 use std::time::Duration;
 
@@ -22,13 +22,13 @@ enum Stage {
     Forced,
 }
 
-/// Creates the two ends of a drain that has not started.
+/// Creates a drain that has not started.
 pub fn channel() -> (DrainTrigger, DrainWatcher) {
     let (sender, receiver) = watch::channel(Stage::Open);
     (DrainTrigger(sender), DrainWatcher(receiver))
 }
 
-/// Starts a drain. Dropping it releases every watcher that waits.
+/// Starts and forces a drain. When it is dropped, every wait of a [`DrainWatcher`] ends.
 #[derive(Debug)]
 pub struct DrainTrigger(watch::Sender<Stage>);
 
@@ -37,7 +37,7 @@ pub struct DrainTrigger(watch::Sender<Stage>);
 pub struct DrainWatcher(watch::Receiver<Stage>);
 
 impl DrainTrigger {
-    /// Starts the drain; watches end within `spread`. Does nothing if it has started already.
+    /// Starts the drain, in which watches end within `spread`. A second call has no effect.
     pub fn start(&self, spread: Duration) {
         self.0.send_if_modified(|stage| {
             let is_first = *stage == Stage::Open;
@@ -48,30 +48,31 @@ impl DrainTrigger {
         });
     }
 
-    /// Closes everything that is still open.
+    /// Forces the drain: open connections are closed at once.
     pub fn force(&self) {
         self.0.send_replace(Stage::Forced);
     }
 }
 
 impl DrainWatcher {
-    /// Waits until the drain starts.
+    /// Waits until the drain starts or the trigger is dropped.
     pub async fn started(&mut self) {
-        // An error means that the trigger was dropped, which ends the wait as well.
+        // `wait_for` returns an error when the trigger is dropped.
         let _ = self.0.wait_for(|stage| *stage != Stage::Open).await;
     }
 
-    /// Whether everything that is still open is to be closed now.
+    /// Whether the drain is forced. Dropping the trigger does not force it.
     pub fn is_forced(&self) -> bool {
         *self.0.borrow() == Stage::Forced
     }
 
-    /// Waits until everything that is still open is to be closed.
+    /// Waits until the drain is forced or the trigger is dropped.
     pub async fn forced(&mut self) {
         let _ = self.0.wait_for(|stage| *stage == Stage::Forced).await;
     }
 
-    /// Waits until one watch is to end: at a random moment within the spread of the drain.
+    /// Waits until a random moment within the spread of the drain, at which one watch ends. Returns at once
+    /// if the drain is forced or the trigger is dropped.
     pub async fn staggered_end(&mut self) {
         let end = match self.0.wait_for(|stage| *stage != Stage::Open).await.as_deref() {
             Ok(Stage::Draining { since, spread }) => *since + spread.mul_f64(fastrand::f64()),
@@ -112,12 +113,12 @@ mod tests {
             let from = Duration::from_secs(second);
             let within =
                 ends.iter().filter(|end| (from..from + Duration::from_secs(1)).contains(*end));
-            assert!(within.count() > 20, "second {second} has too few of {ends:?}");
+            assert!(within.count() > 20, "too few watches end in second {second}: {ends:?}");
         }
     }
 
     #[tokio::test(start_paused = true)]
-    async fn force_ends_every_wait_at_once() {
+    async fn force_and_drop_end_every_wait_at_once() {
         let (trigger, mut watcher) = channel();
         trigger.start(Duration::from_secs(3600));
         trigger.start(Duration::ZERO);

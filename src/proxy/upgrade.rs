@@ -202,7 +202,7 @@ async fn carry(
                 None => (Side::Client, error.to_string()),
             })
         }
-        why = flow.died() => Err((Side::Upstream, why.to_owned())),
+        why = flow.wait_until_dead() => Err((Side::Upstream, why.to_owned())),
     };
     *received = usize::try_from(upstream.bytes_read()).unwrap_or(usize::MAX);
     result

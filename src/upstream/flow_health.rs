@@ -1,44 +1,47 @@
-//! The health of a flow on which no PING can be sent. The bytes of a tunnel or a passed connection are
-//! not jackstay's, so the kernel's TCP statistics are the only evidence.
+//! The health of a flow: a TCP connection whose bytes jackstay forwards unchanged, so that it cannot
+//! send a PING of its own. The only evidence is the kernel's TCP statistics.
 //!
-//! | bytes that wait to be acknowledged | dead when |
+//! | bytes that wait for an acknowledgement | the flow is dead when |
 //! |---|---|
-//! | sent | none was acknowledged for 2.25 s, in which six retransmissions or segments were sent; or for 2.5 s with four |
-//! | not sent, although the peer's window is open: the local netfilter drops them | the same, with three probes |
-//! | not sent, since the peer's window is closed | four window probes in a row are unanswered (six on a lossy path, two on correlated loss), one second for each and 250 ms more |
-//! | none | nothing new was received for 2.7 s (4.5 s on a lossy path, 2.15 s on correlated loss), and eight keepalives are unanswered |
+//! | sent | none was acknowledged for 2.25 s and six retransmissions or segments were sent meanwhile; or for 2.5 s with four retransmissions |
+//! | not sent although the peer's window is open: the local netfilter drops them | none was acknowledged for 2.25 s, and three probes are unanswered or six segments were sent |
+//! | not sent, and the kernel does not report the window (before Linux 5.4) | nothing was received for 2.25 s and four probes are unanswered |
+//! | not sent because the peer's window is closed | four window probes in a row are unanswered (six on a lossy path, two on correlated loss), nothing was received for as many seconds, and the last probe is 250 ms old |
+//! | none | nothing new was received for 2.7 s and eight keepalives are unanswered (4.5 s and eight on a lossy path, 2.15 s and five on correlated loss) |
 //!
 //! While no bytes wait, the kernel sends a keepalive after each second without a segment. Once one is
-//! unanswered for 200 ms, a new one is requested every 100 ms. Linux answers such probes only twice a
-//! second (`tcp_invalid_ratelimit`), so 2.7 s have room for four answers: at 1.0, 1.5, 2.1 and 2.6 s. At
-//! 5 % packet loss each way all four are lost once in 80,000 seconds of an idle flow, which is too often
-//! for a thousand flows. A late answer refutes a suspicion; refuted suspicions are frequent on such a
-//! path, and after [`LOSSY_AFTER`] of them seven answers must be missing.
+//! unanswered for 200 ms, jackstay requests a keepalive every 100 ms. Linux answers such probes only
+//! twice a second (`tcp_invalid_ratelimit`), so four answers can arrive within 2.7 s: at 1.0, 1.5, 2.1
+//! and 2.6 s. At 5 % packet loss each way an idle flow loses all four once in 80,000 s, which is too
+//! often for a thousand flows. A late answer refutes the suspicion. After [`LOSSY_AFTER`] refuted
+//! suspicions the path counts as lossy, and seven answers must be missing.
 //!
-//! Packet loss hits flows independently. Several flows that miss two answers each at the same time, and
-//! are a quarter of all flows of an endpoint, show that its path is broken ([`CorrelatedLoss`]).
+//! Independent packet loss rarely affects several flows at once. If three flows of an endpoint, and a
+//! quarter of all its flows, each miss two answers at the same time, its path is broken
+//! ([`CorrelatedLoss`]).
 //!
-//! Data that the peer retransmits was not acknowledged: packets to the peer are lost, although those
-//! from the peer arrive. So retransmitted data is no evidence of life; an acknowledgement alone and new
-//! data are. But it delays the kernel's keepalives, so then two of these are enough.
+//! Data that the peer retransmits shows only that packets from the peer arrive: the acknowledgements to
+//! the peer may be lost. Only new data and pure acknowledgements are evidence of life. Retransmitted
+//! data also delays the kernel's keepalives, so then two unanswered keepalives suffice.
 //!
-//! A peer whose window is closed is alive but full: the kernel probes it at growing intervals, and each
-//! answer resets the count of probes. Its loss is detected late, after 3.3 to 4.5 s, since Linux has no
-//! way to probe sooner: with bytes in the send queue it sends no keepalives (`tcp_keepalive_timer`);
-//! window probes are at least a second apart (`TCP_RTO_MAX_MS`, Linux 6.15; before that up to two
-//! minutes); `TCP_USER_TIMEOUT` also kills peers that answer; and `TCP_REPAIR` needs `CAP_NET_ADMIN`. Two
-//! unanswered probes are all that 3 s have room for, and 5 % packet loss each way causes that every two
-//! minutes. A stopped process counts as alive: its kernel answers.
+//! A peer with a closed window is alive but accepts no data. The kernel probes the window at growing
+//! intervals, and each answer resets its count of probes. The loss of such a peer is detected only after
+//! 3.3 to 4.5 s, because Linux cannot probe it sooner: with bytes in the send queue it sends no
+//! keepalives (`tcp_keepalive_timer`); window probes are at least a second apart (`TCP_RTO_MAX_MS`, Linux
+//! 6.15; before that up to two minutes); `TCP_USER_TIMEOUT` also closes connections to peers that answer;
+//! and `TCP_REPAIR` needs `CAP_NET_ADMIN`. Only two window probes fit into 3 s, and at 5 % packet loss
+//! each way two in a row are lost every two minutes. A stopped process counts as alive: its kernel
+//! answers.
 //!
-//! A check that runs late gives no verdict, once in each silence, so that a paused machine does not blame
-//! its peers. After that the verdicts count, however late the checks are, since the kernel counts
-//! whether or not the process is scheduled.
+//! A late check returns no verdict, but only once in each period of silence, so that a paused machine
+//! does not declare its peers dead. Later checks return verdicts even if they are late, because the
+//! kernel counts whether or not the process is scheduled.
 //!
-//! The table is for a flow that can be replaced. The tunnel of an exec, an attach, a port-forward or a
-//! copy cannot, and has `tunnel_dead_after` ([`FlowThresholds::tunnel`]). It is recognised only where TLS
-//! ends at jackstay (`terminate`); in passthrough a tunnel is like any other flow.
+//! The table applies to flows that can be replaced. The tunnel of an exec, an attach, a port-forward or
+//! a copy cannot, and uses `tunnel_dead_after` ([`FlowThresholds::tunnel`]). Tunnels are recognised only
+//! in mode `terminate`; in mode `passthrough` a tunnel is treated like any other flow.
 //!
-//! Except for [`FlowHealthCheck::died`], this module sends nothing and reads no clock.
+//! Except for [`FlowHealthCheck::wait_until_dead`], this module sends nothing and reads no clock.
 
 mod thresholds;
 
@@ -54,32 +57,33 @@ pub use self::thresholds::{
 use crate::net::sockets::tcp_info::TcpInfo;
 use crate::net::sockets::tracked_stream::StreamObserver;
 
-/// The pause between retransmissions of a full stream and between window probes grows: the last one
-/// has this long to be answered.
-const LAST_ANSWER: Duration = Duration::from_millis(250);
-/// Probes for bytes that were not sent although the window is open: at 200 ms, doubling, the third is
-/// out after 1.4 s.
+/// Time that the peer has to answer the last retransmission or window probe. The pauses between them
+/// grow, so waiting for another one would take longer.
+const LAST_PROBE_TIMEOUT: Duration = Duration::from_millis(250);
+/// Unanswered probes while bytes were not sent although the window is open. The first is sent after
+/// 200 ms and the pause doubles, so the third is sent after 1.4 s.
 const UNSENT_PROBES: u8 = 3;
-/// The same on a kernel that does not tell an open window from a closed one.
-const BLIND_PROBES: u8 = 4;
-/// Retransmitted data resets the kernel's count of unanswered keepalives. Then this many segments
-/// must have been sent since new data arrived (acknowledgements of the retransmissions, each of which
-/// was lost as well, and keepalives), and [`LATEST_PROBES`] keepalives since the last retransmission.
+/// The same on a kernel that does not report the window.
+const PROBES_WITHOUT_WINDOW: u8 = 4;
+/// Retransmitted data of the peer resets the kernel's count of unanswered keepalives. The flow is then
+/// dead if this many segments (lost acknowledgements and keepalives) were sent since new data arrived,
+/// and [`PROBES_AFTER_RETRANSMISSION`] keepalives since the last retransmission.
 const RETRANSMISSION_SEGMENTS: u32 = 5;
-const LATEST_PROBES: u8 = 2;
-/// The kernel sends a keepalive after a second of silence; its answer is late after this.
-const LATE_ANSWER: Duration = Duration::from_millis(1_200);
-/// From then on a new keepalive is requested this often.
+const PROBES_AFTER_RETRANSMISSION: u8 = 2;
+/// Silence after which the answer to the first keepalive is late. The kernel sends that keepalive after
+/// 1 s.
+const ANSWER_LATE_AFTER: Duration = Duration::from_millis(1_200);
+/// Pause between two requested keepalives once an answer is late.
 const PROBE_INTERVAL: Duration = Duration::from_millis(100);
-/// A flow is stalled after this: two answers are missing, or seven retransmissions unanswered.
+/// A flow is stalled after this time: two answers are missing, or seven retransmissions are unanswered.
 const STALLED_AFTER: Duration = Duration::from_millis(1_900);
-/// Pause between two checks of a flow on which bytes wait.
+/// Pause between two checks of a flow with unacknowledged bytes.
 const PENDING_CHECK_INTERVAL: Duration = Duration::from_millis(100);
-/// A check later than this may show that this process was not scheduled.
-const LATE: Duration = Duration::from_millis(250);
-/// How long verdicts are withheld after that, so that received segments are counted first.
-const GRACE: Duration = Duration::from_millis(150);
-/// The kernel's times are whole ticks of its clock, at most 10 ms long.
+/// A check is late if it runs this long after it was due: the process may not have been scheduled.
+const LATE_CHECK: Duration = Duration::from_millis(250);
+/// Time without a verdict after a late check, so that the kernel counts received segments first.
+const VERDICT_PAUSE: Duration = Duration::from_millis(150);
+/// Largest error of a difference of two kernel times, each rounded to a tick of at most 10 ms.
 const ROUNDING: Duration = Duration::from_millis(20);
 /// Pause between two checks of an idle client.
 const IDLE_CHECK_INTERVAL: Duration = Duration::from_secs(5);
@@ -88,9 +92,9 @@ pub const MAX_CHECK_INTERVAL: Duration = IDLE_CHECK_INTERVAL;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FlowDeath {
-    /// Sent bytes are not acknowledged.
+    /// The peer does not acknowledge bytes that wait.
     Unacknowledged,
-    /// Probes are not answered.
+    /// The peer does not answer keepalives while no bytes wait.
     Unanswered,
 }
 
@@ -108,10 +112,12 @@ impl FlowDeath {
 pub enum FlowDecision {
     /// The flow is dead.
     Dead(FlowDeath),
-    /// Check again later; with `probe`, ask the kernel for a keepalive now.
-    Again {
+    /// The flow is not known to be dead.
+    CheckAgain {
+        /// Pause until the next check.
         after: Duration,
-        /// [`crate::net::sockets::tcp_options::send_keepalive_probe`].
+        /// Whether the caller must request a keepalive now
+        /// ([`crate::net::sockets::tcp_options::send_keepalive_probe`]).
         probe: bool,
     },
 }
@@ -119,40 +125,43 @@ pub enum FlowDecision {
 /// The health of one side of a flow.
 #[derive(Debug, Clone, Copy)]
 pub struct FlowHealth {
-    /// Acknowledged bytes, and segments sent, at `waiting_since`.
-    acked: u64,
-    segments: u32,
+    /// When bytes began to wait, or the last of them was acknowledged; `None` while no bytes wait.
     waiting_since: Option<Instant>,
+    /// [`TcpInfo::bytes_acked`] at the last check.
+    bytes_acked: u64,
+    /// [`TcpInfo::data_segments_sent`] at `waiting_since`.
+    data_segments_sent: u32,
     /// When the last segment arrived that was no retransmission.
     last_segment: Instant,
-    /// [`TcpInfo::fresh_segments`], and segments sent, at that time.
-    fresh: u32,
-    sent: u32,
+    /// [`TcpInfo::fresh_segments`] at the last check.
+    fresh_segments: u32,
+    /// [`TcpInfo::segments_out`] at `last_segment`.
+    segments_out: u32,
     /// The last value of [`TcpInfo::probes`], and when it changed.
     probes: (u8, Instant),
-    /// Keepalives were requested, or the kernel's own were not answered in time, and none has been
-    /// answered since.
-    suspects: bool,
+    /// An answer is late, and no segment has arrived since.
+    is_suspect: bool,
+    /// A segment has refuted a suspicion since the last [`Self::take_refuted_suspicion`].
     refuted: bool,
     stalled: bool,
     /// When the next check is due.
     due: Instant,
-    /// The start of the silence in which a check was late.
+    /// The start of the period of silence in which a check was late.
     late_check_in: Option<Instant>,
 }
 
 impl FlowHealth {
-    /// The health of a new connection; to be checked at once.
+    /// The health of a new connection. Its first check is due at once.
     pub fn new(now: Instant) -> Self {
         Self {
-            acked: 0,
-            segments: 0,
             waiting_since: None,
+            bytes_acked: 0,
+            data_segments_sent: 0,
             last_segment: now,
-            fresh: 0,
-            sent: 0,
+            fresh_segments: 0,
+            segments_out: 0,
             probes: (0, now),
-            suspects: false,
+            is_suspect: false,
             refuted: false,
             stalled: false,
             due: now,
@@ -160,8 +169,8 @@ impl FlowHealth {
         }
     }
 
-    /// Bytes were written. Returns when to check at the latest.
-    pub fn wrote(&mut self, now: Instant) -> Instant {
+    /// Records that bytes were written. Returns when the next check is due.
+    pub fn record_write(&mut self, now: Instant) -> Instant {
         if self.waiting_since.is_none() {
             self.waiting_since = Some(now);
             self.due = self.due.min(now + PENDING_CHECK_INTERVAL);
@@ -169,169 +178,178 @@ impl FlowHealth {
         self.due
     }
 
-    /// Weighs the kernel's statistics.
+    /// Decides from the kernel's statistics whether the flow is dead.
     pub fn check(&mut self, info: &TcpInfo, rules: &FlowThresholds, now: Instant) -> FlowDecision {
-        let late = now.saturating_duration_since(self.due) > LATE;
-        self.note_segment(info, now);
+        let is_late = now.saturating_duration_since(self.due) > LATE_CHECK;
+        self.record_segment(info, now);
         if info.probes != self.probes.0 {
             self.probes = (info.probes, now);
         }
         if !info.has_pending() {
             self.waiting_since = None;
-        } else if info.bytes_acked != self.acked || self.waiting_since.is_none() {
+        } else if info.bytes_acked != self.bytes_acked || self.waiting_since.is_none() {
             self.waiting_since = Some(now);
-            self.segments = info.data_segments_sent;
+            self.data_segments_sent = info.data_segments_sent;
         }
-        self.acked = info.bytes_acked;
-        let silent = now.saturating_duration_since(self.last_segment);
-        let stuck = self.waiting_since.map(|since| now.saturating_duration_since(since));
+        self.bytes_acked = info.bytes_acked;
+        let silent_for = now.saturating_duration_since(self.last_segment);
+        let stuck_for = self.waiting_since.map(|since| now.saturating_duration_since(since));
         let silence = self.waiting_since.or(Some(self.last_segment));
-        let decision = if late && std::mem::replace(&mut self.late_check_in, silence) != silence {
-            FlowDecision::Again { after: GRACE, probe: false }
-        } else if let Some(stuck) = stuck {
-            let segments = info.data_segments_sent.wrapping_sub(self.segments);
-            let probed = now.saturating_duration_since(self.probes.1);
-            decide_pending(info, rules, stuck, segments, probed)
+        let decision = if is_late && std::mem::replace(&mut self.late_check_in, silence) != silence
+        {
+            FlowDecision::CheckAgain { after: VERDICT_PAUSE, probe: false }
+        } else if let Some(stuck_for) = stuck_for {
+            let segments = info.data_segments_sent.wrapping_sub(self.data_segments_sent);
+            let probe_age = now.saturating_duration_since(self.probes.1);
+            decide_pending(info, rules, stuck_for, segments, probe_age)
         } else {
-            decide_idle(info, rules, silent, info.segments_out.wrapping_sub(self.sent))
+            let segments = info.segments_out.wrapping_sub(self.segments_out);
+            decide_idle(info, rules, silent_for, segments)
         };
-        self.stalled = match stuck {
-            Some(stuck) => stuck >= STALLED_AFTER && info.is_window_closed() == Some(false),
-            None => silent >= STALLED_AFTER,
+        self.stalled = match stuck_for {
+            Some(stuck_for) => stuck_for >= STALLED_AFTER && info.is_window_closed() == Some(false),
+            None => silent_for >= STALLED_AFTER,
         };
-        if self.suspects && silent < LATE_ANSWER {
-            self.suspects = false;
+        if self.is_suspect && silent_for < ANSWER_LATE_AFTER {
+            self.is_suspect = false;
             self.refuted = true;
         }
-        if let FlowDecision::Again { after, probe } = decision {
-            let late = silent >= LATE_ANSWER && info.probes > 1;
-            self.suspects |= probe || (late && info.is_window_closed() == Some(true));
+        if let FlowDecision::CheckAgain { after, probe } = decision {
+            let answer_late = silent_for >= ANSWER_LATE_AFTER && info.probes > 1;
+            self.is_suspect |= probe || (answer_late && info.is_window_closed() == Some(true));
             self.due = now + after;
         }
         decision
     }
 
-    /// Notes when a segment arrived that was no retransmission.
-    fn note_segment(&mut self, info: &TcpInfo, now: Instant) {
+    /// Updates `last_segment` if a segment arrived that was no retransmission.
+    fn record_segment(&mut self, info: &TcpInfo, now: Instant) {
         let fresh = info.fresh_segments();
-        let silent = if fresh == self.fresh { info.last_data_recv } else { info.silent() };
-        self.fresh = fresh;
-        // The kernel rounds its times: the same segment may seem to be 20 ms newer.
+        let silent_for =
+            if fresh == self.fresh_segments { info.last_data_recv } else { info.silent() };
+        self.fresh_segments = fresh;
+        // Because of rounding, the same segment may seem to be newer than at the last check.
         if let Some(arrived) =
-            now.checked_sub(silent).filter(|at| *at > self.last_segment + ROUNDING)
+            now.checked_sub(silent_for).filter(|at| *at > self.last_segment + ROUNDING)
         {
             self.last_segment = arrived;
-            self.sent = info.segments_out;
+            self.segments_out = info.segments_out;
         }
     }
 
-    /// Whether a suspicion was refuted since the last call: a packet was lost on a working path.
-    pub fn was_refuted(&mut self) -> bool {
+    /// Returns whether a suspicion was refuted since the last call: a packet was lost on a working
+    /// path.
+    pub fn take_refuted_suspicion(&mut self) -> bool {
         std::mem::take(&mut self.refuted)
     }
 
-    /// Whether it has been stuck or silent for so long that independent packet loss seldom explains
-    /// it. A peer whose window is closed does not count.
+    /// Whether the flow has been without acknowledgements or silent for so long that independent packet
+    /// loss rarely explains it. Waiting bytes do not count while the window is closed or unknown.
     pub fn is_stalled(&self) -> bool {
         self.stalled
     }
 }
 
-/// Bytes wait, none was acknowledged for `stuck` while `segments` were sent, and the last probe was
-/// sent `probed` ago.
+/// Decides about a flow with bytes that wait: none was acknowledged for `stuck_for`, `segments` were
+/// sent meanwhile, and the last probe was sent `probe_age` ago.
 fn decide_pending(
     info: &TcpInfo,
     rules: &FlowThresholds,
-    stuck: Duration,
+    stuck_for: Duration,
     segments: u32,
-    probed: Duration,
+    probe_age: Duration,
 ) -> FlowDecision {
     let enough = u32::from(rules.retransmits) * 3 / 2;
-    let dead = stuck >= rules.stuck_after
+    let dead = stuck_for >= rules.stuck_after
         && match info.is_window_closed() {
             Some(true) => {
-                let a_second_each = Duration::from_secs(rules.window_probes.into());
-                info.silent() >= rules.stuck_after.max(a_second_each)
+                let one_second_each = Duration::from_secs(rules.window_probes.into());
+                info.silent() >= rules.stuck_after.max(one_second_each)
                     && info.probes >= rules.window_probes
-                    && probed >= LAST_ANSWER
+                    && probe_age >= LAST_PROBE_TIMEOUT
             }
             Some(false) if info.unacked == 0 => info.probes >= UNSENT_PROBES || segments >= enough,
             None if info.unacked == 0 => {
-                info.silent() >= rules.stuck_after && info.probes >= BLIND_PROBES
+                info.silent() >= rules.stuck_after && info.probes >= PROBES_WITHOUT_WINDOW
             }
             Some(false) | None => {
                 u32::from(info.retransmits).max(segments) >= enough
                     || (info.retransmits >= rules.retransmits
-                        && stuck >= rules.stuck_after + LAST_ANSWER)
+                        && stuck_for >= rules.stuck_after + LAST_PROBE_TIMEOUT)
             }
         };
     if dead {
         return FlowDecision::Dead(FlowDeath::Unacknowledged);
     }
-    FlowDecision::Again {
-        after: next_check(rules.stuck_after.saturating_sub(stuck), PENDING_CHECK_INTERVAL),
+    FlowDecision::CheckAgain {
+        after: next_check(rules.stuck_after.saturating_sub(stuck_for), PENDING_CHECK_INTERVAL),
         probe: false,
     }
 }
 
-/// No bytes wait, nothing new was received for `silent`, and `sent` segments were sent since.
+/// Decides about a flow without bytes that wait: nothing new was received for `silent_for`, and
+/// `segments` were sent meanwhile.
 fn decide_idle(
     info: &TcpInfo,
     rules: &FlowThresholds,
-    silent: Duration,
-    sent: u32,
+    silent_for: Duration,
+    segments: u32,
 ) -> FlowDecision {
     let Some(idle_after) = rules.idle_after else {
-        return FlowDecision::Again { after: IDLE_CHECK_INTERVAL, probe: false };
+        return FlowDecision::CheckAgain { after: IDLE_CHECK_INTERVAL, probe: false };
     };
-    if silent >= idle_after {
-        let again = sent > info.probes.into();
+    if silent_for >= idle_after {
+        let peer_retransmits = segments > info.probes.into();
         if info.probes >= rules.unanswered
-            || (again && sent >= RETRANSMISSION_SEGMENTS && info.probes >= LATEST_PROBES)
+            || (peer_retransmits
+                && segments >= RETRANSMISSION_SEGMENTS
+                && info.probes >= PROBES_AFTER_RETRANSMISSION)
         {
             return FlowDecision::Dead(FlowDeath::Unanswered);
         }
     }
-    if silent >= LATE_ANSWER {
-        let after = next_check(idle_after.saturating_sub(silent), PROBE_INTERVAL);
-        return FlowDecision::Again { after, probe: rules.requests_probes };
+    if silent_for >= ANSWER_LATE_AFTER {
+        let after = next_check(idle_after.saturating_sub(silent_for), PROBE_INTERVAL);
+        return FlowDecision::CheckAgain { after, probe: rules.requests_probes };
     }
-    // Just after the answer to the next keepalive is late.
-    let after = LATE_ANSWER.saturating_sub(silent) + Duration::from_millis(20);
-    FlowDecision::Again { after, probe: false }
+    // The next check is due just after the answer to the next keepalive would be late.
+    let after = ANSWER_LATE_AFTER.saturating_sub(silent_for) + Duration::from_millis(20);
+    FlowDecision::CheckAgain { after, probe: false }
 }
 
-/// Pause until the next check: a verdict is due when its time is over, not at the first check after.
+/// Pause until the next check: `pause`, or less if the threshold is reached in `rest`, but at least
+/// 20 ms.
 fn next_check(rest: Duration, pause: Duration) -> Duration {
     if rest.is_zero() { pause } else { rest.min(pause).max(Duration::from_millis(20)) }
 }
 
-/// Whether so many flows of an endpoint are stalled at once that its path is broken, rather than each
-/// of them unlucky. At 5 % packet loss each way, one flow in a hundred is stalled at any time.
+/// Detects that the path of an endpoint is broken, from the number of its flows that are stalled at
+/// once. At 5 % packet loss each way, independent loss stalls one flow in a hundred at any time.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct CorrelatedLoss {
-    /// Flows that are stalled now.
-    stalled: usize,
+    stalled_flows: usize,
     broken_until: Option<Instant>,
 }
 
 impl CorrelatedLoss {
-    /// The least number of stalled flows.
-    const FLOWS: usize = 3;
-    /// One flow in this many must be stalled.
+    /// Least number of stalled flows on a broken path.
+    const MIN_STALLED: usize = 3;
+    /// At least one flow in this many is stalled on a broken path.
     const ONE_IN: usize = 4;
-    /// The first flows to die do not count as stalled any more, so the finding holds for this long.
-    const HOLDS: Duration = Duration::from_secs(1);
+    /// How long the path counts as broken. The first flows to die no longer count as stalled; without
+    /// this time their deaths would end the finding.
+    const BROKEN_FOR: Duration = Duration::from_secs(1);
 
-    /// A flow became stalled, or recovered.
-    pub fn changed(&mut self, was: bool, is: bool) {
-        self.stalled = (self.stalled + usize::from(is)).saturating_sub(usize::from(was));
+    /// Records whether one flow was stalled before and is stalled now.
+    pub fn record_change(&mut self, was_stalled: bool, is_stalled: bool) {
+        self.stalled_flows =
+            (self.stalled_flows + usize::from(is_stalled)).saturating_sub(usize::from(was_stalled));
     }
 
-    /// Whether the path to an endpoint with so many flows is broken.
+    /// Whether the path to an endpoint with this many `flows` is broken.
     pub fn is_path_broken(&mut self, flows: usize, now: Instant) -> bool {
-        if self.stalled >= Self::FLOWS && self.stalled * Self::ONE_IN >= flows {
-            self.broken_until = Some(now + Self::HOLDS);
+        if self.stalled_flows >= Self::MIN_STALLED && self.stalled_flows * Self::ONE_IN >= flows {
+            self.broken_until = Some(now + Self::BROKEN_FOR);
         }
         self.broken_until.is_some_and(|until| now < until)
     }
@@ -349,22 +367,22 @@ pub struct FlowHealthCheck {
 
 impl FlowHealthCheck {
     /// Waits until the flow is dead; returns the reason.
-    pub async fn died(&self) -> &'static str {
+    pub async fn wait_until_dead(&self) -> &'static str {
         let mut health = FlowHealth::new(Instant::now());
         let mut refuted = 0;
         loop {
-            refuted += u32::from(health.was_refuted());
+            refuted += u32::from(health.take_refuted_suspicion());
             let rules = match self.answered.get() {
                 true => FlowThresholds::tunnel(self.tunnel_dead_after),
                 false if refuted >= LOSSY_AFTER => LOSSY_SERVER,
                 false => SERVER,
             };
             let pause = match self.observer.tcp_info() {
-                // Without evidence (a kernel before 4.6) there is no verdict.
+                // Without TCP_INFO (before Linux 4.6) there is no evidence and no verdict.
                 Err(_) => IDLE_CHECK_INTERVAL,
                 Ok(info) => match health.check(&info, &rules, Instant::now()) {
                     FlowDecision::Dead(death) => return death.as_str(),
-                    FlowDecision::Again { after, probe } => {
+                    FlowDecision::CheckAgain { after, probe } => {
                         if probe {
                             let _ = self.observer.send_keepalive_probe();
                         }

@@ -26,12 +26,12 @@ fn death_of(
         }
         match health.check(&info, rules, start + at) {
             FlowDecision::Dead(death) => return Some((at, death)),
-            FlowDecision::Again { after, probe } => {
+            FlowDecision::CheckAgain { after, probe } => {
                 assert!(after >= 20 * MS, "a check every {after:?} is a busy loop");
                 probes += u32::from(probe);
                 at += after;
                 if let Some(written) = wrote.take_if(|written| *written <= at) {
-                    at = health.wrote(start + written) - start;
+                    at = health.record_write(start + written) - start;
                 }
             }
         }
@@ -185,7 +185,7 @@ fn closed_window_with_answered_probes_is_alive() {
     {
         let (at, death) = death_of(&rules, None, lost).unwrap();
         assert_eq!(death, FlowDeath::Unacknowledged);
-        let from = probes * SECOND + LAST_ANSWER;
+        let from = probes * SECOND + LAST_PROBE_TIMEOUT;
         assert!((from..from + 250 * MS).contains(&at), "{at:?}, {probes} probes");
     }
     // Linux answers two a second: of the first, at 0.2 and 0.6 s, only one.
@@ -216,12 +216,13 @@ fn closed_window_tolerates_three_lost_probes_and_counts_refuted_suspicions() {
     let mut health = FlowHealth::new(start);
     let (mut at, mut refuted) = (Duration::ZERO, 0);
     while at < 4001 * MS * 10 {
-        let FlowDecision::Again { after, probe } = health.check(&lossy(at), &SERVER, start + at)
+        let FlowDecision::CheckAgain { after, probe } =
+            health.check(&lossy(at), &SERVER, start + at)
         else {
             panic!("dead at {at:?}");
         };
         assert!(!probe, "the kernel would not send it");
-        refuted += u32::from(health.was_refuted());
+        refuted += u32::from(health.take_refuted_suspicion());
         at += after;
     }
     assert!((9..=10).contains(&refuted), "{refuted}");
@@ -230,7 +231,7 @@ fn closed_window_tolerates_three_lost_probes_and_counts_refuted_suspicions() {
     for step in 0..600 {
         let at = step * 100 * MS;
         health.check(&answered(1, at), &SERVER, start + at);
-        assert!(!health.was_refuted(), "{at:?}");
+        assert!(!health.take_refuted_suspicion(), "{at:?}");
     }
 }
 
@@ -255,22 +256,22 @@ fn late_check_gives_no_verdict() {
     let lost = TcpInfo { probes: 30, ..quiet(30 * SECOND) };
     assert!(matches!(
         health.check(&quiet(Duration::ZERO), &SERVER, start),
-        FlowDecision::Again { .. }
+        FlowDecision::CheckAgain { .. }
     ));
     let late = start + 30 * SECOND;
     assert_eq!(
         health.check(&lost, &SERVER, late),
-        FlowDecision::Again { after: GRACE, probe: false }
+        FlowDecision::CheckAgain { after: VERDICT_PAUSE, probe: false }
     );
     assert_eq!(
-        health.check(&lost, &SERVER, late + GRACE),
+        health.check(&lost, &SERVER, late + VERDICT_PAUSE),
         FlowDecision::Dead(FlowDeath::Unanswered)
     );
 }
 
 #[test]
 fn flow_whose_checks_are_always_late_is_dead_in_the_end() {
-    let late = LATE + 50 * MS;
+    let late = LATE_CHECK + 50 * MS;
     // No bytes wait; or bytes wait, and the peer sends or is silent.
     let idle = |at: Duration| TcpInfo { probes: (at.as_millis() / 100) as u8, ..quiet(at) };
     let waits = |at: Duration| TcpInfo {
@@ -294,7 +295,7 @@ fn flow_whose_checks_are_always_late_is_dead_in_the_end() {
         loop {
             match health.check(&kernel(at), &SERVER, start + at) {
                 FlowDecision::Dead(found) => break assert_eq!(found, death, "case {case}"),
-                FlowDecision::Again { after, .. } => at += after + late,
+                FlowDecision::CheckAgain { after, .. } => at += after + late,
             }
             assert!(at < 10 * SECOND, "case {case} is never noticed");
         }
@@ -309,12 +310,19 @@ fn late_check_withholds_verdicts_once_for_each_silence() {
     let mut at = Duration::ZERO;
     for _ in 0..3 {
         let answered = TcpInfo { segments_in: 1 + at.as_secs() as u32, ..quiet(Duration::ZERO) };
-        assert!(matches!(health.check(&answered, &SERVER, start + at), FlowDecision::Again { .. }));
+        assert!(matches!(
+            health.check(&answered, &SERVER, start + at),
+            FlowDecision::CheckAgain { .. }
+        ));
         at += 30 * SECOND;
         let lost = TcpInfo { probes: 30, ..quiet(30 * SECOND) };
         let decision = health.check(&lost, &SERVER, start + at);
-        assert_eq!(decision, FlowDecision::Again { after: GRACE, probe: false }, "at {at:?}");
-        at += GRACE;
+        assert_eq!(
+            decision,
+            FlowDecision::CheckAgain { after: VERDICT_PAUSE, probe: false },
+            "at {at:?}"
+        );
+        at += VERDICT_PAUSE;
     }
 }
 
@@ -351,7 +359,7 @@ fn late_answer_refutes_a_suspicion_once() {
     let mut is_refuted_after = |silent: Duration, at: Duration| {
         let segments_in = at.saturating_sub(silent).as_millis() as u32;
         let _ = health.check(&TcpInfo { segments_in, ..quiet(silent) }, &SERVER, start + at);
-        health.was_refuted()
+        health.take_refuted_suspicion()
     };
     assert!(!is_refuted_after(Duration::ZERO, Duration::ZERO));
     assert!(!is_refuted_after(1220 * MS, 1220 * MS));
@@ -363,15 +371,16 @@ fn late_answer_refutes_a_suspicion_once() {
 fn active_flow_is_checked_at_most_every_100_ms() {
     let start = Instant::now();
     let mut health = FlowHealth::new(start);
-    let FlowDecision::Again { after, .. } = health.check(&quiet(Duration::ZERO), &SERVER, start)
+    let FlowDecision::CheckAgain { after, .. } =
+        health.check(&quiet(Duration::ZERO), &SERVER, start)
     else {
         panic!("dead at once");
     };
     assert!(after > SECOND);
     let now = start + 10 * MS;
-    assert_eq!(health.wrote(now), now + PENDING_CHECK_INTERVAL);
+    assert_eq!(health.record_write(now), now + PENDING_CHECK_INTERVAL);
     // A thousand more writes do not change that.
-    assert_eq!(health.wrote(now + 100 * MS), now + PENDING_CHECK_INTERVAL);
+    assert_eq!(health.record_write(now + 100 * MS), now + PENDING_CHECK_INTERVAL);
 }
 
 /// A server whose segments arrive, but which gets none, retransmits at growing intervals.
@@ -419,7 +428,7 @@ fn correlated_loss_needs_three_stalled_flows_and_a_quarter_of_all() {
     let now = Instant::now();
     let struck = |stalled: usize, flows: usize| {
         let mut struck = CorrelatedLoss::default();
-        (0..stalled).for_each(|_| struck.changed(false, true));
+        (0..stalled).for_each(|_| struck.record_change(false, true));
         struck.is_path_broken(flows, now)
     };
     let table = [
@@ -435,9 +444,9 @@ fn correlated_loss_needs_three_stalled_flows_and_a_quarter_of_all() {
     }
     // Dead flows do not count as stalled, but the finding holds for a while.
     let mut struck = CorrelatedLoss::default();
-    (0..4).for_each(|_| struck.changed(false, true));
+    (0..4).for_each(|_| struck.record_change(false, true));
     assert!(struck.is_path_broken(4, now));
-    (0..4).for_each(|_| struck.changed(true, false));
+    (0..4).for_each(|_| struck.record_change(true, false));
     assert!(struck.is_path_broken(1, now + 900 * MS));
     assert!(!struck.is_path_broken(1, now + SECOND));
 }
@@ -463,14 +472,14 @@ fn idle_flows_on_a_lossy_path_stay_alive() {
                         deaths += 1;
                         break;
                     }
-                    FlowDecision::Again { after, probe } => {
+                    FlowDecision::CheckAgain { after, probe } => {
                         if probe {
                             peer.keepalive(at);
                         }
                         at += after;
                     }
                 }
-                refuted += u32::from(health.was_refuted());
+                refuted += u32::from(health.take_refuted_suspicion());
                 struck += u32::from(health.is_stalled());
                 if !known && refuted >= LOSSY_AFTER {
                     return (deaths, refuted, struck);

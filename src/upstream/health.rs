@@ -1,7 +1,7 @@
 //! The health of one connection: a pure function of evidence and time.
 //!
-//! A wrong suspicion is cheap, a wrong verdict of death is not, so there are two thresholds; and a
-//! third one for streams that no other connection can continue:
+//! A wrong suspicion costs little; a wrong verdict closes a working connection. So each has a threshold
+//! of its own, and a third one applies to streams that no other connection can continue:
 //!
 //! | state | entered when | meanwhile | left when |
 //! |---|---|---|---|
@@ -41,7 +41,7 @@ use tokio::time::Instant;
 
 pub use self::rtt::Rtt;
 use self::silence::{Silence, window_answers_probes};
-pub use self::state::{ConnectionState, Reason};
+pub use self::state::{ConnectionState, StateChangeReason};
 use crate::config;
 use crate::net::sockets::tcp_info::TcpInfo;
 
@@ -70,6 +70,9 @@ const SILENT_DEATH: Duration = Duration::from_secs(20);
 const LATE: Duration = Duration::from_millis(100);
 /// How long verdicts are withheld after that, so that received bytes are read first.
 const GRACE: Duration = Duration::from_millis(300);
+
+/// The state that a connection enters, and the reason.
+pub type StateChange = (ConnectionState, StateChangeReason);
 
 /// Configured thresholds of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -117,7 +120,7 @@ pub struct Decision {
     /// late, its process stopped or its path lost.
     pub leave: bool,
     /// The state has changed to this, for this reason.
-    pub change: Option<(ConnectionState, Reason)>,
+    pub change: Option<StateChange>,
     /// When to check again at the latest.
     pub wake_at: Instant,
 }
@@ -150,16 +153,16 @@ pub struct ConnectionHealth {
     findings: ConnectionFindings,
 }
 
-/// Findings beside the state.
+/// Findings about a connection in addition to its state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ConnectionFindings {
-    /// No evidence of life in one of the two directions for so long that a request sent now would
+    /// One of the two directions has shown no evidence of life for so long that a request sent now would
     /// most likely be lost.
     pub path_unresponsive: bool,
-    /// A PING is outstanding for 500 ms without evidence of life. Packet loss alone seldom causes it.
+    /// A PING is outstanding for 500 ms without evidence of life. Packet loss alone rarely causes it.
     pub ping_unanswered: bool,
-    /// Requests fail that wait for a response head and must not be sent twice: the path is lost, or
-    /// the process has been stopped for too long.
+    /// Requests that wait for a response head and must not be sent twice fail: the path is lost, or the
+    /// process has been stopped for more than [`STOPPED_AFTER`] and [`WRITE_PATIENCE`].
     pub fails_unsafe_requests: bool,
 }
 
@@ -210,7 +213,7 @@ impl ConnectionHealth {
 
     /// The PONG of the outstanding PING arrived. Returns its round-trip time and the change of state:
     /// a suspect connection is live again; an unresponsive one drains, since its streams have moved.
-    pub fn pong(&mut self, now: Instant) -> (Option<Duration>, Option<(ConnectionState, Reason)>) {
+    pub fn pong(&mut self, now: Instant) -> (Option<Duration>, Option<StateChange>) {
         let rtt = self.ping_sent.take().map(|sent| now.saturating_duration_since(sent));
         if let Some(rtt) = rtt {
             // A PONG delayed by a stopped process or by loss says little about the path: taken
@@ -222,9 +225,11 @@ impl ConnectionHealth {
         self.delivering = false;
         self.next_ping = now + self.limits.ping_interval;
         let change = match self.state {
-            ConnectionState::Suspect => Some(self.enter(ConnectionState::Live, Reason::Pong)),
+            ConnectionState::Suspect => {
+                Some(self.enter(ConnectionState::Live, StateChangeReason::Pong))
+            }
             ConnectionState::Unresponsive => {
-                Some(self.enter(ConnectionState::Draining, Reason::Pong))
+                Some(self.enter(ConnectionState::Draining, StateChangeReason::Pong))
             }
             ConnectionState::Live | ConnectionState::Draining | ConnectionState::Dead => None,
         };
@@ -337,7 +342,7 @@ impl ConnectionHealth {
         }
     }
 
-    fn derive(&mut self, silence: &Silence, pinned: bool) -> Option<(ConnectionState, Reason)> {
+    fn derive(&mut self, silence: &Silence, pinned: bool) -> Option<StateChange> {
         if self.state == ConnectionState::Dead {
             return None;
         }
@@ -352,17 +357,17 @@ impl ConnectionHealth {
         }
         let last = if pinned { SILENT_DEATH.max(tunnel_dead_after) } else { SILENT_DEATH };
         if silence.without_progress >= last {
-            return Some(self.enter(ConnectionState::Dead, Reason::NoFrames));
+            return Some(self.enter(ConnectionState::Dead, StateChangeReason::NoFrames));
         }
         if silence.window_answers && silence.age.min(silence.unacknowledged) >= last {
-            return Some(self.enter(ConnectionState::Dead, Reason::WindowClosed));
+            return Some(self.enter(ConnectionState::Dead, StateChangeReason::WindowClosed));
         }
         let takes_streams = matches!(self.state, ConnectionState::Live | ConnectionState::Suspect);
         if takes_streams && silence.without_progress >= STOPPED_AFTER {
-            return Some(self.enter(ConnectionState::Draining, Reason::ProcessStopped));
+            return Some(self.enter(ConnectionState::Draining, StateChangeReason::ProcessStopped));
         }
         if self.state == ConnectionState::Live && self.is_late(silence) {
-            return Some(self.enter(ConnectionState::Suspect, Reason::PingLate));
+            return Some(self.enter(ConnectionState::Suspect, StateChangeReason::PingLate));
         }
         None
     }
@@ -383,7 +388,7 @@ impl ConnectionHealth {
         }
     }
 
-    fn enter(&mut self, state: ConnectionState, reason: Reason) -> (ConnectionState, Reason) {
+    fn enter(&mut self, state: ConnectionState, reason: StateChangeReason) -> StateChange {
         self.state = state;
         (state, reason)
     }

@@ -37,7 +37,7 @@ struct Scene {
     waiting_since: Option<Instant>,
     /// How late timers fire.
     lag: Duration,
-    seen: Vec<(u64, ConnectionState, Reason)>,
+    seen: Vec<(u64, ConnectionState, StateChangeReason)>,
     /// When `path_unresponsive` changed.
     path_unresponsive: Vec<(u64, bool)>,
     /// When `ping_unanswered` and `fails_unsafe_requests` changed.
@@ -159,7 +159,7 @@ impl Scene {
         self
     }
 
-    fn lives(&self) -> Vec<(ConnectionState, Reason)> {
+    fn lives(&self) -> Vec<(ConnectionState, StateChangeReason)> {
         self.seen.iter().map(|(_, state, reason)| (*state, *reason)).collect()
     }
 }
@@ -174,9 +174,10 @@ fn idle_connection_is_pinged_once_an_interval_and_stays_live() {
 
 #[test]
 fn lost_path_is_suspect_soon_and_dead_two_seconds_after_its_ping() {
-    for (inbound, outbound, reason) in
-        [(false, false, Reason::NothingArrives), (false, true, Reason::NothingArrives)]
-    {
+    for (inbound, outbound, reason) in [
+        (false, false, StateChangeReason::NothingArrives),
+        (false, true, StateChangeReason::NothingArrives),
+    ] {
         let mut scene = Scene::new();
         scene.run(ms(1500));
         (scene.inbound, scene.outbound) = (inbound, outbound);
@@ -184,7 +185,10 @@ fn lost_path_is_suspect_soon_and_dead_two_seconds_after_its_ping() {
         let ping = *scene.pings.last().unwrap();
         assert_eq!(
             scene.lives(),
-            [(ConnectionState::Suspect, Reason::PingLate), (ConnectionState::Dead, reason)]
+            [
+                (ConnectionState::Suspect, StateChangeReason::PingLate),
+                (ConnectionState::Dead, reason)
+            ]
         );
         let (suspected, dead) = (scene.seen[0].0 - ping, scene.seen[1].0 - ping);
         assert!((100..=110).contains(&suspected), "{suspected}");
@@ -209,8 +213,8 @@ fn lost_outbound_packets_are_detected_while_the_peer_sends() {
     assert_eq!(
         scene.lives(),
         [
-            (ConnectionState::Suspect, Reason::PingLate),
-            (ConnectionState::Dead, Reason::NothingAcknowledged)
+            (ConnectionState::Suspect, StateChangeReason::PingLate),
+            (ConnectionState::Dead, StateChangeReason::NothingAcknowledged)
         ]
     );
 }
@@ -225,9 +229,9 @@ fn stopped_process_drains_after_5_s_and_is_dead_after_20_s() {
     assert_eq!(
         scene.lives(),
         [
-            (ConnectionState::Suspect, Reason::PingLate),
-            (ConnectionState::Draining, Reason::ProcessStopped),
-            (ConnectionState::Dead, Reason::NoFrames)
+            (ConnectionState::Suspect, StateChangeReason::PingLate),
+            (ConnectionState::Draining, StateChangeReason::ProcessStopped),
+            (ConnectionState::Dead, StateChangeReason::NoFrames)
         ]
     );
     assert!((5000..=5110).contains(&(scene.seen[1].0 - ping)), "{:?}", scene.seen);
@@ -285,7 +289,7 @@ fn pong_makes_a_suspect_connection_live() {
     assert_eq!(scene.health.state, ConnectionState::Suspect);
     let (rtt, change) = scene.health.pong(scene.now);
     assert!(rtt.unwrap() > ms(100));
-    assert_eq!(change, Some((ConnectionState::Live, Reason::Pong)));
+    assert_eq!(change, Some((ConnectionState::Live, StateChangeReason::Pong)));
 }
 
 #[test]
@@ -302,7 +306,10 @@ fn late_pong_does_not_delay_the_next_suspicion() {
     (scene.inbound, scene.outbound) = (false, false);
     scene.run(ms(3200));
     let ping = *scene.pings.last().unwrap();
-    assert_eq!(scene.lives().first(), Some(&(ConnectionState::Suspect, Reason::PingLate)));
+    assert_eq!(
+        scene.lives().first(),
+        Some(&(ConnectionState::Suspect, StateChangeReason::PingLate))
+    );
     assert!(scene.seen[0].0 - ping <= 600, "{:?} after the PING at {ping}", scene.seen);
 }
 
@@ -315,7 +322,7 @@ fn waiting_request_triggers_a_ping_after_100_ms() {
     (scene.inbound, scene.outbound) = (false, false);
     scene.run(ms(400));
     assert_eq!(scene.pings, [400]);
-    assert_eq!(scene.lives(), [(ConnectionState::Suspect, Reason::PingLate)]);
+    assert_eq!(scene.lives(), [(ConnectionState::Suspect, StateChangeReason::PingLate)]);
     assert!(scene.seen[0].0 <= 510, "suspected within 300 ms of the request: {:?}", scene.seen);
 }
 
@@ -375,9 +382,9 @@ fn closed_window_with_answered_probes_is_suspect_then_draining_then_dead_after_2
     let (mut scene, ping) = closed_window();
     scene.run(ms(30_000));
     let expected = [
-        (ConnectionState::Suspect, Reason::PingLate),
-        (ConnectionState::Draining, Reason::ProcessStopped),
-        (ConnectionState::Dead, Reason::NoFrames),
+        (ConnectionState::Suspect, StateChangeReason::PingLate),
+        (ConnectionState::Draining, StateChangeReason::ProcessStopped),
+        (ConnectionState::Dead, StateChangeReason::NoFrames),
     ];
     assert_eq!(scene.lives(), expected);
     assert!((5000..=5110).contains(&(scene.seen[1].0 - ping)), "{:?}", scene.seen);
@@ -391,7 +398,10 @@ fn closed_window_is_live_again_when_the_process_continues() {
     scene.run(ms(3000));
     assert_eq!(scene.health.state, ConnectionState::Suspect);
     (scene.answers, scene.window_closed) = (true, false);
-    assert_eq!(scene.health.pong(scene.now).1, Some((ConnectionState::Live, Reason::Pong)));
+    assert_eq!(
+        scene.health.pong(scene.now).1,
+        Some((ConnectionState::Live, StateChangeReason::Pong))
+    );
 }
 
 /// The bytes that waited for the window have just been sent and not been acknowledged yet.
@@ -405,7 +415,7 @@ fn window_that_opens_gives_the_peer_time_to_acknowledge() {
     scene.run(ms(10_000));
     assert_eq!(scene.health.state, ConnectionState::Dead);
     let (at, _, reason) = *scene.seen.last().unwrap();
-    assert_eq!(reason, Reason::NothingAcknowledged);
+    assert_eq!(reason, StateChangeReason::NothingAcknowledged);
     assert!((1900..=2110).contains(&(at - opened)), "{}", at - opened);
     let (path_unresponsive, _) = scene.path_unresponsive[0];
     assert!((900..=1110).contains(&(path_unresponsive - opened)), "{}", path_unresponsive - opened);
@@ -423,8 +433,8 @@ fn window_that_stays_closed_is_dead_after_20_s_although_frames_come() {
     assert_eq!(
         scene.lives(),
         [
-            (ConnectionState::Suspect, Reason::PingLate),
-            (ConnectionState::Dead, Reason::WindowClosed)
+            (ConnectionState::Suspect, StateChangeReason::PingLate),
+            (ConnectionState::Dead, StateChangeReason::WindowClosed)
         ]
     );
     assert!((20_000..=20_110).contains(&(scene.seen[1].0 - ping)), "{:?}", scene.seen);
@@ -438,7 +448,7 @@ fn closed_window_whose_probes_are_not_answered_is_dead_after_the_third() {
     (scene.inbound, scene.outbound) = (false, false);
     scene.run(ms(10_000));
     let (at, state, reason) = *scene.seen.last().unwrap();
-    assert_eq!((state, reason), (ConnectionState::Dead, Reason::NothingArrives));
+    assert_eq!((state, reason), (ConnectionState::Dead, StateChangeReason::NothingArrives));
     assert!((2000..=3200).contains(&(at - from)), "{}", at - from);
 }
 
@@ -449,14 +459,17 @@ fn upload_that_makes_progress_is_not_a_stopped_process() {
     // The PING waits behind the upload.
     (scene.answers, scene.uploads) = (false, true);
     scene.run(ms(60_000));
-    assert_eq!(scene.lives(), [(ConnectionState::Suspect, Reason::PingLate)]);
+    assert_eq!(scene.lives(), [(ConnectionState::Suspect, StateChangeReason::PingLate)]);
     assert_eq!(scene.fails_unsafe_requests, []);
     // The upload stalls.
     scene.uploads = false;
     let from = scene.at();
     scene.run(ms(30_000));
     let drains = scene.seen[1];
-    assert_eq!((drains.1, drains.2), (ConnectionState::Draining, Reason::ProcessStopped));
+    assert_eq!(
+        (drains.1, drains.2),
+        (ConnectionState::Draining, StateChangeReason::ProcessStopped)
+    );
     assert!((4900..=5210).contains(&(drains.0 - from)), "{}", drains.0 - from);
 }
 
@@ -483,9 +496,10 @@ fn stopped_process_fails_unsafe_requests_two_seconds_after_it_drains() {
 
 #[test]
 fn lost_path_with_pinned_streams_is_unresponsive_until_20_s_have_passed() {
-    for (inbound, outbound, reason) in
-        [(false, false, Reason::NothingArrives), (false, true, Reason::NothingArrives)]
-    {
+    for (inbound, outbound, reason) in [
+        (false, false, StateChangeReason::NothingArrives),
+        (false, true, StateChangeReason::NothingArrives),
+    ] {
         let mut scene = Scene::new();
         scene.run(ms(1500));
         scene.pinned = true;
@@ -493,7 +507,7 @@ fn lost_path_with_pinned_streams_is_unresponsive_until_20_s_have_passed() {
         let ping = pinged(&mut scene);
         scene.run(ms(30_000));
         let expected = [
-            (ConnectionState::Suspect, Reason::PingLate),
+            (ConnectionState::Suspect, StateChangeReason::PingLate),
             (ConnectionState::Unresponsive, reason),
             (ConnectionState::Dead, reason),
         ];
@@ -522,7 +536,10 @@ fn unresponsive_connection_drains_on_a_pong_and_is_dead_without_pinned_streams()
     };
     let mut scene = lost();
     (scene.inbound, scene.outbound) = (true, true);
-    assert_eq!(scene.health.pong(scene.now).1, Some((ConnectionState::Draining, Reason::Pong)));
+    assert_eq!(
+        scene.health.pong(scene.now).1,
+        Some((ConnectionState::Draining, StateChangeReason::Pong))
+    );
     assert_eq!(scene.health.findings(), ConnectionFindings::default());
     scene.next = scene.now;
     scene.run(ms(60_000));
@@ -537,7 +554,7 @@ fn unresponsive_connection_drains_on_a_pong_and_is_dead_without_pinned_streams()
     scene.pinned = false;
     scene.run(ms(10_000));
     let (at, state, reason) = *scene.seen.last().unwrap();
-    assert_eq!((state, reason), (ConnectionState::Dead, Reason::NothingArrives));
+    assert_eq!((state, reason), (ConnectionState::Dead, StateChangeReason::NothingArrives));
     assert!(at - from <= 110, "{}", at - from);
 }
 
@@ -551,7 +568,7 @@ fn draining_connection_with_pinned_streams_is_unresponsive_too() {
     (scene.inbound, scene.outbound) = (false, false);
     pinged(&mut scene);
     scene.run(ms(3000));
-    assert_eq!(scene.lives(), [(ConnectionState::Unresponsive, Reason::NothingArrives)]);
+    assert_eq!(scene.lives(), [(ConnectionState::Unresponsive, StateChangeReason::NothingArrives)]);
 }
 
 #[test]
@@ -564,7 +581,7 @@ fn stopped_process_with_pinned_streams_waits_for_the_longer_of_20_s_and_the_limi
         let ping = pinged(&mut scene);
         scene.run(ms(60_000));
         let (at, state, reason) = *scene.seen.last().unwrap();
-        assert_eq!((state, reason), (ConnectionState::Dead, Reason::NoFrames));
+        assert_eq!((state, reason), (ConnectionState::Dead, StateChangeReason::NoFrames));
         assert!((dead..=dead + 110).contains(&(at - ping)), "{limit}: {}", at - ping);
     }
 }

@@ -191,7 +191,7 @@ async fn drive(connection: Connection, flow: FlowHealthCheck) -> Result<Tunnelle
             let stream = TunnelStream::new(parts.read_buf, parts.io.into_inner());
             Ok(stream.discard_writes_after_close())
         }
-        why = flow.died() => Err(why.to_owned()),
+        why = flow.wait_until_dead() => Err(why.to_owned()),
     }
 }
 

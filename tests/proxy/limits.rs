@@ -18,7 +18,8 @@ use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-/// Reads frames until one matches, and returns its payload; `None` at the end of the connection.
+/// Reads frames until `wanted` accepts the type, stream and payload of one, and returns its payload.
+/// Returns `None` if the connection ends first.
 async fn read_until(
     stream: &mut Wire,
     mut wanted: impl FnMut(u8, u32, &[u8]) -> bool,
@@ -38,10 +39,10 @@ async fn read_until(
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
-fn request(id: u32, method: &str, path: &str, end: bool, more: &[(&str, &str)]) -> Vec<u8> {
+fn request(id: u32, method: &str, path: &str, end: bool, headers: &[(&str, &str)]) -> Vec<u8> {
     let mut list =
         vec![(":method", method), (":scheme", "https"), (":authority", "a"), (":path", path)];
-    list.extend(more);
+    list.extend(headers);
     frame(HEADERS, END_HEADERS | if end { END_STREAM } else { 0 }, id, &fields(&list))
 }
 
@@ -58,7 +59,11 @@ async fn request_with_headers_above_the_limit_gets_431() {
         let reply = soon("a response", reply).await.unwrap();
         assert_eq!(reply.status, 431, "http2: {http2}");
         if http2 {
-            assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200, "the connection lives");
+            assert_eq!(
+                client.get(CONFIGMAPS).await.unwrap().status,
+                200,
+                "the connection stays open"
+            );
         }
     }
     assert_eq!(other_client.get(CONFIGMAPS).await.unwrap().status, 200);
@@ -93,14 +98,14 @@ async fn request_whose_body_contradicts_content_length_is_reset() {
     let cluster = TestCluster::new(1);
     let proxy = cluster.start().await;
     let object = config_map("too-long", "1").to_string();
-    for (n, declared) in [object.len() - 5, object.len() + 5].into_iter().enumerate() {
+    for declared in [object.len() - 5, object.len() + 5] {
         let mut stream = wire::connect(&proxy, &cluster.certs, "h2").await;
         let length = declared.to_string();
-        let more = [("content-type", "application/json"), ("content-length", length.as_str())];
+        let headers = [("content-type", "application/json"), ("content-length", length.as_str())];
         let bytes = [
             PREFACE.to_vec(),
             settings(&[]),
-            request(1, "POST", CONFIGMAPS, false, &more),
+            request(1, "POST", CONFIGMAPS, false, &headers),
             frame(DATA, END_STREAM, 1, object.as_bytes()),
             request(3, "GET", CONFIGMAPS, true, &[]),
         ]
@@ -110,11 +115,13 @@ async fn request_whose_body_contradicts_content_length_is_reset() {
             assert_ne!(kind, GOAWAY);
             kind == RST_STREAM && id == 1
         });
-        soon("a stream error", reset).await.unwrap_or_else(|| panic!("{n}: closed"));
+        soon("a stream error", reset)
+            .await
+            .unwrap_or_else(|| panic!("{declared}: connection closed"));
     }
     let client = proxy.client().await;
     let reply = client.get(&format!("{CONFIGMAPS}/too-long")).await.unwrap();
-    assert_eq!(reply.status, 404, "half a body was processed");
+    assert_eq!(reply.status, 404, "no object is created");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
@@ -132,9 +139,10 @@ async fn malformed_request_ends_only_its_own_connection() {
         let _ = stream.shutdown().await;
         let mut rest = Vec::new();
         let _ = soon("the end of the connection", stream.read_to_end(&mut rest)).await;
-        assert!(rest.len() < 100, "an alert at most");
+        assert!(rest.len() < 100, "at most a TLS alert is sent");
     }
-    for garbage in [&b"no preface at all, but long enough to be taken for one\r\n\r\n"[..], PREFACE]
+    for garbage in
+        [&b"longer than a connection preface, but not a preface at all\r\n\r\n"[..], PREFACE]
     {
         let mut stream = wire::connect(&proxy, &cluster.certs, "h2").await;
         let bytes = [garbage, &frame(DATA, 0, 0, b"x"), &frame(SETTINGS, 0, 1, b"x")].concat();
@@ -164,11 +172,11 @@ async fn malformed_request_ends_only_its_own_connection() {
     assert!(soon("an event", watch.next()).await.unwrap().is_some());
 }
 
-/// As kube-apiserver responds (`net/http`, `conn.serve`), whatever the segments of the request and
-/// whatever follows it.
+/// kube-apiserver sends the same response (`conn.serve` of Go's `net/http`). It depends neither on the
+/// method nor on the size of the request.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn plain_http_on_a_tls_port_gets_400() {
-    const ANSWER: &str =
+    const RESPONSE: &str =
         "HTTP/1.0 400 Bad Request\r\n\r\nClient sent an HTTP request to an HTTPS server.\n";
     let cluster = TestCluster::new(1);
     let proxy = cluster.start().await;
@@ -182,10 +190,10 @@ async fn plain_http_on_a_tls_port_gets_400() {
     ] {
         let mut stream = TcpStream::connect(proxy.addr).await.unwrap();
         stream.write_all(request.as_bytes()).await.unwrap();
-        let mut answer = String::new();
+        let mut response = String::new();
         let name = &request[..request.len().min(40)];
-        soon(name, stream.read_to_string(&mut answer)).await.unwrap();
-        assert_eq!(answer, ANSWER, "{name}");
+        soon(name, stream.read_to_string(&mut response)).await.unwrap();
+        assert_eq!(response, RESPONSE, "{name}");
     }
     let refused = "jackstay_downstream_refused_total{listener=\"apiserver\",reason=\"handshake\"}";
     until("the refusals are counted", async || proxy.metric(refused).await > 4.5).await;
@@ -195,7 +203,7 @@ async fn plain_http_on_a_tls_port_gets_400() {
 async fn responses_without_a_body_keep_http1_and_http2_connections() {
     let (peers, proxy, http2) = setup(1).await;
     let http1 = proxy.client_over(false).await;
-    let bare = |status: &'static str, length: Option<&'static str>| {
+    let without_body = |status: &'static str, length: Option<&'static str>| {
         Action::raw(move |id| {
             let mut list = vec![(":status", status), ("content-type", "application/json")];
             list.extend(length.map(|length| ("content-length", length)));
@@ -204,13 +212,13 @@ async fn responses_without_a_body_keep_http1_and_http2_connections() {
     };
     for _ in 0..3 {
         for client in [&http1, &http2] {
-            peers.set_actions([bare("204", None)]);
+            peers.set_actions([without_body("204", None)]);
             let reply =
                 soon("204", client.request(Method::DELETE, CONFIGMAPS, &[], "")).await.unwrap();
             assert_eq!((reply.status.as_u16(), reply.body.len()), (204, 0));
-            peers.set_actions([bare("304", None)]);
+            peers.set_actions([without_body("304", None)]);
             assert_eq!(soon("304", client.get(CONFIGMAPS)).await.unwrap().status, 304);
-            peers.set_actions([bare("200", Some("1234"))]);
+            peers.set_actions([without_body("200", Some("1234"))]);
             let reply = soon("HEAD", client.request(Method::HEAD, "/version", &[], "")).await;
             let reply = reply.unwrap();
             assert_eq!((reply.status.as_u16(), reply.body.len()), (200, 0));
@@ -220,8 +228,11 @@ async fn responses_without_a_body_keep_http1_and_http2_connections() {
         }
     }
     assert!(!http1.is_closed() && !http2.is_closed(), "the connections stay open");
+}
 
-    // Trailers.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn response_trailers_reach_the_client() {
+    let (peers, _proxy, http2) = setup(1).await;
     let trailers = Action::partial(Reply::ok("{}"), |id| {
         frame(HEADERS, END_HEADERS | END_STREAM, id, &fields(&[("x-checksum", "abc")]))
     });
@@ -229,7 +240,7 @@ async fn responses_without_a_body_keep_http1_and_http2_connections() {
     let response = http2.send(Method::GET, CONFIGMAPS, &[], "").await.unwrap();
     let mut body = response.into_body();
     let mut found = None;
-    while let Some(frame) = soon("a frame", next(&mut body)).await {
+    while let Some(frame) = soon("a frame", next_frame(&mut body)).await {
         if let Ok(trailers) = frame.unwrap().into_trailers() {
             found = Some(trailers["x-checksum"].clone());
         }
@@ -237,18 +248,18 @@ async fn responses_without_a_body_keep_http1_and_http2_connections() {
     assert_eq!(found.unwrap(), "abc");
 }
 
-async fn next(
+async fn next_frame(
     body: &mut hyper::body::Incoming,
 ) -> Option<Result<http_body::Frame<bytes::Bytes>, hyper::Error>> {
     use http_body::Body;
     std::future::poll_fn(|cx| Pin::new(&mut *body).poll_frame(cx)).await
 }
 
-/// SIGTERM: new connections are refused.
+/// A drain, such as after SIGTERM, also refuses new connections.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn drain_finishes_requests_and_ends_watches_cleanly() {
     let cluster = TestCluster::new(2);
-    // Long enough for everything that still runs.
+    // The drain must end before its timeout.
     let proxy = cluster.start_with(|config| config.shutdown.drain_timeout = 2 * PATIENCE).await;
     let clients = join_all([true, true, false].map(|http2| proxy.client_over(http2))).await;
     let watcher = proxy.client().await;
@@ -280,7 +291,7 @@ async fn drain_finishes_requests_and_ends_watches_cleanly() {
     for request in running {
         assert_eq!(soon("a response", request).await.unwrap().unwrap().status, 201);
     }
-    // Events still arrive; an error would be no clean end.
+    // Events may still arrive. `unwrap` fails if the watch ends with an error.
     while soon("the watch's end", watch.next()).await.unwrap().is_some() {}
     drop(watcher);
     assert!(soon("the end of jackstay", stopped).await.unwrap(), "no worker panicked");
@@ -314,22 +325,22 @@ async fn connection_without_a_request_is_closed_at_the_header_timeout() {
         let _ = soon("no handshake", stream.read_to_end(&mut rest)).await;
         assert!(rest.is_empty());
     };
-    let half = request(1, "GET", CONFIGMAPS, true, &[]);
-    let half = frame(HEADERS, END_STREAM, 1, &half[9..20]);
-    let others = [
+    let head = request(1, "GET", CONFIGMAPS, true, &[]);
+    let half_head = frame(HEADERS, END_STREAM, 1, &head[9..20]);
+    let incomplete = [
         ("half an HTTP/1.1 head", "http/1.1", b"GET / HTTP/1.1\r\nHost:".to_vec()),
         ("no preface", "h2", Vec::new()),
         ("a preface", "h2", [PREFACE, &settings(&[])].concat()),
-        ("half a header block", "h2", [PREFACE, &settings(&[]), &half].concat()),
+        ("half a header block", "h2", [PREFACE, &settings(&[]), &half_head].concat()),
     ];
-    let others = others.map(async |(what, alpn, bytes)| {
+    let incomplete = incomplete.map(async |(sent, alpn, bytes)| {
         let mut stream = wire::connect(&proxy, &cluster.certs, alpn).await;
         stream.write_all(&bytes).await.unwrap();
         let mut rest = Vec::new();
-        let _ = soon(what, stream.read_to_end(&mut rest)).await;
+        let _ = soon(sent, stream.read_to_end(&mut rest)).await;
     });
-    tokio::join!(silent, join_all(others));
-    // hyper closes the HTTP/1.1 connection, which is not counted.
+    tokio::join!(silent, join_all(incomplete));
+    // Of the five connections hyper closes the HTTP/1.1 one, which jackstay does not count.
     assert!(refused().await >= before + 4.0, "{} {before}", refused().await);
     assert!(!kubelet.is_closed());
     assert_eq!(soon("a response", kubelet.get(CONFIGMAPS)).await.unwrap().status, 200);
@@ -344,15 +355,15 @@ async fn connection_that_sends_pings_may_send_its_first_request_late() {
     let proxy =
         cluster.start_with(|config| terminate_mode(config).limits.header_timeout = limit).await;
     let start = Instant::now();
-    // If the test itself was delayed, so that too few PINGs were sent, the attempt is repeated.
-    while let Err(pause) = request_after_pings(&proxy, &cluster.certs, limit * 3).await {
-        assert!(pause >= limit / 2, "closed, although a PING was answered every {pause:?}");
+    // The attempt is repeated if a delay of the test itself left too long a pause between two PINGs.
+    while let Err(longest) = request_after_pings(&proxy, &cluster.certs, limit * 3).await {
+        assert!(longest >= limit / 2, "closed, although a PING was answered every {longest:?}");
         assert!(start.elapsed() < PATIENCE * 4, "this machine is too slow");
     }
 }
 
-/// Sends PINGs for this time, and then a request. If the connection was closed, returns the longest time
-/// between two PONGs.
+/// Sends PINGs for the time `after`, and then a request. If the connection is closed before, returns the
+/// longest time between two PONGs as the error.
 async fn request_after_pings(
     proxy: &Proxy,
     certs: &Certs,
@@ -363,7 +374,7 @@ async fn request_after_pings(
     stream.write_all(&[PREFACE, &settings(&[])].concat()).await.unwrap();
     let (mut last, mut longest) = (start, Duration::ZERO);
     while start.elapsed() < after {
-        // The write fails when the connection was closed, which the read reports.
+        // A write error means that the connection is closed; the next read reports it.
         let _ = stream.write_all(&frame(PING, 0, 0, b"opaque00")).await;
         let mut ended = false;
         let answer = read_until(&mut stream, |kind, _, payload| {
@@ -384,26 +395,26 @@ async fn request_after_pings(
     Ok(())
 }
 
-/// A closed connection makes room for another.
+/// A closed connection no longer counts towards the limit.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn connections_above_the_limit_are_refused() {
     let cluster = TestCluster::new(1);
     let proxy = cluster.start_with(|config| config.listeners[0].limits.max_connections = 2).await;
-    let who = cluster.certs.credentials();
-    let one = proxy.client_with(&who).await;
-    let two = proxy.client_with(&who).await;
-    assert!(soon("a refusal", Client::connect(proxy.addr, &who)).await.is_err());
+    let credentials = cluster.certs.credentials();
+    let one = proxy.client_with(&credentials).await;
+    let two = proxy.client_with(&credentials).await;
+    assert!(soon("a refusal", Client::connect(proxy.addr, &credentials)).await.is_err());
     assert!(proxy.metric("jackstay_downstream_refused_total").await >= 1.0);
     assert_eq!(one.get(CONFIGMAPS).await.unwrap().status, 200);
     assert_eq!(two.get(CONFIGMAPS).await.unwrap().status, 200);
     drop(one);
-    until("there is room for a connection", async || {
-        Client::connect(proxy.addr, &who).await.is_ok()
+    until("another connection is accepted", async || {
+        Client::connect(proxy.addr, &credentials).await.is_ok()
     })
     .await;
 }
 
-/// The apiserver's stream becomes free again.
+/// The request of that client ends too.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn client_that_reads_nothing_is_disconnected() {
     let cluster = TestCluster::new(1);
@@ -413,7 +424,7 @@ async fn client_that_reads_nothing_is_disconnected() {
         })
         .await;
     let mut stream = wire::connect(&proxy, &cluster.certs, "http/1.1").await;
-    // More than all buffers on the path hold.
+    // The response is larger than all buffers on the path together.
     let request = b"GET /bytes?size=100000000 HTTP/1.1\r\nHost: a\r\n\r\n";
     stream.write_all(request).await.unwrap();
     let open = "jackstay_downstream_connections";
@@ -423,7 +434,7 @@ async fn client_that_reads_nothing_is_disconnected() {
     assert!(proxy.metric("jackstay_requests_in_flight").await < 1.0);
 }
 
-/// The client reads, and gives one stream no window: that watch is reset.
+/// The client reads the connection but opens no flow-control window for one stream, whose watch is reset.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn stream_without_a_window_is_reset_and_others_continue() {
     let cluster = TestCluster::new(1);
@@ -442,7 +453,7 @@ async fn stream_without_a_window_is_reset_and_others_continue() {
         request(1, "GET", &path, true, &[]),
         request(3, "GET", &path, true, &[]),
         window(3),
-        // Nothing is sent on this one.
+        // No event matches this watch, so no data waits for the window of its stream.
         request(5, "GET", &format!("{path}&labelSelector=v%3Dnone"), true, &[]),
     ]
     .concat();
@@ -450,30 +461,30 @@ async fn stream_without_a_window_is_reset_and_others_continue() {
     let watches = || cluster.watches(0);
     until("three watches run", async || watches() == 3).await;
     cluster.create_config_map("m0");
-    // The event of the other watch may arrive after the reset of this one.
-    let (mut events, mut is_cut) = (0, false);
-    let cut = read_until(&mut stream, |kind, id, payload| {
+    // The event of watch 3 may arrive before or after the reset of watch 1.
+    let (mut events, mut is_reset) = (0, false);
+    let reset = read_until(&mut stream, |kind, id, payload| {
         assert_ne!(kind, GOAWAY, "the connection continues");
         events += usize::from(kind == DATA && id == 3 && !payload.is_empty());
         if kind == RST_STREAM {
             assert_eq!((id, payload), (1, &8u32.to_be_bytes()[..]), "CANCEL");
-            is_cut = true;
+            is_reset = true;
         }
-        is_cut && events > 0
+        is_reset && events > 0
     });
-    soon("the end of the connection", cut).await.unwrap();
+    soon("a reset and an event", reset).await.unwrap();
     until("the watch has ended upstream too", async || watches() == 2).await;
     assert_eq!(events, 1);
     cluster.create_config_map("m1");
-    let more = read_until(&mut stream, |kind, id, _| {
+    let second_event = read_until(&mut stream, |kind, id, _| {
         assert_ne!(kind, RST_STREAM);
         kind == DATA && id == 3
     });
-    soon("another event", more).await.unwrap();
+    soon("another event", second_event).await.unwrap();
     assert_eq!(watches(), 2);
 }
 
-/// Streams that jackstay resets because of the client's errors are counted; too many end the
+/// h2 counts the streams that it resets because of errors of the client. Too many of them end the
 /// connection with `ENHANCE_YOUR_CALM`.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn endless_stream_errors_end_the_connection() {
@@ -488,12 +499,12 @@ async fn endless_stream_errors_end_the_connection() {
     // The connection may be closed before everything is written.
     let _ = stream.write_all(&bytes).await;
     let mut resets = 0;
-    let calm = read_until(&mut stream, |kind, _, payload| {
+    let goaway = read_until(&mut stream, |kind, _, payload| {
         resets += usize::from(kind == RST_STREAM);
         kind == GOAWAY && payload[4..8] == 11u32.to_be_bytes()
     });
     // A connection that is closed while data arrives may lose the GOAWAY.
-    let received = soon("ENHANCE_YOUR_CALM, or the end", calm).await;
+    let received = soon("ENHANCE_YOUR_CALM, or the end", goaway).await;
     println!("{resets} resets, then the end; GOAWAY received: {}", received.is_some());
     assert!(resets <= 1_024, "{resets}");
     assert_eq!(other_client.get(CONFIGMAPS).await.unwrap().status, 200);

@@ -57,8 +57,8 @@ pub async fn send_probe(
     result
 }
 
-/// Requests a probe of every other endpoint, once for each doubt about `endpoint`: if it turns out
-/// not to be ready, watches may move to the others.
+/// Records that a probe of `endpoint` failed or is overdue. If the probe before it was successful, also
+/// requests a probe of every other endpoint, because watches may soon have to move to one of them.
 pub fn request_probes_of_others(upstream: &Upstream, endpoint: &Arc<Endpoint>) {
     if !endpoint.note_probe_failing(Instant::now()) {
         return;

@@ -67,12 +67,12 @@ fn resources(group: &str) -> Value {
     for kind in KINDS.iter().filter(|k| k.group == group) {
         let mut resource = entry(kind.plural, kind.kind, kind.namespaced, &VERBS);
         resource["singularName"] = kind.kind.to_lowercase().into();
-        resource["shortNames"] = json!(kind.short);
+        resource["shortNames"] = json!(kind.short_names);
         if ["pods", "services", "deployments"].contains(&kind.plural) {
             resource["categories"] = json!(["all"]);
         }
         list.push(resource);
-        if kind.status {
+        if kind.has_status {
             let name = format!("{}/status", kind.plural);
             list.push(entry(&name, kind.kind, kind.namespaced, &["get", "patch", "update"]));
         }

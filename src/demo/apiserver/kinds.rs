@@ -9,14 +9,14 @@ pub struct Kind {
     pub version: &'static str,
     /// The plural name, as in paths.
     pub plural: &'static str,
-    /// `kind` of its objects.
+    /// The `kind` field of its objects, such as `Pod`.
     pub kind: &'static str,
-    /// Objects belong to a namespace.
+    /// Whether its objects belong to a namespace.
     pub namespaced: bool,
-    /// It has a `status` subresource.
-    pub status: bool,
-    /// Short names for kubectl.
-    pub short: &'static [&'static str],
+    /// Whether it has a `status` subresource.
+    pub has_status: bool,
+    /// Short names for kubectl, such as `po`.
+    pub short_names: &'static [&'static str],
 }
 
 impl Kind {
@@ -52,20 +52,20 @@ const fn core(
     plural: &'static str,
     kind: &'static str,
     namespaced: bool,
-    status: bool,
-    short: &'static [&'static str],
+    has_status: bool,
+    short_names: &'static [&'static str],
 ) -> Kind {
-    Kind { group: "", version: "v1", plural, kind, namespaced, status, short }
+    Kind { group: "", version: "v1", plural, kind, namespaced, has_status, short_names }
 }
 
 const fn grouped(
     group: &'static str,
     plural: &'static str,
     kind: &'static str,
-    status: bool,
-    short: &'static [&'static str],
+    has_status: bool,
+    short_names: &'static [&'static str],
 ) -> Kind {
-    Kind { group, version: "v1", plural, kind, namespaced: true, status, short }
+    Kind { group, version: "v1", plural, kind, namespaced: true, has_status, short_names }
 }
 
 /// Pods.

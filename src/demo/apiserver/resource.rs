@@ -1,4 +1,5 @@
-//! Rules for written objects: metadata, defaults, and which fields a subresource may change.
+//! Rules for objects that clients write: metadata, defaults, and the fields that a subresource may
+//! change.
 
 use crate::demo::apiserver::kinds::ObjectRef;
 use crate::demo::apiserver::kinds::{self, Kind};
@@ -8,10 +9,10 @@ use base64::prelude::{BASE64_STANDARD, Engine as _};
 use serde_json::{Value, json};
 use std::time::SystemTime;
 
-/// Validates an object for creation, sets metadata and defaults, and returns its name.
+/// Validates an object before it is created, and sets its metadata and defaults. Returns its name.
 ///
 /// # Errors
-/// 400 or 422 for an invalid object.
+/// 422 without a name, 400 for any other violation.
 pub fn prepare_for_create(
     kind: &Kind,
     namespace: &str,
@@ -22,15 +23,15 @@ pub fn prepare_for_create(
     }
     for (field, expected) in [("kind", kind.kind.to_owned()), ("apiVersion", kind.api_version())] {
         match value[field].as_str() {
-            Some(given) if given != expected => {
+            Some(sent) if sent != expected => {
                 return Err(StatusError::bad_request(format!(
-                    "{field} {given} in the object is not {expected}"
+                    "{field} {sent} in the object is not {expected}"
                 )));
             }
             _ => value[field] = expected.into(),
         }
     }
-    check_shape(value)?;
+    check_types(value)?;
     let metadata = &mut value["metadata"];
     if !metadata["resourceVersion"].as_str().unwrap_or_default().is_empty() {
         return Err(StatusError::bad_request(
@@ -44,11 +45,11 @@ pub fn prepare_for_create(
                 kind.kind
             )));
         };
-        metadata["name"] = format!("{prefix}{}", timestamps::suffix()).into();
+        metadata["name"] = format!("{prefix}{}", timestamps::name_suffix()).into();
     }
-    let given = metadata["namespace"].as_str().unwrap_or_default();
+    let sent_namespace = metadata["namespace"].as_str().unwrap_or_default();
     if kind.namespaced {
-        if !given.is_empty() && given != namespace {
+        if !sent_namespace.is_empty() && sent_namespace != namespace {
             return Err(StatusError::bad_request(
                 "the namespace of the provided object does not match the namespace sent on the \
                  request",
@@ -58,16 +59,16 @@ pub fn prepare_for_create(
     }
     metadata["uid"] = timestamps::uid().into();
     metadata["creationTimestamp"] = timestamps::rfc3339(SystemTime::now()).into();
-    if kind.status {
+    if kind.has_status {
         metadata["generation"] = 1.into();
     }
     let name = metadata["name"].as_str().unwrap_or_default().to_owned();
-    default(kind, value, &name);
+    set_defaults(kind, value, &name);
     Ok(name)
 }
 
-/// Checks that the fields into which this module writes are objects.
-fn check_shape(value: &Value) -> Result<(), StatusError> {
+/// Checks that the fields to which this module adds keys are objects or absent.
+fn check_types(value: &Value) -> Result<(), StatusError> {
     let parts = [value, &value["metadata"], &value["metadata"]["labels"], &value["data"]];
     if parts.iter().all(|part| part.is_object() || part.is_null()) {
         return Ok(());
@@ -75,29 +76,30 @@ fn check_shape(value: &Value) -> Result<(), StatusError> {
     Err(StatusError::bad_request("cannot unmarshal: metadata, labels and data must be objects"))
 }
 
-/// Checks an update's preconditions and restores the fields that a client cannot change.
+/// Checks the preconditions of an update, and restores the fields that a client cannot change from the
+/// `current` object.
 ///
 /// # Errors
-/// 400 for another name, 409 for a stale version or another UID.
+/// 400 if the name differs or a field has the wrong type, 409 if the `resourceVersion` or the UID differs.
 pub fn prepare_for_update(
     object: ObjectRef<'_>,
     current: &Value,
     next: &mut Value,
 ) -> Result<(), StatusError> {
-    check_shape(next)?;
+    check_types(next)?;
     let (stored, sent) = (&current["metadata"], &next["metadata"]);
     let precondition = |field: &str| sent[field].as_str().filter(|v| !v.is_empty());
     if precondition("resourceVersion").is_some_and(|v| stored["resourceVersion"] != v) {
-        let why = "the object has been modified; please apply your changes to the latest version \
-                   and try again";
-        return Err(StatusError::conflict(object.kind, object.name, why));
+        let message = "the object has been modified; please apply your changes to the latest version \
+                       and try again";
+        return Err(StatusError::conflict(object.kind, object.name, message));
     }
     if let Some(uid) = precondition("uid").filter(|uid| stored["uid"] != *uid) {
-        let why = format!(
+        let message = format!(
             "Precondition failed: UID in precondition: {uid}, UID in object meta: {}",
             stored["uid"].as_str().unwrap_or_default()
         );
-        return Err(StatusError::conflict(object.kind, object.name, &why));
+        return Err(StatusError::conflict(object.kind, object.name, &message));
     }
     if precondition("name").is_some_and(|name| name != object.name) {
         return Err(StatusError::bad_request(
@@ -113,20 +115,16 @@ pub fn prepare_for_update(
     }
     next["kind"] = object.kind.kind.into();
     next["apiVersion"] = object.kind.api_version().into();
-    if object.kind.status && current["spec"] != next["spec"] {
+    if object.kind.has_status && current["spec"] != next["spec"] {
         next["metadata"]["generation"] = (stored["generation"].as_u64().unwrap_or(0) + 1).into();
     }
     Ok(())
 }
 
-/// The current object with those fields of `written` that this (sub)resource may change.
-pub fn fields_of_subresource(
-    kind: &Kind,
-    subresource: &str,
-    current: &Value,
-    written: Value,
-) -> Value {
-    if !kind.status {
+/// Returns `current` with the fields of `written` that a request to this subresource may change. An empty
+/// `subresource` is the object itself.
+pub fn merge_subresource(kind: &Kind, subresource: &str, current: &Value, written: Value) -> Value {
+    if !kind.has_status {
         return written;
     }
     let (mut next, status) = match subresource {
@@ -134,7 +132,7 @@ pub fn fields_of_subresource(
         _ => (written.clone(), current["status"].clone()),
     };
     if subresource == "status" {
-        // Preconditions: checked on commit, not stored.
+        // `prepare_for_update` checks these fields as preconditions, then restores the current values.
         for field in ["resourceVersion", "uid", "name"] {
             next["metadata"][field] = written["metadata"][field].clone();
         }
@@ -148,9 +146,9 @@ pub fn fields_of_subresource(
     next
 }
 
-/// Sets the defaults of namespaces and Secrets, and the status that controllers and kubelets would set:
-/// none run here.
-fn default(kind: &Kind, value: &mut Value, name: &str) {
+/// Sets the defaults of namespaces, Secrets and pods. The demo runs no controllers and no kubelet, so
+/// this function also sets the status of namespaces and pods.
+fn set_defaults(kind: &Kind, value: &mut Value, name: &str) {
     if *kind == kinds::NAMESPACES {
         value["status"] = json!({ "phase": "Active" });
         value["spec"] = json!({ "finalizers": ["kubernetes"] });
@@ -160,11 +158,11 @@ fn default(kind: &Kind, value: &mut Value, name: &str) {
         if value["type"].is_null() {
             value["type"] = "Opaque".into();
         }
-        let strings = value["stringData"].take();
+        let string_data = value["stringData"].take();
         if let Some(fields) = value.as_object_mut() {
             fields.remove("stringData");
         }
-        for (key, text) in strings.as_object().into_iter().flatten() {
+        for (key, text) in string_data.as_object().into_iter().flatten() {
             let text = text.as_str().unwrap_or_default();
             value["data"][key] = BASE64_STANDARD.encode(text).into();
         }

@@ -36,7 +36,7 @@ pub fn uid() -> String {
 }
 
 /// The five characters that `generateName` appends.
-pub fn suffix() -> String {
+pub fn name_suffix() -> String {
     const ALPHABET: &[u8] = b"bcdfghjklmnpqrstvwxz2456789";
     (0..5).map(|_| char::from(ALPHABET[fastrand::usize(..ALPHABET.len())])).collect()
 }

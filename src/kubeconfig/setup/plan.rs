@@ -12,7 +12,7 @@ use crate::kubeconfig::credential::PemSource;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum SetupMode {
-    /// L4: TLS is between client and apiserver.
+    /// L4: the client and the apiserver terminate TLS.
     Passthrough,
     /// L7: jackstay terminates TLS with a certificate of a local CA.
     Terminate,
@@ -31,11 +31,11 @@ pub struct SetupRequest {
     pub config: PathBuf,
     /// Apiservers besides the one in the kubeconfig.
     pub upstreams: Vec<String>,
-    /// Name in the certificates of all apiservers; `None` is the host of each one.
+    /// Name that the certificates of all apiservers must contain; `None` means the host of each one.
     pub server_name: Option<String>,
     /// The cluster's CA; replaces the one in the kubeconfig.
     pub ca_file: Option<PathBuf>,
-    /// The CA of client certificates; `None` is the cluster's CA.
+    /// The CA that verifies client certificates; `None` means the cluster's CA.
     pub client_ca_file: Option<PathBuf>,
     /// Name of this machine, for the serving certificate.
     pub node_name: String,
@@ -48,15 +48,15 @@ pub struct SetupRequest {
 pub struct OutputFile {
     /// Absolute path.
     pub path: PathBuf,
-    /// Content.
+    /// The content of the file.
     pub bytes: Vec<u8>,
-    /// Permissions.
+    /// Unix permissions, as in chmod(2).
     pub mode: u32,
     /// Description for messages.
-    pub what: &'static str,
+    pub description: &'static str,
 }
 
-/// The files of a jackstay for one context.
+/// The files that jackstay needs to serve one kubeconfig context.
 pub struct SetupPlan {
     /// The files to write, the configuration last.
     pub files: Vec<OutputFile>,
@@ -67,19 +67,19 @@ pub struct SetupPlan {
 }
 
 impl SetupPlan {
-    /// The file that holds the PEM; inline data is written to `path`.
+    /// Returns the file that contains the PEM data. Inline data becomes a planned file at `path`.
     pub(super) fn file_of(
         &mut self,
         pem: &PemSource,
         path: PathBuf,
         mode: u32,
-        what: &'static str,
+        description: &'static str,
     ) -> PathBuf {
         match pem {
             PemSource::File(file) => file.clone(),
             PemSource::Inline(bytes) => {
                 let bytes = bytes.clone();
-                self.files.push(OutputFile { path: path.clone(), bytes, mode, what });
+                self.files.push(OutputFile { path: path.clone(), bytes, mode, description });
                 path
             }
         }

@@ -1,5 +1,5 @@
-//! The local CA and the serving certificate of a listener in mode `terminate`. Existing ones stay
-//! as long as they are valid.
+//! Plans the local CA and the serving certificate of a listener in mode `terminate`. An existing CA is
+//! kept, and an existing serving certificate is kept until it is due for renewal.
 
 use std::path::Path;
 use std::time::SystemTime;
@@ -12,14 +12,17 @@ use crate::net::files::{PRIVATE, PUBLIC};
 use crate::net::tls::local_ca::{self, LocalCa};
 use crate::net::tls::pem_files;
 
-/// Plans a local CA and a serving certificate, unless valid ones exist. Returns the `tls` section
-/// of the listener.
+/// Plans a local CA if none exists, and a serving certificate unless a current one exists. Returns the
+/// `tls` section of the listener.
+///
+/// # Errors
+/// The existing CA cannot be used, or a certificate cannot be issued.
 pub(super) fn plan(
     request: &SetupRequest,
     directory: &Path,
     plan: &mut SetupPlan,
 ) -> Result<ListenerTlsSection, String> {
-    let issuer = CertPaths {
+    let ca_paths = CertPaths {
         cert_file: directory.join("local-ca.crt"),
         key_file: directory.join("local-ca.key"),
     };
@@ -30,50 +33,54 @@ pub(super) fn plan(
             names.push(name.clone());
         }
     }
-    let (authority, certificate) = if issuer.cert_file.exists() || issuer.key_file.exists() {
-        let authority = LocalCa::load(&issuer).map_err(|error| {
-            format!("{error}; remove {} to have a new local CA", issuer.cert_file.display())
+    let (local_ca, ca_certificate) = if ca_paths.cert_file.exists() || ca_paths.key_file.exists() {
+        let local_ca = LocalCa::load(&ca_paths).map_err(|error| {
+            format!(
+                "{error}; to create a new local CA, remove {} and {}",
+                ca_paths.cert_file.display(),
+                ca_paths.key_file.display()
+            )
         })?;
-        (authority, PemSource::File(issuer.cert_file.clone()).read()?)
+        (local_ca, PemSource::File(ca_paths.cert_file.clone()).read()?)
     } else {
         let name = format!("jackstay on {}", request.node_name);
-        let (authority, created) = LocalCa::create(&name, request.now)?;
-        let certificate = created.certificate.into_bytes();
+        let (local_ca, created) = LocalCa::create(&name, request.now)?;
+        let ca_certificate = created.certificate.into_bytes();
         plan.files.push(OutputFile {
-            path: issuer.cert_file.clone(),
-            bytes: certificate.clone(),
+            path: ca_paths.cert_file.clone(),
+            bytes: ca_certificate.clone(),
             mode: PUBLIC,
-            what: "the local CA, which clients trust",
+            description: "the certificate of the local CA, which clients trust",
         });
         plan.files.push(OutputFile {
-            path: issuer.key_file.clone(),
+            path: ca_paths.key_file.clone(),
             bytes: created.key.into_bytes(),
             mode: PRIVATE,
-            what: "its key, which never leaves this machine",
+            description: "the key of the local CA; keep it on this machine",
         });
-        (authority, certificate)
+        (local_ca, ca_certificate)
     };
-    plan.local_ca = Some(certificate);
-    // No existing certificate is signed by a new CA.
-    if !is_valid(&serving, &authority, &names, request.now) {
+    plan.local_ca = Some(ca_certificate);
+    // With a new CA this always issues a certificate, because the new CA has not signed the old one.
+    if !is_current(&serving, &local_ca, &names, request.now) {
         plan.files.push(OutputFile {
             path: serving.clone(),
-            bytes: authority.issue(&names, request.now)?.pair().into_bytes(),
+            bytes: local_ca.issue(&names, request.now)?.pair().into_bytes(),
             mode: PRIVATE,
-            what: "the serving certificate and its key, renewed by jackstay",
+            description: "the serving certificate and its key, renewed by jackstay",
         });
     }
     let serving = CertPaths { cert_file: serving.clone(), key_file: serving };
-    Ok(ListenerTlsSection { serving, issuer })
+    Ok(ListenerTlsSection { serving, issuer: ca_paths })
 }
 
-/// Whether the existing serving certificate is signed by this CA, holds all names and is not due
-/// for renewal.
-fn is_valid(file: &Path, authority: &LocalCa, names: &[String], now: SystemTime) -> bool {
+/// Whether `file` holds a serving certificate that `local_ca` has signed, that contains all `names` and
+/// that is not due for renewal.
+fn is_current(file: &Path, local_ca: &LocalCa, names: &[String], now: SystemTime) -> bool {
     let paths = CertPaths { cert_file: file.to_owned(), key_file: file.to_owned() };
     let Ok(loaded) = pem_files::load_cert(&paths) else { return false };
-    let has = local_ca::subject_alt_names(&loaded.chain[0]).unwrap_or_default();
+    let certified = local_ca::subject_alt_names(&loaded.chain[0]).unwrap_or_default();
     now < local_ca::renewal_time(&loaded.info)
-        && names.iter().all(|name| has.contains(name))
-        && authority.has_signed(&loaded.chain[0])
+        && names.iter().all(|name| certified.contains(name))
+        && local_ca.has_signed(&loaded.chain[0])
 }

@@ -155,8 +155,8 @@ impl FlowEntry {
     }
 
     /// Whether an answer has refuted a suspicion since the last call.
-    pub(super) fn was_refuted(&mut self) -> bool {
-        self.endpoint_health.was_refuted()
+    pub(super) fn take_refuted_suspicion(&mut self) -> bool {
+        self.endpoint_health.take_refuted_suspicion()
     }
 
     /// After what time the flow is ended, if all flows have the time `limit`.
@@ -215,7 +215,7 @@ impl FlowEntry {
             FlowDecision::Dead(_) if self.is_delivering_last_bytes() => Ok(next),
             FlowDecision::Dead(FlowDeath::Unacknowledged) => Err(UNACKNOWLEDGED),
             FlowDecision::Dead(FlowDeath::Unanswered) => Err(UNANSWERED),
-            FlowDecision::Again { after, probe } => {
+            FlowDecision::CheckAgain { after, probe } => {
                 if probe {
                     let _ = tcp_options::send_keepalive_probe(&self.endpoint_socket);
                 }
@@ -236,7 +236,7 @@ impl FlowEntry {
         }
         match self.client_health.check(&info, &flow_health::CLIENT, now) {
             FlowDecision::Dead(_) => Err(CLIENT_DEAD),
-            FlowDecision::Again { after, .. } => {
+            FlowDecision::CheckAgain { after, .. } => {
                 self.client_check = info.has_pending().then(|| now + after);
                 Ok(())
             }
@@ -258,7 +258,7 @@ impl FlowEntry {
             self.answered = true;
             self.client_check.get_or_insert(now + MAX_CHECK_INTERVAL);
         }
-        (progress.to_endpoint > 0 && self.is_open()).then(|| self.endpoint_health.wrote(now))
+        (progress.to_endpoint > 0 && self.is_open()).then(|| self.endpoint_health.record_write(now))
     }
 
     pub(super) fn record_endpoint_end(&mut self) {

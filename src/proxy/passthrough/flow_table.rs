@@ -240,8 +240,8 @@ impl FlowTable {
             };
             let was_stalled = flow.is_stalled();
             let checked = flow.check(thresholds, now);
-            known.correlated_loss.changed(was_stalled, flow.is_stalled());
-            if flow.was_refuted() {
+            known.correlated_loss.record_change(was_stalled, flow.is_stalled());
+            if flow.take_refuted_suspicion() {
                 let mut refuted = self.refuted.get();
                 refuted.count = refuted.count.saturating_add(1);
                 self.refuted.set(refuted);
@@ -352,7 +352,7 @@ impl Drop for FlowHandle {
         let flow = flows.remove(self.key);
         if let Some(at) = endpoints.iter().position(|known| known.is_of(flow.endpoint())) {
             endpoints[at].flows -= 1;
-            endpoints[at].correlated_loss.changed(flow.is_stalled(), false);
+            endpoints[at].correlated_loss.record_change(flow.is_stalled(), false);
             if endpoints[at].flows == 0 {
                 endpoints.swap_remove(at);
             }

@@ -1,9 +1,8 @@
-//! What the responsiveness of a connection means for the requests that wait on it and for its
-//! endpoint.
+//! Applies the health of a connection to the requests that wait on it and to its endpoint.
 
 use super::Connection;
 use crate::upstream::endpoint::Observation;
-use crate::upstream::health::{ConnectionFindings, ConnectionState, Reason};
+use crate::upstream::health::{ConnectionFindings, ConnectionState, StateChangeReason};
 
 impl Connection {
     /// Whether a request sent on this connection now would most likely be lost: its PING is late, and
@@ -12,16 +11,16 @@ impl Connection {
         self.lifecycle.path_unresponsive.get()
     }
 
-    /// Waits until no response head can be expected any more; returns why. The path is lost; or,
-    /// for a request that must not be sent twice (not `safe`), the process has been stopped for too
-    /// long. A safe request has a second attempt on another connection instead.
+    /// Waits until no response head can be expected any more, and returns the reason: the path is lost,
+    /// or the process has been stopped for too long. The second reason applies only to requests that
+    /// must not be sent twice; a `safe` request gets a second attempt on another connection instead.
     pub async fn no_response_expected(&self, safe: bool) -> &'static str {
         loop {
             if self.is_unresponsive() {
                 return self.lifecycle.unresponsive_reason.get();
             }
             if !safe && self.lifecycle.fails_unsafe_requests.get() {
-                return Reason::ProcessStopped.as_str();
+                return StateChangeReason::ProcessStopped.as_str();
             }
             self.changed.notified().await;
         }
@@ -41,14 +40,14 @@ impl Connection {
     }
 
     /// Enters a state that [`crate::upstream::health`] has derived.
-    pub(super) fn enter_derived(&self, state: ConnectionState, reason: Reason) {
+    pub(super) fn enter_derived(&self, state: ConnectionState, reason: StateChangeReason) {
         if state == ConnectionState::Unresponsive {
             self.lifecycle.unresponsive_reason.set(reason.as_str());
         }
         self.enter(state, reason.as_str());
     }
 
-    /// Publishes what [`crate::upstream::health`] has derived besides the state.
+    /// Publishes the findings of [`crate::upstream::health`].
     pub(super) fn set_findings(&self, findings: ConnectionFindings) {
         self.lifecycle.path_unresponsive.set(findings.path_unresponsive);
         let responds = !findings.ping_unanswered;

@@ -2,29 +2,30 @@
 
 use std::time::Duration;
 
-/// When one side of a flow is dead.
+/// Thresholds at which one side of a flow is dead.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FlowThresholds {
-    /// No acknowledgement for this long while bytes wait for one.
+    /// Bytes wait and none was acknowledged for this long.
     pub(super) stuck_after: Duration,
-    /// Meanwhile one and a half times as many segments were sent, or, [`super::LAST_ANSWER`] later, this
-    /// many retransmissions.
+    /// Retransmissions in that time and [`super::LAST_PROBE_TIMEOUT`] after it. One and a half times as many
+    /// segments are enough without the additional time.
     pub(super) retransmits: u8,
-    /// Nothing new received for this long while no bytes wait, and `unanswered` keepalives; `None`
-    /// leaves idle flows to the kernel's keepalives.
+    /// No bytes wait and nothing new was received for this long; `None` leaves idle flows to the
+    /// kernel's keepalives.
     pub(super) idle_after: Option<Duration>,
-    /// Keepalives in a row without an answer.
+    /// Unanswered keepalives in a row on an idle flow.
     pub(super) unanswered: u8,
-    /// Probes of a closed window in a row without an answer, and as many seconds without a segment:
-    /// Linux answers at most two of them a second.
+    /// Unanswered probes of a closed window in a row, and as many seconds without a segment: Linux
+    /// answers at most two probes a second.
     pub(super) window_probes: u8,
-    /// Whether the kernel is asked for more keepalives than its own one a second.
+    /// Whether jackstay requests keepalives beyond the kernel's own, which is one a second.
     pub(super) requests_probes: bool,
 }
 
 impl FlowThresholds {
-    /// For a tunnel, which cannot be replaced: no evidence of life for `dead_after`. The kernel resets
-    /// a flow after 127 unanswered keepalives, so a long `dead_after` asks for no extra ones.
+    /// Thresholds of a tunnel, which cannot be replaced: it is dead after `dead_after` without evidence
+    /// of life. With a long `dead_after` no keepalives are requested, because the kernel resets a
+    /// flow after 127 unanswered ones.
     pub fn tunnel(dead_after: Duration) -> Self {
         Self {
             stuck_after: dead_after.max(SERVER.stuck_after),
@@ -35,7 +36,7 @@ impl FlowThresholds {
     }
 }
 
-/// The apiserver's side, for which clients wait. Retransmissions of a thin stream are 200 ms apart,
+/// The apiserver's side, whose responses clients wait for. Retransmissions of a thin stream are 200 ms apart,
 /// eight in this time. Those of a full stream double: four are out after 2.4 s on kernels that bound
 /// the pause (`TCP_RTO_MAX_MS`), and after 3 s on others.
 pub const SERVER: FlowThresholds = FlowThresholds {
@@ -65,7 +66,8 @@ pub const CORRELATED_LOSS_SERVER: FlowThresholds = FlowThresholds {
 /// Silence long enough for eight of the kernel's keepalives, one a second.
 const EXTRA_PROBES_BELOW: Duration = Duration::from_secs(10);
 
-/// Refuted suspicions within two minutes that show packet loss.
+/// Number of refuted suspicions after which a path counts as lossy: within two minutes for the flows of
+/// an endpoint, or on the one flow of an upgrade.
 pub const LOSSY_AFTER: u32 = 3;
 
 /// The client's side. Most clients are on the same machine and no request waits for one, so a client

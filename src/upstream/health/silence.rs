@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::state::Reason;
+use super::state::StateChangeReason;
 use crate::net::sockets::tcp_info::TcpInfo;
 
 /// Unanswered probes of a closed window in a row that show that the path is lost. At 5 % packet loss
@@ -31,13 +31,13 @@ pub(super) struct Silence {
 
 impl Silence {
     /// Whether the path has been lost for `time`, and in which direction.
-    pub(super) fn lost_for(&self, time: Duration) -> Option<Reason> {
+    pub(super) fn lost_for(&self, time: Duration) -> Option<StateChangeReason> {
         if self.age < time || self.window_answers {
             None
         } else if self.inbound >= time {
-            Some(Reason::NothingArrives)
+            Some(StateChangeReason::NothingArrives)
         } else {
-            (self.outbound >= time).then_some(Reason::NothingAcknowledged)
+            (self.outbound >= time).then_some(StateChangeReason::NothingAcknowledged)
         }
     }
 

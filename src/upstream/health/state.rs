@@ -1,26 +1,27 @@
-//! The states of a connection and the reasons of a change, by name.
+//! The states of an upstream connection and the reasons of a state change.
 
 /// State of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ConnectionState {
-    /// Takes streams.
+    /// Accepts new streams.
     Live,
-    /// Its PING is late: takes no new streams, requests on it may be hedged.
+    /// Its PING is late. Accepts no new streams; requests on it may be hedged.
     Suspect,
-    /// Takes no new streams; open ones finish.
+    /// Accepts no new streams; open streams finish.
     Draining,
-    /// Its path is lost: takes no new streams, and only streams that cannot move stay.
+    /// Its path is lost. Accepts no new streams, and keeps only pinned streams, which no other
+    /// connection can continue.
     Unresponsive,
     /// Closed.
     Dead,
 }
 
 impl ConnectionState {
-    /// Every state, in the order of their numbers.
+    /// Every state, in the order of the discriminants.
     pub const ALL: [Self; 5] =
         [Self::Live, Self::Suspect, Self::Draining, Self::Unresponsive, Self::Dead];
 
-    /// Name in logs, metrics and status.
+    /// Name in logs, metrics and `/status`.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Live => "live",
@@ -32,18 +33,19 @@ impl ConnectionState {
     }
 }
 
-/// Why a connection changed its state, for the log line and the status page.
+/// Why a connection changed its state, for the log and `/status`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Reason {
-    /// A PONG arrived.
+pub enum StateChangeReason {
+    /// The PONG of the outstanding PING arrived.
     Pong,
-    /// A PING is late.
+    /// No PONG arrived within the time that the round-trip time allows, and there was no other evidence
+    /// of life.
     PingLate,
-    /// Nothing arrives.
+    /// A PING is unanswered, and the kernel has received no packet for `dead_after`.
     NothingArrives,
-    /// Sent bytes are not acknowledged.
+    /// A PING is unanswered, and the peer has acknowledged no bytes for `dead_after`.
     NothingAcknowledged,
-    /// The kernel answers, the process does not.
+    /// The peer's kernel answers, but its process sends neither a PONG nor other frames.
     ProcessStopped,
     /// No frame for 20 s, although sent bytes are acknowledged.
     NoFrames,
@@ -51,7 +53,7 @@ pub enum Reason {
     WindowClosed,
 }
 
-impl Reason {
+impl StateChangeReason {
     /// Text for the log and `/status`.
     pub fn as_str(self) -> &'static str {
         match self {

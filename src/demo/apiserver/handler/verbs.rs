@@ -26,7 +26,7 @@ impl RequestContext {
         let dry_run = self.query.all("dryRun").any(|v| v == "All");
         match target.subresource.as_str() {
             "" => {}
-            "status" if target.kind.status => {}
+            "status" if target.kind.has_status => {}
             name if *target.kind == kinds::PODS => {
                 cluster.get(object)?;
                 return self.pod_subresource(object, name, body).await;
@@ -48,7 +48,7 @@ impl RequestContext {
                 let value = self.json_body(body).await?;
                 let (kind, subresource) = (target.kind, &target.subresource);
                 let stored = cluster.modify(object, dry_run, |now| {
-                    Ok(resource::fields_of_subresource(kind, subresource, now, value))
+                    Ok(resource::merge_subresource(kind, subresource, now, value))
                 })?;
                 self.object_response(200, object, &stored)
             }
@@ -90,7 +90,7 @@ impl RequestContext {
         let apply = content_type.starts_with("application/apply-patch");
         let patched = cluster.modify(object, dry_run, |now| {
             let next = patch::apply(now, &content_type, &changes)?;
-            Ok(resource::fields_of_subresource(target.kind, &target.subresource, now, next))
+            Ok(resource::merge_subresource(target.kind, &target.subresource, now, next))
         });
         match patched {
             Err(failure) if apply && failure.code == 404 && target.subresource.is_empty() => {

@@ -151,11 +151,17 @@ mod tests {
 
     #[test]
     fn dns_name_is_ascii_and_known_to_the_resolver() {
-        for host in
-            ["lb.example.com", "LB.Example.com.", "n-1", "1.example", "xn--bcher-kva.example"]
-        {
+        for host in [
+            "lb.example.com",
+            "LB.Example.com.",
+            "n-1",
+            "1.example",
+            "a_b.example",
+            "_https._tcp.example",
+            "xn--bcher-kva.example",
+        ] {
             let endpoint = EndpointAddress::parse(&format!("{host}:6443")).unwrap();
-            let name = Name::from_utf8(&endpoint.host).unwrap();
+            let name = Name::from_ascii(&endpoint.host).unwrap();
             assert_eq!(name.to_ascii(), endpoint.host, "{host}");
         }
         let error = EndpointAddress::parse("bücher.example:6443").unwrap_err();

@@ -135,7 +135,7 @@ impl Resolver {
     }
 
     fn in_hosts_file(&self, host: &str) -> Vec<IpAddr> {
-        let Ok(name) = Name::from_utf8(host) else { return Vec::new() };
+        let Ok(name) = Name::from_ascii(host) else { return Vec::new() };
         let mut found = Vec::new();
         for record_type in [RecordType::A, RecordType::AAAA] {
             let lookup = self.hosts.lookup_static_host(&Query::query(name.clone(), record_type));
@@ -232,6 +232,7 @@ async fn look_up(
         .with_options(options)
         .build()
         .map_err(|error| error.to_string())?;
+    let name = Name::from_ascii(name).map_err(|error| error.to_string())?;
     match resolver.lookup(name, record_type).await {
         Ok(lookup) => {
             Ok(lookup.answers().iter().filter_map(|record| record.data.ip_addr()).collect())

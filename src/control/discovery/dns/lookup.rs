@@ -80,8 +80,15 @@ pub(super) async fn look_up(host: &str, system: &ResolverFiles) -> LookupResult 
         Ok(resolver) => resolver,
         Err(why) => return failed(why),
     };
+    let name = match Name::from_ascii(host) {
+        Ok(name) => name,
+        Err(error) => return failed(error.to_string()),
+    };
     let both = async {
-        tokio::join!(resolver.lookup(host, RecordType::A), resolver.lookup(host, RecordType::AAAA))
+        tokio::join!(
+            resolver.lookup(name.clone(), RecordType::A),
+            resolver.lookup(name.clone(), RecordType::AAAA)
+        )
     };
     let Ok((v4, v6)) = timeout(LOOKUP_TIMEOUT, both).await else {
         return failed(format!("no name server answers within {} s", LOOKUP_TIMEOUT.as_secs()));
@@ -118,7 +125,7 @@ fn in_hosts_file(host: &str, system: &ResolverFiles) -> Option<(Vec<IpAddr>, Vec
     let mut hosts = Hosts::default();
     // Names are ASCII; comments may have any encoding.
     hosts.read_hosts_conf(String::from_utf8_lossy(&file).as_bytes()).ok()?;
-    let name = Name::from_utf8(host).ok()?;
+    let name = Name::from_ascii(host).ok()?;
     let find = |kind| -> Vec<IpAddr> {
         let found = hosts.lookup_static_host(&Query::query(name.clone(), kind));
         let records = found.map(|lookup| lookup.answers().to_vec()).unwrap_or_default();

@@ -83,7 +83,7 @@ fn valid_file_loads_without_warnings() {
     let file = File::new(GOOD);
     let loaded = file.load(&[], &Overrides::default()).unwrap();
     assert_eq!(loaded.warnings, [""; 0]);
-    assert_eq!(loaded.config.listeners[0].terminate().unwrap().limits.max_streams, 100);
+    assert_eq!(loaded.config.listeners[0].terminate().unwrap().limits.requests.max_streams, 100);
 }
 
 #[test]
@@ -511,7 +511,7 @@ fn transparent_listener_selects_upstream_by_destination() {
         format!(", transparent: true, freebind: true, destinations: [{{to: {to}, upstream: u}}]");
     let loaded = File::new(passthrough(&more)).load(&[], &Overrides::default()).unwrap();
     let listener = &loaded.config.listeners[0];
-    assert!(listener.is_transparent() && listener.freebind);
+    assert!(listener.transparent && listener.freebind);
     let destination = &listener.passthrough().unwrap().destinations[0];
     let shown: Vec<_> = destination.to.iter().map(ToString::to_string).collect();
     assert_eq!(shown, ["10.96.0.1:443", "[fd00::1]:443", "10.0.0.0/24"]);

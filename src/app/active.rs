@@ -285,7 +285,7 @@ impl PreparedConfig {
 /// How connections to endpoints are opened: with `SO_MARK` if a listener is transparent.
 fn outgoing(config: &Config, current: Option<&ActiveConfig>) -> Result<Arc<Connector>, StartError> {
     let transparent = |config: &Config| -> Option<(String, u32)> {
-        let listener = config.listeners.iter().find(|listener| listener.is_transparent())?;
+        let listener = config.listeners.iter().find(|listener| listener.transparent)?;
         Some((listener.name.clone(), config.mark))
     };
     let wanted = transparent(config);
@@ -322,7 +322,7 @@ pub fn raise_descriptor_limit(config: &Config) {
         Err(error) => return tracing::warn!(%error, "cannot raise the limit on open files"),
     };
     // Two for each client connection: an L4 flow has one to its endpoint as well.
-    let clients: usize = config.listeners.iter().map(|l| l.limits.max_connections).sum();
+    let clients: usize = config.listeners.iter().map(|l| l.limits().max_connections).sum();
     let needed = 2 * clients as u64 + RESERVED_DESCRIPTORS;
     if limit < needed {
         tracing::warn!(

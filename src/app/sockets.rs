@@ -299,7 +299,7 @@ impl<'a> SocketBinder<'a> {
         ListenOptions {
             shared: self.workers > 1,
             freebind: listener.freebind,
-            transparent: listener.is_transparent(),
+            transparent: listener.transparent,
         }
     }
 
@@ -327,7 +327,7 @@ impl<'a> SocketBinder<'a> {
 fn bind_error(listener: &config::Listener, address: SocketAddr, error: &io::Error) -> StartError {
     // IP_TRANSPARENT without CAP_NET_ADMIN fails with EPERM (ip(7)); a port below 1024 without
     // CAP_NET_BIND_SERVICE fails with EACCES (bind(2)).
-    if listener.is_transparent() && error.raw_os_error() == Some(libc::EPERM) {
+    if listener.transparent && error.raw_os_error() == Some(libc::EPERM) {
         return StartError::capability(&listener.name, "set IP_TRANSPARENT on its socket", error);
     }
     StartError::bind(&format!("listener `{}`", listener.name), address, error)

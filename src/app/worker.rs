@@ -278,7 +278,7 @@ impl Worker {
             access_log: access,
             resume_groups: config.resume_groups.clone(),
             limits: self.limits(bound),
-            request_limits: config.limits.clone(),
+            request_limits: config.limits.requests.clone(),
             tunnels,
             drain: watches,
         })
@@ -299,7 +299,7 @@ impl Worker {
         Routing {
             upstream: Arc::clone(&bound.upstream),
             routes: routes.to_vec(),
-            transparent: config.transparent.then(transparent),
+            transparent: bound.config.transparent.then(transparent),
             config: config.clone(),
             limits: self.limits(bound),
         }
@@ -307,7 +307,7 @@ impl Worker {
 
     /// This worker's share of the listener's limits.
     fn limits(&self, bound: &BoundListener) -> config::Limits {
-        let mut limits = bound.config.limits.clone();
+        let mut limits = bound.config.limits().clone();
         limits.max_connections = limits.max_connections.div_ceil(self.setup.workers);
         limits
     }

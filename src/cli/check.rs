@@ -43,7 +43,7 @@ pub(super) struct CheckArgs {
 struct CheckResult {
     file: String,
     ok: bool,
-    errors: Vec<CheckError>,
+    errors: Vec<ConfigError>,
     /// Settings that are allowed and probably a mistake.
     warnings: Vec<String>,
     /// Subjects and expiry of certificates, awaited files.
@@ -53,28 +53,10 @@ struct CheckResult {
 }
 
 #[derive(Debug, Serialize)]
-struct CheckError {
-    /// Where the value comes from: the file, the environment or the command line.
-    source: String,
-    /// Its key path.
-    path: String,
-    message: String,
-    #[serde(skip)]
-    line: String,
-}
-
-#[derive(Debug, Serialize)]
 struct Counts {
     listeners: usize,
     upstreams: usize,
     endpoints: usize,
-}
-
-impl From<ConfigError> for CheckError {
-    fn from(error: ConfigError) -> Self {
-        let line = error.to_string();
-        Self { source: error.file, path: error.path, message: error.message, line }
-    }
 }
 
 /// Runs the command.
@@ -83,7 +65,7 @@ pub(super) fn run(args: &CheckArgs) -> ExitCode {
     args.output.format.print(&result, || text(&result));
     if args.output.format == OutputFormat::Text {
         for error in &result.errors {
-            eprintln!("{}", error.line);
+            eprintln!("{error}");
         }
         if let Some(hint) = missing_default_hint(&args.config.config) {
             eprintln!("{hint}");
@@ -99,8 +81,7 @@ fn check(
 ) -> CheckResult {
     let draft = config::draft(file, env, overrides);
     let report = check_draft(file, &draft, SystemTime::now());
-    let errors: Vec<CheckError> =
-        report.errors.into_iter().chain(report.sources).map(CheckError::from).collect();
+    let errors = [report.errors, report.sources].concat();
     CheckResult {
         file: file.display().to_string(),
         ok: errors.is_empty() && draft.config.is_some(),

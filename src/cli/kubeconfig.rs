@@ -46,18 +46,13 @@ impl From<String> for Failure {
 /// Runs the command.
 pub(super) fn run(args: &KubeconfigArgs) -> ExitCode {
     let mut report = KubeconfigReport::default();
-    let code = match perform(args, &mut report) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(Failure::Input(error)) => {
-            report.error = Some(error);
-            ExitCode::from(EXIT_USAGE)
-        }
-        Err(Failure::Write(error)) => {
-            report.error = Some(error);
-            ExitCode::FAILURE
-        }
+    let (error, code) = match perform(args, &mut report) {
+        Ok(()) => (None, ExitCode::SUCCESS),
+        Err(Failure::Input(error)) => (Some(error), ExitCode::from(EXIT_USAGE)),
+        Err(Failure::Write(error)) => (Some(error), ExitCode::FAILURE),
     };
-    report.ok = report.error.is_none();
+    report.ok = error.is_none();
+    report.error = error;
     args.output.format.print(&report, || report.text());
     if let Some(error) = &report.error {
         eprintln!("{error}");

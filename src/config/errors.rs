@@ -2,10 +2,13 @@
 
 use std::fmt;
 
+use serde::Serialize;
+
 /// One mistake in a configuration.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize)]
 pub struct ConfigError {
     /// The file, or `environment`, or `command line`.
+    #[serde(rename = "source")]
     pub file: String,
     /// The key path, such as `listeners[0].tls.cert_file`; empty for the file as a whole.
     pub path: String,

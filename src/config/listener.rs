@@ -4,27 +4,29 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use serde::{Serialize, Serializer};
+use serde::Serialize;
 
-use super::cert_paths::CertPaths;
 use super::destination::Destination;
 use super::serialize as as_in_file;
 
 /// A set of addresses where clients connect.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Listener {
     /// Unique name; a label in metrics.
     pub name: String,
     /// Listening addresses.
+    #[serde(serialize_with = "as_in_file::display_all")]
     pub bind: Vec<SocketAddr>,
     /// Whether it listens on addresses that this host does not have yet (`IP_FREEBIND`).
     pub freebind: bool,
+    /// Connections are redirected to this listener; their original destination selects the
+    /// upstream. Mode `passthrough` only.
+    pub transparent: bool,
     /// Name of the default upstream of its requests or connections.
     pub upstream: String,
     /// What happens to a connection.
+    #[serde(flatten)]
     pub mode: Mode,
-    /// Bounds on client connections, in either mode.
-    pub limits: Limits,
 }
 
 impl Listener {
@@ -53,45 +55,20 @@ impl Listener {
         std::iter::once(&self.upstream).chain(routes).chain(destinations).map(String::as_str)
     }
 
-    /// Whether it accepts redirected connections.
-    pub fn is_transparent(&self) -> bool {
-        self.passthrough().is_some_and(|mode| mode.transparent)
+    /// Bounds on client connections, in either mode.
+    pub fn limits(&self) -> &Limits {
+        match &self.mode {
+            Mode::Terminate(terminate) => &terminate.limits.connections,
+            Mode::Passthrough(passthrough) => &passthrough.limits,
+        }
     }
-}
 
-/// The keys of a listener in the file: `limits` holds those of both modes and those of one.
-impl Serialize for Listener {
-    fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
-        #[derive(Serialize)]
-        struct AllLimits<'a> {
-            #[serde(flatten)]
-            connections: &'a Limits,
-            #[serde(flatten)]
-            requests: Option<&'a RequestLimits>,
+    /// [`Self::limits`], for callers that change them.
+    pub fn limits_mut(&mut self) -> &mut Limits {
+        match &mut self.mode {
+            Mode::Terminate(terminate) => &mut terminate.limits.connections,
+            Mode::Passthrough(passthrough) => &mut passthrough.limits,
         }
-
-        #[derive(Serialize)]
-        struct InFile<'a> {
-            name: &'a str,
-            #[serde(serialize_with = "as_in_file::display_all")]
-            bind: &'a [SocketAddr],
-            freebind: bool,
-            upstream: &'a str,
-            #[serde(flatten)]
-            mode: &'a Mode,
-            limits: AllLimits<'a>,
-        }
-
-        let requests = self.terminate().map(|terminate| &terminate.limits);
-        InFile {
-            name: &self.name,
-            bind: &self.bind,
-            freebind: self.freebind,
-            upstream: &self.upstream,
-            mode: &self.mode,
-            limits: AllLimits { connections: &self.limits, requests },
-        }
-        .serialize(s)
     }
 }
 
@@ -115,61 +92,45 @@ impl Mode {
     }
 }
 
+/// A certificate chain and its key, as PEM files; both may be the same file.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash, Serialize)]
+pub struct CertPaths {
+    /// Certificate chain, leaf first.
+    pub cert_file: PathBuf,
+    /// Private key.
+    pub key_file: PathBuf,
+}
+
+/// The serving certificate of a listener.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct ServingCert {
+    /// Its files.
+    #[serde(flatten)]
+    pub paths: CertPaths,
+    /// A local CA that renews it; certificate and key are then one file.
+    #[serde(serialize_with = "as_in_file::optional_pair")]
+    pub issuer: Option<CertPaths>,
+}
+
 /// The settings of mode `terminate`.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Terminate {
     /// Serving certificate.
-    pub tls: CertPaths,
-    /// A local CA that renews the serving certificate; certificate and key are then one file.
-    pub issuer: Option<CertPaths>,
+    pub tls: ServingCert,
     /// CA bundle that verifies client certificates; `None` refuses client certificates.
+    #[serde(serialize_with = "as_in_file::optional_text")]
     pub client_ca_file: Option<PathBuf>,
     /// The credentials to use upstream for clients that have proven the same identity.
     pub identities: Vec<CertPaths>,
     /// API groups beyond the built-in ones whose watches may be resumed.
     pub resume_groups: Vec<String>,
-    /// Bounds on requests.
-    pub limits: RequestLimits,
-}
-
-/// The keys of the file. [`Listener`] prints the limits.
-impl Serialize for Terminate {
-    fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
-        #[derive(Serialize)]
-        struct ServingCertificate<'a> {
-            #[serde(flatten)]
-            paths: &'a CertPaths,
-            #[serde(serialize_with = "as_in_file::optional_pair")]
-            issuer: &'a Option<CertPaths>,
-        }
-
-        #[derive(Serialize)]
-        struct InFile<'a> {
-            transparent: bool,
-            tls: ServingCertificate<'a>,
-            #[serde(serialize_with = "as_in_file::optional_path")]
-            client_ca_file: &'a Option<PathBuf>,
-            identities: &'a [CertPaths],
-            resume_groups: &'a [String],
-        }
-
-        InFile {
-            transparent: false,
-            tls: ServingCertificate { paths: &self.tls, issuer: &self.issuer },
-            client_ca_file: &self.client_ca_file,
-            identities: &self.identities,
-            resume_groups: &self.resume_groups,
-        }
-        .serialize(s)
-    }
+    /// Bounds on connections and requests.
+    pub limits: TerminateLimits,
 }
 
 /// The settings of mode `passthrough`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Passthrough {
-    /// Connections are redirected to this listener; their original destination selects the
-    /// upstream.
-    pub transparent: bool,
     /// Upstreams by original destination. The first match applies, and precedes `routes`.
     pub destinations: Vec<DestinationRoute>,
     /// Upstreams by the server name in the `ClientHello`. The first match applies.
@@ -183,6 +144,8 @@ pub struct Passthrough {
     /// Whether long-lived connections are closed gradually, so that an endpoint that has become
     /// ready again gets its share when the clients reconnect.
     pub rebalance: bool,
+    /// Bounds on connections.
+    pub limits: Limits,
 }
 
 /// Original destinations with an upstream of their own.
@@ -213,6 +176,17 @@ pub struct Limits {
     /// byte.
     #[serde(serialize_with = "as_in_file::duration")]
     pub handshake_timeout: Duration,
+}
+
+/// Bounds of one listener in mode `terminate`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct TerminateLimits {
+    /// Bounds on connections.
+    #[serde(flatten)]
+    pub connections: Limits,
+    /// Bounds on requests.
+    #[serde(flatten)]
+    pub requests: RequestLimits,
 }
 
 /// Bounds on the requests of one listener.

@@ -1,5 +1,7 @@
-//! The `log` section: severities, formats and the choice of logged requests.
+//! The `log` section: severities, formats and the choice of logged requests. The names in the file
+//! are those of [`ValueEnum`] and of serde, which are the same.
 
+use clap::ValueEnum;
 use serde::Serialize;
 
 /// Logging.
@@ -14,7 +16,7 @@ pub struct Log {
 }
 
 /// Severity of a log line.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Level {
     /// Errors only.
@@ -31,19 +33,8 @@ pub enum Level {
     Trace,
 }
 
-impl Level {
-    /// Each level with its name in the configuration.
-    pub const NAMES: [(&'static str, Self); 5] = [
-        ("error", Self::Error),
-        ("warn", Self::Warn),
-        ("info", Self::Info),
-        ("debug", Self::Debug),
-        ("trace", Self::Trace),
-    ];
-}
-
 /// Format of a log line.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum LogFormat {
     /// Text with `key=value` fields.
@@ -52,13 +43,8 @@ pub enum LogFormat {
     Json,
 }
 
-impl LogFormat {
-    /// Each format with its name in the configuration.
-    pub const NAMES: [(&'static str, Self); 2] = [("text", Self::Text), ("json", Self::Json)];
-}
-
 /// Which requests are logged.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum AccessLog {
     /// None.
@@ -67,10 +53,4 @@ pub enum AccessLog {
     Errors,
     /// All.
     All,
-}
-
-impl AccessLog {
-    /// Each choice with its name in the configuration.
-    pub const NAMES: [(&'static str, Self); 3] =
-        [("off", Self::Off), ("errors", Self::Errors), ("all", Self::All)];
 }

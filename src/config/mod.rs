@@ -5,7 +5,6 @@
 //! key path. The rest of the program gets its settings from the [`Config`] alone.
 
 mod address;
-mod cert_paths;
 mod destination;
 mod errors;
 mod layers;
@@ -22,7 +21,6 @@ mod units;
 mod yaml;
 
 pub use address::{EndpointAddress, collide};
-pub use cert_paths::CertPaths;
 pub use destination::Destination;
 pub use errors::{ConfigError, ConfigErrors, describe_io_error};
 pub use layers::Overrides;

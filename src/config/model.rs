@@ -11,8 +11,7 @@ use std::time::Duration;
 use serde::Serialize;
 
 use super::address::EndpointAddress;
-use super::cert_paths::CertPaths;
-use super::listener::Listener;
+use super::listener::{CertPaths, Listener};
 use super::logging::Log;
 use super::serialize as as_in_file;
 
@@ -22,7 +21,7 @@ pub struct Config {
     /// The admin endpoint.
     pub admin: Admin,
     /// Directory for the last good set of endpoints; `None` stores nothing.
-    #[serde(serialize_with = "as_in_file::optional_path")]
+    #[serde(serialize_with = "as_in_file::optional_text")]
     pub state_dir: Option<PathBuf>,
     /// Number of data-plane threads. Each runs its own event loop with its own connections.
     pub workers: usize,
@@ -44,7 +43,7 @@ impl Config {
     /// The configuration with the keys and formats of the file, for the admin endpoint. A file with
     /// this content loads to the same configuration.
     pub fn to_json(&self) -> serde_json::Value {
-        // Every map of these types has text keys, and no implementation of `Serialize` fails.
+        // Does not fail: every map has text keys, and paths come from a text in UTF-8.
         serde_json::to_value(self).unwrap_or_default()
     }
 }
@@ -56,7 +55,7 @@ pub struct Admin {
     #[serde(serialize_with = "as_in_file::display")]
     pub bind: SocketAddr,
     /// Unix socket that serves the same, for probes that must not depend on a TCP port.
-    #[serde(serialize_with = "as_in_file::optional_path")]
+    #[serde(serialize_with = "as_in_file::optional_text")]
     pub socket: Option<PathBuf>,
 }
 
@@ -77,7 +76,7 @@ pub struct Upstream {
     #[serde(serialize_with = "as_in_file::display_all")]
     pub endpoints: Vec<EndpointAddress>,
     /// A file with one address a line, which is read again when it changes.
-    #[serde(serialize_with = "as_in_file::optional_path")]
+    #[serde(serialize_with = "as_in_file::optional_text")]
     pub endpoints_file: Option<PathBuf>,
     /// Discovery of more endpoints.
     pub discovery: Discovery,
@@ -99,7 +98,7 @@ pub struct Upstream {
 pub struct Discovery {
     /// The kubeconfig whose user may watch the `EndpointSlices` of `default/kubernetes`. Discovery
     /// uses the endpoints and the CA of the upstream instead of its cluster.
-    #[serde(serialize_with = "as_in_file::optional_path")]
+    #[serde(serialize_with = "as_in_file::optional_text")]
     pub kubeconfig: Option<PathBuf>,
 }
 
@@ -108,7 +107,7 @@ pub struct Discovery {
 pub struct UpstreamTls {
     /// PEM bundle of CAs. `None` only if all listeners of the upstream are passthrough: then probes
     /// verify no certificate and send no credential.
-    #[serde(serialize_with = "as_in_file::optional_path")]
+    #[serde(serialize_with = "as_in_file::optional_text")]
     pub ca_file: Option<PathBuf>,
     /// Name for SNI and verification; `None` is the host of each endpoint.
     #[serde(serialize_with = "as_in_file::optional_text")]
@@ -178,6 +177,6 @@ pub struct Readyz {
     #[serde(flatten, serialize_with = "as_in_file::optional_pair")]
     pub cert: Option<CertPaths>,
     /// File with a bearer token for the probe.
-    #[serde(serialize_with = "as_in_file::optional_path")]
+    #[serde(serialize_with = "as_in_file::optional_text")]
     pub token_file: Option<PathBuf>,
 }

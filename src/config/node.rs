@@ -7,10 +7,11 @@ use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use clap::ValueEnum;
 use config::{Map, Value, ValueKind};
 
-use super::cert_paths::CertPaths;
 use super::errors::{ConfigError, join, quote, quote_key};
+use super::listener::CertPaths;
 use super::report::{COMMAND_LINE, DEFAULT, ENV_PREFIX, ENVIRONMENT, Located, Report};
 use super::units::{format_duration, format_size, parse_duration, parse_size};
 
@@ -19,13 +20,16 @@ use super::units::{format_duration, format_size, parse_duration, parse_size};
 pub(super) struct Node<'a> {
     value: Option<&'a Value>,
     pub(super) path: String,
+    /// The value that should hold this key, or one around it, is not a map. That is reported, so
+    /// this key is not reported as missing.
+    is_orphan: bool,
     report: &'a Report,
 }
 
 impl<'a> Node<'a> {
     /// The root of a tree; its mistakes go to `report`.
     pub(super) fn root(value: &'a Value, report: &'a Report) -> Self {
-        Self { value: Some(value), path: String::new(), report }
+        Self { value: Some(value), path: String::new(), is_orphan: false, report }
     }
 
     /// The value; `None` for a missing one and for null.
@@ -99,7 +103,7 @@ impl<'a> Node<'a> {
         wanted: &str,
         parse: impl FnOnce(&str) -> Result<T, String>,
     ) -> Option<T> {
-        if !self.is_given() {
+        if !self.is_given() && !self.is_orphan {
             self.error(format!("is required: {}", wanted.trim_start_matches("text: ")));
         }
         self.parse(wanted, parse)
@@ -119,13 +123,12 @@ impl<'a> Node<'a> {
         })
     }
 
-    /// One of `words`.
-    pub(super) fn one_of<T: Copy>(&self, words: &[(&str, T)], default: T) -> T {
-        let all = words.iter().map(|(word, _)| *word).collect::<Vec<_>>().join(", ");
+    /// One of the names of `T`.
+    pub(super) fn one_of<T: ValueEnum>(&self, default: T) -> T {
+        let names = T::value_variants().iter().filter_map(T::to_possible_value);
+        let all = names.map(|name| name.get_name().to_owned()).collect::<Vec<_>>().join(", ");
         let found = self.parse(&format!("text: one of {all}"), |text| {
-            let word = words.iter().find(|(word, _)| *word == text);
-            word.map(|(_, value)| *value)
-                .ok_or_else(|| format!("{} is not one of {all}", quote(text)))
+            T::from_str(text, false).map_err(|_| format!("{} is not one of {all}", quote(text)))
         });
         found.unwrap_or(default)
     }
@@ -142,11 +145,7 @@ impl<'a> Node<'a> {
             Some(ValueKind::I64(number)) => Some(*number),
             // Values of variables and flags are always text.
             Some(ValueKind::String(text)) if self.origin() != Some(&self.report.file) => {
-                let number = text.parse().ok();
-                if number.is_none() {
-                    self.error(format!("{} is not {wanted}", quote(text)));
-                }
-                number
+                self.valid(text.parse().map_err(|_| format!("{} is not {wanted}", quote(text))))
             }
             Some(other) => self.mismatch(wanted, other),
         };
@@ -196,11 +195,9 @@ impl<'a> Node<'a> {
             Some(ValueKind::Array(items)) => Some(items),
             Some(other) => self.mismatch("a list", other),
         };
-        let item = |(i, value)| {
-            let path = format!("{}[{i}]", self.path);
-            Node { value: Some(value), path, report: self.report }
-        };
-        items.into_iter().flatten().enumerate().map(item).collect()
+        let path = |i| format!("{}[{i}]", self.path);
+        let items = items.into_iter().flatten().enumerate();
+        items.map(|(i, value)| Node { value: Some(value), path: path(i), ..*self }).collect()
     }
 
     /// The fields of a map; reports any other value.
@@ -210,7 +207,7 @@ impl<'a> Node<'a> {
             None => None,
             Some(other) => self.mismatch("a map of keys", other),
         };
-        let is_malformed = map.is_none() && self.is_given();
+        let is_malformed = self.is_orphan || map.is_none() && self.is_given();
         let (path, report) = (self.path.clone(), self.report);
         Fields { map, is_malformed, path, known_keys: Vec::new(), report }
     }
@@ -220,8 +217,7 @@ impl<'a> Node<'a> {
 #[derive(Debug)]
 pub(super) struct Fields<'a> {
     map: Option<&'a Map<String, Value>>,
-    /// The value, or one that it is in, is not a map. That is reported, so its keys are not reported
-    /// as missing.
+    /// Whether the value, or one around it, is not a map.
     pub(super) is_malformed: bool,
     path: String,
     known_keys: Vec<&'static str>,
@@ -232,7 +228,8 @@ impl<'a> Fields<'a> {
     fn node(&mut self, key: &'static str) -> Node<'a> {
         self.known_keys.push(key);
         let value = self.map.and_then(|map| map.get(key));
-        Node { value, path: join(&self.path, key), report: self.report }
+        let path = join(&self.path, key);
+        Node { value, path, is_orphan: self.is_malformed, report: self.report }
     }
 
     /// The value of a key of the schema.
@@ -254,21 +251,16 @@ impl<'a> Fields<'a> {
 
     /// The map below a key.
     pub(super) fn section(&mut self, key: &'static str) -> Fields<'a> {
-        let mut fields = self.get(key).fields();
-        fields.is_malformed |= self.is_malformed;
-        fields
+        self.get(key).fields()
     }
 
     /// The items of a list that must not be empty, which `what` describes; none if this is not a
     /// map.
     pub(super) fn required_items(&mut self, key: &'static str, what: &str) -> Vec<Node<'a>> {
         let list = self.get(key);
-        if self.is_malformed {
-            return Vec::new();
-        }
         let before = self.report.error_count();
         let items = list.items();
-        if items.is_empty() && self.report.error_count() == before {
+        if items.is_empty() && !list.is_orphan && self.report.error_count() == before {
             list.error(format!("is required: {what}"));
         }
         items
@@ -277,34 +269,24 @@ impl<'a> Fields<'a> {
     /// An optional certificate with its key, and the node of `cert_file`.
     pub(super) fn cert_pair(&mut self) -> (Node<'a>, Option<CertPaths>) {
         let (cert, key) = (self.get("cert_file"), self.get("key_file"));
-        let paths = match (cert.file(), key.file()) {
-            (Some(cert_file), Some(key_file)) => Some(CertPaths { cert_file, key_file }),
-            (Some(_), None) => {
-                key.error("is required beside cert_file");
-                None
-            }
-            (None, Some(_)) => {
-                cert.error("is required beside key_file");
-                None
-            }
-            (None, None) => None,
-        };
-        (cert, paths)
+        let (cert_file, key_file) = (cert.file(), key.file());
+        match (&cert_file, &key_file) {
+            (Some(_), None) => key.error("is required beside cert_file"),
+            (None, Some(_)) => cert.error("is required beside key_file"),
+            _ => {}
+        }
+        let paths = cert_file.zip(key_file);
+        (cert, paths.map(|(cert_file, key_file)| CertPaths { cert_file, key_file }))
     }
 
     /// A required name that can be a metric label, by the rule for a Kubernetes object (RFC 1123).
     /// Adds it to `names`.
     pub(super) fn name(&mut self, names: &mut Vec<Located<String>>) -> String {
         let node = self.get("name");
-        if self.is_malformed {
-            return String::new();
-        }
         let name = node.require("text: a name of its own", |text| {
-            let alphanumeric = |b: &u8| b.is_ascii_lowercase() || b.is_ascii_digit();
-            let bytes = text.as_bytes();
-            let ends =
-                bytes.first().is_some_and(alphanumeric) && bytes.last().is_some_and(alphanumeric);
-            if ends && bytes.len() <= 63 && bytes.iter().all(|b| alphanumeric(b) || *b == b'-') {
+            let allowed = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+            let dash_at_end = text.starts_with('-') || text.ends_with('-');
+            if (1..=63).contains(&text.len()) && text.chars().all(allowed) && !dash_at_end {
                 return Ok(text.to_owned());
             }
             Err(format!(
@@ -353,7 +335,7 @@ fn path_of(text: &str) -> Result<PathBuf, String> {
 pub(super) fn describe(kind: &ValueKind) -> String {
     match kind {
         ValueKind::Nil => "nothing".to_owned(),
-        ValueKind::Boolean(value) => format!("the truth value {value}"),
+        ValueKind::Boolean(value) => value.to_string(),
         ValueKind::I64(value) => format!("the number {value}"),
         ValueKind::Float(value) => format!("the number {value}"),
         ValueKind::String(value) => format!("the text {}", quote(value)),

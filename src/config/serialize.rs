@@ -4,13 +4,13 @@
 // serde passes every field by reference.
 #![allow(clippy::ref_option, clippy::trivially_copy_pass_by_ref)]
 
+use std::ffi::OsStr;
 use std::fmt::Display;
-use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde::{Serialize, Serializer};
 
-use super::cert_paths::CertPaths;
+use super::listener::CertPaths;
 use super::units::{format_duration, format_size};
 
 /// The text of a value.
@@ -23,17 +23,12 @@ pub(super) fn display_all<S: Serializer>(values: &[impl Display], s: S) -> Resul
     s.collect_seq(values.iter().map(ToString::to_string))
 }
 
-/// A path, or an empty text for none.
-pub(super) fn optional_path<S: Serializer>(
-    path: &Option<PathBuf>,
+/// A text or a path, or an empty text for none.
+pub(super) fn optional_text<S: Serializer>(
+    text: &Option<impl AsRef<OsStr>>,
     s: S,
 ) -> Result<S::Ok, S::Error> {
-    s.serialize_str(&path.as_deref().unwrap_or(Path::new("")).to_string_lossy())
-}
-
-/// A text, or an empty one for none.
-pub(super) fn optional_text<S: Serializer>(text: &Option<String>, s: S) -> Result<S::Ok, S::Error> {
-    s.serialize_str(text.as_deref().unwrap_or_default())
+    s.serialize_str(&text.as_ref().map_or("".into(), |text| text.as_ref().to_string_lossy()))
 }
 
 /// A certificate and its key, or empty paths for none.
@@ -41,10 +36,7 @@ pub(super) fn optional_pair<S: Serializer>(
     paths: &Option<CertPaths>,
     s: S,
 ) -> Result<S::Ok, S::Error> {
-    match paths {
-        Some(paths) => paths.serialize(s),
-        None => CertPaths { cert_file: PathBuf::new(), key_file: PathBuf::new() }.serialize(s),
-    }
+    paths.as_ref().unwrap_or(&CertPaths::default()).serialize(s)
 }
 
 /// A number in hexadecimal.

@@ -20,6 +20,7 @@ use tokio_rustls::client::TlsStream;
 
 use super::observations::{ConnectAttempt, Failure, FailureKind, Ms, Step};
 use super::verify;
+use crate::config::describe_io_error;
 use crate::net::sockets::connector::Connector;
 use crate::net::sockets::tracked_stream::{self, StreamObserver, TrackedStream};
 use crate::observe::utc::wall_clock;
@@ -159,9 +160,7 @@ pub(super) async fn open(
             io::ErrorKind::NetworkUnreachable => FailureKind::NoRoute,
             _ => FailureKind::Unreachable,
         };
-        let reason = error.to_string();
-        let reason = reason.split(" (os error").next().unwrap_or_default();
-        (kind, format!("connect to {address}: {reason}"))
+        (kind, format!("connect to {address}: {}", describe_io_error(&error)))
     })
     .await?;
     timer.done(Step::Connect);

@@ -303,7 +303,7 @@ pub fn of_config(config: &Config) -> Result<ExaminationPlan, String> {
         let planned =
             |bind: &SocketAddr| PlannedListener { name: name.clone(), bind: *bind, freebind };
         plan.listeners.extend(listener.bind.iter().map(planned));
-        plan.wanted_connections += listener.limits.max_connections as u64;
+        plan.wanted_connections += listener.limits().max_connections as u64;
     }
     let name = "the admin endpoint".to_owned();
     plan.listeners.push(PlannedListener { name, bind: config.admin.bind, freebind: false });

@@ -58,8 +58,8 @@ async fn incomplete_hellos_and_garbage_are_limited_in_number_and_time() {
         let upstream = config.upstreams[0].name.clone();
         passthrough_mode(config).routes =
             vec![Route { server_names: vec!["elsewhere.example".into()], upstream }];
-        config.listeners[0].limits.max_connections = 40;
-        config.listeners[0].limits.handshake_timeout = Duration::from_secs(2);
+        config.listeners[0].limits_mut().max_connections = 40;
+        config.listeners[0].limits_mut().handshake_timeout = Duration::from_secs(2);
     })
     .await;
     let mut other = peer.connect(&proxy).await;

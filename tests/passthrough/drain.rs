@@ -29,7 +29,7 @@ fn listener(mut config: Config, table: &Rc<FlowTable>, metrics: &Arc<Metrics>) -
     passthrough_mode(&mut config).leave_timeout = TIMEOUT;
     let listener = config.listeners.remove(0);
     let Mode::Passthrough(config) = listener.mode else { unreachable!() };
-    let (routes, limits) = (Vec::new(), listener.limits);
+    let (routes, limits) = (Vec::new(), config.limits.clone());
     let routing = Routing { upstream, routes, transparent: None, config, limits };
     let metrics = (metrics.listener("quiet"), metrics.passthrough("quiet"));
     Rc::new(TcpForwarder::new("quiet".into(), routing, metrics, Rc::clone(table)))

@@ -57,7 +57,7 @@ impl Setup {
     async fn new() -> Self {
         let timeout = Duration::from_secs(60);
         let (peer, proxy) =
-            setup_with(|config| config.listeners[0].limits.handshake_timeout = timeout).await;
+            setup_with(|config| config.listeners[0].limits_mut().handshake_timeout = timeout).await;
         Self { peer, proxy }
     }
 

@@ -180,7 +180,8 @@ async fn client_is_reset_when_every_endpoint_refuses() {
 
 #[tokio::test]
 async fn connections_above_the_limit_are_reset() {
-    let (peer, proxy) = setup_with(|config| config.listeners[0].limits.max_connections = 2).await;
+    let (peer, proxy) =
+        setup_with(|config| config.listeners[0].limits_mut().max_connections = 2).await;
     let (mut first, mut server) = peer.connect(&proxy).await;
     let _second = peer.connect(&proxy).await;
     assert_eq!(reset_of(proxy.addr).await, ErrorKind::ConnectionReset);
@@ -193,9 +194,10 @@ async fn connections_above_the_limit_are_reset() {
 #[tokio::test]
 async fn handshake_timeout_resets_flows_without_a_response() {
     // Long enough for the first "hello" on a slow machine.
-    let (peer, proxy) =
-        setup_with(|config| config.listeners[0].limits.handshake_timeout = Duration::from_secs(2))
-            .await;
+    let (peer, proxy) = setup_with(|config| {
+        config.listeners[0].limits_mut().handshake_timeout = Duration::from_secs(2)
+    })
+    .await;
     let (mut answered, mut server) = peer.connect(&proxy).await;
     server.write_all(b"hello").await.unwrap();
     let mut hello = [0; 5];
@@ -257,7 +259,7 @@ async fn server_name_selects_the_upstream() {
     config.upstreams.push(other);
     passthrough_mode(&mut config).routes =
         vec![Route { server_names: vec!["localhost".into()], upstream: "other".into() }];
-    config.listeners[0].limits.handshake_timeout = Duration::from_secs(2);
+    config.listeners[0].limits_mut().handshake_timeout = Duration::from_secs(2);
     let proxy = cluster.certs.start(config);
     let ready = async || {
         let status = proxy.status().await;

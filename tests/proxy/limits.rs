@@ -72,7 +72,8 @@ async fn request_with_headers_above_the_limit_gets_431() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn streams_above_the_limit_get_refused_stream() {
     let cluster = TestCluster::new(1);
-    let proxy = cluster.start_with(|config| terminate_mode(config).limits.max_streams = 5).await;
+    let proxy =
+        cluster.start_with(|config| terminate_mode(config).limits.requests.max_streams = 5).await;
     let mut stream = wire::connect(&proxy, &cluster.certs, "h2").await;
     let mut bytes = [PREFACE, &settings(&[])].concat();
     for n in 0..8 {
@@ -306,8 +307,8 @@ async fn connection_without_a_request_is_closed_at_the_header_timeout() {
     let limit = Duration::from_secs(2);
     let proxy = cluster
         .start_with(|config| {
-            terminate_mode(config).limits.header_timeout = limit;
-            config.listeners[0].limits.handshake_timeout = limit;
+            terminate_mode(config).limits.requests.header_timeout = limit;
+            config.listeners[0].limits_mut().handshake_timeout = limit;
         })
         .await;
     let kubelet = proxy.client().await;
@@ -352,8 +353,9 @@ async fn connection_without_a_request_is_closed_at_the_header_timeout() {
 async fn connection_that_sends_pings_may_send_its_first_request_late() {
     let cluster = TestCluster::new(1);
     let limit = Duration::from_secs(1);
-    let proxy =
-        cluster.start_with(|config| terminate_mode(config).limits.header_timeout = limit).await;
+    let proxy = cluster
+        .start_with(|config| terminate_mode(config).limits.requests.header_timeout = limit)
+        .await;
     let start = Instant::now();
     // The attempt is repeated if a delay of the test itself left too long a pause between two PINGs.
     while let Err(longest) = request_after_pings(&proxy, &cluster.certs, limit * 3).await {
@@ -399,7 +401,8 @@ async fn request_after_pings(
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn connections_above_the_limit_are_refused() {
     let cluster = TestCluster::new(1);
-    let proxy = cluster.start_with(|config| config.listeners[0].limits.max_connections = 2).await;
+    let proxy =
+        cluster.start_with(|config| config.listeners[0].limits_mut().max_connections = 2).await;
     let credentials = cluster.certs.credentials();
     let one = proxy.client_with(&credentials).await;
     let two = proxy.client_with(&credentials).await;
@@ -420,7 +423,7 @@ async fn client_that_reads_nothing_is_disconnected() {
     let cluster = TestCluster::new(1);
     let proxy = cluster
         .start_with(|config| {
-            terminate_mode(config).limits.stall_timeout = Duration::from_millis(500);
+            terminate_mode(config).limits.requests.stall_timeout = Duration::from_millis(500);
         })
         .await;
     let mut stream = wire::connect(&proxy, &cluster.certs, "http/1.1").await;
@@ -440,7 +443,7 @@ async fn stream_without_a_window_is_reset_and_others_continue() {
     let cluster = TestCluster::new(1);
     let proxy = cluster
         .start_with(|config| {
-            terminate_mode(config).limits.stall_timeout = Duration::from_millis(500);
+            terminate_mode(config).limits.requests.stall_timeout = Duration::from_millis(500);
         })
         .await;
     let mut stream = wire::connect(&proxy, &cluster.certs, "h2").await;

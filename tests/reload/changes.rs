@@ -34,8 +34,8 @@ const CHANGES: &[Change] = &[
         Stay,
         &["shutdown changed"],
     ),
-    ("connection limit", |c, _| c.listeners[0].limits.max_connections = 50, Stay, LISTENER),
-    ("request limits", |c, _| terminate_mode(c).limits.max_streams = 77, Stay, LISTENER),
+    ("connection limit", |c, _| c.listeners[0].limits_mut().max_connections = 50, Stay, LISTENER),
+    ("request limits", |c, _| terminate_mode(c).limits.requests.max_streams = 77, Stay, LISTENER),
     (
         "resume groups",
         |c, _| terminate_mode(c).resume_groups = vec!["example.com".into()],
@@ -81,7 +81,7 @@ fn add_node(config: &mut Config, cluster: &TestCluster) {
 
 /// The serving pair under another path: the certificate is the same.
 fn move_serving_pair(config: &mut Config, cluster: &TestCluster) {
-    let tls = &mut terminate_mode(config).tls;
+    let tls = &mut terminate_mode(config).tls.paths;
     for path in [&mut tls.cert_file, &mut tls.key_file] {
         let copy =
             cluster.certs.path().join(format!("copy-{}", path.file_name().unwrap().display()));

@@ -1,7 +1,7 @@
 //! Listeners and upstreams that are added, removed and moved, as their clients see it.
 
 use crate::setup::{Setup, Traffic};
-use crate::support::{TestCluster, passthrough_config, passthrough_mode, pause, soon, until};
+use crate::support::{TestCluster, passthrough_config, pause, soon, until};
 use http::Method;
 use jackstay::app::reload::ReloadOutcome;
 use jackstay::config::{Config, EndpointAddress};
@@ -277,7 +277,7 @@ async fn socket_options_change_at_the_same_address() {
         let client = soon("a flow", Client::connect(address, &admin)).await.unwrap();
         assert_eq!(client.get(PATH).await.unwrap().status, 200);
     }
-    let transparent = |to| move |config: &mut Config| passthrough_mode(config).transparent = to;
+    let transparent = |to| move |config: &mut Config| config.listeners[0].transparent = to;
     match setup.reload(transparent(true)).await {
         ReloadOutcome::Ok { .. } => {
             let direct = soon("an end", Client::connect(address, &admin)).await;

@@ -17,12 +17,12 @@ type Break = (&'static str, fn(&mut Config, &TestCluster), &'static str);
 const BREAKS: &[Break] = &[
     (
         "missing serving certificate",
-        |c, _| terminate_mode(c).tls.cert_file = "/nowhere/tls.crt".into(),
+        |c, _| terminate_mode(c).tls.paths.cert_file = "/nowhere/tls.crt".into(),
         "cannot read /nowhere/tls.crt: No such file or directory",
     ),
     (
         "key of another certificate",
-        |c, w| terminate_mode(c).tls.key_file = w.certs.path().join("admin.key"),
+        |c, w| terminate_mode(c).tls.paths.key_file = w.certs.path().join("admin.key"),
         "does not belong to the certificate",
     ),
     (
@@ -94,7 +94,7 @@ async fn every_error_keeps_the_old_configuration() {
         setup.config = good.clone();
         change(&mut setup.config, &setup.cluster);
         // A valid change beside it, which must not be applied either.
-        setup.config.listeners[0].limits.max_connections = 7;
+        setup.config.listeners[0].limits_mut().max_connections = 7;
         setup.config.upstreams[0].connections.max = 7;
         expect_rejection_of(&mut setup, message).await;
         traffic.goes_on().await;
@@ -212,7 +212,7 @@ async fn rejected_move_to_the_wildcard_address_keeps_the_old_one() {
 async fn incomplete_file_is_rejected_until_it_is_complete() {
     let mut setup = Setup::new(1).await;
     let traffic = Traffic::start(&setup, 50).await;
-    setup.config.listeners[0].limits.max_connections = 77;
+    setup.config.listeners[0].limits_mut().max_connections = 77;
     write_config(&setup.file, &setup.config);
     let whole = std::fs::read(&setup.file).unwrap();
     std::fs::write(&setup.file, &whole[..whole.len() / 2]).unwrap();

@@ -80,7 +80,7 @@ fn nth_config(n: usize, base: &Config, cluster: &TestCluster) -> Config {
     let mut config = base.clone();
     let path = |name: &str| cluster.certs.path().join(name);
     config.log.access = if n.is_multiple_of(2) { AccessLog::Off } else { AccessLog::Errors };
-    config.listeners[0].limits.max_connections = 500 + n % 3;
+    config.listeners[0].limits_mut().max_connections = 500 + n % 3;
     config.upstreams[0].health.dead_after = Duration::from_millis(2000 + 100 * (n as u64 % 3));
     if n % 3 == 1 {
         let pair = CertPaths { cert_file: path("node.crt"), key_file: path("node.key") };

@@ -18,8 +18,8 @@ pub use wait::{PATIENCE, pause, soon, until};
 use jackstay::app::{App, Running};
 use jackstay::config::{
     AccessLog, Admin, CertPaths, Config, Connections, Discovery, EndpointAddress, Health, Level,
-    Limits, Listener, Log, LogFormat, Mode, Passthrough, Readyz, RequestLimits, Shutdown,
-    Terminate, Upstream, UpstreamTls, UsedBy,
+    Limits, Listener, Log, LogFormat, Mode, Passthrough, Readyz, RequestLimits, ServingCert,
+    Shutdown, Terminate, TerminateLimits, Upstream, UpstreamTls, UsedBy,
 };
 use jackstay::demo::apiserver::cluster::Cluster;
 use jackstay::demo::apiserver::kinds::CONFIG_MAPS;
@@ -120,23 +120,25 @@ impl Certs {
             }],
             listeners: vec![Listener {
                 freebind: false,
+                transparent: false,
                 name: "apiserver".into(),
                 bind: vec![(Ipv4Addr::LOCALHOST, 0).into()],
                 upstream: "control-plane".into(),
                 mode: Mode::Terminate(Terminate {
-                    tls: self.serving.clone(),
-                    issuer: None,
+                    tls: ServingCert { paths: self.serving.clone(), issuer: None },
                     client_ca_file: Some(self.ca_file.clone()),
                     identities: vec![self.identity.clone()],
                     resume_groups: Vec::new(),
-                    limits: RequestLimits {
-                        max_streams: 1000,
-                        max_header_bytes: 64 << 10,
-                        header_timeout: Duration::from_secs(60),
-                        stall_timeout: Duration::from_secs(60),
+                    limits: TerminateLimits {
+                        connections: limits(),
+                        requests: RequestLimits {
+                            max_streams: 1000,
+                            max_header_bytes: 64 << 10,
+                            header_timeout: Duration::from_secs(60),
+                            stall_timeout: Duration::from_secs(60),
+                        },
                     },
                 }),
-                limits: Limits { max_connections: 1000, handshake_timeout: Duration::from_secs(5) },
             }],
         }
     }
@@ -150,6 +152,10 @@ impl Certs {
         }
         Proxy::start(App::bind(config).unwrap(), self)
     }
+}
+
+fn limits() -> Limits {
+    Limits { max_connections: 1000, handshake_timeout: Duration::from_secs(5) }
 }
 
 /// The settings of the first listener, which terminates TLS.
@@ -172,11 +178,11 @@ pub fn passthrough_mode(config: &mut Config) -> &mut Passthrough {
 pub fn passthrough_config(mut config: Config) -> Config {
     config.listeners[0].mode = Mode::Passthrough(Passthrough {
         destinations: vec![],
-        transparent: false,
         routes: Vec::new(),
         idle_timeout: None,
         leave_timeout: Duration::from_secs(3600),
         rebalance: false,
+        limits: limits(),
     });
     config.upstreams[0].used_by = UsedBy { terminate: false, passthrough: true };
     config

@@ -238,8 +238,8 @@ impl Proxy {
             metrics: metrics.listener(&listener.name),
             access_log: AccessLog::Off,
             resume_groups: Vec::new(),
-            limits: listener.limits.clone(),
-            request_limits: terminate.limits.clone(),
+            limits: listener.limits().clone(),
+            request_limits: terminate.limits.requests.clone(),
             tunnels: tunnels.clone(),
             drain: drain.clone(),
         };

@@ -12,7 +12,7 @@ use std::time::SystemTime;
 use crate::config::{CertPaths, Config, ConfigDraft, ConfigError, Terminate, describe_io_error};
 use crate::control::discovery::{file as endpoints_file, kubeconfig};
 use crate::net::files;
-use crate::net::tls::certificate::{CertInfo, Subject, Validity};
+use crate::net::tls::certificate::{CertInfo, Subject};
 use crate::net::tls::file_error::{TlsFileError, TlsFileProblem};
 use crate::net::tls::local_ca::LocalCa;
 use crate::net::tls::pem_files::{load_ca, load_cert};
@@ -131,8 +131,8 @@ impl FileChecker {
     /// A serving certificate. With an issuer it is renewed at the start, so an expired one is only a
     /// note.
     fn serving_cert(&mut self, at: &str, terminate: &Terminate) {
-        let Some(issuer) = &terminate.issuer else {
-            self.cert(at, &terminate.tls);
+        let Some(issuer) = &terminate.tls.issuer else {
+            self.cert(at, &terminate.tls.paths);
             return;
         };
         match LocalCa::load(issuer) {
@@ -142,9 +142,8 @@ impl FileChecker {
             }
         }
         let before = self.report.errors.len();
-        self.cert(at, &terminate.tls);
-        let renewable = load_cert(&terminate.tls).is_ok();
-        if renewable && self.report.errors.len() > before {
+        self.cert(at, &terminate.tls.paths);
+        if load_cert(&terminate.tls.paths).is_ok() {
             for error in self.report.errors.split_off(before) {
                 self.note(&error.path, format!("{}; it is renewed at the start", error.message));
             }
@@ -208,13 +207,11 @@ impl FileChecker {
                 continue;
             }
             let Some(subject) = self.client_cert(&at_item, paths) else { continue };
-            match subjects.iter().find(|(_, known)| *known == subject) {
-                Some((first, _)) => {
-                    let message = format!("the same subject as {at}[{first}]: {subject}");
-                    self.error(&format!("{at_item}.cert_file"), message);
-                }
-                None => subjects.push((i, subject)),
+            if let Some((first, _)) = subjects.iter().find(|(_, known)| *known == subject) {
+                let message = format!("the same subject as {at}[{first}]: {subject}");
+                self.error(&format!("{at_item}.cert_file"), message);
             }
+            subjects.push((i, subject));
         }
     }
 
@@ -225,13 +222,12 @@ impl FileChecker {
             Ok(loaded) => loaded.certificates,
             Err(error) => return self.error(at, error),
         };
-        let expired = |info: &&CertInfo| info.validity(self.now) == Validity::Expired;
-        let expired: Vec<CertInfo> = certificates.iter().filter(expired).cloned().collect();
+        let errors = certificates.iter().filter_map(|info| info.check_time(path, self.now).err());
+        let expired: Vec<TlsFileError> =
+            errors.filter(|error| error.problem == TlsFileProblem::Expired).collect();
         let all = expired.len() == certificates.len();
-        for info in expired {
-            if let Err(error) = info.check_time(path, self.now) {
-                if all { self.error(at, error) } else { self.note(at, error) }
-            }
+        for error in expired {
+            if all { self.error(at, error) } else { self.note(at, error) }
         }
     }
 

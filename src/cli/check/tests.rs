@@ -304,7 +304,7 @@ fn check_command_result_has_counts_or_errors() {
     assert!(out.ends_with("c.yaml: ok (1 listener, 1 upstream, 1 endpoint)\n"), "{out}");
     let result = run("none.yaml");
     assert_eq!((result.ok, text(&result).as_str()), (false, ""));
-    let line = &result.errors[0].line;
+    let line = result.errors[0].to_string();
     assert!(line.ends_with("cannot read the configuration: No such file or directory"), "{line}");
     fs::remove_file(dir.0.path().join("ok.key")).unwrap();
     let result = run("c.yaml");

@@ -68,7 +68,7 @@ pub(super) fn find(
     }
     for (address, why) in &survey.without_certificate {
         found.notes.push(if *address == own || found.upstreams.contains(address) {
-            format!("the certificate of {address} was not looked at: {why}")
+            format!("the certificate of {address} cannot be read: {why}")
         } else {
             format!("{address} is an apiserver of the cluster and was left out: {why}")
         });

@@ -5,6 +5,7 @@
 
 use serde_json::Value;
 
+use super::table::clean;
 use super::view::{list_at, text_at};
 
 /// Largest number of endpoints that a reason lists.
@@ -30,8 +31,7 @@ pub(super) fn failure(status: &Value) -> Option<String> {
         let (address, state) = (text_at(endpoint, "address"), text_at(endpoint, "state"));
         text = format!("{text}; {address} is {state} ({})", text_at(endpoint, "reason"));
     }
-    // A reason may quote bytes that a peer has sent.
-    Some(text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect())
+    Some(clean(&text))
 }
 
 /// [`failure`] for clients that are not connected yet: a draining process accepts none.

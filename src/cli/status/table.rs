@@ -140,23 +140,20 @@ impl Table {
 }
 
 /// Replaces control characters, which could move the cursor or forge a line.
-fn clean(text: &str) -> String {
+pub(super) fn clean(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
 
 /// The first `width` columns of a line; `…` marks a cut. Escape sequences take no column, and a cut
 /// line ends with the default colour.
 pub(super) fn cut(line: &str, width: usize) -> String {
-    let visible = |line: &str| {
-        let mut escape = false;
-        let counts = |c: char| {
-            let shown = !escape && c != '\x1b';
-            escape = (escape || c == '\x1b') && c != 'm';
-            shown
-        };
-        line.chars().map(counts).collect::<Vec<bool>>()
+    let mut escape = false;
+    let takes_column = |c: char| {
+        let shown = !escape && c != '\x1b';
+        escape = (escape || c == '\x1b') && c != 'm';
+        shown
     };
-    let shown = visible(line);
+    let shown: Vec<bool> = line.chars().map(takes_column).collect();
     if shown.iter().filter(|shown| **shown).count() <= width {
         return line.to_owned();
     }

@@ -115,11 +115,11 @@ impl View {
             for identity in list_at(listener, "identities") {
                 let name =
                     identity["subject"].as_str().unwrap_or_else(|| text_at(identity, "cert_file"));
-                let error = identity["error"].as_str().map(|e| format!(": {e}"));
-                let tone = if error.is_some() { Tone::Warn } else { Tone::Dim };
-                let state = text_at(identity, "state");
-                let error = error.unwrap_or_default();
-                notes.push(Cell::text(format!("identity {state} {name}{error}")).tone(tone));
+                let text = format!("identity {} {name}", text_at(identity, "state"));
+                notes.push(match identity["error"].as_str() {
+                    Some(error) => Cell::text(format!("{text}: {error}")).tone(Tone::Warn),
+                    None => Cell::text(text).tone(Tone::Dim),
+                });
             }
             for error in list_at(listener, "own_errors") {
                 let answer = match error["code"].as_u64() {
@@ -132,17 +132,14 @@ impl View {
                     format!("own error {answer}: {}, last {ago} ago", counted(times, "time"));
                 notes.push(Cell::text(text).tone(self.own_error_tone(error)));
             }
-            let row = vec![
+            let mut row = vec![
                 Cell::text(text_at(listener, "name")),
                 Cell::text(text_at(listener, "mode")),
                 address,
                 Cell::text(text_at(listener, "upstream")),
-                count(listener, "connections"),
-                count(listener, "requests_in_flight"),
-                count(listener, "watches"),
-                count(listener, "tunnels"),
-                count(listener, "flows"),
             ];
+            let counts = ["connections", "requests_in_flight", "watches", "tunnels", "flows"];
+            row.extend(counts.map(|key| count(listener, key)));
             table.row(row, notes);
         }
         self.draw(&table, out);
@@ -168,11 +165,8 @@ impl View {
                 Cell::text(format_ms(&endpoint["rtt"]["p50_ms"])),
                 Cell::text(format_ms(&endpoint["rtt"]["p99_ms"])),
                 connections(endpoint),
-                count(endpoint, "streams"),
-                count(endpoint, "watches"),
-                count(endpoint, "flows"),
-                count(endpoint, "errors"),
             ];
+            row.extend(["streams", "watches", "flows", "errors"].map(|key| count(endpoint, key)));
             let reason = text_at(endpoint, "reason");
             let ejection = &endpoint["last_ejection"];
             let ejected = ejection["at"].is_string().then(|| {
@@ -180,12 +174,8 @@ impl View {
             });
             let mut notes = Vec::new();
             if self.wide {
-                let reason = if self.style.width.is_some() {
-                    cut(reason, REASON_WIDTH)
-                } else {
-                    reason.into()
-                };
-                row.push(Cell::text(reason));
+                let width = self.style.width.map_or(usize::MAX, |_| REASON_WIDTH);
+                row.push(Cell::text(cut(reason, width)));
                 row.push(Cell::text(ejected.as_deref().unwrap_or("never")));
             } else {
                 if tone != Tone::Good {

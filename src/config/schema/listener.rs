@@ -7,11 +7,11 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::config::address::{is_dns_name, parse_bind};
-use crate::config::cert_paths::CertPaths;
 use crate::config::destination::Destination;
 use crate::config::errors::quote;
 use crate::config::listener::{
-    DestinationRoute, Limits, Listener, Mode, Passthrough, RequestLimits, Route, Terminate,
+    CertPaths, DestinationRoute, Limits, Listener, Mode, Passthrough, RequestLimits, Route,
+    ServingCert, Terminate, TerminateLimits,
 };
 use crate::config::node::{Fields, Node};
 use crate::config::report::Located;
@@ -49,43 +49,37 @@ pub(super) fn read(node: &Node<'_>, references: &mut References) -> Listener {
     // `None`: the mode is wrong, so it is unknown which other keys are allowed.
     let terminate = if given.is_given() { mode } else { Some(true) };
 
-    let upstream = if fields.is_malformed {
-        None
-    } else {
-        reference(&fields.get("upstream"), terminate, references)
-    };
-    let mut nested = fields.section("limits");
-    let limits = limits(&mut nested);
+    let upstream = upstream(&mut fields, terminate, references);
+    let node = fields.get("transparent");
+    let transparent = node.flag(false);
+    if transparent && terminate == Some(true) {
+        node.error(
+            "needs mode passthrough: jackstay has no certificate for the original destination",
+        );
+    }
     let mode = if terminate == Some(false) {
-        Mode::Passthrough(passthrough(&mut fields, &mut nested, references))
+        Mode::Passthrough(passthrough(&mut fields, transparent, references))
     } else {
-        Mode::Terminate(self::terminate(&mut fields, &mut nested, terminate.is_some()))
+        Mode::Terminate(self::terminate(&mut fields, terminate.is_some()))
     };
-    nested.finish();
     fields.finish();
-    Listener { name, bind, freebind, upstream: upstream.unwrap_or_default(), mode, limits }
+    Listener { name, bind, freebind, transparent, upstream, mode }
 }
 
-/// The name of an upstream; `terminate` is the mode of the listener.
-fn reference(
-    node: &Node<'_>,
+/// The name of an upstream, empty if it is wrong; `terminate` is the mode of the listener.
+fn upstream(
+    fields: &mut Fields<'_>,
     terminate: Option<bool>,
     references: &mut References,
-) -> Option<String> {
-    let wanted = "text: the name of an upstream";
-    let upstream = node.require(wanted, |text| Ok(text.to_owned()))?;
-    references.upstreams.push((node.path.clone(), upstream.clone()));
-    if terminate != Some(false) {
-        references.terminated.push(upstream.clone());
-    }
-    Some(upstream)
-}
-
-/// The upstream of a route of mode `passthrough`; empty if it is wrong.
-fn route_upstream(fields: &mut Fields<'_>, references: &mut References) -> String {
+) -> String {
     let node = fields.get("upstream");
-    let name = if fields.is_malformed { None } else { reference(&node, Some(false), references) };
-    name.unwrap_or_default()
+    let wanted = "text: the name of an upstream";
+    let Some(name) = node.require(wanted, |text| Ok(text.to_owned())) else { return String::new() };
+    references.upstreams.push((node.path, name.clone()));
+    if terminate != Some(false) {
+        references.terminated.push(name.clone());
+    }
+    name
 }
 
 fn limits(fields: &mut Fields<'_>) -> Limits {
@@ -99,13 +93,11 @@ fn limits(fields: &mut Fields<'_>) -> Limits {
 
 /// Reads the keys of mode `terminate`. Reports missing keys and keys of the other mode only if the
 /// mode is `known`.
-fn terminate(fields: &mut Fields<'_>, limits: &mut Fields<'_>, known: bool) -> Terminate {
-    let transparent = fields.get("transparent");
-    if transparent.flag(false) && known {
-        transparent.error(
-            "needs mode passthrough: jackstay has no certificate for the original destination",
-        );
-    }
+fn terminate(fields: &mut Fields<'_>, known: bool) -> Terminate {
+    let mut nested = fields.section("limits");
+    let limits =
+        TerminateLimits { connections: limits(&mut nested), requests: request_limits(&mut nested) };
+    nested.finish();
     for key in ["destinations", "routes", "idle_timeout", "leave_timeout", "rebalance"] {
         if known {
             fields.refuse(key, NO_FLOWS);
@@ -115,9 +107,8 @@ fn terminate(fields: &mut Fields<'_>, limits: &mut Fields<'_>, known: bool) -> T
     }
 
     let mut tls = fields.section("tls");
-    let required = known && !tls.is_malformed;
-    let (_, tls_paths) = cert_paths(&mut tls, required);
-    let issuer = issuer(&mut tls, &tls_paths);
+    let (_, paths) = cert_paths(&mut tls, known);
+    let issuer = issuer(&mut tls, &paths);
     tls.finish();
 
     let ca_node = fields.get("client_ca_file");
@@ -129,23 +120,24 @@ fn terminate(fields: &mut Fields<'_>, limits: &mut Fields<'_>, known: bool) -> T
         ca_node.error(message);
     }
     let resume_groups = resume_groups(&fields.get("resume_groups"));
-    let limits = request_limits(limits);
-    Terminate { tls: tls_paths, issuer, client_ca_file, identities, resume_groups, limits }
+    let tls = ServingCert { paths, issuer };
+    Terminate { tls, client_ca_file, identities, resume_groups, limits }
 }
 
 fn passthrough(
     fields: &mut Fields<'_>,
-    limits: &mut Fields<'_>,
+    transparent: bool,
     references: &mut References,
 ) -> Passthrough {
     for key in ["tls", "client_ca_file", "identities", "resume_groups"] {
         fields.refuse(key, NO_TLS);
     }
+    let mut nested = fields.section("limits");
+    let limits = limits(&mut nested);
     for key in ["max_streams", "max_header_bytes", "header_timeout", "stall_timeout"] {
-        limits.refuse(key, NO_REQUESTS);
+        nested.refuse(key, NO_REQUESTS);
     }
-    let node = fields.get("transparent");
-    let transparent = node.flag(false);
+    nested.finish();
     let list = fields.get("destinations");
     let destinations = destinations(&list, references);
     if !transparent && !destinations.is_empty() {
@@ -161,12 +153,12 @@ fn passthrough(
     }
     let leave = fields.get("leave_timeout");
     Passthrough {
-        transparent,
         destinations,
         routes,
         idle_timeout: Some(idle_timeout).filter(|timeout| !timeout.is_zero()),
         leave_timeout: leave.duration(HOUR, Duration::ZERO..=30 * 24 * HOUR),
         rebalance: fields.get("rebalance").flag(false),
+        limits,
     }
 }
 
@@ -178,7 +170,7 @@ fn destinations(node: &Node<'_>, references: &mut References) -> Vec<Destination
         let wanted = "text: an address or a network such as 10.0.0.5:6443 or 10.0.0.0/24";
         let read = |item: &Node<'_>| item.require(wanted, Destination::parse);
         let to = items.iter().filter_map(read).collect();
-        let upstream = route_upstream(&mut fields, references);
+        let upstream = upstream(&mut fields, Some(false), references);
         fields.finish();
         destinations.push(DestinationRoute { to, upstream });
     }
@@ -200,7 +192,7 @@ fn routes(node: &Node<'_>, references: &mut References) -> Vec<Route> {
             known.push((item.path, name.clone()));
             server_names.push(name);
         }
-        let upstream = route_upstream(&mut fields, references);
+        let upstream = upstream(&mut fields, Some(false), references);
         fields.finish();
         routes.push(Route { server_names, upstream });
     }
@@ -232,8 +224,7 @@ fn identities(node: &Node<'_>) -> Vec<CertPaths> {
     let mut identities = Vec::new();
     for item in node.items() {
         let mut fields = item.fields();
-        let required = !fields.is_malformed;
-        let (cert, paths) = cert_paths(&mut fields, required);
+        let (cert, paths) = cert_paths(&mut fields, true);
         fields.finish();
         let same = known.iter().find(|(_, cert)| *cert == paths.cert_file);
         if let Some((first, _)) = same.filter(|_| !paths.cert_file.as_os_str().is_empty()) {

@@ -89,9 +89,9 @@ fn workers(node: &Node<'_>) -> usize {
 }
 
 fn log(mut fields: Fields<'_>) -> Log {
-    let level = fields.get("level").one_of(&Level::NAMES, Level::Info);
-    let format = fields.get("format").one_of(&LogFormat::NAMES, LogFormat::Text);
-    let access = fields.get("access").one_of(&AccessLog::NAMES, AccessLog::Errors);
+    let level = fields.get("level").one_of(Level::Info);
+    let format = fields.get("format").one_of(LogFormat::Text);
+    let access = fields.get("access").one_of(AccessLog::Errors);
     fields.finish();
     Log { level, format, access }
 }

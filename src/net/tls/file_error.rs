@@ -3,6 +3,8 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use crate::config::describe_io_error;
+
 /// What is wrong with a certificate, key or CA file; prints as a sentence.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TlsFileError {
@@ -54,8 +56,7 @@ impl TlsFileError {
             std::io::ErrorKind::NotFound => TlsFileProblem::Missing,
             _ => TlsFileProblem::Unreadable,
         };
-        let reason = error.to_string();
-        let reason = reason.split(" (os error").next().unwrap_or_default();
+        let reason = describe_io_error(error);
         let message = format!("cannot read {}: {reason}", path.display());
         Self { path: path.to_owned(), problem, message }
     }

@@ -69,7 +69,7 @@ impl LoadedServingTls {
     pub fn load(config: &Terminate) -> Result<Self, TlsFileError> {
         let files = config.clone();
         Ok(Self {
-            certificate: Arc::new(pem_files::load_cert(&files.tls)?),
+            certificate: Arc::new(pem_files::load_cert(&files.tls.paths)?),
             ca: files.client_ca_file.as_deref().map(pem_files::load_ca).transpose()?,
             files,
         })
@@ -114,7 +114,7 @@ impl ServingTls {
     /// Paths of the files.
     pub fn paths(&self) -> Vec<PathBuf> {
         let files = self.files.load();
-        let pair = [&files.tls.cert_file, &files.tls.key_file].into_iter();
+        let pair = [&files.tls.paths.cert_file, &files.tls.paths.key_file].into_iter();
         pair.chain(&files.client_ca_file).cloned().collect()
     }
 
@@ -125,9 +125,9 @@ impl ServingTls {
     /// Why it could not be renewed, naming the file.
     pub fn renew_if_due(&self, now: SystemTime) -> Result<Option<CertInfo>, String> {
         let files = self.files.load();
-        match &files.issuer {
+        match &files.tls.issuer {
             Some(issuer) if now >= local_ca::renewal_time(&self.certificate.load().info) => {
-                local_ca::renew_if_due(&files.tls, issuer, now)
+                local_ca::renew_if_due(&files.tls.paths, issuer, now)
             }
             _ => Ok(None),
         }
@@ -137,7 +137,7 @@ impl ServingTls {
     /// not be called on a worker.
     pub fn refresh(&self) -> ServingRefresh {
         let files = self.files.load();
-        let certificate = pem_files::load_cert(&files.tls).map(Arc::new);
+        let certificate = pem_files::load_cert(&files.tls.paths).map(Arc::new);
         let ca = files.client_ca_file.as_deref().map(pem_files::load_ca).transpose();
         self.apply(certificate, ca)
     }
@@ -288,7 +288,7 @@ mod tests {
     use rcgen::{CertificateParams, KeyPair};
 
     use super::*;
-    use crate::config::{CertPaths, RequestLimits};
+    use crate::config::{CertPaths, Limits, RequestLimits, ServingCert, TerminateLimits};
 
     /// Writes a self-signed certificate with its key; returns its serial number.
     fn write_pair(path: &Path) -> String {
@@ -306,16 +306,21 @@ mod tests {
         write_pair(&ca);
         let tls = ServingTls::new(
             LoadedServingTls::load(&Terminate {
-                tls: CertPaths { cert_file: pair.clone(), key_file: pair.clone() },
-                issuer: None,
+                tls: ServingCert {
+                    paths: CertPaths { cert_file: pair.clone(), key_file: pair.clone() },
+                    issuer: None,
+                },
                 client_ca_file: Some(ca.clone()),
                 identities: Vec::new(),
                 resume_groups: Vec::new(),
-                limits: RequestLimits {
-                    max_streams: 1,
-                    max_header_bytes: 1,
-                    header_timeout: Duration::ZERO,
-                    stall_timeout: Duration::ZERO,
+                limits: TerminateLimits {
+                    connections: Limits { max_connections: 1, handshake_timeout: Duration::ZERO },
+                    requests: RequestLimits {
+                        max_streams: 1,
+                        max_header_bytes: 1,
+                        header_timeout: Duration::ZERO,
+                        stall_timeout: Duration::ZERO,
+                    },
                 },
             })
             .unwrap(),

@@ -4,7 +4,7 @@
 //! Only pure functions run (picking, slow start, rebalancing, evacuation, backoff and the jitter of resumed watches).
 //! The simulated network has no delay and no loss.
 
-use jackstay::proxy::watch::Round;
+use jackstay::proxy::watch::ResumeRound;
 use jackstay::upstream::balance::{cost, pick, slow_start, slow_start_factor};
 use jackstay::upstream::endpoint::{EndpointReadiness, EndpointState, backoff};
 use jackstay::upstream::evacuation::{START_JITTER, decide as decide_evacuation, due_moves};
@@ -61,7 +61,7 @@ impl Fleet {
         let mut moves = Vec::new();
         for node in 0..NODES {
             for _ in 0..std::mem::take(&mut self.nodes[node].watches[dead]) {
-                let max_jitter = Round::begin(start, 0, true).next_jitter(start).unwrap();
+                let max_jitter = ResumeRound::begin(start, 0, true).start_attempt(start).unwrap();
                 let delay = max_jitter.mul_f64(self.rng.f64());
                 let there = self.pick(node, Some(dead), [1.0; SERVERS]);
                 self.nodes[node].watches[there] += 1;

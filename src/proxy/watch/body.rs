@@ -1,10 +1,9 @@
-//! The response body of a watch: one stream for the client, whatever happens to the connections
-//! upstream.
+//! The response body of a watch: one stream for the client, over one upstream stream after another.
 //!
 //! [`super::session`] decides; the body executes its effects. [`stream`] reads an upstream stream and
 //! waits for a reason to leave it, [`attempt`] opens the next one or waits for the end of an outage,
-//! [`moving`] opens a stream while the current one works, and [`context`] knows the request and the
-//! endpoints that are not to be asked.
+//! [`moving`] opens a stream while the current one works, and [`context`] holds the request and the
+//! endpoints that must not be asked.
 
 mod attempt;
 mod context;
@@ -37,14 +36,14 @@ pub use self::context::ResumeContext;
 /// The body of a watch.
 pub struct WatchBody {
     relay: Relay,
-    /// What the client gets next.
+    /// Bytes for the client.
     out: VecDeque<Bytes>,
     source: Source,
     context: ResumeContext,
-    /// When the client's identity is no longer proven; only for requests with a client certificate.
+    /// When the client certificate stops proving the client's identity; `None` without a certificate.
     proof_expiry: Option<ProofExpiry>,
     outcome: Box<Outcome>,
-    /// It was logged that the watch cannot be resumed.
+    /// Whether the log has said that the watch cannot be resumed.
     warned: bool,
 }
 
@@ -56,7 +55,7 @@ enum Source {
     Held(Hold),
     /// The old stream, and the attempt to replace it.
     Moving(Box<(UpstreamStream, MoveAttempt)>),
-    /// The body has ended; with an error, if the client must see that it is incomplete.
+    /// The body has ended; with an error, if the response is incomplete.
     Ended(Option<String>),
 }
 
@@ -134,7 +133,7 @@ impl WatchBody {
         let out = &mut self.out;
         let pushed = self.relay.push(data, stream.received_at(), |piece| out.push_back(piece));
         let session = self.relay.session();
-        // The connection must not be closed under a watch that cannot bear the loss.
+        // The pool must not close the connection of a watch that cannot lose its stream.
         stream.permit.pin(!session.can_lose_stream());
         let mut absorbed = pushed.absorbed;
         release(&mut stream.recv, &mut absorbed);
@@ -175,7 +174,7 @@ impl WatchBody {
     fn lost(&mut self, why: &str) {
         let now = Instant::now();
         let quiet = match &self.source {
-            // A client that waits for the initial events notices every second.
+            // A client that waits for its initial events is never quiet.
             Source::Stream(stream) => {
                 self.relay.session().is_ordered() && stream.pace.is_quiet(now)
             }
@@ -187,7 +186,8 @@ impl WatchBody {
         self.execute(effect, why);
     }
 
-    /// The endpoint has sent an ERROR event: history is per server, and others may have more of it.
+    /// The endpoint has sent an ERROR event. Every apiserver has a history of its own, and another one may
+    /// have more of it.
     fn rejected(&mut self, error_event: Option<Bytes>) {
         if error_event.is_some() {
             self.context.upstream.metrics.watch_resumed("withheld");
@@ -211,7 +211,7 @@ impl WatchBody {
                     return self.step(Input::AttemptEnded { result, candidates }, "");
                 }
                 // While an ERROR event is withheld, every other endpoint is asked once.
-                let once = self.relay.session().withholds();
+                let once = self.relay.session().withholds_error();
                 self.context.note_refusal(response.permit.connection(), result, once, now);
                 (result, format!("{} there", response.head.status))
             }
@@ -226,7 +226,7 @@ impl WatchBody {
         self.step(Input::AttemptEnded { result, candidates }, &why);
     }
 
-    /// Follows a reason to leave the stream as soon as the client does not notice.
+    /// Leaves the stream for the deferred reason, as soon as the client does not notice.
     fn follow_deferred(&mut self) {
         let Source::Stream(stream) = &mut self.source else { return };
         let session = self.relay.session();
@@ -258,7 +258,7 @@ impl WatchBody {
         self.execute(effect, why);
     }
 
-    /// Ends the watch, which its server has not ended.
+    /// Ends the watch before its server does.
     fn stop(&mut self, reason: NotResumable, why: &str) {
         self.detach();
         self.step(Input::Stop(reason), why);
@@ -290,7 +290,7 @@ impl WatchBody {
     fn request(&mut self, delay: Duration, why: &str) {
         let upstream = &self.context.upstream;
         let session = self.relay.session();
-        if session.withholds() && !upstream.watches.may_retry_too_old(&upstream.metrics) {
+        if session.withholds_error() && !upstream.watches.may_retry_too_old(&upstream.metrics) {
             return self.stop(NotResumable::OverBudget, why);
         }
         if !self.context.has_credential() {
@@ -306,7 +306,7 @@ impl WatchBody {
     /// Logs and counts that the watch can no longer be resumed.
     fn warn_not_resumable(&mut self, reason: NotResumable) {
         self.context.upstream.metrics.watch_resumed(match reason {
-            // The ERROR event is an answer like any other, and the watch ends with it.
+            // The client receives the ERROR event, which ends the watch.
             NotResumable::ServerError => return,
             NotResumable::Oversized => "oversized",
             _ => "barred",

@@ -8,9 +8,9 @@ use metrics::Gauge;
 use crate::observe::{ByteBudget, Metrics};
 use crate::proxy::retry_budget::RetryBudget;
 
-/// Most bytes of incomplete frames that one worker may buffer for one upstream.
+/// Maximum bytes of incomplete frames that one worker may buffer for one upstream.
 const PARTIAL_FRAMES: usize = 32 << 20;
-/// Most watches that one worker may hold for one upstream before it refuses to hold a new one. A held
+/// Maximum number of watches that one worker may hold for one upstream before it refuses to hold a new one. A held
 /// request costs some KiB.
 const MAX_HELD: usize = 10_000;
 
@@ -32,13 +32,12 @@ impl WatchLimits {
         }
     }
 
-    /// A client has made a request, of any kind: it earns part of a retry after a 410.
+    /// Adds the share of one client request, of any kind, to the budget of retries after a 410.
     pub fn earn(&self) {
         self.too_old_retries.earn();
     }
 
-    /// Takes one retry of a watch that was answered with 410 from the budget; counts a refusal as
-    /// `over_budget`.
+    /// Takes one retry after a 410 from the budget. Counts an empty budget as `over_budget`.
     pub fn may_retry_too_old(&self, metrics: &Metrics) -> bool {
         let may = self.too_old_retries.take();
         if !may {
@@ -59,13 +58,13 @@ impl WatchLimits {
         self.held.get() < MAX_HELD
     }
 
-    /// The budget of the bytes of frames that have not arrived whole.
+    /// The byte budget of incomplete frames.
     pub fn partial_frames(&self) -> &Arc<ByteBudget> {
         &self.partial_frames
     }
 }
 
-/// Keeps one watch counted as held.
+/// A watch that counts as held until this guard is dropped.
 pub struct HeldWatch<'a>(&'a WatchLimits);
 
 impl Drop for HeldWatch<'_> {

@@ -1,8 +1,8 @@
 //! Turns the bytes of one watch's upstream streams into the bytes of its client's stream: the codec
 //! splits and parses, the session decides.
 //!
-//! Forwarded frames that lie next to each other in a chunk leave as one slice of that chunk: a burst of
-//! events costs one piece of output, not one for each event.
+//! Adjacent forwarded frames of a chunk are sent as one slice of that chunk, so a burst of events is one piece
+//! of output.
 
 use super::codec::event::EventType;
 use super::codec::frame::{FrameSplitter, Piece};
@@ -23,7 +23,7 @@ pub struct Relay {
     session: Session,
 }
 
-/// What the body does after a chunk.
+/// The result of [`Relay::push`].
 #[derive(Debug, PartialEq, Eq)]
 pub struct PushResult {
     /// Bytes of the chunk that do not go to the client now: release their flow-control window at
@@ -59,7 +59,7 @@ impl Relay {
         &mut self.session
     }
 
-    /// Passes a chunk through the session and what the client gets of it to `out`, in order.
+    /// Passes a chunk through the session, and the bytes for the client to `out`, in order.
     pub fn push(&mut self, chunk: &Bytes, now: Instant, mut out: impl FnMut(Bytes)) -> PushResult {
         // The bytes of the chunk that leave as one slice.
         let mut run = 0..0;
@@ -128,27 +128,26 @@ impl Relay {
         PushResult { absorbed, effect: Effect::None, error_event: None }
     }
 
-    /// The server has ended the stream. Returns the rest of an incomplete frame, which is passed on.
+    /// The server has ended the stream. Returns the buffered part of an incomplete frame, for the client.
     pub fn finish(&mut self, now: Instant) -> Bytes {
         self.session.step(Input::ServerEnded, now);
         self.splitter.reset()
     }
 
-    /// The stream was lost. An incomplete frame that the client has nothing of is dropped.
+    /// The stream was lost. Drops the buffered part of an incomplete frame.
     pub fn lost(&mut self, quiet: bool, now: Instant) -> Effect {
         self.splitter.reset();
         self.session.step(Input::StreamLost { quiet }, now)
     }
 
-    /// Another stream has taken the watch at the cursor. An incomplete frame is dropped: it comes again
-    /// from there.
+    /// Another stream continues the watch at the cursor. Drops an incomplete frame, which the new stream
+    /// sends again.
     pub fn moved(&mut self, now: Instant) {
         self.splitter.reset();
         self.session.step(Input::MoveEnded { moved: true }, now);
     }
 
-    /// Whether the first chunk of a stream begins with an ERROR event: its server does not take the
-    /// watch.
+    /// Whether the first chunk of a stream begins with an ERROR event: its server refuses the watch.
     pub fn begins_with_error(&self, first: &[u8]) -> bool {
         let mut splitter = FrameSplitter::new(self.encoding, self.splitter.budget());
         let Piece::Whole(len) = splitter.split(first) else { return false };
@@ -157,7 +156,7 @@ impl Relay {
     }
 }
 
-/// Puts out the bytes that are forwarded together.
+/// Passes the bytes of `run` to `out` as one slice, and empties `run`.
 fn flush(chunk: &Bytes, run: &mut Range<usize>, out: &mut impl FnMut(Bytes)) {
     if run.start < run.end {
         out(chunk.slice(std::mem::take(run)));

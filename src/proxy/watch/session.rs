@@ -1,10 +1,10 @@
-//! The state machine of one watch: what happens to each frame, and to the watch when its stream is lost.
+//! The state machine of one watch. It decides on each frame, and on the watch when its stream is lost.
 //!
 //! The session is pure: no I/O, no clock, no randomness. [`Session::step`] takes an [`Input`] and the
 //! time, and returns the [`Effect`] that the body of the response executes.
 //!
-//! The *cursor* is the resource version of the last event that the client has, or of a bookmark after
-//! it. The initial events of a watch come in no order, so their versions are no cursor.
+//! The *cursor* is the resource version of the last event that the client has received, or of a later
+//! bookmark. Initial events arrive in no order, so a watch has no cursor until they are over.
 //!
 //! # States
 //!
@@ -22,17 +22,17 @@
 //! | Moving | `MoveEnded`, moved | Ordered, unconfirmed | |
 //! | Moving | `MoveEnded`, not moved | Ordered, as before | |
 //! | Resuming | `AttemptEnded`: 200 with the client's Content-Type | Ordered, unconfirmed (the original request: the first state) | `Accept` |
-//! | Resuming | 410, or an ERROR event as the first event | Resuming; not this endpoint again: history is per server | `Request` |
-//! | Resuming | 429, 5xx | Resuming; this endpoint not before its Retry-After | `Request` |
-//! | Resuming | no head within 10 s, or none at all | Resuming | `Request` |
-//! | Resuming, nothing withheld | no endpoint can be reached | Resuming | `Hold`, and then a new round |
+//! | Resuming | 410, or an ERROR event as the first event | Resuming; this endpoint is not asked again in the round, because its history is too short | `Request` |
+//! | Resuming | 429, 5xx | Resuming; this endpoint is asked again after its Retry-After | `Request` |
+//! | Resuming | no head within 10 s (3 s with a withheld ERROR), or the connection failed | Resuming | `Request` |
+//! | Resuming, nothing withheld | no endpoint can be reached | Resuming | `Hold`, then a new round |
 //! | Resuming | any other answer, no endpoint left, or the round is over (30 s; 3 s with a withheld ERROR) | Ended | `End` |
 //! | any other state | `StreamLost` | Ended | `End` |
 //! | any | `ServerEnded` | Ended | |
 //! | any | `Stop` | Ended | `End` |
 //!
 //! A watch ends instead of resuming if less than 2 s are left until its deadline, or if it was resumed 12
-//! times within a minute. A watch of an API group that an aggregated apiserver may serve is resumed
+//! times in a window of a minute. A watch of an API group that an aggregated apiserver may serve is resumed
 //! only with its original request, and only until the first frame is forwarded.
 //!
 //! # Frames
@@ -50,17 +50,17 @@
 //! | Ordered, version is not a number | forward; Passthrough | end |
 //!
 //! "Forward" means "swallow" for a bookmark that the client did not ask for. A 410 is withheld because
-//! history is per server: a server that has just started has none, while others may have it. If no
-//! other server has it either, the client gets the 410.
+//! every apiserver has a history of its own: one that has just started has none, while others may have
+//! it. If no other apiserver has it, the client receives the 410.
 //!
-//! # How a watch ends that its server has not ended
+//! # How jackstay ends a watch
 //!
 //! | state | ending |
 //! |---|---|
 //! | a frame is unreadable, or an oversized frame is incomplete | reset |
 //! | Ordered | clean: a reflector watches again without a list |
 //! | Initial with `sendInitialEvents` and bookmarks for the client | clean: the client misses the bookmark that ends the initial events, and a reflector requests them again |
-//! | Initial from the most recent version, nothing forwarded | clean: nothing is incomplete, and a repeated request would begin later |
+//! | Initial from the most recent version, nothing forwarded | clean: no event is missing, and a repeated request would start at a later version |
 //! | Initial, otherwise | reset: a clean end would make incomplete initial events look complete |
 
 mod input;
@@ -81,7 +81,7 @@ pub use self::input::{
 };
 #[cfg(test)]
 pub use self::limiter::RESUMES_PER_MINUTE;
-pub use self::round::{Round, max_outage_jitter};
+pub use self::round::{ResumeRound, max_outage_jitter};
 
 /// Checks in a row, one a minute, without a bookmark after which a watch counts as stale. An apiserver
 /// sends one bookmark a minute (`cacher.go`, `bookmarkFrequency`).
@@ -128,9 +128,9 @@ impl Session {
                 Effect::None
             }
             Input::StreamLost { quiet } => {
-                // The next server has the whole time to send a bookmark.
+                // The next server has three minutes to send its first bookmark.
                 self.missed_bookmarks = self.missed_bookmarks.map(|_| 0);
-                match self.begin_round(now, |recent| Round::begin(now, recent, quiet)) {
+                match self.begin_round(now, |recent| ResumeRound::begin(now, recent, quiet)) {
                     Ok(()) => self.next_attempt(now, Duration::ZERO),
                     Err(reason) => self.end(reason),
                 }
@@ -164,17 +164,17 @@ impl Session {
         effect
     }
 
-    /// Enters Resuming, if the watch can be resumed. `begin` gets the number of recent rounds.
+    /// Enters Resuming, if the watch can be resumed. `begin` receives the number of recent resumes.
     fn begin_round(
         &mut self,
         now: Instant,
-        begin: impl FnOnce(u32) -> Round,
+        begin: impl FnOnce(u32) -> ResumeRound,
     ) -> Result<(), NotResumable> {
         let cursor = self.state.resume_cursor(&self.request)?.cloned();
         if self.is_late(now) {
             return Err(NotResumable::Late);
         }
-        let recent = self.limiter.resume(now).ok_or(NotResumable::TooOften)?;
+        let recent = self.limiter.count_resume(now).ok_or(NotResumable::TooOften)?;
         self.state = State::Resuming { cursor, round: begin(recent) };
         Ok(())
     }
@@ -187,7 +187,7 @@ impl Session {
     ) -> Effect {
         if let Some(error_event) = error_event {
             let withheld = error_event.clone();
-            let begin = |recent| Round::withholding(now, recent, withheld);
+            let begin = |recent| ResumeRound::begin_withholding(now, recent, withheld);
             if self.begin_round(now, begin).is_err() {
                 return self.end_withheld(NotResumable::TooOld, Some(error_event));
             }
@@ -219,13 +219,13 @@ impl Session {
         let State::Resuming { round, .. } = &self.state else {
             return self.end(NotResumable::GaveUp);
         };
-        if result == (AttemptResult::NoHead { outage: true }) && !round.withholds() {
+        if result == (AttemptResult::NoHead { outage: true }) && !round.withholds_error() {
             return Effect::Hold;
         }
-        let endpoints_left = if round.withholds() {
+        let endpoints_left = if round.withholds_error() {
             candidates.ready
         } else if matches!(result, AttemptResult::Head { status: 410, .. }) {
-            // A history that is too short stays too short: another endpoint must be usable now.
+            // The history of this endpoint does not become longer: another endpoint must be usable now.
             candidates.usable
         } else {
             candidates.any
@@ -239,7 +239,7 @@ impl Session {
     /// The next attempt of the round, not before `pause` has passed.
     fn next_attempt(&mut self, now: Instant, pause: Duration) -> Effect {
         if let State::Resuming { round, .. } = &mut self.state
-            && let Some(max_jitter) = round.next_jitter(now)
+            && let Some(max_jitter) = round.start_attempt(now)
             && pause <= round.max_pause()
         {
             return Effect::Request { max_jitter, pause };
@@ -253,12 +253,12 @@ impl Session {
         }
         let State::Resuming { round, .. } = &mut self.state else { return Effect::None };
         let quiet = round.is_quiet();
-        *round = Round::begin(now, 0, quiet);
+        *round = ResumeRound::begin(now, 0, quiet);
         Effect::Request { max_jitter: max_outage_jitter(held, quiet), pause: Duration::ZERO }
     }
 
     fn on_move_started(&mut self, reason: MoveReason, now: Instant) -> Effect {
-        self.limiter.note_move(reason, now);
+        self.limiter.count_move(reason, now);
         self.state.update(|state| match state {
             State::Ordered(watch) => State::Moving(watch),
             other => other,
@@ -272,7 +272,7 @@ impl Session {
         }
         self.state.update(|state| match state {
             State::Moving(watch) if moved => {
-                let round = Round::begin(now, 0, false);
+                let round = ResumeRound::begin(now, 0, false);
                 State::Ordered(Ordered::new(watch.cursor, true, Some(round)))
             }
             State::Moving(watch) => State::Ordered(watch),
@@ -283,7 +283,7 @@ impl Session {
 
     fn stop(&mut self, reason: NotResumable) -> Effect {
         let withheld = match &mut self.state {
-            State::Resuming { round, .. } => round.take_error_event(),
+            State::Resuming { round, .. } => round.take_withheld_error(),
             _ => None,
         };
         match reason {
@@ -325,7 +325,7 @@ impl Session {
         matches!(self.state.resume_cursor(&self.request), Ok(Some(_)))
     }
 
-    /// Whether the loss of the stream does no harm: the watch continues, or ends cleanly.
+    /// Whether the watch would continue or end cleanly if it lost its stream now.
     pub fn can_lose_stream(&self) -> bool {
         self.state.resume_cursor(&self.request).is_ok() || self.ending() == Ending::Clean
     }
@@ -335,25 +335,25 @@ impl Session {
         self.state.is_ordered()
     }
 
-    /// Whether the current stream has proven that it continues the watch.
+    /// Whether an event on the current stream has shown that it continues the watch.
     pub fn is_confirmed(&self) -> bool {
         self.state.is_confirmed()
     }
 
-    /// What the server has sent that prevents resuming the watch, for good or until the next frame.
+    /// Why the frames so far prevent a resume, permanently or until the next frame.
     pub fn not_resumable(&self) -> Option<NotResumable> {
         self.state.not_resumable(&self.request)
     }
 
-    /// How the watch would end if it ended now and its server had not ended it.
+    /// How the watch ends if jackstay ends it now.
     pub fn ending(&self) -> Ending {
         let is_clean = self.state.may_end_cleanly(&self.request) && !self.mid_frame;
         if is_clean { Ending::Clean } else { Ending::Reset }
     }
 
-    /// Whether an ERROR event is withheld while other endpoints are asked.
-    pub fn withholds(&self) -> bool {
-        matches!(&self.state, State::Resuming { round, .. } if round.withholds())
+    /// Whether the session withholds an ERROR event while other endpoints are asked.
+    pub fn withholds_error(&self) -> bool {
+        matches!(&self.state, State::Resuming { round, .. } if round.withholds_error())
     }
 
     /// The withheld ERROR event, after [`Ending::Withheld`].
@@ -372,7 +372,7 @@ impl Session {
         }
     }
 
-    /// When the watch ends in any case; `None` if the client has set no `timeoutSeconds`.
+    /// When the server would end the watch; `None` if the client has set no `timeoutSeconds`.
     pub fn deadline(&self) -> Option<Instant> {
         self.deadline
     }

@@ -1,10 +1,10 @@
 //! Attempts to open another upstream stream for a watch, and the wait for an apiserver that can be
 //! reached. All of them are futures that the body polls.
 //!
-//! If watches ended or failed in a total outage, all clients of all nodes would list again at the moment
-//! when the control plane returns and can bear it least. So a running watch waits for an apiserver until
-//! its own deadline. It has no stream and no timer but its deadline, and it dials nothing: the pool dials
-//! once for all watches, and notifies them.
+//! If watches ended in a total outage, all clients of all nodes would list again as soon as the control plane
+//! returns, and overload it. So a running watch is held until an apiserver is reachable or its deadline
+//! passes. A held watch has no stream and opens no connection: the pool connects once for all watches and
+//! notifies them.
 
 use std::rc::Rc;
 use std::time::Duration;
@@ -20,7 +20,7 @@ use crate::proxy::watch::session::{Input, NotResumable};
 use crate::upstream::connection::{Connection, Permit, describe_h2_error};
 use crate::upstream::pool::{ClassPool, PreviousFailure, StreamRequirements, Unavailable};
 
-/// Pause of a watch that gets no connection although an apiserver can be reached, ±50 %.
+/// Pause of a watch that has no connection although an apiserver can be reached, ±50 %.
 const PAUSE: Duration = Duration::from_secs(1);
 
 /// An attempt to resume a watch; `None`: the listener drains.

@@ -1,4 +1,4 @@
-//! What is needed to request a watch again: the request, and the endpoints that are not to be asked.
+//! The context in which a watch is requested again: its request, and the endpoints that must not be asked.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::upstream::pool::ClassPool;
 /// Bounds a Retry-After, so that it can be added to the time; no watch waits for so long.
 const MAX_RETRY_AFTER: Duration = Duration::from_secs(3600);
 
-/// What is needed to request a watch again.
+/// The request of a watch, and the endpoints that must not be asked to continue it.
 pub struct ResumeContext {
     pub(super) upstream: Rc<UpstreamClient>,
     pub(super) class: Rc<ClassPool>,
@@ -71,7 +71,7 @@ impl ResumeContext {
         head
     }
 
-    /// What a response head means for the watch.
+    /// The result of an attempt with this response head.
     pub(super) fn result(&self, head: &response::Parts) -> AttemptResult {
         let content_type = content_type(&head.headers).trim();
         AttemptResult::Head {
@@ -103,7 +103,8 @@ impl ResumeContext {
         self.lost = Some(Rc::clone(connection));
     }
 
-    /// Another stream has taken the watch. A dead connection must not be kept for as long as it runs.
+    /// Another stream continues the watch. Drops the dead connection, which would otherwise be kept as long
+    /// as the watch runs.
     pub(super) fn note_resumed(&mut self) {
         self.lost = None;
     }
@@ -116,7 +117,7 @@ impl ResumeContext {
         }
     }
 
-    /// This connection has answered and not taken the watch. `once`: no endpoint is asked twice.
+    /// The server of this connection refused the watch. `once`: no endpoint is asked twice in the round.
     pub(super) fn note_refusal(
         &mut self,
         connection: &Rc<Connection>,
@@ -143,18 +144,18 @@ impl ResumeContext {
         self.refused = false;
     }
 
-    /// The watch is held in an outage, after which nothing is known of the endpoints.
+    /// The watch is held in an outage: forgets what is known of the endpoints.
     pub(super) fn begin_outage(&mut self) {
         self.begin_round();
         self.lost = None;
     }
 
-    /// The current stream has proven that it continues the watch.
+    /// An event on the current stream has shown that it continues the watch.
     pub(super) fn note_confirmed(&mut self) {
         self.excluded.clear();
     }
 
-    /// The endpoints that are left to ask.
+    /// Which endpoints can still be asked.
     pub(super) fn candidates(&self, now: Instant) -> Candidates {
         let endpoints = self.upstream.pool.upstream().endpoints();
         let usable = || endpoints.iter().filter(|endpoint| self.is_usable(endpoint));
@@ -181,7 +182,7 @@ impl ResumeContext {
         !matches!(endpoint.state(), Ejected | NoH2 | Leaving) && !self.is_excluded(endpoint)
     }
 
-    /// The endpoints that are not to be asked at this time.
+    /// The endpoints that must not be asked at this time.
     pub(super) fn excluded_at(&self, at: Instant) -> Vec<Arc<Endpoint>> {
         let paused = self.paused.iter().filter(|(_, until)| *until > at);
         self.excluded.iter().chain(paused.map(|(endpoint, _)| endpoint)).cloned().collect()

@@ -1,23 +1,23 @@
-//! Detects from the times of its chunks whether a watch has fallen silent.
+//! Detects from the arrival times of chunks whether a watch is quiet or has fallen silent.
 //!
-//! Silence alone means nothing: most watches are silent most of the time. It means something on a watch
-//! whose chunks came in quick succession, if then for several times as long none comes.
+//! Most watches are silent most of the time, so silence alone is no sign of a fault. It is one on a watch
+//! whose chunks arrived in quick succession, if no chunk arrives for several times that interval.
 
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// A watch is delivering if its last two chunks were not further apart.
+/// A watch is delivering if its last two chunks were at most this far apart.
 const DELIVERING: Duration = Duration::from_secs(2);
-/// Longest silence of a delivering watch before the loss of its connection is known: a connection to a
-/// stopped process is left after 5 s.
+/// Longest silence of a watch that still counts as delivering. The loss of a connection is detected
+/// earlier: a connection to a stopped process drains after 5 s.
 const LOSS_UNNOTICED: Duration = Duration::from_secs(8);
-/// Least silence of a watch that was delivering before it counts as silent.
+/// Least silence after which a watch that was delivering counts as silent.
 const SILENT: Duration = Duration::from_millis(800);
-/// The silence must also last so many times the interval between the last two chunks.
+/// The silence must also last this many times the interval between the last two chunks.
 const INTERVALS: u32 = 3;
 
-/// When the last chunks came.
+/// When the last chunks arrived.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct DeliveryPace {
     last: Instant,
@@ -87,10 +87,10 @@ mod tests {
             (&[100, 200, 300], 1_099, false),
             (&[100, 200, 300], 1_100, true),
             (&[100, 200, 300], 60_000, true),
-            // One chunk a second: three must stay away.
+            // One chunk a second: silent after three seconds without one.
             (&[1_000, 2_000], 4_900, false),
             (&[1_000, 2_000], 5_000, true),
-            // Chunks far apart are no delivery.
+            // Chunks more than 2 s apart: the watch was not delivering.
             (&[3_000, 6_000], 60_000, false),
             (&[100, 200, 60_000], 120_000, false),
         ] {

@@ -4,7 +4,8 @@
 //! reads from a frame the few fields that resuming needs: type, `resourceVersion`, the annotation that
 //! ends the initial events, and the code of an error. [`version`] compares resource versions.
 //!
-//! The codec has no I/O and no clock, and it uses nothing else of the proxy.
+//! The codec has no I/O and no clock. Of the rest of jackstay it uses only the byte budget for incomplete
+//! frames.
 
 use self::event::Event;
 use http::{StatusCode, header, response};

@@ -1,5 +1,5 @@
-//! What can happen to a watch, and what the session tells the body to do: the inputs and the effects of
-//! [`super::Session::step`].
+//! The inputs and the effects of [`super::Session::step`]: the body reports what happens to a watch, and
+//! executes what the session decides.
 
 use bytes::Bytes;
 use std::time::Duration;
@@ -19,16 +19,16 @@ pub enum Input<'a> {
     /// The stream was lost without an end by the server. `quiet`: the watch was not delivering events
     /// shortly before.
     StreamLost { quiet: bool },
-    /// The body has reset the stream after [`Effect::Withhold`], which has the ERROR event to withhold, or
-    /// after [`Effect::NextEndpoint`].
+    /// The body has reset the stream: after [`Effect::Withhold`], with the ERROR event to withhold, or after
+    /// [`Effect::NextEndpoint`], without one.
     Rejected { error_event: Option<Bytes>, candidates: Candidates },
-    /// An attempt to resume is over.
+    /// An attempt to resume has ended.
     AttemptEnded { result: AttemptResult, candidates: Candidates },
     /// The watch was held for this time, and an attempt may succeed again ([`Effect::Hold`]).
     OutageEnded { held: Duration },
     /// The body tries to move the watch while its stream works; [`super::Session::can_move`] was true.
     MoveStarted(MoveReason),
-    /// The attempt to move is over. `moved`: another stream has taken the watch; otherwise it stays.
+    /// The attempt to move has ended. `moved`: another stream continues the watch; otherwise it stays.
     MoveEnded { moved: bool },
     /// The watch must end now, for this reason.
     Stop(NotResumable),
@@ -45,14 +45,14 @@ pub enum Effect {
     Swallow,
     /// Drop the frame: the client has it already.
     Discard,
-    /// Reset the stream and report [`Input::Rejected`]: this endpoint does not take the watch.
+    /// Reset the stream and report [`Input::Rejected`]: this endpoint cannot continue the watch.
     NextEndpoint,
-    /// The same, and keep the frame: the client gets it if no other endpoint takes the watch.
+    /// The same, and keep the frame: the client receives it if no other endpoint continues the watch.
     Withhold,
     /// Ask an endpoint to continue the watch ([`super::Session::resume_query`]): after a random part of
     /// `max_jitter`, and not before `pause` has passed.
     Request { max_jitter: Duration, pause: Duration },
-    /// The new stream has taken the watch: read from it.
+    /// Read from the new stream, which continues the watch.
     Accept,
     /// Hold the watch until an apiserver can be reached.
     Hold,
@@ -65,7 +65,7 @@ pub enum Effect {
 /// How the client's stream ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ending {
-    /// Cleanly, as if the server's timeout had come.
+    /// Cleanly, as after the server's timeout.
     Clean,
     /// With a reset, so that the client sees that it is incomplete.
     Reset,
@@ -84,31 +84,31 @@ pub enum NotResumable {
     VersionNotNumeric,
     /// A resource version was not above the one before.
     VersionNotGrowing,
-    /// An event of an unknown type came.
+    /// An event of an unknown type arrived.
     UnknownEvent,
     /// The server ended the watch with an ERROR event.
     ServerError,
-    /// A frame above the cap passed unread: until the next frame the client is ahead of the cursor.
+    /// A frame above the cap was forwarded unparsed: until the next frame the cursor is too old.
     Oversized,
     /// The client has part of the initial events, which have no order.
     Initial,
     /// The watch started at the most recent version, and no event or bookmark has shown which one that is.
     NoVersion,
-    /// Less time is left until its deadline than a resume is worth.
+    /// Less than 2 s are left until its deadline.
     Late,
     /// It was resumed too often in the last minute.
     TooOften,
-    /// The stream that continued it has another history.
+    /// The events of the stream that continued it do not follow the cursor.
     Diverged,
-    /// No endpoint took it.
+    /// No endpoint continued it.
     GaveUp,
-    /// No other endpoint has the history that one has answered with 410.
+    /// An endpoint answered 410, and no other endpoint has the history.
     TooOld,
     /// The budget for retries after a 410 is used up.
     OverBudget,
     /// Its deadline has passed in a total outage.
     Expired,
-    /// The proof of its client's identity has ended.
+    /// Its client's certificate no longer proves an identity.
     Unproven,
     /// Its listener shuts down.
     Shutdown,
@@ -167,14 +167,14 @@ pub enum MoveReason {
     Drain,
 }
 
-/// The endpoints that are left to ask, without those excluded for this round.
+/// Which endpoints can still be asked, without those excluded for this round.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Candidates {
-    /// There is one, in whatever state.
+    /// At least one, in any state.
     pub any: bool,
-    /// There is one other than the last one asked, and its state allows requests.
+    /// At least one was not asked last and has a state that allows requests.
     pub usable: bool,
-    /// There is one that is ready.
+    /// At least one is ready.
     pub ready: bool,
     /// How long until the first usable one may be asked again (Retry-After).
     pub retry_after: Duration,
@@ -195,7 +195,7 @@ pub enum AttemptResult {
 /// For how long an endpoint is not asked again after an attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Exclusion {
-    /// For this time; other endpoints are preferred after it.
+    /// For this time.
     For(Duration),
     /// Until the end of this round.
     Round,
@@ -207,7 +207,7 @@ impl AttemptResult {
         matches!(self, Self::Head { status: 200, same_content_type: true, .. })
     }
 
-    /// For how long the endpoint is not asked again; `None` if no other endpoint would answer otherwise.
+    /// For how long the endpoint is not asked again; `None` if every endpoint would give the same answer.
     /// The table is in [`super`].
     pub fn exclusion(self) -> Option<Exclusion> {
         match self {

@@ -1,70 +1,76 @@
-//! Bounds how often one watch changes its stream.
+//! Limits how often one watch changes its upstream stream.
 //!
-//! The client does not see a change, but an apiserver must serve a new watch. If a watch loses its
-//! stream again and again, it ends, and its client decides. No upstream can make the proxy resume for
-//! ever.
+//! A change is invisible to the client, but each one makes an apiserver serve a new watch. A watch that
+//! loses its stream too often ends instead of resuming, and its client starts a new one. So a faulty
+//! upstream cannot make the proxy resume forever.
 
 use std::time::Duration;
 use tokio::time::Instant;
 
 use super::input::MoveReason;
 
-/// Resumes within a minute before a watch ends instead.
+/// Resumes in one window of [`MINUTE`] after which a watch ends instead of resuming. Evacuations and
+/// drains count as resumes.
 pub const RESUMES_PER_MINUTE: u32 = 12;
+/// A window begins with the first resume after the window before it is over.
 const MINUTE: Duration = Duration::from_secs(60);
-/// A watch with less time left is not moved to balance load.
+/// Least time before the deadline of a watch at which it is moved to balance load.
 pub(super) const MIN_REMAINING_TO_REBALANCE: Duration = Duration::from_secs(30);
-/// A watch with less time left is not resumed.
+/// Least time before the deadline of a watch at which it is resumed, or moved for another reason.
 pub(super) const MIN_REMAINING: Duration = Duration::from_secs(2);
-/// Least pause between two attempts to leave an endpoint that is degraded or suspected.
+/// Least time between two attempts to leave an endpoint that is degraded or suspected.
 const EVACUATION_PAUSE: Duration = Duration::from_secs(2);
 
-/// What one watch has used up.
+/// Counts the recent resumes and moves of one watch.
 #[derive(Debug, Default)]
 pub(super) struct ResumeLimiter {
-    /// When the current minute began, and how many resumes it has seen.
-    minute: Option<(Instant, u32)>,
+    /// When the current window began, and the number of resumes in it.
+    window: Option<(Instant, u32)>,
     last_move: Option<Instant>,
 }
 
 impl ResumeLimiter {
-    /// Counts a resume. Returns how many resumes this minute has seen before, or `None` if they were
-    /// too many.
-    pub(super) fn resume(&mut self, now: Instant) -> Option<u32> {
-        let recent = self.resumes(now);
-        let began = match self.minute {
+    /// Counts a resume. Returns the number of resumes before it in the current window, or `None` if the
+    /// watch must not be resumed.
+    pub(super) fn count_resume(&mut self, now: Instant) -> Option<u32> {
+        let recent = self.recent_resumes(now);
+        let began = match self.window {
             Some((began, _)) if recent > 0 => began,
             _ => now,
         };
-        self.minute = Some((began, recent + 1));
+        self.window = Some((began, recent + 1));
         (recent < RESUMES_PER_MINUTE).then_some(recent)
     }
 
-    /// Notes an attempt to leave a stream that works.
-    pub(super) fn note_move(&mut self, reason: MoveReason, now: Instant) {
+    /// Counts an attempt to leave a stream that works.
+    pub(super) fn count_move(&mut self, reason: MoveReason, now: Instant) {
         self.last_move = Some(now);
         if reason != MoveReason::Rebalance {
-            self.resume(now);
+            self.count_resume(now);
         }
     }
 
-    /// Whether the watch may leave a stream that works: a healthy endpoint once a minute; a degraded or
-    /// suspected one every 2 s, and for half of the resumes of a minute; a connection that drains as often
-    /// as it may be resumed.
+    /// Whether the watch may leave a stream that works:
+    ///
+    /// * to balance load: once a minute;
+    /// * from a degraded or suspected endpoint: every 2 s, in half of the resumes of a window;
+    /// * from a connection that drains: in all resumes of a window.
     pub(super) fn may_move(&self, reason: MoveReason, now: Instant) -> bool {
-        let has_rested =
-            |time| self.last_move.is_none_or(|moved| now.saturating_duration_since(moved) >= time);
+        let pause_is_over = |pause| {
+            self.last_move.is_none_or(|moved| now.saturating_duration_since(moved) >= pause)
+        };
         match reason {
-            MoveReason::Rebalance => has_rested(MINUTE),
+            MoveReason::Rebalance => pause_is_over(MINUTE),
             MoveReason::Evacuate => {
-                has_rested(EVACUATION_PAUSE) && self.resumes(now) < RESUMES_PER_MINUTE / 2
+                pause_is_over(EVACUATION_PAUSE) && self.recent_resumes(now) < RESUMES_PER_MINUTE / 2
             }
-            MoveReason::Drain => self.resumes(now) < RESUMES_PER_MINUTE,
+            MoveReason::Drain => self.recent_resumes(now) < RESUMES_PER_MINUTE,
         }
     }
 
-    fn resumes(&self, now: Instant) -> u32 {
-        self.minute
+    /// The number of resumes in the current window.
+    fn recent_resumes(&self, now: Instant) -> u32 {
+        self.window
             .filter(|(began, _)| now.saturating_duration_since(*began) < MINUTE)
             .map_or(0, |(_, count)| count)
     }

@@ -1,37 +1,40 @@
-//! A round of attempts to continue a watch after the loss of its stream, and the jitter between them.
+//! A round: the attempts to resume a watch after the loss of its stream, and the jitter before each one.
 //!
-//! An apiserver that dies leaves tens of thousands of watches at one moment, so even the first attempt
-//! is jittered: by up to 50 ms for a watch that was delivering events, by up to 1 s for a quiet one,
-//! whose client does not notice. The jitter doubles with every attempt, up to 2 s.
+//! When an apiserver dies, tens of thousands of watches lose their streams at the same moment. So even the
+//! first attempt is delayed by a random part of a maximum: 50 ms for a watch that was delivering events, 1 s
+//! for a quiet one, whose next event is not expected so soon. The maximum doubles with every attempt, up to
+//! 2 s.
 
 use bytes::Bytes;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// How long a watch looks for an endpoint that takes it.
-const ROUND: Duration = Duration::from_secs(30);
-/// How long it looks for one if an ERROR event is withheld from its client.
-const ROUND_WITHHELD: Duration = Duration::from_secs(3);
-/// How long one attempt may take. A server that answers PINGs and nothing else would otherwise hold the
-/// watch up for ever, and the client of a watch has no timeout of its own.
-const ATTEMPT: Duration = Duration::from_secs(10);
-/// The longest pause that an endpoint may ask for (Retry-After) before the watch is better ended, so
-/// that its client sees it.
+/// A round ends after this time, and the watch with it.
+const ROUND_LIMIT: Duration = Duration::from_secs(30);
+/// The same for a round that withholds an ERROR event: its client waits for that event.
+const WITHHOLDING_ROUND_LIMIT: Duration = Duration::from_secs(3);
+/// Time limit of one attempt. A server may answer PINGs and never send a response head, and the client
+/// of a watch has no timeout of its own.
+const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(10);
+/// The longest Retry-After that a round waits for. If all usable endpoints ask for a longer pause, the
+/// watch ends, so that its client sees the overload.
 const MAX_PAUSE: Duration = Duration::from_secs(30);
-/// The largest jitter of the first attempt for a watch that was delivering events.
+/// The maximum jitter of the first attempt for a watch that was delivering events.
 const FIRST_JITTER: Duration = Duration::from_millis(50);
-/// The same for a quiet watch. A dead connection is noticed within 2.3 s, and a quiet watch may be
-/// silent for 3.5 s.
+/// The same for a quiet watch. A connection whose path is lost is closed within 2.3 s, so a quiet watch
+/// asks the next endpoint within 3.3 s of the loss.
 const FIRST_JITTER_QUIET: Duration = Duration::from_secs(1);
-/// The largest jitter of any attempt: 5,000 nodes may make one at the same moment.
+/// Upper bound of the maximum jitter while an endpoint is reachable: 5,000 nodes may make an attempt at
+/// the same moment.
 const MAX_JITTER: Duration = Duration::from_secs(2);
-/// The largest jitter after a total outage.
+/// The same for the first attempt after a total outage.
 const MAX_OUTAGE_JITTER: Duration = Duration::from_secs(5);
-/// The jitter after a total outage is at most its length divided by this: the longer the outage, the
-/// more nodes return from it.
+/// After a total outage the maximum jitter is the length of the outage divided by this: the longer the
+/// outage, the more nodes hold watches.
 const OUTAGE_JITTER_DIVISOR: u32 = 8;
 
-/// The largest jitter of a watch that was held for `held` in a total outage.
+/// The maximum jitter for a watch that was held for `held` in a total outage. At least that of a first
+/// attempt, at most [`MAX_OUTAGE_JITTER`].
 pub fn max_outage_jitter(held: Duration, quiet: bool) -> Duration {
     (held / OUTAGE_JITTER_DIVISOR).clamp(first_jitter(quiet), MAX_OUTAGE_JITTER)
 }
@@ -40,31 +43,33 @@ fn first_jitter(quiet: bool) -> Duration {
     if quiet { FIRST_JITTER_QUIET } else { FIRST_JITTER }
 }
 
-/// The attempts that follow one loss.
+/// The attempts to resume a watch that follow one loss of its stream.
 #[derive(Debug)]
-pub struct Round {
+pub struct ResumeRound {
     end: Instant,
+    /// Number of attempts, which determines the jitter. Starts at the number of recent resumes.
     attempts: u32,
     quiet: bool,
-    /// The ERROR event that the client gets if no endpoint takes the watch.
-    error_event: Option<Bytes>,
+    /// The ERROR event that the client receives if every endpoint refuses the watch.
+    withheld_error: Option<Bytes>,
 }
 
-impl Round {
-    /// Begins a round. Every one of the `recent` rounds of the last minute doubles the jitter, as an
-    /// attempt does.
-    pub fn begin(now: Instant, recent: u32, quiet: bool) -> Self {
-        Self { end: now + ROUND, attempts: recent, quiet, error_event: None }
+impl ResumeRound {
+    /// Begins a round. `quiet`: the watch was not delivering events shortly before the loss. The maximum
+    /// jitter doubles once for each of `recent_resumes`, as it does for each attempt.
+    pub fn begin(now: Instant, recent_resumes: u32, quiet: bool) -> Self {
+        Self { end: now + ROUND_LIMIT, attempts: recent_resumes, quiet, withheld_error: None }
     }
 
-    /// Begins a short round that looks for a better answer than this ERROR event.
-    pub fn withholding(now: Instant, recent: u32, error_event: Bytes) -> Self {
-        let end = now + ROUND_WITHHELD;
-        Self { end, attempts: recent, quiet: false, error_event: Some(error_event) }
+    /// Begins a short round that withholds this ERROR event while other endpoints are asked.
+    pub fn begin_withholding(now: Instant, recent_resumes: u32, error_event: Bytes) -> Self {
+        let end = now + WITHHOLDING_ROUND_LIMIT;
+        let withheld_error = Some(error_event);
+        Self { end, attempts: recent_resumes, quiet: false, withheld_error }
     }
 
-    /// The largest jitter of the next attempt; `None` if the round is over.
-    pub fn next_jitter(&mut self, now: Instant) -> Option<Duration> {
+    /// Counts the next attempt and returns its maximum jitter; `None` if the round is over.
+    pub fn start_attempt(&mut self, now: Instant) -> Option<Duration> {
         if now >= self.end {
             return None;
         }
@@ -77,22 +82,21 @@ impl Round {
         self.quiet
     }
 
-    pub(super) fn withholds(&self) -> bool {
-        self.error_event.is_some()
+    pub(super) fn withholds_error(&self) -> bool {
+        self.withheld_error.is_some()
     }
 
-    pub(super) fn take_error_event(&mut self) -> Option<Bytes> {
-        self.error_event.take()
+    pub(super) fn take_withheld_error(&mut self) -> Option<Bytes> {
+        self.withheld_error.take()
     }
 
-    /// How long one attempt may take.
     pub(super) fn attempt_timeout(&self) -> Duration {
-        if self.withholds() { ROUND_WITHHELD } else { ATTEMPT }
+        if self.withholds_error() { WITHHOLDING_ROUND_LIMIT } else { ATTEMPT_TIMEOUT }
     }
 
-    /// The longest pause between two attempts.
+    /// The longest Retry-After that the round waits for.
     pub(super) fn max_pause(&self) -> Duration {
-        if self.withholds() { ROUND_WITHHELD } else { MAX_PAUSE }
+        if self.withholds_error() { WITHHOLDING_ROUND_LIMIT } else { MAX_PAUSE }
     }
 }
 
@@ -101,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn outage_jitter_grows_with_the_outage() {
+    fn max_outage_jitter_grows_with_the_outage_within_its_bounds() {
         for (held, quiet, expected) in [
             (0, false, 50),
             (0, true, 1_000),
@@ -115,20 +119,22 @@ mod tests {
     }
 
     #[test]
-    fn round_jitters_its_attempts_and_ends() {
+    fn start_attempt_doubles_the_jitter_until_the_round_is_over() {
         let start = Instant::now();
-        let mut round = Round::begin(start, 0, false);
-        assert_eq!(round.next_jitter(start), Some(Duration::from_millis(50)));
-        assert_eq!(round.next_jitter(start), Some(Duration::from_millis(100)));
+        let mut round = ResumeRound::begin(start, 0, false);
+        assert_eq!(round.start_attempt(start), Some(Duration::from_millis(50)));
+        assert_eq!(round.start_attempt(start), Some(Duration::from_millis(100)));
         for _ in 0..40 {
-            assert!(round.next_jitter(start).unwrap() <= MAX_JITTER);
+            assert!(round.start_attempt(start).unwrap() <= MAX_JITTER);
         }
-        assert_eq!(round.next_jitter(start + ROUND), None);
-        let mut quiet = Round::begin(start, 0, true);
-        assert_eq!(quiet.next_jitter(start), Some(Duration::from_secs(1)));
-        assert_eq!(quiet.next_jitter(start), Some(MAX_JITTER));
-        let short = || Round::withholding(start, 0, Bytes::new());
-        assert!(short().next_jitter(start + ROUND_WITHHELD / 2).is_some());
-        assert_eq!(short().next_jitter(start + ROUND_WITHHELD), None);
+        assert_eq!(round.start_attempt(start + ROUND_LIMIT), None);
+        let mut quiet = ResumeRound::begin(start, 0, true);
+        assert_eq!(quiet.start_attempt(start), Some(Duration::from_secs(1)));
+        assert_eq!(quiet.start_attempt(start), Some(MAX_JITTER));
+        let mut resumed_before = ResumeRound::begin(start, 2, false);
+        assert_eq!(resumed_before.start_attempt(start), Some(Duration::from_millis(200)));
+        let withholding = || ResumeRound::begin_withholding(start, 0, Bytes::new());
+        assert!(withholding().start_attempt(start + WITHHOLDING_ROUND_LIMIT / 2).is_some());
+        assert_eq!(withholding().start_attempt(start + WITHHOLDING_ROUND_LIMIT), None);
     }
 }

@@ -1,8 +1,8 @@
-//! The states of a watch, and what follows from each: the decision on a frame, whether the watch can be
-//! resumed, and how it ends.
+//! The states of a watch. Each state decides what to do with a frame, whether the watch can be resumed, and
+//! how it ends.
 
 use super::input::{Effect, Ending, NotResumable};
-use super::round::Round;
+use super::round::ResumeRound;
 use crate::proxy::watch::codec::event::{Event, EventType};
 use crate::proxy::watch::codec::version::ResourceVersion;
 use crate::proxy::watch::request::WatchRequest;
@@ -14,22 +14,22 @@ const TOO_OLD: u16 = 410;
 /// The states of the tables in [`super`].
 #[derive(Debug)]
 pub(super) enum State {
-    /// The initial events come, in no order.
+    /// Initial events arrive, in no order.
     Initial(Delivered),
-    /// Events come in the order of their versions.
+    /// Events arrive in the order of their versions.
     Ordered(Ordered),
-    /// Another stream is tried while the current one works.
+    /// The body opens another stream while the current one works.
     Moving(Ordered),
     /// There is no stream; endpoints are asked to continue the watch at the cursor, or, without a cursor,
     /// to answer its original request.
-    Resuming { cursor: Option<ResourceVersion>, round: Round },
+    Resuming { cursor: Option<ResourceVersion>, round: ResumeRound },
     /// Everything is forwarded, and nothing is resumed. `ordered`: the initial events are over.
     Passthrough { reason: NotResumable, ordered: bool },
-    /// Nothing more follows but the ERROR event that was withheld.
+    /// The stream of the client ends, after the withheld ERROR event if there is one.
     Ended { error_event: Option<Bytes> },
 }
 
-/// What the client has of the initial events.
+/// Which part of the initial events the client has received.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Delivered {
     Nothing,
@@ -38,23 +38,23 @@ pub(super) enum Delivered {
     OversizedFrame,
 }
 
-/// A watch whose events come in the order of their versions.
+/// A watch whose events arrive in the order of their versions.
 #[derive(Debug)]
 pub(super) struct Ordered {
     pub(super) cursor: ResourceVersion,
-    /// The stream answers a request that continues at the cursor, not the client's own request.
+    /// The request of the stream continued at the cursor; it was not the client's own request.
     resumed: bool,
     /// An event at or below the cursor was discarded on this stream.
     discarded: bool,
-    /// The round that found the stream, until the stream is confirmed.
-    pub(super) unconfirmed: Option<Round>,
+    /// The round in which the stream was opened; `None` once the stream is confirmed.
+    pub(super) unconfirmed: Option<ResumeRound>,
     /// [`NotResumable::Oversized`] until the next frame, or [`NotResumable::UnknownEvent`] for good.
     not_resumable: Option<NotResumable>,
 }
 
 impl State {
-    /// The state of a watch whose original request has been answered; in `round`, if it was sent again.
-    pub(super) fn first(request: &WatchRequest, round: Option<Round>) -> Self {
+    /// The state after a response to the original request, which was sent again if there is a `round`.
+    pub(super) fn first(request: &WatchRequest, round: Option<ResumeRound>) -> Self {
         match &request.version {
             Some(version) if !request.send_initial_events => {
                 Self::Ordered(Ordered::new(version.clone(), false, round))
@@ -138,7 +138,7 @@ impl State {
         Effect::Forward
     }
 
-    /// Enters Passthrough. The first reason stays, unless frames cannot be parsed from now on.
+    /// Enters Passthrough. The first reason stays, except that an unreadable frame replaces it.
     fn pass_through(&mut self, reason: NotResumable) {
         match self {
             Self::Passthrough { reason: first, .. } => {
@@ -174,7 +174,7 @@ impl State {
         }
     }
 
-    /// The cursor, or the one at which the watch looks for a new stream.
+    /// The cursor at which the watch continues; `None` for the original request.
     pub(super) fn cursor(&self) -> Option<&ResourceVersion> {
         match self {
             Self::Ordered(watch) | Self::Moving(watch) => Some(&watch.cursor),
@@ -212,7 +212,7 @@ impl State {
         }
     }
 
-    /// Whether the client takes a clean end for what it is: nothing is missing, or it notices what is.
+    /// Whether a clean end misleads no client: no event is missing, or the client detects the gap.
     pub(super) fn may_end_cleanly(&self, request: &WatchRequest) -> bool {
         // The client notices that the bookmark which ends the initial events is missing.
         let client_notices = request.send_initial_events && request.bookmarks;
@@ -234,7 +234,11 @@ impl State {
 }
 
 impl Ordered {
-    pub(super) fn new(cursor: ResourceVersion, resumed: bool, unconfirmed: Option<Round>) -> Self {
+    pub(super) fn new(
+        cursor: ResourceVersion,
+        resumed: bool,
+        unconfirmed: Option<ResumeRound>,
+    ) -> Self {
         Self { cursor, resumed, discarded: false, unconfirmed, not_resumable: None }
     }
 
@@ -273,7 +277,7 @@ impl Ordered {
 
     fn on_error(&self, too_old: bool) -> Result<Effect, NotResumable> {
         if let Some(round) = &self.unconfirmed
-            && (self.resumed || too_old && round.withholds())
+            && (self.resumed || too_old && round.withholds_error())
         {
             return Ok(Effect::NextEndpoint);
         }

@@ -333,7 +333,7 @@ fn error_410_is_withheld_while_other_endpoints_are_asked() {
             continue;
         }
         assert_eq!(reject(&mut session, true, ALL_LEFT, start), REQUEST, "{name}");
-        assert!(session.withholds(), "{name}");
+        assert!(session.withholds_error(), "{name}");
         assert_eq!(cursor(&session, start).as_deref(), continues_at, "{name}");
         // The next endpoint has no more of the history, and it was the last one.
         assert_eq!(attempt(&mut session, head(200), ALL_LEFT, start), Effect::Accept, "{name}");

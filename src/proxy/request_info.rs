@@ -1,4 +1,4 @@
-//! A request in Kubernetes terms: verb, resource, name, and whether it may be sent again.
+//! A request in Kubernetes terms: verb, resource, name, and the kind that decides on retries.
 //!
 //! The HTTP method does not show whether a retry is safe: a WebSocket exec is a GET, a `TokenReview` is
 //! a POST. So jackstay reads a request as the apiserver does, after `RequestInfoFactory` in
@@ -154,7 +154,8 @@ pub struct RequestInfo {
     group: Span,
     /// The resource in its plural, for example `pods`.
     resource: Span,
-    /// The object's name; empty for a collection.
+    /// The object's name, from the path; empty for a collection. The apiserver also takes it from
+    /// `fieldSelector=metadata.name=…`, which matters for authorization only.
     name: Span,
     subresource: Span,
 }

@@ -1,5 +1,5 @@
-//! Tests of how requests are read: the paths of Kubernetes' own test (`requestinfo_test.go`), request kinds,
-//! upgrades and groups.
+//! Tests of [`RequestInfo`]: the paths of Kubernetes' `requestinfo_test.go` and further ones, request kinds,
+//! upgrades and API groups.
 
 use super::*;
 
@@ -18,7 +18,7 @@ fn with_headers(method: &str, target: &str, headers: &[(&str, &str)]) -> Request
 const UPGRADE: &[(&str, &str)] = &[("Connection", "keep-alive, Upgrade"), ("Upgrade", "websocket")];
 
 #[test]
-fn resource_path_is_read_as_kubernetes_reads_it() {
+fn request_info_of_resource_path_matches_kubernetes() {
     // method, target, verb, group, resource, subresource, name
     type Row = [&'static str; 7];
     #[rustfmt::skip]
@@ -34,7 +34,7 @@ fn resource_path_is_read_as_kubernetes_reads_it() {
         ["GET", "//api/v1/pods//", "list", "", "pods", "", ""],
         ["GET", "/api/v1/nodes/n1", "get", "", "nodes", "", "n1"],
         ["PATCH", "/api/v1/nodes/n1/status", "patch", "", "nodes", "status", "n1"],
-        // Special verbs.
+        // Path prefixes that set the verb.
         ["GET", "/api/v1/proxy/namespaces/other/pods/foo", "proxy", "", "pods", "", "foo"],
         ["GET", "/api/v1/proxy/namespaces/other/pods/foo/sub/path/not/sub", "proxy", "", "pods", "", "foo"],
         ["POST", "/api/v1/proxy/nodes/n1", "proxy", "", "nodes", "", "n1"],
@@ -45,7 +45,7 @@ fn resource_path_is_read_as_kubernetes_reads_it() {
         ["GET", "/apis/apps/v1/watch/deployments", "watch", "apps", "deployments", "", ""],
         ["GET", "/api/v1/watch", "get", "", "", "", ""],
         ["DELETE", "/api/v1/proxy/", "delete", "", "", "", ""],
-        // The query decides between list and watch.
+        // The query decides between list and watch. Unlike the apiserver, jackstay takes no name from it.
         ["GET", "/api/v1/pods?watch=true", "watch", "", "pods", "", ""],
         ["GET", "/api/v1/pods?watch=1", "watch", "", "pods", "", ""],
         ["GET", "/api/v1/pods?watch", "watch", "", "pods", "", ""],
@@ -61,7 +61,7 @@ fn resource_path_is_read_as_kubernetes_reads_it() {
         ["GET", "/api/v1/namespaces/x/pods?fieldSelector=metadata.name%3Dfoo", "list", "", "pods", "", ""],
         ["GET", "/api/v1/namespaces/x/pods?watch=1&fieldSelector=metadata.name=foo", "watch", "", "pods", "", ""],
         ["DELETE", "/api/v1/namespaces/x/pods?fieldSelector=metadata.name%3Dfoo", "deletecollection", "", "pods", "", ""],
-        // Subresources, and those of a namespace.
+        // Subresources; `status` and `finalize` are those of a namespace.
         ["GET", "/api/v1/namespaces/other/pods/foo/status", "get", "", "pods", "status", "foo"],
         ["GET", "/api/v1/namespaces/other/pods/foo/proxy/sub/path", "get", "", "pods", "proxy", "foo"],
         ["GET", "/api/v1/namespaces/other/pods/foo/log?follow=true", "get", "", "pods", "log", "foo"],
@@ -81,7 +81,7 @@ fn resource_path_is_read_as_kubernetes_reads_it() {
         // Groups.
         ["GET", "/apis/extensions/v1beta1/namespaces/x/ingresses", "list", "extensions", "ingresses", "", ""],
         ["PUT", "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases/n1", "update", "coordination.k8s.io", "leases", "", "n1"],
-        // Repeated slashes shift the parts, as in Go. Escapes are decoded before the path is split.
+        // A repeated slash is an empty part, as in Go. Escapes are decoded before the path is split.
         ["GET", "/api//v1/pods", "get", "", "v1", "", "pods"],
         ["GET", "/api/v1/namespaces//pods", "list", "", "pods", "", ""],
         ["GET", "/api/v1/namespaces/a%2Fpods", "list", "", "pods", "", ""],
@@ -105,7 +105,7 @@ fn resource_path_is_read_as_kubernetes_reads_it() {
 }
 
 #[test]
-fn other_path_is_no_resource() {
+fn request_info_of_other_path_is_not_a_resource() {
     for (method, target, verb) in [
         ("GET", "/", "get"),
         ("GET", "/healthz", "get"),
@@ -141,7 +141,7 @@ fn other_path_is_no_resource() {
 }
 
 #[test]
-fn kind_follows_its_documentation() {
+fn request_kind_follows_from_verb_subresource_and_dry_run() {
     use RequestKind::{Log, NonMutating, Read, Tunnel, Watch, Write};
     const AUTHN: &str = "/apis/authentication.k8s.io/v1/";
     const AUTHZ: &str = "/apis/authorization.k8s.io/v1/";
@@ -217,7 +217,7 @@ fn kind_follows_its_documentation() {
 }
 
 #[test]
-fn is_upgrade_needs_http11_and_both_headers() {
+fn is_upgrade_requires_connect_or_http11_with_both_headers() {
     let upgrade = |version, headers: &[(&str, &str)]| {
         let mut request = http::Request::get("/").version(version);
         for (name, value) in headers {
@@ -245,7 +245,7 @@ fn is_upgrade_needs_http11_and_both_headers() {
 }
 
 #[test]
-fn long_running_as_kube_apiserver_decides() {
+fn long_running_matches_kube_apiserver() {
     for (method, target, want) in [
         ("GET", "/api/v1/pods?watch=true", true),
         ("GET", "/api/v1/proxy/nodes/n1", true),
@@ -274,7 +274,7 @@ fn is_built_in_group_accepts_only_listed_groups() {
 
 proptest::proptest! {
     #[test]
-    fn any_target_is_read_without_panic_and_unsafe_method_is_no_read(
+    fn request_info_of_any_target_does_not_panic_and_unsafe_method_is_not_a_read(
         method in "(GET|HEAD|POST|PUT|PATCH|DELETE|OPTIONS|BREW)",
         path in "(/(api|apis|v1|watch|proxy|namespaces|pods|x|apps|log|exec|%2[fF]|%|)){0,11}",
         query in "([a-zA-Z=&;%+0-9]{0,20}|watch=1|dryRun=All)",

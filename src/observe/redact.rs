@@ -1,21 +1,21 @@
 //! Removes secrets from request paths before they are logged.
 //!
-//! Object names are logged. Query values are logged only for keys that Kubernetes reads and that never
-//! contain a secret. This is an allow-list, because the value of any other key may be a secret, such as
-//! `command=` of an exec with a password.
+//! Path segments are logged, with the names of objects; a segment that looks like a token is masked. A query
+//! value is logged only if its key is in an allow-list of keys that Kubernetes reads and that contain no
+//! secret. The value of any other key may be one, such as a password in `command=` of an exec.
 
 use std::borrow::Cow;
 
 use percent_encoding::percent_decode_str;
 
-/// Maximum length of a path in a log line, in bytes.
-const MAX_PATH: usize = 1024;
+/// Maximum length of a path in a log line, in bytes, without the `…` of a shortened one.
+const MAX_PATH_BYTES: usize = 1024;
 
-/// Replaces a secret.
+/// Replacement for a secret.
 const MASK: &str = "***";
 
 /// Query keys whose values are logged, as Kubernetes spells them.
-const SHOWN: &[&str] = &[
+const ALLOWED_QUERY_KEYS: &[&str] = &[
     "allowWatchBookmarks",
     "container",
     "continue",
@@ -55,24 +55,24 @@ const SHOWN: &[&str] = &[
     "watch",
 ];
 
-/// Path and query without secret values and bearer tokens, cut after [`MAX_PATH`] bytes. Borrows if
-/// nothing is removed, which is the usual case.
+/// Masks secret values and tokens in a path with its query, and shortens it to [`MAX_PATH_BYTES`] bytes. Borrows
+/// if nothing changes, which is the usual case.
 pub fn redact_path(path_and_query: &str) -> Cow<'_, str> {
     let (path, query) = path_and_query
         .split_once('?')
         .map_or((path_and_query, None), |(path, query)| (path, Some(query)));
-    let path_is_clean = !path.split('/').any(looks_secret);
-    let query_is_clean = query.is_none_or(|query| query.split('&').all(pair_is_clean));
-    if path_is_clean && query_is_clean {
-        return shorten(path_and_query, MAX_PATH);
+    let path_unchanged = !path.split('/').any(looks_like_token);
+    let query_unchanged = query.is_none_or(|query| query.split('&').all(is_pair_allowed));
+    if path_unchanged && query_unchanged {
+        return shorten(path_and_query, MAX_PATH_BYTES);
     }
 
-    let segments = path.split('/').map(|part| if looks_secret(part) { MASK } else { part });
+    let segments = path.split('/').map(|part| if looks_like_token(part) { MASK } else { part });
     let mut out = segments.collect::<Vec<_>>().join("/");
     let pairs = query.into_iter().flat_map(|query| query.split('&'));
     let pairs = pairs.map(|pair| match pair.split_once('=') {
-        _ if pair_is_clean(pair) => Cow::Borrowed(pair),
-        Some((key, _)) if !looks_secret(key) => Cow::Owned(format!("{key}={MASK}")),
+        _ if is_pair_allowed(pair) => Cow::Borrowed(pair),
+        Some((key, _)) if !looks_like_token(key) => Cow::Owned(format!("{key}={MASK}")),
         // No `=`, or a key that looks like a secret: mask the whole pair.
         _ => Cow::Borrowed(MASK),
     });
@@ -80,22 +80,23 @@ pub fn redact_path(path_and_query: &str) -> Cow<'_, str> {
         out.push(if index == 0 { '?' } else { '&' });
         out.push_str(&pair);
     }
-    Cow::Owned(shorten(&out, MAX_PATH).into_owned())
+    Cow::Owned(shorten(&out, MAX_PATH_BYTES).into_owned())
 }
 
-/// Whether a pair may be logged: its key is in the list, literally, and its value is no token; or its
-/// value is empty and its key is no token.
-fn pair_is_clean(pair: &str) -> bool {
+/// Whether a pair of the query is logged unchanged: an allowed key, spelled literally, whose value does not
+/// look like a token; or an empty value with any key that does not look like one.
+fn is_pair_allowed(pair: &str) -> bool {
     match pair.split_once('=') {
         Some((key, value)) => {
-            value.is_empty() && !looks_secret(key) || SHOWN.contains(&key) && !looks_secret(value)
+            value.is_empty() && !looks_like_token(key)
+                || ALLOWED_QUERY_KEYS.contains(&key) && !looks_like_token(value)
         }
-        None => pair.is_empty() || SHOWN.contains(&pair),
+        None => pair.is_empty() || ALLOWED_QUERY_KEYS.contains(&pair),
     }
 }
 
-/// Whether the text contains `bearer`, also percent-encoded, or begins like a JWT.
-fn looks_secret(text: &str) -> bool {
+/// Whether `text`, percent-decoded, contains `bearer` or begins like a JWT.
+fn looks_like_token(text: &str) -> bool {
     const BEARER: &[u8] = b"bearer";
     let contains =
         |text: &[u8]| text.windows(BEARER.len()).any(|window| window.eq_ignore_ascii_case(BEARER));
@@ -103,11 +104,11 @@ fn looks_secret(text: &str) -> bool {
         let decoded: Vec<u8> = percent_decode_str(text).collect();
         return contains(&decoded) || decoded.starts_with(b"eyJ");
     }
-    // Every JWT begins with base64url of `{"`.
+    // A JWT begins with the base64url of `{"` and a letter.
     text.starts_with("eyJ") || contains(text.as_bytes())
 }
 
-/// At most `max` bytes of `text`, cut at a character boundary and then followed by `…`.
+/// `text`, or its first `max` bytes up to a character boundary and `…`.
 pub(super) fn shorten(text: &str, max: usize) -> Cow<'_, str> {
     if text.len() <= max {
         return Cow::Borrowed(text);
@@ -166,7 +167,7 @@ mod tests {
     fn redact_path_shortens_at_a_character_boundary() {
         let long = format!("/{}", "é".repeat(2000));
         let shown = redact_path(&long);
-        assert!(shown.len() <= MAX_PATH + '…'.len_utf8());
+        assert!(shown.len() <= MAX_PATH_BYTES + '…'.len_utf8());
         assert!(shown.ends_with('…'));
         assert!(redact_path(&format!("/{}?token=x", "a".repeat(5000))).len() < 1100);
     }

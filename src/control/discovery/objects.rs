@@ -1,17 +1,17 @@
-//! `EndpointSlices` and `Endpoints` objects from a watch, and the endpoints that they contain.
+//! Stores the `EndpointSlices` or `Endpoints` objects of a watch, and reads the endpoints from them.
 //!
 //! | event | effect on the store |
 //! |---|---|
-//! | list | replaces the content, also with older versions (a restore from a backup) |
+//! | list | replaces all objects, also by older ones (etcd was restored from a backup) |
 //! | event at or before the version at which the watch started | none: a replay |
 //! | object older than the stored one of the same name | none: a replay |
-//! | deletion older than the stored object of the same name | none: it ended an earlier object |
-//! | object older than the stored deletion of its name | none |
-//! | event that was applied before | none |
-//! | any other | applied in the order of arrival |
+//! | deletion older than the stored object of the same name | none: the object was created again since |
+//! | object older than the stored deletion of the same name | none: a replay |
+//! | event that is already applied | none |
+//! | any other event | applied |
 //!
-//! A resourceVersion is opaque to clients except that two of the same resource may be compared as
-//! decimal numbers of any length (KEP-5504). Versions that are not numbers count as new.
+//! Clients may compare two resourceVersions of the same resource as decimal numbers of any length
+//! (KEP-5504). An event with any other version is applied.
 
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, HashSet};
@@ -27,9 +27,9 @@ use super::merge::DISCOVERED_SERVER_NAME;
 use super::source_states::{Candidate, DiscoveredEndpoints};
 use crate::config::EndpointAddress;
 
-/// Most objects that are stored. The Service `kubernetes` normally has one.
+/// Maximum number of stored objects. The Service `kubernetes` normally has one.
 const MAX_OBJECTS: usize = 256;
-/// Most endpoints that are read from all objects.
+/// Maximum number of endpoints of all objects.
 const MAX_CANDIDATES: usize = 5_000;
 
 /// The Service whose endpoints are the apiservers.
@@ -75,7 +75,7 @@ impl WatchStartVersion {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Takes the version from the query of a list or watch request.
+    /// Records the query of a request: a list clears the version, and the first watch after it sets it.
     pub fn record(&self, query: &str) {
         let mut pairs = query.split('&');
         let mut version = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -100,57 +100,66 @@ struct StoredObject {
 pub struct ObjectStore {
     resource: WatchedResource,
     objects: BTreeMap<String, StoredObject>,
-    /// The objects of a list that is still incomplete.
-    list: Option<BTreeMap<String, StoredObject>>,
+    /// The objects of a list that is not complete yet.
+    incomplete_list: Option<BTreeMap<String, StoredObject>>,
+    /// Whether a list was complete.
     synced: bool,
     watch_start: WatchStartVersion,
 }
 
 impl ObjectStore {
-    /// An empty store. `watch_start` is the version at which the current watch started.
+    /// An empty store, which reads from `watch_start` where the current watch started.
     pub fn new(resource: WatchedResource, watch_start: WatchStartVersion) -> Self {
-        Self { resource, objects: BTreeMap::new(), list: None, synced: false, watch_start }
+        Self {
+            resource,
+            objects: BTreeMap::new(),
+            incomplete_list: None,
+            synced: false,
+            watch_start,
+        }
     }
 
-    /// Applies an event. Returns whether the contained endpoints may have changed.
+    /// Applies an event. Returns whether the endpoints may have changed.
     pub fn apply(&mut self, event: Event<DynamicObject>) -> bool {
         match event {
             Event::Init => {
-                self.list = Some(BTreeMap::new());
+                self.incomplete_list = Some(BTreeMap::new());
                 false
             }
             Event::InitApply(object) => {
-                if let (Some(list), Some((name, stored))) = (&mut self.list, read(object, false)) {
-                    insert(list, name, stored);
+                if let (Some(list), Some((name, stored))) =
+                    (&mut self.incomplete_list, read_object(object, false))
+                {
+                    insert_bounded(list, name, stored);
                 }
                 false
             }
             Event::InitDone => {
-                self.objects = self.list.take().unwrap_or_default();
+                self.objects = self.incomplete_list.take().unwrap_or_default();
                 self.synced = true;
                 true
             }
-            Event::Apply(object) => self.apply_object(read(object, false)),
-            Event::Delete(object) => self.apply_object(read(object, true)),
+            Event::Apply(object) => self.apply_object(read_object(object, false)),
+            Event::Delete(object) => self.apply_object(read_object(object, true)),
         }
     }
 
     fn apply_object(&mut self, object: Option<(String, StoredObject)>) -> bool {
         let Some((name, new)) = object else { return false };
         let start = self.watch_start.get();
-        if start.is_some_and(|v| compare(&new.version, &v).is_some_and(Ordering::is_le)) {
+        if start.is_some_and(|v| compare_versions(&new.version, &v).is_some_and(Ordering::is_le)) {
             return false;
         }
         if let Some(stored) = self.objects.get(&name) {
             // A DELETED event may carry the version of the object that it deletes.
             let deletes_stored = new.content.is_none() && stored.content.is_some();
-            match compare(&new.version, &stored.version) {
+            match compare_versions(&new.version, &stored.version) {
                 Some(Ordering::Less) => return false,
                 Some(Ordering::Equal) if !deletes_stored => return false,
                 _ => {}
             }
         }
-        insert(&mut self.objects, name, new) && self.synced
+        insert_bounded(&mut self.objects, name, new) && self.synced
     }
 
     /// The endpoints that the stored objects contain.
@@ -164,15 +173,19 @@ impl ObjectStore {
                 WatchedResource::Endpoints => read_endpoints(content, &mut found),
             }
         }
-        // For a moment an endpoint may be in two slices.
+        // While the controller moves an endpoint to another slice, both may contain it.
         let mut seen = HashSet::new();
         found.candidates.retain(|candidate| seen.insert(candidate.address.clone()));
         found
     }
 }
 
-/// Inserts an object. A full map forgets a deletion first; returns false if it has none.
-fn insert(objects: &mut BTreeMap<String, StoredObject>, name: String, new: StoredObject) -> bool {
+/// Inserts an object. At [`MAX_OBJECTS`] it replaces a deletion; returns false if none is stored.
+fn insert_bounded(
+    objects: &mut BTreeMap<String, StoredObject>,
+    name: String,
+    new: StoredObject,
+) -> bool {
     if objects.len() >= MAX_OBJECTS && !objects.contains_key(&name) {
         let deleted = objects.iter().find(|(_, object)| object.content.is_none());
         let Some(deleted) = deleted.map(|(name, _)| name.clone()) else { return false };
@@ -182,14 +195,14 @@ fn insert(objects: &mut BTreeMap<String, StoredObject>, name: String, new: Store
     true
 }
 
-/// Name, version and content of an object; `None` if it does not belong to [`SERVICE`]. The watch
-/// selects only objects that do, so others come from a faulty server.
-fn read(object: DynamicObject, deleted: bool) -> Option<(String, StoredObject)> {
+/// Name, version and content of an object; `None` if it belongs to another Service than [`SERVICE`]. The
+/// watch selects the objects of that Service, so only a faulty server sends others.
+fn read_object(object: DynamicObject, deleted: bool) -> Option<(String, StoredObject)> {
     let name = object.metadata.name.clone()?;
     let labels = object.metadata.labels.as_ref();
     let service = labels.and_then(|labels| labels.get(SERVICE_LABEL));
-    let belongs = service.map_or(name == SERVICE, |service| service == SERVICE);
-    if !belongs || object.metadata.namespace.as_deref().is_some_and(|n| n != "default") {
+    let is_of_service = service.map_or(name == SERVICE, |service| service == SERVICE);
+    if !is_of_service || object.metadata.namespace.as_deref().is_some_and(|n| n != "default") {
         return None;
     }
     let version = object.metadata.resource_version.unwrap_or_default();
@@ -197,53 +210,55 @@ fn read(object: DynamicObject, deleted: bool) -> Option<(String, StoredObject)> 
 }
 
 /// Compares two resourceVersions; `None` unless both are decimal numbers.
-pub fn compare(a: &str, b: &str) -> Option<Ordering> {
+pub fn compare_versions(a: &str, b: &str) -> Option<Ordering> {
     let number = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
     let (a, b) = (number(a).then_some(a)?, number(b).then_some(b)?);
     let (a, b) = (a.trim_start_matches('0'), b.trim_start_matches('0'));
     Some(a.len().cmp(&b.len()).then_with(|| a.cmp(b)))
 }
 
-/// Reads an `EndpointSlice`. An absent `conditions.ready` means ready (`discovery.k8s.io/v1`).
+/// Adds the endpoints of an `EndpointSlice`. An absent `conditions.ready` means ready (`discovery.k8s.io/v1`).
 fn read_slice(slice: &Value, found: &mut DiscoveredEndpoints) {
-    let kind = slice["addressType"].as_str().unwrap_or("none");
-    let Some(port) = port(&slice["ports"]) else {
+    let address_type = slice["addressType"].as_str().unwrap_or("none");
+    let Some(port) = tcp_port(&slice["ports"]) else {
         return found.reject("a slice without a TCP port".into(), 1);
     };
-    for endpoint in list(&slice["endpoints"]) {
-        let addresses = list(&endpoint["addresses"]);
+    for endpoint in items(&slice["endpoints"]) {
+        let addresses = items(&endpoint["addresses"]);
         if endpoint["conditions"]["ready"] == Value::Bool(false) {
             found.not_ready += addresses.len();
             continue;
         }
         for address in addresses {
-            if kind == "IPv4" || kind == "IPv6" {
-                add(found, address, port);
+            if matches!(address_type, "IPv4" | "IPv6") {
+                add_candidate(found, address, port);
             } else {
-                found.reject(format!("{} of address type {kind}", quote(address)), 1);
+                found.reject(format!("{} of address type {address_type}", quote(address)), 1);
             }
         }
     }
 }
 
-/// Reads an `Endpoints` object.
+/// Adds the endpoints of an `Endpoints` object.
 fn read_endpoints(object: &Value, found: &mut DiscoveredEndpoints) {
-    for subset in list(&object["subsets"]) {
-        let addresses = list(&subset["addresses"]);
-        found.not_ready += list(&subset["notReadyAddresses"]).len();
-        match port(&subset["ports"]) {
-            Some(port) => addresses.iter().for_each(|address| add(found, &address["ip"], port)),
+    for subset in items(&object["subsets"]) {
+        let addresses = items(&subset["addresses"]);
+        found.not_ready += items(&subset["notReadyAddresses"]).len();
+        match tcp_port(&subset["ports"]) {
+            Some(port) => {
+                addresses.iter().for_each(|address| add_candidate(found, &address["ip"], port))
+            }
             None => found.reject("a subset without a TCP port".into(), addresses.len()),
         }
     }
 }
 
-fn add(found: &mut DiscoveredEndpoints, ip: &Value, port: u16) {
+fn add_candidate(found: &mut DiscoveredEndpoints, ip: &Value, port: u16) {
     let Ok(parsed) = ip.as_str().unwrap_or_default().parse::<IpAddr>() else {
         return found.reject(format!("{} is not an IP address", quote(ip)), 1);
     };
     if found.candidates.len() >= MAX_CANDIDATES {
-        return found.reject("more entries than can be read".into(), 1);
+        return found.reject(format!("more than {MAX_CANDIDATES} endpoints"), 1);
     }
     let server_name = Some(DISCOVERED_SERVER_NAME.to_owned());
     match EndpointAddress::parse(&SocketAddr::new(parsed, port).to_string()) {
@@ -253,18 +268,18 @@ fn add(found: &mut DiscoveredEndpoints, ip: &Value, port: u16) {
 }
 
 /// The TCP port named `https`, or else the first TCP port.
-fn port(ports: &Value) -> Option<u16> {
+fn tcp_port(ports: &Value) -> Option<u16> {
     let tcp = |port: &&Value| port["protocol"].as_str().is_none_or(|protocol| protocol == "TCP");
-    let named = list(ports).iter().filter(tcp).find(|port| port["name"] == "https");
-    let port = named.or_else(|| list(ports).iter().find(tcp))?["port"].as_u64()?;
+    let named = items(ports).iter().filter(tcp).find(|port| port["name"] == "https");
+    let port = named.or_else(|| items(ports).iter().find(tcp))?["port"].as_u64()?;
     u16::try_from(port).ok().filter(|port| *port != 0)
 }
 
-fn list(value: &Value) -> &[Value] {
+fn items(value: &Value) -> &[Value] {
     value.as_array().map_or(&[], Vec::as_slice)
 }
 
-/// Quotes a value that the server sent for a log line, at most 64 characters of it.
+/// Quotes at most 64 characters of a value from the server, for a log line.
 fn quote(value: &Value) -> String {
     let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
     let mut short: String = text.chars().take(64).collect();

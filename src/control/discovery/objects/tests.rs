@@ -12,7 +12,7 @@ fn object(name: &str, version: &str, data: Value) -> DynamicObject {
     serde_json::from_value(value).unwrap()
 }
 
-fn with(addresses: &[&str]) -> Value {
+fn slice(addresses: &[&str]) -> Value {
     json!({
         "addressType": "IPv4",
         "ports": [{ "name": "https", "protocol": "TCP", "port": 6443 }],
@@ -20,7 +20,7 @@ fn with(addresses: &[&str]) -> Value {
     })
 }
 
-fn labels(found: &DiscoveredEndpoints) -> Vec<String> {
+fn addresses(found: &DiscoveredEndpoints) -> Vec<String> {
     found.candidates.iter().map(|candidate| candidate.address.to_string()).collect()
 }
 
@@ -33,7 +33,7 @@ fn endpoints_of(resource: WatchedResource, data: Value) -> DiscoveredEndpoints {
 }
 
 #[test]
-fn compare_decimal_versions_of_any_length_orders_them_as_numbers() {
+fn compare_versions_orders_decimal_numbers_of_any_length() {
     let long = "340282366920938463463374607431768211456000";
     for (a, b, expected) in [
         ("9", "10", Some(Ordering::Less)),
@@ -44,67 +44,67 @@ fn compare_decimal_versions_of_any_length_orders_them_as_numbers() {
         ("1a", "2", None),
         ("-1", "2", None),
     ] {
-        assert_eq!(compare(a, b), expected, "{a} {b}");
+        assert_eq!(compare_versions(a, b), expected, "{a} {b}");
     }
 }
 
 #[test]
 fn apply_replayed_event_changes_nothing() {
     let mut store = ObjectStore::new(WatchedResource::SlicesV1, WatchStartVersion::default());
-    assert!(!store.apply(Event::Apply(object("a", "5", with(&["10.0.0.1"])))), "not synced");
+    assert!(!store.apply(Event::Apply(object("a", "5", slice(&["10.0.0.1"])))), "not synced");
     store.apply(Event::Init);
-    store.apply(Event::InitApply(object("a", "98", with(&["10.0.0.1"]))));
+    store.apply(Event::InitApply(object("a", "98", slice(&["10.0.0.1"]))));
     assert!(store.apply(Event::InitDone));
-    assert_eq!(labels(&store.endpoints()), ["10.0.0.1:6443"]);
+    assert_eq!(addresses(&store.endpoints()), ["10.0.0.1:6443"]);
 
-    assert!(store.apply(Event::Apply(object("a", "100", with(&["10.0.0.2"])))));
+    assert!(store.apply(Event::Apply(object("a", "100", slice(&["10.0.0.2"])))));
     for (event, why) in [
-        (Event::Apply(object("a", "99", with(&["10.0.0.9"]))), "an older object"),
-        (Event::Apply(object("a", "100", with(&["10.0.0.2"]))), "a duplicate"),
-        (Event::Delete(object("a", "99", with(&["10.0.0.9"]))), "a deletion of an earlier object"),
+        (Event::Apply(object("a", "99", slice(&["10.0.0.9"]))), "an older object"),
+        (Event::Apply(object("a", "100", slice(&["10.0.0.2"]))), "a duplicate"),
+        (Event::Delete(object("a", "99", slice(&["10.0.0.9"]))), "a deletion of an earlier object"),
     ] {
         assert!(!store.apply(event), "{why}");
-        assert_eq!(labels(&store.endpoints()), ["10.0.0.2:6443"], "{why}");
+        assert_eq!(addresses(&store.endpoints()), ["10.0.0.2:6443"], "{why}");
     }
     assert!(
-        store.apply(Event::Delete(object("a", "100", with(&[])))),
+        store.apply(Event::Delete(object("a", "100", slice(&[])))),
         "with the version of the deleted object"
     );
-    assert!(!store.apply(Event::Delete(object("a", "100", with(&[])))));
+    assert!(!store.apply(Event::Delete(object("a", "100", slice(&[])))));
     assert!(
-        !store.apply(Event::Apply(object("a", "99", with(&["10.0.0.9"])))),
+        !store.apply(Event::Apply(object("a", "99", slice(&["10.0.0.9"])))),
         "after its deletion"
     );
-    assert_eq!(labels(&store.endpoints()), [""; 0]);
-    assert!(store.apply(Event::Apply(object("a", "101", with(&["10.0.0.3"])))), "created again");
+    assert_eq!(addresses(&store.endpoints()), [""; 0]);
+    assert!(store.apply(Event::Apply(object("a", "101", slice(&["10.0.0.3"])))), "created again");
 
-    // After a restore from a backup versions start lower; a list applies all the same.
+    // After a restore from a backup, versions are lower. A list is applied nevertheless.
     store.apply(Event::Init);
-    store.apply(Event::InitApply(object("b", "7", with(&["10.0.0.4"]))));
-    assert_eq!(labels(&store.endpoints()), ["10.0.0.3:6443"], "not before it is complete");
+    store.apply(Event::InitApply(object("b", "7", slice(&["10.0.0.4"]))));
+    assert_eq!(addresses(&store.endpoints()), ["10.0.0.3:6443"], "not before it is complete");
     store.apply(Event::InitDone);
-    assert!(store.apply(Event::Apply(object("a", "8", with(&["10.0.0.5"])))));
-    assert_eq!(labels(&store.endpoints()), ["10.0.0.5:6443", "10.0.0.4:6443"]);
+    assert!(store.apply(Event::Apply(object("a", "8", slice(&["10.0.0.5"])))));
+    assert_eq!(addresses(&store.endpoints()), ["10.0.0.5:6443", "10.0.0.4:6443"]);
 }
 
 #[test]
-fn apply_versions_not_numbers_are_applied_in_order_of_arrival() {
+fn apply_event_with_a_version_that_is_no_number_is_applied() {
     let mut store = ObjectStore::new(WatchedResource::SlicesV1, WatchStartVersion::default());
     store.apply(Event::Init);
     store.apply(Event::InitDone);
-    assert!(store.apply(Event::Apply(object("a", "x9", with(&["10.0.0.1"])))));
-    assert!(store.apply(Event::Apply(object("a", "x1", with(&["10.0.0.2"])))));
-    assert_eq!(labels(&store.endpoints()), ["10.0.0.2:6443"]);
+    assert!(store.apply(Event::Apply(object("a", "x9", slice(&["10.0.0.1"])))));
+    assert!(store.apply(Event::Apply(object("a", "x1", slice(&["10.0.0.2"])))));
+    assert_eq!(addresses(&store.endpoints()), ["10.0.0.2:6443"]);
 }
 
 #[test]
 fn apply_object_of_another_service_or_namespace_is_ignored() {
     let mut store = ObjectStore::new(WatchedResource::SlicesV1, WatchStartVersion::default());
     store.apply(Event::Init);
-    let mut other = object("other-x7", "1", with(&["10.0.0.1"]));
+    let mut other = object("other-x7", "1", slice(&["10.0.0.1"]));
     other.metadata.labels = Some([(SERVICE_LABEL.to_owned(), "other".to_owned())].into());
     store.apply(Event::InitApply(other));
-    let mut elsewhere = object("a", "1", with(&["10.0.0.2"]));
+    let mut elsewhere = object("a", "1", slice(&["10.0.0.2"]));
     elsewhere.metadata.namespace = Some("kube-system".into());
     store.apply(Event::InitApply(elsewhere));
     store.apply(Event::InitDone);
@@ -117,10 +117,10 @@ fn apply_more_objects_than_the_limit_keeps_the_limit() {
     store.apply(Event::Init);
     store.apply(Event::InitDone);
     for n in 0..MAX_OBJECTS + 100 {
-        store.apply(Event::Apply(object(&format!("s{n}"), "1", with(&["10.0.0.1"]))));
+        store.apply(Event::Apply(object(&format!("s{n}"), "1", slice(&["10.0.0.1"]))));
     }
     for n in 0..MAX_OBJECTS + 100 {
-        store.apply(Event::Delete(object(&format!("t{n}"), "1", with(&["10.0.0.1"]))));
+        store.apply(Event::Delete(object(&format!("t{n}"), "1", slice(&["10.0.0.1"]))));
     }
     assert_eq!(store.objects.len(), MAX_OBJECTS);
 }
@@ -146,7 +146,7 @@ fn endpoints_of_slice_are_ready_addresses_with_https_port() {
             ],
         }),
     );
-    assert_eq!(labels(&found), ["10.0.0.1:6443", "10.0.0.3:6443", "10.0.0.4:6443"]);
+    assert_eq!(addresses(&found), ["10.0.0.1:6443", "10.0.0.3:6443", "10.0.0.4:6443"]);
     assert_eq!((found.not_ready, found.rejected_count), (1, 5), "{found:?}");
     assert!(
         found.candidates.iter().all(|c| c.server_name.as_deref() == Some(DISCOVERED_SERVER_NAME))
@@ -157,7 +157,7 @@ fn endpoints_of_slice_are_ready_addresses_with_https_port() {
         "ports": [{ "port": 443 }],
         "endpoints": [{ "addresses": ["fd00:0::3"] }],
     });
-    assert_eq!(labels(&endpoints_of(WatchedResource::SlicesV1Beta1, v6)), ["[fd00::3]:443"]);
+    assert_eq!(addresses(&endpoints_of(WatchedResource::SlicesV1Beta1, v6)), ["[fd00::3]:443"]);
     let names = json!({
         "addressType": "FQDN",
         "ports": [{ "port": 443 }],
@@ -181,7 +181,7 @@ fn endpoints_of_endpoints_object_are_ready_addresses_with_https_port() {
         ],
     });
     let found = endpoints_of(WatchedResource::Endpoints, data);
-    assert_eq!(labels(&found), ["10.0.0.1:6443", "[fd00::1]:6443"]);
+    assert_eq!(addresses(&found), ["10.0.0.1:6443", "[fd00::1]:6443"]);
     assert_eq!((found.not_ready, found.rejected_count), (1, 2), "{found:?}");
 }
 
@@ -200,7 +200,7 @@ fn endpoints_of_malformed_objects_are_empty() {
     }
     let many: Vec<_> = (0..1000).map(|n| format!("x{n}")).collect();
     let many: Vec<_> = many.iter().map(String::as_str).collect();
-    let found = endpoints_of(WatchedResource::SlicesV1, with(&many));
+    let found = endpoints_of(WatchedResource::SlicesV1, slice(&many));
     assert_eq!((found.rejected_count, found.rejected.len()), (1000, 20));
 }
 

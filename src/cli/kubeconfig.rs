@@ -97,7 +97,8 @@ fn perform(args: &KubeconfigArgs, report: &mut KubeconfigReport) -> Result<(), F
     write(&kubeconfig, report)?;
 
     report.notes = notes(&context, &apiservers, plan.as_ref(), &endpoint.trust);
-    let had_comments = files.iter().any(|file| file.path == kubeconfig.path && file.has_comments);
+    let had_comments =
+        files.iter().any(|file| file.path() == kubeconfig.path && file.has_comments());
     if args.in_place && had_comments {
         report.notes.push("its comments are gone, as after `kubectl config`".to_owned());
     }
@@ -122,7 +123,7 @@ fn revert_files(
         Some(name) => Some(ResolvedContext::resolve(&files.merged(None)?, Some(name))?.cluster),
     };
     for file in files.iter() {
-        let mut config = file.config.clone();
+        let mut config = file.config().clone();
         let before = report.clusters.len();
         for named in &mut config.clusters {
             let selected = only.as_ref().is_none_or(|only| *only == named.name);
@@ -133,11 +134,11 @@ fn revert_files(
             }
         }
         if report.clusters.len() > before {
-            write(&kubeconfig_file(file.path.clone(), kubeconfig_yaml(&config)?), report)?;
+            write(&kubeconfig_file(file.path().to_owned(), kubeconfig_yaml(&config)?), report)?;
         }
     }
     if report.clusters.is_empty() {
-        let paths: Vec<_> = files.iter().map(|file| file.path.display().to_string()).collect();
+        let paths: Vec<_> = files.iter().map(|file| file.path().display().to_string()).collect();
         report.notes.push(format!("nothing to revert in {}", paths.join(", ")));
     }
     Ok(())
@@ -231,7 +232,7 @@ fn rewritten(
     let file = files.file_of_cluster(&context.cluster).filter(|_| args.in_place);
     let mut config = match file {
         // As kubectl: an entry is written to the file that it comes from.
-        Some(file) => file.config.clone(),
+        Some(file) => file.config().clone(),
         None => files.merged(destinations.kubeconfig.parent())?,
     };
     if !args.in_place || args.context.is_some() {

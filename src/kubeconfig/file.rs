@@ -1,7 +1,7 @@
-//! One kubeconfig file: read with bounds, written as kubectl writes it.
+//! One kubeconfig file: read up to a maximum size, written in the format of kubectl.
 //!
-//! [`Kubeconfig`] keeps keys that it does not know, and extensions. Comments and layout are lost,
-//! as with `kubectl config`. A file that does not fit the type is refused as a whole.
+//! [`Kubeconfig`] keeps unknown keys and extensions. A write loses comments and layout, as with
+//! `kubectl config`. A file with one value of a wrong type is refused as a whole.
 
 use std::fmt;
 use std::io::{ErrorKind, Read};
@@ -19,19 +19,15 @@ use crate::config::{describe_io_error, describe_yaml_error};
 /// Largest kubeconfig in bytes: room for the certificates of a few thousand clusters.
 pub const MAX_KUBECONFIG: u64 = 16 << 20;
 
-/// Most YAML events that all aliases of a file expand to, against aliases of aliases.
+/// Maximum number of YAML events that all aliases of a file expand to. Bounds aliases of aliases.
 const MAX_ALIAS_EVENTS: usize = 200_000;
 
 /// A kubeconfig file.
 #[derive(Clone)]
 pub struct KubeconfigFile {
-    /// Absolute path. A link is not resolved: relative paths in the file are relative to the
-    /// directory of the link, and a write replaces the link.
-    pub path: PathBuf,
-    /// The content.
-    pub config: Kubeconfig,
-    /// Whether the file has comments, which a write loses.
-    pub has_comments: bool,
+    path: PathBuf,
+    config: Kubeconfig,
+    has_comments: bool,
 }
 
 impl fmt::Debug for KubeconfigFile {
@@ -76,6 +72,22 @@ impl KubeconfigFile {
         let has_comments = text.lines().any(|line| line.trim_start().starts_with('#'));
         let path = std::path::absolute(path).map_err(|error| unreadable(path, &error))?;
         Ok(Self { path, config, has_comments })
+    }
+
+    /// The absolute path. A link is not resolved: relative paths in the file are relative to the
+    /// directory of the link, and a write replaces the link.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The content as it was read, with relative paths.
+    pub fn config(&self) -> &Kubeconfig {
+        &self.config
+    }
+
+    /// Whether the file has comments, which a write loses.
+    pub fn has_comments(&self) -> bool {
+        self.has_comments
     }
 
     /// The content with absolute paths.
@@ -128,9 +140,9 @@ fn parse_yaml(text: &str) -> Result<Kubeconfig, String> {
     })
 }
 
-/// A kubeconfig with contexts that name no cluster, each with an empty name instead. kubectl accepts
-/// such a file as long as the context is not used; the type requires the key. The tree has no line
-/// numbers, so the error of [`parse_yaml`] is the better one if this fails too.
+/// Parses a kubeconfig in which a context names no cluster: its cluster becomes the empty name. kubectl
+/// accepts such a file as long as the context is not used; the type requires the key. `None` if this
+/// fails too; then the error of [`parse_yaml`] is reported, which has a line number.
 fn with_unnamed_clusters(text: &str) -> Option<Kubeconfig> {
     let mut tree: Value = serde_saphyr::from_str_with_options(text, options()).ok()?;
     for named in tree.get_mut("contexts")?.as_array_mut()? {
@@ -153,7 +165,7 @@ fn options() -> Options {
     }
 }
 
-/// Checks what the type does not.
+/// Checks the kind, and that names are unique, which the type does not.
 fn check(config: &Kubeconfig) -> Result<(), String> {
     match config.kind.as_deref() {
         None | Some("" | "Config") => {}

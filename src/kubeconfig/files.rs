@@ -1,13 +1,13 @@
 //! Finds and merges the kubeconfig files of a user, by the rules of kubectl.
 //!
-//! | source | files | a missing file |
+//! | source | files | a file that does not exist |
 //! |---|---|---|
-//! | the file on the command line | that file | is an error |
-//! | `$KUBECONFIG` | its list, separated by colons | is skipped |
+//! | the command line names a file | that file | is an error |
+//! | `$KUBECONFIG` names at least one | its list, separated by colons | is skipped; an error if none exists |
 //! | neither | `~/.kube/config` | is an error |
 //!
-//! The first file that sets a value wins: each cluster, user and context by its name, and
-//! `current-context` and the other keys as a whole. Relative paths in a file are relative to its
+//! The first file that contains an entry wins: clusters, users and contexts are merged by name, and
+//! `current-context` and the other top-level keys are taken as a whole. Relative paths in a file are relative to its
 //! directory (client-go, `tools/clientcmd/loader.go`).
 
 use std::path::{Path, PathBuf};
@@ -16,24 +16,21 @@ use kube::config::Kubeconfig;
 
 use super::file::{KubeconfigFile, find_cluster};
 
-/// Where kubeconfig files may be.
+/// The sources that name kubeconfig files: the command line, `$KUBECONFIG` and the home directory.
 #[derive(Debug, Clone, Default)]
 pub struct KubeconfigPaths {
-    /// The file on the command line.
-    pub file: Option<PathBuf>,
-    /// `$KUBECONFIG`.
-    pub variable: Option<String>,
-    /// The home directory.
-    pub home: Option<PathBuf>,
+    command_line: Option<PathBuf>,
+    kubeconfig_variable: Option<String>,
+    home: Option<PathBuf>,
 }
 
 impl KubeconfigPaths {
-    /// The paths in the environment of this process; `file` is the one on the command line.
-    pub fn from_env(file: Option<PathBuf>) -> Self {
+    /// The sources of this process. `command_line` is the file that the command line names.
+    pub fn from_env(command_line: Option<PathBuf>) -> Self {
         let variable = std::env::var_os("KUBECONFIG");
         Self {
-            file,
-            variable: variable.map(|value| value.to_string_lossy().into_owned()),
+            command_line,
+            kubeconfig_variable: variable.map(|value| value.to_string_lossy().into_owned()),
             home: std::env::var_os("HOME").map(PathBuf::from),
         }
     }
@@ -49,7 +46,7 @@ impl KubeconfigFiles {
     /// # Errors
     /// A required file does not exist, or a file cannot be read or parsed.
     pub fn load(paths: &KubeconfigPaths) -> Result<Self, String> {
-        let listed: Vec<PathBuf> = match (&paths.file, &paths.variable) {
+        let listed: Vec<PathBuf> = match (&paths.command_line, &paths.kubeconfig_variable) {
             (None, Some(variable)) => {
                 variable.split(':').filter(|part| !part.is_empty()).map(PathBuf::from).collect()
             }
@@ -57,7 +54,7 @@ impl KubeconfigFiles {
         };
         if listed.is_empty() {
             let default = paths.home.as_ref().map(|home| home.join(".kube/config"));
-            let path = paths.file.clone().or(default);
+            let path = paths.command_line.clone().or(default);
             let path =
                 path.ok_or("no kubeconfig: name one with --in, or set $KUBECONFIG or $HOME")?;
             let file = KubeconfigFile::read(&path)?
@@ -67,7 +64,7 @@ impl KubeconfigFiles {
         let mut files: Vec<KubeconfigFile> = Vec::new();
         for path in &listed {
             if let Some(file) = KubeconfigFile::read(path)?
-                && !files.iter().any(|known| known.path == file.path)
+                && !files.iter().any(|known| known.path() == file.path())
             {
                 files.push(file);
             }
@@ -84,33 +81,34 @@ impl KubeconfigFiles {
         &self.0[0]
     }
 
-    /// Every file.
     pub fn iter(&self) -> impl Iterator<Item = &KubeconfigFile> {
         self.0.iter()
     }
 
-    /// The file that the cluster of that name comes from.
+    /// The first file that contains the cluster of that name.
     pub fn file_of_cluster(&self, name: &str) -> Option<&KubeconfigFile> {
-        self.0.iter().find(|file| find_cluster(&file.config, name).is_some())
+        self.0.iter().find(|file| find_cluster(file.config(), name).is_some())
     }
 
-    /// The merged content, for a file in `directory`: relative paths of files in other directories
-    /// become absolute.
+    /// The merged content. Relative paths become absolute, except in files of `directory`: they stay
+    /// valid if the result is written there.
     ///
     /// # Errors
     /// The files have different `apiVersion`s.
     pub fn merged(&self, directory: Option<&Path>) -> Result<Kubeconfig, String> {
         let mut merged = Kubeconfig::default();
         for file in &self.0 {
-            let mut config = if directory.is_some() && directory == file.path.parent() {
-                file.config.clone()
+            let mut config = if directory.is_some() && directory == file.path().parent() {
+                file.config().clone()
             } else {
                 file.with_absolute_paths()
             };
-            // An empty context counts as none.
-            config.current_context = config.current_context.filter(|name| !name.is_empty());
+            // kubectl takes an empty value for an absent one. `merge` would let it win, or refuse it.
+            for value in [&mut config.current_context, &mut config.kind, &mut config.api_version] {
+                value.take_if(|text| text.is_empty());
+            }
             merged = merged.merge(config).map_err(|_| {
-                let path = file.path.display();
+                let path = file.path().display();
                 format!("{path}: its apiVersion differs from the other files'")
             })?;
         }
@@ -130,16 +128,17 @@ mod tests {
     }
 
     fn load(
-        file: Option<PathBuf>,
+        command_line: Option<PathBuf>,
         variable: Option<&str>,
         home: &Path,
     ) -> Result<KubeconfigFiles, String> {
-        let variable = variable.map(ToOwned::to_owned);
-        KubeconfigFiles::load(&KubeconfigPaths { file, variable, home: Some(home.to_owned()) })
+        let kubeconfig_variable = variable.map(ToOwned::to_owned);
+        let home = Some(home.to_owned());
+        KubeconfigFiles::load(&KubeconfigPaths { command_line, kubeconfig_variable, home })
     }
 
     #[test]
-    fn load_finds_files_by_the_rules_of_kubectl() {
+    fn load_prefers_the_command_line_then_the_variable_then_the_home_directory() {
         let dir = tempfile::tempdir().unwrap();
         let home = dir.path();
         let error = load(None, None, home).unwrap_err();
@@ -160,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn merge_prefers_the_first_file_and_keeps_paths_valid() {
+    fn merged_takes_each_entry_from_the_first_file_and_keeps_paths_valid() {
         let dir = tempfile::tempdir().unwrap();
         let home = dir.path();
         write(
@@ -198,11 +197,29 @@ mod tests {
         assert_eq!(u.client_key.as_deref(), Some("/k"));
         assert_eq!(u.exec.unwrap().command, Some(absolute("a/./plugin")));
         assert_eq!(u.other["odd"], 1);
-        assert_eq!(files.file_of_cluster("two").unwrap().path, home.join("b/config"));
+        assert_eq!(files.file_of_cluster("two").unwrap().path(), home.join("b/config"));
     }
 
     #[test]
-    fn load_reports_the_place_of_a_mistake_without_a_secret() {
+    fn merged_treats_an_empty_kind_and_version_as_absent() {
+        let dir = tempfile::tempdir().unwrap();
+        write(dir.path(), "a", "kind: ''\napiVersion: ''\n");
+        write(dir.path(), "b", "kind: Config\napiVersion: v1\n");
+        write(dir.path(), "c", "kind: Config\napiVersion: v2\n");
+        let merged = |files: [&str; 2]| {
+            let list = files.map(|name| dir.path().join(name).display().to_string()).join(":");
+            load(None, Some(&list), dir.path()).unwrap().merged(None)
+        };
+        assert_eq!(merged(["a", "b"]).unwrap().api_version.as_deref(), Some("v1"));
+        assert!(
+            merged(["b", "c"])
+                .unwrap_err()
+                .ends_with("its apiVersion differs from the other files'")
+        );
+    }
+
+    #[test]
+    fn load_error_names_line_and_key_path_and_contains_no_secret() {
         let dir = tempfile::tempdir().unwrap();
         let bomb = (1..9).fold("a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n".to_owned(), |text, i| {
             let aliases = vec![format!("*a{}", i - 1); 10].join(", ");

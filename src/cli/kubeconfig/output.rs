@@ -32,11 +32,11 @@ impl Destinations {
         };
         let kubeconfig = if args.in_place {
             let file = files.file_of_cluster(&context.cluster).unwrap_or(files.first());
-            file.path.clone()
+            file.path().to_owned()
         } else {
             match &args.out {
                 Some(file) => absolute(file)?,
-                None => files.first().path.with_file_name("jackstay.kubeconfig"),
+                None => files.first().path().with_file_name("jackstay.kubeconfig"),
             }
         };
         let config = match (&args.config_out, args.mode) {

@@ -1,11 +1,12 @@
 //! Connect attempts to an endpoint: why one failed, how long one may take, and when the next one
 //! may start.
 //!
-//! All workers, credential classes and the prober of a node share one [`ConnectBackoff`] for each
-//! endpoint. A SYN costs an apiserver next to nothing, a TLS handshake about a millisecond of CPU.
-//! When all apiservers are down and thousands of nodes retry, handshakes keep a starting apiserver
-//! overloaded. Therefore each node has at most one handshake in progress to an endpoint while no
-//! endpoint is usable. The connect timeout bounds it and doubles after each timeout.
+//! All workers, credential classes and the prober of a process share one [`ConnectBackoff`] for each
+//! endpoint. A SYN costs an apiserver little; a TLS handshake costs it about a millisecond of CPU.
+//! When all apiservers are down and thousands of nodes retry, their handshakes can keep a starting
+//! apiserver overloaded. Therefore, once a connect has failed and while no endpoint is usable, no
+//! handshake to the endpoint starts before the one in progress has ended. The connect timeout bounds
+//! each handshake and doubles after each timeout.
 
 use std::fmt;
 use std::time::Duration;
@@ -20,10 +21,10 @@ pub enum ConnectFailure {
     /// The peer answered, but TLS failed, mostly because its certificate is not trusted. The
     /// endpoint takes no requests, but its process is running.
     TlsFailed(String),
-    /// A resource of this host is exhausted ([`crate::net::process::resource_limits::is_local_shortage`]). Says nothing about the
-    /// endpoint.
+    /// A resource of this host is exhausted
+    /// ([`crate::net::process::resource_limits::is_local_shortage`]); the endpoint is not at fault.
     LocalShortage(String),
-    /// Not completed within the connect timeout.
+    /// The connect did not complete within its timeout.
     Timeout(String),
     /// The peer did not choose `h2` by ALPN.
     NoH2(String),
@@ -57,7 +58,7 @@ impl ConnectFailure {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConnectTimeout {
     limit: Duration,
-    /// `connect_timeout` of the configuration, where the limit is derived from it.
+    /// `connect_timeout` of the configuration; `None` for a fixed limit.
     configured: Option<Duration>,
 }
 
@@ -67,7 +68,6 @@ impl ConnectTimeout {
         Self { limit, configured: None }
     }
 
-    /// The limit.
     pub fn limit(self) -> Duration {
         self.limit
     }
@@ -86,23 +86,24 @@ impl fmt::Display for ConnectTimeout {
     }
 }
 
-/// A connect timeout doubles after each timeout, up to this.
+/// The doubled connect timeout is at most this, unless `connect_timeout` is longer.
 const CONNECT_TIMEOUT_MAX: Duration = Duration::from_secs(10);
-/// Shortest pause before an ejected endpoint is tried again.
+/// Pause after the first failed connect, before jitter.
 const BACKOFF_MIN: Duration = Duration::from_millis(100);
-/// Longest pause while other endpoints are usable.
+/// Longest pause while another endpoint is usable, before jitter.
 const BACKOFF_MAX: Duration = Duration::from_secs(5);
-/// Longest pause while no endpoint is usable: every client waits for it.
+/// Longest pause while no endpoint is usable, before jitter. Every client waits for the next success.
 const BACKOFF_MAX_NONE_USABLE: Duration = Duration::from_millis(800);
 
-/// Pause after the `failures`-th failed connect in a row; `jitter` is in 0..1.
+/// Pause after the `failures`-th failed connect in a row. `jitter`, in 0..1, shortens it to between half
+/// and all of its length.
 pub fn backoff(failures: u32, none_usable: bool, jitter: f64) -> Duration {
     let cap = if none_usable { BACKOFF_MAX_NONE_USABLE } else { BACKOFF_MAX };
     let doubled = BACKOFF_MIN.saturating_mul(1 << failures.saturating_sub(1).min(10));
     doubled.min(cap).mul_f64(0.5 + jitter / 2.0)
 }
 
-/// Failed connects in a row, and when the next attempt may start.
+/// Counts failed connects in a row, and decides when the next attempt may start.
 #[derive(Debug)]
 pub(super) struct ConnectBackoff {
     failures: u32,
@@ -110,7 +111,7 @@ pub(super) struct ConnectBackoff {
     /// When the last failed connect ended or an attempt was claimed.
     last_attempt: Option<Instant>,
     last_failure: Option<Instant>,
-    /// Fraction of the pause that is random, in 0..1, drawn anew after each failure.
+    /// For [`backoff`]; a new random value after each failure.
     jitter: f64,
 }
 
@@ -119,8 +120,8 @@ impl ConnectBackoff {
         Self { failures: 0, timeouts: 0, last_attempt: None, last_failure: None, jitter }
     }
 
-    /// Claims the next attempt, if its pause is over. With `none_usable`, `handshakes` in progress
-    /// exclude another one.
+    /// Claims the next attempt. After a failure, refuses until the pause is over, and, if `none_usable`,
+    /// while any of `handshakes` is in progress.
     pub(super) fn claim(&mut self, none_usable: bool, handshakes: usize, now: Instant) -> bool {
         if self.failures == 0 {
             return true;
@@ -173,7 +174,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn connect_timeout_display_names_the_configured_value_once_it_is_raised() {
+    fn connect_timeout_display_after_timeouts_names_the_configured_value() {
         let configured = Duration::from_secs(3);
         let mut backoff = ConnectBackoff::new(0.5);
         assert_eq!(backoff.timeout(configured).to_string(), "within 3s");

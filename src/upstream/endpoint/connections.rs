@@ -1,4 +1,4 @@
-//! Connects, connections and flows to an endpoint: who may start a connect, and what they report.
+//! Connects, connections and flows of an endpoint: when a connect may start, and what the callers report.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -16,9 +16,9 @@ use crate::upstream::health::WRITE_PATIENCE;
 use crate::upstream::stats::ConnectionStats;
 
 impl Endpoint {
-    /// Claims the right to connect now: after a failure one attempt at a time, each after its
-    /// backoff. `none_usable` says that no endpoint of the upstream is usable; then the pause is
-    /// shorter, and no second handshake starts before the first has ended.
+    /// Claims the right to connect now. After a failure only one caller gets it for each backoff pause.
+    /// `none_usable` says that no endpoint of the upstream is usable; then the pause is shorter, and no
+    /// second handshake starts before the first has ended.
     pub fn claim_connect_attempt(&self, none_usable: bool, now: Instant) -> bool {
         if self.state() == EndpointState::Leaving {
             return false;

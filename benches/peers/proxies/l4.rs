@@ -1,4 +1,5 @@
-//! The configurations at L4: a listener, an endpoint, and the health checks that each proxy offers.
+//! The configurations at L4: one listener and one endpoint, which `HAProxy` and Envoy check every second by a TCP
+//! connect. nginx has no active checks; jackstay probes with its defaults.
 
 use std::net::SocketAddr;
 
@@ -7,12 +8,12 @@ use crate::{pki::SERVER_NAME, process::find_program};
 
 impl Environment<'_> {
     pub(super) fn haproxy_l4(&self, listen: SocketAddr) -> String {
-        let (origin, most) = (self.origin, self.flows + 100);
+        let (origin, max_connections) = (self.origin, self.flows + 100);
         format!(
             "\
 global
     nbthread 1
-    maxconn {most}
+    maxconn {max_connections}
 defaults
     mode tcp
     timeout connect 3s
@@ -27,10 +28,11 @@ backend control-plane
         )
     }
 
-    /// nginx needs the path of its stream module and of its pid file.
     pub(super) fn nginx_l4(&self, listen: SocketAddr) -> String {
         let (dir, origin) = (self.dir.display(), self.origin);
-        let most = 2 * self.flows + 300;
+        // nginx counts both connections of a flow.
+        let max_connections = 2 * self.flows + 300;
+        // Distributions build the stream module as a shared library.
         let module = std::path::Path::new("/usr/lib/nginx/modules/ngx_stream_module.so");
         let load = find_program([module])
             .map_or(String::new(), |file| format!("load_module {};\n", file.display()));
@@ -40,7 +42,7 @@ backend control-plane
 master_process off;
 pid {dir}/nginx.pid;
 error_log stderr;
-events {{ worker_connections {most}; }}
+events {{ worker_connections {max_connections}; }}
 stream {{
     access_log off;
     server {{
@@ -57,6 +59,7 @@ stream {{
 
     pub(super) fn envoy_l4(&self, listen: SocketAddr) -> String {
         let (port, origin_port) = (listen.port(), self.origin.port());
+        let max_connections = self.flows + 2_000;
         format!(
             r#"
 static_resources:
@@ -74,7 +77,7 @@ static_resources:
   clusters:
   - name: control-plane
     connect_timeout: 3s
-    circuit_breakers: {{ thresholds: [{{ max_connections: 12000, max_pending_requests: 12000 }}] }}
+    circuit_breakers: {{ thresholds: [{{ max_connections: {max_connections}, max_pending_requests: {max_connections} }}] }}
     health_checks:
     - {{ timeout: 1s, interval: 1s, unhealthy_threshold: 2, healthy_threshold: 2, tcp_health_check: {{}} }}
     load_assignment:
@@ -88,6 +91,7 @@ static_resources:
 
     pub(super) fn jackstay_l4(&self, listen: SocketAddr, admin: SocketAddr) -> String {
         let (ca, origin) = (self.pki.ca.display(), self.origin);
+        let max_connections = self.flows + 2_000;
         format!(
             r#"
 admin: {{ bind: "{admin}" }}
@@ -102,7 +106,7 @@ listeners:
     bind: ["{listen}"]
     mode: passthrough
     upstream: control-plane
-    limits: {{ max_connections: 12000 }}
+    limits: {{ max_connections: {max_connections} }}
 "#
         )
     }

@@ -85,7 +85,7 @@ impl ResumeContext {
     /// Whether the connections of the class still have a credential: a changed file of an identity may
     /// contain another subject.
     pub(super) fn has_credential(&self) -> bool {
-        self.upstream.pool.upstream().credentials.tls(self.class.class).is_some()
+        self.upstream.pool.upstream().credentials.tls(self.class.class()).is_some()
     }
 
     /// The connection of the last stream or attempt.

@@ -30,7 +30,7 @@ pub async fn run(environment: &Environment<'_>, target: Target) -> Result<f64> {
     }
     let mut opening = JoinSet::new();
     for mut client in clients {
-        opening.spawn(async move { client.watch_at_once(WATCHES / CONNECTIONS).await });
+        opening.spawn(async move { client.open_watches_concurrently(WATCHES / CONNECTIONS).await });
     }
     let mut watches = Vec::new();
     while let Some(opened) = opening.join_next().await {

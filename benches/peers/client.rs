@@ -1,4 +1,5 @@
-//! An HTTP/2 client for what h2load cannot do: present a certificate, keep watches open, and time single requests.
+//! An HTTP/2 client that presents a certificate, keeps watches open and measures the latency of each request. h2load
+//! can do none of these.
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
@@ -17,20 +18,20 @@ use tokio_rustls::TlsConnector;
 
 use crate::{Result, origin};
 
-/// Windows of Go's HTTP/2 transport, and so of kubelet and kubectl: 4 MiB for a stream, 1 GiB for a connection.
+/// Flow-control windows of Go's HTTP/2 transport (`golang.org/x/net/http2`), which kubelet and kubectl use.
 const STREAM_WINDOW: u32 = 4 << 20;
 const CONNECTION_WINDOW: u32 = 1 << 30;
 
-/// Timeout of a response, long enough for a busy machine.
+/// Timeout for a whole GET, and for the opening of all watches of one call.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Delay before a request is repeated after a 429: the `Retry-After` of jackstay.
+/// Delay before a request is repeated after a 429, equal to the `Retry-After` that jackstay sends.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
 
-/// One connection.
+/// A client with one HTTP/2 connection.
 pub struct Client {
     send: SendRequest<Bytes>,
-    base: String,
+    base_url: String,
 }
 
 impl Client {
@@ -46,26 +47,28 @@ impl Client {
             .enable_push(false)
             .handshake(stream)
             .await?;
-        // The task ends with the last `SendRequest`; requests return its errors.
+        // Drives the connection until the last `SendRequest` is dropped. Its errors reach the requests, too.
         tokio::spawn(connection);
-        Ok(Self { send, base: format!("https://{address}") })
+        Ok(Self { send, base_url: format!("https://{address}") })
     }
 
-    async fn request(&mut self, path: &str) -> Result<ResponseFuture> {
-        let uri: Uri = format!("{}{path}", self.base).parse()?;
+    /// Sends a GET without waiting for the response.
+    async fn send_get(&mut self, path: &str) -> Result<ResponseFuture> {
+        let uri: Uri = format!("{}{path}", self.base_url).parse()?;
         self.send = self.send.clone().ready().await?;
         Ok(self.send.send_request(Request::get(uri).body(())?, true)?.0)
     }
 
-    async fn head(&mut self, path: &str) -> Result<RecvStream> {
-        let response = self.request(path).await?.await?;
-        body_of(path, response)
+    /// Sends a GET, waits for the response head and returns the body.
+    async fn get_body(&mut self, path: &str) -> Result<RecvStream> {
+        let response = self.send_get(path).await?.await?;
+        body_if_ok(path, response)
     }
 
     /// Sends a GET, reads the whole body and returns its length.
     pub async fn get(&mut self, path: &str) -> Result<u64> {
         let whole = async {
-            let mut body = self.head(path).await?;
+            let mut body = self.get_body(path).await?;
             let mut len = 0;
             while let Some(data) = body.data().await {
                 let data = data?;
@@ -79,17 +82,17 @@ impl Client {
             .map_err(|_| format!("{path}: not complete within {TIMEOUT:?}"))?
     }
 
-    /// Sends requests one after another for `time`; returns the duration of each.
+    /// Sends requests one after another for `time` and returns the duration of each.
     pub async fn sequential_requests(&mut self, time: Duration) -> Result<Vec<Duration>> {
-        let mut took = Vec::with_capacity(1 << 16);
+        let mut durations = Vec::with_capacity(1 << 16);
         let end = Instant::now() + time;
         loop {
             let start = Instant::now();
             if start >= end {
-                return Ok(took);
+                return Ok(durations);
             }
             let len = self.get(origin::OBJECT).await?;
-            took.push(start.elapsed());
+            durations.push(start.elapsed());
             if len != origin::OBJECT_BYTES as u64 {
                 return Err(format!("{}: {len} bytes", origin::OBJECT).into());
             }
@@ -98,32 +101,32 @@ impl Client {
 
     /// Opens `count` watches, one after another, and reads the first event of each. They stay open until the returned
     /// streams are dropped.
-    pub async fn watch(&mut self, count: usize) -> Result<Vec<RecvStream>> {
+    pub async fn open_watches(&mut self, count: usize) -> Result<Vec<RecvStream>> {
         let open = async {
             let mut streams = Vec::with_capacity(count);
             for _ in 0..count {
-                let body = self.head(origin::WATCH).await?;
-                streams.push(first_event(body).await?);
+                let body = self.get_body(origin::WATCH).await?;
+                streams.push(read_first_event(body).await?);
             }
             Ok(streams)
         };
         tokio::time::timeout(TIMEOUT, open).await.map_err(|_| "watches did not open")?
     }
 
-    /// Like [`Self::watch`], but sends all requests before it reads the first response. Requests with response 429 are
-    /// repeated, as client-go does, because a proxy may need time to open connections.
-    pub async fn watch_at_once(&mut self, count: usize) -> Result<Vec<RecvStream>> {
+    /// Like [`Self::open_watches`], but sends all requests before it reads the first response. A 429 is followed by
+    /// another request, as in client-go, because a proxy may need time to open connections.
+    pub async fn open_watches_concurrently(&mut self, count: usize) -> Result<Vec<RecvStream>> {
         let open = async {
             let mut streams = Vec::with_capacity(count);
             loop {
-                let mut heads = Vec::new();
+                let mut responses = Vec::new();
                 for _ in streams.len()..count {
-                    heads.push(self.request(origin::WATCH).await?);
+                    responses.push(self.send_get(origin::WATCH).await?);
                 }
-                for head in heads {
-                    let response = head.await?;
+                for response in responses {
+                    let response = response.await?;
                     if response.status() != StatusCode::TOO_MANY_REQUESTS {
-                        streams.push(first_event(body_of(origin::WATCH, response)?).await?);
+                        streams.push(read_first_event(body_if_ok(origin::WATCH, response)?).await?);
                     }
                 }
                 if streams.len() == count {
@@ -136,15 +139,16 @@ impl Client {
     }
 }
 
-fn body_of(path: &str, response: Response<RecvStream>) -> Result<RecvStream> {
+/// The body of a response with status 200; an error for any other status.
+fn body_if_ok(path: &str, response: Response<RecvStream>) -> Result<RecvStream> {
     if response.status() != StatusCode::OK {
         return Err(format!("{path}: {}", response.status()).into());
     }
     Ok(response.into_body())
 }
 
-/// Reads the first event of a watch.
-async fn first_event(mut body: RecvStream) -> Result<RecvStream> {
+/// Reads the first event of a watch and returns the rest of the stream.
+async fn read_first_event(mut body: RecvStream) -> Result<RecvStream> {
     let event = body.data().await.ok_or("a watch ended without an event")??;
     if event.last() != Some(&b'\n') {
         return Err("the first frame of a watch is not a complete event".into());

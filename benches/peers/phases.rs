@@ -97,13 +97,14 @@ impl Bench<'_> {
             samples.add(Metric::IdleCpu, proxy.target, percent);
         }
         for (proxy, (rss, _)) in proxies.iter().zip(&before) {
-            let watches = self.watch(proxy, WATCH_CONNECTIONS, WATCHES / WATCH_CONNECTIONS).await;
+            let watches =
+                self.open_watches(proxy, WATCH_CONNECTIONS, WATCHES / WATCH_CONNECTIONS).await;
             let Some(watches) = proxy.target.skip_failed_peer(watches)? else { continue };
             let with_shared = proxy.process.rss_kib()?;
             let each = (with_shared - rss) / WATCHES as f64;
             samples.add(Metric::WatchMemory, proxy.target, each);
 
-            let lone = self.watch(proxy, LONE_WATCHES, 1).await;
+            let lone = self.open_watches(proxy, LONE_WATCHES, 1).await;
             let Some(lone) = proxy.target.skip_failed_peer(lone)? else { continue };
             let each = (proxy.process.rss_kib()? - with_shared) / LONE_WATCHES as f64;
             samples.add(Metric::LoneWatchMemory, proxy.target, each);
@@ -112,8 +113,8 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Opens `each` watches on each of `connections` and lets the proxy settle.
-    async fn watch(
+    /// Opens `each` watches on each of `connections` and waits until the proxy's memory is stable.
+    async fn open_watches(
         &self,
         proxy: &Proxy,
         connections: usize,
@@ -122,9 +123,9 @@ impl Bench<'_> {
         let mut watches = Vec::new();
         for _ in 0..connections {
             let mut client = Client::connect(proxy.address, self.tls).await?;
-            let more = client.watch(each).await;
+            let opened = client.open_watches(each).await;
             watches.extend(
-                more.map_err(|error| format!("{error} ({} watches are open)", watches.len()))?,
+                opened.map_err(|error| format!("{error} ({} watches are open)", watches.len()))?,
             );
         }
         tokio::time::sleep(SETTLE).await;

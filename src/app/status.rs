@@ -258,10 +258,10 @@ fn source_check(report: &SourceReport) -> (bool, String) {
         }
         None => "no answer yet".to_owned(),
     };
-    if let Some(more) = report.complaint().or(report.note.as_deref()) {
+    if let Some(more) = report.current_error().or(report.note.as_deref()) {
         let _ = write!(detail, "; {more}");
     }
-    (report.complaint().is_none() && report.last_success.is_some(), detail)
+    (report.current_error().is_none() && report.last_success.is_some(), detail)
 }
 
 impl admin::StatusProvider for ProcessStatus {

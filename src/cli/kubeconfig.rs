@@ -25,7 +25,7 @@ use crate::kubeconfig::rewrite::{ClientTrust, KeyChange, LocalEndpoint, point_at
 use crate::kubeconfig::setup::{self, OutputFile, SetupMode, SetupPlan, SetupRequest};
 use crate::kubeconfig::{
     KubeconfigFiles, KubeconfigPaths, ResolvedContext, ServerUrl, find_cluster_mut,
-    kubeconfig_yaml, original,
+    kubeconfig_yaml, recorded_original,
 };
 use crate::net::files::PRIVATE;
 
@@ -128,7 +128,7 @@ fn revert_files(
         for named in &mut config.clusters {
             let selected = only.as_ref().is_none_or(|only| *only == named.name);
             let Some(cluster) = named.cluster.as_mut().filter(|_| selected) else { continue };
-            if original(cluster).is_some() {
+            if recorded_original(cluster).is_some() {
                 let (name, changes) = (named.name.clone(), revert(cluster));
                 report.clusters.push(ReportedCluster { name, changes });
             }

@@ -3,8 +3,8 @@
 //! On a terminal `--watch` draws in place ([`live`]); elsewhere it prints one table after the other.
 //! Both continue while jackstay restarts.
 //!
-//! The exit code says whether requests can be served: 1 also where an upstream has no usable
-//! endpoint ([`serving`]). `--wait` asks until they can.
+//! The exit code is 1 if there is no answer or requests cannot be served ([`serving`]). `--wait` repeats
+//! the query until they can.
 
 mod live;
 mod request;
@@ -74,7 +74,7 @@ pub fn run(args: &StatusArgs) -> ExitCode {
         None if args.wait => return wait(args),
         None => fetch(args.admin).map(|status| {
             print(args, &status);
-            serving::failure(&status)
+            serving::unready_reason(&status)
         }),
         Some(interval) if args.output.format == OutputFormat::Text && has_cursor() => {
             live::run(args.admin, interval).map(|()| None)
@@ -96,7 +96,7 @@ pub fn run(args: &StatusArgs) -> ExitCode {
     }
 }
 
-/// Asks until requests can be served, and prints the last status.
+/// Queries the status until requests can be served, and prints the last status.
 fn wait(args: &StatusArgs) -> ExitCode {
     let deadline = Instant::now() + args.timeout;
     loop {
@@ -104,17 +104,17 @@ fn wait(args: &StatusArgs) -> ExitCode {
         // A request that starts just before the deadline still gets MIN_INTERVAL.
         let limit = left.clamp(MIN_INTERVAL, TIMEOUT);
         let result = block_on(fetch_within(args.admin, limit));
-        let failure = match &result {
-            Ok(status) => serving::failure_for_new_clients(status),
+        let unready = match &result {
+            Ok(status) => serving::unready_reason_for_new_clients(status),
             Err(error) => Some(explain(args.admin, error)),
         };
         let is_last = Instant::now() >= deadline;
         if let Ok(status) = &result
-            && (is_last || failure.is_none())
+            && (is_last || unready.is_none())
         {
             print(args, status);
         }
-        match failure {
+        match unready {
             None => return ExitCode::SUCCESS,
             Some(reason) if is_last => {
                 let limit = format_duration(args.timeout);

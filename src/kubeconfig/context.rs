@@ -4,7 +4,7 @@ use kube::config::{AuthInfo, Cluster, Kubeconfig};
 
 use super::credential::{Credential, PemSource, UserCredentials};
 use super::file::{context_names, find_cluster};
-use super::original::{original, set_changed_fields};
+use super::original::{copy_rewritten_fields, recorded_original};
 use super::server_url::ServerUrl;
 
 /// A context with its cluster and its user.
@@ -53,8 +53,8 @@ impl ResolvedContext {
         let mut cluster = find_cluster(config, name)
             .ok_or_else(|| format!("context {context:?}: no cluster {name:?}"))?
             .clone();
-        if let Some(before) = original(&cluster) {
-            set_changed_fields(&mut cluster, before);
+        if let Some(before) = recorded_original(&cluster) {
+            copy_rewritten_fields(&mut cluster, before);
         }
         let server =
             set(cluster.server.as_ref()).ok_or_else(|| in_cluster("has no server".into()))?;

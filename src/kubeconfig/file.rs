@@ -13,7 +13,7 @@ use serde_json::Value;
 use serde_path_to_error::{Deserializer, Track};
 use serde_saphyr::{Error as YamlError, Options};
 
-use super::original::{original, record};
+use super::original::{record_original, recorded_original};
 use crate::config::{describe_io_error, describe_yaml_error};
 
 /// Largest kubeconfig in bytes: room for the certificates of a few thousand clusters.
@@ -96,9 +96,9 @@ impl KubeconfigFile {
         let directory = self.path.parent().unwrap_or(Path::new("/"));
         for cluster in config.clusters.iter_mut().filter_map(|named| named.cluster.as_mut()) {
             make_absolute(&mut cluster.certificate_authority, directory);
-            if let Some(mut before) = original(cluster) {
+            if let Some(mut before) = recorded_original(cluster) {
                 make_absolute(&mut before.certificate_authority, directory);
-                record(cluster, &before);
+                record_original(cluster, &before);
             }
         }
         for user in config.auth_infos.iter_mut().filter_map(|named| named.auth_info.as_mut()) {

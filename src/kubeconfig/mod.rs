@@ -3,7 +3,7 @@
 //! * `files` finds and merges the files, and `file` reads and writes one.
 //! * `context` resolves a context to a server, its verification and a `credential`.
 //! * `exec` runs a credential plugin.
-//! * [`rewrite`] changes one cluster; `original` records in it what it was.
+//! * [`rewrite`] changes one cluster; `original` records the earlier values in it.
 //! * [`verified_names`] selects the name to verify in the apiservers' certificates.
 //! * [`setup`] plans the files of a jackstay between clients and cluster.
 //!
@@ -25,7 +25,7 @@ pub use credential::{Credential, PemSource, TokenSource, UserCredentials};
 pub use exec::{ExecCredential, ExecPlugin};
 pub use file::{KubeconfigFile, MAX_KUBECONFIG, find_cluster, find_cluster_mut, kubeconfig_yaml};
 pub use files::{KubeconfigFiles, KubeconfigPaths};
-pub use original::original;
+pub use original::recorded_original;
 pub use server_url::ServerUrl;
 pub use setup::system_cas;
 pub use verified_names::CertificateNames;

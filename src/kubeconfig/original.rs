@@ -1,24 +1,23 @@
-//! The record of what a cluster was before jackstay changed it.
+//! Records in a kubeconfig cluster the values that it had before jackstay rewrote it.
 //!
-//! The record is an extension of the cluster, which kubectl keeps. So a revert needs no second
-//! file, a second change starts from the original values, and other changes to the file in between
-//! survive.
+//! The record is an entry in `extensions` of the cluster, which kubectl preserves. A revert therefore
+//! needs no backup file, and fields that jackstay does not rewrite keep later changes. A second rewrite
+//! starts from the recorded values.
 
 use kube::config::{Cluster, NamedExtension};
 use serde_json::json;
 
-/// Name of the extension.
-const NAME: &str = "jackstay";
+const EXTENSION_NAME: &str = "jackstay";
 
-/// The fields of a cluster that jackstay changes; all others have no value.
-pub fn changed_fields(cluster: &Cluster) -> Cluster {
+/// A copy of a cluster with only the fields that jackstay rewrites.
+pub fn rewritten_fields(cluster: &Cluster) -> Cluster {
     let mut fields = Cluster::default();
-    set_changed_fields(&mut fields, cluster.clone());
+    copy_rewritten_fields(&mut fields, cluster.clone());
     fields
 }
 
-/// Sets the fields that jackstay changes to their values in `from`.
-pub fn set_changed_fields(cluster: &mut Cluster, from: Cluster) {
+/// Copies the fields that jackstay rewrites, set or not, from `from` to `cluster`.
+pub fn copy_rewritten_fields(cluster: &mut Cluster, from: Cluster) {
     cluster.server = from.server;
     cluster.certificate_authority = from.certificate_authority;
     cluster.certificate_authority_data = from.certificate_authority_data;
@@ -27,24 +26,26 @@ pub fn set_changed_fields(cluster: &mut Cluster, from: Cluster) {
     cluster.proxy_url = from.proxy_url;
 }
 
-/// The recorded fields, if jackstay has changed the cluster.
-pub fn original(cluster: &Cluster) -> Option<Cluster> {
-    let extension = cluster.extensions.iter().flatten().find(|entry| entry.name == NAME)?;
+/// The fields as they were before jackstay rewrote the cluster. `None` if the cluster has no readable
+/// record.
+pub fn recorded_original(cluster: &Cluster) -> Option<Cluster> {
+    let extension =
+        cluster.extensions.iter().flatten().find(|entry| entry.name == EXTENSION_NAME)?;
     serde_json::from_value(extension.extension.get("original")?.clone()).ok()
 }
 
-/// Records the fields; replaces an earlier record.
-pub fn record(cluster: &mut Cluster, original: &Cluster) {
-    forget(cluster);
-    let extension = json!({ "original": changed_fields(original) });
-    let entry = NamedExtension { name: NAME.to_owned(), extension };
+/// Records the rewritten fields of `original` in `cluster`, in place of an earlier record.
+pub fn record_original(cluster: &mut Cluster, original: &Cluster) {
+    remove_record(cluster);
+    let extension = json!({ "original": rewritten_fields(original) });
+    let entry = NamedExtension { name: EXTENSION_NAME.to_owned(), extension };
     cluster.extensions.get_or_insert_default().push(entry);
 }
 
-/// Removes the record.
-pub fn forget(cluster: &mut Cluster) {
+/// Removes the record, and `extensions` if nothing else is in it.
+pub fn remove_record(cluster: &mut Cluster) {
     if let Some(extensions) = &mut cluster.extensions {
-        extensions.retain(|entry| entry.name != NAME);
+        extensions.retain(|entry| entry.name != EXTENSION_NAME);
         if extensions.is_empty() {
             cluster.extensions = None;
         }

@@ -8,7 +8,9 @@ use kube::config::Cluster;
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use super::original::{changed_fields, forget, original, record, set_changed_fields};
+use super::original::{
+    copy_rewritten_fields, record_original, recorded_original, remove_record, rewritten_fields,
+};
 use super::server_url::ServerUrl;
 
 /// The keys of a cluster that jackstay changes.
@@ -43,7 +45,7 @@ pub enum ClientTrust {
 /// A changed key.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct KeyChange {
-    /// The key.
+    /// Key of the cluster, such as `server`.
     pub key: &'static str,
     /// The value before, for messages.
     pub from: Option<String>,
@@ -68,7 +70,7 @@ pub fn point_at(cluster: &mut Cluster, server: &ServerUrl, to: &LocalEndpoint) -
     restore(cluster);
     let restored = cluster.clone();
     cluster.server = Some(format!("https://{}{}", to.address, server.path));
-    // The proxy leads to the apiserver, and not to a local address.
+    // `proxy-url` is for the remote apiserver; the local endpoint is connected to directly.
     cluster.proxy_url = None;
     match &to.trust {
         ClientTrust::Apiserver(Some(name)) => cluster.tls_server_name = Some(name.clone()),
@@ -80,11 +82,11 @@ pub fn point_at(cluster: &mut Cluster, server: &ServerUrl, to: &LocalEndpoint) -
             cluster.certificate_authority_data = Some(STANDARD.encode(ca));
         }
     }
-    record(cluster, &restored);
+    record_original(cluster, &restored);
     changes(&before, cluster)
 }
 
-/// Restores the original cluster. There are no changes if jackstay has not changed it.
+/// Restores the original cluster. Returns no changes if the cluster has no record.
 pub fn revert(cluster: &mut Cluster) -> Vec<KeyChange> {
     let before = cluster.clone();
     restore(cluster);
@@ -92,14 +94,14 @@ pub fn revert(cluster: &mut Cluster) -> Vec<KeyChange> {
 }
 
 fn restore(cluster: &mut Cluster) {
-    if let Some(before) = original(cluster) {
-        set_changed_fields(cluster, before);
-        forget(cluster);
+    if let Some(before) = recorded_original(cluster) {
+        copy_rewritten_fields(cluster, before);
+        remove_record(cluster);
     }
 }
 
 fn changes(before: &Cluster, after: &Cluster) -> Vec<KeyChange> {
-    let (before, after) = (json!(changed_fields(before)), json!(changed_fields(after)));
+    let (before, after) = (json!(rewritten_fields(before)), json!(rewritten_fields(after)));
     let shown = |fields: &Value, key: &str| match fields.get(key)? {
         Value::String(data) if key.ends_with("-data") => {
             Some(format!("a CA of {} bytes", data.len() / 4 * 3))
@@ -135,7 +137,7 @@ extensions:
     }
 
     fn pointed(cluster: &mut Cluster, trust: ClientTrust) -> Vec<String> {
-        let before = original(cluster).unwrap_or(cluster.clone());
+        let before = recorded_original(cluster).unwrap_or(cluster.clone());
         let server = ServerUrl::parse(before.server.as_deref().unwrap()).unwrap();
         let to = LocalEndpoint { address: "127.0.0.1:7443".into(), trust };
         point_at(cluster, &server, &to).iter().map(ToString::to_string).collect()
@@ -180,7 +182,7 @@ extensions:
         assert_eq!(again, ["certificate-authority-data: a CA of 3 bytes -> a CA of 3 bytes"]);
         pointed(&mut changed, ClientTrust::Apiserver(Some("10.0.0.1".into())));
         assert_eq!(changed.insecure_skip_tls_verify, Some(true));
-        let before = original(&changed).unwrap();
+        let before = recorded_original(&changed).unwrap();
         assert_eq!(before.server.as_deref(), Some("https://10.0.0.1:6443"));
         revert(&mut changed);
         assert_eq!(json!(changed), json!(cluster(text)));

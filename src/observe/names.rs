@@ -1,9 +1,11 @@
-//! The table of all metrics: name, type, labels, unit and help.
+//! The table of all metrics, and the lists of label values.
 //!
-//! Only metrics of this table can be registered, so documentation and tests rely on [`ALL`]. Label values
-//! are bounded: verbs, codes, states and reasons are fixed lists, names of listeners, upstreams and
-//! certificates come from the configuration, and the number of endpoints is limited. No label value is a
-//! request path, a user or an object name. Values are in snake case.
+//! Only metrics of this table can be registered, so [`ALL`] is complete. The reference in
+//! `deploy/monitoring/README.md` is generated from it.
+//!
+//! The number of label values is bounded. Verbs, codes, states and reasons are fixed lists in snake case.
+//! Names of listeners, upstreams and certificates come from the configuration, and the number of endpoints
+//! is limited. No label value is a request path, a user or an object name.
 
 /// The Prometheus type of a metric.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,18 +29,18 @@ impl MetricKind {
     }
 }
 
-/// One metric.
+/// The definition of one metric.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MetricSpec {
-    /// Name in the scrape.
+    /// Name of the series.
     pub name: &'static str,
-    /// Its type.
+    /// Prometheus type.
     pub kind: MetricKind,
-    /// `seconds`, `bytes`, or the thing counted.
+    /// `seconds`, `bytes`, or what is counted.
     pub unit: &'static str,
-    /// Label keys, in the order of the values.
+    /// Label keys, in the order in which values are passed to the registry.
     pub labels: &'static [&'static str],
-    /// One sentence.
+    /// Help text for Prometheus, which is also the documentation.
     pub help: &'static str,
 }
 
@@ -56,7 +58,7 @@ macro_rules! table {
                 help: $help,
             };
         )*
-        /// The table, in the order of the documentation.
+        /// All metrics, in the order of the documentation.
         pub const ALL: &[MetricSpec] = &[$($konst),*];
     };
 }
@@ -66,18 +68,18 @@ table! {
         "Always 1; the labels say which build runs.";
 
     CONFIG_RELOADS = Counter "jackstay_config_reloads_total" ["outcome"] "reloads",
-        "Reloads of the configuration: ok, or failed, after which the old configuration stays in force.";
+        "Reloads of the configuration by outcome: ok or failed. After a failure the old configuration stays in force.";
     CONFIG_RELOAD_OK = Gauge "jackstay_config_last_reload_successful" [] "bool",
         "1 if the last reload of the configuration succeeded, else 0.";
 
     REQUESTS = Counter "jackstay_requests_total" ["listener", "verb", "code"] "requests",
-        "Finished requests by Kubernetes verb and status code; 499: the client left before a response.";
+        "Finished requests by Kubernetes verb and status code. Code 499 means that the client left before a response.";
     REQUEST_DURATION = Histogram "jackstay_request_duration_seconds" ["listener", "verb"] "seconds",
         "Time from the request head to the end of the response, without long-running requests.";
     REQUESTS_IN_FLIGHT = Gauge "jackstay_requests_in_flight" ["listener"] "requests",
         "Requests in flight, watches and tunnels included.";
     OWN_ERRORS = Counter "jackstay_own_errors_total" ["listener", "code", "reason"] "errors",
-        "Errors that jackstay itself answered, by status code and reason; an empty code: a passthrough connection reset because no endpoint was reachable.";
+        "Error responses that jackstay itself generated, by status code and reason. An empty code is a passthrough connection that was reset because no endpoint was reachable.";
     RESPONSES_CUT = Counter "jackstay_responses_cut_total" ["listener", "side"] "responses",
         "Responses that ended early after their head, by the side that ended them: client, upstream or jackstay.";
     WATCHES = Gauge "jackstay_watches" ["listener"] "watches",
@@ -93,14 +95,14 @@ table! {
     CERTIFICATE_EXPIRY = Gauge "jackstay_certificate_expiry_timestamp_seconds" ["kind", "name"] "seconds",
         "When a certificate in use expires, in seconds since 1970: serving (by listener), identity (by file), upstream_ca (by upstream, the last certificate of its bundle to expire).";
     CLIENT_VERIFICATIONS = Counter "jackstay_client_verifications_total" ["listener", "outcome"] "chains",
-        "Certificate chains of clients: verified (ok, failed), valid and known from another connection (known), or refused with 429 because too many waited (busy).";
+        "Client certificate chains: verified (ok, failed), already verified on another connection (known), or refused with 429 because too many chains waited for verification (busy).";
 
     RETRIES = Counter "jackstay_retries_total" ["reason"] "requests",
         "Requests that were retried.";
     RETRIES_REFUSED = Counter "jackstay_retries_refused_total" ["reason"] "requests",
         "Failed requests that were not retried: they may have been executed (unsafe), their body was too large to hold (not_held), or the attempts were used up (attempts).";
     HEDGES = Counter "jackstay_hedges_total" ["outcome"] "requests",
-        "Hedges by outcome: original or hedge is the attempt that answered first, failed means that both failed; no hedge was sent because the budget was used up (over_budget) or no other connection was available (nobody).";
+        "Hedges by outcome: the attempt that answered first (original, hedge), both failed (failed), or no hedge was sent because the budget was used up (over_budget) or no other connection was available (nobody).";
     WATCH_RESUMES = Counter "jackstay_watch_resumes_total" ["outcome"] "watches",
         "Watches that lost their apiserver or got 410, by outcome; withheld: the 410 was not forwarded; barred and oversized: still open, but not resumable after what they received; unproven: ended with the proof of their client.";
     STALE_WATCHES = Counter "jackstay_stale_watches_total" ["upstream", "endpoint"] "watches",
@@ -117,7 +119,7 @@ table! {
         "Bytes of watch events that are incomplete or wait for their client.";
 
     ENDPOINT_STATE = Gauge "jackstay_endpoint_state" ["upstream", "endpoint", "state"] "endpoints",
-        "1 for the present state of the endpoint, 0 for states that it has left.";
+        "1 for the current state of the endpoint, 0 for earlier states.";
     EJECTIONS = Counter "jackstay_ejections_total" ["upstream", "endpoint", "reason"] "ejections",
         "Ejections of the endpoint by reason.";
     CONNECTIONS = Gauge "jackstay_connections" ["upstream", "endpoint", "state"] "connections",
@@ -138,11 +140,11 @@ table! {
         "Round trip times of HTTP/2 PING.";
 
     DISCOVERY_LAST_SUCCESS = Gauge "jackstay_discovery_last_success_timestamp_seconds" ["upstream", "source"] "seconds",
-        "When a source of endpoints last gave a usable answer, in seconds since 1970; 0: never.";
+        "When an endpoint source last gave a usable answer, in seconds since 1970. 0 means never.";
     DISCOVERY_ERRORS = Counter "jackstay_discovery_errors_total" ["upstream", "source"] "errors",
-        "Failed queries of a source of endpoints; its last answer stays in use.";
+        "Failed queries of an endpoint source. Its last usable answer stays in use.";
     DISCOVERY_REFUSED = Counter "jackstay_discovery_refused_total" ["upstream", "source", "reason"] "entries",
-        "Refused entries of a source of endpoints: invalid, own_address, too_many; or an empty answer (empty).";
+        "Refused entries of an endpoint source (invalid, own_address, too_many), and answers without endpoints (empty).";
     DISCOVERY_CHANGES = Counter "jackstay_discovery_changes_total" ["upstream", "change"] "endpoints",
         "Endpoints that joined or left.";
 
@@ -162,7 +164,7 @@ table! {
         "Threads of the process.";
 }
 
-/// Values of the label `verb`. Others count as the last.
+/// Values of the label `verb`. Any other verb counts as `other`.
 pub const VERBS: [&str; 16] = [
     "get",
     "list",
@@ -182,18 +184,18 @@ pub const VERBS: [&str; 16] = [
     "other",
 ];
 
-/// Values of the label `reason` of [`PASSTHROUGH_CLOSED`]. Others count as the last.
+/// Values of the label `reason` of [`PASSTHROUGH_CLOSED`]. Any other reason counts as `other`.
 pub const CLOSE_REASONS: [&str; 16] = [
     // Both directions have ended.
     "done",
     // A side reset the connection.
     "client_reset",
     "server_reset",
-    // The flow is dead: data are not acknowledged, or probes are not answered.
+    // The endpoint or the client no longer acknowledges data or answers probes.
     "unacknowledged",
     "unanswered",
     "client_dead",
-    // The endpoint is dead, or was removed and the drain time is over.
+    // The endpoint is dead, or was removed and the drain time has passed.
     "endpoint_dead",
     "endpoint_left",
     // No endpoint could be reached.
@@ -201,34 +203,35 @@ pub const CLOSE_REASONS: [&str; 16] = [
     // Limits of the configuration.
     "handshake_timeout",
     "idle_timeout",
-    // A transparent listener accepts only redirected connections, and none of jackstay itself.
+    // A transparent listener refuses connections that were not redirected, and those of jackstay itself.
     "not_redirected",
     "loop",
-    // jackstay ended it.
+    // jackstay closed the connection to rebalance load or to shut down.
     "rebalance",
     "shutdown",
     "other",
 ];
 
-/// Values of the label `reason` of [`OWN_ERRORS`]. Others count as the last.
-pub const OWN_ERROR_REASONS: [&str; 12] = [
-    // No apiserver was reachable (503; a passthrough connection: reset).
+/// Values of the label `reason` of [`OWN_ERRORS`]. Any other reason counts as `other`.
+pub const OWN_ERROR_REASONS: [&str; 10] = [
+    // No apiserver was reachable: 503 for a request, 429 for a new watch.
     "no_upstream",
+    // No endpoint was reachable for a passthrough connection, which was reset (no code).
     "unreachable",
     // The connection was lost after a write was sent, so the outcome of the write is unknown (502).
     "unknown_fate",
     // The apiserver did not process a write whose body is no longer held (502).
     "unprocessed",
-    // The apiserver ended the response early, violated HTTP, or did not answer in time (502, 504).
+    // The apiserver sent no complete or no valid response to a request that changes nothing (502).
     "bad_gateway",
-    "timeout",
-    // The request was refused: its credential, its form, its size, or a limit.
+    // jackstay has no credential for the client (401).
     "unauthorized",
+    // The request must not be forwarded (400).
     "bad_request",
+    // The request head is too large (431).
     "header_too_large",
+    // A limit of jackstay was exceeded before the request was sent (429).
     "limit",
-    // A fault of jackstay.
-    "internal",
     "other",
 ];
 

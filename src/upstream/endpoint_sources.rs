@@ -70,7 +70,7 @@ pub struct SourceReport {
 
 impl SourceReport {
     /// Why it gives no usable answer now.
-    pub fn complaint(&self) -> Option<&str> {
+    pub fn current_error(&self) -> Option<&str> {
         self.error.as_deref().or(self.unusable.as_deref())
     }
 }
@@ -134,7 +134,7 @@ impl Sources {
 
     /// Whether the last result of a source is an error.
     pub fn is_failing(&self, source: EndpointSource) -> bool {
-        self.reports().get(&source).is_some_and(|report| report.complaint().is_some())
+        self.reports().get(&source).is_some_and(|report| report.current_error().is_some())
     }
 
     /// Further information about a source, such as the age of its answer.
@@ -176,10 +176,10 @@ impl Sources {
     }
 
     /// The error of each failing source, in one line.
-    pub fn complaints(&self) -> String {
+    pub fn current_errors(&self) -> String {
         let mut text = String::new();
         for (source, report) in self.reports().iter() {
-            let why = match report.complaint() {
+            let why = match report.current_error() {
                 Some(error) => error,
                 None if report.last_success.is_none() => "no answer yet",
                 None => continue,
@@ -198,7 +198,7 @@ impl Sources {
                 "endpoints": report.endpoints,
                 "last_success": report.last_success.map(|at| Utc(at).seconds()),
                 "age_seconds": report.last_success.map(|at| age(at, now)),
-                "error": report.complaint(),
+                "error": report.current_error(),
                 "note": report.note,
             })
         });
@@ -209,9 +209,9 @@ impl Sources {
     fn report(&self, source: EndpointSource, change: impl FnOnce(&mut SourceReport)) {
         let mut reports = self.reports();
         let report = reports.entry(source).or_default();
-        let before = report.complaint().map(str::to_owned);
+        let before = report.current_error().map(str::to_owned);
         change(report);
-        let now = report.complaint().map(str::to_owned);
+        let now = report.current_error().map(str::to_owned);
         let answered = report.last_success.is_some();
         let others = others_in_use(&reports, source);
         drop(reports);
@@ -301,18 +301,18 @@ mod tests {
     #[test]
     fn failed_source_keeps_its_endpoints_and_reports_the_error() {
         let sources = sources();
-        assert_eq!(sources.complaints(), "");
+        assert_eq!(sources.current_errors(), "");
         sources.expect(EndpointSource::Dns);
         sources.expect(EndpointSource::Static);
         sources.succeeded(EndpointSource::Static, 2, None);
-        assert_eq!(sources.complaints(), "dns: no answer yet");
+        assert_eq!(sources.current_errors(), "dns: no answer yet");
         sources.succeeded(EndpointSource::Dns, 3, None);
-        assert_eq!(sources.complaints(), "");
+        assert_eq!(sources.current_errors(), "");
         sources.failed(EndpointSource::Dns, "api.example.com: timed out");
-        assert_eq!(sources.complaints(), "dns: api.example.com: timed out");
+        assert_eq!(sources.current_errors(), "dns: api.example.com: timed out");
         assert_eq!(sources.reports()[&EndpointSource::Dns].endpoints, 3);
         sources.confirmed(EndpointSource::Dns);
-        assert_eq!(sources.complaints(), "");
+        assert_eq!(sources.current_errors(), "");
         let text = sources.metrics.render();
         assert!(
             text.contains("jackstay_discovery_errors_total{upstream=\"u\",source=\"dns\"} 1"),
@@ -334,14 +334,14 @@ mod tests {
         sources.unusable(EndpointSource::Slices, "empty");
         // A bookmark; a lost connection, and another one.
         sources.confirmed(EndpointSource::Slices);
-        assert_eq!(sources.complaints(), "slices: empty");
+        assert_eq!(sources.current_errors(), "slices: empty");
         sources.failed(EndpointSource::Slices, "lost");
-        assert_eq!(sources.complaints(), "slices: lost");
+        assert_eq!(sources.current_errors(), "slices: lost");
         sources.confirmed(EndpointSource::Slices);
-        assert_eq!(sources.complaints(), "slices: empty");
+        assert_eq!(sources.current_errors(), "slices: empty");
         assert_eq!(sources.reports()[&EndpointSource::Slices].last_success, good);
         sources.succeeded(EndpointSource::Slices, 2, None);
-        assert_eq!(sources.complaints(), "");
+        assert_eq!(sources.current_errors(), "");
         let expected = [
             "ok failing empty",
             "failing failing lost",
@@ -357,11 +357,11 @@ mod tests {
         for _ in 0..3 {
             sources.succeeded(EndpointSource::Dns, 1, Some("b: timed out"));
         }
-        assert_eq!(sources.complaints(), "dns: b: timed out");
+        assert_eq!(sources.current_errors(), "dns: b: timed out");
         assert_eq!(sources.reports()[&EndpointSource::Dns].endpoints, 1);
         let events = sources.metrics.events().last(usize::MAX);
         assert_eq!(events.iter().map(|e| e.times).collect::<Vec<_>>(), [1], "{events:?}");
         sources.succeeded(EndpointSource::Dns, 2, None);
-        assert_eq!(sources.complaints(), "");
+        assert_eq!(sources.current_errors(), "");
     }
 }

@@ -1,5 +1,7 @@
-//! The real kubectl (1.31 or newer, on the path or in `KUBECTL`) against the demo apiserver through
-//! jackstay: every command, and sessions by WebSocket.
+//! Runs kubectl against the demo apiserver through jackstay: the common commands, and exec, attach and
+//! cp over WebSocket.
+//!
+//! Needs kubectl 1.31 or newer in `PATH`, or its path in `KUBECTL`.
 
 use crate::support::TestCluster;
 use jackstay::demo::pki;
@@ -17,8 +19,8 @@ async fn kubectl_commands_work_through_jackstay() {
     let config = pki::kubeconfig(&url, &certs.pki.ca_pem(), Some(&certs.admin), None);
     std::fs::write(dir.path().join("config"), config).unwrap();
     let kubectl = std::env::var("KUBECTL").unwrap_or_else(|_| "kubectl".to_owned());
-    // The output ends with the exit status.
-    let run = |script: &str| -> String {
+    // Returns stdout and stderr, and then `exit=` with the exit status.
+    let run_script = |script: &str| -> String {
         let output = Command::new("sh")
             .args(["-c", &format!("({script}) 2>&1; echo \"exit=$?\"")])
             .env("KUBECONFIG", dir.path().join("config"))
@@ -37,7 +39,8 @@ async fn kubectl_commands_work_through_jackstay() {
     let node = json!({ "apiVersion": "v1", "kind": "Node", "metadata": { "name": "n1" } });
     std::fs::write(dir.path().join("pod.json"), pod.to_string()).unwrap();
     std::fs::write(dir.path().join("node.json"), node.to_string()).unwrap();
-    let mut wrong = Vec::new();
+    // Later commands depend on the objects that earlier ones created.
+    let mut failures = Vec::new();
     for (script, expected) in [
         ("$k version", "Server Version: v1.33.0-demo"),
         ("$k api-resources", "leases"),
@@ -89,20 +92,21 @@ async fn kubectl_commands_work_through_jackstay() {
         ("$k create ns x; $k delete ns x --timeout=5s", "namespace \"x\" deleted"),
         ("$k get --raw /readyz", "okexit=0"),
     ] {
-        if !run(script).contains(expected) {
-            wrong.push(format!("{script}: wanted {expected:?}"));
+        if !run_script(script).contains(expected) {
+            failures.push(format!("{script}: no {expected:?} in the output"));
         }
     }
-    assert!(wrong.is_empty(), "{wrong:#?}");
-    // The demo apiserver only echoes SPDY sessions, so those above used WebSocket.
+    assert!(failures.is_empty(), "{failures:#?}");
+    // The demo apiserver implements exec and attach over WebSocket only (SPDY sessions echo their
+    // input), so the output above proves that kubectl used WebSocket.
     let metrics = proxy.page("/metrics").await;
-    let tunnels = metrics
+    let upgraded = metrics
         .lines()
         .filter(|line| {
             line.starts_with("jackstay_requests_total{") && line.contains("code=\"101\"")
         })
         .filter_map(|line| line.rsplit_once(' ')?.1.parse::<f64>().ok())
         .sum::<f64>();
-    println!("{tunnels} sessions were upgraded");
-    assert!(tunnels >= 6.0, "{tunnels} sessions");
+    println!("{upgraded} sessions were upgraded");
+    assert!(upgraded >= 6.0, "{upgraded} sessions");
 }

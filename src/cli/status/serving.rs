@@ -1,19 +1,19 @@
-//! Whether a running jackstay can serve requests, judged from its `/status` by the rule of its
-//! `/readyz`.
+//! Decides from `/status` whether a running jackstay can serve requests, by the rules of `/readyz`.
 //!
-//! Pure functions of JSON: the running jackstay may be of another version.
+//! The functions read JSON rather than typed structures, because the running jackstay may have another
+//! version than this command.
 
 use serde_json::Value;
 
 use super::table::clean;
 use super::view::{list_at, text_at};
 
-/// Largest number of endpoints that a reason lists.
+/// Maximum number of endpoints that a reason lists.
 const MAX_LISTED: usize = 3;
 
-/// Why requests cannot be served: a listener is not bound, or an upstream has no usable endpoint.
-/// `None` if they can.
-pub(super) fn failure(status: &Value) -> Option<String> {
+/// Why requests of connected clients cannot be served: a listener is not bound, or an upstream has no
+/// usable endpoint. `None` if they can be served. Unlike `/readyz`, a draining process is accepted.
+pub(super) fn unready_reason(status: &Value) -> Option<String> {
     let upstreams = list_at(status, "upstreams");
     if upstreams.is_empty() {
         return Some("no upstream is shown".to_owned());
@@ -23,10 +23,10 @@ pub(super) fn failure(status: &Value) -> Option<String> {
     if let Some(listener) = unbound {
         return Some(format!("listener {} is not bound", text_at(listener, "name")));
     }
-    let dead = upstreams.iter().find(|u| !list_at(u, "endpoints").iter().any(is_usable))?;
-    let endpoints = list_at(dead, "endpoints");
+    let unusable = upstreams.iter().find(|u| !list_at(u, "endpoints").iter().any(is_usable))?;
+    let endpoints = list_at(unusable, "endpoints");
     let mut text =
-        format!("0 of {} endpoints of {} are usable", endpoints.len(), text_at(dead, "name"));
+        format!("0 of {} endpoints of {} are usable", endpoints.len(), text_at(unusable, "name"));
     for endpoint in endpoints.iter().take(MAX_LISTED) {
         let (address, state) = (text_at(endpoint, "address"), text_at(endpoint, "state"));
         text = format!("{text}; {address} is {state} ({})", text_at(endpoint, "reason"));
@@ -34,18 +34,21 @@ pub(super) fn failure(status: &Value) -> Option<String> {
     Some(clean(&text))
 }
 
-/// [`failure`] for clients that are not connected yet: a draining process accepts none.
-pub(super) fn failure_for_new_clients(status: &Value) -> Option<String> {
+/// Why requests of new clients cannot be served: those of [`unready_reason`], or the process is draining
+/// and accepts no connections.
+pub(super) fn unready_reason_for_new_clients(status: &Value) -> Option<String> {
     let draining = status["draining"] == true;
-    failure(status).or_else(|| draining.then(|| "it is draining".to_owned()))
+    unready_reason(status).or_else(|| draining.then(|| "it is draining".to_owned()))
 }
 
+/// Whether the endpoint can serve requests. Versions without the field `usable` report only the state.
 fn is_usable(endpoint: &Value) -> bool {
     endpoint["usable"].as_bool().unwrap_or_else(|| {
-        let connected = || list_at(endpoint, "connections").iter().any(|c| c["state"] == "live");
+        let has_live_connection =
+            || list_at(endpoint, "connections").iter().any(|c| c["state"] == "live");
         match text_at(endpoint, "state") {
             "ready" | "degraded" => true,
-            "connecting" => connected(),
+            "connecting" => has_live_connection(),
             _ => false,
         }
     })
@@ -66,41 +69,41 @@ mod tests {
     }
 
     #[test]
-    fn failure_upstream_without_usable_endpoint_is_named() {
+    fn unready_reason_names_unusable_upstream_and_unbound_listener() {
         for states in [&["ready"][..], &["ejected", "degraded"]] {
-            assert_eq!(failure(&status(states)), None, "{states:?}");
+            assert_eq!(unready_reason(&status(states)), None, "{states:?}");
         }
-        let reason = failure(&status(&["ejected", "no_h2"])).unwrap();
+        let reason = unready_reason(&status(&["ejected", "no_h2"])).unwrap();
         assert_eq!(
             reason,
             "0 of 2 endpoints of u are usable; a:1 is ejected (why ); a:1 is no_h2 (why )"
         );
         let mut two = status(&["ready"]);
         two["upstreams"].as_array_mut().unwrap().push(json!({"name": "v", "endpoints": []}));
-        assert_eq!(failure(&two).unwrap(), "0 of 0 endpoints of v are usable");
+        assert_eq!(unready_reason(&two).unwrap(), "0 of 0 endpoints of v are usable");
         let mut unbound = status(&["ready"]);
         unbound["listeners"][0]["bind"] = json!([]);
-        assert_eq!(failure(&unbound).unwrap(), "listener l is not bound");
-        assert!(failure(&json!(null)).is_some());
+        assert_eq!(unready_reason(&unbound).unwrap(), "listener l is not bound");
+        assert!(unready_reason(&json!(null)).is_some());
     }
 
     #[test]
-    fn failure_usable_field_wins_over_the_state() {
+    fn unready_reason_usable_field_has_precedence_over_state() {
         let mut new = status(&["connecting"]);
-        assert!(failure(&new).is_some());
+        assert!(unready_reason(&new).is_some());
         new["upstreams"][0]["endpoints"][0]["usable"] = json!(true);
-        assert_eq!(failure(&new), None);
-        // Versions without that field: a connected endpoint is usable, as in their /readyz.
+        assert_eq!(unready_reason(&new), None);
+        // Without the field, an endpoint with a live connection is usable, as in the `/readyz` of that version.
         let mut old = status(&["connecting"]);
         old["upstreams"][0]["endpoints"][0]["connections"] = json!([{"state": "live"}]);
-        assert_eq!(failure(&old), None);
+        assert_eq!(unready_reason(&old), None);
     }
 
     #[test]
-    fn failure_for_new_clients_includes_draining() {
+    fn unready_reason_for_new_clients_includes_draining() {
         let mut draining = status(&["ready"]);
         draining["draining"] = json!(true);
-        assert_eq!(failure(&draining), None);
-        assert_eq!(failure_for_new_clients(&draining).unwrap(), "it is draining");
+        assert_eq!(unready_reason(&draining), None);
+        assert_eq!(unready_reason_for_new_clients(&draining).unwrap(), "it is draining");
     }
 }

@@ -101,7 +101,7 @@ fn report_failure(upstream: &Upstream, (dir, _): &Content, why: &str) {
     let message = format!("{}: {effect}: {why}", path.display());
     let reports = upstream.sources.reports();
     let known =
-        reports.get(&EndpointSource::State).is_some_and(|r| r.complaint() == Some(&message));
+        reports.get(&EndpointSource::State).is_some_and(|r| r.current_error() == Some(&message));
     drop(reports);
     if !known {
         upstream.sources.failed(EndpointSource::State, &message);

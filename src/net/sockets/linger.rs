@@ -58,7 +58,7 @@ impl AsyncRead for Linger {
     }
 }
 
-write_to_stream_below!(Linger, |this| this.stream());
+delegate_async_write!(Linger, |this| this.stream());
 
 impl Drop for Linger {
     fn drop(&mut self) {

@@ -3,15 +3,15 @@
 //! * [`listening`] opens listening sockets, [`connector`] opens upstream connections,
 //!   [`tcp_options`] sets the options of both.
 //! * [`interception`] reads the original destination of a redirected connection.
-//! * [`tcp_info`] is the kernel's evidence about a connection; [`tracked_stream`] makes it readable
+//! * [`tcp_info`] reads the kernel's state of a connection; [`tracked_stream`] makes it readable
 //!   while TLS owns the stream.
 //! * [`read_ahead`] and [`cork`] batch reads and writes; [`splice`] moves bytes inside the kernel.
 //! * [`tunnel_stream`] is one side of a tunnel; [`linger`] closes a connection so that its last frames
 //!   arrive.
 
-/// Implements `AsyncWrite` for a stream that writes to the stream below it without changes.
-macro_rules! write_to_stream_below {
-    ($stream:ident$(<$T:ident>)?, |$this:ident| $below:expr) => {
+/// Implements `AsyncWrite` for a wrapper that passes writes unchanged to the stream that it wraps.
+macro_rules! delegate_async_write {
+    ($stream:ident$(<$T:ident>)?, |$this:ident| $inner:expr) => {
         impl$(<$T: tokio::io::AsyncWrite + Unpin>)? tokio::io::AsyncWrite for $stream$(<$T>)? {
             fn poll_write(
                 self: Pin<&mut Self>,
@@ -19,7 +19,7 @@ macro_rules! write_to_stream_below {
                 buf: &[u8],
             ) -> Poll<io::Result<usize>> {
                 let $this = self.get_mut();
-                Pin::new($below).poll_write(cx, buf)
+                Pin::new($inner).poll_write(cx, buf)
             }
 
             fn poll_write_vectored(
@@ -28,7 +28,7 @@ macro_rules! write_to_stream_below {
                 bufs: &[io::IoSlice<'_>],
             ) -> Poll<io::Result<usize>> {
                 let $this = self.get_mut();
-                Pin::new($below).poll_write_vectored(cx, bufs)
+                Pin::new($inner).poll_write_vectored(cx, bufs)
             }
 
             fn is_write_vectored(&self) -> bool {
@@ -37,12 +37,12 @@ macro_rules! write_to_stream_below {
 
             fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
                 let $this = self.get_mut();
-                Pin::new($below).poll_flush(cx)
+                Pin::new($inner).poll_flush(cx)
             }
 
             fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
                 let $this = self.get_mut();
-                Pin::new($below).poll_shutdown(cx)
+                Pin::new($inner).poll_shutdown(cx)
             }
         }
     };

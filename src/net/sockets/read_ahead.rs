@@ -1,7 +1,8 @@
-//! Reads from the socket in large pieces for a reader that asks for small ones.
+//! A stream adapter that reads from the socket in large pieces and returns the bytes in small ones.
 //!
-//! rustls reads 4 KiB per system call, a dozen calls for one burst of responses. The large buffer belongs
-//! to the thread; a connection has one only while it contains unread bytes.
+//! rustls reads at most 4 KiB per system call, so a burst of responses would need a dozen calls. An idle
+//! connection holds no buffer: a read uses the spare buffer of the thread, and a connection keeps the buffer
+//! only while it contains unread bytes.
 
 use std::cell::Cell;
 use std::future::poll_fn;
@@ -11,19 +12,20 @@ use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, ReadBuf};
 
-/// Bytes per read: what a socket typically has after a burst.
-const SIZE: usize = 64 * 1024;
+/// Size of a buffer and maximum of bytes per read: what a socket typically contains after a burst.
+const BUFFER_SIZE: usize = 64 * 1024;
 
 thread_local! {
-    static SPARE: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
+    /// The buffer that no connection uses; empty if there is none.
+    static SPARE_BUFFER: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
 }
 
-/// A stream that reads ahead.
+/// A stream whose reads are buffered.
 #[derive(Debug)]
 pub struct ReadAhead<T> {
     inner: T,
-    /// Empty unless bytes are left between `start` and `end`.
-    ahead: Vec<u8>,
+    /// Contains unread bytes between `start` and `end`; empty if there are none.
+    buffer: Vec<u8>,
     start: usize,
     end: usize,
 }
@@ -31,53 +33,54 @@ pub struct ReadAhead<T> {
 impl<T> ReadAhead<T> {
     /// Wraps `inner`.
     pub fn new(inner: T) -> Self {
-        Self { inner, ahead: Vec::new(), start: 0, end: 0 }
+        Self { inner, buffer: Vec::new(), start: 0, end: 0 }
     }
 
-    /// The stream below.
+    /// The wrapped stream.
     pub fn get_mut(&mut self) -> &mut T {
         &mut self.inner
     }
 
-    fn fill_from_buffer(&mut self, buf: &mut ReadBuf<'_>) {
-        if self.ahead.is_empty() {
+    /// Moves unread bytes to `buf`. Returns an empty buffer to the thread.
+    fn move_unread_to(&mut self, buf: &mut ReadBuf<'_>) {
+        if self.buffer.is_empty() {
             return;
         }
         let end = self.end.min(self.start + buf.remaining());
-        buf.put_slice(&self.ahead[self.start..end]);
+        buf.put_slice(&self.buffer[self.start..end]);
         self.start = end;
         if self.start == self.end {
-            SPARE.set(std::mem::take(&mut self.ahead));
+            SPARE_BUFFER.set(std::mem::take(&mut self.buffer));
         }
     }
 }
 
 impl<T: AsyncRead + Unpin> ReadAhead<T> {
-    /// Waits for the first bytes and returns them without consuming them; empty at the end of the stream. The
-    /// connection keeps the buffer until they are read.
+    /// Waits for unread bytes and returns them without consuming them. The result is empty at the end of the
+    /// stream. The connection keeps the buffer until the bytes are read.
     ///
     /// # Errors
     /// Those of reading.
     pub async fn peek(&mut self) -> io::Result<&[u8]> {
-        poll_fn(|cx| self.poll_fill(cx)).await?;
-        Ok(self.ahead.get(self.start..self.end).unwrap_or_default())
+        poll_fn(|cx| self.poll_fill_buffer(cx)).await?;
+        Ok(self.buffer.get(self.start..self.end).unwrap_or_default())
     }
 
-    /// Reads if no bytes of the last read are left.
-    fn poll_fill(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        if !self.ahead.is_empty() {
+    /// Reads from the stream if no unread bytes are left.
+    fn poll_fill_buffer(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        if !self.buffer.is_empty() {
             return Poll::Ready(Ok(()));
         }
-        let mut spare = SPARE.take();
-        spare.resize(SIZE, 0); // allocates the first time only
+        let mut spare = SPARE_BUFFER.take();
+        spare.resize(BUFFER_SIZE, 0); // allocates only if the thread has no spare buffer
         let mut large = ReadBuf::new(&mut spare);
         let result = Pin::new(&mut self.inner).poll_read(cx, &mut large);
         let end = large.filled().len();
         if !matches!(result, Poll::Ready(Ok(()))) || end == 0 {
-            SPARE.set(spare);
+            SPARE_BUFFER.set(spare);
             return result;
         }
-        (self.ahead, self.start, self.end) = (spare, 0, end);
+        (self.buffer, self.start, self.end) = (spare, 0, end);
         Poll::Ready(Ok(()))
     }
 }
@@ -88,13 +91,13 @@ impl<T: AsyncRead + Unpin> AsyncRead for ReadAhead<T> {
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        ready!(self.poll_fill(cx))?;
-        self.fill_from_buffer(buf);
+        ready!(self.poll_fill_buffer(cx))?;
+        self.move_unread_to(buf);
         Poll::Ready(Ok(()))
     }
 }
 
-write_to_stream_below!(ReadAhead<T>, |this| &mut this.inner);
+delegate_async_write!(ReadAhead<T>, |this| &mut this.inner);
 
 #[cfg(test)]
 mod tests {
@@ -102,25 +105,25 @@ mod tests {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
     #[tokio::test(start_paused = true)]
-    async fn small_reads_return_every_byte_and_the_end() {
-        let (ours, mut theirs) = tokio::io::duplex(1 << 20);
-        let sent: Vec<u8> = (0..3 * SIZE + 5).map(|i| (i % 251) as u8).collect();
-        theirs.write_all(&sent).await.unwrap();
-        drop(theirs);
-        let mut reader = ReadAhead::new(ours);
+    async fn read_small_pieces_returns_every_byte_and_the_end() {
+        let (local, mut peer) = tokio::io::duplex(1 << 20);
+        let sent: Vec<u8> = (0..3 * BUFFER_SIZE + 5).map(|i| (i % 251) as u8).collect();
+        peer.write_all(&sent).await.unwrap();
+        drop(peer);
+        let mut reader = ReadAhead::new(local);
         assert_eq!(reader.peek().await.unwrap()[..5], sent[..5]);
-        assert_eq!(reader.peek().await.unwrap().len(), SIZE, "peek does not read again");
-        let mut got = Vec::new();
+        assert_eq!(reader.peek().await.unwrap().len(), BUFFER_SIZE, "peek does not read again");
+        let mut received = Vec::new();
         let mut piece = [0; 1000];
         loop {
             match reader.read(&mut piece).await.unwrap() {
                 0 => break,
-                n => got.extend_from_slice(&piece[..n]),
+                n => received.extend_from_slice(&piece[..n]),
             }
         }
-        assert!(got == sent);
+        assert!(received == sent);
         assert!(reader.peek().await.unwrap().is_empty(), "end of stream");
-        assert!(reader.ahead.is_empty(), "the thread has the buffer again");
-        assert_eq!(SPARE.take().len(), SIZE, "the spare buffer");
+        assert!(reader.buffer.is_empty(), "an idle connection holds no buffer");
+        assert_eq!(SPARE_BUFFER.take().len(), BUFFER_SIZE, "the buffer was returned to the thread");
     }
 }

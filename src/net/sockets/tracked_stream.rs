@@ -89,7 +89,7 @@ impl AsyncRead for TrackedStream {
     }
 }
 
-write_to_stream_below!(TrackedStream, |this| &mut *this.0.stream.borrow_mut());
+delegate_async_write!(TrackedStream, |this| &mut *this.0.stream.borrow_mut());
 
 #[cfg(test)]
 mod tests {

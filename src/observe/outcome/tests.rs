@@ -1,29 +1,31 @@
-//! Every way in which a request ends, and its access log line.
+//! Metrics and access log lines for every way in which a request can end.
 
 use super::*;
 use crate::config::{Level, Log, LogFormat};
+use crate::observe::Metrics;
 use crate::observe::log::tests::Captured;
-use crate::observe::{EndpointMetrics, Metrics, StateGauge};
 use std::time::Duration;
 
-fn parts(path: &str) -> request::Parts {
+fn request_head(path: &str) -> request::Parts {
     let request = http::Request::get(path).header("user-agent", "kubelet/v1.30").body(());
     request.expect("a valid request").into_parts().0
 }
 
 fn begin(metrics: &Arc<Metrics>, access: AccessLog) -> Outcome {
     let client = IpAddr::from([127, 0, 0, 1]);
-    let path = parts("/api/v1/pods?limit=5&token=hunter2");
-    Outcome::begin(&metrics.listener("a"), access, client, &path)
+    let head = request_head("/api/v1/pods?limit=5&token=hunter2");
+    Outcome::begin(&metrics.listener("a"), access, client, &head)
 }
 
-fn requests(metrics: &Metrics) -> Vec<String> {
+/// The labels `verb` and `code`, and the value, of each series of `jackstay_requests_total`.
+fn recorded_requests(metrics: &Metrics) -> Vec<String> {
     let text = metrics.render();
     let lines = text.lines().filter(|line| line.starts_with("jackstay_requests_total"));
     lines.map(|line| line.rsplit_once("verb=").expect("a verb").1.to_owned()).collect()
 }
 
-fn value(metrics: &Metrics, name: &str) -> String {
+/// The value of the only series of a metric, or `absent`.
+fn metric_value(metrics: &Metrics, name: &str) -> String {
     let text = metrics.render();
     let line = text.lines().find(|line| line.starts_with(&format!("{name}{{")));
     line.map_or("absent", |line| line.rsplit_once(' ').expect("a value").1).to_owned()
@@ -33,15 +35,15 @@ fn value(metrics: &Metrics, name: &str) -> String {
 fn drop_of_complete_request_records_it_once() {
     let metrics = Metrics::new();
     let mut outcome = begin(&metrics, AccessLog::Off);
-    assert_eq!(value(&metrics, "jackstay_requests_in_flight"), "1");
+    assert_eq!(metric_value(&metrics, "jackstay_requests_in_flight"), "1");
     outcome.classified("list", false);
     outcome.answered(200);
     outcome.complete();
     drop(outcome);
-    assert_eq!(requests(&metrics), [r#""list",code="200"} 1"#]);
-    assert_eq!(value(&metrics, "jackstay_requests_in_flight"), "0");
-    assert_eq!(value(&metrics, "jackstay_request_duration_seconds_count"), "1");
-    assert_eq!(value(&metrics, "jackstay_responses_cut_total"), "absent");
+    assert_eq!(recorded_requests(&metrics), [r#""list",code="200"} 1"#]);
+    assert_eq!(metric_value(&metrics, "jackstay_requests_in_flight"), "0");
+    assert_eq!(metric_value(&metrics, "jackstay_request_duration_seconds_count"), "1");
+    assert_eq!(metric_value(&metrics, "jackstay_responses_cut_total"), "absent");
 }
 
 #[tokio::test(start_paused = true)]
@@ -55,8 +57,8 @@ async fn drop_in_cancelled_task_records_499() {
     tokio::task::yield_now().await;
     task.abort();
     assert!(task.await.expect_err("it was aborted").is_cancelled());
-    assert_eq!(requests(&metrics), [r#""other",code="499"} 1"#]);
-    assert_eq!(value(&metrics, "jackstay_requests_in_flight"), "0");
+    assert_eq!(recorded_requests(&metrics), [r#""other",code="499"} 1"#]);
+    assert_eq!(metric_value(&metrics, "jackstay_requests_in_flight"), "0");
 }
 
 #[test]
@@ -65,10 +67,10 @@ fn drop_in_panic_records_500() {
     let mut outcome = begin(&metrics, AccessLog::Off);
     let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || {
         outcome.classified("get", false);
-        panic!("a bug, on purpose");
+        panic!("expected by this test");
     }));
     assert!(panicked.is_err());
-    assert_eq!(requests(&metrics), [r#""get",code="500"} 1"#]);
+    assert_eq!(recorded_requests(&metrics), [r#""get",code="500"} 1"#]);
 }
 
 #[test]
@@ -80,19 +82,20 @@ fn gauges_count_watches_and_tunnels_and_long_running_requests_have_no_duration()
     let mut tunnel = begin(&metrics, AccessLog::Off);
     tunnel.upgraded();
     tunnel.upgraded();
-    assert_eq!(value(&metrics, "jackstay_watches"), "1");
-    assert_eq!(value(&metrics, "jackstay_tunnels"), "1");
-    assert_eq!(value(&metrics, "jackstay_requests_in_flight"), "2");
+    assert_eq!(metric_value(&metrics, "jackstay_watches"), "1");
+    assert_eq!(metric_value(&metrics, "jackstay_tunnels"), "1");
+    assert_eq!(metric_value(&metrics, "jackstay_requests_in_flight"), "2");
     drop((watch, tunnel));
-    assert_eq!(value(&metrics, "jackstay_watches"), "0");
-    assert_eq!(value(&metrics, "jackstay_tunnels"), "0");
-    assert_eq!(value(&metrics, "jackstay_request_duration_seconds_count"), "absent");
+    assert_eq!(metric_value(&metrics, "jackstay_watches"), "0");
+    assert_eq!(metric_value(&metrics, "jackstay_tunnels"), "0");
+    assert_eq!(metric_value(&metrics, "jackstay_request_duration_seconds_count"), "absent");
 }
 
-/// (code, complete, cut by, long-running) -> (code, counted as cut by, a line with `errors`).
 #[test]
-fn drop_records_code_side_and_line_for_every_end() {
+fn drop_records_code_cutting_side_and_log_line_for_every_end() {
     use Side::{Client, Jackstay, Upstream};
+    // Input: code of the response head, completed, side that cut the response, long-running.
+    // Expected: recorded code, side in `jackstay_responses_cut_total`, a line at `access: errors`.
     let table = [
         (Some(200), true, None, false, 200, None, false),
         (Some(404), true, None, false, 404, None, false),
@@ -108,14 +111,14 @@ fn drop_records_code_side_and_line_for_every_end() {
         (None, false, Some(Jackstay), false, 503, None, true),
     ];
     for row in table {
-        let (head, complete, cut_by, long_running, code, counted, logged) = row;
+        let (head_code, complete, cut_by, long_running, code, counted, logged) = row;
         let metrics = Metrics::new();
         let captured = Captured::default();
         captured.during(LogFormat::Text, || {
             let mut outcome = begin(&metrics, AccessLog::Errors);
             outcome.classified("get", long_running);
-            if let Some(head) = head {
-                outcome.answered(head);
+            if let Some(head_code) = head_code {
+                outcome.answered(head_code);
             }
             if complete {
                 outcome.complete();
@@ -125,14 +128,22 @@ fn drop_records_code_side_and_line_for_every_end() {
                 outcome.cut(Client, "later");
             }
         });
-        assert_eq!(requests(&metrics), [format!("\"get\",code=\"{code}\"}} 1")], "{row:?}");
-        let cuts = metrics.render().lines().any(|line| {
-            counted.is_some_and(|side: Side| {
-                line.starts_with("jackstay_responses_cut_total")
-                    && line.contains(&format!("side=\"{}\"", side.as_str()))
+        assert_eq!(
+            recorded_requests(&metrics),
+            [format!("\"get\",code=\"{code}\"}} 1")],
+            "{row:?}"
+        );
+        let text = metrics.render();
+        let cuts: Vec<_> =
+            text.lines().filter(|line| line.starts_with("jackstay_responses_cut_total")).collect();
+        let expected: Vec<_> = counted
+            .iter()
+            .map(|side: &Side| {
+                let side = side.as_str();
+                format!("jackstay_responses_cut_total{{listener=\"a\",side=\"{side}\"}} 1")
             })
-        });
-        assert_eq!(cuts, counted.is_some(), "{row:?}");
+            .collect();
+        assert_eq!(cuts, expected, "{row:?}");
         assert_eq!(captured.lines().len(), usize::from(logged), "{row:?}");
     }
 }
@@ -141,9 +152,8 @@ fn drop_records_code_side_and_line_for_every_end() {
 fn access_line_has_every_field_and_no_secret() {
     let metrics = Metrics::new();
     let captured = Captured::default();
-    let endpoint: Arc<EndpointMetrics> = metrics.endpoint("u", "10.0.0.11:6443");
+    let endpoint = metrics.endpoint("u", "10.0.0.11:6443");
     let other = metrics.endpoint("u", "10.0.0.12:6443");
-    let _gauge: StateGauge = endpoint.connection_gauge();
     captured.during(LogFormat::Json, || {
         let mut outcome = begin(&metrics, AccessLog::All);
         outcome.classified("list", false);
@@ -182,7 +192,7 @@ fn access_line_has_every_field_and_no_secret() {
 }
 
 #[test]
-fn access_line_bounds_every_string_of_the_client() {
+fn access_line_shortens_long_strings_of_the_client() {
     let metrics = Metrics::new();
     let captured = Captured::default();
     let long = "M".repeat(60_000);
@@ -208,45 +218,51 @@ fn access_line_bounds_every_string_of_the_client() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn access_lines_of_clients_that_leave_are_limited_and_counted() {
+async fn access_log_limits_lines_for_clients_that_leave_and_counts_suppressed_ones() {
     let metrics = Metrics::new();
     let captured = Captured::default();
-    let leave = |access, times| {
-        for _ in 0..times {
+    // Each round ends two requests: one before and one after the response head.
+    let abandon_requests = |access, rounds| {
+        for _ in 0..rounds {
             drop(begin(&metrics, access));
             let mut cut = begin(&metrics, access);
             cut.answered(200);
         }
     };
-    let numbers = |captured: &Captured| -> (usize, u64) {
+    // The number of access lines, and the sum of the lines that they report as suppressed.
+    let written_and_suppressed = |captured: &Captured| -> (usize, u64) {
         let lines = captured.lines();
         let count = |line: &String| line.split_once("suppressed=")?.1.parse::<u64>().ok();
         let written = lines.iter().filter(|line| line.contains(" request ")).count();
         (written, lines.iter().filter_map(count).sum())
     };
-    captured.during(LogFormat::Text, || leave(AccessLog::Errors, 500));
-    assert_eq!(numbers(&captured), (20, 0));
+    captured.during(LogFormat::Text, || abandon_requests(AccessLog::Errors, 500));
+    assert_eq!(written_and_suppressed(&captured), (20, 0));
     tokio::time::advance(Duration::from_secs(6)).await;
-    captured.during(LogFormat::Text, || leave(AccessLog::Errors, 500));
-    assert_eq!(numbers(&captured), (40, 980), "the first line of a window has the count");
+    captured.during(LogFormat::Text, || abandon_requests(AccessLog::Errors, 500));
+    assert_eq!(
+        written_and_suppressed(&captured),
+        (40, 980),
+        "the first line after the limit reports the suppressed ones"
+    );
     tokio::time::advance(Duration::from_secs(6)).await;
     captured.during(LogFormat::Text, || metrics.upkeep());
-    assert_eq!(numbers(&captured), (40, 1_960), "and the end of the burst");
+    assert_eq!(written_and_suppressed(&captured), (40, 1_960), "upkeep reports the rest");
     let last = captured.lines().pop().expect("a line");
     assert!(last.contains(r#"repeated requests suppressed listener="a""#), "{last}");
 
     let all = Captured::default();
-    all.during(LogFormat::Text, || leave(AccessLog::All, 500));
-    assert_eq!(numbers(&all), (1_000, 0), "`all` means every request");
+    all.during(LogFormat::Text, || abandon_requests(AccessLog::All, 500));
+    assert_eq!(written_and_suppressed(&all), (1_000, 0), "`access: all` is not limited");
 }
 
 #[test]
-fn access_lines_do_not_depend_on_the_level() {
+fn access_lines_are_written_at_every_log_level() {
     let metrics = Metrics::new();
     let captured = Captured::default();
     let log = Log { level: Level::Error, format: LogFormat::Text, access: AccessLog::All };
     captured.with(&log, || {
-        tracing::info!("not this");
+        tracing::info!("suppressed by level `error`");
         begin(&metrics, AccessLog::All).answered(200);
     });
     let lines = captured.lines();
@@ -254,7 +270,7 @@ fn access_lines_do_not_depend_on_the_level() {
     assert!(lines[0].contains(r#"request listener="a" client=127.0.0.1"#), "{lines:?}");
 }
 
-/// Every response body contains one, idle watches included.
+/// Every response body contains an `Outcome`, including those of idle watches.
 #[test]
 fn outcome_is_at_most_360_bytes() {
     assert!(size_of::<Outcome>() <= 360, "{}", size_of::<Outcome>());
@@ -262,12 +278,12 @@ fn outcome_is_at_most_360_bytes() {
 
 #[allow(clippy::disallowed_methods)] // measures real time
 #[test]
-#[ignore = "a measurement: cargo test --release -- --ignored --nocapture healthy_path"]
-fn cost_of_the_healthy_path() {
+#[ignore = "a measurement: cargo test --release -- --ignored --nocapture cost_of_a_successful"]
+fn cost_of_a_successful_request() {
     let started = std::time::Instant::now();
     let metrics = Metrics::new();
     println!("Metrics::new took {:?}", started.elapsed());
-    let head = parts("/api/v1/pods?limit=5");
+    let head = request_head("/api/v1/pods?limit=5");
     let listener = metrics.listener("a");
     let endpoint = metrics.endpoint("u", "e");
     for access in [AccessLog::Off, AccessLog::Errors] {
@@ -285,6 +301,6 @@ fn cost_of_the_healthy_path() {
             spent += round.elapsed();
             metrics.upkeep();
         }
-        println!("{access:?}: {:?} a request", spent / rounds);
+        println!("{access:?}: {:?} per request", spent / rounds);
     }
 }

@@ -127,7 +127,7 @@ impl Pool {
     fn reasons(&self, class: &ClassPool) -> String {
         let endpoints = self.upstream.endpoints();
         if endpoints.is_empty() {
-            let errors = self.upstream.sources.complaints();
+            let errors = self.upstream.sources.current_errors();
             return format!("no endpoint is known yet; {errors}");
         }
         let reason = |endpoint: &Arc<Endpoint>| {

@@ -1,9 +1,9 @@
-//! Lookups against a test name server.
+//! Tests of lookups, of updates from their results, and of the whole source, with a local name server.
 
 use std::collections::HashMap;
 use std::net::UdpSocket;
 use std::str::FromStr;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use hickory_resolver::proto::op::{Message, ResponseCode};
@@ -23,11 +23,12 @@ use crate::wait::until;
 /// The addresses of each name, and their TTL in seconds.
 type Zone = HashMap<String, (Vec<IpAddr>, u32)>;
 
-/// A name server on a free port, and system files that name it.
+/// A UDP name server on a free port, and resolver files that refer to it.
 struct TestServer {
-    system: ResolverFiles,
+    files: ResolverFiles,
     zone: Arc<Mutex<Zone>>,
-    silent: Arc<std::sync::atomic::AtomicBool>,
+    /// The server receives queries but does not respond.
+    silent: Arc<AtomicBool>,
     queries: Arc<AtomicUsize>,
     _dir: tempfile::TempDir,
 }
@@ -36,14 +37,14 @@ impl TestServer {
     fn new() -> Self {
         let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
         let dir = tempfile::tempdir().unwrap();
-        let system = ResolverFiles {
+        let files = ResolverFiles {
             hosts: dir.path().join("hosts"),
             resolv_conf: dir.path().join("resolv.conf"),
             port: socket.local_addr().unwrap().port(),
         };
-        std::fs::write(&system.resolv_conf, "nameserver 127.0.0.1\n").unwrap();
+        std::fs::write(&files.resolv_conf, "nameserver 127.0.0.1\n").unwrap();
         let server = Self {
-            system,
+            files,
             zone: Arc::default(),
             silent: Arc::default(),
             queries: Arc::default(),
@@ -59,24 +60,24 @@ impl TestServer {
                     continue;
                 }
                 let question = Message::from_vec(&buffer[..size]).unwrap();
-                let answer = answer(&question, &zone.lock().unwrap());
-                let _ = socket.send_to(&answer.to_vec().unwrap(), peer);
+                let response = response_to(&question, &zone.lock().unwrap());
+                let _ = socket.send_to(&response.to_vec().unwrap(), peer);
             }
         });
         server
     }
 
-    fn set(&self, name: &str, addresses: &[&str], ttl: u32) {
+    fn set_addresses(&self, name: &str, addresses: &[&str], ttl: u32) {
         let addresses = addresses.iter().map(|a| a.parse().unwrap()).collect();
         self.zone.lock().unwrap().insert(name.to_owned(), (addresses, ttl));
     }
 
-    fn queries(&self) -> usize {
+    fn query_count(&self) -> usize {
         self.queries.load(Ordering::Relaxed)
     }
 }
 
-fn answer(question: &Message, zone: &Zone) -> Message {
+fn response_to(question: &Message, zone: &Zone) -> Message {
     let query = question.queries[0].clone();
     let mut message = Message::response(question.metadata.id, question.metadata.op_code);
     let name = query.name().to_string().to_ascii_lowercase();
@@ -101,75 +102,89 @@ fn ips(texts: &[&str]) -> Vec<IpAddr> {
     texts.iter().map(|text| IpAddr::from_str(text).unwrap()).collect()
 }
 
+/// An upstream without endpoints, and the states of its sources.
+fn new_source_states() -> (Arc<Upstream>, Rc<SourceStates>) {
+    let config = crate::control::discovery::tests::config();
+    let credentials = Credentials::load(&config, &[]).unwrap();
+    let upstream = Arc::new(Upstream::new(config, credentials, &Metrics::new()));
+    let states = SourceStates::new(Arc::clone(&upstream), Box::new(OwnAddresses::default));
+    (upstream, states)
+}
+
 #[tokio::test]
 async fn look_up_both_families_returns_addresses_and_ttl() {
     let server = TestServer::new();
-    server.set("api.example.com", &["10.0.0.1", "10.0.0.2", "fd00::1"], 60);
-    let found = look_up("api.example.com", &server.system).await;
+    server.set_addresses("api.example.com", &["10.0.0.1", "10.0.0.2", "fd00::1"], 60);
+    let found = look_up("api.example.com", &server.files).await;
     let mut v4 = found.v4.unwrap();
     v4.sort();
     assert_eq!(v4, ips(&["10.0.0.1", "10.0.0.2"]));
     assert_eq!(found.v6.unwrap(), ips(&["fd00::1"]));
     assert!((50..=60).contains(&found.ttl.as_secs()), "{:?}", found.ttl);
 
-    server.set("four.example.com", &["10.0.0.4"], 60);
-    let found = look_up("four.example.com", &server.system).await;
+    server.set_addresses("four.example.com", &["10.0.0.4"], 60);
+    let found = look_up("four.example.com", &server.files).await;
     assert_eq!((found.v4.unwrap().len(), found.v6.unwrap().len()), (1, 0));
-    let found = look_up("nowhere.example.com", &server.system).await;
+    let found = look_up("nowhere.example.com", &server.files).await;
     assert_eq!(found.v4.unwrap_err(), "there is no such name");
 }
 
 #[tokio::test]
 async fn look_up_hosts_file_wins_and_localhost_is_not_queried() {
     let server = TestServer::new();
-    server.set("api.example.com", &["10.0.0.1"], 60);
-    let hosts = "# ours\n10.1.1.1 API.example.com other\nfd00::9 api.example.com\nnonsense\n";
-    std::fs::write(&server.system.hosts, hosts).unwrap();
-    let found = look_up("api.example.com", &server.system).await;
+    server.set_addresses("api.example.com", &["10.0.0.1"], 60);
+    let hosts = "# local\n10.1.1.1 API.example.com other\nfd00::9 api.example.com\nnonsense\n";
+    std::fs::write(&server.files.hosts, hosts).unwrap();
+    let found = look_up("api.example.com", &server.files).await;
     assert_eq!(found.v4.unwrap(), ips(&["10.1.1.1"]));
     assert_eq!(found.v6.unwrap(), ips(&["fd00::9"]));
-    let found = look_up("node.localhost", &server.system).await;
+    let found = look_up("node.localhost", &server.files).await;
     assert_eq!((found.v4.unwrap(), found.v6.unwrap()), (ips(&["127.0.0.1"]), ips(&["::1"])));
-    assert_eq!(server.queries(), 0);
-    std::fs::remove_file(&server.system.hosts).unwrap();
-    let found = look_up("api.example.com", &server.system).await;
-    assert_eq!(found.v4.unwrap(), ips(&["10.0.0.1"]), "no hosts file is no hosts");
+    assert_eq!(server.query_count(), 0);
+    std::fs::remove_file(&server.files.hosts).unwrap();
+    let found = look_up("api.example.com", &server.files).await;
+    assert_eq!(
+        found.v4.unwrap(),
+        ips(&["10.0.0.1"]),
+        "without a hosts file the name server is queried"
+    );
 }
 
 #[tokio::test]
 async fn look_up_no_name_servers_configured_fails() {
     let server = TestServer::new();
-    std::fs::remove_file(&server.system.resolv_conf).unwrap();
-    let found = look_up("api.example.com", &server.system).await;
+    std::fs::remove_file(&server.files.resolv_conf).unwrap();
+    let found = look_up("api.example.com", &server.files).await;
     assert!(found.v4.unwrap_err().contains("resolv.conf"));
-    std::fs::write(&server.system.resolv_conf, "# nothing\nnonsense here\n").unwrap();
-    let found = look_up("api.example.com", &server.system).await;
+    std::fs::write(&server.files.resolv_conf, "# nothing\nnonsense here\n").unwrap();
+    let found = look_up("api.example.com", &server.files).await;
     assert!(found.v6.unwrap_err().contains("resolv.conf"));
 }
 
 #[tokio::test]
-async fn look_up_malformed_system_files_are_tolerated() {
+async fn look_up_unusable_files_do_not_block_and_bad_lines_are_skipped() {
     let server = TestServer::new();
-    server.set("api.example.com", &["10.0.0.1"], 60);
-    // Named pipes without a writer, which would block a reader.
-    for path in [&server.system.hosts, &server.system.resolv_conf] {
+    server.set_addresses("api.example.com", &["10.0.0.1"], 60);
+    // Opening a named pipe without a writer blocks the reader.
+    for path in [&server.files.hosts, &server.files.resolv_conf] {
         let _ = std::fs::remove_file(path);
         assert!(std::process::Command::new("mkfifo").arg(path).status().unwrap().success());
     }
-    let found = look_up("api.example.com", &server.system).await;
+    let found = look_up("api.example.com", &server.files).await;
     let why = found.v4.unwrap_err();
     assert!(why.contains("resolv.conf") && why.contains("not a regular file"), "{why}");
-    for path in [&server.system.hosts, &server.system.resolv_conf] {
+    for path in [&server.files.hosts, &server.files.resolv_conf] {
         std::fs::remove_file(path).unwrap();
     }
-    // A timeout of 0 is raised to 1 s; a comment in Latin-1 affects only its own line.
+    // A timeout of 0 is raised to 1 s, and unknown options are ignored.
     let resolv_conf = "nameserver 127.0.0.1\noptions timeout:0 attempts:0 trust-ad what:ever\n";
-    std::fs::write(&server.system.resolv_conf, resolv_conf).unwrap();
-    let found = look_up("api.example.com", &server.system).await;
+    std::fs::write(&server.files.resolv_conf, resolv_conf).unwrap();
+    let found = look_up("api.example.com", &server.files).await;
     assert_eq!(found.v4.unwrap(), ips(&["10.0.0.1"]));
+    // A comment that is not UTF-8 affects only its own line.
     let hosts = b"# R\xe9seau\n10.1.1.1 api.example.com # l'\xe9quipe\n";
-    std::fs::write(&server.system.hosts, hosts).unwrap();
-    let found = look_up("api.example.com", &server.system).await;
+    std::fs::write(&server.files.hosts, hosts).unwrap();
+    let found = look_up("api.example.com", &server.files).await;
     assert_eq!(found.v4.unwrap(), ips(&["10.1.1.1"]));
 }
 
@@ -186,20 +201,21 @@ fn update_failed_lookup_keeps_addresses_and_backs_off() {
     };
     let mut known = NameState::default();
     let (mut failures, now) = (0, Instant::now());
+    // Applies a result and returns the seconds until the next lookup.
     let mut next = |known: &mut NameState, found| {
         update(known, found, &mut failures, &|_| false, now).as_secs()
     };
     assert_eq!(next(&mut known, found(Ok(&["10.0.0.1"]), Ok(&["fd00::1"]))), 60);
-    // One family fails: it keeps its addresses, and the next lookup comes soon.
+    // A failed family keeps its addresses, and the next lookup follows after 1 s.
     assert_eq!(next(&mut known, found(Ok(&["10.0.0.2"]), Err("timed out"))), 1);
     assert_eq!(known.addresses().collect::<Vec<_>>(), ips(&["10.0.0.2", "fd00::1"]));
     assert_eq!(known.error.as_deref(), Some("timed out"));
-    // One family has no address any more.
+    // A family without addresses in a successful response loses its addresses.
     assert_eq!(next(&mut known, found(Ok(&["10.0.0.2"]), Ok(&[]))), 60);
     assert_eq!(known.addresses().collect::<Vec<_>>(), ips(&["10.0.0.2"]));
-    // A response without any address changes nothing.
-    for (turn, pause) in [1, 2, 4, 8, 16, 30, 30].into_iter().enumerate() {
-        assert_eq!(next(&mut known, found(Ok(&[]), Ok(&[]))), pause, "turn {turn}");
+    // A response without any address is a failure: the addresses stay.
+    for (round, pause) in [1, 2, 4, 8, 16, 30, 30].into_iter().enumerate() {
+        assert_eq!(next(&mut known, found(Ok(&[]), Ok(&[]))), pause, "round {round}");
     }
     assert_eq!(known.addresses().collect::<Vec<_>>(), ips(&["10.0.0.2"]));
     assert_eq!(next(&mut known, found(Err("no such name"), Err("no such name"))), 30);
@@ -211,38 +227,38 @@ fn update_failed_lookup_keeps_addresses_and_backs_off() {
     assert_eq!(next(&mut known, slow), 300, "a TTL of a day is reduced to 300 s");
 }
 
-/// One response in each TTL: an omitted address stays for three TTLs while it is usable.
+/// One response arrives per TTL.
 #[tokio::test(start_paused = true)]
 async fn update_omitted_usable_address_stays_for_three_ttls() {
     const TTL: Duration = Duration::from_secs(60);
     let all = ips(&["10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4"]);
     let (mut known, mut failures) = (NameState::default(), 0);
-    let mut answer = |known: &mut NameState, v4: &[IpAddr], usable: &dyn Fn(IpAddr) -> bool| {
+    let mut respond = |known: &mut NameState, v4: &[IpAddr], usable: &dyn Fn(IpAddr) -> bool| {
         let found = LookupResult { v4: Ok(v4.to_vec()), v6: Ok(vec![]), ttl: TTL, complete: false };
         assert_eq!(update(known, found, &mut failures, usable, Instant::now()), TTL);
         let mut set: Vec<_> = known.addresses().collect();
         set.sort_unstable();
         set
     };
-    // Each response has two of four addresses: after two responses all four are known, and stay.
-    for turn in 0..20 {
-        let pair = if turn % 2 == 0 { &all[..2] } else { &all[2..] };
-        let set = answer(&mut known, pair, &|_| true);
-        assert_eq!(set, if turn == 0 { &all[..2] } else { &all[..] }, "turn {turn}");
+    // Responses alternate between two pairs of addresses. From the second response on, all four are known.
+    for round in 0..20 {
+        let pair = if round % 2 == 0 { &all[..2] } else { &all[2..] };
+        let set = respond(&mut known, pair, &|_| true);
+        assert_eq!(set, if round == 0 { &all[..2] } else { &all[..] }, "round {round}");
         tokio::time::advance(TTL).await;
     }
-    // .3 and .4 were last in a response one TTL ago; three TTLs after that they leave.
-    let unnamed = [4, 4, 2, 2].map(|count| &all[..count]);
-    for (turn, expected) in unnamed.into_iter().enumerate() {
-        assert_eq!(answer(&mut known, &all[..2], &|_| true), expected, "turn {turn}");
+    // .3 and .4 were last in a response one TTL ago, so they leave after two more TTLs.
+    let expected_sets = [4, 4, 2, 2].map(|count| &all[..count]);
+    for (round, expected) in expected_sets.into_iter().enumerate() {
+        assert_eq!(respond(&mut known, &all[..2], &|_| true), expected, "round {round}");
         tokio::time::advance(TTL).await;
     }
-    // .2 is omitted and not usable.
-    assert_eq!(answer(&mut known, &all[..1], &|ip| ip != all[1]), &all[..1]);
+    // .2 is omitted and not usable, so it leaves at once.
+    assert_eq!(respond(&mut known, &all[..1], &|ip| ip != all[1]), &all[..1]);
 }
 
 #[tokio::test(start_paused = true)]
-async fn update_omitted_address_known_before_start_stays_for_three_ttls() {
+async fn update_omitted_address_without_time_limit_stays_for_three_ttls() {
     let before = NameAddress { ip: ips(&["10.0.0.2"])[0], until: None };
     let mut known = NameState { v4: vec![before], ..NameState::default() };
     let mut failures = 0;
@@ -256,7 +272,7 @@ async fn update_omitted_address_known_before_start_stays_for_three_ttls() {
     }
 }
 
-/// The operator edits the hosts file: an address that it no longer has leaves at once.
+/// A hosts file is complete, so an address that is removed from it leaves at once.
 #[test]
 fn update_address_omitted_by_hosts_file_leaves_at_once() {
     let now = Instant::now();
@@ -272,28 +288,25 @@ fn update_address_omitted_by_hosts_file_leaves_at_once() {
 #[tokio::test]
 async fn follow_omitted_address_stays_while_its_endpoint_is_usable() {
     let server = TestServer::new();
-    server.set("api.example.com", &["10.0.0.1", "10.0.0.2", "10.0.0.3"], 60);
-    let config = crate::control::discovery::tests::config();
-    let credentials = Credentials::load(&config, &[]).unwrap();
-    let upstream = Arc::new(Upstream::new(config, credentials, &Metrics::new()));
-    let states = SourceStates::new(Arc::clone(&upstream), Box::new(OwnAddresses::default));
+    server.set_addresses("api.example.com", &["10.0.0.1", "10.0.0.2", "10.0.0.3"], 60);
+    let (upstream, states) = new_source_states();
     let names = vec![EndpointAddress { host: "api.example.com".into(), port: 6443 }];
-    let becomes = async |hosts: &[&str]| loop {
-        let mut now: Vec<_> = states.read(|answers, _| {
+    let wait_for = async |hosts: &[&str]| loop {
+        let mut current: Vec<_> = states.read(|answers, _| {
             let entries =
                 answers.get(&EndpointSource::Dns).map_or(&[][..], |answer| &answer.candidates);
             entries.iter().map(|entry| entry.address.host.clone()).collect()
         });
-        now.sort();
-        if now == hosts {
+        current.sort();
+        if current == hosts {
             break;
         }
         states.changed().await;
     };
     let test = async {
-        let task = follow(names, server.system.clone(), Rc::clone(&states));
+        let task = follow(names, server.files.clone(), Rc::clone(&states));
         let task = tokio::task::spawn_local(task);
-        becomes(&["10.0.0.1", "10.0.0.2", "10.0.0.3"]).await;
+        wait_for(&["10.0.0.1", "10.0.0.2", "10.0.0.3"]).await;
         let members: Vec<_> = states.read(|answers, _| {
             let entries = answers[&EndpointSource::Dns].candidates.iter();
             let member = |entry: &Candidate| crate::control::endpoint_set::EndpointSpec {
@@ -310,11 +323,11 @@ async fn follow_omitted_address_stays_while_its_endpoint_is_usable() {
                 endpoint.observe(Observation::ReadyzOk);
             }
         }
-        server.set("api.example.com", &["10.0.0.1"], 60);
+        server.set_addresses("api.example.com", &["10.0.0.1"], 60);
         tokio::time::pause();
         tokio::time::advance(Duration::from_secs(67)).await;
         tokio::time::resume();
-        becomes(&["10.0.0.1", "10.0.0.2"]).await;
+        wait_for(&["10.0.0.1", "10.0.0.2"]).await;
         task.abort();
     };
     LocalSet::new().run_until(test).await;
@@ -323,11 +336,8 @@ async fn follow_omitted_address_stays_while_its_endpoint_is_usable() {
 #[tokio::test]
 async fn follow_hosts_file_changed_publishes_new_addresses() {
     let server = TestServer::new();
-    server.set("api.example.com", &["10.0.0.1"], 300);
-    let config = crate::control::discovery::tests::config();
-    let credentials = Credentials::load(&config, &[]).unwrap();
-    let upstream = Arc::new(Upstream::new(config, credentials, &Metrics::new()));
-    let states = SourceStates::new(Arc::clone(&upstream), Box::new(OwnAddresses::default));
+    server.set_addresses("api.example.com", &["10.0.0.1"], 300);
+    let (upstream, states) = new_source_states();
     let name = |host: &str, port| EndpointAddress { host: host.into(), port };
     let names = vec![name("api.example.com", 6443), name("late.example.com", 443)];
     let known = |states: &SourceStates| {
@@ -342,16 +352,19 @@ async fn follow_hosts_file_changed_publishes_new_addresses() {
     let local = LocalSet::new();
     local
         .run_until(async {
-            let task = follow(names, server.system.clone(), Rc::clone(&states));
+            let task = follow(names, server.files.clone(), Rc::clone(&states));
             let task = tokio::task::spawn_local(task);
             while known(&states).0 != ["10.0.0.1:6443"] {
                 states.changed().await;
             }
             assert!(!known(&states).1, "one name is not resolved");
-            let why = "dns: late.example.com: there is no such name";
-            until("why", async || upstream.sources.complaints() == why).await;
+            let error = "dns: late.example.com: there is no such name";
+            until("the failed lookup is reported", async || {
+                upstream.sources.current_errors() == error
+            })
+            .await;
             assert_eq!(upstream.sources.reports()[&EndpointSource::Dns].endpoints, 1);
-            std::fs::write(&server.system.hosts, "fd00::7 late.example.com\n").unwrap();
+            std::fs::write(&server.files.hosts, "fd00::7 late.example.com\n").unwrap();
             while known(&states) != (vec!["10.0.0.1:6443".into(), "[fd00::7]:443".into()], true) {
                 states.changed().await;
             }
@@ -362,19 +375,16 @@ async fn follow_hosts_file_changed_publishes_new_addresses() {
     assert_eq!(
         entry.server_name.as_deref(),
         Some("api.example.com"),
-        "the name is the server name"
+        "certificates are verified against the DNS name"
     );
 }
 
 #[tokio::test]
 async fn follow_name_added_keeps_addresses_of_the_others() {
     let server = TestServer::new();
-    server.set("a.example.com", &["10.0.0.1", "fd00::1"], 300);
-    server.set("b.example.com", &["10.0.0.2"], 300);
-    let config = crate::control::discovery::tests::config();
-    let credentials = Credentials::load(&config, &[]).unwrap();
-    let upstream = Arc::new(Upstream::new(config, credentials, &Metrics::new()));
-    let states = SourceStates::new(Arc::clone(&upstream), Box::new(OwnAddresses::default));
+    server.set_addresses("a.example.com", &["10.0.0.1", "fd00::1"], 300);
+    server.set_addresses("b.example.com", &["10.0.0.2"], 300);
+    let (upstream, states) = new_source_states();
     let names = |hosts: &[&str]| -> Vec<_> {
         let name = |host: &&str| EndpointAddress { host: (*host).to_owned(), port: 6443 };
         hosts.iter().map(name).collect()
@@ -389,7 +399,7 @@ async fn follow_name_added_keeps_addresses_of_the_others() {
     let test = async {
         let first = follow(
             names(&["a.example.com", "b.example.com"]),
-            server.system.clone(),
+            server.files.clone(),
             Rc::clone(&states),
         );
         let first = tokio::task::spawn_local(first);
@@ -397,18 +407,18 @@ async fn follow_name_added_keeps_addresses_of_the_others() {
             states.changed().await;
         }
         first.abort();
-        // No name server is configured any more, but the hosts file has the new name.
-        std::fs::write(&server.system.resolv_conf, "# nothing\n").unwrap();
-        std::fs::write(&server.system.hosts, "10.0.0.3 c.example.com\n").unwrap();
+        // Lookups at the name server fail from now on; the hosts file has only the new name.
+        std::fs::write(&server.files.resolv_conf, "# empty\n").unwrap();
+        std::fs::write(&server.files.hosts, "10.0.0.3 c.example.com\n").unwrap();
         let next = names(&["c.example.com", "b.example.com", "a.example.com"]);
-        let second = follow(next, server.system.clone(), Rc::clone(&states));
+        let second = follow(next, server.files.clone(), Rc::clone(&states));
         let second = tokio::task::spawn_local(second);
         while known() != ["10.0.0.3", "10.0.0.2", "10.0.0.1", "fd00::1"] {
             assert!(known().contains(&"10.0.0.1".to_owned()), "{:?}", known());
             states.changed().await;
         }
-        let told = async || upstream.sources.complaints().contains("a.example.com: ");
-        until("its failure is reported", told).await;
+        let reported = async || upstream.sources.current_errors().contains("a.example.com: ");
+        until("the failed lookup is reported", reported).await;
         assert_eq!(known().len(), 4);
         second.abort();
     };
@@ -416,15 +426,12 @@ async fn follow_name_added_keeps_addresses_of_the_others() {
 }
 
 #[tokio::test]
-async fn follow_ttl_over_looks_the_name_up_again() {
+async fn follow_queries_again_when_the_ttl_expires() {
     let server = TestServer::new();
-    server.set("api.example.com", &["10.0.0.1"], 60);
-    let config = crate::control::discovery::tests::config();
-    let credentials = Credentials::load(&config, &[]).unwrap();
-    let upstream = Arc::new(Upstream::new(config, credentials, &Metrics::new()));
-    let states = SourceStates::new(upstream, Box::new(OwnAddresses::default));
+    server.set_addresses("api.example.com", &["10.0.0.1"], 60);
+    let (_, states) = new_source_states();
     let names = vec![EndpointAddress { host: "api.example.com".into(), port: 6443 }];
-    let becomes = async |host: &str| {
+    let wait_for = async |host: &str| {
         let is = |answers: &BTreeMap<EndpointSource, super::super::source_states::SourceAnswer>| {
             answers
                 .get(&EndpointSource::Dns)
@@ -435,19 +442,19 @@ async fn follow_ttl_over_looks_the_name_up_again() {
         }
     };
     let test = async {
-        let task = follow(names, server.system.clone(), Rc::clone(&states));
+        let task = follow(names, server.files.clone(), Rc::clone(&states));
         let task = tokio::task::spawn_local(task);
-        becomes("10.0.0.1").await;
-        let queries = server.queries();
-        server.set("api.example.com", &["10.0.0.2"], 60);
-        // A tenth of the TTL is jitter. The clock is paused only between lookups: the name server
-        // answers in real time.
+        wait_for("10.0.0.1").await;
+        let before = server.query_count();
+        server.set_addresses("api.example.com", &["10.0.0.2"], 60);
+        // Jitter is at most a tenth of the TTL, so the next lookup starts after 54 s to 66 s. The clock is
+        // paused only between lookups, because the name server responds in real time.
         tokio::time::pause();
         tokio::time::advance(Duration::from_secs(50)).await;
-        assert_eq!(server.queries(), queries, "not before the TTL is over");
+        assert_eq!(server.query_count(), before, "no query before the TTL expires");
         tokio::time::advance(Duration::from_secs(17)).await;
         tokio::time::resume();
-        becomes("10.0.0.2").await;
+        wait_for("10.0.0.2").await;
         task.abort();
     };
     LocalSet::new().run_until(test).await;
@@ -458,7 +465,7 @@ async fn look_up_silent_name_server_fails_within_timeout() {
     let server = TestServer::new();
     server.silent.store(true, Ordering::Relaxed);
     let start = Instant::now();
-    let found = look_up("api.example.com", &server.system).await;
+    let found = look_up("api.example.com", &server.files).await;
     assert!(found.v4.is_err() && found.v6.is_err());
     assert!(start.elapsed() <= LOOKUP_TIMEOUT + Duration::from_secs(1), "{:?}", start.elapsed());
 }

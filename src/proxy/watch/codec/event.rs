@@ -157,7 +157,7 @@ mod tests {
 
     #[test]
     fn protobuf_event_has_type_version_and_code() {
-        use crate::proxy::watch::tests::model::{protobuf_event, protobuf_status};
+        use crate::proxy::watch::tests::events::{protobuf_event, protobuf_status};
         let frame = protobuf_event("MODIFIED", "v1", "Pod", "123", &[("x", "y")]);
         let event = parse(Encoding::Protobuf, &frame).unwrap();
         assert_eq!((event.event_type, event.version), (EventType::Modified, Some(&b"123"[..])));

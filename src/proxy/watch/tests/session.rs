@@ -7,7 +7,7 @@ use super::super::session::{
     AttemptResult, Candidates, Effect, Ending, Input, MoveReason, NotResumable, RESUMES_PER_MINUTE,
     Session,
 };
-use super::model::{cursor, request};
+use super::events::{cursor, request};
 use bytes::Bytes;
 use std::time::Duration;
 use tokio::time::{Instant, sleep};

@@ -1,4 +1,4 @@
-//! Encodes events as an apiserver does, and feeds the splitter.
+//! Encodes watch events as an apiserver does, and runs the splitter and the parser on bytes.
 
 use super::super::codec::Encoding;
 use super::super::codec::frame::{FrameSplitter, Piece};
@@ -92,7 +92,7 @@ pub(crate) fn protobuf_status(code: u64) -> Vec<u8> {
     frame("ERROR", "v1", "Status", &status)
 }
 
-/// An event in either encoding.
+/// Encodes a Pod event; `padding` sets its size.
 pub(crate) fn encode(encoding: Encoding, kind: &str, version: u64, padding: &str) -> Vec<u8> {
     match encoding {
         Encoding::Json => json_event(kind, version, padding),
@@ -102,7 +102,7 @@ pub(crate) fn encode(encoding: Encoding, kind: &str, version: u64, padding: &str
     }
 }
 
-/// Splits chunks into frames, pieces of frames above the cap, and white space, in order.
+/// Splits chunks into frames, pieces of frames that exceed the cap, and white space, in order.
 pub(crate) fn split(splitter: &mut FrameSplitter, chunks: &[Bytes], cap: usize) -> Vec<Bytes> {
     let mut out = Vec::new();
     for chunk in chunks {
@@ -117,7 +117,7 @@ pub(crate) fn split(splitter: &mut FrameSplitter, chunks: &[Bytes], cap: usize) 
                 Piece::Completed(len, frame) => {
                     out.push(frame);
                     at += len;
-                    // A frame that was whole before this chunk takes no byte of it.
+                    // A frame that ended with the previous chunk takes no byte of this one.
                     assert!(len > 0 || splitter.at_boundary());
                     continue;
                 }
@@ -135,9 +135,9 @@ pub(crate) fn split(splitter: &mut FrameSplitter, chunks: &[Bytes], cap: usize) 
     out
 }
 
-/// Feeds any bytes to the splitter and the parser: no panic, nothing buffered above the cap, and every
-/// byte comes out in its order. The fuzz target does the same.
-pub(crate) fn digest(bytes: &[u8]) {
+/// Checks that the splitter and the parser do not panic on any bytes. The splitter must buffer at most
+/// `cap` bytes and return every byte in order. The fuzz target checks the same.
+pub(crate) fn check_split_and_parse(bytes: &[u8]) {
     for encoding in [Encoding::Json, Encoding::Protobuf] {
         for cap in [1, 16, 4096] {
             for step in [1, 7, bytes.len().max(1)] {

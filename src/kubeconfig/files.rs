@@ -81,6 +81,7 @@ impl KubeconfigFiles {
         &self.0[0]
     }
 
+    /// The files, in the order of their precedence.
     pub fn iter(&self) -> impl Iterator<Item = &KubeconfigFile> {
         self.0.iter()
     }

@@ -195,7 +195,7 @@ async fn connections_above_the_limit_are_reset() {
 async fn handshake_timeout_resets_flows_without_a_response() {
     // Long enough for the first "hello" on a slow machine.
     let (peer, proxy) = setup_with(|config| {
-        config.listeners[0].limits_mut().handshake_timeout = Duration::from_secs(2)
+        config.listeners[0].limits_mut().handshake_timeout = Duration::from_secs(2);
     })
     .await;
     let (mut answered, mut server) = peer.connect(&proxy).await;

@@ -246,7 +246,9 @@ fn read_endpoints(object: &Value, found: &mut DiscoveredEndpoints) {
         found.not_ready += items(&subset["notReadyAddresses"]).len();
         match tcp_port(&subset["ports"]) {
             Some(port) => {
-                addresses.iter().for_each(|address| add_candidate(found, &address["ip"], port))
+                for address in addresses {
+                    add_candidate(found, &address["ip"], port);
+                }
             }
             None => found.reject("a subset without a TCP port".into(), addresses.len()),
         }

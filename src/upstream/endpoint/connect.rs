@@ -68,6 +68,7 @@ impl ConnectTimeout {
         Self { limit, configured: None }
     }
 
+    /// How long a connect may take.
     pub fn limit(self) -> Duration {
         self.limit
     }

@@ -348,7 +348,7 @@ impl ConnectionCounts {
     /// Number of connections to open. The wanted number is the greatest of: those that are missing to
     /// `min`; one if none is live but some are suspect; one if less than a tenth of a connection's
     /// streams is free; and those that the waiting requests need.
-    fn to_open(&self, min: usize, max: usize) -> usize {
+    fn to_open(self, min: usize, max: usize) -> usize {
         let total = self.live + self.suspect;
         let mut want = min.saturating_sub(self.live);
         if self.suspect > 0 && self.live == 0 {

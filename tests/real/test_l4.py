@@ -47,17 +47,23 @@ class x(RigCase):
         cls.server = cls.jackstay.server
 
     def setUp(self):
-        # A new process for each test: an endpoint that has just recovered receives new flows slowly, and a fault
-        # without affected flows proves nothing.
+        # A new process for each test, started after every endpoint is back: an endpoint that has just recovered
+        # receives new flows slowly, and a fault without affected flows proves nothing.
         self.jackstay.process.stop(signal.SIGKILL)
+        self.restore_endpoints()
         self.jackstay.start()
-        self.recover()
+        self.wait_until_ready()
 
     def recover(self):
+        self.restore_endpoints()
+        self.wait_until_ready()
+
+    def restore_endpoints(self):
         self.rig.recover()
         if self.remote.namespace_process is None:
             self.remote.start()
 
+    def wait_until_ready(self):
         def all_ready():
             ready = [k for k, v in self.jackstay.metrics().items() if k.startswith("jackstay_endpoint_state") and v and 'state="ready"' in k]
             return len(ready) == len(ADDRESSES) + 1

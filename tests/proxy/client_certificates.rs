@@ -1,5 +1,5 @@
-//! Verification of client certificates: a certificate authenticates only its own subject, only
-//! until it expires, and an expensive chain does not delay other clients.
+//! Verification of client certificates: a certificate authenticates its own subject until it expires, and
+//! chains that are expensive to verify do not delay other clients.
 
 use std::collections::BTreeMap;
 use std::future::{Future, poll_fn};
@@ -38,10 +38,11 @@ use crate::support::{
     soon, terminate_mode, until, without_suspicion,
 };
 
-/// The identity file alternates between two subjects, whose clients send requests all the time. The
-/// Audit-ID of each request names its client, so the audit shows the owner.
+/// The identity file alternates between the certificates of two subjects, whose clients send requests all the
+/// time. The Audit-ID of each request begins with the name of its subject, and the audit of the apiservers is
+/// compared with it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn identity_file_that_changes_its_subject_mixes_no_requests_and_no_watches() {
+async fn identity_file_that_changes_its_subject_mixes_no_requests() {
     let cluster = TestCluster::new(2);
     let dir = cluster.certs.path();
     let current = dir.join("current.pem");
@@ -58,16 +59,16 @@ async fn identity_file_that_changes_its_subject_mixes_no_requests_and_no_watches
             terminate_mode(config).identities = vec![pair];
         })
         .await;
-    let over = Arc::new(AtomicBool::new(false));
+    let stop = Arc::new(AtomicBool::new(false));
     let served: [Arc<AtomicUsize>; 2] = Default::default();
     let mut tasks = Vec::new();
     for (at, (name, issued)) in subjects.iter().enumerate() {
         for task in 0..3 {
             let client = proxy.client_with(&cluster.certs.anonymous().certificate(issued)).await;
-            let (over, served, name) = (over.clone(), served[at].clone(), *name);
+            let (stop, served, name) = (stop.clone(), served[at].clone(), *name);
             tasks.push(tokio::spawn(async move {
                 for count in 0.. {
-                    if over.load(Relaxed) {
+                    if stop.load(Relaxed) {
                         break;
                     }
                     let id = format!("{name}-{task}-{count}");
@@ -76,6 +77,7 @@ async fn identity_file_that_changes_its_subject_mixes_no_requests_and_no_watches
                     let reply = client.request(Method::GET, &path, &headers, "").await.unwrap();
                     match reply.status.as_u16() {
                         200 => drop(served.fetch_add(1, Relaxed)),
+                        // The file holds the certificate of the other subject.
                         401 => {}
                         other => panic!("{other}: {:?}", reply.body),
                     }
@@ -84,12 +86,12 @@ async fn identity_file_that_changes_its_subject_mixes_no_requests_and_no_watches
             }));
         }
     }
-    let owner = proxy.client_with(&cluster.certs.anonymous().certificate(&subjects[0].1)).await;
+    let alice = proxy.client_with(&cluster.certs.anonymous().certificate(&subjects[0].1)).await;
     let mut watches = Vec::new();
     for n in 0..4 {
         let id = format!("alice-watch-{n}");
         let path = cluster.watch_path();
-        let response = owner.send(Method::GET, &path, &[("audit-id", id.as_str())], "").await;
+        let response = alice.send(Method::GET, &path, &[("audit-id", id.as_str())], "").await;
         let body = response.unwrap().into_body();
         watches.push(tokio::spawn(ends_cleanly(body)));
     }
@@ -98,51 +100,51 @@ async fn identity_file_that_changes_its_subject_mixes_no_requests_and_no_watches
         replace_symlink(&current, &dir.join(format!("{name}.pem")));
         let before = served[at].load(Relaxed);
         until("the new subject is served", async || served[at].load(Relaxed) >= before + 15).await;
-        // Requests on these connections need new ones.
+        // jackstay must open new connections, and present the right certificate on them.
         cluster.servers[round % 2].reset_connections();
         let before = served[at].load(Relaxed);
         until("requests continue", async || served[at].load(Relaxed) >= before + 10).await;
     }
-    over.store(true, Relaxed);
+    stop.store(true, Relaxed);
     for task in tasks {
         task.await.unwrap();
     }
     for watch in watches {
         assert!(
-            soon("an end", watch).await.unwrap(),
-            "alice's identity is gone: the watch ends cleanly"
+            soon("the watch ends", watch).await.unwrap(),
+            "without the identity of alice, her watches end cleanly"
         );
     }
-    let mut seen = [0_usize; 2];
+    let mut records_of = [0_usize; 2];
     for record in cluster.state.audit().records() {
         let id = record.audit_id.as_deref().unwrap_or_default();
         for (at, (name, _)) in subjects.iter().enumerate() {
             if id.starts_with(name) {
-                seen[at] += 1;
+                records_of[at] += 1;
                 assert_eq!(record.user, *name, "{id} reached the server as {}", record.user);
             }
         }
     }
-    println!("{seen:?} requests of alice and bob, each with the right identity");
-    assert!(seen.iter().all(|count| *count >= 50), "{seen:?}");
+    println!("{records_of:?} requests of alice and bob, each with the right identity");
+    assert!(records_of.iter().all(|count| *count >= 50), "{records_of:?}");
 }
 
-/// A watch of a client whose certificate expires soon.
+/// Starts a watch with a client certificate that expires after half of [`PATIENCE`].
 async fn watch_with_a_short_lived_certificate(
     cluster: &TestCluster,
     proxy: &Proxy,
 ) -> (Client, hyper::body::Incoming) {
     let validity = Validity { not_after: SystemTime::now() + PATIENCE / 2, ..Validity::usual() };
-    let brief = cluster.certs.pki.client_valid(&Subject::admin(), validity).unwrap();
-    let client = proxy.client_with(&cluster.certs.anonymous().certificate(&brief)).await;
+    let issued = cluster.certs.pki.client_valid(&Subject::admin(), validity).unwrap();
+    let client = proxy.client_with(&cluster.certs.anonymous().certificate(&issued)).await;
     let path = cluster.watch_path();
-    let headers = [("audit-id", "brief")];
+    let headers = [("audit-id", "short-lived")];
     let response = soon("a watch", client.send(Method::GET, &path, &headers, "")).await.unwrap();
     assert_eq!(response.status(), 200, "the certificate expired before the first request");
     (client, response.into_body())
 }
 
-/// Reads to the end of the body. Returns whether it is clean.
+/// Reads a body to its end. Returns whether the end is clean.
 async fn ends_cleanly(mut body: hyper::body::Incoming) -> bool {
     loop {
         match next_data(&mut body).await {
@@ -160,10 +162,10 @@ async fn watch_ends_cleanly_when_its_client_certificate_expires() {
     let (client, body) = watch_with_a_short_lived_certificate(&cluster, &proxy).await;
     assert!(soon("the end of the watch", ends_cleanly(body)).await);
     let after = client.get(CONFIGMAPS).await.unwrap();
-    assert_eq!(after.status, 401, "the watch ends only when the certificate expires");
-    assert_eq!(cluster.state.audit().count_id("brief"), 1);
-    let ended = proxy.resumes("unproven").await;
-    assert_eq!(ended as u64, 1);
+    assert_eq!(after.status, 401, "the watch ended before the certificate expired");
+    assert_eq!(cluster.state.audit().count_id("short-lived"), 1);
+    let unproven = proxy.resumes("unproven").await;
+    assert_eq!(unproven as u64, 1);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
@@ -185,8 +187,8 @@ async fn watch_ends_cleanly_when_its_client_ca_is_withdrawn() {
     assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 401);
 }
 
-/// As on a machine that was suspended: the clock has advanced and timers have not, so that the
-/// resume is the first to notice that the certificate has expired.
+/// As after the suspension of the machine: the clock has advanced and the timers have not. The check at the
+/// resume is therefore the first one that finds the certificate expired.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn resume_fails_when_the_client_certificate_has_expired() {
     let certs = Certs::new();
@@ -195,24 +197,24 @@ async fn resume_fails_when_the_client_certificate_has_expired() {
         Arc::new(ServingTls::new(LoadedServingTls::load(terminate_mode(&mut config)).unwrap()));
     let not_after = SystemTime::now() + PATIENCE / 2;
     let validity = Validity { not_after, ..Validity::usual() };
-    let brief = certs.pki.client_valid(&Subject::admin(), validity).unwrap();
+    let issued = certs.pki.client_valid(&Subject::admin(), validity).unwrap();
     let metrics = Metrics::new().listener("l");
-    // No task renews or checks the certificate.
-    let peer = ClientCertificate::new(Some(&[brief.cert_der()]), &tls, &metrics).unwrap();
-    let proof = IdentityProof::new(CredentialClass::Identity(0), Some(&peer));
+    // No task runs `ClientCertificate::follow`, which checks the certificate by timers.
+    let certificate = ClientCertificate::new(Some(&[issued.cert_der()]), &tls, &metrics).unwrap();
+    let proof = IdentityProof::new(CredentialClass::Identity(0), Some(&certificate));
     let resume = async {
-        soon("a proof", proof.confirmed()).await;
+        soon("a valid proof", proof.confirmed()).await;
         let mut end = proof.end().unwrap();
         let ended = poll_fn(|cx| Poll::Ready(end.as_mut().poll(cx).is_ready())).await;
         assert!(!ended, "the certificate expired before it was verified");
         until("the certificate has expired", async || SystemTime::now() > not_after).await;
         tokio::select! {
-            why = &mut end => why,
+            reason = &mut end => reason,
             () = proof.confirmed() => panic!("an expired certificate was confirmed"),
         }
     };
-    let why = soon("the end of the watch", LocalSet::new().run_until(resume)).await;
-    assert!(why.contains("expired"), "{why}");
+    let reason = soon("the end of the proof", LocalSet::new().run_until(resume)).await;
+    assert!(reason.contains("expired"), "{reason}");
 }
 
 /// A generated certificate with its key.
@@ -232,29 +234,30 @@ fn authority(name: &str) -> GeneratedCert {
     GeneratedCert { der: params.self_signed(&key).unwrap().der().clone(), params, key }
 }
 
-/// A chain without a trust anchor: a leaf, and CA certificates that all have one name, each of
-/// which might have signed each other.
+/// A chain without a trust anchor: a leaf, and CA certificates that all have the same name. By their names each
+/// of them may have signed each other one, so a verifier has to try many paths.
 fn unverifiable_chain(
     name: &str,
     authorities: usize,
 ) -> (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>) {
-    let made: Vec<_> = (0..authorities).map(|_| authority(name)).collect();
+    let others = (0..authorities).map(|_| authority(name).der);
     let mut params = CertificateParams::default();
     params.distinguished_name.push(DnType::CommonName, "mallory");
     let key = KeyPair::generate().unwrap();
     let issuer = authority(name);
     let leaf = params.signed_by(&key, &Issuer::new(issuer.params, issuer.key)).unwrap();
-    let chain = std::iter::once(leaf.der().clone()).chain(made.into_iter().map(|made| made.der));
-    (chain.collect(), PrivatePkcs8KeyDer::from(key.serialize_der()).into())
+    let chain = std::iter::once(leaf.der().clone()).chain(others).collect();
+    (chain, PrivatePkcs8KeyDer::from(key.serialize_der()).into())
 }
 
-/// The client CA changes while a watch runs, and then the watch loses its stream. As long as its
-/// chain waits for verification, only the check at the resume keeps the watch from the new stream.
+/// The client CA changes while a watch runs, and then the watch loses its stream. The test delays the
+/// verification of the client's chain against the new CA. Meanwhile the watch must not be resumed.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn watch_is_resumed_only_when_its_certificate_is_verified_again() {
-    /// Quiet watches are resumed within a second.
-    const RESUMED: Duration = Duration::from_millis(1_500);
-    for (withdrawn, requests) in [(true, 1), (false, 2)] {
+    /// jackstay resumes a quiet watch within a second if nothing prevents it.
+    const WINDOW: Duration = Duration::from_millis(1_500);
+    // Either the new CA replaces the old one, or the file contains both.
+    for (replaced, requests) in [(true, 1), (false, 2)] {
         let cluster = TestCluster::new(2);
         let file = cluster.certs.path().join("client-ca.crt");
         let ca = cluster.certs.pki.ca_pem();
@@ -266,7 +269,7 @@ async fn watch_is_resumed_only_when_its_certificate_is_verified_again() {
             })
             .await;
         let path = cluster.watch_path();
-        // Longer chains have their own queue.
+        // A chain of more than one certificate needs a slot for its verification, which this test occupies.
         let (leaf, key) = der_of(&cluster.certs.admin);
         let chain = vec![leaf, authority("one").der, authority("other").der];
         let mut watch = connect(proxy.addr, &connector(&ca, chain.clone(), key)).await.unwrap();
@@ -279,10 +282,10 @@ async fn watch_is_resumed_only_when_its_certificate_is_verified_again() {
         assert_eq!(&head, b"HTTP/1.1 200");
         let slot = client_chain::acquire_slot(&ClientChain::new(chain).unwrap()).await.unwrap();
 
-        let next = Pki::new("next").unwrap();
-        let bundle = if withdrawn { next.ca_pem() } else { ca + &next.ca_pem() };
+        let new_ca = Pki::new("new").unwrap();
+        let bundle = if replaced { new_ca.ca_pem() } else { ca + &new_ca.ca_pem() };
         std::fs::write(&file, bundle).unwrap();
-        let issued = next.client(&Subject::admin()).unwrap();
+        let issued = new_ca.client(&Subject::admin()).unwrap();
         let client = proxy.client_with(&cluster.certs.anonymous().certificate(&issued)).await;
         until("the new CA is in use", async || client.get(CONFIGMAPS).await.unwrap().status == 200)
             .await;
@@ -290,14 +293,14 @@ async fn watch_is_resumed_only_when_its_certificate_is_verified_again() {
         let _other = client.send(Method::GET, &path, &headers, "").await.unwrap();
         let count = |id| cluster.state.audit().count_id(id);
         cluster.servers.iter().for_each(ApiServerHandle::reset_connections);
-        until("watches are resumed", async || count("short") >= 2).await;
-        pause(RESUMED).await;
-        assert_eq!(count("long"), 1, "resumed without a verified certificate");
+        until("the watch with a chain of one is resumed", async || count("short") >= 2).await;
+        pause(WINDOW).await;
+        assert_eq!(count("long"), 1, "the watch was resumed before its chain was verified");
         drop(slot);
-        if withdrawn {
+        if replaced {
             let mut rest = Vec::new();
             soon("the end of the watch", watch.read_to_end(&mut rest)).await.unwrap();
-            assert!(rest.ends_with(b"\r\n0\r\n\r\n"), "not a clean end");
+            assert!(rest.ends_with(b"\r\n0\r\n\r\n"), "the end is not clean");
         } else {
             until("the watch is resumed", async || count("long") >= requests).await;
         }
@@ -305,7 +308,7 @@ async fn watch_is_resumed_only_when_its_certificate_is_verified_again() {
     }
 }
 
-/// A connector of a client with this chain.
+/// A TLS client that presents this chain over HTTP/1.1 and never resumes a session.
 fn connector(
     ca_pem: &str,
     chain: Vec<CertificateDer<'static>>,
@@ -330,7 +333,7 @@ async fn connect(addr: SocketAddr, connector: &TlsConnector) -> io::Result<TlsSt
     connector.connect(ServerName::from(addr.ip()), stream).await
 }
 
-/// Sends a request on an HTTP/1.1 connection. Returns the status.
+/// Sends a request on an HTTP/1.1 connection. Returns the status of the response.
 async fn get(stream: &mut TlsStream<TcpStream>) -> io::Result<u16> {
     let request = format!("GET {CONFIGMAPS}?limit=1 HTTP/1.1\r\nHost: api\r\n\r\n");
     stream.write_all(request.as_bytes()).await?;
@@ -362,10 +365,10 @@ async fn handshake_refuses_chains_of_more_than_6_certificates_or_32_kib() {
         params.self_signed(&key).unwrap().der().clone()
     };
     for (name, others, accepted) in [
-        ("the leaf alone", vec![], true),
-        ("6 in all", (0..5).map(|n| authority(&format!("ca {n}")).der).collect(), true),
-        ("7 in all", (0..6).map(|n| authority(&format!("ca {n}")).der).collect(), false),
-        ("33 KiB", vec![large()], false),
+        ("1 certificate", vec![], true),
+        ("6 certificates", (0..5).map(|n| authority(&format!("ca {n}")).der).collect(), true),
+        ("7 certificates", (0..6).map(|n| authority(&format!("ca {n}")).der).collect(), false),
+        ("more than 32 KiB", vec![large()], false),
     ] {
         let (leaf, key) = der_of(&cluster.certs.admin);
         let chain = std::iter::once(leaf).chain(others).collect();
@@ -376,44 +379,43 @@ async fn handshake_refuses_chains_of_more_than_6_certificates_or_32_kib() {
         match result {
             Ok(status) => assert!(accepted && status == 200, "{name}: {status}"),
             Err(error) => {
-                // "Some other (unspecified) issue" (RFC 8446, section 6.2): no other alert fits.
+                // The alert for "some other (unspecified) issue" (RFC 8446, section 6.2).
                 let alert = error.get_ref().and_then(|e| e.downcast_ref::<rustls::Error>());
                 let unknown = rustls::Error::AlertReceived(AlertDescription::CertificateUnknown);
                 assert_eq!((accepted, alert), (false, Some(&unknown)), "{name}: {error}");
             }
         }
     }
-    // Refusals are counted after the alert is sent.
+    // jackstay counts a refusal after it has sent the alert.
     let refused = async || proxy.metric("jackstay_downstream_refused_total{").await as u64;
     until("both refusals are counted", async || refused().await >= 2).await;
     assert_eq!(refused().await, 2);
 }
 
-/// Valid or not, a chain is verified once per connection.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn chain_is_verified_once_per_connection() {
+async fn valid_or_invalid_chain_is_verified_once_per_connection() {
     let cluster = TestCluster::new(1);
     let proxy = cluster.start().await;
     let ca = cluster.certs.pki.ca_pem();
     let (leaf, key) = der_of(&cluster.certs.admin);
-    let good = connector(&ca, vec![leaf], key);
+    let valid = connector(&ca, vec![leaf], key);
     let (chain, key) = unverifiable_chain("demo", 5);
-    let bad = connector(&ca, chain, key);
+    let invalid = connector(&ca, chain, key);
     let verified = async |outcome: &str| {
         let name = format!(
             "jackstay_client_verifications_total{{listener=\"apiserver\",outcome=\"{outcome}\""
         );
         proxy.metric(&name).await
     };
-    for (connector, status) in [(&good, 200), (&bad, 401)] {
+    for (connector, status) in [(&valid, 200), (&invalid, 401)] {
         let mut stream = connect(proxy.addr, connector).await.unwrap();
         for _ in 0..20 {
             assert_eq!(soon("a response", get(&mut stream)).await.unwrap(), status);
         }
     }
     assert_eq!((verified("ok").await, verified("failed").await), (1.0, 1.0));
-    // The same chain on another connection is cached; only valid chains are.
-    for connector in [&good, &bad] {
+    // The results for valid chains are cached for other connections.
+    for connector in [&valid, &invalid] {
         let mut stream = connect(proxy.addr, connector).await.unwrap();
         soon("a response", get(&mut stream)).await.unwrap();
     }
@@ -421,24 +423,23 @@ async fn chain_is_verified_once_per_connection() {
     assert_eq!(counts, (1.0, 2.0, 1.0));
 }
 
-/// Durations and failures of requests of one kind.
+/// The durations and the errors of the requests of one kind.
 #[derive(Default)]
 struct Results {
-    took: Vec<Duration>,
-    failed: Vec<String>,
+    durations: Vec<Duration>,
+    errors: Vec<String>,
 }
 
 impl Results {
-    fn line(&mut self, name: &str) -> String {
-        self.took.sort();
-        let quantile = |q: f64| {
-            let at = (self.took.len() as f64 * q) as usize;
-            self.took.get(at.min(self.took.len().saturating_sub(1))).copied().unwrap_or_default()
-        };
+    fn summary(&mut self, name: &str) -> String {
+        self.durations.sort();
+        let last = self.durations.len().saturating_sub(1);
+        let quantile =
+            |q: f64| self.durations.get((last as f64 * q) as usize).copied().unwrap_or_default();
         format!(
             "{name}: {} failed of {}, median {:?}, p99 {:?}, max {:?}",
-            self.failed.len(),
-            self.failed.len() + self.took.len(),
+            self.errors.len(),
+            self.errors.len() + self.durations.len(),
             quantile(0.5),
             quantile(0.99),
             quantile(1.0)
@@ -446,7 +447,7 @@ impl Results {
     }
 }
 
-/// The duration of a request, or why it failed; `limit` is its timeout.
+/// The duration of a request, or its error; `limit` is its timeout.
 async fn timed(
     limit: Duration,
     request: impl Future<Output = Result<(), String>>,
@@ -466,17 +467,18 @@ fn expect_200(reply: io::Result<jackstay::demo::client::Reply>) -> Result<(), St
     }
 }
 
-/// Connects with a chain again and again, and sends two requests per connection.
+/// Opens connections with this chain one after another, and sends two requests on each. Returns the number of
+/// connections.
 fn attack(
     addr: SocketAddr,
     ca: &str,
     (chain, key): (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>),
-    over: &Arc<AtomicBool>,
+    stop: &Arc<AtomicBool>,
 ) -> JoinHandle<usize> {
-    let (connector, over) = (connector(ca, chain, key), over.clone());
+    let (connector, stop) = (connector(ca, chain, key), stop.clone());
     tokio::spawn(async move {
         let mut count = 0;
-        while !over.load(Relaxed) {
+        while !stop.load(Relaxed) {
             if let Ok(mut stream) = connect(addr, &connector).await {
                 for _ in 0..2 {
                     let _ = tokio::time::timeout(PATIENCE, get(&mut stream)).await;
@@ -488,71 +490,71 @@ fn attack(
     })
 }
 
-/// A client whose chains are as expensive to verify as possible: 12 CA certificates of one name,
-/// and, within the limit of the handshake, 5 with the name of the cluster's own CA.
+/// Two clients connect with chains that are expensive to verify: one with 12 CA certificates of the same name,
+/// and one, within the limits of the handshake, with 5 that have the name of the real CA.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn expensive_chains_fail_no_request_of_a_verified_client() {
     let limit = PATIENCE / 2;
     let cluster = TestCluster::new(2);
     let proxy = Arc::new(cluster.start_with(without_suspicion).await);
     let ca = cluster.certs.pki.ca_pem();
-    let who = cluster.certs.credentials();
-    let client = Arc::new(proxy.client_with(&who).await);
+    let credentials = cluster.certs.credentials();
+    let client = Arc::new(proxy.client_with(&credentials).await);
     client.post(CONFIGMAPS, &config_map("lease", "0")).await.unwrap();
-    let over = Arc::new(AtomicBool::new(false));
-    let attackers = [unverifiable_chain("nobody", 12), unverifiable_chain("demo", 5)]
-        .map(|chain| attack(proxy.addr, &ca, chain, &over));
+    let stop = Arc::new(AtomicBool::new(false));
+    let attackers = [unverifiable_chain("unknown", 12), unverifiable_chain("demo", 5)]
+        .map(|chain| attack(proxy.addr, &ca, chain, &stop));
     let mut requests = JoinSet::new();
     let mut tick = tokio::time::interval(Duration::from_millis(100));
     let list = format!("{CONFIGMAPS}?limit=1");
     for round in 0..if long_form() { 600 } else { 100 } {
         tick.tick().await;
-        let (here, path) = (Arc::clone(&client), list.clone());
+        let (reader, path) = (Arc::clone(&client), list.clone());
         requests.spawn(async move {
-            ("GET", timed(limit, async { expect_200(here.get(&path).await) }).await)
+            ("GET", timed(limit, async { expect_200(reader.get(&path).await) }).await)
         });
-        let here = Arc::clone(&client);
+        let writer = Arc::clone(&client);
         requests.spawn(async move {
             let (path, lease) =
                 (format!("{CONFIGMAPS}/lease"), config_map("lease", &round.to_string()));
-            ("PUT", timed(limit, async { expect_200(here.put(&path, &lease).await) }).await)
+            ("PUT", timed(limit, async { expect_200(writer.put(&path, &lease).await) }).await)
         });
         if round % 10 == 0 {
-            let (path, who, addr) = (list.clone(), who.clone(), proxy.addr);
+            let (path, credentials, addr) = (list.clone(), credentials.clone(), proxy.addr);
             requests.spawn(async move {
-                let connecting = async {
-                    let client = Client::connect(addr, &who).await.map_err(|e| e.to_string())?;
-                    expect_200(client.get(&path).await)
+                let connect_and_get = async {
+                    let client = Client::connect(addr, &credentials).await;
+                    expect_200(client.map_err(|e| e.to_string())?.get(&path).await)
                 };
-                ("fresh connection", timed(limit, connecting).await)
+                ("new connection", timed(limit, connect_and_get).await)
             });
-            let here = Arc::clone(&proxy);
+            let proxy = Arc::clone(&proxy);
             requests.spawn(async move {
-                let alive = async {
-                    let page = here.page("/livez").await;
+                let livez = async {
+                    let page = proxy.page("/livez").await;
                     if page.starts_with("HTTP/1.1 200 ") { Ok(()) } else { Err(page) }
                 };
-                ("/livez", timed(limit, alive).await)
+                ("/livez", timed(limit, livez).await)
             });
         }
     }
-    let mut seen = BTreeMap::<&str, Results>::new();
+    let mut by_kind = BTreeMap::<&str, Results>::new();
     while let Some(done) = requests.join_next().await {
-        let (what, result) = done.unwrap();
-        let seen = seen.entry(what).or_default();
+        let (kind, result) = done.unwrap();
+        let results = by_kind.entry(kind).or_default();
         match result {
-            Ok(took) => seen.took.push(took),
-            Err(why) => seen.failed.push(why),
+            Ok(duration) => results.durations.push(duration),
+            Err(error) => results.errors.push(error),
         }
     }
-    over.store(true, Relaxed);
-    for (what, seen) in &mut seen {
-        println!("{}", seen.line(what));
+    stop.store(true, Relaxed);
+    for (kind, results) in &mut by_kind {
+        println!("{}", results.summary(kind));
     }
     for attacker in attackers {
         println!("an attacker connected {} times", attacker.await.unwrap());
     }
-    let failed: Vec<_> = seen.values().flat_map(|seen| &seen.failed).collect();
-    assert!(failed.is_empty(), "{} failed: {failed:?}", failed.len());
-    assert_eq!(seen.len(), 4);
+    let errors: Vec<_> = by_kind.values().flat_map(|results| &results.errors).collect();
+    assert!(errors.is_empty(), "{} failed: {errors:?}", errors.len());
+    assert_eq!(by_kind.len(), 4, "kinds of requests");
 }

@@ -1,10 +1,10 @@
-//! curl and Python's requests, two common clients that are not written in Go, through jackstay to
-//! the demo apiserver. `tests/clients/setup` installs both.
+//! Runs curl and Python's requests, two common clients that are not written in Go, against the demo apiserver
+//! through jackstay. `tests/clients/setup` installs both.
 
 use crate::support::{CONFIGMAPS, TestCluster, config_map};
 use std::process::Command;
 
-/// A body of undeclared length: requests sends a generator in chunks.
+/// Sends a body of undeclared length. The requests library sends a generator in chunks.
 const PYTHON: &str = r#"
 import os, requests
 e = os.environ
@@ -13,20 +13,20 @@ def pieces():
     for at in range(0, len(body), 7):
         yield body[at:at + 7]
 send = getattr(requests, e["method"])
-answer = send(e["url"] + e["path"], data=pieces(), cert=(e["cert"], e["key"]), verify=e["ca"],
-              headers={"Content-Type": "application/json"}, timeout=30)
-assert answer.request.headers["Transfer-Encoding"] == "chunked"
-print(answer.status_code, end="")
+response = send(e["url"] + e["path"], data=pieces(), cert=(e["cert"], e["key"]), verify=e["ca"],
+                headers={"Content-Type": "application/json"}, timeout=30)
+assert response.request.headers["Transfer-Encoding"] == "chunked"
+print(response.status_code, end="")
 "#;
 
-/// A missing 100 would make curl wait for a minute.
+/// The command of every request. Without a 100 (Continue) curl would wait for 60 s and exceed `--max-time`.
 const CURL: &str = r#"sed "s/NAME/$name/" $object | curl --silent --show-error --max-time 50 \
     --expect100-timeout 60 --cacert $ca --cert $cert --key $key --output /dev/null \
     --write-out '%{http_code}' -H 'Content-Type: application/json'"#;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 #[ignore = "needs curl and Python's requests (tests/clients/setup)"]
-async fn curl_and_requests_send_chunked_and_expecting_bodies() {
+async fn chunked_and_expecting_bodies_of_curl_and_requests_arrive() {
     let cluster = TestCluster::new(2);
     let proxy = cluster.start().await;
     let dir = tempfile::tempdir().unwrap();
@@ -35,6 +35,7 @@ async fn curl_and_requests_send_chunked_and_expecting_bodies() {
     let object = dir.path().join("object.json");
     std::fs::write(&object, config_map("NAME", "1").to_string()).unwrap();
     let python = std::env::var("JACKSTAY_PYTHON").unwrap_or_else(|_| "python3".to_owned());
+    // Prints the status of the response, and then the exit status of the client.
     let run = |script: &str, name: &str, method: &str, path: &str| -> String {
         let result = Command::new("sh")
             .args(["-c", &format!("({script}) 2>&1; echo \" exit=$?\"")])
@@ -53,7 +54,7 @@ async fn curl_and_requests_send_chunked_and_expecting_bodies() {
         format!("{CURL} -H 'Expect: 100-continue' --data-binary @- --http1.1 $url$path");
     let python = "$python -c \"$script\"";
     let item = |name: &str| format!("{CONFIGMAPS}/{name}");
-    let mut wrong = Vec::new();
+    let mut failures = Vec::new();
     for (script, name, method, path, code) in [
         (http1.as_str(), "a", "POST", CONFIGMAPS.to_owned(), "201"),
         (&http1, "a", "PUT", item("a"), "200"),
@@ -67,8 +68,8 @@ async fn curl_and_requests_send_chunked_and_expecting_bodies() {
         let output = run(script, name, method, &path);
         println!("{name} {method} {path}: {output}");
         if output.trim() != format!("{code} exit=0") {
-            wrong.push(format!("{script}: {method} {path}: {output}"));
+            failures.push(format!("{script}: {method} {path}: {output}"));
         }
     }
-    assert!(wrong.is_empty(), "{wrong:#?}");
+    assert!(failures.is_empty(), "{failures:#?}");
 }

@@ -1,5 +1,5 @@
-//! An apiserver that is connected and degraded: its watches move to another endpoint before clients
-//! notice, if there is one.
+//! An apiserver whose connections work and whose requests do not (degraded): its watches move to another
+//! endpoint, if one is ready, before clients abandon them.
 
 use crate::support::figures::check_figure;
 use crate::support::watch_recorder::WatchRecorder;
@@ -13,10 +13,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-/// The longest silence of a watch that was delivering.
+/// The promised limit for the time without events on a watch whose apiserver loses etcd.
 const WATCH_SILENCE: Duration = Duration::from_millis(2_500);
-/// The longest time of a read.
-const READ_TIME: Duration = Duration::from_millis(3_500);
+/// The promised limit for the duration of a read meanwhile.
+const READ_DURATION: Duration = Duration::from_millis(3_500);
 const WATCHES: u64 = 12;
 
 struct Setup {
@@ -24,6 +24,7 @@ struct Setup {
     proxy: Proxy,
     client: Client,
     watches: Vec<WatchRecorder>,
+    /// The resource version from which the watches start.
     version: u64,
     writes: u64,
 }
@@ -31,7 +32,7 @@ struct Setup {
 impl Setup {
     async fn new() -> Self {
         let cluster = TestCluster::new(3);
-        // Only the fault of the test may move watches.
+        // Without rebalancing only the fault moves watches.
         let proxy = cluster.start_with(|config| config.upstreams[0].rebalance = false).await;
         let client = proxy.client().await;
         let version = cluster.state.version();
@@ -53,26 +54,27 @@ impl Setup {
         self.writes += 1;
     }
 
-    /// Writes until each watch has seen `count` more events. Returns the longest silence of any of
-    /// them.
-    async fn deliver(&mut self, count: usize) -> Duration {
-        let now = Instant::now();
-        let mut seen: Vec<_> = self.watches.iter().map(|f| (f.events().len(), now)).collect();
-        let enough: Vec<_> = seen.iter().map(|(events, _)| events + count).collect();
+    /// Writes until each watch has delivered `count` more events. Returns the longest time in which one of the
+    /// watches delivered none.
+    async fn write_and_measure_silence(&mut self, count: usize) -> Duration {
+        let start = Instant::now();
+        // The number of events of each watch, and the time of the last one.
+        let mut seen: Vec<_> = self.watches.iter().map(|w| (w.events().len(), start)).collect();
+        let wanted: Vec<_> = seen.iter().map(|(events, _)| events + count).collect();
         let mut longest = Duration::ZERO;
-        let mut write_at = now;
+        let mut last_write = start;
         let all = async {
-            while seen.iter().zip(&enough).any(|((events, _), enough)| events < enough) {
-                if write_at.elapsed() >= Duration::from_millis(50) {
-                    write_at = Instant::now();
+            while seen.iter().zip(&wanted).any(|((events, _), wanted)| events < wanted) {
+                if last_write.elapsed() >= Duration::from_millis(50) {
+                    last_write = Instant::now();
                     self.write();
                 }
-                for (watch, (events, since)) in self.watches.iter().zip(&mut seen) {
+                for (watch, (events, last_event)) in self.watches.iter().zip(&mut seen) {
                     assert_eq!(watch.end(), None, "a watch ended");
                     let now = watch.events().len();
-                    longest = longest.max(since.elapsed());
+                    longest = longest.max(last_event.elapsed());
                     if now > *events {
-                        (*events, *since) = (now, Instant::now());
+                        (*events, *last_event) = (now, Instant::now());
                     }
                 }
                 pause(Duration::from_millis(5)).await;
@@ -82,7 +84,7 @@ impl Setup {
         longest
     }
 
-    /// Expects every event once, in order, and no end.
+    /// Asserts that every watch has delivered every event once and in order, and has not ended.
     async fn expect_all_events(&self) {
         let expected: Vec<_> = (self.version + 1..=self.cluster.state.version()).collect();
         for watch in &self.watches {
@@ -99,7 +101,7 @@ impl Setup {
         endpoint["state"].as_str().unwrap().to_owned()
     }
 
-    /// Without etcd a server sends no responses and no events, and answers PINGs.
+    /// A server without etcd sends no responses and no events, but answers PINGs.
     fn lose_etcd(&self, at: usize, lost: bool) {
         self.cluster.servers[at].hang(lost);
         self.cluster.servers[at].hold_watches(lost);
@@ -107,7 +109,7 @@ impl Setup {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn watches_move_from_an_apiserver_without_etcd() {
+async fn watches_move_when_their_apiserver_loses_etcd() {
     let mut setup = Setup::new().await;
     let stop = Arc::new(AtomicBool::new(false));
     let reader = {
@@ -124,28 +126,27 @@ async fn watches_move_from_an_apiserver_without_etcd() {
             slowest
         })
     };
-    setup.deliver(20).await;
+    setup.write_and_measure_silence(20).await;
     let degraded = (0..3).max_by_key(|&at| setup.cluster.watches(at)).unwrap();
     let on_degraded = setup.cluster.watches(degraded);
     assert!(on_degraded > 0);
     setup.lose_etcd(degraded, true);
-    let silence = setup.deliver(20).await;
+    let silence = setup.write_and_measure_silence(20).await;
     until("all watches have moved", async || setup.cluster.watches(degraded) == 0).await;
     until("the endpoint is degraded", async || setup.state(degraded).await == "degraded").await;
     stop.store(true, Relaxed);
     let slowest = soon("the reader", reader).await.unwrap();
     println!("{on_degraded} watches moved");
     check_figure("an endpoint without etcd: silence of its watches", silence, WATCH_SILENCE);
-    check_figure("an endpoint without etcd: slowest read", slowest, READ_TIME);
+    check_figure("an endpoint without etcd: slowest read", slowest, READ_DURATION);
     setup.lose_etcd(degraded, false);
     setup.proxy.wait_connected(3).await;
-    setup.deliver(5).await;
+    setup.write_and_measure_silence(5).await;
     setup.expect_all_events().await;
 }
 
-/// Only `/readyz` fails: quiet watches move too, once the endpoint is degraded.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn quiet_watches_move_from_a_degraded_apiserver() {
+async fn quiet_watches_move_when_readyz_fails() {
     let mut setup = Setup::new().await;
     let degraded = (0..3).max_by_key(|&at| setup.cluster.watches(at)).unwrap();
     let on_degraded = setup.cluster.watches(degraded);
@@ -153,36 +154,37 @@ async fn quiet_watches_move_from_a_degraded_apiserver() {
     until("all watches have moved", async || setup.cluster.watches(degraded) == 0).await;
     assert_eq!(setup.state(degraded).await, "degraded");
     assert!(setup.moved().await >= on_degraded);
-    setup.deliver(3).await;
+    setup.write_and_measure_silence(3).await;
     setup.expect_all_events().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn watches_stay_when_every_apiserver_has_lost_etcd() {
     let mut setup = Setup::new().await;
-    setup.deliver(20).await;
+    setup.write_and_measure_silence(20).await;
     let before: Vec<_> = (0..3).map(|at| setup.cluster.watches(at)).collect();
     (0..3).for_each(|at| setup.lose_etcd(at, true));
     for at in 0..3 {
         until("the endpoint is degraded", async || setup.state(at).await == "degraded").await;
     }
-    // Two more probes of each server take longer than a move.
+    // A move would take less time than two more probes of each server.
     let audit = setup.cluster.state.audit();
     for server in &setup.cluster.servers {
         let probes = || audit.select(|r| r.server == server.name() && r.path == "/readyz").len();
         let before = probes();
-        until("it is probed twice more", async || probes() >= before + 2).await;
+        until("the server is probed twice more", async || probes() >= before + 2).await;
     }
     assert_eq!(setup.moved().await, 0);
     assert_eq!((0..3).map(|at| setup.cluster.watches(at)).collect::<Vec<_>>(), before);
     (0..3).for_each(|at| setup.lose_etcd(at, false));
     setup.proxy.wait_connected(3).await;
-    setup.deliver(5).await;
+    setup.write_and_measure_silence(5).await;
     assert_eq!(setup.client.get(CONFIGMAPS).await.unwrap().status, 200);
     setup.expect_all_events().await;
 }
 
-/// `/readyz` is probed every ten minutes here, and immediately after suspicious responses.
+/// The regular interval of the probes is ten minutes, so any probe during the test is one that a failing
+/// response has triggered.
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn failing_responses_trigger_a_probe_immediately() {
     let cluster = TestCluster::new(2);
@@ -199,7 +201,7 @@ async fn failing_responses_trigger_a_probe_immediately() {
     let state = async |proxy: &Proxy, at: usize| proxy.endpoints().await[at]["state"].clone();
     let (proxy, client) = start().await;
     let [one, two] = &cluster.servers[..] else { panic!("two servers") };
-    // Only `/readyz` fails: reads succeed.
+    // `/readyz` fails and reads succeed, which triggers no probe.
     one.set_ready(false);
     for _ in 0..10 {
         assert_eq!(soon("a read", client.get(CONFIGMAPS)).await.unwrap().status, 200);
@@ -215,8 +217,8 @@ async fn failing_responses_trigger_a_probe_immediately() {
     one.fail_next(0, ScriptedResponse::status(500, "InternalError", "etcd"));
     one.set_ready(true);
     proxy.wait_connected(2).await;
-    // Missing response heads trigger one too: the reads are hedged. This needs a jackstay that has
-    // seen no slow responses, as on a busy machine: those make it wait longer for a head.
+    // Missing response heads trigger a probe too, and the reads are hedged. jackstay is restarted because slow
+    // responses on a busy machine would have lengthened the time that it waits for a head.
     let (proxy, client) = start().await;
     two.hang(true);
     let reads = (0..8).map(|_| client.get(CONFIGMAPS));

@@ -1,5 +1,5 @@
-//! The whole data plane on real sockets, in front of demo apiservers and of peers that violate
-//! HTTP/2.
+//! L7: the whole data plane on real sockets, in front of demo apiservers and of scripted peers, which may
+//! violate HTTP/2.
 
 #![cfg(feature = "demo")]
 

@@ -1,9 +1,9 @@
-//! A scripted HTTP/2 server: TLS, and frames that are written and read one by one (RFC 9113), so that a
-//! test can send what no HTTP/2 library sends.
+//! A scripted HTTP/2 server over TLS. It reads and writes frames one by one (RFC 9113), so that a test can
+//! send frames that no HTTP/2 library sends.
 //!
-//! Several peers share one [`Script`]: the first request that reaches any of them gets the first action,
-//! the second request the second one, and all later requests the default reply. Requests are counted as
-//! HEADERS frames, so nothing has to decode HPACK.
+//! Several peers share one [`Script`], a queue of actions. Each request takes the next action, whichever peer
+//! receives it; when the queue is empty, requests get the default reply. Each HEADERS frame is one request,
+//! and the peers do not decode HPACK.
 
 use bytes::BytesMut;
 use jackstay::demo::apiserver::identity::Certificate;
@@ -45,12 +45,12 @@ pub const CANCEL: u32 = 8;
 pub const MAX_CONCURRENT_STREAMS: u16 = 3;
 pub const INITIAL_WINDOW_SIZE: u16 = 4;
 
-/// Events of watches, without the line feed that ends them.
+/// Watch events without their line feed. The bookmark has the resource version of `FIRST`.
 pub const FIRST: &str = r#"{"type":"ADDED","object":{"kind":"ConfigMap","apiVersion":"v1","metadata":{"name":"a","resourceVersion":"6"}}}"#;
 pub const SECOND: &str = r#"{"type":"ADDED","object":{"kind":"ConfigMap","apiVersion":"v1","metadata":{"name":"b","resourceVersion":"7"}}}"#;
 pub const BOOKMARK: &str = r#"{"type":"BOOKMARK","object":{"kind":"ConfigMap","apiVersion":"v1","metadata":{"resourceVersion":"6"}}}"#;
 
-/// Events as a watch sends them.
+/// Events as the body of a watch, each with its line feed.
 pub fn lines(events: &[&str]) -> String {
     events.iter().flat_map(|event| [*event, "\n"]).collect()
 }
@@ -64,12 +64,13 @@ pub fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     frame
 }
 
-/// Header fields, each as a literal without indexing and without Huffman coding (RFC 7541, 6.2.2).
+/// A header block: each field is a literal without indexing and without Huffman coding (RFC 7541, 6.2.2).
 pub fn fields(list: &[(&str, &str)]) -> Vec<u8> {
     fn string(out: &mut Vec<u8>, text: &str) {
         match text.len() {
             short @ 0..127 => out.push(short as u8),
             long => {
+                // A length of 127 or more continues in further bytes (RFC 7541, 5.1).
                 out.push(127);
                 let mut rest = long - 127;
                 while rest >= 128 {
@@ -107,7 +108,7 @@ pub fn goaway(last: u32, code: u32) -> Vec<u8> {
     frame(GOAWAY, 0, 0, &[last.to_be_bytes(), code.to_be_bytes()].concat())
 }
 
-/// A reply of a peer.
+/// A response of a peer.
 #[derive(Debug, Clone)]
 pub struct Reply {
     pub status: &'static str,
@@ -142,24 +143,24 @@ type MakeBytes = Arc<dyn Fn(u32) -> Vec<u8> + Send + Sync>;
 /// What a peer does with a request.
 #[derive(Clone)]
 pub enum Action {
-    /// Never replies, and answers PINGs.
+    /// Sends no response. The connection still answers PINGs.
     Hang,
-    /// Never replies, and does not answer PINGs from now on.
+    /// Sends no response and stops answering PINGs.
     Unresponsive,
     Answer(Reply),
-    /// Sends the bytes made from the stream's id.
+    /// Sends the bytes that the function returns for the stream id.
     Raw(MakeBytes),
-    /// Sends these bytes again and again until the connection is closed.
+    /// Sends the bytes that the function returns for the stream id, repeatedly until the connection closes.
     Flood(MakeBytes),
-    /// Acts when the whole request has been read, unless the client resets the request before.
+    /// Performs another action when the whole request has arrived, unless the client resets the request before.
     AfterBody(Box<Action>),
-    /// Sends head and body of a reply without its end, and then these bytes.
+    /// Sends head and body of a reply without `END_STREAM`, and then the bytes that the function returns.
     Partial(Reply, MakeBytes),
-    /// Sends a reply without its end, and closes the connection.
+    /// Sends head and body of a reply without `END_STREAM`, and closes the connection.
     PartialThenClose(Reply),
-    /// Sends a reply without its end, and does not answer PINGs from now on.
+    /// Sends head and body of a reply without `END_STREAM`, and stops answering PINGs.
     PartialThenUnresponsive(Reply),
-    /// Sends a reply without its end, and answers only one more PING.
+    /// Sends head and body of a reply without `END_STREAM`, and answers only one more PING.
     PartialThenOnePong(Reply),
     /// Closes the connection.
     Close,
@@ -185,7 +186,7 @@ impl Action {
     }
 }
 
-/// A request that a peer has seen.
+/// A request that a peer has received.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Request {
     pub peer: usize,
@@ -193,7 +194,8 @@ pub struct Request {
     pub stream: u32,
 }
 
-/// The actions of all peers of a test, and a record of what they have seen.
+/// The actions of all peers of a test, and a record of the frames that they have received. Connections of the
+/// `/readyz` prober are neither scripted nor recorded.
 #[derive(Default)]
 pub struct Script {
     actions: Mutex<VecDeque<Action>>,
@@ -201,22 +203,24 @@ pub struct Script {
     requests: Mutex<Vec<Request>>,
     resets: Mutex<Vec<(usize, u32, u32)>>,
     completed: Mutex<Vec<(usize, u32)>>,
-    /// Connections for requests that were accepted, and those that ended.
+    /// The number of connections that were accepted.
     pub accepted: AtomicUsize,
+    /// The number of connections that have ended.
     pub ended: AtomicUsize,
-    /// GOAWAY frames from jackstay.
+    /// The number of GOAWAY frames from jackstay.
     pub goaways: AtomicUsize,
-    /// Answers the next PING of an idle connection with GOAWAY and the end of the connection, once.
+    /// The next PING is answered with GOAWAY and the end of the connection, and this is reset.
     pub goaway_on_ping: AtomicBool,
-    /// Sends no `WINDOW_UPDATE` for uploads.
+    /// The peers send no `WINDOW_UPDATE` for uploads.
     pub withhold_window: AtomicBool,
-    /// SETTINGS of new connections.
+    /// The SETTINGS of new connections.
     pub settings: Mutex<Vec<(u16, u32)>>,
-    connections: AtomicUsize,
+    /// The id of the next connection, which may be one of the prober.
+    next_connection: AtomicUsize,
 }
 
 impl Script {
-    /// Sets the actions for the next requests, and clears the record of requests.
+    /// Replaces the queue of actions, and clears the record of requests, resets and completed requests.
     pub fn set_actions(&self, actions: impl IntoIterator<Item = Action>) {
         *self.actions.lock().unwrap() = actions.into_iter().collect();
         self.requests.lock().unwrap().clear();
@@ -224,7 +228,7 @@ impl Script {
         self.completed.lock().unwrap().clear();
     }
 
-    /// Sets the reply to requests for which there is no action.
+    /// Sets the reply to requests that arrive while the queue is empty.
     pub fn set_default(&self, reply: Reply) {
         *self.default.lock().unwrap() = Some(reply);
     }
@@ -233,17 +237,18 @@ impl Script {
         self.requests.lock().unwrap().clone()
     }
 
-    /// Requests that jackstay has reset: connection, stream, error code.
+    /// The requests that jackstay has reset: connection, stream, error code.
     pub fn resets(&self) -> Vec<(usize, u32, u32)> {
         self.resets.lock().unwrap().clone()
     }
 
-    /// Requests that arrived up to their `END_STREAM`: connection, stream.
+    /// The requests that have arrived up to their `END_STREAM`: connection, stream.
     pub fn completed(&self) -> Vec<(usize, u32)> {
         self.completed.lock().unwrap().clone()
     }
 
-    fn next(&self, peer: usize, connection: usize, stream: u32) -> Action {
+    /// Records a request and takes its action.
+    fn next_action(&self, peer: usize, connection: usize, stream: u32) -> Action {
         self.requests.lock().unwrap().push(Request { peer, connection, stream });
         let action = self.actions.lock().unwrap().pop_front();
         action.unwrap_or_else(|| {
@@ -253,7 +258,7 @@ impl Script {
     }
 }
 
-/// Peers that share a script, on their own thread.
+/// Peers that share a script and run on a thread of their own.
 pub struct Peers {
     pub addresses: Vec<SocketAddr>,
     pub certs: Certs,
@@ -310,12 +315,13 @@ impl Peers {
                                     Certificate::verify(chain, &*verifier),
                                     Certificate::User { user, .. } if user.name == "probe"
                                 );
-                                let connection = script.connections.fetch_add(1, Relaxed);
-                                let mut wire = Wire::new(stream, script, peer, connection, probe);
-                                // An error ends the connection; many tests cause one.
-                                let _ = wire.serve().await;
+                                let id = script.next_connection.fetch_add(1, Relaxed);
+                                let mut connection =
+                                    Connection::new(stream, script, peer, id, probe);
+                                // Many tests cause an error of the connection, so it is ignored.
+                                let _ = connection.serve().await;
                                 if !probe {
-                                    wire.script.ended.fetch_add(1, Relaxed);
+                                    connection.script.ended.fetch_add(1, Relaxed);
                                 }
                             });
                         }
@@ -327,7 +333,7 @@ impl Peers {
         Self { addresses, certs, script, stop: Some(stop), thread: Some(thread) }
     }
 
-    /// jackstay in front of these peers.
+    /// Starts jackstay in front of these peers.
     pub async fn start_proxy(&self, change: impl FnOnce(&mut Config)) -> Proxy {
         let mut config = self.certs.config(&self.addresses);
         change(&mut config);
@@ -345,13 +351,13 @@ impl Deref for Peers {
     }
 }
 
-/// Peers, jackstay in front of them, and a client. jackstay suspects no peer soon, so that a test can
-/// count the requests of each peer.
+/// Peers, jackstay in front of them, and a client. jackstay suspects connections late
+/// ([`without_suspicion`]), so that a test can count the requests of each peer.
 pub async fn setup(count: usize) -> (Peers, Proxy, Client) {
     setup_with(count, without_suspicion).await
 }
 
-/// The same with another change of the configuration.
+/// [`setup`] with `change` instead of [`without_suspicion`].
 pub async fn setup_with(count: usize, change: impl FnOnce(&mut Config)) -> (Peers, Proxy, Client) {
     let peers = Peers::start(count);
     let proxy = peers.start_proxy(change).await;
@@ -366,32 +372,33 @@ impl Drop for Peers {
     }
 }
 
-/// One connection, as frames.
-struct Wire {
+/// One connection of a peer.
+struct Connection {
     stream: TlsStream<TcpStream>,
     buffer: BytesMut,
     script: Arc<Script>,
     peer: usize,
-    connection: usize,
+    id: usize,
+    /// The client is the `/readyz` prober.
     probe: bool,
-    /// How many more PINGs are answered; `None` for all.
+    /// The number of PINGs that will still be answered; `None` if all are.
     pongs_left: Option<u32>,
-    /// A PING of the peer was answered.
+    /// jackstay has answered a PING of the peer.
     pong_received: bool,
     /// Requests that have arrived up to their `END_STREAM`.
     completed: HashSet<u32>,
     /// Requests that were reset.
     reset: HashSet<u32>,
-    /// Requests that arrived while the peer waited for a frame of another one.
+    /// Requests that arrived while an action waited for another frame.
     queue: VecDeque<u32>,
 }
 
-impl Wire {
+impl Connection {
     fn new(
         stream: TlsStream<TcpStream>,
         script: Arc<Script>,
         peer: usize,
-        connection: usize,
+        id: usize,
         probe: bool,
     ) -> Self {
         if !probe {
@@ -402,7 +409,7 @@ impl Wire {
             buffer: BytesMut::new(),
             script,
             peer,
-            connection,
+            id,
             probe,
             pongs_left: None,
             pong_received: false,
@@ -420,7 +427,7 @@ impl Wire {
         loop {
             let stream = match self.queue.pop_front() {
                 Some(stream) => stream,
-                None => match self.frame().await? {
+                None => match self.handle_frame().await? {
                     Some(stream) => stream,
                     None => continue,
                 },
@@ -428,7 +435,7 @@ impl Wire {
             let action = if self.probe {
                 Action::Answer(Reply::ok("ok"))
             } else {
-                self.script.next(self.peer, self.connection, stream)
+                self.script.next_action(self.peer, self.id, stream)
             };
             if !self.perform(action, stream).await? {
                 return Ok(());
@@ -459,7 +466,7 @@ impl Wire {
                     if self.reset.contains(&stream) {
                         return Ok(true);
                     }
-                    if let Some(other) = self.frame().await? {
+                    if let Some(other) = self.handle_frame().await? {
                         self.queue.push_back(other);
                     }
                 }
@@ -471,10 +478,10 @@ impl Wire {
             }
             Action::PartialThenClose(reply) => {
                 self.send_partial(&reply, stream).await?;
-                // A close discards what jackstay has not read yet.
+                // A close discards data that jackstay has not read, so the peer waits for a PONG.
                 self.write(&frame(PING, 0, 0, b"read all")).await?;
                 while !std::mem::take(&mut self.pong_received) {
-                    if let Some(other) = self.frame().await? {
+                    if let Some(other) = self.handle_frame().await? {
                         self.queue.push_back(other);
                     }
                 }
@@ -505,9 +512,9 @@ impl Wire {
         self.write(&bytes).await
     }
 
-    /// Reads a frame and handles it. Returns the stream if the frame begins a request.
-    async fn frame(&mut self) -> io::Result<Option<u32>> {
-        let (kind, flags, stream, payload) = self.read().await?;
+    /// Reads a frame and handles it. Returns the stream id if the frame begins a request.
+    async fn handle_frame(&mut self) -> io::Result<Option<u32>> {
+        let (kind, flags, stream, payload) = self.read_frame().await?;
         match kind {
             SETTINGS if flags & ACK == 0 => self.write(&frame(SETTINGS, ACK, 0, &[])).await?,
             PING if flags & ACK == 0
@@ -528,7 +535,7 @@ impl Wire {
             }
             RST_STREAM if !self.probe => {
                 let code = u32::from_be_bytes(payload[..4].try_into().unwrap());
-                self.script.resets.lock().unwrap().push((self.connection, stream, code));
+                self.script.resets.lock().unwrap().push((self.id, stream, code));
                 self.reset.insert(stream);
             }
             DATA => {
@@ -543,7 +550,7 @@ impl Wire {
             HEADERS => {
                 let mut last = flags;
                 while last & END_HEADERS == 0 {
-                    last = self.read().await?.1;
+                    last = self.read_frame().await?.1;
                 }
                 if flags & END_STREAM != 0 {
                     self.request_completed(stream);
@@ -558,11 +565,12 @@ impl Wire {
     fn request_completed(&mut self, stream: u32) {
         self.completed.insert(stream);
         if !self.probe {
-            self.script.completed.lock().unwrap().push((self.connection, stream));
+            self.script.completed.lock().unwrap().push((self.id, stream));
         }
     }
 
-    async fn read(&mut self) -> io::Result<(u8, u8, u32, BytesMut)> {
+    /// The type, the flags, the stream id and the payload of the next frame.
+    async fn read_frame(&mut self) -> io::Result<(u8, u8, u32, BytesMut)> {
         while self.buffer.len() < 9 {
             self.fill().await?;
         }
@@ -588,7 +596,7 @@ impl Wire {
     }
 }
 
-/// A port whose backlog accepts TCP connections, on which nothing is ever sent.
+/// A listener whose kernel accepts TCP connections into the backlog. No data is ever sent on them.
 pub fn silent_listener() -> std::net::TcpListener {
     std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap()
 }

@@ -56,7 +56,7 @@ async fn removed_listener_lets_requests_finish() {
     let (client, reply) = soon("the response", slow).await.unwrap();
     assert_eq!(reply.unwrap().status, 200);
     assert_eq!(
-        watch.recorder.ended().await,
+        watch.recorder.wait_end().await,
         Ok(()),
         "a clean end, so that the client continues without a list"
     );
@@ -232,7 +232,7 @@ async fn renamed_listener_keeps_its_socket() {
         }
     });
     assert_eq!(refused, 0);
-    assert_eq!(watch.recorder.ended().await, Ok(()), "the watch ends with the old listener");
+    assert_eq!(watch.recorder.wait_end().await, Ok(()), "the watch ends with the old listener");
     let after = setup.client().await;
     assert_eq!(after.get(PATH).await.unwrap().status, 200);
 }
@@ -318,7 +318,7 @@ async fn listener_changes_its_upstream() {
     setup.change(|config| config.listeners[0].upstream = "second".into()).await;
     traffic.goes_on().await;
     assert_eq!(
-        watch.recorder.ended().await,
+        watch.recorder.wait_end().await,
         Ok(()),
         "the watch ends, since the other upstream has other objects"
     );

@@ -10,10 +10,10 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// Long enough for a process on a slow machine to start, to drain and to end.
+/// Limit for each wait on a process. On a slow machine a process needs long to start, drain or exit.
 pub const PROCESS_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A process that is killed when this is dropped.
+/// A child process that is killed on drop.
 pub struct KillOnDrop(pub Child);
 
 impl Deref for KillOnDrop {
@@ -37,10 +37,11 @@ impl Drop for KillOnDrop {
     }
 }
 
-/// A process whose standard error is recorded.
+/// A process with its standard error recorded. It is killed on drop.
 pub struct Process {
+    /// `None` after [`Self::follow_successor`].
     child: Option<KillOnDrop>,
-    /// The process that gets signals: the child, or its successor.
+    /// The process that receives signals: the child, or the successor that took over from it.
     pid: String,
     output: Arc<Mutex<String>>,
 }
@@ -50,12 +51,12 @@ impl Process {
         let mut child = command.stderr(Stdio::piped()).spawn().expect("the process starts");
         let stderr = BufReader::new(child.stderr.take().expect("a pipe"));
         let output = Arc::<Mutex<String>>::default();
-        let into = Arc::clone(&output);
+        let recorded = Arc::clone(&output);
         std::thread::spawn(move || {
             for line in stderr.lines().map_while(Result::ok) {
-                let mut output = into.lock().unwrap();
-                output.push_str(&line);
-                output.push('\n');
+                let mut recorded = recorded.lock().unwrap();
+                recorded.push_str(&line);
+                recorded.push('\n');
             }
         });
         Self { pid: child.id().to_string(), child: Some(KillOnDrop(child)), output }
@@ -66,22 +67,20 @@ impl Process {
         self.output.lock().unwrap().clone()
     }
 
-    /// Waits for a line that contains this text, and returns it.
+    /// Waits for a line that contains `text`, and returns the line.
     pub async fn wait_output(&mut self, text: &str) -> String {
         wait::until_ok(PROCESS_TIMEOUT, &format!("the process writes `{text}`"), async || {
             let output = self.output();
-            // The last line may be incomplete.
-            let complete = output.rsplit_once('\n').map_or("", |(complete, _)| complete);
-            let line = complete.lines().find(|line| line.contains(text));
+            let line = output.lines().find(|line| line.contains(text));
             line.map(str::to_owned).ok_or_else(|| output.clone())
         })
         .await
     }
 
-    /// Waits until the process ends.
+    /// Waits until the process exits.
     pub async fn wait_exit(&mut self) -> ExitStatus {
-        let child = self.child.as_mut().expect("a child");
-        wait::until_ok(PROCESS_TIMEOUT, "the process ends", async || {
+        let child = self.child.as_mut().expect("the process is a child of the test");
+        wait::until_ok(PROCESS_TIMEOUT, "the process exits", async || {
             child.try_wait().unwrap().ok_or_else(|| self.output.lock().unwrap().clone())
         })
         .await
@@ -91,7 +90,7 @@ impl Process {
         self.child.as_mut().is_some_and(|child| child.try_wait().unwrap().is_none())
     }
 
-    /// From now on signals go to this successor, which writes to the same standard error.
+    /// Makes `pid` the process that receives signals. It must have inherited the standard error of the child.
     pub fn follow_successor(&mut self, pid: &str) {
         self.child = None;
         pid.clone_into(&mut self.pid);
@@ -111,9 +110,9 @@ impl Drop for Process {
     }
 }
 
-/// The first address in a line.
+/// The first loopback address with a port in a log line.
 pub fn first_address(line: &str) -> SocketAddr {
-    let at = line.find("127.0.0.1:").expect(line);
-    let port = |c: &char| c.is_ascii_digit() || *c == '.' || *c == ':';
-    line[at..].chars().take_while(port).collect::<String>().parse().expect(line)
+    let start = line.find("127.0.0.1:").expect(line);
+    let in_address = |c: &char| c.is_ascii_digit() || *c == '.' || *c == ':';
+    line[start..].chars().take_while(in_address).collect::<String>().parse().expect(line)
 }

@@ -1,17 +1,17 @@
-//! Measured figures and their promises. A figure is compared with four times the promise, since CI
-//! machines are noisy, and with `JACKSTAY_STRICT=1` with the promise itself. It is also appended to
-//! the report, the file that `JACKSTAY_REPORT` names (`tests/report` creates it).
+//! Measured durations and the durations that jackstay promises. A test fails if a measured duration exceeds
+//! its bound: four times the promise, because CI machines are noisy, or with `JACKSTAY_STRICT=1` the promise.
+//! If `JACKSTAY_REPORT` names a file (`tests/report` creates it), each measured duration is appended to it.
 
 use std::io::Write;
 use std::time::Duration;
 
-/// The highest figure with which a test succeeds.
+/// The longest duration with which a test succeeds.
 pub fn bound(promise: Duration) -> Duration {
     let strict = std::env::var("JACKSTAY_STRICT").is_ok_and(|value| value == "1");
     promise * if strict { 1 } else { 4 }
 }
 
-/// Records a duration, and fails the test if it is above the bound.
+/// Records a measured duration, and panics if it exceeds its bound.
 #[track_caller]
 pub fn check_figure(name: &str, took: Duration, promise: Duration) {
     let (bound, crate_name) = (bound(promise), env!("CARGO_CRATE_NAME"));

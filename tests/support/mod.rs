@@ -1,4 +1,4 @@
-//! The real data plane in this process, in front of demo apiservers or of other upstreams.
+//! Runs the real data plane in the process of the test, in front of demo apiservers or of other upstreams.
 
 #![allow(dead_code)] // each test crate uses a part
 
@@ -35,16 +35,16 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-/// The path of the config maps of the namespace `default`.
+/// The collection of config maps in the namespace `default`.
 pub const CONFIGMAPS: &str = "/api/v1/namespaces/default/configmaps";
 
-/// Certificates of clients, servers and jackstay, in files that jackstay reads.
+/// A CA, and the certificates that it issued to clients, servers and jackstay. jackstay reads them as files.
 pub struct Certs {
     pub pki: Pki,
     pub dir: tempfile::TempDir,
-    /// The certificate of clients, and of the identity that the configuration names.
+    /// The certificate of the default client. jackstay uses the same one as its configured identity.
     pub admin: Issued,
-    /// The certificate for `/readyz`: a peer distinguishes probes from requests by it.
+    /// The certificate of the `/readyz` prober. Peers tell probes from requests by it.
     pub probe: Issued,
     ca_file: PathBuf,
     serving: CertPaths,
@@ -80,7 +80,8 @@ impl Certs {
         Credentials::anonymous(&self.pki.ca_pem())
     }
 
-    /// The defaults of jackstay, with a readiness probe every second.
+    /// A configuration with one listener, which terminates TLS, and one upstream with these endpoints. Unlike
+    /// with the defaults, `/readyz` is probed every second, and a drain lasts 2 s.
     pub fn config(&self, endpoints: &[SocketAddr]) -> Config {
         Config {
             admin: Admin { bind: (Ipv4Addr::LOCALHOST, 0).into(), socket: None },
@@ -143,7 +144,7 @@ impl Certs {
         }
     }
 
-    /// Starts the data plane. The files of `self` must outlive it, since jackstay reads them again.
+    /// Starts the data plane. `self` must outlive it, because jackstay reloads the files of `self`.
     pub fn start(&self, config: Config) -> Proxy {
         if std::env::var_os("JACKSTAY_TEST_LOG").is_some() {
             let _ = tracing_subscriber::fmt()
@@ -188,8 +189,8 @@ pub fn passthrough_config(mut config: Config) -> Config {
     config
 }
 
-/// Suspects connections late, for tests that count requests per server. On a busy machine a PONG takes
-/// longer than 100 ms, and jackstay then hedges reads.
+/// Lets jackstay suspect a connection only after seconds, for tests that count the requests of each server.
+/// On a busy machine a PONG may take longer than 100 ms, after which jackstay would hedge reads.
 pub fn without_suspicion(config: &mut Config) {
     let health = &mut config.upstreams[0].health;
     health.suspect_after = Some(PATIENCE / 2);
@@ -202,7 +203,6 @@ pub struct Proxy {
     pub addr: SocketAddr,
     pub admin: SocketAddr,
     pub running: Running,
-    /// Of the configured identity.
     credentials: Credentials,
 }
 
@@ -215,13 +215,13 @@ impl Proxy {
 
     /// An HTTP/2 client with the certificate of the configured identity.
     pub async fn client(&self) -> Client {
-        self.client_over(true).await
+        self.client_with(&self.credentials).await
     }
 
-    /// The same over HTTP/2 or HTTP/1.1.
+    /// A client with the certificate of the configured identity, over HTTP/2 or HTTP/1.1.
     pub async fn client_over(&self, http2: bool) -> Client {
         if http2 {
-            return self.client_with(&self.credentials).await;
+            return self.client().await;
         }
         Client::connect_http1(self.addr, &self.credentials).await.unwrap()
     }
@@ -231,7 +231,7 @@ impl Proxy {
         Client::connect(self.addr, credentials).await.unwrap()
     }
 
-    /// Head and body of a page of the admin endpoint.
+    /// The response of the admin endpoint for a path: head and body.
     pub async fn page(&self, path: &str) -> String {
         let mut stream = TcpStream::connect(self.admin).await.unwrap();
         let request =
@@ -242,6 +242,7 @@ impl Proxy {
         page
     }
 
+    /// The JSON body of the admin endpoint's response for a path.
     pub async fn json(&self, path: &str) -> Value {
         let page = self.page(path).await;
         let json = page.split_once("\r\n\r\n").map_or("", |(_, body)| body);
@@ -256,8 +257,9 @@ impl Proxy {
         self.json("/events").await["events"].as_array().unwrap().clone()
     }
 
-    /// The upstream connections for clients that were lost, with the reasons, from `/events`, which has
-    /// also those that existed only between two reads of `/status`.
+    /// Describes each upstream connection that was declared dead or drained, except those of the prober. The
+    /// source is `/events`, because `/status` does not show a connection that was opened and lost between
+    /// two reads.
     pub async fn lost_connections(&self) -> Vec<String> {
         let lost = |event: &&Value| {
             event["kind"] == "connection"
@@ -294,7 +296,7 @@ impl Proxy {
         until(&what, async || self.endpoints().await.iter().all(|e| e["state"] == state)).await;
     }
 
-    /// The live connections of an identity, by local address.
+    /// The local addresses of the live connections whose credential class starts with `class`, sorted.
     pub async fn connections(&self, class: &str) -> Vec<String> {
         let mut found = Vec::new();
         for endpoint in self.endpoints().await {
@@ -302,23 +304,23 @@ impl Proxy {
                 connection["class"].as_str().unwrap().starts_with(class)
                     && connection["state"] == "live"
             });
-            found.extend(live.map(|live| live["local"].as_str().unwrap().to_owned()));
+            found.extend(live.map(|connection| connection["local"].as_str().unwrap().to_owned()));
         }
         found.sort();
         found
     }
 
-    /// Waits until that many endpoints are ready.
+    /// Waits until at least `count` endpoints are ready.
     pub async fn wait_ready(&self, count: usize) {
-        until("endpoints are ready", async || {
+        until(&format!("{count} endpoints are ready"), async || {
             self.endpoints().await.iter().filter(|e| e["state"] == "ready").count() >= count
         })
         .await;
     }
 
-    /// Waits until that many endpoints are ready and have a connection for an identity.
+    /// Waits until at least `count` endpoints are ready and have a live connection of an identity.
     pub async fn wait_connected(&self, count: usize) {
-        until("endpoints are connected", async || {
+        until(&format!("{count} endpoints are ready and connected"), async || {
             let endpoints = self.endpoints().await;
             let connected = |e: &&Value| {
                 e["state"] == "ready"
@@ -331,7 +333,7 @@ impl Proxy {
         .await;
     }
 
-    /// The sum of all series of a metric whose lines start with `name`.
+    /// The sum of all series in `/metrics` that start with `name`, which may include labels.
     pub async fn metric(&self, name: &str) -> f64 {
         let page = self.page("/metrics").await;
         page.lines()
@@ -340,12 +342,12 @@ impl Proxy {
             .sum()
     }
 
-    /// Watch resumes with this outcome.
+    /// The number of watch resumes with this outcome.
     pub async fn resumes(&self, outcome: &str) -> f64 {
         self.metric(&format!("jackstay_watch_resumes_total{{outcome=\"{outcome}\"")).await
     }
 
-    /// Hedges with this outcome.
+    /// The number of hedges with this outcome.
     pub async fn hedges(&self, outcome: &str) -> f64 {
         self.metric(&format!("jackstay_hedges_total{{outcome=\"{outcome}\"")).await
     }
@@ -356,7 +358,8 @@ impl Proxy {
     }
 }
 
-/// Demo apiservers that share one state, and the certificates for a data plane in front of them.
+/// Demo apiservers that share one state as if they used one etcd, and the certificates for jackstay in front
+/// of them.
 pub struct TestCluster {
     pub certs: Certs,
     pub state: Cluster,
@@ -394,7 +397,8 @@ impl TestCluster {
         proxy
     }
 
-    /// The data plane, and a relay in front of each server whose flows a test can interrupt.
+    /// Starts a relay in front of each server, and the data plane in front of the relays. Tests interrupt flows
+    /// at the relays.
     pub async fn start_behind_relays(
         &self,
         change: impl FnOnce(&mut Config),
@@ -408,18 +412,18 @@ impl TestCluster {
         (relays, proxy)
     }
 
-    /// Creates a config map in the namespace `default`, past jackstay. Returns its version.
+    /// Creates a config map in the shared state, without a request. Returns its resource version.
     pub fn create_config_map(&self, name: &str) -> u64 {
         let object = config_map(name, "1");
         self.state.create(&CONFIG_MAPS, "default", object, false).unwrap().version
     }
 
-    /// The path of a watch of the config maps from now on.
+    /// A watch of the config maps from the present resource version.
     pub fn watch_path(&self) -> String {
         format!("{CONFIGMAPS}?watch=1&resourceVersion={}", self.state.version())
     }
 
-    /// The number of watches that run on a server.
+    /// The number of watches that are open on a server.
     pub fn watches(&self, server: usize) -> u64 {
         self.servers[server].counters().watches.load(Relaxed)
     }
@@ -429,13 +433,13 @@ impl TestCluster {
     }
 }
 
-/// A relay in front of each address.
+/// Starts a relay in front of each address.
 pub fn start_relays(targets: &[SocketAddr]) -> Vec<FaultyRelay> {
     targets.iter().map(|target| FaultyRelay::start(*target).unwrap()).collect()
 }
 
-/// An address that refuses connections. A socket stays bound to it, so that no other process gets it; a
-/// test may listen there all the same.
+/// An address that refuses connections. A leaked socket stays bound to it with `SO_REUSEADDR`: no other process
+/// is assigned the port, and the test may listen on it later.
 pub fn refusing_address() -> SocketAddr {
     let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
     socket.set_reuse_address(true).unwrap();
@@ -445,7 +449,7 @@ pub fn refusing_address() -> SocketAddr {
     address
 }
 
-/// A config map with this value as its data and its label.
+/// A config map with `value` in its data and in its label `v`.
 pub fn config_map(name: &str, value: &str) -> Value {
     json!({
         "apiVersion": "v1",
@@ -455,12 +459,12 @@ pub fn config_map(name: &str, value: &str) -> Value {
     })
 }
 
-/// Whether `JACKSTAY_LONG` asks for the long form of the tests.
+/// Whether `JACKSTAY_LONG` selects the long form of the tests.
 pub fn long_form() -> bool {
     std::env::var_os("JACKSTAY_LONG").is_some()
 }
 
-/// The HTTP/2 error that caused an error of the client.
+/// The HTTP/2 error among the sources of an error of the client.
 pub fn h2_error(error: &std::io::Error) -> Option<&h2::Error> {
     let mut source: Option<&(dyn std::error::Error + 'static)> = Some(error.get_ref()?);
     while let Some(inner) = source {
@@ -472,7 +476,7 @@ pub fn h2_error(error: &std::io::Error) -> Option<&h2::Error> {
     None
 }
 
-/// Addresses as lines of an endpoints file.
+/// Formats addresses as the lines of an endpoints file.
 pub fn to_strings(addresses: &[SocketAddr]) -> Vec<String> {
     addresses.iter().map(ToString::to_string).collect()
 }
@@ -484,12 +488,12 @@ pub fn replace_file(path: &Path, text: &str) {
     std::fs::rename(&new, path).unwrap();
 }
 
-/// Writes an endpoints file.
+/// Replaces a file by these lines, e.g. an endpoints file.
 pub fn write_lines(path: &Path, lines: &[String]) {
     replace_file(path, &lines.join("\n"));
 }
 
-/// Writes a configuration over the old file.
+/// Replaces a configuration file.
 pub fn write_config(path: &Path, config: &Config) {
     replace_file(path, &config.to_json().to_string());
 }

@@ -1,10 +1,10 @@
-//! Faults in the network namespace of the test (`unshare --net`).
+//! Network faults by nftables. The test must run in its own network namespace (`unshare --net`).
 
 #![allow(dead_code)] // each test crate uses a part
 
 use std::process::Command;
 
-/// Runs a command of nftables.
+/// Runs `nft` with this command.
 pub fn nft(command: &str) {
     assert!(Command::new("nft").arg(command).status().unwrap().success(), "nft {command}");
 }

@@ -1,61 +1,64 @@
-//! Elapsed time without the time in which the whole process was stopped or not scheduled.
+//! Measures elapsed time without the pauses of the process: the times in which the whole process was stopped or
+//! not scheduled.
 
 use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-/// The interval at which the thread checks that the process runs.
+/// The interval at which a thread checks that the process runs.
 const TICK: Duration = Duration::from_millis(10);
-/// Timers are this late at times without a pause of the process.
+/// A tick that is late by no more than this is not counted as a pause, because timers are never exact.
 const JITTER: Duration = Duration::from_millis(20);
 
-/// When the process last ran, and for how long it had been paused in all.
 #[derive(Clone, Copy)]
 struct Pauses {
+    /// The last time at which the process is known to have run.
     at: Instant,
+    /// The sum of all pauses before that time.
     total: Duration,
 }
 
 impl Pauses {
-    fn now(self) -> Self {
+    /// Adds the pause since the last tick, if there was one.
+    fn update(self) -> Self {
         let late = self.at.elapsed().saturating_sub(TICK);
-        let more = if late > JITTER { late } else { Duration::ZERO };
-        Self { at: Instant::now(), total: self.total + more }
+        let pause = if late > JITTER { late } else { Duration::ZERO };
+        Self { at: Instant::now(), total: self.total + pause }
     }
 }
 
-/// The time for which this process has been paused since the first call.
-fn paused() -> Duration {
+/// The sum of the pauses of this process since the first call.
+fn total_pauses() -> Duration {
     static PAUSES: OnceLock<Mutex<Pauses>> = OnceLock::new();
     let pauses = PAUSES.get_or_init(|| {
         std::thread::spawn(|| {
             loop {
                 std::thread::sleep(TICK);
                 let mut pauses = PAUSES.wait().lock().unwrap();
-                *pauses = pauses.now();
+                *pauses = pauses.update();
             }
         });
         Mutex::new(Pauses { at: Instant::now(), total: Duration::ZERO })
     });
-    // A pause that has just ended may not have been recorded by the thread yet.
-    pauses.lock().unwrap().now().total
+    // The thread may not have recorded a pause that has just ended.
+    pauses.lock().unwrap().update().total
 }
 
-/// Measures a duration without the pauses of the process.
 #[derive(Clone, Copy)]
 pub struct Stopwatch {
     start: Instant,
-    total: Duration,
+    /// The sum of the pauses before `start`.
+    pauses_before: Duration,
 }
 
 impl Stopwatch {
     pub fn start() -> Self {
-        let total = paused();
-        Self { start: Instant::now(), total }
+        let pauses_before = total_pauses();
+        Self { start: Instant::now(), pauses_before }
     }
 
     pub fn elapsed(&self) -> Duration {
-        // In this order, a pause between the two reads counts as elapsed.
-        let total = paused().saturating_sub(self.total);
-        self.start.elapsed().saturating_sub(total)
+        // In this order, a pause between the two reads counts as elapsed time.
+        let pauses = total_pauses().saturating_sub(self.pauses_before);
+        self.start.elapsed().saturating_sub(pauses)
     }
 }

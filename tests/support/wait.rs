@@ -1,27 +1,27 @@
 //! Waiting in tests.
 //!
-//! A test waits for a condition with a generous limit, which is reached only in a failure. It never waits
-//! for a time after which something should have happened. Time that is part of the test (the rate of a
-//! client, the length of a fault, a window in which nothing may happen) passes in [`pause`]. `tests/house.rs` keeps `sleep` out of all other test code.
+//! A test waits for a condition, with a limit that only a failing test reaches. It never sleeps in the hope that
+//! something has happened afterwards. [`pause`] is for time that is part of the test: the rate of a client, the
+//! length of a fault, or a window in which nothing may happen. `tests/house` rejects `sleep` in other test code.
 
 #![allow(dead_code)] // each test crate uses a part
 
 use std::time::{Duration, Instant};
 
-/// Long enough for a slow machine; reached only in a failure.
+/// The usual limit of a wait, long enough for a slow machine.
 pub const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The time between two checks of a condition.
 const INTERVAL: Duration = Duration::from_millis(5);
-/// The same for cheap checks.
+/// The time between two checks by the blocking functions, whose conditions are cheap.
 const BLOCKING_INTERVAL: Duration = Duration::from_millis(1);
 
-/// Waits for a condition that other tasks or threads bring about.
+/// Waits until a condition holds; panics after [`PATIENCE`]. `what` completes "timed out waiting until …".
 pub async fn until(what: &str, condition: impl AsyncFnMut() -> bool) {
     until_within(PATIENCE, what, condition).await;
 }
 
-/// The same with another limit.
+/// [`until`] with another limit.
 pub async fn until_within(limit: Duration, what: &str, condition: impl AsyncFnMut() -> bool) {
     assert!(within(limit, condition).await, "timed out waiting until {what}");
 }
@@ -38,7 +38,7 @@ pub async fn within(limit: Duration, mut condition: impl AsyncFnMut() -> bool) -
     true
 }
 
-/// Repeats an attempt until it succeeds, and returns its value; a failure shows the last error.
+/// Repeats an attempt until it succeeds, and returns its value. The panic at the limit shows the last error.
 pub async fn until_ok<T>(
     limit: Duration,
     what: &str,
@@ -79,13 +79,13 @@ pub fn until_ok_blocking<T>(
     }
 }
 
-/// Waits for a future with a limit.
+/// Awaits a future for at most [`PATIENCE`]. `what` names the expected result in the panic.
 pub async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
     let bounded = tokio::time::timeout(PATIENCE, future).await;
     bounded.unwrap_or_else(|_| panic!("{what}: not within {PATIENCE:?}"))
 }
 
-/// Waits for a time that is part of the test, never for something to happen.
+/// Lets time pass that is part of the test; never use it to wait until something has happened.
 pub async fn pause(time: Duration) {
     tokio::time::sleep(time).await;
 }

@@ -1,4 +1,4 @@
-//! A watch whose events are recorded, for comparison with those of the apiserver.
+//! Records the events of a watch, for comparison with the events that the apiserver has sent.
 
 use super::{soon, until};
 use http::Method;
@@ -15,7 +15,7 @@ pub struct Event {
     pub version: u64,
 }
 
-/// A watch that a task reads until its end. Bookmarks are not recorded.
+/// A watch that a task reads until its end. Bookmarks are not recorded. Dropping it closes the watch.
 pub struct WatchRecorder {
     events: Arc<Mutex<Vec<Event>>>,
     end: Arc<Mutex<Option<Result<(), String>>>>,
@@ -29,11 +29,12 @@ impl Drop for WatchRecorder {
 }
 
 impl WatchRecorder {
+    /// Starts a watch of JSON events, and waits for its response head.
     pub async fn start(client: &Client, path: &str) -> Self {
         Self::accepting(client, path, "application/json").await
     }
 
-    /// Starts a watch with this `Accept` header.
+    /// [`Self::start`] with another `Accept` header.
     pub async fn accepting(client: &Client, path: &str, accept: &str) -> Self {
         let headers = [("accept", accept)];
         let sent = soon(path, client.send(Method::GET, path, &headers, "")).await;
@@ -43,25 +44,25 @@ impl WatchRecorder {
         let mut body = response.into_body();
         let events = Arc::<Mutex<Vec<Event>>>::default();
         let end = Arc::<Mutex<Option<Result<(), String>>>>::default();
-        let (into, ended) = (events.clone(), end.clone());
+        let (recorded, recorded_end) = (events.clone(), end.clone());
         let task = tokio::spawn(async move {
             let mut buffer = Vec::new();
-            let how = loop {
+            let result = loop {
                 match next_data(&mut body).await {
                     Ok(Some(data)) => {
                         buffer.extend_from_slice(&data);
                         while let Some(event) = take_event(&mut buffer, protobuf) {
                             if event.kind != "BOOKMARK" {
-                                into.lock().unwrap().push(event);
+                                recorded.lock().unwrap().push(event);
                             }
                         }
                     }
                     Ok(None) if buffer.is_empty() => break Ok(()),
-                    Ok(None) => break Err("a clean end in the middle of a frame".to_owned()),
+                    Ok(None) => break Err("the body ended in the middle of an event".to_owned()),
                     Err(error) => break Err(error.to_string()),
                 }
             };
-            *ended.lock().unwrap() = Some(how);
+            *recorded_end.lock().unwrap() = Some(result);
         });
         Self { events, end, task }
     }
@@ -70,29 +71,31 @@ impl WatchRecorder {
         self.events.lock().unwrap().clone()
     }
 
+    /// The resource versions of the recorded events.
     pub fn versions(&self) -> Vec<u64> {
         self.events.lock().unwrap().iter().map(|event| event.version).collect()
     }
 
-    /// Whether an object with this name was seen.
+    /// Whether an event for an object with this name was recorded.
     pub fn has_seen(&self, name: &str) -> bool {
         self.events.lock().unwrap().iter().any(|event| event.name == name)
     }
 
-    /// How the watch ended, if it did.
+    /// `None` while the watch runs, `Some(Ok(()))` after a clean end.
     pub fn end(&self) -> Option<Result<(), String>> {
         self.end.lock().unwrap().clone()
     }
 
-    /// Waits for the end of the watch.
-    pub async fn ended(&self) -> Result<(), String> {
+    /// Waits until the watch ends.
+    pub async fn wait_end(&self) -> Result<(), String> {
         until("the watch ends", async || self.end().is_some()).await;
         self.end().unwrap()
     }
 
-    /// Waits for the last of these versions, and expects each of them once, in order, and no end.
+    /// Waits for the last of these resource versions. Asserts that the watch has delivered each of them once and
+    /// in order, and has not ended.
     pub async fn expect_versions(&self, expected: &[u64]) {
-        until("the last event arrives", async || {
+        until("the last event arrives or the watch ends", async || {
             self.end().is_some()
                 || self.events.lock().unwrap().last().map(|e| e.version) == expected.last().copied()
         })
@@ -102,7 +105,7 @@ impl WatchRecorder {
     }
 }
 
-/// Takes the first complete event from the buffer.
+/// Removes the first complete event from the buffer and decodes it.
 fn take_event(buffer: &mut Vec<u8>, protobuf: bool) -> Option<Event> {
     if protobuf {
         let length = u32::from_be_bytes(buffer.get(..4)?.try_into().unwrap()) as usize;
@@ -128,7 +131,7 @@ fn take_event(buffer: &mut Vec<u8>, protobuf: bool) -> Option<Event> {
     Some(Event { kind: text(&event["type"]), name: text(&meta["name"]), version })
 }
 
-/// The first length-delimited field with this number.
+/// The first length-delimited field with this number in a protobuf message.
 fn field(message: &[u8], wanted: u64) -> Option<Vec<u8>> {
     let mut at = 0;
     let varint = |at: &mut usize| {

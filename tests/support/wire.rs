@@ -1,4 +1,4 @@
-//! A TLS connection to jackstay on which a test writes raw bytes.
+//! TLS connections to jackstay on which a test writes raw bytes.
 
 use super::{Certs, Proxy};
 use rustls::pki_types::ServerName;
@@ -6,10 +6,10 @@ use std::sync::Arc;
 use tokio::net::TcpStream;
 use tokio_rustls::client::TlsStream;
 
-/// The client's end of the connection.
+/// The client's end of a connection.
 pub type Wire = TlsStream<TcpStream>;
 
-/// Connects with the certificate of the configured identity, and offers one ALPN protocol.
+/// Connects with the certificate of the configured identity, offering only the ALPN protocol `alpn`.
 pub async fn connect(proxy: &Proxy, certs: &Certs, alpn: &str) -> Wire {
     let mut roots = rustls::RootCertStore::empty();
     roots.add(certs.pki.ca_der()).unwrap();

@@ -8,14 +8,15 @@ use metrics::Gauge;
 use crate::observe::{ByteBudget, Metrics};
 use crate::proxy::retry_budget::RetryBudget;
 
-/// Maximum bytes of incomplete frames that one worker may buffer for one upstream.
+/// Maximum bytes of frames that one worker buffers for one upstream. The buffer of a frame counts until the
+/// frame is sent or dropped.
 const PARTIAL_FRAMES: usize = 32 << 20;
-/// Maximum number of watches that one worker may hold for one upstream before it refuses to hold a new one. A held
-/// request costs some KiB.
+/// Number of held watches, per worker and upstream, above which a new request is not held. A held request
+/// costs a few KiB.
 const MAX_HELD: usize = 10_000;
 
 pub struct WatchLimits {
-    /// Bounds the requests to other endpoints after a 410.
+    /// Bounds the requests that are sent to other endpoints after a 410.
     too_old_retries: RetryBudget,
     held: Cell<usize>,
     held_gauge: Gauge,
@@ -32,7 +33,7 @@ impl WatchLimits {
         }
     }
 
-    /// Adds the share of one client request, of any kind, to the budget of retries after a 410.
+    /// Adds the share of one client request, of any verb, to the budget of retries after a 410.
     pub fn earn(&self) {
         self.too_old_retries.earn();
     }
@@ -46,14 +47,15 @@ impl WatchLimits {
         may
     }
 
-    /// Counts one more watch as held until the guard is dropped.
+    /// Counts a watch as held until the guard is dropped.
     pub fn hold(&self) -> HeldWatch<'_> {
         self.held.set(self.held.get() + 1);
         self.held_gauge.increment(1);
         HeldWatch(self)
     }
 
-    /// Whether a new watch may be held too. Running watches are always held.
+    /// Whether a watch whose client has no response yet may be held. The limit does not apply to a running
+    /// watch that loses its stream.
     pub fn may_hold_new(&self) -> bool {
         self.held.get() < MAX_HELD
     }

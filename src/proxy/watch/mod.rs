@@ -1,17 +1,18 @@
 //! Resumes watches that lose their apiserver.
 //!
-//! The client receives one response with whole frames and each event once. After the initial events,
-//! events arrive in the order of their resource versions. If jackstay cannot keep that up, it ends or
-//! resets the response, so that the client lists or watches again ([`session`] has the table).
+//! The client receives one response that consists of whole frames and contains each event once. After
+//! the initial events, events arrive in the order of their resource versions. If jackstay can no longer
+//! guarantee that, it ends or resets the response, and the client watches or lists again ([`session`]
+//! documents each case).
 //!
-//! | module | purpose | uses of this folder |
+//! | module | purpose | depends on |
 //! |---|---|---|
-//! | [`codec`] | splits and parses the wire format | none |
-//! | [`request`] | decides which requests are followed, and rewrites them | codec |
-//! | [`session`] | the state machine: no I/O, the time is an argument | codec, request |
-//! | [`relay`] | passes chunks through codec and session | codec, request, session |
-//! | [`body`] | executes the effects: streams, attempts, holds in an outage, timers | all |
-//! | [`limits`] | the limits that all watches of one worker to one upstream share | none |
+//! | [`codec`] | splits and parses the wire format | – |
+//! | [`request`] | decides which watches can be parsed and resumed, and rewrites their requests | codec |
+//! | [`session`] | state machine of one watch, without I/O; the time is an argument | codec, request |
+//! | [`relay`] | passes received chunks through codec and session | codec, request, session |
+//! | [`body`] | response body of one watch: executes what the session decides | request, session, relay |
+//! | [`limits`] | limits that all watches of one worker to one upstream share | – |
 
 pub(super) mod body;
 pub mod codec;

@@ -1,8 +1,8 @@
-//! Turns the bytes of one watch's upstream streams into the bytes of its client's stream: the codec
-//! splits and parses, the session decides.
+//! Turns the bytes of one watch's upstream streams into the bytes of its client's stream: the codec splits
+//! and parses frames, the session decides on each.
 //!
-//! Adjacent forwarded frames of a chunk are sent as one slice of that chunk, so a burst of events is one piece
-//! of output.
+//! Adjacent frames of a chunk that are forwarded leave as one slice of that chunk, so a burst of events
+//! becomes one piece of output.
 
 use super::codec::event::EventType;
 use super::codec::frame::{FrameSplitter, Piece};
@@ -26,18 +26,18 @@ pub struct Relay {
 /// The result of [`Relay::push`].
 #[derive(Debug, PartialEq, Eq)]
 pub struct PushResult {
-    /// Bytes of the chunk that do not go to the client now: release their flow-control window at
-    /// once, or a frame larger than the window could never arrive.
+    /// Bytes of the chunk that are not sent to the client now. The caller releases their flow-control
+    /// window at once; otherwise a frame larger than the window would never arrive.
     pub absorbed: usize,
-    /// [`Effect::None`]: continue with the next chunk. Anything else: reset the stream.
+    /// [`Effect::None`]: continue with the next chunk. Any other effect: reset the stream.
     pub effect: Effect,
-    /// The frame of [`Effect::Withhold`].
+    /// The ERROR event, if the effect is [`Effect::Withhold`].
     pub error_event: Option<Bytes>,
 }
 
 impl Relay {
-    /// Creates the relay of a watch that was requested at `requested_at` and has been answered with
-    /// 200. `budget` bounds what all watches buffer of incomplete frames.
+    /// Creates the relay of a watch that was requested at `requested_at` and accepted with status 200.
+    /// `budget` bounds the bytes that all watches buffer.
     pub fn new(
         encoding: Encoding,
         request: WatchRequest,
@@ -59,14 +59,15 @@ impl Relay {
         &mut self.session
     }
 
-    /// Passes a chunk through the session, and the bytes for the client to `out`, in order.
+    /// Passes the frames of a chunk through the session, and the bytes for the client to `out`, in order.
     pub fn push(&mut self, chunk: &Bytes, now: Instant, mut out: impl FnMut(Bytes)) -> PushResult {
-        // The bytes of the chunk that leave as one slice.
+        // The bytes of the chunk that will leave as one slice.
         let mut run = 0..0;
         let mut at = 0;
         let mut absorbed = 0;
         while at < chunk.len() {
-            // The next `len` bytes of the chunk, and what earlier chunks had of the same frame.
+            // The next `len` bytes of the chunk, the bytes of the same frame from earlier chunks, and the
+            // session's decision on them.
             let (len, buffered, effect) = match self.splitter.split(&chunk[at..]) {
                 Piece::Whole(len) => {
                     let event = parse(self.encoding, &chunk[at..at + len]);
@@ -128,26 +129,28 @@ impl Relay {
         PushResult { absorbed, effect: Effect::None, error_event: None }
     }
 
-    /// The server has ended the stream. Returns the buffered part of an incomplete frame, for the client.
+    /// Called when the server has ended the stream. Returns the buffered part of an incomplete frame, which
+    /// the client receives too.
     pub fn finish(&mut self, now: Instant) -> Bytes {
         self.session.step(Input::ServerEnded, now);
         self.splitter.reset()
     }
 
-    /// The stream was lost. Drops the buffered part of an incomplete frame.
+    /// Called when the stream was lost. Drops the buffered part of an incomplete frame.
     pub fn lost(&mut self, quiet: bool, now: Instant) -> Effect {
         self.splitter.reset();
         self.session.step(Input::StreamLost { quiet }, now)
     }
 
-    /// Another stream continues the watch at the cursor. Drops an incomplete frame, which the new stream
-    /// sends again.
+    /// Called when a new stream has replaced one that works. Drops the buffered part of an incomplete frame:
+    /// the new stream sends that frame again.
     pub fn moved(&mut self, now: Instant) {
         self.splitter.reset();
         self.session.step(Input::MoveEnded { moved: true }, now);
     }
 
-    /// Whether the first chunk of a stream begins with an ERROR event: its server refuses the watch.
+    /// Whether the first chunk of a stream begins with an ERROR event, with which its server refuses the
+    /// watch.
     pub fn begins_with_error(&self, first: &[u8]) -> bool {
         let mut splitter = FrameSplitter::new(self.encoding, self.splitter.budget());
         let Piece::Whole(len) = splitter.split(first) else { return false };

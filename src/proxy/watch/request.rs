@@ -1,12 +1,13 @@
 //! Decides which watches the proxy can follow, and rewrites their requests for the upstream.
 //!
-//! A watch is followed, frame by frame, if it is read-only (verb `watch`, no Upgrade) and its client
-//! accepts JSON or protobuf. Other media types that the client accepts as well are not offered
-//! upstream. A watch is resumed only in API groups that kube-apiserver serves itself, or that the
-//! configuration names: an aggregated apiserver may have any kind of history.
+//! The proxy *follows* a watch if it parses the frames of the response. It follows requests with the verb
+//! `watch` and without Upgrade whose client accepts JSON or protobuf; other media types in `Accept` are
+//! removed from the upstream request. A watch that has delivered events is resumed only in API groups that
+//! kube-apiserver serves itself or that the configuration names, because the resource versions of an
+//! aggregated apiserver may not be ordered.
 //!
-//! Parameters are read as the apiserver reads them ([`crate::proxy::request_info`]) and otherwise
-//! passed on byte for byte, in their order.
+//! Parameters are read as the apiserver reads them ([`crate::proxy::request_info`]). Parameters that are
+//! not changed keep their bytes and their order.
 
 use super::codec::version::ResourceVersion;
 use crate::proxy::request_info::{first, is_built_in_group, parse_bool, unescape_query};
@@ -14,33 +15,34 @@ use http::{HeaderMap, HeaderValue, Uri, header, uri};
 use std::borrow::Cow;
 use std::time::Duration;
 
-/// A watch that can be followed, and what its client asked for.
+/// The request of a watch that can be followed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[allow(clippy::struct_excessive_bools)] // parameters, each independent of the others
 pub struct WatchRequest {
-    /// Where to start; `None` if the client gave no version, or zero, or one that is not a number.
+    /// `resourceVersion`; `None` if it is missing, zero or not a number.
     pub version: Option<ResourceVersion>,
-    /// The existing objects come first, and then a bookmark that marks their end.
+    /// `sendInitialEvents`: the existing objects come first, then a bookmark that marks their end.
     pub send_initial_events: bool,
     /// `sendInitialEvents=false` without a version: the watch starts at the most recent version. The same
-    /// request sent later would start later.
+    /// request, sent again, would start at a later version.
     pub starts_at_most_recent: bool,
-    /// The client wants bookmarks.
+    /// `allowWatchBookmarks`: the client receives bookmarks.
     pub bookmarks: bool,
-    /// How long the watch lasts; `None`: the server decides.
+    /// `timeoutSeconds`; `None` if the server chooses the duration.
     pub timeout: Option<Duration>,
-    /// kube-apiserver serves the API group itself, or the configuration allows to resume it.
+    /// kube-apiserver serves the API group itself, or the configuration lists it in `resume_groups`.
     pub resumable_group: bool,
-    /// The proxy asks upstream for bookmarks whether the client wants them or not.
+    /// The upstream request asks for bookmarks: because the client does, or because they keep the cursor
+    /// recent.
     ///
-    /// It does not if the watch is never resumed, and not for tables: the first event of a table
-    /// contains the column definitions, and the client would miss them if the first event were a
-    /// swallowed bookmark.
+    /// Bookmarks that only the proxy asks for are swallowed. It does not ask for them in groups that cannot
+    /// be resumed, nor for tables: the first event of a table contains the column definitions, and a
+    /// swallowed bookmark would remove them.
     pub upstream_bookmarks: bool,
 }
 
 impl WatchRequest {
-    /// Parses a request; `None` if the proxy cannot follow its response.
+    /// Parses a request; `None` if the proxy cannot follow it.
     ///
     /// `verb` is the Kubernetes verb; `query` is the part of the URI after `?`.
     pub fn new(
@@ -77,15 +79,16 @@ impl WatchRequest {
     }
 }
 
-/// Media types whose frames the codec reads, and ranges that the apiserver answers with one of them.
+/// Media types that the codec reads, and media ranges for which the apiserver selects one of them.
 const READABLE: [&str; 4] =
     ["application/json", "application/vnd.kubernetes.protobuf", "*/*", "application/*"];
 
 /// One media range of an `Accept` header.
 struct MediaRange<'a> {
     text: &'a str,
-    /// The codec reads it, and the client does not refuse it.
+    /// The codec reads this type, and its weight is not zero.
     readable: bool,
+    /// The client accepts the objects as a Table.
     table: bool,
 }
 
@@ -112,12 +115,11 @@ impl<'a> MediaRange<'a> {
     }
 }
 
-/// Whether the client accepts tables; `None` if it accepts nothing that the codec reads.
+/// Whether the client accepts tables; `None` if it accepts no type that the codec reads.
 ///
-/// The Content-Type of the response decides in the end
-/// ([`super::codec::Encoding::of_response`]). But bookmarks are requested before it is known, and
-/// they cannot be swallowed in CBOR. So the upstream request offers only what the codec reads
-/// ([`upstream_headers`]).
+/// The response may still have a Content-Type that the codec cannot read
+/// ([`super::codec::Encoding::of_response`]), and a bookmark that only the proxy asked for could then not
+/// be swallowed. So the upstream request offers only types that the codec reads ([`upstream_headers`]).
 fn accepts_table(headers: &HeaderMap) -> Option<bool> {
     let (mut any, mut readable, mut table) = (false, false, false);
     for value in headers.get_all(header::ACCEPT) {
@@ -148,8 +150,9 @@ pub fn upstream_query<'a>(query: &'a str, request: &WatchRequest) -> Cow<'a, str
     Cow::Owned(rewrite(query, &[("allowWatchBookmarks", Some("true"))]))
 }
 
-/// The query of a request that continues a watch at the cursor, or, without one, starts it again. `query`
-/// is that of the first request upstream, `remaining` is what is left of the client's `timeoutSeconds`.
+/// The query of a request that continues a watch at the cursor, or, without a cursor, starts it again.
+/// `query` is the query of the first upstream request, `remaining` the unexpired part of the client's
+/// `timeoutSeconds`.
 pub fn resume_query(
     query: &str,
     cursor: Option<&ResourceVersion>,
@@ -162,15 +165,15 @@ pub fn resume_query(
         changes.push(("sendInitialEvents", None));
         changes.push(("resourceVersionMatch", None));
     }
-    // Without timeoutSeconds the server picks a time, 1 to 2 times --min-request-timeout.
+    // Without timeoutSeconds the server chooses a duration: 1 to 2 times --min-request-timeout.
     if let Some(seconds) = &seconds {
         changes.push(("timeoutSeconds", Some(seconds)));
     }
     rewrite(query, &changes)
 }
 
-/// Changes the headers of the upstream request: frames must come uncompressed and in a media type that
-/// the codec reads.
+/// Changes the headers of the upstream request so that the response is uncompressed and has a media type
+/// that the codec reads.
 pub fn upstream_headers(headers: &mut HeaderMap) {
     headers.remove(header::ACCEPT_ENCODING);
     let values = || headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
@@ -182,7 +185,7 @@ pub fn upstream_headers(headers: &mut HeaderMap) {
         .filter(|range| range.readable)
         .map(|range| range.text)
         .collect();
-    // A list of parts of a valid value is a valid value.
+    // Parts of a valid header value, joined by commas, are a valid value.
     if let Ok(value) = HeaderValue::try_from(readable.join(", ")) {
         headers.insert(header::ACCEPT, value);
     }
@@ -196,14 +199,16 @@ pub fn with_query(target: &Uri, query: &str) -> Uri {
     } else {
         format!("{}?{query}", target.path())
     };
-    // The query was made from a valid one. Should it be invalid, the old target is used.
+    // The new query consists of a valid one and of valid values. If it is invalid all the same, the old
+    // query is kept.
     if let Ok(path_and_query) = uri::PathAndQuery::try_from(path_and_query) {
         parts.path_and_query = Some(path_and_query);
     }
     Uri::from_parts(parts).unwrap_or_else(|_| target.clone())
 }
 
-/// Sets parameters, or drops those without a value; the others keep their bytes and their order.
+/// Sets each parameter of `changes` once, or removes it if it has no value. The other parameters keep their
+/// bytes and their order.
 fn rewrite(query: &str, changes: &[(&str, Option<&str>)]) -> String {
     let mut new = String::with_capacity(query.len() + 64);
     let mut push = |parts: &[&str]| {

@@ -1,65 +1,80 @@
-//! The state machine of one watch. It decides on each frame, and on the watch when its stream is lost.
+//! The state machine of one watch. It decides what happens to each frame, and what happens to the watch
+//! when its stream is lost.
 //!
 //! The session is pure: no I/O, no clock, no randomness. [`Session::step`] takes an [`Input`] and the
-//! time, and returns the [`Effect`] that the body of the response executes.
+//! time, and returns the [`Effect`] that the response body executes.
 //!
 //! The *cursor* is the resource version of the last event that the client has received, or of a later
-//! bookmark. Initial events arrive in no order, so a watch has no cursor until they are over.
+//! bookmark. Initial events arrive in no order, so a watch has no cursor until they are complete.
 //!
 //! # States
 //!
-//! | request | first state |
+//! | state | meaning |
 //! |---|---|
-//! | resourceVersion > 0, no `sendInitialEvents` | Ordered at that version |
-//! | anything else | Initial |
+//! | Initial | initial events arrive |
+//! | Ordered | events arrive in the order of their versions, after the cursor |
+//! | Moving | as Ordered, while the body opens a second stream |
+//! | Resuming | there is no stream; a *round* of attempts asks endpoints to continue the watch |
+//! | Passthrough | everything is forwarded; the watch cannot be resumed |
+//! | Ended | the client's stream ends |
+//!
+//! A watch begins in Ordered if its request has a resourceVersion > 0 and no `sendInitialEvents`, and in
+//! Initial otherwise.
 //!
 //! | state | input | next state | effect |
 //! |---|---|---|---|
-//! | Initial | `sendInitialEvents`: the bookmark annotated `k8s.io/initial-events-end`; otherwise: the first event that is not ADDED | Ordered | as in the table of frames |
-//! | Initial, nothing forwarded, and not started at the most recent version | `StreamLost` | Resuming (the original request) | `Request` |
-//! | Ordered, no oversized frame since the cursor | `StreamLost` | Resuming (at the cursor) | `Request` |
+//! | Initial | `Frame`: with `sendInitialEvents` the bookmark annotated `k8s.io/initial-events-end`, otherwise the first event that is not ADDED | Ordered; Passthrough if its version is not a number | `Forward` or `Swallow` |
+//! | Initial, nothing forwarded, not started at the most recent version | `StreamLost` | Resuming with the original request | `Request` |
+//! | Ordered, neither an oversized frame after the cursor nor an unknown event type | `StreamLost` | Resuming at the cursor | `Request` |
+//! | any other state | `StreamLost` | Ended | `End` |
+//! | Ordered | `Rejected` with the withheld ERROR event | Resuming, withholding the event | `Request` |
+//! | Ordered, unconfirmed | `Rejected` without an event | Resuming; the endpoint is excluded from the round | `Request` |
+//! | Resuming | `AttemptEnded`: 200 with the client's Content-Type | Ordered, unconfirmed; for the original request the state in which it begins | `Accept` |
+//! | Resuming | `AttemptEnded`: 410 | Resuming; the endpoint is excluded from the round: its history is too short | `Request` |
+//! | Resuming | `AttemptEnded`: 429, 5xx | Resuming; the endpoint is asked again after its Retry-After | `Request` |
+//! | Resuming | `AttemptEnded`: no head within 10 s (withholding: 3 s), or the connection failed | Resuming | `Request` |
+//! | Resuming, not withholding | `AttemptEnded`: no endpoint can be reached | Resuming | `Hold` |
+//! | Resuming | `AttemptEnded`: any other response, no endpoint left, every Retry-After above 30 s, or the round has lasted 30 s (withholding: 3 s) | Ended | `End` |
+//! | Resuming | `OutageEnded` | Resuming, in a new round | `Request`; `HoldUntilDeadline` if less than 2 s are left |
 //! | Ordered | `MoveStarted` | Moving | |
 //! | Moving | `MoveEnded`, moved | Ordered, unconfirmed | |
 //! | Moving | `MoveEnded`, not moved | Ordered, as before | |
-//! | Resuming | `AttemptEnded`: 200 with the client's Content-Type | Ordered, unconfirmed (the original request: the first state) | `Accept` |
-//! | Resuming | 410, or an ERROR event as the first event | Resuming; this endpoint is not asked again in the round, because its history is too short | `Request` |
-//! | Resuming | 429, 5xx | Resuming; this endpoint is asked again after its Retry-After | `Request` |
-//! | Resuming | no head within 10 s (3 s with a withheld ERROR), or the connection failed | Resuming | `Request` |
-//! | Resuming, nothing withheld | no endpoint can be reached | Resuming | `Hold`, then a new round |
-//! | Resuming | any other answer, no endpoint left, or the round is over (30 s; 3 s with a withheld ERROR) | Ended | `End` |
-//! | any other state | `StreamLost` | Ended | `End` |
 //! | any | `ServerEnded` | Ended | |
 //! | any | `Stop` | Ended | `End` |
 //!
 //! A watch ends instead of resuming if less than 2 s are left until its deadline, or if it was resumed 12
-//! times in a window of a minute. A watch of an API group that an aggregated apiserver may serve is resumed
-//! only with its original request, and only until the first frame is forwarded.
+//! times in a window of a minute. In an API group that an aggregated apiserver may serve, a watch is resumed
+//! only with its original request, and only until the first frame is forwarded; then it enters Passthrough.
 //!
 //! # Frames
 //!
-//! A stream that continues a watch is *unconfirmed* until its first event above the cursor.
+//! The response to a repeated request in Ordered is *unconfirmed* until its first event above the cursor, or
+//! its first bookmark at or above the cursor.
 //!
-//! | frame | first stream | later stream |
+//! | state and frame | response to the original request | response to a request at the cursor |
 //! |---|---|---|
-//! | not readable | forward; Passthrough | end: the client may have it already |
-//! | ERROR 410 in Ordered, resumable | withhold, ask other endpoints | unconfirmed: next endpoint; later: withhold, ask other endpoints |
-//! | any other ERROR | forward; Passthrough | unconfirmed: next endpoint; later: forward, Passthrough |
-//! | Initial, any event | forward | (Initial is never resumed) |
-//! | Ordered, above the cursor (bookmark: or at it) | forward; becomes the cursor | forward; becomes the cursor |
-//! | Ordered, not above the cursor | forward; Passthrough | discard the first one, then end |
-//! | Ordered, version is not a number | forward; Passthrough | end |
+//! | unreadable | forward; Passthrough | end: the client may have the frame already |
+//! | Initial: ERROR, or an unknown event type | forward; Passthrough | |
+//! | Initial: any other event | forward | |
+//! | Ordered: ERROR 410, while the watch can be resumed | withhold and ask other endpoints; next endpoint if a 410 is withheld already | unconfirmed: next endpoint; confirmed: withhold and ask other endpoints |
+//! | Ordered: any other ERROR | forward; Passthrough | unconfirmed: next endpoint; confirmed: forward, Passthrough |
+//! | Ordered: above the cursor, or a bookmark at it | forward; becomes the cursor | forward; becomes the cursor |
+//! | Ordered: an unknown event type above the cursor | forward; the watch cannot be resumed any more | the same |
+//! | Ordered: not above the cursor | forward; Passthrough | discard the first such event, end at the second |
+//! | Ordered: the version is not a number | forward; Passthrough | end |
+//! | Ordered: oversized, in pieces | forward; the watch cannot be resumed before the next frame | unconfirmed: end; confirmed: the same |
 //!
 //! "Forward" means "swallow" for a bookmark that the client did not ask for. A 410 is withheld because
-//! every apiserver has a history of its own: one that has just started has none, while others may have
-//! it. If no other apiserver has it, the client receives the 410.
+//! every apiserver has a history of its own: one that has just started has none, while others may reach
+//! back to the cursor. If none does, the client receives the 410.
 //!
 //! # How jackstay ends a watch
 //!
 //! | state | ending |
 //! |---|---|
-//! | a frame is unreadable, or an oversized frame is incomplete | reset |
-//! | Ordered | clean: a reflector watches again without a list |
-//! | Initial with `sendInitialEvents` and bookmarks for the client | clean: the client misses the bookmark that ends the initial events, and a reflector requests them again |
+//! | after an unreadable frame, or within an oversized frame | reset |
+//! | Ordered, or Passthrough after the initial events | clean: a reflector watches again without a list |
+//! | Initial with `sendInitialEvents` and bookmarks for the client | clean: the client notices that the bookmark which ends the initial events is missing, and a reflector requests them again |
 //! | Initial from the most recent version, nothing forwarded | clean: no event is missing, and a repeated request would start at a later version |
 //! | Initial, otherwise | reset: a clean end would make incomplete initial events look complete |
 
@@ -83,8 +98,8 @@ pub use self::input::{
 pub use self::limiter::RESUMES_PER_MINUTE;
 pub use self::round::{ResumeRound, max_outage_jitter};
 
-/// Checks in a row, one a minute, without a bookmark after which a watch counts as stale. An apiserver
-/// sends one bookmark a minute (`cacher.go`, `bookmarkFrequency`).
+/// A watch counts as stale after this many consecutive checks, one a minute, without a bookmark. An
+/// apiserver sends about one bookmark a minute (`cacher.go`, `bookmarkFrequency`).
 const MISSED_BOOKMARKS: u8 = 3;
 
 /// One watch.
@@ -93,16 +108,16 @@ pub struct Session {
     request: WatchRequest,
     deadline: Option<Instant>,
     state: State,
-    /// The client has part of an oversized frame whose end has not arrived.
+    /// The client has the beginning of an oversized frame, but not its end.
     mid_frame: bool,
     limiter: ResumeLimiter,
-    /// Checks in a row that found no new bookmark; `None` until the first bookmark.
+    /// Consecutive checks that found no new bookmark; `None` until the first bookmark.
     missed_bookmarks: Option<u8>,
     bookmark_since_check: bool,
 }
 
 impl Session {
-    /// A watch that was requested at `requested_at` and has been answered with 200.
+    /// A watch that was requested at `requested_at` and accepted with status 200.
     pub fn new(request: WatchRequest, requested_at: Instant) -> Self {
         Self {
             deadline: request.timeout.and_then(|timeout| requested_at.checked_add(timeout)),
@@ -128,7 +143,7 @@ impl Session {
                 Effect::None
             }
             Input::StreamLost { quiet } => {
-                // The next server has three minutes to send its first bookmark.
+                // The next apiserver has three minutes to send its first bookmark.
                 self.missed_bookmarks = self.missed_bookmarks.map(|_| 0);
                 match self.begin_round(now, |recent| ResumeRound::begin(now, recent, quiet)) {
                     Ok(()) => self.next_attempt(now, Duration::ZERO),
@@ -164,7 +179,7 @@ impl Session {
         effect
     }
 
-    /// Enters Resuming, if the watch can be resumed. `begin` receives the number of recent resumes.
+    /// Enters Resuming if the watch can be resumed. `begin` receives the number of recent resumes.
     fn begin_round(
         &mut self,
         now: Instant,
@@ -225,7 +240,7 @@ impl Session {
         let endpoints_left = if round.withholds_error() {
             candidates.ready
         } else if matches!(result, AttemptResult::Head { status: 410, .. }) {
-            // The history of this endpoint does not become longer: another endpoint must be usable now.
+            // Waiting does not make the endpoint's history longer, so another endpoint must be usable now.
             candidates.usable
         } else {
             candidates.any
@@ -236,7 +251,7 @@ impl Session {
         self.next_attempt(now, candidates.retry_after)
     }
 
-    /// The next attempt of the round, not before `pause` has passed.
+    /// Requests the next attempt of the round, at the earliest after `pause`.
     fn next_attempt(&mut self, now: Instant, pause: Duration) -> Effect {
         if let State::Resuming { round, .. } = &mut self.state
             && let Some(max_jitter) = round.start_attempt(now)
@@ -303,13 +318,13 @@ impl Session {
         Effect::End(Ending::Withheld, reason)
     }
 
-    /// The query of the request that continues the watch, or starts it again. `query` is that of the first
-    /// request upstream.
+    /// The query of the request that continues the watch, or starts it again. `query` is the query of the
+    /// first upstream request.
     pub fn resume_query(&self, query: &str, now: Instant) -> String {
         resume_query(query, self.state.cursor(), self.remaining(now))
     }
 
-    /// Whether the watch may be moved for this reason now.
+    /// Whether the watch may be moved now, for this reason.
     pub fn can_move(&self, reason: MoveReason, now: Instant) -> bool {
         let min_remaining = match reason {
             MoveReason::Rebalance => MIN_REMAINING_TO_REBALANCE,
@@ -330,22 +345,22 @@ impl Session {
         self.state.resume_cursor(&self.request).is_ok() || self.ending() == Ending::Clean
     }
 
-    /// Whether the initial events are over.
+    /// Whether the initial events are complete.
     pub fn is_ordered(&self) -> bool {
         self.state.is_ordered()
     }
 
-    /// Whether an event on the current stream has shown that it continues the watch.
+    /// Whether an event has shown that the current stream continues the watch.
     pub fn is_confirmed(&self) -> bool {
         self.state.is_confirmed()
     }
 
-    /// Why the frames so far prevent a resume, permanently or until the next frame.
+    /// Why the received frames prevent a resume, permanently or until the next frame.
     pub fn not_resumable(&self) -> Option<NotResumable> {
         self.state.not_resumable(&self.request)
     }
 
-    /// How the watch ends if jackstay ends it now.
+    /// How the client's stream would end if jackstay ended it now.
     pub fn ending(&self) -> Ending {
         let is_clean = self.state.may_end_cleanly(&self.request) && !self.mid_frame;
         if is_clean { Ending::Clean } else { Ending::Reset }
@@ -372,14 +387,14 @@ impl Session {
         }
     }
 
-    /// When the server would end the watch; `None` if the client has set no `timeoutSeconds`.
+    /// When the client's `timeoutSeconds` expires; `None` if the client has set none.
     pub fn deadline(&self) -> Option<Instant> {
         self.deadline
     }
 
-    /// Called once a minute. Returns true, once, after the third check in a row without a bookmark on a
-    /// watch that had bookmarks: the watch cache of its apiserver may be stale. The proxy counts that for
-    /// operators and does nothing else about it.
+    /// Called once a minute. Returns true at the third consecutive check without a bookmark, if the watch
+    /// has received bookmarks before: the watch cache of its apiserver may be stale. The proxy only counts
+    /// this in a metric.
     pub fn has_gone_stale(&mut self) -> bool {
         let seen = std::mem::take(&mut self.bookmark_since_check);
         let Some(missed) = self.missed_bookmarks.as_mut().filter(|_| !seen) else { return false };

@@ -1,11 +1,12 @@
-//! Reads the few fields of a watch event that resuming needs, without decoding the rest.
+//! The fields of a watch event that resuming needs, and where the parsers find them.
 //!
 //! JSON: `.type`, `.object.metadata.resourceVersion` (also of a `meta.k8s.io` Table), the annotation that
-//! ends the initial events, and the `.object.code` of an error. Every other `metadata` (in owner
-//! references, templates, rows of a table) is deeper in the object and is skipped. Keys may come in any
-//! order and may contain escapes. If a key that the parser reads occurs twice, the frame is
-//! unreadable, because JSON parsers disagree on which one counts. The parser does not recurse, and
-//! allocates only for a key with escapes. It follows quotes and braces, and does not validate what it skips.
+//! ends the initial events, and the `.object.code` of an error. Every other `metadata` (in templates, or in
+//! rows of a table) is deeper in the object and is skipped. Keys may come in any order and may contain
+//! escapes. If `type`, `object`, `metadata`, `resourceVersion` or `annotations` occurs twice, the frame is
+//! unreadable, because JSON parsers disagree on which value counts. The parser does not recurse, and
+//! allocates only for a string with escapes. It skips other values by their quotes and brackets, without
+//! validating them.
 //!
 //! Protobuf (apimachinery, `generated.proto` of meta/v1 and runtime):
 //! `WatchEvent{1: type, 2: RawExtension{1: raw}}`, where raw is `k8s\0` and `Unknown{1: TypeMeta,
@@ -18,35 +19,33 @@ pub(super) const INITIAL_EVENTS_END: &[u8] = b"k8s.io/initial-events-end";
 /// The type of a watch event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EventType {
-    /// The object was created, or has begun to match the selector.
+    /// The object was created, or began to match the selector.
     Added,
-    /// The object was changed.
     Modified,
-    /// The object was deleted, or has ceased to match the selector.
+    /// The object was deleted, or no longer matches the selector.
     Deleted,
-    /// There is no event up to this version that the client does not have.
+    /// The client has received every event up to this version.
     Bookmark,
     /// The watch has failed; the object is a `Status`.
     Error,
-    /// A type that this parser does not know.
+    /// Any other type.
     Unknown,
 }
 
 /// The fields of one event that resuming needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Event<'a> {
-    /// The type.
     pub event_type: EventType,
-    /// The object's resourceVersion as it is written; `None` for an error.
+    /// The text of the object's resourceVersion; `None` for an error.
     pub version: Option<&'a [u8]>,
     /// Whether this is the bookmark after the initial events.
     pub initial_events_end: bool,
-    /// The code of an error's `Status`.
+    /// The code of the `Status` of an error.
     pub status_code: Option<u16>,
 }
 
 impl EventType {
-    /// The type whose name passes the test (apimachinery, `watch.EventType`).
+    /// The type for whose name `is_name` is true (apimachinery, `watch.EventType`).
     pub(super) fn with_name(is_name: impl Fn(&[u8]) -> bool) -> Self {
         const TYPES: [(&[u8], EventType); 5] = [
             (b"ADDED", EventType::Added),

@@ -1,29 +1,29 @@
-//! Splits the bytes of a watch response into whole frames, so that no client ever gets half an event.
+//! Splits the bytes of a watch response into whole frames, so that a watch can change its upstream stream
+//! between two events.
 //!
 //! * JSON: a frame is one object and a newline. kube-apiserver encodes every event with Go's
 //!   `encoding/json`, which compacts the embedded object and escapes newlines in strings, with or
 //!   without `pretty=true`. So a line that ends in `}` is a frame, and the splitter only searches for
 //!   newlines. If a line does not end in `}`, or a chunk ends in `}` without a newline, the splitter
-//!   counts braces instead. Pretty-printed objects, and objects without a newline between them, are
-//!   split correctly as well.
+//!   counts brackets instead, which also splits pretty-printed objects and objects without a newline
+//!   between them.
 //! * Protobuf: a frame is a big-endian length of four bytes and that many bytes (apimachinery's
 //!   `LengthDelimitedFramer`).
 //!
-//! A frame that lies in one chunk is measured and never copied. The beginning of a frame at the end of a
-//! chunk is buffered until the frame is whole, within [`FRAME_CAP`] and within the shared budget of
-//! all watches. A larger frame passes through in pieces ([`Piece::Oversized`]).
+//! A frame within one chunk is not copied. The beginning of a frame at the end of a chunk is buffered until
+//! the frame is whole, up to [`FRAME_CAP`] bytes and within a budget that all watches share. A larger frame
+//! passes through in pieces ([`Piece::Oversized`]).
 //!
-//! If the splitter guesses wrong about JSON (two objects in one line), it returns a frame that
-//! [`super::parse`] cannot read. A watch with such a frame is never resumed.
+//! Two JSON objects in one line become one frame, which [`super::parse`] cannot read. A watch with such a
+//! frame is not resumed.
 
 use super::Encoding;
 use crate::observe::ByteBudget;
 use bytes::Bytes;
 use std::sync::Arc;
 
-/// The largest frame that is buffered to be forwarded whole.
-///
-/// etcd refuses requests above 1.5 MiB by default, so no event comes near 8 MiB.
+/// The largest frame that is buffered to be forwarded whole. etcd refuses requests above 1.5 MiB by default,
+/// so events are much smaller.
 pub const FRAME_CAP: usize = 8 * 1024 * 1024;
 
 /// The length of the size prefix of a protobuf frame, in bytes.
@@ -34,10 +34,10 @@ const PREFIX: usize = 4;
 pub struct FrameSplitter {
     encoding: Encoding,
     cap: usize,
-    /// The beginning of the current frame, from earlier chunks.
+    /// The buffered beginning of the current frame, from earlier chunks.
     partial: PartialFrame,
     boundary: Boundary,
-    /// Part of the current frame has been passed on as [`Piece::Oversized`].
+    /// The beginning of the current frame was returned as [`Piece::Oversized`].
     oversized: bool,
 }
 
@@ -46,30 +46,27 @@ pub struct FrameSplitter {
 enum Boundary {
     /// JSON: at the next newline.
     Newline,
-    /// JSON: where the braces are balanced.
+    /// JSON: where the brackets are balanced.
     Braces(Braces),
-    /// Protobuf: after so many more bytes; `None` while the size prefix is incomplete.
+    /// Protobuf: after this many more bytes; `None` while the size prefix is incomplete.
     Length(Option<usize>),
 }
 
-/// What the first bytes of a chunk are.
+/// The meaning of the first bytes of a chunk.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Piece {
-    /// So many bytes are one whole frame.
+    /// The first `.0` bytes are one whole frame.
     Whole(usize),
-    /// So many bytes complete the frame that earlier chunks began; the second field is the whole
-    /// frame.
+    /// The first `.0` bytes complete the frame that earlier chunks began; `.1` is the whole frame.
     Completed(usize, Bytes),
-    /// So many bytes are white space between frames.
+    /// The first `.0` bytes are white space between frames.
     Whitespace(usize),
     /// All bytes belong to a frame whose end has not arrived; the splitter has buffered them.
     Buffered,
-    /// The frame is above the cap or the budget is used up, so it passes through in pieces: first the
-    /// bytes that were buffered, then the first `len` bytes of the chunk.
+    /// The frame is above the cap or the budget is used up, so the frame passes through in pieces: first
+    /// the buffered bytes, then the first `len` bytes of the chunk.
     Oversized {
-        /// The bytes of the frame that had been buffered until now.
         buffered: Bytes,
-        /// How many bytes of the chunk belong to the frame.
         len: usize,
         /// Whether this piece contains the first byte of the frame.
         begins: bool,
@@ -79,8 +76,7 @@ pub enum Piece {
 }
 
 impl FrameSplitter {
-    /// Creates a splitter for the beginning of a response body. `budget` bounds what all splitters
-    /// buffer together.
+    /// Creates a splitter for a response body. `budget` bounds the bytes that all splitters buffer together.
     pub fn new(encoding: Encoding, budget: &Arc<ByteBudget>) -> Self {
         Self::with_cap(encoding, FRAME_CAP, budget)
     }
@@ -91,9 +87,8 @@ impl FrameSplitter {
         Self { encoding, cap, partial, boundary: Boundary::start(encoding), oversized: false }
     }
 
-    /// Splits off the first frame of a chunk, or the part of it that the chunk contains.
-    ///
-    /// Call it again with the rest of the chunk until nothing is left.
+    /// Splits off the first frame of a chunk, or the part of the frame that the chunk contains. The caller
+    /// repeats it with the remaining bytes of the chunk until none are left.
     pub fn split(&mut self, chunk: &[u8]) -> Piece {
         if self.encoding == Encoding::Json && self.at_boundary() {
             let whitespace = chunk.iter().take_while(|b| b.is_ascii_whitespace()).count();
@@ -101,7 +96,8 @@ impl FrameSplitter {
                 return Piece::Whitespace(whitespace);
             }
         }
-        // The size prefix is buffered even without budget: without it the end of the frame is unknown.
+        // An incomplete size prefix is buffered even if the budget is used up: it determines the end of the
+        // frame.
         let budget = self.buffered() + self.partial.budget.left();
         let cap = self.cap.min(budget.max(PREFIX));
         let end = match self.boundary {
@@ -133,25 +129,24 @@ impl FrameSplitter {
         self.partial.bytes.is_empty() && !self.oversized
     }
 
-    /// The shared budget.
     pub fn budget(&self) -> &Arc<ByteBudget> {
         &self.partial.budget
     }
 
-    /// How many bytes of the current frame are buffered.
+    /// Number of buffered bytes of the current frame.
     pub fn buffered(&self) -> usize {
         self.partial.bytes.len()
     }
 
-    /// Starts anew and returns what was buffered. If the server ended the response, the caller passes
-    /// these bytes on; if the stream was lost, the caller drops them.
+    /// Prepares the splitter for a new response body, and returns the buffered bytes. The caller forwards
+    /// them if the server ended the response, and drops them if the stream was lost.
     pub fn reset(&mut self) -> Bytes {
         self.boundary = Boundary::start(self.encoding);
         self.oversized = false;
         self.take_buffered()
     }
 
-    /// Takes the buffer. It counts in the budget until the returned bytes are dropped.
+    /// Takes the buffer, which counts in the budget until the returned bytes are dropped.
     fn take_buffered(&mut self) -> Bytes {
         if self.partial.bytes.is_empty() {
             return Bytes::new();
@@ -160,7 +155,7 @@ impl FrameSplitter {
         Bytes::from_owner(std::mem::replace(&mut self.partial, empty))
     }
 
-    /// Passes on what is buffered and this part of the chunk.
+    /// Passes the buffered bytes and this part of the chunk on.
     fn pass_through(&mut self, part: &[u8], ends: bool) -> Piece {
         let begins = !std::mem::replace(&mut self.oversized, !ends);
         if ends {
@@ -169,8 +164,8 @@ impl FrameSplitter {
         Piece::Oversized { buffered: self.take_buffered(), len: part.len(), begins, ends }
     }
 
-    /// How to find the end of the next frame after a frame with these last bytes. If objects follow
-    /// each other without newlines, a search for a newline before each of them would read the chunk
+    /// How the end of the frame after `frame` is found. After an object without a newline the splitter
+    /// continues to count brackets: if it searched for a newline first, it would read the rest of the chunk
     /// once for each object.
     fn boundary_after(&self, frame: &[u8]) -> Boundary {
         match (self.boundary, frame.last()) {
@@ -202,19 +197,19 @@ impl FrameSplitter {
     fn line_end(&mut self, chunk: &[u8], cap: usize) -> Option<usize> {
         let end = find_newline(chunk);
         let line = &chunk[..end.unwrap_or(chunk.len())];
-        // The buffered bytes never end in `}`: their braces would have been counted.
+        // The buffered bytes never end in `}`: the splitter would already count brackets.
         let closed = line.iter().rfind(|b| !b.is_ascii_whitespace()) == Some(&b'}');
         if closed && end.is_some() {
             return end;
         }
         let above_cap = self.buffered() + line.len() > cap;
         if closed || end.is_some() || above_cap {
-            // This is a newline inside an object, or an object without a newline, or one that will
-            // not be buffered to be examined again: count its braces from its beginning.
+            // The line ends inside an object, or the object has no newline, or the frame is too large to be
+            // buffered and read again. Count the brackets from the beginning of the frame.
             let mut braces = Braces::default();
             let buffered_end = braces.find_end(&self.partial.bytes);
             self.boundary = Boundary::Braces(braces);
-            // More than one object is buffered. They cannot be split any more, only passed on.
+            // If an object ends in the buffer, the buffer holds more than one; they leave as one frame.
             return if buffered_end.is_some() { Some(line.len()) } else { self.braces_end(chunk) };
         }
         None
@@ -223,7 +218,7 @@ impl FrameSplitter {
     fn braces_end(&mut self, chunk: &[u8]) -> Option<usize> {
         let Boundary::Braces(braces) = &mut self.boundary else { return None };
         let end = braces.find_end(chunk)?;
-        // If the newline is in the chunk too, it belongs to the frame.
+        // A newline after the object belongs to the frame if the chunk contains it.
         let blanks =
             chunk[end..].iter().take_while(|&&b| matches!(b, b' ' | b'\t' | b'\r')).count();
         let newline = chunk.get(end + blanks) == Some(&b'\n');
@@ -240,11 +235,11 @@ impl Boundary {
     }
 }
 
-/// The buffered bytes of a frame that has not arrived whole.
+/// The buffered bytes of an incomplete frame.
 ///
-/// Their capacity counts in a shared budget until the last owner drops it: a frame that has become whole
-/// may still wait for its client. Without a shared budget, an upstream that begins a frame on each of a
-/// thousand watches and ends none of them could make the proxy buffer a thousand times [`FRAME_CAP`].
+/// The capacity of the buffer counts in a budget that all watches share, until the bytes are dropped: a
+/// completed frame may still wait for its client. Without the budget, an upstream that begins a frame on each
+/// of a thousand watches and completes none could make the proxy buffer a thousand times [`FRAME_CAP`].
 #[derive(Debug)]
 struct PartialFrame {
     bytes: Vec<u8>,
@@ -257,8 +252,8 @@ impl PartialFrame {
         Self { bytes: Vec::new(), budget: Arc::clone(budget) }
     }
 
-    /// Appends bytes. The capacity doubles when it must grow, up to `cap`, or up to the length of the
-    /// bytes if they are longer than `cap`.
+    /// Appends bytes. When the capacity must grow, it doubles, but not above `cap` unless the bytes need
+    /// more.
     fn append(&mut self, more: &[u8], cap: usize) {
         let needed = self.bytes.len() + more.len();
         let before = self.bytes.capacity();
@@ -285,18 +280,18 @@ impl Drop for PartialFrame {
     }
 }
 
-/// Finds the end of a JSON object by counting braces, across any number of chunks.
+/// Finds the end of a JSON object by counting brackets, across any number of chunks.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Braces {
     depth: u32,
     in_string: bool,
     escaped: bool,
-    /// The frame does not begin with `{` or `[`: it ends with its line.
+    /// The frame does not begin with `{` or `[`, so it ends at the next newline.
     not_an_object: bool,
 }
 
 impl Braces {
-    /// Returns how many of the bytes belong to the object, or `None` if they do not contain its end.
+    /// The number of bytes that belong to the object; `None` if they do not contain its end.
     fn find_end(&mut self, bytes: &[u8]) -> Option<usize> {
         for (at, &byte) in bytes.iter().enumerate() {
             if self.not_an_object {
@@ -327,7 +322,7 @@ impl Braces {
     }
 }
 
-/// Returns how many bytes there are up to and including the first newline.
+/// The number of bytes up to and including the first newline.
 ///
 /// `BufRead::skip_until` is the only stable function that uses the standard library's `memchr`.
 fn find_newline(bytes: &[u8]) -> Option<usize> {

@@ -1,11 +1,11 @@
-//! Parses one JSON event; skips every value that the event does not need.
+//! Parses one JSON event and skips the fields that [`Event`] does not contain.
 
 use super::event::{Event, EventType, INITIAL_EVENTS_END};
 
-/// The deepest nesting that is parsed. Go's decoder stops at 10,000; real objects have some dozens.
+/// Maximum nesting of a skipped value. Go's decoder accepts 10,000 levels; real objects have a few dozen.
 const MAX_DEPTH: u32 = 512;
 
-/// The fields found so far, and whether a key has occurred already.
+/// The fields that have been found, and which keys have occurred.
 #[derive(Default)]
 struct Found<'a> {
     event_type: Option<EventType>,
@@ -15,11 +15,11 @@ struct Found<'a> {
     has_version: bool,
     /// The offset of the value of `.object.metadata.annotations`.
     annotations: Option<usize>,
-    /// The value of `.object.code` as it is written.
+    /// The text of `.object.code`.
     code: Option<&'a [u8]>,
 }
 
-/// Parses one event; `None` if the frame is not one.
+/// Parses one frame; `None` if it is not an event.
 pub(super) fn event(frame: &[u8]) -> Option<Event<'_>> {
     let mut scan = Scan { bytes: frame, at: 0 };
     let mut found = Found::default();
@@ -96,7 +96,7 @@ fn ends_initial_events(mut scan: Scan<'_>) -> Option<bool> {
     Some(ends)
 }
 
-/// Returns `None`, which makes the frame unreadable, if the key has occurred before.
+/// Returns `None` if the key has occurred before; the frame is then unreadable.
 fn once(before: bool) -> Option<()> {
     (!before).then_some(())
 }
@@ -136,7 +136,7 @@ impl<'a> Scan<'a> {
         Some(())
     }
 
-    /// Calls `each` with the key of every member of an object; `each` must consume the value.
+    /// Calls `each` with the key of every member of an object; `each` consumes the value.
     fn members(&mut self, mut each: impl FnMut(&mut Self, &'a [u8]) -> Option<()>) -> Option<()> {
         self.expect(b'{')?;
         if self.token()? == b'}' {
@@ -158,7 +158,7 @@ impl<'a> Scan<'a> {
         }
     }
 
-    /// [`Self::members`] of an object; a value of another type is skipped.
+    /// As [`Self::members`], but skips a value that is not an object.
     fn members_if_object(
         &mut self,
         each: impl FnMut(&mut Self, &'a [u8]) -> Option<()>,
@@ -166,7 +166,7 @@ impl<'a> Scan<'a> {
         if self.token() == Some(b'{') { self.members(each) } else { self.skip() }
     }
 
-    /// Consumes a string and returns the text between its quotes, with its escapes.
+    /// Consumes a string and returns the text between its quotes, without decoding escapes.
     fn string(&mut self) -> Option<&'a [u8]> {
         self.expect(b'"')?;
         let start = self.at;
@@ -237,9 +237,9 @@ fn string_end(bytes: &[u8], mut at: usize) -> Option<usize> {
     }
 }
 
-/// Whether a string, as it is written between its quotes, stands for the ASCII text `wanted`.
+/// Whether the text between the quotes of a JSON string decodes to the ASCII text `wanted`.
 fn text_is(written: &[u8], wanted: &[u8]) -> bool {
-    // An escape is longer than the character it stands for, and has at most six bytes.
+    // An escape sequence of an ASCII character has two to six bytes.
     let may_be_escaped = (wanted.len() + 1..=6 * wanted.len()).contains(&written.len());
     written == wanted
         || may_be_escaped

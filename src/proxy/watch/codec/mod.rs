@@ -1,11 +1,11 @@
 //! The wire format of a Kubernetes watch: frames, events and resource versions.
 //!
-//! [`frame`] splits the bytes of a response body into whole frames without copying them. [`parse`]
-//! reads from a frame the few fields that resuming needs: type, `resourceVersion`, the annotation that
-//! ends the initial events, and the code of an error. [`version`] compares resource versions.
+//! [`frame`] splits the bytes of a response body into frames. [`parse`] reads the few fields of a frame that
+//! resuming needs: type, `resourceVersion`, the annotation that ends the initial events, and the code of an
+//! error. [`version`] compares resource versions.
 //!
-//! The codec has no I/O and no clock. Of the rest of jackstay it uses only the byte budget for incomplete
-//! frames.
+//! The codec has no I/O and no clock. It depends on no other module of jackstay except the byte budget for
+//! buffered frames.
 
 use self::event::Event;
 use http::{StatusCode, header, response};
@@ -26,7 +26,7 @@ pub enum Encoding {
 }
 
 impl Encoding {
-    /// The encoding of a response; `None` if its events cannot be parsed.
+    /// The encoding of a response; `None` if the codec cannot read it.
     pub fn of_response(head: &response::Parts) -> Option<Self> {
         if head.status != StatusCode::OK || head.headers.contains_key(header::CONTENT_ENCODING) {
             return None;
@@ -34,12 +34,11 @@ impl Encoding {
         Self::from_content_type(head.headers.get(header::CONTENT_TYPE)?.to_str().ok()?)
     }
 
-    /// The encoding of a watch response with this Content-Type; `None` if the codec cannot read it
-    /// (`application/cbor-seq`, for example).
+    /// The encoding of a watch response with this Content-Type.
     ///
     /// kube-apiserver sends `application/json` or
     /// `application/vnd.kubernetes.protobuf;stream=watch` (apiserver, `endpoints/handlers/watch.go`);
-    /// other servers send `application/json;stream=watch`.
+    /// other servers send `application/json;stream=watch`. CBOR is not supported.
     fn from_content_type(content_type: &str) -> Option<Self> {
         let mut parts = content_type.split(';').map(str::trim);
         let essence = parts.next()?;
@@ -58,7 +57,7 @@ impl Encoding {
     }
 }
 
-/// Parses one whole frame; `None` if it is not an event in this encoding.
+/// Parses one whole frame; `None` if the frame is unreadable.
 pub fn parse(encoding: Encoding, frame: &[u8]) -> Option<Event<'_>> {
     match encoding {
         Encoding::Json => json::event(frame),

@@ -1,4 +1,4 @@
-//! Parses one protobuf event; skips every field that the event does not need.
+//! Parses one protobuf event and skips the fields that [`Event`] does not contain.
 
 use super::event::{Event, EventType, INITIAL_EVENTS_END};
 
@@ -6,7 +6,7 @@ use super::event::{Event, EventType, INITIAL_EVENTS_END};
 /// `runtime/serializer/protobuf`).
 const MAGIC: &[u8] = b"k8s\0";
 
-/// Parses one frame with its size prefix; `None` if it is not an event.
+/// Parses one frame, including its size prefix; `None` if it is not an event.
 pub(super) fn event(frame: &[u8]) -> Option<Event<'_>> {
     let (prefix, message) = frame.split_first_chunk::<4>()?;
     if u32::from_be_bytes(*prefix) as usize != message.len() {
@@ -55,7 +55,7 @@ fn ends_initial_events(metadata: &[u8]) -> Option<bool> {
     Some(ends)
 }
 
-/// The values of length-delimited fields; `None` if one of them occurs twice.
+/// The values of these length-delimited fields; `None` if one of them occurs twice or has another type.
 fn bytes_fields<const N: usize>(message: &[u8], fields: [u32; N]) -> Option<[Option<&[u8]>; N]> {
     let mut found = [None; N];
     for_each_field(message, |field, value| {

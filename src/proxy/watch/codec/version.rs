@@ -1,8 +1,8 @@
 //! Resource versions as decimal integers of any length.
 //!
-//! Kubernetes long called resource versions opaque. KEP-5504 documents them as decimal integers that can
-//! be compared within one resource, and etcd's revisions always were. A version that is not a
-//! plain decimal number does not parse, and a watch that contains one is not resumed.
+//! Kubernetes long documented resource versions as opaque. KEP-5504 defines them as decimal integers that
+//! can be compared within one resource type, as etcd's revisions always could. A version that is not a plain
+//! decimal number does not parse, and a watch that contains one is not resumed.
 
 use std::cmp::Ordering;
 use std::fmt;
@@ -10,8 +10,8 @@ use std::fmt;
 /// Digits that are stored without an allocation; a `u64` has at most 20.
 const INLINE: usize = 22;
 
-/// The longest version that is accepted, in bytes. etcd's versions have at most 19 digits. A frame has
-/// room for megabytes of digits, which would be kept for as long as the watch runs.
+/// Maximum length of a version. etcd's versions have at most 19 digits. Without a limit, a hostile frame
+/// could make the cursor of a watch occupy megabytes.
 const MAX_DIGITS: usize = 1024;
 
 /// A position in the history of a resource: a decimal integer greater than zero.
@@ -20,8 +20,8 @@ const MAX_DIGITS: usize = 1024;
 #[derive(Clone, PartialEq, Eq)]
 pub struct ResourceVersion(Digits);
 
-/// The digits, most significant first, without leading zeros. Unused places of `digits` are zero, and
-/// up to [`INLINE`] digits are always inline, so that equal versions have equal representations.
+/// The digits, most significant first, without leading zeros. Unused bytes of `digits` are zero, and up to
+/// [`INLINE`] digits are always inline, so the derived equality compares versions correctly.
 #[derive(Clone, PartialEq, Eq)]
 enum Digits {
     Inline { len: u8, digits: [u8; INLINE] },
@@ -29,8 +29,8 @@ enum Digits {
 }
 
 impl ResourceVersion {
-    /// Parses a version. Returns `None` for zero, for an empty text, for a text with anything but
-    /// digits, and for more than 1,024 digits.
+    /// Parses a version. Returns `None` for zero, an empty text, any byte that is not a digit, and more than
+    /// 1,024 digits.
     pub fn parse(text: &[u8]) -> Option<Self> {
         let is_number = !text.is_empty() && text.iter().all(u8::is_ascii_digit);
         if text.len() > MAX_DIGITS || !is_number {
@@ -58,7 +58,7 @@ impl ResourceVersion {
         }
     }
 
-    /// The digits as text, as in a query parameter.
+    /// The digits as text.
     pub fn as_str(&self) -> &str {
         // `parse` accepts only digits, so this is always valid UTF-8.
         std::str::from_utf8(self.as_bytes()).unwrap_or_default()

@@ -1,36 +1,36 @@
-//! The inputs and the effects of [`super::Session::step`]: the body reports what happens to a watch, and
-//! executes what the session decides.
+//! The inputs and effects of [`super::Session::step`]: the body reports inputs and executes effects.
 
 use bytes::Bytes;
 use std::time::Duration;
 
 use crate::proxy::watch::codec::event::Event;
 
-/// Something that happened to a watch.
+/// What the body reports: a frame, the end of a stream or of an attempt, or a reason to end the watch.
 #[derive(Debug)]
 pub enum Input<'a> {
     /// A whole frame has arrived; `None` if it cannot be read.
     Frame(Option<Event<'a>>),
-    /// A piece of a frame above the cap has arrived. `begins`: with the first byte of the frame; `ends`:
-    /// with its last byte.
+    /// A piece of a frame above the cap has arrived. `begins`: it contains the first byte of the frame;
+    /// `ends`: the last byte.
     OversizedPiece { begins: bool, ends: bool },
     /// The server has ended the response.
     ServerEnded,
-    /// The stream was lost without an end by the server. `quiet`: the watch was not delivering events
-    /// shortly before.
+    /// The stream was lost before the server ended the response. `quiet`: the watch was not delivering
+    /// events shortly before.
     StreamLost { quiet: bool },
-    /// The body has reset the stream: after [`Effect::Withhold`], with the ERROR event to withhold, or after
-    /// [`Effect::NextEndpoint`], without one.
+    /// The body has reset the stream: after [`Effect::Withhold`], then `error_event` is the withheld event,
+    /// or after [`Effect::NextEndpoint`].
     Rejected { error_event: Option<Bytes>, candidates: Candidates },
     /// An attempt to resume has ended.
     AttemptEnded { result: AttemptResult, candidates: Candidates },
-    /// The watch was held for this time, and an attempt may succeed again ([`Effect::Hold`]).
+    /// The watch was held for this time ([`Effect::Hold`]), and an attempt may succeed again.
     OutageEnded { held: Duration },
-    /// The body tries to move the watch while its stream works; [`super::Session::can_move`] was true.
+    /// The body opens another stream while the current one works; [`super::Session::can_move`] was true.
     MoveStarted(MoveReason),
-    /// The attempt to move has ended. `moved`: another stream continues the watch; otherwise it stays.
+    /// The attempt to move has ended. `moved`: the new stream continues the watch; otherwise the watch stays
+    /// on the current one.
     MoveEnded { moved: bool },
-    /// The watch must end now, for this reason.
+    /// The body must end the watch now, for this reason.
     Stop(NotResumable),
 }
 
@@ -43,16 +43,17 @@ pub enum Effect {
     Forward,
     /// Drop the frame: a bookmark that only jackstay asked for.
     Swallow,
-    /// Drop the frame: the client has it already.
+    /// Drop the frame: the client has received it already.
     Discard,
     /// Reset the stream and report [`Input::Rejected`]: this endpoint cannot continue the watch.
     NextEndpoint,
-    /// The same, and keep the frame: the client receives it if no other endpoint continues the watch.
+    /// As [`Self::NextEndpoint`], and keep the frame, an ERROR event: the client receives it if no other
+    /// endpoint continues the watch.
     Withhold,
     /// Ask an endpoint to continue the watch ([`super::Session::resume_query`]): after a random part of
-    /// `max_jitter`, and not before `pause` has passed.
+    /// `max_jitter`, at the earliest after `pause`.
     Request { max_jitter: Duration, pause: Duration },
-    /// Read from the new stream, which continues the watch.
+    /// Read from the new stream.
     Accept,
     /// Hold the watch until an apiserver can be reached.
     Hold,
@@ -65,18 +66,18 @@ pub enum Effect {
 /// How the client's stream ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ending {
-    /// Cleanly, as after the server's timeout.
+    /// Cleanly, as when `timeoutSeconds` expires.
     Clean,
-    /// With a reset, so that the client sees that it is incomplete.
+    /// With a reset, which shows the client that the response is incomplete.
     Reset,
-    /// With the ERROR event that was withheld ([`super::Session::take_error_event`]).
+    /// Cleanly, after the withheld ERROR event ([`super::Session::take_error_event`]).
     Withheld,
 }
 
 /// Why a watch is not resumed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NotResumable {
-    /// An aggregated apiserver may serve its API group, with a history of its own.
+    /// An aggregated apiserver may serve the API group, and its versions may not be ordered.
     Group,
     /// A frame could not be parsed.
     Unreadable,
@@ -88,29 +89,29 @@ pub enum NotResumable {
     UnknownEvent,
     /// The server ended the watch with an ERROR event.
     ServerError,
-    /// A frame above the cap was forwarded unparsed: until the next frame the cursor is too old.
+    /// A frame above the cap was forwarded unparsed: before the next frame the cursor is too old.
     Oversized,
     /// The client has part of the initial events, which have no order.
     Initial,
-    /// The watch started at the most recent version, and no event or bookmark has shown which one that is.
+    /// The watch started at the most recent version, and no event or bookmark has shown that version.
     NoVersion,
-    /// Less than 2 s are left until its deadline.
+    /// Less than 2 s are left until the deadline.
     Late,
-    /// It was resumed too often in the last minute.
+    /// The watch was resumed too often within a minute.
     TooOften,
-    /// The events of the stream that continued it do not follow the cursor.
+    /// The events of the new stream do not follow the cursor.
     Diverged,
-    /// No endpoint continued it.
+    /// No endpoint continued the watch.
     GaveUp,
     /// An endpoint answered 410, and no other endpoint has the history.
     TooOld,
     /// The budget for retries after a 410 is used up.
     OverBudget,
-    /// Its deadline has passed in a total outage.
+    /// The deadline has passed in a total outage.
     Expired,
-    /// Its client's certificate no longer proves an identity.
+    /// The client's certificate no longer proves an identity.
     Unproven,
-    /// Its listener shuts down.
+    /// The listener shuts down.
     Shutdown,
 }
 
@@ -139,8 +140,9 @@ impl NotResumable {
         }
     }
 
-    /// The label in [`crate::observe::names::WATCH_RESUMES`] of a watch that ends for this reason.
-    /// `None`: a shutdown is no failed resume, and the budget counts its refusals itself.
+    /// The label in [`crate::observe::names::WATCH_RESUMES`] of a watch that ends for this reason. `None`
+    /// for a shutdown, which is no failed resume, and for an empty budget, which was counted when the retry
+    /// was refused.
     pub fn outcome(self) -> Option<&'static str> {
         match self {
             Self::Group
@@ -159,56 +161,55 @@ impl NotResumable {
 /// Why a watch leaves a stream that works.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MoveReason {
-    /// Its endpoint has more watches than others.
+    /// The endpoint has more watches than others.
     Rebalance,
-    /// Its endpoint is degraded or suspected.
+    /// The endpoint is degraded or suspected.
     Evacuate,
-    /// Its connection drains.
+    /// The connection drains.
     Drain,
 }
 
-/// Which endpoints can still be asked, without those excluded for this round.
+/// Which endpoints are not excluded from this round.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Candidates {
     /// At least one, in any state.
     pub any: bool,
-    /// At least one was not asked last and has a state that allows requests.
+    /// At least one in a state that allows requests, besides the endpoint that was asked last.
     pub usable: bool,
     /// At least one is ready.
     pub ready: bool,
-    /// How long until the first usable one may be asked again (Retry-After).
+    /// Time until the first one in a state that allows requests may be asked (Retry-After).
     pub retry_after: Duration,
 }
 
 /// The result of one attempt to resume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AttemptResult {
-    /// A response head. `same_content_type`: its Content-Type is that of the client's response.
+    /// A response head. `same_content_type`: its Content-Type equals that of the client's response.
     Head { status: u16, same_content_type: bool, retry_after: Option<Duration> },
-    /// The head was accepted, and the first event was an ERROR.
+    /// The head was accepted, and then the endpoint rejected the watch with an ERROR event.
     ErrorEvent,
-    /// No head: connecting failed, or the connection was lost, or none came in time. `outage`: no
-    /// apiserver can be reached at all.
+    /// No head: connecting failed, the connection was lost, or the time limit passed. `outage`: the pool can
+    /// reach no apiserver.
     NoHead { outage: bool },
 }
 
 /// For how long an endpoint is not asked again after an attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Exclusion {
-    /// For this time.
     For(Duration),
     /// Until the end of this round.
     Round,
 }
 
 impl AttemptResult {
-    /// Whether the watch continues on this stream.
+    /// Whether the watch continues on the new stream.
     pub fn is_accepted(self) -> bool {
         matches!(self, Self::Head { status: 200, same_content_type: true, .. })
     }
 
-    /// For how long the endpoint is not asked again; `None` if every endpoint would give the same answer.
-    /// The table is in [`super`].
+    /// For how long the endpoint is not asked again, as the table in [`super`] defines it; `None` if every
+    /// endpoint would give the same response.
     pub fn exclusion(self) -> Option<Exclusion> {
         match self {
             Self::Head { status: 410, .. } | Self::ErrorEvent => Some(Exclusion::Round),

@@ -1,7 +1,7 @@
 //! Limits how often one watch changes its upstream stream.
 //!
-//! A change is invisible to the client, but each one makes an apiserver serve a new watch. A watch that
-//! loses its stream too often ends instead of resuming, and its client starts a new one. So a faulty
+//! The client does not notice a change, but each one makes an apiserver serve a new watch. A watch that
+//! loses its stream too often ends instead of resuming, and its client starts a new watch. So a faulty
 //! upstream cannot make the proxy resume forever.
 
 use std::time::Duration;
@@ -9,22 +9,22 @@ use tokio::time::Instant;
 
 use super::input::MoveReason;
 
-/// Resumes in one window of [`MINUTE`] after which a watch ends instead of resuming. Evacuations and
-/// drains count as resumes.
+/// Maximum number of resumes of one watch in one window of [`MINUTE`]. Moves away from a degraded endpoint
+/// or a draining connection count as resumes.
 pub const RESUMES_PER_MINUTE: u32 = 12;
-/// A window begins with the first resume after the window before it is over.
+/// Length of a window. A window begins with the first resume after the end of the window before it.
 const MINUTE: Duration = Duration::from_secs(60);
-/// Least time before the deadline of a watch at which it is moved to balance load.
+/// A watch is moved to balance load only if at least this time is left until its deadline.
 pub(super) const MIN_REMAINING_TO_REBALANCE: Duration = Duration::from_secs(30);
-/// Least time before the deadline of a watch at which it is resumed, or moved for another reason.
+/// A watch is resumed, or moved for another reason, only if at least this time is left until its deadline.
 pub(super) const MIN_REMAINING: Duration = Duration::from_secs(2);
-/// Least time between two attempts to leave an endpoint that is degraded or suspected.
+/// Minimum time between two attempts to leave an endpoint that is degraded or suspected.
 const EVACUATION_PAUSE: Duration = Duration::from_secs(2);
 
 /// Counts the recent resumes and moves of one watch.
 #[derive(Debug, Default)]
 pub(super) struct ResumeLimiter {
-    /// When the current window began, and the number of resumes in it.
+    /// Start of the current window, and the number of resumes in it.
     window: Option<(Instant, u32)>,
     last_move: Option<Instant>,
 }
@@ -42,7 +42,7 @@ impl ResumeLimiter {
         (recent < RESUMES_PER_MINUTE).then_some(recent)
     }
 
-    /// Counts an attempt to leave a stream that works.
+    /// Counts an attempt to move the watch away from a stream that works.
     pub(super) fn count_move(&mut self, reason: MoveReason, now: Instant) {
         self.last_move = Some(now);
         if reason != MoveReason::Rebalance {
@@ -50,11 +50,12 @@ impl ResumeLimiter {
         }
     }
 
-    /// Whether the watch may leave a stream that works:
+    /// Whether the watch may be moved away from a stream that works:
     ///
     /// * to balance load: once a minute;
-    /// * from a degraded or suspected endpoint: every 2 s, in half of the resumes of a window;
-    /// * from a connection that drains: in all resumes of a window.
+    /// * away from a degraded or suspected endpoint: every 2 s, and only while fewer than half of the
+    ///   window's resumes are used;
+    /// * away from a connection that drains: while any of the window's resumes is left.
     pub(super) fn may_move(&self, reason: MoveReason, now: Instant) -> bool {
         let pause_is_over = |pause| {
             self.last_move.is_none_or(|moved| now.saturating_duration_since(moved) >= pause)

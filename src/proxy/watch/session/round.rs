@@ -1,39 +1,39 @@
-//! A round: the attempts to resume a watch after the loss of its stream, and the jitter before each one.
+//! A round: the attempts to resume a watch after the loss of its stream, and the jitter before each of them.
 //!
 //! When an apiserver dies, tens of thousands of watches lose their streams at the same moment. So even the
 //! first attempt is delayed by a random part of a maximum: 50 ms for a watch that was delivering events, 1 s
-//! for a quiet one, whose next event is not expected so soon. The maximum doubles with every attempt, up to
-//! 2 s.
+//! for a quiet watch, whose client expects no event so soon. The maximum doubles with every attempt and with
+//! every recent resume, up to 2 s.
 
 use bytes::Bytes;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// A round ends after this time, and the watch with it.
+/// No attempt starts later than this after the start of the round; the watch then ends.
 const ROUND_LIMIT: Duration = Duration::from_secs(30);
-/// The same for a round that withholds an ERROR event: its client waits for that event.
+/// [`ROUND_LIMIT`] of a round that withholds an ERROR event, for which the client waits.
 const WITHHOLDING_ROUND_LIMIT: Duration = Duration::from_secs(3);
-/// Time limit of one attempt. A server may answer PINGs and never send a response head, and the client
-/// of a watch has no timeout of its own.
+/// Time limit of one attempt. An apiserver may answer PINGs and never send a response head, and clients set
+/// no timeout for watches.
 const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(10);
-/// The longest Retry-After that a round waits for. If all usable endpoints ask for a longer pause, the
-/// watch ends, so that its client sees the overload.
+/// The longest Retry-After that a round waits for. If every usable endpoint asks for a longer pause, the
+/// watch ends, and the next request of its client shows the overload.
 const MAX_PAUSE: Duration = Duration::from_secs(30);
-/// The maximum jitter of the first attempt for a watch that was delivering events.
+/// Maximum jitter of the first attempt for a watch that was delivering events.
 const FIRST_JITTER: Duration = Duration::from_millis(50);
-/// The same for a quiet watch. A connection whose path is lost is closed within 2.3 s, so a quiet watch
-/// asks the next endpoint within 3.3 s of the loss.
+/// Maximum jitter of the first attempt for a quiet watch. A connection whose path is lost is closed within
+/// 2.3 s, so a quiet watch asks the next endpoint within 3.3 s of the loss.
 const FIRST_JITTER_QUIET: Duration = Duration::from_secs(1);
 /// Upper bound of the maximum jitter while an endpoint is reachable: 5,000 nodes may make an attempt at
 /// the same moment.
 const MAX_JITTER: Duration = Duration::from_secs(2);
-/// The same for the first attempt after a total outage.
+/// Upper bound of the maximum jitter of the first attempt after a total outage.
 const MAX_OUTAGE_JITTER: Duration = Duration::from_secs(5);
-/// After a total outage the maximum jitter is the length of the outage divided by this: the longer the
-/// outage, the more nodes hold watches.
+/// After a total outage the maximum jitter is the length of the outage divided by this number: the longer
+/// the outage, the more nodes hold watches.
 const OUTAGE_JITTER_DIVISOR: u32 = 8;
 
-/// The maximum jitter for a watch that was held for `held` in a total outage. At least that of a first
+/// The maximum jitter after a total outage in which the watch was held for `held`: at least that of a first
 /// attempt, at most [`MAX_OUTAGE_JITTER`].
 pub fn max_outage_jitter(held: Duration, quiet: bool) -> Duration {
     (held / OUTAGE_JITTER_DIVISOR).clamp(first_jitter(quiet), MAX_OUTAGE_JITTER)
@@ -47,21 +47,20 @@ fn first_jitter(quiet: bool) -> Duration {
 #[derive(Debug)]
 pub struct ResumeRound {
     end: Instant,
-    /// Number of attempts, which determines the jitter. Starts at the number of recent resumes.
+    /// Number of attempts and of recent resumes; each doubles the maximum jitter.
     attempts: u32,
+    /// The watch was not delivering events shortly before the loss.
     quiet: bool,
-    /// The ERROR event that the client receives if every endpoint refuses the watch.
+    /// The ERROR event that the client receives if no endpoint continues the watch.
     withheld_error: Option<Bytes>,
 }
 
 impl ResumeRound {
-    /// Begins a round. `quiet`: the watch was not delivering events shortly before the loss. The maximum
-    /// jitter doubles once for each of `recent_resumes`, as it does for each attempt.
     pub fn begin(now: Instant, recent_resumes: u32, quiet: bool) -> Self {
         Self { end: now + ROUND_LIMIT, attempts: recent_resumes, quiet, withheld_error: None }
     }
 
-    /// Begins a short round that withholds this ERROR event while other endpoints are asked.
+    /// Begins a round that withholds this ERROR event while other endpoints are asked.
     pub fn begin_withholding(now: Instant, recent_resumes: u32, error_event: Bytes) -> Self {
         let end = now + WITHHOLDING_ROUND_LIMIT;
         let withheld_error = Some(error_event);

@@ -1,5 +1,5 @@
-//! The states of a watch. Each state decides what to do with a frame, whether the watch can be resumed, and
-//! how it ends.
+//! The states of a watch. A state decides what happens to a frame, whether the watch can be resumed, and how
+//! it ends.
 
 use super::input::{Effect, Ending, NotResumable};
 use super::round::ResumeRound;
@@ -8,7 +8,7 @@ use crate::proxy::watch::codec::version::ResourceVersion;
 use crate::proxy::watch::request::WatchRequest;
 use bytes::Bytes;
 
-/// Status code of "too old resource version": the server's history does not reach back that far.
+/// Status code of "too old resource version": the apiserver's history does not reach back to the version.
 const TOO_OLD: u16 = 410;
 
 /// The states of the tables in [`super`].
@@ -21,9 +21,9 @@ pub(super) enum State {
     /// The body opens another stream while the current one works.
     Moving(Ordered),
     /// There is no stream; endpoints are asked to continue the watch at the cursor, or, without a cursor,
-    /// to answer its original request.
+    /// to serve its original request.
     Resuming { cursor: Option<ResourceVersion>, round: ResumeRound },
-    /// Everything is forwarded, and nothing is resumed. `ordered`: the initial events are over.
+    /// Every frame is forwarded, and the watch is not resumed. `ordered`: the initial events are complete.
     Passthrough { reason: NotResumable, ordered: bool },
     /// The stream of the client ends, after the withheld ERROR event if there is one.
     Ended { error_event: Option<Bytes> },
@@ -42,18 +42,19 @@ pub(super) enum Delivered {
 #[derive(Debug)]
 pub(super) struct Ordered {
     pub(super) cursor: ResourceVersion,
-    /// The request of the stream continued at the cursor; it was not the client's own request.
+    /// The stream was requested at the cursor, not with the original request.
     resumed: bool,
-    /// An event at or below the cursor was discarded on this stream.
+    /// One event at or below the cursor has been discarded on this stream.
     discarded: bool,
     /// The round in which the stream was opened; `None` once the stream is confirmed.
     pub(super) unconfirmed: Option<ResumeRound>,
-    /// [`NotResumable::Oversized`] until the next frame, or [`NotResumable::UnknownEvent`] for good.
+    /// [`NotResumable::Oversized`] until the next frame, or [`NotResumable::UnknownEvent`] permanently.
     not_resumable: Option<NotResumable>,
 }
 
 impl State {
-    /// The state after a response to the original request, which was sent again if there is a `round`.
+    /// The state after the response head of the original request. `round`: the request was repeated in this
+    /// round.
     pub(super) fn first(request: &WatchRequest, round: Option<ResumeRound>) -> Self {
         match &request.version {
             Some(version) if !request.send_initial_events => {
@@ -63,12 +64,12 @@ impl State {
         }
     }
 
-    /// Replaces the state by one that is made from it.
+    /// Replaces the state by `next` of the state.
     pub(super) fn update(&mut self, next: impl FnOnce(Self) -> Self) {
         *self = next(std::mem::replace(self, Self::Ended { error_event: None }));
     }
 
-    /// Decides on one frame; `None` is a frame that cannot be read.
+    /// Decides on one frame; `None` is an unreadable frame.
     pub(super) fn on_frame(&mut self, frame: Option<Event<'_>>, request: &WatchRequest) -> Effect {
         let decided = match self {
             Self::Ordered(watch) => watch.on_frame(frame),
@@ -122,7 +123,7 @@ impl State {
 
     pub(super) fn on_oversized_piece(&mut self, begins: bool, request: &WatchRequest) -> Effect {
         match self {
-            // On an unconfirmed stream the client may have the frame already.
+            // The client may have received this frame on an earlier stream.
             Self::Ordered(watch) if begins && watch.resumed && watch.unconfirmed.is_some() => {
                 return Effect::End(Ending::Clean, NotResumable::Diverged);
             }
@@ -138,7 +139,7 @@ impl State {
         Effect::Forward
     }
 
-    /// Enters Passthrough. The first reason stays, except that an unreadable frame replaces it.
+    /// Enters Passthrough. The first reason is kept; only an unreadable frame replaces it.
     fn pass_through(&mut self, reason: NotResumable) {
         match self {
             Self::Passthrough { reason: first, .. } => {
@@ -150,7 +151,7 @@ impl State {
         }
     }
 
-    /// Where a watch that loses its stream now would continue: at the cursor, or, for `None`, with its
+    /// Where the watch would continue if it lost its stream now: at the cursor, or, for `None`, with its
     /// original request.
     pub(super) fn resume_cursor(
         &self,
@@ -159,7 +160,7 @@ impl State {
         match self {
             Self::Ordered(watch) | Self::Moving(watch) => match watch.not_resumable {
                 Some(reason) => Err(reason),
-                // Nothing was forwarded: the first forwarded frame enters Passthrough.
+                // No frame has been forwarded yet: the first one enters Passthrough.
                 None if !request.resumable_group => Ok(None),
                 None => Ok(Some(&watch.cursor)),
             },
@@ -212,9 +213,9 @@ impl State {
         }
     }
 
-    /// Whether a clean end misleads no client: no event is missing, or the client detects the gap.
+    /// Whether a clean end is correct: no event is missing, or the client notices that some are.
     pub(super) fn may_end_cleanly(&self, request: &WatchRequest) -> bool {
-        // The client notices that the bookmark which ends the initial events is missing.
+        // Such a client waits for the bookmark that ends the initial events.
         let client_notices = request.send_initial_events && request.bookmarks;
         match self {
             Self::Ordered(_)
@@ -242,8 +243,7 @@ impl Ordered {
         Self { cursor, resumed, discarded: false, unconfirmed, not_resumable: None }
     }
 
-    /// Decides on one frame. `Err`: the frame is forwarded, and the watch can never be resumed from
-    /// then on.
+    /// Decides on one frame. `Err`: the frame is forwarded, and the watch enters Passthrough.
     fn on_frame(&mut self, frame: Option<Event<'_>>) -> Result<Effect, NotResumable> {
         const DIVERGED: Effect = Effect::End(Ending::Clean, NotResumable::Diverged);
         let Some(event) = frame else {

@@ -311,7 +311,7 @@ async fn shutdown_completes_requests_and_ends_watches() {
     let world = World::new();
     let client = world.client().await;
     let mut watch = client.watch(&format!("{MAPS}?watch=1")).await.unwrap();
-    world.server.delay(Duration::from_millis(300));
+    world.server.set_faults(|faults| faults.delay = Duration::from_millis(300));
     let ((), reply) = tokio::join!(
         async {
             let asked = &world.server.counters().in_flight;
@@ -329,13 +329,13 @@ async fn shutdown_completes_requests_and_ends_watches() {
 async fn scripted_faults_affect_only_their_requests() {
     let world = World::new();
     let client = world.client().await;
-    world.server.set_ready(false);
+    world.server.set_faults(|faults| faults.unready = true);
     assert_eq!(client.get("/readyz").await.unwrap().status, 500);
     assert_eq!(client.get("/livez").await.unwrap().status, 200);
-    world.server.set_ready(true);
+    world.server.set_faults(|faults| faults.unready = false);
 
     let busy = ScriptedResponse::status(429, "TooManyRequests", "later").header("retry-after", "1");
-    world.server.fail_next(1, busy);
+    world.server.set_faults(|faults| faults.fail_next = Some((1, busy)));
     assert_eq!(client.get("/readyz").await.unwrap().status, 200, "health checks are not affected");
     let failed = client.get(MAPS).await.unwrap();
     assert_eq!(
@@ -346,10 +346,10 @@ async fn scripted_faults_affect_only_their_requests() {
 
     let mut half = ScriptedResponse::status(200, "", "");
     half.body = Bytes::from_static(b"{\"ha");
-    world.server.fail_next(1, half.cut());
+    world.server.set_faults(|faults| faults.fail_next = Some((1, half.cut())));
     assert!(client.get(MAPS).await.is_err(), "a truncated body is an error");
 
-    world.server.lose_next(1);
+    world.server.set_faults(|faults| faults.lose_next = 1);
     {
         // The request is handled but gets no response.
         let unanswered = map("lost", "1");
@@ -361,9 +361,9 @@ async fn scripted_faults_affect_only_their_requests() {
         assert!(timeout(SHORT_WAIT, unanswered).await.is_err());
     }
 
-    world.server.hang(true);
+    world.server.set_faults(|faults| faults.hang = true);
     assert!(timeout(SHORT_WAIT, client.get("/livez")).await.is_err());
-    world.server.hang(false);
+    world.server.set_faults(|faults| faults.hang = false);
     assert_eq!(client.get("/livez").await.unwrap().status, 200);
 
     let bytes = client.get("/bytes?size=1000000").await.unwrap();
@@ -392,7 +392,7 @@ async fn faulty_relay_silences_and_resets_flows() {
         let new = Client::connect(relay.addr, &world.admin).await.unwrap();
         assert_eq!(new.get("/readyz").await.unwrap().status, 200);
         assert_eq!(relay.flows().iter().map(|f| f.silent).collect::<Vec<_>>(), [true, false]);
-        relay.heal();
+        relay.clear_faults();
         assert_eq!(timeout(PATIENCE, waiting).await.unwrap().unwrap().status, 200);
     }
     relay.silence_all(Direction::ToClient);

@@ -146,7 +146,7 @@ fn doctor_load_balancer_dropping_flows_is_forgotten_flows() {
                     sizes.len() > 12
                 })
         });
-        forget.lose_all().unwrap()
+        forget.drop_all_packets().unwrap()
     });
     let (observations, findings) = examine(world.plan(&[relay.addr]), 6);
     assert!(fault.join().unwrap() >= 2);
@@ -212,7 +212,7 @@ fn doctor_stopped_server_is_dead_endpoint() {
 #[test]
 fn doctor_failing_readyz_is_not_ready_endpoint() {
     let world = World::new();
-    world.server.set_ready(false);
+    world.server.set_faults(|faults| faults.unready = true);
     let (_, findings) = world.examine(2);
     assert_first(&findings, Cause::NotReadyEndpoint);
 }

@@ -562,7 +562,7 @@ fn kubeconfig_suggests_endpoints_of_the_cluster() {
             .contains("endpoint")
             .then(|| ScriptedResponse::status(403, "Forbidden", "no"))
     });
-    other.servers[0].on_request(Some(refuse));
+    other.servers[0].set_faults(|faults| faults.on_request = Some(refuse));
     let output = other.home.run_online(&mode);
     assert!(output.contains("only one endpoint is known") && output.contains("(403)"), "{output}");
     let output = other.home.run_offline(&[&mode[..], &["--out", "offline/k"]].concat());

@@ -129,7 +129,7 @@ impl FaultyRelay {
     ///
     /// # Errors
     /// The kernel takes no socket filter; the flows are silent all the same.
-    pub fn lose_all(&self) -> io::Result<usize> {
+    pub fn drop_all_packets(&self) -> io::Result<usize> {
         let lost = self.silence_all(Direction::Both);
         for entry in lock(&self.shared.flows).iter() {
             for socket in &entry.sockets {
@@ -156,7 +156,7 @@ impl FaultyRelay {
     }
 
     /// Ends all faults; delayed bytes are delivered.
-    pub fn heal(&self) {
+    pub fn clear_faults(&self) {
         *lock(&self.shared.initial) = Mode::default();
         for socket in lock(&self.shared.flows).iter().flat_map(|entry| &entry.sockets) {
             // It fails where no filter is attached.

@@ -47,7 +47,7 @@ impl ByteBudget {
     }
 
     /// Counts bytes as dropped.
-    pub fn give_back(&self, bytes: usize) {
+    pub fn release(&self, bytes: usize) {
         self.gauge.decrement(bytes as f64);
         self.held.fetch_sub(bytes, Ordering::Relaxed);
     }

@@ -82,7 +82,7 @@ impl HeldBody {
         self.pieces.borrow_mut().clear();
         let bytes = self.bytes.replace(0);
         if bytes > 0 {
-            self.budget.give_back(bytes);
+            self.budget.release(bytes);
         }
     }
 }

@@ -7,8 +7,10 @@ use jackstay::config::Config;
 use jackstay::demo::apiserver::identity::User;
 use jackstay::demo::apiserver::kinds::ObjectRef;
 use jackstay::demo::apiserver::kinds::{ENDPOINT_SLICES, ENDPOINTS};
+use jackstay::demo::apiserver::{RequestHook, ScriptedResponse};
 use serde_json::{Value, json};
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
@@ -258,12 +260,13 @@ async fn endpoints_are_used_without_the_discovery_api() {
     let cluster = TestCluster::new(2);
     // These apiservers do not serve discovery.k8s.io.
     for server in &cluster.servers {
-        server.on_request(Some(std::sync::Arc::new(|request: &http::request::Parts| {
+        let refuse: RequestHook = Arc::new(|request| {
             request.uri.path().starts_with("/apis/discovery.k8s.io/").then(|| {
                 let words = "the server could not find the requested resource";
-                jackstay::demo::apiserver::ScriptedResponse::status(404, "NotFound", words)
+                ScriptedResponse::status(404, "NotFound", words)
             })
-        })));
+        });
+        server.set_faults(|faults| faults.on_request = Some(refuse));
     }
     let ports: Vec<_> = cluster.addresses().iter().map(SocketAddr::port).collect();
     let subset = |port: &u16| json!({ "addresses": [{ "ip": "127.0.0.1" }], "ports": [{ "name": "https", "port": port }] });

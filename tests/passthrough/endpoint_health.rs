@@ -26,7 +26,7 @@ async fn readyz_is_not_probed_without_a_credential() {
     for endpoint in proxy.endpoints().await {
         assert_eq!(endpoint["reason"], "connected; /readyz is not asked without a credential");
     }
-    cluster.servers[0].set_ready(false);
+    cluster.servers[0].set_faults(|faults| faults.unready = true);
     let client = proxy.client().await;
     assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200);
     assert!(cluster.state.audit().records().iter().all(|r| r.path != "/readyz"));
@@ -83,7 +83,7 @@ async fn degraded_endpoint_keeps_its_flows_and_gets_no_new_ones() {
         old.push(proxy.client().await);
     }
     let (degraded, flows) = busiest(&cluster, &proxy).await;
-    degraded.set_ready(false);
+    degraded.set_faults(|faults| faults.unready = true);
     proxy.wait_state(degraded.addr, "degraded").await;
     for _ in 0..6 {
         old.push(proxy.client().await);

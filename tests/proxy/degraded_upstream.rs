@@ -103,8 +103,8 @@ impl Setup {
 
     /// A server without etcd sends no responses and no events, but answers PINGs.
     fn lose_etcd(&self, at: usize, lost: bool) {
-        self.cluster.servers[at].hang(lost);
-        self.cluster.servers[at].hold_watches(lost);
+        self.cluster.servers[at].set_faults(|faults| faults.hang = lost);
+        self.cluster.servers[at].set_faults(|faults| faults.hold_watches = lost);
     }
 }
 
@@ -150,7 +150,7 @@ async fn quiet_watches_move_when_readyz_fails() {
     let mut setup = Setup::new().await;
     let degraded = (0..3).max_by_key(|&at| setup.cluster.watches(at)).unwrap();
     let on_degraded = setup.cluster.watches(degraded);
-    setup.cluster.servers[degraded].set_ready(false);
+    setup.cluster.servers[degraded].set_faults(|faults| faults.unready = true);
     until("all watches have moved", async || setup.cluster.watches(degraded) == 0).await;
     assert_eq!(setup.state(degraded).await, "degraded");
     assert!(setup.moved().await >= on_degraded);
@@ -202,29 +202,30 @@ async fn failing_responses_trigger_a_probe_immediately() {
     let (proxy, client) = start().await;
     let [one, two] = &cluster.servers[..] else { panic!("two servers") };
     // `/readyz` fails and reads succeed, which triggers no probe.
-    one.set_ready(false);
+    one.set_faults(|faults| faults.unready = true);
     for _ in 0..10 {
         assert_eq!(soon("a read", client.get(CONFIGMAPS)).await.unwrap().status, 200);
     }
     assert_eq!(state(&proxy, 0).await, "ready");
     // A series of 500s triggers a probe.
-    one.fail_next(1000, ScriptedResponse::status(500, "InternalError", "etcd"));
+    let failure = ScriptedResponse::status(500, "InternalError", "etcd");
+    one.set_faults(|faults| faults.fail_next = Some((1000, failure)));
     until("a series of errors triggers a probe", async || {
         soon("a read", client.get(CONFIGMAPS)).await.unwrap();
         state(&proxy, 0).await == "degraded"
     })
     .await;
-    one.fail_next(0, ScriptedResponse::status(500, "InternalError", "etcd"));
-    one.set_ready(true);
+    one.set_faults(|faults| faults.fail_next = None);
+    one.set_faults(|faults| faults.unready = false);
     proxy.wait_connected(2).await;
     // Missing response heads trigger a probe too, and the reads are hedged. jackstay is restarted because slow
     // responses on a busy machine would have lengthened the time that it waits for a head.
     let (proxy, client) = start().await;
-    two.hang(true);
+    two.set_faults(|faults| faults.hang = true);
     let reads = (0..8).map(|_| client.get(CONFIGMAPS));
     for reply in soon("reads without a response", join_all(reads)).await {
         assert_eq!(reply.unwrap().status, 200);
     }
     assert_eq!(state(&proxy, 1).await, "degraded");
-    two.hang(false);
+    two.set_faults(|faults| faults.hang = false);
 }

@@ -267,7 +267,10 @@ async fn drain_finishes_requests_and_ends_watches_cleanly() {
     let mut watch = watcher.watch(&cluster.watch_path()).await.unwrap();
     clients[0].post(CONFIGMAPS, &config_map("a", "1")).await.unwrap();
     soon("an event", watch.next()).await.unwrap().unwrap();
-    cluster.servers.iter().for_each(|server| server.delay(Duration::from_millis(700)));
+    cluster
+        .servers
+        .iter()
+        .for_each(|server| server.set_faults(|faults| faults.delay = Duration::from_millis(700)));
     cluster.state.audit().clear();
     let running: Vec<_> = clients
         .into_iter()

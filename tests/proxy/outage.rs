@@ -101,14 +101,14 @@ async fn suspect_probe_connection_does_not_block_the_admin_endpoint() {
     let cluster = TestCluster::new(2);
     let (relays, proxy) = cluster.start_behind_relays(|_| {}).await;
     relays[0].refuse_new(true);
-    assert!(relays[0].lose_all().unwrap() > 0);
+    assert!(relays[0].drop_all_packets().unwrap() > 0);
     let suspected = async || {
         let page = soon("an answer", proxy.page("/events")).await;
         page.contains("\"to\": \"suspect\"")
     };
     until("a connection is suspect", suspected).await;
     soon("a state", proxy.wait_state(relays[0].addr, "ejected")).await;
-    relays[0].heal();
+    relays[0].clear_faults();
     soon("a state", proxy.wait_all("ready")).await;
 }
 
@@ -126,7 +126,7 @@ async fn degraded_endpoint_loses_its_watches_and_gets_no_requests() {
     until("all watches run", async || all() == 12).await;
     let degraded = (0..3).find(|&at| cluster.watches(at) > 0).unwrap();
     let before = cluster.watches(degraded);
-    cluster.servers[degraded].set_ready(false);
+    cluster.servers[degraded].set_faults(|faults| faults.unready = true);
     proxy.wait_state(cluster.servers[degraded].addr, "degraded").await;
     cluster.state.audit().clear();
     for n in 0..40 {
@@ -146,12 +146,12 @@ async fn degraded_endpoint_loses_its_watches_and_gets_no_requests() {
         assert_eq!(event["object"]["metadata"]["name"], "a");
     }
     // Panic mode: all endpoints are degraded, so all are used.
-    cluster.servers.iter().for_each(|server| server.set_ready(false));
+    cluster.servers.iter().for_each(|server| server.set_faults(|faults| faults.unready = true));
     proxy.wait_all("degraded").await;
     for _ in 0..10 {
         assert_eq!(client.get(CONFIGMAPS).await.unwrap().status, 200, "panic mode");
     }
-    cluster.servers.iter().for_each(|server| server.set_ready(true));
+    cluster.servers.iter().for_each(|server| server.set_faults(|faults| faults.unready = false));
     proxy.wait_connected(3).await;
 }
 
@@ -218,7 +218,7 @@ async fn requests_end_when_all_flows_fall_silent() {
     let interrupt = async {
         until("both requests are in flight", async || peers.requests().len() >= 2).await;
         relay.silence_new(true);
-        assert!(relay.lose_all().unwrap() > 0);
+        assert!(relay.drop_all_packets().unwrap() > 0);
         start.elapsed()
     };
     let all = async {
@@ -289,7 +289,7 @@ async fn write_is_not_sent_on_a_connection_that_does_not_respond() {
     let later = async {
         until("the write is in flight", async || peers.requests().len() == 1).await;
         relay.silence_new(true);
-        assert!(relay.lose_all().unwrap() > 0);
+        assert!(relay.drop_all_packets().unwrap() > 0);
         let mut writes = tokio::task::JoinSet::new();
         let start = Instant::now();
         // New writes at intervals: if timers run late, the connection is not yet suspect.

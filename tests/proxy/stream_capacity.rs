@@ -159,7 +159,7 @@ async fn requests_get_429_when_all_streams_are_used() {
     let waited = proxy.metric("jackstay_stream_waits_total").await - waits;
     assert!(waited < 1.0, "{waited} reads waited");
     // Then no stream is left.
-    cluster.servers[0].hang(true);
+    cluster.servers[0].set_faults(|faults| faults.hang = true);
     let (one, two) = (client.get(CONFIGMAPS), client.get(CONFIGMAPS));
     let third = async {
         until("two reads hang", async || {
@@ -170,7 +170,7 @@ async fn requests_get_429_when_all_streams_are_used() {
             soon("a refusal", client.post(CONFIGMAPS, &config_map("never", "1"))).await.unwrap();
         assert_eq!(write.status, 429);
         assert_eq!(write.headers["retry-after"], "1");
-        cluster.servers[0].hang(false);
+        cluster.servers[0].set_faults(|faults| faults.hang = false);
     };
     let (one, two, ()) = soon("all three", async { tokio::join!(one, two, third) }).await;
     assert_eq!((one.unwrap().status.as_u16(), two.unwrap().status.as_u16()), (200, 200));

@@ -56,7 +56,7 @@ async fn endpoint_is_ready_while_connected_when_readyz_has_no_credential() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn endpoint_is_degraded_when_an_anonymous_readyz_fails() {
     let cluster = TestCluster::new(2);
-    cluster.servers[0].set_ready(false);
+    cluster.servers[0].set_faults(|faults| faults.unready = true);
     let proxy = cluster.certs.start(without_credential(&cluster));
     let degraded_address = cluster.servers[0].addr.to_string();
     until("one is degraded and one is ready", async || {
@@ -92,7 +92,7 @@ async fn readyz_is_probed_with_a_token_when_its_file_appears() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn probes_back_off_while_readyz_fails() {
     let cluster = TestCluster::new(1);
-    cluster.servers[0].set_ready(false);
+    cluster.servers[0].set_faults(|faults| faults.unready = true);
     let mut config = cluster.config();
     config.upstreams[0].health.readyz.interval = Duration::from_secs(60);
     let _proxy = cluster.certs.start(config);

@@ -62,7 +62,7 @@ async fn start(cluster: &TestCluster, tunnel_dead_after: u64) -> (Vec<FaultyRela
 }
 
 fn lose(relays: &[FaultyRelay]) {
-    let lost: usize = relays.iter().map(|relay| relay.lose_all().unwrap()).sum();
+    let lost: usize = relays.iter().map(|relay| relay.drop_all_packets().unwrap()).sum();
     assert!(lost > 0);
 }
 
@@ -135,7 +135,7 @@ async fn expect_502_when_its_process_stops(
     proxy: &Proxy,
     write: impl Future<Output = std::io::Result<Reply>>,
 ) {
-    cluster.servers.iter().for_each(|server| server.hang(true));
+    cluster.servers.iter().for_each(|server| server.set_faults(|faults| faults.hang = true));
     let received = |at: usize| {
         let name = cluster.servers[at].name();
         let writes = cluster.state.audit().select(|r| r.server == name && r.verb == "create");
@@ -161,7 +161,7 @@ async fn expect_502_when_its_process_stops(
     let mut dead = proxy.lost_connections().await;
     dead.retain(|lost| lost.contains(" to \"dead\""));
     assert_eq!(dead, [""; 0]);
-    cluster.servers.iter().for_each(|server| server.hang(false));
+    cluster.servers.iter().for_each(|server| server.set_faults(|faults| faults.hang = false));
 }
 
 /// A followed log cannot be resumed at its position; other requests move immediately.
@@ -184,7 +184,7 @@ async fn followed_log_waits_on_a_lost_path_and_other_requests_move() {
     assert_eq!(reply.status, 201);
     until("the watch continues on another connection", async || watch.events().len() == 1).await;
     assert_eq!(in_state(&proxy, "unresponsive").await, [1], "the log waits");
-    relays.iter().for_each(FaultyRelay::heal);
+    relays.iter().for_each(FaultyRelay::clear_faults);
     for number in 5..=8 {
         assert_eq!(soon("a line after the blackout", log.next()).await, Ok(number));
     }
@@ -205,7 +205,7 @@ async fn write_in_flight_on_a_lost_path_ends_while_a_log_waits() {
     let mut log = Log::start(&client).await;
     assert_eq!(soon("a line", log.next()).await, Ok(1));
     let (name, audit) = (cluster.servers[0].name(), cluster.state.audit());
-    cluster.servers[0].hang(true);
+    cluster.servers[0].set_faults(|faults| faults.hang = true);
     let object = config_map("a", "1");
     let cut = async {
         let there = || !audit.select(|r| r.server == name && r.verb == "create").is_empty();
@@ -218,8 +218,8 @@ async fn write_in_flight_on_a_lost_path_ends_while_a_log_waits() {
     assert_eq!(reply.status, 502, "{:?}", reply.body);
     assert!(!reply.headers.contains_key("retry-after"));
     assert_eq!(in_state(&proxy, "unresponsive").await, [1], "the log waits");
-    cluster.servers[0].hang(false);
-    relays.iter().for_each(FaultyRelay::heal);
+    cluster.servers[0].set_faults(|faults| faults.hang = false);
+    relays.iter().for_each(FaultyRelay::clear_faults);
     for number in 2..=6 {
         assert_eq!(soon("a line", log.next()).await, Ok(number));
     }

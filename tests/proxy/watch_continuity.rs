@@ -142,7 +142,7 @@ async fn watches_lose_no_event_under_many_faults() {
                     "reset connections"
                 }
                 3 => {
-                    server.hold_watches(true);
+                    server.set_faults(|faults| faults.hold_watches = true);
                     "a cache that lags, then reset connections"
                 }
                 _ => {
@@ -161,7 +161,7 @@ async fn watches_lose_no_event_under_many_faults() {
             assert!(reply.status.is_success());
             reference_has_seen(&pairs, &marker).await;
             let server = &setup.cluster.servers[fault % 3];
-            server.hold_watches(false);
+            server.set_faults(|faults| faults.hold_watches = false);
             expect_equal_events(&pairs, Duration::from_secs(6), name).await;
             slowest = slowest.max((start.elapsed(), name));
             if !server.is_running() {
@@ -209,7 +209,7 @@ async fn measure_silence(
     println!("{what}: silent for {:?} (promised {promised:?})", start.elapsed());
     assert!(seen, "{what}: silent for more than twice the promise");
     cluster.servers[carrier].cont();
-    relays[carrier].heal();
+    relays[carrier].clear_faults();
     // Delayed events of the old stream arrive now; none of them may reach the client.
     cluster.create_config_map("last");
     let expected: Vec<_> = (version + 1..=cluster.state.version()).collect();
@@ -264,7 +264,7 @@ async fn too_old_version_ends_the_watch_only_when_every_apiserver_returns_it() {
         setup.write(4).await;
         expect_equal_events(&pairs, Duration::from_secs(5), "the start").await;
         let carrier = (0..3).find(|&at| setup.cluster.watches(at) > 0).unwrap();
-        setup.cluster.servers[carrier].hold_watches(true);
+        setup.cluster.servers[carrier].set_faults(|faults| faults.hold_watches = true);
         setup.write(4).await;
         // The version of the watch is older than the history of these servers.
         let everywhere = round == 3;
@@ -276,7 +276,7 @@ async fn too_old_version_ends_the_watch_only_when_every_apiserver_returns_it() {
         setup.cluster.servers[carrier].reset_connections();
         if !everywhere {
             // The carrier may take the watch again, since its history is long enough.
-            setup.cluster.servers[carrier].hold_watches(false);
+            setup.cluster.servers[carrier].set_faults(|faults| faults.hold_watches = false);
         }
         if everywhere {
             until("the watch ends", async || pairs[0].1.end().is_some()).await;
@@ -294,7 +294,7 @@ async fn too_old_version_ends_the_watch_only_when_every_apiserver_returns_it() {
                 setup.proxy.wait_connected(3).await;
             }
         }
-        setup.cluster.servers[carrier].hold_watches(false);
+        setup.cluster.servers[carrier].set_faults(|faults| faults.hold_watches = false);
         drop(pairs);
         let none = || (0..3).all(|at| setup.cluster.watches(at) == 0);
         until("the watches have ended", async || none()).await;

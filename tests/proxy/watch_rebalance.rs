@@ -3,7 +3,7 @@
 use crate::support::watch_recorder::WatchRecorder;
 use crate::support::{Proxy, TestCluster, pause, until};
 use jackstay::config::Config;
-use jackstay::demo::apiserver::ScriptedResponse;
+use jackstay::demo::apiserver::{RequestHook, ScriptedResponse};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -113,10 +113,11 @@ async fn watches_move_to_an_apiserver_that_has_restarted() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn watches_stay_when_the_restarted_apiserver_refuses_them() {
     let setup = Setup::new(WATCHES).await;
-    setup.cluster.servers[0].on_request(Some(Arc::new(|request| {
+    let refuse: RequestHook = Arc::new(|request| {
         let watch = request.uri.query().is_some_and(|query| query.contains("watch=1"));
         watch.then(|| ScriptedResponse::status(503, "ServiceUnavailable", "no"))
-    })));
+    });
+    setup.cluster.servers[0].set_faults(|faults| faults.on_request = Some(refuse));
     // Until the first server has settled, the other two may be evened out.
     let uneven = setup.cluster.watches(1).abs_diff(setup.cluster.watches(2)) / 2;
     let before = setup.proxy.resumes("moved").await;

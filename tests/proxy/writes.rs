@@ -88,7 +88,7 @@ async fn writes_are_carried_out_at_most_once_under_faults() {
                     relay.silence_all(Direction::Both);
                 }
                 4 => {
-                    relay.heal();
+                    relay.clear_faults();
                     relay.reset_all();
                 }
                 5 => server.stop(),
@@ -107,7 +107,7 @@ async fn writes_are_carried_out_at_most_once_under_faults() {
         }
         for (server, relay) in cluster.servers.iter().zip(&relays) {
             server.cont();
-            relay.heal();
+            relay.clear_faults();
         }
         step
     };

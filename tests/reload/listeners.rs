@@ -43,7 +43,11 @@ async fn removed_listener_lets_requests_finish() {
     let steady = setup.watch(&other).await;
 
     // A response is pending when the listener is removed.
-    setup.cluster.servers.iter().for_each(|server| server.delay(Duration::from_millis(500)));
+    setup
+        .cluster
+        .servers
+        .iter()
+        .for_each(|server| server.set_faults(|faults| faults.delay = Duration::from_millis(500)));
     let before: u64 = requests(&setup.cluster);
     let slow = tokio::spawn(async move {
         let reply = client.get(PATH).await;
@@ -62,7 +66,11 @@ async fn removed_listener_lets_requests_finish() {
     );
     until("the connection ends", async || client.is_closed()).await;
 
-    setup.cluster.servers.iter().for_each(|server| server.delay(Duration::ZERO));
+    setup
+        .cluster
+        .servers
+        .iter()
+        .for_each(|server| server.set_faults(|faults| faults.delay = Duration::ZERO));
     steady.is_complete(&setup).await;
     assert!(setup.listener("second").await.is_none());
     let open = r#"jackstay_downstream_connections{listener="second"}"#;

@@ -496,12 +496,12 @@ fn tunnel_survives_a_blackout_shorter_than_tunnel_dead_after() {
         let (mut client, mut server) = upgraded(&ca, &peer, &proxy).await;
         // The first tunnel is idle, the second has data in flight both ways.
         let (mut busy, mut busy_server) = upgraded(&ca, &peer, &proxy).await;
-        assert_eq!(hole.lose_all().unwrap(), 2);
+        assert_eq!(hole.drop_all_packets().unwrap(), 2);
         tokio::join!(busy.send("typed"), busy_server.send("shown"));
         // The length of the fault. An L4 flow dies after 2.7 s at most.
         pause(Duration::from_secs(4)).await;
         assert_eq!(proxy.tunnels.open(), 2);
-        hole.heal();
+        hole.clear_faults();
         tokio::join!(client.send("ls"), server.expect("ls"));
         tokio::join!(server.send("p"), client.expect("p"));
         tokio::join!(busy.expect("shown"), busy_server.expect("typed"));
@@ -516,7 +516,7 @@ fn tunnel_ends_when_its_path_is_lost_for_tunnel_dead_after() {
         let hole = FaultyRelay::start(peer.address()).unwrap();
         let proxy = Proxy::start_with(&ca, &[hole.addr], "tunnel_dead_after: 6s");
         let (mut client, _server) = upgraded(&ca, &peer, &proxy).await;
-        assert_eq!(hole.lose_all().unwrap(), 1);
+        assert_eq!(hole.drop_all_packets().unwrap(), 1);
         let start = std::time::Instant::now();
         assert_eq!(client.read_to_end().await, "");
         let took = start.elapsed();
@@ -542,7 +542,7 @@ fn upgrade_in_flight_on_a_lost_path_gets_502() {
         client.send(&format!("{EXEC}\r\n")).await;
         let mut server = peer.accept().await;
         server.head().await;
-        hole.lose_all().unwrap();
+        hole.drop_all_packets().unwrap();
         let head = client.head().await;
         assert!(head.starts_with("HTTP/1.1 502 "), "{head}");
     });

@@ -17,6 +17,8 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::sync::Notify;
 
+/// `SETTINGS_MAX_CONCURRENT_STREAMS`, as kube-apiserver sends it.
+const MAX_STREAMS: u32 = 100;
 /// Receive window for each stream, as kube-apiserver sets it: 256 KiB.
 const STREAM_WINDOW: u32 = 256 << 10;
 static NEXT: AtomicU64 = AtomicU64::new(1);
@@ -57,13 +59,12 @@ async fn handshake_and_serve(socket: Socket, remote: SocketAddr, server: &Arc<Se
     });
     // Connection errors are caused by the client or the test; nothing is logged.
     if http2 {
-        let max_streams = server.max_streams.load(Relaxed);
         let mut serving = pin!(
             hyper::server::conn::http2::Builder::new(TokioExecutor::new())
                 .timer(TokioTimer::new())
-                .max_concurrent_streams(max_streams)
+                .max_concurrent_streams(MAX_STREAMS)
                 .initial_stream_window_size(STREAM_WINDOW)
-                .initial_connection_window_size(STREAM_WINDOW.saturating_mul(max_streams.max(4)))
+                .initial_connection_window_size(STREAM_WINDOW * MAX_STREAMS)
                 .max_header_list_size(1 << 20)
                 .max_pending_accept_reset_streams(10_000)
                 .max_local_error_reset_streams(10_000)

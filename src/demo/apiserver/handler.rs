@@ -19,7 +19,7 @@ use serde_json::json;
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 pub(super) const JSON: &str = "application/json";
 
@@ -127,16 +127,14 @@ impl RequestContext {
         }))
     }
 
-    /// Waits as long as the handle's `hang` and `delay` demand.
+    /// Waits as long as the faults `hang` and `delay` demand.
     async fn apply_delays(&self) {
-        if *self.server.hang.borrow() {
-            let mut hang = self.server.hang.subscribe();
-            // The sender is dropped only with the server.
-            let _ = hang.wait_for(|hang| !hang).await;
-        }
-        let delay = self.server.delay_ms.load(Relaxed);
-        if delay > 0 {
-            tokio::time::sleep(Duration::from_millis(delay)).await;
+        let mut faults = self.server.faults.subscribe();
+        // The sender is dropped only with the server.
+        let _ = faults.wait_for(|faults| !faults.hang).await;
+        let delay = faults.borrow().delay;
+        if !delay.is_zero() {
+            tokio::time::sleep(delay).await;
         }
     }
 
@@ -191,22 +189,20 @@ impl RequestContext {
         }
     }
 
-    /// The user, or 401. An unauthenticated request on HTTP/2 also triggers GOAWAY, see `set_mitigation`.
+    /// The user, or 401. An unauthenticated request on HTTP/2 also triggers GOAWAY
+    /// (`UnauthenticatedHTTP2DOSMitigation`).
     fn authenticate(&self) -> Result<User, StatusError> {
         let user_of = |token: &str| self.server.cluster.user_of(token);
         let certificate = &self.connection.certificate;
         let found = identity::authenticate(certificate, &self.parts.headers, user_of);
-        if found.as_ref().is_none_or(User::is_anonymous)
-            && self.parts.version == Version::HTTP_2
-            && self.server.mitigation.load(Relaxed)
-        {
+        if found.as_ref().is_none_or(User::is_anonymous) && self.parts.version == Version::HTTP_2 {
             self.connection.goaway.notify_one();
         }
         found.ok_or_else(|| StatusError::new(401, "Unauthorized", "Unauthorized"))
     }
 
     fn authorize(&self, user: &User) -> Result<(), StatusError> {
-        if !user.is_anonymous() || self.server.anonymous.load(Relaxed) {
+        if !user.is_anonymous() {
             return Ok(());
         }
         let message = match &self.target {
@@ -230,7 +226,7 @@ impl RequestContext {
 
     fn health(&self) -> Response<ResponseBody> {
         let path = self.parts.uri.path();
-        if path == "/readyz" && !self.server.ready.load(Relaxed) {
+        if path == "/readyz" && self.server.faults.borrow().unready {
             let text = "[+]ping ok\n[-]etcd failed: reason withheld\nreadyz check failed\n";
             return respond(500, "text/plain; charset=utf-8", ResponseBody::full(text));
         }

@@ -32,4 +32,4 @@ mod watch;
 
 pub(super) use body::ResponseBody;
 pub use server::{ApiServerHandle, Options, start};
-pub use state::{Counters, RequestHook, ScriptedResponse};
+pub use state::{Counters, Faults, RequestHook, ScriptedResponse};

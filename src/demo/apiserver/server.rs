@@ -6,9 +6,7 @@
 
 use crate::demo::apiserver::cluster::Cluster;
 use crate::demo::apiserver::connection;
-use crate::demo::apiserver::state::{
-    Counters, Freeze, Phase, RequestHook, ScriptedResponse, ServerState,
-};
+use crate::demo::apiserver::state::{Counters, Faults, Phase, ServerState};
 use crate::demo::lock;
 use crate::demo::pki::{Issued, Pki};
 use crate::net::tls::serving::DeferredClientVerification;
@@ -18,9 +16,10 @@ use socket2::{Domain, Protocol, Socket, Type};
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::watch;
 use tokio_rustls::TlsAcceptor;
 
@@ -30,14 +29,10 @@ pub struct Options {
     pub name: String,
     /// The address to listen on; port 0 takes a free port, which `restart` keeps.
     pub bind: SocketAddr,
-    /// `SETTINGS_MAX_CONCURRENT_STREAMS`; kube-apiserver sends 100.
-    pub max_concurrent_streams: u32,
     /// Offers HTTP/2 by ALPN.
     pub http2: bool,
     /// The serving certificate; the default is issued for loopback.
     pub certificate: Option<Issued>,
-    /// Time between two lines of a followed log.
-    pub log_interval: Duration,
 }
 
 impl Options {
@@ -46,10 +41,8 @@ impl Options {
         Self {
             name: name.to_owned(),
             bind: (Ipv4Addr::LOCALHOST, 0).into(),
-            max_concurrent_streams: 100,
             http2: true,
             certificate: None,
-            log_interval: Duration::from_secs(1),
         }
     }
 }
@@ -60,8 +53,20 @@ pub struct ApiServerHandle {
     pub addr: SocketAddr,
     server: Arc<ServerState>,
     thread: Mutex<Option<JoinHandle<()>>>,
+    /// Requests to the thread to freeze.
+    freezes: Mutex<Option<UnboundedSender<Freeze>>>,
+    /// While the server is frozen; dropping it resumes the thread.
+    thaw: Mutex<Option<mpsc::Sender<()>>>,
     /// Bound but not listening: reserves the port while the server is down.
     _port: Socket,
+}
+
+/// Blocks the server's thread, as SIGSTOP blocks a process.
+struct Freeze {
+    /// Dropped when the thread blocks.
+    blocked: mpsc::Sender<()>,
+    /// The thread blocks until the sender is dropped.
+    thawed: mpsc::Receiver<()>,
 }
 
 /// Starts a server for `cluster` that accepts client certificates issued by `pki`.
@@ -98,26 +103,24 @@ pub fn start(cluster: &Cluster, pki: &Pki, options: Options) -> io::Result<ApiSe
         cluster: cluster.clone(),
         tls: TlsAcceptor::from(Arc::new(tls)),
         verifier,
-        log_interval: options.log_interval,
         counters: Counters::default(),
-        max_streams: options.max_concurrent_streams.into(),
-        ready: true.into(),
-        anonymous: false.into(),
-        mitigation: true.into(),
-        delay_ms: 0.into(),
+        faults: watch::Sender::default(),
         compacted: 0.into(),
-        hang: watch::Sender::new(false),
-        hold_watches: watch::Sender::new(false),
-        end_watches: watch::Sender::new(0),
-        goaway: watch::Sender::new(0),
-        reset: watch::Sender::new(0),
+        end_watches: watch::Sender::default(),
+        goaway: watch::Sender::default(),
+        reset: watch::Sender::default(),
         killed: false.into(),
-        script: Mutex::default(),
-        freeze: Freeze::default(),
         phase: watch::Sender::new(Phase::Running),
     };
     let server = Arc::new(server);
-    let handle = ApiServerHandle { addr, server, thread: Mutex::new(None), _port: port };
+    let handle = ApiServerHandle {
+        addr,
+        server,
+        thread: Mutex::default(),
+        freezes: Mutex::default(),
+        thaw: Mutex::default(),
+        _port: port,
+    };
     handle.spawn(listener)?;
     Ok(handle)
 }
@@ -146,9 +149,9 @@ impl ApiServerHandle {
     /// Shuts down as kube-apiserver does on SIGTERM: `/readyz` fails, the port closes, every connection
     /// gets GOAWAY, watches end, running requests may finish for `grace`. Blocks until the thread ended.
     pub fn shutdown(&self, grace: Duration) {
-        self.set_ready(false);
+        self.set_faults(|faults| faults.unready = true);
         self.end(Phase::Draining(grace));
-        self.set_ready(true);
+        self.set_faults(|faults| faults.unready = false);
     }
 
     /// Starts the server again on the same port after `kill` or `shutdown`.
@@ -174,81 +177,41 @@ impl ApiServerHandle {
 
     /// Freezes the server as SIGSTOP does; returns when its thread is blocked.
     pub fn stop(&self) {
-        if !self.is_running() {
-            return;
+        let mut thaw = lock(&self.thaw);
+        if thaw.is_none()
+            && let Some(freezes) = &*lock(&self.freezes)
+        {
+            let ((blocked, is_blocked), (resume, thawed)) = (mpsc::channel(), mpsc::channel());
+            *thaw = Some(resume);
+            // Both calls fail once the thread blocks or has ended.
+            let _ = freezes.send(Freeze { blocked, thawed });
+            let _ = is_blocked.recv();
         }
-        self.server.freeze.freeze();
     }
 
     /// Resumes the server after `stop`, as SIGCONT does.
     pub fn cont(&self) {
-        self.server.freeze.thaw();
+        lock(&self.thaw).take();
     }
 
-    /// Sets the result of `/readyz`; nothing else changes.
-    pub fn set_ready(&self, ready: bool) {
-        self.server.ready.store(ready, Relaxed);
-    }
-
-    /// While true, new requests, health checks included, wait. PINGs are answered and watches continue.
-    pub fn hang(&self, hang: bool) {
-        self.server.hang.send_replace(hang);
-    }
-
-    /// While true, watches deliver nothing, as a lagging watch cache; afterwards they catch up.
-    pub fn hold_watches(&self, hold: bool) {
-        self.server.hold_watches.send_replace(hold);
+    /// Changes the faults in force.
+    pub fn set_faults(&self, change: impl FnOnce(&mut Faults)) {
+        self.server.faults.send_modify(change);
     }
 
     /// Ends every watch cleanly, as its timeout does.
     pub fn end_watches(&self) {
-        self.server.end_watches.send_modify(|n| *n += 1);
+        self.server.end_watches.send_replace(());
     }
 
     /// Sends a graceful GOAWAY on every HTTP/2 connection (`Connection: close` on HTTP/1.1).
     pub fn goaway(&self) {
-        self.server.goaway.send_modify(|n| *n += 1);
+        self.server.goaway.send_replace(());
     }
 
     /// Resets every connection; new connections work.
     pub fn reset_connections(&self) {
-        self.server.reset.send_modify(|n| *n += 1);
-    }
-
-    /// Delays every request, health checks included, before it is handled.
-    pub fn delay(&self, delay: Duration) {
-        self.server.delay_ms.store(delay.as_millis() as u64, Relaxed);
-    }
-
-    /// Sends `response` to the next `count` requests that are not health checks, without handling them.
-    pub fn fail_next(&self, count: usize, response: ScriptedResponse) {
-        lock(&self.server.script).fail = Some((count, response));
-    }
-
-    /// Handles the next `count` requests that are not health checks without ever responding.
-    pub fn lose_next(&self, count: usize) {
-        lock(&self.server.script).lose = count;
-    }
-
-    /// Sets or removes the hook that runs before each request.
-    pub fn on_request(&self, hook: Option<RequestHook>) {
-        lock(&self.server.script).hook = hook;
-    }
-
-    /// Sets `SETTINGS_MAX_CONCURRENT_STREAMS` of connections accepted from now on.
-    pub fn set_max_streams(&self, max: u32) {
-        self.server.max_streams.store(max, Relaxed);
-    }
-
-    /// Authorizes `system:anonymous` for everything instead of answering 403.
-    pub fn allow_anonymous(&self, allow: bool) {
-        self.server.anonymous.store(allow, Relaxed);
-    }
-
-    /// Whether an anonymous or 401 request gets its HTTP/2 connection a GOAWAY
-    /// (`UnauthenticatedHTTP2DOSMitigation`; on by default, as in kube-apiserver).
-    pub fn set_mitigation(&self, mitigation: bool) {
-        self.server.mitigation.store(mitigation, Relaxed);
+        self.server.reset.send_replace(());
     }
 
     /// Drops the watch history of this server only: older watches get 410 here and succeed elsewhere.
@@ -260,10 +223,12 @@ impl ApiServerHandle {
 
     fn spawn(&self, listener: TcpListener) -> io::Result<()> {
         let server = self.server.clone();
+        let (freezes, requested) = unbounded_channel();
+        *lock(&self.freezes) = Some(freezes);
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let thread = std::thread::Builder::new()
             .name(self.server.name.clone())
-            .spawn(move || runtime.block_on(serve(server, listener)))?;
+            .spawn(move || runtime.block_on(serve(server, listener, requested)))?;
         *lock(&self.thread) = Some(thread);
         Ok(())
     }
@@ -288,12 +253,14 @@ impl Drop for ApiServerHandle {
 }
 
 /// The server's main loop. Its tasks are dropped with the runtime when it returns.
-async fn serve(server: Arc<ServerState>, listener: TcpListener) {
+async fn serve(
+    server: Arc<ServerState>,
+    listener: TcpListener,
+    mut freezes: UnboundedReceiver<Freeze>,
+) {
     let Ok(listener) = tokio::net::TcpListener::from_std(listener) else { return };
     let mut listener = Some(listener);
     let mut phase = server.phase.subscribe();
-    let mut frozen = server.freeze.requested.subscribe();
-    frozen.mark_changed();
     phase.mark_changed();
     let mut deadline = None;
     loop {
@@ -302,14 +269,14 @@ async fn serve(server: Arc<ServerState>, listener: TcpListener) {
             _ = phase.changed() => {
                 if let Phase::Draining(grace) = *phase.borrow_and_update() {
                     listener = None;
-                    server.goaway.send_modify(|n| *n += 1);
-                    server.end_watches.send_modify(|n| *n += 1);
+                    server.goaway.send_replace(());
+                    server.end_watches.send_replace(());
                     deadline = Some(Instant::now() + grace);
                 }
             }
-            _ = frozen.changed() => {
-                frozen.mark_unchanged();
-                server.freeze.block_while_requested();
+            Some(Freeze { blocked, thawed }) = freezes.recv() => {
+                drop(blocked);
+                let _ = thawed.recv();
             }
             accepted = accept(listener.as_ref()) => {
                 if let Ok((stream, remote)) = accepted {

@@ -4,12 +4,11 @@
 use crate::demo::apiserver::cluster::Cluster;
 use crate::demo::apiserver::identity::Certificate;
 use crate::demo::apiserver::status_error::StatusError;
-use crate::demo::lock;
 use bytes::Bytes;
 use rustls::server::danger::ClientCertVerifier;
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 use tokio::sync::{Notify, watch};
 use tokio_rustls::TlsAcceptor;
@@ -53,6 +52,25 @@ impl ScriptedResponse {
 
 /// Runs before each request is handled; a returned response is sent instead of handling it.
 pub type RequestHook = Arc<dyn Fn(&http::request::Parts) -> Option<ScriptedResponse> + Send + Sync>;
+
+/// The faults in force on a server; none by default. The last three do not apply to health checks.
+#[derive(Default)]
+pub struct Faults {
+    /// `/readyz` fails; nothing else changes.
+    pub unready: bool,
+    /// New requests, health checks included, wait. PINGs are answered and watches continue.
+    pub hang: bool,
+    /// Watches deliver nothing, as with a lagging watch cache; afterwards they catch up.
+    pub hold_watches: bool,
+    /// Delays every request, health checks included, before it is handled.
+    pub delay: Duration,
+    /// Runs before each request.
+    pub on_request: Option<RequestHook>,
+    /// The next requests, this many, get this response and are not handled.
+    pub fail_next: Option<(usize, ScriptedResponse)>,
+    /// The next requests, this many, are handled and get no response.
+    pub lose_next: usize,
+}
 
 /// Counters since the server was created; a restart does not reset them.
 #[derive(Debug, Default)]
@@ -110,83 +128,19 @@ pub(super) struct ServerState {
     pub cluster: Cluster,
     pub tls: TlsAcceptor,
     pub verifier: Arc<dyn ClientCertVerifier>,
-    pub log_interval: Duration,
     pub counters: Counters,
-    pub max_streams: AtomicU32,
-    pub ready: AtomicBool,
-    pub anonymous: AtomicBool,
-    pub mitigation: AtomicBool,
-    pub delay_ms: AtomicU64,
+    pub faults: watch::Sender<Faults>,
+    /// Watches that start at an older version expire on this server.
     pub compacted: AtomicU64,
-    pub hang: watch::Sender<bool>,
-    pub hold_watches: watch::Sender<bool>,
-    /// Incremented to end every watch.
-    pub end_watches: watch::Sender<u64>,
-    /// Incremented to send GOAWAY on every connection.
-    pub goaway: watch::Sender<u64>,
-    /// Incremented to reset every connection.
-    pub reset: watch::Sender<u64>,
+    /// A message ends every watch.
+    pub end_watches: watch::Sender<()>,
+    /// A message sends GOAWAY on every connection.
+    pub goaway: watch::Sender<()>,
+    /// A message resets every connection.
+    pub reset: watch::Sender<()>,
     /// The server was killed: sockets send RST when they are dropped, not FIN.
     pub killed: AtomicBool,
-    pub script: Mutex<Script>,
-    pub freeze: Freeze,
     pub phase: watch::Sender<Phase>,
-}
-
-/// Faults that apply to requests other than health checks.
-#[derive(Default)]
-pub(super) struct Script {
-    pub hook: Option<RequestHook>,
-    /// Requests left that get this response.
-    pub fail: Option<(usize, ScriptedResponse)>,
-    /// Requests left that are handled and get no response.
-    pub lose: usize,
-}
-
-/// Blocks the server's thread, as SIGSTOP blocks a process.
-#[derive(Default)]
-pub(super) struct Freeze {
-    state: Mutex<FreezeState>,
-    changed: Condvar,
-    /// Wakes the server's loop when a freeze is requested.
-    pub requested: watch::Sender<bool>,
-}
-
-#[derive(Default)]
-struct FreezeState {
-    requested: bool,
-    /// The server's thread is blocked.
-    blocked: bool,
-}
-
-impl Freeze {
-    /// Requests a freeze and waits until the server's thread is blocked.
-    pub fn freeze(&self) {
-        let mut state = lock(&self.state);
-        state.requested = true;
-        self.requested.send_replace(true);
-        while !state.blocked {
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
-    }
-
-    /// Ends the freeze.
-    pub fn thaw(&self) {
-        lock(&self.state).requested = false;
-        self.requested.send_replace(false);
-        self.changed.notify_all();
-    }
-
-    /// Blocks the calling thread, which is the server's, while a freeze is requested.
-    pub fn block_while_requested(&self) {
-        let mut state = lock(&self.state);
-        while state.requested {
-            state.blocked = true;
-            self.changed.notify_all();
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
-        state.blocked = false;
-    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -200,20 +154,29 @@ pub(super) enum Phase {
 impl ServerState {
     /// The scripted response to this request, if there is one.
     pub fn scripted(&self, request: &http::request::Parts) -> Option<ScriptedResponse> {
-        let mut script = lock(&self.script);
-        if let Some(answer) = script.hook.clone().and_then(|hook| hook(request)) {
-            return Some(answer);
+        let hook = self.faults.borrow().on_request.clone();
+        if let Some(response) = hook.and_then(|hook| hook(request)) {
+            return Some(response);
         }
-        let (left, answer) = script.fail.as_mut()?;
-        *left = left.checked_sub(1)?;
-        Some(answer.clone())
+        let mut scripted = None;
+        self.faults.send_if_modified(|faults| {
+            if let Some((left @ 1.., response)) = &mut faults.fail_next {
+                *left -= 1;
+                scripted = Some(response.clone());
+            }
+            false
+        });
+        scripted
     }
 
     /// Whether the response to this request must not be sent.
     pub fn loses_response(&self) -> bool {
-        let mut script = lock(&self.script);
-        let left = script.lose;
-        script.lose = left.saturating_sub(1);
-        left > 0
+        let mut loses = false;
+        self.faults.send_if_modified(|faults| {
+            loses = faults.lose_next > 0;
+            faults.lose_next = faults.lose_next.saturating_sub(1);
+            false
+        });
+        loses
     }
 }

@@ -27,6 +27,8 @@ use tokio_tungstenite::tungstenite::protocol::{CloseFrame, Role, WebSocketConfig
 use tokio_tungstenite::tungstenite::{self, Message};
 
 const STREAM_PROTOCOL: HeaderName = HeaderName::from_static("x-stream-protocol-version");
+/// Time between two lines of a followed log.
+const LOG_INTERVAL: Duration = Duration::from_secs(1);
 /// The largest WebSocket message that is read, in bytes.
 const MAX_MESSAGE: usize = 4 << 20;
 /// Channels of `v5.channel.k8s.io`.
@@ -36,7 +38,7 @@ const STDERR: u8 = 2;
 const ERROR: u8 = 3;
 const CLOSE: u8 = 255;
 
-/// The log of a pod: three lines, and with `follow` one more line every `log_interval`.
+/// The log of a pod: three lines, and with `follow` one more line every [`LOG_INTERVAL`].
 pub(super) fn log(call: &RequestContext, object: ObjectRef<'_>) -> Response<ResponseBody> {
     let name = format!("{}/{}", object.namespace, object.name);
     let line = move |number: u64| format!("line {number} of {name}\n");
@@ -45,7 +47,6 @@ pub(super) fn log(call: &RequestContext, object: ObjectRef<'_>) -> Response<Resp
     if !call.query.flag("follow") {
         return respond(200, "text/plain", ResponseBody::full(first));
     }
-    let interval = call.server.log_interval;
     let (sender, receiver) = mpsc::channel(16);
     tokio::spawn(async move {
         let mut next = first;
@@ -53,7 +54,7 @@ pub(super) fn log(call: &RequestContext, object: ObjectRef<'_>) -> Response<Resp
             if !next.is_empty() && sender.send(Ok(Bytes::from(next))).await.is_err() {
                 return;
             }
-            tokio::time::sleep(interval).await;
+            tokio::time::sleep(LOG_INTERVAL).await;
             next = line(number);
         }
     });

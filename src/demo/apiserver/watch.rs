@@ -114,7 +114,7 @@ impl Watch {
         // Subscribed before the first read, so that no change is missed.
         let mut changes = self.server.cluster.changes_of(self.kind);
         changes.mark_changed();
-        let mut hold = self.server.hold_watches.subscribe();
+        let mut faults = self.server.faults.subscribe();
         let mut end = self.server.end_watches.subscribe();
         // Counted only now, when `end_watches` reaches it.
         let _counter = Counted::new(&self.server, |counters| &counters.watches);
@@ -141,15 +141,15 @@ impl Watch {
                 () = tokio::time::sleep_until(deadline) => return Ok(()),
                 _ = end.changed() => return Ok(()),
                 _ = changes.changed() => {}
-                _ = hold.changed() => {}
+                _ = faults.changed() => {}
                 _ = bookmark.tick(), if self.bookmarks => {
-                    if !*hold.borrow() {
+                    if !faults.borrow().hold_watches {
                         self.send_changes().await?;
                         self.bookmark(None).await?;
                     }
                 }
             }
-            if !*hold.borrow() {
+            if !faults.borrow().hold_watches {
                 self.send_changes().await?;
             }
         }

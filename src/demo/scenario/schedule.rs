@@ -245,13 +245,13 @@ impl Schedule<'_> {
             Fault::DroppedFlows => {
                 self.lose(std::slice::from_ref(server), name);
                 wait(hold, &never);
-                server.relay.heal();
+                server.relay.clear_faults();
                 self.display.log(&format!("the flows of {name} pass packets again"));
             }
             Fault::AllFlows => {
                 self.lose(self.servers, "all apiservers");
                 wait(hold, &never);
-                self.servers.iter().for_each(|server| server.relay.heal());
+                self.servers.iter().for_each(|server| server.relay.clear_faults());
                 self.display.log("all flows pass packets again");
             }
             Fault::Killed => {
@@ -271,10 +271,10 @@ impl Schedule<'_> {
                 self.display.log(&format!("{name} continues"));
             }
             Fault::Unready => {
-                server.server.set_ready(false);
+                server.server.set_faults(|faults| faults.unready = true);
                 self.display.log(&format!("/readyz of {name} fails; everything else of it works"));
                 wait(hold, &never);
-                server.server.set_ready(true);
+                server.server.set_faults(|faults| faults.unready = false);
                 self.display.log(&format!("/readyz of {name} is ok again"));
             }
             Fault::Rolling => {
@@ -324,7 +324,8 @@ impl Schedule<'_> {
     }
 
     fn lose(&self, servers: &[RelayedServer], whose: &str) {
-        let lost: io::Result<usize> = servers.iter().map(|server| server.relay.lose_all()).sum();
+        let lost: io::Result<usize> =
+            servers.iter().map(|server| server.relay.drop_all_packets()).sum();
         let flows = |lost| counted(lost, "established flow");
         self.display.log(&match lost {
             Ok(lost) => {

@@ -275,7 +275,7 @@ impl AsRef<[u8]> for PartialFrame {
 impl Drop for PartialFrame {
     fn drop(&mut self) {
         if self.bytes.capacity() > 0 {
-            self.budget.give_back(self.bytes.capacity());
+            self.budget.release(self.bytes.capacity());
         }
     }
 }
